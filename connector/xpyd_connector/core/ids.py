@@ -1,0 +1,19 @@
+"""Names that must not be mixed up. They cost nothing at run time."""
+
+from typing import NamedTuple, NewType
+
+EngineId = NewType("EngineId", str)
+RequestId = NewType("RequestId", str)  # vLLM's internal id, different on P and on D for the same client request
+ConnId = NewType("ConnId", int)  # one control connection, as this process numbers them
+TransferId = NewType("TransferId", int)
+BlockId = NewType("BlockId", int)
+
+
+class Address(NamedTuple):
+    """Where an engine's side channel listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

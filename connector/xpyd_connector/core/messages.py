@@ -1,0 +1,140 @@
+"""Every byte two engines exchange on their control connection, parsed once and typed ever after.
+
+A connection is opened by the decode engine (D) and answered by the prefill engine (P)::
+
+    P: Challenge            D: Hello               P: Welcome or Refusal, then
+    D: Renew                P: Lapsed, if some of the leases are gone
+    D: Done                 P: Fenced
+    D: Drop
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+from xpyd_connector.core.ids import EngineId, RequestId
+from xpyd_connector.errors import ProtocolViolation
+
+PROTOCOL = 1  # raised with every change that an older engine would misunderstand
+MAX_FRAME = 1 << 20  # bytes of one message between engines that have met
+MAX_GREETING = 64 << 20  # bytes of a Welcome: NIXL metadata of every rank, some KiB to some MiB each
+MAX_STRANGER = 4096  # bytes we read from somebody who has not said a valid Hello
+MAX_IDS = 1024  # requests one Renew or Lapsed names; at most about 200 KiB
+
+
+class Fingerprint(msgspec.Struct, frozen=True):
+    """What must be equal on both engines for their KV blocks to mean the same."""
+
+    vllm: str
+    model: str
+    dtype: str
+    cache_dtype: str
+    layers: int
+    kv_heads: int
+    head_size: int
+    block_size: int  # tokens
+    layout: str
+    tensor_parallel: int
+    pipeline_parallel: int
+    attention: str
+
+
+class Region(msgspec.Struct, frozen=True):
+    """One layer's cache on one rank: ``count`` blocks of ``length`` bytes, ``stride`` bytes apart."""
+
+    base: int
+    length: int
+    stride: int
+    count: int
+
+
+class RankInfo(msgspec.Struct, frozen=True):
+    """What a peer must know to read one rank's memory."""
+
+    rank: int
+    agent: bytes  # NIXL's own metadata, opaque
+    memory: str  # "DRAM" or "VRAM"
+    device: int
+    regions: tuple[Region, ...]
+
+
+class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
+    """P opens with random bytes, so that a recorded Hello is worth nothing."""
+
+    nonce: bytes
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """D says who it is, and proves that it knows the shared secret."""
+
+    protocol: int
+    engine: EngineId
+    proof: bytes
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """P says who it is and where its blocks lie."""
+
+    protocol: int
+    engine: EngineId
+    fingerprint: Fingerprint
+    ranks: tuple[RankInfo, ...]
+
+
+class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
+    """P will not talk to this D."""
+
+    reason: str
+
+
+class Renew(msgspec.Struct, frozen=True, tag="renew"):
+    """D still wants these requests' blocks (P's ids). They live as long as this connection, if renewed."""
+
+    requests: tuple[RequestId, ...]
+
+
+class Lapsed(msgspec.Struct, frozen=True, tag="lapsed"):
+    """P no longer holds the blocks of these requests."""
+
+    requests: tuple[RequestId, ...]
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """One of D's ``ranks`` ranks has read everything it wanted of this request; ``reader`` is D's own id for it."""
+
+    request: RequestId
+    reader: RequestId
+    rank: int
+    ranks: int
+
+
+class Fenced(msgspec.Struct, frozen=True, tag="fenced"):
+    """Whether P still held the blocks when it received the Done of ``reader``: only then the bytes are right."""
+
+    reader: RequestId
+    held: bool
+
+
+class Drop(msgspec.Struct, frozen=True, tag="drop"):
+    """D will not read these requests' blocks."""
+
+    requests: tuple[RequestId, ...]
+
+
+Message: TypeAlias = Challenge | Hello | Welcome | Refusal | Renew | Lapsed | Done | Fenced | Drop
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """Return the bytes of a message."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | bytearray | memoryview) -> Message:
+    """Parse a message, or raise :exc:`~xpyd_connector.errors.ProtocolViolation`."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.DecodeError as exc:
+        raise ProtocolViolation(f"not a message of protocol {PROTOCOL}: {exc}") from exc

@@ -1,0 +1,160 @@
+"""The prefill engines a decode engine knows, and how that changes.
+
+The table is the life of a peer; what is not in it raises. A peer is known by its engine
+id: an engine that restarts on the same address is another peer.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final
+
+from xpyd_connector.core.ids import Address, ConnId, EngineId
+from xpyd_connector.core.messages import PROTOCOL, Fingerprint, Welcome
+from xpyd_connector.core.ports import Failed, Link, LinkEvent, Lost, Met
+from xpyd_connector.core.tally import Tally
+from xpyd_connector.errors import IllegalTransition
+
+MAX_BACKOFF = 30.0  # s between two attempts to meet a peer that refuses
+
+
+class PeerState(Enum):
+    """Where a peer is in its life."""
+
+    MEETING = auto()
+    MET = auto()
+    REFUSED = auto()  # kept only to remember when to try again
+    GONE = auto()
+
+
+class PeerEvent(Enum):
+    """What can happen to a peer."""
+
+    WELCOMED = auto()
+    TURNED_AWAY = auto()  # unreachable, incompatible, or another engine by now
+    RETRIED = auto()
+    LEFT = auto()  # its connection closed, or we forgot it
+
+
+TRANSITIONS: Final[Mapping[PeerState, Mapping[PeerEvent, PeerState]]] = {
+    PeerState.MEETING: {
+        PeerEvent.WELCOMED: PeerState.MET,
+        PeerEvent.TURNED_AWAY: PeerState.REFUSED,
+    },
+    PeerState.MET: {PeerEvent.TURNED_AWAY: PeerState.REFUSED, PeerEvent.LEFT: PeerState.GONE},
+    PeerState.REFUSED: {PeerEvent.RETRIED: PeerState.MEETING, PeerEvent.LEFT: PeerState.GONE},
+    PeerState.GONE: {},
+}
+
+
+@dataclass(slots=True)
+class Peer:
+    """One remote engine. Everything we know about it lives here and dies with it."""
+
+    engine: EngineId
+    address: Address
+    conn: ConnId
+    state: PeerState = PeerState.MEETING
+    welcome: Welcome | None = None  # absent until it is met
+    reason: str = ""  # why it was refused
+    failures: int = 0
+    retry_at: float = 0.0
+
+    def on(self, event: PeerEvent) -> None:
+        """Move to the next state, or raise if the event makes no sense now."""
+        try:
+            self.state = TRANSITIONS[self.state][event]
+        except KeyError:
+            raise IllegalTransition(f"peer {self.engine} cannot handle {event.name} while {self.state.name}") from None
+
+
+class PeerBook:
+    """Meets peers on demand: once, however many requests wait, and again after a pause if they refuse."""
+
+    def __init__(self, link: Link, own: Fingerprint, tally: Tally, *, retry_after: float) -> None:
+        self._link = link
+        self._own = own
+        self._tally = tally
+        self._retry_after = retry_after
+        self._peers: dict[EngineId, Peer] = {}
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def approach(self, engine: EngineId, address: Address, *, now: float) -> Peer:
+        """Return the peer, starting to meet it if it is new or its pause is over."""
+        peer = self._peers.get(engine)
+        if peer is None:
+            peer = self._peers[engine] = Peer(engine, address, self._link.meet(address))
+        elif peer.state is PeerState.REFUSED and now >= peer.retry_at:
+            peer.on(PeerEvent.RETRIED)
+            peer.address, peer.conn = address, self._link.meet(address)
+        return peer
+
+    def get(self, engine: EngineId) -> Peer | None:
+        """Return a peer that is known, in whatever state."""
+        return self._peers.get(engine)
+
+    def find(self, conn: ConnId) -> Peer | None:
+        """Return the peer behind a connection."""
+        return next((p for p in self._peers.values() if p.conn == conn and p.state is not PeerState.REFUSED), None)
+
+    def on(self, event: LinkEvent, *, now: float) -> Peer | None:
+        """Take in what happened to a connection we opened; return the peer whose state changed."""
+        peer = self.find(event.conn)
+        match event:
+            case Met(conn, welcome) if peer is not None:
+                if reason := self._objection(peer, welcome):
+                    self._link.close(conn)
+                    self.refuse(peer, reason, now=now)
+                else:
+                    peer.on(PeerEvent.WELCOMED)
+                    peer.welcome, peer.failures = welcome, 0
+                    self._tally.count("handshakes")
+            case Failed(_, reason) if peer is not None:
+                self.refuse(peer, reason, now=now)
+            case Lost() if peer is not None:
+                del self._peers[peer.engine]
+                peer.on(PeerEvent.LEFT)
+                self._tally.count("peers_lost")
+            case _:
+                return None
+        return peer
+
+    def refuse(self, peer: Peer, reason: str, *, now: float) -> None:
+        """Turn a peer away for a while that doubles with every failure in a row."""
+        peer.on(PeerEvent.TURNED_AWAY)
+        peer.reason, peer.welcome = reason, None
+        peer.retry_at = now + min(MAX_BACKOFF, self._retry_after * 2 ** min(peer.failures, 16))
+        peer.failures += 1
+        self._tally.count("handshakes_failed")
+
+    def leave(self, peer: Peer) -> None:
+        """Close the connection to a peer that no longer answers; the next request meets it again."""
+        del self._peers[peer.engine]
+        self._link.close(peer.conn)
+        peer.on(PeerEvent.LEFT)
+        self._tally.count("peers_lost")
+
+    def forget_refused(self, wanted: Iterable[EngineId], *, now: float) -> None:
+        """Drop peers that refused, whose pause is long over and whom nobody wants: engines come and go for ever."""
+        keep = set(wanted)
+        for peer in [p for p in self._peers.values() if p.state is PeerState.REFUSED]:
+            if peer.engine not in keep and now >= peer.retry_at + MAX_BACKOFF:
+                del self._peers[peer.engine]
+                peer.on(PeerEvent.LEFT)
+
+    def _objection(self, peer: Peer, welcome: Welcome) -> str | None:
+        if welcome.protocol != PROTOCOL:
+            return f"it speaks protocol {welcome.protocol}, we speak {PROTOCOL}"
+        if welcome.engine != peer.engine:
+            return f"engine {welcome.engine} answers at {peer.address} now, the request was prefilled by {peer.engine}"
+        return mismatch(self._own, welcome.fingerprint)
+
+
+def mismatch(ours: Fingerprint, theirs: Fingerprint) -> str | None:
+    """Name the first thing in which two engines differ with both values, or return None."""
+    for name in Fingerprint.__struct_fields__:
+        if (our := getattr(ours, name)) != (their := getattr(theirs, name)):
+            return f"its {name.replace('_', ' ')} is {their!r}, ours is {our!r}; they must be equal"
+    return None

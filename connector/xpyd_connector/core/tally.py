@@ -1,0 +1,93 @@
+"""What happened, counted: the numbers that reach vLLM's stats and Prometheus."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One finished transfer."""
+
+    seconds: float
+    bytes: int
+    descriptors: int
+
+
+class Report(msgspec.Struct):
+    """Counters since the last report, gauges as they are now, and every transfer in between."""
+
+    counters: dict[str, int] = {}
+    gauges: dict[str, float] = {}
+    transfers: list[Sample] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.counters or self.gauges or self.transfers)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Filled by one thread, emptied by the same thread."""
+
+    _counters: Counter[str] = field(default_factory=Counter[str])
+    _transfers: list[Sample] = field(default_factory=list[Sample])
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Add to a counter; ``name`` is one of :data:`COUNTERS`."""
+        self._counters[name] += by
+
+    def moved(self, sample: Sample) -> None:
+        """Record one finished transfer."""
+        self._transfers.append(sample)
+
+    def take(self) -> Report:
+        """Return what was counted since the last call, and start again at zero."""
+        report = Report(counters=dict(self._counters), transfers=self._transfers)
+        self._counters, self._transfers = Counter(), []
+        return report
+
+
+COUNTERS = {
+    "leases_granted": "Prefills whose blocks were kept for a decode engine.",
+    "leases_renewed": "Renewals received for leases that were held.",
+    "leases_done": "Leases that ended because every decode rank had read its blocks.",
+    "leases_dropped": "Leases that ended because the decode engine did not want the blocks.",
+    "leases_peer_lost": "Leases that ended because the decode engine's connection closed.",
+    "leases_expired": "Leases that nobody renewed in time.",
+    "leases_refused": "Prefills not handed over because max_leases were held.",
+    "late_notifications": "Renewals, completions and drops for leases that were already over or unknown.",
+    "reads_unfenced": "Reads that ended after their lease: their bytes were thrown away.",
+    "renewals_sent": "Leases renewed at prefill engines, one per request and heartbeat.",
+    "drops_sent": "Requests whose blocks were given back unread.",
+    "lapsed": "Leases a prefill engine said it no longer holds.",
+    "handshakes": "Prefill engines met.",
+    "handshakes_failed": "Prefill engines that could not be met.",
+    "peers_lost": "Prefill engines whose connection closed.",
+    "loads": "Requests whose KV was loaded and confirmed.",
+    "loads_failed_handshake": "Loads that failed because the prefill engine could not be met.",
+    "loads_failed_transfer": "Loads that failed because NIXL or the network did.",
+    "loads_failed_timeout": "Loads that took longer than transfer_timeout.",
+    "loads_failed_lease": "Loads that failed because the lease was lost before the read ended.",
+    "loads_failed_peer": "Loads that failed because the prefill engine's connection closed.",
+    "loads_skipped_local": "Offers not used because the prompt was in the local prefix cache, or is one token.",
+    "offers_bad": "Offers not used because their kv_transfer_params could not be read.",
+    "offers_other_prompt": "Offers not used because they belong to another prompt.",
+}
+GAUGES = {
+    "leases_held": "Requests whose blocks are kept for decode engines now.",
+    "blocks_held": "KV blocks kept for decode engines now.",
+    "requests_borrowing": "Requests here that wait for, or read, another engine's blocks now.",
+}
+
+
+def merge(reports: Sequence[Report]) -> Report:
+    """Add up the counters and transfers of several reports; of a gauge, the latest wins."""
+    counters: Counter[str] = Counter()
+    merged = Report(gauges={})
+    for report in reports:
+        counters.update(report.counters)
+        merged.gauges.update(report.gauges)
+        merged.transfers = [*merged.transfers, *report.transfers]
+    merged.counters = dict(counters)
+    return merged

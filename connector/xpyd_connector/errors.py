@@ -1,0 +1,53 @@
+"""Everything this package raises on purpose, and who is at fault.
+
+* :exc:`ConnectorError`
+    * :exc:`IllegalTransition` -- a bug in this package
+    * :exc:`SettingsError` -- the operator: a setting cannot be used
+    * :exc:`UnsupportedCache` -- the operator: this engine's KV cache has a shape we do not move
+    * :exc:`PeerError` -- the other engine
+        * :exc:`IncompatiblePeer` -- it stores its KV cache in a way we cannot read
+        * :exc:`ProtocolViolation` -- it sent something that is not in the protocol
+        * :exc:`Unreachable` -- it did not answer
+    * :exc:`BadOffer` -- the router: the ``kv_transfer_params`` it carried cannot be used
+    * :exc:`TransferError` -- NIXL or the network: bytes could not be moved
+"""
+
+
+class ConnectorError(Exception):
+    """Base class of every error raised by the connector."""
+
+
+class IllegalTransition(ConnectorError):
+    """An event arrived in a state that does not expect it."""
+
+
+class SettingsError(ConnectorError):
+    """A setting is unknown or has a value that cannot be used."""
+
+
+class UnsupportedCache(ConnectorError):
+    """The engine's KV cache has a shape this connector does not move."""
+
+
+class PeerError(ConnectorError):
+    """The remote engine did something we cannot work with."""
+
+
+class IncompatiblePeer(PeerError):
+    """The remote engine stores its KV cache in a way we cannot read."""
+
+
+class ProtocolViolation(PeerError):
+    """The remote engine sent something that is not in the protocol."""
+
+
+class Unreachable(PeerError):
+    """The remote engine could not be reached, or did not answer in time."""
+
+
+class BadOffer(ConnectorError):
+    """The ``kv_transfer_params`` of a request cannot be used."""
+
+
+class TransferError(ConnectorError):
+    """NIXL could not do what it was asked."""

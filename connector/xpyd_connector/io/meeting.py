@@ -1,0 +1,57 @@
+"""Open a connection to a prefill engine and get its Welcome: blocking, on a pool thread.
+
+Name resolution, connecting and the peer's answer may each take seconds; nobody else waits.
+"""
+
+import contextlib
+import socket
+
+from xpyd_connector.core.greeting import Guest
+from xpyd_connector.core.ids import Address
+from xpyd_connector.core.messages import MAX_GREETING, Challenge, Message, Refusal, Welcome, decode, encode
+from xpyd_connector.errors import IncompatiblePeer, ProtocolViolation, Unreachable
+from xpyd_connector.io.framing import Deframer, frame
+
+
+def meet(peer: Address, guest: Guest, *, timeout: float) -> tuple[socket.socket, Welcome]:
+    """Return an open, greeted connection.
+
+    ``timeout`` (s) bounds connecting, and again the greeting. Raises
+    :exc:`~xpyd_connector.errors.PeerError` in one sentence naming the peer.
+    """
+    try:
+        sock = socket.create_connection(peer, timeout)
+    except OSError as exc:
+        raise Unreachable(f"cannot connect to {peer}: {exc}") from exc
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(sock.close)
+        welcome = _greet(sock, peer, guest)
+        on_failure.pop_all()
+    return sock, welcome
+
+
+def _greet(sock: socket.socket, peer: Address, guest: Guest) -> Welcome:
+    deframer = Deframer(MAX_GREETING)
+    try:
+        challenge = _receive(sock, deframer)
+        if isinstance(challenge, Challenge):
+            sock.sendall(frame(encode(guest.hello(challenge))))
+        answer = _receive(sock, deframer) if isinstance(challenge, Challenge) else challenge
+    except OSError as exc:
+        raise Unreachable(f"{peer} did not say hello: {exc}") from exc
+    match answer:
+        case Welcome():
+            return answer
+        case Refusal(reason):
+            raise IncompatiblePeer(f"{peer} refused: {reason}")
+        case _:
+            raise ProtocolViolation(f"{peer} answered hello with {type(answer).__name__}")
+
+
+def _receive(sock: socket.socket, deframer: Deframer) -> Message:
+    while True:
+        data = sock.recv(1 << 16)
+        if not data:
+            raise ConnectionResetError("it closed the connection")
+        for message in deframer.feed(data):
+            return decode(message)

@@ -1,0 +1,147 @@
+"""The class vLLM instantiates, once per scheduler and once per worker. It only translates."""
+
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from xpyd_connector.core.tally import Report
+from xpyd_connector.shell.facts import fingerprint, read_facts
+from xpyd_connector.shell.metadata import RankHandshake, StepMetadata
+from xpyd_connector.shell.scheduler import SchedulerSide
+from xpyd_connector.shell.stats import XpydPromMetrics, XpydStats
+from xpyd_connector.shell.wake import find_waker
+from xpyd_connector.shell.worker import WorkerSide
+
+
+class XpydConnector(KVConnectorBase_V1, SupportsHMA):
+    """Pull: the decode engine reads the blocks of a finished prefill over NIXL."""
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Ask for whole blocks per layer, heads outermost within one, as vLLM's own NIXL connector does."""
+        model = vllm_config.model_config
+        return None if model is None or model.use_mla else "LBHNC"
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        facts, settings = read_facts(vllm_config, kv_cache_config)
+        self._sides: list[SchedulerSide | WorkerSide] = []
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(facts, settings, find_waker())
+            self._sides.append(self._scheduler)
+        else:
+            self._worker = WorkerSide(facts, settings, get_tensor_model_parallel_rank())
+            self._sides.append(self._worker)
+
+    def shutdown(self) -> None:
+        """End our threads and close our sockets."""
+        for side in self._sides:
+            side.stop()
+
+    def get_kv_connector_stats(self) -> XpydStats | None:
+        """Return the numbers of this half since the last call."""
+        return self._sides[0].stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> XpydStats:
+        """Rebuild stats from the data that came from another process."""
+        return XpydStats(data=data) if data else XpydStats.of(Report())
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> XpydPromMetrics:
+        """Register our Prometheus metrics."""
+        return XpydPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # ---- scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Remember the pool in which lent blocks are pinned."""
+        self._scheduler.bind_block_pool(gpu_block_pool)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """Start talking to other engines: the workers' memory is known."""
+        self._scheduler.start({rank: md for rank, md in metadata.items() if isinstance(md, RankHandshake)})
+
+    def on_new_request(self, request: Request) -> None:
+        """Start renewing the request's lease."""
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens will be loaded."""
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Order the load."""
+        self._scheduler.after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Hand the orders to the workers."""
+        return self._scheduler.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take in what the workers finished."""
+        self._scheduler.after_step(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Lend or give back; vLLM may free its own hold on the blocks in any case."""
+        return False, self._scheduler.finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As :meth:`request_finished`; there is one group."""
+        return False, self._scheduler.finished(request, block_ids[0])
+
+    def has_pending_push_work(self) -> bool:
+        """Ask for one more step when blocks wait to be freed."""
+        return self._scheduler.has_released()
+
+    # ---- worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Register the cache with NIXL."""
+        self._worker.register(kv_caches, fingerprint(self._vllm_config))
+
+    def get_handshake_metadata(self) -> RankHandshake | None:
+        """Return what peers must know of this rank."""
+        return self._worker.handshake()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Pass this step's orders on."""
+        metadata = self._get_connector_metadata()
+        if isinstance(metadata, StepMetadata):
+            self._worker.load(metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: a request is computed only when all its layers are there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing to save: decode engines read the cache itself."""
+
+    def wait_for_save(self) -> None:
+        """Nothing to wait for."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the loads that ended."""
+        return self._worker.results()

@@ -1,0 +1,52 @@
+"""What one of our threads tells the engine: results and numbers, handed over under one lock."""
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+from xpyd_connector.core.tally import Report, merge
+
+T = TypeVar("T")
+
+
+class Outbox(Generic[T]):
+    """Filled by a thread, emptied by the engine."""
+
+    def __init__(self, on_news: Callable[[], None] = lambda: None) -> None:
+        self._lock = threading.Lock()
+        self._news = threading.Event()
+        self._on_news = on_news
+        self._items: list[T] = []
+        self._reports: list[Report] = []
+
+    def put(self, items: Iterable[T], report: Report) -> None:
+        """Add results and numbers; announces the results."""
+        new = list(items)
+        with self._lock:
+            self._items += new
+            if report:
+                self._reports.append(report)
+                self._reports = [merge(self._reports)] if len(self._reports) > 64 else self._reports
+        if new:
+            self._news.set()
+            self._on_news()
+
+    def take(self) -> list[T]:
+        """Return the results since the last call."""
+        with self._lock:
+            items, self._items = self._items, []
+            self._news.clear()
+        return items
+
+    def take_report(self) -> Report:
+        """Return the numbers since the last call."""
+        with self._lock:
+            reports, self._reports = self._reports, []
+        return merge(reports)
+
+    def wait(self, seconds: float) -> None:
+        """Wait at most so long for a result."""
+        self._news.wait(seconds)
+
+    def __bool__(self) -> bool:
+        return bool(self._items)

@@ -51,6 +51,7 @@ AT_LEAST: Mapping[str, float] = {
     "idle_wait": 0,
     "max_leases": 1,
 }
+AT_MOST = 1e9  # of anything: beyond it, the system's clocks and sockets overflow
 
 
 def read_settings(extra_config: Mapping[str, object], environment: Mapping[str, str]) -> Settings:
@@ -74,12 +75,14 @@ def _number(key: str, value: object) -> float | int:
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
         kind = "a whole number" if whole else "a number"
         raise SettingsError(f"kv_connector_extra_config[{key!r}] is {value!r}; it must be {kind}")
-    if not AT_LEAST[key] <= value < float("inf"):
-        raise SettingsError(f"kv_connector_extra_config[{key!r}] is {value!r}; it must be at least {AT_LEAST[key]:g}")
+    if not AT_LEAST[key] <= value <= AT_MOST:
+        raise SettingsError(
+            f"kv_connector_extra_config[{key!r}] is {value!r}; it must be between {AT_LEAST[key]:g} and {AT_MOST:g}"
+        )
     return value if whole else float(value)
 
 
 def _port(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 65536:
+    if not text.isascii() or not text.isdigit() or len(text) > 5 or not 0 < int(text) < 65536:
         raise SettingsError(f"{PORT_VARIABLE} is {text!r}; it must be a TCP port between 1 and 65535")
     return int(text)

@@ -52,7 +52,7 @@ class Borrower:
 
     def give_back(self, request: RequestId, engine: EngineId) -> None:
         """Stop renewing and tell P at once: nobody will read these blocks."""
-        if (offer := self._forget(request, engine)) is None:
+        if (offer := self._forget(request, engine)) is None or self._wants(engine, offer):
             return
         self._tally.count("drops_sent")
         peer = self._peers.get(engine)
@@ -97,8 +97,8 @@ class Borrower:
             return
         if peer.state is PeerState.MET:
             self._renew(peer.conn, wanted.offers.values())
-            if wanted.to_drop:
-                self._link.send(peer.conn, Drop(tuple(wanted.to_drop)))
+            for start in range(0, len(wanted.to_drop), MAX_IDS):
+                self._link.send(peer.conn, Drop(tuple(wanted.to_drop[start : start + MAX_IDS])))
         wanted.to_drop.clear()  # told, or the engine is gone and its blocks with it
         self._prune(peer.engine, wanted)
 
@@ -114,6 +114,13 @@ class Borrower:
         if wanted is not None:
             self._prune(engine, wanted)
         return offer
+
+    def _wants(self, engine: EngineId, offer: Offer) -> bool:
+        """Whether another request here (one prompt, n answers) still wants the same blocks."""
+        wanted = self._wanted.get(engine)
+        return wanted is not None and any(
+            other.remote_request_id == offer.remote_request_id for other in wanted.offers.values()
+        )
 
     def _prune(self, engine: EngineId, wanted: _Wanted) -> None:
         if not wanted.offers and not wanted.to_drop:

@@ -10,6 +10,7 @@ from enum import Enum, auto
 from typing import Final, NamedTuple
 
 from xpyd_connector.core.ids import ConnId, RequestId
+from xpyd_connector.core.messages import MAX_IDS
 from xpyd_connector.errors import IllegalTransition
 
 
@@ -61,7 +62,7 @@ class _Lease:
     expires_at: float
     state: LeaseState = LeaseState.GRANTED
     holder: ConnId | None = None
-    ranks_done: set[int] = field(default_factory=set[int])
+    ranks_done: dict[RequestId, set[int]] = field(default_factory=dict[RequestId, set[int]])  # by reader
 
     def on(self, event: LeaseEvent) -> None:
         try:
@@ -100,16 +101,16 @@ class LeaseBook:
         lease.expires_at = max(lease.expires_at, now + self._extension)
         return True
 
-    def holds(self, request: RequestId, *, now: float) -> bool:
-        """Whether the blocks of a request are still the ones that were lent."""
-        lease = self._leases.get(request)
-        return lease is not None and now < lease.expires_at
+    def done(self, request: RequestId, reader: RequestId, rank: int, ranks: int) -> Released | None:
+        """Record that one of a reader's ranks has read its part; the last one ends the lease.
 
-    def done(self, request: RequestId, rank: int, ranks: int) -> Released | None:
-        """Record that one of the decode engine's ranks has read its part; the last one ends the lease."""
-        lease = self._leases[request]
-        lease.ranks_done.add(rank)
-        return self._end(request, LeaseEvent.DONE) if len(lease.ranks_done) >= ranks else None
+        Several readers may share a lease (one prompt, n answers): ranks of two of them do not add up to one.
+        """
+        by_reader = self._leases[request].ranks_done
+        if reader not in by_reader and len(by_reader) >= MAX_IDS:
+            return None  # nobody has so many; the lease ends some other way
+        by_reader.setdefault(reader, set()).add(rank)
+        return self._end(request, LeaseEvent.DONE) if len(by_reader[reader]) >= ranks else None
 
     def drop(self, request: RequestId) -> Released:
         """End a lease because the decode engine does not want the blocks."""

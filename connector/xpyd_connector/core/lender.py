@@ -75,7 +75,7 @@ class Lender:
         self._link.send(conn, Fenced(done.reader, held))
         if not held:
             self._tally.count("late_notifications")
-        elif released := self._leases.done(done.request, done.rank, done.ranks):
+        elif released := self._leases.done(done.request, done.reader, done.rank, done.ranks):
             self._release([released])
 
     def _expire(self, now: float) -> None:

@@ -8,9 +8,10 @@ A connection is opened by the decode engine (D) and answered by the prefill engi
     D: Drop
 """
 
-from typing import TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from xpyd_connector.core.ids import EngineId, RequestId
 from xpyd_connector.errors import ProtocolViolation
@@ -19,7 +20,14 @@ PROTOCOL = 1  # raised with every change that an older engine would misunderstan
 MAX_FRAME = 1 << 20  # bytes of one message between engines that have met
 MAX_GREETING = 64 << 20  # bytes of a Welcome: NIXL metadata of every rank, some KiB to some MiB each
 MAX_STRANGER = 4096  # bytes we read from somebody who has not said a valid Hello
-MAX_IDS = 1024  # requests one Renew or Lapsed names; at most about 200 KiB
+MAX_IDS = 1024  # requests one Renew, Lapsed or Drop names
+MAX_ID = 255  # characters of a request id: MAX_IDS of the longest fit into MAX_FRAME, whatever the script
+MAX_BLOCKS = 1 << 22  # blocks of one cache or of one request: 4 M blocks of 16 tokens
+MAX_RANKS = 1024  # tensor-parallel ranks of one engine
+
+RequestName: TypeAlias = Annotated[RequestId, Meta(max_length=MAX_ID)]
+RequestNames: TypeAlias = Annotated[tuple[RequestName, ...], Meta(max_length=MAX_IDS)]
+Memory: TypeAlias = Literal["DRAM", "VRAM"]  # NIXL's names
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
@@ -42,20 +50,20 @@ class Fingerprint(msgspec.Struct, frozen=True):
 class Region(msgspec.Struct, frozen=True):
     """One layer's cache on one rank: ``count`` blocks of ``length`` bytes, ``stride`` bytes apart."""
 
-    base: int
-    length: int
-    stride: int
-    count: int
+    base: Annotated[int, Meta(ge=0)]
+    length: Annotated[int, Meta(ge=1)]
+    stride: Annotated[int, Meta(ge=0)]
+    count: Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
 
 
 class RankInfo(msgspec.Struct, frozen=True):
     """What a peer must know to read one rank's memory."""
 
-    rank: int
+    rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
     agent: bytes  # NIXL's own metadata, opaque
-    memory: str  # "DRAM" or "VRAM"
-    device: int
-    regions: tuple[Region, ...]
+    memory: Memory
+    device: Annotated[int, Meta(ge=0, lt=1 << 16)]
+    regions: Annotated[tuple[Region, ...], Meta(min_length=1)]
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
@@ -90,35 +98,35 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
     """D still wants these requests' blocks (P's ids). They live as long as this connection, if renewed."""
 
-    requests: tuple[RequestId, ...]
+    requests: RequestNames
 
 
 class Lapsed(msgspec.Struct, frozen=True, tag="lapsed"):
     """P no longer holds the blocks of these requests."""
 
-    requests: tuple[RequestId, ...]
+    requests: RequestNames
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """One of D's ``ranks`` ranks has read everything it wanted of this request; ``reader`` is D's own id for it."""
 
-    request: RequestId
-    reader: RequestId
-    rank: int
-    ranks: int
+    request: RequestName
+    reader: RequestName
+    rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+    ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 
 
 class Fenced(msgspec.Struct, frozen=True, tag="fenced"):
     """Whether P still held the blocks when it received the Done of ``reader``: only then the bytes are right."""
 
-    reader: RequestId
+    reader: RequestName
     held: bool
 
 
 class Drop(msgspec.Struct, frozen=True, tag="drop"):
     """D will not read these requests' blocks."""
 
-    requests: tuple[RequestId, ...]
+    requests: RequestNames
 
 
 Message: TypeAlias = Challenge | Hello | Welcome | Refusal | Renew | Lapsed | Done | Fenced | Drop
@@ -136,5 +144,5 @@ def decode(data: bytes | bytearray | memoryview) -> Message:
     """Parse a message, or raise :exc:`~xpyd_connector.errors.ProtocolViolation`."""
     try:
         return _decoder.decode(data)
-    except msgspec.DecodeError as exc:
+    except (ValueError, RecursionError) as exc:  # of which msgspec's own errors, and text that is not UTF-8
         raise ProtocolViolation(f"not a message of protocol {PROTOCOL}: {exc}") from exc

@@ -6,24 +6,26 @@ They are a superset of what vLLM 0.32's NixlConnector emits
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
-from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
+from xpyd_connector.core.ids import Address, BlockId, EngineId
+from xpyd_connector.core.messages import MAX_BLOCKS, RequestName
 from xpyd_connector.errors import BadOffer
-
-MAX_BLOCKS = 1 << 22  # block ids one request may name: 4 M blocks of 16 tokens
 
 
 class Offer(msgspec.Struct, frozen=True):
     """Where a prefill engine keeps the KV blocks of a request it finished."""
 
     remote_engine_id: EngineId
-    remote_request_id: RequestId
-    remote_host: str
+    remote_request_id: RequestName
+    remote_host: Annotated[str, Meta(min_length=1, max_length=255)]
     remote_port: int
-    remote_block_ids: tuple[tuple[BlockId, ...], ...]  # one tuple per KV cache group, in token order
+    remote_block_ids: tuple[
+        tuple[Annotated[BlockId, Meta(ge=0, lt=MAX_BLOCKS)], ...], ...
+    ]  # one tuple per KV cache group, in token order
     remote_num_tokens: int
     tp_size: int = 1
     dcp_size: int = 1
@@ -47,7 +49,8 @@ def read_offer(params: Mapping[str, Any]) -> Offer:
     """Read what the router carried here, or raise :exc:`~xpyd_connector.errors.BadOffer` saying what is wrong."""
     try:
         offer = msgspec.convert(params, Offer)
-    except msgspec.ValidationError as exc:
+        f"{offer.remote_engine_id}{offer.remote_request_id}{offer.remote_host}".encode()
+    except (msgspec.ValidationError, UnicodeEncodeError) as exc:  # half a surrogate pair is JSON, but no text
         raise BadOffer(f"kv_transfer_params: {exc}") from exc
     if offer.transfer_mode != "pull":
         raise BadOffer(f"kv_transfer_params: transfer_mode is {offer.transfer_mode!r}, this engine reads 'pull' only")

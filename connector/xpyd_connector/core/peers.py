@@ -56,7 +56,7 @@ class Peer:
     conn: ConnId
     state: PeerState = PeerState.MEETING
     welcome: Welcome | None = None  # absent until it is met
-    reason: str = ""  # why it was refused
+    reason: str = ""  # why it was refused, or is gone
     failures: int = 0
     retry_at: float = 0.0
 
@@ -82,11 +82,11 @@ class PeerBook:
         return len(self._peers)
 
     def approach(self, engine: EngineId, address: Address, *, now: float) -> Peer:
-        """Return the peer, starting to meet it if it is new or its pause is over."""
+        """Return the peer, starting to meet it if it is new, its pause is over or it is said to be elsewhere."""
         peer = self._peers.get(engine)
         if peer is None:
             peer = self._peers[engine] = Peer(engine, address, self._link.meet(address))
-        elif peer.state is PeerState.REFUSED and now >= peer.retry_at:
+        elif peer.state is PeerState.REFUSED and (now >= peer.retry_at or address != peer.address):
             peer.on(PeerEvent.RETRIED)
             peer.address, peer.conn = address, self._link.meet(address)
         return peer
@@ -109,12 +109,13 @@ class PeerBook:
                     self.refuse(peer, reason, now=now)
                 else:
                     peer.on(PeerEvent.WELCOMED)
-                    peer.welcome, peer.failures = welcome, 0
+                    peer.welcome = welcome
                     self._tally.count("handshakes")
             case Failed(_, reason) if peer is not None:
                 self.refuse(peer, reason, now=now)
-            case Lost() if peer is not None:
+            case Lost(_, reason) if peer is not None:
                 del self._peers[peer.engine]
+                peer.reason = reason
                 peer.on(PeerEvent.LEFT)
                 self._tally.count("peers_lost")
             case _:
@@ -129,9 +130,10 @@ class PeerBook:
         peer.failures += 1
         self._tally.count("handshakes_failed")
 
-    def leave(self, peer: Peer) -> None:
+    def leave(self, peer: Peer, reason: str) -> None:
         """Close the connection to a peer that no longer answers; the next request meets it again."""
         del self._peers[peer.engine]
+        peer.reason = reason
         self._link.close(peer.conn)
         peer.on(PeerEvent.LEFT)
         self._tally.count("peers_lost")

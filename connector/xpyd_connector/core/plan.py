@@ -9,6 +9,8 @@ from xpyd_connector.core.messages import Region
 from xpyd_connector.core.ports import Indices
 from xpyd_connector.errors import IncompatiblePeer, ProtocolViolation
 
+MAX_DESCRIPTORS = (1 << 31) - 1  # NIXL's indices are 32 bits wide
+
 
 def describe(regions: Sequence[Region], blocks: Sequence[BlockId]) -> Indices:
     """Return the descriptor of every block in every region, region by region.
@@ -19,7 +21,8 @@ def describe(regions: Sequence[Region], blocks: Sequence[BlockId]) -> Indices:
     ids = np.asarray(blocks, dtype=np.int64)
     smallest = min(region.count for region in regions)
     if ids.size and not (ids.min() >= 0 and ids.max() < smallest):
-        raise ProtocolViolation(f"block {ids.max()} of an engine that has {smallest} blocks")
+        wrong = ids.min() if ids.min() < 0 else ids.max()
+        raise ProtocolViolation(f"block {wrong} of an engine that has {smallest} blocks")
     first = np.cumsum([0, *(region.count for region in regions[:-1])], dtype=np.int64)
     return (first[:, None] + ids[None, :]).ravel().astype(np.int32)
 
@@ -28,6 +31,8 @@ def check_regions(ours: Sequence[Region], theirs: Sequence[Region]) -> None:
     """Raise :exc:`~xpyd_connector.errors.IncompatiblePeer` unless blocks have the same bytes on both sides."""
     if len(ours) != len(theirs):
         raise IncompatiblePeer(f"its cache has {len(theirs)} regions, ours has {len(ours)}; they must be equal")
+    if sum(region.count for region in theirs) > MAX_DESCRIPTORS:
+        raise IncompatiblePeer(f"its cache has more than {MAX_DESCRIPTORS} pieces, NIXL cannot number them")
     for number, (our, their) in enumerate(zip(ours, theirs, strict=True)):
         if our.length != their.length:
             raise IncompatiblePeer(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
-from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId, TransferId
+from xpyd_connector.core.ids import Address, BlockId, ConnId, EngineId, RequestId, TransferId
 from xpyd_connector.core.messages import Done, Drop, Fenced, RankInfo
 from xpyd_connector.core.peers import Peer, PeerBook, PeerState
 from xpyd_connector.core.plan import check_regions, describe
@@ -123,8 +123,8 @@ class Reader:
     def on(self, event: LinkEvent, *, now: float) -> None:
         """Take in what happened on a connection we opened."""
         match event:
-            case Received(_, Fenced(request, held)):
-                self._judge(request, held=held)
+            case Received(conn, Fenced(request, held)):
+                self._judge(conn, request, held=held)
             case Received(conn, _):
                 self._link.close(conn)
                 self._peer_changed(self._peers.on(Lost(conn, "it broke the protocol"), now=now), now)
@@ -150,19 +150,23 @@ class Reader:
     def _peer_changed(self, peer: Peer | None, now: float) -> None:
         if peer is None:
             return
-        waiting = [load for load in self._loads.values() if load.order.engine == peer.engine]
-        if peer.state is PeerState.MET and self._attach(peer, now):
+        loads = [load for load in self._loads.values() if load.order.engine == peer.engine]
+        # Those still being given up have met the peer before: NIXL decides when they end, not this meeting.
+        waiting = [load for load in loads if load.state is LoadState.WAITING]
+        if peer.state is PeerState.MET:
+            self._attach(peer, now)
+        if peer.state is PeerState.MET:
             for load in waiting:
                 self._start(load)
         elif peer.state is PeerState.REFUSED:
             for load in waiting:
                 self._fail(load, "loads_failed_handshake", f"{peer.address} was not met: {peer.reason}")
         elif peer.state is PeerState.GONE:
-            for load in waiting:
-                self._give_up(load, "loads_failed_peer", f"{peer.address} closed its connection")
+            for load in loads:
+                self._give_up(load, "loads_failed_peer", f"{peer.address} is gone: {peer.reason}")
             self._detach(peer.engine)
 
-    def _attach(self, peer: Peer, now: float) -> bool:
+    def _attach(self, peer: Peer, now: float) -> None:
         """Make a peer's memory readable; a peer whose memory we cannot use is refused."""
         try:
             theirs = self._rank_of(peer)
@@ -171,9 +175,6 @@ class Reader:
         except ConnectorError as exc:
             self._link.close(peer.conn)
             self._peers.refuse(peer, str(exc), now=now)
-            self._peer_changed(peer, now)
-            return False
-        return True
 
     def _rank_of(self, peer: Peer) -> RankInfo:
         ranks = peer.welcome.ranks if peer.welcome is not None else ()
@@ -213,10 +214,10 @@ class Reader:
             self._tally.moved(Sample(ended.seconds, ended.bytes, ended.descriptors))
             self._tell(load, Done(load.order.remote_request, load.order.request, self._own.rank, self._ranks))
 
-    def _judge(self, request: RequestId, *, held: bool) -> None:
-        """Apply P's verdict on one read; a load that was given up meanwhile does not care."""
-        load = self._loads.get(request)
-        if load is None or load.state is not LoadState.CONFIRMING:
+    def _judge(self, conn: ConnId, request: RequestId, *, held: bool) -> None:
+        """Apply P's verdict on one read; a load that was given up meanwhile, or is another peer's, does not care."""
+        load, peer = self._loads.get(request), self._peers.find(conn)
+        if load is None or load.state is not LoadState.CONFIRMING or peer is None or peer.engine != load.order.engine:
             return
         if held:
             load.on(LoadEvent.CONFIRMED)
@@ -232,7 +233,7 @@ class Reader:
         hung = load.state in (LoadState.READING, LoadState.CONFIRMING)
         self._give_up(load, "loads_failed_timeout", f"not loaded within {self._timeout:g} s")
         if hung and peer is not None and peer.state is PeerState.MET:
-            self._peers.leave(peer)
+            self._peers.leave(peer, "it does not answer")
             self._peer_changed(peer, now)
 
     def _give_up(self, load: _Load, counter: str, why: str) -> None:

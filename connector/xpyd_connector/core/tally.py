@@ -35,7 +35,8 @@ class Tally:
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to a counter; ``name`` is one of :data:`COUNTERS`."""
-        self._counters[name] += by
+        if by:  # nothing is no news: a report of zeros would travel for it
+            self._counters[name] += by
 
     def moved(self, sample: Sample) -> None:
         """Record one finished transfer."""

@@ -7,6 +7,7 @@ import queue
 import selectors
 import socket
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from xpyd_connector.io.meeting import meet
 MAX_UNSENT = 16 << 20  # bytes a peer may leave unread before we close its connection
 MAX_STRANGERS = 256  # connections that have not said a valid Hello
 USER_TIMEOUT_MS = 20_000  # a peer that acknowledges nothing for so long is gone (cut network, lost machine)
+KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # s, s, probes: the same, where nobody talks
 _Meeting = tuple[socket.socket, Welcome]
 
 
@@ -48,7 +50,8 @@ class SocketLink:
         self._conns: dict[ConnId, _Conn] = {}
         self._meeting: set[ConnId] = set()
         self._met: queue.SimpleQueue[tuple[ConnId, Future[_Meeting]]] = queue.SimpleQueue()
-        self._events: list[LinkEvent] = []
+        self._events: deque[LinkEvent] = deque()
+        self._stopped = False
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
         for end in (self._wake_in, self._wake_out):
@@ -63,10 +66,10 @@ class SocketLink:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(512)
-        except OSError as exc:
+        except (OSError, OverflowError) as exc:  # OverflowError: the data-parallel rank leads beyond the last port
             listener.close()
             raise SettingsError(
-                f"the side channel cannot listen on {address}: {exc.strerror}; set VLLM_NIXL_SIDE_CHANNEL_HOST to an "
+                f"the side channel cannot listen on {address}: {exc}; set VLLM_NIXL_SIDE_CHANNEL_HOST to an "
                 "address of this machine and VLLM_NIXL_SIDE_CHANNEL_PORT to a port that is free"
             ) from exc
         listener.settimeout(0)
@@ -86,39 +89,46 @@ class SocketLink:
         """On the pool thread: a meeting ended."""
         self._met.put((conn, done))
         self.wake()
+        if self._stopped:  # nobody polls any more
+            self._take_meetings()
 
     def send(self, conn: ConnId, message: Message) -> None:
         """Queue a message and send what the socket takes now."""
         if (found := self._conns.get(conn)) is None:
             return  # its Lost is on the way, or has been told
-        found.outbox += frame(encode(message))
-        if len(found.outbox) > MAX_UNSENT:
+        if len(found.outbox) > MAX_UNSENT:  # before this message: a Welcome alone may be larger
             self._lose(found, f"it left {len(found.outbox)} bytes unread")
-        else:
-            self._flush(found)
+            return
+        found.outbox += frame(encode(message))
+        self._flush(found)
 
     def close(self, conn: ConnId) -> None:
         """Close a connection, or give up opening it."""
         self._meeting.discard(conn)
         if (found := self._conns.get(conn)) is not None:
             self._drop(found)
+        self._events = deque(event for event in self._events if event.conn != conn)
 
     def wake(self) -> None:
         """Make a running or coming :meth:`poll` return at once. Any thread may call it."""
         with contextlib.suppress(BlockingIOError, OSError):  # full: it will wake anyway; closed: nobody polls
             self._wake_out.send(b"\0")
 
-    def poll(self, timeout: float | None) -> list[LinkEvent]:
-        """Wait at most ``timeout`` seconds (None: for ever) for something to happen, and return it."""
+    def poll(self, timeout: float | None) -> Iterator[LinkEvent]:
+        """Wait at most ``timeout`` seconds (None: for ever) for something to happen, and return what did.
+
+        A connection that is closed while the events are taken in has none after that.
+        """
         for key, ready in self._selector.select(0 if self._events else self._bounded(timeout)):
             self._handle(key, ready)
         self._take_meetings()
         self._send_strangers_away()
-        events, self._events = self._events, []
-        return events
+        return self._take_events()
 
     def stop(self) -> None:
-        """Close every socket and the pool."""
+        """Close every socket and the pool. A meeting under way ends by itself, within its time."""
+        self._meeting.clear()  # before the flag: from then on a pool thread closes what it has opened
+        self._stopped = True
         self._pool.shutdown(wait=False, cancel_futures=True)
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
@@ -126,8 +136,11 @@ class SocketLink:
         self._wake_out.close()
         self._selector.close()
         self._conns.clear()
-        self._meeting.clear()
         self._take_meetings()
+
+    def _take_events(self) -> Iterator[LinkEvent]:
+        while self._events:
+            yield self._events.popleft()
 
     def _bounded(self, timeout: float | None) -> float | None:
         strangers = [conn.greet_by for conn in self._strangers()]
@@ -164,15 +177,17 @@ class SocketLink:
     def _adopt(self, id_: ConnId, sock: socket.socket, limit: int) -> _Conn:
         sock.settimeout(0)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in {"TCP_USER_TIMEOUT": USER_TIMEOUT_MS, **KEEPALIVE}.items():
+            if hasattr(socket, option):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         conn = self._conns[id_] = _Conn(id_, sock, Deframer(limit))
         self._selector.register(sock, selectors.EVENT_READ, conn)
         return conn
 
     def _take_meetings(self) -> None:
-        while not self._met.empty():
-            conn, future = self._met.get()
+        while (ended := self._next_meeting()) is not None:
+            conn, future = ended
             if conn not in self._meeting:
                 if not future.cancelled() and future.exception() is None:
                     future.result()[0].close()  # nobody wants it any more
@@ -185,6 +200,12 @@ class SocketLink:
             else:
                 self._adopt(conn, sock, MAX_FRAME)
                 self._events.append(Met(conn, welcome))
+
+    def _next_meeting(self) -> tuple[ConnId, Future[_Meeting]] | None:
+        try:
+            return self._met.get_nowait()
+        except queue.Empty:
+            return None
 
     def _read(self, conn: _Conn) -> None:
         try:
@@ -202,10 +223,12 @@ class SocketLink:
     def _received(self, conn: _Conn, message: Message) -> None:
         if not conn.nonce:
             self._events.append(Received(conn.id, message))
-        elif self._host is not None:
+        elif self._host is not None and not conn.closing:  # whoever was refused stays a stranger
             answer = self._host.answer(message, conn.nonce)
-            conn.nonce, conn.greet_by, conn.inbox.limit = b"", float("inf"), MAX_FRAME
-            conn.closing = not isinstance(answer, Welcome)
+            if isinstance(answer, Welcome):
+                conn.nonce, conn.greet_by, conn.inbox.limit = b"", float("inf"), MAX_FRAME
+            else:
+                conn.closing = True
             self.send(conn.id, answer)
 
     def _flush(self, conn: _Conn) -> None:
@@ -233,7 +256,7 @@ class SocketLink:
             self._drop(conn)
 
     def _lose(self, conn: _Conn, reason: str) -> None:
-        if not conn.nonce and not conn.closing:
+        if not conn.nonce:
             self._events.append(Lost(conn.id, reason))
         self._drop(conn)
 

@@ -5,6 +5,7 @@ Name resolution, connecting and the peer's answer may each take seconds; nobody 
 
 import contextlib
 import socket
+import time
 
 from xpyd_connector.core.greeting import Guest
 from xpyd_connector.core.ids import Address
@@ -21,22 +22,22 @@ def meet(peer: Address, guest: Guest, *, timeout: float) -> tuple[socket.socket,
     """
     try:
         sock = socket.create_connection(peer, timeout)
-    except OSError as exc:
+    except (OSError, ValueError) as exc:  # ValueError: a name that cannot be a host's
         raise Unreachable(f"cannot connect to {peer}: {exc}") from exc
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(sock.close)
-        welcome = _greet(sock, peer, guest)
+        welcome = _greet(sock, peer, guest, time.monotonic() + timeout)
         on_failure.pop_all()
     return sock, welcome
 
 
-def _greet(sock: socket.socket, peer: Address, guest: Guest) -> Welcome:
+def _greet(sock: socket.socket, peer: Address, guest: Guest, deadline: float) -> Welcome:
     deframer = Deframer(MAX_GREETING)
     try:
-        challenge = _receive(sock, deframer)
+        challenge = _receive(sock, deframer, deadline)
         if isinstance(challenge, Challenge):
             sock.sendall(frame(encode(guest.hello(challenge))))
-        answer = _receive(sock, deframer) if isinstance(challenge, Challenge) else challenge
+        answer = _receive(sock, deframer, deadline) if isinstance(challenge, Challenge) else challenge
     except OSError as exc:
         raise Unreachable(f"{peer} did not say hello: {exc}") from exc
     match answer:
@@ -48,8 +49,12 @@ def _greet(sock: socket.socket, peer: Address, guest: Guest) -> Welcome:
             raise ProtocolViolation(f"{peer} answered hello with {type(answer).__name__}")
 
 
-def _receive(sock: socket.socket, deframer: Deframer) -> Message:
+def _receive(sock: socket.socket, deframer: Deframer, deadline: float) -> Message:
     while True:
+        # Before every recv: a peer that sends a byte now and then must not occupy this thread for ever.
+        if (left := deadline - time.monotonic()) <= 0:
+            raise TimeoutError("timed out")
+        sock.settimeout(left)
         data = sock.recv(1 << 16)
         if not data:
             raise ConnectionResetError("it closed the connection")

@@ -11,6 +11,7 @@ from xpyd_connector.errors import ConnectorError
 from xpyd_connector.io.link import SocketLink
 
 FINE = 0.001  # s: selectors round up to a millisecond, so shorter waits are slept
+LONGEST = 3600.0  # s: selectors count milliseconds in 32 bits, and a lease may be longer than that
 
 
 class Core(Protocol):
@@ -51,10 +52,14 @@ class Runner(Generic[CoreT]):
         Raises :exc:`~xpyd_connector.errors.ConnectorError` if the thread has died of a bug: the engine
         must not go on as if KV were still moving.
         """
-        if self._died is not None:
-            raise ConnectorError(f"thread {self._thread.name} died: {self._died!r}") from self._died
+        self.check()
         self._commands.put(command)
         self._link.wake()
+
+    def check(self) -> None:
+        """Raise :exc:`~xpyd_connector.errors.ConnectorError` if the thread has died: what it owes will never come."""
+        if self._died is not None:
+            raise ConnectorError(f"thread {self._thread.name} died: {self._died!r}") from self._died
 
     def stop(self, timeout: float = 5.0) -> None:
         """End the thread and close its sockets; waits at most ``timeout`` seconds."""
@@ -90,4 +95,4 @@ class Runner(Generic[CoreT]):
         left = due - time.monotonic()
         if 0 < left < FINE:
             time.sleep(left)
-        return 0.0 if left < FINE else left
+        return 0.0 if left < FINE else min(left, LONGEST)

@@ -21,7 +21,7 @@ from xpyd_connector.core.greeting import Guest, Host
 from xpyd_connector.core.ids import EngineId, RequestId
 from xpyd_connector.core.leases import LeaseBook, LeaseEvent, Released
 from xpyd_connector.core.lender import Lender
-from xpyd_connector.core.messages import PROTOCOL, Welcome
+from xpyd_connector.core.messages import MAX_ID, PROTOCOL, Welcome
 from xpyd_connector.core.offers import Offer, digest_prompt, read_offer
 from xpyd_connector.core.peers import PeerBook
 from xpyd_connector.core.plan import missing_blocks
@@ -193,6 +193,8 @@ class SchedulerSide:
         """Read and check an offer. One that cannot be used costs a local prefill, never a wrong text or the engine."""
         try:
             offer = read_offer(params)
+            if request.abort_immediately:
+                return offer  # vLLM rejected the real request; this one, with a made-up prompt, gives the blocks back
             self._check_offer(offer, request)
         except BadOffer as exc:
             self._tally.count("offers_bad")
@@ -211,6 +213,8 @@ class SchedulerSide:
 
     def _check_offer(self, offer: Offer, request: Request) -> None:
         needed = request.num_prompt_tokens - 1
+        if len(request.request_id) > MAX_ID:
+            raise BadOffer(f"the request's own id has {len(request.request_id)} characters, {MAX_ID} are allowed")
         if not self._facts.borrows:
             raise BadOffer("this engine's kv_role is kv_producer, it cannot take KV over")
         if len(offer.remote_block_ids) != 1:

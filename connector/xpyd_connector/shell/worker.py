@@ -81,6 +81,8 @@ class WorkerSide:
         A step that computes nothing while loads are under way waits a moment for one: vLLM would otherwise step
         at full speed, on the core that the transfer needs.
         """
+        if self._loading and self._runner is not None:
+            self._runner.check()
         if self._loading and self._idle and not self._outbox:
             self._outbox.wait(self._settings.idle_wait)
         ended = self._outbox.take()

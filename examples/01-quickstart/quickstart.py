@@ -1,0 +1,66 @@
+"""A prefill engine, a decode engine and the router on this machine, step by step: what `xpyd up` does."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from xpyd_proxy.core.model import Role
+from xpyd_proxy.local import first_request, preflight
+from xpyd_proxy.local.errors import LocalError
+from xpyd_proxy.local.model import ensure_model
+from xpyd_proxy.local.plan import MODEL_NAME, EngineKind, Plan, engine_command, router_command
+from xpyd_proxy.local.processes import open_fleet
+
+
+def main():
+    plan = read_arguments()
+
+    # 1. Is everything there: ports, memory, packages?
+    preflight.check(plan, preflight.look(plan))
+
+    # 2. A model that any CPU serves. Its weights are random, so its words mean nothing; but they depend on every
+    #    word of the prompt, so that a KV cache which arrived damaged would show.
+    ensure_model(plan.model)
+
+    # 3. One process per engine and one for the router. They end with this block, however it ends.
+    with open_fleet(plan.log_dir) as fleet:
+        engines = [fleet.start(engine_command(plan, spec, os.environ)) for spec in plan.engines()]
+        router = fleet.start(router_command(plan, os.environ))
+
+        # 4. Engines import vLLM and load the model: most of a minute on two cores.
+        print(f"starting {', '.join(child.name for child in fleet.children)}; their logs are in {plan.log_dir}")
+        fleet.wait_ready([*engines, router])
+
+        # 5. One chat request. The router sends it to the prefill engine with max_tokens=1, takes the
+        #    kv_transfer_params out of the answer, and sends it on with them to the decode engine, which fetches
+        #    the KV cache of the prompt instead of computing it.
+        decode_urls = [f"http://{address}" for address in plan.addresses(Role.DECODE)]
+        answer = first_request.ask(plan.router_url, decode_urls, MODEL_NAME)
+
+    # 6. Where it went, as the router's Server-Timing header tells, and what was moved, as the decode engine counts.
+    print(f"question: {first_request.QUESTION}")
+    print(f"answer:   {answer.text}")
+    for name in ("prefill", "decode"):
+        print(f"{name}:  {answer.legs[name].engine}, {answer.legs[name].ms} ms")
+    print(f"KV moved: {'unknown' if answer.bytes_moved is None else answer.bytes_moved} bytes")
+
+
+def read_arguments():
+    default = Plan()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", choices=[kind.value for kind in EngineKind], default=default.kind.value)
+    parser.add_argument("--port", type=int, default=default.port)
+    parser.add_argument("--prefill-port", type=int, default=default.prefill_port)
+    parser.add_argument("--decode-port", type=int, default=default.decode_port)
+    parser.add_argument("--side-channel-port", type=int, default=default.side_channel_port)
+    parser.add_argument("--model", type=Path, default=default.model)
+    args = vars(parser.parse_args())
+    return Plan(kind=EngineKind(args.pop("engine")), **args)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except LocalError as error:
+        sys.exit(f"quickstart: {error}")

@@ -1,0 +1,120 @@
+"""Grow a running cluster by one decode engine, without restarting anything."""
+
+import argparse
+import os
+import sys
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from xpyd_proxy.core.model import Role
+from xpyd_proxy.local.errors import LocalError
+from xpyd_proxy.local.first_request import parse_server_timing, request_body
+from xpyd_proxy.local.model import ensure_model
+from xpyd_proxy.local.plan import MODEL_NAME, EngineKind, Plan, engine_command
+from xpyd_proxy.local.processes import open_fleet
+from xpyd_proxy.local.recipe import Connector, EngineSpec
+
+REQUESTS = 6
+
+
+def main():
+    args = read_arguments()
+    key = os.environ.get("ADMIN_API_KEY")
+    if not key:
+        sys.exit("add_instance: set ADMIN_API_KEY to the value that the router was started with")
+
+    with httpx.Client(base_url=args.router, timeout=120, trust_env=False) as router, decode_engine(args) as address:
+        before = status(router)
+        print(f"before: {before['prefill_node_count']} prefill, {before['decode_node_count']} decode")
+
+        add(router, address, key)
+        after = status(router)
+        print(f"after:  {after['prefill_node_count']} prefill, {after['decode_node_count']} decode")
+
+        # The question changes, so that no engine answers from its prefix cache.
+        served = Counter(ask(router, f"Question {number}: where does the river end?") for number in range(REQUESTS))
+        for engine, count in sorted(served.items()):
+            print(f"{engine} decoded {count} of {REQUESTS} requests")
+        if len(served) < after["decode_node_count"]:
+            sys.exit(f"add_instance: only {len(served)} of {after['decode_node_count']} decode engines served")
+
+        if not args.instance and not args.once:
+            print("The new engine runs until Ctrl-C; the router cannot be told to forget it.")
+            wait_for_ctrl_c()
+
+
+def add(router, address, key):
+    """The router asks the new engine for its model, and takes it when that is the model of the others."""
+    answer = router.post("/instances/add", json={"type": "decode", "instance": address}, headers={"X-Api-Key": key})
+    if not answer.is_success:
+        sys.exit(f"add_instance: the router did not take {address}: {answer.status_code} {answer.text}")
+    print(answer.json()["message"])
+
+
+def ask(router, question):
+    """Return the name of the engine that decoded."""
+    answer = router.post("/v1/chat/completions", json=request_body(MODEL_NAME, question, max_tokens=8))
+    answer.raise_for_status()
+    return parse_server_timing(answer.headers["server-timing"])["decode"].engine
+
+
+def status(router):
+    return router.get("/status").raise_for_status().json()
+
+
+@contextmanager
+def decode_engine(args):
+    """Give the address of a decode engine: of the one that was named, or of a new one."""
+    if args.instance:
+        yield args.instance
+        return
+    plan = Plan(kind=EngineKind(args.engine))
+    spec = EngineSpec(
+        name="decode-new",
+        port=args.port,
+        model=args.model,
+        served_name=MODEL_NAME,
+        role=Role.DECODE,
+        connector=Connector(args.connector),
+        side_channel_port=args.side_channel_port,
+    )
+    if plan.kind is EngineKind.VLLM:
+        ensure_model(args.model)
+    with open_fleet(plan.log_dir) as fleet:
+        engine = fleet.start(engine_command(plan, spec, os.environ))
+        print(f"starting a decode engine on {spec.address}, log {engine.log}")
+        fleet.wait_ready([engine])
+        yield spec.address
+
+
+def wait_for_ctrl_c():
+    try:
+        while True:
+            input()
+    except (KeyboardInterrupt, EOFError):
+        print()
+
+
+def read_arguments():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--router", default="http://127.0.0.1:8000", help="its URL (%(default)s)")
+    parser.add_argument("--instance", metavar="HOST:PORT", help="add this running engine instead of starting one")
+    parser.add_argument("--engine", choices=[kind.value for kind in EngineKind], default="vllm")
+    parser.add_argument("--connector", choices=[kind.value for kind in Connector], default="xpyd")
+    parser.add_argument("--port", type=int, default=8299)
+    parser.add_argument("--side-channel-port", type=int, default=5699)
+    parser.add_argument("--model", type=Path, default=Plan().model)
+    parser.add_argument("--once", action="store_true", help="stop the new engine at the end")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except LocalError as error:
+        sys.exit(f"add_instance: {error}")
+    except httpx.HTTPError as error:
+        sys.exit(f"add_instance: the router failed: {error}")

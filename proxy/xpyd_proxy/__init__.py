@@ -1,0 +1,1 @@
+"""An OpenAI-compatible router for disaggregated vLLM engines."""

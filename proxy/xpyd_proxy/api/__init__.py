@@ -1,0 +1,1 @@
+"""HTTP as clients see it: bytes in, bytes out, errors as status codes."""

@@ -1,0 +1,85 @@
+"""What a client sends: the body, counted while it is read, and the headers that engines may see."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Final
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope
+
+from xpyd_proxy.core.model import Headers
+from xpyd_proxy.errors import BodyTooLarge, UnsupportedMedia
+
+# X-Request-Id is missing on purpose: engines match the halves of a request by it, so it must be ours and unique.
+_PASSED_ON: Final = frozenset({b"authorization", b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority"})
+
+
+def passed_on(scope: Scope) -> Headers:
+    """Return the headers that go to the engines, as they came."""
+    headers: Headers = tuple(scope["headers"])  # ASGI: names are in lower case
+    return tuple((name, value) for name, value in headers if name in _PASSED_ON)
+
+
+def require_json(scope: Scope) -> None:
+    """Accept a body that is declared as JSON, or not declared at all.
+
+    Raises:
+        UnsupportedMedia: it is declared as something else.
+    """
+    declared = _header(scope, b"content-type")
+    if declared and declared.partition(b";")[0].strip().lower() != b"application/json":
+        raise UnsupportedMedia(f"the body must be application/json, not {declared.decode('latin-1')}")
+
+
+async def read_body(scope: Scope, receive: Receive, *, limit: int) -> bytes:
+    """Read the body, never holding more bytes of it than the limit.
+
+    Raises:
+        BodyTooLarge: it is longer, or says so.
+        ClientDisconnect: the client hung up before it was complete.
+    """
+    declared = _header(scope, b"content-length")
+    if declared.isdigit() and int(declared) > limit:
+        raise BodyTooLarge(f"the body has {declared.decode()} bytes, and {limit} is the most this router takes")
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        size += len(message["body"])
+        if size > limit:
+            raise BodyTooLarge(f"the body has more than {limit} bytes, the most this router takes")
+        parts.append(message["body"])
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def until_hung_up(receive: Receive, work: Coroutine[None, None, None]) -> None:
+    """Do the work, or drop it as soon as the client has hung up. The body must have been read.
+
+    Raises:
+        ClientDisconnect: the work was dropped.
+    """
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_hang_up(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        finished = working.done()
+        working.cancel()
+        watching.cancel()
+        await asyncio.wait((working, watching))
+    if not finished:
+        raise ClientDisconnect
+    working.result()
+
+
+async def _hang_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    headers: Headers = tuple(scope["headers"])
+    return next((value for key, value in headers if key == name), b"")

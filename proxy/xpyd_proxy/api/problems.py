@@ -1,0 +1,77 @@
+"""Errors as clients see them: the one place where an exception becomes a status and an OpenAI-shaped body."""
+
+from typing import Final
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exception_handlers import http_exception_handler
+from starlette.exceptions import HTTPException
+
+from xpyd_proxy.api.tracking import id_headers, note_fault
+from xpyd_proxy.errors import (
+    BadRequest,
+    BodyTooLarge,
+    EngineError,
+    EngineTimeout,
+    NoInstance,
+    ProxyError,
+    Refused,
+    UnsupportedMedia,
+)
+
+_ADMIN_PATHS: Final = frozenset({"/instances/add", "/status"})
+
+# Looked up along the class's bases: an error of its own kind, or that of its parent.
+_KINDS: Final[dict[type[Exception], tuple[int, str]]] = {
+    BadRequest: (400, "BadRequestError"),
+    BodyTooLarge: (413, "RequestTooLargeError"),
+    UnsupportedMedia: (415, "UnsupportedMediaTypeError"),
+    NoInstance: (503, "ServiceUnavailableError"),
+    EngineError: (502, "EngineError"),
+    EngineTimeout: (504, "EngineTimeoutError"),
+    Exception: (500, "InternalServerError"),
+}
+_HTTP_TYPES: Final = {404: "NotFoundError", 405: "MethodNotAllowedError"}
+
+
+def install(app: FastAPI) -> None:
+    """Give an application our error answers."""
+    app.add_exception_handler(ProxyError, _on_proxy_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+def error_body(error: Exception) -> tuple[int, bytes]:
+    """Return the status and the body of an error; the text of a bug stays in the log."""
+    status, kind = next(_KINDS[base] for base in type(error).__mro__ if base in _KINDS)
+    message = str(error) if isinstance(error, ProxyError) else "The router failed; its log says why."
+    param = error.param if isinstance(error, BadRequest) else None
+    return status, _openai(status, kind, message, param)
+
+
+def _openai(status: int, kind: str, message: str, param: str | None = None) -> bytes:
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
+
+
+async def _on_proxy_error(request: Request, error: Exception) -> Response:
+    note_fault(request.scope, error)
+    if isinstance(error, Refused):
+        return Response(error.body, error.status, {"content-type": error.content_type})
+    status, body = error_body(error)
+    return Response(body, status, media_type="application/json")
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Answer for a path or a method that does not exist; the admin routes speak FastAPI's own format."""
+    assert isinstance(error, HTTPException)
+    if request.url.path in _ADMIN_PATHS:
+        return await http_exception_handler(request, error)
+    kind = _HTTP_TYPES.get(error.status_code, "BadRequestError")
+    body = _openai(error.status_code, kind, f"{request.method} {request.url.path}: {error.detail}")
+    return Response(body, error.status_code, error.headers, media_type="application/json")
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """Answer for what should not have happened, from outside of Tracking; the server logs the traceback."""
+    status, body = error_body(error)
+    return Response(body, status, id_headers(request.scope), media_type="application/json")

@@ -1,0 +1,39 @@
+"""JSON that is read only as far as it must be."""
+
+from typing import Final, TypeAlias, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+Fields: TypeAlias = dict[str, msgspec.Raw]  # a JSON object: names decoded, values still the bytes that came
+NULL: Final = msgspec.Raw(b"null")
+
+
+class NotJson(ValueError):
+    """The bytes are not JSON; the message says where they stop to be."""
+
+
+class OtherJson(NotJson):
+    """The bytes are JSON of another type than the wanted one."""
+
+
+def decode(data: bytes | msgspec.Raw, wanted: type[T]) -> T:
+    """Decode JSON into a type.
+
+    Raises:
+        OtherJson: it is (or contains) something of another type.
+        NotJson: it is no JSON, or nested beyond all reason.
+    """
+    try:
+        return msgspec.json.decode(data, type=wanted)
+    except msgspec.ValidationError as exc:
+        raise OtherJson(str(exc)) from exc
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise NotJson(str(exc)) from exc
+    except RecursionError as exc:
+        raise NotJson("JSON is nested too deeply") from exc
+
+
+def encode(fields: Fields) -> bytes:
+    """Write an object; every value is written as it was read."""
+    return msgspec.json.encode(fields)

@@ -1,0 +1,43 @@
+"""What an engine's answer means when it is not the one we hoped for."""
+
+import msgspec
+
+from xpyd_proxy.core.model import Answer, InstanceId
+from xpyd_proxy.core.raw_json import NotJson, decode
+from xpyd_proxy.errors import EngineError, Refused
+
+
+class _ErrorBody(msgspec.Struct):
+    """An OpenAI-shaped error; vLLM's 401 has a bare string in it."""
+
+    error: dict[str, msgspec.Raw] | str
+
+
+def check_prefill(prefill: InstanceId, answer: Answer) -> None:
+    """Accept a good answer of the prefill leg.
+
+    Raises:
+        Refused: the engine says that the client is at fault.
+        EngineError: the engine is at fault.
+    """
+    if answer.status == 200:
+        return
+    if 400 <= answer.status < 500:
+        raise Refused(answer.status, answer.content_type, answer.body)
+    raise EngineError(f"{prefill} failed to prefill: it answered with status {answer.status}")
+
+
+def refused_decode(decode: InstanceId, answer: Answer) -> Refused | EngineError:
+    """Say what to raise for a decode leg that was not answered with 200."""
+    if answer.status >= 400 and is_openai_error(answer.body):
+        return Refused(answer.status, answer.content_type, answer.body)
+    return EngineError(f"{decode} failed to decode: it answered with status {answer.status}")
+
+
+def is_openai_error(body: bytes) -> bool:
+    """Tell an error that an OpenAI client understands from anything else."""
+    try:
+        decode(body, _ErrorBody)
+    except NotJson:
+        return False
+    return True

@@ -1,0 +1,122 @@
+"""One chat request through the router, and what its headers and the engines' metrics tell about it."""
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import httpx
+import msgspec
+
+from xpyd_proxy.local.errors import NoAnswer
+
+QUESTION = (
+    "A river begins as rain on a hill, the rain finds a stream, and the stream finds a valley. "
+    "Where does the river end, and who builds a bridge over it?"
+)
+TIMEOUT_S = 120.0  # vLLM's own connector was seen to take 31 s for a decode leg on two cores
+METRICS_WAIT_S = 3.0  # engines publish a transfer a moment after it
+BYTES_MOVED = ("vllm:xpyd_bytes_transferred_total", "vllm:nixl_bytes_transferred_sum")
+
+
+class _Message(msgspec.Struct):
+    content: str
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One engine's part in a request."""
+
+    engine: str  # its name in the router
+    ms: float | None  # None: the router did not say
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back."""
+
+    text: str
+    seconds: float  # as the client saw it
+    legs: dict[str, Leg]  # by the name of the leg: prefill, decode
+    bytes_moved: int | None  # None: no engine has a metric for it
+
+
+def request_body(model: str, question: str = QUESTION, *, max_tokens: int = 24) -> dict[str, object]:
+    """Return a chat request whose answer is the same every time."""
+    messages = [{"role": "user", "content": question}]
+    return {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
+
+
+def ask(router_url: str, decode_urls: Sequence[str], model: str) -> Answer:
+    """Send the request and find out what it caused. Raises NoAnswer in one sentence."""
+    with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
+        before = _total_bytes(client, decode_urls)
+        start = time.monotonic()
+        response = _post(client, f"{router_url}/v1/chat/completions", request_body(model))
+        seconds = time.monotonic() - start
+        legs = parse_server_timing(response.headers.get("server-timing", ""))
+        moved = None if before is None else _wait_for_more(client, decode_urls, before) - before
+    return Answer(_read(response), seconds, legs, moved)
+
+
+def parse_server_timing(header: str) -> dict[str, Leg]:
+    """Read `prefill;desc="prefill-0";dur=41.2, decode;desc="decode-0"`; what is not understood is left out."""
+    legs: dict[str, Leg] = {}
+    for match in re.finditer(r'(\w+);desc="([^"]*)"(?:;dur=([\d.]+))?', header):
+        name, engine, ms = match.groups()
+        legs[name] = Leg(engine, float(ms) if ms else None)
+    return legs
+
+
+def metric_total(exposition: str, names: Sequence[str] = BYTES_MOVED) -> int | None:
+    """Sum a metric over its labels in a Prometheus text; None when none of the names is there."""
+    pattern = re.compile(rf"^(?:{'|'.join(map(re.escape, names))})(?:{{[^}}]*}})? (\S+)", re.MULTILINE)
+    values = [float(value) for value in pattern.findall(exposition)]
+    return int(sum(values)) if values else None
+
+
+def _post(client: httpx.Client, url: str, body: dict[str, object]) -> httpx.Response:
+    try:
+        response = client.post(url, json=body)
+    except httpx.TimeoutException as exc:
+        raise NoAnswer(f"the first request got no answer within {TIMEOUT_S:.0f} s") from exc
+    except httpx.TransportError as exc:
+        raise NoAnswer(f"the first request did not get through to {url}: {exc}") from exc
+    if not response.is_success:
+        raise NoAnswer(f"the first request was answered with status {response.status_code}: {response.text[:500]}")
+    return response
+
+
+def _read(response: httpx.Response) -> str:
+    try:
+        return msgspec.json.decode(response.content, type=_Completion).choices[0].message.content
+    except (msgspec.MsgspecError, IndexError) as exc:
+        raise NoAnswer(f"the first request was answered with something else: {response.text[:500]}") from exc
+
+
+def _total_bytes(client: httpx.Client, urls: Sequence[str]) -> int | None:
+    totals = [metric_total(_metrics(client, url)) for url in urls]
+    known = [total for total in totals if total is not None]
+    return sum(known) if known else None
+
+
+def _metrics(client: httpx.Client, url: str) -> str:
+    try:
+        return client.get(f"{url}/metrics").text
+    except httpx.TransportError:
+        return ""
+
+
+def _wait_for_more(client: httpx.Client, urls: Sequence[str], before: int) -> int:
+    deadline = time.monotonic() + METRICS_WAIT_S
+    while (now := _total_bytes(client, urls) or before) == before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return now

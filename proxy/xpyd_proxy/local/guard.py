@@ -1,0 +1,67 @@
+"""Outlives its parent for a moment and ends the process groups that the parent had started.
+
+``xpyd_proxy.local.processes`` runs it as ``python -m xpyd_proxy.local.guard``. The parent writes ``+GROUP`` and
+``-GROUP`` lines; the end of the input means that the parent is gone, however it died. It uses the standard library
+only, so that it starts at once and stays small.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+
+GRACE_S = 10.0
+POLL_S = 0.02
+
+
+def main() -> int:
+    """Listen until the parent is gone, then end what is left."""
+    groups = listen(sys.stdin)
+    end_groups(groups, grace_s=GRACE_S)
+    return 0
+
+
+def listen(lines: Iterable[str]) -> set[int]:
+    """Follow the parent's book-keeping to its end; return the groups that are still running."""
+    groups: set[int] = set()
+    for line in lines:
+        action, group = line[0], int(line[1:])
+        if action == "+":
+            groups.add(group)
+        else:
+            groups.discard(group)
+    return groups
+
+
+def end_groups(groups: Iterable[int], *, grace_s: float, reap: Callable[[], object] = lambda: None) -> None:
+    """Ask every group to end, and kill what has not after `grace_s` seconds.
+
+    `reap` is called again and again: a parent collects its dead children there, which count as running until then.
+    """
+    left = {group for group in groups if send(group, signal.SIGTERM, signal.SIGCONT)}
+    deadline = time.monotonic() + grace_s
+    try:
+        while left and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            reap()
+            left = {group for group in left if send(group)}
+    finally:  # also when a second Ctrl-C cuts the wait short
+        for group in left:
+            send(group, signal.SIGKILL)
+
+
+def send(group: int, *signals: signal.Signals) -> bool:
+    """Send signals to a process group; False when nobody is left in it."""
+    try:
+        for number in signals or (0,):
+            os.killpg(group, number)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # macOS says this of a group that holds only zombies
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

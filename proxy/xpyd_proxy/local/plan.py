@@ -1,0 +1,91 @@
+"""What runs on one machine and on which ports: arguments in, commands out."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from xpyd_proxy.core.model import Role
+from xpyd_proxy.local.processes import Command
+from xpyd_proxy.local.recipe import HOST, PYTHON_MODULE, Connector, EngineSpec, engine
+
+MODEL_NAME = "tiny"
+
+
+class EngineKind(StrEnum):
+    """What plays the engines."""
+
+    VLLM = "vllm"
+    SIM = "sim"  # a pretended engine: no model, no KV, ready in a second
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Engines and a router on this machine; engine i of a kind listens on the first port of that kind plus i."""
+
+    prefill: int = 1  # engines
+    decode: int = 1  # engines
+    kind: EngineKind = EngineKind.VLLM
+    connector: Connector = Connector.XPYD
+    port: int = 8000  # of the router
+    prefill_port: int = 8100  # of the first prefill engine
+    decode_port: int = 8200  # of the first decode engine
+    side_channel_port: int = 5600  # of the first prefill engine; decode engines follow
+    home: Path = Path(".xpyd")  # logs, caches and the tiny model
+    model: Path = Path(".xpyd/models/tiny")
+
+    @property
+    def router_url(self) -> str:
+        """Where clients find the router."""
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def log_dir(self) -> Path:
+        """Where every process has a log file."""
+        return self.home / "logs"
+
+    def engines(self) -> tuple[EngineSpec, ...]:
+        """Return all engines, prefill first; their names are those that the router gives them."""
+        kinds = ((Role.PREFILL, self.prefill, self.prefill_port), (Role.DECODE, self.decode, self.decode_port))
+        places = [(role, index, first + index) for role, count, first in kinds for index in range(count)]
+        return tuple(
+            EngineSpec(
+                name=f"{role.value}-{index}",
+                port=port,
+                model=self.model,
+                served_name=MODEL_NAME,
+                role=role,
+                connector=self.connector,
+                side_channel_port=self.side_channel_port + number,
+                cache_dir=self.home / "cache",
+            )
+            for number, (role, index, port) in enumerate(places)
+        )
+
+    def addresses(self, role: Role) -> list[str]:
+        """Return the addresses of the engines of one role, as the router takes them."""
+        return [spec.address for spec in self.engines() if spec.role is role]
+
+    def ports(self) -> Iterator[tuple[int, str, str]]:
+        """Yield every port that must be free, who needs it, and the option that moves it."""
+        yield self.port, "the router", "--port"
+        for spec in self.engines():
+            yield spec.port, spec.name, "--prefill-port" if spec.role is Role.PREFILL else "--decode-port"
+            if self.kind is EngineKind.VLLM and spec.side_channel_port is not None:
+                yield spec.side_channel_port, f"the side channel of {spec.name}", "--side-channel-port"
+
+
+def engine_command(plan: Plan, spec: EngineSpec, inherited: Mapping[str, str]) -> Command:
+    """Return how to start one engine of the plan."""
+    if plan.kind is EngineKind.VLLM:
+        return engine(spec, inherited)
+    options = ["--role", str(spec.role), "--port", str(spec.port), "--model", spec.served_name]
+    argv = [*PYTHON_MODULE, "xpyd_proxy.local.sim", *options]
+    return Command(spec.name, argv, inherited, f"{spec.base_url}/health")
+
+
+def router_command(plan: Plan, inherited: Mapping[str, str]) -> Command:
+    """Return how to start the router in front of all engines of the plan."""
+    argv = [*PYTHON_MODULE, "xpyd_proxy.cli", "serve", "--host", HOST, "--port", str(plan.port)]
+    argv += ["--prefill", *plan.addresses(Role.PREFILL), "--decode", *plan.addresses(Role.DECODE)]
+    return Command("router", argv, inherited, f"{plan.router_url}/health")

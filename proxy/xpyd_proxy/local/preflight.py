@@ -1,0 +1,124 @@
+"""What must be true of this machine before anything is started, each in a sentence that says what to do."""
+
+import importlib.util
+import shutil
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from xpyd_proxy.local.errors import PreflightFailed
+from xpyd_proxy.local.plan import EngineKind, Plan
+from xpyd_proxy.local.recipe import HOST, Connector
+
+GIB = 1024**3
+ENGINE_MEMORY = int(1.4 * GIB)  # 1.1 measured with the tiny model, a connector and 128 MiB of KV cache
+DISK = GIB // 4  # the tiny model is 5 MB; the rest is for logs
+MODULES = {  # that engines import, and where they come from
+    Connector.XPYD: ("vllm", "nixl", "xpyd_connector"),
+    Connector.NIXL: ("vllm", "nixl"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What was found; sizes are bytes, None where this system does not say."""
+
+    taken_ports: frozenset[int]
+    missing_modules: frozenset[str]
+    missing_programs: frozenset[str]
+    free_memory: int | None
+    free_disk: int
+
+
+def look(plan: Plan) -> Machine:
+    """Find out what the plan depends on."""
+    home = plan.home.absolute()
+    existing = next(path for path in (home, *home.parents) if path.exists())
+    modules = MODULES[plan.connector]
+    return Machine(
+        taken_ports=frozenset(port for port, _, _ in plan.ports() if not _is_free(port)),
+        missing_modules=frozenset(name for name in modules if importlib.util.find_spec(name) is None),
+        missing_programs=frozenset() if shutil.which("lscpu") else frozenset({"lscpu"}),
+        free_memory=free_memory(),
+        free_disk=shutil.disk_usage(existing).free,
+    )
+
+
+def check(plan: Plan, machine: Machine) -> None:
+    """Raise PreflightFailed with everything that is wrong, so that nobody fixes one thing per attempt."""
+    problems = [*_port_problems(plan, machine)]
+    if plan.kind is EngineKind.VLLM:
+        problems += [*_engine_problems(plan, machine)]
+    if problems:
+        raise PreflightFailed("\n".join(problems))
+
+
+def memory_needed(plan: Plan) -> int:
+    """Return how many bytes the engines of a plan take."""
+    return (plan.prefill + plan.decode) * ENGINE_MEMORY
+
+
+def _port_problems(plan: Plan, machine: Machine) -> Iterator[str]:
+    users: dict[int, str] = {}
+    for port, user, option in plan.ports():
+        if not 0 < port < 65536:
+            yield f"port {port} for {user} is not between 1 and 65535: choose another with {option}"
+        elif port in users:
+            yield f"port {port} is wanted by {users[port]} and by {user}: choose another with {option}"
+        elif port in machine.taken_ports:
+            yield f"port {port} for {user} is taken: stop what listens there, or choose another with {option}"
+        users[port] = user
+
+
+def _engine_problems(plan: Plan, machine: Machine) -> Iterator[str]:
+    for name in sorted(machine.missing_modules):
+        yield f"the Python package {name} is not installed: `make up` installs it, `--engine sim` does without"
+    for name in sorted(machine.missing_programs):
+        yield f"the program {name} is not installed, and vLLM asks it about the CPU: install the package util-linux"
+    needed = memory_needed(plan)
+    if machine.free_memory is not None and machine.free_memory < needed:
+        engines = plan.prefill + plan.decode
+        yield (
+            f"{engines} engines need about {needed / GIB:.1f} GiB of memory and {machine.free_memory / GIB:.1f} GiB "
+            "are free: close something, start fewer engines, or use `--engine sim`"
+        )
+    if machine.free_disk < DISK:
+        yield (
+            f"{plan.home} needs about {DISK / GIB:.2f} GiB of disk and {machine.free_disk / GIB:.2f} GiB are free: "
+            "make room"
+        )
+
+
+def _is_free(port: int) -> bool:
+    if not 0 < port < 65536:
+        return True  # it is reported as what it is
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do; old connections do not count
+        try:
+            listener.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Return how many bytes this machine, or the container we are in, can still give; None where it does not say."""
+    limits = [found for found in (_available(root / "proc/meminfo"), _container(root / "sys/fs/cgroup")) if found]
+    return min(limits, default=None)
+
+
+def _available(meminfo: Path) -> int | None:
+    try:
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _container(cgroup: Path) -> int | None:
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        return max(1, limit - int((cgroup / "memory.current").read_text()))
+    except (OSError, ValueError):  # no cgroup v2, or its limit is the word "max"
+        return None

@@ -1,0 +1,203 @@
+"""Child processes that always end: each in its own group, with a log file, gone when their parent is."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import httpx
+
+from xpyd_proxy.local import guard
+from xpyd_proxy.local.errors import ChildDied, NotReady
+
+POLL_S = 0.1
+TAIL_BYTES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A program to run and how to see that it serves."""
+
+    name: str  # of the log file, and in messages
+    argv: Sequence[str]
+    environment: Mapping[str, str]  # the whole of it
+    health_url: str  # answers 200 once the program serves
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What a wait is about, for whoever reports progress."""
+
+    names: tuple[str, ...]  # not ready yet
+    seconds: float  # since the wait began
+
+
+class Child:
+    """A running (or ended) program."""
+
+    def __init__(self, command: Command, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.command = command
+        self.log = log
+        self._process = process
+
+    @property
+    def name(self) -> str:
+        """The name of its command."""
+        return self.command.name
+
+    @property
+    def pid(self) -> int:
+        """Of the program itself, and of its process group."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative when a signal ended it."""
+        return self._process.poll()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the program still runs."""
+        return self.exit_code is None
+
+    def tail(self, lines: int = 20) -> str:
+        """Return the last lines of its log."""
+        return "\n".join(self._end_of_log().splitlines()[-lines:])
+
+    def cause(self) -> str | None:
+        """Return the first line of the log's end that names an exception: vLLM's last one is only the consequence."""
+        match = re.search(r"^(?:.*\] )?([\w.]*(?:Error|Exception|Exit): .+)$", self._end_of_log(), re.MULTILINE)
+        return match[1] if match else None
+
+    def _end_of_log(self) -> str:
+        with self.log.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - TAIL_BYTES))
+            return file.read().decode(errors="replace")
+
+    def raise_if_dead(self) -> None:
+        """Raise ChildDied, with the end of the log, unless it runs."""
+        code = self.exit_code
+        if code is not None:
+            raise ChildDied(self.name, code, self.log, self.tail(), self.cause())
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the program and to everything it started."""
+        guard.send(self.pid, number)
+
+    def wait(self, timeout_s: float) -> int:
+        """Return the exit code; raises subprocess.TimeoutExpired after `timeout_s` seconds."""
+        return self._process.wait(timeout_s)
+
+
+class Fleet:
+    """The children of one :func:`open_fleet` block."""
+
+    def __init__(self, log_dir: Path, guard_input: IO[bytes], *, grace_s: float) -> None:
+        self.children: list[Child] = []
+        self._log_dir = log_dir
+        self._guard_input = guard_input
+        self._grace_s = grace_s  # between asking a child to end and killing it
+        self._logs: set[Path] = set()
+
+    def start(self, command: Command) -> Child:
+        """Start a program; a name that is started again continues its log. Raises OSError when it cannot be run."""
+        log = self._log_dir / f"{command.name}.log"
+        with log.open("ab" if log in self._logs else "wb") as file:
+            process = subprocess.Popen(
+                command.argv,
+                env=command.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # its own group; and Ctrl-C reaches only this process, which then stops it
+            )
+        self._logs.add(log)
+        self._tell_guard(f"+{process.pid}")
+        child = Child(command, process, log)
+        self.children.append(child)
+        return child
+
+    def wait_ready(
+        self,
+        children: Iterable[Child],
+        *,
+        timeout_s: float = 180.0,
+        report: Callable[[Waiting], None] = lambda _waiting: None,
+    ) -> None:
+        """Return when all of them serve. Raises ChildDied, or NotReady after `timeout_s` seconds.
+
+        Children that are not waited for must live, too. `report` is called between looks.
+        """
+        missing = list(children)
+        start = time.monotonic()
+        with httpx.Client(timeout=1.0, trust_env=False) as client:
+            while missing := [child for child in missing if not _serves(client, child)]:
+                seconds = time.monotonic() - start
+                report(Waiting(tuple(child.name for child in missing), seconds))
+                self.raise_if_dead()
+                if seconds > timeout_s:
+                    raise NotReady(missing[0].name, seconds, missing[0].log, missing[0].tail())
+                time.sleep(POLL_S)
+
+    def raise_if_dead(self) -> None:
+        """Raise ChildDied when a child has ended by itself."""
+        for child in self.children:
+            child.raise_if_dead()
+
+    def stop(self, *children: Child) -> None:
+        """End children with all that they started: ask, and kill what is left after the grace time."""
+        try:
+            guard.end_groups(
+                [child.pid for child in children],
+                grace_s=self._grace_s,
+                reap=lambda: [child.alive for child in children],
+            )
+        finally:
+            for child in children:
+                child.wait(self._grace_s)
+                self._tell_guard(f"-{child.pid}")
+                self.children.remove(child)
+
+    def _tell_guard(self, line: str) -> None:
+        with suppress(BrokenPipeError):  # somebody killed it; the block still ends the children
+            self._guard_input.write(f"{line}\n".encode())
+            self._guard_input.flush()
+
+
+@contextmanager
+def open_fleet(log_dir: Path, *, grace_s: float = 10.0) -> Generator[Fleet]:
+    """Give a fleet whose children survive neither the block nor this process, however that one dies.
+
+    Logs go to `log_dir`, which is created. Children get `grace_s` seconds to end before they are killed.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    with _guard() as guard_input:
+        fleet = Fleet(log_dir, guard_input, grace_s=grace_s)
+        try:
+            yield fleet
+        finally:
+            fleet.stop(*fleet.children)
+
+
+@contextmanager
+def _guard() -> Generator[IO[bytes]]:
+    command = [sys.executable, "-P", "-m", guard.__name__]
+    # Its own session: what kills our group does not reach it.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True) as process:
+        if process.stdin is None:
+            raise RuntimeError("Popen with stdin=PIPE has no stdin")
+        yield process.stdin
+
+
+def _serves(client: httpx.Client, child: Child) -> bool:
+    try:
+        return client.get(child.command.health_url).is_success
+    except httpx.TransportError:
+        return False

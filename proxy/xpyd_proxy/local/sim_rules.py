@@ -1,0 +1,132 @@
+"""What a pretended engine computes and what it insists on: pure functions of the requests it gets.
+
+A prefill engine signs the parameters it hands out, byte for byte, together with the request they were made for and
+its id. So a decode engine that shares the secret can tell whether they came through untouched, and belong to the
+request they came with.
+"""
+
+import hashlib
+import hmac
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias, cast
+
+import msgspec
+
+Json: TypeAlias = dict[str, Any]
+
+SECRET: Final = b"simulated engines of one test share this"
+_UNSIGNED: Final = "0" * 64
+_SIGNATURE: Final = re.compile(r'"signature": "([0-9a-f]{64})"')
+_SYLLABLES: Final = ("am", "be", "cor", "da", "el", "fi", "gro", "hu", "in", "jo", "ka", "lu", "mo", "ni", "or", "pri")
+# A router may change these on the prefill leg; in everything else the two legs must agree.
+_OF_ONE_LEG: Final = frozenset(
+    {"max_tokens", "max_completion_tokens", "min_tokens", "stream", "stream_options", "n", "best_of"}
+    | {"use_beam_search", "logprobs", "top_logprobs", "logprob_token_ids", "prompt_logprobs", "kv_transfer_params"}
+)
+
+
+class Violation(Exception):
+    """A router broke a rule of the two legs."""
+
+
+def expected_text(body: Json) -> str:
+    """Return the text any sim generates for a request's first prompt."""
+    return "".join(tokens(prompts_of(body)[0], token_limit(body)))
+
+
+def tokens(prompt: object, count: int) -> list[str]:
+    """Return so many words, each decided by the prompt and its place."""
+    seed = _canonical(prompt)
+    digests = (hashlib.sha256(b"%d %s" % (place, seed)).digest() for place in range(count))
+    return [f" {_SYLLABLES[digest[0] % 16]}{_SYLLABLES[digest[1] % 16]}" for digest in digests]
+
+
+def prompts_of(body: Json) -> list[object]:
+    """Return the prompts of a request: its messages, a text, one list of token ids, or several of these."""
+    if "messages" in body:
+        return [body["messages"]]
+    prompt = body["prompt"]
+    if not isinstance(prompt, list):
+        return [prompt]
+    several = cast("list[object]", prompt)
+    return [several] if several and isinstance(several[0], int) else several
+
+
+def token_limit(body: Json) -> int:
+    """Return how many tokens a request asks for; 16 when it does not say."""
+    if (limit := body.get("max_completion_tokens")) is None:
+        limit = body.get("max_tokens")
+    return 16 if limit is None else int(limit)
+
+
+def prompt_tokens(body: Json) -> int:
+    """Return how long the prompts are, in pretended tokens."""
+    return sum(len(_canonical(prompt)) // 4 + 1 for prompt in prompts_of(body))
+
+
+def check_prefill_leg(body: Json) -> None:
+    """Raise Violation unless a body asks for nothing but the KV cache of its prompt."""
+    params: Json = body.get("kv_transfer_params") or {}
+    if params.get("do_remote_decode") is not True or params.get("do_remote_prefill") is not False:
+        raise Violation("a prefill leg must ask for do_remote_decode")
+    if {body.get("max_tokens"), body.get("max_completion_tokens", 1), body.get("min_tokens")} != {1}:
+        raise Violation("a prefill leg must ask for exactly one token")
+    if body.get("stream") is not False or body.get("stream_options") is not None:
+        raise Violation("a prefill leg must not be streamed")
+    if len(prompts_of(body)) != 1 or body.get("n", 1) not in (1, None):
+        raise Violation("a prefill leg must have one prompt and one sequence")
+
+
+def make_params(body: Json, request_id: str, *, name: str, forget: Sequence[str] = ()) -> msgspec.Raw:
+    """Return the signed parameters of a prefilled request, as JSON text."""
+    blocks = list(range(1, prompt_tokens(body) // 16 + 2))
+    params: Json = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [blocks],
+        "remote_engine_id": f"sim-{name}",
+        "remote_request_id": f"cmpl-{request_id}-0-{_digest(request_id)[:8]}",
+        "remote_host": "127.0.0.1",
+        "remote_port": 5600,
+        "tp_size": 1,
+        "dcp_size": 1,
+        "pp_size": 1,
+        "remote_num_tokens": prompt_tokens(body),
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": "pull",
+        "remote_prefill_cached_tokens": 0,
+        "of_a_later_version": {"escaped": "\u00e9", "request": _identity(body), "signature": _UNSIGNED},
+    }
+    text = json.dumps({key: value for key, value in params.items() if key not in forget})
+    return msgspec.Raw(text.replace(_UNSIGNED, _sign(text)).encode())
+
+
+def check_decode_leg(raw: msgspec.Raw, body: Json, request_id: str) -> None:
+    """Raise Violation unless the parameters are a prefill sim's, untouched, and of this very request."""
+    text = bytes(raw).decode()
+    found = _SIGNATURE.search(text)
+    if found is None or not hmac.compare_digest(found[1], _sign(text.replace(found[1], _UNSIGNED))):
+        raise Violation("the kv_transfer_params were changed on their way")
+    params = body["kv_transfer_params"]
+    if params["of_a_later_version"]["request"] != _identity(body):
+        raise Violation("the kv_transfer_params belong to another request")
+    if request_id not in params["remote_request_id"]:
+        raise Violation("the two legs have different X-Request-Ids")
+
+
+def _identity(body: Json) -> str:
+    return _digest(_canonical({key: value for key, value in body.items() if key not in _OF_ONE_LEG}))
+
+
+def _canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()
+
+
+def _digest(value: str | bytes) -> str:
+    return hashlib.sha256(value.encode() if isinstance(value, str) else value).hexdigest()
+
+
+def _sign(text: str) -> str:
+    return hmac.digest(SECRET, text.encode(), "sha256").hex()

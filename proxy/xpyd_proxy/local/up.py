@@ -1,0 +1,199 @@
+"""`xpyd up`: prefill engines, decode engines and the router on this machine, and a first request through them."""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from xpyd_proxy.core.model import Role
+from xpyd_proxy.local import first_request, preflight
+from xpyd_proxy.local.errors import ChildDied, LocalError, NotReady
+from xpyd_proxy.local.first_request import Answer, Leg
+from xpyd_proxy.local.plan import MODEL_NAME, EngineKind, Plan, engine_command, router_command
+from xpyd_proxy.local.processes import Fleet, open_fleet
+from xpyd_proxy.local.recipe import Connector
+from xpyd_proxy.local.screen import Screen
+
+READY_TIMEOUT_S = 300.0
+LOOK_EVERY_S = 0.5
+FAILED, INTERRUPTED = 1, 130
+_DEFAULT = Plan()
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGTERM or SIGHUP: stop as if Ctrl-C had been pressed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add = parser.add_argument
+    add("--prefill", type=_count, default=_DEFAULT.prefill, metavar="N", help="prefill engines (%(default)s)")
+    add("--decode", type=_count, default=_DEFAULT.decode, metavar="N", help="decode engines (%(default)s)")
+    add(
+        "--engine",
+        choices=[kind.value for kind in EngineKind],
+        default=_DEFAULT.kind.value,
+        help="real or simulated ones (%(default)s)",
+    )
+    add(
+        "--connector",
+        choices=[kind.value for kind in Connector],
+        default=_DEFAULT.connector.value,
+        help="ours or vLLM's (%(default)s)",
+    )
+    add("--port", type=int, default=_DEFAULT.port, help="of the router (%(default)s)")
+    add("--prefill-port", type=int, default=_DEFAULT.prefill_port, metavar="PORT", help="first (%(default)s)")
+    add("--decode-port", type=int, default=_DEFAULT.decode_port, metavar="PORT", help="first (%(default)s)")
+    add("--side-channel-port", type=int, default=_DEFAULT.side_channel_port, metavar="PORT", help="first (%(default)s)")
+    add("--model", type=Path, metavar="DIR", help=f"a tiny model is made there if absent ({_DEFAULT.model})")
+    add("--once", action="store_true", help="stop after the first request")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do it; return the exit code: 0 when the answer arrived and Ctrl-C or `--once` ended it."""
+    plan = Plan(
+        prefill=args.prefill,
+        decode=args.decode,
+        kind=EngineKind(args.engine),
+        connector=Connector(args.connector),
+        port=args.port,
+        prefill_port=args.prefill_port,
+        decode_port=args.decode_port,
+        side_channel_port=args.side_channel_port,
+        model=args.model or _DEFAULT.model,
+    )
+    screen = Screen()
+    try:
+        with _terminate_like_ctrl_c():
+            return _up(plan, screen, once=args.once)
+    except LocalError as exc:
+        _explain(exc, screen)
+        return FAILED
+    except KeyboardInterrupt:
+        screen.line("Interrupted: no process is left.")
+        return INTERRUPTED
+
+
+def _up(plan: Plan, screen: Screen, *, once: bool) -> int:
+    screen.line(_title(plan))
+    preflight.check(plan, preflight.look(plan))
+    if plan.kind is EngineKind.VLLM:
+        _make_model(plan, screen)
+    with open_fleet(plan.log_dir) as fleet:
+        _start(plan, fleet, screen)
+        decode_urls = [f"http://{address}" for address in plan.addresses(Role.DECODE)]
+        _show(first_request.ask(plan.router_url, decode_urls, MODEL_NAME), plan, screen)
+        if not once:
+            _stay(plan, fleet, screen)
+        screen.line("Stopping ...")
+    screen.line("Stopped: no process is left.")
+    return 0
+
+
+def _title(plan: Plan) -> str:
+    engines = f"{plan.prefill} prefill and {plan.decode} decode"
+    if plan.kind is EngineKind.SIM:
+        return f"xpyd: {engines}, simulated engines (no model, no KV cache)"
+    return f"xpyd: {engines}, vLLM engines with the connector {plan.connector.value}"
+
+
+def _make_model(plan: Plan, screen: Screen) -> None:
+    if (plan.model / "config.json").exists() and plan.model != _DEFAULT.model:
+        screen.step("model", f"{plan.model}, as it is")
+        return
+    from xpyd_proxy.local.model import ensure_model  # noqa: PLC0415 (simulated engines do without its libraries)
+
+    made = ensure_model(plan.model)
+    screen.step("model", f"{plan.model}, {'made' if made else 'made earlier'}: random weights, 5 MB")
+
+
+def _start(plan: Plan, fleet: Fleet, screen: Screen) -> None:
+    start = time.monotonic()
+    commands = [engine_command(plan, spec, os.environ) for spec in plan.engines()]
+    commands.append(router_command(plan, os.environ))
+    children = [fleet.start(command) for command in commands]
+    for child in children:
+        url = child.command.health_url.removesuffix("/health")
+        screen.step("start", f"{child.name:<10}  {url}  {child.log}")
+    fleet.wait_ready(children, timeout_s=READY_TIMEOUT_S, report=screen.waiting)
+    screen.done_waiting()
+    screen.step("ready", f"after {time.monotonic() - start:.1f} s")
+
+
+def _show(answer: Answer, plan: Plan, screen: Screen) -> None:
+    screen.line()
+    screen.step("question", first_request.QUESTION)
+    screen.step("answer", answer.text)
+    if plan.kind is EngineKind.VLLM:
+        screen.step("", "(random weights: the words mean nothing, but they depend on every word of the question)")
+    if "route" in answer.legs:
+        screen.step("route", answer.legs["route"].engine)
+    for leg in ("prefill", "decode"):
+        screen.step(leg, _leg(answer.legs.get(leg)))
+    screen.step("in all", f"{answer.seconds * 1000:.1f} ms")
+    screen.step("KV moved", _moved(answer))
+    screen.line()
+
+
+def _leg(leg: Leg | None) -> str:
+    if leg is None:
+        return "unknown: the router did not say"
+    return leg.engine if leg.ms is None else f"{leg.engine} in {leg.ms:.1f} ms"
+
+
+def _moved(answer: Answer) -> str:
+    if answer.bytes_moved is None:
+        return "unknown: the decode engines have no metric for it"
+    return f"{answer.bytes_moved:,} bytes"
+
+
+def _stay(plan: Plan, fleet: Fleet, screen: Screen) -> None:
+    body = json.dumps(first_request.request_body(MODEL_NAME, "Where does the river end?"))
+    url = f"{plan.router_url}/v1/chat/completions"
+    screen.line("Try it from another terminal:")
+    screen.line(f"  curl -s {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}")
+    screen.line()
+    screen.line("Running. Ctrl-C stops everything.")
+    try:
+        while True:
+            fleet.raise_if_dead()
+            time.sleep(LOOK_EVERY_S)
+    except KeyboardInterrupt:
+        screen.line()
+
+
+def _explain(error: LocalError, screen: Screen) -> None:
+    if isinstance(error, (ChildDied, NotReady)):
+        screen.line()
+        screen.line(f"The end of {error.log}:")
+        for line in error.tail.splitlines():
+            screen.line(f"  | {line}")
+    screen.line()
+    for line in str(error).splitlines():
+        sys.stderr.write(f"xpyd up: {line}\n")
+
+
+@contextmanager
+def _terminate_like_ctrl_c() -> Generator[None]:
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise Interrupted
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _count(text: str) -> int:
+    if text.isascii() and text.isdigit() and 1 <= int(text) <= 32:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of engines: write one from 1 to 32")

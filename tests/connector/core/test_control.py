@@ -1,0 +1,56 @@
+"""One thread, both roles: who gets to hear what."""
+
+import pytest
+from support.engines import LEASE, World
+
+from xpyd_connector.core.ids import ConnId, RequestId
+from xpyd_connector.core.messages import Renew
+from xpyd_connector.core.ports import Received
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+def test_an_engine_can_lend_and_borrow_at_once(world):
+    """kv_role kv_both: connections it opened are the borrower's, those it accepted the lender's."""
+    there = world.lend()
+    world.want(there)
+    back = world.d.prefill("d-b", 2, now=0.0)
+    world.p.control.borrower.want(RequestId("p-b"), back, now=0.0)
+    world.run(seconds=2 * LEASE)
+
+    assert len(world.p.leases) == len(world.d.leases) == 1
+    assert world.p.tally.take().counters.keys() == world.d.tally.take().counters.keys()
+
+
+def test_a_message_of_an_engine_we_borrow_from_is_not_taken_for_a_borrowers(world):
+    """A prefill engine cannot renew our leases over the connection we opened to it."""
+    world.want(world.lend())
+    world.run()
+    own = world.d.prefill("d-x", 1, now=0.0).remote_request_id
+    (peer,) = world.d.peers._peers.values()
+    world.d.control.on(Received(peer.conn, Renew((own,))), now=0.0)
+
+    assert len(world.d.peers) == 0
+    assert world.d.leases.next_expiry() == LEASE
+
+
+def test_the_thread_wakes_for_whichever_half_is_due_first(world):
+    """A heartbeat or the end of a lease."""
+    control = world.d.control
+    assert control.advance(now=0.0) is None
+    world.d.prefill("d-x", 1, now=0.0)
+    assert control.advance(now=0.0) == LEASE
+    world.want(world.lend())
+
+    assert control.advance(now=0.0) == LEASE / 6
+
+
+def test_a_stranger_is_the_lenders(world):
+    """A connection we did not open."""
+    world.d.prefill("d-x", 1, now=0.0)
+    world.d.control.on(Received(ConnId(77), Renew((RequestId("d-x"),))), now=1.0)
+
+    assert world.d.leases._leases[RequestId("d-x")].holder == 77

@@ -1,0 +1,143 @@
+"""What engines say to each other, and what they must survive hearing."""
+
+import typing
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.engines import FINGERPRINT, changed, rank_info
+
+from xpyd_connector.core.ids import EngineId, RequestId
+from xpyd_connector.core.messages import (
+    MAX_BLOCKS,
+    MAX_FRAME,
+    MAX_ID,
+    MAX_IDS,
+    MAX_RANKS,
+    MAX_STRANGER,
+    PROTOCOL,
+    Challenge,
+    Done,
+    Drop,
+    Fenced,
+    Hello,
+    Lapsed,
+    Message,
+    Refusal,
+    Renew,
+    Welcome,
+    decode,
+    encode,
+)
+from xpyd_connector.errors import ProtocolViolation
+
+ID = RequestId("cmpl-5f0c-0-1a2b3c4d")
+WELCOME = Welcome(PROTOCOL, EngineId("p0"), FINGERPRINT, (rank_info("p0"), rank_info("p0", rank=1)))
+EXAMPLES = [
+    Challenge(b"\0" * 32),
+    Hello(PROTOCOL, EngineId("d0"), b"proof"),
+    WELCOME,
+    Refusal("no"),
+    Renew((ID, RequestId("é"))),
+    Lapsed(()),
+    Done(ID, RequestId("d"), 1, 2),
+    Fenced(ID, held=True),
+    Drop((ID,)),
+]
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_what_is_sent_is_received(message):
+    """Of every kind of message."""
+    assert decode(encode(message)) == message
+
+
+def test_every_kind_of_message_has_an_example():
+    """A new kind has to be added above."""
+    assert {type(example) for example in EXAMPLES} == set(typing.get_args(Message))
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_a_violation_and_nothing_else(data):
+    """A stranger's bytes must not end the thread that keeps everybody's leases."""
+    try:
+        decode(data)
+    except ProtocolViolation:
+        pass
+
+
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_a_damaged_message_is_a_violation_or_another_message(message, data):
+    """Most garbage is cut off early; this kind looks right for longer."""
+    damaged = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        decode(damaged[: data.draw(st.integers(0, len(damaged)))])
+    except ProtocolViolation:
+        pass
+
+
+def packed(kind, **fields):
+    return msgspec.msgpack.encode({"type": kind, **fields})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x81\xa4type\xa1\xff",  # a name that is not UTF-8
+        packed("renew", requests=["x"]).replace(b"\xa1x", b"\xa1\xff"),
+        b"\x82\xa4type\xa5renew\xa1x" + b"\x91" * 100_000,  # nested deeper than any stack
+        packed("done", request="a", reader="d", rank=0, ranks=0),
+        packed("done", request="a", reader="d", rank=-1, ranks=2),
+        packed("done", request="a", reader="d", rank=0, ranks=MAX_RANKS + 1),
+        packed("done", request="a", reader="d" * (MAX_ID + 1), rank=0, ranks=1),
+        packed("done", request="a", reader="d", rank=2**63, ranks=2**64 - 1),
+        packed("renew", requests=["a"] * (MAX_IDS + 1)),
+        packed("drop", requests=[1]),
+        packed("tomorrow"),
+    ],
+    ids=lambda data: repr(data[:60]),
+)
+def test_hostile_messages_are_violations(data):
+    """Each of these would raise something else, or fill a table, further in."""
+    with pytest.raises(ProtocolViolation, match=f"protocol {PROTOCOL}"):
+        decode(data)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"memory": "FILE"},
+        {"device": -1},
+        {"device": 2**40},
+        {"rank": -1},
+        {"regions": ()},
+        {"regions": (changed(rank_info("p0").regions[0], base=-1),)},
+        {"regions": (changed(rank_info("p0").regions[0], length=0),)},
+        {"regions": (changed(rank_info("p0").regions[0], count=0),)},
+        {"regions": (changed(rank_info("p0").regions[0], count=MAX_BLOCKS + 1),)},
+    ],
+    ids=repr,
+)
+def test_a_welcome_that_would_upset_nixl_is_a_violation(change):
+    """What the transfer thread gets to see has been checked."""
+    welcome = changed(WELCOME, ranks=(changed(rank_info("p0"), **change),))
+
+    with pytest.raises(ProtocolViolation):
+        decode(encode(welcome))
+
+
+def test_the_longest_heartbeat_fits_into_a_frame():
+    """Otherwise the peer would close the connection, and with it every lease."""
+    longest = RequestId("\U0001f600" * MAX_ID)
+
+    for kind in (Renew, Lapsed, Drop):
+        assert len(encode(kind((longest,) * MAX_IDS))) <= MAX_FRAME
+    assert len(encode(Done(longest, longest, MAX_RANKS - 1, MAX_RANKS))) <= MAX_FRAME
+
+
+def test_an_ordinary_hello_fits_into_what_a_stranger_may_say():
+    """With the longest engine id vLLM makes (a UUID and a data-parallel rank) and a proof."""
+    assert len(encode(Hello(PROTOCOL, EngineId("x" * 100), b"\0" * 32))) <= MAX_STRANGER

@@ -1,0 +1,202 @@
+"""The tests above have teeth: each rule that is broken here on purpose must make one of them fail.
+
+A property that nothing can violate proves nothing. Every mutant is one rule of the design turned off.
+"""
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from support.engines import LEASE, TIMEOUT, World
+from support.pair_machine import PairMachine
+
+from xpyd_connector.core.borrower import Borrower
+from xpyd_connector.core.leases import LeaseBook, LeaseEvent
+from xpyd_connector.core.lender import Lender
+from xpyd_connector.core.peers import PeerBook, PeerState
+from xpyd_connector.core.ports import Lost
+from xpyd_connector.core.reader import LoadState, Reader
+from xpyd_connector.errors import IllegalTransition
+
+SEARCH = settings(
+    max_examples=200, stateful_step_count=40, deadline=None, database=None, derandomize=True,
+    phases=(Phase.generate,), report_multiple_bugs=False,
+)  # fmt: skip
+
+
+def any_order_of_events():
+    run_state_machine_as_test(PairMachine, settings=SEARCH)
+
+
+def a_queued_request_keeps_its_lease():
+    world = World()
+    offer = world.lend()
+    world.want(offer)
+    world.run(seconds=5 * LEASE)
+    world.load(offer)
+    world.run()
+    assert world.d.result("d-a").failure == ""
+
+
+def an_early_renewal_does_not_cost_time():
+    world = World()
+    world.want(world.lend())
+    world.run()
+    world.network.cut(world.d.link, is_cut=True)
+    world.run(seconds=LEASE - 1)
+    assert world.p.freed == []
+
+
+def a_crash_is_noticed_at_once():
+    world = World()
+    world.want(world.lend())
+    world.run()
+    world.d.die()
+    world.run()
+    assert [released.why for released in world.p.freed] == [LeaseEvent.PEER_LOST]
+
+
+def the_slower_rank_keeps_its_blocks():
+    world = World(p={"ranks": 2}, d={"ranks": 2})
+    world.load(world.lend())
+    world.run()
+    assert world.p.freed == []
+
+
+def blocks_wait_until_nixl_has_let_go():
+    world = World()
+    world.d.mover.stuck = world.d.mover.clinging = True
+    world.load(world.lend())
+    world.run(seconds=TIMEOUT)
+    assert world.d.result("d-a") is None
+
+
+def a_load_that_is_given_up_is_not_started_again():
+    world = World()
+    world.d.mover.stuck = world.d.mover.clinging = True
+    world.load(world.lend())
+    world.run(seconds=TIMEOUT)
+    world.load(world.lend("b"), "b")
+    world.run()
+
+
+def drop_the_heartbeat(patch):
+    patch.setattr(Borrower, "_beat", lambda self, engine, wanted, now: None)
+
+
+def shorten_on_renew(patch):
+    def renew(self, request, holder, *, now):
+        if held := whole(self, request, holder, now=now):
+            self._leases[request].expires_at = now + self._extension
+        return held
+
+    whole = LeaseBook.renew
+    patch.setattr(LeaseBook, "renew", renew)
+
+
+def accept_unfenced_reads(patch):
+    whole = Reader._judge
+    patch.setattr(Reader, "_judge", lambda self, conn, request, *, held: whole(self, conn, request, held=True))
+
+
+def answer_the_fence_from_memory(patch):
+    """P says that it still holds what it once held."""
+    grant, known = LeaseBook.grant, set()
+
+    def remember(self, request, *, now):
+        known.add(request)
+        grant(self, request, now=now)
+
+    patch.setattr(LeaseBook, "grant", remember)
+    patch.setattr(LeaseBook, "__contains__", lambda self, request: request in known)
+    patch.setattr(LeaseBook, "done", lambda self, request, *_: self._leases.get(request) and self.drop(request))
+
+
+def ignore_one_rank(patch):
+    whole = LeaseBook.done
+    patch.setattr(LeaseBook, "done", lambda self, request, reader, rank, ranks: whole(self, request, reader, rank, 1))
+
+
+def forget_peer_lost(patch):
+    whole = Lender.on
+    patch.setattr(Lender, "on", lambda self, event, *, now: isinstance(event, Lost) or whole(self, event, now=now))
+
+
+def never_expire(patch):
+    patch.setattr(LeaseBook, "expire", lambda self, *, now: [])
+
+
+def release_twice(patch):
+    whole = Lender.take_released
+    patch.setattr(Lender, "take_released", lambda self: whole(self) * 2)
+
+
+def trust_nixl_to_have_let_go(patch):
+    """Report a load that is given up at once, while bytes may still land."""
+    whole = Reader._give_up
+
+    def give_up(self, load, counter, why):
+        whole(self, load, counter, why)
+        if load.state is LoadState.GIVING_UP:
+            self._fail(load, counter, why)
+
+    patch.setattr(Reader, "_give_up", give_up)
+
+
+def start_again_what_is_given_up(patch):
+    patch.setattr(Reader, "_peer_changed", _peer_changed_without_states)
+
+
+def _peer_changed_without_states(self, peer, now):
+    loads = [load for load in self._loads.values() if peer is not None and load.order.engine == peer.engine]
+    if loads and peer.state is PeerState.MET:
+        self._attach(peer, now)
+    for load in loads:
+        if peer.state is PeerState.MET:
+            self._start(load)
+        elif peer.state is PeerState.REFUSED:
+            self._fail(load, "loads_failed_handshake", peer.reason)
+        else:
+            self._give_up(load, "loads_failed_peer", peer.reason)
+    if peer is not None and peer.state is PeerState.GONE:
+        self._detach(peer.engine)
+
+
+def read_from_whoever_answers(patch):
+    """Take a restarted engine for the one before it."""
+    patch.setattr(PeerBook, "_objection", lambda self, peer, welcome: None)
+
+
+def keep_what_nobody_wants(patch):
+    patch.setattr(Borrower, "settle", lambda self, request, engine: None)
+
+
+MUTANTS = [
+    (drop_the_heartbeat, a_queued_request_keeps_its_lease),
+    (shorten_on_renew, an_early_renewal_does_not_cost_time),
+    (ignore_one_rank, the_slower_rank_keeps_its_blocks),
+    (forget_peer_lost, a_crash_is_noticed_at_once),
+    (accept_unfenced_reads, any_order_of_events),
+    (answer_the_fence_from_memory, any_order_of_events),
+    (never_expire, any_order_of_events),
+    (release_twice, any_order_of_events),
+    (trust_nixl_to_have_let_go, blocks_wait_until_nixl_has_let_go),
+    (start_again_what_is_given_up, a_load_that_is_given_up_is_not_started_again),
+    (read_from_whoever_answers, any_order_of_events),
+    (keep_what_nobody_wants, any_order_of_events),
+]
+SCENARIOS = [scenario for _, scenario in MUTANTS if scenario is not any_order_of_events]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_scenarios_hold_as_long_as_no_rule_is_broken(scenario):
+    """Otherwise their failures below would mean nothing; ``test_pair_properties.py`` shows it for the machine."""
+    scenario()
+
+
+@pytest.mark.parametrize(("mutate", "scenario"), MUTANTS, ids=lambda part: part.__name__)
+def test_a_broken_rule_is_noticed(monkeypatch, mutate, scenario):
+    """The name of the mutant says which promise it breaks."""
+    mutate(monkeypatch)
+
+    with pytest.raises((AssertionError, IllegalTransition, KeyError)):
+        scenario()

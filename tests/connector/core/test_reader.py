@@ -1,0 +1,237 @@
+"""Loading: the rules that the stories of ``test_pair.py`` do not show."""
+
+import itertools
+
+import pytest
+from support.engines import TIMEOUT, World, changed
+
+from xpyd_connector.core.ids import ConnId, EngineId, RequestId
+from xpyd_connector.core.messages import Fenced, Lapsed
+from xpyd_connector.core.ports import Received
+from xpyd_connector.core.reader import POLL_INTERVAL, TRANSITIONS, LoadEvent, LoadState, Order, _Load
+from xpyd_connector.errors import IllegalTransition
+
+RIGHT = [b"p-a/0", b"p-a/1", b"p-a/2"]
+ANYWHERE = Order(RequestId("d-a"), RequestId("p-a"), EngineId("p0"), ("10.0.0.1", 5600), (), ())
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+def offered(world, request="a", engine=None):
+    return (engine or world.p).prefill(f"p-{request}", 3, now=world.now)
+
+
+def state(world, request="a"):
+    return world.d.reader._loads[RequestId(f"d-{request}")].state
+
+
+def counters(world):
+    return world.d.worker_tally.take().counters
+
+
+@pytest.mark.parametrize(("before", "event"), list(itertools.product(LoadState, LoadEvent)))
+def test_every_cell_of_the_table(before, event):
+    """What is not in the table is a bug and says so."""
+    load = _Load(ANYWHERE, 0.0, before)
+    if event in TRANSITIONS[before]:
+        load.on(event)
+        assert load.state is TRANSITIONS[before][event]
+    else:
+        with pytest.raises(IllegalTransition, match=f"d-a cannot handle {event.name} while {before.name}"):
+            load.on(event)
+
+
+def test_a_request_is_loaded_once(world):
+    """Two reads into the same blocks would overtake each other."""
+    offer = offered(world)
+    world.load(offer)
+
+    with pytest.raises(IllegalTransition, match="twice"):
+        world.load(offer)
+
+
+def test_many_loads_meet_a_peer_once(world):
+    """A surge at a new prefill engine is one handshake, and all of them are read after it."""
+    offers = {name: world.p.prefill(f"p-{name}", 1, now=0.0) for name in "abcd"}
+    for name, offer in offers.items():
+        world.load(offer, name)
+    world.run()
+
+    assert all(world.d.result(f"d-{name}").failure == "" for name in offers)
+    assert counters(world)["handshakes"] == 1
+
+
+def test_the_thread_looks_at_nixl_often_only_while_something_is_read(world):
+    """An idle engine sleeps; a waiting one wakes for its deadline."""
+    reader = world.d.reader
+    assert reader.advance(now=0.0) is None
+    world.d.mover.stuck = True
+    world.load(offered(world))
+    assert reader.advance(now=0.0) == TIMEOUT
+    world.run()
+
+    assert reader.advance(now=0.0) == POLL_INTERVAL
+
+
+def test_a_load_that_waits_for_its_peer_ends_in_time(world):
+    """And the peer, which has done nothing wrong yet, is not given up."""
+    offer = offered(world)
+    world.network.cut(world.d.worker_link, is_cut=True)
+    world.load(offer)
+    world.run(seconds=TIMEOUT)
+
+    assert "not loaded within 20 s" in world.d.result("d-a").failure
+    assert counters(world) == {"loads_failed_timeout": 1}
+
+
+def test_a_question_that_is_never_answered_ends_in_time(world):
+    """The bytes are here, but nobody says that they count: they do not, and the silent peer is left."""
+    offer = offered(world)
+    world.load(offer)
+    world.round()
+    world.round()
+    assert state(world) is LoadState.CONFIRMING
+    world.network.cut(world.d.worker_link, is_cut=True)
+    world.run(seconds=TIMEOUT)
+
+    assert "not loaded" in world.d.result("d-a").failure
+    assert len(world.d.worker_peers) == 0
+
+
+def test_a_hung_peer_takes_its_other_loads_along_and_they_say_so(world):
+    """They would only wait for the same silence; the sentence must not claim that it hung up."""
+    first, second = offered(world), world.p.prefill("p-b", 1, now=0.0)
+    world.d.mover.stuck = True
+    world.load(first)
+    world.run(seconds=5)
+    world.load(second, "b")
+    world.run(seconds=TIMEOUT - 5)
+
+    assert "not loaded within" in world.d.result("d-a").failure
+    assert world.d.result("d-b").failure == "10.0.0.1:5600 is gone: it does not answer"
+    assert counters(world)["loads_failed_peer"] == 1
+
+
+def test_blocks_are_not_given_back_while_nixl_may_still_write_into_them(world):
+    """The load ends when NIXL has let go, however long its deadline is over."""
+    world.d.mover.stuck = world.d.mover.clinging = True
+    world.load(offered(world))
+    world.run(seconds=TIMEOUT + 5)
+    assert state(world) is LoadState.GIVING_UP
+    assert world.d.result("d-a") is None
+    world.d.mover.clinging = False
+    world.run()
+
+    assert "not loaded" in world.d.result("d-a").failure
+
+
+def test_a_load_being_given_up_survives_that_its_peer_is_met_again(world):
+    """It must neither be started a second time, which would end the thread, nor end early."""
+    world.d.mover.stuck = world.d.mover.clinging = True
+    world.load(offered(world))
+    world.run(seconds=TIMEOUT)
+    world.d.mover.stuck = False
+    into = world.load(world.p.prefill("p-b", 3, now=world.now), "b")
+    world.run()
+
+    assert state(world) is LoadState.GIVING_UP
+    assert world.bytes_of(into) == [b"p-b/0", b"p-b/1", b"p-b/2"]
+
+
+def test_a_load_being_given_up_survives_that_its_peer_then_refuses(world):
+    """Its blocks must not be handed out before NIXL has let go of them."""
+    world.d.mover.stuck = world.d.mover.clinging = True
+    offer = offered(world)
+    world.load(offer)
+    world.run(seconds=TIMEOUT)
+    world.network._listeners.clear()
+    world.load(changed(offer, remote_block_ids=((0,),)), "b")
+    world.run()
+
+    assert "was not met" in world.d.result("d-b").failure
+    assert world.d.result("d-a") is None
+
+
+def test_an_offer_of_blocks_the_peer_does_not_have_fails_alone(world):
+    """A router's mistake costs one load, not the connection and not the thread."""
+    offer = offered(world)
+    world.load(changed(offer, remote_block_ids=((0, 500, 2),)))
+    into = world.load(world.p.prefill("p-b", 3, now=0.0), "b")
+    world.run()
+
+    assert "block 500" in world.d.result("d-a").failure
+    assert world.d.result("d-b").failure == ""
+    assert world.bytes_of(into) == [b"p-b/0", b"p-b/1", b"p-b/2"]
+    assert [released.why.name for released in world.p.freed] == ["DROPPED", "DONE"]
+
+
+def test_a_read_that_nixl_fails_gives_the_blocks_back(world):
+    """P need not wait for the end of the lease."""
+    world.d.mover.stuck = True
+    world.load(offered(world))
+    world.run()
+    world.d.mover.detach("p0")
+    world.run()
+
+    assert "NIXL: peer gone" in world.d.result("d-a").failure
+    assert [released.why.name for released in world.p.freed] == ["DROPPED"]
+
+
+def test_a_verdict_of_another_peer_does_not_count(world):
+    """Whoever guesses a request id must not be able to turn unfenced bytes into an answer."""
+    other = world.start("p1", 5601)
+    world.load(offered(world, "b", other), "b")
+    world.run()
+    world.load(offered(world))
+    world.round()
+    world.round()
+    assert state(world) is LoadState.CONFIRMING
+    stranger = world.d.worker_peers.get(EngineId("p1")).conn
+    for conn in (stranger, ConnId(10**6)):
+        world.d.reader.on(Received(conn, Fenced(RequestId("d-a"), held=True)), now=0.0)
+
+    assert state(world) is LoadState.CONFIRMING
+
+
+def test_a_verdict_on_nothing_is_ignored(world):
+    """Said twice, or about a load that timed out meanwhile."""
+    world.load(offered(world))
+    world.run()
+    peer = world.d.worker_peers.get(EngineId("p0"))
+    world.d.reader.on(Received(peer.conn, Fenced(RequestId("d-a"), held=False)), now=0.0)
+
+    assert world.d.result("d-a").failure == ""
+    assert world.d.reader.take_results() == []
+
+
+def test_a_peer_that_breaks_the_protocol_is_dropped_with_its_loads(world):
+    """What it said about other things cannot be trusted either."""
+    world.d.mover.stuck = True
+    world.load(offered(world))
+    world.run()
+    peer = world.d.worker_peers.get(EngineId("p0"))
+    world.d.reader.on(Received(peer.conn, Lapsed(())), now=0.0)
+    world.run()
+
+    assert world.d.result("d-a").failure == "10.0.0.1:5600 is gone: it broke the protocol"
+    assert len(world.d.worker_peers) == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sentence"), [((), "has no rank 0"), (("other",), "no memory of other"), (("p0", 32), "32 bytes")]
+)
+def test_a_peer_whose_memory_cannot_be_read_is_refused(world, ranks, sentence):
+    """Its loads fail with the reason, and the handle of a half-attached peer is not used."""
+    link, welcome = world.network._listeners[world.p.address]
+    info = [changed(welcome.ranks[0], agent=ranks[0].encode())] if ranks else []
+    if len(ranks) > 1:
+        info = [changed(info[0], regions=(changed(info[0].regions[0], length=ranks[1]),))]
+    world.network.listen(world.p.address, link, changed(welcome, ranks=tuple(info)))
+    world.load(offered(world))
+    world.run()
+
+    assert sentence in world.d.result("d-a").failure
+    assert counters(world) == {"handshakes": 1, "handshakes_failed": 1, "loads_failed_handshake": 1}

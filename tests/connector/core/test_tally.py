@@ -1,0 +1,64 @@
+"""The numbers an operator sees."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import xpyd_connector
+from xpyd_connector.core.lender import _COUNTER
+from xpyd_connector.core.tally import COUNTERS, GAUGES, Report, Sample, Tally, merge
+
+SAMPLE = Sample(0.1, 64, 1)
+
+
+def counted():
+    """Every name that the package's source counts or fails a load with."""
+    names = set(_COUNTER.values())
+    for source in Path(xpyd_connector.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("count", "_fail", "_give_up"):
+                constants = (arg.value for arg in node.args[:2] if isinstance(arg, ast.Constant))
+                names |= {value for value in constants if isinstance(value, str)}
+    return names
+
+
+def test_everything_that_is_counted_is_described_and_the_other_way_round():
+    """An unknown counter would break the metrics at the first event; an unused one says nothing, for ever."""
+    assert counted() == set(COUNTERS)
+
+
+@pytest.mark.parametrize("text", [*COUNTERS.values(), *GAUGES.values()])
+def test_descriptions_are_sentences(text):
+    """They are the help lines in Prometheus."""
+    assert text[0].isupper()
+    assert text.endswith(".")
+
+
+def test_a_tally_starts_again_after_each_report():
+    """Counters are increments: told twice they would count twice."""
+    tally = Tally()
+    tally.count("loads")
+    tally.count("loads", 2)
+    tally.moved(SAMPLE)
+
+    assert tally.take() == Report({"loads": 3}, {}, [SAMPLE])
+    assert not tally.take()
+
+
+def test_reports_add_up_but_gauges_are_replaced():
+    """Of a gauge only the latest value is true."""
+    merged = merge(
+        [Report({"loads": 1}, {"leases_held": 5.0}, [SAMPLE]), Report({"loads": 2, "lapsed": 1}, {"leases_held": 0.0})]
+    )
+
+    assert merged == Report({"loads": 3, "lapsed": 1}, {"leases_held": 0.0}, [SAMPLE])
+    assert not merge([])
+
+
+def test_merging_leaves_its_inputs_alone():
+    """They may be another thread's."""
+    report = Report({"loads": 1}, {"leases_held": 5.0}, [SAMPLE])
+    merge([report, report])
+
+    assert report == Report({"loads": 1}, {"leases_held": 5.0}, [SAMPLE])

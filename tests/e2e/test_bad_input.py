@@ -1,0 +1,155 @@
+"""Whatever a client sends: a clear answer in OpenAI's shape, engines that live, nothing held afterwards."""
+
+import json
+
+import httpx
+import openai
+import pytest
+
+from support.cluster import nothing_held, wait_until
+from support.questions import Question, ask, client, differences
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+GOOD = {
+    "/v1/completions": {"model": "tiny", "prompt": "a quiet river", "max_tokens": 4},
+    "/v1/chat/completions": {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "a quiet river"}],
+        "max_tokens": 4,
+    },
+}
+REMOTE = {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1]], "remote_engine_id": "x"}
+
+
+def post(url, path, content):
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    headers = {"Content-Type": "application/json"}
+    return httpx.post(url + path, content=data, headers=headers, timeout=60, trust_env=False)
+
+
+def with_fields(path, **fields):
+    return {**GOOD[path], **fields}
+
+
+BAD = {
+    "not JSON": lambda path: b"{not json",
+    "not an object": lambda path: b"[1, 2]",
+    "empty body": lambda path: b"",
+    "no model and an empty prompt": lambda path: {"prompt": "", "messages": []},
+    "unknown model": lambda path: with_fields(path, model="nobody"),
+    "negative max_tokens": lambda path: with_fields(path, max_tokens=-1),
+    "too many max_tokens": lambda path: with_fields(path, max_tokens=10**9),
+    "wrong types": lambda path: with_fields(path, prompt={"a": 1}, messages="hello", temperature="hot"),
+    "kv params": lambda path: with_fields(path, kv_transfer_params={"do_remote_prefill": True}),
+    "full kv params": lambda path: with_fields(path, kv_transfer_params=REMOTE),
+    "encoder params": lambda path: with_fields(path, ec_transfer_params={"do_remote": True}),
+    "20 MB": lambda path: with_fields(path, user="x" * 20_000_000),
+    "deep nesting": lambda path: b'{"model": "tiny", "prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "a prompt longer than the model takes": lambda path: with_fields(
+        path, prompt="river " * 5000, messages=[{"role": "user", "content": "river " * 5000}]
+    ),
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_gets_a_clear_error(one_pair, engines, name, path):
+    """4xx with a message that says what is wrong; both engines serve on and hold nothing."""
+    reply = post(one_pair, path, BAD[name](path))
+
+    assert 400 <= reply.status_code < 500, reply.text[:500]
+    error = reply.json()["error"]
+    assert set(error) >= {"message", "type", "code"}
+    assert len(error["message"]) > 10
+    for spec in (engines.p0, engines.d0):
+        assert httpx.get(f"{spec.base_url}/health", trust_env=False).status_code == 200
+        wait_until(lambda spec=spec: nothing_held(spec), seconds=2, what=f"{spec.name} holds nothing")
+
+
+def test_no_model_is_served_by_the_only_one(one_pair):
+    """vLLM takes a body without a model; so does the router."""
+    body = {key: value for key, value in GOOD["/v1/completions"].items() if key != "model"}
+
+    assert post(one_pair, "/v1/completions", body).status_code == 200
+
+
+def test_unknown_paths_and_methods(one_pair):
+    """404 and 405 in OpenAI's shape; an engine's own admin paths are not reachable."""
+    unknown = [httpx.post(one_pair + path, trust_env=False) for path in ("/v1/nothing", "/sleep", "/abort_requests")]
+    wrong_method = httpx.get(f"{one_pair}/v1/completions", trust_env=False)
+
+    assert [reply.status_code for reply in unknown] == [404, 404, 404]
+    assert all(reply.json()["error"]["message"] for reply in unknown)
+    assert wrong_method.status_code == 405
+
+
+def test_an_error_keeps_its_shape_in_the_official_client(one_pair):
+    """openai raises the class that belongs to the status."""
+    with client(one_pair) as api, pytest.raises(openai.NotFoundError, match="nobody"):
+        api.completions.create(model="nobody", prompt="hi", max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("two prompts", {"prompt": ["a quiet river", "seven silver letters in the harbor"]}),
+        ("two answers", {"n": 2, "temperature": 0.7, "seed": 7}),
+        ("echo", {"echo": True}),
+        ("prompt logprobs", {"prompt_logprobs": 1}),
+        ("one token", {"max_tokens": 1}),
+    ],
+)
+def test_requests_that_cannot_be_split_are_right(one_pair, engines, name, extra):
+    """Over pull, two prompts would both be answered from the first one's KV: they are served by one engine."""
+    body = {**with_fields("/v1/completions", temperature=0, seed=0, logprobs=1), **extra}
+    ours, reference = (post(url, "/v1/completions", body).json() for url in (one_pair, engines.reference.base_url))
+
+    assert [c["text"] for c in ours["choices"]] == [c["text"] for c in reference["choices"]]
+    assert [c["logprobs"]["tokens"] for c in ours["choices"]] == [c["logprobs"]["tokens"] for c in reference["choices"]]
+
+
+def test_a_mixed_up_offer_never_becomes_a_wrong_answer(engines, reference_answer):
+    """A router that gives one request another one's KV params: D notices and computes the prompt itself."""
+    first, second = ([(step * i) % 450 + 20 for i in range(70)] for step in (7, 11))
+    one_token = {"model": "tiny", "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    params = post(engines.p0.base_url, "/v1/completions", {**one_token, "prompt": first}).json()["kv_transfer_params"]
+    body = {"model": "tiny", "prompt": second, "max_tokens": 16, "temperature": 0, "kv_transfer_params": params}
+    answer = post(engines.d0.base_url, "/v1/completions", body).json()
+
+    assert answer["choices"][0]["text"] == reference_answer(Question("ids", stream=False, prompt=second)).text
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"do_remote_prefill": True},
+        {"do_remote_prefill": True, "remote_block_ids": "nonsense", "remote_engine_id": 7},
+        {"do_remote_prefill": True, **{key: REMOTE[key] for key in ("remote_block_ids", "remote_engine_id")}},
+        {
+            "do_remote_prefill": True,
+            "remote_engine_id": "gone",
+            "remote_request_id": "gone",
+            "remote_host": "127.0.0.1",
+            "remote_port": 9,
+            "remote_block_ids": [[1, 2, 3]],
+            "remote_num_tokens": 70,
+        },
+    ],
+)
+def test_malformed_params_never_kill_a_decode_engine(engines, reference_answer, params):
+    """vLLM's own connector dies of the first one (seen on 0.32); ours computes the prompt itself."""
+    prompt = [(23 * i) % 450 + 20 for i in range(70)]
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, "kv_transfer_params": params}
+    answer = post(engines.d0.base_url, "/v1/completions", body).json()
+
+    assert answer["choices"][0]["text"] == reference_answer(Question("ids", stream=False, prompt=prompt)).text
+    assert httpx.get(f"{engines.d0.base_url}/health", trust_env=False).status_code == 200
+
+
+def test_the_engines_still_agree(one_pair, reference_answer):
+    """After all of the above an ordinary question gets its ordinary answer."""
+    question = Question("text", stream=True, prompt="copper garden seven letter " * 20)
+    with client(one_pair) as api:
+        assert differences(ask(api, question), reference_answer(question)) == []

@@ -1,0 +1,106 @@
+"""The promise: through the router, text and logprobs are those of a single engine, and D computed no prompt."""
+
+import pytest
+
+from support.cluster import Watch, nothing_held, wait_until
+from support.questions import Question, ask, client, differences, questions
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+COMPUTED, CACHED, LOADED = (
+    f"vllm:prompt_tokens_by_source_total|{source}"
+    for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
+)
+
+
+def compare(url, asked, reference_answer):
+    """Ask every question through the router; return our answers and what differs."""
+    with client(url) as api:
+        answers = [ask(api, question) for question in asked]
+    wrong = {
+        str(question): found
+        for question, answer in zip(asked, answers, strict=True)
+        if (found := differences(answer, reference_answer(question)))
+    }
+    return answers, wrong
+
+
+def test_one_pair(one_pair, engines, reference_answer):
+    """50 prompts over 1P1D: equal, and every prompt token but the last was loaded or in D's own cache."""
+    asked = questions(50, seed=1)
+    with Watch(engines.d0) as decode, Watch(engines.p0) as prefill:
+        answers, wrong = compare(one_pair, asked, reference_answer)
+
+    assert wrong == {}
+    assert decode.delta(COMPUTED) == len(asked)  # the last token of each prompt: vLLM needs its logits
+    assert decode.delta(LOADED) + decode.delta(CACHED) == sum(answer.prompt_tokens - 1 for answer in answers)
+    assert decode.delta(LOADED) == decode.delta("vllm:external_prefix_cache_hits_total") > 0
+    assert decode.delta("vllm:xpyd_loads_total") == prefill.delta("vllm:xpyd_leases_done_total") == len(asked)
+    assert decode.delta("vllm:xpyd_bytes_transferred_total") > 0
+
+
+def test_two_pairs(two_pairs, engines, reference_answer):
+    """50 prompts over 2P2D: equal, all four engines took part, each D met each P."""
+    asked = questions(50, seed=2)
+    watches = [Watch(spec) for spec in (engines.p0, engines.p1, engines.d0, engines.d1)]
+    for watch in watches:
+        watch.__enter__()
+    answers, wrong = compare(two_pairs, asked, reference_answer)
+    for watch in watches:
+        watch.__exit__()
+    p0, p1, d0, d1 = watches
+
+    assert wrong == {}
+    assert d0.delta("vllm:xpyd_loads_total") + d1.delta("vllm:xpyd_loads_total") == len(asked)
+    assert abs(d0.delta("vllm:xpyd_loads_total") - d1.delta("vllm:xpyd_loads_total")) <= 2
+    assert abs(p0.delta("vllm:xpyd_leases_done_total") - p1.delta("vllm:xpyd_leases_done_total")) <= 2
+    assert d0.delta(COMPUTED) + d1.delta(COMPUTED) == len(asked)
+    cached = d0.delta(CACHED) + d1.delta(CACHED)
+    assert d0.delta(LOADED) + d1.delta(LOADED) + cached == sum(answer.prompt_tokens - 1 for answer in answers)
+
+
+@pytest.mark.parametrize("length", [1, 2, 8, 31, 32, 33, 63, 64, 65, 66, 96, 97, 1500])
+def test_around_block_boundaries(one_pair, engines, reference_answer, length):
+    """Shorter than a block (32 tokens), exactly at a boundary, one beyond: the places where off-by-one lives."""
+    question = Question("ids", stream=False, prompt=[(7 * length + 11 * i) % 480 + 10 for i in range(length)])
+    with Watch(engines.d0) as decode:
+        _, wrong = compare(one_pair, [question], reference_answer)
+
+    assert wrong == {}
+    assert decode.delta(LOADED) == length - 1
+    assert decode.delta(COMPUTED) == 1
+
+
+@pytest.mark.parametrize(("shared", "loaded"), [(0, 99), (31, 99), (32, 67), (96, 3), (99, 3), (100, 3)])
+def test_prefix_cache_hits_on_the_decode_engine(one_pair, engines, reference_answer, shared, loaded):
+    """Only what D's own cache lacks is moved: whole blocks of 32 that a prompt shares with an earlier one stay."""
+    first = [(13 * shared + 5 * i) % 470 + 20 for i in range(100)]
+    second = first[:shared] + [(29 * i + shared) % 470 + 21 for i in range(100 - shared)]
+    compare(one_pair, [Question("ids", stream=False, prompt=first)], reference_answer)
+    with Watch(engines.d0) as decode:
+        _, wrong = compare(one_pair, [Question("ids", stream=False, prompt=second)], reference_answer)
+
+    assert wrong == {}
+    assert decode.delta(LOADED) == loaded
+    assert decode.delta(CACHED) == 99 - loaded
+
+
+def test_a_full_hit_on_the_decode_engine_moves_nothing(one_pair, engines, reference_answer):
+    """A prompt of three blocks and one token: everything but the last token is here, and P hears so at once."""
+    question = Question("ids", stream=False, prompt=[(17 * i) % 450 + 30 for i in range(97)])
+    compare(one_pair, [question], reference_answer)
+    with Watch(engines.d0) as decode, Watch(engines.p0) as prefill:
+        _, wrong = compare(one_pair, [question], reference_answer)
+        wait_until(lambda: nothing_held(engines.p0), seconds=1, what="P frees what D does not need")
+
+    assert wrong == {}
+    assert decode.delta("vllm:xpyd_bytes_transferred_total") == 0
+    assert prefill.delta("vllm:xpyd_leases_dropped_total") == 1
+
+
+def test_nothing_is_held_afterwards(one_pair, two_pairs, engines, reference_answer):
+    """Every block is back within a second of the last answer, on an engine that sleeps."""
+    compare(two_pairs, questions(4, seed=3), reference_answer)
+
+    for spec in (engines.p0, engines.p1, engines.d0, engines.d1):
+        wait_until(lambda spec=spec: nothing_held(spec), seconds=1, what=f"{spec.name} holds nothing")

@@ -1,0 +1,154 @@
+"""Routes for operators, byte for byte as vLLM's own proxy demo answers."""
+
+import pytest
+
+from support.sim import router, sims
+from xpyd_proxy.settings import Settings
+
+KEY = {"X-Api-Key": "sesame"}
+OPEN = Settings(admin_key="sesame")
+NEW = {"type": "decode", "instance": "d9:80"}
+
+
+async def add(client, body=NEW, headers=KEY, **options):
+    response = await client.post("/instances/add", **({"json": body} | options), headers=headers)
+    assert response.headers["content-type"] == "application/json"
+    return response.status_code, response.text
+
+
+def engines_and_new(model="sim"):
+    """One engine of each kind, and one that the router does not know yet."""
+    return sims() | {"x" + name: sim for name, sim in sims(model=model).items()}
+
+
+async def test_an_added_engine_serves_from_the_next_request_on():
+    """That is what the route is for."""
+    engines = engines_and_new()
+    async with router(engines, OPEN) as client:
+        assert await add(client, {"type": "decode", "instance": "xd0:80"}) == (
+            200,
+            '{"message":"Added xd0:80 to decode_instances."}',
+        )
+        assert await add(client, {"type": "prefill", "instance": "xp0:80"}) == (
+            200,
+            '{"message":"Added xp0:80 to prefill_instances."}',
+        )
+        seen = [await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}) for _ in range(4)]
+        status = await client.get("/status")
+
+    assert {response.status_code for response in seen} == {200}
+    assert all(len(engines[name].log) == 2 for name in ("p0", "d0", "xp0", "xd0"))
+    assert status.text == (
+        '{"prefill_node_count":2,"decode_node_count":2,"prefill_nodes":["p0:80","xp0:80"],"decode_nodes":["d0:80","xd0:80"]}'
+    )
+
+
+async def test_health_needs_one_engine_of_each_kind():
+    """Anything less cannot serve a request in two halves."""
+    async with router({"xd0": sims()["d0"]} | sims(1, 0), OPEN) as client:
+        before = await client.get("/health")
+        await add(client, {"type": "decode", "instance": "xd0:80"})
+        after = await client.get("/health")
+
+    assert (before.status_code, before.json()["error"]["message"]) == (503, "the router knows no decode instance")
+    assert after.status_code == 200
+
+
+MISSING = '{"detail":[{"type":"missing","loc":["header","x-api-key"],"msg":"Field required","input":null}]}'
+
+
+@pytest.mark.parametrize(
+    ("settings", "headers", "expected"),
+    [
+        (OPEN, {}, (422, MISSING)),
+        (Settings(), {}, (422, MISSING)),
+        (Settings(), KEY, (500, '{"detail":"Server configuration error."}')),
+        (Settings(admin_key=""), KEY, (500, '{"detail":"Server configuration error."}')),
+        (OPEN, {"X-Api-Key": "wrong"}, (403, '{"detail":"Forbidden: Invalid API Key."}')),
+        (OPEN, {"X-Api-Key": ""}, (403, '{"detail":"Forbidden: Invalid API Key."}')),
+        (OPEN, {"X-Api-Key": b"\xe9"}, (403, '{"detail":"Forbidden: Invalid API Key."}')),
+    ],
+)
+async def test_only_who_has_the_key_may_add(settings, headers, expected):
+    """Checked before the body is looked at, in this order."""
+    async with router(sims(), settings) as client:
+        assert await add(client, headers=headers) == expected
+        assert await add(client, headers=headers, json=None, content=b"junk") == expected
+
+
+async def test_a_key_beyond_ascii_works():
+    """Keys come from files that people write."""
+    async with router(engines_and_new(), Settings(admin_key="clé")) as client:
+        headers = {"X-Api-Key": "clé".encode()}
+        assert (await add(client, {"type": "decode", "instance": "xd0:80"}, headers))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "detail"),
+    [
+        ({}, "Invalid instance type."),
+        ({"type": "both", "instance": "d9:80"}, "Invalid instance type."),
+        ({"type": ["decode"], "instance": "d9:80"}, "Invalid instance type."),
+        ({"type": "both", "instance": "nonsense"}, "Invalid instance type."),
+        ({"type": "decode"}, "Invalid instance format."),
+        ({"type": "decode", "instance": ""}, "Invalid instance format."),
+        ({"type": "decode", "instance": "d9"}, "Invalid instance format."),
+        ({"type": "decode", "instance": 80}, "Invalid instance format."),
+        ({"type": "decode", "instance": "two words:80"}, "Invalid instance address."),
+        ({"type": "decode", "instance": "1.2.3.256:80"}, "Invalid instance address."),
+        ({"type": "decode", "instance": "d9:eighty"}, "Invalid instance address."),
+        ({"type": "decode", "instance": "::1:80"}, "Invalid instance address."),
+        ({"type": "decode", "instance": "d9:0"}, "Invalid port number."),
+        ({"type": "decode", "instance": "d9:65536"}, "Invalid port number."),
+        ({"type": "decode", "instance": "silent:80"}, "Instance validation failed."),
+        ({"type": "decode", "instance": "d0:80"}, "Instance already exists."),
+        ({"type": "prefill", "instance": "http://P0:80/"}, "Instance already exists."),
+    ],
+)
+async def test_what_cannot_be_added_is_told_in_the_demos_words(body, detail):
+    """Scripts compare them."""
+    async with router(sims(), OPEN) as client:
+        assert await add(client, body) == (400, f'{{"detail":"{detail}"}}')
+        status = (await client.get("/status")).json()
+
+    assert (status["prefill_node_count"], status["decode_node_count"]) == (1, 1)
+
+
+async def test_a_body_must_be_json():
+    """415 for another type, 400 for what only claims to be."""
+    media = (415, """{"detail":"Unsupported Media Type: Only 'application/json' is allowed"}""")
+    async with router(sims(), OPEN) as client:
+        assert await add(client, headers=KEY | {"content-type": "text/plain"}, json=None, content=b"{}") == media
+        for junk in (b"junk", b"[]", b""):
+            assert await add(client, json=None, content=junk) == (400, '{"detail":"The body is not a JSON object."}')
+
+
+async def test_a_body_has_a_limit_here_too():
+    """Whoever has the key may still make a mistake."""
+    async with router(sims(), Settings(admin_key="sesame", max_body_bytes=10)) as client:
+        status, text = await add(client)
+
+    assert status == 413
+    assert text.startswith('{"detail":"')
+
+
+@pytest.mark.parametrize("instance", ["xd0:80", "http://xd0:80", "XD0:80"])
+async def test_names_are_accepted(instance):
+    """The demo takes only IP addresses; clusters have names."""
+    async with router(engines_and_new(), OPEN) as client:
+        assert (await add(client, {"type": "decode", "instance": instance}))[0] == 200
+        assert (await client.get("/status")).json()["decode_nodes"] == ["d0:80", "xd0:80"]
+
+
+async def test_ipv6_is_accepted():
+    """In the brackets that URLs use."""
+    async with router(sims() | {"::1": sims()["d0"]}, OPEN) as client:
+        assert (await add(client, {"type": "decode", "instance": "[::1]:80"}))[0] == 200
+
+
+async def test_the_wrong_method_is_told_in_the_demos_format():
+    """FastAPI's own."""
+    async with router(sims(), OPEN) as client:
+        response = await client.get("/instances/add")
+
+    assert (response.status_code, response.text) == (405, '{"detail":"Method Not Allowed"}')

@@ -1,0 +1,115 @@
+"""Which model the engines serve."""
+
+import asyncio
+
+import pytest
+
+from xpyd_proxy.api.models import Models
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.model import Answer, Instance, InstanceId, Role
+from xpyd_proxy.core.registry import Registry
+from xpyd_proxy.errors import EngineError, NoInstance
+
+HEADERS = ((b"authorization", b"k"),)
+
+
+def listing(*ids, status=200):
+    data = ",".join(f'{{"id":"{one}","max_model_len":9}}' for one in ids)
+    return Answer(status, "application/json", f'{{"object":"list","data":[{data}]}}'.encode())
+
+
+class Engines:
+    """Answers for a port, or fails; remembers who was asked."""
+
+    def __init__(self, **answers):
+        self.answers = answers
+        self.asked = []
+
+    async def models(self, instance, headers):
+        assert headers == HEADERS
+        self.asked.append(instance.address.host)
+        await asyncio.sleep(0)
+        answer = self.answers.get(instance.address.host)
+        if answer is None:
+            raise EngineError("down")
+        return answer
+
+
+def models(engines, *, prefill=(), decode=(), model=None):
+    registry = Registry()
+    for role, hosts in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
+        for host in hosts:
+            registry.add(role, Address("http", host, 80))
+    return Models(registry, engines, model=model)
+
+
+def candidate(host):
+    return Instance(InstanceId("candidate"), Role.DECODE, Address("http", host, 80))
+
+
+async def test_the_first_engine_that_answers_is_quoted():
+    """Decode engines first; one that is down or failing is passed over."""
+    engines = Engines(b=listing(status=500), p=listing("m"))
+
+    assert await models(engines, prefill="p", decode="ab").listing(HEADERS) == listing("m")
+    assert engines.asked == ["a", "b", "p"]
+
+
+async def test_a_refusal_is_an_answer():
+    """A missing key is the client's business, and every engine would say the same."""
+    engines = Engines(a=Answer(401, "application/json", b'{"error":"Unauthorized"}'), p=listing("m"))
+
+    assert (await models(engines, prefill="p", decode="a").listing(HEADERS)).status == 401
+
+
+async def test_nobody_answers():
+    """A sentence, not an empty list."""
+    with pytest.raises(NoInstance, match="no engine answers"):
+        await models(Engines(), decode="a").listing(HEADERS)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        listing("m", status=503),
+        listing(),
+        Answer(200, "application/json", b"<html>"),
+        Answer(200, "application/json", b'{"data":[{"name":"m"}]}'),
+        Answer(200, "application/json", b'{"data":7}'),
+    ],
+)
+async def test_what_does_not_answer_like_an_engine_is_not_accepted(answer):
+    """It would fail every request it gets."""
+    engines = Engines(x=answer) if answer else Engines()
+
+    assert not await models(engines).accepts(candidate("x"), HEADERS)
+
+
+async def test_the_given_model_decides():
+    """Nobody else is asked then, and only the first name of an engine counts."""
+    engines = Engines(a=listing("other"), x=listing("m", "adapter"), y=listing("adapter", "m"))
+    ours = models(engines, decode="a", model="m")
+
+    assert await ours.accepts(candidate("x"), HEADERS)
+    assert not await ours.accepts(candidate("y"), HEADERS)
+    assert engines.asked == ["x", "y"]
+
+
+async def test_without_one_the_known_engines_decide():
+    """Another model behind the same address would be wrong text with status 200."""
+    engines = Engines(b=listing("m"), x=listing("other"), y=listing("m"))
+    ours = models(engines, decode="ab")
+
+    assert not await ours.accepts(candidate("x"), HEADERS)
+    assert await ours.accepts(candidate("y"), HEADERS)
+    assert engines.asked == ["x", "a", "b", "y"]
+
+
+async def test_the_first_engine_of_all_decides_for_the_rest():
+    """Also when two are added at the same moment."""
+    engines = Engines(x=listing("m"), y=listing("other"))
+    ours = models(engines, decode="a")
+
+    accepted = await asyncio.gather(ours.accepts(candidate("x"), HEADERS), ours.accepts(candidate("y"), HEADERS))
+    assert accepted == [True, False]

@@ -1,0 +1,97 @@
+"""Errors as clients see them."""
+
+import inspect
+import json
+
+import httpx
+import pytest
+from fastapi import FastAPI, HTTPException
+
+from xpyd_proxy import errors
+from xpyd_proxy.api import problems
+from xpyd_proxy.api.problems import error_body
+from xpyd_proxy.api.tracking import Tracking
+from xpyd_proxy.core.model import RequestId
+
+RAISED = {
+    errors.BadRequest("b", param="n"): (400, "BadRequestError"),
+    errors.BodyTooLarge("l"): (413, "RequestTooLargeError"),
+    errors.UnsupportedMedia("m"): (415, "UnsupportedMediaTypeError"),
+    errors.NoInstance("i"): (503, "ServiceUnavailableError"),
+    errors.EngineError("e"): (502, "EngineError"),
+    errors.EngineTimeout("t"): (504, "EngineTimeoutError"),
+}
+
+
+@pytest.mark.parametrize(("error", "expected"), RAISED.items(), ids=lambda item: type(item).__name__)
+def test_every_error_has_a_status_and_a_kind(error, expected):
+    """In the shape, and with the code, that vLLM uses itself."""
+    status, body = error_body(error)
+
+    param = "n" if isinstance(error, errors.BadRequest) else None
+    assert (status, json.loads(body)) == (
+        expected[0],
+        {"error": {"message": str(error), "type": expected[1], "param": param, "code": expected[0]}},
+    )
+
+
+def test_the_text_of_a_bug_stays_in_the_log():
+    """It may hold anything, addresses and bodies included."""
+    status, body = error_body(KeyError("http://10.0.0.1:8100"))
+
+    assert status == 500
+    assert b"10.0.0.1" not in body
+
+
+def test_errors_that_clients_never_see_are_accounted_for():
+    """A new error must get its status, or its place in this list."""
+    inside = {errors.ProxyError, errors.ClientError, errors.Refused}
+    inside |= {errors.AddressError, errors.BadPort, errors.AlreadyKnown}  # told on the command line, or by /instances
+    every = {kind for _, kind in inspect.getmembers(errors, inspect.isclass)}
+
+    assert every == inside | {type(error) for error in RAISED}
+
+
+def app_that_raises(error):
+    app = FastAPI()
+    problems.install(app)
+    app.add_middleware(Tracking, new_id=lambda: RequestId("xpyd-1"), clock=lambda: 0.0)
+
+    async def fail():
+        raise error
+
+    for path in ("/v1/x", "/status", "/elsewhere"):
+        app.get(path)(fail)
+    return app
+
+
+async def get(error, path):
+    transport = httpx.ASGITransport(app_that_raises(error), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        return await client.get(path)
+
+
+async def test_a_refusal_is_not_reworded():
+    """Status, type and bytes are the engine's."""
+    response = await get(errors.Refused(418, "text/tea", b"short and stout"), "/v1/x")
+
+    assert (response.status_code, response.content) == (418, b"short and stout")
+    assert response.headers["content-type"] == "text/tea"
+
+
+async def test_a_bug_is_a_500_that_can_be_found_again():
+    """The id is in the answer as well as in the log."""
+    response = await get(KeyError("x"), "/v1/x")
+
+    assert response.status_code == 500
+    assert response.headers["x-request-id"] == "xpyd-1"
+    assert response.json()["error"]["type"] == "InternalServerError"
+    assert "x-request-id" not in (await get(KeyError("x"), "/elsewhere")).headers
+
+
+async def test_errors_of_the_framework_are_shaped_too():
+    """All but those of the admin routes, whose clients expect FastAPI's own format."""
+    error = HTTPException(400, "with {braces}")
+
+    assert (await get(error, "/v1/x")).json()["error"]["message"] == "GET /v1/x: with {braces}"
+    assert (await get(error, "/status")).json() == {"detail": "with {braces}"}

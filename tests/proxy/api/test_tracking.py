@@ -1,0 +1,113 @@
+"""What every /v1 request gets, whatever becomes of it."""
+
+import logging
+
+import pytest
+from starlette.requests import ClientDisconnect
+
+from xpyd_proxy.api.tracking import Tracking, id_headers, journey_of, note_fault
+from xpyd_proxy.core.journey import Visit
+from xpyd_proxy.core.model import InstanceId, RequestId
+
+
+class Client:
+    """Collects what is sent to it."""
+
+    def __init__(self):
+        self.messages = []
+
+    async def send(self, message):
+        self.messages.append(message)
+
+
+def tracking(app):
+    times = iter([1.0, 1.5])
+    return Tracking(app, new_id=lambda: RequestId("xpyd-1"), clock=lambda: next(times))
+
+
+def scope(path="/v1/completions", kind="http"):
+    return {"type": kind, "path": path}
+
+
+async def answer(scope, receive, send):
+    journey_of(scope).decode = Visit(InstanceId("decode-0"), 2.0)
+    await send({"type": "http.response.start", "status": 204, "headers": [(b"a", b"b")]})
+    await send({"type": "http.response.body"})
+
+
+async def test_the_id_and_the_route_are_added_to_the_answer():
+    """Beside the headers it has already."""
+    client = Client()
+    await tracking(answer)(scope(), None, client.send)
+
+    assert client.messages[0]["headers"] == [
+        (b"a", b"b"),
+        (b"x-request-id", b"xpyd-1"),
+        (b"server-timing", b'decode;desc="decode-0";dur=2.0'),
+    ]
+
+
+def lines(caplog):
+    return [record.getMessage() for record in caplog.records]
+
+
+async def test_a_request_leaves_one_line(caplog):
+    """With the time it took, in milliseconds."""
+    caplog.set_level(logging.INFO)
+    await tracking(answer)(scope(), None, Client().send)
+
+    assert lines(caplog) == ["id=xpyd-1 path=/v1/completions prefill=- decode=decode-0 status=204 ms=500.0"]
+
+
+async def test_a_client_that_hung_up_is_not_an_error(caplog):
+    """It is logged with the status that says so, and nobody is answered."""
+    caplog.set_level(logging.INFO)
+
+    async def app(scope, receive, send):
+        note_fault(scope, ValueError("why"))
+        raise ClientDisconnect
+
+    client = Client()
+    await tracking(app)(scope(), None, client.send)
+
+    assert not client.messages
+    assert lines(caplog) == ["id=xpyd-1 path=/v1/completions prefill=- decode=- status=499 ms=500.0 fault='why'"]
+
+
+async def test_a_bug_is_logged_as_what_the_client_gets(caplog):
+    """And goes on to the place where bugs are answered."""
+    caplog.set_level(logging.INFO)
+
+    async def app(scope, receive, send):
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        await tracking(app)(scope(), None, Client().send)
+
+    assert lines(caplog)[0].endswith("status=500 ms=500.0")
+
+
+async def test_a_path_cannot_forge_lines(caplog):
+    """A line break in a path stays on its line."""
+    caplog.set_level(logging.INFO)
+    await tracking(answer)(scope("/v1/a\nid=forged"), None, Client().send)
+
+    assert r"path=/v1/a\nid=forged " in lines(caplog)[0]
+
+
+@pytest.mark.parametrize("untracked", [scope("/health"), scope("/v1/x", kind="lifespan")])
+async def test_other_requests_pass_untouched(untracked, caplog):
+    """Probes would fill the log."""
+    caplog.set_level(logging.INFO)
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append(send)
+        note_fault(scope, ValueError())
+        assert id_headers(scope) == {}
+
+    client = Client()
+    await tracking(app)(untracked, None, client.send)
+
+    assert seen == [client.send]
+    assert not caplog.records

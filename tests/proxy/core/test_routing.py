@@ -1,0 +1,106 @@
+"""Which requests must not be split between two engines."""
+
+import json
+
+import pytest
+
+from xpyd_proxy.core.dialect import parse
+from xpyd_proxy.core.model import Api, Solo
+from xpyd_proxy.core.routing import solo_reason
+
+BOTH = tuple(Api)
+TEXT, CHAT = (Api.COMPLETIONS,), (Api.CHAT,)
+
+
+def reason(api, **fields):
+    shaper = {"prompt": "hi"} if api is Api.COMPLETIONS else {"messages": []}
+    return solo_reason(api, parse(json.dumps(shaper | fields).encode(), strip_private=False))
+
+
+@pytest.mark.parametrize(
+    ("apis", "name", "values", "expected"),
+    [
+        (TEXT, "prompt", [["a", "b"], [[1], [2]], ["a", "b", "c"], [], ["a", [1]], [True, 2]], Solo.PROMPTS),
+        (TEXT, "prompt_embeds", ["b64", ["b64", "b64"]], Solo.EMBEDS),
+        (BOTH, "n", [2, 0, -1, "2", 2.0, True], Solo.N),
+        (BOTH, "best_of", [2, "2", 0], Solo.BEST_OF),
+        (BOTH, "use_beam_search", [True, None, 1, "true"], Solo.BEAM),
+        (BOTH, "echo", [True, "yes", 1], Solo.ECHO),
+        (BOTH, "prompt_logprobs", [0, 1, -1, "1"], Solo.PROMPT_LOGPROBS),
+        (BOTH, "max_tokens", [1, 0, -1, "1", 1.0, 2.5, True], Solo.FEW_TOKENS),
+        (BOTH, "max_completion_tokens", [1, 0, "9"], Solo.FEW_TOKENS),
+        (BOTH, "truncate_prompt_tokens", [-1, 0, 128], Solo.TRUNCATED),
+        (BOTH, "stream", ["yes", 1], Solo.UNUSUAL),
+        (BOTH, "stream_options", [{"include_usage": True}, {"include_usage": "yes"}, 7], Solo.UNUSUAL),
+        (BOTH, "min_tokens", [None, -1, "1"], Solo.UNUSUAL),
+        (TEXT, "logprobs", [True, -1, "1"], Solo.UNUSUAL),
+        (CHAT, "logprobs", [1, "true"], Solo.UNUSUAL),
+        (CHAT, "top_logprobs", [3, -1, "1"], Solo.UNUSUAL),
+        (BOTH, "logprob_token_ids", [[1], ["1"], 1], Solo.UNUSUAL),
+    ],
+)
+def test_what_would_be_wrong_in_two_halves_is_served_whole(apis, name, values, expected):
+    """Wrong text with status 200 is the worst a router can do; so what is not plainly right is not split."""
+    for api in apis:
+        for value in values:
+            assert reason(api, **{name: value}) is expected, value
+
+
+@pytest.mark.parametrize(
+    ("apis", "name", "values"),
+    [
+        (TEXT, "prompt", ["a", ["a"], [1, 2, 3], [[1, 2]], None, "", 7]),
+        (TEXT, "prompt_embeds", [None]),
+        (BOTH, "n", [1, None]),
+        (BOTH, "best_of", [1, None]),
+        (BOTH, "use_beam_search", [False]),
+        (BOTH, "echo", [False, None]),
+        (BOTH, "prompt_logprobs", [None]),
+        (BOTH, "max_tokens", [2, 10**30, None]),
+        (BOTH, "max_completion_tokens", [2, None]),
+        (BOTH, "truncate_prompt_tokens", [None]),
+        (BOTH, "stream", [True, False, None]),
+        (BOTH, "stream_options", [{}, None]),
+        (BOTH, "min_tokens", [0, 5]),
+        (TEXT, "logprobs", [None, 0, 5]),
+        (CHAT, "logprobs", [None, True, False]),
+        (BOTH, "top_logprobs", [None, 0]),
+        (BOTH, "logprob_token_ids", [None, []]),
+        (BOTH, "seed", [1, "anything else is checked by the prefill engine"]),
+    ],
+)
+def test_the_plain_values_are_split(apis, name, values):
+    """Or the prefill engines would idle."""
+    for api in apis:
+        for value in values:
+            assert reason(api, **{name: value}) is None, value
+
+
+def test_combinations_that_are_plain_together():
+    """Options of a stream, and refinements of logprobs."""
+    assert reason(Api.CHAT, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": None}) is None
+    assert reason(Api.CHAT, logprobs=True, top_logprobs=3, logprob_token_ids=[1, 2]) is None
+    assert reason(Api.COMPLETIONS, logprobs=1, logprob_token_ids=[1, 2]) is None
+    assert reason(Api.CHAT, logprobs=False, top_logprobs=3) is Solo.UNUSUAL
+
+
+def test_a_prompt_is_recognised_through_blanks():
+    """JSON allows them anywhere; and two prompts in odd clothes are still two."""
+    for text, expected in ((b'[ \n "a" ]', None), (b"[ \n 1 , 2 ]", None), (b'[ \t"a" , "b"]', Solo.PROMPTS)):
+        fields = parse(b'{"prompt" : ' + text + b"}", strip_private=False)
+        assert solo_reason(Api.COMPLETIONS, fields) is expected
+
+
+def test_chats_have_no_prompts():
+    """vLLM ignores the field there."""
+    assert reason(Api.CHAT, prompt=["a", "b"]) is None
+
+
+def test_a_request_without_a_prompt_is_left_to_the_engines():
+    """The prefill engine says what is missing."""
+    assert solo_reason(Api.COMPLETIONS, {}) is None
+
+
+def test_values_that_cannot_be_decoded_are_not_plain():
+    """Raw values are only checked for their outline."""
+    assert solo_reason(Api.CHAT, parse(b'{"n":"\xff"}', strip_private=False)) is Solo.N

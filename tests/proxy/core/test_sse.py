@@ -1,0 +1,83 @@
+"""Server-sent events, as far as a relay must understand them."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xpyd_proxy.core.sse import WholeLines, error_status, first_data
+
+STREAM = b': keep-alive\n\ndata: {"a":1}\n\ndata: {"b":"[DONE]"}\n\ndata: [DONE]\n\n'
+
+
+@pytest.mark.parametrize(
+    ("received", "data"),
+    [
+        (b"", None),
+        (b"data: {", None),
+        (b"data: {}", None),
+        (b"data: {}\n", b"{}"),
+        (b"data:{}\r\n", b"{}"),
+        (b": keep-alive\n\n", None),
+        (b": keep-alive\n\nevent: x\ndata: {}\n\ndata: 2\n\n", b"{}"),
+    ],
+)
+def test_the_first_event_is_seen_when_its_line_is_complete(received, data):
+    """Comments come earlier, and say nothing about how the request went."""
+    assert data == first_data(received)
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b'{"error":{"message":"no","code":503}}', 503),
+        (b'{"error":{"message":"no","code":400}}', 400),
+        (b'{"error":{"message":"no"}}', 500),
+        (b'{"error":{"code":"insufficient"}}', 500),
+        (b'{"error":{"code":200}}', 500),
+        (b'{"error":null,"id":"x"}', None),
+        (b'{"id":"x","choices":[]}', None),
+        (b"[DONE]", None),
+        (b"[]", None),
+        (b"\xff", None),
+    ],
+)
+def test_an_error_event_names_its_status(data, status):
+    """One that names none, or one that is no error, is still a failure and never a 200."""
+    assert status == error_status(data)
+
+
+@given(cuts=st.lists(st.integers(0, len(STREAM))), stop=st.integers(0, len(STREAM)))
+def test_lines_pass_whole_whatever_the_network_makes_of_them(cuts, stop):
+    """Nothing is lost, nothing is held back longer than its line, and only a whole stream counts as complete."""
+    lines, passed = WholeLines(), b""
+    edges = sorted({0, stop, *(cut for cut in cuts if cut < stop)})
+    for start, end in itertools.pairwise(edges):
+        passed += lines.feed(STREAM[start:end])
+        assert STREAM[: STREAM.rfind(b"\n", 0, end) + 1] == passed
+    rest, complete = lines.finish()
+
+    assert complete == (stop >= len(STREAM) - 2)
+    assert (passed + rest == STREAM[:stop]) if complete else rest == b""
+
+
+@pytest.mark.parametrize("end", [b"data: [DONE]\n\n", b"data: [DONE]", b"data: [DONE]\r\n\r\n"])
+def test_the_end_is_recognised_alone_and_after_anything(end):
+    """A stream of nothing but its end is complete too."""
+    for before in (b"", b"data: {}\n\n", b"data: " + b"x" * 100 + b"\n\n"):
+        lines = WholeLines()
+        lines.feed(before)
+        passed = lines.feed(end)
+
+        rest, complete = lines.finish()
+        assert complete
+        assert end == passed + rest
+
+
+def test_text_that_looks_like_the_end_is_not_the_end():
+    """A model may write [DONE]; JSON has no line break to put before it."""
+    lines = WholeLines()
+    lines.feed(b'data: {"text":"\\ndata: [DONE]\n\n')
+
+    assert not lines.finish()[1]

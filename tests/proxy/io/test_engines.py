@@ -1,0 +1,174 @@
+"""vLLM over HTTP: what httpx raises, sends and keeps."""
+
+import asyncio
+import re
+
+import httpx
+import pytest
+
+from support.sim import serving
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.model import Instance, InstanceId, Leg, Role
+from xpyd_proxy.errors import EngineError, EngineTimeout
+from xpyd_proxy.io.engines import HttpEngines
+from xpyd_proxy.settings import Settings
+
+ENGINE = Instance(InstanceId("prefill-0"), Role.PREFILL, Address("http", "secret.example", 80))
+LEG = Leg(ENGINE, "/v1/completions", b"{}", ((b"x-request-id", b"xpyd-1"),))
+
+
+def engines(handler, **settings):
+    return HttpEngines(Settings(**settings), transport=httpx.MockTransport(handler))
+
+
+def raising(kind):
+    async def handler(request):
+        raise kind("secret.example:80 says no", request=request)
+
+    return handler
+
+
+async def test_a_leg_is_posted_as_it_is():
+    """JSON, with our headers, and no compression: a stream must not wait for a compressor."""
+    seen = []
+
+    async def handler(request):
+        seen.append(request)
+        return httpx.Response(200, json={"a": 1})
+
+    async with engines(handler) as http:
+        answer = await http.ask(LEG, timeout_s=5)
+
+    assert (answer.status, answer.content_type, answer.body) == (200, "application/json", b'{"a":1}')
+    (request,) = seen
+    assert (request.method, str(request.url), request.content) == (
+        "POST",
+        "http://secret.example/v1/completions",
+        b"{}",
+    )
+    assert request.headers["content-type"] == "application/json"
+    assert request.headers["x-request-id"] == "xpyd-1"
+    assert request.headers["accept-encoding"] == "identity"
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "says"),
+    [
+        (httpx.ConnectTimeout, EngineTimeout, "prefill-0 did not accept a connection in time"),
+        (httpx.ConnectError, EngineError, "prefill-0 cannot be reached"),
+        (httpx.ReadError, EngineError, "prefill-0 broke off before its answer was complete"),
+        (httpx.RemoteProtocolError, EngineError, "prefill-0 broke off before its answer was complete"),
+    ],
+)
+async def test_errors_of_the_library_stop_here(kind, expected, says):
+    """In words that name the instance; an address is nothing a client should learn."""
+    async with engines(raising(kind)) as http:
+        with pytest.raises(expected, match=f"^{re.escape(says)}$"):
+            await http.ask(LEG, timeout_s=5)
+        with pytest.raises(expected, match=f"^{re.escape(says)}$"):
+            async with http.stream(LEG):
+                pass
+        with pytest.raises(expected, match=f"^{re.escape(says)}$"):
+            await http.models(ENGINE, ())
+
+
+async def test_a_slow_answer_is_given_up():
+    """The time limit is for the whole answer, and closes the connection so that the engine stops."""
+    stopped = []
+
+    async def handler(_):
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            stopped.append(True)
+
+    async with engines(handler, probe_timeout_s=0.01) as http:
+        with pytest.raises(EngineTimeout, match=r"prefill-0 did not answer within 0\.01 s"):
+            await http.ask(LEG, timeout_s=0.01)
+        with pytest.raises(EngineTimeout):
+            await http.models(ENGINE, ())
+
+    assert stopped == [True, True]
+
+
+class Breaking(httpx.AsyncByteStream):
+    """A body that ends in an error."""
+
+    def __init__(self):
+        self.closed = False
+
+    async def __aiter__(self):
+        yield b"one"
+        raise httpx.ReadError("secret.example")
+
+    async def aclose(self):
+        self.closed = True
+
+
+async def test_a_body_that_breaks_off_raises_where_it_is_read():
+    """After what came before it, and the request is closed."""
+    body = Breaking()
+
+    async def handler(_):
+        return httpx.Response(200, stream=body)
+
+    async with engines(handler) as http, http.stream(LEG) as stream:
+        assert (stream.status, stream.content_type) == (200, "")
+        assert await anext(stream.chunks) == b"one"
+        with pytest.raises(EngineError, match="prefill-0 broke off"):
+            await anext(stream.chunks)
+
+    assert body.closed
+
+
+async def test_leaving_a_stream_unread_closes_it():
+    """Whether the block ends well or not."""
+    body = Breaking()
+
+    async def handler(_):
+        return httpx.Response(200, stream=body)
+
+    async with engines(handler) as http:
+        with pytest.raises(RuntimeError, match="ours"):
+            async with http.stream(LEG):
+                raise RuntimeError("ours")
+
+    assert body.closed
+
+
+async def test_cookies_of_one_answer_do_not_travel_with_the_next_request():
+    """They belong to one client, and the pool serves all."""
+    seen = []
+
+    async def handler(request):
+        seen.append(request.headers.get("cookie"))
+        return httpx.Response(200, headers={"set-cookie": "a=b; Path=/"})
+
+    async with engines(handler) as http:
+        for _ in range(2):
+            await http.ask(LEG, timeout_s=5)
+
+    assert seen == [None, None]
+
+
+async def test_the_environments_proxy_is_not_for_engines(monkeypatch):
+    """Engines are inside; requests to them must not leave by the way out."""
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
+
+    async def app(scope, receive, send):
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"here"})
+
+    with serving(app) as at:
+        engine = Instance(InstanceId("decode-0"), Role.DECODE, Address.parse(at))
+        async with HttpEngines(Settings()) as http:
+            answer = await http.models(engine, ())
+
+    assert answer.body == b"here"
+
+
+async def test_an_idle_connection_is_dropped_before_vllm_drops_it():
+    """vLLM closes idle connections after 5 s; a request sent into that moment would be lost."""
+    assert Settings().engine_keepalive_s < 5

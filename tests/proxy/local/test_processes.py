@@ -1,0 +1,253 @@
+"""Children that always end: with their block, with their parent, and with everything they started themselves."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from xpyd_proxy.local.errors import ChildDied, NotReady
+from xpyd_proxy.local.processes import Command, open_fleet
+
+SLEEPER = "import time; time.sleep(60)"
+SERVER = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+# Starts a child of its own and writes down both process ids.
+FAMILY = """
+import os, pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+path = pathlib.Path(sys.argv[1])
+path.with_suffix(".new").write_text(f"{os.getpid()} {child.pid}")
+path.with_suffix(".new").rename(path)
+time.sleep(60)
+"""
+PARENT = """
+import os, pathlib, sys, time
+from xpyd_proxy.local.processes import Command, open_fleet
+with open_fleet(pathlib.Path(sys.argv[1]), grace_s=5) as fleet:
+    fleet.start(Command("family", [sys.executable, "-c", sys.argv[3], sys.argv[2]], os.environ, "http://127.0.0.1:9"))
+    time.sleep(60)
+"""
+
+
+def command(code, *arguments, name="child", port=9):
+    return Command(name, [sys.executable, "-c", code, *arguments], os.environ, f"http://127.0.0.1:{port}/health")
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def runs(pid):
+    """Whether a process exists and is more than a zombie that nobody has collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def eventually(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def fleet(tmp_path):
+    with open_fleet(tmp_path / "logs", grace_s=5) as fleet:
+        yield fleet
+
+
+def test_ready_means_that_it_serves(fleet):
+    """An engine runs for half a minute before it serves."""
+    port = free_port()
+    seen = []
+    child = fleet.start(command(SERVER, str(port), port=port))
+
+    fleet.wait_ready([child], timeout_s=20, report=seen.append)
+
+    assert child.alive
+    assert all(waiting.names == ("child",) for waiting in seen)
+
+
+def test_output_goes_to_the_log(fleet, tmp_path):
+    """Standard output and error, in the order they were written."""
+    child = fleet.start(command("import sys; print('out', flush=True); print('err', file=sys.stderr)"))
+    child.wait(20)
+
+    assert child.log == tmp_path / "logs" / "child.log"
+    assert child.tail() == "out\nerr"
+
+
+def test_a_child_that_dies_ends_the_wait_at_once(fleet):
+    """Nobody waits three minutes for a process that is gone; the reason is in the error."""
+    child = fleet.start(command("import sys; sys.exit('no such model')"))
+
+    with pytest.raises(ChildDied, match="child ended with exit code 1") as caught:
+        fleet.wait_ready([child], timeout_s=20)
+    assert caught.value.tail == "no such model"
+    assert caught.value.log == child.log
+
+
+def test_any_childs_death_ends_the_wait(fleet):
+    """A decode engine alone is of no use, however long one waits for it."""
+    dead = fleet.start(command("pass", name="dead"))
+    dead.wait(20)
+    waiting = fleet.start(command(SLEEPER, name="slow"))
+
+    with pytest.raises(ChildDied, match="dead ended with exit code 0"):
+        fleet.wait_ready([waiting], timeout_s=20)
+
+
+def test_a_child_that_never_serves_is_reported_in_time(fleet):
+    """The time-out names the child and its log."""
+    child = fleet.start(command(SLEEPER))
+
+    with pytest.raises(NotReady, match=r"child is not ready after 0 s; its log is .*child\.log"):
+        fleet.wait_ready([child], timeout_s=0.05)
+
+
+def test_a_signal_is_told_apart_from_an_exit_code(fleet):
+    """Killed for lack of memory looks like this."""
+    child = fleet.start(command(SLEEPER))
+    child.signal(signal.SIGKILL)
+    child.wait(20)
+
+    with pytest.raises(ChildDied, match="child was ended by signal 9"):
+        child.raise_if_dead()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ValueError: no such model",
+        "(EngineCore pid=7) ERROR 11-21 02:42:12 [core.py:1510] ValueError: no such model",
+    ],
+)
+def test_the_first_exception_is_the_cause(fleet, line):
+    """vLLM's last line only says that there was one."""
+    child = fleet.start(command(f"print({line!r}); raise SystemExit('RuntimeError: see above')"))
+    child.wait(20)
+
+    assert child.cause() == "ValueError: no such model"
+    with pytest.raises(ChildDied, match="child ended with exit code 1, probably because of ValueError: no such model;"):
+        child.raise_if_dead()
+
+
+def test_a_log_without_an_exception_names_no_cause(fleet):
+    """We do not guess."""
+    child = fleet.start(command("print('all is well')"))
+    child.wait(20)
+
+    assert child.cause() is None
+
+
+def test_the_tail_of_a_huge_log_is_cheap_and_whole(fleet):
+    """Engines write megabytes."""
+    child = fleet.start(command("for i in range(100_000): print(f'line {i}')"))
+    child.wait(20)
+
+    assert child.tail(2) == "line 99998\nline 99999"
+
+
+def test_stopping_ends_the_childs_own_children(fleet, tmp_path):
+    """The engine core is a child of the API server."""
+    child = fleet.start(command(FAMILY, str(tmp_path / "pids")))
+    eventually((tmp_path / "pids").exists)
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+
+    fleet.stop(child)
+
+    assert pids[0] == child.pid
+    eventually(lambda: not any(runs(pid) for pid in pids))
+    assert fleet.children == []
+
+
+def test_what_a_dead_child_left_behind_is_ended(fleet, tmp_path):
+    """Only the API server was killed: its engine core still holds the memory."""
+    child = fleet.start(command(FAMILY, str(tmp_path / "pids")))
+    eventually((tmp_path / "pids").exists)
+    orphan = int((tmp_path / "pids").read_text().split()[1])
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait(20)
+    assert runs(orphan)
+
+    fleet.stop(child)
+
+    eventually(lambda: not runs(orphan))
+
+
+def test_the_block_ends_all_children(tmp_path):
+    """Whatever happens inside it."""
+    children = []
+
+    def fail_with_children():
+        with open_fleet(tmp_path) as fleet:
+            children.extend(fleet.start(command(SLEEPER, name=f"child-{i}")) for i in range(3))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_with_children()
+    assert [child.exit_code for child in children] == [-signal.SIGTERM] * 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_children_do_not_survive_their_parent(tmp_path, number):
+    """However it dies: a test machine is not left with engines that hold its ports and its memory."""
+    arguments = [str(tmp_path / "logs"), str(tmp_path / "pids"), FAMILY]
+    with subprocess.Popen([sys.executable, "-c", PARENT, *arguments], stderr=subprocess.DEVNULL) as parent:
+        eventually((tmp_path / "pids").exists)
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        assert all(runs(pid) for pid in pids)
+        parent.send_signal(number)
+
+    eventually(lambda: not any(runs(pid) for pid in pids))
+
+
+def test_a_restart_continues_the_log_of_the_same_name(fleet):
+    """What the first one said before it was killed is what one wants to read."""
+    fleet.start(command("print('first')")).wait(20)
+    again = fleet.start(command("print('second')"))
+    again.wait(20)
+
+    assert again.tail() == "first\nsecond"
+
+
+def test_a_new_fleet_starts_a_new_log(tmp_path):
+    """Logs do not grow from run to run."""
+    for _ in range(2):
+        with open_fleet(tmp_path) as fleet:
+            child = fleet.start(command("print('hello')"))
+            child.wait(20)
+
+    assert child.tail() == "hello"
+
+
+def test_stopping_twice_is_harmless(fleet):
+    """A test may have stopped an engine that the block stops again."""
+    child = fleet.start(command(SLEEPER))
+    fleet.stop(child)
+
+    fleet.stop(*fleet.children)
+
+    assert child.exit_code == -signal.SIGTERM
+
+
+def test_a_program_that_cannot_be_run_is_an_error(fleet):
+    """And not a child."""
+    with pytest.raises(FileNotFoundError):
+        fleet.start(Command("ghost", ["/no/such/program"], {}, "http://127.0.0.1:9"))
+    assert fleet.children == []

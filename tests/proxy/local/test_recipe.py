@@ -1,0 +1,141 @@
+"""How an engine is started: what the arguments and the environment promise."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from xpyd_proxy.core.model import Role
+from xpyd_proxy.local.recipe import Connector, EngineSpec, argv, engine, environment, shell_line, transfer_config
+
+
+def spec(**changes):
+    return EngineSpec(**{"name": "p0", "port": 8100, "model": Path("/models/tiny"), **changes})
+
+
+def option(arguments, name):
+    return arguments[len(arguments) - arguments[::-1].index(name)]
+
+
+def test_an_engine_runs_with_this_python_and_listens_on_loopback_only():
+    """Nothing of a test machine is reachable from outside."""
+    arguments = argv(spec())
+
+    assert arguments[0] == sys.executable
+    assert option(arguments, "--host") == "127.0.0.1"
+    assert option(arguments, "--port") == "8100"
+    assert option(arguments, "--model") == "/models/tiny"
+
+
+def test_an_engine_without_a_connector_gets_no_transfer_config():
+    """It is the reference that disaggregated answers are compared with."""
+    assert "--kv-transfer-config" not in argv(spec())
+
+
+@pytest.mark.parametrize(
+    ("role", "kv_role"), [(Role.PREFILL, "kv_producer"), (Role.DECODE, "kv_consumer"), (None, "kv_both")]
+)
+def test_our_connector_is_loaded_by_path_and_knows_its_role(role, kv_role):
+    """vLLM does not ship it, so it needs the module path."""
+    config = json.loads(
+        option(argv(spec(role=role, connector=Connector.XPYD, side_channel_port=5600)), "--kv-transfer-config")
+    )
+
+    assert config == {
+        "kv_connector": "XpydConnector",
+        "kv_connector_module_path": "xpyd_connector",
+        "kv_role": kv_role,
+        "kv_load_failure_policy": "recompute",
+    }
+
+
+@pytest.mark.parametrize("role", [*Role, None])
+def test_the_in_tree_connector_plays_both_roles(role):
+    """vLLM's documentation starts it with kv_both on either side."""
+    config = transfer_config(spec(role=role, connector=Connector.NIXL, side_channel_port=5600))
+
+    assert config["kv_connector"] == "NixlConnector"
+    assert config["kv_role"] == "kv_both"
+    assert "kv_connector_module_path" not in config
+
+
+def test_extra_connector_config_reaches_the_connector():
+    """Tests shorten leases and time-outs this way."""
+    config = transfer_config(
+        spec(connector=Connector.XPYD, side_channel_port=5600, extra_connector_config={"kv_lease_duration": 2})
+    )
+
+    assert config["kv_connector_extra_config"] == {"kv_lease_duration": 2}
+
+
+def test_extra_arguments_come_last_because_the_last_one_wins():
+    """A test may override anything that the recipe chooses."""
+    arguments = argv(spec(extra_args=("--max-model-len", "512")))
+
+    assert arguments[-2:] == ["--max-model-len", "512"]
+    assert arguments.index("--max-model-len") < len(arguments) - 2
+
+
+def test_the_side_channel_is_on_loopback_at_the_port_of_the_spec():
+    """Two engines on one machine need two ports."""
+    variables = environment(spec(connector=Connector.XPYD, side_channel_port=5601), {})
+
+    assert variables["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
+    assert variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5601"
+
+
+def test_an_engine_keeps_the_environment_it_is_started_from():
+    """PATH, certificates, proxies."""
+    assert environment(spec(), {"PATH": "/bin"})["PATH"] == "/bin"
+
+
+def test_variables_that_would_override_the_arguments_are_dropped():
+    """VLLM_CPU_KVCACHE_SPACE beats --kv-cache-memory-bytes, and counts in GiB."""
+    assert "VLLM_CPU_KVCACHE_SPACE" not in environment(spec(), {"VLLM_CPU_KVCACHE_SPACE": "40"})
+
+
+def test_extra_variables_win():
+    """A test may override anything that the recipe chooses."""
+    assert environment(spec(extra_env={"OMP_NUM_THREADS": "2"}), {})["OMP_NUM_THREADS"] == "2"
+
+
+def test_nothing_is_written_to_the_home_directory(tmp_path):
+    """Caches live in a directory that `make clean` removes."""
+    variables = environment(spec(cache_dir=tmp_path), {"HOME": "/home/someone"})
+
+    caches = [value for key, value in variables.items() if key in {"XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HF_HOME"}]
+    assert len(caches) == 3
+    assert all(Path(cache).is_relative_to(tmp_path) for cache in caches)
+
+
+def test_an_engine_is_watched_at_its_own_health_endpoint():
+    """Readiness means that the engine itself answers."""
+    command = engine(spec(), {})
+
+    assert command.name == "p0"
+    assert command.health_url == "http://127.0.0.1:8100/health"
+
+
+def test_a_connector_without_a_side_channel_port_is_refused():
+    """All engines would share vLLM's default port, and only the first would start."""
+    with pytest.raises(ValueError, match="engine p0 has connector xpyd but no side_channel_port"):
+        spec(connector=Connector.XPYD)
+
+
+@pytest.mark.parametrize("block_size", [0, 16, 33])
+def test_a_block_size_that_cpu_attention_cannot_serve_is_refused(block_size):
+    """vLLM would say so half a minute later, in the middle of a traceback."""
+    with pytest.raises(ValueError, match=f"block_size {block_size}: a CPU engine needs a multiple of 32"):
+        spec(block_size=block_size)
+
+
+def test_the_line_to_type_has_the_same_options():
+    """Documentation shows it; what it shows must be what runs."""
+    one = spec(connector=Connector.NIXL, side_channel_port=5600)
+
+    line = shell_line(one)
+
+    assert line.startswith("VLLM_NIXL_SIDE_CHANNEL_PORT=5600 vllm serve /models/tiny --served-model-name tiny ")
+    assert shlex.split(line)[4:] == argv(one)[6:]

@@ -1,0 +1,201 @@
+"""`xpyd up` as a user sees it, with simulated engines: real processes, a real router, real signals."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import psutil
+import pytest
+
+from xpyd_proxy.local.errors import ChildDied
+from xpyd_proxy.local.model import FINGERPRINT
+from xpyd_proxy.local.plan import Plan
+from xpyd_proxy.local.screen import Screen
+from xpyd_proxy.local.up import _explain, _make_model
+
+pytestmark = pytest.mark.timeout(120)  # a busy machine starts four interpreters slowly
+
+
+def free_ports(count):
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    try:
+        return [listener.getsockname()[1] for listener in listeners]
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+def up(directory, *options, port=None):
+    router, prefill, decode = free_ports(3)
+    ports = ["--port", str(port or router), "--prefill-port", str(prefill), "--decode-port", str(decode)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "xpyd_proxy.cli", "up", *ports, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=directory,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def read_until(process, text):
+    seen = ""
+    while text not in seen:
+        line = process.stdout.readline()
+        assert line, f"it ended before it said {text!r}: {seen}"
+        seen += line
+    return seen
+
+
+def child_of(process, pattern):
+    children = psutil.Process(process.pid).children()
+    return next(child.pid for child in children if pattern in " ".join(child.cmdline()))
+
+
+def urls(output):
+    return re.findall(r"http://127\.0\.0\.1:\d+", output)
+
+
+def nobody_listens(output):
+    deadline = time.monotonic() + 20
+    for url in urls(output):
+        while True:
+            try:
+                httpx.get(f"{url}/health", timeout=1)
+            except httpx.TransportError:
+                break
+            assert time.monotonic() < deadline, f"{url} still answers"
+            time.sleep(0.05)
+    return True
+
+
+def test_once_shows_an_answer_and_leaves_nothing_behind(tmp_path):
+    """The whole promise of the first five minutes."""
+    with up(tmp_path, "--engine", "sim", "--once") as process:
+        out, err = process.communicate()
+
+    assert process.returncode == 0, err
+    assert err == ""
+    assert re.search(r"answer +\w+", out)
+    assert re.search(r"prefill +prefill-0 in [\d.]+ ms", out)
+    assert re.search(r"decode +decode-0 in [\d.]+ ms", out)
+    assert "KV moved  unknown" in out
+    assert len(urls(out)) == 3
+    assert nobody_listens(out)
+    assert {path.name for path in (tmp_path / ".xpyd/logs").iterdir()} == {
+        "prefill-0.log",
+        "decode-0.log",
+        "router.log",
+    }
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_runs_until_it_is_told_to_stop(tmp_path, number):
+    """Ctrl-C or a supervisor: no child is left, and that is a success."""
+    with up(tmp_path, "--engine", "sim", "--prefill", "2") as process:
+        out = read_until(process, "Ctrl-C stops everything")
+        (router,) = re.findall(r"router +(http://\S+)", out)
+        alive = httpx.get(f"{router}/v1/models", timeout=20)
+        process.send_signal(number)
+        rest, err = process.communicate()
+
+    assert alive.json()["data"][0]["id"] == "tiny"
+    assert process.returncode == 0, err
+    assert "no process is left" in rest
+    assert nobody_listens(out)
+
+
+def test_the_printed_command_works(tmp_path):
+    """Somebody will paste it."""
+    with up(tmp_path, "--engine", "sim") as process:
+        out = read_until(process, "Ctrl-C stops everything")
+        (line,) = [line.strip() for line in out.splitlines() if "curl" in line]
+        pasted = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True)
+        process.send_signal(signal.SIGHUP)  # the terminal is closed
+        process.communicate()
+
+    assert '"chat.completion"' in pasted.stdout
+    assert process.returncode == 0
+
+
+def test_an_engine_that_dies_later_ends_everything_with_its_reason(tmp_path):
+    """A router in front of nothing is of no use, and the reason is in a log that is named."""
+    with up(tmp_path, "--engine", "sim") as process:
+        out = read_until(process, "Ctrl-C stops everything")
+        os.kill(child_of(process, "role decode"), signal.SIGKILL)
+        _, err = process.communicate()
+
+    assert process.returncode == 1
+    assert "xpyd up: decode-0 was ended by signal 9; its log is .xpyd/logs/decode-0.log" in err
+    assert nobody_listens(out)
+
+
+def test_an_engine_that_dies_during_the_start_is_not_waited_for(tmp_path):
+    """An engine that cannot start ends everything at once, not after the five minutes that a slow one gets."""
+    with up(tmp_path, "--engine", "sim") as process:
+        out = read_until(process, "start     router")
+        os.kill(child_of(process, "role prefill"), signal.SIGKILL)
+        _, err = process.communicate()
+
+    assert process.returncode == 1
+    assert "xpyd up: prefill-0 was ended by signal 9; its log is .xpyd/logs/prefill-0.log" in err
+    assert nobody_listens(out)
+
+
+def test_a_failure_shows_the_end_of_the_log_and_one_sentence(tmp_path, capsys):
+    """In this order: the sentence is the last thing on the screen."""
+    tail = "loading\nOSError: no such model"
+
+    _explain(ChildDied("decode-0", 1, tmp_path / "decode-0.log", tail, "OSError: no such model"), Screen())
+
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-3:] == ["  | loading", "  | OSError: no such model", ""]
+    assert err == (
+        "xpyd up: decode-0 ended with exit code 1, probably because of OSError: no such model; "
+        f"its log is {tmp_path / 'decode-0.log'}\n"
+    )
+
+
+def test_a_taken_port_is_one_sentence_and_nothing_is_started(tmp_path):
+    """Usually an earlier `xpyd up` in another terminal."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with up(tmp_path, "--engine", "sim", port=port) as process:
+            _, err = process.communicate()
+
+    assert process.returncode == 1
+    assert err == (
+        f"xpyd up: port {port} for the router is taken: stop what listens there, or choose another with --port\n"
+    )
+    assert not (tmp_path / ".xpyd").exists()
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "33", "two"])
+def test_a_wrong_number_of_engines_is_one_sentence(tmp_path, count):
+    """Before anything else happens."""
+    with up(tmp_path, f"--decode={count}") as process:
+        _, err = process.communicate()
+
+    assert process.returncode == 2
+    assert err == (f"xpyd up: argument --decode: '{count}' is not a number of engines: write one from 1 to 32\n")
+
+
+def test_a_model_of_ones_own_is_served_as_it_is(tmp_path):
+    """`--model DIR` may name a real one."""
+    (tmp_path / "config.json").write_text("{}")
+
+    _make_model(Plan(model=tmp_path), Screen())
+
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_missing_model_is_made(tmp_path):
+    """Nothing can be fetched from a hub."""
+    _make_model(Plan(model=tmp_path / "tiny"), Screen())
+
+    assert (tmp_path / "tiny" / FINGERPRINT).exists()

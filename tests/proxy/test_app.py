@@ -1,0 +1,328 @@
+"""The whole router, from a client's request to its bytes, in front of engines that check every rule of the two legs."""
+
+import json
+import logging
+import re
+
+import httpx
+import pytest
+
+from support.sim import router, sims
+from xpyd_proxy.app import create_app
+from xpyd_proxy.errors import AddressError, AlreadyKnown
+from xpyd_proxy.local.sim import Fault, FaultKind
+from xpyd_proxy.local.sim_rules import expected_text
+from xpyd_proxy.settings import ClientKvParams, Settings
+
+TEXT = ("/v1/completions", {"prompt": "once upon a time", "max_tokens": 5})
+CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 5})
+ERROR = {"message", "type", "param", "code"}
+
+
+def text_of(response):
+    """The generated text, whatever the API and whether it was streamed."""
+    if "text/event-stream" not in response.headers["content-type"]:
+        choice = response.json()["choices"][0]
+        return choice["text"] if "text" in choice else choice["message"]["content"]
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    return "".join(choice["text"] if "text" in choice else choice["delta"]["content"] for choice in choices)
+
+
+def violations(engines):
+    return [violation for sim in engines.values() for violation in sim.violations]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), [TEXT, CHAT])
+async def test_two_engines_give_the_text_of_one(path, body, stream):
+    """That is the whole promise of a split."""
+    engines = sims()
+    async with router(engines) as client:
+        response = await client.post(path, json=body | {"stream": stream})
+
+    assert response.status_code == 200
+    assert text_of(response) == expected_text(body)
+    assert [len(engines[name].log) for name in ("p0", "d0")] == [1, 1]
+    assert not violations(engines)
+
+
+async def test_every_pair_serves_and_says_so():
+    """Server-Timing tells a client which two engines made its text, and how long each took."""
+    engines, seen = sims(2, 2), set()
+    async with router(engines) as client:
+        for _ in range(4):
+            response = await client.post(TEXT[0], json=TEXT[1])
+            prefill, decode = response.headers["server-timing"].split(", ")
+            assert float(prefill.partition("dur=")[2]) > 0
+            assert float(decode.partition("dur=")[2]) > 0
+            seen.add((prefill.partition(";dur")[0], decode.partition(";dur")[0]))
+
+    assert seen == {(f'prefill;desc="prefill-{p}"', f'decode;desc="decode-{d}"') for p in (0, 1) for d in (0, 1)}
+    assert not violations(engines)
+
+
+async def test_both_legs_have_one_fresh_id_which_the_client_learns():
+    """Engines match the halves of a request by it: a client's own id could match another request's half."""
+    engines, ids = sims(), []
+    async with router(engines) as client:
+        for _ in range(2):
+            response = await client.post(TEXT[0], json=TEXT[1], headers={"X-Request-Id": "mine"})
+            ids.append(response.headers["x-request-id"])
+
+    legs = [[entry.headers["x-request-id"] for entry in engines[name].log] for name in ("p0", "d0")]
+    assert legs == [ids, ids]
+    assert len(set(ids)) == 2
+    assert all(one.startswith("xpyd-") and len(one) == 37 for one in ids)
+
+
+async def test_engines_see_only_what_they_should_of_a_clients_headers():
+    """Its key, its trace, its session and its priority; not its cookies, its rank, or its name for itself."""
+    passed = {"authorization": "Bearer k", "traceparent": "00-a", "tracestate": "b=c", "x-session-id": "s"}
+    passed["x-vllm-priority"] = "3"
+    kept = {"cookie": "a=b", "x-data-parallel-rank": "7", "user-agent": "me", "x-forwarded-for": "1.2.3.4"}
+    engines = sims()
+    async with router(engines) as client:
+        await client.post(TEXT[0], json=TEXT[1], headers=passed | kept)
+
+    for name in ("p0", "d0"):
+        headers = engines[name].log[0].headers
+        assert passed.items() <= headers.items()
+        assert not (kept.keys() - {"user-agent"}) & headers.keys()
+        assert headers["user-agent"] == "xpyd"
+        assert headers["accept-encoding"] == "identity"
+
+
+async def test_what_cannot_be_split_is_served_by_one_engine():
+    """n=2 over a transfer would give a wrong text with status 200."""
+    engines = sims(1, 2)
+    async with router(engines) as client:
+        answers = [await client.post(TEXT[0], json=TEXT[1] | {"n": 2}) for _ in range(2)]
+
+    assert [len(answer.json()["choices"]) for answer in answers] == [2, 2]
+    assert not engines["p0"].log
+    assert [len(engines[name].log) for name in ("d0", "d1")] == [1, 1]
+    assert answers[0].headers["server-timing"].startswith('route;desc="solo: n>1", decode;desc="decode-0";dur=')
+
+
+async def test_a_body_reaches_a_single_engine_as_it_was():
+    """There is nothing to add to it, and so nothing is touched."""
+    raw = b'{"prompt":["a","b"],"max_tokens":2,"temperature":0.10,"x":1e400}'
+    engines = sims()
+    async with router(engines) as client:
+        await client.post("/v1/completions", content=raw, headers={"content-type": "application/json; charset=utf-8"})
+
+    assert engines["d0"].log[0].body == raw.decode()
+
+
+@pytest.mark.parametrize("private", ["kv_transfer_params", "ec_transfer_params"])
+async def test_a_client_cannot_name_remote_blocks(private):
+    """Such a body has killed real engines; it must reach none."""
+    engines = sims()
+    async with router(engines) as client:
+        for body in ({private: {"do_remote_prefill": True}}, {"vllm_xargs": {private: "x"}, "n": 2}):
+            response = await client.post(TEXT[0], json=TEXT[1] | body)
+            assert response.status_code == 400
+            assert private in response.json()["error"]["param"]
+
+    assert not any(sim.log for sim in engines.values())
+
+
+async def test_a_clients_parameters_can_be_stripped():
+    """The request is then served as if they had not been there."""
+    engines = sims()
+    async with router(engines, Settings(client_kv_params=ClientKvParams.STRIP)) as client:
+        response = await client.post(TEXT[0], json=TEXT[1] | {"kv_transfer_params": {"do_remote_prefill": True}})
+
+    assert text_of(response) == expected_text(TEXT[1])
+    assert not violations(engines)
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status"),
+    [
+        (b"not json", {}, 400),
+        (b"[]", {}, 400),
+        (b"{}", {"content-type": "text/plain"}, 415),
+        (b"{}", {"content-type": "application/jsonish"}, 415),
+        (b"x" * 101, {}, 413),
+        (b"{}", {"content-length": "101"}, 413),
+    ],
+)
+async def test_bad_input_is_refused_before_any_engine_sees_it(content, headers, status):
+    """In the shape that OpenAI clients understand, with a sentence."""
+    engines = sims()
+    async with router(engines, Settings(max_body_bytes=100)) as client:
+        response = await client.post("/v1/completions", content=content, headers=headers)
+
+    assert response.status_code == status
+    assert response.json()["error"].keys() == ERROR
+    assert response.json()["error"]["code"] == status
+    assert response.json()["error"]["message"]
+    assert "x-request-id" in response.headers
+    assert not any(sim.log for sim in engines.values())
+
+
+async def test_the_engines_own_refusal_is_passed_on_unchanged():
+    """An unknown model, for example: vLLM knows best how to say it."""
+    engines = sims()
+    async with router(engines) as client:
+        response = await client.post(TEXT[0], json=TEXT[1] | {"model": "unheard-of"})
+
+    assert response.status_code == 404
+    assert response.json()["error"]["message"] == "The model `unheard-of` does not exist."
+    assert not engines["d0"].log
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_failures_of_an_engine_have_a_status_and_name_the_instance(stream):
+    """Nothing answers 200 when a leg failed, and nothing tells a client an address."""
+    cases = [
+        ("p0", Fault(FaultKind.STATUS, status=500), 502, "prefill-0"),
+        ("p0", Fault(FaultKind.STATUS, status=503), 502, "prefill-0"),
+        ("p0", Fault(FaultKind.FORGET, names=("remote_port",)), 502, "prefill-0 left out .* remote_port"),
+        ("p0", Fault(FaultKind.FORGET, names=("do_remote_prefill",)), 502, "prefill-0"),
+        ("d0", Fault(FaultKind.STATUS, status=503), 503, "injected"),
+        ("d0", Fault(FaultKind.STATUS, status=500, body="<html>"), 502, "decode-0"),
+    ]
+    for name, fault, status, says in cases:
+        engines = sims()
+        engines[name].inject(fault)
+        async with router(engines) as client:
+            response = await client.post(TEXT[0], json=TEXT[1] | {"stream": stream})
+
+        assert response.status_code == status
+        error = response.json()["error"]
+        assert error["code"] == (status if status == 502 else fault.status)
+        assert re.search(says, error["message"])
+        assert ":80" not in response.text
+
+
+async def test_a_stream_that_fails_at_once_is_a_failed_request():
+    """vLLM says 200 and then sends the error as first event: the client gets its status and its words."""
+    engines = sims()
+    engines["d0"].inject(Fault(FaultKind.ERROR_EVENT, after=0, status=503))
+    async with router(engines) as client:
+        response = await client.post(TEXT[0], json=TEXT[1] | {"stream": True})
+
+    assert response.status_code == 503
+    assert response.json()["error"]["message"] == "injected"
+    assert response.headers["content-type"] == "application/json"
+
+
+async def test_the_engines_own_late_error_passes_through():
+    """The head has left; what vLLM sends then is what the client gets."""
+    engines = sims()
+    engines["d0"].inject(Fault(FaultKind.ERROR_EVENT, after=2, status=500))
+    async with router(engines) as client:
+        response = await client.post(TEXT[0], json=TEXT[1] | {"stream": True})
+
+    events = [line for line in response.text.split("\n\n") if line]
+    assert response.status_code == 200
+    assert "injected" in events[2]
+    assert events[3:] == ["data: [DONE]"]
+
+
+async def test_a_stream_without_its_end_is_not_passed_off_as_complete():
+    """The client sees an error event and no [DONE], so that no SDK takes half an answer for all of it."""
+    engines = sims()
+    engines["d0"].inject(Fault(FaultKind.END, after=3))
+    async with router(engines) as client:
+        response = await client.post(TEXT[0], json=TEXT[1] | {"stream": True})
+
+    events = [line for line in response.text.split("\n\n") if line.strip()]
+    assert len(events) == 4
+    error = json.loads(events[-1].strip().removeprefix("data: "))["error"]
+    assert error == {
+        "message": "decode-0 ended its stream without [DONE]",
+        "type": "EngineError",
+        "param": None,
+        "code": 502,
+    }
+    assert "[DONE]\n" not in response.text
+
+
+async def test_models_come_from_any_engine_that_answers():
+    """Decode engines first, and a dead one is passed over."""
+
+    async def dead(request):
+        raise httpx.ConnectError("refused", request=request)
+
+    async with router({"d0": dead} | sims(1, 0, model="tiny")) as client:
+        response = await client.get("/v1/models")
+    assert [model["id"] for model in response.json()["data"]] == ["tiny"]
+
+    async with router({"d0": dead}) as client:
+        response = await client.get("/v1/models")
+    assert response.status_code == 503
+    assert response.json()["error"].keys() == ERROR
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/v1/completions"), ("DELETE", "/v1/models"), ("POST", "/health")]
+)
+async def test_a_wrong_method_is_told_in_the_shape_clients_know(method, path):
+    """With the header that says which would be right."""
+    async with router(sims()) as client:
+        response = await client.request(method, path)
+
+    assert response.status_code == 405
+    assert response.headers["allow"]
+    assert response.json()["error"]["type"] == "MethodNotAllowedError"
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/embeddings", "/v1/completions/", "/docs", "/openapi.json"])
+async def test_what_is_not_there_is_told_in_the_shape_clients_know(path):
+    """Also on a router that shows no documentation on its data port."""
+    async with router(sims()) as client:
+        response = await client.post(path)
+
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == 404
+
+
+async def test_without_engines_there_is_a_sentence_and_not_a_crash():
+    """A fresh cluster answers politely, and says what is missing."""
+    async with router({}) as client:
+        split = await client.post(TEXT[0], json=TEXT[1])
+        health = await client.get("/health")
+    async with router(sims(0, 1)) as client:
+        no_prefill = await client.post(TEXT[0], json=TEXT[1])
+        solo = await client.post(TEXT[0], json=TEXT[1] | {"n": 2})
+
+    assert [split.status_code, health.status_code, no_prefill.status_code, solo.status_code] == [503, 503, 503, 200]
+    assert split.json()["error"]["message"] == "the router knows no decode instance"
+    assert health.json()["error"]["message"] == "the router knows no prefill instance"
+    assert no_prefill.json()["error"]["message"] == "the router knows no prefill instance"
+
+
+async def test_every_request_leaves_one_line(caplog):
+    """Ids, engines, reason, status and time; never a body or a key."""
+    caplog.set_level(logging.INFO, "xpyd_proxy")
+    engines = sims()
+    async with router(engines) as client:
+        secret = {"headers": {"authorization": "Bearer secret"}}
+        ids = [
+            (await client.post(TEXT[0], json=TEXT[1], **secret)).headers["x-request-id"],
+            (await client.post(TEXT[0], json=TEXT[1] | {"n": 2}, **secret)).headers["x-request-id"],
+            (await client.post(TEXT[0], content=b"secret", **secret)).headers["x-request-id"],
+        ]
+
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("xpyd_proxy")]
+    assert lines[:2] == ["prefill-0 is at http://p0:80", "decode-0 is at http://d0:80"]
+    split, solo, bad = lines[2:]
+    assert split.startswith(f"id={ids[0]} path=/v1/completions prefill=prefill-0 decode=decode-0 status=200 ms=")
+    assert solo.startswith(f"id={ids[1]} path=/v1/completions prefill=- decode=decode-0 status=200 ms=")
+    assert solo.endswith(" solo='n>1'")
+    assert bad.startswith(f"id={ids[2]} path=/v1/completions prefill=- decode=- status=400 ms=")
+    assert " fault=" in bad
+    assert "once upon" not in caplog.text
+    assert "secret" not in "".join(lines)
+
+
+@pytest.mark.parametrize(("addresses", "error"), [(("nowhere",), AddressError), (("a:1", "http://a:1"), AlreadyKnown)])
+def test_bad_addresses_stop_the_router_before_it_starts(addresses, error):
+    """A program that builds its own settings gets the same checks as the command line."""
+    with pytest.raises(error):
+        create_app(Settings(prefill=addresses))

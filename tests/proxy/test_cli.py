@@ -1,0 +1,129 @@
+"""The command line, up to the server it starts."""
+
+import sys
+import types
+
+import pytest
+import uvicorn
+
+from xpyd_proxy.cli import build_parser, main, serve_settings
+from xpyd_proxy.settings import ClientKvParams, Settings
+
+
+def settings_of(*argv):
+    return serve_settings(build_parser(["serve"]).parse_args(["serve", *argv]))
+
+
+def test_the_defaults_are_those_of_the_settings(monkeypatch):
+    """There is one place where they are written."""
+    monkeypatch.delenv("ADMIN_API_KEY", raising=False)
+
+    assert settings_of() == Settings()
+
+
+def test_every_flag_arrives(monkeypatch):
+    """Addresses may be listed, repeated, or both."""
+    monkeypatch.setenv("ADMIN_API_KEY", "sesame")
+    flags = "--prefill p0:1 p1:1 --decode d0:1 --prefill http://p2:1 --host :: --port 0 --model m --max-body-bytes 10"
+    more = "--connect-timeout 0.5 --prefill-timeout 60 --client-kv-params strip"
+
+    assert settings_of(*flags.split(), *more.split()) == Settings(
+        prefill=("p0:1", "p1:1", "http://p2:1"),
+        decode=("d0:1",),
+        host="::",
+        port=0,
+        model="m",
+        admin_key="sesame",
+        client_kv_params=ClientKvParams.STRIP,
+        max_body_bytes=10,
+        connect_timeout_s=0.5,
+        prefill_timeout_s=60.0,
+    )
+
+
+def test_the_admin_key_is_shown_nowhere(monkeypatch):
+    """Not as an argument, which ps would show, and not in a settings object that somebody prints."""
+    monkeypatch.setenv("ADMIN_API_KEY", "sesame")
+
+    assert "sesame" not in repr(settings_of())
+    assert "sesame" not in build_parser(["serve"]).format_help()
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--prefill", "nowhere"], "argument --prefill: 'nowhere' is not the address of an engine: write host:port"),
+        (["--decode", "a:1", "http://b"], "argument --decode: 'http://b' is not the address of an engine: write"),
+        (["--decode", "a:70000"], "argument --decode: 'a:70000' has port 70000, and a port is between 1 and 65535"),
+        (["--port", "http"], "argument --port: 'http' is not a port: write a number from 0 to 65535"),
+        (["--port", "65536"], "argument --port: '65536' is not a port"),
+        (["--max-body-bytes", "0"], "argument --max-body-bytes: '0' is not a size: write a whole number of bytes"),
+        (["--prefill-timeout", "0"], "argument --prefill-timeout: '0' is not a time: write a number of seconds"),
+        (["--connect-timeout", "inf"], "argument --connect-timeout: 'inf' is not a time"),
+        (["--connect-timeout", "soon"], "argument --connect-timeout: 'soon' is not a time"),
+        (["--client-kv-params", "maybe"], "argument --client-kv-params: invalid choice: 'maybe'"),
+        (["--prefil", "a:1"], "unrecognized arguments: --prefil"),
+        (["--prefill"], "argument --prefill: expected at least one argument"),
+    ],
+)
+def test_a_wrong_argument_is_one_sentence(argv, says, capsys):
+    """It names the flag and the value and says what would be right; the exit code is that of a usage error."""
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", *argv])
+
+    assert caught.value.code == 2
+    complaint = capsys.readouterr().err
+    assert says in complaint
+    assert complaint.count("\n") == 1
+
+
+def test_a_command_is_needed(capsys):
+    """And the complaint is as short as the others."""
+    with pytest.raises(SystemExit) as caught:
+        main([])
+
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "xpyd: the following arguments are required: COMMAND\n"
+
+
+def test_an_engine_that_is_named_twice_is_a_mistake(capsys):
+    """It would get twice the load."""
+    assert main(["serve", "--decode", "a:1", "http://A:1"]) == 2
+    assert capsys.readouterr().err == "xpyd serve: a:1 is already known as decode-0: name every engine once\n"
+
+
+def test_serve_starts_the_server(monkeypatch):
+    """On uvloop and httptools, without an access log, for the router writes its own line."""
+    calls = []
+    monkeypatch.setattr(uvicorn, "run", lambda app, **options: calls.append((app, options)))
+    monkeypatch.setattr(sys, "argv", ["xpyd", "serve", "--prefill", "a:1", "--port", "9000"])
+
+    assert main() == 0
+    ((app, options),) = calls
+    assert app.title
+    assert (options["host"], options["port"]) == ("127.0.0.1", 9000)
+    assert (options["loop"], options["http"], options["access_log"]) == ("uvloop", "httptools", False)
+
+
+def test_up_is_loaded_only_when_it_is_asked_for(monkeypatch):
+    """It brings libraries that a router does not need."""
+    module = types.ModuleType("xpyd_proxy.local.up")
+    module.add_arguments = lambda parser: parser.add_argument("--engine")
+    module.run = lambda args: 7 if args.engine == "sim" else 1
+
+    assert main_with(monkeypatch, None, ["serve", "--decode", "a:1", "b:1", "--port", "x"]) == 2
+    assert main_with(monkeypatch, module, ["up", "--engine", "sim"]) == 7
+
+
+def main_with(monkeypatch, module, argv):
+    """Run with this module in the place of ``up``; None makes importing it fail."""
+    import xpyd_proxy.local
+
+    monkeypatch.setitem(sys.modules, "xpyd_proxy.local.up", module)
+    monkeypatch.setattr(xpyd_proxy.local, "up", module, raising=False)
+    if module is None:
+        monkeypatch.delattr(xpyd_proxy.local, "up")
+    try:
+        return main(argv)
+    except SystemExit as done:
+        return done.code

@@ -1,0 +1,176 @@
+"""What only real connections show: hanging up, breaking off, and bytes that arrive while others are being made."""
+
+import json
+import socket
+
+import httpx
+import openai
+import pytest
+
+from support.sim import cluster, serving, until
+from xpyd_proxy.app import create_app
+from xpyd_proxy.local.sim import Fault, FaultKind
+from xpyd_proxy.local.sim_rules import expected_text
+from xpyd_proxy.settings import Settings
+
+BODY = {"prompt": "once upon a time", "max_tokens": 5}
+LONG = {"prompt": "once upon a time", "max_tokens": 100_000, "stream": True}
+
+
+def post(running, body=BODY, path="/v1/completions"):
+    return httpx.post(f"http://{running.router}{path}", json=body, timeout=20)
+
+
+def test_a_stream_is_passed_on_as_it_comes():
+    """The first token is with the client while the engine is still making the others."""
+    with cluster() as running, httpx.Client() as client:
+        running.engines["d0"].inject(Fault(FaultKind.STALL, after=3))
+        body = LONG | {"max_tokens": 10}
+        with client.stream("POST", f"http://{running.router}/v1/completions", json=body, timeout=20) as response:
+            events = response.iter_lines()
+            seen = [line for line in (next(events) for _ in range(6)) if line]
+
+        assert [json.loads(line.removeprefix("data: "))["choices"][0]["index"] for line in seen] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("point", ["prefill", "decode head", "decode stream", "whole decode"])
+def test_a_client_that_hangs_up_stops_the_engines(point):
+    """At once: every token after that is made for nobody, at the cost of somebody else."""
+    body = BODY if point == "whole decode" else LONG
+    where = "p0" if point == "prefill" else "d0"
+    with cluster() as running:
+        sim = running.engines[where]
+        sim.inject(Fault(FaultKind.STALL, after=3 if point == "decode stream" else None))
+        with running.open("/v1/completions", body) as client:
+            if point == "decode stream":
+                assert client.recv(4096).startswith(b"HTTP/1.1 200")
+            until(lambda: len(sim.log) == 1)
+            assert sim.log[0].state == "open"
+        until(lambda: sim.log[0].state == "hung up", seconds=5)
+
+        sim.inject(None)
+        assert post(running).json()["choices"][0]["text"] == expected_text(BODY)
+        if point == "prefill":
+            assert len(running.engines["d0"].log) == 1
+
+
+def test_a_client_that_hangs_up_while_it_is_sent_to_stops_the_engine():
+    """Also when nobody is waiting for the engine: the stream is running at full speed."""
+    with cluster(token_s=0.001) as running:
+        with running.open("/v1/completions", LONG) as client:
+            assert client.recv(4096).startswith(b"HTTP/1.1 200")
+        until(lambda: running.engines["d0"].log[0].state == "hung up", seconds=5)
+
+
+def test_a_prefill_that_takes_too_long_is_given_up():
+    """504, and the engine is told to stop."""
+    with cluster(settings=Settings(prefill_timeout_s=0.2)) as running:
+        running.engines["p0"].inject(Fault(FaultKind.STALL))
+        response = post(running)
+        until(lambda: running.engines["p0"].log[0].state == "hung up")
+
+    assert response.status_code == 504
+    assert response.json()["error"]["message"] == "prefill-0 did not answer within 0.2 s"
+
+
+@pytest.mark.parametrize(("name", "instance"), [("p0", "prefill-0"), ("d0", "decode-0")])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_drops_the_connection_is_a_bad_gateway(name, instance, stream):
+    """Before anything was shown to the client, a status can say it."""
+    with cluster() as running:
+        running.engines[name].inject(Fault(FaultKind.DROP))
+        response = post(running, BODY | {"stream": stream})
+
+    assert response.status_code == 502
+    assert response.json()["error"]["message"] == f"{instance} broke off before its answer was complete"
+
+
+def test_an_engine_that_is_not_there_is_a_bad_gateway():
+    """The sentence names the instance and not its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nowhere = f"127.0.0.1:{free.getsockname()[1]}"
+    with serving(create_app(Settings(prefill=(nowhere,), decode=(nowhere,)))) as at:
+        response = httpx.post(f"http://{at}/v1/completions", json=BODY)
+
+    assert response.status_code == 502
+    assert response.json()["error"]["message"] == "prefill-0 cannot be reached"
+
+
+def test_half_a_whole_answer_is_a_bad_gateway():
+    """And not half a JSON with status 200."""
+    with cluster() as running:
+        running.engines["d0"].inject(Fault(FaultKind.DROP, after=0))
+        response = post(running)
+
+    assert response.status_code == 502
+    assert response.json()["error"]["message"] == "decode-0 broke off before its answer was complete"
+
+
+def test_a_stream_that_breaks_off_ends_in_an_error():
+    """The half event is not shown, the error is, and the [DONE] of a good end is missing."""
+    with cluster() as running:
+        running.engines["d0"].inject(Fault(FaultKind.DROP, after=2))
+        response = post(running, BODY | {"stream": True})
+
+    *events, error = [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line]
+    assert response.status_code == 200
+    assert [event["choices"][0]["index"] for event in events] == [0, 0]
+    assert error["error"]["message"] == "decode-0 broke off before its answer was complete"
+    assert error["error"]["code"] == 502
+
+
+def test_the_official_client_raises_when_a_stream_breaks_off():
+    """The error event is there for it: half an answer must not look like a whole one."""
+    with cluster() as running, openai.OpenAI(base_url=f"http://{running.router}/v1", api_key="k", max_retries=0) as sdk:
+        for fault in (Fault(FaultKind.DROP, after=2), Fault(FaultKind.END, after=2)):
+            running.engines["d0"].inject(fault)
+            stream = sdk.completions.create(model="sim", prompt="hi", max_tokens=5, stream=True)
+            assert [next(stream).choices[0].index for _ in range(2)] == [0, 0]
+            with pytest.raises(openai.APIError, match="decode-0"):
+                next(stream)
+
+
+def test_connections_to_engines_are_kept():
+    """A new one for every leg would cost a round trip each time."""
+    ports = set()
+    with cluster() as running:
+        sim = running.engines["d0"]
+
+        async def noting(scope, receive, send):
+            if scope["type"] == "http":
+                ports.add(scope["client"][1])
+            await sim(scope, receive, send)
+
+        with serving(noting) as at, serving(create_app(Settings(prefill=(at,), decode=(at,)))) as router:
+            for _ in range(3):
+                httpx.post(f"http://{router}/v1/completions", json=BODY | {"n": 2})
+
+    assert len(ports) == 1
+
+
+def test_a_body_over_the_limit_gets_its_answer_on_the_same_connection():
+    """The client may still be sending: what it sends is thrown away, and it can read why."""
+    with cluster(settings=Settings(max_body_bytes=1000)) as running, httpx.Client() as client:
+        for _ in range(2):
+            url = f"http://{running.router}/v1/completions"
+            declared = client.post(url, content=b"x" * 5_000_000, timeout=20)
+            counted = client.post(url, content=(b"x" * 100_000 for _ in range(50)), timeout=20)
+            assert [declared.status_code, counted.status_code] == [413, 413]
+        assert client.post(url, json=BODY).status_code == 200
+        assert len(running.engines["p0"].log) == 1
+
+
+def test_many_clients_at_once_get_their_own_text():
+    """Two halves of different requests never meet."""
+    with cluster(2, 2, token_s=0.001) as running:
+        sockets = [running.open("/v1/completions", BODY | {"prompt": f"story {i}"}) for i in range(20)]
+        for i, client in enumerate(sockets):
+            with client:
+                client.settimeout(20)
+                received = b""
+                while (body := received.partition(b"\r\n\r\n")[2]) == b"" or not body.endswith(b"}"):
+                    received += client.recv(65536)
+            assert json.loads(body)["choices"][0]["text"] == expected_text(BODY | {"prompt": f"story {i}"})
+
+        assert not any(sim.violations for sim in running.engines.values())

@@ -1,0 +1,103 @@
+"""Real engines and the real router for end-to-end tests: how they are started, asked and looked into."""
+
+import dataclasses
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+from xpyd_proxy.local.processes import Command
+from xpyd_proxy.local.recipe import EngineSpec, engine
+
+ROOT = Path(__file__).parents[2]
+MODEL_NAME = "tiny"
+# float32: a decode engine computes the last prompt token alone, a single engine computes it among others. In bfloat16
+# those two roundings differ now and then by 0.02 in a logprob; in float32 they are equal to the last bit.
+EXACT = ("--dtype", "float32")
+
+
+def free_ports(count):
+    """Return ports that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+def engine_spec(name, model, **options):
+    """Return an engine on free ports."""
+    port, side_port = free_ports(2)
+    spec = EngineSpec(
+        name, port, model, served_name=MODEL_NAME, side_channel_port=side_port, cache_dir=ROOT / ".xpyd/cache"
+    )
+    options["extra_args"] = (*EXACT, *options.get("extra_args", ()))
+    return dataclasses.replace(spec, **options)
+
+
+def start_engine(fleet, spec):
+    """Start an engine; wait for it with ``fleet.wait_ready``."""
+    return fleet.start(engine(spec, os.environ))
+
+
+def router_command(name, prefill, decode, *, port=None, env=None, args=()):
+    """Return how to start our router in front of engine specs."""
+    port = port or free_ports(1)[0]
+    argv = [sys.executable, "-m", "xpyd_proxy.cli", "serve", "--port", str(port), "--log-level", "info"]
+    argv += ["--prefill", *(spec.address for spec in prefill), "--decode", *(spec.address for spec in decode), *args]
+    return Command(name, argv, {**os.environ, **(env or {})}, f"http://127.0.0.1:{port}/health")
+
+
+def base_url(command):
+    """Return where a router serves."""
+    return command.health_url.removesuffix("/health")
+
+
+def metrics(spec):
+    """Return an engine's metrics: name or ``name|source`` -> value."""
+    lines = httpx.get(f"{spec.base_url}/metrics", timeout=10, trust_env=False).text.splitlines()
+    found = {}
+    for line in lines:
+        if line.startswith("vllm:"):
+            name, _, labels = line.partition("{")
+            source = labels.split('source="')[1].split('"')[0] if 'source="' in labels else ""
+            found[f"{name}|{source}" if source else name] = float(line.rsplit(" ", 1)[1])
+    return found
+
+
+class Watch:
+    """How an engine's counters move during a block: ``watch.delta(name)`` once the block is left."""
+
+    def __init__(self, spec):
+        self.spec = spec
+
+    def __enter__(self):
+        self.before = metrics(self.spec)
+        return self
+
+    def __exit__(self, *exc):
+        self.after = metrics(self.spec)
+
+    def delta(self, name):
+        return self.after[name] - self.before.get(name, 0.0)
+
+
+def wait_until(condition, *, seconds, what):
+    """Wait for a condition of a running system; fail with a sentence."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"{what}: not within {seconds} s"
+        time.sleep(0.05)
+
+
+def nothing_held(spec):
+    """Whether an engine holds no KV block for anybody."""
+    seen = metrics(spec)
+    held = seen.get("vllm:xpyd_leases_held", 0.0) + seen.get("vllm:xpyd_requests_borrowing", 0.0)
+    return seen["vllm:kv_cache_usage_perc"] == 0.0 and held == 0.0

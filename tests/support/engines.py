@@ -1,0 +1,187 @@
+"""Prefill and decode engines made of the connector's real cores, an in-memory network and virtual time.
+
+What vLLM's scheduler would do (allocate, free, reuse blocks) is played here, so that a test can ask
+the two questions that matter: did a request get the right bytes, and did every block come back?
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from xpyd_connector.core.borrower import Borrower
+from xpyd_connector.core.control import Control
+from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
+from xpyd_connector.core.leases import LeaseBook
+from xpyd_connector.core.lender import Lender
+from xpyd_connector.core.messages import PROTOCOL, Fingerprint, RankInfo, Region, Welcome
+from xpyd_connector.core.offers import Offer
+from xpyd_connector.core.peers import PeerBook
+from xpyd_connector.core.reader import Order, Reader, Result
+from xpyd_connector.core.tally import Tally
+from xpyd_connector.io.memory import MemoryLink, MemoryMover, Network
+
+FINGERPRINT = Fingerprint(
+    vllm="0.32.0", model="m", dtype="bf16", cache_dtype="auto", layers=1, kv_heads=1, head_size=8, block_size=4,
+    layout="LBHNC", tensor_parallel=1, pipeline_parallel=1, attention="CPU_ATTN",
+)  # fmt: skip
+BLOCKS = 12
+LEASE, TIMEOUT = 30.0, 20.0
+
+
+def changed(struct, **changes):
+    """Return a copy of a frozen message with other values."""
+    return type(struct)(**{**{name: getattr(struct, name) for name in struct.__struct_fields__}, **changes})
+
+
+def rank_info(name, blocks=BLOCKS, length=64, rank=0):
+    return RankInfo(rank, name.encode(), "DRAM", 0, (Region(4096, length, length, blocks),))
+
+
+@dataclass
+class Engine:
+    """One engine process: ``free``, ``held`` (lent) and ``into`` (being loaded, or loaded) share out its blocks."""
+
+    network: Network
+    name: str
+    address: Address
+    fingerprint: Fingerprint = FINGERPRINT
+    retry_after: float = 1.0
+    timeout: float = TIMEOUT
+    rank: int = 0
+    ranks: int = 1
+    alive: bool = True
+    frozen: bool = False
+    held: dict = field(default_factory=dict)
+    freed: list = field(default_factory=list)
+    results: dict = field(default_factory=dict)
+    orders: dict = field(default_factory=dict)
+    into: dict = field(default_factory=dict)
+    on_result: Callable[[Result], None] = lambda result: None
+
+    def __post_init__(self):
+        self.memory = self.network.memories[self.name] = [b"zero"] * BLOCKS
+        self.free = list(range(BLOCKS))
+        self.link, self.worker_link = MemoryLink(self.network, self.name), MemoryLink(self.network, self.name)
+        self.tally, self.worker_tally = Tally(), Tally()
+        peers = PeerBook(self.link, self.fingerprint, self.tally, retry_after=self.retry_after)
+        leases = LeaseBook(duration=LEASE, extension=LEASE * 2 / 3)
+        self.control = Control(
+            Lender(self.link, leases, self.tally),
+            Borrower(self.link, peers, self.tally, heartbeat_interval=LEASE / 6),
+            peers,
+            self.tally,
+        )
+        self.leases, self.peers = leases, peers
+        self.mover = MemoryMover(self.network, self.name)
+        worker_peers = PeerBook(self.worker_link, self.fingerprint, self.worker_tally, retry_after=self.retry_after)
+        own = rank_info(self.name, rank=self.rank)
+        self.reader = Reader(
+            self.worker_link, self.mover, worker_peers, self.worker_tally, own, ranks=self.ranks, timeout=self.timeout
+        )
+        self.worker_peers = worker_peers
+        ranks = tuple(rank_info(self.name, rank=rank) for rank in range(self.ranks))
+        welcome = Welcome(PROTOCOL, EngineId(self.name), self.fingerprint, ranks)
+        self.network.listen(self.address, self.link, welcome)
+
+    def prefill(self, request, blocks, *, now):
+        """Compute a prompt into ``blocks`` blocks, lend them, and return the offer; None when full."""
+        if len(self.free) < blocks:
+            return None
+        ids = [self.free.pop(0) for _ in range(blocks)]
+        for number, block in enumerate(ids):
+            self.memory[block] = f"{request}/{number}".encode()
+        self.held[RequestId(request)] = ids
+        self.control.lender.grant(RequestId(request), now=now)
+        return Offer(EngineId(self.name), RequestId(request), *self.address, (tuple(ids),), blocks * 4)
+
+    def load(self, request, offer, *, now):
+        """Allocate blocks and order the load, as the scheduler does for an admitted request."""
+        blocks = offer.remote_block_ids[0]
+        if len(self.free) < len(blocks):
+            return None
+        into = self.into[RequestId(request)] = [BlockId(self.free.pop(0)) for _ in blocks]
+        for block in into:
+            self.memory[block] = b"fresh"
+        order = Order(RequestId(request), offer.remote_request_id, offer.remote_engine_id, offer.address, blocks, into)
+        self.orders[order.request] = order
+        self.reader.load(order, now=now)
+        return into
+
+    def turn(self, *, now):
+        """One turn of both threads, then what the engine thread does with the outcome."""
+        if not self.alive or self.frozen:
+            return
+        for link, core in ((self.link, self.control), (self.worker_link, self.reader)):
+            for event in link.poll():
+                core.on(event, now=now)
+            core.advance(now=now)
+        for released in self.control.lender.take_released():
+            self.freed.append(released)
+            self._free(self.held.pop(released.request))
+        for result in self.reader.take_results():
+            assert result.request not in self.results, "a load ended twice"
+            self.results[result.request] = result
+            self.control.borrower.settle(result.request, self.orders[result.request].engine)
+            self.on_result(result)
+
+    def finish(self, request):
+        """The request whose prompt was loaded has its answer: its blocks are free, and others may overwrite them."""
+        self._free(self.into.pop(RequestId(request)))
+
+    def _free(self, blocks):
+        for block in blocks:
+            assert block not in self.free, "a block was freed twice"
+            self.memory[block] = b"reused"
+            self.free.append(block)
+
+    def die(self):
+        self.alive = False
+        self.network.kill(self.link)
+        self.network.kill(self.worker_link)
+
+    def result(self, request) -> Result | None:
+        return self.results.get(RequestId(request))
+
+
+class World:
+    """A prefill and a decode engine, more on demand, stepped together."""
+
+    def __init__(self, *, p=None, d=None):
+        self.network, self.now = Network(), 0.0
+        self.engines = []
+        self.p, self.d = self.start("p0", 5600, **(p or {})), self.start("d0", 5700, **(d or {}))
+
+    def start(self, name, port, **options):
+        engine = Engine(self.network, name, Address("10.0.0.1", port), **options)
+        self.engines.append(engine)
+        return engine
+
+    def run(self, seconds=0.0, step=0.5):
+        """Let time pass; zero means: as long as messages travel back and forth, in no time."""
+        end = self.now + seconds
+        while True:
+            for _ in range(6):
+                self.round()
+            if self.now >= end:
+                return
+            self.now = min(end, self.now + step)
+
+    def round(self):
+        """Let every message in flight arrive, and every engine have one turn."""
+        self.network.deliver()
+        for engine in self.engines:
+            engine.turn(now=self.now)
+
+    def lend(self, request="a", blocks=3):
+        return self.p.prefill(f"p-{request}", blocks, now=self.now)
+
+    def want(self, offer, request="a"):
+        self.d.control.borrower.want(RequestId(f"d-{request}"), offer, now=self.now)
+
+    def load(self, offer, request="a"):
+        return self.d.load(f"d-{request}", offer, now=self.now)
+
+    def give_back(self, offer, request="a"):
+        self.d.control.borrower.give_back(RequestId(f"d-{request}"), offer.remote_engine_id)
+
+    def bytes_of(self, into):
+        return [self.d.memory[block] for block in into]

@@ -1,0 +1,79 @@
+"""Engines are started once and shared by all end-to-end tests: five of them need a minute and 8 GB."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from support.cluster import ROOT, base_url, engine_spec, router_command, start_engine
+from support.questions import ask, client
+from xpyd_proxy.local.model import ensure_model
+from xpyd_proxy.local.processes import open_fleet
+from xpyd_proxy.local.recipe import Connector, Role
+
+ADMIN_KEY = "an admin key of the tests"
+
+
+@pytest.fixture(scope="session")
+def model():
+    directory = ROOT / ".xpyd/models/tiny"
+    ensure_model(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory):
+    """Whatever is started in it has ended when the tests end, however they end."""
+    with open_fleet(tmp_path_factory.mktemp("logs")) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="session")
+def engines(fleet, model):
+    """Two prefill and two decode engines with our connector, and one without any: the reference."""
+    specs = {
+        **{f"p{i}": engine_spec(f"p{i}", model, role=Role.PREFILL, connector=Connector.XPYD) for i in (0, 1)},
+        **{f"d{i}": engine_spec(f"d{i}", model, role=Role.DECODE, connector=Connector.XPYD) for i in (0, 1)},
+        "reference": engine_spec("reference", model),
+    }
+    children = [start_engine(fleet, spec) for spec in specs.values()]
+    fleet.wait_ready(children, timeout_s=300)
+    return SimpleNamespace(**specs)
+
+
+@pytest.fixture(scope="session")
+def start_router(fleet):
+    """Start our router in front of some engines and return its URL."""
+
+    def start(name, prefill, decode, **options):
+        command = router_command(name, prefill, decode, **options)
+        fleet.wait_ready([fleet.start(command)], timeout_s=30)
+        return base_url(command)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def one_pair(start_router, engines):
+    """1P1D."""
+    return start_router("router-1p1d", [engines.p0], [engines.d0], env={"ADMIN_API_KEY": ADMIN_KEY})
+
+
+@pytest.fixture(scope="session")
+def two_pairs(start_router, engines):
+    """2P2D."""
+    return start_router("router-2p2d", [engines.p0, engines.p1], [engines.d0, engines.d1])
+
+
+@pytest.fixture(scope="session")
+def reference_answer(engines):
+    """Ask the engine without any connector; each question once."""
+    known = {}
+    with client(engines.reference.base_url) as api:
+
+        def answer(question):
+            key = (question.kind, question.stream, str(question.prompt))
+            if key not in known:
+                known[key] = ask(api, question)
+            return known[key]
+
+        yield answer

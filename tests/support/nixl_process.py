@@ -1,0 +1,218 @@
+"""An engine's connector without the engine: real NIXL, real sockets and real threads, in a process of its own.
+
+``python -m support.nixl_process NAME [DELAY COPIES]`` is driven by one JSON object a line on stdin and answers each
+with one on stdout; loads that end are told as ``{"result": ...}`` in between. :class:`NixlProcess` is the other end.
+"""
+
+import hashlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+BLOCKS, LAYERS, BLOCK_BYTES = 64, 3, int(os.environ.get("BB", 1 << 15))
+TIMEOUT = 2.0  # s for a transfer
+LEASE = 30.0
+
+
+class NixlProcess:
+    """Starts one and talks to it. Usable as a context manager."""
+
+    def __init__(self, name, *, port=0, delay=0.0, copies=1):
+        tests = Path(__file__).parents[1]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "support.nixl_process", name, str(port), str(delay), str(copies)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+            env={**os.environ, "PYTHONPATH": str(tests), "UCX_LOG_LEVEL": "fatal", "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        self._answers, self._results = queue.Queue(), {}
+        self._news = threading.Condition()
+        self._listener = threading.Thread(target=self._listen)
+        self._listener.start()
+        self.hosts = None  # (engine, port) of each copy; known once it is ready
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+        self._listener.join(10)
+        for pipe in (self.process.stdin, self.process.stdout):
+            pipe.close()
+
+    def ready(self):
+        """Wait until it listens."""
+        self.hosts = [tuple(host) for host in self._answers.get(timeout=50)["hosts"]]
+        return self
+
+    @property
+    def port(self):
+        return self.hosts[0][1]
+
+    def ask(self, do, **fields):
+        """Have it do something, and return what it says."""
+        self.process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
+        return self._answers.get(timeout=20)
+
+    def load(self, request, lender, blocks, into, *, copy=0):
+        """Load blocks that another process lends under the same name."""
+        engine, port = lender.hosts[copy]
+        self.ask("load", request=request, engine=engine, port=port, blocks=list(blocks), into=list(into))
+
+    def result(self, request, timeout=15.0):
+        """Wait for the end of a load: its failure, and how many seconds it took."""
+        with self._news:
+            assert self._news.wait_for(lambda: request in self._results, timeout), f"{request} never ended"
+        return self._results[request]
+
+    def freeze(self):
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self):
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait(10)
+
+    def cpu(self, seconds):
+        """Return the share of a core that the whole process uses while nobody asks it anything."""
+        before, start = self.ask("cpu")["cpu"], time.monotonic()
+        time.sleep(seconds)
+        return (self.ask("cpu")["cpu"] - before) / (time.monotonic() - start)
+
+    def _listen(self):
+        for line in self.process.stdout:
+            said = json.loads(line)
+            if "result" not in said:
+                self._answers.put(said)
+                continue
+            with self._news:
+                self._results[said["result"]] = said["failure"], said["seconds"]
+                self._news.notify_all()
+
+
+class Engine:
+    """What the shell builds of the connector, with numpy instead of torch: one rank, and ``copies`` of its listener."""
+
+    def __init__(self, name, port, delay, copies):
+        import numpy as np
+
+        from xpyd_connector.core.borrower import Borrower
+        from xpyd_connector.core.control import Control
+        from xpyd_connector.core.greeting import Guest, Host
+        from xpyd_connector.core.ids import Address, EngineId
+        from xpyd_connector.core.leases import LeaseBook
+        from xpyd_connector.core.lender import Lender
+        from xpyd_connector.core.messages import PROTOCOL, RankInfo, Region, Welcome
+        from xpyd_connector.core.peers import PeerBook
+        from xpyd_connector.core.reader import Reader
+        from xpyd_connector.core.tally import Tally
+        from xpyd_connector.io.link import SocketLink
+        from xpyd_connector.io.nixl import NixlMover, make_agent, register
+        from xpyd_connector.io.runner import Runner
+        from support.engines import FINGERPRINT
+
+        class SlowHost(Host):
+            def answer(self, message, nonce):
+                time.sleep(delay)
+                return super().answer(message, nonce)
+
+        def link(engine):
+            return SocketLink(Guest(engine, b"secret"), timeout=5.0, threads=8)
+
+        self.memory = np.zeros((LAYERS, BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+        regions = tuple(Region(layer.ctypes.data, BLOCK_BYTES, BLOCK_BYTES, BLOCKS) for layer in self.memory)
+        self.started, self.hosts, self.agents, self.controls = {}, [], [], []
+        for copy in range(copies):
+            engine = EngineId(f"{name}-{copy}")
+            self.agents.append(agent := make_agent(engine, progress_delay_us=1000))
+            metadata = register(agent, "DRAM", 0, [(self.memory.ctypes.data, self.memory.nbytes)])
+            own, tally, listener = RankInfo(0, metadata, "DRAM", 0, regions), Tally(), link(engine)
+            host = SlowHost(Welcome(PROTOCOL, engine, FINGERPRINT, (own,)), b"secret")
+            address = listener.listen(Address("127.0.0.1", port), host)
+            peers = PeerBook(listener, FINGERPRINT, tally, retry_after=0.2)
+            control = Control(
+                Lender(listener, LeaseBook(duration=LEASE, extension=LEASE * 2 / 3), tally),
+                Borrower(listener, peers, tally, heartbeat_interval=LEASE / 6), peers, tally,
+            )  # fmt: skip
+            self.controls.append(Runner("control", control, listener, lambda control: control.tally.take()))
+            self.hosts.append((engine, address.port))
+        worker = link(engine)
+        peers = PeerBook(worker, FINGERPRINT, Tally(), retry_after=0.2)
+        mover = NixlMover(agent, "DRAM", 0, regions)
+        reader = Reader(worker, mover, peers, Tally(), own, ranks=1, timeout=TIMEOUT)
+        self.transfer = Runner("transfer", reader, worker, self.tell_results)
+        for runner in (*self.controls, self.transfer):
+            runner.start()
+        say(hosts=self.hosts)
+
+    def tell_results(self, reader):
+        for request, failure in reader.take_results():
+            say(result=request, failure=failure, seconds=time.monotonic() - self.started[request])
+
+    def lend(self, requests):
+        for runner in self.controls:
+            for request in requests:
+                runner.post(lambda control, now, request=request: control.lender.grant(request, now=now))
+        return {}
+
+    def load(self, request, engine, port, blocks, into):
+        from xpyd_connector.core.ids import Address
+        from xpyd_connector.core.reader import Order
+
+        self.started[request] = time.monotonic()
+        order = Order(request, request, engine, Address("127.0.0.1", port), blocks, into)
+        self.transfer.post(lambda reader, now: reader.load(order, now=now))
+        return {}
+
+    def fill(self, seed):
+        import numpy as np
+
+        self.memory[:] = np.random.default_rng(seed).integers(0, 256, self.memory.shape, dtype=np.uint8)
+        return {}
+
+    def paint(self, blocks, value):
+        self.memory[:, blocks] = value
+        return {}
+
+    def digests(self, blocks):
+        return {"digests": [hashlib.blake2b(self.memory[:, block].tobytes()).hexdigest() for block in blocks]}
+
+    def cpu(self):
+        return {"cpu": time.process_time()}
+
+    def threads(self):
+        for runner in (*self.controls, self.transfer):
+            runner.check()
+        return {"threads": [thread.name for thread in threading.enumerate()]}
+
+
+_speaking = threading.Lock()
+_out = sys.stdout  # main() moves it: NIXL writes its log to stdout
+
+
+def say(**said):
+    with _speaking:
+        print(json.dumps(said), flush=True, file=_out)
+
+
+def main(name, port, delay, copies):
+    global _out  # noqa: PLW0603 -- one process, one pipe
+    _out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    # nixl's package asks torch for its CUDA version; without torch it takes what is installed, 5 s of CPU sooner.
+    sys.modules["torch"] = None
+    engine = Engine(name, int(port), float(delay), int(copies))
+    for line in sys.stdin:
+        order = json.loads(line)
+        say(**getattr(engine, order.pop("do"))(**order))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,194 @@
+"""A decode and a prefill engine under everything that can happen to them, in any order.
+
+The rules are what clients, operators and networks do. The invariants are what must hold whatever they do:
+an answer is made from the right bytes, and every block comes back exactly once.
+"""
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.engines import BLOCKS, LEASE, TIMEOUT, World
+
+from xpyd_connector.core.peers import MAX_BACKOFF, PeerState
+
+MOST_TROUBLES = 2  # at a time: with more, nothing happens any more that could go wrong
+PICK = st.integers(0, 1000)
+
+
+class PairMachine(RuleBasedStateMachine):
+    """One prefill engine at a time, two decode engines, and a wire that lies in wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.world = World(d={"timeout": 3 * LEASE})  # longer than a lease: only the fence can tell
+        self.serial = self.troubles = 0
+        self.offers = {}  # request -> what P has said of it; the router's memory
+        self.waiting = {}  # request -> offer: at D, wanted, not yet loading
+        self.loaded = {}  # request -> the bytes it must keep until it is finished
+        self.ended = set()
+        self.d_starts()
+
+    # ---- what clients and the router do
+
+    @rule(blocks=st.integers(1, 3))
+    def lend(self, blocks):
+        self.serial += 1
+        if self.can(self.world.p) and (offer := self.world.lend(str(self.serial), blocks)):
+            self.offers[str(self.serial)] = offer
+
+    @precondition(lambda self: self.offers)
+    @rule(pick=PICK, queues=st.booleans())
+    def arrive(self, pick, queues):
+        """The router hands an offer to D: a new one, one that was used, or one of an engine long dead."""
+        if self.can(self.world.d):
+            self.serial += 1
+            request = str(self.serial)
+            offer = self.pick(self.offers.values(), pick)
+            self.world.want(offer, request)
+            if queues or self.world.load(offer, request) is None:
+                self.waiting[request] = offer
+
+    @precondition(lambda self: self.waiting)
+    @rule(pick=PICK)
+    def load(self, pick):
+        if self.can(self.world.d):
+            request = self.pick(self.waiting, pick)
+            if self.world.load(self.waiting[request], request) is not None:
+                del self.waiting[request]
+
+    @precondition(lambda self: self.waiting)
+    @rule(pick=PICK)
+    def abort(self, pick):
+        """A client hangs up while its request queues."""
+        if self.can(self.world.d):
+            request = self.pick(self.waiting, pick)
+            self.world.give_back(self.waiting.pop(request), request)
+
+    @precondition(lambda self: self.loaded)
+    @rule(pick=PICK)
+    def answer(self, pick):
+        """A request has its answer: its blocks are somebody else's next."""
+        if self.can(self.world.d):
+            request = self.pick(self.loaded, pick)
+            del self.loaded[request]
+            self.world.d.finish(request)
+
+    # ---- time
+
+    @rule()
+    def round(self):
+        self.world.round()
+
+    @rule(seconds=st.sampled_from([0.5, 4.0, LEASE / 3, LEASE, 3 * LEASE]))
+    def wait(self, seconds):
+        self.world.run(seconds=seconds, step=2.0)
+
+    @rule(seconds=st.sampled_from([LEASE / 2, LEASE, 2 * LEASE]))
+    def stall(self, seconds):
+        """The whole machine is suspended: time passes and nobody has a turn."""
+        self.world.now += seconds
+
+    # ---- what goes wrong
+
+    @precondition(lambda self: self.troubles < MOST_TROUBLES)
+    @rule(
+        what=st.sampled_from(["freeze", "cut", "reset", "nixl hangs", "nixl clings"]),
+        who=st.sampled_from("pd"),
+        part=st.sampled_from(["link", "worker_link"]),
+    )
+    def trouble(self, what, who, part):
+        self.troubles += 1
+        engine = getattr(self.world, who)
+        match what:
+            case "freeze":
+                engine.frozen = True
+            case "cut":
+                self.world.network.cut(getattr(engine, part), is_cut=True)
+            case "reset":
+                self.world.network.lose()
+            case _:
+                self.world.d.mover.stuck, self.world.d.mover.clinging = True, what == "nixl clings"
+
+    @precondition(lambda self: self.troubles)
+    @rule()
+    def heal(self):
+        self.troubles = 0
+        for engine in (self.world.p, self.world.d):
+            engine.frozen = False
+            for link in (engine.link, engine.worker_link):
+                self.world.network.cut(link, is_cut=False)
+        self.world.d.mover.stuck = self.world.d.mover.clinging = False
+
+    @precondition(lambda self: self.world.network.in_flight())
+    @rule(pick=PICK, what=st.sampled_from(["drop", "repeat", "delay"]))
+    def tamper(self, pick, what):
+        getattr(self.world.network, what)(pick % self.world.network.in_flight())
+
+    @precondition(lambda self: self.serial > 5)
+    @rule(who=st.sampled_from("pd"))
+    def restart(self, who):
+        self.serial += 1
+        getattr(self.world, who).die()
+        if who == "p":
+            self.world.p = self.world.start(f"p{self.serial}", 5600)
+            return
+        self.waiting, self.loaded, self.ended = {}, {}, set()
+        self.world.d = self.world.start(f"d{self.serial}", 5700, timeout=3 * LEASE)
+        self.d_starts()
+
+    # ---- what must hold
+
+    @invariant()
+    def loaded_blocks_keep_their_bytes(self):
+        """Nothing lands in blocks that belong to a request, late or by mistake."""
+        for request, right in self.loaded.items():
+            assert self.world.bytes_of(self.world.d.into[request]) == right, f"{request} has other bytes"
+
+    @invariant()
+    def every_block_has_one_owner(self):
+        for engine in self.world.engines:
+            owned = [engine.free, *engine.held.values(), *engine.into.values()]
+            assert sorted(block for blocks in owned for block in blocks) == list(range(BLOCKS))
+
+    def teardown(self):
+        """Everything heals; then nothing may be left over, on either side."""
+        self.heal()
+        for request, offer in self.waiting.items():
+            self.world.give_back(offer, request)
+        self.world.run(seconds=3 * LEASE + TIMEOUT + 3 * MAX_BACKOFF, step=2.0)
+        self.loaded_blocks_keep_their_bytes()
+        for request in list(self.loaded):
+            self.world.d.finish(request)
+        for engine in (self.world.p, self.world.d):
+            assert sorted(engine.free) == list(range(BLOCKS)), f"{engine.name} lost blocks"
+            assert len(engine.leases) == len(engine.control.borrower) == len(engine.reader) == 0
+            assert engine.control.borrower._wanted == {}
+            for peers in (engine.peers, engine.worker_peers):
+                known = {peer.engine for peer in peers._peers.values()}
+                assert known <= {self.world.p.name}, "an engine that is gone is still known"
+                assert all(peer.state is PeerState.MET for peer in peers._peers.values())
+            assert engine.reader._attached.keys() <= {self.world.p.name}
+
+    # ---- helpers
+
+    def d_starts(self):
+        self.world.d.on_result = self.load_ended
+
+    def load_ended(self, result):
+        """What the engine thread does: use the blocks, or free them."""
+        request = result.request.removeprefix("d-")
+        assert request not in self.ended, "a request ended twice"
+        self.ended.add(request)
+        if result.failure:
+            self.world.d.finish(result.request)
+            return
+        order = self.world.d.orders[result.request]
+        right = [f"{order.remote_request}/{number}".encode() for number in range(len(order.blocks))]
+        assert self.world.bytes_of(order.into) == right, "wrong bytes were called right"
+        self.loaded[result.request] = right
+
+    def can(self, engine):
+        return engine.alive and not engine.frozen
+
+    def pick(self, things, number):
+        things = list(things)
+        return things[number % len(things)]

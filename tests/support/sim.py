@@ -1,0 +1,124 @@
+"""Routers in front of pretended engines: in memory, and over real sockets."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+
+import httpx
+import uvicorn
+from starlette.types import ASGIApp
+
+from xpyd_proxy.app import create_app
+from xpyd_proxy.local.sim import Sim
+from xpyd_proxy.settings import Settings
+
+Answering = Callable[[httpx.Request], Awaitable[httpx.Response]]
+
+
+class InMemory(httpx.AsyncBaseTransport):
+    """Reaches engines by the host of their address; no socket is opened."""
+
+    def __init__(self, engines: dict[str, ASGIApp | Answering]) -> None:
+        self.engines = engines
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        engine = self.engines.get(request.url.host)
+        if engine is None:
+            raise httpx.ConnectError("nobody listens there", request=request)
+        if isinstance(engine, Sim):
+            return await httpx.ASGITransport(engine).handle_async_request(request)
+        return await engine(request)
+
+
+def sims(x: int = 1, y: int = 1, **options: object) -> dict[str, Sim]:
+    """Pretend x prefill and y decode engines, named p0, p1, ... and d0, d1, ..."""
+    return {f"{role[0]}{i}": Sim(role, **options) for role, n in (("prefill", x), ("decode", y)) for i in range(n)}
+
+
+@asynccontextmanager
+async def router(
+    engines: dict[str, ASGIApp | Answering], settings: Settings | None = None
+) -> AsyncGenerator[httpx.AsyncClient]:
+    """A client of a router that knows these engines."""
+    settings = replace(
+        settings or Settings(),
+        prefill=tuple(f"{name}:80" for name in engines if name.startswith("p")),
+        decode=tuple(f"{name}:80" for name in engines if name.startswith("d")),
+    )
+    app = create_app(settings, transport=InMemory(engines))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://router") as client,
+    ):
+        yield client
+
+
+@contextmanager
+def serving(app: ASGIApp) -> Generator[str]:
+    """Serve an application on a free port of this machine; yields host:port."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, log_config=None, ws="none", loop="uvloop", http="httptools", access_log=False)
+    config.timeout_graceful_shutdown = 1
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        until(lambda: server.started)
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A router and its engines, over real sockets."""
+
+    router: str  # host:port
+    engines: dict[str, Sim]
+
+    def open(self, path: str, body: dict[str, object]) -> socket.socket:
+        """Send a request as a client that means to hang up."""
+        host, port = self.router.split(":")
+        raw = json.dumps(body).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+        )
+        client = socket.create_connection((host, int(port)), timeout=10)
+        client.sendall(head.encode() + raw)
+        return client
+
+
+@contextmanager
+def cluster(x: int = 1, y: int = 1, settings: Settings | None = None, **options: object) -> Generator[Cluster]:
+    """Start x prefill sims, y decode sims and a router."""
+    engines = sims(x, y, **options)
+    with ExitStack() as stack:
+        at = {name: stack.enter_context(serving(sim)) for name, sim in engines.items()}
+        settings = replace(
+            settings or Settings(),
+            prefill=tuple(at[name] for name in at if name.startswith("p")),
+            decode=tuple(at[name] for name in at if name.startswith("d")),
+        )
+        yield Cluster(stack.enter_context(serving(create_app(settings))), engines)
+
+
+def until(true: Callable[[], bool], *, seconds: float = 10) -> None:
+    """Wait for something another thread does."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+async def until_async(true: Callable[[], bool], *, seconds: float = 10) -> None:
+    """Wait for something another task does."""
+    async with asyncio.timeout(seconds):
+        while not true():
+            await asyncio.sleep(0.001)

@@ -61,6 +61,12 @@ format: $(STAMPS)/dev ## rewrite the code as lint wants it
 hooks: $(STAMPS)/dev ## check every commit before it is made
 	$(BIN)/prek install
 
+##@ Measure
+
+.PHONY: bench-connector
+bench-connector: $(STAMPS)/dev ## the connector beside vLLM's own: writes docs/benchmarks/connector.md (ten minutes, an idle machine)
+	$(BIN)/python tests/benchmarks/connector/bench.py
+
 ##@ Install
 
 .PHONY: install

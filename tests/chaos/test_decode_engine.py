@@ -27,7 +27,8 @@ def short_leases(fleet, model):
     d = narrow_decode_engine("d-narrow", model, config)
     children = [start_engine(fleet, spec) for spec in (p, d)]
     fleet.wait_ready(children, timeout_s=300)
-    return p, d, children[1]
+    yield p, d, children[1]
+    fleet.stop(*(child for child in children if child in fleet.children))
 
 
 def narrow_decode_engine(name, model, config):
@@ -96,16 +97,17 @@ def test_a_frozen_decode_engine_costs_one_lease_and_no_text(short_leases, engine
 def test_a_killed_decode_engine_frees_everything_within_a_second(short_leases, engines, fleet):
     """kill -9 of D with 20 leases: noticed when its connection closes; other decode engines are served meanwhile."""
     p, d, child = short_leases
-    with queue_of(20, p, d, first=260) as (_, answers, _):
-        assert metrics(p)[HELD] == 20
-        child.signal(signal.SIGKILL)
-        wait_until(lambda: nothing_held(p), seconds=1, what="P frees what a dead D had leased")
-        prompt = prompt_of(290)
-        text = text_of(decode(engines.d1, prompt, prefill(p, prompt)))
-        for answer in answers:
-            assert answer.exception() is not None  # the connection broke: nobody got a made-up answer
-    fleet.stop(child)
+    prompt = prompt_of(290)
+    try:
+        with queue_of(20, p, d, first=260) as (_, answers, _):
+            assert metrics(p)[HELD] == 20
+            child.signal(signal.SIGKILL)
+            wait_until(lambda: nothing_held(p), seconds=1, what="P frees what a dead D had leased")
+            text = text_of(decode(engines.d1, prompt, prefill(p, prompt)))
+    finally:
+        fleet.stop(child)
 
+    assert all(answer.exception() is not None for answer in answers)  # broken connections, no made-up answers
     assert text == plain(engines.reference, prompt)
     assert metrics(p)["vllm:xpyd_leases_peer_lost_total"] >= 20
 

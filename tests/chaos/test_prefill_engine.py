@@ -24,7 +24,9 @@ def model_engines(fleet, model):
     decoders = {policy: _decode_engine(policy, model, config) for policy in ("recompute", "fail")}
     children = [start_engine(fleet, spec) for spec in (p, *decoders.values())]
     fleet.wait_ready(children, timeout_s=300)
-    return p, decoders, children[0]
+    yield p, decoders, children[0]
+    names = {child.name for child in children}  # the prefill engine may have been started again
+    fleet.stop(*(child for child in fleet.children if child.name in names))
 
 
 def _decode_engine(policy, model, config):

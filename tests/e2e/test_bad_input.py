@@ -118,7 +118,7 @@ def test_a_mixed_up_offer_never_becomes_a_wrong_answer(engines, reference_answer
     body = {"model": "tiny", "prompt": second, "max_tokens": 16, "temperature": 0, "kv_transfer_params": params}
     answer = post(engines.d0.base_url, "/v1/completions", body).json()
 
-    assert answer["choices"][0]["text"] == reference_answer(Question("ids", stream=False, prompt=second)).text
+    assert answer["choices"][0]["text"] == reference_answer(Question("ids", stream=False, prompt=tuple(second))).text
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_malformed_params_never_kill_a_decode_engine(engines, reference_answer, 
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, "kv_transfer_params": params}
     answer = post(engines.d0.base_url, "/v1/completions", body).json()
 
-    assert answer["choices"][0]["text"] == reference_answer(Question("ids", stream=False, prompt=prompt)).text
+    assert answer["choices"][0]["text"] == reference_answer(Question("ids", stream=False, prompt=tuple(prompt))).text
     assert httpx.get(f"{engines.d0.base_url}/health", trust_env=False).status_code == 200
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -101,3 +102,23 @@ def nothing_held(spec):
     seen = metrics(spec)
     held = seen.get("vllm:xpyd_leases_held", 0.0) + seen.get("vllm:xpyd_requests_borrowing", 0.0)
     return seen["vllm:kv_cache_usage_perc"] == 0.0 and held == 0.0
+
+
+def run_example(script, *args, env=None, timeout=300):
+    """Run an example and return what it printed; it must succeed."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / script), *map(str, args)],
+        cwd=ROOT,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def port_flags(*flags):
+    """Return each flag followed by a free port."""
+    return [item for flag, port in zip(flags, free_ports(len(flags)), strict=True) for item in (flag, port)]

@@ -103,6 +103,7 @@ class Engine:
     def __init__(self, name, port, delay, copies):
         import numpy as np
 
+        from support.engines import FINGERPRINT
         from xpyd_connector.core.borrower import Borrower
         from xpyd_connector.core.control import Control
         from xpyd_connector.core.greeting import Guest, Host
@@ -116,7 +117,6 @@ class Engine:
         from xpyd_connector.io.link import SocketLink
         from xpyd_connector.io.nixl import NixlMover, make_agent, register
         from xpyd_connector.io.runner import Runner
-        from support.engines import FINGERPRINT
 
         class SlowHost(Host):
             def answer(self, message, nonce):
@@ -203,7 +203,7 @@ def say(**said):
 
 
 def main(name, port, delay, copies):
-    global _out  # noqa: PLW0603 -- one process, one pipe
+    global _out
     _out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     # nixl's package asks torch for its CUDA version; without torch it takes what is installed, 5 s of CPU sooner.

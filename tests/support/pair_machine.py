@@ -6,8 +6,8 @@ an answer is made from the right bytes, and every block comes back exactly once.
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.engines import BLOCKS, LEASE, TIMEOUT, World
 
+from support.engines import BLOCKS, LEASE, TIMEOUT, World
 from xpyd_connector.core.peers import MAX_BACKOFF, PeerState
 
 MOST_TROUBLES = 2  # at a time: with more, nothing happens any more that could go wrong

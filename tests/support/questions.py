@@ -55,7 +55,7 @@ def questions(count, *, seed, longest=1500):
             )
         last_ids, last_words = ids, words
         kind = ("text", "ids", "chat")[number % 3]
-        made.append(Question(kind, number % 2 == 1, ids if kind == "ids" else " ".join(words)))
+        made.append(Question(kind, number % 2 == 1, tuple(ids) if kind == "ids" else " ".join(words)))
     return made
 
 
@@ -73,7 +73,8 @@ def ask(api, question, *, tokens=TOKENS):
         messages = [{"role": "user", "content": question.prompt}]
         reply = api.chat.completions.create(messages=messages, logprobs=True, top_logprobs=2, **common)
     else:
-        reply = api.completions.create(prompt=question.prompt, logprobs=2, **common)
+        prompt = list(question.prompt) if question.kind == "ids" else question.prompt
+        reply = api.completions.create(prompt=prompt, logprobs=2, **common)
     parts = list(reply) if question.stream else [reply]
     return _chat(parts) if question.kind == "chat" else _completion(parts)
 

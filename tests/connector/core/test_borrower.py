@@ -1,8 +1,8 @@
 """Borrowing: the rules that the stories of ``test_pair.py`` do not show."""
 
 import pytest
-from support.engines import FINGERPRINT, LEASE, changed
 
+from support.engines import FINGERPRINT, LEASE, changed
 from xpyd_connector.core.borrower import Borrower
 from xpyd_connector.core.ids import BlockId, EngineId, RequestId
 from xpyd_connector.core.messages import MAX_IDS, PROTOCOL, Drop, Fenced, Lapsed, Renew, Welcome

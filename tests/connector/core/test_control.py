@@ -1,8 +1,8 @@
 """One thread, both roles: who gets to hear what."""
 
 import pytest
-from support.engines import LEASE, World
 
+from support.engines import LEASE, World
 from xpyd_connector.core.ids import ConnId, RequestId
 from xpyd_connector.core.messages import Renew
 from xpyd_connector.core.ports import Received

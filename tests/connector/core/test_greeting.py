@@ -1,8 +1,8 @@
 """Who may talk to a prefill engine."""
 
 import pytest
-from support.engines import FINGERPRINT, changed, rank_info
 
+from support.engines import FINGERPRINT, changed, rank_info
 from xpyd_connector.core.greeting import NONCE_BYTES, Guest, Host, prove
 from xpyd_connector.core.ids import EngineId, RequestId
 from xpyd_connector.core.messages import PROTOCOL, Challenge, Drop, Refusal, Welcome

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.engines import FINGERPRINT, changed, rank_info
 
+from support.engines import FINGERPRINT, changed, rank_info
 from xpyd_connector.core.ids import EngineId, RequestId
 from xpyd_connector.core.messages import (
     MAX_BLOCKS,

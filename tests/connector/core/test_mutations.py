@@ -6,9 +6,9 @@ A property that nothing can violate proves nothing. Every mutant is one rule of 
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+
 from support.engines import LEASE, TIMEOUT, World
 from support.pair_machine import PairMachine
-
 from xpyd_connector.core.borrower import Borrower
 from xpyd_connector.core.leases import LeaseBook, LeaseEvent
 from xpyd_connector.core.lender import Lender

@@ -1,8 +1,8 @@
 """A prefill and a decode engine together: the stories that decide whether an operator sleeps."""
 
 import pytest
-from support.engines import BLOCKS, FINGERPRINT, LEASE, TIMEOUT, World, changed
 
+from support.engines import BLOCKS, FINGERPRINT, LEASE, TIMEOUT, World, changed
 from xpyd_connector.core.leases import LeaseEvent
 
 RIGHT = [b"p-a/0", b"p-a/1", b"p-a/2"]

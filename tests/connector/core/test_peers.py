@@ -3,10 +3,10 @@
 import itertools
 
 import pytest
-from support.engines import FINGERPRINT, changed, rank_info
 
+from support.engines import FINGERPRINT, changed, rank_info
 from xpyd_connector.core.ids import Address, ConnId, EngineId
-from xpyd_connector.core.messages import PROTOCOL, Fingerprint, Welcome
+from xpyd_connector.core.messages import PROTOCOL, Fingerprint, Lapsed, Welcome
 from xpyd_connector.core.peers import (
     MAX_BACKOFF,
     TRANSITIONS,
@@ -17,7 +17,6 @@ from xpyd_connector.core.peers import (
     mismatch,
 )
 from xpyd_connector.core.ports import Failed, Lost, Met, Received
-from xpyd_connector.core.messages import Lapsed
 from xpyd_connector.core.tally import Tally
 from xpyd_connector.errors import IllegalTransition
 from xpyd_connector.io.memory import MemoryLink, Network

@@ -3,8 +3,8 @@
 import itertools
 
 import pytest
-from support.engines import TIMEOUT, World, changed
 
+from support.engines import TIMEOUT, World, changed
 from xpyd_connector.core.ids import ConnId, EngineId, RequestId
 from xpyd_connector.core.messages import Fenced, Lapsed
 from xpyd_connector.core.ports import Received

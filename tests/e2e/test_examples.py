@@ -1,0 +1,38 @@
+"""The examples are run as their readers run them; only ports and addresses are the tests' own."""
+
+import re
+
+import pytest
+
+from support.cluster import base_url, port_flags, router_command, run_example
+from support.fixtures import ADMIN_KEY
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+
+def test_quickstart(model):
+    """Real engines come up, answer over two legs, and are gone afterwards."""
+    flags = port_flags("--port", "--prefill-port", "--decode-port", "--side-channel-port")
+    printed = run_example("01-quickstart/quickstart.py", *flags, "--model", model)
+
+    assert "prefill-0" in printed
+    assert "decode-0" in printed
+
+
+def test_openai_client(one_pair):
+    """Chat, completion and stream with the official client."""
+    printed = run_example("02-openai-client/client.py", "--base-url", f"{one_pair}/v1")
+
+    assert all(re.search(rf"^{kind}: +\S", printed, re.MULTILINE) for kind in ("chat", "completion", "stream"))
+
+
+def test_add_an_instance(engines, fleet):
+    """1P1D becomes 1P2D while it runs, and both decode engines serve."""
+    command = router_command("router-grows", [engines.p0], [engines.d0], env={"ADMIN_API_KEY": ADMIN_KEY})
+    fleet.wait_ready([fleet.start(command)], timeout_s=30)
+    args = ("--router", base_url(command), "--instance", engines.d1.address)
+    printed = run_example("03-add-an-instance/add_instance.py", *args, env={"ADMIN_API_KEY": ADMIN_KEY})
+
+    assert f"Added {engines.d1.address} to decode_instances." in printed
+    assert "decode-0" in printed
+    assert "decode-1" in printed

@@ -12,7 +12,7 @@ CONNECTOR ?= xpyd
 PORT      ?= 8000
 ONCE      ?=
 
-PIP   := $(BIN)/python -m pip --quiet --disable-pip-version-check install
+PIP   := $(BIN)/python -m pip -qq --disable-pip-version-check install
 FAST  := not (nixl or vllm or gpu)
 
 MAKEFLAGS += --no-print-directory
@@ -71,6 +71,7 @@ bench-connector: $(STAMPS)/dev ## the connector beside vLLM's own: writes docs/b
 
 .PHONY: install
 install: $(STAMPS)/dev ## make .venv with everything that running and testing need
+	@echo "Everything is installed in $(VENV)."
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "There is no python3.11 and no python3: install Python 3.11 or newer, or say make PYTHON=/path/to/python." >&2; exit 1; }

@@ -3,14 +3,13 @@
 import argparse
 import os
 import sys
-import time
 from pathlib import Path
 
 import httpx
 
 from xpyd_proxy.core.model import Role
+from xpyd_proxy.local import first_request
 from xpyd_proxy.local.errors import LocalError
-from xpyd_proxy.local.first_request import parse_server_timing, request_body
 from xpyd_proxy.local.model import ensure_model
 from xpyd_proxy.local.plan import MODEL_NAME, Plan
 from xpyd_proxy.local.processes import Command, open_fleet
@@ -26,20 +25,26 @@ def main():
         prefill, decode = (args.prefill, args.decode) if args.prefill else start_engines(fleet, args)
         router_url = start_router(fleet, args.port, prefill, decode)
 
-        body = request_body(MODEL_NAME)
-        with httpx.Client(timeout=120, trust_env=False) as client:
-            expected = ask(client, f"http://{decode}", body).json()["choices"][0]["message"]["content"]
-            start = time.monotonic()
-            answer = ask(client, router_url, {**body, "cache_salt": "the decode engine must not know it"})
-            seconds = time.monotonic() - start
+        answer = first_request.ask(router_url, [f"http://{decode}"], MODEL_NAME)
+        alone = ask_one_engine(f"http://{decode}")
 
-        text = answer.json()["choices"][0]["message"]["content"]
-        legs = parse_server_timing(answer.headers["server-timing"])
-        print(f"one engine alone: {expected!r}")
-        print(f"through both:     {text!r}")
-        print(f"prefill by {legs['prefill'].engine}, decode by {legs['decode'].engine}, {seconds:.1f} s")
-        if text != expected:
-            sys.exit("stock: the answers differ")
+    print(f"through both:     {answer.text!r}")
+    print(f"one engine alone: {alone!r}")
+    print(f"prefill by {answer.legs['prefill'].engine}, decode by {answer.legs['decode'].engine}")
+    print(
+        f"{answer.seconds:.1f} s, {'unknown' if answer.bytes_moved is None else answer.bytes_moved} bytes of KV moved"
+    )
+    if answer.text != alone:
+        sys.exit("stock: the answers differ")
+    if answer.bytes_moved == 0:
+        sys.exit("stock: the decode engine computed the prompt itself")
+
+
+def ask_one_engine(url):
+    """The same question to the decode engine, which must not use what it was sent a moment ago."""
+    body = {**first_request.request_body(MODEL_NAME), "cache_salt": "alone"}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120, trust_env=False).raise_for_status()
+    return answer.json()["choices"][0]["message"]["content"]
 
 
 def start_engines(fleet, args):
@@ -75,10 +80,6 @@ def start_router(fleet, port, prefill, decode):
     )
     fleet.wait_ready([router])
     return url
-
-
-def ask(client, url, body):
-    return client.post(f"{url}/v1/chat/completions", json=body).raise_for_status()
 
 
 def read_arguments():

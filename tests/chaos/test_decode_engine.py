@@ -27,7 +27,7 @@ def short_leases(fleet, model):
     d = narrow_decode_engine("d-narrow", model, config)
     children = [start_engine(fleet, spec) for spec in (p, d)]
     fleet.wait_ready(children, timeout_s=300)
-    yield p, d, children[1]
+    yield p, d, children
     fleet.stop(*(child for child in children if child in fleet.children))
 
 
@@ -78,7 +78,7 @@ def test_an_overloaded_decode_engine_loses_no_lease(short_leases, engines):
 
 def test_a_frozen_decode_engine_costs_one_lease_and_no_text(short_leases, engines):
     """SIGSTOP of D with 20 leases: P is free within lease + 2 s; after SIGCONT every text is right all the same."""
-    p, d, child = short_leases
+    p, d, (_, child) = short_leases
     before = metrics(p)[EXPIRED]
     with queue_of(20, p, d, first=230) as (prompts, answers, _):
         child.signal(signal.SIGSTOP)
@@ -94,9 +94,39 @@ def test_a_frozen_decode_engine_costs_one_lease_and_no_text(short_leases, engine
     assert texts == [plain(engines.reference, prompt) for prompt in prompts]
 
 
+def test_a_read_that_outlives_its_lease_is_not_believed(short_leases, engines):
+    """D's read is under way when D freezes for three leases; P reuses the blocks; the read ends after the thaw.
+
+    vLLM's own connector answers HTTP 200 with the wrong text here; ours asks whether the lease held.
+    """
+    p, d, (p_child, d_child) = short_leases
+    warm, prompt = prompt_of(320), prompt_of(321, 900)
+    assert text_of(decode(d, warm, prefill(p, warm))) == plain(engines.reference, warm)
+    params, before = prefill(p, prompt), metrics(d)["vllm:xpyd_loads_failed_lease_total"]
+    with ThreadPoolExecutor(1) as pool:
+        p_child.signal(signal.SIGSTOP)  # so that the read is posted, but not answered
+        answer = pool.submit(decode, d, prompt, params)
+        wait_until(lambda: metrics(d)["vllm:xpyd_requests_borrowing"] == 1, seconds=5, what="D reads")
+        time.sleep(0.3)
+        d_child.signal(signal.SIGSTOP)
+        start = time.monotonic()
+        try:
+            p_child.signal(signal.SIGCONT)
+            wait_until(lambda: metrics(p)[HELD] == 0, seconds=LEASE + 2, what="P frees what a frozen D had leased")
+            for number in range(330, 365):  # the whole cache of P once
+                plain(p, prompt_of(number, 1900), tokens=1)
+            time.sleep(max(0.0, 3 * LEASE - (time.monotonic() - start)))
+        finally:
+            d_child.signal(signal.SIGCONT)
+        text = text_of(answer.result())
+
+    assert text == plain(engines.reference, prompt)
+    assert metrics(d)["vllm:xpyd_loads_failed_lease_total"] == before + 1
+
+
 def test_a_killed_decode_engine_frees_everything_within_a_second(short_leases, engines, fleet):
     """kill -9 of D with 20 leases: noticed when its connection closes; other decode engines are served meanwhile."""
-    p, d, child = short_leases
+    p, d, (_, child) = short_leases
     prompt = prompt_of(290)
     try:
         with queue_of(20, p, d, first=260) as (_, answers, _):

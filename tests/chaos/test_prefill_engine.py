@@ -1,4 +1,4 @@
-"""A prefill engine that dies or hangs: no request waits beyond its timeout, no text is wrong, D serves on."""
+"""A prefill engine that dies or hangs, a decode engine that freezes over a read: no long wait, no wrong text."""
 
 import signal
 import time
@@ -13,18 +13,18 @@ from xpyd_proxy.local.recipe import Connector, Role
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
-TIMEOUT = 4.0  # s
+TIMEOUT, LEASE = 4.0, 3.0  # s
 
 
 @pytest.fixture(scope="module")
 def model_engines(fleet, model):
     """A prefill engine to be killed, and one decode engine for each failure policy."""
-    config = {"transfer_timeout": TIMEOUT, "handshake_timeout": 2, "kv_lease_duration": 6, "retry_after": 0.1}
+    config = {"transfer_timeout": TIMEOUT, "handshake_timeout": 2, "kv_lease_duration": LEASE, "retry_after": 0.1}
     p = engine_spec("p-victim", model, role=Role.PREFILL, connector=Connector.XPYD, extra_connector_config=config)
     decoders = {policy: _decode_engine(policy, model, config) for policy in ("recompute", "fail")}
     children = [start_engine(fleet, spec) for spec in (p, *decoders.values())]
     fleet.wait_ready(children, timeout_s=300)
-    yield p, decoders, children[0]
+    yield p, decoders, dict(zip(decoders, children[1:], strict=True))
     names = {child.name for child in children}  # the prefill engine may have been started again
     fleet.stop(*(child for child in fleet.children if child.name in names))
 
@@ -141,6 +141,37 @@ def test_killed_after_the_transfer(p, d, engines):
         text = text_of(answer.result())
 
     assert text == plain(engines.reference, prompt, tokens=400)
+
+
+def test_frozen_during_the_read_while_the_blocks_are_reused(p, d, engines, model_engines):
+    """D's read is under way when D freezes for three leases, past its timeout; P reuses the blocks; D thaws.
+
+    The read is given up, and what it still brings must not land in blocks that D has begun to use for itself.
+    """
+    (spec, child), (policy, decoder) = p, d
+    frozen = model_engines[2][policy]
+    warm, prompt = prompt_of(110), prompt_of(111 if policy == "fail" else 112, 900)
+    decode(decoder, warm, prefill(spec, warm))
+    params = prefill(spec, prompt)
+    with ThreadPoolExecutor(1) as pool:
+        child.signal(signal.SIGSTOP)  # so that the read is posted, but not answered
+        answer = pool.submit(decode, decoder, prompt, params)
+        wait_until(lambda: metrics(decoder)["vllm:xpyd_requests_borrowing"] == 1, seconds=5, what="D reads")
+        time.sleep(0.3)
+        frozen.signal(signal.SIGSTOP)
+        child.signal(signal.SIGCONT)
+        start = time.monotonic()
+        try:
+            wait_until(lambda: metrics(spec)["vllm:xpyd_leases_held"] == 0, seconds=LEASE + 2, what="the lease ends")
+            for number in range(120, 160):  # the whole cache of P once
+                plain(spec, prompt_of(number, 1900), tokens=1)
+            time.sleep(max(0.0, 3 * LEASE - (time.monotonic() - start)))
+        finally:
+            frozen.signal(signal.SIGCONT)
+        response = answer.result()
+
+    check(policy, response, prompt, engines.reference)
+    serves_on(decoder, engines.reference, 113)
 
 
 def test_a_restarted_prefill_engine_is_met_again(p, d, engines):

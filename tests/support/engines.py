@@ -15,7 +15,7 @@ from xpyd_connector.core.lender import Lender
 from xpyd_connector.core.messages import PROTOCOL, Fingerprint, RankInfo, Region, Welcome
 from xpyd_connector.core.offers import Offer
 from xpyd_connector.core.peers import PeerBook
-from xpyd_connector.core.reader import Order, Reader, Result
+from xpyd_connector.core.reader import LetGo, Order, Reader, Result
 from xpyd_connector.core.tally import Tally
 from xpyd_connector.io.memory import MemoryLink, MemoryMover, Network
 
@@ -118,14 +118,24 @@ class Engine:
             self.freed.append(released)
             self._free(self.held.pop(released.request))
         for result in self.reader.take_results():
-            assert result.request not in self.results, "a load ended twice"
-            self.results[result.request] = result
-            self.control.borrower.settle(result.request, self.orders[result.request].engine)
-            self.on_result(result)
+            self._ended(result)
 
     def finish(self, request):
         """The request whose prompt was loaded has its answer: its blocks are free, and others may overwrite them."""
         self._free(self.into.pop(RequestId(request)))
+
+    def _ended(self, ended):
+        match ended:
+            case LetGo(request):
+                assert self.results[request].lingers, "NIXL let go of what nobody was told it held"
+                self.finish(request)
+            case Result(request, failure, lingers):
+                assert request not in self.results, "a load ended twice"
+                self.results[request] = ended
+                self.control.borrower.settle(request, self.orders[request].engine)
+                self.on_result(ended)
+                if failure and not lingers:
+                    self.finish(request)
 
     def _free(self, blocks):
         for block in blocks:

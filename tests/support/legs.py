@@ -3,6 +3,8 @@
 import httpx
 
 TOKENS = 16
+STALL_TOKENS = 77  # a prompt of exactly so many tokens keeps an engine of support.stalling in one step
+STALL_SECONDS = "XPYD_TEST_STALL_SECONDS"  # for so long
 OPEN = {"do_remote_decode": True, "do_remote_prefill": False}
 
 

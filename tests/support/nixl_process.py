@@ -1,7 +1,10 @@
 """An engine's connector without the engine: real NIXL, real sockets and real threads, in a process of its own.
 
-``python -m support.nixl_process NAME [DELAY COPIES]`` is driven by one JSON object a line on stdin and answers each
-with one on stdout; loads that end are told as ``{"result": ...}`` in between. :class:`NixlProcess` is the other end.
+``python -m support.nixl_process NAME PORT DELAY COPIES BLOCK_BYTES`` is driven by one JSON object a line on stdin, and
+answers each with one on stdout; loads that end are told as ``{"result": ...}`` in between. :class:`NixlProcess` is the
+other end of it.
+
+NIXL is held to TCP: on one machine it would read the other process's memory by itself, and never wait for it.
 """
 
 import hashlib
@@ -14,8 +17,9 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
-BLOCKS, LAYERS, BLOCK_BYTES = 64, 3, int(os.environ.get("BB", 1 << 15))
+BLOCKS, LAYERS = 64, 3
 TIMEOUT = 2.0  # s for a transfer
 LEASE = 30.0
 
@@ -23,12 +27,12 @@ LEASE = 30.0
 class NixlProcess:
     """Starts one and talks to it. Usable as a context manager."""
 
-    def __init__(self, name, *, port=0, delay=0.0, copies=1):
+    def __init__(self, name, *, port=0, delay=0.0, copies=1, block_bytes=1 << 15):
         tests = Path(__file__).parents[1]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "support.nixl_process", name, str(port), str(delay), str(copies)],
+            [sys.executable, "-m", "support.nixl_process", name, *map(str, (port, delay, copies, block_bytes))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-            env={**os.environ, "PYTHONPATH": str(tests), "UCX_LOG_LEVEL": "fatal", "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": str(tests), "UCX_TLS": "tcp", "UCX_LOG_LEVEL": "fatal"},
         )  # fmt: skip
         self._answers, self._results = queue.Queue(), {}
         self._news = threading.Condition()
@@ -65,10 +69,18 @@ class NixlProcess:
         self.ask("load", request=request, engine=engine, port=port, blocks=list(blocks), into=list(into))
 
     def result(self, request, timeout=15.0):
-        """Wait for the end of a load: its failure, and how many seconds it took."""
+        """Wait for the end of a load."""
         with self._news:
             assert self._news.wait_for(lambda: request in self._results, timeout), f"{request} never ended"
         return self._results[request]
+
+    def let_go(self, request, timeout=15.0):
+        """Wait until nothing can write any more into the blocks of a load that lingered."""
+        self.result(f"{request} let go", timeout)
+
+    def lingers(self, request):
+        """Whether NIXL may still write into the blocks of a load that failed."""
+        return self._results[request].lingers and f"{request} let go" not in self._results
 
     def freeze(self):
         self.process.send_signal(signal.SIGSTOP)
@@ -93,14 +105,14 @@ class NixlProcess:
                 self._answers.put(said)
                 continue
             with self._news:
-                self._results[said["result"]] = said["failure"], said["seconds"]
+                self._results[said.pop("result")] = SimpleNamespace(**said)
                 self._news.notify_all()
 
 
 class Engine:
     """What the shell builds of the connector, with numpy instead of torch: one rank, and ``copies`` of its listener."""
 
-    def __init__(self, name, port, delay, copies):
+    def __init__(self, name, port, delay, copies, block_bytes):
         import numpy as np
 
         from support.engines import FINGERPRINT
@@ -126,8 +138,8 @@ class Engine:
         def link(engine):
             return SocketLink(Guest(engine, b"secret"), timeout=5.0, threads=8)
 
-        self.memory = np.zeros((LAYERS, BLOCKS, BLOCK_BYTES), dtype=np.uint8)
-        regions = tuple(Region(layer.ctypes.data, BLOCK_BYTES, BLOCK_BYTES, BLOCKS) for layer in self.memory)
+        self.memory = np.zeros((LAYERS, BLOCKS, block_bytes), dtype=np.uint8)
+        regions = tuple(Region(layer.ctypes.data, block_bytes, block_bytes, BLOCKS) for layer in self.memory)
         self.started, self.hosts, self.agents, self.controls = {}, [], [], []
         for copy in range(copies):
             engine = EngineId(f"{name}-{copy}")
@@ -153,8 +165,15 @@ class Engine:
         say(hosts=self.hosts)
 
     def tell_results(self, reader):
-        for request, failure in reader.take_results():
-            say(result=request, failure=failure, seconds=time.monotonic() - self.started[request])
+        from xpyd_connector.core.reader import LetGo, Result
+
+        for ended in reader.take_results():
+            match ended:
+                case Result(request, failure, lingers):
+                    seconds = time.monotonic() - self.started[request]
+                    say(result=request, failure=failure, lingers=lingers, seconds=seconds)
+                case LetGo(request):
+                    say(result=f"{request} let go", failure="", lingers=False, seconds=0.0)
 
     def lend(self, requests):
         for runner in self.controls:
@@ -184,6 +203,9 @@ class Engine:
     def digests(self, blocks):
         return {"digests": [hashlib.blake2b(self.memory[:, block].tobytes()).hexdigest() for block in blocks]}
 
+    def files(self):
+        return {"files": len(list(Path("/proc/self/fd").iterdir()))}
+
     def cpu(self):
         return {"cpu": time.process_time()}
 
@@ -202,13 +224,13 @@ def say(**said):
         print(json.dumps(said), flush=True, file=_out)
 
 
-def main(name, port, delay, copies):
+def main(name, port, delay, copies, block_bytes):
     global _out
     _out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     # nixl's package asks torch for its CUDA version; without torch it takes what is installed, 5 s of CPU sooner.
     sys.modules["torch"] = None
-    engine = Engine(name, int(port), float(delay), int(copies))
+    engine = Engine(name, int(port), float(delay), int(copies), int(block_bytes))
     for line in sys.stdin:
         order = json.loads(line)
         say(**getattr(engine, order.pop("do"))(**order))

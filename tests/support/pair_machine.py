@@ -112,7 +112,7 @@ class PairMachine(RuleBasedStateMachine):
     @rule()
     def heal(self):
         self.troubles = 0
-        for engine in (self.world.p, self.world.d):
+        for engine in self.world.engines:  # those that died as well: nobody waits for them behind a cut
             engine.frozen = False
             for link in (engine.link, engine.worker_link):
                 self.world.network.cut(link, is_cut=False)
@@ -174,12 +174,11 @@ class PairMachine(RuleBasedStateMachine):
         self.world.d.on_result = self.load_ended
 
     def load_ended(self, result):
-        """What the engine thread does: use the blocks, or free them."""
+        """What the engine thread does with a success: use the blocks."""
         request = result.request.removeprefix("d-")
         assert request not in self.ended, "a request ended twice"
         self.ended.add(request)
         if result.failure:
-            self.world.d.finish(result.request)
             return
         order = self.world.d.orders[result.request]
         right = [f"{order.remote_request}/{number}".encode() for number in range(len(order.blocks))]

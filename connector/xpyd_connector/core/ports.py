@@ -90,7 +90,7 @@ class Mover(Protocol):
         ...
 
     def detach(self, handle: str) -> None:
-        """Forget a remote rank. Transfers in flight with it end as failed."""
+        """Forget a remote rank. Transfers in flight with it end first, as :meth:`cancel` promises."""
         ...
 
     def read(self, handle: str, remote: Indices, local: Indices) -> TransferId:
@@ -98,9 +98,9 @@ class Mover(Protocol):
         ...
 
     def cancel(self, transfer: TransferId) -> None:
-        """Give a transfer up, together with its peer (:meth:`detach`).
+        """Give a transfer up.
 
-        :class:`Ended` follows once nothing can write into local memory any more.
+        :class:`Ended` follows once nothing can write into local memory any more, however long a hung peer takes.
         """
         ...
 

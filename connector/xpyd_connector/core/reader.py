@@ -1,12 +1,12 @@
 """The decode worker's half: read the blocks, and hand them over only if the lease held until the read ended.
 
 A load waits for its peer, reads, asks P whether the read counts, and ends. Its deadline
-runs from the first moment; when it passes, the load fails once nothing can write into the
-local blocks any more.
+runs from the first moment; when it passes, the load fails at once, but its blocks must not
+be used before NIXL has let go of them: a hung peer may write into them much later.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
@@ -18,7 +18,8 @@ from xpyd_connector.core.ports import Ended, Link, LinkEvent, Lost, Mover, Outco
 from xpyd_connector.core.tally import Sample, Tally
 from xpyd_connector.errors import ConnectorError, IllegalTransition
 
-POLL_INTERVAL = 0.0004  # s between looks at NIXL while something is in flight
+POLL_INTERVAL = 0.0004  # s between looks at NIXL while something is read
+LINGER_INTERVAL = 0.02  # s between looks while only reads that were given up are in flight: a hung peer may take long
 
 
 class LoadState(Enum):
@@ -26,7 +27,7 @@ class LoadState(Enum):
 
     WAITING = auto()  # for the peer to be met
     READING = auto()
-    GIVING_UP = auto()  # cancelled; NIXL may still write into our blocks
+    GIVING_UP = auto()  # failed and told so; NIXL may still write into our blocks
     CONFIRMING = auto()  # read; P has been asked whether the lease held
     OVER = auto()
 
@@ -38,6 +39,7 @@ class LoadEvent(Enum):
     READ = auto()
     CONFIRMED = auto()
     CANCELLED = auto()
+    LET_GO = auto()
     FAILED = auto()
 
 
@@ -48,7 +50,7 @@ TRANSITIONS: Final[Mapping[LoadState, Mapping[LoadEvent, LoadState]]] = {
         LoadEvent.CANCELLED: LoadState.GIVING_UP,
         LoadEvent.FAILED: LoadState.OVER,
     },
-    LoadState.GIVING_UP: {LoadEvent.FAILED: LoadState.OVER},
+    LoadState.GIVING_UP: {LoadEvent.LET_GO: LoadState.OVER},
     LoadState.CONFIRMING: {LoadEvent.CONFIRMED: LoadState.OVER, LoadEvent.FAILED: LoadState.OVER},
     LoadState.OVER: {},
 }
@@ -66,10 +68,20 @@ class Order(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A load ended; ``failure`` is empty when the blocks hold the right bytes."""
+    """A load ended; ``failure`` is empty when the blocks hold the right bytes.
+
+    If it ``lingers``, its blocks must not be used by anybody before a :class:`LetGo` of the same request.
+    """
 
     request: RequestId
     failure: str
+    lingers: bool = False
+
+
+class LetGo(NamedTuple):
+    """Nothing can write any more into the blocks of a load that failed before."""
+
+    request: RequestId
 
 
 @dataclass(slots=True)
@@ -78,7 +90,6 @@ class _Load:
     deadline: float
     state: LoadState = LoadState.WAITING
     transfer: TransferId | None = None  # absent unless READING or GIVING_UP
-    blame: tuple[str, str] = field(default=("", ""))  # counter and sentence, once it is being given up
 
     def on(self, event: LoadEvent) -> None:
         try:
@@ -104,7 +115,7 @@ class Reader:
         self._timeout = timeout
         self._loads: dict[RequestId, _Load] = {}
         self._attached: dict[EngineId, tuple[str, RankInfo]] = {}  # NIXL's handle of a peer, and its memory
-        self._results: list[Result] = []
+        self._results: list[Result | LetGo] = []
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -136,16 +147,24 @@ class Reader:
         for ended in self._mover.poll():
             self._ended(ended)
         for load in [load for load in self._loads.values() if now >= load.deadline]:
-            self._time_out(load, now)
+            if load.state is not LoadState.OVER:  # the one before it may have taken it along, with their peer
+                self._time_out(load, now)
         self._peers.forget_refused(self._attached, now=now)
-        if any(load.transfer is not None for load in self._loads.values()):
-            return now + POLL_INTERVAL
-        return min((load.deadline for load in self._loads.values()), default=None)
+        return min((self._due(load, now) for load in self._loads.values()), default=None)
 
-    def take_results(self) -> list[Result]:
-        """Return the loads that ended since the last call."""
+    def take_results(self) -> list[Result | LetGo]:
+        """Return what ended since the last call, in order."""
         results, self._results = self._results, []
         return results
+
+    def _due(self, load: _Load, now: float) -> float:
+        match load.state:
+            case LoadState.READING:
+                return now + POLL_INTERVAL
+            case LoadState.GIVING_UP:
+                return now + LINGER_INTERVAL
+            case _:
+                return load.deadline
 
     def _peer_changed(self, peer: Peer | None, now: float) -> None:
         if peer is None:
@@ -205,7 +224,9 @@ class Reader:
             return
         load.transfer = None
         if load.state is LoadState.GIVING_UP:
-            self._fail(load, *load.blame)
+            load.on(LoadEvent.LET_GO)
+            del self._loads[load.order.request]
+            self._results.append(LetGo(load.order.request))
         elif ended.outcome is Outcome.FAILED:
             self._tell_dropped(load)
             self._fail(load, "loads_failed_transfer", f"NIXL: {ended.reason}")
@@ -244,8 +265,9 @@ class Reader:
             self._fail(load, counter, why)
         else:
             load.on(LoadEvent.CANCELLED)
-            load.blame = counter, why
             self._mover.cancel(load.transfer)
+            self._tally.count(counter)
+            self._results.append(Result(load.order.request, why, lingers=True))
 
     def _fail(self, load: _Load, counter: str, why: str) -> None:
         load.on(LoadEvent.FAILED)

@@ -79,6 +79,7 @@ GAUGES = {
     "leases_held": "Requests whose blocks are kept for decode engines now.",
     "blocks_held": "KV blocks kept for decode engines now.",
     "requests_borrowing": "Requests here that wait for, or read, another engine's blocks now.",
+    "blocks_lingering": "KV blocks of failed loads that a hung prefill engine may still write into now.",
 }
 
 

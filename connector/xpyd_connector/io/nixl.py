@@ -1,4 +1,14 @@
-"""NIXL, and the only file that imports it. Its exceptions stop here."""
+"""NIXL, and the only file that imports it. Its exceptions stop here.
+
+What nixl 1.5.1 with UCX does with a read that is given up (seen over TCP, 192 MiB, the peer stopped in the middle):
+``release`` succeeds at once, and so does removing the remote agent, but neither stops the read. When the peer goes on,
+all of the rest lands in our memory, seconds or minutes later. Closing is a flush there, and the endpoint lives as long
+as the agent (later versions know ``ucx_ep_close_force``). Once the remote agent is removed, NIXL does not even tell any
+more when the read is over. And ending our agent in the middle of a read, which does stop it, aborts the *peer's*
+process now and then (an assertion in UCX, the same as when a decode engine is killed in the middle of a read).
+
+So nothing is released or removed before NIXL says that it is over: done, or failed because the peer is gone.
+"""
 
 import contextlib
 import itertools
@@ -48,8 +58,16 @@ def make_agent(name: str, *, progress_delay_us: int) -> Any:
 @dataclass(slots=True)
 class _Flight:
     handle: Any
+    remote: str
     posted_at: float
     cancelled: bool = False
+
+
+@dataclass(slots=True)
+class _Remote:
+    info: RankInfo
+    descriptors: Any
+    leaving: bool = False  # removed as soon as nothing is in flight
 
 
 class NixlMover:
@@ -59,43 +77,68 @@ class NixlMover:
         self._agent = agent
         self._memory = memory
         self._local = _prepare(agent, "NIXL_INIT_AGENT", memory, device, regions)
-        self._peers: dict[str, Any] = {}
+        self._remotes: dict[str, _Remote] = {}
         self._numbers = map(TransferId, itertools.count(1))
         self._flights: dict[TransferId, _Flight] = {}
         self._ended: list[Ended] = []
 
     def attach(self, peer: RankInfo) -> str:
-        """Load a remote rank's metadata."""
+        """Load a remote rank's metadata; one that still leaves stays."""
+        for name, remote in self._remotes.items():
+            if remote.leaving and remote.info == peer:
+                remote.leaving = False
+                return name
         try:
-            name = self._agent.add_remote_agent(peer.agent)
-            name = name.decode() if isinstance(name, bytes) else str(name)
-            self._peers[name] = _prepare(self._agent, name, peer.memory, peer.device, peer.regions)
+            name = self._add(peer.agent)
+            self._remotes[name] = _Remote(peer, self._describe(name, peer))
         except NIXL_ERRORS as exc:
             raise TransferError(f"NIXL cannot use the peer's metadata: {exc}") from exc
         return name
 
+    def _add(self, metadata: bytes) -> str:
+        name = self._agent.add_remote_agent(metadata)
+        name = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+        if name in self._remotes:
+            raise TransferError(f"NIXL agent {name} is attached already, to another engine or with other memory")
+        return name
+
+    def _describe(self, name: str, peer: RankInfo) -> Any:
+        try:
+            return _prepare(self._agent, name, peer.memory, peer.device, peer.regions)
+        except NIXL_ERRORS:
+            self._agent.remove_remote_agent(name)
+            raise
+
     def detach(self, handle: str) -> None:
-        """Forget a remote rank; its endpoint closes, so that nothing of it reaches our memory afterwards."""
+        """Forget a remote rank, as soon as nothing of it can reach our memory any more."""
+        if (remote := self._remotes.get(handle)) is not None:
+            remote.leaving = True
+            self._remove_if_over(handle)
+
+    def _remove_if_over(self, name: str) -> None:
+        if not self._remotes[name].leaving or any(flight.remote == name for flight in self._flights.values()):
+            return
+        remote = self._remotes.pop(name)
         with contextlib.suppress(*NIXL_ERRORS):  # the peer may be gone already: then there is nothing to close
-            if (descriptors := self._peers.pop(handle, None)) is not None:
-                self._agent.release_dlist_handle(descriptors)
-            self._agent.remove_remote_agent(handle)
+            self._agent.release_dlist_handle(remote.descriptors)
+            self._agent.remove_remote_agent(name)
 
     def read(self, handle: str, remote: Indices, local: Indices) -> TransferId:
         """Post a READ."""
         try:
-            xfer = self._agent.make_prepped_xfer("READ", self._local, local, self._peers[handle], remote)
+            descriptors = self._remotes[handle].descriptors
+            xfer = self._agent.make_prepped_xfer("READ", self._local, local, descriptors, remote)
             state = self._agent.transfer(xfer)
         except NIXL_ERRORS as exc:
             raise TransferError(f"NIXL cannot start a read: {exc}") from exc
         number = next(self._numbers)
-        self._flights[number] = _Flight(xfer, time.monotonic())
+        self._flights[number] = _Flight(xfer, handle, time.monotonic())
         if state == "ERR":
             self._end(number, Outcome.FAILED, "the read failed when it was posted")
         return number
 
     def cancel(self, transfer: TransferId) -> None:
-        """Give a transfer up; the caller detaches its peer, so that late bytes have nowhere to go."""
+        """Give a transfer up: it ends as failed, but only when NIXL says that it is over."""
         if (flight := self._flights.get(transfer)) is not None:
             flight.cancelled = True
 
@@ -108,20 +151,11 @@ class NixlMover:
                 self._end(number, Outcome.FAILED, f"{type(exc).__name__}: {exc}")
                 continue
             if state == "DONE":
-                self._end(number, Outcome.MOVED, "")
+                self._end(number, Outcome.FAILED if flight.cancelled else Outcome.MOVED, "cancelled")
             elif state == "ERR":
                 self._end(number, Outcome.FAILED, "the read failed")
-            elif flight.cancelled:
-                self._release_cancelled(number, flight)
         ended, self._ended = self._ended, []
         return ended
-
-    def _release_cancelled(self, number: TransferId, flight: _Flight) -> None:
-        try:
-            flight.handle.release()
-        except NIXL_ERRORS:
-            return  # NIXL is not done with it: keep it, and its blocks, until it is
-        self._end(number, Outcome.FAILED, "cancelled")
 
     def _end(self, number: TransferId, outcome: Outcome, reason: str) -> None:
         flight = self._flights.pop(number)
@@ -133,6 +167,7 @@ class NixlMover:
         with contextlib.suppress(*NIXL_ERRORS):  # NIXL keeps what it cannot release and tries again at its end
             flight.handle.release()
         self._ended.append(Ended(number, outcome, moved, count, time.monotonic() - flight.posted_at, reason))
+        self._remove_if_over(flight.remote)
 
 
 def register(agent: Any, memory: str, device: int, spans: Sequence[tuple[int, int]]) -> bytes:

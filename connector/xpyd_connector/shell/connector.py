@@ -23,7 +23,7 @@ from vllm.v1.request import Request
 
 from xpyd_connector.core.tally import Report
 from xpyd_connector.shell.facts import fingerprint, read_facts
-from xpyd_connector.shell.metadata import RankHandshake, StepMetadata
+from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake, StepMetadata
 from xpyd_connector.shell.scheduler import SchedulerSide
 from xpyd_connector.shell.stats import XpydPromMetrics, XpydStats
 from xpyd_connector.shell.wake import find_waker
@@ -145,3 +145,7 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the loads that ended."""
         return self._worker.results()
+
+    def build_connector_worker_meta(self) -> LingeringMetadata | None:
+        """Tell the scheduler which blocks must not be used yet; vLLM asks after :meth:`get_transfer_results`."""
+        return self._worker.lingering()

@@ -2,8 +2,13 @@
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
+from xpyd_connector.core.ids import RequestId
 from xpyd_connector.core.messages import Fingerprint, RankInfo
 from xpyd_connector.core.reader import Order
 
@@ -22,3 +27,17 @@ class StepMetadata(KVConnectorMetadata):
 
     orders: list[Order] = field(default_factory=list[Order])
     idle: bool = False  # nothing is computed in this step: it may wait a moment for a transfer
+
+
+@dataclass
+class LingeringMetadata(KVConnectorWorkerMetadata):
+    """Workers to scheduler: whose blocks NIXL may still write into, and whose no longer. Once for each rank."""
+
+    lingers: list[RequestId] = field(default_factory=list[RequestId])
+    let_go: list[RequestId] = field(default_factory=list[RequestId])
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "LingeringMetadata":
+        """Add what another rank says."""
+        if not isinstance(other, LingeringMetadata):
+            raise TypeError(f"{type(other).__name__} is not ours")
+        return LingeringMetadata(self.lingers + other.lingers, self.let_go + other.let_go)

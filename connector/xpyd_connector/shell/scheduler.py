@@ -31,7 +31,7 @@ from xpyd_connector.errors import BadOffer
 from xpyd_connector.io.link import SocketLink
 from xpyd_connector.io.runner import Runner
 from xpyd_connector.shell.facts import Facts
-from xpyd_connector.shell.metadata import RankHandshake, StepMetadata
+from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake, StepMetadata
 from xpyd_connector.shell.outbox import Outbox
 from xpyd_connector.shell.stats import XpydStats
 
@@ -47,6 +47,15 @@ class _Borrowing:
 
     offer: Offer
     loading: bool = False  # its blocks are allocated and a worker is at it; never loaded twice
+    into: Sequence[int] = ()  # the blocks it is loaded into
+
+
+@dataclass(slots=True)
+class _Lingering:
+    """Blocks of a load that failed, which NIXL may still write into: kept out of the pool until every rank lets go."""
+
+    blocks: list[KVCacheBlock]
+    ranks: int = 0
 
 
 class SchedulerSide:
@@ -61,6 +70,7 @@ class SchedulerSide:
         self._tally = Tally()  # the engine thread's own
         self._held: dict[RequestId, list[KVCacheBlock]] = {}
         self._borrowings: dict[RequestId, _Borrowing] = {}
+        self._lingering: dict[RequestId, _Lingering] = {}
         self._orders: list[Order] = []
         self._gauges: dict[str, float] = {}
 
@@ -127,11 +137,12 @@ class SchedulerSide:
             self._tally.count("loads_skipped_local")
             self._give_back(own)
             return
-        borrowing.loading = True
+        borrowing.loading = True  # from here on it ends in after_step
         offer, (local,) = borrowing.offer, blocks.get_block_ids()
         read, into = missing_blocks(
             request.num_prompt_tokens, external, self._facts.block_size, offer.remote_block_ids[0], local
         )
+        borrowing.into = into
         self._orders.append(Order(own, offer.remote_request_id, offer.remote_engine_id, offer.address, read, into))
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
@@ -143,10 +154,26 @@ class SchedulerSide:
     def after_step(self, output: KVConnectorOutput) -> None:
         """Stop renewing what the workers have read, or failed to read."""
         self.free_released()
+        if isinstance(output.kv_connector_worker_meta, LingeringMetadata):
+            self._keep_lingering(output.kv_connector_worker_meta)
         for request in output.finished_recving or ():
             own = RequestId(request)
             if (borrowing := self._borrowings.pop(own, None)) is not None:
                 self._settle(own, borrowing.offer.remote_engine_id)
+
+    def _keep_lingering(self, news: LingeringMetadata) -> None:
+        """Pin blocks that NIXL may still write into, before vLLM frees them for others; unpin those it let go."""
+        for own in news.lingers:
+            if own not in self._lingering:
+                blocks = [self._block_pool.blocks[block] for block in self._borrowings[own].into]
+                self._block_pool.touch(blocks)
+                self._lingering[own] = _Lingering(blocks)
+            self._lingering[own].ranks += 1
+        for own in news.let_go:
+            lingering = self._lingering[own]
+            lingering.ranks -= 1
+            if not lingering.ranks:
+                self._block_pool.free_blocks(reversed(self._lingering.pop(own).blocks))
 
     # ---- the end of a request, on either engine
 
@@ -183,6 +210,7 @@ class SchedulerSide:
             "leases_held": float(len(self._held)),
             "blocks_held": float(sum(map(len, self._held.values()))),
             "requests_borrowing": float(len(self._borrowings)),
+            "blocks_lingering": float(sum(len(lingering.blocks) for lingering in self._lingering.values())),
         }
         changed = Report(gauges=gauges if gauges != self._gauges else {})
         self._gauges = gauges

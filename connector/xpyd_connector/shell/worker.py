@@ -15,14 +15,14 @@ from xpyd_connector.core.greeting import Guest
 from xpyd_connector.core.ids import RequestId
 from xpyd_connector.core.messages import Fingerprint, RankInfo
 from xpyd_connector.core.peers import PeerBook
-from xpyd_connector.core.reader import Order, Reader, Result
+from xpyd_connector.core.reader import LetGo, Order, Reader, Result
 from xpyd_connector.core.tally import Tally
 from xpyd_connector.io.link import SocketLink
 from xpyd_connector.io.nixl import NixlMover, make_agent, register
 from xpyd_connector.io.runner import Command, Runner
 from xpyd_connector.shell.caches import describe_caches, place_of, spans_of
 from xpyd_connector.shell.facts import Facts
-from xpyd_connector.shell.metadata import RankHandshake, StepMetadata
+from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake, StepMetadata
 from xpyd_connector.shell.outbox import Outbox
 from xpyd_connector.shell.stats import XpydStats
 
@@ -41,7 +41,8 @@ class WorkerSide:
         self._rank = rank
         self._handshake: RankHandshake | None = None  # absent until the cache exists
         self._runner: Runner[Reader] | None = None  # only where KV is taken over
-        self._outbox: Outbox[Result] = Outbox()
+        self._outbox: Outbox[Result | LetGo] = Outbox()
+        self._lingering = LingeringMetadata()  # news for the scheduler
         self._tally = Tally()
         self._loading: set[RequestId] = set()
         self._idle = False
@@ -85,12 +86,24 @@ class WorkerSide:
             self._runner.check()
         if self._loading and self._idle and not self._outbox:
             self._outbox.wait(self._settings.idle_wait)
-        ended = self._outbox.take()
-        self._loading.difference_update(result.request for result in ended)
-        failed = {str(result.request) for result in ended if result.failure}
-        return KVConnectorTransferResults(
-            finished_recving={str(result.request) for result in ended}, failed_recving=failed
-        )
+        results = KVConnectorTransferResults()
+        for ended in self._outbox.take():
+            match ended:
+                case LetGo(request):
+                    self._lingering.let_go.append(request)
+                case Result(request, failure, lingers):
+                    self._loading.discard(request)
+                    results.finished_recving.add(str(request))
+                    if failure:
+                        results.failed_recving.add(str(request))
+                    if lingers:
+                        self._lingering.lingers.append(request)
+        return results
+
+    def lingering(self) -> LingeringMetadata | None:
+        """Return whose blocks must be kept from others, and whose no longer, since the last call."""
+        news, self._lingering = self._lingering, LingeringMetadata()
+        return news if news.lingers or news.let_go else None
 
     def stats(self) -> XpydStats | None:
         """Return the numbers since the last call."""
@@ -120,7 +133,7 @@ class WorkerSide:
         """On the transfer thread: pass on what ended."""
         results = reader.take_results()
         for result in results:
-            if result.failure:
+            if isinstance(result, Result) and result.failure:
                 logger.warning("xpyd: KV of %s was not loaded: %s", result.request, result.failure)
         self._outbox.put(results, self._tally.take())
 

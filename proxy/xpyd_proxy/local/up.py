@@ -22,6 +22,7 @@ from xpyd_proxy.local.recipe import Connector
 from xpyd_proxy.local.screen import Screen
 
 READY_TIMEOUT_S = 300.0
+GRACE_S = 5.0  # an engine that is still starting does not listen to SIGTERM
 LOOK_EVERY_S = 0.5
 FAILED, INTERRUPTED = 1, 130
 _DEFAULT = Plan()
@@ -48,11 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULT.connector.value,
         help="ours or vLLM's (%(default)s)",
     )
-    add("--port", type=int, default=_DEFAULT.port, help="of the router (%(default)s)")
-    add("--prefill-port", type=int, default=_DEFAULT.prefill_port, metavar="PORT", help="first (%(default)s)")
-    add("--decode-port", type=int, default=_DEFAULT.decode_port, metavar="PORT", help="first (%(default)s)")
-    add("--side-channel-port", type=int, default=_DEFAULT.side_channel_port, metavar="PORT", help="first (%(default)s)")
-    add("--model", type=Path, metavar="DIR", help=f"a tiny model is made there if absent ({_DEFAULT.model})")
+    for flag, default, owner in (
+        ("--port", _DEFAULT.port, "the router"),
+        ("--prefill-port", _DEFAULT.prefill_port, "the first prefill engine"),
+        ("--decode-port", _DEFAULT.decode_port, "the first decode engine"),
+        ("--side-channel-port", _DEFAULT.side_channel_port, "the first engine's side channel"),
+    ):
+        add(flag, type=int, default=default, metavar="PORT", help=f"of {owner} (%(default)s)")
+    add("--model", type=Path, metavar="DIR", help=f"the tiny model is made there if absent ({_DEFAULT.model})")
     add("--once", action="store_true", help="stop after the first request")
 
 
@@ -86,13 +90,15 @@ def _up(plan: Plan, screen: Screen, *, once: bool) -> int:
     preflight.check(plan, preflight.look(plan))
     if plan.kind is EngineKind.VLLM:
         _make_model(plan, screen)
-    with open_fleet(plan.log_dir) as fleet:
-        _start(plan, fleet, screen)
-        decode_urls = [f"http://{address}" for address in plan.addresses(Role.DECODE)]
-        _show(first_request.ask(plan.router_url, decode_urls, MODEL_NAME), plan, screen)
-        if not once:
-            _stay(plan, fleet, screen)
-        screen.line("Stopping ...")
+    with open_fleet(plan.log_dir, grace_s=GRACE_S) as fleet:
+        try:
+            _start(plan, fleet, screen)
+            decode_urls = [f"http://{address}" for address in plan.addresses(Role.DECODE)]
+            _show(first_request.ask(plan.router_url, decode_urls, MODEL_NAME), plan, screen)
+            if not once:
+                _stay(plan, fleet, screen)
+        finally:
+            screen.line("Stopping ...")
     screen.line("Stopped: no process is left.")
     return 0
 

@@ -14,9 +14,7 @@ from xpyd_connector.core.messages import MAX_BLOCKS, MAX_ID
 from xpyd_connector.core.offers import Offer, digest_prompt, read_offer
 from xpyd_connector.errors import BadOffer
 
-OFFER = Offer(
-    EngineId("p0"), RequestId("cmpl-1"), "10.0.0.1", 5600, ((BlockId(4), BlockId(2)),), 30, xpyd_prompt="d1"
-)
+OFFER = Offer(EngineId("p0"), RequestId("cmpl-1"), "10.0.0.1", 5600, ((BlockId(4), BlockId(2)),), 30, xpyd_prompt="d1")
 
 
 def params(**changes):
@@ -31,7 +29,8 @@ def keys_of_vllm():
     (found,) = [
         {keyword.arg for keyword in call.keywords}
         for call in calls
-        if getattr(call.func, "id", "") == "dict" and any(keyword.arg == "remote_block_ids" for keyword in call.keywords)
+        if getattr(call.func, "id", "") == "dict"
+        and any(keyword.arg == "remote_block_ids" for keyword in call.keywords)
     ]
     return found
 
@@ -78,7 +77,7 @@ BROKEN = {
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BROKEN.items() for value in values])
 def test_a_malformed_offer_is_refused_in_one_sentence(key, value):
     """The prompt is computed here then; a number out of range would end the transfer thread instead."""
-    with pytest.raises(BadOffer, match="^kv_transfer_params: ") as caught:
+    with pytest.raises(BadOffer, match=r"^kv_transfer_params: ") as caught:
         read_offer(params(**{key: value}))
 
     assert "\n" not in str(caught.value)

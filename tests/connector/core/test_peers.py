@@ -154,9 +154,7 @@ def test_a_restarted_engine_does_not_pass_for_the_one_before_it(book):
     peer = book.met(welcome=changed(WELCOME, engine=EngineId("p1")))
 
     assert peer.state is PeerState.REFUSED
-    assert peer.reason == (
-        "engine p1 answers at 10.0.0.1:5600 now, the request was prefilled by p0"
-    )
+    assert peer.reason == ("engine p1 answers at 10.0.0.1:5600 now, the request was prefilled by p0")
 
 
 def test_another_protocol_is_named_with_both_numbers(book):

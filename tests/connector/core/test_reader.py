@@ -4,11 +4,20 @@ import itertools
 
 import pytest
 
-from support.engines import TIMEOUT, World, changed
+from support.engines import BLOCKS, TIMEOUT, World, changed
 from xpyd_connector.core.ids import ConnId, EngineId, RequestId
 from xpyd_connector.core.messages import Fenced, Lapsed
 from xpyd_connector.core.ports import Received
-from xpyd_connector.core.reader import POLL_INTERVAL, TRANSITIONS, LoadEvent, LoadState, Order, _Load
+from xpyd_connector.core.reader import (
+    LINGER_INTERVAL,
+    POLL_INTERVAL,
+    TRANSITIONS,
+    LoadEvent,
+    LoadState,
+    Order,
+    Result,
+    _Load,
+)
 from xpyd_connector.errors import IllegalTransition
 
 RIGHT = [b"p-a/0", b"p-a/1", b"p-a/2"]
@@ -115,17 +124,43 @@ def test_a_hung_peer_takes_its_other_loads_along_and_they_say_so(world):
     assert counters(world)["loads_failed_peer"] == 1
 
 
+def test_loads_of_a_hung_peer_whose_time_is_up_together_end_once_each(world):
+    """The first one takes the second one along with the peer; ending it again would end the thread."""
+    first, second = offered(world), world.p.prefill("p-b", 1, now=0.0)
+    world.load(first)
+    world.load(second, "b")
+    world.round()
+    world.round()
+    assert state(world) is state(world, "b") is LoadState.CONFIRMING
+    world.p.frozen = True
+    world.run(seconds=TIMEOUT)
+
+    assert "not loaded within" in world.d.result("d-a").failure
+    assert "does not answer" in world.d.result("d-b").failure
+
+
 def test_blocks_are_not_given_back_while_nixl_may_still_write_into_them(world):
-    """The load ends when NIXL has let go, however long its deadline is over."""
+    """The request fails in time; its blocks are free when NIXL has let go, however late that is."""
     world.d.mover.stuck = world.d.mover.clinging = True
     world.load(offered(world))
-    world.run(seconds=TIMEOUT + 5)
-    assert state(world) is LoadState.GIVING_UP
-    assert world.d.result("d-a") is None
+    world.run(seconds=TIMEOUT)
+    assert world.d.result("d-a") == Result(RequestId("d-a"), "not loaded within 20 s", lingers=True)
+    world.run(seconds=100)
+    assert len(world.d.free) == BLOCKS - 3
     world.d.mover.clinging = False
     world.run()
 
-    assert "not loaded" in world.d.result("d-a").failure
+    assert len(world.d.free) == BLOCKS
+    assert counters(world)["loads_failed_timeout"] == 1
+
+
+def test_an_engine_that_only_waits_for_a_hung_peer_hardly_looks(world):
+    """It may take hours."""
+    world.d.mover.stuck = world.d.mover.clinging = True
+    world.load(offered(world))
+    world.run(seconds=TIMEOUT)
+
+    assert world.d.reader.advance(now=TIMEOUT) == TIMEOUT + LINGER_INTERVAL
 
 
 def test_a_load_being_given_up_survives_that_its_peer_is_met_again(world):
@@ -142,7 +177,7 @@ def test_a_load_being_given_up_survives_that_its_peer_is_met_again(world):
 
 
 def test_a_load_being_given_up_survives_that_its_peer_then_refuses(world):
-    """Its blocks must not be handed out before NIXL has let go of them."""
+    """Its blocks are free when NIXL has let go of them, not when the peer is gone."""
     world.d.mover.stuck = world.d.mover.clinging = True
     offer = offered(world)
     world.load(offer)
@@ -152,7 +187,11 @@ def test_a_load_being_given_up_survives_that_its_peer_then_refuses(world):
     world.run()
 
     assert "was not met" in world.d.result("d-b").failure
-    assert world.d.result("d-a") is None
+    assert len(world.d.free) == BLOCKS - 3
+    world.d.mover.clinging = False
+    world.run()
+
+    assert len(world.d.free) == BLOCKS
 
 
 def test_an_offer_of_blocks_the_peer_does_not_have_fails_alone(world):

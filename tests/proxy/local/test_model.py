@@ -1,5 +1,6 @@
 """The tiny model: the same bytes everywhere, never half written, and a vocabulary that survives any text."""
 
+import hashlib
 import json
 import struct
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from xpyd_proxy.local.errors import ModelDirectoryTaken
-from xpyd_proxy.local.model import FINGERPRINT, HEADS, HIDDEN, VOCABULARY, TinyModel, ensure_model, is_complete
+from xpyd_proxy.local.model import FINGERPRINT, HEADS, HIDDEN, VERSION, VOCABULARY, TinyModel, ensure_model, is_complete
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,13 @@ def test_the_same_parameters_give_the_same_bytes(tiny, tmp_path):
     ensure_model(tmp_path / "again")
 
     assert contents(tiny) == contents(tmp_path / "again")
+
+
+def test_a_change_of_the_files_is_a_new_version(tiny):
+    """A model that was made earlier is replaced only when VERSION says so: raise it together with this digest."""
+    digest = hashlib.sha256(contents(tiny)["model.safetensors"]).hexdigest()
+
+    assert (VERSION, digest[:16]) == (1, "63d24eb8d03d0c29")
 
 
 def test_another_seed_is_another_model_with_the_same_tokenizer(tiny, tmp_path):

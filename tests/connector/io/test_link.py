@@ -1,0 +1,594 @@
+"""Control connections on real loopback sockets."""
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from support.engines import FINGERPRINT, changed, rank_info
+from xpyd_connector.core.greeting import Guest, Host, prove
+from xpyd_connector.core.ids import Address, EngineId, RequestId
+from xpyd_connector.core.messages import (
+    MAX_FRAME,
+    MAX_STRANGER,
+    PROTOCOL,
+    Challenge,
+    Drop,
+    Hello,
+    Refusal,
+    Renew,
+    Welcome,
+    decode,
+    encode,
+)
+from xpyd_connector.core.ports import Failed, Lost, Met, Received
+from xpyd_connector.errors import SettingsError
+from xpyd_connector.io import link as link_module
+from xpyd_connector.io.framing import Deframer, frame
+from xpyd_connector.io.link import SocketLink
+
+WELCOME = Welcome(PROTOCOL, EngineId("p0"), FINGERPRINT, (rank_info("p0"),))
+A = RequestId("a")
+LONG = 5.0  # s: more than anything here takes
+
+
+class SlowHost(Host):
+    """Takes its time to answer a hello."""
+
+    def answer(self, message, nonce):
+        time.sleep(0.3)
+        return super().answer(message, nonce)
+
+
+class Net:
+    """Links of one test, and strangers' sockets: all closed at its end."""
+
+    def __init__(self):
+        self.closing = contextlib.ExitStack()
+        self.links, self.running = [], []
+
+    def link(self, *, secret=b"s", timeout=LONG, threads=8):
+        link = SocketLink(Guest(EngineId("d0"), secret), timeout=timeout, threads=threads)
+        self.closing.callback(self.stop, link)
+        self.links.append(link)
+        self.running.append(link)
+        return link
+
+    def stop(self, link):
+        if link in self.running:
+            self.running.remove(link)
+            link.stop()
+
+    def listener(self, *, welcome=WELCOME, secret=b"s", host=Host, **options):
+        link = self.link(secret=secret, **options)
+        link.address = link.listen(Address("127.0.0.1", 0), host(welcome, secret))
+        return link
+
+    def stranger(self, address):
+        sock = self.closing.enter_context(socket.create_connection(address, LONG))
+        return Stranger(sock)
+
+    def events(self, link, until=lambda events: events, seconds=LONG):
+        """Poll all links in turn until one of them has seen enough."""
+        events, end = [], time.monotonic() + seconds
+        while not until(events) and time.monotonic() < end:
+            for other in self.links:
+                if other is not link:
+                    list(other.poll(0))
+            events += link.poll(0.005)
+        assert until(events), events
+        return events
+
+    def idle(self, link, seconds=0.1):
+        """Poll all links for a while; return what this one saw."""
+        events, end = [], time.monotonic() + seconds
+        while time.monotonic() < end:
+            for other in self.links:
+                seen = list(other.poll(0.002))
+                events += seen if other is link else []
+        return events
+
+    def meet(self, link, listener):
+        conn = link.meet(listener.address)
+        (met,) = self.events(link)
+        assert met == Met(conn, WELCOME)
+        return conn
+
+
+class Stranger:
+    """Speaks to a listener with bare hands."""
+
+    def __init__(self, sock):
+        self.sock, self.deframer = sock, Deframer(1 << 26)
+
+    def say(self, *messages):
+        self.sock.sendall(b"".join(frame(encode(message)) for message in messages))
+
+    def hear(self, net):
+        self.sock.settimeout(0.01)
+        for _ in range(500):
+            net.idle(None, 0.005)
+            with contextlib.suppress(TimeoutError):
+                if not (data := self.sock.recv(1 << 20)):
+                    return None
+                for message in self.deframer.feed(data):
+                    return decode(message)
+        raise AssertionError("nothing was said")
+
+    def hello(self, net, secret=b"s"):
+        challenge = self.hear(net)
+        return Hello(PROTOCOL, EngineId("x"), prove(secret, challenge.nonce))
+
+
+@pytest.fixture
+def net():
+    net = Net()
+    with net.closing:
+        yield net
+
+
+def of(kind):
+    return lambda events: any(isinstance(event, kind) for event in events)
+
+
+def test_two_links_meet_and_talk_both_ways(net):
+    """The main path."""
+    d, p = net.link(), net.listener()
+    conn = net.meet(d, p)
+    d.send(conn, Renew((A,)))
+    (renewed,) = net.events(p)
+    p.send(renewed.conn, Drop((A,)))
+    (answered,) = net.events(d)
+
+    assert renewed.message == Renew((A,))
+    assert answered == Received(conn, Drop((A,)))
+
+
+def test_order_is_kept(net):
+    """A Done after its heartbeat, not before."""
+    d, p = net.link(), net.listener()
+    conn = net.meet(d, p)
+    sent = [Renew((RequestId(str(number)),)) for number in range(200)]
+    for message in sent:
+        d.send(conn, message)
+    events = net.events(p, lambda events: len(events) == 200)
+
+    assert [event.message for event in events] == sent
+
+
+def test_each_end_hears_once_that_the_other_closed(net):
+    """And the one that closes hears nothing."""
+    d, p = net.link(), net.listener()
+    conn = net.meet(d, p)
+    d.send(conn, Renew((A,)))
+    net.events(p)
+    d.close(conn)
+    d.close(conn)
+    events = net.events(p)
+
+    assert [type(event) for event in [*events, *net.idle(p)]] == [Lost]
+    assert net.idle(d) == []
+
+
+def test_nothing_is_heard_of_a_connection_that_was_closed_meanwhile(net):
+    """Several messages may arrive at once; the first one may be reason enough to close."""
+    d, p = net.link(), net.listener()
+    conn = net.meet(d, p)
+    for _ in range(3):
+        d.send(conn, Renew((A,)))
+    time.sleep(0.1)
+    seen = []
+    for event in p.poll(1.0):
+        seen.append(event)
+        p.close(event.conn)
+
+    assert len(seen) == 1
+    assert net.idle(p) == []
+
+
+def test_sending_to_a_closed_connection_is_ignored(net):
+    """Its Lost has been told, or was not wanted."""
+    d, p = net.link(), net.listener()
+    conn = net.meet(d, p)
+    d.close(conn)
+    d.send(conn, Renew((A,)))
+
+    assert net.idle(d) == []
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(b"", b"s"), (b"s", b""), (b"s", b"t")])
+def test_another_secret_is_refused_with_the_reason(net, ours, theirs):
+    """On the side of the one who calls; the listener says nothing of it."""
+    d, p = net.link(secret=ours), net.listener(secret=theirs)
+    conn = d.meet(p.address)
+    (failed,) = net.events(d)
+
+    assert failed.conn == conn
+    assert "XPYD_CONNECTOR_SECRET" in failed.reason
+    assert net.idle(p) == []
+
+
+def test_what_a_refused_stranger_says_next_is_not_heard(net):
+    """In the same breath, without waiting for the answer: he could free or keep other people's blocks."""
+    p = net.listener()
+    stranger = net.stranger(p.address)
+    stranger.say(stranger.hello(net, secret=b"wrong"), Drop((A,)), Renew((A,)), stranger_hello())
+
+    assert net.idle(p) == []
+
+
+def stranger_hello():
+    return Hello(PROTOCOL, EngineId("x"), b"")
+
+
+def test_whoever_has_greeted_may_go_on_in_the_same_breath(net):
+    """The first heartbeat need not wait for the welcome to arrive."""
+    p = net.listener()
+    stranger = net.stranger(p.address)
+    stranger.say(stranger.hello(net), Renew((A,)))
+
+    assert [event.message for event in net.events(p)] == [Renew((A,))]
+
+
+def test_a_refused_stranger_hears_why_and_is_sent_away(net):
+    """An older engine's operator reads it."""
+    p = net.listener()
+    stranger = net.stranger(p.address)
+    stranger.say(changed(stranger.hello(net), protocol=PROTOCOL + 1))
+
+    assert isinstance(stranger.hear(net), Refusal)
+    assert stranger.hear(net) is None
+
+
+def test_a_stranger_who_says_nothing_is_sent_away_in_time(net):
+    """A port scanner, or half a handshake: nobody hears of it, and a sleeping thread wakes for it."""
+    p = net.listener(timeout=0.15)
+    stranger = net.stranger(p.address)
+    assert isinstance(stranger.hear(net), Challenge)
+    start = time.monotonic()
+    assert list(p.poll(LONG)) == []
+    waited = time.monotonic() - start
+
+    assert waited < 1
+    assert stranger.hear(net) is None
+
+
+def test_strangers_are_limited(net, monkeypatch):
+    """However many connect, our files are not used up."""
+    monkeypatch.setattr(link_module, "MAX_STRANGERS", 3)
+    p = net.listener()
+    strangers = [net.stranger(p.address) for _ in range(5)]
+    heard = [stranger.hear(net) for stranger in strangers]
+
+    assert [type(message) for message in heard] == [Challenge] * 3 + [type(None)] * 2
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        struct.pack("<I", MAX_STRANGER + 1),
+        struct.pack("<I", 0),
+        frame(b"\x81\xa4type\xa1\xff"),
+        frame(b"GET / HTTP/1.1"),
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
+)
+def test_a_stranger_who_talks_nonsense_is_sent_away_and_nobody_else_notices(net, data):
+    """Whatever he says, the thread that renews everybody's leases lives."""
+    p, d = net.listener(), net.link()
+    stranger = net.stranger(p.address)
+    stranger.hear(net)
+    stranger.sock.sendall(data)
+
+    assert stranger.hear(net) is None
+    assert net.meet(d, p)
+
+
+@pytest.mark.parametrize("data", [struct.pack("<I", MAX_FRAME + 1), frame(b"\xc1"), frame(b"\x81\xa4type\xa1\xff")])
+def test_a_peer_that_breaks_the_protocol_is_lost(net, data):
+    """With the reason."""
+    p = net.listener()
+    stranger = net.stranger(p.address)
+    stranger.say(stranger.hello(net))
+    stranger.hear(net)
+    stranger.sock.sendall(data)
+    (lost,) = net.events(p)
+
+    assert isinstance(lost, Lost)
+    assert "allowed" in lost.reason or "protocol" in lost.reason
+
+
+def test_a_peer_that_does_not_read_is_lost(net, monkeypatch):
+    """What we keep for it is bounded."""
+    monkeypatch.setattr(link_module, "MAX_UNSENT", 1 << 20)
+    p = net.listener()
+    stranger = net.stranger(p.address)
+    stranger.say(stranger.hello(net), Renew((A,)))
+    (met,) = net.events(p)
+    drop = Drop(tuple(RequestId("x" * 200) for _ in range(1000)))
+    for _ in range(100):
+        p.send(met.conn, drop)
+    (lost,) = net.events(p)
+
+    assert "unread" in lost.reason
+    assert net.idle(p) == []
+
+
+def test_a_message_larger_than_the_sockets_buffer_arrives(net):
+    """It is sent piece by piece, while nobody waits for it."""
+    d, p = net.link(), net.listener()
+    conn = net.meet(d, p)
+    large = Drop(tuple(RequestId(f"{number:0200}") for number in range(1000)))
+    for _ in range(30):
+        d.send(conn, large)
+    events = net.events(p, lambda events: len(events) == 30)
+
+    assert all(event.message == large for event in events)
+
+
+def test_a_welcome_larger_than_what_a_peer_may_leave_unread_arrives(net):
+    """NIXL's metadata of many ranks and devices."""
+    huge = changed(WELCOME, ranks=(changed(rank_info("p0"), agent=b"x" * (link_module.MAX_UNSENT + 1)),))
+    d, p = net.link(), net.listener(welcome=huge)
+    conn = d.meet(p.address)
+
+    assert net.events(d) == [Met(conn, huge)]
+
+
+def test_a_port_that_nobody_has_fails(net):
+    """With the address in the sentence."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = Address(*free.getsockname())
+    d = net.link()
+    conn = d.meet(address)
+    (failed,) = net.events(d)
+
+    assert failed.conn == conn
+    assert failed.reason.startswith(f"cannot connect to {address}: ")
+
+
+@pytest.mark.parametrize("host", ["x" * 64 + ".example", "nul\0byte", "a..b", ""])
+def test_a_name_that_cannot_be_a_hosts_fails(net, host, monkeypatch):
+    """Offers come from elsewhere: a name must not end the thread. (An empty one is this machine.)"""
+    monkeypatch.setattr(socket, "getaddrinfo", refuse_names(socket.getaddrinfo))
+    d = net.link()
+    d.meet(Address(host, 1))
+    (failed,) = net.events(d)
+
+    assert isinstance(failed, Failed)
+    assert "cannot connect" in failed.reason
+
+
+def refuse_names(resolve):
+    """Resolve as the system does, short of asking a server."""
+
+    def getaddrinfo(host, *args, **options):
+        resolve(host, *args, **{**options, "flags": socket.AI_NUMERICHOST})
+
+    return getaddrinfo
+
+
+def test_something_else_on_that_port_fails(net):
+    """A web server, say."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        d = net.link()
+        d.meet(Address(*server.getsockname()))
+        conn, _ = server.accept()
+        with conn:
+            conn.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            (failed,) = net.events(d)
+
+    assert isinstance(failed, Failed)
+    assert "allowed" in failed.reason
+
+
+@pytest.mark.parametrize("said", [Drop((A,)), Renew((A,)), Refusal("full")])
+def test_something_else_than_a_challenge_fails(net, said):
+    """An engine of another protocol; a refusal is passed on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        d = net.link()
+        d.meet(Address(*server.getsockname()))
+        conn, _ = server.accept()
+        with conn:
+            conn.sendall(frame(encode(said)))
+            (failed,) = net.events(d)
+
+    assert "full" in failed.reason or f"answered hello with {type(said).__name__}" in failed.reason
+
+
+def test_a_listener_that_never_answers_fails_in_time(net):
+    """A stopped engine's kernel still accepts connections."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        d = net.link(timeout=0.2)
+        start = time.monotonic()
+        d.meet(Address(*server.getsockname()))
+        (failed,) = net.events(d)
+
+    assert 0.15 < time.monotonic() - start < 1.5
+    assert "did not say hello: timed out" in failed.reason
+
+
+def test_a_listener_that_answers_byte_by_byte_fails_in_time(net):
+    """Each byte is in time, but all of them are not: it must not keep the pool from the others."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        d = net.link(timeout=0.3)
+        start = time.monotonic()
+        d.meet(Address(*server.getsockname()))
+        conn, _ = server.accept()
+        with conn:
+            drip = frame(encode(WELCOME))
+            events = []
+            while not events and time.monotonic() - start < LONG:
+                conn.send(drip[:1])
+                drip = drip[1:]
+                events += d.poll(0.05)
+
+    assert time.monotonic() - start < 1.5
+    assert "timed out" in events[0].reason
+
+
+def test_a_listener_that_hangs_up_fails(net):
+    """It restarts, or has too many strangers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        d = net.link()
+        d.meet(Address(*server.getsockname()))
+        server.accept()[0].close()
+        (failed,) = net.events(d)
+
+    assert "closed the connection" in failed.reason
+
+
+def test_a_meeting_that_is_given_up_is_not_reported(net):
+    """And its connection is closed when it succeeds after all."""
+    p, d = net.listener(host=SlowHost), net.link()
+    conn = d.meet(p.address)
+    d.close(conn)
+    net.idle(d, 0.6)
+
+    assert net.idle(d) == []
+    assert d._conns == {}
+
+
+def test_slow_listeners_are_met_at_the_same_time(net):
+    """Eight new prefill engines, each 0.3 s late: about 0.3 s, not their sum."""
+    d, running = net.link(), threading.Event()
+    listeners = [net.listener(host=SlowHost) for _ in range(8)]
+    net.links = [d]
+    threads = [threading.Thread(target=serve, args=(listener, running)) for listener in listeners]
+    for thread in threads:
+        thread.start()
+    start = time.monotonic()
+    conns = [d.meet(listener.address) for listener in listeners]
+    events = net.events(d, lambda events: len(events) == 8)
+    took = time.monotonic() - start
+    running.set()
+    for thread in threads:
+        thread.join()
+
+    assert {event.conn for event in events} == set(conns)
+    assert of(Met)(events)
+    assert took < 1.2
+
+
+def serve(listener, stop):
+    while not stop.is_set():
+        list(listener.poll(0.02))
+
+
+def test_wake_ends_a_wait_from_another_thread(net):
+    """How the engine's commands reach a sleeping thread."""
+    d = net.link()
+    timer = threading.Timer(0.1, d.wake)
+    timer.start()
+    start = time.monotonic()
+    assert list(d.poll(LONG)) == []
+    waited = time.monotonic() - start
+    timer.join()
+
+    assert waited < 1
+    assert list(d.poll(0)) == []
+
+
+def test_waking_never_blocks(net):
+    """However often, and nobody polls; nor after the end."""
+    d = net.link()
+    for _ in range(5000):
+        d.wake()
+    start = time.monotonic()
+    list(d.poll(LONG))
+    assert time.monotonic() - start < 1
+    net.stop(d)
+    d.wake()
+
+
+def test_a_reset_connection_is_lost_not_an_error(net):
+    """RST instead of FIN, while something is being sent."""
+    p = net.listener()
+    stranger = net.stranger(p.address)
+    stranger.say(stranger.hello(net), Renew((A,)))
+    (heard,) = net.events(p)
+    stranger.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    stranger.sock.close()
+    p.send(heard.conn, Drop((A,)))
+
+    assert [type(event) for event in net.events(p)] == [Lost]
+
+
+def test_connections_tell_when_the_other_machine_is_gone(net):
+    """Without a FIN, and although nobody says anything: half-open connections would pile up for ever."""
+    d, p = net.link(), net.listener()
+    conn = net.meet(d, p)
+    sock = d._conns[conn].sock
+
+    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 30
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == link_module.USER_TIMEOUT_MS
+
+
+def test_a_port_that_is_taken_is_a_settings_error(net):
+    """In one sentence that names the variables."""
+    p, other = net.listener(), net.link()
+
+    with pytest.raises(SettingsError, match="VLLM_NIXL_SIDE_CHANNEL_PORT"):
+        other.listen(p.address, Host(WELCOME, b""))
+
+
+def test_a_port_beyond_the_last_is_a_settings_error(net):
+    """The data-parallel rank is added to it."""
+    with pytest.raises(SettingsError, match=r"127\.0\.0\.1:65536"):
+        net.link().listen(Address("127.0.0.1", 65536), Host(WELCOME, b""))
+
+
+def test_it_listens_on_ipv6(net):
+    """Clusters without IPv4 exist."""
+    try:
+        address = net.link().listen(Address("::1", 0), Host(WELCOME, b""))
+    except SettingsError:
+        pytest.skip("this machine has no IPv6")
+
+    assert str(address).startswith("[::1]:")
+
+
+def test_stop_leaves_nothing_open(net):
+    """No thread and no file, with connections, strangers and a meeting under way."""
+    d, p, slow = net.link(), net.listener(), net.listener(host=SlowHost)
+    before = open_files()
+    net.meet(d, p)
+    net.stranger(p.address)
+    d.meet(slow.address)
+    net.idle(d, 0.05)
+    net.closing.close()
+    end = time.monotonic() + LONG
+    while _handshake_threads() and time.monotonic() < end:
+        time.sleep(0.01)
+
+    assert _handshake_threads() == []
+    assert open_files() < before
+
+
+def test_a_meeting_that_succeeds_after_the_end_is_closed(net):
+    """Its thread cannot be interrupted; what it opened belongs to nobody."""
+    d, p = net.link(), net.listener(host=SlowHost)
+    d.meet(p.address)
+    net.idle(p, 0.02)
+    net.stop(d)
+    net.links.remove(d)
+    events = net.idle(p, 0.6)
+    end = time.monotonic() + LONG
+    while not of(Lost)(events) and time.monotonic() < end:
+        events += net.idle(p, 0.02)
+
+    assert of(Lost)(events)
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def _handshake_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("xpyd-handshake")]

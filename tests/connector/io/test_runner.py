@@ -1,0 +1,176 @@
+"""One thread, one core: order, time and death."""
+
+import threading
+import time
+
+import pytest
+
+from xpyd_connector.core.greeting import Guest
+from xpyd_connector.core.ids import Address, EngineId
+from xpyd_connector.core.ports import Failed
+from xpyd_connector.errors import ConnectorError
+from xpyd_connector.io.link import SocketLink
+from xpyd_connector.io.runner import LONGEST, Runner
+
+
+class Log:
+    """A core that notes what it is told, in order, and on which thread."""
+
+    def __init__(self, due=None):
+        self.seen, self.threads, self.due = [], set(), due
+        self.turns = threading.Semaphore(0)
+
+    def note(self, what):
+        self.threads.add(threading.current_thread().name)
+        self.seen.append(what)
+
+    def on(self, event, *, now):
+        self.note(type(event))
+
+    def advance(self, *, now):
+        return self.due(now) if self.due else None
+
+    def turned(self, _):
+        self.turns.release()
+
+
+class Started:
+    def __init__(self, core):
+        self.core = core
+        self.link = SocketLink(Guest(EngineId("d"), b""), timeout=1.0, threads=1)
+        self.runner = Runner("under-test", core, self.link, core.turned)
+
+    def __enter__(self):
+        self.runner.start()
+        return self.runner
+
+    def __exit__(self, *_):
+        self.runner.stop()
+
+
+def first_turn(core, now):
+    """A core that was never called has not said yet when it wants to be."""
+
+
+def wait_for(condition, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.002)
+    assert condition()
+
+
+def test_commands_run_in_order_on_the_thread():
+    """The engine only posts: it never waits for a socket or for NIXL."""
+    core = Log()
+    with Started(core) as runner:
+        for number in range(100):
+            runner.post(lambda core, now, number=number: core.note(number))
+        wait_for(lambda: len(core.seen) == 100)
+
+    assert core.seen == list(range(100))
+    assert core.threads == {"under-test"}
+
+
+def test_commands_come_before_events():
+    """What the engine did before its answer left must be known before the peer's reaction to it."""
+    core = Log()
+    started = Started(core)
+    started.link.meet(Address("127.0.0.1", 1))
+    time.sleep(0.1)
+    started.runner.post(lambda core, now: core.note("command"))
+    with started:
+        wait_for(lambda: len(core.seen) == 2)
+
+    assert core.seen == ["command", Failed]
+
+
+def test_commands_know_the_time():
+    """Monotonic, and when they run."""
+    core, before = Log(), time.monotonic()
+    with Started(core) as runner:
+        runner.post(lambda core, now: core.note(now))
+        wait_for(lambda: core.seen)
+
+    assert before <= core.seen[0] <= time.monotonic()
+
+
+def test_the_core_is_called_when_it_asked_to_be():
+    """A heartbeat or a deadline, without any traffic."""
+    core = Log(due=lambda now: now + 0.05)
+    with Started(core) as runner:
+        runner.post(first_turn)
+        start = time.monotonic()
+        for _ in range(4):
+            assert core.turns.acquire(timeout=5)
+        took = time.monotonic() - start
+
+    assert 0.1 < took < 2
+
+
+def test_waits_shorter_than_a_millisecond_are_as_short_as_that():
+    """Selectors round up; a read of a few hundred microseconds would cost a millisecond."""
+    core = Log(due=lambda now: now + 0.0002)
+    with Started(core) as runner:
+        runner.post(first_turn)
+        start = time.monotonic()
+        for _ in range(200):
+            assert core.turns.acquire(timeout=5)
+        took = time.monotonic() - start
+
+    assert took < 1
+
+
+def test_sleeping_costs_nothing():
+    """A second without anything to do."""
+    core = Log()
+    used = []
+    with Started(core) as runner:
+        runner.post(lambda core, now: used.append(time.thread_time()))
+        time.sleep(1)
+        runner.post(lambda core, now: used.append(time.thread_time()))
+        wait_for(lambda: len(used) == 2)
+
+    assert used[1] - used[0] < 0.02
+
+
+def test_a_time_beyond_what_the_system_can_wait_for_is_no_error():
+    """A lease of a year: the thread looks earlier, instead of dying of an overflow."""
+    core = Log(due=lambda now: now + 1e9)
+    with Started(core) as runner:
+        runner.post(first_turn)
+        assert core.turns.acquire(timeout=5)
+        core.seen.clear()
+        runner.post(lambda core, now: core.note("alive"))
+        wait_for(lambda: core.seen)
+
+    assert LONGEST * 1000 < 2**31
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_is_not_silent():
+    """The engine must not go on as if KV were still moving: its next command, or question, raises."""
+    core = Log()
+    with Started(core) as runner:
+        runner.post(lambda core, now: 1 / 0)
+        runner._thread.join(5)
+
+        with pytest.raises(ConnectorError, match=r"under-test died: ZeroDivisionError"):
+            runner.post(lambda core, now: None)
+        with pytest.raises(ConnectorError, match="died"):
+            runner.check()
+
+
+def test_a_living_thread_passes_the_check():
+    """Nothing to complain about."""
+    with Started(Log()) as runner:
+        runner.check()
+
+
+def test_stop_ends_the_thread():
+    """At once, although it sleeps."""
+    started, start = Started(Log()), time.monotonic()
+    with started:
+        pass
+
+    assert time.monotonic() - start < 2
+    assert "under-test" not in [thread.name for thread in threading.enumerate()]

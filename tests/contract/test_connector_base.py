@@ -1,0 +1,113 @@
+"""The facts about vLLM that the connector is built on. A new vLLM that changes one of them fails here first."""
+
+import dataclasses
+import inspect
+import queue
+import warnings
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, supports_hma
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreRequestType
+    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+    from xpyd_connector.shell.connector import XpydConnector
+    from xpyd_connector.shell.wake import find_waker
+
+pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
+OURS = sorted(
+    name for name, member in vars(XpydConnector).items() if inspect.isroutine(member) and not name.startswith("__")
+)
+
+
+def parameters(cls, name):
+    return list(inspect.signature(getattr(cls, name)).parameters)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_method_overrides_one_of_vllms_with_the_same_parameters(name):
+    """A method that vLLM renamed would never be called again, in silence."""
+    cls = next(cls for cls in (KVConnectorBase_V1, base.SupportsHMA) if hasattr(cls, name))
+
+    assert parameters(XpydConnector, name) == parameters(cls, name)
+
+
+def test_everything_abstract_is_implemented():
+    """Otherwise the engine does not start."""
+    assert XpydConnector.__abstractmethods__ == frozenset()
+    assert supports_hma(XpydConnector)
+
+
+def test_a_worker_reports_ends_in_these_fields():
+    """A failed load is in two of them."""
+    names = {field.name for field in dataclasses.fields(base.KVConnectorTransferResults)}
+
+    assert names == {"finished_sending", "finished_recving", "failed_recving"}
+    assert {"finished_recving", "failed_recving", "kv_connector_worker_meta"} <= {
+        field.name for field in dataclasses.fields(KVConnectorOutput)
+    }
+
+
+def test_a_worker_is_asked_for_its_metadata_after_its_results():
+    """The news that blocks linger must come with the failure, not a step after it."""
+    source = inspect.getsource(KVConnectorModelRunnerMixin)
+
+    assert source.index("get_transfer_results(") < source.index("build_connector_worker_meta(")
+
+
+def test_the_scheduler_tells_us_before_it_frees_blocks():
+    """What lingers is pinned in update_connector_output: later would be too late."""
+    source = inspect.getsource(Scheduler._update_from_kv_xfer_finished)
+
+    assert source.index("update_connector_output(") < source.index("_free_blocks(")
+
+
+def test_pinned_blocks_stay_out_of_the_pool():
+    """touch adds a holder, free_blocks takes one away; ``blocks`` is indexed by block id."""
+    pool = BlockPool(8, enable_caching=False, hash_block_size=4)
+    blocks = pool.get_new_blocks(3)
+    free = pool.get_num_free_blocks()
+    pool.touch(blocks)
+    pool.free_blocks(reversed(blocks))
+    assert pool.get_num_free_blocks() == free
+    pool.free_blocks(reversed(blocks))
+
+    assert pool.get_num_free_blocks() == free + 3
+    assert [block.block_id for block in pool.blocks] == list(range(8))
+
+
+def test_the_engine_can_be_woken():
+    """Through the queue that its constructor makes before it builds the scheduler, and with it the connector."""
+    source = inspect.getsource(EngineCoreProc.__init__)
+
+    assert isinstance(EngineCoreRequestType.WAKEUP, EngineCoreRequestType)
+    assert source.index("self.input_queue = ") < source.index("super().__init__(")
+    assert "WAKEUP" in inspect.getsource(EngineCoreProc._handle_client_request)
+
+
+def test_the_waker_finds_the_engine_that_builds_us():
+    """On the stack, however deep."""
+    engine = EngineCoreProc.__new__(EngineCoreProc)
+    engine.input_queue = queue.Queue()
+    build_under(engine)()
+
+    assert engine.input_queue.get_nowait() == (EngineCoreRequestType.WAKEUP, None)
+
+
+def build_under(self):
+    def connector():
+        return find_waker()
+
+    return connector()
+
+
+def test_without_an_engine_process_there_is_nobody_to_wake():
+    """Offline inference: the caller's own thread runs the engine."""
+    assert find_waker()() is None

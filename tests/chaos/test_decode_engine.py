@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from support.cluster import engine_spec, metrics, nothing_held, start_engine, wait_until
+from support.cluster import OVER_TCP, engine_spec, metrics, nothing_held, start_engine, wait_until
 from support.legs import decode, plain, prefill, prompt_of, text_of
 from xpyd_proxy.local.recipe import Connector, Role
 
@@ -23,7 +23,14 @@ EXPIRED = "vllm:xpyd_leases_expired_total"
 def short_leases(fleet, model):
     """A prefill engine with a short lease, and a decode engine that serves one request at a time."""
     config = {"kv_lease_duration": LEASE, "transfer_timeout": 60}
-    p = engine_spec("p-short", model, role=Role.PREFILL, connector=Connector.XPYD, extra_connector_config=config)
+    p = engine_spec(
+        "p-short",
+        model,
+        role=Role.PREFILL,
+        connector=Connector.XPYD,
+        extra_connector_config=config,
+        extra_env=OVER_TCP,
+    )
     d = narrow_decode_engine("d-narrow", model, config)
     children = [start_engine(fleet, spec) for spec in (p, d)]
     fleet.wait_ready(children, timeout_s=300)
@@ -40,6 +47,7 @@ def narrow_decode_engine(name, model, config):
         extra_connector_config=config,
         extra_args=("--max-num-seqs", "1"),
         max_model_len=4096,
+        extra_env=OVER_TCP,
     )
 
 
@@ -63,16 +71,19 @@ def _hold_seat(d):
 
 
 def test_an_overloaded_decode_engine_loses_no_lease(short_leases, engines):
-    """20 requests wait for more than three leases in D's queue: none expires, every text is right."""
+    """20 requests wait for more than three leases in D's queue: none expires, all are loaded, every text is right."""
     p, d, _ = short_leases
-    before = metrics(p)[EXPIRED]
+    expired, loads = metrics(p)[EXPIRED], metrics(d)["vllm:xpyd_loads_total"]
     with queue_of(20, p, d, first=200) as (prompts, answers, _):
-        time.sleep(3 * LEASE)
-        assert metrics(p)[HELD] == 20
+        queued = time.monotonic()
+        answers[0].result()
+        waited = time.monotonic() - queued
         texts = [text_of(answer.result()) for answer in answers]
 
+    assert waited > 3 * LEASE
     assert texts == [plain(engines.reference, prompt) for prompt in prompts]
-    assert metrics(p)[EXPIRED] == before
+    assert metrics(p)[EXPIRED] == expired
+    assert metrics(d)["vllm:xpyd_loads_total"] == loads + 20
     wait_until(lambda: nothing_held(p), seconds=1, what="P holds nothing")
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from support.cluster import engine_spec, metrics, start_engine, wait_until
+from support.cluster import OVER_TCP, engine_spec, metrics, start_engine, wait_until
 from support.legs import decode, plain, prefill, prompt_of, text_of
 from xpyd_proxy.local.recipe import Connector, Role
 
@@ -20,8 +20,11 @@ TIMEOUT, LEASE = 4.0, 3.0  # s
 def model_engines(fleet, model):
     """A prefill engine to be killed, and one decode engine for each failure policy."""
     config = {"transfer_timeout": TIMEOUT, "handshake_timeout": 2, "kv_lease_duration": LEASE, "retry_after": 0.1}
-    p = engine_spec("p-victim", model, role=Role.PREFILL, connector=Connector.XPYD, extra_connector_config=config)
-    decoders = {policy: _decode_engine(policy, model, config) for policy in ("recompute", "fail")}
+    p = _engine("p-victim", model, config, role=Role.PREFILL)
+    decoders = {
+        policy: _engine(f"d-{policy}", model, config, role=Role.DECODE, failure_policy=policy)
+        for policy in ("recompute", "fail")
+    }
     children = [start_engine(fleet, spec) for spec in (p, *decoders.values())]
     fleet.wait_ready(children, timeout_s=300)
     yield p, decoders, dict(zip(decoders, children[1:], strict=True))
@@ -29,10 +32,9 @@ def model_engines(fleet, model):
     fleet.stop(*(child for child in fleet.children if child.name in names))
 
 
-def _decode_engine(policy, model, config):
-    name = f"d-{policy}"
+def _engine(name, model, config, **options):
     return engine_spec(
-        name, model, role=Role.DECODE, connector=Connector.XPYD, extra_connector_config=config, failure_policy=policy
+        name, model, connector=Connector.XPYD, extra_connector_config=config, extra_env=OVER_TCP, **options
     )
 
 

@@ -51,7 +51,9 @@ def test_every_setting_has_a_bound():
 
 
 @pytest.mark.parametrize("key", sorted(AT_LEAST))
-@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), 10**400, AT_MOST * 2, "1", None, True, [1]])
+@pytest.mark.parametrize(
+    "value", [-1, float("nan"), float("inf"), 10**400, AT_MOST * 2, "1", None, True, [1]], ids=lambda v: str(v)[:8]
+)
 def test_a_value_that_cannot_be_used_names_its_key(key, value):
     """Whatever JSON holds, and before any thread meets it."""
     with pytest.raises(SettingsError, match=f"kv_connector_extra_config\\['{key}'\\]"):

@@ -19,6 +19,10 @@ MODEL_NAME = "tiny"
 # those two roundings differ now and then by 0.02 in a logprob; in float32 they are equal to the last bit.
 EXACT = ("--dtype", "float32")
 
+# On one host UCX reads another process's memory by itself, even if that process is stopped. Over TCP, as between hosts,
+# both ends take part: a stopped engine leaves a read hanging.
+OVER_TCP = {"UCX_TLS": "tcp"}
+
 
 def free_ports(count):
     """Return ports that nobody listens on now."""

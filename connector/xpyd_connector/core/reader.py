@@ -219,9 +219,7 @@ class Reader:
             load.on(LoadEvent.STARTED)
 
     def _ended(self, ended: Ended) -> None:
-        load = next((x for x in self._loads.values() if x.transfer == ended.transfer), None)
-        if load is None:
-            return
+        load = next(load for load in self._loads.values() if load.transfer == ended.transfer)
         load.transfer = None
         if load.state is LoadState.GIVING_UP:
             load.on(LoadEvent.LET_GO)

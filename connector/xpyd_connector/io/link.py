@@ -214,7 +214,8 @@ class SocketLink:
                 self._lose(conn, "it closed the connection")
                 return
             for message in conn.inbox.feed(data):
-                self._received(conn, decode(message))
+                if conn.id in self._conns:  # the answer to the message before may have found the peer gone
+                    self._received(conn, decode(message))
         except BlockingIOError:
             return
         except (OSError, PeerError) as exc:

@@ -247,3 +247,15 @@ def test_an_engine_that_nobody_wants_is_forgotten_if_it_refused(desk):
     desk.borrower.advance(now=MAX_BACKOFF + 2)
 
     assert len(desk.peers) == 0
+
+
+def test_an_engine_that_is_only_to_hear_of_drops_gets_no_heartbeat(desk):
+    """While it is still being met."""
+    desk.want("a")
+    desk.give_back("a")
+    desk.borrower.advance(now=BEAT)
+    assert desk.sent == []
+    desk.welcome()
+
+    assert [message for _, message in desk.sent if isinstance(message, Drop)] == [Drop(("p-a",))]
+    assert desk.borrower.advance(now=2 * BEAT) is None

@@ -130,9 +130,9 @@ def test_loads_of_a_hung_peer_whose_time_is_up_together_end_once_each(world):
     world.load(first)
     world.load(second, "b")
     world.round()
+    world.p.frozen = True
     world.round()
     assert state(world) is state(world, "b") is LoadState.CONFIRMING
-    world.p.frozen = True
     world.run(seconds=TIMEOUT)
 
     assert "not loaded within" in world.d.result("d-a").failure

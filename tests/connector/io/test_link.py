@@ -234,6 +234,17 @@ def test_whoever_has_greeted_may_go_on_in_the_same_breath(net):
     assert [event.message for event in net.events(p)] == [Renew((A,))]
 
 
+def test_nothing_is_heard_after_a_connection_was_lost(net, monkeypatch):
+    """The welcome finds the peer gone, and its next message is already here: it must not claim a lease."""
+    p = net.listener()
+    stranger = net.stranger(p.address)
+    hello = stranger.hello(net)
+    monkeypatch.setattr(link_module, "MAX_UNSENT", -1)  # whatever is sent now finds that too much is unread
+    stranger.say(hello, Renew((A,)))
+
+    assert [type(event) for event in net.events(p)] == [Lost]
+
+
 def test_a_refused_stranger_hears_why_and_is_sent_away(net):
     """An older engine's operator reads it."""
     p = net.listener()

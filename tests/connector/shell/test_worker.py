@@ -1,0 +1,91 @@
+"""The worker half without NIXL: what the forward thread does with the transfer thread's news."""
+
+import warnings
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
+    from xpyd_connector.shell.facts import Facts
+    from xpyd_connector.shell.metadata import LingeringMetadata, StepMetadata
+    from xpyd_connector.shell.worker import WorkerSide
+
+from xpyd_connector.core.ids import Address, EngineId, RequestId
+from xpyd_connector.core.reader import LetGo, Order, Result
+from xpyd_connector.core.tally import Report
+from xpyd_connector.errors import ConnectorError
+from xpyd_connector.settings import Settings
+
+pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
+ADDRESS = Address("127.0.0.1", 1)
+
+
+class Thread:
+    """Stands where the transfer thread would be."""
+
+    def __init__(self):
+        self.posted, self.dead = [], False
+
+    def post(self, command):
+        self.posted.append(command)
+
+    def check(self):
+        if self.dead:
+            raise ConnectorError("thread xpyd-transfer died")
+
+
+@pytest.fixture
+def worker():
+    facts = Facts(EngineId("d"), ADDRESS, 4, 10, ranks=1, lends=True, borrows=True)
+    worker = WorkerSide(facts, Settings(), 0)
+    worker._runner = Thread()  # registering a cache would start the real one, and NIXL
+    return worker
+
+
+def load(worker, *names):
+    orders = [Order(RequestId(name), RequestId("p"), EngineId("p"), ADDRESS, [1], [2]) for name in names]
+    worker.load(StepMetadata(orders, idle=True))
+
+
+def tell(worker, *news):
+    worker._outbox.put(news, Report())
+
+
+def test_failed_loads_are_reported_as_received_too(worker):
+    """vLLM takes a request out of its waiting state by the one, and recomputes it by the other."""
+    load(worker, "a", "b")
+    tell(worker, Result(RequestId("a"), ""), Result(RequestId("b"), "no route"))
+    results = worker.results()
+
+    assert (results.finished_recving, results.failed_recving) == ({"a", "b"}, {"b"})
+    assert worker.lingering() is None
+
+
+def test_lingering_blocks_are_told_in_the_step_of_the_failure(worker):
+    """A step later vLLM would have given them to somebody else."""
+    load(worker, "a")
+    tell(worker, Result(RequestId("a"), "not loaded", lingers=True))
+    assert worker.results().failed_recving == {"a"}
+    assert worker.lingering() == LingeringMetadata([RequestId("a")], [])
+    tell(worker, LetGo(RequestId("a")))
+    assert worker.results().finished_recving == set()
+
+    assert worker.lingering() == LingeringMetadata([], [RequestId("a")])
+    assert worker.lingering() is None
+
+
+def test_a_load_whose_thread_has_died_is_not_waited_for(worker):
+    """It would hang its request for ever, in silence, until another one is to be loaded."""
+    load(worker, "a")
+    worker._runner.dead = True
+
+    with pytest.raises(ConnectorError, match="died"):
+        worker.results()
+
+
+def test_an_engine_that_takes_nothing_over_says_so(worker):
+    """A bug of ours, not a request that waits."""
+    worker._runner = None
+
+    with pytest.raises(RuntimeError, match="takes no KV over"):
+        load(worker, "a")

@@ -121,7 +121,8 @@ def report(seen, args):
 
 `make bench-connector`: vLLM 0.32 CPU engines (tiny model, float32), NIXL over loopback, {os.cpu_count()} cores,
 {platform.system()} {platform.machine()}; {args.requests} sequential requests per row and connector, the two pairs in
-{args.rounds} alternating rounds. Milliseconds from sending the decode leg to its first token.
+{args.rounds} alternating rounds. Milliseconds from sending the decode leg to its first token; every leg is
+sent by a new HTTP client, whose own start (tens of milliseconds, the same for both) is part of each number.
 
 | prompt, tokens | xpyd median | p95 | NixlConnector median | p95 | ratio of medians |
 |---|---|---|---|---|---|

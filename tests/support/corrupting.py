@@ -2,8 +2,6 @@
 
 from xpyd_connector.shell.connector import XpydConnector
 
-__all__ = ["XpydConnector"]
-
 
 class CorruptingConnector(XpydConnector):
     """Reads P's block 0, which vLLM never gives to a request, in place of the first block of every load."""

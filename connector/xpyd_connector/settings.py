@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 
 from xpyd_connector.errors import SettingsError
 
@@ -13,10 +14,27 @@ SECRET_VARIABLE = "XPYD_CONNECTOR_SECRET"
 DEFAULT_HOST, DEFAULT_PORT = "localhost", 5600  # vLLM's own defaults of those variables
 
 
+class Mode(StrEnum):
+    """Who moves the blocks; the same on all engines that meet."""
+
+    PULL = "pull"  # the decode engine reads them
+    PUSH = "push"  # the prefill engine writes them
+
+
+class Granularity(StrEnum):
+    """When a prefill engine pushes."""
+
+    CHUNK = "chunk"  # what a step has computed, while the next one runs
+    REQUEST = "request"  # everything, when the prompt is done
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """One engine's choices. All times are seconds on the monotonic clock."""
 
+    mode: Mode = Mode.PULL
+    push_granularity: Granularity = Granularity.CHUNK
+    registration_timeout: float = 480.0  # s that a decode engine waits for a push, its prefill's queue included
     kv_lease_duration: float = 30.0  # s that a prefill engine keeps finished blocks nobody has asked for
     transfer_timeout: float = 30.0  # s from a decode request's blocks being allocated to its KV being there
     handshake_timeout: float = 5.0  # s for connecting to a prefill engine, and again for its hello
@@ -36,14 +54,24 @@ class Settings:
 
     @property
     def heartbeat_interval(self) -> float:
-        """Seconds between two renewals of the same lease: a sixth of it, so three may be lost."""
-        return self.kv_lease_duration / 6
+        """Seconds between two renewals of the same lease: a sixth of it, so three may be lost.
+
+        In push they also tell whether the prefill engine is alive, which must be known within ``transfer_timeout``.
+        """
+        sixth = self.kv_lease_duration / 6
+        return min(sixth, self.transfer_timeout / 4) if self.mode is Mode.PUSH else sixth
+
+    @property
+    def patience(self) -> float:
+        """Seconds a heartbeat may stay unanswered in push, so that a silence is noticed in ``transfer_timeout``."""
+        return self.transfer_timeout - self.heartbeat_interval
 
 
 FROM_ENVIRONMENT = ("host", "port", "secret")
 AT_LEAST: Mapping[str, float] = {
     "kv_lease_duration": 0.5,
     "transfer_timeout": 0.1,
+    "registration_timeout": 0.1,
     "handshake_timeout": 0.1,
     "handshake_threads": 1,
     "retry_after": 0.01,
@@ -56,13 +84,26 @@ AT_MOST = 1e9  # of anything: beyond it, the system's clocks and sockets overflo
 
 def read_settings(extra_config: Mapping[str, object], environment: Mapping[str, str]) -> Settings:
     """Return the settings of this engine, or raise :exc:`SettingsError` naming the key and what would be right."""
-    chosen = {key: _number(key, value) for key, value in extra_config.items()}
+    chosen = {
+        key: _choice(key, value) if key in CHOICES else _number(key, value) for key, value in extra_config.items()
+    }
     return Settings(
         **chosen,  # type: ignore[arg-type]  # _number has checked each against the field of that name
         host=environment.get(HOST_VARIABLE, DEFAULT_HOST),
         port=_port(environment.get(PORT_VARIABLE, str(DEFAULT_PORT))),
         secret=environment.get(SECRET_VARIABLE, "").encode(),
     )
+
+
+CHOICES: Mapping[str, type[StrEnum]] = {"mode": Mode, "push_granularity": Granularity}
+
+
+def _choice(key: str, value: object) -> StrEnum:
+    try:
+        return CHOICES[key](str(value))
+    except ValueError:
+        known = " or ".join(repr(choice.value) for choice in CHOICES[key])
+        raise SettingsError(f"kv_connector_extra_config[{key!r}] is {value!r}; it must be {known}") from None
 
 
 def _number(key: str, value: object) -> float | int:

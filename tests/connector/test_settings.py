@@ -10,10 +10,13 @@ from xpyd_connector.errors import SettingsError
 from xpyd_connector.settings import (
     AT_LEAST,
     AT_MOST,
+    CHOICES,
     FROM_ENVIRONMENT,
     HOST_VARIABLE,
     PORT_VARIABLE,
     SECRET_VARIABLE,
+    Granularity,
+    Mode,
     Settings,
     read_settings,
 )
@@ -47,7 +50,36 @@ def test_every_key_can_be_set(key):
 
 def test_every_setting_has_a_bound():
     """A new field without one would fail at the first use."""
-    assert {field.name for field in fields(Settings)} - set(FROM_ENVIRONMENT) == set(AT_LEAST)
+    assert {field.name for field in fields(Settings)} - set(FROM_ENVIRONMENT) == set(AT_LEAST) | set(CHOICES)
+
+
+@pytest.mark.parametrize(("key", "choice"), [(key, choice) for key, choices in CHOICES.items() for choice in choices])
+def test_every_choice_can_be_made(key, choice):
+    """By its plain name, as JSON has it."""
+    assert getattr(read_settings({key: choice.value}, {}), key) is choice
+
+
+@pytest.mark.parametrize("key", sorted(CHOICES))
+@pytest.mark.parametrize("value", ["", "PUSH", 1, None, True, ["push"], 10**400], ids=lambda v: str(v)[:8])
+def test_a_choice_that_there_is_not_names_its_key_and_the_choices(key, value):
+    """An operator who guessed wrong reads what would be right."""
+    with pytest.raises(SettingsError, match=f"kv_connector_extra_config\\['{key}'\\].* or '"):
+        read_settings({key: value}, {})
+
+
+def test_pull_is_what_nobody_has_to_choose():
+    """And whoever pushes pushes while it computes."""
+    assert (Settings().mode, Settings().push_granularity) == (Mode.PULL, Granularity.CHUNK)
+
+
+@given(st.floats(0.5, 1e6), st.floats(0.1, 1e6))
+def test_in_push_a_silence_is_noticed_within_the_transfer_timeout(duration, timeout):
+    """The question and the patience with it add up to it, and neither is nothing."""
+    settings = Settings(mode=Mode.PUSH, kv_lease_duration=duration, transfer_timeout=timeout)
+
+    assert 0 < settings.heartbeat_interval <= settings.patience
+    assert settings.heartbeat_interval + settings.patience == pytest.approx(timeout)
+    assert 3 * settings.heartbeat_interval < settings.lease_extension
 
 
 @pytest.mark.parametrize("key", sorted(AT_LEAST))

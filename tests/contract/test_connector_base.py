@@ -3,6 +3,8 @@
 import dataclasses
 import inspect
 import queue
+import threading
+import time
 import warnings
 
 import pytest
@@ -19,9 +21,10 @@ with warnings.catch_warnings():
     from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
     from xpyd_connector.shell.connector import XpydConnector
-    from xpyd_connector.shell.wake import find_waker
+    from xpyd_connector.shell.wake import Door, find_door
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
+LONG = 20.0  # s: more than anything here takes
 OURS = sorted(
     name for name, member in vars(XpydConnector).items() if inspect.isroutine(member) and not name.startswith("__")
 )
@@ -62,6 +65,14 @@ def test_a_worker_is_asked_for_its_metadata_after_its_results():
     assert source.index("get_transfer_results(") < source.index("build_connector_worker_meta(")
 
 
+def test_metadata_is_bound_before_the_forward_and_loads_start_after_it():
+    """What is pushed must travel while the model computes, so it starts with the first of the two."""
+    source = inspect.getsource(KVConnectorModelRunnerMixin._get_kv_connector_output)
+    forward = source.index("yield output")
+
+    assert source.index("bind_connector_metadata(") < forward < source.rindex("start_load_kv(")
+
+
 def test_the_scheduler_tells_us_before_it_frees_blocks():
     """What lingers is pinned in update_connector_output: later would be too late."""
     source = inspect.getsource(Scheduler._update_from_kv_xfer_finished)
@@ -92,22 +103,70 @@ def test_the_engine_can_be_woken():
     assert "WAKEUP" in inspect.getsource(EngineCoreProc._handle_client_request)
 
 
-def test_the_waker_finds_the_engine_that_builds_us():
+def test_the_door_is_that_of_the_engine_that_builds_us():
     """On the stack, however deep."""
     engine = EngineCoreProc.__new__(EngineCoreProc)
     engine.input_queue = queue.Queue()
-    build_under(engine)()
+    door = build_under(engine)
+    door.knock()
 
+    assert door.is_open
     assert engine.input_queue.get_nowait() == (EngineCoreRequestType.WAKEUP, None)
 
 
 def build_under(self):
     def connector():
-        return find_waker()
+        return find_door()
 
     return connector()
 
 
-def test_without_an_engine_process_there_is_nobody_to_wake():
+def test_without_an_engine_process_there_is_no_door():
     """Offline inference: the caller's own thread runs the engine."""
-    assert find_waker()() is None
+    door = find_door()
+    door.knock()
+    door.wait(LONG)
+
+    assert not door.is_open
+
+
+def test_the_input_queue_is_one_that_can_be_waited_for():
+    """``Door.wait`` looks behind ``queue.Queue``: at its deque and its condition."""
+    source = inspect.getsource(EngineCoreProc.__init__)
+
+    assert "self.input_queue = queue.Queue" in source
+    assert {"not_empty", "queue"} <= vars(queue.Queue()).keys()
+
+
+def test_whoever_waits_for_something_that_is_there_does_not_wait():
+    """A request that came before the nap would otherwise sleep as long."""
+    box = queue.Queue()
+    door = Door(box)
+    door.knock()
+    began = time.monotonic()
+    door.wait(LONG)
+
+    assert time.monotonic() - began < LONG / 2
+    assert box.qsize() == 1, "it is for the engine to take"
+
+
+def test_a_knock_and_a_request_end_a_wait():
+    """From another thread."""
+    for put in (lambda box: Door(box).knock(), lambda box: box.put_nowait("request")):
+        box = queue.Queue()
+        timer = threading.Timer(0.05, put, [box])
+        timer.start()
+        began = time.monotonic()
+        Door(box).wait(LONG)
+        timer.join()
+
+        assert time.monotonic() - began < LONG / 2
+        assert box.qsize() == 1
+
+
+def test_a_wait_ends_by_itself():
+    """The nap is short, so that nothing that does not knock is late by more."""
+    began = time.monotonic()
+    Door(queue.Queue()).wait(0.05)
+
+    assert 0.04 < time.monotonic() - began < LONG / 2

@@ -1,8 +1,8 @@
 """An engine's connector without the engine: real NIXL, real sockets and real threads, in a process of its own.
 
-``python -m support.nixl_process NAME PORT DELAY COPIES BLOCK_BYTES`` is driven by one JSON object a line on stdin, and
-answers each with one on stdout; loads that end are told as ``{"result": ...}`` in between. :class:`NixlProcess` is the
-other end of it.
+``python -m support.nixl_process NAME PORT DELAY COPIES BLOCK_BYTES MODE`` is driven by one JSON object a line on stdin,
+and answers each with one on stdout; loads that end are told as ``{"result": ...}`` in between. :class:`NixlProcess` is
+the other end of it.
 
 NIXL is held to TCP: on one machine it would read the other process's memory by itself, and never wait for it.
 """
@@ -22,15 +22,16 @@ from types import SimpleNamespace
 BLOCKS, LAYERS = 64, 3
 TIMEOUT = 2.0  # s for a transfer
 LEASE = 30.0
+TOKEN = b"a worker of this very engine"
 
 
 class NixlProcess:
     """Starts one and talks to it. Usable as a context manager."""
 
-    def __init__(self, name, *, port=0, delay=0.0, copies=1, block_bytes=1 << 15):
+    def __init__(self, name, *, port=0, delay=0.0, copies=1, block_bytes=1 << 15, mode="pull"):
         tests = Path(__file__).parents[1]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "support.nixl_process", name, *map(str, (port, delay, copies, block_bytes))],
+            [sys.executable, "-m", "support.nixl_process", name, *map(str, (port, delay, copies, block_bytes, mode))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
             env={**os.environ, "PYTHONPATH": str(tests), "UCX_TLS": "tcp", "UCX_LOG_LEVEL": "fatal"},
         )  # fmt: skip
@@ -67,6 +68,15 @@ class NixlProcess:
         """Load blocks that another process lends under the same name."""
         engine, port = lender.hosts[copy]
         self.ask("load", request=request, engine=engine, port=port, blocks=list(blocks), into=list(into))
+
+    def expect(self, request, writer, into, *, first=0):
+        """Push: lend blocks to another process that will write a transfer of the same name into them."""
+        engine, port = writer.hosts[0]
+        self.ask("expect", request=request, engine=engine, port=port, first=first, into=list(into))
+
+    def push(self, request, blocks, *, last=True, attempt=0):
+        """Push: these blocks are computed; the last ones make the prompt complete, and leased."""
+        self.ask("push", request=request, blocks=list(blocks), last=last, attempt=attempt)
 
     def result(self, request, timeout=15.0):
         """Wait for the end of a load."""
@@ -112,7 +122,7 @@ class NixlProcess:
 class Engine:
     """What the shell builds of the connector, with numpy instead of torch: one rank, and ``copies`` of its listener."""
 
-    def __init__(self, name, port, delay, copies, block_bytes):
+    def __init__(self, name, port, delay, copies, block_bytes, mode):
         import numpy as np
 
         from support.engines import FINGERPRINT
@@ -120,12 +130,15 @@ class Engine:
         from xpyd_connector.core.control import Control
         from xpyd_connector.core.greeting import Guest, Host
         from xpyd_connector.core.ids import Address, EngineId
+        from xpyd_connector.core.landings import Landings
         from xpyd_connector.core.leases import LeaseBook
         from xpyd_connector.core.lender import Lender
         from xpyd_connector.core.messages import PROTOCOL, RankInfo, Region, Welcome
         from xpyd_connector.core.peers import PeerBook
+        from xpyd_connector.core.pushes import Pushes
         from xpyd_connector.core.reader import Reader
         from xpyd_connector.core.tally import Tally
+        from xpyd_connector.core.writer import Writer
         from xpyd_connector.io.link import SocketLink
         from xpyd_connector.io.nixl import NixlMover, make_agent, register
         from xpyd_connector.io.runner import Runner
@@ -149,15 +162,27 @@ class Engine:
             host = SlowHost(Welcome(PROTOCOL, engine, FINGERPRINT, (own,)), b"secret")
             address = listener.listen(Address("127.0.0.1", port), host)
             peers = PeerBook(listener, FINGERPRINT, tally, retry_after=0.2)
-            control = Control(
-                Lender(listener, LeaseBook(duration=LEASE, extension=LEASE * 2 / 3), tally),
-                Borrower(listener, peers, tally, heartbeat_interval=LEASE / 6), peers, tally,
-            )  # fmt: skip
-            self.controls.append(Runner("control", control, listener, lambda control: control.tally.take()))
+            lender = Lender(listener, LeaseBook(duration=LEASE, extension=LEASE * 2 / 3), tally)
+            borrower = Borrower(listener, peers, tally, heartbeat_interval=TIMEOUT / 4)
+            halves = {}
+            if mode == "push":
+                halves["pushes"] = Pushes(listener, lender, tally, tokens={0: TOKEN}, patience=LEASE)
+                halves["landings"] = Landings(
+                    listener, peers, borrower, tally, (own,), timeout=LEASE, patience=TIMEOUT - TIMEOUT / 4
+                )
+            control = Control(lender, borrower, peers, tally, **halves)
+            self.controls.append(Runner("control", control, listener, self.tell_news))
             self.hosts.append((engine, address.port))
         worker = link(engine)
-        peers = PeerBook(worker, FINGERPRINT, Tally(), retry_after=0.2)
         mover = NixlMover(agent, "DRAM", 0, regions)
+        if mode == "push":
+            writer = Writer(worker, mover, Tally(), own, home=address, token=TOKEN, timeout=TIMEOUT)
+            self.transfer = Runner("transfer", writer, worker, lambda _: None)
+            for runner in (*self.controls, self.transfer):
+                runner.start()
+            say(hosts=self.hosts)
+            return
+        peers = PeerBook(worker, FINGERPRINT, Tally(), retry_after=0.2)
         reader = Reader(worker, mover, peers, Tally(), own, ranks=1, timeout=TIMEOUT)
         self.transfer = Runner("transfer", reader, worker, self.tell_results)
         for runner in (*self.controls, self.transfer):
@@ -165,9 +190,16 @@ class Engine:
         say(hosts=self.hosts)
 
     def tell_results(self, reader):
+        self.tell(reader.take_results())
+
+    def tell_news(self, control):
+        control.tally.take()
+        self.tell(control.take_news(now=time.monotonic()))
+
+    def tell(self, news):
         from xpyd_connector.core.reader import LetGo, Result
 
-        for ended in reader.take_results():
+        for ended in news:
             match ended:
                 case Result(request, failure, lingers):
                     seconds = time.monotonic() - self.started[request]
@@ -188,6 +220,34 @@ class Engine:
         self.started[request] = time.monotonic()
         order = Order(request, request, engine, Address("127.0.0.1", port), blocks, into)
         self.transfer.post(lambda reader, now: reader.load(order, now=now))
+        return {}
+
+    def expect(self, request, engine, port, first, into):
+        from xpyd_connector.core.ids import Address
+        from xpyd_connector.core.landings import Ticket
+        from xpyd_connector.core.offers import Booking
+
+        self.started[request] = time.monotonic()
+        booking = Booking(engine, "127.0.0.1", port, request, request)
+        ticket = Ticket(request, request, engine, Address("127.0.0.1", port), None, first, into)
+        (runner,) = self.controls
+        runner.post(lambda control, now: control.borrower.want(request, booking, now=now))
+        runner.post(lambda control, now: control.landings.expect(ticket, now=now))
+        return {}
+
+    def abort(self, request):
+        (runner,) = self.controls
+        runner.post(lambda control, now: control.landings.stop(request))
+        return {}
+
+    def push(self, request, blocks, last, attempt):
+        from xpyd_connector.core.writer import Piece
+
+        if last:
+            (runner,) = self.controls
+            runner.post(lambda control, now: control.grant(request, now=now))
+        piece = Piece(request, None, attempt, blocks, last)
+        self.transfer.post(lambda writer, now: writer.offer(piece, now=now))
         return {}
 
     def fill(self, seed):
@@ -224,13 +284,13 @@ def say(**said):
         print(json.dumps(said), flush=True, file=_out)
 
 
-def main(name, port, delay, copies, block_bytes):
+def main(name, port, delay, copies, block_bytes, mode):
     global _out
     _out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     # nixl's package asks torch for its CUDA version; without torch it takes what is installed, 5 s of CPU sooner.
     sys.modules["torch"] = None
-    engine = Engine(name, int(port), float(delay), int(copies), int(block_bytes))
+    engine = Engine(name, int(port), float(delay), int(copies), int(block_bytes), mode)
     for line in sys.stdin:
         order = json.loads(line)
         say(**getattr(engine, order.pop("do"))(**order))

@@ -7,9 +7,9 @@ an overloaded decode engine loses nothing; it is given back the moment nobody wa
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from xpyd_connector.core.ids import ConnId, EngineId, RequestId
-from xpyd_connector.core.messages import MAX_IDS, Drop, Lapsed, Renew
-from xpyd_connector.core.offers import Offer
+from xpyd_connector.core.ids import EngineId, RequestId
+from xpyd_connector.core.messages import MAX_IDS, Alive, Drop, Lapsed, Renew
+from xpyd_connector.core.offers import Booking, Offer
 from xpyd_connector.core.peers import Peer, PeerBook, PeerState
 from xpyd_connector.core.ports import Link, LinkEvent, Lost, Received
 from xpyd_connector.core.tally import Tally
@@ -19,7 +19,7 @@ from xpyd_connector.core.tally import Tally
 class _Wanted:
     """What we want of one engine: our request id -> its request id; and what it should hear that we do not want."""
 
-    offers: dict[RequestId, Offer] = field(default_factory=dict[RequestId, Offer])
+    offers: dict[RequestId, Offer | Booking] = field(default_factory=dict[RequestId, Offer | Booking])
     to_drop: list[RequestId] = field(default_factory=list[RequestId])
 
 
@@ -37,12 +37,12 @@ class Borrower:
     def __len__(self) -> int:
         return sum(len(wanted.offers) for wanted in self._wanted.values())
 
-    def want(self, request: RequestId, offer: Offer, *, now: float) -> None:
+    def want(self, request: RequestId, offer: Offer | Booking, *, now: float) -> None:
         """Start renewing the lease of a request that has arrived here."""
         self._wanted.setdefault(offer.remote_engine_id, _Wanted()).offers[request] = offer
         peer = self._peers.approach(offer.remote_engine_id, offer.address, now=now)
         if peer.state is PeerState.MET:
-            self._renew(peer.conn, [offer])
+            self._renew(peer, [offer], now)
         if self._next_beat is None:
             self._next_beat = now + self._interval
 
@@ -61,16 +61,22 @@ class Borrower:
         elif peer is not None and peer.state is PeerState.MEETING:
             self._wanted.setdefault(engine, _Wanted()).to_drop.append(offer.remote_request_id)
 
-    def on(self, event: LinkEvent, *, now: float) -> None:
-        """Take in what happened on a connection we opened."""
+    def on(self, event: LinkEvent, *, now: float) -> Peer | None:
+        """Take in what happened on a connection we opened; return the peer whose state changed."""
+        changed: Peer | None = None
         match event:
             case Received(_, Lapsed(requests)):
                 self._tally.count("lapsed", len(requests))  # the read's own fence decides what that means
+            case Received(conn, Alive()):
+                if (peer := self._peers.find(conn)) is not None:
+                    peer.asked_at = None
             case Received(conn, _):
                 self._link.close(conn)
-                self._peer_changed(self._peers.on(Lost(conn, "it broke the protocol"), now=now))
+                changed = self._peers.on(Lost(conn, "it broke the protocol", silent=True), now=now)
             case _:
-                self._peer_changed(self._peers.on(event, now=now))
+                changed = self._peers.on(event, now=now)
+        self._peer_changed(changed, now)
+        return changed
 
     def advance(self, *, now: float) -> float | None:
         """Send the heartbeats that are due; return when the next one is."""
@@ -89,33 +95,35 @@ class Borrower:
         offer = next(iter(wanted.offers.values()))
         peer = self._peers.approach(engine, offer.address, now=now)
         if peer.state is PeerState.MET:
-            self._renew(peer.conn, wanted.offers.values())
+            self._renew(peer, wanted.offers.values(), now)
 
-    def _peer_changed(self, peer: Peer | None) -> None:
+    def _peer_changed(self, peer: Peer | None, now: float) -> None:
         wanted = self._wanted.get(peer.engine) if peer is not None else None
         if peer is None or wanted is None:
             return
         if peer.state is PeerState.MET:
-            self._renew(peer.conn, wanted.offers.values())
+            self._renew(peer, wanted.offers.values(), now)
             for start in range(0, len(wanted.to_drop), MAX_IDS):
                 self._link.send(peer.conn, Drop(tuple(wanted.to_drop[start : start + MAX_IDS])))
         wanted.to_drop.clear()  # told, or the engine is gone and its blocks with it
         self._prune(peer.engine, wanted)
 
-    def _renew(self, conn: ConnId, offers: Iterable[Offer]) -> None:
+    def _renew(self, peer: Peer, offers: Iterable[Offer | Booking], now: float) -> None:
         ids = tuple(dict.fromkeys(offer.remote_request_id for offer in offers))
         for start in range(0, len(ids), MAX_IDS):
-            self._link.send(conn, Renew(ids[start : start + MAX_IDS]))
+            self._link.send(peer.conn, Renew(ids[start : start + MAX_IDS]))
+        if ids and peer.asked_at is None:
+            peer.asked_at = now
         self._tally.count("renewals_sent", len(ids))
 
-    def _forget(self, request: RequestId, engine: EngineId) -> Offer | None:
+    def _forget(self, request: RequestId, engine: EngineId) -> Offer | Booking | None:
         wanted = self._wanted.get(engine)
         offer = wanted.offers.pop(request, None) if wanted is not None else None
         if wanted is not None:
             self._prune(engine, wanted)
         return offer
 
-    def _wants(self, engine: EngineId, offer: Offer) -> bool:
+    def _wants(self, engine: EngineId, offer: Offer | Booking) -> bool:
         """Whether another request here (one prompt, n answers) still wants the same blocks."""
         wanted = self._wanted.get(engine)
         return wanted is not None and any(

@@ -1,29 +1,89 @@
-"""What the control thread of a scheduler process runs: the lender and the borrower on one link."""
+"""What the control thread of a scheduler process runs: everything that is on its link."""
 
 from xpyd_connector.core.borrower import Borrower
+from xpyd_connector.core.ids import RequestId
+from xpyd_connector.core.landings import Landings
+from xpyd_connector.core.leases import Released
 from xpyd_connector.core.lender import Lender
 from xpyd_connector.core.peers import PeerBook
-from xpyd_connector.core.ports import LinkEvent
+from xpyd_connector.core.ports import LinkEvent, Received
+from xpyd_connector.core.pushes import Pushes
+from xpyd_connector.core.reader import LetGo, Result
 from xpyd_connector.core.tally import Tally
 
 
 class Control:
-    """Events of connections we opened are the borrower's, all others the lender's."""
+    """Events of connections we opened are for our decode half, all others for our prefill half.
 
-    def __init__(self, lender: Lender, borrower: Borrower, peers: PeerBook, tally: Tally) -> None:
+    In push each half has a second core: what P writes, and where it lands.
+    """
+
+    def __init__(
+        self,
+        lender: Lender,
+        borrower: Borrower,
+        peers: PeerBook,
+        tally: Tally,
+        *,
+        pushes: Pushes | None = None,
+        landings: Landings | None = None,
+    ) -> None:
         self.lender = lender
         self.borrower = borrower
         self.tally = tally
+        self._pushes = pushes
+        self._landings = landings
         self._peers = peers
+
+    @property
+    def pushes(self) -> Pushes:
+        """The prefill half of push."""
+        if self._pushes is None:
+            raise RuntimeError("this engine does not push")
+        return self._pushes
+
+    @property
+    def landings(self) -> Landings:
+        """The decode half of push."""
+        if self._landings is None:
+            raise RuntimeError("nobody pushes to this engine")
+        return self._landings
+
+    def grant(self, request: RequestId, *, now: float) -> None:
+        """Promise to keep the blocks of a finished prefill for a while."""
+        self.lender.grant(request, now=now)
+        if self._pushes is not None:
+            self._pushes.granted(request, now=now)
 
     def on(self, event: LinkEvent, *, now: float) -> None:
         """Take in an event."""
         if self._peers.find(event.conn) is not None:
-            self.borrower.on(event, now=now)
+            self._on_ours(event, now)
+        elif self._pushes is not None:
+            self._pushes.on(event, now=now)
         else:
             self.lender.on(event, now=now)
 
     def advance(self, *, now: float) -> float | None:
         """Do what is due; return when to be called again at the latest, None for never."""
         dues = [self.lender.advance(now=now), self.borrower.advance(now=now)]
+        if self._pushes is not None:
+            self._pushes.advance(now=now)
+        if self._landings is not None:
+            dues.append(self._landings.advance(now=now))
         return min((due for due in dues if due is not None), default=None)
+
+    def take_news(self, *, now: float) -> list[Released | Result | LetGo]:
+        """Return what the engine must know: leases that ended, and in push the fate of what we wait for."""
+        released = self.lender.take_released()
+        if self._pushes is not None:
+            self._pushes.released(released, now=now)
+        return [*released, *(self._landings.take_results() if self._landings is not None else ())]
+
+    def _on_ours(self, event: LinkEvent, now: float) -> None:
+        if self._landings is None:
+            self.borrower.on(event, now=now)
+        elif not (isinstance(event, Received) and self._landings.on(event.conn, event.message)):
+            changed = self.borrower.on(event, now=now)
+            if changed is not None:
+                self._landings.peer_changed(changed, now=now)

@@ -112,6 +112,10 @@ class LeaseBook:
         by_reader.setdefault(reader, set()).add(rank)
         return self._end(request, LeaseEvent.DONE) if len(by_reader[reader]) >= ranks else None
 
+    def finish(self, request: RequestId) -> Released:
+        """End a lease because everything was written to everybody who asked for it."""
+        return self._end(request, LeaseEvent.DONE)
+
     def drop(self, request: RequestId) -> Released:
         """End a lease because the decode engine does not want the blocks."""
         return self._end(request, LeaseEvent.DROPPED)

@@ -3,9 +3,19 @@
 A connection is opened by the decode engine (D) and answered by the prefill engine (P)::
 
     P: Challenge            D: Hello               P: Welcome or Refusal, then
-    D: Renew                P: Lapsed, if some of the leases are gone
-    D: Done                 P: Fenced
     D: Drop
+
+    pull                                           push
+    D: Renew                P: Lapsed, if any are  D: Renew       P: Alive
+    D: Done                 P: Fenced              D: Memory, once for each rank
+                                                   D: Register    P: Landed, or Stopped; Stuck before it
+                                                   D: Stop        P: Stopped
+
+A request's name is P's id for it in pull; in push, where D speaks first, it is the name of the transfer that both
+engines have from the router. In push, P's workers, who write, open a connection to their own scheduler, too::
+
+    worker: Attend          scheduler: Arrived, Assign, Cease, Departed
+    worker: Written, Ceased, Stalled
 """
 
 from typing import Annotated, Literal, TypeAlias
@@ -13,10 +23,10 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from xpyd_connector.core.ids import EngineId, RequestId
+from xpyd_connector.core.ids import BlockId, ConnId, EngineId, RequestId
 from xpyd_connector.errors import ProtocolViolation
 
-PROTOCOL = 1  # raised with every change that an older engine would misunderstand
+PROTOCOL = 2  # raised with every change that an older engine would misunderstand
 MAX_FRAME = 1 << 20  # bytes of one message between engines that have met
 MAX_GREETING = 64 << 20  # bytes of a Welcome: NIXL metadata of every rank, some KiB to some MiB each
 MAX_STRANGER = 4096  # bytes we read from somebody who has not said a valid Hello
@@ -24,10 +34,13 @@ MAX_IDS = 1024  # requests one Renew, Lapsed or Drop names
 MAX_ID = 255  # characters of a request id: MAX_IDS of the longest fit into MAX_FRAME, whatever the script
 MAX_BLOCKS = 1 << 22  # blocks of one cache or of one request: 4 M blocks of 16 tokens
 MAX_RANKS = 1024  # tensor-parallel ranks of one engine
+MAX_DIGEST = 64  # characters of a prompt's digest
+MAX_REASON = 2048  # characters that say why a push stopped
 
 RequestName: TypeAlias = Annotated[RequestId, Meta(max_length=MAX_ID)]
 RequestNames: TypeAlias = Annotated[tuple[RequestName, ...], Meta(max_length=MAX_IDS)]
-Memory: TypeAlias = Literal["DRAM", "VRAM"]  # NIXL's names
+Reason: TypeAlias = Annotated[str, Meta(max_length=MAX_REASON)]
+MemoryKind: TypeAlias = Literal["DRAM", "VRAM"]  # NIXL's names
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
@@ -61,7 +74,7 @@ class RankInfo(msgspec.Struct, frozen=True):
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
     agent: bytes  # NIXL's own metadata, opaque
-    memory: Memory
+    memory: MemoryKind
     device: Annotated[int, Meta(ge=0, lt=1 << 16)]
     regions: Annotated[tuple[Region, ...], Meta(min_length=1)]
 
@@ -129,7 +142,119 @@ class Drop(msgspec.Struct, frozen=True, tag="drop"):
     requests: RequestNames
 
 
-Message: TypeAlias = Challenge | Hello | Welcome | Refusal | Renew | Lapsed | Done | Fenced | Drop
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """P has read a Renew. A D that waits for a push learns from the silence that P hangs."""
+
+
+class Memory(msgspec.Struct, frozen=True, tag="memory"):
+    """Where one of D's ranks keeps its blocks, for P to write into."""
+
+    rank: RankInfo
+
+
+class Register(msgspec.Struct, frozen=True, tag="register"):
+    """D lends its ``blocks`` for the KV of a transfer: the prompt's blocks from number ``first`` on, in token order.
+
+    They are D's again when P has said Landed or Stopped. ``reader`` is D's own id of the request.
+    """
+
+    reader: RequestName
+    request: RequestName
+    prompt: Annotated[str, Meta(max_length=MAX_DIGEST)] | None
+    first: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
+    blocks: Annotated[tuple[Annotated[BlockId, Meta(ge=0, lt=MAX_BLOCKS)], ...], Meta(min_length=1)]
+
+
+class Landed(msgspec.Struct, frozen=True, tag="landed"):
+    """Every rank of P has written all blocks of ``reader``; only if P ``held`` its own until then, they are right."""
+
+    reader: RequestName
+    held: bool
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """D does not want these pushes any more."""
+
+    readers: RequestNames
+
+
+class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
+    """P does not write into the blocks of ``reader`` and never will again."""
+
+    reader: RequestName
+    reason: Reason
+
+
+class Stuck(msgspec.Struct, frozen=True, tag="stuck"):
+    """A write does not end: the push has failed, but may yet reach D's memory. Stopped follows when it is over."""
+
+    reader: RequestName
+    reason: Reason
+
+
+class Attend(msgspec.Struct, frozen=True, tag="attend"):
+    """A worker of this very engine is ready to write; ``token`` proves that it is one."""
+
+    rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+    token: Annotated[bytes, Meta(max_length=64)]
+
+
+class Arrived(msgspec.Struct, frozen=True, tag="arrived"):
+    """Guest number ``guest``, a decode engine, keeps its blocks here."""
+
+    guest: ConnId
+    rank: RankInfo
+
+
+class Assign(msgspec.Struct, frozen=True, tag="assign"):
+    """Write what the guest registered, as soon and as far as it is computed."""
+
+    guest: ConnId
+    register: Register
+
+
+class Cease(msgspec.Struct, frozen=True, tag="cease"):
+    """Write no more for this reader; answered by Ceased when nothing is in flight."""
+
+    guest: ConnId
+    reader: RequestName
+
+
+class Departed(msgspec.Struct, frozen=True, tag="departed"):
+    """The guest is gone: cease everything of it, and tell nobody."""
+
+    guest: ConnId
+
+
+class Written(msgspec.Struct, frozen=True, tag="written"):
+    """This worker has written everything the reader registered."""
+
+    guest: ConnId
+    reader: RequestName
+
+
+class Ceased(msgspec.Struct, frozen=True, tag="ceased"):
+    """This worker does not write for the reader any more, because it was told so or could not."""
+
+    guest: ConnId
+    reader: RequestName
+    reason: Reason
+
+
+class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
+    """A write of this worker for the reader does not end; Ceased follows when it does."""
+
+    guest: ConnId
+    reader: RequestName
+    reason: Reason
+
+
+Message: TypeAlias = (
+    Challenge | Hello | Welcome | Refusal
+    | Renew | Lapsed | Done | Fenced | Drop
+    | Alive | Memory | Register | Landed | Stop | Stopped | Stuck
+    | Attend | Arrived | Assign | Cease | Departed | Written | Ceased | Stalled
+)  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

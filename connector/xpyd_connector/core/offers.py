@@ -1,18 +1,22 @@
-"""The ``kv_transfer_params`` that travel through the router: written by P, carried unread, read by D.
+"""The ``kv_transfer_params`` that travel through the router.
 
-They are a superset of what vLLM 0.32's NixlConnector emits
+In pull they are written by P, carried unread and read by D. They are a superset of what vLLM 0.32's NixlConnector emits
 (``vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py``), so that stock routers carry them.
+
+In push both legs leave at once. The router has P's coordinates from an earlier reply, and names the transfer; where it
+does not, the request's id does, without the part that vLLM adds on each engine (as NixlPushConnector matches them).
 """
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from xpyd_connector.core.ids import Address, BlockId, EngineId
-from xpyd_connector.core.messages import MAX_BLOCKS, RequestName
+from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
+from xpyd_connector.core.messages import MAX_BLOCKS, MAX_ID, RequestName
 from xpyd_connector.errors import BadOffer
 
 
@@ -33,6 +37,7 @@ class Offer(msgspec.Struct, frozen=True):
     transfer_mode: str = "pull"
     remote_blocks_expiry_time: float | None = None
     xpyd_prompt: str | None = None  # digest of the prompt; None when the prompt has no token ids
+    transfer_id: str | None = None  # the transfer's name in push: a router that waits for P hands it to D, too
 
     @property
     def address(self) -> Address:
@@ -43,6 +48,54 @@ class Offer(msgspec.Struct, frozen=True):
         """Return the JSON object the router hands to the decode engine."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
         return {"do_remote_prefill": True, "do_remote_decode": False, **fields}
+
+
+class Booking(msgspec.Struct, frozen=True):
+    """From which prefill engine a decode request will get its KV, and by which name."""
+
+    remote_engine_id: EngineId
+    remote_host: Annotated[str, Meta(min_length=1, max_length=255)]
+    remote_port: Annotated[int, Meta(gt=0, lt=65536)]
+    transfer_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID)] | None = None
+    remote_request_id: RequestName = RequestId("")  # the transfer's name, once read_booking has settled it
+
+    @property
+    def address(self) -> Address:
+        """The side channel of the engine that will write."""
+        return Address(self.remote_host, self.remote_port)
+
+
+def read_booking(params: Mapping[str, Any], own: str) -> Booking:
+    """Read what the router tells a decode engine about a push, or raise :exc:`~xpyd_connector.errors.BadOffer`.
+
+    ``own`` is vLLM's id of the request here.
+    """
+    try:
+        booking = msgspec.convert({k: v for k, v in params.items() if k != "remote_request_id"}, Booking)
+        f"{booking.remote_engine_id}{booking.transfer_id}{booking.remote_host}".encode()
+    except (msgspec.ValidationError, UnicodeEncodeError) as exc:  # half a surrogate pair is JSON, but no text
+        raise BadOffer(f"kv_transfer_params: {exc}") from exc
+    if params.get("transfer_mode", "push") != "push":
+        raise BadOffer(
+            f"kv_transfer_params: transfer_mode is {params['transfer_mode']!r}, this engine takes 'push' only"
+        )
+    name = booking.transfer_id or common_id(own)
+    if len(name) > MAX_ID:
+        raise BadOffer(f"the request's id has {len(name)} characters, {MAX_ID} are allowed")
+    return msgspec.structs.replace(booking, remote_request_id=RequestId(name))
+
+
+def read_transfer(params: Mapping[str, Any], own: str) -> RequestId:
+    """Return the name of the transfer for which a prefill engine computes a prompt; raises ``BadOffer``."""
+    name = params.get("transfer_id") or common_id(own)
+    if not isinstance(name, str) or len(name) > MAX_ID or not name.isprintable():
+        raise BadOffer(f"kv_transfer_params: transfer_id must be printable text of at most {MAX_ID} characters")
+    return RequestId(name)
+
+
+def common_id(own: str) -> str:
+    """Return the part of a request's id that is the same on P and D: without the suffix vLLM adds to it."""
+    return re.sub(r"-[0-9a-f]{8}$", "", own)
 
 
 def read_offer(params: Mapping[str, Any]) -> Offer:

@@ -59,6 +59,8 @@ class Peer:
     reason: str = ""  # why it was refused, or is gone
     failures: int = 0
     retry_at: float = 0.0
+    asked_at: float | None = None  # when the oldest question was put that it has not answered (push)
+    is_silent: bool = False  # gone without a word: it may well live
 
     def on(self, event: PeerEvent) -> None:
         """Move to the next state, or raise if the event makes no sense now."""
@@ -113,9 +115,9 @@ class PeerBook:
                     self._tally.count("handshakes")
             case Failed(_, reason) if peer is not None:
                 self.refuse(peer, reason, now=now)
-            case Lost(_, reason) if peer is not None:
+            case Lost(_, reason, is_silent) if peer is not None:
                 del self._peers[peer.engine]
-                peer.reason = reason
+                peer.reason, peer.is_silent = reason, is_silent
                 peer.on(PeerEvent.LEFT)
                 self._tally.count("peers_lost")
             case _:

@@ -40,6 +40,11 @@ def check_regions(ours: Sequence[Region], theirs: Sequence[Region]) -> None:
             )
 
 
+def missing_range(prompt_tokens: int, external_tokens: int, block_size: int) -> tuple[int, int]:
+    """Return the number of the first block that is missing and of the one after the last (:func:`missing_blocks`)."""
+    return (prompt_tokens - 1 - external_tokens) // block_size, -(-(prompt_tokens - 1) // block_size)
+
+
 def missing_blocks(
     prompt_tokens: int, external_tokens: int, block_size: int, remote: Sequence[BlockId], local: Sequence[BlockId]
 ) -> tuple[list[BlockId], list[BlockId]]:
@@ -49,8 +54,7 @@ def missing_blocks(
     last prompt token itself, because it needs its logits. ``remote`` and ``local`` are a request's blocks in token
     order; what precedes the missing tokens is whole blocks (vLLM's prefix cache has no smaller unit).
     """
-    first = (prompt_tokens - 1 - external_tokens) // block_size
-    last = -(-(prompt_tokens - 1) // block_size)
+    first, last = missing_range(prompt_tokens, external_tokens, block_size)
     if len(remote) < last or len(local) < last:
         raise ProtocolViolation(
             f"{prompt_tokens} prompt tokens need {last} blocks; {len(remote)} are offered, {len(local)} are here"

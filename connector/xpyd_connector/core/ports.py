@@ -39,10 +39,14 @@ class Received(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """An open connection closed. It is gone."""
+    """An open connection closed. It is gone.
+
+    If it was ``silent``, nobody at the other end closed it: the network is cut, or we gave up; the peer may well live.
+    """
 
     conn: ConnId
     reason: str
+    silent: bool = False
 
 
 LinkEvent: TypeAlias = Met | Failed | Received | Lost
@@ -86,7 +90,7 @@ class Mover(Protocol):
     """Moves blocks between the memory of two engines. One thread owns it."""
 
     def attach(self, peer: RankInfo) -> str:
-        """Make a remote rank's memory readable and return its handle; raises ``TransferError``."""
+        """Make a remote rank's memory reachable and return its handle; raises ``TransferError``."""
         ...
 
     def detach(self, handle: str) -> None:
@@ -97,10 +101,18 @@ class Mover(Protocol):
         """Start copying remote descriptors into local ones (equal lengths); answered by :class:`Ended`."""
         ...
 
+    def write(self, handle: str, remote: Indices, local: Indices) -> TransferId:
+        """Start copying local descriptors into remote ones (equal lengths); answered by :class:`Ended`.
+
+        A write that ended as moved is complete in the peer's memory, not merely sent.
+        """
+        ...
+
     def cancel(self, transfer: TransferId) -> None:
         """Give a transfer up.
 
-        :class:`Ended` follows once nothing can write into local memory any more, however long a hung peer takes.
+        :class:`Ended` follows once nothing of it can reach local or remote memory any more, however long a hung peer
+        takes.
         """
         ...
 

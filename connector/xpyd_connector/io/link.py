@@ -1,6 +1,7 @@
 """Control connections over TCP: one selector, owned by one thread, that never blocks on a peer."""
 
 import contextlib
+import errno
 import itertools
 import os
 import queue
@@ -24,6 +25,8 @@ MAX_UNSENT = 16 << 20  # bytes a peer may leave unread before we close its conne
 MAX_STRANGERS = 256  # connections that have not said a valid Hello
 USER_TIMEOUT_MS = 20_000  # a peer that acknowledges nothing for so long is gone (cut network, lost machine)
 KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # s, s, probes: the same, where nobody talks
+# What the system says of a peer that says nothing: it may well be alive behind a network that is cut.
+SILENT = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN})
 _Meeting = tuple[socket.socket, Welcome]
 
 
@@ -97,7 +100,7 @@ class SocketLink:
         if (found := self._conns.get(conn)) is None:
             return  # its Lost is on the way, or has been told
         if len(found.outbox) > MAX_UNSENT:  # before this message: a Welcome alone may be larger
-            self._lose(found, f"it left {len(found.outbox)} bytes unread")
+            self._lose(found, f"it left {len(found.outbox)} bytes unread", silent=True)
             return
         found.outbox += frame(encode(message))
         self._flush(found)
@@ -218,8 +221,10 @@ class SocketLink:
                     self._received(conn, decode(message))
         except BlockingIOError:
             return
-        except (OSError, PeerError) as exc:
-            self._lose(conn, str(exc))
+        except OSError as exc:
+            self._lose(conn, str(exc), silent=exc.errno in SILENT)
+        except PeerError as exc:
+            self._lose(conn, str(exc), silent=True)
 
     def _received(self, conn: _Conn, message: Message) -> None:
         if not conn.nonce:
@@ -239,7 +244,7 @@ class SocketLink:
         except BlockingIOError:
             pass
         except OSError as exc:
-            self._lose(conn, str(exc))
+            self._lose(conn, str(exc), silent=exc.errno in SILENT)
             return
         if conn.closing and not conn.outbox:
             self._drop(conn)
@@ -256,9 +261,9 @@ class SocketLink:
         for conn in [conn for conn in self._strangers() if now >= conn.greet_by]:
             self._drop(conn)
 
-    def _lose(self, conn: _Conn, reason: str) -> None:
+    def _lose(self, conn: _Conn, reason: str, *, silent: bool = False) -> None:
         if not conn.nonce:
-            self._events.append(Lost(conn.id, reason))
+            self._events.append(Lost(conn.id, reason, silent))
         self._drop(conn)
 
     def _drop(self, conn: _Conn) -> None:

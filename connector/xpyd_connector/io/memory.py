@@ -2,7 +2,7 @@
 
 A :class:`Network` carries everything in turns, so that a test decides what arrives, late, twice or
 never. Faults are plain methods: :meth:`Network.cut`, :meth:`Network.kill`, :meth:`Network.lose`, and for single
-messages :meth:`Network.drop`, :meth:`Network.repeat`, :meth:`Network.delay`.
+messages :meth:`Network.drop`, :meth:`Network.repeat`, :meth:`Network.delay`. Connections inside one engine have none.
 """
 
 import itertools
@@ -22,6 +22,7 @@ class _Wire:
     """One connection: the links at both ends and the id it has there."""
 
     links: frozenset[int]
+    is_local: bool  # inside one engine: no network that could fail
     ends: dict[int, ConnId]  # link number -> its id of this connection; those that have not closed it
     queue: list[tuple[int, bytes | None]] = field(default_factory=list[tuple[int, bytes | None]])  # None: closed
 
@@ -76,14 +77,27 @@ class Network:
 
     def lose(self) -> None:
         """Break every open connection, as a network does that resets."""
-        wires, self._wires = self._wires, []
+        self._break([wire for wire in self._wires if not wire.is_local], Lost(ConnId(0), "connection reset"))
+
+    def time_out(self) -> None:
+        """Have everybody who is cut off notice it, as TCP does after a while; neither end knows if the other lives."""
+        cut = [wire for wire in self._wires if self._cut & wire.links and not wire.is_local]
+        self._break(cut, Lost(ConnId(0), "connection timed out", silent=True))
+
+    def _break(self, wires: Sequence[_Wire], news: Lost) -> None:
+        self._wires = [wire for wire in self._wires if wire not in wires]
         for wire in wires:
             for number, id_ in wire.ends.items():
-                self.links[number].inbox.append(Lost(id_, "connection reset"))
+                self.links[number].inbox.append(news._replace(conn=id_))
 
     def in_flight(self) -> int:
         """Return how many messages are on their way."""
         return len(self._messages())
+
+    def peek(self, number: int) -> Message:
+        """Return one of the messages in flight."""
+        wire, place = self._messages()[number]
+        return decode(wire.queue[place][1] or b"")
 
     def drop(self, number: int) -> None:
         """Lose one of the messages in flight."""
@@ -106,7 +120,7 @@ class Network:
         for link, conn, address in calls:
             self._connect(link, conn, address)
         for wire in self._wires:
-            if not self._cut & wire.links:
+            if wire.is_local or not self._cut & wire.links:
                 self._drain(wire)
         self._wires = [wire for wire in self._wires if wire.ends]
 
@@ -117,15 +131,16 @@ class Network:
         )
 
     def _connect(self, link: "MemoryLink", conn: ConnId, address: Address) -> None:
-        if link.number in self._cut:
+        host, welcome = self._listeners.get(address, (None, None))
+        is_local = host is not None and host.engine == link.engine
+        if link.number in self._cut and not is_local:
             self._calls.append((link, conn, address))
             return
-        if address not in self._listeners or self._listeners[address][0].number in self._cut:
+        if host is None or welcome is None or (host.number in self._cut and not is_local):
             link.inbox.append(Failed(conn, f"cannot connect to {address}"))
             return
-        host, welcome = self._listeners[address]
         ends = {link.number: conn, host.number: next(self._conns)}
-        self._wires.append(_Wire(frozenset(ends), ends))
+        self._wires.append(_Wire(frozenset(ends), is_local, ends))
         link.inbox.append(Met(conn, welcome))
 
     def _drain(self, wire: _Wire) -> None:
@@ -139,7 +154,8 @@ class Network:
                 self.links[receiver].inbox.append(Lost(wire.ends.pop(receiver), "it closed the connection"))
 
     def _messages(self) -> list[tuple[_Wire, int]]:
-        return [(wire, i) for wire in self._wires for i, (_, data) in enumerate(wire.queue) if data is not None]
+        wires = [wire for wire in self._wires if not wire.is_local]
+        return [(wire, i) for wire in wires for i, (_, data) in enumerate(wire.queue) if data is not None]
 
     def _wires_of(self, link: "MemoryLink", conn: ConnId) -> list[_Wire]:
         return [wire for wire in self._wires if wire.ends.get(link.number) == conn]
@@ -148,9 +164,10 @@ class Network:
 class MemoryLink:
     """Implements :class:`~xpyd_connector.core.ports.Link` on a :class:`Network`."""
 
-    def __init__(self, network: Network, memory: str) -> None:
+    def __init__(self, network: Network, memory: str, *, engine: str = "") -> None:
         self.network = network
-        self.memory = memory  # the engine whose death closes this link
+        self.memory = memory  # whose death closes this link
+        self.engine = engine or f"{memory} {len(network.links)}"  # between links of the same one no network can fail
         self.number = len(network.links)
         self.inbox: list[LinkEvent] = []
         network.links.append(self)
@@ -179,6 +196,7 @@ class _Flight:
     memory: str
     remote: Indices
     local: Indices
+    writes: bool
     cancelled: bool = False
     landing: bool = False  # bytes are on their way that nobody can stop
 
@@ -196,7 +214,7 @@ class MemoryMover:
         self.clinging = False  # NIXL cannot let go of cancelled transfers: they end later, and their bytes still land
 
     def attach(self, peer: RankInfo) -> str:
-        """Make a peer's memory readable."""
+        """Make a peer's memory reachable."""
         if (name := peer.agent.decode()) not in self._network.memories:
             raise TransferError(f"no memory of {name}")
         self._peers.add(name)
@@ -207,9 +225,16 @@ class MemoryMover:
         self._peers.discard(handle)
 
     def read(self, handle: str, remote: Indices, local: Indices) -> TransferId:
-        """Start copying."""
+        """Start copying theirs into ours."""
+        return self._post(_Flight(handle, remote, local, writes=False))
+
+    def write(self, handle: str, remote: Indices, local: Indices) -> TransferId:
+        """Start copying ours into theirs."""
+        return self._post(_Flight(handle, remote, local, writes=True))
+
+    def _post(self, flight: _Flight) -> TransferId:
         number = next(self._numbers)
-        self._flights[number] = _Flight(handle, remote, local)
+        self._flights[number] = flight
         return number
 
     def cancel(self, transfer: TransferId) -> None:
@@ -238,5 +263,8 @@ class MemoryMover:
 
     def _copy(self, flight: _Flight) -> None:
         theirs, ours = self._network.memories[flight.memory], self._network.memories[self._memory]
-        for source, target in zip(flight.remote, flight.local, strict=True):
-            ours[target] = theirs[source]
+        for remote, local in zip(flight.remote, flight.local, strict=True):
+            if flight.writes:
+                theirs[remote] = ours[local]
+            else:
+                ours[local] = theirs[remote]

@@ -125,16 +125,23 @@ class NixlMover:
 
     def read(self, handle: str, remote: Indices, local: Indices) -> TransferId:
         """Post a READ."""
+        return self._post("READ", handle, remote, local)
+
+    def write(self, handle: str, remote: Indices, local: Indices) -> TransferId:
+        """Post a WRITE. UCX flushes the connection before NIXL calls it done: the bytes are in the peer by then."""
+        return self._post("WRITE", handle, remote, local)
+
+    def _post(self, operation: str, handle: str, remote: Indices, local: Indices) -> TransferId:
         try:
             descriptors = self._remotes[handle].descriptors
-            xfer = self._agent.make_prepped_xfer("READ", self._local, local, descriptors, remote)
+            xfer = self._agent.make_prepped_xfer(operation, self._local, local, descriptors, remote)
             state = self._agent.transfer(xfer)
         except NIXL_ERRORS as exc:
-            raise TransferError(f"NIXL cannot start a read: {exc}") from exc
+            raise TransferError(f"NIXL cannot start a {operation}: {exc}") from exc
         number = next(self._numbers)
         self._flights[number] = _Flight(xfer, handle, time.monotonic())
         if state == "ERR":
-            self._end(number, Outcome.FAILED, "the read failed when it was posted")
+            self._end(number, Outcome.FAILED, f"the {operation} failed when it was posted")
         return number
 
     def cancel(self, transfer: TransferId) -> None:
@@ -153,7 +160,7 @@ class NixlMover:
             if state == "DONE":
                 self._end(number, Outcome.FAILED if flight.cancelled else Outcome.MOVED, "cancelled")
             elif state == "ERR":
-                self._end(number, Outcome.FAILED, "the read failed")
+                self._end(number, Outcome.FAILED, "the transfer failed")
         ended, self._ended = self._ended, []
         return ended
 
@@ -161,7 +168,7 @@ class NixlMover:
         flight = self._flights.pop(number)
         moved, count = 0, 0
         if outcome is Outcome.MOVED:
-            with contextlib.suppress(*NIXL_ERRORS):  # no telemetry is no reason to fail a read
+            with contextlib.suppress(*NIXL_ERRORS):  # no telemetry is no reason to fail a transfer
                 telemetry = self._agent.get_xfer_telemetry(flight.handle)
                 moved, count = int(telemetry.totalBytes), int(telemetry.descCount)
         with contextlib.suppress(*NIXL_ERRORS):  # NIXL keeps what it cannot release and tries again at its end

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 
 import torch
 
-from xpyd_connector.core.messages import Memory, Region
+from xpyd_connector.core.messages import MemoryKind, Region
 from xpyd_connector.errors import UnsupportedCache
 
-MEMORY: Mapping[str, Memory] = {
+MEMORY: Mapping[str, MemoryKind] = {
     "cpu": "DRAM",
     "cuda": "VRAM",
 }  # device types NIXL registers directly -> its names for their memory
@@ -22,7 +22,7 @@ def describe_caches(caches: Mapping[str, torch.Tensor], blocks: int) -> tuple[Re
     return tuple(_region(name, caches[name], blocks) for name in sorted(caches, key=_natural))
 
 
-def place_of(caches: Mapping[str, torch.Tensor]) -> tuple[Memory, int]:
+def place_of(caches: Mapping[str, torch.Tensor]) -> tuple[MemoryKind, int]:
     """Return NIXL's name of the memory and the device number; raises ``UnsupportedCache`` for other devices."""
     devices = {tensor.device for tensor in caches.values()}
     device = next(iter(devices))

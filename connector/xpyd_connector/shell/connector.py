@@ -26,12 +26,12 @@ from xpyd_connector.shell.facts import fingerprint, read_facts
 from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake, StepMetadata
 from xpyd_connector.shell.scheduler import SchedulerSide
 from xpyd_connector.shell.stats import XpydPromMetrics, XpydStats
-from xpyd_connector.shell.wake import find_waker
+from xpyd_connector.shell.wake import find_door
 from xpyd_connector.shell.worker import WorkerSide
 
 
 class XpydConnector(KVConnectorBase_V1, SupportsHMA):
-    """Pull: the decode engine reads the blocks of a finished prefill over NIXL."""
+    """Pull: the decode engine reads a finished prefill's blocks over NIXL. Push: the prefill engine writes them."""
 
     _cache_hit_source = CacheHitSource.P2P
 
@@ -46,7 +46,7 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
         facts, settings = read_facts(vllm_config, kv_cache_config)
         self._sides: list[SchedulerSide | WorkerSide] = []
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(facts, settings, find_waker())
+            self._scheduler = SchedulerSide(facts, settings, find_door())
             self._sides.append(self._scheduler)
         else:
             self._worker = WorkerSide(facts, settings, get_tensor_model_parallel_rank())
@@ -114,8 +114,8 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
         return False, self._scheduler.finished(request, block_ids[0])
 
     def has_pending_push_work(self) -> bool:
-        """Ask for one more step when blocks wait to be freed."""
-        return self._scheduler.has_released()
+        """Ask for one more step when blocks wait to be freed, or workers for news."""
+        return self._scheduler.has_news()
 
     # ---- worker
 
@@ -127,8 +127,14 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
         """Return what peers must know of this rank."""
         return self._worker.handshake()
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Let what earlier steps have computed be written while this one runs: vLLM calls this before the forward."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, StepMetadata):
+            self._worker.offer(connector_metadata.pieces)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Pass this step's orders on."""
+        """Pass this step's orders on; vLLM calls this after the forward."""
         metadata = self._get_connector_metadata()
         if isinstance(metadata, StepMetadata):
             self._worker.load(metadata)

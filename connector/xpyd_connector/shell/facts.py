@@ -26,6 +26,7 @@ class Facts:
     ranks: int  # tensor-parallel size
     lends: bool  # kv_role lets it hand KV over
     borrows: bool  # kv_role lets it take KV over
+    steps_alone: bool = True  # no other engine waits for the end of our steps
 
 
 def read_facts(config: VllmConfig, cache: KVCacheConfig) -> tuple[Facts, Settings]:
@@ -45,6 +46,8 @@ def read_facts(config: VllmConfig, cache: KVCacheConfig) -> tuple[Facts, Setting
         ranks=config.parallel_config.tensor_parallel_size,
         lends=transfer.is_kv_producer,
         borrows=transfer.is_kv_consumer,
+        # Data-parallel ranks of a mixture of experts step together: one that waits for its KV would hold up all others.
+        steps_alone=config.parallel_config.data_parallel_size == 1,
     )
     return facts, settings
 

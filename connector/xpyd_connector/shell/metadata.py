@@ -10,7 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from xpyd_connector.core.ids import RequestId
 from xpyd_connector.core.messages import Fingerprint, RankInfo
-from xpyd_connector.core.reader import Order
+from xpyd_connector.core.reader import Order, Result
+from xpyd_connector.core.writer import Gone, Piece
 
 
 @dataclass
@@ -19,6 +20,7 @@ class RankHandshake(KVConnectorHandshakeMetadata):
 
     rank: RankInfo
     fingerprint: Fingerprint
+    token: bytes = b""  # what this worker proves itself with to its scheduler, in push
 
 
 @dataclass
@@ -27,6 +29,8 @@ class StepMetadata(KVConnectorMetadata):
 
     orders: list[Order] = field(default_factory=list[Order])
     idle: bool = False  # nothing is computed in this step: it may wait a moment for a transfer
+    pieces: list[Piece | Gone] = field(default_factory=list[Piece | Gone])  # push: what is computed, and what is over
+    arrived: list[Result] = field(default_factory=list[Result])  # push: what the scheduler knows to have ended
 
 
 @dataclass

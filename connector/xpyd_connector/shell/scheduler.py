@@ -3,6 +3,7 @@
 Everything here runs on the engine thread; sockets and time are the control thread's.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,34 +19,41 @@ from vllm.v1.request import Request, RequestStatus
 from xpyd_connector.core.borrower import Borrower
 from xpyd_connector.core.control import Control
 from xpyd_connector.core.greeting import Guest, Host
-from xpyd_connector.core.ids import EngineId, RequestId
+from xpyd_connector.core.ids import RequestId
+from xpyd_connector.core.landings import Landings
 from xpyd_connector.core.leases import LeaseBook, LeaseEvent, Released
 from xpyd_connector.core.lender import Lender
-from xpyd_connector.core.messages import MAX_ID, PROTOCOL, Welcome
-from xpyd_connector.core.offers import Offer, digest_prompt, read_offer
+from xpyd_connector.core.messages import PROTOCOL, Welcome
+from xpyd_connector.core.offers import Booking, Offer, read_transfer
 from xpyd_connector.core.peers import PeerBook
-from xpyd_connector.core.plan import missing_blocks
-from xpyd_connector.core.reader import Order
+from xpyd_connector.core.pushes import Pushes
+from xpyd_connector.core.reader import LetGo, Result
 from xpyd_connector.core.tally import Report, Tally, merge
 from xpyd_connector.errors import BadOffer
 from xpyd_connector.io.link import SocketLink
 from xpyd_connector.io.runner import Runner
+from xpyd_connector.settings import Granularity, Mode
+from xpyd_connector.shell.decode import Decode, OtherPrompt, PullDecode, PushDecode, digest
 from xpyd_connector.shell.facts import Facts
 from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake, StepMetadata
 from xpyd_connector.shell.outbox import Outbox
 from xpyd_connector.shell.stats import XpydStats
+from xpyd_connector.shell.streams import Streams
 
 if TYPE_CHECKING:
     from xpyd_connector.settings import Settings
+    from xpyd_connector.shell.wake import Door
 
 logger = init_logger("vllm.xpyd")
+
+LONGEST_NAP = 0.2  # s that a step with nothing to compute waits for a push, or for a request
 
 
 @dataclass(slots=True)
 class _Borrowing:
     """A request here whose prompt another engine has computed."""
 
-    offer: Offer
+    source: Offer | Booking
     loading: bool = False  # its blocks are allocated and a worker is at it; never loaded twice
     into: Sequence[int] = ()  # the blocks it is loaded into
 
@@ -61,18 +69,27 @@ class _Lingering:
 class SchedulerSide:
     """vLLM's scheduler hooks, in the order vLLM calls them for a request."""
 
-    def __init__(self, facts: Facts, settings: "Settings", wake_engine: Callable[[], None]) -> None:
+    def __init__(self, facts: Facts, settings: "Settings", door: "Door") -> None:
         self._facts = facts
         self._settings = settings
+        self._door = door
         self._pool: BlockPool | None = None  # vLLM hands it over after building us
         self._runner: Runner[Control] | None = None  # starts when the workers have told us their memory
-        self._outbox: Outbox[Released] = Outbox(on_news=wake_engine)
+        self._outbox: Outbox[Released | Result | LetGo] = Outbox(on_news=door.knock)
         self._tally = Tally()  # the engine thread's own
-        self._held: dict[RequestId, list[KVCacheBlock]] = {}
+        self._held: dict[RequestId, list[KVCacheBlock]] = {}  # by the name that decode engines know
         self._borrowings: dict[RequestId, _Borrowing] = {}
         self._lingering: dict[RequestId, _Lingering] = {}
-        self._orders: list[Order] = []
+        self._live: dict[str, Request] = {}
         self._gauges: dict[str, float] = {}
+        self._decode: Decode = PullDecode(facts, self._post)
+        self._landed: PushDecode | None = None  # the same, in push
+        self._streams: Streams | None = None  # only where KV is pushed
+        if settings.mode is Mode.PUSH:
+            self._decode = self._landed = PushDecode(facts, self._post)
+        if settings.mode is Mode.PUSH and facts.lends:
+            is_chunked = settings.push_granularity is Granularity.CHUNK
+            self._streams = Streams(block_size=facts.block_size, is_chunked=is_chunked)
 
     # ---- once, at start
 
@@ -92,32 +109,65 @@ class SchedulerSide:
         if facts.lends:
             link.listen(facts.address, Host(welcome, settings.secret))
             logger.info("xpyd: engine %s lends KV at %s", facts.engine, facts.address)
-        tally = Tally()
-        peers = PeerBook(link, fingerprint, tally, retry_after=settings.retry_after)
-        leases = LeaseBook(duration=settings.kv_lease_duration, extension=settings.lease_extension)
-        borrower = Borrower(link, peers, tally, heartbeat_interval=settings.heartbeat_interval)
-        control = Control(Lender(link, leases, tally), borrower, peers, tally)
-        self._runner = Runner("xpyd-control", control, link, self._after_turn)
+        self._runner = Runner("xpyd-control", self._control(link, welcome, handshakes), link, self._after_turn)
         self._runner.start()
+
+    def _control(self, link: SocketLink, welcome: Welcome, handshakes: Mapping[int, RankHandshake]) -> Control:
+        settings, tally = self._settings, Tally()
+        peers = PeerBook(link, welcome.fingerprint, tally, retry_after=settings.retry_after)
+        leases = LeaseBook(duration=settings.kv_lease_duration, extension=settings.lease_extension)
+        lender = Lender(link, leases, tally)
+        borrower = Borrower(link, peers, tally, heartbeat_interval=settings.heartbeat_interval)
+        if settings.mode is Mode.PULL:
+            return Control(lender, borrower, peers, tally)
+        tokens = {rank: handshake.token for rank, handshake in handshakes.items()}
+        timeout, ranks = settings.registration_timeout, welcome.ranks
+        pushes = Pushes(link, lender, tally, tokens=tokens, patience=timeout)
+        landings = Landings(link, peers, borrower, tally, ranks, timeout=timeout, patience=settings.patience)
+        return Control(lender, borrower, peers, tally, pushes=pushes, landings=landings)
 
     def stop(self) -> None:
         """End the control thread and close the listener."""
         if self._runner is not None:
             self._runner.stop()
 
-    # ---- the life of a request on the decode engine
+    # ---- the life of a request
 
     def on_new_request(self, request: Request) -> None:
         """Start renewing the lease of a request the moment it arrives, queued or not."""
         self.free_released()
+        self._live[request.request_id] = request
         params = request.kv_transfer_params or {}
-        if not params.get("do_remote_prefill"):
+        if params.get("do_remote_prefill"):
+            self._borrow(request, params)
+        elif params.get("do_remote_decode") and self._streams is not None:
+            self._begin_stream(request, params)
+
+    def _borrow(self, request: Request, params: Mapping[str, Any]) -> None:
+        """Read what the router carried here. What cannot be used costs a local prefill, never a wrong text."""
+        own = RequestId(request.request_id)
+        try:
+            source = self._decode.read(request, params)
+        except BadOffer as exc:
+            self._tally.count("offers_other_prompt" if isinstance(exc, OtherPrompt) else "offers_bad")
+            logger.warning("xpyd: %s computes its own prompt: %s", own, exc)
             return
-        offer = self._usable_offer(request, params)
-        if offer is not None:
-            own = RequestId(request.request_id)
-            self._borrowings[own] = _Borrowing(offer)
-            self._post(lambda control, now: control.borrower.want(own, offer, now=now))
+        self._borrowings[own] = _Borrowing(source)
+        self._post(lambda control, now: control.borrower.want(own, source, now=now))
+
+    def _begin_stream(self, request: Request, params: Mapping[str, Any]) -> None:
+        streams = self._pushing
+        try:
+            name = read_transfer(params, request.request_id)
+        except BadOffer as exc:
+            self._tally.count("transfers_bad")
+            logger.warning("xpyd: %s is not handed over: %s", request.request_id, exc)
+            return
+        if name in streams or name in self._held:
+            self._tally.count("transfers_duplicate")
+            logger.warning("xpyd: %s is not handed over: there is a transfer %s already", request.request_id, name)
+            return
+        streams.begin(request, name, digest(request))
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
         """Return how many prompt tokens beyond the ``computed`` ones will be loaded, and that it takes a while."""
@@ -138,28 +188,43 @@ class SchedulerSide:
             self._give_back(own)
             return
         borrowing.loading = True  # from here on it ends in after_step
-        offer, (local,) = borrowing.offer, blocks.get_block_ids()
-        read, into = missing_blocks(
-            request.num_prompt_tokens, external, self._facts.block_size, offer.remote_block_ids[0], local
-        )
-        borrowing.into = into
-        self._orders.append(Order(own, offer.remote_request_id, offer.remote_engine_id, offer.address, read, into))
+        (local,) = blocks.get_block_ids()
+        borrowing.into = self._decode.start(request, borrowing.source, external, local)
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
-        """Hand the orders of this step to the workers."""
+        """Hand this step's work to the workers."""
         self.free_released()
-        orders, self._orders = self._orders, []
-        return StepMetadata(orders, idle=output.total_num_scheduled_tokens == 0)
+        if output.total_num_scheduled_tokens == 0 and self._only_waits_for_pushes():
+            self._door.wait(LONGEST_NAP)
+            self.free_released()
+        metadata = self._decode.metadata(output)
+        if self._streams is not None:
+            metadata.pieces = self._streams.take_news(output)
+        return metadata
+
+    def _only_waits_for_pushes(self) -> bool:
+        """Whether nothing can happen here before the control thread, or a request, knocks.
+
+        A request that runs may have its step's output under way (asynchronous scheduling): it must not wait for us.
+        """
+        return (
+            self._landed is not None
+            and self._facts.steps_alone
+            and not self._landed.arrived
+            and not self.has_news()
+            and any(borrowing.loading for borrowing in self._borrowings.values())
+            and not any(request.status == RequestStatus.RUNNING for request in self._live.values())
+        )
 
     def after_step(self, output: KVConnectorOutput) -> None:
-        """Stop renewing what the workers have read, or failed to read."""
+        """Take in which loads the workers reported to vLLM."""
         self.free_released()
         if isinstance(output.kv_connector_worker_meta, LingeringMetadata):
             self._keep_lingering(output.kv_connector_worker_meta)
         for request in output.finished_recving or ():
             own = RequestId(request)
             if (borrowing := self._borrowings.pop(own, None)) is not None:
-                self._settle(own, borrowing.offer.remote_engine_id)
+                self._decode.ended(own, borrowing.source)
 
     def _keep_lingering(self, news: LingeringMetadata) -> None:
         """Pin blocks that NIXL may still write into, before vLLM frees them for others; unpin those it let go."""
@@ -180,29 +245,63 @@ class SchedulerSide:
     def finished(self, request: Request, blocks: Sequence[int]) -> dict[str, Any] | None:
         """Give back what was borrowed and not loaded; lend what was prefilled for others."""
         self.free_released()
+        self._live.pop(request.request_id, None)
         own = RequestId(request.request_id)
         borrowing = self._borrowings.get(own)
-        if borrowing is not None and not borrowing.loading:  # a load under way ends in after_step
+        if borrowing is not None and borrowing.loading:
+            self._decode.abort(own)  # its load ends in after_step
+        elif borrowing is not None:
             self._give_back(own)
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_decode") or not self._facts.lends:
             return None
-        if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
-            return None
-        return self._lend(request, blocks)
+        name = own if self._streams is None else self._streams.name_of(request)
+        if name is None:
+            return None  # said why when it came
+        has_kv = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        offer = self._lend(request, name, blocks) if has_kv else None
+        if offer is None and self._streams is not None:
+            self._streams.abandon(request)
+            self._post(lambda control, now: control.pushes.abandoned(name, now=now))
+        return offer
 
     def free_released(self) -> None:
         """Free the blocks of leases that ended. Called before every allocation, so that nothing is starved."""
-        for released in self._outbox.take():
-            blocks = self._held.pop(released.request)
-            self._block_pool.free_blocks(reversed(blocks))
-            expected = released.why in (LeaseEvent.DONE, LeaseEvent.DROPPED)
-            level = logger.debug if expected else logger.warning
-            level("xpyd: lease of %s ended: %s (%d blocks)", released.request, released.why.name, len(blocks))
+        for news in self._outbox.take():
+            match news:
+                case Released(request, why):
+                    self._free(request, why)
+                case Result():
+                    self._arrive(news)
+                case LetGo(request):
+                    self._keep_lingering(LingeringMetadata(let_go=[request]))
 
-    def has_released(self) -> bool:
-        """Whether a step is needed to free blocks."""
-        return bool(self._outbox)
+    def _free(self, request: RequestId, why: LeaseEvent) -> None:
+        blocks = self._held.pop(request)
+        self._block_pool.free_blocks(reversed(blocks))
+        if self._streams is not None:
+            self._streams.forget(request)
+        level = logger.debug if why in (LeaseEvent.DONE, LeaseEvent.DROPPED) else logger.warning
+        level("xpyd: lease of %s ended: %s (%d blocks)", request, why.name, len(blocks))
+
+    def _arrive(self, result: Result) -> None:
+        """Push: a load has ended; the workers report it to vLLM in the next step."""
+        if self._landed is None:
+            raise TypeError("the control thread reports a load, and this engine pulls")
+        if result.failure:
+            level = logger.warning if result.request in self._live else logger.debug  # nobody waits for an aborted one
+            level("xpyd: KV of %s was not written here: %s", result.request, result.failure)
+        if result.lingers:
+            self._keep_lingering(LingeringMetadata(lingers=[result.request]))
+        self._landed.arrived.append(result)
+
+    def has_news(self) -> bool:
+        """Whether a step is needed to free blocks, or to tell the workers something."""
+        return (
+            bool(self._outbox)
+            or (self._streams is not None and self._streams.has_news())
+            or (self._landed is not None and bool(self._landed.arrived))
+        )
 
     def stats(self) -> XpydStats | None:
         """Return the numbers since the last call; gauges only when they changed."""
@@ -217,43 +316,7 @@ class SchedulerSide:
         report = merge([self._outbox.take_report(), self._tally.take(), changed])
         return XpydStats.of(report) if report else None
 
-    def _usable_offer(self, request: Request, params: Mapping[str, Any]) -> Offer | None:
-        """Read and check an offer. One that cannot be used costs a local prefill, never a wrong text or the engine."""
-        try:
-            offer = read_offer(params)
-            if request.abort_immediately:
-                return offer  # vLLM rejected the real request; this one, with a made-up prompt, gives the blocks back
-            self._check_offer(offer, request)
-        except BadOffer as exc:
-            self._tally.count("offers_bad")
-            logger.warning("xpyd: %s computes its own prompt: %s", request.request_id, exc)
-            return None
-        if offer.xpyd_prompt is not None and offer.xpyd_prompt != _digest(request):
-            # Nobody is told: the blocks may well be another request's, which still wants them.
-            self._tally.count("offers_other_prompt")
-            logger.warning(
-                "xpyd: %s computes its own prompt: the offered KV (%s) belongs to another prompt",
-                request.request_id,
-                offer.remote_request_id,
-            )
-            return None
-        return offer
-
-    def _check_offer(self, offer: Offer, request: Request) -> None:
-        needed = request.num_prompt_tokens - 1
-        if len(request.request_id) > MAX_ID:
-            raise BadOffer(f"the request's own id has {len(request.request_id)} characters, {MAX_ID} are allowed")
-        if not self._facts.borrows:
-            raise BadOffer("this engine's kv_role is kv_producer, it cannot take KV over")
-        if len(offer.remote_block_ids) != 1:
-            raise BadOffer(f"{len(offer.remote_block_ids)} KV cache groups are offered, this engine has 1")
-        if offer.remote_num_tokens < needed or len(offer.remote_block_ids[0]) * self._facts.block_size < needed:
-            raise BadOffer(
-                f"{offer.remote_num_tokens} tokens in {len(offer.remote_block_ids[0])} blocks are offered, "
-                f"{needed} tokens are needed"
-            )
-
-    def _lend(self, request: Request, blocks: Sequence[int]) -> dict[str, Any] | None:
+    def _lend(self, request: Request, name: RequestId, blocks: Sequence[int]) -> dict[str, Any] | None:
         """Keep a finished request's prompt blocks and return what D must know.
 
         The blocks are pinned in the pool instead of delaying their release (which would keep the engine stepping
@@ -263,30 +326,30 @@ class SchedulerSide:
             self._tally.count("leases_refused")
             logger.warning("xpyd: %s is not handed over: %d leases are held", request.request_id, len(self._held))
             return None
-        own = RequestId(request.request_id)
         prompt = list(blocks[: -(-request.num_prompt_tokens // self._facts.block_size)])
-        self._held[own] = [self._block_pool.blocks[block] for block in prompt]
-        self._block_pool.touch(self._held[own])
-        self._post(lambda control, now: control.lender.grant(own, now=now))
-        return self._offer(request, own, prompt).to_params()
+        self._held[name] = [self._block_pool.blocks[block] for block in prompt]
+        self._block_pool.touch(self._held[name])
+        self._post(lambda control, now: control.grant(name, now=now))
+        if self._streams is not None:
+            self._streams.finish(request, prompt)
+        return self._offer(request, name, prompt).to_params()
 
-    def _offer(self, request: Request, own: RequestId, blocks: list[Any]) -> Offer:
+    def _offer(self, request: Request, name: RequestId, blocks: list[Any]) -> Offer:
         return Offer(
             remote_engine_id=self._facts.engine,
-            remote_request_id=own,
+            remote_request_id=RequestId(request.request_id),
             remote_host=self._facts.address.host,
             remote_port=self._facts.address.port,
             remote_block_ids=(tuple(blocks),),
             remote_num_tokens=request.num_computed_tokens,
             tp_size=self._facts.ranks,
-            xpyd_prompt=_digest(request),
+            transfer_mode=self._settings.mode.value,
+            xpyd_prompt=digest(request),
+            transfer_id=name if self._streams is not None else None,
         )
 
-    def _settle(self, own: RequestId, engine: EngineId) -> None:
-        self._post(lambda control, _: control.borrower.settle(own, engine))
-
     def _give_back(self, own: RequestId) -> None:
-        engine = self._borrowings.pop(own).offer.remote_engine_id
+        engine = self._borrowings.pop(own).source.remote_engine_id
         self._post(lambda control, _: control.borrower.give_back(own, engine))
 
     def _post(self, command: Callable[[Control, float], None]) -> None:
@@ -296,20 +359,16 @@ class SchedulerSide:
 
     def _after_turn(self, control: Control) -> None:
         """On the control thread: pass on what ended."""
-        self._outbox.put(control.lender.take_released(), control.tally.take())
+        self._outbox.put(control.take_news(now=time.monotonic()), control.tally.take())
+
+    @property
+    def _pushing(self) -> Streams:
+        if self._streams is None:
+            raise RuntimeError("this engine does not push")
+        return self._streams
 
     @property
     def _block_pool(self) -> BlockPool:
         if self._pool is None:
             raise RuntimeError("vLLM scheduled a request before it bound its block pool")
         return self._pool
-
-
-def _digest(request: Request) -> str | None:
-    features = [feature.identifier for feature in request.mm_features]
-    if request.lora_request is not None:
-        features.append(f"lora:{request.lora_request.lora_name}")
-    prompt = request.prompt_token_ids
-    return digest_prompt(
-        prompt[: request.num_prompt_tokens] if prompt is not None else None, features, request.cache_salt
-    )

@@ -60,8 +60,8 @@ class XpydPromMetrics(KVConnectorPromMetrics):
             name: self._make(Counter, f"vllm:xpyd_{name}", text)
             for name, text in {
                 **COUNTERS,
-                "bytes_transferred": "Bytes of KV read.",
-                "descriptors": "Pieces read.",
+                "bytes_transferred": "Bytes of KV read (pull) or written (push).",
+                "descriptors": "Pieces of memory read or written.",
             }.items()
         }
         # mostrecent: with several API servers only the last value is true, not a sum over processes.
@@ -70,7 +70,7 @@ class XpydPromMetrics(KVConnectorPromMetrics):
             for name, text in GAUGES.items()
         }
         self._seconds = self._make(
-            Histogram, "vllm:xpyd_transfer_seconds", "From posting a read to its end.", buckets=SECONDS
+            Histogram, "vllm:xpyd_transfer_seconds", "From posting a read or a write to its end.", buckets=SECONDS
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

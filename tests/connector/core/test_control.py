@@ -3,6 +3,7 @@
 import pytest
 
 from support.engines import LEASE, World
+from support.push_engines import PushWorld, right_bytes
 from xpyd_connector.core.ids import ConnId, RequestId
 from xpyd_connector.core.messages import Renew
 from xpyd_connector.core.ports import Received
@@ -54,3 +55,48 @@ def test_a_stranger_is_the_lenders(world):
     world.d.control.on(Received(ConnId(77), Renew((RequestId("d-x"),))), now=1.0)
 
     assert world.d.leases._leases[RequestId("d-x")].holder == 77
+
+
+@pytest.mark.parametrize("part", ["pushes", "landings"])
+def test_an_engine_that_pulls_has_no_core_of_push(world, part):
+    """A bug of ours, not a wrong text."""
+    with pytest.raises(RuntimeError, match="push"):
+        getattr(world.p.control, part)
+
+
+def test_two_engines_can_push_to_each_other():
+    """kv_role kv_both: each is the other's guest and host, and its own workers are guests of neither."""
+    world = PushWorld()
+    there = world.expect()
+    world.prefill()
+    assert world.d.begin("u", 2)
+    world.p.want("p-a", "u", world.d, now=0.0)
+    back = world.p.expect("p-a", "u", world.d, 2, now=0.0)
+    assert world.d.lend("u", now=0.0)
+    world.run()
+
+    assert world.d.bytes_of(there) == right_bytes("t", range(3), 1)
+    assert world.p.bytes_of(back) == right_bytes("u", range(2), 1)
+    assert world.p.result("p-a").failure == world.d.result("d-a").failure == ""
+
+
+def test_a_message_of_an_engine_that_writes_here_is_not_taken_for_a_readers():
+    """A prefill engine cannot register at us over the connection we opened to it."""
+    world = PushWorld()
+    world.expect()
+    world.run()
+    (peer,) = world.d.peers._peers.values()
+    world.d.control.on(Received(peer.conn, Renew((RequestId("x"),))), now=0.0)
+
+    assert len(world.d.peers) == 0
+    assert world.d.pushes._early == {}
+    assert world.d.landings._landings[RequestId("d-a")].state.name == "QUARANTINED"
+
+
+def test_the_thread_wakes_for_a_landing():
+    """Its deadline, or the end of our patience with P."""
+    world = PushWorld()
+    assert world.d.control.advance(now=0.0) is None
+    world.expect()
+
+    assert world.d.control.advance(now=0.0) == LEASE / 6

@@ -9,25 +9,42 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.engines import FINGERPRINT, changed, rank_info
-from xpyd_connector.core.ids import EngineId, RequestId
+from xpyd_connector.core.ids import BlockId, ConnId, EngineId, RequestId
 from xpyd_connector.core.messages import (
     MAX_BLOCKS,
+    MAX_DIGEST,
     MAX_FRAME,
     MAX_ID,
     MAX_IDS,
     MAX_RANKS,
+    MAX_REASON,
     MAX_STRANGER,
     PROTOCOL,
+    Alive,
+    Arrived,
+    Assign,
+    Attend,
+    Cease,
+    Ceased,
     Challenge,
+    Departed,
     Done,
     Drop,
     Fenced,
     Hello,
+    Landed,
     Lapsed,
+    Memory,
     Message,
     Refusal,
+    Register,
     Renew,
+    Stalled,
+    Stop,
+    Stopped,
+    Stuck,
     Welcome,
+    Written,
     decode,
     encode,
 )
@@ -35,6 +52,7 @@ from xpyd_connector.errors import ProtocolViolation
 
 ID = RequestId("cmpl-5f0c-0-1a2b3c4d")
 WELCOME = Welcome(PROTOCOL, EngineId("p0"), FINGERPRINT, (rank_info("p0"), rank_info("p0", rank=1)))
+REGISTER = Register(ID, RequestId("t-1"), "digest", 3, (BlockId(7), BlockId(0)))
 EXAMPLES = [
     Challenge(b"\0" * 32),
     Hello(PROTOCOL, EngineId("d0"), b"proof"),
@@ -45,6 +63,21 @@ EXAMPLES = [
     Done(ID, RequestId("d"), 1, 2),
     Fenced(ID, held=True),
     Drop((ID,)),
+    Alive(),
+    Memory(rank_info("d0")),
+    REGISTER,
+    Landed(ID, held=False),
+    Stop((ID,)),
+    Stopped(ID, "why"),
+    Stuck(ID, "why"),
+    Attend(1, b"token"),
+    Arrived(ConnId(3), rank_info("d0")),
+    Assign(ConnId(3), REGISTER),
+    Cease(ConnId(3), ID),
+    Departed(ConnId(3)),
+    Written(ConnId(3), ID),
+    Ceased(ConnId(3), ID, "why"),
+    Stalled(ConnId(3), ID, "why"),
 ]
 
 
@@ -93,6 +126,19 @@ def packed(kind, **fields):
         packed("done", request="a", reader="d", rank=2**63, ranks=2**64 - 1),
         packed("renew", requests=["a"] * (MAX_IDS + 1)),
         packed("drop", requests=[1]),
+        packed("register", reader="d", request="t", prompt=None, first=0, blocks=[]),
+        packed("register", reader="d", request="t", prompt=None, first=-1, blocks=[1]),
+        packed("register", reader="d", request="t", prompt=None, first=MAX_BLOCKS + 1, blocks=[1]),
+        packed("register", reader="d", request="t", prompt=None, first=0, blocks=[-1]),
+        packed("register", reader="d", request="t", prompt=None, first=0, blocks=[MAX_BLOCKS]),
+        packed("register", reader="d", request="t", prompt="x" * (MAX_DIGEST + 1), first=0, blocks=[1]),
+        packed("register", reader="d" * (MAX_ID + 1), request="t", prompt=None, first=0, blocks=[1]),
+        packed("landed", reader="d", held="yes"),
+        packed("stop", readers=["d"] * (MAX_IDS + 1)),
+        packed("stopped", reader="d", reason="x" * (MAX_REASON + 1)),
+        packed("attend", rank=0, token=b"x" * 65),
+        packed("attend", rank=MAX_RANKS, token=b""),
+        packed("written", guest="1", reader="d"),
         packed("tomorrow"),
     ],
     ids=lambda data: repr(data[:60]),
@@ -130,7 +176,7 @@ def test_the_longest_heartbeat_fits_into_a_frame():
     """Otherwise the peer would close the connection, and with it every lease."""
     longest = RequestId("\U0001f600" * MAX_ID)
 
-    for kind in (Renew, Lapsed, Drop):
+    for kind in (Renew, Lapsed, Drop, Stop):
         assert len(encode(kind((longest,) * MAX_IDS))) <= MAX_FRAME
     assert len(encode(Done(longest, longest, MAX_RANKS - 1, MAX_RANKS))) <= MAX_FRAME
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
 from xpyd_connector.core.messages import MAX_BLOCKS, MAX_ID
-from xpyd_connector.core.offers import Offer, digest_prompt, read_offer
+from xpyd_connector.core.offers import Offer, common_id, digest_prompt, read_booking, read_offer, read_transfer
 from xpyd_connector.errors import BadOffer
 
 OFFER = Offer(EngineId("p0"), RequestId("cmpl-1"), "10.0.0.1", 5600, ((BlockId(4), BlockId(2)),), 30, xpyd_prompt="d1")
@@ -124,3 +124,83 @@ def test_a_digest_tells_prompts_apart(tokens, features, salt):
 def test_a_prompt_without_token_ids_has_no_digest():
     """Prompt embeddings: nothing to compare."""
     assert digest_prompt(None, [], None) is None
+
+
+# ---- push
+
+BOOKING = {"remote_engine_id": "p0", "remote_host": "10.0.0.1", "remote_port": 5600, "transfer_id": "t"}
+
+
+def test_a_booking_names_the_engine_and_the_transfer():
+    """Unknown keys are ignored, and what a pull offer would call the request is not believed."""
+    booking = read_booking({**BOOKING, "remote_request_id": "x" * 999, "xpyd_tomorrow": 1}, "d-1")
+
+    assert booking.address == Address("10.0.0.1", 5600)
+    assert booking.remote_request_id == "t"
+
+
+def test_an_offer_of_an_engine_that_pushes_is_a_booking_too():
+    """A router that waits for P hands its reply to D."""
+    offer = Offer(**{**{name: getattr(OFFER, name) for name in OFFER.__struct_fields__},
+                     "transfer_mode": "push", "transfer_id": "t"})  # fmt: skip
+
+    assert read_booking(json.loads(json.dumps(offer.to_params())), "d-1").remote_request_id == "t"
+
+
+BROKEN_BOOKINGS = {
+    "remote_engine_id": (None, 7, "\ud800"),
+    "remote_host": (None, "", "h" * 256, 1, "\ud800"),
+    "remote_port": (None, "5600", 0, -1, 65536, 2**70, 1.5),
+    "transfer_id": ("", 7, "x" * (MAX_ID + 1), "\udfff", ["t"]),
+    "transfer_mode": ("pull", None, 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in BROKEN_BOOKINGS.items() for value in values]
+)
+def test_a_malformed_booking_is_refused_in_one_sentence(key, value):
+    """The prompt is computed here then."""
+    with pytest.raises(BadOffer, match=r"^kv_transfer_params: ") as caught:
+        read_booking({**BOOKING, key: value}, "d-1")
+
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("own", "common"),
+    [("cmpl-1-0-0a1b2c3d", "cmpl-1-0"), ("cmpl-1", "cmpl-1"), ("0a1b2c3d", "0a1b2c3d"), ("x-0A1B2C3D", "x-0A1B2C3D")],
+)
+def test_without_a_transfer_id_the_common_part_of_the_requests_id_names_it(own, common):
+    """vLLM adds eight hexadecimal digits to it, other ones on each engine."""
+    params = {key: value for key, value in BOOKING.items() if key != "transfer_id"}
+
+    assert common_id(own) == common
+    assert read_booking(params, own).remote_request_id == read_transfer({}, own) == common
+
+
+def test_a_request_id_that_does_not_fit_into_a_message_is_refused():
+    """A client chooses a part of it."""
+    params = {key: value for key, value in BOOKING.items() if key != "transfer_id"}
+
+    with pytest.raises(BadOffer, match="characters"):
+        read_booking(params, "x" * (MAX_ID + 1))
+    with pytest.raises(BadOffer, match="transfer_id"):
+        read_transfer({}, "x" * (MAX_ID + 1))
+
+
+@pytest.mark.parametrize("name", [7, ["t"], {"a": 1}, "a\nb", "\ud800", "x" * (MAX_ID + 1), True], ids=repr)
+def test_a_transfer_id_that_cannot_be_used_is_refused(name):
+    """It would break a message, or a log."""
+    with pytest.raises(BadOffer, match="transfer_id"):
+        read_transfer({"transfer_id": name}, "p-1")
+
+
+@given(st.dictionaries(st.sampled_from([*sorted(BOOKING), "transfer_mode", "remote_request_id"]), JSON), st.text())
+def test_arbitrary_params_are_a_booking_or_a_bad_offer(changes, own):
+    """Never another exception: it would stop the engine for everybody."""
+    for read in (read_booking, read_transfer):
+        try:
+            read({**BOOKING, **changes}, own)
+        except BadOffer:
+            continue

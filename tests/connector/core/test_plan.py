@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xpyd_connector.core.messages import MAX_BLOCKS, Region
-from xpyd_connector.core.plan import check_regions, describe, missing_blocks
+from xpyd_connector.core.plan import check_regions, describe, missing_blocks, missing_range
 from xpyd_connector.errors import IncompatiblePeer, ProtocolViolation
 
 
@@ -34,6 +34,16 @@ def test_every_missing_token_is_read_once_into_its_place(admission):
     read, into = missing_blocks(tokens, external, size, remote, local)
 
     assert list(zip(read, into, strict=True)) == [(remote[number], local[number]) for number in sorted(needed)]
+
+
+@given(admissions())
+def test_push_writes_into_the_same_blocks_that_pull_would_read_into(admission):
+    """One arithmetic for both."""
+    size, tokens, hits, remote, local = admission
+    first, last = missing_range(tokens, tokens - 1 - hits * size, size)
+
+    assert missing_blocks(tokens, tokens - 1 - hits * size, size, remote, local)[1] == local[first:last]
+    assert 0 <= first < last <= len(remote)
 
 
 @pytest.mark.parametrize(("remote", "local"), [([1], [1, 2]), ([1, 2], [1])])

@@ -12,13 +12,20 @@ from xpyd_connector.core.tally import COUNTERS, GAUGES, Report, Sample, Tally, m
 SAMPLE = Sample(0.1, 64, 1)
 
 
+def choices(argument):
+    """Both sides of ``a if ... else b``, or the argument itself."""
+    return (argument.body, argument.orelse) if isinstance(argument, ast.IfExp) else (argument,)
+
+
 def counted():
     """Every name that the package's source counts or fails a load with."""
     names = set(_COUNTER.values())
     for source in Path(xpyd_connector.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(source.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("count", "_fail", "_give_up"):
-                constants = (arg.value for arg in node.args[:2] if isinstance(arg, ast.Constant))
+                constants = (
+                    arg.value for top in node.args[:2] for arg in choices(top) if isinstance(arg, ast.Constant)
+                )
                 names |= {value for value in constants if isinstance(value, str)}
     return names
 

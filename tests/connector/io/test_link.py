@@ -1,6 +1,7 @@
 """Control connections on real loopback sockets."""
 
 import contextlib
+import errno
 import socket
 import struct
 import threading
@@ -528,6 +529,65 @@ def test_a_reset_connection_is_lost_not_an_error(net):
     p.send(heard.conn, Drop((A,)))
 
     assert [type(event) for event in net.events(p)] == [Lost]
+
+
+class Broken:
+    """A socket on which the system reports an error."""
+
+    def __init__(self, sock, number, on):
+        self.sock, self.number, self.on = sock, number, on
+
+    def __getattr__(self, name):
+        if name == self.on:
+            raise_now = OSError(self.number, "the system says so")
+
+            def fail(*args):
+                raise raise_now
+
+            return fail
+        return getattr(self.sock, name)
+
+
+@pytest.mark.parametrize("on", ["recv", "send"])
+@pytest.mark.parametrize(
+    ("number", "silent"),
+    [
+        (errno.ETIMEDOUT, True),
+        (errno.EHOSTUNREACH, True),
+        (errno.ENETUNREACH, True),
+        (errno.EHOSTDOWN, True),
+        (errno.ENETDOWN, True),
+        (errno.ECONNRESET, False),
+        (errno.EPIPE, False),
+    ],
+    ids=lambda value: errno.errorcode.get(value, value),
+)
+def test_a_peer_that_fell_silent_may_live(net, number, silent, on):
+    """What it wrote into our memory may still arrive, unlike that of one whose system says that it is gone."""
+    d, p = net.link(), net.listener()
+    conn = net.meet(d, p)
+    found = d._conns[conn]
+    found.sock = Broken(found.sock, number, on)
+    if on == "recv":
+        d._read(found)
+    else:
+        d.send(conn, Renew((A,)))
+    (lost,) = d.poll(0)
+
+    assert (lost.conn, lost.silent) == (conn, silent)
+
+
+def test_a_peer_that_closed_is_not_silent_but_one_that_we_gave_up_is(net):
+    """It may go on."""
+    d, p = net.link(), net.listener()
+    conn = net.meet(d, p)
+    d.close(conn)
+    assert [event.silent for event in net.events(p)] == [False]
+    net.meet(d, p)
+    (found,) = p._conns.values()
+    found.sock.sendall(frame(b"nonsense"))
+
+    assert [event.silent for event in net.events(d)] == [True]
 
 
 def test_connections_tell_when_the_other_machine_is_gone(net):

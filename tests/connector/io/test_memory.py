@@ -136,6 +136,51 @@ def test_broken_connections_are_lost_on_both_sides(pair):
     assert [type(event) for event in pair.d.poll()] == [Lost]
 
 
+def test_a_cut_that_is_noticed_ends_in_silence_on_both_sides(pair):
+    """As TCP gives up: neither knows whether the other lives. Who is not cut off notices nothing."""
+    pair.meet()
+    pair.network.time_out()
+    assert pair.heard() == []
+    pair.network.cut(pair.p, is_cut=True)
+    pair.network.time_out()
+
+    assert [event.silent for event in [*pair.p.poll(), *pair.d.poll()]] == [True, True]
+    assert pair.heard() == []
+
+
+def test_inside_an_engine_there_is_no_network_that_could_fail(pair):
+    """A worker and its own scheduler share a machine."""
+    worker = MemoryLink(pair.network, "p/0", engine=pair.p.engine)
+    pair.network.cut(pair.p, is_cut=True)
+    conn = worker.meet(ADDRESS)
+    pair.network.deliver()
+    worker.send(conn, Renew((RequestId("a"),)))
+    pair.network.lose()
+    pair.network.time_out()
+
+    assert pair.network.in_flight() == 0
+    assert list(worker.poll()) == [Met(conn, WELCOME)]
+    assert pair.heard() == ["a"]
+
+
+def test_one_can_look_at_what_is_in_flight(pair):
+    """To choose whom a fault hits."""
+    pair.say(pair.meet(), "a", "b")
+
+    assert pair.network.peek(1) == Renew((RequestId("b"),))
+
+
+def test_a_write_copies_blocks(pair):
+    """The other way round."""
+    pair.network.memories["d"] = [b"x", b"y"]
+    mover = MemoryMover(pair.network, "d")
+    transfer = mover.write(mover.attach(rank_info("p")), np.array([1, 0]), np.array([0, 1]))
+    (ended,) = mover.poll()
+
+    assert (ended.transfer, ended.outcome) == (transfer, Outcome.MOVED)
+    assert pair.network.memories["p"] == [b"y", b"x"]
+
+
 def read(pair, mover):
     handle = mover.attach(rank_info("p"))
     return handle, mover.read(handle, np.array([1, 0]), np.array([0, 1]))

@@ -17,11 +17,15 @@ with warnings.catch_warnings():
     from xpyd_connector.shell.facts import Facts
     from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake
     from xpyd_connector.shell.scheduler import SchedulerSide
+    from xpyd_connector.shell.wake import Door
 
 from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
+from xpyd_connector.core.leases import LeaseEvent, Released
 from xpyd_connector.core.messages import MAX_ID
 from xpyd_connector.core.offers import Offer, digest_prompt, read_offer
-from xpyd_connector.settings import Settings
+from xpyd_connector.core.reader import LetGo, Result
+from xpyd_connector.core.tally import Report
+from xpyd_connector.settings import Granularity, Mode, Settings
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 SIZE, BLOCKS = 4, 20
@@ -36,14 +40,14 @@ def free_port():
 class Engine:
     """vLLM's scheduler, as far as the connector notices it."""
 
-    def __init__(self):
+    def __init__(self, **choices):
         self.pool = BlockPool(BLOCKS, enable_caching=False, hash_block_size=SIZE)
         facts = Facts(
             EngineId("here"), Address("127.0.0.1", free_port()), SIZE, BLOCKS, ranks=1, lends=True, borrows=True
         )
-        self.side = SchedulerSide(facts, Settings(handshake_timeout=0.1), lambda: None)
+        self.side = SchedulerSide(facts, Settings(handshake_timeout=0.1, **choices), Door(None))
         self.side.bind_block_pool(self.pool)
-        self.side.start({0: RankHandshake(rank_info("here"), FINGERPRINT)})
+        self.side.start({0: RankHandshake(rank_info("here"), FINGERPRINT, b"token")})
 
     def request(self, params=None, *, name="d-a", prompt=PROMPT, status=RequestStatus.FINISHED_LENGTH_CAPPED):
         return SimpleNamespace(
@@ -198,3 +202,293 @@ def test_a_prefill_that_did_not_finish_is_not_lent(engine, status):
     request = engine.request({"do_remote_decode": True}, status=status)
 
     assert engine.side.finished(request, [1, 2, 3]) is None
+
+
+# ---- push
+
+
+class Nap:
+    """A door that says how long somebody waited at it."""
+
+    def __init__(self):
+        self.waits, self.while_waiting = [], lambda: None
+
+    def knock(self):
+        pass
+
+    def wait(self, seconds):
+        self.waits.append(seconds)
+        self.while_waiting()
+
+
+class PushEngine(Engine):
+    """The same; what is asked of the control thread is only noted, and a test answers for it."""
+
+    def __init__(self, **choices):
+        super().__init__(mode=Mode.PUSH, **choices)
+        self.side._runner.stop()
+        self.runner, self.side._runner = self.side._runner, self
+        self.side._door = self.door = Nap()
+        self.asked, self.commands = [], []
+
+    def post(self, command):
+        self.commands.append(command)
+        command(self, 0.0)
+
+    def stop(self):
+        self.runner.stop()
+
+    def __getattr__(self, name):
+        if name in ("borrower", "landings", "pushes", "lender"):
+            return Asked(name, self.asked)
+        raise AttributeError(name)
+
+    def grant(self, request, *, now):
+        self.asked.append(("grant", request))
+
+    def arrive(self, *, name="d-a", **changes):
+        request = self.request({**BOOKING, **changes}, name=name)
+        request.status = RequestStatus.WAITING
+        self.side.on_new_request(request)
+        return request
+
+    def prefill(self, name="p-a", transfer="t", **changes):
+        request = self.request({"do_remote_decode": True, "transfer_id": transfer}, name=name, **changes)
+        request.num_preemptions = 0
+        self.side.on_new_request(request)
+        return request
+
+    def step(self, tokens=0, **scheduled):
+        output = SimpleNamespace(
+            total_num_scheduled_tokens=tokens, num_scheduled_tokens=scheduled, kv_connector_block_state=None
+        )
+        return self.side.step(output)
+
+    def tell(self, *news):
+        self.side._outbox.put(news, Report())
+
+    def asks(self):
+        asked = [(name, *args) for name, *args in self.asked]
+        self.asked.clear()
+        return asked
+
+
+class Asked:
+    """A part of the control thread: notes what is asked of it."""
+
+    def __init__(self, part, asked):
+        self.part, self.asked = part, asked
+
+    def __getattr__(self, name):
+        return lambda *args, **_: self.asked.append((f"{self.part}.{name}", *args))
+
+
+BOOKING = {
+    "do_remote_prefill": True, "remote_engine_id": "p0", "remote_host": "127.0.0.1", "remote_port": 1,
+    "transfer_id": "t",
+}  # fmt: skip
+
+
+@pytest.fixture
+def pushing():
+    engine = PushEngine()
+    yield engine
+    engine.stop()
+
+
+def test_a_request_with_a_booking_lends_its_blocks(pushing):
+    """The transfer's name, the digest of its own prompt, and the blocks that are missing here."""
+    request = pushing.arrive()
+    assert [name for name, *_ in pushing.asks()] == ["borrower.want"]
+    assert pushing.side.matched_tokens(request, 4) == (5, True)
+    blocks = pushing.allocate(request, 5)
+    ((name, ticket),) = pushing.asks()
+    pushing.allocate(request, 5)
+
+    assert name == "landings.expect"
+    assert (ticket.request, ticket.remote_request, ticket.engine) == ("d-a", "t", "p0")
+    assert (ticket.first, ticket.into) == (1, [block.block_id for block in blocks[1:]])
+    assert ticket.prompt == digest_prompt(PROMPT, [], None)
+    assert pushing.asks() == []
+
+
+def test_without_a_transfer_id_both_legs_share_the_requests_id(pushing):
+    """As routers made for vLLM's own push connector name it: without the suffix that each engine adds."""
+    pushing.arrive(transfer_id=None, name="cmpl-1-0a1b2c3d")
+    (_, _, booking), *_ = pushing.asks()
+
+    assert booking.remote_request_id == "cmpl-1"
+
+
+@pytest.mark.parametrize(
+    "change", [{"remote_port": 0}, {"transfer_id": ""}, {"remote_host": None}, {"transfer_mode": "pull"}], ids=repr
+)
+def test_a_booking_that_cannot_be_used_costs_a_local_prefill(pushing, change):
+    """Never an exception."""
+    request = pushing.arrive(**change)
+
+    assert pushing.side.matched_tokens(request, 0) == (0, False)
+    assert pushing.asks() == []
+    assert sum(pushing.side.stats().data["counters"].values()) == 1
+
+
+def test_what_has_arrived_is_told_to_the_workers_once(pushing):
+    """They report it to vLLM, and vLLM to us."""
+    request = pushing.arrive()
+    pushing.allocate(request, 9)
+    pushing.tell(Result(RequestId("d-a"), ""))
+    assert pushing.side.has_news()
+    assert pushing.step().arrived == [Result("d-a", "")]
+    assert pushing.step().arrived == []
+    pushing.ended("d-a")
+
+    assert not pushing.side.has_news()
+    assert pushing.side.stats().data["gauges"]["requests_borrowing"] == 0
+
+
+def test_blocks_that_p_may_still_write_into_are_kept_from_others(pushing):
+    """Pinned before the workers' report makes vLLM free them."""
+    request = pushing.arrive()
+    blocks = pushing.allocate(request, 9)
+    pushing.side.finished(request, [])
+    assert ("landings.stop", "d-a") in pushing.asks()
+    pushing.tell(Result(RequestId("d-a"), "aborted", lingers=True))
+    pushing.step()
+    pushing.side.after_step(KVConnectorOutput(finished_recving={"d-a"}))
+    pushing.pool.free_blocks(blocks)
+    assert pushing.free() == BLOCKS - 1 - 3
+    pushing.tell(LetGo(RequestId("d-a")))
+    pushing.step()
+
+    assert pushing.free() == BLOCKS - 1
+
+
+def test_blocks_that_were_let_go_at_once_are_kept_no_longer(pushing):
+    """Both news may come in one turn."""
+    blocks = pushing.allocate(pushing.arrive(), 9)
+    pushing.tell(Result(RequestId("d-a"), "aborted", lingers=True), LetGo(RequestId("d-a")))
+    pushing.step()
+    pushing.pool.free_blocks(blocks)
+
+    assert pushing.free() == BLOCKS - 1
+
+
+def test_a_request_that_is_aborted_in_the_queue_is_given_back(pushing):
+    """Nothing was lent."""
+    request = pushing.arrive()
+    pushing.side.finished(request, [])
+
+    assert ("borrower.give_back", "d-a", "p0") in pushing.asks()
+
+
+def test_a_finished_prefill_is_lent_under_its_transfers_name(pushing):
+    """And its last blocks are told to the workers, though no step of the model follows."""
+    request = pushing.prefill()
+    blocks = pushing.pool.get_new_blocks(4)
+    ids = [block.block_id for block in blocks]
+    params = pushing.side.finished(request, ids)
+    pushing.pool.free_blocks(blocks)
+    assert pushing.asks() == [("grant", "t")]
+    assert pushing.side.has_news()
+    (piece,) = pushing.step().pieces
+
+    assert (piece.request, list(piece.blocks), piece.last) == ("t", ids[:3], True)
+    assert (params["transfer_id"], params["transfer_mode"]) == ("t", "push")
+    assert pushing.free() == BLOCKS - 1 - 3
+    pushing.tell(Released(RequestId("t"), LeaseEvent.DONE))
+    pushing.step()
+    assert pushing.free() == BLOCKS - 1
+
+
+@pytest.mark.parametrize("is_held", [False, True], ids=["while the first runs", "while the first is held"])
+def test_two_prefills_of_one_name_are_not_mixed_up(pushing, is_held):
+    """The second is computed and handed to nobody."""
+    first = pushing.prefill()
+    if is_held:
+        pushing.side.finished(first, [block.block_id for block in pushing.pool.get_new_blocks(3)])
+    second = pushing.prefill(name="p-b")
+    pushing.asks()
+
+    assert pushing.side.finished(second, [1, 2, 3]) is None
+    assert pushing.asks() == []
+    assert pushing.side.stats().data["counters"] == {"transfers_duplicate": 1}
+
+
+@pytest.mark.parametrize("transfer", ["x" * (MAX_ID + 1), 7, "a\nb", ["t"]], ids=lambda value: str(value)[:5])
+def test_a_name_that_cannot_be_used_is_handed_to_nobody(pushing, transfer):
+    """And the prefill goes on."""
+    request = pushing.prefill(transfer=transfer)
+
+    assert pushing.side.finished(request, [1, 2, 3]) is None
+    assert pushing.asks() == []
+    assert pushing.side.stats().data["counters"] == {"transfers_bad": 1}
+
+
+def test_a_prefill_that_did_not_finish_is_abandoned(pushing):
+    """Whoever waits for it hears at once; its name is free again."""
+    request = pushing.prefill(status=RequestStatus.FINISHED_ABORTED)
+    assert pushing.side.finished(request, [1, 2, 3]) is None
+    assert pushing.asks() == [("pushes.abandoned", "t")]
+    assert pushing.side.has_news()  # for the workers
+    pushing.prefill(name="p-b")
+
+    assert "transfers_duplicate" not in pushing.side._tally.take().counters
+
+
+def test_a_prefill_beyond_what_may_be_held_is_abandoned():
+    """Its decode engine computes the prompt itself."""
+    engine = PushEngine(max_leases=1)
+    for name in ("a", "b"):
+        request = engine.prefill(name=name, transfer=name)
+        engine.side.finished(request, [block.block_id for block in engine.pool.get_new_blocks(3)])
+    engine.stop()
+
+    assert engine.asks() == [("grant", "a"), ("pushes.abandoned", "b")]
+
+
+def test_by_request_nothing_is_told_before_the_end():
+    """The setting reaches the streams."""
+    engine = PushEngine(push_granularity=Granularity.REQUEST)
+    engine.stop()
+
+    assert not engine.side._streams._is_chunked
+
+
+def test_an_engine_that_only_waits_for_pushes_naps(pushing):
+    """vLLM would step it a thousand times a second; what arrives meanwhile is told in this very step."""
+    pushing.allocate(pushing.arrive(), 9)
+    pushing.door.while_waiting = lambda: pushing.tell(Result(RequestId("d-a"), ""))
+
+    assert pushing.step().arrived == [Result("d-a", "")]
+    assert len(pushing.door.waits) == 1
+
+
+@pytest.mark.parametrize("why", ["running", "tokens", "arrived", "blocks", "pieces", "nothing"])
+def test_an_engine_that_has_something_to_do_never_naps(pushing, why):
+    """A step's output may be under way (asynchronous scheduling), or the workers wait for news."""
+    if why != "nothing":
+        pushing.allocate(pushing.arrive(), 9)
+    if why == "running":
+        pushing.arrive(name="d-b").status = RequestStatus.RUNNING
+    if why == "arrived":
+        pushing.tell(Result(RequestId("d-a"), ""))
+    if why == "pieces":
+        request = pushing.prefill()
+        pushing.side.finished(request, [block.block_id for block in pushing.pool.get_new_blocks(3)])
+    if why == "blocks":
+        pushing.side.free_released = lambda: None
+        pushing.tell(LetGo(RequestId("d-a")))
+    pushing.step(tokens=1 if why == "tokens" else 0)
+
+    assert pushing.door.waits == []
+
+
+def test_a_request_that_has_finished_does_not_keep_it_awake(pushing):
+    """Otherwise one answer would cost a core for ever."""
+    pushing.allocate(pushing.arrive(), 9)
+    done = pushing.arrive(name="d-b")
+    done.status = RequestStatus.RUNNING
+    pushing.side.finished(done, [])
+    pushing.step()
+
+    assert len(pushing.door.waits) == 1

@@ -13,6 +13,7 @@ with warnings.catch_warnings():
 from xpyd_connector.core.ids import Address, EngineId, RequestId
 from xpyd_connector.core.reader import LetGo, Order, Result
 from xpyd_connector.core.tally import Report
+from xpyd_connector.core.writer import Piece
 from xpyd_connector.errors import ConnectorError
 from xpyd_connector.settings import Settings
 
@@ -89,3 +90,54 @@ def test_an_engine_that_takes_nothing_over_says_so(worker):
 
     with pytest.raises(RuntimeError, match="takes no KV over"):
         load(worker, "a")
+
+
+def offer(worker, *names):
+    worker.offer([Piece(RequestId(name), None, 0, [1], last=True) for name in names])
+
+
+class Core:
+    """Stands where the writer would be."""
+
+    def __init__(self):
+        self.offered = []
+
+    def offer(self, piece, *, now, ready):
+        self.offered.append((piece.request, now, ready))
+
+
+def test_pieces_are_offered_to_the_thread_that_writes(worker):
+    """In order; on a CPU they are ready when they are told."""
+    worker._writer, core = Thread(), Core()
+    offer(worker, "a", "b")
+    for command in worker._writer.posted:
+        command(core, 5.0)
+
+    assert core.offered == [("a", 5.0, None), ("b", 5.0, None)]
+
+
+def test_pieces_for_an_engine_that_lends_nothing_are_a_bug(worker):
+    """The decode engine would wait for ever."""
+    with pytest.raises(ConnectorError, match="lends none"):
+        offer(worker, "a")
+
+
+def test_a_writer_that_has_died_stops_the_engine(worker):
+    """Its decode engines would wait for ever."""
+    worker._writer = Thread()
+    worker._writer.dead = True
+
+    with pytest.raises(ConnectorError, match="died"):
+        worker.results()
+
+
+def test_what_the_scheduler_knows_to_have_arrived_is_reported_once(worker):
+    """In push the workers only pass it on; that blocks linger is not their business."""
+    a, b = Result(RequestId("a"), ""), Result(RequestId("b"), "aborted", lingers=True)
+    worker.load(StepMetadata(arrived=[a]))
+    worker.load(StepMetadata(arrived=[b], idle=True))
+    results = worker.results()
+
+    assert (results.finished_recving, results.failed_recving) == ({"a", "b"}, {"b"})
+    assert worker.lingering() is None
+    assert worker.results().finished_recving == set()

@@ -1,0 +1,350 @@
+"""The prefill scheduler's half of push: bring decode engines' registrations and this engine's workers together.
+
+A registration may come long before its prefill, during it, or after it. It ends with one answer to the decode engine:
+Landed, when every worker has written everything and the lease still held, or Stopped. Until then, and not a moment
+longer, the decode engine keeps its blocks out of everybody's reach.
+"""
+
+import hmac
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Final, TypeVar
+
+from xpyd_connector.core.ids import ConnId, RequestId
+from xpyd_connector.core.leases import Released
+from xpyd_connector.core.lender import Lender
+from xpyd_connector.core.messages import (
+    Alive,
+    Arrived,
+    Assign,
+    Attend,
+    Cease,
+    Ceased,
+    Departed,
+    Drop,
+    Landed,
+    Memory,
+    Message,
+    RankInfo,
+    Register,
+    Renew,
+    Stalled,
+    Stop,
+    Stopped,
+    Stuck,
+    Written,
+)
+from xpyd_connector.core.ports import Link, LinkEvent, Lost, Received
+from xpyd_connector.core.tally import Tally
+from xpyd_connector.errors import IllegalTransition
+
+T = TypeVar("T")
+
+MAX_PUSHES = (
+    65536  # registrations, and transfers heard of before their prefill: beyond it they are refused, or forgotten
+)
+
+
+class PushState(Enum):
+    """Where a push to one reader is in its life, over all workers."""
+
+    OPEN = auto()
+    CEASING = auto()  # workers have been told to stop
+    OVER = auto()
+
+
+class PushEvent(Enum):
+    """What can happen to it."""
+
+    WRITTEN = auto()  # by the last worker
+    STOPPED = auto()
+    QUIET = auto()  # no worker writes any more
+
+
+TRANSITIONS: Final[Mapping[PushState, Mapping[PushEvent, PushState]]] = {
+    PushState.OPEN: {PushEvent.WRITTEN: PushState.OVER, PushEvent.STOPPED: PushState.CEASING},
+    PushState.CEASING: {PushEvent.QUIET: PushState.OVER},
+    PushState.OVER: {},
+}
+
+
+@dataclass(slots=True)
+class _Push:
+    guest: ConnId
+    order: Register
+    busy: set[int]  # ranks that write, or may
+    state: PushState = PushState.OPEN
+    reason: str = ""  # why it stopped
+
+    def on(self, event: PushEvent) -> None:
+        try:
+            self.state = TRANSITIONS[self.state][event]
+        except KeyError:
+            raise IllegalTransition(
+                f"the push to {self.order.reader} cannot handle {event.name} while {self.state.name}"
+            ) from None
+
+
+@dataclass(slots=True)
+class _Early:
+    """What a decode engine has said about a transfer before its prefill was done."""
+
+    guest: ConnId | None  # who renews; absent: nobody wants it any more
+    until: float
+
+
+@dataclass(slots=True)
+class _Guest:
+    """A decode engine: its memory, rank by rank, and its registrations."""
+
+    ranks: dict[int, RankInfo] = field(default_factory=dict[int, RankInfo])
+    pushes: dict[RequestId, _Push] = field(default_factory=dict[RequestId, _Push])
+
+    lent: int = 0  # blocks of all pushes
+
+    def has_room_for(self, order: Register) -> bool:
+        """Whether it can lend these blocks, too: nobody can lend a block twice."""
+        return self.lent + len(order.blocks) <= min(rank.regions[0].count for rank in self.ranks.values())
+
+    def add(self, push: _Push) -> None:
+        """Take a registration in."""
+        self.pushes[push.order.reader] = push
+        self.lent += len(push.order.blocks)
+
+    def remove(self, push: _Push) -> None:
+        """Forget one that is over."""
+        del self.pushes[push.order.reader]
+        self.lent -= len(push.order.blocks)
+
+
+class Pushes:
+    """Runs on the control thread. The connections of decode engines and of our own workers all end here."""
+
+    def __init__(
+        self, link: Link, lender: Lender, tally: Tally, *, tokens: Mapping[int, bytes], patience: float
+    ) -> None:
+        self._link = link
+        self._lender = lender
+        self._tally = tally
+        self._tokens = tokens  # rank -> what its worker proves itself with
+        self._patience = patience  # s that a transfer nobody prefills is remembered
+        self._workers: dict[int, ConnId] = {}
+        self._have_attended: set[int] = set()  # ranks that may write, connected or not
+        self._guests: dict[ConnId, _Guest] = {}
+        self._by_request: dict[RequestId, list[_Push]] = {}
+        self._early: dict[RequestId, _Early] = {}  # the longest unheard of first
+        self._over: dict[RequestId, float] = {}  # names of transfers that are over -> until when we remember, in order
+
+    def __len__(self) -> int:
+        return len(self._by_request) + len(self._early) + len(self._guests) + len(self._over)
+
+    # ---- the engine
+
+    def granted(self, request: RequestId, *, now: float) -> None:
+        """The prefill is done and its blocks are leased: the lease is for whoever spoke up before."""
+        self._over.pop(request, None)
+        early, pushes = self._early.pop(request, None), self._by_request.get(request)
+        if pushes:
+            self._lender.renew(pushes[0].guest, (request,), now=now)
+        elif early is not None and early.guest is not None:
+            self._lender.renew(early.guest, (request,), now=now)
+        elif early is not None:
+            self._lender.drop((request,))
+
+    def abandoned(self, request: RequestId, *, now: float) -> None:
+        """The prefill ended without KV to hand over."""
+        self._early.pop(request, None)
+        self._end_all(request, "the prefill ended without handing its KV over", now)
+
+    def released(self, ended: Iterable[Released], *, now: float) -> None:
+        """These leases are over: nothing of them is to be read any more."""
+        for released in ended:
+            why = released.why.name.lower().replace("_", " ")
+            self._end_all(released.request, f"its lease is over ({why})", now)
+
+    # ---- the network
+
+    def on(self, event: LinkEvent, *, now: float) -> None:
+        """Take in what happened on a connection that somebody opened to us."""
+        self._lender.advance(now=now)  # first, so that nothing below sees a lease that is over
+        match event:
+            case Received(conn, message):
+                self._told(conn, message, now)
+            case Lost(conn):
+                self._lost(conn, now)
+            case _:
+                pass
+
+    def advance(self, *, now: float) -> None:
+        """Forget transfers that were spoken of and never prefilled, or are long over."""
+        _drop_old(self._early, now, lambda early: early.until)
+        _drop_old(self._over, now, lambda until: until)
+
+    def _told(self, conn: ConnId, message: Message, now: float) -> None:
+        match message:
+            case Renew(requests):
+                self._note(self._lender.renew(conn, requests, now=now), conn, now)
+                self._link.send(conn, Alive())
+            case Drop(requests):
+                self._note(self._lender.drop(requests), None, now)
+            case Memory(rank):
+                self._introduce(conn, rank)
+            case Register():
+                self._register(conn, message)
+            case Stop(readers):
+                self._stop_for(conn, readers)
+            case Attend(rank, token):
+                self._attend(conn, rank, token, now)
+            case Written() | Ceased() | Stalled() if conn in self._workers.values():
+                self._worked(conn, message)
+            case _:
+                self._link.close(conn)  # nothing that a decode engine or a worker says
+                self._lost(conn, now)
+
+    def _lost(self, conn: ConnId, now: float) -> None:
+        self._lender.lose(conn)
+        self._workers = {rank: worker for rank, worker in self._workers.items() if worker != conn}
+        self._note([request for request, early in self._early.items() if early.guest == conn], None, now)
+        guest = self._guests.pop(conn, None)
+        if guest is None:
+            return
+        for push in guest.pushes.values():
+            self._unlist(push)
+            if push.order.request not in self._by_request and not self._lender.holds(push.order.request):
+                self._note([push.order.request], None, now)
+        self._tell_workers(Departed(conn))
+
+    # ---- decode engines
+
+    def _note(self, requests: Iterable[RequestId], guest: ConnId | None, now: float) -> None:
+        """Remember what is said of transfers whose prefill is not done; the latest word is at the end of the dict."""
+        for request in requests:
+            if request in self._over:
+                self._tally.count("late_notifications")
+                continue
+            self._tally.count("early_notifications")
+            self._early.pop(request, None)
+            self._early[request] = _Early(guest, now + self._patience)
+
+    def _introduce(self, conn: ConnId, rank: RankInfo) -> None:
+        guest = self._guests.setdefault(conn, _Guest())
+        if rank.rank not in self._tokens or guest.ranks.setdefault(rank.rank, rank) != rank:
+            self._tally.count("late_notifications")  # of a rank that we do not have, or once more and different
+        elif rank.rank in self._workers:
+            self._link.send(self._workers[rank.rank], Arrived(conn, rank))
+
+    def _register(self, conn: ConnId, order: Register) -> None:
+        guest = self._guests.get(conn)
+        if guest is None or guest.ranks.keys() != self._tokens.keys():
+            self._link.send(conn, Stopped(order.reader, "the memory of the decode engine's ranks is not known"))
+        elif order.reader in guest.pushes:
+            self._tally.count("late_notifications")
+        elif order.request in self._over:
+            self._tally.count("late_notifications")
+            self._link.send(conn, Stopped(order.reader, f"transfer {order.request} is over"))
+        elif not guest.has_room_for(order):
+            self._tally.count("pushes_refused")
+            self._link.send(conn, Stopped(order.reader, "more blocks are registered than the decode engine has"))
+        elif sum(len(known.pushes) for known in self._guests.values()) >= MAX_PUSHES:
+            self._tally.count("pushes_refused")
+            self._link.send(conn, Stopped(order.reader, f"{MAX_PUSHES} registrations are open"))
+        else:
+            guest.add(push := _Push(conn, order, set(self._tokens)))
+            self._by_request.setdefault(order.request, []).append(push)
+            self._tally.count("registrations")
+            self._tell_workers(Assign(conn, order))
+
+    def _stop_for(self, conn: ConnId, readers: Iterable[RequestId]) -> None:
+        guest = self._guests.get(conn, _Guest())
+        for reader in readers:
+            if (push := guest.pushes.get(reader)) is not None:
+                self._stop(push, "the decode engine does not want it")
+            else:
+                self._tally.count("late_notifications")
+                self._link.send(conn, Stopped(reader, ""))  # never registered, or answered before
+
+    # ---- our workers
+
+    def _attend(self, conn: ConnId, rank: int, token: bytes, now: float) -> None:
+        if rank not in self._tokens or not hmac.compare_digest(token, self._tokens[rank]):
+            self._link.close(conn)
+            self._lost(conn, now)
+            return
+        self._workers[rank] = conn
+        self._have_attended.add(rank)
+        for number, guest in self._guests.items():
+            if rank in guest.ranks:
+                self._link.send(conn, Arrived(number, guest.ranks[rank]))
+            for push in guest.pushes.values():
+                self._link.send(conn, Assign(number, push.order))
+                if push.state is PushState.CEASING:
+                    self._link.send(conn, Cease(number, push.order.reader))
+
+    def _worked(self, conn: ConnId, news: Written | Ceased | Stalled) -> None:
+        guest = self._guests.get(news.guest)
+        push = guest.pushes.get(news.reader) if guest is not None else None
+        if push is None:
+            self._tally.count("late_notifications")  # the decode engine has left meanwhile
+            return
+        rank = next(rank for rank, worker in self._workers.items() if worker == conn)
+        match news:
+            case Written():
+                push.busy.discard(rank)
+            case Ceased(_, _, reason):
+                push.busy.discard(rank)
+                self._stop(push, reason)
+            case Stalled(_, reader, reason):
+                self._link.send(push.guest, Stuck(reader, reason))
+                self._stop(push, reason)
+        self._end_if_quiet(push)
+
+    def _stop(self, push: _Push, reason: str) -> None:
+        if push.state is not PushState.OPEN:
+            return
+        push.on(PushEvent.STOPPED)
+        push.reason = reason
+        for rank in push.busy & self._workers.keys():
+            self._link.send(self._workers[rank], Cease(push.guest, push.order.reader))
+        push.busy &= self._have_attended
+        self._end_if_quiet(push)
+
+    def _end_if_quiet(self, push: _Push) -> None:
+        if push.busy or push.state is PushState.OVER:
+            return
+        reader, request = push.order.reader, push.order.request
+        self._guests[push.guest].remove(push)
+        self._unlist(push)
+        if push.state is PushState.CEASING:
+            push.on(PushEvent.QUIET)
+            self._link.send(push.guest, Stopped(reader, push.reason))
+            return
+        push.on(PushEvent.WRITTEN)
+        self._link.send(push.guest, Landed(reader, self._lender.holds(request)))
+        if request not in self._by_request:  # several readers may share a prompt: the last one ends the lease
+            self._lender.finish(request)
+
+    def _unlist(self, push: _Push) -> None:
+        pushes = self._by_request[push.order.request]
+        pushes.remove(push)
+        if not pushes:
+            del self._by_request[push.order.request]
+
+    def _end_all(self, request: RequestId, reason: str, now: float) -> None:
+        self._over.pop(request, None)
+        self._over[request] = now + self._patience
+        for push in list(self._by_request.get(request, ())):
+            self._stop(push, reason)
+
+    def _tell_workers(self, message: Message) -> None:
+        for worker in self._workers.values():
+            self._link.send(worker, message)
+
+
+def _drop_old(entries: dict[RequestId, T], now: float, until: Callable[[T], float]) -> None:
+    """Drop the first entries of a dict whose time is over, or that are too many."""
+    while entries:
+        request, entry = next(iter(entries.items()))
+        if until(entry) > now and len(entries) <= MAX_PUSHES:
+            return
+        del entries[request]

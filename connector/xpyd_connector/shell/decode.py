@@ -1,0 +1,157 @@
+"""What a decode engine's scheduler does differently in pull and in push. Chosen once, when the connector is built."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from xpyd_connector.core.control import Control
+from xpyd_connector.core.ids import BlockId, RequestId
+from xpyd_connector.core.landings import Ticket
+from xpyd_connector.core.messages import MAX_ID
+from xpyd_connector.core.offers import Booking, Offer, digest_prompt, read_booking, read_offer
+from xpyd_connector.core.plan import missing_blocks, missing_range
+from xpyd_connector.core.reader import Order, Result
+from xpyd_connector.errors import BadOffer
+from xpyd_connector.shell.facts import Facts
+from xpyd_connector.shell.metadata import StepMetadata
+
+Command: TypeAlias = Callable[[Control, float], None]
+Post: TypeAlias = Callable[[Command], None]
+
+
+class OtherPrompt(BadOffer):
+    """The KV on offer belongs to another prompt."""
+
+
+class Decode(Protocol):
+    """How KV comes here. All of it runs on the engine thread."""
+
+    def read(self, request: Request, params: Mapping[str, Any]) -> Offer | Booking:
+        """Read what the router carried here, or raise :exc:`~xpyd_connector.errors.BadOffer`."""
+        ...
+
+    def start(self, request: Request, source: Offer | Booking, external: int, local: Sequence[int]) -> Sequence[int]:
+        """Have the last ``external`` tokens but one loaded; return the blocks they go to."""
+        ...
+
+    def abort(self, own: RequestId) -> None:
+        """A request whose load is under way is finished already."""
+        ...
+
+    def ended(self, own: RequestId, source: Offer | Booking) -> None:
+        """The workers have reported the end of a load."""
+        ...
+
+    def metadata(self, output: SchedulerOutput) -> StepMetadata:
+        """Return what the workers must know in this step."""
+        ...
+
+
+class PullDecode:
+    """The workers read; what they have read, and what not, they tell with their steps."""
+
+    def __init__(self, facts: Facts, post: Post) -> None:
+        self._facts = facts
+        self._post = post
+        self._orders: list[Order] = []
+
+    def read(self, request: Request, params: Mapping[str, Any]) -> Offer:
+        """Take an offer whose blocks are those of this very prompt."""
+        offer = read_offer(params)
+        if request.abort_immediately:
+            return offer  # vLLM rejected the real request; this one, with a made-up prompt, gives the blocks back
+        _check(self._facts, request)
+        self._check_blocks(offer, request.num_prompt_tokens - 1)
+        if offer.xpyd_prompt is not None and offer.xpyd_prompt != digest(request):
+            # Nobody is told: the blocks may well be another request's, which still wants them.
+            raise OtherPrompt(f"the offered KV ({offer.remote_request_id}) belongs to another prompt")
+        return offer
+
+    def _check_blocks(self, offer: Offer, needed: int) -> None:
+        if len(offer.remote_block_ids) != 1:
+            raise BadOffer(f"{len(offer.remote_block_ids)} KV cache groups are offered, this engine has 1")
+        blocks = len(offer.remote_block_ids[0])
+        if offer.remote_num_tokens < needed or blocks * self._facts.block_size < needed:
+            raise BadOffer(
+                f"{offer.remote_num_tokens} tokens in {blocks} blocks are offered, {needed} tokens are needed"
+            )
+
+    def start(self, request: Request, source: Offer | Booking, external: int, local: Sequence[int]) -> Sequence[int]:
+        """Order a read."""
+        if not isinstance(source, Offer):
+            raise TypeError(f"{type(source).__name__} is no offer")
+        own, remote = RequestId(request.request_id), source.remote_block_ids[0]
+        blocks = [BlockId(block) for block in local]
+        read, into = missing_blocks(request.num_prompt_tokens, external, self._facts.block_size, remote, blocks)
+        order = Order(own, source.remote_request_id, source.remote_engine_id, source.address, read, into)
+        self._orders.append(order)
+        return into
+
+    def abort(self, own: RequestId) -> None:
+        """Nothing: the read ends by itself, and vLLM waits for that."""
+
+    def ended(self, own: RequestId, source: Offer | Booking) -> None:
+        """Stop renewing."""
+        engine = source.remote_engine_id
+        self._post(lambda control, _: control.borrower.settle(own, engine))
+
+    def metadata(self, output: SchedulerOutput) -> StepMetadata:
+        """Hand the orders over."""
+        orders, self._orders = self._orders, []
+        return StepMetadata(orders, idle=output.total_num_scheduled_tokens == 0)
+
+
+class PushDecode:
+    """The prefill engine writes; the control thread tells when it has. The workers only pass that on to vLLM."""
+
+    def __init__(self, facts: Facts, post: Post) -> None:
+        self._facts = facts
+        self._post = post
+        self.arrived: list[Result] = []  # since the last step
+
+    def read(self, request: Request, params: Mapping[str, Any]) -> Booking:
+        """Take the coordinates of the engine that will write. That the prompts are the same, that engine checks."""
+        booking = read_booking(params, request.request_id)
+        if not request.abort_immediately:
+            _check(self._facts, request)
+        return booking
+
+    def start(self, request: Request, source: Offer | Booking, external: int, local: Sequence[int]) -> Sequence[int]:
+        """Lend blocks to the prefill engine."""
+        first, last = missing_range(request.num_prompt_tokens, external, self._facts.block_size)
+        into = [BlockId(block) for block in local[first:last]]
+        own, engine, prompt = RequestId(request.request_id), source.remote_engine_id, digest(request)
+        ticket = Ticket(own, source.remote_request_id, engine, source.address, prompt, first, into)
+        self._post(lambda control, now: control.landings.expect(ticket, now=now))
+        return into
+
+    def abort(self, own: RequestId) -> None:
+        """Have the prefill engine stop; vLLM keeps the blocks until it is told that the load has ended."""
+        self._post(lambda control, _: control.landings.stop(own))
+
+    def ended(self, own: RequestId, source: Offer | Booking) -> None:
+        """Nothing: the control thread knows."""
+
+    def metadata(self, output: SchedulerOutput) -> StepMetadata:
+        """Have the workers report what has arrived."""
+        arrived, self.arrived = self.arrived, []
+        return StepMetadata(arrived=arrived, idle=output.total_num_scheduled_tokens == 0)
+
+
+def _check(facts: Facts, request: Request) -> None:
+    if len(request.request_id) > MAX_ID:
+        raise BadOffer(f"the request's own id has {len(request.request_id)} characters, {MAX_ID} are allowed")
+    if not facts.borrows:
+        raise BadOffer("this engine's kv_role is kv_producer, it cannot take KV over")
+
+
+def digest(request: Request) -> str | None:
+    """Return a digest of everything that decides the KV of a request's prompt; None when it has no token ids."""
+    features = [feature.identifier for feature in request.mm_features]
+    if request.lora_request is not None:
+        features.append(f"lora:{request.lora_request.lora_name}")
+    prompt = request.prompt_token_ids
+    tokens = prompt[: request.num_prompt_tokens] if prompt is not None else None
+    return digest_prompt(tokens, features, request.cache_salt)

@@ -1,0 +1,344 @@
+"""The tests of push have teeth: each rule that is broken here on purpose must make one of them fail.
+
+As in ``test_mutations.py``; the scenarios are those of ``test_push_pair.py``, as short as they can be.
+"""
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from support.engines import BLOCKS, LEASE
+from support.push_engines import PushWorld, right_bytes
+from support.push_machine import PushMachine
+from xpyd_connector.core import landings
+from xpyd_connector.core.landings import Landings
+from xpyd_connector.core.lender import Lender
+from xpyd_connector.core.messages import Assign, Stopped
+from xpyd_connector.core.pushes import Pushes
+from xpyd_connector.core.reader import Result
+from xpyd_connector.core.writer import Writer
+from xpyd_connector.errors import IllegalTransition
+
+SEARCH = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, database=None, derandomize=True,
+    phases=(Phase.generate,), report_multiple_bugs=False,
+)  # fmt: skip
+
+
+def any_order_of_events():
+    run_state_machine_as_test(PushMachine, settings=SEARCH)
+
+
+def hang(world, *, hangs=True, clings=False):
+    for mover in world.p.movers:
+        mover.stuck, mover.clinging = hangs, clings
+
+
+def check(world, into, request="d-a"):
+    assert world.d.result(request).failure == ""
+    assert world.d.bytes_of(into) == right_bytes("t", range(len(into)), world.ranks)
+
+
+def a_preempted_prefill_is_written_anew():
+    world = PushWorld()
+    into = world.expect()
+    world.run()
+    world.prefill(chunk=3)
+    world.prefill(chunk=0)
+    world.run()
+    world.p.preempt("t")
+    world.prefill("other", 3)
+    world.run()
+    world.prefill()
+    world.run()
+    check(world, into)
+
+
+def a_slow_first_attempt_does_not_overtake_the_second():
+    world = PushWorld()
+    into = world.expect()
+    world.run()
+    hang(world)
+    world.prefill(chunk=3)
+    world.prefill(chunk=0)
+    world.run()
+    world.p.preempt("t")
+    world.prefill()
+    world.run()
+    flights = world.p.movers[0]._flights
+    flights.update({number: flights.pop(number) for number in list(flights)[:1]})  # the oldest one arrives last
+    hang(world, hangs=False)
+    world.run()
+    check(world, into)
+
+
+def blocks_wait_until_p_has_stopped():
+    world = PushWorld()
+    hang(world, clings=True)
+    world.prefill()
+    world.expect()
+    world.run()
+    world.stop()
+    world.run()
+    assert len(world.d.free) < BLOCKS
+    world.heal()
+    world.run()
+    assert len(world.d.free) == BLOCKS
+
+
+def what_a_dead_engine_sent_hits_nobody():
+    world = PushWorld()
+    hang(world)
+    world.prefill()
+    world.expect()
+    world.run()
+    world.p.die()
+    world.run(seconds=2)
+    assert world.strays == []
+
+
+def what_a_cut_engine_sends_much_later_hits_nobody():
+    world = PushWorld()
+    world.expect()
+    world.run()
+    hang(world, hangs=False, clings=True)
+    world.cut(world.p, "both")
+    world.prefill()
+    world.run()
+    world.network.time_out()
+    world.run(seconds=800, step=5.0)
+    world.heal()
+    world.run()
+
+
+def a_thawed_engine_takes_in_what_was_sent_before_it_uses_the_blocks():
+    world = PushWorld()
+    hang(world)
+    world.prefill()
+    world.expect()
+    world.run()
+    world.p.die()
+    world.round()
+    world.now += 3600.0
+    world.run(seconds=2)
+    assert world.strays == []
+
+
+def an_engine_that_was_suspended_does_not_trust_what_it_wrote():
+    world = PushWorld()
+    world.expect()
+    world.run()
+    hang(world)
+    world.prefill()
+    world.run()
+    hang(world, hangs=False)
+    world.p.turn(now=world.now)
+    world.now += LEASE
+    world.run()
+    assert "lease" in world.d.result("d-a").failure
+
+
+def nobody_waits_for_what_is_over():
+    world = PushWorld()
+    world.prefill()
+    world.run(seconds=LEASE)
+    world.expect()
+    world.run()
+    assert world.d.result("d-a") is not None
+    assert "over" in world.d.result("d-a").failure
+
+
+def every_rank_has_to_write():
+    world = PushWorld(ranks=2)
+    into = world.expect()
+    world.run()
+    world.p.movers[1].stuck = True
+    world.prefill()
+    world.run()
+    world.p.movers[1].stuck = False
+    world.run()
+    check(world, into)
+
+
+def another_prompt_is_refused():
+    world = PushWorld()
+    world.prefill()
+    world.expect(prompt="another")
+    world.run()
+    assert world.d.result("d-a").failure
+
+
+def what_nobody_wants_is_freed_when_it_is_computed():
+    world = PushWorld()
+    world.expect()
+    world.run()
+    world.stop()
+    world.run()
+    world.prefill()
+    world.run()
+    assert [released.why.name for released in world.p.freed] == ["DROPPED"]
+
+
+def a_hung_engine_is_noticed():
+    world = PushWorld()
+    world.expect()
+    world.run()
+    world.p.frozen = True
+    world.run(seconds=LEASE)
+    assert world.d.result("d-a") is not None
+
+
+def a_decode_engine_that_leaves_is_not_written_to():
+    world = PushWorld()
+    world.expect()
+    world.run()
+    world.network.lose()
+    world.run(seconds=60)
+    assert len(world.d.free) == BLOCKS
+    world.prefill(chunk=2)
+    world.prefill(chunk=0)
+    world.run()
+
+
+def complete_before_the_source_is(patch):
+    accept = Writer._accept
+
+    def hasty(self, piece, now):
+        accept(self, piece, now)
+        source = self._sources[piece.request]
+        for writing in list(self._by_request.get(piece.request, ())):
+            wanted = writing.order.first + len(writing.order.blocks)
+            source.complete = source.complete or len(source.blocks) >= wanted
+
+    patch.setattr(Writer, "_accept", hasty)
+
+
+def do_not_wait_for_the_old_attempts_flights(patch):
+    pump = Writer._pump
+
+    def hasty(self, writing, now):
+        source = self._sources.get(writing.order.request)
+        if source is not None and writing.attempt != source.attempt:
+            writing.attempt, writing.sent = source.attempt, writing.order.first
+        pump(self, writing, now)
+
+    patch.setattr(Writer, "_pump", hasty)
+
+
+def free_without_waiting_for_stopped(patch):
+    give_up = Landings._give_up
+
+    def hasty(self, *args):
+        give_up(self, *args)
+        self._results = [each._replace(lingers=False) if isinstance(each, Result) else each for each in self._results]
+
+    patch.setattr(Landings, "_give_up", hasty)
+
+
+def no_quarantine(patch):
+    patch.setattr(landings, "QUARANTINE", (0.0, 1))
+    patch.setattr(landings, "LONG_QUARANTINE", (0.0, 1))
+
+
+def take_silence_for_death(patch):
+    patch.setattr(landings, "LONG_QUARANTINE", landings.QUARANTINE)
+
+
+def count_time_instead_of_looks(patch):
+    def look(self, landing, now):
+        if now >= landing.look_at + landing.look_every * landing.looks:
+            self._let_go(landing)
+
+    patch.setattr(Landings, "_look", look)
+
+
+def land_without_asking_for_the_lease(patch):
+    patch.setattr(Lender, "holds", lambda self, request: True)
+
+
+def forget_what_is_over(patch):
+    patch.setattr(Pushes, "released", lambda self, ended, *, now: None)
+
+
+def ignore_one_rank(patch):
+    register = Pushes._register
+
+    def forgetful(self, conn, order):
+        register(self, conn, order)
+        for push in self._by_request.get(order.request, ()):
+            push.busy.discard(1)
+
+    patch.setattr(Pushes, "_register", forgetful)
+
+
+def answer_stop_before_the_workers_have(patch):
+    stop = Pushes._stop_for
+
+    def hasty(self, conn, readers):
+        stop(self, conn, readers)
+        for reader in readers:
+            self._link.send(conn, Stopped(reader, ""))
+
+    patch.setattr(Pushes, "_stop_for", hasty)
+
+
+def write_whatever_prompt(patch):
+    objection = Writer._objection
+
+    def trusting(self, writing, source):
+        source.prompt = None
+        return objection(self, writing, source)
+
+    patch.setattr(Writer, "_objection", trusting)
+
+
+def forget_who_spoke_early(patch):
+    patch.setattr(Pushes, "_note", lambda self, requests, guest, now: None)
+
+
+def trust_a_silent_peer(patch):
+    patch.setattr(Landings, "_is_hung", lambda self, peer, now: False)
+
+
+def keep_writing_to_who_left(patch):
+    told = Writer._told
+    patch.setattr(
+        Writer, "_told", lambda self, message, now: told(self, message, now) if hasattr(message, "reader") or
+        isinstance(message, Assign) or not hasattr(message, "guest") or hasattr(message, "rank") else None,
+    )  # fmt: skip
+
+
+MUTANTS = [
+    (complete_before_the_source_is, a_preempted_prefill_is_written_anew),
+    (do_not_wait_for_the_old_attempts_flights, a_slow_first_attempt_does_not_overtake_the_second),
+    (free_without_waiting_for_stopped, blocks_wait_until_p_has_stopped),
+    (answer_stop_before_the_workers_have, blocks_wait_until_p_has_stopped),
+    (no_quarantine, what_a_dead_engine_sent_hits_nobody),
+    (take_silence_for_death, what_a_cut_engine_sends_much_later_hits_nobody),
+    (count_time_instead_of_looks, a_thawed_engine_takes_in_what_was_sent_before_it_uses_the_blocks),
+    (land_without_asking_for_the_lease, an_engine_that_was_suspended_does_not_trust_what_it_wrote),
+    (forget_what_is_over, nobody_waits_for_what_is_over),
+    (ignore_one_rank, every_rank_has_to_write),
+    (write_whatever_prompt, another_prompt_is_refused),
+    (forget_who_spoke_early, what_nobody_wants_is_freed_when_it_is_computed),
+    (trust_a_silent_peer, a_hung_engine_is_noticed),
+    (keep_writing_to_who_left, a_decode_engine_that_leaves_is_not_written_to),
+    (free_without_waiting_for_stopped, any_order_of_events),
+    (ignore_one_rank, any_order_of_events),
+]
+SCENARIOS = list(dict.fromkeys(scenario for _, scenario in MUTANTS if scenario is not any_order_of_events))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_scenarios_hold_as_long_as_no_rule_is_broken(scenario):
+    """Otherwise their failures below would mean nothing; ``test_push_properties.py`` shows it for the machine."""
+    scenario()
+
+
+@pytest.mark.parametrize(("mutate", "scenario"), MUTANTS, ids=lambda part: part.__name__)
+def test_a_broken_rule_is_noticed(monkeypatch, mutate, scenario):
+    """The name of the mutant says which promise it breaks."""
+    mutate(monkeypatch)
+
+    with pytest.raises((AssertionError, IllegalTransition, KeyError)):
+        scenario()

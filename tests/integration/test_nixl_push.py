@@ -1,0 +1,204 @@
+"""Push with real NIXL agents in real processes over TCP: the bytes, and what becomes of them when somebody fails."""
+
+import random
+import time
+
+import pytest
+
+from support.nixl_process import BLOCKS, TIMEOUT, NixlProcess
+
+pytestmark = pytest.mark.nixl
+
+ALL = list(range(BLOCKS))
+BIG = 1 << 19  # bytes of a block: all of them take long enough to be interrupted
+IDLE = 0.05  # of a core
+
+
+@pytest.fixture
+def start():
+    """Start processes, all at once, and end them."""
+    started = []
+
+    def start(*names, **options):
+        new = [NixlProcess(name, mode="push", **options) for name in names]
+        started.extend(new)
+        return [process.ready() for process in new]
+
+    yield start
+    for process in started:
+        process.__exit__()
+
+
+def same(writer, blocks, reader, into):
+    return writer.ask("digests", blocks=blocks) == reader.ask("digests", blocks=into)
+
+
+def warm(p, d):
+    """Let them meet, so that what follows is not a first contact."""
+    d.expect("warm", p, [1])
+    p.push("warm", [1])
+    assert d.result("warm").failure == ""
+
+
+def test_what_has_landed_is_there_bit_exact(start):
+    """In one piece or streamed, whichever comes first, wherever the blocks lie: and nothing beside them is touched.
+
+    The digests are taken at once: what NIXL calls done is in D's memory, not merely sent.
+    """
+    p, d = start("p", "d", block_bytes=1 << 17)
+    p.ask("fill", seed=1)
+    choose = random.Random(7)
+    for number, size in enumerate((1, 2, 5, 17, 40, BLOCKS)):
+        d.ask("fill", seed=100 + number)
+        blocks, into = choose.sample(ALL, size), choose.sample(ALL, size)
+        first = choose.randrange(size)  # D has that many blocks in its own cache
+        others = [block for block in ALL if block not in into[first:]]
+        before, cut = d.ask("digests", blocks=others), choose.randrange(size + 1)
+        if number % 2:
+            d.expect(f"r{number}", p, into[first:], first=first)
+        if cut:
+            p.push(f"r{number}", blocks[:cut], last=False)
+        if number % 2 == 0:
+            d.expect(f"r{number}", p, into[first:], first=first)
+        p.push(f"r{number}", blocks[cut:])
+
+        assert d.result(f"r{number}").failure == ""
+        assert same(p, blocks[first:], d, into[first:])
+        assert d.ask("digests", blocks=others) == before
+
+
+def test_threads_sleep_when_nothing_moves(start):
+    """Neither a registration that waits for its prefill nor a lease that waits for its reader costs anything."""
+    p, d = start("p", "d")
+    before = [p.cpu(1), d.cpu(1)]
+    warm(p, d)
+    d.expect("waits", p, [2])
+    p.push("nobody wants it", [3])
+    after = [p.cpu(2), d.cpu(2)]
+
+    assert max(before + after) < IDLE
+
+
+def test_a_second_attempt_overwrites_the_first(start):
+    """A preempted prefill starts again in other blocks; what counts is what its last attempt computed."""
+    p, d = start("p", "d")
+    p.ask("fill", seed=1)
+    d.expect("r", p, ALL[:8])
+    p.push("r", ALL[:6], last=False)
+    p.push("r", ALL[20:24], last=False, attempt=1)
+    p.push("r", ALL[24:28], attempt=1)
+
+    assert d.result("r").failure == ""
+    assert same(p, ALL[20:28], d, ALL[:8])
+
+
+def test_nothing_lands_after_an_aborted_push_has_let_go(start):
+    """D aborts in the middle of a push: its blocks stay out of reach until P has stopped, and then nobody writes."""
+    p, d = start("p", "d", block_bytes=BIG)
+    p.ask("fill", seed=1)
+    warm(p, d)
+    d.expect("a", p, ALL)
+    p.push("a", ALL)
+    time.sleep(0.01)
+    d.ask("abort", request="a")
+    d.let_go("a")
+    d.ask("paint", blocks=ALL, value=7)
+    painted = d.ask("digests", blocks=ALL)
+    time.sleep(1)
+
+    assert d.result("a").lingers
+    assert d.ask("digests", blocks=ALL) == painted
+
+
+def test_a_writer_killed_in_the_middle(start):
+    """D learns of it at once, waits until what was on its way has arrived, and meets the successor."""
+    p, d = start("p", "d", block_bytes=BIG)
+    warm(p, d)
+    d.expect("a", p, ALL)
+    p.push("a", ALL)
+    time.sleep(0.02)
+    p.kill()
+    failed = d.result("a")
+    d.let_go("a")
+    d.ask("paint", blocks=ALL, value=7)
+    painted = d.ask("digests", blocks=ALL)
+    time.sleep(0.5)
+    assert d.ask("digests", blocks=ALL) == painted
+    (again,) = start("p-again", port=p.port, block_bytes=BIG)
+    again.ask("fill", seed=2)
+    d.expect("b", again, ALL)
+    again.push("b", ALL)
+
+    assert failed.failure
+    assert failed.seconds < TIMEOUT / 2
+    assert d.result("b").failure == ""
+    assert same(again, ALL, d, ALL)
+
+
+def test_a_writer_that_hangs(start):
+    """Its silence fails the request in time; its blocks come back when it goes on and says that it has stopped."""
+    p, d = start("p", "d", block_bytes=BIG)
+    p.ask("fill", seed=1)
+    warm(p, d)
+    d.expect("a", p, ALL[:32])
+    p.push("a", ALL[:16], last=False)
+    time.sleep(0.02)
+    p.freeze()
+    failed = d.result("a")
+    d.ask("paint", blocks=ALL[32:], value=7)
+    others = d.ask("digests", blocks=ALL[32:])
+    time.sleep(1)
+    assert d.lingers("a")
+    p.thaw()
+    d.let_go("a")
+    d.ask("paint", blocks=ALL, value=7)
+    painted = d.ask("digests", blocks=ALL)
+    time.sleep(1)
+
+    assert failed.failure.endswith("does not answer")
+    assert failed.seconds < TIMEOUT + 0.5
+    assert d.ask("digests", blocks=ALL[32:]) == others == {"digests": painted["digests"][32:]}
+    assert d.ask("digests", blocks=ALL) == painted
+    warm_again = "b"
+    d.expect(warm_again, p, ALL[:4])
+    p.push(warm_again, ALL[4:8])
+    assert d.result(warm_again).failure == ""
+    assert same(p, ALL[4:8], d, ALL[:4])
+
+
+def test_a_reader_killed_in_the_middle(start):
+    """P goes on to serve others."""
+    p, d = start("p", "d", block_bytes=BIG)
+    p.ask("fill", seed=1)
+    warm(p, d)
+    d.expect("a", p, ALL)
+    p.push("a", ALL)
+    time.sleep(0.02)
+    d.kill()
+    (other,) = start("d-other", block_bytes=BIG)
+    other.expect("b", p, ALL)
+    p.push("b", ALL)
+
+    assert other.result("b").failure == ""
+    assert same(p, ALL, other, ALL)
+
+
+def test_a_reader_that_hangs_costs_the_writer_nothing(start):
+    """P gives the stuck write up, tells D when it can, and serves others meanwhile."""
+    p, d, other = start("p", "d", "other", block_bytes=BIG)
+    p.ask("fill", seed=1)
+    warm(p, d)
+    d.expect("a", p, ALL)
+    time.sleep(0.3)  # P has heard of it
+    d.freeze()
+    p.push("a", ALL)
+    other.expect("b", p, ALL)
+    p.push("b", ALL)
+    assert other.result("b").failure == ""
+    time.sleep(TIMEOUT + 0.5)
+    d.thaw()
+    failed = d.result("a")
+    assert failed.lingers, failed
+    d.let_go("a")
+
+    assert "did not end within" in failed.failure

@@ -1,0 +1,396 @@
+"""Engines that push, made of the connector's real cores, an in-memory network and virtual time.
+
+As in :mod:`support.engines`, vLLM's scheduler is played here. Every block of a decode engine knows to whom it is lent:
+a write into any other fails at the very copy.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from support.engines import BLOCKS, FINGERPRINT, LEASE, rank_info
+from xpyd_connector.core.borrower import Borrower
+from xpyd_connector.core.control import Control
+from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
+from xpyd_connector.core.landings import Landings, Ticket
+from xpyd_connector.core.leases import LeaseBook, Released
+from xpyd_connector.core.lender import Lender
+from xpyd_connector.core.messages import PROTOCOL, Welcome
+from xpyd_connector.core.offers import Booking
+from xpyd_connector.core.peers import PeerBook
+from xpyd_connector.core.pushes import Pushes
+from xpyd_connector.core.reader import LetGo, Result
+from xpyd_connector.core.tally import Tally
+from xpyd_connector.core.writer import Gone, Piece, Writer
+from xpyd_connector.io.memory import MemoryLink, MemoryMover, Network
+
+WAIT, WRITE, PATIENCE = 100.0, 20.0, 15.0  # s: registration_timeout, transfer_timeout, patience with a heartbeat
+TCP = 900.0  # s that a cut network may last with its bytes still arriving afterwards
+STRAYS = 10  # turns a living decode engine needs to take in what a dead prefill engine had sent
+
+
+class WatchedMover(MemoryMover):
+    """Looks at every block it writes, and fails unless it is lent to the reader it was posted for."""
+
+    def __init__(self, network, memory, world):
+        super().__init__(network, memory)
+        self.memory, self.world = memory, world
+        self.reader = None  # for whom the next write is
+        self.readers = {}  # flight -> reader
+
+    def write(self, handle, remote, local):
+        number = super().write(handle, remote, local)
+        self.readers[id(self._flights[number])] = self.reader
+        return number
+
+    def poll(self):
+        self._give_up_what_tcp_gave_up()
+        if self._network.reachable(self.memory):
+            return super().poll()
+        stuck, self.stuck = self.stuck, True  # nothing leaves a machine that is cut off
+        clinging, self.clinging = self.clinging, True
+        ended = super().poll()
+        self.stuck, self.clinging = stuck, clinging
+        return ended
+
+    def _give_up_what_tcp_gave_up(self):
+        if self.world.cut_at is not None and self.world.now >= self.world.cut_at + TCP:
+            for flight in self._flights.values():
+                flight.landing, flight.cancelled = False, True
+
+    def _copy(self, flight):
+        self.world.check_write(flight.memory, flight.remote, self.readers[id(flight)])
+        super()._copy(flight)
+
+
+class WatchedWriter(Writer):
+    """Tells its mover for whom it writes."""
+
+    def _post(self, writing, source, until, now):
+        self._mover.reader = writing.order.reader
+        super()._post(writing, source, until, now)
+
+
+@dataclass
+class Prefill:
+    """A prompt that P computes: ``ids`` are the blocks it has."""
+
+    name: RequestId
+    blocks: int
+    prompt: str | None
+    ids: list = field(default_factory=list)
+    attempt: int = 0
+    announced: int = 0
+
+
+@dataclass
+class PushEngine:
+    """One engine process that can be P or D. ``free``, ``computing``, ``held`` and ``into`` share out its blocks."""
+
+    world: "PushWorld"
+    name: str
+    address: Address
+    ranks: int = 1
+    wait: float = WAIT
+    alive: bool = True
+    frozen: bool = False
+    is_busy: bool = False  # its workers run a long step: what the scheduler tells them with the next one waits
+    computing: dict = field(default_factory=dict)
+    held: dict = field(default_factory=dict)
+    freed: list = field(default_factory=list)
+    results: dict = field(default_factory=dict)
+    tickets: dict = field(default_factory=dict)
+    into: dict = field(default_factory=dict)
+    lent: dict = field(default_factory=dict)  # block -> request for which P may write into it
+    on_result: Callable[[Result], None] = lambda result: None
+
+    def __post_init__(self):
+        network, name = self.world.network, self.name
+        self.free = list(range(BLOCKS))
+        self.memories = [network.memories.setdefault(f"{name}/{rank}", [b"zero"] * BLOCKS) for rank in self.ranks_()]
+        network.memories[name] = []
+        self.link, self.tally = MemoryLink(network, name, engine=name), Tally()
+        self.peers = PeerBook(self.link, FINGERPRINT, self.tally, retry_after=1.0)
+        self.leases = LeaseBook(duration=LEASE, extension=LEASE * 2 / 3)
+        lender = Lender(self.link, self.leases, self.tally)
+        borrower = Borrower(self.link, self.peers, self.tally, heartbeat_interval=LEASE / 6)
+        infos = [rank_info(f"{name}/{rank}", rank=rank) for rank in self.ranks_()]
+        tokens = {rank: f"{name}/{rank}".encode() for rank in self.ranks_()}
+        self.pushes = Pushes(self.link, lender, self.tally, tokens=tokens, patience=self.wait)
+        self.landings = Landings(
+            self.link, self.peers, borrower, self.tally, infos, timeout=self.wait, patience=PATIENCE
+        )
+        self.control = Control(lender, borrower, self.peers, self.tally, pushes=self.pushes, landings=self.landings)
+        self.worker_links = [MemoryLink(network, f"{name}/{rank}", engine=name) for rank in self.ranks_()]
+        self.movers = [WatchedMover(network, f"{name}/{rank}", self.world) for rank in self.ranks_()]
+        self.worker_tally = Tally()
+        self.writers = [
+            WatchedWriter(
+                link, mover, self.worker_tally, info, home=self.address, token=tokens[info.rank], timeout=WRITE
+            )
+            for link, mover, info in zip(self.worker_links, self.movers, infos, strict=True)
+        ]
+        self.told, self.on_their_way = [], []  # pieces that the workers hear of with the step after the next
+        network.listen(self.address, self.link, Welcome(PROTOCOL, EngineId(name), FINGERPRINT, tuple(infos)))
+
+    def ranks_(self):
+        return range(self.ranks)
+
+    # ---- P's scheduler
+
+    def begin(self, name, blocks, prompt="digest"):
+        """A prefill enters the scheduler; False where that name is taken."""
+        if name in self.held or any(prefill.name == name for prefill in self.computing.values()):
+            return False
+        self.computing[name] = Prefill(RequestId(name), blocks, prompt)
+        return True
+
+    def compute(self, name, blocks):
+        """One step: tell what the steps before have completed, compute some more; False when full."""
+        prefill = self.computing[name]
+        self._announce(prefill, last=False)
+        blocks = min(blocks, prefill.blocks - len(prefill.ids))
+        if len(self.free) < blocks:
+            return False
+        for _ in range(blocks):
+            block = self.free.pop(0)
+            for rank, memory in enumerate(self.memories):
+                memory[block] = right(name, len(prefill.ids), rank)
+            prefill.ids.append(block)
+        return True
+
+    def preempt(self, name):
+        """Take the blocks away: others may have them at once."""
+        prefill = self.computing[name]
+        self._free(prefill.ids)
+        prefill.ids, prefill.announced, prefill.attempt = [], 0, prefill.attempt + 1
+
+    def abandon(self, name):
+        """The prefill is aborted."""
+        prefill = self.computing.pop(name)
+        self._free(prefill.ids)
+        self.told.append((prefill, Gone(prefill.name)))
+        self.control.pushes.abandoned(RequestId(name), now=self.world.now)
+
+    def lend(self, name, *, now):
+        """The prefill is done: grant the lease; the workers hear of the last blocks with the next step."""
+        prefill = self.computing[name]
+        if not self.compute(name, prefill.blocks):
+            return False
+        self.held[name] = prefill.ids
+        del self.computing[name]
+        self.control.grant(RequestId(name), now=now)
+        self._announce(prefill, last=True)
+        return True
+
+    def _announce(self, prefill, *, last):
+        new = [BlockId(block) for block in prefill.ids[prefill.announced :]]
+        prefill.announced += len(new)
+        if new or last:
+            self.told.append((prefill, Piece(prefill.name, prefill.prompt, prefill.attempt, new, last)))
+
+    # ---- D's scheduler
+
+    def expect(self, request, name, engine, blocks, *, now, first=0, prompt="digest"):
+        """Allocate blocks and lend them to P; None when full."""
+        wanted = blocks - first
+        if len(self.free) < wanted:
+            return None
+        into = self.into[RequestId(request)] = [BlockId(self.free.pop(0)) for _ in range(wanted)]
+        for block in into:
+            self.lent[block] = request
+            for memory in self.memories:
+                memory[block] = b"fresh"
+        ticket = Ticket(RequestId(request), RequestId(name), EngineId(engine.name), engine.address, prompt, first, into)
+        self.tickets[ticket.request] = ticket
+        self.landings.expect(ticket, now=now)
+        return into
+
+    def want(self, request, name, engine, *, now):
+        booking = Booking(EngineId(engine.name), *engine.address, name, RequestId(name))
+        self.control.borrower.want(RequestId(request), booking, now=now)
+
+    # ---- both
+
+    def turn(self, *, now):
+        """One turn of every thread, then what the engine thread does with the outcome."""
+        if not self.alive or self.frozen:
+            return
+        self._turn_of(self.link, self.control, now)
+        news = self.control.take_news(now=now)
+        if not self.is_busy:
+            on_their_way, self.on_their_way = self.on_their_way, self.told
+            self.told = []
+            for prefill, piece in on_their_way:
+                self._deliver(prefill, piece, now)
+        for link, writer in zip(self.worker_links, self.writers, strict=True):
+            self._turn_of(link, writer, now)
+        for each in news:
+            self._ended(each)
+
+    def _deliver(self, prefill, piece, now):
+        for writer in self.writers:
+            writer.offer(piece, now=now)
+
+    def _turn_of(self, link, core, now):
+        for event in link.poll():
+            core.on(event, now=now)
+        core.advance(now=now)
+
+    def _ended(self, news):
+        match news:
+            case Released(request):
+                self.freed.append(news)
+                self._free(self.held.pop(request))
+                self.told.append((None, Gone(request)))
+            case LetGo(request):
+                assert self.results[request].lingers, "P let go of what nobody was told it held"
+                self._take_back(request)
+                self.finish(request)
+            case Result(request, failure, lingers):
+                assert request not in self.results, "a load ended twice"
+                self.results[request] = news
+                if not lingers:
+                    self._take_back(request)
+                self.on_result(news)
+                if failure and not lingers:
+                    self.finish(request)
+
+    def _take_back(self, request):
+        for block in self.into[request]:
+            assert self.lent.pop(block) == request
+
+    def finish(self, request):
+        """The request is over: its blocks are free, and others may overwrite them."""
+        self._free(self.into.pop(RequestId(request)))
+
+    def _free(self, blocks):
+        for block in blocks:
+            assert block not in self.free, "a block was freed twice"
+            assert block not in self.lent, "a block was freed that P may write into"
+            for memory in self.memories:
+                memory[block] = b"reused"
+            self.free.append(block)
+
+    def die(self):
+        """The process ends. What its workers had on their way may still arrive."""
+        self.alive = False
+        for mover in self.movers:
+            self.world.strays += [Stray(mover, flight) for flight in mover._flights.values()]
+        for link in (self.link, *self.worker_links):
+            self.world.network.kill(link)
+
+    def bytes_of(self, blocks):
+        return [[memory[block] for block in blocks] for memory in self.memories]
+
+    def result(self, request) -> Result | None:
+        return self.results.get(RequestId(request))
+
+
+class Stray:
+    """Bytes that outlive the process that sent them, for a while."""
+
+    def __init__(self, mover, flight):
+        source = mover._network.memories[mover.memory]
+        self.target, self.reader, self.turns = flight.memory, mover.readers[id(flight)], 0
+        self.bytes = {remote: source[local] for remote, local in zip(flight.remote, flight.local, strict=True)}
+
+
+def right(name, number, rank):
+    return f"{name}/{number}@{rank}".encode()
+
+
+def right_bytes(name, numbers, ranks):
+    return [[right(name, number, rank) for number in numbers] for rank in range(ranks)]
+
+
+class PushWorld:
+    """A prefill and a decode engine, more on demand, stepped together."""
+
+    def __init__(self, *, ranks=1):
+        self.network, self.now, self.ranks = Network(), 0.0, ranks
+        self.cut_at = None
+        self.engines, self.strays = [], []
+        self.p, self.d = self.start("p0", 5600), self.start("d0", 5700)
+
+    def start(self, name, port):
+        engine = PushEngine(self, name, Address("10.0.0.1", port), self.ranks)
+        self.engines.append(engine)
+        return engine
+
+    def check_write(self, memory, blocks, reader):
+        """Fail unless the blocks are lent to the reader at this very moment."""
+        owner = next(engine for engine in self.engines if f"{engine.name}/" == memory[: len(engine.name) + 1])
+        for block in blocks:
+            lent_to = owner.lent.get(int(block))
+            assert lent_to == reader, f"P wrote into block {block} for {reader}; it is lent to {lent_to}"
+
+    def cut(self, engine, part, *, is_cut=True):
+        """Cut the control connections or the bytes of an engine, or both."""
+        links = [engine.link] * (part != "bytes") + engine.worker_links * (part != "control")
+        for link in links:
+            self.network.cut(link, is_cut=is_cut)
+        if is_cut and self.cut_at is None:
+            self.cut_at = self.now
+
+    def heal(self):
+        """End whatever was wrong."""
+        self.cut_at = None
+        for engine in self.engines:  # those that died as well: nobody waits for them behind a cut
+            engine.frozen = engine.is_busy = False
+            for link in (engine.link, *engine.worker_links):
+                self.network.cut(link, is_cut=False)
+            for mover in engine.movers:
+                mover.stuck = mover.clinging = False
+
+    def run(self, seconds=0.0, step=0.5):
+        """Let time pass; zero means: as long as messages travel back and forth, in no time."""
+        end = self.now + seconds
+        while True:
+            for _ in range(6):
+                self.round()
+            if self.now >= end:
+                return
+            self.now = min(end, self.now + step)
+
+    def round(self):
+        """Let every message in flight arrive, and every engine have one turn."""
+        self.network.deliver()
+        for engine in self.engines:
+            engine.turn(now=self.now)
+        for stray in list(self.strays):
+            self._stray(stray)
+
+    def _stray(self, stray):
+        owner = next(engine for engine in self.engines if f"{engine.name}/" == stray.target[: len(engine.name) + 1])
+        if not owner.alive or (self.cut_at is not None and self.now >= self.cut_at + TCP):
+            self.strays.remove(stray)
+        elif self.network.reachable(stray.target) and not owner.frozen:
+            stray.turns += 1
+            if stray.turns >= STRAYS:
+                self.strays.remove(stray)
+                self.check_write(stray.target, stray.bytes, stray.reader)
+                for block, data in stray.bytes.items():
+                    self.network.memories[stray.target][block] = data
+
+    # ---- short forms for stories
+
+    def prefill(self, name="t", blocks=3, *, chunk=None, prompt="digest"):
+        """Compute a whole prompt, or only a chunk of it."""
+        if name not in self.p.computing:
+            assert self.p.begin(name, blocks, prompt)
+        if chunk is None:
+            assert self.p.lend(name, now=self.now)
+        else:
+            assert self.p.compute(name, chunk)
+
+    def want(self, request="d-a", name="t", engine=None):
+        self.d.want(request, name, engine or self.p, now=self.now)
+
+    def expect(self, request="d-a", name="t", blocks=3, **options):
+        """As the scheduler does for a request that arrives and is admitted."""
+        engine = options.pop("engine", self.p)
+        self.d.want(request, name, engine, now=self.now)
+        return self.d.expect(request, name, engine, blocks, now=self.now, **options)
+
+    def stop(self, request="d-a"):
+        self.d.landings.stop(RequestId(request))

@@ -1,0 +1,315 @@
+"""A prefill engine that pushes and a decode engine under everything that can happen to them, in any order.
+
+The rules are what clients, operators and networks do. The invariants are what must hold whatever they do: nothing is
+written into a block after it was taken back (every copy checks that), an answer is made from the right bytes, and
+every block comes back exactly once.
+"""
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from support.engines import BLOCKS, LEASE
+from support.push_engines import WAIT, PushWorld, right_bytes
+from xpyd_connector.core.messages import Alive, Drop, Landed, Renew, Stop, Stopped, Stuck
+from xpyd_connector.core.peers import MAX_BACKOFF, PeerState
+
+MOST_TROUBLES = 2  # at a time: with more, nothing happens any more that could go wrong
+PICK = st.integers(0, 1000)
+
+# What TCP does not do to a connection that lives is done here all the same, where the protocol can bear it. It cannot:
+# - losing a Register, Memory, Stop, Stopped or Landed: each is said once, and somebody waits for it;
+# - a Register that arrives twice or late: P would write for a reader who has been answered;
+# - a Memory that arrives late: registrations before it are refused.
+TAMPER = {
+    Renew: ("drop", "repeat", "delay"),
+    Alive: ("drop", "repeat", "delay"),
+    Drop: ("drop", "repeat", "delay"),
+    Stuck: ("drop", "repeat", "delay"),
+    Stop: ("repeat", "delay"),
+    Stopped: ("repeat", "delay"),
+    Landed: ("repeat", "delay"),
+}
+
+
+class PushMachine(RuleBasedStateMachine):
+    """One prefill engine at a time, one decode engine, and a wire that lies in wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.serial = self.troubles = 0
+        self.transfers = {}  # name -> (the engine the router chose, blocks, prompt); the router's memory
+        self.waiting = {}  # request -> transfer: at D, wanted, blocks not yet allocated
+        self.loaded = {}  # request -> the bytes it must keep until it is finished
+        self.ended = set()
+
+    @initialize(ranks=st.integers(1, 2))
+    def start(self, ranks):
+        self.world = PushWorld(ranks=ranks)
+        self.d_starts()
+
+    # ---- what clients and the router do: both legs leave at once, and either may be first
+
+    @rule(blocks=st.integers(1, 3), legs=st.sampled_from(["p", "d", "pd", "dp"]), done=st.integers(0, 3))
+    def route(self, blocks, legs, done):
+        """A new prompt; ``done`` of its blocks are computed in the first step."""
+        name = f"t{self.next()}"
+        self.transfers[name] = self.world.p, blocks, f"prompt of {name}"
+        for leg in legs:
+            if leg == "d" and self.can(self.world.d):
+                self.arrive(name, queues=False, first=0)
+            elif leg == "p" and self.can(self.world.p):
+                assert self.world.p.begin(name, blocks, f"prompt of {name}")
+                self.world.p.compute(name, done)
+
+    @precondition(lambda self: self.transfers)
+    @rule(pick=PICK)
+    def prefill_arrives(self, pick):
+        """For the first time, or again: a router that tries again may use the same name."""
+        name = self.pick(self.transfers, pick)
+        engine, blocks, prompt = self.transfers[name]
+        if engine is self.world.p and self.can(engine):
+            engine.begin(name, blocks, prompt)
+
+    @precondition(lambda self: self.transfers)
+    @rule(pick=PICK, queues=st.booleans(), first=st.integers(0, 1))
+    def decode_arrives(self, pick, queues, first):
+        """Also several of one transfer, and for an engine long dead."""
+        if self.can(self.world.d):
+            self.arrive(self.pick(self.transfers, pick), queues, first)
+
+    @precondition(lambda self: self.waiting)
+    @rule(pick=PICK, first=st.integers(0, 1))
+    def admit(self, pick, first):
+        """Some of the prompt may be in the local prefix cache."""
+        if self.can(self.world.d):
+            request = self.pick(self.waiting, pick)
+            if self.expect(request, self.waiting[request], first):
+                del self.waiting[request]
+
+    @precondition(lambda self: self.waiting)
+    @rule(pick=PICK)
+    def abort_waiting(self, pick):
+        if self.can(self.world.d):
+            request = self.pick(self.waiting, pick)
+            self.give_back(request)
+
+    @precondition(lambda self: len(self.world.d.landings))
+    @rule(pick=PICK)
+    def abort_loading(self, pick):
+        if self.can(self.world.d):
+            self.world.stop(self.pick(self.world.d.landings._landings, pick))
+
+    @precondition(lambda self: self.serial % 5 == 4)
+    @rule(pick=PICK)
+    def mix_up(self, pick):
+        """Something hands a request the name of another's transfer."""
+        if self.transfers and self.can(self.world.d):
+            request, name = f"r{self.next()}", self.pick(self.transfers, pick)
+            engine, blocks, _ = self.transfers[name]
+            self.world.d.want(request, name, engine, now=self.world.now)
+            if not self.world.d.expect(request, name, engine, blocks, now=self.world.now, prompt="another"):
+                self.waiting[request] = name
+
+    @precondition(lambda self: self.loaded)
+    @rule(pick=PICK)
+    def answer(self, pick):
+        """A request has its answer: its blocks are somebody else's next."""
+        if self.can(self.world.d):
+            request = self.pick(self.loaded, pick)
+            del self.loaded[request]
+            self.world.d.finish(request)
+
+    # ---- what P's scheduler does
+
+    @precondition(lambda self: self.world.p.computing)
+    @rule(pick=PICK, blocks=st.integers(0, 2))
+    def chunk(self, pick, blocks):
+        if self.can(self.world.p):
+            self.world.p.compute(self.pick(self.world.p.computing, pick), blocks)
+
+    @precondition(lambda self: self.world.p.computing)
+    @rule(pick=PICK)
+    def preempt(self, pick):
+        if self.can(self.world.p):
+            self.world.p.preempt(self.pick(self.world.p.computing, pick))
+
+    @precondition(lambda self: self.world.p.computing)
+    @rule(pick=PICK)
+    def lend(self, pick):
+        if self.can(self.world.p):
+            self.world.p.lend(self.pick(self.world.p.computing, pick), now=self.world.now)
+
+    @precondition(lambda self: self.world.p.computing)
+    @rule(pick=PICK)
+    def abort_prefill(self, pick):
+        if self.can(self.world.p):
+            self.world.p.abandon(self.pick(self.world.p.computing, pick))
+
+    # ---- time
+
+    @rule()
+    def round(self):
+        self.world.round()
+
+    @rule()
+    def talk(self):
+        """Long enough for everything that is said to be answered."""
+        self.world.run()
+
+    @rule(seconds=st.sampled_from([0.5, 4.0, LEASE / 3, LEASE, 3 * LEASE]))
+    def wait(self, seconds):
+        self.world.run(seconds=seconds, step=2.0)
+
+    @rule(seconds=st.sampled_from([LEASE / 2, LEASE, 2 * LEASE]))
+    def stall(self, seconds):
+        """The whole machine is suspended: time passes and nobody has a turn."""
+        self.world.now += seconds
+
+    # ---- what goes wrong
+
+    @precondition(lambda self: self.troubles < MOST_TROUBLES)
+    @rule(
+        what=st.sampled_from(["freeze", "busy", "cut control", "cut bytes", "cut both", "reset", "hang", "cling"]),
+        who=st.sampled_from("pd"),
+    )
+    def trouble(self, what, who):
+        self.troubles += 1
+        engine = getattr(self.world, who)
+        match what.split():
+            case ["freeze"]:
+                engine.frozen = True
+            case ["busy"]:
+                self.world.p.is_busy = True
+            case ["cut", part]:
+                self.world.cut(engine, part)
+            case ["reset"]:
+                self.world.network.lose()
+            case _:
+                for mover in self.world.p.movers:
+                    mover.stuck, mover.clinging = True, what == "cling"
+
+    @precondition(lambda self: self.world.cut_at is not None)
+    @rule()
+    def time_out(self):
+        """TCP gives up, on both sides: neither knows whether the other lives."""
+        self.world.network.time_out()
+
+    @precondition(lambda self: self.troubles)
+    @rule()
+    def heal(self):
+        self.troubles = 0
+        self.world.heal()
+
+    @precondition(lambda self: self.world.network.in_flight())
+    @rule(pick=PICK, what=st.integers(0, 2))
+    def tamper(self, pick, what):
+        number = pick % self.world.network.in_flight()
+        if ways := TAMPER.get(type(self.world.network.peek(number))):
+            getattr(self.world.network, ways[what % len(ways)])(number)
+
+    @precondition(lambda self: self.serial > 5)
+    @rule(who=st.sampled_from("pd"))
+    def restart(self, who):
+        getattr(self.world, who).die()
+        if who == "p":
+            self.world.p = self.world.start(f"p{self.next()}", 5600)
+            return
+        self.waiting, self.loaded, self.ended = {}, {}, set()
+        self.world.d = self.world.start(f"d{self.next()}", 5700)
+        self.d_starts()
+
+    # ---- what must hold
+
+    @invariant()
+    def loaded_blocks_keep_their_bytes(self):
+        """Nothing lands in blocks that belong to a request, late or by mistake."""
+        for request, right in self.loaded.items():
+            assert self.world.d.bytes_of(self.world.d.into[request]) == right, f"{request} has other bytes"
+
+    @invariant()
+    def every_block_has_one_owner(self):
+        for engine in self.world.engines:
+            computing = [prefill.ids for prefill in engine.computing.values()]
+            owned = [engine.free, *computing, *engine.held.values(), *engine.into.values()]
+            assert sorted(block for blocks in owned for block in blocks) == list(range(BLOCKS))
+
+    def teardown(self):
+        """Everything heals; then nothing may be left over, on either side."""
+        if not hasattr(self, "world"):
+            return
+        self.heal()
+        for request in list(self.waiting):
+            self.give_back(request)
+        for name in list(self.world.p.computing):
+            self.world.p.abandon(name)
+        self.world.run(seconds=3 * LEASE + 2 * WAIT + 3 * MAX_BACKOFF, step=5.0)
+        self.loaded_blocks_keep_their_bytes()
+        self.world.run(seconds=1200, step=10.0)  # the long quarantine
+        self.loaded_blocks_keep_their_bytes()
+        for request in list(self.loaded):
+            self.world.d.finish(request)
+        for engine in (self.world.p, self.world.d):
+            nothing_is_left(engine)
+            known = {peer.engine for peer in engine.peers._peers.values()}
+            assert known <= {self.world.p.name}, "an engine that is gone is still known"
+            assert all(peer.state is PeerState.MET for peer in engine.peers._peers.values())
+
+    # ---- helpers
+
+    def next(self):
+        self.serial += 1
+        return self.serial
+
+    def d_starts(self):
+        self.world.d.on_result = self.load_ended
+
+    def load_ended(self, result):
+        """What the engine thread does with a success: use the blocks."""
+        assert result.request not in self.ended, "a request ended twice"
+        self.ended.add(result.request)
+        if result.failure:
+            return
+        ticket = self.world.d.tickets[result.request]
+        assert ticket.prompt != "another", "a request got another prompt's KV"
+        numbers = range(ticket.first, ticket.first + len(ticket.into))
+        right = right_bytes(ticket.remote_request, numbers, self.world.ranks)
+        assert self.world.d.bytes_of(ticket.into) == right, "wrong bytes were called right"
+        self.loaded[result.request] = right
+
+    def arrive(self, name, queues, first):
+        request = f"r{self.next()}"
+        self.world.d.want(request, name, self.transfers[name][0], now=self.world.now)
+        if queues or not self.expect(request, name, first):
+            self.waiting[request] = name
+
+    def expect(self, request, name, first):
+        engine, blocks, prompt = self.transfers[name]
+        first = min(first, blocks - 1)
+        into = self.world.d.expect(request, name, engine, blocks, now=self.world.now, first=first, prompt=prompt)
+        return into is not None
+
+    def give_back(self, request):
+        engine = self.transfers[self.waiting.pop(request)][0]
+        self.world.d.control.borrower.give_back(request, engine.name)
+
+    def can(self, engine):
+        return engine.alive and not engine.frozen
+
+    def pick(self, things, number):
+        things = list(things)
+        return things[number % len(things)]
+
+
+def nothing_is_left(engine):
+    """All tables of an engine at rest are empty."""
+    assert sorted(engine.free) == list(range(BLOCKS)), f"{engine.name} lost blocks"
+    assert engine.lent == {}
+    assert len(engine.leases) == len(engine.control.borrower) == len(engine.landings) == 0
+    assert engine.control.borrower._wanted == {}
+    assert engine.pushes._by_request == engine.pushes._early == {}
+    assert all(guest.pushes == {} for guest in engine.pushes._guests.values())
+    for writer in engine.writers:
+        assert writer._sources == writer._writings == writer._by_request == writer._by_flight == {}
+        assert not writer._unready
+        assert writer._guests.keys() == engine.pushes._guests.keys()
+        assert writer._mover._flights == {}

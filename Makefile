@@ -9,6 +9,7 @@ PREFILL   ?= 1
 DECODE    ?= 1
 ENGINE    ?= vllm
 CONNECTOR ?= xpyd
+MODE      ?= pull
 PORT      ?= 8000
 ONCE      ?=
 
@@ -22,9 +23,9 @@ MAKEFLAGS += --no-print-directory
 ##@ Run
 
 .PHONY: up
-up: $(STAMPS)/package ## start engines and the router here: PREFILL=1 DECODE=1 ENGINE=vllm|sim CONNECTOR=xpyd|nixl PORT=8000 ONCE=1
+up: $(STAMPS)/package ## start engines and the router here: PREFILL=1 DECODE=1 ENGINE=vllm|sim CONNECTOR=xpyd|nixl MODE=pull|push PORT=8000 ONCE=1
 	@$(BIN)/xpyd up --prefill $(PREFILL) --decode $(DECODE) --engine $(ENGINE) --connector $(CONNECTOR) \
-		--port $(PORT) $(if $(filter-out 0 no,$(ONCE)),--once)
+		--mode $(MODE) --port $(PORT) $(if $(filter-out 0 no,$(ONCE)),--once)
 
 ##@ Check
 
@@ -64,8 +65,8 @@ hooks: $(STAMPS)/dev ## check every commit before it is made
 ##@ Measure
 
 .PHONY: bench-connector
-bench-connector: $(STAMPS)/dev ## the connector beside vLLM's own: writes docs/benchmarks/connector.md (ten minutes, an idle machine)
-	$(BIN)/python tests/benchmarks/connector/bench.py
+bench-connector: $(STAMPS)/dev ## the connector beside vLLM's own: docs/benchmarks/connector.md, 20 minutes, on an idle machine; ONLY=ABCD QUICK=1
+	$(BIN)/python tests/benchmarks/connector/bench.py $(if $(ONLY),--only $(ONLY)) $(if $(filter-out 0 no,$(QUICK)),--quick)
 
 ##@ Install
 

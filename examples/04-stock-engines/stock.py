@@ -1,4 +1,4 @@
-"""The router in front of engines that know nothing of xpyd: vLLM's own NixlConnector moves the KV cache."""
+"""The router in front of engines that know nothing of xpyd: vLLM's own connectors move the KV cache."""
 
 import argparse
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 
 from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.push import TransferMode
 from xpyd_proxy.local import first_request
 from xpyd_proxy.local.errors import LocalError
 from xpyd_proxy.local.model import ensure_model
@@ -25,7 +26,8 @@ def main():
         prefill, decode = (args.prefill, args.decode) if args.prefill else start_engines(fleet, args)
         router_url = start_router(fleet, args.port, prefill, decode)
 
-        answer = first_request.ask(router_url, [f"http://{decode}"], MODEL_NAME)
+        mover = prefill if args.mode is TransferMode.PUSH else decode  # it counts the bytes
+        answer = first_request.ask(router_url, [f"http://{mover}"], MODEL_NAME)
         alone = ask_one_engine(f"http://{decode}")
 
     print(f"through both:     {answer.text!r}")
@@ -57,6 +59,7 @@ def start_engines(fleet, args):
             model=args.model,
             role=role,
             connector=Connector.NIXL,
+            mode=args.mode,
             side_channel_port=side_channel_port,
             extra_args=EXACT,
         )
@@ -86,6 +89,7 @@ def read_arguments():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prefill", metavar="HOST:PORT", help="a running engine, started like the line that is shown")
     parser.add_argument("--decode", metavar="HOST:PORT", help="another one")
+    parser.add_argument("--mode", type=TransferMode, choices=[*TransferMode], default=TransferMode.PULL)
     parser.add_argument("--port", type=int, default=8000, help="of the router")
     parser.add_argument("--prefill-port", type=int, default=8100)
     parser.add_argument("--decode-port", type=int, default=8200)

@@ -16,8 +16,10 @@ from xpyd_proxy.api.models import Models, model_routes
 from xpyd_proxy.api.openai import Generation
 from xpyd_proxy.api.tracking import Tracking
 from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.learned import Learned
 from xpyd_proxy.core.model import Api, RequestId, Role
 from xpyd_proxy.core.policies.round_robin import RoundRobin
+from xpyd_proxy.core.push import MANNERS
 from xpyd_proxy.core.registry import Registry
 from xpyd_proxy.io.engines import HttpEngines
 from xpyd_proxy.relay import Relay
@@ -36,7 +38,17 @@ def create_app(settings: Settings, *, transport: httpx.AsyncBaseTransport | None
     registry = _registry(settings)
     engines = HttpEngines(settings, transport=transport)
     models = Models(registry, engines, model=settings.model)
-    relay = Relay(registry, engines, RoundRobin(), time.monotonic, settings.prefill_timeout_s)
+    manner = MANNERS[settings.mode]
+    relay = Relay(
+        registry,
+        engines,
+        RoundRobin(),
+        Learned(at_once=manner.at_once),
+        manner,
+        time.monotonic,
+        settings.prefill_timeout_s,
+        settings.retries,
+    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:

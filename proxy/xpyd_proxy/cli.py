@@ -12,7 +12,7 @@ import uvicorn
 from xpyd_proxy.app import create_app
 from xpyd_proxy.core.address import EXPECTED, Address
 from xpyd_proxy.errors import AddressError, AlreadyKnown
-from xpyd_proxy.settings import ClientKvParams, Settings
+from xpyd_proxy.settings import ClientKvParams, Mode, Settings
 
 _DEFAULT = Settings()
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
@@ -56,6 +56,8 @@ def serve_settings(args: argparse.Namespace) -> Settings:
         model=args.model,
         admin_key=os.environ.get("ADMIN_API_KEY") or None,  # never an argument: those are visible in ps
         client_kv_params=ClientKvParams(args.client_kv_params),
+        mode=Mode(args.mode),
+        retries=args.retries,
         max_body_bytes=args.max_body_bytes,
         connect_timeout_s=args.connect_timeout,
         prefill_timeout_s=args.prefill_timeout,
@@ -100,6 +102,13 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULT.client_kv_params,
         help="refuse a request that carries kv_transfer_params, or strip them (%(default)s)",
     )
+    add(
+        "--mode",
+        choices=[*Mode],
+        default=_DEFAULT.mode,
+        help="pull: one leg after the other; push: both at once; auto: as each prefill engine says (%(default)s)",
+    )
+    add("--retries", type=_retries, default=_DEFAULT.retries, metavar="N", help="per request (%(default)s)")
     add("--max-body-bytes", type=_bytes, default=_DEFAULT.max_body_bytes, metavar="N", help="bytes (%(default)s)")
     add(
         "--connect-timeout",
@@ -143,6 +152,12 @@ def _bytes(text: str) -> int:
     if text.isascii() and text.isdigit() and int(text) > 0:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a size: write a whole number of bytes, 1 or more")
+
+
+def _retries(text: str) -> int:
+    if text.isascii() and text.isdigit() and int(text) <= 10:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of retries: write one from 0 to 10")
 
 
 def _seconds(text: str) -> float:

@@ -9,6 +9,7 @@
     * :exc:`NoInstance` -- nobody: there is no engine to send the request to (yet)
     * :exc:`EngineError` -- an engine: unreachable, broken, or not making sense
         * :exc:`EngineTimeout` -- an engine: too slow
+        * :exc:`Moved` -- a prefill engine: it is not the one that the decode engine was told of
     * :exc:`AddressError` -- the operator: no engine can have this address
         * :exc:`BadPort` -- the operator: the port is a number, but not a TCP port
     * :exc:`AlreadyKnown` -- the operator: the engine is there already
@@ -56,11 +57,22 @@ class NoInstance(ProxyError):
 
 
 class EngineError(ProxyError):
-    """An engine cannot be reached, failed, or answered with something we do not understand."""
+    """An engine cannot be reached, failed, or answered with something we do not understand.
+
+    ``reached`` is False when not a byte of the request can have arrived there.
+    """
+
+    def __init__(self, message: str, *, reached: bool = True) -> None:
+        super().__init__(message)
+        self.reached = reached
 
 
 class EngineTimeout(EngineError):
     """An engine did not answer in time."""
+
+
+class Moved(EngineError):
+    """A prefill engine has restarted (or is several) since its coordinates were learned."""
 
 
 class AddressError(ProxyError):

@@ -11,6 +11,14 @@ class ClientKvParams(StrEnum):
     STRIP = "strip"  # drop them and serve the request
 
 
+class Mode(StrEnum):
+    """Who moves the KV cache: the prefill engine writes it (push), or the decode engine reads it (pull)."""
+
+    AUTO = "auto"  # as each prefill engine says in its answers
+    PULL = "pull"  # always one leg after the other
+    PUSH = "push"  # every prefill engine pushes; one that says it does not is an error
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The choices, with their defaults and units."""
@@ -22,6 +30,8 @@ class Settings:
     model: str | None = None  # model every engine must serve; None: the first one an engine names
     admin_key: str | None = field(default=None, repr=False)  # X-Api-Key of /instances/add; None: nobody may add
     client_kv_params: ClientKvParams = ClientKvParams.REFUSE  # kv_transfer_params in a client's body
+    mode: Mode = Mode.AUTO  # push: both legs are sent at once
+    retries: int = 2  # legs of one request that may fail before the client is told
     max_body_bytes: int = 16 * 1024 * 1024  # bytes of a request body; more is answered with 413
     connect_timeout_s: float = 5.0  # seconds to open a connection to an engine
     prefill_timeout_s: float = 300.0  # seconds for a whole prefill leg, queueing included

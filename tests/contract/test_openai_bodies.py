@@ -10,11 +10,12 @@ import warnings
 import pytest
 
 from xpyd_proxy.core.dialect import decode_body, kv_params, parse, prefill_body
-from xpyd_proxy.core.model import Api, InstanceId
+from xpyd_proxy.core.model import Api, InstanceId, TransferId
 from xpyd_proxy.core.routing import solo_reason
 from xpyd_proxy.errors import BadRequest
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
+TRANSFER = TransferId("xfer-1")
 BASE = {Api.COMPLETIONS: {"prompt": "hi"}, Api.CHAT: {"messages": [{"role": "user", "content": "hi"}]}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 PARAMS = {
@@ -159,7 +160,7 @@ def test_prefill_reads_what_the_client_wrote_and_makes_one_token(models, api):
     for name in BODIES.keys() & models[api].model_fields.keys():
         raw = json.dumps(body_with(api, name)).encode()
         fields = parse(raw, strip_private=False)
-        client, prefill = read(models[api], raw), read(models[api], prefill_body(api, fields))
+        client, prefill = read(models[api], raw), read(models[api], prefill_body(api, fields, TRANSFER))
 
         assert client is not None, name
         assert prefill is not None, name
@@ -200,7 +201,7 @@ def test_what_decode_would_refuse_is_not_prefilled(models, api, value):
         except BadRequest:
             continue
         if read(models[api], raw) is None and solo_reason(api, fields) is None:
-            assert read(models[api], prefill_body(api, fields)) is None, name
+            assert read(models[api], prefill_body(api, fields, TRANSFER)) is None, name
 
 
 @pytest.mark.parametrize("api", Api)

@@ -34,17 +34,18 @@ def violations(engines):
     return [violation for sim in engines.values() for violation in sim.violations]
 
 
+@pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body"), [TEXT, CHAT])
-async def test_two_engines_give_the_text_of_one(path, body, stream):
-    """That is the whole promise of a split."""
-    engines = sims()
+async def test_two_engines_give_the_text_of_one(path, body, stream, mode):
+    """That is the whole promise of a split, whoever moves the KV cache, from the first request on."""
+    engines = sims(mode=mode)
     async with router(engines) as client:
-        response = await client.post(path, json=body | {"stream": stream})
+        responses = [await client.post(path, json=body | {"stream": stream}) for _ in range(3)]
 
-    assert response.status_code == 200
-    assert text_of(response) == expected_text(body)
-    assert [len(engines[name].log) for name in ("p0", "d0")] == [1, 1]
+    assert [response.status_code for response in responses] == [200] * 3
+    assert {text_of(response) for response in responses} == {expected_text(body)}
+    assert [len(engines[name].log) for name in ("p0", "d0")] == [3, 3]
     assert not violations(engines)
 
 
@@ -197,6 +198,23 @@ async def test_failures_of_an_engine_have_a_status_and_name_the_instance(stream)
         assert error["code"] == (status if status == 502 else fault.status)
         assert re.search(says, error["message"])
         assert ":80" not in response.text
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+async def test_one_bad_engine_among_good_ones_is_not_noticed(mode, caplog):
+    """Its requests go to the others; header and log tell of it."""
+    caplog.set_level(logging.INFO, "xpyd_proxy")
+    for bad in ("p1", "d1"):
+        engines = sims(2, 2, mode=mode)
+        engines[bad].inject(Fault(FaultKind.STATUS, status=503))
+        async with router(engines) as client:
+            responses = [await client.post(TEXT[0], json=TEXT[1]) for _ in range(4)]
+
+        assert {text_of(response) for response in responses} == {expected_text(TEXT[1])}
+        name = f"{engines[bad].role}-1"
+        assert any(f'retry;desc="{name} failed"' in response.headers["server-timing"] for response in responses)
+        assert f" retries='{name} failed'" in caplog.text
+        assert not violations(engines)
 
 
 async def test_a_stream_that_fails_at_once_is_a_failed_request():

@@ -7,7 +7,7 @@ import pytest
 import uvicorn
 
 from xpyd_proxy.cli import build_parser, main, serve_settings
-from xpyd_proxy.settings import ClientKvParams, Settings
+from xpyd_proxy.settings import ClientKvParams, Mode, Settings
 
 
 def settings_of(*argv):
@@ -25,7 +25,7 @@ def test_every_flag_arrives(monkeypatch):
     """Addresses may be listed, repeated, or both."""
     monkeypatch.setenv("ADMIN_API_KEY", "sesame")
     flags = "--prefill p0:1 p1:1 --decode d0:1 --prefill http://p2:1 --host :: --port 0 --model m --max-body-bytes 10"
-    more = "--connect-timeout 0.5 --prefill-timeout 60 --client-kv-params strip"
+    more = "--connect-timeout 0.5 --prefill-timeout 60 --client-kv-params strip --mode push --retries 0"
 
     assert settings_of(*flags.split(), *more.split()) == Settings(
         prefill=("p0:1", "p1:1", "http://p2:1"),
@@ -35,6 +35,8 @@ def test_every_flag_arrives(monkeypatch):
         model="m",
         admin_key="sesame",
         client_kv_params=ClientKvParams.STRIP,
+        mode=Mode.PUSH,
+        retries=0,
         max_body_bytes=10,
         connect_timeout_s=0.5,
         prefill_timeout_s=60.0,
@@ -62,6 +64,9 @@ def test_the_admin_key_is_shown_nowhere(monkeypatch):
         (["--connect-timeout", "inf"], "argument --connect-timeout: 'inf' is not a time"),
         (["--connect-timeout", "soon"], "argument --connect-timeout: 'soon' is not a time"),
         (["--client-kv-params", "maybe"], "argument --client-kv-params: invalid choice: 'maybe'"),
+        (["--mode", "both"], "argument --mode: invalid choice: 'both'"),
+        (["--retries", "-1"], "argument --retries: '-1' is not a number of retries: write one from 0 to 10"),
+        (["--retries", "many"], "argument --retries: 'many' is not a number of retries"),
         (["--prefil", "a:1"], "unrecognized arguments: --prefil"),
         (["--prefill"], "argument --prefill: expected at least one argument"),
     ],

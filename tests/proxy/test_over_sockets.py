@@ -94,6 +94,7 @@ def test_an_engine_that_is_not_there_is_a_bad_gateway():
         response = httpx.post(f"http://{at}/v1/completions", json=BODY)
 
     assert response.status_code == 502
+    assert response.headers["server-timing"].count('retry;desc="prefill-0 cannot be reached"') == 2
     assert response.json()["error"]["message"] == "prefill-0 cannot be reached"
 
 
@@ -161,9 +162,53 @@ def test_a_body_over_the_limit_gets_its_answer_on_the_same_connection():
         assert len(running.engines["p0"].log) == 1
 
 
-def test_many_clients_at_once_get_their_own_text():
+def test_both_engines_are_at_work_at_the_same_time_when_prefill_pushes():
+    """The first answer of a prefill engine tells the router where it is; from then on nobody waits for it."""
+    with cluster(mode="push", prefill_s=0.2) as running:
+        post(running)
+        with running.open("/v1/completions", BODY):
+            until(lambda: [sim.log[-1].state for sim in running.engines.values()] == ["open", "open"])
+        until(lambda: [sim.log[-1].state for sim in running.engines.values()] == ["hung up", "hung up"])
+        response = post(running)
+
+        assert response.json()["choices"][0]["text"] == expected_text(BODY)
+        assert response.headers["server-timing"].startswith('route;desc="push", ')
+        assert not any(sim.violations for sim in running.engines.values())
+
+
+@pytest.mark.parametrize("kind", [FaultKind.STATUS, FaultKind.DROP])
+def test_a_push_that_fails_is_done_again_by_others(kind):
+    """The decode engine is told at once, on its connection; it would wait for minutes."""
+    with cluster(2, 2, mode="push") as running:
+        for _ in range(2):
+            post(running)
+        running.engines["p0"].inject(Fault(kind, times=1))
+        responses = [post(running, BODY | {"stream": True}) for _ in range(2)]
+
+        assert [response.status_code for response in responses] == [200, 200]
+        assert sum('retry;desc="prefill-0 failed"' in one.headers["server-timing"] for one in responses) == 1
+        assert max(response.elapsed.total_seconds() for response in responses) < 1
+        decodes = [entry for name in ("d0", "d1") for entry in running.engines[name].log]
+        until(lambda: sorted(entry.state for entry in decodes) == ["done"] * 4 + ["hung up"])
+        ids = [entry.headers["x-request-id"] for entry in decodes]
+        assert len(set(ids)) == len(ids)
+        assert not any(sim.violations for sim in running.engines.values())
+
+
+def test_a_prefill_engine_that_restarts_is_found_again():
+    """The decode engine that waits for its predecessor is released."""
+    with cluster(mode="push") as running:
+        post(running)
+        running.engines["p0"].restart()
+        routes = [post(running).headers["server-timing"].split(";dur")[0] for _ in range(2)]
+
+    assert routes == ['retry;desc="prefill-0 restarted"', 'route;desc="push", prefill;desc="prefill-0"']
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_many_clients_at_once_get_their_own_text(mode):
     """Two halves of different requests never meet."""
-    with cluster(2, 2, token_s=0.001) as running:
+    with cluster(2, 2, token_s=0.001, mode=mode) as running:
         sockets = [running.open("/v1/completions", BODY | {"prompt": f"story {i}"}) for i in range(20)]
         for i, client in enumerate(sockets):
             with client:

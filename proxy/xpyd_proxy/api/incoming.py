@@ -1,7 +1,7 @@
 """What a client sends: the body, counted while it is read, and the headers that engines may see."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Final
 
 from starlette.requests import ClientDisconnect
@@ -55,8 +55,12 @@ async def read_body(scope: Scope, receive: Receive, *, limit: int) -> bytes:
             return b"".join(parts)
 
 
-async def until_hung_up(receive: Receive, work: Coroutine[None, None, None]) -> None:
+async def until_hung_up(
+    receive: Receive, work: Coroutine[None, None, None], *, answered: Callable[[], bool] = lambda: False
+) -> None:
     """Do the work, or drop it as soon as the client has hung up. The body must have been read.
+
+    A client that has its whole answer may go: work that is only tidying up then comes to its end.
 
     Raises:
         ClientDisconnect: the work was dropped.
@@ -65,6 +69,8 @@ async def until_hung_up(receive: Receive, work: Coroutine[None, None, None]) -> 
     watching = asyncio.create_task(_hang_up(receive))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if answered():
+            await asyncio.wait((working,))
     finally:
         finished = working.done()
         working.cancel()

@@ -31,7 +31,8 @@ class Generation:
         body = await read_body(scope, receive, limit=self.settings.max_body_bytes)
         fields = parse(body, strip_private=self.settings.client_kv_params is ClientKvParams.STRIP)
         call = Call(Api(scope["path"]), fields, passed_on(scope))
-        await until_hung_up(receive, self._serve(call, journey_of(scope), send))
+        journey = journey_of(scope)
+        await until_hung_up(receive, self._serve(call, journey, send), answered=lambda: journey.answered)
 
     async def _serve(self, call: Call, journey: Journey, send: Send) -> None:
         async with self.relay.serve(call, journey) as reply:
@@ -50,6 +51,7 @@ async def _send_rest(reply: Reply, journey: Journey, send: Send) -> None:
             journey.fault = str(error)
             _, body = error_body(error)
             await send(_part(b"\ndata: " + body + b"\n\n"))  # the empty line closes an event that lacks its own
+    journey.answered = True
     await send(_END)
 
 

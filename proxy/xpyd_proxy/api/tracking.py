@@ -82,8 +82,14 @@ class Tracking:
 
 
 def _log(path: str, journey: Journey, status: int, ms: float) -> None:
-    extra = f" solo={str(journey.solo)!r}" if journey.solo else ""
-    extra += f" fault={journey.fault!r}" if journey.fault else ""
+    notes = {
+        "solo": journey.solo,
+        "route": journey.push,
+        "retries": ", ".join(map(str, journey.retries)),
+        "late": journey.late,
+        "fault": journey.fault,
+    }
+    extra = "".join(f" {name}={str(note)!r}" for name, note in notes.items() if note)
     ids = (journey.request_id, path.encode("unicode_escape").decode(), _name(journey.prefill), _name(journey.decode))
     logger.info("id=%s path=%s prefill=%s decode=%s status=%d ms=%.1f%s", *ids, status, ms, extra)
 

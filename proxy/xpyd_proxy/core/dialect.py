@@ -10,16 +10,15 @@ from typing import Final
 
 import msgspec
 
-from xpyd_proxy.core.model import Api, InstanceId
-from xpyd_proxy.core.raw_json import NULL, Fields, NotJson, OtherJson, decode, encode
+from xpyd_proxy.core.model import Api, InstanceId, TransferId
+from xpyd_proxy.core.raw_json import NULL, Fields, NotJson, OtherJson, decode, encode, text
 from xpyd_proxy.errors import BadRequest, EngineError
 
 _TRUE: Final = msgspec.Raw(b"true")
 _ONE: Final = msgspec.Raw(b"1")
 _FALSE: Final = msgspec.Raw(b"false")
-_ASK_FOR_PREFILL: Final = msgspec.Raw(
-    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
-    b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
+_ASK_FOR_PREFILL: Final[Fields] = {"do_remote_decode": _TRUE, "do_remote_prefill": _FALSE} | dict.fromkeys(
+    ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"), NULL
 )
 
 # Only the router may set these: from a client they name memory that is not the client's, or kill the engine.
@@ -58,15 +57,18 @@ def parse(body: bytes, *, strip_private: bool) -> Fields:
     return fields
 
 
-def prefill_body(api: Api, fields: Fields) -> bytes:
-    """Ask for the KV cache of the prompt: everything that shapes the prompt, and one token."""
+def prefill_body(api: Api, fields: Fields, transfer: TransferId) -> bytes:
+    """Ask for the KV cache of the prompt: everything that shapes the prompt, and one token.
+
+    The name of the transfer goes along in any case: whether the engine pushes is known from its answer.
+    """
     kept = {name: value for name, value in fields.items() if name not in _ONLY_FOR_DECODE}
     if kept.get("n", NULL) != NULL:
         kept["n"] = _ONE
     kept.update(dict.fromkeys(_LIMITS[api], _ONE))
     kept["min_tokens"] = _ONE  # an end-of-sequence as first token would end the request another way than by length
     kept["stream"] = _FALSE  # a streamed answer carries no kv_transfer_params
-    kept["kv_transfer_params"] = _ASK_FOR_PREFILL
+    kept["kv_transfer_params"] = msgspec.Raw(encode(_ASK_FOR_PREFILL | {"transfer_id": text(transfer)}))
     return encode(kept)
 
 

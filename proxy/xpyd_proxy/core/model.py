@@ -9,6 +9,7 @@ from xpyd_proxy.core.raw_json import Fields
 
 InstanceId = NewType("InstanceId", str)
 RequestId = NewType("RequestId", str)
+TransferId = NewType("TransferId", str)
 Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
 
 
@@ -39,6 +40,13 @@ class Solo(StrEnum):
     FEW_TOKENS = "max_tokens<2"
     TRUNCATED = "truncate_prompt_tokens"
     UNUSUAL = "unusual value"
+
+
+class Push(StrEnum):
+    """In which order the legs of a request went out whose prefill engine pushes."""
+
+    AT_ONCE = "push"
+    IN_TURN = "push, prefill first"  # as long as the router does not know where to find the prefill engine
 
 
 @dataclass(frozen=True, slots=True)

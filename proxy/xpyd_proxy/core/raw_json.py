@@ -37,3 +37,8 @@ def decode(data: bytes | msgspec.Raw, wanted: type[T]) -> T:
 def encode(fields: Fields) -> bytes:
     """Write an object; every value is written as it was read."""
     return msgspec.json.encode(fields)
+
+
+def text(value: str) -> msgspec.Raw:
+    """Write a string."""
+    return msgspec.Raw(msgspec.json.encode(value))

@@ -105,8 +105,8 @@ def _translated(instance: Instance) -> Generator[None]:
     try:
         yield
     except httpx.ConnectTimeout as exc:
-        raise EngineTimeout(f"{instance.id} did not accept a connection in time") from exc
+        raise EngineTimeout(f"{instance.id} did not accept a connection in time", reached=False) from exc
     except httpx.ConnectError as exc:
-        raise EngineError(f"{instance.id} cannot be reached") from exc
+        raise EngineError(f"{instance.id} cannot be reached", reached=False) from exc
     except httpx.HTTPError as exc:
         raise EngineError(f"{instance.id} broke off before its answer was complete") from exc

@@ -55,15 +55,18 @@ def request_body(model: str, question: str = QUESTION, *, max_tokens: int = 24) 
     return {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
 
 
-def ask(router_url: str, decode_urls: Sequence[str], model: str) -> Answer:
-    """Send the request and find out what it caused. Raises NoAnswer in one sentence."""
+def ask(router_url: str, mover_urls: Sequence[str], model: str) -> Answer:
+    """Send the request and find out what it caused. Raises NoAnswer in one sentence.
+
+    ``mover_urls`` are those of the engines that count what they move: decode engines in pull, prefill engines in push.
+    """
     with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
-        before = _total_bytes(client, decode_urls)
+        before = _total_bytes(client, mover_urls)
         start = time.monotonic()
         response = _post(client, f"{router_url}/v1/chat/completions", request_body(model))
         seconds = time.monotonic() - start
         legs = parse_server_timing(response.headers.get("server-timing", ""))
-        moved = None if before is None else _wait_for_more(client, decode_urls, before) - before
+        moved = None if before is None else _wait_for_more(client, mover_urls, before) - before
     return Answer(_read(response), seconds, legs, moved)
 
 

@@ -6,6 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.push import TransferMode
 from xpyd_proxy.local.processes import Command
 from xpyd_proxy.local.recipe import HOST, PYTHON_MODULE, Connector, EngineSpec, engine
 
@@ -27,6 +28,7 @@ class Plan:
     decode: int = 1  # engines
     kind: EngineKind = EngineKind.VLLM
     connector: Connector = Connector.XPYD
+    mode: TransferMode = TransferMode.PULL
     port: int = 8000  # of the router
     prefill_port: int = 8100  # of the first prefill engine
     decode_port: int = 8200  # of the first decode engine
@@ -56,6 +58,7 @@ class Plan:
                 served_name=MODEL_NAME,
                 role=role,
                 connector=self.connector,
+                mode=self.mode,
                 side_channel_port=self.side_channel_port + number,
                 cache_dir=self.home / "cache",
             )
@@ -80,6 +83,7 @@ def engine_command(plan: Plan, spec: EngineSpec, inherited: Mapping[str, str]) -
     if plan.kind is EngineKind.VLLM:
         return engine(spec, inherited)
     options = ["--role", str(spec.role), "--port", str(spec.port), "--model", spec.served_name]
+    options += ["--mode", str(spec.mode)]
     argv = [*PYTHON_MODULE, "xpyd_proxy.local.sim", *options]
     return Command(spec.name, argv, inherited, f"{spec.base_url}/health")
 

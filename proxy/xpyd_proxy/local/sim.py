@@ -28,6 +28,8 @@ from xpyd_proxy.local.sim_rules import (
     Violation,
     check_decode_leg,
     check_prefill_leg,
+    check_push_leg,
+    identity,
     make_params,
     prompts_of,
     token_limit,
@@ -70,10 +72,25 @@ class Entry:
 
 
 class Sim:
-    """One engine, as an ASGI application. Delays are seconds."""
+    """One engine, as an ASGI application. Delays are seconds.
 
-    def __init__(self, role: str, *, model: str = "sim", prefill_s: float = 0.0, token_s: float = 0.0) -> None:
+    In push mode ``pushed`` plays the network between the engines: what the prefill sims have written, by the engine and
+    the transfer. Decode sims that share it wait for that. Without it (in other processes) they believe what they are
+    told, and answer at once.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        *,
+        model: str = "sim",
+        prefill_s: float = 0.0,
+        token_s: float = 0.0,
+        mode: str = "pull",
+        pushed: dict[tuple[str, str], str] | None = None,
+    ) -> None:
         self.role = role
+        self.engine_id = _new_engine_id()
         self.log: list[Entry] = []
         self.violations: list[str] = []
         self._model = model
@@ -82,6 +99,8 @@ class Sim:
         self._fault: Fault | None = None
         self._hits = 0
         self._used: set[bytes] = set()
+        self._mode = mode
+        self._pushed = pushed
         self._app = Starlette(routes=self._routes())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,6 +111,10 @@ class Sim:
     def inject(self, fault: Fault | None) -> None:
         """Fail like this from now on; None: work again."""
         self._fault, self._hits = fault, 0
+
+    def restart(self) -> None:
+        """Be another engine from now on, at the same address."""
+        self.engine_id = _new_engine_id()
 
     def _routes(self) -> list[Route]:
         return [
@@ -157,6 +180,7 @@ class Sim:
         replies = Replies(body, is_chat, _request_id(request), self._model, int(time.time()))  # noqa: TID251 (an epoch)
         if self.role == "prefill":
             return await self._prefill(request, replies, fault)
+        await self._receive(request, body)
         if body.get("stream"):
             events = _events(request, replies, entry, fault, self._token_s)
             return StreamingResponse(events, media_type="text/event-stream")
@@ -166,20 +190,40 @@ class Sim:
     async def _prefill(self, request: Request, replies: Replies, fault: Fault | None) -> Response:
         await _pause(request, self._prefill_s)
         forget = fault.names if fault is not None else ()
-        params = make_params(replies.body, replies.request_id, name=str(id(self)), forget=forget)
+        params = make_params(replies.body, replies.request_id, name=self.engine_id, mode=self._mode, forget=forget)
+        if self._pushed is not None:
+            transfer = replies.body["kv_transfer_params"]["transfer_id"]
+            self._pushed[self.engine_id, transfer] = identity(replies.body)
         return _json(replies.whole() | {"kv_transfer_params": params})
+
+    async def _receive(self, request: Request, body: Json) -> None:
+        """Wait until a prefill engine has written the KV cache, if it is one that pushes."""
+        params: Json = body.get("kv_transfer_params") or {}
+        if self._pushed is None or params.get("transfer_mode") != "push":
+            return
+        key = params["remote_engine_id"], params["transfer_id"]
+        while key not in self._pushed:
+            await _pause(request, 0.001)
+        if self._pushed.pop(key) != identity(body):
+            self.violations.append("the KV cache that was pushed belongs to another request")
 
     def _check(self, raw: bytes, body: Json, request_id: str) -> None:
         if not prompts_of(body) or token_limit(body) < 0:
             raise ValueError("no prompt, or no tokens")
         if self.role == "prefill":
-            check_prefill_leg(body)
+            check_prefill_leg(body, pushes=self._mode == "push")
         elif body.get("kv_transfer_params") is not None:
-            params = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])["kv_transfer_params"]
-            check_decode_leg(params, body, request_id)
-            if bytes(params) in self._used:
-                raise Violation("the kv_transfer_params were used twice")
-            self._used.add(bytes(params))
+            self._check_decode(raw, body, request_id)
+
+    def _check_decode(self, raw: bytes, body: Json, request_id: str) -> None:
+        params = bytes(msgspec.json.decode(raw, type=dict[str, msgspec.Raw])["kv_transfer_params"])
+        if body["kv_transfer_params"].get("transfer_mode") == "push":
+            check_push_leg(body, request_id)
+        else:
+            check_decode_leg(msgspec.Raw(params), body, request_id)
+        if params in self._used:
+            raise Violation("the kv_transfer_params were used twice")
+        self._used.add(params)
 
     def _due(self) -> Fault | None:
         """Return the fault that hits this request."""
@@ -274,6 +318,10 @@ async def _drop(request: Request) -> None:
         transport.abort()
 
 
+def _new_engine_id() -> str:
+    return f"sim-{uuid.uuid4().hex[:8]}"
+
+
 def _request_id(request: Request) -> str:
     return request.headers.get("x-request-id") or uuid.uuid4().hex
 
@@ -289,10 +337,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", default="sim")
+    parser.add_argument("--mode", choices=["pull", "push"], default="pull")
     parser.add_argument("--prefill-delay", type=float, default=0.0, metavar="S", help="seconds a prompt takes")
     parser.add_argument("--token-delay", type=float, default=0.0, metavar="S", help="seconds a token takes")
     args = parser.parse_args(argv)
-    sim = Sim(args.role, model=args.model, prefill_s=args.prefill_delay, token_s=args.token_delay)
+    sim = Sim(args.role, model=args.model, prefill_s=args.prefill_delay, token_s=args.token_delay, mode=args.mode)
     uvicorn.run(sim, host=args.host, port=args.port, log_level="warning", timeout_keep_alive=5)
 
 

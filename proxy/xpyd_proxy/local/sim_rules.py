@@ -26,6 +26,11 @@ _OF_ONE_LEG: Final = frozenset(
     | {"use_beam_search", "logprobs", "top_logprobs", "logprob_token_ids", "prompt_logprobs", "kv_transfer_params"}
 )
 
+_PUSH_PARAMS: Final = {
+    **dict.fromkeys(("remote_engine_id", "remote_host", "remote_request_id", "transfer_id"), str),
+    **dict.fromkeys(("remote_port", "tp_size", "pp_size", "dcp_size"), int),
+}
+
 
 class Violation(Exception):
     """A router broke a rule of the two legs."""
@@ -66,7 +71,7 @@ def prompt_tokens(body: Json) -> int:
     return sum(len(_canonical(prompt)) // 4 + 1 for prompt in prompts_of(body))
 
 
-def check_prefill_leg(body: Json) -> None:
+def check_prefill_leg(body: Json, *, pushes: bool = False) -> None:
     """Raise Violation unless a body asks for nothing but the KV cache of its prompt."""
     params: Json = body.get("kv_transfer_params") or {}
     if params.get("do_remote_decode") is not True or params.get("do_remote_prefill") is not False:
@@ -77,17 +82,21 @@ def check_prefill_leg(body: Json) -> None:
         raise Violation("a prefill leg must not be streamed")
     if len(prompts_of(body)) != 1 or body.get("n", 1) not in (1, None):
         raise Violation("a prefill leg must have one prompt and one sequence")
+    if pushes and not params.get("transfer_id"):
+        raise Violation("a prefill leg must name its transfer")
 
 
-def make_params(body: Json, request_id: str, *, name: str, forget: Sequence[str] = ()) -> msgspec.Raw:
+def make_params(
+    body: Json, request_id: str, *, name: str, mode: str = "pull", forget: Sequence[str] = ()
+) -> msgspec.Raw:
     """Return the signed parameters of a prefilled request, as JSON text."""
     blocks = list(range(1, prompt_tokens(body) // 16 + 2))
     params: Json = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_block_ids": [blocks],
-        "remote_engine_id": f"sim-{name}",
-        "remote_request_id": f"cmpl-{request_id}-0-{_digest(request_id)[:8]}",
+        "remote_engine_id": name,
+        "remote_request_id": f"{shared_id(body, request_id)}-{_digest(request_id)[:8]}",
         "remote_host": "127.0.0.1",
         "remote_port": 5600,
         "tp_size": 1,
@@ -95,9 +104,9 @@ def make_params(body: Json, request_id: str, *, name: str, forget: Sequence[str]
         "pp_size": 1,
         "remote_num_tokens": prompt_tokens(body),
         "remote_blocks_expiry_time": None,
-        "transfer_mode": "pull",
+        "transfer_mode": mode,
         "remote_prefill_cached_tokens": 0,
-        "of_a_later_version": {"escaped": "\u00e9", "request": _identity(body), "signature": _UNSIGNED},
+        "of_a_later_version": {"escaped": "\u00e9", "request": identity(body), "signature": _UNSIGNED},
     }
     text = json.dumps({key: value for key, value in params.items() if key not in forget})
     return msgspec.Raw(text.replace(_UNSIGNED, _sign(text)).encode())
@@ -110,13 +119,34 @@ def check_decode_leg(raw: msgspec.Raw, body: Json, request_id: str) -> None:
     if found is None or not hmac.compare_digest(found[1], _sign(text.replace(found[1], _UNSIGNED))):
         raise Violation("the kv_transfer_params were changed on their way")
     params = body["kv_transfer_params"]
-    if params["of_a_later_version"]["request"] != _identity(body):
+    if params["of_a_later_version"]["request"] != identity(body):
         raise Violation("the kv_transfer_params belong to another request")
     if request_id not in params["remote_request_id"]:
         raise Violation("the two legs have different X-Request-Ids")
 
 
-def _identity(body: Json) -> str:
+def check_push_leg(body: Json, request_id: str) -> None:
+    """Raise Violation unless the parameters are such that a decode engine knows from where to expect the KV cache.
+
+    A real engine dies of some of these. It finds them one by one, by name; so it must get them all, of the right type.
+    """
+    params: Json = body["kv_transfer_params"]
+    if params.get("do_remote_prefill") is not True or params.get("do_remote_decode") is not False:
+        raise Violation("a decode leg must ask for do_remote_prefill")
+    for name, kind in _PUSH_PARAMS.items():
+        if type(params.get(name)) is not kind or not params[name]:
+            raise Violation(f"{name} is missing in the kv_transfer_params, or odd")
+    if not params["remote_request_id"].startswith(shared_id(body, request_id)):
+        raise Violation("the prefill engine does not know this request by the remote_request_id")
+
+
+def shared_id(body: Json, request_id: str) -> str:
+    """Return the name that both engines give to a request."""
+    return f"chatcmpl-{request_id}" if "messages" in body else f"cmpl-{request_id}-0"
+
+
+def identity(body: Json) -> str:
+    """Return what the two legs of a request have in common, and no other request has."""
     return _digest(_canonical({key: value for key, value in body.items() if key not in _OF_ONE_LEG}))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.push import TransferMode
 from xpyd_proxy.local import first_request, preflight
 from xpyd_proxy.local.errors import ChildDied, LocalError, NotReady
 from xpyd_proxy.local.first_request import Answer, Leg
@@ -25,6 +26,10 @@ READY_TIMEOUT_S = 300.0
 GRACE_S = 5.0  # an engine that is still starting does not listen to SIGTERM
 LOOK_EVERY_S = 0.5
 FAILED, INTERRUPTED = 1, 130
+MOVING = {
+    TransferMode.PULL: "decode pulls the KV cache (--mode pull)",
+    TransferMode.PUSH: "prefill pushes the KV cache (--mode push)",
+}
 _DEFAULT = Plan()
 
 
@@ -49,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULT.connector.value,
         help="ours or vLLM's (%(default)s)",
     )
+    add(
+        "--mode",
+        choices=[mode.value for mode in TransferMode],
+        default=_DEFAULT.mode.value,
+        help="decode engines pull the KV cache, or prefill engines push it (%(default)s)",
+    )
     for flag, default, owner in (
         ("--port", _DEFAULT.port, "the router"),
         ("--prefill-port", _DEFAULT.prefill_port, "the first prefill engine"),
@@ -67,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
         decode=args.decode,
         kind=EngineKind(args.engine),
         connector=Connector(args.connector),
+        mode=TransferMode(args.mode),
         port=args.port,
         prefill_port=args.prefill_port,
         decode_port=args.decode_port,
@@ -93,8 +105,7 @@ def _up(plan: Plan, screen: Screen, *, once: bool) -> int:
     with open_fleet(plan.log_dir, grace_s=GRACE_S) as fleet:
         try:
             _start(plan, fleet, screen)
-            decode_urls = [f"http://{address}" for address in plan.addresses(Role.DECODE)]
-            _show(first_request.ask(plan.router_url, decode_urls, MODEL_NAME), plan, screen)
+            _show(first_request.ask(plan.router_url, _movers(plan), MODEL_NAME), plan, screen)
             if not once:
                 _stay(plan, fleet, screen)
         finally:
@@ -105,9 +116,16 @@ def _up(plan: Plan, screen: Screen, *, once: bool) -> int:
 
 def _title(plan: Plan) -> str:
     engines = f"{plan.prefill} prefill and {plan.decode} decode"
+    moving = MOVING[plan.mode]
     if plan.kind is EngineKind.SIM:
-        return f"xpyd: {engines}, simulated engines (no model, no KV cache)"
-    return f"xpyd: {engines}, vLLM engines with the connector {plan.connector.value}"
+        return f"xpyd: {engines}, simulated engines (no model, no KV cache), as if {moving}"
+    return f"xpyd: {engines}, vLLM engines with the connector {plan.connector.value}; {moving}"
+
+
+def _movers(plan: Plan) -> list[str]:
+    """Return the URLs of the engines that move the KV cache, and so know how much of it."""
+    role = Role.PREFILL if plan.mode is TransferMode.PUSH else Role.DECODE
+    return [f"http://{address}" for address in plan.addresses(role)]
 
 
 def _make_model(plan: Plan, screen: Screen) -> None:
@@ -156,7 +174,7 @@ def _leg(leg: Leg | None) -> str:
 
 def _moved(answer: Answer) -> str:
     if answer.bytes_moved is None:
-        return "unknown: the decode engines have no metric for it"
+        return "unknown: the engines have no metric for it"
     return f"{answer.bytes_moved:,} bytes"
 
 

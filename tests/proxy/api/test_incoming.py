@@ -143,3 +143,14 @@ async def test_a_server_that_stops_drops_the_work():
 
     assert work.state == "dropped"
     assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_client_that_has_its_whole_answer_may_go():
+    """It is not one that hung up, and what is left to tidy up is tidied up."""
+    work = Work()
+    task = asyncio.create_task(until_hung_up(receiving(GONE), work.run(), answered=lambda: True))
+    await asyncio.sleep(0.01)
+    work.go.set()
+    await task
+
+    assert work.state == "done"

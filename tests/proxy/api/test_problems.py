@@ -19,6 +19,7 @@ RAISED = {
     errors.UnsupportedMedia("m"): (415, "UnsupportedMediaTypeError"),
     errors.NoInstance("i"): (503, "ServiceUnavailableError"),
     errors.EngineError("e"): (502, "EngineError"),
+    errors.Moved("prefill-0 is another"): (502, "EngineError"),
     errors.EngineTimeout("t"): (504, "EngineTimeoutError"),
 }
 

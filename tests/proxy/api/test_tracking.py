@@ -7,7 +7,7 @@ from starlette.requests import ClientDisconnect
 
 from xpyd_proxy.api.tracking import Tracking, id_headers, journey_of, note_fault
 from xpyd_proxy.core.journey import Visit
-from xpyd_proxy.core.model import InstanceId, RequestId
+from xpyd_proxy.core.model import InstanceId, Push, RequestId, Role
 
 
 class Client:
@@ -111,3 +111,18 @@ async def test_other_requests_pass_untouched(untracked, caplog):
 
     assert seen == [client.send]
     assert not caplog.records
+
+
+async def test_the_line_tells_what_was_unusual(caplog):
+    """Other tries, the order of the legs, and what happened behind the client's back."""
+
+    async def app(scope, receive, send):
+        journey = journey_of(scope)
+        journey.prefill, journey.push, journey.late = Visit(InstanceId("prefill-0")), Push.AT_ONCE, "broke off"
+        journey.set_aside(Role.PREFILL, "failed")
+        await answer(scope, receive, send)
+
+    caplog.set_level(logging.INFO)
+    await tracking(app)(scope(), None, Client().send)
+
+    assert lines(caplog)[0].endswith(" ms=500.0 route='push' retries='prefill-0 failed' late='broke off'")

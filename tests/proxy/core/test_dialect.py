@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xpyd_proxy.core.dialect import decode_body, kv_params, parse, prefill_body
-from xpyd_proxy.core.model import Api, InstanceId
+from xpyd_proxy.core.model import Api, InstanceId, TransferId
 from xpyd_proxy.core.raw_json import encode
 from xpyd_proxy.errors import BadRequest, EngineError
 
@@ -20,6 +20,7 @@ ASK = {
     "remote_block_ids": None,
     "remote_host": None,
     "remote_port": None,
+    "transfer_id": "xfer-1",
 }
 PARAMS = {
     "do_remote_prefill": True,
@@ -33,7 +34,7 @@ PARAMS = {
 
 
 def prefilled(api, body):
-    return json.loads(prefill_body(api, parse(json.dumps(body).encode(), strip_private=False)))
+    return json.loads(prefill_body(api, parse(json.dumps(body).encode(), strip_private=False), TransferId("xfer-1")))
 
 
 def test_a_completion_is_prefilled_with_one_token():
@@ -151,7 +152,7 @@ def test_the_last_of_equal_names_counts_on_both_legs(pairs):
 
     decoded = msgspec.json.decode(encode(fields), type=dict[str, msgspec.Raw])
     assert {name: bytes(raw).decode() for name, raw in decoded.items()} == wanted
-    legs = msgspec.json.decode(prefill_body(Api.COMPLETIONS, fields), type=dict[str, msgspec.Raw])
+    legs = msgspec.json.decode(prefill_body(Api.COMPLETIONS, fields, TransferId("xfer-1")), type=dict[str, msgspec.Raw])
     assert all(bytes(legs[name]).decode() == text for name, text in wanted.items() if name not in ASKED)
 
 

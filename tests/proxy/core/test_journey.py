@@ -1,7 +1,7 @@
 """What the Server-Timing header says."""
 
 from xpyd_proxy.core.journey import Journey, Visit
-from xpyd_proxy.core.model import InstanceId, RequestId, Solo
+from xpyd_proxy.core.model import InstanceId, Push, RequestId, Role, Solo
 
 P, D = InstanceId("prefill-0"), InstanceId("decode-1")
 
@@ -24,3 +24,26 @@ def test_what_did_not_happen_is_not_mentioned():
     """A refused body has been nowhere; a leg under way has no duration yet."""
     assert Journey(RequestId("r")).server_timing() == ""
     assert Journey(RequestId("r"), prefill=Visit(P)).server_timing() == 'prefill;desc="prefill-0"'
+
+
+def test_what_failed_before_is_told_first():
+    """With its own time: a slow answer has its reason there."""
+    journey = Journey(RequestId("r"), push=Push.AT_ONCE, prefill=Visit(P, 3.0), decode=Visit(D))
+    journey.set_aside(Role.PREFILL, "failed")
+    journey.start_over()
+    journey.push, journey.prefill = Push.IN_TURN, Visit(InstanceId("prefill-1"), 5.0)
+
+    assert journey.server_timing() == (
+        'retry;desc="prefill-0 failed";dur=3.0, route;desc="push, prefill first", prefill;desc="prefill-1";dur=5.0'
+    )
+
+
+def test_every_try_has_an_id_of_its_own_that_begins_like_the_clients():
+    """Engines match the halves of a request by it, and somebody must find them in their logs."""
+    journey, ids = Journey(RequestId("r"), decode=Visit(D)), []
+    for _ in range(3):
+        ids.append(journey.attempt_id)
+        journey.decode = Visit(D)
+        journey.set_aside(Role.DECODE, "failed")
+
+    assert ids == ["r", "r-r1", "r-r2"]

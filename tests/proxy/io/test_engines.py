@@ -72,6 +72,19 @@ async def test_errors_of_the_library_stop_here(kind, expected, says):
             await http.models(ENGINE, ())
 
 
+@pytest.mark.parametrize(
+    ("kind", "reached"),
+    [(httpx.ConnectError, False), (httpx.ConnectTimeout, False), (httpx.ReadError, True), (httpx.WriteError, True)],
+)
+async def test_an_error_tells_whether_the_engine_may_have_got_something(kind, reached):
+    """Only what has reached nobody may be sent elsewhere as it is."""
+    async with engines(raising(kind)) as http:
+        with pytest.raises(EngineError) as caught:
+            await http.ask(LEG, timeout_s=5)
+
+    assert caught.value.reached is reached
+
+
 async def test_a_slow_answer_is_given_up():
     """The time limit is for the whole answer, and closes the connection so that the engine stops."""
     stopped = []

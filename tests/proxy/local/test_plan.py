@@ -3,7 +3,10 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.push import TransferMode
 from xpyd_proxy.local.plan import EngineKind, Plan, engine_command, router_command
 from xpyd_proxy.local.recipe import Connector
 
@@ -63,12 +66,21 @@ def test_a_vllm_engine_is_started_by_the_recipe():
     assert "--model /models/mine" in argv
 
 
+@pytest.mark.parametrize("kind", EngineKind)
+def test_every_engine_of_a_plan_has_its_mode(kind):
+    """Prefill and decode must agree on who moves the KV cache."""
+    plan = Plan(kind=kind, mode=TransferMode.PUSH)
+
+    assert all("push" in " ".join(engine_command(plan, spec, {}).argv) for spec in plan.engines())
+
+
 def test_a_simulated_engine_serves_the_same_model_name_at_the_same_place():
     """The printed command works with either kind."""
     plan = Plan(kind=EngineKind.SIM)
 
     command = engine_command(plan, plan.engines()[1], {})
 
-    assert command.argv[3:] == ["xpyd_proxy.local.sim", "--role", "decode", "--port", "8200", "--model", "tiny"]
+    options = "--role decode --port 8200 --model tiny --mode pull"
+    assert command.argv[3:] == ["xpyd_proxy.local.sim", *options.split()]
     assert command.health_url == "http://127.0.0.1:8200/health"
     assert plan.addresses(Role.DECODE) == ["127.0.0.1:8200"]

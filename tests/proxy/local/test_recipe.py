@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.push import TransferMode
 from xpyd_proxy.local.recipe import Connector, EngineSpec, argv, engine, environment, shell_line, transfer_config
 
 
@@ -59,6 +60,18 @@ def test_the_in_tree_connector_plays_both_roles(role):
     assert config["kv_connector"] == "NixlConnector"
     assert config["kv_role"] == "kv_both"
     assert "kv_connector_module_path" not in config
+
+
+def test_a_pushing_engine_has_its_connectors_way_to_say_so():
+    """Ours has a setting for it, vLLM has another connector; what a test sets beside it is kept."""
+    extra = {"extra_connector_config": {"kv_lease_duration": 2}, "side_channel_port": 5600}
+    ours = transfer_config(spec(connector=Connector.XPYD, mode=TransferMode.PUSH, **extra))
+    theirs = transfer_config(spec(connector=Connector.NIXL, mode=TransferMode.PUSH, **extra))
+
+    assert ours["kv_connector"] == "XpydConnector"
+    assert ours["kv_connector_extra_config"] == {"mode": "push", "kv_lease_duration": 2}
+    assert theirs["kv_connector"] == "NixlPushConnector"
+    assert theirs["kv_connector_extra_config"] == {"kv_lease_duration": 2}
 
 
 def test_extra_connector_config_reaches_the_connector():
@@ -139,3 +152,15 @@ def test_the_line_to_type_has_the_same_options():
 
     assert line.startswith("VLLM_NIXL_SIDE_CHANNEL_PORT=5600 vllm serve /models/tiny --served-model-name tiny ")
     assert shlex.split(line)[4:] == argv(one)[6:]
+
+
+def test_an_engine_can_run_on_another_host_of_this_machine():
+    """Such as a network namespace: it serves HTTP at one address there, and meets other engines at another one."""
+    elsewhere = spec(
+        host="10.0.0.2", side_channel_host="10.1.0.2", side_channel_port=5600, prefix=("ip", "netns", "exec", "a")
+    )
+
+    assert argv(elsewhere)[:5] == ["ip", "netns", "exec", "a", sys.executable]
+    assert option(argv(elsewhere), "--host") == "10.0.0.2"
+    assert engine(elsewhere, {}).health_url == "http://10.0.0.2:8100/health"
+    assert environment(elsewhere, {})["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "10.1.0.2"

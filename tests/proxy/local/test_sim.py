@@ -1,5 +1,6 @@
 """A pretended engine is only worth something if it is as strict, and fails as well, as a real one."""
 
+import asyncio
 import json
 
 import httpx
@@ -252,3 +253,70 @@ def test_it_runs_from_the_command_line(monkeypatch):
 
     ((app, options),) = calls
     assert (app.role, options["host"], options["port"]) == ("prefill", "127.0.0.1", 8100)
+
+
+PUSH_ASK = PREFILL | {"kv_transfer_params": ASK | {"transfer_id": "xfer-1"}}
+
+
+async def told(sim):
+    """What a decode engine is told of a prefill sim before it has answered."""
+    params = (await post(sim, PUSH_ASK)).json()["kv_transfer_params"]
+    del params["remote_block_ids"], params["of_a_later_version"]
+    return params | {"remote_request_id": "cmpl-xpyd-1-0", "transfer_id": "xfer-1"}
+
+
+async def test_a_pushing_prefill_engine_says_so_and_wants_a_name_for_the_transfer():
+    """As the engines do."""
+    sim = Sim("prefill", mode="push")
+
+    assert (await told(sim))["transfer_mode"] == "push"
+    assert (await post(sim, PREFILL)).status_code == 400
+    assert sim.violations == ["a prefill leg must name its transfer"]
+
+
+async def test_a_decode_engine_waits_for_what_is_pushed_to_it():
+    """Only for the prompt of this very request, from this very engine."""
+    pushed = {}
+    prefill, decode = Sim("prefill", mode="push", pushed=pushed), Sim("decode", pushed=pushed)
+    params = await told(prefill)
+    pushed.clear()
+    waiting = asyncio.create_task(post(decode, BODY | {"kv_transfer_params": params}))
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    await post(prefill, PUSH_ASK)
+
+    assert (await waiting).status_code == 200
+    assert not decode.violations
+    assert not pushed
+
+
+async def test_a_push_for_another_prompt_is_noticed():
+    """It would be a wrong text with status 200."""
+    pushed = {}
+    prefill, decode = Sim("prefill", mode="push", pushed=pushed), Sim("decode", pushed=pushed)
+    params = await told(prefill)
+    await post(decode, BODY | {"prompt": "ho", "kv_transfer_params": params})
+
+    assert decode.violations == ["the KV cache that was pushed belongs to another request"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        *(
+            ({name: None}, name)
+            for name in ("remote_engine_id", "remote_host", "remote_port", "tp_size", "transfer_id")
+        ),
+        ({"remote_port": "5600"}, "remote_port"),
+        ({"remote_request_id": "cmpl-other-0"}, "does not know this request"),
+        ({"do_remote_prefill": False}, "do_remote_prefill"),
+    ],
+)
+async def test_a_push_leg_that_would_kill_an_engine_is_a_violation(change, says):
+    """Or would have it wait for ever."""
+    sim = Sim("decode")
+    params = await told(Sim("prefill", mode="push")) | change
+    response = await post(sim, BODY | {"kv_transfer_params": params})
+
+    assert response.status_code == 400
+    assert says in sim.violations[0]

@@ -94,6 +94,20 @@ def test_once_shows_an_answer_and_leaves_nothing_behind(tmp_path):
     }
 
 
+def test_it_says_who_moves_the_kv_cache(tmp_path):
+    """And the engines do as it says: after the first request both legs go out at once."""
+    with up(tmp_path, "--engine", "sim", "--mode", "push") as process:
+        out = read_until(process, "Ctrl-C stops everything")
+        (line,) = [line.strip() for line in out.splitlines() if "curl" in line]
+        pasted = subprocess.run(["sh", "-c", f"{line} -i"], capture_output=True, text=True, check=True)
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+
+    assert "prefill pushes the KV cache (--mode push)" in out
+    assert re.search(r"route +push, prefill first", out)
+    assert 'route;desc="push",' in pasted.stdout
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_runs_until_it_is_told_to_stop(tmp_path, number):
     """Ctrl-C or a supervisor: no child is left, and that is a success."""

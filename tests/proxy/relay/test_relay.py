@@ -9,11 +9,14 @@ import pytest
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.dialect import parse
 from xpyd_proxy.core.journey import Journey
+from xpyd_proxy.core.learned import Learned
 from xpyd_proxy.core.model import Answer, Api, Call, RequestId, Role
 from xpyd_proxy.core.policies.round_robin import RoundRobin
+from xpyd_proxy.core.push import MANNERS
 from xpyd_proxy.core.registry import Registry
 from xpyd_proxy.errors import EngineError, EngineTimeout, NoInstance, Refused
 from xpyd_proxy.relay import Relay
+from xpyd_proxy.settings import Mode
 
 PARAMS = {
     "do_remote_prefill": True,
@@ -79,12 +82,14 @@ class FakeEngines:
             yield part
 
 
-def relay_with(engines, x=1, y=1):
+def relay_with(engines, x=1, y=1, *, retries=0, mode=Mode.AUTO):
     registry = Registry()
     for role, count in ((Role.PREFILL, x), (Role.DECODE, y)):
         for port in range(1, count + 1):
             registry.add(role, Address("http", "h", port))
-    return Relay(registry, engines, RoundRobin(), lambda: engines.clock[0], 30.0)
+    manner = MANNERS[mode]
+    learned = Learned(at_once=manner.at_once)
+    return Relay(registry, engines, RoundRobin(), learned, manner, lambda: engines.clock[0], 30.0, retries)
 
 
 def call(**fields):

@@ -1,0 +1,140 @@
+"""What the router tells a decode engine whose prefill engine writes the KV cache into its memory (push).
+
+In pull mode the decode engine is told what the prefill engine has answered. In push mode it may be told before there
+is an answer: it only needs to know where the prefill engine is, and by which name both know the request. Where it is
+stands in every earlier answer of that engine, so the first request goes to one engine after the other, and from then
+on both are asked at once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+
+from xpyd_proxy.core import dialect
+from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
+from xpyd_proxy.core.raw_json import Fields, NotJson, decode, encode, text
+from xpyd_proxy.errors import EngineError
+from xpyd_proxy.settings import Mode
+
+_T = TypeVar("_T")
+_Text = Annotated[str, msgspec.Meta(min_length=1)]
+_Size = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
+_Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
+class TransferMode(StrEnum):
+    """Who moves the KV cache, in an engine's words; a word we do not know is no push."""
+
+    PULL = "pull"
+    PUSH = "push"
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How the router takes what prefill engines say about their side of a transfer."""
+
+    unsaid: TransferMode  # of an engine that does not say
+    accepted: frozenset[TransferMode]
+    at_once: bool  # both legs, as soon as the prefill engine is known to push
+
+
+MANNERS: Final[Mapping[Mode, Manner]] = {
+    Mode.AUTO: Manner(TransferMode.PULL, frozenset(TransferMode), at_once=True),
+    Mode.PULL: Manner(TransferMode.PULL, frozenset(TransferMode), at_once=False),
+    Mode.PUSH: Manner(TransferMode.PUSH, frozenset({TransferMode.PUSH}), at_once=True),
+}
+
+
+class Coordinates(msgspec.Struct, frozen=True):
+    """Where a decode engine finds the prefill engine; vLLM dies of some of these if they are missing or odd."""
+
+    remote_engine_id: _Text
+    remote_host: _Text
+    remote_port: _Port
+    tp_size: _Size
+    pp_size: _Size = 1
+    dcp_size: _Size = 1
+
+
+class _Said(msgspec.Struct):
+    """What else we read in an answer."""
+
+    remote_request_id: _Text
+    transfer_mode: str | None = None
+
+
+class _DecodeParams(Coordinates, frozen=True, kw_only=True):
+    """What a decode engine is told."""
+
+    remote_request_id: str
+    transfer_id: str
+    transfer_mode: str = TransferMode.PUSH.value
+    do_remote_prefill: bool = True
+    do_remote_decode: bool = False
+
+
+# The engines put these around our X-Request-Id, and a suffix of their own behind it.
+_NAMES: Final[Mapping[Api, str]] = {Api.COMPLETIONS: "cmpl-{}-0", Api.CHAT: "chatcmpl-{}"}
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """What a prefill engine's answer is good for."""
+
+    params: msgspec.Raw  # for the decode leg that follows it
+    coordinates: Coordinates | None  # for later requests; None: this engine does not push
+
+
+def transfer_of(request: RequestId) -> TransferId:
+    """Name the transfer of a request; a request that is sent once more has another id, and so another transfer."""
+    return TransferId(f"xfer-{request}")
+
+
+def known_as(api: Api, request: RequestId) -> str:
+    """Return the name under which vLLM's engines know a request, as far as both have the same."""
+    return _NAMES[api].format(request)
+
+
+def decode_params(coordinates: Coordinates, api: Api, request: RequestId) -> msgspec.Raw:
+    """Return what a decode engine is told before its prefill engine has answered."""
+    found = msgspec.structs.asdict(coordinates)
+    params = _DecodeParams(**found, remote_request_id=known_as(api, request), transfer_id=transfer_of(request))
+    return msgspec.Raw(msgspec.json.encode(params))
+
+
+def handover(prefill: InstanceId, answer: bytes, api: Api, request: RequestId, manner: Manner) -> Handover:
+    """Read the answer of a prefill engine.
+
+    Raises:
+        EngineError: it is such that a decode engine would not survive it, or would wait for ever.
+    """
+    params = dialect.kv_params(prefill, answer)
+    said = _read(prefill, params, _Said)
+    mode = manner.unsaid if said.transfer_mode is None else _mode(said.transfer_mode)
+    if mode not in manner.accepted:
+        raise EngineError(f"{prefill} does not push its KV cache, and this router was started with --mode push")
+    if mode is TransferMode.PULL:
+        return Handover(params, None)
+    if not _is_same(said.remote_request_id, known_as(api, request)):
+        raise EngineError(f"{prefill} knows the request by another id than ours: it cannot push to a decode engine")
+    named = decode(params, Fields) | {"transfer_id": text(transfer_of(request))}
+    return Handover(msgspec.Raw(encode(named)), _read(prefill, params, Coordinates))
+
+
+def _mode(said: str) -> TransferMode:
+    return TransferMode.PUSH if said == TransferMode.PUSH.value else TransferMode.PULL
+
+
+def _read(prefill: InstanceId, params: msgspec.Raw, wanted: type[_T]) -> _T:
+    try:
+        return decode(params, wanted)
+    except NotJson as exc:
+        raise EngineError(f"{prefill} answered without usable kv_transfer_params: {exc}") from exc
+
+
+def _is_same(theirs: str, ours: str) -> bool:
+    """Compare names; an engine adds a suffix of its own, which the other one does not know."""
+    return theirs == ours or theirs.startswith(f"{ours}-")

@@ -1,0 +1,6 @@
+"""The life of one request: two engines are picked, one prefills, the tokens of the other are passed on."""
+
+from xpyd_proxy.relay.relay import Relay
+from xpyd_proxy.relay.reply import Reply
+
+__all__ = ["Relay", "Reply"]

@@ -1,0 +1,65 @@
+"""The decode engine's answer: when it is certain to be a good one, and how the rest of it is passed on."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+
+from xpyd_proxy.core.model import Answer, Instance
+from xpyd_proxy.core.ports import Stream
+from xpyd_proxy.core.sse import WholeLines, error_status, first_data
+from xpyd_proxy.core.verdict import refused_decode
+from xpyd_proxy.errors import EngineError, Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A good answer: its whole body, or its beginning and the stream of the rest."""
+
+    content_type: str
+    body: bytes
+    rest: AsyncGenerator[bytes] | None = None  # raises EngineError when the engine breaks off
+
+
+async def begin(decode: Instance, stream: Stream) -> Reply:
+    """Wait until it is certain that the answer is a good one, as far as that can be known.
+
+    Raises:
+        Refused: the engine says that the client is at fault, or that it cannot serve the request.
+        EngineError: the engine failed before anything was shown to the client.
+    """
+    if stream.status != 200:
+        answer = Answer(stream.status, stream.content_type, await _whole(stream))
+        raise refused_decode(decode.id, answer)
+    if not stream.content_type.lower().startswith("text/event-stream"):
+        return Reply(stream.content_type, await _whole(stream))
+    lines = WholeLines()
+    body = lines.feed(await _first_event(decode, stream.chunks))
+    return Reply(stream.content_type, body, _rest(decode, lines, stream.chunks))
+
+
+async def _whole(stream: Stream) -> bytes:
+    return b"".join([chunk async for chunk in stream.chunks])
+
+
+async def _first_event(decode: Instance, chunks: AsyncIterator[bytes]) -> bytes:
+    """Read up to and including the first event, which tells a failed request from one that has begun."""
+    received = b""
+    async for chunk in chunks:
+        received += chunk
+        if (data := first_data(received)) is None:
+            continue
+        if (status := error_status(data)) is not None:
+            raise Refused(status, "application/json", data)
+        return received
+    raise EngineError(f"{decode.id} ended its stream before the first event")
+
+
+async def _rest(decode: Instance, lines: WholeLines, chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+    """Pass the rest on as it comes."""
+    async for chunk in chunks:
+        if passing := lines.feed(chunk):
+            yield passing
+    passing, complete = lines.finish()
+    if not complete:
+        raise EngineError(f"{decode.id} ended its stream without [DONE]")
+    if passing:
+        yield passing

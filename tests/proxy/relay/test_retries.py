@@ -1,0 +1,142 @@
+"""Sending a request again, whoever moves the KV cache."""
+
+import pytest
+
+from support.scripted import DONE, EVENT, Scripted, call, good_decode, params_of, prefilled, relay_of, request_id
+from xpyd_proxy.core.journey import Journey
+from xpyd_proxy.core.model import Answer, RequestId, Role
+from xpyd_proxy.errors import EngineError, EngineTimeout, Refused
+
+ERROR = b'{"error":{"message":"no room","type":"x","param":null,"code":503}}'
+UNREACHABLE = EngineError("it cannot be reached", reached=False)
+
+
+def failing(*outcomes, then):
+    """A side whose first legs end like this, and the others well."""
+    left = list(outcomes)
+
+    async def side(leg):
+        if not left:
+            return await then(leg)
+        outcome = left.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    return side
+
+
+async def pulled(leg):
+    return prefilled(leg, transfer_mode="pull")
+
+
+async def served(engines, request=None, **options):
+    journey = Journey(RequestId("r"))
+    async with relay_of(engines, **options).serve(request or call(), journey) as reply:
+        rest = [chunk async for chunk in reply.rest] if reply.rest else []
+    assert not engines.open
+    return journey, b"".join([reply.body, *rest])
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [UNREACHABLE, EngineError("broke off"), EngineTimeout("slow"), Answer(503, "", ERROR), Answer(200, "", b"")],
+)
+async def test_a_prefill_that_fails_is_done_by_another_engine(outcome):
+    """The client notices nothing but the time."""
+    engines = Scripted(failing(outcome, then=pulled), good_decode)
+    journey, body = await served(engines, x=2)
+
+    assert body == EVENT + DONE
+    first, second = engines.of(Role.PREFILL)
+    assert first.instance.id != second.instance.id
+    assert len(engines.of(Role.DECODE)) == 1
+    assert [retry.visit.instance for retry in journey.retries] == [first.instance.id]
+
+
+async def test_a_single_engine_gets_another_chance():
+    """A connection that broke off is not the end of an engine."""
+    engines = Scripted(failing(EngineError("broke off"), then=pulled), good_decode)
+
+    assert (await served(engines))[1] == EVENT + DONE
+
+
+async def test_a_single_engine_that_is_too_slow_is_not_asked_again():
+    """It had its five minutes."""
+    engines = Scripted(failing(EngineTimeout("slow"), then=pulled), good_decode)
+    with pytest.raises(EngineTimeout):
+        await served(engines)
+
+
+@pytest.mark.parametrize("outcome", [EngineError("broke off"), (500, [ERROR]), (503, [ERROR]), (200, [])])
+async def test_after_a_decode_that_failed_there_is_a_new_prefill(outcome):
+    """The decode engine may have freed the blocks of the first: its parameters are never sent twice."""
+    engines = Scripted(pulled, failing(outcome, then=good_decode))
+    journey, body = await served(engines, y=2)
+
+    assert body == EVENT + DONE
+    assert [request_id(leg) for leg in engines.legs] == ["r", "r", "r-r1", "r-r1"]
+    first, second = engines.of(Role.DECODE)
+    assert first.instance.id != second.instance.id
+    assert params_of(first)["remote_request_id"] != params_of(second)["remote_request_id"]
+    assert journey.server_timing().startswith(f'retry;desc="{first.instance.id} failed";dur=0.0, prefill;')
+
+
+async def test_a_decode_engine_that_is_not_there_costs_no_prefill():
+    """The parameters are still good: nobody has seen them."""
+    engines = Scripted(pulled, failing(UNREACHABLE, then=good_decode))
+    journey, body = await served(engines, y=2)
+
+    assert body == EVENT + DONE
+    assert len(engines.of(Role.PREFILL)) == 1
+    first, second = engines.of(Role.DECODE)
+    assert (first.body, first.headers) == (second.body, second.headers)
+    assert first.instance.id != second.instance.id
+    assert journey.prefill is not None
+
+
+@pytest.mark.parametrize("role", Role)
+async def test_there_is_an_end_to_it(role):
+    """The client gets the last failure; every earlier one is in the header."""
+    broken = [EngineError(f"failure {number}") for number in range(9)]
+    prefill = failing(*broken, then=pulled) if role is Role.PREFILL else pulled
+    decode = failing(*broken, then=good_decode) if role is Role.DECODE else good_decode
+    engines, journey = Scripted(prefill, decode), Journey(RequestId("r"))
+    with pytest.raises(EngineError, match="failure 2"):
+        async with relay_of(engines, x=4, y=4, retries=2).serve(call(), journey):
+            pass
+
+    assert len(engines.of(role)) == 3
+    assert len({leg.instance.id for leg in engines.of(role)}) == 3
+    assert len({request_id(leg) for leg in engines.of(role)}) == 3
+    assert journey.server_timing().count("retry;") == 2
+
+
+@pytest.mark.parametrize("role", Role)
+async def test_a_refusal_is_final(role):
+    """And it is told in the engine's words."""
+    prefill = failing(Answer(404, "", ERROR), then=pulled) if role is Role.PREFILL else pulled
+    engines = Scripted(prefill, failing((404, [ERROR]), then=good_decode) if role is Role.DECODE else good_decode)
+    with pytest.raises(Refused):
+        await served(engines, x=2, y=2)
+
+    assert len(engines.of(role)) == 1
+
+
+async def test_a_request_for_one_engine_is_sent_again_too():
+    """Nothing was shown; another engine gives the same text."""
+    engines = Scripted(pulled, failing(EngineError("broke off"), UNREACHABLE, then=good_decode))
+    journey, body = await served(engines, call(n=2), x=0, y=3)
+
+    assert body == EVENT + DONE
+    assert len({leg.instance.id for leg in engines.legs}) == 3
+    assert journey.server_timing().count("retry;") == 2
+
+
+async def test_after_the_first_byte_nothing_is_sent_again():
+    """The client has seen tokens; others could follow."""
+    engines = Scripted(pulled, failing((200, [EVENT, EngineError("broke off")]), then=good_decode))
+    with pytest.raises(EngineError, match="broke off"):
+        await served(engines, x=2, y=2)
+
+    assert len(engines.legs) == 2

@@ -147,8 +147,8 @@ class Landings:
         match message:
             case Landed(reader, held):
                 self._landed(conn, reader, held=held)
-            case Stopped(reader, reason):
-                self._stopped(conn, reader, reason)
+            case Stopped():
+                self._stopped(conn, message)
             case Stuck(reader, reason):
                 if (landing := self._found(conn, reader)) is not None:
                     self._give_up(landing, "loads_failed_timeout", reason)
@@ -243,14 +243,15 @@ class Landings:
             self._tally.count("reads_unfenced")
             self._fail(landing, "loads_failed_lease", "its lease was over before everything was written")
 
-    def _stopped(self, conn: ConnId, reader: RequestId, reason: str) -> None:
-        landing = self._found(conn, reader)
+    def _stopped(self, conn: ConnId, news: Stopped) -> None:
+        landing = self._found(conn, news.reader)
         if landing is None:
             return
         if landing.state is LandingState.STOPPING:
             self._let_go(landing)
         elif landing.state is LandingState.REGISTERED:
-            self._fail(landing, "loads_failed_transfer", f"P stopped: {reason}")
+            counter = "loads_failed_lease" if news.lapsed else "loads_failed_transfer"
+            self._fail(landing, counter, f"P stopped: {news.reason}")
 
     def _lose(self, landing: _Landing, peer: Peer, now: float) -> None:
         if landing.state is LandingState.WAITING:

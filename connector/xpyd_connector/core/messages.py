@@ -179,10 +179,11 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
-    """P does not write into the blocks of ``reader`` and never will again."""
+    """P does not write into the blocks of ``reader`` and never will again; whether because its lease ``lapsed``."""
 
     reader: RequestName
     reason: Reason
+    lapsed: bool = False
 
 
 class Stuck(msgspec.Struct, frozen=True, tag="stuck"):

@@ -76,6 +76,7 @@ class _Push:
     busy: set[int]  # ranks that write, or may
     state: PushState = PushState.OPEN
     reason: str = ""  # why it stopped
+    lapsed: bool = False  # because the lease was over
 
     def on(self, event: PushEvent) -> None:
         try:
@@ -161,7 +162,7 @@ class Pushes:
         """These leases are over: nothing of them is to be read any more."""
         for released in ended:
             why = released.why.name.lower().replace("_", " ")
-            self._end_all(released.request, f"its lease is over ({why})", now)
+            self._end_all(released.request, f"its lease is over ({why})", now, lapsed=True)
 
     # ---- the network
 
@@ -317,7 +318,7 @@ class Pushes:
         self._unlist(push)
         if push.state is PushState.CEASING:
             push.on(PushEvent.QUIET)
-            self._link.send(push.guest, Stopped(reader, push.reason))
+            self._link.send(push.guest, Stopped(reader, push.reason, push.lapsed))
             return
         push.on(PushEvent.WRITTEN)
         self._link.send(push.guest, Landed(reader, self._lender.holds(request)))
@@ -330,10 +331,11 @@ class Pushes:
         if not pushes:
             del self._by_request[push.order.request]
 
-    def _end_all(self, request: RequestId, reason: str, now: float) -> None:
+    def _end_all(self, request: RequestId, reason: str, now: float, *, lapsed: bool = False) -> None:
         self._over.pop(request, None)
         self._over[request] = now + self._patience
         for push in list(self._by_request.get(request, ())):
+            push.lapsed = lapsed and push.state is PushState.OPEN
             self._stop(push, reason)
 
     def _tell_workers(self, message: Message) -> None:

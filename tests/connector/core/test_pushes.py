@@ -299,7 +299,7 @@ def test_a_lease_that_ends_stops_its_readers(desk):
     desk.hear(W0, Written(D, R))
     desk.hear(W1, Ceased(D, R, "forgotten"))
 
-    assert desk.said(D) == [Stopped(R, "its lease is over (expired)")]
+    assert desk.said(D) == [Stopped(R, "its lease is over (expired)", lapsed=True)]
 
 
 # ---- a decode engine that stops

@@ -1,164 +1,148 @@
-"""A decode engine that is overloaded, killed, frozen or cut off: P's blocks come back, and no text is wrong."""
+"""A decode engine that is overloaded, frozen or killed: P's blocks come back, and no text is wrong."""
 
-import contextlib
-import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
-import httpx
 import pytest
 
-from support.cluster import OVER_TCP, engine_spec, metrics, nothing_held, start_engine, wait_until
+from support.cluster import nothing_held, wait_until
 from support.legs import decode, plain, prefill, prompt_of, text_of
-from xpyd_proxy.local.recipe import Connector, Role
+from support.victims import (
+    BORROWING,
+    EXPIRED,
+    HELD,
+    LEASE,
+    LINGERING,
+    LOADS,
+    RUNNING,
+    check,
+    lost,
+    queue_of,
+    reading,
+    reuse_blocks,
+    serves_on,
+)
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
-
-LEASE = 3.0  # s
-HELD = "vllm:xpyd_leases_held"
-EXPIRED = "vllm:xpyd_leases_expired_total"
-
-
-@pytest.fixture(scope="module")
-def short_leases(fleet, model):
-    """A prefill engine with a short lease, and a decode engine that serves one request at a time."""
-    config = {"kv_lease_duration": LEASE, "transfer_timeout": 60}
-    p = engine_spec(
-        "p-short",
-        model,
-        role=Role.PREFILL,
-        connector=Connector.XPYD,
-        extra_connector_config=config,
-        extra_env=OVER_TCP,
-    )
-    d = narrow_decode_engine("d-narrow", model, config)
-    children = [start_engine(fleet, spec) for spec in (p, d)]
-    fleet.wait_ready(children, timeout_s=300)
-    yield p, d, children
-    fleet.stop(*(child for child in children if child in fleet.children))
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
-def narrow_decode_engine(name, model, config):
-    return engine_spec(
-        name,
-        model,
-        role=Role.DECODE,
-        connector=Connector.XPYD,
-        extra_connector_config=config,
-        extra_args=("--max-num-seqs", "1"),
-        max_model_len=4096,
-        extra_env=OVER_TCP,
-    )
-
-
-@contextlib.contextmanager
-def queue_of(count, p, d, *, first):
-    """Fill the only seat of D with a long answer and queue ``count`` prefilled requests behind it."""
-    prompts = [prompt_of(first + number) for number in range(count)]
-    with ThreadPoolExecutor(count + 1) as pool:
-        blocker = pool.submit(_hold_seat, d)
-        wait_until(lambda: metrics(d)["vllm:num_requests_running"] == 1, seconds=30, what="the long answer runs")
-        # Each decode leg follows its prefill at once, as a router sends it: unclaimed leases are short here.
-        answers = [pool.submit(decode, d, prompt, prefill(p, prompt)) for prompt in prompts]
-        wait_until(lambda: metrics(d)["vllm:xpyd_requests_borrowing"] == count, seconds=30, what="all are queued")
-        yield prompts, answers, blocker
-
-
-def _hold_seat(d):
-    """Run an answer far longer than any test here needs; whoever is done with it closes D's side."""
-    with contextlib.suppress(httpx.TransportError):
-        decode(d, prompt_of(999, 8), None, tokens=4000)
-
-
-def test_an_overloaded_decode_engine_loses_no_lease(short_leases, engines):
+def test_an_overloaded_decode_engine_loses_no_lease(p, d, reference):
     """20 requests wait for more than three leases in D's queue: none expires, all are loaded, every text is right."""
-    p, d, _ = short_leases
-    expired, loads = metrics(p)[EXPIRED], metrics(d)["vllm:xpyd_loads_total"]
-    with queue_of(20, p, d, first=200) as (prompts, answers, _):
+    expired, loads = p.now(EXPIRED), d.now(LOADS)
+    with queue_of(20, p, d, first=200, busy=True) as (prompts, answers, _):
         queued = time.monotonic()
         answers[0].result()
         waited = time.monotonic() - queued
         texts = [text_of(answer.result()) for answer in answers]
 
     assert waited > 3 * LEASE
-    assert texts == [plain(engines.reference, prompt) for prompt in prompts]
-    assert metrics(p)[EXPIRED] == expired
-    assert metrics(d)["vllm:xpyd_loads_total"] == loads + 20
-    wait_until(lambda: nothing_held(p), seconds=1, what="P holds nothing")
+    assert texts == [plain(reference, prompt) for prompt in prompts]
+    assert p.now(EXPIRED) == expired
+    assert d.now(LOADS) == loads + 20
+    wait_until(lambda: nothing_held(p.spec), seconds=1, what="P holds nothing")
 
 
-def test_a_frozen_decode_engine_costs_one_lease_and_no_text(short_leases, engines):
-    """SIGSTOP of D with 20 leases: P is free within lease + 2 s; after SIGCONT every text is right all the same."""
-    p, d, (_, child) = short_leases
-    before = metrics(p)[EXPIRED]
-    with queue_of(20, p, d, first=230) as (prompts, answers, _):
-        child.signal(signal.SIGSTOP)
-        try:
-            wait_until(lambda: nothing_held(p), seconds=LEASE + 2, what="P frees what a frozen D had leased")
-            for number in range(300, 310):  # and uses the blocks for something else
-                plain(p, prompt_of(number, 1000), tokens=1)
-        finally:
-            child.signal(signal.SIGCONT)
+def freeze_for_three_leases(p, decoders):
+    """Freeze decode engines; P's blocks are free within lease + 2 s, and P uses every block for something else."""
+    with ExitStack() as thawing:
+        for d in decoders:
+            thawing.enter_context(d.frozen())
+        start = time.monotonic()
+        p.thaw()
+        wait_until(lambda: nothing_held(p.spec), seconds=LEASE + 2, what="P frees what frozen engines had leased")
+        reuse_blocks(p)
+        time.sleep(max(0.0, 3 * LEASE - (time.monotonic() - start)))
+
+
+def test_frozen_before_the_read(p, victims, reference):
+    """SIGSTOP of D with 20 leases (and of the other policy's with 5): each costs one lease, and no text is wrong."""
+    before = p.now(EXPIRED)
+    counts = {"recompute": 20, "fail": 5}
+    with ExitStack() as stack:
+        queued = [
+            (d, *stack.enter_context(queue_of(counts[policy], p, d, first=230 + 30 * number)))
+            for number, (policy, d) in enumerate(victims.hasty.items())
+        ]
+        freeze_for_three_leases(p, victims.hasty.values())
+        answers = [
+            (d, prompt, answer.result())
+            for d, prompts, answers, _ in queued
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+
+    assert p.now(EXPIRED) == before + 25
+    for d, prompt, response in answers:
+        check(d.policy, response, plain(reference, prompt))
+    for number, d in enumerate(victims.hasty.values()):
+        serves_on(d, reference, 300 + number)
+
+
+def test_frozen_during_the_read(p, victims, reference):
+    """D's read is under way when D freezes; P reuses the blocks; the read ends after the thaw, and is not believed.
+
+    Patient engines find that the lease was lost: vLLM's own connector answers HTTP 200 with the wrong text here
+    (test_stock.py). For the others the timeout is over, too: the read is given up, and what it still brings must not
+    land in blocks that D has begun to use for itself.
+    """
+    whys = {d.spec.name: lost("lease" if d in victims.patient.values() else "timeout") for d in victims.decoders}
+    before = {d.spec.name: d.now(whys[d.spec.name]) for d in victims.decoders}
+    prompts = [prompt_of(320 + number, 900) for number in range(len(victims.decoders))]
+    with reading(p, victims.decoders, prompts, reference) as answers:
+        freeze_for_three_leases(p, victims.decoders)
+        responses = [answer.result() for answer in answers]
+
+    for d, prompt, response in zip(victims.decoders, prompts, responses, strict=True):
+        check(d.policy, response, plain(reference, prompt))
+        assert d.now(whys[d.spec.name]) == before[d.spec.name] + 1
+        serves_on(d, reference, 330)
+        wait_until(lambda d=d: d.now(LINGERING) == 0, seconds=5, what="no block lingers")
+
+
+def test_frozen_after_the_read(p, victims, reference):
+    """What D has read is D's: frozen while it answers, it goes on where it was."""
+    tokens = 1000
+    decoders = list(victims.hasty.values())
+    prompts = [prompt_of(340 + number, 300) for number in range(len(decoders))]
+    failures = [{why: d.now(lost(why)) for why in ("lease", "timeout", "peer", "transfer")} for d in decoders]
+    with ThreadPoolExecutor(len(decoders)) as pool:
+        answers = [
+            pool.submit(decode, d.spec, prompt, prefill(p.spec, prompt), tokens=tokens)
+            for d, prompt in zip(decoders, prompts, strict=True)
+        ]
+        for d in decoders:
+            wait_until(lambda d=d: d.now(RUNNING) == 1 and d.now(BORROWING) == 0, seconds=5, what="D decodes")
+        freeze_for_three_leases(p, decoders)
+        assert not any(answer.done() for answer in answers)
         texts = [text_of(answer.result()) for answer in answers]
 
-    assert metrics(p)[EXPIRED] == before + 20
-    assert texts == [plain(engines.reference, prompt) for prompt in prompts]
+    assert texts == [plain(reference, prompt, tokens=tokens) for prompt in prompts]
+    assert failures == [{why: d.now(lost(why)) for why in found} for d, found in zip(decoders, failures, strict=True)]
 
 
-def test_a_read_that_outlives_its_lease_is_not_believed(short_leases, engines):
-    """D's read is under way when D freezes for three leases; P reuses the blocks; the read ends after the thaw.
-
-    vLLM's own connector answers HTTP 200 with the wrong text here; ours asks whether the lease held.
-    """
-    p, d, (p_child, d_child) = short_leases
-    warm, prompt = prompt_of(320), prompt_of(321, 900)
-    assert text_of(decode(d, warm, prefill(p, warm))) == plain(engines.reference, warm)
-    params, before = prefill(p, prompt), metrics(d)["vllm:xpyd_loads_failed_lease_total"]
-    with ThreadPoolExecutor(1) as pool:
-        p_child.signal(signal.SIGSTOP)  # so that the read is posted, but not answered
-        answer = pool.submit(decode, d, prompt, params)
-        wait_until(lambda: metrics(d)["vllm:xpyd_requests_borrowing"] == 1, seconds=5, what="D reads")
-        time.sleep(0.3)
-        d_child.signal(signal.SIGSTOP)
-        start = time.monotonic()
-        try:
-            p_child.signal(signal.SIGCONT)
-            wait_until(lambda: metrics(p)[HELD] == 0, seconds=LEASE + 2, what="P frees what a frozen D had leased")
-            for number in range(330, 365):  # the whole cache of P once
-                plain(p, prompt_of(number, 1900), tokens=1)
-            time.sleep(max(0.0, 3 * LEASE - (time.monotonic() - start)))
-        finally:
-            d_child.signal(signal.SIGCONT)
-        text = text_of(answer.result())
-
-    assert text == plain(engines.reference, prompt)
-    assert metrics(d)["vllm:xpyd_loads_failed_lease_total"] == before + 1
-
-
-def test_a_killed_decode_engine_frees_everything_within_a_second(short_leases, engines, fleet):
+def test_a_killed_decode_engine_frees_everything_within_a_second(p, d, victims, reference):
     """kill -9 of D with 20 leases: noticed when its connection closes; other decode engines are served meanwhile."""
-    p, d, (_, child) = short_leases
-    prompt = prompt_of(290)
-    try:
-        with queue_of(20, p, d, first=260) as (_, answers, _):
-            assert metrics(p)[HELD] == 20
-            child.signal(signal.SIGKILL)
-            wait_until(lambda: nothing_held(p), seconds=1, what="P frees what a dead D had leased")
-            text = text_of(decode(engines.d1, prompt, prefill(p, prompt)))
-    finally:
-        fleet.stop(child)
+    other, prompt = victims.patient["recompute"], prompt_of(650)
+    before = p.now("vllm:xpyd_leases_peer_lost_total")
+    with queue_of(20, p, d, first=600) as (_, answers, _):
+        assert p.now(HELD) == 20
+        killed = time.monotonic()
+        d.kill()
+        wait_until(
+            lambda: nothing_held(p.spec), seconds=killed + 1 - time.monotonic(), what="P frees what a dead D had leased"
+        )
+        text = text_of(decode(other.spec, prompt, prefill(p.spec, prompt)))
 
     assert all(answer.exception() is not None for answer in answers)  # broken connections, no made-up answers
-    assert text == plain(engines.reference, prompt)
-    assert metrics(p)["vllm:xpyd_leases_peer_lost_total"] >= 20
+    assert text == plain(reference, prompt)
+    assert p.now("vllm:xpyd_leases_peer_lost_total") == before + 20
 
 
-def test_a_request_that_never_reaches_decode_is_freed_at_lease_end(short_leases):
+def test_a_request_that_never_reaches_decode_is_freed_at_lease_end(p):
     """The TTL of last resort, on an engine that sleeps."""
-    p, _, _ = short_leases
-    prefill(p, prompt_of(295))
+    prefill(p.spec, prompt_of(295))
     granted = time.monotonic()
-    assert not nothing_held(p)
-    wait_until(lambda: nothing_held(p), seconds=LEASE + 1, what="P frees what nobody asked for")
+    assert not nothing_held(p.spec)
+    wait_until(lambda: nothing_held(p.spec), seconds=LEASE + 1, what="P frees what nobody asked for")
 
     assert time.monotonic() - granted > LEASE - 0.5

@@ -3,7 +3,7 @@
 import pytest
 
 from support.cluster import Watch, nothing_held, wait_until
-from support.questions import Question, ask, client, differences, questions
+from support.questions import Question, compare, questions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -11,18 +11,6 @@ COMPUTED, CACHED, LOADED = (
     f"vllm:prompt_tokens_by_source_total|{source}"
     for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
 )
-
-
-def compare(url, asked, reference_answer):
-    """Ask every question through the router; return our answers and what differs."""
-    with client(url) as api:
-        answers = [ask(api, question) for question in asked]
-    wrong = {
-        str(question): found
-        for question, answer in zip(asked, answers, strict=True)
-        if (found := differences(answer, reference_answer(question)))
-    }
-    return answers, wrong
 
 
 def test_one_pair(one_pair, engines, reference_answer):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -24,12 +25,22 @@ EXACT = ("--dtype", "float32")
 OVER_TCP = {"UCX_TLS": "tcp"}
 
 
+# Below the ports that Linux gives to outgoing connections: an engine binds its port half a minute after it is chosen.
+PORTS = range(10_000, 32_000)
+
+
 def free_ports(count):
-    """Return ports that nobody listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
+    """Return ports that nobody listens on now, and that nobody gets by chance."""
+    sockets = []
     try:
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
+        while len(sockets) < count:
+            sock = socket.socket()
+            try:
+                sock.bind(("127.0.0.1", random.choice(PORTS)))
+            except OSError:
+                sock.close()
+            else:
+                sockets.append(sock)
         return [sock.getsockname()[1] for sock in sockets]
     finally:
         for sock in sockets:
@@ -126,3 +137,16 @@ def run_example(script, *args, env=None, timeout=300):
 def port_flags(*flags):
     """Return each flag followed by a free port."""
     return [item for flag, port in zip(flags, free_ports(len(flags)), strict=True) for item in (flag, port)]
+
+
+def cpu_seconds(leader):
+    """Return the CPU seconds that a process and all processes of its session have used."""
+    total = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it ended meanwhile
+        if int(fields[3]) == leader:
+            total += int(fields[11]) + int(fields[12])
+    return total / os.sysconf("SC_CLK_TCK")

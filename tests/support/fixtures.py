@@ -8,7 +8,7 @@ from support.cluster import ROOT, base_url, engine_spec, router_command, start_e
 from support.questions import ask, client
 from xpyd_proxy.local.model import ensure_model
 from xpyd_proxy.local.processes import open_fleet
-from xpyd_proxy.local.recipe import Connector, Role
+from xpyd_proxy.local.recipe import Connector, Role, TransferMode
 
 ADMIN_KEY = "an admin key of the tests"
 
@@ -28,16 +28,43 @@ def fleet(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def engines(fleet, model):
-    """Two prefill and two decode engines with our connector, and one without any: the reference."""
+def reference(fleet, model):
+    """An engine without any connector: what it answers is right."""
+    spec = engine_spec("reference", model)
+    fleet.wait_ready([start_engine(fleet, spec)], timeout_s=300)
+    return spec
+
+
+@pytest.fixture(scope="session")
+def engines(fleet, model, reference):
+    """Two prefill and two decode engines with our connector, and the reference."""
     specs = {
         **{f"p{i}": engine_spec(f"p{i}", model, role=Role.PREFILL, connector=Connector.XPYD) for i in (0, 1)},
         **{f"d{i}": engine_spec(f"d{i}", model, role=Role.DECODE, connector=Connector.XPYD) for i in (0, 1)},
-        "reference": engine_spec("reference", model),
     }
     children = [start_engine(fleet, spec) for spec in specs.values()]
     fleet.wait_ready(children, timeout_s=300)
-    return SimpleNamespace(**specs)
+    return SimpleNamespace(**specs, reference=reference)
+
+
+@pytest.fixture(scope="session")
+def pushing(fleet, model):
+    """Two prefill engines, one pushing chunk by chunk and one a whole request at once, and two decode engines.
+
+    The prefill engines compute 256 tokens a step, and 64 of a prompt where others wait; their cache is small.
+    """
+    common = {"connector": Connector.XPYD, "mode": TransferMode.PUSH}
+    args = ("--max-num-batched-tokens", "256", "--long-prefill-token-threshold", "64")
+    prefill = {"role": Role.PREFILL, "kv_cache_mib": 16, "extra_args": args, **common}
+    specs = {
+        name: engine_spec(f"p-{name}", model, extra_connector_config={"push_granularity": name}, **prefill)
+        for name in ("chunk", "request")
+    }
+    specs |= {name: engine_spec(f"push-{name}", model, role=Role.DECODE, **common) for name in ("d0", "d1")}
+    children = [start_engine(fleet, spec) for spec in specs.values()]
+    fleet.wait_ready(children, timeout_s=300)
+    yield SimpleNamespace(**specs, decode_pid=children[2].pid)
+    fleet.stop(*children)
 
 
 @pytest.fixture(scope="session")

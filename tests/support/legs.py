@@ -1,10 +1,19 @@
 """The two legs by hand, for tests that step between them."""
 
+import functools
+import itertools
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import httpx
+
+from support.questions import ask, client
 
 TOKENS = 16
 STALL_TOKENS = 77  # a prompt of exactly so many tokens keeps an engine of support.stalling in one step
 STALL_SECONDS = "XPYD_TEST_STALL_SECONDS"  # for so long
+SLOW_TOKENS, SLOW_SECONDS = 9, 0.01  # and one of exactly so many keeps each of its steps for so long
 OPEN = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -20,10 +29,46 @@ def prefill(spec, prompt):
     ]
 
 
+def coordinates(p, d):
+    """Return how decode engines reach a prefill engine in push: it says so itself, in any of its answers.
+
+    A decode engine takes what was computed for that, one leg after the other, as a router that knows only pull does.
+    """
+    prompt = prompt_of(next(_transfers) % 400, 40)
+    params = prefill(p, prompt)
+    text_of(decode(d, prompt, params, tokens=1))
+    return {key: params[key] for key in ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size")}
+
+
+_transfers = itertools.count(1)
+
+
+def push(p, d, question, where, *, prefill_after=0.0, decode_after=0.0):
+    """Ask a question over both legs at once, either later by some seconds; returns the answer and D's seconds."""
+    transfer = {"transfer_id": f"{os.getpid()}-{next(_transfers)}"}
+    lends, borrows = OPEN | transfer, {"do_remote_prefill": True, "do_remote_decode": False, **transfer, **where}
+
+    def leg(spec, delay, params, **options):
+        time.sleep(delay)
+        started = time.monotonic()
+        with client(spec.base_url) as api:
+            return ask(api, question, kv_transfer_params=params, **options), time.monotonic() - started
+
+    with ThreadPoolExecutor(2) as pool:
+        prefilled = pool.submit(leg, p, prefill_after, lends, tokens=1)
+        answered = pool.submit(leg, d, decode_after, borrows)
+        prefilled.result()
+        return answered.result()
+
+
 def decode(spec, prompt, params, *, tokens=TOKENS, timeout=120):
     """Ask an engine for the tokens; returns the response, whatever its status."""
-    body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "kv_transfer_params": params}
-    return _post(spec, body, timeout=timeout)
+    return _post(spec, decode_body(prompt, params, tokens=tokens), timeout=timeout)
+
+
+def decode_body(prompt, params, *, tokens=TOKENS):
+    """Return what :func:`decode` asks, but for the model and the sampling."""
+    return {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "kv_transfer_params": params}
 
 
 def plain(spec, prompt, *, tokens=TOKENS):
@@ -41,4 +86,10 @@ def text_of(response):
 
 def _post(spec, body, timeout=120):
     body = {"model": "tiny", "temperature": 0, "seed": 0, **body}
-    return httpx.post(f"{spec.base_url}/v1/completions", json=body, timeout=timeout, trust_env=False)
+    return _http().post(f"{spec.base_url}/v1/completions", json=body, timeout=timeout)
+
+
+@functools.cache
+def _http():
+    """One client for all: a new one takes tens of milliseconds. Engines come and go, so no connection is kept."""
+    return httpx.Client(trust_env=False, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))

@@ -64,9 +64,10 @@ def client(url):
     return openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=120)
 
 
-def ask(api, question, *, tokens=TOKENS):
-    """Ask a question and return the answer."""
+def ask(api, question, *, tokens=TOKENS, **engine_fields):
+    """Ask a question and return the answer; an engine, not a router, may be told more in ``engine_fields``."""
     common = {"model": "tiny", "temperature": 0, "seed": 0, "max_tokens": tokens, "stream": question.stream}
+    common["extra_body"] = engine_fields
     if question.stream:
         common["stream_options"] = {"include_usage": True}
     if question.kind == "chat":
@@ -107,6 +108,18 @@ def _answer(text, tokens, logprobs, others, parts):
     cached = (details.cached_tokens or 0) if details else 0
     assert len(tokens) == usage.completion_tokens, "every generated token has a logprob"
     return Answer(text, tuple(tokens), tuple(logprobs), tuple(others), usage.prompt_tokens, cached)
+
+
+def compare(url, asked, reference_answer):
+    """Ask every question through a router; return our answers, and what differs from the reference's."""
+    with client(url) as api:
+        answers = [ask(api, question) for question in asked]
+    wrong = {
+        str(question): found
+        for question, answer in zip(asked, answers, strict=True)
+        if (found := differences(answer, reference_answer(question)))
+    }
+    return answers, wrong
 
 
 def differences(ours, reference):

@@ -194,7 +194,7 @@ class SchedulerSide:
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Hand this step's work to the workers."""
         self.free_released()
-        if output.total_num_scheduled_tokens == 0 and self._only_waits_for_pushes():
+        if output.total_num_scheduled_tokens == 0 and self._may_nap():
             self._door.wait(LONGEST_NAP)
             self.free_released()
         metadata = self._decode.metadata(output)
@@ -202,17 +202,18 @@ class SchedulerSide:
             metadata.pieces = self._streams.take_news(output)
         return metadata
 
-    def _only_waits_for_pushes(self) -> bool:
+    def _may_nap(self) -> bool:
         """Whether nothing can happen here before the control thread, or a request, knocks.
 
-        A request that runs may have its step's output under way (asynchronous scheduling): it must not wait for us.
+        In push that is so while KV is written here. In pull the workers must be asked for what they have read, and a
+        nap is right only between looks at blocks that linger. A request that runs may have its step's output under way
+        (asynchronous scheduling): it must not wait for us.
         """
+        is_loading = any(borrowing.loading for borrowing in self._borrowings.values())
         return (
-            self._landed is not None
-            and self._facts.steps_alone
-            and not self._landed.arrived
-            and not self.has_news()
-            and any(borrowing.loading for borrowing in self._borrowings.values())
+            self._facts.steps_alone
+            and (self._looks_for_lingering() and not is_loading if self._landed is None else is_loading)
+            and not self._has_something_to_tell()
             and not any(request.status == RequestStatus.RUNNING for request in self._live.values())
         )
 
@@ -296,7 +297,14 @@ class SchedulerSide:
         self._landed.arrived.append(result)
 
     def has_news(self) -> bool:
-        """Whether a step is needed to free blocks, or to tell the workers something."""
+        """Whether a step is needed: to free blocks, to tell the workers something, or to ask about lingering ones."""
+        return self._has_something_to_tell() or self._looks_for_lingering()
+
+    def _looks_for_lingering(self) -> bool:
+        """In pull only the workers know when NIXL lets go, and they can tell it only with a step."""
+        return self._landed is None and bool(self._lingering)
+
+    def _has_something_to_tell(self) -> bool:
         return (
             bool(self._outbox)
             or (self._streams is not None and self._streams.has_news())

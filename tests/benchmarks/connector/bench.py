@@ -1,147 +1,127 @@
-"""Our connector beside vLLM's NixlConnector: time to the first token of the decode leg, and what an idle engine costs.
+"""Our connector beside vLLM's own: what a request waits for, and what waiting costs.
 
-``make bench-connector`` runs it and writes docs/benchmarks/connector.md. One pair of engines runs at a time (vLLM's
-burns a core per engine even when idle, and would slow the other), in alternating rounds on the same machine.
+``make bench-connector`` runs everything and writes docs/benchmarks/connector.md, .json and .svg. The sections:
+
+A  the decode leg alone, pull; and what idle engines cost
+B  whole requests, pull and push, engines on one host
+C  whole requests, engines on two hosts with a slow link between them (network namespaces: needs root)
+D  what a decode engine costs while it waits for a push
+
+The pairs take turns and one runs at a time: vLLM's connector burns a core per engine even when idle.
 """
 
 import argparse
 import json
 import os
 import platform
-import statistics
+import signal
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-
-import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from support.cluster import ROOT, engine_spec, metrics, start_engine, wait_until
-from support.legs import prefill, prompt_of
-from xpyd_proxy.local.model import ensure_model
-from xpyd_proxy.local.processes import open_fleet
-from xpyd_proxy.local.recipe import Connector, Role
+from benchmarks.connector import measure, report
+from benchmarks.connector.client import Client, prompts
+from benchmarks.connector.models import tiny_model, wide_model
+from benchmarks.connector.pairs import KINDS, LINKED, NIXL_PULL, PULL, PUSH_CHUNK, running
+from support.cluster import ROOT
+from support.netns import lab_available, open_lab
 
-LENGTHS = (32, 256, 1500)  # tokens of a prompt
-CONNECTORS = {"xpyd": Connector.XPYD, "vLLM NixlConnector": Connector.NIXL}
-TICKS = os.sysconf("SC_CLK_TCK")
-
-
-@dataclass
-class Seen:
-    """What one connector showed."""
-
-    first_token: dict = field(default_factory=lambda: {length: [] for length in LENGTHS})  # s, decode leg
-    prefill: dict = field(default_factory=lambda: {length: [] for length in LENGTHS})  # s
-    idle: list = field(default_factory=list)  # cores, P and D together
-    holding: list = field(default_factory=list)  # cores of P while one finished request is held
+LIMITS = (100, 1000)  # Mbit/s
+DECODE_LEG, WHOLE, LINK, WAITING = "decode_leg", "whole", "link", "waiting"
+SECTIONS = {"A": DECODE_LEG, "B": WHOLE, "C": LINK, "D": WAITING}
+FULL = {"rounds": 2, DECODE_LEG: 50, WHOLE: 10, LINK: 6}  # requests per length and connector, all rounds together
+QUICK = {"rounds": 1, DECODE_LEG: 4, WHOLE: 2, LINK: 1}
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--requests", type=int, default=50, help="per length and connector")
-    parser.add_argument("--rounds", type=int, default=2, help="the pairs take turns so often")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/benchmarks/connector.md")
+    args = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))  # as Ctrl-C: engines and namespaces go first
+    counts = QUICK if args.quick else FULL
+    chosen = {SECTIONS[letter] for letter in args.only}
+    if LINK in chosen and (why := lab_available()):
+        print(f"Without section C: {why}.", file=sys.stderr)
+        chosen.remove(LINK)
+    start, seen = time.monotonic(), {section: {} for section in chosen}
+    with Client() as client:
+        prompt = prompts()
+        for round_ in range(counts["rounds"]):
+            share = {name: -(-count // counts["rounds"]) for name, count in counts.items()}
+            on_one_host(round_, share, seen, client, prompt)
+            on_two_hosts(round_, share, seen, client, prompt, LINKED if not args.quick else (PULL, PUSH_CHUNK))
+    done = {name: count for name, count in counts.items() if name in chosen or name == "rounds"}
+    report.write(with_earlier(args.out, {"machine": machine(), "counts": done, **seen}), args.out)
+    print(args.out.with_suffix(".md").read_text())
+    print(f"{time.monotonic() - start:.0f} s; written to {args.out.with_suffix('.*')}")
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only", default="ABCD", type=sections, help="sections to measure; the others stay as they are"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="few requests, and two connectors only in C: does it work?"
+    )
+    parser.add_argument("--out", type=Path, help="the JSON file; .md and .svg are written beside it")
     args = parser.parse_args()
-    model = ROOT / ".xpyd/models/tiny"
-    ensure_model(model)
-    seen = {name: Seen() for name in CONNECTORS}
-    for round_ in range(args.rounds):
-        for name, connector in CONNECTORS.items():
-            print(f"round {round_ + 1}: {name}", flush=True)
-            run_pair(connector, model, seen[name], args.requests // args.rounds, 1000 * round_)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(report(seen, args))
-    args.out.with_suffix(".json").write_text(json.dumps({name: vars(found) for name, found in seen.items()}) + "\n")
-    print(args.out.read_text())
+    args.out = args.out or ROOT / (".xpyd/bench/connector.json" if args.quick else "docs/benchmarks/connector.json")
+    return args
 
 
-def run_pair(connector, model, seen, requests, offset):
-    with open_fleet(ROOT / ".xpyd/logs/bench") as fleet:
-        specs = [engine_spec(f"{connector.value}-{role.value}", model, role=role, connector=connector) for role in Role]
-        children = [start_engine(fleet, spec) for spec in specs]
-        fleet.wait_ready(children, timeout_s=300)
-        (p, d), pids = specs, [child.pid for child in children]
-        for length in LENGTHS:  # first contact and every code path once, outside the measurement
-            one(p, d, prompt_of(offset + length, length))
-        for number in range(requests):
-            for length in LENGTHS:
-                first, second = one(p, d, prompt_of(offset + 7 * number + length, length))
-                seen.prefill[length].append(first)
-                seen.first_token[length].append(second)
-        seen.idle.append(cores(pids, 5))
-        prefill(p, prompt_of(offset + 999, 256))
-        seen.holding.append(cores(pids[:1], 5))
-        wait_until(lambda: metrics(p)["vllm:kv_cache_usage_perc"] == 0, seconds=60, what="P frees")
+def sections(letters):
+    if not letters or set(letters) - set(SECTIONS):
+        raise argparse.ArgumentTypeError(f"{letters!r} is not some of {''.join(SECTIONS)}")
+    return letters
 
 
-def one(p, d, prompt):
-    """Return the seconds of the prefill leg, and of the decode leg until its first token."""
-    start = time.perf_counter()
-    params = prefill(p, prompt)
-    middle = time.perf_counter()
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "stream": True, "kv_transfer_params": params}
-    with httpx.stream("POST", f"{d.base_url}/v1/completions", json=body, timeout=120, trust_env=False) as reply:
-        lines = reply.iter_lines()
-        next(line for line in lines if line.startswith("data:"))
-        first_token = time.perf_counter()
-        for _ in lines:
-            pass
-    return middle - start, first_token - middle
+def on_one_host(round_, share, seen, client, prompt):
+    """Sections A, B and D: every pair serves all that it takes part in."""
+    for kind in KINDS:
+        takes_part = {WHOLE: kind in LINKED, WAITING: kind.is_push, DECODE_LEG: kind in (PULL, NIXL_PULL)}
+        if not (parts := [part for part in takes_part if takes_part[part] and part in seen]):
+            continue
+        say(round_, kind, parts)
+        with running(kind, tiny_model(), client, prompt) as pair:
+            found = {part: seen[part].setdefault(kind.name, {}) for part in parts}
+            if WHOLE in parts:
+                measure.whole(pair, prompt, share[WHOLE], found[WHOLE])
+            if WAITING in parts:
+                measure.waiting(pair, client, prompt, found[WAITING])
+            if DECODE_LEG in parts:
+                measure.decode_leg(pair, prompt, share[DECODE_LEG], found[DECODE_LEG])
+                measure.resting(pair, client, prompt, found[DECODE_LEG])
 
 
-def cores(leaders, seconds):
-    """Return the cores that process groups use during some seconds."""
-    before = sum(map(cpu_seconds, leaders))
-    time.sleep(seconds)
-    return (sum(map(cpu_seconds, leaders)) - before) / seconds
+def on_two_hosts(round_, share, seen, client, prompt, kinds):
+    """Section C. The same pair sees every limit."""
+    if LINK not in seen:
+        return
+    for kind in kinds:
+        say(round_, kind, [LINK])
+        with open_lab() as lab:
+            hosts, args = (lab.p, lab.d), ("--load-format", "dummy")
+            with running(kind, wide_model(), client, prompt, hosts=hosts, args=args) as pair:
+                for mbit in LIMITS:
+                    lab.limit(mbit)
+                    found = seen[LINK].setdefault(str(mbit), {}).setdefault(kind.name, {})
+                    measure.whole(pair, prompt, share[LINK], found)
 
 
-def cpu_seconds(leader):
-    """Return the CPU seconds of a process and all processes of its session."""
-    total = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it ended meanwhile
-        if int(fields[3]) == leader:
-            total += int(fields[11]) + int(fields[12])
-    return total / TICKS
+def with_earlier(out, seen):
+    """Add what was measured before, of the sections that were not measured now."""
+    earlier = json.loads(out.read_text()) if out.exists() else {}
+    kept = {name: earlier[name] for name in SECTIONS.values() if name in earlier}
+    return kept | seen | {"counts": earlier.get("counts", {}) | seen["counts"]}
 
 
-def report(seen, args):
-    rows = "".join(row(length, seen) for length in LENGTHS)
-    idle = {name: statistics.mean(found.idle) for name, found in seen.items()}
-    holding = {name: statistics.mean(found.holding) for name, found in seen.items()}
-    ours, theirs = CONNECTORS
-    return f"""# Decode leg: xpyd beside vLLM's NixlConnector
-
-`make bench-connector`: vLLM 0.32 CPU engines (tiny model, float32), NIXL over loopback, {os.cpu_count()} cores,
-{platform.system()} {platform.machine()}; {args.requests} sequential requests per row and connector, the two pairs in
-{args.rounds} alternating rounds. Milliseconds from sending the decode leg to its first token; every leg is
-sent by a new HTTP client, whose own start (tens of milliseconds, the same for both) is part of each number.
-
-| prompt, tokens | xpyd median | p95 | NixlConnector median | p95 | ratio of medians |
-|---|---|---|---|---|---|
-{rows}
-| cores | xpyd | NixlConnector |
-|---|---|---|
-| idle pair (P and D after their traffic, everything in both processes) | {idle[ours]:.3f} | {idle[theirs]:.3f} |
-| P while one finished request is held | {holding[ours]:.3f} | {holding[theirs]:.3f} |
-"""
+def machine():
+    return {"cores": os.cpu_count(), "processor": platform.machine().replace("_", "-"), "system": platform.system()}
 
 
-def row(length, seen):
-    cells = []
-    medians = []
-    for found in seen.values():
-        times = sorted(found.first_token[length])
-        medians.append(statistics.median(times))
-        cells += [f"{1e3 * medians[-1]:.1f}", f"{1e3 * times[int(0.95 * (len(times) - 1))]:.1f}"]
-    return f"| {length} | {' | '.join(cells)} | {medians[0] / medians[1]:.2f} |\n"
+def say(round_, kind, parts):
+    print(f"round {round_ + 1}: {kind.name}: {', '.join(parts)}", flush=True)
 
 
 if __name__ == "__main__":

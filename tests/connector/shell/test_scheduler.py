@@ -16,7 +16,7 @@ with warnings.catch_warnings():
 
     from xpyd_connector.shell.facts import Facts
     from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake
-    from xpyd_connector.shell.scheduler import SchedulerSide
+    from xpyd_connector.shell.scheduler import LONGEST_NAP, SchedulerSide
     from xpyd_connector.shell.wake import Door
 
 from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
@@ -154,6 +154,22 @@ def test_blocks_that_nixl_may_still_write_into_are_kept_from_others(engine):
 
     assert engine.free() == BLOCKS - 1  # vLLM keeps one for itself
     assert engine.side.stats().data["gauges"]["blocks_lingering"] == 0
+
+
+def test_an_engine_with_nothing_else_to_do_goes_on_asking_about_lingering_blocks(engine):
+    """Only a step brings the worker's news, and nobody may come to cause one; but between them it naps."""
+    naps = []
+    engine.side._door = SimpleNamespace(wait=naps.append, knock=lambda: None)
+    idle = SimpleNamespace(total_num_scheduled_tokens=0)
+    engine.allocate(engine.arrive(), 9)
+    engine.side.step(idle)
+    assert (engine.side.has_news(), naps) == (False, [])
+    engine.ended("d-a", lingers=["d-a"])
+    engine.side.step(idle)
+    assert (engine.side.has_news(), naps) == (True, [LONGEST_NAP])
+    engine.ended(let_go=["d-a"])
+
+    assert not engine.side.has_news()
 
 
 def test_every_rank_has_to_let_go(engine):

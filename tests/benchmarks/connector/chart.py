@@ -1,0 +1,41 @@
+"""A grouped bar chart as SVG text: no library for one picture."""
+
+from html import escape
+
+WIDTH, HEIGHT = 720, 360
+LEFT, RIGHT, TOP, BOTTOM = 60, 10, 70, 40
+COLOURS = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#aa3377")
+
+
+def draw(series, groups, title):
+    """Return a picture of ``series``: name -> seconds for each of the groups (prompt lengths)."""
+    top = max(max(values) for values in series.values())
+    step = next(step for step in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 100) if top / step <= 8)
+    scale = (HEIGHT - TOP - BOTTOM) / top
+    parts = [_text(WIDTH / 2, 20, title, 15)]
+    for line in range(int(top / step) + 1):
+        y = HEIGHT - BOTTOM - line * step * scale
+        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        parts.append(_text(LEFT - 6, y + 4, f"{line * step:g} s", anchor="end"))
+    space = (WIDTH - LEFT - RIGHT) / len(groups)
+    width = 0.8 * space / len(series)
+    for number, (name, values) in enumerate(series.items()):
+        x = LEFT + number * (WIDTH - LEFT - RIGHT) / len(series)
+        colour = COLOURS[number % len(COLOURS)]
+        parts.append(f'<rect x="{x:.1f}" y="36" width="12" height="12" fill="{colour}"/>')
+        parts.append(_text(x + 17, 47, name, anchor="start"))
+        for group, value in enumerate(values):
+            x = LEFT + group * space + 0.1 * space + number * width
+            y = HEIGHT - BOTTOM - value * scale
+            box = f'width="{width - 2:.1f}" height="{value * scale:.1f}"'
+            parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" {box} fill="{colour}"/>')
+            parts.append(_text(x + width / 2 - 1, y - 4, f"{value:.2f}", 10))
+    for group, length in enumerate(groups):
+        parts.append(_text(LEFT + (group + 0.5) * space, HEIGHT - BOTTOM + 18, f"{length:,} tokens"))
+    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" fill="#222">'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="#fff"/>', *parts, "</svg>\n"])
+
+
+def _text(x, y, text, size=12, anchor="middle"):
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -1,0 +1,177 @@
+"""docs/benchmarks/connector.md from the raw numbers. A section that was never measured is left out."""
+
+import json
+import statistics
+import textwrap
+
+from benchmarks.connector.chart import draw
+from benchmarks.connector.models import KV_BYTES
+from benchmarks.connector.pairs import CHUNK, LEG_LENGTHS, LENGTHS, LINKED, NIXL_PULL, PULL, PUSH_CHUNK
+
+SLOW = 100  # Mbit/s: the link at which streaming must pay
+CHUNK_MIB = CHUNK * KV_BYTES / 2**20
+
+
+def write(seen, out):
+    """Write the raw numbers, the page and its picture."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(_rounded(seen), indent=1, sort_keys=True) + "\n")
+    slow = seen.get("link", {}).get(str(SLOW))
+    if slow:
+        picture = {name: [_median(slow[name], length, "exposed") for length in LENGTHS] for name in slow}
+        out.with_suffix(".svg").write_text(draw(picture, LENGTHS, f"Exposed transfer time at {SLOW} Mbit/s"))
+    parts = [_head(seen)]
+    parts += [part(seen) for key, part in PARTS.items() if seen.get(key)]
+    out.with_suffix(".md").write_text("\n".join(parts))
+
+
+def _head(seen):
+    machine = seen["machine"]
+    about = _paragraph("""
+`make bench-connector` measures everything and writes this page; with `ONLY=C` it measures one section and leaves
+the others as they are; with `QUICK=1` it sends few requests, to see whether all of it works, and writes to
+`.xpyd/bench`. The raw numbers are in `connector.json`.""")
+    setting = _paragraph(f"""
+{machine["cores"]} cores, {machine["processor"]}, {machine["system"]}; vLLM 0.32 CPU engines in float32 that compute
+with one thread each and `--max-num-batched-tokens {CHUNK}`; NIXL 1.5.1. The pairs of engines run one at
+a time, in {seen["counts"]["rounds"]} rounds of turns. Requests are sent one after the other, over one HTTP client
+that keeps its connections; no two prompts begin alike. Every connector runs in a wrapper that notes two times a
+request (`tests/benchmarks/connector/stamped.py`).""")
+    return f"# The connector beside vLLM's own\n\n{about}\n{setting}"
+
+
+def _decode_leg(seen):
+    found, (ours, theirs) = seen["decode_leg"], (PULL.name, NIXL_PULL.name)
+    if not {ours, theirs} <= found.keys():
+        return ""
+    rows = []
+    for length in LEG_LENGTHS:
+        times = [found[name][str(length)] for name in (ours, theirs)]
+        cells = [cell for each in times for cell in (_ms(statistics.median(each)), _ms(_p95(each)))]
+        ratio = statistics.median(times[0]) / statistics.median(times[1])
+        rows.append([length, *cells, f"{ratio:.2f}"])
+    heads = ["prompt, tokens", f"{ours} median", "p95", f"{theirs} median", "p95", "ratio of medians"]
+    idle, holding = ([f"{statistics.mean(found[n][key]):.3f}" for n in (ours, theirs)] for key in ("idle", "holding"))
+    costs = [
+        ["idle pair (everything in both engines' processes, after their traffic)", *idle],
+        ["P while one finished request is held", *holding],
+    ]
+    about = _paragraph(f"""
+Requests per row and connector: {seen["counts"]["decode_leg"]}; tiny model, loopback. Milliseconds from sending the
+decode leg, when P has answered, to its first token.""")
+    tables = f"{_table(heads, rows)}\n{_table(['cores', ours, theirs], costs)}"
+    return f"## A. Decode leg, pull\n\n{about}\n{tables}"
+
+
+def _whole(seen):
+    about = _paragraph(f"""
+Requests per cell: {seen["counts"]["whole"]}; tiny model, loopback. Milliseconds from sending the first leg to D's
+first token: median (p95). In pull D's leg is sent when P has answered, in push both at once.""")
+    return f"""## B. Whole requests, one host
+
+{about}
+{_table(["connector", *_heads()], _rows(seen["whole"], "first_token"))}
+Of that, the exposed time (see C):
+
+{_table(["connector", *_heads()], _rows(seen["whole"], "exposed"))}"""
+
+
+def _link(seen):
+    setting = _paragraph(f"""
+Requests per cell: {seen["counts"]["link"]}; each engine in a network namespace of its own, joined by a veth pair that
+`tc` limits, NIXL over TCP (`UCX_TLS=tcp`). The model has random weights and {KV_BYTES // 1024} KiB of KV per token:
+a chunk of {CHUNK} tokens is {CHUNK_MIB:g} MiB, which take {CHUNK * KV_BYTES * 8 / SLOW / 1e6:.2f} s at {SLOW} Mbit/s.
+{_compute(seen)} Streaming can only hide transfer behind computing: where a chunk takes longer to send than to
+compute, chunks queue up, and the last one is not the only one that is exposed.""")
+    exposed = _paragraph("""
+**Exposed** is the time from P having computed the last token of the prompt to the request being runnable on D, as
+the schedulers of the engines see it: what the transfer adds to a request. Milliseconds, median (p95).""")
+    picture = "![Exposed time by prompt length and connector](connector.svg)"
+    text = f"## C. Whole requests, a slow link\n\n{setting}\n{exposed}\n{picture}\n"
+    for mbit, found in sorted(seen["link"].items(), key=lambda item: int(item[0])):
+        text += f"\n{int(mbit):,} Mbit/s, exposed:\n\n{_table(['connector', *_heads()], _rows(found, 'exposed'))}"
+        text += _times_shorter(found)
+        text += f"\n{int(mbit):,} Mbit/s, first leg to first token:\n\n"
+        text += _table(["connector", *_heads()], _rows(found, "first_token"))
+    return text
+
+
+def _times_shorter(found):
+    """How many times shorter the exposed time of streaming is than each other's."""
+    if PUSH_CHUNK.name not in found:
+        return ""
+    rows = []
+    for name in found:
+        if name != PUSH_CHUNK.name:
+            ratios = [
+                _median(found[name], length, "exposed") / _median(found[PUSH_CHUNK.name], length, "exposed")
+                for length in LENGTHS
+            ]
+            rows.append([name, *(f"{ratio:.1f}" for ratio in ratios)])
+    return f"\nThe same, as a multiple of {PUSH_CHUNK.name}:\n\n{_table(['connector', *_heads()], rows)}"
+
+
+def _compute(seen):
+    """How long a chunk takes to compute, as the replies of P show."""
+    chunks = LENGTHS[-1] / CHUNK
+    times = {name: _median(each, LENGTHS[-1], "prefill") / chunks for name, each in seen["link"][str(SLOW)].items()}
+    said = ", ".join(f"{seconds:.2f} s ({name})" for name, seconds in times.items())
+    return f"Computing one took, on the mean of a prompt of {LENGTHS[-1]:,} tokens: {said}."
+
+
+def _waiting(seen):
+    rows = [
+        [name, f"{statistics.mean(each['cores']):.3f}", f"{max(each['cores']):.3f}"]
+        for name, each in seen["waiting"].items()
+    ]
+    about = "Cores that all of D's processes use in the 5 s after D's leg was sent, while P's leg is held back."
+    return f"""## D. A decode engine that waits for a push
+
+{about}
+
+{_table(["connector", "mean", "most"], rows)}"""
+
+
+PARTS = {"decode_leg": _decode_leg, "whole": _whole, "link": _link, "waiting": _waiting}
+
+
+def _heads():
+    return [f"{length:,} tokens" for length in LENGTHS]
+
+
+def _rows(found, key):
+    order = [kind.name for kind in LINKED if kind.name in found]
+    return [
+        [name, *(f"{_ms(_median(found[name], n, key))} ({_ms(_p95(found[name][str(n)][key]))})" for n in LENGTHS)]
+        for name in order
+    ]
+
+
+def _table(heads, rows):
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def _paragraph(text):
+    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+def _median(found, length, key):
+    return statistics.median(found[str(length)][key])
+
+
+def _p95(values):
+    return sorted(values)[round(0.95 * (len(values) - 1))]
+
+
+def _ms(seconds):
+    return f"{1e3 * seconds:.1f}" if seconds < 0.1 else f"{1e3 * seconds:,.0f}"
+
+
+def _rounded(value):
+    """Microseconds are enough."""
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_rounded(each) for each in value]
+    return round(value, 6) if isinstance(value, float) else value

@@ -1,0 +1,177 @@
+"""Push on real engines: the same promise as pull's, whichever leg comes first, in chunks or in one piece."""
+
+import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from support.cluster import Watch, cpu_seconds, metrics, nothing_held, wait_until
+from support.legs import coordinates, plain, prompt_of, push
+from support.questions import Question, ask, client, compare, differences, questions
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+BLOCK = 32  # tokens
+BLOCK_BYTES = 128 * 1024  # of the tiny model in float32: 4 layers, keys and values
+COMPUTED, CACHED, LOADED = (
+    f"vllm:prompt_tokens_by_source_total|{source}"
+    for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
+)
+GRANULARITIES = ["chunk", "request"]
+fresh = itertools.count(1000)  # numbers of prompts that no engine has in its cache
+
+
+@pytest.fixture(scope="module", params=GRANULARITIES)
+def pair(request, pushing):
+    """A prefill engine of either granularity, the decode engine, and how the second finds the first."""
+    p = getattr(pushing, request.param)
+    return p, pushing.d0, coordinates(p, pushing.d0)
+
+
+def ids(*tokens):
+    return Question("ids", stream=False, prompt=tuple(tokens))
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_fifty_prompts_through_the_router(pushing, start_router, reference_answer, granularity):
+    """1P1D, all kinds of requests: equal, and both legs are sent at once from the second request on."""
+    p, d = getattr(pushing, granularity), pushing.d0
+    asked = questions(50, seed=10 + GRANULARITIES.index(granularity))
+    url = start_router(f"router-push-{granularity}", [p], [d])
+    with Watch(p) as prefill, Watch(d) as decode:
+        answers, wrong = compare(url, asked, reference_answer)
+
+    assert wrong == {}
+    assert decode.delta(COMPUTED) == len(asked)  # the last token of each prompt: vLLM needs its logits
+    assert decode.delta(LOADED) + decode.delta(CACHED) == sum(answer.prompt_tokens - 1 for answer in answers)
+    assert decode.delta("vllm:xpyd_loads_total") == prefill.delta("vllm:xpyd_registrations_total") > 0
+    for spec in (p, d):
+        wait_until(lambda spec=spec: nothing_held(spec), seconds=1, what=f"{spec.name} holds nothing")
+
+
+def test_two_pairs_through_the_router(pushing, start_router, reference_answer):
+    """2P2D: equal, and every decode engine was written to by every prefill engine."""
+    asked = questions(50, seed=12)
+    specs = (pushing.chunk, pushing.request, pushing.d0, pushing.d1)
+    url = start_router("router-push-2p2d", specs[:2], specs[2:])
+    watches = [Watch(spec) for spec in specs]
+    for watch in watches:
+        watch.__enter__()
+    answers, wrong = compare(url, asked, reference_answer)
+    for watch in watches:
+        watch.__exit__()
+    _, _, d0, d1 = watches
+
+    assert wrong == {}
+    assert d0.delta(COMPUTED) + d1.delta(COMPUTED) == len(asked)
+    loaded = sum(d.delta(LOADED) + d.delta(CACHED) for d in (d0, d1))
+    assert loaded == sum(answer.prompt_tokens - 1 for answer in answers)
+    assert all(watch.delta("vllm:xpyd_loads_total") > 10 for watch in (d0, d1))
+    assert all(metrics(spec)["vllm:xpyd_handshakes_total"] == 2 for spec in specs[2:])
+
+
+def settle(p):
+    """Wait until a prefill engine is done, and let it step once more: vLLM collects a worker's numbers with that."""
+    wait_until(lambda: nothing_held(p), seconds=1, what=f"{p.name} holds nothing")
+    plain(p, [1], tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("length", "delays"),
+    [
+        (900, {"prefill_after": 1.0}),
+        (901, {"decode_after": 1.0}),
+        *((length, {}) for length in (1, 2, 31, 32, 33, 64, 65, 257, 700, 1500)),
+    ],
+)
+def test_equal_whichever_leg_comes_first(pair, reference_answer, length, delays):
+    """Around the boundaries of blocks (32) and of P's steps (256): nothing but the last token is computed on D."""
+    p, d, where = pair
+    question = ids(*prompt_of(next(fresh), length))
+    with Watch(d) as decode:
+        answer, _ = push(p, d, question, where, **delays)
+
+    assert differences(answer, reference_answer(question)) == []
+    assert decode.delta(LOADED) == length - 1
+    assert decode.delta(COMPUTED) == 1
+    for spec in (p, d):
+        wait_until(lambda spec=spec: nothing_held(spec), seconds=1, what=f"{spec.name} holds nothing")
+
+
+@pytest.mark.parametrize("on_prefill", [0, 96, 300])
+@pytest.mark.parametrize("on_decode", [0, 96, 300])
+def test_prefix_cache_hits_on_either_engine(pair, reference_answer, on_prefill, on_decode):
+    """What P has cached goes first; what D has cached is not sent, and is not asked for."""
+    p, d, where = pair
+    prompt = prompt_of(next(fresh), 650)
+    for spec, shared in ((p, on_prefill), (d, on_decode)):
+        if shared:
+            plain(spec, prompt[:shared] + prompt_of(99, 40), tokens=1)
+    settle(p)
+    with Watch(p) as writes, Watch(d) as decode:
+        answer, _ = push(p, d, ids(*prompt), where)
+        settle(p)
+
+    cached = on_decode // BLOCK * BLOCK
+    assert differences(answer, reference_answer(ids(*prompt))) == []
+    assert writes.delta(CACHED) == on_prefill // BLOCK * BLOCK
+    assert decode.delta(CACHED) == cached
+    assert decode.delta(LOADED) == 649 - cached
+    blocks = -(-649 // BLOCK) - cached // BLOCK
+    assert writes.delta("vllm:xpyd_bytes_transferred_total") == blocks * BLOCK_BYTES
+
+
+def test_chunks_travel_while_the_next_is_computed(pushing):
+    """1,500 tokens in steps of 64 are written in many pieces by one engine, in one by the other."""
+    pieces = {}
+    for name in GRANULARITIES:
+        p = getattr(pushing, name)
+        where = coordinates(p, pushing.d0)
+        settle(p)
+        with Watch(p) as writes:
+            push(p, pushing.d0, ids(*prompt_of(next(fresh), 1500)), where, prefill_after=0.5)
+            settle(p)
+        pieces[name] = writes.delta("vllm:xpyd_transfer_seconds_count")
+
+    assert pieces["request"] == 1
+    assert pieces["chunk"] >= 5
+
+
+def test_a_prefill_that_is_preempted(pair, reference_answer):
+    """P runs out of blocks: a prefill that is being pushed loses its own, others use them, and it starts again."""
+    p, d, where = pair
+    questions = [ids(*prompt_of(next(fresh), 1400)) for _ in range(3)]
+    with Watch(p) as watch, ThreadPoolExecutor(24) as pool:
+        # Their answers grow by a block every 32 tokens, and vLLM takes from those who came last.
+        growing = [pool.submit(plain, p, prompt_of(next(fresh), 60), tokens=400) for _ in range(12)]
+        wait_until(lambda: metrics(p)["vllm:num_requests_running"] >= 6, seconds=30, what="P is busy")
+        answers = [pool.submit(push, p, d, question, where) for question in questions]
+        found = [answer.result()[0] for answer in answers]
+        for other in growing:
+            other.result()
+
+    assert watch.delta("vllm:num_preemptions_total") > 0
+    assert [differences(answer, reference_answer(q)) for q, answer in zip(questions, found, strict=True)] == [[]] * 3
+    for spec in (p, d):
+        wait_until(lambda spec=spec: nothing_held(spec), seconds=1, what=f"{spec.name} holds nothing")
+
+
+def test_a_decode_engine_that_waits_sleeps(pushing):
+    """vLLM alone would step a thousand times a second, beside the prefill that needs the machine."""
+    p, d = pushing.chunk, pushing.d0
+    where = coordinates(p, d)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(push, p, d, ids(*prompt_of(51, 700)), where, prefill_after=6.0)
+        wait_until(lambda: metrics(d)["vllm:xpyd_requests_borrowing"] == 1, seconds=3, what="D waits")
+        before, start = cpu_seconds(pushing.decode_pid), time.monotonic()
+        time.sleep(5)
+        used = (cpu_seconds(pushing.decode_pid) - before) / (time.monotonic() - start)
+        with client(d.base_url) as api:  # and it wakes at once when somebody else asks
+            began = time.monotonic()
+            ask(api, ids(*prompt_of(52, 20)), tokens=1)
+            served = time.monotonic() - began
+        answer.result()
+
+    assert used < 0.2
+    assert served < 1.0

@@ -1,0 +1,71 @@
+"""What an engine costs, from /proc: CPU time, memory, threads and sockets of a child and of everything it started."""
+
+import os
+import statistics
+import time
+from pathlib import Path
+
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+def pids_of(child):
+    """Return the processes of a child: it leads a session of its own."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(entry.name)) == child.pid:
+                found.append(int(entry.name))
+        except ProcessLookupError:
+            continue
+    return found
+
+
+def cpu_by_thread(child):
+    """Return the CPU-seconds of every thread so far: {(pid, tid): seconds}."""
+    return {
+        (pid, int(task.name)): _cpu_seconds(task)
+        for pid in pids_of(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+    }
+
+
+def idle_cores(children, *, windows=5, seconds=1.0):
+    """Return for each child (share of a core of all its threads, of its busiest thread): medians of several windows."""
+    shares = [[] for _ in children]
+    for _ in range(windows):
+        before, start = [cpu_by_thread(child) for child in children], time.monotonic()
+        time.sleep(seconds)
+        after, lasted = [cpu_by_thread(child) for child in children], time.monotonic() - start
+        for found, old, new in zip(shares, before, after, strict=True):
+            used = [(cpu - old.get(thread, cpu)) / lasted for thread, cpu in new.items()]
+            found.append((sum(used), max(used)))
+    return [tuple(map(statistics.median, zip(*found, strict=True))) for found in shares]
+
+
+def memory(child):
+    """Return the resident bytes of a child's processes."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page for pid in pids_of(child))
+
+
+def threads(child):
+    """Return how many threads its processes have."""
+    return sum(1 for pid in pids_of(child) for _ in Path(f"/proc/{pid}/task").iterdir())
+
+
+def sockets(child):
+    """Return how many sockets its processes have open."""
+    return sum(_target(fd).startswith("socket:") for pid in pids_of(child) for fd in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def _cpu_seconds(task):
+    # The name, in parentheses, may hold anything: the fields begin behind the last one.
+    fields = (task / "stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICK
+
+
+def _target(link):
+    try:
+        return str(link.readlink())
+    except FileNotFoundError:  # closed meanwhile
+        return ""

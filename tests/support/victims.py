@@ -156,7 +156,8 @@ def make_victims(fleet, model, mode, lab):
         )
 
     return Victims(
-        victim("p-victim", Role.PREFILL, kv_cache_mib=32),
+        # One prompt a step: vLLM keeps memory for every new number of tokens in a step, and the soak watches memory.
+        victim("p-victim", Role.PREFILL, kv_cache_mib=32, extra_args=("--max-num-seqs", "1")),
         {policy: decoder(policy, TIMEOUT, f"d-{policy}") for policy in POLICIES},
         {policy: decoder(policy, PATIENT, f"d-patient-{policy}") for policy in POLICIES},
     )

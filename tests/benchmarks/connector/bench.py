@@ -31,7 +31,7 @@ from support.netns import lab_available, open_lab
 LIMITS = (100, 1000)  # Mbit/s
 DECODE_LEG, WHOLE, LINK, WAITING = "decode_leg", "whole", "link", "waiting"
 SECTIONS = {"A": DECODE_LEG, "B": WHOLE, "C": LINK, "D": WAITING}
-FULL = {"rounds": 2, DECODE_LEG: 50, WHOLE: 10, LINK: 6}  # requests per length and connector, all rounds together
+FULL = {"rounds": 2, DECODE_LEG: 50, WHOLE: 10, LINK: 4}  # requests per length and connector, all rounds together
 QUICK = {"rounds": 1, DECODE_LEG: 4, WHOLE: 2, LINK: 1}
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.push import TransferMode
 from xpyd_proxy.local import first_request, preflight
 from xpyd_proxy.local.errors import LocalError
 from xpyd_proxy.local.model import ensure_model
@@ -34,11 +35,12 @@ def main():
 
         # 5. One chat request. The router sends it to the prefill engine with max_tokens=1, takes the
         #    kv_transfer_params out of the answer, and sends it on with them to the decode engine, which fetches
-        #    the KV cache of the prompt instead of computing it.
-        decode_urls = [f"http://{address}" for address in plan.addresses(Role.DECODE)]
-        answer = first_request.ask(plan.router_url, decode_urls, MODEL_NAME)
+        #    the KV cache of the prompt instead of computing it; in push mode the prefill engine brings it there.
+        mover = Role.PREFILL if plan.mode is TransferMode.PUSH else Role.DECODE
+        mover_urls = [f"http://{address}" for address in plan.addresses(mover)]
+        answer = first_request.ask(plan.router_url, mover_urls, MODEL_NAME)
 
-    # 6. Where it went, as the router's Server-Timing header tells, and what was moved, as the decode engine counts.
+    # 6. Where it went, as the router's Server-Timing header tells, and what was moved, as the engine that moves counts.
     print(f"question: {first_request.QUESTION}")
     print(f"answer:   {answer.text}")
     for name in ("prefill", "decode"):
@@ -50,6 +52,7 @@ def read_arguments():
     default = Plan()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", choices=[kind.value for kind in EngineKind], default=default.kind.value)
+    parser.add_argument("--mode", type=TransferMode, choices=[*TransferMode], default=default.mode)
     parser.add_argument("--port", type=int, default=default.port)
     parser.add_argument("--prefill-port", type=int, default=default.prefill_port)
     parser.add_argument("--decode-port", type=int, default=default.decode_port)

@@ -58,6 +58,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
     tensor_parallel: int
     pipeline_parallel: int
     attention: str
+    mode: str = "pull"
 
 
 class Region(msgspec.Struct, frozen=True):

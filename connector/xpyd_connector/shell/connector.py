@@ -44,6 +44,7 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         facts, settings = read_facts(vllm_config, kv_cache_config)
+        self._settings = settings
         self._sides: list[SchedulerSide | WorkerSide] = []
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(facts, settings, find_door())
@@ -121,7 +122,7 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the cache with NIXL."""
-        self._worker.register(kv_caches, fingerprint(self._vllm_config))
+        self._worker.register(kv_caches, fingerprint(self._vllm_config, self._settings))
 
     def get_handshake_metadata(self) -> RankHandshake | None:
         """Return what peers must know of this rank."""

@@ -67,7 +67,7 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
         )
 
 
-def fingerprint(config: VllmConfig) -> Fingerprint:
+def fingerprint(config: VllmConfig, settings: Settings) -> Fingerprint:
     """Return what peers compare; for a worker, once its layers exist (only they know their attention backend)."""
     model, parallel = config.model_config, config.parallel_config
     return Fingerprint(
@@ -83,6 +83,7 @@ def fingerprint(config: VllmConfig) -> Fingerprint:
         tensor_parallel=parallel.tensor_parallel_size,
         pipeline_parallel=parallel.pipeline_parallel_size,
         attention=",".join(sorted({backend.get_name() for backend in get_current_attn_backends(config)})),
+        mode=settings.mode.value,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 from xpyd_connector.core.borrower import Borrower
 from xpyd_connector.core.ids import Address, BlockId, ConnId, EngineId, RequestId
+from xpyd_connector.core.lives import follow
 from xpyd_connector.core.messages import Landed, Memory, Message, RankInfo, Register, Stop, Stopped, Stuck
 from xpyd_connector.core.peers import Peer, PeerBook, PeerState
 from xpyd_connector.core.ports import Link
@@ -91,12 +92,7 @@ class _Landing:
     look_at: float = 0.0
 
     def on(self, event: LandingEvent) -> None:
-        try:
-            self.state = TRANSITIONS[self.state][event]
-        except KeyError:
-            raise IllegalTransition(
-                f"landing of {self.ticket.request} cannot handle {event.name} while {self.state.name}"
-            ) from None
+        self.state = follow(TRANSITIONS, self.state, event, f"landing of {self.ticket.request}")
 
 
 class Landings:

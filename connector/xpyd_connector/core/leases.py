@@ -10,6 +10,7 @@ from enum import Enum, auto
 from typing import Final, NamedTuple
 
 from xpyd_connector.core.ids import ConnId, RequestId
+from xpyd_connector.core.lives import follow
 from xpyd_connector.core.messages import MAX_IDS
 from xpyd_connector.errors import IllegalTransition
 
@@ -65,10 +66,7 @@ class _Lease:
     ranks_done: dict[RequestId, set[int]] = field(default_factory=dict[RequestId, set[int]])  # by reader
 
     def on(self, event: LeaseEvent) -> None:
-        try:
-            self.state = TRANSITIONS[self.state][event]
-        except KeyError:
-            raise IllegalTransition(f"a lease cannot handle {event.name} while {self.state.name}") from None
+        self.state = follow(TRANSITIONS, self.state, event, "a lease")
 
 
 class LeaseBook:

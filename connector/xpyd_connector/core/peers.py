@@ -10,10 +10,10 @@ from enum import Enum, auto
 from typing import Final
 
 from xpyd_connector.core.ids import Address, ConnId, EngineId
+from xpyd_connector.core.lives import follow
 from xpyd_connector.core.messages import PROTOCOL, Fingerprint, Welcome
 from xpyd_connector.core.ports import Failed, Link, LinkEvent, Lost, Met
 from xpyd_connector.core.tally import Tally
-from xpyd_connector.errors import IllegalTransition
 
 MAX_BACKOFF = 30.0  # s between two attempts to meet a peer that refuses
 
@@ -64,10 +64,7 @@ class Peer:
 
     def on(self, event: PeerEvent) -> None:
         """Move to the next state, or raise if the event makes no sense now."""
-        try:
-            self.state = TRANSITIONS[self.state][event]
-        except KeyError:
-            raise IllegalTransition(f"peer {self.engine} cannot handle {event.name} while {self.state.name}") from None
+        self.state = follow(TRANSITIONS, self.state, event, f"peer {self.engine}")
 
 
 class PeerBook:

@@ -14,6 +14,7 @@ from typing import Final, TypeVar
 from xpyd_connector.core.ids import ConnId, RequestId
 from xpyd_connector.core.leases import Released
 from xpyd_connector.core.lender import Lender
+from xpyd_connector.core.lives import follow
 from xpyd_connector.core.messages import (
     Alive,
     Arrived,
@@ -37,7 +38,6 @@ from xpyd_connector.core.messages import (
 )
 from xpyd_connector.core.ports import Link, LinkEvent, Lost, Received
 from xpyd_connector.core.tally import Tally
-from xpyd_connector.errors import IllegalTransition
 
 T = TypeVar("T")
 
@@ -79,12 +79,7 @@ class _Push:
     lapsed: bool = False  # because the lease was over
 
     def on(self, event: PushEvent) -> None:
-        try:
-            self.state = TRANSITIONS[self.state][event]
-        except KeyError:
-            raise IllegalTransition(
-                f"the push to {self.order.reader} cannot handle {event.name} while {self.state.name}"
-            ) from None
+        self.state = follow(TRANSITIONS, self.state, event, f"the push to {self.order.reader}")
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from enum import Enum, auto
 from typing import Final, NamedTuple
 
 from xpyd_connector.core.ids import Address, BlockId, ConnId, EngineId, RequestId, TransferId
+from xpyd_connector.core.lives import follow
 from xpyd_connector.core.messages import Done, Drop, Fenced, RankInfo
 from xpyd_connector.core.peers import Peer, PeerBook, PeerState
 from xpyd_connector.core.plan import check_regions, describe
@@ -92,12 +93,7 @@ class _Load:
     transfer: TransferId | None = None  # absent unless READING or GIVING_UP
 
     def on(self, event: LoadEvent) -> None:
-        try:
-            self.state = TRANSITIONS[self.state][event]
-        except KeyError:
-            raise IllegalTransition(
-                f"load of {self.order.request} cannot handle {event.name} while {self.state.name}"
-            ) from None
+        self.state = follow(TRANSITIONS, self.state, event, f"load of {self.order.request}")
 
 
 class Reader:

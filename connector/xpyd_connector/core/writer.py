@@ -14,6 +14,7 @@ from enum import Enum, auto
 from typing import Final, NamedTuple
 
 from xpyd_connector.core.ids import Address, BlockId, ConnId, RequestId, TransferId
+from xpyd_connector.core.lives import follow
 from xpyd_connector.core.messages import (
     MAX_REASON,
     Arrived,
@@ -31,7 +32,7 @@ from xpyd_connector.core.messages import (
 from xpyd_connector.core.plan import check_regions, describe
 from xpyd_connector.core.ports import Ended, Failed, Link, LinkEvent, Lost, Met, Mover, Outcome, Received
 from xpyd_connector.core.tally import Sample, Tally
-from xpyd_connector.errors import ConnectorError, IllegalTransition
+from xpyd_connector.errors import ConnectorError
 
 POLL_INTERVAL = 0.0004  # s between looks at NIXL while something is written
 LINGER_INTERVAL = 0.02  # s between looks while only writes that were given up are in flight
@@ -105,12 +106,7 @@ class _Writing:
     mute: bool = False  # the guest is gone: nobody to tell
 
     def on(self, event: WritingEvent) -> None:
-        try:
-            self.state = TRANSITIONS[self.state][event]
-        except KeyError:
-            raise IllegalTransition(
-                f"the push to {self.order.reader} cannot handle {event.name} while {self.state.name}"
-            ) from None
+        self.state = follow(TRANSITIONS, self.state, event, f"the push to {self.order.reader}")
 
 
 @dataclass(slots=True)

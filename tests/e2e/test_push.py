@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from support.cluster import Watch, cpu_seconds, metrics, nothing_held, wait_until
+from support.cluster import Watch, metrics, nothing_held, wait_until
 from support.legs import coordinates, plain, prompt_of, push
+from support.proc import cpu_seconds
 from support.questions import Question, ask, client, compare, differences, questions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

@@ -5,32 +5,10 @@ import time
 
 import pytest
 
-from support.nixl_process import BLOCKS, TIMEOUT, NixlProcess
+from support.nixl_process import ALL, BIG, BLOCKS, IDLE, TIMEOUT, same
 
 pytestmark = pytest.mark.nixl
-
-ALL = list(range(BLOCKS))
-BIG = 1 << 19  # bytes of a block: all of them take long enough to be interrupted
-IDLE = 0.05  # of a core
-
-
-@pytest.fixture
-def start():
-    """Start processes, all at once, and end them."""
-    started = []
-
-    def start(*names, **options):
-        new = [NixlProcess(name, mode="push", **options) for name in names]
-        started.extend(new)
-        return [process.ready() for process in new]
-
-    yield start
-    for process in started:
-        process.__exit__()
-
-
-def same(writer, blocks, reader, into):
-    return writer.ask("digests", blocks=blocks) == reader.ask("digests", blocks=into)
+MODE = "push"
 
 
 def warm(p, d):

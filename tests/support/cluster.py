@@ -137,16 +137,3 @@ def run_example(script, *args, env=None, timeout=300):
 def port_flags(*flags):
     """Return each flag followed by a free port."""
     return [item for flag, port in zip(flags, free_ports(len(flags)), strict=True) for item in (flag, port)]
-
-
-def cpu_seconds(leader):
-    """Return the CPU seconds that a process and all processes of its session have used."""
-    total = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it ended meanwhile
-        if int(fields[3]) == leader:
-            total += int(fields[11]) + int(fields[12])
-    return total / os.sysconf("SC_CLK_TCK")

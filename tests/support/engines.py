@@ -152,7 +152,21 @@ class Engine:
         return self.results.get(RequestId(request))
 
 
-class World:
+class Turns:
+    """What has a ``now``, and a ``round`` in which everybody has a turn."""
+
+    def run(self, seconds=0.0, step=0.5):
+        """Let time pass; zero means: as long as messages travel back and forth, in no time."""
+        end = self.now + seconds
+        while True:
+            for _ in range(6):
+                self.round()
+            if self.now >= end:
+                return
+            self.now = min(end, self.now + step)
+
+
+class World(Turns):
     """A prefill and a decode engine, more on demand, stepped together."""
 
     def __init__(self, *, p=None, d=None):
@@ -164,16 +178,6 @@ class World:
         engine = Engine(self.network, name, Address("10.0.0.1", port), **options)
         self.engines.append(engine)
         return engine
-
-    def run(self, seconds=0.0, step=0.5):
-        """Let time pass; zero means: as long as messages travel back and forth, in no time."""
-        end = self.now + seconds
-        while True:
-            for _ in range(6):
-                self.round()
-            if self.now >= end:
-                return
-            self.now = min(end, self.now + step)
 
     def round(self):
         """Let every message in flight arrive, and every engine have one turn."""

@@ -20,6 +20,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 BLOCKS, LAYERS = 64, 3
+ALL = list(range(BLOCKS))
+BIG = 1 << 19  # bytes of a block: all of them take long enough to be interrupted
+IDLE = 0.05  # of a core
 TIMEOUT = 2.0  # s for a transfer
 LEASE = 30.0
 TOKEN = b"a worker of this very engine"
@@ -117,6 +120,11 @@ class NixlProcess:
             with self._news:
                 self._results[said.pop("result")] = SimpleNamespace(**said)
                 self._news.notify_all()
+
+
+def same(source, blocks, target, into):
+    """Whether blocks of one process hold what blocks of another do."""
+    return source.ask("digests", blocks=blocks) == target.ask("digests", blocks=into)
 
 
 class Engine:

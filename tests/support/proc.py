@@ -1,5 +1,6 @@
 """What an engine costs, from /proc: CPU time, memory, threads and sockets of a child and of everything it started."""
 
+import contextlib
 import os
 import statistics
 import time
@@ -8,23 +9,32 @@ from pathlib import Path
 TICK = os.sysconf("SC_CLK_TCK")
 
 
-def pids_of(child):
-    """Return the processes of a child: it leads a session of its own."""
+def pids_of(leader):
+    """Return the processes of the session that a process leads, as every child of a fleet does."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if os.getsid(int(entry.name)) == child.pid:
+            if os.getsid(int(entry.name)) == leader:
                 found.append(int(entry.name))
         except ProcessLookupError:
             continue
     return found
 
 
+def cpu_seconds(leader):
+    """Return the CPU-seconds that a process and all processes of its session have used."""
+    total = 0.0
+    for pid in pids_of(leader):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            total += _cpu_seconds(Path(f"/proc/{pid}"))
+    return total
+
+
 def cpu_by_thread(child):
     """Return the CPU-seconds of every thread so far: {(pid, tid): seconds}."""
     return {
         (pid, int(task.name)): _cpu_seconds(task)
-        for pid in pids_of(child)
+        for pid in pids_of(child.pid)
         for task in Path(f"/proc/{pid}/task").iterdir()
     }
 
@@ -45,17 +55,19 @@ def idle_cores(children, *, windows=5, seconds=1.0):
 def memory(child):
     """Return the resident bytes of a child's processes."""
     page = os.sysconf("SC_PAGE_SIZE")
-    return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page for pid in pids_of(child))
+    return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page for pid in pids_of(child.pid))
 
 
 def threads(child):
     """Return how many threads its processes have."""
-    return sum(1 for pid in pids_of(child) for _ in Path(f"/proc/{pid}/task").iterdir())
+    return sum(1 for pid in pids_of(child.pid) for _ in Path(f"/proc/{pid}/task").iterdir())
 
 
 def sockets(child):
     """Return how many sockets its processes have open."""
-    return sum(_target(fd).startswith("socket:") for pid in pids_of(child) for fd in Path(f"/proc/{pid}/fd").iterdir())
+    return sum(
+        _target(fd).startswith("socket:") for pid in pids_of(child.pid) for fd in Path(f"/proc/{pid}/fd").iterdir()
+    )
 
 
 def _cpu_seconds(task):

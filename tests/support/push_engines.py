@@ -7,7 +7,7 @@ a write into any other fails at the very copy.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from support.engines import BLOCKS, FINGERPRINT, LEASE, rank_info
+from support.engines import BLOCKS, FINGERPRINT, LEASE, Turns, rank_info
 from xpyd_connector.core.borrower import Borrower
 from xpyd_connector.core.control import Control
 from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
@@ -303,7 +303,7 @@ def right_bytes(name, numbers, ranks):
     return [[right(name, number, rank) for number in numbers] for rank in range(ranks)]
 
 
-class PushWorld:
+class PushWorld(Turns):
     """A prefill and a decode engine, more on demand, stepped together."""
 
     def __init__(self, *, ranks=1):
@@ -341,16 +341,6 @@ class PushWorld:
                 self.network.cut(link, is_cut=False)
             for mover in engine.movers:
                 mover.stuck = mover.clinging = False
-
-    def run(self, seconds=0.0, step=0.5):
-        """Let time pass; zero means: as long as messages travel back and forth, in no time."""
-        end = self.now + seconds
-        while True:
-            for _ in range(6):
-                self.round()
-            if self.now >= end:
-                return
-            self.now = min(end, self.now + step)
 
     def round(self):
         """Let every message in flight arrive, and every engine have one turn."""

@@ -22,10 +22,7 @@ from xpyd_connector.errors import IllegalTransition
 
 # How long blocks stay out of reach after P's connection closed: (s between looks, looks). Looks, not a span of time: a
 # process that was stopped meanwhile must run for a while before what lies in its sockets has been taken in.
-QUARANTINE: Final = (
-    0.1,
-    50,
-)  # P is dead, or at least its scheduler: its workers follow, and what is left is in our sockets
+QUARANTINE: Final = 0.1, 50  # P's scheduler is dead, its workers follow, and what is left is in our sockets
 LONG_QUARANTINE: Final = 10.0, 110  # cut off: TCP sends again for 15 minutes (Linux, tcp_retries2) once the cut mends
 
 

@@ -96,7 +96,6 @@ class _Guest:
 
     ranks: dict[int, RankInfo] = field(default_factory=dict[int, RankInfo])
     pushes: dict[RequestId, _Push] = field(default_factory=dict[RequestId, _Push])
-
     lent: int = 0  # blocks of all pushes
 
     def has_room_for(self, order: Register) -> bool:

@@ -172,18 +172,20 @@ class Writer:
             self._accept(self._unready.popleft()[0], now)
         for ended in self._mover.poll():
             self._ended(ended, now)
-        for writing in list(self._writings.values()):
-            if any(now >= deadline for deadline in writing.flights.values()):
-                self._stall(writing)
+        for writing in self._overdue(now):
+            self._stall(writing)
         return min((due for due in self._dues(now) if due is not None), default=None)
 
+    def _overdue(self, now: float) -> list[_Writing]:
+        """Return what has a flight that should have ended; many more may wait for their prefill, and have none."""
+        return [writing for flight, writing in self._by_flight.items() if now >= writing.flights[flight]]
+
     def _dues(self, now: float) -> list[float | None]:
-        posted = [writing for writing in self._writings.values() if writing.flights]
-        is_busy = self._unready or any(writing.state is WritingState.OPEN for writing in posted)
+        is_busy = self._unready or any(writing.state is WritingState.OPEN for writing in self._by_flight.values())
         return [
             self._call_at,
             now + POLL_INTERVAL if is_busy else None,
-            now + LINGER_INTERVAL if posted else None,
+            now + LINGER_INTERVAL if self._by_flight else None,
         ]
 
     def _orphaned(self, now: float) -> None:

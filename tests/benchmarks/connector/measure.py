@@ -4,7 +4,7 @@ import time
 from collections import defaultdict
 
 from benchmarks.connector.pairs import LEG_LENGTHS, LENGTHS
-from support.cluster import cpu_seconds
+from support.proc import cpu_seconds
 
 SETTLE = 1.0  # s after traffic, before a core is looked at
 WATCH = 5.0  # s for which it is

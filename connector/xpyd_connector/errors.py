@@ -4,6 +4,7 @@
     * :exc:`IllegalTransition` -- a bug in this package
     * :exc:`SettingsError` -- the operator: a setting cannot be used
     * :exc:`UnsupportedCache` -- the operator: this engine's KV cache has a shape we do not move
+    * :exc:`NoRoom` -- the operator: host memory (``staging_blocks``) is too small for one request's part
     * :exc:`PeerError` -- the other engine
         * :exc:`IncompatiblePeer` -- it stores its KV cache in a way we cannot read
         * :exc:`ProtocolViolation` -- it sent something that is not in the protocol
@@ -27,6 +28,10 @@ class SettingsError(ConnectorError):
 
 class UnsupportedCache(ConnectorError):
     """The engine's KV cache has a shape this connector does not move."""
+
+
+class NoRoom(ConnectorError):
+    """More slots of host memory are asked for than there are."""
 
 
 class PeerError(ConnectorError):

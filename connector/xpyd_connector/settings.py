@@ -1,7 +1,7 @@
 """What an operator can choose: ``kv_connector_extra_config`` and three environment variables, read once."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
@@ -42,6 +42,10 @@ class Settings:
     retry_after: float = 1.0  # s before a prefill engine that could not be met is tried again; doubles up to 30
     progress_delay_us: int = 1000  # us between polls of NIXL's progress thread; 0 burns a core per engine
     idle_wait: float = 0.005  # s a step with nothing to compute waits for a transfer; 0 turns at full speed
+    host_staging: bool | None = (
+        None  # KV goes through host memory; None: if kv_buffer_device is "cpu" and the device is not
+    )
+    staging_blocks: int = 0  # blocks of each KV cache group and rank that fit into that memory; 0: two longest prompts
     max_leases: int = 65536  # requests whose blocks may be held at once; beyond it prefills are not handed over
     host: str = DEFAULT_HOST  # where decode engines reach this engine; from VLLM_NIXL_SIDE_CHANNEL_HOST
     port: int = DEFAULT_PORT  # TCP port of data-parallel rank 0; from VLLM_NIXL_SIDE_CHANNEL_PORT
@@ -78,6 +82,7 @@ AT_LEAST: Mapping[str, float] = {
     "progress_delay_us": 0,
     "idle_wait": 0,
     "max_leases": 1,
+    "staging_blocks": 0,
 }
 AT_MOST = 1e9  # of anything: beyond it, the system's clocks and sockets overflow
 
@@ -85,7 +90,7 @@ AT_MOST = 1e9  # of anything: beyond it, the system's clocks and sockets overflo
 def read_settings(extra_config: Mapping[str, object], environment: Mapping[str, str]) -> Settings:
     """Return the settings of this engine, or raise :exc:`SettingsError` naming the key and what would be right."""
     chosen = {
-        key: _choice(key, value) if key in CHOICES else _number(key, value) for key, value in extra_config.items()
+        key: READERS[key](key, value) if key in READERS else _number(key, value) for key, value in extra_config.items()
     }
     return Settings(
         **chosen,  # type: ignore[arg-type]  # _number has checked each against the field of that name
@@ -98,12 +103,24 @@ def read_settings(extra_config: Mapping[str, object], environment: Mapping[str, 
 CHOICES: Mapping[str, type[StrEnum]] = {"mode": Mode, "push_granularity": Granularity}
 
 
+def _switch(key: str, value: object) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    raise SettingsError(f"kv_connector_extra_config[{key!r}] is {value!r}; it must be true, false or null")
+
+
 def _choice(key: str, value: object) -> StrEnum:
     try:
         return CHOICES[key](str(value))
     except ValueError:
         known = " or ".join(repr(choice.value) for choice in CHOICES[key])
         raise SettingsError(f"kv_connector_extra_config[{key!r}] is {value!r}; it must be {known}") from None
+
+
+READERS: Mapping[str, Callable[[str, object], object]] = {
+    **dict.fromkeys(CHOICES, _choice),
+    "host_staging": _switch,
+}
 
 
 def _number(key: str, value: object) -> float | int:

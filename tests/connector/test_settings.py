@@ -14,6 +14,7 @@ from xpyd_connector.settings import (
     FROM_ENVIRONMENT,
     HOST_VARIABLE,
     PORT_VARIABLE,
+    READERS,
     SECRET_VARIABLE,
     Granularity,
     Mode,
@@ -50,7 +51,7 @@ def test_every_key_can_be_set(key):
 
 def test_every_setting_has_a_bound():
     """A new field without one would fail at the first use."""
-    assert {field.name for field in fields(Settings)} - set(FROM_ENVIRONMENT) == set(AT_LEAST) | set(CHOICES)
+    assert {field.name for field in fields(Settings)} - set(FROM_ENVIRONMENT) == set(AT_LEAST) | set(READERS)
 
 
 @pytest.mark.parametrize(("key", "choice"), [(key, choice) for key, choices in CHOICES.items() for choice in choices])
@@ -124,3 +125,16 @@ def test_three_heartbeats_may_be_lost_before_a_lease_is(duration):
     settings = Settings(kv_lease_duration=duration)
 
     assert 3 * settings.heartbeat_interval < settings.lease_extension <= settings.kv_lease_duration
+
+
+@pytest.mark.parametrize("value", [True, False, None])
+def test_staging_is_on_off_or_as_the_device_needs_it(value):
+    """null is what one gets without the key."""
+    assert read_settings({"host_staging": value}, {}).host_staging is value
+
+
+@pytest.mark.parametrize("value", ["true", 1, 0.0, []])
+def test_a_switch_is_true_false_or_null(value):
+    """A word or a number may mean the opposite."""
+    with pytest.raises(SettingsError, match=r"\['host_staging'\] is .* it must be true, false or null"):
+        read_settings({"host_staging": value}, {})

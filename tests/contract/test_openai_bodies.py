@@ -8,15 +8,24 @@ import json
 import warnings
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from xpyd_proxy.core.dialect import decode_body, kv_params, parse, prefill_body
-from xpyd_proxy.core.model import Api, InstanceId, TransferId
+from xpyd_proxy.core.dialect import decode_body, kv_params, named, parse, prefill_body
+from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
+from xpyd_proxy.core.raw_json import Fields, decode
 from xpyd_proxy.core.routing import solo_reason
 from xpyd_proxy.errors import BadRequest
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 TRANSFER = TransferId("xfer-1")
-BASE = {Api.COMPLETIONS: {"prompt": "hi"}, Api.CHAT: {"messages": [{"role": "user", "content": "hi"}]}}
+USER = [{"role": "user", "content": "hi"}]
+BASE = {
+    Api.COMPLETIONS: {"prompt": "hi"},
+    Api.CHAT: {"messages": USER},
+    Api.RESPONSES: {"input": "hi"},
+    Api.MESSAGES: {"messages": USER, "model": "m", "max_tokens": 2000},
+}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 PARAMS = {
     "do_remote_prefill": True,
@@ -102,9 +111,63 @@ BODIES = {
     "vllm_xargs": {"vllm_xargs": {"a": [1, "b"]}},
     "watermarking": {"watermarking": True},
 }
-SOLO = {"echo", "n", "prompt_embeds", "prompt_logprobs", "truncate_prompt_tokens", "use_beam_search"}
+# Fields that are spelt otherwise there.
+OTHERWISE = {
+    Api.RESPONSES: {
+        "background": {"background": False},
+        "enable_response_messages": {"enable_response_messages": True},
+        "include": {"include": ["message.output_text.logprobs"]},
+        "input": {"input": [{"role": "user", "content": "hi"}]},
+        "instructions": {"instructions": "be short"},
+        "max_output_tokens": {"max_output_tokens": 9},
+        "max_tool_calls": {"max_tool_calls": 2},
+        "metadata": {"metadata": {"a": "b"}},
+        "previous_input_messages": {"previous_input_messages": [{"role": "user", "content": "x"}]},
+        "previous_response_id": {"previous_response_id": "resp_1"},
+        "prompt": {"prompt": None},
+        "prompt_cache_key": {"prompt_cache_key": "k"},
+        "reasoning": {"reasoning": {"effort": "low"}},
+        "service_tier": {"service_tier": "auto"},
+        "store": {"store": True},
+        "text": {"text": {"format": {"type": "text"}}},
+        "tool_choice": {"tool_choice": "auto"},
+        "tools": {"tools": [{"type": "function", "name": "f", "parameters": {}, "strict": False}]},
+        "parallel_tool_calls": {"parallel_tool_calls": False},
+        "top_logprobs": {"top_logprobs": 2},
+        "truncation": {"truncation": "auto"},
+    },
+    Api.MESSAGES: {
+        "max_tokens": {"max_tokens": 9},
+        "metadata": {"metadata": {"user_id": "u"}},
+        "output_config": {"output_config": {"effort": "low"}},
+        "stop_sequences": {"stop_sequences": ["x"]},
+        "system": {"system": "be short"},
+        "thinking": {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+        "tool_choice": {"tool_choice": {"type": "auto"}},
+        "tools": {"tools": [{"name": "f", "input_schema": {"type": "object"}}]},
+    },
+}
+SOLO = {
+    "previous_response_id",
+    "truncation",
+    "echo",
+    "n",
+    "prompt_embeds",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+    "use_beam_search",
+}
 REFUSED = {"kv_transfer_params", "ec_transfer_params"}
-OF_ONE_LEG = {"max_tokens", "max_completion_tokens", "min_tokens", "stream", "stream_options", "kv_transfer_params"} | {
+OF_ONE_LEG = {
+    "max_output_tokens",
+    "store",
+    "max_tokens",
+    "max_completion_tokens",
+    "min_tokens",
+    "stream",
+    "stream_options",
+    "kv_transfer_params",
+} | {
     "logprobs",
     "top_logprobs",
     "logprob_token_ids",
@@ -118,9 +181,16 @@ def models():
     """vLLM's models; importing vLLM warns about things that are not ours."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-    return {Api.COMPLETIONS: CompletionRequest, Api.CHAT: ChatCompletionRequest}
+        from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    return {
+        Api.COMPLETIONS: CompletionRequest,
+        Api.CHAT: ChatCompletionRequest,
+        Api.RESPONSES: ResponsesRequest,
+        Api.MESSAGES: AnthropicMessagesRequest,
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -131,8 +201,12 @@ def quiet():
         yield
 
 
+def bodies_of(api):
+    return BODIES | OTHERWISE.get(api, {})
+
+
 def body_with(api, name):
-    body = BASE[api] | BODIES[name]
+    body = BASE[api] | bodies_of(api)[name]
     if api is Api.CHAT and "logprobs" in body:
         body["logprobs"] = True
     return body
@@ -151,33 +225,46 @@ def test_every_field_has_been_considered(models, api):
     """A new vLLM version may bring a field that must not reach the prefill leg, or must not be split."""
     fields = set(models[api].model_fields)
 
-    assert not fields - set(BODIES) - REFUSED
+    assert not fields - set(bodies_of(api)) - REFUSED
 
 
 @pytest.mark.parametrize("api", Api)
 def test_prefill_reads_what_the_client_wrote_and_makes_one_token(models, api):
     """Both legs agree in every field but those of one leg; otherwise the prompts could differ."""
-    for name in BODIES.keys() & models[api].model_fields.keys():
+    for name in bodies_of(api).keys() & models[api].model_fields.keys():
         raw = json.dumps(body_with(api, name)).encode()
         fields = parse(raw, strip_private=False)
         client, prefill = read(models[api], raw), read(models[api], prefill_body(api, fields, TRANSFER))
 
         assert client is not None, name
         assert prefill is not None, name
-        assert (prefill.max_tokens, prefill.min_tokens, prefill.stream, prefill.n) == (1, 1, False, 1), name
-        assert (prefill.stream_options, prefill.logprobs or None) == (None, None), name
-        assert api is Api.COMPLETIONS or prefill.max_completion_tokens == 1, name
+        assert_asks_for_one_token(api, prefill)
         assert (solo_reason(api, fields) is not None) == (name in SOLO), name
         if name not in SOLO:
             for field in models[api].model_fields.keys() - OF_ONE_LEG:
                 assert getattr(prefill, field) == getattr(client, field), (name, field)
 
 
+def assert_asks_for_one_token(api, prefill):
+    said = prefill.model_dump()
+    limits = {
+        Api.COMPLETIONS: ("max_tokens", "min_tokens", "n"),
+        Api.CHAT: ("max_tokens", "max_completion_tokens", "min_tokens", "n"),
+        Api.RESPONSES: ("max_output_tokens",),
+        Api.MESSAGES: ("max_tokens",),
+    }
+    assert {said[name] for name in limits[api]} == {1}
+    assert said["stream"] is False
+    assert said.get("stream_options") is None
+    assert not said.get("logprobs")
+    assert not said.get("store")
+
+
 @pytest.mark.parametrize("api", Api)
 def test_decode_reads_all_of_what_the_client_wrote(models, api):
     """And, beside it, where the KV cache is."""
     answer = json.dumps({"kv_transfer_params": PARAMS}).encode()
-    for name in BODIES.keys() & models[api].model_fields.keys():
+    for name in bodies_of(api).keys() & models[api].model_fields.keys():
         raw = json.dumps(body_with(api, name)).encode()
         made = decode_body(parse(raw, strip_private=False), kv_params(InstanceId("prefill-0"), answer))
         client, decode = read(models[api], raw), read(models[api], made)
@@ -217,8 +304,57 @@ def test_no_odd_spelling_slips_through(models, api, value):
         client = read(models[api], raw)
         if client is None or solo_reason(api, fields) is not None:
             continue
-        assert (client.n or 1, client.use_beam_search, bool(client.echo)) == (1, False, False), name
-        assert client.prompt_logprobs is None
-        assert client.truncate_prompt_tokens is None
-        limit = client.max_tokens if api is Api.COMPLETIONS else client.max_completion_tokens or client.max_tokens
+        said = client.model_dump()
+        assert (said.get("n") or 1, bool(said.get("use_beam_search")), bool(said.get("echo"))) == (1, False, False), (
+            name
+        )
+        assert said.get("prompt_logprobs") is None
+        assert said.get("truncate_prompt_tokens") is None
+        assert said.get("truncation", "disabled") == "disabled"
+        assert said.get("previous_response_id") is None
+        limits = [said.get(one) for one in ("max_completion_tokens", "max_output_tokens", "max_tokens")]
+        limit = next((one for one in limits if one is not None), None)
         assert limit is None or limit > 1
+
+
+def json_values():
+    """Values as clients write them: floats that no float type keeps, big integers, escapes, blanks."""
+    numbers = st.from_regex(r"-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,25})?([eE][+-]?[0-9]{1,3})?", fullmatch=True)
+    texts = st.one_of(
+        st.text(max_size=8).map(json.dumps), st.text(max_size=8).map(lambda text: json.dumps(text, ensure_ascii=False))
+    )
+    leaves = st.one_of(numbers, texts, st.sampled_from(["true", "false", "null", '"\\u00e9\\/"', "[ ]", "{ }"]))
+    return st.recursive(
+        leaves,
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3).map(lambda items: f"[{' , '.join(items)}]"),
+            st.dictionaries(st.text(max_size=4), inner, max_size=3).map(
+                lambda items: "{" + ",".join(f"{json.dumps(name)} : {value}" for name, value in items.items()) + "}"
+            ),
+        ),
+        max_leaves=6,
+    )
+
+
+@pytest.mark.parametrize("api", Api)
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_the_decode_leg_is_what_the_client_wrote_to_the_byte(models, api, data):
+    """Every field of vLLM's model, and unknown ones, with any value, in any order; only the parameters are added.
+
+    /v1/responses alone gets our name of the request in place of the client's: its engines match the legs by it.
+    """
+    names = st.sampled_from([*sorted(models[api].model_fields.keys() - REFUSED - {"vllm_xargs"}), "of_tomorrow", "é"])
+    wanted = data.draw(st.dictionaries(names, json_values(), max_size=12))
+    raw = "{" + " , ".join(f"{json.dumps(name)}: {value}" for name, value in wanted.items()) + "}"
+
+    params = kv_params(InstanceId("prefill-0"), json.dumps({"kv_transfer_params": PARAMS}).encode())
+    fields = parse(raw.encode("utf-8", "surrogatepass"), strip_private=False)
+    made = decode(decode_body(named(api, fields, RequestId("r")), params), Fields)
+
+    assert json.loads(bytes(made.pop("kv_transfer_params"))) == PARAMS
+    if api is Api.RESPONSES:
+        assert json.loads(bytes(made.pop("request_id"))) == "resp_r"
+        wanted.pop("request_id", None)
+    assert list(made) == list(wanted)
+    assert {name: bytes(value).decode() for name, value in made.items()} == wanted

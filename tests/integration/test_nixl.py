@@ -20,7 +20,7 @@ def test_bytes_arrive_bit_exact_wherever_the_blocks_lie(start):
     p, d = start("p", "d")
     p.ask("fill", seed=1)
     choose = random.Random(7)
-    cases = [([3, 4, 5, 6], [10, 11, 12, 13]), ([9], [0]), (ALL, ALL[::-1]), (ALL, ALL)]
+    cases = [([3, 4, 5, 6], [10, 11, 12, 13]), ([9], [1]), (ALL, ALL[::-1]), (ALL, ALL)]
     cases += [(choose.sample(ALL, n), choose.sample(ALL, n)) for n in (2, 5, 17, 40)]
     p.ask("lend", requests=[f"r{number}" for number in range(len(cases))])
     for number, (blocks, into) in enumerate(cases):
@@ -143,7 +143,7 @@ def test_peers_that_are_slow_to_greet_are_met_at_the_same_time(start):
     p.ask("fill", seed=3)
     p.ask("lend", requests=[f"r{copy}" for copy in range(8)])
     for copy in range(8):
-        d.load(f"r{copy}", p, [copy], [copy], copy=copy)
+        d.load(f"r{copy}", p, [ALL[copy]], [ALL[copy]], copy=copy)
     results = [d.result(f"r{copy}") for copy in range(8)]
 
     assert [result.failure for result in results] == [""] * 8

@@ -4,9 +4,13 @@ from xpyd_connector.shell.connector import XpydConnector
 
 
 class CorruptingConnector(XpydConnector):
-    """Reads P's block 0, which vLLM never gives to a request, in place of the first block of every load."""
+    """Swaps P's blocks: the first block of every load is read from where the last one is, of each KV cache group."""
 
     def build_connector_meta(self, scheduler_output):
         metadata = super().build_connector_meta(scheduler_output)
-        metadata.orders = [order._replace(blocks=[0, *order.blocks[1:]]) for order in metadata.orders]
+        metadata.orders = [order._replace(stretches=tuple(map(_spoilt, order.stretches))) for order in metadata.orders]
         return metadata
+
+
+def _spoilt(stretch):
+    return stretch._replace(remote=[stretch.remote[-1], *stretch.remote[1:]])

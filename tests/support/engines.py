@@ -12,18 +12,21 @@ from xpyd_connector.core.control import Control
 from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
 from xpyd_connector.core.leases import LeaseBook
 from xpyd_connector.core.lender import Lender
-from xpyd_connector.core.messages import PROTOCOL, Fingerprint, RankInfo, Region, Welcome
+from xpyd_connector.core.loads import LetGo, Order, Result
+from xpyd_connector.core.messages import PROTOCOL, Fingerprint, Lent, RankInfo, Region, Welcome
 from xpyd_connector.core.offers import Offer
 from xpyd_connector.core.peers import PeerBook
-from xpyd_connector.core.reader import LetGo, Order, Reader, Result
+from xpyd_connector.core.plan import Stretch, heads_of
+from xpyd_connector.core.reader import Reader
 from xpyd_connector.core.tally import Tally
-from xpyd_connector.io.memory import MemoryLink, MemoryMover, Network
+from xpyd_connector.io.memory import BLOCK_BYTES, MemoryLink, MemoryMover, Network
 
 FINGERPRINT = Fingerprint(
-    vllm="0.32.0", model="m", dtype="bf16", cache_dtype="auto", layers=1, kv_heads=1, head_size=8, block_size=4,
-    layout="LBHNC", tensor_parallel=1, pipeline_parallel=1, attention="CPU_ATTN",
+    vllm="0.32.0", model="m", dtype="bf16", cache_dtype="auto", layers=1, kv_heads=1, head_size=8, groups="full",
+    pipeline_parallel=1, attention="CPU_ATTN",
 )  # fmt: skip
-BLOCKS = 12
+BLOCKS = 12  # beside block 0, which nobody uses
+BLOCK_SIZE = 4  # tokens
 LEASE, TIMEOUT = 30.0, 20.0
 
 
@@ -32,8 +35,25 @@ def changed(struct, **changes):
     return type(struct)(**{**{name: getattr(struct, name) for name in struct.__struct_fields__}, **changes})
 
 
-def rank_info(name, blocks=BLOCKS, length=64, rank=0):
-    return RankInfo(rank, name.encode(), "DRAM", 0, (Region(4096, length, length, blocks),))
+def rank_info(
+    name, blocks=BLOCKS + 1, rank=0, ranks=1, size=BLOCK_SIZE, width=BLOCK_BYTES // BLOCK_SIZE, all_heads=None
+):
+    """A rank of one layer, with one head if nothing is said; 4 tokens of one are one piece of the in-memory fabric."""
+    all_heads = ranks if all_heads is None else all_heads
+    heads = max(all_heads // ranks, 1)
+    region = Region(0, blocks, heads, size, width, heads * size * width, size * width, width, all_heads=all_heads)
+    return RankInfo(rank, ranks, name.encode(), "DRAM", 0, (region,))
+
+
+def lent(first, blocks):
+    """Blocks of the one KV cache group, from the prompt's block ``first`` on, as a registration names them."""
+    blocks = tuple(map(BlockId, blocks))
+    return (Lent(first * BLOCK_SIZE, (first + len(blocks)) * BLOCK_SIZE, blocks),)
+
+
+def right(request, number, head):
+    """The bytes of one head of one block of a prompt."""
+    return f"{request}/{number}{f'@{head}' if head else ''}".encode()
 
 
 @dataclass
@@ -46,8 +66,9 @@ class Engine:
     fingerprint: Fingerprint = FINGERPRINT
     retry_after: float = 1.0
     timeout: float = TIMEOUT
-    rank: int = 0
+    rank: int = 0  # the one whose worker reads here
     ranks: int = 1
+    heads: int | None = None  # KV heads of the model; if nothing is said, each rank has one of its own
     alive: bool = True
     frozen: bool = False
     held: dict = field(default_factory=dict)
@@ -58,8 +79,13 @@ class Engine:
     on_result: Callable[[Result], None] = lambda result: None
 
     def __post_init__(self):
-        self.memory = self.network.memories[self.name] = [b"zero"] * BLOCKS
-        self.free = list(range(BLOCKS))
+        self.heads = self.heads or self.ranks
+        self.pieces = max(self.heads // self.ranks, 1)  # of a block on one rank: one for each head
+        names = [f"{self.name}/{rank}" if rank else self.name for rank in range(self.ranks)]
+        self.memories = [[b"zero"] * (BLOCKS + 1) * self.pieces for _ in names]
+        self.network.memories.update(zip(names, self.memories, strict=True))
+        self.other_links = [MemoryLink(self.network, name) for name in names[1:]]  # whose memory dies with them
+        self.free = list(range(1, BLOCKS + 1))
         self.link, self.worker_link = MemoryLink(self.network, self.name), MemoryLink(self.network, self.name)
         self.tally, self.worker_tally = Tally(), Tally()
         peers = PeerBook(self.link, self.fingerprint, self.tally, retry_after=self.retry_after)
@@ -73,13 +99,13 @@ class Engine:
         self.leases, self.peers = leases, peers
         self.mover = MemoryMover(self.network, self.name)
         worker_peers = PeerBook(self.worker_link, self.fingerprint, self.worker_tally, retry_after=self.retry_after)
-        own = rank_info(self.name, rank=self.rank)
-        self.reader = Reader(
-            self.worker_link, self.mover, worker_peers, self.worker_tally, own, ranks=self.ranks, timeout=self.timeout
+        infos = tuple(
+            rank_info(name, rank=rank, ranks=self.ranks, all_heads=self.heads) for rank, name in enumerate(names)
         )
+        own = infos[self.rank]
+        self.reader = Reader(self.worker_link, self.mover, worker_peers, self.worker_tally, own, timeout=self.timeout)
         self.worker_peers = worker_peers
-        ranks = tuple(rank_info(self.name, rank=rank) for rank in range(self.ranks))
-        welcome = Welcome(PROTOCOL, EngineId(self.name), self.fingerprint, ranks)
+        welcome = Welcome(PROTOCOL, EngineId(self.name), self.fingerprint, infos)
         self.network.listen(self.address, self.link, welcome)
 
     def prefill(self, request, blocks, *, now):
@@ -88,10 +114,12 @@ class Engine:
             return None
         ids = [self.free.pop(0) for _ in range(blocks)]
         for number, block in enumerate(ids):
-            self.memory[block] = f"{request}/{number}".encode()
+            for rank, memory in enumerate(self.memories):
+                heads = range(*heads_of(self.heads, self.ranks, rank))
+                memory[block * self.pieces : (block + 1) * self.pieces] = [right(request, number, h) for h in heads]
         self.held[RequestId(request)] = ids
         self.control.lender.grant(RequestId(request), now=now)
-        return Offer(EngineId(self.name), RequestId(request), *self.address, (tuple(ids),), blocks * 4)
+        return Offer(EngineId(self.name), RequestId(request), *self.address, (tuple(ids),), blocks * BLOCK_SIZE)
 
     def load(self, request, offer, *, now):
         """Allocate blocks and order the load, as the scheduler does for an admitted request."""
@@ -100,8 +128,9 @@ class Engine:
             return None
         into = self.into[RequestId(request)] = [BlockId(self.free.pop(0)) for _ in blocks]
         for block in into:
-            self.memory[block] = b"fresh"
-        order = Order(RequestId(request), offer.remote_request_id, offer.remote_engine_id, offer.address, blocks, into)
+            self._fill(block, b"fresh")
+        whole = Stretch(0, 0, len(blocks) * BLOCK_SIZE, blocks, into)
+        order = Order(RequestId(request), offer.remote_request_id, offer.remote_engine_id, offer.address, (whole,))
         self.orders[order.request] = order
         self.reader.load(order, now=now)
         return into
@@ -140,13 +169,17 @@ class Engine:
     def _free(self, blocks):
         for block in blocks:
             assert block not in self.free, "a block was freed twice"
-            self.memory[block] = b"reused"
+            self._fill(block, b"reused")
             self.free.append(block)
+
+    def _fill(self, block, data):
+        for memory in self.memories:
+            memory[block * self.pieces : (block + 1) * self.pieces] = [data] * self.pieces
 
     def die(self):
         self.alive = False
-        self.network.kill(self.link)
-        self.network.kill(self.worker_link)
+        for link in (self.link, self.worker_link, *self.other_links):
+            self.network.kill(link)
 
     def result(self, request) -> Result | None:
         return self.results.get(RequestId(request))
@@ -198,4 +231,5 @@ class World(Turns):
         self.d.control.borrower.give_back(RequestId(f"d-{request}"), offer.remote_engine_id)
 
     def bytes_of(self, into):
-        return [self.d.memory[block] for block in into]
+        pieces = self.d.pieces
+        return [self.d.memories[0][block * pieces + piece] for block in into for piece in range(pieces)]

@@ -16,11 +16,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 BLOCKS, LAYERS = 64, 3
-ALL = list(range(BLOCKS))
+ALL = list(range(1, BLOCKS + 1))  # block 0 is vLLM's null block: it is never moved
+TOKENS = 16  # of a block
 BIG = 1 << 19  # bytes of a block: all of them take long enough to be interrupted
 IDLE = 0.05  # of a core
 TIMEOUT = 2.0  # s for a transfer
@@ -141,7 +143,7 @@ class Engine:
         from xpyd_connector.core.landings import Landings
         from xpyd_connector.core.leases import LeaseBook
         from xpyd_connector.core.lender import Lender
-        from xpyd_connector.core.messages import PROTOCOL, RankInfo, Region, Welcome
+        from xpyd_connector.core.messages import PROTOCOL, RankInfo, Welcome
         from xpyd_connector.core.peers import PeerBook
         from xpyd_connector.core.pushes import Pushes
         from xpyd_connector.core.reader import Reader
@@ -159,14 +161,15 @@ class Engine:
         def link(engine):
             return SocketLink(Guest(engine, b"secret"), timeout=5.0, threads=8)
 
-        self.memory = np.zeros((LAYERS, BLOCKS, block_bytes), dtype=np.uint8)
-        regions = tuple(Region(layer.ctypes.data, block_bytes, block_bytes, BLOCKS) for layer in self.memory)
+        self.memory = np.zeros((LAYERS, BLOCKS + 1, block_bytes), dtype=np.uint8)
+        regions = tuple(region_of(layer) for layer in self.memory)
         self.started, self.hosts, self.agents, self.controls = {}, [], [], []
+        self.computed = Counter()  # blocks of each attempt of a prefill
         for copy in range(copies):
             engine = EngineId(f"{name}-{copy}")
             self.agents.append(agent := make_agent(engine, progress_delay_us=1000))
             metadata = register(agent, "DRAM", 0, [(self.memory.ctypes.data, self.memory.nbytes)])
-            own, tally, listener = RankInfo(0, metadata, "DRAM", 0, regions), Tally(), link(engine)
+            own, tally, listener = RankInfo(0, 1, metadata, "DRAM", 0, regions), Tally(), link(engine)
             host = SlowHost(Welcome(PROTOCOL, engine, FINGERPRINT, (own,)), b"secret")
             address = listener.listen(Address("127.0.0.1", port), host)
             peers = PeerBook(listener, FINGERPRINT, tally, retry_after=0.2)
@@ -182,7 +185,7 @@ class Engine:
             self.controls.append(Runner("control", control, listener, self.tell_news))
             self.hosts.append((engine, address.port))
         worker = link(engine)
-        mover = NixlMover(agent, "DRAM", 0, regions)
+        mover = NixlMover(agent, "DRAM", 0)
         if mode == "push":
             writer = Writer(worker, mover, Tally(), own, home=address, token=TOKEN, timeout=TIMEOUT)
             self.transfer = Runner("transfer", writer, worker, lambda _: None)
@@ -191,7 +194,7 @@ class Engine:
             say(hosts=self.hosts)
             return
         peers = PeerBook(worker, FINGERPRINT, Tally(), retry_after=0.2)
-        reader = Reader(worker, mover, peers, Tally(), own, ranks=1, timeout=TIMEOUT)
+        reader = Reader(worker, mover, peers, Tally(), own, timeout=TIMEOUT)
         self.transfer = Runner("transfer", reader, worker, self.tell_results)
         for runner in (*self.controls, self.transfer):
             runner.start()
@@ -205,7 +208,7 @@ class Engine:
         self.tell(control.take_news(now=time.monotonic()))
 
     def tell(self, news):
-        from xpyd_connector.core.reader import LetGo, Result
+        from xpyd_connector.core.loads import LetGo, Result
 
         for ended in news:
             match ended:
@@ -223,21 +226,25 @@ class Engine:
 
     def load(self, request, engine, port, blocks, into):
         from xpyd_connector.core.ids import Address
-        from xpyd_connector.core.reader import Order
+        from xpyd_connector.core.loads import Order
+        from xpyd_connector.core.plan import Stretch
 
         self.started[request] = time.monotonic()
-        order = Order(request, request, engine, Address("127.0.0.1", port), blocks, into)
+        whole = Stretch(0, 0, len(blocks) * TOKENS, blocks, into)
+        order = Order(request, request, engine, Address("127.0.0.1", port), (whole,))
         self.transfer.post(lambda reader, now: reader.load(order, now=now))
         return {}
 
     def expect(self, request, engine, port, first, into):
         from xpyd_connector.core.ids import Address
         from xpyd_connector.core.landings import Ticket
+        from xpyd_connector.core.messages import Lent
         from xpyd_connector.core.offers import Booking
 
         self.started[request] = time.monotonic()
+        lent = Lent(first * TOKENS, (first + len(into)) * TOKENS, tuple(into))
         booking = Booking(engine, "127.0.0.1", port, request, request)
-        ticket = Ticket(request, request, engine, Address("127.0.0.1", port), None, first, into)
+        ticket = Ticket(request, request, engine, Address("127.0.0.1", port), None, (lent,))
         (runner,) = self.controls
         runner.post(lambda control, now: control.borrower.want(request, booking, now=now))
         runner.post(lambda control, now: control.landings.expect(ticket, now=now))
@@ -249,12 +256,13 @@ class Engine:
         return {}
 
     def push(self, request, blocks, last, attempt):
-        from xpyd_connector.core.writer import Piece
+        from xpyd_connector.core.writings import Piece
 
         if last:
             (runner,) = self.controls
             runner.post(lambda control, now: control.grant(request, now=now))
-        piece = Piece(request, None, attempt, blocks, last)
+        self.computed[request, attempt] += len(blocks)
+        piece = Piece(request, None, attempt, [blocks], self.computed[request, attempt] * TOKENS, last)
         self.transfer.post(lambda writer, now: writer.offer(piece, now=now))
         return {}
 
@@ -281,6 +289,14 @@ class Engine:
         for runner in (*self.controls, self.transfer):
             runner.check()
         return {"threads": [thread.name for thread in threading.enumerate()]}
+
+
+def region_of(layer):
+    """One head, K and V of a token side by side, block after block."""
+    from xpyd_connector.core.messages import Region
+
+    count, size = layer.shape
+    return Region(layer.ctypes.data, count, 1, TOKENS, size // TOKENS, size, size, size // TOKENS)
 
 
 _speaking = threading.Lock()

@@ -5,9 +5,9 @@ an answer is made from the right bytes, and every block comes back exactly once.
 """
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from support.engines import BLOCKS, LEASE, TIMEOUT, World
+from support.engines import BLOCKS, LEASE, TIMEOUT, World, right
 from xpyd_connector.core.peers import MAX_BACKOFF, PeerState
 
 MOST_TROUBLES = 2  # at a time: with more, nothing happens any more that could go wrong
@@ -19,12 +19,18 @@ class PairMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.world = World(d={"timeout": 3 * LEASE})  # longer than a lease: only the fence can tell
         self.serial = self.troubles = 0
         self.offers = {}  # request -> what P has said of it; the router's memory
         self.waiting = {}  # request -> offer: at D, wanted, not yet loading
         self.loaded = {}  # request -> the bytes it must keep until it is finished
         self.ended = set()
+
+    @initialize(ranks=st.integers(1, 2), heads=st.integers(1, 2))
+    def start(self, ranks, heads):
+        """D has one rank; with one head, P's two keep the same."""
+        self.p_is = {"ranks": ranks, "heads": heads}
+        self.d_is = {"heads": heads, "timeout": 3 * LEASE}  # longer than a lease: only the fence can tell
+        self.world = World(p=self.p_is, d=self.d_is)
         self.d_starts()
 
     # ---- what clients and the router do
@@ -129,10 +135,10 @@ class PairMachine(RuleBasedStateMachine):
         self.serial += 1
         getattr(self.world, who).die()
         if who == "p":
-            self.world.p = self.world.start(f"p{self.serial}", 5600)
+            self.world.p = self.world.start(f"p{self.serial}", 5600, **self.p_is)
             return
         self.waiting, self.loaded, self.ended = {}, {}, set()
-        self.world.d = self.world.start(f"d{self.serial}", 5700, timeout=3 * LEASE)
+        self.world.d = self.world.start(f"d{self.serial}", 5700, **self.d_is)
         self.d_starts()
 
     # ---- what must hold
@@ -140,17 +146,19 @@ class PairMachine(RuleBasedStateMachine):
     @invariant()
     def loaded_blocks_keep_their_bytes(self):
         """Nothing lands in blocks that belong to a request, late or by mistake."""
-        for request, right in self.loaded.items():
-            assert self.world.bytes_of(self.world.d.into[request]) == right, f"{request} has other bytes"
+        for request, wanted in self.loaded.items():
+            assert self.world.bytes_of(self.world.d.into[request]) == wanted, f"{request} has other bytes"
 
     @invariant()
     def every_block_has_one_owner(self):
         for engine in self.world.engines:
             owned = [engine.free, *engine.held.values(), *engine.into.values()]
-            assert sorted(block for blocks in owned for block in blocks) == list(range(BLOCKS))
+            assert sorted(block for blocks in owned for block in blocks) == list(range(1, BLOCKS + 1))
 
     def teardown(self):
         """Everything heals; then nothing may be left over, on either side."""
+        if not hasattr(self, "world"):
+            return
         self.heal()
         for request, offer in self.waiting.items():
             self.world.give_back(offer, request)
@@ -159,14 +167,14 @@ class PairMachine(RuleBasedStateMachine):
         for request in list(self.loaded):
             self.world.d.finish(request)
         for engine in (self.world.p, self.world.d):
-            assert sorted(engine.free) == list(range(BLOCKS)), f"{engine.name} lost blocks"
+            assert sorted(engine.free) == list(range(1, BLOCKS + 1)), f"{engine.name} lost blocks"
             assert len(engine.leases) == len(engine.control.borrower) == len(engine.reader) == 0
             assert engine.control.borrower._wanted == {}
             for peers in (engine.peers, engine.worker_peers):
                 known = {peer.engine for peer in peers._peers.values()}
                 assert known <= {self.world.p.name}, "an engine that is gone is still known"
                 assert all(peer.state is PeerState.MET for peer in peers._peers.values())
-            assert engine.reader._attached.keys() <= {self.world.p.name}
+            assert set(engine.reader._reach) <= {self.world.p.name}
 
     # ---- helpers
 
@@ -181,9 +189,11 @@ class PairMachine(RuleBasedStateMachine):
         if result.failure:
             return
         order = self.world.d.orders[result.request]
-        right = [f"{order.remote_request}/{number}".encode() for number in range(len(order.blocks))]
-        assert self.world.bytes_of(order.into) == right, "wrong bytes were called right"
-        self.loaded[result.request] = right
+        (whole,) = order.stretches
+        numbers, heads = range(len(whole.remote)), range(self.world.d.heads)
+        wanted = [right(order.remote_request, number, head) for number in numbers for head in heads]
+        assert self.world.bytes_of(whole.local) == wanted, "wrong bytes were called right"
+        self.loaded[result.request] = wanted
 
     def can(self, engine):
         return engine.alive and not engine.frozen

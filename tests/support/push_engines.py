@@ -7,21 +7,23 @@ a write into any other fails at the very copy.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from support.engines import BLOCKS, FINGERPRINT, LEASE, Turns, rank_info
+from support.engines import BLOCK_SIZE, BLOCKS, FINGERPRINT, LEASE, Turns, lent, rank_info
 from xpyd_connector.core.borrower import Borrower
 from xpyd_connector.core.control import Control
 from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
 from xpyd_connector.core.landings import Landings, Ticket
 from xpyd_connector.core.leases import LeaseBook, Released
 from xpyd_connector.core.lender import Lender
+from xpyd_connector.core.loads import LetGo, Result
 from xpyd_connector.core.messages import PROTOCOL, Welcome
 from xpyd_connector.core.offers import Booking
 from xpyd_connector.core.peers import PeerBook
+from xpyd_connector.core.plan import heads_of
 from xpyd_connector.core.pushes import Pushes
-from xpyd_connector.core.reader import LetGo, Result
 from xpyd_connector.core.tally import Tally
-from xpyd_connector.core.writer import Gone, Piece, Writer
-from xpyd_connector.io.memory import MemoryLink, MemoryMover, Network
+from xpyd_connector.core.writer import Writer
+from xpyd_connector.core.writings import Gone, Piece
+from xpyd_connector.io.memory import MemoryLink, MemoryMover, Network, pieces_of
 
 WAIT, WRITE, PATIENCE = 100.0, 20.0, 15.0  # s: registration_timeout, transfer_timeout, patience with a heartbeat
 TCP = 900.0  # s that a cut network may last with its bytes still arriving afterwards
@@ -37,8 +39,8 @@ class WatchedMover(MemoryMover):
         self.reader = None  # for whom the next write is
         self.readers = {}  # flight -> reader
 
-    def write(self, handle, remote, local):
-        number = super().write(handle, remote, local)
+    def write(self, handle, spans):
+        number = super().write(handle, spans)
         self.readers[id(self._flights[number])] = self.reader
         return number
 
@@ -58,7 +60,8 @@ class WatchedMover(MemoryMover):
                 flight.landing, flight.cancelled = False, True
 
     def _copy(self, flight):
-        self.world.check_write(flight.memory, flight.remote, self.readers[id(flight)])
+        pieces = [remote for remote, _ in pieces_of(flight.spans)]
+        self.world.check_write(flight.memory, pieces, self.readers[id(flight)])
         super()._copy(flight)
 
 
@@ -90,6 +93,7 @@ class PushEngine:
     name: str
     address: Address
     ranks: int = 1
+    heads: int = 1  # KV heads of the model; with fewer than ranks, ranks share one
     wait: float = WAIT
     alive: bool = True
     frozen: bool = False
@@ -105,15 +109,19 @@ class PushEngine:
 
     def __post_init__(self):
         network, name = self.world.network, self.name
-        self.free = list(range(BLOCKS))
-        self.memories = [network.memories.setdefault(f"{name}/{rank}", [b"zero"] * BLOCKS) for rank in self.ranks_()]
+        self.free = list(range(1, BLOCKS + 1))
+        self.pieces = max(self.heads // self.ranks, 1)  # of a block on one rank: one for each head
+        memory = [b"zero"] * (BLOCKS + 1) * self.pieces
+        self.memories = [network.memories.setdefault(f"{name}/{rank}", list(memory)) for rank in self.ranks_()]
         network.memories[name] = []
         self.link, self.tally = MemoryLink(network, name, engine=name), Tally()
         self.peers = PeerBook(self.link, FINGERPRINT, self.tally, retry_after=1.0)
         self.leases = LeaseBook(duration=LEASE, extension=LEASE * 2 / 3)
         lender = Lender(self.link, self.leases, self.tally)
         borrower = Borrower(self.link, self.peers, self.tally, heartbeat_interval=LEASE / 6)
-        infos = [rank_info(f"{name}/{rank}", rank=rank) for rank in self.ranks_()]
+        infos = [
+            rank_info(f"{name}/{rank}", rank=rank, ranks=self.ranks, all_heads=self.heads) for rank in self.ranks_()
+        ]
         tokens = {rank: f"{name}/{rank}".encode() for rank in self.ranks_()}
         self.pushes = Pushes(self.link, lender, self.tally, tokens=tokens, patience=self.wait)
         self.landings = Landings(
@@ -154,7 +162,8 @@ class PushEngine:
         for _ in range(blocks):
             block = self.free.pop(0)
             for rank, memory in enumerate(self.memories):
-                memory[block] = right(name, len(prefill.ids), rank)
+                for number, head in enumerate(range(*heads_of(self.heads, self.ranks, rank))):
+                    memory[block * self.pieces + number] = right(name, len(prefill.ids), head)
             prefill.ids.append(block)
         return True
 
@@ -186,7 +195,8 @@ class PushEngine:
         new = [BlockId(block) for block in prefill.ids[prefill.announced :]]
         prefill.announced += len(new)
         if new or last:
-            self.told.append((prefill, Piece(prefill.name, prefill.prompt, prefill.attempt, new, last)))
+            tokens = len(prefill.ids) * BLOCK_SIZE
+            self.told.append((prefill, Piece(prefill.name, prefill.prompt, prefill.attempt, [new], tokens, last)))
 
     # ---- D's scheduler
 
@@ -198,9 +208,9 @@ class PushEngine:
         into = self.into[RequestId(request)] = [BlockId(self.free.pop(0)) for _ in range(wanted)]
         for block in into:
             self.lent[block] = request
-            for memory in self.memories:
-                memory[block] = b"fresh"
-        ticket = Ticket(RequestId(request), RequestId(name), EngineId(engine.name), engine.address, prompt, first, into)
+            self._fill(block, b"fresh")
+        groups = lent(first, into)
+        ticket = Ticket(RequestId(request), RequestId(name), EngineId(engine.name), engine.address, prompt, groups)
         self.tickets[ticket.request] = ticket
         self.landings.expect(ticket, now=now)
         return into
@@ -267,9 +277,12 @@ class PushEngine:
         for block in blocks:
             assert block not in self.free, "a block was freed twice"
             assert block not in self.lent, "a block was freed that P may write into"
-            for memory in self.memories:
-                memory[block] = b"reused"
+            self._fill(block, b"reused")
             self.free.append(block)
+
+    def _fill(self, block, data):
+        for memory in self.memories:
+            memory[block * self.pieces : (block + 1) * self.pieces] = [data] * self.pieces
 
     def die(self):
         """The process ends. What its workers had on their way may still arrive."""
@@ -280,7 +293,8 @@ class PushEngine:
             self.world.network.kill(link)
 
     def bytes_of(self, blocks):
-        return [[memory[block] for block in blocks] for memory in self.memories]
+        places = [block * self.pieces + piece for block in blocks for piece in range(self.pieces)]
+        return [[memory[place] for place in places] for memory in self.memories]
 
     def result(self, request) -> Result | None:
         return self.results.get(RequestId(request))
@@ -292,36 +306,40 @@ class Stray:
     def __init__(self, mover, flight):
         source = mover._network.memories[mover.memory]
         self.target, self.reader, self.turns = flight.memory, mover.readers[id(flight)], 0
-        self.bytes = {remote: source[local] for remote, local in zip(flight.remote, flight.local, strict=True)}
+        self.bytes = {remote: source[local] for remote, local in pieces_of(flight.spans)}
 
 
-def right(name, number, rank):
-    return f"{name}/{number}@{rank}".encode()
+def right(name, number, head):
+    return f"{name}/{number}@{head}".encode()
 
 
-def right_bytes(name, numbers, ranks):
-    return [[right(name, number, rank) for number in numbers] for rank in range(ranks)]
+def right_bytes(name, numbers, ranks, heads=None):
+    """What the ranks of an engine should hold of some blocks; if nothing is said, each has a head of its own."""
+    kept = [range(*heads_of(ranks if heads is None else heads, ranks, rank)) for rank in range(ranks)]
+    return [[right(name, number, head) for number in numbers for head in each] for each in kept]
 
 
 class PushWorld(Turns):
     """A prefill and a decode engine, more on demand, stepped together."""
 
-    def __init__(self, *, ranks=1):
-        self.network, self.now, self.ranks = Network(), 0.0, ranks
+    def __init__(self, *, ranks=1, d_ranks=None, heads=None):
+        """P has ``ranks``, and if nothing is said D as many, and the model as many heads."""
+        self.network, self.now, self.ranks = Network(), 0.0, {"p": ranks, "d": d_ranks or ranks}
+        self.heads = heads or max(self.ranks.values())
         self.cut_at = None
         self.engines, self.strays = [], []
         self.p, self.d = self.start("p0", 5600), self.start("d0", 5700)
 
     def start(self, name, port):
-        engine = PushEngine(self, name, Address("10.0.0.1", port), self.ranks)
+        engine = PushEngine(self, name, Address("10.0.0.1", port), self.ranks[name[0]], self.heads)
         self.engines.append(engine)
         return engine
 
-    def check_write(self, memory, blocks, reader):
-        """Fail unless the blocks are lent to the reader at this very moment."""
+    def check_write(self, memory, pieces, reader):
+        """Fail unless the blocks of these pieces are lent to the reader at this very moment."""
         owner = next(engine for engine in self.engines if f"{engine.name}/" == memory[: len(engine.name) + 1])
-        for block in blocks:
-            lent_to = owner.lent.get(int(block))
+        for block in {int(piece) // owner.pieces for piece in pieces}:
+            lent_to = owner.lent.get(block)
             assert lent_to == reader, f"P wrote into block {block} for {reader}; it is lent to {lent_to}"
 
     def cut(self, engine, part, *, is_cut=True):
@@ -361,6 +379,10 @@ class PushWorld(Turns):
                 self.check_write(stray.target, stray.bytes, stray.reader)
                 for block, data in stray.bytes.items():
                     self.network.memories[stray.target][block] = data
+
+    def right_bytes(self, name, numbers):
+        """What D's ranks should hold of some blocks of a transfer."""
+        return right_bytes(name, numbers, self.ranks["d"], self.heads)
 
     # ---- short forms for stories
 

@@ -8,8 +8,8 @@ every block comes back exactly once.
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from support.engines import BLOCKS, LEASE
-from support.push_engines import WAIT, PushWorld, right_bytes
+from support.engines import BLOCK_SIZE, BLOCKS, LEASE
+from support.push_engines import WAIT, PushWorld
 from xpyd_connector.core.messages import Alive, Drop, Landed, Renew, Stop, Stopped, Stuck
 from xpyd_connector.core.peers import MAX_BACKOFF, PeerState
 
@@ -42,9 +42,9 @@ class PushMachine(RuleBasedStateMachine):
         self.loaded = {}  # request -> the bytes it must keep until it is finished
         self.ended = set()
 
-    @initialize(ranks=st.integers(1, 2))
-    def start(self, ranks):
-        self.world = PushWorld(ranks=ranks)
+    @initialize(ranks=st.integers(1, 2), d_ranks=st.integers(1, 2), heads=st.integers(1, 2))
+    def start(self, ranks, d_ranks, heads):
+        self.world = PushWorld(ranks=ranks, d_ranks=d_ranks, heads=heads)
         self.d_starts()
 
     # ---- what clients and the router do: both legs leave at once, and either may be first
@@ -231,7 +231,7 @@ class PushMachine(RuleBasedStateMachine):
         for engine in self.world.engines:
             computing = [prefill.ids for prefill in engine.computing.values()]
             owned = [engine.free, *computing, *engine.held.values(), *engine.into.values()]
-            assert sorted(block for blocks in owned for block in blocks) == list(range(BLOCKS))
+            assert sorted(block for blocks in owned for block in blocks) == list(range(1, BLOCKS + 1))
 
     def teardown(self):
         """Everything heals; then nothing may be left over, on either side."""
@@ -271,9 +271,10 @@ class PushMachine(RuleBasedStateMachine):
             return
         ticket = self.world.d.tickets[result.request]
         assert ticket.prompt != "another", "a request got another prompt's KV"
-        numbers = range(ticket.first, ticket.first + len(ticket.into))
-        right = right_bytes(ticket.remote_request, numbers, self.world.ranks)
-        assert self.world.d.bytes_of(ticket.into) == right, "wrong bytes were called right"
+        (lent,) = ticket.groups
+        numbers = range(lent.start // BLOCK_SIZE, lent.stop // BLOCK_SIZE)
+        right = self.world.right_bytes(ticket.remote_request, numbers)
+        assert self.world.d.bytes_of(lent.blocks) == right, "wrong bytes were called right"
         self.loaded[result.request] = right
 
     def arrive(self, name, queues, first):
@@ -302,14 +303,15 @@ class PushMachine(RuleBasedStateMachine):
 
 def nothing_is_left(engine):
     """All tables of an engine at rest are empty."""
-    assert sorted(engine.free) == list(range(BLOCKS)), f"{engine.name} lost blocks"
+    assert sorted(engine.free) == list(range(1, BLOCKS + 1)), f"{engine.name} lost blocks"
     assert engine.lent == {}
     assert len(engine.leases) == len(engine.control.borrower) == len(engine.landings) == 0
     assert engine.control.borrower._wanted == {}
     assert engine.pushes._by_request == engine.pushes._early == {}
     assert all(guest.pushes == {} for guest in engine.pushes._guests.values())
     for writer in engine.writers:
-        assert writer._sources == writer._writings == writer._by_request == writer._by_flight == {}
+        assert writer._sources == writer._writings == writer._by_request == writer._by_parcel == {}
+        assert writer._shipping._parcels == writer._shipping._by_flight == writer._shipping._by_copy == {}
         assert not writer._unready
         assert writer._guests.keys() == engine.pushes._guests.keys()
         assert writer._mover._flights == {}

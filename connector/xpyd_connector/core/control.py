@@ -5,17 +5,20 @@ from xpyd_connector.core.ids import RequestId
 from xpyd_connector.core.landings import Landings
 from xpyd_connector.core.leases import Released
 from xpyd_connector.core.lender import Lender
+from xpyd_connector.core.loads import LetGo, Result
+from xpyd_connector.core.messages import Attend
 from xpyd_connector.core.peers import PeerBook
 from xpyd_connector.core.ports import LinkEvent, Received
 from xpyd_connector.core.pushes import Pushes
-from xpyd_connector.core.reader import LetGo, Result
+from xpyd_connector.core.stagings import Stagings
 from xpyd_connector.core.tally import Tally
+from xpyd_connector.core.unpacking import Unpacking
 
 
 class Control:
     """Events of connections we opened are for our decode half, all others for our prefill half.
 
-    In push each half has a second core: what P writes, and where it lands.
+    In push each half has a second core: what P writes, and where it lands. Where KV goes through host memory, a third.
     """
 
     def __init__(
@@ -27,12 +30,16 @@ class Control:
         *,
         pushes: Pushes | None = None,
         landings: Landings | None = None,
+        stagings: Stagings | None = None,
+        unpacking: Unpacking | None = None,
     ) -> None:
         self.lender = lender
         self.borrower = borrower
         self.tally = tally
         self._pushes = pushes
         self._landings = landings
+        self._stagings = stagings
+        self._unpacking = unpacking
         self._peers = peers
 
     @property
@@ -59,16 +66,26 @@ class Control:
         """Take in an event."""
         if self._peers.find(event.conn) is not None:
             self._on_ours(event, now)
+        elif self._unpacking is not None and self._unpacks(event):
+            self._unpacking.on(event)
         elif self._pushes is not None:
             self._pushes.on(event, now=now)
+        elif self._stagings is not None:
+            self._stagings.on(event, now=now)
         else:
             self.lender.on(event, now=now)
+
+    def _unpacks(self, event: LinkEvent) -> bool:
+        says_so = isinstance(event, Received) and isinstance(event.message, Attend) and event.message.unpacks
+        return self._unpacking is not None and (says_so or self._unpacking.knows(event.conn))
 
     def advance(self, *, now: float) -> float | None:
         """Do what is due; return when to be called again at the latest, None for never."""
         dues = [self.lender.advance(now=now), self.borrower.advance(now=now)]
         if self._pushes is not None:
             self._pushes.advance(now=now)
+        if self._stagings is not None:
+            dues.append(self._stagings.advance(now=now))
         if self._landings is not None:
             dues.append(self._landings.advance(now=now))
         return min((due for due in dues if due is not None), default=None)
@@ -78,6 +95,8 @@ class Control:
         released = self.lender.take_released()
         if self._pushes is not None:
             self._pushes.released(released, now=now)
+        if self._stagings is not None:
+            self._stagings.released(released)
         return [*released, *(self._landings.take_results() if self._landings is not None else ())]
 
     def _on_ours(self, event: LinkEvent, now: float) -> None:

@@ -7,6 +7,8 @@ RequestId = NewType("RequestId", str)  # vLLM's internal id, different on P and 
 ConnId = NewType("ConnId", int)  # one control connection, as this process numbers them
 TransferId = NewType("TransferId", int)
 BlockId = NewType("BlockId", int)
+CopyId = NewType("CopyId", int)  # one copy between a device and host memory, as its worker numbers them
+PartId = NewType("PartId", int)  # one staged part of a request's KV, as the scheduler that staged it numbers them
 
 
 class Address(NamedTuple):

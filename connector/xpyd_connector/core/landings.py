@@ -3,22 +3,27 @@
 A landing ends with P's word: Landed, or Stopped. When we give one up before that (aborted, too late, P silent), the
 request is told at once, but its blocks must not be used: P may still write into them. They are ours again when P says
 Stopped; or, when its connection closed, after what it had sent on its way must have arrived (:data:`QUARANTINE`).
+
+Where the cache is out of NIXL's reach, slots of a host buffer are lent instead, as soon as there are enough, and what
+landed in them is copied before the request is told.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from math import inf
 from typing import Final, NamedTuple
 
 from xpyd_connector.core.borrower import Borrower
-from xpyd_connector.core.ids import Address, BlockId, ConnId, EngineId, RequestId
+from xpyd_connector.core.ids import Address, ConnId, EngineId, RequestId
 from xpyd_connector.core.lives import follow
-from xpyd_connector.core.messages import Landed, Memory, Message, RankInfo, Register, Stop, Stopped, Stuck
+from xpyd_connector.core.loads import LetGo, Result
+from xpyd_connector.core.messages import Landed, Lent, Memory, Message, RankInfo, Register, Stop, Stopped, Stuck
 from xpyd_connector.core.peers import Peer, PeerBook, PeerState
 from xpyd_connector.core.ports import Link
-from xpyd_connector.core.reader import LetGo, Result
 from xpyd_connector.core.tally import Tally
-from xpyd_connector.errors import IllegalTransition
+from xpyd_connector.core.unpacking import Unpacking
+from xpyd_connector.errors import ConnectorError, IllegalTransition
 
 # How long blocks stay out of reach after P's connection closed: (s between looks, looks). Looks, not a span of time: a
 # process that was stopped meanwhile must run for a while before what lies in its sockets has been taken in.
@@ -29,18 +34,23 @@ LONG_QUARANTINE: Final = 10.0, 110  # cut off: TCP sends again for 15 minutes (L
 class LandingState(Enum):
     """Where a landing is in its life."""
 
+    QUEUED = auto()  # for room in our staging buffer
     WAITING = auto()  # for P to be met
     REGISTERED = auto()  # P may write
     STOPPING = auto()  # given up and told so; P may still write until it says Stopped
     QUARANTINED = auto()  # given up, and P is gone: what it sent may still arrive
+    COPYING = auto()  # from our staging buffer into the cache
+    CEASING = auto()  # given up while it is copied
     OVER = auto()
 
 
 class LandingEvent(Enum):
     """What can happen to a landing."""
 
+    ROOM = auto()
     REGISTERED = auto()
-    LANDED = auto()
+    STAGED = auto()  # landed in our staging buffer
+    LANDED = auto()  # in the cache
     FAILED = auto()  # and P does not write
     GIVEN_UP = auto()
     PEER_LOST = auto()
@@ -48,11 +58,13 @@ class LandingEvent(Enum):
 
 
 TRANSITIONS: Final[Mapping[LandingState, Mapping[LandingEvent, LandingState]]] = {
+    LandingState.QUEUED: {LandingEvent.ROOM: LandingState.WAITING, LandingEvent.FAILED: LandingState.OVER},
     LandingState.WAITING: {
         LandingEvent.REGISTERED: LandingState.REGISTERED,
         LandingEvent.FAILED: LandingState.OVER,
     },
     LandingState.REGISTERED: {
+        LandingEvent.STAGED: LandingState.COPYING,
         LandingEvent.LANDED: LandingState.OVER,
         LandingEvent.FAILED: LandingState.OVER,
         LandingEvent.GIVEN_UP: LandingState.STOPPING,
@@ -63,20 +75,29 @@ TRANSITIONS: Final[Mapping[LandingState, Mapping[LandingEvent, LandingState]]] =
         LandingEvent.PEER_LOST: LandingState.QUARANTINED,
     },
     LandingState.QUARANTINED: {LandingEvent.LET_GO: LandingState.OVER},
+    LandingState.COPYING: {
+        LandingEvent.LANDED: LandingState.OVER,
+        LandingEvent.FAILED: LandingState.OVER,
+        LandingEvent.GIVEN_UP: LandingState.CEASING,
+    },
+    LandingState.CEASING: {LandingEvent.LET_GO: LandingState.OVER},
     LandingState.OVER: {},
 }
 
 
+# What P says or does makes no difference any more, or not yet.
+_OURS: Final = (LandingState.QUEUED, LandingState.QUARANTINED, LandingState.COPYING, LandingState.CEASING)
+
+
 class Ticket(NamedTuple):
-    """What the scheduler asks for: ``into`` takes the prompt's blocks from number ``first`` on, in token order."""
+    """What the scheduler asks for: the blocks to lend, of each KV cache group."""
 
     request: RequestId  # ours
     remote_request: RequestId  # the transfer's name
     engine: EngineId
     address: Address
     prompt: str | None  # its digest
-    first: int
-    into: Sequence[BlockId]
+    groups: Sequence[Lent]
 
 
 @dataclass(slots=True)
@@ -84,6 +105,8 @@ class _Landing:
     ticket: Ticket
     deadline: float
     state: LandingState = LandingState.WAITING
+    lent: Sequence[Lent] = ()  # what P may write into: our blocks, or slots
+    squeezed_at: float = inf  # when it must give way to those who wait for its slots
     look_every: float = 0.0  # s; these three only while QUARANTINED
     looks: int = 0
     look_at: float = 0.0
@@ -105,6 +128,8 @@ class Landings:
         *,
         timeout: float,
         patience: float,
+        squeeze: float = inf,
+        unpacking: Unpacking | None = None,
     ) -> None:
         self._link = link
         self._peers = peers
@@ -113,6 +138,8 @@ class Landings:
         self._ranks = ranks
         self._timeout = timeout  # s from registering to the KV being there
         self._patience = patience  # s that P may leave a heartbeat unanswered
+        self._squeeze = squeeze  # s that a push may keep others waiting for its slots: they may be what it waits for
+        self._unpacking = unpacking  # absent unless our cache is out of NIXL's reach
         self._landings: dict[RequestId, _Landing] = {}
         self._results: list[Result | LetGo] = []
 
@@ -123,7 +150,31 @@ class Landings:
         """Lend blocks to P. What comes of it comes out of :meth:`take_results`."""
         if ticket.request in self._landings:
             raise IllegalTransition(f"request {ticket.request} is registered twice")
-        landing = self._landings[ticket.request] = _Landing(ticket, now + self._timeout)
+        landing = self._landings[ticket.request] = _Landing(ticket, now + self._timeout, lent=ticket.groups)
+        if self._unpacking is None:
+            self._approach(landing, now)
+            return
+        landing.state, landing.deadline = LandingState.QUEUED, inf
+        try:
+            self._unpacking.slots.ask(ticket.request, [len(lent.blocks) for lent in ticket.groups])
+        except ConnectorError as exc:
+            self._borrower.give_back(ticket.request, ticket.engine)
+            self._fail(landing, "loads_failed_staging", str(exc))
+        else:
+            self._give_room(self._unpacking, now)
+
+    def _give_room(self, unpacking: Unpacking, now: float) -> None:
+        for request, groups in unpacking.slots.take_granted():
+            landing = self._landings[request]
+            landing.on(LandingEvent.ROOM)
+            landing.deadline, landing.squeezed_at = now + self._timeout, now + self._squeeze
+            landing.lent = [
+                Lent(lent.start, lent.stop, slots) for lent, slots in zip(landing.lent, groups, strict=True)
+            ]
+            self._approach(landing, now)
+
+    def _approach(self, landing: _Landing, now: float) -> None:
+        ticket = landing.ticket
         peer = self._peers.approach(ticket.engine, ticket.address, now=now)
         if peer.state is PeerState.MET:
             self._register(landing, peer)
@@ -155,7 +206,7 @@ class Landings:
             for rank in self._ranks:
                 self._link.send(peer.conn, Memory(rank))
         for landing in [each for each in self._landings.values() if each.ticket.engine == peer.engine]:
-            if landing.state is LandingState.QUARANTINED:
+            if landing.state in _OURS:
                 continue
             if peer.state is PeerState.MET and landing.state is LandingState.WAITING:
                 self._register(landing, peer)
@@ -166,10 +217,14 @@ class Landings:
 
     def advance(self, *, now: float) -> float | None:
         """Look at the clock; return when to be called again at the latest."""
+        if self._unpacking is not None:
+            for request, failure in self._unpacking.take_unpacked():
+                self._unpacked(self._landings[request], failure)
+            self._give_room(self._unpacking, now)
         for landing in list(self._landings.values()):
             if landing.state is LandingState.QUARANTINED:
                 self._look(landing, now)
-            elif landing.state is not LandingState.STOPPING:
+            elif landing.state in (LandingState.WAITING, LandingState.REGISTERED):
                 self._check(landing, now)
         return min((self._due(landing) for landing in self._landings.values()), default=None)
 
@@ -181,11 +236,12 @@ class Landings:
     def _due(self, landing: _Landing) -> float:
         if landing.state is LandingState.QUARANTINED:
             return landing.look_at
-        if landing.state is LandingState.STOPPING:
-            return float("inf")
+        if landing.state not in (LandingState.WAITING, LandingState.REGISTERED):
+            return inf
         peer = self._peers.get(landing.ticket.engine)
-        asked_at = peer.asked_at if peer is not None else None
-        return landing.deadline if asked_at is None else min(landing.deadline, asked_at + self._patience)
+        asked_at = peer.asked_at if peer is not None and peer.asked_at is not None else inf
+        is_crowded = self._unpacking is not None and self._unpacking.slots.waiting
+        return min(landing.deadline, asked_at + self._patience, landing.squeezed_at if is_crowded else inf)
 
     def _check(self, landing: _Landing, now: float) -> None:
         peer = self._peers.get(landing.ticket.engine)
@@ -193,6 +249,9 @@ class Landings:
             self._give_up(landing, "loads_failed_timeout", f"nothing was written within {self._timeout:g} s")
         elif peer is not None and landing.state is LandingState.REGISTERED and self._is_hung(peer, now):
             self._give_up(landing, "loads_failed_timeout", f"{peer.address} does not answer")
+        elif now >= landing.squeezed_at and self._unpacking is not None and self._unpacking.slots.waiting:
+            why = f"nothing came for {self._squeeze:g} s, and others wait for its slots of host memory"
+            self._give_up(landing, "loads_failed_staging", why)
 
     def _is_hung(self, peer: Peer, now: float) -> bool:
         return peer.asked_at is not None and now >= peer.asked_at + self._patience
@@ -211,7 +270,7 @@ class Landings:
         self._tally.count("registrations_sent")
         self._link.send(
             peer.conn,
-            Register(ticket.request, ticket.remote_request, ticket.prompt, ticket.first, tuple(ticket.into)),
+            Register(ticket.request, ticket.remote_request, ticket.prompt, tuple(landing.lent)),
         )
 
     def _found(self, conn: ConnId, reader: RequestId) -> _Landing | None:
@@ -228,13 +287,29 @@ class Landings:
             return
         if landing.state is LandingState.STOPPING:
             self._let_go(landing)  # it had written everything when it heard that we do not want it
+        elif landing.state is LandingState.REGISTERED and held and self._unpacking is not None:
+            landing.on(LandingEvent.STAGED)
+            self._borrower.settle(reader, landing.ticket.engine)
+            slots, blocks = ([lent.blocks for lent in groups] for groups in (landing.lent, landing.ticket.groups))
+            self._unpacking.unpack(reader, slots, blocks)
         elif landing.state is LandingState.REGISTERED and held:
-            landing.on(LandingEvent.LANDED)
-            self._tally.count("loads")
-            self._end(landing, "")
+            self._succeed(landing)
         elif landing.state is LandingState.REGISTERED:
             self._tally.count("reads_unfenced")
             self._fail(landing, "loads_failed_lease", "its lease was over before everything was written")
+
+    def _unpacked(self, landing: _Landing, failure: str) -> None:
+        if landing.state is LandingState.CEASING:
+            self._let_go(landing)
+        elif failure:
+            self._fail(landing, "loads_failed_staging", f"it was not copied out of host memory: {failure}")
+        else:
+            self._succeed(landing)
+
+    def _succeed(self, landing: _Landing) -> None:
+        landing.on(LandingEvent.LANDED)
+        self._tally.count("loads")
+        self._end(landing, "")
 
     def _stopped(self, conn: ConnId, news: Stopped) -> None:
         landing = self._found(conn, news.reader)
@@ -253,7 +328,7 @@ class Landings:
         if landing.state is LandingState.REGISTERED:
             self._tally.count("loads_failed_peer")
             self._borrower.settle(landing.ticket.request, landing.ticket.engine)
-            self._results.append(Result(landing.ticket.request, f"{peer.address} is gone: {peer.reason}", lingers=True))
+            self._report(landing, f"{peer.address} is gone: {peer.reason}")
         landing.on(LandingEvent.PEER_LOST)
         landing.look_every, landing.looks = LONG_QUARANTINE if peer.is_silent else QUARANTINE
         landing.look_at = now + landing.look_every
@@ -261,23 +336,35 @@ class Landings:
     def _give_up(self, landing: _Landing, counter: str, why: str) -> None:
         """End a landing for our own reasons; P hears that nobody wants the blocks."""
         ticket, was = landing.ticket, landing.state
-        if was not in (LandingState.WAITING, LandingState.REGISTERED):
+        if was in (LandingState.STOPPING, LandingState.QUARANTINED, LandingState.CEASING):
+            return
+        if was in (LandingState.QUEUED, LandingState.WAITING):
+            self._borrower.give_back(ticket.request, ticket.engine)
+            self._fail(landing, counter, why)
             return
         self._tally.count(counter)
+        landing.on(LandingEvent.GIVEN_UP)
+        self._report(landing, why)
         self._borrower.give_back(ticket.request, ticket.engine)
-        if was is LandingState.WAITING:
-            landing.on(LandingEvent.FAILED)
-            del self._landings[ticket.request]
-        else:
-            landing.on(LandingEvent.GIVEN_UP)
-            if (peer := self._peers.get(ticket.engine)) is not None and peer.state is PeerState.MET:
-                self._link.send(peer.conn, Stop((ticket.request,)))
-        self._results.append(Result(ticket.request, why, lingers=was is LandingState.REGISTERED))
+        peer = self._peers.get(ticket.engine)
+        if was is LandingState.REGISTERED and peer is not None and peer.state is PeerState.MET:
+            self._link.send(peer.conn, Stop((ticket.request,)))
+
+    def _report(self, landing: _Landing, failure: str) -> None:
+        """Tell that a landing has failed whose memory is still written into: of a staged one, that is no block yet."""
+        lingers = self._unpacking is None or landing.state is LandingState.CEASING
+        self._results.append(Result(landing.ticket.request, failure, lingers=lingers))
 
     def _let_go(self, landing: _Landing) -> None:
+        if self._unpacking is None or landing.state is LandingState.CEASING:
+            self._results.append(LetGo(landing.ticket.request))
         landing.on(LandingEvent.LET_GO)
+        self._forget(landing)
+
+    def _forget(self, landing: _Landing) -> None:
         del self._landings[landing.ticket.request]
-        self._results.append(LetGo(landing.ticket.request))
+        if self._unpacking is not None:
+            self._unpacking.slots.give_back(landing.ticket.request)
 
     def _fail(self, landing: _Landing, counter: str, why: str) -> None:
         landing.on(LandingEvent.FAILED)
@@ -286,6 +373,6 @@ class Landings:
 
     def _end(self, landing: _Landing, failure: str) -> None:
         ticket = landing.ticket
-        del self._landings[ticket.request]
+        self._forget(landing)
         self._borrower.settle(ticket.request, ticket.engine)
         self._results.append(Result(ticket.request, failure))

@@ -16,6 +16,11 @@ engines have from the router. In push, P's workers, who write, open a connection
 
     worker: Attend          scheduler: Arrived, Assign, Cease, Departed
     worker: Written, Ceased, Stalled
+
+Where KV goes through host memory (staging), D reads in parts, and workers attend their own scheduler in pull, too::
+
+    D: Stage, from every rank                      P: Staged, or Unstaged
+    scheduler: CopyOut, CopyIn                     worker: CopyEnded
 """
 
 from typing import Annotated, Literal, TypeAlias
@@ -23,10 +28,10 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from xpyd_connector.core.ids import BlockId, ConnId, EngineId, RequestId
+from xpyd_connector.core.ids import BlockId, ConnId, EngineId, PartId, RequestId
 from xpyd_connector.errors import ProtocolViolation
 
-PROTOCOL = 2  # raised with every change that an older engine would misunderstand
+PROTOCOL = 3  # raised with every change that an older engine would misunderstand
 MAX_FRAME = 1 << 20  # bytes of one message between engines that have met
 MAX_GREETING = 64 << 20  # bytes of a Welcome: NIXL metadata of every rank, some KiB to some MiB each
 MAX_STRANGER = 4096  # bytes we read from somebody who has not said a valid Hello
@@ -34,6 +39,12 @@ MAX_IDS = 1024  # requests one Renew, Lapsed or Drop names
 MAX_ID = 255  # characters of a request id: MAX_IDS of the longest fit into MAX_FRAME, whatever the script
 MAX_BLOCKS = 1 << 22  # blocks of one cache or of one request: 4 M blocks of 16 tokens
 MAX_RANKS = 1024  # tensor-parallel ranks of one engine
+MAX_GROUPS = 64  # KV cache groups of one engine
+MAX_PART = 1024  # blocks of each KV cache group in one staged part: the largest CopyOut fits into MAX_FRAME
+MAX_HEADS = 1 << 16  # KV heads of one layer
+MAX_PARTS = 1 << 16  # pieces of one entry
+MAX_TOKENS = 1 << 20  # tokens of one block
+MAX_PROMPT = 1 << 28  # tokens of one prompt
 MAX_DIGEST = 64  # characters of a prompt's digest
 MAX_REASON = 2048  # characters that say why a push stopped
 
@@ -44,7 +55,10 @@ MemoryKind: TypeAlias = Literal["DRAM", "VRAM"]  # NIXL's names
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """What must be equal on both engines for their KV blocks to mean the same."""
+    """What must be equal on both engines for their KV to mean the same.
+
+    What may differ (tensor parallelism, block sizes, layouts) stands in each rank's :class:`RankInfo`.
+    """
 
     vllm: str
     model: str
@@ -53,31 +67,56 @@ class Fingerprint(msgspec.Struct, frozen=True):
     layers: int
     kv_heads: int
     head_size: int
-    block_size: int  # tokens
-    layout: str
-    tensor_parallel: int
+    groups: str  # what kinds of KV cache groups there are, in order
     pipeline_parallel: int
     attention: str
     mode: str = "pull"
 
 
 class Region(msgspec.Struct, frozen=True):
-    """One layer's cache on one rank: ``count`` blocks of ``length`` bytes, ``stride`` bytes apart."""
+    """One layer's cache on one rank: ``count`` rows of ``heads`` x ``tokens`` entries of ``parts`` x ``width`` bytes.
 
-    base: Annotated[int, Meta(ge=0)]
-    length: Annotated[int, Meta(ge=1)]
-    stride: Annotated[int, Meta(ge=0)]
+    An entry is what is kept of one token and one head: K and V side by side, or one of them, as a kernel likes it. A
+    row is what the kernel calls a block: vLLM's block ``b`` is the rows from ``b * rows`` on. Layouts differ in the
+    strides, which are bytes. Of a row that is ``opaque``, the kernel alone knows which byte belongs to whom.
+    """
+
+    base: Annotated[int, Meta(ge=0)]  # address of row 0, head 0, token 0
     count: Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
+    heads: Annotated[int, Meta(ge=1, le=MAX_HEADS)]
+    tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    width: Annotated[int, Meta(ge=1)]
+    row_stride: Annotated[int, Meta(ge=0)]
+    head_stride: Annotated[int, Meta(ge=0)]
+    token_stride: Annotated[int, Meta(ge=0)]
+    rows: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 1  # of one of vLLM's blocks
+    group: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)] = 0  # KV cache group: each has block tables of its own
+    all_heads: Annotated[int, Meta(ge=1, le=MAX_HEADS)] = 1  # of the layer; ranks share one if they are more
+    parts: Annotated[int, Meta(ge=1, le=MAX_PARTS)] = 1
+    part_stride: Annotated[int, Meta(ge=0)] = 0
+    opaque: bool = False
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of one of vLLM's blocks."""
+        return self.rows * self.tokens
+
+    @property
+    def blocks(self) -> int:
+        """How many of vLLM's blocks there are."""
+        return self.count // self.rows
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """What a peer must know to read one rank's memory."""
+    """What a peer must know to reach one rank's memory: its cache, or the host memory it is staged through."""
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+    ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)]  # of its engine: tensor parallel size
     agent: bytes  # NIXL's own metadata, opaque
     memory: MemoryKind
     device: Annotated[int, Meta(ge=0, lt=1 << 16)]
     regions: Annotated[tuple[Region, ...], Meta(min_length=1)]
+    staged: bool = False  # the regions are slots of a staging buffer, not the blocks of the cache
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
@@ -153,8 +192,16 @@ class Memory(msgspec.Struct, frozen=True, tag="memory"):
     rank: RankInfo
 
 
+class Lent(msgspec.Struct, frozen=True):
+    """Blocks for the prompt's tokens from ``start`` to ``stop``; the first is the block that ``start`` is in."""
+
+    start: Annotated[int, Meta(ge=0, le=MAX_PROMPT)]
+    stop: Annotated[int, Meta(ge=0, le=MAX_PROMPT)]
+    blocks: tuple[Annotated[BlockId, Meta(ge=0, lt=MAX_BLOCKS)], ...]
+
+
 class Register(msgspec.Struct, frozen=True, tag="register"):
-    """D lends its ``blocks`` for the KV of a transfer: the prompt's blocks from number ``first`` on, in token order.
+    """D lends blocks of each KV cache group for the KV of a transfer, which it lacks.
 
     They are D's again when P has said Landed or Stopped. ``reader`` is D's own id of the request.
     """
@@ -162,8 +209,7 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
     reader: RequestName
     request: RequestName
     prompt: Annotated[str, Meta(max_length=MAX_DIGEST)] | None
-    first: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
-    blocks: Annotated[tuple[Annotated[BlockId, Meta(ge=0, lt=MAX_BLOCKS)], ...], Meta(min_length=1)]
+    groups: Annotated[tuple[Lent, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
 
 
 class Landed(msgspec.Struct, frozen=True, tag="landed"):
@@ -195,10 +241,14 @@ class Stuck(msgspec.Struct, frozen=True, tag="stuck"):
 
 
 class Attend(msgspec.Struct, frozen=True, tag="attend"):
-    """A worker of this very engine is ready to write; ``token`` proves that it is one."""
+    """A worker of this very engine is ready: to write or to stage, or if it ``unpacks``, to copy in what landed here.
+
+    ``token`` proves that it is one.
+    """
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
     token: Annotated[bytes, Meta(max_length=64)]
+    unpacks: bool = False
 
 
 class Arrived(msgspec.Struct, frozen=True, tag="arrived"):
@@ -251,11 +301,72 @@ class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
     reason: Reason
 
 
+PartBlocks: TypeAlias = Annotated[
+    tuple[Annotated[tuple[Annotated[BlockId, Meta(ge=0, lt=MAX_BLOCKS)], ...], Meta(max_length=MAX_PART)], ...],
+    Meta(min_length=1, max_length=MAX_GROUPS),
+]  # of each KV cache group
+PartNumber: TypeAlias = Annotated[PartId, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Stage(msgspec.Struct, frozen=True, tag="stage"):
+    """One of D's ``ranks`` ranks is ready to read the next ``part`` of a request: ``groups`` are P's blocks of it.
+
+    It has read the parts before. ``reader`` is D's own id; all of its ranks ask for the same, and get the same slots.
+    """
+
+    request: RequestName
+    reader: RequestName
+    rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+    ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+    part: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
+    groups: PartBlocks
+
+
+class Staged(msgspec.Struct, frozen=True, tag="staged"):
+    """The part is in these slots of every rank of P, until every rank of the reader has gone on, or the lease ends."""
+
+    reader: RequestName
+    part: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
+    groups: PartBlocks
+
+
+class Unstaged(msgspec.Struct, frozen=True, tag="unstaged"):
+    """The part will not be staged."""
+
+    reader: RequestName
+    part: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
+    reason: Reason
+
+
+class CopyOut(msgspec.Struct, frozen=True, tag="copy_out"):
+    """Copy these blocks into these slots of host memory, both of each KV cache group; answered by CopyEnded."""
+
+    number: PartNumber
+    blocks: PartBlocks
+    slots: PartBlocks
+
+
+class CopyIn(msgspec.Struct, frozen=True, tag="copy_in"):
+    """Copy these slots of host memory into these blocks, both of each KV cache group; answered by CopyEnded."""
+
+    number: PartNumber
+    slots: PartBlocks
+    blocks: PartBlocks
+
+
+class CopyEnded(msgspec.Struct, frozen=True, tag="copy_ended"):
+    """This worker's copy is over; ``reason`` is empty when all of it is where it belongs."""
+
+    number: PartNumber
+    reason: Reason
+
+
 Message: TypeAlias = (
     Challenge | Hello | Welcome | Refusal
     | Renew | Lapsed | Done | Fenced | Drop
     | Alive | Memory | Register | Landed | Stop | Stopped | Stuck
     | Attend | Arrived | Assign | Cease | Departed | Written | Ceased | Stalled
+    | Stage | Staged | Unstaged | CopyOut | CopyIn | CopyEnded
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
-from xpyd_connector.core.messages import MAX_BLOCKS, MAX_ID, RequestName
+from xpyd_connector.core.messages import MAX_BLOCKS, MAX_ID, MAX_TOKENS, RequestName
 from xpyd_connector.errors import BadOffer
 
 
@@ -29,7 +29,7 @@ class Offer(msgspec.Struct, frozen=True):
     remote_port: int
     remote_block_ids: tuple[
         tuple[Annotated[BlockId, Meta(ge=0, lt=MAX_BLOCKS)], ...], ...
-    ]  # one tuple per KV cache group, in token order
+    ]  # one tuple per KV cache group, from the prompt's first token on; 0: not held (out of a sliding window)
     remote_num_tokens: int
     tp_size: int = 1
     dcp_size: int = 1
@@ -38,6 +38,7 @@ class Offer(msgspec.Struct, frozen=True):
     remote_blocks_expiry_time: float | None = None
     xpyd_prompt: str | None = None  # digest of the prompt; None when the prompt has no token ids
     transfer_id: str | None = None  # the transfer's name in push: a router that waits for P hands it to D, too
+    xpyd_block_sizes: tuple[Annotated[int, Meta(ge=1, le=MAX_TOKENS)], ...] = ()  # tokens, one per KV cache group
 
     @property
     def address(self) -> Address:

@@ -8,13 +8,9 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import NamedTuple, Protocol, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
-from xpyd_connector.core.ids import Address, ConnId, TransferId
+from xpyd_connector.core.ids import Address, BlockId, ConnId, CopyId, TransferId
 from xpyd_connector.core.messages import Message, RankInfo, Welcome
-
-Indices: TypeAlias = npt.NDArray[np.int32]
+from xpyd_connector.core.plan import Spans
 
 
 class Met(NamedTuple):
@@ -76,7 +72,7 @@ class Outcome(Enum):
 
 
 class Ended(NamedTuple):
-    """A transfer is over and NIXL has let go of its memory. Durations in seconds."""
+    """A transfer is over and NIXL has let go of its memory. Durations in seconds; ``posting`` is our own part of it."""
 
     transfer: TransferId
     outcome: Outcome
@@ -84,6 +80,7 @@ class Ended(NamedTuple):
     descriptors: int
     seconds: float
     reason: str
+    posting: float = 0.0
 
 
 class Mover(Protocol):
@@ -97,12 +94,12 @@ class Mover(Protocol):
         """Forget a remote rank. Transfers in flight with it end first, as :meth:`cancel` promises."""
         ...
 
-    def read(self, handle: str, remote: Indices, local: Indices) -> TransferId:
-        """Start copying remote descriptors into local ones (equal lengths); answered by :class:`Ended`."""
+    def read(self, handle: str, spans: Spans) -> TransferId:
+        """Start copying their memory into ours; answered by :class:`Ended`. Raises ``TransferError``."""
         ...
 
-    def write(self, handle: str, remote: Indices, local: Indices) -> TransferId:
-        """Start copying local descriptors into remote ones (equal lengths); answered by :class:`Ended`.
+    def write(self, handle: str, spans: Spans) -> TransferId:
+        """Start copying our memory into theirs; answered by :class:`Ended`. Raises ``TransferError``.
 
         A write that ended as moved is complete in the peer's memory, not merely sent.
         """
@@ -118,4 +115,35 @@ class Mover(Protocol):
 
     def poll(self) -> Sequence[Ended]:
         """Report the transfers that ended since the last call."""
+        ...
+
+
+class Copied(NamedTuple):
+    """A copy between the device and host memory is over; ``reason`` is empty when all of it is where it belongs.
+
+    ``seconds`` it took, without the time it waited for others.
+    """
+
+    copy: CopyId
+    reason: str
+    bytes: int
+    seconds: float
+
+
+class Copier(Protocol):
+    """Copies between the blocks of a cache and the slots of a host buffer, in the order asked for, each to its end.
+
+    Every call takes one sequence for each KV cache group, and blocks and slots of a group are equally many.
+    """
+
+    def out(self, blocks: Sequence[Sequence[BlockId]], slots: Sequence[Sequence[BlockId]]) -> CopyId:
+        """Start copying from the device; answered by :class:`Copied`. What is in the blocks must be complete."""
+        ...
+
+    def into(self, slots: Sequence[Sequence[BlockId]], blocks: Sequence[Sequence[BlockId]]) -> CopyId:
+        """Start copying to the device; answered by :class:`Copied`."""
+        ...
+
+    def poll(self) -> Sequence[Copied]:
+        """Report the copies that ended since the last call; whoever asks is woken when there are some."""
         ...

@@ -6,6 +6,7 @@ longer, the decode engine keeps its blocks out of everybody's reach.
 """
 
 import hmac
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -96,21 +97,29 @@ class _Guest:
 
     ranks: dict[int, RankInfo] = field(default_factory=dict[int, RankInfo])
     pushes: dict[RequestId, _Push] = field(default_factory=dict[RequestId, _Push])
-    lent: int = 0  # blocks of all pushes
+    lent: Counter[int] = field(default_factory=Counter[int])  # blocks of all pushes, by KV cache group
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it has told us the memory of all of its ranks."""
+        return bool(self.ranks) and len(self.ranks) == next(iter(self.ranks.values())).ranks
 
     def has_room_for(self, order: Register) -> bool:
         """Whether it can lend these blocks, too: nobody can lend a block twice."""
-        return self.lent + len(order.blocks) <= min(rank.regions[0].count for rank in self.ranks.values())
+        there_are = {region.group: region.blocks for rank in self.ranks.values() for region in rank.regions}
+        return all(
+            self.lent[group] + len(lent.blocks) <= there_are.get(group, 0) for group, lent in enumerate(order.groups)
+        )
 
     def add(self, push: _Push) -> None:
         """Take a registration in."""
         self.pushes[push.order.reader] = push
-        self.lent += len(push.order.blocks)
+        self.lent.update({group: len(lent.blocks) for group, lent in enumerate(push.order.groups)})
 
     def remove(self, push: _Push) -> None:
         """Forget one that is over."""
         del self.pushes[push.order.reader]
-        self.lent -= len(push.order.blocks)
+        self.lent.subtract({group: len(lent.blocks) for group, lent in enumerate(push.order.groups)})
 
 
 class Pushes:
@@ -224,14 +233,15 @@ class Pushes:
 
     def _introduce(self, conn: ConnId, rank: RankInfo) -> None:
         guest = self._guests.setdefault(conn, _Guest())
-        if rank.rank not in self._tokens or guest.ranks.setdefault(rank.rank, rank) != rank:
-            self._tally.count("late_notifications")  # of a rank that we do not have, or once more and different
-        elif rank.rank in self._workers:
-            self._link.send(self._workers[rank.rank], Arrived(conn, rank))
+        known = next(iter(guest.ranks.values()), rank)
+        if rank.rank >= rank.ranks or rank.ranks != known.ranks or guest.ranks.setdefault(rank.rank, rank) != rank:
+            self._tally.count("late_notifications")  # a rank that cannot be, or once more and different
+        else:
+            self._tell_workers(Arrived(conn, rank))
 
     def _register(self, conn: ConnId, order: Register) -> None:
         guest = self._guests.get(conn)
-        if guest is None or guest.ranks.keys() != self._tokens.keys():
+        if guest is None or not guest.is_known:
             self._link.send(conn, Stopped(order.reader, "the memory of the decode engine's ranks is not known"))
         elif order.reader in guest.pushes:
             self._tally.count("late_notifications")
@@ -269,8 +279,8 @@ class Pushes:
         self._workers[rank] = conn
         self._have_attended.add(rank)
         for number, guest in self._guests.items():
-            if rank in guest.ranks:
-                self._link.send(conn, Arrived(number, guest.ranks[rank]))
+            for info in guest.ranks.values():
+                self._link.send(conn, Arrived(number, info))
             for push in guest.pushes.values():
                 self._link.send(conn, Assign(number, push.order))
                 if push.state is PushState.CEASING:

@@ -13,6 +13,7 @@ class Sample(msgspec.Struct, frozen=True):
     seconds: float
     bytes: int
     descriptors: int
+    posting: float = 0.0  # s that handing it to NIXL took
 
 
 class Report(msgspec.Struct):
@@ -79,6 +80,9 @@ COUNTERS = {
     "loads_failed_timeout": "Loads that took longer than transfer_timeout.",
     "loads_failed_lease": "Loads that failed because the lease was lost before the read ended.",
     "loads_failed_peer": "Loads that failed because the prefill engine's connection closed.",
+    "loads_failed_staging": "Loads that failed because host memory was too small, or copying to or from it failed.",
+    "bytes_staged_out": "Bytes of KV copied from the device into host memory.",
+    "bytes_staged_in": "Bytes of KV copied from host memory into the device.",
     "loads_aborted": "Push: requests that were aborted before their KV was there.",
     "loads_skipped_local": "Offers not used because the prompt was in the local prefix cache, or is one token.",
     "offers_bad": "Offers not used because their kv_transfer_params could not be read.",

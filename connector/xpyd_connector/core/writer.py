@@ -8,13 +8,10 @@ preempted starts again as another ``attempt``; what the first one wrote is writt
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Final, NamedTuple
+from collections.abc import Callable, Sequence
+from math import lcm
 
-from xpyd_connector.core.ids import Address, BlockId, ConnId, RequestId, TransferId
-from xpyd_connector.core.lives import follow
+from xpyd_connector.core.ids import Address, BlockId, ConnId, RequestId
 from xpyd_connector.core.messages import (
     MAX_REASON,
     Arrived,
@@ -23,106 +20,39 @@ from xpyd_connector.core.messages import (
     Cease,
     Ceased,
     Departed,
+    Lent,
     Message,
     RankInfo,
-    Register,
     Stalled,
     Written,
 )
-from xpyd_connector.core.plan import check_regions, describe
-from xpyd_connector.core.ports import Ended, Failed, Link, LinkEvent, Lost, Met, Mover, Outcome, Received
-from xpyd_connector.core.tally import Sample, Tally
+from xpyd_connector.core.parts import block_sizes, cut
+from xpyd_connector.core.plan import Stretch, check_shapes, push_route, served_ranks
+from xpyd_connector.core.ports import Failed, Link, LinkEvent, Lost, Met, Mover, Received
+from xpyd_connector.core.reach import Way
+from xpyd_connector.core.shipping import POLL_INTERVAL, ParcelId, Shipped, Shipping
+from xpyd_connector.core.staging import Staging
+from xpyd_connector.core.tally import Tally
+from xpyd_connector.core.writings import Gone, Guest, Piece, Source, Writing, WritingEvent, WritingState
 from xpyd_connector.errors import ConnectorError
 
-POLL_INTERVAL = 0.0004  # s between looks at NIXL while something is written
-LINGER_INTERVAL = 0.02  # s between looks while only writes that were given up are in flight
 HOME_RETRY = 0.2  # s before our own scheduler, which starts to listen after us, is called again
-
-
-class Piece(NamedTuple):
-    """Blocks of a prompt that a step of the engine has completed, in token order after those of earlier pieces."""
-
-    request: RequestId  # the transfer's name
-    prompt: str | None  # its digest
-    attempt: int  # grows when the prefill starts again: what came before is void
-    blocks: Sequence[BlockId]
-    last: bool  # the prompt is complete
-
-
-class Gone(NamedTuple):
-    """A transfer is over, or its prefill was: its blocks are not to be read any more, and its name may come again.
-
-    It comes with the engine's steps, as the pieces do, and so never before them.
-    """
-
-    request: RequestId
-
-
-class WritingState(Enum):
-    """Where a push to one reader is in its life, on one worker."""
-
-    OPEN = auto()
-    CEASING = auto()  # nothing more is written; waits for what is in flight
-    OVER = auto()
-
-
-class WritingEvent(Enum):
-    """What can happen to it."""
-
-    COMPLETED = auto()
-    STOPPED = auto()
-    QUIET = auto()  # nothing is in flight any more
-
-
-TRANSITIONS: Final[Mapping[WritingState, Mapping[WritingEvent, WritingState]]] = {
-    WritingState.OPEN: {
-        WritingEvent.COMPLETED: WritingState.OVER,
-        WritingEvent.STOPPED: WritingState.CEASING,
-    },
-    WritingState.CEASING: {WritingEvent.QUIET: WritingState.OVER},
-    WritingState.OVER: {},
-}
-
-
-@dataclass(slots=True)
-class _Source:
-    """One prompt, as far as it is computed here."""
-
-    prompt: str | None
-    attempt: int
-    blocks: list[BlockId] = field(default_factory=list[BlockId])
-    complete: bool = False
-
-
-@dataclass(slots=True)
-class _Writing:
-    guest: ConnId
-    order: Register
-    state: WritingState = WritingState.OPEN
-    attempt: int = 0
-    sent: int = 0  # number of the prompt's first block that is not written yet
-    flights: dict[TransferId, float] = field(default_factory=dict[TransferId, float])  # -> when it must have ended
-    reason: str = ""  # why it ceases
-    mute: bool = False  # the guest is gone: nobody to tell
-
-    def on(self, event: WritingEvent) -> None:
-        self.state = follow(TRANSITIONS, self.state, event, f"the push to {self.order.reader}")
-
-
-@dataclass(slots=True)
-class _Guest:
-    """A decode engine's rank we write to; without a handle, its memory cannot be used."""
-
-    handle: str
-    rank: RankInfo
-    objection: str = ""
 
 
 class Writer:
     """Runs on the transfer thread, which owns every NIXL call."""
 
     def __init__(
-        self, link: Link, mover: Mover, tally: Tally, own: RankInfo, *, home: Address, token: bytes, timeout: float
+        self,
+        link: Link,
+        mover: Mover,
+        tally: Tally,
+        own: RankInfo,
+        *,
+        home: Address,
+        token: bytes,
+        timeout: float,
+        staging: Staging[ParcelId] | None = None,
     ) -> None:
         self._link = link
         self._mover = mover
@@ -131,13 +61,14 @@ class Writer:
         self._home = home
         self._token = token
         self._timeout = timeout
+        self._shipping = Shipping(mover, tally, timeout=timeout, staging=staging)
         self._call_at: float | None = 0.0  # when to call our scheduler; absent while we are connected, or connecting
         self._conn: ConnId | None = None
-        self._sources: dict[RequestId, _Source] = {}
-        self._guests: dict[ConnId, _Guest] = {}
-        self._writings: dict[tuple[ConnId, RequestId], _Writing] = {}
-        self._by_request: dict[RequestId, list[_Writing]] = {}  # the same, by the name of the transfer
-        self._by_flight: dict[TransferId, _Writing] = {}
+        self._sources: dict[RequestId, Source] = {}
+        self._guests: dict[ConnId, Guest] = {}
+        self._writings: dict[tuple[ConnId, RequestId], Writing] = {}
+        self._by_request: dict[RequestId, list[Writing]] = {}  # the same, by the name of the transfer
+        self._by_parcel: dict[ParcelId, Writing] = {}
         self._unready: deque[tuple[Piece | Gone, Callable[[], bool]]] = deque()
 
     def __len__(self) -> int:
@@ -170,23 +101,12 @@ class Writer:
             self._link.meet(self._home)
         while self._unready and self._unready[0][1]():
             self._accept(self._unready.popleft()[0], now)
-        for ended in self._mover.poll():
-            self._ended(ended, now)
-        for writing in self._overdue(now):
-            self._stall(writing)
-        return min((due for due in self._dues(now) if due is not None), default=None)
-
-    def _overdue(self, now: float) -> list[_Writing]:
-        """Return what has a flight that should have ended; many more may wait for their prefill, and have none."""
-        return [writing for flight, writing in self._by_flight.items() if now >= writing.flights[flight]]
-
-    def _dues(self, now: float) -> list[float | None]:
-        is_busy = self._unready or any(writing.state is WritingState.OPEN for writing in self._by_flight.values())
-        return [
-            self._call_at,
-            now + POLL_INTERVAL if is_busy else None,
-            now + LINGER_INTERVAL if self._by_flight else None,
-        ]
+        for shipped in self._shipping.advance(now=now):
+            self._shipped(shipped, now)
+        for parcel in self._shipping.overdue(now=now):
+            self._stall(self._by_parcel[parcel])
+        dues = [self._call_at, now + POLL_INTERVAL if self._unready else None, self._shipping.due(now=now)]
+        return min((due for due in dues if due is not None), default=None)
 
     def _orphaned(self, now: float) -> None:
         """Our scheduler is gone, and the engine with it, or it comes back: then it tells us again whom to write to."""
@@ -198,9 +118,9 @@ class Writer:
     def _told(self, message: Message, now: float) -> None:
         match message:
             case Arrived(guest, rank):
-                self._guests[guest] = self._attach(rank)
+                self._attach(self._guests.setdefault(guest, Guest()), rank)
             case Assign(guest, order) if guest in self._guests and (guest, order.reader) not in self._writings:
-                writing = self._writings[guest, order.reader] = _Writing(guest, order, sent=order.first)
+                writing = self._writings[guest, order.reader] = Writing(guest, order)
                 self._by_request.setdefault(order.request, []).append(writing)
                 self._pump(writing, now)
             case Assign(guest, order) if (guest, order.reader) in self._writings:
@@ -212,13 +132,15 @@ class Writer:
             case _:
                 self._tally.count("late_notifications")
 
-    def _attach(self, theirs: RankInfo) -> _Guest:
+    def _attach(self, guest: Guest, theirs: RankInfo) -> None:
+        guest.rank = theirs
         try:
-            check_regions(self._own.regions, theirs.regions)
-            return _Guest(self._mover.attach(theirs), theirs)
+            check_shapes(self._own, theirs)
+            if theirs.rank not in guest.ways and theirs.rank in served_ranks(self._own, theirs.ranks):
+                guest.ways[theirs.rank] = Way(self._mover.attach(theirs), push_route(self._own, theirs))
         except ConnectorError as exc:
             self._tally.count("handshakes_failed")
-            return _Guest("", theirs, str(exc))
+            guest.objection = str(exc)
 
     def _accept(self, news: Piece | Gone, now: float) -> None:
         match news:
@@ -227,15 +149,17 @@ class Writer:
             case Gone(request):
                 self._sources.pop(request, None)
                 for writing in list(self._by_request.get(request, ())):
-                    if writing.sent > writing.order.first or writing.flights:  # else it waits for the name's next use
+                    if writing.sent or writing.parcels:  # else it waits for the name's next use
                         self._stop(writing, "the prefill engine does not hold the blocks any more")
 
     def _add(self, piece: Piece, now: float) -> None:
         source = self._sources.get(piece.request)
         if source is None or source.attempt != piece.attempt:
-            source = self._sources[piece.request] = _Source(piece.prompt, piece.attempt)
-        source.blocks += piece.blocks
-        source.complete = piece.last
+            groups: list[list[BlockId]] = [[] for _ in piece.groups]
+            source = self._sources[piece.request] = Source(piece.prompt, piece.attempt, groups)
+        for known, new in zip(source.groups, piece.groups, strict=True):
+            known += new
+        source.tokens, source.complete = piece.tokens, piece.last
         for writing in list(self._by_request.get(piece.request, ())):
             self._pump(writing, now)
 
@@ -243,72 +167,90 @@ class Writer:
         for writing in [w for w in self._writings.values() if w.guest == guest]:
             writing.mute = True
             self._stop(writing, "the decode engine is gone")
-        if handle := self._guests.pop(guest).handle:
-            self._mover.detach(handle)
+        for way in self._guests.pop(guest).ways.values():
+            self._mover.detach(way.handle)
 
-    def _pump(self, writing: _Writing, now: float) -> None:
+    def _pump(self, writing: Writing, now: float) -> None:
         """Write what is computed and not written; tell when that was all.
 
         A push is complete only when its prefill is: until then the prefill may be preempted, and its blocks another's.
         """
         source = self._sources.get(writing.order.request)
-        if writing.state is not WritingState.OPEN or source is None:
+        if writing.is_over or source is None:
             return
         if reason := self._objection(writing, source):
             self._stop(writing, reason)
             return
         if writing.attempt != source.attempt:
-            if writing.flights:
+            if writing.parcels:
                 return  # what the attempt before has sent must not arrive after what this one sends
-            writing.attempt, writing.sent = source.attempt, writing.order.first
-        end = writing.order.first + len(writing.order.blocks)
-        computed = min(len(source.blocks), end)
-        if writing.sent < computed:
-            self._post(writing, source, computed, now)
-        elif source.complete and writing.sent == end and not writing.flights:
-            writing.on(WritingEvent.COMPLETED)
-            self._tally.count("pushes")
-            self._end(writing, Written(writing.guest, writing.order.reader))
+            writing.attempt, writing.sent = source.attempt, 0
+        until = self._writable(writing, source)
+        if writing.sent < until:
+            self._post(writing, source, until, now)
+        self._complete_if_written(writing, source)
 
-    def _objection(self, writing: _Writing, source: _Source) -> str:
-        order = writing.order
+    def _complete_if_written(self, writing: Writing, source: Source) -> None:
+        if writing.is_over or not source.complete or writing.parcels:
+            return
+        writing.on(WritingEvent.COMPLETED)
+        self._tally.count("pushes")
+        self._end(writing, Written(writing.guest, writing.order.reader))
+
+    def _writable(self, writing: Writing, source: Source) -> int:
+        """Return up to which token the blocks, ours and the guest's, are complete: nothing is written twice."""
+        if source.complete:
+            return max(lent.stop for lent in writing.order.groups)
+        step = lcm(*self._block_sizes(writing))
+        return source.tokens // step * step
+
+    def _block_sizes(self, writing: Writing) -> list[int]:
+        theirs = self._guests[writing.guest].rank
+        ranks = (self._own,) if theirs is None else (self._own, theirs)
+        return [size for rank in ranks for size in block_sizes(rank).values()]
+
+    def _objection(self, writing: Writing, source: Source) -> str:
+        order, wanted = writing.order, max(lent.stop for lent in writing.order.groups)
         if self._guests[writing.guest].objection:
             return self._guests[writing.guest].objection
         if order.prompt is not None and source.prompt is not None and order.prompt != source.prompt:
             return f"transfer {order.request} belongs to another prompt"
-        if source.complete and len(source.blocks) < order.first + len(order.blocks):
-            return (
-                f"transfer {order.request} has {len(source.blocks)} blocks, "
-                f"{order.first + len(order.blocks)} are wanted"
-            )
+        if len(order.groups) != len(source.groups):
+            return f"it registers {len(order.groups)} KV cache groups, there are {len(source.groups)}"
+        if source.complete and source.tokens < wanted:
+            return f"transfer {order.request} has {source.tokens} tokens, {wanted} are wanted"
         return ""
 
-    def _post(self, writing: _Writing, source: _Source, until: int, now: float) -> None:
-        guest, first = self._guests[writing.guest], writing.order.first
+    def _post(self, writing: Writing, source: Source, until: int, now: float) -> None:
+        """Write everything from where we were to ``until``."""
+        guest, sent = self._guests[writing.guest], writing.sent
+        writing.sent = until
+        if guest.rank is None or not guest.ways:
+            return  # other ranks of ours keep the same heads
+        sizes, theirs = block_sizes(self._own), block_sizes(guest.rank)
+        stretches = [
+            _stretch(group, lent, (sent, until), source.groups[group], (sizes[group], theirs[group]))
+            for group, lent in enumerate(writing.order.groups)
+        ]
         try:
-            local = describe(self._own.regions, source.blocks[writing.sent : until])
-            remote = describe(guest.rank.regions, writing.order.blocks[writing.sent - first : until - first])
-            flight = self._mover.write(guest.handle, remote, local)
+            for part in cut([each for each in stretches if each.start < each.stop], self._own, guest.rank):
+                parcel = self._shipping.send(tuple(guest.ways.values()), part, now=now)
+                writing.parcels.add(parcel)
+                self._by_parcel[parcel] = writing
         except ConnectorError as exc:
             self._stop(writing, str(exc))
-        else:
-            writing.flights[flight] = now + self._timeout
-            writing.sent = until
-            self._by_flight[flight] = writing
 
-    def _ended(self, ended: Ended, now: float) -> None:
-        writing = self._by_flight.pop(ended.transfer)
-        del writing.flights[ended.transfer]
-        if ended.outcome is Outcome.MOVED:
-            self._tally.moved(Sample(ended.seconds, ended.bytes, ended.descriptors))
+    def _shipped(self, shipped: Shipped, now: float) -> None:
+        writing = self._by_parcel.pop(shipped.parcel)
+        writing.parcels.discard(shipped.parcel)
         if writing.state is WritingState.CEASING:
             self._cease_if_quiet(writing)
-        elif ended.outcome is Outcome.FAILED:
-            self._stop(writing, f"NIXL: {ended.reason}")
+        elif shipped.failure:
+            self._stop(writing, shipped.failure)
         else:
             self._pump(writing, now)
 
-    def _stall(self, writing: _Writing) -> None:
+    def _stall(self, writing: Writing) -> None:
         if writing.state is not WritingState.OPEN:
             return
         reason = f"a write did not end within {self._timeout:g} s"
@@ -316,24 +258,24 @@ class Writer:
             self._say(Stalled(writing.guest, writing.order.reader, reason))
         self._stop(writing, reason)
 
-    def _stop(self, writing: _Writing, reason: str) -> None:
+    def _stop(self, writing: Writing, reason: str) -> None:
         if writing.state is WritingState.CEASING:
             self._cease_if_quiet(writing)
             return
         writing.on(WritingEvent.STOPPED)
         writing.reason = reason
-        for flight in writing.flights:
-            self._mover.cancel(flight)
+        for parcel in list(writing.parcels):
+            self._shipping.cancel(parcel, reason)
         self._cease_if_quiet(writing)
 
-    def _cease_if_quiet(self, writing: _Writing) -> None:
-        if writing.flights:
+    def _cease_if_quiet(self, writing: Writing) -> None:
+        if writing.parcels:
             return
         writing.on(WritingEvent.QUIET)
         self._tally.count("pushes_ceased")
         self._end(writing, Ceased(writing.guest, writing.order.reader, writing.reason[:MAX_REASON]))
 
-    def _end(self, writing: _Writing, news: Written | Ceased) -> None:
+    def _end(self, writing: Writing, news: Written | Ceased) -> None:
         del self._writings[writing.guest, writing.order.reader]
         self._by_request[writing.order.request].remove(writing)
         if not self._by_request[writing.order.request]:
@@ -344,3 +286,14 @@ class Writer:
     def _say(self, message: Message) -> None:
         if self._conn is not None:
             self._link.send(self._conn, message)
+
+
+def _stretch(
+    group: int, lent: Lent, span: tuple[int, int], blocks: Sequence[BlockId], sizes: tuple[int, int]
+) -> Stretch:
+    """Return what is to be written of a group between two tokens, and the blocks it is in, of our size and theirs."""
+    start, stop = max(lent.start, span[0]), min(lent.stop, span[1])
+    ours, theirs = sizes
+    first = lent.start // theirs
+    remote = lent.blocks[start // theirs - first : -(-stop // theirs) - first]
+    return Stretch(group, start, stop, remote, blocks[start // ours : -(-stop // ours)])

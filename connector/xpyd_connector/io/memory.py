@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 from xpyd_connector.core.ids import Address, ConnId, TransferId
 from xpyd_connector.core.messages import Message, RankInfo, Welcome, decode, encode
-from xpyd_connector.core.ports import Ended, Failed, Indices, LinkEvent, Lost, Met, Outcome, Received
+from xpyd_connector.core.plan import Spans
+from xpyd_connector.core.ports import Ended, Failed, LinkEvent, Lost, Met, Outcome, Received
 from xpyd_connector.errors import TransferError
 
-BLOCK_BYTES = 64
+BLOCK_BYTES = 64  # of a memory's every piece; its address is its number times this
 
 
 @dataclass(slots=True)
@@ -194,8 +195,7 @@ class MemoryLink:
 @dataclass(slots=True)
 class _Flight:
     memory: str
-    remote: Indices
-    local: Indices
+    spans: Spans
     writes: bool
     cancelled: bool = False
     landing: bool = False  # bytes are on their way that nobody can stop
@@ -224,13 +224,13 @@ class MemoryMover:
         """Forget a peer; its transfers fail."""
         self._peers.discard(handle)
 
-    def read(self, handle: str, remote: Indices, local: Indices) -> TransferId:
+    def read(self, handle: str, spans: Spans) -> TransferId:
         """Start copying theirs into ours."""
-        return self._post(_Flight(handle, remote, local, writes=False))
+        return self._post(_Flight(handle, spans, writes=False))
 
-    def write(self, handle: str, remote: Indices, local: Indices) -> TransferId:
+    def write(self, handle: str, spans: Spans) -> TransferId:
         """Start copying ours into theirs."""
-        return self._post(_Flight(handle, remote, local, writes=True))
+        return self._post(_Flight(handle, spans, writes=True))
 
     def _post(self, flight: _Flight) -> TransferId:
         number = next(self._numbers)
@@ -255,16 +255,25 @@ class MemoryMover:
                 ended.append(Ended(number, Outcome.FAILED, 0, 0, 0.0, "cancelled" if flight.cancelled else "peer gone"))
             elif self._network.reachable(flight.memory) and not self.stuck:
                 self._copy(flight)
-                size = len(flight.local)
-                ended.append(Ended(number, Outcome.MOVED, size * BLOCK_BYTES, size, 0.001, ""))
+                size = int(flight.spans[:, 2].sum())
+                ended.append(Ended(number, Outcome.MOVED, size, len(flight.spans), 0.001, ""))
         for end in ended:
             del self._flights[end.transfer]
         return ended
 
     def _copy(self, flight: _Flight) -> None:
         theirs, ours = self._network.memories[flight.memory], self._network.memories[self._memory]
-        for remote, local in zip(flight.remote, flight.local, strict=True):
+        for remote, local in pieces_of(flight.spans):
             if flight.writes:
                 theirs[remote] = ours[local]
             else:
                 ours[local] = theirs[remote]
+
+
+def pieces_of(spans: Spans) -> Iterator[tuple[int, int]]:
+    """Return the numbers of the pieces that a transfer copies: there, and here."""
+    for there, here, size in spans.tolist():
+        if there % BLOCK_BYTES or here % BLOCK_BYTES or size % BLOCK_BYTES:
+            raise TransferError(f"{size} bytes from {there} to {here}: this memory has pieces of {BLOCK_BYTES} bytes")
+        for offset in range(0, size, BLOCK_BYTES):
+            yield (there + offset) // BLOCK_BYTES, (here + offset) // BLOCK_BYTES

@@ -21,8 +21,9 @@ import numpy as np
 from nixl import _api as nixl_api
 
 from xpyd_connector.core.ids import TransferId
-from xpyd_connector.core.messages import RankInfo, Region
-from xpyd_connector.core.ports import Ended, Indices, Outcome
+from xpyd_connector.core.messages import RankInfo
+from xpyd_connector.core.plan import Spans
+from xpyd_connector.core.ports import Ended, Outcome
 from xpyd_connector.errors import TransferError
 
 _bindings = nixl_api.nixlBind
@@ -46,7 +47,6 @@ def make_agent(name: str, *, progress_delay_us: int) -> Any:
     config.useProgThread = True
     config.syncMode = strict.value
     config.pthrDelay = progress_delay_us
-    config.captureTelemetry = True
     agent.agent = _bindings.nixlAgent(name, config)
     try:
         agent.create_backend("UCX")
@@ -60,23 +60,25 @@ class _Flight:
     handle: Any
     remote: str
     posted_at: float
+    bytes: int
+    descriptors: int
+    posting: float  # s spent in NIXL until it was on its way
     cancelled: bool = False
 
 
 @dataclass(slots=True)
 class _Remote:
     info: RankInfo
-    descriptors: Any
     leaving: bool = False  # removed as soon as nothing is in flight
 
 
 class NixlMover:
     """Implements :class:`~xpyd_connector.core.ports.Mover`. One thread owns it after construction."""
 
-    def __init__(self, agent: Any, memory: str, device: int, regions: Sequence[Region]) -> None:
+    def __init__(self, agent: Any, memory: str, device: int) -> None:
         self._agent = agent
         self._memory = memory
-        self._local = _prepare(agent, "NIXL_INIT_AGENT", memory, device, regions)
+        self._device = device
         self._remotes: dict[str, _Remote] = {}
         self._numbers = map(TransferId, itertools.count(1))
         self._flights: dict[TransferId, _Flight] = {}
@@ -90,9 +92,9 @@ class NixlMover:
                 return name
         try:
             name = self._add(peer.agent)
-            self._remotes[name] = _Remote(peer, self._describe(name, peer))
         except NIXL_ERRORS as exc:
             raise TransferError(f"NIXL cannot use the peer's metadata: {exc}") from exc
+        self._remotes[name] = _Remote(peer)
         return name
 
     def _add(self, metadata: bytes) -> str:
@@ -101,13 +103,6 @@ class NixlMover:
         if name in self._remotes:
             raise TransferError(f"NIXL agent {name} is attached already, to another engine or with other memory")
         return name
-
-    def _describe(self, name: str, peer: RankInfo) -> Any:
-        try:
-            return _prepare(self._agent, name, peer.memory, peer.device, peer.regions)
-        except NIXL_ERRORS:
-            self._agent.remove_remote_agent(name)
-            raise
 
     def detach(self, handle: str) -> None:
         """Forget a remote rank, as soon as nothing of it can reach our memory any more."""
@@ -118,31 +113,41 @@ class NixlMover:
     def _remove_if_over(self, name: str) -> None:
         if not self._remotes[name].leaving or any(flight.remote == name for flight in self._flights.values()):
             return
-        remote = self._remotes.pop(name)
+        del self._remotes[name]
         with contextlib.suppress(*NIXL_ERRORS):  # the peer may be gone already: then there is nothing to close
-            self._agent.release_dlist_handle(remote.descriptors)
             self._agent.remove_remote_agent(name)
 
-    def read(self, handle: str, remote: Indices, local: Indices) -> TransferId:
+    def read(self, handle: str, spans: Spans) -> TransferId:
         """Post a READ."""
-        return self._post("READ", handle, remote, local)
+        return self._post("READ", handle, spans)
 
-    def write(self, handle: str, remote: Indices, local: Indices) -> TransferId:
+    def write(self, handle: str, spans: Spans) -> TransferId:
         """Post a WRITE. UCX flushes the connection before NIXL calls it done: the bytes are in the peer by then."""
-        return self._post("WRITE", handle, remote, local)
+        return self._post("WRITE", handle, spans)
 
-    def _post(self, operation: str, handle: str, remote: Indices, local: Indices) -> TransferId:
+    def _post(self, operation: str, handle: str, spans: Spans) -> TransferId:
+        start = time.monotonic()
+        theirs = self._remotes[handle].info
         try:
-            descriptors = self._remotes[handle].descriptors
-            xfer = self._agent.make_prepped_xfer(operation, self._local, local, descriptors, remote)
+            xfer = self._agent.initialize_xfer(
+                operation,
+                self._describe(spans[:, 1], spans[:, 2], self._memory, self._device),
+                self._describe(spans[:, 0], spans[:, 2], theirs.memory, theirs.device),
+                handle,
+            )
             state = self._agent.transfer(xfer)
         except NIXL_ERRORS as exc:
             raise TransferError(f"NIXL cannot start a {operation}: {exc}") from exc
-        number = next(self._numbers)
-        self._flights[number] = _Flight(xfer, handle, time.monotonic())
+        number, posting = next(self._numbers), time.monotonic() - start
+        self._flights[number] = _Flight(xfer, handle, start, int(spans[:, 2].sum()), len(spans), posting)
         if state == "ERR":
             self._end(number, Outcome.FAILED, f"the {operation} failed when it was posted")
         return number
+
+    def _describe(self, addresses: Any, sizes: Any, memory: str, device: int) -> Any:
+        rows = np.empty((len(addresses), 3), dtype=np.uint64)
+        rows[:, 0], rows[:, 1], rows[:, 2] = addresses, sizes, device
+        return self._agent.get_xfer_descs(rows, memory)
 
     def cancel(self, transfer: TransferId) -> None:
         """Give a transfer up: it ends as failed, but only when NIXL says that it is over."""
@@ -166,14 +171,11 @@ class NixlMover:
 
     def _end(self, number: TransferId, outcome: Outcome, reason: str) -> None:
         flight = self._flights.pop(number)
-        moved, count = 0, 0
-        if outcome is Outcome.MOVED:
-            with contextlib.suppress(*NIXL_ERRORS):  # no telemetry is no reason to fail a transfer
-                telemetry = self._agent.get_xfer_telemetry(flight.handle)
-                moved, count = int(telemetry.totalBytes), int(telemetry.descCount)
+        moved, count = (flight.bytes, flight.descriptors) if outcome is Outcome.MOVED else (0, 0)
         with contextlib.suppress(*NIXL_ERRORS):  # NIXL keeps what it cannot release and tries again at its end
             flight.handle.release()
-        self._ended.append(Ended(number, outcome, moved, count, time.monotonic() - flight.posted_at, reason))
+        seconds = time.monotonic() - flight.posted_at
+        self._ended.append(Ended(number, outcome, moved, count, seconds, reason, flight.posting))
         self._remove_if_over(flight.remote)
 
 
@@ -186,9 +188,3 @@ def register(agent: Any, memory: str, device: int, spans: Sequence[tuple[int, in
     except NIXL_ERRORS as exc:
         raise TransferError(f"NIXL cannot register the KV cache ({memory} of device {device}): {exc}") from exc
     return metadata
-
-
-def _prepare(agent: Any, name: str, memory: str, device: int, regions: Sequence[Region]) -> Any:
-    """Describe every block of every region, in the order :func:`xpyd_connector.core.plan.describe` counts them."""
-    rows = [(region.base, region.length, device, region.stride, region.count) for region in regions]
-    return agent.prep_xfer_dlist(name, np.array(rows, dtype=np.uint64), memory)

@@ -23,6 +23,7 @@ from vllm.v1.request import Request
 
 from xpyd_connector.core.tally import Report
 from xpyd_connector.shell.facts import fingerprint, read_facts
+from xpyd_connector.shell.interiors import interior_of
 from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake, StepMetadata
 from xpyd_connector.shell.scheduler import SchedulerSide
 from xpyd_connector.shell.stats import XpydPromMetrics, XpydStats
@@ -44,7 +45,7 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         facts, settings = read_facts(vllm_config, kv_cache_config)
-        self._settings = settings
+        self._settings, self._facts = settings, facts
         self._sides: list[SchedulerSide | WorkerSide] = []
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(facts, settings, find_door())
@@ -106,13 +107,13 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Lend or give back; vLLM may free its own hold on the blocks in any case."""
-        return False, self._scheduler.finished(request, block_ids)
+        return False, self._scheduler.finished(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As :meth:`request_finished`; there is one group."""
-        return False, self._scheduler.finished(request, block_ids[0])
+        """As :meth:`request_finished`, with the blocks of each KV cache group."""
+        return False, self._scheduler.finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
         """Ask for one more step when blocks wait to be freed, or workers for news."""
@@ -122,7 +123,14 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the cache with NIXL."""
-        self._worker.register(kv_caches, fingerprint(self._vllm_config, self._settings))
+        config = self._vllm_config
+        self._worker.register(
+            kv_caches, fingerprint(config, self._settings, self._facts), interior_of(config, self._facts.groups)
+        )
+
+    def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
+        """Remember how blocks are copied on this platform."""
+        self._worker.use_copy_operation(copy_operation)
 
     def get_handshake_metadata(self) -> RankHandshake | None:
         """Return what peers must know of this rank."""

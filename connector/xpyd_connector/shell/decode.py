@@ -9,16 +9,17 @@ from vllm.v1.request import Request
 from xpyd_connector.core.control import Control
 from xpyd_connector.core.ids import BlockId, RequestId
 from xpyd_connector.core.landings import Ticket
-from xpyd_connector.core.messages import MAX_ID
+from xpyd_connector.core.loads import Order, Result
+from xpyd_connector.core.messages import MAX_ID, Lent
 from xpyd_connector.core.offers import Booking, Offer, digest_prompt, read_booking, read_offer
-from xpyd_connector.core.plan import missing_blocks, missing_range
-from xpyd_connector.core.reader import Order, Result
+from xpyd_connector.core.plan import Stretch
 from xpyd_connector.errors import BadOffer
 from xpyd_connector.shell.facts import Facts
 from xpyd_connector.shell.metadata import StepMetadata
 
 Command: TypeAlias = Callable[[Control, float], None]
 Post: TypeAlias = Callable[[Command], None]
+Tables: TypeAlias = Sequence[Sequence[int]]  # a request's blocks, of each KV cache group
 
 
 class OtherPrompt(BadOffer):
@@ -32,7 +33,7 @@ class Decode(Protocol):
         """Read what the router carried here, or raise :exc:`~xpyd_connector.errors.BadOffer`."""
         ...
 
-    def start(self, request: Request, source: Offer | Booking, external: int, local: Sequence[int]) -> Sequence[int]:
+    def start(self, request: Request, source: Offer | Booking, external: int, local: Tables) -> Sequence[int]:
         """Have the last ``external`` tokens but one loaded; return the blocks they go to."""
         ...
 
@@ -63,31 +64,46 @@ class PullDecode:
         if request.abort_immediately:
             return offer  # vLLM rejected the real request; this one, with a made-up prompt, gives the blocks back
         _check(self._facts, request)
-        self._check_blocks(offer, request.num_prompt_tokens - 1)
+        self._check_blocks(offer, request.num_prompt_tokens)
         if offer.xpyd_prompt is not None and offer.xpyd_prompt != digest(request):
             # Nobody is told: the blocks may well be another request's, which still wants them.
             raise OtherPrompt(f"the offered KV ({offer.remote_request_id}) belongs to another prompt")
         return offer
 
-    def _check_blocks(self, offer: Offer, needed: int) -> None:
-        if len(offer.remote_block_ids) != 1:
-            raise BadOffer(f"{len(offer.remote_block_ids)} KV cache groups are offered, this engine has 1")
-        blocks = len(offer.remote_block_ids[0])
-        if offer.remote_num_tokens < needed or blocks * self._facts.block_size < needed:
-            raise BadOffer(
-                f"{offer.remote_num_tokens} tokens in {blocks} blocks are offered, {needed} tokens are needed"
-            )
+    def _check_blocks(self, offer: Offer, prompt: int) -> None:
+        groups, sizes = self._facts.groups, self._sizes(offer)
+        if len(offer.remote_block_ids) != len(groups) or len(sizes) != len(groups):
+            raise BadOffer(f"{len(offer.remote_block_ids)} KV cache groups are offered, this engine has {len(groups)}")
+        if offer.remote_num_tokens < prompt - 1:
+            raise BadOffer(f"{offer.remote_num_tokens} tokens are offered, {prompt - 1} are needed")
+        for number, group in enumerate(groups):
+            start, stop = group.lacking(prompt, prompt - 1)
+            held = offer.remote_block_ids[number][start // sizes[number] : -(-stop // sizes[number])]
+            if 0 in held or len(held) * sizes[number] < stop - start // sizes[number] * sizes[number]:
+                raise BadOffer(
+                    f"tokens {start} to {stop} are needed of KV cache group {number}, and not all are offered"
+                )
 
-    def start(self, request: Request, source: Offer | Booking, external: int, local: Sequence[int]) -> Sequence[int]:
+    def _sizes(self, offer: Offer) -> Sequence[int]:
+        """Return P's block sizes; one that does not say has ours."""
+        return offer.xpyd_block_sizes or [group.block_size for group in self._facts.groups]
+
+    def start(self, request: Request, source: Offer | Booking, external: int, local: Tables) -> Sequence[int]:
         """Order a read."""
         if not isinstance(source, Offer):
             raise TypeError(f"{type(source).__name__} is no offer")
-        own, remote = RequestId(request.request_id), source.remote_block_ids[0]
-        blocks = [BlockId(block) for block in local]
-        read, into = missing_blocks(request.num_prompt_tokens, external, self._facts.block_size, remote, blocks)
-        order = Order(own, source.remote_request_id, source.remote_engine_id, source.address, read, into)
-        self._orders.append(order)
-        return into
+        stretches: list[Stretch] = []
+        for number, (group, size) in enumerate(zip(self._facts.groups, self._sizes(source), strict=True)):
+            start, stop = group.lacking(request.num_prompt_tokens, external)
+            if start < stop:
+                remote = source.remote_block_ids[number][start // size : -(-stop // size)]
+                into = [BlockId(block) for block in local[number][group.blocks_of(start, stop)]]
+                stretches.append(Stretch(number, start, stop, remote, into))
+        own = RequestId(request.request_id)
+        self._orders.append(
+            Order(own, source.remote_request_id, source.remote_engine_id, source.address, tuple(stretches))
+        )
+        return [block for stretch in stretches for block in stretch.local]
 
     def abort(self, own: RequestId) -> None:
         """Nothing: the read ends by itself, and vLLM waits for that."""
@@ -118,14 +134,17 @@ class PushDecode:
             _check(self._facts, request)
         return booking
 
-    def start(self, request: Request, source: Offer | Booking, external: int, local: Sequence[int]) -> Sequence[int]:
+    def start(self, request: Request, source: Offer | Booking, external: int, local: Tables) -> Sequence[int]:
         """Lend blocks to the prefill engine."""
-        first, last = missing_range(request.num_prompt_tokens, external, self._facts.block_size)
-        into = [BlockId(block) for block in local[first:last]]
+        groups: list[Lent] = []
+        for group, blocks in zip(self._facts.groups, local, strict=True):
+            start, stop = group.lacking(request.num_prompt_tokens, external)
+            into = blocks[group.blocks_of(start, stop)] if start < stop else ()
+            groups.append(Lent(start, stop, tuple(BlockId(block) for block in into)))
         own, engine, prompt = RequestId(request.request_id), source.remote_engine_id, digest(request)
-        ticket = Ticket(own, source.remote_request_id, engine, source.address, prompt, first, into)
+        ticket = Ticket(own, source.remote_request_id, engine, source.address, prompt, tuple(groups))
         self._post(lambda control, now: control.landings.expect(ticket, now=now))
-        return into
+        return [block for lent in groups for block in lent.blocks]
 
     def abort(self, own: RequestId) -> None:
         """Have the prefill engine stop; vLLM keeps the blocks until it is told that the load has ended."""

@@ -1,18 +1,33 @@
 """What we need to know of an engine, read out of vLLM's configuration once."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
+from xpyd_connector.core.buffers import BUFFERS, is_staged
+from xpyd_connector.core.groups import CacheGroup
 from xpyd_connector.core.ids import Address, EngineId
 from xpyd_connector.core.messages import Fingerprint
 from xpyd_connector.errors import UnsupportedCache
 from xpyd_connector.settings import Settings, read_settings
+
+SUPPORTED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SlidingWindowMLASpec, ChunkedLocalAttentionSpec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +36,14 @@ class Facts:
 
     engine: EngineId
     address: Address  # of its side channel, this data-parallel rank's
-    block_size: int  # tokens
+    groups: tuple[CacheGroup, ...]
+    layers: Mapping[str, int]  # name -> its KV cache group
     blocks: int
+    all_heads: int  # KV heads of a layer over all ranks; 1 if every rank has the same (MLA)
     ranks: int  # tensor-parallel size
     lends: bool  # kv_role lets it hand KV over
     borrows: bool  # kv_role lets it take KV over
+    staging_blocks: int = 0  # of each KV cache group, in the host memory that KV goes through; 0: it does not
     steps_alone: bool = True  # no other engine waits for the end of our steps
 
 
@@ -38,14 +56,18 @@ def read_facts(config: VllmConfig, cache: KVCacheConfig) -> tuple[Facts, Setting
     transfer = config.kv_transfer_config
     settings = read_settings(transfer.kv_connector_extra_config, os.environ)
     _check_supported(config, cache)
+    model = config.model_config
     facts = Facts(
         engine=EngineId(transfer.engine_id),
         address=Address(settings.host, settings.port + config.parallel_config.data_parallel_index),
-        block_size=config.cache_config.block_size,
+        groups=tuple(_group(group.kv_cache_spec) for group in cache.kv_cache_groups),
+        layers={name: number for number, group in enumerate(cache.kv_cache_groups) for name in group.layer_names},
         blocks=cache.num_blocks,
+        all_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
         ranks=config.parallel_config.tensor_parallel_size,
         lends=transfer.is_kv_producer,
         borrows=transfer.is_kv_consumer,
+        staging_blocks=_staging_blocks(config, cache, settings),
         # Data-parallel ranks of a mixture of experts step together: one that waits for its KV would hold up all others.
         steps_alone=config.parallel_config.data_parallel_size == 1,
     )
@@ -54,11 +76,18 @@ def read_facts(config: VllmConfig, cache: KVCacheConfig) -> tuple[Facts, Setting
 
 def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
     parallel = config.parallel_config
-    if len(cache.kv_cache_groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in cache.kv_cache_groups)
-        raise UnsupportedCache(
-            f"this model has {len(cache.kv_cache_groups)} KV cache groups ({kinds}); one is supported"
-        )
+    for group in cache.kv_cache_groups:
+        for spec in _specs(group.kv_cache_spec):
+            if isinstance(spec, MambaSpec):
+                raise UnsupportedCache(
+                    f"layer {group.layer_names[0]} keeps a state instead of KV ({type(spec).__name__}); "
+                    "models with state-space layers cannot be served in two phases by this connector"
+                )
+            if type(spec) not in SUPPORTED or not group.enable_kv_transfer or group.host_resident:
+                kinds = ", ".join(kind.__name__ for kind in SUPPORTED)
+                raise UnsupportedCache(
+                    f"layer {group.layer_names[0]} has a KV cache of kind {type(spec).__name__}; supported are {kinds}"
+                )
     if parallel.pipeline_parallel_size != 1:
         raise UnsupportedCache(f"pipeline_parallel_size is {parallel.pipeline_parallel_size}; only 1 is supported")
     if parallel.decode_context_parallel_size != 1:
@@ -67,7 +96,31 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
         )
 
 
-def fingerprint(config: VllmConfig, settings: Settings) -> Fingerprint:
+def _staging_blocks(config: VllmConfig, cache: KVCacheConfig, settings: Settings) -> int:
+    device = current_platform.device_type
+    buffers = {**BUFFERS, **current_platform.get_nixl_supported_devices()}
+    if not is_staged(
+        device, config.kv_transfer_config.kv_buffer_device, host_staging=settings.host_staging, buffers=buffers
+    ):
+        return 0
+    smallest = min(group.kv_cache_spec.block_size for group in cache.kv_cache_groups)
+    return settings.staging_blocks or 2 * -(-config.model_config.max_model_len // smallest)
+
+
+def _specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
+    """Return the specs of a group's layers: several, if they differ in their sizes only."""
+    return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+
+
+def _group(spec: KVCacheSpec) -> CacheGroup:
+    one = _specs(spec)[0]
+    retained = getattr(one, "extra_retained_tokens", 0)
+    window = one.sliding_window + retained if isinstance(one, SlidingWindowSpec) else 0
+    chunk = one.attention_chunk_size if isinstance(one, ChunkedLocalAttentionSpec) else 0
+    return CacheGroup(spec.block_size, window, chunk)
+
+
+def fingerprint(config: VllmConfig, settings: Settings, facts: Facts) -> Fingerprint:
     """Return what peers compare; for a worker, once its layers exist (only they know their attention backend)."""
     model, parallel = config.model_config, config.parallel_config
     return Fingerprint(
@@ -78,15 +131,14 @@ def fingerprint(config: VllmConfig, settings: Settings) -> Fingerprint:
         layers=model.get_total_num_hidden_layers(),
         kv_heads=model.get_total_num_kv_heads(),
         head_size=model.get_head_size(),
-        block_size=config.cache_config.block_size,
-        layout=_layout(config.cache_config),
-        tensor_parallel=parallel.tensor_parallel_size,
+        groups=", ".join(_kind(group) for group in facts.groups),
         pipeline_parallel=parallel.pipeline_parallel_size,
         attention=",".join(sorted({backend.get_name() for backend in get_current_attn_backends(config)})),
         mode=settings.mode.value,
     )
 
 
-def _layout(cache_config: Any) -> str:
-    layout = cache_config.get_resolved_kv_cache_layout()
-    return str(getattr(layout, "name", layout))
+def _kind(group: CacheGroup) -> str:
+    if group.window:
+        return f"sliding window of {group.window}"
+    return f"chunks of {group.chunk}" if group.chunk else "full"

@@ -9,16 +9,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from xpyd_connector.core.ids import RequestId
+from xpyd_connector.core.loads import Order, Result
 from xpyd_connector.core.messages import Fingerprint, RankInfo
-from xpyd_connector.core.reader import Order, Result
-from xpyd_connector.core.writer import Gone, Piece
+from xpyd_connector.core.writings import Gone, Piece
 
 
 @dataclass
 class RankHandshake(KVConnectorHandshakeMetadata):
     """Worker to scheduler, once: what a peer must know of this rank."""
 
-    rank: RankInfo
+    rank: RankInfo  # what is read from it, or written by it
+    landing: RankInfo  # what is written into it
     fingerprint: Fingerprint
     token: bytes = b""  # what this worker proves itself with to its scheduler, in push
 

@@ -18,27 +18,32 @@ from vllm.v1.request import Request, RequestStatus
 
 from xpyd_connector.core.borrower import Borrower
 from xpyd_connector.core.control import Control
+from xpyd_connector.core.crew import Crew
 from xpyd_connector.core.greeting import Guest, Host
-from xpyd_connector.core.ids import RequestId
+from xpyd_connector.core.ids import BlockId, PartId, RequestId
 from xpyd_connector.core.landings import Landings
 from xpyd_connector.core.leases import LeaseBook, LeaseEvent, Released
 from xpyd_connector.core.lender import Lender
+from xpyd_connector.core.loads import LetGo, Result
 from xpyd_connector.core.messages import PROTOCOL, Welcome
 from xpyd_connector.core.offers import Booking, Offer, read_transfer
 from xpyd_connector.core.peers import PeerBook
 from xpyd_connector.core.pushes import Pushes
-from xpyd_connector.core.reader import LetGo, Result
+from xpyd_connector.core.slots import Slots
+from xpyd_connector.core.stagings import Stagings
 from xpyd_connector.core.tally import Report, Tally, merge
+from xpyd_connector.core.unpacking import Unpacking
 from xpyd_connector.errors import BadOffer
 from xpyd_connector.io.link import SocketLink
 from xpyd_connector.io.runner import Runner
 from xpyd_connector.settings import Granularity, Mode
-from xpyd_connector.shell.decode import Decode, OtherPrompt, PullDecode, PushDecode, digest
+from xpyd_connector.shell.decode import Decode, OtherPrompt, PullDecode, PushDecode, Tables, digest
 from xpyd_connector.shell.facts import Facts
 from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake, StepMetadata
 from xpyd_connector.shell.outbox import Outbox
 from xpyd_connector.shell.stats import XpydStats
 from xpyd_connector.shell.streams import Streams
+from xpyd_connector.shell.windows import NULL, Windows
 
 if TYPE_CHECKING:
     from xpyd_connector.settings import Settings
@@ -82,6 +87,7 @@ class SchedulerSide:
         self._lingering: dict[RequestId, _Lingering] = {}
         self._live: dict[str, Request] = {}
         self._gauges: dict[str, float] = {}
+        self._windows = Windows(facts.groups, lambda: self._block_pool)
         self._decode: Decode = PullDecode(facts, self._post)
         self._landed: PushDecode | None = None  # the same, in push
         self._streams: Streams | None = None  # only where KV is pushed
@@ -89,7 +95,7 @@ class SchedulerSide:
             self._decode = self._landed = PushDecode(facts, self._post)
         if settings.mode is Mode.PUSH and facts.lends:
             is_chunked = settings.push_granularity is Granularity.CHUNK
-            self._streams = Streams(block_size=facts.block_size, is_chunked=is_chunked)
+            self._streams = Streams(facts.groups, is_chunked=is_chunked)
 
     # ---- once, at start
 
@@ -106,9 +112,10 @@ class SchedulerSide:
         link = SocketLink(
             Guest(facts.engine, settings.secret), timeout=settings.handshake_timeout, threads=settings.handshake_threads
         )
-        if facts.lends:
+        unpacks = facts.borrows and facts.staging_blocks and settings.mode is Mode.PUSH  # its own workers call, too
+        if facts.lends or unpacks:
             link.listen(facts.address, Host(welcome, settings.secret))
-            logger.info("xpyd: engine %s lends KV at %s", facts.engine, facts.address)
+            logger.info("xpyd: engine %s listens at %s", facts.engine, facts.address)
         self._runner = Runner("xpyd-control", self._control(link, welcome, handshakes), link, self._after_turn)
         self._runner.start()
 
@@ -118,13 +125,31 @@ class SchedulerSide:
         leases = LeaseBook(duration=settings.kv_lease_duration, extension=settings.lease_extension)
         lender = Lender(link, leases, tally)
         borrower = Borrower(link, peers, tally, heartbeat_interval=settings.heartbeat_interval)
-        if settings.mode is Mode.PULL:
-            return Control(lender, borrower, peers, tally)
         tokens = {rank: handshake.token for rank, handshake in handshakes.items()}
-        timeout, ranks = settings.registration_timeout, welcome.ranks
+        room = [self._facts.staging_blocks] * len(self._facts.groups) if self._facts.staging_blocks else None
+        if settings.mode is Mode.PULL:
+            stagings = None
+            if room is not None and self._facts.lends:
+                crew, slots, patience = Crew(link, tokens), Slots[PartId](room), 2 * settings.transfer_timeout
+                stagings = Stagings(link, lender, tally, crew, slots, blocks=self._facts.blocks, patience=patience)
+            return Control(lender, borrower, peers, tally, stagings=stagings)
+        unpacking = None
+        if room is not None and self._facts.borrows:
+            unpacking = Unpacking(link, tally, Crew(link, tokens), Slots[RequestId](room))
+        timeout = settings.registration_timeout
         pushes = Pushes(link, lender, tally, tokens=tokens, patience=timeout)
-        landings = Landings(link, peers, borrower, tally, ranks, timeout=timeout, patience=settings.patience)
-        return Control(lender, borrower, peers, tally, pushes=pushes, landings=landings)
+        landings = Landings(
+            link,
+            peers,
+            borrower,
+            tally,
+            tuple(handshakes[rank].landing for rank in sorted(handshakes)),
+            timeout=timeout,
+            patience=settings.patience,
+            squeeze=settings.transfer_timeout,
+            unpacking=unpacking,
+        )
+        return Control(lender, borrower, peers, tally, pushes=pushes, landings=landings, unpacking=unpacking)
 
     def stop(self) -> None:
         """End the control thread and close the listener."""
@@ -188,8 +213,7 @@ class SchedulerSide:
             self._give_back(own)
             return
         borrowing.loading = True  # from here on it ends in after_step
-        (local,) = blocks.get_block_ids()
-        borrowing.into = self._decode.start(request, borrowing.source, external, local)
+        borrowing.into = self._decode.start(request, borrowing.source, external, blocks.get_block_ids())
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Hand this step's work to the workers."""
@@ -197,6 +221,7 @@ class SchedulerSide:
         if output.total_num_scheduled_tokens == 0 and self._may_nap():
             self._door.wait(LONGEST_NAP)
             self.free_released()
+        self._windows.step(output, self._live)
         metadata = self._decode.metadata(output)
         if self._streams is not None:
             metadata.pieces = self._streams.take_news(output)
@@ -243,7 +268,7 @@ class SchedulerSide:
 
     # ---- the end of a request, on either engine
 
-    def finished(self, request: Request, blocks: Sequence[int]) -> dict[str, Any] | None:
+    def finished(self, request: Request, blocks: Tables) -> dict[str, Any] | None:
         """Give back what was borrowed and not loaded; lend what was prefilled for others."""
         self.free_released()
         self._live.pop(request.request_id, None)
@@ -253,10 +278,16 @@ class SchedulerSide:
             self._decode.abort(own)  # its load ends in after_step
         elif borrowing is not None:
             self._give_back(own)
+        try:
+            return self._hand_over(request, self._windows.restore(request.request_id, blocks))
+        finally:
+            self._windows.release(request.request_id)
+
+    def _hand_over(self, request: Request, blocks: Tables) -> dict[str, Any] | None:
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_decode") or not self._facts.lends:
             return None
-        name = own if self._streams is None else self._streams.name_of(request)
+        name = RequestId(request.request_id) if self._streams is None else self._streams.name_of(request)
         if name is None:
             return None  # said why when it came
         has_kv = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
@@ -324,7 +355,7 @@ class SchedulerSide:
         report = merge([self._outbox.take_report(), self._tally.take(), changed])
         return XpydStats.of(report) if report else None
 
-    def _lend(self, request: Request, name: RequestId, blocks: Sequence[int]) -> dict[str, Any] | None:
+    def _lend(self, request: Request, name: RequestId, blocks: Tables) -> dict[str, Any] | None:
         """Keep a finished request's prompt blocks and return what D must know.
 
         The blocks are pinned in the pool instead of delaying their release (which would keep the engine stepping
@@ -334,26 +365,30 @@ class SchedulerSide:
             self._tally.count("leases_refused")
             logger.warning("xpyd: %s is not handed over: %d leases are held", request.request_id, len(self._held))
             return None
-        prompt = list(blocks[: -(-request.num_prompt_tokens // self._facts.block_size)])
-        self._held[name] = [self._block_pool.blocks[block] for block in prompt]
+        prompt = [
+            list(ids[group.blocks_of(0, request.num_prompt_tokens)])
+            for group, ids in zip(self._facts.groups, blocks, strict=True)
+        ]
+        self._held[name] = [self._block_pool.blocks[block] for ids in prompt for block in ids if block != NULL]
         self._block_pool.touch(self._held[name])
         self._post(lambda control, now: control.grant(name, now=now))
         if self._streams is not None:
             self._streams.finish(request, prompt)
         return self._offer(request, name, prompt).to_params()
 
-    def _offer(self, request: Request, name: RequestId, blocks: list[Any]) -> Offer:
+    def _offer(self, request: Request, name: RequestId, blocks: Tables) -> Offer:
         return Offer(
             remote_engine_id=self._facts.engine,
             remote_request_id=RequestId(request.request_id),
             remote_host=self._facts.address.host,
             remote_port=self._facts.address.port,
-            remote_block_ids=(tuple(blocks),),
+            remote_block_ids=tuple(tuple(BlockId(block) for block in ids) for ids in blocks),
             remote_num_tokens=request.num_computed_tokens,
             tp_size=self._facts.ranks,
             transfer_mode=self._settings.mode.value,
             xpyd_prompt=digest(request),
             transfer_id=name if self._streams is not None else None,
+            xpyd_block_sizes=tuple(group.block_size for group in self._facts.groups),
         )
 
     def _give_back(self, own: RequestId) -> None:

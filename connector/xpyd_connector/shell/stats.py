@@ -43,7 +43,9 @@ class XpydStats(KVConnectorStats):
             moved = sum(sample.bytes for sample in report.transfers)
             shown["transfers"] = len(report.transfers)
             shown["MB moved"] = round(moved / 1e6, 3)
+            shown["descriptors"] = sum(sample.descriptors for sample in report.transfers)
             shown["mean transfer ms"] = round(1e3 * seconds / len(report.transfers), 3)
+            shown["mean posting ms"] = round(1e3 * sum(s.posting for s in report.transfers) / len(report.transfers), 3)
         return shown
 
     def is_empty(self) -> bool:
@@ -62,6 +64,7 @@ class XpydPromMetrics(KVConnectorPromMetrics):
                 **COUNTERS,
                 "bytes_transferred": "Bytes of KV read (pull) or written (push).",
                 "descriptors": "Pieces of memory read or written.",
+                "posting_seconds": "Seconds spent on handing transfers to NIXL, before they were on their way.",
             }.items()
         }
         # mostrecent: with several API servers only the last value is true, not a sum over processes.
@@ -83,6 +86,7 @@ class XpydPromMetrics(KVConnectorPromMetrics):
         for sample in report.transfers:
             self._counters["bytes_transferred"][engine_idx].inc(sample.bytes)
             self._counters["descriptors"][engine_idx].inc(sample.descriptors)
+            self._counters["posting_seconds"][engine_idx].inc(sample.posting)
             self._seconds[engine_idx].observe(sample.seconds)
 
     def _make(self, kind: Any, name: str, text: str, **options: Any) -> Any:

@@ -1,31 +1,32 @@
 """Push, on a prefill engine's scheduler: which blocks of which prompt are computed, step by step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from xpyd_connector.core.groups import CacheGroup
 from xpyd_connector.core.ids import BlockId, RequestId
-from xpyd_connector.core.writer import Gone, Piece
+from xpyd_connector.core.writings import Gone, Piece
 
 
 @dataclass(slots=True)
 class _Stream:
-    """One prefill. ``announced`` blocks are known to the workers, as of this ``attempt``."""
+    """One prefill. So many blocks are ``announced`` to the workers, as of this ``attempt``."""
 
     request: Request
     name: RequestId  # of the transfer
     prompt: str | None
     attempt: int = 0
-    announced: int = 0
+    announced: list[int] = field(default_factory=list[int])  # of each KV cache group
 
 
 class Streams:
     """Everything runs on the engine thread. vLLM's own counters say what is computed."""
 
-    def __init__(self, *, block_size: int, is_chunked: bool) -> None:
-        self._block_size = block_size
+    def __init__(self, groups: Sequence[CacheGroup], *, is_chunked: bool) -> None:
+        self._groups = groups
         self._is_chunked = is_chunked
         self._streams: dict[str, _Stream] = {}  # by vLLM's id of the request
         self._news: list[Piece | Gone] = []  # that no step of the model will bring
@@ -45,10 +46,10 @@ class Streams:
         stream = self._streams.get(request.request_id)
         return stream.name if stream is not None else None
 
-    def finish(self, request: Request, blocks: Sequence[int]) -> None:
-        """The prompt is computed, and ``blocks`` are all of its blocks."""
+    def finish(self, request: Request, blocks: Sequence[Sequence[int]]) -> None:
+        """The prompt is computed, and ``blocks`` are all of its blocks, of each KV cache group."""
         stream = self._streams.pop(request.request_id)
-        self._news.append(self._piece(stream, blocks, last=True))
+        self._news.append(self._piece(stream, blocks, request.num_prompt_tokens, last=True))
 
     def abandon(self, request: Request) -> None:
         """The prefill ended without KV to hand over."""
@@ -75,15 +76,20 @@ class Streams:
             return pieces
         for own in output.num_scheduled_tokens.keys() & self._streams.keys():
             stream = self._streams[own]
-            complete = min(stream.request.num_computed_tokens, stream.request.num_prompt_tokens) // self._block_size
-            piece = self._piece(stream, state.resolve_block_ids(own)[0][:complete], last=False)
-            if piece.blocks:
+            computed = min(stream.request.num_computed_tokens, stream.request.num_prompt_tokens)
+            table = state.resolve_block_ids(own)
+            complete = [
+                blocks[: computed // group.block_size] for blocks, group in zip(table, self._groups, strict=True)
+            ]
+            piece = self._piece(stream, complete, computed, last=False)
+            if any(piece.groups):
                 pieces.append(piece)
         return pieces
 
-    def _piece(self, stream: _Stream, blocks: Sequence[int], *, last: bool) -> Piece:
-        if stream.attempt != stream.request.num_preemptions:
-            stream.attempt, stream.announced = stream.request.num_preemptions, 0  # its blocks were another's meanwhile
-        new = [BlockId(block) for block in blocks[stream.announced :]]
-        stream.announced += len(new)
-        return Piece(stream.name, stream.prompt, stream.attempt, new, last)
+    def _piece(self, stream: _Stream, blocks: Sequence[Sequence[int]], tokens: int, *, last: bool) -> Piece:
+        if stream.attempt != stream.request.num_preemptions or not stream.announced:
+            stream.attempt = stream.request.num_preemptions  # its blocks were another's meanwhile
+            stream.announced = [0] * len(self._groups)
+        new = [[BlockId(b) for b in each[known:]] for each, known in zip(blocks, stream.announced, strict=True)]
+        stream.announced = [known + len(each) for known, each in zip(stream.announced, new, strict=True)]
+        return Piece(stream.name, stream.prompt, stream.attempt, new, tokens, last)

@@ -6,7 +6,7 @@ Everything here runs on the forward thread and only touches queues; NIXL is the 
 import os
 import uuid
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -14,20 +14,28 @@ from vllm.logger import init_logger
 
 from xpyd_connector.core.greeting import Guest
 from xpyd_connector.core.ids import RequestId
-from xpyd_connector.core.messages import Fingerprint, RankInfo
+from xpyd_connector.core.loads import LetGo, Order, Result
+from xpyd_connector.core.messages import Attend, Fingerprint
 from xpyd_connector.core.peers import PeerBook
-from xpyd_connector.core.reader import LetGo, Order, Reader, Result
+from xpyd_connector.core.reader import Reader
+from xpyd_connector.core.shipping import ParcelId
+from xpyd_connector.core.slots import Slots
+from xpyd_connector.core.stager import Stager
+from xpyd_connector.core.staging import Staging
 from xpyd_connector.core.tally import Tally
-from xpyd_connector.core.writer import Gone, Piece, Writer
+from xpyd_connector.core.writer import Writer
+from xpyd_connector.core.writings import Gone, Piece
 from xpyd_connector.errors import ConnectorError
 from xpyd_connector.io.link import SocketLink
-from xpyd_connector.io.nixl import NixlMover, make_agent, register
+from xpyd_connector.io.nixl import NixlMover, make_agent
 from xpyd_connector.io.runner import Command, Runner
 from xpyd_connector.settings import Mode
-from xpyd_connector.shell.caches import describe_caches, place_of, spans_of
+from xpyd_connector.shell.caches import Interior
 from xpyd_connector.shell.facts import Facts
+from xpyd_connector.shell.memory import Half, Memory
 from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake, StepMetadata
 from xpyd_connector.shell.outbox import Outbox
+from xpyd_connector.shell.staging import CopyRows, StagingBuffer, ThreadCopier
 from xpyd_connector.shell.stats import XpydStats
 
 if TYPE_CHECKING:
@@ -47,9 +55,10 @@ class WorkerSide:
         self._settings = settings
         self._rank = rank
         self._handshake: RankHandshake | None = None  # absent until the cache exists
+        self._memory: Memory | None = None  # likewise
         self._runner: Runner[Reader] | None = None  # only where KV is read
         self._writer: Runner[Writer] | None = None  # only where KV is written
-        self._device: torch.device | None = None  # where the cache is, once it exists
+        self._others: list[Runner[Any] | ThreadCopier] = []  # what else is to be stopped at the end
         self._arrived: list[Result] = []
         self._outbox: Outbox[Result | LetGo] = Outbox()
         self._lingering = LingeringMetadata()  # news for the scheduler
@@ -57,24 +66,33 @@ class WorkerSide:
         self._loading: set[RequestId] = set()
         self._idle = False
 
-    def register(self, caches: Mapping[str, torch.Tensor], fingerprint: Fingerprint) -> None:
-        """Make the KV cache readable for peers, and start the transfer thread if this engine takes KV over."""
-        regions = describe_caches(caches, self._facts.blocks)
-        memory, device = place_of(caches)
+    def register(self, caches: Mapping[str, torch.Tensor], fingerprint: Fingerprint, interior: Interior) -> None:
+        """Make the KV cache, or a host buffer, reachable for peers, and start what this engine's role needs."""
         agent = make_agent(str(uuid.uuid4()), progress_delay_us=self._settings.progress_delay_us)
-        metadata = register(agent, memory, device, spans_of(caches))
-        own = RankInfo(self._rank, metadata, memory, device, regions)
-        self._handshake = RankHandshake(own, fingerprint, os.urandom(TOKEN_BYTES))
         self._agent = agent  # who only lets others read or write does nothing more with it, but it must live
-        self._device = next(iter(caches.values())).device
+        memory = self._memory = Memory(agent, self._facts, self._rank, caches, interior)
+        lending, borrowing = memory.lending, memory.borrowing
+        self._handshake = RankHandshake(lending.info, borrowing.info, fingerprint, os.urandom(TOKEN_BYTES))
         logger.info(
-            "xpyd: rank %d registered %d layers of %d blocks, %.3f GB of %s",
-            self._rank, len(regions), self._facts.blocks, sum(r.length * r.count for r in regions) / 1e9, memory,
+            "xpyd: rank %d registered %d layers of %d blocks, %.3f GB of %s%s",
+            self._rank, len(caches), lending.info.regions[0].blocks, memory.gigabytes, memory.kind,
+            " that KV goes through" if self._facts.staging_blocks else "",
         )  # fmt: skip
-        if self._settings.mode is Mode.PULL and self._facts.borrows:
-            self._start_reader(NixlMover(agent, memory, device, regions), own, fingerprint)
-        elif self._settings.mode is Mode.PUSH and self._facts.lends:
-            self._start_writer(NixlMover(agent, memory, device, regions), own, self._handshake.token)
+        mover = NixlMover(agent, memory.kind, memory.number)
+        pulls = self._settings.mode is Mode.PULL
+        if pulls and self._facts.borrows:
+            self._start_reader(mover, borrowing, fingerprint)
+        elif not pulls and self._facts.lends:
+            self._start_writer(mover, lending, self._handshake.token)
+        if pulls and self._facts.lends and lending.buffer is not None:
+            self._start_stager(lending.buffer, Attend(self._rank, self._handshake.token))
+        elif not pulls and self._facts.borrows and borrowing.buffer is not None:
+            self._start_stager(borrowing.buffer, Attend(self._rank, self._handshake.token, unpacks=True))
+
+    def use_copy_operation(self, copy_rows: CopyRows) -> None:
+        """Copy between device and host as vLLM does on this platform."""
+        if self._memory is not None:
+            self._memory.use(copy_rows)
 
     def handshake(self) -> RankHandshake | None:
         """Return what peers must know of this rank."""
@@ -97,7 +115,7 @@ class WorkerSide:
         if self._writer is None:
             raise ConnectorError("KV is to be pushed by an engine that lends none")
         ready: Ready | None = None
-        if self._device is not None and self._device.type == "cuda":
+        if self._memory is not None and self._memory.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()  # behind the kernels of the steps before this one
             ready = event.query
@@ -143,24 +161,43 @@ class WorkerSide:
 
     def stop(self) -> None:
         """End the transfer thread."""
-        for runner in (self._runner, self._writer):
+        for runner in (self._runner, self._writer, *self._others):
             if runner is not None:
                 runner.stop()
 
-    def _start_reader(self, mover: NixlMover, own: RankInfo, fingerprint: Fingerprint) -> None:
+    def _start_reader(self, mover: NixlMover, half: Half, fingerprint: Fingerprint) -> None:
         settings, link = self._settings, self._link()
         peers = PeerBook(link, fingerprint, self._tally, retry_after=settings.retry_after)
-        reader = Reader(
-            link, mover, peers, self._tally, own, ranks=self._facts.ranks, timeout=settings.transfer_timeout
-        )
+        staging: Staging[RequestId] | None = None
+        if half.buffer is not None:
+            staging = Staging(Slots[RequestId](half.buffer.slots), self._copier(half.buffer, link))
+        reader = Reader(link, mover, peers, self._tally, half.info, timeout=settings.transfer_timeout, staging=staging)
         self._runner = Runner("xpyd-transfer", reader, link, self._after_turn)
         self._runner.start()
 
-    def _start_writer(self, mover: NixlMover, own: RankInfo, token: bytes) -> None:
-        link, timeout = self._link(), self._settings.transfer_timeout
-        writer = Writer(link, mover, self._tally, own, home=self._facts.address, token=token, timeout=timeout)
+    def _start_writer(self, mover: NixlMover, half: Half, token: bytes) -> None:
+        link, timeout, home = self._link(), self._settings.transfer_timeout, self._facts.address
+        staging: Staging[ParcelId] | None = None
+        if half.buffer is not None:
+            staging = Staging(Slots[ParcelId](half.buffer.slots), self._copier(half.buffer, link))
+        writer = Writer(link, mover, self._tally, half.info, home=home, token=token, timeout=timeout, staging=staging)
         self._writer = Runner("xpyd-transfer", writer, link, lambda _: self._outbox.put((), self._tally.take()))
         self._writer.start()
+
+    def _start_stager(self, buffer: StagingBuffer, attend: Attend) -> None:
+        link, tally = self._link(), Tally()
+        stager = Stager(link, self._copier(buffer, link), tally, home=self._facts.address, attend=attend)
+        runner = Runner("xpyd-stager", stager, link, lambda _: self._outbox.put((), tally.take()))
+        self._others.append(runner)
+        runner.start()
+
+    def _copier(self, buffer: StagingBuffer, link: SocketLink) -> ThreadCopier:
+        if self._memory is None:
+            raise RuntimeError("copies need the cache to be registered first")
+        copier = self._memory.copier(buffer, link.wake)
+        self._others.append(copier)
+        copier.start()
+        return copier
 
     def _link(self) -> SocketLink:
         settings = self._settings

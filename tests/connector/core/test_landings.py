@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from support.engines import FINGERPRINT, LEASE, rank_info
+from support.engines import FINGERPRINT, LEASE, lent, rank_info
 from support.push_engines import PATIENCE, WAIT
 from xpyd_connector.core.borrower import Borrower
-from xpyd_connector.core.ids import Address, BlockId, ConnId, EngineId, RequestId
+from xpyd_connector.core.ids import Address, ConnId, EngineId, RequestId
 from xpyd_connector.core.landings import (
     LONG_QUARANTINE,
     QUARANTINE,
@@ -18,6 +18,7 @@ from xpyd_connector.core.landings import (
     Ticket,
     _Landing,
 )
+from xpyd_connector.core.loads import LetGo, Result
 from xpyd_connector.core.messages import (
     PROTOCOL,
     Alive,
@@ -35,13 +36,12 @@ from xpyd_connector.core.messages import (
 from xpyd_connector.core.offers import Booking
 from xpyd_connector.core.peers import PeerBook
 from xpyd_connector.core.ports import Failed, Lost, Met, Received
-from xpyd_connector.core.reader import LetGo, Result
 from xpyd_connector.core.tally import Tally
 from xpyd_connector.errors import IllegalTransition
 
 P, ADDRESS = EngineId("p0"), Address("10.0.0.1", 5600)
 A, B, T = RequestId("d-a"), RequestId("d-b"), RequestId("t")
-RANKS = [rank_info("d/0"), rank_info("d/1", rank=1)]
+RANKS = [rank_info("d/0", ranks=2), rank_info("d/1", rank=1, ranks=2)]
 
 
 class Link:
@@ -73,7 +73,7 @@ class Desk:
 
     def expect(self, request=A, engine=P, blocks=(4, 5)):
         self.borrower.want(request, Booking(engine, *ADDRESS, T, T), now=self.now)
-        ticket = Ticket(request, T, engine, ADDRESS, "digest", 2, [BlockId(block) for block in blocks])
+        ticket = Ticket(request, T, engine, ADDRESS, "digest", lent(2, blocks))
         self.landings.expect(ticket, now=self.now)
 
     @property
@@ -127,7 +127,7 @@ def desk():
 @pytest.mark.parametrize(("before", "event"), list(itertools.product(LandingState, LandingEvent)))
 def test_every_cell_of_the_table(before, event):
     """What is not in the table is a bug and says so."""
-    landing = _Landing(Ticket(A, T, P, ADDRESS, None, 0, ()), 0.0, before)
+    landing = _Landing(Ticket(A, T, P, ADDRESS, None, ()), 0.0, before)
     if event in TRANSITIONS[before]:
         landing.on(event)
         assert landing.state is TRANSITIONS[before][event]
@@ -147,7 +147,7 @@ def test_p_hears_of_every_rank_before_it_hears_of_a_request():
     desk.meet()
 
     assert desk.said() == [
-        Renew((T,)), Memory(RANKS[0]), Memory(RANKS[1]), Register(A, T, "digest", 2, (BlockId(4), BlockId(5))),
+        Renew((T,)), Memory(RANKS[0]), Memory(RANKS[1]), Register(A, T, "digest", lent(2, (4, 5))),
     ]  # fmt: skip
 
 
@@ -155,7 +155,7 @@ def test_an_engine_that_is_known_hears_of_the_next_request_at_once(desk):
     """And its ranks' memory is not told twice."""
     desk.expect(B, blocks=(7,))
 
-    assert desk.said() == [Renew((T,)), Register(B, T, "digest", 2, (BlockId(7),))]
+    assert desk.said() == [Renew((T,)), Register(B, T, "digest", lent(2, (7,)))]
 
 
 def test_a_request_is_registered_once(desk):

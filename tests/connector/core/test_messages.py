@@ -9,13 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.engines import FINGERPRINT, changed, rank_info
-from xpyd_connector.core.ids import BlockId, ConnId, EngineId, RequestId
+from xpyd_connector.core.ids import BlockId, ConnId, EngineId, PartId, RequestId
 from xpyd_connector.core.messages import (
     MAX_BLOCKS,
     MAX_DIGEST,
     MAX_FRAME,
+    MAX_GROUPS,
     MAX_ID,
     MAX_IDS,
+    MAX_PART,
+    MAX_PROMPT,
     MAX_RANKS,
     MAX_REASON,
     MAX_STRANGER,
@@ -27,6 +30,9 @@ from xpyd_connector.core.messages import (
     Cease,
     Ceased,
     Challenge,
+    CopyEnded,
+    CopyIn,
+    CopyOut,
     Departed,
     Done,
     Drop,
@@ -34,15 +40,19 @@ from xpyd_connector.core.messages import (
     Hello,
     Landed,
     Lapsed,
+    Lent,
     Memory,
     Message,
     Refusal,
     Register,
     Renew,
+    Stage,
+    Staged,
     Stalled,
     Stop,
     Stopped,
     Stuck,
+    Unstaged,
     Welcome,
     Written,
     decode,
@@ -52,7 +62,7 @@ from xpyd_connector.errors import ProtocolViolation
 
 ID = RequestId("cmpl-5f0c-0-1a2b3c4d")
 WELCOME = Welcome(PROTOCOL, EngineId("p0"), FINGERPRINT, (rank_info("p0"), rank_info("p0", rank=1)))
-REGISTER = Register(ID, RequestId("t-1"), "digest", 3, (BlockId(7), BlockId(0)))
+REGISTER = Register(ID, RequestId("t-1"), "digest", (Lent(12, 20, (BlockId(7), BlockId(9))),))
 EXAMPLES = [
     Challenge(b"\0" * 32),
     Hello(PROTOCOL, EngineId("d0"), b"proof"),
@@ -78,6 +88,12 @@ EXAMPLES = [
     Written(ConnId(3), ID),
     Ceased(ConnId(3), ID, "why"),
     Stalled(ConnId(3), ID, "why"),
+    Stage(RequestId("p"), ID, 1, 2, 3, ((BlockId(7), BlockId(9)), ())),
+    Staged(ID, 3, ((BlockId(1), BlockId(2)), ())),
+    Unstaged(ID, 3, "why"),
+    CopyOut(PartId(1), ((BlockId(7),), ()), ((BlockId(1),), ())),
+    CopyIn(PartId(2), ((BlockId(1),), ()), ((BlockId(7),), ())),
+    CopyEnded(PartId(2), ""),
 ]
 
 
@@ -113,6 +129,16 @@ def packed(kind, **fields):
     return msgspec.msgpack.encode({"type": kind, **fields})
 
 
+LENT = {"start": 0, "stop": 4, "blocks": [1]}
+
+
+def test_the_registration_that_is_spoilt_below_is_sound():
+    """Otherwise it would be refused for another reason."""
+    data = packed("register", reader="d", request="t", prompt=None, groups=[LENT])
+
+    assert decode(data) == Register(RequestId("d"), RequestId("t"), None, (Lent(0, 4, (BlockId(1),)),))
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -126,13 +152,20 @@ def packed(kind, **fields):
         packed("done", request="a", reader="d", rank=2**63, ranks=2**64 - 1),
         packed("renew", requests=["a"] * (MAX_IDS + 1)),
         packed("drop", requests=[1]),
-        packed("register", reader="d", request="t", prompt=None, first=0, blocks=[]),
-        packed("register", reader="d", request="t", prompt=None, first=-1, blocks=[1]),
-        packed("register", reader="d", request="t", prompt=None, first=MAX_BLOCKS + 1, blocks=[1]),
-        packed("register", reader="d", request="t", prompt=None, first=0, blocks=[-1]),
-        packed("register", reader="d", request="t", prompt=None, first=0, blocks=[MAX_BLOCKS]),
-        packed("register", reader="d", request="t", prompt="x" * (MAX_DIGEST + 1), first=0, blocks=[1]),
-        packed("register", reader="d" * (MAX_ID + 1), request="t", prompt=None, first=0, blocks=[1]),
+        packed("register", reader="d", request="t", prompt=None, groups=[]),
+        packed("register", reader="d", request="t", prompt=None, groups=[LENT] * (MAX_GROUPS + 1)),
+        packed("register", reader="d", request="t", prompt=None, groups=[{**LENT, "start": -1}]),
+        packed("register", reader="d", request="t", prompt=None, groups=[{**LENT, "stop": MAX_PROMPT + 1}]),
+        packed("register", reader="d", request="t", prompt=None, groups=[{**LENT, "blocks": [-1]}]),
+        packed("register", reader="d", request="t", prompt=None, groups=[{**LENT, "blocks": [MAX_BLOCKS]}]),
+        packed("register", reader="d", request="t", prompt="x" * (MAX_DIGEST + 1), groups=[LENT]),
+        packed("register", reader="d" * (MAX_ID + 1), request="t", prompt=None, groups=[LENT]),
+        packed("stage", request="t", reader="d", rank=0, ranks=0, part=0, groups=[[1]]),
+        packed("stage", request="t", reader="d", rank=0, ranks=1, part=-1, groups=[[1]]),
+        packed("stage", request="t", reader="d", rank=0, ranks=1, part=0, groups=[]),
+        packed("stage", request="t", reader="d", rank=0, ranks=1, part=0, groups=[[1] * (MAX_PART + 1)]),
+        packed("stage", request="t", reader="d", rank=0, ranks=1, part=0, groups=[[1]] * (MAX_GROUPS + 1)),
+        packed("copy_ended", number=2**63, reason=""),
         packed("landed", reader="d", held="yes"),
         packed("stop", readers=["d"] * (MAX_IDS + 1)),
         packed("stopped", reader="d", reason="x" * (MAX_REASON + 1)),
@@ -141,7 +174,7 @@ def packed(kind, **fields):
         packed("written", guest="1", reader="d"),
         packed("tomorrow"),
     ],
-    ids=lambda data: repr(data[:60]),
+    ids=lambda data: repr(data[:30] + data[-30:]),
 )
 def test_hostile_messages_are_violations(data):
     """Each of these would raise something else, or fill a table, further in."""
@@ -156,9 +189,20 @@ def test_hostile_messages_are_violations(data):
         {"device": -1},
         {"device": 2**40},
         {"rank": -1},
+        {"ranks": 0},
+        {"ranks": MAX_RANKS + 1},
         {"regions": ()},
         {"regions": (changed(rank_info("p0").regions[0], base=-1),)},
-        {"regions": (changed(rank_info("p0").regions[0], length=0),)},
+        {"regions": (changed(rank_info("p0").regions[0], width=0),)},
+        {"regions": (changed(rank_info("p0").regions[0], heads=0),)},
+        {"regions": (changed(rank_info("p0").regions[0], tokens=0),)},
+        {"regions": (changed(rank_info("p0").regions[0], rows=0),)},
+        {"regions": (changed(rank_info("p0").regions[0], parts=0),)},
+        {"regions": (changed(rank_info("p0").regions[0], parts=2**40),)},
+        {"regions": (changed(rank_info("p0").regions[0], part_stride=-1),)},
+        {"regions": (changed(rank_info("p0").regions[0], row_stride=-1),)},
+        {"regions": (changed(rank_info("p0").regions[0], group=MAX_GROUPS),)},
+        {"regions": (changed(rank_info("p0").regions[0], all_heads=0),)},
         {"regions": (changed(rank_info("p0").regions[0], count=0),)},
         {"regions": (changed(rank_info("p0").regions[0], count=MAX_BLOCKS + 1),)},
     ],
@@ -179,6 +223,16 @@ def test_the_longest_heartbeat_fits_into_a_frame():
     for kind in (Renew, Lapsed, Drop, Stop):
         assert len(encode(kind((longest,) * MAX_IDS))) <= MAX_FRAME
     assert len(encode(Done(longest, longest, MAX_RANKS - 1, MAX_RANKS))) <= MAX_FRAME
+
+
+def test_the_largest_part_fits_into_a_frame():
+    """Staging would otherwise end with the connection."""
+    longest, blocks = RequestId("\U0001f600" * MAX_ID), ((BlockId(MAX_BLOCKS - 1),) * MAX_PART,) * MAX_GROUPS
+
+    assert len(encode(CopyOut(PartId(2**63 - 1), blocks, blocks))) <= MAX_FRAME
+    assert len(encode(CopyIn(PartId(2**63 - 1), blocks, blocks))) <= MAX_FRAME
+    assert len(encode(Stage(longest, longest, MAX_RANKS - 1, MAX_RANKS, MAX_BLOCKS, blocks))) <= MAX_FRAME
+    assert len(encode(Staged(longest, MAX_BLOCKS, blocks))) <= MAX_FRAME
 
 
 def test_an_ordinary_hello_fits_into_what_a_stranger_may_say():

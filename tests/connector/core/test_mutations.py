@@ -7,14 +7,16 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from support.engines import LEASE, TIMEOUT, World
+from support.engines import LEASE, TIMEOUT, World, right
 from support.pair_machine import PairMachine
 from xpyd_connector.core.borrower import Borrower
 from xpyd_connector.core.leases import LeaseBook, LeaseEvent
 from xpyd_connector.core.lender import Lender
+from xpyd_connector.core.loads import Result
 from xpyd_connector.core.peers import PeerBook, PeerState
 from xpyd_connector.core.ports import Lost
-from xpyd_connector.core.reader import Reader, Result
+from xpyd_connector.core.reach import Reached
+from xpyd_connector.core.reader import Reader
 from xpyd_connector.errors import IllegalTransition
 
 SEARCH = settings(
@@ -78,6 +80,21 @@ def a_load_that_is_given_up_is_not_started_again():
     world.run(seconds=TIMEOUT)
     world.load(world.lend("b"), "b")
     world.run()
+
+
+def a_load_is_read_from_every_rank():
+    world = World(p={"ranks": 2, "heads": 2}, d={"heads": 2})
+    into = world.load(world.lend())
+    world.run()
+    assert world.bytes_of(into) == [right("p-a", number, head) for number in range(3) for head in range(2)]
+
+
+def a_load_waits_for_every_rank():
+    world = World(p={"ranks": 2, "heads": 2}, d={"heads": 2})
+    world.network.cut(world.p.other_links[0], is_cut=True)
+    world.load(world.lend())
+    world.run()
+    assert world.d.result("d-a") is None
 
 
 def drop_the_heartbeat(patch):
@@ -152,13 +169,13 @@ def _peer_changed_without_states(self, peer, now):
         self._attach(peer, now)
     for load in loads:
         if peer.state is PeerState.MET:
-            self._start(load)
+            self._begin(load, now)
         elif peer.state is PeerState.REFUSED:
             self._fail(load, "loads_failed_handshake", peer.reason)
         else:
             self._give_up(load, "loads_failed_peer", peer.reason)
     if peer is not None and peer.state is PeerState.GONE:
-        self._detach(peer.engine)
+        self._reach.detach(peer.engine)
 
 
 def read_from_whoever_answers(patch):
@@ -168,6 +185,23 @@ def read_from_whoever_answers(patch):
 
 def keep_what_nobody_wants(patch):
     patch.setattr(Borrower, "settle", lambda self, request, engine: None)
+
+
+def read_from_one_rank_only(patch):
+    """Take the first rank of an engine for the whole."""
+    whole = Reached.spans
+    patch.setattr(Reached, "spans", lambda self, stretches: whole(self, stretches)[:1])
+
+
+def call_a_load_read_when_its_first_read_is(patch):
+    """Forget that several ranks are read."""
+
+    def ended(self, ended, now):
+        self._by_flight[ended.transfer].flights.intersection_update({ended.transfer})
+        whole(self, ended, now)
+
+    whole = Reader._ended
+    patch.setattr(Reader, "_ended", ended)
 
 
 MUTANTS = [
@@ -183,6 +217,8 @@ MUTANTS = [
     (start_again_what_is_given_up, a_load_that_is_given_up_is_not_started_again),
     (read_from_whoever_answers, any_order_of_events),
     (keep_what_nobody_wants, any_order_of_events),
+    (read_from_one_rank_only, a_load_is_read_from_every_rank),
+    (call_a_load_read_when_its_first_read_is, a_load_waits_for_every_rank),
 ]
 SCENARIOS = [scenario for _, scenario in MUTANTS if scenario is not any_order_of_events]
 

@@ -8,14 +8,15 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from support.engines import BLOCKS, LEASE
-from support.push_engines import PushWorld, right_bytes
+from support.push_engines import PushWorld
 from support.push_machine import PushMachine
 from xpyd_connector.core import landings
 from xpyd_connector.core.landings import Landings
 from xpyd_connector.core.lender import Lender
+from xpyd_connector.core.loads import Result
 from xpyd_connector.core.messages import Assign, Stopped
 from xpyd_connector.core.pushes import Pushes
-from xpyd_connector.core.reader import Result
+from xpyd_connector.core.shipping import Shipping
 from xpyd_connector.core.writer import Writer
 from xpyd_connector.errors import IllegalTransition
 
@@ -36,7 +37,7 @@ def hang(world, *, hangs=True, clings=False):
 
 def check(world, into, request="d-a"):
     assert world.d.result(request).failure == ""
-    assert world.d.bytes_of(into) == right_bytes("t", range(len(into)), world.ranks)
+    assert world.d.bytes_of(into) == world.right_bytes("t", range(len(into)))
 
 
 def a_preempted_prefill_is_written_anew():
@@ -200,6 +201,14 @@ def a_decode_engine_that_leaves_is_not_written_to():
     world.run()
 
 
+def every_rank_there_is_written_to():
+    world = PushWorld(ranks=1, d_ranks=2)
+    into = world.expect()
+    world.prefill()
+    world.run()
+    check(world, into)
+
+
 def complete_before_the_source_is(patch):
     accept = Writer._accept
 
@@ -207,8 +216,7 @@ def complete_before_the_source_is(patch):
         accept(self, piece, now)
         source = self._sources[piece.request]
         for writing in list(self._by_request.get(piece.request, ())):
-            wanted = writing.order.first + len(writing.order.blocks)
-            source.complete = source.complete or len(source.blocks) >= wanted
+            source.complete = source.complete or source.tokens >= writing.order.groups[0].stop
 
     patch.setattr(Writer, "_accept", hasty)
 
@@ -219,7 +227,7 @@ def do_not_wait_for_the_old_attempts_flights(patch):
     def hasty(self, writing, now):
         source = self._sources.get(writing.order.request)
         if source is not None and writing.attempt != source.attempt:
-            writing.attempt, writing.sent = source.attempt, writing.order.first
+            writing.attempt, writing.sent = source.attempt, 0
         pump(self, writing, now)
 
     patch.setattr(Writer, "_pump", hasty)
@@ -308,6 +316,12 @@ def keep_writing_to_who_left(patch):
     )  # fmt: skip
 
 
+def write_to_one_rank_only(patch):
+    """Take the first rank of a decode engine for the whole."""
+    send = Shipping.send
+    patch.setattr(Shipping, "send", lambda self, ways, stretches, *, now: send(self, ways[:1], stretches, now=now))
+
+
 MUTANTS = [
     (complete_before_the_source_is, a_preempted_prefill_is_written_anew),
     (do_not_wait_for_the_old_attempts_flights, a_slow_first_attempt_does_not_overtake_the_second),
@@ -325,6 +339,7 @@ MUTANTS = [
     (keep_writing_to_who_left, a_decode_engine_that_leaves_is_not_written_to),
     (free_without_waiting_for_stopped, any_order_of_events),
     (ignore_one_rank, any_order_of_events),
+    (write_to_one_rank_only, every_rank_there_is_written_to),
 ]
 SCENARIOS = list(dict.fromkeys(scenario for _, scenario in MUTANTS if scenario is not any_order_of_events))
 

@@ -3,19 +3,28 @@
 import pytest
 
 from support.engines import BLOCKS, LEASE
-from support.push_engines import PATIENCE, STRAYS, WAIT, WRITE, PushWorld, right_bytes
+from support.push_engines import PATIENCE, STRAYS, WAIT, WRITE, PushWorld
 from support.push_machine import nothing_is_left
 from xpyd_connector.core.landings import LONG_QUARANTINE
 from xpyd_connector.core.ports import Lost
 
+SHAPES = {  # ranks of P and of D, KV heads
+    "one rank": (1, 1, 1),
+    "two ranks": (2, 2, 2),
+    "two to one": (2, 1, 2),
+    "one to two": (1, 2, 2),
+    "replicated": (2, 1, 1),  # one of P's ranks has nothing to write
+}
 
-@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+
+@pytest.fixture(params=SHAPES.values(), ids=SHAPES)
 def world(request):
-    return PushWorld(ranks=request.param)
+    ranks, d_ranks, heads = request.param
+    return PushWorld(ranks=ranks, d_ranks=d_ranks, heads=heads)
 
 
 def has_landed(world, into, request="d-a", name="t", first=0):
-    right = right_bytes(name, range(first, first + len(into)), world.ranks)
+    right = world.right_bytes(name, range(first, first + len(into)))
     return world.d.result(request) is not None and not world.d.result(request).failure and (
         world.d.bytes_of(into) == right
     )  # fmt: skip
@@ -54,7 +63,7 @@ def test_blocks_arrive_while_the_rest_is_computed(world):
     world.prefill(chunk=2)
     world.prefill(chunk=1)
     world.run()
-    assert world.d.bytes_of(into[:2]) == right_bytes("t", range(2), world.ranks)
+    assert world.d.bytes_of(into[:2]) == world.right_bytes("t", range(2))
     assert world.d.result("d-a") is None
     world.prefill()
     world.run()
@@ -215,7 +224,7 @@ def test_a_dead_prefill_engine_fails_the_request_at_once_and_its_bytes_hit_nobod
     for _ in range(STRAYS):
         world.round()
     assert world.strays == []
-    assert world.d.bytes_of(into) == right_bytes("t", range(3), world.ranks)
+    assert world.d.bytes_of(into) == world.right_bytes("t", range(3))
     world.run(seconds=30)
 
     assert len(world.d.free) == BLOCKS

@@ -21,6 +21,7 @@ from xpyd_connector.core.messages import (
     Drop,
     Landed,
     Lapsed,
+    Lent,
     Memory,
     Register,
     Renew,
@@ -85,10 +86,10 @@ class Desk:
             self.hear((W0, W1)[rank], Attend(rank, TOKENS[rank]))
 
     def introduce(self, conn=D, name="d"):
-        self.hear(conn, *(Memory(rank_info(f"{name}/{rank}", rank=rank)) for rank in TOKENS))
+        self.hear(conn, *(Memory(rank_info(f"{name}/{rank}", rank=rank, ranks=2)) for rank in TOKENS))
 
     def register(self, conn=D, reader=R, request=T):
-        order = Register(RequestId(reader), RequestId(request), "digest", 0, (BlockId(1),))
+        order = Register(RequestId(reader), RequestId(request), "digest", (Lent(0, 4, (BlockId(1),)),))
         self.hear(conn, order)
         return order
 
@@ -119,7 +120,7 @@ def desk():
 @pytest.mark.parametrize(("before", "event"), list(itertools.product(PushState, PushEvent)))
 def test_every_cell_of_the_table(before, event):
     """What is not in the table is a bug and says so."""
-    push = _Push(D, Register(R, T, None, 0, (BlockId(1),)), set(), before)
+    push = _Push(D, Register(R, T, None, (Lent(0, 4, (BlockId(1),)),)), set(), before)
     if event in TRANSITIONS[before]:
         push.on(event)
         assert push.state is TRANSITIONS[before][event]
@@ -355,7 +356,7 @@ def test_a_decode_engine_that_leaves_is_forgotten_and_the_workers_are_told(desk)
 def test_a_registration_without_the_memory_of_all_ranks_is_refused(desk):
     """A rank that nobody introduced could not be written to."""
     desk.register(ELSE)
-    desk.hear(ELSE, Memory(rank_info("e/0")))
+    desk.hear(ELSE, Memory(rank_info("e/0", ranks=2)))
     desk.register(ELSE)
 
     assert desk.said(ELSE) == [Stopped(R, "the memory of the decode engine's ranks is not known")] * 2
@@ -363,9 +364,10 @@ def test_a_registration_without_the_memory_of_all_ranks_is_refused(desk):
 
 def test_a_memory_of_a_rank_that_we_do_not_have_or_a_second_one_is_ignored(desk):
     """The workers know the first one, and may be writing there."""
-    desk.hear(D, Memory(rank_info("d/7", rank=7)), Memory(rank_info("other", rank=0)), Memory(rank_info("d/0")))
+    own = rank_info("d/0", ranks=2)
+    desk.hear(D, Memory(rank_info("d/7", rank=7, ranks=2)), Memory(rank_info("other", ranks=2)), Memory(own))
 
-    assert desk.said() == [(W0, Arrived(D, rank_info("d/0")))]
+    assert desk.said() == [(W0, Arrived(D, own)), (W1, Arrived(D, own))]
     assert desk.counters()["late_notifications"] == 2
 
 
@@ -474,11 +476,8 @@ def test_workers_that_come_later_hear_everything_that_was_said_before():
     assert desk.said() == []
     desk.attend()
 
-    assert desk.said() == [
-        message
-        for rank, worker in enumerate((W0, W1))
-        for message in ((worker, Arrived(D, rank_info(f"d/{rank}", rank=rank))), (worker, Assign(D, order)))
-    ]
+    known = [Arrived(D, rank_info(f"d/{rank}", rank=rank, ranks=2)) for rank in TOKENS]
+    assert desk.said() == [(worker, each) for worker in (W0, W1) for each in (*known, Assign(D, order))]
 
 
 def test_a_rank_that_never_attended_need_not_stop():
@@ -503,7 +502,8 @@ def test_a_worker_that_is_away_may_still_write(desk):
     desk.hear(W0, Ceased(D, R, ""))
     assert desk.said(D) == []
     desk.attend(1)
-    assert desk.said() == [(W1, Arrived(D, rank_info("d/1", rank=1))), (W1, Assign(D, order)), (W1, Cease(D, R))]
+    known = [Arrived(D, rank_info(f"d/{rank}", rank=rank, ranks=2)) for rank in TOKENS]
+    assert desk.said() == [(W1, each) for each in (*known, Assign(D, order), Cease(D, R))]
     desk.hear(W1, Ceased(D, R, ""))
 
     assert desk.said(D) == [Stopped(R, "the decode engine does not want it")]

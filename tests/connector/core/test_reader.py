@@ -4,24 +4,22 @@ import itertools
 
 import pytest
 
-from support.engines import BLOCKS, TIMEOUT, World, changed
-from xpyd_connector.core.ids import ConnId, EngineId, RequestId
+from support.engines import BLOCK_SIZE, BLOCKS, FINGERPRINT, TIMEOUT, World, changed, rank_info
+from xpyd_connector.core import staging
+from xpyd_connector.core.ids import Address, ConnId, CopyId, EngineId, RequestId
+from xpyd_connector.core.loads import TRANSITIONS, LetGo, Load, LoadEvent, LoadState, Order, Result
 from xpyd_connector.core.messages import Fenced, Lapsed
-from xpyd_connector.core.ports import Received
-from xpyd_connector.core.reader import (
-    LINGER_INTERVAL,
-    POLL_INTERVAL,
-    TRANSITIONS,
-    LoadEvent,
-    LoadState,
-    Order,
-    Result,
-    _Load,
-)
+from xpyd_connector.core.peers import PeerBook
+from xpyd_connector.core.plan import Stretch
+from xpyd_connector.core.ports import Copied, Received
+from xpyd_connector.core.reader import LINGER_INTERVAL, POLL_INTERVAL, Reader
+from xpyd_connector.core.slots import Slots
+from xpyd_connector.core.tally import Tally
 from xpyd_connector.errors import IllegalTransition
+from xpyd_connector.io.memory import MemoryLink, MemoryMover
 
 RIGHT = [b"p-a/0", b"p-a/1", b"p-a/2"]
-ANYWHERE = Order(RequestId("d-a"), RequestId("p-a"), EngineId("p0"), ("10.0.0.1", 5600), (), ())
+ANYWHERE = Order(RequestId("d-a"), RequestId("p-a"), EngineId("p0"), ("10.0.0.1", 5600), ())
 
 
 @pytest.fixture
@@ -44,7 +42,7 @@ def counters(world):
 @pytest.mark.parametrize(("before", "event"), list(itertools.product(LoadState, LoadEvent)))
 def test_every_cell_of_the_table(before, event):
     """What is not in the table is a bug and says so."""
-    load = _Load(ANYWHERE, 0.0, before)
+    load = Load(ANYWHERE, before)
     if event in TRANSITIONS[before]:
         load.on(event)
         assert load.state is TRANSITIONS[before][event]
@@ -260,17 +258,181 @@ def test_a_peer_that_breaks_the_protocol_is_dropped_with_its_loads(world):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sentence"), [((), "has no rank 0"), (("other",), "no memory of other"), (("p0", 32), "32 bytes")]
+    ("ranks", "sentence"),
+    [((), "has no ranks"), (("other",), "no memory of other"), (("p0", 32), "has entries of 32 bytes, ours 16")],
 )
 def test_a_peer_whose_memory_cannot_be_read_is_refused(world, ranks, sentence):
     """Its loads fail with the reason, and the handle of a half-attached peer is not used."""
     link, welcome = world.network._listeners[world.p.address]
     info = [changed(welcome.ranks[0], agent=ranks[0].encode())] if ranks else []
     if len(ranks) > 1:
-        info = [changed(info[0], regions=(changed(info[0].regions[0], length=ranks[1]),))]
+        info = [changed(info[0], regions=(changed(info[0].regions[0], width=ranks[1]),))]
     world.network.listen(world.p.address, link, changed(welcome, ranks=tuple(info)))
     world.load(offered(world))
     world.run()
 
     assert sentence in world.d.result("d-a").failure
     assert counters(world) == {"handshakes": 1, "handshakes_failed": 1, "loads_failed_handshake": 1}
+
+
+# ---- through host memory
+
+
+class Copier:
+    """Notes what is to be copied; a test ends the copies."""
+
+    def __init__(self):
+        self.copies, self.ended = [], []
+
+    def into(self, slots, blocks):
+        self.copies.append(([list(each) for each in slots], [list(each) for each in blocks]))
+        return CopyId(len(self.copies) - 1)
+
+    def poll(self):
+        ended, self.ended = self.ended, []
+        return ended
+
+
+class Desk:
+    """A decode worker with host memory for a dozen blocks, three of them for each part, and an engine to read from."""
+
+    def __init__(self, slots=12):
+        self.world, self.copier, self.now = World(), Copier(), 0.0
+        network = self.world.network
+        network.memories["d-host"] = [b"slot"] * (BLOCKS + 1)
+        self.link, self.mover = MemoryLink(network, "d-host"), MemoryMover(network, "d-host")
+        self.slots, self.tally = Slots((slots,)), Tally()
+        peers = PeerBook(self.link, FINGERPRINT, self.tally, retry_after=1.0)
+        own = changed(rank_info("d-host", blocks=slots + 1), staged=True)
+        host = staging.Staging(self.slots, self.copier)
+        self.reader = Reader(self.link, self.mover, peers, self.tally, own, timeout=TIMEOUT, staging=host)
+
+    def load(self, request="a", blocks=3):
+        offer = self.world.lend(request, blocks)
+        remote = offer.remote_block_ids[0]
+        whole = Stretch(0, 0, blocks * BLOCK_SIZE, remote, [block + 20 for block in remote])
+        order = Order(
+            RequestId(f"d-{request}"), offer.remote_request_id, EngineId("p0"), self.world.p.address, (whole,)
+        )
+        self.reader.load(order, now=self.now)
+
+    def turn(self):
+        """Deliver what travels, and have a turn; return when the thread would be called again."""
+        self.world.now = self.now
+        self.world.round()
+        for event in self.link.poll():
+            self.reader.on(event, now=self.now)
+        return self.reader.advance(now=self.now)
+
+    def state(self, request="a"):
+        return self.reader._loads[RequestId(f"d-{request}")].state
+
+    def copied(self, *copies, reason=""):
+        self.copier.ended += [Copied(CopyId(copy), reason, 64, 0.1) for copy in copies]
+        return self.turn()
+
+
+def test_what_was_read_into_host_memory_is_copied_to_where_it_belongs():
+    """And only then P is told that it was read."""
+    desk = Desk()
+    desk.load()
+    for _ in range(4):
+        desk.turn()
+    assert desk.state() is LoadState.COPYING
+    assert desk.copier.copies == [([[1, 2, 3]], [[21, 22, 23]])]
+    assert desk.world.network.memories["d-host"][1:4] == RIGHT
+    assert desk.world.p.freed == []
+    desk.copied(0)
+    desk.turn()
+    desk.turn()
+
+    assert desk.reader.take_results() == [Result(RequestId("d-a"), "")]
+    assert desk.slots.held == len(desk.slots) == 0
+
+
+def test_a_copy_that_fails_fails_the_load():
+    """Nothing is written into its blocks any more: they are free at once."""
+    desk = Desk()
+    desk.load()
+    for _ in range(4):
+        desk.turn()
+    desk.copied(0, reason="out of memory")
+    (result,) = desk.reader.take_results()
+
+    assert result == Result(RequestId("d-a"), "it was not copied out of host memory: out of memory")
+    assert desk.tally.take().counters["loads_failed_staging"] == 1
+    assert desk.slots.held == len(desk.slots) == 0
+
+
+def test_a_copy_that_does_not_end_lingers():
+    """It still writes into the request's blocks; the slots are kept as long."""
+    desk = Desk()
+    desk.load()
+    for _ in range(4):
+        desk.turn()
+    desk.now = TIMEOUT
+    desk.turn()
+    (result,) = desk.reader.take_results()
+    assert (result.lingers, desk.slots.held) == (True, 3)
+    desk.copied(0)
+
+    assert desk.reader.take_results() == [LetGo(RequestId("d-a"))]
+    assert desk.slots.held == len(desk.slots) == 0
+
+
+def test_who_waits_for_room_goes_on_in_the_turn_in_which_another_times_out():
+    """Nothing else would wake the thread: it would wait for ever."""
+    desk = Desk(1)
+    desk.world.network.cut(desk.link, is_cut=True)
+    desk.load("a")
+    desk.load("b")
+    desk.turn()
+    assert (desk.state("a"), desk.state("b")) == (LoadState.WAITING, LoadState.QUEUED)
+    desk.now = TIMEOUT
+    due = desk.turn()
+
+    assert [result.request for result in desk.reader.take_results()] == ["d-a"]
+    assert (desk.state("b"), due) == (LoadState.WAITING, 2 * TIMEOUT)
+
+
+def test_who_waits_for_room_goes_on_when_a_refused_peer_costs_another_its_turn():
+    """The same: room that is free again before anybody had it."""
+    desk = Desk(1)
+    desk.load("a", blocks=1)
+    for _ in range(4):
+        desk.turn()
+    desk.world.network._listeners.clear()
+    stranger = Order(
+        RequestId("d-x"), RequestId("p"), EngineId("p9"), Address("10.0.0.9", 1), (Stretch(0, 0, BLOCK_SIZE, [1], [2]),)
+    )
+    desk.reader.load(stranger, now=0.0)
+    desk.reader.load(stranger._replace(request=RequestId("d-y")), now=0.0)
+    desk.turn()
+    desk.copied(0)
+    while not (results := desk.reader.take_results()):
+        assert desk.state("x") is desk.state("y") is LoadState.QUEUED
+        desk.turn()
+
+    assert [result.request for result in results] == ["d-a", "d-x", "d-y"]
+    assert all("was not met" in result.failure for result in results[1:])
+
+
+@pytest.mark.parametrize(("slots", "each"), [(12, 3), (8, 2), (3, 1), (1, 1)])
+def test_a_load_that_is_too_large_for_host_memory_comes_in_parts(slots, each):
+    """A part is a quarter of the buffer, or a block where that is less."""
+    desk = Desk(slots)
+    desk.load(blocks=6)
+    for number in range(6):
+        for _ in range(4):
+            desk.turn()
+        if len(desk.copier.copies) > number:
+            desk.copied(number)
+    for _ in range(3):
+        desk.turn()
+
+    assert all(group == list(range(1, each + 1)) for (group,), _ in desk.copier.copies)
+    assert [blocks for _, (blocks,) in desk.copier.copies] == [
+        [21 + first + n for n in range(each)] for first in range(0, 6, each)
+    ]
+    assert desk.reader.take_results() == [Result(RequestId("d-a"), "")]
+    assert desk.slots.held == len(desk.slots) == 0

@@ -22,7 +22,12 @@ def counted():
     names = set(_COUNTER.values())
     for source in Path(xpyd_connector.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(source.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("count", "_fail", "_give_up"):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in (
+                "count",
+                "_fail",
+                "_give_up",
+                "_break_off",
+            ):
                 constants = (
                     arg.value for top in node.args[:2] for arg in choices(top) if isinstance(arg, ast.Constant)
                 )

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from support.engines import rank_info
-from xpyd_connector.core.ids import Address, BlockId, ConnId, RequestId, TransferId
+from support.engines import BLOCK_SIZE, lent, rank_info
+from xpyd_connector.core.ids import Address, ConnId, RequestId, TransferId
 from xpyd_connector.core.messages import (
     MAX_REASON,
     Alive,
@@ -20,20 +20,12 @@ from xpyd_connector.core.messages import (
     Written,
 )
 from xpyd_connector.core.ports import Ended, Failed, Lost, Met, Outcome, Received
+from xpyd_connector.core.shipping import LINGER_INTERVAL, POLL_INTERVAL
 from xpyd_connector.core.tally import Tally
-from xpyd_connector.core.writer import (
-    HOME_RETRY,
-    LINGER_INTERVAL,
-    POLL_INTERVAL,
-    TRANSITIONS,
-    Gone,
-    Piece,
-    Writer,
-    WritingEvent,
-    WritingState,
-    _Writing,
-)
+from xpyd_connector.core.writer import HOME_RETRY, Writer
+from xpyd_connector.core.writings import TRANSITIONS, Gone, Piece, Writing, WritingEvent, WritingState
 from xpyd_connector.errors import IllegalTransition, TransferError
+from xpyd_connector.io.memory import pieces_of
 
 D, ELSE, HOME = ConnId(7), ConnId(8), Address("10.0.0.1", 5600)
 T, R, TIMEOUT = RequestId("t"), RequestId("d-a"), 20.0
@@ -69,10 +61,11 @@ class Mover:
     def detach(self, handle):
         self.detached.append(handle)
 
-    def write(self, handle, remote, local):
+    def write(self, handle, spans):
         if self.broken:
             raise TransferError(self.broken)
-        self.writes.append((handle, remote.tolist(), local.tolist()))
+        remote, local = zip(*sorted(pieces_of(spans), key=lambda pair: pair[1]), strict=True)
+        self.writes.append((handle, list(remote), list(local)))
         return TransferId(len(self.writes) - 1)
 
     def cancel(self, transfer):
@@ -89,10 +82,17 @@ class Desk:
     def __init__(self):
         self.link, self.mover, self.tally, self.now = Link(), Mover(), Tally(), 0.0
         self.writer = Writer(
-            self.link, self.mover, self.tally, rank_info("p", rank=1), home=HOME, token=b"token", timeout=TIMEOUT
+            self.link,
+            self.mover,
+            self.tally,
+            rank_info("p", rank=1, ranks=2),
+            home=HOME,
+            token=b"token",
+            timeout=TIMEOUT,
         )
         self.writer.advance(now=0.0)
         self.home = ConnId(100)
+        self.computed = {}  # tokens of each attempt
         self.writer.on(Met(self.home, None), now=0.0)
         self.link.sent.clear()
 
@@ -101,14 +101,17 @@ class Desk:
             self.writer.on(Received(self.home, message), now=self.now)
 
     def arrive(self, guest=D, name="d"):
-        self.hear(Arrived(guest, rank_info(name)))
+        self.hear(Arrived(guest, rank_info(name, rank=1, ranks=2)))
 
     def assign(self, *blocks, reader=R, first=0, prompt="digest", guest=D, request=T):
-        order = Register(RequestId(reader), RequestId(request), prompt, first, tuple(map(BlockId, blocks)))
+        order = Register(RequestId(reader), RequestId(request), prompt, lent(first, blocks))
         self.hear(Assign(guest, order))
 
     def compute(self, *blocks, last=False, attempt=0, prompt="digest", ready=None, request=T):
-        self.writer.offer(Piece(RequestId(request), prompt, attempt, blocks, last), now=self.now, ready=ready)
+        before = self.computed.get((request, attempt), 0)
+        self.computed[request, attempt] = tokens = before + len(blocks) * BLOCK_SIZE
+        piece = Piece(RequestId(request), prompt, attempt, [list(blocks)], tokens, last)
+        self.writer.offer(piece, now=self.now, ready=ready)
 
     def end(self, *flights, outcome=Outcome.MOVED, reason=""):
         self.mover.ended += [Ended(TransferId(flight), outcome, 64, 1, 0.1, reason) for flight in flights]
@@ -136,7 +139,7 @@ def desk():
 @pytest.mark.parametrize(("before", "event"), list(itertools.product(WritingState, WritingEvent)))
 def test_every_cell_of_the_table(before, event):
     """What is not in the table is a bug and says so."""
-    writing = _Writing(D, Register(R, T, None, 0, (BlockId(1),)), before)
+    writing = Writing(D, Register(R, T, None, lent(0, (1,))), before)
     if event in TRANSITIONS[before]:
         writing.on(event)
         assert writing.state is TRANSITIONS[before][event]
@@ -148,7 +151,7 @@ def test_every_cell_of_the_table(before, event):
 def test_it_attends_at_its_own_scheduler_and_calls_again_until_it_listens():
     """The scheduler starts to listen after its workers."""
     link, mover = Link(), Mover()
-    writer = Writer(link, mover, Tally(), rank_info("p", rank=1), home=HOME, token=b"token", timeout=TIMEOUT)
+    writer = Writer(link, mover, Tally(), rank_info("p", rank=1, ranks=2), home=HOME, token=b"token", timeout=TIMEOUT)
     assert writer.advance(now=0.0) is None
     assert writer.advance(now=9.0) is None
     assert link.calls == [HOME]
@@ -311,10 +314,10 @@ def test_too_few_blocks_are_refused_at_the_end(desk):
     desk.end(0)
     desk.compute(last=True)
 
-    assert desk.said() == [Ceased(D, R, "transfer t has 2 blocks, 3 are wanted")]
+    assert desk.said() == [Ceased(D, R, "transfer t has 8 tokens, 12 are wanted")]
 
 
-@pytest.mark.parametrize("block", [12, 10**6])
+@pytest.mark.parametrize("block", [13, 10**6])
 def test_a_block_that_the_decode_engine_does_not_have_is_refused(desk, block):
     """It would be somebody else's memory."""
     desk.compute(4, last=True)
@@ -322,18 +325,18 @@ def test_a_block_that_the_decode_engine_does_not_have_is_refused(desk, block):
     (ceased,) = desk.said()
 
     assert desk.mover.writes == []
-    assert f"block {block} of an engine that has 12 blocks" in ceased.reason
+    assert f"block {block}, for tokens 0 to 4 of group 0, is not one of the peer's 13 blocks" in ceased.reason
 
 
 def test_a_memory_that_cannot_be_used_is_told_for_each_registration(desk):
     """The engine stays up, and so does the reason."""
-    desk.hear(Arrived(ELSE, rank_info("e", length=32)))
+    desk.hear(Arrived(ELSE, rank_info("e", rank=1, ranks=2, width=8)))
     desk.compute(4, last=True)
     desk.assign(1, guest=ELSE)
     (ceased,) = desk.said()
     desk.hear(Departed(ELSE))
 
-    assert (ceased.guest, "has 32 bytes, in ours 64" in ceased.reason) == (ELSE, True)
+    assert (ceased.guest, "has entries of 8 bytes, ours 16" in ceased.reason) == (ELSE, True)
     assert desk.mover.detached == []
     assert desk.counters() == {"handshakes_failed": 1, "pushes_ceased": 1}
 

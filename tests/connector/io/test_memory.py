@@ -8,10 +8,11 @@ from xpyd_connector.core.ids import Address, EngineId, RequestId
 from xpyd_connector.core.messages import PROTOCOL, Renew, Welcome
 from xpyd_connector.core.ports import Failed, Lost, Met, Outcome, Received
 from xpyd_connector.errors import TransferError
-from xpyd_connector.io.memory import MemoryLink, MemoryMover, Network
+from xpyd_connector.io.memory import BLOCK_BYTES, MemoryLink, MemoryMover, Network
 
 ADDRESS = Address("10.0.0.1", 5600)
 WELCOME = Welcome(PROTOCOL, EngineId("p"), FINGERPRINT, (rank_info("p"),))
+CROSSED = np.array([[BLOCK_BYTES, 0, BLOCK_BYTES], [0, BLOCK_BYTES, BLOCK_BYTES]])  # from address, to address, bytes
 
 
 class Pair:
@@ -174,7 +175,7 @@ def test_a_write_copies_blocks(pair):
     """The other way round."""
     pair.network.memories["d"] = [b"x", b"y"]
     mover = MemoryMover(pair.network, "d")
-    transfer = mover.write(mover.attach(rank_info("p")), np.array([1, 0]), np.array([0, 1]))
+    transfer = mover.write(mover.attach(rank_info("p")), CROSSED)
     (ended,) = mover.poll()
 
     assert (ended.transfer, ended.outcome) == (transfer, Outcome.MOVED)
@@ -183,7 +184,7 @@ def test_a_write_copies_blocks(pair):
 
 def read(pair, mover):
     handle = mover.attach(rank_info("p"))
-    return handle, mover.read(handle, np.array([1, 0]), np.array([0, 1]))
+    return handle, mover.read(handle, CROSSED)
 
 
 def test_a_read_copies_blocks(pair):
@@ -221,6 +222,26 @@ def test_late_bytes_land_when_nixl_stops_clinging(pair):
 
     assert [ended.outcome for ended in mover.poll()] == [Outcome.FAILED]
     assert pair.network.memories["d"] == [b"1", b"0"]
+
+
+def test_a_run_of_several_pieces_moves_all_of_them(pair):
+    """What is contiguous on both sides is one descriptor."""
+    mover = MemoryMover(pair.network, "d")
+    mover.read(mover.attach(rank_info("p")), np.array([[0, 0, 2 * BLOCK_BYTES]]))
+    (ended,) = mover.poll()
+
+    assert (ended.bytes, ended.descriptors) == (2 * BLOCK_BYTES, 1)
+    assert pair.network.memories["d"] == [b"0", b"1"]
+
+
+@pytest.mark.parametrize("run", [[8, 0, BLOCK_BYTES], [0, 8, BLOCK_BYTES], [0, 0, 8]], ids=repr)
+def test_runs_that_cut_a_piece_are_refused(pair, run):
+    """A test that moves half a piece would prove nothing."""
+    mover = MemoryMover(pair.network, "d")
+    mover.read(mover.attach(rank_info("p")), np.array([run]))
+
+    with pytest.raises(TransferError, match="pieces of 64 bytes"):
+        mover.poll()
 
 
 def test_only_memory_that_is_there_can_be_attached(pair):

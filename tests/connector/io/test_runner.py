@@ -174,3 +174,10 @@ def test_stop_ends_the_thread():
 
     assert time.monotonic() - start < 2
     assert "under-test" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_the_first_turn_waits_for_nobody():
+    """A core that has something to begin (to call its own scheduler) would otherwise wait until somebody wakes it."""
+    core = Log()
+    with Started(core):
+        assert core.turns.acquire(timeout=5.0)

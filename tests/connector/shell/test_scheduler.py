@@ -19,17 +19,21 @@ with warnings.catch_warnings():
     from xpyd_connector.shell.scheduler import LONGEST_NAP, SchedulerSide
     from xpyd_connector.shell.wake import Door
 
+from xpyd_connector.core.groups import CacheGroup
 from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
 from xpyd_connector.core.leases import LeaseEvent, Released
-from xpyd_connector.core.messages import MAX_ID
+from xpyd_connector.core.loads import LetGo, Result
+from xpyd_connector.core.messages import MAX_ID, Lent
 from xpyd_connector.core.offers import Offer, digest_prompt, read_offer
-from xpyd_connector.core.reader import LetGo, Result
+from xpyd_connector.core.plan import Stretch
 from xpyd_connector.core.tally import Report
 from xpyd_connector.settings import Granularity, Mode, Settings
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 SIZE, BLOCKS = 4, 20
 PROMPT = list(range(10))  # three blocks, the last one partial
+ONE = (CacheGroup(SIZE),)
+IDLE = SimpleNamespace(total_num_scheduled_tokens=0, num_scheduled_tokens={}, kv_connector_block_state=None)
 
 
 def free_port():
@@ -40,11 +44,12 @@ def free_port():
 class Engine:
     """vLLM's scheduler, as far as the connector notices it."""
 
-    def __init__(self, **choices):
+    def __init__(self, *, groups=ONE, **choices):
         self.pool = BlockPool(BLOCKS, enable_caching=False, hash_block_size=SIZE)
         facts = Facts(
-            EngineId("here"), Address("127.0.0.1", free_port()), SIZE, BLOCKS, ranks=1, lends=True, borrows=True
-        )
+            EngineId("here"), Address("127.0.0.1", free_port()), groups, {"l.0": 0}, BLOCKS, all_heads=1, ranks=1,
+            lends=True, borrows=True,
+        )  # fmt: skip
         self.side = SchedulerSide(facts, Settings(handshake_timeout=0.1, **choices), Door(None))
         self.side.bind_block_pool(self.pool)
         self.side.start({0: RankHandshake(rank_info("here"), FINGERPRINT, b"token")})
@@ -68,7 +73,7 @@ class Engine:
         return blocks
 
     def orders(self):
-        return self.side.step(SimpleNamespace(total_num_scheduled_tokens=0)).orders
+        return self.side.step(IDLE).orders
 
     def ended(self, *requests, lingers=(), let_go=()):
         news = LingeringMetadata([RequestId(r) for r in lingers], [RequestId(r) for r in let_go])
@@ -101,7 +106,7 @@ def test_a_request_with_an_offer_is_loaded(engine):
     blocks = engine.allocate(request, 9)
     (order,) = engine.orders()
 
-    assert (order.blocks, order.into) == ([7, 8, 9], [block.block_id for block in blocks])
+    assert order.stretches == (Stretch(0, 0, 9, (7, 8, 9), [block.block_id for block in blocks]),)
     assert engine.side.matched_tokens(request, 0) == (0, False)
     assert engine.orders() == []
 
@@ -160,12 +165,11 @@ def test_an_engine_with_nothing_else_to_do_goes_on_asking_about_lingering_blocks
     """Only a step brings the worker's news, and nobody may come to cause one; but between them it naps."""
     naps = []
     engine.side._door = SimpleNamespace(wait=naps.append, knock=lambda: None)
-    idle = SimpleNamespace(total_num_scheduled_tokens=0)
     engine.allocate(engine.arrive(), 9)
-    engine.side.step(idle)
+    engine.side.step(IDLE)
     assert (engine.side.has_news(), naps) == (False, [])
     engine.ended("d-a", lingers=["d-a"])
-    engine.side.step(idle)
+    engine.side.step(IDLE)
     assert (engine.side.has_news(), naps) == (True, [LONGEST_NAP])
     engine.ended(let_go=["d-a"])
 
@@ -205,7 +209,7 @@ def test_a_finished_prefill_is_lent(engine):
     """Its prompt's blocks stay in the pool's books after vLLM has freed its own hold on them."""
     request = engine.request({"do_remote_decode": True}, name="p-a")
     blocks = engine.pool.get_new_blocks(4)
-    params = engine.side.finished(request, [block.block_id for block in blocks])
+    params = engine.side.finished(request, ([block.block_id for block in blocks],))
     engine.pool.free_blocks(blocks)
 
     assert read_offer(params).remote_block_ids == (tuple(block.block_id for block in blocks[:3]),)
@@ -217,7 +221,126 @@ def test_a_prefill_that_did_not_finish_is_not_lent(engine, status):
     """Its blocks hold half a prompt."""
     request = engine.request({"do_remote_decode": True}, status=status)
 
-    assert engine.side.finished(request, [1, 2, 3]) is None
+    assert engine.side.finished(request, ([1, 2, 3],)) is None
+
+
+# ---- engines of other shapes
+
+
+WINDOWED = (CacheGroup(SIZE), CacheGroup(SIZE, window=3))  # the last prompt token sees tokens 7 and 8, and itself
+
+
+@pytest.fixture
+def windowed():
+    engine = Engine(groups=WINDOWED)
+    yield engine
+    engine.side.stop()
+
+
+def test_of_a_sliding_window_only_what_the_last_token_sees_is_loaded(windowed):
+    """The blocks before it are not held on either side: 0 stands for them."""
+    request = windowed.arrive(remote_block_ids=[[7, 8, 9], [0, 11, 12]])
+    assert windowed.side.matched_tokens(request, 0) == (9, True)
+    blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3], [0, 4, 5]))
+    windowed.side.after_alloc(request, blocks, 9)
+    (order,) = windowed.orders()
+
+    assert order.stretches == (Stretch(0, 0, 9, (7, 8, 9), [1, 2, 3]), Stretch(1, 7, 9, (11, 12), [4, 5]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_block_ids": [[7, 8, 9], [0, 0, 12]]},  # token 7 is in the second one
+        {"remote_block_ids": [[0, 8, 9], [0, 11, 12]]},
+        {"remote_block_ids": [[7, 8, 9], [0, 11]]},
+        {"remote_block_ids": [[7, 8, 9]]},
+        {"remote_block_ids": [[7, 8, 9], [0, 11, 12]], "xpyd_block_sizes": [4]},
+        {"remote_block_ids": [[7, 8], [11, 12]], "xpyd_block_sizes": [8, 2]},
+    ],
+    ids=repr,
+)
+def test_an_offer_that_lacks_a_block_of_one_group_costs_a_local_prefill(windowed, change):
+    """A block that is not held would be read as another request's."""
+    request = windowed.arrive(**change)
+
+    assert windowed.side.matched_tokens(request, 0) == (0, False)
+    assert windowed.side.stats().data["counters"] == {"offers_bad": 1}
+
+
+def test_blocks_of_another_size_are_read_into_ours(engine):
+    """The offer says how many tokens P's have."""
+    request = engine.arrive(remote_block_ids=[[7, 8]], xpyd_block_sizes=[8])
+    blocks = engine.allocate(request, 5)  # the first block was in the local prefix cache
+    (order,) = engine.orders()
+
+    assert order.stretches == (Stretch(0, 4, 9, (7, 8), [block.block_id for block in blocks[1:]]),)
+
+
+def test_only_blocks_that_are_loaded_into_linger(windowed):
+    """Nothing is written into the others."""
+    request = windowed.arrive(remote_block_ids=[[7, 8, 9], [0, 11, 12]])
+    blocks = windowed.pool.get_new_blocks(5)
+    ids = [block.block_id for block in blocks]
+    windowed.side.after_alloc(request, SimpleNamespace(get_block_ids=lambda: (ids[:3], [0, *ids[3:]])), 5)
+    windowed.ended("d-a", lingers=["d-a"])
+    windowed.pool.free_blocks(blocks)
+
+    assert windowed.side.stats().data["gauges"]["blocks_lingering"] == 4
+    assert windowed.free() == BLOCKS - 1 - 4
+    windowed.ended(let_go=["d-a"])
+    assert windowed.free() == BLOCKS - 1
+
+
+def test_of_each_group_the_prompts_blocks_are_lent_that_are_held(windowed):
+    """With their sizes; what the answer is computed into is nobody's."""
+    request = windowed.request({"do_remote_decode": True}, name="p-a")
+    blocks = windowed.pool.get_new_blocks(7)
+    full, window = [block.block_id for block in blocks[:4]], [0, *(block.block_id for block in blocks[4:])]
+    offer = read_offer(windowed.side.finished(request, (full, window)))
+    windowed.pool.free_blocks(blocks)
+
+    assert offer.remote_block_ids == (tuple(full[:3]), tuple(window[:3]))
+    assert offer.xpyd_block_sizes == (SIZE, SIZE)
+    assert windowed.free() == BLOCKS - 1 - 5
+
+
+def test_what_vllm_frees_too_early_is_lent_all_the_same(windowed):
+    """It slides by the window of the next token before it tells us; the last prompt token's is one further back."""
+    request = windowed.request({"do_remote_decode": True}, name="p-a")
+    request.num_computed_tokens, request.num_preemptions = 8, 0
+    windowed.side.on_new_request(request)
+    blocks = windowed.pool.get_new_blocks(6)
+    full, window = [block.block_id for block in blocks[:3]], [block.block_id for block in blocks[3:]]
+    state = SimpleNamespace(resolve_block_ids=lambda own: (full, [0, *window[1:]]))
+    windowed.side.step(
+        SimpleNamespace(total_num_scheduled_tokens=2, num_scheduled_tokens={"p-a": 2}, kv_connector_block_state=state)
+    )
+    request.num_computed_tokens = 10
+    windowed.pool.free_blocks([blocks[3], blocks[4]])
+    offer = read_offer(windowed.side.finished(request, (full, [0, 0, window[2]])))
+    windowed.pool.free_blocks([*blocks[:3], blocks[5]])
+
+    assert offer.remote_block_ids == (tuple(full), (0, *window[1:]))
+    assert windowed.free() == BLOCKS - 1 - 5
+    assert len(windowed.side._windows) == 0
+
+
+def test_a_prefill_that_is_aborted_lets_go_of_its_window(windowed):
+    """Nobody reads it."""
+    request = windowed.request({"do_remote_decode": True}, name="p-a", status=RequestStatus.FINISHED_ABORTED)
+    request.num_preemptions = 0
+    windowed.side.on_new_request(request)
+    blocks = windowed.pool.get_new_blocks(6)
+    table = [block.block_id for block in blocks[:3]], [block.block_id for block in blocks[3:]]
+    state = SimpleNamespace(resolve_block_ids=lambda own: table)
+    windowed.side.step(
+        SimpleNamespace(total_num_scheduled_tokens=10, num_scheduled_tokens={"p-a": 10}, kv_connector_block_state=state)
+    )
+    assert windowed.side.finished(request, table) is None
+    windowed.pool.free_blocks(blocks)
+
+    assert windowed.free() == BLOCKS - 1
 
 
 # ---- push
@@ -323,7 +446,7 @@ def test_a_request_with_a_booking_lends_its_blocks(pushing):
 
     assert name == "landings.expect"
     assert (ticket.request, ticket.remote_request, ticket.engine) == ("d-a", "t", "p0")
-    assert (ticket.first, ticket.into) == (1, [block.block_id for block in blocks[1:]])
+    assert ticket.groups == (Lent(4, 9, tuple(block.block_id for block in blocks[1:])),)
     assert ticket.prompt == digest_prompt(PROMPT, [], None)
     assert pushing.asks() == []
 
@@ -366,7 +489,7 @@ def test_blocks_that_p_may_still_write_into_are_kept_from_others(pushing):
     """Pinned before the workers' report makes vLLM free them."""
     request = pushing.arrive()
     blocks = pushing.allocate(request, 9)
-    pushing.side.finished(request, [])
+    pushing.side.finished(request, ([],))
     assert ("landings.stop", "d-a") in pushing.asks()
     pushing.tell(Result(RequestId("d-a"), "aborted", lingers=True))
     pushing.step()
@@ -392,7 +515,7 @@ def test_blocks_that_were_let_go_at_once_are_kept_no_longer(pushing):
 def test_a_request_that_is_aborted_in_the_queue_is_given_back(pushing):
     """Nothing was lent."""
     request = pushing.arrive()
-    pushing.side.finished(request, [])
+    pushing.side.finished(request, ([],))
 
     assert ("borrower.give_back", "d-a", "p0") in pushing.asks()
 
@@ -402,13 +525,13 @@ def test_a_finished_prefill_is_lent_under_its_transfers_name(pushing):
     request = pushing.prefill()
     blocks = pushing.pool.get_new_blocks(4)
     ids = [block.block_id for block in blocks]
-    params = pushing.side.finished(request, ids)
+    params = pushing.side.finished(request, (ids,))
     pushing.pool.free_blocks(blocks)
     assert pushing.asks() == [("grant", "t")]
     assert pushing.side.has_news()
     (piece,) = pushing.step().pieces
 
-    assert (piece.request, list(piece.blocks), piece.last) == ("t", ids[:3], True)
+    assert (piece.request, piece.groups, piece.tokens, piece.last) == ("t", [ids[:3]], 10, True)
     assert (params["transfer_id"], params["transfer_mode"]) == ("t", "push")
     assert pushing.free() == BLOCKS - 1 - 3
     pushing.tell(Released(RequestId("t"), LeaseEvent.DONE))
@@ -421,11 +544,11 @@ def test_two_prefills_of_one_name_are_not_mixed_up(pushing, is_held):
     """The second is computed and handed to nobody."""
     first = pushing.prefill()
     if is_held:
-        pushing.side.finished(first, [block.block_id for block in pushing.pool.get_new_blocks(3)])
+        pushing.side.finished(first, ([block.block_id for block in pushing.pool.get_new_blocks(3)],))
     second = pushing.prefill(name="p-b")
     pushing.asks()
 
-    assert pushing.side.finished(second, [1, 2, 3]) is None
+    assert pushing.side.finished(second, ([1, 2, 3],)) is None
     assert pushing.asks() == []
     assert pushing.side.stats().data["counters"] == {"transfers_duplicate": 1}
 
@@ -435,7 +558,7 @@ def test_a_name_that_cannot_be_used_is_handed_to_nobody(pushing, transfer):
     """And the prefill goes on."""
     request = pushing.prefill(transfer=transfer)
 
-    assert pushing.side.finished(request, [1, 2, 3]) is None
+    assert pushing.side.finished(request, ([1, 2, 3],)) is None
     assert pushing.asks() == []
     assert pushing.side.stats().data["counters"] == {"transfers_bad": 1}
 
@@ -443,7 +566,7 @@ def test_a_name_that_cannot_be_used_is_handed_to_nobody(pushing, transfer):
 def test_a_prefill_that_did_not_finish_is_abandoned(pushing):
     """Whoever waits for it hears at once; its name is free again."""
     request = pushing.prefill(status=RequestStatus.FINISHED_ABORTED)
-    assert pushing.side.finished(request, [1, 2, 3]) is None
+    assert pushing.side.finished(request, ([1, 2, 3],)) is None
     assert pushing.asks() == [("pushes.abandoned", "t")]
     assert pushing.side.has_news()  # for the workers
     pushing.prefill(name="p-b")
@@ -456,7 +579,7 @@ def test_a_prefill_beyond_what_may_be_held_is_abandoned():
     engine = PushEngine(max_leases=1)
     for name in ("a", "b"):
         request = engine.prefill(name=name, transfer=name)
-        engine.side.finished(request, [block.block_id for block in engine.pool.get_new_blocks(3)])
+        engine.side.finished(request, ([block.block_id for block in engine.pool.get_new_blocks(3)],))
     engine.stop()
 
     assert engine.asks() == [("grant", "a"), ("pushes.abandoned", "b")]
@@ -490,7 +613,7 @@ def test_an_engine_that_has_something_to_do_never_naps(pushing, why):
         pushing.tell(Result(RequestId("d-a"), ""))
     if why == "pieces":
         request = pushing.prefill()
-        pushing.side.finished(request, [block.block_id for block in pushing.pool.get_new_blocks(3)])
+        pushing.side.finished(request, ([block.block_id for block in pushing.pool.get_new_blocks(3)],))
     if why == "blocks":
         pushing.side.free_released = lambda: None
         pushing.tell(LetGo(RequestId("d-a")))
@@ -504,7 +627,7 @@ def test_a_request_that_has_finished_does_not_keep_it_awake(pushing):
     pushing.allocate(pushing.arrive(), 9)
     done = pushing.arrive(name="d-b")
     done.status = RequestStatus.RUNNING
-    pushing.side.finished(done, [])
+    pushing.side.finished(done, ([],))
     pushing.step()
 
     assert len(pushing.door.waits) == 1

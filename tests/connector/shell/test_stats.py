@@ -14,7 +14,7 @@ with warnings.catch_warnings():
 from xpyd_connector.core.tally import COUNTERS, GAUGES, Report, Sample
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
-REPORT = Report({"loads": 2}, {"leases_held": 3.0}, [Sample(0.002, 1_000_000, 8), Sample(0.004, 500_000, 4)])
+REPORT = Report({"loads": 2}, {"leases_held": 3.0}, [Sample(0.002, 1_000_000, 8, 0.001), Sample(0.004, 500_000, 4)])
 
 
 def test_stats_travel_between_processes():
@@ -37,6 +37,7 @@ def test_one_log_line_shows_what_matters():
     """An operator looks for megabytes and milliseconds."""
     assert XpydStats.of(REPORT).reduce() == {
         "loads": 2, "leases_held": 3.0, "transfers": 2, "MB moved": 1.5, "mean transfer ms": 3.0,
+        "descriptors": 12, "mean posting ms": 0.5,
     }  # fmt: skip
     assert XpydStats.of(Report({"loads": 1})).reduce() == {"loads": 1}
 
@@ -75,6 +76,7 @@ def test_prometheus_shows_each_engine_by_itself(metrics):
     assert value("vllm:xpyd_leases_held", "1") == 0
     assert value("vllm:xpyd_bytes_transferred_total", "1") == 1_500_000
     assert value("vllm:xpyd_descriptors_total", "1") == 12
+    assert value("vllm:xpyd_posting_seconds_total", "1") == 0.001
     assert value("vllm:xpyd_transfer_seconds_count", "1") == 2
 
 

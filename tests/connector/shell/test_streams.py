@@ -9,8 +9,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
     from xpyd_connector.shell.streams import Streams
 
+from xpyd_connector.core.groups import CacheGroup
 from xpyd_connector.core.ids import RequestId
-from xpyd_connector.core.writer import Gone
+from xpyd_connector.core.writings import Gone
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 SIZE = 4
@@ -20,8 +21,8 @@ T = RequestId("t")
 class Engine:
     """vLLM's scheduler, as far as the streams notice it: a step's tokens count after the step was announced."""
 
-    def __init__(self, *, is_chunked=True):
-        self.streams = Streams(block_size=SIZE, is_chunked=is_chunked)
+    def __init__(self, *groups, is_chunked=True):
+        self.streams = Streams(groups or [CacheGroup(SIZE)], is_chunked=is_chunked)
         self.tables = {}
 
     def begin(self, name="t", tokens=10):
@@ -32,19 +33,24 @@ class Engine:
         return request
 
     def step(self, *scheduled, state=True):
-        """Schedule (request, tokens, block table) and return what the workers are told."""
+        """Schedule (request, tokens, block table of the one group) and return what the workers are told."""
+        of_one = [(request, count, (blocks,)) for request, count, blocks in scheduled]
+        news = self.step_of_all_groups(*of_one, state=state)
+        return [
+            ("gone", each.request) if isinstance(each, Gone) else
+            (each.request, each.attempt, list(*each.groups), each.last) for each in news
+        ]  # fmt: skip
+
+    def step_of_all_groups(self, *scheduled, state=True):
         for request, _, blocks in scheduled:
             self.tables[request.request_id] = blocks
         tokens = {request.request_id: count for request, count, _ in scheduled}
-        block_state = SimpleNamespace(resolve_block_ids=lambda own: (self.tables[own],)) if state else None
+        block_state = SimpleNamespace(resolve_block_ids=lambda own: self.tables[own]) if state else None
         output = SimpleNamespace(num_scheduled_tokens=tokens, kv_connector_block_state=block_state)
         news = self.streams.take_news(output)
         for request, count, _ in scheduled:
             request.num_computed_tokens += count
-        return [
-            ("gone", each.request) if isinstance(each, Gone) else
-            (each.request, each.attempt, list(each.blocks), each.last) for each in news
-        ]  # fmt: skip
+        return news
 
 
 @pytest.fixture
@@ -58,7 +64,7 @@ def test_a_step_tells_what_the_steps_before_have_completed(engine):
     assert engine.step((request, 6, [7, 8])) == []
     assert engine.step((request, 2, [7, 8])) == [(T, 0, [7], False)]
     assert engine.step((request, 2, [7, 8, 9])) == [(T, 0, [8], False)]
-    engine.streams.finish(request, [7, 8, 9])
+    engine.streams.finish(request, ([7, 8, 9],))
     assert engine.streams.has_news()
     assert engine.step() == [(T, 0, [9], True)]
 
@@ -76,7 +82,7 @@ def test_every_block_is_told_once_and_in_order(engine, chunk, hits):
     while request.num_computed_tokens < 10:
         told += engine.step((request, min(chunk, 10 - request.num_computed_tokens), table))
         assert sum(len(blocks) for _, _, blocks, _ in told) <= request.num_computed_tokens // SIZE
-    engine.streams.finish(request, table)
+    engine.streams.finish(request, (table,))
     told += engine.step()
 
     assert [block for _, _, blocks, _ in told for block in blocks] == table
@@ -96,7 +102,7 @@ def test_a_prompt_that_ends_with_a_block(engine):
     request = engine.begin(tokens=8)
     engine.step((request, 8, [7, 8]))
     assert engine.step((request, 1, [7, 8, 9])) == [(T, 0, [7, 8], False)]
-    engine.streams.finish(request, [7, 8])
+    engine.streams.finish(request, ([7, 8],))
 
     assert engine.step() == [(T, 0, [], True)]
 
@@ -119,7 +125,7 @@ def test_after_a_preemption_everything_is_told_again(engine):
     assert engine.step() == []
     assert engine.step((request, 8, [3, 4])) == []
     assert engine.step((request, 2, [3, 4, 5])) == [(T, 1, [3, 4], False)]
-    engine.streams.finish(request, [3, 4, 5])
+    engine.streams.finish(request, ([3, 4, 5],))
 
     assert engine.step() == [(T, 1, [5], True)]
 
@@ -130,7 +136,7 @@ def test_a_preemption_that_finds_its_blocks_cached_tells_them_again_too(engine):
     engine.step((request, 8, [7, 8]))
     engine.step((request, 1, [7, 8, 9]))
     request.num_preemptions, request.num_computed_tokens = 1, 8
-    engine.streams.finish(request, [7, 8, 9])
+    engine.streams.finish(request, ([7, 8, 9],))
 
     assert engine.step() == [(T, 1, [7, 8, 9], True)]
 
@@ -141,7 +147,7 @@ def test_by_request_everything_is_told_at_the_end():
     request = engine.begin()
     assert engine.step((request, 8, [7, 8])) == []
     assert engine.step((request, 2, [7, 8, 9])) == []
-    engine.streams.finish(request, [7, 8, 9])
+    engine.streams.finish(request, ([7, 8, 9],))
 
     assert engine.step() == [(T, 0, [7, 8, 9], True)]
 
@@ -151,7 +157,7 @@ def test_without_block_tables_everything_is_told_at_the_end(engine):
     request = engine.begin()
     engine.step((request, 8, [7, 8]), state=False)
     assert engine.step((request, 2, [7, 8, 9]), state=False) == []
-    engine.streams.finish(request, [7, 8, 9])
+    engine.streams.finish(request, ([7, 8, 9],))
 
     assert engine.step(state=False) == [(T, 0, [7, 8, 9], True)]
 
@@ -177,3 +183,18 @@ def test_an_abandoned_prefill_tells_nothing_more(engine):
     assert engine.step((request, 2, [7, 8, 9])) == [("gone", T)]
     assert T not in engine.streams
     assert engine.streams.name_of(request) is None
+
+
+def test_each_group_is_told_as_far_as_its_own_blocks_are_complete():
+    """Groups may have blocks of different sizes; a block that fell out of a window keeps its place, as 0."""
+    engine = Engine(CacheGroup(4), CacheGroup(2, window=3))
+    request = engine.begin()
+    assert engine.step_of_all_groups((request, 6, ([7, 8], [1, 2, 3]))) == []
+    (first,) = engine.step_of_all_groups((request, 3, ([7, 8, 9], [0, 2, 3, 4, 5])))
+    (second,) = engine.step_of_all_groups((request, 1, ([7, 8, 9], [0, 0, 0, 4, 5])))
+    engine.streams.finish(request, ([7, 8, 9], [0, 0, 0, 4, 5]))
+    (third,) = engine.step_of_all_groups()
+
+    assert (first.groups, first.tokens, first.last) == ([[7], [0, 2, 3]], 6, False)
+    assert (second.groups, second.tokens, second.last) == ([[8], [4]], 9, False)
+    assert (third.groups, third.tokens, third.last) == ([[9], [5]], 10, True)

@@ -10,10 +10,12 @@ with warnings.catch_warnings():
     from xpyd_connector.shell.metadata import LingeringMetadata, StepMetadata
     from xpyd_connector.shell.worker import WorkerSide
 
+from xpyd_connector.core.groups import CacheGroup
 from xpyd_connector.core.ids import Address, EngineId, RequestId
-from xpyd_connector.core.reader import LetGo, Order, Result
+from xpyd_connector.core.loads import LetGo, Order, Result
+from xpyd_connector.core.plan import Stretch
 from xpyd_connector.core.tally import Report
-from xpyd_connector.core.writer import Piece
+from xpyd_connector.core.writings import Piece
 from xpyd_connector.errors import ConnectorError
 from xpyd_connector.settings import Settings
 
@@ -37,14 +39,16 @@ class Thread:
 
 @pytest.fixture
 def worker():
-    facts = Facts(EngineId("d"), ADDRESS, 4, 10, ranks=1, lends=True, borrows=True)
+    groups = (CacheGroup(4),)
+    facts = Facts(EngineId("d"), ADDRESS, groups, {"l.0": 0}, 10, all_heads=1, ranks=1, lends=True, borrows=True)
     worker = WorkerSide(facts, Settings(), 0)
     worker._runner = Thread()  # registering a cache would start the real one, and NIXL
     return worker
 
 
 def load(worker, *names):
-    orders = [Order(RequestId(name), RequestId("p"), EngineId("p"), ADDRESS, [1], [2]) for name in names]
+    whole = (Stretch(0, 0, 4, [1], [2]),)
+    orders = [Order(RequestId(name), RequestId("p"), EngineId("p"), ADDRESS, whole) for name in names]
     worker.load(StepMetadata(orders, idle=True))
 
 
@@ -93,7 +97,7 @@ def test_an_engine_that_takes_nothing_over_says_so(worker):
 
 
 def offer(worker, *names):
-    worker.offer([Piece(RequestId(name), None, 0, [1], last=True) for name in names])
+    worker.offer([Piece(RequestId(name), None, 0, [[1]], 4, last=True) for name in names])
 
 
 class Core:

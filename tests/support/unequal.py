@@ -1,0 +1,244 @@
+"""Engines of unequal shapes, made of the connector's real cores and an in-memory network.
+
+A piece of the fabric is :data:`UNIT` tokens of one head. Every piece of a prompt has a name of its own, so that what is
+in a decode engine's memory says where it is from.
+"""
+
+from typing import NamedTuple
+
+from support.engines import FINGERPRINT, LEASE, TIMEOUT, Turns
+from xpyd_connector.core.borrower import Borrower
+from xpyd_connector.core.control import Control
+from xpyd_connector.core.groups import CacheGroup
+from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
+from xpyd_connector.core.landings import Landings, Ticket
+from xpyd_connector.core.leases import LeaseBook
+from xpyd_connector.core.lender import Lender
+from xpyd_connector.core.loads import Order
+from xpyd_connector.core.messages import PROTOCOL, Lent, RankInfo, Region, Welcome
+from xpyd_connector.core.offers import Booking
+from xpyd_connector.core.peers import PeerBook
+from xpyd_connector.core.plan import Stretch, heads_of
+from xpyd_connector.core.pushes import Pushes
+from xpyd_connector.core.reader import Reader
+from xpyd_connector.core.tally import Tally
+from xpyd_connector.core.writer import Writer
+from xpyd_connector.core.writings import Piece
+from xpyd_connector.io.memory import BLOCK_BYTES, MemoryLink, MemoryMover, Network
+
+UNIT = 4  # tokens of one head in a piece
+P, D = EngineId("p0"), EngineId("d0")
+HOME = {P: Address("10.0.0.1", 5600), D: Address("10.0.0.1", 5700)}
+A, T = RequestId("d-a"), RequestId("t")
+
+
+class Shape(NamedTuple):
+    """How one engine keeps its KV."""
+
+    ranks: int = 1
+    sizes: tuple = (UNIT,)  # tokens of a block of each KV cache group
+
+
+class Model(NamedTuple):
+    """What both engines agree on: KV heads of a layer, and how far the layers of each group look back (0: always)."""
+
+    heads: int = 1
+    windows: tuple = (0,)
+
+
+class Engine:
+    """One engine's ranks and their memories. Its groups take turns in one pool of blocks, as vLLM's do."""
+
+    def __init__(self, network, name, model, shape, blocks):
+        self.network, self.name, self.model, self.shape, self.blocks = network, name, model, shape, blocks
+        self.groups = [CacheGroup(size, w) for size, w in zip(shape.sizes, model.windows, strict=True)]
+        self.infos = [self._info(rank) for rank in range(shape.ranks)]
+        for info in self.infos:
+            pieces = sum(self.pieces_of_block(group) for group in range(len(self.groups))) * blocks
+            network.memories[info.agent.decode()] = [b"before"] * pieces
+        self.link, self.tally = MemoryLink(network, name, engine=name), Tally()
+        network.memories[name] = []
+        self.peers = PeerBook(self.link, FINGERPRINT, self.tally, retry_after=1.0)
+        self.lender = Lender(self.link, LeaseBook(duration=LEASE, extension=LEASE * 2 / 3), self.tally)
+        self.borrower = Borrower(self.link, self.peers, self.tally, heartbeat_interval=LEASE / 6)
+        tokens = {info.rank: info.agent for info in self.infos}
+        self.pushes = Pushes(self.link, self.lender, self.tally, tokens=tokens, patience=100.0)
+        self.landings = Landings(
+            self.link, self.peers, self.borrower, self.tally, self.infos, timeout=100.0, patience=15.0
+        )
+        self.cores = []  # (link, core) of every thread
+        self.movers = [MemoryMover(network, info.agent.decode()) for info in self.infos]
+        network.listen(HOME[name], self.link, Welcome(PROTOCOL, name, FINGERPRINT, tuple(self.infos)))
+
+    @property
+    def heads(self):
+        """Of one rank."""
+        return max(self.model.heads // self.shape.ranks, 1)
+
+    def pieces_of_block(self, group):
+        return self.heads * self.shape.sizes[group] // UNIT
+
+    def first_piece(self, group):
+        return sum(self.pieces_of_block(before) for before in range(group)) * self.blocks
+
+    def _info(self, rank):
+        entry = BLOCK_BYTES // UNIT
+        regions = tuple(
+            Region(
+                base=self.first_piece(group) * BLOCK_BYTES,
+                count=self.blocks,
+                heads=self.heads,
+                tokens=size,
+                width=entry,
+                row_stride=self.pieces_of_block(group) * BLOCK_BYTES,
+                head_stride=size * entry,
+                token_stride=entry,
+                group=group,
+                all_heads=self.model.heads,
+            )
+            for group, size in enumerate(self.shape.sizes)
+        )
+        return RankInfo(rank, self.shape.ranks, f"{self.name}/{rank}".encode(), "DRAM", 0, regions)
+
+    def piece(self, group, block, head, token):
+        """Return the number of a piece, in the memory of a rank whose head number ``head`` that is."""
+        size = self.shape.sizes[group]
+        within = head * size // UNIT + token % size // UNIT
+        return self.first_piece(group) + block * self.pieces_of_block(group) + within
+
+    def tables(self, tokens, after=0):
+        """Allocate blocks for so many tokens in every group, scattered and none twice."""
+        free = iter(range(self.blocks - 1, after, -1))
+        return [[BlockId(next(free)) for _ in range(-(-tokens // size))] for size in self.shape.sizes]
+
+    def memory(self, rank):
+        return self.network.memories[f"{self.name}/{rank}"]
+
+    def heads_on(self, rank):
+        return range(*heads_of(self.model.heads, self.shape.ranks, rank))
+
+    def places(self, rank, group, table, start, stop):
+        """Return (name, piece) of everything a rank keeps of the tokens from ``start`` to ``stop``."""
+        size = self.shape.sizes[group]
+        for token in range(start // UNIT * UNIT, stop, UNIT):
+            for number, head in enumerate(self.heads_on(rank)):
+                name = f"{group}: head {head} of tokens from {token}".encode()
+                yield name, self.piece(group, table[token // size], number, token)
+
+    def turn(self, *, now):
+        for link, core in self.cores:
+            for event in link.poll():
+                core.on(event, now=now)
+            core.advance(now=now)
+
+
+class UnequalWorld(Turns):
+    """A prefill engine that has a prompt and a decode engine that lacks the end of it."""
+
+    def __init__(self, model=None, p=None, d=None, *, prompt=22, external=None, blocks=64):
+        self.network, self.now = Network(), 0.0
+        model = model or Model()
+        self.p = Engine(self.network, P, model, p or Shape(), blocks)
+        self.d = Engine(self.network, D, model, d or Shape(), blocks + 7)
+        self.prompt, self.external = prompt, prompt - 1 if external is None else external
+        self.source, self.target = self.p.tables(prompt), self.d.tables(prompt, after=9)
+        self.loaded = []  # what each rank of D says, in pull; what D says, in push
+        for rank in range(self.p.shape.ranks):
+            for group, table in enumerate(self.source):
+                for name, piece in self.p.places(rank, group, table, 0, len(table) * self.p.shape.sizes[group]):
+                    self.p.memory(rank)[piece] = name
+        for group, table in zip(self.p.groups, self.source, strict=True):
+            gone = group.first_needed(prompt - 1) // group.block_size
+            table[:gone] = [BlockId(0)] * gone  # what fell out of the window is another's now
+
+    def lacking(self):
+        return [group.lacking(self.prompt, self.external) for group in self.d.groups]
+
+    def round(self):
+        self.network.deliver()
+        self.p.turn(now=self.now)
+        self.d.turn(now=self.now)
+
+    # ---- pull
+
+    def pull(self):
+        """Lend the prompt, and have every rank of D read what it lacks."""
+        p, d = self.p, self.d
+        p.cores = [(p.link, Control(p.lender, p.borrower, p.peers, p.tally))]
+        p.lender.grant(T, now=self.now)
+        self.readers = [self._reader(info, mover) for info, mover in zip(d.infos, d.movers, strict=True)]
+        for reader in self.readers:
+            reader.load(Order(A, T, P, HOME[P], self.stretches()), now=self.now)
+
+    def _reader(self, info, mover):
+        link, tally = MemoryLink(self.network, f"{D}/{info.rank}", engine=D), Tally()
+        peers = PeerBook(link, FINGERPRINT, tally, retry_after=1.0)
+        reader = Reader(link, mover, peers, tally, info, timeout=TIMEOUT)
+        self.d.cores.append((link, reader))
+        return reader
+
+    def stretches(self):
+        """Return what the decode engine's scheduler orders."""
+        found = []
+        for number, (start, stop) in enumerate(self.lacking()):
+            if start < stop:
+                remote = self.source[number][self.p.groups[number].blocks_of(start, stop)]
+                local = self.target[number][self.d.groups[number].blocks_of(start, stop)]
+                found.append(Stretch(number, start, stop, remote, local))
+        return tuple(found)
+
+    # ---- push
+
+    def push(self):
+        """Start both engines' threads, and have D register what it lacks."""
+        p, d = self.p, self.d
+        control = Control(p.lender, p.borrower, p.peers, p.tally, pushes=p.pushes)
+        p.cores = [(p.link, control)]
+        self.writers = []
+        for info, mover in zip(p.infos, p.movers, strict=True):
+            link = MemoryLink(self.network, f"{P}/{info.rank}", engine=P)
+            self.writers.append(Writer(link, mover, p.tally, info, home=HOME[P], token=info.agent, timeout=TIMEOUT))
+            p.cores.append((link, self.writers[-1]))
+        d.cores = [(d.link, Control(d.lender, d.borrower, d.peers, d.tally, landings=d.landings))]
+        d.borrower.want(A, Booking(P, *HOME[P], T, T), now=self.now)
+        lent = [
+            Lent(start, stop, tuple(self.target[number][d.groups[number].blocks_of(start, stop)]))
+            if start < stop else Lent(start, start, ())
+            for number, (start, stop) in enumerate(self.lacking())
+        ]  # fmt: skip
+        d.landings.expect(Ticket(A, T, P, HOME[P], None, tuple(lent)), now=self.now)
+        self.announced = [0] * len(p.groups)
+
+    def compute(self, tokens, *, last=False):
+        """Tell P's workers how far the prompt is computed."""
+        if last:
+            self.p.pushes._lender.grant(T, now=self.now)
+            self.p.pushes.granted(T, now=self.now)
+        pieces = []
+        for number, (group, table) in enumerate(zip(self.p.groups, self.source, strict=True)):
+            complete = len(table) if last else tokens // group.block_size
+            pieces.append(table[self.announced[number] : complete])
+            self.announced[number] = complete
+        for writer in self.writers:
+            writer.offer(Piece(T, None, 0, pieces, tokens, last), now=self.now)
+
+    # ---- what came of it
+
+    def results(self):
+        """Return what D heard of the request, from each of its ranks (pull) or of all (push)."""
+        found = [reader.take_results() for reader in getattr(self, "readers", ())] or [self.d.landings.take_results()]
+        return [result for each in found for result in each]
+
+    def check(self):
+        """Check every piece of the decode engine's memory: what was lacking is there, and nothing else is touched."""
+        for rank in range(self.d.shape.ranks):
+            wanted = [b"before"] * len(self.d.memory(rank))
+            for group, (start, stop) in enumerate(self.lacking()):
+                unit = min(self.p.shape.sizes[group], self.d.shape.sizes[group])
+                if start < stop:  # whole rows of the side with the smaller ones move
+                    rows = start // unit * unit, -(-stop // unit) * unit
+                    for name, piece in self.d.places(rank, group, self.target[group], *rows):
+                        wanted[piece] = name
+            found = self.d.memory(rank)
+            wrong = [(piece, f, w) for piece, (f, w) in enumerate(zip(found, wanted, strict=True)) if f != w]
+            assert wrong == [], "(piece, what is there, what should be)"

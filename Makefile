@@ -68,6 +68,10 @@ hooks: $(STAMPS)/dev ## check every commit before it is made
 bench-connector: $(STAMPS)/dev ## the connector beside vLLM's own: docs/benchmarks/connector.md, 20 minutes, on an idle machine; ONLY=ABCD QUICK=1
 	$(BIN)/python tests/benchmarks/connector/bench.py $(if $(ONLY),--only $(ONLY)) $(if $(filter-out 0 no,$(QUICK)),--quick)
 
+.PHONY: bench-shapes
+bench-shapes: $(STAMPS)/dev ## moving KV between engines of unequal shapes: docs/benchmarks/shapes.md, 4 minutes, on an idle machine; QUICK=1
+	$(BIN)/python tests/benchmarks/shapes/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
+
 ##@ Install
 
 .PHONY: install

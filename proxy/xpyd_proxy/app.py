@@ -1,78 +1,232 @@
 """The composition root: the one place where objects are built and connected."""
 
+import asyncio
 import logging
+import random
+import ssl
 import time
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 import httpx
 from fastapi import FastAPI
-from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from xpyd_proxy.api import problems
 from xpyd_proxy.api.admin import admin_routes
+from xpyd_proxy.api.door import Door
+from xpyd_proxy.api.instances import Desk, instance_routes
 from xpyd_proxy.api.models import Models, model_routes
 from xpyd_proxy.api.openai import Generation
-from xpyd_proxy.api.tracking import Tracking
-from xpyd_proxy.core.address import Address
+from xpyd_proxy.api.page import page_routes
+from xpyd_proxy.api.passing import Form, Passing
+from xpyd_proxy.api.ready import ready_routes
+from xpyd_proxy.api.routes import endpoint_routes
+from xpyd_proxy.api.tracking import Tracking, untraced
+from xpyd_proxy.core.budget import Budget
+from xpyd_proxy.core.endpoints import ENDPOINTS, Kind
+from xpyd_proxy.core.explain import Explainer
+from xpyd_proxy.core.health import Limits
+from xpyd_proxy.core.keys import Keyring, Outbound
 from xpyd_proxy.core.learned import Learned
-from xpyd_proxy.core.model import Api, RequestId, Role
+from xpyd_proxy.core.lifetime import Lifetime
+from xpyd_proxy.core.measures import Measures
+from xpyd_proxy.core.model import Instance, RequestId, Role
+from xpyd_proxy.core.pairing import Choice, Pairs, Policy
+from xpyd_proxy.core.pairing import Legs as EachLeg
+from xpyd_proxy.core.policies.least_loaded import LeastLoaded
+from xpyd_proxy.core.policies.power_of_two import PowerOfTwo
+from xpyd_proxy.core.policies.prefix import Prefix
 from xpyd_proxy.core.policies.round_robin import RoundRobin
+from xpyd_proxy.core.policies.session import Session
+from xpyd_proxy.core.ports import Engines
 from xpyd_proxy.core.push import MANNERS
 from xpyd_proxy.core.registry import Registry
+from xpyd_proxy.core.roll import Roll
+from xpyd_proxy.core.rules import rules_of
+from xpyd_proxy.core.target import Target
+from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.io.checks import HttpChecks
 from xpyd_proxy.io.engines import HttpEngines
-from xpyd_proxy.relay import Relay
-from xpyd_proxy.settings import Settings
+from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, server_tls
+from xpyd_proxy.io.fleet import LiveFleet, Loads
+from xpyd_proxy.io.inflow import InflowWatch
+from xpyd_proxy.io.metrics import Metrics
+from xpyd_proxy.io.prober import Prober, Rhythm
+from xpyd_proxy.io.reporting import Reporting
+from xpyd_proxy.io.sight import Sight
+from xpyd_proxy.io.status import Status
+from xpyd_proxy.live import Live, limits_of
+from xpyd_proxy.relay import Legs, Relay, Releaser
+from xpyd_proxy.relay.gate import Gate
+from xpyd_proxy.settings import PolicyName, Settings
+
+if TYPE_CHECKING:
+    from xpyd_proxy.io.traces import Traces
 
 logger = logging.getLogger(__name__)
+_PATHS: Final = frozenset({*ENDPOINTS, "/v1/models"})  # those that metrics and spans tell apart
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """A router that is built, and what its process needs of it."""
+
+    app: FastAPI
+    lifetime: Lifetime
+    live: Live
+    tls: ssl.SSLContext | None  # what it serves https with; None: http
 
 
 def create_app(settings: Settings, *, transport: httpx.AsyncBaseTransport | None = None) -> FastAPI:
+    """Build the router, as an ASGI application; raises what ``build`` raises."""
+    return build(settings, transport=transport).app
+
+
+def build(settings: Settings, *, transport: httpx.AsyncBaseTransport | None = None) -> Router:
     """Build the router. Tests pass a transport that never opens a socket.
 
     Raises:
         AddressError: an address in the settings cannot be one.
         AlreadyKnown: an address occurs twice under one role.
+        ConfigError: a file cannot be read, settings contradict each other, or spans are asked for and their library
+            is missing.
     """
     registry = _registry(settings)
-    engines = HttpEngines(settings, transport=transport)
+    learned = Learned(at_once=MANNERS[settings.mode].at_once)
+    fleet = _fleet(settings, registry, learned)
+    outbound = Outbound(engine_keys(settings))
+    engines = HttpEngines(settings, transport=transport, outbound=outbound, tls=engine_tls(settings))
+    gate, keyring, lifetime = Gate(limits_of(settings), time.monotonic), Keyring(client_keys(settings)), Lifetime()
     models = Models(registry, engines, model=settings.model)
     manner = MANNERS[settings.mode]
-    relay = Relay(
-        registry,
-        engines,
-        RoundRobin(),
-        Learned(at_once=manner.at_once),
-        manner,
-        time.monotonic,
-        settings.prefill_timeout_s,
-        settings.retries,
+    sight = Sight(Measures(_PATHS), time.monotonic)
+    census, queue = Roll(registry), gate.admission
+    traces = _traces(settings)
+    asked: Engines = engines if traces is None else traces.around(engines)
+    if settings.load_reports and settings.prefill_policy is not PolicyName.ROUND_ROBIN:
+        asked = Reporting(asked, fleet.reported)
+    legs = Legs(asked, time.monotonic, watchers=(sight, fleet), auditors=(sight,))
+    releaser = Releaser(engines, told=(sight,))
+    budget = Budget(settings.retry_share, settings.retry_floor)
+    relay = Relay(fleet, legs, fleet, learned, manner, releaser, rules_of(settings), slots=fleet, budget=budget)
+    checks = HttpChecks(
+        timeout_s=settings.probe_timeout_s,
+        headers=lambda role: outbound.headers(role, ()),
+        verify=engine_tls(settings),
+        transport=transport,
     )
+    rhythm = Rhythm(settings.probe_interval_s, settings.drain_patience_s)
+    prober = Prober(registry, checks, rhythm, time.monotonic, random.random)
+    inflow = InflowWatch(registry, checks.metrics, sight)
+
+    def running() -> Sequence[AbstractAsyncContextManager[object]]:
+        return engines, releaser, checks, prober.running(), inflow.running()
+
+    app = FastAPI(lifespan=_lifespan(registry, running, traces), openapi_url=None, redirect_slashes=False)
+    following = untraced if traces is None else traces.request
+    app.add_middleware(Door, lifetime=lifetime, keyring=keyring)
+    app.add_middleware(Tracking, new_id=_new_id, clock=time.monotonic, following=following, finished=sight.finished)
+    problems.install(app)
+    app.include_router(page_routes(Status(sight, census, time.monotonic, queue), Metrics(sight, census, queue)))
+    app.include_router(admin_routes(settings, fleet, models, keyring, time.monotonic))
+    app.include_router(instance_routes(settings, Desk(registry, _explainer(relay, fleet), time.monotonic)))
+    app.include_router(ready_routes(fleet, lifetime))
+    app.include_router(model_routes(models))
+    app.router.routes.extend(endpoint_routes(_served_by(relay, settings, gate)))
+    return Router(app, lifetime, Live(registry, relay, gate, keyring, outbound, time.monotonic), server_tls(settings))
+
+
+def _lifespan(
+    registry: Registry, running: Callable[[], Sequence[AbstractAsyncContextManager[object]]], traces: "Traces | None"
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """Return what starts and ends with the server: what is named last ends first, and the spans go off at last."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
         for role in Role:
             for instance in registry.known(role):
                 logger.info("%s is at %s", instance.id, instance.address.url)  # everything else says only the id
-        async with engines:
-            yield
+        try:
+            async with AsyncExitStack() as opened:
+                for part in running():
+                    await opened.enter_async_context(part)
+                yield
+        finally:
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
 
-    app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
-    app.add_middleware(Tracking, new_id=_new_id, clock=time.monotonic)
-    problems.install(app)
-    app.include_router(admin_routes(settings, registry, models))
-    app.include_router(model_routes(models))
-    app.router.routes.extend(Route(api, Generation(relay, settings), methods=["POST"]) for api in Api)
-    return app
+    return lifespan
+
+
+def _served_by(relay: Relay, settings: Settings, gate: Gate) -> Mapping[Kind, ASGIApp]:
+    return {
+        Kind.SPLIT: Generation(relay, settings, gate),
+        Kind.JSON: Passing(relay, settings, gate),
+        Kind.FORM: Form(relay, settings, gate),
+    }
 
 
 def _registry(settings: Settings) -> Registry:
-    registry = Registry()
+    registry = Registry(
+        Limits(
+            in_a_row=settings.break_after,
+            probes=settings.break_probes,
+            share=settings.break_share,
+            window_s=settings.break_window_s,
+            window_least=settings.break_window_least,
+            rest_s=settings.rest_s,
+            rest_most_s=settings.rest_most_s,
+        )
+    )
     for role, addresses in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
         for address in addresses:
-            registry.add(role, Address.parse(address))
+            registry.add_target(role, Target.parse(address), now=time.monotonic())
     return registry
+
+
+# What a policy is made of: the load of an engine.
+POLICIES: Final[Mapping[PolicyName, Callable[[Callable[[Instance], float]], Policy]]] = {
+    PolicyName.ROUND_ROBIN: lambda _: RoundRobin(),
+    PolicyName.LEAST_LOADED: LeastLoaded,
+    PolicyName.POWER_OF_TWO: lambda load: PowerOfTwo(load, random.randrange),
+    PolicyName.SESSION: lambda load: Session(LeastLoaded(load)),
+    PolicyName.PREFIX: lambda load: Prefix(load, LeastLoaded(load)),
+}
+
+
+def _fleet(settings: Settings, registry: Registry, learned: Learned) -> LiveFleet:
+    load = Loads(registry, time.monotonic).of
+    names = settings.prefill_policy, settings.decode_policy
+    if set(names) == {PolicyName.ROUND_ROBIN}:
+        choice: Choice = RoundRobin()  # for both legs together, or they would advance in step
+    else:
+        choice = EachLeg(*(POLICIES[name](load) for name in names))
+    return LiveFleet(registry, Pairs(registry, choice), learned, time.monotonic)
+
+
+def _explainer(relay: Relay, fleet: LiveFleet) -> Callable[[], Explainer]:
+    def explainer() -> Explainer:
+        rules = relay.rules
+        return Explainer(
+            fleet.rehearsal(), fleet.usable, relay.learned, rules.min_prompt_chars, rules.alone_without_prefill
+        )
+
+    return explainer
+
+
+def _traces(settings: Settings) -> "Traces | None":
+    if settings.otlp_endpoint is None:
+        return None
+    try:
+        from xpyd_proxy.io.traces import Traces  # noqa: PLC0415 (what it imports is an extra)
+    except ImportError as exc:
+        missing = "spans are asked for (otlp_endpoint), but OpenTelemetry is not installed"
+        raise ConfigError(f"{missing}: pip install 'xpyd[tracing]'") from exc
+    return Traces.to(settings.otlp_endpoint, _PATHS)
 
 
 def _new_id() -> RequestId:

@@ -5,14 +5,24 @@
         * :exc:`BadRequest` -- the body is not something we can split or pass on
         * :exc:`BodyTooLarge` -- the body is longer than we accept
         * :exc:`UnsupportedMedia` -- the body is not declared as JSON
+        * :exc:`UnknownModel` -- no engine serves the model that is asked for
     * :exc:`Refused` -- the client, says an engine, in words that reach the client unchanged
+    * :exc:`Unauthorized` -- the client: it has no key, or a wrong one
+    * :exc:`TurnedAway` -- there is more to do than may be done at once
+        * :exc:`KeyOverLimit` -- the client: its key sends more than it may
+        * :exc:`RouterFull` -- nobody: all clients together send more than the router takes
+        * :exc:`ClosingDown` -- nobody: the router is about to end
+    * :exc:`OutOfTime` -- nobody: the request as a whole has taken longer than the operator wants
     * :exc:`NoInstance` -- nobody: there is no engine to send the request to (yet)
     * :exc:`EngineError` -- an engine: unreachable, broken, or not making sense
         * :exc:`EngineTimeout` -- an engine: too slow
+        * :exc:`EngineBusy` -- an engine: it has no room now
         * :exc:`Moved` -- a prefill engine: it is not the one that the decode engine was told of
     * :exc:`AddressError` -- the operator: no engine can have this address
         * :exc:`BadPort` -- the operator: the port is a number, but not a TCP port
     * :exc:`AlreadyKnown` -- the operator: the engine is there already
+    * :exc:`UnknownInstance` -- the operator: there is no engine of this name
+    * :exc:`ConfigError` -- the operator: a file says something that cannot be
 
 Messages name instances by id and never by address, because clients read them.
 """
@@ -42,6 +52,10 @@ class UnsupportedMedia(ClientError):
     """The body is declared as something other than JSON."""
 
 
+class UnknownModel(ClientError):
+    """No engine serves this model; the message names those that are served."""
+
+
 class Refused(ProxyError):
     """An engine refused the request before any token; the client gets its words unchanged."""
 
@@ -50,6 +64,34 @@ class Refused(ProxyError):
         self.status = status
         self.content_type = content_type
         self.body = body
+
+
+class Unauthorized(ProxyError):
+    """The client has shown no key, or one that is not known here."""
+
+
+class TurnedAway(ProxyError):
+    """The request was not let in; after ``retry_after_s`` seconds it is worth another try."""
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class KeyOverLimit(TurnedAway):
+    """The client's key is over one of its limits."""
+
+
+class RouterFull(TurnedAway):
+    """The router is over one of its limits, whoever asks."""
+
+
+class ClosingDown(TurnedAway):
+    """The router takes no new requests: it ends when those it has are finished."""
+
+
+class OutOfTime(ProxyError):
+    """The request was not done in the time that a request may take; no single engine is to blame."""
 
 
 class NoInstance(ProxyError):
@@ -71,6 +113,10 @@ class EngineTimeout(EngineError):
     """An engine did not answer in time."""
 
 
+class EngineBusy(EngineError):
+    """An engine takes no more requests for now."""
+
+
 class Moved(EngineError):
     """A prefill engine has restarted (or is several) since its coordinates were learned."""
 
@@ -85,3 +131,11 @@ class BadPort(AddressError):
 
 class AlreadyKnown(ProxyError):
     """An engine with this role and address is already in the set."""
+
+
+class UnknownInstance(ProxyError):
+    """No engine has this id (any more)."""
+
+
+class ConfigError(ProxyError):
+    """A file of the operator cannot be read, or says something that cannot be; the message names the place."""

@@ -19,6 +19,32 @@ class Mode(StrEnum):
     PUSH = "push"  # every prefill engine pushes; one that says it does not is an error
 
 
+class LogLevel(StrEnum):
+    """The least severe records that the log shows."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogFormat(StrEnum):
+    """How the log looks."""
+
+    TEXT = "text"  # lines for people
+    JSON = "json"  # one object for each event
+
+
+class PolicyName(StrEnum):
+    """How the engine of one leg is chosen."""
+
+    ROUND_ROBIN = "round_robin"  # in turn; if both legs are, every prefill engine meets every decode engine
+    LEAST_LOADED = "least_loaded"
+    POWER_OF_TWO = "power_of_two"  # the less loaded of two that chance picks
+    SESSION = "session"  # the same engine for one X-Session-ID; without it, the least loaded
+    PREFIX = "prefix"  # the engine that has seen the longest beginning of the prompt, unless it is overloaded
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The choices, with their defaults and units."""
@@ -35,7 +61,52 @@ class Settings:
     max_body_bytes: int = 16 * 1024 * 1024  # bytes of a request body; more is answered with 413
     connect_timeout_s: float = 5.0  # seconds to open a connection to an engine
     prefill_timeout_s: float = 300.0  # seconds for a whole prefill leg, queueing included
+    first_token_timeout_s: float = 300.0  # seconds from a streamed decode leg to its first event
+    idle_timeout_s: float = 120.0  # seconds a stream may be silent between two pieces
+    total_timeout_s: float = 3600.0  # seconds for an answer that is not streamed, with all retries
+    stream_timeout_s: float | None = None  # seconds for a streamed one; None: as long as it takes
+    handoff_timeout_s: float = 20.0  # seconds from a prefill answer in which a decode leg may go out
+    min_prompt_chars: int = 0  # a prompt whose JSON has fewer bytes is served by one engine; 0: none is too short
+    alone_without_prefill: bool = True  # decode engines serve alone as long as there is no prefill engine
+    reuse_tokens: bool = False  # a chat is rendered and tokenized by the prefill engine only
+    resume: bool = False  # another decode engine goes on with a stream that breaks off
     probe_timeout_s: float = 5.0  # seconds for a GET /v1/models of an engine
     engine_keepalive_s: float = 4.0  # seconds an idle engine connection is kept; vLLM closes it after 5
     client_keepalive_s: int = 75  # seconds an idle client connection is kept
     shutdown_timeout_s: int = 30  # seconds that requests in flight get to finish after SIGTERM
+    drain_grace_s: float = 0.0  # seconds after SIGTERM in which new requests are still served: /ready is 503 at once
+    log_level: LogLevel = LogLevel.INFO  # what the log shows
+    log_format: LogFormat = LogFormat.TEXT  # how it looks
+    otlp_endpoint: str | None = None  # base URL of the collector that gets the spans (OTLP over HTTP); None: no spans
+    api_keys_file: str | None = None  # keys that clients must show, one name:key a line; None: anybody may ask
+    prefill_api_key_file: str | None = None  # file with the key that prefill engines want, instead of the environment
+    decode_api_key_file: str | None = None  # the same for decode engines
+    max_concurrency: int = 4096  # requests that are served at the same time; more wait
+    max_queue: int = 1024  # requests that wait; more are refused
+    max_queue_wait_s: float = 30.0  # seconds that a request waits at most
+    max_held_bytes: int = 1024 * 1024 * 1024  # bytes of the bodies of all requests that are served or wait
+    max_rate: float | None = None  # requests a second of all clients; None: no limit
+    max_key_concurrency: int | None = None  # requests of one key that are served or wait
+    max_key_rate: float | None = None  # requests a second of one key
+    tls_cert: str | None = None  # PEM file, the router's certificate and those that vouch for it; None: plain HTTP
+    tls_key: str | None = None  # PEM file, its private key
+    tls_client_ca: str | None = None  # PEM file; clients must show a certificate of these authorities
+    engine_ca: str | None = None  # PEM file, authorities of https engines; None: those of the system
+    engine_cert: str | None = None  # PEM file, the certificate that the router shows to engines
+    engine_key: str | None = None  # PEM file, its private key
+    prefill_api_key: str | None = field(default=None, repr=False)  # what prefill engines want; None: the client's own
+    decode_api_key: str | None = field(default=None, repr=False)  # the same for decode engines
+    prefill_policy: PolicyName = PolicyName.ROUND_ROBIN  # how the engine of the prefill leg is chosen
+    decode_policy: PolicyName = PolicyName.ROUND_ROBIN  # the same for decode
+    load_reports: bool = True  # prefill engines are asked how busy they are, if their policy cares
+    retry_share: float = 0.2  # retries of all requests together, as a share of the requests
+    retry_floor: float = 1.0  # retries a second that are granted however few requests there are
+    probe_interval_s: float = 5.0  # seconds between two probes of an engine; 0: requests alone tell how it is
+    break_after: int = 5  # requests in a row that fail until an engine counts as broken
+    break_probes: int = 2  # probes in a row that fail, for the same
+    break_share: float = 0.5  # share of an engine's requests that fail within break_window_s, for the same
+    break_window_s: float = 30.0  # seconds
+    break_window_least: int = 20  # requests within break_window_s below which break_share says nothing
+    rest_s: float = 5.0  # seconds before a broken engine gets one request again; doubled with every one that fails
+    rest_most_s: float = 60.0  # seconds that this may become at most
+    drain_patience_s: float = 60.0  # seconds without a request after which a draining prefill engine's leases are over

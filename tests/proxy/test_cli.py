@@ -4,8 +4,8 @@ import sys
 import types
 
 import pytest
-import uvicorn
 
+from xpyd_proxy import server
 from xpyd_proxy.cli import build_parser, main, serve_settings
 from xpyd_proxy.settings import ClientKvParams, Mode, Settings
 
@@ -98,16 +98,16 @@ def test_an_engine_that_is_named_twice_is_a_mistake(capsys):
 
 
 def test_serve_starts_the_server(monkeypatch):
-    """On uvloop and httptools, without an access log, for the router writes its own line."""
+    """With the router and the settings, and a way to read these again."""
     calls = []
-    monkeypatch.setattr(uvicorn, "run", lambda app, **options: calls.append((app, options)))
+    monkeypatch.setattr(server, "run", lambda *args, **options: calls.append((args, options)) or 7)
     monkeypatch.setattr(sys, "argv", ["xpyd", "serve", "--prefill", "a:1", "--port", "9000"])
 
-    assert main() == 0
-    ((app, options),) = calls
-    assert app.title
-    assert (options["host"], options["port"]) == ("127.0.0.1", 9000)
-    assert (options["loop"], options["http"], options["access_log"]) == ("uvloop", "httptools", False)
+    assert main() == 7
+    (((router, settings), options),) = calls
+    assert router.app.title
+    assert (settings.prefill, settings.port) == (("a:1",), 9000)
+    assert options["again"]() == settings
 
 
 def test_up_is_loaded_only_when_it_is_asked_for(monkeypatch):

@@ -9,9 +9,11 @@ from xpyd_proxy.core.dialect import parse
 from xpyd_proxy.core.learned import Learned
 from xpyd_proxy.core.model import Answer, Api, Call, Role
 from xpyd_proxy.core.policies.round_robin import RoundRobin
+from xpyd_proxy.core.ports import Unlimited
 from xpyd_proxy.core.push import MANNERS
 from xpyd_proxy.core.registry import Registry
-from xpyd_proxy.relay import Relay
+from xpyd_proxy.core.rules import Rules
+from xpyd_proxy.relay import Legs, Relay, Releaser
 from xpyd_proxy.settings import Mode
 
 EVENT, DONE = b'data: {"id":"x"}\n\n', b"data: [DONE]\n\n"
@@ -59,8 +61,9 @@ class Scripted:
             return await self.prefill(leg)
 
     @asynccontextmanager
-    async def stream(self, leg):
+    async def stream(self, leg, *, sent=lambda: None):
         with self._open(leg):
+            sent()
             status, parts = await self.decode(leg)
             yield Streamed(status, _chunks(parts))
 
@@ -102,13 +105,20 @@ async def good_decode(leg):
     return 200, [EVENT, DONE]
 
 
-def relay_of(engines, x=1, y=1, *, retries=2, mode=Mode.AUTO, clock=lambda: 0.0):
+def relay_of(engines, x=1, y=1, *, retries=2, mode=Mode.AUTO, clock=lambda: 0.0, watchers=(), budget=None, **more):
     registry = Registry()
     for role, count in ((Role.PREFILL, x), (Role.DECODE, y)):
         for port in range(1, count + 1):
             registry.add(role, Address("http", "h", port))
     manner = MANNERS[mode]
-    return Relay(registry, engines, RoundRobin(), Learned(at_once=manner.at_once), manner, clock, 30.0, retries)
+    learned = Learned(at_once=manner.at_once)
+    told = [one for one in watchers if hasattr(one, "released")]
+    legs, releaser = (
+        Legs(engines, clock, watchers, [w for w in watchers if hasattr(w, "differed")]),
+        Releaser(engines, told),
+    )
+    rules = Rules(retries=retries, **more)
+    return Relay(registry, legs, RoundRobin(), learned, manner, releaser, rules, budget=budget or Unlimited())
 
 
 def call(api=Api.COMPLETIONS, **fields):

@@ -48,20 +48,19 @@ SHAPES = {
     "shared-twin": Shape(model="one-head", args=TWO_RANKS),
 }
 
-# What is moved -> who computes the prompt and who decodes. In an order that lets few engines run at the same time;
-# those of the last row are there for further tests.
+# What is moved -> who computes the prompt and who decodes. In an order that lets few engines run at the same time.
 ROWS = {
     "tp1-to-tp2": ("plain", "twin"),
     "tp2-to-tp1": ("twin", "plain"),
     "tp2-to-tp2": ("twin", "twin-too"),
-    "shared-head-tp1-to-tp2": ("shared", "shared-twin"),
-    "shared-head-tp2-to-tp1": ("shared-twin", "shared"),
     "window": ("window", "window-too"),
     "block32-to-64": ("plain", "large"),
     "block64-to-32": ("large", "plain"),
     "staged-on-p": ("staged", "plain"),
     "staged-on-d": ("plain", "staged"),
-    "staged-on-both": ("staged", "staged-too"),
+    "staged-on-both": ("staged", "staged-too"),  # these are there for further tests
+    "shared-head-tp1-to-tp2": ("shared", "shared-twin"),
+    "shared-head-tp2-to-tp1": ("shared-twin", "shared"),
 }
 
 

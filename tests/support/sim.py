@@ -62,10 +62,11 @@ async def router(
 
 
 @contextmanager
-def serving(app: ASGIApp) -> Generator[str]:
-    """Serve an application on a free port of this machine; yields host:port."""
+def serving(app: ASGIApp, **options: object) -> Generator[str]:
+    """Serve an application on a free port of this machine; yields host:port. The options are uvicorn's."""
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, log_config=None, ws="none", loop="uvloop", http="httptools", access_log=False)
+    fixed = {"log_config": None, "ws": "none", "loop": "uvloop", "http": "httptools", "access_log": False}
+    config = uvicorn.Config(app, **fixed, **options)
     config.timeout_graceful_shutdown = 1
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

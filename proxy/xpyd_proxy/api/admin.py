@@ -1,22 +1,23 @@
 """Routes for operators, in the formats of vLLM's own proxy demo; their errors are FastAPI's ``{"detail": ...}``."""
 
-import hmac
 import logging
-from typing import Annotated, Final, TypeAlias
+from collections.abc import Callable
+from typing import Final
 
 import msgspec
-from fastapi import APIRouter, Depends, Header, HTTPException, Request
+from fastapi import APIRouter, Depends, HTTPException, Request
 
+from xpyd_proxy.api.adminkey import key_check, onlooker_check
 from xpyd_proxy.api.incoming import passed_on, read_body, require_json
 from xpyd_proxy.api.models import Models
-from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.keys import Keyring
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.raw_json import NotJson, decode
-from xpyd_proxy.core.registry import Registry
+from xpyd_proxy.core.target import Target
 from xpyd_proxy.errors import AddressError, AlreadyKnown, BadPort, BodyTooLarge, UnsupportedMedia
+from xpyd_proxy.io.fleet import LiveFleet
 from xpyd_proxy.settings import Settings
 
-ApiKey: TypeAlias = Annotated[str, Header()]
 logger = logging.getLogger(__name__)
 _MEDIA_TYPE: Final = "Unsupported Media Type: Only 'application/json' is allowed"
 
@@ -28,26 +29,21 @@ class _Addition(msgspec.Struct):
     instance: object = None
 
 
-def admin_routes(settings: Settings, registry: Registry, models: Models) -> APIRouter:
-    """Build the routes; the key is compared in constant time."""
+def admin_routes(
+    settings: Settings, fleet: LiveFleet, models: Models, keyring: Keyring, clock: Callable[[], float]
+) -> APIRouter:
+    """Build the routes; ``clock``: seconds, the one of the registry's times."""
     router = APIRouter()
-
-    def authenticate(x_api_key: ApiKey) -> None:
-        if not settings.admin_key:
-            raise HTTPException(500, "Server configuration error.")
-        if not hmac.compare_digest(x_api_key.encode("latin-1"), settings.admin_key.encode()):
-            logger.warning("somebody tried to add an engine with a wrong X-Api-Key")
-            raise HTTPException(403, "Forbidden: Invalid API Key.")
 
     @router.get("/health")
     async def health() -> dict[str, str]:
         for role in Role:
-            registry.usable(role)
+            fleet.usable(role)
         return {"status": "ok"}
 
-    @router.get("/status")
+    @router.get("/status", dependencies=[Depends(onlooker_check(settings.admin_key, keyring))])
     async def status() -> dict[str, int | list[str]]:
-        prefill, decode = ([node.address.authority for node in registry.known(role)] for role in Role)
+        prefill, decode = ([node.address.authority for node in fleet.known(role)] for role in Role)
         return {
             "prefill_node_count": len(prefill),
             "decode_node_count": len(decode),
@@ -55,18 +51,19 @@ def admin_routes(settings: Settings, registry: Registry, models: Models) -> APIR
             "decode_nodes": decode,
         }
 
-    @router.post("/instances/add", dependencies=[Depends(authenticate)])
+    @router.post("/instances/add", dependencies=[Depends(key_check(settings.admin_key))])
     async def add(request: Request) -> dict[str, str]:
         role, text = _wanted(await _body(request, limit=settings.max_body_bytes))
-        address = _address(text)
-        candidate = Instance(InstanceId("candidate"), role, address)
+        target = _target(text)
+        candidate = Instance(InstanceId("candidate"), role, target.address)
         if not await models.accepts(candidate, passed_on(request.scope)):
             raise HTTPException(400, "Instance validation failed.")
         try:
-            added = registry.add(role, address)
+            added = fleet.registry.add_target(role, target, now=clock())
         except AlreadyKnown as exc:
             raise HTTPException(400, "Instance already exists.") from exc
-        logger.info("%s is at %s", added.id, address.url)
+        for instance in added:
+            logger.info("%s is at %s", instance.id, target.address.url)
         return {"message": f"Added {text} to {role}_instances."}
 
     return router
@@ -95,9 +92,9 @@ def _wanted(body: bytes) -> tuple[Role, str]:
     return Role(str(addition.type)), addition.instance
 
 
-def _address(text: str) -> Address:
+def _target(text: str) -> Target:
     try:
-        return Address.parse(text)
+        return Target.parse(text)
     except BadPort as exc:
         raise HTTPException(400, "Invalid port number.") from exc
     except AddressError as exc:

@@ -8,7 +8,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 
 from xpyd_proxy.core.model import Headers
-from xpyd_proxy.errors import BodyTooLarge, UnsupportedMedia
+from xpyd_proxy.errors import BadRequest, BodyTooLarge, UnsupportedMedia
 
 # X-Request-Id is missing on purpose: engines match the halves of a request by it, so it must be ours and unique.
 _PASSED_ON: Final = frozenset({b"authorization", b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority"})
@@ -31,6 +31,34 @@ def require_json(scope: Scope) -> None:
         raise UnsupportedMedia(f"the body must be application/json, not {declared.decode('latin-1')}")
 
 
+def require_form(scope: Scope) -> bytes:
+    """Accept a body that is declared as a form with files, and return the declaration: it says where the parts end.
+
+    Raises:
+        UnsupportedMedia: it is declared as something else, or not at all.
+    """
+    declared = _header(scope, b"content-type")
+    if declared.partition(b";")[0].strip().lower() != b"multipart/form-data":
+        raise UnsupportedMedia(
+            f"the body must be multipart/form-data, not {declared.decode('latin-1') or 'undeclared'}"
+        )
+    return declared
+
+
+def rank_of(scope: Scope) -> int | None:
+    """Return the data-parallel rank that the client asks for, if it does.
+
+    Raises:
+        BadRequest: it is no whole number.
+    """
+    text = _header(scope, b"x-data-parallel-rank").strip()
+    if not text:
+        return None
+    if text.isdigit() and len(text) < 10:
+        return int(text)
+    raise BadRequest(f"X-data-parallel-rank must be a whole number from 0 on, not {text.decode('latin-1')!r}")
+
+
 async def read_body(scope: Scope, receive: Receive, *, limit: int) -> bytes:
     """Read the body, never holding more bytes of it than the limit.
 
@@ -47,10 +75,11 @@ async def read_body(scope: Scope, receive: Receive, *, limit: int) -> bytes:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        size += len(message["body"])
+        body: bytes = message.get("body", b"")
+        size += len(body)
         if size > limit:
             raise BodyTooLarge(f"the body has more than {limit} bytes, the most this router takes")
-        parts.append(message["body"])
+        parts.append(body)
         if not message.get("more_body", False):
             return b"".join(parts)
 

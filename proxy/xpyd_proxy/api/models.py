@@ -1,5 +1,9 @@
 """Which model the engines serve."""
 
+import asyncio
+from collections.abc import Sequence
+from itertools import chain
+
 import msgspec
 from fastapi import APIRouter, Request, Response
 
@@ -19,6 +23,12 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
+class _Cards(msgspec.Struct):
+    """The same list, with the models as they came."""
+
+    data: list[msgspec.Raw]
+
+
 class Models:
     """Asks engines for their models; remembers the one that all of them should serve."""
 
@@ -28,16 +38,17 @@ class Models:
         self._model = model
 
     async def listing(self, headers: Headers) -> Answer:
-        """Return the list of models of the first engine that answers, decode engines first.
+        """Return the models of all engines that answer, each once; of two that have one the decode engine describes it.
 
         Raises:
             NoInstance: none answers.
         """
-        for instance in self._known():
-            answer = await self._ask(instance, headers)
-            if answer is not None and answer.status < 500:
-                return answer
-        raise NoInstance("no engine answers: the router cannot tell the models they serve")
+        asked = await asyncio.gather(*(self._ask(instance, headers) for instance in self._known()))
+        answers = [answer for answer in asked if answer is not None and answer.status < 500]
+        if not answers:
+            raise NoInstance("no engine answers: the router cannot tell the models they serve")
+        lists = [found for answer in answers if (found := _cards(answer)) is not None]
+        return _merged(lists) if lists else answers[0]  # an engine's words: it may want a key, for example
 
     async def accepts(self, candidate: Instance, headers: Headers) -> bool:
         """Tell whether an engine can be reached and serves our model; the first one ever asked defines it."""
@@ -75,6 +86,23 @@ def model_routes(models: Models) -> APIRouter:
         return Response(answer.body, answer.status, {"content-type": answer.content_type})
 
     return router
+
+
+def _cards(answer: Answer) -> list[msgspec.Raw] | None:
+    """Return the descriptions in a list; None when it is no such list."""
+    try:
+        decode(answer.body, _Models)
+        return decode(answer.body, _Cards).data if answer.status == 200 else None
+    except NotJson:
+        return None
+
+
+def _merged(lists: Sequence[Sequence[msgspec.Raw]]) -> Answer:
+    cards: dict[str, msgspec.Raw] = {}
+    for card in chain.from_iterable(lists):
+        cards.setdefault(decode(card, _Model).id, card)
+    body = msgspec.json.encode({"object": "list", "data": list(cards.values())})
+    return Answer(200, "application/json", body)
 
 
 def _first(answer: Answer | None) -> str | None:

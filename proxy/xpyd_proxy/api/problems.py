@@ -6,29 +6,42 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exception_handlers import http_exception_handler
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from xpyd_proxy.api.tracking import id_headers, note_fault
 from xpyd_proxy.errors import (
     BadRequest,
     BodyTooLarge,
+    EngineBusy,
     EngineError,
     EngineTimeout,
+    KeyOverLimit,
     NoInstance,
+    OutOfTime,
     ProxyError,
     Refused,
+    TurnedAway,
+    Unauthorized,
+    UnknownModel,
     UnsupportedMedia,
 )
 
-_ADMIN_PATHS: Final = frozenset({"/instances/add", "/status"})
+_ADMIN_PATHS: Final = frozenset({"/status"})
 
 # Looked up along the class's bases: an error of its own kind, or that of its parent.
 _KINDS: Final[dict[type[Exception], tuple[int, str]]] = {
     BadRequest: (400, "BadRequestError"),
     BodyTooLarge: (413, "RequestTooLargeError"),
     UnsupportedMedia: (415, "UnsupportedMediaTypeError"),
+    UnknownModel: (404, "NotFoundError"),
+    Unauthorized: (401, "AuthenticationError"),
+    KeyOverLimit: (429, "RateLimitError"),
+    TurnedAway: (503, "ServiceUnavailableError"),
     NoInstance: (503, "ServiceUnavailableError"),
+    OutOfTime: (504, "RequestTimeoutError"),
     EngineError: (502, "EngineError"),
     EngineTimeout: (504, "EngineTimeoutError"),
+    EngineBusy: (503, "ServiceUnavailableError"),
     Exception: (500, "InternalServerError"),
 }
 _HTTP_TYPES: Final = {404: "NotFoundError", 405: "MethodNotAllowedError"}
@@ -53,18 +66,26 @@ def _openai(status: int, kind: str, message: str, param: str | None = None) -> b
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
 
 
-async def _on_proxy_error(request: Request, error: Exception) -> Response:
-    note_fault(request.scope, error)
+def response_to(error: Exception, scope: Scope) -> Response:
+    """Return the whole answer to an error, and note it in the request's line of the log."""
+    note_fault(scope, error)
     if isinstance(error, Refused):
         return Response(error.body, error.status, {"content-type": error.content_type})
     status, body = error_body(error)
-    return Response(body, status, media_type="application/json")
+    headers = {"retry-after": str(error.retry_after_s)} if isinstance(error, TurnedAway) else {}
+    if isinstance(error, Unauthorized):
+        headers["www-authenticate"] = "Bearer"
+    return Response(body, status, headers, media_type="application/json")
+
+
+async def _on_proxy_error(request: Request, error: Exception) -> Response:
+    return response_to(error, request.scope)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """Answer for a path or a method that does not exist; the admin routes speak FastAPI's own format."""
     assert isinstance(error, HTTPException)
-    if request.url.path in _ADMIN_PATHS:
+    if request.url.path in _ADMIN_PATHS or request.url.path.startswith("/instances"):
         return await http_exception_handler(request, error)
     kind = _HTTP_TYPES.get(error.status_code, "BadRequestError")
     body = _openai(error.status_code, kind, f"{request.method} {request.url.path}: {error.detail}")

@@ -1,20 +1,26 @@
 """What every /v1 request gets, whatever becomes of it: an id, its route in the headers, one line in the log."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from xpyd_proxy.core.journey import Journey, Visit
-from xpyd_proxy.core.model import RequestId
+from xpyd_proxy.core.endpoints import ENDPOINTS
+from xpyd_proxy.core.journey import HUNG_UP, Journey, Outcome, client_id, facts
+from xpyd_proxy.core.model import Headers, Push, RequestId
+from xpyd_proxy.io.logs import FACTS
 
-_HUNG_UP: Final = 499  # nginx's status for a client that closed the connection before it was answered
 _BUG: Final = 500
 _KEY: Final = "xpyd.journey"
+_PLAIN: Final = ("id", "path", "prefill", "decode", "status", "ms")  # these stand in the line without quotes
 logger = logging.getLogger(__name__)
+
+# Is entered with a request and told how it ended; what it gives back must not raise.
+Following: TypeAlias = Callable[[Journey, str, Headers], AbstractContextManager[Callable[[Outcome], None]]]
 
 
 def journey_of(scope: Scope) -> Journey:
@@ -30,26 +36,50 @@ def note_fault(scope: Scope, error: Exception) -> None:
 
 
 def id_headers(scope: Scope) -> dict[str, str]:
-    """Return the header that names a request, for an answer that :class:`Tracking` does not see."""
-    return {"x-request-id": journey_of(scope).request_id} if _KEY in scope else {}
+    """Return the headers that name a request, for an answer that :class:`Tracking` does not see."""
+    return journey_of(scope).id_headers() if _KEY in scope else {}
+
+
+@contextmanager
+def untraced(_journey: Journey, _path: str, _headers: Headers, /) -> Generator[Callable[[Outcome], None]]:
+    """Follow nothing: nobody has asked for spans."""
+    yield lambda _: None
 
 
 @dataclass(slots=True)
 class _Outgoing:
-    """Adds the headers to an answer and remembers its status."""
+    """Adds the headers to an answer, and remembers its status, when a stream began, and how the answer ends.
+
+    The relay sends the head of a stream together with its first event: the head's time is the first token's.
+    """
 
     send: Send
     journey: Journey
+    clock: Callable[[], float]
     status: int | None = field(default=None)
+    began: float | None = field(default=None)
+    before: bytes = field(default=b"")  # the last but one piece of the body
+    last: bytes = field(default=b"")
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            if self.status == 200 and _is_stream(message):
+                self.began = self.clock()
             message["headers"] = [*message.get("headers", ()), *self._headers()]
+        elif body := message.get("body"):
+            self.before, self.last = self.last, body
         await self.send(message)
 
+    def outcome(self, path: str, status: int | None, start: float) -> Outcome:
+        """Say what became of the request; ``status``: what to say of one that got no answer."""
+        first_s = None if self.began is None else self.began - start
+        # Only of a request whose legs went out at once does the end of the answer tell something (core/arrival.py).
+        said = self.before + self.last if self.journey.push is Push.AT_ONCE else b""
+        return Outcome(path, status or self.status or _BUG, self.clock() - start, first_s, said)
+
     def _headers(self) -> list[tuple[bytes, bytes]]:
-        headers = [(b"x-request-id", self.journey.request_id.encode())]
+        headers = [(name.encode(), value.encode()) for name, value in self.journey.id_headers().items()]
         if timing := self.journey.server_timing():
             headers.append((b"server-timing", timing.encode()))
         return headers
@@ -58,41 +88,69 @@ class _Outgoing:
 class Tracking:
     """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, *, new_id: Callable[[], RequestId], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        new_id: Callable[[], RequestId],
+        clock: Callable[[], float],
+        following: Following = untraced,
+        finished: Callable[[Journey, Outcome], None] = lambda _journey, _outcome: None,
+    ) -> None:
         self._app = app
         self._new_id = new_id
         self._clock = clock
+        self._following = following
+        self._finished = finished
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Follow a request under /v1; let everything else pass."""
-        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+        """Follow a request of a client; let everything else pass."""
+        if scope["type"] != "http" or not (scope["path"].startswith("/v1/") or scope["path"] in ENDPOINTS):
             await self._app(scope, receive, send)
             return
         start = self._clock()
-        journey = scope[_KEY] = Journey(self._new_id())
-        outgoing = _Outgoing(send, journey)
-        status = _BUG
-        try:
-            await self._app(scope, receive, outgoing)
-            status = outgoing.status or _BUG
-        except ClientDisconnect:  # there is nobody left to answer
-            status = _HUNG_UP
-        finally:
-            _log(scope["path"], journey, status, (self._clock() - start) * 1000)
+        journey = scope[_KEY] = Journey(self._new_id(), client_id=_client_id(scope))
+        outgoing = _Outgoing(send, journey, self._clock)
+        status: int | None = _BUG
+        with self._following(journey, scope["path"], tuple(scope.get("headers", ()))) as ended:
+            try:
+                await self._app(scope, receive, outgoing)
+                status = None
+            except ClientDisconnect:  # there is nobody left to answer
+                status = HUNG_UP
+            finally:
+                outcome = outgoing.outcome(scope["path"], status, start)
+                ended(outcome)
+                self._finished(journey, outcome)
+                _log(journey, outcome)
 
 
-def _log(path: str, journey: Journey, status: int, ms: float) -> None:
-    notes = {
-        "solo": journey.solo,
-        "route": journey.push,
-        "retries": ", ".join(map(str, journey.retries)),
-        "late": journey.late,
-        "fault": journey.fault,
-    }
-    extra = "".join(f" {name}={str(note)!r}" for name, note in notes.items() if note)
-    ids = (journey.request_id, path.encode("unicode_escape").decode(), _name(journey.prefill), _name(journey.decode))
-    logger.info("id=%s path=%s prefill=%s decode=%s status=%d ms=%.1f%s", *ids, status, ms, extra)
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """The facts of a request in one line, made when a log wants it: one in JSON never does."""
+
+    facts: Mapping[str, object]
+
+    def __str__(self) -> str:
+        return " ".join(_pair(name, value) for name, value in self.facts.items())
 
 
-def _name(visit: Visit | None) -> str:
-    return "-" if visit is None else visit.instance
+def _log(journey: Journey, outcome: Outcome) -> None:
+    found = facts(journey, outcome)
+    logger.info(_Line(found), extra={FACTS: found})
+
+
+def _pair(name: str, value: object) -> str:
+    """Write one fact; a line break in a path or a note stays on its line."""
+    if name not in _PLAIN:
+        return f"{name}={value!r}"
+    return f"{name}={'-' if value is None else str(value).encode('unicode_escape').decode()}"
+
+
+def _client_id(scope: Scope) -> str | None:
+    headers: Headers = tuple(scope.get("headers", ()))
+    return client_id(next((value for name, value in headers if name == b"x-request-id"), b""))
+
+
+def _is_stream(start: Message) -> bool:
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in start["headers"])

@@ -6,28 +6,44 @@ bytes, so that floats, big integers, escapes and fields of tomorrow arrive as th
 the last value counts, as it does in vLLM, and only that one is sent on: both engines see the same request.
 """
 
+import re
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 
-from xpyd_proxy.core.model import Api, InstanceId, TransferId
-from xpyd_proxy.core.raw_json import NULL, Fields, NotJson, OtherJson, decode, encode, text
+from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
+from xpyd_proxy.core.raw_json import FALSE, NULL, TRUE, Fields, NotJson, OtherJson, decode, encode, text
 from xpyd_proxy.errors import BadRequest, EngineError
 
-_TRUE: Final = msgspec.Raw(b"true")
 _ONE: Final = msgspec.Raw(b"1")
-_FALSE: Final = msgspec.Raw(b"false")
-_ASK_FOR_PREFILL: Final[Fields] = {"do_remote_decode": _TRUE, "do_remote_prefill": _FALSE} | dict.fromkeys(
+_ANY_PROMPT: Final = msgspec.Raw(b"[0]")
+_TOO_MANY: Final = msgspec.Raw(b"2147483647")
+_ASK_FOR_PREFILL: Final[Fields] = {"do_remote_decode": TRUE, "do_remote_prefill": FALSE} | dict.fromkeys(
     ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"), NULL
 )
 
 # Only the router may set these: from a client they name memory that is not the client's, or kill the engine.
 _PRIVATE: Final = ("kv_transfer_params", "ec_transfer_params")
 # They shape the tokens that decode makes, or the way it shows them; prefill shows its one token to nobody.
-_ONLY_FOR_DECODE: Final = frozenset(
+_OPENAI: Final = frozenset(
     {"stream_options", "best_of", "use_beam_search", "prompt_logprobs", "logprobs", "top_logprobs", "logprob_token_ids"}
 )
-_LIMITS: Final = {Api.COMPLETIONS: ("max_tokens",), Api.CHAT: ("max_tokens", "max_completion_tokens")}
+_ONLY_FOR_DECODE: Final[Mapping[Api, frozenset[str]]] = {
+    Api.COMPLETIONS: _OPENAI,
+    Api.CHAT: _OPENAI,
+    Api.RESPONSES: frozenset(),
+    Api.MESSAGES: frozenset(),
+}
+# An end-of-sequence as first token would end a request another way than by length; not every API can rule it out.
+_ONE_TOKEN: Final[Mapping[Api, Fields]] = {
+    Api.COMPLETIONS: dict.fromkeys(("max_tokens", "min_tokens"), _ONE),
+    Api.CHAT: dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), _ONE),
+    Api.RESPONSES: {"max_output_tokens": _ONE, "store": FALSE},  # nobody will ask the prefill engine for its answer
+    Api.MESSAGES: {"max_tokens": _ONE},
+}
+_PRIVATE_IN_FORM: Final = re.compile(rb'name\s*=\s*"?(kv_transfer_params|ec_transfer_params|vllm_xargs)', re.IGNORECASE)
+_ENCODED_NAME: Final = re.compile(rb"content-disposition[^\r\n]*[;\s]name\s*\*", re.IGNORECASE)  # RFC 2231
 # Without one of these vLLM 0.32 dies on an assertion or a KeyError, and with it every request it serves.
 _NEEDED: Final = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids")
 
@@ -36,6 +52,7 @@ class _PrefillAnswer(msgspec.Struct):
     """What we read of a prefill engine's answer."""
 
     kv_transfer_params: msgspec.Raw = NULL
+    prompt_token_ids: msgspec.Raw = NULL
 
 
 def parse(body: bytes, *, strip_private: bool) -> Fields:
@@ -57,17 +74,44 @@ def parse(body: bytes, *, strip_private: bool) -> Fields:
     return fields
 
 
+def check_wanted_now(api: Api, fields: Fields) -> None:
+    """Accept a request whose answer is wanted on this connection.
+
+    Raises:
+        BadRequest: it is to be fetched later, from the engine that has it: clients cannot reach a certain engine.
+    """
+    if api is Api.RESPONSES and fields.get("background", NULL) not in (NULL, FALSE):
+        raise BadRequest("background answers cannot be fetched through this router: leave it out", param="background")
+
+
+def check_form(body: bytes) -> None:
+    """Accept a form, whose values nobody here reads.
+
+    Raises:
+        BadRequest: it has a field that only the router may set, or one whose name could hide that.
+    """
+    if _ENCODED_NAME.search(body) is not None:
+        raise BadRequest("the names of a form's fields must be plain, not encoded (name*=)")
+    if (found := _PRIVATE_IN_FORM.search(body)) is not None:
+        name = found[1].decode()
+        raise BadRequest(f"{name} is set by the router and must not be part of a request", param=name)
+
+
+def named(api: Api, fields: Fields, request: RequestId) -> Fields:
+    """Give both legs our name of the request, where the engines do not take it from X-Request-Id."""
+    return fields | {"request_id": text(f"resp_{request}")} if api is Api.RESPONSES else fields
+
+
 def prefill_body(api: Api, fields: Fields, transfer: TransferId) -> bytes:
     """Ask for the KV cache of the prompt: everything that shapes the prompt, and one token.
 
     The name of the transfer goes along in any case: whether the engine pushes is known from its answer.
     """
-    kept = {name: value for name, value in fields.items() if name not in _ONLY_FOR_DECODE}
+    kept = {name: value for name, value in fields.items() if name not in _ONLY_FOR_DECODE[api]}
     if kept.get("n", NULL) != NULL:
         kept["n"] = _ONE
-    kept.update(dict.fromkeys(_LIMITS[api], _ONE))
-    kept["min_tokens"] = _ONE  # an end-of-sequence as first token would end the request another way than by length
-    kept["stream"] = _FALSE  # a streamed answer carries no kv_transfer_params
+    kept.update(_ONE_TOKEN[api])
+    kept["stream"] = FALSE  # a streamed answer carries no kv_transfer_params
     kept["kv_transfer_params"] = msgspec.Raw(encode(_ASK_FOR_PREFILL | {"transfer_id": text(transfer)}))
     return encode(kept)
 
@@ -75,6 +119,34 @@ def prefill_body(api: Api, fields: Fields, transfer: TransferId) -> bytes:
 def decode_body(fields: Fields, kv_params: msgspec.Raw) -> bytes:
     """Ask for the tokens: the client's request, and where the KV cache of its prompt is."""
     return encode(fields | {"kv_transfer_params": kv_params})
+
+
+def telling_tokens(api: Api, fields: Fields) -> Fields:
+    """Have the prefill engine tell the tokens of its prompt, where the decode engine can take them over."""
+    return fields | {"return_token_ids": TRUE} if api is Api.CHAT else fields
+
+
+def with_tokens(kv_params: msgspec.Raw, answer: bytes) -> msgspec.Raw:
+    """Add the prompt's tokens to the parameters: the decode engine then does not render and tokenize again.
+
+    vLLM takes the key out before anything else reads the parameters, which stay as they came.
+    """
+    ids = decode(answer, _PrefillAnswer).prompt_token_ids
+    if ids == NULL:
+        return kv_params
+    return msgspec.Raw(bytes(kv_params).rstrip()[:-1] + b',"prompt_token_ids":' + bytes(ids) + b"}")
+
+
+RELEASE_PATH: Final = Api.COMPLETIONS.value
+
+
+def release_body(fields: Fields, kv_params: msgspec.Raw) -> bytes:
+    """Ask a decode engine for more tokens than any has room for: it refuses, and tells the prefill engine to free.
+
+    A prefill engine keeps its blocks for a whole lease when nobody comes for them, and listens to other engines only.
+    """
+    asked: Fields = {"prompt": _ANY_PROMPT, "max_tokens": _TOO_MANY, "stream": FALSE, "kv_transfer_params": kv_params}
+    return encode({name: fields[name] for name in ("model",) if name in fields} | asked)
 
 
 def kv_params(prefill: InstanceId, answer: bytes) -> msgspec.Raw:
@@ -89,7 +161,7 @@ def kv_params(prefill: InstanceId, answer: bytes) -> msgspec.Raw:
         missing = [name for name in _NEEDED if _is_empty(params.get(name, NULL))]
     except NotJson as exc:
         raise EngineError(f"{prefill} answered without usable kv_transfer_params") from exc
-    if params.get("do_remote_prefill") != _TRUE:
+    if params.get("do_remote_prefill") != TRUE:
         raise EngineError(f"{prefill} kept no KV cache for this request: do_remote_prefill is not true")
     if missing:
         raise EngineError(f"{prefill} left out of its kv_transfer_params: {', '.join(missing)}")

@@ -1,8 +1,15 @@
 """Where one request went, and how long each leg took."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
 
 from xpyd_proxy.core.model import InstanceId, Push, RequestId, Role, Solo
+
+_CLIENT_ID: Final = re.compile(rb"[!-~]{1,128}")
+HUNG_UP = 499  # nginx's status for a client that closed the connection before it was answered
 
 
 @dataclass(slots=True)
@@ -19,6 +26,7 @@ class Retry:
 
     visit: Visit
     reason: str
+    role: Role
 
     def __str__(self) -> str:
         return f"{self.visit.instance} {self.reason}"
@@ -37,6 +45,13 @@ class Journey:
     answered: bool = False  # all of it is with the client; what still happens is tidying up
     fault: str | None = None  # what went wrong, for the log
     late: str | None = None  # what went wrong with the prefill leg after the answer had begun, for the log
+    client_id: str | None = None  # what the client calls the request: for the client and the log, never for an engine
+
+    def id_headers(self) -> dict[str, str]:
+        """Return the headers that name the request: by the client's own id, if it has one, and then by ours too."""
+        if self.client_id is None:
+            return {"x-request-id": self.request_id}
+        return {"x-request-id": self.client_id, "x-xpyd-request-id": self.request_id}
 
     @property
     def attempt_id(self) -> RequestId:
@@ -52,7 +67,7 @@ class Journey:
         """Put the visit that failed among the retries: its leg goes out once more."""
         visit = self.prefill if role is Role.PREFILL else self.decode
         if visit is not None:
-            self.retries.append(Retry(visit, reason))
+            self.retries.append(Retry(visit, reason, role))
 
     def start_over(self) -> None:
         """Forget the rest of a try that failed."""
@@ -67,6 +82,63 @@ class Journey:
             if visit is not None:
                 entries.append(_entry(name, visit.instance, visit.ms))
         return ", ".join(entries)
+
+
+class Ending(StrEnum):
+    """How a request ended, as far as its client can tell."""
+
+    OK = "2xx"
+    FAULTY = "faulty"  # its status was good, and then something went wrong: the stream broke off, for example
+    CLIENT = "4xx"
+    SERVER = "5xx"
+    HUNG_UP = "hung_up"  # the client left first
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a request."""
+
+    path: str
+    status: int
+    seconds: float
+    first_s: float | None = None  # until a stream began; None: the answer was no stream, or an error
+    said: bytes = b""  # the end of the answer, or all of it
+
+    def ending(self, journey: Journey) -> Ending:
+        """Say how it ended."""
+        if self.status == HUNG_UP:
+            return Ending.HUNG_UP
+        if self.status >= 500:
+            return Ending.SERVER
+        if self.status >= 400:
+            return Ending.CLIENT
+        return Ending.FAULTY if journey.fault else Ending.OK
+
+
+def client_id(header: bytes) -> str | None:
+    """Return the id in a client's X-Request-Id; None if it is too long or odd to be repeated in headers and logs."""
+    return header.decode("ascii") if _CLIENT_ID.fullmatch(header) else None
+
+
+def facts(journey: Journey, outcome: Outcome) -> Mapping[str, object]:
+    """Return what one line of the log says about a request: ids and our own words, no address and nothing private."""
+    always: dict[str, object] = {
+        "id": journey.request_id,
+        "path": outcome.path,
+        "prefill": journey.prefill and journey.prefill.instance,
+        "decode": journey.decode and journey.decode.instance,
+        "status": outcome.status,
+        "ms": round(outcome.seconds * 1000, 1),
+    }
+    notes = {
+        "client_id": journey.client_id,
+        "solo": journey.solo and str(journey.solo),
+        "route": journey.push and str(journey.push),
+        "retries": ", ".join(map(str, journey.retries)),
+        "late": journey.late,
+        "fault": journey.fault,
+    }
+    return always | {name: note for name, note in notes.items() if note}
 
 
 def _entry(name: str, description: str, ms: float | None) -> str:

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NewType, TypeAlias
+from typing import Final, NewType, TypeAlias
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.raw_json import Fields
+from xpyd_proxy.core.raw_json import TRUE, Fields
 
 InstanceId = NewType("InstanceId", str)
 RequestId = NewType("RequestId", str)
@@ -21,10 +21,12 @@ class Role(StrEnum):
 
 
 class Api(StrEnum):
-    """The two OpenAI calls that generate text; the value is the path."""
+    """The calls that generate text, and so have two legs; the value is the path."""
 
     COMPLETIONS = "/v1/completions"
     CHAT = "/v1/chat/completions"
+    RESPONSES = "/v1/responses"
+    MESSAGES = "/v1/messages"
 
 
 class Solo(StrEnum):
@@ -39,7 +41,12 @@ class Solo(StrEnum):
     PROMPT_LOGPROBS = "prompt_logprobs"
     FEW_TOKENS = "max_tokens<2"
     TRUNCATED = "truncate_prompt_tokens"
+    STORED = "previous_response_id"  # an earlier answer, which one engine may remember
+    TOOLS = "built-in tools"  # the engine generates several times, and would read the same blocks each time
     UNUSUAL = "unusual value"
+    SHORT = "short prompt"
+    ONE_LEG = "one leg"  # a call that generates no text
+    NO_PREFILL = "no prefill instance"
 
 
 class Push(StrEnum):
@@ -56,6 +63,22 @@ class Instance:
     id: InstanceId
     role: Role
     address: Address
+    rank: int | None = None  # data-parallel rank that its legs ask for (X-data-parallel-rank); None: the engine chooses
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What the choice of engines may depend on: as much of a request as matters for it."""
+
+    model: str | None = None  # the model it names
+    session: str | None = None  # the client's X-Session-ID
+    prompt: bytes = b""  # the beginning of the prompt (or messages) as JSON text, as it came; empty: not looked at
+    tokens: int | None = None  # length of the prompt; None: unknown
+    rank: int | None = None  # the client's X-data-parallel-rank: the rank of the engine that decodes
+    again: bool = False  # it has failed before, at another engine
+
+
+ANY: Final = Ask()  # no wish at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +88,29 @@ class Call:
     api: Api
     fields: Fields
     headers: Headers  # those of the client's headers that engines may see
+    rank: int | None = None  # the client's X-data-parallel-rank, for the decode leg
+
+    @property
+    def path(self) -> str:
+        """Where the engines take it."""
+        return self.api.value
+
+    @property
+    def streams(self) -> bool:
+        """Tell whether the answer comes token by token."""
+        return self.fields.get("stream") == TRUE
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """What a client asked for that one engine does in one leg; the body is passed through."""
+
+    path: str
+    body: bytes
+    headers: Headers
+    content_type: bytes = b"application/json"
+    model: str | None = None  # the model it names
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +121,7 @@ class Leg:
     path: str
     body: bytes
     headers: Headers
+    content_type: bytes = b"application/json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +131,4 @@ class Answer:
     status: int
     content_type: str
     body: bytes
+    load: bytes = b""  # its endpoint-load-metrics header: how busy the engine is; empty: it does not say

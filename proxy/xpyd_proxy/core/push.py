@@ -77,7 +77,12 @@ class _DecodeParams(Coordinates, frozen=True, kw_only=True):
 
 
 # The engines put these around our X-Request-Id, and a suffix of their own behind it.
-_NAMES: Final[Mapping[Api, str]] = {Api.COMPLETIONS: "cmpl-{}-0", Api.CHAT: "chatcmpl-{}"}
+_NAMES: Final[Mapping[Api, str]] = {
+    Api.COMPLETIONS: "cmpl-{}-0",
+    Api.CHAT: "chatcmpl-{}",
+    Api.RESPONSES: "resp_{}_0",  # from the body's request_id
+    Api.MESSAGES: "chatcmpl-{}",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ import msgspec
 T = TypeVar("T")
 Fields: TypeAlias = dict[str, msgspec.Raw]  # a JSON object: names decoded, values still the bytes that came
 NULL: Final = msgspec.Raw(b"null")
+TRUE: Final = msgspec.Raw(b"true")
+FALSE: Final = msgspec.Raw(b"false")
 
 
 class NotJson(ValueError):
@@ -32,6 +34,14 @@ def decode(data: bytes | msgspec.Raw, wanted: type[T]) -> T:
         raise NotJson(str(exc)) from exc
     except RecursionError as exc:
         raise NotJson("JSON is nested too deeply") from exc
+
+
+def maybe(data: bytes | msgspec.Raw, wanted: type[T]) -> T | None:
+    """Decode JSON into a type, or return None: it is null, or of another type, or no JSON."""
+    try:
+        return decode(data, wanted)
+    except NotJson:
+        return None
 
 
 def encode(fields: Fields) -> bytes:

@@ -1,42 +1,182 @@
-"""Which engines exist."""
+"""Which engines exist, and what is known of each: one record, which dies in one line."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.draining import Drain
+from xpyd_proxy.core.facts import Facts, fit
+from xpyd_proxy.core.health import Life, Limits, State
+from xpyd_proxy.core.load import Load
 from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.errors import AlreadyKnown, NoInstance
+from xpyd_proxy.core.target import Target
+from xpyd_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
+
+
+@dataclass(slots=True)
+class Member:
+    """One engine, and all that is known of it."""
+
+    instance: Instance
+    life: Life
+    load: Load = field(default_factory=Load)
+    facts: Facts = field(default_factory=Facts)
+    drain: Drain | None = None  # while it is drained
+    retires: bool = False  # it is forgotten once it is drained
 
 
 class Registry:
-    """The sets of engines, which may grow while requests are served."""
+    """The engines, which come and go while requests are served. Times are seconds of a clock that only rises."""
 
-    def __init__(self) -> None:
-        self._instances: dict[Role, list[Instance]] = {role: [] for role in Role}
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._members: dict[InstanceId, Member] = {}
+        self._added: dict[Role, int] = dict.fromkeys(Role, 0)
 
-    def add(self, role: Role, address: Address) -> Instance:
-        """Start to route to an engine, under the next free id of its role.
+    def add(
+        self, role: Role, address: Address, *, rank: int | None = None, facts: Facts | None = None, now: float = 0.0
+    ) -> Instance:
+        """Start to route to an engine, or to one rank of it; its id is new, also if it was here before.
 
         Raises:
-            AlreadyKnown: the address is in the set of this role.
+            AlreadyKnown: the address (and rank) is in the set of this role.
         """
-        known = self._instances[role]
-        for instance in known:
-            if instance.address.authority == address.authority:
-                raise AlreadyKnown(f"{address.authority} is already known as {instance.id}")
-        instance = Instance(InstanceId(f"{role}-{len(known)}"), role, address)
-        known.append(instance)
+        self._check_new(role, address, rank)
+        name = InstanceId(f"{role}-{self._added[role]}")
+        self._added[role] += 1
+        instance = Instance(name, role, address, rank)
+        self._members[name] = Member(instance, Life(now, self._limits), facts=facts or Facts())
         return instance
 
-    def known(self, role: Role) -> Sequence[Instance]:
-        """List the engines of a role, in the order they were added."""
-        return tuple(self._instances[role])
+    def add_target(self, role: Role, target: Target, *, now: float) -> Sequence[Instance]:
+        """Start to route to an engine, or to each of its data-parallel ranks; raises AlreadyKnown."""
+        facts = Facts(mode=target.mode)
+        return [self.add(role, target.address, rank=rank, facts=facts, now=now) for rank in target.ranks]
 
-    def usable(self, role: Role) -> Sequence[Instance]:
+    def remove(self, name: InstanceId, *, now: float) -> None:
+        """Forget an engine; its legs go on, and are nobody's.
+
+        Raises:
+            UnknownInstance: there is none of this id.
+        """
+        self.member(name).life.remove(now=now)
+        del self._members[name]
+
+    def drain(self, name: InstanceId, *, now: float) -> None:
+        """Send it nothing new.
+
+        Raises:
+            UnknownInstance: there is none of this id.
+        """
+        member = self.member(name)
+        member.life.drain(now=now)
+        member.drain = member.drain or Drain(now)
+
+    def retire(self, name: InstanceId, *, now: float) -> None:
+        """Send it nothing new, and forget it as soon as it has nothing left.
+
+        Raises:
+            UnknownInstance: there is none of this id.
+        """
+        self.drain(name, now=now)
+        self.member(name).retires = True
+
+    def undrain(self, name: InstanceId, *, now: float) -> None:
+        """Send it requests again.
+
+        Raises:
+            UnknownInstance: there is none of this id.
+            AlreadyKnown: it was to be forgotten, and its address has been added anew.
+        """
+        member = self.member(name)
+        if member.retires:
+            self._check_new(member.instance.role, member.instance.address, member.instance.rank)
+        member.life.undrain(now=now)
+        member.drain, member.retires = None, False
+
+    def settle(self, *, patience_s: float, now: float) -> Sequence[Instance]:
+        """Let the engines that are drained now be so, and return them; those that retire are forgotten."""
+        drained = [member for member in self._members.values() if _settled(member, patience_s, now)]
+        for member in self.members():
+            if member.retires and member.life.state is State.DRAINED:
+                self.remove(member.instance.id, now=now)
+        return [member.instance for member in drained]
+
+    def member(self, name: InstanceId) -> Member:
+        """Return what is known of an engine.
+
+        Raises:
+            UnknownInstance: there is none of this id.
+        """
+        if (member := self._members.get(name)) is None:
+            raise UnknownInstance(f"there is no instance {name!r}: `xpyd instances list` shows those there are")
+        return member
+
+    def get(self, name: InstanceId) -> Member | None:
+        """Return what is known of an engine; None if it was removed meanwhile."""
+        return self._members.get(name)
+
+    def members(self) -> Sequence[Member]:
+        """List all engines, in the order they were added."""
+        return tuple(self._members.values())
+
+    def known(self, role: Role, /) -> Sequence[Instance]:
+        """List the engines of a role, also those that must not get a request now, in the order they were added."""
+        return tuple(member.instance for member in self._of(role))
+
+    def usable(self, role: Role, /, *, now: float = 0.0) -> Sequence[Instance]:
         """List the engines of a role that can take a request.
 
         Raises:
-            NoInstance: there is none.
+            NoInstance: there is none; the message says what has become of those there are.
         """
-        if known := self.known(role):
-            return known
-        raise NoInstance(f"the router knows no {role} instance")
+        members = self._of(role)
+        if found := tuple(member.instance for member in members if member.life.may_serve(now=now)):
+            return found
+        if not members:
+            raise NoInstance(f"the router knows no {role} instance")
+        states = ", ".join(f"{member.instance.id} is {_state(member)}" for member in members)
+        raise NoInstance(f"no {role} instance can take a request: {states}")
+
+    def fitting(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
+        """List those decode engines that can read the blocks of a prefill engine; what is not known fits everything."""
+        return [instance for instance in decode if fit(self._facts(prefill), self._facts(instance))]
+
+    def _facts(self, instance: Instance) -> Facts:
+        member = self.get(instance.id)
+        return Facts() if member is None else member.facts
+
+    def learn(self, name: InstanceId, found: Facts) -> None:
+        """Take in facts; what is not known, and what is said of an engine that was removed, changes nothing."""
+        if (member := self.get(name)) is not None:
+            member.facts = member.facts.updated(found)
+
+    def _check_new(self, role: Role, address: Address, rank: int | None) -> None:
+        for member in self._of(role):
+            one = member.instance
+            if one.address.authority == address.authority and _overlap(one.rank, rank) and not member.retires:
+                raise AlreadyKnown(f"{address.authority} is already known as {one.id}")
+
+    def _of(self, role: Role) -> list[Member]:
+        return [member for member in self._members.values() if member.instance.role is role]
+
+
+def _overlap(one: int | None, other: int | None) -> bool:
+    return one is None or other is None or one == other
+
+
+def _settled(member: Member, patience_s: float, now: float) -> bool:
+    if member.life.state is not State.DRAINING or member.drain is None:
+        return False
+    found = member.drain.verdict(member.instance.role, member.load.in_flight, patience_s=patience_s, now=now)
+    if found is None:
+        return False
+    member.life.empty(found, now=now)
+    return True
+
+
+def _state(member: Member) -> str:
+    life = member.life
+    if life.state is State.TRYING:
+        return "being tried"
+    return f"{life.state} ({life.why})" if life.state is State.JOINING else life.state.value

@@ -11,7 +11,8 @@ from enum import StrEnum, auto
 from typing import Final
 
 from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.errors import EngineError, EngineTimeout, Moved, Refused
+from xpyd_proxy.core.verdict import BUSY
+from xpyd_proxy.errors import EngineBusy, EngineError, EngineTimeout, Moved, Refused
 
 
 class Failure(StrEnum):
@@ -21,7 +22,8 @@ class Failure(StrEnum):
     BROKEN = "failed"  # it broke off, answered 5xx, or without what we need
     SILENT = "timed out"
     MOVED = "restarted"
-    REFUSED = "refused"  # 4xx: another engine would say the same
+    BUSY = "is busy"  # 503 or 429: it lives, and another engine may have room
+    REFUSED = "refused"  # any other 4xx: another engine would say the same
 
 
 class Again(StrEnum):
@@ -53,10 +55,12 @@ RULES: Final[Mapping[tuple[Role, Failure], Rule]] = {
     (Role.PREFILL, Failure.BROKEN): Rule(Again.PAIR),
     (Role.PREFILL, Failure.SILENT): Rule(Again.PAIR, Where.ELSEWHERE),
     (Role.PREFILL, Failure.MOVED): Rule(Again.PAIR, Where.ANY),
+    (Role.PREFILL, Failure.BUSY): Rule(Again.PAIR, Where.ELSEWHERE),
     (Role.PREFILL, Failure.REFUSED): Rule(Again.NOTHING),
     (Role.DECODE, Failure.UNREACHABLE): Rule(Again.DECODE),
     (Role.DECODE, Failure.BROKEN): Rule(Again.PAIR),
     (Role.DECODE, Failure.SILENT): Rule(Again.PAIR, Where.ELSEWHERE),
+    (Role.DECODE, Failure.BUSY): Rule(Again.PAIR, Where.ELSEWHERE),
     (Role.DECODE, Failure.REFUSED): Rule(Again.NOTHING),
 }
 
@@ -87,6 +91,10 @@ class Chances:
         """Return the engines that have not failed this request; all of them if each has."""
         return self._unspoiled(known) or known
 
+    def first(self, known: Sequence[Instance]) -> Sequence[Instance]:
+        """Return all engines, those first that have not failed this request."""
+        return sorted(known, key=lambda instance: instance.id in self.avoided)
+
     def take(self, failed: LegFailed, known: Sequence[Instance]) -> bool:
         """Tell whether there is another try, with so many engines of that role known, and count it."""
         rule = failed.rule
@@ -105,12 +113,16 @@ class Chances:
 def failure_of(error: EngineError | Refused) -> Failure:
     """Say how a leg failed."""
     match error:
+        case Refused(status=status) if status in BUSY:
+            return Failure.BUSY
         case Refused():
             return Failure.REFUSED if error.status < 500 else Failure.BROKEN
         case EngineError(reached=False):
             return Failure.UNREACHABLE
         case EngineTimeout():
             return Failure.SILENT
+        case EngineBusy():
+            return Failure.BUSY
         case Moved():
             return Failure.MOVED
         case _:

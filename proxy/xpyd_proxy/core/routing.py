@@ -9,7 +9,7 @@ engine, which says what is wrong with it.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Final, cast
+from typing import Final, TypeAlias, cast
 
 import msgspec
 
@@ -17,18 +17,37 @@ from xpyd_proxy.core.model import Api, Solo
 from xpyd_proxy.core.raw_json import Fields, NotJson, decode
 
 _Json = object
+_Values: TypeAlias = Mapping[str, _Json]
+# The field that holds the prompt.
+PROMPTS: Final[Mapping[Api, str]] = {
+    Api.COMPLETIONS: "prompt",
+    Api.CHAT: "messages",
+    Api.RESPONSES: "input",
+    Api.MESSAGES: "messages",
+}
 _WHITESPACE: Final = b" \t\n\r"
 
 
-def solo_reason(api: Api, fields: Fields) -> Solo | None:
-    """Return why one engine must serve the request alone, or None when it can be split."""
+def solo_reason(api: Api, fields: Fields, *, min_prompt_chars: int = 0) -> Solo | None:
+    """Return why one engine must serve the request alone, or None when it can be split.
+
+    ``min_prompt_chars``: a prompt that is shorter, in characters of its JSON, is not worth a transfer.
+    """
     if api is Api.COMPLETIONS and not _is_one_prompt(fields.get("prompt")):
         return Solo.PROMPTS
-    values = {name: _value(fields[name]) for name in (*_PLAIN, "logprobs") if name in fields}
-    for name, (is_plain, reason) in _PLAIN.items():
+    plain = _PLAIN[api]
+    values = {name: _value(fields[name]) for name in (*plain, *_BESIDE[api]) if name in fields}
+    for name, (is_plain, reason) in plain.items():
         if name in values and not is_plain(values[name]):
             return reason
-    return None if _logprobs_fit(api, values) and _stream_options_fit(values) else Solo.UNUSUAL
+    if not _FIT[api](values):
+        return Solo.UNUSUAL
+    return Solo.SHORT if prompt_chars(api, fields) < min_prompt_chars else None
+
+
+def prompt_chars(api: Api, fields: Fields) -> int:
+    """Return how long a prompt is: the bytes of its JSON, as it came."""
+    return len(memoryview(fields.get(PROMPTS[api], b"")))
 
 
 def _value(raw: msgspec.Raw) -> _Json:
@@ -100,19 +119,57 @@ def _switches(value: _Json) -> bool:
     )
 
 
-def _logprobs_fit(api: Api, values: Mapping[str, _Json]) -> bool:
-    """A count in completions, a switch in chat; its two refinements are refused without it."""
-    logprobs = values.get("logprobs")
-    is_plain = _count(logprobs) if api is Api.COMPLETIONS else _switch(logprobs)
+def _limit(value: _Json) -> bool:
+    return _is_int(value, least=2)
+
+
+def _untruncated(value: _Json) -> bool:
+    return value == "disabled"
+
+
+def _functions(value: _Json) -> bool:
+    """Tell tools that the client runs from those that the engine runs itself, between two generations."""
+    return isinstance(value, list) and all(
+        isinstance(tool, dict) and cast("dict[str, _Json]", tool).get("type") == "function"
+        for tool in cast("list[_Json]", value)
+    )
+
+
+def _completions_fit(values: _Values) -> bool:
+    return _count(values.get("logprobs")) and _is_refined_well(values) and _stream_options_fit(values)
+
+
+def _chat_fits(values: _Values) -> bool:
+    return _switch(values.get("logprobs")) and _is_refined_well(values) and _stream_options_fit(values)
+
+
+def _is_refined_well(values: _Values) -> bool:
+    """The two refinements of logprobs are refused without it."""
     refined = values.get("top_logprobs") or values.get("logprob_token_ids")
-    return is_plain and (not refined or logprobs not in (None, False))
+    return not refined or values.get("logprobs") not in (None, False)
 
 
-def _stream_options_fit(values: Mapping[str, _Json]) -> bool:
+def _stream_options_fit(values: _Values) -> bool:
     return not values.get("stream_options") or values.get("stream") is True
 
 
-_PLAIN: Final[Mapping[str, tuple[Callable[[_Json], bool], Solo]]] = {
+def _responses_fit(_: _Values) -> bool:
+    return True
+
+
+def _messages_fit(values: _Values) -> bool:
+    """The limit is required, and that of thinking must be below it: the decode engine checks both, prefill neither."""
+    limit, thinking = values.get("max_tokens"), values.get("thinking")
+    if not _limit(limit):
+        return False
+    if thinking is None:
+        return True
+    budget = cast("dict[str, _Json]", thinking).get("budget_tokens") if isinstance(thinking, dict) else False
+    return budget is None or (type(budget) is int and type(limit) is int and budget < limit)
+
+
+_Plain: TypeAlias = Mapping[str, tuple[Callable[[_Json], bool], Solo]]
+_OPENAI: Final[_Plain] = {
     # these would be wrong
     "prompt_embeds": (_none, Solo.EMBEDS),
     "n": (_one, Solo.N),
@@ -129,4 +186,34 @@ _PLAIN: Final[Mapping[str, tuple[Callable[[_Json], bool], Solo]]] = {
     "min_tokens": (_natural, Solo.UNUSUAL),
     "top_logprobs": (_count, Solo.UNUSUAL),
     "logprob_token_ids": (_ids, Solo.UNUSUAL),
+}
+_PLAIN: Final[Mapping[Api, _Plain]] = {
+    Api.COMPLETIONS: _OPENAI,
+    Api.CHAT: _OPENAI,
+    Api.RESPONSES: {
+        "previous_response_id": (_none, Solo.STORED),
+        "tools": (_functions, Solo.TOOLS),
+        "max_output_tokens": (_two_or_more, Solo.FEW_TOKENS),
+        "truncation": (_untruncated, Solo.TRUNCATED),
+        "stream": (_switch, Solo.UNUSUAL),
+        "store": (_switch, Solo.UNUSUAL),
+        "background": (_switch, Solo.UNUSUAL),
+    },
+    Api.MESSAGES: {
+        "max_tokens": (_limit, Solo.FEW_TOKENS),
+        "stream": (_switch, Solo.UNUSUAL),
+    },
+}
+# What else is looked at, and what must be right about several values together.
+_BESIDE: Final[Mapping[Api, tuple[str, ...]]] = {
+    Api.COMPLETIONS: ("logprobs",),
+    Api.CHAT: ("logprobs",),
+    Api.RESPONSES: (),
+    Api.MESSAGES: ("thinking",),
+}
+_FIT: Final[Mapping[Api, Callable[[_Values], bool]]] = {
+    Api.COMPLETIONS: _completions_fit,
+    Api.CHAT: _chat_fits,
+    Api.RESPONSES: _responses_fit,
+    Api.MESSAGES: _messages_fit,
 }

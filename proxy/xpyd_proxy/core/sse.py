@@ -7,6 +7,12 @@ import msgspec
 from xpyd_proxy.core.raw_json import NotJson, decode
 
 _DONE: Final = b"data: [DONE]"
+_ERROR: Final = b'data: {"error":'
+_EVENT: Final = b"event:"
+# What /v1/responses says before the engine has done anything: it tells nothing about whether it will.
+_PREAMBLE: Final = frozenset({b"response.created", b"response.queued", b"response.in_progress"})
+# Other APIs than the first two name their events, and end with one of these in place of a [DONE].
+_LAST: Final = frozenset({b"message_stop", b"error", b"response.completed", b"response.failed", b"response.incomplete"})
 
 
 class ErrorEvent(msgspec.Struct):
@@ -21,10 +27,20 @@ class ErrorEvent(msgspec.Struct):
 
 
 def first_data(received: bytes) -> bytes | None:
-    """Return the first event's data; None while its line is not complete. Comments (keep-alives) are no events."""
+    """Return the data of the first event that says something about the request; None while its line is not complete.
+
+    Comments (keep-alives) are no events, and an announcement says nothing yet.
+    """
+    name = b""
     for line in received.splitlines(keepends=True):
-        if line.startswith(b"data:") and line.endswith((b"\n", b"\r")):
-            return line[5:].strip()
+        if not line.endswith((b"\n", b"\r")):
+            return None
+        if line.startswith(_EVENT):
+            name = line[len(_EVENT) :].strip()
+        elif line.startswith(b"data:"):
+            if name not in _PREAMBLE:
+                return line[5:].strip()
+            name = b""
     return None
 
 
@@ -48,18 +64,27 @@ class WholeLines:
     """
 
     def __init__(self) -> None:
+        self.erred = False  # the engine has said itself that it failed
         self._rest = b""
         self._last = b"\n"  # the end of what has passed; long enough to recognise the end of a stream
+        self._name = b""  # of the last event that has one
 
     def feed(self, chunk: bytes) -> bytes:
         """Take what has arrived; return what may pass."""
-        received = self._rest + chunk
+        received = self._rest + chunk if self._rest else chunk
         end = received.rfind(b"\n") + 1
         passing, self._rest = received[:end], received[end:]
-        self._last = (self._last + passing)[-32:]
+        self._note(passing)
         return passing
 
     def finish(self) -> tuple[bytes, bool]:
         """The stream has ended: return what is left of it, and whether it was complete."""
-        complete = (self._last + self._rest).rstrip().endswith(b"\n" + _DONE)
+        is_done = (self._last + self._rest).rstrip().endswith(b"\n" + _DONE)
+        complete = is_done or (self._name in _LAST and not self._rest)
         return (self._rest if complete else b""), complete
+
+    def _note(self, passing: bytes) -> None:
+        if (at := passing.rfind(b"\n" + _EVENT) + 1) or passing.startswith(_EVENT):
+            self._name = passing[at + len(_EVENT) :].partition(b"\n")[0].strip()
+        self.erred = self.erred or self._name == b"error" or _ERROR in passing
+        self._last = (self._last + passing[-32:])[-32:]

@@ -1,7 +1,8 @@
 """vLLM over HTTP. httpx and its exceptions stop at this file."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Generator
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -9,7 +10,9 @@ from typing import Self
 
 import httpx
 
+from xpyd_proxy.core.keys import Outbound
 from xpyd_proxy.core.model import Answer, Headers, Instance, Leg
+from xpyd_proxy.core.ports import nothing
 from xpyd_proxy.errors import EngineError, EngineTimeout
 from xpyd_proxy.settings import Settings
 
@@ -26,10 +29,19 @@ class HttpStream:
 class HttpEngines:
     """One connection pool for every engine; use it as a context manager."""
 
-    def __init__(self, settings: Settings, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+        outbound: Outbound | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._outbound = outbound or Outbound()
         self._probe_timeout_s = settings.probe_timeout_s
         self._client = httpx.AsyncClient(
             transport=transport,
+            verify=True if tls is None else tls,
             headers={"accept-encoding": "identity", "user-agent": "xpyd"},  # a stream must not wait for a compressor
             timeout=httpx.Timeout(None, connect=settings.connect_timeout_s),
             limits=httpx.Limits(max_connections=None, keepalive_expiry=settings.engine_keepalive_s),
@@ -54,30 +66,36 @@ class HttpEngines:
 
     async def models(self, instance: Instance, headers: Headers) -> Answer:
         """Get the engine's list of models; raises what ``ask`` raises."""
-        request = self._client.build_request("GET", f"{instance.address.url}/v1/models", headers=list(headers))
+        shown = list(self._outbound.headers(instance.role, headers))
+        request = self._client.build_request("GET", f"{instance.address.url}/v1/models", headers=shown)
         return await self._whole(instance, request, self._probe_timeout_s)
 
     @asynccontextmanager
-    async def stream(self, leg: Leg) -> AsyncGenerator[HttpStream]:
+    async def stream(self, leg: Leg, *, sent: Callable[[], None] = nothing) -> AsyncGenerator[HttpStream]:
         """Post, and wait for the head; leaving the block closes the request, read or not.
+
+        ``sent`` is called when the last byte of the request is on its way.
 
         Raises:
             EngineTimeout: no connection in time.
             EngineError: the engine cannot be reached, or broke off.
         """
         with _translated(leg.instance):
-            response = await self._client.send(self._post(leg), stream=True)
+            response = await self._client.send(self._post(leg, sent), stream=True)
         try:
             async with aclosing(_chunks(leg.instance, response)) as chunks:
                 yield HttpStream(response.status_code, _content_type(response), chunks)
         finally:
             await response.aclose()
 
-    def _post(self, leg: Leg) -> httpx.Request:
-        headers = [*leg.headers, (b"content-type", b"application/json")]
-        return self._client.build_request(
-            "POST", leg.instance.address.url + leg.path, content=leg.body, headers=headers
-        )
+    def _post(self, leg: Leg, sent: Callable[[], None] = nothing) -> httpx.Request:
+        headers = [
+            *self._outbound.headers(leg.instance.role, leg.headers),
+            (b"content-type", leg.content_type),
+            (b"content-length", str(len(leg.body)).encode()),
+        ]
+        content = _Body(leg.body, sent)
+        return self._client.build_request("POST", leg.instance.address.url + leg.path, content=content, headers=headers)
 
     async def _whole(self, instance: Instance, request: httpx.Request, timeout_s: float) -> Answer:
         try:
@@ -86,7 +104,20 @@ class HttpEngines:
                     response = await self._client.send(request)
         except TimeoutError as exc:
             raise EngineTimeout(f"{instance.id} did not answer within {timeout_s:g} s") from exc
-        return Answer(response.status_code, _content_type(response), response.content)
+        load = str(response.headers.get("endpoint-load-metrics", "")).encode()
+        return Answer(response.status_code, _content_type(response), response.content, load)
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """A request body that tells when it has been handed over."""
+
+    body: bytes
+    sent: Callable[[], None]
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield self.body
+        self.sent()  # it is only asked for more when this much has been written
 
 
 async def _chunks(instance: Instance, response: httpx.Response) -> AsyncGenerator[bytes]:

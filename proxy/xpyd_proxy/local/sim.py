@@ -12,7 +12,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 import uvicorn
@@ -22,6 +22,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from xpyd_proxy.core.endpoints import ENDPOINTS
 from xpyd_proxy.local.sim_replies import Replies, error, event
 from xpyd_proxy.local.sim_rules import (
     Json,
@@ -34,8 +35,19 @@ from xpyd_proxy.local.sim_rules import (
     prompts_of,
     token_limit,
 )
+from xpyd_proxy.local.sim_styles import MessagesReplies, ResponsesReplies
+
+AnyReplies: TypeAlias = Replies | ResponsesReplies | MessagesReplies
 
 _TRANSPORT: Final = "xpyd.sim.transport"
+_TOO_MANY: Final = 10**9  # tokens that no engine has room for
+# What each path calls the number of tokens, and what must be 1 in a prefill leg.
+_LIMITS: Final = {
+    "/v1/completions": ("max_tokens", "min_tokens"),
+    "/v1/chat/completions": ("max_tokens", "max_completion_tokens", "min_tokens"),
+    "/v1/responses": ("max_output_tokens",),
+    "/v1/messages": ("max_tokens",),
+}
 
 
 class FaultKind(StrEnum):
@@ -93,6 +105,7 @@ class Sim:
         self.engine_id = _new_engine_id()
         self.log: list[Entry] = []
         self.violations: list[str] = []
+        self.released: list[str] = []  # requests whose blocks the prefill engine was told to free
         self._model = model
         self._prefill_s = prefill_s
         self._token_s = token_s
@@ -122,8 +135,8 @@ class Sim:
             Route("/version", _version),
             Route("/metrics", self._metrics),
             Route("/v1/models", self._models),
-            Route("/v1/completions", self._generate, methods=["POST"]),
-            Route("/v1/chat/completions", self._generate, methods=["POST"]),
+            *(Route(path, self._generate, methods=["POST"]) for path in _LIMITS),
+            *(Route(path, self._run, methods=["POST"]) for path in ENDPOINTS.keys() - _LIMITS.keys()),
             Route("/sim/faults", self._set_fault, methods=["POST"]),
             Route("/sim/log", self._show_log),
         ]
@@ -168,7 +181,9 @@ class Sim:
             return failed
         try:
             body: Json = json.loads(raw)
-            self._check(raw, body, _request_id(request))
+            if token_limit(body) > _TOO_MANY:
+                return self._refuse(body)
+            self._check(raw, body, request)
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
             return _json(error(400, f"not a request: {exc!r}"), 400)
         except Violation as exc:
@@ -176,8 +191,7 @@ class Sim:
             return _json(error(400, str(exc)), 400)
         if body.get("model", self._model) != self._model:
             return _json(error(404, f"The model `{body['model']}` does not exist."), 404)
-        is_chat = request.url.path.startswith("/v1/chat/")
-        replies = Replies(body, is_chat, _request_id(request), self._model, int(time.time()))  # noqa: TID251 (an epoch)
+        replies = self._replies(request, body)
         if self.role == "prefill":
             return await self._prefill(request, replies, fault)
         await self._receive(request, body)
@@ -187,7 +201,34 @@ class Sim:
         await _pause(request, self._token_s * token_limit(body))
         return _whole(request, replies, entry, fault)
 
-    async def _prefill(self, request: Request, replies: Replies, fault: Fault | None) -> Response:
+    def _replies(self, request: Request, body: Json) -> AnyReplies:
+        name, created = _request_id(request), int(time.time())  # noqa: TID251 (an epoch)
+        match request.url.path:
+            case "/v1/responses":
+                return ResponsesReplies(body, name, self._model, created)
+            case "/v1/messages":
+                return MessagesReplies(body, name, self._model, created)
+            case path:
+                return Replies(body, path.startswith("/v1/chat/"), name, self._model, created)
+
+    def _refuse(self, body: Json) -> Response:
+        """There is no room for so many tokens: tell the prefill engine that its blocks will not be read."""
+        params: Json = body.get("kv_transfer_params") or {}
+        if params.get("do_remote_prefill"):
+            self.released.append(params["remote_request_id"])
+        return _json(error(400, "max_tokens is larger than the model's length"), 400)
+
+    async def _run(self, request: Request) -> Response:
+        """Do what has no second leg: say what was asked."""
+        raw = await request.body()
+        entry = Entry(request.url.path, dict(request.headers), raw.decode("utf-8", "replace"))
+        self.log.append(entry)
+        if (fault := self._due()) is not None and (failed := await _fail_at_once(request, fault)) is not None:
+            return failed
+        entry.state = "done"
+        return _json({"object": "list", "path": request.url.path, "bytes": len(raw)})
+
+    async def _prefill(self, request: Request, replies: AnyReplies, fault: Fault | None) -> Response:
         await _pause(request, self._prefill_s)
         forget = fault.names if fault is not None else ()
         params = make_params(replies.body, replies.request_id, name=self.engine_id, mode=self._mode, forget=forget)
@@ -207,13 +248,13 @@ class Sim:
         if self._pushed.pop(key) != identity(body):
             self.violations.append("the KV cache that was pushed belongs to another request")
 
-    def _check(self, raw: bytes, body: Json, request_id: str) -> None:
+    def _check(self, raw: bytes, body: Json, request: Request) -> None:
         if not prompts_of(body) or token_limit(body) < 0:
             raise ValueError("no prompt, or no tokens")
         if self.role == "prefill":
-            check_prefill_leg(body, pushes=self._mode == "push")
+            check_prefill_leg(body, pushes=self._mode == "push", limits=_LIMITS[request.url.path])
         elif body.get("kv_transfer_params") is not None:
-            self._check_decode(raw, body, request_id)
+            self._check_decode(raw, body, _request_id(request))
 
     def _check_decode(self, raw: bytes, body: Json, request_id: str) -> None:
         params = bytes(msgspec.json.decode(raw, type=dict[str, msgspec.Raw])["kv_transfer_params"])
@@ -256,7 +297,7 @@ async def _fail_at_once(request: Request, fault: Fault) -> Response | None:
 
 
 async def _events(
-    request: Request, replies: Replies, entry: Entry, fault: Fault | None, token_s: float
+    request: Request, replies: AnyReplies, entry: Entry, fault: Fault | None, token_s: float
 ) -> AsyncGenerator[bytes]:
     """Stream an answer up to its end, its fault, or the client's hanging up, and note which it was."""
     try:
@@ -268,7 +309,8 @@ async def _events(
                 return
             yield piece
             await asyncio.sleep(token_s)
-        yield b"data: [DONE]\n\n"
+        if replies.end:
+            yield replies.end
         entry.state = "done"
     finally:
         if entry.state == "open":
@@ -286,7 +328,7 @@ async def _fail_midway(request: Request, fault: Fault) -> AsyncGenerator[bytes]:
         yield b"data: [DONE]\n\n"
 
 
-def _whole(request: Request, replies: Replies, entry: Entry, fault: Fault | None) -> Response:
+def _whole(request: Request, replies: AnyReplies, entry: Entry, fault: Fault | None) -> Response:
     body = msgspec.json.encode(replies.whole() | {"kv_transfer_params": None})
     if fault is None or fault.kind is not FaultKind.DROP:
         return Response(body, media_type="application/json")

@@ -18,11 +18,14 @@ class Replies:
     model: str
     created: int  # seconds since the epoch
 
+    end = b"data: [DONE]\n\n"
+
     def whole(self) -> Json:
         """Return the answer in one piece."""
         choices = [self._choice(index, "".join(words)) for index, words in enumerate(self._texts())]
         kind = "chat.completion" if self.is_chat else "text_completion"
-        return self._head(kind) | {"choices": choices, "usage": self._usage()}
+        tells: Json = {"prompt_token_ids": [1, 2, 3]} if self.is_chat and self.body.get("return_token_ids") else {}
+        return self._head(kind) | {"choices": choices, "usage": self._usage()} | tells
 
     def events(self) -> Iterator[bytes]:
         """Return the answer as server-sent events, up to but without the [DONE]."""

@@ -19,10 +19,21 @@ Json: TypeAlias = dict[str, Any]
 SECRET: Final = b"simulated engines of one test share this"
 _UNSIGNED: Final = "0" * 64
 _SIGNATURE: Final = re.compile(r'"signature": "([0-9a-f]{64})"')
+_TOKENS: Final = re.compile(r',"prompt_token_ids":\[[0-9, ]*\]}$')
 _SYLLABLES: Final = ("am", "be", "cor", "da", "el", "fi", "gro", "hu", "in", "jo", "ka", "lu", "mo", "ni", "or", "pri")
 # A router may change these on the prefill leg; in everything else the two legs must agree.
 _OF_ONE_LEG: Final = frozenset(
-    {"max_tokens", "max_completion_tokens", "min_tokens", "stream", "stream_options", "n", "best_of"}
+    {
+        "max_tokens",
+        "max_completion_tokens",
+        "max_output_tokens",
+        "min_tokens",
+        "stream",
+        "stream_options",
+        "n",
+        "best_of",
+    }
+    | {"store", "return_token_ids"}
     | {"use_beam_search", "logprobs", "top_logprobs", "logprob_token_ids", "prompt_logprobs", "kv_transfer_params"}
 )
 
@@ -50,8 +61,9 @@ def tokens(prompt: object, count: int) -> list[str]:
 
 def prompts_of(body: Json) -> list[object]:
     """Return the prompts of a request: its messages, a text, one list of token ids, or several of these."""
-    if "messages" in body:
-        return [body["messages"]]
+    for name in ("messages", "input"):
+        if name in body:
+            return [body[name]]
     prompt = body["prompt"]
     if not isinstance(prompt, list):
         return [prompt]
@@ -61,9 +73,8 @@ def prompts_of(body: Json) -> list[object]:
 
 def token_limit(body: Json) -> int:
     """Return how many tokens a request asks for; 16 when it does not say."""
-    if (limit := body.get("max_completion_tokens")) is None:
-        limit = body.get("max_tokens")
-    return 16 if limit is None else int(limit)
+    limits = [body.get(name) for name in ("max_completion_tokens", "max_output_tokens", "max_tokens")]
+    return next((int(limit) for limit in limits if limit is not None), 16)
 
 
 def prompt_tokens(body: Json) -> int:
@@ -71,12 +82,12 @@ def prompt_tokens(body: Json) -> int:
     return sum(len(_canonical(prompt)) // 4 + 1 for prompt in prompts_of(body))
 
 
-def check_prefill_leg(body: Json, *, pushes: bool = False) -> None:
-    """Raise Violation unless a body asks for nothing but the KV cache of its prompt."""
+def check_prefill_leg(body: Json, *, pushes: bool = False, limits: Sequence[str] = ("max_tokens",)) -> None:
+    """Raise Violation unless a body asks for nothing but the KV cache of its prompt; ``limits`` must all be there."""
     params: Json = body.get("kv_transfer_params") or {}
     if params.get("do_remote_decode") is not True or params.get("do_remote_prefill") is not False:
         raise Violation("a prefill leg must ask for do_remote_decode")
-    if {body.get("max_tokens"), body.get("max_completion_tokens", 1), body.get("min_tokens")} != {1}:
+    if {body.get(name) for name in limits} != {1} or token_limit(body) != 1:
         raise Violation("a prefill leg must ask for exactly one token")
     if body.get("stream") is not False or body.get("stream_options") is not None:
         raise Violation("a prefill leg must not be streamed")
@@ -114,7 +125,7 @@ def make_params(
 
 def check_decode_leg(raw: msgspec.Raw, body: Json, request_id: str) -> None:
     """Raise Violation unless the parameters are a prefill sim's, untouched, and of this very request."""
-    text = bytes(raw).decode()
+    text = _TOKENS.sub("}", bytes(raw).decode())  # these a router may add, from the answer of the prefill engine
     found = _SIGNATURE.search(text)
     if found is None or not hmac.compare_digest(found[1], _sign(text.replace(found[1], _UNSIGNED))):
         raise Violation("the kv_transfer_params were changed on their way")
@@ -142,6 +153,8 @@ def check_push_leg(body: Json, request_id: str) -> None:
 
 def shared_id(body: Json, request_id: str) -> str:
     """Return the name that both engines give to a request."""
+    if "input" in body:
+        return f"{body['request_id']}_0"
     return f"chatcmpl-{request_id}" if "messages" in body else f"cmpl-{request_id}-0"
 
 

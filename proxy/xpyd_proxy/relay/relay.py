@@ -1,54 +1,46 @@
 """Picks two engines, sends the two legs, and sends them again where that is right."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from xpyd_proxy.core import dialect, push
-from xpyd_proxy.core.journey import Journey, Visit
+from xpyd_proxy.core.asking import ask_of_call, ask_of_errand
+from xpyd_proxy.core.journey import Journey
 from xpyd_proxy.core.learned import Learned
-from xpyd_proxy.core.model import Call, Instance, Leg, Push, RequestId, Role
-from xpyd_proxy.core.ports import Engines, Pairing
+from xpyd_proxy.core.model import Answer, Call, Errand, Instance, InstanceId, Push, Role, Solo
+from xpyd_proxy.core.ports import Fleet, Pairing, RetryBudget, Slots, Uncounted, Unlimited, nothing
 from xpyd_proxy.core.push import Coordinates, Handover, Manner
-from xpyd_proxy.core.raw_json import encode
-from xpyd_proxy.core.registry import Registry
+from xpyd_proxy.core.raw_json import Fields, encode
+from xpyd_proxy.core.replay import Replay, can_resume, traced
 from xpyd_proxy.core.retries import Again, Chances, Failure, LegFailed
 from xpyd_proxy.core.routing import solo_reason
-from xpyd_proxy.core.verdict import check_prefill
-from xpyd_proxy.errors import EngineError, Moved, Refused
-from xpyd_proxy.relay.reply import Reply, begin
+from xpyd_proxy.core.rules import Rules
+from xpyd_proxy.errors import Moved, NoInstance, OutOfTime
+from xpyd_proxy.relay.attempt import Attempt, Loan, Outline
+from xpyd_proxy.relay.legs import Legs
+from xpyd_proxy.relay.releasing import Releaser
+from xpyd_proxy.relay.reply import Reply
+from xpyd_proxy.relay.resuming import Resuming
 from xpyd_proxy.relay.tasks import running
+from xpyd_proxy.relay.waiting import at_most
 
 
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """One try: everything it opens is on its stack, and both legs carry its id."""
-
-    call: Call
-    journey: Journey
-    chances: Chances
-    request: RequestId
-    opened: AsyncExitStack = field(default_factory=AsyncExitStack)
-
-    def leg(self, instance: Instance, body: bytes) -> Leg:
-        """Both legs carry the same fresh id: engines match their halves of a request by it."""
-        headers = (*self.call.headers, (b"x-request-id", self.request.encode()))
-        return Leg(instance, self.call.api, body, headers)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Relay:
     """Serves requests. It is handed everything it uses, and builds nothing."""
 
-    registry: Registry
-    engines: Engines
+    registry: Fleet
+    legs: Legs
     pairing: Pairing
     learned: Learned
     manner: Manner
-    clock: Callable[[], float]  # seconds; only differences count
-    prefill_timeout_s: float
-    retries: int
+    releaser: Releaser
+    rules: Rules  # may be replaced at any time: requests that come later go by the new ones
+    slots: Slots = field(default_factory=Uncounted)
+    budget: RetryBudget = field(default_factory=Unlimited)
 
     @asynccontextmanager
     async def serve(self, call: Call, journey: Journey) -> AsyncGenerator[Reply]:
@@ -57,44 +49,131 @@ class Relay:
         Raises:
             NoInstance: there is no engine to serve the request.
             Refused: an engine says that the client is at fault.
+            OutOfTime: the request has taken longer than a request may.
             EngineError: an engine failed before anything was shown to the client, and so did the other tries.
         """
-        journey.solo = solo_reason(call.api, call.fields)
-        chances = Chances(self.retries)
-        while True:
-            attempt = _Attempt(call, journey, chances, journey.attempt_id)
-            try:
-                async with attempt.opened:
-                    yield await self._try(attempt)
-                    return
-            except LegFailed as failed:  # by now both legs are closed
-                self._once_more(attempt, failed)
+        outline = Outline(call.path, call.headers, ask_of_call(call), call.streams)
+        self.budget.came(now=self.legs.clock())
+        async with AsyncExitStack() as opened:
+            if not self._may_resume(call):
+                yield await self._answer(outline, journey, opened, partial(self._try, call))
+                return
+            asked = replace(call, fields=traced(call.fields))
+            legs = await opened.enter_async_context(AsyncExitStack())
+            begun = replace(outline, since=asyncio.get_running_loop().time())
+            take_over = partial(self._take_over, begun, journey, legs)
+            resuming = Resuming(Replay(call.api, call.fields), take_over, self.rules.retries)
+            reply = resuming.of(await self._answer(outline, journey, legs, partial(self._try, asked)))
+            if reply.rest is not None:
+                await opened.enter_async_context(aclosing(reply.rest))
+            yield reply
 
-    async def _try(self, attempt: _Attempt) -> Reply:
-        among = attempt.chances.among
-        candidates = among(self.registry.usable(Role.DECODE))
-        if attempt.journey.solo is not None:
-            return await self._decode(attempt, self.pairing.one(candidates), encode(attempt.call.fields))
-        prefill, decode = self.pairing.pair(among(self.registry.usable(Role.PREFILL)), candidates)
+    @asynccontextmanager
+    async def run(self, errand: Errand, journey: Journey) -> AsyncGenerator[Reply]:
+        """Have one engine do what needs no second one; raises what ``serve`` raises."""
+        journey.solo = Solo.ONE_LEG
+        outline = Outline(errand.path, errand.headers, ask_of_errand(errand), content_type=errand.content_type)
+        self.budget.came(now=self.legs.clock())
+        async with AsyncExitStack() as opened:
+            yield await self._answer(outline, journey, opened, partial(self._alone, errand.body))
+
+    async def _answer(
+        self,
+        outline: Outline,
+        journey: Journey,
+        opened: AsyncExitStack,
+        send: Callable[[Attempt], Awaitable[Reply]],
+        avoided: set[InstanceId] | None = None,
+    ) -> Reply:
+        """Try until there is a good answer; what it needs open is then on the caller's stack."""
+        rules = self.rules
+        seconds = rules.patience.total_s(streams=outline.streams)
+        chances = Chances(rules.retries, avoided or set())
+        failed: LegFailed | None = None
+        async with at_most(seconds, lambda s: OutOfTime(f"the request was not done within {s:g} s")) as limit:
+            if outline.since is not None and seconds is not None:
+                limit.reschedule(outline.since + seconds)
+            while True:
+                attempt = Attempt(outline, journey, chances, rules.patience, limit.when(), journey.attempt_id)
+                try:
+                    async with attempt.opened:
+                        reply = await send(attempt)
+                        opened.push_async_exit(attempt.opened.pop_all())
+                        return reply
+                except LegFailed as now_failed:  # by now both legs are closed
+                    failed = now_failed
+                    self._once_more(attempt, failed)
+                except NoInstance:
+                    if failed is None:
+                        raise
+                    raise failed.error from None
+
+    def _may_resume(self, call: Call) -> bool:
+        return self.rules.resume and can_resume(call.api, call.fields) and solo_reason(call.api, call.fields) is None
+
+    async def _take_over(self, outline: Outline, journey: Journey, legs: AsyncExitStack, fields: Fields) -> Reply:
+        """Have another decode engine go on with a stream, alone: the first one's legs are closed before."""
+        await legs.aclose()
+        if not self.budget.grants(now=self.legs.clock()):
+            raise NoInstance("too many requests are being sent again")
+        broken: set[InstanceId] = set() if journey.decode is None else {journey.decode.instance}
+        journey.set_aside(Role.DECODE, Failure.BROKEN)
+        return await self._answer(outline, journey, legs, partial(self._alone, encode(fields)), broken)
+
+    async def _try(self, call: Call, attempt: Attempt) -> Reply:
+        attempt.journey.solo = solo_reason(call.api, call.fields, min_prompt_chars=self.rules.min_prompt_chars)
+        pair = None if attempt.journey.solo else self._pair(attempt)
+        if pair is None:
+            return await self._alone(encode(call.fields), attempt)
+        prefill, decode = pair
         told = self.learned.coordinates(prefill.id)
         if told is None:
-            return await self._in_turn(attempt, prefill, decode)
-        return await self._at_once(attempt, prefill, decode, told)
+            return await self._in_turn(call, attempt, prefill, decode)
+        return await self._at_once(call, attempt, prefill, decode, told)
 
-    async def _in_turn(self, attempt: _Attempt, prefill: Instance, decode: Instance) -> Reply:
+    def _pair(self, attempt: Attempt) -> tuple[Instance, Instance] | None:
+        """Choose two engines; None: there is no prefill engine, and the request is for one."""
+        among, ask = attempt.chances.among, attempt.ask
+        decodes = among(self.registry.usable(Role.DECODE))
+        try:
+            return self.pairing.pair(among(self.registry.usable(Role.PREFILL)), decodes, ask)
+        except NoInstance:
+            if not self.rules.alone_without_prefill:
+                raise
+        attempt.journey.solo = Solo.NO_PREFILL
+        return None
+
+    async def _alone(self, body: bytes, attempt: Attempt) -> Reply:
+        candidates = attempt.chances.among(self.registry.usable(Role.DECODE))
+        return await self._decode(attempt, self.pairing.one(candidates, attempt.ask), body)
+
+    async def _in_turn(self, call: Call, attempt: Attempt, prefill: Instance, decode: Instance) -> Reply:
         """Tell the decode engine what the prefill engine has answered."""
-        handover = await self._prefill(attempt, prefill)
+        with self.slots.hold(decode, attempt.request):
+            handover = await self._prefill(call, attempt, prefill)
         attempt.journey.push = Push.IN_TURN if handover.coordinates else None
-        return await self._decode(attempt, decode, dialect.decode_body(attempt.call.fields, handover.params))
+        body = dialect.decode_body(dialect.named(call.api, call.fields, attempt.request), handover.params)
+        loan = Loan(prefill, self.legs.clock() + attempt.patience.handoff_s)
+        try:
+            return await self._decode(attempt, decode, body, loan)
+        finally:
+            if not loan.taken and handover.coordinates is None:
+                self._give_back(call, attempt, prefill, handover)
 
-    async def _at_once(self, attempt: _Attempt, prefill: Instance, decode: Instance, told: Coordinates) -> Reply:
+    async def _at_once(
+        self, call: Call, attempt: Attempt, prefill: Instance, decode: Instance, told: Coordinates
+    ) -> Reply:
         """Send both legs, and drop the one when the other fails. The decode engine may well answer first."""
         attempt.journey.push = Push.AT_ONCE
-        params = push.decode_params(told, attempt.call.api, attempt.request)
-        body = dialect.decode_body(attempt.call.fields, params)
+        params = push.decode_params(told, call.api, attempt.request)
+        body = dialect.decode_body(dialect.named(call.api, call.fields, attempt.request), params)
         start = attempt.opened.enter_async_context
-        prefilling = await start(running(self._prefill(attempt, prefill, told)))
-        decoding = await start(running(self._decode(attempt, decode, body)))
+        with ExitStack() as chosen:  # until the legs have begun, which the event loop does in its own time
+            chosen.enter_context(self.slots.hold(prefill, attempt.request))
+            chosen.enter_context(self.slots.hold(decode, attempt.request))
+            prefilling = await start(running(self._prefill(call, attempt, prefill, told)))
+            decoding = await start(running(self._decode(attempt, decode, body, Loan(prefill))))
+            await asyncio.sleep(0)
         await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
         if prefilling.done() and not _is_good(decoding):
             prefilling.result()  # that it failed may be why the other one did
@@ -102,76 +181,94 @@ class Relay:
         attempt.opened.callback(_note_late_fault, prefilling, attempt.journey)
         return reply
 
-    async def _prefill(self, attempt: _Attempt, prefill: Instance, told: Coordinates | None = None) -> Handover:
+    async def _prefill(
+        self, call: Call, attempt: Attempt, prefill: Instance, told: Coordinates | None = None
+    ) -> Handover:
         """Get the prompt computed, and learn where the engine is; ``told``: what the decode engine was told of it."""
-        visit = attempt.journey.prefill = Visit(prefill.id)
-        call = attempt.call
-        body = dialect.prefill_body(call.api, call.fields, push.transfer_of(attempt.request))
-        with self._forgetting(prefill), _failing(prefill), self._timed(visit):
-            answer = await self.engines.ask(attempt.leg(prefill, body), timeout_s=self.prefill_timeout_s)
-            check_prefill(prefill.id, answer)
-            handover = push.handover(prefill.id, answer.body, call.api, attempt.request, self.manner)
-        self.learned.learn(prefill.id, handover.coordinates)
-        if told not in (None, handover.coordinates):
-            raise LegFailed(prefill, Moved(f"{prefill.id} is not the engine that the decode engine was told of"))
-        return handover
 
-    async def _decode(self, attempt: _Attempt, decode: Instance, body: bytes) -> Reply:
+        reuses = self.rules.reuse_tokens and told is None
+
+        def read(answer: Answer) -> Handover:
+            handover = push.handover(prefill.id, answer.body, call.api, attempt.request, self.manner)
+            if reuses:
+                handover = replace(handover, params=dialect.with_tokens(handover.params, answer.body))
+            self.learned.learn(prefill.id, handover.coordinates)
+            if told not in (None, handover.coordinates):
+                raise Moved(f"{prefill.id} is not the engine that the decode engine was told of")
+            return handover
+
+        fields = dialect.named(call.api, call.fields, attempt.request)
+        if reuses:
+            fields = dialect.telling_tokens(call.api, fields)
+        body = dialect.prefill_body(call.api, fields, push.transfer_of(attempt.request))
+        with self._forgetting(prefill):
+            return await self.legs.prefill(attempt, prefill, body, read)
+
+    async def _decode(self, attempt: Attempt, decode: Instance, body: bytes, loan: Loan | None = None) -> Reply:
         """Get a good answer from a decode engine, or from another one if this one got nothing of the request."""
         while True:
             try:
-                return await self._decode_here(attempt, decode, body)
+                return await self._decode_here(attempt, decode, body, loan.take if loan else nothing)
             except LegFailed as failed:
-                known = self.registry.known(Role.DECODE)
-                if failed.rule.again is not Again.DECODE or not attempt.chances.take(failed, known):
+                others = self._others(attempt, decode, loan)
+                if failed.rule.again is not Again.DECODE or not others or not self._may_repeat(attempt, failed, others):
                     raise
                 attempt.journey.set_aside(Role.DECODE, failed.failure)
-            decode = self.pairing.one(attempt.chances.among(known))
+            decode = self.pairing.one(attempt.chances.among(others), attempt.ask)
 
-    async def _decode_here(self, attempt: _Attempt, decode: Instance, body: bytes) -> Reply:
-        visit = attempt.journey.decode = Visit(decode.id)
-        async with AsyncExitStack() as opening:
-            with _failing(decode), self._timed(visit):
-                stream = await opening.enter_async_context(self.engines.stream(attempt.leg(decode, body)))
-                reply = await begin(decode, stream)
-            if reply.rest is not None:
-                await opening.enter_async_context(aclosing(reply.rest))
-            attempt.opened.push_async_exit(opening.pop_all())  # nothing is awaited any more: it is ours or theirs
+    def _others(self, attempt: Attempt, failed: Instance, loan: Loan | None) -> Sequence[Instance]:
+        """List the engines that may get the decode leg of one that could not be reached.
+
+        They must be able to read the blocks. None: it is too late for these, or another pair has better chances.
+        """
+        decodes = self._usable(Role.DECODE)
+        if loan is None:
+            return decodes
+        if loan.due is not None and self.legs.clock() >= loan.due:
+            return ()
+        fitting = self.registry.fitting(loan.prefill, decodes)
+        fresh = [instance for instance in fitting if instance.id not in attempt.chances.avoided | {failed.id}]
+        return fresh if fresh or len(fitting) < len(decodes) else fitting
+
+    async def _decode_here(self, attempt: Attempt, decode: Instance, body: bytes, sent: Callable[[], None]) -> Reply:
+        with ExitStack() as held:
+            held.enter_context(self.slots.hold(decode, attempt.request))
+            reply = await self.legs.decode(attempt, decode, body, sent)
+            attempt.opened.callback(held.pop_all().close)
             return reply
 
-    def _once_more(self, attempt: _Attempt, failed: LegFailed) -> None:
+    def _give_back(self, call: Call, attempt: Attempt, prefill: Instance, handover: Handover) -> None:
+        """Free the blocks of a prefill whose decode leg was never sent; the client does not wait for it."""
+        body = dialect.release_body(call.fields, handover.params)
+        decodes = attempt.chances.first(self.registry.fitting(prefill, self._usable(Role.DECODE)))
+        self.releaser.release(prefill, [attempt.leg(decode, body, dialect.RELEASE_PATH) for decode in decodes])
+
+    def _once_more(self, attempt: Attempt, failed: LegFailed) -> None:
         """Return if the request may be sent again, else raise what the client is told."""
         role = failed.instance.role
-        if not attempt.chances.take(failed, self.registry.known(role)):
+        if not self._may_repeat(attempt, failed, self._usable(role)):
             raise failed.error
         attempt.journey.set_aside(role, failed.failure)
         attempt.journey.start_over()
 
+    def _may_repeat(self, attempt: Attempt, failed: LegFailed, others: Sequence[Instance]) -> bool:
+        return attempt.chances.take(failed, others) and self.budget.grants(now=self.legs.clock())
+
+    def _usable(self, role: Role) -> Sequence[Instance]:
+        try:
+            return self.registry.usable(role)
+        except NoInstance:
+            return ()
+
     @contextmanager
     def _forgetting(self, prefill: Instance) -> Generator[None]:
-        """Forget an engine that fails: it may come back as another one."""
+        """Forget an engine that fails: it may come back as another one. One that has moved has just been learned."""
         try:
             yield
         except LegFailed as failed:
-            if failed.failure is not Failure.REFUSED:
+            if failed.failure not in (Failure.REFUSED, Failure.BUSY, Failure.MOVED):
                 self.learned.forget(prefill.id)
             raise
-
-    @contextmanager
-    def _timed(self, visit: Visit) -> Generator[None]:
-        start = self.clock()
-        try:
-            yield
-        finally:
-            visit.ms = (self.clock() - start) * 1000
-
-
-@contextmanager
-def _failing(instance: Instance) -> Generator[None]:
-    try:
-        yield
-    except (EngineError, Refused) as error:
-        raise LegFailed(instance, error) from error
 
 
 def _is_good(decoding: asyncio.Task[Reply]) -> bool:

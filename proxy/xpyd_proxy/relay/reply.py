@@ -1,11 +1,11 @@
-"""The decode engine's answer: when it is certain to be a good one, and how the rest of it is passed on."""
+"""The decode engine's answer: when it is certain to be a good one."""
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 
 from xpyd_proxy.core.model import Answer, Instance
 from xpyd_proxy.core.ports import Stream
-from xpyd_proxy.core.sse import WholeLines, error_status, first_data
+from xpyd_proxy.core.sse import error_status, first_data
 from xpyd_proxy.core.verdict import refused_decode
 from xpyd_proxy.errors import EngineError, Refused
 
@@ -16,11 +16,13 @@ class Reply:
 
     content_type: str
     body: bytes
-    rest: AsyncGenerator[bytes] | None = None  # raises EngineError when the engine breaks off
+    rest: AsyncGenerator[bytes] | None = None  # raises EngineError when the engine breaks off, OutOfTime when time does
 
 
-async def begin(decode: Instance, stream: Stream) -> Reply:
+async def begin(decode: Instance, stream: Stream) -> tuple[bytes, bool]:
     """Wait until it is certain that the answer is a good one, as far as that can be known.
+
+    Returns what has come of it, and whether there is more to come.
 
     Raises:
         Refused: the engine says that the client is at fault, or that it cannot serve the request.
@@ -30,10 +32,8 @@ async def begin(decode: Instance, stream: Stream) -> Reply:
         answer = Answer(stream.status, stream.content_type, await _whole(stream))
         raise refused_decode(decode.id, answer)
     if not stream.content_type.lower().startswith("text/event-stream"):
-        return Reply(stream.content_type, await _whole(stream))
-    lines = WholeLines()
-    body = lines.feed(await _first_event(decode, stream.chunks))
-    return Reply(stream.content_type, body, _rest(decode, lines, stream.chunks))
+        return await _whole(stream), False
+    return await _first_event(decode, stream.chunks), True
 
 
 async def _whole(stream: Stream) -> bytes:
@@ -51,15 +51,3 @@ async def _first_event(decode: Instance, chunks: AsyncIterator[bytes]) -> bytes:
             raise Refused(status, "application/json", data)
         return received
     raise EngineError(f"{decode.id} ended its stream before the first event")
-
-
-async def _rest(decode: Instance, lines: WholeLines, chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-    """Pass the rest on as it comes."""
-    async for chunk in chunks:
-        if passing := lines.feed(chunk):
-            yield passing
-    passing, complete = lines.finish()
-    if not complete:
-        raise EngineError(f"{decode.id} ended its stream without [DONE]")
-    if passing:
-        yield passing

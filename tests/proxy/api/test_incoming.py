@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from starlette.requests import ClientDisconnect
 
-from xpyd_proxy.api.incoming import passed_on, read_body, require_json, until_hung_up
-from xpyd_proxy.errors import BodyTooLarge, UnsupportedMedia
+from xpyd_proxy.api.incoming import passed_on, rank_of, read_body, require_form, require_json, until_hung_up
+from xpyd_proxy.errors import BadRequest, BodyTooLarge, UnsupportedMedia
 
 
 def scope(**headers):
@@ -154,3 +154,26 @@ async def test_a_client_that_has_its_whole_answer_may_go():
     await task
 
     assert work.state == "done"
+
+
+def test_a_form_says_where_its_parts_end():
+    """So its declaration goes to the engine as it came."""
+    declared = "Multipart/Form-Data; boundary=x"
+
+    assert require_form(scope(content_type=declared)) == declared.encode()
+    for other in ({}, {"content_type": "application/json"}, {"content_type": "multipart/mixed"}):
+        with pytest.raises(UnsupportedMedia, match=r"multipart/form-data"):
+            require_form(scope(**other))
+
+
+@pytest.mark.parametrize(("text", "rank"), [("0", 0), (" 12 ", 12), ("", None)])
+def test_a_client_may_ask_for_a_rank(text, rank):
+    """An empty header asks for nothing."""
+    assert rank_of(scope(x_data_parallel_rank=text)) == rank
+
+
+@pytest.mark.parametrize("text", ["-1", "1.0", "x", "9" * 10, "1_0"])
+def test_a_rank_is_a_number(text):
+    """The engine would say so too, after the prefill."""
+    with pytest.raises(BadRequest, match="X-data-parallel-rank"):
+        rank_of(scope(x_data_parallel_rank=text))

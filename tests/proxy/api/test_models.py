@@ -1,6 +1,7 @@
 """Which model the engines serve."""
 
 import asyncio
+import json
 
 import pytest
 
@@ -47,19 +48,22 @@ def candidate(host):
     return Instance(InstanceId("candidate"), Role.DECODE, Address("http", host, 80))
 
 
-async def test_the_first_engine_that_answers_is_quoted():
-    """Decode engines first; one that is down or failing is passed over."""
-    engines = Engines(b=listing(status=500), p=listing("m"))
+async def test_the_models_of_all_engines_are_told_each_once():
+    """Several models behind one router look like one server; the decode engine's description counts."""
+    engines = Engines(b=listing("m", "lora"), p=listing("other", "m"), e=listing(status=500))
+    answer = await models(engines, prefill="pe", decode="ab").listing(HEADERS)
 
-    assert await models(engines, prefill="p", decode="ab").listing(HEADERS) == listing("m")
-    assert engines.asked == ["a", "b", "p"]
+    assert [card["id"] for card in json.loads(answer.body)["data"]] == ["m", "lora", "other"]
+    assert json.loads(answer.body)["data"][0]["max_model_len"] == 9
+    assert sorted(engines.asked) == ["a", "b", "e", "p"]
 
 
 async def test_a_refusal_is_an_answer():
-    """A missing key is the client's business, and every engine would say the same."""
-    engines = Engines(a=Answer(401, "application/json", b'{"error":"Unauthorized"}'), p=listing("m"))
+    """A missing key is the client's business, when every engine says so."""
+    refusal = Answer(401, "application/json", b'{"error":"Unauthorized"}')
 
-    assert (await models(engines, prefill="p", decode="a").listing(HEADERS)).status == 401
+    assert await models(Engines(a=refusal, p=refusal), prefill="p", decode="a").listing(HEADERS) == refusal
+    assert (await models(Engines(a=refusal, p=listing("m")), prefill="p", decode="a").listing(HEADERS)).status == 200
 
 
 async def test_nobody_answers():

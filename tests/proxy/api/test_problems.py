@@ -17,10 +17,17 @@ RAISED = {
     errors.BadRequest("b", param="n"): (400, "BadRequestError"),
     errors.BodyTooLarge("l"): (413, "RequestTooLargeError"),
     errors.UnsupportedMedia("m"): (415, "UnsupportedMediaTypeError"),
+    errors.UnknownModel("m"): (404, "NotFoundError"),
+    errors.EngineBusy("b"): (503, "ServiceUnavailableError"),
     errors.NoInstance("i"): (503, "ServiceUnavailableError"),
     errors.EngineError("e"): (502, "EngineError"),
     errors.Moved("prefill-0 is another"): (502, "EngineError"),
     errors.EngineTimeout("t"): (504, "EngineTimeoutError"),
+    errors.OutOfTime("o"): (504, "RequestTimeoutError"),
+    errors.Unauthorized("u"): (401, "AuthenticationError"),
+    errors.KeyOverLimit("k", retry_after_s=1): (429, "RateLimitError"),
+    errors.RouterFull("f", retry_after_s=1): (503, "ServiceUnavailableError"),
+    errors.ClosingDown("c", retry_after_s=1): (503, "ServiceUnavailableError"),
 }
 
 
@@ -46,7 +53,8 @@ def test_the_text_of_a_bug_stays_in_the_log():
 
 def test_errors_that_clients_never_see_are_accounted_for():
     """A new error must get its status, or its place in this list."""
-    inside = {errors.ProxyError, errors.ClientError, errors.Refused}
+    inside = {errors.ProxyError, errors.ClientError, errors.Refused, errors.TurnedAway, errors.ConfigError}
+    inside |= {errors.UnknownInstance}  # of the admin routes
     inside |= {errors.AddressError, errors.BadPort, errors.AlreadyKnown}  # told on the command line, or by /instances
     every = {kind for _, kind in inspect.getmembers(errors, inspect.isclass)}
 

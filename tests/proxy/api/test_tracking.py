@@ -1,13 +1,15 @@
 """What every /v1 request gets, whatever becomes of it."""
 
 import logging
+from contextlib import contextmanager, suppress
 
 import pytest
 from starlette.requests import ClientDisconnect
 
 from xpyd_proxy.api.tracking import Tracking, id_headers, journey_of, note_fault
-from xpyd_proxy.core.journey import Visit
+from xpyd_proxy.core.journey import Outcome, Visit
 from xpyd_proxy.core.model import InstanceId, Push, RequestId, Role
+from xpyd_proxy.io.logs import FACTS
 
 
 class Client:
@@ -126,3 +128,104 @@ async def test_the_line_tells_what_was_unusual(caplog):
     await tracking(app)(scope(), None, Client().send)
 
     assert lines(caplog)[0].endswith(" ms=500.0 route='push' retries='prefill-0 failed' late='broke off'")
+
+
+STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
+
+
+async def test_a_stream_began_when_its_head_left():
+    """The relay sends it together with the first event; so nothing has to look at each chunk for that."""
+    seen = []
+    times = iter([1.0, 1.25, 3.0, 3.0])
+
+    async def app(scope, receive, send):
+        journey_of(scope).push = Push.AT_ONCE
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM})
+        for body in (b"a", b"b", b"c", b""):
+            await send({"type": "http.response.body", "body": body, "more_body": bool(body)})
+
+    follow = Tracking(
+        app,
+        new_id=lambda: RequestId("xpyd-1"),
+        clock=lambda: next(times),
+        finished=lambda journey, outcome: seen.append((journey.request_id, outcome)),
+    )
+    await follow(scope(), None, Client().send)
+
+    assert seen == [("xpyd-1", Outcome("/v1/completions", 200, 2.0, first_s=0.25, said=b"bc"))]
+
+
+@pytest.mark.parametrize(("status", "headers"), [(200, []), (503, STREAM)])
+async def test_what_is_no_good_stream_has_no_first_token(status, headers):
+    """A whole answer and an error come when they come."""
+    seen = []
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    follow = Tracking(
+        app, new_id=lambda: RequestId("r"), clock=lambda: 1.0, finished=lambda _, outcome: seen.append(outcome)
+    )
+    await follow(scope(), None, Client().send)
+
+    assert [(one.first_s, one.said) for one in seen] == [(None, b"")]
+
+
+@pytest.mark.parametrize(("raises", "status"), [(None, 204), (ClientDisconnect, 499), (KeyError, 500)])
+async def test_who_follows_a_request_learns_how_it_ended(raises, status):
+    """Whatever becomes of it, once, and with the headers it came with."""
+    seen = []
+
+    @contextmanager
+    def following(journey, path, headers):
+        yield lambda outcome: seen.append((path, headers, outcome.status))
+
+    async def app(scope, receive, send):
+        if raises is not None:
+            raise raises
+        await answer(scope, receive, send)
+
+    follow = Tracking(app, new_id=lambda: RequestId("r"), clock=lambda: 1.0, following=following)
+    with suppress(KeyError):
+        await follow(scope() | {"headers": [(b"a", b"b")]}, None, Client().send)
+
+    assert seen == [("/v1/completions", ((b"a", b"b"),), status)]
+
+
+async def test_the_facts_of_a_line_are_there_for_a_log_in_json(caplog):
+    """The same ones, by name; None where the line has a dash."""
+    caplog.set_level(logging.INFO)
+    await tracking(answer)(scope(), None, Client().send)
+
+    (record,) = caplog.records
+    facts = getattr(record, FACTS)
+    assert " ".join(facts) == "id path prefill decode status ms"
+    assert list(facts.values()) == ["xpyd-1", "/v1/completions", None, "decode-0", 204, 500.0]
+
+
+@pytest.mark.parametrize("theirs", [b"mine-1", b"x" * 128, b"~!"])
+async def test_the_clients_own_id_is_given_back(theirs, caplog):
+    """Beside ours, under which engines know the request; the log has both."""
+    caplog.set_level(logging.INFO)
+    client = Client()
+    await tracking(answer)(scope() | {"headers": [(b"x-request-id", theirs)]}, None, client.send)
+
+    headers = dict(client.messages[0]["headers"])
+    assert headers[b"x-request-id"] == theirs
+    assert headers[b"x-xpyd-request-id"] == b"xpyd-1"
+    assert lines(caplog)[0].startswith("id=xpyd-1 ")
+    assert f" client_id={theirs.decode()!r}" in lines(caplog)[0]
+
+
+@pytest.mark.parametrize("odd", [b"", b"x" * 129, b"a b", b"a\nb", b"caf\xe9", b"\x00"])
+async def test_an_odd_id_is_not_repeated(odd, caplog):
+    """It could fill a log, or forge a line of it."""
+    caplog.set_level(logging.INFO)
+    client = Client()
+    await tracking(answer)(scope() | {"headers": [(b"x-request-id", odd)]}, None, client.send)
+
+    headers = dict(client.messages[0]["headers"])
+    assert headers[b"x-request-id"] == b"xpyd-1"
+    assert b"x-xpyd-request-id" not in headers
+    assert "client_id" not in lines(caplog)[0]

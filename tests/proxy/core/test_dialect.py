@@ -7,8 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.dialect import decode_body, kv_params, parse, prefill_body
-from xpyd_proxy.core.model import Api, InstanceId, TransferId
+from xpyd_proxy.core.dialect import (
+    check_form,
+    check_wanted_now,
+    decode_body,
+    kv_params,
+    named,
+    parse,
+    prefill_body,
+    telling_tokens,
+    with_tokens,
+)
+from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
 from xpyd_proxy.core.raw_json import encode
 from xpyd_proxy.errors import BadRequest, EngineError
 
@@ -256,3 +266,75 @@ def test_an_answer_without_parameters_is_the_engines_fault(body):
     """A prefill engine without a connector answers like this."""
     with pytest.raises(EngineError, match="prefill-0 answered without usable kv_transfer_params"):
         kv_params(P, body)
+
+
+@pytest.mark.parametrize(
+    ("api", "one"),
+    [
+        (Api.RESPONSES, {"max_output_tokens": 1, "store": False}),
+        (Api.MESSAGES, {"max_tokens": 1}),
+    ],
+)
+def test_prefill_of_the_other_apis_only_gets_what_they_know(api, one):
+    """An unknown field may be refused some day; what they know beside it is kept."""
+    client = {"model": "m", "stream": True, "top_logprobs": 2, "n": 3, "max_output_tokens": 9, "max_tokens": 9}
+    made = json.loads(prefill_body(api, parse(json.dumps(client).encode(), strip_private=False), TransferId("x")))
+
+    params = made.pop("kv_transfer_params")
+    assert (params["do_remote_decode"], params["transfer_id"]) == (True, "x")
+    assert made == client | {"stream": False, **one, "n": 1}
+
+
+def test_only_responses_are_named_in_the_body():
+    """The other engines take the name from X-Request-Id; and a client's own name is replaced where it stands."""
+    fields = parse(b'{"request_id":"mine","input":"a"}', strip_private=False)
+
+    assert encode(named(Api.RESPONSES, fields, RequestId("r"))) == b'{"request_id":"resp_r","input":"a"}'
+    for api in (Api.COMPLETIONS, Api.CHAT, Api.MESSAGES):
+        assert named(api, fields, RequestId("r")) == fields
+
+
+@pytest.mark.parametrize("value", [True, 1, "yes", {}])
+def test_an_answer_for_later_is_refused(value):
+    """However it is spelt; elsewhere the field means nothing."""
+    fields = parse(json.dumps({"background": value}).encode(), strip_private=False)
+    with pytest.raises(BadRequest, match="background"):
+        check_wanted_now(Api.RESPONSES, fields)
+
+    check_wanted_now(Api.CHAT, fields)
+    for no in (b'{"background":false}', b'{"background":null}', b"{}"):
+        check_wanted_now(Api.RESPONSES, parse(no, strip_private=False))
+
+
+@pytest.mark.parametrize("name", [b'"kv_transfer_params"', b"ec_transfer_params", b'"vllm_xargs"', b'"vllm_xargs[a]"'])
+def test_a_form_with_a_private_field_is_refused(name):
+    """Nobody reads the form; the bytes are enough to see it."""
+    with pytest.raises(BadRequest, match="set by the router"):
+        check_form(b"--x\r\nContent-Disposition: form-data; NAME=" + name + b"\r\n\r\n{}\r\n--x--")
+
+    with pytest.raises(BadRequest, match="set by the router"):
+        check_form(b"--x\r\nContent-Disposition: form-data; name\t= " + name + b"\r\n\r\n{}\r\n--x--")
+
+    check_form(b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nkv_transfer_params\r\n--x--')
+
+
+def test_tokens_are_added_to_parameters_that_stay_as_they_came():
+    """To the byte: the engine's own numbers and blanks are not ours to rewrite."""
+    params = msgspec.Raw(b'{"a": 1.50, "b" : [ ] } ')
+
+    assert bytes(with_tokens(params, b'{"prompt_token_ids":[1, 2]}')) == (
+        b'{"a": 1.50, "b" : [ ] ,"prompt_token_ids":[1, 2]}'
+    )
+    for silent in (b"{}", b'{"prompt_token_ids":null}'):
+        assert with_tokens(params, silent) == params
+    assert telling_tokens(Api.CHAT, {}) == {"return_token_ids": msgspec.Raw(b"true")}
+    assert telling_tokens(Api.COMPLETIONS, {}) == {}
+
+
+@pytest.mark.parametrize("name", [b"name*=utf-8''kv%5Ftransfer_params", b'NAME*0="kv_"; name*1="transfer_params"'])
+def test_a_form_whose_names_are_encoded_is_refused(name):
+    """Some parsers decode them, and nobody else writes them so (RFC 7578 forbids it)."""
+    with pytest.raises(BadRequest, match="plain"):
+        check_form(b"--x\r\nContent-Disposition: form-data; " + name + b"\r\n\r\n{}\r\n--x--")
+
+    check_form(b"--x\r\nContent-Disposition: form-data; name=file; filename*=utf-8''a%20b.wav\r\n\r\n \r\n--x--")

@@ -14,6 +14,7 @@ ERRORS = {
     Failure.BROKEN: EngineError("x"),
     Failure.SILENT: EngineTimeout("x"),
     Failure.MOVED: Moved("x"),
+    Failure.BUSY: Refused(503, "t", b""),
     Failure.REFUSED: Refused(400, "t", b""),
 }
 
@@ -32,7 +33,7 @@ def engines(role, count):
         *((error, failure) for failure, error in ERRORS.items()),
         (Refused(499, "t", b""), Failure.REFUSED),
         (Refused(500, "t", b""), Failure.BROKEN),
-        (Refused(503, "t", b""), Failure.BROKEN),
+        (Refused(429, "t", b""), Failure.BUSY),
         (EngineTimeout("did not accept a connection", reached=False), Failure.UNREACHABLE),
     ],
 )
@@ -89,3 +90,11 @@ def test_when_all_have_failed_all_are_candidates_again():
         chances.take(LegFailed(one, ERRORS[Failure.BROKEN]), known)
 
     assert chances.among(known) == known
+
+
+def test_engines_that_have_failed_come_last():
+    """All are listed: where any engine will do, one that has failed is better than none."""
+    chances = Chances(1, {InstanceId("decode-0"), InstanceId("decode-2")})
+    first = chances.first(engines(Role.DECODE, 4))
+
+    assert [instance.id for instance in first] == ["decode-1", "decode-3", "decode-0", "decode-2"]

@@ -6,15 +6,25 @@ import pytest
 
 from xpyd_proxy.core.dialect import parse
 from xpyd_proxy.core.model import Api, Solo
-from xpyd_proxy.core.routing import solo_reason
+from xpyd_proxy.core.routing import prompt_chars, solo_reason
 
-BOTH = tuple(Api)
+BOTH = (Api.COMPLETIONS, Api.CHAT)
 TEXT, CHAT = (Api.COMPLETIONS,), (Api.CHAT,)
+RESPONSES, MESSAGES = (Api.RESPONSES,), (Api.MESSAGES,)
+EVERY = tuple(Api)
+FUNCTION = {"type": "function", "name": "f"}
+
+
+PLAIN = {
+    Api.COMPLETIONS: {"prompt": "hi"},
+    Api.CHAT: {"messages": []},
+    Api.RESPONSES: {"input": "hi"},
+    Api.MESSAGES: {"messages": [], "max_tokens": 9},
+}
 
 
 def reason(api, **fields):
-    shaper = {"prompt": "hi"} if api is Api.COMPLETIONS else {"messages": []}
-    return solo_reason(api, parse(json.dumps(shaper | fields).encode(), strip_private=False))
+    return solo_reason(api, parse(json.dumps(PLAIN[api] | fields).encode(), strip_private=False))
 
 
 @pytest.mark.parametrize(
@@ -30,7 +40,14 @@ def reason(api, **fields):
         (BOTH, "max_tokens", [1, 0, -1, "1", 1.0, 2.5, True], Solo.FEW_TOKENS),
         (BOTH, "max_completion_tokens", [1, 0, "9"], Solo.FEW_TOKENS),
         (BOTH, "truncate_prompt_tokens", [-1, 0, 128], Solo.TRUNCATED),
-        (BOTH, "stream", ["yes", 1], Solo.UNUSUAL),
+        (EVERY, "stream", ["yes", 1], Solo.UNUSUAL),
+        (MESSAGES, "max_tokens", [1, 0, None, "9", True, 2.0], Solo.FEW_TOKENS),
+        (MESSAGES, "thinking", [{"budget_tokens": 9}, {"budget_tokens": "3"}, "on", 1], Solo.UNUSUAL),
+        (RESPONSES, "max_output_tokens", [1, 0, "9", 2.5], Solo.FEW_TOKENS),
+        (RESPONSES, "previous_response_id", ["resp_1", "", 0], Solo.STORED),
+        (RESPONSES, "tools", [[{"type": "mcp"}], [FUNCTION, {"type": "container"}], None, "x", [1]], Solo.TOOLS),
+        (RESPONSES, "truncation", ["auto", None, 1], Solo.TRUNCATED),
+        (RESPONSES, "store", ["yes", 1], Solo.UNUSUAL),
         (BOTH, "stream_options", [{"include_usage": True}, {"include_usage": "yes"}, 7], Solo.UNUSUAL),
         (BOTH, "min_tokens", [None, -1, "1"], Solo.UNUSUAL),
         (TEXT, "logprobs", [True, -1, "1"], Solo.UNUSUAL),
@@ -59,14 +76,22 @@ def test_what_would_be_wrong_in_two_halves_is_served_whole(apis, name, values, e
         (BOTH, "max_tokens", [2, 10**30, None]),
         (BOTH, "max_completion_tokens", [2, None]),
         (BOTH, "truncate_prompt_tokens", [None]),
-        (BOTH, "stream", [True, False, None]),
+        (EVERY, "stream", [True, False, None]),
+        (MESSAGES, "max_tokens", [2, 10**30]),
+        (MESSAGES, "thinking", [None, {"type": "disabled"}, {"type": "enabled", "budget_tokens": 8}]),
+        (MESSAGES, "n", [5]),
+        (RESPONSES, "max_output_tokens", [2, None]),
+        (RESPONSES, "previous_response_id", [None]),
+        (RESPONSES, "tools", [[], [FUNCTION]]),
+        (RESPONSES, "truncation", ["disabled"]),
+        (RESPONSES, "store", [True, False, None]),
         (BOTH, "stream_options", [{}, None]),
         (BOTH, "min_tokens", [0, 5]),
         (TEXT, "logprobs", [None, 0, 5]),
         (CHAT, "logprobs", [None, True, False]),
         (BOTH, "top_logprobs", [None, 0]),
         (BOTH, "logprob_token_ids", [None, []]),
-        (BOTH, "seed", [1, "anything else is checked by the prefill engine"]),
+        (EVERY, "seed", [1, "anything else is checked by the prefill engine"]),
     ],
 )
 def test_the_plain_values_are_split(apis, name, values):
@@ -104,3 +129,20 @@ def test_a_request_without_a_prompt_is_left_to_the_engines():
 def test_values_that_cannot_be_decoded_are_not_plain():
     """Raw values are only checked for their outline."""
     assert solo_reason(Api.CHAT, parse(b'{"n":"\xff"}', strip_private=False)) is Solo.N
+
+
+def test_messages_need_a_limit():
+    """The decode engine refuses without, while it reads the body; the prefill engine gets a limit from the router."""
+    assert solo_reason(Api.MESSAGES, parse(b'{"messages":[]}', strip_private=False)) is Solo.UNUSUAL
+
+
+@pytest.mark.parametrize("api", Api)
+def test_a_short_prompt_is_not_worth_a_transfer(api):
+    """If the operator says so; what is wrong for other reasons says so first."""
+    fields = parse(json.dumps(PLAIN[api]).encode(), strip_private=False)
+    length = prompt_chars(api, fields)
+
+    assert length == (4 if api in (Api.COMPLETIONS, Api.RESPONSES) else 2)
+    assert solo_reason(api, fields, min_prompt_chars=length) is None
+    assert solo_reason(api, fields, min_prompt_chars=length + 1) is Solo.SHORT
+    assert solo_reason(Api.CHAT, parse(b'{"n":2}', strip_private=False), min_prompt_chars=9) is Solo.N

@@ -81,3 +81,50 @@ def test_text_that_looks_like_the_end_is_not_the_end():
     lines.feed(b'data: {"text":"\\ndata: [DONE]\n\n')
 
     assert not lines.finish()[1]
+
+
+def test_an_announcement_is_no_event():
+    """/v1/responses says that it has begun before its engine has."""
+    announced = b'event: response.created\ndata: {"type":"response.created"}\n\n'
+    announced += b'event: response.in_progress\ndata: {"type":"response.in_progress"}\n\n'
+
+    assert first_data(announced) is None
+    assert first_data(announced + b'event: response.output_text.delta\ndata: {"a":1}') is None
+    assert first_data(announced + b'event: response.output_text.delta\ndata: {"a":1}\n') == b'{"a":1}'
+    assert first_data(announced + b'data: {"error":{}}\n\n') == b'{"error":{}}'
+
+
+@pytest.mark.parametrize("name", ["message_stop", "response.completed", "response.failed", "error"])
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_other_apis_end_with_a_named_event(name, size):
+    """However it is cut into pieces; half of it is no end."""
+    text = b'event: message_start\ndata: {"text":"event: message_stop"}\n\nevent: ' + name.encode()
+    for tail, complete in (
+        (b'\ndata: {"long":"%s"}\n\n' % (b"x" * 100), True),
+        (b'\ndata: {"half', False),
+        (b"", False),
+    ):
+        lines, whole = WholeLines(), text + tail
+        passed = b"".join(lines.feed(whole[at : at + size]) for at in range(0, len(whole), size))
+        rest, is_complete = lines.finish()
+
+        assert is_complete is complete
+        assert (passed + rest == whole) is complete
+
+
+@pytest.mark.parametrize(
+    ("events", "erred"),
+    [
+        (b'data: {"error":{"code":500}}\n\ndata: [DONE]\n\n', True),
+        (b'event: error\ndata: {"type":"error"}\n\n', True),
+        (b'data: {"text":"data: {\\"error\\":"}\n\ndata: [DONE]\n\n', False),
+    ],
+)
+def test_an_engine_may_say_itself_that_it_failed(events, erred):
+    """The stream came to its end, and the engine is to blame all the same."""
+    lines = WholeLines()
+    lines.feed(b'data: {"id":1}\n\n')
+    lines.feed(events)
+
+    assert lines.finish()[1]
+    assert lines.erred is erred

@@ -4,7 +4,7 @@ import pytest
 
 from xpyd_proxy.core.model import Answer, InstanceId
 from xpyd_proxy.core.verdict import check_prefill, is_openai_error, refused_decode
-from xpyd_proxy.errors import EngineError, Refused
+from xpyd_proxy.errors import EngineBusy, EngineError, Refused
 
 ERROR = b'{"error":{"message":"no","type":"BadRequestError","param":null,"code":400}}'
 ENGINE = InstanceId("prefill-3")
@@ -29,6 +29,15 @@ def test_any_other_prefill_is_the_engines_fault(status):
     """Only 200 carries a prefilled prompt."""
     with pytest.raises(EngineError, match=f"prefill-3 .* status {status}"):
         check_prefill(ENGINE, Answer(status, "application/json", ERROR))
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_an_engine_without_room_says_so_in_any_words(status):
+    """It may stand behind a proxy that answers in its place."""
+    assert isinstance(refused_decode(ENGINE, Answer(status, "text/plain", b"full")), EngineBusy)
+    if status == 503:
+        with pytest.raises(EngineBusy):
+            check_prefill(ENGINE, Answer(status, "text/plain", b"full"))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import socket
 
 import httpx
 import pytest
@@ -185,3 +186,52 @@ async def test_the_environments_proxy_is_not_for_engines(monkeypatch):
 async def test_an_idle_connection_is_dropped_before_vllm_drops_it():
     """vLLM closes idle connections after 5 s; a request sent into that moment would be lost."""
     assert Settings().engine_keepalive_s < 5
+
+
+async def test_a_request_is_sent_when_its_last_byte_is_on_its_way():
+    """Up to then the engine cannot have it, and what it was to fetch is still there for another."""
+    told = []
+
+    async def app(scope, receive, send):
+        if scope["type"] == "http":
+            while (await receive()).get("more_body"):  # an answer before the body's end may stop the rest of it
+                pass
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"{}"})
+
+    def leg(at):
+        return Leg(Instance(InstanceId("decode-0"), Role.DECODE, Address.parse(at)), "/a", b"12345", ())
+
+    with serving(app) as at:
+        async with HttpEngines(Settings()) as http, http.stream(leg(at), sent=lambda: told.append("sent")):
+            assert told == ["sent"]
+
+    told.clear()
+    with socket.socket() as taken:  # bound, so that nobody else on this machine listens there meanwhile
+        taken.bind(("127.0.0.1", 0))
+        async with HttpEngines(Settings()) as http:
+            with pytest.raises(EngineError, match="cannot be reached"):
+                async with http.stream(leg(f"127.0.0.1:{taken.getsockname()[1]}"), sent=lambda: told.append("sent")):
+                    pass
+    assert not told
+
+
+async def test_a_body_says_how_long_it_is_and_what_it_is():
+    """No chunked encoding: engines behind simple servers do not understand it."""
+    seen = []
+
+    async def app(scope, receive, send):
+        if scope["type"] != "http":
+            return
+        headers = dict(scope["headers"])
+        seen.append((headers.get(b"content-length"), headers.get(b"transfer-encoding"), headers[b"content-type"]))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    with serving(app) as at:
+        instance = Instance(InstanceId("decode-0"), Role.DECODE, Address.parse(at))
+        async with HttpEngines(Settings()) as http:
+            await http.ask(Leg(instance, "/a", b"12345", ()), timeout_s=5)
+            await http.ask(Leg(instance, "/a", b"", (), b"multipart/form-data; boundary=x"), timeout_s=5)
+
+    assert seen == [(b"5", None, b"application/json"), (b"0", None, b"multipart/form-data; boundary=x")]

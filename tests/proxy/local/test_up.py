@@ -1,12 +1,14 @@
 """`xpyd up` as a user sees it, with simulated engines: real processes, a real router, real signals."""
 
 import os
+import random
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import httpx
 import psutil
@@ -22,25 +24,53 @@ pytestmark = pytest.mark.timeout(120)  # a busy machine starts four interpreters
 
 
 def free_ports(count):
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [listener.getsockname()[1] for listener in listeners]
-    finally:
-        for listener in listeners:
-            listener.close()
+    """Return ports with three free ones behind each, for more engines of a kind.
+
+    The system must not hand them out meanwhile: it takes those of outgoing connections from 32768 on.
+    """
+    found = []
+    while len(found) < count:
+        first = random.randrange(20000, 32000, 4)
+        if first not in found and all(map(is_free, range(first, first + 4))):
+            found.append(first)
+    return found
 
 
+def is_free(port):
+    with socket.socket() as taken:
+        try:
+            taken.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+@contextmanager
 def up(directory, *options, port=None):
+    """Run it; when the test fails it is ended, or the failure would wait for it for ever."""
     router, prefill, decode = free_ports(3)
     ports = ["--port", str(port or router), "--prefill-port", str(prefill), "--decode-port", str(decode)]
-    return subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "xpyd_proxy.cli", "up", *ports, *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=directory,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
+    ) as process:
+        try:
+            yield process
+        except BaseException:
+            process.terminate()
+            raise
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """A shell's background job ignores Ctrl-C, and so does all that it starts: `nohup pytest &` among them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def read_until(process, text):

@@ -57,6 +57,26 @@ class Scripts:
         return (does, [ERROR]) if isinstance(does, int) else (200, PARTS.get(does, [EVENT, DONE]))
 
 
+class Ledger:
+    """A watcher that knows which legs are open: each begins, is answered at most once, and ends once."""
+
+    def __init__(self):
+        self.open = {}
+        self.count = 0
+
+    def began(self, instance, request, /):
+        assert (instance.id, request) not in self.open
+        self.open[instance.id, request] = False
+        self.count += 1
+
+    def answered(self, instance, request, seconds, /):
+        assert self.open[instance.id, request] is False
+        self.open[instance.id, request] = True
+
+    def ended(self, instance, request, failure, /):
+        del self.open[instance.id, request]
+
+
 async def serve(relay, name, limit):
     """Serve one request; a client that has waited too long hangs up."""
     try:
@@ -80,14 +100,19 @@ def test_nothing_is_left_running(prefill_script, decode_script, x, y, requests):
     async def run():
         scripts = Scripts(list(prefill_script), list(decode_script))
         engines = Scripted(scripts.on_prefill, scripts.on_decode)
-        relay = relay_of(engines, x, y, retries=RETRIES)
+        ledger = Ledger()
+        relay = relay_of(engines, x, y, retries=RETRIES, watchers=(ledger,))
         bodies = await asyncio.gather(*(serve(relay, f"r{number}", 0.02) for number in range(requests)))
         scripts.prefill.clear()
         scripts.decode.clear()
         last = await serve(relay, "last", 5)
 
+        async with relay.releaser:
+            pass
         assert not engines.open
         assert len(asyncio.all_tasks()) == 1
+        assert not ledger.open
+        assert ledger.count == len([leg for leg in engines.legs if b"2147483647" not in leg.body])
         assert all(body in (None, EVENT + DONE) for body in bodies)
         assert last == EVENT + DONE
         legs = [(request_id(leg), leg.instance.role) for leg in engines.legs if leg.instance.role is Role.PREFILL]

@@ -14,8 +14,9 @@ from xpyd_proxy.core.model import Answer, Api, Call, RequestId, Role
 from xpyd_proxy.core.policies.round_robin import RoundRobin
 from xpyd_proxy.core.push import MANNERS
 from xpyd_proxy.core.registry import Registry
+from xpyd_proxy.core.rules import Patience, Rules
 from xpyd_proxy.errors import EngineError, EngineTimeout, NoInstance, Refused
-from xpyd_proxy.relay import Relay
+from xpyd_proxy.relay import Legs, Relay, Releaser
 from xpyd_proxy.settings import Mode
 
 PARAMS = {
@@ -62,9 +63,10 @@ class FakeEngines:
         return self.prefill
 
     @asynccontextmanager
-    async def stream(self, leg):
+    async def stream(self, leg, *, sent):
         self.legs.append(leg)
         self.open += 1
+        sent()
         self.clock[0] += 0.5
         try:
             yield FakeStream(self.status, self.content_type, self._chunks())
@@ -89,7 +91,9 @@ def relay_with(engines, x=1, y=1, *, retries=0, mode=Mode.AUTO):
             registry.add(role, Address("http", "h", port))
     manner = MANNERS[mode]
     learned = Learned(at_once=manner.at_once)
-    return Relay(registry, engines, RoundRobin(), learned, manner, lambda: engines.clock[0], 30.0, retries)
+    legs = Legs(engines, lambda: engines.clock[0])
+    rules = Rules(retries, Patience(prefill_s=30.0), alone_without_prefill=False)
+    return Relay(registry, legs, RoundRobin(), learned, manner, Releaser(engines), rules)
 
 
 def call(**fields):

@@ -5,7 +5,8 @@ import pytest
 from support.scripted import DONE, EVENT, Scripted, call, good_decode, params_of, prefilled, relay_of, request_id
 from xpyd_proxy.core.journey import Journey
 from xpyd_proxy.core.model import Answer, RequestId, Role
-from xpyd_proxy.errors import EngineError, EngineTimeout, Refused
+from xpyd_proxy.core.retries import Failure, failure_of
+from xpyd_proxy.errors import EngineBusy, EngineError, EngineTimeout, Refused
 
 ERROR = b'{"error":{"message":"no room","type":"x","param":null,"code":503}}'
 UNREACHABLE = EngineError("it cannot be reached", reached=False)
@@ -79,7 +80,21 @@ async def test_after_a_decode_that_failed_there_is_a_new_prefill(outcome):
     first, second = engines.of(Role.DECODE)
     assert first.instance.id != second.instance.id
     assert params_of(first)["remote_request_id"] != params_of(second)["remote_request_id"]
-    assert journey.server_timing().startswith(f'retry;desc="{first.instance.id} failed";dur=0.0, prefill;')
+    said = "is busy" if outcome == (503, [ERROR]) else "failed"
+    assert journey.server_timing().startswith(f'retry;desc="{first.instance.id} {said}";dur=0.0, prefill;')
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_an_engine_that_is_busy_is_asked_once_and_its_words_reach_the_client(status):
+    """It has no room, and asking again would not make any; another engine may have some."""
+    for role in Role:
+        engines = Scripted(failing(Answer(status, "application/json", ERROR), then=pulled), good_decode)
+        if role is Role.DECODE:
+            engines = Scripted(pulled, failing((status, [ERROR]), then=good_decode))
+        with pytest.raises((EngineBusy, Refused)) as caught:
+            await served(engines)
+        assert failure_of(caught.value) is Failure.BUSY
+        assert len(engines.of(role)) == 1
 
 
 async def test_a_decode_engine_that_is_not_there_costs_no_prefill():

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.model import Instance, InstanceId, Role
+from xpyd_proxy.core.model import ANY, Instance, InstanceId, Role
 from xpyd_proxy.core.policies.round_robin import RoundRobin
 
 sizes = st.integers(1, 12)
@@ -58,3 +58,38 @@ def test_requests_that_are_not_split_have_turns_of_their_own():
 
     assert len(set(pairs)) == 4
     assert decode == [policy.one(decode) for _ in range(2)]
+
+
+@given(st.lists(st.sampled_from([(0, 1), (2, 3), (0, 1, 2, 3)]), min_size=40, max_size=80))
+def test_choices_among_other_engines_do_not_disturb_the_turns(mix):
+    """Several models behind one router: with one counter, every second request would always meet the same pair."""
+    policy = RoundRobin()
+    p, d = instances(Role.PREFILL, 4), instances(Role.DECODE, 4)
+    seen = {}
+    for places in mix:
+        pair = policy.pair([p[i] for i in places], [d[i] for i in places])
+        seen.setdefault(places, []).append(pair)
+
+    for places, pairs in seen.items():
+        size = len(places) ** 2
+        assert all(len(set(pairs[i : i + size])) == size for i in range(len(pairs) - size + 1))
+
+
+def test_engines_that_do_not_fit_each_other_never_meet_and_all_others_do():
+    """Two versions of vLLM during an upgrade, and one engine that fits both."""
+    policy = RoundRobin()
+    p, d = instances(Role.PREFILL, 2), instances(Role.DECODE, 3)
+    fits = {(p[0], d[0]), (p[0], d[1]), (p[1], d[1]), (p[1], d[2])}
+    pairs = Counter(policy.pair(p, d, ANY, lambda one, other: (one, other) in fits) for _ in range(40))
+
+    assert set(pairs) == fits
+    assert set(pairs.values()) == {10}
+
+
+def test_a_copy_takes_nobodys_turn():
+    """Explaining a request changes nothing."""
+    policy = RoundRobin()
+    turns(policy, 2, 2, 3)
+    foreseen = [turns(policy.copy(), 2, 2, 1), turns(policy.copy(), 2, 2, 1)]
+
+    assert foreseen == [turns(policy, 2, 2, 1)] * 2

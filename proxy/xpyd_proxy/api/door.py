@@ -1,0 +1,111 @@
+"""Who may come in: while the router is not about to end, and with a key if the operator wants one."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from xpyd_proxy.api.problems import error_body, response_to
+from xpyd_proxy.api.tracking import note_fault
+from xpyd_proxy.core.keys import Keyring, shown_key
+from xpyd_proxy.core.lifetime import Lifetime, Stage
+from xpyd_proxy.errors import ClosingDown, Unauthorized
+
+ANYBODY: Final = "-"  # the name of every client, where no keys are wanted
+_KEY: Final = "xpyd.caller"
+# For probes, and for operators, whose routes look at keys themselves. All else needs a client's key.
+_OPEN: Final = frozenset({"/", "/health", "/ready", "/metrics", "/status", "/status.json", "/instances"})
+_OPEN_BELOW: Final = ("/instances/",)
+_RETRY_AFTER_S: Final = 1  # another router is there already, or this one will be again in a moment
+
+
+def caller_of(scope: Scope) -> str:
+    """Return the name of the key that a request came with."""
+    name: str = scope.get(_KEY, ANYBODY)
+    return name
+
+
+class Door:
+    """ASGI middleware. Connections are not kept any more once the router has been told to end."""
+
+    def __init__(self, app: ASGIApp, *, lifetime: Lifetime, keyring: Keyring) -> None:
+        self._app = app
+        self._lifetime = lifetime
+        self._keyring = keyring
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request in, or answer it here."""
+        if scope["type"] != "http" or is_open(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        with self._lifetime.serving():
+            try:
+                self._check(scope)
+            except (ClosingDown, Unauthorized) as error:
+                await response_to(error, scope)(scope, receive, self._last(send))
+                return
+            answer = _Answer(self._last(send))
+            try:
+                await self._app(scope, receive, answer)
+            except asyncio.CancelledError:
+                if self._lifetime.stage is not Stage.CLOSED:
+                    raise
+                # The server cuts off what took too long to finish, and cares for nothing that comes after.
+                await answer.cut_off(scope, receive)
+
+    def _check(self, scope: Scope) -> None:
+        if self._lifetime.stage is Stage.CLOSED:
+            raise ClosingDown("the router is about to end and takes no new requests", retry_after_s=_RETRY_AFTER_S)
+        if self._keyring.keys is None:
+            return
+        shown = shown_key(tuple(scope["headers"]))
+        if shown is None:
+            raise Unauthorized("this router wants an API key: send it as Authorization: Bearer")
+        owner = self._keyring.keys.owner(shown)
+        if owner is None:
+            raise Unauthorized("the API key is not one that this router knows")
+        scope[_KEY] = owner
+
+    def _last(self, send: Send) -> Send:
+        """Have the client open another connection, to another router, for its next request."""
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._lifetime.stage is not Stage.SERVING:
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            await send(message)
+
+        return sending
+
+
+@dataclass(slots=True)
+class _Answer:
+    """Remembers how much of an answer has been sent, for the case that it must be cut off."""
+
+    send: Send
+    start: Message | None = None
+    over: bool = False  # all of it has been sent: what the request still does is tidying up
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.start = message
+        elif message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.over = True
+        await self.send(message)
+
+    async def cut_off(self, scope: Scope, receive: Receive) -> None:
+        """Say so, as far as it can still be said."""
+        error = ClosingDown("the router has to end before this request is finished", retry_after_s=_RETRY_AFTER_S)
+        if self.over:
+            return
+        if self.start is None:
+            await response_to(error, scope)(scope, receive, self.send)
+        elif (b"content-type", b"text/event-stream") in [(k, v.partition(b";")[0]) for k, v in self.start["headers"]]:
+            note_fault(scope, error)
+            _, body = error_body(error)
+            await self.send({"type": "http.response.body", "body": b"\ndata: " + body + b"\n\n", "more_body": False})
+
+
+def is_open(path: str) -> bool:
+    """Tell what is there for everybody, and until the end."""
+    return path in _OPEN or path.startswith(_OPEN_BELOW)

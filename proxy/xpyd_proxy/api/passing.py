@@ -1,0 +1,69 @@
+"""The routes of what one engine does in one leg: the client's bytes in, the engine's bytes out."""
+
+from dataclasses import dataclass, field
+
+from starlette.types import Receive, Scope, Send
+
+from xpyd_proxy.api.door import caller_of
+from xpyd_proxy.api.incoming import passed_on, rank_of, read_body, require_form, require_json, until_hung_up
+from xpyd_proxy.api.showing import show
+from xpyd_proxy.api.tracking import journey_of
+from xpyd_proxy.core.asking import model_of
+from xpyd_proxy.core.dialect import check_form, parse
+from xpyd_proxy.core.journey import Journey
+from xpyd_proxy.core.model import Errand
+from xpyd_proxy.core.raw_json import encode
+from xpyd_proxy.core.urgency import priority_of
+from xpyd_proxy.relay import Relay
+from xpyd_proxy.relay.gate import Gate, Turn
+from xpyd_proxy.settings import ClientKvParams, Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """The ASGI application behind the paths whose bodies are JSON objects."""
+
+    relay: Relay
+    settings: Settings
+    gate: Gate = field(default_factory=Gate)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; what goes wrong before the first byte is raised, for ``problems`` to answer."""
+        require_json(scope)
+        body = await read_body(scope, receive, limit=self.settings.max_body_bytes)
+        strips = self.settings.client_kv_params is ClientKvParams.STRIP
+        fields = parse(body, strip_private=strips)
+        clean = encode(fields) if strips else body
+        errand = Errand(scope["path"], clean, passed_on(scope), model=model_of(fields), rank=rank_of(scope))
+        await _serve(self, errand, scope, receive, send, priority=priority_of(errand.headers, fields))
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The ASGI application behind the paths whose bodies are forms, with a file in them."""
+
+    relay: Relay
+    settings: Settings
+    gate: Gate = field(default_factory=Gate)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request. Nobody here reads the form: the model it names plays no part in the choice of engine."""
+        content_type = require_form(scope)
+        body = await read_body(scope, receive, limit=self.settings.max_body_bytes)
+        check_form(body)
+        errand = Errand(scope["path"], body, passed_on(scope), content_type, rank=rank_of(scope))
+        await _serve(self, errand, scope, receive, send, priority=priority_of(errand.headers, {}))
+
+
+async def _serve(
+    served_by: Passing | Form, errand: Errand, scope: Scope, receive: Receive, send: Send, *, priority: int
+) -> None:
+    journey = journey_of(scope)
+    turn = served_by.gate.admitted(caller_of(scope), priority, len(errand.body))
+    work = _run(served_by.relay, turn, errand, journey, send)
+    await until_hung_up(receive, work, answered=lambda: journey.answered)
+
+
+async def _run(relay: Relay, turn: Turn, errand: Errand, journey: Journey, send: Send) -> None:
+    async with turn, relay.run(errand, journey) as reply:
+        await show(reply, journey, errand.path, send)

@@ -1,0 +1,24 @@
+"""The routes of everything that engines do for clients."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Scope
+
+from xpyd_proxy.core.endpoints import ENDPOINTS, Kind
+
+_NOT_FOUND: Final[tuple[Match, Scope]] = (Match.NONE, {})
+
+
+class _Exactly(Route):
+    """A route of one path: the regular expression of an ordinary one lets a line break pass behind it."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Tell whether it is this path."""
+        return super().matches(scope) if scope.get("path") == self.path else _NOT_FOUND
+
+
+def endpoint_routes(served_by: Mapping[Kind, ASGIApp]) -> list[Route]:
+    """Build the routes of all paths in the table."""
+    return [_Exactly(path, served_by[kind], methods=["POST"]) for path, kind in ENDPOINTS.items()]

@@ -1,0 +1,71 @@
+"""A reply as it goes to the client."""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import msgspec
+from starlette.types import Message, Send
+
+from xpyd_proxy.api.problems import error_body
+from xpyd_proxy.core.journey import Journey
+from xpyd_proxy.core.model import Api
+from xpyd_proxy.errors import EngineError, OutOfTime
+from xpyd_proxy.relay import Reply
+
+_END: Final[Message] = {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+async def show(reply: Reply, journey: Journey, path: str, send: Send) -> None:
+    """Send all of a reply. A stream that breaks off says so, and leaves out what would be its good end."""
+    await send(_start(reply))
+    await send(_part(reply.body))
+    if reply.rest is not None:
+        try:
+            async for chunk in reply.rest:
+                await send(_part(chunk))
+        except (EngineError, OutOfTime) as error:
+            journey.fault = str(error)
+            await send(_part(b"\n" + _event(path, error)))  # the empty line closes an event that lacks its own
+    journey.answered = True
+    await send(_END)
+
+
+def _event(path: str, error: EngineError | OutOfTime) -> bytes:
+    """Return the event that tells a client's library that the stream has failed, in the words of its API."""
+    _, body = error_body(error)
+    return _EVENTS.get(path, _openai_event)(body)
+
+
+def _openai_event(body: bytes) -> bytes:
+    return b"data: " + body + b"\n\n"
+
+
+def _named_event(data: object) -> bytes:
+    return b"event: error\ndata: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def _responses_event(body: bytes) -> bytes:
+    said = msgspec.json.decode(body)["error"]
+    return _named_event({"type": "error", "code": said["type"], "message": said["message"], "param": None})
+
+
+def _messages_event(body: bytes) -> bytes:
+    said = msgspec.json.decode(body)["error"]
+    return _named_event({"type": "error", "error": {"type": said["type"], "message": said["message"]}})
+
+
+_EVENTS: Final[Mapping[str, Callable[[bytes], bytes]]] = {
+    Api.RESPONSES: _responses_event,
+    Api.MESSAGES: _messages_event,
+}
+
+
+def _start(reply: Reply) -> Message:
+    headers = [(b"content-type", reply.content_type.encode("latin-1"))]
+    if reply.rest is None:
+        headers.append((b"content-length", str(len(reply.body)).encode()))
+    return {"type": "http.response.start", "status": 200, "headers": headers}
+
+
+def _part(body: bytes) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": True}

@@ -1,0 +1,1 @@
+"""Subcommands of ``xpyd`` that talk to a running router."""

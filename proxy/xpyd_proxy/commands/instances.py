@@ -1,0 +1,181 @@
+"""``xpyd instances``: the engines of a running router, seen and changed from a terminal."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeAlias, cast
+
+import httpx
+
+Json: TypeAlias = dict[str, Any]
+_COLUMNS: Final = ("id", "role", "address", "rank", "state", "in_flight", "for", "models", "version", "mode", "why")
+_POLL_S: Final = 0.5
+
+
+class CommandFailed(Exception):
+    """The command could not be done; the message says why, in one sentence."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verbs."""
+    parser.add_argument("--router", default="http://127.0.0.1:8000", metavar="URL", help="the router (%(default)s)")
+    parser.add_argument("--timeout", type=float, default=10.0, metavar="S", help="seconds for its answer (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the router's own JSON")
+    verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=type(parser))
+    verbs.add_parser("list", help="who is there").set_defaults(verb=_list)
+    add = verbs.add_parser("add", help="send requests to one more engine, which must answer")
+    add.add_argument("type", choices=["prefill", "decode"])
+    add.add_argument("address", metavar="HOST:PORT", help="also HOST:PORT#dp=N for N data-parallel ranks")
+    add.set_defaults(verb=_add)
+    for verb, text in _VERBS.items():
+        one = verbs.add_parser(verb, help=text)
+        one.add_argument("id", nargs="+", metavar="ID", help="such as decode-0: see list")
+        one.set_defaults(verb=_change, name=verb)
+        if verb == "drain":
+            one.add_argument("--wait", type=float, default=0.0, metavar="S", help="seconds to wait until it is drained")
+    explain = verbs.add_parser("explain", help="which engines a request would go to, and what each would get")
+    explain.add_argument("file", metavar="FILE", help="the body of the request; - reads it from standard input")
+    explain.add_argument("--path", default="/v1/completions", help="(%(default)s)")
+    explain.add_argument("--session", metavar="ID", help="its X-Session-ID")
+    explain.set_defaults(verb=_explain)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do it; return the exit code: 0 done, 1 not done, 2 it could not be asked for like this."""
+    key = os.environ.get("ADMIN_API_KEY")  # never an argument: those are visible in ps
+    if not key:
+        sys.stderr.write("xpyd instances: set ADMIN_API_KEY in the environment to the key of the router\n")
+        return 2
+    verb: Callable[[_Router, argparse.Namespace], str] = args.verb
+    try:
+        with _Router(args.router, key, args.timeout) as router:
+            sys.stdout.write(verb(router, args))
+    except CommandFailed as exc:
+        sys.stderr.write(f"xpyd instances: {exc}\n")
+        return 1
+    return 0
+
+
+class _Router:
+    """A client of the admin routes. httpx and its exceptions stop here."""
+
+    def __init__(self, url: str, key: str, timeout_s: float) -> None:
+        self._url = url if "://" in url else f"http://{url}"
+        headers = {b"x-api-key": key.encode()}
+        self._client = httpx.Client(headers=headers, timeout=timeout_s, trust_env=False)
+
+    def __enter__(self) -> "_Router":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def ask(self, path: str, body: Mapping[str, object] | None = None) -> Json:
+        """Get, or post a body, and return the answer."""
+        method = "GET" if body is None else "POST"
+        try:
+            response = self._client.request(method, self._url.rstrip("/") + path, json=body)
+        except (httpx.HTTPError, httpx.InvalidURL) as exc:
+            raise CommandFailed(f"the router at {self._url} cannot be asked: {str(exc) or type(exc).__name__}") from exc
+        try:
+            found = response.json()
+        except ValueError as exc:
+            raise CommandFailed(f"{self._url} answers {response.status_code} without JSON: is it a router?") from exc
+        if response.status_code != 200:
+            raise CommandFailed(_said(found) or f"the router answers with status {response.status_code}")
+        if not isinstance(found, dict):
+            raise CommandFailed(f"{self._url} answers something else than a router does")
+        return cast("Json", found)
+
+
+def _said(found: object) -> str:
+    """Find the words in an error, which has one of two shapes."""
+    if not isinstance(found, dict):
+        return ""
+    error = cast("Json", found)
+    inner: object = error.get("error")
+    said = cast("Json", inner).get("message") if isinstance(inner, dict) else inner
+    return str(error.get("detail") or said or "")
+
+
+def _list(router: _Router, args: argparse.Namespace) -> str:
+    return _shown(router.ask("/instances"), args)
+
+
+def _add(router: _Router, args: argparse.Namespace) -> str:
+    return f"{router.ask('/instances/add', {'type': args.type, 'instance': args.address})['message']}\n"
+
+
+def _change(router: _Router, args: argparse.Namespace) -> str:
+    answers = [router.ask(f"/instances/{args.name}", {"id": name}) for name in args.id]
+    rows = [row for answer in answers for row in answer["instances"]]
+    if getattr(args, "wait", 0):
+        rows = _wait(router, args.id, args.wait)
+    return _shown({"instances": rows}, args)
+
+
+def _wait(router: _Router, names: Sequence[str], seconds: float) -> list[Json]:
+    """Wait until all of them are drained; one that is removed meanwhile is, too."""
+    deadline = time.monotonic() + seconds
+    while True:
+        rows = [row for row in router.ask("/instances")["instances"] if row["id"] in names]
+        left = [row for row in rows if row["state"] != "drained"]
+        if not left:
+            return rows
+        if time.monotonic() >= deadline:
+            said = ", ".join(f"{row['id']} is {row['state']} with {row['in_flight']} in flight" for row in left)
+            raise CommandFailed(f"after {seconds:g} s {said}")
+        time.sleep(_POLL_S)
+
+
+def _explain(router: _Router, args: argparse.Namespace) -> str:
+    try:
+        text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8")
+        body = json.loads(text)
+    except OSError as exc:
+        raise CommandFailed(f"{args.file} cannot be read: {exc.strerror}") from exc
+    except ValueError as exc:
+        raise CommandFailed(f"{args.file} is not JSON: {exc}") from exc
+    headers = {} if args.session is None else {"x-session-id": args.session}
+    found = router.ask("/instances/explain", {"path": args.path, "body": body, "headers": headers})
+    if args.json:
+        return json.dumps(found) + "\n"
+    lines = [f"rule:     {found['rule']}", f"prefill:  {found['prefill'] or '-'}", f"decode:   {found['decode']}"]
+    bodies = [(leg, found[f"{leg}_body"]) for leg in ("prefill", "decode")]
+    lines += [f"{leg} body:\n{json.dumps(body, indent=2, ensure_ascii=False)}" for leg, body in bodies if body]
+    return "\n".join(lines) + "\n"
+
+
+def _shown(found: Json, args: argparse.Namespace) -> str:
+    if args.json:
+        return json.dumps(found) + "\n"
+    table = [_COLUMNS, *(_cells(row) for row in found["instances"])]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
+    return "".join(line.rstrip() + "\n" for line in lines)
+
+
+def _cells(row: Json) -> tuple[str, ...]:
+    values = {**row, "for": _duration(row["since_s"]), "models": ",".join(row["models"] or ())}
+    return tuple("-" if values[name] in (None, "") else str(values[name]) for name in _COLUMNS)
+
+
+def _duration(seconds: float) -> str:
+    """Write a duration as people read it, cut to its two largest parts."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
+
+
+_VERBS: Final = {
+    "remove": "forget engines at once; drain them first if they are to be stopped",
+    "drain": "send them nothing new, and say so when they have nothing left",
+    "undrain": "send them requests again",
+}

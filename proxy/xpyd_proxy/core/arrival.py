@@ -1,0 +1,60 @@
+"""Whether the KV cache that a decode engine was promised has reached it.
+
+An engine that gets none computes the prompt itself: the answer is right, the prefill engine was for nothing, and no
+status says so. vLLM tells in one place, ``usage.prompt_tokens_details.cached_tokens``
+(``--enable-prompt-tokens-details``, and on streams ``include_usage``). It is the decode engine's own number only while
+the parameters of the transfer hold no ``remote_prefill_cached_tokens``: with that it repeats the prefill engine's,
+whatever has arrived. So it tells something when both legs went out at once (push), and nothing when one followed the
+other.
+"""
+
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+
+from xpyd_proxy.core.raw_json import NotJson, decode
+
+_LAST_EVENTS: Final = 4  # the usage stands before [DONE]; comments may come between
+
+
+class Arrival(StrEnum):
+    """What a decode leg says about the KV cache it was promised."""
+
+    ARRIVED = "arrived"
+    NONE = "none"  # it has computed the whole prompt itself
+    UNKNOWN = "unknown"  # it does not say
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Details | None = None
+
+
+class _Said(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+def arrival(end: bytes) -> Arrival:
+    """Read a whole answer, or the last events of a streamed one."""
+    for text in (end, *_events(end)):
+        if (cached := _cached(text)) is not None:
+            return Arrival.ARRIVED if cached else Arrival.NONE
+    return Arrival.UNKNOWN
+
+
+def _events(end: bytes) -> list[bytes]:
+    """Return the data of the last events, the last one first."""
+    data = [line[5:].strip() for line in end.splitlines() if line.startswith(b"data:")]
+    return data[: -_LAST_EVENTS - 1 : -1]
+
+
+def _cached(text: bytes) -> int | None:
+    try:
+        usage = decode(text, _Said).usage
+    except NotJson:
+        return None
+    return usage.prompt_tokens_details.cached_tokens if usage and usage.prompt_tokens_details else None

@@ -1,0 +1,44 @@
+"""Which paths clients can reach, and how many engines serve each.
+
+What is not in this table does not exist for clients: an engine's own paths (sleep, LoRA, profiling, weights, the
+dispatcher /invocations) cannot be reached by way of the router, whatever a later vLLM calls them.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum, auto
+from typing import Final
+
+from xpyd_proxy.core.model import Api
+
+
+class Kind(StrEnum):
+    """How a path is served."""
+
+    SPLIT = auto()  # one engine prefills, another one decodes
+    JSON = auto()  # one decode engine does it; the body is a JSON object
+    FORM = auto()  # the same, and the body is a form with a file in it
+
+
+_JSON: Final = (
+    "/v1/embeddings",
+    "/v2/embed",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/generative_scoring",
+    "/tokenize",
+    "/detokenize",
+    "/v1/messages/count_tokens",
+    "/v1/chat/completions/batch",
+)
+_FORM: Final = ("/v1/audio/transcriptions", "/v1/audio/translations")
+
+ENDPOINTS: Final[Mapping[str, Kind]] = {
+    **{api.value: Kind.SPLIT for api in Api},
+    **dict.fromkeys(_JSON, Kind.JSON),
+    **dict.fromkeys(_FORM, Kind.FORM),
+}

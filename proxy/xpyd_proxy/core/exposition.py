@@ -1,0 +1,50 @@
+"""What the router reads in an engine's /metrics: whose connector it has, and what it keeps for decode engines."""
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+_LINE: Final = re.compile(
+    rb"^vllm:(?P<name>xpyd_leases_held|kv_cache_usage_perc)(?:\{(?P<labels>[^\n]*)\})? (?P<value>[0-9.eE+-]{1,32})",
+    re.MULTILINE,
+)
+_CONNECTOR: Final = re.compile(rb"^vllm:(xpyd|nixl)_", re.MULTILINE)
+_RANK: Final = re.compile(rb'(?:^|,)engine="([0-9]{1,6})"')
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What an engine shows; None: it does not."""
+
+    connector: str | None = None  # xpyd or nixl
+    leases: float | None = None  # requests whose blocks our connector keeps
+    kv_usage: float | None = None  # share of its KV cache in use; blocks that are only cached are not
+
+    @property
+    def kept(self) -> float | None:
+        """Return something above 0 while it keeps something: leases if it counts them, else the use of its cache."""
+        return self.kv_usage if self.leases is None else self.leases
+
+
+def read(text: bytes, rank: int | None = None) -> Numbers:
+    """Read the Prometheus text of an engine, or of one of its data-parallel ranks."""
+    found: dict[bytes, list[float]] = {b"xpyd_leases_held": [], b"kv_cache_usage_perc": []}
+    for line in _LINE.finditer(text):
+        engine = _RANK.search(line["labels"] or b"")
+        if rank is None or engine is None or int(engine[1]) == rank:
+            found[line["name"]].append(_number(line["value"]))
+    connector = _CONNECTOR.search(text)
+    leases, usage = found.values()
+    return Numbers(
+        connector=connector[1].decode() if connector else None,
+        leases=sum(leases) if leases else None,
+        kv_usage=max(usage) if usage else None,
+    )
+
+
+def _number(text: bytes) -> float:
+    """Read a number; one that is none counts as something that is kept."""
+    try:
+        return float(text)
+    except ValueError:
+        return 1.0

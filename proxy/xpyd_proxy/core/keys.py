@@ -1,0 +1,106 @@
+"""API keys: those that clients show to the router, and those that the router shows to engines. None is ever printed."""
+
+import hashlib
+import hmac
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Self
+
+from xpyd_proxy.core.model import Headers, Role
+from xpyd_proxy.errors import ConfigError
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # it stands in logs and in answers
+_KEY: Final = re.compile(r"[!-~]+")  # what a header can carry
+_DIGEST: Final = re.compile(r"sha256:([0-9a-fA-F]{64})")
+_EXPECTED: Final = "name:key or name:sha256:<64 hexadecimal digits>, and a # before a comment"
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys that let a client in, as digests, with the names of their owners."""
+
+    owners: Mapping[bytes, str] = field(repr=False)
+
+    @classmethod
+    def parse(cls, text: str, source: str) -> Self:
+        """Read a file of keys; one owner may have several, as while a key is being replaced.
+
+        Raises:
+            ConfigError: a line is something else, a key occurs twice, or there is none.
+        """
+        owners: dict[bytes, str] = {}
+        for number, line in enumerate(map(str.strip, text.splitlines()), start=1):
+            if not line or line.startswith("#"):
+                continue
+            name, _, key = line.partition(":")
+            digest = _digest(key)
+            if digest is None or not _NAME.fullmatch(name):
+                raise ConfigError(f"{source}, line {number}, is not a key: write {_EXPECTED}")
+            if digest in owners:
+                raise ConfigError(f"{source}, line {number}, has the key of {owners[digest]} once more")
+            owners[digest] = name
+        if not owners:
+            raise ConfigError(f"{source} has no key in it, so nobody could ask: write {_EXPECTED}")
+        return cls(owners)
+
+    def owner(self, shown: bytes) -> str | None:
+        """Return whose key this is. It takes as long for a wrong one as for a right one."""
+        digest, found = hashlib.sha256(shown).digest(), None
+        for known, name in self.owners.items():
+            if hmac.compare_digest(known, digest):
+                found = name
+        return found
+
+
+@dataclass(slots=True)
+class Keyring:
+    """The keys that are good now; they may be replaced while requests are served. None: anybody may ask."""
+
+    keys: Keys | None
+
+
+class Outbound:
+    """What the router shows to the engines of each role, in place of what the client has shown."""
+
+    def __init__(self, keys: Mapping[Role, str] | None = None) -> None:
+        self._keys = dict(keys or {})
+
+    def change(self, keys: Mapping[Role, str]) -> None:
+        """Show other keys from now on."""
+        self._keys = dict(keys)
+
+    def headers(self, role: Role, headers: Headers) -> Headers:
+        """Return the headers for an engine; without a key for it they are those of the client."""
+        key = self._keys.get(role)
+        if key is None:
+            return headers
+        kept = tuple(header for header in headers if header[0] != b"authorization")
+        return (*kept, (b"authorization", b"Bearer " + key.encode()))
+
+
+def shown_key(headers: Headers) -> bytes | None:
+    """Return the key in a client's headers; Anthropic's clients have a header of their own for it."""
+    for name, value in headers:
+        if name == b"authorization" and value[:7].lower() == b"bearer ":
+            return value[7:].strip()
+    return next((value for name, value in headers if name == b"x-api-key"), None)
+
+
+def outbound_key(text: str, source: str) -> str:
+    """Read the key for a pool of engines; white space around it is not part of it.
+
+    Raises:
+        ConfigError: no header can carry it.
+    """
+    key = text.strip()
+    if not _KEY.fullmatch(key):
+        raise ConfigError(f"{source} is not an API key: write one line of printable ASCII without spaces")
+    return key
+
+
+def _digest(key: str) -> bytes | None:
+    if key.startswith("sha256:"):
+        written = _DIGEST.fullmatch(key)
+        return bytes.fromhex(written[1]) if written else None
+    return hashlib.sha256(key.encode()).digest() if _KEY.fullmatch(key) else None

@@ -1,0 +1,65 @@
+"""How much is let in: the limits, what a refusal says, and the bucket that measures a rate."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+_EPSILON: Final = 1e-9  # seconds; a float that should be 0 may be this far off
+
+
+class Limit(StrEnum):
+    """What a request was over, by the name of the setting."""
+
+    CONCURRENCY = "max_concurrency"  # it waited for a place as long as it may
+    QUEUE = "max_queue"
+    BYTES = "max_held_bytes"
+    RATE = "max_rate"
+    KEY_CONCURRENCY = "max_key_concurrency"
+    KEY_RATE = "max_key_rate"
+
+    @property
+    def is_the_keys(self) -> bool:
+        """Tell a key's own limit, which its owner can respect, from those of the whole router."""
+        return self in (Limit.KEY_CONCURRENCY, Limit.KEY_RATE)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The numbers; None: no limit. A key is over its own limits at once, and nobody else has to wait for it."""
+
+    concurrency: int | None = None  # requests that are served at the same time
+    queue: int = 0  # requests that wait for that
+    wait_s: float = 0.0  # seconds that a request waits at most
+    held_bytes: int | None = None  # of the bodies of all requests, served and waiting
+    rate: float | None = None  # requests a second, in bursts of up to a second's worth
+    key_concurrency: int | None = None  # requests of one key, served and waiting
+    key_rate: float | None = None  # requests a second of one key
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request was not let in, and when it is worth another try."""
+
+    limit: Limit
+    retry_after_s: int  # 1 or more
+
+
+class Bucket:
+    """Fills with so many tokens a second, up to a second's worth of them and at least one."""
+
+    def __init__(self) -> None:
+        self._full_at = 0.0
+
+    def is_full(self, *, now: float) -> bool:
+        """Tell a bucket that might as well be a new one."""
+        return self._full_at <= now
+
+    def wait(self, rate: float, *, now: float) -> float:
+        """Return in how many seconds there is a token; 0: there is one."""
+        missing = max(0.0, self._full_at - now) * rate
+        seconds = (missing + 1 - max(1.0, rate)) / rate
+        return seconds if seconds > _EPSILON else 0.0
+
+    def take(self, rate: float, *, now: float) -> None:
+        """Take a token that is there."""
+        self._full_at = max(self._full_at, now) + 1 / rate

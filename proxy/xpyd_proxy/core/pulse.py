@@ -1,0 +1,103 @@
+"""What happened in the last five minutes, second by second, in a fixed amount of memory: what the status page draws."""
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from xpyd_proxy.core.model import InstanceId, RequestId
+
+SPAN_S: Final = 300  # seconds that are remembered
+_MISHAPS: Final = 50  # failures that are remembered
+_NEVER: Final = -1
+
+
+@dataclass(slots=True)
+class _Second:
+    """What was counted in one second."""
+
+    stamp: int = _NEVER
+    count: int = 0
+    failed: int = 0
+    total: float = 0.0
+    worst: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """Some seconds in a row, added up; values have the unit they were given in."""
+
+    count: int
+    failed: int
+    mean: float | None  # None: nothing was counted
+    worst: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Mishap:
+    """Something that went wrong. It says no more than anybody may know: no address, no words of an engine."""
+
+    at: float  # seconds, on the clock of whoever reported it
+    request: RequestId
+    where: str  # an instance's id, or the path of the request
+    reason: str
+
+
+class Ring:
+    """Counts per second for the last :data:`SPAN_S` seconds. Time never runs backwards."""
+
+    def __init__(self) -> None:
+        self._seconds = [_Second() for _ in range(SPAN_S)]
+
+    def add(self, value: float = 0.0, *, failed: bool = False, now: float) -> None:
+        """Count one event, and its value."""
+        second = self._at(int(now))
+        second.count += 1
+        second.failed += failed
+        second.total += value
+        second.worst = max(second.worst, value)
+
+    def bins(self, *, now: float, step_s: int) -> tuple[Bin, ...]:
+        """Return the last five minutes in steps of so many whole seconds, the oldest first."""
+        end = int(now) + 1
+        return tuple(self._sum(range(first, first + step_s)) for first in range(end - SPAN_S, end, step_s))
+
+    def last(self, seconds: int, *, now: float) -> Bin:
+        """Return the last seconds as one, the current one included; at most :data:`SPAN_S`."""
+        end = int(now) + 1
+        return self._sum(range(end - seconds, end))
+
+    def _at(self, stamp: int) -> _Second:
+        place = stamp % SPAN_S
+        if self._seconds[place].stamp != stamp:
+            self._seconds[place] = _Second(stamp)
+        return self._seconds[place]
+
+    def _sum(self, stamps: Iterable[int]) -> Bin:
+        found = [second for stamp in stamps if (second := self._seconds[stamp % SPAN_S]).stamp == stamp]
+        count = sum(second.count for second in found)
+        mean = sum(second.total for second in found) / count if count else None
+        worst = max(second.worst for second in found) if count else None
+        return Bin(count, sum(second.failed for second in found), mean, worst)
+
+
+@dataclass(slots=True)
+class Pulse:
+    """The rings of one router. Durations are seconds."""
+
+    requests: Ring = field(default_factory=Ring)  # seconds a request took
+    ttft: Ring = field(default_factory=Ring)  # seconds until a stream began
+    gaps: Ring = field(default_factory=Ring)  # seconds between a prefill answer and its decode leg
+    legs: defaultdict[InstanceId, Ring] = field(default_factory=lambda: defaultdict(Ring))  # seconds a leg took
+    answers: defaultdict[InstanceId, Ring] = field(default_factory=lambda: defaultdict(Ring))  # until its answer
+    mishaps: deque[Mishap] = field(default_factory=lambda: deque[Mishap](maxlen=_MISHAPS))  # the latest first
+
+    def mishap(self, request: RequestId, where: str, reason: str, *, now: float) -> None:
+        """Remember a failure; the oldest one is forgotten."""
+        self.mishaps.appendleft(Mishap(now, request, where, reason))
+
+    def keep(self, instances: frozenset[InstanceId]) -> None:
+        """Forget the instances that are no longer known."""
+        for rings in (self.legs, self.answers):
+            for gone in rings.keys() - instances:
+                del rings[gone]

@@ -1,0 +1,246 @@
+"""Going on with a stream that has broken off: what another engine is asked, and how its stream continues the first.
+
+The engines are asked for token ids beside the text. Another engine that gets prompt and generated tokens as its prompt
+goes on where the first has stopped: under greedy decoding with the very same tokens. Ids win over texts because a text
+may be split into tokens in more than one way.
+
+A token may be half a character, whose text comes with the next one. So a point is only safe to go on from when an event
+of a single token had a text: that is all of it. What comes after the last such point is made again, and the part of
+its text that the client has is left out. That is only the same text under greedy decoding.
+
+Only fields that are known to survive this are let through: what looks back at the tokens made so far (penalties, stop
+texts, guided decoding, tools, logprobs) would begin anew, and a seed would begin anew with it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from xpyd_proxy.core.model import Api
+from xpyd_proxy.core.raw_json import NULL, TRUE, Fields, encode, maybe
+
+# Whatever their value: they do not depend on where a request begins.
+_FREE: Final = frozenset(
+    {
+        "model",
+        "stream",
+        "stream_options",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "user",
+        "stop_token_ids",
+        "priority",
+    }
+    | {"ignore_eos", "min_tokens", "max_tokens", "logit_bias", "allowed_token_ids", "cache_salt", "session_id"}
+    | {"skip_special_tokens", "spaces_between_special_tokens", "add_special_tokens", "repetition_penalty"}
+)
+_FREE_OF: Final[Mapping[Api, frozenset[str]]] = {
+    Api.COMPLETIONS: _FREE | {"prompt"},
+    Api.CHAT: _FREE
+    | {"messages", "max_completion_tokens", "add_generation_prompt", "continue_final_message"}
+    | {"chat_template", "chat_template_kwargs", "documents"},
+}
+_ZERO: Final = (b"0", b"0.0")
+_DEFAULT_LIMIT: Final = 16  # of completions that do not say
+_LIMITS: Final = ("max_tokens", "max_completion_tokens")
+_DATA: Final = b"data:"
+_DONE: Final = b"data: [DONE]\n\n"
+_DROPPED: Final = b": goes on\n"  # a comment: clients do not see it
+_TOKENS: Final = ("token_ids", "prompt_token_ids")
+
+
+def can_resume(api: Api, fields: Fields) -> bool:
+    """Tell whether a request's stream can be continued by another engine."""
+    free = _FREE_OF.get(api)
+    if free is None or fields.get("stream") != TRUE:
+        return False
+    if any(name not in free and not _is_neutral(name, value, fields) for name, value in fields.items()):
+        return False
+    return api is not Api.CHAT or _is_text_only(fields.get("messages", NULL))
+
+
+def traced(fields: Fields) -> Fields:
+    """Ask for the token ids as well."""
+    return fields | {"return_token_ids": TRUE}
+
+
+@dataclass(slots=True)
+class Replay:
+    """One stream, as the client sees it, whichever engines make it."""
+
+    api: Api
+    fields: Fields  # the client's
+    broken: bool = False  # the engine has said that it failed; what came before may be shown
+    _prompt: list[int] = field(default_factory=list[int])
+    _shown: list[int] = field(default_factory=list[int])  # tokens whose text is with the client, all of it
+    _ahead: list[int] = field(default_factory=list[int])  # tokens after these
+    _text: str = ""  # of those, as far as this engine has told it
+    _again: str = ""  # text that is with the client, and that this engine is going to make again
+    _before: int = 0  # tokens of earlier engines
+    _head: Fields = field(default_factory=dict[str, msgspec.Raw])  # of the first event: one stream has one id
+    _finished: bool = False
+    _spoilt: bool = False  # it has become something that cannot be continued
+    _resumed: bool = False
+    _counted: bool = False  # the client has its usage
+    _inside: bool = False  # the client has the beginning of an event, and not the empty line that ends it
+
+    def feed(self, lines: bytes) -> bytes:
+        """Take whole lines of the engine's stream; return what the client gets in their place."""
+        shown = [passing for line in lines.splitlines(keepends=True) if (passing := self._line(line))]
+        if shown:
+            self._inside = bool(shown[-1].strip())
+        return b"".join(shown)
+
+    def gap(self) -> bytes:
+        """Return what must come before the next event, when the one before was cut off behind a line of it."""
+        inside, self._inside = self._inside, False
+        return b"\n" if inside else b""
+
+    def again(self) -> Fields | None:
+        """The engine has broken off: return what another one is asked; None: nobody can go on."""
+        left = self._limits()
+        again = self._text + self._again
+        if not self._prompt or self._spoilt or self._finished or any(limit < 1 for limit in left.values()):
+            return None
+        if again and not self._is_greedy():
+            return None
+        self._ahead.clear()
+        self._text, self._again = "", again
+        self._before, self._resumed, self.broken = len(self._shown), True, False
+        limits = {name: _raw(limit) for name, limit in left.items()}
+        if least := maybe(self.fields.get("min_tokens", NULL), int):
+            limits["min_tokens"] = _raw(max(0, least - self._before))
+        return traced(self.fields) | limits | self._replayed()
+
+    def ending(self) -> bytes | None:
+        """Return the rest of a stream whose last token was there when it broke off; None: it was not."""
+        if not self._finished:
+            return None
+        options = maybe(self.fields.get("stream_options", NULL), Fields) or {}
+        if self._counted or options.get("include_usage") != TRUE:
+            return _DONE
+        chunk = self._head | {"choices": msgspec.Raw(b"[]"), "usage": self._usage({}, len(self._shown + self._ahead))}
+        return b"data: " + encode(chunk) + b"\n\n" + _DONE
+
+    def _replayed(self) -> Fields:
+        tokens = _raw([*self._prompt, *self._shown])
+        if self.api is Api.COMPLETIONS:
+            return {"prompt": tokens}
+        return {"kv_transfer_params": msgspec.Raw(encode({"prompt_token_ids": tokens}))}  # they win over the messages
+
+    def _is_greedy(self) -> bool:
+        return bytes(self.fields.get("temperature", NULL)) in _ZERO
+
+    def _limits(self) -> dict[str, int]:
+        """Return how many tokens may still be made, by the names that the client has used."""
+        said = {name: limit for name in _LIMITS if (limit := maybe(self.fields.get(name, NULL), int)) is not None}
+        if self.api is Api.COMPLETIONS and "max_tokens" not in self.fields:
+            said["max_tokens"] = _DEFAULT_LIMIT
+        return {name: limit - len(self._shown) for name, limit in said.items()}
+
+    def _line(self, line: bytes) -> bytes:
+        if self.broken:
+            return b""
+        if not line.startswith(_DATA) or line.startswith(b"data: [DONE]"):
+            return line
+        chunk = maybe(line[len(_DATA) :], Fields)
+        if chunk is None:
+            return line
+        if "error" in chunk:
+            self.broken = True
+            return b""
+        is_news = self._takes(chunk)
+        return b"data: " + encode(chunk) + b"\n" if is_news and not self.broken else _DROPPED
+
+    def _takes(self, chunk: Fields) -> bool:
+        """Read a chunk and make it one of the client's; False: it is not for the client."""
+        if not self._head:
+            self._head = {name: chunk[name] for name in ("id", "object", "created", "model") if name in chunk}
+        if self._resumed:
+            chunk.update({name: self._head[name] for name in ("id", "created") if name in self._head})
+        self._hide(chunk)
+        choices = maybe(chunk.get("choices", NULL), list[Fields]) or []
+        is_news = all([self._reads(choice) for choice in choices])  # noqa: C419 (each must be read)
+        chunk["choices"] = msgspec.Raw(msgspec.json.encode(choices))
+        self._counted = self._counted or (not choices and chunk.get("usage", NULL) != NULL)
+        if said := maybe(chunk.get("usage", NULL), Fields):
+            chunk["usage"] = self._usage(said, self._before + (maybe(said.get("completion_tokens", NULL), int) or 0))
+        return is_news
+
+    def _reads(self, choice: Fields) -> bool:
+        """Take in the tokens of a choice; False: it only repeats how a stream begins."""
+        tokens = maybe(choice.get("token_ids", NULL), list[int]) or []
+        self._hide(choice)
+        delta = maybe(choice.get("delta", NULL), Fields) or {}
+        text = maybe(choice.get("text", delta.get("content", NULL)), str) or ""
+        news = self._skip(text)
+        if news != text:
+            _set_text(choice, delta, news)
+        self._ahead += tokens
+        self._text += text
+        if text and len(tokens) == 1:
+            self._shown += self._ahead
+            self._ahead.clear()
+            self._text = ""
+        self._spoilt = self._spoilt or any(
+            maybe(value, object) for name, value in delta.items() if name not in ("role", "content")
+        )
+        is_last = choice.get("finish_reason", NULL) != NULL
+        if is_last and self._again:
+            self.broken = self._spoilt = True  # it has less to say than the client has
+        self._finished = self._finished or (is_last and not self._spoilt)
+        return bool(not self._resumed or news or is_last)
+
+    def _skip(self, text: str) -> str:
+        """Leave out what the client has already."""
+        known = self._again[: len(text)]
+        if not text.startswith(known):
+            self.broken = self._spoilt = True  # the engines do not agree: an honest end is all that is left
+        self._again = self._again[len(known) :]
+        return text[len(known) :]
+
+    def _hide(self, fields: Fields) -> None:
+        """Take out what the client has not asked for; the prompt's ids are kept."""
+        if not self._prompt and (ids := maybe(fields.get("prompt_token_ids", NULL), list[int])):
+            self._prompt = ids
+        fields.update({name: NULL for name in _TOKENS if name in fields})
+
+    def _usage(self, said: Fields, made: int) -> msgspec.Raw:
+        """Count as one engine would have counted."""
+        if not self._resumed and said:
+            return msgspec.Raw(encode(said))
+        asked = len(self._prompt)
+        counts = {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+        return msgspec.Raw(encode(said | {name: _raw(count) for name, count in counts.items()}))
+
+
+def _set_text(choice: Fields, delta: Fields, text: str) -> None:
+    if "text" in choice:
+        choice["text"] = _raw(text)
+    else:
+        choice["delta"] = msgspec.Raw(encode(delta | {"content": _raw(text)}))
+
+
+def _is_neutral(name: str, value: msgspec.Raw, fields: Fields) -> bool:
+    """Tell values that mean nothing, in fields that could mean something."""
+    if value == NULL or bytes(value) in (b"false", b"[]", b"{}"):
+        return True
+    if name in ("n", "best_of"):
+        return bytes(value) == b"1"
+    if name in ("presence_penalty", "frequency_penalty"):
+        return bytes(value) in _ZERO
+    return name == "seed" and bytes(fields.get("temperature", NULL)) in _ZERO
+
+
+def _is_text_only(messages: msgspec.Raw) -> bool:
+    """Tell chats of plain texts: others are rendered anew, and the replayed ids ignored."""
+    said = maybe(messages, list[dict[str, str | None]])
+    return said is not None and all(message.keys() <= {"role", "content", "name"} for message in said)
+
+
+def _raw(value: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))

@@ -1,0 +1,53 @@
+"""What an operator has decided about the way of a request."""
+
+from dataclasses import dataclass
+
+from xpyd_proxy.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long the router waits, in seconds; None: for ever."""
+
+    prefill_s: float = 300.0  # for a whole prefill leg
+    first_token_s: float | None = 300.0  # for the first event of a stream, from the moment its decode leg is sent
+    idle_s: float | None = 120.0  # for the next bytes of a stream
+    whole_s: float | None = 3600.0  # for an answer that is not streamed, from the first leg on and with all retries
+    stream_s: float | None = None  # for a stream, to its end
+    handoff_s: float = 20.0  # from a prefill engine's answer until its blocks are not asked for any more
+
+    def total_s(self, *, streams: bool) -> float | None:
+        """Return how long a request may take."""
+        return self.stream_s if streams else self.whole_s
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The choices."""
+
+    retries: int = 2  # legs of one request that may fail before the client is told
+    patience: Patience = Patience()
+    min_prompt_chars: int = 0  # a prompt with fewer is served by one engine
+    alone_without_prefill: bool = True  # as long as there is no prefill engine, decode engines do both
+    reuse_tokens: bool = False  # decode engines take a chat's tokens from the prefill engine
+    resume: bool = False  # another decode engine goes on with a stream that has broken off
+
+
+def rules_of(settings: Settings) -> Rules:
+    """Return what the settings say about the way of a request."""
+    patience = Patience(
+        prefill_s=settings.prefill_timeout_s,
+        first_token_s=settings.first_token_timeout_s,
+        idle_s=settings.idle_timeout_s,
+        whole_s=settings.total_timeout_s,
+        stream_s=settings.stream_timeout_s,
+        handoff_s=settings.handoff_timeout_s,
+    )
+    return Rules(
+        retries=settings.retries,
+        patience=patience,
+        min_prompt_chars=settings.min_prompt_chars,
+        alone_without_prefill=settings.alone_without_prefill,
+        reuse_tokens=settings.reuse_tokens,
+        resume=settings.resume,
+    )

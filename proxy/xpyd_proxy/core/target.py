@@ -1,0 +1,37 @@
+"""Which engine an operator means: its address, and after ``#`` what it is beyond that."""
+
+import re
+from dataclasses import dataclass
+from typing import Final, Self
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.push import TransferMode
+from xpyd_proxy.errors import AddressError
+
+_OPTIONS: Final = re.compile(r"(?:dp=(?P<dp>[1-9][0-9]{0,2}))?(?:(?(dp)&)mode=(?P<mode>pull|push))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An engine, such as ``host:8100``, ``host:8100#dp=4`` or ``host:8100#dp=4&mode=push``."""
+
+    address: Address
+    ranks: tuple[int | None, ...] = (None,)  # the data-parallel ranks behind the address, each an instance of its own
+    mode: TransferMode | None = None  # who moves the KV cache; None: it shows
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read a target.
+
+        Raises:
+            BadPort: the port is a number outside 1..65535.
+            AddressError: anything else is wrong with it.
+        """
+        address, mark, options = text.partition("#")
+        found = _OPTIONS.fullmatch(options)
+        if found is None or (mark and not options):
+            raise AddressError(
+                f"{text!r} ends in #{options}: write #dp=N (1 to 999), #mode=pull, #mode=push or both (&)"
+            )
+        ranks = tuple(range(int(found["dp"]))) if found["dp"] else (None,)
+        return cls(Address.parse(address), ranks, TransferMode(found["mode"]) if found["mode"] else None)

@@ -1,0 +1,96 @@
+"""Files of the operator: read as a whole, with one sentence when they cannot be."""
+
+import ssl
+from pathlib import Path
+
+from xpyd_proxy.core.keys import Keys, outbound_key
+from xpyd_proxy.core.model import Role
+from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.settings import Settings
+
+
+def read_text(path: str) -> str:
+    """Read a file; raises ConfigError if it is not there, not ours to read, or not UTF-8."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{path} is not UTF-8 text") from exc
+
+
+def client_keys(settings: Settings) -> Keys | None:
+    """Read the keys that clients must show; None: anybody may ask. Raises ConfigError."""
+    path = settings.api_keys_file
+    return None if path is None else Keys.parse(read_text(path), path)
+
+
+def engine_keys(settings: Settings) -> dict[Role, str]:
+    """Read the keys that engines want, from their files or else the environment; raises ConfigError."""
+    chosen = {
+        Role.PREFILL: (settings.prefill_api_key_file, settings.prefill_api_key),
+        Role.DECODE: (settings.decode_api_key_file, settings.decode_api_key),
+    }
+    found: dict[Role, str] = {}
+    for role, (path, key) in chosen.items():
+        if path is not None:
+            found[role] = outbound_key(read_text(path), path)
+        elif key is not None:
+            found[role] = outbound_key(key, f"the key for {role} engines in the environment")
+    return found
+
+
+def server_tls(settings: Settings) -> ssl.SSLContext | None:
+    """Build what the router serves https with; None: it serves http.
+
+    Raises:
+        ConfigError: a file is missing, or is no certificate, or the key is that of another one.
+    """
+    cert, key, authorities = settings.tls_cert, settings.tls_key, settings.tls_client_ca
+    if cert is None or key is None:
+        if (cert, key, authorities) != (None, None, None):
+            raise ConfigError("tls_cert and tls_key belong together, and tls_client_ca needs both")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    _load_chain(context, cert, key)
+    if authorities is not None:
+        _load_authorities(context, authorities)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def renew_chain(context: ssl.SSLContext, settings: Settings) -> None:
+    """Serve new connections with what now stands in the same files; raises ConfigError and then changes nothing."""
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        server_tls(settings)  # a trial, on another context
+        _load_chain(context, settings.tls_cert, settings.tls_key)
+
+
+def engine_tls(settings: Settings) -> ssl.SSLContext:
+    """Build what the router speaks to https engines with; raises ConfigError as ``server_tls`` does."""
+    context = ssl.create_default_context()
+    if settings.engine_ca is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # these authorities and no others
+        _load_authorities(context, settings.engine_ca)
+    if (settings.engine_cert is None) != (settings.engine_key is None):
+        raise ConfigError("engine_cert and engine_key belong together")
+    if settings.engine_cert is not None and settings.engine_key is not None:
+        _load_chain(context, settings.engine_cert, settings.engine_key)
+    return context
+
+
+def _load_chain(context: ssl.SSLContext, cert: str, key: str) -> None:
+    read_text(cert)
+    read_text(key)
+    try:
+        context.load_cert_chain(cert, key, password=lambda: "")  # never ask at a terminal
+    except (ssl.SSLError, OSError, ValueError) as exc:
+        raise ConfigError(f"{cert} and {key} are not a certificate and its private key in PEM, unencrypted") from exc
+
+
+def _load_authorities(context: ssl.SSLContext, path: str) -> None:
+    read_text(path)
+    try:
+        context.load_verify_locations(cafile=path)
+    except (ssl.SSLError, OSError) as exc:
+        raise ConfigError(f"{path} has no certificates of authorities in PEM") from exc

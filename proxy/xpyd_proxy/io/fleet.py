@@ -1,0 +1,110 @@
+"""The engines as the relay meets them: reads the clock, and asks and tells the cores."""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+
+from xpyd_proxy.core.facts import MODES, Facts
+from xpyd_proxy.core.learned import Learned
+from xpyd_proxy.core.load import read_report
+from xpyd_proxy.core.model import ANY, Ask, Instance, RequestId, Role
+from xpyd_proxy.core.pairing import Pairs
+from xpyd_proxy.core.registry import Registry
+from xpyd_proxy.core.retries import Failure
+
+
+class Loads:
+    """How busy engines are, for policies."""
+
+    def __init__(self, registry: Registry, clock: Callable[[], float]) -> None:
+        self._registry = registry
+        self._clock = clock  # seconds; the one of the fleet
+
+    def of(self, instance: Instance) -> float:
+        """Return a number that is higher the busier an engine is."""
+        member = self._registry.get(instance.id)
+        return 0.0 if member is None else member.load.score(now=self._clock())
+
+
+class LiveFleet:
+    """A Fleet, a Pairing, Slots and a Watcher. What it is told of engines that were removed is dropped."""
+
+    def __init__(self, registry: Registry, pairs: Pairs, learned: Learned, clock: Callable[[], float]) -> None:
+        self.registry = registry
+        self._pairs = pairs
+        self._learned = learned  # what prefill engines say in their answers
+        self._clock = clock  # seconds; only differences count
+
+    def known(self, role: Role, /) -> Sequence[Instance]:
+        """List all engines of a role."""
+        return self.registry.known(role)
+
+    def usable(self, role: Role, /) -> Sequence[Instance]:
+        """List those that may get a request now; raises NoInstance."""
+        return self.registry.usable(role, now=self._clock())
+
+    def fitting(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
+        """List those decode engines that can read the blocks of a prefill engine, as far as it is known."""
+        return self.registry.fitting(prefill, decode)
+
+    def pair(
+        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: Ask = ANY, /
+    ) -> tuple[Instance, Instance]:
+        """Choose two engines; the choice counts."""
+        pair = self._pairs.pair(prefill, decode, ask)
+        for instance in pair:
+            self._chosen(instance)
+        return pair
+
+    def one(self, decode: Sequence[Instance], ask: Ask = ANY, /) -> Instance:
+        """Choose one engine; the choice counts."""
+        chosen = self._pairs.one(decode, ask)
+        self._chosen(chosen)
+        return chosen
+
+    def rehearsal(self) -> Pairs:
+        """Return what would choose now, to be asked without consequences."""
+        return self._pairs.copy()
+
+    @contextmanager
+    def hold(self, instance: Instance, request: RequestId, /) -> Generator[None]:
+        """Count a request at an engine while the block lasts."""
+        self._enter(instance, request)
+        try:
+            yield
+        finally:
+            self._leave(instance, request)
+
+    def began(self, instance: Instance, request: RequestId, /) -> None:
+        """A leg is about to be sent."""
+        self._enter(instance, request)
+
+    def answered(self, instance: Instance, request: RequestId, _seconds: float, /) -> None:
+        """It has a good answer."""
+        if (member := self.registry.get(instance.id)) is not None:
+            member.life.succeeded(request, now=self._clock())
+            self.registry.learn(instance.id, Facts(mode=MODES.get(self._learned.state(instance.id))))
+
+    def ended(self, instance: Instance, request: RequestId, failure: Failure | None, /) -> None:
+        """It is closed."""
+        if failure is not None and (member := self.registry.get(instance.id)) is not None:
+            member.life.failed(request, failure, now=self._clock())
+        self._leave(instance, request)
+
+    def reported(self, instance: Instance, header: bytes) -> None:
+        """An engine has said how busy it is (``endpoint-load-metrics``)."""
+        report = read_report(header)
+        if report is not None and (member := self.registry.get(instance.id)) is not None:
+            member.load.reported(report, now=self._clock())
+
+    def _chosen(self, instance: Instance) -> None:
+        if (member := self.registry.get(instance.id)) is not None:
+            member.life.chosen(now=self._clock())
+
+    def _enter(self, instance: Instance, request: RequestId) -> None:
+        if (member := self.registry.get(instance.id)) is not None:
+            member.load.enter(request)
+            member.life.claimed(request)
+
+    def _leave(self, instance: Instance, request: RequestId) -> None:
+        if (member := self.registry.get(instance.id)) is not None and member.load.leave(request):
+            member.life.released(request)

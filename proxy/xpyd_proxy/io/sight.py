@@ -1,0 +1,82 @@
+"""What the router sees of itself: reads the clock, and tells the counters and the rings."""
+
+from collections.abc import Callable
+from typing import Final
+
+from xpyd_proxy.core.journey import Ending, Journey, Outcome
+from xpyd_proxy.core.legs import Legs
+from xpyd_proxy.core.measures import Measures
+from xpyd_proxy.core.model import Instance, InstanceId, RequestId
+from xpyd_proxy.core.pulse import Pulse
+from xpyd_proxy.core.retries import Failure
+
+# The words are said of the engine, and here of the leg.
+_SAID: Final = {Failure.UNREACHABLE: "did not reach it", Failure.BUSY: "was turned away: the engine is busy"}
+
+
+class Sight:
+    """Is told of every leg (it is a Watcher), of every release, and of every request that is over."""
+
+    def __init__(self, measures: Measures, clock: Callable[[], float]) -> None:
+        self.measures = measures
+        self.pulse = Pulse()
+        self.legs = Legs()
+        self._clock = clock  # seconds; only differences count
+
+    def began(self, instance: Instance, request: RequestId, /) -> None:
+        """A leg is about to be sent."""
+        now = self._clock()
+        gap = self.legs.began(instance, request, now=now)
+        if gap is not None:
+            self.measures.gap.observe(gap)
+            self.pulse.gaps.add(gap, now=now)
+
+    def answered(self, instance: Instance, request: RequestId, seconds: float, /) -> None:
+        """It has a good answer."""
+        now = self._clock()
+        self.legs.answered(instance, request, now=now)
+        self.measures.answered(instance, seconds)
+        self.pulse.answers[instance.id].add(seconds, now=now)
+
+    def ended(self, instance: Instance, request: RequestId, failure: Failure | None, /) -> None:
+        """It is closed."""
+        now = self._clock()
+        seconds = self.legs.ended(instance, request, now=now)
+        self.measures.leg(instance, failure)
+        failed = failure not in (None, Failure.REFUSED)  # a client's mistake is none of the engine's
+        self.pulse.legs[instance.id].add(seconds or 0.0, failed=failed, now=now)
+        if failure is not None and failed:
+            self.pulse.mishap(request, instance.id, f"a leg {_SAID.get(failure, failure)}", now=now)
+
+    def released(self, prefill: Instance, /, *, freed: bool) -> None:
+        """A prefill engine was asked to free blocks that nobody will read."""
+        self.measures.released(prefill, freed=freed)
+
+    def differed(self, prefill: InstanceId, decode: InstanceId, /) -> None:
+        """The two engines of a request made different prompts of it (this is an Auditor)."""
+        self.measures.differed(prefill, decode)
+
+    def dry(self, decode: InstanceId, legs: int) -> None:
+        """By its own counters a decode engine got no KV cache for so many legs."""
+        self.measures.dry(decode, legs)
+        reason = f"no KV cache arrived for {legs} legs"
+        self.pulse.mishap(RequestId("-"), decode, reason, now=self._clock())
+
+    def keep(self, instances: frozenset[InstanceId]) -> None:
+        """Forget the instances that are no longer known: in a fleet that breathes there is no end of them."""
+        self.measures.keep(instances)
+        self.pulse.keep(instances)
+        self.legs.keep(instances)
+
+    def finished(self, journey: Journey, outcome: Outcome) -> None:
+        """A request is over."""
+        now = self._clock()
+        self.measures.request(journey, outcome)
+        ending = outcome.ending(journey)
+        failed = ending in (Ending.SERVER, Ending.FAULTY)
+        self.pulse.requests.add(outcome.seconds, failed=failed, now=now)
+        if outcome.first_s is not None:
+            self.pulse.ttft.add(outcome.first_s, now=now)
+        if failed:
+            said = f"answered with {outcome.status}" + (", and then a fault" if ending is Ending.FAULTY else "")
+            self.pulse.mishap(journey.request_id, self.measures.label(outcome.path), said, now=now)

@@ -1,0 +1,125 @@
+"""What can be changed while the router serves: engines, keys and limits, all of them or, if one is wrong, none."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from xpyd_proxy.core.keys import Keyring, Outbound
+from xpyd_proxy.core.limits import Limits
+from xpyd_proxy.core.model import Instance, Role
+from xpyd_proxy.core.registry import Registry
+from xpyd_proxy.core.rules import rules_of
+from xpyd_proxy.core.target import Target
+from xpyd_proxy.errors import AlreadyKnown, ConfigError
+from xpyd_proxy.io.files import client_keys, engine_keys
+from xpyd_proxy.relay import Relay
+from xpyd_proxy.relay.gate import Gate
+from xpyd_proxy.settings import Settings
+
+logger = logging.getLogger(__name__)
+_Addresses: TypeAlias = Mapping[Role, Mapping[str, Target]]
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """The objects that a change concerns."""
+
+    registry: Registry
+    relay: Relay
+    gate: Gate
+    keyring: Keyring
+    outbound: Outbound
+    clock: Callable[[], float]  # seconds; only differences count
+
+    def change(self, old: Settings, new: Settings) -> None:
+        """Go from one choice to another; raises what ``prepared`` raises, and then nothing has changed."""
+        self.prepared(old, new)()
+
+    def prepared(self, old: Settings, new: Settings) -> Callable[[], None]:
+        """Check a change, and return what makes it: nothing can be wrong with it any more.
+
+        Engines that were added by hand stay, whatever the settings say. One that is no longer listed gets nothing new,
+        and is forgotten when it has nothing left.
+
+        Raises:
+            ConfigError: something is wrong with the new settings.
+            AddressError: an address cannot be one.
+        """
+        keys, shown, limits, rules = client_keys(new), engine_keys(new), limits_of(new), rules_of(new)
+        before, after = addresses_of(old), addresses_of(new)
+
+        def change() -> None:
+            self.keyring.keys = keys
+            self.outbound.change(shown)
+            self.gate.change(limits)
+            self.relay.rules = rules
+            self._exchange(before, after)
+
+        return change
+
+    def _exchange(self, before: _Addresses, after: _Addresses) -> None:
+        for role in Role:
+            gone, new_ones = before[role].items() - after[role].items(), after[role].items() - before[role].items()
+            self._remove(role, {authority for authority, _ in gone})
+            self._add(role, [target for authority, target in after[role].items() if (authority, target) in new_ones])
+
+    def _add(self, role: Role, targets: list[Target]) -> None:
+        for target in targets:
+            try:
+                added = self.registry.add_target(role, target, now=self.clock())
+            except AlreadyKnown as exc:  # by hand, before
+                logger.info("%s", exc)
+            else:
+                for instance in added:
+                    logger.info("%s is at %s", instance.id, target.address.url)
+
+    def _remove(self, role: Role, authorities: set[str]) -> None:
+        for instance in self.registry.known(role):
+            if instance.address.authority in authorities:
+                self._retire(instance)
+
+    def _retire(self, instance: Instance) -> None:
+        self.registry.retire(instance.id, now=self.clock())
+        logger.info("%s is no longer listed: it is drained, and then forgotten", instance.id)
+
+
+def limits_of(settings: Settings) -> Limits:
+    """Say how much is let in.
+
+    Raises:
+        ConfigError: two settings contradict each other.
+    """
+    if settings.max_held_bytes < settings.max_body_bytes:
+        raise ConfigError(
+            f"max_held_bytes is {settings.max_held_bytes}, and one body may have {settings.max_body_bytes} "
+            "(max_body_bytes): write at least that"
+        )
+    if settings.api_keys_file is None and (settings.max_key_concurrency or settings.max_key_rate):
+        raise ConfigError("max_key_concurrency and max_key_rate need api_keys_file: without keys all clients are one")
+    return Limits(
+        concurrency=settings.max_concurrency,
+        queue=settings.max_queue,
+        wait_s=settings.max_queue_wait_s,
+        held_bytes=settings.max_held_bytes,
+        rate=settings.max_rate,
+        key_concurrency=settings.max_key_concurrency,
+        key_rate=settings.max_key_rate,
+    )
+
+
+def addresses_of(settings: Settings) -> _Addresses:
+    """Return the addresses of the engines by host:port.
+
+    Raises:
+        AddressError: one of them cannot be one.
+        ConfigError: one occurs twice under one role.
+    """
+    found: dict[Role, dict[str, Target]] = {role: {} for role in Role}
+    for role, texts in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
+        for target in map(Target.parse, texts):
+            name = target.address.authority
+            if name in found[role]:
+                raise ConfigError(f"{name} stands twice among the {role} engines: name each once")
+            found[role][name] = target
+    return found

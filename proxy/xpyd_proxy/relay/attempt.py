@@ -1,0 +1,64 @@
+"""One try of a request: what both legs have in common, and everything that must be closed when it is over."""
+
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+
+from xpyd_proxy.core.journey import Journey
+from xpyd_proxy.core.model import Ask, Headers, Instance, Leg, RequestId, Role
+from xpyd_proxy.core.retries import Chances
+from xpyd_proxy.core.rules import Patience
+from xpyd_proxy.core.usage import Comparison
+
+_RANK = b"x-data-parallel-rank"
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What a request is to the engines, whatever it asks them for."""
+
+    path: str
+    headers: Headers
+    ask: Ask
+    streams: bool = False
+    content_type: bytes = b"application/json"
+    since: float | None = None  # when its time began, on the event loop's clock; None: with its first leg
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try: everything it opens is on its stack, and both legs carry its id."""
+
+    of: Outline
+    journey: Journey
+    chances: Chances
+    patience: Patience
+    ends_at: float | None  # of a stream, on the event loop's clock
+    request: RequestId
+    opened: AsyncExitStack = field(default_factory=AsyncExitStack)
+    counted: Comparison = field(default_factory=Comparison)
+
+    @property
+    def ask(self) -> Ask:
+        """What the choice of engines may depend on."""
+        return replace(self.of.ask, again=bool(self.chances.avoided))
+
+    def leg(self, instance: Instance, body: bytes, path: str | None = None) -> Leg:
+        """Both legs carry the same fresh id: engines match their halves of a request by it."""
+        headers = (*self.of.headers, (b"x-request-id", self.request.encode()))
+        rank = instance.rank if instance.rank is not None or instance.role is Role.PREFILL else self.of.ask.rank
+        if rank is not None:
+            headers = (*headers, (_RANK, str(rank).encode()))
+        return Leg(instance, path or self.of.path, body, headers, self.of.content_type)
+
+
+@dataclass(slots=True)
+class Loan:
+    """Blocks that a prefill engine keeps for a decode engine, until that one has asked for them."""
+
+    prefill: Instance
+    due: float | None = None  # from then on they may be another request's; None: there are none yet
+    taken: bool = False
+
+    def take(self) -> None:
+        """The decode leg is on its way: whatever becomes of it, the engines settle it between them."""
+        self.taken = True

@@ -1,0 +1,79 @@
+"""The gate before the first leg: waits until a request is admitted, and gives its place back when it is over."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Final, TypeAlias
+
+from xpyd_proxy.core.admission import Admission, State, Ticket
+from xpyd_proxy.core.limits import Limit, Limits, Refusal
+from xpyd_proxy.errors import KeyOverLimit, RouterFull
+
+Turn: TypeAlias = AbstractAsyncContextManager[None]  # entered when it is a request's turn, left when it is over
+_NONE: Final = Limits()
+
+
+class Gate:
+    """One for the router, on its one event loop."""
+
+    def __init__(self, limits: Limits = _NONE, clock: Callable[[], float] = time.monotonic) -> None:
+        self.admission = Admission(limits)  # its counts are for whoever watches
+        self._clock = clock
+        self._woken: dict[Ticket, asyncio.Event] = {}  # of those that wait
+
+    @asynccontextmanager
+    async def admitted(self, key: str, priority: int, size: int) -> AsyncGenerator[None]:
+        """Enter when it is this request's turn; ``size`` is that of its body in bytes.
+
+        Raises:
+            KeyOverLimit: its key has too many requests, or too many a second.
+            RouterFull: the router has, and it did not get better while the request waited.
+        """
+        ticket = self.admission.arrive(key, priority, size, now=self._clock())
+        self._wake()
+        try:
+            if ticket.state is State.WAITING:
+                await self._wait(ticket)
+            if ticket.refusal is not None:
+                raise _refused(ticket.refusal, key, self.admission.limits)
+            yield
+        finally:
+            if ticket.refusal is None:
+                self.admission.leave(ticket)
+                self._wake()
+
+    def change(self, limits: Limits) -> None:
+        """Go by other limits from now on."""
+        self.admission.change(limits)
+        self._wake()
+
+    async def _wait(self, ticket: Ticket) -> None:
+        event = self._woken[ticket] = asyncio.Event()
+        try:
+            while ticket.state is State.WAITING:  # a timer may be early
+                try:
+                    async with asyncio.timeout(max(0.0, ticket.due - self._clock())):
+                        await event.wait()
+                except TimeoutError:
+                    self.admission.expire(now=self._clock())
+                    self._wake()
+        finally:
+            del self._woken[ticket]
+
+    def _wake(self) -> None:
+        for ticket in self.admission.poll():
+            self._woken[ticket].set()
+
+
+def _refused(refusal: Refusal, key: str, limits: Limits) -> KeyOverLimit | RouterFull:
+    sentences = {
+        Limit.KEY_RATE: f"the key {key} sends more than {limits.key_rate} requests a second",
+        Limit.KEY_CONCURRENCY: f"the key {key} has {limits.key_concurrency} requests at work already",
+        Limit.RATE: f"the router takes {limits.rate} requests a second, and this one is over it",
+        Limit.BYTES: "the router holds as many bytes of requests as it may",
+        Limit.QUEUE: "the router has as many requests waiting as it may",
+        Limit.CONCURRENCY: f"the router had no place for this request within {limits.wait_s:g} s",
+    }
+    kind = KeyOverLimit if refusal.limit.is_the_keys else RouterFull
+    return kind(f"{sentences[refusal.limit]} ({refusal.limit})", retry_after_s=refusal.retry_after_s)

@@ -1,0 +1,50 @@
+"""Gives blocks back that a prefill engine keeps for a decode leg that was never sent."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Final, Self
+
+from xpyd_proxy.core.model import Instance, Leg
+from xpyd_proxy.core.ports import Engines, Releases
+from xpyd_proxy.errors import EngineError
+from xpyd_proxy.relay.tasks import Background
+
+_MOST: Final = 64  # at the same time; more than that is a router that has lost all its decode engines
+_TRIES: Final = 3  # engines that are asked; one that cannot be reached tells nobody
+_TIMEOUT_S: Final = 5.0  # an engine says no within milliseconds
+_REFUSED: Final = 400
+
+
+class Releaser:
+    """Use it as a context manager: at the end it waits for what is under way."""
+
+    def __init__(self, engines: Engines, told: Sequence[Releases] = ()) -> None:
+        self._engines = engines
+        self._told = told
+        self._background = Background(_MOST)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._background.drain(_TIMEOUT_S)
+
+    def release(self, prefill: Instance, legs: Sequence[Leg]) -> None:
+        """Have one of these legs refused; returns at once."""
+        if not self._background.start(partial(self._release, prefill, legs[:_TRIES])):
+            self._tell(prefill, freed=False)
+
+    async def _release(self, prefill: Instance, legs: Sequence[Leg]) -> None:
+        for leg in legs:
+            try:
+                answer = await self._engines.ask(leg, timeout_s=_TIMEOUT_S)
+            except EngineError:
+                continue
+            if answer.status == _REFUSED:
+                self._tell(prefill, freed=True)
+                return
+        self._tell(prefill, freed=False)
+
+    def _tell(self, prefill: Instance, *, freed: bool) -> None:
+        for one in self._told:
+            one.released(prefill, freed=freed)

@@ -1,0 +1,144 @@
+"""The process: a listening server, what signals mean to it, and how it comes to its end."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import ssl
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from dataclasses import replace
+from typing import Final
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+
+from xpyd_proxy.app import Router
+from xpyd_proxy.config import needs_restart
+from xpyd_proxy.core.lifetime import Step
+from xpyd_proxy.errors import AddressError, ConfigError
+from xpyd_proxy.io.files import renew_chain
+from xpyd_proxy.settings import Settings
+
+_TICK_S: Final = 0.05  # seconds between two looks at what is still in flight
+logger = logging.getLogger(__name__)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us: uvicorn would stop listening at the first one, and end by raising it once more."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Capture none."""
+        yield
+
+
+def run(router: Router, settings: Settings, again: Callable[[], Settings]) -> int:
+    """Serve until SIGTERM or SIGINT, and to the end of what is in flight then; return the exit code.
+
+    ``again`` reads the settings once more, for SIGHUP; it raises ConfigError.
+    """
+    process = _Process(_server(router.app, router.tls, settings), router, settings, again)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(process.run())
+    return 0
+
+
+def _server(app: ASGIApp, tls: ssl.SSLContext | None, settings: Settings) -> _Server:
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        http="httptools",
+        ws="none",
+        log_config=None,
+        access_log=False,  # the router writes its own line for every request
+        server_header=False,
+        timeout_keep_alive=settings.client_keepalive_s,
+        timeout_graceful_shutdown=1,  # by then we have waited; this is for connections to close
+        ssl_context_factory=None if tls is None else lambda _config, _default: tls,
+    )
+    return _Server(config)
+
+
+class _Process:
+    """One server, from its start to its end."""
+
+    def __init__(self, server: _Server, router: Router, settings: Settings, again: Callable[[], Settings]) -> None:
+        self._server = server
+        self._lifetime = router.lifetime
+        self._live = router.live
+        self._tls = router.tls
+        self._settings = settings
+        self._again = again
+        self._told = asyncio.Event()
+        self._hurried = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve to the end."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_end)
+        loop.add_signal_handler(signal.SIGHUP, self._on_reload)
+        async with _meanwhile(self._end_when_told()):
+            await self._server.serve()
+
+    def _on_end(self) -> None:
+        if self._told.is_set():
+            logger.warning("told to end once more: %d requests are cut off", self._lifetime.in_flight)
+            self._hurried.set()
+        self._told.set()
+
+    def _on_reload(self) -> None:
+        """Go by the settings as they are now; what needs a restart stays as it was, and is named."""
+        old = self._settings
+        try:
+            read = self._again()
+            fixed = needs_restart(old, read)
+            new = replace(read, **{name: getattr(old, name) for name in fixed})
+            change = self._live.prepared(old, new)
+            if self._tls is not None:
+                renew_chain(self._tls, old)
+        except (ConfigError, AddressError) as exc:
+            logger.warning("the settings stay as they were: %s", exc)
+            return
+        change()
+        self._settings = new
+        logger.info("the settings were read again%s", "".join(f"; {name} needs a restart" for name in fixed))
+        logging.getLogger().setLevel(new.log_level.upper())
+
+    async def _end_when_told(self) -> None:
+        await self._told.wait()
+        settings, lifetime = self._settings, self._lifetime
+        lifetime.on(Step.TOLD)
+        logger.info("told to end: not ready; new requests are served for %g s more", settings.drain_grace_s)
+        await self._unless_hurried(asyncio.sleep(settings.drain_grace_s))
+        lifetime.on(Step.GRACE_OVER)
+        logger.info("refusing new requests; %d in flight have %g s", lifetime.in_flight, settings.shutdown_timeout_s)
+        await self._unless_hurried(self._idle(settings.shutdown_timeout_s))
+        if lifetime.in_flight:
+            logger.warning("%d requests are cut off", lifetime.in_flight)
+            self._server.config.timeout_graceful_shutdown = 0
+        self._server.should_exit = True
+
+    async def _idle(self, seconds: float) -> None:
+        """Wait until nothing is in flight, at most so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._lifetime.in_flight:  # noqa: ASYNC110 (it is counted in a core, which knows no events)
+                    await asyncio.sleep(_TICK_S)
+
+    async def _unless_hurried(self, waiting: Awaitable[None]) -> None:
+        async with _meanwhile(waiting) as task, _meanwhile(self._hurried.wait()) as hurried:
+            await asyncio.wait((task, hurried), return_when=asyncio.FIRST_COMPLETED)
+
+
+@contextlib.asynccontextmanager
+async def _meanwhile(work: Awaitable[object]) -> AsyncGenerator[asyncio.Future[object]]:
+    """Do something meanwhile; it is dropped when the block is left."""
+    task = asyncio.ensure_future(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))

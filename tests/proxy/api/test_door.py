@@ -1,0 +1,223 @@
+"""Who may come in."""
+
+import asyncio
+import json
+
+import httpx
+import openai
+import pytest
+
+from support.sim import InMemory, cluster, router, sims, until, until_async
+from xpyd_proxy.api.door import Door, is_open
+from xpyd_proxy.app import build
+from xpyd_proxy.core.keys import Keyring
+from xpyd_proxy.core.lifetime import Lifetime, Step
+from xpyd_proxy.local.sim import Fault, FaultKind
+from xpyd_proxy.settings import Settings
+
+PATH = "/v1/completions"
+BODY = {"prompt": "once upon a time", "max_tokens": 5}
+
+
+@pytest.fixture
+def keys(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("team-a:sk-a\nteam-b:sk-b\n")
+    return str(path)
+
+
+def bearer(key):
+    return {"authorization": f"Bearer {key}"}
+
+
+async def test_a_client_without_a_good_key_gets_a_401_in_openais_shape(keys):
+    """And no engine hears of it; the answer has an id like any other."""
+    engines = sims()
+    async with router(engines, Settings(api_keys_file=keys)) as client:
+        answers = [
+            await client.post(PATH, json=BODY),
+            await client.post(PATH, json=BODY, headers=bearer("sk-c")),
+            await client.post(PATH, json=BODY, headers={"authorization": "Basic sk-a"}),
+            await client.get("/v1/models", headers=bearer("")),
+            await client.post("/tokenize", json=BODY),
+            await client.get("/no/such/path"),
+        ]
+
+    for answer in answers:
+        assert answer.status_code == 401
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
+        assert answer.json()["error"]["type"] == "AuthenticationError"
+        assert "sk-" not in answer.text
+    assert "x-request-id" in answers[0].headers
+    assert not any(entry.path.startswith("/v1/c") for sim in engines.values() for entry in sim.log)
+
+
+async def test_a_good_key_opens(keys):
+    """As a bearer's, or in the header that Anthropic's clients use."""
+    async with router(sims(), Settings(api_keys_file=keys)) as client:
+        for headers in (bearer("sk-a"), {"authorization": "bearer sk-b"}, {"x-api-key": "sk-a"}):
+            assert (await client.post(PATH, json=BODY, headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/status.json", "/"])
+async def test_probes_need_no_key(path, keys):
+    """Kubernetes has none."""
+    async with router(sims(), Settings(api_keys_file=keys)) as client:
+        assert (await client.get(path)).status_code == 200
+
+
+async def test_addresses_are_shown_to_who_has_a_key(keys):
+    """`/status` is the demo's format and names them: a client's key opens it, or the operator's."""
+    async with router(sims(), Settings(api_keys_file=keys, admin_key="sesame")) as client:
+        shown = [
+            (await client.get("/status", headers=headers)).status_code
+            for headers in ({}, bearer("sk-c"), bearer("sk-a"), {"x-api-key": "sesame"}, {"x-api-key": "sesam"})
+        ]
+    async with router(sims(), Settings(api_keys_file=keys)) as client:
+        without = (await client.get("/status", headers={"x-api-key": ""})).status_code
+
+    assert shown == [401, 401, 200, 200, 401]
+    assert without == 401
+
+
+def test_everything_else_needs_one():
+    """Also what is added tomorrow."""
+    assert not any(map(is_open, ["/v1/completions", "/tokenize", "/v2/rerank", "/instancesx", "//", "/health/", ""]))
+    assert all(map(is_open, ["/instances", "/instances/add", "/status.json"]))
+
+
+async def test_the_official_client_sees_an_authentication_error(keys):
+    """That is what its users catch."""
+    built = build(Settings(api_keys_file=keys), transport=InMemory(sims()))
+    transport = httpx.ASGITransport(built.app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport) as http:
+        sdk = openai.AsyncOpenAI(base_url="http://router/v1", api_key="wrong", http_client=http, max_retries=0)
+        with pytest.raises(openai.AuthenticationError, match="not one that this router knows"):
+            await sdk.completions.create(model="sim", prompt="x")
+
+
+async def test_a_key_over_its_limit_gets_429_and_the_others_notice_nothing(keys):
+    """With the seconds after which another try makes sense."""
+    settings = Settings(api_keys_file=keys, max_key_rate=0.001)  # on a slow machine, too, the second comes too early
+    async with router(sims(), settings) as client:
+        answers = [await client.post(PATH, json=BODY, headers=bearer(key)) for key in ("sk-a", "sk-a", "sk-b")]
+
+    assert [answer.status_code for answer in answers] == [200, 429, 200]
+    assert 900 < int(answers[1].headers["retry-after"]) <= 1000
+    error = answers[1].json()["error"]
+    assert error["type"] == "RateLimitError"
+    assert error["message"] == "the key team-a sends more than 0.001 requests a second (max_key_rate)"
+
+
+async def test_a_full_router_says_503_and_a_waiting_request_gets_its_turn():
+    """The more important one first, whether its header says so or its body."""
+    engines = sims()
+    engines["p0"].inject(Fault(FaultKind.STALL))
+    settings = Settings(max_concurrency=1, max_queue=2, max_queue_wait_s=20.0)
+    async with router(engines, settings) as client:
+
+        def post(name, headers=None, **more):
+            return asyncio.create_task(client.post(PATH, json=BODY | {"prompt": name} | more, headers=headers))
+
+        def asked():
+            return [json.loads(entry.body)["prompt"] for entry in engines["p0"].log]
+
+        first = post("first")
+        await until_async(lambda: asked() == ["first"])
+        low = post("low")
+        await asyncio.sleep(0.05)
+        high = post("high", priority=-1)
+        await asyncio.sleep(0.05)
+        refused = await post("refused")
+        highest = post("highest", {"x-vllm-priority": "-2"})
+        displaced = await low
+        engines["p0"].inject(None)
+        first.cancel()
+        answers = [await highest, await high]
+
+    assert [refused.status_code, displaced.status_code] == [503, 503]
+    assert refused.headers["retry-after"] == displaced.headers["retry-after"] == "5"
+    assert "max_queue" in refused.json()["error"]["message"]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert asked() == ["first", "highest", "high"]
+
+
+def test_a_client_that_hangs_up_while_it_waits_frees_its_place_at_once():
+    """Over real sockets: nobody has to wait behind somebody who is gone."""
+    with cluster(settings=Settings(max_concurrency=1, max_queue=1, max_queue_wait_s=60.0)) as running:
+        running.engines["p0"].inject(Fault(FaultKind.STALL))
+
+        def waiting():
+            return "xpyd_queue_waiting 1.0" in httpx.get(f"http://{running.router}/metrics").text
+
+        with running.open(PATH, BODY):
+            until(lambda: len(running.engines["p0"].log) == 1)
+            with running.open(PATH, BODY):
+                until(waiting)
+                assert httpx.post(f"http://{running.router}{PATH}", json=BODY).status_code == 503
+            until(lambda: not waiting(), seconds=3)
+            assert len(running.engines["p0"].log) == 1
+
+
+async def test_a_router_that_is_about_to_end_is_not_ready_and_then_takes_nothing_new():
+    """First it says so, and lets every connection end; refusing comes later. It is alive all the while."""
+    engines = sims()
+    settings = Settings(prefill=("p0:80",), decode=("d0:80",))
+    built = build(settings, transport=InMemory(engines))
+    transport = httpx.ASGITransport(built.app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        before = await client.get("/ready"), await client.post(PATH, json=BODY)
+        built.lifetime.on(Step.TOLD)
+        leaving = await client.get("/ready"), await client.post(PATH, json=BODY)
+        built.lifetime.on(Step.GRACE_OVER)
+        closed = await client.get("/ready"), await client.post(PATH, json=BODY)
+        health = await client.get("/health")
+
+    assert [[answer.status_code for answer in pair] for pair in (before, leaving, closed)] == [
+        [200, 200],
+        [503, 200],
+        [503, 503],
+    ]
+    assert ["connection" in pair[1].headers for pair in (before, leaving, closed)] == [False, True, True]
+    assert closed[1].headers["retry-after"] == "1"
+    assert closed[1].json()["error"]["message"] == "the router is about to end and takes no new requests"
+    assert health.status_code == 200
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_pool_with_a_key_of_its_own_never_sees_the_clients(role):
+    """The other pool still does, for there the client's is the one that counts."""
+    engines = sims()
+    settings = Settings(**{f"{role}_api_key": "engine-key"})
+    async with router(engines, settings) as client:
+        await client.post(PATH, json=BODY, headers=bearer("client-key"))
+
+    for sim in engines.values():
+        shown = [entry.headers["authorization"] for entry in sim.log if entry.path == PATH]
+        assert shown == ["Bearer engine-key" if sim.role == role else "Bearer client-key"]
+
+
+async def test_an_answer_that_has_ended_is_not_cut_off():
+    """The request is only tidying up: what is said after the end is a mistake, and the server would log it as one."""
+    lifetime, sent, ended = Lifetime(), [], asyncio.Event()
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        ended.set()
+        await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+
+    door = Door(app, lifetime=lifetime, keyring=Keyring(None))
+    serving = asyncio.create_task(door({"type": "http", "path": PATH, "headers": []}, None, send))
+    await ended.wait()
+    for step in (Step.TOLD, Step.GRACE_OVER):
+        lifetime.on(step)
+    serving.cancel()
+    await asyncio.wait((serving,))
+
+    assert [message.get("more_body") for message in sent] == [None, True, False]

@@ -1,0 +1,292 @@
+"""Routes for operators: who is there, who leaves, what would become of a request."""
+
+import asyncio
+import json
+
+import pytest
+
+from support.sim import router, sims
+from xpyd_proxy.local.sim import Fault, FaultKind
+from xpyd_proxy.settings import PolicyName, Settings
+
+KEY = {"X-Api-Key": "sesame"}
+OPEN = Settings(admin_key="sesame", probe_interval_s=0.0)
+PROMPT = {"model": "sim", "prompt": "hello", "max_tokens": 5, "temperature": 1.0e0}
+
+
+async def call(client, verb, body, *, headers=KEY):
+    response = await client.post(f"/instances/{verb}", json=body, headers=headers)
+    return response.status_code, response.json()
+
+
+async def rows(client):
+    found = (await client.get("/instances", headers=KEY)).json()["instances"]
+    return {row["id"]: row for row in found}
+
+
+async def known(client):
+    """Wait until every engine has been probed."""
+    async with asyncio.timeout(10):
+        while True:
+            found = await rows(client)
+            if all(row["version"] for row in found.values()):
+                return found
+            await asyncio.sleep(0.01)
+
+
+async def complete(client, **body):
+    return await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2} | body)
+
+
+async def test_the_list_says_what_is_known_of_each():
+    """After probes and a request."""
+    async with router(sims(), Settings(admin_key="sesame")) as client:
+        await complete(client)
+        found = await known(client)
+
+    prefill, decode = found["prefill-0"], found["decode-0"]
+    assert {name: prefill[name] for name in ("role", "address", "rank", "state", "mode", "in_flight")} == {
+        "role": "prefill",
+        "address": "p0:80",
+        "rank": None,
+        "state": "ready",
+        "mode": "pull",
+        "in_flight": 0,
+    }
+    assert (decode["models"], decode["version"], decode["mode"]) == (["sim"], "0.32.0", None)
+    assert 0 <= decode["since_s"] < 60
+
+
+@pytest.mark.parametrize("verb", ["remove", "drain", "undrain", "explain"])
+@pytest.mark.parametrize(("headers", "status"), [({}, 422), ({"X-Api-Key": "wrong"}, 403)])
+async def test_all_of_it_needs_the_key(verb, headers, status):
+    """Checked before the body is looked at; clients' keys are others."""
+    async with router(sims(), OPEN) as client:
+        assert (await call(client, verb, {}, headers=headers))[0] == status
+        assert (await client.get("/instances", headers=headers)).status_code == status
+    async with router(sims(), Settings()) as client:
+        assert await call(client, verb, {}) == (500, {"detail": "Server configuration error."})
+
+
+async def test_an_engine_that_is_drained_gets_nothing_and_says_so():
+    """Until it is put back."""
+    engines = sims(1, 2)
+    async with router(engines, OPEN) as client:
+        status, found = await call(client, "drain", {"id": "decode-0"})
+        assert (status, found["instances"][0]["state"]) == (200, "draining")
+        await until_drained(client, "decode-0")
+        for _ in range(4):
+            assert (await complete(client)).status_code == 200
+        assert len(engines["d0"].log) == 0
+        await call(client, "undrain", {"id": "decode-0"})
+        for _ in range(4):
+            await complete(client)
+
+    assert len(engines["d0"].log) == 2
+
+
+async def until_drained(client, name):
+    async with asyncio.timeout(10):
+        while (await rows(client))[name]["state"] != "drained":
+            await asyncio.sleep(0.01)
+
+
+async def test_a_prefill_engine_is_drained_when_it_keeps_nothing():
+    """As its metrics say."""
+    async with router(sims(), OPEN) as client:
+        await complete(client)
+        await call(client, "drain", {"id": "prefill-0"})
+        await until_drained(client, "prefill-0")
+        why = (await rows(client))["prefill-0"]["why"]
+
+    assert why == "has no request left and keeps nothing for decode engines"
+
+
+async def test_an_engine_can_be_named_by_its_address():
+    """A script that stops an engine knows where it is, and not what the router calls it."""
+    async with router(sims(1, 2), OPEN) as client:
+        status, found = await call(client, "drain", {"type": "decode", "instance": "d1:80"})
+
+    assert (status, [row["id"] for row in found["instances"]]) == (200, ["decode-1"])
+
+
+async def test_an_engine_that_is_removed_is_gone_and_its_id_is_not_used_again():
+    """It may be added again, as another one."""
+    async with router(sims(1, 2), OPEN) as client:
+        await call(client, "remove", {"id": "decode-1"})
+        assert list(await rows(client)) == ["prefill-0", "decode-0"]
+        added = await client.post("/instances/add", headers=KEY, json={"type": "decode", "instance": "d1:80"})
+        assert added.status_code == 200
+
+        assert list(await rows(client)) == ["prefill-0", "decode-0", "decode-2"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ({"id": "decode-9"}, 404, "there is no instance 'decode-9'"),
+        ({"type": "decode", "instance": "elsewhere:80"}, 404, "there is no decode instance at elsewhere:80"),
+        ({"type": "decode", "instance": "nonsense"}, 400, "is not the address of an engine"),
+        ({}, 404, "name an instance"),
+        ({"id": 7}, 400, "not what this route takes"),
+        ({"ids": ["decode-0"]}, 400, "not what this route takes"),
+        ([], 400, "not what this route takes"),
+    ],
+)
+async def test_what_cannot_be_done_is_said_in_a_sentence(body, status, said):
+    """And nothing is done."""
+    async with router(sims(), OPEN) as client:
+        found = await call(client, "drain", body)
+        states = {row["state"] for row in (await rows(client)).values()}
+
+    assert found[0] == status
+    assert said in found[1]["detail"]
+    assert "draining" not in states
+
+
+async def explain(client, body=PROMPT, *, path="/v1/completions", **headers):
+    return await call(client, "explain", {"path": path, "body": body, "headers": headers})
+
+
+async def test_explain_says_what_each_engine_would_get():
+    """The bodies are those that the relay would send."""
+    engines = sims()
+    async with router(engines, OPEN) as client:
+        raw = b'{"path": "/v1/completions", "body": {"prompt":"hello","max_tokens":5,"temperature":1.0e0}}'
+        headers = KEY | {"content-type": "application/json"}
+        found = (await client.post("/instances/explain", content=raw, headers=headers)).content
+        await client.post("/v1/completions", content=b'{"prompt":"hello","max_tokens":5,"temperature":1.0e0}')
+
+    said = json.loads(found)
+    assert (said["rule"], said["prefill"], said["decode"]) == ("prefill first, then decode", "prefill-0", "decode-0")
+    assert b'"temperature":1.0e0' in found
+    sent = json.loads(engines["p0"].log[0].body)
+    sent["kv_transfer_params"]["transfer_id"] = said["prefill_body"]["kv_transfer_params"]["transfer_id"]
+    assert said["prefill_body"] == sent
+    sent = json.loads(engines["d0"].log[0].body) | {"kv_transfer_params": "those that prefill-0 answers with"}
+    assert said["decode_body"] == sent
+
+
+async def test_explain_of_a_pushing_engine_shows_both_legs():
+    """Once it is known where it is."""
+    async with router(sims(mode="push"), OPEN) as client:
+        await complete(client)
+        _, said = await explain(client)
+
+    assert said["rule"] == "both legs at once (push)"
+    assert said["decode_body"]["kv_transfer_params"]["do_remote_prefill"] is True
+
+
+async def test_explain_names_the_rule_of_a_request_that_is_not_split():
+    """The same words as in Server-Timing."""
+    async with router(sims(), OPEN) as client:
+        _, several = await explain(client, PROMPT | {"n": 2})
+        await call(client, "drain", {"id": "prefill-0"})
+        _, without = await explain(client)
+
+    assert (several["rule"], several["prefill"], several["prefill_body"]) == ("solo: n>1", None, None)
+    assert without["rule"] == "solo: no prefill instance"
+
+
+@pytest.mark.parametrize("policy", PolicyName)
+async def test_explaining_changes_nothing(policy):
+    """Ten times the same answer, and then the request goes there."""
+    engines = sims(3, 3)
+    settings = Settings(admin_key="sesame", probe_interval_s=0.0, prefill_policy=policy, decode_policy=policy)
+    async with router(engines, settings) as client:
+        headers = {"x-session-id": "s"}
+        await client.post("/v1/completions", json=PROMPT, headers=headers)
+        said = [(await explain(client, **headers))[1] for _ in range(10)]
+        assert [engine.log for engine in engines.values() if len(engine.log) > 1] == []
+        answer = await client.post("/v1/completions", json=PROMPT, headers=headers)
+
+    pairs = {(one["prefill"], one["decode"]) for one in said}
+    if policy is not PolicyName.POWER_OF_TWO:
+        assert len(pairs) == 1
+        prefill, decode = pairs.pop()
+        assert f'prefill;desc="{prefill}"' in answer.headers["server-timing"]
+        assert f'decode;desc="{decode}"' in answer.headers["server-timing"]
+
+
+@pytest.mark.parametrize(
+    ("question", "said"),
+    [
+        ({"path": "/health", "body": {}}, "has no two legs to explain"),
+        ({"path": "/v1/completions", "body": []}, "not an object"),
+        ({"path": "/v1/completions", "body": {"kv_transfer_params": {}}}, "kv_transfer_params is set by the router"),
+        ({"path": "/v1/completions", "body": PROMPT, "headers": {"X-data-parallel-rank": "x"}}, "whole number"),
+        ({"body": {}}, "not what this route takes"),
+    ],
+)
+async def test_what_would_be_refused_is_said(question, said):
+    """With the words that the client would get."""
+    async with router(sims(), OPEN) as client:
+        status, found = await call(client, "explain", question)
+
+    assert status == 400
+    assert said in json.dumps(found)
+
+
+async def test_a_rank_is_a_target_of_its_own():
+    """Each leg names the rank that was chosen; a client may name that of the engine that answers."""
+    engines = {"xd0": sims()["d0"]} | sims(1, 0)
+    async with router(engines, OPEN) as client:
+        added = await client.post("/instances/add", headers=KEY, json={"type": "decode", "instance": "xd0:80#dp=2"})
+        assert added.json() == {"message": "Added xd0:80#dp=2 to decode_instances."}
+        for _ in range(2):
+            await complete(client)
+        await client.post("/v1/completions", json=PROMPT, headers={"X-data-parallel-rank": "1"})
+        wrong = await client.post("/v1/completions", json=PROMPT, headers={"X-data-parallel-rank": "2"})
+
+    ranks = [entry.headers.get("x-data-parallel-rank") for entry in engines["xd0"].log]
+    assert ranks == ["0", "1", "1"]
+    assert "x-data-parallel-rank" not in engines["p0"].log[-1].headers
+    assert (wrong.status_code, "no decode instance has this rank" in wrong.text) == (400, True)
+
+
+async def test_two_models_behind_one_router():
+    """Each request goes to its own pair; another model is unknown."""
+    small, large = sims(model="small"), sims(model="large")
+    engines = small | {"p1": large["p0"], "d1": large["d0"]}
+    async with router(engines, Settings(admin_key="sesame", probe_interval_s=5.0)) as client:
+        await known(client)
+        answers = [await complete(client, model=model) for model in ("small", "large") * 3]
+        unknown = await complete(client, model="huge")
+
+    assert {answer.status_code for answer in answers} == {200}
+    assert [len(engine.log) for engine in engines.values()] == [3, 3, 3, 3]
+    error = unknown.json()["error"]
+    assert (unknown.status_code, error["type"]) == (404, "NotFoundError")
+    assert error["message"] == "the model 'huge' is not served here; there is large, small"
+
+
+async def test_when_no_engine_can_serve_clients_are_told_at_once_and_later_served():
+    """Instead of trying a dead engine three times for everybody."""
+    engines = sims()
+    settings = Settings(admin_key="sesame", probe_interval_s=0.0, break_after=3, rest_s=0.1)
+    async with router(engines, settings) as client:
+        engines["d0"].inject(Fault(FaultKind.STATUS, status=500))
+        failed = [await complete(client) for _ in range(3)]
+        asked = len(engines["d0"].log)
+        engines["d0"].inject(None)
+        await asyncio.sleep(0.15)
+        healed = [await complete(client) for _ in range(2)]
+
+    assert asked == 3
+    assert failed[-1].status_code == 503
+    assert failed[-1].json()["error"]["message"] == "no decode instance can take a request: decode-0 is broken"
+    assert [answer.status_code for answer in healed] == [200, 200]
+
+
+async def test_retries_of_all_requests_together_are_bounded():
+    """All engines fail: 60 requests with two retries each would else be 180."""
+    engines = sims(1, 3)
+    settings = Settings(probe_interval_s=0.0, break_after=1000, break_share=1.0, break_window_least=1000)
+    async with router(engines, settings) as client:
+        for name in ("d0", "d1", "d2"):
+            engines[name].inject(Fault(FaultKind.STATUS, status=500))
+        for _ in range(60):
+            assert (await complete(client)).status_code == 500
+
+    legs = sum(len(engines[name].log) for name in ("d0", "d1", "d2"))
+    assert 60 + 20 <= legs <= 60 + 20 + 12 + 20

@@ -1,0 +1,74 @@
+"""The memory of the status page: five minutes, second by second, and never more."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xpyd_proxy.core.model import InstanceId, RequestId
+from xpyd_proxy.core.pulse import SPAN_S, Bin, Pulse, Ring
+
+QUIET = Bin(0, 0, None, None)
+
+
+def test_a_ring_adds_up_what_happened_in_each_step():
+    """Oldest first, the current second included."""
+    ring = Ring()
+    ring.add(1.0, now=1000.2)
+    ring.add(3.0, failed=True, now=1000.9)
+    ring.add(5.0, now=1007.0)
+
+    bins = ring.bins(now=1007.5, step_s=5)
+    assert len(bins) == SPAN_S // 5
+    assert bins[-2:] == (Bin(2, 1, 2.0, 3.0), Bin(1, 0, 5.0, 5.0))
+    assert set(bins[:-2]) == {QUIET}
+
+
+def test_the_last_seconds_are_one_bin():
+    """What the numbers beside the lines say."""
+    ring = Ring()
+    for now in (10.0, 70.5, 100.0):
+        ring.add(now, now=now)
+
+    assert ring.last(60, now=100.9) == Bin(2, 0, pytest.approx(85.25), 100.0)
+    assert ring.last(60, now=500.0) == QUIET
+
+
+@given(
+    steps=st.lists(st.tuples(st.floats(0, 400), st.floats(0, 1000), st.booleans()), max_size=60),
+    later=st.floats(0, 2 * SPAN_S),
+)
+def test_a_ring_says_what_a_long_memory_would_say(steps, later):
+    """Whatever the order of seconds with and without events: the slots of old seconds never shine through."""
+    ring, now, events = Ring(), 0.0, []
+    for wait, value, failed in steps:
+        now += wait
+        ring.add(value, failed=failed, now=now)
+        events.append((int(now), value, failed))
+    now += later
+
+    recent = [(value, failed) for stamp, value, failed in events if stamp > int(now) - SPAN_S]
+    found = ring.last(SPAN_S, now=now)
+    assert (found.count, found.failed) == (len(recent), sum(failed for _, failed in recent))
+    assert found.worst == max((value for value, _ in recent), default=None)
+    assert sum(one.count for one in ring.bins(now=now, step_s=5)) == len(recent)
+
+
+def test_only_the_latest_failures_are_remembered():
+    """The latest first."""
+    pulse = Pulse()
+    for turn in range(200):
+        pulse.mishap(RequestId(f"r{turn}"), "decode-0", "failed", now=float(turn))
+
+    assert len(pulse.mishaps) == 50
+    assert [mishap.request for mishap in pulse.mishaps][:2] == ["r199", "r198"]
+
+
+def test_instances_that_are_gone_are_forgotten():
+    """In a fleet that breathes there is no end of them."""
+    pulse = Pulse()
+    for name in ("decode-0", "decode-1"):
+        pulse.legs[InstanceId(name)].add(now=1.0)
+        pulse.answers[InstanceId(name)].add(now=1.0)
+    pulse.keep(frozenset({InstanceId("decode-1"), InstanceId("decode-2")}))
+
+    assert list(pulse.legs) == list(pulse.answers) == ["decode-1"]

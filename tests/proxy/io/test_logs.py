@@ -1,0 +1,69 @@
+"""How the log looks."""
+
+import io
+import json
+import logging
+import re
+import sys
+
+import pytest
+
+from xpyd_proxy.io import logs
+from xpyd_proxy.io.logs import FACTS, JsonFormatter
+from xpyd_proxy.settings import LogFormat
+
+
+def record(message="two\nlines", *args, **more):
+    return logging.makeLogRecord({"name": "xpyd_proxy.x", "msg": message, "args": args, "levelname": "WARNING"} | more)
+
+
+def test_an_event_is_one_object_on_one_line():
+    """Whatever is in it."""
+    line = JsonFormatter().format(record("%s \u2028\n{", "a\r", created=1e9))
+
+    assert "\n" not in line
+    assert line.isascii()
+    assert json.loads(line) == {
+        "time": "2001-09-09T01:46:40.000+00:00",
+        "level": "warning",
+        "logger": "xpyd_proxy.x",
+        "message": "a\r \u2028\n{",
+    }
+
+
+def test_an_event_with_facts_has_them_as_fields_and_no_message():
+    """It would say the same again."""
+    said = json.loads(JsonFormatter().format(record(**{FACTS: {"id": "r", "status": 200, "prefill": None}})))
+
+    assert said.keys() == {"time", "level", "logger", "id", "status", "prefill"}
+    assert (said["status"], said["prefill"]) == (200, None)
+
+
+def test_a_traceback_is_a_field():
+    """Bugs must be found in a log that machines read, too."""
+    try:
+        raise KeyError("why")
+    except KeyError:
+        said = json.loads(JsonFormatter().format(record("it failed", exc_info=sys.exc_info())))
+
+    assert said["message"] == "it failed"
+    assert said["exception"].endswith("KeyError: 'why'")
+
+
+@pytest.mark.parametrize(
+    ("form", "looks"),
+    [
+        (LogFormat.TEXT, r"\d{4}-\d\d-\d\d [\d:,]+ INFO root hello you\n"),
+        (LogFormat.JSON, r'\{"time": "[^"]+", "level": "info", "logger": "root", "message": "hello you"\}\n'),
+    ],
+)
+def test_the_log_of_a_process_has_one_of_two_forms(form, looks, monkeypatch):
+    """On standard error, from the level on that was asked for."""
+    root = logging.RootLogger(logging.WARNING)  # pytest's handlers are on the real one
+    monkeypatch.setattr(logging, "root", root)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    logs.configure("info", form)
+    root.debug("not this")
+    root.info("hello %s", "you")
+
+    assert re.fullmatch(looks, sys.stderr.getvalue())

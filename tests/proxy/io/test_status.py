@@ -1,0 +1,64 @@
+"""The numbers of the status page."""
+
+import json
+
+import msgspec
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.admission import Admission
+from xpyd_proxy.core.journey import Journey, Outcome
+from xpyd_proxy.core.limits import Limits
+from xpyd_proxy.core.measures import Measures
+from xpyd_proxy.core.model import RequestId, Role
+from xpyd_proxy.core.registry import Registry
+from xpyd_proxy.core.retries import Failure
+from xpyd_proxy.core.roll import Roll
+from xpyd_proxy.io.sight import Sight
+from xpyd_proxy.io.status import Status
+
+
+def test_the_page_gets_numbers_and_ids_and_no_address():
+    """Everything it shows comes from here, and anybody may ask."""
+    now, registry = [1000.0], Registry()
+    p = registry.add(Role.PREFILL, Address("http", "10.1.2.3", 8100))
+    d = registry.add(Role.DECODE, Address("http", "secret-host", 8200))
+    sight = Sight(Measures(frozenset({"/v1/completions"})), lambda: now[0])
+    queue = Admission(Limits(concurrency=1, queue=3, wait_s=9.0))
+    status = Status(sight, Roll(registry), lambda: now[0], queue)
+    for _ in range(2):
+        queue.arrive("k", 0, 1, now=now[0])
+    sight.began(p, RequestId("r"))
+    now[0] += 2
+    sight.answered(p, RequestId("r"), 2.0)
+    sight.ended(p, RequestId("r"), None)
+    sight.began(d, RequestId("r"))
+    sight.ended(d, RequestId("r"), Failure.UNREACHABLE)
+    sight.began(d, RequestId("r"))
+    sight.finished(Journey(RequestId("r")), Outcome("/v1/completions", 200, 2.5, first_s=2.25))
+    now[0] += 3
+    text = msgspec.json.encode(status.now()).decode()
+
+    said = json.loads(text)
+    assert said["uptime_s"] == 5
+    assert said["last_minute"] == {"requests_per_s": 1 / 60, "failed": 0, "ttft_s": 2.25, "gap_s": 0.0}
+    common = {"state": "joining", "why": "added", "legs_per_s": 1 / 60}
+    assert said["instances"] == [
+        common | {"id": "prefill-0", "role": "prefill", "in_flight": 0, "failed": 0, "answer_s": 2.0},
+        common | {"id": "decode-0", "role": "decode", "in_flight": 1, "failed": 1, "answer_s": None},
+    ]
+    assert said["queue"] == {"waiting": 1, "admitted": 1, "refused": 0}
+    assert said["failures"] == [{"ago_s": 3.0, "request": "r", "where": "decode-0", "reason": "a leg did not reach it"}]
+    assert {len(line) for line in said["series"].values() if isinstance(line, list)} == {60}
+    assert not any(secret in text for secret in ("10.1.2.3", "secret-host", "8100"))
+
+
+def test_a_router_that_has_seen_nothing_says_so():
+    """Nulls, where there is nothing to take a mean of."""
+    registry = Registry()
+    status = Status(Sight(Measures(frozenset()), lambda: 7.0), Roll(registry), lambda: 7.0)
+
+    said = msgspec.to_builtins(status.now())
+    assert said["instances"] == said["failures"] == []
+    assert said["queue"] is None
+    assert said["last_minute"] == {"requests_per_s": 0.0, "failed": 0, "ttft_s": None, "gap_s": None}
+    assert set(said["series"]["ttft_mean_s"]) == {None}

@@ -1,0 +1,199 @@
+"""A stream that goes on although its engine has broken off, as an option."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+
+from support.greedy import events, read
+from support.scripted import Scripted, call, prefilled, relay_of, request_id
+from xpyd_proxy.core.journey import Journey
+from xpyd_proxy.core.model import Api, RequestId, Role
+from xpyd_proxy.core.rules import Patience
+from xpyd_proxy.errors import EngineError, OutOfTime
+
+BODY = {"stream": True, "temperature": 0, "max_tokens": 12, "stream_options": {"include_usage": True}}
+BODIES = {Api.COMPLETIONS: BODY | {"prompt": "hi"}, Api.CHAT: BODY | {"messages": [{"role": "user", "content": "hi"}]}}
+ERROR = b'data: {"error":{"message":"dead","code":500}}\n\ndata: [DONE]\n\n'
+HOW = {"it breaks off": EngineError("broke off"), "it says so": ERROR}
+
+
+async def pulled(leg):
+    return prefilled(leg, transfer_mode="pull")
+
+
+def breaking(*after, how=HOW["it breaks off"]):
+    """Decode engines: the first legs break off after so many events, the others do not."""
+    left = list(after)
+
+    async def decode(leg):
+        stream = list(events(json.loads(leg.body), name=f"cmpl-{request_id(leg)}"))
+        if not left:
+            return 200, stream
+        return 200, [*stream[: left.pop(0)], how]
+
+    return decode
+
+
+async def served(engines, api=Api.COMPLETIONS, *, got=None, resume=True, **options):
+    journey, got = Journey(RequestId("r")), [] if got is None else got
+    relay = relay_of(engines, resume=resume, **options)
+    async with relay.serve(call(api, **BODIES[api]), journey) as reply:
+        got.append(reply.body)
+        async for lines in reply.rest:
+            got.append(lines)
+    assert not engines.open
+    return journey, b"".join(got)
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+@pytest.mark.parametrize("api", BODIES)
+async def test_the_client_gets_the_text_of_one_engine(api, how):
+    """One id, one usage, one end; twice in a row."""
+    engines = Scripted(pulled, breaking(5, 4, how=how))
+    journey, body = await served(engines, api, y=3)
+
+    assert read(body) == read(b"".join(events(BODIES[api], name="cmpl-r")))
+    assert len({leg.instance.id for leg in engines.of(Role.DECODE)}) == 3
+    assert len({request_id(leg) for leg in engines.of(Role.DECODE)}) == 3
+    assert len(engines.of(Role.PREFILL)) == 1  # the others compute their prompt themselves
+    assert [str(retry) for retry in journey.retries] == ["decode-0 failed", "decode-1 failed"]
+
+
+async def test_the_broken_leg_is_closed_before_the_next_is_sent():
+    """Whatever is left of it must not go on behind the client's back."""
+    seen = []
+
+    async def decode(leg):
+        seen.append([one.instance.id for one in engines.open if one is not leg])
+        return await script(leg)
+
+    script = breaking(5)
+    engines = Scripted(pulled, decode)
+    await served(engines, y=2)
+
+    assert seen == [[], []]
+
+
+async def test_a_stream_that_had_all_its_tokens_needs_no_other_engine():
+    """Only its usage and its end were missing."""
+    whole = list(events(BODIES[Api.COMPLETIONS], name="cmpl-r"))
+    engines = Scripted(pulled, breaking(len(whole) - 2))
+    _, body = await served(engines)
+
+    assert read(body) == read(b"".join(whole))
+    assert len(engines.legs) == 2
+
+
+@pytest.mark.parametrize("options", [{"resume": False}, {"retries": 0}, {"retries": 1}])
+async def test_there_is_an_end_to_it(options):
+    """The client gets an error after what it has."""
+    engines, got = Scripted(pulled, breaking(5, 4, 3)), []
+    with pytest.raises(EngineError, match="broke off"):
+        await served(engines, got=got, y=4, **options)
+
+    assert len(got) >= 5
+    assert b"DONE" not in b"".join(got)
+    assert len(engines.of(Role.DECODE)) == 1 + options.get("retries", 0)
+    assert not engines.open
+
+
+async def test_if_nobody_takes_over_the_first_failure_is_told():
+    """It is why."""
+
+    async def decode(leg):
+        if len(engines.of(Role.DECODE)) > 1:
+            raise EngineError("full")
+        return await script(leg)
+
+    script = breaking(5)
+    engines = Scripted(pulled, decode)
+    with pytest.raises(EngineError, match="broke off"):
+        await served(engines, y=2)
+
+    assert not engines.open
+
+
+async def test_a_client_that_leaves_ends_the_leg_that_took_over():
+    """As it would have ended the first."""
+    engines = Scripted(pulled, breaking(3))
+    relay = relay_of(engines, resume=True, y=2)
+    async with relay.serve(call(**BODIES[Api.COMPLETIONS]), Journey(RequestId("r"))) as reply:
+        for _ in range(5):
+            await anext(reply.rest)
+        assert [leg.instance.id for leg in engines.open] == ["decode-1"]
+
+    assert not engines.open
+
+
+async def test_an_event_without_its_empty_line_is_closed_before_another_engine_goes_on():
+    """Two events in one are none that a client can read."""
+
+    async def decode(leg):
+        stream = list(events(json.loads(leg.body), name="cmpl-r"))
+        if leg.instance.id == "decode-0":
+            return 200, [*stream[:4], stream[4].rstrip(b"\n") + b"\n", EngineError("broke off")]
+        return 200, stream
+
+    _, body = await served(Scripted(pulled, decode), y=2)
+
+    assert all(event.count(b"data:") == 1 for event in body.split(b"\n\n") if event)
+    assert read(body) == read(b"".join(events(BODIES[Api.COMPLETIONS], name="cmpl-r")))
+
+
+async def test_an_end_that_is_added_is_an_event_of_its_own():
+    """The stream had its last token, and broke off in the middle of its last event."""
+
+    async def decode(leg):
+        stream = list(events(json.loads(leg.body), name="cmpl-r"))
+        last = next(at for at, event in enumerate(stream) if b'"finish_reason":"' in event.replace(b": ", b":"))
+        return 200, [*stream[:last], stream[last].rstrip(b"\n") + b"\n", EngineError("broke off")]
+
+    _, body = await served(Scripted(pulled, decode))
+
+    assert all(event.count(b"data:") == 1 for event in body.split(b"\n\n") if event)
+    assert read(body) == read(b"".join(events(BODIES[Api.COMPLETIONS], name="cmpl-r")))
+
+
+async def test_what_takes_over_must_be_a_stream():
+    """Something else with status 200 (a page of a proxy in between) is not the rest of an answer."""
+
+    class Pages(Scripted):
+        @asynccontextmanager
+        async def stream(self, leg, *, sent=lambda: None):
+            async with super().stream(leg, sent=sent) as stream:
+                if leg.instance.id == "decode-1":
+                    stream.content_type = "text/html"
+                yield stream
+
+    async def decode(leg):
+        stream = list(events(json.loads(leg.body), name="cmpl-r"))
+        if leg.instance.id == "decode-0":
+            return 200, [*stream[:4], EngineError("broke off")]
+        return 200, [b"<html>sorry</html>"]
+
+    got = []
+    with pytest.raises(EngineError, match="broke off"):
+        await served(Pages(pulled, decode), y=2, got=got)
+    assert b"html" not in b"".join(got)
+
+
+async def test_another_engine_does_not_make_a_stream_live_longer():
+    """Its time counts from its first leg on."""
+    patience = Patience(stream_s=0.2, idle_s=5.0)
+
+    async def silent():
+        await asyncio.sleep(60)
+
+    async def decode(leg):
+        stream = list(events(json.loads(leg.body), name="cmpl-r"))
+        if leg.instance.id == "decode-0":
+            await asyncio.sleep(0.15)
+            return 200, [*stream[:4], EngineError("broke off")]
+        return 200, [*stream[:3], silent()]
+
+    start = asyncio.get_running_loop().time()
+    with pytest.raises(OutOfTime):
+        await served(Scripted(pulled, decode), y=2, patience=patience)
+    assert asyncio.get_running_loop().time() - start < 0.3

@@ -1,0 +1,130 @@
+"""Settings from the file, the command line and the environment."""
+
+import dataclasses
+
+import pytest
+
+from xpyd_proxy.cli import build_parser, main, serve_settings
+from xpyd_proxy.config import SECRETS, needs_restart, read_file
+from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.options import OPTIONS
+from xpyd_proxy.settings import LogLevel, Mode, Settings
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Writes the file and reads it, beside these flags."""
+    path = tmp_path / "xpyd.toml"
+
+    def settings_of(text, *argv):
+        path.write_text(text)
+        return serve_settings(build_parser(["serve"]).parse_args(["serve", "--config", str(path), *argv]))
+
+    return settings_of
+
+
+def test_the_names_in_the_file_are_those_of_the_settings(config):
+    """Numbers, texts and lists, as TOML writes them."""
+    text = """
+    prefill = ["p0:1", "p1:1"]
+    host = "::"
+    port = 0
+    mode = "push"
+    connect_timeout_s = 2
+    prefill_timeout_s = 0.5
+    log_level = "debug"
+    """
+
+    assert config(text) == Settings(
+        prefill=("p0:1", "p1:1"),
+        host="::",
+        port=0,
+        mode=Mode.PUSH,
+        connect_timeout_s=2.0,
+        prefill_timeout_s=0.5,
+        log_level=LogLevel.DEBUG,
+    )
+
+
+def test_a_flag_wins_over_the_file_and_the_file_over_the_default(config):
+    """A list of addresses is replaced, not extended: else one could never leave an engine out."""
+    text = 'prefill = ["p0:1"]\nport = 1\nretries = 7'
+
+    found = config(text, "--prefill", "p1:1", "p2:1", "--port", "2")
+
+    assert (found.prefill, found.port, found.retries, found.host) == (("p1:1", "p2:1"), 2, 7, Settings().host)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("prefil = []", "prefil is not a setting: did you mean prefill?"),
+        ("connect-timeout = 5", "connect-timeout is not a setting: did you mean connect_timeout_s?"),
+        ("xyzzy = 5", "xyzzy is not a setting$"),
+        ('admin_key = "secret"', "admin_key is not a setting of the file: put it into the environment"),
+        ('port = "x"', "port is 'x': write a whole number"),
+        ("port = 65536", "port: '65536' is not a port: write a number from 0 to 65535"),
+        ("port = true", "port is True: write a whole number"),
+        ("retries = 1.5", "retries is 1.5: write a whole number"),
+        ("host = 5", "host is 5: write a string, in quotes"),
+        ('connect_timeout_s = "5"', "connect_timeout_s is '5': write a number"),
+        ("connect_timeout_s = inf", "connect_timeout_s: 'inf' is not a time: write a number of seconds above 0"),
+        ('prefill = "p0:1"', "prefill is 'p0:1': write a list"),
+        ('decode = ["nowhere"]', "decode: 'nowhere' is not the address of an engine: write host:port"),
+        ("decode = [5]", "decode is 5: write a string, in quotes"),
+        ('mode = "both"', r"mode: invalid choice: 'both' \(choose from auto, pull, push\)"),
+        ("[router]\nport = 1", "router is not a setting"),
+        ("port = ", "is not TOML: Invalid value"),
+    ],
+)
+def test_a_wrong_file_is_one_sentence(config, text, says):
+    """It names the file, the key and the value, and says what would be right."""
+    with pytest.raises(ConfigError, match=f"xpyd.toml:? {says}") as caught:
+        config(text)
+
+    assert "secret" not in str(caught.value)
+
+
+def test_the_command_line_says_it_too(tmp_path, capsys):
+    """With the exit code of a usage error; also for a file that is not there, or is not text."""
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe")
+
+    assert main(["serve", "--config", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err == f"xpyd serve: {tmp_path}/none cannot be read: No such file or directory\n"
+    assert main(["serve", "--config", str(binary)]) == 2
+    assert capsys.readouterr().err == f"xpyd serve: {binary} is not UTF-8 text\n"
+
+
+def test_every_option_is_a_setting_and_its_default_could_be_written():
+    """The table and the dataclass say the same."""
+    defaults = Settings()
+    for option in OPTIONS:
+        default = getattr(defaults, option.name)
+        if default is not None and not option.many:
+            written = str(default).lower() if isinstance(default, bool) else str(default)
+            assert option.kind.read("0" if written == "0.0" else written) == default
+    assert len({option.argument for option in OPTIONS}) == len({option.name for option in OPTIONS}) == len(OPTIONS)
+
+
+def test_secrets_are_no_options():
+    """They would stand in ps, or in a file that is shown around; and no settings object prints them."""
+    fields = {field.name: field for field in dataclasses.fields(Settings)}
+
+    assert not SECRETS.keys() & {option.name for option in OPTIONS}
+    assert not any(fields[name].repr for name in SECRETS)
+
+
+def test_what_needs_a_restart_is_named():
+    """The rest takes effect when the file is read again."""
+    new = dataclasses.replace(Settings(), port=1, host="::", max_queue=3, log_level=LogLevel.DEBUG, prefill=("a:1",))
+
+    assert needs_restart(Settings(), new) == ["host", "port"]
+
+
+def test_an_empty_file_changes_nothing(tmp_path):
+    """Comments are fine."""
+    path = tmp_path / "xpyd.toml"
+    path.write_text("# nothing yet\n")
+
+    assert read_file(str(path)) == {}

@@ -1,0 +1,288 @@
+"""Every path that clients can reach, in front of engines that check the rules of both legs; and those they cannot."""
+
+import json
+
+import httpx
+import pytest
+
+from support.sim import router, sims, until_async
+from xpyd_proxy.core.endpoints import ENDPOINTS, Kind
+from xpyd_proxy.core.model import Api
+from xpyd_proxy.local.sim import Fault, FaultKind
+from xpyd_proxy.local.sim_rules import expected_text
+from xpyd_proxy.settings import ClientKvParams, Settings
+
+BODIES = {
+    Api.COMPLETIONS: {"prompt": "once upon a time", "max_tokens": 5},
+    Api.CHAT: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5},
+    Api.RESPONSES: {"input": "once upon a time", "max_output_tokens": 5},
+    Api.MESSAGES: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "model": "sim"},
+}
+ALONE = sorted(path for path, kind in ENDPOINTS.items() if kind is Kind.JSON)
+# Of vLLM 0.32: they load code, change weights, stop or read the engine, or pass on to any of the others.
+OF_THE_ENGINE = [
+    *("/invocations", "/ping", "/load", "/version", "/kv_event_sources", "/tokenizer_info", "/server_info"),
+    *("/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused", "/collective_rpc", "/scale_elastic_ep"),
+    *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/release_kv_cache_memory", "/start_profile"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/update_weights", "/init_weight_transfer_engine"),
+    *("/abort_requests", "/inference/v1/generate", "/inference/v1/abort_requests", "/fault_tolerance/apply"),
+    *("/v1/responses/resp_1", "/v1/responses/resp_1/cancel", "/v1/completions/../sleep", "/v1//sleep"),
+]
+
+
+def text_of(api, response):
+    body = response.json()
+    match api:
+        case Api.RESPONSES:
+            return body["output"][0]["content"][0]["text"]
+        case Api.MESSAGES:
+            return body["content"][0]["text"]
+        case Api.CHAT:
+            return body["choices"][0]["message"]["content"]
+    return body["choices"][0]["text"]
+
+
+def streamed_text(api, response):
+    lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ") and "[DONE]" not in line]
+    events = [json.loads(line) for line in lines]
+    match api:
+        case Api.RESPONSES:
+            assert events[-1]["type"] == "response.completed"
+            return "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+        case Api.MESSAGES:
+            assert events[-1]["type"] == "message_stop"
+            return "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
+        case Api.CHAT:
+            return "".join(event["choices"][0]["delta"]["content"] for event in events)
+    return "".join(event["choices"][0]["text"] for event in events)
+
+
+def violations(engines):
+    return [violation for sim in engines.values() for violation in sim.violations]
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("api", Api)
+async def test_every_api_that_generates_has_two_legs(api, mode):
+    """Two engines give the text of one, streamed or not, whoever moves the KV cache."""
+    engines = sims(mode=mode)
+    async with router(engines) as client:
+        wholes = [await client.post(api, json=BODIES[api]) for _ in range(2)]
+        streams = [await client.post(api, json=BODIES[api] | {"stream": True}) for _ in range(2)]
+
+    expected = expected_text(BODIES[api])
+    assert [text_of(api, response) for response in wholes] == [expected] * 2
+    assert [streamed_text(api, response) for response in streams] == [expected] * 2
+    assert [len(sim.log) for sim in engines.values()] == [4, 4]
+    assert not violations(engines)
+
+
+async def test_responses_are_named_in_the_body():
+    """Their engines do not look at X-Request-Id; and a client's own name could be another request's."""
+    engines = sims()
+    async with router(engines) as client:
+        response = await client.post(Api.RESPONSES, json=BODIES[Api.RESPONSES] | {"request_id": "mine"})
+
+    name = f"resp_{response.headers['x-request-id']}"
+    assert response.json()["id"] == name
+    legs = [json.loads(engines[one].log[0].body) for one in ("p0", "d0")]
+    assert [leg["request_id"] for leg in legs] == [name, name]
+    assert legs[0]["store"] is False
+    assert "store" not in legs[1]
+
+
+async def test_an_answer_for_later_is_refused():
+    """It could not be fetched: clients cannot reach the one engine that has it."""
+    engines = sims()
+    async with router(engines) as client:
+        response = await client.post(Api.RESPONSES, json=BODIES[Api.RESPONSES] | {"background": True})
+
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "background"
+    assert not engines["d0"].log
+
+
+@pytest.mark.parametrize("api", [Api.RESPONSES, Api.MESSAGES])
+async def test_a_stream_that_fails_before_its_first_word_is_retried(api):
+    """/v1/responses announces itself before the engine has done anything: that is not yet an answer."""
+    engines = sims(1, 2)
+    after = 2 if api is Api.RESPONSES else 0
+    engines["d0"].inject(Fault(FaultKind.ERROR_EVENT, after=after, status=500, times=1))
+    async with router(engines) as client:
+        responses = [await client.post(api, json=BODIES[api] | {"stream": True}) for _ in range(2)]
+
+    assert [streamed_text(api, response) for response in responses] == [expected_text(BODIES[api])] * 2
+    assert sum("retry;" in response.headers["server-timing"] for response in responses) == 1
+
+
+@pytest.mark.parametrize("api", [Api.RESPONSES, Api.MESSAGES])
+async def test_a_stream_that_breaks_off_ends_with_an_error_of_its_api(api):
+    """Their libraries look for other events than OpenAI's first ones."""
+    engines = sims()
+    engines["d0"].inject(Fault(FaultKind.END, after=4))
+    async with router(engines) as client:
+        response = await client.post(api, json=BODIES[api] | {"stream": True})
+
+    last = response.text.strip().split("\n\n")[-1].strip()
+    assert last.startswith("event: error\ndata: ")
+    data = json.loads(last.split("data: ")[1])
+    assert data["type"] == "error"
+    assert "decode-0" in (data["message"] if api is Api.RESPONSES else data["error"]["message"])
+
+
+@pytest.mark.parametrize("path", ALONE)
+async def test_what_has_one_leg_goes_to_one_decode_engine_as_it_came(path):
+    """And no prefill engine is bothered."""
+    raw = b'{"model":"sim", "input" : ["a", 1.50],"x":1e400}'
+    engines = sims(1, 2)
+    async with router(engines) as client:
+        responses = [
+            await client.post(path, content=raw, headers={"content-type": "application/json"}) for _ in range(2)
+        ]
+
+    assert [response.status_code for response in responses] == [200, 200]
+    assert responses[0].headers["server-timing"].startswith('route;desc="solo: one leg", decode;desc="decode-0"')
+    assert responses[0].headers["x-request-id"].startswith("xpyd-")
+    assert [[entry.body for entry in sim.log] for sim in engines.values()] == [[], [raw.decode()], [raw.decode()]]
+
+
+@pytest.mark.parametrize("path", [path for path, kind in ENDPOINTS.items() if kind is Kind.FORM])
+async def test_a_form_is_passed_through(path):
+    """Audio is bytes that nobody here understands."""
+    engines = sims()
+    async with router(engines) as client:
+        response = await client.post(path, files={"file": ("a.wav", bytes(range(256)))}, data={"model": "sim"})
+        wrong = await client.post(path, json={})
+
+    assert response.status_code == 200
+    entry = engines["d0"].log[0]
+    assert entry.headers["content-type"].startswith("multipart/form-data; boundary=")
+    assert response.json()["bytes"] == int(entry.headers["content-length"])
+    assert wrong.status_code == 415
+
+
+async def test_nothing_private_passes_through():
+    """vLLM looks for these fields in more places than one would think."""
+    engines = sims()
+    async with router(engines) as client:
+        embedding = await client.post("/v1/embeddings", json={"input": "a", "kv_transfer_params": {"a": 1}})
+        form = await client.post(
+            "/v1/audio/transcriptions", files={"file": b"x"}, data={"vllm_xargs": '{"kv_transfer_params":"a"}'}
+        )
+    assert [embedding.status_code, form.status_code] == [400, 400]
+    assert not engines["d0"].log
+
+    async with router(engines, Settings(client_kv_params=ClientKvParams.STRIP)) as client:
+        await client.post("/v1/embeddings", json={"input": "a", "kv_transfer_params": {"a": 1}})
+    assert json.loads(engines["d0"].log[0].body) == {"input": "a"}
+
+
+async def test_one_leg_is_sent_again_when_it_fails():
+    """As any other."""
+    engines = sims(0, 2)
+    engines["d0"].inject(Fault(FaultKind.STATUS, status=500))
+    async with router(engines) as client:
+        responses = [await client.post("/v1/embeddings", json={"input": "a"}) for _ in range(2)]
+
+    assert [response.status_code for response in responses] == [200, 200]
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_the_engines_own_paths_do_not_exist(method):
+    """Whoever reaches them can stop an engine, or change what it says."""
+    engines = sims()
+    async with router(engines) as client:
+        for path in OF_THE_ENGINE:
+            response = await client.request(method, path, json={})
+            assert response.status_code == 404, path
+            assert response.json()["error"]["code"] == 404, path
+
+    assert not any(sim.log for sim in engines.values())
+
+
+@pytest.mark.parametrize(("rank", "status"), [("1", 200), ("x", 400), ("-1", 400)])
+async def test_a_rank_goes_to_the_decode_engine_or_nowhere(rank, status):
+    """It names a part of one engine; the prefill engine has others."""
+    engines = sims()
+    async with router(engines) as client:
+        response = await client.post(
+            Api.COMPLETIONS, json=BODIES[Api.COMPLETIONS], headers={"X-data-parallel-rank": rank}
+        )
+
+    assert response.status_code == status
+    if status == 200:
+        assert engines["d0"].log[0].headers["x-data-parallel-rank"] == rank
+        assert "x-data-parallel-rank" not in engines["p0"].log[0].headers
+
+
+async def test_without_prefill_engines_one_engine_serves_alone():
+    """Slower, and it says so; an operator may prefer a refusal."""
+    body = BODIES[Api.COMPLETIONS]
+    async with router(sims(0, 1)) as client:
+        alone = await client.post(Api.COMPLETIONS, json=body)
+    async with router(sims(0, 1), Settings(alone_without_prefill=False)) as client:
+        refused = await client.post(Api.COMPLETIONS, json=body)
+
+    assert text_of(Api.COMPLETIONS, alone) == expected_text(body)
+    assert 'route;desc="solo: no prefill instance"' in alone.headers["server-timing"]
+    assert refused.status_code == 503
+
+
+async def test_short_prompts_may_be_served_by_one_engine():
+    """Computing them again costs less than moving them."""
+    engines = sims()
+    async with router(engines, Settings(min_prompt_chars=100)) as client:
+        short = await client.post(Api.COMPLETIONS, json={"prompt": "hi"})
+        long = await client.post(Api.COMPLETIONS, json={"prompt": "hi" * 60})
+
+    assert 'route;desc="solo: short prompt"' in short.headers["server-timing"]
+    assert "route;" not in long.headers["server-timing"]
+    assert len(engines["p0"].log) == 1
+
+
+async def test_blocks_for_a_decode_engine_that_is_not_there_are_given_back():
+    """Another decode engine refuses on purpose, which tells the prefill engine to free them."""
+    sim = sims(0, 1)["d0"]
+
+    async def deaf(request):
+        if request.method == "POST":
+            raise httpx.ConnectError("refused", request=request)
+        return await httpx.ASGITransport(sim).handle_async_request(request)
+
+    engines = sims(1, 0) | {"d0": deaf, "d1": sims(0, 1)["d0"]}
+    async with router(engines, Settings(retries=0)) as client:
+        response = await client.post(Api.COMPLETIONS, json=BODIES[Api.COMPLETIONS])
+        await until_async(lambda: len(engines["d1"].released) == 1)
+
+    assert response.status_code == 502
+    assert engines["d1"].released[0].startswith(f"cmpl-{response.headers['x-request-id']}-0-")
+    assert not engines["d1"].violations
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+async def test_a_chat_may_be_tokenized_once(mode):
+    """The decode engine takes the prompt's tokens over, so both legs have the same prompt for certain."""
+    engines = sims(mode=mode)
+    async with router(engines, Settings(reuse_tokens=True)) as client:
+        chat = await client.post(Api.CHAT, json=BODIES[Api.CHAT])
+        text = await client.post(Api.COMPLETIONS, json=BODIES[Api.COMPLETIONS])
+
+    assert text_of(Api.CHAT, chat) == expected_text(BODIES[Api.CHAT])
+    assert text_of(Api.COMPLETIONS, text) == expected_text(BODIES[Api.COMPLETIONS])
+    params = [json.loads(entry.body)["kv_transfer_params"] for entry in engines["d0"].log]
+    assert ["prompt_token_ids" in one for one in params] == [True, False]
+    assert params[0]["prompt_token_ids"] == [1, 2, 3]
+    assert "return_token_ids" not in json.loads(engines["d0"].log[0].body)
+    assert not violations(engines)
+
+
+@pytest.mark.parametrize("path", [Api.COMPLETIONS.value, "/tokenize", "/v1/audio/translations"])
+async def test_a_path_with_a_line_break_behind_it_is_no_path(path):
+    """A regular expression's $ would let it through."""
+    engines = sims()
+    async with router(engines, Settings()) as client:
+        answer = await client.post(f"{path}%0A", json={"prompt": "x"})
+
+    assert answer.status_code == 404
+    assert answer.json()["error"]["type"] == "NotFoundError"
+    assert not any("prompt" in entry.body.decode() for sim in engines.values() for entry in sim.log if entry.body)

@@ -1,0 +1,82 @@
+"""What changes while the router serves."""
+
+from dataclasses import replace
+
+import pytest
+
+from xpyd_proxy.app import build
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.model import RequestId, Role
+from xpyd_proxy.errors import AddressError, ConfigError
+from xpyd_proxy.settings import Settings
+
+OLD = Settings(prefill=("p0:1", "p1:1"), decode=("d0:1",))
+
+
+def known(router):
+    return [i.address.authority for role in Role for i in router.live.registry.known(role)]
+
+
+def usable(router):
+    return [i.address.authority for role in Role for i in router.live.registry.usable(role)]
+
+
+def test_engines_come_and_go_and_those_added_by_hand_stay():
+    """The settings speak only of their own."""
+    router = build(OLD)
+    router.live.registry.add(Role.DECODE, Address.parse("hand:1"), now=0.0)
+    router.live.change(OLD, replace(OLD, prefill=("p1:1", "p2:1"), decode=("hand:1",)))
+
+    assert usable(router) == ["p1:1", "p2:1", "hand:1"]
+
+
+def test_an_engine_that_is_no_longer_listed_finishes_what_it_has():
+    """It can be seen until then, and is forgotten after that."""
+    router = build(OLD)
+    (engine,) = router.live.registry.known(Role.DECODE)
+    router.live.registry.member(engine.id).load.enter(RequestId("r"))
+    router.live.change(OLD, replace(OLD, decode=("d1:1",)))
+    router.live.registry.settle(patience_s=60, now=1e9)
+    assert [known(router), usable(router)] == [["p0:1", "p1:1", "d0:1", "d1:1"], ["p0:1", "p1:1", "d1:1"]]
+    router.live.registry.member(engine.id).load.leave(RequestId("r"))
+    router.live.registry.settle(patience_s=60, now=1e9)
+
+    assert known(router) == ["p0:1", "p1:1", "d1:1"]
+
+
+def test_an_engine_that_is_listed_otherwise_is_another_one():
+    """For example with two data-parallel ranks."""
+    router = build(OLD)
+    router.live.change(OLD, replace(OLD, decode=("d0:1#dp=2",)))
+
+    assert [i.rank for i in router.live.registry.usable(Role.DECODE)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"prefill": ("nowhere",)}, AddressError),
+        ({"decode": ("a:1", "http://A:1")}, ConfigError),
+        ({"max_held_bytes": 1}, ConfigError),
+        ({"max_key_rate": 1.0}, ConfigError),
+        ({"api_keys_file": "/nowhere"}, ConfigError),
+        ({"prefill_api_key": "two words"}, ConfigError),
+    ],
+)
+def test_all_of_it_or_nothing(wrong, error):
+    """A half-changed router is one nobody has tested."""
+    router = build(OLD)
+    with pytest.raises(error):
+        router.live.change(OLD, replace(OLD, max_queue=7, **({"decode": ("d1:1",)} | wrong)))
+
+    assert known(router) == ["p0:1", "p1:1", "d0:1"]
+    assert router.live.gate.admission.limits.queue == OLD.max_queue
+
+
+def test_limits_and_rules_are_the_new_ones():
+    """For requests that come from now on."""
+    router = build(OLD)
+    router.live.change(OLD, replace(OLD, max_queue=7, retries=5))
+
+    assert router.live.gate.admission.limits.queue == 7
+    assert router.live.relay.rules.retries == 5

@@ -1,0 +1,281 @@
+"""The process: its end, its second look at the settings, and TLS; with a real router process and real sockets."""
+
+import json
+import re
+import signal
+import ssl
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from support.certificates import Authority
+from support.sim import serving, sims, until
+from xpyd_proxy.local.sim import Fault, FaultKind
+from xpyd_proxy.local.sim_rules import expected_text
+
+PATH = "/v1/completions"
+BODY = {"prompt": "once upon a time", "max_tokens": 5}
+
+
+class Process:
+    """A router process, and what it has written."""
+
+    def __init__(self, log, *args):
+        self.log = log
+        argv = [sys.executable, "-m", "xpyd_proxy.cli", "serve", "--port", "0", *args]
+        with log.open("w") as file:
+            self.child = subprocess.Popen(argv, stderr=file, stdout=file)
+        until(lambda: self.found() or self.child.poll() is not None, seconds=30)
+        assert self.found(), self.said
+        self.url = self.found()[1]
+
+    @property
+    def said(self):
+        return self.log.read_text()
+
+    def found(self):
+        return re.search(r"running on (https?://127.0.0.1:\d+)", self.said)
+
+    def signal(self, number):
+        self.child.send_signal(number)
+
+    def end(self):
+        """End it, and with it its connections to engines, which may take their time to say goodbye over TLS."""
+        self.child.kill()
+        self.child.wait()
+
+    def reload(self):
+        """SIGHUP, and wait for what it says to it."""
+        before = len(self.reloads())
+        self.signal(signal.SIGHUP)
+        until(lambda: len(self.reloads()) > before)
+        return self.reloads()[-1]
+
+    def reloads(self):
+        return re.findall(r".* the settings (?:were|stay) .*(?=\n)", self.said)
+
+    def post(self, **options):
+        return httpx.post(self.url + PATH, json=BODY, timeout=20, **options)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start routers in front of engines; they are killed at the end of the test if they are still there."""
+    processes = []
+
+    def starting(*args):
+        processes.append(Process(tmp_path / f"router-{len(processes)}.log", *args))
+        return processes[-1]
+
+    yield starting
+    for process in processes:
+        process.end()
+
+
+@contextmanager
+def pair(**options):
+    """One engine of each role, and the flags that name them."""
+    engines = sims(**options)
+    with serving(engines["p0"]) as p0, serving(engines["d0"]) as d0:
+        yield engines, ("--prefill", p0, "--decode", d0)
+
+
+@contextmanager
+def stream(process, tokens):
+    """A stream that has begun."""
+    body = BODY | {"max_tokens": tokens, "stream": True}
+    with httpx.Client() as client, client.stream("POST", process.url + PATH, json=body, timeout=20) as response:
+        lines = response.iter_lines()
+        yield lines, next(lines)
+
+
+def text_of(lines):
+    events = [line.removeprefix("data: ") for line in lines if line]
+    assert events.pop() == "[DONE]"
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events)
+
+
+def ready(process):
+    return httpx.get(f"{process.url}/ready").status_code
+
+
+def test_sigterm_flips_readiness_serves_a_grace_refuses_and_lets_streams_finish(start):
+    """So a rolling update loses no request: those that come late are served or told, and exit code 0 ends it."""
+    with pair(token_s=0.1) as (_, flags):
+        process = start(*flags, "--drain-grace", "1", "--shutdown-timeout", "20")
+        assert ready(process) == 200
+        with stream(process, 30) as (lines, first):
+            process.signal(signal.SIGTERM)
+            told = time.monotonic()
+            until(lambda: ready(process) == 503)
+            assert time.monotonic() - told < 0.8
+            late = process.post()
+            until(lambda: process.post().status_code == 503)
+            refused = process.post()
+            text = text_of([first, *lines])
+        assert process.child.wait(timeout=20) == 0
+
+    assert late.status_code == 200
+    assert late.headers["connection"] == "close"
+    assert (refused.headers["connection"], refused.headers["retry-after"]) == ("close", "1")
+    assert refused.json()["error"]["type"] == "ServiceUnavailableError"
+    assert text == expected_text(BODY | {"max_tokens": 30})
+
+
+def test_a_router_without_requests_ends_at_once(start):
+    """Idle connections do not keep it."""
+    with pair() as (_, flags), httpx.Client() as client:
+        process = start(*flags)
+        assert client.get(f"{process.url}/health").status_code == 200
+        process.signal(signal.SIGINT)
+        asked = time.monotonic()
+
+        assert process.child.wait(timeout=20) == 0
+        assert time.monotonic() - asked < 15  # of 30 that requests would get
+
+
+@pytest.mark.parametrize("how", ["a second SIGTERM", "the timeout"])
+def test_what_does_not_finish_is_cut_off(start, how):
+    """At once by a second signal, else after the timeout; the stream says so and lacks its [DONE]."""
+    with pair() as (engines, flags):
+        engines["d0"].inject(Fault(FaultKind.STALL, after=2))
+        timeout = "1" if how == "the timeout" else "60"
+        process = start(*flags, "--drain-grace", "0" if how == "the timeout" else "60", "--shutdown-timeout", timeout)
+        with stream(process, 10) as (lines, _):
+            process.signal(signal.SIGTERM)
+            until(lambda: ready(process) == 503)
+            if how == "a second SIGTERM":
+                process.signal(signal.SIGTERM)
+            asked = time.monotonic()
+            *_, last = [line for line in lines if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == 503
+        assert process.child.wait(timeout=20) == 0
+        assert time.monotonic() - asked < 15
+        until(lambda: engines["d0"].log[-1].state == "hung up")
+    assert "Traceback" not in process.said
+
+
+def test_sighup_brings_engines_keys_and_limits_and_takes_them_away(start, tmp_path):
+    """Without a restart, and without a failed request."""
+    config, keys = tmp_path / "xpyd.toml", tmp_path / "keys"
+    with pair() as (engines, (_, p0, _, d0)), serving(sims(0, 1)["d0"]) as d1:
+
+        def write(*decode, more=""):
+            listed = ", ".join(f'"{address}"' for address in decode)
+            config.write_text(f'prefill = ["{p0}"]\ndecode = [{listed}]\n{more}')
+
+        write(d0)
+        process = start("--config", str(config))
+        write(d0, d1)
+        assert process.reload().endswith("the settings were read again")
+        assert {process.post().headers["server-timing"].split('"')[3] for _ in range(4)} == {"decode-0", "decode-1"}
+
+        write(d1)
+        process.reload()
+        assert {process.post().headers["server-timing"].split('"')[3] for _ in range(4)} == {"decode-1"}
+
+        keys.write_text("me:sk-1\n")
+        write(d1, more=f'api_keys_file = "{keys}"\nmax_key_rate = 1')
+        process.reload()
+        key = {"headers": {"authorization": "Bearer sk-1"}}
+        assert [answer.status_code for answer in (process.post(), process.post(**key))] == [401, 200]
+        assert process.post(**key).status_code == 429
+
+        keys.write_text("me:sk-2\n")
+        write(d1, more=f'api_keys_file = "{keys}"\nlog_level = "debug"')
+        process.reload()
+        assert process.post(**key).status_code == 401
+        assert process.post(headers={"authorization": "Bearer sk-2"}).status_code == 200
+        assert "sk-" not in process.said
+        assert not any(sim.violations for sim in engines.values())
+
+
+def test_a_bad_file_is_refused_as_a_whole_and_what_needs_a_restart_is_named(start, tmp_path):
+    """One line in the log says why; the router goes on as before."""
+    config = tmp_path / "xpyd.toml"
+    with pair() as (_, (_, p0, _, d0)):
+        good = f'prefill = ["{p0}"]\ndecode = ["{d0}"]\n'
+        config.write_text(good)
+        process = start("--config", str(config))
+        for bad, says in (
+            ("max_queu = 1", "max_queu is not a setting: did you mean max_queue?"),
+            ('api_keys_file = "/nowhere"', "/nowhere cannot be read: No such file or directory"),
+            ("max_key_rate = 1", "max_key_concurrency and max_key_rate need api_keys_file"),
+        ):
+            config.write_text(f"prefill = []\n{bad}\n")
+            line = process.reload()
+            assert "the settings stay as they were: " in line
+            assert says in line
+            assert process.post().status_code == 200
+
+        config.write_text(f'{good}host = "::"\nretries = 1\n')
+        assert process.reload().endswith("the settings were read again; host needs a restart")
+        assert process.reload().endswith("the settings were read again; host needs a restart")
+        assert process.post().status_code == 200
+        assert "Traceback" not in process.said
+
+
+def test_tls_towards_clients_and_towards_engines(start, tmp_path):
+    """With certificates that both sides check, and a new one for the router while it serves."""
+    ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
+    server, client, router = ours.sign("server"), ours.sign("client"), theirs.sign("router")
+    engine = theirs.sign("engine")
+    mutual = {"ssl_certfile": engine.cert, "ssl_keyfile": engine.key, "ssl_ca_certs": theirs.own.cert}
+    engines = sims()
+    with (
+        serving(engines["p0"], ssl_cert_reqs=ssl.CERT_REQUIRED, **mutual) as p0,
+        serving(engines["d0"], ssl_cert_reqs=ssl.CERT_REQUIRED, **mutual) as d0,
+    ):
+        towards = ("--engine-ca", theirs.own.cert, "--engine-cert", router.cert, "--engine-key", router.key)
+        own = ("--tls-cert", server.cert, "--tls-key", server.key, "--tls-client-ca", ours.own.cert)
+        config = tmp_path / "xpyd.toml"
+        config.write_text("")
+        engines_at = ("--prefill", f"https://{p0}", "--decode", f"https://{d0}")
+        process = start(*engines_at, *own, *towards, "--config", str(config))
+        knows = ssl.create_default_context(cafile=ours.own.cert)
+        with pytest.raises(httpx.TransportError):  # it has no certificate
+            process.post(verify=knows)
+        with pytest.raises(httpx.ConnectError):  # it does not know ours
+            process.post()
+        knows.load_cert_chain(client.cert, client.key)
+        answer = process.post(verify=knows)
+        assert answer.json()["choices"][0]["text"] == expected_text(BODY)
+
+        serials = [_serial(process, knows)]
+        ours.sign("server")  # in place
+        config.write_text('api_keys_file = "/nowhere"')
+        assert "the settings stay as they were" in process.reload()
+        assert _serial(process, knows) == serials[0]
+        config.write_text("")
+        assert process.reload().endswith("the settings were read again")
+        serials.append(_serial(process, knows))
+        assert serials[0] != serials[1]
+        assert process.post(verify=knows).status_code == 200
+        process.end()
+
+
+def test_an_engine_whose_certificate_is_not_known_gets_nothing(start, tmp_path):
+    """Not a byte of the request; and the client is told no address."""
+    with serving(sims()["p0"], **_certificate(Authority(tmp_path, "other"))) as p0:
+        process = start("--prefill", f"https://{p0}", "--decode", f"https://{p0}", "--probe-interval", "0")
+        answer = process.post()
+        process.end()
+
+    assert answer.status_code == 502
+    assert answer.json()["error"]["message"] == "prefill-0 cannot be reached"
+
+
+def _certificate(authority):
+    pair = authority.sign("engine")
+    return {"ssl_certfile": pair.cert, "ssl_keyfile": pair.key}
+
+
+def _serial(process, context):
+    """Return the serial number of the certificate that a new connection is shown."""
+    with httpx.Client(verify=context) as client, client.stream("GET", f"{process.url}/ready") as response:
+        shown = response.extensions["network_stream"].get_extra_info("ssl_object")
+        return shown.getpeercert()["serialNumber"]

@@ -1,0 +1,151 @@
+"""What operators get from a running router: one id everywhere in its log, and spans at a real collector."""
+
+import http.server
+import json
+import logging
+import sys
+import threading
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from support.sim import cluster
+from xpyd_proxy.app import create_app
+from xpyd_proxy.cli import build_parser, serve_settings
+from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.io.logs import JsonFormatter
+from xpyd_proxy.local.sim import Fault, FaultKind
+from xpyd_proxy.settings import LogFormat, Settings
+
+TEXT = {"prompt": "once upon a time", "max_tokens": 5, "stream": True}
+SECRET = "Bearer sk-never-in-a-log"
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+class Collecting(logging.Handler):
+    """Keeps lines of JSON."""
+
+    def __init__(self):
+        super().__init__()
+        self.setFormatter(JsonFormatter())
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(self.format(record))
+
+
+@pytest.fixture
+def log(caplog):
+    handler = Collecting()
+    caplog.set_level(logging.INFO, "xpyd_proxy")
+    logging.getLogger("xpyd_proxy").addHandler(handler)
+    yield handler.lines
+    logging.getLogger("xpyd_proxy").removeHandler(handler)
+
+
+def test_one_id_leads_through_the_log_of_the_router_and_of_both_engines(log):
+    """One line for each request, with no address and no key in it, also when an engine fails."""
+    with cluster(1, 2) as fleet:
+        fleet.engines["d0"].inject(Fault(FaultKind.DROP))
+        answers = [
+            httpx.post(f"http://{fleet.router}/v1/completions", json=TEXT, headers={"authorization": SECRET})
+            for _ in range(4)
+        ]
+        ids = [answer.headers["x-request-id"] for answer in answers]
+        ports = [fleet.router.rpartition(":")[2]]
+
+    said = [json.loads(line) for line in log]
+    lines = {line["id"]: line for line in said if "id" in line}
+    assert list(lines) == ids
+    assert all((line["status"], line["prefill"]) == (200, "prefill-0") for line in lines.values())
+    for name in ("p0", "d0", "d1"):
+        for entry in fleet.engines[name].log:
+            assert entry.headers["x-request-id"].partition("-r")[0] in ids
+    about_requests = json.dumps(list(lines.values()))
+    assert "retries" in about_requests
+    assert not any(secret in about_requests for secret in ("127.0.0.1", "http://", "sk-never", *ports))
+
+
+@contextmanager
+def collector():
+    """An OTLP collector on this machine; yields its base URL and the spans it has got."""
+    spans = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["content-length"]))
+            assert self.path == "/v1/traces"
+            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                spans.extend(span for scope in resource.scope_spans for span in scope.spans)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/", spans
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_spans_reach_a_collector_and_engines_join_the_trace():
+    """What is left is sent when the router ends."""
+    headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
+    with collector() as (url, spans):
+        with cluster(settings=Settings(otlp_endpoint=url)) as fleet:
+            response = httpx.post(f"http://{fleet.router}/v1/completions", json=TEXT, headers=headers)
+        by_name = {span.name: span for span in spans}
+
+    assert response.status_code == 200
+    assert by_name.keys() == {"POST /v1/completions", "prefill leg", "handoff", "decode leg"}
+    assert {span.trace_id.hex() for span in spans} == {TRACE}
+    for name, leg in (("p0", "prefill leg"), ("d0", "decode leg")):
+        (entry,) = fleet.engines[name].log
+        assert entry.headers["traceparent"] == f"00-{TRACE}-{by_name[leg].span_id.hex()}-01"
+
+
+def test_without_a_collector_a_trace_is_passed_on_as_it_came():
+    """A router that makes no spans does not break anybody's trace."""
+    headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
+    with cluster() as fleet:
+        httpx.post(f"http://{fleet.router}/v1/completions", json=TEXT, headers=headers)
+
+    for name in ("p0", "d0"):
+        assert fleet.engines[name].log[0].headers["traceparent"] == headers["traceparent"]
+
+
+def test_spans_without_their_library_are_refused_in_one_sentence(monkeypatch):
+    """At the start, and not at the first request."""
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    monkeypatch.delitem(sys.modules, "xpyd_proxy.io.traces", raising=False)
+
+    with pytest.raises(ConfigError, match=r"OpenTelemetry is not installed: pip install 'xpyd\[tracing\]'"):
+        create_app(Settings(otlp_endpoint="http://collector:4318"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "endpoint"), [([], "http://env:4318"), (["--otlp-endpoint", "https://flag:1"], "https://flag:1")]
+)
+def test_the_collector_is_named_as_for_every_other_program(monkeypatch, arguments, endpoint):
+    """In the environment; an argument says it better."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://env:4318")
+    parsed = build_parser(["serve"]).parse_args(["serve", *arguments, "--log-format", "json"])
+
+    settings = serve_settings(parsed)
+    assert settings.otlp_endpoint == endpoint
+    assert settings.log_format is LogFormat.JSON
+
+
+def test_a_collector_that_is_no_url_is_refused(capsys):
+    """With what would be right."""
+    with pytest.raises(SystemExit):
+        build_parser(["serve"]).parse_args(["serve", "--otlp-endpoint", "collector:4318"])
+
+    assert "'collector:4318' is not a URL: write http://host:port or https://host:port" in capsys.readouterr().err

@@ -1,0 +1,35 @@
+"""Certificates for tests: one authority, and what it has signed, made by the openssl binary."""
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A certificate and its private key, as files."""
+
+    cert: str
+    key: str
+
+
+class Authority:
+    """Signs certificates for 127.0.0.1."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder = folder
+        self.own = self._make(name, "-x509", "-addext", "basicConstraints=critical,CA:TRUE")
+
+    def sign(self, name: str) -> Pair:
+        """Make a certificate that is good for servers and for clients."""
+        extra = ("-x509", "-CA", self.own.cert, "-CAkey", self.own.key)
+        return self._make(
+            name, *extra, "-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=CA:FALSE"
+        )
+
+    def _make(self, name: str, *extra: str) -> Pair:
+        pair = Pair(str(self.folder / f"{name}.pem"), str(self.folder / f"{name}.key"))
+        curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
+        files = ("-subj", f"/CN={name}", "-keyout", pair.key, "-out", pair.cert)
+        subprocess.run(["openssl", "req", *curve, *files, *extra], check=True, capture_output=True)
+        return pair

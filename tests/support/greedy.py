@@ -1,0 +1,93 @@
+"""A model in a few lines: which token follows is decided by all tokens before it, and some tokens are half a character.
+
+So a stream that another engine goes on with is right only if that engine was given exactly the tokens of the first.
+"""
+
+import json
+
+from xpyd_proxy.core.model import Api
+
+VOCABULARY = 40
+HALF = 7  # every token that is a multiple of it has no text of its own: the next one shows both
+
+
+def next_token(tokens):
+    """Return the token that follows."""
+    return (sum((place + 1) * token for place, token in enumerate(tokens)) * 31 + len(tokens)) % VOCABULARY
+
+
+def ids_of(body):
+    """Return the tokens of a request's prompt."""
+    if (given := (body.get("kv_transfer_params") or {}).get("prompt_token_ids")) is not None:
+        return given
+    prompt = body["messages"] if "messages" in body else body["prompt"]
+    return (
+        prompt if prompt and isinstance(prompt[0], int) else [byte % VOCABULARY for byte in json.dumps(prompt).encode()]
+    )
+
+
+def limit_of(body):
+    """Return how many tokens a request asks for."""
+    return body.get("max_completion_tokens") or body.get("max_tokens") or 16
+
+
+def events(body, *, name, per_event=1):
+    """Return the stream that vLLM would send, event by event."""
+    api = Api.CHAT if "messages" in body else Api.COMPLETIONS
+    prompt, options = ids_of(body), body.get("stream_options") or {}
+    head = {"id": name, "object": "chunk", "created": 7, "model": "m"}
+    tokens, made, pending = list(prompt), 0, ""
+    is_first = True
+    if api is Api.CHAT:
+        yield event(
+            head | _ids(body, prompt) | {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+        )
+        is_first = False
+    limit = limit_of(body)
+    while made < limit:
+        ids, text = [], ""
+        for _ in range(min(per_event, limit - made)):
+            token = next_token(tokens)
+            tokens.append(token)
+            ids.append(token)
+            made += 1
+            pending += f" {token}"
+            if token % HALF or made == limit:
+                text, pending = text + pending, ""
+        finish = "length" if made == limit else None
+        choice = {"index": 0, "logprobs": None, "finish_reason": finish}
+        choice |= {"token_ids": ids if body.get("return_token_ids") else None}
+        choice |= {"text": text} if api is Api.COMPLETIONS else {"delta": {"content": text}}
+        if is_first:
+            choice |= _ids(body, prompt)
+        is_first = False
+        usage = {"usage": usage_of(prompt, made)} if options.get("continuous_usage_stats") else {}
+        yield event(head | {"choices": [choice]} | usage)
+    if options.get("include_usage"):
+        yield event(head | {"choices": [], "usage": usage_of(prompt, made)})
+    yield b"data: [DONE]\n\n"
+
+
+def usage_of(prompt, made):
+    """Return what an engine counts."""
+    return {"prompt_tokens": len(prompt), "completion_tokens": made, "total_tokens": len(prompt) + made}
+
+
+def event(data):
+    """Return one server-sent event."""
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _ids(body, prompt):
+    return {"prompt_token_ids": prompt if body.get("return_token_ids") else None}
+
+
+def read(stream):
+    """Return the text, the ids, the last usage and the end of a stream."""
+    lines = [line[6:] for line in stream.decode().splitlines() if line.startswith("data: ")]
+    chunks = [json.loads(line) for line in lines if line != "[DONE]"]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    text = "".join(choice["text"] if "text" in choice else choice["delta"]["content"] for choice in choices)
+    usages = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
+    ends = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
+    return text, {chunk["id"] for chunk in chunks}, usages[-1:], ends, lines[-1:] == ["[DONE]"]

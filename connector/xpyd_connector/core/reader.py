@@ -1,8 +1,8 @@
 """The decode worker's half: read the blocks, and hand them over only if the lease held until the read ended.
 
-A load waits for its peer, reads, asks P whether the read counts, and ends. Every step has a deadline; when it passes,
-the load fails at once, but its blocks must not be used before NIXL has let go of them: a hung peer may write into them
-much later.
+A load waits for its peer, reads, asks P whether the read counts, and ends. Its deadline runs from the first moment;
+when it passes, the load fails at once, but its blocks must not be used before NIXL has let go of them: a hung peer may
+write into them much later.
 
 Where either engine keeps its KV out of NIXL's reach, the load goes through host memory, part by part: room in our own
 buffer first, then P stages the part in its own (who has that needs nothing else any more, so nobody waits in a circle),
@@ -65,7 +65,8 @@ class Reader:
     def load(self, order: Order, *, now: float) -> None:
         """Start a load; its end comes out of :meth:`take_results`.
 
-        No step of it takes longer than ``timeout``, but for waiting for room in a staging buffer, which others free.
+        All of it takes at most ``timeout``; of one that goes through host memory each step does, but for waiting for
+        room there, which others free.
         """
         if order.request in self._loads:
             raise IllegalTransition(f"request {order.request} is loaded twice")
@@ -186,9 +187,14 @@ class Reader:
             self._fetch(load, now)
             return
         load.on(LoadEvent.READ)
-        load.deadline = now + self._timeout
+        self._extend(load, now)
         order = load.order
         self._tell(load, Done(order.remote_request, order.request, self._own.rank, self._own.ranks))
+
+    def _extend(self, load: Load, now: float) -> None:
+        """Give the next step its time; a load that goes from cache to cache has all of it from the start."""
+        if self._staging is not None or self._reach[load.order.engine].theirs.staged:
+            load.deadline = now + self._timeout
 
     def _fetch(self, load: Load, now: float) -> None:
         """Have P stage the next part if it must, else read it from P's cache."""
@@ -221,7 +227,7 @@ class Reader:
             self._break_off(load, "loads_failed_transfer", str(exc), LoadEvent.STARTED)
         else:
             load.on(LoadEvent.STARTED)
-            load.deadline = now + self._timeout
+            self._extend(load, now)
 
     def _ended(self, ended: Ended, now: float) -> None:
         load = self._by_flight.pop(ended.transfer)

@@ -94,6 +94,18 @@ def test_a_load_that_waits_for_its_peer_ends_in_time(world):
     assert counters(world) == {"loads_failed_timeout": 1}
 
 
+def test_one_deadline_is_for_the_whole_load(world):
+    """A read that has ended late, after a freeze, leaves no time for asking: who waits so long gets a local prefill."""
+    world.d.mover.stuck = True
+    world.load(offered(world))
+    world.run(seconds=TIMEOUT - 1)
+    world.d.mover.stuck = False
+    world.network.cut(world.p.link, is_cut=True)
+    world.run(seconds=1)
+
+    assert "not loaded within 20 s" in world.d.result("d-a").failure
+
+
 def test_a_question_that_is_never_answered_ends_in_time(world):
     """The bytes are here, but nobody says that they count: they do not, and the silent peer is left."""
     offer = offered(world)

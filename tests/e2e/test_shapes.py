@@ -35,7 +35,7 @@ from xpyd_proxy.local.recipe import Connector
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 # Around the blocks of 32 and 64 tokens, and the steps of 256.
-LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 66, 95, 96, 97, 129, 255, 257, 300, 700, 1500)
+LENGTHS = (2, 32, 33, 64, 65, 66, 97, 257, 700, 1500)
 # D's window begins with the last token of a block, which a P that has computed the last token, too, does not need any
 # more. What one missing token changes may be little, so there are several of each length.
 EDGES = tuple(WINDOW - 1 + 32 * blocks for blocks in (1, 2, 3, 13, 29)) * 3
@@ -89,9 +89,9 @@ def test_equal(row, gang, single):
 def check_equal(row, gang, single):
     pair, (p, d) = gang.pair(row), (SHAPES[name] for name in ROWS[row])
     asked = random_questions((*LENGTHS, *(EDGES if p.model == "window" else ())), seed=f"{row} {gang.mode}")
-    again = [Question("ids", stream=False, prompt=asked[i].prompt[:290] + asked[2].prompt) for i in (16, 17)]
+    again = [Question("ids", stream=False, prompt=asked[i].prompt[:290] + asked[2].prompt) for i in (8, 9)]
     rnd = random.Random(f"more {row} {gang.mode}")
-    more = random_questions([rnd.randrange(8, 600) for _ in range(12)], seed=f"{row} {gang.mode} at once")
+    more = random_questions([rnd.randrange(8, 600) for _ in range(6)], seed=f"{row} {gang.mode} at once")
     with watched(pair) as (prefilled, decoded):
         wrong = wrong_answers(pair, asked + again, single(p.model))
         wrong_at_once = wrong_answers(pair, more, single(p.model), at_once=6)

@@ -84,9 +84,10 @@ class Reader:
             self._give_room(self._staging.slots, now)
 
     def _give_room(self, slots: Slots[RequestId], now: float) -> None:
-        """Let those go on whose turn has come. They keep their slots to their end, so that nobody waits for two things
+        """Let those go on whose turn has come.
 
-        of ours: with several ranks, each with a buffer of its own, two loads would wait for each other.
+        They keep their slots to their end: with several ranks, each with a buffer of its own, loads that gave them back
+        and asked again could have each other's.
         """
         while turns := slots.take_granted():  # who fails at once makes room for the next
             for request, granted in turns:

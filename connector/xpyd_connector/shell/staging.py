@@ -186,11 +186,11 @@ def copy_on_host(source: Tensors, target: Tensors, rows: list[int], into: list[i
 
 
 def stream_beside(device: torch.device) -> Around:
-    """Return what copies of a device run in: a stream of their own, empty again at the end. Call it on the thread
+    """Return what copies of a device run in: a stream of their own, empty again at the end.
 
-    that computes. Copies to the device start behind the steps that it has been given so far: one of them may still
-    write for a request that has ended, whose blocks have been given to another. Copies from it start at once: what is
-    in the blocks is complete, which is why they are copied.
+    Call it on the thread that computes. Copies to the device start behind the steps that it has been given so far: one
+    of them may still write for a request that has ended, whose blocks have been given to another. Copies from it start
+    at once: what is in the blocks is complete, which is why they are copied.
     """
     if device.type == HOST:
         return lambda _: nullcontext()

@@ -5,13 +5,13 @@ Landed, when every worker has written everything and the lease still held, or St
 longer, the decode engine keeps its blocks out of everybody's reach.
 """
 
-import hmac
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final, TypeVar
 
+from xpyd_connector.core.crew import Crew
 from xpyd_connector.core.ids import ConnId, RequestId
 from xpyd_connector.core.leases import Released
 from xpyd_connector.core.lender import Lender
@@ -131,9 +131,8 @@ class Pushes:
         self._link = link
         self._lender = lender
         self._tally = tally
-        self._tokens = tokens  # rank -> what its worker proves itself with
+        self._crew = Crew(link, tokens)
         self._patience = patience  # s that a transfer nobody prefills is remembered
-        self._workers: dict[int, ConnId] = {}
         self._have_attended: set[int] = set()  # ranks that may write, connected or not
         self._guests: dict[ConnId, _Guest] = {}
         self._by_request: dict[RequestId, list[_Push]] = {}
@@ -198,17 +197,17 @@ class Pushes:
                 self._register(conn, message)
             case Stop(readers):
                 self._stop_for(conn, readers)
-            case Attend(rank, token):
-                self._attend(conn, rank, token, now)
-            case Written() | Ceased() | Stalled() if conn in self._workers.values():
-                self._worked(conn, message)
+            case Attend():
+                self._attend(conn, message, now)
+            case Written() | Ceased() | Stalled() if (worker := self._crew.rank_of(conn)) is not None:
+                self._worked(worker, message)
             case _:
                 self._link.close(conn)  # nothing that a decode engine or a worker says
                 self._lost(conn, now)
 
     def _lost(self, conn: ConnId, now: float) -> None:
         self._lender.lose(conn)
-        self._workers = {rank: worker for rank, worker in self._workers.items() if worker != conn}
+        self._crew.leave(conn)
         self._note([request for request, early in self._early.items() if early.guest == conn], None, now)
         guest = self._guests.pop(conn, None)
         if guest is None:
@@ -255,7 +254,7 @@ class Pushes:
             self._tally.count("pushes_refused")
             self._link.send(conn, Stopped(order.reader, f"{MAX_PUSHES} registrations are open"))
         else:
-            guest.add(push := _Push(conn, order, set(self._tokens)))
+            guest.add(push := _Push(conn, order, set(self._crew.ranks)))
             self._by_request.setdefault(order.request, []).append(push)
             self._tally.count("registrations")
             self._tell_workers(Assign(conn, order))
@@ -271,13 +270,12 @@ class Pushes:
 
     # ---- our workers
 
-    def _attend(self, conn: ConnId, rank: int, token: bytes, now: float) -> None:
-        if rank not in self._tokens or not hmac.compare_digest(token, self._tokens[rank]):
+    def _attend(self, conn: ConnId, attend: Attend, now: float) -> None:
+        if not self._crew.admit(conn, attend):
             self._link.close(conn)
             self._lost(conn, now)
             return
-        self._workers[rank] = conn
-        self._have_attended.add(rank)
+        self._have_attended.add(attend.rank)
         for number, guest in self._guests.items():
             for info in guest.ranks.values():
                 self._link.send(conn, Arrived(number, info))
@@ -286,13 +284,12 @@ class Pushes:
                 if push.state is PushState.CEASING:
                     self._link.send(conn, Cease(number, push.order.reader))
 
-    def _worked(self, conn: ConnId, news: Written | Ceased | Stalled) -> None:
+    def _worked(self, rank: int, news: Written | Ceased | Stalled) -> None:
         guest = self._guests.get(news.guest)
         push = guest.pushes.get(news.reader) if guest is not None else None
         if push is None:
             self._tally.count("late_notifications")  # the decode engine has left meanwhile
             return
-        rank = next(rank for rank, worker in self._workers.items() if worker == conn)
         match news:
             case Written():
                 push.busy.discard(rank)
@@ -309,8 +306,8 @@ class Pushes:
             return
         push.on(PushEvent.STOPPED)
         push.reason = reason
-        for rank in push.busy & self._workers.keys():
-            self._link.send(self._workers[rank], Cease(push.guest, push.order.reader))
+        for rank in push.busy:
+            self._crew.tell(rank, Cease(push.guest, push.order.reader))
         push.busy &= self._have_attended
         self._end_if_quiet(push)
 
@@ -343,8 +340,8 @@ class Pushes:
             self._stop(push, reason)
 
     def _tell_workers(self, message: Message) -> None:
-        for worker in self._workers.values():
-            self._link.send(worker, message)
+        for rank in self._crew.ranks:
+            self._crew.tell(rank, message)
 
 
 def _drop_old(entries: dict[RequestId, T], now: float, until: Callable[[T], float]) -> None:

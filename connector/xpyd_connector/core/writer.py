@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from math import lcm
 
+from xpyd_connector.core.home import Home
 from xpyd_connector.core.ids import Address, BlockId, ConnId, RequestId
 from xpyd_connector.core.messages import (
     MAX_REASON,
@@ -28,15 +29,13 @@ from xpyd_connector.core.messages import (
 )
 from xpyd_connector.core.parts import block_sizes, cut
 from xpyd_connector.core.plan import Stretch, check_shapes, push_route, served_ranks
-from xpyd_connector.core.ports import Failed, Link, LinkEvent, Lost, Met, Mover, Received
+from xpyd_connector.core.ports import Link, LinkEvent, Mover, Received
 from xpyd_connector.core.reach import Way
 from xpyd_connector.core.shipping import POLL_INTERVAL, ParcelId, Shipped, Shipping
 from xpyd_connector.core.staging import Staging
 from xpyd_connector.core.tally import Tally
 from xpyd_connector.core.writings import Gone, Guest, Piece, Source, Writing, WritingEvent, WritingState
 from xpyd_connector.errors import ConnectorError
-
-HOME_RETRY = 0.2  # s before our own scheduler, which starts to listen after us, is called again
 
 
 class Writer:
@@ -58,12 +57,9 @@ class Writer:
         self._mover = mover
         self._tally = tally
         self._own = own
-        self._home = home
-        self._token = token
+        self._home = Home(link, home, Attend(own.rank, token))
         self._timeout = timeout
         self._shipping = Shipping(mover, tally, timeout=timeout, staging=staging)
-        self._call_at: float | None = 0.0  # when to call our scheduler; absent while we are connected, or connecting
-        self._conn: ConnId | None = None
         self._sources: dict[RequestId, Source] = {}
         self._guests: dict[ConnId, Guest] = {}
         self._writings: dict[tuple[ConnId, RequestId], Writing] = {}
@@ -84,34 +80,28 @@ class Writer:
     def on(self, event: LinkEvent, *, now: float) -> None:
         """Take in what our scheduler says."""
         match event:
-            case Met(conn, _):
-                self._conn = conn
-                self._link.send(conn, Attend(self._own.rank, self._token))
-            case Failed():
-                self._call_at = now + HOME_RETRY
-            case Lost():
-                self._orphaned(now)
             case Received(_, message):
                 self._told(message, now)
+            case _ if self._home.on(event, now=now):
+                self._orphaned()
+            case _:
+                pass
 
     def advance(self, *, now: float) -> float | None:
         """Look at NIXL and at the clock; return when to be called again at the latest."""
-        if self._call_at is not None and now >= self._call_at:
-            self._call_at = None
-            self._link.meet(self._home)
+        call_at = self._home.advance(now=now)
         while self._unready and self._unready[0][1]():
             self._accept(self._unready.popleft()[0], now)
         for shipped in self._shipping.advance(now=now):
             self._shipped(shipped, now)
         for parcel in self._shipping.overdue(now=now):
             self._stall(self._by_parcel[parcel])
-        dues = [self._call_at, now + POLL_INTERVAL if self._unready else None, self._shipping.due(now=now)]
+        dues = [call_at, now + POLL_INTERVAL if self._unready else None, self._shipping.due(now=now)]
         return min((due for due in dues if due is not None), default=None)
 
-    def _orphaned(self, now: float) -> None:
+    def _orphaned(self) -> None:
         """Our scheduler is gone, and the engine with it, or it comes back: then it tells us again whom to write to."""
         self._tally.count("peers_lost")
-        self._conn, self._call_at = None, now + HOME_RETRY
         for guest in list(self._guests):
             self._depart(guest)
 
@@ -255,7 +245,7 @@ class Writer:
             return
         reason = f"a write did not end within {self._timeout:g} s"
         if not writing.mute:
-            self._say(Stalled(writing.guest, writing.order.reader, reason))
+            self._home.say(Stalled(writing.guest, writing.order.reader, reason))
         self._stop(writing, reason)
 
     def _stop(self, writing: Writing, reason: str) -> None:
@@ -281,11 +271,7 @@ class Writer:
         if not self._by_request[writing.order.request]:
             del self._by_request[writing.order.request]
         if not writing.mute:
-            self._say(news)
-
-    def _say(self, message: Message) -> None:
-        if self._conn is not None:
-            self._link.send(self._conn, message)
+            self._home.say(news)
 
 
 def _stretch(

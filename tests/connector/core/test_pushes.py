@@ -545,4 +545,4 @@ def test_nothing_is_left_when_everybody_has_left(desk):
     desk.turn()
 
     assert len(desk.pushes) == 0
-    assert desk.pushes._workers == {1: W1}
+    assert desk.pushes._crew._conns == {1: W1}

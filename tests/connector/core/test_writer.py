@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from support.engines import BLOCK_SIZE, lent, rank_info
+from xpyd_connector.core.home import RETRY
 from xpyd_connector.core.ids import Address, ConnId, RequestId, TransferId
 from xpyd_connector.core.messages import (
     MAX_REASON,
@@ -22,7 +23,7 @@ from xpyd_connector.core.messages import (
 from xpyd_connector.core.ports import Ended, Failed, Lost, Met, Outcome, Received
 from xpyd_connector.core.shipping import LINGER_INTERVAL, POLL_INTERVAL
 from xpyd_connector.core.tally import Tally
-from xpyd_connector.core.writer import HOME_RETRY, Writer
+from xpyd_connector.core.writer import Writer
 from xpyd_connector.core.writings import TRANSITIONS, Gone, Piece, Writing, WritingEvent, WritingState
 from xpyd_connector.errors import IllegalTransition, TransferError
 from xpyd_connector.io.memory import pieces_of
@@ -156,8 +157,8 @@ def test_it_attends_at_its_own_scheduler_and_calls_again_until_it_listens():
     assert writer.advance(now=9.0) is None
     assert link.calls == [HOME]
     writer.on(Failed(ConnId(100), "refused"), now=10.0)
-    assert writer.advance(now=10.0) == pytest.approx(10.0 + HOME_RETRY)
-    writer.advance(now=10.0 + HOME_RETRY)
+    assert writer.advance(now=10.0) == pytest.approx(10.0 + RETRY)
+    writer.advance(now=10.0 + RETRY)
     writer.on(Met(ConnId(101), None), now=10.5)
 
     assert link.calls == [HOME, HOME]
@@ -461,7 +462,7 @@ def test_without_its_scheduler_it_stops_everything_and_calls_again(desk):
     desk.writer.on(Lost(desk.home, "closed"), now=5.0)
     desk.end(0, outcome=Outcome.FAILED)
     assert desk.link.calls == [HOME]
-    desk.writer.advance(now=5.0 + HOME_RETRY)
+    desk.writer.advance(now=5.0 + RETRY)
 
     assert desk.link.calls == [HOME, HOME]
     assert desk.said() == []

@@ -1,0 +1,27 @@
+# syntax=docker/dockerfile:1
+# An engine: vLLM's own image plus the connector, and nothing else changed.
+# docker build -f helm/images/engine.Dockerfile -t xpyd/engine:0.1.0 .
+ARG PYTHON_IMAGE=python:3.12-slim
+ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
+
+FROM ${PYTHON_IMAGE} AS build
+WORKDIR /src
+COPY helm/images/requirements-build.txt helm/images/build-wheel.sh helm/images/
+RUN python -m pip install --no-cache-dir --no-deps --only-binary :all: --require-hashes -r helm/images/requirements-build.txt
+COPY pyproject.toml README.md LICENSE ./
+COPY proxy proxy
+COPY connector connector
+RUN PYTHON=python helm/images/build-wheel.sh . /wheels
+
+FROM ${VLLM_IMAGE}
+LABEL org.opencontainers.image.title="vLLM with the xpyd connector" \
+      org.opencontainers.image.licenses="Apache-2.0"
+# vLLM's entrypoint and user stay. Its user is root, and RDMA is why: the capability IPC_LOCK, which pins memory for the
+# NIC, reaches no other user's processes. Without RDMA a pod may say runAsUser and a cache that this user can write to.
+# hadolint ignore=DL3002
+USER 0:0
+COPY helm/images/install-engine.sh helm/images/requirements-nixl.txt /opt/xpyd-install/
+COPY --from=build /wheels /opt/xpyd-install/wheels
+RUN /opt/xpyd-install/install-engine.sh /opt/xpyd-install/wheels/xpyd-*.whl
+# An engine says that it is well at /health, and Kubernetes asks there.
+HEALTHCHECK NONE

@@ -1,0 +1,17 @@
+#!/bin/sh
+# Write the requirements-*.txt of the images anew. Needs uv; versions are those that the tests run with.
+set -eu
+cd "$(dirname "$0")"
+export UV_CUSTOM_COMPILE_COMMAND=helm/images/lock.sh
+
+lock() { # lock FILE ARGUMENT...
+    file=$1
+    shift
+    uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate \
+        -c ../../requirements-engine.txt -c ../../requirements-dev.txt -o "$file" "$@"
+}
+
+lock requirements-router.txt --extra proxy ../../pyproject.toml
+lock requirements-router-tracing.txt --extra proxy --extra tracing ../../pyproject.toml
+echo 'hatchling>=1.27' | lock requirements-build.txt -
+printf 'nixl>=1.5\nnixl-cu12\nnixl-cu13\n' | lock requirements-nixl.txt --no-deps -

@@ -1,0 +1,36 @@
+# syntax=docker/dockerfile:1
+# The router: docker build -f helm/images/router.Dockerfile -t xpyd/router:0.1.0 .
+# With spans (--otlp-endpoint): --build-arg REQUIREMENTS=requirements-router-tracing.txt
+ARG PYTHON_IMAGE=python:3.12-slim
+
+FROM ${PYTHON_IMAGE} AS build
+ARG REQUIREMENTS=requirements-router.txt
+WORKDIR /src
+COPY helm/images/requirements-*.txt helm/images/*.sh helm/images/
+RUN python -m pip install --no-cache-dir --no-deps --only-binary :all: --require-hashes -r helm/images/requirements-build.txt
+COPY pyproject.toml README.md LICENSE ./
+COPY proxy proxy
+COPY connector connector
+RUN PYTHON=python helm/images/build-wheel.sh . /wheels \
+    && PYTHON=python helm/images/install-router.sh /opt/xpyd /wheels/xpyd-*.whl "helm/images/${REQUIREMENTS}"
+
+FROM ${PYTHON_IMAGE}
+LABEL org.opencontainers.image.title="xpyd router" \
+      org.opencontainers.image.licenses="Apache-2.0"
+# Everything is installed: whoever gets in shall not install more.
+RUN python -m pip uninstall --yes --quiet pip
+COPY --from=build /opt/xpyd /opt/xpyd
+# No .pyc files: the root may be read-only. Python's output goes to the log at once.
+ENV PATH=/opt/xpyd/bin:/usr/local/bin:/usr/bin:/bin \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+# A number: Kubernetes cannot tell from a name whether it is root (runAsNonRoot).
+USER 65532:65532
+WORKDIR /
+EXPOSE 8000
+# Kubernetes probes /health and /ready; a check of the container's own would ask twice.
+HEALTHCHECK NONE
+# SIGTERM drains: docs/router.md, "Ending".
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["xpyd", "serve"]
+CMD ["--host", "0.0.0.0"]

@@ -1,0 +1,90 @@
+{{/* What the schema cannot say: values that contradict each other. */}}
+{{- define "xpyd.checks" -}}
+{{- $v := .Values -}}
+{{- if and (eq $v.router.store.type "memory") (or (gt (int $v.router.replicas) 1) (ne $v.router.autoscaling.type "none")) -}}
+{{- fail "router.store.type is memory, which is one router's own: write kubernetes or redis, or router.replicas: 1 without autoscaling" -}}
+{{- end -}}
+{{- if and (eq $v.router.store.type "redis") (not $v.router.store.redisUrl) -}}
+{{- fail "router.store.type is redis, but router.store.redisUrl is empty: write redis://HOST:PORT" -}}
+{{- end -}}
+{{- if and $v.router.adminKey.secretName (eq $v.router.adminKey.secretName $v.router.apiKeys.secretName) (eq $v.router.adminKey.key $v.router.apiKeys.key) -}}
+{{- fail "router.adminKey and router.apiKeys are the same key of the same secret: clients would be operators, so give each a key of its own" -}}
+{{- end -}}
+{{- if and $v.router.tls.clientCaSecretName (not $v.router.tls.secretName) -}}
+{{- fail "router.tls.clientCaSecretName needs router.tls.secretName: certificates are shown over https only" -}}
+{{- end -}}
+{{- $handoff := add (ceil (get $v.router.settings "handoff_timeout_s" | default 20)) (ceil (get $v.router.settings "connect_timeout_s" | default 5)) -}}
+{{- if gt (float64 $handoff) (float64 $v.connector.leaseSeconds) -}}
+{{- fail (printf "connector.leaseSeconds is %v: the router may hand over %d s after a prefill (handoff_timeout_s and connect_timeout_s of router.settings), when the KV is gone; write a longer lease or shorter timeouts" $v.connector.leaseSeconds $handoff) -}}
+{{- end -}}
+{{- if and (not $v.router.discovery.enabled) (not $v.router.discovery.prefill) (not $v.router.discovery.decode) -}}
+{{- fail "router.discovery.enabled is false, and router.discovery.prefill and decode are empty: the router would know no engine" -}}
+{{- end -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $p := index $v $role -}}
+{{- if $p.enabled -}}
+{{- if and (ne $p.kind "LeaderWorkerSet") (gt (int $p.nodes) 1) -}}
+{{- fail (printf "%s.nodes is %d, but %s.kind is %s: only a LeaderWorkerSet has several pods for one engine" $role (int $p.nodes) $role $p.kind) -}}
+{{- end -}}
+{{- if and (gt (int $p.nodes) 1) (gt (int $p.dataParallel) 1) -}}
+{{- fail (printf "%s.nodes and %s.dataParallel are both above 1: spread tensorParallel over the nodes, and have more replicas" $role $role) -}}
+{{- end -}}
+{{- if ne (mod (mul $p.tensorParallel $p.dataParallel) $p.nodes) 0 -}}
+{{- fail (printf "%s.tensorParallel is %d: it cannot be divided over %d nodes" $role (int $p.tensorParallel) (int $p.nodes)) -}}
+{{- end -}}
+{{- if and (eq $v.cache.type "claimTemplate") (ne $p.kind "StatefulSet") -}}
+{{- fail (printf "cache.type is claimTemplate, but %s.kind is %s: only a StatefulSet makes claims; write emptyDir, pvc or hostPath" $role $p.kind) -}}
+{{- end -}}
+{{- if gt (int $p.autoscaling.min) (int $p.autoscaling.max) -}}
+{{- fail (printf "%s.autoscaling.min is %d, above max, which is %d" $role (int $p.autoscaling.min) (int $p.autoscaling.max)) -}}
+{{- end -}}
+{{- include "xpyd.check.ports" (dict "role" $role "pool" $p) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $v.prefill.enabled $v.decode.enabled $v.prefill.hostNetwork $v.decode.hostNetwork -}}
+{{- range $one := include "xpyd.ports" $v.prefill | fromJsonArray -}}
+{{- if has $one (include "xpyd.ports" $v.decode | fromJsonArray) -}}
+{{- fail (printf "port %d is of prefill and of decode, and both have hostNetwork: they may run on one node, so give them ports of their own" (int $one)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if gt (int $v.router.autoscaling.min) (int $v.router.autoscaling.max) -}}
+{{- fail (printf "router.autoscaling.min is %d, above max, which is %d" (int $v.router.autoscaling.min) (int $v.router.autoscaling.max)) -}}
+{{- end -}}
+{{- if and $v.httpRoute.enabled (not $v.httpRoute.parentRefs) -}}
+{{- fail "httpRoute.enabled is true, but httpRoute.parentRefs is empty: name the gateway" -}}
+{{- end -}}
+{{- $volume := $v.model.volume -}}
+{{- $needs := get (dict "pvc" "claimName" "image" "image" "hostPath" "hostPath") $volume.type -}}
+{{- if and $needs (not (get $volume $needs)) -}}
+{{- fail (printf "model.volume.type is %s, but model.volume.%s is empty" $volume.type $needs) -}}
+{{- end -}}
+{{- $needs = get (dict "pvc" "claimName" "hostPath" "hostPath") $v.cache.type -}}
+{{- if and $needs (not (get $v.cache $needs)) -}}
+{{- fail (printf "cache.type is %s, but cache.%s is empty" $v.cache.type $needs) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* All ports of an engine, as a JSON array. */}}
+{{- define "xpyd.ports" -}}
+{{- $ports := list (int .port) -}}
+{{- range $rank := until (int .dataParallel) -}}
+{{- $ports = append $ports (add $.sidePort $rank | int) -}}
+{{- if $.kvEvents.enabled -}}
+{{- $ports = append $ports (add $.kvEvents.port $rank | int) -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $ports -}}
+{{- end -}}
+
+{{- define "xpyd.check.ports" -}}
+{{- $ports := include "xpyd.ports" .pool | fromJsonArray -}}
+{{- if ne (len $ports) (len (uniq $ports)) -}}
+{{- fail (printf "%s: port %d, the side channel from %d on and KV events from %d on share a port over %d ranks: move them apart" .role (int .pool.port) (int .pool.sidePort) (int .pool.kvEvents.port) (int .pool.dataParallel)) -}}
+{{- end -}}
+{{- range $ports -}}
+{{- if gt (int .) 65535 -}}
+{{- fail (printf "%s: its ports reach %d, above 65535" $.role (int .)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

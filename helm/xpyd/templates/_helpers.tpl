@@ -1,0 +1,128 @@
+{{/* Names: <release>-<chart>, so that no two releases meet; long ones end with a hash. Objects add at most 23 characters. */}}
+{{- define "xpyd.fullname" -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- $full := .Values.fullnameOverride | default (ternary $name (printf "%s-%s" .Release.Name $name) (eq .Release.Name $name)) -}}
+{{- if gt (len $full) 40 -}}
+{{- $full = printf "%s-%s" ($full | trunc 31 | trimSuffix "-") (sha256sum $full | trunc 8) -}}
+{{- end -}}
+{{- $full -}}
+{{- end -}}
+
+{{/* dict root component: what selectors look at. No version, no revision: those change. */}}
+{{- define "xpyd.selector" -}}
+app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{/* dict root component [more]: labels of an object; nobody's own labels replace those of the chart. */}}
+{{- define "xpyd.labels" -}}
+{{- $own := include "xpyd.selector" . | fromYaml -}}
+{{- $_ := set $own "app.kubernetes.io/version" .root.Chart.AppVersion -}}
+{{- $_ := set $own "app.kubernetes.io/managed-by" .root.Release.Service -}}
+{{- $_ := set $own "app.kubernetes.io/part-of" "xpyd" -}}
+{{- $_ := set $own "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_") -}}
+{{- merge $own (.more | default dict) .root.Values.commonLabels | toYaml -}}
+{{- end -}}
+
+{{/* dict root component [more]: labels of a pod. Nothing that a new chart would change: pods would start anew for it. */}}
+{{- define "xpyd.podLabels" -}}
+{{- merge (include "xpyd.selector" . | fromYaml) (.more | default dict) .root.Values.commonLabels | toYaml -}}
+{{- end -}}
+
+{{/* dict root component name [labels annotations]: the metadata of an object. */}}
+{{- define "xpyd.metadata" -}}
+name: {{ .name }}
+namespace: {{ .root.Release.Namespace }}
+labels:
+  {{- include "xpyd.labels" (dict "root" .root "component" .component "more" .labels) | nindent 2 }}
+{{- with merge (dict) (.annotations | default dict) .root.Values.commonAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* dict root image: its reference; the digest wins. */}}
+{{- define "xpyd.image" -}}
+{{- if .image.digest -}}
+{{- printf "%s@%s" .image.repository .image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" .image.repository (.image.tag | default .root.Chart.AppVersion) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A number or a switch as an argument: YAML's numbers are floats here, and 1e+06 is no whole number to anybody. */}}
+{{- define "xpyd.argument" -}}
+{{- if and (or (kindIs "float64" .) (kindIs "int64" .) (kindIs "int" .)) (eq (floor .) (float64 .)) -}}
+{{- printf "%d" (int64 .) -}}
+{{- else -}}
+{{- printf "%v" . -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What is equal on both sides, so that only engines of one revision meet. */}}
+{{- define "xpyd.revision" -}}
+{{- if .Values.revision -}}
+{{- .Values.revision -}}
+{{- else -}}
+{{- $p := include "xpyd.image" (dict "root" . "image" .Values.prefill.image) -}}
+{{- $d := include "xpyd.image" (dict "root" . "image" .Values.decode.image) -}}
+{{- $m := .Values.model -}}
+{{- $c := .Values.connector -}}
+{{- /* Not the maps as they are: one helm keeps keys that are null, the other drops them. */ -}}
+{{- $own := list $p $d $m.name $m.servedName ($m.maxLength | default "") $m.dtype ($m.blockSize | default "") (toJson $m.volume) -}}
+{{- $own = concat $own (list $c.mode $c.leaseSeconds $c.loadFailurePolicy $c.bufferDevice (toJson $c.extraConfig)) -}}
+{{- join "\n" $own | sha256sum | trunc 12 -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "xpyd.router.serviceAccount" -}}
+{{- .Values.router.serviceAccount.name | default (printf "%s-router" (include "xpyd.fullname" .)) -}}
+{{- end -}}
+
+{{- define "xpyd.engine.serviceAccount" -}}
+{{- .Values.engineServiceAccount.name | default (printf "%s-engine" (include "xpyd.fullname" .)) -}}
+{{- end -}}
+
+{{- define "xpyd.scheme" -}}
+{{- ternary "HTTPS" "HTTP" (not (empty .Values.router.tls.secretName)) -}}
+{{- end -}}
+
+{{/* Seconds. Router: endpoints forget it, it serves late comers, it finishes, and some more. */}}
+{{- define "xpyd.router.grace" -}}
+{{- $d := .Values.router.drain -}}
+{{- $least := add $d.preStopSeconds $d.graceSeconds $d.shutdownSeconds $d.marginSeconds -}}
+{{- include "xpyd.grace" (dict "name" "router" "least" $least "given" .Values.router.terminationGracePeriodSeconds) -}}
+{{- end -}}
+
+{{/* dict root role: seconds that an engine's preStop may take. A prefill engine waits for its leases, too. */}}
+{{- define "xpyd.pool.drain" -}}
+{{- $d := (index .root.Values .role).drain -}}
+{{- $lease := ternary (ceil .root.Values.connector.leaseSeconds | int64) 0 (eq .role "prefill") -}}
+{{- add $d.settleSeconds $d.requestSeconds $lease -}}
+{{- end -}}
+
+{{- define "xpyd.pool.grace" -}}
+{{- $pool := index .root.Values .role -}}
+{{- $least := add (include "xpyd.pool.drain" .) $pool.drain.shutdownSeconds $pool.drain.marginSeconds -}}
+{{- include "xpyd.grace" (dict "name" .role "least" $least "given" $pool.terminationGracePeriodSeconds) -}}
+{{- end -}}
+
+{{- define "xpyd.grace" -}}
+{{- if kindIs "invalid" .given -}}
+{{- .least -}}
+{{- else if lt (int64 .given) (int64 .least) -}}
+{{- fail (printf "%s.terminationGracePeriodSeconds is %d: its drain takes up to %d s, so write that, more, or null" .name (int64 .given) (int64 .least)) -}}
+{{- else -}}
+{{- int64 .given -}}
+{{- end -}}
+{{- end -}}
+
+{{/* dict selector constraints: topology spread constraints with the selector of the pods they are about. */}}
+{{- define "xpyd.spread" -}}
+{{- $spread := list -}}
+{{- range .constraints -}}
+{{- $spread = append $spread (merge (dict "labelSelector" (dict "matchLabels" $.selector)) .) -}}
+{{- end -}}
+{{- toYaml $spread -}}
+{{- end -}}

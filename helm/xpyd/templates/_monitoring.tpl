@@ -1,0 +1,40 @@
+{{/* dict root text: queries with the labels of this release in them. */}}
+{{- define "xpyd.queries" -}}
+{{- $namespace := printf "namespace=%q" .root.Release.Namespace -}}
+{{- $router := printf "%s,job=\"%s-router\"" $namespace (include "xpyd.fullname" .root) -}}
+{{- $engine := printf "%s,xpyd_io_release=%q" $namespace .root.Release.Name -}}
+{{- .text | replace "%ROUTER%" $router | replace "%ENGINE%" $engine -}}
+{{- end -}}
+
+{{/* The workers of a LeaderWorkerSet serve no metrics. */}}
+{{- define "xpyd.workerIndices" -}}
+{{- $most := max .Values.prefill.nodes .Values.decode.nodes 2 | int -}}
+{{- $indices := list -}}
+{{- range $index := untilStep 1 $most 1 -}}
+{{- $indices = append $indices (toString $index) -}}
+{{- end -}}
+{{- toJson $indices -}}
+{{- end -}}
+
+{{/* dict root key board: a Grafana dashboard, as JSON. */}}
+{{- define "xpyd.dashboard" -}}
+{{- $full := include "xpyd.fullname" .root -}}
+{{- $source := dict "type" "prometheus" "uid" "${datasource}" -}}
+{{- $panels := list -}}
+{{- range $i, $panel := .board.panels -}}
+{{- $targets := list -}}
+{{- range $n, $query := $panel.queries -}}
+{{- $targets = append $targets (dict "refId" (printf "Q%d" $n) "expr" (index $query 0) "legendFormat" (index $query 1) "datasource" $source) -}}
+{{- end -}}
+{{- $place := dict "x" (mul (mod $i 3) 8) "y" (mul (div $i 3) 8) "w" 8 "h" 8 -}}
+{{- $field := dict "defaults" (dict "unit" $panel.unit "min" 0) "overrides" list -}}
+{{- $panels = append $panels (dict "id" (add1 $i) "type" "timeseries" "title" $panel.title "datasource" $source "gridPos" $place "fieldConfig" $field "targets" $targets) -}}
+{{- end -}}
+{{- $variable := dict "name" "datasource" "type" "datasource" "query" "prometheus" "label" "Prometheus" -}}
+{{- $uid := printf "%s/%s/%s" .root.Release.Namespace $full .key | sha256sum | trunc 16 -}}
+{{- $board := dict "uid" $uid "title" (printf "xpyd %s %s: %s" .root.Release.Namespace $full .board.title) "tags" (list "xpyd") "schemaVersion" 39 "refresh" "30s" -}}
+{{- $_ := set $board "time" (dict "from" "now-1h" "to" "now") -}}
+{{- $_ := set $board "templating" (dict "list" (list $variable)) -}}
+{{- $_ := set $board "panels" $panels -}}
+{{- toPrettyJson $board -}}
+{{- end -}}

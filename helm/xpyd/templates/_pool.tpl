@@ -1,0 +1,406 @@
+{{/* dict root role: vLLM's --kv-transfer-config. */}}
+{{- define "xpyd.pool.transfer" -}}
+{{- $c := .root.Values.connector -}}
+{{- $extra := merge (dict "kv_lease_duration" $c.leaseSeconds) $c.extraConfig -}}
+{{- if eq $c.mode "push" -}}
+{{- $_ := set $extra "mode" "push" -}}
+{{- end -}}
+{{- $config := dict "kv_connector" "XpydConnector" "kv_connector_module_path" "xpyd_connector" -}}
+{{- $_ := set $config "kv_role" (ternary "kv_producer" "kv_consumer" (eq .role "prefill")) -}}
+{{- $_ := set $config "kv_load_failure_policy" $c.loadFailurePolicy -}}
+{{- $_ := set $config "kv_connector_extra_config" $extra -}}
+{{- with $c.bufferDevice -}}
+{{- $_ := set $config "kv_buffer_device" . -}}
+{{- end -}}
+{{- toJson $config -}}
+{{- end -}}
+
+{{/* dict root role worker: arguments of `vllm`, as a YAML list. */}}
+{{- define "xpyd.pool.args" -}}
+{{- $v := .root.Values -}}
+{{- $p := index $v .role -}}
+- serve
+- {{ $v.model.name | quote }}
+- --served-model-name
+- {{ $v.model.servedName | default $v.model.name | quote }}
+- --host
+- {{ $v.listenAddress | quote }}
+- --port
+- {{ include "xpyd.argument" $p.port | quote }}
+- --tensor-parallel-size
+- {{ include "xpyd.argument" $p.tensorParallel | quote }}
+{{- if gt (int $p.dataParallel) 1 }}
+- --data-parallel-size
+- {{ include "xpyd.argument" $p.dataParallel | quote }}
+{{- end }}
+{{- if $p.expertParallel }}
+- --enable-expert-parallel
+{{- end }}
+- --dtype
+- {{ $v.model.dtype }}
+{{- with $v.model.maxLength }}
+- --max-model-len
+- {{ include "xpyd.argument" . | quote }}
+{{- end }}
+{{- with $v.model.blockSize }}
+- --block-size
+- {{ include "xpyd.argument" . | quote }}
+{{- end }}
+{{- with $p.gpuMemoryUtilization }}
+- --gpu-memory-utilization
+- {{ include "xpyd.argument" . | quote }}
+{{- end }}
+- --enable-prompt-tokens-details
+- --disable-access-log-for-endpoints
+- /health,/metrics
+- --shutdown-timeout
+- {{ include "xpyd.argument" $p.drain.shutdownSeconds | quote }}
+{{- if $p.kvEvents.enabled }}
+- --kv-events-config
+- {{ dict "enable_kv_cache_events" true "publisher" "zmq" "endpoint" (printf "tcp://*:%d" (int $p.kvEvents.port)) | toJson | quote }}
+{{- end }}
+- --kv-transfer-config
+- {{ include "xpyd.pool.transfer" . | quote }}
+{{- if gt (int $p.nodes) 1 }}
+- --nnodes
+- {{ include "xpyd.argument" $p.nodes | quote }}
+- --node-rank
+- $(LWS_WORKER_INDEX)
+- --master-addr
+- $(LWS_LEADER_ADDRESS)
+{{- end }}
+{{- if .worker }}
+- --headless
+{{- end }}
+{{- range $p.extraArgs }}
+- {{ . | quote }}
+{{- end }}
+{{- end -}}
+
+{{- define "xpyd.pool.env" -}}
+{{- $v := .root.Values -}}
+{{- $p := index $v .role -}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- name: VLLM_HOST_IP
+  value: $(POD_IP)
+- name: VLLM_NIXL_SIDE_CHANNEL_HOST
+{{- if .worker }}
+  value: $(LWS_LEADER_ADDRESS) # where the engine's own workers find its side channel
+{{- else }}
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+{{- end }}
+- name: VLLM_NIXL_SIDE_CHANNEL_PORT
+  value: {{ include "xpyd.argument" $p.sidePort | quote }}
+- name: VLLM_NO_USAGE_STATS
+  value: "1"
+{{- if ne $v.cache.type "none" }}
+- name: XDG_CACHE_HOME
+  value: /cache
+- name: VLLM_CACHE_ROOT
+  value: /cache/vllm
+- name: HF_HOME
+  value: /cache/huggingface
+{{- end }}
+{{- if ne $v.model.volume.type "none" }}
+- name: HF_HUB_OFFLINE
+  value: "1"
+{{- end }}
+{{- with $v.model.hubToken }}
+{{- if .secretName }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ .secretName }}, key: {{ .key }}}}
+{{- end }}
+{{- end }}
+{{- with $v.connector.secret }}
+{{- if .name }}
+- name: XPYD_CONNECTOR_SECRET
+  valueFrom: {secretKeyRef: {name: {{ .name }}, key: {{ .key }}}}
+{{- end }}
+{{- end }}
+{{- with $p.apiKey }}
+{{- if .secretName }}
+- name: VLLM_API_KEY
+  valueFrom: {secretKeyRef: {name: {{ .secretName }}, key: {{ .key }}}}
+{{- end }}
+{{- end }}
+{{- if and $p.rdma.enabled $p.rdma.devices }}
+- name: UCX_NET_DEVICES
+  value: {{ $p.rdma.devices | quote }}
+{{- end }}
+{{- with $p.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "xpyd.pool.resources" -}}
+{{- $p := index .root.Values .role -}}
+{{- $limits := dict -}}
+{{- $count := $p.accelerator.count -}}
+{{- if kindIs "invalid" $count -}}
+{{- $count = div (mul $p.tensorParallel $p.dataParallel) $p.nodes -}}
+{{- end -}}
+{{- if and $p.accelerator.resource (gt (int $count) 0) -}}
+{{- $_ := set $limits $p.accelerator.resource (int $count | toString) -}}
+{{- end -}}
+{{- if $p.rdma.enabled -}}
+{{- $_ := set $limits $p.rdma.resource (int $p.rdma.count | toString) -}}
+{{- end -}}
+{{- with $p.hugepages -}}
+{{- if .size -}}
+{{- $_ := set $limits (printf "hugepages-%s" .size) .amount -}}
+{{- end -}}
+{{- end -}}
+{{- $given := $p.resources -}}
+{{- $all := dict "limits" (merge $limits ($given.limits | default dict)) "requests" (merge (dict) $limits ($given.requests | default dict)) -}}
+{{- toYaml $all -}}
+{{- end -}}
+
+{{- define "xpyd.pool.security" -}}
+{{- $p := index .root.Values .role -}}
+{{- $security := deepCopy $p.securityContext -}}
+{{- if $p.rdma.enabled -}}
+{{- $capabilities := get $security "capabilities" | default dict -}}
+{{- $_ := set $capabilities "add" (append (get $capabilities "add" | default list) "IPC_LOCK" | uniq) -}}
+{{- $_ := set $security "capabilities" $capabilities -}}
+{{- end -}}
+{{- toYaml $security -}}
+{{- end -}}
+
+{{- define "xpyd.pool.labels" -}}
+{{- $more := merge (dict "xpyd.io/role" .role "xpyd.io/release" .root.Release.Name "xpyd.io/revision" (include "xpyd.revision" .root)) (index .root.Values .role).podLabels -}}
+{{- include "xpyd.podLabels" (dict "root" .root "component" .role "more" $more) -}}
+{{- end -}}
+
+{{- define "xpyd.pool.annotations" -}}
+{{- $p := index .root.Values .role -}}
+xpyd.io/port: {{ include "xpyd.argument" $p.port | quote }}
+{{- if gt (int $p.dataParallel) 1 }}
+xpyd.io/ranks: {{ include "xpyd.argument" $p.dataParallel | quote }}
+{{- end }}
+{{- if eq .root.Values.connector.mode "push" }}
+xpyd.io/mode: push
+{{- end }}
+checksum/scripts: {{ .root.Files.Get "files/drain.py" | sha256sum | trunc 16 }}
+{{- with merge (dict) $p.podAnnotations .root.Values.commonAnnotations }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* dict root role worker: the template of a pod. A worker is a pod of an engine that answers no requests. */}}
+{{- define "xpyd.pool.template" -}}
+{{- $v := .root.Values -}}
+{{- $p := index $v .role -}}
+{{- $name := include "xpyd.fullname" .root -}}
+metadata:
+  labels:
+    {{- include "xpyd.pool.labels" . | nindent 4 }}
+  annotations:
+    {{- include "xpyd.pool.annotations" . | nindent 4 }}
+spec:
+  serviceAccountName: {{ include "xpyd.engine.serviceAccount" .root }}
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  terminationGracePeriodSeconds: {{ include "xpyd.pool.grace" . }}
+  {{- with $v.imagePullSecrets }}
+  imagePullSecrets:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $p.podSecurityContext }}
+  securityContext:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- if $p.hostNetwork }}
+  hostNetwork: true
+  dnsPolicy: ClusterFirstWithHostNet
+  {{- end }}
+  {{- range $key := list "runtimeClassName" "priorityClassName" "schedulerName" }}
+  {{- with index $p $key }}
+  {{ $key }}: {{ . }}
+  {{- end }}
+  {{- end }}
+  {{- with $p.nodeSelector }}
+  nodeSelector:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $p.tolerations }}
+  tolerations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- if $p.affinity }}
+  affinity:
+    {{- toYaml $p.affinity | nindent 4 }}
+  {{- else if $p.colocate.enabled }}
+  affinity:
+    podAffinity:
+      preferredDuringSchedulingIgnoredDuringExecution:
+        - weight: 50
+          podAffinityTerm:
+            topologyKey: {{ $p.colocate.topologyKey }}
+            labelSelector:
+              matchLabels:
+                {{- include "xpyd.selector" (dict "root" .root "component" (ternary "decode" "prefill" (eq .role "prefill"))) | nindent 16 }}
+  {{- end }}
+  {{- if $p.topologySpread }}
+  topologySpreadConstraints:
+    {{- include "xpyd.spread" (dict "constraints" $p.topologySpread "selector" (include "xpyd.selector" (dict "root" .root "component" .role) | fromYaml)) | nindent 4 }}
+  {{- end }}
+  containers:
+    - name: engine
+      image: {{ include "xpyd.image" (dict "root" .root "image" $p.image) }}
+      imagePullPolicy: {{ $p.image.pullPolicy }}
+      command: [vllm]
+      args:
+        {{- include "xpyd.pool.args" . | nindent 8 }}
+      env:
+        {{- include "xpyd.pool.env" . | nindent 8 }}
+      {{- if not .worker }}
+      ports:
+        - {name: http, containerPort: {{ int $p.port }}}
+        {{- range $rank := until (int $p.dataParallel) }}
+        - {name: side-{{ $rank }}, containerPort: {{ add $p.sidePort $rank }}}
+        {{- end }}
+        {{- if $p.kvEvents.enabled }}
+        {{- range $rank := until (int $p.dataParallel) }}
+        - {name: kv-events-{{ $rank }}, containerPort: {{ add $p.kvEvents.port $rank }}}
+        {{- end }}
+        {{- end }}
+      startupProbe:
+        httpGet: {path: /health, port: http}
+        periodSeconds: {{ int $p.probes.periodSeconds }}
+        timeoutSeconds: {{ int $p.probes.timeoutSeconds }}
+        failureThreshold: {{ divf $p.probes.startupSeconds $p.probes.periodSeconds | ceil | int }}
+      readinessProbe:
+        httpGet: {path: /health, port: http}
+        periodSeconds: {{ int $p.probes.periodSeconds }}
+        timeoutSeconds: {{ int $p.probes.timeoutSeconds }}
+        failureThreshold: {{ int $p.probes.readinessFailures }}
+      livenessProbe:
+        httpGet: {path: /health, port: http}
+        periodSeconds: {{ int $p.probes.periodSeconds }}
+        timeoutSeconds: {{ int $p.probes.timeoutSeconds }}
+        failureThreshold: {{ int $p.probes.livenessFailures }}
+      lifecycle:
+        preStop:
+          exec:
+            command:
+              - python3
+              - /opt/xpyd/drain.py
+              - --port={{ int $p.port }}
+              - --role={{ .role }}
+              - --settle={{ int $p.drain.settleSeconds }}
+              - --lease={{ include "xpyd.argument" $v.connector.leaseSeconds }}
+              - --seconds={{ include "xpyd.pool.drain" . }}
+      {{- end }}
+      resources:
+        {{- include "xpyd.pool.resources" . | nindent 8 }}
+      securityContext:
+        {{- include "xpyd.pool.security" . | nindent 8 }}
+      volumeMounts:
+        - {name: shm, mountPath: /dev/shm}
+        - {name: tmp, mountPath: /tmp}
+        - {name: scripts, mountPath: /opt/xpyd, readOnly: true}
+        {{- if ne $v.cache.type "none" }}
+        - {name: cache, mountPath: /cache}
+        {{- end }}
+        {{- if ne $v.model.volume.type "none" }}
+        - {name: model, mountPath: {{ $v.model.volume.mountPath }}, readOnly: true}
+        {{- end }}
+        {{- if $p.hugepages.size }}
+        - {name: hugepages, mountPath: /dev/hugepages}
+        {{- end }}
+        {{- with $p.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+  volumes:
+    - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ $p.shmSize }}}}
+    - {name: tmp, emptyDir: {}}
+    - {name: scripts, configMap: {name: {{ $name }}-scripts}}
+    {{- with $v.cache }}
+    {{- if eq .type "emptyDir" }}
+    - {name: cache, emptyDir: {sizeLimit: {{ .size }}}}
+    {{- else if eq .type "pvc" }}
+    - {name: cache, persistentVolumeClaim: {claimName: {{ .claimName }}}}
+    {{- else if eq .type "hostPath" }}
+    - {name: cache, hostPath: {path: {{ .hostPath }}, type: DirectoryOrCreate}}
+    {{- end }}
+    {{- end }}
+    {{- with $v.model.volume }}
+    {{- if eq .type "pvc" }}
+    - {name: model, persistentVolumeClaim: {claimName: {{ .claimName }}, readOnly: true}}
+    {{- else if eq .type "image" }}
+    - {name: model, image: {reference: {{ .image | quote }}, pullPolicy: IfNotPresent}}
+    {{- else if eq .type "hostPath" }}
+    - {name: model, hostPath: {path: {{ .hostPath }}, type: Directory}}
+    {{- end }}
+    {{- end }}
+    {{- with $p.hugepages }}
+    {{- if .size }}
+    - {name: hugepages, emptyDir: {medium: HugePages-{{ .size }}}}
+    {{- end }}
+    {{- end }}
+    {{- with $p.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end -}}
+
+{{/* dict root role: the workload. */}}
+{{- define "xpyd.pool.workload" -}}
+{{- $p := index .root.Values .role -}}
+{{- $name := printf "%s-%s" (include "xpyd.fullname" .root) .role -}}
+{{- $leader := merge (dict "worker" false) . -}}
+apiVersion: {{ ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" (eq $p.kind "LeaderWorkerSet") }}
+kind: {{ $p.kind }}
+metadata:
+  {{- include "xpyd.metadata" (dict "root" .root "component" .role "name" $name "annotations" (ternary (dict "leaderworkerset.sigs.k8s.io/exclusive-topology" $p.exclusiveTopology) dict (and (eq $p.kind "LeaderWorkerSet") (not (empty $p.exclusiveTopology))))) | nindent 2 }}
+spec:
+  {{- if eq $p.autoscaling.type "none" }}
+  replicas: {{ int $p.replicas }}
+  {{- end }}
+  {{- if eq $p.kind "LeaderWorkerSet" }}
+  startupPolicy: LeaderCreated
+  rolloutStrategy:
+    {{- toYaml ($p.strategy | default (dict "type" "RollingUpdate" "rollingUpdateConfiguration" (dict "maxUnavailable" 0 "maxSurge" 1))) | nindent 4 }}
+  leaderWorkerTemplate:
+    size: {{ int $p.nodes }}
+    restartPolicy: RecreateGroupOnPodRestart
+    leaderTemplate:
+      {{- include "xpyd.pool.template" $leader | nindent 6 }}
+    workerTemplate:
+      {{- include "xpyd.pool.template" (merge (dict "worker" true) .) | nindent 6 }}
+  {{- else }}
+  selector:
+    matchLabels:
+      {{- include "xpyd.selector" (dict "root" .root "component" .role) | nindent 6 }}
+  {{- if eq $p.kind "StatefulSet" }}
+  serviceName: {{ $name }}
+  podManagementPolicy: Parallel
+  updateStrategy:
+    {{- toYaml ($p.strategy | default (dict "type" "RollingUpdate")) | nindent 4 }}
+  {{- if eq .root.Values.cache.type "claimTemplate" }}
+  volumeClaimTemplates:
+    - metadata: {name: cache}
+      spec:
+        accessModes: [ReadWriteOnce]
+        {{- with .root.Values.cache.storageClass }}
+        storageClassName: {{ . }}
+        {{- end }}
+        resources: {requests: {storage: {{ .root.Values.cache.size }}}}
+  {{- end }}
+  {{- else }}
+  strategy:
+    {{- toYaml ($p.strategy | default (dict "type" "RollingUpdate" "rollingUpdate" (dict "maxSurge" 1 "maxUnavailable" 0))) | nindent 4 }}
+  progressDeadlineSeconds: {{ add $p.probes.startupSeconds 600 }}
+  {{- end }}
+  template:
+    {{- include "xpyd.pool.template" $leader | nindent 4 }}
+  {{- end }}
+{{- end -}}
+
+{{/* dict root role: what the autoscaler scales. */}}
+{{- define "xpyd.pool.target" -}}
+{{- $kind := (index .root.Values .role).kind -}}
+apiVersion: {{ ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" (eq $kind "LeaderWorkerSet") }}
+kind: {{ $kind }}
+name: {{ include "xpyd.fullname" .root }}-{{ .role }}
+{{- end -}}

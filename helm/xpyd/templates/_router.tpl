@@ -1,0 +1,73 @@
+{{/* Arguments of `xpyd`, as a YAML list. */}}
+{{- define "xpyd.router.args" -}}
+{{- $v := .Values.router -}}
+- serve
+- --host
+- {{ .Values.listenAddress | quote }}
+- --port
+- {{ include "xpyd.argument" $v.port | quote }}
+{{- if $v.discovery.enabled }}
+- --kubernetes-selector
+- xpyd.io/release={{ .Release.Name }}
+- --kubernetes-namespace
+- {{ .Release.Namespace }}
+{{- end }}
+{{- range $role := list "prefill" "decode" }}
+{{- with index $v.discovery $role }}
+- --{{ $role }}
+{{- range . }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+- --store
+{{- if eq $v.store.type "kubernetes" }}
+- kubernetes:{{ include "xpyd.fullname" . }}-instances
+{{- else if eq $v.store.type "redis" }}
+- {{ $v.store.redisUrl | quote }}
+{{- else }}
+- memory
+{{- end }}
+- --drain-grace
+- {{ include "xpyd.argument" $v.drain.graceSeconds | quote }}
+- --shutdown-timeout
+- {{ include "xpyd.argument" $v.drain.shutdownSeconds | quote }}
+{{- if $v.apiKeys.secretName }}
+- --api-keys-file
+- /etc/xpyd/keys/keys
+{{- end }}
+{{- if $v.tls.secretName }}
+- --tls-cert
+- /etc/xpyd/tls/tls.crt
+- --tls-key
+- /etc/xpyd/tls/tls.key
+{{- end }}
+{{- if $v.tls.clientCaSecretName }}
+- --tls-client-ca
+- /etc/xpyd/client-ca/ca.crt
+{{- end }}
+{{- range $name, $value := $v.settings }}
+- --{{ $name | trimSuffix "_s" | replace "_" "-" }}
+- {{ include "xpyd.argument" $value | quote }}
+{{- end }}
+{{- end -}}
+
+{{- define "xpyd.router.env" -}}
+{{- with .Values.router.adminKey }}
+{{- if .secretName }}
+- name: ADMIN_API_KEY
+  valueFrom: {secretKeyRef: {name: {{ .secretName }}, key: {{ .key }}}}
+{{- end }}
+{{- end }}
+{{- range $role := list "prefill" "decode" }}
+{{- with (index $.Values $role).apiKey }}
+{{- if .secretName }}
+- name: XPYD_{{ upper $role }}_API_KEY
+  valueFrom: {secretKeyRef: {name: {{ .secretName }}, key: {{ .key }}}}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- with .Values.router.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}

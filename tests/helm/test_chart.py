@@ -1,0 +1,164 @@
+"""The chart as both helms render it, the way it is and with every file of ci/."""
+
+import shutil
+import tomllib
+
+import pytest
+import yaml
+
+from support.helm_chart import CASES, CI, HELMS, ROOT, Chart, default
+from support.helm_checks import CHECKS
+from support.helm_objects import ident, kind, pods, pool, router, templates
+from support.helm_schemas import VERSIONS, wrong
+
+
+@pytest.mark.parametrize("helm", HELMS)
+@pytest.mark.parametrize("values", [None, *CI], ids=lambda path: path.stem if path else "default")
+def test_both_helms_find_nothing_to_complain_about(helm, values):
+    """Helm 4 rejects what helm 3 passes."""
+    assert "1 chart(s) linted, 0 chart(s) failed" in Chart().lint(ci=values, helm=helm)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_helms_make_the_same_objects(case):
+    """Otherwise an upgrade with the other one would restart engines."""
+    assert default(case, "helm3") == default(case, "helm4")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_every_object_is_what_kubernetes_expects(case, version):
+    """Strictly: an unknown field is an error, as a server-side apply makes it one."""
+    assert [problem for o in default(case) for problem in wrong(o, version)] == []
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+@pytest.mark.parametrize("case", CASES)
+def test_check(case, check):
+    """See support/helm_checks.py: each says what it is about."""
+    assert check(default(case)) == []
+
+
+@pytest.mark.parametrize("kind_", ["Deployment", "ScaledObject", "HTTPRoute", "PodMonitor", "LeaderWorkerSet"])
+def test_the_schemas_are_strict(kind_):
+    """A schema that lets everything through would find nothing above."""
+    o = next(o for case in CASES for o in default(case) if o["kind"] == kind_)
+
+    assert wrong(o, "1.33.0") == []
+    assert wrong({**o, "spec": {**o["spec"], "replcias": 1}}, "1.33.0") != []
+
+
+def test_the_files_of_ci_show_every_kind_of_object():
+    """What no file renders, no test sees."""
+    kinds = {o["kind"] for case in CASES for o in default(case)}
+
+    crds = {"HTTPRoute", "LeaderWorkerSet", "PodMonitor", "PrometheusRule", "ScaledObject", "ServiceMonitor"}
+    core = {"ConfigMap", "Deployment", "HorizontalPodAutoscaler", "Ingress", "NetworkPolicy", "Pod", "StatefulSet"}
+    core |= {"PodDisruptionBudget", "Role", "RoleBinding", "Service", "ServiceAccount"}
+    assert kinds == crds | core
+
+
+def test_a_router_survives_another_and_an_engine_needs_no_permission():
+    """By default there are two routers, and only they have a token."""
+    objects = default()
+
+    assert router(objects)["spec"]["replicas"] == 2
+    assert {ident(o) for o, _, spec in pods(objects) if spec.get("automountServiceAccountToken")} == {
+        "Deployment r-xpyd-router"
+    }
+
+
+def test_who_is_autoscaled_has_no_number_of_replicas():
+    """An upgrade would undo what the autoscaler has done."""
+    objects = default("2p4d")
+
+    assert len(kind(objects, "HorizontalPodAutoscaler")) == 2
+    assert len(kind(objects, "ScaledObject")) == 1
+    for workload in (router(objects), pool(objects, "prefill"), pool(objects, "decode")):
+        assert "replicas" not in workload["spec"]
+
+
+def test_a_new_chart_of_the_same_engines_restarts_no_engine(tmp_path):
+    """Loading a model takes minutes: pods carry nothing that changes with the chart alone."""
+    copied = tmp_path / "xpyd"
+    shutil.copytree(Chart().folder, copied)
+    text = (copied / "Chart.yaml").read_text()
+    (copied / "Chart.yaml").write_text(text.replace("\nversion: 0.1.0", "\nversion: 0.9.9"))
+
+    old, new = (
+        {ident(o): templates(o) for o in kind(objects, "Deployment")}
+        for objects in (default(), Chart(copied).objects())
+    )
+    assert "0.9.9" in str(Chart(copied).objects())
+    assert old == new
+
+
+@pytest.mark.parametrize("kind_", ["Deployment", "StatefulSet", "LeaderWorkerSet"])
+def test_each_pool_may_be_any_kind_of_workload(kind_):
+    """And all checks hold."""
+    objects = Chart().objects({"prefill": {"kind": kind_}, "decode": {"kind": kind_, "dataParallel": 4}})
+
+    assert [problem for check in CHECKS.values() for problem in check(objects)] == []
+    assert [problem for o in objects for problem in wrong(o, "1.33.0")] == []
+    assert pool(objects, "decode")["kind"] == kind_
+
+
+def test_a_pool_may_be_elsewhere():
+    """Decode engines here, prefill engines named by their address."""
+    values = {"prefill": {"enabled": False}, "router": {"discovery": {"prefill": ["http://p0:8100", "p1:8100#dp=4"]}}}
+    objects = Chart().objects(values)
+
+    assert [problem for o in objects for problem in wrong(o, "1.29.0")] == []
+    assert {o["metadata"]["name"] for o in kind(objects, "Deployment")} == {"r-xpyd-router", "r-xpyd-decode"}
+    assert CHECKS["router_args"](objects) == CHECKS["rbac"](objects) == CHECKS["names"](objects) == []
+
+
+def test_a_router_without_kubernetes_rights_has_none():
+    """Engines by address and a store in Redis: no Role, no token, no ConfigMap that routers write."""
+    values = {
+        "router": {
+            "discovery": {"enabled": False, "prefill": ["p:1"], "decode": ["d:1"]},
+            "store": {"type": "redis", "redisUrl": "redis://redis:6379/0"},
+        }
+    }
+    objects = Chart().objects(values)
+
+    assert kind(objects, "Role", "RoleBinding") == []
+    assert CHECKS["rbac"](objects) == CHECKS["router_args"](objects) == []
+    assert templates(router(objects))[0]["spec"]["automountServiceAccountToken"] is False
+    assert not [o for o in kind(objects, "ConfigMap") if o["metadata"]["name"].endswith("-instances")]
+
+
+def test_a_budget_never_keeps_what_is_not_ready():
+    """A node could not be emptied of engines that load, or of routers that wait for them."""
+    for o in kind(default("2p4d"), "PodDisruptionBudget"):
+        assert o["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+        assert o["spec"]["maxUnavailable"] == 1
+
+
+def test_prices_of_a_mode_are_in_its_preset():
+    """RDMA: locked memory, huge pages and devices; hostNetwork: names of the cluster still resolve."""
+    objects = default("hostnetwork-rdma")
+    for role in ("prefill", "decode"):
+        spec = templates(pool(objects, role))[0]["spec"]
+        (c,) = spec["containers"]
+        assert spec["dnsPolicy"] == "ClusterFirstWithHostNet"
+        assert c["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+        assert c["resources"]["limits"]["nvidia.com/rdma"] == "1"
+        assert c["resources"]["requests"]["hugepages-2Mi"] == c["resources"]["limits"]["hugepages-2Mi"]
+        assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}} in spec["volumes"]
+    assert (
+        "add" not in templates(pool(default(), "decode"))[0]["spec"]["containers"][0]["securityContext"]["capabilities"]
+    )
+
+
+def test_what_artifact_hub_shows_is_what_is_installed():
+    """The images, and the versions of chart and project."""
+    chart = yaml.safe_load((Chart().folder / "Chart.yaml").read_text())
+    images = {c["image"] for _, _, spec in pods(default()) for c in spec["containers"]}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    assert {one["image"] for one in yaml.safe_load(chart["annotations"]["artifacthub.io/images"])} == images
+    assert chart["appVersion"] == project["version"]
+    assert chart["annotations"]["artifacthub.io/license"] == project["license"]
+    assert yaml.safe_load(chart["annotations"]["artifacthub.io/changes"])[0]["kind"] == "added"

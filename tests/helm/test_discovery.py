@@ -1,0 +1,117 @@
+"""The chart and the router's own discovery: what the router asks is allowed, and what the pods say is understood."""
+
+import asyncio
+import json
+import shutil
+import ssl
+
+import httpx
+import msgspec
+import pytest
+
+from support.certificates import Authority
+from support.helm_chart import CASES, default
+from support.helm_objects import COMPONENT, WORKER_INDEX, container, kind, pods, router, templates
+from support.kube_api import KubeApi
+from support.sim import InMemory
+from xpyd_proxy.app import create_app
+from xpyd_proxy.cli import build_parser, serve_settings
+from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.pods import Pod, engine_of
+from xpyd_proxy.local.sim import Sim
+
+KEY = {"X-Api-Key": "sesame"}
+READY = {"phase": "Running", "podIP": "10.0.0.7", "conditions": [{"type": "Ready", "status": "True"}]}
+
+
+def seen(meta, spec, **labels):
+    """Return what the router makes of a pod of the chart that runs."""
+    labels = {**meta["labels"], **labels}
+    body = {"metadata": {**meta, "name": "x", "uid": "u", "labels": labels}, "spec": spec, "status": READY}
+    return engine_of(msgspec.json.decode(json.dumps(body).encode(), type=Pod))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_router_understands_the_pods_of_the_chart(case):
+    """Role, address, ranks, mode and revision; workers of an engine are none themselves."""
+    found = {}
+    for _, meta, spec in pods(default(case)):
+        component = meta["labels"][COMPONENT]
+        wanted = seen(meta, spec)
+        if component not in ("prefill", "decode"):
+            assert wanted is None
+            continue
+        ports = {port["name"]: port["containerPort"] for port in spec["containers"][0].get("ports", ())}
+        if "http" not in ports:
+            assert seen(meta, spec, **{WORKER_INDEX: "1"}) is None
+            continue
+        found[component] = wanted
+        assert wanted.role is Role(component)
+        assert wanted.target.address.host == "10.0.0.7"
+        assert wanted.target.address.port == ports["http"]
+    assert found["prefill"].target.revision == found["decode"].target.revision is not None
+
+
+def test_ranks_and_mode_reach_the_router():
+    """Two ranks in a pod are two instances; engines that push say so before their first answer."""
+    (two,) = [seen(m, s) for _, m, s in pods(default("2p4d")) if m["labels"][COMPONENT] == "decode"]
+    modes = {seen(m, s).target.mode for _, m, s in pods(default("tp8-multinode")) if "xpyd.io/role" in m["labels"]}
+
+    assert two.target.ranks == (0, 1)
+    assert [str(mode) for mode in modes] == ["push"]
+
+
+@pytest.fixture
+def account(tmp_path, monkeypatch):
+    """What a pod has of its service account, and the API's certificate."""
+    authority = Authority(tmp_path, "authority")
+    server = authority.sign("api")
+    shutil.copy(authority.own.cert, tmp_path / "ca.crt")
+    (tmp_path / "token").write_text("first\n")
+    (tmp_path / "namespace").write_text("ns")
+    monkeypatch.setenv("XPYD_SERVICE_ACCOUNT", str(tmp_path))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("ADMIN_API_KEY", "sesame")
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(server.cert, server.key)
+    return tls
+
+
+async def test_a_router_of_the_chart_finds_the_engines_of_the_chart_with_the_calls_of_its_role(account, monkeypatch):
+    """With the arguments of its pod, against an API that has the release's pods and the chart's empty ConfigMap."""
+    objects = default()
+    args = container(templates(router(objects))[0])["args"]
+    (role,) = kind(objects, "Role")
+    (store,) = [o for o in kind(objects, "ConfigMap") if o["metadata"]["name"] == "r-xpyd-instances"]
+    async with KubeApi(token="first", tls=account) as api:
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.port))
+        api.put("configmaps", store["metadata"]["name"], {"metadata": dict(store["metadata"])}, "ns")
+        engines = {"new": Sim("decode")}
+        for number, (_, meta, spec) in enumerate(pods(objects)):
+            engines[ip := f"10.0.0.{number + 1}"] = Sim(meta["labels"].get("xpyd.io/role", "decode"))
+            api.put(
+                "pods", f"pod-{number}", {"metadata": dict(meta), "spec": spec, "status": READY | {"podIP": ip}}, "ns"
+            )
+        app = create_app(serve_settings(build_parser(args).parse_args(args)), transport=InMemory(engines))
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router", headers=KEY)
+        async with app.router.lifespan_context(app), client:
+            await _ready(client)
+            rows = (await client.get("/instances")).json()["instances"]
+            added = await client.post("/instances/add", json={"type": "decode", "instance": "new:80"})
+
+    assert sorted(row["role"] for row in rows) == ["decode", "prefill"]
+    assert (added.status_code, len(api.objects["configmaps", "ns", "r-xpyd-instances"]["data"])) == (200, 1)
+    rules = [(g, r, rule) for rule in role["rules"] for g in rule["apiGroups"] for r in rule["resources"]]
+    assert {("", call.resource, call.verb) for call in api.calls} == {
+        (g, r, v) for g, r, o in rules for v in o["verbs"]
+    }
+    assert {(call.resource, call.namespace, call.name, call.selector) for call in api.calls} == {
+        ("pods", "ns", "", "xpyd.io/release=r"),
+        ("configmaps", "ns", "r-xpyd-instances", ""),
+    }
+
+
+async def _ready(client):
+    async with asyncio.timeout(10):
+        while (await client.get("/ready")).status_code != 200:
+            await asyncio.sleep(0.02)

@@ -1,0 +1,150 @@
+"""The preStop hook of an engine's pod, as the chart runs it, against an engine that answers over a socket."""
+
+import contextlib
+import http.server
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from support.helm_chart import CHART, Chart
+from support.helm_objects import container, pool, templates
+
+
+class Engine:
+    """Serves /metrics; each answer is the next of a list, and the last one stays."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        self.asked = 0
+
+    def text(self):
+        self.asked += 1
+        numbers = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        labels = 'engine="0",model_name="m"'
+        return "# HELP x\n" + "".join(f"vllm:{name}{{{labels}}} {value}\n" for name, value in numbers.items())
+
+
+IDLE = {"num_requests_running": 0.0, "num_requests_waiting": 0.0, "xpyd_leases_held": 0.0}
+BUSY = IDLE | {"num_requests_running": 2.0}
+QUEUED = IDLE | {"num_requests_waiting": 1.0}
+LENDING = IDLE | {"xpyd_leases_held": 3.0}
+SILENT = {"num_requests_running": 0.0, "num_requests_waiting": 0.0}
+
+
+@contextlib.contextmanager
+def serving(engine):
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = engine.text().encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def hook(role, port, *, settle=0, lease=30, seconds=20):
+    """Run the hook; return what it said and how long it took."""
+    script = [sys.executable, str(CHART / "files" / "drain.py")]
+    args = [f"--role={role}", f"--port={port}", f"--settle={settle}", f"--lease={lease}", f"--seconds={seconds}"]
+    started = time.monotonic()
+    done = subprocess.run([*script, *args], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout, time.monotonic() - started
+
+
+@pytest.fixture(autouse=True)
+def own_output(monkeypatch):
+    """In a container the hook writes to the engine's log; here that would be the log of whoever runs the tests."""
+    monkeypatch.setenv("XPYD_DRAIN_LOG", "/dev/stdout")
+
+
+@pytest.mark.parametrize(
+    ("role", "answers", "looks"),
+    [
+        ("prefill", [IDLE], 2),
+        ("prefill", [BUSY, QUEUED, LENDING, LENDING, IDLE], 6),
+        ("prefill", [IDLE, LENDING, IDLE], 4),  # vLLM's numbers are those of its last step: zero must be seen twice
+        ("decode", [BUSY, QUEUED, IDLE], 4),
+        ("decode", [LENDING], 2),  # nobody reads from a decode engine
+    ],
+)
+def test_it_waits_until_nothing_is_left(role, answers, looks):
+    """Requests first; of a prefill engine also the KV that nobody has read yet."""
+    with serving(engine := Engine(*answers)) as port:
+        said, _ = hook(role, port)
+
+    assert "drained after" in said
+    assert "not drained" not in said
+    assert engine.asked == looks
+
+
+def test_it_waits_for_routers_to_hear_of_it():
+    """An engine that is idle when its pod is deleted may get a request a moment later."""
+    with serving(Engine(IDLE)) as port:
+        _, took = hook("decode", port, settle=2)
+
+    assert took >= 2
+
+
+@pytest.mark.parametrize(("answers", "left"), [([LENDING], "3 leases"), ([BUSY], "2 requests")])
+def test_it_ends_with_its_time_and_says_what_is_left(answers, left):
+    """The pod's grace is longer than that: nothing is killed in between."""
+    with serving(Engine(*answers)) as port:
+        said, took = hook("prefill", port, seconds=1)
+
+    assert said == f"xpyd drain: not drained in 1 s: {left}\n"
+    assert took >= 1
+
+
+def test_leases_that_are_not_shown_are_waited_for_by_the_clock():
+    """Another connector does not count them."""
+    with serving(Engine(SILENT)) as port:
+        said, took = hook("prefill", port, lease=2)
+
+    assert "drained after" in said
+    assert took >= 2
+
+
+def test_an_engine_that_does_not_answer_is_waited_for():
+    """It may be busy; if it is dead the kubelet ends the pod anyway."""
+    with serving(Engine(IDLE)) as port:
+        pass
+    said, _ = hook("decode", port, seconds=1)
+
+    assert said == "xpyd drain: not drained in 1 s: an answer to /metrics\n"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_chart_calls_it_with_arguments_that_it_takes(role):
+    """The very command of the pod, with the port of this engine and less time."""
+    command = container(templates(pool(Chart().objects(), role))[0])["lifecycle"]["preStop"]["exec"]["command"]
+    assert command[:2] == ["python3", "/opt/xpyd/drain.py"]
+    with serving(Engine(IDLE)) as port:
+        args = [
+            f"--port={port}" if a.startswith("--port=") else "--settle=0" if a.startswith("--settle=") else a
+            for a in command[2:]
+        ]
+        done = subprocess.run(
+            [sys.executable, str(CHART / "files" / "drain.py"), *args],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    assert (done.returncode, done.stderr) == (0, "")

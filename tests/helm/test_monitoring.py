@@ -1,0 +1,190 @@
+"""Alerts, dashboards and autoscalers: what they ask for exists, and alerts fire when they should and not otherwise."""
+
+import functools
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from support.helm_chart import ROOT, TOOLS, Chart, default
+from support.helm_metrics import ENGINE_TARGET, TARGET, engine_metrics, loose, named, router_metrics
+from support.helm_objects import kind, matches, pods
+
+SERIES = yaml.safe_load((Path(__file__).parent / "alerts.yaml").read_text())
+ROUTER = 'namespace="ns",job="r-xpyd-router"'
+ENGINE = 'namespace="ns",xpyd_io_release="r"'
+
+
+def rules():
+    (rule,) = kind(default("2p4d"), "PrometheusRule")
+    (group,) = rule["spec"]["groups"]
+    return group["rules"]
+
+
+def dashboards():
+    return dashboards_of(default("2p4d"))
+
+
+def dashboards_of(objects):
+    found = [o for o in kind(objects, "ConfigMap") if o["metadata"]["labels"].get("grafana_dashboard") == "1"]
+    return [json.loads(text) for o in found for text in o["data"].values()]
+
+
+def queries():
+    """Return every PromQL expression of the chart, by what it is for."""
+    found = {rule["alert"]: rule["expr"] for rule in rules()}
+    for board in dashboards():
+        for panel in board["panels"]:
+            found |= {f"{board['title']}/{panel['title']}/{t['refId']}": t["expr"] for t in panel["targets"]}
+    for case in ("2p4d", "tp8-multinode"):
+        for scaled in kind(default(case), "ScaledObject"):
+            found[f"{case} {scaled['metadata']['name']}"] = scaled["spec"]["triggers"][0]["metadata"]["query"]
+    return found
+
+
+@functools.cache
+def real():
+    """Return every metric that a router or an engine has, with its labels and those of its target."""
+    up = {"up": ENGINE_TARGET}
+    process = {"process_cpu_seconds_total": set(TARGET), "process_resident_memory_bytes": set(TARGET)}
+    routers = {name: labels | TARGET for name, labels in router_metrics().items()}
+    return up | process | routers | {name: labels | ENGINE_TARGET for name, labels in engine_metrics().items()}
+
+
+def test_the_tables_of_real_metrics_are_not_empty():
+    """Or nothing below would be looked at."""
+    assert {"xpyd_requests_total", "xpyd_requests_refused_total", "xpyd_discovery_age_seconds"} <= real().keys()
+    assert {"vllm:num_requests_waiting", "vllm:xpyd_leases_held", "vllm:xpyd_leases_expired_total"} <= real().keys()
+    assert real()["vllm:num_requests_waiting"] >= {"model_name", "engine"}
+    assert len(queries()) > 40
+
+
+@pytest.mark.parametrize("name", queries())
+def test_every_metric_and_label_of_a_query_exists(name):
+    """A query for a metric that is not there is an alert that never fires."""
+    expression = queries()[name]
+    selected, grouped = named(expression)
+
+    assert selected
+    assert [metric for metric, _ in selected if metric not in real()] == []
+    assert [(metric, label) for metric, labels in selected for label in labels if label not in real()[metric]] == []
+    known = set().union(*(real()[metric] for metric, _ in selected))
+    assert [label for label in grouped if label not in known] == []
+    assert loose(expression) == set()
+    assert ROUTER in expression or ENGINE in expression
+
+
+def test_a_metric_that_is_not_there_would_be_noticed():
+    """The check of the check."""
+    assert named('sum by (model) (rate(vllm:x_total{model="m",a=~"b"}[5m]))') == (
+        [("vllm:x_total", ["model", "a"])],
+        ["model"],
+    )
+    assert loose('sum(rate(xpyd_requests[5m])) / sun(up{a="b"})') == {"xpyd_requests", "sun"}
+
+
+def test_autoscalers_look_at_metrics_that_engines_have():
+    """And KEDA's by the name that vLLM gives the model: model_name."""
+    for case in ("2p4d", "tp8-multinode"):
+        for o in kind(default(case), "HorizontalPodAutoscaler"):
+            assert all(m["pods"]["metric"]["name"] in real() for m in o["spec"]["metrics"] if m["type"] == "Pods")
+    (query,) = [text for name, text in queries().items() if name.startswith("2p4d")]
+    assert 'model_name="qwen"' in query
+    assert 'xpyd_io_role="prefill"' in query
+
+
+def test_what_is_scraped_has_the_labels_that_queries_ask_for():
+    """The router's own label instance (an engine) must not be renamed; engines get release and role from their pods."""
+    (service,) = kind(default("2p4d"), "ServiceMonitor")
+    (engines,) = kind(default("tp8-multinode"), "PodMonitor")
+    selected = [
+        meta["labels"]["xpyd.io/role"]
+        for _, meta, _ in pods(default("tp8-multinode"))
+        if matches(engines["spec"]["selector"], meta["labels"])
+    ]
+
+    assert service["spec"]["endpoints"][0]["honorLabels"] is True
+    assert {"xpyd.io/release", "xpyd.io/role"} <= set(engines["spec"]["podTargetLabels"])
+    assert set(selected) == {"prefill", "decode"}
+    assert not matches(
+        engines["spec"]["selector"],
+        {"xpyd.io/release": "r", "xpyd.io/role": "decode", "leaderworkerset.sigs.k8s.io/worker-index": "1"},
+    )
+
+
+def test_every_alert_says_how_bad_it_is_and_where_to_read_on():
+    """Its anchor exists in the runbook."""
+    runbook = (ROOT / "docs" / "runbook.md").read_text()
+    anchors = set(re.findall(r'id="([^"]+)"', runbook)) | {t.lower() for t in re.findall(r"(?m)^#+ (\w+)$", runbook)}
+
+    for rule in rules():
+        url, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert url == "https://runbooks.example.com/xpyd.md"
+        assert anchor in anchors
+        assert rule["labels"]["severity"] in ("warning", "critical")
+    values = {"monitoring": {"prometheusRule": {"enabled": True}}}
+    (rule,) = kind(Chart().objects(values), "PrometheusRule")
+    assert rule["spec"]["groups"][0]["rules"][0]["annotations"]["runbook"] == "docs/runbook.md#xpydrouterdown"
+
+
+def test_dashboards_do_not_collide():
+    """Grafana keeps one for each uid."""
+    ours = dashboards()
+    others = dashboards_of(Chart().objects(ci="2p4d", release="other"))
+
+    assert len({board["uid"] for board in ours + others}) == 4
+    for board in ours:
+        assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+        assert len({(p["gridPos"]["x"], p["gridPos"]["y"]) for p in board["panels"]}) == len(board["panels"])
+
+
+def promtool():
+    found = shutil.which("promtool") or (str(TOOLS / "promtool") if (TOOLS / "promtool").exists() else None)
+    if found is None:
+        pytest.skip(f"promtool is neither in PATH nor in {TOOLS} (Debian: apt-get install prometheus)")
+    return found
+
+
+def test_every_alert_has_series_that_make_it_fire():
+    """Below they are given to Prometheus itself."""
+    assert [rule["alert"] for rule in rules()] == list(SERIES)
+
+
+def test_every_alert_fires_when_it_should_and_is_quiet_otherwise(tmp_path):
+    """By Prometheus' own engine, with the expressions of the chart."""
+    bare = [{key: value for key, value in rule.items() if key != "annotations"} for rule in rules()]
+    for name, group in (("rules.yaml", bare), ("whole.yaml", rules())):
+        (tmp_path / name).write_text(yaml.safe_dump({"groups": [{"name": "xpyd", "rules": group}]}))
+    cases = []
+    for rule in rules():
+        for fires in (True, False):
+            cases.append(_case(rule, SERIES[rule["alert"]], fires=fires))
+    (tmp_path / "tests.yaml").write_text(
+        yaml.safe_dump({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": cases})
+    )
+
+    for asked in (["check", "rules", "whole.yaml"], ["test", "rules", "tests.yaml"]):
+        argv = [promtool(), *asked]
+        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _case(rule, series, *, fires):
+    def full(text):
+        return re.sub(r"\b([RE])(?=[,}])", lambda m: {"R": ROUTER, "E": ENGINE}[m[1]], text)
+
+    given = [{"series": full(one), "values": values} for one, values in series["fire" if fires else "quiet"].items()]
+    expected = []
+    if fires:
+        labels = rule["labels"] | series.get("labels", {})
+        expected = [{"exp_labels": labels}]
+    return {
+        "interval": "1m",
+        "name": f"{rule['alert']} {'fires' if fires else 'is quiet'}",
+        "input_series": given,
+        "alert_rule_test": [{"eval_time": "29m", "alertname": rule["alert"], "exp_alerts": expected}],
+    }

@@ -1,0 +1,299 @@
+"""What people write into values: what is wrong is refused before it reaches a cluster, in words that help."""
+
+import functools
+import json
+import math
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from support.helm_chart import CHART, HELMS, Chart, Refused
+from support.helm_checks import complaints
+from support.helm_objects import container, ident, kind, matches, pods, pool, router, templates
+from support.helm_pods import drains
+
+BAD = [
+    ("replicas", 3),  # not at the top
+    ("model.nmae", "m"),
+    ("model.name", ""),
+    ("model.name", 7),
+    ("model.maxLength", 0),
+    ("model.dtype", "float7"),
+    ("model.volume.type", "nfs"),
+    ("cache.size", "a lot"),
+    ("connector.mode", "both"),
+    ("connector.leaseSeconds", 0),
+    ("connector.loadFailurePolicy", "retry"),
+    ("connector.extraConfig.transfer_timeuot", 5),
+    ("connector.extraConfig.kv_lease_duration", 5),  # leaseSeconds is
+    ("connector.secret", "hunter2"),  # a secret, not its name
+    ("router.replicas", 0),
+    ("router.replicas", "2"),
+    ("router.port", 70000),
+    ("router.settings.retrys", 2),
+    ("router.settings.retries", -1),
+    ("router.settings.prefill_policy", "random"),
+    ("router.settings.port", 9),  # router.port is
+    ("router.settings.admin_key", "hunter2"),  # a secret
+    ("router.discovery.prefill", ["10.0.0.1"]),
+    ("router.store.type", "etcd"),
+    ("router.store.redisUrl", "redis://:hunter2@redis:6379"),  # a secret
+    ("router.apiKeys.secretName", "My_Secret"),
+    ("router.image.digest", "sha256:abc"),
+    ("router.image.pullPolicy", "Sometimes"),
+    ("router.service.type", "ExternalName"),
+    ("router.securityContext.privileged", True),
+    ("router.securityContext.allowPrivilegeEscalation", True),
+    ("router.pdb.maxUnavailable", "some"),
+    ("prefill.kind", "DaemonSet"),
+    ("prefill.replica", 2),
+    ("prefill.tensorParallel", 0),
+    ("prefill.pipelineParallel", 2),  # the connector refuses it
+    ("prefill.extraArgs", ["--port=9"]),
+    ("prefill.extraArgs", ["--kv-transfer-config", "{}"]),
+    ("prefill.extraArgs", ["-pp", "2"]),
+    ("prefill.extraEnv", [{"value": "1"}]),
+    ("prefill.extraEnv", [{"name": "HF_TOKEN", "value": "hunter2"}]),  # a secret
+    ("router.extraEnv", [{"name": "ADMIN_API_KEY", "value": "hunter2"}]),
+    ("prefill.securityContext.privileged", True),
+    ("prefill.gpuMemoryUtilization", 1.5),
+    ("prefill.shmSize", 16),
+    ("prefill.hugepages.size", "4Mi"),
+    ("prefill.accelerator.resource", "gpu"),
+    ("decode.autoscaling.type", "vpa"),
+    ("decode.autoscaling.metric", "model{name}"),
+    ("decode.autoscaling.target", 4),
+    ("decode.probes.periodSeconds", 0),
+    ("decode.topologySpread", [{"maxSkew": 1}]),
+    ("networkPolicy.routerFrom", [{"cidr": "10.0.0.0/8"}]),
+    ("monitoring.prometheusRule.errorShare", 5),
+    ("ingress.paths", ["v1"]),
+    ("ingress.hosts", []),
+    ("httpRoute.requestTimeout", "ever"),
+    ("fullnameOverride", "Xpyd"),
+    ("revision", "a b"),
+    ("listenAddress", "everywhere"),
+]
+
+
+def rounds():
+    """Share out what is wrong, so that every round has it all in different places: one render tells of many."""
+    shared = []
+    for path, value in BAD:
+        fitting = next((one for one in shared if path not in one), None)
+        if fitting is None:
+            shared.append(fitting := {})
+        fitting[path] = value
+    return shared
+
+
+def merged(paths):
+    values = {}
+    for path, value in paths.items():
+        *parents, last = path.split(".")
+        node = values
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[last] = value
+    return values
+
+
+@functools.cache
+def complaint(helm, number):
+    with pytest.raises(Refused) as refusal:
+        Chart().text(merged(rounds()[number]), helm=helm)
+    return str(refusal.value).splitlines()
+
+
+@pytest.mark.parametrize("helm", HELMS)
+@pytest.mark.parametrize(("path", "value"), BAD, ids=lambda one: str(one)[:40])
+def test_a_value_that_cannot_be_is_refused_by_name(path, value, helm):
+    """The schema knows every key, and both helms' validators say which."""
+    number = next(i for i, one in enumerate(rounds()) if one.get(path) is value)
+
+    assert [line for line in complaint(helm, number) if all(key in line for key in path.split("."))]
+
+
+CONTRADICTIONS = [
+    ({"router": {"store": {"type": "memory"}}}, "one router's own"),
+    ({"router": {"store": {"type": "redis"}}}, "redis://HOST:PORT"),
+    (
+        {"router": {"adminKey": {"secretName": "s", "key": "k"}, "apiKeys": {"secretName": "s", "key": "k"}}},
+        "operators",
+    ),
+    ({"router": {"tls": {"clientCaSecretName": "ca"}}}, "needs router.tls.secretName"),
+    ({"router": {"terminationGracePeriodSeconds": 60}}, "its drain takes up to 145 s"),
+    ({"router": {"discovery": {"enabled": False}}}, "would know no engine"),
+    ({"router": {"autoscaling": {"min": 5, "max": 4}}}, "above max"),
+    ({"prefill": {"terminationGracePeriodSeconds": 30}}, "its drain takes up to 360 s"),
+    ({"decode": {"terminationGracePeriodSeconds": 600}}, "its drain takes up to 630 s"),
+    ({"connector": {"leaseSeconds": 20}}, "when the KV is gone"),
+    ({"router": {"settings": {"handoff_timeout_s": 28}}}, "when the KV is gone"),
+    ({"prefill": {"nodes": 2, "tensorParallel": 2}}, "only a LeaderWorkerSet"),
+    ({"prefill": {"kind": "LeaderWorkerSet", "nodes": 3, "tensorParallel": 8}}, "cannot be divided"),
+    ({"prefill": {"kind": "LeaderWorkerSet", "nodes": 2, "dataParallel": 2}}, "both above 1"),
+    ({"prefill": {"port": 5600}}, "share a port"),
+    ({"prefill": {"sidePort": 5550, "dataParallel": 8, "kvEvents": {"enabled": True}}}, "share a port"),
+    ({"prefill": {"sidePort": 65530, "dataParallel": 8}}, "above 65535"),
+    ({"prefill": {"hostNetwork": True, "port": 8200}, "decode": {"hostNetwork": True}}, "port 8200"),
+    ({"prefill": {"autoscaling": {"min": 9}}}, "above max"),
+    ({"cache": {"type": "claimTemplate"}}, "only a StatefulSet"),
+    ({"cache": {"type": "pvc"}}, "cache.claimName is empty"),
+    ({"model": {"volume": {"type": "image"}}}, "model.volume.image is empty"),
+    ({"httpRoute": {"enabled": True}}, "name the gateway"),
+]
+
+
+@pytest.mark.parametrize(("values", "sentence"), CONTRADICTIONS, ids=lambda one: str(one)[:60])
+def test_values_that_contradict_each_other_are_refused_in_a_sentence(values, sentence):
+    """Each would be a pod that never starts, a lost request, or a hole."""
+    with pytest.raises(Refused) as refusal:
+        Chart().text(values)
+
+    assert sentence in str(refusal.value)
+
+
+def test_every_object_of_the_schema_is_closed_and_every_default_is_in_it():
+    """A key that nobody reads is a mistake of whoever writes it."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+
+    assert list(_open(schema, schema, values, "")) == []
+
+
+FREE = ("affinity", "strategy", "podSecurityContext", "securityContext", "resources")  # Kubernetes' own
+
+
+def _open(schema, node, values, path):
+    node = schema["definitions"][node["$ref"].rsplit("/", 1)[1]] if "$ref" in node else node
+    if not isinstance(values, dict) or path.rsplit(".", 1)[-1] in FREE:
+        return
+    if node.get("additionalProperties", True) is True:
+        yield f"{path} is open"
+    for key, value in values.items():
+        if "properties" in node and key not in node["properties"]:
+            yield f"{path}.{key} is not in the schema"
+        elif "properties" in node:
+            yield from _open(schema, node["properties"][key], value, f"{path}.{key}")
+
+
+def selectors_of(objects):
+    return [(o, o["spec"]["selector"]) for o in kind(objects, "Deployment", "StatefulSet")]
+
+
+NAMES = st.from_regex(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", fullmatch=True)
+FEW = settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@FEW
+@given(first=NAMES, second=NAMES | st.just("xpyd"), nested=st.booleans())
+def test_two_releases_in_one_namespace_share_nothing(first, second, nested):
+    """Neither a name nor a pod, also when one is called as the other's objects are."""
+    second = f"{first[:20]}-xpyd-router".replace("--", "-") if nested else second
+    if first == second:
+        return
+    one, two = (Chart().objects(ci=None, release=release) for release in (first, second))
+
+    assert not {ident(o) for o in one} & {ident(o) for o in two}
+    assert complaints(one) + complaints(two) == []
+    for mine, others in ((one, two), (two, one)):
+        for o, selector in selectors_of(mine):
+            assert not [meta for _, meta, _ in pods(others) if matches(selector, meta["labels"])], ident(o)
+
+
+def test_a_release_called_as_the_chart_keeps_a_short_name():
+    """And it meets no other: every other name ends with the chart's."""
+    assert router(Chart().objects(release="xpyd"))["metadata"]["name"] == "xpyd-router"
+    assert router(Chart().objects(release="a-xpyd"))["metadata"]["name"] == "a-xpyd-xpyd-router"
+
+
+SECONDS = st.integers(0, 2000)
+
+
+@FEW
+@given(
+    pre=SECONDS,
+    grace=SECONDS,
+    shutdown=st.integers(1, 2000),
+    margin=st.integers(10, 60),
+    settle=SECONDS,
+    requests=SECONDS,
+    lease=st.floats(26, 900),
+    own=st.none() | st.integers(1, 9000),
+)
+def test_nobody_is_killed_before_everything_took_as_long_as_it_may(
+    pre, grace, shutdown, margin, settle, requests, lease, own
+):
+    """Whatever the values: the arithmetic holds, or the chart is refused."""
+    engine = {"settleSeconds": settle, "requestSeconds": requests, "shutdownSeconds": shutdown, "marginSeconds": margin}
+    drain = {"preStopSeconds": pre, "graceSeconds": grace, "shutdownSeconds": shutdown, "marginSeconds": margin}
+    values = {
+        "connector": {"leaseSeconds": lease},
+        "router": {"drain": drain},
+        "prefill": {"drain": engine, "terminationGracePeriodSeconds": own},
+        "decode": {"drain": engine},
+    }
+    least = settle + requests + math.ceil(lease) + shutdown + margin
+    if own is not None and own < least:
+        with pytest.raises(Refused, match=f"its drain takes up to {least} s"):
+            Chart().objects(values)
+        return
+    objects = Chart().objects(values)
+
+    assert drains(objects) == []
+    hook = container(templates(pool(objects, "prefill"))[0])["lifecycle"]["preStop"]["exec"]["command"]
+    assert f"--seconds={settle + requests + math.ceil(lease)}" in hook
+
+
+def test_prefill_and_decode_share_no_setting():
+    """All that one may choose for the one, it may choose otherwise for the other."""
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    other = {
+        "replicas": 7, "tensorParallel": 4, "priorityClassName": "high", "pdb": {"maxUnavailable": 3},
+        "autoscaling": {"type": "hpa"}, "resources": {"requests": {"cpu": "9"}}, "strategy": {"type": "Recreate"},
+    }  # fmt: skip
+
+    before, after = Chart().objects(), Chart().objects({"prefill": other})
+
+    assert values["prefill"].keys() == values["decode"].keys()
+    assert templates(pool(before, "decode")) == templates(pool(after, "decode"))
+    assert pool(before, "decode") == pool(after, "decode")
+    assert templates(pool(before, "prefill")) != templates(pool(after, "prefill"))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"decode": {"image": {"tag": "2"}}}, {"model": {"dtype": "half"}}, {"connector": {"bufferDevice": "cpu"}}],
+)
+def test_what_must_be_equal_on_both_sides_makes_a_new_revision_of_both(values):
+    """A prefill engine of the old one is never paired with a decode engine of the new one."""
+    revisions = [
+        {meta["labels"].get("xpyd.io/revision") for _, meta, _ in pods(objects)} - {None}
+        for objects in (Chart().objects(), Chart().objects(values), Chart().objects({"decode": {"replicas": 5}}))
+    ]
+
+    assert [len(found) for found in revisions] == [1, 1, 1]
+    assert revisions[0] != revisions[1]
+    assert revisions[0] == revisions[2]
+
+
+def test_nobody_replaces_what_the_chart_itself_goes_by():
+    """Labels of one's own go on top of selectors, roles and ports, never in their place; and they do arrive."""
+    own = {"app.kubernetes.io/component": "x", "app.kubernetes.io/instance": "y", "team": "a"}
+    pod = {"xpyd.io/role": "decode", "xpyd.io/revision": "z", "xpyd.io/release": "q", "tier": "gpu"}
+    values = {"commonLabels": own, "prefill": {"podLabels": pod}, "router": {"podLabels": own}}
+    objects = Chart().objects(values)
+
+    assert complaints(objects) == []
+    assert {o["metadata"]["labels"]["team"] for o in objects} == {"a"}
+    assert templates(pool(objects, "prefill"))[0]["metadata"]["labels"]["tier"] == "gpu"
+
+
+def test_an_address_of_the_other_family_is_listened_on():
+    """Clusters with IPv6 alone."""
+    objects = Chart().objects({"listenAddress": "::"})
+
+    assert complaints(objects) == []
+    assert all("::" in container(templates(o)[0])["args"] for o in kind(objects, "Deployment"))

@@ -1,0 +1,77 @@
+"""The chart, rendered by real helms: what tests look at are the objects, as Kubernetes would get them."""
+
+import functools
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "helm" / "xpyd"
+TOOLS = ROOT / ".xpyd" / "tools"
+CI = sorted((CHART / "ci").glob("*.yaml"))
+HELMS = ("helm3", "helm4")
+
+
+class Refused(Exception):
+    """Helm did not render or accept the chart; the message is what it said."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart in a folder; values are given as a mapping, on top of a file of ci/ if one is named."""
+
+    folder: Path = CHART
+
+    def render(self, values=None, *, ci=None, helm="helm4", release="r", namespace="ns"):
+        """Return the objects; Refused if there are none."""
+        return yaml.load_all(self.text(values, ci=ci, helm=helm, release=release, namespace=namespace), LOADER)
+
+    def objects(self, values=None, **more):
+        return [one for one in self.render(values, **more) if one]
+
+    def text(self, values=None, *, ci=None, helm="helm4", release="r", namespace="ns"):
+        files = ["-f", str(CHART / "ci" / f"{ci}-values.yaml")] if ci else []
+        argv = ["template", release, str(self.folder), "-n", namespace, *files]
+        return run(helm, *argv, *(["-f", "-"] if values else []), stdin=json.dumps(values or {}))
+
+    def lint(self, *, ci=None, helm="helm4"):
+        return run(helm, "lint", "--strict", str(self.folder), *(["-f", str(ci)] if ci else []))
+
+
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def run(helm, *argv, stdin=""):
+    """Run one of the two helms; return what it printed."""
+    done = subprocess.run([binary(helm), *argv], input=stdin, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        raise Refused((done.stderr + done.stdout).strip())
+    return done.stdout
+
+
+@functools.cache
+def binary(helm):
+    path = TOOLS / helm
+    if not path.exists():
+        pytest.fail(
+            f"{path} is missing: `python tests/helm/get_helm.py` (or `make test-helm`) fetches it", pytrace=False
+        )
+    return str(path)
+
+
+@functools.cache
+def default(ci=None, helm="helm4"):
+    """Return the objects of an unchanged chart; nobody may change them."""
+    return tuple(Chart().objects(ci=ci, helm=helm))
+
+
+def names_of_ci():
+    return [path.name.removesuffix("-values.yaml") for path in CI]
+
+
+# Every combination that the checks go through: the chart as it is, and with each file of ci/.
+CASES = (None, *names_of_ci())

@@ -1,0 +1,104 @@
+"""Which metrics there really are, and which ones a PromQL expression names."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from support.helm_chart import ROOT
+from xpyd_connector.core.tally import COUNTERS, GAUGES
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.admission import Admission
+from xpyd_proxy.core.discovery import Freshness, Source
+from xpyd_proxy.core.limits import Limits
+from xpyd_proxy.core.measures import Measures
+from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.registry import Registry
+from xpyd_proxy.core.roll import Roll
+from xpyd_proxy.io.metrics import Metrics
+from xpyd_proxy.io.sight import Sight
+
+# What Prometheus and its operator add: targets, and (podTargetLabels) the pod's own labels.
+TARGET = {"namespace", "pod", "job", "instance", "container", "endpoint", "service", "le"}
+ENGINE_TARGET = TARGET | {"xpyd_io_release", "xpyd_io_role", "xpyd_io_revision"}
+WORDS = {
+    "absent", "and", "by", "count", "histogram_quantile", "increase", "max", "min", "offset", "on", "or", "rate", "sum",
+    "unless", "m", "s", "h", "e", "bool",
+}  # fmt: skip
+SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+
+
+def router_metrics():
+    """Scrape a router's metrics, each with something in it: {name: its labels}."""
+    registry = Registry()
+    measures = Measures(frozenset({"/v1/completions"}))
+    prefill, decode = (registry.add(role, Address("http", "h", port)) for port, role in enumerate(Role, start=1))
+    measures.requests["/v1/completions", "2xx"] += 1
+    measures.routes[("push",)] += 1
+    measures.retries["prefill", "broken"] += 1
+    measures.legs[prefill.id, "prefill", "ok"] += 1
+    measures.releases[prefill.id, "freed"] += 1
+    measures.arrivals[decode.id, "arrived"] += 1
+    measures.without_kv[(decode.id,)] += 1
+    measures.mismatches[prefill.id, decode.id] += 1
+    measures.ttft.observe(("/v1/completions",), 0.1)
+    measures.answers.observe((prefill.id, "prefill"), 0.1)
+    measures.gap.observe(0.1)
+    queue = Admission(Limits(concurrency=0))
+    queue.arrive("-", 0, 1, now=0.0)
+    metrics = Metrics(
+        Sight(measures, lambda: 0.0), Roll(registry), queue, lambda: [Freshness(Source.PODS, True, 0.0, 1, 2)]
+    )
+    return _labels(metrics.exposition("")[0].decode())
+
+
+def _labels(exposition):
+    found = {}
+    for family in text_string_to_metric_families(exposition):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def engine_metrics():
+    """Read vLLM's source and the connector's tables: {name: its labels}. Importing vLLM would take 20 s."""
+    package = importlib.util.find_spec("vllm")
+    source = (Path(package.submodule_search_locations[0]) / "v1" / "metrics" / "loggers.py").read_text()
+    found = {}
+    for made in re.finditer(
+        r'self\._(gauge|counter|histogram)_cls\(\s*name="([^"]+)"(.*?)labelnames=([^\n]*)', source, re.S
+    ):
+        more = set(re.findall(r'"(\w+)"', made[4]))
+        for suffix in SUFFIXES[made[1]]:
+            found[made[2] + suffix] = {"model_name", "engine"} | more
+    stats = (ROOT / "connector" / "xpyd_connector" / "shell" / "stats.py").read_text()
+    own = dict.fromkeys(COUNTERS, "counter") | dict.fromkeys(GAUGES, "gauge")
+    own |= {name: "counter" for name in ("bytes_transferred", "descriptors", "posting_seconds") if f'"{name}"' in stats}
+    own |= {"transfer_seconds": "histogram"} if '"vllm:xpyd_transfer_seconds"' in stats else {}
+    for name, kind in own.items():
+        for suffix in SUFFIXES[kind]:
+            found[f"vllm:xpyd_{name}{suffix}"] = {"model_name", "engine"}
+    return found
+
+
+def named(expression):
+    """Return what an expression selects and groups by: ([(metric, its label names)], [label names])."""
+    selected = [
+        (name, re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers))
+        for name, matchers in re.findall(r"([a-zA-Z_:][\w:]*)\{([^}]*)\}", expression)
+    ]
+    grouped = [
+        label
+        for labels in re.findall(r"\b(?:by|on)\s*\(([^)]*)\)", expression)
+        for label in re.split(r"\s*,\s*", labels.strip())
+        if label
+    ]
+    return selected, grouped
+
+
+def loose(expression):
+    """Return words that are neither selected with labels nor PromQL: a metric without the release's labels, a typo."""
+    rest = re.sub(r"[a-zA-Z_:][\w:]*\{[^}]*\}", "", expression)
+    rest = re.sub(r"\b(?:by|on)\s*\([^)]*\)|\$__rate_interval|\b[0-9.]+[smh]?\b|\"[^\"]*\"", "", rest)
+    return set(re.findall(r"[a-zA-Z_:][\w:]*", rest)) - WORDS

@@ -1,0 +1,82 @@
+"""Finding one's way in rendered objects."""
+
+WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet")
+COMPONENT = "app.kubernetes.io/component"
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
+
+
+def kind(objects, *kinds):
+    return [one for one in objects if one["kind"] in kinds]
+
+
+def one(objects, kind, name):
+    (found,) = [o for o in objects if o["kind"] == kind and o["metadata"]["name"] == name]
+    return found
+
+
+def component(objects, name, *kinds):
+    (found,) = [o for o in kind(objects, *kinds) if o["metadata"]["labels"][COMPONENT] == name]
+    return found
+
+
+def router(objects):
+    return component(objects, "router", "Deployment")
+
+
+def pool(objects, role):
+    return component(objects, role, *WORKLOADS)
+
+
+def templates(workload):
+    """Return the pod templates of a workload; of a LeaderWorkerSet first the leader's, then the worker's."""
+    spec = workload["spec"]
+    if workload["kind"] == "LeaderWorkerSet":
+        return [spec["leaderWorkerTemplate"]["leaderTemplate"], spec["leaderWorkerTemplate"]["workerTemplate"]]
+    return [spec["template"]]
+
+
+def pods(objects):
+    """Return all pods as (what they belong to, metadata, spec)."""
+    found = [(o, t["metadata"], t["spec"]) for o in kind(objects, *WORKLOADS) for t in templates(o)]
+    return found + [(o, o["metadata"], o["spec"]) for o in kind(objects, "Pod")]
+
+
+def engine_pods(objects):
+    """Return (role, template) for every pod of an engine that answers requests."""
+    return [(role, templates(pool(objects, role))[0]) for role in ("prefill", "decode")]
+
+
+def container(template):
+    (found,) = template["spec"]["containers"]
+    return found
+
+
+def flag(args, name):
+    """Return what stands behind a flag; None: it is not there."""
+    return args[args.index(name) + 1] if name in args else None
+
+
+def env(template):
+    return {entry["name"]: entry for entry in container(template).get("env", ())}
+
+
+def matches(selector, labels):
+    """Tell whether labels satisfy matchLabels and matchExpressions."""
+    if any(labels.get(key) != value for key, value in selector.get("matchLabels", {}).items()):
+        return False
+    for rule in selector.get("matchExpressions", ()):
+        present, value = rule["key"] in labels, labels.get(rule["key"])
+        verdict = {
+            "Exists": present,
+            "DoesNotExist": not present,
+            "In": value in rule.get("values", ()),
+            "NotIn": value not in rule.get("values", ()),
+        }[rule["operator"]]
+        if not verdict:
+            return False
+    return True
+
+
+def ident(o):
+    return f"{o['kind']} {o['metadata']['name']}"

@@ -1,0 +1,197 @@
+"""Checks of pods: probes, security, arguments, ports, and how they end. See helm_checks.py."""
+
+import json
+import math
+import re
+
+from support.helm_objects import (
+    COMPONENT,
+    PROBES,
+    container,
+    engine_pods,
+    env,
+    flag,
+    ident,
+    kind,
+    pods,
+    pool,
+    router,
+    templates,
+)  # fmt: skip
+from xpyd_connector.settings import read_settings
+from xpyd_proxy.cli import build_parser, serve_settings
+
+MARGIN_S = 10  # seconds that must be left when everything took as long as it may
+
+
+def probes(objects):
+    """Routers and engines are probed for all three things; a router is not restarted for lack of engines."""
+    problems = []
+    served = [("router", container(templates(router(objects))[0]))]
+    served += [(role, container(template)) for role, template in engine_pods(objects)]
+    for name, c in served:
+        problems += [f"{name} has no {probe}" for probe in PROBES if probe not in c]
+        if any(probe not in c for probe in PROBES):
+            continue
+        paths = {probe: c[probe].get("httpGet", {}).get("path") for probe in PROBES}
+        if name == "router" and {paths["startupProbe"], paths["livenessProbe"]} & {"/health", "/ready"}:
+            problems.append("router is restarted when there are no engines")
+        if name == "router" and paths["readinessProbe"] not in ("/ready", None):
+            problems.append(f"router is ready by {paths['readinessProbe']}")
+        if name != "router" and set(paths.values()) != {"/health"}:
+            problems.append(f"{name} is probed at {sorted(paths.values())}")
+        patience = {p: c[p]["periodSeconds"] * c[p]["failureThreshold"] for p in PROBES}
+        if patience["livenessProbe"] <= patience["readinessProbe"]:
+            problems.append(f"{name} is restarted before it is taken out")
+    return problems
+
+
+def security(objects):
+    """Routers (and the test) are restricted; engines are not privileged and share with the node its network at most."""
+    problems = []
+    for o, meta, spec in pods(objects):
+        problems += [
+            f"{ident(o)} has {key}" for key in ("hostIPC", "hostPID", "shareProcessNamespace") if spec.get(key)
+        ]
+        pod = spec.get("securityContext", {})
+        for c in spec["containers"]:
+            own = c.get("securityContext", {})
+            capabilities = own.get("capabilities", {})
+            if own.get("allowPrivilegeEscalation") is not False or own.get("privileged"):
+                problems.append(f"{ident(o)} may gain privileges")
+            if capabilities.get("drop") != ["ALL"]:
+                problems.append(f"{ident(o)} keeps capabilities")
+            if (own.get("seccompProfile") or pod.get("seccompProfile", {})).get("type") != "RuntimeDefault":
+                problems.append(f"{ident(o)} has no seccomp profile")
+            added = set(capabilities.get("add", ()))
+            if meta["labels"][COMPONENT] in ("prefill", "decode"):
+                if added - {"IPC_LOCK"}:
+                    problems.append(f"{ident(o)} adds {added}")
+                continue
+            if (
+                added
+                or not pod.get("runAsNonRoot")
+                or pod.get("runAsUser") == 0
+                or not own.get("readOnlyRootFilesystem")
+            ):
+                problems.append(f"{ident(o)} is not restricted: root, a writable root, or capabilities")
+        if meta["labels"][COMPONENT] != "router" and spec.get("automountServiceAccountToken") is not False:
+            problems.append(f"{ident(o)} gets a token of the API")
+    return problems
+
+
+def secrets(objects):
+    """No secret is written down: neither as an object, nor as a value, nor as an argument."""
+    problems = [f"{ident(o)} is a secret in the chart" for o in kind(objects, "Secret")]
+    for o, _, spec in pods(objects):
+        for c in spec["containers"]:
+            for entry in c.get("env", ()):
+                if re.search(r"KEY|TOKEN|SECRET|PASSWORD", entry["name"]) and "secretKeyRef" not in entry.get(
+                    "valueFrom", {}
+                ):
+                    problems.append(f"{ident(o)}: {entry['name']} is not a reference to a secret")
+            problems += [
+                f"{ident(o)}: {arg} in its arguments" for arg in c.get("args", ()) if arg.startswith("--api-key=")
+            ]
+    return problems
+
+
+def router_args(objects):
+    """Return complaints of the router's own parser."""
+    args = container(templates(router(objects))[0])["args"]
+    try:
+        parsed = build_parser(args).parse_args(args)
+        settings = serve_settings(parsed)
+    except SystemExit:
+        return [f"the router's parser refuses {' '.join(args)}"]
+    if settings.host == "127.0.0.1":
+        return ["the router listens on localhost only"]
+    port = container(templates(router(objects))[0])["ports"][0]["containerPort"]
+    return [] if settings.port == port else [f"the router listens on {settings.port}, its container says {port}"]
+
+
+def engine_args(objects):
+    """Return complaints about engines' arguments that need no vLLM: ports, roles, the connector's own settings."""
+    problems = []
+    for role, template in engine_pods(objects):
+        c = container(template)
+        args, ports = c["args"], {port["name"]: port["containerPort"] for port in c["ports"]}
+        config = json.loads(flag(args, "--kv-transfer-config") or "{}")
+        if config.get("kv_role") != {"prefill": "kv_producer", "decode": "kv_consumer"}[role]:
+            problems.append(f"{role} has kv_role {config.get('kv_role')}")
+        if config.get("kv_connector") != "XpydConnector":
+            problems.append(f"{role} has the connector {config.get('kv_connector')}")
+        try:
+            read_settings(config["kv_connector_extra_config"], {})
+        except Exception as exc:
+            problems.append(f"{role}: {exc}")
+        if flag(args, "--port") != str(ports["http"]) or template["metadata"]["annotations"]["xpyd.io/port"] != str(
+            ports["http"]
+        ):
+            problems.append(f"{role}: --port, port http and xpyd.io/port differ")
+    return problems
+
+
+def side_channel(objects):
+    """The side channel is on the pod's IP, and every rank's port is declared and its own."""
+    problems = []
+    for role, template in engine_pods(objects):
+        c, variables = container(template), env(template)
+        host = variables.get("VLLM_NIXL_SIDE_CHANNEL_HOST", {})
+        if host.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath") != "status.podIP":
+            problems.append(f"{role}: the side channel is not on the pod's IP")
+        first, ranks = (
+            int(variables["VLLM_NIXL_SIDE_CHANNEL_PORT"]["value"]),
+            int(flag(c["args"], "--data-parallel-size") or 1),
+        )
+        declared = [port["containerPort"] for port in c["ports"]]
+        problems += [
+            f"{role}: port {p} of a rank is not declared" for p in range(first, first + ranks) if p not in declared
+        ]
+        if len(set(declared)) < len(declared):
+            problems.append(f"{role}: two things have one port: {sorted(declared)}")
+        said = template["metadata"]["annotations"].get("xpyd.io/ranks", "1")
+        if int(said) != ranks:
+            problems.append(f"{role}: xpyd.io/ranks is {said}, but there are {ranks}")
+    for role in ("prefill", "decode"):
+        for worker in templates(pool(objects, role))[1:]:
+            if env(worker)["VLLM_NIXL_SIDE_CHANNEL_HOST"].get("value") != "$(LWS_LEADER_ADDRESS)":
+                problems.append(f"{role}: a worker looks for the side channel elsewhere than at its leader")
+    shared = [role for role, template in engine_pods(objects) if template["spec"].get("hostNetwork")]
+    if len(shared) == 2:
+        sets = [{p["containerPort"] for p in container(template)["ports"]} for _, template in engine_pods(objects)]
+        if sets[0] & sets[1]:
+            problems.append(f"both roles want port {sets[0] & sets[1]} of the node")
+    return problems
+
+
+def drains(objects):
+    """Grace is longer than everything that happens before the end, and a prefill engine outlives its leases."""
+    problems = []
+    template = templates(router(objects))[0]
+    args, grace = container(template)["args"], template["spec"]["terminationGracePeriodSeconds"]
+    hook = container(template).get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [""])
+    asleep = re.search(r"sleep\((\d+)\)", hook[-1])
+    needed = int(asleep[1] if asleep else 0) + sum(
+        float(flag(args, f) or 0) for f in ("--drain-grace", "--shutdown-timeout")
+    )
+    if grace < needed + MARGIN_S:
+        problems.append(f"router: grace is {grace} s, and it may take {needed:g} s")
+    for role, template in engine_pods(objects):
+        c, grace = container(template), template["spec"]["terminationGracePeriodSeconds"]
+        command = c.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
+        said = dict(arg.removeprefix("--").split("=") for arg in command if arg.startswith("--"))
+        if said.get("role") != role or said.get("port") != flag(c["args"], "--port"):
+            problems.append(f"{role}: its preStop hook looks elsewhere: {command}")
+            continue
+        lease = json.loads(flag(c["args"], "--kv-transfer-config"))["kv_connector_extra_config"].get(
+            "kv_lease_duration", 30
+        )
+        needed = float(said["seconds"]) + float(flag(c["args"], "--shutdown-timeout"))
+        if grace < needed + MARGIN_S:
+            problems.append(f"{role}: grace is {grace} s, and it may take {needed:g} s")
+        if role == "prefill" and float(said["seconds"]) < math.ceil(lease) + float(said["settle"]):
+            problems.append(f"prefill: it waits {said['seconds']} s for leases of {lease:g} s")
+        if role == "prefill" and grace < lease + MARGIN_S:
+            problems.append(f"prefill: grace is {grace} s, shorter than its leases of {lease:g} s and {MARGIN_S} s")
+    return problems

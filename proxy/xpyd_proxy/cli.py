@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from xpyd_proxy import config, server
 from xpyd_proxy.app import build
-from xpyd_proxy.commands import instances
+from xpyd_proxy.commands import instances, plan
 from xpyd_proxy.errors import AlreadyKnown, ConfigError
 from xpyd_proxy.io import logs
 from xpyd_proxy.settings import Settings
@@ -37,6 +37,7 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     serve.set_defaults(run=_serve)
     up = commands.add_parser("up", help="start engines and the router on this machine", allow_abbrev=False)
     instances.add_arguments(commands.add_parser("instances", help="the engines of a running router"))
+    plan.add_arguments(commands.add_parser("plan", help="how many prefill and decode engines a traffic needs"))
     if arguments[:1] == ["up"]:
         _add_up_arguments(up)
     return parser

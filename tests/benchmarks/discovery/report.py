@@ -1,0 +1,156 @@
+"""Writes what the simulation of a fleet has found: the numbers in JSON, and a page that computes the rest from them."""
+
+import json
+import textwrap
+
+RELIST_S, PROBE_S, PROBE_REQUESTS, INFLOW_S, REREAD_S = 300, 5, 3, 15, 2  # the router's own rhythms
+ROLLOUT_S = 1800
+CONFIGMAP = 1024 * 1024  # bytes that Kubernetes allows
+
+
+def write(found, out):
+    """Write the JSON file, and the page beside it."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found, indent=1) + "\n")
+    parts = (head, choosing, keeping, discovering, sending, probing)
+    out.with_suffix(".md").write_text("\n\n".join(part(found) for part in parts) + "\n")
+
+
+def prose(text):
+    """Fill a paragraph."""
+    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def table(title, rows):
+    lines = [title, ["---"] * len(title), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def amount(value, unit="B"):
+    for power, prefix in ((3, "G"), (2, "M"), (1, "k")):
+        if value >= 1000**power:
+            return f"{value / 1000**power:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def head(found):
+    machine, fleet = found["machine"], found["fleet"]
+    what = f"""
+    `make sim-fleet` writes this page. **A simulation, not a deployment**: no cluster, no engine and no socket is
+    behind it. The router's own tables, policies, reflector and reconciler run as they are, on engines and pods that
+    are made up; what {fleet["routers"]} routers with {fleet["engines"]:,} engines do together is computed from that,
+    and marked *computed*. Raw numbers: `fleet.json`."""
+    where = f"""
+    {machine["cores"]} cores, {machine["processor"]}, CPython {machine["python"]}; processor time of the fastest try, in
+    microseconds unless said otherwise. Half of the engines are of each role; each has 8 to 12 requests, and prefill
+    engines have just reported their load."""
+    return f"# A simulated fleet\n\n{prose(what)}\n\n{prose(where)}"
+
+
+def choosing(found):
+    sizes = list(found["members"])
+    most, rate, tables = sizes[-1], found["fleet"]["rate"], found["request"]["tables"]
+    parts = ["## A. Choosing two engines"]
+    what = """
+    For one request: listing those that may serve, dropping those that do not fit, and the policy; in brackets the
+    policy alone. *Two revisions* is the middle of a rolling update. The prompt has 4 KiB, and 5,000 sessions take
+    turns."""
+    parts.append(prose(what))
+    for case, policies in found["choices"].items():
+        rows = [
+            [f"`{name}`", *(f"{seen[n]['whole']:,.0f} ({seen[n]['policy']:,.1f})" for n in sizes)]
+            for name, seen in policies.items()
+        ]
+        parts.append(table([f"{case}; engines:", *sizes], rows))
+    usable = next(iter(found["choices"]["one revision"].values()))[most]["usable"]
+    rows = []
+    for name, seen in found["choices"]["one revision"].items():
+        cost = seen[most]["whole"] + tables
+        rows.append([f"`{name}`", f"{cost:,.0f}", f"{1e6 / cost:,.0f}", f"{rate * cost / 1e6:.1f}"])
+    what = f"""
+    Listing alone is {usable:,.0f} us of that at {int(most):,} engines. A request also costs {tables:.0f} us for slots,
+    legs, health and counters, whatever the number of engines. With both, and without HTTP, at {int(most):,} engines
+    (*computed*):"""
+    parts.append(prose(what))
+    title = ["both policies", "us a request", "requests/s that fill one core", f"cores for {rate:,.0f} requests/s"]
+    return "\n\n".join([*parts, table(title, rows)])
+
+
+def keeping(found):
+    rows = [
+        [n, f"{m['add_and_remove']:,.0f}", f"{m['bytes'] / 1000:.1f} kB", f"{e['ms']:,.1f} ms", amount(e["bytes"])]
+        for (n, m), e in zip(found["members"].items(), found["metrics"].values(), strict=True)
+    ]
+    title = ["engines", "add one and remove it", "memory per engine", "one scrape of `/metrics`", "its size"]
+    return f"""## B. Keeping them
+
+{table(title, rows)}
+
+A scrape is made in one piece: for as long as it takes, no request is served."""
+
+
+def discovering(found):
+    count, seen = found["fleet"]["engines"], found["discovery"]
+    rows = [
+        [what, f"{one.get('events', 1):,}", f"{one['busy']:.2f} s", f"{one['longest']:.1f} ms"]
+        for what, one in (
+            *((f"LIST of {name[5:]} pods, in pages of 200", one) for name, one in seen.items() if name[:4] == "list"),
+            ("every pod changes in a way that means nothing", seen["quiet"]),
+            (f"rolling update of {seen['rollout']['pods']:,} of them: come, get ready, leave, go", seen["rollout"]),
+        )
+    ]
+    title = ["", "events", "processor time", "longest block of the event loop"]
+    each = seen["rollout"]["busy"] / seen["rollout"]["events"]
+    what = f"""
+    A change of one pod costs each router {each * 1000:.1f} ms, for all of them are compared each time; a rolling update
+    of all {count:,} takes {each * seen["rollout"]["events"] / seen["rollout"]["pods"] * count:.1f} s of every router's
+    processor (*computed*)."""
+    return f"## C. Hearing of them\n\n{table(title, rows)}\n\n{prose(what)}"
+
+
+def sending(found):
+    routers, count, size = found["fleet"]["routers"], found["fleet"]["engines"], found["bytes"]
+    update = routers * count * size["life"]
+    stored = count * size["entry"]
+    rows = [
+        ["one pod, as an event of a watch", amount(size["pod"]), ""],
+        [
+            f"relist by all routers, every {RELIST_S} s",
+            amount(routers * size["list"]),
+            amount(routers * size["list"] / RELIST_S, "B/s"),
+        ],
+        [f"rolling update of all engines in {ROLLOUT_S // 60} min", amount(update), amount(update / ROLLOUT_S, "B/s")],
+        ["an engine by hand, ConfigMap: the patch", amount(size["changes"]), ""],
+        [f"... what all routers are then sent, with {count:,} entries", amount(routers * stored), ""],
+        ["an engine by hand, Redis: what all routers are then sent", amount(routers * stored), ""],
+        [f"Redis, read again every {REREAD_S} s by all routers", "", amount(routers * stored / REREAD_S, "B/s")],
+    ]
+    what = f"""
+    A ConfigMap holds 1 MiB: {CONFIGMAP // size["entry"]:,} engines added by hand. Engines that are pods are not in the
+    store, and cause no writes."""
+    title = ["", "bytes", "on the mean"]
+    return f"## D. Bytes (*computed* from one pod and one entry)\n\n{table(title, rows)}\n\n{prose(what)}"
+
+
+def probing(found):
+    routers, count = found["fleet"]["routers"], found["fleet"]["engines"]
+    probes = routers * count * PROBE_REQUESTS / PROBE_S
+    scrapes = routers * count / 2 / INFLOW_S
+    rows = [
+        ["requests of probes", f"{probes:,.0f}/s", f"{probes / routers:,.0f}/s", f"{probes / count:,.0f}/s"],
+        [
+            "reads of decode engines' `/metrics`",
+            f"{scrapes:,.0f}/s",
+            f"{scrapes / routers:,.0f}/s",
+            f"{scrapes / count * 2:,.1f}/s",
+        ],
+    ]
+    what = f"""
+    Every router probes every engine every {PROBE_S} s (`probe_interval_s`, {PROBE_REQUESTS} requests), and reads every
+    decode engine's metrics every {INFLOW_S} s."""
+    then = f"""
+    That grows with routers times engines: with {routers} routers a `probe_interval_s` of 30 to 60 is enough, for
+    requests tell sooner than probes do."""
+    title = ["", f"{routers} routers, {count:,} engines", "a router", "an engine"]
+    heading = "## E. Probing them (*computed* from the defaults)"
+    return f"{heading}\n\n{prose(what)}\n\n{table(title, rows)}\n\n{prose(then)}"

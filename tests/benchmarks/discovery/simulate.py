@@ -1,0 +1,370 @@
+"""A simulated fleet: what 1,000 engines, 100 routers and 10,000 requests a second cost, by the router's own parts.
+
+``make sim-fleet`` writes docs/benchmarks/fleet.md and .json. Nothing is sent: the tables, policies, reflector and
+reconciler of the router run as they are, on engines and pods that are made up. What many routers do together is
+computed from that.
+"""
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import platform
+import random
+import sys
+import time
+import tracemalloc
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import msgspec
+
+from benchmarks.discovery import report
+from benchmarks.discovery.pods import LIFE, line, pod
+from xpyd_proxy.app import POLICIES
+from xpyd_proxy.core.discovery import Key, Source, Wanted, entry_name, entry_of
+from xpyd_proxy.core.facts import Facts
+from xpyd_proxy.core.journey import Journey, Outcome, Visit
+from xpyd_proxy.core.learned import Learned
+from xpyd_proxy.core.load import Report
+from xpyd_proxy.core.measures import Measures
+from xpyd_proxy.core.model import Ask, RequestId, Role
+from xpyd_proxy.core.pairing import Legs, Pairs
+from xpyd_proxy.core.policies.round_robin import RoundRobin
+from xpyd_proxy.core.push import MANNERS
+from xpyd_proxy.core.registry import Registry
+from xpyd_proxy.core.roll import Roll
+from xpyd_proxy.core.target import Target
+from xpyd_proxy.io.discovering import read_pod
+from xpyd_proxy.io.fleet import LiveFleet, Loads
+from xpyd_proxy.io.metrics import Metrics
+from xpyd_proxy.io.reconciler import Pods, Reconciler
+from xpyd_proxy.io.reflector import Collection, Reflector
+from xpyd_proxy.io.sight import Sight
+from xpyd_proxy.settings import Mode, PolicyName
+
+ROOT = Path(__file__).parents[3]
+SIZES = (10, 100, 1000)  # engines, half of them of each role
+ROUTERS, ENGINES, RATE = 100, 1000, 10_000.0
+PROMPT = random.Random(1).randbytes(2048).hex().encode()  # 4 KiB of JSON text
+PATH = "/v1/completions"
+
+
+def main():
+    args = arguments()
+    start = time.monotonic()
+    spent_s = 0.02 if args.quick else 0.2
+    sizes = SIZES[:2] if args.quick else SIZES
+    found = {
+        "machine": {
+            "cores": os.cpu_count(),
+            "processor": platform.machine().replace("_", "-"),
+            "python": platform.python_version(),
+        },
+        "fleet": {"routers": ROUTERS, "engines": sizes[-1], "rate": RATE},
+        "choices": {case: choices(sizes, spent_s, case) for case in ("one revision", "two revisions")},
+        "request": request_cost(sizes[-1], spent_s),
+        "members": {str(n): members(n) for n in sizes},
+        "metrics": {str(n): exposition(n) for n in sizes},
+        "discovery": asyncio.run(discovery(sizes[-1])),
+        "bytes": wire(sizes[-1]),
+    }
+    report.write(found, args.out)
+    print(args.out.with_suffix(".md").read_text())
+    print(f"{time.monotonic() - start:.0f} s; written to {args.out.with_suffix('.*')}")
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="100 engines and short looks: does it work?")
+    parser.add_argument("--out", type=Path, help="the JSON file; .md is written beside it")
+    args = parser.parse_args()
+    args.out = args.out or ROOT / (".xpyd/bench/fleet.json" if args.quick else "docs/benchmarks/fleet.json")
+    return args
+
+
+def micros(call, spent_s, least=5):
+    """Return the microseconds of processor time that a call takes at best: others may use this machine, too."""
+    call()
+    seen, until = [], time.perf_counter() + spent_s
+    gc.disable()
+    try:
+        while time.perf_counter() < until or len(seen) < least:
+            before = time.thread_time()
+            call()
+            seen.append(time.thread_time() - before)
+    finally:
+        gc.enable()
+    return min(seen) * 1e6
+
+
+def target(number, role, revision):
+    port = 8100 if role is Role.PREFILL else 8200
+    return Target.parse(
+        f"http://10.{number // 65536 + 1}.{number // 256 % 256}.{number % 256}:{port}#revision={revision}"
+    )
+
+
+def registry_of(count, case="one revision"):
+    """Engines that are known and busy: ten requests each, give or take, and a fresh report of each prefill engine."""
+    registry, dice, now = Registry(), random.Random(1), time.monotonic()
+    for number in range(count):
+        role = Role.PREFILL if number % 2 == 0 else Role.DECODE
+        revision = "r2" if case == "two revisions" and number % 4 >= 2 else "r1"
+        (instance,) = registry.add_target(role, target(number, role, revision), now=now)
+        registry.learn(instance.id, Facts(frozenset({"m"}), "0.32.0", "xpyd"))
+        member = registry.member(instance.id)
+        member.life.seen(now=now)
+        for request in range(dice.randrange(8, 13)):
+            member.load.enter(RequestId(f"{number}-{request}"))
+        if role is Role.PREFILL:
+            member.load.reported(Report(dice.randrange(3), dice.random()), now=now + 1e6)
+    return registry
+
+
+def choice_of(registry, policy):
+    load = Loads(registry, time.monotonic).of
+    return RoundRobin() if policy is PolicyName.ROUND_ROBIN else Legs(POLICIES[policy](load), POLICIES[policy](load))
+
+
+def fleet_of(registry, choice):
+    return LiveFleet(registry, Pairs(registry, choice), Learned(at_once=MANNERS[Mode.AUTO].at_once), time.monotonic)
+
+
+def choices(sizes, spent_s, case):
+    """Time what a request costs before its first leg: who may serve, who fits (narrowing), who is chosen (policy)."""
+    found = {}
+    for policy in PolicyName:
+        for count in sizes:
+            registry, turn = registry_of(count, case), iter(range(10**9))
+            fleet, choice = fleet_of(registry, choice_of(registry, policy)), choice_of(registry, policy)
+            sides = [fleet.usable(role) for role in Role]
+
+            def ask(turn=turn):
+                return Ask("m", f"session {next(turn) % 5000}", PROMPT)
+
+            def whole(fleet=fleet, ask=ask):
+                fleet.pair(fleet.usable(Role.PREFILL), fleet.usable(Role.DECODE), ask())
+
+            def alone(choice=choice, sides=sides, ask=ask):
+                choice.pair(*sides, ask(), lambda _p, _d: True)
+
+            seen = found.setdefault(policy.value, {})
+            seen[str(count)] = {"whole": micros(whole, spent_s), "policy": micros(alone, spent_s)}
+            seen[str(count)]["usable"] = micros(lambda fleet=fleet: [fleet.usable(role) for role in Role], spent_s / 2)
+    return found
+
+
+def request_cost(count, spent_s):
+    """Time what the tables do for a request beside the choice: slots, legs, health, counters."""
+    registry = registry_of(count)
+    fleet, turn = fleet_of(registry, RoundRobin()), iter(range(10**9))
+    sight = Sight(Measures(frozenset({PATH})), time.monotonic)
+    prefill, decode = registry.known(Role.PREFILL)[0], registry.known(Role.DECODE)[0]
+
+    def serve():
+        request = RequestId(f"xpyd-{next(turn):032x}")
+        journey = Journey(request, prefill=Visit(prefill.id, 1.0), decode=Visit(decode.id, 1.0))
+        with fleet.hold(decode, request):
+            for instance in (prefill, decode):
+                for watcher in (sight, fleet):
+                    watcher.began(instance, request)
+                for watcher in (sight, fleet):
+                    watcher.answered(instance, request, 0.1)
+                for watcher in (sight, fleet):
+                    watcher.ended(instance, request, None)
+        sight.finished(journey, Outcome(PATH, 200, 1.0, 0.1))
+
+    return {"tables": micros(serve, spent_s)}
+
+
+def members(count):
+    """Time adding and removing an engine, and weigh it."""
+    gc.collect()
+    tracemalloc.start()
+    registry = registry_of(count)
+    weight = tracemalloc.get_traced_memory()[0] / count
+    tracemalloc.stop()
+    new = target(10**6, Role.DECODE, "r1")
+
+    def come_and_go():
+        (instance,) = registry.add_target(Role.DECODE, new, now=0.0)
+        registry.remove(instance.id, now=0.0)
+
+    return {"add_and_remove": micros(come_and_go, 0.1), "bytes": weight}
+
+
+def exposition(count):
+    """Time one scrape of a router, and weigh it."""
+    registry = registry_of(count)
+    sight = Sight(Measures(frozenset({PATH})), time.monotonic)
+    for member in registry.members():
+        sight.began(member.instance, RequestId("r"))
+        sight.answered(member.instance, RequestId("r"), 0.1)
+        sight.ended(member.instance, RequestId("r"), None)
+    metrics = Metrics(sight, Roll(registry))
+    return {
+        "ms": micros(lambda: metrics.exposition("text/plain"), 0.1, 3) / 1000,
+        "bytes": len(metrics.exposition("text/plain")[0]),
+    }
+
+
+class Api:
+    """Stands where the client of the Kubernetes API stands, and says what it is told to; nothing is sent."""
+
+    namespace = "llm"
+
+    def __init__(self, pages):
+        self.pages = pages
+        self.lines = asyncio.Queue()
+
+    async def get(self, _path, query):
+        number = int(query.get("continue", "0"))
+        await asyncio.sleep(0)
+        return self.pages[number]
+
+    async def watch(self, _path, _query, *, silence_s):
+        while True:
+            yield await self.lines.get()
+            await asyncio.sleep(0)  # as a socket would
+
+
+def pages_of(pods, size=200):
+    raw = [msgspec.Raw(json.dumps(one, separators=(",", ":")).encode()) for one in pods]
+    cut = [raw[start : start + size] for start in range(0, len(raw), size)]
+    return [
+        msgspec.json.encode(
+            {
+                "metadata": {"resourceVersion": "1", "continue": str(number + 1) if number + 1 < len(cut) else ""},
+                "items": items,
+            }
+        )
+        for number, items in enumerate(cut)
+    ]
+
+
+def role_of(number):
+    return "prefill" if number % 2 == 0 else "decode"
+
+
+@asynccontextmanager
+async def following(api, registry):
+    """Run the reflector and the reconciler over it."""
+    reconciler = Reconciler(registry, [Source.PODS], time.monotonic)
+    reflector = Reflector(
+        api,
+        Collection("/api/v1/namespaces/llm/pods"),
+        read_pod,
+        Pods(reconciler),
+        clock=time.monotonic,
+        chance=lambda: 0.5,
+    )
+    async with reflector.running():
+        yield reconciler
+
+
+@asynccontextmanager
+async def blocking():
+    """Note the longest time in which nothing else could run (ms), and the processor time of all of it (s)."""
+    seen = {"longest": 0.0}
+
+    async def tick():
+        while True:
+            before = time.thread_time()
+            await asyncio.sleep(0)
+            seen["longest"] = max(seen["longest"], (time.thread_time() - before) * 1000)
+
+    task, before = asyncio.create_task(tick()), time.thread_time()
+    try:
+        yield seen
+    finally:
+        seen["busy"] = time.thread_time() - before
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+def settle():
+    """Collect what earlier parts have left: else the collector's pauses would be theirs, and count here."""
+    gc.collect()
+    gc.freeze()
+
+
+async def until(condition):
+    deadline = time.monotonic() + 300
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the simulation does not get there")
+        await asyncio.sleep(0.02)
+
+
+async def discovery(count):
+    """List, and then change, all pods."""
+    found = {}
+    for many in (count * 2 // 5, count):
+        api, registry = Api(pages_of(pod(number, role=role_of(number)) for number in range(many))), Registry()
+        settle()
+        async with blocking() as found[f"list {many}"], following(api, registry):
+            await until(lambda registry=registry, many=many: len(registry.members()) == many)
+
+    def here(revision):
+        return sum(1 for m in registry.members() if m.origin.wanted and m.facts.revision == revision and not m.retires)
+
+    async with following(api, registry):
+        await until(lambda: api.lines.qsize() == 0 and len(registry.members()) == count)
+        await asyncio.sleep(0.05)
+        lines = [line("MODIFIED", pod(n, role=role_of(n), version=10 + n)) for n in range(count)]
+        settle()
+        async with blocking() as found["quiet"]:
+            for one in lines:
+                api.lines.put_nowait([one])
+            await until(api.lines.empty)
+        some = count // 10
+        lines = rollout(some)
+        settle()
+        async with blocking() as found["rollout"]:
+            for one in lines:
+                api.lines.put_nowait([one])
+            await until(lambda: api.lines.empty() and here("r2") == some)
+    found["rollout"] |= {"events": len(lines), "pods": some}
+    found["quiet"]["events"] = count
+    return found
+
+
+def rollout(count):
+    """All events of a rolling update: each pod leaves and goes, and another comes."""
+    version, lines = iter(range(100_000, 10**9)), []
+    for n in range(count):
+        role, new = role_of(n), {"role": role_of(n), "revision": "r2"}
+        lines += [
+            line("ADDED" if at == 0 else "MODIFIED", pod(n + 10_000, phase=phase, version=next(version), **new))
+            for at, phase in enumerate(LIFE)
+        ]
+        leaving = pod(n, role=role, phase="leaving", version=next(version))
+        lines += [
+            line("MODIFIED", leaving),
+            line("DELETED", {**leaving, "metadata": {**leaving["metadata"], "resourceVersion": str(next(version))}}),
+        ]
+    return lines
+
+
+def wire(count):
+    """Weigh what is sent."""
+    whole = [pod(number, role=role_of(number)) for number in range(count)]
+    life = [line("MODIFIED", pod(1, phase=phase)) for phase in (*LIFE, "leaving")]
+    wanted = Wanted(Role.DECODE, target(count, Role.DECODE, "r1"))
+    name, text = entry_name(Key(wanted.role, wanted.target.address.authority)), entry_of(wanted)
+    return {
+        "pod": len(line("ADDED", whole[0])),
+        "list": sum(map(len, pages_of(whole))),
+        "life": sum(map(len, life)) + len(life[-1]),  # DELETED says it once more
+        "entry": len(json.dumps({name: text})) - 2,
+        "changes": len(json.dumps({"data": {name: entry_of(replace(wanted, leaves=True))}})),
+    }
+
+
+if __name__ == "__main__":
+    main()

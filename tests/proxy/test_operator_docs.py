@@ -1,0 +1,170 @@
+"""What operators are told: metrics, alerts, values, links and commands that exist."""
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from support.cluster import ROOT
+from xpyd_connector.core.tally import COUNTERS, GAUGES
+from xpyd_proxy.cli import build_parser
+from xpyd_proxy.settings import Settings
+
+PAGES = [ROOT / "docs" / name for name in ("scaling.md", "runbook.md", "kubernetes.md")]
+CHART = ROOT / "helm/xpyd"
+NAMES = """
+RouterDown NoPrefill NoDecode EngineBroken HighErrorRate HandoffSlow TtftHigh QueueFull RetryBudgetSpent LeasesExpiring
+DecodeWithoutKv DiscoveryStale PromptMismatch LoadFailures KvHeldTooLong EngineNoTransfers
+EngineDown KvCacheFull ReleasesFail
+"""
+ALERTS = [f"Xpyd{name}" for name in NAMES.split()]
+PARTS = ["Symptom", "Means", "Look", "Do", "Sure"]
+SUFFIXES = re.compile(r"_(total|bucket|sum|count)$")
+
+
+def _sections(page):
+    return dict(re.findall(r"(?ms)^## (.*?)$\n(.*?)(?=^## |\Z)", page.read_text()))
+
+
+def _anchors(page):
+    text = page.read_text()
+    titles = [title.lower() for title in re.findall(r"(?m)^#+ (.*)$", text)]
+    return {re.sub(r"[^\w -]", "", title).replace(" ", "-") for title in titles} | set(
+        re.findall(r'<a id="(.*?)">', text)
+    )
+
+
+def _router_metrics():
+    found = set()
+    for source in (ROOT / "proxy/xpyd_proxy/io").rglob("*.py"):
+        found |= set(re.findall(r'"(xpyd_\w+)"', source.read_text()))
+    return found
+
+
+def _connector_metrics():
+    shell = (ROOT / "connector/xpyd_connector/shell/stats.py").read_text()
+    more = re.findall(r'"(bytes_transferred|descriptors|posting_seconds)":', shell)
+    return {f"xpyd_{name}" for name in (*COUNTERS, *GAUGES, *more)} | set(re.findall(r'"vllm:(xpyd_\w+)"', shell))
+
+
+def _vllm_metrics():
+    if (vllm := importlib.util.find_spec("vllm")) is None:
+        pytest.skip("vLLM is not installed")
+    return set(re.findall(r'"vllm:(\w+)"', (Path(vllm.origin).parent / "v1/metrics/loggers.py").read_text()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_metric_exists(page):
+    """Whoever is woken up at night pastes them."""
+    text = page.read_text()
+    ours = {SUFFIXES.sub("", name) for name in re.findall(r"(?<![\w:.-])(xpyd_[a-z_]+[a-z])", text)} - {"xpyd_io_role"}
+    engines = {SUFFIXES.sub("", name) for name in re.findall(r"vllm:([a-z_]+[a-z])", text)}
+
+    assert ours
+    assert ours <= _router_metrics()
+    connectors = {name for name in engines if name.startswith("xpyd_")}
+    assert connectors <= _connector_metrics()
+    assert engines - connectors - {"xpyd"} <= {SUFFIXES.sub("", name) for name in _vllm_metrics()}
+
+
+@pytest.mark.parametrize("alert", ALERTS)
+def test_every_alert_has_a_section_with_all_five_parts(alert):
+    """What is seen, what it means, where to look, what to do, how to be sure: in this order."""
+    section = _sections(ROOT / "docs/runbook.md")[alert]
+
+    assert re.findall(r"(?m)^\*\*(\w+)\.\*\* \S", section) == PARTS
+
+
+def test_every_alert_of_the_chart_has_its_place_in_the_runbook():
+    """The link in an alert ends at its section."""
+    alerts = re.findall(r"(?m)^- alert: (\w+)", (CHART / "files/alerts.yaml").read_text())
+
+    assert alerts
+    assert {alert.lower() for alert in alerts} <= _anchors(ROOT / "docs/runbook.md")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page):
+    """A file, and a heading in it."""
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), target
+        assert not anchor or anchor in _anchors(file), target
+
+
+def _has(values, path):
+    """Tell whether the chart takes a value; a map that is empty by default takes any key."""
+    for key in path.split("."):
+        if values in ({}, None):
+            return True
+        if not isinstance(values, dict) or key not in values:
+            return False
+        values = values[key]
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_value_of_the_chart_exists(page):
+    """And every setting of the router among them."""
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    heads = "|".join(key for key, value in values.items() if isinstance(value, dict))
+    for path in re.findall(rf"(?<![\w./-])((?:{heads})(?:\.[a-zA-Z_]+)+)(?!\w|/|\.\w)", page.read_text()):
+        if path.endswith((".md", ".txt", ".yaml")):
+            continue
+        assert _has(values, path), path
+        if path.startswith("router.settings."):
+            assert path.removeprefix("router.settings.") in Settings.__dataclass_fields__, path
+
+
+def test_the_values_of_the_quick_start_are_values_of_the_chart():
+    """A page whose first step is refused is no quick start."""
+    (block,) = re.findall(r"(?s)```yaml\n(.*?)```", (ROOT / "docs/kubernetes.md").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+
+    def paths(given, above=()):
+        for key, value in given.items():
+            if isinstance(value, dict):
+                yield from paths(value, (*above, key))
+            else:
+                yield ".".join((*above, key))
+
+    given = list(paths(yaml.safe_load(block)))
+    assert len(given) > 10
+    assert [path for path in given if not _has(values, path)] == []
+
+
+def test_settings_that_the_runbook_names_exist():
+    """In backquotes, as in a configuration file: `name: value`."""
+    text = "".join(page.read_text() for page in PAGES)
+    words = r"`((?:max|retry|prefill|decode|alone|reuse|min|idle|first|log)_[a-z_]+)(?:: [^`]*)?`"
+    named = set(re.findall(words, text))
+
+    assert len(named) > 8
+    assert named - set(Settings.__dataclass_fields__) == {"max_leases"}  # a setting of the connector
+
+
+def test_every_command_of_ours_is_one():
+    """`xpyd instances ...`, and `every ...` of the runbook, go through the real parser."""
+    text = "".join(page.read_text() for page in PAGES)
+    found = set(re.findall(r"(?:xpyd instances|`every) ((?:--json )?(?:list|add|drain|undrain)[^`\n#;|]*)", text))
+
+    assert len(found) > 4
+    for arguments in found:
+        words = ["instances", *re.sub(r"--wait(?! S)", "--wait 5", arguments).split()]
+        build_parser(words).parse_args(words)
+
+
+def test_the_shell_functions_of_the_runbook_are_shell():
+    """Whoever pastes them gets functions and no error."""
+    block = re.search(r"(?s)```\n(NS=.*?)```", (ROOT / "docs/runbook.md").read_text())[1]
+    names = " ".join(re.findall(r"(?m)^(\w+)\(\)", block))
+    done = subprocess.run(
+        ["bash", "-euc", f"{block}\ntype {names} >/dev/null"], capture_output=True, text=True, check=False
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert names == "pods logs m every out back"

@@ -72,6 +72,23 @@ def test_two_pairs_through_the_router(pushing, start_router, reference_answer):
     assert all(metrics(spec)["vllm:xpyd_handshakes_total"] == 2 for spec in specs[2:])
 
 
+def test_prompts_that_share_a_beginning_and_come_at_the_same_time(pair, reference_answer):
+    """vLLM lets a request hit blocks that another one computes in the very same step: they must not leave before it."""
+    p, d, where = pair
+    wrong = {}
+    for _ in range(6):
+        beginning = prompt_of(next(fresh), 200)
+        asked = [ids(*beginning, *prompt_of(next(fresh), 20 + 9 * i)) for i in range(8)]
+        with ThreadPoolExecutor(len(asked)) as pool:
+            # D has lent its blocks when P begins: whatever P takes for computed leaves at once
+            answers = list(pool.map(lambda question: push(p, d, question, where, prefill_after=0.5)[0], asked))
+        for question, answer in zip(asked, answers, strict=True):
+            if found := differences(answer, reference_answer(question)):
+                wrong[str(question.prompt[-5:])] = found
+
+    assert wrong == {}
+
+
 def settle(p):
     """Wait until a prefill engine is done, and let it step once more: vLLM collects a worker's numbers with that."""
     wait_until(lambda: nothing_held(p), seconds=1, what=f"{p.name} holds nothing")

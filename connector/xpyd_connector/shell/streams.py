@@ -69,12 +69,16 @@ class Streams:
 
         vLLM counts a step's tokens as computed when the step has been scheduled, after it has asked for this: so here
         ``num_computed_tokens`` is without this step. On a GPU earlier steps may still run; the worker waits for them.
+
+        What a request brings along into its first step are hits of the prefix cache, and vLLM lets it hit blocks that
+        another request is only about to compute, in this very step. They are told with the next one.
         """
         pieces, self._news = self._news, []
         state = output.kv_connector_block_state
         if not self._is_chunked or state is None:
             return pieces
-        for own in output.num_scheduled_tokens.keys() & self._streams.keys():
+        entering = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
+        for own in (output.num_scheduled_tokens.keys() & self._streams.keys()) - entering:
             stream = self._streams[own]
             computed = min(stream.request.num_computed_tokens, stream.request.num_prompt_tokens)
             table = state.resolve_block_ids(own)

@@ -24,6 +24,7 @@ class Engine:
     def __init__(self, *groups, is_chunked=True):
         self.streams = Streams(groups or [CacheGroup(SIZE)], is_chunked=is_chunked)
         self.tables = {}
+        self.running = set()
 
     def begin(self, name="t", tokens=10):
         request = SimpleNamespace(
@@ -32,21 +33,28 @@ class Engine:
         self.streams.begin(request, RequestId(name), "digest")
         return request
 
-    def step(self, *scheduled, state=True):
+    def step(self, *scheduled, state=True, resumed=()):
         """Schedule (request, tokens, block table of the one group) and return what the workers are told."""
         of_one = [(request, count, (blocks,)) for request, count, blocks in scheduled]
-        news = self.step_of_all_groups(*of_one, state=state)
+        news = self.step_of_all_groups(*of_one, state=state, resumed=resumed)
         return [
             ("gone", each.request) if isinstance(each, Gone) else
             (each.request, each.attempt, list(*each.groups), each.last) for each in news
         ]  # fmt: skip
 
-    def step_of_all_groups(self, *scheduled, state=True):
+    def step_of_all_groups(self, *scheduled, state=True, resumed=()):
         for request, _, blocks in scheduled:
             self.tables[request.request_id] = blocks
         tokens = {request.request_id: count for request, count, _ in scheduled}
         block_state = SimpleNamespace(resolve_block_ids=lambda own: self.tables[own]) if state else None
-        output = SimpleNamespace(num_scheduled_tokens=tokens, kv_connector_block_state=block_state)
+        new = [SimpleNamespace(req_id=own) for own in tokens if own not in self.running and own not in resumed]
+        self.running |= tokens.keys()
+        output = SimpleNamespace(
+            num_scheduled_tokens=tokens,
+            kv_connector_block_state=block_state,
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(resumed)),
+        )
         news = self.streams.take_news(output)
         for request, count, _ in scheduled:
             request.num_computed_tokens += count
@@ -73,10 +81,27 @@ def test_a_step_tells_what_the_steps_before_have_completed(engine):
     assert len(engine.streams) == 0
 
 
+def test_hits_are_told_a_step_later(engine):
+    """Another request of the same step may be computing them: vLLM counts a block as cached when it is scheduled."""
+    first, second = engine.begin("a", tokens=12), engine.begin("b", tokens=12)
+    second.num_computed_tokens = 8  # what the first one computes now
+    assert engine.step((first, 8, [7, 8]), (second, 2, [7, 8, 9])) == []
+    assert engine.step((second, 2, [7, 8, 9])) == [("b", 0, [7, 8], False)]
+
+
+def test_hits_of_a_request_that_was_preempted_are_told_a_step_later(engine):
+    """When it comes back it hits what is cached, as a new one does."""
+    first, second = engine.begin("a", tokens=12), engine.begin("b", tokens=12)
+    engine.step((first, 4, [7]))
+    first.num_preemptions, first.num_computed_tokens = 1, 4
+    assert engine.step((second, 4, [5]), (first, 4, [5, 6]), resumed={"p-a"}) == []
+    assert ("a", 1, [5, 6], False) in engine.step((first, 4, [5, 6, 7]))
+
+
 @pytest.mark.parametrize("chunk", range(1, 11))
 @pytest.mark.parametrize("hits", [0, 4, 8])
 def test_every_block_is_told_once_and_in_order(engine, chunk, hits):
-    """Whatever the chunks; blocks of the local prefix cache come first, at the first step."""
+    """Whatever the chunks; blocks of the local prefix cache come first, at the second step."""
     request, table, told = engine.begin(), [7, 8, 9], []
     request.num_computed_tokens = hits
     while request.num_computed_tokens < 10:
@@ -87,14 +112,6 @@ def test_every_block_is_told_once_and_in_order(engine, chunk, hits):
 
     assert [block for _, _, blocks, _ in told for block in blocks] == table
     assert [last for *_, last in told] == [False] * (len(told) - 1) + [True]
-
-
-def test_a_prefix_hit_is_told_before_anything_is_computed(engine):
-    """It can be written at once."""
-    request = engine.begin()
-    request.num_computed_tokens = 8
-
-    assert engine.step((request, 2, [7, 8, 9])) == [(T, 0, [7, 8], False)]
 
 
 def test_a_prompt_that_ends_with_a_block(engine):

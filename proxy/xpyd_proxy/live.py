@@ -68,8 +68,9 @@ class Live:
         for target in targets:
             try:
                 added = self.registry.add_target(role, target, now=self.clock())
-            except AlreadyKnown as exc:  # by hand, before
+            except AlreadyKnown as exc:  # by hand, before, or as a pod
                 logger.info("%s", exc)
+                self.registry.claim(role, target.address.authority)
             else:
                 for instance in added:
                     logger.info("%s is at %s", instance.id, target.address.url)

@@ -1,7 +1,6 @@
 """Routes for operators, in the formats of vLLM's own proxy demo; their errors are FastAPI's ``{"detail": ...}``."""
 
 import logging
-from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -16,6 +15,8 @@ from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.core.target import Target
 from xpyd_proxy.errors import AddressError, AlreadyKnown, BadPort, BodyTooLarge, UnsupportedMedia
 from xpyd_proxy.io.fleet import LiveFleet
+from xpyd_proxy.io.reconciler import Discovery
+from xpyd_proxy.io.stores import StoreDown
 from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -30,9 +31,9 @@ class _Addition(msgspec.Struct):
 
 
 def admin_routes(
-    settings: Settings, fleet: LiveFleet, models: Models, keyring: Keyring, clock: Callable[[], float]
+    settings: Settings, fleet: LiveFleet, models: Models, keyring: Keyring, discovery: Discovery
 ) -> APIRouter:
-    """Build the routes; ``clock``: seconds, the one of the registry's times."""
+    """Build the routes."""
     router = APIRouter()
 
     @router.get("/health")
@@ -59,11 +60,12 @@ def admin_routes(
         if not await models.accepts(candidate, passed_on(request.scope)):
             raise HTTPException(400, "Instance validation failed.")
         try:
-            added = fleet.registry.add_target(role, target, now=clock())
+            await discovery.add(role, target)
         except AlreadyKnown as exc:
             raise HTTPException(400, "Instance already exists.") from exc
-        for instance in added:
-            logger.info("%s is at %s", instance.id, target.address.url)
+        except StoreDown as exc:
+            logger.warning("%s", exc)
+            raise HTTPException(503, f"The instance may or may not have been added: {exc}") from exc
         return {"message": f"Added {text} to {role}_instances."}
 
     return router

@@ -1,7 +1,7 @@
 """Routes for operators beyond vLLM's demo: who is there, who leaves, and what would become of a request."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final, TypeVar
 
@@ -26,6 +26,8 @@ from xpyd_proxy.errors import (
     UnknownModel,
     UnsupportedMedia,
 )
+from xpyd_proxy.io.reconciler import Discovery, Elsewhere
+from xpyd_proxy.io.stores import StoreDown
 from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,9 @@ class Row(msgspec.Struct):
     version: str | None
     connector: str | None
     mode: str | None
+    revision: str | None
+    source: str  # who wants it here: static, pods or store
+    generation: int  # of that source's view, when it first named the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,7 @@ class Desk:
     registry: Registry
     explainer: Callable[[], Explainer]
     clock: Callable[[], float]  # seconds; the one of the registry's times
+    discovery: Discovery
 
     def rows(self, members: Sequence[Member]) -> bytes:
         """Describe engines."""
@@ -110,21 +116,18 @@ def instance_routes(settings: Settings, desk: Desk) -> APIRouter:
     async def list_all() -> Response:
         return _json(desk.rows(desk.registry.members()))
 
-    def act(verb: str, on: Callable[[InstanceId], None]) -> None:
+    def act(verb: str, on: Callable[[InstanceId], Awaitable[None]]) -> None:
         @router.post(f"/{verb}")
         async def change(request: Request) -> Response:
             members = _named(desk, await _read(request, _Named, limit=settings.max_body_bytes))
             for member in members:
-                try:
-                    on(member.instance.id)
-                except AlreadyKnown as exc:
-                    raise HTTPException(400, str(exc)) from exc
-                logger.info("%s is %s", member.instance.id, member.life.state)
+                if desk.registry.get(member.instance.id) is member:  # else it went with another rank
+                    await _changed(on, member)
             return _json(desk.rows(members))
 
-    act("remove", lambda name: desk.registry.remove(name, now=desk.clock()))
-    act("drain", lambda name: desk.registry.drain(name, now=desk.clock()))
-    act("undrain", lambda name: desk.registry.undrain(name, now=desk.clock()))
+    act("remove", desk.discovery.remove)
+    act("drain", desk.discovery.drain)
+    act("undrain", desk.discovery.undrain)
 
     @router.post("/explain")
     async def explain(request: Request) -> Response:
@@ -135,6 +138,20 @@ def instance_routes(settings: Settings, desk: Desk) -> APIRouter:
             raise HTTPException(400, f"The request would be refused: {exc}") from exc
 
     return router
+
+
+async def _changed(on: Callable[[InstanceId], Awaitable[None]], member: Member) -> None:
+    try:
+        await on(member.instance.id)
+    except AlreadyKnown as exc:
+        raise HTTPException(400, str(exc)) from exc
+    except UnknownInstance as exc:  # it went while the store was asked
+        raise HTTPException(404, str(exc)) from exc
+    except Elsewhere as exc:
+        raise HTTPException(409, str(exc)) from exc
+    except StoreDown as exc:
+        raise HTTPException(503, f"The change may or may not have been made: {exc}") from exc
+    logger.info("%s is %s", member.instance.id, member.life.state)
 
 
 def _call(question: _Question) -> Call:
@@ -195,6 +212,9 @@ def _row(member: Member, now: float) -> Row:
         version=facts.version,
         connector=facts.connector,
         mode=facts.mode,
+        revision=facts.revision,
+        source=member.origin.source,
+        generation=member.origin.generation,
     )
 
 

@@ -23,6 +23,7 @@ class Facts:
     version: str | None = None  # /version; two versions of vLLM refuse each other's handshake
     connector: str | None = None  # whose metrics it shows: xpyd or nixl
     mode: TransferMode | None = None  # prefill: as its answers say; decode: as it was declared (URL#mode=push)
+    revision: str | None = None  # of its deployment, as its pod or its operator says
 
     def serves(self, model: str | None) -> bool:
         """Tell whether a request for a model may go there; None: the request names none."""
@@ -35,6 +36,7 @@ class Facts:
             found.version or self.version,
             found.connector or self.connector,
             found.mode or self.mode,
+            found.revision or self.revision,
         )
 
 
@@ -44,6 +46,7 @@ def fit(prefill: Facts, decode: Facts) -> bool:
         _agree(prefill.version, decode.version)
         and _agree(prefill.connector, decode.connector)
         and _agree(prefill.mode, decode.mode)
+        and _agree(prefill.revision, decode.revision)
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.discovery import BY_HAND, Origin
 from xpyd_proxy.core.draining import Drain
 from xpyd_proxy.core.facts import Facts, fit
 from xpyd_proxy.core.health import Life, Limits, State
@@ -23,6 +24,7 @@ class Member:
     facts: Facts = field(default_factory=Facts)
     drain: Drain | None = None  # while it is drained
     retires: bool = False  # it is forgotten once it is drained
+    origin: Origin = BY_HAND  # who wants it here
 
 
 class Registry:
@@ -34,7 +36,14 @@ class Registry:
         self._added: dict[Role, int] = dict.fromkeys(Role, 0)
 
     def add(
-        self, role: Role, address: Address, *, rank: int | None = None, facts: Facts | None = None, now: float = 0.0
+        self,
+        role: Role,
+        address: Address,
+        *,
+        rank: int | None = None,
+        facts: Facts | None = None,
+        now: float = 0.0,
+        origin: Origin = BY_HAND,
     ) -> Instance:
         """Start to route to an engine, or to one rank of it; its id is new, also if it was here before.
 
@@ -45,13 +54,19 @@ class Registry:
         name = InstanceId(f"{role}-{self._added[role]}")
         self._added[role] += 1
         instance = Instance(name, role, address, rank)
-        self._members[name] = Member(instance, Life(now, self._limits), facts=facts or Facts())
+        self._members[name] = Member(instance, Life(now, self._limits), facts=facts or Facts(), origin=origin)
         return instance
 
-    def add_target(self, role: Role, target: Target, *, now: float) -> Sequence[Instance]:
+    def add_target(self, role: Role, target: Target, *, now: float, origin: Origin = BY_HAND) -> Sequence[Instance]:
         """Start to route to an engine, or to each of its data-parallel ranks; raises AlreadyKnown."""
-        facts = Facts(mode=target.mode)
-        return [self.add(role, target.address, rank=rank, facts=facts, now=now) for rank in target.ranks]
+        facts = Facts(mode=target.mode, revision=target.revision)
+        return [self.add(role, target.address, rank=rank, facts=facts, now=now, origin=origin) for rank in target.ranks]
+
+    def claim(self, role: Role, authority: str) -> None:
+        """Keep what is at an address whatever discovery says of it: the settings name it."""
+        for member in self._of(role):
+            if member.instance.address.authority == authority and not member.retires:
+                member.origin = BY_HAND
 
     def remove(self, name: InstanceId, *, now: float) -> None:
         """Forget an engine; its legs go on, and are nobody's.
@@ -152,9 +167,11 @@ class Registry:
             member.facts = member.facts.updated(found)
 
     def _check_new(self, role: Role, address: Address, rank: int | None) -> None:
-        for member in self._of(role):
+        host, port = address.host, address.port
+        for member in self._members.values():  # without detours: a thousand pods may come at once
             one = member.instance
-            if one.address.authority == address.authority and _overlap(one.rank, rank) and not member.retires:
+            is_there = one.address.host == host and one.address.port == port and one.role is role
+            if is_there and _overlap(one.rank, rank) and not member.retires:
                 raise AlreadyKnown(f"{address.authority} is already known as {one.id}")
 
     def _of(self, role: Role) -> list[Member]:

@@ -8,7 +8,11 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.push import TransferMode
 from xpyd_proxy.errors import AddressError
 
-_OPTIONS: Final = re.compile(r"(?:dp=(?P<dp>[1-9][0-9]{0,2}))?(?:(?(dp)&)mode=(?P<mode>pull|push))?")
+REVISION: Final = re.compile(r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")  # what Kubernetes takes for a label
+_OPTIONS: Final = re.compile(
+    r"(?:dp=(?P<dp>[1-9][0-9]{0,2})(?:&|$))?(?:mode=(?P<mode>pull|push)(?:&|$))?"
+    rf"(?:revision=(?P<revision>{REVISION.pattern}))?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +22,16 @@ class Target:
     address: Address
     ranks: tuple[int | None, ...] = (None,)  # the data-parallel ranks behind the address, each an instance of its own
     mode: TransferMode | None = None  # who moves the KV cache; None: it shows
+    revision: str | None = None  # of its deployment: two revisions never share a request; None: fits all
+
+    @property
+    def text(self) -> str:
+        """What ``parse`` reads as this target."""
+        dp = "" if self.ranks == (None,) else f"dp={len(self.ranks)}"
+        mode = "" if self.mode is None else f"mode={self.mode}"
+        revision = "" if self.revision is None else f"revision={self.revision}"
+        options = "&".join(filter(None, (dp, mode, revision)))
+        return f"{self.address.url}#{options}" if options else self.address.url
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -29,9 +43,11 @@ class Target:
         """
         address, mark, options = text.partition("#")
         found = _OPTIONS.fullmatch(options)
-        if found is None or (mark and not options):
+        if found is None or (mark and not options) or options.endswith("&"):
             raise AddressError(
-                f"{text!r} ends in #{options}: write #dp=N (1 to 999), #mode=pull, #mode=push or both (&)"
+                f"{text!r} ends in #{options}: write #dp=N (1 to 999), #mode=pull, #mode=push, #revision=NAME "
+                "or several of them in this order, with & between them"
             )
         ranks = tuple(range(int(found["dp"]))) if found["dp"] else (None,)
-        return cls(Address.parse(address), ranks, TransferMode(found["mode"]) if found["mode"] else None)
+        mode = TransferMode(found["mode"]) if found["mode"] else None
+        return cls(Address.parse(address), ranks, mode, found["revision"])

@@ -3,7 +3,7 @@
 Requests and legs add to plain numbers (core/measures.py); they become metrics only while somebody scrapes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TypeAlias
 
@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 
+from xpyd_proxy.core.discovery import Freshness
 from xpyd_proxy.core.measures import Histogram, Key
 from xpyd_proxy.core.ports import Census, Queue
 from xpyd_proxy.io.sight import Sight
@@ -21,9 +22,15 @@ _Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFa
 class Metrics:
     """What ``GET /metrics`` says. Every router has its own registry; nothing is global."""
 
-    def __init__(self, sight: Sight, census: Census, queue: Queue | None = None) -> None:
+    def __init__(
+        self,
+        sight: Sight,
+        census: Census,
+        queue: Queue | None = None,
+        sources: Callable[[], Sequence[Freshness]] = tuple,
+    ) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Collector(sight, census, queue))
+        self._registry.register(_Collector(sight, census, queue, sources))
         ProcessCollector(registry=self._registry)
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
@@ -35,10 +42,13 @@ class Metrics:
 class _Collector:
     """Makes metrics out of the numbers, in the order in which an operator reads them."""
 
-    def __init__(self, sight: Sight, census: Census, queue: Queue | None) -> None:
+    def __init__(
+        self, sight: Sight, census: Census, queue: Queue | None, sources: Callable[[], Sequence[Freshness]]
+    ) -> None:
         self._sight = sight
         self._census = census
         self._queue = queue
+        self._sources = sources
 
     def collect(self) -> Iterator[_Family]:
         """Read everything once."""
@@ -50,6 +60,7 @@ class _Collector:
         yield from self._instances()
         if self._queue is not None:
             yield from _queue(self._queue)
+        yield from _discovery(self._sources())
 
     def _requests(self) -> Iterator[_Family]:
         seen = self._sight.measures
@@ -95,6 +106,20 @@ class _Collector:
             for word in self._census.states():
                 state.add_metric((*names, word), word == standing.state)
         yield from (state, legs)
+
+
+def _discovery(sources: Sequence[Freshness]) -> Iterator[_Family]:
+    synced = GaugeMetricFamily(
+        "xpyd_discovery_synced", "1 if a source of engines has been read since the start.", labels=("source",)
+    )
+    text = "Seconds for which nobody has known whether the last view of a source is still so."
+    age = GaugeMetricFamily("xpyd_discovery_age_seconds", text, labels=("source",))
+    engines = GaugeMetricFamily("xpyd_discovery_engines", "Engines that a source names.", labels=("source",))
+    for one in sources:
+        synced.add_metric((one.source,), one.is_synced)
+        age.add_metric((one.source,), one.age_s)
+        engines.add_metric((one.source,), one.engines)
+    yield from (synced, age, engines)
 
 
 def _queue(queue: Queue) -> Iterator[_Family]:

@@ -1,0 +1,38 @@
+"""How operators name the store and the pods."""
+
+import pytest
+
+from xpyd_proxy.cli import main
+from xpyd_proxy.options import OPTIONS
+
+READ = {option.name: option.kind.read for option in OPTIONS}["store"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["memory", "file:/var/lib/xpyd/set.json", "kubernetes:xpyd", "redis://h:6379/0", "rediss://user@h:1", "unix:/s"],
+)
+def test_a_store_is_named_in_one_word(text):
+    """With everything it needs, but never a password."""
+    assert READ(text) == text
+
+
+@pytest.mark.parametrize("text", ["", "etcd://h", "file:", "kubernetes", "Memory"])
+def test_any_other_is_refused_with_what_would_be_right(text):
+    """Before anything is served."""
+    with pytest.raises(ValueError, match=r"write memory, file:PATH, kubernetes:CONFIGMAP or redis://"):
+        READ(text)
+
+
+def test_a_password_in_an_argument_is_refused_and_not_repeated():
+    """Everybody on the machine can see arguments."""
+    with pytest.raises(ValueError, match="XPYD_REDIS_PASSWORD") as info:
+        READ("redis://:hunter2@h:6379/0")
+    assert "hunter2" not in str(info.value)
+
+
+def test_pods_without_a_cluster_are_refused_at_the_start(monkeypatch, capsys):
+    """Not when the first request comes."""
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert main(["serve", "--kubernetes-selector", "app=xpyd"]) != 0
+    assert "KUBERNETES_SERVICE_HOST" in capsys.readouterr().err

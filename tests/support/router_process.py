@@ -1,0 +1,72 @@
+"""Routers as processes of their own, as a Deployment runs them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+
+from support.sim import until
+
+KEY = {"X-Api-Key": "sesame"}
+
+
+class RouterProcess:
+    """One router; ``said`` is its log."""
+
+    def __init__(self, log: Path, *args: str, env: Mapping[str, str] | None = None) -> None:
+        self._log = log
+        argv = [sys.executable, "-m", "xpyd_proxy.cli", "serve", "--port", "0", *args]
+        with log.open("w") as file:
+            self.child = subprocess.Popen(
+                argv, stderr=file, stdout=file, env={**os.environ, "ADMIN_API_KEY": KEY["X-Api-Key"], **(env or {})}
+            )
+
+    def started(self) -> "RouterProcess":
+        """Wait until it listens."""
+        until(lambda: self._found() is not None or self.child.poll() is not None, seconds=40)
+        assert self._found() is not None, self.said
+        return self
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def url(self) -> str:
+        found = self._found()
+        assert found is not None
+        return found[1]
+
+    def _found(self) -> re.Match[str] | None:
+        return re.search(r"running on (https?://127.0.0.1:\d+)", self.said)
+
+    def terminate(self) -> None:
+        self.child.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.child.kill()
+        self.child.wait()
+
+
+@contextmanager
+def router_processes(
+    folder: Path, count: int, *args: str, env: Mapping[str, str] | None = None
+) -> Generator[list[RouterProcess]]:
+    """Start so many at the same time; what is left of them at the end is killed."""
+    with ExitStack() as stack:
+        routers = []
+        for number in range(count):
+            routers.append(RouterProcess(folder / f"router-{number}.log", *args, env=env))
+            stack.callback(routers[-1].kill)
+        yield [router.started() for router in routers]
+
+
+async def rows_of(client: httpx.AsyncClient, url: str) -> list[dict[str, object]]:
+    """Return what a router says of its instances."""
+    return (await client.get(f"{url}/instances", headers=KEY)).json()["instances"]

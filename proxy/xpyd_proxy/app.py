@@ -9,10 +9,10 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import httpx
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.types import ASGIApp
 
 from xpyd_proxy.api import problems
@@ -25,11 +25,12 @@ from xpyd_proxy.api.page import page_routes
 from xpyd_proxy.api.passing import Form, Passing
 from xpyd_proxy.api.ready import ready_routes
 from xpyd_proxy.api.routes import endpoint_routes
-from xpyd_proxy.api.tracking import Tracking, untraced
+from xpyd_proxy.api.tracking import Following, Tracking, untraced
 from xpyd_proxy.core.budget import Budget
 from xpyd_proxy.core.endpoints import ENDPOINTS, Kind
 from xpyd_proxy.core.explain import Explainer
 from xpyd_proxy.core.health import Limits
+from xpyd_proxy.core.journey import Journey, Outcome
 from xpyd_proxy.core.keys import Keyring, Outbound
 from xpyd_proxy.core.learned import Learned
 from xpyd_proxy.core.lifetime import Lifetime
@@ -50,24 +51,28 @@ from xpyd_proxy.core.rules import rules_of
 from xpyd_proxy.core.target import Target
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.checks import HttpChecks
+from xpyd_proxy.io.discovering import discovery_of
 from xpyd_proxy.io.engines import HttpEngines
 from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, server_tls
 from xpyd_proxy.io.fleet import LiveFleet, Loads
 from xpyd_proxy.io.inflow import InflowWatch
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.prober import Prober, Rhythm
+from xpyd_proxy.io.reconciler import Synced
 from xpyd_proxy.io.reporting import Reporting
 from xpyd_proxy.io.sight import Sight
 from xpyd_proxy.io.status import Status
+from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.live import Live, limits_of
 from xpyd_proxy.relay import Legs, Relay, Releaser
 from xpyd_proxy.relay.gate import Gate
-from xpyd_proxy.settings import PolicyName, Settings
+from xpyd_proxy.settings import EngineClient, PolicyName, Settings
 
 if TYPE_CHECKING:
     from xpyd_proxy.io.traces import Traces
 
 logger = logging.getLogger(__name__)
+HOT_PATHS: Final = frozenset(path for path, kind in ENDPOINTS.items() if kind is Kind.SPLIT)
 _PATHS: Final = frozenset({*ENDPOINTS, "/v1/models"})  # those that metrics and spans tell apart
 
 
@@ -76,6 +81,7 @@ class Router:
     """A router that is built, and what its process needs of it."""
 
     app: FastAPI
+    hot: ASGIApp  # what serves HOT_PATHS, without all that FastAPI has around it
     lifetime: Lifetime
     live: Live
     tls: ssl.SSLContext | None  # what it serves https with; None: http
@@ -99,7 +105,7 @@ def build(settings: Settings, *, transport: httpx.AsyncBaseTransport | None = No
     learned = Learned(at_once=MANNERS[settings.mode].at_once)
     fleet = _fleet(settings, registry, learned)
     outbound = Outbound(engine_keys(settings))
-    engines = HttpEngines(settings, transport=transport, outbound=outbound, tls=engine_tls(settings))
+    engines = _engines(settings, transport, outbound)
     gate, keyring, lifetime = Gate(limits_of(settings), time.monotonic), Keyring(client_keys(settings)), Lifetime()
     models = Models(registry, engines, model=settings.model)
     manner = MANNERS[settings.mode]
@@ -113,31 +119,76 @@ def build(settings: Settings, *, transport: httpx.AsyncBaseTransport | None = No
     releaser = Releaser(engines, told=(sight,))
     budget = Budget(settings.retry_share, settings.retry_floor)
     relay = Relay(fleet, legs, fleet, learned, manner, releaser, rules_of(settings), slots=fleet, budget=budget)
-    checks = HttpChecks(
+    checks = _checks(settings, outbound, transport)
+    rhythm = Rhythm(settings.probe_interval_s, settings.hung_timeout_s, settings.drain_patience_s)
+    prober = Prober(registry, checks, rhythm, time.monotonic, random.random, give_up=engines.give_up)
+    inflow = InflowWatch(registry, checks.metrics, sight)
+    discovery = discovery_of(settings, registry, time.monotonic)
+
+    def running() -> Sequence[AbstractAsyncContextManager[object]]:
+        return engines, releaser, checks, discovery.running(), prober.running(), inflow.running()
+
+    metrics = Metrics(sight, census, queue, discovery.freshness)
+    desk = Desk(registry, _explainer(relay, fleet), time.monotonic, discovery)
+    routes = (
+        page_routes(Status(sight, census, time.monotonic, queue), metrics),
+        admin_routes(settings, fleet, models, keyring, discovery),
+        instance_routes(settings, desk),
+        ready_routes(Synced(fleet, discovery), lifetime, lambda: relay.rules.needed),
+        model_routes(models),
+    )
+    tracking = _Tracking(untraced if traces is None else traces.request, sight.finished)
+    app = FastAPI(lifespan=_lifespan(registry, running, traces), openapi_url=None, redirect_slashes=False)
+    hot = _serve(app, routes, _served_by(relay, settings, gate), tracking, lifetime=lifetime, keyring=keyring)
+    live = Live(registry, relay, gate, keyring, outbound, time.monotonic)
+    return Router(app, hot, lifetime, live, server_tls(settings))
+
+
+@dataclass(frozen=True, slots=True)
+class _Tracking:
+    """Who follows a request from outside."""
+
+    following: Following
+    finished: Callable[[Journey, Outcome], None]
+
+
+def _serve(
+    app: FastAPI,
+    routes: Sequence[APIRouter],
+    served_by: Mapping[Kind, ASGIApp],
+    tracking: _Tracking,
+    *,
+    lifetime: Lifetime,
+    keyring: Keyring,
+) -> ASGIApp:
+    """Give the application its routes and what surrounds them; return the short way to those that generate text."""
+    door: dict[str, Any] = {"lifetime": lifetime, "keyring": keyring}
+    around: dict[str, Any] = {"new_id": _new_id, "clock": time.monotonic}
+    around |= {"following": tracking.following, "finished": tracking.finished}
+    app.add_middleware(Door, **door)
+    app.add_middleware(Tracking, **around)
+    problems.install(app)
+    for each in routes:
+        app.include_router(each)
+    app.router.routes.extend(endpoint_routes(served_by))
+    return problems.LastResort(Tracking(Door(problems.Answering(served_by[Kind.SPLIT]), **door), **around))
+
+
+def _checks(settings: Settings, outbound: Outbound, transport: httpx.AsyncBaseTransport | None) -> HttpChecks:
+    return HttpChecks(
         timeout_s=settings.probe_timeout_s,
         headers=lambda role: outbound.headers(role, ()),
         verify=engine_tls(settings),
         transport=transport,
     )
-    rhythm = Rhythm(settings.probe_interval_s, settings.drain_patience_s)
-    prober = Prober(registry, checks, rhythm, time.monotonic, random.random)
-    inflow = InflowWatch(registry, checks.metrics, sight)
 
-    def running() -> Sequence[AbstractAsyncContextManager[object]]:
-        return engines, releaser, checks, prober.running(), inflow.running()
 
-    app = FastAPI(lifespan=_lifespan(registry, running, traces), openapi_url=None, redirect_slashes=False)
-    following = untraced if traces is None else traces.request
-    app.add_middleware(Door, lifetime=lifetime, keyring=keyring)
-    app.add_middleware(Tracking, new_id=_new_id, clock=time.monotonic, following=following, finished=sight.finished)
-    problems.install(app)
-    app.include_router(page_routes(Status(sight, census, time.monotonic, queue), Metrics(sight, census, queue)))
-    app.include_router(admin_routes(settings, fleet, models, keyring, time.monotonic))
-    app.include_router(instance_routes(settings, Desk(registry, _explainer(relay, fleet), time.monotonic)))
-    app.include_router(ready_routes(fleet, lifetime))
-    app.include_router(model_routes(models))
-    app.router.routes.extend(endpoint_routes(_served_by(relay, settings, gate)))
-    return Router(app, lifetime, Live(registry, relay, gate, keyring, outbound, time.monotonic), server_tls(settings))
+def _engines(
+    settings: Settings, transport: httpx.AsyncBaseTransport | None, outbound: Outbound
+) -> HttpEngines | WireEngines:
+    if transport is None and settings.engine_client is EngineClient.WIRE:
+        return WireEngines(settings, outbound=outbound, tls=engine_tls(settings))
+    return HttpEngines(settings, transport=transport, outbound=outbound, tls=engine_tls(settings))
 
 
 def _lifespan(

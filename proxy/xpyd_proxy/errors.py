@@ -16,6 +16,7 @@
     * :exc:`NoInstance` -- nobody: there is no engine to send the request to (yet)
     * :exc:`EngineError` -- an engine: unreachable, broken, or not making sense
         * :exc:`EngineTimeout` -- an engine: too slow
+        * :exc:`EngineFault` -- an engine: it lives, and failed this request
         * :exc:`EngineBusy` -- an engine: it has no room now
         * :exc:`Moved` -- a prefill engine: it is not the one that the decode engine was told of
     * :exc:`AddressError` -- the operator: no engine can have this address
@@ -111,6 +112,10 @@ class EngineError(ProxyError):
 
 class EngineTimeout(EngineError):
     """An engine did not answer in time."""
+
+
+class EngineFault(EngineError):
+    """An engine has answered with an error status: it, or the request, is at fault."""
 
 
 class EngineBusy(EngineError):

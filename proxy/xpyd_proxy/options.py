@@ -4,11 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
+from urllib.parse import urlsplit
 
 from xpyd_proxy.core.address import EXPECTED
 from xpyd_proxy.core.target import Target
 from xpyd_proxy.errors import AddressError
-from xpyd_proxy.settings import ClientKvParams, LogFormat, LogLevel, Mode, PolicyName
+from xpyd_proxy.settings import ClientKvParams, EngineClient, LogFormat, LogLevel, Mode, PolicyName
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,15 @@ def _url(text: str) -> str:
     if text.startswith(("http://", "https://")):
         return text
     raise ValueError(f"{text!r} is not a URL: write http://host:port or https://host:port")
+
+
+def _store(text: str) -> str:
+    kind, _, where = text.partition(":")
+    if urlsplit(text).password is not None:
+        raise ValueError("a store's URL is shown by ps: put its password into the environment as XPYD_REDIS_PASSWORD")
+    if text == "memory" or (where and kind in ("file", "kubernetes", "redis", "rediss", "unix")):
+        return text
+    raise ValueError(f"{text!r} is not a store: write memory, file:PATH, kubernetes:CONFIGMAP or redis://host:port/0")
 
 
 def _port(text: str) -> int:
@@ -137,6 +147,8 @@ def _switch(text: str) -> bool:
 ADDRESS: Final = Kind(_address, str, metavar="URL")
 TEXT: Final = Kind(_text, str, metavar="NAME")
 URL: Final = Kind(_url, str, metavar="URL")
+SELECTOR: Final = Kind(_text, str, metavar="SELECTOR")
+STORE: Final = Kind(_store, str, metavar="STORE")
 PATH: Final = Kind(_text, str, metavar="FILE")
 PORT: Final = Kind(_port, int)
 BYTES: Final = Kind(_bytes, int, metavar="N")
@@ -166,6 +178,8 @@ OPTIONS: Final[Sequence[Option]] = (
     ),
     Option("retries", RETRIES, "legs of one request that may fail before the client is told", live=True),
     Option("max_body_bytes", BYTES, "bytes of a request body"),
+    Option("hot_path", SWITCH, "serve plain POSTs that generate text past FastAPI"),
+    Option("engine_client", one_of(EngineClient), "what sends the legs: our own HTTP/1.1 client, or httpx"),
     Option("connect_timeout_s", SECONDS, "seconds to open a connection to an engine"),
     Option("prefill_timeout_s", SECONDS, "seconds for a whole prefill leg", live=True),
     Option("first_token_timeout_s", SECONDS, "seconds from a streamed decode leg to its first event", live=True),
@@ -201,6 +215,7 @@ OPTIONS: Final[Sequence[Option]] = (
     Option("retry_share", SHARE, "retries of all requests together, as a share of the requests"),
     Option("retry_floor", RATE, "retries a second that are granted however few requests there are"),
     Option("probe_interval_s", GRACE, "seconds between two probes of an engine; 0: none"),
+    Option("hung_timeout_s", SECONDS, "seconds without an answer to a probe after which requests there are given up"),
     Option("break_after", COUNT, "requests in a row that fail until an engine counts as broken"),
     Option("break_probes", COUNT, "probes in a row that fail, for the same"),
     Option("break_share", SHARE, "share of an engine's requests that fail, for the same"),
@@ -208,6 +223,9 @@ OPTIONS: Final[Sequence[Option]] = (
     Option("break_window_least", COUNT, "requests in them below which break_share says nothing"),
     Option("rest_s", SECONDS, "seconds before a broken engine gets one request again; doubled every time"),
     Option("rest_most_s", SECONDS, "seconds that this may become at most"),
+    Option("kubernetes_selector", SELECTOR, "label selector of the pods that are engines, such as app=xpyd"),
+    Option("kubernetes_namespace", TEXT, "where they and the store's ConfigMap are (default: where the router is)"),
+    Option("store", STORE, "where added engines are kept: memory, file:PATH, kubernetes:CONFIGMAP or redis://..."),
     Option("drain_patience_s", SECONDS, "seconds without a request after which a prefill engine counts as drained"),
     Option("log_level", one_of(LogLevel), "what the log shows", live=True),
     Option("log_format", one_of(LogFormat), "lines for people, or one JSON object for each event"),

@@ -4,16 +4,15 @@ import asyncio
 import contextlib
 import logging
 import signal
-import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from dataclasses import replace
 from typing import Final
 
 import uvicorn
 import uvloop
-from starlette.types import ASGIApp
 
-from xpyd_proxy.app import Router
+from xpyd_proxy.api.hot import hot_protocol
+from xpyd_proxy.app import HOT_PATHS, Router
 from xpyd_proxy.config import needs_restart
 from xpyd_proxy.core.lifetime import Step
 from xpyd_proxy.errors import AddressError, ConfigError
@@ -38,18 +37,19 @@ def run(router: Router, settings: Settings, again: Callable[[], Settings]) -> in
 
     ``again`` reads the settings once more, for SIGHUP; it raises ConfigError.
     """
-    process = _Process(_server(router.app, router.tls, settings), router, settings, again)
+    process = _Process(_server(router, settings), router, settings, again)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(process.run())
     return 0
 
 
-def _server(app: ASGIApp, tls: ssl.SSLContext | None, settings: Settings) -> _Server:
+def _server(router: Router, settings: Settings) -> _Server:
+    tls = router.tls
     config = uvicorn.Config(
-        app,
+        router.app,
         host=settings.host,
         port=settings.port,
-        http="httptools",
+        http=hot_protocol(router.hot, HOT_PATHS) if settings.hot_path else "httptools",
         ws="none",
         log_config=None,
         access_log=False,  # the router writes its own line for every request

@@ -19,6 +19,13 @@ class Mode(StrEnum):
     PUSH = "push"  # every prefill engine pushes; one that says it does not is an error
 
 
+class EngineClient(StrEnum):
+    """What sends the legs."""
+
+    WIRE = "wire"  # our own HTTP/1.1 client, made for legs
+    HTTPX = "httpx"  # the general one: twenty times the processor time, for the day when ours is under suspicion
+
+
 class LogLevel(StrEnum):
     """The least severe records that the log shows."""
 
@@ -71,6 +78,8 @@ class Settings:
     reuse_tokens: bool = False  # a chat is rendered and tokenized by the prefill engine only
     resume: bool = False  # another decode engine goes on with a stream that breaks off
     probe_timeout_s: float = 5.0  # seconds for a GET /v1/models of an engine
+    hot_path: bool = True  # plain POSTs that generate text go past FastAPI
+    engine_client: EngineClient = EngineClient.WIRE  # what sends the legs
     engine_keepalive_s: float = 4.0  # seconds an idle engine connection is kept; vLLM closes it after 5
     client_keepalive_s: int = 75  # seconds an idle client connection is kept
     shutdown_timeout_s: int = 30  # seconds that requests in flight get to finish after SIGTERM
@@ -102,6 +111,7 @@ class Settings:
     retry_share: float = 0.2  # retries of all requests together, as a share of the requests
     retry_floor: float = 1.0  # retries a second that are granted however few requests there are
     probe_interval_s: float = 5.0  # seconds between two probes of an engine; 0: requests alone tell how it is
+    hung_timeout_s: float = 30.0  # seconds without an answer to a probe before requests in flight there are given up
     break_after: int = 5  # requests in a row that fail until an engine counts as broken
     break_probes: int = 2  # probes in a row that fail, for the same
     break_share: float = 0.5  # share of an engine's requests that fail within break_window_s, for the same
@@ -109,4 +119,7 @@ class Settings:
     break_window_least: int = 20  # requests within break_window_s below which break_share says nothing
     rest_s: float = 5.0  # seconds before a broken engine gets one request again; doubled with every one that fails
     rest_most_s: float = 60.0  # seconds that this may become at most
+    kubernetes_selector: str | None = None  # label selector of the pods that are engines; None: no pods are looked for
+    kubernetes_namespace: str | None = None  # where they are; None: where the router is
+    store: str = "memory"  # where /instances/add keeps engines: memory, file:PATH, kubernetes:CONFIGMAP, redis://...
     drain_patience_s: float = 60.0  # seconds without a request after which a draining prefill engine's leases are over

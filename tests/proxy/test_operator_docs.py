@@ -15,12 +15,7 @@ from xpyd_proxy.settings import Settings
 
 PAGES = [ROOT / "docs" / name for name in ("scaling.md", "runbook.md", "kubernetes.md")]
 CHART = ROOT / "helm/xpyd"
-NAMES = """
-RouterDown NoPrefill NoDecode EngineBroken HighErrorRate HandoffSlow TtftHigh QueueFull RetryBudgetSpent LeasesExpiring
-DecodeWithoutKv DiscoveryStale PromptMismatch LoadFailures KvHeldTooLong EngineNoTransfers
-EngineDown KvCacheFull ReleasesFail
-"""
-ALERTS = [f"Xpyd{name}" for name in NAMES.split()]
+ALERTS = re.findall(r"(?m)^- alert: (\w+)", (CHART / "files/alerts.yaml").read_text())
 PARTS = ["Symptom", "Means", "Look", "Do", "Sure"]
 SUFFIXES = re.compile(r"_(total|bucket|sum|count)$")
 

@@ -43,9 +43,9 @@ class Door:
             try:
                 self._check(scope)
             except (ClosingDown, Unauthorized) as error:
-                await response_to(error, scope)(scope, receive, self._last(send))
+                await response_to(error, scope)(scope, receive, _Answer(send, self._lifetime))
                 return
-            answer = _Answer(self._last(send))
+            answer = _Answer(send, self._lifetime)
             try:
                 await self._app(scope, receive, answer)
             except asyncio.CancelledError:
@@ -67,28 +67,24 @@ class Door:
             raise Unauthorized("the API key is not one that this router knows")
         scope[_KEY] = owner
 
-    def _last(self, send: Send) -> Send:
-        """Have the client open another connection, to another router, for its next request."""
-
-        async def sending(message: Message) -> None:
-            if message["type"] == "http.response.start" and self._lifetime.stage is not Stage.SERVING:
-                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
-            await send(message)
-
-        return sending
-
 
 @dataclass(slots=True)
 class _Answer:
-    """Remembers how much of an answer has been sent, for the case that it must be cut off."""
+    """Remembers how much of an answer has been sent, for the case that it must be cut off.
+
+    Once the router leaves it has the client open another connection, to another router, for its next request.
+    """
 
     send: Send
+    lifetime: Lifetime
     start: Message | None = None
     over: bool = False  # all of it has been sent: what the request still does is tidying up
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.start = message
+            if self.lifetime.stage is not Stage.SERVING:
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
         elif message["type"] == "http.response.body" and not message.get("more_body", False):
             self.over = True
         await self.send(message)

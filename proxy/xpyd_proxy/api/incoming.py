@@ -7,10 +7,12 @@ from typing import Final
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 
+from xpyd_proxy.api.hot import LEAVING
 from xpyd_proxy.core.model import Headers
 from xpyd_proxy.errors import BadRequest, BodyTooLarge, UnsupportedMedia
 
 # X-Request-Id is missing on purpose: engines match the halves of a request by it, so it must be ours and unique.
+_HEADERS: Final = "xpyd.headers"  # in a scope: its headers by name
 _PASSED_ON: Final = frozenset({b"authorization", b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority"})
 
 
@@ -85,7 +87,11 @@ async def read_body(scope: Scope, receive: Receive, *, limit: int) -> bytes:
 
 
 async def until_hung_up(
-    receive: Receive, work: Coroutine[None, None, None], *, answered: Callable[[], bool] = lambda: False
+    scope: Scope,
+    receive: Receive,
+    work: Coroutine[None, None, None],
+    *,
+    answered: Callable[[], bool] = lambda: False,
 ) -> None:
     """Do the work, or drop it as soon as the client has hung up. The body must have been read.
 
@@ -94,6 +100,42 @@ async def until_hung_up(
     Raises:
         ClientDisconnect: the work was dropped.
     """
+    leaving = scope.get(LEAVING)
+    if leaving is None:
+        await _watching(receive, work, answered)
+    else:
+        await _being_told(leaving, work, answered)
+
+
+async def _being_told(
+    leaving: Callable[[Callable[[], None] | None], None],
+    work: Coroutine[None, None, None],
+    answered: Callable[[], bool],
+) -> None:
+    """Do the work in this task; the server says when the client hangs up."""
+    task = asyncio.current_task()
+    assert task is not None
+    left = False
+
+    def leave() -> None:
+        nonlocal left
+        if not answered():
+            left = True
+            task.cancel()
+
+    leaving(leave)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not left or task.uncancel():
+            raise
+        raise ClientDisconnect from None
+    finally:
+        leaving(None)
+
+
+async def _watching(receive: Receive, work: Coroutine[None, None, None], answered: Callable[[], bool]) -> None:
+    """Do the work in a task of its own, while another one waits for the end of the connection."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_hang_up(receive))
     try:
@@ -116,5 +158,8 @@ async def _hang_up(receive: Receive) -> None:
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
-    headers: Headers = tuple(scope["headers"])
-    return next((value for key, value in headers if key == name), b"")
+    found: dict[bytes, bytes] | None = scope.get(_HEADERS)
+    if found is None:
+        headers: Headers = tuple(scope["headers"])
+        found = scope[_HEADERS] = dict(reversed(headers))  # of several with one name the first counts
+    return found.get(name, b"")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from starlette.types import Receive, Scope, Send
 
 from xpyd_proxy.api.door import caller_of
+from xpyd_proxy.api.hot import POURING, Outlet
 from xpyd_proxy.api.incoming import passed_on, rank_of, read_body, require_json, until_hung_up
 from xpyd_proxy.api.showing import show
 from xpyd_proxy.api.tracking import journey_of
@@ -35,8 +36,13 @@ class Generation:
         call = Call(api, fields, passed_on(scope), rank_of(scope))
         journey = journey_of(scope)
         turn = self.gate.admitted(caller_of(scope), priority_of(call.headers, fields), len(body))
-        await until_hung_up(receive, self._serve(turn, call, journey, send), answered=lambda: journey.answered)
+        await until_hung_up(
+            scope,
+            receive,
+            self._serve(turn, call, journey, send, scope.get(POURING)),
+            answered=lambda: journey.answered,
+        )
 
-    async def _serve(self, turn: Turn, call: Call, journey: Journey, send: Send) -> None:
+    async def _serve(self, turn: Turn, call: Call, journey: Journey, send: Send, outlet: Outlet | None) -> None:
         async with turn, self.relay.serve(call, journey) as reply:
-            await show(reply, journey, call.path, send)
+            await show(reply, journey, call.path, send, outlet)

@@ -61,7 +61,7 @@ async def _serve(
     journey = journey_of(scope)
     turn = served_by.gate.admitted(caller_of(scope), priority, len(errand.body))
     work = _run(served_by.relay, turn, errand, journey, send)
-    await until_hung_up(receive, work, answered=lambda: journey.answered)
+    await until_hung_up(scope, receive, work, answered=lambda: journey.answered)
 
 
 async def _run(relay: Relay, turn: Turn, errand: Errand, journey: Journey, send: Send) -> None:

@@ -6,7 +6,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exception_handlers import http_exception_handler
 from starlette.exceptions import HTTPException
-from starlette.types import Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xpyd_proxy.api.tracking import id_headers, note_fault
 from xpyd_proxy.errors import (
@@ -52,6 +52,54 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(ProxyError, _on_proxy_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_bug)
+
+
+class Answering:
+    """ASGI middleware for an application that FastAPI's handlers do not surround: the same errors, the same answers."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer for what goes wrong before there is an answer; what goes wrong later is the server's to cut off."""
+        begun = False
+
+        async def sending(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        except ProxyError as error:
+            if begun:
+                raise
+            await response_to(error, scope)(scope, receive, send)
+
+
+class LastResort:
+    """ASGI middleware around all others: answers for a bug, and lets the server log it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve, and answer 500 for what should not have happened, if nothing has been answered yet."""
+        begun = False
+
+        async def sending(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        except Exception as error:
+            if not begun:
+                status, body = error_body(error)
+                response = Response(body, status, id_headers(scope), media_type="application/json")
+                await response(scope, receive, send)
+            raise
 
 
 def error_body(error: Exception) -> tuple[int, bytes]:

@@ -6,28 +6,51 @@ from typing import Final
 import msgspec
 from starlette.types import Message, Send
 
+from xpyd_proxy.api.hot import Outlet
 from xpyd_proxy.api.problems import error_body
 from xpyd_proxy.core.journey import Journey
-from xpyd_proxy.core.model import Api
+from xpyd_proxy.core.model import Api, Push
 from xpyd_proxy.errors import EngineError, OutOfTime
 from xpyd_proxy.relay import Reply
+from xpyd_proxy.relay.streaming import Pouring
 
+_DONE: Final = b"data: [DONE]\n\n"
 _END: Final[Message] = {"type": "http.response.body", "body": b"", "more_body": False}
 
 
-async def show(reply: Reply, journey: Journey, path: str, send: Send) -> None:
-    """Send all of a reply. A stream that breaks off says so, and leaves out what would be its good end."""
+async def show(reply: Reply, journey: Journey, path: str, send: Send, outlet: Outlet | None = None) -> None:
+    """Send all of a reply. A stream that breaks off says so, and leaves out what would be its good end.
+
+    Where the server has an outlet, and the engine's client can pour, the stream goes from one to the other.
+    """
+    if outlet is not None and reply.rest is not None and reply.body.endswith(_DONE):
+        outlet.gather()
     await send(_start(reply))
     await send(_part(reply.body))
     if reply.rest is not None:
         try:
-            async for chunk in reply.rest:
-                await send(_part(chunk))
+            if outlet is not None and reply.pouring is not None:
+                await _pour(reply.pouring, journey, outlet)
+            else:
+                async for chunk in reply.rest:
+                    await send(_part(chunk))
         except (EngineError, OutOfTime) as error:
             journey.fault = str(error)
             await send(_part(b"\n" + _event(path, error)))  # the empty line closes an event that lacks its own
     journey.answered = True
     await send(_END)
+
+
+async def _pour(pouring: Pouring, journey: Journey, outlet: Outlet) -> None:
+    def remembering(piece: bytes) -> None:
+        journey.says(piece)
+        outlet.pour(piece)
+
+    outlet.follow(pouring)
+    try:
+        await pouring.into(remembering if journey.push is Push.AT_ONCE else outlet.pour)
+    finally:
+        outlet.follow(None)
 
 
 def _event(path: str, error: EngineError | OutOfTime) -> bytes:

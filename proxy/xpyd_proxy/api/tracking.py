@@ -1,8 +1,8 @@
 """What every /v1 request gets, whatever becomes of it: an id, its route in the headers, one line in the log."""
 
 import logging
-from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -40,10 +40,12 @@ def id_headers(scope: Scope) -> dict[str, str]:
     return journey_of(scope).id_headers() if _KEY in scope else {}
 
 
-@contextmanager
-def untraced(_journey: Journey, _path: str, _headers: Headers, /) -> Generator[Callable[[Outcome], None]]:
+_UNTRACED: Final[AbstractContextManager[Callable[[Outcome], None]]] = nullcontext(lambda _: None)
+
+
+def untraced(_journey: Journey, _path: str, _headers: Headers, /) -> AbstractContextManager[Callable[[Outcome], None]]:
     """Follow nothing: nobody has asked for spans."""
-    yield lambda _: None
+    return _UNTRACED
 
 
 @dataclass(slots=True)
@@ -58,8 +60,6 @@ class _Outgoing:
     clock: Callable[[], float]
     status: int | None = field(default=None)
     began: float | None = field(default=None)
-    before: bytes = field(default=b"")  # the last but one piece of the body
-    last: bytes = field(default=b"")
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -68,14 +68,13 @@ class _Outgoing:
                 self.began = self.clock()
             message["headers"] = [*message.get("headers", ()), *self._headers()]
         elif body := message.get("body"):
-            self.before, self.last = self.last, body
+            self.journey.says(body)
         await self.send(message)
 
     def outcome(self, path: str, status: int | None, start: float) -> Outcome:
         """Say what became of the request; ``status``: what to say of one that got no answer."""
         first_s = None if self.began is None else self.began - start
-        # Only of a request whose legs went out at once does the end of the answer tell something (core/arrival.py).
-        said = self.before + self.last if self.journey.push is Push.AT_ONCE else b""
+        said = self.journey.before + self.journey.last if self.journey.push is Push.AT_ONCE else b""
         return Outcome(path, status or self.status or _BUG, self.clock() - start, first_s, said)
 
     def _headers(self) -> list[tuple[bytes, bytes]]:
@@ -132,19 +131,28 @@ class _Line:
     facts: Mapping[str, object]
 
     def __str__(self) -> str:
-        return " ".join(_pair(name, value) for name, value in self.facts.items())
+        return " ".join([_pair(name, value) for name, value in self.facts.items()])
 
 
 def _log(journey: Journey, outcome: Outcome) -> None:
+    if not logger.isEnabledFor(logging.INFO):
+        return
     found = facts(journey, outcome)
-    logger.info(_Line(found), extra={FACTS: found})
+    # As logger.info does, without a look for the line of the program: it is always this one.
+    record = logger.makeRecord(
+        logger.name, logging.INFO, __file__, 0, _Line(found), (), None, func=_log.__name__, extra={FACTS: found}
+    )
+    logger.handle(record)
 
 
 def _pair(name: str, value: object) -> str:
     """Write one fact; a line break in a path or a note stays on its line."""
     if name not in _PLAIN:
         return f"{name}={value!r}"
-    return f"{name}={'-' if value is None else str(value).encode('unicode_escape').decode()}"
+    text = "-" if value is None else str(value)
+    if not (text.isascii() and text.isprintable()) or "\\" in text:
+        text = text.encode("unicode_escape").decode()
+    return f"{name}={text}"
 
 
 def _client_id(scope: Scope) -> str | None:

@@ -12,7 +12,10 @@ from typing import Any, Final, TypeAlias, cast
 import httpx
 
 Json: TypeAlias = dict[str, Any]
-_COLUMNS: Final = ("id", "role", "address", "rank", "state", "in_flight", "for", "models", "version", "mode", "why")
+_COLUMNS: Final = (
+    *("id", "role", "address", "rank", "state", "in_flight", "for", "models", "version", "mode"),
+    *("source", "revision", "why"),
+)
 _POLL_S: Final = 0.5
 
 

@@ -8,17 +8,18 @@ the queue is full, one of a lower priority has to give way; so overload ends in 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum, auto
+from enum import auto
 from math import ceil
 from typing import Final
 
 from xpyd_proxy.core.limits import Bucket, Limit, Limits, Refusal
+from xpyd_proxy.core.word import Word
 
 _SOON: Final = 1  # seconds; a place of one's own is free as soon as one's own request has ended
 _LATER: Final = 5  # seconds; nobody knows when a crowd has passed
 
 
-class State(StrEnum):
+class State(Word):
     """Where a request stands."""
 
     ARRIVING = auto()
@@ -29,7 +30,7 @@ class State(StrEnum):
     LEFT = auto()  # it is over, or its client did not want to wait
 
 
-class Event(StrEnum):
+class Event(Word):
     """What happens to it."""
 
     ADMIT = auto()
@@ -134,6 +135,8 @@ class Admission:
 
     def poll(self) -> Sequence[Ticket]:
         """Return the tickets that were admitted, refused or expired while they waited, in that order."""
+        if not self._changed:
+            return []
         changed, self._changed = self._changed, []
         return changed
 
@@ -215,8 +218,10 @@ class Admission:
 
     def _account(self, key: str, *, now: float) -> _Account:
         """Return a key's account. Before there is a new one, those that say nothing any more are dropped."""
-        if key not in self._accounts:
+        account = self._accounts.get(key)
+        if account is None:
             idle = [name for name, known in self._accounts.items() if not known.held and known.bucket.is_full(now=now)]
             for name in idle:
                 del self._accounts[name]
-        return self._accounts.setdefault(key, _Account())
+            account = self._accounts[key] = _Account()
+        return account

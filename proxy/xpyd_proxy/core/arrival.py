@@ -8,17 +8,17 @@ whatever has arrived. So it tells something when both legs went out at once (pus
 other.
 """
 
-from enum import StrEnum
 from typing import Final
 
 import msgspec
 
 from xpyd_proxy.core.raw_json import NotJson, decode
+from xpyd_proxy.core.word import Word
 
 _LAST_EVENTS: Final = 4  # the usage stands before [DONE]; comments may come between
 
 
-class Arrival(StrEnum):
+class Arrival(Word):
     """What a decode leg says about the KV cache it was promised."""
 
     ARRIVED = "arrived"

@@ -62,10 +62,12 @@ def parse(body: bytes, *, strip_private: bool) -> Fields:
         BadRequest: the body is not a JSON object, or carries such parameters.
     """
     try:
+        if not body.isascii():
+            body.decode()  # values are not decoded here, and vLLM would answer in FastAPI's words
         fields = decode(body, Fields)
     except OtherJson as exc:
         raise BadRequest("the body is JSON, but not an object") from exc
-    except NotJson as exc:
+    except (NotJson, UnicodeDecodeError) as exc:
         raise BadRequest(f"the body is not JSON: {exc}") from exc
     fields = _public(fields, strip_private=strip_private, inside="")
     # vLLM merges vllm_xargs into the place where it looks for the KV parameters.
@@ -170,7 +172,10 @@ def kv_params(prefill: InstanceId, answer: bytes) -> msgspec.Raw:
 
 def _is_empty(value: msgspec.Raw) -> bool:
     """Tell null and the like: an empty list of blocks kills an engine as none does. A port may be 0."""
-    return decode(value, object) in (None, "", [])
+    text = bytes(value)
+    if text.startswith(b"[") and text.isascii():
+        return text[1:].lstrip(b" \t\n\r").startswith(b"]")  # a long list need not be read
+    return decode(text, object) in (None, "", [])
 
 
 def _public(fields: Fields, *, strip_private: bool, inside: str) -> Fields:

@@ -4,6 +4,8 @@ Evidence comes from requests (``succeeded``, ``failed``) and from probes (``seen
 engine is good until proven otherwise; one that misses its first probe is not up yet, and gets requests once it answers.
 A broken one rests, longer after every break, and then gets one request: its trial; while it misses probes it gets none.
 Only what the engine is to blame for counts: a refused request (4xx), or one it is too busy for, says that it lives.
+An answer of 5xx counts for the share of failures, but not for those in a row: there are requests that make any engine
+fail, and a client that sends a few of them must not take one engine after the other away from everybody else.
 """
 
 from collections.abc import Mapping
@@ -20,6 +22,7 @@ _SAID: Final[Mapping[Failure, str]] = {
     Failure.UNREACHABLE: "did not reach it",
     Failure.BROKEN: "got no good answer",
     Failure.SILENT: "timed out",
+    Failure.ERRED: "was answered with an error",
 }
 
 
@@ -128,6 +131,7 @@ class Life:
     why: str = "added"  # what brought it there, in words
     _in_a_row: int = 0
     _missed: int = 0
+    _silent_since: float | None = None  # when the first probe was missed of those since it answered one, if badly
     _rest_s: float = 0.0  # of its present break
     _trial: _Trial | None = None
     _window: Window = field(init=False)
@@ -177,7 +181,8 @@ class Life:
             self._alive(request, now)
             return
         self._window.count(failed=True, now=now)
-        self._in_a_row += 1
+        if failure is not Failure.ERRED:
+            self._in_a_row += 1
         if self.state is State.TRYING and self._is_trial(request):
             self._break(f"the request it was tried with {_SAID[failure]}", now)
         elif self.state in (State.JOINING, State.READY) and (reason := self._verdict(failure, now)) is not None:
@@ -185,6 +190,7 @@ class Life:
 
     def seen(self, *, now: float) -> None:
         """It has answered a probe."""
+        self.heard()
         was_away, self._missed = self._missed > 0, 0
         if self.state not in _JUDGED:
             return
@@ -194,13 +200,25 @@ class Life:
         elif self.state is State.JOINING:
             self._step(Event.PROVEN, "answers probes", now)
 
-    def missed(self, reason: str, *, now: float) -> None:
-        """It has not answered a probe as it should; ``reason`` in words."""
+    def heard(self) -> None:
+        """It has answered something: it does not hang."""
+        self._silent_since = None
+
+    def missed(self, reason: str, *, now: float, silent: bool = True) -> None:
+        """It has not answered a probe as it should (``silent``: not at all); ``reason`` in words."""
+        if not silent:
+            self.heard()
+        elif self._silent_since is None:
+            self._silent_since = now
         self._missed += 1
         if self.state is State.JOINING:
             self.why = reason
         elif self.state in (State.READY, State.TRYING) and self._missed >= self.limits.probes:
             self._break(reason, now)
+
+    def silent_s(self, *, now: float) -> float:
+        """Return for how long it has answered no probe at all; 0: it has answered the last one, well or badly."""
+        return 0.0 if self._silent_since is None else now - self._silent_since
 
     def drain(self, *, now: float) -> None:
         """It shall get nothing new."""
@@ -246,6 +264,7 @@ class Life:
         self.since = now  # a broken engine rests from its latest break on
 
     def _forgive(self) -> None:
+        self.heard()
         self._in_a_row, self._missed, self._rest_s, self._trial = 0, 0, 0.0, None
         self._window.clear()
 

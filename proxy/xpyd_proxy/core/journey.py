@@ -2,18 +2,19 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from xpyd_proxy.core.model import InstanceId, Push, RequestId, Role, Solo
+from xpyd_proxy.core.word import Word
 
 _CLIENT_ID: Final = re.compile(rb"[!-~]{1,128}")
 HUNG_UP = 499  # nginx's status for a client that closed the connection before it was answered
 
 
-@dataclass(slots=True)
-class Visit:
+class Visit(msgspec.Struct):
     """A stay at one engine; ``ms`` stays None until its answer begins or it fails."""
 
     instance: InstanceId
@@ -32,8 +33,7 @@ class Retry:
         return f"{self.visit.instance} {self.reason}"
 
 
-@dataclass(slots=True)
-class Journey:
+class Journey(msgspec.Struct):
     """Filled in as the request travels; the source of the response headers and of the log line."""
 
     request_id: RequestId
@@ -41,10 +41,12 @@ class Journey:
     push: Push | None = None
     prefill: Visit | None = None
     decode: Visit | None = None
-    retries: list[Retry] = field(default_factory=list[Retry])
+    retries: list[Retry] = []
     answered: bool = False  # all of it is with the client; what still happens is tidying up
     fault: str | None = None  # what went wrong, for the log
     late: str | None = None  # what went wrong with the prefill leg after the answer had begun, for the log
+    before: bytes = b""  # the last but one piece of the answer's body
+    last: bytes = b""
     client_id: str | None = None  # what the client calls the request: for the client and the log, never for an engine
 
     def id_headers(self) -> dict[str, str]:
@@ -62,6 +64,10 @@ class Journey:
     def route(self) -> str | None:
         """What is unusual about the way of the request; None: one leg followed the other."""
         return f"solo: {self.solo}" if self.solo else self.push
+
+    def says(self, piece: bytes) -> None:
+        """Remember the end of the answer: of one whose legs went out at once it tells something (core/arrival.py)."""
+        self.before, self.last = self.last, piece
 
     def set_aside(self, role: Role, reason: str) -> None:
         """Put the visit that failed among the retries: its leg goes out once more."""
@@ -84,7 +90,7 @@ class Journey:
         return ", ".join(entries)
 
 
-class Ending(StrEnum):
+class Ending(Word):
     """How a request ended, as far as its client can tell."""
 
     OK = "2xx"
@@ -94,8 +100,7 @@ class Ending(StrEnum):
     HUNG_UP = "hung_up"  # the client left first
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """What became of a request."""
 
     path: str
@@ -130,15 +135,16 @@ def facts(journey: Journey, outcome: Outcome) -> Mapping[str, object]:
         "status": outcome.status,
         "ms": round(outcome.seconds * 1000, 1),
     }
-    notes = {
-        "client_id": journey.client_id,
-        "solo": journey.solo and str(journey.solo),
-        "route": journey.push and str(journey.push),
-        "retries": ", ".join(map(str, journey.retries)),
-        "late": journey.late,
-        "fault": journey.fault,
-    }
-    return always | {name: note for name, note in notes.items() if note}
+    notes = (
+        ("client_id", journey.client_id),
+        ("solo", journey.solo and str(journey.solo)),
+        ("route", journey.push and str(journey.push)),
+        ("retries", ", ".join(map(str, journey.retries)) if journey.retries else ""),
+        ("late", journey.late),
+        ("fault", journey.fault),
+    )
+    always.update((name, note) for name, note in notes if note)
+    return always
 
 
 def _entry(name: str, description: str, ms: float | None) -> str:

@@ -101,7 +101,10 @@ class Learned:
         self._records[prefill] = _Record(TRANSITIONS[record.state][Event.FAILED])
 
     def _of(self, prefill: InstanceId) -> _Record:
-        return self._records.setdefault(prefill, _Record())
+        record = self._records.get(prefill)
+        if record is None:
+            record = self._records[prefill] = _Record()
+        return record
 
 
 def _event(record: _Record, found: Coordinates | None) -> Event:

@@ -2,18 +2,20 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import StrEnum, auto
+from enum import auto
 from typing import Final, TypeAlias
 
+import msgspec
+
 from xpyd_proxy.core.model import Instance, InstanceId, RequestId, Role
+from xpyd_proxy.core.word import Word
 
 _PROMISED: Final = (
     4096  # answers of prefill engines that may wait for their decode leg; those of clients that left stay
 )
 
 
-class State(StrEnum):
+class State(Word):
     """Where one leg is."""
 
     SENT = auto()
@@ -21,7 +23,7 @@ class State(StrEnum):
     OVER = auto()
 
 
-class Event(StrEnum):
+class Event(Word):
     """What a leg can do."""
 
     ANSWER = auto()
@@ -38,8 +40,7 @@ TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
 _Key: TypeAlias = tuple[InstanceId, RequestId]
 
 
-@dataclass(slots=True)
-class _Leg:
+class _Leg(msgspec.Struct):
     """One leg that is not over."""
 
     since: float
@@ -68,18 +69,22 @@ class Legs:
 
     def began(self, instance: Instance, request: RequestId, *, now: float) -> float | None:
         """Follow a leg; return the handoff gap in seconds if it is a decode leg that follows its prefill leg."""
-        if (instance.id, request) not in self._open:
+        key = instance.id, request
+        if key not in self._open:
             self._count(instance.id, 1)
         answered = self._answered.pop(request, None) if instance.role is Role.DECODE else None
-        self._open[instance.id, request] = _Leg(now, promised=answered is not None)
+        self._open[key] = _Leg(now, answered is not None)
         return None if answered is None else now - answered
 
     def answered(self, instance: Instance, request: RequestId, *, now: float) -> None:
         """Note that the engine has answered."""
         leg = self._open.get((instance.id, request))
-        if leg is not None and leg.promised and leg.state is State.SENT:
+        if leg is None:
+            return
+        if leg.promised and leg.state is State.SENT:
             self._promised[instance.id] += 1
-        if self._step(instance, request, Event.ANSWER) is State.OVER or instance.role is Role.DECODE:
+        leg.state = TRANSITIONS[leg.state][Event.ANSWER]
+        if instance.role is Role.DECODE:
             return
         self._answered[request] = now
         while len(self._answered) > _PROMISED:
@@ -87,25 +92,21 @@ class Legs:
 
     def ended(self, instance: Instance, request: RequestId, *, now: float) -> float | None:
         """Stop following a leg; return the seconds it took, or None if nobody saw it begin."""
-        leg = self._open.get((instance.id, request))
-        self._step(instance, request, Event.END)
-        return None if leg is None else now - leg.since
+        leg = self._open.pop((instance.id, request), None)
+        if leg is None:
+            return None
+        leg.state = TRANSITIONS[leg.state][Event.END]
+        self._count(instance.id, -1)
+        return now - leg.since
 
     def keep(self, instances: frozenset[InstanceId]) -> None:
         """Forget what was counted of instances that are no longer known."""
         for gone in self._promised.keys() - instances:
             del self._promised[gone]
 
-    def _step(self, instance: Instance, request: RequestId, event: Event) -> State:
-        key = instance.id, request
-        leg = self._open.get(key, _Leg(0.0, promised=False, state=State.OVER))
-        before, leg.state = leg.state, TRANSITIONS[leg.state][event]
-        if leg.state is State.OVER and before is not State.OVER:
-            del self._open[key]
-            self._count(instance.id, -1)
-        return leg.state
-
     def _count(self, instance: InstanceId, change: int) -> None:
-        self._in_flight[instance] += change
-        if not self._in_flight[instance]:
+        left = self._in_flight[instance] + change
+        if left:
+            self._in_flight[instance] = left
+        else:
             del self._in_flight[instance]

@@ -1,12 +1,14 @@
 """The life of the router process, from its first request to its last."""
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
-from enum import StrEnum, auto
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from enum import auto
 from typing import Final
 
+from xpyd_proxy.core.word import Word
 
-class Stage(StrEnum):
+
+class Stage(Word):
     """How the router treats new requests."""
 
     SERVING = auto()
@@ -14,7 +16,7 @@ class Stage(StrEnum):
     CLOSED = auto()  # it refuses them; those it has are finished
 
 
-class Step(StrEnum):
+class Step(Word):
     """What brings the end closer."""
 
     TOLD = auto()  # to end
@@ -39,11 +41,21 @@ class Lifetime:
         """Take a step; one that is not in the table is a bug."""
         self.stage = TRANSITIONS[self.stage][step]
 
-    @contextmanager
-    def serving(self) -> Generator[None]:
+    def serving(self) -> AbstractContextManager[None]:
         """Count a request for as long as it lasts."""
-        self.in_flight += 1
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
+        return _Serving(self)
+
+
+class _Serving(AbstractContextManager[None]):
+    """One request under way."""
+
+    __slots__ = ("_lifetime",)
+
+    def __init__(self, lifetime: Lifetime) -> None:
+        self._lifetime = lifetime
+
+    def __enter__(self) -> None:
+        self._lifetime.in_flight += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._lifetime.in_flight -= 1

@@ -1,11 +1,13 @@
 """The nouns of the router."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Final, NewType, TypeAlias
+
+import msgspec
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.raw_json import TRUE, Fields
+from xpyd_proxy.core.word import Word
 
 InstanceId = NewType("InstanceId", str)
 RequestId = NewType("RequestId", str)
@@ -13,14 +15,14 @@ TransferId = NewType("TransferId", str)
 Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
 
 
-class Role(StrEnum):
+class Role(Word):
     """Which half of a request an engine serves."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
-class Api(StrEnum):
+class Api(Word):
     """The calls that generate text, and so have two legs; the value is the path."""
 
     COMPLETIONS = "/v1/completions"
@@ -29,7 +31,7 @@ class Api(StrEnum):
     MESSAGES = "/v1/messages"
 
 
-class Solo(StrEnum):
+class Solo(Word):
     """Why a request is served by one decode engine, without a transfer."""
 
     PROMPTS = "several prompts"
@@ -49,7 +51,7 @@ class Solo(StrEnum):
     NO_PREFILL = "no prefill instance"
 
 
-class Push(StrEnum):
+class Push(Word):
     """In which order the legs of a request went out whose prefill engine pushes."""
 
     AT_ONCE = "push"
@@ -66,8 +68,7 @@ class Instance:
     rank: int | None = None  # data-parallel rank that its legs ask for (X-data-parallel-rank); None: the engine chooses
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True):
     """What the choice of engines may depend on: as much of a request as matters for it."""
 
     model: str | None = None  # the model it names
@@ -81,8 +82,7 @@ class Ask:
 ANY: Final = Ask()  # no wish at all
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """What a client asked for, after the checks that make it safe to pass on."""
 
     api: Api

@@ -1,8 +1,8 @@
 """Which engines may serve a request, and the choice among them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, Self
+from dataclasses import dataclass, field
+from typing import Final, Protocol, Self
 
 from xpyd_proxy.core import facts
 from xpyd_proxy.core.health import State
@@ -66,12 +66,28 @@ class Legs:
         return Legs(self.prefill.copy(), self.decode.copy())
 
 
+_MOST_SEEN: Final = 64  # clients can think of models without end
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What some engines were narrowed down to, which stays true for as long as they and their facts are the same."""
+
+    of: Sequence[object]
+    prefill: Sequence[Instance]
+    decode: Sequence[Instance]
+    all_fit: bool  # each prefill engine fits each decode engine
+
+
 @dataclass(frozen=True, slots=True)
 class Pairs:
     """Narrows the engines down to those that serve the model and fit together, and lets a choice choose."""
 
     registry: Registry
     choice: Choice
+    _seen: dict[tuple[str | None, int | None], _Seen] = field(
+        default_factory=dict[tuple[str | None, int | None], _Seen]
+    )
 
     def pair(
         self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: Ask = ANY, /
@@ -83,11 +99,16 @@ class Pairs:
             BadRequest: no engine has the rank it asks for.
             NoInstance: those that would do cannot take a request now, or do not fit together.
         """
-        decode = self._serving(Role.DECODE, decode, ask)
-        prefill = self._serving(Role.PREFILL, prefill, ask)
-        prefill, decode = self._matched(*self._matched(prefill, decode))
-        prefill, decode = self._matched(*self._with_trial(prefill, decode, ask))
-        return self.choice.pair(prefill, decode, ask, self._fits)
+        members = [self.registry.get(instance.id) for instance in (*prefill, *decode)]
+        if any(member is not None and member.life.state is State.TRYING for member in members):
+            narrowed = self._narrowed(prefill, decode, ask)
+            return self.choice.pair(*self._matched(*self._with_trial(*narrowed, ask)), ask, self._fits)
+        facts_now = [None if member is None else member.facts for member in members]
+        of = [*prefill, None, *decode, *facts_now]
+        seen = self._seen.get((ask.model, ask.rank))
+        if seen is None or seen.of != of:
+            seen = self._look(of, *self._narrowed(prefill, decode, ask), ask)
+        return self.choice.pair(seen.prefill, seen.decode, ask, _always if seen.all_fit else self._fits)
 
     def one(self, decode: Sequence[Instance], ask: Ask = ANY, /) -> Instance:
         """Return the engine that serves the request, or its decode leg, alone; raises what ``pair`` raises."""
@@ -100,6 +121,20 @@ class Pairs:
     def copy(self) -> "Pairs":
         """Return one that chooses alike, and whose choices leave no trace here."""
         return Pairs(self.registry, self.choice.copy())
+
+    def _narrowed(
+        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: Ask
+    ) -> tuple[Sequence[Instance], Sequence[Instance]]:
+        decode = self._serving(Role.DECODE, decode, ask)
+        prefill = self._serving(Role.PREFILL, prefill, ask)
+        return self._matched(*self._matched(prefill, decode))
+
+    def _look(self, of: Sequence[object], prefill: Sequence[Instance], decode: Sequence[Instance], ask: Ask) -> _Seen:
+        if len(self._seen) >= _MOST_SEEN:
+            self._seen.clear()
+        all_fit = all(self._fits(p, d) for p in prefill for d in decode)
+        seen = self._seen[ask.model, ask.rank] = _Seen(of, prefill, decode, all_fit)
+        return seen
 
     def _serving(self, role: Role, among: Sequence[Instance], ask: Ask) -> Sequence[Instance]:
         found = [instance for instance in among if self._facts(instance).serves(ask.model) and _has_rank(instance, ask)]
@@ -122,7 +157,9 @@ class Pairs:
         """
         left = [p for p in prefill if any(self._fits(p, d) for d in decode)]
         if not left:
-            raise NoInstance("no prefill instance fits a decode instance: vLLM's version, connector or mode differ")
+            raise NoInstance(
+                "no prefill instance fits a decode instance: vLLM's version, connector, mode or revision differ"
+            )
         return left, [d for d in decode if any(self._fits(p, d) for p in left)]
 
     def _with_trial(
@@ -159,6 +196,10 @@ class Pairs:
     def _models(self) -> str:
         names = {name for member in self.registry.members() for name in member.facts.models or ()}
         return ", ".join(sorted(names)) or "none"
+
+
+def _always(_prefill: Instance, _decode: Instance) -> bool:
+    return True
 
 
 def _has_rank(instance: Instance, ask: Ask) -> bool:

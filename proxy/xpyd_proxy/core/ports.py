@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from xpyd_proxy.core.limits import Limit
 from xpyd_proxy.core.model import ANY, Answer, Ask, Headers, Instance, InstanceId, Leg, RequestId, Role
@@ -29,8 +29,35 @@ class Stream(Protocol):
 
     @property
     def chunks(self) -> AsyncIterator[bytes]:
-        """The body, as it arrives; iterating raises EngineError when the engine breaks off."""
+        """The body, as it arrives; iterating raises EngineError when the engine breaks off.
+
+        They may also be such as ``delivery_of`` knows to deliver.
+        """
         ...
+
+
+class Delivery(Protocol):
+    """Chunks that can also be had without waiting for each of them."""
+
+    async def deliver(self, sink: Callable[[bytes], object], /) -> None:
+        """Call ``sink`` with each piece as soon as it is here, and return at the end; raises what iterating raises.
+
+        ``sink`` must not wait; what it raises ends the delivery, and comes out here.
+        """
+        ...
+
+    def pause(self) -> None:
+        """Let the engine wait."""
+        ...
+
+    def resume(self) -> None:
+        """Go on."""
+        ...
+
+
+def delivery_of(chunks: AsyncIterator[bytes]) -> Delivery | None:
+    """Return the chunks as what can be delivered, where they can."""
+    return cast("Delivery", chunks) if hasattr(chunks, "deliver") else None
 
 
 class Engines(Protocol):

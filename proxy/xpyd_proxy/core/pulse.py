@@ -55,7 +55,8 @@ class Ring:
         second.count += 1
         second.failed += failed
         second.total += value
-        second.worst = max(second.worst, value)
+        if value > second.worst:  # noqa: PLR1730 (max() would cost as much as all the rest)
+            second.worst = value
 
     def bins(self, *, now: float, step_s: int) -> tuple[Bin, ...]:
         """Return the last five minutes in steps of so many whole seconds, the oldest first."""
@@ -69,9 +70,10 @@ class Ring:
 
     def _at(self, stamp: int) -> _Second:
         place = stamp % SPAN_S
-        if self._seconds[place].stamp != stamp:
-            self._seconds[place] = _Second(stamp)
-        return self._seconds[place]
+        second = self._seconds[place]
+        if second.stamp != stamp:
+            second = self._seconds[place] = _Second(stamp)
+        return second
 
     def _sum(self, stamps: Iterable[int]) -> Bin:
         found = [second for stamp in stamps if (second := self._seconds[stamp % SPAN_S]).stamp == stamp]

@@ -85,8 +85,7 @@ _NAMES: Final[Mapping[Api, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Handover:
+class Handover(msgspec.Struct, frozen=True):
     """What a prefill engine's answer is good for."""
 
     params: msgspec.Raw  # for the decode leg that follows it

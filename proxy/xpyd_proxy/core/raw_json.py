@@ -1,6 +1,6 @@
 """JSON that is read only as far as it must be."""
 
-from typing import Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
@@ -9,6 +9,8 @@ Fields: TypeAlias = dict[str, msgspec.Raw]  # a JSON object: names decoded, valu
 NULL: Final = msgspec.Raw(b"null")
 TRUE: Final = msgspec.Raw(b"true")
 FALSE: Final = msgspec.Raw(b"false")
+# By type: there are as many as this package names, and making one costs ten times its use.
+_DECODERS: Final[dict[object, msgspec.json.Decoder[Any]]] = {}
 
 
 class NotJson(ValueError):
@@ -26,14 +28,18 @@ def decode(data: bytes | msgspec.Raw, wanted: type[T]) -> T:
         OtherJson: it is (or contains) something of another type.
         NotJson: it is no JSON, or nested beyond all reason.
     """
+    decoder = _DECODERS.get(wanted)
+    if decoder is None:
+        decoder = _DECODERS[wanted] = msgspec.json.Decoder(wanted)
     try:
-        return msgspec.json.decode(data, type=wanted)
+        found: T = decoder.decode(data)
     except msgspec.ValidationError as exc:
         raise OtherJson(str(exc)) from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise NotJson(str(exc)) from exc
     except RecursionError as exc:
         raise NotJson("JSON is nested too deeply") from exc
+    return found
 
 
 def maybe(data: bytes | msgspec.Raw, wanted: type[T]) -> T | None:

@@ -7,26 +7,28 @@ to another request's KV cache. So only a decode engine that got nothing of the r
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum, auto
+from enum import auto
 from typing import Final
 
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.verdict import BUSY
-from xpyd_proxy.errors import EngineBusy, EngineError, EngineTimeout, Moved, Refused
+from xpyd_proxy.core.word import Word
+from xpyd_proxy.errors import EngineBusy, EngineError, EngineFault, EngineTimeout, Moved, Refused
 
 
-class Failure(StrEnum):
+class Failure(Word):
     """How a leg failed, in words for a header."""
 
     UNREACHABLE = "cannot be reached"  # not a byte of the request has arrived
-    BROKEN = "failed"  # it broke off, answered 5xx, or without what we need
+    BROKEN = "failed"  # it broke off, or answered without what we need
+    ERRED = "answered 5xx"  # it lives, and the request may be to blame: another one would fare better there
     SILENT = "timed out"
     MOVED = "restarted"
     BUSY = "is busy"  # 503 or 429: it lives, and another engine may have room
     REFUSED = "refused"  # any other 4xx: another engine would say the same
 
 
-class Again(StrEnum):
+class Again(Word):
     """What is sent again."""
 
     NOTHING = auto()
@@ -34,7 +36,7 @@ class Again(StrEnum):
     PAIR = auto()  # both legs, under a new id
 
 
-class Where(StrEnum):
+class Where(Word):
     """Which engine may take the place of the one that failed."""
 
     ANY = auto()
@@ -53,12 +55,14 @@ class Rule:
 RULES: Final[Mapping[tuple[Role, Failure], Rule]] = {
     (Role.PREFILL, Failure.UNREACHABLE): Rule(Again.PAIR),
     (Role.PREFILL, Failure.BROKEN): Rule(Again.PAIR),
+    (Role.PREFILL, Failure.ERRED): Rule(Again.PAIR),
     (Role.PREFILL, Failure.SILENT): Rule(Again.PAIR, Where.ELSEWHERE),
     (Role.PREFILL, Failure.MOVED): Rule(Again.PAIR, Where.ANY),
     (Role.PREFILL, Failure.BUSY): Rule(Again.PAIR, Where.ELSEWHERE),
     (Role.PREFILL, Failure.REFUSED): Rule(Again.NOTHING),
     (Role.DECODE, Failure.UNREACHABLE): Rule(Again.DECODE),
     (Role.DECODE, Failure.BROKEN): Rule(Again.PAIR),
+    (Role.DECODE, Failure.ERRED): Rule(Again.PAIR),
     (Role.DECODE, Failure.SILENT): Rule(Again.PAIR, Where.ELSEWHERE),
     (Role.DECODE, Failure.BUSY): Rule(Again.PAIR, Where.ELSEWHERE),
     (Role.DECODE, Failure.REFUSED): Rule(Again.NOTHING),
@@ -89,7 +93,7 @@ class Chances:
 
     def among(self, known: Sequence[Instance]) -> Sequence[Instance]:
         """Return the engines that have not failed this request; all of them if each has."""
-        return self._unspoiled(known) or known
+        return (self._unspoiled(known) or known) if self.avoided else known
 
     def first(self, known: Sequence[Instance]) -> Sequence[Instance]:
         """Return all engines, those first that have not failed this request."""
@@ -116,7 +120,9 @@ def failure_of(error: EngineError | Refused) -> Failure:
         case Refused(status=status) if status in BUSY:
             return Failure.BUSY
         case Refused():
-            return Failure.REFUSED if error.status < 500 else Failure.BROKEN
+            return Failure.REFUSED if error.status < 500 else Failure.ERRED
+        case EngineFault():
+            return Failure.ERRED
         case EngineError(reached=False):
             return Failure.UNREACHABLE
         case EngineTimeout():

@@ -25,6 +25,7 @@ PROMPTS: Final[Mapping[Api, str]] = {
     Api.RESPONSES: "input",
     Api.MESSAGES: "messages",
 }
+_WORDS: Final[Mapping[bytes, bool | None]] = {b"true": True, b"false": False, b"null": None}
 _WHITESPACE: Final = b" \t\n\r"
 
 
@@ -36,10 +37,11 @@ def solo_reason(api: Api, fields: Fields, *, min_prompt_chars: int = 0) -> Solo 
     if api is Api.COMPLETIONS and not _is_one_prompt(fields.get("prompt")):
         return Solo.PROMPTS
     plain = _PLAIN[api]
-    values = {name: _value(fields[name]) for name in (*plain, *_BESIDE[api]) if name in fields}
-    for name, (is_plain, reason) in plain.items():
-        if name in values and not is_plain(values[name]):
-            return reason
+    looked_at = _LOOKED_AT[api]
+    values = {name: _value(raw) for name, raw in fields.items() if name in looked_at}
+    odd = {plain[name][1] for name, value in values.items() if name in plain and not plain[name][0](value)}
+    if odd:
+        return next(reason for _, reason in plain.values() if reason in odd)  # of several the first in the table
     if not _FIT[api](values):
         return Solo.UNUSUAL
     return Solo.SHORT if prompt_chars(api, fields) < min_prompt_chars else None
@@ -52,8 +54,9 @@ def prompt_chars(api: Api, fields: Fields) -> int:
 
 def _value(raw: msgspec.Raw) -> _Json:
     """Decode a value; what cannot be decoded is an odd string, which is plain for no field."""
+    text = bytes(raw)
     try:
-        return decode(raw, object)
+        return _WORDS[text] if text in _WORDS else decode(text, object)
     except NotJson:
         return "?"
 
@@ -211,6 +214,7 @@ _BESIDE: Final[Mapping[Api, tuple[str, ...]]] = {
     Api.RESPONSES: (),
     Api.MESSAGES: ("thinking",),
 }
+_LOOKED_AT: Final[Mapping[Api, frozenset[str]]] = {api: frozenset((*_PLAIN[api], *_BESIDE[api])) for api in Api}
 _FIT: Final[Mapping[Api, Callable[[_Values], bool]]] = {
     Api.COMPLETIONS: _completions_fit,
     Api.CHAT: _chat_fits,

@@ -1,7 +1,9 @@
 """What an operator has decided about the way of a request."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from xpyd_proxy.core.model import Role
 from xpyd_proxy.settings import Settings
 
 
@@ -31,6 +33,11 @@ class Rules:
     alone_without_prefill: bool = True  # as long as there is no prefill engine, decode engines do both
     reuse_tokens: bool = False  # decode engines take a chat's tokens from the prefill engine
     resume: bool = False  # another decode engine goes on with a stream that has broken off
+
+    @property
+    def needed(self) -> Sequence[Role]:
+        """The roles without which no request is served."""
+        return (Role.DECODE,) if self.alone_without_prefill else tuple(Role)
 
 
 def rules_of(settings: Settings) -> Rules:

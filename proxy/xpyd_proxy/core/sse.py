@@ -9,6 +9,7 @@ from xpyd_proxy.core.raw_json import NotJson, decode
 _DONE: Final = b"data: [DONE]"
 _ERROR: Final = b'data: {"error":'
 _EVENT: Final = b"event:"
+_END_MOST: Final = 32  # bytes of what has passed that tell a stream's end
 # What /v1/responses says before the engine has done anything: it tells nothing about whether it will.
 _PREAMBLE: Final = frozenset({b"response.created", b"response.queued", b"response.in_progress"})
 # Other APIs than the first two name their events, and end with one of these in place of a [DONE].
@@ -66,7 +67,7 @@ class WholeLines:
     def __init__(self) -> None:
         self.erred = False  # the engine has said itself that it failed
         self._rest = b""
-        self._last = b"\n"  # the end of what has passed; long enough to recognise the end of a stream
+        self._last = b"\n"  # what has passed, from a place on that is early enough to recognise the end of a stream
         self._name = b""  # of the last event that has one
 
     def feed(self, chunk: bytes) -> bytes:
@@ -79,12 +80,12 @@ class WholeLines:
 
     def finish(self) -> tuple[bytes, bool]:
         """The stream has ended: return what is left of it, and whether it was complete."""
-        is_done = (self._last + self._rest).rstrip().endswith(b"\n" + _DONE)
+        is_done = (self._last[-_END_MOST:] + self._rest).rstrip().endswith(b"\n" + _DONE)
         complete = is_done or (self._name in _LAST and not self._rest)
         return (self._rest if complete else b""), complete
 
     def _note(self, passing: bytes) -> None:
-        if (at := passing.rfind(b"\n" + _EVENT) + 1) or passing.startswith(_EVENT):
+        if _EVENT in passing and ((at := passing.rfind(b"\n" + _EVENT) + 1) or passing.startswith(_EVENT)):
             self._name = passing[at + len(_EVENT) :].partition(b"\n")[0].strip()
         self.erred = self.erred or self._name == b"error" or _ERROR in passing
-        self._last = (self._last + passing[-32:])[-32:]
+        self._last = passing if len(passing) >= _END_MOST else (self._last + passing)[-_END_MOST:]

@@ -4,7 +4,6 @@ If they do not, the engines have made different prompts out of one request (anot
 version of the model's files), and the decode engine has read a KV cache that does not belong to its prompt.
 """
 
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -14,8 +13,7 @@ from xpyd_proxy.core.raw_json import NotJson, decode
 _MARK: Final = b'"usage":{'  # vLLM leaves the field out of the chunks that have none
 
 
-@dataclass(slots=True)
-class Comparison:
+class Comparison(msgspec.Struct):
     """What the two legs of a request say, each as soon as it says something."""
 
     prefill: int | None = None

@@ -6,7 +6,7 @@ import msgspec
 
 from xpyd_proxy.core.model import Answer, InstanceId
 from xpyd_proxy.core.raw_json import NotJson, decode
-from xpyd_proxy.errors import EngineBusy, EngineError, Refused
+from xpyd_proxy.errors import EngineBusy, EngineError, EngineFault, Refused
 
 BUSY: Final = frozenset({429, 503})  # statuses of an engine that lives and has no room
 
@@ -39,7 +39,7 @@ def refused_decode(decode: InstanceId, answer: Answer) -> Refused | EngineError:
 
 
 def _kind(answer: Answer) -> type[EngineError]:
-    return EngineBusy if answer.status in BUSY else EngineError
+    return EngineBusy if answer.status in BUSY else EngineFault
 
 
 def is_openai_error(body: bytes) -> bool:

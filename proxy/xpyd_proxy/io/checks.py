@@ -13,6 +13,7 @@ from xpyd_proxy.core.exposition import Numbers
 from xpyd_proxy.core.facts import Facts
 from xpyd_proxy.core.model import Headers, Instance, Role
 from xpyd_proxy.core.raw_json import NotJson, decode
+from xpyd_proxy.io.engines import RESET_AT_ONCE
 
 T = TypeVar("T")
 _ONE_LOOK_S: Final = 0.5  # seconds a connection is kept: for the next question of a look, not for the next look
@@ -21,6 +22,14 @@ _MOST_BYTES: Final = 8 * 1024 * 1024  # of one answer; /metrics of a busy engine
 
 class Sick(Exception):
     """The engine does not answer as one that lives; the message says how, without its address."""
+
+    silent = True  # it does not answer at all
+
+
+class Odd(Sick):
+    """The engine answers, but not as one that lives."""
+
+    silent = False
 
 
 class _Card(msgspec.Struct):
@@ -70,10 +79,10 @@ class HttpChecks:
         """
         status, _ = await self._get(instance, "/health")
         if status != 200:
-            raise Sick(f"answers /health with status {status}")
+            raise Odd(f"answers /health with status {status}")
         status, body = await self._get(instance, "/v1/models")
         if status >= 500:
-            raise Sick(f"answers /v1/models with status {status}")
+            raise Odd(f"answers /v1/models with status {status}")
         models = frozenset(card.id for card in _read(body, _Cards).data) if status == 200 else None
         status, body = await self._get(instance, "/version")
         return Facts(models, _read(body, _Version).version if status == 200 else None)
@@ -104,13 +113,13 @@ class HttpChecks:
                 async for chunk in response.aiter_bytes():
                     body += chunk
                     if len(body) > _MOST_BYTES:
-                        raise Sick(f"answers {path} without end")
+                        raise Odd(f"answers {path} without end")
                 return response.status_code, body
         except (TimeoutError, httpx.TimeoutException) as exc:
             raise Sick(f"does not answer {path} within {self._timeout_s:g} s") from exc
         except httpx.ConnectError as exc:
             raise Sick("cannot be reached") from exc
-        except httpx.HTTPError as exc:
+        except (httpx.HTTPError, *RESET_AT_ONCE) as exc:
             raise Sick(f"breaks off when asked for {path}") from exc
 
 
@@ -118,4 +127,4 @@ def _read(body: bytes, wanted: type[T]) -> T:
     try:
         return decode(body, wanted)
     except NotJson as exc:
-        raise Sick(f"answers something else than vLLM does: {exc}") from exc
+        raise Odd(f"answers something else than vLLM does: {exc}") from exc

@@ -1,7 +1,7 @@
 """The engines as the relay meets them: reads the clock, and asks and tells the cores."""
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from xpyd_proxy.core.facts import MODES, Facts
 from xpyd_proxy.core.learned import Learned
@@ -65,30 +65,27 @@ class LiveFleet:
         """Return what would choose now, to be asked without consequences."""
         return self._pairs.copy()
 
-    @contextmanager
-    def hold(self, instance: Instance, request: RequestId, /) -> Generator[None]:
+    def hold(self, instance: Instance, request: RequestId, /) -> AbstractContextManager[None]:
         """Count a request at an engine while the block lasts."""
-        self._enter(instance, request)
-        try:
-            yield
-        finally:
-            self._leave(instance, request)
+        return _Hold(self, instance, request)
 
     def began(self, instance: Instance, request: RequestId, /) -> None:
         """A leg is about to be sent."""
-        self._enter(instance, request)
+        self.enter(instance, request)
 
     def answered(self, instance: Instance, request: RequestId, _seconds: float, /) -> None:
         """It has a good answer."""
         if (member := self.registry.get(instance.id)) is not None:
             member.life.succeeded(request, now=self._clock())
-            self.registry.learn(instance.id, Facts(mode=MODES.get(self._learned.state(instance.id))))
+            mode = MODES.get(self._learned.state(instance.id))
+            if mode is not None and mode is not member.facts.mode:
+                self.registry.learn(instance.id, Facts(mode=mode))
 
     def ended(self, instance: Instance, request: RequestId, failure: Failure | None, /) -> None:
         """It is closed."""
         if failure is not None and (member := self.registry.get(instance.id)) is not None:
             member.life.failed(request, failure, now=self._clock())
-        self._leave(instance, request)
+        self.leave(instance, request)
 
     def reported(self, instance: Instance, header: bytes) -> None:
         """An engine has said how busy it is (``endpoint-load-metrics``)."""
@@ -100,11 +97,29 @@ class LiveFleet:
         if (member := self.registry.get(instance.id)) is not None:
             member.life.chosen(now=self._clock())
 
-    def _enter(self, instance: Instance, request: RequestId) -> None:
+    def enter(self, instance: Instance, request: RequestId) -> None:
+        """Count a request at an engine; it may enter several times, and counts once."""
         if (member := self.registry.get(instance.id)) is not None:
             member.load.enter(request)
             member.life.claimed(request)
 
-    def _leave(self, instance: Instance, request: RequestId) -> None:
+    def leave(self, instance: Instance, request: RequestId) -> None:
+        """Stop to count it when it has left as often."""
         if (member := self.registry.get(instance.id)) is not None and member.load.leave(request):
             member.life.released(request)
+
+
+class _Hold(AbstractContextManager[None]):
+    """One slot at an engine."""
+
+    __slots__ = ("_at", "_fleet")
+
+    def __init__(self, fleet: LiveFleet, instance: Instance, request: RequestId) -> None:
+        self._fleet = fleet
+        self._at = instance, request
+
+    def __enter__(self) -> None:
+        self._fleet.enter(*self._at)
+
+    def __exit__(self, *_: object) -> None:
+        self._fleet.leave(*self._at)

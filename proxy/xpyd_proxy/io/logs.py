@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from datetime import UTC, datetime
 from typing import Final
 
@@ -28,9 +29,32 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(event, default=str)  # a line break in a value is escaped: no value can forge a line
 
 
+class TextFormatter(logging.Formatter):
+    """Lines for people. The time is written anew once a second, and its milliseconds for each line."""
+
+    def __init__(self) -> None:
+        super().__init__(_TEXT)
+        self._written = -1, ""  # the last second, and how it is written
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Write a record as logging does; what comes with a traceback is left to it."""
+        if record.exc_info or record.exc_text or record.stack_info:
+            return super().format(record)
+        return f"{self.formatTime(record)} {record.levelname} {record.name} {record.getMessage()}"
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802, ARG002 (logging's)
+        """Write the time as logging does."""
+        second = int(record.created)
+        written, text = self._written
+        if second != written:
+            text = time.strftime(self.default_time_format, self.converter(second))
+            self._written = second, text
+        return f"{text},{int(record.msecs):03d}"
+
+
 def configure(level: str, form: LogFormat) -> None:
     """Send the log of this process to standard error, in one of the two forms."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else logging.Formatter(_TEXT))
+    handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line, with an address, for every leg

@@ -34,11 +34,24 @@ class Checks(Protocol):
         ...
 
 
+class GiveUp(Protocol):
+    """Ends the requests in flight at an engine."""
+
+    def __call__(self, instance: Instance, /, *, silent_s: float) -> int:
+        """Those that have heard nothing from it for so many seconds; return how many there were."""
+        ...
+
+
+def _nobody(_instance: Instance, /, *, silent_s: float) -> int:  # noqa: ARG001 (as the port has it)
+    return 0
+
+
 @dataclass(frozen=True, slots=True)
 class Rhythm:
     """How often, in seconds."""
 
     interval_s: float = 5.0  # between two probes of an engine, give or take a quarter; 0: only drained ones are asked
+    hung_s: float = 30.0  # without an answer to any probe, before requests that hear nothing either are given up
     patience_s: float = 60.0  # for a drained prefill engine whose numbers do not say that it is empty
 
 
@@ -61,11 +74,14 @@ class Prober:
         rhythm: Rhythm,
         clock: Callable[[], float],
         chance: Callable[[], float],
+        *,
+        give_up: GiveUp = _nobody,
     ) -> None:
         self._registry = registry
         self._checks = checks
         self._rhythm = rhythm
         self._clock = clock  # seconds; only differences count
+        self._give_up = give_up
         self._chance = chance  # 0 to 1, so that the looks of several routers do not fall together
         self._turns: dict[InstanceId, _Turn] = {}
         self._told: dict[InstanceId, tuple[State, str]] = {}
@@ -128,15 +144,28 @@ class Prober:
             try:
                 await self._look(member)
             except Sick as sick:
-                member.life.missed(str(sick), now=self._clock())
+                member.life.missed(str(sick), now=self._clock(), silent=sick.silent)
+                if sick.silent:
+                    self._note_silence(member)
             except Exception:  # a bug must not end the probing of all the others
                 logger.exception("the probe of %s failed", member.instance.id)
         turn.is_on = False
+
+    def _note_silence(self, member: Member) -> None:
+        """Have the requests of an engine that hangs go elsewhere: their connections may stay open for ever."""
+        hung_s = self._rhythm.hung_s
+        if member.life.silent_s(now=self._clock()) < hung_s:
+            return
+        if count := self._give_up(member.instance, silent_s=hung_s):
+            logger.warning(
+                "%s has answered no probe for %g s: %d requests are given up", member.instance.id, hung_s, count
+            )
 
     async def _look(self, member: Member) -> None:
         name = member.instance.id
         if _is_asked_what_it_keeps(member) and member.drain is not None:
             member.drain.reading((await self._checks.numbers(member.instance)).kept)
+            member.life.heard()
             return
         look = await self._checks.look(member.instance)
         is_new = member.facts.models is None or member.life.state is State.BROKEN  # it may be another engine now

@@ -11,7 +11,11 @@ from xpyd_proxy.core.pulse import Pulse
 from xpyd_proxy.core.retries import Failure
 
 # The words are said of the engine, and here of the leg.
-_SAID: Final = {Failure.UNREACHABLE: "did not reach it", Failure.BUSY: "was turned away: the engine is busy"}
+_SAID: Final = {
+    Failure.UNREACHABLE: "did not reach it",
+    Failure.BUSY: "was turned away: the engine is busy",
+    Failure.ERRED: "was answered with 5xx",
+}
 
 
 class Sight:

@@ -1,19 +1,18 @@
 """One try of a request: what both legs have in common, and everything that must be closed when it is over."""
 
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+import msgspec
 
 from xpyd_proxy.core.journey import Journey
 from xpyd_proxy.core.model import Ask, Headers, Instance, Leg, RequestId, Role
 from xpyd_proxy.core.retries import Chances
 from xpyd_proxy.core.rules import Patience
 from xpyd_proxy.core.usage import Comparison
+from xpyd_proxy.relay.opened import Opened
 
 _RANK = b"x-data-parallel-rank"
 
 
-@dataclass(frozen=True, slots=True)
-class Outline:
+class Outline(msgspec.Struct, frozen=True):
     """What a request is to the engines, whatever it asks them for."""
 
     path: str
@@ -24,8 +23,7 @@ class Outline:
     since: float | None = None  # when its time began, on the event loop's clock; None: with its first leg
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(msgspec.Struct, frozen=True):
     """One try: everything it opens is on its stack, and both legs carry its id."""
 
     of: Outline
@@ -34,13 +32,13 @@ class Attempt:
     patience: Patience
     ends_at: float | None  # of a stream, on the event loop's clock
     request: RequestId
-    opened: AsyncExitStack = field(default_factory=AsyncExitStack)
-    counted: Comparison = field(default_factory=Comparison)
+    opened: Opened = msgspec.field(default_factory=Opened)
+    counted: Comparison = msgspec.field(default_factory=Comparison)
 
     @property
     def ask(self) -> Ask:
         """What the choice of engines may depend on."""
-        return replace(self.of.ask, again=bool(self.chances.avoided))
+        return msgspec.structs.replace(self.of.ask, again=True) if self.chances.avoided else self.of.ask
 
     def leg(self, instance: Instance, body: bytes, path: str | None = None) -> Leg:
         """Both legs carry the same fresh id: engines match their halves of a request by it."""
@@ -51,8 +49,7 @@ class Attempt:
         return Leg(instance, path or self.of.path, body, headers, self.of.content_type)
 
 
-@dataclass(slots=True)
-class Loan:
+class Loan(msgspec.Struct):
     """Blocks that a prefill engine keeps for a decode engine, until that one has asked for them."""
 
     prefill: Instance

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Final, TypeAlias
 
 from xpyd_proxy.core.admission import Admission, State, Ticket
@@ -22,26 +22,34 @@ class Gate:
         self._clock = clock
         self._woken: dict[Ticket, asyncio.Event] = {}  # of those that wait
 
-    @asynccontextmanager
-    async def admitted(self, key: str, priority: int, size: int) -> AsyncGenerator[None]:
+    def admitted(self, key: str, priority: int, size: int) -> Turn:
         """Enter when it is this request's turn; ``size`` is that of its body in bytes.
 
         Raises:
             KeyOverLimit: its key has too many requests, or too many a second.
             RouterFull: the router has, and it did not get better while the request waited.
         """
+        return _Place(self, key, priority, size)
+
+    async def enter(self, key: str, priority: int, size: int) -> Ticket:
+        """Wait for the turn of a request; raises what ``admitted`` raises. Who gets a ticket has to ``leave``."""
         ticket = self.admission.arrive(key, priority, size, now=self._clock())
         self._wake()
         try:
             if ticket.state is State.WAITING:
                 await self._wait(ticket)
-            if ticket.refusal is not None:
-                raise _refused(ticket.refusal, key, self.admission.limits)
-            yield
-        finally:
-            if ticket.refusal is None:
-                self.admission.leave(ticket)
-                self._wake()
+        except BaseException:
+            self.leave(ticket)
+            raise
+        if ticket.refusal is not None:
+            raise _refused(ticket.refusal, key, self.admission.limits)
+        return ticket
+
+    def leave(self, ticket: Ticket) -> None:
+        """Give back a place, or the wait for one."""
+        if ticket.refusal is None:
+            self.admission.leave(ticket)
+            self._wake()
 
     def change(self, limits: Limits) -> None:
         """Go by other limits from now on."""
@@ -64,6 +72,24 @@ class Gate:
     def _wake(self) -> None:
         for ticket in self.admission.poll():
             self._woken[ticket].set()
+
+
+class _Place(AbstractAsyncContextManager[None]):
+    """One request's turn."""
+
+    __slots__ = ("_asked", "_gate", "_ticket")
+
+    _ticket: Ticket  # since it was entered
+
+    def __init__(self, gate: Gate, key: str, priority: int, size: int) -> None:
+        self._gate = gate
+        self._asked = key, priority, size
+
+    async def __aenter__(self) -> None:
+        self._ticket = await self._gate.enter(*self._asked)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._gate.leave(self._ticket)
 
 
 def _refused(refusal: Refusal, key: str, limits: Limits) -> KeyOverLimit | RouterFull:

@@ -1,10 +1,12 @@
 """Picks two engines, sends the two legs, and sends them again where that is right."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
-from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from functools import partial
+
+from msgspec.structs import replace
 
 from xpyd_proxy.core import dialect, push
 from xpyd_proxy.core.asking import ask_of_call, ask_of_errand
@@ -21,6 +23,7 @@ from xpyd_proxy.core.rules import Rules
 from xpyd_proxy.errors import Moved, NoInstance, OutOfTime
 from xpyd_proxy.relay.attempt import Attempt, Loan, Outline
 from xpyd_proxy.relay.legs import Legs
+from xpyd_proxy.relay.opened import Block, Opened
 from xpyd_proxy.relay.releasing import Releaser
 from xpyd_proxy.relay.reply import Reply
 from xpyd_proxy.relay.resuming import Resuming
@@ -42,8 +45,7 @@ class Relay:
     slots: Slots = field(default_factory=Uncounted)
     budget: RetryBudget = field(default_factory=Unlimited)
 
-    @asynccontextmanager
-    async def serve(self, call: Call, journey: Journey) -> AsyncGenerator[Reply]:
+    def serve(self, call: Call, journey: Journey) -> AbstractAsyncContextManager[Reply]:
         """Enter with the engine's good answer in hand; leaving closes what is still open upstream.
 
         Raises:
@@ -52,36 +54,39 @@ class Relay:
             OutOfTime: the request has taken longer than a request may.
             EngineError: an engine failed before anything was shown to the client, and so did the other tries.
         """
-        outline = Outline(call.path, call.headers, ask_of_call(call), call.streams)
-        self.budget.came(now=self.legs.clock())
-        async with AsyncExitStack() as opened:
-            if not self._may_resume(call):
-                yield await self._answer(outline, journey, opened, partial(self._try, call))
-                return
-            asked = replace(call, fields=traced(call.fields))
-            legs = await opened.enter_async_context(AsyncExitStack())
-            begun = replace(outline, since=asyncio.get_running_loop().time())
-            take_over = partial(self._take_over, begun, journey, legs)
-            resuming = Resuming(Replay(call.api, call.fields), take_over, self.rules.retries)
-            reply = resuming.of(await self._answer(outline, journey, legs, partial(self._try, asked)))
-            if reply.rest is not None:
-                await opened.enter_async_context(aclosing(reply.rest))
-            yield reply
+        return Block(partial(self._serve, call, journey))
 
-    @asynccontextmanager
-    async def run(self, errand: Errand, journey: Journey) -> AsyncGenerator[Reply]:
+    def run(self, errand: Errand, journey: Journey) -> AbstractAsyncContextManager[Reply]:
         """Have one engine do what needs no second one; raises what ``serve`` raises."""
         journey.solo = Solo.ONE_LEG
+        return Block(partial(self._run, errand, journey))
+
+    async def _serve(self, call: Call, journey: Journey, opened: Opened) -> Reply:
+        outline = Outline(call.path, call.headers, ask_of_call(call), call.streams)
+        self.budget.came(now=self.legs.clock())
+        if not self._may_resume(call):
+            return await self._answer(outline, journey, opened, partial(self._try, call))
+        asked = replace(call, fields=traced(call.fields))
+        legs = Opened()
+        opened.push_async(lambda _kind, error, _trace: legs.close(error))
+        begun = replace(outline, since=asyncio.get_running_loop().time())
+        take_over = partial(self._take_over, begun, journey, legs)
+        resuming = Resuming(Replay(call.api, call.fields), take_over, self.rules.retries)
+        reply = resuming.of(await self._answer(outline, journey, legs, partial(self._try, asked)))
+        if (rest := reply.rest) is not None:
+            opened.push_async(lambda _kind, _error, _trace: rest.aclose())
+        return reply
+
+    async def _run(self, errand: Errand, journey: Journey, opened: Opened) -> Reply:
         outline = Outline(errand.path, errand.headers, ask_of_errand(errand), content_type=errand.content_type)
         self.budget.came(now=self.legs.clock())
-        async with AsyncExitStack() as opened:
-            yield await self._answer(outline, journey, opened, partial(self._alone, errand.body))
+        return await self._answer(outline, journey, opened, partial(self._alone, errand.body))
 
     async def _answer(
         self,
         outline: Outline,
         journey: Journey,
-        opened: AsyncExitStack,
+        opened: Opened,
         send: Callable[[Attempt], Awaitable[Reply]],
         avoided: set[InstanceId] | None = None,
     ) -> Reply:
@@ -96,10 +101,9 @@ class Relay:
             while True:
                 attempt = Attempt(outline, journey, chances, rules.patience, limit.when(), journey.attempt_id)
                 try:
-                    async with attempt.opened:
-                        reply = await send(attempt)
-                        opened.push_async_exit(attempt.opened.pop_all())
-                        return reply
+                    reply = await attempt.opened.kept(send(attempt))
+                    opened.take(attempt.opened)
+                    return reply
                 except LegFailed as now_failed:  # by now both legs are closed
                     failed = now_failed
                     self._once_more(attempt, failed)
@@ -111,9 +115,9 @@ class Relay:
     def _may_resume(self, call: Call) -> bool:
         return self.rules.resume and can_resume(call.api, call.fields) and solo_reason(call.api, call.fields) is None
 
-    async def _take_over(self, outline: Outline, journey: Journey, legs: AsyncExitStack, fields: Fields) -> Reply:
+    async def _take_over(self, outline: Outline, journey: Journey, legs: Opened, fields: Fields) -> Reply:
         """Have another decode engine go on with a stream, alone: the first one's legs are closed before."""
-        await legs.aclose()
+        await legs.close()
         if not self.budget.grants(now=self.legs.clock()):
             raise NoInstance("too many requests are being sent again")
         broken: set[InstanceId] = set() if journey.decode is None else {journey.decode.instance}
@@ -167,10 +171,9 @@ class Relay:
         attempt.journey.push = Push.AT_ONCE
         params = push.decode_params(told, call.api, attempt.request)
         body = dialect.decode_body(dialect.named(call.api, call.fields, attempt.request), params)
-        start = attempt.opened.enter_async_context
-        with ExitStack() as chosen:  # until the legs have begun, which the event loop does in its own time
-            chosen.enter_context(self.slots.hold(prefill, attempt.request))
-            chosen.enter_context(self.slots.hold(decode, attempt.request))
+        start, hold = attempt.opened.enter, self.slots.hold
+        # until the legs have begun, which the event loop does in its own time
+        with hold(prefill, attempt.request), hold(decode, attempt.request):
             prefilling = await start(running(self._prefill(call, attempt, prefill, told)))
             decoding = await start(running(self._decode(attempt, decode, body, Loan(prefill))))
             await asyncio.sleep(0)
@@ -178,7 +181,7 @@ class Relay:
         if prefilling.done() and not _is_good(decoding):
             prefilling.result()  # that it failed may be why the other one did
         reply = await decoding
-        attempt.opened.callback(_note_late_fault, prefilling, attempt.journey)
+        attempt.opened.push(lambda _kind, _error, _trace: _note_late_fault(prefilling, attempt.journey))
         return reply
 
     async def _prefill(
@@ -201,8 +204,13 @@ class Relay:
         if reuses:
             fields = dialect.telling_tokens(call.api, fields)
         body = dialect.prefill_body(call.api, fields, push.transfer_of(attempt.request))
-        with self._forgetting(prefill):
+        try:
             return await self.legs.prefill(attempt, prefill, body, read)
+        except LegFailed as failed:
+            # It may come back as another one. One that has moved has just been learned.
+            if failed.failure not in (Failure.REFUSED, Failure.BUSY, Failure.MOVED):
+                self.learned.forget(prefill.id)
+            raise
 
     async def _decode(self, attempt: Attempt, decode: Instance, body: bytes, loan: Loan | None = None) -> Reply:
         """Get a good answer from a decode engine, or from another one if this one got nothing of the request."""
@@ -231,16 +239,23 @@ class Relay:
         return fresh if fresh or len(fitting) < len(decodes) else fitting
 
     async def _decode_here(self, attempt: Attempt, decode: Instance, body: bytes, sent: Callable[[], None]) -> Reply:
-        with ExitStack() as held:
-            held.enter_context(self.slots.hold(decode, attempt.request))
+        hold = self.slots.hold(decode, attempt.request)
+        hold.__enter__()
+        try:
             reply = await self.legs.decode(attempt, decode, body, sent)
-            attempt.opened.callback(held.pop_all().close)
-            return reply
+        except BaseException as error:
+            hold.__exit__(type(error), error, error.__traceback__)
+            raise
+        attempt.opened.push(hold.__exit__)
+        return reply
 
     def _give_back(self, call: Call, attempt: Attempt, prefill: Instance, handover: Handover) -> None:
         """Free the blocks of a prefill whose decode leg was never sent; the client does not wait for it."""
         body = dialect.release_body(call.fields, handover.params)
-        decodes = attempt.chances.first(self.registry.fitting(prefill, self._usable(Role.DECODE)))
+        visit = attempt.journey.decode
+        tried = None if visit is None else visit.instance  # it may be why the leg was not sent: it is asked last
+        fitting = attempt.chances.first(self.registry.fitting(prefill, self._usable(Role.DECODE)))
+        decodes = sorted(fitting, key=lambda instance: instance.id == tried)
         self.releaser.release(prefill, [attempt.leg(decode, body, dialect.RELEASE_PATH) for decode in decodes])
 
     def _once_more(self, attempt: Attempt, failed: LegFailed) -> None:
@@ -259,16 +274,6 @@ class Relay:
             return self.registry.usable(role)
         except NoInstance:
             return ()
-
-    @contextmanager
-    def _forgetting(self, prefill: Instance) -> Generator[None]:
-        """Forget an engine that fails: it may come back as another one. One that has moved has just been learned."""
-        try:
-            yield
-        except LegFailed as failed:
-            if failed.failure not in (Failure.REFUSED, Failure.BUSY, Failure.MOVED):
-                self.learned.forget(prefill.id)
-            raise
 
 
 def _is_good(decoding: asyncio.Task[Reply]) -> bool:

@@ -1,22 +1,28 @@
 """The decode engine's answer: when it is certain to be a good one."""
 
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass
+from typing import Final
+
+import msgspec
 
 from xpyd_proxy.core.model import Answer, Instance
 from xpyd_proxy.core.ports import Stream
 from xpyd_proxy.core.sse import error_status, first_data
 from xpyd_proxy.core.verdict import refused_decode
 from xpyd_proxy.errors import EngineError, Refused
+from xpyd_proxy.relay.streaming import Pouring
+
+_ANSWER_MOST: Final = 64 * 1024 * 1024  # bytes of an answer that is no stream
+_BEGINNING_MOST: Final = 1024 * 1024  # bytes of a stream up to the end of its first event
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True):
     """A good answer: its whole body, or its beginning and the stream of the rest."""
 
     content_type: str
     body: bytes
     rest: AsyncGenerator[bytes] | None = None  # raises EngineError when the engine breaks off, OutOfTime when time does
+    pouring: Pouring | None = None  # another way to get the rest, where there is one; only one of them may be used
 
 
 async def begin(decode: Instance, stream: Stream) -> tuple[bytes, bool]:
@@ -29,15 +35,22 @@ async def begin(decode: Instance, stream: Stream) -> tuple[bytes, bool]:
         EngineError: the engine failed before anything was shown to the client.
     """
     if stream.status != 200:
-        answer = Answer(stream.status, stream.content_type, await _whole(stream))
+        answer = Answer(stream.status, stream.content_type, await _whole(decode, stream))
         raise refused_decode(decode.id, answer)
     if not stream.content_type.lower().startswith("text/event-stream"):
-        return await _whole(stream), False
+        return await _whole(decode, stream), False
     return await _first_event(decode, stream.chunks), True
 
 
-async def _whole(stream: Stream) -> bytes:
-    return b"".join([chunk async for chunk in stream.chunks])
+async def _whole(decode: Instance, stream: Stream) -> bytes:
+    pieces: list[bytes] = []
+    size = 0
+    async for chunk in stream.chunks:
+        size += len(chunk)
+        if size > _ANSWER_MOST:
+            raise EngineError(f"{decode.id} answered with more than {_ANSWER_MOST} bytes")
+        pieces.append(chunk)
+    return b"".join(pieces)
 
 
 async def _first_event(decode: Instance, chunks: AsyncIterator[bytes]) -> bytes:
@@ -46,6 +59,8 @@ async def _first_event(decode: Instance, chunks: AsyncIterator[bytes]) -> bytes:
     async for chunk in chunks:
         received += chunk
         if (data := first_data(received)) is None:
+            if len(received) > _BEGINNING_MOST:
+                raise EngineError(f"{decode.id} sent more than {_BEGINNING_MOST} bytes and no event")
             continue
         if (status := error_status(data)) is not None:
             raise Refused(status, "application/json", data)

@@ -106,7 +106,7 @@ async def test_work_is_dropped_when_the_client_hangs_up():
     """And the caller learns it only when everything the work had opened is closed."""
     work = Work()
     with pytest.raises(ClientDisconnect):
-        await until_hung_up(receiving(part(b"", False), GONE), work.run())
+        await until_hung_up({}, receiving(part(b"", False), GONE), work.run())
 
     assert work.state == "dropped"
 
@@ -115,7 +115,7 @@ async def test_work_that_is_done_is_done():
     """The watch over the client ends with it."""
     work = Work()
     work.go.set()
-    await until_hung_up(receiving(), work.run())
+    await until_hung_up({}, receiving(), work.run())
 
     assert work.state == "done"
     assert len(asyncio.all_tasks()) == 1
@@ -128,13 +128,13 @@ async def test_what_goes_wrong_in_the_work_is_raised():
         raise BodyTooLarge("x")
 
     with pytest.raises(BodyTooLarge):
-        await until_hung_up(receiving(), fail())
+        await until_hung_up({}, receiving(), fail())
 
 
 async def test_a_server_that_stops_drops_the_work():
     """And waits for what it closes."""
     work = Work()
-    task = asyncio.create_task(until_hung_up(receiving(), work.run()))
+    task = asyncio.create_task(until_hung_up({}, receiving(), work.run()))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     task.cancel()
@@ -148,7 +148,7 @@ async def test_a_server_that_stops_drops_the_work():
 async def test_a_client_that_has_its_whole_answer_may_go():
     """It is not one that hung up, and what is left to tidy up is tidied up."""
     work = Work()
-    task = asyncio.create_task(until_hung_up(receiving(GONE), work.run(), answered=lambda: True))
+    task = asyncio.create_task(until_hung_up({}, receiving(GONE), work.run(), answered=lambda: True))
     await asyncio.sleep(0.01)
     work.go.set()
     await task

@@ -263,18 +263,18 @@ async def test_two_models_behind_one_router():
 async def test_when_no_engine_can_serve_clients_are_told_at_once_and_later_served():
     """Instead of trying a dead engine three times for everybody."""
     engines = sims()
-    settings = Settings(admin_key="sesame", probe_interval_s=0.0, break_after=3, rest_s=0.1)
+    settings = Settings(probe_interval_s=0.0, break_after=3, rest_s=0.1, alone_without_prefill=False)
     async with router(engines, settings) as client:
-        engines["d0"].inject(Fault(FaultKind.STATUS, status=500))
+        engines["p0"].inject(Fault(FaultKind.FORGET, names=("remote_engine_id",)))
         failed = [await complete(client) for _ in range(3)]
-        asked = len(engines["d0"].log)
-        engines["d0"].inject(None)
+        asked = len(engines["p0"].log)
+        engines["p0"].inject(None)
         await asyncio.sleep(0.15)
         healed = [await complete(client) for _ in range(2)]
 
     assert asked == 3
     assert failed[-1].status_code == 503
-    assert failed[-1].json()["error"]["message"] == "no decode instance can take a request: decode-0 is broken"
+    assert failed[-1].json()["error"]["message"] == "no prefill instance can take a request: prefill-0 is broken"
     assert [answer.status_code for answer in healed] == [200, 200]
 
 

@@ -47,7 +47,7 @@ def test_a_person_sees_the_fleet_and_what_becomes_of_it(page):
 
         assert calm == "None since the router was started."
         assert page.run(ROWS) == ["prefill-0", "decode-0", "decode-1"]
-        assert "a leg failed" in text
+        assert "a leg was answered with 5xx" in text
         assert "xpyd-" in text
         assert not any(address.rpartition(":")[2] in text for address in [fleet.router])
         assert page.run("document.querySelectorAll('svg path.mean').length") == 3

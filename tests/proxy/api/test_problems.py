@@ -21,6 +21,7 @@ RAISED = {
     errors.EngineBusy("b"): (503, "ServiceUnavailableError"),
     errors.NoInstance("i"): (503, "ServiceUnavailableError"),
     errors.EngineError("e"): (502, "EngineError"),
+    errors.EngineFault("f"): (502, "EngineError"),
     errors.Moved("prefill-0 is another"): (502, "EngineError"),
     errors.EngineTimeout("t"): (504, "EngineTimeoutError"),
     errors.OutOfTime("o"): (504, "RequestTimeoutError"),

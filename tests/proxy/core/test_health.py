@@ -13,7 +13,7 @@ from xpyd_proxy.core.retries import Failure
 
 LIMITS = Limits(in_a_row=3, probes=2, share=0.5, window_s=10, window_least=8, rest_s=5, rest_most_s=15, claim_s=30)
 AT_FAULT = (Failure.UNREACHABLE, Failure.BROKEN, Failure.SILENT)
-NOT_AT_FAULT = tuple(failure for failure in Failure if failure not in AT_FAULT)
+NOT_AT_FAULT = tuple(failure for failure in Failure if failure not in (*AT_FAULT, Failure.ERRED))
 
 
 def life(*, now=0.0):
@@ -124,6 +124,28 @@ def test_what_the_engine_is_not_to_blame_for_never_counts(failure):
     assert one.state is State.READY
 
 
+def test_answers_of_5xx_break_it_by_their_share_only():
+    """There are requests that make any engine fail: a client who sends a few must not take the engines from all."""
+    one = life()
+    for number in range(7):
+        one.failed(RequestId("poison"), Failure.ERRED, now=number)
+    assert one.state in (State.JOINING, State.READY)
+    one.failed(RequestId("poison"), Failure.ERRED, now=7)
+
+    assert (one.state, one.why) == (State.BROKEN, "8 of 8 requests failed: the last one was answered with an error")
+
+
+def test_a_few_requests_that_make_every_engine_fail_break_none_among_others():
+    """A third of all requests is poison, and the engine serves the rest."""
+    one = life()
+    for number in range(60):
+        if number % 3:
+            one.succeeded(RequestId("good"), now=number)
+        else:
+            one.failed(RequestId("poison"), Failure.ERRED, now=number)
+        assert one.state in (State.JOINING, State.READY)
+
+
 def test_a_share_of_failures_breaks_it_too():
     """Every second request fails: never three in a row, and still no engine to send anything to."""
     one = life()
@@ -232,6 +254,51 @@ def test_an_engine_that_misses_probes_is_not_tried_with_a_request():
     one.seen(now=1001)
 
     assert one.may_serve(now=1001)
+
+
+def test_an_engine_is_silent_since_the_first_of_the_probes_it_did_not_answer():
+    """An answer of any kind ends it: requests at an engine that answers badly are not those of one that hangs."""
+    one = at(State.READY)
+    assert one.silent_s(now=1) == 0
+    one.missed("does not answer", now=1)
+    one.missed("does not answer", now=3)
+    assert one.silent_s(now=7) == 6
+    one.missed("answers with status 503", now=8, silent=False)
+    assert one.silent_s(now=9) == 0
+    one.missed("does not answer", now=10)
+    assert one.silent_s(now=12) == 2
+    one.seen(now=13)
+
+    assert one.silent_s(now=14) == 0
+
+
+@pytest.mark.parametrize("state", [State.DRAINING, State.DRAINED])
+def test_an_engine_that_is_drained_is_heard_of_too(state):
+    """Its probes are other ones, and prove nothing but that it does not hang."""
+    one = at(state)
+    one.missed("does not answer", now=1)
+    assert one.silent_s(now=3) == 2
+    one.heard()
+
+    assert (one.state, one.silent_s(now=4)) == (state, 0)
+
+
+def test_probes_answered_badly_break_it_all_the_same():
+    """It gets nothing new; what it has goes on."""
+    one = at(State.READY)
+    one.missed("answers /health with status 503", now=1, silent=False)
+    one.missed("answers /health with status 503", now=2, silent=False)
+
+    assert (one.state, one.why) == (State.BROKEN, "answers /health with status 503")
+
+
+def test_an_engine_in_use_again_is_not_silent_for_what_it_missed_before():
+    """It may be another process."""
+    one = at(State.DRAINED)
+    one.missed("does not answer", now=1)
+    one.undrain(now=2)
+
+    assert one.silent_s(now=100) == 0
 
 
 @pytest.mark.parametrize(

@@ -163,3 +163,46 @@ def test_a_copy_takes_nobodys_turn():
     foreseen = [choose(registry, pairs.copy())[0] for _ in range(3)]
 
     assert foreseen == choose(registry, pairs) * 3
+
+
+CHANGES = st.one_of(
+    st.tuples(st.just("learn"), st.integers(0, 4), st.sampled_from([Facts(version="1"), Facts(version="2")])),
+    st.tuples(st.just("learn"), st.integers(0, 4), st.sampled_from([serving("a"), serving("a", "b"), serving("b")])),
+    st.tuples(st.sampled_from(["drain", "undrain"]), st.integers(0, 4), st.none()),
+    st.tuples(st.just("nothing"), st.just(0), st.none()),
+)
+
+
+def attempt(choice, usable, ask):
+    try:
+        return names(choice.pair(*usable, ask))
+    except (NoInstance, UnknownModel) as error:
+        return str(error)
+
+
+@given(st.lists(st.tuples(CHANGES, st.sampled_from([None, "a", "b"])), max_size=12))
+def test_what_is_remembered_changes_no_choice(steps):
+    """Whatever is learned, drained or brought back between two requests, as if everything were looked at anew."""
+    registry, pairs = fleet([serving("a"), serving("a", "b")], [serving("a"), serving("a", "b"), Facts()])
+    everyone, anew = [member.instance.id for member in registry.members()], pairs.choice.copy()
+    for (what, which, facts), model in steps:
+        if what == "learn":
+            registry.learn(everyone[which], facts)
+        elif what != "nothing":
+            getattr(registry, what)(everyone[which], now=1.0)
+        try:
+            usable = [registry.usable(role) for role in Role]
+        except NoInstance:
+            continue
+        for _ in range(2):
+            expected = attempt(Pairs(registry, anew), usable, Ask(model=model))
+            assert attempt(pairs, usable, Ask(model=model)) == expected
+
+
+def test_what_is_remembered_is_bounded():
+    """Clients can think of models without end, and an engine that does not say what it serves may serve any."""
+    registry, pairs = fleet([Facts()], [Facts()])
+    for number in range(200):
+        choose(registry, pairs, Ask(model=str(number)))
+
+    assert len(pairs._seen) <= 64

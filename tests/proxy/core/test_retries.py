@@ -7,11 +7,12 @@ import pytest
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.retries import RULES, Again, Chances, Failure, LegFailed, Where, failure_of
-from xpyd_proxy.errors import EngineError, EngineTimeout, Moved, Refused
+from xpyd_proxy.errors import EngineError, EngineFault, EngineTimeout, Moved, Refused
 
 ERRORS = {
     Failure.UNREACHABLE: EngineError("x", reached=False),
     Failure.BROKEN: EngineError("x"),
+    Failure.ERRED: EngineFault("x"),
     Failure.SILENT: EngineTimeout("x"),
     Failure.MOVED: Moved("x"),
     Failure.BUSY: Refused(503, "t", b""),
@@ -32,7 +33,7 @@ def engines(role, count):
     [
         *((error, failure) for failure, error in ERRORS.items()),
         (Refused(499, "t", b""), Failure.REFUSED),
-        (Refused(500, "t", b""), Failure.BROKEN),
+        (Refused(500, "t", b""), Failure.ERRED),
         (Refused(429, "t", b""), Failure.BUSY),
         (EngineTimeout("did not accept a connection", reached=False), Failure.UNREACHABLE),
     ],

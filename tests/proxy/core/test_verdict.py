@@ -4,7 +4,7 @@ import pytest
 
 from xpyd_proxy.core.model import Answer, InstanceId
 from xpyd_proxy.core.verdict import check_prefill, is_openai_error, refused_decode
-from xpyd_proxy.errors import EngineBusy, EngineError, Refused
+from xpyd_proxy.errors import EngineBusy, EngineError, EngineFault, Refused
 
 ERROR = b'{"error":{"message":"no","type":"BadRequestError","param":null,"code":400}}'
 ENGINE = InstanceId("prefill-3")
@@ -46,10 +46,10 @@ def test_an_engine_without_room_says_so_in_any_words(status):
         (400, ERROR, Refused),
         (500, ERROR, Refused),
         (401, b'{"error":"Unauthorized"}', Refused),
-        (404, b'{"detail":"Not Found"}', EngineError),
-        (502, b"<html>", EngineError),
-        (302, ERROR, EngineError),
-        (204, b"", EngineError),
+        (404, b'{"detail":"Not Found"}', EngineFault),
+        (502, b"<html>", EngineFault),
+        (302, ERROR, EngineFault),
+        (204, b"", EngineFault),
     ],
 )
 def test_a_decode_engines_error_reaches_the_client_if_it_can_read_it(status, body, kind):

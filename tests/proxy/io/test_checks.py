@@ -61,26 +61,30 @@ async def test_what_it_does_not_tell_is_unknown_and_no_illness(changes, facts):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "said", "silent"),
     [
-        ({"/health": (503, "")}, "answers /health with status 503"),
-        ({"/health": "silence"}, "does not answer /health within 0.05 s"),
-        ({"/health": httpx.ConnectError("secret.example")}, "cannot be reached"),
-        ({"/health": httpx.ReadError("secret.example")}, "breaks off when asked for /health"),
-        ({"/v1/models": (500, "")}, "answers /v1/models with status 500"),
-        ({"/v1/models": (200, "nonsense")}, "answers something else than vLLM does"),
-        ({"/version": (200, "[]")}, "answers something else than vLLM does"),
-        ({"/v1/models": (200, "x" * (8 * 1024 * 1024 + 1))}, "answers /v1/models without end"),
+        ({"/health": (401, "")}, "answers /health with status 401", False),
+        ({"/health": (503, "")}, "answers /health with status 503", False),
+        ({"/health": "silence"}, "does not answer /health within 0.05 s", True),
+        ({"/health": httpx.ConnectError("secret.example")}, "cannot be reached", True),
+        ({"/health": httpx.ReadError("secret.example")}, "breaks off when asked for /health", True),
+        ({"/health": AttributeError("as anyio says of a reset")}, "breaks off when asked for /health", True),
+        ({"/v1/models": "silence"}, "does not answer /v1/models within 0.05 s", True),
+        ({"/v1/models": (500, "")}, "answers /v1/models with status 500", False),
+        ({"/v1/models": (200, "nonsense")}, "answers something else than vLLM does", False),
+        ({"/version": (200, "[]")}, "answers something else than vLLM does", False),
+        ({"/v1/models": (200, "x" * (8 * 1024 * 1024 + 1))}, "answers /v1/models without end", False),
     ],
 )
-async def test_an_engine_that_does_not_live_is_sick_of_something(changes, said):
-    """In words without its address, for clients read them."""
+async def test_an_engine_that_does_not_live_is_sick_of_something(changes, said, silent):
+    """In words without its address, for clients read them; and to answer badly is not to be silent."""
     async with checks(GOOD | changes) as look:
         with pytest.raises(Sick) as caught:
             await look.look(D)
 
     assert said in str(caught.value)
     assert "secret" not in str(caught.value)
+    assert caught.value.silent is silent
 
 
 async def test_an_engine_without_metrics_shows_nothing():

@@ -86,6 +86,21 @@ async def test_an_error_tells_whether_the_engine_may_have_got_something(kind, re
     assert caught.value.reached is reached
 
 
+@pytest.mark.parametrize("kind", [AttributeError, ConnectionResetError])
+async def test_a_connection_that_is_reset_as_it_opens_is_an_engine_that_broke_off(kind):
+    """httpx asks such a connection for its TLS, and what its backend raises then is nobody's: clients got a 500."""
+
+    async def handler(request):
+        raise kind("'NoneType' object has no attribute 'getpeername'")
+
+    async with engines(handler) as http:
+        with pytest.raises(EngineError, match=r"^prefill-0 broke off before its answer was complete$"):
+            await http.ask(LEG, timeout_s=5)
+        with pytest.raises(EngineError, match=r"^prefill-0 broke off before its answer was complete$"):
+            async with http.stream(LEG):
+                pass
+
+
 async def test_a_slow_answer_is_given_up():
     """The time limit is for the whole answer, and closes the connection so that the engine stops."""
     stopped = []

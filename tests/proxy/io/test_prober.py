@@ -13,7 +13,7 @@ from xpyd_proxy.core.health import State
 from xpyd_proxy.core.model import RequestId, Role
 from xpyd_proxy.core.registry import Registry
 from xpyd_proxy.core.retries import Failure
-from xpyd_proxy.io.checks import Sick
+from xpyd_proxy.io.checks import Odd, Sick
 from xpyd_proxy.io.prober import Prober, Rhythm
 
 
@@ -51,8 +51,9 @@ def engines():
     return Engines()
 
 
-def prober(registry, engines, **rhythm):
-    return Prober(registry, engines, Rhythm(**rhythm), time.monotonic, lambda: 0.5)
+def prober(registry, engines, give_up=None, **rhythm):
+    more = {} if give_up is None else {"give_up": give_up}
+    return Prober(registry, engines, Rhythm(**rhythm), time.monotonic, lambda: 0.5, **more)
 
 
 def add(registry, role=Role.DECODE, port=1):
@@ -83,6 +84,67 @@ async def test_an_engine_that_falls_ill_breaks_and_comes_back(registry, engines)
 
     assert member.facts.version == "0.33"
     assert engines.readings == 2
+
+
+async def test_requests_at_an_engine_that_answers_no_probe_for_long_are_given_up(registry, engines, caplog):
+    """Not at once: it may be busy. And not those of an engine that answers."""
+    member, given_up = add(registry), []
+
+    def give_up(instance, *, silent_s):
+        given_up.append((instance.id, silent_s, member.life.silent_s(now=time.monotonic()) >= 0.2))
+        return 3
+
+    async with prober(registry, engines, give_up, interval_s=0.05, hung_s=0.2).running():
+        await until_async(lambda: member.life.state is State.READY)
+        await asyncio.sleep(0.3)
+        assert given_up == []
+        engines.sick = Sick("does not answer /health within 5 s")
+        await until_async(lambda: given_up)
+
+    assert set(given_up) == {("decode-0", 0.2, True)}
+    assert "decode-0 has answered no probe for 0.2 s: 3 requests are given up" in caplog.text
+
+
+async def test_requests_at_an_engine_that_answers_probes_badly_are_not_given_up(registry, engines):
+    """It does not hang: it may want a key that we do not have, or say that it is overloaded, and serve on."""
+    member, given_up = add(registry), []
+
+    def give_up(instance, *, silent_s):
+        given_up.append(instance.id)
+        return 1
+
+    async with prober(registry, engines, give_up, interval_s=0.05, hung_s=0.1).running():
+        await until_async(lambda: member.life.state is State.READY)
+        engines.sick = Odd("answers /health with status 503")
+        await until_async(lambda: member.life.state is State.BROKEN)
+        so_far = engines.looks
+        await until_async(lambda: engines.looks >= so_far + 5)
+
+    assert member.life.why == "answers /health with status 503"
+    assert given_up == []
+
+
+async def test_requests_at_a_drained_engine_that_answers_now_and_then_are_not_given_up(registry, engines):
+    """It is busy with what it has left; only an engine that answers nothing in between hangs."""
+    member, given_up, asked = add(registry, Role.PREFILL), [], []
+
+    def give_up(instance, *, silent_s):
+        given_up.append(instance.id)
+        return 1
+
+    async def numbers(instance):
+        asked.append(instance.id)
+        if len(asked) % 2:
+            raise Sick("does not answer /metrics within 5 s")
+        return engines.shown
+
+    engines.numbers = numbers
+    registry.drain(member.instance.id, now=time.monotonic())
+    async with prober(registry, engines, give_up, hung_s=0.3).running():
+        await until_async(lambda: len(asked) >= 3)
+        await asyncio.sleep(0.05)
+
+    assert given_up == []
 
 
 async def test_a_bug_in_one_look_does_not_end_the_probing(registry, engines, caplog):

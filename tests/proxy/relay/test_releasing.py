@@ -111,6 +111,27 @@ async def test_the_engine_that_could_not_be_reached_is_asked_last():
     assert [leg.instance.id for leg in engines.releases] == ["decode-1"]
 
 
+async def test_the_engine_that_was_being_connected_to_when_the_client_left_is_asked_last():
+    """It may never answer; another one frees the blocks within milliseconds."""
+
+    async def never(_):
+        await asyncio.Event().wait()
+
+    engines = Unsent(pulled, never)
+    engines.refusals = (NO,)
+    relay = relay_of(engines, y=2)
+    serving = asyncio.create_task(served(relay))
+    while not engines.of(Role.DECODE):
+        await asyncio.sleep(0)
+    (tried,) = engines.of(Role.DECODE)
+    serving.cancel()
+    await asyncio.wait((serving,))
+    async with relay.releaser:
+        pass
+
+    assert [leg.instance.id for leg in engines.releases] != [tried.instance.id]
+
+
 async def test_a_client_that_leaves_between_the_legs_waits_for_nothing():
     """Its request ends at once, and the blocks are given back behind it."""
     notes = Notes()

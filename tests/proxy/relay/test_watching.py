@@ -66,7 +66,7 @@ async def test_both_legs_of_a_good_request():
         (EngineError("down", reached=False), Failure.UNREACHABLE),
         (EngineError("broke off"), Failure.BROKEN),
         (EngineTimeout("slow"), Failure.SILENT),
-        (Answer(500, "", ERROR), Failure.BROKEN),
+        (Answer(500, "", ERROR), Failure.ERRED),
         (Answer(400, "application/json", ERROR), Failure.REFUSED),
         (Answer(200, "", b"{}"), Failure.BROKEN),
     ],
@@ -86,7 +86,7 @@ async def test_a_prefill_that_fails_says_how(outcome, failure):
     ("outcome", "failure"),
     [
         (EngineError("down", reached=False), Failure.UNREACHABLE),
-        ((500, [ERROR]), Failure.BROKEN),
+        ((500, [ERROR]), Failure.ERRED),
         ((404, [ERROR]), Failure.REFUSED),
         ((200, []), Failure.BROKEN),
     ],
@@ -156,7 +156,7 @@ async def test_every_try_is_a_leg_of_its_own():
     began = [one[1:] for one in told if one[0] == "began"]
     assert began[:4] == [("prefill-0", "r"), ("decode-0", "r"), ("decode-1", "r"), ("prefill-0", "r-r2")]
     assert sorted(began) == sorted(one[1:3] for one in told if one[0] == "ended")
-    assert [one[3] for one in told if one[0] == "ended"] == [None, Failure.UNREACHABLE, Failure.BROKEN, None, None]
+    assert [one[3] for one in told if one[0] == "ended"] == [None, Failure.UNREACHABLE, Failure.ERRED, None, None]
 
 
 @pytest.mark.parametrize("error", [b'data: {"error":{"code":500}}\n\n', b'event: error\ndata: {"type":"error"}\n\n'])

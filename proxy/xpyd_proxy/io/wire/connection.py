@@ -1,0 +1,362 @@
+"""One connection to an engine. httptools and its exceptions stop at this file.
+
+llhttp, which httptools wraps, is strict about most of what an answer may look like: two lengths, a length and chunks at
+once, folded lines, bare line feeds, control characters. The rest is here: the transfer coding, the version, statuses
+below 100, interim answers with a body, how long a head or a trailer may be, and how an answer without a length ends.
+"""
+
+import asyncio
+import select
+from collections.abc import Callable
+from typing import Final, NoReturn, Protocol, cast
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.errors import EngineError
+from xpyd_proxy.io.wire.reply import Reply
+
+HEAD_MOST: Final = 64 * 1024  # bytes of a head, and of anything else between two pieces of a body
+_SLICE: Final = 128 * 1024  # bytes of a body that are written at a time
+_BODYLESS: Final = frozenset({204, 304})
+
+
+class _Unclear(Exception):
+    """The answer is not one that we follow; says why."""
+
+
+class Owner(Protocol):
+    """Keeps connections; the calls never wait and never raise."""
+
+    def opened(self, connection: "Connection", /) -> None:
+        """It can be used."""
+        ...
+
+    def ended(self, connection: "Connection", /) -> None:
+        """It can be used no more: once, and as soon as that is known."""
+        ...
+
+    def closed(self, connection: "Connection", /) -> None:
+        """Its socket is closed: once, and after it has ended."""
+        ...
+
+
+class Connection(asyncio.Protocol):
+    """Sends one request at a time, and hands what comes back to its Reply."""
+
+    _transport: asyncio.Transport  # nobody gets the connection before it has one
+
+    def __init__(self, address: Address, owner: Owner) -> None:
+        self.address = address
+        self.idle_since = 0.0  # on the loop's clock, as its owner says
+        self.heard_at = 0.0  # on the same clock: when a request was sent, some of its answer came, or reading went on
+        self._clock = asyncio.get_running_loop().time
+        self._owner = owner
+        self._poll = select.poll()
+        self._parser = HttpResponseParser(self)
+        self._reply: Reply | None = None
+        self._pieces: list[bytes] = []
+        self._loose = 0  # bytes since the last piece of a body
+        self._usable = True  # as far as we know another request may be sent when this one is done
+        self._ended = False
+        self._held_up = False  # the engine has to wait
+        self._sending = False
+        self._is_tls = False
+        self._writable: asyncio.Future[None] | None = None  # somebody waits to write
+        self._paused = False  # there is too much to write
+        self._forget_head()
+
+    # For its owner
+
+    @property
+    def idle(self) -> bool:
+        """Tell whether it has no request."""
+        return self._reply is None
+
+    @property
+    def reusable(self) -> bool:
+        """Tell whether another request may be sent."""
+        done = self._reply is None or self._reply.complete
+        return self._usable and not self._sending and done and not self._transport.get_write_buffer_size()
+
+    @property
+    def held_up(self) -> bool:
+        """Tell whether the engine has to wait for us."""
+        return self._held_up
+
+    @property
+    def silent(self) -> bool:
+        """Tell whether nothing waits to be read, not even the engine's end of the connection."""
+        return not self._poll.poll(0)
+
+    async def send(self, reply: Reply, head: bytes, body: bytes) -> bool:
+        """Send a request, and hand its answer to ``reply``.
+
+        Returns whether all of it was written: not so when the answer, or the end, came first.
+        """
+        transport = self._transport
+        if transport.is_closing():
+            self._usable = False
+            reply.failed(
+                EngineError(f"{reply.engine} closed the connection before the request was sent", reached=False)
+            )
+            return False
+        self._reply = reply
+        self.heard_at = self._clock()
+        if len(body) <= _SLICE:
+            transport.write(head + body if body else head)
+            return not transport.is_closing()
+        self._sending = True
+        transport.write(head)
+        rest = memoryview(body)
+        while rest:
+            if not await self._may_write(reply):
+                return False
+            transport.write(rest[:_SLICE])
+            rest = rest[_SLICE:]
+        self._sending = False
+        return not transport.is_closing()
+
+    def rest(self) -> None:
+        """Let go of the request; another may follow."""
+        self._reply = None
+        self._loose = 0
+        if self._held_up:
+            self.resume_reading()
+
+    def pause_reading(self) -> None:
+        """Let the engine wait."""
+        self._held_up = True
+        if self._is_tls and (self._reply is None or self._reply.complete):
+            self._usable = False  # what comes now is read, and neither decrypted nor seen by ``silent``
+        if not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Go on."""
+        if self._held_up:
+            self.heard_at = self._clock()  # nothing could be heard before
+        self._held_up = False
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def give_up(self, error: EngineError) -> bool:
+        """Close it, and give whoever waits for an answer that error; tell whether somebody did."""
+        reply = self._reply
+        if reply is None or reply.complete or reply.error is not None:
+            return False
+        reply.give_up(error)
+        return True
+
+    def abort(self) -> None:
+        """Close it at once; whoever waits for an answer gets an error."""
+        self._transport.abort()
+        self._end(None)
+
+    def dismiss(self) -> None:
+        """Forget a connection that nobody has got, whether or not the event loop will tell its end."""
+        if hasattr(self, "_transport"):
+            self.abort()
+        self._owner.closed(self)
+        vars(self).pop("_parser", None)
+
+    async def _may_write(self, reply: Reply) -> bool:
+        while self._paused and self._usable and not reply.complete:
+            self._writable = asyncio.get_running_loop().create_future()
+            try:
+                await self._writable
+            finally:
+                self._writable = None
+        return self._usable and not reply.complete and not self._transport.is_closing()
+
+    def _wake_writer(self) -> None:
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+
+    # For the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the transport."""
+        self._transport = cast("asyncio.Transport", transport)  # create_connection makes no other
+        self._owner.opened(self)
+        sock = None if transport.is_closing() else transport.get_extra_info("socket")
+        if sock is None:  # it was reset as it opened: a uvloop transport has no socket then
+            self._usable = False
+            transport.close()
+        else:
+            self._poll.register(sock.fileno(), select.POLLIN)
+            self._is_tls = transport.get_extra_info("ssl_object") is not None
+
+    def data_received(self, data: bytes) -> None:
+        """Take what the engine has sent."""
+        reply = self._reply
+        if reply is None or reply.complete:
+            self._unasked()
+            return
+        self.heard_at = self._clock()
+        self._loose += len(data)
+        fault = self._feed(data)
+        if self._pieces:
+            pieces, self._pieces = self._pieces, []
+            reply.arrived(pieces[0] if len(pieces) == 1 else b"".join(pieces), last=self._done)
+        if self._done:
+            self._answered(reply, clean=fault is None)
+        elif fault is not None:
+            error = EngineError(f"{reply.engine} answered with something that is not HTTP/1.1: {fault}")
+            error.__cause__ = fault
+            reply.give_up(error)
+
+    def eof_received(self) -> None:
+        """Note that the engine sends no more: the end of an answer without a length, and of no other."""
+        reply = self._reply
+        if reply is None or reply.complete:
+            self._unasked()
+        elif self._until_eof:
+            self._answered(reply, clean=False)
+        else:
+            self.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Note that it is over."""
+        self._end(exc)
+        self._owner.closed(self)
+        vars(self).pop("_parser", None)  # the two hold each other, and would wait for the garbage collector
+
+    def pause_writing(self) -> None:
+        """Write no more for now."""
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        """Go on."""
+        self._paused = False
+        self._wake_writer()
+
+    def _feed(self, data: bytes) -> Exception | None:
+        """Parse, and return what is wrong with it."""
+        try:
+            self._parser.feed_data(data)
+        except HttpParserUpgrade:
+            return _Unclear("it changes the protocol")
+        except HttpParserError as exc:
+            mine = exc.__context__
+            fault = mine if isinstance(mine, _Unclear) else exc
+            return fault.with_traceback(None)  # it leads to our caller, who holds the fault: a circle
+        if self._loose > HEAD_MOST and not self._done:
+            return _Unclear(f"a head of more than {HEAD_MOST} bytes")
+        return None
+
+    def _answered(self, reply: Reply, *, clean: bool) -> None:
+        self._usable = self._usable and clean and self._keeps and not (self._is_tls and self._held_up)
+        self._forget_head()
+        reply.ended()
+        self._wake_writer()
+
+    def _unasked(self) -> None:
+        """Drop a connection on which something comes that nobody asked for; an answer is never made of it."""
+        self._usable = False
+        if self._reply is None:
+            self.abort()
+
+    def _end(self, exc: BaseException | None) -> None:
+        if self._ended:
+            return
+        self._ended, self._usable = True, False
+        self._wake_writer()
+        reply, self._reply = self._reply, None
+        if reply is not None:
+            reply.broke_off(exc)
+        self._owner.ended(self)
+
+    # For the parser
+
+    def _forget_head(self) -> None:
+        self._status = 0
+        self._content_type = self._load = b""
+        self._codings: list[bytes] = []
+        self._has_length = False
+        self._head_size = 0
+        self._headed = self._done = self._keeps = self._until_eof = False
+
+    def on_message_begin(self) -> None:
+        """Refuse a second answer to one request."""
+        if self._done:
+            self._refuse("more than one answer")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take what matters from a header, or bound a trailer."""
+        self._head_size += len(name) + len(value)
+        if self._head_size > HEAD_MOST:
+            self._refuse(f"a head of more than {HEAD_MOST} bytes")
+        read = _READ.get(name.lower())
+        if read is not None and not self._headed:
+            read(self, value.strip(b" \t"))
+
+    def on_headers_complete(self) -> None:
+        """Decide how the answer ends; refuse it where that is not clear."""
+        status = self._parser.get_status_code()
+        version = self._parser.get_http_version()
+        if status == 101 or not 100 <= status < 1000:
+            self._refuse(f"status {status:03}")
+        if version not in ("1.1", "1.0"):
+            self._refuse(f"version {version}")
+        framed = self._has_length or bool(self._codings)
+        if status < 200:
+            if framed:
+                self._refuse(f"status {status} with a body")
+            self._status = status
+            return
+        if self._codings and (version == "1.0" or [one.lower() for one in self._codings] != [b"chunked"]):
+            self._refuse("a transfer coding other than chunked")
+        self._status, self._headed, self._loose = status, True, 0
+        self._until_eof = not framed and status not in _BODYLESS
+        if self._until_eof and self._is_tls:  # whoever sits in between can end the connection
+            self._refuse("an answer without a length over TLS, whose end cannot be told from a cut")
+        if self._reply is not None:
+            self._reply.began(status, self._content_type, self._load)
+
+    def on_body(self, piece: bytes) -> None:
+        """Keep a piece until all that came with it is parsed."""
+        self._loose = 0
+        self._pieces.append(piece)
+
+    def on_message_complete(self) -> None:
+        """Note the end of an answer, or of an interim one, which nobody needs."""
+        if not self._headed:
+            self._forget_head()
+            return
+        self._done = True
+        stray = self._status in _BODYLESS and (bool(self._codings) or (self._status == 204 and self._has_length))
+        self._keeps = self._parser.should_keep_alive() and not stray
+
+    def take_content_type(self, value: bytes) -> None:
+        """Several are joined: nobody can tell which one is meant."""
+        self._content_type = self._content_type + b", " + value if self._content_type else value
+
+    def take_load(self, value: bytes) -> None:
+        """The engine says how busy it is."""
+        self._load = self._load + b", " + value if self._load else value
+
+    def take_length(self, _value: bytes) -> None:
+        """The parser has read the length, and refuses a second one."""
+        self._has_length = True
+
+    def take_coding(self, value: bytes) -> None:
+        """The parser follows it only if it is what we expect."""
+        self._codings.append(value)
+
+    def take_compression(self, value: bytes) -> None:
+        """Whoever reads the answer would take it for what it says."""
+        if value.lower() not in (b"", b"identity"):
+            self._refuse("a content coding, and none was asked for")
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise _Unclear(why)
+
+
+_READ: Final[dict[bytes, Callable[[Connection, bytes], None]]] = {
+    b"content-type": Connection.take_content_type,
+    b"endpoint-load-metrics": Connection.take_load,
+    b"content-length": Connection.take_length,
+    b"transfer-encoding": Connection.take_coding,
+    b"content-encoding": Connection.take_compression,
+}

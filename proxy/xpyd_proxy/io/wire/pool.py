@@ -1,0 +1,189 @@
+"""Connections to engines that wait for the next request."""
+
+import asyncio
+import ssl
+from contextlib import suppress
+from typing import Final
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.model import Instance
+from xpyd_proxy.errors import EngineError, EngineTimeout
+from xpyd_proxy.io.wire.connection import Connection
+from xpyd_proxy.io.wire.heads import Heads
+
+IDLE_MOST: Final = 2048  # connections that wait, to all engines together
+_ROUNDS: Final = 8  # looks at them in the time that one may wait
+_CLOSING_S: Final = 5.0  # seconds for the event loop to close what is open; it takes a turn or two
+
+
+class _Peer:
+    """What is kept of one address: connections, the one used last at the end, and the beginnings of requests."""
+
+    __slots__ = ("heads", "idle")
+
+    def __init__(self, address: Address) -> None:
+        self.idle: list[Connection] = []
+        self.heads = Heads(address)
+
+
+class Pool:
+    """Opens connections and keeps those that are not in use, at most ``keepalive_s`` seconds each."""
+
+    def __init__(self, *, keepalive_s: float, connect_timeout_s: float, tls: ssl.SSLContext | None = None) -> None:
+        self._keepalive_s = keepalive_s
+        self._connect_timeout_s = connect_timeout_s
+        self._tls = tls
+        self._peers: dict[Address, _Peer] = {}
+        self._open: set[Connection] = set()
+        self._idle = 0  # in all peers
+        self._round: asyncio.TimerHandle | None = None
+        self._closing: asyncio.Event | None = None  # set when nothing is open any more
+
+    @property
+    def idle(self) -> int:
+        """How many connections wait."""
+        return self._idle
+
+    @property
+    def addresses(self) -> int:
+        """How many addresses something is kept of."""
+        return len(self._peers)
+
+    def heads(self, address: Address) -> Heads:
+        """Return what makes the heads of requests to an address."""
+        return self._peer(address).heads
+
+    def waiting(self, address: Address) -> Connection | None:
+        """Return the connection that was used last and is still good, if there is one."""
+        peer = self._peers.get(address)
+        if peer is None or not peer.idle:
+            return None
+        oldest = asyncio.get_running_loop().time() - self._keepalive_s
+        while peer.idle:
+            connection = peer.idle.pop()
+            self._idle -= 1
+            if connection.idle_since > oldest and connection.silent:
+                return connection
+            connection.abort()  # it waited too long, or the engine has closed it and the event loop does not know yet
+        return None
+
+    async def open(self, instance: Instance, *, timeout_s: float | None = None) -> Connection:
+        """Open a connection; ``timeout_s`` is what is left for all of the request, if that is limited.
+
+        Raises:
+            EngineTimeout: no connection in time.
+            EngineError: the engine cannot be reached.
+        """
+        if self._closing is not None:
+            raise EngineError(f"{instance.id} was not asked: the connections to engines are closed", reached=False)
+        seconds = self._connect_timeout_s if timeout_s is None else min(timeout_s, self._connect_timeout_s)
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._connect(instance.address)
+        except TimeoutError as exc:
+            raise EngineTimeout(f"{instance.id} did not accept a connection in time", reached=False) from exc
+        except (OSError, UnicodeError) as exc:  # ssl.SSLError is an OSError; a name may not be one that DNS can have
+            raise EngineError(f"{instance.id} cannot be reached", reached=False) from exc
+
+    def put_back(self, connection: Connection) -> None:
+        """Keep a connection for the next request, or close it at once: unless its answer is complete, say."""
+        if not connection.reusable or self._closing is not None or self._idle >= IDLE_MOST or self._keepalive_s <= 0:
+            connection.abort()
+            return
+        connection.rest()
+        connection.idle_since = asyncio.get_running_loop().time()
+        self._peer(connection.address).idle.append(connection)
+        self._idle += 1
+
+    def give_up(self, instance: Instance, *, silent_s: float) -> int:
+        """End the requests to an address that heard nothing for so many seconds; return how many there were.
+
+        Not those that we hold up ourselves, for a client that is slow: they hear nothing from an engine that is well.
+        """
+        since = asyncio.get_running_loop().time() - silent_s
+        error = f"{instance.id} hangs: it has answered nothing, and no probe, for {silent_s:g} s"
+        listening = [one for one in self._open if one.address == instance.address and not one.held_up]
+        return sum([one.give_up(EngineTimeout(error)) for one in listening if one.heard_at <= since])
+
+    async def close(self) -> None:
+        """Close every connection, also those in use: their requests fail."""
+        self._closing = asyncio.Event()
+        if self._round is not None:
+            self._round.cancel()
+        for connection in tuple(self._open):
+            connection.abort()
+        self._peers.clear()
+        if self._open:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), _CLOSING_S)
+
+    # What its connections tell
+
+    def opened(self, connection: Connection, /) -> None:
+        """Keep track of it."""
+        self._open.add(connection)
+        if self._closing is not None:
+            connection.abort()
+
+    def ended(self, connection: Connection, /) -> None:
+        """Take it out of those that wait."""
+        peer = self._peers.get(connection.address)
+        if peer is not None and connection.idle:
+            with suppress(ValueError):  # it has just been taken out
+                peer.idle.remove(connection)
+                self._idle -= 1
+
+    def closed(self, connection: Connection, /) -> None:
+        """Forget it."""
+        self._open.discard(connection)
+        if self._closing is not None and not self._open:
+            self._closing.set()
+
+    async def _connect(self, address: Address) -> Connection:
+        made: list[Connection] = []
+
+        def protocol() -> Connection:
+            made.append(Connection(address, self))
+            return made[-1]
+
+        tls = self._context() if address.scheme == "https" else None
+        name = address.host if tls is not None else None
+        loop = asyncio.get_running_loop()
+        try:
+            _, connection = await loop.create_connection(
+                protocol, address.host, address.port, ssl=tls, server_hostname=name
+            )
+        except BaseException:
+            for connection in made:  # uvloop closes a socket that was opened for nobody, and tells its protocol nothing
+                connection.dismiss()
+            raise
+        return connection
+
+    def _context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+        return self._tls
+
+    def _peer(self, address: Address) -> _Peer:
+        peer = self._peers.get(address)
+        if peer is None:
+            peer = self._peers[address] = _Peer(address)
+            if self._round is None:
+                self._again()
+        return peer
+
+    def _again(self) -> None:
+        pause = max(self._keepalive_s, 0.08) / _ROUNDS
+        self._round = asyncio.get_running_loop().call_later(pause, self._look_round)
+
+    def _look_round(self) -> None:
+        """Close what would be too old at the next look, and forget addresses without connections."""
+        self._round = None
+        oldest = asyncio.get_running_loop().time() - self._keepalive_s * (_ROUNDS - 1) / _ROUNDS
+        for address, peer in tuple(self._peers.items()):
+            while peer.idle and peer.idle[0].idle_since <= oldest:
+                peer.idle[0].abort()  # which takes it out of the list
+            if not peer.idle:
+                del self._peers[address]
+        if self._peers:
+            self._again()

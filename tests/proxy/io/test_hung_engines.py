@@ -1,0 +1,63 @@
+"""An engine that hangs keeps its connections open: what waits for it is ended, and what it still serves is not."""
+
+import asyncio
+import time
+
+import pytest
+
+from support.raw_engine import raw_engine, replying
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.model import Instance, InstanceId, Leg, Role
+from xpyd_proxy.errors import EngineTimeout
+from xpyd_proxy.io.wire import WireEngines
+from xpyd_proxy.settings import Settings
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+OTHER = Instance(InstanceId("decode-9"), Role.DECODE, Address("http", "127.0.0.1", 9))
+
+
+def leg_to(engine, path):
+    return Leg(Instance(InstanceId("decode-0"), Role.DECODE, Address.parse(engine.at)), path, b"{}", ())
+
+
+async def read(http, leg):
+    async with http.stream(leg) as stream:
+        return b"".join([chunk async for chunk in stream.chunks])
+
+
+async def test_what_has_heard_nothing_for_so_long_is_ended():
+    """One gets not even a head, one gets a token now and then, one is done and waits for the next request."""
+
+    def script(_, talk):
+        path = talk.request().lines[0].split()[1]
+        if path == b"/talks":
+            talk.send(HEAD)
+            for _ in range(12):
+                talk.send(b"1\r\nx\r\n")
+                time.sleep(0.05)
+            talk.send(b"0\r\n\r\n")
+        elif path == b"/done":
+            talk.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        talk.hung_up()
+
+    with raw_engine(script) as engine:
+        async with WireEngines(Settings()) as http:
+            silent, talks = (asyncio.create_task(read(http, leg_to(engine, f"/{name}"))) for name in ("mute", "talks"))
+            await read(http, leg_to(engine, "/done"))
+            await asyncio.sleep(0.4)
+            assert http.give_up(OTHER, silent_s=0.0) == 0
+            assert http.give_up(leg_to(engine, "/").instance, silent_s=0.3) == 1
+            with pytest.raises(EngineTimeout, match=r"^decode-0 hangs: it has answered nothing"):
+                await silent
+            assert await talks == b"x" * 12
+
+
+async def test_there_is_nothing_to_end_at_an_engine_without_requests():
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+    with raw_engine(replying(answer, answer)) as engine:
+        async with WireEngines(Settings()) as http:
+            leg = leg_to(engine, "/")
+            assert await read(http, leg) == b"{}"
+            assert http.give_up(leg.instance, silent_s=0.0) == 0
+            assert await read(http, leg) == b"{}"
+            assert engine.connections == 1

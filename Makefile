@@ -14,7 +14,7 @@ PORT      ?= 8000
 ONCE      ?=
 
 PIP   := $(BIN)/python -m pip -qq --disable-pip-version-check install
-FAST  := not (nixl or vllm or gpu)
+FAST  := not (nixl or vllm or gpu or thorough)
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
@@ -30,14 +30,22 @@ up: $(STAMPS)/package ## start engines and the router here: PREFILL=1 DECODE=1 E
 ##@ Check
 
 .PHONY: test
-test: lint types imports ## everything, real engines included: what CI runs
+test: lint types imports $(STAMPS)/helm ## everything, real engines included: what CI runs
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -m "not gpu"
+	$(BIN)/coverage run -m pytest -m "not (gpu or thorough)" --durations=40
 	$(BIN)/coverage report
 
+.PHONY: test-thorough
+test-thorough: $(STAMPS)/dev ## more of the same with real engines: every fault in every phase, in both modes; 30 minutes
+	$(BIN)/pytest -m thorough
+
 .PHONY: test-fast
-test-fast: lint ## what needs neither engines nor NIXL
+test-fast: lint $(STAMPS)/helm ## what needs neither engines nor NIXL
 	$(BIN)/pytest -m "$(FAST)"
+
+.PHONY: test-helm
+test-helm: $(STAMPS)/helm ## the chart, with helm 3 and helm 4
+	$(BIN)/pytest tests/helm
 
 .PHONY: lint
 lint: $(STAMPS)/dev ## format and rules
@@ -71,6 +79,18 @@ bench-connector: $(STAMPS)/dev ## the connector beside vLLM's own: docs/benchmar
 .PHONY: bench-shapes
 bench-shapes: $(STAMPS)/dev ## moving KV between engines of unequal shapes: docs/benchmarks/shapes.md, 4 minutes, on an idle machine; QUICK=1
 	$(BIN)/python tests/benchmarks/shapes/bench.py $(if $(filter-out 0 no,$(QUICK)),--quick)
+
+.PHONY: bench-router
+bench-router: $(STAMPS)/dev ## the router beside others: docs/benchmarks/router.md, 30 minutes, on an idle machine; ONLY=short,chat ROUNDS=5 QUICK=1
+	$(BIN)/python tests/benchmarks/router/bench.py $(if $(ONLY),--only $(ONLY)) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(filter-out 0 no,$(QUICK)),--quick)
+
+.PHONY: soak
+soak: $(STAMPS)/dev ## the router for a long time: docs/benchmarks/soak.md, 35 minutes; MINUTES=30
+	$(BIN)/python tests/benchmarks/router/soak.py $(if $(MINUTES),--minutes $(MINUTES))
+
+.PHONY: sim-fleet
+sim-fleet: $(STAMPS)/dev ## a simulated fleet of 1,000 engines: docs/benchmarks/fleet.md, one minute; QUICK=1
+	$(BIN)/python tests/benchmarks/discovery/simulate.py $(if $(filter-out 0 no,$(QUICK)),--quick)
 
 ##@ Install
 
@@ -108,6 +128,11 @@ $(STAMPS)/dev: requirements-dev.txt $(STAMPS)/package
 	@$(PIP) --no-deps --require-hashes -r requirements-dev.txt
 	@touch $@
 
+$(STAMPS)/helm: tests/helm/get_helm.py $(STAMPS)/dev
+	@echo "Fetching helm 3 and helm 4: half a minute."
+	@$(BIN)/python tests/helm/get_helm.py
+	@touch $@
+
 .PHONY: lock
 lock: $(VENV)/bin/python ## write requirements-*.txt anew from requirements-*.in
 	@$(PIP) "uv>=0.11"
@@ -123,4 +148,4 @@ clean: ## remove .venv, .xpyd and every cache
 
 .PHONY: help
 help: ## this list
-	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -1,6 +1,6 @@
 # syntax=docker/dockerfile:1
 # An engine: vLLM's own image plus the connector, and nothing else changed.
-# docker build -f helm/images/engine.Dockerfile -t xpyd/engine:0.1.0 .
+# docker build -f helm/images/engine.Dockerfile -t localhost/xpyd/engine:0.1.0 .
 ARG PYTHON_IMAGE=python:3.12-slim
 ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
 

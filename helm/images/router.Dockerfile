@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# The router: docker build -f helm/images/router.Dockerfile -t xpyd/router:0.1.0 .
+# The router: docker build -f helm/images/router.Dockerfile -t localhost/xpyd/router:0.1.0 .
 # With spans (--otlp-endpoint): --build-arg REQUIREMENTS=requirements-router-tracing.txt
 ARG PYTHON_IMAGE=python:3.12-slim
 

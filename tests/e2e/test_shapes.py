@@ -79,6 +79,15 @@ def gang(request, fleet, models, single):
     gang.stop()
 
 
+# Two ranks spin on two cores: these take minutes, and the ordinary tests have each of the three pairs in one mode.
+THOROUGH = {("tp1-to-tp2", "push"), ("tp2-to-tp1", "pull"), ("tp2-to-tp2", "pull"), ("shared-head-tp2-to-tp1", "pull")}
+
+
+def is_thorough(params):
+    """Tell what is only for ``make test-thorough``."""
+    return (params.get("row"), params.get("gang")) in THOROUGH
+
+
 @pytest.mark.parametrize("gang", MODES, indirect=True, scope="module")
 @pytest.mark.parametrize("row", [row for row in ROWS if row not in REPLICATED])
 def test_equal(row, gang, single):

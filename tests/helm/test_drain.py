@@ -2,6 +2,7 @@
 
 import contextlib
 import http.server
+import socket
 import subprocess
 import sys
 import threading
@@ -120,11 +121,29 @@ def test_leases_that_are_not_shown_are_waited_for_by_the_clock():
     assert took >= 2
 
 
-def test_an_engine_that_does_not_answer_is_waited_for():
-    """It may be busy; if it is dead the kubelet ends the pod anyway."""
+def test_an_engine_where_nobody_listens_is_not_waited_for():
+    """It loads its model, or its server has ended: nobody has sent it anything."""
     with serving(Engine(IDLE)) as port:
         pass
-    said, _ = hook("decode", port, seconds=1)
+    said, _ = hook("prefill", port)
+
+    assert "drained after" in said
+    assert "not drained" not in said
+
+
+def test_a_proxy_is_not_asked(monkeypatch):
+    """HTTP_PROXY is there for downloads; through it the engine would never be found idle."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with serving(Engine(IDLE)) as port:
+        said, _ = hook("decode", port, seconds=5)
+
+    assert "not drained" not in said
+
+
+def test_an_engine_that_does_not_answer_is_waited_for():
+    """It may be busy; if it is dead the kubelet ends the pod anyway."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        said, _ = hook("decode", silent.getsockname()[1], seconds=1)
 
     assert said == "xpyd drain: not drained in 1 s: an answer to /metrics\n"
 

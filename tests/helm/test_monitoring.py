@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from support.helm_chart import ROOT, TOOLS, Chart, default
+from support.helm_chart import ROOT, TOOLS, Chart, Refused, default
 from support.helm_metrics import ENGINE_TARGET, TARGET, engine_metrics, loose, named, router_metrics
 from support.helm_objects import kind, matches, pods
 
@@ -116,10 +116,44 @@ def test_what_is_scraped_has_the_labels_that_queries_ask_for():
     )
 
 
+def test_an_engine_that_nobody_probes_is_not_missed():
+    """Without probes it is joining until its first request."""
+    asked = {"monitoring": {"prometheusRule": {"enabled": True}}}
+    unprobed = asked | {"router": {"settings": {"probe_interval_s": 0}}}
+    states = []
+    for values in (asked, unprobed):
+        (rule,) = kind(Chart().objects(values), "PrometheusRule")
+        by_name = {one["alert"]: one["expr"] for one in rule["spec"]["groups"][0]["rules"]}
+        states.append(
+            [re.search('state=~"(.*?)"', by_name[f"Xpyd{name}"])[1] for name in ("NoDecodeEngine", "InstanceBroken")]
+        )
+
+    assert states == [["ready|trying", "broken|joining"], ["joining|ready|trying", "broken"]]
+
+
+def test_a_router_that_wants_certificates_is_scraped_with_one():
+    """Else every scrape fails, and XpydRouterDown fires for ever."""
+    values = {
+        "router": {"tls": {"secretName": "t", "clientCaSecretName": "c"}},
+        "monitoring": {"serviceMonitor": {"enabled": True}},
+    }
+    with pytest.raises(Refused, match="Prometheus needs a certificate to show"):
+        Chart().objects(values)
+
+    shown = {"cert": {"secret": {"name": "p", "key": "tls.crt"}}, "keySecret": {"name": "p", "key": "tls.key"}}
+    values["monitoring"]["serviceMonitor"]["tlsConfig"] = shown
+    (monitor,) = kind(Chart().objects(values), "ServiceMonitor")
+    assert monitor["spec"]["endpoints"][0]["tlsConfig"] == shown
+
+
 def test_every_alert_says_how_bad_it_is_and_where_to_read_on():
-    """Its anchor exists in the runbook."""
+    """Its section exists in the runbook, under its own name, and the runbook has no other sections."""
     runbook = (ROOT / "docs" / "runbook.md").read_text()
-    anchors = set(re.findall(r'id="([^"]+)"', runbook)) | {t.lower() for t in re.findall(r"(?m)^#+ (\w+)$", runbook)}
+    sections = re.findall(r"(?m)^## (.*)$", runbook)
+    anchors = {section.lower() for section in sections}
+
+    assert sorted(sections) == sorted(rule["alert"] for rule in rules())
+    assert "<a id=" not in runbook
 
     for rule in rules():
         url, _, anchor = rule["annotations"]["runbook_url"].partition("#")
@@ -180,11 +214,11 @@ def _case(rule, series, *, fires):
     given = [{"series": full(one), "values": values} for one, values in series["fire" if fires else "quiet"].items()]
     expected = []
     if fires:
-        labels = rule["labels"] | series.get("labels", {})
-        expected = [{"exp_labels": labels}]
+        found = series.get("labels", {})
+        expected = [{"exp_labels": rule["labels"] | one} for one in (found if isinstance(found, list) else [found])]
     return {
         "interval": "1m",
         "name": f"{rule['alert']} {'fires' if fires else 'is quiet'}",
         "input_series": given,
-        "alert_rule_test": [{"eval_time": "29m", "alertname": rule["alert"], "exp_alerts": expected}],
+        "alert_rule_test": [{"eval_time": series.get("at", "29m"), "alertname": rule["alert"], "exp_alerts": expected}],
     }

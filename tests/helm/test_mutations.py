@@ -108,7 +108,7 @@ MUTATIONS = {  # what: (file, text, what somebody wrote instead, the check that 
     "engines keep capabilities": ("_pool.tpl", "deepCopy $p.securityContext", "dict", "security"),
     "the admin key is written down": (
         "_router.tpl",
-        "valueFrom: {secretKeyRef: {name: {{ .secretName }}, key: {{ .key }}}}",
+        "valueFrom: {secretKeyRef: {name: {{ .secretName | quote }}, key: {{ .key | quote }}}}",
         "value: {{ .secretName }}",
         "secrets",
     ),

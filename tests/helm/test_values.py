@@ -69,6 +69,7 @@ BAD = [
     ("decode.topologySpread", [{"maxSkew": 1}]),
     ("networkPolicy.routerFrom", [{"cidr": "10.0.0.0/8"}]),
     ("monitoring.prometheusRule.errorShare", 5),
+    ("monitoring.prometheusRule.ttftSeconds", 300),  # the histogram's last bound: above it nothing is seen
     ("ingress.paths", ["v1"]),
     ("ingress.hosts", []),
     ("httpRoute.requestTimeout", "ever"),
@@ -116,6 +117,8 @@ def test_a_value_that_cannot_be_is_refused_by_name(path, value, helm):
     assert [line for line in complaint(helm, number) if all(key in line for key in path.split("."))]
 
 
+LOCKED = {"networkPolicy": {"egress": {"enabled": True}}}
+OUTSIDE = {"enabled": True, "routerTo": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}
 CONTRADICTIONS = [
     ({"router": {"store": {"type": "memory"}}}, "one router's own"),
     ({"router": {"store": {"type": "redis"}}}, "redis://HOST:PORT"),
@@ -143,6 +146,10 @@ CONTRADICTIONS = [
     ({"cache": {"type": "pvc"}}, "cache.claimName is empty"),
     ({"model": {"volume": {"type": "image"}}}, "model.volume.image is empty"),
     ({"httpRoute": {"enabled": True}}, "name the gateway"),
+    ({"router": {"store": {"type": "redis", "redisUrl": "redis://r:6379"}}, **LOCKED}, "keeps routers from Redis"),
+    ({"prefill": {"hostNetwork": True}, "decode": {"hostNetwork": True}, **LOCKED}, "on their nodes' network"),
+    ({"decode": {"hostNetwork": True}, "networkPolicy": {"egress": OUTSIDE}}, "networkPolicy.egress.engineTo"),
+    ({"router": {"discovery": {"prefill": ["10.0.0.7:8100"]}}, **LOCKED}, "outside of the release"),
 ]
 
 
@@ -163,7 +170,7 @@ def test_every_object_of_the_schema_is_closed_and_every_default_is_in_it():
     assert list(_open(schema, schema, values, "")) == []
 
 
-FREE = ("affinity", "strategy", "podSecurityContext", "securityContext", "resources")  # Kubernetes' own
+FREE = ("affinity", "strategy", "podSecurityContext", "securityContext", "resources", "tlsConfig")  # Kubernetes' own
 
 
 def _open(schema, node, values, path):
@@ -201,6 +208,17 @@ def test_two_releases_in_one_namespace_share_nothing(first, second, nested):
     for mine, others in ((one, two), (two, one)):
         for o, selector in selectors_of(mine):
             assert not [meta for _, meta, _ in pods(others) if matches(selector, meta["labels"])], ident(o)
+
+
+@pytest.mark.parametrize("word", ["y", "off", "null", "123", "1e3", "0x1f"])
+def test_a_name_that_looks_like_something_else_stays_a_name(word):
+    """YAML reads a bare y as true and 123 as a number, and Kubernetes then refuses the label."""
+    values = {"nameOverride": word, "prefill": {"apiKey": {"secretName": word, "key": word}}}
+    objects = Chart().objects(values, ci="2p4d", release=word, namespace=word)
+
+    assert complaints(objects) == []
+    assert {o["metadata"]["labels"]["app.kubernetes.io/instance"] for o in objects} == {word}
+    assert {o["metadata"]["namespace"] for o in objects} == {word}
 
 
 def test_a_release_called_as_the_chart_keeps_a_short_name():

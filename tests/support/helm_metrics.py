@@ -23,8 +23,8 @@ from xpyd_proxy.io.sight import Sight
 TARGET = {"namespace", "pod", "job", "instance", "container", "endpoint", "service", "le"}
 ENGINE_TARGET = TARGET | {"xpyd_io_release", "xpyd_io_role", "xpyd_io_revision"}
 WORDS = {
-    "absent", "and", "by", "count", "histogram_quantile", "increase", "max", "min", "offset", "on", "or", "rate", "sum",
-    "unless", "m", "s", "h", "e", "bool",
+    "absent", "and", "by", "count", "histogram_quantile", "increase", "max", "max_over_time", "min", "offset", "on",
+    "or", "rate", "sum", "unless", "m", "s", "h", "e", "bool",
 }  # fmt: skip
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 

@@ -6,26 +6,32 @@ those of its last step, so they count when they are seen twice in a row. Exit co
 """
 
 import argparse
+import http.client
 import os
 import re
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
 REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 LEASES = "vllm:xpyd_leases_held"
 LINE = re.compile(r"^(vllm:\w+)(?:\{.*\})? ([0-9.eE+-]+)$", re.MULTILINE)
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever HTTP_PROXY says: it is this very pod
 PAUSE_S = 0.5  # between two looks
 SURE = 2  # looks in a row
+GONE = {"nobody listens": 1.0}  # in place of metrics: the model is still being loaded, or the server has ended
 
 
 def read(port: int) -> dict[str, float]:
-    """Return the engine's metrics, summed over its ranks; none if it does not answer."""
+    """Return the engine's metrics, summed over its ranks; none if it does not answer, GONE if its port is closed."""
     try:
-        with urllib.request.urlopen(f"http://localhost:{port}/metrics", timeout=5) as answer:
+        with DIRECT.open(f"http://localhost:{port}/metrics", timeout=5) as answer:
             text = answer.read().decode()
-    except (OSError, ValueError):
+    except urllib.error.URLError as exc:
+        return GONE if isinstance(exc.reason, ConnectionRefusedError) else {}
+    except (OSError, ValueError, http.client.HTTPException):
         return {}
     found: dict[str, float] = {}
     for name, value in LINE.findall(text):
@@ -35,6 +41,8 @@ def read(port: int) -> dict[str, float]:
 
 def left(role: str, numbers: dict[str, float], *, quiet_s: float, lease_s: float) -> str:
     """Say what is left to wait for; nothing: an empty string."""
+    if numbers is GONE:
+        return ""
     if not numbers:
         return "an answer to /metrics"
     if requests := sum(numbers.get(name, 0.0) for name in REQUESTS):

@@ -13,6 +13,21 @@
 {{- if and $v.router.tls.clientCaSecretName (not $v.router.tls.secretName) -}}
 {{- fail "router.tls.clientCaSecretName needs router.tls.secretName: certificates are shown over https only" -}}
 {{- end -}}
+{{- if and $v.router.tls.clientCaSecretName $v.monitoring.serviceMonitor.enabled (not $v.monitoring.serviceMonitor.tlsConfig) -}}
+{{- fail "router.tls.clientCaSecretName is set: Prometheus needs a certificate to show, so write monitoring.serviceMonitor.tlsConfig" -}}
+{{- end -}}
+{{- $egress := $v.networkPolicy.egress -}}
+{{- if and $v.networkPolicy.enabled $egress.enabled (not $egress.routerTo) -}}
+{{- if eq $v.router.store.type "redis" -}}
+{{- fail "networkPolicy.egress.enabled keeps routers from Redis: name it in networkPolicy.egress.routerTo" -}}
+{{- end -}}
+{{- if or $v.prefill.hostNetwork $v.decode.hostNetwork $v.router.discovery.prefill $v.router.discovery.decode -}}
+{{- fail "networkPolicy.egress.enabled keeps routers from engines on their nodes' network or outside of the release: name their addresses in networkPolicy.egress.routerTo" -}}
+{{- end -}}
+{{- end -}}
+{{- if and $v.networkPolicy.enabled $egress.enabled (not $egress.engineTo) (or $v.prefill.hostNetwork $v.decode.hostNetwork) (not (and $v.prefill.hostNetwork $v.decode.hostNetwork)) -}}
+{{- fail "networkPolicy.egress.enabled keeps engines from those on their nodes' network: name the nodes in networkPolicy.egress.engineTo" -}}
+{{- end -}}
 {{- $handoff := add (ceil (get $v.router.settings "handoff_timeout_s" | default 20)) (ceil (get $v.router.settings "connect_timeout_s" | default 5)) -}}
 {{- if gt (float64 $handoff) (float64 $v.connector.leaseSeconds) -}}
 {{- fail (printf "connector.leaseSeconds is %v: the router may hand over %d s after a prefill (handoff_timeout_s and connect_timeout_s of router.settings), when the KV is gone; write a longer lease or shorter timeouts" $v.connector.leaseSeconds $handoff) -}}

@@ -8,10 +8,10 @@
 {{- $full -}}
 {{- end -}}
 
-{{/* dict root component: what selectors look at. No version, no revision: those change. */}}
+{{/* dict root component: what selectors look at. No version, no revision: those change. A release may be called y, or 123. */}}
 {{- define "xpyd.selector" -}}
-app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
@@ -32,8 +32,8 @@ app.kubernetes.io/component: {{ .component }}
 
 {{/* dict root component name [labels annotations]: the metadata of an object. */}}
 {{- define "xpyd.metadata" -}}
-name: {{ .name }}
-namespace: {{ .root.Release.Namespace }}
+name: {{ .name | quote }}
+namespace: {{ .root.Release.Namespace | quote }}
 labels:
   {{- include "xpyd.labels" (dict "root" .root "component" .component "more" .labels) | nindent 2 }}
 {{- with merge (dict) (.annotations | default dict) .root.Values.commonAnnotations }}
@@ -125,4 +125,15 @@ annotations:
 {{- $spread = append $spread (merge (dict "labelSelector" (dict "matchLabels" $.selector)) .) -}}
 {{- end -}}
 {{- toYaml $spread -}}
+{{- end -}}
+
+{{/* A pool, or the routers: how many there are, for NOTES.txt. */}}
+{{- define "xpyd.notes.count" -}}
+{{- if eq (toString .enabled) "false" -}}
+no
+{{- else if ne .autoscaling.type "none" -}}
+{{- printf "%d to %d" (int .autoscaling.min) (int .autoscaling.max) -}}
+{{- else -}}
+{{- int .replicas -}}
+{{- end -}}
 {{- end -}}

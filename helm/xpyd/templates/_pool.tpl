@@ -109,19 +109,19 @@
 {{- with $v.model.hubToken }}
 {{- if .secretName }}
 - name: HF_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ .secretName }}, key: {{ .key }}}}
+  valueFrom: {secretKeyRef: {name: {{ .secretName | quote }}, key: {{ .key | quote }}}}
 {{- end }}
 {{- end }}
 {{- with $v.connector.secret }}
 {{- if .name }}
 - name: XPYD_CONNECTOR_SECRET
-  valueFrom: {secretKeyRef: {name: {{ .name }}, key: {{ .key }}}}
+  valueFrom: {secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}}
 {{- end }}
 {{- end }}
 {{- with $p.apiKey }}
 {{- if .secretName }}
 - name: VLLM_API_KEY
-  valueFrom: {secretKeyRef: {name: {{ .secretName }}, key: {{ .key }}}}
+  valueFrom: {secretKeyRef: {name: {{ .secretName | quote }}, key: {{ .key | quote }}}}
 {{- end }}
 {{- end }}
 {{- if and $p.rdma.enabled $p.rdma.devices }}
@@ -198,7 +198,7 @@ metadata:
   annotations:
     {{- include "xpyd.pool.annotations" . | nindent 4 }}
 spec:
-  serviceAccountName: {{ include "xpyd.engine.serviceAccount" .root }}
+  serviceAccountName: {{ include "xpyd.engine.serviceAccount" .root | quote }}
   automountServiceAccountToken: false
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ include "xpyd.pool.grace" . }}
@@ -304,7 +304,7 @@ spec:
         - {name: cache, mountPath: /cache}
         {{- end }}
         {{- if ne $v.model.volume.type "none" }}
-        - {name: model, mountPath: {{ $v.model.volume.mountPath }}, readOnly: true}
+        - {name: model, mountPath: {{ $v.model.volume.mountPath | quote }}, readOnly: true}
         {{- end }}
         {{- if $p.hugepages.size }}
         - {name: hugepages, mountPath: /dev/hugepages}
@@ -320,18 +320,18 @@ spec:
     {{- if eq .type "emptyDir" }}
     - {name: cache, emptyDir: {sizeLimit: {{ .size }}}}
     {{- else if eq .type "pvc" }}
-    - {name: cache, persistentVolumeClaim: {claimName: {{ .claimName }}}}
+    - {name: cache, persistentVolumeClaim: {claimName: {{ .claimName | quote }}}}
     {{- else if eq .type "hostPath" }}
-    - {name: cache, hostPath: {path: {{ .hostPath }}, type: DirectoryOrCreate}}
+    - {name: cache, hostPath: {path: {{ .hostPath | quote }}, type: DirectoryOrCreate}}
     {{- end }}
     {{- end }}
     {{- with $v.model.volume }}
     {{- if eq .type "pvc" }}
-    - {name: model, persistentVolumeClaim: {claimName: {{ .claimName }}, readOnly: true}}
+    - {name: model, persistentVolumeClaim: {claimName: {{ .claimName | quote }}, readOnly: true}}
     {{- else if eq .type "image" }}
     - {name: model, image: {reference: {{ .image | quote }}, pullPolicy: IfNotPresent}}
     {{- else if eq .type "hostPath" }}
-    - {name: model, hostPath: {path: {{ .hostPath }}, type: Directory}}
+    - {name: model, hostPath: {path: {{ .hostPath | quote }}, type: Directory}}
     {{- end }}
     {{- end }}
     {{- with $p.hugepages }}

@@ -10,7 +10,7 @@
 - --kubernetes-selector
 - xpyd.io/release={{ .Release.Name }}
 - --kubernetes-namespace
-- {{ .Release.Namespace }}
+- {{ .Release.Namespace | quote }}
 {{- end }}
 {{- range $role := list "prefill" "decode" }}
 {{- with index $v.discovery $role }}
@@ -56,14 +56,14 @@
 {{- with .Values.router.adminKey }}
 {{- if .secretName }}
 - name: ADMIN_API_KEY
-  valueFrom: {secretKeyRef: {name: {{ .secretName }}, key: {{ .key }}}}
+  valueFrom: {secretKeyRef: {name: {{ .secretName | quote }}, key: {{ .key | quote }}}}
 {{- end }}
 {{- end }}
 {{- range $role := list "prefill" "decode" }}
 {{- with (index $.Values $role).apiKey }}
 {{- if .secretName }}
 - name: XPYD_{{ upper $role }}_API_KEY
-  valueFrom: {secretKeyRef: {name: {{ .secretName }}, key: {{ .key }}}}
+  valueFrom: {secretKeyRef: {name: {{ .secretName | quote }}, key: {{ .key | quote }}}}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -1,0 +1,116 @@
+"""What the router costs, beside other routers, in front of engines that cost almost nothing.
+
+``make bench-router`` writes docs/benchmarks/router.md, .json and .svg. Routers run one at a time and take turns, each
+on a core of its own; engines and the load generator share another.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.router import report, trial
+from benchmarks.router.contestants import CONTESTANTS, ROOT, Missing, prepare, versions
+from benchmarks.router.scenarios import IDLE, SCENARIOS
+
+DIRECT = "direct"  # no router: what the load generator sees of an engine
+ROUNDS, QUICK_ROUNDS = 5, 1
+IDLE_S, QUICK_IDLE_S = 10.0, 3.0
+
+
+def main():
+    args = arguments()
+    start = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the router of the moment ends, too
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))  # children inherit it
+    missing = {name: said for name in args.routers if (said := lacking(name))}
+    routers = [name for name in args.routers if name not in missing]
+    cores = trial.Cores()
+    seen = json.loads(args.out.read_text()) if args.only and args.out.exists() else {"runs": {}, "about": {"quick": []}}
+    for name in args.only or [*SCENARIOS, IDLE]:
+        seen["runs"][name] = measured(cores, routers, name, args)
+        quick = [each for each in seen["about"]["quick"] if each != name] + [name] * args.quick
+        seen["about"] = about(cores, args, missing) | {"quick": quick}
+        report.write(seen, args.out)
+    print(args.out.with_suffix(".md").read_text())
+    print(f"{time.monotonic() - start:.0f} s; written to {args.out.with_suffix('.*')}")
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = [*SCENARIOS, IDLE]
+    listed = lambda text: text.replace(",", " ").split()  # noqa: E731
+    parser.add_argument("--only", type=listed, default=[], help=f"scenarios, with commas: {','.join(known)}")
+    parser.add_argument("--routers", type=listed, default=[*CONTESTANTS], help=",".join(CONTESTANTS))
+    parser.add_argument("--rounds", type=int, help=f"turns of every router ({ROUNDS}; quick: {QUICK_ROUNDS})")
+    parser.add_argument("--quick", action="store_true", help="short runs: does it work? Writes to .xpyd/bench")
+    parser.add_argument("--out", type=Path, help="the JSON file; .md and .svg are written beside it")
+    args = parser.parse_args()
+    for what, given, there in (("scenario", args.only, known), ("router", args.routers, [*CONTESTANTS])):
+        if odd := [name for name in given if name not in there]:
+            parser.error(f"there is no {what} {odd[0]!r}: choose from {', '.join(there)}")
+    args.rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
+    args.out = args.out or ROOT / (".xpyd/bench/router.json" if args.quick else "docs/benchmarks/router.json")
+    return args
+
+
+def lacking(name):
+    """Install what a router needs; return why it cannot take part, or nothing."""
+    try:
+        prepare(name)
+    except Missing as exc:
+        print(exc, file=sys.stderr)
+        return str(exc)
+    return None
+
+
+def measured(cores, routers, name, args):
+    """Let the routers take turns in one scenario: A B C A B C."""
+    takers = routers if name == IDLE else [DIRECT, *(each for each in routers if each in SCENARIOS[name].routers)]
+    runs = {each: [] for each in takers}
+    for round_ in range(args.rounds):
+        for each in takers:
+            found = one(cores, each, name, quick=args.quick)
+            runs[each].append(found)
+            print(f"{name} {round_ + 1}/{args.rounds} {each}: {report.line(found)}", file=sys.stderr)
+    return runs
+
+
+def one(cores, router, name, *, quick):
+    """Measure one router once; a run that comes to nothing says why."""
+    contestant = CONTESTANTS.get(router)
+    try:
+        if name == IDLE:
+            return trial.idle(cores, contestant, QUICK_IDLE_S if quick else IDLE_S)
+        scenario = SCENARIOS[name]
+        plan = {} if "most" in scenario.load else {"seconds": scenario.seconds}
+        plan |= scenario.load | (scenario.quick if quick else {})
+        return trial.run(cores, contestant, name, plan, scenario.engines)
+    except (trial.Failed, subprocess.SubprocessError) as exc:
+        return {"failed": str(exc)}
+
+
+def about(cores, args, missing):
+    """Return what the numbers were measured with."""
+    return {
+        "command": " ".join(["tests/benchmarks/router/bench.py", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "system": platform.system()},
+        "apart": cores.router != cores.rest,
+        "rounds": args.rounds,
+        "missing": missing,
+        "versions": versions(),
+    }
+
+
+if __name__ == "__main__":
+    main()

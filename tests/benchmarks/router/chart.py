@@ -1,0 +1,43 @@
+"""A grouped bar chart with a logarithmic axis, as SVG text: no library for one picture."""
+
+import math
+from html import escape
+
+WIDTH, HEIGHT = 720, 360
+LEFT, RIGHT, TOP, BOTTOM = 60, 10, 70, 40
+COLOURS = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#aa3377")
+
+
+def draw(series, groups, title):
+    """Return a picture of ``series``: name -> milliseconds (or None) for each of the groups."""
+    values = [value for each in series.values() for value in each if value]
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)) + 0.05)
+    scale = (HEIGHT - TOP - BOTTOM) / (high - low)
+    parts = [_text(WIDTH / 2, 20, title, 15)]
+    for line in range(low, high + 1):
+        y = HEIGHT - BOTTOM - (line - low) * scale
+        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        parts.append(_text(LEFT - 6, y + 4, f"{10.0**line:g} ms", anchor="end"))
+    space = (WIDTH - LEFT - RIGHT) / len(groups)
+    width = 0.8 * space / len(series)
+    for number, (name, each) in enumerate(series.items()):
+        x, colour = LEFT + number * 130, COLOURS[number % len(COLOURS)]
+        parts.append(f'<rect x="{x:.1f}" y="36" width="12" height="12" fill="{colour}"/>')
+        parts.append(_text(x + 17, 47, name, anchor="start"))
+        for group, value in enumerate(each):
+            if value:
+                x = LEFT + group * space + 0.1 * space + number * width
+                tall = (math.log10(value) - low) * scale
+                y = HEIGHT - BOTTOM - tall
+                box = f'width="{width - 2:.1f}" height="{tall:.1f}"'
+                parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" {box} fill="{colour}"/>')
+                parts.append(_text(x + width / 2 - 1, y - 4, f"{value:.2g}", 10))
+    for group, name in enumerate(groups):
+        parts.append(_text(LEFT + (group + 0.5) * space, HEIGHT - BOTTOM + 18, name))
+    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" fill="#222">'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="#fff"/>', *parts, "</svg>\n"])
+
+
+def _text(x, y, text, size=12, anchor="middle"):
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">{escape(text)}</text>'

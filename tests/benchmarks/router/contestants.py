@@ -1,0 +1,93 @@
+"""The routers that are compared, and how each is started."""
+
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[3]
+PEERS = ROOT / ".xpyd/bench-peers"  # a virtual environment
+RUST_ROUTER = "vllm-router==0.1.17"
+
+
+class Missing(Exception):
+    """A router that cannot be had here; the message says why."""
+
+
+class Contestant(NamedTuple):
+    """One router."""
+
+    name: str
+    about: str
+    command: object  # (ports of prefill engines, of decode engines, free ports) -> argv
+
+
+def _urls(ports):
+    return [f"http://127.0.0.1:{port}" for port in ports]
+
+
+def _xpyd(prefill, decode, ports):
+    xpyd = Path(sys.executable).with_name("xpyd")
+    return [xpyd, "serve", "--prefill", *_urls(prefill), "--decode", *_urls(decode), "--port", ports[0]]
+
+
+def _rust(prefill, decode, ports):
+    argv = [PEERS / "bin/vllm-router", "--vllm-pd-disaggregation", "--policy", "round_robin", "--host", "127.0.0.1"]
+    for flag, urls in (("--prefill", _urls(prefill)), ("--decode", _urls(decode))):
+        for url in urls:
+            argv += [flag, url]
+    return [*argv, "--port", ports[0], "--prometheus-port", ports[1]]
+
+
+def _toy(prefill, decode, ports):
+    toy = Path(__file__).with_name("toy_proxy.py")
+    return [sys.executable, toy, "--prefill", *_urls(prefill), "--decode", *_urls(decode), "--port", ports[0]]
+
+
+CONTESTANTS = {
+    "xpyd": Contestant("xpyd", "`xpyd serve` with its defaults: everything on, a log line for every request", _xpyd),
+    "vllm-router": Contestant(
+        "vllm-router", f"`{RUST_ROUTER}` (Rust), `--vllm-pd-disaggregation --policy round_robin`", _rust
+    ),
+    "toy": Contestant("toy", "FastAPI and httpx in 90 lines, without a log (`toy_proxy.py`)", _toy),
+}
+
+
+def prepare(name):
+    """Install what a contestant needs.
+
+    Raises:
+        Missing: that is not possible here.
+    """
+    if name != "vllm-router" or _is_installed():
+        return
+    steps = (
+        [sys.executable, "-m", "venv", PEERS],
+        [PEERS / "bin/python", "-m", "pip", "-q", "--disable-pip-version-check", "install", RUST_ROUTER],
+    )
+    for step in steps:
+        done = subprocess.run([*map(str, step)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
+            raise Missing(f"{RUST_ROUTER} cannot be installed into {PEERS.relative_to(ROOT)}: {last}")
+
+
+def _is_installed():
+    name, _, number = RUST_ROUTER.partition("==")
+    return (PEERS / "bin/vllm-router").exists() and any(
+        PEERS.glob(f"lib/python*/site-packages/{name.replace('-', '_')}-{number}.dist-info")
+    )
+
+
+def versions():
+    """Return the versions of what takes part, as far as it has one."""
+    names = ("xpyd", "fastapi", "httpx", "uvicorn", "uvloop", "httptools", "msgspec")
+    said = {name: version(name) for name in names}
+    return {"python": ".".join(map(str, sys.version_info[:3])), **said, "vllm-router": RUST_ROUTER.partition("==")[2]}
+
+
+def environment():
+    """Return the environment of routers and helpers."""
+    return {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "PYTHONUNBUFFERED": "1"}

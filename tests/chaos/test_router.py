@@ -1,0 +1,256 @@
+"""The router before engines that die, hang and break connections off, in every phase of a request, while 200 run.
+
+Two prefill and two decode engines; one of each is the victim. Every request ends with the reference's text or with an
+honest error, within its timeout, and the engines that live hold nothing afterwards.
+"""
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import httpx
+import pytest
+
+from support.cluster import OVER_TCP, base_url, engine_spec, router_command, wait_until
+from support.storm import fates, judge, salt, storm, texts
+from support.valves import Passing, Valve, open_valves
+from support.victims import LEASE, TIMEOUT, Victim, reuse_blocks
+from xpyd_proxy.local.recipe import Connector, Role, TransferMode
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+REQUESTS = 200
+TOTAL, PREFILL, FIRST, IDLE = 20, 5, 5, 3  # s, the router's timeouts
+LIMITS = {
+    "connect-timeout": 1, "prefill-timeout": PREFILL, "first-token-timeout": FIRST, "idle-timeout": IDLE,
+    "total-timeout": TOTAL, "stream-timeout": TOTAL, "probe-interval": 0.5, "rest": 0.5, "rest-most": 1,
+    "hung-timeout": 2,
+}  # fmt: skip
+_routers = itertools.count()
+MODES = ("pull", "push")
+
+
+@dataclass
+class Four:
+    """Two engines of each role, and the valve in front of each."""
+
+    engines: dict[str, Victim]
+    valves: dict[str, Valve]
+
+    def ready(self):
+        """Start what is dead, open every valve, and wait until all are at rest."""
+        for name, engine in self.engines.items():
+            engine.start()
+            self.valves[name].open()
+            self.valves[name].release()
+        fleet = next(iter(self.engines.values())).fleet
+        fleet.wait_ready([engine.child for engine in self.engines.values()], timeout_s=300)
+        self.rest()
+
+    def rest(self):
+        """P's blocks are back, also those of a D that is no more: its lease runs out."""
+        for name, engine in self.engines.items():
+            if engine.child.alive:
+                wait_until(lambda engine=engine: engine.at_rest, seconds=LEASE + TIMEOUT + 3, what=f"{name} is at rest")
+
+    @contextmanager
+    def router(self, *args):
+        """Start a router that reaches the engines through their valves."""
+        fleet = self.engines["p0"].fleet
+        limits = [word for name, value in LIMITS.items() for word in (f"--{name}", str(value))]
+        sides = [[self.valves[name] for name in names] for names in (("p0", "p1"), ("d0", "d1"))]
+        command = router_command(f"router-chaos-{next(_routers)}", *sides, args=[*limits, *args])
+        child = fleet.start(command)
+        try:
+            fleet.wait_ready([child], timeout_s=30)
+            wait_until(lambda: all_ready(base_url(command)), seconds=20, what="the router has seen all engines")
+            yield base_url(command).removeprefix("http://")
+            assert child.alive, child.tail()
+        finally:
+            fleet.stop(child)
+
+
+def all_ready(url):
+    states = [row["state"] for row in httpx.get(f"{url}/status.json", trust_env=False).json()["instances"]]
+    return states == ["ready"] * 4
+
+
+@pytest.fixture(scope="module")
+def four_engines(request, fleet, model):
+    config = {"kv_lease_duration": LEASE, "transfer_timeout": TIMEOUT, "registration_timeout": TIMEOUT}
+    config |= {"handshake_timeout": 2, "retry_after": 0.1}
+    common = {"connector": Connector.XPYD, "mode": TransferMode(request.param), "extra_connector_config": config}
+    roles = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}
+    engines = {
+        name: Victim(
+            engine_spec(
+                f"{name}-{request.param}-routed", model, role=role, extra_env=OVER_TCP, kv_cache_mib=32, **common
+            ),
+            fleet,
+        )
+        for name, role in roles.items()
+    }
+    with ExitStack() as stack:
+        valves = stack.enter_context(open_valves([engine.spec for engine in engines.values()]))
+        stack.callback(lambda: fleet.stop(*(e.child for e in engines.values() if e.child in fleet.children)))
+        yield Four(engines, dict(zip(engines, valves, strict=True)))
+
+
+@pytest.fixture
+def four(four_engines):
+    four_engines.ready()
+    return four_engines
+
+
+@pytest.fixture(scope="module")
+def drops():
+    return storm(REQUESTS, seed=100)
+
+
+@pytest.fixture(scope="module")
+def expected(reference, drops):
+    return texts(reference.address, drops)
+
+
+# A phase is where the request is that springs the trap: (the engine whose valve sees it, what passes, seconds later).
+PHASES = {
+    "before": None,
+    "prefill": ("p", Passing.REQUEST, 0.01),  # P has the request and computes
+    "handoff": ("d", Passing.REQUEST, 0.0),  # P has answered, D has not got a byte yet
+    "decode": ("d", Passing.ANSWER, 0.0),  # D has its first token
+}
+FAULTS = ("kill", "stop", "reset")
+VICTIMS = ("p1", "d1")
+MIDDLE = 30  # the so many-th request or answer at one of two engines
+
+
+@contextmanager
+def struck(four, victim, fault, phase, *, number=MIDDLE):
+    """Do it to an engine when a request is in that phase; whatever was done is undone afterwards."""
+    engine, valve = four.engines[victim], four.valves[victim]
+    sprung = []
+
+    def strike():
+        sprung.append(phase)
+        if fault == "kill":
+            engine.child.signal(9)
+        elif fault == "stop":
+            engine.freeze()
+        else:
+            valve.close()
+            valve.loop.call_later(2, valve.open)
+
+    if PHASES[phase] is None:
+        strike()
+    else:
+        role, what, after = PHASES[phase]
+        where = victim if victim.startswith(role) else f"{role}1"
+        four.valves[where].on(what, number, strike, after=after)
+    try:
+        yield
+        assert sprung == [phase]
+    finally:
+        if fault == "kill":
+            engine.kill()
+        elif fault == "stop":
+            engine.thaw()
+
+
+def is_thorough(params):
+    """Tell what is only for ``make test-thorough``: of the matrix, all but a quarter that has every value of each."""
+    axes = ((MODES, "four_engines"), (FAULTS, "fault"), (VICTIMS, "victim"), (tuple(PHASES), "phase"))
+    if "phase" not in params:
+        return False
+    return sum(values.index(params[name]) for values, name in axes) % 4 != 0
+
+
+@pytest.mark.parametrize("four_engines", MODES, indirect=True, scope="module")
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_while_200_requests_run(four, drops, expected, fault, victim, phase):
+    with four.router() as address:
+        with struck(four, victim, fault, phase):
+            found = fates(address, drops, seconds=TOTAL + PREFILL + 2, cache_salt=salt())
+        counts, bad = judge(found, expected)
+    print(f"\n{fault} {victim} {phase}: {dict(counts)}, slowest {max(fate.seconds for fate in found):.1f} s")
+    for fate in found:
+        if fate.error:
+            print("   ", fate.drop.stream, fate.status, fate.error)
+
+    assert bad == []
+    assert counts["right"] >= 0.8 * REQUESTS
+    four.rest()
+
+
+HTTP_500 = b"HTTP/1.1 500 No\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
+RETRY_FREELY = ("--retry-share", "1", "--retry-floor", "100", "--break-after", "100", "--break-share", "1")
+
+
+@pytest.mark.parametrize("four_engines", MODES, indirect=True, scope="module")
+@pytest.mark.parametrize("how", ["reset while it reads", "reset as it answers", "500 in place of its answer"])
+def test_blocks_are_reused_between_a_failed_decode_and_its_retry(four, reference, how):
+    """The blocks of the first try are another prompt's when the second one comes: a router that sent the same params
+    again would have a decode engine read those, and answer 200 with wrong text."""
+    drops = storm(12, seed=700, tokens=(8,), lengths=(150, 220))
+    expected = texts(reference.address, drops)
+    prefills, decodes = ([four.valves[name] for name in names] for names in (("p0", "p1"), ("d0", "d1")))
+    with four.router(*RETRY_FREELY) as address, ThreadPoolExecutor(1) as pool:
+        for valve in decodes:
+            valve.hold(Passing.ANSWER)
+        before = total(prefills, Passing.REQUEST)
+        legs = {what: total(decodes, what) for what in Passing}
+        asking = pool.submit(fates, address, drops, at_once=12, seconds=TOTAL + 2, cache_salt=salt())
+        what = Passing.REQUEST if "reads" in how else Passing.ANSWER
+        wait_until(lambda: total(decodes, what) >= legs[what] + 12, seconds=15, what="all are at their decode engines")
+        wait_until(
+            lambda: total(prefills, Passing.REQUEST) >= before + 12, seconds=15, what="and at their prefill ones"
+        )
+        for valve in prefills:
+            valve.hold(Passing.REQUEST)
+        before = total(prefills, Passing.REQUEST)
+        for valve in decodes:
+            fail(valve, how)
+        wait_until(lambda: total(prefills, Passing.REQUEST) >= before + 12, seconds=5, what="all are sent once more")
+        for name in ("p0", "p1"):
+            reuse_blocks(four.engines[name])
+        for valve in prefills:
+            valve.release()
+        found = asking.result()
+    counts, bad = judge(found, expected)
+
+    assert bad == []
+    assert [(fate.status, fate.error) for fate in found if fate.error] == []
+    assert counts == {"right": 12}
+    four.rest()
+
+
+def total(valves, what):
+    return sum(valve.seen[what] for valve in valves)
+
+
+def fail(valve, how):
+    if "500" in how:
+        valve.answer_instead(HTTP_500)
+    else:
+        valve.reset()
+    valve.release()
+
+
+@pytest.mark.parametrize("four_engines", MODES, indirect=True, scope="module")
+@pytest.mark.parametrize("fault", ["kill", "reset"])
+def test_streams_are_resumed_on_another_decode_engine(four, reference, fault):
+    """40 streams, of which half break off: with --resume no client notices, and every text is the uninterrupted one."""
+    drops = [replace(drop, stream=True) for drop in storm(40, seed=400, tokens=(60,), lengths=(40, 120))]
+    expected = texts(reference.address, drops)
+    with four.router("--resume", "true", *RETRY_FREELY) as address:
+        with struck(four, "d1", fault, "decode", number=15):
+            found = fates(address, drops, at_once=40, seconds=TOTAL + 2, cache_salt=salt())
+        counts, bad = judge(found, expected)
+        page = httpx.get(f"http://{address}/metrics", trust_env=False).text
+    print(counts, [line for line in page.splitlines() if "resum" in line or "retr" in line])
+
+    assert bad == []
+    assert counts == {"right": 40}
+    four.rest()

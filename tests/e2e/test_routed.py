@@ -1,0 +1,173 @@
+"""What the router does beyond the ordinary request, on real engines: other APIs, drains, load, clients that leave."""
+
+import itertools
+import json
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from support.cluster import Watch, free_ports, nothing_held, wait_until
+from support.fixtures import ADMIN_KEY
+from support.questions import compare, questions
+from support.storm import fates, judge, salt, storm, texts
+from support.victims import hang_up
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+WORDS = "copper garden seven letter " * 20
+LOADS = "vllm:xpyd_loads_total"
+
+
+def post(url, path, body, **headers):
+    return httpx.post(url + path, json=body, headers=headers, timeout=60, trust_env=False)
+
+
+BODIES = {
+    "/v1/responses": {"model": "tiny", "input": WORDS, "max_output_tokens": 16, "temperature": 0, "store": False},
+    "/v1/messages": {
+        "model": "tiny", "messages": [{"role": "user", "content": WORDS}], "max_tokens": 16, "temperature": 0,
+    },
+}  # fmt: skip
+
+
+def said(path, answer):
+    """Return the text of an answer, of either API."""
+    assert answer.status_code == 200, answer.text
+    data = answer.json()
+    if path == "/v1/messages":
+        return [part["text"] for part in data["content"]], data["usage"]["output_tokens"]
+    parts = [part for item in data["output"] for part in item.get("content") or ()]
+    return [part["text"] for part in parts], data["usage"]["output_tokens"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_younger_apis_go_over_two_legs(one_pair, engines, path):
+    """The text is the reference's, and D has loaded the prompt."""
+    with Watch(engines.d0) as decode:
+        ours = said(path, post(one_pair, path, BODIES[path]))
+
+    assert ours == said(path, post(engines.reference.base_url, path, BODIES[path]))
+    assert decode.delta(LOADS) == 1
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_younger_apis_stream(one_pair, engines, path):
+    """Events are those of the engine, to the proper end."""
+
+    def stream(url):
+        """Return the names of the events, each once in a row (how many tokens share one is chance), and the text."""
+        lines = post(url, path, {**BODIES[path], "stream": True}).text.splitlines()
+        names = [line for line in lines if line.startswith("event: ")]
+        datas = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+        deltas = [data["delta"] for data in datas if "delta" in data]
+        text = "".join(delta if isinstance(delta, str) else delta.get("text", "") for delta in deltas)
+        return [name for name, _ in itertools.groupby(names)], text
+
+    with Watch(engines.d0) as decode:
+        ours = stream(one_pair)
+
+    assert ours == stream(engines.reference.base_url)
+    assert decode.delta(LOADS) == 1
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "power_of_two", "session", "prefix"])
+def test_every_policy_with_load_reports(start_router, engines, reference_answer, policy):
+    """P is asked how busy it is with every leg; the answers stay what they are."""
+    args = ("--prefill-policy", policy, "--decode-policy", policy)
+    url = start_router(f"router-{policy}", [engines.p0, engines.p1], [engines.d0, engines.d1], args=args)
+    _, wrong = compare(url, questions(9, seed=31), reference_answer)
+
+    assert wrong == {}
+
+
+def test_a_drained_engine_ends_what_it_has_and_gets_nothing_new(start_router, engines, reference):
+    """All requests that run while one engine of each role is drained are right; then it is drained, and back again."""
+    url = start_router(
+        "router-drain", [engines.p0, engines.p1], [engines.d0, engines.d1], env={"ADMIN_API_KEY": ADMIN_KEY}
+    )
+    key = {"X-Api-Key": ADMIN_KEY}
+    drops = storm(60, seed=900, tokens=(40,))
+    expected = texts(reference.address, drops)
+    found = []
+    asking = threading.Thread(target=lambda: found.extend(fates(url[7:], drops, at_once=12, cache_salt=salt())))
+
+    def states():
+        rows = httpx.get(f"{url}/instances", headers=key, trust_env=False).json()["instances"]
+        return {row["id"]: (row["state"], row["in_flight"]) for row in rows}
+
+    asking.start()
+    wait_until(lambda: states()["decode-1"][1] > 0, seconds=20, what="decode-1 has requests")
+    for name in ("prefill-1", "decode-1"):
+        assert post(url, "/instances/drain", {"id": name}, **key).status_code == 200
+    wait_until(lambda: states()["decode-1"][1] == 0, seconds=30, what="decode-1 has nothing left")
+    with Watch(engines.d1) as drained:
+        asking.join()
+    counts, bad = judge(found, expected)
+
+    assert bad == []
+    assert counts == {"right": 60}
+    assert drained.delta(LOADS) == 0
+    wait_until(lambda: states()["prefill-1"][0] == "drained", seconds=40, what="the leases of prefill-1 are over")
+    for name in ("prefill-1", "decode-1"):
+        assert post(url, "/instances/undrain", {"id": name}, **key).status_code == 200
+    counts, bad = judge(fates(url[7:], drops[:12], cache_salt=salt()), expected)
+    assert (counts, bad) == ({"right": 12}, [])
+
+
+@pytest.fixture
+def black_hole():
+    """An address that takes a connection and never accepts it: its backlog is full."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", free_ports(1)[0]))
+        listening.listen(0)
+        fillers = [socket.socket() for _ in range(4)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(listening.getsockname())
+        time.sleep(0.1)
+        yield "{}:{}".format(*listening.getsockname())
+        for filler in fillers:
+            filler.close()
+
+
+def place(url):
+    """Return what ``hang_up`` and the router's command line want to know of an address."""
+    host, port = url.removeprefix("http://").split(":")
+    return SimpleNamespace(host=host, port=int(port), address=f"{host}:{port}")
+
+
+def test_a_client_that_leaves_between_the_legs_leaves_no_block_behind(start_router, engines, black_hole):
+    """P has answered, and D cannot be reached: P's blocks are back within a second, not after the lease of 30 s."""
+    args = ("--probe-interval", "0", "--connect-timeout", "20")
+    url = start_router("router-leaving", [engines.p0], [place(black_hole), engines.d0], args=args)
+    leaving = [
+        threading.Thread(target=hang_up, args=(place(url), {"prompt": WORDS + str(n), "max_tokens": 8}, 2.0))
+        for n in range(4)
+    ]
+    with Watch(engines.p0) as prefill:
+        for client in leaving:
+            client.start()
+        wait_until(lambda: not nothing_held(engines.p0), seconds=20, what="P keeps blocks for a D that is not there")
+        for client in leaving:
+            client.join()
+        wait_until(lambda: nothing_held(engines.p0), seconds=1.5, what="P's blocks are back")
+
+    assert prefill.delta("vllm:xpyd_leases_expired_total") == 0
+    page = httpx.get(f"{url}/metrics", trust_env=False).text.splitlines()
+    (released,) = [
+        line for line in page if line.startswith('xpyd_releases_total{instance="prefill-0",outcome="freed"}')
+    ]
+    assert float(released.split()[-1]) >= 1
+
+
+def test_a_client_that_leaves_during_the_prefill_stops_it(one_pair, engines):
+    """Closing the client's connection closes P's; nothing is held a second later."""
+    for patience in (0.0, 0.01, 0.03, 0.1, 0.3):
+        hang_up(place(one_pair), {"prompt": [7 + i % 400 for i in range(1800)], "max_tokens": 30}, patience)
+
+    for spec in (engines.p0, engines.d0):
+        wait_until(lambda spec=spec: nothing_held(spec), seconds=1.5, what=f"{spec.name} holds nothing")

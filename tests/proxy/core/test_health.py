@@ -272,13 +272,14 @@ def test_an_engine_is_silent_since_the_first_of_the_probes_it_did_not_answer():
     assert one.silent_s(now=14) == 0
 
 
+@pytest.mark.parametrize("answered", [lambda one: one.heard(), lambda one: one.seen(now=3)], ids=["metrics", "probe"])
 @pytest.mark.parametrize("state", [State.DRAINING, State.DRAINED])
-def test_an_engine_that_is_drained_is_heard_of_too(state):
-    """Its probes are other ones, and prove nothing but that it does not hang."""
+def test_an_engine_that_is_drained_is_heard_of_too(state, answered):
+    """Whatever it is asked then, an answer proves nothing but that it does not hang."""
     one = at(state)
     one.missed("does not answer", now=1)
     assert one.silent_s(now=3) == 2
-    one.heard()
+    answered(one)
 
     assert (one.state, one.silent_s(now=4)) == (state, 0)
 

@@ -1,0 +1,297 @@
+"""Connections of the router's own client: when they are opened, closed, used again, and never left behind."""
+
+import asyncio
+import gc
+import socket
+import ssl
+import threading
+import time
+
+import pytest
+
+from support.certificates import Authority
+from support.raw_engine import closing, raw_engine
+from support.wiring import CHUNKED, LOOPS, answer, leg_to, run, until
+from xpyd_proxy.errors import EngineError, EngineTimeout
+from xpyd_proxy.io.wire import WireEngines
+from xpyd_proxy.io.wire.connection import Connection
+from xpyd_proxy.io.wire.reply import Reply
+from xpyd_proxy.settings import Settings
+
+TURNS = 8  # of the event loop: a connection to this machine is open after fewer
+
+
+@pytest.fixture(params=LOOPS)
+def loop(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def serving_tls(tmp_path_factory):
+    """What an engine serves with, and what trusts it."""
+    authority = Authority(tmp_path_factory.mktemp("authority"), "ca")
+    pair = authority.sign("engine")
+    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serving.load_cert_chain(pair.cert, pair.key)
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.load_verify_locations(authority.own.cert)
+    return serving, trusting
+
+
+@pytest.fixture(params=["http", "https"])
+def scheme(request):
+    return request.param
+
+
+@pytest.fixture
+def contexts(scheme, serving_tls):
+    return serving_tls if scheme == "https" else (None, None)
+
+
+def test_a_connect_that_is_cancelled_leaves_no_connection(loop, scheme, contexts):
+    """At whatever turn of the event loop its client leaves, the socket is closed, and the pool knows of none."""
+    theirs, ours = contexts
+
+    def script(engine, talk):
+        engine.hung.append(talk.hung_up())
+
+    async def main(leg):
+        async with WireEngines(Settings(), tls=ours) as engines:
+            for turns in range(TURNS):
+                tasks = [asyncio.create_task(engines.ask(leg, timeout_s=5)) for _ in range(4)]
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+            await until(lambda: not engines.pool._open, within_s=1)
+            await until(lambda: len(engine.hung) == len(engine.sockets))
+
+    with raw_engine(script, tls=theirs) as engine:
+        run(loop, main(leg_to(engine, scheme=scheme)))
+
+    assert all(engine.hung)
+
+
+def test_a_connect_that_is_cancelled_as_it_succeeds_leaves_no_connection(loop, scheme, contexts):
+    """The protocol has been told of its transport, and nobody else has."""
+    theirs, ours = contexts
+
+    def script(_, talk):
+        talk.hung_up()
+
+    async def main(leg):
+        async with WireEngines(Settings(), tls=ours) as engines:
+            for _ in range(5):
+                task = asyncio.create_task(engines.ask(leg, timeout_s=5))
+                start = time.monotonic()
+                while not engines.pool._open and time.monotonic() < start + 1:
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait((task,))
+            await until(lambda: not engines.pool._open, within_s=1)
+
+    with raw_engine(script, tls=theirs) as engine:
+        run(loop, main(leg_to(engine, scheme=scheme)))
+
+
+def test_what_connects_while_all_is_closed_is_closed_too(loop, scheme, contexts):
+    """Its request fails, and the engine is not asked."""
+    theirs, ours = contexts
+
+    def script(engine, talk):
+        engine.requests.append(talk.request())
+        talk.send(answer())
+
+    async def main(leg):
+        engines = WireEngines(Settings(), tls=ours)
+        task = asyncio.create_task(engines.ask(leg, timeout_s=5))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await engines.pool.close()
+        with pytest.raises(EngineError):
+            await task
+        await until(lambda: not engines.pool._open, within_s=1)
+
+    with raw_engine(script, tls=theirs) as engine:
+        run(loop, main(leg_to(engine, scheme=scheme)))
+
+    assert engine.requests == []
+
+
+def test_a_request_that_could_not_be_written_was_not_sent():
+    """The engine resets the connection between the look at it and the writing: nobody may take it for asked.
+
+    uvloop writes after the call has returned, and finds out later.
+    """
+    begun, reset = threading.Event(), threading.Event()
+
+    def script(_, talk):
+        begun.wait(5)
+        talk.reset()
+        reset.set()
+
+    async def main(leg):
+        async with WireEngines(Settings()) as engines:
+            connection = await engines.pool.open(leg.instance)
+            reply = Reply(leg.instance.id, connection)
+            begun.set()
+            assert reset.wait(5)  # and the event loop sees nothing of it
+            assert not await connection.send(reply, b"POST / HTTP/1.1\r\n\r\n", b"{}")
+            with pytest.raises(EngineError, match="broke off"):
+                await reply.head()
+
+    with raw_engine(script) as engine:
+        run("asyncio", main(leg_to(engine)))
+
+
+def test_a_connection_with_unwritten_bytes_is_not_used_again(loop):
+    """The engine has answered early and reads no more: the next request would wait behind the rest of this one."""
+    ready, done = threading.Event(), threading.Event()
+
+    def script(_, talk):
+        if talk.number > 0:
+            talk.request()
+            talk.send(answer(b"next"))
+            return
+        talk.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        ready.set()
+        talk.sock.recv(100)
+        talk.send(answer(b"", status=413))
+        done.wait(5)
+
+    async def main(leg):
+        async with WireEngines(Settings()) as engines:
+            connection = await engines.pool.open(leg.instance)
+            small = connection._transport.get_extra_info("socket")
+            small.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+            assert ready.wait(5)
+            engines.pool.put_back(connection)
+            try:
+                assert (await engines.ask(leg, timeout_s=5)).status == 413
+                assert engines.pool.idle == 0
+                assert (await engines.ask(leg_to(engine), timeout_s=1)).body == b"next"
+            finally:
+                done.set()
+
+    with raw_engine(script) as engine:
+        run(loop, main(leg_to(engine, b"x" * 128_000)))
+
+    assert engine.connections == 2
+
+
+async def ask(engines, leg):
+    await engines.ask(leg, timeout_s=5)
+
+
+async def read(engines, leg):
+    async with engines.stream(leg) as streamed:
+        async for _ in streamed.chunks:
+            pass
+
+
+async def deliver(engines, leg):
+    async with engines.stream(leg) as streamed:
+        await streamed.chunks.deliver(len)
+
+
+FAILING = {
+    "no head": b"",
+    "cut": CHUNKED + b"5\r\nhel",
+    "not HTTP": b"HTTP/9.9 200 OK\r\n\r\n",
+    "not HTTP later": CHUNKED + b"5\r\nhelloXX",
+    "unclear": b"HTTP/1.1 101 Switching\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("said", FAILING.values(), ids=FAILING)
+def test_a_failed_request_is_freed_at_once(loop, said):
+    """An engine that fails everything must not fill the memory until the garbage collector comes round."""
+
+    async def main(leg):
+        async with WireEngines(Settings()) as engines:
+            for way in (ask, read, deliver):
+                with pytest.raises(EngineError):
+                    await way(engines, leg)
+            await until(lambda: not engines.pool._open)
+            await asyncio.sleep(0)
+            assert [one for one in gc.get_objects(generation=0) if isinstance(one, PARTS)] == []
+
+    with raw_engine(closing(said)) as engine:
+        gc.collect()  # what lives now is old, and what is made from now on is young
+        gc.disable()
+        try:
+            run(loop, main(leg_to(engine)))
+        finally:
+            gc.enable()
+
+
+PARTS = (Connection, Reply, EngineError)
+
+
+def test_a_connection_that_nobody_took_is_freed_at_once(loop):
+    """An engine that is away is asked again and again."""
+
+    async def main(leg):
+        async with WireEngines(Settings()) as engines:
+            for _ in range(3):
+                with pytest.raises(EngineError, match="cannot be reached"):
+                    await engines.ask(leg, timeout_s=5)
+            await asyncio.sleep(0)
+            assert [one for one in gc.get_objects(generation=0) if isinstance(one, PARTS)] == []
+
+    with raw_engine(closing(b"")) as engine:
+        pass
+    gc.collect()
+    gc.disable()
+    try:
+        run(loop, main(leg_to(engine)))
+    finally:
+        gc.enable()
+
+
+def test_a_stream_that_its_own_client_holds_up_is_not_given_up(loop):
+    """Nothing is heard because nothing is read; the engine's silence is counted from when reading goes on."""
+
+    def script(_, talk):
+        talk.request()
+        talk.send(CHUNKED + b"1\r\nx\r\n")
+        talk.hung_up()
+
+    async def main(leg):
+        async with WireEngines(Settings()) as engines, engines.stream(leg) as streamed:
+            got = []
+            task = asyncio.create_task(streamed.chunks.deliver(got.append))
+            await until(lambda: got)
+            streamed.chunks.pause()
+            await asyncio.sleep(0.2)
+            assert engines.give_up(leg.instance, silent_s=0.1) == 0
+            streamed.chunks.resume()
+            assert engines.give_up(leg.instance, silent_s=0.1) == 0
+            await asyncio.sleep(0.2)
+            assert engines.give_up(leg.instance, silent_s=0.1) == 1
+            with pytest.raises(EngineTimeout, match="hangs"):
+                await task
+
+    with raw_engine(script) as engine:
+        run(loop, main(leg_to(engine)))
+
+
+def test_a_resume_without_a_pause_is_no_sign_of_life(loop):
+    """Whoever pours a stream may say so at any time."""
+
+    def script(_, talk):
+        talk.request()
+        talk.send(CHUNKED)
+        talk.hung_up()
+
+    async def main(leg):
+        async with WireEngines(Settings()) as engines, engines.stream(leg) as streamed:
+            start = time.monotonic()
+            while time.monotonic() < start + 0.2:
+                streamed.chunks.resume()
+                await asyncio.sleep(0.01)
+            assert engines.give_up(leg.instance, silent_s=0.1) == 1
+
+    with raw_engine(script) as engine:
+        run(loop, main(leg_to(engine)))

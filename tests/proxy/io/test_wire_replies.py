@@ -1,0 +1,152 @@
+"""Answers as the router's own client reads them: held up and over TLS, whose layer reads ahead of us."""
+
+import asyncio
+import ssl
+import threading
+
+import pytest
+
+from support.certificates import Authority
+from support.raw_engine import closing, raw_engine, replying
+from support.wiring import LOOPS, answer, leg_to, run, until
+from xpyd_proxy.errors import EngineError
+from xpyd_proxy.io.wire import WireEngines
+from xpyd_proxy.settings import Settings
+
+
+@pytest.fixture(params=LOOPS)
+def loop(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def serving_tls(tmp_path_factory):
+    """What an engine serves with, and what trusts it."""
+    authority = Authority(tmp_path_factory.mktemp("authority"), "ca")
+    pair = authority.sign("engine")
+    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serving.load_cert_chain(pair.cert, pair.key)
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.load_verify_locations(authority.own.cert)
+    return serving, trusting
+
+
+def test_a_pause_holds_although_much_was_unread(loop):
+    """More than 256 KiB had held the engine up already: their delivery must not let it go on by itself."""
+    body = bytes(range(256)) * 12_000
+
+    async def main(leg):
+        async with WireEngines(Settings()) as engines, engines.stream(leg) as streamed:
+            await until(lambda: streamed.chunks._reply._held_up)
+            got = []
+            streamed.chunks.pause()
+            task = asyncio.create_task(streamed.chunks.deliver(got.append))
+            await until(lambda: got)
+            await asyncio.sleep(0.1)
+            assert len(got) == 1
+            streamed.chunks.resume()
+            await task
+            return b"".join(got)
+
+    with raw_engine(replying(answer(body))) as engine:
+        assert run(loop, main(leg_to(engine))) == body
+
+
+def test_a_resume_does_not_let_go_what_is_unread(loop):
+    """The client is fast again, and our own reader is not: the memory stays bounded."""
+    body = bytes(range(256)) * 12_000
+
+    async def main(leg):
+        async with WireEngines(Settings()) as engines, engines.stream(leg) as streamed:
+            reply = streamed.chunks._reply
+            await until(lambda: reply._held_up)
+            size = reply._size
+            streamed.chunks.pause()
+            streamed.chunks.resume()
+            await asyncio.sleep(0.1)
+            assert reply._size == size
+            return b"".join([chunk async for chunk in streamed.chunks])
+
+    with raw_engine(replying(answer(body))) as engine:
+        assert run(loop, main(leg_to(engine))) == body
+
+
+@pytest.mark.parametrize("at", ["the last piece", "the end"])
+def test_a_second_answer_read_by_tls_while_paused_answers_nobody(loop, at, serving_tls):
+    """The TLS layer reads on, and keeps what it decrypts until reading resumes: by then it is another's turn."""
+    theirs, ours = serving_tls
+    delivering, paused, strayed = threading.Event(), threading.Event(), threading.Event()
+
+    def script(_, talk):
+        talk.request()
+        if talk.number > 0:
+            talk.send(answer(b"right"))
+        else:
+            head, body = answer()[:-5], answer()[-5:]
+            talk.send(head)
+            delivering.wait(5)
+            talk.send(body)
+            paused.wait(5)
+            talk.send(answer(b"wrong"))
+            strayed.set()
+        talk.hung_up()
+
+    async def main(leg):
+        async with WireEngines(Settings(), tls=ours) as engines:
+            async with engines.stream(leg) as streamed:
+                got = []
+
+                def sink(piece):
+                    got.append(piece)
+                    if at == "the last piece":
+                        streamed.chunks.pause()
+
+                asyncio.get_running_loop().call_soon(delivering.set)
+                await streamed.chunks.deliver(sink)
+                assert b"".join(got) == b"hello"
+                if at == "the end":
+                    streamed.chunks.pause()
+                paused.set()
+                await until(strayed.is_set)
+                await asyncio.sleep(0.05)  # for the TLS layer to read it
+            assert (await engines.ask(leg, timeout_s=5)).body == b"right"
+
+    with raw_engine(script, tls=theirs) as engine:
+        run(loop, main(leg_to(engine, scheme="https")))
+
+    assert engine.connections == 2
+
+
+async def ask(engines, leg):
+    await engines.ask(leg, timeout_s=5)
+
+
+async def stream(engines, leg):
+    await engines.stream(leg).__aenter__()
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.0 200 OK\r\n\r\n"])
+@pytest.mark.parametrize("way", [ask, stream])
+def test_over_tls_an_answer_without_a_length_is_refused(loop, way, head, serving_tls):
+    """Anybody on the way can end the connection, and half an answer would pass for a whole one."""
+    theirs, ours = serving_tls
+
+    async def main(leg):
+        async with WireEngines(Settings(), tls=ours) as engines:
+            with pytest.raises(EngineError, match="without a length over TLS"):
+                await way(engines, leg)
+
+    with raw_engine(closing(head + b'{"half":'), tls=theirs) as engine:
+        run(loop, main(leg_to(engine, scheme="https")))
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 204 X\r\n\r\n", b"HTTP/1.1 304 X\r\n\r\n"])
+def test_over_tls_an_answer_that_has_no_body_needs_no_length(loop, head, serving_tls):
+    theirs, ours = serving_tls
+
+    async def main(leg):
+        async with WireEngines(Settings(), tls=ours) as engines:
+            return (await engines.ask(leg, timeout_s=5)).body
+
+    with raw_engine(replying(head), tls=theirs) as engine:
+        assert run(loop, main(leg_to(engine, scheme="https"))) == b""

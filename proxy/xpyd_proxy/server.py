@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from dataclasses import replace
 from typing import Final
 
@@ -16,6 +16,7 @@ from xpyd_proxy.app import HOT_PATHS, Router
 from xpyd_proxy.config import needs_restart
 from xpyd_proxy.core.lifetime import Step
 from xpyd_proxy.errors import AddressError, ConfigError
+from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.files import renew_chain
 from xpyd_proxy.settings import Settings
 
@@ -80,7 +81,7 @@ class _Process:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_end)
         loop.add_signal_handler(signal.SIGHUP, self._on_reload)
-        async with _meanwhile(self._end_when_told()):
+        async with meanwhile(self._end_when_told()):
             await self._server.serve()
 
     def _on_end(self) -> None:
@@ -129,16 +130,5 @@ class _Process:
                     await asyncio.sleep(_TICK_S)
 
     async def _unless_hurried(self, waiting: Awaitable[None]) -> None:
-        async with _meanwhile(waiting) as task, _meanwhile(self._hurried.wait()) as hurried:
+        async with meanwhile(waiting) as task, meanwhile(self._hurried.wait()) as hurried:
             await asyncio.wait((task, hurried), return_when=asyncio.FIRST_COMPLETED)
-
-
-@contextlib.asynccontextmanager
-async def _meanwhile(work: Awaitable[object]) -> AsyncGenerator[asyncio.Future[object]]:
-    """Do something meanwhile; it is dropped when the block is left."""
-    task = asyncio.ensure_future(work)
-    try:
-        yield task
-    finally:
-        task.cancel()
-        await asyncio.wait((task,))

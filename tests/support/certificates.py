@@ -1,5 +1,6 @@
 """Certificates for tests: one authority, and what it has signed, made by the openssl binary."""
 
+import ssl
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,15 @@ class Authority:
         return self._make(
             name, *extra, "-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=CA:FALSE"
         )
+
+    def contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        """Return what an engine of this authority serves with, and what trusts it."""
+        pair = self.sign("engine")
+        serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        serving.load_cert_chain(pair.cert, pair.key)
+        trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        trusting.load_verify_locations(self.own.cert)
+        return serving, trusting
 
     def _make(self, name: str, *extra: str) -> Pair:
         pair = Pair(str(self.folder / f"{name}.pem"), str(self.folder / f"{name}.key"))

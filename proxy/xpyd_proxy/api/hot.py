@@ -73,7 +73,6 @@ class _Exchange(RequestResponseCycle):
     """One request and its answer."""
 
     def __init__(self, protocol: "_HotProtocol", *, keep_alive: bool) -> None:
-        self._protocol = protocol
         scope = cast("Any", protocol.scope)
         scope[LEAVING], scope[POURING] = self._on_leaving, self
         self.scope = scope
@@ -81,11 +80,9 @@ class _Exchange(RequestResponseCycle):
         self.flow = protocol.flow
         self.logger = protocol.logger
         self.on_response = protocol.on_response_complete
-        self.access_log = False
         self.default_headers = protocol.server_state.default_headers
         self.disconnected = False
         self.keep_alive = keep_alive
-        self.waiting_for_100_continue = False
         self.parts: list[bytes] = []
         self.size = 0  # bytes in them
         self.over = False  # all of the body is here

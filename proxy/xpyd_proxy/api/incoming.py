@@ -11,8 +11,8 @@ from xpyd_proxy.api.hot import LEAVING
 from xpyd_proxy.core.model import Headers
 from xpyd_proxy.errors import BadRequest, BodyTooLarge, UnsupportedMedia
 
-# X-Request-Id is missing on purpose: engines match the halves of a request by it, so it must be ours and unique.
 _HEADERS: Final = "xpyd.headers"  # in a scope: its headers by name
+# X-Request-Id is missing on purpose: engines match the halves of a request by it, so it must be ours and unique.
 _PASSED_ON: Final = frozenset({b"authorization", b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority"})
 
 

@@ -54,6 +54,20 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_bug)
 
 
+class _Noting:
+    """Passes an answer on, and knows whether it has begun."""
+
+    __slots__ = ("_send", "begun")
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.begun = False
+
+    async def __call__(self, message: Message) -> None:
+        self.begun = True
+        await self._send(message)
+
+
 class Answering:
     """ASGI middleware for an application that FastAPI's handlers do not surround: the same errors, the same answers."""
 
@@ -62,17 +76,11 @@ class Answering:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer for what goes wrong before there is an answer; what goes wrong later is the server's to cut off."""
-        begun = False
-
-        async def sending(message: Message) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
-
+        noting = _Noting(send)
         try:
-            await self._app(scope, receive, sending)
+            await self._app(scope, receive, noting)
         except ProxyError as error:
-            if begun:
+            if noting.begun:
                 raise
             await response_to(error, scope)(scope, receive, send)
 
@@ -85,20 +93,12 @@ class LastResort:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve, and answer 500 for what should not have happened, if nothing has been answered yet."""
-        begun = False
-
-        async def sending(message: Message) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
-
+        noting = _Noting(send)
         try:
-            await self._app(scope, receive, sending)
+            await self._app(scope, receive, noting)
         except Exception as error:
-            if not begun:
-                status, body = error_body(error)
-                response = Response(body, status, id_headers(scope), media_type="application/json")
-                await response(scope, receive, send)
+            if not noting.begun:
+                await _response_to_a_bug(error, scope)(scope, receive, send)
             raise
 
 
@@ -142,5 +142,9 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """Answer for what should not have happened, from outside of Tracking; the server logs the traceback."""
+    return _response_to_a_bug(error, request.scope)
+
+
+def _response_to_a_bug(error: Exception, scope: Scope) -> Response:
     status, body = error_body(error)
-    return Response(body, status, id_headers(request.scope), media_type="application/json")
+    return Response(body, status, id_headers(scope), media_type="application/json")

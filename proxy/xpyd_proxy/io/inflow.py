@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from xpyd_proxy.core.inflow import Inflow, received
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.ports import Fleet
+from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.checks import Sick
 from xpyd_proxy.io.sight import Sight
 
@@ -30,12 +31,8 @@ class InflowWatch:
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
         """Look while the block lasts."""
-        task = asyncio.create_task(self._run())
-        try:
+        async with meanwhile(self._run()):
             yield
-        finally:
-            task.cancel()
-            await asyncio.wait((task,))
 
     async def look(self) -> None:
         """Look at every decode engine once, one after the other."""

@@ -13,6 +13,7 @@ from xpyd_proxy.core.facts import Facts
 from xpyd_proxy.core.health import State
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.registry import Member, Registry
+from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.checks import Sick
 
 logger = logging.getLogger(__name__)
@@ -90,12 +91,8 @@ class Prober:
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
         """Probe while the block lasts."""
-        task = asyncio.create_task(self._run())
-        try:
+        async with meanwhile(self._run()):
             yield
-        finally:
-            task.cancel()
-            await asyncio.wait((task,))
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -145,8 +142,7 @@ class Prober:
                 await self._look(member)
             except Sick as sick:
                 member.life.missed(str(sick), now=self._clock(), silent=sick.silent)
-                if sick.silent:
-                    self._note_silence(member)
+                self._note_silence(member)
             except Exception:  # a bug must not end the probing of all the others
                 logger.exception("the probe of %s failed", member.instance.id)
         turn.is_on = False

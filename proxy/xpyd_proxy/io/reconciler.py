@@ -25,6 +25,7 @@ from xpyd_proxy.core.ports import Fleet
 from xpyd_proxy.core.registry import Member, Registry
 from xpyd_proxy.core.target import Target
 from xpyd_proxy.errors import AddressError, AlreadyKnown, NoInstance
+from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.stores.port import Store
 
 logger = logging.getLogger(__name__)
@@ -176,12 +177,8 @@ class Discovery:
             await stack.enter_async_context(self._store.running())
             for feed in self._feeds:
                 await stack.enter_async_context(feed())
-            task = asyncio.create_task(self._tick())
-            try:
-                yield
-            finally:
-                task.cancel()
-                await asyncio.wait((task,))
+            await stack.enter_async_context(meanwhile(self._tick()))
+            yield
 
     async def add(self, role: Role, target: Target) -> None:
         """Add an engine, for all routers of the store.

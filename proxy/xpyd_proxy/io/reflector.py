@@ -14,6 +14,7 @@ import msgspec
 from xpyd_proxy.core.discovery import MOST
 from xpyd_proxy.core.pods import Meta
 from xpyd_proxy.core.raw_json import NotJson, decode
+from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.kubernetes import Expired, KubeError, Kubernetes
 
 logger = logging.getLogger(__name__)
@@ -113,12 +114,8 @@ class Reflector(Generic[T]):
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
         """Keep the view while the block lasts."""
-        task = asyncio.create_task(self._run())
-        try:
+        async with meanwhile(self._run()):
             yield
-        finally:
-            task.cancel()
-            await asyncio.wait((task,))
 
     async def _run(self) -> None:
         failures = 0

@@ -173,8 +173,6 @@ class Pouring:
         self._heard = self._loop.time()
         if passing := self._stream.passing(chunk):
             self._sink(passing)
-        if self._paused:
-            self._delivery.pause()  # once more: handing over what it had kept may have set it going
 
     def _look_again(self) -> None:
         when = due(self._attempt, self._heard)

@@ -732,12 +732,7 @@ def authority(tmp_path_factory):
 @pytest.fixture(scope="module")
 def serving_tls(authority):
     """What an engine serves with, and what trusts it."""
-    pair = authority.sign("engine")
-    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    serving.load_cert_chain(pair.cert, pair.key)
-    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    trusting.load_verify_locations(authority.own.cert)
-    return serving, trusting
+    return authority.contexts()
 
 
 def test_tls(client, way, serving_tls):

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import socket
-import ssl
 import threading
 import time
 
@@ -29,13 +28,7 @@ def loop(request):
 @pytest.fixture(scope="module")
 def serving_tls(tmp_path_factory):
     """What an engine serves with, and what trusts it."""
-    authority = Authority(tmp_path_factory.mktemp("authority"), "ca")
-    pair = authority.sign("engine")
-    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    serving.load_cert_chain(pair.cert, pair.key)
-    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    trusting.load_verify_locations(authority.own.cert)
-    return serving, trusting
+    return Authority(tmp_path_factory.mktemp("authority"), "ca").contexts()
 
 
 @pytest.fixture(params=["http", "https"])

@@ -1,7 +1,6 @@
 """Answers as the router's own client reads them: held up and over TLS, whose layer reads ahead of us."""
 
 import asyncio
-import ssl
 import threading
 
 import pytest
@@ -22,13 +21,7 @@ def loop(request):
 @pytest.fixture(scope="module")
 def serving_tls(tmp_path_factory):
     """What an engine serves with, and what trusts it."""
-    authority = Authority(tmp_path_factory.mktemp("authority"), "ca")
-    pair = authority.sign("engine")
-    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    serving.load_cert_chain(pair.cert, pair.key)
-    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    trusting.load_verify_locations(authority.own.cert)
-    return serving, trusting
+    return Authority(tmp_path_factory.mktemp("authority"), "ca").contexts()
 
 
 def test_a_pause_holds_although_much_was_unread(loop):

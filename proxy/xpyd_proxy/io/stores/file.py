@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from xpyd_proxy.core.discovery import MOST
+from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.stores.port import StoreDown, Told
 
 logger = logging.getLogger(__name__)
@@ -43,12 +44,8 @@ class FileStore:
     async def running(self) -> AsyncGenerator[None]:
         """Read the file, and look again and again whether another process has changed it."""
         await self._glance()
-        task = asyncio.create_task(self._look())
-        try:
+        async with meanwhile(self._look()):
             yield
-        finally:
-            task.cancel()
-            await asyncio.wait((task,))
 
     async def _look(self) -> None:
         while True:

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from xpyd_proxy.core.discovery import MOST
+from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.stores.port import StoreDown, Told
 
 
@@ -33,12 +34,8 @@ class MemoryStore:
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
         """Say again and again that nothing is old."""
-        task = asyncio.create_task(self._beat())
-        try:
+        async with meanwhile(self._beat()):
             yield
-        finally:
-            task.cancel()
-            await asyncio.wait((task,))
 
     async def _beat(self) -> None:
         while True:

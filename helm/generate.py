@@ -25,9 +25,9 @@ CHART = HERE / "xpyd"
 BEGIN, END = "<!-- values: made by helm/generate.py -->", "<!-- end of values -->"
 # Settings of the router for which the chart has values of its own, or which name files that it mounts.
 ROUTER_OWN = {
-    "prefill", "decode", "host", "port", "kubernetes_selector", "kubernetes_namespace", "store", "drain_grace_s",
-    "shutdown_timeout_s", "api_keys_file", "prefill_api_key_file", "decode_api_key_file", "tls_cert", "tls_key",
-    "tls_client_ca",
+    "prefill", "decode", "host", "port", "workers", "kubernetes_selector", "kubernetes_namespace", "store",
+    "drain_grace_s", "shutdown_timeout_s", "api_keys_file", "prefill_api_key_file", "decode_api_key_file", "tls_cert",
+    "tls_key", "tls_client_ca",
 }  # fmt: skip
 CONNECTOR_OWN = {"mode", "kv_lease_duration", *FROM_ENVIRONMENT}
 Schema = dict[str, Any]

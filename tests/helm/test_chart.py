@@ -6,10 +6,12 @@ import tomllib
 import pytest
 import yaml
 
+from support.helm_care import ALL
 from support.helm_chart import CASES, CI, HELMS, ROOT, Chart, default
 from support.helm_checks import CHECKS
-from support.helm_objects import ident, kind, pods, pool, router, templates
+from support.helm_objects import COMPONENT, container, env, flag, ident, kind, pods, pool, router, templates
 from support.helm_schemas import VERSIONS, wrong
+from xpyd_proxy.cli import build_parser
 
 
 @pytest.mark.parametrize("helm", HELMS)
@@ -32,10 +34,10 @@ def test_every_object_is_what_kubernetes_expects(case, version):
     assert [problem for o in default(case) for problem in wrong(o, version)] == []
 
 
-@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+@pytest.mark.parametrize("check", ALL.values(), ids=ALL)
 @pytest.mark.parametrize("case", CASES)
 def test_check(case, check):
-    """See support/helm_checks.py: each says what it is about."""
+    """See support/helm_checks.py and helm_care.py: each says what it is about."""
     assert check(default(case)) == []
 
 
@@ -129,6 +131,101 @@ def test_a_router_without_kubernetes_rights_has_none():
     assert not [o for o in kind(objects, "ConfigMap") if o["metadata"]["name"].endswith("-instances")]
 
 
+@pytest.mark.parametrize("port", [8000, 9000])
+@pytest.mark.parametrize("tls", ["", "tls"])
+def test_a_pod_knows_where_its_own_router_is(port, tls, monkeypatch):
+    """`kubectl exec POD -- xpyd instances list` finds it, whatever its port, and trusts the certificate it serves."""
+    objects = Chart().objects({"router": {"port": port, "tls": {"secretName": tls}}})
+    template = templates(router(objects))[0]
+    for name, one in env(template).items():
+        monkeypatch.setenv(name, one["value"])
+    asked = build_parser(argv := ["instances", "list"]).parse_args(argv)
+
+    assert asked.router == f"http{'s' if tls else ''}://localhost:{port}"
+    assert env(template).get("XPYD_ROUTER_PIN", {}).get("value") == flag(container(template)["args"], "--tls-cert")
+
+
+@pytest.mark.parametrize(
+    ("volume", "source", "cache"),
+    [
+        (
+            {"type": "pvc", "claimName": "m"},
+            {"persistentVolumeClaim": {"claimName": "m", "readOnly": True}},
+            {"type": "pvc", "claimName": "c"},
+        ),
+        (
+            {"type": "image", "image": "r/m:1"},
+            {"image": {"reference": "r/m:1", "pullPolicy": "IfNotPresent"}},
+            {"type": "claimTemplate", "storageClass": "fast"},
+        ),
+        (
+            {"type": "hostPath", "hostPath": "/srv/m"},
+            {"hostPath": {"path": "/srv/m", "type": "Directory"}},
+            {"type": "none"},
+        ),
+    ],
+    ids=lambda one: one.get("type"),
+)
+def test_a_model_may_lie_on_any_kind_of_volume_beside_any_kind_of_cache(volume, source, cache):
+    """It is mounted where its name says, nobody writes to it, and nothing is downloaded."""
+    values = {"model": {"name": "/models/m", "volume": volume}, "cache": cache}
+    kinds = {role: {"kind": "StatefulSet"} for role in ("prefill", "decode")}
+    objects = Chart().objects(values | kinds)
+
+    assert [problem for check in CHECKS.values() for problem in check(objects)] == []
+    assert [problem for o in objects for problem in wrong(o, "1.33.0")] == []
+    for role in ("prefill", "decode"):
+        template = templates(pool(objects, role))[0]
+        assert {"name": "model", **source} in template["spec"]["volumes"]
+        mount = {"name": "model", "mountPath": "/models", "readOnly": True}
+        assert mount in container(template)["volumeMounts"]
+        assert env(template)["HF_HUB_OFFLINE"]["value"] == "1"
+        assert bool(pool(objects, role)["spec"].get("volumeClaimTemplates")) is (cache["type"] == "claimTemplate")
+
+
+def test_images_are_pulled_by_digest_and_with_secrets_if_they_have_them():
+    """A digest wins over a tag, in the routers, both pools and the test."""
+    digest = "sha256:" + "0" * 64
+    image = {"image": {"repository": "registry.example.com/x", "tag": "9", "digest": digest}}
+    values = {"router": image, "prefill": image, "decode": image, "imagePullSecrets": [{"name": "registry"}]}
+    found = [spec for _, _, spec in pods(Chart().objects(values))]
+
+    assert {c["image"] for spec in found for c in spec["containers"]} == {f"registry.example.com/x@{digest}"}
+    assert [spec["imagePullSecrets"] for spec in found] == [[{"name": "registry"}]] * 4
+
+
+def test_pods_are_spread_placed_and_ranked_as_the_values_say():
+    """Each pool for itself; what the chart adds is the selector of its own pods."""
+    spread = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "DoNotSchedule"}
+    place = {
+        "topologySpread": [spread], "priorityClassName": "high", "schedulerName": "s", "runtimeClassName": "nvidia",
+        "colocate": {"enabled": True}, "nodeSelector": {"gpu": "h200"},
+    }  # fmt: skip
+    objects = Chart().objects({"prefill": place, "router": {"priorityClassName": "top", "topologySpread": [spread]}})
+    spec, plain = (templates(pool(objects, role))[0]["spec"] for role in ("prefill", "decode"))
+
+    assert [spec[key] for key in ("priorityClassName", "schedulerName", "runtimeClassName")] == ["high", "s", "nvidia"]
+    assert spec["topologySpreadConstraints"][0] == spread | {
+        "labelSelector": {"matchLabels": pool(objects, "prefill")["spec"]["selector"]["matchLabels"]}
+    }
+    (wish,) = spec["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert wish["podAffinityTerm"]["labelSelector"]["matchLabels"][COMPONENT] == "decode"
+    assert templates(router(objects))[0]["spec"]["priorityClassName"] == "top"
+    assert not {"priorityClassName", "affinity", "topologySpreadConstraints", "nodeSelector"} & plain.keys()
+    assert CHECKS["selectors"](objects) == []
+
+
+@pytest.mark.parametrize("tls", ["", "tls"])
+def test_whoever_is_in_front_knows_what_the_router_speaks(tls):
+    """A gateway that sends plain HTTP to a port of TLS gets 400 for everything."""
+    (service,) = [
+        o for o in kind(Chart().objects({"router": {"tls": {"secretName": tls}}}), "Service")
+        if o["metadata"]["labels"][COMPONENT] == "router"
+    ]  # fmt: skip
+
+    assert service["spec"]["ports"][0]["appProtocol"] == ("https" if tls else "http")
+
+
 def test_a_budget_never_keeps_what_is_not_ready():
     """A node could not be emptied of engines that load, or of routers that wait for them."""
     for o in kind(default("2p4d"), "PodDisruptionBudget"):
@@ -150,6 +247,25 @@ def test_prices_of_a_mode_are_in_its_preset():
     assert (
         "add" not in templates(pool(default(), "decode"))[0]["spec"]["containers"][0]["securityContext"]["capabilities"]
     )
+
+
+PRIVILEGED = {
+    "hostnetwork-rdma",
+    "tp8-multinode",
+}  # RDMA takes IPC_LOCK; and one has the node's network and disk
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_namespace_of_the_baseline_standard_takes_all_that_needs_no_rdma(case):
+    """Pod Security admission would refuse the engines of the others, and say so in an event that nobody reads."""
+    found = set()
+    for _, _, spec in pods(default(case)):
+        (c,) = spec["containers"]
+        found |= {"hostNetwork"} & spec.keys()
+        found |= {"hostPath" for volume in spec.get("volumes", ()) if "hostPath" in volume}
+        found |= set(c["securityContext"]["capabilities"].get("add", ()))
+
+    assert bool(found) is (case in PRIVILEGED), found
 
 
 def test_what_artifact_hub_shows_is_what_is_installed():

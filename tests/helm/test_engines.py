@@ -49,7 +49,7 @@ def started():
 
 
 def read(argvs):
-    argv = ["nice", "-n", "19", sys.executable, "-W", "ignore", "-c", READING]
+    argv = [sys.executable, "-W", "ignore", "-c", READING]
     done = subprocess.run(argv, input=json.dumps(argvs), capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

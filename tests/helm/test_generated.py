@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from support.helm_chart import CHART, HELMS, ROOT, Chart, Refused, run
+from support.oci_registry import oci_registry
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +69,17 @@ def test_notes_tell_how_to_go_on():
     assert "connector.secret.name is empty" in notes
     assert "is empty" not in quiet
     assert "https://localhost:8000" in quiet
+    assert "whatever is in front must speak it" in quiet
+    assert "whatever is in front" not in notes
+
+
+def test_notes_say_so_if_the_test_cannot_get_in():
+    """Routers that want a certificate of their clients want one of it, too."""
+    tls = ["--set", "router.tls.secretName=t,router.tls.clientCaSecretName=c"]
+    shown = [*tls, "--set", "tests.clientCertSecretName=p"]
+    texts = [run("helm4", "install", "r", str(CHART), "--dry-run=client", *more) for more in (tls, shown)]
+
+    assert ["helm test will fail" in text for text in texts] == [True, False]
 
 
 def test_the_chart_is_packed_without_its_tests(tmp_path):
@@ -80,26 +92,63 @@ def test_the_chart_is_packed_without_its_tests(tmp_path):
         package.unlink()
 
 
-@pytest.mark.parametrize("helm", HELMS)
-def test_a_package_can_be_signed_and_a_changed_one_is_not_taken_for_it(helm, tmp_path):
-    """With a key of this test alone."""
+@pytest.fixture(scope="module")
+def keyrings(tmp_path_factory):
+    """A key of these tests alone: the file to sign with, and the one to verify with."""
     if shutil.which("gpg") is None:
         pytest.skip("gpg is not installed")
-    home = tmp_path / "home"
-    home.mkdir(mode=0o700)
+    folder = tmp_path_factory.mktemp("keys")
+    (home := folder / "home").mkdir(mode=0o700)
 
     def gpg(*argv):
         whole = ["gpg", "--homedir", str(home), "--batch", "--pinentry-mode", "loopback", "--passphrase", "", *argv]
         return subprocess.run(whole, capture_output=True, check=True, timeout=60).stdout
 
     gpg("--quick-generate-key", "xpyd test", "rsa2048", "sign", "1d")
-    (secret := tmp_path / "secret.gpg").write_bytes(gpg("--export-secret-keys"))
-    (public := tmp_path / "public.gpg").write_bytes(gpg("--export"))
+    (secret := folder / "secret.gpg").write_bytes(gpg("--export-secret-keys"))
+    (public := folder / "public.gpg").write_bytes(gpg("--export"))
     subprocess.run(["gpgconf", "--homedir", str(home), "--kill", "all"], check=True, capture_output=True, timeout=60)
-    run(helm, "package", str(CHART), "-d", str(tmp_path), "--sign", "--key", "xpyd test", "--keyring", str(secret))
-    (package,) = tmp_path.glob("*.tgz")
+    return secret, public
 
-    assert "xpyd test" in run(helm, "verify", str(package), "--keyring", str(public))
+
+def signed(helm, folder, keyrings):
+    """Pack the chart and sign it."""
+    run(helm, "package", str(CHART), "-d", str(folder), "--sign", "--key", "xpyd test", "--keyring", str(keyrings[0]))
+    (package,) = folder.glob("*.tgz")
+    return package
+
+
+@pytest.mark.parametrize("helm", HELMS)
+def test_a_package_can_be_signed_and_a_changed_one_is_not_taken_for_it(helm, tmp_path, keyrings):
+    """With a key of this test alone."""
+    package = signed(helm, tmp_path, keyrings)
+
+    assert "xpyd test" in run(helm, "verify", str(package), "--keyring", str(keyrings[1]))
     package.write_bytes(package.read_bytes() + b"\0")
     with pytest.raises(Refused, match="sha256 sum does not match"):
-        run(helm, "verify", str(package), "--keyring", str(public))
+        run(helm, "verify", str(package), "--keyring", str(keyrings[1]))
+
+
+@pytest.mark.parametrize("helm", HELMS)
+def test_a_package_comes_out_of_an_oci_registry_as_it_went_in(helm, tmp_path, keyrings, monkeypatch):
+    """With its signature, and what is rendered from there is what the folder renders; a changed one is refused."""
+    monkeypatch.setenv("HELM_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "out").mkdir()
+    package = signed(helm, tmp_path, keyrings)
+    pull = ["--plain-http", "--version", "0.1.0", "-d", str(tmp_path / "out")]
+    pull += ["--verify", "--keyring", str(keyrings[1])]
+    with oci_registry() as (host, registry):
+        chart = f"oci://{host}/charts/xpyd"
+        run(helm, "push", str(package), f"oci://{host}/charts", "--plain-http")
+        run(helm, "pull", chart, *pull)
+        rendered = run(helm, "template", "r", chart, "--version", "0.1.0", "--plain-http", "-n", "ns")
+        for digest, body in registry.blobs.items():
+            if body == package.read_bytes():
+                registry.blobs[digest] = body[:-1] + bytes([body[-1] ^ 1])
+        shutil.rmtree(tmp_path / "cache")
+        with pytest.raises(Refused, match=r"(?i)digest|mismatch|sha256"):
+            run(helm, "pull", chart, *pull)
+
+    assert (tmp_path / "out" / package.name).read_bytes() == package.read_bytes()
+    assert rendered.endswith(Chart(package).text(helm=helm))  # helm 4 first says what it has pulled
+    assert ("charts/xpyd", "0.1.0") in registry.manifests

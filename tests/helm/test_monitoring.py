@@ -13,6 +13,7 @@ import yaml
 from support.helm_chart import ROOT, TOOLS, Chart, Refused, default
 from support.helm_metrics import ENGINE_TARGET, TARGET, engine_metrics, loose, named, router_metrics
 from support.helm_objects import kind, matches, pods
+from support.helm_promql import Evaluation, Rule, firing, parsed, series
 
 SERIES = yaml.safe_load((Path(__file__).parent / "alerts.yaml").read_text())
 ROUTER = 'namespace="ns",job="r-xpyd-router"'
@@ -42,7 +43,8 @@ def queries():
             found |= {f"{board['title']}/{panel['title']}/{t['refId']}": t["expr"] for t in panel["targets"]}
     for case in ("2p4d", "tp8-multinode"):
         for scaled in kind(default(case), "ScaledObject"):
-            found[f"{case} {scaled['metadata']['name']}"] = scaled["spec"]["triggers"][0]["metadata"]["query"]
+            for number, trigger in enumerate(scaled["spec"]["triggers"]):
+                found[f"{case} {scaled['metadata']['name']}/{number}"] = trigger["metadata"]["query"]
     return found
 
 
@@ -92,9 +94,50 @@ def test_autoscalers_look_at_metrics_that_engines_have():
     for case in ("2p4d", "tp8-multinode"):
         for o in kind(default(case), "HorizontalPodAutoscaler"):
             assert all(m["pods"]["metric"]["name"] in real() for m in o["spec"]["metrics"] if m["type"] == "Pods")
-    (query,) = [text for name, text in queries().items() if name.startswith("2p4d")]
+    query = queries()["2p4d r-xpyd-prefill/0"]
     assert 'model_name="qwen"' in query
     assert 'xpyd_io_role="prefill"' in query
+
+
+def test_the_ratio_of_the_pools_is_kept_by_counting_the_other():
+    """Half a prefill engine for each decode engine that answers Prometheus; the autoscaler rounds up."""
+    query = queries()["tp8-multinode r-xpyd-prefill/2"]
+    role = f'up{{{ENGINE},xpyd_io_role="%s",pod="%s"}}'
+    given = {role % ("decode", name): value for name, value in {"a": "1", "b": "1", "c": "1", "d": "0"}.items()}
+    given |= {role % ("prefill", "p"): "1", 'up{namespace="ns",xpyd_io_release="other",xpyd_io_role="decode"}': "1"}
+
+    assert Evaluation(series(given), 0.0).of(parsed(query)) == {frozenset(): 1.5}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "sentence"),
+    [
+        ({"type": "hpa", "perOther": 1}, {}, "only KEDA can count"),
+        ({"type": "keda", "perOther": 1}, {"type": "keda", "perOther": 1.5}, "each pool would make the other grow"),
+    ],
+)
+def test_a_ratio_that_cannot_be_kept_is_refused(prefill, decode, sentence):
+    """The second would end with all the accelerators there are."""
+    with pytest.raises(Refused) as refusal:
+        Chart().text({"prefill": {"autoscaling": prefill}, "decode": {"autoscaling": decode}})
+
+    assert sentence in str(refusal.value)
+
+
+def test_autoscalers_have_all_their_metrics_and_their_pace():
+    """The one that wants most engines decides; engines come as fast as they may and go one at a time."""
+    objects = default("tp8-multinode")
+    (keda,), (hpa,) = kind(objects, "ScaledObject"), kind(objects, "HorizontalPodAutoscaler")
+    down = {"stabilizationWindowSeconds": 600, "policies": [{"type": "Pods", "value": 1, "periodSeconds": 60}]}
+    up = {"policies": [{"type": "Pods", "value": 1, "periodSeconds": 60}]}
+
+    assert [t["metadata"]["threshold"] for t in keda["spec"]["triggers"]] == ["4", "64", "1"]
+    assert [(m["pods"]["metric"]["name"], m["pods"]["target"]["averageValue"]) for m in hpa["spec"]["metrics"]] == [
+        ("vllm:kv_cache_usage_perc", "0.8"),
+        ("vllm:num_requests_running", "128"),
+    ]
+    assert hpa["spec"]["behavior"] == {"scaleUp": up, "scaleDown": down}
+    assert keda["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == {"scaleDown": down}
 
 
 def test_what_is_scraped_has_the_labels_that_queries_ask_for():
@@ -176,49 +219,88 @@ def test_dashboards_do_not_collide():
         assert len({(p["gridPos"]["x"], p["gridPos"]["y"]) for p in board["panels"]}) == len(board["panels"])
 
 
-def promtool():
-    found = shutil.which("promtool") or (str(TOOLS / "promtool") if (TOOLS / "promtool").exists() else None)
-    if found is None:
-        pytest.skip(f"promtool is neither in PATH nor in {TOOLS} (Debian: apt-get install prometheus)")
-    return found
-
-
 def test_every_alert_has_series_that_make_it_fire():
-    """Below they are given to Prometheus itself."""
+    """Below they are given to what evaluates rules."""
     assert [rule["alert"] for rule in rules()] == list(SERIES)
 
 
-def test_every_alert_fires_when_it_should_and_is_quiet_otherwise(tmp_path):
-    """By Prometheus' own engine, with the expressions of the chart."""
+@pytest.mark.parametrize("fires", [True, False], ids=["fires", "quiet"])
+@pytest.mark.parametrize("alert", SERIES)
+def test_an_alert_fires_when_it_should_and_is_quiet_otherwise(alert, fires):
+    """With the expression of the chart, as often as Prometheus would look at it."""
+    (rule,) = [one for one in rules() if one["alert"] == alert]
+    case = _case(rule, SERIES[alert], fires=fires)
+    given = series({one["series"]: one["values"] for one in case["input_series"]})
+    (wanted,) = case["alert_rule_test"]
+
+    found = firing(Rule.read(rule), given, at_s=60 * int(wanted["eval_time"].removesuffix("m")))
+    assert sorted(map(sorted, map(dict.items, found))) == sorted(
+        sorted(o["exp_labels"].items()) for o in wanted["exp_alerts"]
+    )
+    for labels in found:  # what its text names is there; $value is a number
+        assert set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"])) <= labels.keys()
+
+
+@pytest.mark.parametrize("name", queries())
+def test_prometheus_own_grammar_reads_every_query(name):
+    """Types included: a rate of what is no range is refused. Grafana puts in how long a range is."""
+    assert parsed(queries()[name].replace("$__rate_interval", "5m"))
+
+
+@pytest.mark.parametrize("wrong", ["rate(x)", "sum by (a) (x[5m])", "x and 1", "summ(x)", "x{a=b}", "(x"])
+def test_a_query_that_prometheus_refuses_would_be_noticed(wrong):
+    """The check of the check."""
+    with pytest.raises(ValueError, match=r"\w"):
+        parsed(wrong)
+
+
+def test_an_alert_that_never_fires_or_too_soon_would_be_noticed():
+    """The check of the check: another threshold, another label, a longer wait."""
+    (rule,) = [one for one in rules() if one["alert"] == "XpydRequestsFail"]
+    case = _case(rule, SERIES["XpydRequestsFail"], fires=True)
+    given = series({one["series"]: one["values"] for one in case["input_series"]})
+
+    def fires(text, instead, **other):
+        assert text in rule["expr"]
+        changed = {**rule, "expr": rule["expr"].replace(text, instead), **other}
+        return bool(firing(Rule.read(changed), given, at_s=29 * 60))
+
+    assert fires("> 0.05", "> 0.05")
+    assert not fires("> 0.05", "> 0.11")
+    assert not fires('ending=~"5xx|faulty"', 'ending="faulty"')
+    assert not fires("> 0.05", "> 0.05", **{"for": "1h"})
+
+
+PROMTOOL = shutil.which("promtool") or (str(TOOLS / "promtool") if (TOOLS / "promtool").exists() else "")
+
+
+@pytest.mark.parametrize("tool", [PROMTOOL or "none here"])
+def test_promtool_comes_to_the_same(tool, tmp_path):
+    """Where there is one (Debian: apt-get install prometheus): the rules of the chart, and the same series."""
     bare = [{key: value for key, value in rule.items() if key != "annotations"} for rule in rules()]
     for name, group in (("rules.yaml", bare), ("whole.yaml", rules())):
         (tmp_path / name).write_text(yaml.safe_dump({"groups": [{"name": "xpyd", "rules": group}]}))
-    cases = []
-    for rule in rules():
-        for fires in (True, False):
-            cases.append(_case(rule, SERIES[rule["alert"]], fires=fires))
-    (tmp_path / "tests.yaml").write_text(
-        yaml.safe_dump({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": cases})
-    )
+    cases = [_case(rule, SERIES[rule["alert"]], fires=fires) for rule in rules() for fires in (True, False)]
+    whole = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": cases}
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(whole))
 
-    for asked in (["check", "rules", "whole.yaml"], ["test", "rules", "tests.yaml"]):
-        argv = [promtool(), *asked]
-        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    for asked in (["check", "rules", "whole.yaml"], ["test", "rules", "tests.yaml"]) if PROMTOOL else ():
+        done = subprocess.run([tool, *asked], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def _case(rule, series, *, fires):
+def _case(rule, made, *, fires):
     def full(text):
         return re.sub(r"\b([RE])(?=[,}])", lambda m: {"R": ROUTER, "E": ENGINE}[m[1]], text)
 
-    given = [{"series": full(one), "values": values} for one, values in series["fire" if fires else "quiet"].items()]
+    given = [{"series": full(one), "values": values} for one, values in made["fire" if fires else "quiet"].items()]
     expected = []
     if fires:
-        found = series.get("labels", {})
+        found = made.get("labels", {})
         expected = [{"exp_labels": rule["labels"] | one} for one in (found if isinstance(found, list) else [found])]
     return {
         "interval": "1m",
         "name": f"{rule['alert']} {'fires' if fires else 'is quiet'}",
         "input_series": given,
-        "alert_rule_test": [{"eval_time": series.get("at", "29m"), "alertname": rule["alert"], "exp_alerts": expected}],
+        "alert_rule_test": [{"eval_time": made.get("at", "29m"), "alertname": rule["alert"], "exp_alerts": expected}],
     }

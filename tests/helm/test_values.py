@@ -3,15 +3,18 @@
 import functools
 import json
 import math
+import re
+import shutil
 
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.helm_chart import CHART, HELMS, Chart, Refused
+from support.helm_care import gib
+from support.helm_chart import CASES, CHART, HELMS, Chart, Refused, default
 from support.helm_checks import complaints
-from support.helm_objects import container, ident, kind, matches, pods, pool, router, templates
+from support.helm_objects import container, flag, ident, kind, matches, pods, pool, router, templates
 from support.helm_pods import drains
 
 BAD = [
@@ -32,6 +35,8 @@ BAD = [
     ("router.replicas", 0),
     ("router.replicas", "2"),
     ("router.port", 70000),
+    ("router.workers", 0),
+    ("router.settings.workers", 2),  # router.workers is
     ("router.settings.retrys", 2),
     ("router.settings.retries", -1),
     ("router.settings.prefill_policy", "random"),
@@ -60,11 +65,14 @@ BAD = [
     ("prefill.securityContext.privileged", True),
     ("prefill.gpuMemoryUtilization", 1.5),
     ("prefill.shmSize", 16),
+    ("prefill.tmpSize", "much"),
     ("prefill.hugepages.size", "4Mi"),
     ("prefill.accelerator.resource", "gpu"),
     ("decode.autoscaling.type", "vpa"),
     ("decode.autoscaling.metric", "model{name}"),
     ("decode.autoscaling.target", 4),
+    ("decode.autoscaling.more", [{"metric": "vllm:num_requests_running"}]),
+    ("decode.autoscaling.perOther", 0),
     ("decode.probes.periodSeconds", 0),
     ("decode.topologySpread", [{"maxSkew": 1}]),
     ("networkPolicy.routerFrom", [{"cidr": "10.0.0.0/8"}]),
@@ -73,6 +81,8 @@ BAD = [
     ("ingress.paths", ["v1"]),
     ("ingress.hosts", []),
     ("httpRoute.requestTimeout", "ever"),
+    ("tests.seconds", -1),
+    ("tests.apiKey", "hunter2"),  # a secret, not its name
     ("fullnameOverride", "Xpyd"),
     ("revision", "a b"),
     ("listenAddress", "everywhere"),
@@ -144,7 +154,9 @@ CONTRADICTIONS = [
     ({"prefill": {"autoscaling": {"min": 9}}}, "above max"),
     ({"cache": {"type": "claimTemplate"}}, "only a StatefulSet"),
     ({"cache": {"type": "pvc"}}, "cache.claimName is empty"),
-    ({"model": {"volume": {"type": "image"}}}, "model.volume.image is empty"),
+    ({"model": {"name": "/models", "volume": {"type": "image"}}}, "model.volume.image is empty"),
+    ({"model": {"volume": {"type": "pvc", "claimName": "m"}}}, "it is looked for on the volume alone"),
+    ({"model": {"name": "/modelsx/m", "volume": {"type": "pvc", "claimName": "m"}}}, "a path in /models"),
     ({"httpRoute": {"enabled": True}}, "name the gateway"),
     ({"router": {"store": {"type": "redis", "redisUrl": "redis://r:6379"}}, **LOCKED}, "keeps routers from Redis"),
     ({"prefill": {"hostNetwork": True}, "decode": {"hostNetwork": True}, **LOCKED}, "on their nodes' network"),
@@ -281,20 +293,85 @@ def test_prefill_and_decode_share_no_setting():
     assert templates(pool(before, "prefill")) != templates(pool(after, "prefill"))
 
 
-@pytest.mark.parametrize(
-    "values",
-    [{"decode": {"image": {"tag": "2"}}}, {"model": {"dtype": "half"}}, {"connector": {"bufferDevice": "cpu"}}],
-)
-def test_what_must_be_equal_on_both_sides_makes_a_new_revision_of_both(values):
-    """A prefill engine of the old one is never paired with a decode engine of the new one."""
-    revisions = [
-        {meta["labels"].get("xpyd.io/revision") for _, meta, _ in pods(objects)} - {None}
-        for objects in (Chart().objects(), Chart().objects(values), Chart().objects({"decode": {"replicas": 5}}))
-    ]
+MUST_FIT = [  # what makes KV of one engine useless to another, or keeps them from meeting
+    {"prefill": {"image": {"tag": "2"}}},
+    {"decode": {"image": {"digest": "sha256:" + "0" * 64}}},
+    {"model": {"name": "other"}},
+    {"model": {"dtype": "half"}},
+    {"model": {"blockSize": 32}},
+    {"connector": {"bufferDevice": "cpu"}},
+    {"connector": {"extraConfig": {"host_staging": False}}},
+    {"connector": {"secret": {"name": "s"}}},
+    {"prefill": {"extraArgs": ["--kv-cache-dtype", "fp8"]}},
+    {"decode": {"extraArgs": ["--kv-cache-dtype", "fp8"]}},
+    {"prefill": {"extraEnv": [{"name": "VLLM_KV_CACHE_LAYOUT", "value": "HND"}]}},
+    {"decode": {"extraEnv": [{"name": "VLLM_ATTENTION_BACKEND", "value": "FLASHINFER"}]}},
+]
+ALONE = [{"decode": {"replicas": 5}}, {"prefill": {"tensorParallel": 2}}, {"router": {"image": {"tag": "2"}}}]
 
-    assert [len(found) for found in revisions] == [1, 1, 1]
-    assert revisions[0] != revisions[1]
-    assert revisions[0] == revisions[2]
+
+def revision(chart, values=None):
+    """Return the one revision that the pods of both pools have."""
+    marked = re.findall(r"xpyd.io/revision: (\S+)", chart.text(values))
+    assert (len(marked), len(set(marked))) == (2, 1)
+    return marked[0]
+
+
+def test_what_must_fit_on_both_sides_makes_a_new_revision_of_both():
+    """A prefill engine of the old one is never paired with a decode engine of the new one; each change is another."""
+    found = [revision(Chart(), values) for values in [None, *MUST_FIT]]
+
+    assert len(set(found)) == len(found)
+    assert {revision(Chart(), values) for values in ALONE} == {found[0]}
+    assert revision(Chart(), {"revision": "mine", **MUST_FIT[0]}) == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "instead", "values"),
+    [
+        ("(toJson $pool.extraArgs)", '""', MUST_FIT[9]),
+        ("(toJson $pool.extraEnv)", '""', MUST_FIT[10]),
+        ('list "prefill" "decode" -}}\n{{- $pool', 'list "prefill" -}}\n{{- $pool', MUST_FIT[9]),
+        ("(toJson $c.extraConfig)", '""', MUST_FIT[6]),
+        ("$c.secret.name", '""', MUST_FIT[7]),
+    ],
+)
+def test_a_revision_that_forgets_something_is_noticed(text, instead, values, tmp_path):
+    """The test above fails for such a chart."""
+    chart = Chart(shutil.copytree(CHART, tmp_path / "xpyd"))
+    path = chart.folder / "templates" / "_helpers.tpl"
+    before = path.read_text()
+    assert text in before
+    path.write_text(before.replace(text, instead))
+
+    assert revision(chart) == revision(chart, values)
+
+
+def test_a_router_asks_for_a_core_for_each_of_its_processes():
+    """And says nothing of them while there is one."""
+    one, four = (container(templates(router(o))[0]) for o in (default(), Chart().objects({"router": {"workers": 4}})))
+    said = Chart().objects({"router": {"workers": 4, "resources": {"requests": {"cpu": "1500m"}}}})
+
+    assert "--workers" not in one["args"]
+    assert flag(four["args"], "--workers") == "4"
+    assert [c["resources"]["requests"]["cpu"] for c in (one, four, container(templates(router(said))[0]))] == [
+        "1", "4", "1500m",
+    ]  # fmt: skip
+    assert one["resources"]["requests"]["memory"] == "512Mi"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_that_is_downloaded_fits_where_it_goes(case):
+    """Two bytes a parameter, by the number in its name; a pod that writes more than it asked for is evicted first."""
+    for role in ("prefill", "decode"):
+        template = templates(pool(default(case), role))[0]
+        c, volumes = container(template), {v["name"]: v for v in template["spec"]["volumes"]}
+        billions = re.search(r"([\d.]+)[bB]\b", c["args"][1])
+        if "model" in volumes or not billions:
+            continue
+        needed = float(billions[1]) * 2e9 / 2**30
+        room, asked = volumes["cache"]["emptyDir"]["sizeLimit"], c["resources"]["requests"]["ephemeral-storage"]
+        assert gib(room) >= gib(asked) - 8 >= needed, (case, role)
 
 
 def test_nobody_replaces_what_the_chart_itself_goes_by():

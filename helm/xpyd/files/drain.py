@@ -2,13 +2,15 @@
 
 Routers hear of the pod's deletion when this begins, and send nothing new. A decode engine is done when its last request
 is; a prefill engine, when decode engines have also read the KV cache blocks that it keeps for them. vLLM's numbers are
-those of its last step, so they count when they are seen twice in a row. Exit code 0 always: the pod ends either way.
+those of its last step, so they count when they are seen twice in a row. In a pod of an engine of several, which cannot
+go on without it, the numbers are those of the engine's leader. Exit code 0 always: the pod ends either way.
 """
 
 import argparse
 import http.client
 import os
 import re
+import socket
 import sys
 import time
 import urllib.error
@@ -19,18 +21,18 @@ REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 LEASES = "vllm:xpyd_leases_held"
 LINE = re.compile(r"^(vllm:\w+)(?:\{.*\})? ([0-9.eE+-]+)$", re.MULTILINE)
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever HTTP_PROXY says: it is this very pod
-PAUSE_S = 0.5  # between two looks
 SURE = 2  # looks in a row
 GONE = {"nobody listens": 1.0}  # in place of metrics: the model is still being loaded, or the server has ended
+PATIENCE_S = 5.0  # for one answer
 
 
-def read(port: int) -> dict[str, float]:
-    """Return the engine's metrics, summed over its ranks; none if it does not answer, GONE if its port is closed."""
+def read(engine: str, *, patience_s: float) -> dict[str, float]:
+    """Return the engine's metrics, summed over its ranks; none if it does not answer, GONE if there is no server."""
     try:
-        with DIRECT.open(f"http://localhost:{port}/metrics", timeout=5) as answer:
+        with DIRECT.open(f"http://{engine}/metrics", timeout=patience_s) as answer:
             text = answer.read().decode()
     except urllib.error.URLError as exc:
-        return GONE if isinstance(exc.reason, ConnectionRefusedError) else {}
+        return GONE if isinstance(exc.reason, (ConnectionRefusedError, socket.gaierror)) else {}
     except (OSError, ValueError, http.client.HTTPException):
         return {}
     found: dict[str, float] = {}
@@ -54,19 +56,19 @@ def left(role: str, numbers: dict[str, float], *, quiet_s: float, lease_s: float
     return f"{numbers[LEASES]:g} leases" if numbers[LEASES] else ""
 
 
-def drain(role: str, port: int, *, settle_s: float, lease_s: float, seconds: float) -> str:
+def drain(role: str, engine: str, *, settle_s: float, lease_s: float, seconds: float, pause_s: float) -> str:
     """Wait, and say how it ended."""
     started = busy = time.monotonic()
     calm = 0
     while (now := time.monotonic()) < started + seconds:
-        numbers = read(port)
+        numbers = read(engine, patience_s=min(PATIENCE_S, started + seconds - now))
         if sum(numbers.get(name, 0.0) for name in REQUESTS):
             busy = now
         waiting = left(role, numbers, quiet_s=now - busy, lease_s=lease_s)
         calm = 0 if waiting else calm + 1
         if calm >= SURE and now >= started + settle_s:
             return f"drained after {now - started:.1f} s"
-        time.sleep(min(PAUSE_S, max(0.0, started + seconds - now)))
+        time.sleep(min(pause_s, max(0.0, started + seconds - now)))
     return f"not drained in {seconds:g} s: {waiting or 'it was empty for one look only'}"
 
 
@@ -78,8 +80,18 @@ def main() -> None:
     parser.add_argument("--settle", type=float, required=True)
     parser.add_argument("--lease", type=float, required=True)
     parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--pause", type=float, default=0.5, help="seconds between two looks")
+    parser.add_argument("--of-leader", action="store_true", help="the engine is where $LWS_LEADER_ADDRESS says")
     args = parser.parse_args()
-    said = drain(args.role, args.port, settle_s=args.settle, lease_s=args.lease, seconds=args.seconds)
+    host = os.environ.get("LWS_LEADER_ADDRESS", "localhost") if args.of_leader else "localhost"
+    said = drain(
+        args.role,
+        f"{host}:{args.port}",
+        settle_s=args.settle,
+        lease_s=args.lease,
+        seconds=args.seconds,
+        pause_s=args.pause,
+    )
     line = f"xpyd drain: {said}\n"
     try:
         with Path(os.environ.get("XPYD_DRAIN_LOG", "/proc/1/fd/1")).open("w") as log:  # its own output is shown nowhere

@@ -16,6 +16,11 @@
 {{- if and $v.router.tls.clientCaSecretName $v.monitoring.serviceMonitor.enabled (not $v.monitoring.serviceMonitor.tlsConfig) -}}
 {{- fail "router.tls.clientCaSecretName is set: Prometheus needs a certificate to show, so write monitoring.serviceMonitor.tlsConfig" -}}
 {{- end -}}
+{{- /* NAME-REVISION-prefill is a LeaderWorkerSet; its controllers add to that, and a label has 63 characters. */ -}}
+{{- $name := include "xpyd.fullname" . -}}
+{{- if and $v.disaggregatedSet.enabled (gt (len $name) 32) -}}
+{{- fail (printf "disaggregatedSet.enabled is true, and the name %s has more than 32 characters: pods would be called by too long names, so write a shorter fullnameOverride" $name) -}}
+{{- end -}}
 {{- $egress := $v.networkPolicy.egress -}}
 {{- if and $v.networkPolicy.enabled $egress.enabled (not $egress.routerTo) -}}
 {{- if eq $v.router.store.type "redis" -}}
@@ -37,6 +42,17 @@
 {{- end -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $p := index $v $role -}}
+{{- if $v.disaggregatedSet.enabled -}}
+{{- if or (not $p.enabled) (ne $p.kind "LeaderWorkerSet") -}}
+{{- fail (printf "disaggregatedSet.enabled is true: its roles are LeaderWorkerSets, so write %s.enabled: true and %s.kind: LeaderWorkerSet" $role $role) -}}
+{{- end -}}
+{{- if ne $p.autoscaling.type "none" -}}
+{{- fail (printf "%s.autoscaling.type is %s, but a role of a DisaggregatedSet has no name that an autoscaler could scale: write none, or disaggregatedSet.enabled: false" $role $p.autoscaling.type) -}}
+{{- end -}}
+{{- if or (ne (get $p.strategy "type" | default "RollingUpdate") "RollingUpdate") (hasKey (get $p.strategy "rollingUpdateConfiguration" | default dict) "partition") -}}
+{{- fail (printf "%s.strategy: a DisaggregatedSet takes RollingUpdate without a partition" $role) -}}
+{{- end -}}
+{{- end -}}
 {{- if $p.enabled -}}
 {{- if and (ne $p.kind "LeaderWorkerSet") (gt (int $p.nodes) 1) -}}
 {{- fail (printf "%s.nodes is %d, but %s.kind is %s: only a LeaderWorkerSet has several pods for one engine" $role (int $p.nodes) $role $p.kind) -}}
@@ -53,6 +69,9 @@
 {{- if gt (int $p.autoscaling.min) (int $p.autoscaling.max) -}}
 {{- fail (printf "%s.autoscaling.min is %d, above max, which is %d" $role (int $p.autoscaling.min) (int $p.autoscaling.max)) -}}
 {{- end -}}
+{{- if and $p.autoscaling.perOther (eq $p.autoscaling.type "hpa") -}}
+{{- fail (printf "%s.autoscaling.perOther is set, but %s.autoscaling.type is hpa: only KEDA can count the engines of the other pool" $role $role) -}}
+{{- end -}}
 {{- include "xpyd.check.ports" (dict "role" $role "pool" $p) -}}
 {{- end -}}
 {{- end -}}
@@ -62,6 +81,10 @@
 {{- fail (printf "port %d is of prefill and of decode, and both have hostNetwork: they may run on one node, so give them ports of their own" (int $one)) -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- $loop := mulf ($v.prefill.autoscaling.perOther | default 0) ($v.decode.autoscaling.perOther | default 0) -}}
+{{- if gt $loop 1.0 -}}
+{{- fail (printf "prefill.autoscaling.perOther times decode.autoscaling.perOther is %v: above 1 each pool would make the other grow, up to the most there may be" $loop) -}}
 {{- end -}}
 {{- if gt (int $v.router.autoscaling.min) (int $v.router.autoscaling.max) -}}
 {{- fail (printf "router.autoscaling.min is %d, above max, which is %d" (int $v.router.autoscaling.min) (int $v.router.autoscaling.max)) -}}
@@ -73,6 +96,10 @@
 {{- $needs := get (dict "pvc" "claimName" "image" "image" "hostPath" "hostPath") $volume.type -}}
 {{- if and $needs (not (get $volume $needs)) -}}
 {{- fail (printf "model.volume.type is %s, but model.volume.%s is empty" $volume.type $needs) -}}
+{{- end -}}
+{{- $below := printf "%s/" (trimSuffix "/" $volume.mountPath) -}}
+{{- if and (ne $volume.type "none") (not (hasPrefix $below (printf "%s/" (trimSuffix "/" $v.model.name)))) -}}
+{{- fail (printf "model.volume.type is %s, but model.name is %s: it is looked for on the volume alone, so write a path in %s" $volume.type $v.model.name $volume.mountPath) -}}
 {{- end -}}
 {{- $needs = get (dict "pvc" "claimName" "hostPath" "hostPath") $v.cache.type -}}
 {{- if and $needs (not (get $v.cache $needs)) -}}

@@ -60,7 +60,7 @@ annotations:
 {{- end -}}
 {{- end -}}
 
-{{/* What is equal on both sides, so that only engines of one revision meet. */}}
+{{/* What must fit on both sides, so that only engines of one revision meet. */}}
 {{- define "xpyd.revision" -}}
 {{- if .Values.revision -}}
 {{- .Values.revision -}}
@@ -72,6 +72,13 @@ annotations:
 {{- /* Not the maps as they are: one helm keeps keys that are null, the other drops them. */ -}}
 {{- $own := list $p $d $m.name $m.servedName ($m.maxLength | default "") $m.dtype ($m.blockSize | default "") (toJson $m.volume) -}}
 {{- $own = concat $own (list $c.mode $c.leaseSeconds $c.loadFailurePolicy $c.bufferDevice (toJson $c.extraConfig)) -}}
+{{- /* The secret that both sides prove to each other. */ -}}
+{{- $own = concat $own (list $c.secret.name $c.secret.key) -}}
+{{- /* All of them, for which of vLLM's flags shape the cache is vLLM's to say. */ -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $pool := index $.Values $role -}}
+{{- $own = concat $own (list (toJson $pool.extraArgs) (toJson $pool.extraEnv)) -}}
+{{- end -}}
 {{- join "\n" $own | sha256sum | trunc 12 -}}
 {{- end -}}
 {{- end -}}

@@ -280,6 +280,7 @@ spec:
         periodSeconds: {{ int $p.probes.periodSeconds }}
         timeoutSeconds: {{ int $p.probes.timeoutSeconds }}
         failureThreshold: {{ int $p.probes.livenessFailures }}
+      {{- end }}
       lifecycle:
         preStop:
           exec:
@@ -291,7 +292,9 @@ spec:
               - --settle={{ int $p.drain.settleSeconds }}
               - --lease={{ include "xpyd.argument" $v.connector.leaseSeconds }}
               - --seconds={{ include "xpyd.pool.drain" . }}
-      {{- end }}
+              {{- if .worker }}
+              - --of-leader
+              {{- end }}
       resources:
         {{- include "xpyd.pool.resources" . | nindent 8 }}
       securityContext:
@@ -314,7 +317,7 @@ spec:
         {{- end }}
   volumes:
     - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ $p.shmSize }}}}
-    - {name: tmp, emptyDir: {}}
+    - {name: tmp, emptyDir: {sizeLimit: {{ $p.tmpSize }}}}
     - {name: scripts, configMap: {name: {{ $name }}-scripts}}
     {{- with $v.cache }}
     {{- if eq .type "emptyDir" }}
@@ -344,6 +347,51 @@ spec:
     {{- end }}
 {{- end -}}
 
+{{/* dict root role: what a LeaderWorkerSet has beside its replicas. */}}
+{{- define "xpyd.pool.groups" -}}
+{{- $p := index .root.Values .role -}}
+startupPolicy: LeaderCreated
+rolloutStrategy:
+  {{- toYaml ($p.strategy | default (dict "type" "RollingUpdate" "rollingUpdateConfiguration" (dict "maxUnavailable" 0 "maxSurge" 1))) | nindent 2 }}
+leaderWorkerTemplate:
+  size: {{ int $p.nodes }}
+  restartPolicy: RecreateGroupOnPodRestart
+  leaderTemplate:
+    {{- include "xpyd.pool.template" (merge (dict "worker" false) .) | nindent 4 }}
+  workerTemplate:
+    {{- include "xpyd.pool.template" (merge (dict "worker" true) .) | nindent 4 }}
+{{- end -}}
+
+{{/* dict root role: annotations of a LeaderWorkerSet, as a dict. */}}
+{{- define "xpyd.pool.topology" -}}
+{{- $p := index .root.Values .role -}}
+{{- ternary (dict "leaderworkerset.sigs.k8s.io/exclusive-topology" $p.exclusiveTopology) dict (and (eq $p.kind "LeaderWorkerSet") (not (empty $p.exclusiveTopology))) | toYaml -}}
+{{- end -}}
+
+{{/* Both pools as the roles of one object, whose controller replaces them in step. */}}
+{{- define "xpyd.pools.set" -}}
+apiVersion: disaggregatedset.x-k8s.io/v1
+kind: DisaggregatedSet
+metadata:
+  {{- include "xpyd.metadata" (dict "root" . "component" "engines" "name" (include "xpyd.fullname" .)) | nindent 2 }}
+spec:
+  roles:
+    {{- range $role := list "prefill" "decode" }}
+    {{- $one := dict "root" $ "role" $role }}
+    - name: {{ $role }}
+      metadata:
+        labels:
+          {{- include "xpyd.labels" (dict "root" $ "component" $role) | nindent 10 }}
+        {{- with include "xpyd.pool.topology" $one | fromYaml }}
+        annotations:
+          {{- toYaml . | nindent 10 }}
+        {{- end }}
+      spec:
+        replicas: {{ int (index $.Values $role).replicas }}
+        {{- include "xpyd.pool.groups" $one | nindent 8 }}
+    {{- end }}
+{{- end -}}
+
 {{/* dict root role: the workload. */}}
 {{- define "xpyd.pool.workload" -}}
 {{- $p := index .root.Values .role -}}
@@ -352,22 +400,13 @@ spec:
 apiVersion: {{ ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" (eq $p.kind "LeaderWorkerSet") }}
 kind: {{ $p.kind }}
 metadata:
-  {{- include "xpyd.metadata" (dict "root" .root "component" .role "name" $name "annotations" (ternary (dict "leaderworkerset.sigs.k8s.io/exclusive-topology" $p.exclusiveTopology) dict (and (eq $p.kind "LeaderWorkerSet") (not (empty $p.exclusiveTopology))))) | nindent 2 }}
+  {{- include "xpyd.metadata" (dict "root" .root "component" .role "name" $name "annotations" (include "xpyd.pool.topology" . | fromYaml)) | nindent 2 }}
 spec:
   {{- if eq $p.autoscaling.type "none" }}
   replicas: {{ int $p.replicas }}
   {{- end }}
   {{- if eq $p.kind "LeaderWorkerSet" }}
-  startupPolicy: LeaderCreated
-  rolloutStrategy:
-    {{- toYaml ($p.strategy | default (dict "type" "RollingUpdate" "rollingUpdateConfiguration" (dict "maxUnavailable" 0 "maxSurge" 1))) | nindent 4 }}
-  leaderWorkerTemplate:
-    size: {{ int $p.nodes }}
-    restartPolicy: RecreateGroupOnPodRestart
-    leaderTemplate:
-      {{- include "xpyd.pool.template" $leader | nindent 6 }}
-    workerTemplate:
-      {{- include "xpyd.pool.template" (merge (dict "worker" true) .) | nindent 6 }}
+  {{- include "xpyd.pool.groups" . | nindent 2 }}
   {{- else }}
   selector:
     matchLabels:
@@ -403,4 +442,17 @@ spec:
 apiVersion: {{ ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" (eq $kind "LeaderWorkerSet") }}
 kind: {{ $kind }}
 name: {{ include "xpyd.fullname" .root }}-{{ .role }}
+{{- end -}}
+
+{{/* An autoscaler's values: how fast. One engine less a minute, for each drains first. */}}
+{{- define "xpyd.pool.behavior" -}}
+{{- if .scaleUpPods -}}
+scaleUp:
+  policies:
+    - {type: Pods, value: {{ int .scaleUpPods }}, periodSeconds: 60}
+{{ end -}}
+scaleDown:
+  stabilizationWindowSeconds: {{ int .scaleDownSeconds }}
+  policies:
+    - {type: Pods, value: 1, periodSeconds: 60}
 {{- end -}}

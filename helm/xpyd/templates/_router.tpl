@@ -6,6 +6,10 @@
 - {{ .Values.listenAddress | quote }}
 - --port
 - {{ include "xpyd.argument" $v.port | quote }}
+{{- if gt (int $v.workers) 1 }}
+- --workers
+- {{ include "xpyd.argument" $v.workers | quote }}
+{{- end }}
 {{- if $v.discovery.enabled }}
 - --kubernetes-selector
 - xpyd.io/release={{ .Release.Name }}
@@ -53,6 +57,12 @@
 {{- end -}}
 
 {{- define "xpyd.router.env" -}}
+- name: XPYD_ROUTER # for `xpyd instances` inside the pod
+  value: {{ lower (include "xpyd.scheme" .) }}://localhost:{{ int .Values.router.port }}
+{{- if .Values.router.tls.secretName }}
+- name: XPYD_ROUTER_PIN
+  value: /etc/xpyd/tls/tls.crt
+{{- end }}
 {{- with .Values.router.adminKey }}
 {{- if .secretName }}
 - name: ADMIN_API_KEY
@@ -70,4 +80,11 @@
 {{- with .Values.router.extraEnv }}
 {{ toYaml . }}
 {{- end }}
+{{- end -}}
+
+{{/* Each worker fills a core at most, so that is what is asked for; an HPA compares with it. */}}
+{{- define "xpyd.router.resources" -}}
+{{- $given := .Values.router.resources -}}
+{{- $requests := merge (dict) ($given.requests | default dict) (dict "cpu" (int .Values.router.workers | toString)) -}}
+{{- merge (dict "requests" $requests) $given | toYaml -}}
 {{- end -}}

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
 
 import httpx
+
+from xpyd_proxy.commands.access import Access, NoAccess, add_access_arguments, read_access
 
 Json: TypeAlias = dict[str, Any]
 _COLUMNS: Final = (
@@ -25,7 +27,7 @@ class CommandFailed(Exception):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verbs."""
-    parser.add_argument("--router", default="http://127.0.0.1:8000", metavar="URL", help="the router (%(default)s)")
+    add_access_arguments(parser)
     parser.add_argument("--timeout", type=float, default=10.0, metavar="S", help="seconds for its answer (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the router's own JSON")
     verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=type(parser))
@@ -50,27 +52,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do it; return the exit code: 0 done, 1 not done, 2 it could not be asked for like this."""
-    key = os.environ.get("ADMIN_API_KEY")  # never an argument: those are visible in ps
-    if not key:
-        sys.stderr.write("xpyd instances: set ADMIN_API_KEY in the environment to the key of the router\n")
-        return 2
     verb: Callable[[_Router, argparse.Namespace], str] = args.verb
     try:
-        with _Router(args.router, key, args.timeout) as router:
+        with _Router(read_access(args), args.timeout) as router:
             sys.stdout.write(verb(router, args))
-    except CommandFailed as exc:
+    except (CommandFailed, NoAccess) as exc:
         sys.stderr.write(f"xpyd instances: {exc}\n")
-        return 1
+        return 2 if isinstance(exc, NoAccess) else 1
     return 0
 
 
 class _Router:
     """A client of the admin routes. httpx and its exceptions stop here."""
 
-    def __init__(self, url: str, key: str, timeout_s: float) -> None:
-        self._url = url if "://" in url else f"http://{url}"
-        headers = {b"x-api-key": key.encode()}
-        self._client = httpx.Client(headers=headers, timeout=timeout_s, trust_env=False)
+    def __init__(self, access: Access, timeout_s: float) -> None:
+        self._url = access.url
+        headers = {b"x-api-key": access.key.encode()}
+        self._client = httpx.Client(headers=headers, timeout=timeout_s, trust_env=False, verify=access.tls)
+        self._extensions = {} if access.server_name is None else {"sni_hostname": access.server_name}
 
     def __enter__(self) -> "_Router":
         return self
@@ -82,9 +81,9 @@ class _Router:
         """Get, or post a body, and return the answer."""
         method = "GET" if body is None else "POST"
         try:
-            response = self._client.request(method, self._url.rstrip("/") + path, json=body)
+            response = self._client.request(method, self._url + path, json=body, extensions=self._extensions)
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            raise CommandFailed(f"the router at {self._url} cannot be asked: {str(exc) or type(exc).__name__}") from exc
+            raise CommandFailed(self._not_asked(str(exc) or type(exc).__name__)) from exc
         try:
             found = response.json()
         except ValueError as exc:
@@ -94,6 +93,11 @@ class _Router:
         if not isinstance(found, dict):
             raise CommandFailed(f"{self._url} answers something else than a router does")
         return cast("Json", found)
+
+    def _not_asked(self, reason: str) -> str:
+        if found := re.search(r"certificate verify failed: (.+?) \(_ssl", reason):
+            return f"the certificate of {self._url} is not trusted ({found[1]}): see --ca, --pin and --server-name"
+        return f"the router at {self._url} cannot be asked: {reason}"
 
 
 def _said(found: object) -> str:

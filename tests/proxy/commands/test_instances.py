@@ -6,7 +6,9 @@ import json
 import pytest
 from starlette.responses import JSONResponse
 
+from support.certificates import Authority
 from support.sim import cluster, serving, sims
+from xpyd_proxy.app import create_app
 from xpyd_proxy.cli import main
 from xpyd_proxy.settings import Settings
 
@@ -134,6 +136,127 @@ def test_a_wrong_key_and_a_router_that_is_not_there(running, monkeypatch, capsys
     assert capsys.readouterr().err == "xpyd instances: Forbidden: Invalid API Key.\n"
     assert main(["instances", "--router", "127.0.0.1:1", "list"]) == 1
     assert "the router at http://127.0.0.1:1 cannot be asked" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory):
+    return Authority(tmp_path_factory.mktemp("certificates"), "authority")
+
+
+@pytest.fixture(scope="module")
+def pairs(authority):
+    """A certificate of the router, and one of a client, both for 127.0.0.1."""
+    return authority.sign("router"), authority.sign("client")
+
+
+@pytest.fixture(scope="module")
+def secure(pairs):
+    """A router that serves https."""
+    with serving(_router(), ssl_certfile=pairs[0].cert, ssl_keyfile=pairs[0].key) as address:
+        yield f"https://{address}"
+
+
+def _router():
+    return create_app(Settings(admin_key="sesame", probe_interval_s=0.0, decode=("127.0.0.1:9",)))
+
+
+@pytest.fixture
+def listed(monkeypatch, capsys):
+    """Ask for the list; returns the exit code and what was complained about."""
+    monkeypatch.setenv("ADMIN_API_KEY", "sesame")
+
+    def run(url, *flags):
+        code = main(["instances", "--router", url, *flags, "list"])
+        out, err = capsys.readouterr()
+        assert code or "decode-0" in out
+        return code, err
+
+    return run
+
+
+def test_a_router_of_a_private_authority_is_trusted_when_it_is_named(listed, secure, authority, pairs):
+    """By the authority, or by the router's own certificate; an authority that did not sign it is not enough."""
+    assert listed(secure, "--ca", authority.own.cert) == (0, "")
+    assert listed(secure, "--pin", pairs[0].cert) == (0, "")
+    assert listed(secure, "--pin", authority.own.cert) == (0, "")
+
+    for flags in ([], ["--ca", pairs[1].cert], ["--pin", pairs[1].cert]):
+        code, err = listed(secure, *flags)
+        assert code == 1
+        assert err.startswith(f"xpyd instances: the certificate of {secure} is not trusted (")
+        assert err.endswith("): see --ca, --pin and --server-name\n")
+
+
+def test_the_name_in_a_certificate_counts_but_for_a_pin(listed, secure, authority, pairs):
+    """From inside its pod a router is localhost, and its certificate is for a public name."""
+    local = secure.replace("127.0.0.1", "localhost")
+
+    code, err = listed(local, "--ca", authority.own.cert)
+    assert code == 1
+    assert "Hostname mismatch" in err
+    assert listed(local, "--ca", authority.own.cert, "--server-name", "127.0.0.1") == (0, "")
+    assert listed(local, "--pin", pairs[0].cert) == (0, "")
+
+
+def test_a_router_that_wants_a_certificate_gets_one(listed, authority, pairs):
+    """As with --tls-client-ca."""
+    asks = {"ssl_ca_certs": authority.own.cert, "ssl_cert_reqs": 2}
+    shown = ["--client-cert", pairs[1].cert, "--client-key", pairs[1].key]
+    with serving(_router(), ssl_certfile=pairs[0].cert, ssl_keyfile=pairs[0].key, **asks) as address:
+        assert listed(f"https://{address}", "--ca", authority.own.cert, *shown) == (0, "")
+        code, err = listed(f"https://{address}", "--ca", authority.own.cert)
+
+    assert (code, err.count("\n")) == (1, 1)
+
+
+def test_a_pod_says_where_its_router_is(secure, pairs, monkeypatch, capsys):
+    """So that `kubectl exec POD -- xpyd instances list` needs no flag."""
+    monkeypatch.setenv("ADMIN_API_KEY", "sesame")
+    monkeypatch.setenv("XPYD_ROUTER", secure)
+    monkeypatch.setenv("XPYD_ROUTER_PIN", pairs[0].cert)
+
+    assert main(["instances", "list"]) == 0
+    assert "decode-0" in capsys.readouterr().out
+
+
+def test_the_key_may_stand_in_a_file(running, monkeypatch, capsys, tmp_path):
+    """As Kubernetes mounts a secret; the environment is then not looked at."""
+    (file := tmp_path / "key").write_text("sesame\n")
+    monkeypatch.setenv("ADMIN_API_KEY", "wrong")
+
+    assert main(["instances", "--router", running.router, "--key-file", str(file), "list"]) == 0
+    assert "prefill-0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--key-file", "/no/such/file"], "/no/such/file cannot be read: No such file or directory"),
+        (["--key-file", "{folder}/two"], "{folder}/two is not a key: write one line"),
+        (["--key-file", "{folder}/empty"], "{folder}/empty is not a key: write one line"),
+        (["--key-file", "{folder}/bytes"], "{folder}/bytes is not text"),
+        (["--router", "https://r", "--ca", "{folder}/two"], "{folder}/two has no certificate in PEM"),
+        (["--router", "https://r", "--pin", "{folder}/two"], "{folder}/two has no certificate in PEM"),
+        (["--router", "https://r", "--client-cert", "x"], "--client-cert and --client-key belong together"),
+        (
+            ["--router", "https://r", "--client-cert", "{folder}/two", "--client-key", "{folder}/two"],
+            "{folder}/two and {folder}/two are not a certificate and its private key",
+        ),
+        (["--router", "https://r", "--pin", "x", "--ca", "y"], "--pin trusts one certificate, of any name"),
+        (["--router", "r:1", "--ca", "x"], "--ca: only a router at https:// has a certificate, and this is http://r:1"),
+    ],
+)
+def test_what_it_cannot_get_in_with_is_one_sentence(flags, said, monkeypatch, capsys, tmp_path):
+    """And the exit code is 2: nothing was asked."""
+    monkeypatch.setenv("ADMIN_API_KEY", "sesame")
+    (tmp_path / "two").write_text("one\ntwo\n")
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+
+    assert main(["instances", *(flag.format(folder=tmp_path) for flag in flags), "list"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"xpyd instances: {said.format(folder=tmp_path)}")
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(5, "5s"), (65, "1m05s"), (7325, "2h02m")])

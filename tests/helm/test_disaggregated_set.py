@@ -1,0 +1,73 @@
+"""Both pools as one DisaggregatedSet: what its controller makes of it is what the chart makes without it."""
+
+import pytest
+
+from support.helm_chart import HELMS, Chart, Refused, default
+from support.helm_checks import complaints
+from support.helm_objects import COMPONENT, WORKLOADS, kind, pods
+from support.helm_schemas import wrong
+
+SET = {"disaggregatedSet": {"enabled": True}}
+NAME = "n" * 32  # the longest
+ALONE = {role: {"autoscaling": {"type": "none"}} for role in ("prefill", "decode")}
+
+
+def as_controller(objects):
+    """Put a LeaderWorkerSet in place of each role, as LWS 0.9 does; its name also has a hash, which changes."""
+    (whole,) = kind(objects, "DisaggregatedSet")
+    made = [o for o in objects if o is not whole]
+    for role in whole["spec"]["roles"]:
+        meta = {**role["metadata"], "name": f"{whole['metadata']['name']}-01234567-{role['name']}", "namespace": "ns"}
+        api = "leaderworkerset.x-k8s.io/v1"
+        made.append({"apiVersion": api, "kind": "LeaderWorkerSet", "metadata": meta, "spec": role["spec"]})
+    return made
+
+
+@pytest.mark.parametrize("helm", HELMS)
+def test_its_roles_are_the_two_pools_as_they_would_be_without_it(helm):
+    """Every check holds for them, and pods are the same: discovery, policies, budgets and services find them."""
+    plain = Chart().objects({**ALONE, "fullnameOverride": NAME}, ci="tp8-multinode", helm=helm)
+    objects = Chart().objects({**ALONE, **SET, "fullnameOverride": NAME}, ci="tp8-multinode", helm=helm)
+    made = as_controller(objects)
+
+    assert [problem for o in (*objects, *made) for problem in wrong(o, "1.33.0")] == []
+    assert complaints(made) == []
+    assert not kind(objects, *WORKLOADS[1:])
+    for role in ("prefill", "decode"):
+        assert [(m, s) for o, m, s in pods(made) if m["labels"][COMPONENT] == role] == [
+            (m, s) for o, m, s in pods(plain) if m["labels"][COMPONENT] == role
+        ]
+    roles = {role["name"]: role for role in kind(objects, "DisaggregatedSet")[0]["spec"]["roles"]}
+    assert {name: role["spec"]["replicas"] for name, role in roles.items()} == {"prefill": 2, "decode": 2}
+    place = {"leaderworkerset.sigs.k8s.io/exclusive-topology": "cloud.provider.com/rack"}
+    assert (roles["prefill"]["metadata"]["annotations"], "annotations" in roles["decode"]["metadata"]) == (place, False)
+
+
+def test_nobody_gets_one_who_has_not_asked():
+    """Its operator need not be there."""
+    assert not kind(default("tp8-multinode"), "DisaggregatedSet")
+
+
+LWS = {"kind": "LeaderWorkerSet"}
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"prefill": LWS}, "write decode.enabled: true and decode.kind: LeaderWorkerSet"),
+        ({"prefill": LWS, "decode": {**LWS, "enabled": False}}, "write decode.enabled: true"),
+        ({"prefill": {**LWS, "autoscaling": {"type": "hpa"}}, "decode": LWS}, "prefill.autoscaling.type is hpa"),
+        (
+            {"prefill": LWS, "decode": {**LWS, "strategy": {"rollingUpdateConfiguration": {"partition": 1}}}},
+            "decode.strategy: a DisaggregatedSet takes RollingUpdate without a partition",
+        ),
+        ({"prefill": LWS, "decode": LWS, "fullnameOverride": "n" * 33}, "write a shorter fullnameOverride"),
+    ],
+    ids=lambda one: str(one)[:50],
+)
+def test_what_its_controller_would_refuse_is_refused_before(values, sentence):
+    """In a sentence that names the value."""
+    with pytest.raises(Refused) as refusal:
+        Chart().text(values | SET)
+
+    assert sentence in str(refusal.value)

@@ -9,10 +9,10 @@ settings.load_profile("xpyd")
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
-    """Mark what a module's ``is_thorough`` (parameters -> bool) leaves to ``make test-thorough``."""
+    """Mark what a module's ``is_thorough`` (name of a test, its parameters) leaves to ``make test-thorough``."""
     for item in items:
         judge = getattr(getattr(item, "module", None), "is_thorough", None)
-        if judge is not None and hasattr(item, "callspec") and judge(item.callspec.params):
+        if judge is not None and hasattr(item, "callspec") and judge(item.originalname, item.callspec.params):
             item.add_marker(pytest.mark.thorough)
 
 

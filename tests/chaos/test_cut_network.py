@@ -30,6 +30,11 @@ from support.victims import (
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
+def is_thorough(test, params):
+    """Tell what is only for ``make test-thorough``: both modes have the same leases."""
+    return (test, params["mode"]) == ("test_cut_while_d_holds_20_leases", "push")
+
+
 def test_cut_while_d_holds_20_leases(network, p, d, reference):
     """P frees within lease + 2 s and serves on; the link is back before D's queue moves, and every text is right."""
     expired, loads = p.now(EXPIRED), d.now(LOADS)

@@ -26,6 +26,19 @@ from support.victims import (
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
+# What does not happen in the middle of a transfer is the same in both modes: ``make test`` has it in one.
+THOROUGH = {
+    ("test_an_overloaded_decode_engine_loses_no_lease", "push"),
+    ("test_frozen_before_the_read", "pull"),
+    ("test_frozen_after_the_read", "push"),
+    ("test_a_request_that_never_reaches_decode_is_freed_at_lease_end", "push"),
+}
+
+
+def is_thorough(test, params):
+    """Tell what is only for ``make test-thorough``."""
+    return (test, params["mode"]) in THOROUGH
+
 
 def test_an_overloaded_decode_engine_loses_no_lease(p, d, reference):
     """20 requests wait for more than three leases in D's queue: none expires, all are loaded, every text is right."""

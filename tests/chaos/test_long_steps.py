@@ -12,6 +12,11 @@ from support.victims import BORROWING, EXPIRED, LOADS, RUNNING, STALL, WAITING, 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
+def is_thorough(test, params):
+    """Tell what is only for ``make test-thorough``: in both modes D renews the same leases."""
+    return params["mode"] == "push"
+
+
 def test_a_step_of_20_s_loses_no_lease(p, victims, reference):
     """Leased requests wait while the engine threads of P and of one D are kept, and while only P's is, for another D.
 

@@ -13,6 +13,11 @@ from support.victims import HELD, LINGERING, LOADS, TIMEOUT, USAGE, check, readi
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
+def is_thorough(test, params):
+    """Tell what is only for ``make test-thorough``: after the transfer, both modes are the same."""
+    return (test, params["mode"]) == ("test_hung_and_killed_after_the_transfer", "push")
+
+
 @pytest.fixture
 def decoders(victims):
     return list(victims.hasty.values())
@@ -99,12 +104,15 @@ def test_killed_during_the_transfer(p, decoders, reference):
     """P hangs so that the read is under way, then dies: the request ends when it dies, not at the timeout."""
     prompts = [prompt_of(90, 900), prompt_of(91, 900)]
     with reading(p, decoders, prompts, reference) as answers:
+        ended = []  # when; by P's engine being reaped, which takes a second, all of them may have been there for long
+        for answer in answers:
+            answer.add_done_callback(lambda _: ended.append(time.monotonic()))
         killed = time.monotonic()
         p.kill()
         responses = [answer.result() for answer in answers]
-        seconds = time.monotonic() - killed
 
-    assert seconds < 2
+    assert len(ended) == len(prompts)
+    assert max(ended) - killed < 2
     check_all(decoders, prompts, responses, reference, 92)
 
 

@@ -79,13 +79,24 @@ def gang(request, fleet, models, single):
     gang.stop()
 
 
-# Two ranks spin on two cores: these take minutes, and the ordinary tests have each of the three pairs in one mode.
-THOROUGH = {("tp1-to-tp2", "push"), ("tp2-to-tp1", "pull"), ("tp2-to-tp2", "pull"), ("shared-head-tp2-to-tp1", "pull")}
+# Both modes have the same plan: the ordinary tests have each row in one of them, windows, which a push follows step by
+# step, in both, and staging on both sides in both, too, by the hundred requests below.
+THOROUGH = {
+    ("tp1-to-tp2", "push"),
+    ("tp2-to-tp1", "pull"),
+    ("tp2-to-tp2", "pull"),
+    ("block32-to-64", "push"),
+    ("block64-to-32", "pull"),
+    ("staged-on-p", "pull"),
+    ("staged-on-d", "push"),
+    ("staged-on-both", "push"),
+    ("shared-head-tp2-to-tp1", "pull"),
+}
 
 
-def is_thorough(params):
+def is_thorough(test, params):
     """Tell what is only for ``make test-thorough``."""
-    return (params.get("row"), params.get("gang")) in THOROUGH
+    return "row" in params and (params["row"], params["gang"]) in THOROUGH
 
 
 @pytest.mark.parametrize("gang", MODES, indirect=True, scope="module")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 
+from support import forked_engine
 from xpyd_proxy.local.processes import Command
 from xpyd_proxy.local.recipe import EngineSpec, engine
 
@@ -59,7 +60,8 @@ def engine_spec(name, model, **options):
 
 def start_engine(fleet, spec):
     """Start an engine; wait for it with ``fleet.wait_ready``."""
-    return fleet.start(engine(spec, os.environ))
+    command = engine(spec, os.environ)
+    return fleet.start(dataclasses.replace(command, argv=forked_engine.instead(command.argv)))
 
 
 def router_command(name, prefill, decode, *, port=None, env=None, args=()):

@@ -5,7 +5,7 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from support.cluster import Watch, engine_spec, nothing_held, start_engine, wait_until
+from support.cluster import Watch, engine_spec, metrics, nothing_held, start_engine, wait_until
 from support.legs import coordinates, plain, prefill, push
 from support.models import WINDOW
 from support.questions import Question, ask, client, differences
@@ -22,6 +22,7 @@ COMPUTED, CACHED, LOADED = (
     for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
 )
 BYTES = "vllm:xpyd_bytes_transferred_total"
+PUSHES = "vllm:xpyd_pushes_total"  # on each rank
 STAGED_OUT, STAGED_IN = "vllm:xpyd_bytes_staged_out_total", "vllm:xpyd_bytes_staged_in_total"
 
 
@@ -33,6 +34,11 @@ class Shape:
     args: tuple[str, ...] = ()
     block_size: int = 32  # tokens
     staged: bool = False
+
+    @property
+    def ranks(self):
+        """How many workers it has."""
+        return 2 if self.args == TWO_RANKS else 1
 
 
 SHAPES = {
@@ -97,7 +103,8 @@ class Gang:
             self._stop([name for name in self.running if not any(name in names for names in later)])
             self._start([name for name in ROWS[row] if name not in self.running])
             p, d = (self.running[name][0] for name in ROWS[row])
-            self.met[row] = Pair(p, d, self.mode, coordinates(p, d) if self.mode is TransferMode.PUSH else None)
+            where = meet(p, d, SHAPES[ROWS[row][0]].ranks) if self.mode is TransferMode.PUSH else None
+            self.met[row] = Pair(p, d, self.mode, where)
         return self.met[row]
 
     def log_of(self, name):
@@ -129,6 +136,22 @@ class Gang:
             extra_connector_config=STAGED if shape.staged else {},
             extra_args=(*SMALL_STEPS, *shape.args),
         )
+
+
+def meet(p, d, ranks):
+    """Have P push something to D, and return how D reaches it once all ranks of P have told what they wrote.
+
+    vLLM collects the numbers of a worker with a step: part of them would come while others are counted.
+    """
+    before = metrics(p).get(PUSHES, 0.0)
+    where = coordinates(p, d)
+
+    def all_told():
+        plain(p, [1], tokens=1)
+        return metrics(p)[PUSHES] >= before + ranks
+
+    wait_until(all_told, seconds=30, what=f"{p.name} has told what it pushed")
+    return where
 
 
 @contextlib.contextmanager

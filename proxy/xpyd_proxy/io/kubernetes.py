@@ -10,6 +10,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Final, Self, TypeVar
 
+import anyio
 import httpx
 
 from xpyd_proxy.errors import ConfigError
@@ -86,6 +87,7 @@ class Kubernetes:
         )
 
     async def __aenter__(self) -> Self:
+        anyio.get_cancelled_exc_class()  # loads what httpx would load with the first request: nobody waits for it yet
         return self
 
     async def __aexit__(self, *_: object) -> None:

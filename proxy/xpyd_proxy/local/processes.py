@@ -1,9 +1,16 @@
-"""Child processes that always end: each in its own group, with a log file, gone when their parent is."""
+"""Child processes that always end: each in its own group, with a log file, gone when their parent is.
 
+Each has a directory for temporary files (``TMPDIR``) that goes with it: vLLM leaves its sockets and its rendezvous file
+there, and removes neither.
+"""
+
+import itertools
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +25,8 @@ from xpyd_proxy.local.errors import ChildDied, NotReady
 
 POLL_S = 0.1
 TAIL_BYTES = 65536
+# The path of a Unix socket has at most 107 bytes (103 on macOS), of which vLLM's own name takes 37, ours 20.
+LONGEST_TEMP = 45  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +50,10 @@ class Waiting:
 class Child:
     """A running (or ended) program."""
 
-    def __init__(self, command: Command, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, command: Command, process: subprocess.Popen[bytes], log: Path, temp: Path) -> None:
         self.command = command
         self.log = log
+        self.temp = temp  # its directory for temporary files
         self._process = process
 
     @property
@@ -99,20 +109,23 @@ class Child:
 class Fleet:
     """The children of one :func:`open_fleet` block."""
 
-    def __init__(self, log_dir: Path, guard_input: IO[bytes], *, grace_s: float) -> None:
+    def __init__(self, log_dir: Path, temp: Path, guard_input: IO[bytes], *, grace_s: float) -> None:
         self.children: list[Child] = []
         self._log_dir = log_dir
+        self._temp = temp
+        self._numbers = itertools.count(1)
         self._guard_input = guard_input
         self._grace_s = grace_s  # between asking a child to end and killing it
         self._logs: set[Path] = set()
 
     def start(self, command: Command) -> Child:
         """Start a program; a name that is started again continues its log. Raises OSError when it cannot be run."""
-        log = self._log_dir / f"{command.name}.log"
+        log, temp = self._log_dir / f"{command.name}.log", self._temp / str(next(self._numbers))
+        temp.mkdir()
         with log.open("ab" if log in self._logs else "wb") as file:
             process = subprocess.Popen(
                 command.argv,
-                env=command.environment,
+                env={**command.environment, "TMPDIR": str(temp)},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -120,7 +133,7 @@ class Fleet:
             )
         self._logs.add(log)
         self._tell_guard(f"+{process.pid}")
-        child = Child(command, process, log)
+        child = Child(command, process, log, temp)
         self.children.append(child)
         return child
 
@@ -164,6 +177,7 @@ class Fleet:
                 child.wait(self._grace_s)
                 self._tell_guard(f"-{child.pid}")
                 self.children.remove(child)
+                shutil.rmtree(child.temp, ignore_errors=True)
 
     def _tell_guard(self, line: str) -> None:
         with suppress(BrokenPipeError):  # somebody killed it; the block still ends the children
@@ -178,8 +192,8 @@ def open_fleet(log_dir: Path, *, grace_s: float = 10.0) -> Generator[Fleet]:
     Logs go to `log_dir`, which is created. Children get `grace_s` seconds to end before they are killed.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
-    with _guard() as guard_input:
-        fleet = Fleet(log_dir, guard_input, grace_s=grace_s)
+    with _temporary() as temp, _guard(temp) as guard_input:
+        fleet = Fleet(log_dir, temp, guard_input, grace_s=grace_s)
         try:
             yield fleet
         finally:
@@ -187,8 +201,16 @@ def open_fleet(log_dir: Path, *, grace_s: float = 10.0) -> Generator[Fleet]:
 
 
 @contextmanager
-def _guard() -> Generator[IO[bytes]]:
-    command = [sys.executable, "-P", "-m", guard.__name__]
+def _temporary() -> Generator[Path]:
+    usual = tempfile.gettempdir()
+    where = usual if len(usual.encode()) <= LONGEST_TEMP else "/tmp"
+    with tempfile.TemporaryDirectory(prefix="xpyd-", dir=where, ignore_cleanup_errors=True) as temp:
+        yield Path(temp)
+
+
+@contextmanager
+def _guard(temp: Path) -> Generator[IO[bytes]]:
+    command = [sys.executable, "-P", "-m", guard.__name__, str(temp)]
     # Its own session: what kills our group does not reach it.
     with subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True) as process:
         if process.stdin is None:

@@ -152,6 +152,7 @@ def environment(spec: EngineSpec, inherited: Mapping[str, str]) -> dict[str, str
     if spec.side_channel_port is not None:
         own["VLLM_NIXL_SIDE_CHANNEL_HOST"] = spec.side_channel_host
         own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(spec.side_channel_port)
-    # A variable that somebody set for another engine would win over the arguments.
-    kept = {key: value for key, value in inherited.items() if key not in {"VLLM_CPU_KVCACHE_SPACE", "VLLM_CACHE_ROOT"}}
+    # A variable that somebody set for another engine would win over the arguments, and over TMPDIR.
+    others = {"VLLM_CPU_KVCACHE_SPACE", "VLLM_CACHE_ROOT", "VLLM_RPC_BASE_PATH"}
+    kept = {key: value for key, value in inherited.items() if key not in others}
     return {**kept, **own, **spec.extra_env}

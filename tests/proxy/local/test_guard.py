@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from xpyd_proxy.local.guard import end_groups, listen, send
+from xpyd_proxy.local.guard import end_groups, listen, runs, send
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
 
@@ -67,6 +67,29 @@ def test_a_frozen_group_is_ended_too(group):
     end_groups([process.pid], grace_s=30, reap=process.poll)
 
     assert process.returncode == -signal.SIGTERM
+
+
+def test_the_dead_whom_nobody_has_collected_are_not_waited_for(group):
+    """An init that collects once a second would make every stop take as long."""
+    process = group("import time; print(flush=True); time.sleep(60)")
+    start = time.monotonic()
+
+    end_groups([process.pid], grace_s=30)
+
+    assert time.monotonic() - start < 10
+    assert send(process.pid)  # its entry is there until its parent, which is this test, has asked for its end
+    assert not runs(process.pid)
+
+
+def test_a_group_runs_while_one_of_it_does(group):
+    """The leader may die first: here it is collected, and its child holds on."""
+    child = "import time; time.sleep(60)"
+    process = group(f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', '{child}']); print(flush=True)")
+    process.wait(10)
+
+    assert runs(process.pid)
+    end_groups([process.pid], grace_s=30)
+    assert not runs(process.pid)
 
 
 def test_a_second_interrupt_kills_at_once(group):

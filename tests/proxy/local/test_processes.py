@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -28,6 +29,17 @@ import os, pathlib, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 path = pathlib.Path(sys.argv[1])
 path.with_suffix(".new").write_text(f"{os.getpid()} {child.pid}")
+path.with_suffix(".new").rename(path)
+time.sleep(60)
+"""
+# Leaves a socket and a file in its directory for temporary files, and writes down where that is.
+LITTER = """
+import os, pathlib, socket, sys, tempfile, time, uuid
+where = pathlib.Path(tempfile.gettempdir())
+socket.socket(socket.AF_UNIX).bind(str(where / str(uuid.uuid4())))
+(where / "rendezvous").touch()
+path = pathlib.Path(sys.argv[1])
+path.with_suffix(".new").write_text(str(where))
 path.with_suffix(".new").rename(path)
 time.sleep(60)
 """
@@ -215,6 +227,47 @@ def test_children_do_not_survive_their_parent(tmp_path, number):
         parent.send_signal(number)
 
     eventually(lambda: not any(runs(pid) for pid in pids))
+
+
+def test_what_a_child_leaves_in_its_temporary_directory_goes_with_it(tmp_path):
+    """An engine leaves sockets and files there: a hundred a day on a machine that runs tests."""
+    told = [tmp_path / "first", tmp_path / "second"]
+    with open_fleet(tmp_path / "logs", grace_s=5) as fleet:
+        for path in told:
+            fleet.start(command(LITTER, str(path), name=path.name))
+        eventually(lambda: all(path.exists() for path in told))
+        wheres = [Path(path.read_text()) for path in told]
+        assert len(set(wheres)) == 2
+        assert all((where / "rendezvous").exists() for where in wheres)
+
+        fleet.stop(fleet.children[0])
+
+        assert [where.exists() for where in wheres] == [False, True]
+    assert not any(where.parent.exists() for where in wheres)
+
+
+def test_it_goes_too_when_the_parent_is_killed(tmp_path):
+    """The guard removes what the parent cannot."""
+    arguments = [str(tmp_path / "logs"), str(tmp_path / "where"), LITTER]
+    with subprocess.Popen([sys.executable, "-c", PARENT, *arguments], stderr=subprocess.DEVNULL) as parent:
+        eventually((tmp_path / "where").exists)
+        where = Path((tmp_path / "where").read_text())
+        assert where.exists()
+        parent.kill()
+
+    eventually(lambda: not where.parent.exists())
+
+
+def test_its_path_leaves_room_for_a_socket_where_the_usual_one_is_long(tmp_path, monkeypatch):
+    """The kernel takes 107 bytes, and vLLM names its sockets by 36 characters."""
+    usual = tmp_path / ("x" * 60)
+    usual.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(usual))
+    with open_fleet(tmp_path / "logs", grace_s=5) as fleet:
+        child = fleet.start(command(LITTER, str(tmp_path / "where")))
+        eventually((tmp_path / "where").exists)
+
+        assert child.temp == Path((tmp_path / "where").read_text())
 
 
 def test_a_restart_continues_the_log_of_the_same_name(fleet):

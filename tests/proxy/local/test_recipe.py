@@ -109,6 +109,11 @@ def test_variables_that_would_override_the_arguments_are_dropped():
     assert "VLLM_CPU_KVCACHE_SPACE" not in environment(spec(), {"VLLM_CPU_KVCACHE_SPACE": "40"})
 
 
+def test_sockets_go_where_the_others_of_the_engine_are():
+    """VLLM_RPC_BASE_PATH beats TMPDIR, which every engine of a fleet has of its own."""
+    assert "VLLM_RPC_BASE_PATH" not in environment(spec(), {"VLLM_RPC_BASE_PATH": "/elsewhere"})
+
+
 def test_extra_variables_win():
     """A test may override anything that the recipe chooses."""
     assert environment(spec(extra_env={"OMP_NUM_THREADS": "2"}), {})["OMP_NUM_THREADS"] == "2"

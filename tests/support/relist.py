@@ -1,0 +1,59 @@
+"""How long a reflector keeps its loop from others: run as a process of its own, with the address of an API to list.
+
+It lists three times, and prints the longest blocks in seconds of processor time, the longest first.
+"""
+
+import asyncio
+import random
+import sys
+import time
+
+from xpyd_proxy.core.discovery import Source
+from xpyd_proxy.core.registry import Registry
+from xpyd_proxy.io.discovering import read_pod
+from xpyd_proxy.io.kubernetes import Cluster, Kubernetes
+from xpyd_proxy.io.reconciler import Pods, Reconciler
+from xpyd_proxy.io.reflector import Collection, Reflector, Rhythm
+
+VIEWS, RELIST_S, PATIENCE_S = 3, 0.5, 30
+SHOWN = 5
+
+
+class Counting(Pods):
+    """Passes on what there is, and counts how often."""
+
+    def __init__(self, reconciler):
+        super().__init__(reconciler)
+        self.views = 0
+
+    def view(self, objects, /):
+        super().view(objects)
+        self.views += 1
+
+
+async def gaps_of(url):
+    """Fill a registry from the pods of an API; return it, and what the loop's thread computed between two ticks."""
+    registry, gaps = Registry(), []
+    told = Counting(Reconciler(registry, [Source.PODS], time.monotonic))
+    what = Collection("/api/v1/namespaces/default/pods", {"labelSelector": "app=xpyd"})
+    options = {"clock": time.monotonic, "chance": random.random, "rhythm": Rhythm(relist_s=RELIST_S)}
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        Kubernetes(Cluster(url, "default")) as client,
+        Reflector(client, what, read_pod, told, **options).running(),
+    ):
+        while told.views < VIEWS:
+            before = time.thread_time()  # a busy machine is no failure: what others take from the thread does not count
+            await asyncio.sleep(0)
+            gaps.append(time.thread_time() - before)
+    return registry, gaps
+
+
+def main():
+    """Print how many engines were found, and the longest gaps."""
+    registry, gaps = asyncio.run(gaps_of(sys.argv[1]))
+    print(len(list(registry.members())), *sorted(gaps, reverse=True)[:SHOWN])
+
+
+if __name__ == "__main__":
+    main()

@@ -5,11 +5,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from xpyd_proxy import config, server
-from xpyd_proxy.app import build
-from xpyd_proxy.commands import instances, plan
+from xpyd_proxy import config, supervisor
+from xpyd_proxy.commands import instances
+from xpyd_proxy.core.shares import share_of
 from xpyd_proxy.errors import AlreadyKnown, ConfigError
 from xpyd_proxy.io import logs
+from xpyd_proxy.io.workers.place import Place, own_place
 from xpyd_proxy.settings import Settings
 
 
@@ -24,12 +25,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = build_parser(arguments).parse_args(arguments)
+    args.command_line = arguments
     run: Callable[[argparse.Namespace], int] = args.run
     return run(args)
 
 
 def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """Declare the subcommands; those of ``up`` only when it is asked for, so that ``serve`` does not load it."""
+    """Declare the subcommands; what ``up`` and ``plan`` need is not loaded for ``serve``."""
     parser = _Parser(prog="xpyd", description="A prefill/decode router for vLLM.", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     serve = commands.add_parser("serve", help="run the router in front of running engines", allow_abbrev=False)
@@ -37,10 +39,18 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     serve.set_defaults(run=_serve)
     up = commands.add_parser("up", help="start engines and the router on this machine", allow_abbrev=False)
     instances.add_arguments(commands.add_parser("instances", help="the engines of a running router"))
-    plan.add_arguments(commands.add_parser("plan", help="how many prefill and decode engines a traffic needs"))
+    plan = commands.add_parser("plan", help="how many prefill and decode engines a traffic needs")
     if arguments[:1] == ["up"]:
         _add_up_arguments(up)
+    if arguments[:1] == ["plan"]:
+        _add_plan_arguments(plan)
     return parser
+
+
+def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    from xpyd_proxy.commands import plan  # noqa: PLC0415
+
+    plan.add_arguments(parser)
 
 
 def serve_settings(args: argparse.Namespace) -> Settings:
@@ -49,17 +59,37 @@ def serve_settings(args: argparse.Namespace) -> Settings:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    place = own_place()
     try:
         settings = serve_settings(args)
-        router = build(settings)
+        if place is None and settings.workers > 1:
+            share_of(settings, 0, settings.workers)  # a limit that cannot be shared is said here, and at once
+            logs.configure(settings.log_level, settings.log_format)
+            return supervisor.run(settings, args.command_line)
+        return _serve_here(args, place)
     except ConfigError as exc:
         sys.stderr.write(f"xpyd serve: {exc}\n")
         return 2
     except AlreadyKnown as exc:
         sys.stderr.write(f"xpyd serve: {exc}: name every engine once\n")
         return 2
+
+
+def _serve_here(args: argparse.Namespace, place: Place | None) -> int:
+    """Serve in this process, alone or as one of several workers; raises ConfigError and AlreadyKnown."""
+    from xpyd_proxy import server  # noqa: PLC0415 (a supervisor needs none of it: a third of its memory)
+    from xpyd_proxy.app import build  # noqa: PLC0415
+
+    def again() -> Settings:
+        settings = serve_settings(args)
+        return settings if place is None else share_of(settings, place.number, place.of)
+
+    if place is not None and not place.may_begin():
+        return 0
+    settings = again()
+    router = build(settings, place=place)
     logs.configure(settings.log_level, settings.log_format)
-    return server.run(router, settings, again=lambda: serve_settings(args))
+    return server.run(router, settings, again=again, place=place)
 
 
 def _add_up_arguments(parser: argparse.ArgumentParser) -> None:

@@ -80,6 +80,10 @@ def _count(text: str) -> int:
     return _whole(text, 1, 1 << 62, "a count: write a whole number, 1 or more")
 
 
+def _workers(text: str) -> int:
+    return _whole(text, 1, 64, "a number of workers: write one from 1 to 64")
+
+
 def _natural(text: str) -> int:
     return _whole(text, 0, 1 << 62, "a count: write a whole number, 0 or more")
 
@@ -153,6 +157,7 @@ PATH: Final = Kind(_text, str, metavar="FILE")
 PORT: Final = Kind(_port, int)
 BYTES: Final = Kind(_bytes, int, metavar="N")
 COUNT: Final = Kind(_count, int, metavar="N")
+WORKERS: Final = Kind(_workers, int, metavar="N")
 NATURAL: Final = Kind(_natural, int, metavar="N")
 RETRIES: Final = Kind(_retries, int, metavar="N")
 SECONDS: Final = Kind(_seconds, (int, float), metavar="S")
@@ -167,6 +172,7 @@ OPTIONS: Final[Sequence[Option]] = (
     Option("decode", ADDRESS, "the same for decode", many=True, live=True),
     Option("host", TEXT, "interface to listen on"),
     Option("port", PORT, "TCP port to listen on, 0 for any free one"),
+    Option("workers", WORKERS, "processes that serve together, as one router; above 1 on Linux only"),
     Option("model", TEXT, "model that an engine added at run time must serve (default: that of the others)"),
     Option(
         "client_kv_params", one_of(ClientKvParams), "refuse a request that carries kv_transfer_params, or strip them"

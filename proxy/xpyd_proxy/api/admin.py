@@ -15,8 +15,8 @@ from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.core.target import Target
 from xpyd_proxy.errors import AddressError, AlreadyKnown, BadPort, BodyTooLarge, UnsupportedMedia
 from xpyd_proxy.io.fleet import LiveFleet
-from xpyd_proxy.io.reconciler import Discovery
 from xpyd_proxy.io.stores import StoreDown
+from xpyd_proxy.io.workers.changes import Changes
 from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -30,9 +30,7 @@ class _Addition(msgspec.Struct):
     instance: object = None
 
 
-def admin_routes(
-    settings: Settings, fleet: LiveFleet, models: Models, keyring: Keyring, discovery: Discovery
-) -> APIRouter:
+def admin_routes(settings: Settings, fleet: LiveFleet, models: Models, keyring: Keyring, changes: Changes) -> APIRouter:
     """Build the routes."""
     router = APIRouter()
 
@@ -60,7 +58,7 @@ def admin_routes(
         if not await models.accepts(candidate, passed_on(request.scope)):
             raise HTTPException(400, "Instance validation failed.")
         try:
-            await discovery.add(role, target)
+            await changes.add(role, target)
         except AlreadyKnown as exc:
             raise HTTPException(400, "Instance already exists.") from exc
         except StoreDown as exc:

@@ -12,6 +12,7 @@ from xpyd_proxy.api.adminkey import key_check
 from xpyd_proxy.api.incoming import read_body, require_json
 from xpyd_proxy.core.dialect import parse
 from xpyd_proxy.core.explain import Explainer, Explanation
+from xpyd_proxy.core.health import State
 from xpyd_proxy.core.model import Api, Call, Headers, InstanceId, Role
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.core.registry import Member, Registry
@@ -26,8 +27,9 @@ from xpyd_proxy.errors import (
     UnknownModel,
     UnsupportedMedia,
 )
-from xpyd_proxy.io.reconciler import Discovery, Elsewhere
+from xpyd_proxy.io.reconciler import Elsewhere
 from xpyd_proxy.io.stores import StoreDown
+from xpyd_proxy.io.workers.changes import Changes
 from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -80,11 +82,18 @@ class Desk:
     registry: Registry
     explainer: Callable[[], Explainer]
     clock: Callable[[], float]  # seconds; the one of the registry's times
-    discovery: Discovery
+    changes: Changes
+    is_drained: Callable[[InstanceId], bool] = lambda _: True  # for the other workers, too
 
     def rows(self, members: Sequence[Member]) -> bytes:
         """Describe engines."""
-        return msgspec.json.encode({"instances": [_row(member, self.clock()) for member in members]})
+        return msgspec.json.encode({"instances": [self._row(member) for member in members]})
+
+    def _row(self, member: Member) -> Row:
+        row = _row(member, self.clock())
+        if member.life.state is State.DRAINED and not self.is_drained(member.instance.id):
+            row.state, row.why = State.DRAINING, "another worker has requests there"
+        return row
 
     def found(self, named: _Named) -> Sequence[Member]:
         """Return the engines that are meant.
@@ -125,9 +134,9 @@ def instance_routes(settings: Settings, desk: Desk) -> APIRouter:
                     await _changed(on, member)
             return _json(desk.rows(members))
 
-    act("remove", desk.discovery.remove)
-    act("drain", desk.discovery.drain)
-    act("undrain", desk.discovery.undrain)
+    act("remove", desk.changes.remove)
+    act("drain", desk.changes.drain)
+    act("undrain", desk.changes.undrain)
 
     @router.post("/explain")
     async def explain(request: Request) -> Response:

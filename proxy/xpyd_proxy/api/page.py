@@ -3,15 +3,17 @@
 import base64
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Final
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from xpyd_proxy.core.reports import Whole
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.status import Status
+from xpyd_proxy.io.workers.crew import nobody
 
 _INLINE: Final = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 _HEADERS: Final = {
@@ -22,8 +24,10 @@ _HEADERS: Final = {
 }
 
 
-def page_routes(status: Status, metrics: Metrics) -> APIRouter:
-    """Build the routes; the page is read once, here."""
+def page_routes(
+    status: Status, metrics: Metrics, everybody: Callable[[], Awaitable[Whole | None]] = nobody
+) -> APIRouter:
+    """Build the routes; the page is read once, here. ``everybody``: asks all workers, if there are several."""
     router = APIRouter()
     html = Path(__file__).with_name("status.html").read_text(encoding="utf-8")
     headers = _HEADERS | {"content-security-policy": content_policy(html)}
@@ -34,11 +38,12 @@ def page_routes(status: Status, metrics: Metrics) -> APIRouter:
 
     @router.get("/status.json")
     async def numbers() -> Response:
-        return Response(msgspec.json.encode(status.now()), headers=_HEADERS, media_type="application/json")
+        body = msgspec.json.encode(status.now(await everybody()))
+        return Response(body, headers=_HEADERS, media_type="application/json")
 
     @router.get("/metrics")
     async def exposition(request: Request) -> Response:
-        body, content_type = metrics.exposition(request.headers.get("accept", ""))
+        body, content_type = metrics.exposition(request.headers.get("accept", ""), await everybody())
         return Response(body, headers={"content-type": content_type})
 
     return router

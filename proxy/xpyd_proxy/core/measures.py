@@ -56,6 +56,12 @@ class Histograms:
             self.by_key[key] = self._make()
         self.by_key[key].observe(value)
 
+    def of(self, key: Key) -> Histogram:
+        """Return the histogram of a key; a new one is empty."""
+        if key not in self.by_key:
+            self.by_key[key] = self._make()
+        return self.by_key[key]
+
 
 @dataclass(slots=True)
 class Measures:

@@ -3,20 +3,36 @@
 Requests and legs add to plain numbers (core/measures.py); they become metrics only while somebody scrapes.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 
 from xpyd_proxy.core.discovery import Freshness
-from xpyd_proxy.core.measures import Histogram, Key
+from xpyd_proxy.core.limits import Limit
+from xpyd_proxy.core.measures import Histogram, Key, Measures
+from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.ports import Census, Queue
+from xpyd_proxy.core.reports import Whole, together
 from xpyd_proxy.io.sight import Sight
 
 _Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+_LEAST: Final = frozenset({"process_start_time_seconds", "process_max_fds"})  # of all workers; the others are added up
+_CPU: Final = "process_cpu_seconds_total"
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """What is shown: of this process, or of all workers."""
+
+    measures: Measures
+    in_flight: Sequence[Mapping[InstanceId, int]]
+    queue: tuple[int, int, Mapping[Key, int]] | None  # waiting, admitted, refused
 
 
 class Metrics:
@@ -29,41 +45,105 @@ class Metrics:
         queue: Queue | None = None,
         sources: Callable[[], Sequence[Freshness]] = tuple,
     ) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_Collector(sight, census, queue, sources))
-        ProcessCollector(registry=self._registry)
-
-    def exposition(self, accept: str) -> tuple[bytes, str]:
-        """Return all metrics and their content type, in the format that an ``Accept`` header asks for."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
-
-
-class _Collector:
-    """Makes metrics out of the numbers, in the order in which an operator reads them."""
-
-    def __init__(
-        self, sight: Sight, census: Census, queue: Queue | None, sources: Callable[[], Sequence[Freshness]]
-    ) -> None:
         self._sight = sight
         self._census = census
         self._queue = queue
         self._sources = sources
 
+    def exposition(self, accept: str, whole: Whole | None = None) -> tuple[bytes, str]:
+        """Return all metrics and their content type, in the format that an ``Accept`` header asks for.
+
+        ``whole``: those of all workers, if there are several.
+        """
+        self._sight.keep(frozenset(standing.instance.id for standing in self._census.standings()))
+        encode, content_type = choose_encoder(accept)
+        registry = CollectorRegistry()
+        numbers = self._own() if whole is None else _sum(self._sight.measures, whole)
+        registry.register(_Collector(numbers, self._census, self._sources))
+        if whole is None:
+            ProcessCollector(registry=registry)
+        else:
+            registry.register(_Workers(whole))
+        return encode(registry), content_type
+
+    def _own(self) -> _Numbers:
+        queue = self._queue
+        counts = None if queue is None else (queue.waiting, queue.admitted, _refused([_words(queue.refused)]))
+        return _Numbers(self._sight.measures, [self._sight.legs.in_flight], counts)
+
+
+def _sum(measures: Measures, whole: Whole) -> _Numbers:
+    workers = whole.all
+    waiting, admitted = sum(one.waiting for one in workers), sum(one.admitted for one in workers)
+    return _Numbers(
+        together(measures, [one.counts for one in whole.others]),
+        [one.legs for one in workers],
+        (waiting, admitted, _refused([one.refused for one in workers])),
+    )
+
+
+def _words(refused: Mapping[Limit, int]) -> Mapping[str, int]:
+    return {limit.value: count for limit, count in refused.items()}
+
+
+def _refused(refused: Iterable[Mapping[str, int]]) -> Mapping[Key, int]:
+    found = Counter[Key]()
+    for one in refused:
+        found.update({(limit,): count for limit, count in one.items()})
+    return found
+
+
+def processes() -> Mapping[str, float]:
+    """Return the numbers that Prometheus wants of every process, by their names."""
+    families = ProcessCollector(registry=None).collect()
+    return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+class _Workers:
+    """What there is to say of the workers themselves."""
+
+    def __init__(self, whole: Whole) -> None:
+        self._whole = whole
+
+    def collect(self) -> Iterator[_Family]:
+        """Read it."""
+        workers = self._whole.all
+        yield GaugeMetricFamily(
+            "xpyd_workers", "Workers that answer, the one asked included.", value=self._whole.serving
+        )
+        starts: dict[Key, int] = {(str(one.worker),): one.starts for one in workers}
+        yield _counter("xpyd_worker_starts", "Workers that were started, by number.", ("worker",), starts)
+        text = "Workers whose numbers could not be read: they are those of up to a second before."
+        yield CounterMetricFamily("xpyd_workers_unread", text, value=sum(one.unread for one in workers))
+        for name in self._whole.own.process:
+            values = [one.process[name] for one in workers if name in one.process]
+            value, text = (min if name in _LEAST else sum)(values), "Of all workers."
+            if name == _CPU:
+                yield CounterMetricFamily(name, text, value=value)
+            else:
+                yield GaugeMetricFamily(name, text, value=value)
+
+
+class _Collector:
+    """Makes metrics out of the numbers, in the order in which an operator reads them."""
+
+    def __init__(self, numbers: _Numbers, census: Census, sources: Callable[[], Sequence[Freshness]]) -> None:
+        self._numbers = numbers
+        self._census = census
+        self._sources = sources
+
     def collect(self) -> Iterator[_Family]:
         """Read everything once."""
-        known = frozenset(standing.instance.id for standing in self._census.standings())
-        self._sight.keep(known)
         yield from self._requests()
         yield from self._legs()
         yield from self._transfers()
         yield from self._instances()
-        if self._queue is not None:
-            yield from _queue(self._queue)
+        if self._numbers.queue is not None:
+            yield from _queue(*self._numbers.queue)
         yield from _discovery(self._sources())
 
     def _requests(self) -> Iterator[_Family]:
-        seen = self._sight.measures
+        seen = self._numbers.measures
         text = "Requests that are over, by path and by how they ended for the client."
         yield _counter("xpyd_requests", text, ("path", "ending"), seen.requests)
         text = "Requests that an engine answered or failed, by the way they took: one leg after the other, push, solo."
@@ -74,14 +154,14 @@ class _Collector:
         yield _histogram("xpyd_time_to_first_token_seconds", text, ("path",), seen.ttft.by_key)
 
     def _legs(self) -> Iterator[_Family]:
-        seen = self._sight.measures
+        seen = self._numbers.measures
         text = "Legs that are over, by engine and by how they ended; ok: also those that nobody needed any more."
         yield _counter("xpyd_legs", text, ("instance", "role", "outcome"), seen.legs)
         text = "Seconds until an engine's answer was there: all of it (prefill), its first event (decode)."
         yield _histogram("xpyd_leg_answer_seconds", text, ("instance", "role"), seen.answers.by_key)
 
     def _transfers(self) -> Iterator[_Family]:
-        seen = self._sight.measures
+        seen = self._numbers.measures
         text = "Seconds between a prefill engine's answer and the sending of the decode leg."
         yield _histogram("xpyd_handoff_gap_seconds", text, (), {(): seen.gap})
         text = "Attempts to have a prefill engine free blocks that nobody will read."
@@ -102,7 +182,7 @@ class _Collector:
         legs = GaugeMetricFamily("xpyd_legs_in_flight", "Legs an engine has now.", labels=("instance", "role"))
         for standing in self._census.standings():
             names = (standing.instance.id, standing.instance.role)
-            legs.add_metric(names, self._sight.legs.in_flight.get(standing.instance.id, 0))
+            legs.add_metric(names, sum(one.get(standing.instance.id, 0) for one in self._numbers.in_flight))
             for word in self._census.states():
                 state.add_metric((*names, word), word == standing.state)
         yield from (state, legs)
@@ -122,10 +202,9 @@ def _discovery(sources: Sequence[Freshness]) -> Iterator[_Family]:
     yield from (synced, age, engines)
 
 
-def _queue(queue: Queue) -> Iterator[_Family]:
-    yield GaugeMetricFamily("xpyd_queue_waiting", "Requests that wait to be let in.", value=queue.waiting)
-    yield GaugeMetricFamily("xpyd_requests_admitted", "Requests that are being served.", value=queue.admitted)
-    refused: dict[Key, int] = {(limit,): count for limit, count in queue.refused.items()}
+def _queue(waiting: int, admitted: int, refused: Mapping[Key, int]) -> Iterator[_Family]:
+    yield GaugeMetricFamily("xpyd_queue_waiting", "Requests that wait to be let in.", value=waiting)
+    yield GaugeMetricFamily("xpyd_requests_admitted", "Requests that are being served.", value=admitted)
     yield _counter("xpyd_requests_refused", "Requests that were not let in, by reason.", ("reason",), refused)
 
 

@@ -1,17 +1,20 @@
 """The numbers of the status page: what the router knows now, and what the last five minutes were like."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.ports import Census, Queue, Standing
-from xpyd_proxy.core.pulse import SPAN_S, Bin, Mishap, Ring
+from xpyd_proxy.core.pulse import SPAN_S, Bin, Ring
+from xpyd_proxy.core.reports import Part, Whole, bin_of
 from xpyd_proxy.io.sight import Sight
 
 _STEP_S: Final = 5
 _MINUTE_S: Final = 60
+_STEPS: Final = SPAN_S // _STEP_S
 _QUIET: Final = Bin(0, 0, None, None)
+_FAILURES: Final = 50  # that are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,8 @@ class Snapshot:
     instances: list[Engine]
     queue: Waiting | None
     failures: list[Failed]
+    worker: int = 0  # which process has answered; the numbers are those of all
+    workers: int = 1  # how many there are that answer
 
 
 class Status:
@@ -92,60 +97,85 @@ class Status:
         self._queue = queue
         self._start = clock()
 
-    def now(self) -> Snapshot:
-        """Return what is known now."""
+    def part(self) -> Part:
+        """Return what this process has seen, for whoever adds it up."""
         now, pulse = self._clock(), self._sight.pulse
-        standings = self._census.standings()
-        self._sight.keep(frozenset(standing.instance.id for standing in standings))
+        self._keep()
+        rings = {"requests": pulse.requests, "ttft": pulse.ttft, "gaps": pulse.gaps}
+        return Part(
+            minute={name: ring.last(_MINUTE_S, now=now) for name, ring in rings.items()},
+            series={name: ring.bins(now=now, step_s=_STEP_S) for name, ring in rings.items()},
+            legs={name: _last(pulse.legs, name, _MINUTE_S, now) for name in pulse.legs},
+            span={name: _last(pulse.legs, name, SPAN_S, now) for name in pulse.legs},
+            answers={name: _last(pulse.answers, name, SPAN_S, now) for name in pulse.answers},
+            mishaps=[(now - one.at, one.request, one.where, one.reason) for one in pulse.mishaps],
+        )
+
+    def now(self, whole: Whole | None = None) -> Snapshot:
+        """Return what is known now; ``whole``: by all workers, if there are several."""
+        parts = [self.part()] if whole is None else [report.part for report in whole.all]
+        in_flight = [self._sight.legs.in_flight] if whole is None else [report.legs for report in whole.all]
+        failures = sorted((Failed(*mishap) for part in parts for mishap in part.mishaps), key=lambda one: one.ago_s)
         return Snapshot(
-            uptime_s=now - self._start,
-            last_minute=self._minute(now),
-            series=self._series(now),
-            instances=[self._engine(standing, now) for standing in standings],
-            queue=None if self._queue is None else _waiting(self._queue),
-            failures=[_failed(mishap, now) for mishap in pulse.mishaps],
+            uptime_s=self._clock() - self._start,
+            last_minute=_minute(parts),
+            series=_series(parts),
+            instances=[_engine(standing, parts, in_flight) for standing in self._census.standings()],
+            queue=_waiting(self._queue, whole),
+            failures=failures[:_FAILURES],
+            worker=0 if whole is None else whole.own.worker,
+            workers=1 if whole is None else whole.serving,
         )
 
-    def _minute(self, now: float) -> Minute:
-        pulse = self._sight.pulse
-        requests, ttft, gap = (ring.last(_MINUTE_S, now=now) for ring in (pulse.requests, pulse.ttft, pulse.gaps))
-        return Minute(requests.count / _MINUTE_S, requests.failed, ttft.mean, gap.mean)
+    def _keep(self) -> None:
+        self._sight.keep(frozenset(standing.instance.id for standing in self._census.standings()))
 
-    def _series(self, now: float) -> Series:
-        pulse = self._sight.pulse
-        requests, ttft, gap = (ring.bins(now=now, step_s=_STEP_S) for ring in (pulse.requests, pulse.ttft, pulse.gaps))
-        return Series(
-            _STEP_S,
-            [one.count for one in requests],
-            [one.failed for one in requests],
-            [one.mean for one in ttft],
-            [one.worst for one in ttft],
-            [one.mean for one in gap],
-            [one.worst for one in gap],
-        )
 
-    def _engine(self, standing: Standing, now: float) -> Engine:
-        instance, pulse = standing.instance, self._sight.pulse
-        ended = _last(pulse.legs, instance.id, _MINUTE_S, now)
-        return Engine(
-            id=instance.id,
-            role=instance.role,
-            state=standing.state,
-            why=standing.why,
-            in_flight=self._sight.legs.in_flight.get(instance.id, 0),
-            legs_per_s=ended.count / _MINUTE_S,
-            failed=_last(pulse.legs, instance.id, SPAN_S, now).failed,
-            answer_s=_last(pulse.answers, instance.id, SPAN_S, now).mean,
-        )
+def _minute(parts: Sequence[Part]) -> Minute:
+    requests, ttft, gaps = (
+        bin_of(part.minute.get(name, _QUIET) for part in parts) for name in ("requests", "ttft", "gaps")
+    )
+    return Minute(requests.count / _MINUTE_S, requests.failed, ttft.mean, gaps.mean)
+
+
+def _series(parts: Sequence[Part]) -> Series:
+    requests, ttft, gaps = (_steps(parts, name) for name in ("requests", "ttft", "gaps"))
+    return Series(
+        _STEP_S,
+        [one.count for one in requests],
+        [one.failed for one in requests],
+        [one.mean for one in ttft],
+        [one.worst for one in ttft],
+        [one.mean for one in gaps],
+        [one.worst for one in gaps],
+    )
+
+
+def _steps(parts: Sequence[Part], name: str) -> Sequence[Bin]:
+    return [bin_of(bins) for bins in zip(*(part.series.get(name, [_QUIET] * _STEPS) for part in parts), strict=True)]
+
+
+def _engine(standing: Standing, parts: Sequence[Part], in_flight: Sequence[Mapping[InstanceId, int]]) -> Engine:
+    instance = standing.instance
+    return Engine(
+        id=instance.id,
+        role=instance.role,
+        state=standing.state,
+        why=standing.why,
+        in_flight=sum(legs.get(instance.id, 0) for legs in in_flight),
+        legs_per_s=bin_of(part.legs.get(instance.id, _QUIET) for part in parts).count / _MINUTE_S,
+        failed=bin_of(part.span.get(instance.id, _QUIET) for part in parts).failed,
+        answer_s=bin_of(part.answers.get(instance.id, _QUIET) for part in parts).mean,
+    )
 
 
 def _last(rings: Mapping[InstanceId, Ring], instance: InstanceId, seconds: int, now: float) -> Bin:
-    return rings[instance].last(seconds, now=now) if instance in rings else _QUIET
+    return rings[instance].last(seconds, now=now)
 
 
-def _waiting(queue: Queue) -> Waiting:
-    return Waiting(queue.waiting, queue.admitted, sum(queue.refused.values()))
-
-
-def _failed(mishap: Mishap, now: float) -> Failed:
-    return Failed(now - mishap.at, mishap.request, mishap.where, mishap.reason)
+def _waiting(queue: Queue | None, whole: Whole | None) -> Waiting | None:
+    if whole is not None:
+        all_ = whole.all
+        refused = sum(sum(one.refused.values()) for one in all_)
+        return Waiting(sum(one.waiting for one in all_), sum(one.admitted for one in all_), refused)
+    return None if queue is None else Waiting(queue.waiting, queue.admitted, sum(queue.refused.values()))

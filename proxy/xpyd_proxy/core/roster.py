@@ -1,0 +1,84 @@
+"""Which engine has which id in all workers of a router, and what an operator has ordered for it.
+
+Every line is written once, after all that were written before, and read by every worker: so all of them come to the
+same roster, a worker that is started later too.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum, auto
+from typing import TypeAlias
+
+from xpyd_proxy.core.model import InstanceId, Role
+
+
+class Verb(StrEnum):
+    """What a line says."""
+
+    NAME = auto()  # an engine that has come gets the next id of its role
+    CLOSE = auto()  # nobody wants it any more: if its address comes again, it is another engine
+    DRAIN = auto()
+    UNDRAIN = auto()
+    REMOVE = auto()  # by hand, what the settings name: a worker that starts later does not bring it back
+
+
+Line: TypeAlias = tuple[Verb, str]  # NAME: the key of an engine; else its id
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One engine."""
+
+    key: str
+    number: int
+    order: Verb | None = None  # DRAIN or REMOVE
+
+
+def key_of(role: Role, authority: str, rank: int | None, source: str, identity: str) -> str:
+    """Return what makes two engines the same in all workers."""
+    return f"{role} {authority} {rank} {source} {identity}"
+
+
+class Roster:
+    """The engines that are named and not closed."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, InstanceId] = {}
+        self._entries: dict[InstanceId, _Entry] = {}
+        self._counts: Counter[str] = Counter()  # ids ever given, by role
+
+    def apply(self, line: Line) -> None:
+        """Take in a line; what it says of an engine that is closed is too late."""
+        verb, text = line
+        if verb is Verb.NAME:
+            self._name(text)
+        elif (entry := self._entries.get(name := InstanceId(text))) is None:
+            return
+        elif verb is Verb.CLOSE:
+            del self._entries[name], self._keys[entry.key]
+        else:
+            entry.order = None if verb is Verb.UNDRAIN else verb
+
+    def number(self, key: str) -> int | None:
+        """Return the number in the id of an engine; None: it has none yet."""
+        name = self._keys.get(key)
+        return None if name is None else self._entries[name].number
+
+    def order(self, name: InstanceId) -> Verb | None:
+        """Return what was ordered for it last, if it still holds."""
+        entry = self._entries.get(name)
+        return None if entry is None else entry.order
+
+    def is_removed(self, key: str) -> bool:
+        """Tell whether an operator has taken out what the settings name there."""
+        name = self._keys.get(key)
+        return name is not None and self._entries[name].order is Verb.REMOVE
+
+    def _name(self, key: str) -> None:
+        role = key.partition(" ")[0]
+        name = InstanceId(f"{role}-{self._counts[role]}")
+        if (before := self._keys.get(key)) is not None:
+            del self._entries[before]
+        self._entries[name] = _Entry(key, self._counts[role])
+        self._keys[key] = name
+        self._counts[role] += 1

@@ -1,0 +1,60 @@
+"""What an operator may change: where all routers of a store see it, and in all workers of this router."""
+
+from typing import Protocol
+
+from xpyd_proxy.core.discovery import Source
+from xpyd_proxy.core.model import InstanceId, Role
+from xpyd_proxy.core.registry import Registry
+from xpyd_proxy.core.roster import Verb
+from xpyd_proxy.core.target import Target
+from xpyd_proxy.io.workers.ledger import Ledger
+
+
+class Changes(Protocol):
+    """Carries changes out; what it raises is written at :class:`xpyd_proxy.io.reconciler.Discovery`."""
+
+    async def add(self, role: Role, target: Target) -> None:
+        """Add an engine."""
+        ...
+
+    async def remove(self, name: InstanceId) -> None:
+        """Take an engine out."""
+        ...
+
+    async def drain(self, name: InstanceId) -> None:
+        """Send it nothing new."""
+        ...
+
+    async def undrain(self, name: InstanceId) -> None:
+        """Send it requests again."""
+        ...
+
+
+class Together:
+    """Makes a change here, and writes into the ledger what no store carries to the other workers."""
+
+    def __init__(self, here: Changes, registry: Registry, ledger: Ledger) -> None:
+        self._here = here
+        self._registry = registry
+        self._ledger = ledger
+
+    async def add(self, role: Role, target: Target) -> None:
+        """Add an engine: the store carries it. Raises as Discovery does."""
+        await self._here.add(role, target)
+
+    async def remove(self, name: InstanceId) -> None:
+        """Take an engine out. Raises as Discovery does."""
+        is_static = self._registry.member(name).origin.source is Source.STATIC
+        await self._here.remove(name)
+        if is_static and self._registry.get(name) is None:
+            self._ledger.say(Verb.REMOVE, name)
+
+    async def drain(self, name: InstanceId) -> None:
+        """Send it nothing new. Raises as Discovery does."""
+        await self._here.drain(name)
+        self._ledger.say(Verb.DRAIN, name)
+
+    async def undrain(self, name: InstanceId) -> None:
+        """Send it requests again. Raises as Discovery does."""
+        await self._here.undrain(name)
+        self._ledger.say(Verb.UNDRAIN, name)

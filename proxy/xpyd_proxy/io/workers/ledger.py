@@ -1,0 +1,69 @@
+"""The roster of all workers, in one file that only grows; the kernel's lock says whose turn it is to write."""
+
+import fcntl
+import os
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from xpyd_proxy.core.model import InstanceId
+from xpyd_proxy.core.roster import Line, Roster, Verb
+
+
+class Ledger:
+    """One worker's hand on it. A line is some hundred bytes, and a turn some microseconds: nothing waits for a disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.roster = Roster()
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._read_to = 0
+        self._news: list[Line] = []  # what others have written, and nobody has asked for yet
+
+    def number(self, key: str, *, anew: bool) -> int:
+        """Return the number of an engine in all workers; ``anew``: one that was taken out by hand gets another."""
+        with self._turn():
+            if self.roster.number(key) is None or (anew and self.roster.is_removed(key)):
+                self._write(Verb.NAME, key)
+        number = self.roster.number(key)
+        assert number is not None
+        return number
+
+    def say(self, verb: Verb, name: InstanceId) -> None:
+        """Let all workers know."""
+        with self._turn():
+            self._write(verb, name)
+
+    def news(self) -> Sequence[Line]:
+        """Return what other workers have named and ordered since the last time."""
+        if os.fstat(self._file).st_size > self._read_to:
+            with self._turn():
+                pass
+        found, self._news = self._news, []
+        return found
+
+    @contextmanager
+    def _turn(self) -> Generator[None]:
+        """Have the file alone, with all that others have written read."""
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            self._read()
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _read(self) -> None:
+        size = os.fstat(self._file).st_size
+        data = os.pread(self._file, size - self._read_to, self._read_to)
+        self._read_to += len(data)
+        for text in data.splitlines():
+            line = msgspec.json.decode(text, type=Line)
+            self.roster.apply(line)
+            if line[0] is not Verb.CLOSE:
+                self._news.append(line)
+
+    def _write(self, verb: Verb, text: str) -> None:
+        line: Line = (verb, text)
+        self._read_to += os.write(self._file, msgspec.json.encode(line) + b"\n")
+        self.roster.apply(line)

@@ -1,0 +1,66 @@
+"""Sockets of which several processes have one each, at the same address: the kernel spreads connections over them."""
+
+import socket
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Final
+
+from xpyd_proxy.errors import ConfigError
+
+_SPREADS: Final = sys.platform.startswith("linux")  # elsewhere the option is missing, or all goes to one of them
+
+
+@contextmanager
+def reserved(host: str, port: int) -> Generator[int]:
+    """Keep a port for workers while the block lasts, and yield its number.
+
+    Raises:
+        ConfigError: somebody listens there already, the address is not ours, or the kernel does not spread.
+    """
+    if not _SPREADS:
+        raise ConfigError(f"workers above 1 need Linux, and this is {sys.platform}: write workers = 1")
+    with ExitStack() as stack:
+        for family, where in _addresses(host, port):
+            _refuse_if_taken(family, where)  # with the option on, two routers would share the port in silence
+        sockets = [stack.enter_context(one) for one in bound(host, port)]
+        yield int(sockets[0].getsockname()[1])
+
+
+def bound(host: str, port: int) -> Sequence[socket.socket]:
+    """Bind a socket to each address of a host; nothing arrives before somebody listens on them. Raises ConfigError."""
+    with ExitStack() as stack:
+        sockets = list[socket.socket]()
+        for family, where in _addresses(host, port):
+            if not port and sockets:  # the system has chosen one for the first address
+                where = (where[0], int(sockets[0].getsockname()[1]))
+            sockets.append(stack.enter_context(_bound(family, where, shared=True)))
+        stack.pop_all()
+        return sockets
+
+
+def _refuse_if_taken(family: int, where: tuple[str, int]) -> None:
+    _bound(family, where, shared=False).close()
+
+
+def _bound(family: int, where: tuple[str, int], *, shared: bool) -> socket.socket:
+    one = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        one.bind(where)
+    except OSError as exc:
+        one.close()
+        raise ConfigError(f"the router cannot listen at {where[0]} port {where[1]}: {exc.strerror}") from exc
+    return one
+
+
+def _addresses(host: str, port: int) -> Sequence[tuple[int, tuple[str, int]]]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as exc:
+        raise ConfigError(f"{host} is no address to listen at: {exc.strerror}") from exc
+    return list(dict.fromkeys((int(one[0]), (str(one[4][0]), int(one[4][1]))) for one in found))

@@ -1,0 +1,150 @@
+"""Asks the other workers what they have counted, and tells them what this one has; a successor inherits it."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from xpyd_proxy.core.limits import Limit
+from xpyd_proxy.core.ports import Queue
+from xpyd_proxy.core.reports import EMPTY, Part, Report, Whole, absorb, counts_of
+from xpyd_proxy.io.background import meanwhile
+from xpyd_proxy.io.metrics import processes
+from xpyd_proxy.io.sight import Sight
+from xpyd_proxy.io.workers.place import Place
+
+logger = logging.getLogger(__name__)
+_PATIENCE_S: Final = 0.5  # seconds that a peer may take
+_SAVE_S: Final = 1.0  # seconds between two looks at whether there is something to save
+_MOST_BYTES: Final = 16 * 1024 * 1024
+_CPU: Final = "process_cpu_seconds_total"
+
+
+class Reports:
+    """One worker's side of it: a Unix socket on which whoever connects gets the report."""
+
+    def __init__(self, place: Place, sight: Sight, queue: Queue, part: Callable[[], Part]) -> None:
+        self._place = place
+        self._sight = sight
+        self._queue = queue
+        self._part = part
+        self._before = self._saved(place.number)  # of the worker that this one follows
+        self._unread = 0 if self._before is None else self._before.unread
+        self._kept = b""  # the counts, as they were saved last
+        if self._before is not None:
+            absorb(sight.measures, self._before.counts)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Answer and save while the block lasts."""
+        path = self._path(self._place.number, "report")
+        path.unlink(missing_ok=True)  # of a worker of this number that was killed
+        server = await asyncio.start_unix_server(self._answer, path)
+        try:
+            async with meanwhile(self._save_again_and_again()):
+                yield
+        finally:
+            server.close()
+            self._save()
+
+    async def whole(self) -> Whole:
+        """Ask all; one that does not answer in time counts as it was up to a second ago."""
+        found = await asyncio.gather(*(self._read(peer) for peer in self._place.peers()))
+        others = [report for report, _ in found if report is not None]
+        serving = 1 + sum(answers for _, answers in found)
+        return Whole(self._report(self._part()), others, serving)
+
+    async def _read(self, peer: int) -> tuple[Report | None, bool]:
+        """Return a peer's report, and whether the peer itself has given it."""
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                return await self._asked(peer), True
+        except (FileNotFoundError, ConnectionRefusedError):
+            pass  # it has ended, and the supervisor has said so
+        except (TimeoutError, OSError, msgspec.DecodeError) as exc:
+            self._unread += 1
+            logger.warning("worker %d does not say what it has counted (%s)", peer, str(exc) or "it takes too long")
+        return self._saved(peer), False
+
+    async def _asked(self, peer: int) -> Report:
+        reader, writer = await asyncio.open_unix_connection(self._path(peer, "report"))
+        try:
+            data = b""
+            while piece := await reader.read(1 << 18):
+                data += piece
+                if len(data) > _MOST_BYTES:
+                    raise msgspec.DecodeError(f"it has more than {_MOST_BYTES} bytes")
+            return msgspec.msgpack.decode(data, type=Report)
+        finally:
+            writer.close()
+
+    async def _answer(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):  # whoever asked has gone
+            writer.write(msgspec.msgpack.encode(self._report(self._part())))
+            await writer.drain()
+        writer.close()
+
+    def _report(self, part: Part) -> Report:
+        queue, before = self._queue, self._before
+        return Report(
+            worker=self._place.number,
+            starts=self._place.starts,
+            counts=counts_of(self._sight.measures),
+            part=part,
+            legs=self._sight.legs.in_flight,
+            waiting=queue.waiting,
+            admitted=queue.admitted,
+            refused=_refused(queue.refused, {} if before is None else before.refused),
+            process=_process(before),
+            unread=self._unread,
+        )
+
+    async def _save_again_and_again(self) -> None:
+        while True:
+            await asyncio.sleep(_SAVE_S)
+            self._save()
+
+    def _save(self) -> None:
+        counts = msgspec.msgpack.encode(counts_of(self._sight.measures))
+        if counts == self._kept:
+            return
+        report, self._kept = self._report(EMPTY), counts
+        data = msgspec.msgpack.encode(msgspec.structs.replace(report, legs={}, waiting=0, admitted=0))
+        path = self._path(self._place.number, "counts")
+        try:
+            path.with_suffix(".new").write_bytes(data)
+            path.with_suffix(".new").replace(path)
+        except OSError as exc:
+            logger.warning("%s cannot be written: %s", path, exc.strerror)
+
+    def _saved(self, worker: int) -> Report | None:
+        path = self._path(worker, "counts")
+        try:
+            return msgspec.msgpack.decode(path.read_bytes(), type=Report)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as exc:
+            logger.warning("%s cannot be read: %s", path, exc)
+            return None
+
+    def _path(self, worker: int, what: str) -> Path:
+        return self._place.path / f"{worker}.{what}"
+
+
+def _refused(now: Mapping[Limit, int], before: Mapping[str, int]) -> Mapping[str, int]:
+    found = Counter(before)
+    found.update({limit.value: count for limit, count in now.items()})
+    return found
+
+
+def _process(before: Report | None) -> Mapping[str, float]:
+    """Return the numbers of the process; processor time is a counter, and goes on where the one before has ended."""
+    found = dict(processes())
+    if before is not None and _CPU in found:
+        found[_CPU] += before.process.get(_CPU, 0.0)
+    return found

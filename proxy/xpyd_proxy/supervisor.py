@@ -1,0 +1,193 @@
+"""Starts the workers of one router, starts again those that die, and ends when they do. No request comes here."""
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Final
+
+from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.io.workers.listening import reserved
+from xpyd_proxy.io.workers.place import END, HURRY, READY, VARIABLE, Place
+from xpyd_proxy.settings import Settings
+
+_FIRST_PAUSE_S: Final = 0.2  # seconds before a worker that died is started again; doubled every time
+_PAUSE_MOST_S: Final = 30.0
+_PROVEN_S: Final = 60.0  # seconds after which a worker's death is the first one again
+_PATH_MOST: Final = 80  # characters of the folder: a Unix socket's path may have 107
+logger = logging.getLogger(__name__)
+
+
+def run(settings: Settings, arguments: Sequence[str]) -> int:
+    """Serve with several processes of the same command line until SIGTERM or SIGINT; return the exit code.
+
+    Raises:
+        ConfigError: the address cannot be listened at, or there is no place for what the workers share.
+    """
+    with reserved(settings.host, settings.port) as port, _folder() as folder:
+        scheme, host = "http" if settings.tls_cert is None else "https", settings.host
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        crew = _Crew(settings.workers, arguments, folder=folder, port=port, url=url)
+        return asyncio.run(crew.run())
+
+
+@contextmanager
+def _folder() -> Generator[str]:
+    """Make what the workers share, for this user alone, and remove it at the end."""
+    try:
+        folder = tempfile.mkdtemp(prefix="xpyd-")
+    except OSError as exc:
+        raise ConfigError(f"workers need a temporary folder, and there is none: {exc.strerror}; set TMPDIR") from exc
+    try:
+        if len(folder) > _PATH_MOST:
+            raise ConfigError(f"{folder} is too long for the path of a Unix socket: set TMPDIR to a short one")
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # what is left there does no harm
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One process."""
+
+    process: asyncio.subprocess.Process
+    line: socket.socket  # its end of it says when this process has ended
+    is_ready: bool = False
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, if it is still there."""
+        with suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    def say(self, word: bytes) -> None:
+        """Send it a word, if it is still there."""
+        with suppress(OSError):
+            self.line.send(word)
+
+
+class _Crew:
+    """All workers, from their start to their end."""
+
+    def __init__(self, count: int, arguments: Sequence[str], *, folder: str, port: int, url: str) -> None:
+        self._command = (sys.executable, "-m", "xpyd_proxy.cli", *arguments)
+        self._folder = folder
+        self._port = port
+        self._url = url
+        self._workers: list[_Worker | None] = [None] * count
+        self._starts = [0] * count
+        self._told = asyncio.Event()
+        self._said = False
+
+    async def run(self) -> int:
+        """Run until all have ended; return 0 if each of them did well."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_end)
+        loop.add_signal_handler(signal.SIGHUP, self._on_reload)
+        workers = [await self._spawned(number) for number in range(len(self._workers))]
+        await self._begin(workers[0])  # alone: what is wrong with the settings is said once
+        if not workers[0].is_ready:
+            return (await asyncio.gather(*map(self._ended, workers)))[0]
+        codes = await asyncio.gather(*(self._keep(number, worker) for number, worker in enumerate(workers)))
+        return 1 if any(codes) else 0
+
+    def _on_end(self) -> None:
+        """Pass it on, by word: some send the signal to all processes at once, and a second one means to hurry."""
+        word = HURRY if self._told.is_set() else END
+        self._told.set()
+        for worker in filter(None, self._workers):
+            if worker.is_ready:
+                worker.say(word)
+            else:
+                worker.signal(signal.SIGTERM)
+
+    def _on_reload(self) -> None:
+        """Pass it on to those that serve: one that starts reads the settings anyway, and a signal would kill it."""
+        for worker in filter(None, self._workers):
+            if worker.is_ready:
+                worker.signal(signal.SIGHUP)
+
+    async def _keep(self, number: int, first: _Worker) -> int:
+        """Have a worker of this number until all shall end; return how the last one did."""
+        loop, pause, worker = asyncio.get_running_loop(), _FIRST_PAUSE_S, first
+        while True:
+            began = loop.time()
+            await self._begin(worker)
+            self._tell_once()
+            code = await self._ended(worker)
+            if self._told.is_set():
+                return code
+            if loop.time() - began > _PROVEN_S:
+                pause = _FIRST_PAUSE_S
+            logger.warning("worker %d has ended (%s): another one starts in %g s", number, _how(code), pause)
+            successor = None
+            while successor is None:
+                if await self._is_told_within(pause):
+                    return 0
+                pause = min(pause * 2, _PAUSE_MOST_S)
+                successor = await self._respawned(number)
+            worker = successor
+
+    async def _is_told_within(self, seconds: float) -> bool:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._told.wait(), seconds)
+        return self._told.is_set()
+
+    async def _respawned(self, number: int) -> _Worker | None:
+        try:
+            return await self._spawned(number)
+        except OSError as exc:  # the machine has no room for it now
+            logger.warning("worker %d cannot be started: %s", number, exc.strerror)
+            return None
+
+    async def _spawned(self, number: int) -> _Worker:
+        """Start a process, which loads what it needs and waits."""
+        self._starts[number] += 1
+        ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            end.setblocking(False)  # noqa: FBT003
+        with theirs:
+            place = Place(
+                number, len(self._workers), self._folder, self._port, theirs.fileno(), starts=self._starts[number]
+            )
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                env={**os.environ, VARIABLE: place.text()},
+                pass_fds=(theirs.fileno(),),
+                process_group=0,  # a terminal's Ctrl-C reaches this process, which passes it on once
+            )
+        self._workers[number] = worker = _Worker(process, ours)
+        return worker
+
+    async def _begin(self, worker: _Worker) -> None:
+        """Have it begin, and wait until it serves or has ended."""
+        if self._told.is_set():
+            worker.signal(signal.SIGTERM)
+        if not worker.is_ready:
+            with suppress(ConnectionError):  # it has ended
+                worker.line.send(READY)
+                worker.is_ready = await asyncio.get_running_loop().sock_recv(worker.line, 1) == READY
+
+    async def _ended(self, worker: _Worker) -> int:
+        """Wait for its end; return the exit code. One that was told to end before it served has done nothing wrong."""
+        if not worker.is_ready:
+            worker.line.close()  # then it does not begin
+        code = await worker.process.wait()
+        worker.line.close()
+        return 0 if self._told.is_set() and not worker.is_ready and code < 0 else code
+
+    def _tell_once(self) -> None:
+        if not self._said and all(worker is not None and worker.is_ready for worker in self._workers):
+            self._said = True
+            logger.info("running on %s with %d workers", self._url, len(self._workers))
+
+
+def _how(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

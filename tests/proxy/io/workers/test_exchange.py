@@ -1,0 +1,96 @@
+"""Bulletins on their way."""
+
+import socket
+import time
+from contextlib import AsyncExitStack
+
+from support.sim import until_async
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.health import Limits, State
+from xpyd_proxy.core.model import InstanceId, RequestId, Role
+from xpyd_proxy.core.peers import Peers
+from xpyd_proxy.core.retries import Failure
+from xpyd_proxy.core.roster import Verb
+from xpyd_proxy.io.workers.exchange import Exchange
+from xpyd_proxy.io.workers.ledger import Ledger
+from xpyd_proxy.io.workers.place import Place
+from xpyd_proxy.io.workers.registry import SharedRegistry
+
+D0 = InstanceId("decode-0")
+
+
+class Worker:
+    """One of three, with one engine."""
+
+    def __init__(self, folder, number):
+        self.ledger = Ledger(folder / "ledger")
+        self.registry = SharedRegistry(Limits(in_a_row=1), self.ledger)
+        self.registry.add(Role.DECODE, Address("http", "h", 1))
+        self.peers = Peers(self.registry, patience_s=3.0)
+        place = Place(number, 3, str(folder), port=0, line=0, starts=1)
+        self.exchange = Exchange(place, self.registry, self.peers, time.monotonic)
+
+    @property
+    def load(self):
+        return self.registry.member(D0).load
+
+    @property
+    def state(self):
+        return self.registry.member(D0).life.state
+
+
+async def test_what_happens_in_one_is_known_in_all_within_a_second(tmp_path):
+    """Load, breaks and orders."""
+    workers = zero, one, two = [Worker(tmp_path, number) for number in range(3)]
+    async with AsyncExitStack() as stack:
+        for worker in workers:
+            await stack.enter_async_context(worker.exchange.running())
+        for number, worker in enumerate(workers):
+            worker.load.enter(RequestId(f"{number}"))
+        await until_async(lambda: all(worker.load.in_flight == 3 for worker in workers), seconds=1)
+        one.load.leave(RequestId("1"))
+        two.registry.member(D0).life.failed(RequestId("2"), Failure.BROKEN, now=time.monotonic())
+        await until_async(lambda: all(worker.load.in_flight == 2 for worker in workers), seconds=1)
+        await until_async(lambda: all(worker.state is State.BROKEN for worker in workers), seconds=1)
+        zero.ledger.say(Verb.DRAIN, D0)
+        await until_async(lambda: (one.state, two.state) == (State.DRAINING, State.DRAINING), seconds=1)
+
+
+async def test_a_worker_that_comes_late_hears_all_at_once_and_one_that_goes_is_forgotten(tmp_path):
+    """It would send requests to an engine that the others know to be broken."""
+    zero, one = Worker(tmp_path, 0), Worker(tmp_path, 1)
+    zero.load.enter(RequestId("0"))
+    zero.registry.member(D0).life.failed(RequestId("0"), Failure.BROKEN, now=time.monotonic())
+    async with zero.exchange.running():
+        async with one.exchange.running():
+            one.load.enter(RequestId("1"))
+            await until_async(lambda: one.state is State.BROKEN and zero.load.in_flight == 2, seconds=1)
+        await until_async(lambda: zero.load.in_flight == 1, seconds=1)
+
+    assert list(tmp_path.glob("*.told")) == []
+
+
+async def test_nonsense_and_a_peer_that_does_not_read_stop_nobody(tmp_path, caplog):
+    """The others still hear."""
+    zero, one = Worker(tmp_path, 0), Worker(tmp_path, 1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as deaf:
+        deaf.bind(str(tmp_path / "2.told"))
+        async with zero.exchange.running(), one.exchange.running():
+            deaf.sendto(b"\xc1 what?", str(tmp_path / "0.told"))
+            deaf.setblocking(False)
+            _fill(deaf, tmp_path / "2.told")
+            one.load.enter(RequestId("1"))
+            await until_async(lambda: zero.load.in_flight == 1, seconds=1)
+
+    assert "what a worker said is no bulletin" in caplog.text
+    assert caplog.text.count("worker 2 could not be told") == 2  # once by each of the two
+
+
+def _fill(sock, path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.setblocking(False)
+        try:
+            while True:
+                other.sendto(b"x" * 1000, str(path))
+        except BlockingIOError:
+            pass

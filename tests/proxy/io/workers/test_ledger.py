@@ -1,0 +1,146 @@
+"""One file, several hands."""
+
+import threading
+
+import pytest
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.discovery import Origin, Source, Wanted
+from xpyd_proxy.core.health import Limits, State
+from xpyd_proxy.core.model import InstanceId, Role
+from xpyd_proxy.core.roster import Verb
+from xpyd_proxy.core.target import Target
+from xpyd_proxy.errors import AlreadyKnown
+from xpyd_proxy.io.workers.ledger import Ledger
+from xpyd_proxy.io.workers.registry import SharedRegistry
+
+D0, D1 = InstanceId("decode-0"), InstanceId("decode-1")
+A, B = Address("http", "a", 1), Address("http", "b", 1)
+STORED = Origin(Source.STORE, 1, Wanted(Role.DECODE, Target.parse("a:1")))
+
+
+def worker(folder, *addresses):
+    """A worker that has begun with these engines."""
+    registry = SharedRegistry(Limits(), Ledger(folder / "ledger"))
+    for address in addresses:
+        registry.add(Role.DECODE, address)
+    registry.begin(now=0.0)
+    return registry
+
+
+def test_ten_hands_at_once_give_every_engine_one_number(tmp_path):
+    """The kernel's lock says whose turn it is."""
+    found = []
+
+    def work():
+        ledger = Ledger(tmp_path / "ledger")
+        found.append([ledger.number(f"decode engine-{number}", anew=False) for number in range(50)])
+
+    threads = [threading.Thread(target=work) for _ in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert len(found) == 10
+    assert all(sorted(numbers) == list(range(50)) for numbers in found)
+    assert all(numbers == found[0] for numbers in found)
+
+
+def test_one_does_not_hear_oneself(tmp_path):
+    """What one has ordered has been done here already, and is not done again later."""
+    mine, other = Ledger(tmp_path / "ledger"), Ledger(tmp_path / "ledger")
+    mine.number("decode a", anew=False)
+    mine.say(Verb.DRAIN, D0)
+
+    assert mine.news() == []
+    assert other.news() == [(Verb.NAME, "decode a"), (Verb.DRAIN, D0)]
+    assert other.news() == []
+
+
+def test_workers_have_the_same_ids_whoever_meets_an_engine_first(tmp_path):
+    """Also when they see them come in another order."""
+    zero, one = worker(tmp_path), worker(tmp_path)
+    first = [zero.add(Role.DECODE, address).id for address in (A, B)]
+    second = [one.add(Role.DECODE, address).id for address in (B, A)]
+
+    assert first == second[::-1] == [D0, D1]
+
+
+def test_orders_reach_the_other_worker_and_those_that_start_later(tmp_path):
+    """Drained, in use again, removed: as the one was told that an operator has met."""
+    zero, one = worker(tmp_path, A, B), worker(tmp_path, A, B)
+    ledger = Ledger(tmp_path / "ledger")
+    for verb, name in ((Verb.DRAIN, D0), (Verb.REMOVE, D1), (Verb.REMOVE, "decode-9")):
+        ledger.say(verb, InstanceId(name))
+    later = worker(tmp_path, A, B)
+    for registry in (zero, one, later):
+        registry.follow(now=1.0)
+        assert registry.member(D0).life.state is State.DRAINING
+        assert registry.get(D1) is None
+
+    ledger.say(Verb.UNDRAIN, D0)
+    for registry in (zero, later):
+        registry.follow(now=2.0)
+        assert registry.member(D0).life.state is State.JOINING
+
+
+def test_an_order_between_the_settings_and_the_first_look_is_not_missed(tmp_path):
+    """A worker is built before it runs."""
+    late = SharedRegistry(Limits(), Ledger(tmp_path / "ledger"))
+    ledger = Ledger(tmp_path / "ledger")
+    for address in (A, B):
+        late.add(Role.DECODE, address)
+    for verb, name in ((Verb.DRAIN, D0), (Verb.DRAIN, D1), (Verb.UNDRAIN, D1)):
+        ledger.say(verb, name)
+    late.begin(now=1.0)
+
+    assert [member.life.state for member in late.members()] == [State.DRAINING, State.JOINING]
+
+
+def test_an_engine_that_was_taken_out_by_hand_comes_back_under_another_id(tmp_path):
+    """When the settings name it anew, that is an operator's word, too; both workers find the same id for it."""
+    zero, one = worker(tmp_path, A), worker(tmp_path, A)
+    Ledger(tmp_path / "ledger").say(Verb.REMOVE, D0)
+    for registry in (zero, one):
+        registry.follow(now=1.0)
+        assert registry.add(Role.DECODE, A).id == D1
+    for registry in (zero, one):
+        registry.follow(now=2.0)
+        assert [member.instance.id for member in registry.members()] == [D1]
+
+
+def test_one_that_leaves_the_settings_and_comes_again_has_another_id(tmp_path):
+    """While the one of before still finishes what it has."""
+    zero, one = worker(tmp_path, A), worker(tmp_path, A)
+    for registry in (zero, one):
+        registry.retire(D0, now=1.0)
+    assert [registry.add(Role.DECODE, A, now=2.0).id for registry in (zero, one)] == [D1, D1]
+    for registry in (zero, one):
+        registry.follow(now=3.0)
+        assert [member.instance.id for member in registry.members()] == [D0, D1]
+
+
+def test_a_worker_that_has_missed_that_an_engine_went_and_came_follows(tmp_path):
+    """Its store shows it the same engine as before; but to the others it is a new one."""
+    zero, one = worker(tmp_path), worker(tmp_path)
+    for registry in (zero, one):
+        assert registry.add(Role.DECODE, A, origin=STORED).id == D0
+    one.member(D0).life.drain(now=0.5)
+    zero.remove(D0, now=1.0)
+    assert zero.add(Role.DECODE, A, now=1.0, origin=STORED).id == D1
+    one.follow(now=1.1)
+
+    (member,) = one.members()
+    assert (member.instance.id, member.life.state, member.origin) == (D1, State.JOINING, STORED)
+    zero.follow(now=1.2)
+    assert [member.instance.id for member in zero.members()] == [D1]
+
+
+def test_an_address_that_is_known_is_refused_as_ever(tmp_path):
+    """And the numbers go on."""
+    zero = worker(tmp_path, A)
+    with pytest.raises(AlreadyKnown):
+        zero.add(Role.DECODE, A, origin=STORED)
+
+    assert zero.add(Role.PREFILL, A).id == "prefill-0"

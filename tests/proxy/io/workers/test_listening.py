@@ -1,0 +1,65 @@
+"""Where workers listen."""
+
+import socket
+
+import pytest
+
+from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.io.workers import listening
+from xpyd_proxy.io.workers.listening import bound, reserved
+
+pytestmark = pytest.mark.skipif("not hasattr(__import__('socket'), 'SO_REUSEPORT')")
+
+
+def test_workers_share_the_port_that_is_kept_for_them():
+    """And connections go to those that listen, not to who only keeps it."""
+    with reserved("127.0.0.1", 0) as port:
+        (one,), (other,) = bound("127.0.0.1", port), bound("127.0.0.1", port)
+        with one, other:
+            for each in (one, other):
+                each.listen()
+                each.setblocking(False)
+            clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(64)]
+            met = [_accepted(each) for each in (one, other)]
+            for client in clients:
+                client.close()
+
+    assert sum(met) == 64
+    assert min(met) > 0
+
+
+def _accepted(listener):
+    count = 0
+    while True:
+        try:
+            listener.accept()[0].close()
+        except BlockingIOError:
+            return count
+        count += 1
+
+
+def test_a_port_that_another_router_shares_is_refused():
+    """The kernel would let two routers of one user have the same port, each with half of the requests."""
+    with reserved("127.0.0.1", 0) as port:
+        (worker,) = bound("127.0.0.1", port)
+        with worker:
+            worker.listen()
+            with pytest.raises(ConfigError, match=f"127.0.0.1 port {port}: Address already in use"):
+                reserved("127.0.0.1", port).__enter__()
+
+
+def test_all_addresses_of_a_name_have_one_port():
+    """localhost may be two of them."""
+    with reserved("localhost", 0) as port:
+        sockets = bound("localhost", port)
+        assert {one.getsockname()[1] for one in sockets} == {port}
+        for one in sockets:
+            one.close()
+
+
+def test_where_the_kernel_does_not_spread_connections_workers_are_refused(monkeypatch):
+    """All would go to one of them, or none could listen."""
+    monkeypatch.setattr(listening, "_SPREADS", False)
+
+    with pytest.raises(ConfigError, match="workers above 1 need Linux"):
+        reserved("127.0.0.1", 0).__enter__()

@@ -1,0 +1,111 @@
+"""Numbers of all workers, from whoever is asked."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+
+from xpyd_proxy.core.admission import Admission
+from xpyd_proxy.core.limits import Limit, Limits
+from xpyd_proxy.core.measures import Measures
+from xpyd_proxy.core.registry import Registry
+from xpyd_proxy.core.roll import Roll
+from xpyd_proxy.io.metrics import Metrics
+from xpyd_proxy.io.sight import Sight
+from xpyd_proxy.io.status import Status
+from xpyd_proxy.io.workers.place import Place
+from xpyd_proxy.io.workers.reports import Reports
+
+
+class Worker:
+    """One of two."""
+
+    def __init__(self, folder, number, starts=1):
+        self.sight = Sight(Measures(frozenset()), lambda: 1.0)
+        self.queue = Admission(Limits(concurrency=1, queue=0))
+        self.status = Status(self.sight, Roll(Registry()), lambda: 1.0, self.queue)
+        self.metrics = Metrics(self.sight, Roll(Registry()), self.queue)
+        place = Place(number, 2, str(folder), port=0, line=0, starts=starts)
+        self.reports = Reports(place, self.sight, self.queue, self.status.part)
+
+    def serves(self, times):
+        for _ in range(times):
+            self.sight.measures.requests["/v1/completions", "good"] += 1
+
+    def refuses(self, times):
+        for _ in range(times + 1):
+            self.queue.arrive("k", 0, 1, now=0.0)
+
+    async def lines(self):
+        body, _ = self.metrics.exposition("", await self.reports.whole())
+        return dict(line.rsplit(" ", 1) for line in body.decode().splitlines() if not line.startswith("#"))
+
+
+SERVED = 'xpyd_requests_total{ending="good",path="/v1/completions"}'
+REFUSED = f'xpyd_requests_refused_total{{reason="{Limit.QUEUE}"}}'
+
+
+async def test_both_say_the_same(tmp_path):
+    """Counters, the queue, and the numbers of the processes are sums."""
+    zero, one = Worker(tmp_path, 0), Worker(tmp_path, 1)
+    zero.serves(3)
+    one.serves(4)
+    one.refuses(2)
+    async with zero.reports.running(), one.reports.running():
+        said = [await worker.lines() for worker in (zero, one)]
+        shown = [worker.status.now(await worker.reports.whole()) for worker in (zero, one)]
+
+    for lines in said:
+        assert (lines[SERVED], lines[REFUSED], lines["xpyd_requests_admitted"]) == ("7.0", "2.0", "1.0")
+        assert (lines["xpyd_workers"], lines["xpyd_workers_unread_total"]) == ("2.0", "0.0")
+        assert lines['xpyd_worker_starts_total{worker="1"}'] == "1.0"
+        assert float(lines["process_open_fds"]) > 0
+    assert [(one.worker, one.queue.refused) for one in shown] == [(0, 2), (1, 2)]
+
+
+async def test_a_successor_goes_on_counting_where_the_one_before_ended(tmp_path):
+    """A counter that falls would be taken for one that has begun anew; and meanwhile the last numbers stand."""
+    zero, one = Worker(tmp_path, 0), Worker(tmp_path, 1)
+    zero.serves(1)
+    async with zero.reports.running():
+        async with one.reports.running():
+            one.serves(5)
+            one.refuses(3)
+            cpu = (await zero.lines())["process_cpu_seconds_total"]
+        between = await zero.lines()
+        new = Worker(tmp_path, 1, starts=2)
+        new.serves(1)
+        new.refuses(1)
+        async with new.reports.running():
+            after = await zero.lines()
+
+    assert (between[SERVED], between[REFUSED], between["xpyd_workers"]) == ("6.0", "3.0", "1.0")
+    assert (after[SERVED], after[REFUSED], after["xpyd_workers"]) == ("7.0", "4.0", "2.0")
+    assert after['xpyd_worker_starts_total{worker="1"}'] == "2.0"
+    assert float(after["process_cpu_seconds_total"]) >= float(cpu)
+
+
+@pytest.mark.parametrize("how", ["is silent", "talks nonsense"])
+async def test_a_worker_that_does_not_answer_costs_half_a_second_and_is_counted(tmp_path, how, caplog):
+    """A scrape has a timeout of its own, and an operator should know that a number is old."""
+    zero = Worker(tmp_path, 0)
+    zero.serves(2)
+
+    async def hang(reader, writer):
+        if how == "talks nonsense":
+            writer.write(b"what?")
+        else:
+            await reader.read()  # until whoever asked has gone
+        writer.close()
+        await writer.wait_closed()
+
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(zero.reports.running())
+        server = await asyncio.start_unix_server(hang, tmp_path / "1.report")
+        stack.callback(server.close)
+        async with asyncio.timeout(2.0):
+            lines = await zero.lines()
+        await asyncio.sleep(0)
+
+    assert (lines[SERVED], lines["xpyd_workers"], lines["xpyd_workers_unread_total"]) == ("2.0", "1.0", "1.0")
+    assert "worker 1 does not say what it has counted" in caplog.text

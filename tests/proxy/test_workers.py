@@ -1,0 +1,383 @@
+"""One router of several processes: whichever of them is asked, it is the same router."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from support.sim import serving, sims, until
+from xpyd_proxy.local.sim import Fault, FaultKind
+from xpyd_proxy.local.sim_rules import expected_text
+
+PATH = "/v1/completions"
+BODY = {"prompt": "once upon a time", "max_tokens": 3}
+KEY = {"X-Api-Key": "sesame"}
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel does not spread connections"),
+]
+
+
+class Crew:
+    """A router process with workers, and what they have written."""
+
+    def __init__(self, folder, *args, count=2):
+        self.count, self.clients = count, []
+        self.log = folder / f"crew-{time.monotonic_ns()}.log"
+        argv = [sys.executable, "-m", "xpyd_proxy.cli", "serve", "--port", "0", "--workers", str(count), *args]
+        with self.log.open("w") as file:
+            env = {**os.environ, "ADMIN_API_KEY": KEY["X-Api-Key"]}
+            self.child = subprocess.Popen(argv, stderr=file, stdout=file, env=env)
+
+    def started(self):
+        until(lambda: self._url() is not None or self.child.poll() is not None, seconds=60)
+        assert self._url() is not None, self.said
+        return self
+
+    @property
+    def said(self):
+        return self.log.read_text()
+
+    @property
+    def url(self):
+        return self._url()[1]
+
+    def _url(self):
+        return re.search(r"running on (https?://\S+) with", self.said)
+
+    @property
+    def pids(self):
+        """Of all workers that have ever served."""
+        return [int(pid) for pid in re.findall(r"Started server process \[(\d+)\]", self.said)]
+
+    def worker(self, number):
+        """Return a client that has one connection, to this worker."""
+        for _ in range(200):
+            client = httpx.Client(base_url=self.url, timeout=20, limits=httpx.Limits(max_connections=1))
+            if client.get("/status.json").json()["worker"] == number:
+                self.clients.append(client)
+                return client
+            client.close()
+        raise AssertionError(f"none of 200 connections reached worker {number}")
+
+    def end(self):
+        for client in self.clients:
+            client.close()
+        for _ in range(2):
+            if self.child.poll() is None:
+                self.child.terminate()
+                time.sleep(0.05)
+        try:
+            self.child.wait(timeout=10)
+        finally:
+            self.child.kill()
+            for pid in filter(is_alive, self.pids):
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def crew_of(folder, *args, x=1, y=2, count=2, **options):
+    """A crew before pretended engines; yields it, the engines and where they are."""
+    engines = sims(x, y, **options)
+    with ExitStack() as stack:
+        at = {name: stack.enter_context(serving(sim)) for name, sim in engines.items()}
+        flags = [word for name, where in at.items() for word in (_flag(name), where)]
+        crew = Crew(folder, *flags, *args, count=count)
+        stack.callback(crew.end)
+        yield crew.started(), engines, at
+
+
+def is_alive(pid):
+    """Tell whether a process still runs: one that has ended may wait for somebody who asks how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _flag(name):
+    return "--prefill" if name.startswith("p") else "--decode"
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """One crew for the tests that leave it as they found it: p0, d0 and d1 are in its settings."""
+    folder = tmp_path_factory.mktemp("crew")
+    config = folder / "xpyd.toml"
+    config.write_text("")
+    flags = ("--config", str(config), "--probe-interval", "0", "--break-after", "3", "--rest", "0.5")
+    with crew_of(folder, *flags) as (crew, engines, at):
+        crew.config = config
+        yield crew, engines, at
+
+
+def post(client, **more):
+    answer = client.post(PATH, json=BODY | more)
+    assert answer.status_code == 200, answer.text
+    return re.findall(r'"(decode-\d+)"', answer.headers["server-timing"])[0]
+
+
+def rows(client):
+    return {row["id"]: row for row in client.get("/instances", headers=KEY).json()["instances"]}
+
+
+def order(client, verb, **body):
+    answer = client.post(f"/instances/{verb}", headers=KEY, json=body)
+    assert answer.status_code == 200, answer.text
+
+
+def metrics(client):
+    return {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(client.get("/metrics").text)
+        for sample in family.samples
+    }
+
+
+def requests_of(found):
+    return sum(value for key, value in found.items() if key[0] == "xpyd_requests_total")
+
+
+def within_a_second(true):
+    """Wait for what is promised within a second; return how long it took."""
+    began = time.monotonic()
+    until(true, seconds=1.0)
+    return time.monotonic() - began
+
+
+def test_an_engine_that_one_worker_is_told_of_is_used_by_the_other_within_a_second(shared):
+    """Under the same id; and one that is taken out is used by nobody."""
+    crew, _, _ = shared
+    zero, one = crew.worker(0), crew.worker(1)
+    with serving(sims(0, 1)["d0"]) as d2:
+        for told, other in ((zero, one), (one, zero)):
+            order(told, "add", type="decode", instance=d2)
+            (added,) = rows(told).keys() - {"prefill-0", "decode-0", "decode-1"}
+            within_a_second(lambda other=other, added=added: post(other) == added)
+            assert rows(other)[added]["address"] == d2
+
+            order(other, "remove", id=added)
+            within_a_second(lambda told=told, added=added: added not in rows(told))
+            assert added not in {post(told) for _ in range(6)}
+
+    assert set(rows(zero)) == set(rows(one)) == {"prefill-0", "decode-0", "decode-1"}
+
+
+def test_an_engine_that_goes_and_comes_at_once_is_the_same_new_one_for_all(shared):
+    """The other worker may not have seen it go."""
+    crew, _, _ = shared
+    zero, one = crew.worker(0), crew.worker(1)
+    with serving(sims(0, 1)["d0"]) as d2:
+        order(zero, "add", type="decode", instance=d2)
+        until(lambda: len(rows(one)) == 4)
+        for _ in range(3):
+            (added,) = rows(zero).keys() - {"prefill-0", "decode-0", "decode-1"}
+            order(zero, "remove", id=added)
+            order(zero, "add", type="decode", instance=d2)
+        within_a_second(lambda: set(rows(zero)) == set(rows(one)) and added not in rows(one))
+        (added,) = rows(zero).keys() - {"prefill-0", "decode-0", "decode-1"}
+        order(one, "remove", id=added)
+        within_a_second(lambda: added not in rows(zero))
+
+
+def test_an_engine_that_one_worker_drains_is_drained_in_both(shared):
+    """Also one that the settings name, of which no store knows; it is not called drained before both say so."""
+    crew, engines, _ = shared
+    zero, one = crew.worker(0), crew.worker(1)
+    engines["d0"]._token_s = engines["d1"]._token_s = 0.02
+    with zero.stream("POST", PATH, json=BODY | {"max_tokens": 60, "stream": True}) as response:
+        busy = re.findall(r'"(decode-\d+)"', response.headers["server-timing"])[0]
+        order(one, "drain", id=busy)
+        until(lambda: rows(one)[busy]["in_flight"] == 1)
+        assert rows(one)[busy]["state"] == "draining"
+        assert busy not in {post(one) for _ in range(4)}
+        assert response.read().endswith(b"data: [DONE]\n\n")
+    engines["d0"]._token_s = engines["d1"]._token_s = 0.0
+    within_a_second(lambda: all(rows(client)[busy]["state"] == "drained" for client in (zero, one)))
+    assert busy not in {post(zero) for _ in range(4)}
+
+    order(zero, "undrain", id=busy)
+    within_a_second(lambda: rows(one)[busy]["state"] in ("joining", "ready"))
+    assert {post(one) for _ in range(4)} == {"decode-0", "decode-1"}
+
+
+def test_round_robin_is_fair_over_both_workers(shared):
+    """Within one for each worker, and they do not both begin with the first engine."""
+    crew, _, _ = shared
+    zero, one = crew.worker(0), crew.worker(1)
+    seen = Counter(post(client) for _ in range(7) for client in (zero, one))
+
+    assert sum(seen.values()) == 14
+    assert abs(seen["decode-0"] - seen["decode-1"]) <= 2
+
+
+def test_metrics_and_status_are_those_of_all_workers_whoever_is_asked(shared):
+    """What clients have counted is what operators see, in each answer."""
+    crew, _, _ = shared
+    zero, one = crew.worker(0), crew.worker(1)
+    before = metrics(zero)
+    for client, times in ((zero, 5), (one, 3)):
+        for _ in range(times):
+            post(client)
+    until(lambda: requests_of(metrics(one)) == requests_of(before) + 8)
+    after = {client: metrics(client) for client in (zero, one)}
+
+    for found in after.values():
+        assert requests_of(found) == requests_of(before) + 8
+        legs = ("xpyd_legs_total", "ok", "prefill", "prefill-0")
+        assert found[legs] == before[legs] + 8
+        count = ("xpyd_handoff_gap_seconds_count",)
+        assert found[count] == before[count] + 8
+        assert found["xpyd_workers",] == 2
+        assert found["xpyd_instance_state", "decode", "decode-0", "ready"] == 1
+        assert found["xpyd_legs_in_flight", "prefill", "prefill-0"] == 0
+    assert after[zero]["process_resident_memory_bytes",] > 1.5 * _resident(crew.pids[0])
+    shown = [client.get("/status.json").json() for client in (zero, one)]
+    assert [(one["worker"], one["workers"]) for one in shown] == [(0, 2), (1, 2)]
+    assert shown[0]["last_minute"] == shown[1]["last_minute"]
+
+
+def _resident(pid):
+    return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) * 1024
+
+
+def test_an_engine_that_one_worker_breaks_is_broken_in_the_other_within_a_second(shared):
+    """And it is well again for both when it has served its trial with one of them."""
+    crew, engines, _ = shared
+    zero, one = crew.worker(0), crew.worker(1)
+    engines["d1"].inject(Fault(FaultKind.DROP, times=3))
+    until(lambda: post(zero) and rows(zero)["decode-1"]["state"] == "broken")
+    within_a_second(lambda: rows(one)["decode-1"]["state"] in ("broken", "trying"))
+    assert rows(one)["decode-1"]["why"] == rows(zero)["decode-1"]["why"]
+
+    until(lambda: post(one) and rows(one)["decode-1"]["state"] == "ready")
+    within_a_second(lambda: rows(zero)["decode-1"]["state"] == "ready")
+
+
+def test_load_and_limits_are_those_of_the_router_and_not_of_each_worker(tmp_path):
+    """A stream of one worker is load for the other; and of two places there are two, whoever hands them out."""
+    flags = ("--decode-policy", "least_loaded", "--max-concurrency", "2", "--max-queue", "0")
+    body = BODY | {"max_tokens": 100, "stream": True}
+    with crew_of(tmp_path, *flags, token_s=0.05) as (crew, _, _), ExitStack() as stack:
+        zero, one = crew.worker(0), crew.worker(1)
+        response = stack.enter_context(crew.worker(0).stream("POST", PATH, json=body))
+        busy = re.findall(r'"(decode-\d+)"', response.headers["server-timing"])[0]
+        within_a_second(lambda: rows(one)[busy]["in_flight"] == 1)
+        assert busy not in {post(one) for _ in range(3)}
+
+        stack.enter_context(crew.worker(1).stream("POST", PATH, json=body))
+        assert [client.post(PATH, json=BODY).status_code for client in (zero, one)] == [503, 503]
+        shown = metrics(zero)
+        assert shown["xpyd_legs_in_flight", "decode", busy] == 1
+        assert shown["xpyd_requests_admitted",] == 2
+        assert shown["xpyd_requests_refused_total", "max_queue"] == 2
+
+
+def test_a_worker_that_is_killed_is_replaced_and_the_others_fail_nothing(tmp_path):
+    """Its successor knows the ids, what was drained and removed by hand, and goes on counting where it was."""
+    with serving(sims(1, 0)["p0"]) as p1, crew_of(tmp_path, y=4) as (crew, _, _):
+        zero, one = crew.worker(0), crew.worker(1)
+        order(one, "add", type="prefill", instance=p1)
+        order(one, "drain", id="decode-1")
+        order(one, "remove", id="decode-2")
+        for client in (zero, one, zero):
+            post(client)
+        until(lambda: requests_of(metrics(one)) == 3)
+        time.sleep(1.2)  # what the last second has counted may be lost
+        os.kill(crew.pids[0], signal.SIGKILL)
+        until(lambda: post(one) and len(crew.pids) == 3, seconds=30)
+        until(lambda: metrics(one)["xpyd_workers",] == 2)
+        served = requests_of(metrics(one))
+        new = crew.worker(0)
+        until(lambda: set(rows(new)) == set(rows(one)))
+
+        assert "worker 0 has ended (killed by SIGKILL): another one starts in 0.2 s" in crew.said
+        assert rows(new).keys() == {"prefill-0", "prefill-1", "decode-0", "decode-1", "decode-3"}
+        assert rows(new)["decode-1"]["state"] in ("draining", "drained")
+        assert {row["address"] for row in rows(new).values()} == {row["address"] for row in rows(one).values()}
+        assert served == requests_of(metrics(new)) > 3
+        assert metrics(new)["xpyd_worker_starts_total", "0"] == 2
+
+
+def test_workers_end_when_their_supervisor_is_killed(tmp_path):
+    """And the last of them takes their folder along."""
+    with crew_of(tmp_path) as (crew, _, _):
+        folder = _folder_of(crew.pids[0])
+        assert (folder / "ledger").exists()
+        crew.child.kill()
+        crew.child.wait()
+        until(lambda: not any(map(is_alive, crew.pids)), seconds=20)
+
+    assert "the supervisor has gone: this worker ends, too" in crew.said
+    assert not folder.exists()
+
+
+def _folder_of(pid):
+    open_files = [one.readlink() for one in Path(f"/proc/{pid}/fd").iterdir()]
+    return next(file for file in open_files if file.name == "ledger").parent
+
+
+def test_sigterm_lets_the_streams_of_all_workers_finish(tmp_path):
+    """Exit code 0, and nothing is left behind."""
+    body = BODY | {"max_tokens": 20, "stream": True}
+    with crew_of(tmp_path, token_s=0.05) as (crew, _, _), ExitStack() as stack:
+        folder = _folder_of(crew.pids[0])
+        opened = [crew.worker(number).stream("POST", PATH, json=body) for number in (0, 1)]
+        answers = [stack.enter_context(one) for one in opened]
+        for pid in (*crew.pids, crew.child.pid):  # as systemd does it; to the first one alone is the same
+            os.kill(pid, signal.SIGTERM)
+        texts = [_text(answer) for answer in answers]
+        assert crew.child.wait(timeout=20) == 0
+        assert not any(map(is_alive, crew.pids))
+
+    assert texts == [expected_text(BODY | {"max_tokens": 20})] * 2
+    assert not folder.exists()
+    assert "Traceback" not in crew.said
+
+
+def _text(response):
+    events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert events.pop() == "[DONE]"
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events)
+
+
+def test_a_reload_reaches_all_workers(shared):
+    """One SIGHUP to the process that was started."""
+    crew, _, _ = shared
+    crew.config.write_text("max_rat = 1")
+    crew.child.send_signal(signal.SIGHUP)
+    until(lambda: crew.said.count("max_rat is not a setting") == 2)
+    crew.config.write_text("retries = 1")
+    crew.child.send_signal(signal.SIGHUP)
+    until(lambda: len(re.findall(r"the settings were read again\n", crew.said)) == 2)
+
+
+def test_what_is_wrong_is_said_once(tmp_path):
+    """However many workers there are; the exit code is that of a usage error."""
+    with socket.create_server(("127.0.0.1", 0)) as taken, ExitStack() as stack:
+        port = str(taken.getsockname()[1])
+        wrong = {
+            ("--max-concurrency", "1"): "max_concurrency is 1, and there are 2 workers: write at least 2, or fewer",
+            ("--decode", "a:1", "a:1"): "a:1 is already known as decode-0: name every engine once",
+            ("--workers", "65"): "'65' is not a number of workers: write one from 1 to 64",
+            ("--port", port): f"the router cannot listen at 127.0.0.1 port {port}: Address already in use",
+            ("--host", "no.such.host.invalid"): "no.such.host.invalid is no address to listen at",
+        }
+        started = {flags: Crew(tmp_path, *flags) for flags in wrong}
+        for crew in started.values():
+            stack.callback(crew.end)
+        for flags, crew in started.items():
+            assert crew.child.wait(timeout=60) == 2
+            assert wrong[flags] in crew.said
+            assert crew.said.count("\n") == 1

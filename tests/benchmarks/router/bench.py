@@ -22,7 +22,7 @@ from benchmarks.router.contestants import CONTESTANTS, ROOT, Missing, prepare, v
 from benchmarks.router.scenarios import IDLE, SCENARIOS
 
 DIRECT = "direct"  # no router: what the load generator sees of an engine
-ROUNDS, QUICK_ROUNDS = 5, 1
+ROUNDS, QUICK_ROUNDS = 3, 1
 IDLE_S, QUICK_IDLE_S = 10.0, 3.0
 
 

@@ -5,12 +5,16 @@ from html import escape
 
 WIDTH, HEIGHT = 720, 360
 LEFT, RIGHT, TOP, BOTTOM = 60, 10, 70, 40
+MARK = "#222"
 COLOURS = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#aa3377")
 
 
-def draw(series, groups, title):
-    """Return a picture of ``series``: name -> milliseconds (or None) for each of the groups."""
-    values = [value for each in series.values() for value in each if value]
+def draw(series, groups, title, *, marks=(), label=""):
+    """Return a picture of ``series``: name -> milliseconds (or None) for each of the groups.
+
+    ``marks`` are milliseconds that are drawn as a dashed line across a group, and ``label`` is what they mean.
+    """
+    values = [value for each in (*series.values(), marks) for value in each if value]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)) + 0.05)
     scale = (HEIGHT - TOP - BOTTOM) / (high - low)
     parts = [_text(WIDTH / 2, 20, title, 15)]
@@ -32,6 +36,15 @@ def draw(series, groups, title):
                 box = f'width="{width - 2:.1f}" height="{tall:.1f}"'
                 parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" {box} fill="{colour}"/>')
                 parts.append(_text(x + width / 2 - 1, y - 4, f"{value:.2g}", 10))
+    dashes = f'stroke="{MARK}" stroke-width="2" stroke-dasharray="5 3"'
+    for group, value in enumerate(marks):
+        if value:
+            x, y = LEFT + (group + 0.05) * space, HEIGHT - BOTTOM - (math.log10(value) - low) * scale
+            parts.append(f'<line x1="{x:.1f}" x2="{x + 0.9 * space:.1f}" y1="{y:.1f}" y2="{y:.1f}" {dashes}/>')
+    if any(marks):
+        x = LEFT + len(series) * 130
+        parts.append(f'<line x1="{x}" x2="{x + 28}" y1="42" y2="42" {dashes}/>')
+        parts.append(_text(x + 34, 47, label, anchor="start"))
     for group, name in enumerate(groups):
         parts.append(_text(LEFT + (group + 0.5) * space, HEIGHT - BOTTOM + 18, name))
     size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'

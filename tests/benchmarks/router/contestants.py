@@ -89,5 +89,7 @@ def versions():
 
 
 def environment():
-    """Return the environment of routers and helpers."""
-    return {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "PYTHONUNBUFFERED": "1"}
+    """Return the environment of routers and helpers. They start from bytecode, as what is installed does."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    compiled = str(ROOT / ".xpyd/bench/bytecode")
+    return {**kept, "PYTHONPATH": str(ROOT / "tests"), "PYTHONUNBUFFERED": "1", "PYTHONPYCACHEPREFIX": compiled}

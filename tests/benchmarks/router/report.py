@@ -1,16 +1,17 @@
 """docs/benchmarks/router.md from the raw numbers. What was never measured is left out."""
 
 import json
-import statistics
 import textwrap
 
+from benchmarks.router import figures, goals
 from benchmarks.router.chart import draw
 from benchmarks.router.contestants import CONTESTANTS
+from benchmarks.router.figures import DIRECT, OURS, RUST, TOY
 from benchmarks.router.scenarios import IDLE, SCENARIOS
 
-OURS, RUST, TOY, DIRECT = "xpyd", "vllm-router", "toy", "direct"
 REQUESTS = ("short", "nonstream", "chat", "prompt32k", "prompt256k", "push")
 STREAMS = ("stream200", "step256", "streams1000", "hangups")
+SHARES = ("p50", "p99")
 LATENCIES = ("ttft32", "ttft256", "stream200", "step256", "streams1000")
 
 
@@ -19,11 +20,14 @@ def write(seen, out):
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(_rounded(seen), indent=1, sort_keys=True) + "\n")
     runs = seen["runs"]
-    bars = {name: [_median(runs, each, name, _request_ms) for each in REQUESTS[:5]] for name in CONTESTANTS}
+    groups = REQUESTS[:5]
+    bars = {name: [figures.median(runs, each, name, figures.request_ms) for each in groups] for name in CONTESTANTS}
     bars = {name: values for name, values in bars.items() if any(values)}
     if bars:
         title = "CPU-milliseconds of the router a request (logarithmic)"
-        out.with_suffix(".svg").write_text(draw(bars, REQUESTS[:5], title))
+        wanted = [value and goals.REQUEST_MOST * value for value in bars.get(RUST, ())]
+        label = f"wanted of {OURS}: {goals.REQUEST_MOST} x {RUST}"
+        out.with_suffix(".svg").write_text(draw(bars, groups, title, marks=wanted, label=label))
     picture = f"![{title}]({out.stem}.svg)\n" if bars else ""
     parts = [_head(seen), picture, *(part(runs) for part in PARTS)]
     out.with_suffix(".md").write_text("\n".join(part for part in parts if part))
@@ -75,7 +79,7 @@ def _requests(runs):
     return _section(
         "CPU of the router, ms a request",
         "Two legs, and all the router does beside them.",
-        _costs(runs, REQUESTS, _request_ms, "{:.3f}"),
+        _costs(runs, REQUESTS, figures.request_ms, "{:.3f}"),
     )
 
 
@@ -83,7 +87,7 @@ def _chunks(runs):
     return _section(
         "CPU of the router, µs a streamed token",
         "The whole request included, shared out over its tokens; `stream200` times 0.2 is ms a stream.",
-        _costs(runs, STREAMS, _token_us, "{:.1f}"),
+        _costs(runs, STREAMS, figures.token_us, "{:.1f}"),
     )
 
 
@@ -99,12 +103,12 @@ limit; then its share of that core's time is near 1, and 1,000 divided by the CP
 def _rate_table(runs):
     rows = []
     for name in REQUESTS:
-        if not (present := _present(runs, name)):
+        if not (present := figures.present(runs, name)):
             continue
         cells = []
         for router in CONTESTANTS:
-            rate = _median(runs, name, router, _rate) if router in present else None
-            other = _median(runs, name, router, _other_share) if router in present else None
+            rate = figures.median(runs, name, router, figures.rate) if router in present else None
+            other = figures.median(runs, name, router, figures.other_share) if router in present else None
             cells.append("" if rate is None else f"{rate:,.0f} ({other:.2f})")
         rows.append([f"`{name}`", *cells])
     heads = ["", *(f"{name} (share of the other core)" for name in CONTESTANTS)]
@@ -114,10 +118,17 @@ def _rate_table(runs):
 def _latencies(runs):
     rows = []
     for name in LATENCIES:
-        for router in _present(runs, name):
-            first = [_median(runs, name, router, _added(runs, name, "first", share)) for share in ("p50", "p99")]
-            late = [_median(runs, name, router, _added(runs, name, "late", share)) for share in ("p50", "p99")]
-            gaps = [_median(runs, name, router, _added(runs, name, "gaps", share)) for share in ("p50", "p99")]
+        for router in figures.present(runs, name):
+            first = [
+                figures.median(runs, name, router, figures.added(runs, name, "first", share))
+                for share in ("p50", "p99")
+            ]
+            late = [
+                figures.median(runs, name, router, figures.added(runs, name, "late", share)) for share in ("p50", "p99")
+            ]
+            gaps = [
+                figures.median(runs, name, router, figures.added(runs, name, "gaps", share)) for share in ("p50", "p99")
+            ]
             rows.append([f"`{name}`", router, *(_ms(each) for each in (*first, *late, *gaps))])
     heads = ["", "router", "TTFT p50", "p99", "token p50", "p99", "between tokens p50", "p99"]
     return _section(
@@ -133,9 +144,9 @@ the token at its client. Between tokens: from one to the next.""",
 def _memory(runs):
     rows = []
     for name in ("short", "prompt256k", "streams1000", "hangups"):
-        for router in _present(runs, name):
-            sockets = [_median(runs, name, router, _socket(which)) for which in ("before", "after")]
-            cells = [_median(runs, name, router, _mib(which)) for which in ("rss", "peak")]
+        for router in figures.present(runs, name):
+            sockets = [figures.median(runs, name, router, figures.socket(which)) for which in ("before", "after")]
+            cells = [figures.median(runs, name, router, figures.mib(which)) for which in ("rss", "peak")]
             rows.append([f"`{name}`", router, *(_whole(each) for each in (*cells, *sockets))])
     return _section(
         "Memory and sockets",
@@ -149,16 +160,19 @@ def _idle(runs):
     rows = [
         [
             router,
-            _median(runs, IDLE, router, lambda run: f"{run['start']:.2f}"),
-            _median(runs, IDLE, router, lambda run: f"{run['cores']:.4f}"),
-            _median(runs, IDLE, router, lambda run: f"{run['rss'] / 2**20:.0f}"),
+            figures.median(runs, IDLE, router, lambda run: f"{run['start']:.2f}"),
+            figures.median(runs, IDLE, router, lambda run: f"{run['start_cpu']:.2f}" if "start_cpu" in run else None)
+            or "",
+            figures.median(runs, IDLE, router, lambda run: f"{run['cores']:.4f}"),
+            figures.median(runs, IDLE, router, lambda run: f"{run['rss'] / 2**20:.0f}"),
         ]
-        for router in _present(runs, IDLE)
+        for router in figures.present(runs, IDLE)
     ]
     return _section(
         "Idle",
-        "Start-up is from starting the process to the first connection it accepts; then it has nothing to do.",
-        _table(["router", "start-up, s", "cores", "RSS, MiB"], rows) if rows else "",
+        """Start-up is from starting the process, with its bytecode there, to the first connection it accepts; then it
+has nothing to do.""",
+        _table(["router", "start-up, s", "of the processor, s", "cores", "RSS, MiB"], rows) if rows else "",
     )
 
 
@@ -167,12 +181,12 @@ def _own(runs):
     for name in SCENARIOS:
         if DIRECT in runs.get(name, {}):
             own = [
-                _median(runs, name, DIRECT, lambda run, who=who: 1e6 * run["cpu"][who] / run["requests"])
+                figures.median(runs, name, DIRECT, lambda run, who=who: 1e6 * run["cpu"][who] / run["requests"])
                 for who in ("load", "engines")
             ]
             through = [
-                _median(runs, name, OURS, lambda run: 1e6 * run["cpu"]["engines"] / run["requests"])
-                if OURS in _present(runs, name)
+                figures.median(runs, name, OURS, lambda run: 1e6 * run["cpu"]["engines"] / run["requests"])
+                if OURS in figures.present(runs, name)
                 else None
             ]
             rows.append([f"`{name}`", SCENARIOS[name].about, *(_whole(each) for each in (*own, *through))])
@@ -201,17 +215,29 @@ def _faults(runs):
     return _section("Faults", words, "\n".join([*said, ""]) if said else " ")
 
 
-PARTS = (_requests, _chunks, _rates, _latencies, _memory, _idle, _own, _faults)
+def _goals(runs):
+    rows = [
+        [each.what, each.where, each.found, each.wanted, "yes" if each.reached else "**no**"] for each in goals.of(runs)
+    ]
+    return _section(
+        "Goals",
+        """Ratios are medians of the ratios within rounds, differences of the differences within rounds. A goal that
+needs a router or a scenario which has not been measured is left out.""",
+        _table(["goal", "scenario", "measured", "wanted", "reached"], rows) if rows else "",
+    )
+
+
+PARTS = (_goals, _requests, _chunks, _rates, _latencies, _memory, _idle, _own, _faults)
 
 
 def _costs(runs, names, value, form):
     rows = []
     for name in names:
-        present = _present(runs, name)
+        present = figures.present(runs, name)
         if not present:
             continue
-        cells = [_median(runs, name, each, value) if each in present else None for each in CONTESTANTS]
-        ratios = [_ratio(runs, name, *pair, value) for pair in ((OURS, RUST), (TOY, OURS))]
+        cells = [figures.median(runs, name, each, value) if each in present else None for each in CONTESTANTS]
+        ratios = [figures.ratio(runs, name, *pair, value) for pair in ((OURS, RUST), (TOY, OURS))]
         rows.append(
             [
                 f"`{name}`",
@@ -220,61 +246,6 @@ def _costs(runs, names, value, form):
             ]
         )
     return _table(["", *CONTESTANTS, f"{OURS} / {RUST}", f"{TOY} / {OURS}"], rows) if rows else ""
-
-
-def _request_ms(run):
-    return 1e3 * run["cpu"]["router"] / run["requests"]
-
-
-def _token_us(run):
-    return 1e6 * run["cpu"]["router"] / run["tokens"]
-
-
-def _rate(run):
-    return run["requests"] / run["seconds"]
-
-
-def _other_share(run):
-    return (run["cpu"]["load"] + run["cpu"]["engines"]) / run["seconds"]
-
-
-def _mib(which):
-    return lambda run: run[which] / 2**20
-
-
-def _socket(which):
-    return lambda run: run["sockets"][which]
-
-
-def _added(runs, name, what, share):
-    """Return what computes the ms of a run beyond the median of those without a router."""
-    base = _median(runs, name, DIRECT, lambda run: run[what] and run[what][share])
-    return lambda run: None if base is None or run[what] is None else 1e3 * (run[what][share] - base)
-
-
-def _good(runs, name, router):
-    return [run for run in runs.get(name, {}).get(router, ()) if "failed" not in run and run.get("requests", 1)]
-
-
-def _present(runs, name):
-    return [router for router in CONTESTANTS if _good(runs, name, router)]
-
-
-def _median(runs, name, router, value):
-    found = [each for run in _good(runs, name, router) if (each := value(run)) is not None]
-    if found and isinstance(found[0], str):
-        return sorted(found, key=float)[len(found) // 2]
-    return statistics.median(found) if found else None
-
-
-def _ratio(runs, name, one, other, value):
-    pairs = zip(runs[name].get(one, ()), runs[name].get(other, ()), strict=False)
-    found = [
-        value(a) / value(b)
-        for a, b in pairs
-        if not {"failed"} & (a.keys() | b.keys()) and a["requests"] and b["requests"] and value(b)
-    ]
-    return statistics.median(found) if found else None
 
 
 def _section(title, words, table):

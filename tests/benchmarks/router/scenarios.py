@@ -19,12 +19,12 @@ def _paced(connections, tokens, step_s, waves, **more):
 
 
 SCENARIOS = {
-    "short": Scenario("512 B prompts, 2 tokens, streamed, 32 connections", {}, {"seconds": 1.5}),
-    "nonstream": Scenario("the same, in one piece", {"stream": False}, {"seconds": 1.5}),
-    "chat": Scenario("the same, as chats, streamed", {"chat": True}, {"seconds": 1.5}),
-    "prompt32k": Scenario("32 KiB prompts, 2 tokens, streamed, 32 connections", {"prompt": 32 << 10}, {"seconds": 1.5}),
+    "short": Scenario("512 B prompts, 2 tokens, streamed, 32 connections", {}, {"seconds": 1.2}),
+    "nonstream": Scenario("the same, in one piece", {"stream": False}, {"seconds": 1.2}),
+    "chat": Scenario("the same, as chats, streamed", {"chat": True}, {"seconds": 1.2}),
+    "prompt32k": Scenario("32 KiB prompts, 2 tokens, streamed, 32 connections", {"prompt": 32 << 10}, {"seconds": 1.2}),
     "prompt256k": Scenario(
-        "256 KiB prompts, 2 tokens, streamed, 32 connections", {"prompt": 256 << 10}, {"seconds": 1.5}
+        "256 KiB prompts, 2 tokens, streamed, 32 connections", {"prompt": 256 << 10}, {"seconds": 1.2}
     ),
     "stream200": Scenario(
         "64 streams of 200 tokens, a token every 15 ms",
@@ -41,7 +41,7 @@ SCENARIOS = {
     "streams1000": Scenario(
         "1,000 streams of 40 tokens, begun at once, a token every 250 ms",
         _paced(1000, 40, 0.250, 1, patience=6.0),
-        {"tokens": 12},
+        {"tokens": 12, "patience": 0.0},
         {"step_s": 0.250},
     ),
     "ttft32": Scenario(
@@ -59,13 +59,13 @@ SCENARIOS = {
     "hangups": Scenario(
         "64 streams of 40 tokens, a token every 15 ms; every second client leaves after 5",
         _paced(64, 40, 0.015, 8, hang_after=5, patience=6.0),
-        {"most": 64 * 3},
+        {"most": 64 * 3, "patience": 0.0},
         {"step_s": 0.015},
     ),
     "push": Scenario(
         "512 B prompts, 2 tokens, streamed, 32 connections; prefill engines that push",
         {},
-        {"seconds": 1.5},
+        {"seconds": 1.2},
         {"push": True},
         ("xpyd",),
     ),

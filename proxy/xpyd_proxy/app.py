@@ -5,7 +5,6 @@ import logging
 import random
 import ssl
 import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -18,9 +17,11 @@ from starlette.types import ASGIApp
 from xpyd_proxy.api import problems
 from xpyd_proxy.api.admin import admin_routes
 from xpyd_proxy.api.door import Door
+from xpyd_proxy.api.express import Express
 from xpyd_proxy.api.instances import Desk, instance_routes
 from xpyd_proxy.api.models import Models, model_routes
 from xpyd_proxy.api.openai import Generation
+from xpyd_proxy.api.openapi import openapi_routes
 from xpyd_proxy.api.page import page_routes
 from xpyd_proxy.api.passing import Form, Passing
 from xpyd_proxy.api.ready import ready_routes
@@ -41,7 +42,7 @@ from xpyd_proxy.core.pairing import Legs as EachLeg
 from xpyd_proxy.core.policies.least_loaded import LeastLoaded
 from xpyd_proxy.core.policies.power_of_two import PowerOfTwo
 from xpyd_proxy.core.policies.prefix import Prefix
-from xpyd_proxy.core.policies.round_robin import RoundRobin
+from xpyd_proxy.core.policies.round_robin import RoundRobin, Turns
 from xpyd_proxy.core.policies.session import Session
 from xpyd_proxy.core.ports import Engines
 from xpyd_proxy.core.push import MANNERS
@@ -63,9 +64,12 @@ from xpyd_proxy.io.reporting import Reporting
 from xpyd_proxy.io.sight import Sight
 from xpyd_proxy.io.status import Status
 from xpyd_proxy.io.wire import WireEngines
+from xpyd_proxy.io.workers.crew import company
+from xpyd_proxy.io.workers.place import Place
 from xpyd_proxy.live import Live, limits_of
 from xpyd_proxy.relay import Legs, Relay, Releaser
 from xpyd_proxy.relay.gate import Gate
+from xpyd_proxy.relay.ride import Rides
 from xpyd_proxy.settings import EngineClient, PolicyName, Settings
 
 if TYPE_CHECKING:
@@ -82,6 +86,7 @@ class Router:
 
     app: FastAPI
     hot: ASGIApp  # what serves HOT_PATHS, without all that FastAPI has around it
+    express: Express | None  # what serves the ordinary ones of those requests; None: that cannot be had
     lifetime: Lifetime
     live: Live
     tls: ssl.SSLContext | None  # what it serves https with; None: http
@@ -92,8 +97,10 @@ def create_app(settings: Settings, *, transport: httpx.AsyncBaseTransport | None
     return build(settings, transport=transport).app
 
 
-def build(settings: Settings, *, transport: httpx.AsyncBaseTransport | None = None) -> Router:
-    """Build the router. Tests pass a transport that never opens a socket.
+def build(
+    settings: Settings, *, transport: httpx.AsyncBaseTransport | None = None, place: Place | None = None
+) -> Router:
+    """Build the router, or one of several workers of it. Tests pass a transport that never opens a socket.
 
     Raises:
         AddressError: an address in the settings cannot be one.
@@ -101,14 +108,14 @@ def build(settings: Settings, *, transport: httpx.AsyncBaseTransport | None = No
         ConfigError: a file cannot be read, settings contradict each other, or spans are asked for and their library
             is missing.
     """
-    registry = _registry(settings)
+    crew = company(place, _limits(settings), time.monotonic)
+    registry = _filled(crew.registry, settings)
     learned = Learned(at_once=MANNERS[settings.mode].at_once)
-    fleet = _fleet(settings, registry, learned)
-    outbound = Outbound(engine_keys(settings))
-    engines = _engines(settings, transport, outbound)
+    fleet = _fleet(settings, registry, learned, crew.number)
+    outbound, tls = Outbound(engine_keys(settings)), engine_tls(settings)
+    engines = _engines(settings, transport, outbound, tls)
     gate, keyring, lifetime = Gate(limits_of(settings), time.monotonic), Keyring(client_keys(settings)), Lifetime()
     models = Models(registry, engines, model=settings.model)
-    manner = MANNERS[settings.mode]
     sight = Sight(Measures(_PATHS), time.monotonic)
     census, queue = Roll(registry), gate.admission
     traces = _traces(settings)
@@ -117,31 +124,39 @@ def build(settings: Settings, *, transport: httpx.AsyncBaseTransport | None = No
         asked = Reporting(asked, fleet.reported)
     legs = Legs(asked, time.monotonic, watchers=(sight, fleet), auditors=(sight,))
     releaser = Releaser(engines, told=(sight,))
-    budget = Budget(settings.retry_share, settings.retry_floor)
-    relay = Relay(fleet, legs, fleet, learned, manner, releaser, rules_of(settings), slots=fleet, budget=budget)
-    checks = _checks(settings, outbound, transport)
+    budget = _budget(settings, crew.of)
+    relay = Relay(
+        fleet, legs, fleet, learned, MANNERS[settings.mode], releaser, rules_of(settings), slots=fleet, budget=budget
+    )
+    checks = _checks(settings, outbound, transport, tls)
     rhythm = Rhythm(settings.probe_interval_s, settings.hung_timeout_s, settings.drain_patience_s)
     prober = Prober(registry, checks, rhythm, time.monotonic, random.random, give_up=engines.give_up)
     inflow = InflowWatch(registry, checks.metrics, sight)
-    discovery = discovery_of(settings, registry, time.monotonic)
+    discovery = discovery_of(crew.stored(settings), registry, time.monotonic)
+    metrics, status = Metrics(sight, census, queue, discovery.freshness), Status(sight, census, time.monotonic, queue)
+    everybody = crew.everybody(sight, queue, status.part)
 
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
-        return engines, releaser, checks, discovery.running(), prober.running(), inflow.running()
+        parts = engines, releaser, checks, discovery.running(), prober.running(), inflow.running()
+        return *parts, *crew.running(), *(() if express is None else (express,))
 
-    metrics = Metrics(sight, census, queue, discovery.freshness)
-    desk = Desk(registry, _explainer(relay, fleet), time.monotonic, discovery)
+    desk = Desk(registry, _explainer(relay, fleet), time.monotonic, crew.changes(discovery), crew.is_drained)
     routes = (
-        page_routes(Status(sight, census, time.monotonic, queue), metrics),
-        admin_routes(settings, fleet, models, keyring, discovery),
+        page_routes(status, metrics, everybody),
+        admin_routes(settings, fleet, models, keyring, desk.changes),
         instance_routes(settings, desk),
         ready_routes(Synced(fleet, discovery), lifetime, lambda: relay.rules.needed),
         model_routes(models),
     )
     tracking = _Tracking(untraced if traces is None else traces.request, sight.finished)
     app = FastAPI(lifespan=_lifespan(registry, running, traces), openapi_url=None, redirect_slashes=False)
-    hot = _serve(app, routes, _served_by(relay, settings, gate), tracking, lifetime=lifetime, keyring=keyring)
+    express = None
+    if isinstance(engines, WireEngines) and traces is None:
+        rides = Rides(relay, engines, fleet, sight, time.monotonic, reports=isinstance(asked, Reporting))
+        express = _express(rides, settings, gate, lifetime, keyring)
+    hot = _serve(app, settings, routes, _served_by(relay, settings, gate), tracking, lifetime=lifetime, keyring=keyring)
     live = Live(registry, relay, gate, keyring, outbound, time.monotonic)
-    return Router(app, hot, lifetime, live, server_tls(settings))
+    return Router(app, hot, express, lifetime, live, server_tls(settings))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +169,7 @@ class _Tracking:
 
 def _serve(
     app: FastAPI,
+    settings: Settings,
     routes: Sequence[APIRouter],
     served_by: Mapping[Kind, ASGIApp],
     tracking: _Tracking,
@@ -171,24 +187,33 @@ def _serve(
     for each in routes:
         app.include_router(each)
     app.router.routes.extend(endpoint_routes(served_by))
+    app.include_router(openapi_routes(app, settings.admin_key, keyring))
     return problems.LastResort(Tracking(Door(problems.Answering(served_by[Kind.SPLIT]), **door), **around))
 
 
-def _checks(settings: Settings, outbound: Outbound, transport: httpx.AsyncBaseTransport | None) -> HttpChecks:
+def _express(rides: Rides, settings: Settings, gate: Gate, lifetime: Lifetime, keyring: Keyring) -> Express:
+    rides.fleet.later = rides.sight.later
+    rides.sight.legs.riding = rides.places
+    return Express(rides, settings, gate, lifetime, keyring, _new_id, time.monotonic, rides.sight.finished)
+
+
+def _checks(
+    settings: Settings, outbound: Outbound, transport: httpx.AsyncBaseTransport | None, tls: ssl.SSLContext
+) -> HttpChecks:
     return HttpChecks(
         timeout_s=settings.probe_timeout_s,
         headers=lambda role: outbound.headers(role, ()),
-        verify=engine_tls(settings),
+        verify=tls,
         transport=transport,
     )
 
 
 def _engines(
-    settings: Settings, transport: httpx.AsyncBaseTransport | None, outbound: Outbound
+    settings: Settings, transport: httpx.AsyncBaseTransport | None, outbound: Outbound, tls: ssl.SSLContext
 ) -> HttpEngines | WireEngines:
     if transport is None and settings.engine_client is EngineClient.WIRE:
-        return WireEngines(settings, outbound=outbound, tls=engine_tls(settings))
-    return HttpEngines(settings, transport=transport, outbound=outbound, tls=engine_tls(settings))
+        return WireEngines(settings, outbound=outbound, tls=tls)
+    return HttpEngines(settings, transport=transport, outbound=outbound, tls=tls)
 
 
 def _lifespan(
@@ -221,41 +246,55 @@ def _served_by(relay: Relay, settings: Settings, gate: Gate) -> Mapping[Kind, AS
     }
 
 
-def _registry(settings: Settings) -> Registry:
-    registry = Registry(
-        Limits(
-            in_a_row=settings.break_after,
-            probes=settings.break_probes,
-            share=settings.break_share,
-            window_s=settings.break_window_s,
-            window_least=settings.break_window_least,
-            rest_s=settings.rest_s,
-            rest_most_s=settings.rest_most_s,
-        )
+def _limits(settings: Settings) -> Limits:
+    return Limits(
+        in_a_row=settings.break_after,
+        probes=settings.break_probes,
+        share=settings.break_share,
+        window_s=settings.break_window_s,
+        window_least=settings.break_window_least,
+        rest_s=settings.rest_s,
+        rest_most_s=settings.rest_most_s,
     )
+
+
+def _filled(registry: Registry, settings: Settings) -> Registry:
+    """Add the engines that the settings name."""
     for role, addresses in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
         for address in addresses:
             registry.add_target(role, Target.parse(address), now=time.monotonic())
     return registry
 
 
-# What a policy is made of: the load of an engine.
-POLICIES: Final[Mapping[PolicyName, Callable[[Callable[[Instance], float]], Policy]]] = {
-    PolicyName.ROUND_ROBIN: lambda _: RoundRobin(),
-    PolicyName.LEAST_LOADED: LeastLoaded,
-    PolicyName.POWER_OF_TWO: lambda load: PowerOfTwo(load, random.randrange),
-    PolicyName.SESSION: lambda load: Session(LeastLoaded(load)),
-    PolicyName.PREFIX: lambda load: Prefix(load, LeastLoaded(load)),
-}
+def _budget(settings: Settings, workers: int) -> Budget:
+    """Return a worker's part of the retries; its rate is a share already."""
+    budget = Budget(settings.retry_share, settings.retry_floor)
+    return Budget(settings.retry_share, settings.retry_floor, most=max(1.0, budget.most / workers))
 
 
-def _fleet(settings: Settings, registry: Registry, learned: Learned) -> LiveFleet:
+def policies(turn: int) -> Mapping[PolicyName, Callable[[Callable[[Instance], float]], Policy]]:
+    """Say what each policy is made of: the load of an engine, and the turn to begin with."""
+    return {
+        PolicyName.ROUND_ROBIN: lambda _: RoundRobin(Turns(turn), Turns(turn)),
+        PolicyName.LEAST_LOADED: lambda load: LeastLoaded(load, turn),
+        PolicyName.POWER_OF_TWO: lambda load: PowerOfTwo(load, random.randrange),
+        PolicyName.SESSION: lambda load: Session(LeastLoaded(load, turn)),
+        PolicyName.PREFIX: lambda load: Prefix(load, LeastLoaded(load, turn)),
+    }
+
+
+POLICIES: Final = policies(0)
+
+
+def _fleet(settings: Settings, registry: Registry, learned: Learned, turn: int) -> LiveFleet:
+    """``turn``: where policies begin, so that several workers do not all begin with the same engine."""
     load = Loads(registry, time.monotonic).of
     names = settings.prefill_policy, settings.decode_policy
     if set(names) == {PolicyName.ROUND_ROBIN}:
-        choice: Choice = RoundRobin()  # for both legs together, or they would advance in step
+        # one for both legs together, or they would advance in step
+        choice: Choice = RoundRobin(Turns(turn), Turns(turn))
     else:
-        choice = EachLeg(*(POLICIES[name](load) for name in names))
+        choice = EachLeg(*(policies(turn)[name](load) for name in names))
     return LiveFleet(registry, Pairs(registry, choice), learned, time.monotonic)
 
 
@@ -281,4 +320,5 @@ def _traces(settings: Settings) -> "Traces | None":
 
 
 def _new_id() -> RequestId:
-    return RequestId(f"xpyd-{uuid.uuid4().hex}")
+    # Unique, not secret: nothing is given away to who guesses one. A UUID costs ten times as much.
+    return RequestId(f"xpyd-{random.getrandbits(128):032x}")

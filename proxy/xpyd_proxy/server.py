@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import logging
+import os
 import signal
-from collections.abc import Awaitable, Callable, Generator
+import socket
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -18,6 +20,8 @@ from xpyd_proxy.core.lifetime import Step
 from xpyd_proxy.errors import AddressError, ConfigError
 from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.files import renew_chain
+from xpyd_proxy.io.workers.listening import bound
+from xpyd_proxy.io.workers.place import END, HURRY, READY, Place, heard
 from xpyd_proxy.settings import Settings
 
 _TICK_S: Final = 0.05  # seconds between two looks at what is still in flight
@@ -33,24 +37,48 @@ class _Server(uvicorn.Server):
         yield
 
 
-def run(router: Router, settings: Settings, again: Callable[[], Settings]) -> int:
+class _WorkerServer(_Server):
+    """One of several: tells the supervisor when it listens."""
+
+    def __init__(self, config: uvicorn.Config, line: int) -> None:
+        super().__init__(config)
+        self._line = line
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        with contextlib.suppress(OSError):  # a supervisor that has gone is noticed elsewhere
+            os.write(self._line, READY)
+
+
+def run(router: Router, settings: Settings, again: Callable[[], Settings], place: Place | None = None) -> int:
     """Serve until SIGTERM or SIGINT, and to the end of what is in flight then; return the exit code.
 
-    ``again`` reads the settings once more, for SIGHUP; it raises ConfigError.
+    ``again`` reads the settings once more, for SIGHUP; it raises ConfigError. ``place``: that of one of several
+    workers, which listen at one address, and which the end of their supervisor tells to end, too.
+
+    Raises:
+        ConfigError: a worker cannot listen where it should.
     """
-    process = _Process(_server(router, settings), router, settings, again)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(process.run())
+    sockets = None if place is None else bound(settings.host, place.port)
+    process = _Process(_server(router, settings, place), router, settings, again, sockets=sockets)
+    with (
+        contextlib.nullcontext() if place is None else place.kept(),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        runner.run(process.run(None if place is None else place.line))
     return 0
 
 
-def _server(router: Router, settings: Settings) -> _Server:
+def _server(router: Router, settings: Settings, place: Place | None) -> _Server:
     tls = router.tls
     config = uvicorn.Config(
         router.app,
         host=settings.host,
         port=settings.port,
-        http=hot_protocol(router.hot, HOT_PATHS) if settings.hot_path else "httptools",
+        http=hot_protocol(router.hot, HOT_PATHS, router.express, most=settings.max_body_bytes)
+        if settings.hot_path
+        else "httptools",
         ws="none",
         log_config=None,
         access_log=False,  # the router writes its own line for every request
@@ -59,36 +87,65 @@ def _server(router: Router, settings: Settings) -> _Server:
         timeout_graceful_shutdown=1,  # by then we have waited; this is for connections to close
         ssl_context_factory=None if tls is None else lambda _config, _default: tls,
     )
-    return _Server(config)
+    return _Server(config) if place is None else _WorkerServer(config, place.line)
 
 
 class _Process:
     """One server, from its start to its end."""
 
-    def __init__(self, server: _Server, router: Router, settings: Settings, again: Callable[[], Settings]) -> None:
+    def __init__(
+        self,
+        server: _Server,
+        router: Router,
+        settings: Settings,
+        again: Callable[[], Settings],
+        *,
+        sockets: Sequence[socket.socket] | None,
+    ) -> None:
         self._server = server
+        self._sockets = None if sockets is None else list(sockets)
         self._lifetime = router.lifetime
         self._live = router.live
         self._tls = router.tls
         self._settings = settings
         self._again = again
         self._told = asyncio.Event()
+        self._signalled = False
         self._hurried = asyncio.Event()
 
-    async def run(self) -> None:
-        """Serve to the end."""
+    async def run(self, line: int | None) -> None:
+        """Serve to the end; ``line``: to a supervisor, whose end is this one's."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_end)
         loop.add_signal_handler(signal.SIGHUP, self._on_reload)
+        if line is not None:
+            loop.add_reader(line, self._on_line, line)
         async with meanwhile(self._end_when_told()):
-            await self._server.serve()
+            await self._server.serve(self._sockets)
 
     def _on_end(self) -> None:
-        if self._told.is_set():
-            logger.warning("told to end once more: %d requests are cut off", self._lifetime.in_flight)
-            self._hurried.set()
+        if self._signalled:
+            self._hurry()
+        self._signalled = True
         self._told.set()
+
+    def _hurry(self) -> None:
+        logger.warning("told to end once more: %d requests are cut off", self._lifetime.in_flight)
+        self._hurried.set()
+
+    def _on_line(self, line: int) -> None:
+        """Hear the supervisor. A signal may say the same to all processes at once: the two of them are one order."""
+        said = heard(line)
+        if said is None:
+            asyncio.get_running_loop().remove_reader(line)
+            logger.warning("the supervisor has gone: this worker ends, too")
+            self._told.set()
+            return
+        if END in said:
+            self._told.set()
+        if HURRY in said:
+            self._hurry()
 
     def _on_reload(self) -> None:
         """Go by the settings as they are now; what needs a restart stays as it was, and is named."""

@@ -7,7 +7,7 @@ from typing import Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xpyd_proxy.api.problems import error_body, response_to
-from xpyd_proxy.api.tracking import note_fault
+from xpyd_proxy.api.tracking import BEGUN, note_fault
 from xpyd_proxy.core.keys import Keyring, shown_key
 from xpyd_proxy.core.lifetime import Lifetime, Stage
 from xpyd_proxy.errors import ClosingDown, Unauthorized
@@ -41,7 +41,8 @@ class Door:
             return
         with self._lifetime.serving():
             try:
-                self._check(scope)
+                if BEGUN not in scope:  # it was let in when it came
+                    self._check(scope)
             except (ClosingDown, Unauthorized) as error:
                 await response_to(error, scope)(scope, receive, _Answer(send, self._lifetime))
                 return

@@ -20,6 +20,13 @@ _STATUS: Final[Mapping[int, bytes]] = {status: b"HTTP/1.1 %d \r\n" % status for 
 _NAMES: Final[set[bytes]] = set()  # of headers that may be sent
 _NAMES_MOST: Final = 64
 _OK: Final = b"HTTP/1.1 200 OK\r\n"
+_SAID: Final = (
+    b'{"error":{"message":"The router failed; its log says why.","type":"InternalServerError","param":null,"code":500}}'
+)
+_BUG: Final = (
+    b"HTTP/1.1 500 Internal Server Error\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+    b"connection: close\r\n\r\n%b" % (len(_SAID), _SAID)
+)
 _DISCONNECT: Final[Message] = {"type": "http.disconnect"}
 
 
@@ -51,9 +58,70 @@ class Outlet(Protocol):
         ...
 
 
-def hot_protocol(app: ASGIApp, paths: frozenset[str]) -> type[asyncio.Protocol]:
-    """Return the protocol class for ``uvicorn.Config(http=...)``; ``app`` gets the plain requests for these paths."""
-    return type("HotProtocol", (_HotProtocol,), {"hot_app": staticmethod(app), "hot_urls": _urls(paths)})
+class Aboard(Protocol):
+    """A request that goes the short way; to uvicorn it is the cycle of its connection."""
+
+    keep_alive: bool
+    disconnected: bool
+    response_complete: bool
+
+    def set(self) -> None:
+        """Uvicorn says that the client has gone."""
+        ...
+
+    def full(self) -> None:
+        """The client is slow."""
+        ...
+
+    def empty(self) -> None:
+        """It is not any more."""
+        ...
+
+
+class Platform(Protocol):
+    """The connection of a client, for a request on the short way."""
+
+    def write(self, data: bytes, /) -> None:
+        """Write."""
+        ...
+
+    def default_lines(self) -> bytes:
+        """Return what the server puts into every head."""
+        ...
+
+    def answered(self, *, keep_alive: bool) -> None:
+        """The answer is complete."""
+        ...
+
+    def leave_to_asgi(self, path: str, extras: Scope, *, keep_alive: bool) -> None:
+        """Have the application go on with the request; ``extras`` go into its scope."""
+        ...
+
+
+class Shortcut(Protocol):
+    """The short way."""
+
+    def lets_in(self, headers: list[tuple[bytes, bytes]], /) -> bool:
+        """Tell whether a request with these headers may be read to its end before it is looked at."""
+        ...
+
+    def take(
+        self, platform: Platform, path: str, headers: list[tuple[bytes, bytes]], body: bytes, *, keep_alive: bool
+    ) -> Aboard | None:
+        """Take a request; None: it has to go the long way, and nothing has come of it here."""
+        ...
+
+
+def hot_protocol(
+    app: ASGIApp, paths: frozenset[str], express: Shortcut | None = None, *, most: int = 0
+) -> type[asyncio.Protocol]:
+    """Return the protocol class for ``uvicorn.Config(http=...)``.
+
+    Of the plain requests for these paths ``express`` gets those it takes whose bodies have at most ``most`` bytes, and
+    ``app`` all others.
+    """
+    given = {"hot_app": staticmethod(app), "hot_urls": _urls(paths), "express": express, "most": most}
+    return type("HotProtocol", (_HotProtocol,), given)
 
 
 def _is_name(name: bytes) -> bool:
@@ -72,10 +140,9 @@ def _urls(paths: frozenset[str]) -> Mapping[bytes, str]:
 class _Exchange(RequestResponseCycle):
     """One request and its answer."""
 
-    def __init__(self, protocol: "_HotProtocol", *, keep_alive: bool) -> None:
-        scope = cast("Any", protocol.scope)
+    def __init__(self, protocol: "_HotProtocol", scope: Scope, *, keep_alive: bool) -> None:
         scope[LEAVING], scope[POURING] = self._on_leaving, self
-        self.scope = scope
+        self.scope = cast("Any", scope)
         self.transport = protocol.transport
         self.flow = protocol.flow
         self.logger = protocol.logger
@@ -244,14 +311,68 @@ class _Exchange(RequestResponseCycle):
             self.on_response()
 
 
+class _Intake:
+    """A request while its body arrives; to uvicorn it is the cycle of its connection."""
+
+    __slots__ = ("disconnected", "keep_alive", "parts", "path", "response_complete", "size")
+
+    def __init__(self, path: str, *, keep_alive: bool) -> None:
+        self.path = path
+        self.keep_alive = keep_alive
+        self.parts: list[bytes] = []
+        self.size = 0
+        self.disconnected = self.response_complete = False
+
+    @property
+    def message_event(self) -> "_Intake":
+        """uvicorn sets it when the client has gone."""
+        return self
+
+    def set(self) -> None:
+        """Nobody has heard of the request yet."""
+
+
 class _HotProtocol(HttpToolsProtocol):
     """uvicorn's protocol, but for the hot requests."""
 
     hot_app: ASGIApp
     hot_urls: Mapping[bytes, str]
+    express: Shortcut | None
+    most: int
+
+    _taken: list[tuple[bytes, bytes]]  # the headers of the request that was taken last
+    _busy = False  # a request has begun to come, or is being answered
+    _idle_since = 0.0  # on the loop's clock
+    _idle_timer: asyncio.TimerHandle | None = None
+    _intake: _Intake | None = None  # of the request that is being read
+    _default: tuple[object, bytes] = None, b""  # the headers that the server puts into every head, and their lines
 
     _exchange: _Exchange | None = None  # of the request that is being read
-    _latest: _Exchange | None = None  # it may still be answered while requests behind it are read
+    _latest: _Exchange | Aboard | None = None  # it may still be answered while requests behind it are read
+
+    def on_message_begin(self) -> None:
+        """Begin a request; what only the application needs is made when it needs it."""
+        self._busy = True
+        self.url = b""
+        self.expect_100_continue = False
+        self.headers = []
+        self.scope = cast("Any", None)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header, its name in lower case."""
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
+
+    def _new_scope(self) -> Scope:
+        """Make what uvicorn makes for each request."""
+        url, headers, expects = self.url, self.headers, self.expect_100_continue
+        super().on_message_begin()
+        scope = cast("Scope", self.scope)
+        self.url, self.headers, self.expect_100_continue = url, headers, expects
+        scope["headers"] = headers
+        return scope
 
     def on_headers_complete(self) -> None:
         """Decide which way the request goes."""
@@ -265,12 +386,23 @@ class _HotProtocol(HttpToolsProtocol):
             or self.expect_100_continue
             or not (cycle is None or cycle.response_complete)
         ):
-            self._exchange = None
+            self._exchange = self._intake = None
+            self._new_scope()
             super().on_headers_complete()
             return
-        scope = cast("Scope", self.scope)
-        scope["method"], scope["path"], scope["raw_path"], scope["query_string"] = "POST", path, self.url, b""
-        self.cycle = self._exchange = self._latest = _Exchange(self, keep_alive=parser.should_keep_alive())
+        keep_alive = parser.should_keep_alive()
+        if self.express is None:
+            self.cycle = self._exchange = self._to_asgi(path, self.headers, keep_alive=keep_alive)
+        else:
+            self._exchange = None
+            self.cycle = self._intake = cast("Any", _Intake(path, keep_alive=keep_alive))
+
+    def _to_asgi(self, path: str, headers: list[tuple[bytes, bytes]], *, keep_alive: bool) -> _Exchange:
+        scope = self._new_scope()
+        scope["headers"] = headers
+        scope["method"], scope["path"], scope["raw_path"], scope["query_string"] = "POST", path, path.encode(), b""
+        exchange = self._latest = _Exchange(self, scope, keep_alive=keep_alive)
+        return exchange
 
     def pause_writing(self) -> None:
         """Hold back what is sent, and what is poured."""
@@ -287,6 +419,8 @@ class _HotProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the request that is being answered; uvicorn tells the one that was read last."""
         super().connection_lost(exc)
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         latest = self._latest
         if latest is not None and not latest.response_complete:
             latest.disconnected = True
@@ -294,8 +428,15 @@ class _HotProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body; a long one is read by the application, which has a limit."""
-        exchange = self._exchange
-        if exchange is None:
+        exchange, intake = self._exchange, self._intake
+        if intake is not None:
+            was_short = intake.size <= HIGH_WATER_LIMIT
+            intake.parts.append(body)
+            intake.size += len(body)
+            is_long = was_short and intake.size > HIGH_WATER_LIMIT  # the first time
+            if intake.size > self.most or (is_long and not cast("Shortcut", self.express).lets_in(self.headers)):
+                self._read_on(intake)
+        elif exchange is None:
             super().on_body(body)
         elif not exchange.response_complete:
             exchange.parts.append(body)
@@ -307,13 +448,102 @@ class _HotProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Have it served."""
-        exchange = self._exchange
-        if exchange is None:
+        exchange, intake = self._exchange, self._intake
+        if intake is not None:
+            self._take(intake)
+        elif exchange is None:
             super().on_message_complete()
         elif not exchange.response_complete:
             exchange.over = True
+            self.flow.resume_reading()  # or nobody would see the client go
             self._begin(exchange)
             exchange.set()
+
+    def _take(self, intake: _Intake) -> None:
+        """Have a request served the short way if it can go there."""
+        self._intake, self._taken = None, self.headers
+        body = intake.parts[0] if len(intake.parts) == 1 else b"".join(intake.parts)
+        express = cast("Shortcut", self.express)
+        aboard = None
+        try:
+            if not self.flow.write_paused:  # it has not read earlier answers: who waits for it is the long way
+                aboard = express.take(self, intake.path, self.headers, body, keep_alive=intake.keep_alive)
+        except Exception:  # the parser that calls this would take it for the client's fault
+            self.logger.exception("a request could not be taken")
+            self.transport.write(_BUG)
+            self.transport.close()
+            return
+        if aboard is None:
+            exchange = self._read_on(intake)
+            exchange.over = True
+            self.flow.resume_reading()  # or nobody would see the client go
+            self._begin(exchange)
+        elif self.cycle is cast("Any", intake):  # else it has left again
+            self.cycle = self._latest = cast("Any", aboard)
+
+    def _read_on(self, intake: _Intake) -> _Exchange:
+        """Leave a request to the application, as far as it has been read."""
+        self._intake = None
+        exchange = self._to_asgi(intake.path, self.headers, keep_alive=intake.keep_alive)
+        self.cycle = self._exchange = exchange
+        exchange.parts, exchange.size = intake.parts, intake.size
+        if exchange.size > HIGH_WATER_LIMIT:
+            self.flow.pause_reading()
+            self._begin(exchange)
+        return exchange
+
+    # For a request on the short way
+
+    def write(self, data: bytes) -> None:
+        """Write."""
+        self.transport.write(data)
+
+    def default_lines(self) -> bytes:
+        """Return what is in every head; uvicorn makes it anew once a second."""
+        headers = self.server_state.default_headers
+        of, lines = self._default
+        if of is not headers:
+            lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+            self._default = headers, lines
+        return lines
+
+    def answered(self, *, keep_alive: bool) -> None:
+        """Go on with what is behind the request."""
+        if self.pipeline or self.flow.read_paused or not keep_alive or self.transport.is_closing():
+            if not keep_alive:
+                self.transport.close()
+            self.on_response_complete()
+            return
+        self.server_state.total_requests += 1
+        self._busy, self._idle_since = False, self.loop.time()
+        if self._idle_timer is None:
+            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._look_idle)
+
+    def on_response_complete(self) -> None:
+        """Go on behind a request that went uvicorn's way."""
+        self._busy = False
+        super().on_response_complete()
+
+    def _look_idle(self) -> None:
+        """Close a connection that has been idle for too long: one timer for many requests."""
+        self._idle_timer = None
+        if self._busy or self.timeout_keep_alive_task is not None or not self.cycle.response_complete:
+            return  # the end of what is under way sees to it
+        left = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left > 0:
+            self._idle_timer = self.loop.call_later(left, self._look_idle)
+        else:
+            self.timeout_keep_alive_handler()
+
+    def leave_to_asgi(self, path: str, extras: Scope, *, keep_alive: bool) -> None:
+        """Have the application go on; a request behind this one may have been read already."""
+        is_last = self.cycle is cast("Any", self._latest) or isinstance(self.cycle, _Intake)
+        exchange = self._to_asgi(path, self._taken, keep_alive=keep_alive)
+        exchange.scope.update(extras)
+        exchange.over = exchange.read = True
+        if is_last:
+            self.cycle = exchange
+        self._begin(exchange)
 
     def _begin(self, exchange: _Exchange) -> None:
         if not exchange.begun:

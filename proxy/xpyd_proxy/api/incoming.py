@@ -13,13 +13,13 @@ from xpyd_proxy.errors import BadRequest, BodyTooLarge, UnsupportedMedia
 
 _HEADERS: Final = "xpyd.headers"  # in a scope: its headers by name
 # X-Request-Id is missing on purpose: engines match the halves of a request by it, so it must be ours and unique.
-_PASSED_ON: Final = frozenset({b"authorization", b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority"})
+PASSED_ON: Final = frozenset({b"authorization", b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority"})
 
 
 def passed_on(scope: Scope) -> Headers:
     """Return the headers that go to the engines, as they came."""
     headers: Headers = tuple(scope["headers"])  # ASGI: names are in lower case
-    return tuple((name, value) for name, value in headers if name in _PASSED_ON)
+    return tuple((name, value) for name, value in headers if name in PASSED_ON)
 
 
 def require_json(scope: Scope) -> None:

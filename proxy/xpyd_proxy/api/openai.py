@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from starlette.types import Receive, Scope, Send
 
 from xpyd_proxy.api.door import caller_of
+from xpyd_proxy.api.express import LEFT, Left
 from xpyd_proxy.api.hot import POURING, Outlet
 from xpyd_proxy.api.incoming import passed_on, rank_of, read_body, require_json, until_hung_up
 from xpyd_proxy.api.showing import show
@@ -28,6 +29,10 @@ class Generation:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; what goes wrong before the first byte is raised, for ``problems`` to answer."""
+        left = scope.pop(LEFT, None)  # the scope lives as long as the connection has no other request
+        if left is not None:
+            await self._go_on(left, scope, receive, send)
+            return
         require_json(scope)
         body = await read_body(scope, receive, limit=self.settings.max_body_bytes)
         fields = parse(body, strip_private=self.settings.client_kv_params is ClientKvParams.STRIP)
@@ -42,6 +47,16 @@ class Generation:
             self._serve(turn, call, journey, send, scope.get(POURING)),
             answered=lambda: journey.answered,
         )
+
+    async def _go_on(self, left: Left, scope: Scope, receive: Receive, send: Send) -> None:
+        """Go on with a request that has come the short way so far (api/express.py)."""
+        journey = journey_of(scope)
+
+        async def work() -> None:
+            async with self.gate.held(left.ticket), self.relay.go_on(left.call, left.attempt, left.stop) as reply:
+                await show(reply, journey, left.call.path, send, scope.get(POURING))
+
+        await until_hung_up(scope, receive, work(), answered=lambda: journey.answered)
 
     async def _serve(self, turn: Turn, call: Call, journey: Journey, send: Send, outlet: Outlet | None) -> None:
         async with turn, self.relay.serve(call, journey) as reply:

@@ -36,7 +36,7 @@ async def show(reply: Reply, journey: Journey, path: str, send: Send, outlet: Ou
                     await send(_part(chunk))
         except (EngineError, OutOfTime) as error:
             journey.fault = str(error)
-            await send(_part(b"\n" + _event(path, error)))  # the empty line closes an event that lacks its own
+            await send(_part(last_event(path, error)))
     journey.answered = True
     await send(_END)
 
@@ -53,10 +53,10 @@ async def _pour(pouring: Pouring, journey: Journey, outlet: Outlet) -> None:
         outlet.follow(None)
 
 
-def _event(path: str, error: EngineError | OutOfTime) -> bytes:
+def last_event(path: str, error: Exception) -> bytes:
     """Return the event that tells a client's library that the stream has failed, in the words of its API."""
     _, body = error_body(error)
-    return _EVENTS.get(path, _openai_event)(body)
+    return b"\n" + _EVENTS.get(path, _openai_event)(body)  # the empty line closes an event that lacks its own
 
 
 def _openai_event(body: bytes) -> bytes:

@@ -16,6 +16,7 @@ from xpyd_proxy.io.logs import FACTS
 
 _BUG: Final = 500
 _KEY: Final = "xpyd.journey"
+BEGUN: Final = "xpyd.begun"  # in a scope: when a request began that has come the short way so far, and its journey
 _PLAIN: Final = ("id", "path", "prefill", "decode", "status", "ms")  # these stand in the line without quotes
 logger = logging.getLogger(__name__)
 
@@ -107,8 +108,8 @@ class Tracking:
         if scope["type"] != "http" or not (scope["path"].startswith("/v1/") or scope["path"] in ENDPOINTS):
             await self._app(scope, receive, send)
             return
-        start = self._clock()
-        journey = scope[_KEY] = Journey(self._new_id(), client_id=_client_id(scope))
+        start, journey = scope.get(BEGUN) or (self._clock(), Journey(self._new_id(), client_id=_client_id(scope)))
+        scope[_KEY] = journey
         outgoing = _Outgoing(send, journey, self._clock)
         status: int | None = _BUG
         with self._following(journey, scope["path"], tuple(scope.get("headers", ()))) as ended:
@@ -121,7 +122,7 @@ class Tracking:
                 outcome = outgoing.outcome(scope["path"], status, start)
                 ended(outcome)
                 self._finished(journey, outcome)
-                _log(journey, outcome)
+                log_request(journey, outcome)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +135,14 @@ class _Line:
         return " ".join([_pair(name, value) for name, value in self.facts.items()])
 
 
-def _log(journey: Journey, outcome: Outcome) -> None:
+def log_request(journey: Journey, outcome: Outcome) -> None:
+    """Write the line of a request that is over."""
     if not logger.isEnabledFor(logging.INFO):
         return
     found = facts(journey, outcome)
     # As logger.info does, without a look for the line of the program: it is always this one.
     record = logger.makeRecord(
-        logger.name, logging.INFO, __file__, 0, _Line(found), (), None, func=_log.__name__, extra={FACTS: found}
+        logger.name, logging.INFO, __file__, 0, _Line(found), (), None, func=log_request.__name__, extra={FACTS: found}
     )
     logger.handle(record)
 

@@ -8,12 +8,24 @@ the last value counts, as it does in vLLM, and only that one is sent on: both en
 
 import re
 from collections.abc import Mapping
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
 from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
-from xpyd_proxy.core.raw_json import FALSE, NULL, TRUE, Fields, NotJson, OtherJson, decode, encode, text
+from xpyd_proxy.core.raw_json import (
+    FALSE,
+    NULL,
+    TRUE,
+    Fields,
+    NotJson,
+    OtherJson,
+    decode,
+    encode,
+    encode_text,
+    maybe,
+    text,
+)
 from xpyd_proxy.errors import BadRequest, EngineError
 
 _ONE: Final = msgspec.Raw(b"1")
@@ -22,6 +34,7 @@ _TOO_MANY: Final = msgspec.Raw(b"2147483647")
 _ASK_FOR_PREFILL: Final[Fields] = {"do_remote_decode": TRUE, "do_remote_prefill": FALSE} | dict.fromkeys(
     ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"), NULL
 )
+_ASKING: Final = encode(_ASK_FOR_PREFILL)[:-1] + b',"transfer_id":%b}'
 
 # Only the router may set these: from a client they name memory that is not the client's, or kill the engine.
 _PRIVATE: Final = ("kv_transfer_params", "ec_transfer_params")
@@ -53,6 +66,20 @@ class _PrefillAnswer(msgspec.Struct):
 
     kv_transfer_params: msgspec.Raw = NULL
     prompt_token_ids: msgspec.Raw = NULL
+
+
+_Text = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class _Params(msgspec.Struct):
+    """What all of _NEEDED are in the answers of vLLM 0.32."""
+
+    do_remote_prefill: bool
+    remote_engine_id: _Text
+    remote_request_id: _Text
+    remote_host: _Text
+    remote_port: int
+    remote_block_ids: msgspec.Raw
 
 
 def parse(body: bytes, *, strip_private: bool) -> Fields:
@@ -114,7 +141,7 @@ def prefill_body(api: Api, fields: Fields, transfer: TransferId) -> bytes:
         kept["n"] = _ONE
     kept.update(_ONE_TOKEN[api])
     kept["stream"] = FALSE  # a streamed answer carries no kv_transfer_params
-    kept["kv_transfer_params"] = msgspec.Raw(encode(_ASK_FOR_PREFILL | {"transfer_id": text(transfer)}))
+    kept["kv_transfer_params"] = msgspec.Raw(_ASKING % encode_text(transfer))
     return encode(kept)
 
 
@@ -159,6 +186,8 @@ def kv_params(prefill: InstanceId, answer: bytes) -> msgspec.Raw:
     """
     try:
         found = decode(answer, _PrefillAnswer).kv_transfer_params
+        if _are_good(found):
+            return found
         params = decode(found, Fields)
         missing = [name for name in _NEEDED if _is_empty(params.get(name, NULL))]
     except NotJson as exc:
@@ -168,6 +197,12 @@ def kv_params(prefill: InstanceId, answer: bytes) -> msgspec.Raw:
     if missing:
         raise EngineError(f"{prefill} left out of its kv_transfer_params: {', '.join(missing)}")
     return found
+
+
+def _are_good(params: msgspec.Raw) -> bool:
+    """Recognise parameters as all engines send them; others may be good as well, and need a closer look."""
+    found = maybe(params, _Params)
+    return found is not None and found.do_remote_prefill and not _is_empty(found.remote_block_ids)
 
 
 def _is_empty(value: msgspec.Raw) -> bool:

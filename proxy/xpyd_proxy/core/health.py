@@ -6,12 +6,17 @@ A broken one rests, longer after every break, and then gets one request: its tri
 Only what the engine is to blame for counts: a refused request (4xx), or one it is too busy for, says that it lives.
 An answer of 5xx counts for the share of failures, but not for those in a row: there are requests that make any engine
 fail, and a client that sends a few of them must not take one engine after the other away from everybody else.
+
+Several workers of one router tell each other when one of them breaks an engine, or finds it well again: the latest such
+word counts for all of them. What it is based on (failures in a row, probes) is each worker's own.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import Final
+
+import msgspec
 
 from xpyd_proxy.core.model import RequestId
 from xpyd_proxy.core.retries import Failure
@@ -113,6 +118,22 @@ class Limits:
     claim_s: float = 30.0  # seconds that a trial may take to begin before another request may be the trial
 
 
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """What one worker has come to believe of an engine, for the others."""
+
+    at: float  # seconds, of the clock that all processes of a machine have in common
+    is_broken: bool  # else it is well again
+    why: str
+    rest_s: float = 0.0  # for how long it rests, if it is broken
+
+
+@dataclass(slots=True)
+class Changes:
+    """Counts what may change the choice of engines; whoever remembers a choice compares."""
+
+    count: int = 0
+
+
 @dataclass(slots=True)
 class _Trial:
     """The one request that a broken engine gets; whose it is shows when it begins."""
@@ -129,6 +150,8 @@ class Life:
     limits: Limits = field(default_factory=Limits)
     state: State = State.JOINING
     why: str = "added"  # what brought it there, in words
+    verdict: Verdict | None = None  # the latest one, of this worker or another
+    changes: Changes = field(default_factory=Changes)
     _in_a_row: int = 0
     _missed: int = 0
     _silent_since: float | None = None  # when the first probe was missed of those since it answered one, if badly
@@ -211,10 +234,24 @@ class Life:
         elif self._silent_since is None:
             self._silent_since = now
         self._missed += 1
+        self.changes.count += 1
         if self.state is State.JOINING:
             self.why = reason
         elif self.state in (State.READY, State.TRYING) and self._missed >= self.limits.probes:
             self._break(reason, now)
+
+    def told(self, verdict: Verdict, *, now: float) -> None:
+        """Another worker has broken it, or found it well again; what is older than what is known here is dropped."""
+        if self.verdict is not None and verdict.at <= self.verdict.at:
+            return
+        if verdict.is_broken and self.state in _JUDGED:
+            self._rest_s, self._trial = verdict.rest_s, None
+            self._step(Event.TRIPPED, verdict.why, now)
+            self.since = verdict.at
+        elif not verdict.is_broken and self.state in (State.BROKEN, State.TRYING):
+            self._forgive()
+            self._step(Event.BACK, verdict.why, now)
+        self.verdict = verdict
 
     def silent_s(self, *, now: float) -> float:
         """Return for how long it has answered no probe at all; 0: it has answered the last one, well or badly."""
@@ -262,6 +299,7 @@ class Life:
         self._trial = None
         self._step(Event.TRIPPED, reason, now)
         self.since = now  # a broken engine rests from its latest break on
+        self.verdict = Verdict(now, is_broken=True, why=reason, rest_s=self._rest_s)
 
     def _forgive(self) -> None:
         self.heard()
@@ -272,5 +310,8 @@ class Life:
         before, self.state = self.state, TRANSITIONS[self.state][event]
         if self.state is not before:
             self.since, self.why = now, why
+            self.changes.count += 1
+            if self.state is State.READY and before in (State.BROKEN, State.TRYING):
+                self.verdict = Verdict(now, is_broken=False, why=why)
         elif event is Event.TRIPPED:
             self.why = why

@@ -76,6 +76,12 @@ class Learned:
     def __init__(self, *, at_once: bool) -> None:
         self._at_once = at_once
         self._records: dict[InstanceId, _Record] = {}
+        self._placed: set[InstanceId] = set()  # those whose coordinates are known
+
+    @property
+    def pushes(self) -> bool:
+        """Tell whether a decode engine may be told where its prefill engine is before that one has answered."""
+        return self._at_once and bool(self._placed)
 
     def coordinates(self, prefill: InstanceId) -> Coordinates | None:
         """Return where a prefill engine is; None: only its next answer can tell."""
@@ -94,11 +100,16 @@ class Learned:
         if before is not None and before != found:
             record.replaced |= {before.remote_engine_id}
         record.coordinates = found if record.state is State.PUSH else None
+        if record.coordinates is None:
+            self._placed.discard(prefill)
+        else:
+            self._placed.add(prefill)
 
     def forget(self, prefill: InstanceId) -> None:
         """It has failed: whoever answers next under this address may be another."""
         record = self._of(prefill)
         self._records[prefill] = _Record(TRANSITIONS[record.state][Event.FAILED])
+        self._placed.discard(prefill)
 
     def _of(self, prefill: InstanceId) -> _Record:
         record = self._records.get(prefill)

@@ -1,7 +1,7 @@
 """The legs that are under way: how many each engine has, and how long a request hung between its two legs."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import auto
 from typing import Final, TypeAlias
 
@@ -56,6 +56,7 @@ class Legs:
         self._answered: dict[RequestId, float] = {}  # when prefill engines answered, the oldest first
         self._in_flight: Counter[InstanceId] = Counter()
         self._promised: Counter[InstanceId] = Counter()
+        self.riding: Callable[[], Iterable[InstanceId]] = tuple  # where legs are that go the short way (relay/ride.py)
 
     @property
     def promised(self) -> Mapping[InstanceId, int]:
@@ -65,7 +66,11 @@ class Legs:
     @property
     def in_flight(self) -> Mapping[InstanceId, int]:
         """Return how many legs each engine has now; engines without one are missing."""
-        return self._in_flight
+        return self._in_flight + Counter(self.riding())
+
+    def promise(self, decode: InstanceId) -> None:
+        """Count a leg that a decode engine has begun to answer, and that followed its prefill leg."""
+        self._promised[decode] += 1
 
     def began(self, instance: Instance, request: RequestId, *, now: float) -> float | None:
         """Follow a leg; return the handoff gap in seconds if it is a decode leg that follows its prefill leg."""
@@ -82,7 +87,7 @@ class Legs:
         if leg is None:
             return
         if leg.promised and leg.state is State.SENT:
-            self._promised[instance.id] += 1
+            self.promise(instance.id)
         leg.state = TRANSITIONS[leg.state][Event.ANSWER]
         if instance.role is Role.DECODE:
             return

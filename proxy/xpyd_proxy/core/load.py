@@ -41,12 +41,18 @@ class Load:
 
     fresh_s: float = 5.0  # for so long a report counts
     report: Report | None = None
+    elsewhere: int = 0  # requests it has from the router's other workers
     _reported: float = 0.0
     _requests: dict[RequestId, int] = field(default_factory=dict[RequestId, int])
 
     @property
     def in_flight(self) -> int:
-        """How many requests it has, or has a slot reserved for."""
+        """How many requests it has from this router, or has a slot reserved for."""
+        return len(self._requests) + self.elsewhere
+
+    @property
+    def own(self) -> int:
+        """How many of them this worker has sent."""
         return len(self._requests)
 
     def enter(self, request: RequestId) -> None:

@@ -88,6 +88,25 @@ class Pairs:
     _seen: dict[tuple[str | None, int | None], _Seen] = field(
         default_factory=dict[tuple[str | None, int | None], _Seen]
     )
+    _calm: dict[str | None, tuple[int, _Seen]] = field(default_factory=dict[str | None, tuple[int, _Seen]])
+
+    def calm(self, ask: Ask) -> tuple[Instance, Instance] | None:
+        """Return what ``pair`` would with all usable engines, if it need not look at them: nothing has changed.
+
+        None: only ``pair`` can tell.
+        """
+        version, seen = self._calm.get(ask.model) or (-1, None)
+        if seen is None or version != self.registry.changes.count or ask.rank is not None:
+            return None
+        return self.choice.pair(seen.prefill, seen.decode, ask, facts.always if seen.all_fit else self._fits)
+
+    def remember(self, ask: Ask) -> None:
+        """Remember what ``pair`` has just found among all usable engines, if time alone does not change it."""
+        seen = self._seen.get((ask.model, ask.rank))
+        if seen is not None and ask.rank is None and self.registry.is_calm:
+            if len(self._calm) >= _MOST_SEEN:
+                self._calm.clear()
+            self._calm[ask.model] = self.registry.changes.count, seen
 
     def pair(
         self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: Ask = ANY, /
@@ -108,7 +127,7 @@ class Pairs:
         seen = self._seen.get((ask.model, ask.rank))
         if seen is None or seen.of != of:
             seen = self._look(of, *self._narrowed(prefill, decode, ask), ask)
-        return self.choice.pair(seen.prefill, seen.decode, ask, _always if seen.all_fit else self._fits)
+        return self.choice.pair(seen.prefill, seen.decode, ask, facts.always if seen.all_fit else self._fits)
 
     def one(self, decode: Sequence[Instance], ask: Ask = ANY, /) -> Instance:
         """Return the engine that serves the request, or its decode leg, alone; raises what ``pair`` raises."""
@@ -196,10 +215,6 @@ class Pairs:
     def _models(self) -> str:
         names = {name for member in self.registry.members() for name in member.facts.models or ()}
         return ", ".join(sorted(names)) or "none"
-
-
-def _always(_prefill: Instance, _decode: Instance) -> bool:
-    return True
 
 
 def _has_rank(instance: Instance, ask: Ask) -> bool:

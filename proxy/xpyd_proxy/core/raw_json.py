@@ -55,6 +55,11 @@ def encode(fields: Fields) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def text(value: str) -> msgspec.Raw:
+def encode_text(value: str) -> bytes:
     """Write a string."""
+    return msgspec.json.encode(value)
+
+
+def text(value: str) -> msgspec.Raw:
+    """Write a string, as a value of an object."""
     return msgspec.Raw(msgspec.json.encode(value))

@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.discovery import BY_HAND, Origin
 from xpyd_proxy.core.draining import Drain
 from xpyd_proxy.core.facts import Facts, fit
-from xpyd_proxy.core.health import Life, Limits, State
+from xpyd_proxy.core.health import Changes, Life, Limits, State
 from xpyd_proxy.core.load import Load
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.target import Target
 from xpyd_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
+
+_RESTLESS: Final = frozenset({State.BROKEN, State.TRYING})
 
 
 @dataclass(slots=True)
@@ -33,7 +36,9 @@ class Registry:
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
         self._members: dict[InstanceId, Member] = {}
+        self._at: dict[tuple[Role, str, int], set[InstanceId]] = {}  # the same by role, host and port; none is empty
         self._added: dict[Role, int] = dict.fromkeys(Role, 0)
+        self.changes = Changes()
 
     def add(
         self,
@@ -54,7 +59,10 @@ class Registry:
         name = InstanceId(f"{role}-{self._added[role]}")
         self._added[role] += 1
         instance = Instance(name, role, address, rank)
-        self._members[name] = Member(instance, Life(now, self._limits), facts=facts or Facts(), origin=origin)
+        life = Life(now, self._limits, changes=self.changes)
+        self._members[name] = Member(instance, life, facts=facts or Facts(), origin=origin)
+        self._at.setdefault(_place(instance), set()).add(name)
+        self.changes.count += 1
         return instance
 
     def add_target(self, role: Role, target: Target, *, now: float, origin: Origin = BY_HAND) -> Sequence[Instance]:
@@ -74,8 +82,13 @@ class Registry:
         Raises:
             UnknownInstance: there is none of this id.
         """
-        self.member(name).life.remove(now=now)
+        member = self.member(name)
+        member.life.remove(now=now)
         del self._members[name]
+        place = _place(member.instance)
+        self._at[place].discard(name)
+        if not self._at[place]:
+            del self._at[place]
 
     def drain(self, name: InstanceId, *, now: float) -> None:
         """Send it nothing new.
@@ -153,6 +166,11 @@ class Registry:
         states = ", ".join(f"{member.instance.id} is {_state(member)}" for member in members)
         raise NoInstance(f"no {role} instance can take a request: {states}")
 
+    @property
+    def is_calm(self) -> bool:
+        """Tell whether no engine changes by the mere passing of time, or by being chosen: none rests or is tried."""
+        return not any(member.life.state in _RESTLESS for member in self._members.values())
+
     def fitting(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
         """List those decode engines that can read the blocks of a prefill engine; what is not known fits everything."""
         return [instance for instance in decode if fit(self._facts(prefill), self._facts(instance))]
@@ -164,18 +182,21 @@ class Registry:
     def learn(self, name: InstanceId, found: Facts) -> None:
         """Take in facts; what is not known, and what is said of an engine that was removed, changes nothing."""
         if (member := self.get(name)) is not None:
-            member.facts = member.facts.updated(found)
+            before, member.facts = member.facts, member.facts.updated(found)
+            self.changes.count += member.facts != before
 
     def _check_new(self, role: Role, address: Address, rank: int | None) -> None:
-        host, port = address.host, address.port
-        for member in self._members.values():  # without detours: a thousand pods may come at once
-            one = member.instance
-            is_there = one.address.host == host and one.address.port == port and one.role is role
-            if is_there and _overlap(one.rank, rank) and not member.retires:
-                raise AlreadyKnown(f"{address.authority} is already known as {one.id}")
+        for name in self._at.get((role, address.host, address.port), ()):
+            member = self._members[name]
+            if _overlap(member.instance.rank, rank) and not member.retires:
+                raise AlreadyKnown(f"{address.authority} is already known as {name}")
 
     def _of(self, role: Role) -> list[Member]:
         return [member for member in self._members.values() if member.instance.role is role]
+
+
+def _place(instance: Instance) -> tuple[Role, str, int]:
+    return instance.role, instance.address.host, instance.address.port
 
 
 def _overlap(one: int | None, other: int | None) -> bool:

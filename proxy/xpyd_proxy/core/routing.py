@@ -26,6 +26,7 @@ PROMPTS: Final[Mapping[Api, str]] = {
     Api.MESSAGES: "messages",
 }
 _WORDS: Final[Mapping[bytes, bool | None]] = {b"true": True, b"false": False, b"null": None}
+_LONG: Final = 10  # digits; all shorter numbers are small
 _WHITESPACE: Final = b" \t\n\r"
 
 
@@ -38,8 +39,8 @@ def solo_reason(api: Api, fields: Fields, *, min_prompt_chars: int = 0) -> Solo 
         return Solo.PROMPTS
     plain = _PLAIN[api]
     looked_at = _LOOKED_AT[api]
-    values = {name: _value(raw) for name, raw in fields.items() if name in looked_at}
-    odd = {plain[name][1] for name, value in values.items() if name in plain and not plain[name][0](value)}
+    values = {name: _value(fields[name]) for name in fields.keys() & looked_at}
+    odd = [plain[name][1] for name, value in values.items() if name in plain and not plain[name][0](value)]
     if odd:
         return next(reason for _, reason in plain.values() if reason in odd)  # of several the first in the table
     if not _FIT[api](values):
@@ -55,6 +56,8 @@ def prompt_chars(api: Api, fields: Fields) -> int:
 def _value(raw: msgspec.Raw) -> _Json:
     """Decode a value; what cannot be decoded is an odd string, which is plain for no field."""
     text = bytes(raw)
+    if text.isdigit() and len(text) < _LONG:
+        return int(text)
     try:
         return _WORDS[text] if text in _WORDS else decode(text, object)
     except NotJson:

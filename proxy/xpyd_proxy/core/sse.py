@@ -8,6 +8,7 @@ from xpyd_proxy.core.raw_json import NotJson, decode
 
 _DONE: Final = b"data: [DONE]"
 _ERROR: Final = b'data: {"error":'
+_DATA: Final = b"data:"
 _EVENT: Final = b"event:"
 _END_MOST: Final = 32  # bytes of what has passed that tell a stream's end
 # What /v1/responses says before the engine has done anything: it tells nothing about whether it will.
@@ -32,6 +33,8 @@ def first_data(received: bytes) -> bytes | None:
 
     Comments (keep-alives) are no events, and an announcement says nothing yet.
     """
+    if received.startswith(_DATA) and (end := received.find(b"\n")) > 0 and b"\r" not in received[:end]:
+        return received[len(_DATA) : end].strip()
     name = b""
     for line in received.splitlines(keepends=True):
         if not line.endswith((b"\n", b"\r")):
@@ -47,6 +50,8 @@ def first_data(received: bytes) -> bytes | None:
 
 def error_status(data: bytes) -> int | None:
     """Return the HTTP status an error event asks for (500 if it names none); None for any other event."""
+    if b'"error"' not in data and b"\\u" not in data:  # a name may be written in escapes
+        return None
     try:
         event = decode(data, ErrorEvent)
     except NotJson:
@@ -63,6 +68,8 @@ class WholeLines:
     vLLM writes whole events, so nearly always everything passes at once. But when an engine dies in the middle of a
     line, that line has not been sent on, and an error event can follow in good order.
     """
+
+    __slots__ = ("_last", "_name", "_rest", "erred")
 
     def __init__(self) -> None:
         self.erred = False  # the engine has said itself that it failed

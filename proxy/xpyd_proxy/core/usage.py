@@ -62,9 +62,10 @@ def prompt_tokens(answer: bytes) -> int | None:
 
 def prompt_tokens_in(events: bytes) -> int | None:
     """Return what whole lines of a stream say about the prompt; None: nothing."""
-    if _MARK not in events:
+    at = events.find(_MARK)
+    if at < 0:
         return None
-    for line in events.splitlines():
+    for line in events[events.rfind(b"\n", 0, at) + 1 :].splitlines():
         if line.startswith(b"data:") and _MARK in line and (found := prompt_tokens(line[5:])) is not None:
             return found
     return None

@@ -68,8 +68,9 @@ def renew_chain(context: ssl.SSLContext, settings: Settings) -> None:
 
 def engine_tls(settings: Settings) -> ssl.SSLContext:
     """Build what the router speaks to https engines with; raises ConfigError as ``server_tls`` does."""
-    context = ssl.create_default_context()
-    if settings.engine_ca is not None:
+    if settings.engine_ca is None:
+        context = ssl.create_default_context()
+    else:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # these authorities and no others
         _load_authorities(context, settings.engine_ca)
     if (settings.engine_cert is None) != (settings.engine_key is None):

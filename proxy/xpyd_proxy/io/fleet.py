@@ -4,12 +4,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from xpyd_proxy.core.facts import MODES, Facts
+from xpyd_proxy.core.health import State
 from xpyd_proxy.core.learned import Learned
 from xpyd_proxy.core.load import read_report
 from xpyd_proxy.core.model import ANY, Ask, Instance, RequestId, Role
 from xpyd_proxy.core.pairing import Pairs
 from xpyd_proxy.core.registry import Registry
 from xpyd_proxy.core.retries import Failure
+from xpyd_proxy.io.later import Later
 
 
 class Loads:
@@ -33,6 +35,7 @@ class LiveFleet:
         self._pairs = pairs
         self._learned = learned  # what prefill engines say in their answers
         self._clock = clock  # seconds; only differences count
+        self.later = Later()  # what went well and has yet to be told here
 
     def known(self, role: Role, /) -> Sequence[Instance]:
         """List all engines of a role."""
@@ -53,6 +56,15 @@ class LiveFleet:
         pair = self._pairs.pair(prefill, decode, ask)
         for instance in pair:
             self._chosen(instance)
+        return pair
+
+    def any_pair(self, ask: Ask = ANY, /) -> tuple[Instance, Instance]:
+        """Choose two engines among all that are usable; the choice counts. Raises as ``usable`` and ``pair`` do."""
+        pair = self._pairs.calm(ask)
+        if pair is None:
+            decodes = self.usable(Role.DECODE)
+            pair = self.pair(self.usable(Role.PREFILL), decodes, ask)
+            self._pairs.remember(ask)
         return pair
 
     def one(self, decode: Sequence[Instance], ask: Ask = ANY, /) -> Instance:
@@ -84,6 +96,7 @@ class LiveFleet:
     def ended(self, instance: Instance, request: RequestId, failure: Failure | None, /) -> None:
         """It is closed."""
         if failure is not None and (member := self.registry.get(instance.id)) is not None:
+            self.later.settle()  # what went well before
             member.life.failed(request, failure, now=self._clock())
         self.leave(instance, request)
 
@@ -106,6 +119,8 @@ class LiveFleet:
     def leave(self, instance: Instance, request: RequestId) -> None:
         """Stop to count it when it has left as often."""
         if (member := self.registry.get(instance.id)) is not None and member.load.leave(request):
+            if member.life.state is State.TRYING:
+                self.later.settle()  # that it has served its trial may be among what waits
             member.life.released(request)
 
 

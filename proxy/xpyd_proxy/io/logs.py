@@ -2,9 +2,12 @@
 
 import json
 import logging
+import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Final
+from typing import Final, TextIO
 
 from xpyd_proxy.settings import LogFormat
 
@@ -52,9 +55,59 @@ class TextFormatter(logging.Formatter):
         return f"{text},{int(record.msecs):03d}"
 
 
+class Lines(logging.StreamHandler[TextIO]):
+    """Writes a line at once, but those of a batch together: a system call costs as much as ten lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._batch: list[str] | None = None
+        self._own = self.lock or threading.RLock()  # the one under which logging calls ``emit``
+
+    def begin(self) -> None:
+        """Keep what comes; what is kept already comes first."""
+        with self._own:
+            self._batch = self._batch or []
+
+    def end(self) -> None:
+        """Write it; what the stream raises is told as logging tells it, and stops nobody."""
+        with self._own:
+            batch, self._batch = self._batch, None
+            if not batch:
+                return
+            try:
+                self.stream.write("".join(batch))
+                self.flush()
+            except Exception:  # noqa: BLE001 (as logging does it)
+                self.handleError(logging.makeLogRecord({"msg": "%d lines of a batch", "args": (len(batch),)}))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, or keep it."""
+        if self._batch is None:
+            super().emit(record)
+            return
+        try:
+            self._batch.append(self.format(record) + self.terminator)
+        except Exception:  # noqa: BLE001 (as logging does it)
+            self.handleError(record)
+
+
+@contextmanager
+def lines_together() -> Generator[None]:
+    """Write the lines of a block in one go."""
+    found = [handler for handler in logging.getLogger().handlers if isinstance(handler, Lines)]
+    for handler in found:
+        handler.begin()
+    try:
+        yield
+    finally:
+        for handler in found:
+            handler.end()
+
+
 def configure(level: str, form: LogFormat) -> None:
     """Send the log of this process to standard error, in one of the two forms."""
-    handler = logging.StreamHandler()
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # no line says them
+    handler = Lines()
     handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line, with an address, for every leg

@@ -9,6 +9,8 @@ from xpyd_proxy.core.measures import Measures
 from xpyd_proxy.core.model import Instance, InstanceId, RequestId
 from xpyd_proxy.core.pulse import Pulse
 from xpyd_proxy.core.retries import Failure
+from xpyd_proxy.io.later import Later
+from xpyd_proxy.io.logs import lines_together
 
 # The words are said of the engine, and here of the leg.
 _SAID: Final = {
@@ -22,65 +24,97 @@ class Sight:
     """Is told of every leg (it is a Watcher), of every release, and of every request that is over."""
 
     def __init__(self, measures: Measures, clock: Callable[[], float]) -> None:
-        self.measures = measures
-        self.pulse = Pulse()
+        self._measures = measures
+        self._pulse = Pulse()
         self.legs = Legs()
         self._clock = clock  # seconds; only differences count
+        self.later = Later(lines_together)
+
+    @property
+    def measures(self) -> Measures:
+        """The counters, with all that has happened."""
+        self.later.settle()
+        return self._measures
+
+    @property
+    def pulse(self) -> Pulse:
+        """The rings, with all that has happened."""
+        self.later.settle()
+        return self._pulse
 
     def began(self, instance: Instance, request: RequestId, /) -> None:
         """A leg is about to be sent."""
         now = self._clock()
         gap = self.legs.began(instance, request, now=now)
         if gap is not None:
-            self.measures.gap.observe(gap)
-            self.pulse.gaps.add(gap, now=now)
+            self.handed_over(gap, now)
 
     def answered(self, instance: Instance, request: RequestId, seconds: float, /) -> None:
         """It has a good answer."""
         now = self._clock()
         self.legs.answered(instance, request, now=now)
-        self.measures.answered(instance, seconds)
-        self.pulse.answers[instance.id].add(seconds, now=now)
+        self.said(instance, seconds, now)
 
     def ended(self, instance: Instance, request: RequestId, failure: Failure | None, /) -> None:
         """It is closed."""
         now = self._clock()
         seconds = self.legs.ended(instance, request, now=now)
-        self.measures.leg(instance, failure)
+        self._ended(instance, request, failure, seconds or 0.0, now)
+
+    def _ended(
+        self, instance: Instance, request: RequestId, failure: Failure | None, seconds: float, now: float
+    ) -> None:
+        self._measures.leg(instance, failure)
         failed = failure not in (None, Failure.REFUSED)  # a client's mistake is none of the engine's
-        self.pulse.legs[instance.id].add(seconds or 0.0, failed=failed, now=now)
+        self._pulse.legs[instance.id].add(seconds, failed=failed, now=now)
         if failure is not None and failed:
-            self.pulse.mishap(request, instance.id, f"a leg {_SAID.get(failure, failure)}", now=now)
+            self._pulse.mishap(request, instance.id, f"a leg {_SAID.get(failure, failure)}", now=now)
+
+    # What went the short way is told afterwards (relay/ride.py)
+
+    def rode(self, instance: Instance, seconds: float, failure: Failure | None, request: RequestId, at: float) -> None:
+        """A leg is over."""
+        self._ended(instance, request, failure, seconds, at)
+
+    def said(self, instance: Instance, seconds: float, at: float) -> None:
+        """An engine has given a good answer, or its beginning, so long after it was asked."""
+        self._measures.answered(instance, seconds)
+        self._pulse.answers[instance.id].add(seconds, now=at)
+
+    def handed_over(self, seconds: float, at: float) -> None:
+        """So long a request hung between its legs."""
+        self._measures.gap.observe(seconds)
+        self._pulse.gaps.add(seconds, now=at)
 
     def released(self, prefill: Instance, /, *, freed: bool) -> None:
         """A prefill engine was asked to free blocks that nobody will read."""
-        self.measures.released(prefill, freed=freed)
+        self._measures.released(prefill, freed=freed)
 
     def differed(self, prefill: InstanceId, decode: InstanceId, /) -> None:
         """The two engines of a request made different prompts of it (this is an Auditor)."""
-        self.measures.differed(prefill, decode)
+        self._measures.differed(prefill, decode)
 
     def dry(self, decode: InstanceId, legs: int) -> None:
         """By its own counters a decode engine got no KV cache for so many legs."""
-        self.measures.dry(decode, legs)
+        self._measures.dry(decode, legs)
         reason = f"no KV cache arrived for {legs} legs"
-        self.pulse.mishap(RequestId("-"), decode, reason, now=self._clock())
+        self._pulse.mishap(RequestId("-"), decode, reason, now=self._clock())
 
     def keep(self, instances: frozenset[InstanceId]) -> None:
         """Forget the instances that are no longer known: in a fleet that breathes there is no end of them."""
-        self.measures.keep(instances)
-        self.pulse.keep(instances)
+        self._measures.keep(instances)
+        self._pulse.keep(instances)
         self.legs.keep(instances)
 
     def finished(self, journey: Journey, outcome: Outcome) -> None:
         """A request is over."""
         now = self._clock()
-        self.measures.request(journey, outcome)
+        self._measures.request(journey, outcome)
         ending = outcome.ending(journey)
         failed = ending in (Ending.SERVER, Ending.FAULTY)
-        self.pulse.requests.add(outcome.seconds, failed=failed, now=now)
+        self._pulse.requests.add(outcome.seconds, failed=failed, now=now)
         if outcome.first_s is not None:
-            self.pulse.ttft.add(outcome.first_s, now=now)
+            self._pulse.ttft.add(outcome.first_s, now=now)
         if failed:
             said = f"answered with {outcome.status}" + (", and then a fault" if ending is Ending.FAULTY else "")
-            self.pulse.mishap(journey.request_id, self.measures.label(outcome.path), said, now=now)
+            self._pulse.mishap(journey.request_id, self._measures.label(outcome.path), said, now=now)

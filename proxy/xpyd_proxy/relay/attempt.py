@@ -4,9 +4,11 @@ import msgspec
 
 from xpyd_proxy.core.journey import Journey
 from xpyd_proxy.core.model import Ask, Headers, Instance, Leg, RequestId, Role
-from xpyd_proxy.core.retries import Chances
+from xpyd_proxy.core.push import Handover
+from xpyd_proxy.core.retries import Chances, LegFailed
 from xpyd_proxy.core.rules import Patience
 from xpyd_proxy.core.usage import Comparison
+from xpyd_proxy.errors import OutOfTime
 from xpyd_proxy.relay.opened import Opened
 
 _RANK = b"x-data-parallel-rank"
@@ -59,3 +61,14 @@ class Loan(msgspec.Struct):
     def take(self) -> None:
         """The decode leg is on its way: whatever becomes of it, the engines settle it between them."""
         self.taken = True
+
+
+class Stop(msgspec.Struct, frozen=True):
+    """How far the first try of a request has come on the short way (relay/ride.py), which the relay goes on from."""
+
+    prefill: Instance
+    decode: Instance
+    handover: Handover | None = None  # what the prefill leg was good for; None: it has failed, or was not sent
+    due: float | None = None  # when it is too late for the decode leg
+    sent: bool = False  # the decode engine may have the decode leg
+    error: LegFailed | OutOfTime | None = None  # None: a leg waits for a connection, and was not sent

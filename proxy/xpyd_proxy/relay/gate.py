@@ -31,6 +31,19 @@ class Gate:
         """
         return _Place(self, key, priority, size)
 
+    def admit(self, key: str, size: int) -> Ticket | None:
+        """Admit a request that need not wait; None: it has to be ``admitted``. Who gets a ticket has to ``leave``."""
+        return self.admission.admit(key, size, now=self._clock())
+
+    def take_back(self, ticket: Ticket) -> None:
+        """Undo an ``admit`` of just now: nothing stays counted."""
+        self.admission.take_back(ticket)
+        self._wake()
+
+    def held(self, ticket: Ticket) -> Turn:
+        """Return the turn of a request that has a ticket."""
+        return _Held(self, ticket)
+
     async def enter(self, key: str, priority: int, size: int) -> Ticket:
         """Wait for the turn of a request; raises what ``admitted`` raises. Who gets a ticket has to ``leave``."""
         ticket = self.admission.arrive(key, priority, size, now=self._clock())
@@ -87,6 +100,22 @@ class _Place(AbstractAsyncContextManager[None]):
 
     async def __aenter__(self) -> None:
         self._ticket = await self._gate.enter(*self._asked)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._gate.leave(self._ticket)
+
+
+class _Held(AbstractAsyncContextManager[None]):
+    """The turn of a request that was admitted before."""
+
+    __slots__ = ("_gate", "_ticket")
+
+    def __init__(self, gate: Gate, ticket: Ticket) -> None:
+        self._gate = gate
+        self._ticket = ticket
+
+    async def __aenter__(self) -> None:
+        """It is its turn."""
 
     async def __aexit__(self, *_: object) -> None:
         self._gate.leave(self._ticket)

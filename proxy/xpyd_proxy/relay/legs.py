@@ -46,7 +46,7 @@ class Legs:
                 visit.ms = (self.clock() - start) * 1000
             watched.answered()
         attempt.counted.prefill = prompt_tokens(answer.body)
-        self._compare(attempt, attempt.journey)
+        self.compare(attempt, attempt.journey)
         return found
 
     async def decode(
@@ -73,12 +73,12 @@ class Legs:
             visit.ms = (self.clock() - start) * 1000
         watched.answered()
         if attempt.journey.solo is None:
-            self._hear(attempt, prompt_tokens_in(first) if goes_on else prompt_tokens(first))
+            self.hear(attempt, prompt_tokens_in(first) if goes_on else prompt_tokens(first))
         if not goes_on:
             return Reply(stream.content_type, first)
         lines = WholeLines()
         shown = lines.feed(first)
-        streaming = Streaming(attempt, watched, lines, stream.chunks, self._hear)
+        streaming = Streaming(attempt, watched, lines, stream.chunks, self.hear)
         rest = streaming.pieces()
         opening.push_async(lambda _kind, _error, _trace: rest.aclose())
         return Reply(stream.content_type, shown, rest, streaming.pouring())
@@ -93,13 +93,13 @@ class Legs:
             stream = await opening.enter(self.engines.stream(leg, sent=sent))
             return stream, *await begin(leg.instance, stream)
 
-    def _hear(self, attempt: Attempt, counted: int | None) -> None:
+    def hear(self, attempt: Attempt, counted: int | None) -> None:
         """Take in what the decode engine says about its prompt."""
         if counted is not None:
             attempt.counted.decode = counted
-            self._compare(attempt, attempt.journey)
+            self.compare(attempt, attempt.journey)
 
-    def _compare(self, attempt: Attempt, journey: Journey) -> None:
+    def compare(self, attempt: Attempt, journey: Journey) -> None:
         """Complain when the legs had different prompts. The answer may be on its way: the log and the counters tell."""
         counted, prefill, decode = attempt.counted, journey.prefill, journey.decode
         if not counted.differ or prefill is None or decode is None:

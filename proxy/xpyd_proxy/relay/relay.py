@@ -12,7 +12,7 @@ from xpyd_proxy.core import dialect, push
 from xpyd_proxy.core.asking import ask_of_call, ask_of_errand
 from xpyd_proxy.core.journey import Journey
 from xpyd_proxy.core.learned import Learned
-from xpyd_proxy.core.model import Answer, Call, Errand, Instance, InstanceId, Push, Role, Solo
+from xpyd_proxy.core.model import Answer, Call, Errand, Instance, InstanceId, Push, RequestId, Role, Solo
 from xpyd_proxy.core.ports import Fleet, Pairing, RetryBudget, Slots, Uncounted, Unlimited, nothing
 from xpyd_proxy.core.push import Coordinates, Handover, Manner
 from xpyd_proxy.core.raw_json import Fields, encode
@@ -21,7 +21,7 @@ from xpyd_proxy.core.retries import Again, Chances, Failure, LegFailed
 from xpyd_proxy.core.routing import solo_reason
 from xpyd_proxy.core.rules import Rules
 from xpyd_proxy.errors import Moved, NoInstance, OutOfTime
-from xpyd_proxy.relay.attempt import Attempt, Loan, Outline
+from xpyd_proxy.relay.attempt import Attempt, Loan, Outline, Stop
 from xpyd_proxy.relay.legs import Legs
 from xpyd_proxy.relay.opened import Block, Opened
 from xpyd_proxy.relay.releasing import Releaser
@@ -77,6 +77,27 @@ class Relay:
             opened.push_async(lambda _kind, _error, _trace: rest.aclose())
         return reply
 
+    def go_on(self, call: Call, begun: Attempt, stop: Stop) -> AbstractAsyncContextManager[Reply]:
+        """Serve a request whose first try has come so far on the short way (relay/ride.py); raises as ``serve``."""
+        return Block(partial(self._go_on, call, begun, stop))
+
+    async def _go_on(self, call: Call, begun: Attempt, stop: Stop, opened: Opened) -> Reply:
+        first = partial(self._from, call, begun, stop)
+        return await self._answer(begun.of, begun.journey, opened, partial(self._try, call), first=first)
+
+    async def _from(self, call: Call, begun: Attempt, stop: Stop, attempt: Attempt) -> Reply:
+        """Go on where the short way ended: both engines are chosen, and a leg may have failed."""
+        attempt.counted.prefill = begun.counted.prefill
+        if stop.handover is not None:
+            loan = Loan(stop.prefill, stop.due, stop.sent)
+            return await self._hand_over(call, attempt, stop.decode, stop.handover, loan, failed=stop.error)
+        if isinstance(stop.error, OutOfTime):
+            raise stop.error
+        if stop.error is not None:
+            self.unlearn(stop.error)
+            raise stop.error
+        return await self._in_turn(call, attempt, stop.prefill, stop.decode)
+
     async def _run(self, errand: Errand, journey: Journey, opened: Opened) -> Reply:
         outline = Outline(errand.path, errand.headers, ask_of_errand(errand), content_type=errand.content_type)
         self.budget.came(now=self.legs.clock())
@@ -89,8 +110,13 @@ class Relay:
         opened: Opened,
         send: Callable[[Attempt], Awaitable[Reply]],
         avoided: set[InstanceId] | None = None,
+        *,
+        first: Callable[[Attempt], Awaitable[Reply]] | None = None,
     ) -> Reply:
-        """Try until there is a good answer; what it needs open is then on the caller's stack."""
+        """Try until there is a good answer; what it needs open is then on the caller's stack.
+
+        ``first``: how the first try is made, if not as the others.
+        """
         rules = self.rules
         seconds = rules.patience.total_s(streams=outline.streams)
         chances = Chances(rules.retries, avoided or set())
@@ -101,11 +127,11 @@ class Relay:
             while True:
                 attempt = Attempt(outline, journey, chances, rules.patience, limit.when(), journey.attempt_id)
                 try:
-                    reply = await attempt.opened.kept(send(attempt))
+                    reply = await attempt.opened.kept((first or send)(attempt))
                     opened.take(attempt.opened)
                     return reply
                 except LegFailed as now_failed:  # by now both legs are closed
-                    failed = now_failed
+                    failed, first = now_failed, None
                     self._once_more(attempt, failed)
                 except NoInstance:
                     if failed is None:
@@ -125,7 +151,7 @@ class Relay:
         return await self._answer(outline, journey, legs, partial(self._alone, encode(fields)), broken)
 
     async def _try(self, call: Call, attempt: Attempt) -> Reply:
-        attempt.journey.solo = solo_reason(call.api, call.fields, min_prompt_chars=self.rules.min_prompt_chars)
+        attempt.journey.solo = self.solo(call)
         pair = None if attempt.journey.solo else self._pair(attempt)
         if pair is None:
             return await self._alone(encode(call.fields), attempt)
@@ -134,6 +160,10 @@ class Relay:
         if told is None:
             return await self._in_turn(call, attempt, prefill, decode)
         return await self._at_once(call, attempt, prefill, decode, told)
+
+    def solo(self, call: Call) -> Solo | None:
+        """Return why one engine must serve a request alone; None: it can be split."""
+        return solo_reason(call.api, call.fields, min_prompt_chars=self.rules.min_prompt_chars)
 
     def _pair(self, attempt: Attempt) -> tuple[Instance, Instance] | None:
         """Choose two engines; None: there is no prefill engine, and the request is for one."""
@@ -155,14 +185,26 @@ class Relay:
         """Tell the decode engine what the prefill engine has answered."""
         with self.slots.hold(decode, attempt.request):
             handover = await self._prefill(call, attempt, prefill)
-        attempt.journey.push = Push.IN_TURN if handover.coordinates else None
-        body = dialect.decode_body(dialect.named(call.api, call.fields, attempt.request), handover.params)
         loan = Loan(prefill, self.legs.clock() + attempt.patience.handoff_s)
+        return await self._hand_over(call, attempt, decode, handover, loan)
+
+    async def _hand_over(
+        self,
+        call: Call,
+        attempt: Attempt,
+        decode: Instance,
+        handover: Handover,
+        loan: Loan,
+        *,
+        failed: LegFailed | OutOfTime | None = None,
+    ) -> Reply:
+        """Send the decode leg that follows a prefill leg, unless it has just failed so."""
+        body = self.decode_body(call, attempt.journey, attempt.request, handover)
         try:
-            return await self._decode(attempt, decode, body, loan)
+            return await self._decode(attempt, decode, body, loan, failed)
         finally:
             if not loan.taken and handover.coordinates is None:
-                self._give_back(call, attempt, prefill, handover)
+                self.give_back(call, attempt, loan.prefill, handover)
 
     async def _at_once(
         self, call: Call, attempt: Attempt, prefill: Instance, decode: Instance, told: Coordinates
@@ -188,41 +230,89 @@ class Relay:
         self, call: Call, attempt: Attempt, prefill: Instance, told: Coordinates | None = None
     ) -> Handover:
         """Get the prompt computed, and learn where the engine is; ``told``: what the decode engine was told of it."""
-
         reuses = self.rules.reuse_tokens and told is None
-
-        def read(answer: Answer) -> Handover:
-            handover = push.handover(prefill.id, answer.body, call.api, attempt.request, self.manner)
-            if reuses:
-                handover = replace(handover, params=dialect.with_tokens(handover.params, answer.body))
-            self.learned.learn(prefill.id, handover.coordinates)
-            if told not in (None, handover.coordinates):
-                raise Moved(f"{prefill.id} is not the engine that the decode engine was told of")
-            return handover
-
-        fields = dialect.named(call.api, call.fields, attempt.request)
-        if reuses:
-            fields = dialect.telling_tokens(call.api, fields)
-        body = dialect.prefill_body(call.api, fields, push.transfer_of(attempt.request))
+        read = partial(self.handover, call, attempt.request, prefill, told, reuses=reuses)
         try:
-            return await self.legs.prefill(attempt, prefill, body, read)
+            return await self.legs.prefill(
+                attempt, prefill, self.prefill_body(call, attempt.request, reuses=reuses), read
+            )
         except LegFailed as failed:
-            # It may come back as another one. One that has moved has just been learned.
-            if failed.failure not in (Failure.REFUSED, Failure.BUSY, Failure.MOVED):
-                self.learned.forget(prefill.id)
+            self.unlearn(failed)
             raise
 
-    async def _decode(self, attempt: Attempt, decode: Instance, body: bytes, loan: Loan | None = None) -> Reply:
-        """Get a good answer from a decode engine, or from another one if this one got nothing of the request."""
+    # What both ways do alike (relay/ride.py)
+
+    def prefill_body(self, call: Call, request: RequestId, *, reuses: bool) -> bytes:
+        """Return the body of a prefill leg; ``reuses``: its answer shall tell the tokens of the prompt."""
+        fields = dialect.named(call.api, call.fields, request)
+        if reuses:
+            fields = dialect.telling_tokens(call.api, fields)
+        return dialect.prefill_body(call.api, fields, push.transfer_of(request))
+
+    def handover(
+        self,
+        call: Call,
+        request: RequestId,
+        prefill: Instance,
+        told: Coordinates | None,
+        answer: Answer,
+        *,
+        reuses: bool,
+    ) -> Handover:
+        """Take from a prefill engine's answer what it is good for, and learn where the engine is.
+
+        Raises:
+            EngineError: a decode engine would not survive it.
+            Moved: it is not the engine that the decode engine was told of.
+        """
+        found = push.handover(prefill.id, answer.body, call.api, request, self.manner)
+        if reuses:
+            found = replace(found, params=dialect.with_tokens(found.params, answer.body))
+        self.learned.learn(prefill.id, found.coordinates)
+        if told not in (None, found.coordinates):
+            raise Moved(f"{prefill.id} is not the engine that the decode engine was told of")
+        return found
+
+    def decode_body(self, call: Call, journey: Journey, request: RequestId, handover: Handover) -> bytes:
+        """Return the body of a decode leg that follows its prefill leg."""
+        journey.push = Push.IN_TURN if handover.coordinates else None
+        return dialect.decode_body(dialect.named(call.api, call.fields, request), handover.params)
+
+    def unlearn(self, failed: LegFailed) -> None:
+        """Forget where an engine is whose leg has failed: it may come back as another one.
+
+        One that has moved has just been learned.
+        """
+        if failed.failure not in (Failure.REFUSED, Failure.BUSY, Failure.MOVED):
+            self.learned.forget(failed.instance.id)
+
+    async def _decode(
+        self,
+        attempt: Attempt,
+        decode: Instance,
+        body: bytes,
+        loan: Loan | None = None,
+        failed: LegFailed | OutOfTime | None = None,
+    ) -> Reply:
+        """Get a good answer from a decode engine, or from another one if this one got nothing of the request.
+
+        ``failed``: how this one has failed already, if it has.
+        """
         while True:
             try:
+                if failed is not None:
+                    raise failed
                 return await self._decode_here(attempt, decode, body, loan.take if loan else nothing)
-            except LegFailed as failed:
+            except LegFailed as now_failed:
                 others = self._others(attempt, decode, loan)
-                if failed.rule.again is not Again.DECODE or not others or not self._may_repeat(attempt, failed, others):
+                if not self._moves_on(attempt, now_failed, others):
                     raise
-                attempt.journey.set_aside(Role.DECODE, failed.failure)
-            decode = self.pairing.one(attempt.chances.among(others), attempt.ask)
+                attempt.journey.set_aside(Role.DECODE, now_failed.failure)
+            decode, failed = self.pairing.one(attempt.chances.among(others), attempt.ask), None
+
+    def _moves_on(self, attempt: Attempt, failed: LegFailed, others: Sequence[Instance]) -> bool:
+        """Tell whether another decode engine may take over the leg."""
+        return failed.rule.again is Again.DECODE and bool(others) and self._may_repeat(attempt, failed, others)
 
     def _others(self, attempt: Attempt, failed: Instance, loan: Loan | None) -> Sequence[Instance]:
         """List the engines that may get the decode leg of one that could not be reached.
@@ -249,7 +339,7 @@ class Relay:
         attempt.opened.push(hold.__exit__)
         return reply
 
-    def _give_back(self, call: Call, attempt: Attempt, prefill: Instance, handover: Handover) -> None:
+    def give_back(self, call: Call, attempt: Attempt, prefill: Instance, handover: Handover) -> None:
         """Free the blocks of a prefill whose decode leg was never sent; the client does not wait for it."""
         body = dialect.release_body(call.fields, handover.params)
         visit = attempt.journey.decode

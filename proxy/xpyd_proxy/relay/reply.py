@@ -12,8 +12,8 @@ from xpyd_proxy.core.verdict import refused_decode
 from xpyd_proxy.errors import EngineError, Refused
 from xpyd_proxy.relay.streaming import Pouring
 
-_ANSWER_MOST: Final = 64 * 1024 * 1024  # bytes of an answer that is no stream
-_BEGINNING_MOST: Final = 1024 * 1024  # bytes of a stream up to the end of its first event
+ANSWER_MOST: Final = 64 * 1024 * 1024  # bytes of an answer that is no stream
+BEGINNING_MOST: Final = 1024 * 1024  # bytes of a stream up to the end of its first event
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -47,8 +47,8 @@ async def _whole(decode: Instance, stream: Stream) -> bytes:
     size = 0
     async for chunk in stream.chunks:
         size += len(chunk)
-        if size > _ANSWER_MOST:
-            raise EngineError(f"{decode.id} answered with more than {_ANSWER_MOST} bytes")
+        if size > ANSWER_MOST:
+            raise EngineError(f"{decode.id} answered with more than {ANSWER_MOST} bytes")
         pieces.append(chunk)
     return b"".join(pieces)
 
@@ -59,8 +59,8 @@ async def _first_event(decode: Instance, chunks: AsyncIterator[bytes]) -> bytes:
     async for chunk in chunks:
         received += chunk
         if (data := first_data(received)) is None:
-            if len(received) > _BEGINNING_MOST:
-                raise EngineError(f"{decode.id} sent more than {_BEGINNING_MOST} bytes and no event")
+            if len(received) > BEGINNING_MOST:
+                raise EngineError(f"{decode.id} sent more than {BEGINNING_MOST} bytes and no event")
             continue
         if (status := error_status(data)) is not None:
             raise Refused(status, "application/json", data)

@@ -47,6 +47,7 @@ DIFFERENCES = {
     "big head": "httpx reads heads of up to 100 KiB",
     "trailing garbage": "httpx takes it for the beginning of the next answer; WireEngines opens another connection",
     "space after a chunk's size": "httpx ignores it; parsers differ about it",
+    "empty lines before the status": "httpx refuses them; a server may send one, and it says nothing (RFC 9112, 2.2)",
     "version 2.0": "httpx does not look at it",
     "time for the connection": "httpx says the engine was reached, although it never took the connection",
     "early answer": "httpx goes on to send the body to an engine that has answered and reads no more",

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from math import gcd
 from typing import Final, TypeAlias
 
+from xpyd_proxy.core.facts import always
 from xpyd_proxy.core.model import ANY, Ask, Instance, InstanceId
 
 _Set: TypeAlias = tuple[InstanceId, ...]
@@ -22,9 +23,8 @@ class Turns:
     total: int = 0
     of: dict[_Set, int] = field(default_factory=dict[_Set, int])
 
-    def next(self, among: Sequence[Instance]) -> int:
+    def next(self, key: _Set) -> int:
         """Return the turn of a set, and count it."""
-        key = tuple(instance.id for instance in among)
         turn = self.of.pop(key, self.total)
         self.of[key] = turn + 1
         self.total += 1
@@ -48,6 +48,7 @@ class RoundRobin:
     def __init__(self, turns: Turns | None = None, solo_turns: Turns | None = None) -> None:
         self._turns = turns or Turns()
         self._solo_turns = solo_turns or Turns()
+        self._last: tuple[Sequence[Instance], Sequence[Instance], _Set] | None = None
 
     def pair(
         self,
@@ -58,20 +59,31 @@ class RoundRobin:
         /,
     ) -> tuple[Instance, Instance]:
         """Return the next pair. A prefill engine that does not fit all has turns of its own with those it fits."""
-        turn = self._turns.next([*prefill, *decode])
+        turn = self._turns.next(self._both(prefill, decode))
         x, y = len(prefill), len(decode)
         first = prefill[turn % x]
-        fitting = [instance for instance in decode if fits(first, instance)]
+        fitting = decode if fits is always else [instance for instance in decode if fits(first, instance)]
         if len(fitting) < y:
-            return first, fitting[self._turns.next([first, *fitting]) % len(fitting)]
+            return first, fitting[self._turns.next(_names([first, *fitting])) % len(fitting)]
         cycles = gcd(x, y)
         shift = turn // (x * y // cycles) % cycles
         return first, decode[(turn + shift) % y]
 
+    def _both(self, prefill: Sequence[Instance], decode: Sequence[Instance]) -> _Set:
+        """Return the names of both sides; most often they are the same sequences as the last time."""
+        before = self._last
+        if before is None or before[0] is not prefill or before[1] is not decode:
+            before = self._last = prefill, decode, _names([*prefill, *decode])
+        return before[2]
+
     def one(self, among: Sequence[Instance], _ask: Ask = ANY, /) -> Instance:
         """Return the next engine; these turns do not disturb those of the pairs."""
-        return among[self._solo_turns.next(among) % len(among)]
+        return among[self._solo_turns.next(_names(among)) % len(among)]
 
     def copy(self) -> "RoundRobin":
         """Return one that chooses alike, and whose choices leave no trace here."""
         return RoundRobin(self._turns.copy(), self._solo_turns.copy())
+
+
+def _names(among: Sequence[Instance]) -> _Set:
+    return tuple([instance.id for instance in among])

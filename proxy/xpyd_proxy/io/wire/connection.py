@@ -14,6 +14,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.errors import EngineError
+from xpyd_proxy.io.wire.call import Call
 from xpyd_proxy.io.wire.reply import Reply
 
 HEAD_MOST: Final = 64 * 1024  # bytes of a head, and of anything else between two pieces of a body
@@ -54,7 +55,7 @@ class Connection(asyncio.Protocol):
         self._owner = owner
         self._poll = select.poll()
         self._parser = HttpResponseParser(self)
-        self._reply: Reply | None = None
+        self._reply: Reply | Call | None = None
         self._pieces: list[bytes] = []
         self._loose = 0  # bytes since the last piece of a body
         self._usable = True  # as far as we know another request may be sent when this one is done
@@ -116,6 +117,25 @@ class Connection(asyncio.Protocol):
             rest = rest[_SLICE:]
         self._sending = False
         return not transport.is_closing()
+
+    def start(self, call: Call, head: bytes, body: bytes) -> bool:
+        """Send a request at once, however long it is, and tell ``call`` of its answer; False: it is over."""
+        transport = self._transport
+        if transport.is_closing():
+            return False
+        self._reply, call.source = call, self
+        self.heard_at = self._clock()
+        if len(body) <= _SLICE:
+            transport.write(head + body)
+        else:
+            transport.write(head)
+            transport.write(body)
+        return True
+
+    @property
+    def is_sent(self) -> bool:
+        """Tell whether the engine has all of the request, or will have it in a moment."""
+        return not self._paused
 
     def rest(self) -> None:
         """Let go of the request; another may follow."""
@@ -196,12 +216,19 @@ class Connection(asyncio.Protocol):
         self.heard_at = self._clock()
         self._loose += len(data)
         fault = self._feed(data)
-        if self._pieces:
-            pieces, self._pieces = self._pieces, []
-            reply.arrived(pieces[0] if len(pieces) == 1 else b"".join(pieces), last=self._done)
-        if self._done:
-            self._answered(reply, clean=fault is None)
-        elif fault is not None:
+        try:
+            if self._pieces:
+                pieces, self._pieces = self._pieces, []
+                reply.arrived(pieces[0] if len(pieces) == 1 else b"".join(pieces), last=self._done)
+            if self._done:
+                self._answered(reply, clean=fault is None)
+                return
+        except Exception as bug:  # noqa: BLE001 (whatever it is, it is not the engine's: who is told says what follows)
+            reply.crashed(bug)
+            if self._reply is reply:
+                self.abort()
+            return
+        if fault is not None:
             error = EngineError(f"{reply.engine} answered with something that is not HTTP/1.1: {fault}")
             error.__cause__ = fault
             reply.give_up(error)
@@ -245,7 +272,7 @@ class Connection(asyncio.Protocol):
             return _Unclear(f"a head of more than {HEAD_MOST} bytes")
         return None
 
-    def _answered(self, reply: Reply, *, clean: bool) -> None:
+    def _answered(self, reply: Reply | Call, *, clean: bool) -> None:
         self._usable = self._usable and clean and self._keeps and not (self._is_tls and self._held_up)
         self._forget_head()
         reply.ended()
@@ -284,11 +311,17 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take what matters from a header, or bound a trailer."""
-        self._head_size += len(name) + len(value)
-        if self._head_size > HEAD_MOST:
-            self._refuse(f"a head of more than {HEAD_MOST} bytes")
+        if self._loose > HEAD_MOST:  # what came with it may be body
+            self._head_size += len(name) + len(value)
+            if self._head_size > HEAD_MOST:
+                self._refuse(f"a head of more than {HEAD_MOST} bytes")
+        if name in _IGNORED:
+            return
         read = _READ.get(name.lower())
-        if read is not None and not self._headed:
+        if read is None:
+            if len(_IGNORED) < _IGNORED_MOST:
+                _IGNORED.add(name)
+        elif not self._headed:
             read(self, value.strip(b" \t"))
 
     def on_headers_complete(self) -> None:
@@ -353,6 +386,8 @@ class Connection(asyncio.Protocol):
         raise _Unclear(why)
 
 
+_IGNORED: Final[set[bytes]] = set()  # names of headers that say nothing to us, as engines write them
+_IGNORED_MOST: Final = 64
 _READ: Final[dict[bytes, Callable[[Connection, bytes], None]]] = {
     b"content-type": Connection.take_content_type,
     b"endpoint-load-metrics": Connection.take_load,

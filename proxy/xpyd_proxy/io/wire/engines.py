@@ -5,12 +5,13 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from xpyd_proxy.core.keys import Outbound
-from xpyd_proxy.core.model import Answer, Headers, Instance, Leg
+from xpyd_proxy.core.model import Answer, Headers, Instance, Leg, RequestId
 from xpyd_proxy.core.ports import nothing
 from xpyd_proxy.errors import EngineError
+from xpyd_proxy.io.wire.call import Call
 from xpyd_proxy.io.wire.connection import Connection
 from xpyd_proxy.io.wire.heads import Heads, Unsendable
 from xpyd_proxy.io.wire.pool import Pool
@@ -18,6 +19,16 @@ from xpyd_proxy.io.wire.reply import Reply
 from xpyd_proxy.settings import Settings
 
 ANSWER_MOST: Final = 64 * 1024 * 1024  # bytes of an answer that is waited for as a whole
+
+
+class Post(NamedTuple):
+    """A request whose answer is told: its body is JSON, and ``request`` an id of ours, which nobody need look at."""
+
+    instance: Instance
+    path: str
+    headers: Headers
+    request: RequestId
+    body: bytes
 
 
 class Chunks(AsyncIterator[bytes]):
@@ -155,6 +166,47 @@ class WireEngines:
             EngineError: the engine cannot be reached, or broke off.
         """
         return _Streaming(self._pool, self._outbound, leg, sent)
+
+    def tell(self, post: Post, call: Call) -> None:
+        """Post, and tell ``call`` of the answer; returns at once. ``done`` gives the connection back.
+
+        Raises:
+            EngineError: the request is not one that HTTP can carry.
+        """
+        peer = self._pool.peer(post.instance)
+        headers = (
+            self._outbound.headers(post.instance.role, post.headers)
+            if post.headers
+            else self._outbound.own(post.instance.role)
+        )
+        try:
+            head = peer.heads.post_ours(post.path, headers, post.request, len(post.body))
+        except Unsendable as exc:
+            raise _unsendable(post.instance, exc) from exc
+        while (connection := self._pool.waiting_at(peer)) is not None:
+            if connection.start(call, head, post.body):
+                return
+            connection.abort()
+        call.opening = asyncio.get_running_loop().create_task(self._tell(post, head, call))
+
+    async def _tell(self, post: Post, head: bytes, call: Call) -> None:
+        """Open a connection for a request."""
+        try:
+            connection = await self._pool.open(post.instance)
+        except EngineError as error:
+            call.failed(error.with_traceback(None))  # it leads here, and to the call: a circle
+            return
+        if call.error is not None:  # nobody wants it any more
+            self._pool.put_back(connection)
+        elif not connection.start(call, head, post.body):
+            connection.abort()
+            call.failed(EngineError(f"{call.engine} closed the connection before the request was sent", reached=False))
+
+    def done(self, call: Call) -> None:
+        """Give back the connection of an answer that is complete; any other one is closed."""
+        source, call.source = call.source, None
+        if isinstance(source, Connection):
+            self._pool.put_back(source)
 
     async def models(self, instance: Instance, headers: Headers) -> Answer:
         """Get the engine's list of models; raises what ``ask`` raises."""

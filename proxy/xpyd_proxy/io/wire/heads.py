@@ -8,6 +8,7 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.model import Headers
 
 _PATHS_MOST: Final = 64  # heads that are kept for an engine; the router knows fewer paths
+_KNOWN_MOST: Final = 64  # headers of clients that are kept for an engine
 _PORTS: Final = {"http": 80, "https": 443}
 _PATH: Final = re.compile(r"/[!-~]*")
 # One pass over all lines. A name that decides where the request ends, or who gets it, is ours alone to say.
@@ -24,11 +25,12 @@ class Unsendable(Exception):
 class Heads:
     """Heads of requests to one address; what is the same in all of them is made once."""
 
-    __slots__ = ("_address", "_beginnings")
+    __slots__ = ("_address", "_beginnings", "_known")
 
     def __init__(self, address: Address) -> None:
         self._address = address
         self._beginnings: dict[tuple[str, str], bytes] = {}
+        self._known: dict[Headers, bytes] = {}
 
     def get(self, path: str, headers: Headers) -> bytes:
         """Return the head of a GET; raises Unsendable."""
@@ -37,6 +39,23 @@ class Heads:
     def post(self, path: str, headers: Headers, length: int) -> bytes:
         """Return the head of a POST with a body of so many bytes; raises Unsendable."""
         return b"%b%bcontent-length: %d\r\n\r\n" % (self._beginning("POST", path), lines_of(headers), length)
+
+    def post_ours(self, path: str, headers: Headers, request: str, length: int) -> bytes:
+        """Return the head of a POST of JSON with an id that the router has made; raises Unsendable."""
+        lines = self._lines(headers) if headers else b""
+        beginning = self._beginning("POST", path)
+        said = f"x-request-id: {request}\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+        return beginning + lines + said.encode("ascii")
+
+    def _lines(self, headers: Headers) -> bytes:
+        """Return the lines of a client's headers; many clients show the same key with each request."""
+        lines = self._known.get(headers)
+        if lines is None:
+            lines = lines_of(headers)
+            if len(self._known) >= _KNOWN_MOST:
+                self._known.clear()
+            self._known[headers] = lines
+        return lines
 
     def _beginning(self, method: str, path: str) -> bytes:
         found = self._beginnings.get((method, path))

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Final
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.model import Instance
+from xpyd_proxy.core.model import Instance, InstanceId
 from xpyd_proxy.errors import EngineError, EngineTimeout
 from xpyd_proxy.io.wire.connection import Connection
 from xpyd_proxy.io.wire.heads import Heads
@@ -16,12 +16,13 @@ _ROUNDS: Final = 8  # looks at them in the time that one may wait
 _CLOSING_S: Final = 5.0  # seconds for the event loop to close what is open; it takes a turn or two
 
 
-class _Peer:
+class Peer:
     """What is kept of one address: connections, the one used last at the end, and the beginnings of requests."""
 
-    __slots__ = ("heads", "idle")
+    __slots__ = ("address", "heads", "idle")
 
     def __init__(self, address: Address) -> None:
+        self.address = address
         self.idle: list[Connection] = []
         self.heads = Heads(address)
 
@@ -33,9 +34,11 @@ class Pool:
         self._keepalive_s = keepalive_s
         self._connect_timeout_s = connect_timeout_s
         self._tls = tls
-        self._peers: dict[Address, _Peer] = {}
+        self._peers: dict[Address, Peer] = {}
+        self._by_id: dict[InstanceId, Peer] = {}  # the same, under names whose hashes are known
         self._open: set[Connection] = set()
         self._idle = 0  # in all peers
+        self._loop: asyncio.AbstractEventLoop | None = None  # the one it works in
         self._round: asyncio.TimerHandle | None = None
         self._closing: asyncio.Event | None = None  # set when nothing is open any more
 
@@ -56,9 +59,20 @@ class Pool:
     def waiting(self, address: Address) -> Connection | None:
         """Return the connection that was used last and is still good, if there is one."""
         peer = self._peers.get(address)
-        if peer is None or not peer.idle:
+        return None if peer is None else self.waiting_at(peer)
+
+    def peer(self, instance: Instance) -> Peer:
+        """Return what is kept of an instance's address; an id never gets another address."""
+        peer = self._by_id.get(instance.id)
+        if peer is None:
+            peer = self._by_id[instance.id] = self._peer(instance.address)
+        return peer
+
+    def waiting_at(self, peer: Peer) -> Connection | None:
+        """Return the connection that was used last and is still good, if there is one."""
+        if not peer.idle:
             return None
-        oldest = asyncio.get_running_loop().time() - self._keepalive_s
+        oldest = self._now() - self._keepalive_s
         while peer.idle:
             connection = peer.idle.pop()
             self._idle -= 1
@@ -91,7 +105,7 @@ class Pool:
             connection.abort()
             return
         connection.rest()
-        connection.idle_since = asyncio.get_running_loop().time()
+        connection.idle_since = self._now()
         self._peer(connection.address).idle.append(connection)
         self._idle += 1
 
@@ -113,9 +127,16 @@ class Pool:
         for connection in tuple(self._open):
             connection.abort()
         self._peers.clear()
+        self._by_id.clear()
         if self._open:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), _CLOSING_S)
+
+    def _now(self) -> float:
+        loop = self._loop
+        if loop is None:  # asking for it costs a system call each time
+            loop = self._loop = asyncio.get_running_loop()
+        return loop.time()
 
     # What its connections tell
 
@@ -164,10 +185,10 @@ class Pool:
             self._tls = ssl.create_default_context()
         return self._tls
 
-    def _peer(self, address: Address) -> _Peer:
+    def _peer(self, address: Address) -> Peer:
         peer = self._peers.get(address)
         if peer is None:
-            peer = self._peers[address] = _Peer(address)
+            peer = self._peers[address] = Peer(address)
             if self._round is None:
                 self._again()
         return peer
@@ -185,5 +206,6 @@ class Pool:
                 peer.idle[0].abort()  # which takes it out of the list
             if not peer.idle:
                 del self._peers[address]
+                self._by_id.clear()  # a few are looked up again
         if self._peers:
             self._again()

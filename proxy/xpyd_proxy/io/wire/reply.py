@@ -118,6 +118,10 @@ class Reply:
         error.__cause__ = cause
         self.failed(error)
 
+    def crashed(self, bug: Exception) -> None:
+        """Give the reader what went wrong in taking it in."""
+        self.give_up(bug)
+
     def out_of_time(self, seconds: float) -> None:
         """Nobody waits any longer."""
         self.give_up(EngineTimeout(f"{self.engine} did not answer within {seconds:g} s"))

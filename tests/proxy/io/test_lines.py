@@ -1,0 +1,208 @@
+"""How the lines of a batch are written."""
+
+import io
+import json
+import logging
+import threading
+
+import pytest
+
+from xpyd_proxy.io.logs import FACTS, JsonFormatter, Lines, TextFormatter, lines_together
+
+
+class Written(io.StringIO):
+    """Notes each write that reaches the file, and each flush."""
+
+    def __init__(self):
+        super().__init__()
+        self.writes = []
+        self.flushes = 0
+
+    def write(self, text):
+        self.writes.append(text)
+        return super().write(text)
+
+    def flush(self):
+        self.flushes += 1
+
+
+@pytest.fixture
+def stream():
+    return Written()
+
+
+@pytest.fixture
+def logger(stream):
+    """A logger whose lines come to a handler of the root, as those of the router do."""
+    handler = Lines()
+    handler.setStream(stream)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    root, mine = logging.getLogger(), logging.getLogger("tests.lines")
+    root.addHandler(handler)
+    mine.setLevel(logging.INFO)
+    yield mine
+    root.removeHandler(handler)
+    mine.setLevel(logging.NOTSET)
+
+
+def handler_of_the_root():
+    [handler] = [each for each in logging.getLogger().handlers if isinstance(each, Lines)]
+    return handler
+
+
+def formatted(form):
+    handler_of_the_root().setFormatter(form)
+
+
+def test_a_batch_is_one_write(logger, stream):
+    """One system call for all its lines."""
+    with lines_together():
+        for number in range(5):
+            logger.info("line %d", number)
+        assert stream.writes == []
+
+    assert stream.writes == ["line 0\nline 1\nline 2\nline 3\nline 4\n"]
+    assert stream.flushes == 1
+
+
+def test_lines_stay_in_order_with_those_written_at_once(logger, stream):
+    """Before, in and after a batch."""
+    logger.info("before")
+    assert stream.getvalue() == "before\n"
+    with lines_together():
+        logger.info("in")
+        logger.warning("in too")
+    logger.info("after")
+
+    assert stream.getvalue() == "before\nin\nin too\nafter\n"
+
+
+def test_an_empty_batch_writes_nothing(logger, stream):
+    """Not even a flush."""
+    with lines_together():
+        logger.debug("is not shown")
+
+    assert (stream.writes, stream.flushes) == ([], 0)
+
+
+def test_what_was_said_before_an_exception_is_written(logger, stream):
+    """And lines after it come at once again."""
+
+    def block():
+        with lines_together():
+            logger.info("in")
+            raise ValueError
+
+    with pytest.raises(ValueError, match=r"^$"):
+        block()
+    assert stream.getvalue() == "in\n"
+    logger.info("after")
+    assert stream.getvalue() == "in\nafter\n"
+
+
+def test_a_line_that_cannot_be_written_out_does_not_stop_the_others(logger, stream, capsys):
+    """It is told as logging tells it."""
+    formatted(JsonFormatter())
+    endless = {}
+    endless["itself"] = endless
+    with lines_together():
+        logger.info("one")
+        logger.info("lost", extra={FACTS: endless})
+        logger.info("two")
+
+    assert [json.loads(line)["message"] for line in stream.getvalue().splitlines()] == ["one", "two"]
+    assert "Logging error" in capsys.readouterr().err
+
+
+def test_json_lines_of_a_batch(logger, stream):
+    """Each is an object of its own."""
+    formatted(JsonFormatter())
+    with lines_together():
+        logger.info("a\nb")
+        logger.info("x", extra={FACTS: {"id": "r"}})
+
+    [one, other] = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert one["message"] == "a\nb"
+    assert other["id"] == "r"
+
+
+def test_text_lines_of_a_batch_are_those_of_logging(logger, stream):
+    """With tracebacks, and the time of each line."""
+    formatted(TextFormatter())
+    try:
+        raise ValueError("why")
+    except ValueError:
+        with lines_together():
+            logger.info("one %s", 1)
+            logger.exception("two")
+    one, two, *rest = stream.getvalue().splitlines()
+
+    assert one.endswith(" INFO tests.lines one 1")
+    assert two.endswith(" ERROR tests.lines two")
+    assert rest[0] == "Traceback (most recent call last):"
+    assert rest[-1] == "ValueError: why"
+
+
+@pytest.mark.parametrize("created", [0.0, 1e9, 1e9 + 0.0004, 1e9 + 0.9996, 1.5e9 + 0.25])
+def test_the_time_of_a_text_line_is_that_of_logging(created):
+    """Also of lines of one second, and of a second that has come back."""
+    form, plain = TextFormatter(), logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
+    for at in (created, created + 0.5, created + 1, created):
+        made = logging.makeLogRecord(
+            {"name": "n", "msg": "m %s", "args": (1,), "levelname": "INFO", "created": at, "msecs": at % 1 * 1000 // 1}
+        )
+        assert form.format(made) == plain.format(made)
+
+
+class Gone(io.StringIO):
+    """Who read the log has gone."""
+
+    def write(self, text):
+        raise BrokenPipeError(text)
+
+
+def test_a_batch_that_cannot_be_written_stops_nobody(logger, monkeypatch):
+    """As a line that is written at once does not: who settles is in the middle of a request."""
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    handler_of_the_root().setStream(Gone())
+    logger.info("at once")
+    with lines_together():
+        logger.info("in a batch")
+
+
+def test_a_line_of_another_thread_is_not_lost(logger, stream):
+    """It is being made while the batch ends."""
+    started, go_on = threading.Event(), threading.Event()
+
+    class Slow(logging.Formatter):
+        def format(self, record):
+            started.set()
+            go_on.wait(5)
+            return super().format(record)
+
+    handler = handler_of_the_root()
+    handler.setFormatter(Slow("%(message)s"))
+    handler.begin()
+    threads = [threading.Thread(target=logger.info, args=("slow",)), threading.Thread(target=handler.end)]
+    try:
+        threads[0].start()
+        assert started.wait(5)
+        threads[1].start()
+        threads[1].join(0.1)  # it may have to wait
+    finally:
+        go_on.set()
+        for thread in threads:
+            thread.join(5)
+
+    assert stream.getvalue() == "slow\n"
+
+
+def test_a_batch_in_a_batch_loses_nothing(logger, stream):
+    """A call that waits may settle what others have added meanwhile."""
+    with lines_together():
+        logger.info("one")
+        with lines_together():
+            logger.info("two")
+        logger.info("three")
+
+    assert stream.getvalue() == "one\ntwo\nthree\n"

@@ -397,8 +397,11 @@ class _HotProtocol(HttpToolsProtocol):
             self._exchange = None
             self.cycle = self._intake = cast("Any", _Intake(path, keep_alive=keep_alive))
 
-    def _to_asgi(self, path: str, headers: list[tuple[bytes, bytes]], *, keep_alive: bool) -> _Exchange:
+    def _to_asgi(
+        self, path: str, headers: list[tuple[bytes, bytes]], *, keep_alive: bool, extras: Scope | None = None
+    ) -> _Exchange:
         scope = self._new_scope()
+        scope.update(extras or {})
         scope["headers"] = headers
         scope["method"], scope["path"], scope["raw_path"], scope["query_string"] = "POST", path, path.encode(), b""
         exchange = self._latest = _Exchange(self, scope, keep_alive=keep_alive)
@@ -538,8 +541,7 @@ class _HotProtocol(HttpToolsProtocol):
     def leave_to_asgi(self, path: str, extras: Scope, *, keep_alive: bool) -> None:
         """Have the application go on; a request behind this one may have been read already."""
         is_last = self.cycle is cast("Any", self._latest) or isinstance(self.cycle, _Intake)
-        exchange = self._to_asgi(path, self._taken, keep_alive=keep_alive)
-        exchange.scope.update(extras)
+        exchange = self._to_asgi(path, self._taken, keep_alive=keep_alive, extras=extras)
         exchange.over = exchange.read = True
         if is_last:
             self.cycle = exchange

@@ -65,14 +65,33 @@ class Express:
         self, platform: Platform, path: str, headers: list[tuple[bytes, bytes]], body: bytes, *, keep_alive: bool
     ) -> "Passenger | None":
         """Take a request, which is then under way; None: it is not ordinary, and nothing was counted for it."""
-        start, relay = self.clock(), self.rides.relay
+        start = self.clock()
         shown = dict(headers)
         caller = self._caller(headers, shown)
         call = None if caller is None else self._call(path, headers, shown, body)
         if caller is None or call is None:
             return None
+        name = shown.get(b"x-request-id")
+        journey = Journey(self.new_id(), client_id=None if name is None else client_id(name))
+        boarded = self._board(caller, call, journey, len(body))
+        if boarded is None:
+            return None
+        ticket, trip = boarded
+        passenger = Passenger(self, platform, trip, ticket, start, keep_alive=keep_alive)
+        self.rides.relay.budget.came(now=start)
+        self.lifetime.in_flight += 1
+        try:
+            passenger.depart(trip)
+        except BaseException:
+            self.gate.leave(ticket)
+            self.lifetime.in_flight -= 1
+            raise
+        return passenger
+
+    def _board(self, caller: str, call: Call, journey: Journey, size: int) -> tuple[Ticket, Trip] | None:
+        """Let a request in and choose its engines; None: it has to wait, or to be told why there are none."""
         ask = ask_of_call(call)
-        ticket = self.gate.admit(caller, len(body))
+        ticket = self.gate.admit(caller, size)
         if ticket is None:
             return None
         try:
@@ -83,19 +102,7 @@ class Express:
         except BaseException:
             self.gate.leave(ticket)
             raise
-        name = shown.get(b"x-request-id")
-        journey = Journey(self.new_id(), client_id=None if name is None else client_id(name))
-        relay.budget.came(now=start)
-        self.lifetime.in_flight += 1
-        trip = Trip(call, journey, ask, prefill, decode)
-        passenger = Passenger(self, platform, trip, ticket, start, keep_alive=keep_alive)
-        try:
-            passenger.depart(trip)
-        except BaseException:
-            self.gate.leave(ticket)
-            self.lifetime.in_flight -= 1
-            raise
-        return passenger
+        return ticket, Trip(call, journey, ask, prefill, decode)
 
     def lets_in(self, headers: list[tuple[bytes, bytes]]) -> bool:
         """Tell whether a request may be read to its end before it is looked at."""

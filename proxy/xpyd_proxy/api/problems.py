@@ -117,6 +117,7 @@ def _openai(status: int, kind: str, message: str, param: str | None = None) -> b
 def response_to(error: Exception, scope: Scope) -> Response:
     """Return the whole answer to an error, and note it in the request's line of the log."""
     note_fault(scope, error)
+    error.with_traceback(None)  # it leads to frames that hold the request, and the error: a circle
     if isinstance(error, Refused):
         return Response(error.body, error.status, {"content-type": error.content_type})
     status, body = error_body(error)

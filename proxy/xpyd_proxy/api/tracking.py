@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from xpyd_proxy.core.endpoints import ENDPOINTS
 from xpyd_proxy.core.journey import HUNG_UP, Journey, Outcome, client_id, facts
 from xpyd_proxy.core.model import Headers, Push, RequestId
-from xpyd_proxy.io.logs import FACTS
+from xpyd_proxy.io.logs import note
 
 _BUG: Final = 500
 _KEY: Final = "xpyd.journey"
@@ -120,31 +120,20 @@ class Tracking:
                 status = HUNG_UP
             finally:
                 outcome = outgoing.outcome(scope["path"], status, start)
+                journey.before = journey.last = b""  # the connection keeps its scope until the next request
                 ended(outcome)
                 self._finished(journey, outcome)
                 log_request(journey, outcome)
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """The facts of a request in one line, made when a log wants it: one in JSON never does."""
-
-    facts: Mapping[str, object]
-
-    def __str__(self) -> str:
-        return " ".join([_pair(name, value) for name, value in self.facts.items()])
-
-
 def log_request(journey: Journey, outcome: Outcome) -> None:
     """Write the line of a request that is over."""
-    if not logger.isEnabledFor(logging.INFO):
-        return
-    found = facts(journey, outcome)
-    # As logger.info does, without a look for the line of the program: it is always this one.
-    record = logger.makeRecord(
-        logger.name, logging.INFO, __file__, 0, _Line(found), (), None, func=log_request.__name__, extra={FACTS: found}
-    )
-    logger.handle(record)
+    if logger.isEnabledFor(logging.INFO):
+        note(logger, facts(journey, outcome), _text)
+
+
+def _text(found: Mapping[str, object]) -> str:
+    return " ".join([_pair(name, value) for name, value in found.items()])
 
 
 def _pair(name: str, value: object) -> str:

@@ -52,9 +52,10 @@ class Histograms:
 
     def observe(self, key: Key, value: float) -> None:
         """Count a value of a key."""
-        if key not in self.by_key:
-            self.by_key[key] = self._make()
-        self.by_key[key].observe(value)
+        found = self.by_key.get(key)
+        if found is None:
+            found = self.by_key[key] = self._make()
+        found.observe(value)
 
     def of(self, key: Key) -> Histogram:
         """Return the histogram of a key; a new one is empty."""

@@ -51,7 +51,11 @@ class Ring:
 
     def add(self, value: float = 0.0, *, failed: bool = False, now: float) -> None:
         """Count one event, and its value."""
-        second = self._at(int(now))
+        stamp = int(now)
+        place = stamp % SPAN_S
+        second = self._seconds[place]
+        if second.stamp != stamp:
+            second = self._seconds[place] = _Second(stamp)
         second.count += 1
         second.failed += failed
         second.total += value
@@ -67,13 +71,6 @@ class Ring:
         """Return the last seconds as one, the current one included; at most :data:`SPAN_S`."""
         end = int(now) + 1
         return self._sum(range(end - seconds, end))
-
-    def _at(self, stamp: int) -> _Second:
-        place = stamp % SPAN_S
-        second = self._seconds[place]
-        if second.stamp != stamp:
-            second = self._seconds[place] = _Second(stamp)
-        return second
 
     def _sum(self, stamps: Iterable[int]) -> Bin:
         found = [second for stamp in stamps if (second := self._seconds[stamp % SPAN_S]).stamp == stamp]

@@ -4,8 +4,9 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final, TextIO
 
@@ -21,15 +22,19 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Write a record; what has facts has no message, for that would say the same again."""
         facts: object = getattr(record, FACTS, None)
-        event: dict[str, object] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-        }
+        event = self._begin(record.created, record.levelname.lower(), record.name)
         event |= facts if isinstance(facts, dict) else {"message": record.getMessage()}
         if record.exc_info:
             event["exception"] = self.formatException(record.exc_info)
         return json.dumps(event, default=str)  # a line break in a value is escaped: no value can forge a line
+
+    def line(self, at: float, name: str, found: Mapping[str, object], _text: object) -> str:
+        """Write the facts of an event; ``at``: seconds since the epoch."""
+        return json.dumps(self._begin(at, "info", name) | dict(found), default=str)
+
+    def _begin(self, at: float, level: str, name: str) -> dict[str, object]:
+        stamp = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
+        return {"time": stamp, "level": level, "logger": name}
 
 
 class TextFormatter(logging.Formatter):
@@ -45,14 +50,63 @@ class TextFormatter(logging.Formatter):
             return super().format(record)
         return f"{self.formatTime(record)} {record.levelname} {record.name} {record.getMessage()}"
 
+    def line(
+        self, at: float, name: str, found: Mapping[str, object], text: Callable[[Mapping[str, object]], str]
+    ) -> str:
+        """Write the facts of an event; ``at``: seconds since the epoch."""
+        return f"{self._time(at, int(at % 1 * 1000))} INFO {name} {text(found)}"
+
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802, ARG002 (logging's)
         """Write the time as logging does."""
-        second = int(record.created)
+        return self._time(record.created, int(record.msecs))
+
+    def _time(self, at: float, milliseconds: int) -> str:
+        second = int(at)
         written, text = self._written
         if second != written:
             text = time.strftime(self.default_time_format, self.converter(second))
             self._written = second, text
-        return f"{text},{int(record.msecs):03d}"
+        return f"{text},{milliseconds:03d}"
+
+
+def note(logger: logging.Logger, found: Mapping[str, object], text: Callable[[Mapping[str, object]], str]) -> None:
+    """Log the facts of an event at level INFO; ``text`` makes a line of them, for people.
+
+    Where the log is as ``configure`` made it, the line is written without a record, which costs more than all the rest.
+    """
+    handler = _only_lines(logger)
+    if handler is not None:
+        handler.write(logger.name, found, text)
+        return
+    record = logger.makeRecord(
+        logger.name, logging.INFO, __file__, 0, _Line(found, text), (), None, func=note.__name__, extra={FACTS: found}
+    )
+    logger.handle(record)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """The facts of an event in one line, made when a log wants it: one in JSON never does."""
+
+    facts: Mapping[str, object]
+    text: Callable[[Mapping[str, object]], str]
+
+    def __str__(self) -> str:
+        return self.text(self.facts)
+
+
+def _only_lines(logger: logging.Logger) -> "Lines | None":
+    """Return the handler of this process's log, if a record could go nowhere else and nobody filters any."""
+    handlers = logger.root.handlers
+    handler = handlers[0] if len(handlers) == 1 else None
+    if not isinstance(handler, Lines) or handler.filters or handler.level > logging.INFO or logger.root.filters:
+        return None
+    at: logging.Logger | None = logger
+    while at is not None and at is not logger.root:
+        if at.handlers or at.filters or not at.propagate:
+            return None
+        at = at.parent
+    return handler
 
 
 class Lines(logging.StreamHandler[TextIO]):
@@ -79,6 +133,22 @@ class Lines(logging.StreamHandler[TextIO]):
                 self.flush()
             except Exception:  # noqa: BLE001 (as logging does it)
                 self.handleError(logging.makeLogRecord({"msg": "%d lines of a batch", "args": (len(batch),)}))
+
+    def write(self, name: str, found: Mapping[str, object], text: Callable[[Mapping[str, object]], str]) -> None:
+        """Write the facts of an event, or keep them."""
+        formatter = self.formatter
+        assert isinstance(formatter, JsonFormatter | TextFormatter)
+        now = time.time()  # noqa: TID251 (what a log says is the time of day)
+        line = formatter.line(now, name, found, text) + self.terminator
+        with self._own:
+            if self._batch is not None:
+                self._batch.append(line)
+                return
+            try:
+                self.stream.write(line)
+                self.flush()
+            except Exception:  # noqa: BLE001 (as logging does it)
+                self.handleError(logging.makeLogRecord({"msg": line}))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, or keep it."""

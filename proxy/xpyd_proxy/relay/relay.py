@@ -131,12 +131,12 @@ class Relay:
                     opened.take(attempt.opened)
                     return reply
                 except LegFailed as now_failed:  # by now both legs are closed
-                    failed, first = now_failed, None
-                    self._once_more(attempt, failed)
+                    failed, first = now_failed.with_traceback(None), None  # it leads here: a circle
                 except NoInstance:
                     if failed is None:
                         raise
                     raise failed.error from None
+                self._once_more(attempt, failed)
 
     def _may_resume(self, call: Call) -> bool:
         return self.rules.resume and can_resume(call.api, call.fields) and solo_reason(call.api, call.fields) is None

@@ -3,11 +3,12 @@
 import io
 import json
 import logging
+import re
 import threading
 
 import pytest
 
-from xpyd_proxy.io.logs import FACTS, JsonFormatter, Lines, TextFormatter, lines_together
+from xpyd_proxy.io.logs import FACTS, JsonFormatter, Lines, TextFormatter, lines_together, note
 
 
 class Written(io.StringIO):
@@ -206,3 +207,30 @@ def test_a_batch_in_a_batch_loses_nothing(logger, stream):
         logger.info("three")
 
     assert stream.getvalue() == "one\ntwo\nthree\n"
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter, JsonFormatter])
+def test_a_note_without_a_record_is_the_line_that_a_record_makes(formatter, monkeypatch):
+    """Only the time differs, by what passes between the two."""
+    lines = Lines()
+    lines.setFormatter(formatter())
+    lines.setStream(io.StringIO())
+    monkeypatch.setattr(logging.getLogger(), "handlers", [lines])
+    logger = logging.getLogger("xpyd_proxy.note")
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    found = {"id": "a", "path": "/v1", "ms": 1.5, "note": 'a "b"\n'}
+
+    note(logger, found, lambda facts: f"id={facts['id']}")  # the short way
+    monkeypatch.setattr(lines, "filters", [lambda _: True])
+    note(logger, found, lambda facts: f"id={facts['id']}")  # the long one
+    with lines_together():
+        note(logger, found, lambda facts: f"id={facts['id']}")
+        assert lines.stream.getvalue().count("\n") == 2
+
+    first, second, third = (without_time(line) for line in lines.stream.getvalue().splitlines())
+    assert first == second == third
+    assert "id=a" in first or '"id": "a"' in first
+
+
+def without_time(line):
+    return re.sub(r"\d\d:\d\d:\d\d[.,]\d{3}", "", line)

@@ -220,7 +220,9 @@ def test_the_block_ends_all_children(tmp_path):
 def test_children_do_not_survive_their_parent(tmp_path, number):
     """However it dies: a test machine is not left with engines that hold its ports and its memory."""
     arguments = [str(tmp_path / "logs"), str(tmp_path / "pids"), FAMILY]
-    with subprocess.Popen([sys.executable, "-c", PARENT, *arguments], stderr=subprocess.DEVNULL) as parent:
+    # who runs the tests may ignore some of these signals (nohup, a job in the background), and children inherit that
+    heeding = {"preexec_fn": lambda: signal.signal(number, signal.SIG_DFL) if number != signal.SIGKILL else None}
+    with subprocess.Popen([sys.executable, "-c", PARENT, *arguments], stderr=subprocess.DEVNULL, **heeding) as parent:
         eventually((tmp_path / "pids").exists)
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
         assert all(runs(pid) for pid in pids)

@@ -1,7 +1,7 @@
 """Engines whose every leg is a coroutine of the test; they know which legs are open."""
 
 import json
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from xpyd_proxy.core.address import Address
@@ -65,7 +65,8 @@ class Scripted:
         with self._open(leg):
             sent()
             status, parts = await self.decode(leg)
-            yield Streamed(status, _chunks(parts))
+            async with aclosing(_chunks(parts)) as chunks:  # read or not, the block closes it
+                yield Streamed(status, chunks)
 
     async def models(self, instance, headers):
         raise NotImplementedError

@@ -92,7 +92,7 @@ class _Answer:
 
     async def cut_off(self, scope: Scope, receive: Receive) -> None:
         """Say so, as far as it can still be said."""
-        error = ClosingDown("the router has to end before this request is finished", retry_after_s=_RETRY_AFTER_S)
+        error = cut_short()
         if self.over:
             return
         if self.start is None:
@@ -101,6 +101,11 @@ class _Answer:
             note_fault(scope, error)
             _, body = error_body(error)
             await self.send({"type": "http.response.body", "body": b"\ndata: " + body + b"\n\n", "more_body": False})
+
+
+def cut_short() -> ClosingDown:
+    """Return what a request is told that is still under way when the router ends."""
+    return ClosingDown("the router has to end before this request is finished", retry_after_s=_RETRY_AFTER_S)
 
 
 def is_open(path: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Final, Self
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE
 
-from xpyd_proxy.api.door import ANYBODY
+from xpyd_proxy.api.door import ANYBODY, cut_short
 from xpyd_proxy.api.hot import Platform
 from xpyd_proxy.api.incoming import PASSED_ON
 from xpyd_proxy.api.problems import error_body
@@ -26,7 +26,7 @@ from xpyd_proxy.core.journey import HUNG_UP, Journey, Outcome, client_id
 from xpyd_proxy.core.keys import Keyring, shown_key
 from xpyd_proxy.core.lifetime import Lifetime, Stage
 from xpyd_proxy.core.model import Api, Call, RequestId
-from xpyd_proxy.errors import BadRequest, ClosingDown, ProxyError, TurnedAway
+from xpyd_proxy.errors import BadRequest, ProxyError, TurnedAway
 from xpyd_proxy.relay.attempt import Attempt, Stop
 from xpyd_proxy.relay.gate import Gate
 from xpyd_proxy.relay.ride import Ride, Rides, Trip
@@ -36,7 +36,6 @@ LEFT: Final = "xpyd.left"  # in a scope: a Left
 _APIS: Final = {api.value: api for api in Api}
 _PLAIN_TYPES: Final[set[bytes]] = set()  # content types that may be sent
 _PLAIN_TYPES_MOST: Final = 64
-_RETRY_AFTER_S: Final = 1
 
 
 class Left(msgspec.Struct, frozen=True):
@@ -149,7 +148,7 @@ class Express:
     async def __aexit__(self, *_: object) -> None:
         """End what is still under way: the router has no more time."""
         self.rides.close()
-        error = ClosingDown("the router has to end before this request is finished", retry_after_s=_RETRY_AFTER_S)
+        error = cut_short()
         for ride in self.rides:
             ride.cut_off(error)
         self.rides.sight.later.settle()  # no timer runs any more once the loop has ended

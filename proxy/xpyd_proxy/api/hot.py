@@ -14,18 +14,17 @@ from starlette.types import ASGIApp, Message, Scope
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HEADER_RE, HEADER_VALUE_RE, HttpToolsProtocol, RequestResponseCycle
 
+from xpyd_proxy.api.problems import error_body
+
 POURING: Final = "xpyd.pouring"  # in a scope: an Outlet for the body of the answer, once its head has been sent
 LEAVING: Final = "xpyd.leaving"  # in a scope: call it with what to do when the client hangs up, or with None
 _STATUS: Final[Mapping[int, bytes]] = {status: b"HTTP/1.1 %d \r\n" % status for status in range(100, 600)}
 _NAMES: Final[set[bytes]] = set()  # of headers that may be sent
 _NAMES_MOST: Final = 64
 _OK: Final = b"HTTP/1.1 200 OK\r\n"
-_SAID: Final = (
-    b'{"error":{"message":"The router failed; its log says why.","type":"InternalServerError","param":null,"code":500}}'
-)
 _BUG: Final = (
     b"HTTP/1.1 500 Internal Server Error\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-    b"connection: close\r\n\r\n%b" % (len(_SAID), _SAID)
+    b"connection: close\r\n\r\n%b"
 )
 _DISCONNECT: Final[Message] = {"type": "http.disconnect"}
 
@@ -358,19 +357,12 @@ class _HotProtocol(HttpToolsProtocol):
         self.headers = []
         self.scope = cast("Any", None)
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header, its name in lower case."""
-        name = name.lower()
-        if name == b"expect" and value.lower() == b"100-continue":
-            self.expect_100_continue = True
-        self.headers.append((name, value))
-
-    def _new_scope(self) -> Scope:
-        """Make what uvicorn makes for each request."""
-        url, headers, expects = self.url, self.headers, self.expect_100_continue
+    def _new_scope(self, headers: list[tuple[bytes, bytes]]) -> Scope:
+        """Make what uvicorn makes for each request, for the one with these headers."""
+        url, now_read, expects = self.url, self.headers, self.expect_100_continue
         super().on_message_begin()
         scope = cast("Scope", self.scope)
-        self.url, self.headers, self.expect_100_continue = url, headers, expects
+        self.url, self.headers, self.expect_100_continue = url, now_read, expects
         scope["headers"] = headers
         return scope
 
@@ -387,7 +379,7 @@ class _HotProtocol(HttpToolsProtocol):
             or not (cycle is None or cycle.response_complete)
         ):
             self._exchange = self._intake = None
-            self._new_scope()
+            self._new_scope(self.headers)
             super().on_headers_complete()
             return
         keep_alive = parser.should_keep_alive()
@@ -400,9 +392,8 @@ class _HotProtocol(HttpToolsProtocol):
     def _to_asgi(
         self, path: str, headers: list[tuple[bytes, bytes]], *, keep_alive: bool, extras: Scope | None = None
     ) -> _Exchange:
-        scope = self._new_scope()
+        scope = self._new_scope(headers)
         scope.update(extras or {})
-        scope["headers"] = headers
         scope["method"], scope["path"], scope["raw_path"], scope["query_string"] = "POST", path, path.encode(), b""
         exchange = self._latest = _Exchange(self, scope, keep_alive=keep_alive)
         return exchange
@@ -471,9 +462,10 @@ class _HotProtocol(HttpToolsProtocol):
         try:
             if not self.flow.write_paused:  # it has not read earlier answers: who waits for it is the long way
                 aboard = express.take(self, intake.path, self.headers, body, keep_alive=intake.keep_alive)
-        except Exception:  # the parser that calls this would take it for the client's fault
+        except Exception as bug:  # the parser that calls this would take it for the client's fault
             self.logger.exception("a request could not be taken")
-            self.transport.write(_BUG)
+            _, said = error_body(bug)
+            self.transport.write(_BUG % (len(said), said))
             self.transport.close()
             return
         if aboard is None:

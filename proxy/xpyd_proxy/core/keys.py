@@ -70,10 +70,6 @@ class Outbound:
         """Show other keys from now on."""
         self._keys = dict(keys)
 
-    def own(self, role: Role) -> Headers:
-        """Return the headers for an engine of a client that has shown none."""
-        return self.headers(role, ()) if self._keys else ()
-
     def headers(self, role: Role, headers: Headers) -> Headers:
         """Return the headers for an engine; without a key for it they are those of the client."""
         key = self._keys.get(role)

@@ -68,7 +68,7 @@ class Stop(msgspec.Struct, frozen=True):
 
     prefill: Instance
     decode: Instance
-    handover: Handover | None = None  # what the prefill leg was good for; None: it has failed, or was not sent
+    error: LegFailed | OutOfTime  # what has ended it
+    handover: Handover | None = None  # what the prefill leg was good for; None: that is the leg that failed
     due: float | None = None  # when it is too late for the decode leg
     sent: bool = False  # the decode engine may have the decode leg
-    error: LegFailed | OutOfTime | None = None  # None: a leg waits for a connection, and was not sent

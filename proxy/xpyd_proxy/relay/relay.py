@@ -86,17 +86,14 @@ class Relay:
         return await self._answer(begun.of, begun.journey, opened, partial(self._try, call), first=first)
 
     async def _from(self, call: Call, begun: Attempt, stop: Stop, attempt: Attempt) -> Reply:
-        """Go on where the short way ended: both engines are chosen, and a leg may have failed."""
+        """Go on where the short way ended: both engines were chosen, and a leg has failed."""
         attempt.counted.prefill = begun.counted.prefill
         if stop.handover is not None:
             loan = Loan(stop.prefill, stop.due, stop.sent)
             return await self._hand_over(call, attempt, stop.decode, stop.handover, loan, failed=stop.error)
-        if isinstance(stop.error, OutOfTime):
-            raise stop.error
-        if stop.error is not None:
+        if isinstance(stop.error, LegFailed):
             self.unlearn(stop.error)
-            raise stop.error
-        return await self._in_turn(call, attempt, stop.prefill, stop.decode)
+        raise stop.error
 
     async def _run(self, errand: Errand, journey: Journey, opened: Opened) -> Reply:
         outline = Outline(errand.path, errand.headers, ask_of_errand(errand), content_type=errand.content_type)

@@ -337,7 +337,7 @@ class Ride:
         self._note_time()
         self._end_leg()
         due = None if self._handover is None else self._handed_over + self._patience.handoff_s
-        stop = Stop(self.prefill, self.decode, self._handover, due, sent, error)
+        stop = Stop(self.prefill, self.decode, error, self._handover, due, sent)
         attempt, rider = self._attempt(), self._rider
         attempt.counted.prefill = self._counted
         self._close()

@@ -174,11 +174,7 @@ class WireEngines:
             EngineError: the request is not one that HTTP can carry.
         """
         peer = self._pool.peer(post.instance)
-        headers = (
-            self._outbound.headers(post.instance.role, post.headers)
-            if post.headers
-            else self._outbound.own(post.instance.role)
-        )
+        headers = self._outbound.headers(post.instance.role, post.headers)
         try:
             head = peer.heads.post_ours(post.path, headers, post.request, len(post.body))
         except Unsendable as exc:

@@ -19,10 +19,9 @@ _CLOSING_S: Final = 5.0  # seconds for the event loop to close what is open; it 
 class Peer:
     """What is kept of one address: connections, the one used last at the end, and the beginnings of requests."""
 
-    __slots__ = ("address", "heads", "idle")
+    __slots__ = ("heads", "idle")
 
     def __init__(self, address: Address) -> None:
-        self.address = address
         self.idle: list[Connection] = []
         self.heads = Heads(address)
 

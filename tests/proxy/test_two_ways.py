@@ -504,6 +504,27 @@ def test_patience_ends_the_same_whichever_way(runner, acts, limit, says):
     assert says in got.body.decode()
 
 
+def early_loop():
+    """Make an event loop whose timers go off 0.2 s too early: others are early by less than a millisecond."""
+    loop = asyncio.SelectorEventLoop()
+    loop._clock_resolution = 0.2
+    return loop
+
+
+@pytest.mark.parametrize("way", ["hot", "plain", "httpx"])
+def test_a_timer_that_is_early_does_not_blame_the_engine(way):
+    """The limit that was reached is named, though the clock has not reached it."""
+    started = STALLED + b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
+    acts = {"prefill": (), "decode": (Act(((0.0, started), (2.4, b""))),)}
+    alone = {"prefill": (True,), "decode": (True,)}
+    scene = Scene((ordinary(stream=True),), acts, alone, {"stream_timeout_s": 0.4, "retries": 0})
+
+    with asyncio.Runner(loop_factory=early_loop) as runner:
+        (got,) = runner.run(scene.by(way)).got
+
+    assert "the stream was not complete within 0.4 s" in got.body.decode()
+
+
 async def _asked_beside_a_stray(way):
     """Ask twice; before the router looks again, the second request waits, and an answer nobody asked the engine for."""
     up = {"prefill": (True,), "decode": (True,)}

@@ -66,10 +66,10 @@ class Streaming:
         self._note()
         return passing
 
-    def late(self) -> EngineTimeout | OutOfTime:
-        """Say what has taken too long."""
+    def late(self, when: float | None) -> EngineTimeout | OutOfTime:
+        """Say what has taken too long, by the limit that was reached and not by the clock: a timer may be early."""
         attempt = self._attempt
-        if attempt.ends_at is not None and asyncio.get_running_loop().time() >= attempt.ends_at:
+        if attempt.ends_at is not None and attempt.ends_at == when:
             total = attempt.patience.total_s(streams=attempt.of.streams)
             return OutOfTime(f"the stream was not complete within {total:g} s")
         return EngineTimeout(f"{self._watched.instance.id} sent nothing for {attempt.patience.idle_s:g} s")
@@ -80,11 +80,12 @@ class Streaming:
 
     async def _next(self) -> bytes | None:
         """Return the next bytes, or None at the end; raises EngineTimeout or OutOfTime when they take too long."""
+        when = due(self._attempt, asyncio.get_running_loop().time())
         try:
-            async with asyncio.timeout_at(due(self._attempt, asyncio.get_running_loop().time())):
+            async with asyncio.timeout_at(when):
                 return await anext(self._chunks, None)
         except TimeoutError as exc:
-            raise self.late() from exc
+            raise self.late(when) from exc
 
 
 def due(attempt: Attempt, heard: float) -> float | None:
@@ -128,7 +129,7 @@ class Pouring:
         self._timer: asyncio.TimerHandle | None = None
         self._heard = 0.0  # when, on the event loop's clock
         self._paused = False  # the client is slow, which is not held against the engine
-        self._expired = False
+        self._expired: float | None = None  # the limit that was reached
 
     async def into(self, sink: Callable[[bytes], object]) -> None:
         """Call ``sink`` with all that may pass; raises what ``pieces`` raises."""
@@ -162,9 +163,9 @@ class Pouring:
         try:
             await self._delivery.deliver(self._pass)
         except asyncio.CancelledError as exc:
-            if not self._expired or self._task is None or self._task.uncancel() > before:
+            if self._expired is None or self._task is None or self._task.uncancel() > before:
                 raise
-            raise self._stream.late() from exc
+            raise self._stream.late(self._expired) from exc
         finally:
             if self._timer is not None:
                 self._timer.cancel()
@@ -187,5 +188,5 @@ class Pouring:
         if self._loop.time() < when:
             self._look_again()
         elif self._task is not None:
-            self._expired = True
+            self._expired = when
             self._task.cancel()

@@ -269,6 +269,7 @@ async def test_a_folder_that_is_not_there_is_said(tmp_path):
 async def test_a_patch_is_tried_again_while_that_may_help(tmp_path):
     """409 comes when too many change the map at once, 429 and 5xx pass; 422 (it is full) and 403 do not."""
     async with world("kubernetes", tmp_path) as found, stores(found, 1) as [(store, ear)]:
+        await until_async(lambda: found.api.watches == 1)  # only patches are asked from now on
         found.api.faults.refusals.extend([Refusal(409, "Conflict"), Refusal(429, "Slow"), Refusal(500, "X")])
         await store.put("a", "1")
         assert ear.entries == {"a": "1"}

@@ -29,15 +29,16 @@ up: $(STAMPS)/package ## start engines and the router here: PREFILL=1 DECODE=1 E
 
 ##@ Check
 
-# What starts no engines is mostly one core's work: two halves of it run at the same time, then the engines' tests alone.
+# What starts no engines is mostly one core's work: two halves of it run at the same time (the second one is shorter, and
+# is followed by the checkers), then the engines' tests alone.
 COVER := $(BIN)/coverage run --parallel-mode -m pytest --durations=20
 ALONE := not (vllm or gpu or thorough)
 
 .PHONY: test
-test: lint types imports $(STAMPS)/helm ## everything, real engines included: what CI runs
+test: lint $(STAMPS)/helm ## everything, real engines included: what CI runs
 	@$(BIN)/coverage erase
 	@failed=0; \
-	$(MAKE) -k -j2 -Otarget test-proxy test-rest || failed=1; \
+	$(MAKE) -k -j2 -Otarget test-proxy test-rest types imports || failed=1; \
 	$(MAKE) test-engines || failed=1; \
 	$(BIN)/coverage combine -q && $(BIN)/coverage report || failed=1; \
 	exit $$failed

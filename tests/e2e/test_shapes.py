@@ -91,6 +91,7 @@ THOROUGH = {
     ("staged-on-d", "push"),
     ("staged-on-both", "push"),
     ("shared-head-tp2-to-tp1", "pull"),
+    ("window", "push"),
 }
 
 

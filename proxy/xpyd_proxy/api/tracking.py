@@ -18,6 +18,7 @@ _BUG: Final = 500
 _KEY: Final = "xpyd.journey"
 BEGUN: Final = "xpyd.begun"  # in a scope: when a request began that has come the short way so far, and its journey
 _PLAIN: Final = ("id", "path", "prefill", "decode", "status", "ms")  # these stand in the line without quotes
+_USUAL: Final = " ".join([f"{name}=%s" for name in _PLAIN])
 logger = logging.getLogger(__name__)
 
 # Is entered with a request and told how it ended; what it gives back must not raise.
@@ -133,6 +134,11 @@ def log_request(journey: Journey, outcome: Outcome) -> None:
 
 
 def _text(found: Mapping[str, object]) -> str:
+    """Write the facts; nearly always there are only the plain ones, and one look at all of them is enough."""
+    if len(found) == len(_PLAIN):
+        line = _USUAL % tuple(["-" if value is None else value for value in found.values()])
+        if line.isascii() and line.isprintable() and "\\" not in line:
+            return line
     return " ".join([_pair(name, value) for name, value in found.items()])
 
 

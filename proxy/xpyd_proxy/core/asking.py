@@ -20,9 +20,22 @@ def ask_of_errand(errand: Errand) -> Ask:
     return Ask(errand.model, _session(errand.headers), rank=errand.rank)
 
 
+_MODELS: Final[dict[bytes, str | None]] = {}  # the same few, in nearly all requests
+_MODELS_MOST: Final = 256
+_MODEL_BYTES: Final = 256  # of a name that is remembered
+
+
 def model_of(fields: Fields) -> str | None:
     """Return the model that a body names; None if it leaves that to the engine, or names it in an odd way."""
-    return maybe(fields.get("model", NULL), str)
+    raw = bytes(fields.get("model", NULL))
+    if raw in _MODELS:
+        return _MODELS[raw]
+    model = maybe(raw, str)
+    if len(raw) <= _MODEL_BYTES:
+        if len(_MODELS) >= _MODELS_MOST:
+            _MODELS.clear()
+        _MODELS[raw] = model
+    return model
 
 
 def _session(headers: Headers) -> str | None:

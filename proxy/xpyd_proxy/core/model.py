@@ -31,6 +31,9 @@ class Api(Word):
     MESSAGES = "/v1/messages"
 
 
+_PATHS: Final = {api: api.value for api in Api}  # an enum's ``value`` is a Python function
+
+
 class Solo(Word):
     """Why a request is served by one decode engine, without a transfer."""
 
@@ -93,7 +96,7 @@ class Call(msgspec.Struct, frozen=True):
     @property
     def path(self) -> str:
         """Where the engines take it."""
-        return self.api.value
+        return _PATHS[self.api]
 
     @property
     def streams(self) -> bool:

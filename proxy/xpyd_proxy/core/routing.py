@@ -25,6 +25,11 @@ PROMPTS: Final[Mapping[Api, str]] = {
     Api.RESPONSES: "input",
     Api.MESSAGES: "messages",
 }
+_Asked: TypeAlias = tuple[tuple[str, bytes], ...]  # the fields that are looked at, as they came
+# What was found to be plain: clients ask for few combinations, and looking costs more than all other choices.
+_SPLIT: Final[set[tuple[Api, _Asked]]] = set()
+_SPLIT_MOST: Final = 1024
+_SPLIT_BYTES: Final = 256  # of all values together
 _WORDS: Final[Mapping[bytes, bool | None]] = {b"true": True, b"false": False, b"null": None}
 _LONG: Final = 10  # digits; all shorter numbers are small
 _WHITESPACE: Final = b" \t\n\r"
@@ -37,15 +42,24 @@ def solo_reason(api: Api, fields: Fields, *, min_prompt_chars: int = 0) -> Solo 
     """
     if api is Api.COMPLETIONS and not _is_one_prompt(fields.get("prompt")):
         return Solo.PROMPTS
-    plain = _PLAIN[api]
     looked_at = _LOOKED_AT[api]
-    values = {name: _value(fields[name]) for name in fields.keys() & looked_at}
+    asked = tuple([(name, bytes(raw)) for name, raw in fields.items() if name in looked_at])
+    if (api, asked) in _SPLIT:
+        reason = None
+    elif (reason := _odd_reason(api, asked)) is None and sum([len(text) for _, text in asked]) <= _SPLIT_BYTES:
+        if len(_SPLIT) >= _SPLIT_MOST:
+            _SPLIT.clear()
+        _SPLIT.add((api, asked))
+    return Solo.SHORT if reason is None and prompt_chars(api, fields) < min_prompt_chars else reason
+
+
+def _odd_reason(api: Api, asked: _Asked) -> Solo | None:
+    plain = _PLAIN[api]
+    values = {name: _value(text) for name, text in asked}
     odd = [plain[name][1] for name, value in values.items() if name in plain and not plain[name][0](value)]
     if odd:
         return next(reason for _, reason in plain.values() if reason in odd)  # of several the first in the table
-    if not _FIT[api](values):
-        return Solo.UNUSUAL
-    return Solo.SHORT if prompt_chars(api, fields) < min_prompt_chars else None
+    return None if _FIT[api](values) else Solo.UNUSUAL
 
 
 def prompt_chars(api: Api, fields: Fields) -> int:
@@ -53,9 +67,8 @@ def prompt_chars(api: Api, fields: Fields) -> int:
     return len(memoryview(fields.get(PROMPTS[api], b"")))
 
 
-def _value(raw: msgspec.Raw) -> _Json:
+def _value(text: bytes) -> _Json:
     """Decode a value; what cannot be decoded is an odd string, which is plain for no field."""
-    text = bytes(raw)
     if text.isdigit() and len(text) < _LONG:
         return int(text)
     try:

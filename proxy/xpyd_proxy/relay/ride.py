@@ -144,6 +144,12 @@ class Rides:
 
     # Told afterwards
 
+    def handed_over(self, ride: "Ride", seconds: float, ended: float, sent: float) -> None:
+        """A prefill leg has ended well, after so many seconds, and the decode leg was sent."""
+        self.proved(ride, ride.prefill, seconds, ended)
+        self.sight.rode(ride.prefill, seconds, None, ride.request, ended)
+        self.sight.handed_over(sent - ended, sent)
+
     def proved(self, ride: "Ride", instance: Instance, seconds: float, at: float) -> None:
         """An engine has given a good answer, or its beginning."""
         self.fleet.answered(instance, ride.request, seconds)
@@ -227,7 +233,7 @@ class Ride:
 
     def prefilled(self, answer: Answer) -> None:
         """Go on with the decode leg."""
-        of, prefill = self._of, self.prefill
+        of, prefill, came = self._of, self.prefill, self._of.clock()
         of.engines.done(self._told)
         if of.reports and answer.load:
             of.fleet.reported(prefill, answer.load)
@@ -240,14 +246,22 @@ class Ride:
             return
         self._handover = handover
         self._counted = prompt_tokens(answer.body)
-        self._answered(self._journey.prefill)
-        self._handed_over = self._end_leg()
+        self._leave_prefill(came)
         self.phase, self.at = Phase.FIRST, self.decode
         self._journey.decode = Visit(self.decode.id)
         seconds = self._patience.first_token_s if self._streams else None
         self._due = None if seconds is None else of.now() + seconds
         self._send(self.decode, self._call.headers, body, Decoding(self, self.decode.id))
-        of.sight.later.add(of.sight.handed_over, self._start - self._handed_over, self._start)
+
+    def _leave_prefill(self, came: float) -> None:
+        """The prefill leg has ended well, and the decode leg is about to be sent."""
+        of, visit = self._of, self._journey.prefill
+        self._handed_over = came
+        seconds = came - self._start
+        if visit is not None:
+            visit.ms = seconds * 1000
+        of.sight.later.add(of.handed_over, self, seconds, came, of.clock())
+        of.fleet.leave(self.prefill, self.request)
 
     # The decode leg
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from xpyd_proxy.core import asking
 from xpyd_proxy.core.asking import ask_of_call, ask_of_errand
 from xpyd_proxy.core.dialect import parse
 from xpyd_proxy.core.model import Api, Ask, Call, Errand
@@ -42,3 +43,15 @@ def test_what_is_no_name_names_no_model(model):
 def test_what_is_passed_through_has_a_model_and_a_session():
     """An embedding must go to the engine that has its model."""
     assert ask_of_errand(Errand("/v1/embeddings", b"{}", HEADERS, model="m", rank=1)) == Ask("m", "s", rank=1)
+
+
+def test_the_names_of_models_that_are_remembered_are_bounded():
+    """In number and length; what is not remembered is read all the same."""
+    for number in range(asking._MODELS_MOST + 10):
+        asked = ask_of_call(call_of(Api.CHAT, b'{"model":"m-%d"}' % number, headers=()))
+        assert asked.model == f"m-{number}"
+    assert len(asking._MODELS) <= asking._MODELS_MOST
+
+    long = "m" * 1000
+    assert ask_of_call(call_of(Api.CHAT, b'{"model":"%s"}' % long.encode(), headers=())).model == long
+    assert max(map(len, asking._MODELS)) <= asking._MODEL_BYTES

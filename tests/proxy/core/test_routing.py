@@ -5,6 +5,7 @@ import json
 import msgspec
 import pytest
 
+from xpyd_proxy.core import routing
 from xpyd_proxy.core.dialect import parse
 from xpyd_proxy.core.model import Api, Solo
 from xpyd_proxy.core.routing import prompt_chars, solo_reason
@@ -147,3 +148,25 @@ def test_a_short_prompt_is_not_worth_a_transfer(api):
     assert solo_reason(api, fields, min_prompt_chars=length) is None
     assert solo_reason(api, fields, min_prompt_chars=length + 1) is Solo.SHORT
     assert solo_reason(Api.CHAT, parse(b'{"n":2}', strip_private=False), min_prompt_chars=9) is Solo.N
+
+
+@pytest.mark.parametrize("api", Api)
+def test_what_was_plain_once_is_looked_at_again_where_it_differs(api):
+    """The same fields are found plain from memory; other values, another order or another call are not."""
+    limit = {Api.RESPONSES: "max_output_tokens"}.get(api, "max_tokens")
+    for _ in range(2):
+        assert reason(api, **{limit: 8, "stream": True}) is None
+        assert reason(api, **{"stream": True, limit: 8}) is None
+        assert reason(api, **{limit: 1, "stream": True}) is Solo.FEW_TOKENS
+        assert reason(api, **{limit: 8, "stream": "yes"}) is Solo.UNUSUAL
+
+
+def test_what_is_remembered_is_bounded():
+    """In number, and in bytes: clients can think of other values without end."""
+    for number in range(routing._SPLIT_MOST + 10):
+        assert reason(Api.CHAT, max_tokens=number + 2) is None
+    assert len(routing._SPLIT) <= routing._SPLIT_MOST
+
+    long = list(range(200))
+    assert reason(Api.CHAT, logprobs=True, logprob_token_ids=long) is None
+    assert not any(b"199" in text for _, asked in routing._SPLIT for name, text in asked if name == "logprob_token_ids")

@@ -16,6 +16,7 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.io.wire.call import Call
 from xpyd_proxy.io.wire.reply import Reply
+from xpyd_proxy.io.wire.usual import CONTENT_TYPE, usual_body
 
 HEAD_MOST: Final = 64 * 1024  # bytes of a head, and of anything else between two pieces of a body
 _SLICE: Final = 128 * 1024  # bytes of a body that are written at a time
@@ -58,6 +59,7 @@ class Connection(asyncio.Protocol):
         self._reply: Reply | Call | None = None
         self._pieces: list[bytes] = []
         self._loose = 0  # bytes since the last piece of a body
+        self._parsing = False  # the parser has had some of the answer
         self._usable = True  # as far as we know another request may be sent when this one is done
         self._ended = False
         self._held_up = False  # the engine has to wait
@@ -214,6 +216,11 @@ class Connection(asyncio.Protocol):
             self._unasked()
             return
         self.heard_at = self._clock()
+        body = None if self._parsing else usual_body(data)
+        if body is not None:
+            self._take_whole(reply, body)
+            return
+        self._parsing = True
         self._loose += len(data)
         fault = self._feed(data)
         try:
@@ -224,14 +231,28 @@ class Connection(asyncio.Protocol):
                 self._answered(reply, clean=fault is None)
                 return
         except Exception as bug:  # noqa: BLE001 (whatever it is, it is not the engine's: who is told says what follows)
-            reply.crashed(bug)
-            if self._reply is reply:
-                self.abort()
+            self._crash(reply, bug)
             return
         if fault is not None:
             error = EngineError(f"{reply.engine} answered with something that is not HTTP/1.1: {fault}")
             error.__cause__ = fault
             reply.give_up(error)
+
+    def _take_whole(self, reply: Reply | Call, body: bytes) -> None:
+        """Take an answer that is here all at once."""
+        self._done = self._keeps = True
+        try:
+            reply.began(200, CONTENT_TYPE, b"")
+            if body:
+                reply.arrived(body, last=True)
+            self._answered(reply, clean=True)
+        except Exception as bug:  # noqa: BLE001 (as above)
+            self._crash(reply, bug)
+
+    def _crash(self, reply: Reply | Call, bug: Exception) -> None:
+        reply.crashed(bug)
+        if self._reply is reply:
+            self.abort()
 
     def eof_received(self) -> None:
         """Note that the engine sends no more: the end of an answer without a length, and of no other."""
@@ -275,6 +296,7 @@ class Connection(asyncio.Protocol):
     def _answered(self, reply: Reply | Call, *, clean: bool) -> None:
         self._usable = self._usable and clean and self._keeps and not (self._is_tls and self._held_up)
         self._forget_head()
+        self._parsing = False
         reply.ended()
         self._wake_writer()
 

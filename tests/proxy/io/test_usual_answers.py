@@ -1,0 +1,190 @@
+"""An answer that is read by one pattern means what llhttp makes of it."""
+
+import asyncio
+import itertools
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.io.wire.call import Call
+from xpyd_proxy.io.wire.connection import Connection
+from xpyd_proxy.io.wire.usual import usual_body
+
+LINES = st.sampled_from(
+    [
+        b"date: Sun, 22 Nov 2026 01:02:03 GMT",
+        b"server: uvicorn",
+        b"x-request-id: cmpl-1",
+        b"content-type: application/json",
+    ]
+)
+ODD_LINES = st.sampled_from(
+    [
+        b"Date: now",
+        b"server:uvicorn",
+        b"server: a\tb",
+        b"server: \xff",
+        b"server: a\rb",
+        b"server: a\nb",
+        b"server: a\0",
+        b" server: folded",
+        b"server : spaced",
+        b"content-type: text/plain",
+        b"Content-Type: application/json",
+        b"content-length: 2",
+        b"content-length: 0",
+        b"content-length: 99999999999",
+        b"transfer-encoding: chunked",
+        b"content-encoding: gzip",
+        b"connection: close",
+        b"connection: upgrade",
+        b"endpoint-load-metrics: JSON {}",
+        b"x-request-id: " + b"r" * 5000,
+        b"",
+    ]
+)
+LENGTHS = st.sampled_from([b"%d", b"0%d", b"000000000%d", b"+%d", b"%d ", b" %d", b"0x%d", b"%d,%d", b"-%d"])
+BODIES = st.sampled_from([b"", b"{}", b'{"a": "\r\n\r\n"}', b"0\r\n\r\n", b"HTTP/1.1 200 OK\r\n"])
+STATUS_LINES = st.sampled_from(
+    [b"HTTP/1.1 200 OK"] * 6
+    + [b"HTTP/1.0 200 OK", b"HTTP/1.1 204 OK", b"HTTP/1.1 200 Fine", b"HTTP/1.1 100 Continue", b"HTTP/1.1  200 OK"]
+)
+
+
+@st.composite
+def answers(draw):
+    """What an engine may say: nearly always in good order, and then something is odd."""
+    body = draw(BODIES)
+    length = draw(st.one_of(st.just(b"%d"), LENGTHS))
+    counted = b"content-length: " + length.replace(b"%d", b"%d" % len(body))
+    lines = draw(st.lists(LINES, max_size=4, unique=True)) + draw(st.lists(ODD_LINES, max_size=1))
+    lines = draw(st.permutations([*lines, counted]))
+    said = b"\r\n".join([draw(STATUS_LINES), *lines, b"", body])
+    return said + draw(st.sampled_from([b"", b"", b"", b"x", said]))
+
+
+class Told(Call):
+    """Keeps what it is told."""
+
+    __slots__ = ("heard",)
+
+    def __init__(self):
+        super().__init__("engine")
+        self.heard = [None, b""]
+
+    def began(self, status, content_type, load):
+        self.heard[0] = (status, content_type, load)
+
+    def arrived(self, piece, *, last=False):
+        self.heard[1] += piece
+
+    def end(self):
+        self.heard.append("end")
+
+    def fail(self, error):
+        self.heard.append("failed")
+
+    def crashed(self, bug):
+        raise bug
+
+
+class Wire(asyncio.Transport):
+    """Sends nothing anywhere."""
+
+    closed = False
+
+    def write(self, data):
+        pass
+
+    def is_closing(self):
+        return self.closed
+
+    def abort(self):
+        self.closed = True
+
+    close = abort
+
+    def get_write_buffer_size(self):
+        return 0
+
+    def get_extra_info(self, name, default=None):
+        return self if name == "socket" else default
+
+    def fileno(self):
+        return 0
+
+
+class Nobody:
+    """Owns a connection, and does not care."""
+
+    def opened(self, connection):
+        pass
+
+    ended = closed = opened
+
+
+async def told_of(*conversation):
+    """Return what is told of each answer, given in pieces, and whether the connection may be used again."""
+    connection = Connection(Address("http", "h", 80), Nobody())
+    connection.connection_made(Wire())
+    found = []
+    for pieces in conversation:
+        call = Told()
+        if not connection.reusable or not connection.start(call, b"POST / HTTP/1.1\r\n\r\n", b""):
+            break
+        for piece in pieces:
+            connection.data_received(piece)
+        found.append((call.heard, connection.reusable))
+        if connection.reusable:
+            connection.rest()
+    return found
+
+
+def usual(body=b"{}", *more):
+    """Say it as vLLM does."""
+    lines = (b"date: now", b"server: uvicorn", b"content-length: %d" % len(body), b"content-type: application/json")
+    return b"\r\n".join([b"HTTP/1.1 200 OK", *lines, *more, b"", body])
+
+
+@given(answers(), answers())
+@example(usual(), usual(b""))
+@example(usual() + b"x", usual())
+@example(usual(b"{}", b"connection: close"), usual())
+def test_a_whole_answer_means_what_it_means_in_pieces(first, second):
+    """The first byte alone is nothing that the pattern knows; so llhttp reads the rest."""
+    whole, in_pieces = (
+        asyncio.run(told_of([first], [second])),
+        asyncio.run(told_of([first[:1], first[1:]], [second[:1], second[1:]])),
+    )
+
+    assert whole == in_pieces
+
+
+def test_most_answers_are_usual():
+    """Those of vLLM are, as uvicorn writes them."""
+    assert usual_body(usual(b'{"id":"cmpl-1"}')) == b'{"id":"cmpl-1"}'
+    assert usual_body(usual(b"")) == b""
+
+
+@pytest.mark.parametrize("read_before", range(1, len(usual())))
+def test_what_follows_half_an_answer_goes_on_with_it(read_before):
+    """Also if it looks like an answer: it is the rest of a header, or of a body."""
+    before, after = usual(usual(b"{}"))[:read_before], usual(b"[]")
+    all_of_it = before + after
+
+    found = asyncio.run(told_of([before, after]))
+
+    assert found == asyncio.run(told_of([all_of_it[:1], all_of_it[1:]]))
+
+
+def test_one_pattern_and_llhttp_take_turns():
+    """On one connection, in any order."""
+    chunked = b"HTTP/1.1 200 OK\r\ncontent-type: a/b\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n"
+    ways = {b"{}": [usual()], b"[]": [usual(b"[]")[:30], usual(b"[]")[30:]], b"hi": [chunked]}
+    for order in itertools.product(ways, repeat=3):
+        found = asyncio.run(told_of(*[ways[body] for body in order]))
+
+        assert [heard[1:] for heard, _ in found] == [[body, "end"] for body in order]
+        assert all(reusable for _, reusable in found)

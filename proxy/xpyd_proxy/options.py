@@ -191,6 +191,7 @@ OPTIONS: Final[Sequence[Option]] = (
     Option("first_token_timeout_s", SECONDS, "seconds from a streamed decode leg to its first event", live=True),
     Option("idle_timeout_s", SECONDS, "seconds a stream may be silent between two pieces", live=True),
     Option("total_timeout_s", SECONDS, "seconds for an answer that is not streamed, with all retries", live=True),
+    Option("client_timeout_s", SECONDS, "seconds in which a client must read some of its answer"),
     Option("handoff_timeout_s", SECONDS, "seconds from a prefill answer in which a decode leg may go out", live=True),
     Option("stream_timeout_s", SECONDS, "seconds for a streamed one", live=True),
     Option("min_prompt_chars", NATURAL, "a prompt whose JSON has fewer bytes is served by one engine", live=True),

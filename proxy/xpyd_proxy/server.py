@@ -14,6 +14,7 @@ import uvicorn
 import uvloop
 
 from xpyd_proxy.api.hot import hot_protocol
+from xpyd_proxy.api.patient import patient_protocol
 from xpyd_proxy.app import HOT_PATHS, Router
 from xpyd_proxy.config import needs_restart
 from xpyd_proxy.core.lifetime import Step
@@ -70,15 +71,20 @@ def run(router: Router, settings: Settings, again: Callable[[], Settings], place
     return 0
 
 
+def _protocol(router: Router, settings: Settings) -> type[asyncio.Protocol]:
+    patience_s, most = settings.client_timeout_s, settings.max_body_bytes
+    if not settings.hot_path:
+        return patient_protocol(patience_s)
+    return hot_protocol(router.hot, HOT_PATHS, router.express, most=most, patience_s=patience_s)
+
+
 def _server(router: Router, settings: Settings, place: Place | None) -> _Server:
     tls = router.tls
     config = uvicorn.Config(
         router.app,
         host=settings.host,
         port=settings.port,
-        http=hot_protocol(router.hot, HOT_PATHS, router.express, most=settings.max_body_bytes)
-        if settings.hot_path
-        else "httptools",
+        http=_protocol(router, settings),
         ws="none",
         log_config=None,
         access_log=False,  # the router writes its own line for every request

@@ -83,6 +83,7 @@ class Settings:
     engine_client: EngineClient = EngineClient.WIRE  # what sends the legs
     engine_keepalive_s: float = 4.0  # seconds an idle engine connection is kept; vLLM closes it after 5
     client_keepalive_s: int = 75  # seconds an idle client connection is kept
+    client_timeout_s: float = 300.0  # seconds in which a client must read some of its answer
     shutdown_timeout_s: int = 30  # seconds that requests in flight get to finish after SIGTERM
     drain_grace_s: float = 0.0  # seconds after SIGTERM in which new requests are still served: /ready is 503 at once
     log_level: LogLevel = LogLevel.INFO  # what the log shows

@@ -91,8 +91,7 @@ class Stage:
 
     def connections(self, role):
         """How many connections engines of a role have."""
-        ports = {int(at.rpartition(":")[2]) for at in self.cast.at[role]}
-        return sum(writer.get_extra_info("sockname")[1] in ports for writer in self.cast.open)
+        return self.cast.connections(role)
 
     def members(self):
         return [self.router.live.registry.get(one.id) for role in Role for one in self.router.live.registry.known(role)]

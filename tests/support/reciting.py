@@ -71,6 +71,11 @@ class Cast:
         (writer,) = [one for one in self.open if one.get_extra_info("sockname")[1] in ports]
         return writer.get_extra_info("socket").fileno()
 
+    def connections(self, role: str) -> int:
+        """How many connections engines of a role have."""
+        ports = {int(at.rpartition(":")[2]) for at in self.at[role]}
+        return sum(writer.get_extra_info("sockname")[1] in ports for writer in self.open)
+
     async def serve(self, name: str, role: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the requests of one connection."""
         self.open.add(writer)
@@ -209,7 +214,9 @@ def whole(body: bytes, *headers: bytes, status: int = 200, kind: bytes = b"appli
     """Return an answer with a length."""
     lines = b"".join(b"%b\r\n" % header for header in headers)
     kind = b"content-type: %b\r\n" % kind if kind else b""
-    return b"HTTP/1.1 %d Said\r\n%b%bcontent-length: %d\r\n\r\n%b" % (status, kind, lines, len(body), body)
+    reason = b"OK" if status == 200 else b"Said"  # what an engine says in the usual case is read in another way
+    head = b"HTTP/1.1 %d %b\r\n%b%bcontent-length: %d\r\n\r\n" % (status, reason, kind, lines, len(body))
+    return head + body
 
 
 def prefilled(**changes: object) -> bytes:

@@ -12,8 +12,9 @@ from typing import Any, Final, Protocol, cast
 
 from starlette.types import ASGIApp, Message, Scope
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import HEADER_RE, HEADER_VALUE_RE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HEADER_RE, HEADER_VALUE_RE, RequestResponseCycle
 
+from xpyd_proxy.api.patient import PatientProtocol
 from xpyd_proxy.api.problems import error_body
 
 POURING: Final = "xpyd.pouring"  # in a scope: an Outlet for the body of the answer, once its head has been sent
@@ -112,14 +113,20 @@ class Shortcut(Protocol):
 
 
 def hot_protocol(
-    app: ASGIApp, paths: frozenset[str], express: Shortcut | None = None, *, most: int = 0
+    app: ASGIApp,
+    paths: frozenset[str],
+    express: Shortcut | None = None,
+    *,
+    most: int = 0,
+    patience_s: float | None = None,
 ) -> type[asyncio.Protocol]:
     """Return the protocol class for ``uvicorn.Config(http=...)``.
 
     Of the plain requests for these paths ``express`` gets those it takes whose bodies have at most ``most`` bytes, and
-    ``app`` all others.
+    ``app`` all others. ``patience_s``: seconds in which a client must read something.
     """
-    given = {"hot_app": staticmethod(app), "hot_urls": _urls(paths), "express": express, "most": most}
+    given: dict[str, object] = {"hot_app": staticmethod(app), "hot_urls": _urls(paths), "express": express}
+    given |= {"most": most, "patience_s": patience_s}
     return type("HotProtocol", (_HotProtocol,), given)
 
 
@@ -331,7 +338,7 @@ class _Intake:
         """Nobody has heard of the request yet."""
 
 
-class _HotProtocol(HttpToolsProtocol):
+class _HotProtocol(PatientProtocol):
     """uvicorn's protocol, but for the hot requests."""
 
     hot_app: ASGIApp

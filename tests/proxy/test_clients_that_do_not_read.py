@@ -1,0 +1,175 @@
+"""Clients that do not read: the router waits for them, but not for ever."""
+
+import asyncio
+import logging
+import socket
+import time
+from contextlib import asynccontextmanager
+from functools import partial
+
+import pytest
+import uvicorn
+import uvloop
+from uvicorn.server import ServerState
+
+from support.certificates import Authority
+from support.reciting import Act, reciting, whole
+from support.two_ways import WAYS, answer, post, routing, text
+from xpyd_proxy import server
+from xpyd_proxy.api.patient import patient_protocol
+from xpyd_proxy.app import build
+from xpyd_proxy.settings import Settings
+
+ALL_WAYS = pytest.mark.parametrize("way", [*WAYS.values(), {"resume": True}], ids=[*WAYS, "long"])
+ONE_EACH = {"prefill": (True,), "decode": (True,)}
+JSON = b"Content-Type: application/json"
+EVENT = b'data: {"choices":[{"text":"%b"}]}\n\n' % (b"x" * 250_000)
+BEGUN = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+EVENTS = 40
+FLOOD = Act(((0.0, BEGUN), *[(0.0, b"%x\r\n%b\r\n" % (len(EVENT), EVENT))] * EVENTS, (0.0, DONE)))
+LONG = Act(((0.0, whole(b'{"choices":[{"text":"%b"}]}' % (b"x" * 8_000_000))),))
+PATIENCE_S = 0.6
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Run a scene in a loop like that of the process; no time is spent on the authorities of the system."""
+    none = tmp_path / "none.pem"
+    none.touch()
+    monkeypatch.setenv("SSL_CERT_FILE", str(none))
+    monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path))
+
+    def run(scene):
+        async def limited():
+            async with asyncio.timeout(30):
+                return await scene
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(limited())
+
+    return run
+
+
+@asynccontextmanager
+async def small(port, request=b""):
+    """Connect with little room for what is not read, and ask."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32_768)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+        await asyncio.get_running_loop().sock_sendall(sock, request)
+        yield sock
+
+
+async def read_on(sock):
+    """Read until nothing comes any more; return how much came, and whether it was all of an answer."""
+    received, piece = 0, b"begun"
+    while piece and not piece.endswith(b"0\r\n\r\n"):
+        piece = await asyncio.get_running_loop().sock_recv(sock, 300_000)
+        received += len(piece)
+    return received, bool(piece)
+
+
+async def until(true):
+    while not true():
+        await asyncio.sleep(0.005)
+
+
+@ALL_WAYS
+@pytest.mark.parametrize(("act", "stream"), [(FLOOD, True), (LONG, False)], ids=["stream", "whole"])
+def test_a_client_that_reads_nothing_is_hung_up_on(run, way, act, stream, caplog):
+    """Its engine, its place and its bytes are free again, and the log says why; nobody else is touched."""
+    caplog.set_level(logging.INFO, "xpyd_proxy")
+
+    async def scene():
+        acts = {"prefill": (), "decode": (act,)}
+        options = way | {"client_timeout_s": PATIENCE_S}
+        async with (
+            reciting(acts, ONE_EACH) as cast,
+            routing(cast, options) as (port, settled),
+            small(port, post(text(stream=stream), JSON)) as sock,
+        ):
+            start = time.monotonic()
+            await until(lambda: "has read nothing" in caplog.text)
+            waited = time.monotonic() - start
+            await settled()
+            if stream:
+                await until(lambda: not cast.connections("decode"))
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(post(text(), JSON))
+            other = await answer(reader)
+            writer.transport.abort()
+            with pytest.raises(ConnectionResetError):  # and no end that could be taken for that of the answer
+                await read_on(sock)
+            return waited, other
+
+    waited, other = run(scene())
+
+    assert f"a client (127.0.0.1) has read nothing of its answer for {PATIENCE_S:g} s" in caplog.text
+    assert waited >= PATIENCE_S
+    assert other.status == 200
+    if stream:
+        assert "status=499" in caplog.text
+
+
+@ALL_WAYS
+def test_a_client_that_reads_slowly_gets_everything(run, way):
+    """As long as it reads something now and then."""
+
+    async def scene():
+        acts = {"prefill": (), "decode": (FLOOD,)}
+        options = way | {"client_timeout_s": PATIENCE_S}
+        async with (
+            reciting(acts, ONE_EACH) as cast,
+            routing(cast, options) as (port, _),
+            small(port, post(text(stream=True), JSON)) as sock,
+        ):
+            begun = 0
+            for _ in range(12):
+                await asyncio.sleep(PATIENCE_S / 4)
+                begun += len(await asyncio.get_running_loop().sock_recv(sock, 300_000))
+            rest, is_all = await read_on(sock)
+            return begun + rest, is_all
+
+    size, is_all = run(scene())
+
+    assert is_all
+    assert size > EVENTS * len(EVENT)
+
+
+@pytest.mark.parametrize("hot_path", [True, False])
+def test_the_limit_is_an_option(hot_path):
+    """With the short way and without."""
+    settings = Settings(prefill=("127.0.0.1:1",), decode=("127.0.0.1:2",), client_timeout_s=7.0, hot_path=hot_path)
+
+    assert server._server(build(settings), settings, None).config.http.patience_s == 7.0
+
+
+async def flood(scope, receive, send):
+    """Answer with more than anybody reads."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for _ in range(EVENTS):
+        await send({"type": "http.response.body", "body": EVENT, "more_body": True})
+
+
+def test_over_tls_too(run, tmp_path, caplog):
+    """Where the bytes wait in another place."""
+    theirs, ours = Authority(tmp_path, "ca").contexts()
+
+    async def scene():
+        config = uvicorn.Config(flood, http=patient_protocol(PATIENCE_S), lifespan="off", log_config=None)
+        config.load()
+        state = ServerState()
+        make = partial(config.http_protocol_class, config=config, server_state=state, app_state={})
+        listener = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0, ssl=theirs)
+        async with small(listener.sockets[0].getsockname()[1]) as sock:
+            _, writer = await asyncio.open_connection(sock=sock.dup(), ssl=ours, server_hostname="127.0.0.1")
+            writer.transport.pause_reading()
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await until(lambda: "has read nothing" in caplog.text)
+            await until(lambda: not state.connections)
+            writer.transport.abort()
+        listener.close()
+
+    run(scene())

@@ -497,8 +497,8 @@ def test_both_legs_at_once_are_the_same_whichever_way(runner, stream, prefill, d
 def test_patience_ends_the_same_whichever_way(runner, acts, limit, says):
     """Each limit, with engines that say nothing more for six times as long.
 
-    The limit of a stream counts from the request's beginning: were it shorter, a machine that does something else for so
-    long would have it pass before the first event, which is another answer.
+    The limit of a stream counts from the request's beginning: were it shorter, a machine that does something else for
+    so long would have it pass before the first event, which is another answer.
     """
     alone = {"prefill": (True,), "decode": (True,)}
     scene = Scene((ordinary(stream=True),), {"prefill": (), "decode": ()} | acts, alone, {limit: 1.0, "retries": 0})

@@ -1,7 +1,7 @@
 """What happened, counted: the numbers that reach vLLM's stats and Prometheus."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -48,6 +48,28 @@ class Tally:
         report = Report(counters=dict(self._counters), transfers=self._transfers)
         self._counters, self._transfers = Counter(), []
         return report
+
+
+class Telling(Tally):
+    """Tells at once what it is told, on the thread that fills it.
+
+    For a thread whose messages have our scheduler take an engine step: vLLM collects the workers' numbers with a step,
+    and what is told after the last one waits for the next request.
+    """
+
+    def __init__(self, tell: Callable[[Report], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Add to a counter."""
+        super().count(name, by)
+        self._tell(self.take())
+
+    def moved(self, sample: Sample) -> None:
+        """Record one finished transfer."""
+        super().moved(sample)
+        self._tell(self.take())
 
 
 COUNTERS = {

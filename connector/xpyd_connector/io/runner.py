@@ -33,7 +33,9 @@ Command: TypeAlias = Callable[[CoreT, float], None]
 class Runner(Generic[CoreT]):
     """Started once, by the shell. Everything but :meth:`post` and :meth:`stop` happens on its own thread."""
 
-    def __init__(self, name: str, core: CoreT, link: SocketLink, after_turn: Callable[[CoreT], None]) -> None:
+    def __init__(
+        self, name: str, core: CoreT, link: SocketLink, after_turn: Callable[[CoreT], None] = lambda _: None
+    ) -> None:
         self._core = core
         self._link = link
         self._after_turn = after_turn

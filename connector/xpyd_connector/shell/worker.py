@@ -22,7 +22,7 @@ from xpyd_connector.core.shipping import ParcelId
 from xpyd_connector.core.slots import Slots
 from xpyd_connector.core.stager import Stager
 from xpyd_connector.core.staging import Staging
-from xpyd_connector.core.tally import Tally
+from xpyd_connector.core.tally import Report, Tally, Telling
 from xpyd_connector.core.writer import Writer
 from xpyd_connector.core.writings import Gone, Piece
 from xpyd_connector.errors import ConnectorError
@@ -180,14 +180,15 @@ class WorkerSide:
         staging: Staging[ParcelId] | None = None
         if half.buffer is not None:
             staging = Staging(Slots[ParcelId](half.buffer.slots), self._copier(half.buffer, link))
-        writer = Writer(link, mover, self._tally, half.info, home=home, token=token, timeout=timeout, staging=staging)
-        self._writer = Runner("xpyd-transfer", writer, link, lambda _: self._outbox.put((), self._tally.take()))
+        tally = Telling(self._tell)
+        writer = Writer(link, mover, tally, half.info, home=home, token=token, timeout=timeout, staging=staging)
+        self._writer = Runner("xpyd-transfer", writer, link)
         self._writer.start()
 
     def _start_stager(self, buffer: StagingBuffer, attend: Attend) -> None:
-        link, tally = self._link(), Tally()
+        link, tally = self._link(), Telling(self._tell)
         stager = Stager(link, self._copier(buffer, link), tally, home=self._facts.address, attend=attend)
-        runner = Runner("xpyd-stager", stager, link, lambda _: self._outbox.put((), tally.take()))
+        runner = Runner("xpyd-stager", stager, link)
         self._others.append(runner)
         runner.start()
 
@@ -206,6 +207,10 @@ class WorkerSide:
             timeout=settings.handshake_timeout,
             threads=settings.handshake_threads,
         )
+
+    def _tell(self, report: Report) -> None:
+        """On the thread of a writer or a stager: pass on what it has counted, before anybody hears of it."""
+        self._outbox.put((), report)
 
     def _after_turn(self, reader: Reader) -> None:
         """On the transfer thread: pass on what ended."""

@@ -10,7 +10,7 @@ from xpyd_connector.core.ids import Address, ConnId
 from xpyd_connector.core.messages import Alive, Attend, CopyEnded, CopyIn, CopyOut
 from xpyd_connector.core.ports import Failed, Lost, Met, Received
 from xpyd_connector.core.stager import Stager
-from xpyd_connector.core.tally import Tally
+from xpyd_connector.core.tally import Tally, Telling, merge
 from xpyd_connector.io.memory import Network
 
 HOME, CONN = Address("10.0.0.1", 5600), ConnId(1)
@@ -37,8 +37,8 @@ class Link:
 class Desk:
     """A worker with four blocks and two slots, at home."""
 
-    def __init__(self):
-        self.network, self.link, self.tally = Network(), Link(), Tally()
+    def __init__(self, link=None, tally=None):
+        self.network, self.link, self.tally = Network(), link or Link(), tally or Tally()
         self.network.memories["p"] = [b"null", b"one", b"two", b"three", b"-", b"-", b"-"]
         self.copier = MemoryCopier(self.network, "p", [region(0, 4, 0)], [region(4, 3, 0)])
         self.stager = Stager(self.link, self.copier, self.tally, home=HOME, attend=ATTEND)
@@ -73,6 +73,22 @@ def test_blocks_are_copied_out_and_in(desk):
     assert desk.link.said() == [CopyEnded(7, ""), CopyEnded(8, "")]
     assert desk.tally.take().counters == {"bytes_staged_out": 128, "bytes_staged_in": 128}
     assert len(desk.stager) == 0
+
+
+def test_what_was_copied_is_told_before_the_scheduler_hears_of_it():
+    """It takes a step then, and vLLM collects the workers' numbers with a step."""
+    told, told_by_then = [], []
+
+    class Watched(Link):
+        def send(self, conn, message):
+            super().send(conn, message)
+            told_by_then.append((message, merge(told).counters))
+
+    desk = Desk(Watched(), Telling(told.append))
+    desk.order(CopyOut(7, ((1,),), ((1,),)))
+    desk.turn()
+
+    assert told_by_then[-1] == (CopyEnded(7, ""), {"bytes_staged_out": 64})
 
 
 def test_a_copy_that_fails_is_told_with_the_reason(desk):

@@ -7,7 +7,7 @@ import pytest
 
 import xpyd_connector
 from xpyd_connector.core.lender import _COUNTER
-from xpyd_connector.core.tally import COUNTERS, GAUGES, Report, Sample, Tally, merge
+from xpyd_connector.core.tally import COUNTERS, GAUGES, Report, Sample, Tally, Telling, merge
 
 SAMPLE = Sample(0.1, 64, 1)
 
@@ -74,3 +74,14 @@ def test_merging_leaves_its_inputs_alone():
     merge([report, report])
 
     assert report == Report({"loads": 1}, {"leases_held": 5.0}, [SAMPLE])
+
+
+def test_what_tells_keeps_nothing():
+    """Each number once, and at once."""
+    told = []
+    tally = Telling(told.append)
+    tally.count("pushes", 2)
+    tally.moved(SAMPLE)
+
+    assert told == [Report(counters={"pushes": 2}), Report(transfers=[SAMPLE])]
+    assert not tally.take()

@@ -22,7 +22,7 @@ from xpyd_connector.core.messages import (
 )
 from xpyd_connector.core.ports import Ended, Failed, Lost, Met, Outcome, Received
 from xpyd_connector.core.shipping import LINGER_INTERVAL, POLL_INTERVAL
-from xpyd_connector.core.tally import Tally
+from xpyd_connector.core.tally import Tally, Telling, merge
 from xpyd_connector.core.writer import Writer
 from xpyd_connector.core.writings import TRANSITIONS, Gone, Piece, Writing, WritingEvent, WritingState
 from xpyd_connector.errors import IllegalTransition, TransferError
@@ -80,8 +80,8 @@ class Mover:
 class Desk:
     """A writer, and everybody it talks to."""
 
-    def __init__(self):
-        self.link, self.mover, self.tally, self.now = Link(), Mover(), Tally(), 0.0
+    def __init__(self, link=None, tally=None):
+        self.link, self.mover, self.tally, self.now = link or Link(), Mover(), tally or Tally(), 0.0
         self.writer = Writer(
             self.link,
             self.mover,
@@ -176,6 +176,26 @@ def test_what_is_computed_first_is_written_when_somebody_asks(desk):
 
     assert desk.said() == [Written(D, R)]
     assert len(desk.tally.take().transfers) == 1
+
+
+def test_what_was_moved_is_told_before_the_scheduler_hears_of_it():
+    """It takes a step then, perhaps the last one for long, and vLLM collects the workers' numbers with a step."""
+    told, told_by_then = [], []
+
+    class Watched(Link):
+        def send(self, conn, message):
+            super().send(conn, message)
+            told_by_then.append((message, merge(told)))
+
+    desk = Desk(Watched(), Telling(told.append))
+    desk.arrive()
+    desk.compute(4, 5, last=True)
+    desk.assign(1, 2)
+    desk.end(0)
+
+    message, report = told_by_then[-1]
+    assert message == Written(D, R)
+    assert (len(report.transfers), report.counters["pushes"]) == (1, 1)
 
 
 def test_who_asks_first_gets_it_as_it_is_computed(desk):

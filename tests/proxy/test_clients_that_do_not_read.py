@@ -62,6 +62,17 @@ async def small(port, request=b""):
         yield sock
 
 
+@asynccontextmanager
+async def asked(way, act, *, stream):
+    """A router, a decode engine that answers so, and a client that has asked and not read."""
+    async with (
+        reciting({"prefill": (), "decode": (act,)}, ONE_EACH) as cast,
+        routing(cast, way | {"client_timeout_s": PATIENCE_S}) as (port, settled),
+        small(port, post(text(stream=stream), JSON)) as sock,
+    ):
+        yield cast, port, settled, sock
+
+
 async def read_on(sock):
     """Read until nothing comes any more; return how much came, and whether it was all of an answer."""
     received, piece = 0, b"begun"
@@ -83,13 +94,7 @@ def test_a_client_that_reads_nothing_is_hung_up_on(run, way, act, stream, caplog
     caplog.set_level(logging.INFO, "xpyd_proxy")
 
     async def scene():
-        acts = {"prefill": (), "decode": (act,)}
-        options = way | {"client_timeout_s": PATIENCE_S}
-        async with (
-            reciting(acts, ONE_EACH) as cast,
-            routing(cast, options) as (port, settled),
-            small(port, post(text(stream=stream), JSON)) as sock,
-        ):
+        async with asked(way, act, stream=stream) as (cast, port, settled, sock):
             start = time.monotonic()
             await until(lambda: "has read nothing" in caplog.text)
             waited = time.monotonic() - start
@@ -118,13 +123,7 @@ def test_a_client_that_reads_slowly_gets_everything(run, way):
     """As long as it reads something now and then."""
 
     async def scene():
-        acts = {"prefill": (), "decode": (FLOOD,)}
-        options = way | {"client_timeout_s": PATIENCE_S}
-        async with (
-            reciting(acts, ONE_EACH) as cast,
-            routing(cast, options) as (port, _),
-            small(port, post(text(stream=True), JSON)) as sock,
-        ):
+        async with asked(way, FLOOD, stream=True) as (_, _, _, sock):
             begun = 0
             for _ in range(12):
                 await asyncio.sleep(PATIENCE_S / 4)

@@ -67,14 +67,16 @@ class Cast:
 
     def idle_at(self, role: str) -> int:
         """Return the file descriptor of the one connection to the one engine of a role."""
-        ports = [int(at.rpartition(":")[2]) for at in self.at[role]]
-        (writer,) = [one for one in self.open if one.get_extra_info("sockname")[1] in ports]
+        (writer,) = self._open_at(role)
         return writer.get_extra_info("socket").fileno()
 
     def connections(self, role: str) -> int:
         """How many connections engines of a role have."""
+        return len(self._open_at(role))
+
+    def _open_at(self, role: str) -> list[asyncio.StreamWriter]:
         ports = {int(at.rpartition(":")[2]) for at in self.at[role]}
-        return sum(writer.get_extra_info("sockname")[1] in ports for writer in self.open)
+        return [writer for writer in self.open if writer.get_extra_info("sockname")[1] in ports]
 
     async def serve(self, name: str, role: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the requests of one connection."""

@@ -283,10 +283,7 @@ class Passenger:
 
     def _head(self, content_type: bytes, more: bytes, status: int = 200) -> bytes:
         journey = self._journey
-        if journey.client_id is None:
-            ids = f"x-request-id: {journey.request_id}\r\n"
-        else:
-            ids = "".join([f"{name}: {value}\r\n" for name, value in journey.id_headers().items()])
+        ids = "".join([f"{name}: {value}\r\n" for name, value in journey.id_headers().items()])
         timing = journey.server_timing()
         said = f"{ids}server-timing: {timing}\r\n" if timing else ids
         framing = b"" if more else b"transfer-encoding: chunked\r\n"

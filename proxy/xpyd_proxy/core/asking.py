@@ -1,5 +1,6 @@
 """What the choice of engines gets to know of a request."""
 
+from functools import lru_cache
 from typing import Final
 
 from xpyd_proxy.core.model import Ask, Call, Errand, Headers
@@ -7,6 +8,8 @@ from xpyd_proxy.core.raw_json import NULL, Fields, maybe
 from xpyd_proxy.core.routing import PROMPTS
 
 _PREFIX: Final = 16 * 1024  # bytes of a prompt that are shown
+_MODELS_MOST: Final = 256
+_MODEL_BYTES: Final = 256  # of a name that is remembered
 
 
 def ask_of_call(call: Call) -> Ask:
@@ -20,22 +23,15 @@ def ask_of_errand(errand: Errand) -> Ask:
     return Ask(errand.model, _session(errand.headers), rank=errand.rank)
 
 
-_MODELS: Final[dict[bytes, str | None]] = {}  # the same few, in nearly all requests
-_MODELS_MOST: Final = 256
-_MODEL_BYTES: Final = 256  # of a name that is remembered
-
-
 def model_of(fields: Fields) -> str | None:
     """Return the model that a body names; None if it leaves that to the engine, or names it in an odd way."""
     raw = bytes(fields.get("model", NULL))
-    if raw in _MODELS:
-        return _MODELS[raw]
-    model = maybe(raw, str)
-    if len(raw) <= _MODEL_BYTES:
-        if len(_MODELS) >= _MODELS_MOST:
-            _MODELS.clear()
-        _MODELS[raw] = model
-    return model
+    return _known_model(raw) if len(raw) <= _MODEL_BYTES else maybe(raw, str)
+
+
+@lru_cache(maxsize=_MODELS_MOST)  # the same few, in nearly all requests
+def _known_model(raw: bytes) -> str | None:
+    return maybe(raw, str)
 
 
 def _session(headers: Headers) -> str | None:

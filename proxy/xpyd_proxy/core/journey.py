@@ -65,11 +65,6 @@ class Journey(msgspec.Struct):
         """What is unusual about the way of the request; None: one leg followed the other."""
         return f"solo: {self.solo}" if self.solo else self.push
 
-    @property
-    def has_notes(self) -> bool:
-        """Tell whether there is anything to say of it beyond where it went."""
-        return bool(self.client_id or self.solo or self.push or self.retries or self.late or self.fault)
-
     def says(self, piece: bytes) -> None:
         """Remember the end of the answer: of one whose legs went out at once it tells something (core/arrival.py)."""
         self.before, self.last = self.last, piece
@@ -86,7 +81,7 @@ class Journey(msgspec.Struct):
 
     def server_timing(self) -> str:
         """Return the value of the Server-Timing header; durations are milliseconds."""
-        entries = [_entry("retry", str(retry), retry.visit.ms) for retry in self.retries] if self.retries else []
+        entries = [_entry("retry", str(retry), retry.visit.ms) for retry in self.retries]
         if route := self.route:
             entries.append(_entry("route", route, None))
         for name, visit in (("prefill", self.prefill), ("decode", self.decode)):
@@ -140,8 +135,6 @@ def facts(journey: Journey, outcome: Outcome) -> Mapping[str, object]:
         "status": outcome.status,
         "ms": round(outcome.seconds * 1000, 1),
     }
-    if not journey.has_notes:
-        return always
     notes = (
         ("client_id", journey.client_id),
         ("solo", journey.solo and str(journey.solo)),
@@ -150,7 +143,7 @@ def facts(journey: Journey, outcome: Outcome) -> Mapping[str, object]:
         ("late", journey.late),
         ("fault", journey.fault),
     )
-    always.update((name, note) for name, note in notes if note)
+    always.update({name: note for name, note in notes if note})
     return always
 
 

@@ -255,12 +255,9 @@ class Ride:
 
     def _leave_prefill(self, came: float) -> None:
         """The prefill leg has ended well, and the decode leg is about to be sent."""
-        of, visit = self._of, self._journey.prefill
+        of = self._of
         self._handed_over = came
-        seconds = came - self._start
-        if visit is not None:
-            visit.ms = seconds * 1000
-        of.sight.later.add(of.handed_over, self, seconds, came, of.clock())
+        of.sight.later.add(of.handed_over, self, self._note_time(came), came, of.clock())
         of.fleet.leave(self.prefill, self.request)
 
     # The decode leg
@@ -316,9 +313,9 @@ class Ride:
 
     def _begun(self, counted: int | None) -> None:
         """The decode engine has begun to answer, and well."""
-        of = self._of
+        of, now = self._of, self._of.clock()
         of.sight.legs.promise(self.decode.id)
-        self._answered(self._journey.decode)
+        of.sight.later.add(of.proved, self, self.decode, self._note_time(now), now)
         self._hear(counted)
 
     def _hear(self, counted: int | None) -> None:
@@ -348,7 +345,7 @@ class Ride:
 
     def _stop(self, error: LegFailed | OutOfTime) -> None:
         sent = self.phase is Phase.FIRST and self._told.is_sent
-        self._note_time()
+        self._note_time(self._of.clock())
         self._end_leg()
         due = None if self._handover is None else self._handed_over + self._patience.handoff_s
         stop = Stop(self.prefill, self.decode, error, self._handover, due, sent)
@@ -370,7 +367,7 @@ class Ride:
         if self.phase is Phase.OVER:
             return
         if self.phase is not Phase.STREAM:
-            self._note_time()
+            self._note_time(self._of.clock())
         told, handover = self._told, self._handover
         unsent = self.phase is Phase.FIRST and not told.is_sent
         self._end_leg()
@@ -445,17 +442,13 @@ class Ride:
         except EngineError as error:
             self._leg_failed(error)
 
-    def _answered(self, visit: Visit | None) -> None:
-        of, now = self._of, self._of.clock()
+    def _note_time(self, now: float) -> float:
+        """Note how long the leg under way has taken until now, and return it in seconds."""
+        visit = self._journey.prefill if self.phase is Phase.PREFILL else self._journey.decode
         seconds = now - self._start
         if visit is not None:
             visit.ms = seconds * 1000
-        of.sight.later.add(of.proved, self, self.at, seconds, now)
-
-    def _note_time(self) -> None:
-        visit = self._journey.prefill if self.phase is Phase.PREFILL else self._journey.decode
-        if visit is not None:
-            visit.ms = (self._of.clock() - self._start) * 1000
+        return seconds
 
     def _end_leg(self) -> float:
         """Tell that the leg is over, and return when."""

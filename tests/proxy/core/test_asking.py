@@ -50,8 +50,9 @@ def test_the_names_of_models_that_are_remembered_are_bounded():
     for number in range(asking._MODELS_MOST + 10):
         asked = ask_of_call(call_of(Api.CHAT, b'{"model":"m-%d"}' % number, headers=()))
         assert asked.model == f"m-{number}"
-    assert len(asking._MODELS) <= asking._MODELS_MOST
+    assert asking._known_model.cache_info().currsize <= asking._MODELS_MOST
 
+    looked_up = asking._known_model.cache_info()
     long = "m" * 1000
     assert ask_of_call(call_of(Api.CHAT, b'{"model":"%s"}' % long.encode(), headers=())).model == long
-    assert max(map(len, asking._MODELS)) <= asking._MODEL_BYTES
+    assert asking._known_model.cache_info() == looked_up

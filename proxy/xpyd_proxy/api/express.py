@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Self
 
-import msgspec
 from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE
 
 from xpyd_proxy.api.door import ANYBODY, cut_short
 from xpyd_proxy.api.hot import Platform
 from xpyd_proxy.api.incoming import PASSED_ON
+from xpyd_proxy.api.line import log_request
 from xpyd_proxy.api.problems import error_body
 from xpyd_proxy.api.showing import last_event
-from xpyd_proxy.api.tracking import BEGUN, log_request
+from xpyd_proxy.api.tracking import BEGUN
 from xpyd_proxy.core.admission import Ticket
 from xpyd_proxy.core.asking import ask_of_call
 from xpyd_proxy.core.dialect import check_wanted_now, parse
@@ -27,7 +27,7 @@ from xpyd_proxy.core.keys import Keyring, shown_key
 from xpyd_proxy.core.lifetime import Lifetime, Stage
 from xpyd_proxy.core.model import Api, Call, RequestId
 from xpyd_proxy.errors import BadRequest, ProxyError, TurnedAway
-from xpyd_proxy.relay.attempt import Attempt, Stop
+from xpyd_proxy.relay.attempt import Attempt, Left, Stop
 from xpyd_proxy.relay.gate import Gate
 from xpyd_proxy.relay.ride import Ride, Rides, Trip
 from xpyd_proxy.settings import ClientKvParams, Settings
@@ -36,15 +36,6 @@ LEFT: Final = "xpyd.left"  # in a scope: a Left
 _APIS: Final = {api.value: api for api in Api}
 _PLAIN_TYPES: Final[set[bytes]] = set()  # content types that may be sent
 _PLAIN_TYPES_MOST: Final = 64
-
-
-class Left(msgspec.Struct, frozen=True):
-    """A request that cannot go on the short way."""
-
-    call: Call
-    attempt: Attempt
-    stop: Stop
-    ticket: Ticket
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HEADER_RE, HEADER_VALUE_RE, Re
 
 from xpyd_proxy.api.patient import PatientProtocol
 from xpyd_proxy.api.problems import error_body
+from xpyd_proxy.api.usual import usual_request
 
 POURING: Final = "xpyd.pouring"  # in a scope: an Outlet for the body of the answer, once its head has been sent
 LEAVING: Final = "xpyd.leaving"  # in a scope: call it with what to do when the client hangs up, or with None
@@ -348,6 +349,7 @@ class _HotProtocol(PatientProtocol):
 
     _taken: list[tuple[bytes, bytes]]  # the headers of the request that was taken last
     _busy = False  # a request has begun to come, or is being answered
+    _within = False  # the parser has some of a request, and not all of it
     _idle_since = 0.0  # on the loop's clock
     _idle_timer: asyncio.TimerHandle | None = None
     _intake: _Intake | None = None  # of the request that is being read
@@ -356,9 +358,28 @@ class _HotProtocol(PatientProtocol):
     _exchange: _Exchange | None = None  # of the request that is being read
     _latest: _Exchange | Aboard | None = None  # it may still be answered while requests behind it are read
 
+    def data_received(self, data: bytes) -> None:
+        """Take a request that is here all at once and is a usual one; the parser reads all others."""
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        if self._within or self.express is None or not (cycle is None or cycle.response_complete):
+            super().data_received(data)
+            return
+        usual = usual_request(data, self.hot_urls)
+        if usual is None:
+            super().data_received(data)
+            return
+        self._unset_keepalive_if_required()
+        self.on_message_begin()
+        path, self.headers, body = usual
+        intake = _Intake(path, keep_alive=True)
+        intake.parts, intake.size = [body], len(body)
+        self._exchange, self.cycle = None, cast("Any", intake)
+        self._within = False
+        self._take(intake)
+
     def on_message_begin(self) -> None:
         """Begin a request; what only the application needs is made when it needs it."""
-        self._busy = True
+        self._busy = self._within = True
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
@@ -449,6 +470,7 @@ class _HotProtocol(PatientProtocol):
 
     def on_message_complete(self) -> None:
         """Have it served."""
+        self._within = False
         exchange, intake = self._exchange, self._intake
         if intake is not None:
             self._take(intake)

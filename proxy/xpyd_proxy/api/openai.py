@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from starlette.types import Receive, Scope, Send
 
 from xpyd_proxy.api.door import caller_of
-from xpyd_proxy.api.express import LEFT, Left
+from xpyd_proxy.api.express import LEFT
 from xpyd_proxy.api.hot import POURING, Outlet
 from xpyd_proxy.api.incoming import passed_on, rank_of, read_body, require_json, until_hung_up
 from xpyd_proxy.api.showing import show
@@ -15,6 +15,7 @@ from xpyd_proxy.core.journey import Journey
 from xpyd_proxy.core.model import Api, Call
 from xpyd_proxy.core.urgency import priority_of
 from xpyd_proxy.relay import Relay
+from xpyd_proxy.relay.attempt import Left
 from xpyd_proxy.relay.gate import Gate, Turn
 from xpyd_proxy.settings import ClientKvParams, Settings
 

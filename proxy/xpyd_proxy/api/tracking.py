@@ -1,7 +1,6 @@
 """What every /v1 request gets, whatever becomes of it: an id, its route in the headers, one line in the log."""
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
@@ -9,17 +8,14 @@ from typing import Final, TypeAlias
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from xpyd_proxy.api.line import log_request
 from xpyd_proxy.core.endpoints import ENDPOINTS
-from xpyd_proxy.core.journey import HUNG_UP, Journey, Outcome, client_id, facts
+from xpyd_proxy.core.journey import HUNG_UP, Journey, Outcome, client_id
 from xpyd_proxy.core.model import Headers, Push, RequestId
-from xpyd_proxy.io.logs import note
 
 _BUG: Final = 500
 _KEY: Final = "xpyd.journey"
 BEGUN: Final = "xpyd.begun"  # in a scope: when a request began that has come the short way so far, and its journey
-_PLAIN: Final = ("id", "path", "prefill", "decode", "status", "ms")  # these stand in the line without quotes
-_USUAL: Final = " ".join([f"{name}=%s" for name in _PLAIN])
-logger = logging.getLogger(__name__)
 
 # Is entered with a request and told how it ended; what it gives back must not raise.
 Following: TypeAlias = Callable[[Journey, str, Headers], AbstractContextManager[Callable[[Outcome], None]]]
@@ -125,31 +121,6 @@ class Tracking:
                 ended(outcome)
                 self._finished(journey, outcome)
                 log_request(journey, outcome)
-
-
-def log_request(journey: Journey, outcome: Outcome) -> None:
-    """Write the line of a request that is over."""
-    if logger.isEnabledFor(logging.INFO):
-        note(logger, facts(journey, outcome), _text)
-
-
-def _text(found: Mapping[str, object]) -> str:
-    """Write the facts; nearly always there are only the plain ones, and one look at all of them is enough."""
-    if len(found) == len(_PLAIN):
-        line = _USUAL % tuple(["-" if value is None else value for value in found.values()])
-        if line.isascii() and line.isprintable() and "\\" not in line:
-            return line
-    return " ".join([_pair(name, value) for name, value in found.items()])
-
-
-def _pair(name: str, value: object) -> str:
-    """Write one fact; a line break in a path or a note stays on its line."""
-    if name not in _PLAIN:
-        return f"{name}={value!r}"
-    text = "-" if value is None else str(value)
-    if not (text.isascii() and text.isprintable()) or "\\" in text:
-        text = text.encode("unicode_escape").decode()
-    return f"{name}={text}"
 
 
 def _client_id(scope: Scope) -> str | None:

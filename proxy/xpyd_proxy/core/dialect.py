@@ -8,7 +8,7 @@ the last value counts, as it does in vLLM, and only that one is sent on: both en
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -26,6 +26,7 @@ from xpyd_proxy.core.raw_json import (
     maybe,
     text,
 )
+from xpyd_proxy.core.said import KvParams, Naming, PrefillAnswer
 from xpyd_proxy.errors import BadRequest, EngineError
 
 _ONE: Final = msgspec.Raw(b"1")
@@ -59,27 +60,6 @@ _PRIVATE_IN_FORM: Final = re.compile(rb'name\s*=\s*"?(kv_transfer_params|ec_tran
 _ENCODED_NAME: Final = re.compile(rb"content-disposition[^\r\n]*[;\s]name\s*\*", re.IGNORECASE)  # RFC 2231
 # Without one of these vLLM 0.32 dies on an assertion or a KeyError, and with it every request it serves.
 _NEEDED: Final = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids")
-
-
-class _PrefillAnswer(msgspec.Struct):
-    """What we read of a prefill engine's answer."""
-
-    kv_transfer_params: msgspec.Raw = NULL
-    prompt_token_ids: msgspec.Raw = NULL
-
-
-_Text = Annotated[str, msgspec.Meta(min_length=1)]
-
-
-class _Params(msgspec.Struct):
-    """What all of _NEEDED are in the answers of vLLM 0.32."""
-
-    do_remote_prefill: bool
-    remote_engine_id: _Text
-    remote_request_id: _Text
-    remote_host: _Text
-    remote_port: int
-    remote_block_ids: msgspec.Raw
 
 
 def parse(body: bytes, *, strip_private: bool) -> Fields:
@@ -160,7 +140,7 @@ def with_tokens(kv_params: msgspec.Raw, answer: bytes) -> msgspec.Raw:
 
     vLLM takes the key out before anything else reads the parameters, which stay as they came.
     """
-    ids = decode(answer, _PrefillAnswer).prompt_token_ids
+    ids = decode(answer, PrefillAnswer).prompt_token_ids
     if ids == NULL:
         return kv_params
     return msgspec.Raw(bytes(kv_params).rstrip()[:-1] + b',"prompt_token_ids":' + bytes(ids) + b"}")
@@ -178,16 +158,25 @@ def release_body(fields: Fields, kv_params: msgspec.Raw) -> bytes:
     return encode({name: fields[name] for name in ("model",) if name in fields} | asked)
 
 
-def kv_params(prefill: InstanceId, answer: bytes) -> msgspec.Raw:
-    """Take the KV parameters out of a prefill engine's answer, unread but checked.
+class Given(NamedTuple):
+    """What a prefill engine's answer gives."""
+
+    params: msgspec.Raw  # the KV parameters, unread but checked
+    naming: Naming | None  # from those; None: not read yet
+    usage: msgspec.Raw
+
+
+def kv_params(prefill: InstanceId, answer: bytes) -> Given:
+    """Take the KV parameters out of a prefill engine's answer.
 
     Raises:
         EngineError: they are missing, or such that a decode engine would not survive them.
     """
     try:
-        found = decode(answer, _PrefillAnswer).kv_transfer_params
-        if _are_good(found):
-            return found
+        said = decode(answer, PrefillAnswer)
+        found = said.kv_transfer_params
+        if (good := _good(found)) is not None:
+            return Given(found, good, said.usage)
         params = decode(found, Fields)
         missing = [name for name in _NEEDED if _is_empty(params.get(name, NULL))]
     except NotJson as exc:
@@ -196,13 +185,13 @@ def kv_params(prefill: InstanceId, answer: bytes) -> msgspec.Raw:
         raise EngineError(f"{prefill} kept no KV cache for this request: do_remote_prefill is not true")
     if missing:
         raise EngineError(f"{prefill} left out of its kv_transfer_params: {', '.join(missing)}")
-    return found
+    return Given(found, None, said.usage)
 
 
-def _are_good(params: msgspec.Raw) -> bool:
+def _good(params: msgspec.Raw) -> KvParams | None:
     """Recognise parameters as all engines send them; others may be good as well, and need a closer look."""
-    found = maybe(params, _Params)
-    return found is not None and found.do_remote_prefill and not _is_empty(found.remote_block_ids)
+    found = maybe(params, KvParams)
+    return None if found is None or not found.do_remote_prefill or _is_empty(found.remote_block_ids) else found
 
 
 def _is_empty(value: msgspec.Raw) -> bool:

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import Final
 
-import msgspec
-
 from xpyd_proxy.core.model import RequestId
 from xpyd_proxy.core.retries import Failure
+from xpyd_proxy.core.said import Verdict
 from xpyd_proxy.core.window import Window
 
 # What is held against it, said of the request.
@@ -116,15 +115,6 @@ class Limits:
     rest_s: float = 5.0  # seconds before the first trial; twice as long after each trial that fails
     rest_most_s: float = 60.0
     claim_s: float = 30.0  # seconds that a trial may take to begin before another request may be the trial
-
-
-class Verdict(msgspec.Struct, frozen=True, array_like=True):
-    """What one worker has come to believe of an engine, for the others."""
-
-    at: float  # seconds, of the clock that all processes of a machine have in common
-    is_broken: bool  # else it is well again
-    why: str
-    rest_s: float = 0.0  # for how long it rests, if it is broken
 
 
 @dataclass(slots=True)

@@ -2,10 +2,8 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
-
-import msgspec
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 from xpyd_proxy.core.model import InstanceId, Push, RequestId, Role, Solo
 from xpyd_proxy.core.word import Word
@@ -14,7 +12,8 @@ _CLIENT_ID: Final = re.compile(rb"[!-~]{1,128}")
 HUNG_UP = 499  # nginx's status for a client that closed the connection before it was answered
 
 
-class Visit(msgspec.Struct):
+@dataclass(slots=True)
+class Visit:
     """A stay at one engine; ``ms`` stays None until its answer begins or it fails."""
 
     instance: InstanceId
@@ -33,7 +32,8 @@ class Retry:
         return f"{self.visit.instance} {self.reason}"
 
 
-class Journey(msgspec.Struct):
+@dataclass(slots=True)
+class Journey:
     """Filled in as the request travels; the source of the response headers and of the log line."""
 
     request_id: RequestId
@@ -41,7 +41,7 @@ class Journey(msgspec.Struct):
     push: Push | None = None
     prefill: Visit | None = None
     decode: Visit | None = None
-    retries: list[Retry] = []
+    retries: list[Retry] = field(default_factory=list[Retry])
     answered: bool = False  # all of it is with the client; what still happens is tidying up
     fault: str | None = None  # what went wrong, for the log
     late: str | None = None  # what went wrong with the prefill leg after the answer had begun, for the log
@@ -100,7 +100,7 @@ class Ending(Word):
     HUNG_UP = "hung_up"  # the client left first
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class Outcome(NamedTuple):
     """What became of a request."""
 
     path: str
@@ -135,6 +135,8 @@ def facts(journey: Journey, outcome: Outcome) -> Mapping[str, object]:
         "status": outcome.status,
         "ms": round(outcome.seconds * 1000, 1),
     }
+    if not (journey.client_id or journey.solo or journey.push or journey.retries or journey.late or journey.fault):
+        return always
     notes = (
         ("client_id", journey.client_id),
         ("solo", journey.solo and str(journey.solo)),

@@ -6,7 +6,7 @@ from enum import StrEnum, auto
 from typing import Final
 
 from xpyd_proxy.core.model import InstanceId
-from xpyd_proxy.core.push import Coordinates
+from xpyd_proxy.core.said import Coordinates
 
 
 class State(StrEnum):

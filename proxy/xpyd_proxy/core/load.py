@@ -4,27 +4,15 @@ vLLM reports its load with every prefill answer (``endpoint-load-metrics``, the 
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Final
-
-import msgspec
+from typing import Final
 
 from xpyd_proxy.core.model import RequestId
 from xpyd_proxy.core.raw_json import NotJson, decode
+from xpyd_proxy.core.said import Orca
 
 ASK_FOR_REPORT: Final = (b"endpoint-load-metrics-format", b"JSON")
 _PREFIX: Final = b"JSON "
 _MOST_BYTES: Final = 4096
-
-
-class _Named(msgspec.Struct):
-    """The two numbers that vLLM 0.32 sends; other ones are not read."""
-
-    num_requests_waiting: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
-    kv_cache_usage_perc: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
-
-
-class _Orca(msgspec.Struct):
-    named_metrics: _Named
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +76,7 @@ def read_report(header: bytes) -> Report | None:
     if len(header) > _MOST_BYTES or not header.startswith(_PREFIX):
         return None
     try:
-        found = decode(header[len(_PREFIX) :], _Orca).named_metrics
+        found = decode(header[len(_PREFIX) :], Orca).named_metrics
     except NotJson:
         return None
     return Report(found.num_requests_waiting, found.kv_cache_usage_perc)

@@ -21,9 +21,9 @@ OTHER: Final = "other"
 SPLIT: Final = "prefill first"  # the usual way: one leg after the other
 _WORDS: Final[Mapping[str, str]] = {failure.value: failure.name.lower() for failure in Failure}
 # Seconds. Legs and first tokens: from an idle engine with a short prompt to the longest prompts on a busy one.
-LONG: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+LONG: Final[tuple[float, ...]] = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 # The gap is the router's own doing, and the engines' lease on the KV cache is 30 s.
-SHORT: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 25.0)
+SHORT: Final[tuple[float, ...]] = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 25.0)
 
 
 @dataclass(slots=True)

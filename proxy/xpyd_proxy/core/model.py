@@ -7,6 +7,7 @@ import msgspec
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.raw_json import TRUE, Fields
+from xpyd_proxy.core.said import Coordinates
 from xpyd_proxy.core.word import Word
 
 InstanceId = NewType("InstanceId", str)
@@ -135,3 +136,11 @@ class Answer:
     content_type: str
     body: bytes
     load: bytes = b""  # its endpoint-load-metrics header: how busy the engine is; empty: it does not say
+
+
+class Handover(msgspec.Struct, frozen=True):
+    """What a prefill engine's answer is good for."""
+
+    params: msgspec.Raw  # for the decode leg that follows it
+    coordinates: Coordinates | None  # for later requests; None: this engine does not push
+    counted: int | None = None  # tokens of the prompt; None: it does not say

@@ -6,9 +6,10 @@ from typing import Final
 
 import msgspec
 
-from xpyd_proxy.core.health import State, Verdict
+from xpyd_proxy.core.health import State
 from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.registry import Member, Registry
+from xpyd_proxy.core.said import Verdict
 
 MOST: Final = 1000  # engines in one bulletin; what is beyond has less to say
 _WHY_MOST: Final = 100  # characters

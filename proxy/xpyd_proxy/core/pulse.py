@@ -49,7 +49,7 @@ class Ring:
     def __init__(self) -> None:
         self._seconds = [_Second() for _ in range(SPAN_S)]
 
-    def add(self, value: float = 0.0, *, failed: bool = False, now: float) -> None:
+    def add(self, value: float, *, now: float, failed: bool = False) -> None:
         """Count one event, and its value."""
         stamp = int(now)
         place = stamp % SPAN_S

@@ -9,20 +9,19 @@ on both are asked at once.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
 from xpyd_proxy.core import dialect
-from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
+from xpyd_proxy.core.model import Api, Handover, InstanceId, RequestId, TransferId
 from xpyd_proxy.core.raw_json import Fields, NotJson, decode, encode, text
+from xpyd_proxy.core.said import Coordinates, DecodeParams, Naming
+from xpyd_proxy.core.usage import counted
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.settings import Mode
 
 _T = TypeVar("_T")
-_Text = Annotated[str, msgspec.Meta(min_length=1)]
-_Size = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
-_Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class TransferMode(StrEnum):
@@ -48,34 +47,6 @@ MANNERS: Final[Mapping[Mode, Manner]] = {
 }
 
 
-class Coordinates(msgspec.Struct, frozen=True):
-    """Where a decode engine finds the prefill engine; vLLM dies of some of these if they are missing or odd."""
-
-    remote_engine_id: _Text
-    remote_host: _Text
-    remote_port: _Port
-    tp_size: _Size
-    pp_size: _Size = 1
-    dcp_size: _Size = 1
-
-
-class _Said(msgspec.Struct):
-    """What else we read in an answer."""
-
-    remote_request_id: _Text
-    transfer_mode: str | None = None
-
-
-class _DecodeParams(Coordinates, frozen=True, kw_only=True):
-    """What a decode engine is told."""
-
-    remote_request_id: str
-    transfer_id: str
-    transfer_mode: str = TransferMode.PUSH.value
-    do_remote_prefill: bool = True
-    do_remote_decode: bool = False
-
-
 # The engines put these around our X-Request-Id, and a suffix of their own behind it.
 _NAMES: Final[Mapping[Api, str]] = {
     Api.COMPLETIONS: "cmpl-{}-0",
@@ -83,13 +54,6 @@ _NAMES: Final[Mapping[Api, str]] = {
     Api.RESPONSES: "resp_{}_0",  # from the body's request_id
     Api.MESSAGES: "chatcmpl-{}",
 }
-
-
-class Handover(msgspec.Struct, frozen=True):
-    """What a prefill engine's answer is good for."""
-
-    params: msgspec.Raw  # for the decode leg that follows it
-    coordinates: Coordinates | None  # for later requests; None: this engine does not push
 
 
 def transfer_of(request: RequestId) -> TransferId:
@@ -105,7 +69,12 @@ def known_as(api: Api, request: RequestId) -> str:
 def decode_params(coordinates: Coordinates, api: Api, request: RequestId) -> msgspec.Raw:
     """Return what a decode engine is told before its prefill engine has answered."""
     found = msgspec.structs.asdict(coordinates)
-    params = _DecodeParams(**found, remote_request_id=known_as(api, request), transfer_id=transfer_of(request))
+    params = DecodeParams(
+        **found,
+        remote_request_id=known_as(api, request),
+        transfer_id=transfer_of(request),
+        transfer_mode=TransferMode.PUSH.value,
+    )
     return msgspec.Raw(msgspec.json.encode(params))
 
 
@@ -115,17 +84,17 @@ def handover(prefill: InstanceId, answer: bytes, api: Api, request: RequestId, m
     Raises:
         EngineError: it is such that a decode engine would not survive it, or would wait for ever.
     """
-    params = dialect.kv_params(prefill, answer)
-    said = _read(prefill, params, _Said)
+    params, said, usage = dialect.kv_params(prefill, answer)
+    said = said or _read(prefill, params, Naming)
     mode = manner.unsaid if said.transfer_mode is None else _mode(said.transfer_mode)
     if mode not in manner.accepted:
         raise EngineError(f"{prefill} does not push its KV cache, and this router was started with --mode push")
     if mode is TransferMode.PULL:
-        return Handover(params, None)
+        return Handover(params, None, counted(usage))
     if not _is_same(said.remote_request_id, known_as(api, request)):
         raise EngineError(f"{prefill} knows the request by another id than ours: it cannot push to a decode engine")
     named = decode(params, Fields) | {"transfer_id": text(transfer_of(request))}
-    return Handover(msgspec.Raw(encode(named)), _read(prefill, params, Coordinates))
+    return Handover(msgspec.Raw(encode(named)), _read(prefill, params, Coordinates), counted(usage))
 
 
 def _mode(said: str) -> TransferMode:

@@ -2,19 +2,12 @@
 
 from typing import Final
 
-import msgspec
-
 from xpyd_proxy.core.model import Answer, InstanceId
 from xpyd_proxy.core.raw_json import NotJson, decode
+from xpyd_proxy.core.said import ErrorBody
 from xpyd_proxy.errors import EngineBusy, EngineError, EngineFault, Refused
 
 BUSY: Final = frozenset({429, 503})  # statuses of an engine that lives and has no room
-
-
-class _ErrorBody(msgspec.Struct):
-    """An OpenAI-shaped error; vLLM's 401 has a bare string in it."""
-
-    error: dict[str, msgspec.Raw] | str
 
 
 def check_prefill(prefill: InstanceId, answer: Answer) -> None:
@@ -45,7 +38,7 @@ def _kind(answer: Answer) -> type[EngineError]:
 def is_openai_error(body: bytes) -> bool:
     """Tell an error that an OpenAI client understands from anything else."""
     try:
-        decode(body, _ErrorBody)
+        decode(body, ErrorBody)
     except NotJson:
         return False
     return True

@@ -124,7 +124,7 @@ class LiveFleet:
             member.life.released(request)
 
 
-class _Hold(AbstractContextManager[None]):
+class _Hold:
     """One slot at an engine."""
 
     __slots__ = ("_at", "_fleet")

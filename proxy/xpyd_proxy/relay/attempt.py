@@ -2,9 +2,9 @@
 
 import msgspec
 
+from xpyd_proxy.core.admission import Ticket
 from xpyd_proxy.core.journey import Journey
-from xpyd_proxy.core.model import Ask, Headers, Instance, Leg, RequestId, Role
-from xpyd_proxy.core.push import Handover
+from xpyd_proxy.core.model import Ask, Call, Handover, Headers, Instance, Leg, RequestId, Role
 from xpyd_proxy.core.retries import Chances, LegFailed
 from xpyd_proxy.core.rules import Patience
 from xpyd_proxy.core.usage import Comparison
@@ -72,3 +72,12 @@ class Stop(msgspec.Struct, frozen=True):
     handover: Handover | None = None  # what the prefill leg was good for; None: that is the leg that failed
     due: float | None = None  # when it is too late for the decode leg
     sent: bool = False  # the decode engine may have the decode leg
+
+
+class Left(msgspec.Struct, frozen=True):
+    """A request that cannot go on the short way."""
+
+    call: Call
+    attempt: Attempt
+    stop: Stop
+    ticket: Ticket

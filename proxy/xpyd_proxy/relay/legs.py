@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from xpyd_proxy.core.journey import Journey, Visit
-from xpyd_proxy.core.model import Answer, Instance, Leg
+from xpyd_proxy.core.model import Answer, Handover, Instance, Leg
 from xpyd_proxy.core.ports import Auditor, Engines, Stream, Watcher
 from xpyd_proxy.core.retries import LegFailed
 from xpyd_proxy.core.sse import WholeLines
@@ -19,8 +18,6 @@ from xpyd_proxy.relay.streaming import Streaming
 from xpyd_proxy.relay.waiting import at_most
 from xpyd_proxy.relay.watching import Watched
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True)
 class Legs:
@@ -31,7 +28,9 @@ class Legs:
     watchers: Sequence[Watcher] = ()
     auditors: Sequence[Auditor] = ()
 
-    async def prefill(self, attempt: Attempt, prefill: Instance, body: bytes, read: Callable[[Answer], T]) -> T:
+    async def prefill(
+        self, attempt: Attempt, prefill: Instance, body: bytes, read: Callable[[Answer], Handover]
+    ) -> Handover:
         """Get the prompt computed; ``read`` takes from the answer what it is good for, or raises."""
         visit = attempt.journey.prefill = Visit(prefill.id)
         with Watched(self.watchers, prefill, attempt.request, self.clock) as watched:
@@ -45,7 +44,7 @@ class Legs:
             finally:
                 visit.ms = (self.clock() - start) * 1000
             watched.answered()
-        attempt.counted.prefill = prompt_tokens(answer.body)
+        attempt.counted.prefill = found.counted
         self.compare(attempt, attempt.journey)
         return found
 

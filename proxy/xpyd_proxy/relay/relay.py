@@ -12,14 +12,15 @@ from xpyd_proxy.core import dialect, push
 from xpyd_proxy.core.asking import ask_of_call, ask_of_errand
 from xpyd_proxy.core.journey import Journey
 from xpyd_proxy.core.learned import Learned
-from xpyd_proxy.core.model import Answer, Call, Errand, Instance, InstanceId, Push, RequestId, Role, Solo
+from xpyd_proxy.core.model import Answer, Call, Errand, Handover, Instance, InstanceId, Push, RequestId, Role, Solo
 from xpyd_proxy.core.ports import Fleet, Pairing, RetryBudget, Slots, Uncounted, Unlimited, nothing
-from xpyd_proxy.core.push import Coordinates, Handover, Manner
+from xpyd_proxy.core.push import Manner
 from xpyd_proxy.core.raw_json import Fields, encode
 from xpyd_proxy.core.replay import Replay, can_resume, traced
 from xpyd_proxy.core.retries import Again, Chances, Failure, LegFailed
 from xpyd_proxy.core.routing import solo_reason
 from xpyd_proxy.core.rules import Rules
+from xpyd_proxy.core.said import Coordinates
 from xpyd_proxy.errors import Moved, NoInstance, OutOfTime
 from xpyd_proxy.relay.attempt import Attempt, Loan, Outline, Stop
 from xpyd_proxy.relay.legs import Legs

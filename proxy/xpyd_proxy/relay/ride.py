@@ -18,8 +18,7 @@ from typing import Final, NamedTuple, Protocol
 
 from xpyd_proxy.core.journey import Journey, Visit
 from xpyd_proxy.core.load import ASK_FOR_REPORT
-from xpyd_proxy.core.model import Answer, Ask, Call, Headers, Instance, InstanceId
-from xpyd_proxy.core.push import Handover
+from xpyd_proxy.core.model import Answer, Ask, Call, Handover, Headers, Instance, InstanceId
 from xpyd_proxy.core.retries import Chances, Failure, LegFailed, failure_of
 from xpyd_proxy.core.rules import Patience
 from xpyd_proxy.core.sse import WholeLines, error_status, first_data
@@ -87,6 +86,9 @@ class Phase(IntEnum):
     OVER = 3
 
 
+_PREFILL, _FIRST, _STREAM, _OVER = Phase  # looking a member up takes as long as a call
+
+
 @dataclass(slots=True)
 class Rides:
     """The rides under way, and what they are made with: one timer looks at the time of all of them."""
@@ -135,7 +137,7 @@ class Rides:
         now = self.now()
         try:
             for ride in self:
-                if ride.phase is not Phase.OVER:
+                if ride.phase is not _OVER:
                     ride.look(now)
         finally:
             if self._under_way and self._timer is None:
@@ -164,6 +166,8 @@ def _tick_s(patience: Patience) -> float:
 
 class Ride:
     """One request. Times named ``now`` are the event loop's; all others are those of the rides' clock."""
+
+    __deletable__ = ("_told",)  # mypyc wants to know
 
     __slots__ = (
         "_ask",
@@ -217,7 +221,7 @@ class Ride:
         self._start = 0.0  # of the leg that is under way
         self.at = self.prefill
         self.request = trip.journey.request_id
-        self.phase = Phase.PREFILL
+        self.phase = _PREFILL
 
     def set_off(self) -> None:
         """Send the prefill leg."""
@@ -245,9 +249,9 @@ class Ride:
             self._leg_failed(error)
             return
         self._handover = handover
-        self._counted = prompt_tokens(answer.body)
+        self._counted = handover.counted
         self._leave_prefill(came)
-        self.phase, self.at = Phase.FIRST, self.decode
+        self.phase, self.at = _FIRST, self.decode
         self._journey.decode = Visit(self.decode.id)
         seconds = self._patience.first_token_s if self._streams else None
         self._due = None if seconds is None else of.now() + seconds
@@ -274,7 +278,7 @@ class Ride:
 
     def begin_stream(self, content_type: bytes, lines: WholeLines, received: bytes, *, last: bool) -> None:
         """Show the beginning of a stream that has begun well."""
-        self.phase, self._heard = Phase.STREAM, True
+        self.phase, self._heard = _STREAM, True
         self._begun(prompt_tokens_in(received))
         shown = lines.feed(received)
         if lines.erred:
@@ -332,9 +336,9 @@ class Ride:
 
     def leg_failed(self, error: EngineError | Refused) -> None:
         """The leg under way has failed, and its connection is closed, or about to be."""
-        if self.phase is Phase.STREAM and isinstance(error, EngineError):
+        if self.phase is _STREAM and isinstance(error, EngineError):
             self._break_off(error)
-        elif self.phase is not Phase.OVER:
+        elif self.phase is not _OVER:
             self._leg_failed(error)
 
     def _leg_failed(self, error: EngineError | Refused) -> None:
@@ -344,7 +348,7 @@ class Ride:
         self._stop(failed)
 
     def _stop(self, error: LegFailed | OutOfTime) -> None:
-        sent = self.phase is Phase.FIRST and self._told.is_sent
+        sent = self.phase is _FIRST and self._told.is_sent
         self._note_time(self._of.clock())
         self._end_leg()
         due = None if self._handover is None else self._handed_over + self._patience.handoff_s
@@ -364,12 +368,12 @@ class Ride:
 
     def leave(self) -> None:
         """The client has hung up: drop what is under way."""
-        if self.phase is Phase.OVER:
+        if self.phase is _OVER:
             return
-        if self.phase is not Phase.STREAM:
+        if self.phase is not _STREAM:
             self._note_time(self._of.clock())
         told, handover = self._told, self._handover
-        unsent = self.phase is Phase.FIRST and not told.is_sent
+        unsent = self.phase is _FIRST and not told.is_sent
         self._end_leg()
         self._close()
         told.drop()
@@ -378,7 +382,7 @@ class Ride:
 
     def cut_off(self, error: Exception) -> None:
         """The router ends."""
-        if self.phase is not Phase.OVER:
+        if self.phase is not _OVER:
             rider = self._rider
             self.leave()
             rider.cut_off(error)
@@ -393,7 +397,7 @@ class Ride:
 
     def look(self, now: float) -> None:
         """See whether something has taken too long."""
-        if self.phase is Phase.STREAM and (self._heard or self._paused):
+        if self.phase is _STREAM and (self._heard or self._paused):
             self._heard = False
             self._due = None if self._patience.idle_s is None else now + self._patience.idle_s
         told = self._told
@@ -407,26 +411,26 @@ class Ride:
     def pause(self) -> None:
         """Let the engine wait: the client is slow, which is not held against the engine."""
         self._paused = True
-        if self.phase is Phase.STREAM:
+        if self.phase is _STREAM:
             self._told.hold()
 
     def resume(self) -> None:
         """Go on; the engine has its full time again."""
         self._paused, self._heard = False, True
-        if self.phase is Phase.STREAM:
+        if self.phase is _STREAM:
             self._told.go_on()
 
     def _late(self) -> str:
         patience = self._patience
-        if self.phase is Phase.PREFILL:
+        if self.phase is _PREFILL:
             return f"{self.at.id} did not answer within {patience.prefill_s:g} s"
-        if self.phase is Phase.FIRST:
+        if self.phase is _FIRST:
             return f"{self.at.id} sent no token within {patience.first_token_s:g} s"
         return f"{self.at.id} sent nothing for {patience.idle_s:g} s"
 
     def _out_of_time(self) -> None:
         seconds = self._patience.total_s(streams=self._streams)
-        if self.phase is Phase.STREAM:
+        if self.phase is _STREAM:
             self._break_off(OutOfTime(f"the stream was not complete within {seconds:g} s"))
         else:
             self._stop(OutOfTime(f"the request was not done within {seconds:g} s"))
@@ -444,7 +448,7 @@ class Ride:
 
     def _note_time(self, now: float) -> float:
         """Note how long the leg under way has taken until now, and return it in seconds."""
-        visit = self._journey.prefill if self.phase is Phase.PREFILL else self._journey.decode
+        visit = self._journey.prefill if self.phase is _PREFILL else self._journey.decode
         seconds = now - self._start
         if visit is not None:
             visit.ms = seconds * 1000
@@ -465,7 +469,7 @@ class Ride:
         return Attempt(outline, self._journey, chances, self._patience, self._ends_at, self.request)
 
     def _close(self) -> None:
-        self.phase = Phase.OVER
+        self.phase = _OVER
         self._of.fleet.leave(self.decode, self.request)
         self._of.over(self)
         del self._told  # they hold each other

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.facts import Facts
-from xpyd_proxy.core.health import Limits, State, Verdict
+from xpyd_proxy.core.health import Limits, State
 from xpyd_proxy.core.learned import Learned
 from xpyd_proxy.core.load import Report
 from xpyd_proxy.core.model import Ask, InstanceId, RequestId, Role
@@ -20,9 +20,10 @@ from xpyd_proxy.core.policies.power_of_two import PowerOfTwo
 from xpyd_proxy.core.policies.prefix import Prefix
 from xpyd_proxy.core.policies.round_robin import RoundRobin
 from xpyd_proxy.core.policies.session import Session
-from xpyd_proxy.core.push import Coordinates, TransferMode
+from xpyd_proxy.core.push import TransferMode
 from xpyd_proxy.core.registry import Registry
 from xpyd_proxy.core.retries import Failure
+from xpyd_proxy.core.said import Coordinates, Verdict
 from xpyd_proxy.errors import ProxyError
 from xpyd_proxy.io.fleet import LiveFleet, Loads
 

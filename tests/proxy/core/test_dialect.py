@@ -146,7 +146,7 @@ def write(pairs):
 def test_decode_gets_the_clients_values_byte_for_byte(pairs):
     """Big integers, floats beyond range, escapes and unknown fields included; names keep their order."""
     text = b'{"kv_transfer_params":' + json.dumps(PARAMS).encode() + b"}"
-    made = decode_body(parse(write(pairs), strip_private=False), kv_params(P, text))
+    made = decode_body(parse(write(pairs), strip_private=False), kv_params(P, text).params)
     fields = msgspec.json.decode(made, type=dict[str, msgspec.Raw])
 
     carried = fields.pop("kv_transfer_params")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from xpyd_proxy.core.learned import TRANSITIONS, Event, Learned, State
 from xpyd_proxy.core.model import InstanceId
-from xpyd_proxy.core.push import Coordinates
+from xpyd_proxy.core.said import Coordinates
 
 P, Q = InstanceId("prefill-0"), InstanceId("prefill-1")
 

@@ -67,8 +67,8 @@ def test_instances_that_are_gone_are_forgotten():
     """In a fleet that breathes there is no end of them."""
     pulse = Pulse()
     for name in ("decode-0", "decode-1"):
-        pulse.legs[InstanceId(name)].add(now=1.0)
-        pulse.answers[InstanceId(name)].add(now=1.0)
+        pulse.legs[InstanceId(name)].add(0.0, now=1.0)
+        pulse.answers[InstanceId(name)].add(0.0, now=1.0)
     pulse.keep(frozenset({InstanceId("decode-1"), InstanceId("decode-2")}))
 
     assert list(pulse.legs) == list(pulse.answers) == ["decode-1"]

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from xpyd_proxy.core.model import Api, InstanceId, RequestId
-from xpyd_proxy.core.push import MANNERS, Coordinates, decode_params, handover, known_as, transfer_of
+from xpyd_proxy.core.push import MANNERS, decode_params, handover, known_as, transfer_of
+from xpyd_proxy.core.said import Coordinates
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.settings import Mode
 

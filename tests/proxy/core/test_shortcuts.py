@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from xpyd_proxy.core import routing
 from xpyd_proxy.core.learned import Learned, State
 from xpyd_proxy.core.model import Api, InstanceId
-from xpyd_proxy.core.push import Coordinates
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.core.routing import solo_reason
+from xpyd_proxy.core.said import Coordinates
 from xpyd_proxy.core.sse import error_status, first_data
 from xpyd_proxy.core.usage import prompt_tokens, prompt_tokens_in
 

@@ -11,9 +11,10 @@ from xpyd_proxy.core.model import RequestId, Role
 from xpyd_proxy.core.pairing import Pairs
 from xpyd_proxy.core.policies.least_loaded import LeastLoaded
 from xpyd_proxy.core.policies.round_robin import RoundRobin
-from xpyd_proxy.core.push import Coordinates, TransferMode
+from xpyd_proxy.core.push import TransferMode
 from xpyd_proxy.core.registry import Registry
 from xpyd_proxy.core.retries import Failure
+from xpyd_proxy.core.said import Coordinates
 from xpyd_proxy.io.fleet import LiveFleet, Loads
 
 R = RequestId("r")

@@ -43,9 +43,13 @@ class Owner(Protocol):
         ...
 
 
-class Connection(asyncio.Protocol):
-    """Sends one request at a time, and hands what comes back to its Reply."""
+class Connection:
+    """Sends one request at a time, and hands what comes back to its Reply. To the event loop it is an asyncio.Protocol.
 
+    It is not derived from that class: mypyc would not clear weak references to what is.
+    """
+
+    __deletable__ = ("_parser",)  # mypyc wants to know
     _transport: asyncio.Transport  # nobody gets the connection before it has one
 
     def __init__(self, address: Address, owner: Owner) -> None:
@@ -179,8 +183,7 @@ class Connection(asyncio.Protocol):
         """Forget a connection that nobody has got, whether or not the event loop will tell its end."""
         if hasattr(self, "_transport"):
             self.abort()
-        self._owner.closed(self)
-        vars(self).pop("_parser", None)
+        self._closed()
 
     async def _may_write(self, reply: Reply) -> bool:
         while self._paused and self._usable and not reply.complete:
@@ -267,8 +270,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Note that it is over."""
         self._end(exc)
-        self._owner.closed(self)
-        vars(self).pop("_parser", None)  # the two hold each other, and would wait for the garbage collector
+        self._closed()
 
     def pause_writing(self) -> None:
         """Write no more for now."""
@@ -299,6 +301,11 @@ class Connection(asyncio.Protocol):
         self._parsing = False
         reply.ended()
         self._wake_writer()
+
+    def _closed(self) -> None:
+        self._owner.closed(self)
+        if hasattr(self, "_parser"):
+            del self._parser  # the two hold each other, and would wait for the garbage collector
 
     def _unasked(self) -> None:
         """Drop a connection on which something comes that nobody asked for; an answer is never made of it."""

@@ -3,7 +3,7 @@
 import asyncio
 import ssl
 from contextlib import suppress
-from typing import Final
+from typing import Final, cast
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.model import Instance, InstanceId
@@ -162,22 +162,20 @@ class Pool:
     async def _connect(self, address: Address) -> Connection:
         made: list[Connection] = []
 
-        def protocol() -> Connection:
+        def protocol() -> asyncio.Protocol:
             made.append(Connection(address, self))
-            return made[-1]
+            return cast("asyncio.Protocol", made[-1])
 
         tls = self._context() if address.scheme == "https" else None
         name = address.host if tls is not None else None
         loop = asyncio.get_running_loop()
         try:
-            _, connection = await loop.create_connection(
-                protocol, address.host, address.port, ssl=tls, server_hostname=name
-            )
+            await loop.create_connection(protocol, address.host, address.port, ssl=tls, server_hostname=name)
         except BaseException:
             for connection in made:  # uvloop closes a socket that was opened for nobody, and tells its protocol nothing
                 connection.dismiss()
             raise
-        return connection
+        return made[-1]
 
     def _context(self) -> ssl.SSLContext:
         if self._tls is None:

@@ -1,0 +1,59 @@
+"""Compiles what every request and every token goes through, with mypyc: the same modules, as C.
+
+A wheel is plain Python unless it is asked for: ``HATCH_BUILD_HOOK_ENABLE_CUSTOM=true pip wheel .`` needs a C compiler
+and two minutes. The sources are in the wheel all the same, beside what was made of them. See docs/performance.md.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+_PACKAGE = Path("proxy", "xpyd_proxy")
+
+
+class CompileHook(BuildHookInterface):  # type: ignore[type-arg]
+    """Puts compiled modules into a wheel; an editable installation has none, for they would hide what is edited."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile a copy of the package, and add what came of it."""
+        if version != "standard":
+            return
+        self._folder = Path(tempfile.mkdtemp(prefix="xpyd-compile-"))
+        shutil.copytree(Path(self.root) / _PACKAGE, self._folder / _PACKAGE.name)
+        _compile(self._folder, self._modules())
+        for made in self._folder.glob("**/*.so"):
+            place = made.relative_to(self._folder)
+            if place.parts[0] != "build":
+                build_data["force_include"][str(made)] = str(place)
+        build_data["infer_tag"], build_data["pure_python"] = True, False
+
+    def finalize(self, version: str, _build_data: dict[str, Any], _artifact: str) -> None:
+        """Clean up."""
+        if version == "standard":
+            shutil.rmtree(self._folder)
+
+    def _modules(self) -> list[str]:
+        """Return the files that the project names; one that is not there is a mistake."""
+        modules = [f"{_PACKAGE.name}/{name}.py" for name in self.config["modules"]]
+        if missing := [name for name in modules if not (self._folder / name).is_file()]:
+            raise FileNotFoundError(f"pyproject.toml has modules compiled that do not exist: {', '.join(missing)}")
+        return modules
+
+
+def _compile(folder: Path, modules: list[str]) -> None:
+    """Run mypyc; what it complains about is the error."""
+    command = [sys.executable, "-m", "mypyc", "--ignore-missing-imports", *modules]
+    levels = {"MYPYC_OPT_LEVEL": "3", "MYPYC_DEBUG_LEVEL": "0"}
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | levels, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"mypyc could not compile the router:\n{done.stdout.decode(errors='replace')}")

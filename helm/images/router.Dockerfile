@@ -5,13 +5,19 @@ ARG PYTHON_IMAGE=python:3.12-slim
 
 FROM ${PYTHON_IMAGE} AS build
 ARG REQUIREMENTS=requirements-router.txt
+# The router is compiled (hatch_build.py), here and nowhere else: the image has no compiler.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY helm/images/requirements-*.txt helm/images/*.sh helm/images/
-RUN python -m pip install --no-cache-dir --no-deps --only-binary :all: --require-hashes -r helm/images/requirements-build.txt
-COPY pyproject.toml README.md LICENSE ./
+RUN python -m pip install --no-cache-dir --no-deps --only-binary :all: --require-hashes \
+    -r helm/images/requirements-build.txt -r helm/images/requirements-compile.txt
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY proxy proxy
 COPY connector connector
-RUN PYTHON=python helm/images/build-wheel.sh . /wheels \
+RUN PYTHON=python HATCH_BUILD_HOOK_ENABLE_CUSTOM=true helm/images/build-wheel.sh . /wheels \
     && PYTHON=python helm/images/install-router.sh /opt/xpyd /wheels/xpyd-*.whl "helm/images/${REQUIREMENTS}"
 
 FROM ${PYTHON_IMAGE}

@@ -72,8 +72,8 @@ def parse(body: bytes, *, strip_private: bool) -> Fields:
         if not body.isascii():
             body.decode()  # values are not decoded here, and vLLM would answer in FastAPI's words
         fields = decode(body, Fields)
-    except OtherJson as exc:
-        raise BadRequest("the body is JSON, but not an object") from exc
+    except OtherJson as other:
+        raise BadRequest("the body is JSON, but not an object") from other
     except (NotJson, UnicodeDecodeError) as exc:
         raise BadRequest(f"the body is not JSON: {exc}") from exc
     fields = _public(fields, strip_private=strip_private, inside="")

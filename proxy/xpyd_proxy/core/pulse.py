@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from xpyd_proxy.core.model import InstanceId, RequestId
+from xpyd_proxy.core.said import Bin
 
 SPAN_S: Final = 300  # seconds that are remembered
 _MISHAPS: Final = 50  # failures that are remembered
@@ -21,16 +22,6 @@ class _Second:
     failed: int = 0
     total: float = 0.0
     worst: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Bin:
-    """Some seconds in a row, added up; values have the unit they were given in."""
-
-    count: int
-    failed: int
-    mean: float | None  # None: nothing was counted
-    worst: float | None
 
 
 @dataclass(frozen=True, slots=True)

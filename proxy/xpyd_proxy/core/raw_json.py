@@ -33,12 +33,12 @@ def decode(data: bytes | msgspec.Raw, wanted: type[T]) -> T:
         decoder = _DECODERS[wanted] = msgspec.json.Decoder(wanted)
     try:
         found: T = decoder.decode(data)
-    except msgspec.ValidationError as exc:
-        raise OtherJson(str(exc)) from exc
+    except msgspec.ValidationError as other:
+        raise OtherJson(str(other)) from other
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise NotJson(str(exc)) from exc
-    except RecursionError as exc:
-        raise NotJson("JSON is nested too deeply") from exc
+    except RecursionError as deep:
+        raise NotJson("JSON is nested too deeply") from deep
     return found
 
 

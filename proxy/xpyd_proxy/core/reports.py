@@ -9,7 +9,7 @@ import msgspec
 
 from xpyd_proxy.core.measures import Histogram, Histograms, Key, Measures
 from xpyd_proxy.core.model import InstanceId
-from xpyd_proxy.core.pulse import Bin
+from xpyd_proxy.core.said import Bin
 
 Places: TypeAlias = tuple[Sequence[int], float]  # of a histogram: counts and total
 

@@ -4,6 +4,7 @@ They stand apart from the modules that read them because those are compiled (see
 its own classes: a compiled module would make something else of them.
 """
 
+from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -128,3 +129,13 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     is_broken: bool  # else it is well again
     why: str
     rest_s: float = 0.0  # for how long it rests, if it is broken
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """Some seconds in a row, added up; values have the unit they were given in."""
+
+    count: int
+    failed: int
+    mean: float | None  # None: nothing was counted
+    worst: float | None

@@ -7,6 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+from support.compiled import NoCompiler, compiled
+
 ROOT = Path(__file__).parents[3]
 PEERS = ROOT / ".xpyd/bench-peers"  # a virtual environment
 RUST_ROUTER = "vllm-router==0.1.17"
@@ -33,6 +35,11 @@ def _xpyd(prefill, decode, ports):
     return [xpyd, "serve", "--prefill", *_urls(prefill), "--decode", *_urls(decode), "--port", ports[0]]
 
 
+def _compiled(prefill, decode, ports):
+    places = os.pathsep.join([str(compiled()), str(ROOT / "tests")])
+    return ["env", f"PYTHONPATH={places}", *_xpyd(prefill, decode, ports)]
+
+
 def _rust(prefill, decode, ports):
     argv = [PEERS / "bin/vllm-router", "--vllm-pd-disaggregation", "--policy", "round_robin", "--host", "127.0.0.1"]
     for flag, urls in (("--prefill", _urls(prefill)), ("--decode", _urls(decode))):
@@ -47,7 +54,10 @@ def _toy(prefill, decode, ports):
 
 
 CONTESTANTS = {
-    "xpyd": Contestant("xpyd", "`xpyd serve` with its defaults: everything on, a log line for every request", _xpyd),
+    "xpyd": Contestant(
+        "xpyd", "`xpyd serve` with its defaults: everything on, a log line for every request; compiled", _compiled
+    ),
+    "plain": Contestant("plain", "the same as Python, as it is in a checkout", _xpyd),
     "vllm-router": Contestant(
         "vllm-router", f"`{RUST_ROUTER}` (Rust), `--vllm-pd-disaggregation --policy round_robin`", _rust
     ),
@@ -61,6 +71,11 @@ def prepare(name):
     Raises:
         Missing: that is not possible here.
     """
+    if name == "xpyd":
+        try:
+            compiled()
+        except NoCompiler as exc:
+            raise Missing(f"xpyd cannot be compiled here: {exc}") from exc
     if name != "vllm-router" or _is_installed():
         return
     steps = (

@@ -18,19 +18,23 @@ def _paced(connections, tokens, step_s, waves, **more):
     return {"connections": connections, "tokens": tokens, "step_s": step_s, "most": connections * waves, **more}
 
 
+ALL = ("xpyd", "plain", "vllm-router", "toy")
 SCENARIOS = {
-    "short": Scenario("512 B prompts, 2 tokens, streamed, 32 connections", {}, {"seconds": 1.2}),
-    "nonstream": Scenario("the same, in one piece", {"stream": False}, {"seconds": 1.2}),
-    "chat": Scenario("the same, as chats, streamed", {"chat": True}, {"seconds": 1.2}),
-    "prompt32k": Scenario("32 KiB prompts, 2 tokens, streamed, 32 connections", {"prompt": 32 << 10}, {"seconds": 1.2}),
+    "short": Scenario("512 B prompts, 2 tokens, streamed, 32 connections", {}, {"seconds": 1.2}, routers=ALL),
+    "nonstream": Scenario("the same, in one piece", {"stream": False}, {"seconds": 1.2}, routers=ALL),
+    "chat": Scenario("the same, as chats, streamed", {"chat": True}, {"seconds": 1.2}, routers=ALL),
+    "prompt32k": Scenario(
+        "32 KiB prompts, 2 tokens, streamed, 32 connections", {"prompt": 32 << 10}, {"seconds": 1.2}, routers=ALL
+    ),
     "prompt256k": Scenario(
-        "256 KiB prompts, 2 tokens, streamed, 32 connections", {"prompt": 256 << 10}, {"seconds": 1.2}
+        "256 KiB prompts, 2 tokens, streamed, 32 connections", {"prompt": 256 << 10}, {"seconds": 1.2}, routers=ALL
     ),
     "stream200": Scenario(
         "64 streams of 200 tokens, a token every 15 ms",
         _paced(64, 200, 0.015, 3),
         {"most": 64},
         {"step_s": 0.015},
+        ALL,
     ),
     "step256": Scenario(
         "256 streams of 64 tokens, stepping at the same instant every 60 ms",

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xpyd_proxy.core.model import InstanceId, RequestId
-from xpyd_proxy.core.pulse import SPAN_S, Bin, Pulse, Ring
+from xpyd_proxy.core.pulse import SPAN_S, Pulse, Ring
+from xpyd_proxy.core.said import Bin
 
 QUIET = Bin(0, 0, None, None)
 

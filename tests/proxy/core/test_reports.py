@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from xpyd_proxy.core.measures import Measures
 from xpyd_proxy.core.model import InstanceId
-from xpyd_proxy.core.pulse import Bin, Ring
+from xpyd_proxy.core.pulse import Ring
 from xpyd_proxy.core.reports import Counts, absorb, bin_of, counts_of, together
+from xpyd_proxy.core.said import Bin
 
 PATHS = frozenset({"/v1/completions"})
 

@@ -93,8 +93,8 @@ class Pool:
         try:
             async with asyncio.timeout(seconds):
                 return await self._connect(instance.address)
-        except TimeoutError as exc:
-            raise EngineTimeout(f"{instance.id} did not accept a connection in time", reached=False) from exc
+        except TimeoutError as late:
+            raise EngineTimeout(f"{instance.id} did not accept a connection in time", reached=False) from late
         except (OSError, UnicodeError) as exc:  # ssl.SSLError is an OSError; a name may not be one that DNS can have
             raise EngineError(f"{instance.id} cannot be reached", reached=False) from exc
 

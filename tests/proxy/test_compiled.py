@@ -1,0 +1,99 @@
+"""The compiled router (docs/performance.md) does what the router does: many of its tests run once more on it.
+
+mypyc makes C of Python and is nearly, not entirely, faithful: what it is known to get wrong in our code is looked for
+before anything is compiled.
+"""
+
+import ast
+import os
+import subprocess
+import sys
+
+import pytest
+
+from support.compiled import ROOT, NoCompiler, compiled, modules
+
+# Everything over sockets, both ways, and the client of the engines; and the cores.
+SUITES = (
+    "tests/proxy/core",
+    "tests/proxy/test_two_ways.py",
+    "tests/proxy/test_short_way.py",
+    "tests/proxy/test_over_sockets.py",
+    "tests/proxy/test_clients_that_do_not_read.py",
+    "tests/proxy/api/test_hot.py",
+    "tests/proxy/io/test_engines_contract.py",
+)
+# They look into the code in a way that only Python can be looked into.
+_INSIDE = {
+    "test_the_last_seconds_are_one_bin": "hands over pytest.approx as a number",
+    "test_to_admit_is_to_arrive_where_nobody_has_to_wait": "copies objects without their class knowing",
+    "test_idle_connections_are_bounded": "changes a constant",
+    "test_a_closed_connection_is_freed_at_once": "needs weak references",
+}
+
+
+def functions():
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield path, node
+
+
+def test_no_compiled_module_makes_msgspec_types():
+    """mypyc drops what their classes are told (``frozen``), and msgspec then reads their fields as something else."""
+    odd = [path.name for path in modules() if "msgspec.Struct)" in path.read_text().replace("Struct,", "Struct)")]
+
+    assert odd == []
+
+
+def test_no_function_catches_two_kinds_of_error_by_one_name():
+    """mypyc gives the name the type of the first, and raises TypeError at the second."""
+    odd = []
+    for path, function in functions():
+        kinds = {}
+        for node in ast.walk(function):
+            if isinstance(node, ast.ExceptHandler) and node.name is not None:
+                kinds.setdefault(node.name, set()).add(ast.unparse(node.type))
+        odd += [f"{path.name} {function.name}: {name}" for name, found in kinds.items() if len(found) > 1]
+
+    assert odd == []
+
+
+def test_no_compiled_class_is_derived_from_one_that_can_be_referred_to_weakly():
+    """mypyc does not clear such references: whoever follows one later follows it into freed memory."""
+    known = {"ABC", "Protocol", "NamedTuple", "Exception", "ValueError", "StrEnum", "IntEnum", "Word"}
+    odd = []
+    for path in modules():
+        classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+        fine = known | {each.name for each in classes} | {"Told"}  # io/wire/call.py
+        odd += [f"{path.name} {each.name}" for each in classes for base in each.bases if _name(base) not in fine]
+
+    assert odd == []
+
+
+def _name(base):
+    return base.id if isinstance(base, ast.Name) else ast.unparse(base).split("[")[0]
+
+
+@pytest.mark.timeout(900)
+def test_the_compiled_router_passes_the_tests_of_the_router(tmp_path):
+    try:
+        folder = compiled()
+    except NoCompiler as exc:
+        pytest.skip(str(exc))
+    made = {path.name.partition(".")[0] for path in (folder / "xpyd_proxy").glob("**/*.so")}
+    assert made == {path.stem for path in modules()}
+    asked = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", tmp_path / "inner"]
+    without = " and ".join([f"not {name}" for name in _INSIDE])
+    env = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
+
+    done = subprocess.run(
+        [*asked, "-m", "not thorough", "-k", without, "-x", *SUITES],
+        cwd=ROOT,
+        env=env | {"PYTHONPATH": str(folder), "XPYD_COMPILED": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -23,9 +23,11 @@ from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.files import renew_chain
 from xpyd_proxy.io.workers.listening import bound
 from xpyd_proxy.io.workers.place import END, HURRY, READY, Place, heard
+from xpyd_proxy.relay import ride
 from xpyd_proxy.settings import Settings
 
 _TICK_S: Final = 0.05  # seconds between two looks at what is still in flight
+_IS_COMPILED: Final = not str(ride.__file__).endswith(".py")  # see docs/performance.md
 logger = logging.getLogger(__name__)
 
 
@@ -127,6 +129,7 @@ class _Process:
         loop.add_signal_handler(signal.SIGHUP, self._on_reload)
         if line is not None:
             loop.add_reader(line, self._on_line, line)
+        logger.info("what every request goes through is %s", "compiled" if _IS_COMPILED else "plain Python")
         async with meanwhile(self._end_when_told()):
             await self._server.serve(self._sockets)
 

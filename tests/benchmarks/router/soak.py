@@ -60,12 +60,12 @@ class Runner:
 
 
 @contextlib.contextmanager
-def running(name):
+def running(name, router="plain"):
     """Start the engines and a router."""
     cores = trial.Cores()
     with contextlib.ExitStack() as stack:
         process, ports = stack.enter_context(trial.engines(cores, {"step_s": STEP_S}))
-        child, port, _ = stack.enter_context(trial.router(cores, CONTESTANTS["xpyd"], ports, name))
+        child, port, _ = stack.enter_context(trial.router(cores, CONTESTANTS[router], ports, name))
         trial.serves(port, "xpyd")
         yield Runner(cores, process, child, ports, port)
 
@@ -139,7 +139,7 @@ def main():
     args = parser.parse_args()
     found = {"date": str(datetime.datetime.now(tz=datetime.UTC).date()), "python": f"Python {sys.version.split()[0]}"}
     found |= {"streams": args.streams, "seconds": args.seconds, "minutes": args.minutes}
-    with running("soak") as runner:
+    with running("soak", "xpyd") as runner:
         found["rounds"] = rounds(runner, streams=args.streams, seconds=args.seconds, count=3)
         print(found["rounds"], flush=True)
         found["mixed"] = mixed(runner, args.minutes)

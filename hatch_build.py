@@ -27,8 +27,12 @@ class CompileHook(BuildHookInterface):  # type: ignore[type-arg]
         if version != "standard":
             return
         self._folder = Path(tempfile.mkdtemp(prefix="xpyd-compile-"))
-        shutil.copytree(Path(self.root) / _PACKAGE, self._folder / _PACKAGE.name)
-        _compile(self._folder, self._modules())
+        try:
+            shutil.copytree(Path(self.root) / _PACKAGE, self._folder / _PACKAGE.name)
+            _compile(self._folder, self._modules())
+        except BaseException:
+            shutil.rmtree(self._folder)
+            raise
         for made in self._folder.glob("**/*.so"):
             place = made.relative_to(self._folder)
             if place.parts[0] != "build":
@@ -50,7 +54,7 @@ class CompileHook(BuildHookInterface):  # type: ignore[type-arg]
 
 def _compile(folder: Path, modules: list[str]) -> None:
     """Run mypyc; what it complains about is the error."""
-    command = [sys.executable, "-m", "mypyc", "--ignore-missing-imports", *modules]
+    command = [sys.executable, "-m", "mypyc", "--config-file=", "--ignore-missing-imports", *modules]
     levels = {"MYPYC_OPT_LEVEL": "3", "MYPYC_DEBUG_LEVEL": "0"}
     done = subprocess.run(
         command, cwd=folder, env=os.environ | levels, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False

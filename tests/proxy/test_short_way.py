@@ -245,6 +245,24 @@ def test_a_client_that_reads_nothing_does_not_make_the_router_grow(play, way):
 
 
 @WAYS
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_body_over_the_limit_is_refused_however_it_comes(play, way, at_once):
+    """Also one that is here in one piece with its head, and has been read before anybody could look at its length."""
+
+    async def scene():
+        async with play.stage(way, max_body_bytes=1000) as stage:
+            reader, writer = await stage.client()
+            head, body = asks(user="u" * 1000).split(b"\r\n\r\n", 1)
+            for piece in [head + b"\r\n\r\n" + body] if at_once else [head + b"\r\n\r\n", body]:
+                writer.write(piece)
+                await asyncio.sleep(0.05)
+            status = (await asyncio.wait_for(answer(reader), PATIENCE_S)).status
+            return status, stage.served("prefill"), (await stage.ask(asks())).status
+
+    assert play(scene()) == (413, 0, 200)
+
+
+@WAYS
 def test_a_client_without_a_key_learns_so_before_its_long_body_is_read(play, way, tmp_path):
     """Nobody who may not come in makes the router hold 16 MiB."""
     keys = tmp_path / "some.keys"

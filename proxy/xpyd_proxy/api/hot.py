@@ -365,7 +365,7 @@ class _HotProtocol(PatientProtocol):
             super().data_received(data)
             return
         usual = usual_request(data, self.hot_urls)
-        if usual is None:
+        if usual is None or len(usual[2]) > self.most:
             super().data_received(data)
             return
         self._unset_keepalive_if_required()

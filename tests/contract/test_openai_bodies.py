@@ -266,7 +266,7 @@ def test_decode_reads_all_of_what_the_client_wrote(models, api):
     answer = json.dumps({"kv_transfer_params": PARAMS}).encode()
     for name in bodies_of(api).keys() & models[api].model_fields.keys():
         raw = json.dumps(body_with(api, name)).encode()
-        made = decode_body(parse(raw, strip_private=False), kv_params(InstanceId("prefill-0"), answer))
+        made = decode_body(parse(raw, strip_private=False), kv_params(InstanceId("prefill-0"), answer).params)
         client, decode = read(models[api], raw), read(models[api], made)
 
         assert decode.kv_transfer_params == PARAMS, name
@@ -348,7 +348,7 @@ def test_the_decode_leg_is_what_the_client_wrote_to_the_byte(models, api, data):
     wanted = data.draw(st.dictionaries(names, json_values(), max_size=12))
     raw = "{" + " , ".join(f"{json.dumps(name)}: {value}" for name, value in wanted.items()) + "}"
 
-    params = kv_params(InstanceId("prefill-0"), json.dumps({"kv_transfer_params": PARAMS}).encode())
+    params = kv_params(InstanceId("prefill-0"), json.dumps({"kv_transfer_params": PARAMS}).encode()).params
     fields = parse(raw.encode("utf-8", "surrogatepass"), strip_private=False)
     made = decode(decode_body(named(api, fields, RequestId("r")), params), Fields)
 

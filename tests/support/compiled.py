@@ -15,6 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / ".xpyd/compiled"
 _ENABLED = "HATCH_BUILD_HOOK_ENABLE_CUSTOM"
+_KEPT_MOST = 2  # older ones: somebody may still use them
+_TOOLS = ("mypy", "setuptools", "msgspec", "uvicorn", "starlette", "httptools")  # what is made depends on them
 
 
 class NoCompiler(Exception):
@@ -44,14 +46,14 @@ def compiled():
     with (KEPT / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
-            for old in KEPT.glob("*/"):
+            for old in sorted(KEPT.glob("*/"), key=lambda path: path.stat().st_mtime)[:-_KEPT_MOST]:
                 shutil.rmtree(old)
             _make(folder)
     return folder
 
 
 def _fingerprint():
-    found = hashlib.sha256(f"{sys.version} {version('mypy')}".encode())
+    found = hashlib.sha256(f"{sys.version} {[version(name) for name in _TOOLS]}".encode())
     for path in (ROOT / "pyproject.toml", ROOT / "hatch_build.py", *sorted(ROOT.glob("proxy/xpyd_proxy/**/*.py"))):
         found.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     return found.hexdigest()[:16]

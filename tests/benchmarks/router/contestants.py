@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import sysconfig
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +41,15 @@ def _compiled(prefill, decode, ports):
     return ["env", f"PYTHONPATH={places}", *_xpyd(prefill, decode, ports)]
 
 
+SYSTEM = Path(f"/usr/bin/python3.{sys.version_info.minor}")  # whose compiled modules are those of this Python
+
+
+def _system(prefill, decode, ports):
+    places = os.pathsep.join([str(compiled()), str(ROOT / "tests"), sysconfig.get_path("purelib")])
+    _, *serve = _xpyd(prefill, decode, ports)
+    return ["env", f"PYTHONPATH={places}", SYSTEM, "-m", "xpyd_proxy.cli", *serve]
+
+
 def _rust(prefill, decode, ports):
     argv = [PEERS / "bin/vllm-router", "--vllm-pd-disaggregation", "--policy", "round_robin", "--host", "127.0.0.1"]
     for flag, urls in (("--prefill", _urls(prefill)), ("--decode", _urls(decode))):
@@ -57,7 +67,8 @@ CONTESTANTS = {
     "xpyd": Contestant(
         "xpyd", "`xpyd serve` with its defaults: everything on, a log line for every request; compiled", _compiled
     ),
-    "plain": Contestant("plain", "the same as Python, as it is in a checkout", _xpyd),
+    "system": Contestant("system", f"xpyd under {SYSTEM}, as the distribution has built it", _system),
+    "plain": Contestant("plain", "xpyd as Python, as it is in a checkout", _xpyd),
     "vllm-router": Contestant(
         "vllm-router", f"`{RUST_ROUTER}` (Rust), `--vllm-pd-disaggregation --policy round_robin`", _rust
     ),
@@ -71,7 +82,9 @@ def prepare(name):
     Raises:
         Missing: that is not possible here.
     """
-    if name == "xpyd":
+    if name == "system" and (not SYSTEM.exists() or SYSTEM.samefile(sys.executable)):
+        raise Missing(f"system: there is no {SYSTEM} beside the Python of this environment")
+    if name in ("xpyd", "system"):
         try:
             compiled()
         except NoCompiler as exc:

@@ -18,7 +18,7 @@ def _paced(connections, tokens, step_s, waves, **more):
     return {"connections": connections, "tokens": tokens, "step_s": step_s, "most": connections * waves, **more}
 
 
-ALL = ("xpyd", "plain", "vllm-router", "toy")
+ALL = ("xpyd", "system", "plain", "vllm-router", "toy")
 SCENARIOS = {
     "short": Scenario("512 B prompts, 2 tokens, streamed, 32 connections", {}, {"seconds": 1.2}, routers=ALL),
     "nonstream": Scenario("the same, in one piece", {"stream": False}, {"seconds": 1.2}, routers=ALL),

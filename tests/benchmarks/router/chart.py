@@ -3,7 +3,8 @@
 import math
 from html import escape
 
-WIDTH, HEIGHT = 720, 360
+WIDTH, HEIGHT = 780, 360
+APART = 92  # names of the series
 LEFT, RIGHT, TOP, BOTTOM = 60, 10, 70, 40
 MARK = "#222"
 COLOURS = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#aa3377")
@@ -25,7 +26,7 @@ def draw(series, groups, title, *, marks=(), label=""):
     space = (WIDTH - LEFT - RIGHT) / len(groups)
     width = 0.8 * space / len(series)
     for number, (name, each) in enumerate(series.items()):
-        x, colour = LEFT + number * 130, COLOURS[number % len(COLOURS)]
+        x, colour = LEFT + number * APART, COLOURS[number % len(COLOURS)]
         parts.append(f'<rect x="{x:.1f}" y="36" width="12" height="12" fill="{colour}"/>')
         parts.append(_text(x + 17, 47, name, anchor="start"))
         for group, value in enumerate(each):
@@ -42,7 +43,7 @@ def draw(series, groups, title, *, marks=(), label=""):
             x, y = LEFT + (group + 0.05) * space, HEIGHT - BOTTOM - (math.log10(value) - low) * scale
             parts.append(f'<line x1="{x:.1f}" x2="{x + 0.9 * space:.1f}" y1="{y:.1f}" y2="{y:.1f}" {dashes}/>')
     if any(marks):
-        x = LEFT + len(series) * 130
+        x = LEFT + len(series) * APART
         parts.append(f'<line x1="{x}" x2="{x + 28}" y1="42" y2="42" {dashes}/>')
         parts.append(_text(x + 34, 47, label, anchor="start"))
     for group, name in enumerate(groups):

@@ -361,10 +361,8 @@ class _HotProtocol(PatientProtocol):
     def data_received(self, data: bytes) -> None:
         """Take a request that is here all at once and is a usual one; the parser reads all others."""
         cycle = cast("RequestResponseCycle | None", self.cycle)
-        if self._within or self.express is None or not (cycle is None or cycle.response_complete):
-            super().data_received(data)
-            return
-        usual = usual_request(data, self.hot_urls)
+        is_first = not self._within and (cycle is None or cycle.response_complete)
+        usual = usual_request(data, self.hot_urls) if is_first and self.express is not None else None
         if usual is None or len(usual[2]) > self.most:
             super().data_received(data)
             return

@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from xpyd_proxy.core.raw_json import NotJson, decode, maybe
+from xpyd_proxy.core.raw_json import maybe
 from xpyd_proxy.core.said import Counted, Usage
 
 _MARK: Final = b'"usage":{'  # vLLM leaves the field out of the chunks that have none
@@ -30,11 +30,8 @@ class Comparison:
 
 def prompt_tokens(answer: bytes) -> int | None:
     """Return what an answer, or the data of one event, says about its prompt; None: nothing."""
-    try:
-        said = decode(answer, Counted)
-    except NotJson:
-        return None
-    usage = said.usage or (said.response and said.response.usage)
+    said = maybe(answer, Counted)
+    usage = said and (said.usage or (said.response and said.response.usage))
     return usage.prompt if usage else None
 
 

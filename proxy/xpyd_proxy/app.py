@@ -36,7 +36,7 @@ from xpyd_proxy.core.keys import Keyring, Outbound
 from xpyd_proxy.core.learned import Learned
 from xpyd_proxy.core.lifetime import Lifetime
 from xpyd_proxy.core.measures import Measures
-from xpyd_proxy.core.model import Instance, RequestId, Role
+from xpyd_proxy.core.model import Instance, Role
 from xpyd_proxy.core.pairing import Choice, Pairs, Policy
 from xpyd_proxy.core.pairing import Legs as EachLeg
 from xpyd_proxy.core.policies.least_loaded import LeastLoaded
@@ -56,6 +56,7 @@ from xpyd_proxy.io.discovering import discovery_of
 from xpyd_proxy.io.engines import HttpEngines
 from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, server_tls
 from xpyd_proxy.io.fleet import LiveFleet, Loads
+from xpyd_proxy.io.ids import new_id
 from xpyd_proxy.io.inflow import InflowWatch
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.prober import Prober, Rhythm
@@ -70,6 +71,7 @@ from xpyd_proxy.live import Live, limits_of
 from xpyd_proxy.relay import Legs, Relay, Releaser
 from xpyd_proxy.relay.gate import Gate
 from xpyd_proxy.relay.ride import Rides
+from xpyd_proxy.relay.steps import Handovers
 from xpyd_proxy.settings import EngineClient, PolicyName, Settings
 
 if TYPE_CHECKING:
@@ -152,7 +154,15 @@ def build(
     app = FastAPI(lifespan=_lifespan(registry, running, traces), openapi_url=None, redirect_slashes=False)
     express = None
     if isinstance(engines, WireEngines) and traces is None:
-        rides = Rides(relay, engines, fleet, sight, time.monotonic, reports=isinstance(asked, Reporting))
+        rides = Rides(
+            relay,
+            Handovers(learned, relay.manner),
+            engines.teller,
+            fleet,
+            sight,
+            time.monotonic,
+            reports=isinstance(asked, Reporting),
+        )
         express = _express(rides, settings, gate, lifetime, keyring)
     hot = _serve(app, settings, routes, _served_by(relay, settings, gate), tracking, lifetime=lifetime, keyring=keyring)
     live = Live(registry, relay, gate, keyring, outbound, time.monotonic)
@@ -179,7 +189,7 @@ def _serve(
 ) -> ASGIApp:
     """Give the application its routes and what surrounds them; return the short way to those that generate text."""
     door: dict[str, Any] = {"lifetime": lifetime, "keyring": keyring}
-    around: dict[str, Any] = {"new_id": _new_id, "clock": time.monotonic}
+    around: dict[str, Any] = {"new_id": new_id, "clock": time.monotonic}
     around |= {"following": tracking.following, "finished": tracking.finished}
     app.add_middleware(Door, **door)
     app.add_middleware(Tracking, **around)
@@ -194,7 +204,7 @@ def _serve(
 def _express(rides: Rides, settings: Settings, gate: Gate, lifetime: Lifetime, keyring: Keyring) -> Express:
     rides.fleet.later = rides.sight.later
     rides.sight.legs.riding = rides.places
-    return Express(rides, settings, gate, lifetime, keyring, _new_id, time.monotonic, rides.sight.finished)
+    return Express(rides, settings, gate, lifetime, keyring, new_id, time.monotonic, rides.sight.finished)
 
 
 def _checks(
@@ -317,8 +327,3 @@ def _traces(settings: Settings) -> "Traces | None":
         missing = "spans are asked for (otlp_endpoint), but OpenTelemetry is not installed"
         raise ConfigError(f"{missing}: pip install 'xpyd[tracing]'") from exc
     return Traces.to(settings.otlp_endpoint, _PATHS)
-
-
-def _new_id() -> RequestId:
-    # Unique, not secret: nothing is given away to who guesses one. A UUID costs ten times as much.
-    return RequestId(f"xpyd-{random.getrandbits(128):032x}")

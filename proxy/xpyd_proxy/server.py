@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -26,6 +27,7 @@ from xpyd_proxy.io.workers.place import END, HURRY, READY, Place, heard
 from xpyd_proxy.relay import ride
 from xpyd_proxy.settings import Settings
 
+_YOUNG_MOST: Final = 20_000  # objects made, less those that have gone, before the garbage collector looks at them
 _TICK_S: Final = 0.05  # seconds between two looks at what is still in flight
 _IS_COMPILED: Final = not str(ride.__file__).endswith(".py")  # see docs/performance.md
 logger = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ def run(router: Router, settings: Settings, again: Callable[[], Settings], place
         ConfigError: a worker cannot listen where it should.
     """
     sockets = None if place is None else bound(settings.host, place.port)
+    _spare_the_collector()
     process = _Process(_server(router, settings, place), router, settings, again, sockets=sockets)
     with (
         contextlib.nullcontext() if place is None else place.kept(),
@@ -71,6 +74,15 @@ def run(router: Router, settings: Settings, again: Callable[[], Settings], place
     ):
         runner.run(process.run(None if place is None else place.line))
     return 0
+
+
+def _spare_the_collector() -> None:
+    """Have the garbage collector look at what is made from now on, and seldom: what waits to be told of the requests of
+    one moment (io/later.py) is more than it takes to call it, and soon gone without it.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_YOUNG_MOST, *gc.get_threshold()[1:])
 
 
 def _protocol(router: Router, settings: Settings) -> type[asyncio.Protocol]:

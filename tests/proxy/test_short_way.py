@@ -378,16 +378,19 @@ class Boom(Exception):
     """Something that never should be raised."""
 
 
-RELAY, RIDE, PASSENGER = (f"xpyd_proxy.{name}" for name in ("relay.relay.Relay", "relay.ride", "api.express.Passenger"))
-BOTH_WAYS = [f"{RELAY}.{name}" for name in ("prefill_body", "handover", "decode_body")]
+RELAY, RIDE, PASSENGER = (f"xpyd_proxy.{name}" for name in ("relay.relay", "relay.ride", "api.express.Passenger"))
+BOTH_WAYS = ["{}.prefill_body", "xpyd_proxy.relay.steps.Handovers.take", "{}.decode_body"]  # of both modules
 SHORT_WAY = [f"{RIDE}.prompt_tokens", f"{RIDE}.prompt_tokens_in", f"{PASSENGER}.show", f"{PASSENGER}.pour"]
 
 
 @pytest.mark.parametrize(
     ("way", "broken"),
     [
-        *[pytest.param(SHORT, part, id=f"short-{part.rpartition('.')[2]}") for part in BOTH_WAYS + SHORT_WAY],
-        *[pytest.param(PLAIN, part, id=f"plain-{part.rpartition('.')[2]}") for part in BOTH_WAYS],
+        *[
+            pytest.param(SHORT, part.format(RIDE), id=f"short-{part.rpartition('.')[2]}")
+            for part in BOTH_WAYS + SHORT_WAY
+        ],
+        *[pytest.param(PLAIN, part.format(RELAY), id=f"plain-{part.rpartition('.')[2]}") for part in BOTH_WAYS],
     ],
 )
 def test_a_fault_of_our_own_is_told_logged_and_costs_nothing_but_the_request(play, log, way, broken):

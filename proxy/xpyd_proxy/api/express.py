@@ -7,7 +7,7 @@ ways and compare.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Self
 
 from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE
@@ -19,13 +19,14 @@ from xpyd_proxy.api.line import log_request
 from xpyd_proxy.api.problems import error_body
 from xpyd_proxy.api.showing import last_event
 from xpyd_proxy.api.tracking import BEGUN
-from xpyd_proxy.core.admission import Ticket
+from xpyd_proxy.core.admission import Admission, Ticket
 from xpyd_proxy.core.asking import ask_of_call
 from xpyd_proxy.core.dialect import check_wanted_now, parse
 from xpyd_proxy.core.journey import HUNG_UP, Journey, Outcome, client_id
 from xpyd_proxy.core.keys import Keyring, shown_key
 from xpyd_proxy.core.lifetime import Lifetime, Stage
 from xpyd_proxy.core.model import Api, Call, RequestId
+from xpyd_proxy.core.routing import solo_reason
 from xpyd_proxy.errors import BadRequest, ProxyError, TurnedAway
 from xpyd_proxy.relay.attempt import Attempt, Left, Stop
 from xpyd_proxy.relay.gate import Gate
@@ -50,6 +51,10 @@ class Express:
     new_id: Callable[[], RequestId]
     clock: Callable[[], float]  # seconds; only differences count
     finished: Callable[[Journey, Outcome], None]
+    _admission: Admission = field(init=False)  # that of the gate
+
+    def __post_init__(self) -> None:
+        self._admission = self.gate.admission
 
     def take(
         self, platform: Platform, path: str, headers: list[tuple[bytes, bytes]], body: bytes, *, keep_alive: bool
@@ -63,36 +68,43 @@ class Express:
             return None
         name = shown.get(b"x-request-id")
         journey = Journey(self.new_id(), client_id=None if name is None else client_id(name))
-        boarded = self._board(caller, call, journey, len(body))
-        if boarded is None:
+        ticket = self._admission.admit(caller, len(body), now=start)
+        trip = None if ticket is None else self._board(call, journey, ticket)
+        if ticket is None or trip is None:
             return None
-        ticket, trip = boarded
         passenger = Passenger(self, platform, trip, ticket, start, keep_alive=keep_alive)
         self.rides.relay.budget.came(now=start)
         self.lifetime.in_flight += 1
         try:
             passenger.depart(trip)
         except BaseException:
-            self.gate.leave(ticket)
+            self.leave(ticket)
             self.lifetime.in_flight -= 1
             raise
         return passenger
 
-    def _board(self, caller: str, call: Call, journey: Journey, size: int) -> tuple[Ticket, Trip] | None:
-        """Let a request in and choose its engines; None: it has to wait, or to be told why there are none."""
+    def _board(self, call: Call, journey: Journey, ticket: Ticket) -> Trip | None:
+        """Choose the engines of a request that was let in; None: there are none, and it has to be told why."""
         ask = ask_of_call(call)
-        ticket = self.gate.admit(caller, size)
-        if ticket is None:
-            return None
         try:
             prefill, decode = self.rides.fleet.any_pair(ask)
         except ProxyError:
-            self.gate.take_back(ticket)
+            self._admission.take_back(ticket)
+            self._wake()
             return None
         except BaseException:
-            self.gate.leave(ticket)
+            self.leave(ticket)
             raise
-        return ticket, Trip(call, journey, ask, prefill, decode)
+        return Trip(call, journey, ask, prefill, decode)
+
+    def leave(self, ticket: Ticket) -> None:
+        """Give back the place of a request that is over."""
+        self._admission.leave(ticket)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._admission.has_news:
+            self.gate.wake()
 
     def lets_in(self, headers: list[tuple[bytes, bytes]]) -> bool:
         """Tell whether a request may be read to its end before it is looked at."""
@@ -126,7 +138,8 @@ class Express:
             return None
         passed_on = () if PASSED_ON.isdisjoint(shown) else tuple([each for each in headers if each[0] in PASSED_ON])
         call = Call(api, fields, passed_on)
-        return call if relay.solo(call) is None else None
+        reason = solo_reason(api, fields, min_prompt_chars=relay.rules.min_prompt_chars)
+        return call if reason is None else None
 
     def account(self, journey: Journey, outcome: Outcome) -> None:
         """Count a request that is over, and write its line."""
@@ -274,25 +287,28 @@ class Passenger:
 
     def _head(self, content_type: bytes, more: bytes, status: int = 200) -> bytes:
         journey = self._journey
-        ids = "".join([f"{name}: {value}\r\n" for name, value in journey.id_headers().items()])
+        said = journey.id_lines()
         timing = journey.server_timing()
-        said = f"{ids}server-timing: {timing}\r\n" if timing else ids
-        framing = b"" if more else b"transfer-encoding: chunked\r\n"
-        return b"%b%bcontent-type: %b\r\n%b%b%b%b\r\n" % (
+        if timing:
+            said = f"{said}server-timing: {timing}\r\n"
+        parts = [
             STATUS_LINE[status],
             self._platform.default_lines(),
+            b"content-type: ",
             content_type if content_type in _PLAIN_TYPES else _plain(content_type),
+            b"\r\n",
             more,
             said.encode("latin-1"),
             b"" if self.keep_alive else b"connection: close\r\n",
-            framing,
-        )
+            b"\r\n" if more else b"transfer-encoding: chunked\r\n\r\n",
+        ]
+        return b"".join(parts)
 
     def _finish(self, status: int) -> None:
         express, journey, start = self._express, self._journey, self._start
         self.response_complete, self._ride = True, None
         self._call, self._held = None, b""  # the connection keeps us until its next request
-        express.gate.leave(self._ticket)
+        express.leave(self._ticket)
         express.lifetime.in_flight -= 1
         first_s = None if self._first is None else self._first - start
         outcome = Outcome(self._path, status, express.clock() - start, first_s)

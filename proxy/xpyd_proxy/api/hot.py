@@ -342,6 +342,7 @@ class _Intake:
 class _HotProtocol(PatientProtocol):
     """uvicorn's protocol, but for the hot requests."""
 
+    cycle: Any  # None, or what uvicorn calls so: _Exchange, _Intake, Aboard or its own
     hot_app: ASGIApp
     hot_urls: Mapping[bytes, str]
     express: Shortcut | None
@@ -360,7 +361,7 @@ class _HotProtocol(PatientProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Take a request that is here all at once and is a usual one; the parser reads all others."""
-        cycle = cast("RequestResponseCycle | None", self.cycle)
+        cycle = self.cycle
         is_first = not self._within and (cycle is None or cycle.response_complete)
         usual = usual_request(data, self.hot_urls) if is_first and self.express is not None else None
         if usual is None or len(usual[2]) > self.most:
@@ -371,7 +372,8 @@ class _HotProtocol(PatientProtocol):
         path, self.headers, body = usual
         intake = _Intake(path, keep_alive=True)
         intake.parts, intake.size = [body], len(body)
-        self._exchange, self.cycle = None, cast("Any", intake)
+        self._exchange = None
+        self.cycle = intake
         self._within = False
         self._take(intake)
 
@@ -381,7 +383,7 @@ class _HotProtocol(PatientProtocol):
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
-        self.scope = cast("Any", None)
+        self.scope: Any = None
 
     def _new_scope(self, headers: list[tuple[bytes, bytes]]) -> Scope:
         """Make what uvicorn makes for each request, for the one with these headers."""
@@ -395,7 +397,7 @@ class _HotProtocol(PatientProtocol):
     def on_headers_complete(self) -> None:
         """Decide which way the request goes."""
         path = self.hot_urls.get(self.url)
-        parser, cycle = cast("Any", self.parser), cast("RequestResponseCycle | None", self.cycle)
+        parser, cycle = cast("Any", self.parser), self.cycle
         if (
             path is None
             or parser.get_method() != b"POST"
@@ -413,7 +415,7 @@ class _HotProtocol(PatientProtocol):
             self.cycle = self._exchange = self._to_asgi(path, self.headers, keep_alive=keep_alive)
         else:
             self._exchange = None
-            self.cycle = self._intake = cast("Any", _Intake(path, keep_alive=keep_alive))
+            self.cycle = self._intake = _Intake(path, keep_alive=keep_alive)
 
     def _to_asgi(
         self, path: str, headers: list[tuple[bytes, bytes]], *, keep_alive: bool, extras: Scope | None = None
@@ -484,10 +486,11 @@ class _HotProtocol(PatientProtocol):
         """Have a request served the short way if it can go there."""
         self._intake, self._taken = None, self.headers
         body = intake.parts[0] if len(intake.parts) == 1 else b"".join(intake.parts)
-        express = cast("Shortcut", self.express)
-        aboard = None
+        express, aboard = self.express, None
         try:
-            if not self.flow.write_paused:  # it has not read earlier answers: who waits for it is the long way
+            if (
+                express is not None and not self.flow.write_paused
+            ):  # it has not read earlier answers: who waits for it is the long way
                 aboard = express.take(self, intake.path, self.headers, body, keep_alive=intake.keep_alive)
         except Exception as bug:  # the parser that calls this would take it for the client's fault
             self.logger.exception("a request could not be taken")
@@ -500,8 +503,8 @@ class _HotProtocol(PatientProtocol):
             exchange.over = True
             self.flow.resume_reading()  # or nobody would see the client go
             self._begin(exchange)
-        elif self.cycle is cast("Any", intake):  # else it has left again
-            self.cycle = self._latest = cast("Any", aboard)
+        elif self.cycle is intake:  # else it has left again
+            self.cycle = self._latest = aboard
 
     def _read_on(self, intake: _Intake) -> _Exchange:
         """Leave a request to the application, as far as it has been read."""
@@ -559,7 +562,7 @@ class _HotProtocol(PatientProtocol):
 
     def leave_to_asgi(self, path: str, extras: Scope, *, keep_alive: bool) -> None:
         """Have the application go on; a request behind this one may have been read already."""
-        is_last = self.cycle is cast("Any", self._latest) or isinstance(self.cycle, _Intake)
+        is_last = self.cycle is self._latest or isinstance(self.cycle, _Intake)
         exchange = self._to_asgi(path, self._taken, keep_alive=keep_alive, extras=extras)
         exchange.over = exchange.read = True
         if is_last:

@@ -2,20 +2,40 @@
 
 import logging
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, TypeAlias
 
-from xpyd_proxy.core.journey import Journey, Outcome, facts
-from xpyd_proxy.io.logs import note
+from xpyd_proxy.core.journey import Journey, Outcome, facts, tenths
+from xpyd_proxy.io.logs import REQUESTS, SHEET, note
 
 _PLAIN: Final = ("id", "path", "prefill", "decode", "status", "ms")  # these stand in the line without quotes
 _USUAL: Final = " ".join([f"{name}=%s" for name in _PLAIN])
-logger = logging.getLogger("xpyd_proxy.api.tracking")  # by this name people filter
+_Where: TypeAlias = tuple[str, str | None, str | None]  # path, prefill engine, decode engine
+_WHERE: Final[dict[_Where, str]] = {}  # how that is written
+_WHERE_MOST: Final = 1024
+_NAME: Final = REQUESTS.name
 
 
 def log_request(journey: Journey, outcome: Outcome) -> None:
     """Write the line of a request that is over."""
-    if logger.isEnabledFor(logging.INFO):
-        note(logger, facts(journey, outcome), _text)
+    if SHEET.is_open and journey.is_usual:
+        ms = tenths(outcome.seconds * 1000)
+        where = _where(journey, outcome)
+        SHEET.add(_NAME, f"id={journey.request_id} {where} status={outcome.status} ms={ms // 10}.{ms % 10}")
+    elif REQUESTS.isEnabledFor(logging.INFO):
+        note(REQUESTS, facts(journey, outcome), _text)
+
+
+def _where(journey: Journey, outcome: Outcome) -> str:
+    """Write where a request went; there are as many such places as pairs of engines."""
+    prefill, decode = journey.prefill, journey.decode
+    places = outcome.path, None if prefill is None else prefill.instance, None if decode is None else decode.instance
+    found = _WHERE.get(places)
+    if found is None:
+        found = " ".join([_pair(name, place) for name, place in zip(_PLAIN[1:], places, strict=False)])
+        if len(_WHERE) >= _WHERE_MOST:
+            _WHERE.clear()
+        _WHERE[places] = found
+    return found
 
 
 def _text(found: Mapping[str, object]) -> str:

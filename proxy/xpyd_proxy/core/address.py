@@ -22,6 +22,9 @@ class Address:
     host: str  # IPv6 without its brackets
     port: int
 
+    def __hash__(self) -> int:
+        return hash((self.scheme, self.host, self.port))  # a dataclass's own stays Python where the rest is compiled
+
     @property
     def authority(self) -> str:
         """``host:port``, with brackets around IPv6."""

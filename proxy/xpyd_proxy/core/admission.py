@@ -30,6 +30,9 @@ class State(Word):
     LEFT = auto()  # it is over, or its client did not want to wait
 
 
+_ARRIVING: Final = State.ARRIVING  # looking a member up takes as long as a call
+
+
 class Event(Word):
     """What happens to it."""
 
@@ -55,16 +58,18 @@ TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
 }
 
 
-@dataclass(slots=True, eq=False)
 class Ticket:
     """One request; only :class:`Admission` changes it."""
 
-    key: str
-    priority: int  # lower is earlier
-    size: int  # bytes of its body
-    due: float  # when it has waited long enough
-    state: State = State.ARRIVING
-    refusal: Refusal | None = None  # of one that was refused or has expired
+    __slots__ = ("due", "key", "priority", "refusal", "size", "state")
+
+    def __init__(self, key: str, priority: int, size: int, due: float, state: State = _ARRIVING) -> None:
+        self.key = key
+        self.priority = priority  # lower is earlier
+        self.size = size  # bytes of its body
+        self.due = due  # when it has waited long enough
+        self.state = state
+        self.refusal: Refusal | None = None  # of one that was refused or has expired
 
     def on(self, event: Event) -> None:
         """Take a step; one that is not in the table is a bug."""
@@ -153,6 +158,11 @@ class Admission:
         self._fill()
         while self.waiting > limits.queue:
             self._displace()
+
+    @property
+    def has_news(self) -> bool:
+        """Tell whether ``poll`` would return a ticket."""
+        return bool(self._changed)
 
     def poll(self) -> Sequence[Ticket]:
         """Return the tickets that were admitted, refused or expired while they waited, in that order."""

@@ -8,7 +8,7 @@ the last value counts, as it does in vLLM, and only that one is sent on: both en
 
 import re
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -112,6 +112,11 @@ def named(api: Api, fields: Fields, request: RequestId) -> Fields:
 
 
 def prefill_body(api: Api, fields: Fields, transfer: TransferId) -> bytes:
+    """Write what ``prefill_fields`` makes of a request."""
+    return encode(prefill_fields(api, fields, transfer))
+
+
+def prefill_fields(api: Api, fields: Fields, transfer: TransferId) -> Fields:
     """Ask for the KV cache of the prompt: everything that shapes the prompt, and one token.
 
     The name of the transfer goes along in any case: whether the engine pushes is known from its answer.
@@ -122,12 +127,17 @@ def prefill_body(api: Api, fields: Fields, transfer: TransferId) -> bytes:
     kept.update(_ONE_TOKEN[api])
     kept["stream"] = FALSE  # a streamed answer carries no kv_transfer_params
     kept["kv_transfer_params"] = msgspec.Raw(_ASKING % encode_text(transfer))
-    return encode(kept)
+    return kept
 
 
 def decode_body(fields: Fields, kv_params: msgspec.Raw) -> bytes:
+    """Write what ``decode_fields`` makes of a request."""
+    return encode(decode_fields(fields, kv_params))
+
+
+def decode_fields(fields: Fields, kv_params: msgspec.Raw) -> Fields:
     """Ask for the tokens: the client's request, and where the KV cache of its prompt is."""
-    return encode(fields | {"kv_transfer_params": kv_params})
+    return fields | {"kv_transfer_params": kv_params}
 
 
 def telling_tokens(api: Api, fields: Fields) -> Fields:
@@ -158,12 +168,15 @@ def release_body(fields: Fields, kv_params: msgspec.Raw) -> bytes:
     return encode({name: fields[name] for name in ("model",) if name in fields} | asked)
 
 
-class Given(NamedTuple):
+class Given:
     """What a prefill engine's answer gives."""
 
-    params: msgspec.Raw  # the KV parameters, unread but checked
-    naming: Naming | None  # from those; None: not read yet
-    usage: msgspec.Raw
+    __slots__ = ("naming", "params", "usage")
+
+    def __init__(self, params: msgspec.Raw, naming: Naming | None, usage: msgspec.Raw) -> None:
+        self.params = params  # the KV parameters, unread but checked
+        self.naming = naming  # from those; None: not read yet
+        self.usage = usage
 
 
 def kv_params(prefill: InstanceId, answer: bytes) -> Given:

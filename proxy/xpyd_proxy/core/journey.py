@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final
 
 from xpyd_proxy.core.model import InstanceId, Push, RequestId, Role, Solo
 from xpyd_proxy.core.word import Word
@@ -12,12 +12,16 @@ _CLIENT_ID: Final = re.compile(rb"[!-~]{1,128}")
 HUNG_UP = 499  # nginx's status for a client that closed the connection before it was answered
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Visit:
     """A stay at one engine; ``ms`` stays None until its answer begins or it fails."""
 
     instance: InstanceId
-    ms: float | None = None
+    ms: float | None
+
+    def __init__(self, instance: InstanceId, ms: float | None = None) -> None:
+        self.instance = instance
+        self.ms = ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +36,58 @@ class Retry:
         return f"{self.visit.instance} {self.reason}"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Journey:
     """Filled in as the request travels; the source of the response headers and of the log line."""
 
     request_id: RequestId
-    solo: Solo | None = None
-    push: Push | None = None
-    prefill: Visit | None = None
-    decode: Visit | None = None
-    retries: list[Retry] = field(default_factory=list[Retry])
-    answered: bool = False  # all of it is with the client; what still happens is tidying up
-    fault: str | None = None  # what went wrong, for the log
-    late: str | None = None  # what went wrong with the prefill leg after the answer had begun, for the log
-    before: bytes = b""  # the last but one piece of the answer's body
-    last: bytes = b""
-    client_id: str | None = None  # what the client calls the request: for the client and the log, never for an engine
+    client_id: str | None  # what the client calls the request: for the client and the log, never for an engine
+    solo: Solo | None
+    push: Push | None
+    prefill: Visit | None
+    decode: Visit | None
+    retries: list[Retry]
+    answered: bool  # all of it is with the client; what still happens is tidying up
+    fault: str | None  # what went wrong, for the log
+    late: str | None  # what went wrong with the prefill leg after the answer had begun, for the log
+    before: bytes  # the last but one piece of the answer's body
+    last: bytes
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        *,
+        client_id: str | None = None,
+        solo: Solo | None = None,
+        push: Push | None = None,
+        prefill: Visit | None = None,
+        decode: Visit | None = None,
+        retries: list[Retry] | None = None,
+        fault: str | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.client_id = client_id
+        self.solo = solo
+        self.push = push
+        self.prefill = prefill
+        self.decode = decode
+        self.retries = [] if retries is None else retries
+        self.fault = fault
+        self.late = None
+        self.answered = False
+        self.before = self.last = b""
 
     def id_headers(self) -> dict[str, str]:
         """Return the headers that name the request: by the client's own id, if it has one, and then by ours too."""
         if self.client_id is None:
             return {"x-request-id": self.request_id}
         return {"x-request-id": self.client_id, "x-xpyd-request-id": self.request_id}
+
+    def id_lines(self) -> str:
+        """Return the same as lines of a head."""
+        if self.client_id is None:
+            return f"x-request-id: {self.request_id}\r\n"
+        return "".join([f"{name}: {value}\r\n" for name, value in self.id_headers().items()])
 
     @property
     def attempt_id(self) -> RequestId:
@@ -64,6 +98,11 @@ class Journey:
     def route(self) -> str | None:
         """What is unusual about the way of the request; None: one leg followed the other."""
         return f"solo: {self.solo}" if self.solo else self.push
+
+    @property
+    def is_usual(self) -> bool:
+        """Tell whether there is nothing to say about it but where it went."""
+        return not (self.client_id or self.solo or self.push or self.retries or self.late or self.fault)
 
     def says(self, piece: bytes) -> None:
         """Remember the end of the answer: of one whose legs went out at once it tells something (core/arrival.py)."""
@@ -100,14 +139,22 @@ class Ending(Word):
     HUNG_UP = "hung_up"  # the client left first
 
 
-class Outcome(NamedTuple):
-    """What became of a request."""
+@dataclass(slots=True, init=False)
+class Outcome:
+    """What became of a request. It does not change."""
 
     path: str
     status: int
     seconds: float
-    first_s: float | None = None  # until a stream began; None: the answer was no stream, or an error
-    said: bytes = b""  # the end of the answer, or all of it
+    first_s: float | None  # until a stream began; None: the answer was no stream, or an error
+    said: bytes  # the end of the answer, or all of it
+
+    def __init__(self, path: str, status: int, seconds: float, first_s: float | None = None, said: bytes = b"") -> None:
+        self.path = path
+        self.status = status
+        self.seconds = seconds
+        self.first_s = first_s
+        self.said = said
 
     def ending(self, journey: Journey) -> Ending:
         """Say how it ended."""
@@ -133,9 +180,9 @@ def facts(journey: Journey, outcome: Outcome) -> Mapping[str, object]:
         "prefill": journey.prefill and journey.prefill.instance,
         "decode": journey.decode and journey.decode.instance,
         "status": outcome.status,
-        "ms": round(outcome.seconds * 1000, 1),
+        "ms": tenths(outcome.seconds * 1000) / 10,
     }
-    if not (journey.client_id or journey.solo or journey.push or journey.retries or journey.late or journey.fault):
+    if journey.is_usual:
         return always
     notes = (
         ("client_id", journey.client_id),
@@ -149,5 +196,13 @@ def facts(journey: Journey, outcome: Outcome) -> Mapping[str, object]:
     return always
 
 
+def tenths(ms: float) -> int:
+    """Return a time in tenths of a millisecond: writing an integer takes a fraction of writing a float."""
+    return int(ms * 10 + 0.5)
+
+
 def _entry(name: str, description: str, ms: float | None) -> str:
-    return f'{name};desc="{description}"' + ("" if ms is None else f";dur={ms:.1f}")
+    if ms is None:
+        return f'{name};desc="{description}"'
+    dur = tenths(ms)
+    return f'{name};desc="{description}";dur={dur // 10}.{dur % 10}'

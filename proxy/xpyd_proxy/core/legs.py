@@ -2,10 +2,9 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from enum import auto
 from typing import Final, TypeAlias
-
-import msgspec
 
 from xpyd_proxy.core.model import Instance, InstanceId, RequestId, Role
 from xpyd_proxy.core.word import Word
@@ -40,7 +39,8 @@ TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
 _Key: TypeAlias = tuple[InstanceId, RequestId]
 
 
-class _Leg(msgspec.Struct):
+@dataclass(slots=True)
+class _Leg:
     """One leg that is not over."""
 
     since: float

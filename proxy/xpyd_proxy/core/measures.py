@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeVar
 
 from xpyd_proxy.core.arrival import Arrival, arrival
-from xpyd_proxy.core.journey import Journey, Outcome
+from xpyd_proxy.core.journey import Ending, Journey, Outcome
 from xpyd_proxy.core.model import Instance, InstanceId, Push
 from xpyd_proxy.core.retries import Failure
 
@@ -84,9 +84,13 @@ class Measures:
     def request(self, journey: Journey, outcome: Outcome) -> None:
         """Count a request that is over."""
         path = self.label(outcome.path)
-        self.requests[path, outcome.ending(journey)] += 1
         if outcome.first_s is not None:
             self.ttft.observe((path,), outcome.first_s)
+        decode = usual_decode(journey, outcome)
+        if decode is not None:
+            self.usual(path, decode, 1)
+            return
+        self.requests[path, outcome.ending(journey)] += 1
         for retry in journey.retries:
             self.retries[retry.role, _WORDS.get(retry.reason, OTHER)] += 1
         if journey.decode is not None:
@@ -97,17 +101,34 @@ class Measures:
                 if said is Arrival.NONE:
                     self.dry(journey.decode.instance, 1)
 
+    def usual(self, path: str, decode: InstanceId, count: int) -> None:
+        """Count so many requests of which there is nothing to say but where they went; their path as ``label`` says."""
+        self.requests[path, Ending.OK] += count
+        self.routes[(SPLIT,)] += count
+        self.arrivals[decode, Arrival.UNKNOWN] += count
+
     def label(self, path: str) -> str:
         """Return a path if it is one that is told apart: clients can think of others without end."""
         return path if path in self.paths else OTHER
 
     def leg(self, instance: Instance, failure: Failure | None) -> None:
         """Count a leg that is over."""
-        self.legs[instance.id, instance.role, "ok" if failure is None else _WORDS[failure]] += 1
+        if failure is None:
+            self.good_legs(instance, 1)
+        else:
+            self.legs[instance.id, instance.role, _WORDS[failure]] += 1
+
+    def good_legs(self, instance: Instance, count: int) -> None:
+        """Count so many legs that ended well."""
+        self.legs[instance.id, instance.role, "ok"] += count
 
     def answered(self, instance: Instance, seconds: float) -> None:
         """Take the time an engine needed for its answer (prefill) or for the first event of it (decode)."""
-        self.answers.observe((instance.id, instance.role), seconds)
+        self.answers_of(instance).observe(seconds)
+
+    def answers_of(self, instance: Instance) -> Histogram:
+        """Return what takes those times of an engine."""
+        return self.answers.of((instance.id, instance.role))
 
     def released(self, prefill: Instance, *, freed: bool) -> None:
         """Count an attempt to have a prefill engine free the blocks of a request that will not be decoded."""
@@ -129,6 +150,13 @@ class Measures:
         _forget(self.without_kv, instances)
         _forget(self.mismatches, instances, names=2)
         _forget(self.answers.by_key, instances)
+
+
+def usual_decode(journey: Journey, outcome: Outcome) -> InstanceId | None:
+    """Return the decode engine of a request that went the usual way and well; None: there is more to say of it."""
+    if outcome.status != 200 or journey.prefill is None or journey.decode is None or not journey.is_usual:
+        return None
+    return journey.decode.instance
 
 
 def _forget(by_instance: dict[Key, T], known: frozenset[InstanceId], *, names: int = 1) -> None:

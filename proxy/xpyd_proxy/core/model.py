@@ -1,4 +1,8 @@
-"""The nouns of the router."""
+"""The nouns of the router.
+
+Those that every request makes have an ``__init__`` of their own: that of a dataclass stays Python where the rest of it
+is compiled (see docs/performance.md).
+"""
 
 from dataclasses import dataclass
 from typing import Final, NewType, TypeAlias
@@ -72,27 +76,52 @@ class Instance:
     rank: int | None = None  # data-parallel rank that its legs ask for (X-data-parallel-rank); None: the engine chooses
 
 
-class Ask(msgspec.Struct, frozen=True):
-    """What the choice of engines may depend on: as much of a request as matters for it."""
+@dataclass(slots=True, init=False, unsafe_hash=True)
+class Ask:
+    """What the choice of engines may depend on: as much of a request as matters for it. It does not change."""
 
-    model: str | None = None  # the model it names
-    session: str | None = None  # the client's X-Session-ID
-    prompt: bytes = b""  # the beginning of the prompt (or messages) as JSON text, as it came; empty: not looked at
-    tokens: int | None = None  # length of the prompt; None: unknown
-    rank: int | None = None  # the client's X-data-parallel-rank: the rank of the engine that decodes
-    again: bool = False  # it has failed before, at another engine
+    model: str | None  # the model it names
+    session: str | None  # the client's X-Session-ID
+    prompt: bytes  # the beginning of the prompt (or messages) as JSON text, as it came; empty: not looked at
+    tokens: int | None  # length of the prompt; None: unknown
+    rank: int | None  # the client's X-data-parallel-rank: the rank of the engine that decodes
+    again: bool  # it has failed before, at another engine
+
+    def __init__(
+        self,
+        model: str | None = None,
+        session: str | None = None,
+        prompt: bytes = b"",
+        tokens: int | None = None,
+        rank: int | None = None,
+        *,
+        again: bool = False,
+    ) -> None:
+        self.model = model
+        self.session = session
+        self.prompt = prompt
+        self.tokens = tokens
+        self.rank = rank
+        self.again = again
 
 
 ANY: Final = Ask()  # no wish at all
 
 
-class Call(msgspec.Struct, frozen=True):
-    """What a client asked for, after the checks that make it safe to pass on."""
+@dataclass(slots=True, init=False)
+class Call:
+    """What a client asked for, after the checks that make it safe to pass on. It does not change."""
 
     api: Api
     fields: Fields
     headers: Headers  # those of the client's headers that engines may see
-    rank: int | None = None  # the client's X-data-parallel-rank, for the decode leg
+    rank: int | None  # the client's X-data-parallel-rank, for the decode leg
+
+    def __init__(self, api: Api, fields: Fields, headers: Headers, rank: int | None = None) -> None:
+        self.api = api
+        self.fields = fields
+        self.headers = headers
+        self.rank = rank
 
     @property
     def path(self) -> str:
@@ -128,19 +157,31 @@ class Leg:
     content_type: bytes = b"application/json"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, init=False, unsafe_hash=True)
 class Answer:
-    """An engine's whole answer."""
+    """An engine's whole answer. It does not change."""
 
     status: int
     content_type: str
     body: bytes
-    load: bytes = b""  # its endpoint-load-metrics header: how busy the engine is; empty: it does not say
+    load: bytes  # its endpoint-load-metrics header: how busy the engine is; empty: it does not say
+
+    def __init__(self, status: int, content_type: str, body: bytes, load: bytes = b"") -> None:
+        self.status = status
+        self.content_type = content_type
+        self.body = body
+        self.load = load
 
 
-class Handover(msgspec.Struct, frozen=True):
-    """What a prefill engine's answer is good for."""
+@dataclass(slots=True, init=False)
+class Handover:
+    """What a prefill engine's answer is good for. It does not change."""
 
     params: msgspec.Raw  # for the decode leg that follows it
     coordinates: Coordinates | None  # for later requests; None: this engine does not push
-    counted: int | None = None  # tokens of the prompt; None: it does not say
+    counted: int | None  # tokens of the prompt; None: it does not say
+
+    def __init__(self, params: msgspec.Raw, coordinates: Coordinates | None, counted: int | None = None) -> None:
+        self.params = params
+        self.coordinates = coordinates
+        self.counted = counted

@@ -31,6 +31,10 @@ class TransferMode(StrEnum):
     PUSH = "push"
 
 
+_SAID_PUSH: Final = TransferMode.PUSH.value
+_PULL, _PUSH = TransferMode  # looking a member up takes as long as a call
+
+
 @dataclass(frozen=True, slots=True)
 class Manner:
     """How the router takes what prefill engines say about their side of a transfer."""
@@ -84,21 +88,22 @@ def handover(prefill: InstanceId, answer: bytes, api: Api, request: RequestId, m
     Raises:
         EngineError: it is such that a decode engine would not survive it, or would wait for ever.
     """
-    params, said, usage = dialect.kv_params(prefill, answer)
-    said = said or _read(prefill, params, Naming)
+    given = dialect.kv_params(prefill, answer)
+    params = given.params
+    said = given.naming or _read(prefill, params, Naming)
     mode = manner.unsaid if said.transfer_mode is None else _mode(said.transfer_mode)
     if mode not in manner.accepted:
         raise EngineError(f"{prefill} does not push its KV cache, and this router was started with --mode push")
-    if mode is TransferMode.PULL:
-        return Handover(params, None, counted(usage))
+    if mode is _PULL:
+        return Handover(params, None, counted(given.usage))
     if not _is_same(said.remote_request_id, known_as(api, request)):
         raise EngineError(f"{prefill} knows the request by another id than ours: it cannot push to a decode engine")
     named = decode(params, Fields) | {"transfer_id": text(transfer_of(request))}
-    return Handover(msgspec.Raw(encode(named)), _read(prefill, params, Coordinates), counted(usage))
+    return Handover(msgspec.Raw(encode(named)), _read(prefill, params, Coordinates), counted(given.usage))
 
 
 def _mode(said: str) -> TransferMode:
-    return TransferMode.PUSH if said == TransferMode.PUSH.value else TransferMode.PULL
+    return _PUSH if said == _SAID_PUSH else _PULL
 
 
 def _read(prefill: InstanceId, params: msgspec.Raw, wanted: type[_T]) -> _T:

@@ -6,11 +6,15 @@ import msgspec
 
 T = TypeVar("T")
 Fields: TypeAlias = dict[str, msgspec.Raw]  # a JSON object: names decoded, values still the bytes that came
+Pieces: TypeAlias = list[bytes | memoryview]  # of one text, in order
 NULL: Final = msgspec.Raw(b"null")
 TRUE: Final = msgspec.Raw(b"true")
 FALSE: Final = msgspec.Raw(b"false")
 # By type: there are as many as this package names, and making one costs ten times its use.
 _DECODERS: Final[dict[object, msgspec.json.Decoder[Any]]] = {}
+
+
+_LONG: Final = 8192  # bytes of a value; a shorter one is copied in less time than its piece takes
 
 
 class NotJson(ValueError):
@@ -53,6 +57,15 @@ def maybe(data: bytes | msgspec.Raw, wanted: type[T]) -> T | None:
 def encode(fields: Fields) -> bytes:
     """Write an object; every value is written as it was read."""
     return msgspec.json.encode(fields)
+
+
+def encode_in_pieces(fields: Fields, last: str) -> Pieces:
+    """Write an object; if the value of the field ``last`` is long, it stands at the end, and is not copied."""
+    value = fields.get(last)
+    if value is None or len(memoryview(value)) <= _LONG:
+        return [msgspec.json.encode(fields)]
+    before = b",".join([msgspec.json.encode({name: raw})[1:-1] for name, raw in fields.items() if name != last] + [b""])
+    return [b"{%b%b:" % (before, msgspec.json.encode(last)), memoryview(value), b"}"]
 
 
 def encode_text(value: str) -> bytes:

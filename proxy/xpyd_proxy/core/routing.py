@@ -14,7 +14,7 @@ from typing import Final, TypeAlias, cast
 import msgspec
 
 from xpyd_proxy.core.model import Api, Solo
-from xpyd_proxy.core.raw_json import Fields, NotJson, decode
+from xpyd_proxy.core.raw_json import Fields, NotJson, decode, encode
 
 _Json = object
 _Values: TypeAlias = Mapping[str, _Json]
@@ -25,11 +25,11 @@ PROMPTS: Final[Mapping[Api, str]] = {
     Api.RESPONSES: "input",
     Api.MESSAGES: "messages",
 }
-_Asked: TypeAlias = tuple[tuple[str, bytes], ...]  # the fields that are looked at, as they came
-# What was found to be plain: clients ask for few combinations, and looking costs more than all other choices.
-_SPLIT: Final[set[tuple[Api, _Asked]]] = set()
-_SPLIT_MOST: Final = 1024
-_SPLIT_BYTES: Final = 256  # of all values together
+# The fields that are looked at, as they came, where they were found to be plain: clients ask for few combinations, and
+# looking costs more than all other choices.
+_SPLIT: Final[Mapping[Api, set[bytes]]] = {api: set() for api in Api}
+_SPLIT_MOST: Final = 256
+_SPLIT_BYTES: Final = 512
 _WORDS: Final[Mapping[bytes, bool | None]] = {b"true": True, b"false": False, b"null": None}
 _LONG: Final = 10  # digits; all shorter numbers are small
 _WHITESPACE: Final = b" \t\n\r"
@@ -42,20 +42,23 @@ def solo_reason(api: Api, fields: Fields, *, min_prompt_chars: int = 0) -> Solo 
     """
     if api is Api.COMPLETIONS and not _is_one_prompt(fields.get("prompt")):
         return Solo.PROMPTS
-    looked_at = _LOOKED_AT[api]
-    asked = tuple([(name, bytes(raw)) for name, raw in fields.items() if name in looked_at])
-    if (api, asked) in _SPLIT:
-        reason = None
-    elif (reason := _odd_reason(api, asked)) is None and sum([len(text) for _, text in asked]) <= _SPLIT_BYTES:
-        if len(_SPLIT) >= _SPLIT_MOST:
-            _SPLIT.clear()
-        _SPLIT.add((api, asked))
-    return Solo.SHORT if reason is None and prompt_chars(api, fields) < min_prompt_chars else reason
+    looked_at, split = _LOOKED_AT[api], _SPLIT[api]
+    asked = {name: raw for name, raw in fields.items() if name in looked_at}
+    written = encode(asked)
+    if written not in split:
+        reason = _odd_reason(api, asked)
+        if reason is not None:
+            return reason
+        if len(written) <= _SPLIT_BYTES:
+            if len(split) >= _SPLIT_MOST:
+                split.clear()
+            split.add(written)
+    return Solo.SHORT if min_prompt_chars and prompt_chars(api, fields) < min_prompt_chars else None
 
 
-def _odd_reason(api: Api, asked: _Asked) -> Solo | None:
+def _odd_reason(api: Api, asked: Fields) -> Solo | None:
     plain = _PLAIN[api]
-    values = {name: _value(text) for name, text in asked}
+    values = {name: _value(bytes(raw)) for name, raw in asked.items()}
     odd = [plain[name][1] for name, value in values.items() if name in plain and not plain[name][0](value)]
     if odd:
         return next(reason for _, reason in plain.values() if reason in odd)  # of several the first in the table
@@ -81,9 +84,9 @@ def _is_one_prompt(raw: msgspec.Raw | None) -> bool:
     """Tell one prompt (text, or a list of token ids) from several, without decoding a long list of ids."""
     if raw is None:
         return True  # the engine refuses it, or finds the prompt elsewhere (see prompt_embeds)
-    text = bytes(raw)
-    if not text.startswith(b"["):
+    if bytes(memoryview(raw)[:1]) != b"[":
         return True
+    text = bytes(raw)
     first = text[1:].lstrip(_WHITESPACE)[:1]
     if first.isdigit():
         return True

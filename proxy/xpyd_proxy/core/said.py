@@ -70,13 +70,6 @@ class Usage(msgspec.Struct):
     cache_read_input_tokens: int | None = None
     cache_creation_input_tokens: int | None = None
 
-    @property
-    def prompt(self) -> int | None:
-        """The whole prompt."""
-        if self.prompt_tokens is not None or self.input_tokens is None:
-            return self.prompt_tokens
-        return self.input_tokens + (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
-
 
 class Inner(msgspec.Struct):
     """The last event of /v1/responses has its answer inside."""

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final, TextIO
 
+from xpyd_proxy.io.lines import Sheet, Stamp
 from xpyd_proxy.settings import LogFormat
 
 _TEXT: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
+REQUESTS: Final = logging.getLogger("xpyd_proxy.api.tracking")  # by this name people filter
+SHEET: Final = Sheet()  # for the lines of this logger; a process has one log
 FACTS: Final = "facts"  # logger.info(line, extra={FACTS: {...}}): what the line says, by name
 
 
@@ -38,11 +41,11 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Lines for people. The time is written anew once a second, and its milliseconds for each line."""
+    """Lines for people."""
 
     def __init__(self) -> None:
         super().__init__(_TEXT)
-        self._written = -1, ""  # the last second, and how it is written
+        self._stamp = Stamp()
 
     def format(self, record: logging.LogRecord) -> str:
         """Write a record as logging does; what comes with a traceback is left to it."""
@@ -54,19 +57,11 @@ class TextFormatter(logging.Formatter):
         self, at: float, name: str, found: Mapping[str, object], text: Callable[[Mapping[str, object]], str]
     ) -> str:
         """Write the facts of an event; ``at``: seconds since the epoch."""
-        return f"{self._time(at, int(at % 1 * 1000))} INFO {name} {text(found)}"
+        return f"{self._stamp.text(at)} INFO {name} {text(found)}"
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802, ARG002 (logging's)
         """Write the time as logging does."""
-        return self._time(record.created, int(record.msecs))
-
-    def _time(self, at: float, milliseconds: int) -> str:
-        second = int(at)
-        written, text = self._written
-        if second != written:
-            text = time.strftime(self.default_time_format, self.converter(second))
-            self._written = second, text
-        return f"{text},{milliseconds:03d}"
+        return self._stamp.text(record.created)
 
 
 def note(logger: logging.Logger, found: Mapping[str, object], text: Callable[[Mapping[str, object]], str]) -> None:
@@ -121,10 +116,18 @@ class Lines(logging.StreamHandler[TextIO]):
         """Keep what comes; what is kept already comes first."""
         with self._own:
             self._batch = self._batch or []
+            if self._takes_text():
+                SHEET.open(self._batch)
+
+    def _takes_text(self) -> bool:
+        """Tell whether of the line of a request nothing but its text would come, and come here."""
+        wanted = isinstance(self.formatter, TextFormatter) and REQUESTS.isEnabledFor(logging.INFO)
+        return wanted and _only_lines(REQUESTS) is self
 
     def end(self) -> None:
         """Write it; what the stream raises is told as logging tells it, and stops nobody."""
         with self._own:
+            SHEET.close()
             batch, self._batch = self._batch, None
             if not batch:
                 return

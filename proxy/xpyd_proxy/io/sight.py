@@ -5,7 +5,7 @@ from typing import Final
 
 from xpyd_proxy.core.journey import Ending, Journey, Outcome
 from xpyd_proxy.core.legs import Legs
-from xpyd_proxy.core.measures import Measures
+from xpyd_proxy.core.measures import Histogram, Measures, usual_decode
 from xpyd_proxy.core.model import Instance, InstanceId, RequestId
 from xpyd_proxy.core.pulse import Pulse
 from xpyd_proxy.core.retries import Failure
@@ -20,6 +20,31 @@ _SAID: Final = {
 }
 
 
+class _Engine:
+    """What is counted of one engine whose legs end well: added up here, and told the counters when they are read."""
+
+    __slots__ = ("answered", "answers", "instance", "legs", "ok")
+
+    def __init__(self, instance: Instance, measures: Measures, pulse: Pulse) -> None:
+        self.instance = instance
+        self.ok = 0  # legs
+        self.answered = measures.answers_of(instance)
+        self.legs = pulse.legs[instance.id]
+        self.answers = pulse.answers[instance.id]
+
+
+class _Way:
+    """The same of the usual requests for one path that end at one decode engine."""
+
+    __slots__ = ("decode", "ok", "path", "ttft")
+
+    def __init__(self, path: str, decode: InstanceId) -> None:
+        self.path = path
+        self.decode = decode
+        self.ok = 0  # requests
+        self.ttft: Histogram | None = None  # since there was a stream
+
+
 class Sight:
     """Is told of every leg (it is a Watcher), of every release, and of every request that is over."""
 
@@ -29,12 +54,38 @@ class Sight:
         self.legs = Legs()
         self._clock = clock  # seconds; only differences count
         self.later = Later(lines_together)
+        self._engines: dict[InstanceId, _Engine] = {}
+        self._ways: dict[tuple[str, InstanceId], _Way] = {}
 
     @property
     def measures(self) -> Measures:
         """The counters, with all that has happened."""
         self.later.settle()
+        self._add_up()
         return self._measures
+
+    def _add_up(self) -> None:
+        """Tell the counters what was added up beside them."""
+        for engine in self._engines.values():
+            if engine.ok:
+                self._measures.good_legs(engine.instance, engine.ok)
+                engine.ok = 0
+        for way in self._ways.values():
+            if way.ok:
+                self._measures.usual(way.path, way.decode, way.ok)
+                way.ok = 0
+
+    def _engine(self, instance: Instance) -> _Engine:
+        found = self._engines.get(instance.id)
+        if found is None:
+            found = self._engines[instance.id] = _Engine(instance, self._measures, self._pulse)
+        return found
+
+    def _way(self, path: str, decode: InstanceId) -> _Way:
+        found = self._ways.get((path, decode))
+        if found is None:
+            found = self._ways[path, decode] = _Way(self._measures.label(path), decode)
+        return found
 
     @property
     def pulse(self) -> Pulse:
@@ -74,12 +125,18 @@ class Sight:
 
     def rode(self, instance: Instance, seconds: float, failure: Failure | None, request: RequestId, at: float) -> None:
         """A leg is over."""
-        self._ended(instance, request, failure, seconds, at)
+        if failure is not None:
+            self._ended(instance, request, failure, seconds, at)
+            return
+        engine = self._engine(instance)
+        engine.ok += 1
+        engine.legs.add(seconds, now=at)
 
     def said(self, instance: Instance, seconds: float, at: float) -> None:
         """An engine has given a good answer, or its beginning, so long after it was asked."""
-        self._measures.answered(instance, seconds)
-        self._pulse.answers[instance.id].add(seconds, now=at)
+        engine = self._engine(instance)
+        engine.answered.observe(seconds)
+        engine.answers.add(seconds, now=at)
 
     def handed_over(self, seconds: float, at: float) -> None:
         """So long a request hung between its legs."""
@@ -102,6 +159,9 @@ class Sight:
 
     def keep(self, instances: frozenset[InstanceId]) -> None:
         """Forget the instances that are no longer known: in a fleet that breathes there is no end of them."""
+        self._add_up()
+        self._engines.clear()
+        self._ways.clear()
         self._measures.keep(instances)
         self._pulse.keep(instances)
         self.legs.keep(instances)
@@ -109,6 +169,10 @@ class Sight:
     def finished(self, journey: Journey, outcome: Outcome) -> None:
         """A request is over."""
         now = self._clock()
+        decode = usual_decode(journey, outcome)
+        if decode is not None:
+            self._usual(self._way(outcome.path, decode), outcome, now)
+            return
         self._measures.request(journey, outcome)
         ending = outcome.ending(journey)
         failed = ending in (Ending.SERVER, Ending.FAULTY)
@@ -118,3 +182,13 @@ class Sight:
         if failed:
             said = f"answered with {outcome.status}" + (", and then a fault" if ending is Ending.FAULTY else "")
             self._pulse.mishap(journey.request_id, self._measures.label(outcome.path), said, now=now)
+
+    def _usual(self, way: _Way, outcome: Outcome, now: float) -> None:
+        way.ok += 1
+        self._pulse.requests.add(outcome.seconds, now=now)
+        if outcome.first_s is not None:
+            ttft = way.ttft
+            if ttft is None:
+                ttft = way.ttft = self._measures.ttft.of((way.path,))
+            ttft.observe(outcome.first_s)
+            self._pulse.ttft.add(outcome.first_s, now=now)

@@ -1,5 +1,7 @@
 """One try of a request: what both legs have in common, and everything that must be closed when it is over."""
 
+from dataclasses import replace
+
 import msgspec
 
 from xpyd_proxy.core.admission import Ticket
@@ -40,7 +42,7 @@ class Attempt(msgspec.Struct, frozen=True):
     @property
     def ask(self) -> Ask:
         """What the choice of engines may depend on."""
-        return msgspec.structs.replace(self.of.ask, again=True) if self.chances.avoided else self.of.ask
+        return replace(self.of.ask, again=True) if self.chances.avoided else self.of.ask
 
     def leg(self, instance: Instance, body: bytes, path: str | None = None) -> Leg:
         """Both legs carry the same fresh id: engines match their halves of a request by it."""

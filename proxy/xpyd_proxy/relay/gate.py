@@ -31,15 +31,6 @@ class Gate:
         """
         return _Place(self, key, priority, size)
 
-    def admit(self, key: str, size: int) -> Ticket | None:
-        """Admit a request that need not wait; None: it has to be ``admitted``. Who gets a ticket has to ``leave``."""
-        return self.admission.admit(key, size, now=self._clock())
-
-    def take_back(self, ticket: Ticket) -> None:
-        """Undo an ``admit`` of just now: nothing stays counted."""
-        self.admission.take_back(ticket)
-        self._wake()
-
     def held(self, ticket: Ticket) -> Turn:
         """Return the turn of a request that has a ticket."""
         return _Held(self, ticket)
@@ -47,7 +38,7 @@ class Gate:
     async def enter(self, key: str, priority: int, size: int) -> Ticket:
         """Wait for the turn of a request; raises what ``admitted`` raises. Who gets a ticket has to ``leave``."""
         ticket = self.admission.arrive(key, priority, size, now=self._clock())
-        self._wake()
+        self.wake()
         try:
             if ticket.state is State.WAITING:
                 await self._wait(ticket)
@@ -62,12 +53,12 @@ class Gate:
         """Give back a place, or the wait for one."""
         if ticket.refusal is None:
             self.admission.leave(ticket)
-            self._wake()
+            self.wake()
 
     def change(self, limits: Limits) -> None:
         """Go by other limits from now on."""
         self.admission.change(limits)
-        self._wake()
+        self.wake()
 
     async def _wait(self, ticket: Ticket) -> None:
         event = self._woken[ticket] = asyncio.Event()
@@ -78,11 +69,12 @@ class Gate:
                         await event.wait()
                 except TimeoutError:
                     self.admission.expire(now=self._clock())
-                    self._wake()
+                    self.wake()
         finally:
             del self._woken[ticket]
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Tell those that wait what has become of them."""
         for ticket in self.admission.poll():
             self._woken[ticket].set()
 

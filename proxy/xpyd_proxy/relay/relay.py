@@ -3,16 +3,16 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from msgspec.structs import replace
+from msgspec import structs
 
 from xpyd_proxy.core import dialect, push
 from xpyd_proxy.core.asking import ask_of_call, ask_of_errand
 from xpyd_proxy.core.journey import Journey
 from xpyd_proxy.core.learned import Learned
-from xpyd_proxy.core.model import Answer, Call, Errand, Handover, Instance, InstanceId, Push, RequestId, Role, Solo
+from xpyd_proxy.core.model import Call, Errand, Handover, Instance, InstanceId, Push, Role, Solo
 from xpyd_proxy.core.ports import Fleet, Pairing, RetryBudget, Slots, Uncounted, Unlimited, nothing
 from xpyd_proxy.core.push import Manner
 from xpyd_proxy.core.raw_json import Fields, encode
@@ -21,13 +21,14 @@ from xpyd_proxy.core.retries import Again, Chances, Failure, LegFailed
 from xpyd_proxy.core.routing import solo_reason
 from xpyd_proxy.core.rules import Rules
 from xpyd_proxy.core.said import Coordinates
-from xpyd_proxy.errors import Moved, NoInstance, OutOfTime
+from xpyd_proxy.errors import NoInstance, OutOfTime
 from xpyd_proxy.relay.attempt import Attempt, Loan, Outline, Stop
 from xpyd_proxy.relay.legs import Legs
 from xpyd_proxy.relay.opened import Block, Opened
 from xpyd_proxy.relay.releasing import Releaser
 from xpyd_proxy.relay.reply import Reply
 from xpyd_proxy.relay.resuming import Resuming
+from xpyd_proxy.relay.steps import Handovers, decode_body, prefill_body
 from xpyd_proxy.relay.tasks import running
 from xpyd_proxy.relay.waiting import at_most
 
@@ -70,7 +71,7 @@ class Relay:
         asked = replace(call, fields=traced(call.fields))
         legs = Opened()
         opened.push_async(lambda _kind, error, _trace: legs.close(error))
-        begun = replace(outline, since=asyncio.get_running_loop().time())
+        begun = structs.replace(outline, since=asyncio.get_running_loop().time())
         take_over = partial(self._take_over, begun, journey, legs)
         resuming = Resuming(Replay(call.api, call.fields), take_over, self.rules.retries)
         reply = resuming.of(await self._answer(outline, journey, legs, partial(self._try, asked)))
@@ -197,7 +198,7 @@ class Relay:
         failed: LegFailed | OutOfTime | None = None,
     ) -> Reply:
         """Send the decode leg that follows a prefill leg, unless it has just failed so."""
-        body = self.decode_body(call, attempt.journey, attempt.request, handover)
+        body = b"".join(decode_body(call, attempt.journey, attempt.request, handover))
         try:
             return await self._decode(attempt, decode, body, loan, failed)
         finally:
@@ -229,52 +230,17 @@ class Relay:
     ) -> Handover:
         """Get the prompt computed, and learn where the engine is; ``told``: what the decode engine was told of it."""
         reuses = self.rules.reuse_tokens and told is None
-        read = partial(self.handover, call, attempt.request, prefill, told, reuses=reuses)
+        take = Handovers(self.learned, self.manner).take
         try:
             return await self.legs.prefill(
-                attempt, prefill, self.prefill_body(call, attempt.request, reuses=reuses), read
+                attempt,
+                prefill,
+                b"".join(prefill_body(call, attempt.request, reuses=reuses)),
+                lambda answer: take(call, attempt.request, prefill, told=told, answer=answer, reuses=reuses),
             )
         except LegFailed as failed:
             self.unlearn(failed)
             raise
-
-    # What both ways do alike (relay/ride.py)
-
-    def prefill_body(self, call: Call, request: RequestId, *, reuses: bool) -> bytes:
-        """Return the body of a prefill leg; ``reuses``: its answer shall tell the tokens of the prompt."""
-        fields = dialect.named(call.api, call.fields, request)
-        if reuses:
-            fields = dialect.telling_tokens(call.api, fields)
-        return dialect.prefill_body(call.api, fields, push.transfer_of(request))
-
-    def handover(
-        self,
-        call: Call,
-        request: RequestId,
-        prefill: Instance,
-        told: Coordinates | None,
-        answer: Answer,
-        *,
-        reuses: bool,
-    ) -> Handover:
-        """Take from a prefill engine's answer what it is good for, and learn where the engine is.
-
-        Raises:
-            EngineError: a decode engine would not survive it.
-            Moved: it is not the engine that the decode engine was told of.
-        """
-        found = push.handover(prefill.id, answer.body, call.api, request, self.manner)
-        if reuses:
-            found = replace(found, params=dialect.with_tokens(found.params, answer.body))
-        self.learned.learn(prefill.id, found.coordinates)
-        if told not in (None, found.coordinates):
-            raise Moved(f"{prefill.id} is not the engine that the decode engine was told of")
-        return found
-
-    def decode_body(self, call: Call, journey: Journey, request: RequestId, handover: Handover) -> bytes:
-        """Return the body of a decode leg that follows its prefill leg."""
-        journey.push = Push.IN_TURN if handover.coordinates else None
-        return dialect.decode_body(dialect.named(call.api, call.fields, request), handover.params)
 
     def unlearn(self, failed: LegFailed) -> None:
         """Forget where an engine is whose leg has failed: it may come back as another one.

@@ -14,11 +14,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 from xpyd_proxy.core.journey import Journey, Visit
 from xpyd_proxy.core.load import ASK_FOR_REPORT
 from xpyd_proxy.core.model import Answer, Ask, Call, Handover, Headers, Instance, InstanceId
+from xpyd_proxy.core.raw_json import Pieces
 from xpyd_proxy.core.retries import Chances, Failure, LegFailed, failure_of
 from xpyd_proxy.core.rules import Patience
 from xpyd_proxy.core.sse import WholeLines, error_status, first_data
@@ -28,10 +29,11 @@ from xpyd_proxy.errors import EngineError, EngineTimeout, OutOfTime, Refused
 from xpyd_proxy.io.fleet import LiveFleet
 from xpyd_proxy.io.sight import Sight
 from xpyd_proxy.io.wire.call import Call as Told
-from xpyd_proxy.io.wire.engines import Post, WireEngines
+from xpyd_proxy.io.wire.teller import Teller
 from xpyd_proxy.relay.attempt import Attempt, Outline, Stop
 from xpyd_proxy.relay.relay import Relay
 from xpyd_proxy.relay.reply import ANSWER_MOST, BEGINNING_MOST
+from xpyd_proxy.relay.steps import Handovers, decode_body, prefill_body
 
 _TICK_MOST: Final = 0.25  # seconds between two looks at the time of all rides
 _TICK_LEAST: Final = 0.01
@@ -67,14 +69,17 @@ class Rider(Protocol):
         ...
 
 
-class Trip(NamedTuple):
+class Trip:
     """Who rides, and where to."""
 
-    call: Call
-    journey: Journey
-    ask: Ask
-    prefill: Instance
-    decode: Instance
+    __slots__ = ("ask", "call", "decode", "journey", "prefill")
+
+    def __init__(self, call: Call, journey: Journey, ask: Ask, prefill: Instance, decode: Instance) -> None:
+        self.call = call
+        self.journey = journey
+        self.ask = ask
+        self.prefill = prefill
+        self.decode = decode
 
 
 class Phase(IntEnum):
@@ -94,7 +99,8 @@ class Rides:
     """The rides under way, and what they are made with: one timer looks at the time of all of them."""
 
     relay: Relay
-    engines: WireEngines
+    handovers: Handovers
+    engines: Teller
     fleet: LiveFleet
     sight: Sight
     clock: Callable[[], float]  # seconds; only differences count
@@ -204,7 +210,8 @@ class Ride:
         rules, now = of.relay.rules, of.now()
         self._of = of
         self._rider = rider
-        self._call, self._journey, self._ask, self.prefill, self.decode = trip
+        self._call, self._journey, self._ask = trip.call, trip.journey, trip.ask
+        self.prefill, self.decode = trip.prefill, trip.decode
         self._patience = patience = rules.patience
         self._reuses = rules.reuse_tokens
         self._since = now
@@ -226,7 +233,7 @@ class Ride:
     def set_off(self) -> None:
         """Send the prefill leg."""
         of, prefill = self._of, self.prefill
-        body = of.relay.prefill_body(self._call, self.request, reuses=self._reuses)
+        body = prefill_body(self._call, self.request, reuses=self._reuses)
         self._journey.prefill = Visit(prefill.id)
         of.fleet.enter(self.decode, self.request)  # its slot is held from now on
         of.begin(self)
@@ -243,8 +250,10 @@ class Ride:
             of.fleet.reported(prefill, answer.load)
         try:
             check_prefill(prefill.id, answer)
-            handover = of.relay.handover(self._call, self.request, prefill, None, answer, reuses=self._reuses)
-            body = of.relay.decode_body(self._call, self._journey, self.request, handover)
+            handover = of.handovers.take(
+                self._call, self.request, prefill, told=None, answer=answer, reuses=self._reuses
+            )
+            body = decode_body(self._call, self._journey, self.request, handover)
         except (EngineError, Refused) as error:
             self._leg_failed(error)
             return
@@ -437,12 +446,12 @@ class Ride:
 
     # What both legs do
 
-    def _send(self, instance: Instance, headers: Headers, body: bytes, told: Told) -> None:
+    def _send(self, instance: Instance, headers: Headers, body: Pieces, told: Told) -> None:
         of = self._of
         self._told, self._start = told, of.clock()
         of.fleet.enter(instance, self.request)
         try:
-            of.engines.tell(Post(instance, self._call.path, headers, self.request, body), told)
+            of.engines.tell(told, instance, self._call.path, headers=headers, request=self.request, body=body)
         except EngineError as error:
             self._leg_failed(error)
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from xpyd_proxy.api import usual
 from xpyd_proxy.api.usual import usual_request
 
 PATHS = {b"/v1/completions": "/v1/completions", b"/v1/chat/completions": "/v1/chat/completions"}
@@ -135,3 +136,16 @@ def test_what_is_long_is_left_to_the_parser():
     head = b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % len(body)
 
     assert usual_request(head + body, PATHS) is None
+
+
+def test_lines_are_remembered_as_they_were_said_and_not_without_end():
+    """Clients can think of other lines without end, and of long ones."""
+    for number in [*range(2 * usual._KNOWN_MOST), 7, 7]:
+        head = b"POST /v1/completions HTTP/1.1\r\nX-Number: %d\r\ncontent-length: 15\r\n\r\n" % number
+        assert usual_request(head + BODY, PATHS)[1][0] == (b"x-number", b"%d" % number)
+    assert b"X-Number: 7" in usual._KNOWN
+    assert len(usual._KNOWN) <= usual._KNOWN_MOST
+
+    long = b"x-long: " + b"r" * 1000
+    assert usual_request(b"POST /v1/completions HTTP/1.1\r\n%b\r\ncontent-length: 0\r\n\r\n" % long, PATHS)
+    assert long not in usual._KNOWN

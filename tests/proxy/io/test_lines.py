@@ -8,7 +8,10 @@ import threading
 
 import pytest
 
-from xpyd_proxy.io.logs import FACTS, JsonFormatter, Lines, TextFormatter, lines_together, note
+from xpyd_proxy.api.line import log_request
+from xpyd_proxy.core.journey import Journey, Outcome, Visit
+from xpyd_proxy.core.model import InstanceId, RequestId
+from xpyd_proxy.io.logs import FACTS, REQUESTS, SHEET, JsonFormatter, Lines, TextFormatter, lines_together, note
 
 
 class Written(io.StringIO):
@@ -234,3 +237,58 @@ def test_a_note_without_a_record_is_the_line_that_a_record_makes(formatter, monk
 
 def without_time(line):
     return re.sub(r"\d\d:\d\d:\d\d[.,]\d{3}", "", line)
+
+
+USUAL = Journey(RequestId("r-1"), prefill=Visit(InstanceId("prefill-0")), decode=Visit(InstanceId("decode-0")))
+ODD = Journey(RequestId("r-2"), client_id="c", decode=Visit(InstanceId("decode-0")))
+
+
+@pytest.mark.parametrize("journey", [USUAL, ODD, Journey(RequestId("r-3"))])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/odd\n path\\"])
+def test_the_line_of_a_request_is_the_same_in_a_batch_and_by_itself(logger, stream, journey, path):
+    """In a batch it needs no record where nothing but its text would come of one."""
+    formatted(TextFormatter())
+    root, level = logging.getLogger(), logging.getLogger().level
+    others = [each for each in root.handlers if not isinstance(each, Lines)]
+    root.setLevel(logging.INFO)
+    for each in others:
+        root.removeHandler(each)
+    try:
+        log_request(journey, Outcome(path, 200, 0.01234))
+        with lines_together():
+            assert SHEET.is_open
+            logger.info("before")
+            log_request(journey, Outcome(path, 200, 0.01234))
+            logger.info("after")
+        assert not SHEET.is_open
+    finally:
+        root.setLevel(level)
+        for each in others:
+            root.addHandler(each)
+
+    alone, *together = stream.getvalue().splitlines()
+    assert [line[24:] for line in together] == [
+        "INFO tests.lines before",
+        alone[24:],
+        "INFO tests.lines after",
+    ]
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO xpyd_proxy.api.tracking id=r-\d path=", alone)
+    assert "ms=12.3" in alone
+
+
+def test_where_somebody_else_wants_the_line_it_is_a_record(logger, stream):
+    """A filter, another handler, another format: all of them are asked."""
+    seen = []
+    formatted(TextFormatter())
+    REQUESTS.addFilter(lambda record: seen.append(record.getMessage()) or True)
+    REQUESTS.setLevel(logging.INFO)
+    try:
+        with lines_together():
+            assert not SHEET.is_open
+            log_request(USUAL, Outcome("/v1/completions", 200, 1.0))
+    finally:
+        REQUESTS.filters.clear()
+        REQUESTS.setLevel(logging.NOTSET)
+
+    assert seen == ["id=r-1 path=/v1/completions prefill=prefill-0 decode=decode-0 status=200 ms=1000.0"]
+    assert seen[0] in stream.getvalue()

@@ -1,14 +1,19 @@
 """What the router remembers of its requests for the status page."""
 
+import dataclasses
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.journey import Journey, Outcome, Visit
 from xpyd_proxy.core.measures import Measures
-from xpyd_proxy.core.model import Instance, InstanceId, RequestId, Role
+from xpyd_proxy.core.model import Instance, InstanceId, Push, RequestId, Role, Solo
 from xpyd_proxy.core.retries import Failure
 from xpyd_proxy.io.sight import Sight
 
+P = Instance(InstanceId("prefill-0"), Role.PREFILL, Address("http", "h", 1))
 D = Instance(InstanceId("decode-0"), Role.DECODE, Address("http", "h", 2))
 R = RequestId("r")
 
@@ -59,3 +64,55 @@ def test_a_path_of_a_clients_own_making_is_not_shown():
     seen.finished(Journey(R), Outcome("/v1/<script>", 500, 1.0))
 
     assert [one.where for one in seen.pulse.mishaps] == ["other"]
+
+
+ENDS = st.tuples(
+    st.sampled_from(["/v1/completions", "/v1/odd"]),
+    st.sampled_from([200, 200, 200, 404, 502]),
+    st.sampled_from([None, 0.5]),
+    st.fixed_dictionaries(
+        {"prefill": st.sampled_from([Visit(P.id), Visit(P.id), None]), "decode": st.sampled_from([Visit(D.id), None])},
+        optional={
+            "solo": st.just(Solo.N),
+            "push": st.just(Push.IN_TURN),
+            "fault": st.just("broke off"),
+            "client_id": st.just("c"),
+        },
+    ),
+)
+LEGS = st.tuples(st.sampled_from([P, D]), st.sampled_from([None, None, Failure.BROKEN]))
+
+
+@given(happened=st.lists(st.one_of(ENDS, LEGS, st.just("look")), max_size=30))
+def test_what_is_added_up_beside_the_counters_is_in_them_when_they_are_read(happened):
+    """The same as if each leg and each request had been counted by itself."""
+    paths = frozenset({"/v1/completions"})
+    seen, counted = Sight(Measures(paths), lambda: 1.0), Measures(paths)
+    for one in happened:
+        if one == "look":
+            assert numbers(seen.measures) == numbers(counted)
+        elif len(one) == 2:
+            instance, failure = one
+            seen.rode(instance, 0.1, failure, R, 1.0)
+            counted.leg(instance, failure)
+            if failure is None:
+                seen.said(instance, 0.2, 1.0)
+                counted.answered(instance, 0.2)
+        else:
+            path, status, first_s, journey = one
+            outcome = Outcome(path, status, 1.5, first_s)
+            seen.finished(Journey(R, **journey), outcome)
+            counted.request(Journey(R, **journey), outcome)
+
+    assert numbers(seen.measures) == numbers(counted)
+    seen.keep(frozenset())
+    seen.rode(D, 0.1, None, R, 1.0)
+    assert dict(seen.measures.legs) == {(D.id, D.role, "ok"): 1}
+
+
+def numbers(measures):
+    """All counters, without those that were made in advance and have counted nothing yet."""
+    found = {field.name: getattr(measures, field.name) for field in dataclasses.fields(measures)}
+    for name in ("ttft", "answers"):
+        found[name] = {key: one for key, one in found[name].by_key.items() if sum(one.counts)}
+    return found

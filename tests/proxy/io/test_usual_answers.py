@@ -132,7 +132,7 @@ async def told_of(*conversation):
     found = []
     for pieces in conversation:
         call = Told()
-        if not connection.reusable or not connection.start(call, b"POST / HTTP/1.1\r\n\r\n", b""):
+        if not connection.reusable or not connection.start(call, b"POST / HTTP/1.1\r\n\r\n", [b""]):
             break
         for piece in pieces:
             connection.data_received(piece)

@@ -7,7 +7,7 @@ below 100, interim answers with a body, how long a head or a trailer may be, and
 
 import asyncio
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NoReturn, Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
@@ -124,18 +124,21 @@ class Connection:
         self._sending = False
         return not transport.is_closing()
 
-    def start(self, call: Call, head: bytes, body: bytes) -> bool:
-        """Send a request at once, however long it is, and tell ``call`` of its answer; False: it is over."""
+    def start(self, call: Call, head: bytes, body: Sequence[bytes | memoryview]) -> bool:
+        """Send a request at once, however long it is, and tell ``call`` of its answer; False: it is over.
+
+        ``body``: its pieces. Several are written in one go, and not copied for it.
+        """
         transport = self._transport
         if transport.is_closing():
             return False
         self._reply, call.source = call, self
         self.heard_at = self._clock()
-        if len(body) <= _SLICE:
-            transport.write(head + body)
+        first = body[0]
+        if len(body) == 1 and isinstance(first, bytes):
+            transport.write(head + first)
         else:
-            transport.write(head)
-            transport.write(body)
+            transport.writelines([head, *body])
         return True
 
     @property

@@ -5,30 +5,19 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 from xpyd_proxy.core.keys import Outbound
-from xpyd_proxy.core.model import Answer, Headers, Instance, Leg, RequestId
+from xpyd_proxy.core.model import Answer, Headers, Instance, Leg
 from xpyd_proxy.core.ports import nothing
-from xpyd_proxy.errors import EngineError
-from xpyd_proxy.io.wire.call import Call
 from xpyd_proxy.io.wire.connection import Connection
 from xpyd_proxy.io.wire.heads import Heads, Unsendable
 from xpyd_proxy.io.wire.pool import Pool
 from xpyd_proxy.io.wire.reply import Reply
+from xpyd_proxy.io.wire.teller import Teller, unsendable
 from xpyd_proxy.settings import Settings
 
 ANSWER_MOST: Final = 64 * 1024 * 1024  # bytes of an answer that is waited for as a whole
-
-
-class Post(NamedTuple):
-    """A request whose answer is told: its body is JSON, and ``request`` an id of ours, which nobody need look at."""
-
-    instance: Instance
-    path: str
-    headers: Headers
-    request: RequestId
-    body: bytes
 
 
 class Chunks(AsyncIterator[bytes]):
@@ -129,6 +118,7 @@ class WireEngines:
         self._pool = Pool(
             keepalive_s=settings.engine_keepalive_s, connect_timeout_s=settings.connect_timeout_s, tls=tls
         )
+        self._teller = Teller(self._pool, self._outbound)
 
     async def __aenter__(self) -> Self:
         return self
@@ -140,6 +130,11 @@ class WireEngines:
     def pool(self) -> Pool:
         """The connections, for those who look after them."""
         return self._pool
+
+    @property
+    def teller(self) -> Teller:
+        """Asks by the same connections, and has answers told."""
+        return self._teller
 
     def give_up(self, instance: Instance, *, silent_s: float) -> int:
         """End the requests to an engine that hangs: those that heard nothing from it for so long; return how many."""
@@ -167,50 +162,13 @@ class WireEngines:
         """
         return _Streaming(self._pool, self._outbound, leg, sent)
 
-    def tell(self, post: Post, call: Call) -> None:
-        """Post, and tell ``call`` of the answer; returns at once. ``done`` gives the connection back.
-
-        Raises:
-            EngineError: the request is not one that HTTP can carry.
-        """
-        peer = self._pool.peer(post.instance)
-        headers = self._outbound.headers(post.instance.role, post.headers)
-        try:
-            head = peer.heads.post_ours(post.path, headers, post.request, len(post.body))
-        except Unsendable as exc:
-            raise _unsendable(post.instance, exc) from exc
-        while (connection := self._pool.waiting_at(peer)) is not None:
-            if connection.start(call, head, post.body):
-                return
-            connection.abort()
-        call.opening = asyncio.get_running_loop().create_task(self._tell(post, head, call))
-
-    async def _tell(self, post: Post, head: bytes, call: Call) -> None:
-        """Open a connection for a request."""
-        try:
-            connection = await self._pool.open(post.instance)
-        except EngineError as error:
-            call.failed(error.with_traceback(None))  # it leads here, and to the call: a circle
-            return
-        if call.error is not None:  # nobody wants it any more
-            self._pool.put_back(connection)
-        elif not connection.start(call, head, post.body):
-            connection.abort()
-            call.failed(EngineError(f"{call.engine} closed the connection before the request was sent", reached=False))
-
-    def done(self, call: Call) -> None:
-        """Give back the connection of an answer that is complete; any other one is closed."""
-        source, call.source = call.source, None
-        if isinstance(source, Connection):
-            self._pool.put_back(source)
-
     async def models(self, instance: Instance, headers: Headers) -> Answer:
         """Get the engine's list of models; raises what ``ask`` raises."""
         heads = self._pool.heads(instance.address)
         try:
             head = heads.get("/v1/models", self._outbound.headers(instance.role, headers))
         except Unsendable as exc:
-            raise _unsendable(instance, exc) from exc
+            raise unsendable(instance, exc) from exc
         return await self._whole(instance, head, b"", self._probe_timeout_s)
 
     async def _whole(self, instance: Instance, head: bytes, body: bytes, timeout_s: float) -> Answer:
@@ -233,8 +191,4 @@ def _post(heads: Heads, outbound: Outbound, leg: Leg) -> bytes:
     try:
         return heads.post(leg.path, headers, len(leg.body))
     except Unsendable as exc:
-        raise _unsendable(leg.instance, exc) from exc
-
-
-def _unsendable(instance: Instance, exc: Unsendable) -> EngineError:
-    return EngineError(f"{instance.id} was not asked: {exc}", reached=False)
+        raise unsendable(leg.instance, exc) from exc

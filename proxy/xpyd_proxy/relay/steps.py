@@ -1,0 +1,63 @@
+"""What both ways of a request do alike (relay/relay.py, relay/ride.py): the bodies of its legs, and what ties them."""
+
+from dataclasses import replace
+
+from xpyd_proxy.core import dialect, push
+from xpyd_proxy.core.journey import Journey
+from xpyd_proxy.core.learned import Learned
+from xpyd_proxy.core.model import Answer, Call, Handover, Instance, Push, RequestId
+from xpyd_proxy.core.push import Manner
+from xpyd_proxy.core.raw_json import Pieces, encode_in_pieces
+from xpyd_proxy.core.routing import PROMPTS
+from xpyd_proxy.core.said import Coordinates
+from xpyd_proxy.errors import Moved
+
+
+def prefill_body(call: Call, request: RequestId, *, reuses: bool) -> Pieces:
+    """Return the body of a prefill leg; ``reuses``: its answer shall tell the tokens of the prompt."""
+    fields = dialect.named(call.api, call.fields, request)
+    if reuses:
+        fields = dialect.telling_tokens(call.api, fields)
+    asked = dialect.prefill_fields(call.api, fields, push.transfer_of(request))
+    return encode_in_pieces(asked, PROMPTS[call.api])
+
+
+def decode_body(call: Call, journey: Journey, request: RequestId, handover: Handover) -> Pieces:
+    """Return the body of a decode leg that follows its prefill leg."""
+    journey.push = Push.IN_TURN if handover.coordinates else None
+    asked = dialect.decode_fields(dialect.named(call.api, call.fields, request), handover.params)
+    return encode_in_pieces(asked, PROMPTS[call.api])
+
+
+class Handovers:
+    """Takes from prefill engines' answers what they are good for, and learns where the engines are."""
+
+    __slots__ = ("_learned", "_manner")
+
+    def __init__(self, learned: Learned, manner: Manner) -> None:
+        self._learned = learned
+        self._manner = manner
+
+    def take(
+        self,
+        call: Call,
+        request: RequestId,
+        prefill: Instance,
+        *,
+        told: Coordinates | None,
+        answer: Answer,
+        reuses: bool,
+    ) -> Handover:
+        """Read an answer; ``told``: what the decode engine has been told of the prefill engine already.
+
+        Raises:
+            EngineError: a decode engine would not survive it.
+            Moved: it is not the engine that the decode engine was told of.
+        """
+        found = push.handover(prefill.id, answer.body, call.api, request, self._manner)
+        if reuses:
+            found = replace(found, params=dialect.with_tokens(found.params, answer.body))
+        self._learned.learn(prefill.id, found.coordinates)
+        if told is not None and told != found.coordinates:
+            raise Moved(f"{prefill.id} is not the engine that the decode engine was told of")
+        return found

@@ -29,8 +29,8 @@ up: $(STAMPS)/package ## start engines and the router here: PREFILL=1 DECODE=1 E
 
 ##@ Check
 
-# What starts no engines is mostly one core's work: two halves of it run at the same time (the second one is shorter, and
-# is followed by the checkers), then the engines' tests alone.
+# What starts no engines is mostly one core's work: two halves of it run at the same time, and the checkers and the
+# compiler in what these leave of two cores; then the engines' tests alone.
 COVER := $(BIN)/coverage run --parallel-mode -m pytest --durations=20
 ALONE := not (vllm or gpu or thorough)
 
@@ -38,20 +38,24 @@ ALONE := not (vllm or gpu or thorough)
 test: lint $(STAMPS)/helm ## everything, real engines included: what CI runs
 	@$(BIN)/coverage erase
 	@failed=0; \
-	$(MAKE) -k -j2 -Otarget test-proxy test-rest types imports || failed=1; \
+	$(MAKE) -k -j3 -Otarget test-proxy test-rest test-beside || failed=1; \
 	$(MAKE) test-engines || failed=1; \
 	$(BIN)/coverage combine -q && $(BIN)/coverage report || failed=1; \
 	exit $$failed
 
-.PHONY: test-proxy test-rest test-engines
+.PHONY: test-proxy test-rest test-beside test-engines
 test-proxy: $(STAMPS)/helm
 	$(COVER) -p no:cacheprovider -m "$(ALONE)" tests/proxy
 
 test-rest: $(STAMPS)/helm
 	$(COVER) -p no:cacheprovider -m "$(ALONE)" --ignore=tests/proxy
 
+test-beside: $(STAMPS)/dev
+	-nice -n 19 $(BIN)/python -P tests/support/compiled.py
+	nice -n 19 $(MAKE) -k types imports
+
 test-engines: $(STAMPS)/helm
-	$(COVER) -m "vllm and not (gpu or thorough)"
+	$(COVER) -m "vllm and not (gpu or thorough)" tests/chaos tests/e2e
 
 .PHONY: test-thorough
 test-thorough: $(STAMPS)/dev ## more of the same with real engines: every fault in every phase, in both modes; 40 minutes

@@ -1,10 +1,16 @@
 """Settings every test shares."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
 
+from support import router_kind
+
 settings.register_profile("xpyd", deadline=None)  # a busy machine is not a failure
 settings.load_profile("xpyd")
+
+WITH_ENGINES = [Path(__file__).parent / folder for folder in ("chaos", "e2e")]  # where ``make test-engines`` looks
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
@@ -14,6 +20,15 @@ def pytest_collection_modifyitems(items):
         judge = getattr(getattr(item, "module", None), "is_thorough", None)
         if judge is not None and hasattr(item, "callspec") and judge(item.originalname, item.callspec.params):
             item.add_marker(pytest.mark.thorough)
+        if item.get_closest_marker("vllm") and not any(map(item.path.is_relative_to, WITH_ENGINES)):
+            raise pytest.UsageError(f"{item.nodeid} is marked vllm, and make test would not run it: see WITH_ENGINES")
+
+
+def pytest_report_collectionfinish(config, items):
+    """Say which router is before the real engines. Compiling it may take two minutes: they are no test's."""
+    if config.option.collectonly or not any(item.get_closest_marker("vllm") for item in items):
+        return None
+    return f"the router before real engines: {router_kind.said()}"
 
 
 pytest_plugins = ["support.fixtures"]  # real engines, started when the first test asks for them

@@ -2,6 +2,7 @@
 
 import pytest
 
+from support import nursery
 from support.netns import lab_available, open_lab
 from support.victims import make_victims
 
@@ -13,13 +14,15 @@ def mode(request):
 
 
 @pytest.fixture(scope="package")
-def lab():
+def lab(fleet):
     """Two hosts with a network between them that can be cut, or None where that cannot be had."""
     if lab_available():
         yield None
         return
     with open_lab() as lab:
         yield lab
+        for host in (lab.p, lab.d):
+            nursery.close(fleet, host.prefix)
 
 
 @pytest.fixture(scope="package")

@@ -29,7 +29,6 @@ from support.shapes import (
 )
 from xpyd_proxy.core.push import TransferMode
 from xpyd_proxy.local.errors import ChildDied
-from xpyd_proxy.local.processes import open_fleet
 from xpyd_proxy.local.recipe import Connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -168,14 +167,17 @@ def test_equal_with_replicated_heads(row, gang, single):
     check_equal(row, gang, single)
 
 
-def test_a_model_with_state_space_layers_is_refused_at_start(tmp_path):
+def test_a_model_with_state_space_layers_is_refused_at_start(fleet, tmp_path):
     """Their state is not a list of blocks of tokens; the engine ends, and the reason is one sentence."""
     model = state_space_model(tmp_path / "mamba")
     spec = engine_spec("mamba", model, connector=Connector.XPYD, extra_args=("--load-format", "dummy"))
-    with open_fleet(tmp_path / "logs") as fleet:
-        child = start_engine(fleet, spec)
-        with pytest.raises(ChildDied):
+    child = start_engine(fleet, spec)
+    try:
+        with pytest.raises(ChildDied) as raised:
             fleet.wait_ready([child], timeout_s=300)
-        log = child.log.read_text(errors="replace")
+    finally:
+        fleet.stop(child)  # nobody else is told that a child of the fleet has died
+    log = child.log.read_text(errors="replace")
 
+    assert raised.value.name == "mamba"
     assert re.search(r"^xpyd_connector\.errors\.UnsupportedCache: .*state-space layers.*$", log, re.MULTILINE)

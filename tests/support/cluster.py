@@ -1,6 +1,7 @@
 """Real engines and the real router for end-to-end tests: how they are started, asked and looked into."""
 
 import dataclasses
+import functools
 import os
 import random
 import socket
@@ -11,12 +12,13 @@ from pathlib import Path
 
 import httpx
 
-from support import forked_engine
+from support import nursery, router_kind
 from xpyd_proxy.local.processes import Command
 from xpyd_proxy.local.recipe import EngineSpec, engine
 
 ROOT = Path(__file__).parents[2]
 MODEL_NAME = "tiny"
+SERVER = "vllm.entrypoints.openai.api_server"
 # float32: a decode engine computes the last prompt token alone, a single engine computes it among others. In bfloat16
 # those two roundings differ now and then by 0.02 in a logprob; in float32 they are equal to the last bit.
 EXACT = ("--dtype", "float32")
@@ -60,16 +62,21 @@ def engine_spec(name, model, **options):
 
 def start_engine(fleet, spec):
     """Start an engine; wait for it with ``fleet.wait_ready``."""
-    command = engine(spec, os.environ)
-    return fleet.start(dataclasses.replace(command, argv=forked_engine.instead(command.argv)))
+    return nursery.start(fleet, engine(spec, os.environ), program=SERVER, prefix=spec.prefix)
+
+
+def prepare_engine(fleet, spec):
+    """Have imported what the engine needs, while something else is done."""
+    nursery.prepare(fleet, engine(spec, os.environ), program=SERVER, prefix=spec.prefix)
 
 
 def router_command(name, prefill, decode, *, port=None, env=None, args=()):
-    """Return how to start our router in front of engine specs."""
+    """Return how to start our router in front of engine specs; ``support.router_kind`` says which one."""
     port = port or free_ports(1)[0]
     argv = [sys.executable, "-m", "xpyd_proxy.cli", "serve", "--port", str(port), "--log-level", "info"]
     argv += ["--prefill", *(spec.address for spec in prefill), "--decode", *(spec.address for spec in decode), *args]
-    return Command(name, argv, {**os.environ, **(env or {})}, f"http://127.0.0.1:{port}/health")
+    environment = {**os.environ, **router_kind.environment(), **(env or {})}
+    return Command(name, argv, environment, f"http://127.0.0.1:{port}/health")
 
 
 def base_url(command):
@@ -79,7 +86,7 @@ def base_url(command):
 
 def metrics(spec):
     """Return an engine's metrics: name or ``name|source`` -> value."""
-    lines = httpx.get(f"{spec.base_url}/metrics", timeout=10, trust_env=False).text.splitlines()
+    lines = _http().get(f"{spec.base_url}/metrics", timeout=10).text.splitlines()
     found = {}
     for line in lines:
         if line.startswith("vllm:"):
@@ -87,6 +94,12 @@ def metrics(spec):
             source = labels.split('source="')[1].split('"')[0] if 'source="' in labels else ""
             found[f"{name}|{source}" if source else name] = float(line.rsplit(" ", 1)[1])
     return found
+
+
+@functools.cache
+def _http():
+    """One client for all: a new one takes 30 ms of CPU, and tests look 20 times a second. No connection is kept."""
+    return httpx.Client(trust_env=False, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
 
 
 class Watch:

@@ -1,0 +1,171 @@
+"""The nursery itself, with small programs for engines: what it bears is, for a fleet, a program like any other."""
+
+import os
+import signal
+import sys
+import time
+
+import httpx
+import pytest
+
+from support import nursery
+from support.cluster import free_ports, wait_until
+from support.proc import pids_of
+from xpyd_proxy.local import guard
+from xpyd_proxy.local.errors import ChildDied
+from xpyd_proxy.local.processes import Command, open_fleet
+
+SERVER, STATEMENT = "http.server", "timeit"  # of the standard library: what serves, what runs a statement
+
+
+@pytest.fixture
+def fleet(tmp_path):
+    with open_fleet(tmp_path / "logs", grace_s=5) as fleet:
+        yield fleet
+
+
+def start(fleet, name, program, *arguments, port=9, prefix=(), **environment):
+    health = f"http://127.0.0.1:{port}/"
+    argv = [*prefix, sys.executable, "-P", "-m", program, *map(str, arguments)]
+    return nursery.start(
+        fleet, Command(name, argv, {**os.environ, **environment}, health), program=program, prefix=prefix
+    )
+
+
+def serve(fleet, name, tmp_path, **options):
+    (port,) = free_ports(1)
+    return start(fleet, name, SERVER, port, "--bind", "127.0.0.1", "--directory", tmp_path, port=port, **options)
+
+
+def run(fleet, name, statement, **options):
+    return start(fleet, name, STATEMENT, "-n1", "-r1", statement, **options)
+
+
+def test_two_serve_and_each_leads_a_session(fleet, tmp_path):
+    """A signal to one, which goes to its group, does not reach the other; nor does what is counted for it."""
+    one, other = (serve(fleet, name, tmp_path) for name in ("one", "other"))
+    fleet.wait_ready([one, other], timeout_s=20)
+
+    assert [pids_of(child.pid) for child in (one, other)] == [[one.pid], [other.pid]]
+    one.signal(signal.SIGKILL)
+    fleet.stop(one)
+    assert (one.exit_code, other.alive) == (-signal.SIGKILL, True)
+    assert httpx.get(other.command.health_url, trust_env=False).status_code == 200
+
+
+def test_a_stopped_one_lives_and_goes_on(fleet, tmp_path):
+    """As tests freeze engines."""
+    child = serve(fleet, "child", tmp_path)
+    fleet.wait_ready([child], timeout_s=20)
+    child.signal(signal.SIGSTOP)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.get(child.command.health_url, timeout=0.3, trust_env=False)
+    assert child.alive
+    child.signal(signal.SIGCONT)
+
+    assert httpx.get(child.command.health_url, timeout=10, trust_env=False).status_code == 200
+
+
+def test_one_that_ends_by_itself_is_told_like_a_program(fleet):
+    """With its exit code and the end of its log."""
+    child = run(fleet, "child", "raise OSError('no such model')")
+    with pytest.raises(ChildDied, match=r"child ended with exit code 1, probably because of OSError: no such model"):
+        fleet.wait_ready([child], timeout_s=20)
+    fleet.stop(child)
+
+    assert child not in fleet.children
+
+
+def test_a_name_that_is_started_again_continues_its_log(fleet):
+    for said in ("first", "second"):
+        child = run(fleet, "child", f"print('{said}')")
+        assert child.wait(20) == 0
+        fleet.stop(child)
+    lines = child.log.read_text().splitlines()
+
+    assert [line for line in lines if line in ("first", "second")] == ["first", "second"]
+
+
+def test_each_has_an_environment_and_temporary_files_of_its_own(fleet, tmp_path):
+    """What the process that bears them has of the first one's is not the second one's."""
+    (tmp_path / "only_there.py").write_text("WHERE = 'there'")
+    what = "import os, tempfile; print('said', os.environ.get('A'), os.environ.get('B'), tempfile.gettempdir())"
+    one = run(fleet, "one", what, A="1")
+    other = run(fleet, "other", f"import only_there; {what}", B="2", PYTHONPATH=str(tmp_path))
+    codes = [child.wait(20) for child in (one, other)]
+    said = [next(line for line in c.log.read_text().splitlines() if line.startswith("said")) for c in (one, other)]
+
+    assert codes == [0, 0]
+    assert said == [f"said 1 None {one.temp}", f"said None 2 {other.temp}"]
+
+
+def bearers(fleet):
+    return [child for child in fleet.children if child.name.startswith("nursery")]
+
+
+def test_what_an_import_may_see_and_where_it_happens_has_a_process_of_its_own(fleet):
+    """A variable that is read while modules are imported would be the first engine's for all of them."""
+    for number, options in enumerate([{}, {"A": "1"}, {"OMP_NUM_THREADS": "7"}, {"prefix": ("env", "IN=lab")}]):
+        assert run(fleet, f"child-{number}", "pass", **options).wait(20) == 0
+    assert len(bearers(fleet)) == 3
+
+    nursery.close(fleet, ("env", "IN=lab"))
+    assert len(bearers(fleet)) == 2
+
+
+def test_what_was_prepared_is_what_is_used(fleet):
+    """Two can import at the same time."""
+    argv = [sys.executable, "-P", "-m", STATEMENT, "pass"]
+    for _ in range(2):
+        nursery.prepare(fleet, Command("child", argv, dict(os.environ), ""), program=STATEMENT)
+    assert len(bearers(fleet)) == 1
+
+    assert run(fleet, "child", "pass").wait(20) == 0
+    assert len(bearers(fleet)) == 1
+
+
+def test_what_was_prepared_for_nobody_ends_at_once(fleet):
+    """As it does while it still imports."""
+    argv = [sys.executable, "-P", "-m", STATEMENT, "pass"]
+    nursery.prepare(fleet, Command("child", argv, dict(os.environ), ""), program=STATEMENT)
+    (bearer,) = bearers(fleet)
+    wait_until(lambda: (bearer.temp.parent / "n1").exists(), seconds=20, what="it listens")
+    started = time.monotonic()
+    fleet.stop(bearer)
+
+    assert time.monotonic() - started < 3
+
+
+def test_what_cannot_be_imported_is_told(fleet):
+    """Not after two minutes."""
+    with pytest.raises(ChildDied, match="No module named 'no_such_module'"):
+        start(fleet, "child", "no_such_module")
+    fleet.stop(*fleet.children)
+
+
+def test_nothing_is_left_of_a_fleet(tmp_path):
+    """All are asked to end at the same time; who bore them tells how they ended."""
+    with open_fleet(tmp_path / "logs", grace_s=5) as fleet:
+        children = [serve(fleet, f"child-{number}", tmp_path) for number in range(2)]
+        fleet.wait_ready(children, timeout_s=20)
+        (bearer,) = bearers(fleet)
+        started = time.monotonic()
+
+    assert time.monotonic() - started < 4  # nobody had to be killed
+    assert [child.exit_code for child in children] == [-signal.SIGTERM] * 2
+    assert bearer.exit_code == 0
+    assert not any(guard.runs(child.pid) for child in (*children, bearer))
+
+
+def test_who_dies_with_the_one_who_bore_it_has_ended(fleet, tmp_path):
+    """Nobody is left who could tell how."""
+    child = serve(fleet, "child", tmp_path)
+    fleet.wait_ready([child], timeout_s=20)
+    (bearer,) = bearers(fleet)
+    bearer.signal(signal.SIGKILL)
+    wait_until(lambda: not bearer.alive, seconds=5, what="it is dead")
+    assert child.alive
+    child.signal(signal.SIGKILL)
+
+    wait_until(lambda: not child.alive, seconds=5, what="the child is dead, too")
+    assert child.exit_code == -signal.SIGKILL

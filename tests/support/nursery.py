@@ -1,0 +1,151 @@
+"""Engines that have PyTorch and vLLM when they are born: forks of ``support.nursery_process``, which imported them.
+
+Importing them takes 9 CPU seconds, which no start needs any more. There is one such process for each environment that
+an import may see, and for each host of a lab; it ends with the fleet whose engines it bears. ``xpyd up`` and the
+examples start engines as vLLM does.
+"""
+
+import json
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+
+from support import nursery_process
+from xpyd_proxy.local import guard
+from xpyd_proxy.local.processes import Child, Command
+
+IMPORT_S, POLL_S = 120, 0.02
+# What a module may read when it is imported; of those, what is an engine's own is read when it starts. What vLLM sets
+# when it is imported (TORCHINDUCTOR_..., LD_LIBRARY_PATH) it sets there as well as in a test that imports it.
+SEEN_BY_IMPORTS = ("VLLM_", "TORCH_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "HF_", "XDG_", "PYTHON")
+OWN = ("VLLM_NIXL_SIDE_CHANNEL_", "PYTHONPATH")
+_nurseries = weakref.WeakKeyDictionary()  # fleet -> (prefix, environment) -> nursery
+
+
+def start(fleet, command, *, program, prefix=()):
+    """Start an engine: what ``fleet.start`` does, but for the fork; ``program`` is a module with a server in it.
+
+    The command line is the prefix (what makes a process run on a host of a lab), Python, -P, -m, the module, arguments.
+    """
+    at = command.argv.index(program)
+    nursery = _nursery(fleet, command, program, tuple(prefix))
+    log, temp = fleet._log_dir / f"{command.name}.log", fleet._temp / str(next(fleet._numbers))
+    temp.mkdir()
+    with log.open("ab" if log in fleet._logs else "wb"):  # a name that is started again continues its log
+        pass
+    fleet._logs.add(log)
+    process = nursery.bear(command.argv[at + 1 :], {**command.environment, "TMPDIR": str(temp)}, log)
+    fleet._tell_guard(f"+{process.pid}")
+    child = Child(command, process, log, temp)
+    fleet.children.append(child)
+    return child
+
+
+def prepare(fleet, command, *, program, prefix=()):
+    """Have imported what such an engine needs, while something else is done; :func:`start` waits for it."""
+    _nursery(fleet, command, program, tuple(prefix))
+
+
+def close(fleet, prefix):
+    """End what has borne engines on a host that is to be no more."""
+    found = _nurseries.get(fleet, {})
+    for key in [key for key in found if key[0] == tuple(prefix)]:
+        fleet.stop(found.pop(key).child)
+
+
+def _nursery(fleet, command, program, prefix):
+    environment = {name: value for name, value in command.environment.items() if not name.startswith(OWN)}
+    seen = frozenset((name, value) for name, value in environment.items() if name.startswith(SEEN_BY_IMPORTS))
+    found = _nurseries.setdefault(fleet, {})
+    key = (prefix, program, seen)
+    if key not in found or not found[key].child.alive:
+        found[key] = Nursery(fleet, program, prefix, environment, f"nursery-{len(found)}")
+    return found[key]
+
+
+class Nursery:
+    """The process, as the tests see it."""
+
+    def __init__(self, fleet, program, prefix, environment, name):
+        self._place = str(fleet._temp / f"n{next(fleet._numbers)}")
+        argv = [*prefix, sys.executable, "-P", nursery_process.__file__, self._place, program]
+        self.child = fleet.start(Command(name, argv, environment, ""))
+        self._codes = {}  # pid -> exit code
+        self._gone = False
+        self._received = b""
+        self._lock = threading.Lock()
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._connected = False
+        weakref.finalize(self, self._socket.close)
+
+    def bear(self, arguments, environment, log):
+        """Fork an engine; it has a session of its own when this returns."""
+        order = {"arguments": list(arguments), "environment": environment, "log": str(log)}
+        with self._lock:
+            self._connect()
+            self._socket.sendall(json.dumps(order).encode() + b"\n")
+            while (pid := self._read(wait=True)) is None:
+                assert not self._gone, f"the nursery has ended:\n{self.child.tail()}"
+        return Borne(self, pid)
+
+    def code_of(self, pid):
+        """Return the exit code of an engine; None while it runs."""
+        with self._lock:
+            while self._read(wait=False) is not None or self._received.count(b"\n"):
+                pass
+            if self._gone and pid not in self._codes and not guard.runs(pid):
+                self._codes[pid] = -signal.SIGKILL  # who would have told is gone, too
+            return self._codes.get(pid)
+
+    def _connect(self):
+        end = time.monotonic() + IMPORT_S
+        while not self._connected:
+            self._connected = self._socket.connect_ex(self._place) == 0
+            self.child.raise_if_dead()
+            assert time.monotonic() < end, f"nothing was imported within {IMPORT_S} s:\n{self.child.tail()}"
+            time.sleep(0 if self._connected else POLL_S)
+
+    def _read(self, *, wait):
+        """Read what there is; return the pid of what was born, if that was told."""
+        if b"\n" not in self._received and not self._gone and (wait or select.select([self._socket], [], [], 0)[0]):
+            try:
+                data = self._socket.recv(65536)
+            except ConnectionResetError:
+                data = b""
+            self._gone, self._received = not data, self._received + data
+        line, newline, rest = self._received.partition(b"\n")
+        if not newline:
+            return None
+        self._received = rest
+        what, pid, code = json.loads(line)
+        if what == "born":
+            return pid
+        self._codes[pid] = code
+        return None
+
+
+@dataclass(frozen=True)
+class Borne:
+    """An engine, as a ``subprocess.Popen`` of it would be."""
+
+    nursery: Nursery
+    pid: int
+
+    def poll(self):
+        """Return its exit code, None while it runs."""
+        return self.nursery.code_of(self.pid)
+
+    def wait(self, timeout=None):
+        """Return its exit code; raises subprocess.TimeoutExpired."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(POLL_S)
+        return code

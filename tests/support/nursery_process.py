@@ -1,0 +1,142 @@
+"""Imports a server and forks into one for every order that comes: ``python -P nursery_process.py SOCKET MODULE``.
+
+What is born leads a session and has arguments, an environment, a log and temporary files of its own, as a program that
+was just started. On CPUs its further processes are its forks, too: vLLM would spawn them, and each would import PyTorch
+and vLLM anew. On GPUs vLLM forks them itself where it can. Nothing else is different here.
+"""
+
+import contextlib
+import importlib
+import json
+import multiprocessing
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+
+def serve(place, program):
+    """Bear engines until the tests are gone, or until SIGTERM came and all of them have ended; return to be one."""
+    by_import = _import(program)
+    terminated, woken, undo = _listen_to_signals()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(place)
+        listening.listen(1)
+        if listening not in select.select([listening, woken], [], [])[0]:
+            return None  # SIGTERM, before anybody wanted anything
+        tests, _ = listening.accept()
+    received, living = b"", set()
+    while living or not terminated:
+        readable, _, _ = select.select([tests, woken], [], [])
+        if woken in readable:
+            os.read(woken, 65536)
+        _reap(living, tests)
+        if tests in readable:
+            data = tests.recv(1 << 20)
+            if not data:
+                break
+            received += data
+        while b"\n" in received:
+            line, _, received = received.partition(b"\n")
+            pid = _fork()
+            if pid == 0:
+                undo()
+                tests.close()
+                return json.loads(line), by_import
+            living.add(pid)
+            _tell(tests, "born", pid, None)
+    return None
+
+
+def _import(program):
+    """Import it, and return what that did to the environment."""
+    before = dict(os.environ)
+    if program.startswith("vllm."):
+        fork_on_cpus()
+    importlib.import_module(program)
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "only what has one thread can be forked"
+    return {name: value for name, value in os.environ.items() if before.get(name) != value}
+
+
+def _listen_to_signals():
+    """Return a list that SIGTERM makes true, a pipe that wakes at it and at the end of a child, and what undoes it."""
+    terminated = []
+    woken, wakes = os.pipe()
+    os.set_blocking(woken, False)
+    os.set_blocking(wakes, False)
+    handlers = {signal.SIGCHLD: lambda *_: None, signal.SIGTERM: lambda *_: terminated.append(True)}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+
+    def undo():
+        signal.set_wakeup_fd(-1)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(woken)
+        os.close(wakes)
+
+    return terminated, woken, undo
+
+
+def _reap(living, tests):
+    for pid in list(living):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            living.discard(pid)
+            _tell(tests, "ended", pid, os.waitstatus_to_exitcode(status))
+
+
+def fork_on_cpus():
+    """Have vLLM's processes fork, before anybody imports by name what says how."""
+    from vllm.platforms import current_platform
+    from vllm.utils import system_utils
+
+    if current_platform.is_cpu():
+        system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
+def _fork():
+    """Return 0 in the child, which leads a session; its parent goes on once it does."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    there, here = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(there)
+        os.setsid()
+        os.close(here)
+        return 0
+    os.close(here)
+    os.read(there, 1)  # its end
+    os.close(there)
+    return pid
+
+
+def _tell(tests, *what):
+    with contextlib.suppress(OSError):  # they are gone
+        tests.sendall(json.dumps(what).encode() + b"\n")
+
+
+def become(program, order, by_import):
+    """Be the program, with its own arguments, environment, log and temporary files."""
+    log = os.open(order["log"], os.O_WRONLY | os.O_APPEND)
+    for fd in (1, 2):
+        os.dup2(log, fd)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(order["environment"] | by_import)
+    sys.path[:0] = filter(None, order["environment"].get("PYTHONPATH", "").split(os.pathsep))
+    tempfile.tempdir = None  # it remembers ours
+    sys.argv = [program, *order["arguments"]]
+    sys.modules.pop(program, None)  # it is run once more, as a program
+    runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _place, _program = sys.argv[1:]
+    if (_found := serve(_place, _program)) is not None:
+        become(_program, *_found)

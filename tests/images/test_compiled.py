@@ -22,15 +22,18 @@ from xpyd_proxy.local.processes import open_fleet
 
 # What a request and its answer go through, and what several workers say to each other.
 SUITES = (
+    "tests/proxy/api/test_usual_requests.py",
     "tests/proxy/core",
     "tests/proxy/relay",
     "tests/proxy/io/workers",
     "tests/proxy/io/test_engines_contract.py",
     "tests/proxy/io/test_fleet.py",
     "tests/proxy/io/test_hung_engines.py",
+    "tests/proxy/io/test_lines.py",
     "tests/proxy/io/test_metrics.py",
     "tests/proxy/io/test_prober.py",
     "tests/proxy/io/test_reconciler.py",
+    "tests/proxy/io/test_sight.py",
     "tests/proxy/io/test_status.py",
     "tests/proxy/io/test_wire_connections.py",
     "tests/proxy/test_app.py",

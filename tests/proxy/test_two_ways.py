@@ -92,8 +92,18 @@ PATHS = (
 NUMBERS = ["0.1", "1e-7", "0.30000000000000004", "1E400", "-0.0", "123456789012345678901234567890", "1.0", "0"]
 WORDS = ['"plain"', '"\\u00e9\\ud83d\\ude00"', '"\u00e9\U0001f600 \u2028"', '"a\\/b\\"c"', '""', '"\\ud800"']
 VALUES = st.sampled_from([*NUMBERS, *WORDS, "null", "true", "[]", "{}", '{"a": [1, 2.50, {"b": null}]}', "[[1,2],[3]]"])
+SAID = '[{"role": "user", "content": "%s"}]'
 PROMPTS = st.sampled_from(
-    [*WORDS[:3] * 3, '["one"]', '["one", "two"]', "[1, 2, 3]", "[[1, 2]]", "null", "7", '"' + "x" * 5000 + '"']
+    [
+        *WORDS[:3] * 3,
+        '["one"]',
+        '["one", "two"]',
+        "[1, 2, 3]",
+        "[[1, 2]]",
+        "null",
+        "7",
+        *('"' + "x" * size + '"' for size in (5000, 9000, 70_000)),
+    ]
 )
 FIELDS = st.one_of(
     st.tuples(st.just("max_tokens"), st.sampled_from(["2", "16", "64", "1", "null", "2.0", '"4"'])),
@@ -161,7 +171,7 @@ def bodies(draw, path, streams):
         pairs.insert(draw(st.integers(0, len(pairs))), ("prompt", draw(PROMPTS)))
     else:
         name = "input" if path in (b"/v1/responses", b"/v1/embeddings") else "messages"
-        pairs.insert(0, (name, draw(st.sampled_from(['"hello"', '[{"role": "user", "content": "h\\u00e9"}]']))))
+        pairs.insert(0, (name, draw(st.sampled_from(['"hello"', *(SAID % text for text in ("h\\u00e9", "y" * 9000))]))))
     if streams:
         pairs.insert(draw(st.integers(0, len(pairs))), ("stream", "true"))
     space, colon = draw(st.sampled_from([("", ":"), (" ", ": "), ("\n\t ", " : ")]))

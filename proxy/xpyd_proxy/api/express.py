@@ -25,7 +25,7 @@ from xpyd_proxy.core.dialect import check_wanted_now, parse
 from xpyd_proxy.core.journey import HUNG_UP, Journey, Outcome, client_id
 from xpyd_proxy.core.keys import Keyring, shown_key
 from xpyd_proxy.core.lifetime import Lifetime, Stage
-from xpyd_proxy.core.model import Api, Call, RequestId
+from xpyd_proxy.core.model import Api, Ask, Call, RequestId
 from xpyd_proxy.core.routing import solo_reason
 from xpyd_proxy.errors import BadRequest, ProxyError, TurnedAway
 from xpyd_proxy.relay.attempt import Attempt, Left, Stop
@@ -68,8 +68,9 @@ class Express:
             return None
         name = shown.get(b"x-request-id")
         journey = Journey(self.new_id(), client_id=None if name is None else client_id(name))
+        ask = ask_of_call(call)
         ticket = self._admission.admit(caller, len(body), now=start)
-        trip = None if ticket is None else self._board(call, journey, ticket)
+        trip = None if ticket is None else self._board(call, ask, journey, ticket)
         if ticket is None or trip is None:
             return None
         passenger = Passenger(self, platform, trip, ticket, start, keep_alive=keep_alive)
@@ -83,9 +84,8 @@ class Express:
             raise
         return passenger
 
-    def _board(self, call: Call, journey: Journey, ticket: Ticket) -> Trip | None:
+    def _board(self, call: Call, ask: Ask, journey: Journey, ticket: Ticket) -> Trip | None:
         """Choose the engines of a request that was let in; None: there are none, and it has to be told why."""
-        ask = ask_of_call(call)
         try:
             prefill, decode = self.rides.fleet.any_pair(ask)
         except ProxyError:

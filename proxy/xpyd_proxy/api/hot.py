@@ -488,9 +488,8 @@ class _HotProtocol(PatientProtocol):
         body = intake.parts[0] if len(intake.parts) == 1 else b"".join(intake.parts)
         express, aboard = self.express, None
         try:
-            if (
-                express is not None and not self.flow.write_paused
-            ):  # it has not read earlier answers: who waits for it is the long way
+            # who has not read earlier answers has to be waited for, which is for the long way
+            if express is not None and not self.flow.write_paused:
                 aboard = express.take(self, intake.path, self.headers, body, keep_alive=intake.keep_alive)
         except Exception as bug:  # the parser that calls this would take it for the client's fault
             self.logger.exception("a request could not be taken")

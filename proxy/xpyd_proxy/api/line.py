@@ -26,12 +26,12 @@ def log_request(journey: Journey, outcome: Outcome) -> None:
 
 
 def _where(journey: Journey, outcome: Outcome) -> str:
-    """Write where a request went; there are as many such places as pairs of engines."""
+    """Write where a request went; there are as many such places as paths and pairs of engines."""
     prefill, decode = journey.prefill, journey.decode
     places = outcome.path, None if prefill is None else prefill.instance, None if decode is None else decode.instance
     found = _WHERE.get(places)
     if found is None:
-        found = " ".join([_pair(name, place) for name, place in zip(_PLAIN[1:], places, strict=False)])
+        found = " ".join([_pair(name, place) for name, place in zip(_PLAIN[1:4], places, strict=True)])
         if len(_WHERE) >= _WHERE_MOST:
             _WHERE.clear()
         _WHERE[places] = found

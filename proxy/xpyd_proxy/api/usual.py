@@ -19,8 +19,12 @@ _ODD: Final = frozenset(
     {b"transfer-encoding", b"connection", b"proxy-connection", b"upgrade", b"expect", b"trailer", b"te", b"keep-alive"}
 )
 _KEEPS: Final = b"keep-alive"  # of a connection: what it does anyway
-# Lines that were found to be usual, and what they say: a client sends nearly the same ones with each request.
+# Lines that were found to be usual, and what they say: a client sends the same ones with each request. None that is
+# another one each time, and none that is nobody else's business.
 _KNOWN: Final[dict[bytes, tuple[bytes, bytes]]] = {}
+_REPEATED: Final = frozenset(
+    {b"host", b"user-agent", b"accept", b"accept-encoding", b"accept-language", b"connection", b"content-type", _LENGTH}
+)
 _KNOWN_MOST: Final = 512
 _KNOWN_BYTES: Final = 256  # of one line
 
@@ -63,7 +67,7 @@ def _read(line: bytes) -> tuple[bytes, bytes] | None:
     if name in _ODD and not (name == b"connection" and value.lower() == _KEEPS):
         return None
     header = name, value
-    if len(line) <= _KNOWN_BYTES:
+    if name in _REPEATED and len(line) <= _KNOWN_BYTES:
         if len(_KNOWN) >= _KNOWN_MOST:
             _KNOWN.clear()
         _KNOWN[line] = header

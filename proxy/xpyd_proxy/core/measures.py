@@ -52,10 +52,7 @@ class Histograms:
 
     def observe(self, key: Key, value: float) -> None:
         """Count a value of a key."""
-        found = self.by_key.get(key)
-        if found is None:
-            found = self.by_key[key] = self._make()
-        found.observe(value)
+        self.of(key).observe(value)
 
     def of(self, key: Key) -> Histogram:
         """Return the histogram of a key; a new one is empty."""
@@ -122,12 +119,8 @@ class Measures:
         """Count so many legs that ended well."""
         self.legs[instance.id, instance.role, "ok"] += count
 
-    def answered(self, instance: Instance, seconds: float) -> None:
-        """Take the time an engine needed for its answer (prefill) or for the first event of it (decode)."""
-        self.answers_of(instance).observe(seconds)
-
     def answers_of(self, instance: Instance) -> Histogram:
-        """Return what takes those times of an engine."""
+        """Return what takes the times an engine needed for its answer (prefill) or the first event of it (decode)."""
         return self.answers.of((instance.id, instance.role))
 
     def released(self, prefill: Instance, *, freed: bool) -> None:

@@ -76,7 +76,7 @@ class Instance:
     rank: int | None = None  # data-parallel rank that its legs ask for (X-data-parallel-rank); None: the engine chooses
 
 
-@dataclass(slots=True, init=False, unsafe_hash=True)
+@dataclass(slots=True, init=False)
 class Ask:
     """What the choice of engines may depend on: as much of a request as matters for it. It does not change."""
 
@@ -157,7 +157,7 @@ class Leg:
     content_type: bytes = b"application/json"
 
 
-@dataclass(slots=True, init=False, unsafe_hash=True)
+@dataclass(slots=True, init=False)
 class Answer:
     """An engine's whole answer. It does not change."""
 

@@ -12,8 +12,6 @@ TRUE: Final = msgspec.Raw(b"true")
 FALSE: Final = msgspec.Raw(b"false")
 # By type: there are as many as this package names, and making one costs ten times its use.
 _DECODERS: Final[dict[object, msgspec.json.Decoder[Any]]] = {}
-
-
 _LONG: Final = 8192  # bytes of a value; a shorter one is copied in less time than its piece takes
 
 

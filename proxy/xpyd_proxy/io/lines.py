@@ -29,7 +29,10 @@ class Stamp:
 
 
 class Sheet:
-    """Takes the lines of a batch, while the log is such that nothing but their text comes of them."""
+    """Takes the lines of a batch, while the log is such that nothing but their text comes of them.
+
+    Each looks as ``TextFormatter`` writes it, and ends as logging ends lines unless told otherwise.
+    """
 
     __slots__ = ("_lines", "_stamp")
 

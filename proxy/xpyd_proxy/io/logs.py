@@ -121,7 +121,7 @@ class Lines(logging.StreamHandler[TextIO]):
 
     def _takes_text(self) -> bool:
         """Tell whether of the line of a request nothing but its text would come, and come here."""
-        wanted = isinstance(self.formatter, TextFormatter) and REQUESTS.isEnabledFor(logging.INFO)
+        wanted = type(self.formatter) is TextFormatter and REQUESTS.isEnabledFor(logging.INFO)
         return wanted and _only_lines(REQUESTS) is self
 
     def end(self) -> None:

@@ -7,7 +7,7 @@ from xpyd_proxy.core.journey import Ending, Journey, Outcome
 from xpyd_proxy.core.legs import Legs
 from xpyd_proxy.core.measures import Histogram, Measures, usual_decode
 from xpyd_proxy.core.model import Instance, InstanceId, RequestId
-from xpyd_proxy.core.pulse import Pulse
+from xpyd_proxy.core.pulse import Pulse, Ring
 from xpyd_proxy.core.retries import Failure
 from xpyd_proxy.io.later import Later
 from xpyd_proxy.io.logs import lines_together
@@ -25,12 +25,12 @@ class _Engine:
 
     __slots__ = ("answered", "answers", "instance", "legs", "ok")
 
-    def __init__(self, instance: Instance, measures: Measures, pulse: Pulse) -> None:
+    def __init__(self, instance: Instance, pulse: Pulse) -> None:
         self.instance = instance
         self.ok = 0  # legs
-        self.answered = measures.answers_of(instance)
         self.legs = pulse.legs[instance.id]
-        self.answers = pulse.answers[instance.id]
+        self.answered: Histogram | None = None  # these since it has answered
+        self.answers: Ring | None = None
 
 
 class _Way:
@@ -78,7 +78,7 @@ class Sight:
     def _engine(self, instance: Instance) -> _Engine:
         found = self._engines.get(instance.id)
         if found is None:
-            found = self._engines[instance.id] = _Engine(instance, self._measures, self._pulse)
+            found = self._engines[instance.id] = _Engine(instance, self._pulse)
         return found
 
     def _way(self, path: str, decode: InstanceId) -> _Way:
@@ -135,8 +135,12 @@ class Sight:
     def said(self, instance: Instance, seconds: float, at: float) -> None:
         """An engine has given a good answer, or its beginning, so long after it was asked."""
         engine = self._engine(instance)
-        engine.answered.observe(seconds)
-        engine.answers.add(seconds, now=at)
+        answered, answers = engine.answered, engine.answers
+        if answered is None or answers is None:
+            answered = engine.answered = self._measures.answers_of(instance)
+            answers = engine.answers = self._pulse.answers[instance.id]
+        answered.observe(seconds)
+        answers.add(seconds, now=at)
 
     def handed_over(self, seconds: float, at: float) -> None:
         """So long a request hung between its legs."""

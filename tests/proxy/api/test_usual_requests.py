@@ -141,11 +141,21 @@ def test_what_is_long_is_left_to_the_parser():
 def test_lines_are_remembered_as_they_were_said_and_not_without_end():
     """Clients can think of other lines without end, and of long ones."""
     for number in [*range(2 * usual._KNOWN_MOST), 7, 7]:
-        head = b"POST /v1/completions HTTP/1.1\r\nX-Number: %d\r\ncontent-length: 15\r\n\r\n" % number
-        assert usual_request(head + BODY, PATHS)[1][0] == (b"x-number", b"%d" % number)
-    assert b"X-Number: 7" in usual._KNOWN
+        head = b"POST /v1/completions HTTP/1.1\r\nUser-Agent: %d\r\ncontent-length: 15\r\n\r\n" % number
+        assert usual_request(head + BODY, PATHS)[1][0] == (b"user-agent", b"%d" % number)
+    assert b"User-Agent: 7" in usual._KNOWN
     assert len(usual._KNOWN) <= usual._KNOWN_MOST
 
-    long = b"x-long: " + b"r" * 1000
+    long = b"user-agent: " + b"r" * 1000
     assert usual_request(b"POST /v1/completions HTTP/1.1\r\n%b\r\ncontent-length: 0\r\n\r\n" % long, PATHS)
     assert long not in usual._KNOWN
+
+
+@pytest.mark.parametrize("line", [b"Authorization: Bearer secret", b"x-api-key: secret", b"cookie: a=secret"])
+def test_nothing_private_is_remembered(line):
+    """A key that is taken back, or a client that was never let in, leaves nothing behind."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n%b\r\ncontent-length: 15\r\n\r\n" % line
+
+    assert usual_request(head + BODY, PATHS)[1][1][1].endswith(b"secret")
+    assert b"host: a" in usual._KNOWN
+    assert not any(b"secret" in known for known in usual._KNOWN)

@@ -113,7 +113,7 @@ def test_instances_that_are_gone_are_forgotten():
     for instance in (P, D):
         seen.leg(instance, None)
         seen.leg(instance, Failure.SILENT)
-        seen.answered(instance, 0.5)
+        seen.answers_of(instance).observe(0.5)
         seen.released(instance, freed=True)
     seen.differed(P.id, D.id)
     seen.request(journey(), Outcome(PATH, 200, 1.0))

@@ -45,7 +45,7 @@ class FakeEngines:
     """Remembers what it was asked, and what is open; an exception among the parts is raised in its place."""
 
     clock: list
-    prefill: object = PREFILLED
+    prefill: object = field(default_factory=lambda: PREFILLED)
     parts: list = field(default_factory=lambda: [EVENT, EVENT, DONE])
     status: int = 200
     content_type: str = "text/event-stream; charset=utf-8"

@@ -3,7 +3,7 @@
 import math
 from html import escape
 
-WIDTH, HEIGHT = 780, 360
+WIDTH, HEIGHT = 960, 360
 APART = 92  # names of the series
 LEFT, RIGHT, TOP, BOTTOM = 60, 10, 70, 40
 MARK = "#222"
@@ -25,6 +25,11 @@ def draw(series, groups, title, *, marks=(), label=""):
         parts.append(_text(LEFT - 6, y + 4, f"{10.0**line:g} ms", anchor="end"))
     space = (WIDTH - LEFT - RIGHT) / len(groups)
     width = 0.8 * space / len(series)
+    dashes = f'stroke="{MARK}" stroke-width="2" stroke-dasharray="5 3"'
+    for group, value in enumerate(marks):
+        if value:
+            x, y = LEFT + (group + 0.05) * space, HEIGHT - BOTTOM - (math.log10(value) - low) * scale
+            parts.append(f'<line x1="{x:.1f}" x2="{x + 0.9 * space:.1f}" y1="{y:.1f}" y2="{y:.1f}" {dashes}/>')
     for number, (name, each) in enumerate(series.items()):
         x, colour = LEFT + number * APART, COLOURS[number % len(COLOURS)]
         parts.append(f'<rect x="{x:.1f}" y="36" width="12" height="12" fill="{colour}"/>')
@@ -36,12 +41,7 @@ def draw(series, groups, title, *, marks=(), label=""):
                 y = HEIGHT - BOTTOM - tall
                 box = f'width="{width - 2:.1f}" height="{tall:.1f}"'
                 parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" {box} fill="{colour}"/>')
-                parts.append(_text(x + width / 2 - 1, y - 4, f"{value:.2g}", 10))
-    dashes = f'stroke="{MARK}" stroke-width="2" stroke-dasharray="5 3"'
-    for group, value in enumerate(marks):
-        if value:
-            x, y = LEFT + (group + 0.05) * space, HEIGHT - BOTTOM - (math.log10(value) - low) * scale
-            parts.append(f'<line x1="{x:.1f}" x2="{x + 0.9 * space:.1f}" y1="{y:.1f}" y2="{y:.1f}" {dashes}/>')
+                parts.append(_text(x + width / 2 - 1, y - 4, f"{value:.2g}", 10, halo=True))
     if any(marks):
         x = LEFT + len(series) * APART
         parts.append(f'<line x1="{x}" x2="{x + 28}" y1="42" y2="42" {dashes}/>')
@@ -53,5 +53,6 @@ def draw(series, groups, title, *, marks=(), label=""):
     return "\n".join([head, '<rect width="100%" height="100%" fill="#fff"/>', *parts, "</svg>\n"])
 
 
-def _text(x, y, text, size=12, anchor="middle"):
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">{escape(text)}</text>'
+def _text(x, y, text, size=12, anchor="middle", *, halo=False):
+    around = ' stroke="#fff" stroke-width="3" paint-order="stroke"' if halo else ""  # over a dashed line
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"{around}>{escape(text)}</text>'

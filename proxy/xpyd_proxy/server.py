@@ -27,7 +27,7 @@ from xpyd_proxy.io.workers.place import END, HURRY, READY, Place, heard
 from xpyd_proxy.relay import ride
 from xpyd_proxy.settings import Settings
 
-_YOUNG_MOST: Final = 20_000  # objects made, less those that have gone, before the garbage collector looks at them
+_YOUNG_MOST: Final = 5_000  # objects made, less those that have gone, before the garbage collector looks at them
 _TICK_S: Final = 0.05  # seconds between two looks at what is still in flight
 _IS_COMPILED: Final = not str(ride.__file__).endswith(".py")  # see docs/performance.md
 logger = logging.getLogger(__name__)

@@ -244,6 +244,33 @@ def test_a_client_that_reads_nothing_does_not_make_the_router_grow(play, way):
     assert set(whole_ones) == {200}
 
 
+@pytest.mark.parametrize("way", [SHORT, {"resume": True}], ids=["short", "long"])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("hangs_up", [True, False])
+def test_a_client_that_has_gone_leaves_nothing_to_the_garbage_collector(play, way, stream, hangs_up):
+    """Many clients open a connection for each request, and the collector looks seldom."""
+    slow = Act(((0.0, BEGUN + chunk(EVENT)), (0.3, DONE)) if stream else ((0.3, good("decode", b"")),))
+
+    async def scene():
+        async with play.stage(way) as stage:
+            await stage.ask(asks(stream=stream))
+            await stage.settled()
+            with no_collector():
+                for _ in range(3):
+                    stage.cast.acts["decode"] += [slow] if hangs_up else []
+                    reader, writer = await stage.client()
+                    writer.write(asks(stream=stream))
+                    await (asyncio.sleep(0.1) if hangs_up else answer(reader))
+                    writer.close()
+                    await until(lambda: not stage.state.connections)
+                await stage.settled()
+                await asyncio.sleep(0.05)  # what waits to be told is told
+                names = "HotProtocol", "HttpToolsProtocol", "Passenger", "Ride", "Journey", "_Exchange", "Call"
+                return [type(one).__name__ for one in gc.get_objects() if type(one).__name__ in names]
+
+    assert play(scene()) == []
+
+
 @WAYS
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_body_over_the_limit_is_refused_however_it_comes(play, way, at_once):

@@ -161,6 +161,7 @@ class Express:
 class Passenger:
     """One request on the short way; to uvicorn it is the cycle of its connection."""
 
+    __deletable__ = ("_platform", "_write")  # mypyc wants to know
     __slots__ = (
         "_call",
         "_express",
@@ -313,7 +314,9 @@ class Passenger:
         first_s = None if self._first is None else self._first - start
         outcome = Outcome(self._path, status, express.clock() - start, first_s)
         express.rides.sight.later.add(express.account, journey, outcome)
-        self._platform.answered(keep_alive=self.keep_alive)
+        platform = self._platform
+        del self._platform, self._write  # a connection that ends would wait for the garbage collector, and we with it
+        platform.answered(keep_alive=self.keep_alive)
 
 
 def _plain(content_type: bytes) -> bytes:

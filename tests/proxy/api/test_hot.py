@@ -65,7 +65,7 @@ class Answer:
 
 def _same(text):
     text = re.sub(r"xpyd-[0-9a-z-]+?(?=[^0-9a-z-]|$)", "ID", text)
-    return re.sub(r'dur=[0-9.]+|"created": ?[0-9]+', "", text)
+    return re.sub(r'dur=[0-9.]+|"created(?:_at)?": ?[0-9]+', "", text)
 
 
 class Client:

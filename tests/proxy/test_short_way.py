@@ -244,7 +244,7 @@ def test_a_client_that_reads_nothing_does_not_make_the_router_grow(play, way):
     assert set(whole_ones) == {200}
 
 
-@pytest.mark.parametrize("way", [SHORT, {"resume": True}], ids=["short", "long"])
+@ALL_WAYS
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("hangs_up", [True, False])
 def test_a_client_that_has_gone_leaves_nothing_to_the_garbage_collector(play, way, stream, hangs_up):

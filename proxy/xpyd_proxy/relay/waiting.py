@@ -49,9 +49,10 @@ class Limit(AbstractAsyncContextManager["Limit"]):
         if self._timer is None:
             return
         self._timer.cancel()
-        if not self._expired or self._task is None or self._seconds is None:
+        task, self._task = self._task, None  # which may hold an error that leads to our block, and so to us: a circle
+        if not self._expired or task is None or self._seconds is None:
             return
-        if self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+        if task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise self._late(self._seconds) from error
 
     def _expire(self) -> None:

@@ -144,7 +144,6 @@ class Client(asyncio.Protocol):
     def __init__(self, crew):
         self.crew = crew
         self.number = None
-        self.between = self.chunk_over = False
 
     def connection_made(self, transport):
         self.transport = transport
@@ -170,7 +169,6 @@ class Client(asyncio.Protocol):
             self.expected, self.skip = words.whole(number, tokens, chat=chat, size=size), 0
         self.leaves = plan.hang_after if number % 2 else 0
         self.at = self.seen = 0
-        self.between = self.chunk_over = False  # two chunks of the answer; the last chunk that began
         self.bad = ""
         self.arrived = []  # (place, time) of tokens that came with a step of the engines
         request = words.request(number, host=crew.host, size=size, tokens=tokens, chat=chat, stream=plan.stream)
@@ -186,12 +184,10 @@ class Client(asyncio.Protocol):
             self.crew.fault("unasked", repr(data[:100]))
             self.transport.abort()
             return
-        if not (self.between and self._took_chunk(data)):
-            try:
-                self.parser.feed_data(data)
-            except HttpParserError as exc:
-                self.bad = self.bad or f"broken framing: {exc!r}"
-            self.between = self.chunk_over and data.endswith(b"\r\n")  # nothing of the next chunk has come
+        try:
+            self.parser.feed_data(data)
+        except HttpParserError as exc:
+            self.bad = self.bad or f"broken framing: {exc!r}"
         if self.bad:
             self._fail("wrong", self.bad)
         elif self.number is None:
@@ -200,29 +196,7 @@ class Client(asyncio.Protocol):
             self.crew.hung_up += 1
             self._leave()
 
-    def _took_chunk(self, data):
-        """Take what is one whole chunk, as nearly everything is in a paced stream; the parser then need not see it."""
-        start = data.find(b"\r\n", 0, 10) + 2
-        size = data[: start - 2]
-        if start < 3 or not size.isalnum() or not data.endswith(b"\r\n"):
-            return False
-        try:
-            length = int(size, 16)
-        except ValueError:
-            return False
-        if not length or len(data) != start + length + 2:
-            return False
-        self.on_body(data[start:-2])
-        return True
-
-    def on_chunk_header(self):
-        self.chunk_over = False
-
-    def on_chunk_complete(self):
-        self.chunk_over = True
-
     def on_headers_complete(self):
-        self.chunk_over = False
         if self.parser.get_status_code() != 200:
             self.bad = f"status {self.parser.get_status_code()}"
 

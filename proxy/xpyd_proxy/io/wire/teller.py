@@ -26,9 +26,7 @@ class Teller:
     ) -> None:
         """Post the pieces of a JSON text, and tell ``call`` of the answer; returns at once.
 
-        ``done`` gives the connection back.
-
-        ``request`` is an id of ours, which nobody need look at.
+        ``done`` gives the connection back. ``request`` is an id of ours, which nobody need look at.
 
         Raises:
             EngineError: the request is not one that HTTP can carry.

@@ -314,7 +314,8 @@ SPOILED = [
     (b"\r\n", b"\r\nno colon\r\n"),
     (b"\r\n", b"\r\nx y: z\r\n"),
     (b"\r\n", b"\r\nx-null: a\0b\r\n"),
-    (b"\r\n", b"\r\nx-big: " + b"y" * 150_000 + b"\r\n"),
+    # httpx gives up when it has 100 KiB and no end, and reads 64 KiB at a time: less than both may be there in time
+    (b"\r\n", b"\r\nx-big: " + b"y" * 200_000 + b"\r\n"),
     (b"\r\n", b"\r\nset-cookie: a=b\r\nset-cookie: c=d\r\nlocation: /x\r\n"),
     (b"\r\n", b"\r\nconnection: close\r\n"),
     (b"\r\n", b"\r\nConnection: Keep-Alive\r\nkeep-alive: timeout=5\r\n"),
@@ -326,7 +327,6 @@ SPOILED = [
     (b"content-length: ", b"content-length: 3\r\ncontent-length: "),
     (b"transfer-encoding: chunked", b"transfer-encoding: gzip"),
     (b"transfer-encoding: chunked\r\n\r\n", b"transfer-encoding: chunked\r\n\r\nzz\r\n"),
-    (b"transfer-encoding: chunked\r\n\r\n", b"transfer-encoding: chunked\r\n\r\nffffffffffffffffff\r\n"),
     (b"transfer-encoding: chunked\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n-1\r\n"),
     (b"transfer-encoding: chunked\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n1;a=b\r\n\n\r\n"),
     (b"\r\n0\r\n\r\n", b"\r\n0\r\nx-trailer: a\r\n\r\n"),
@@ -343,6 +343,11 @@ SPOILED_FOR_US = [
     (b"HTTP/1.1 200 Said\r\n", b"HTTP/1.0 200 Said\r\nx-differs: 1\r\n"),
     # llhttp skips empty lines before an answer, as HTTP wants it of servers; h11, under httpx, takes them for junk
     (b"HTTP/1.1 200 Said\r\n", b"\r\nHTTP/1.1 200 Said\r\nx-differs: 1\r\n"),
+    # h11 takes a size of up to 20 digits, and what comes then for the beginning of that chunk
+    (
+        b"transfer-encoding: chunked\r\n\r\n",
+        b"x-differs: 1\r\ntransfer-encoding: chunked\r\n\r\nffffffffffffffffff\r\n",
+    ),
     (b"HTTP/1.1 200 Said\r\n", b"HTTP/2.0 200 Said\r\nx-differs: 1\r\n"),
     (b"HTTP/1.1 200 Said\r\n", b"HTTP/3.7 200 Said\r\nx-differs: 1\r\n"),
 ]

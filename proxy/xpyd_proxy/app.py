@@ -91,6 +91,7 @@ class Router:
     express: Express | None  # what serves the ordinary ones of those requests; None: that cannot be had
     lifetime: Lifetime
     live: Live
+    stalled: Callable[[], None]  # to be told of each client that is given up because it reads nothing
     tls: ssl.SSLContext | None  # what it serves https with; None: http
 
 
@@ -166,7 +167,7 @@ def build(
         express = _express(rides, settings, gate, lifetime, keyring)
     hot = _serve(app, settings, routes, _served_by(relay, settings, gate), tracking, lifetime=lifetime, keyring=keyring)
     live = Live(registry, relay, gate, keyring, outbound, time.monotonic)
-    return Router(app, hot, express, lifetime, live, server_tls(settings))
+    return Router(app, hot, express, lifetime, live, sight.stalled_client, server_tls(settings))
 
 
 @dataclass(frozen=True, slots=True)

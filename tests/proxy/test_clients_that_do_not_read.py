@@ -14,7 +14,7 @@ from uvicorn.server import ServerState
 
 from support.certificates import Authority
 from support.reciting import Act, reciting, whole
-from support.two_ways import WAYS, answer, post, routing, text
+from support.two_ways import WAYS, answer, metrics_of, post, routing, text
 from xpyd_proxy import server
 from xpyd_proxy.api.patient import patient_protocol
 from xpyd_proxy.app import build
@@ -95,6 +95,7 @@ def test_a_client_that_reads_nothing_is_hung_up_on(run, way, act, stream, caplog
 
     async def scene():
         async with asked(way, act, stream=stream) as (cast, port, settled, sock):
+            assert (await metrics_of(port))["xpyd_stalled_clients_total"] == "0.0"
             start = time.monotonic()
             await until(lambda: "has read nothing" in caplog.text)
             waited = time.monotonic() - start
@@ -107,13 +108,14 @@ def test_a_client_that_reads_nothing_is_hung_up_on(run, way, act, stream, caplog
             writer.transport.abort()
             with pytest.raises(ConnectionResetError):  # and no end that could be taken for that of the answer
                 await read_on(sock)
-            return waited, other
+            return waited, other, await metrics_of(port)
 
-    waited, other = run(scene())
+    waited, other, metrics = run(scene())
 
     assert f"a client (127.0.0.1) has read nothing of its answer for {PATIENCE_S:g} s" in caplog.text
     assert waited >= PATIENCE_S
     assert other.status == 200
+    assert metrics["xpyd_stalled_clients_total"] == "1.0"
     if stream:
         assert "status=499" in caplog.text
 
@@ -157,7 +159,7 @@ def test_over_tls_too(run, tmp_path, caplog):
     theirs, ours = Authority(tmp_path, "ca").contexts()
 
     async def scene():
-        config = uvicorn.Config(flood, http=patient_protocol(PATIENCE_S), lifespan="off", log_config=None)
+        config = uvicorn.Config(flood, http=patient_protocol(PATIENCE_S, lambda: None), lifespan="off", log_config=None)
         config.load()
         state = ServerState()
         make = partial(config.http_protocol_class, config=config, server_state=state, app_state={})

@@ -15,6 +15,7 @@ from xpyd_proxy.core.limits import Limits
 from xpyd_proxy.core.measures import Measures
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.registry import Registry
+from xpyd_proxy.core.reports import EMPTY, Report, Whole, counts_of
 from xpyd_proxy.core.roll import Roll
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.sight import Sight
@@ -50,7 +51,9 @@ def router_metrics():
     metrics = Metrics(
         Sight(measures, lambda: 0.0), Roll(registry), queue, lambda: [Freshness(Source.PODS, True, 0.0, 1, 2)]
     )
-    return _labels(metrics.exposition("")[0].decode())
+    one = Report(0, 1, counts_of(measures), EMPTY, {}, 0, 0, {}, {})
+    alone, several = (metrics.exposition("", whole)[0].decode() for whole in (None, Whole(one, [], 1)))
+    return _labels(several) | _labels(alone)
 
 
 def _labels(exposition):

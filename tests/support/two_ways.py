@@ -81,7 +81,7 @@ class Scene:
         async with logs, reciting(self.acts, self.up) as cast, routing(cast, options) as (port, settled):
             got = await _converse(port, self.requests, settled, at_once=self.at_once)
             await settled()
-            metrics = await _metrics(port)
+            metrics = await metrics_of(port)
         # A line comes after the answer: of requests sent at once one may be written before that of the one in front.
         return Seen(got, cast.heard, sorted(cast.releases), sorted(logs.facts, key=repr), logs.said, metrics, logs.bugs)
 
@@ -244,7 +244,8 @@ async def _body(reader: asyncio.StreamReader, fields: Mapping[str, str]) -> tupl
     return body, "kept"
 
 
-async def _metrics(port: int) -> dict[str, str]:
+async def metrics_of(port: int) -> dict[str, str]:
+    """Return what the router has counted, but for times and what is counted in the background."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
     writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     got = await answer(reader)

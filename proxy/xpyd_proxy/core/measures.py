@@ -74,6 +74,7 @@ class Measures:
     arrivals: Counter[Key] = field(default_factory=Counter)  # decode instance, Arrival
     without_kv: Counter[Key] = field(default_factory=Counter)  # decode instance
     mismatches: Counter[Key] = field(default_factory=Counter)  # prefill instance, decode instance
+    stalled: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))  # connections of clients
     ttft: Histograms = field(default_factory=lambda: Histograms(LONG))  # path
     answers: Histograms = field(default_factory=lambda: Histograms(LONG))  # instance, role
     gap: Histogram = field(default_factory=lambda: Histogram(SHORT))
@@ -134,6 +135,10 @@ class Measures:
     def differed(self, prefill: InstanceId, decode: InstanceId) -> None:
         """Count a request of which the two engines made different prompts."""
         self.mismatches[prefill, decode] += 1
+
+    def stalled_client(self) -> None:
+        """Count a connection that was closed because its client read nothing of its answer for too long."""
+        self.stalled[()] += 1
 
     def keep(self, instances: frozenset[InstanceId]) -> None:
         """Forget the instances that are no longer known: in a fleet that breathes there is no end of them."""

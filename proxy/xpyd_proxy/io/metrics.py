@@ -148,6 +148,8 @@ class _Collector:
         yield _counter("xpyd_requests", text, ("path", "ending"), seen.requests)
         text = "Requests that an engine answered or failed, by the way they took: one leg after the other, push, solo."
         yield _counter("xpyd_requests_routed", text, ("route",), seen.routes)
+        text = "Connections that were closed because the client had read nothing of its answer for too long."
+        yield _counter("xpyd_stalled_clients", text, (), seen.stalled)
         text = "Legs that failed and were sent again, by the role of the engine and the reason."
         yield _counter("xpyd_retries", text, ("role", "reason"), seen.retries)
         text = "Seconds from a client's request to the first event of its stream."

@@ -161,6 +161,10 @@ class Sight:
         reason = f"no KV cache arrived for {legs} legs"
         self._pulse.mishap(RequestId("-"), decode, reason, now=self._clock())
 
+    def stalled_client(self) -> None:
+        """The connection of a client that reads nothing was closed."""
+        self._measures.stalled_client()
+
     def keep(self, instances: frozenset[InstanceId]) -> None:
         """Forget the instances that are no longer known: in a fleet that breathes there is no end of them."""
         self._add_up()

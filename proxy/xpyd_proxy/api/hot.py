@@ -82,8 +82,9 @@ class Aboard(Protocol):
 class Platform(Protocol):
     """The connection of a client, for a request on the short way."""
 
-    def write(self, data: bytes, /) -> None:
-        """Write."""
+    @property
+    def transport(self) -> asyncio.WriteTransport:
+        """What to write to."""
         ...
 
     def default_lines(self) -> bytes:
@@ -519,10 +520,6 @@ class _HotProtocol(PatientProtocol):
         return exchange
 
     # For a request on the short way
-
-    def write(self, data: bytes) -> None:
-        """Write."""
-        self.transport.write(data)
 
     def default_lines(self) -> bytes:
         """Return what is in every head; uvicorn makes it anew once a second."""

@@ -36,18 +36,20 @@ def _xpyd(prefill, decode, ports):
     return [xpyd, "serve", "--prefill", *_urls(prefill), "--decode", *_urls(decode), "--port", ports[0]]
 
 
+def _found_compiled(*places):
+    return f"PYTHONPATH={os.pathsep.join([str(compiled()), str(ROOT / 'tests'), *places])}"
+
+
 def _compiled(prefill, decode, ports):
-    places = os.pathsep.join([str(compiled()), str(ROOT / "tests")])
-    return ["env", f"PYTHONPATH={places}", *_xpyd(prefill, decode, ports)]
+    return ["env", _found_compiled(), *_xpyd(prefill, decode, ports)]
 
 
 SYSTEM = Path(f"/usr/bin/python3.{sys.version_info.minor}")  # whose compiled modules are those of this Python
 
 
 def _system(prefill, decode, ports):
-    places = os.pathsep.join([str(compiled()), str(ROOT / "tests"), sysconfig.get_path("purelib")])
     _, *serve = _xpyd(prefill, decode, ports)
-    return ["env", f"PYTHONPATH={places}", SYSTEM, "-m", "xpyd_proxy.cli", *serve]
+    return ["env", _found_compiled(sysconfig.get_path("purelib")), SYSTEM, "-m", "xpyd_proxy.cli", *serve]
 
 
 def _rust(prefill, decode, ports):

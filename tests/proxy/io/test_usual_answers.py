@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.io.wire.call import Call
 from xpyd_proxy.io.wire.connection import Connection
-from xpyd_proxy.io.wire.usual import usual_body
+from xpyd_proxy.io.wire.usual import lone_chunk, usual_body
 
 LINES = st.sampled_from(
     [
@@ -160,6 +160,90 @@ def test_a_whole_answer_means_what_it_means_in_pieces(first, second):
     )
 
     assert whole == in_pieces
+
+
+SIZES = st.sampled_from([b"%x"] * 8 + [b"%X", b"0%x", b"+%x", b" %x", b"%x ", b"%x;a=b", b"0x%x", b"1%x", b"_%x", b""])
+PAYLOADS = st.sampled_from(
+    [b"hi\n", b"data: " + b"x" * 20 + b"\n\n", b"\r\n", b"0\r\n\r\n", b"3\r\nabc\r\n", b"y" * 5000]
+)
+ENDS = st.sampled_from([b"\r\n"] * 12 + [b"\n", b"\r", b"", b"x\r\n", b"\r\n\r\n"])
+LASTS = st.sampled_from(
+    [b"0\r\n\r\n"] * 4 + [b"0\r\nx-a: b\r\n\r\n", b"00\r\n\r\n", b"\r\n", b"", b"0\r\n\r\n1\r\nx\r\n"]
+)
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+AS_IT_IS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"  # up to the end of the connection
+COUNTED = b"HTTP/1.1 200 OK\r\ncontent-length: 29\r\n\r\n"
+
+
+@st.composite
+def streams(draw):
+    """What an engine may stream, mostly in good chunks that mostly come alone; something may be odd."""
+    pieces = [draw(st.sampled_from([STREAM] * 6 + [AS_IT_IS, COUNTED]))]
+    for payload in draw(st.lists(PAYLOADS, max_size=6)):
+        size = draw(SIZES)
+        pieces.append((size % len(payload) if b"%" in size else size) + b"\r\n" + payload + draw(ENDS))
+    pieces.append(draw(LASTS))
+    found = []
+    for piece in pieces:
+        how, cut = draw(st.integers(0, 5)), draw(st.integers(0, len(piece)))
+        if how == 5 and found:
+            found[-1] += piece[:cut]
+            found.append(piece[cut:])
+        elif how == 4:
+            found += [piece[:cut], piece[cut:]]
+        else:
+            found.append(piece)
+    return [piece for piece in found if piece]
+
+
+@given(streams())
+@example([STREAM + b"1", b"3\r\nabc\r\n"])  # half a size, and then what looks like a chunk
+@example([STREAM, b"2\r\nhi\r\n", b"3\r\nabc\r\n", b"0\r\n\r\n"])
+@example([STREAM, b"2\r\nhi\r\n1", b"3\r\nabc\r\n"])
+@example([STREAM, b"8\r\n", b"3\r\nabc\r\n", b"\r\n0\r\n\r\n"])  # a chunk in a chunk
+@example([STREAM, b"2\r\nhi\r\n", b"0\r\nx: ", b"3\r\nabc\r\n", b"\r\n"])  # in a trailer
+@example([COUNTED, b"3\r\nabc\r\n" * 2, b"3\r\nabc\r\n", b"0\r\n\r\n"])
+def test_a_stream_means_what_it_means_byte_by_byte(pieces):
+    """A chunk that comes alone need not go through llhttp; single bytes always do."""
+    single = [bytes([byte]) for byte in b"".join(pieces)]
+
+    together, apart = (asyncio.run(told_of(each, [usual()])) for each in (pieces, single))
+
+    assert together[0][0] == apart[0][0]
+    if pieces[0].startswith(STREAM):  # llhttp skips an empty line behind a counted body that comes with it
+        assert together == apart
+
+
+@pytest.mark.parametrize("stream", [[STREAM, b"2\r\nhi\r\n", b"0\r\n\r\n"], [STREAM + b"2\r\nhi\r\n0\r\n\r\n"]])
+def test_a_chunk_is_no_answer(stream):
+    """Nor is it one where the answer before came in chunks."""
+    good, bad = asyncio.run(told_of(stream, [b"3\r\nabc\r\n"]))
+
+    assert good == ([(200, b"text/event-stream", b""), b"hi", "end"], True)
+    assert bad == ([None, b"", "failed"], False)
+
+
+@pytest.mark.parametrize(
+    ("received", "piece"),
+    [
+        (b"2\r\nhi\r\n", b"hi"),
+        (b"fff\r\n" + b"x" * 4095 + b"\r\n", b"x" * 4095),
+        (b"2\r\n\r\n\r\n", b"\r\n"),
+        (b"0\r\n\r\n", None),
+        (b"02\r\nhi\r\n", None),
+        (b"A\r\n0123456789\r\n", None),
+        (b"+2\r\nhi\r\n", None),
+        (b"2\r\nhi\r\n2\r\nho\r\n", None),
+        (b"2\r\nhi", None),
+        (b"2\r\nhix\n", None),
+        (b"2\r\nhi\r", None),
+        (b"\r\n\r\n", None),
+        (b"", None),
+    ],
+)
+def test_a_lone_chunk_is_one_as_engines_write_them(received, piece):
+    """Everything else is left to llhttp."""
+    assert lone_chunk(received) == piece
 
 
 def test_most_answers_are_usual():

@@ -16,7 +16,7 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.io.wire.call import Call
 from xpyd_proxy.io.wire.reply import Reply
-from xpyd_proxy.io.wire.usual import CONTENT_TYPE, usual_body
+from xpyd_proxy.io.wire.usual import CONTENT_TYPE, lone_chunk, usual_body
 
 HEAD_MOST: Final = 64 * 1024  # bytes of a head, and of anything else between two pieces of a body
 _SLICE: Final = 128 * 1024  # bytes of a body that are written at a time
@@ -64,6 +64,7 @@ class Connection:
         self._pieces: list[bytes] = []
         self._loose = 0  # bytes since the last piece of a body
         self._parsing = False  # the parser has had some of the answer
+        self._between = False  # and waits for the first byte of a chunk
         self._usable = True  # as far as we know another request may be sent when this one is done
         self._ended = False
         self._held_up = False  # the engine has to wait
@@ -222,6 +223,9 @@ class Connection:
             self._unasked()
             return
         self.heard_at = self._clock()
+        if self._between and (piece := lone_chunk(data)) is not None:
+            self._take_chunk(reply, piece)
+            return
         body = None if self._parsing else usual_body(data)
         if body is not None:
             self._take_whole(reply, body)
@@ -229,6 +233,7 @@ class Connection:
         self._parsing = True
         self._loose += len(data)
         fault = self._feed(data)
+        self._between = self._between and fault is None and data.endswith(b"\r\n")  # else some of its size is here
         try:
             if self._pieces:
                 pieces, self._pieces = self._pieces, []
@@ -252,6 +257,13 @@ class Connection:
             if body:
                 reply.arrived(body, last=True)
             self._answered(reply, clean=True)
+        except Exception as bug:  # noqa: BLE001 (as above)
+            self._crash(reply, bug)
+
+    def _take_chunk(self, reply: Reply | Call, piece: bytes) -> None:
+        """Take a chunk that is here alone and whole."""
+        try:
+            reply.arrived(piece)
         except Exception as bug:  # noqa: BLE001 (as above)
             self._crash(reply, bug)
 
@@ -334,7 +346,7 @@ class Connection:
         self._codings: list[bytes] = []
         self._has_length = False
         self._head_size = 0
-        self._headed = self._done = self._keeps = self._until_eof = False
+        self._headed = self._done = self._keeps = self._until_eof = self._between = False
 
     def on_message_begin(self) -> None:
         """Refuse a second answer to one request."""
@@ -383,6 +395,14 @@ class Connection:
         """Keep a piece until all that came with it is parsed."""
         self._loose = 0
         self._pieces.append(piece)
+
+    def on_chunk_header(self) -> None:
+        """Note that the parser has begun a chunk."""
+        self._between = False
+
+    def on_chunk_complete(self) -> None:
+        """Note that it is behind one."""
+        self._between = True
 
     def on_message_complete(self) -> None:
         """Note the end of an answer, or of an interim one, which nobody needs."""

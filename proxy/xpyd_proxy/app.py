@@ -91,7 +91,7 @@ class Router:
     express: Express | None  # what serves the ordinary ones of those requests; None: that cannot be had
     lifetime: Lifetime
     live: Live
-    stalled: Callable[[], None]  # to be told of each client that is given up because it reads nothing
+    on_stalled: Callable[[], None]  # to be called for each client that is given up because it reads nothing
     tls: ssl.SSLContext | None  # what it serves https with; None: http
 
 

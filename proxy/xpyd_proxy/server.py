@@ -88,8 +88,10 @@ def _spare_the_collector() -> None:
 def _protocol(router: Router, settings: Settings) -> type[asyncio.Protocol]:
     patience_s, most = settings.client_timeout_s, settings.max_body_bytes
     if not settings.hot_path:
-        return patient_protocol(patience_s, router.stalled)
-    return hot_protocol(router.hot, HOT_PATHS, router.express, most=most, patience_s=patience_s, stalled=router.stalled)
+        return patient_protocol(patience_s, router.on_stalled)
+    return hot_protocol(
+        router.hot, HOT_PATHS, router.express, most=most, patience_s=patience_s, on_stalled=router.on_stalled
+    )
 
 
 def _server(router: Router, settings: Settings, place: Place | None) -> _Server:

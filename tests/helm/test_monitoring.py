@@ -174,6 +174,16 @@ def test_an_engine_that_nobody_probes_is_not_missed():
     assert states == [["ready|trying", "broken|joining"], ["joining|ready|trying", "broken"]]
 
 
+def test_a_worker_is_missed_where_there_are_fewer_than_are_wanted():
+    """Whatever that number is."""
+    values = {"router": {"workers": 3}, "monitoring": {"prometheusRule": {"enabled": True}}}
+    (rule,) = kind(Chart().objects(values), "PrometheusRule")
+    (missing,) = [one for one in rule["spec"]["groups"][0]["rules"] if one["alert"] == "XpydWorkerMissing"]
+
+    assert missing["expr"].endswith(" < 3")
+    assert "of 3 workers" in missing["annotations"]["summary"]
+
+
 def test_a_router_that_wants_certificates_is_scraped_with_one():
     """Else every scrape fails, and XpydRouterDown fires for ever."""
     values = {

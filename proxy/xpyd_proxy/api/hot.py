@@ -121,16 +121,16 @@ def hot_protocol(
     *,
     most: int = 0,
     patience_s: float | None = None,
-    stalled: Callable[[], None] = lambda: None,
+    on_stalled: Callable[[], None] = lambda: None,
 ) -> type[asyncio.Protocol]:
     """Return the protocol class for ``uvicorn.Config(http=...)``.
 
     Of the plain requests for these paths ``express`` gets those it takes whose bodies have at most ``most`` bytes, and
-    ``app`` all others. ``patience_s``: seconds in which a client must read something; ``stalled`` is told of each
-    that has not, and is given up.
+    ``app`` all others. ``patience_s``: seconds in which a client must read something; ``on_stalled`` is called for
+    each that has not, and is given up.
     """
     given: dict[str, object] = {"hot_app": staticmethod(app), "hot_urls": _urls(paths), "express": express}
-    given |= {"most": most, "patience_s": patience_s, "stalled": staticmethod(stalled)}
+    given |= {"most": most, "patience_s": patience_s, "on_stalled": staticmethod(on_stalled)}
     return type("HotProtocol", (_HotProtocol,), given)
 
 

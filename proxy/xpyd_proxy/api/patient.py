@@ -26,7 +26,7 @@ class PatientProtocol(HttpToolsProtocol):
     """
 
     patience_s: float | None = None  # seconds in which a client must read something; None: it has all the time
-    stalled: Callable[[], None]  # to be told of a client that has not
+    on_stalled: Callable[[], None]  # called for each client that has not
 
     _stalled = 0  # looks in a row that found the same bytes
     _waiting = 0  # bytes, at the last look
@@ -70,7 +70,7 @@ class PatientProtocol(HttpToolsProtocol):
             self.client[0] if self.client else "unknown",
             self.patience_s,
         )
-        self.stalled()
+        self.on_stalled()
         _reset(self.transport)
 
 
@@ -95,6 +95,6 @@ def _reset(transport: asyncio.Transport) -> None:
     transport.abort()
 
 
-def patient_protocol(patience_s: float, stalled: Callable[[], None]) -> type[PatientProtocol]:
-    """Return the protocol class for ``uvicorn.Config(http=...)``; ``stalled`` is told of each client given up."""
-    return type("Patient", (PatientProtocol,), {"patience_s": patience_s, "stalled": staticmethod(stalled)})
+def patient_protocol(patience_s: float, on_stalled: Callable[[], None]) -> type[PatientProtocol]:
+    """Return the protocol class for ``uvicorn.Config(http=...)``; ``on_stalled`` is called for each client given up."""
+    return type("Patient", (PatientProtocol,), {"patience_s": patience_s, "on_stalled": staticmethod(on_stalled)})

@@ -200,7 +200,8 @@ def streams(draw):
 @example([STREAM + b"1", b"3\r\nabc\r\n"])  # half a size, and then what looks like a chunk
 @example([STREAM, b"2\r\nhi\r\n", b"3\r\nabc\r\n", b"0\r\n\r\n"])
 @example([STREAM, b"2\r\nhi\r\n1", b"3\r\nabc\r\n"])
-@example([STREAM, b"8\r\n", b"3\r\nabc\r\n", b"\r\n0\r\n\r\n"])  # a chunk in a chunk
+@example([STREAM, b"2\r\nhi\r\n", b"8\r\n", b"3\r\nabc\r\n", b"\r\n0\r\n\r\n"])  # a chunk in a chunk
+@example([STREAM, b"2\r\nhi\r\n8\r\n", b"3\r\nabc\r\n", b"\r\n0\r\n\r\n"])
 @example([STREAM, b"2\r\nhi\r\n", b"0\r\nx: ", b"3\r\nabc\r\n", b"\r\n"])  # in a trailer
 @example([COUNTED, b"3\r\nabc\r\n" * 2, b"3\r\nabc\r\n", b"0\r\n\r\n"])
 def test_a_stream_means_what_it_means_byte_by_byte(pieces):
@@ -212,6 +213,18 @@ def test_a_stream_means_what_it_means_byte_by_byte(pieces):
     assert together[0][0] == apart[0][0]
     if pieces[0].startswith(STREAM):  # llhttp skips an empty line behind a counted body that comes with it
         assert together == apart
+
+
+@pytest.mark.parametrize("size", [65_529, 65_536])
+@pytest.mark.parametrize("chunk", [[b"3\r\nabc\r\n"], [b"3\r\nab", b"c\r\n"]], ids=["alone", "in pieces"])
+def test_as_much_may_follow_a_lone_chunk_as_any_other(chunk, size):
+    """A trailer is bounded in the same way behind it: up to 64 KiB may come since the last piece of a body."""
+    pieces = [STREAM, b"2\r\nhi", b"\r\n", *chunk, b"0\r\nx: " + b"y" * size, b"\r\n\r\n"]
+
+    ((_, content, end), usable), *_ = asyncio.run(told_of(pieces))
+
+    assert content == b"hiabc"
+    assert (end, usable) == (("end", True) if size < 65_536 else ("failed", False))
 
 
 @pytest.mark.parametrize("stream", [[STREAM, b"2\r\nhi\r\n", b"0\r\n\r\n"], [STREAM + b"2\r\nhi\r\n0\r\n\r\n"]])

@@ -64,7 +64,7 @@ class Connection:
         self._pieces: list[bytes] = []
         self._loose = 0  # bytes since the last piece of a body
         self._parsing = False  # the parser has had some of the answer
-        self._between = False  # and waits for the first byte of a chunk
+        self._between = False  # and is behind a chunk, with nothing of the next
         self._usable = True  # as far as we know another request may be sent when this one is done
         self._ended = False
         self._held_up = False  # the engine has to wait
@@ -233,7 +233,7 @@ class Connection:
         self._parsing = True
         self._loose += len(data)
         fault = self._feed(data)
-        self._between = self._between and fault is None and data.endswith(b"\r\n")  # else some of its size is here
+        self._between = self._between and fault is None and data.endswith(b"\r\n")  # of a size, that would be its end
         try:
             if self._pieces:
                 pieces, self._pieces = self._pieces, []
@@ -262,6 +262,7 @@ class Connection:
 
     def _take_chunk(self, reply: Reply | Call, piece: bytes) -> None:
         """Take a chunk that is here alone and whole."""
+        self._loose = 0
         try:
             reply.arrived(piece)
         except Exception as bug:  # noqa: BLE001 (as above)

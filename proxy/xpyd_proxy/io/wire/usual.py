@@ -1,7 +1,7 @@
 """Answers as engines nearly always give them: in one piece, with a head that says nothing out of the ordinary, or as a
 stream of chunks that come one by one.
 
-One pattern reads such a head in a tenth of the time that llhttp and its callbacks take, and a chunk in half of it.
+One pattern reads such a head in a tenth of the time that llhttp and its callbacks take, and chunks take half of theirs.
 Whatever does not fit to the last byte is left to llhttp, so an answer means the same either way; a test reads the same
 answers both ways.
 """

@@ -310,6 +310,33 @@ async def test_an_answer_that_was_overtaken_is_not_believed(tmp_path):
         assert ear.entries == {"a": "1", "b": "2"}
 
 
+async def test_an_answer_that_the_watch_has_overtaken_is_not_believed(tmp_path):
+    """Another router's change came after it, and has been seen: nothing would ever show it again."""
+    async with world("kubernetes", tmp_path) as found, stores(found, 2) as [(store, ear), (other, _)]:
+        await other.put("gone", "1")
+        await until_async(lambda: "gone" in ear.entries)
+        found.api.faults.slow_patches.append(0.3)
+        slow = asyncio.create_task(store.put("a", "1"))
+        await until_async(lambda: not found.api.faults.slow_patches)
+        await other.delete("gone")
+        await until_async(lambda: ear.entries == {"a": "1"})
+        await slow
+        assert ear.entries == {"a": "1"}
+
+
+async def test_an_answer_about_a_configmap_that_is_no_more_is_not_believed(tmp_path):
+    """It was deleted and made anew while the answer was on its way."""
+    async with world("kubernetes", tmp_path) as found, stores(found, 1) as [(store, ear)]:
+        found.api.faults.slow_patches.append(0.3)
+        slow = asyncio.create_task(store.put("a", "1"))
+        await until_async(lambda: not found.api.faults.slow_patches)
+        found.api.delete("configmaps", "set")
+        found.api.put("configmaps", "set", {"metadata": {}, "data": {"b": "2"}})
+        await until_async(lambda: ear.entries == {"b": "2"})
+        await slow
+        assert ear.entries == {"b": "2"}
+
+
 async def test_a_configmap_that_is_not_there_is_said_and_one_that_goes_changes_nothing(tmp_path, caplog):
     """The chart makes it; whoever deletes it by mistake does not empty the fleet."""
     async with world("kubernetes", tmp_path) as found, stores(found, 1) as [(store, ear)]:

@@ -18,7 +18,7 @@ from xpyd_proxy.io.stores.port import StoreDown, Told
 logger = logging.getLogger(__name__)
 _TRIES: Final = 5
 _PAUSE_S: Final = 0.1  # before the second try; doubled with every further one
-_LATE_S: Final = 10.0  # for so long a view that is older than our own change is late, not a new truth
+_LATE_S: Final = 10.0  # for so long a view that is older than another one is late, not a new truth
 
 
 class _Map(msgspec.Struct):
@@ -42,7 +42,7 @@ class ConfigMapStore:
         self._name = name
         self._told = told
         self._clock = clock  # seconds; only differences count
-        self._latest: tuple[str, int, float] = ("", 0, 0.0)  # uid and version of our last change, and when it was
+        self._latest: tuple[str, int, float] = ("", 0, 0.0)  # uid and version of the newest view, and when it came
         maps = f"/api/v1/namespaces/{api.namespace}/configmaps"
         self._path = f"{maps}/{name}"
         what = Collection(maps, {"fieldSelector": f"metadata.name={name}"})
@@ -73,7 +73,7 @@ class ConfigMapStore:
         uid, version, when = self._latest
         if found.metadata.uid == uid and _number(found) < version and self._clock() < when + _LATE_S:
             return  # it was on its way when we made a change
-        self._told.view(found.data or {})
+        self._take(found)
 
     def heard(self) -> None:
         """Pass it on."""
@@ -94,10 +94,15 @@ class ConfigMapStore:
         return None
 
     def _changed(self, found: _Map) -> None:
-        """Take what the answer to a change says; that of a later one may have come first."""
-        uid, version, _ = self._latest
-        if found.metadata.uid == uid and _number(found) < version:
-            return
+        """Take what the answer to a change says, unless something later has been seen: versions rise for all objects.
+
+        An older view would stay: the watch says nothing more of what it has said.
+        """
+        _, version, _ = self._latest
+        if _number(found) >= version:
+            self._take(found)
+
+    def _take(self, found: _Map) -> None:
         self._latest = (found.metadata.uid, _number(found), self._clock())
         self._told.view(found.data or {})
 

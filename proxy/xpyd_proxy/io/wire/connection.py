@@ -233,7 +233,8 @@ class Connection:
         self._parsing = True
         self._loose += len(data)
         fault = self._feed(data)
-        self._between = self._between and fault is None and data.endswith(b"\r\n")  # of a size, that would be its end
+        # What ends so is no half of a size: a whole one would have begun a chunk.
+        self._between = self._between and fault is None and data.endswith(b"\r\n")
         try:
             if self._pieces:
                 pieces, self._pieces = self._pieces, []

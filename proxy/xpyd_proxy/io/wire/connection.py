@@ -223,9 +223,6 @@ class Connection:
             self._unasked()
             return
         self.heard_at = self._clock()
-        if self._between and (piece := lone_chunk(data)) is not None:
-            self._take_chunk(reply, piece)
-            return
         body = None if self._parsing else usual_body(data)
         if body is not None:
             self._take_whole(reply, body)
@@ -261,14 +258,6 @@ class Connection:
         except Exception as bug:  # noqa: BLE001 (as above)
             self._crash(reply, bug)
 
-    def _take_chunk(self, reply: Reply | Call, piece: bytes) -> None:
-        """Take a chunk that is here alone and whole."""
-        self._loose = 0
-        try:
-            reply.arrived(piece)
-        except Exception as bug:  # noqa: BLE001 (as above)
-            self._crash(reply, bug)
-
     def _crash(self, reply: Reply | Call, bug: Exception) -> None:
         reply.crashed(bug)
         if self._reply is reply:
@@ -300,6 +289,9 @@ class Connection:
 
     def _feed(self, data: bytes) -> Exception | None:
         """Parse, and return what is wrong with it."""
+        if self._between and (piece := lone_chunk(data)) is not None:
+            self.on_body(piece)
+            return None
         try:
             self._parser.feed_data(data)
         except HttpParserUpgrade:

@@ -10,7 +10,7 @@ import pytest
 
 from support import nursery
 from support.cluster import free_ports, wait_until
-from support.proc import pids_of
+from support.proc import freeze, pids_of, states
 from xpyd_proxy.local import guard
 from xpyd_proxy.local.errors import ChildDied
 from xpyd_proxy.local.processes import Command, open_fleet
@@ -57,13 +57,30 @@ def test_a_stopped_one_lives_and_goes_on(fleet, tmp_path):
     """As tests freeze engines."""
     child = serve(fleet, "child", tmp_path)
     fleet.wait_ready([child], timeout_s=20)
-    child.signal(signal.SIGSTOP)
+    freeze(child.pid)
     with pytest.raises(httpx.ReadTimeout):
         httpx.get(child.command.health_url, timeout=0.3, trust_env=False)
     assert child.alive
     child.signal(signal.SIGCONT)
 
     assert httpx.get(child.command.health_url, timeout=10, trust_env=False).status_code == 200
+
+
+def test_nothing_of_a_frozen_one_runs_any_more(fleet):
+    """SIGSTOP alone leaves threads running for a while: a read that P's thaw let end once ended in a "frozen" D."""
+    hum = "while True: pass"
+    others = [run(fleet, f"busy-{number}", hum) for number in range(3)]
+    child = run(
+        fleet, "child", f"import threading\nfor _ in range(3): threading.Thread(target=exec, args=('{hum}',)).start()"
+    )
+    wait_until(lambda: len(states(child.pid)) == 4, seconds=20, what="its threads run")
+    for _ in range(30):
+        freeze(child.pid)
+        assert set(states(child.pid).values()) == {"T"}
+        child.signal(signal.SIGCONT)
+        time.sleep(0.02)
+    child.signal(signal.SIGKILL)
+    fleet.stop(child, *others)
 
 
 def test_one_that_ends_by_itself_is_told_like_a_program(fleet):

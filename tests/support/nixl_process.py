@@ -20,6 +20,8 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+from support.proc import freeze
+
 BLOCKS, LAYERS = 64, 3
 ALL = list(range(1, BLOCKS + 1))  # block 0 is vLLM's null block: it is never moved
 TOKENS = 16  # of a block
@@ -98,7 +100,7 @@ class NixlProcess:
         return self._results[request].lingers and f"{request} let go" not in self._results
 
     def freeze(self):
-        self.process.send_signal(signal.SIGSTOP)
+        freeze(self.process.pid)
 
     def thaw(self):
         self.process.send_signal(signal.SIGCONT)

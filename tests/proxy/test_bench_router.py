@@ -54,6 +54,27 @@ async def test_paced_streams_get_every_token_with_a_step():
     assert 0 <= seen["late"]["p50"] < 0.02
 
 
+async def test_who_asks_together_waits_for_the_last_answer():
+    """Each wave meets engines that have nothing to do; of 10 requests by 4 connections the last wave has 2."""
+    async with pair(prefill_s=0.02) as (counts, _, port):
+        crew = load.Crew(load.Plan(port=port, connections=4, together=True), asyncio.get_running_loop())
+        await crew.connect()
+        waves = []
+
+        def noted(number):
+            if counts.open == 0 and crew.open == 1:
+                waves.append([])
+            waves[-1].append(number)
+
+        take = crew.take
+        crew.take = lambda: (number := take()) and (noted(number) or number)
+        await crew.phase(10, 60.0)
+        await load.end(crew)
+
+    assert (crew.done, dict(crew.faults)) == (10, {})
+    assert waves == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10]]
+
+
 async def test_a_flipped_byte_is_noticed():
     async with pair() as (_, _, port), flipping(port, b"0000002a0001") as flipped:
         seen = await measured(flipped, most=60)

@@ -21,7 +21,7 @@ from benchmarks.router.scenarios import IDLE
 REQUEST_MOST = 0.8  # of the Rust router's CPU a request
 _REQUESTS = ("short", "nonstream", "chat", "prompt32k", "prompt256k")
 _STREAMS = ("stream200", "step256", "streams1000")
-_ARRIVALS = ("ttft32", "ttft256")
+_ARRIVALS = ("burst32", "ttft32", "burst256", "ttft256")
 _CROWD = "streams1000"
 
 

@@ -39,6 +39,7 @@ class Plan(msgspec.Struct, forbid_unknown_fields=True):
     warm: int = 64  # requests before anything is measured
     most: int = 1_000_000  # requests that are measured
     seconds: float = 3600.0  # after which no further request is sent
+    together: bool = False  # whether a connection asks again when all have been answered, and not before
     hang_after: int = 0  # tokens after which every second request is left; 0: none
     patience: float = 0.0  # seconds in which the router may close the sockets that it needs no more
     step_s: float = 0.0  # seconds between two steps of the engines, which are at multiples of it
@@ -77,6 +78,14 @@ class Crew:
         self.open += 1
         self.number += 1
         return self.number
+
+    def go_on(self, client):
+        """Have a connection ask again, now or with all others: then what arrives when is the same for every router."""
+        if not self.plan.together:
+            client.ask()
+        elif self.open == 0:
+            for each in list(self.clients):
+                each.ask()
 
     def is_spent(self):
         return self.left <= 0 or time.monotonic() >= self.until
@@ -191,7 +200,7 @@ class Client(asyncio.Protocol):
         if self.bad:
             self._fail("wrong", self.bad)
         elif self.number is None:
-            self.ask()
+            self.crew.go_on(self)
         elif self.leaves and self.seen >= self.leaves:
             self.crew.hung_up += 1
             self._leave()

@@ -48,14 +48,26 @@ SCENARIOS = {
         {"tokens": 12, "patience": 0.0},
         {"step_s": 0.250},
     ),
+    "burst32": Scenario(
+        "32 requests at once, again when all are answered; 4 KiB prompts that take 30 ms, 16 tokens, one every 15 ms",
+        _paced(32, 16, 0.015, 40, prompt=4096, together=True),
+        {"most": 32 * 6},
+        {"step_s": 0.015, "prefill_s": 0.030},
+    ),
     "ttft32": Scenario(
-        "32 connections, 4 KiB prompts that take 30 ms, 16 tokens, one every 15 ms",
+        "the same prompts, but each of 32 connections asks again as soon as it is answered itself",
         _paced(32, 16, 0.015, 40, prompt=4096),
         {"most": 32 * 6},
         {"step_s": 0.015, "prefill_s": 0.030},
     ),
+    "burst256": Scenario(
+        "256 requests at once, again when all are answered; 4 KiB prompts that take 200 ms, 16 tokens, one every 60 ms",
+        _paced(256, 16, 0.060, 5, prompt=4096, together=True),
+        {"most": 256 * 2},
+        {"step_s": 0.060, "prefill_s": 0.200},
+    ),
     "ttft256": Scenario(
-        "256 connections, 4 KiB prompts that take 200 ms, 16 tokens, one every 60 ms",
+        "the same prompts, but each of 256 connections asks again as soon as it is answered itself",
         _paced(256, 16, 0.060, 5, prompt=4096),
         {"most": 256 * 2},
         {"step_s": 0.060, "prefill_s": 0.200},

@@ -1,10 +1,12 @@
 """Connections of the router's own client: when they are opened, closed, used again, and never left behind."""
 
 import asyncio
+import contextlib
 import gc
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +17,7 @@ from xpyd_proxy.errors import EngineError, EngineTimeout
 from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.io.wire.connection import Connection
 from xpyd_proxy.io.wire.reply import Reply
+from xpyd_proxy.io.wire.turns import AT_ONCE
 from xpyd_proxy.settings import Settings
 
 TURNS = 8  # of the event loop: a connection to this machine is open after fewer
@@ -110,6 +113,54 @@ def test_what_connects_while_all_is_closed_is_closed_too(loop, scheme, contexts)
         run(loop, main(leg_to(engine, scheme=scheme)))
 
     assert engine.requests == []
+
+
+def test_of_many_connections_the_first_is_ready_before_the_last_is_begun(loop):
+    """Requests of one instant that find none: opened side by side, all were ready at the end, and nobody served."""
+    many = 100
+    open_then, order = [], []
+
+    async def main(leg):
+        async with WireEngines(Settings()) as engines:
+
+            async def one(number):
+                await engines.pool.open(leg.instance)
+                order.append(number)
+                open_then.append(len(engines.pool._open))
+
+            await asyncio.gather(*map(one, range(many)))
+
+    with raw_engine(lambda _, talk: talk.hung_up()) as engine:
+        run(loop, main(leg_to(engine)))
+
+    assert open_then[0] <= AT_ONCE
+    assert max(abs(place - number) for place, number in enumerate(order)) < AT_ONCE
+
+
+def test_connections_that_do_not_come_about_hold_up_no_other(loop):
+    """An engine whose host drops what is sent to it: requests to another one need not wait until they are given up."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf, contextlib.ExitStack() as stack:
+        for _ in range(2):  # a full queue: Linux drops what else comes
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(deaf.getsockname())
+
+        async def main(leg):
+            dead = replace(leg.instance, address=replace(leg.instance.address, port=deaf.getsockname()[1]))
+            async with WireEngines(Settings()) as engines:
+                in_vain = [asyncio.create_task(engines.pool.open(dead)) for _ in range(10 * AT_ONCE)]
+                await asyncio.sleep(0)
+                async with asyncio.timeout(2):
+                    await engines.pool.open(leg.instance)
+                assert not any(task.done() for task in in_vain)
+                for task in in_vain:
+                    task.cancel()
+                await asyncio.wait(in_vain)
+                async with asyncio.timeout(2):  # what was cancelled has left its turn to others
+                    await asyncio.gather(*(engines.pool.open(leg.instance) for _ in range(2 * AT_ONCE)))
+
+        with raw_engine(lambda _, talk: talk.hung_up()) as engine:
+            run(loop, main(leg_to(engine)))
 
 
 def test_a_request_that_could_not_be_written_was_not_sent():

@@ -10,6 +10,7 @@ from xpyd_proxy.core.model import Instance, InstanceId
 from xpyd_proxy.errors import EngineError, EngineTimeout
 from xpyd_proxy.io.wire.connection import Connection
 from xpyd_proxy.io.wire.heads import Heads
+from xpyd_proxy.io.wire.turns import Turns
 
 IDLE_MOST: Final = 2048  # connections that wait, to all engines together
 _ROUNDS: Final = 8  # looks at them in the time that one may wait
@@ -39,6 +40,7 @@ class Pool:
         self._idle = 0  # in all peers
         self._loop: asyncio.AbstractEventLoop | None = None  # the one it works in
         self._round: asyncio.TimerHandle | None = None
+        self._turns = Turns()  # to open one
         self._closing: asyncio.Event | None = None  # set when nothing is open any more
 
     @property
@@ -81,7 +83,7 @@ class Pool:
         return None
 
     async def open(self, instance: Instance, *, timeout_s: float | None = None) -> Connection:
-        """Open a connection; ``timeout_s`` is what is left for all of the request, if that is limited.
+        """Open a connection, in turn; ``timeout_s`` is what is left for all of the request, if that is limited.
 
         Raises:
             EngineTimeout: no connection in time.
@@ -92,7 +94,11 @@ class Pool:
         seconds = self._connect_timeout_s if timeout_s is None else min(timeout_s, self._connect_timeout_s)
         try:
             async with asyncio.timeout(seconds):
-                return await self._connect(instance.address)
+                turn = await self._turns.take()
+                try:
+                    return await self._connect(instance.address)
+                finally:
+                    turn.pass_on()
         except TimeoutError as late:
             raise EngineTimeout(f"{instance.id} did not accept a connection in time", reached=False) from late
         except (OSError, UnicodeError) as exc:  # ssl.SSLError is an OSError; a name may not be one that DNS can have

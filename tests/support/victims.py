@@ -52,6 +52,7 @@ class Victim:
             self.child = start_engine(self.fleet, self.spec)
 
     def freeze(self):
+        self.child.signal(signal.SIGSTOP)
         freeze(*pids_of(self.child.pid))
 
     def thaw(self):

@@ -84,6 +84,8 @@ class Crew:
         if not self.plan.together:
             client.ask()
         elif self.open == 0:
+            if len(self.clients) < self.plan.connections:
+                self.fault("missing", f"{len(self.clients)} of {self.plan.connections} connections ask together")
             for each in list(self.clients):
                 each.ask()
 

@@ -55,7 +55,7 @@ SCENARIOS = {
         {"step_s": 0.015, "prefill_s": 0.030},
     ),
     "ttft32": Scenario(
-        "the same prompts, but each of 32 connections asks again as soon as it is answered itself",
+        "as `burst32`, but each connection asks again as soon as it is answered itself",
         _paced(32, 16, 0.015, 40, prompt=4096),
         {"most": 32 * 6},
         {"step_s": 0.015, "prefill_s": 0.030},
@@ -67,7 +67,7 @@ SCENARIOS = {
         {"step_s": 0.060, "prefill_s": 0.200},
     ),
     "ttft256": Scenario(
-        "the same prompts, but each of 256 connections asks again as soon as it is answered itself",
+        "as `burst256`, but each connection asks again as soon as it is answered itself",
         _paced(256, 16, 0.060, 5, prompt=4096),
         {"most": 256 * 2},
         {"step_s": 0.060, "prefill_s": 0.200},

@@ -84,7 +84,8 @@ def main():
     parser.add_argument("--decode", nargs="+", required=True)
     parser.add_argument("--port", type=int, default=8000)
     args = parser.parse_args()
-    uvicorn.run(build(args.prefill, args.decode), port=args.port, access_log=False, backlog=4096)
+    # A wave of requests waits for its slowest answer: idle connections must outlive that.
+    uvicorn.run(build(args.prefill, args.decode), port=args.port, access_log=False, backlog=4096, timeout_keep_alive=60)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from xpyd_proxy.io.wire.reply import Reply
 from xpyd_proxy.io.wire.turns import AT_ONCE
 from xpyd_proxy.settings import Settings
 
-TURNS = 8  # of the event loop: a connection to this machine is open after fewer
+ROUNDS = 8  # of the event loop: a connection to this machine is open after fewer
 
 
 @pytest.fixture(params=LOOPS)
@@ -45,7 +45,7 @@ def contexts(scheme, serving_tls):
 
 
 def test_a_connect_that_is_cancelled_leaves_no_connection(loop, scheme, contexts):
-    """At whatever turn of the event loop its client leaves, the socket is closed, and the pool knows of none."""
+    """In whatever round of the event loop its client leaves, the socket is closed, and the pool knows of none."""
     theirs, ours = contexts
 
     def script(engine, talk):
@@ -53,9 +53,9 @@ def test_a_connect_that_is_cancelled_leaves_no_connection(loop, scheme, contexts
 
     async def main(leg):
         async with WireEngines(Settings(), tls=ours) as engines:
-            for turns in range(TURNS):
+            for rounds in range(ROUNDS):
                 tasks = [asyncio.create_task(engines.ask(leg, timeout_s=5)) for _ in range(4)]
-                for _ in range(turns):
+                for _ in range(rounds):
                     await asyncio.sleep(0)
                 for task in tasks:
                     task.cancel()
@@ -156,11 +156,28 @@ def test_connections_that_do_not_come_about_hold_up_no_other(loop):
                 for task in in_vain:
                     task.cancel()
                 await asyncio.wait(in_vain)
-                async with asyncio.timeout(2):  # what was cancelled has left its turn to others
-                    await asyncio.gather(*(engines.pool.open(leg.instance) for _ in range(2 * AT_ONCE)))
 
         with raw_engine(lambda _, talk: talk.hung_up()) as engine:
             run(loop, main(leg_to(engine)))
+
+
+@pytest.mark.parametrize("rounds", range(12))
+def test_whoever_leaves_while_connections_are_opened_leaves_the_turn_to_others(loop, rounds):
+    """Those that have it, those that wait for it, and those who have just got it: none is lost, and none is doubled."""
+
+    async def main(leg):
+        async with WireEngines(Settings()) as engines:
+            tasks = [asyncio.create_task(engines.pool.open(leg.instance)) for _ in range(5 * AT_ONCE)]
+            for _ in range(rounds):
+                await asyncio.sleep(0)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            await asyncio.gather(*(engines.pool.open(leg.instance) for _ in range(5 * AT_ONCE)))
+            assert engines.pool._turns._free._value == AT_ONCE
+
+    with raw_engine(lambda _, talk: talk.hung_up()) as engine:
+        run(loop, main(leg_to(engine)))
 
 
 def test_a_request_that_could_not_be_written_was_not_sent():

@@ -14,7 +14,7 @@ from xpyd_proxy.io.wire.turns import Turns
 
 IDLE_MOST: Final = 2048  # connections that wait, to all engines together
 _ROUNDS: Final = 8  # looks at them in the time that one may wait
-_CLOSING_S: Final = 5.0  # seconds for the event loop to close what is open; it takes a turn or two
+_CLOSING_S: Final = 5.0  # seconds for the event loop to close what is open; it takes a round or two
 
 
 class Peer:

@@ -1,36 +1,47 @@
 """Turns to open a connection, first come first served.
 
-The event loop goes breadth first: of hundreds of connections that are opened side by side, each is taken a step
-further before the first one is ready, and all their requests go out at the end. A few at a time, the first request is
-on its way before the last connection is begun.
+The event loop goes breadth first: of hundreds of connections that are opened side by side, each is taken a step further
+before the first one is ready, and all their requests go out at the end. A few at a time, the first request is on its
+way before the last connection is begun.
 """
 
 import asyncio
 from typing import Final
 
-AT_ONCE: Final = 8  # of 1 to 64, those with the least time to the first token of 256 requests (docs/performance.md)
-_PATIENCE_S: Final = 0.005  # seconds after which the next one begins anyway: a network, or a dead host, takes longer
+AT_ONCE: Final = 8  # docs/performance.md: one of the best of 1 to 64
+_ROUNDS: Final = 6  # of the event loop; a connection to this machine is open after four (asyncio), or two (uvloop)
 
 
 class Turn:
-    """The right to open a connection, until it is passed on."""
+    """The right to open a connection, until it is passed on: after some rounds of the event loop at the latest.
 
-    __slots__ = ("_free", "_timer")
+    Who waits for the network takes no time of the event loop, so others may begin meanwhile.
+    """
+
+    __slots__ = ("_free", "_left", "_loop")
 
     def __init__(self, free: asyncio.Semaphore) -> None:
-        self._free = free
-        self._timer: asyncio.TimerHandle | None = asyncio.get_running_loop().call_later(_PATIENCE_S, self.pass_on)
+        self._free: asyncio.Semaphore | None = free
+        self._left = _ROUNDS
+        self._loop = asyncio.get_running_loop()
+        self._loop.call_soon(self._wait)
 
     def pass_on(self) -> None:
         """Let the next one begin, if that has not happened yet."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-            self._free.release()
+        free, self._free = self._free, None
+        if free is not None:
+            free.release()
+
+    def _wait(self) -> None:
+        self._left -= 1
+        if self._left <= 0:
+            self.pass_on()
+        elif self._free is not None:
+            self._loop.call_soon(self._wait)
 
 
 class Turns:
-    """Gives a few turns at a time. One that is held up gives its own away, so a dead engine holds up no other."""
+    """Gives a few turns at a time."""
 
     __slots__ = ("_free",)
 

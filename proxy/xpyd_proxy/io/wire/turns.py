@@ -8,7 +8,7 @@ way before the last connection is begun.
 import asyncio
 from typing import Final
 
-AT_ONCE: Final = 8  # docs/performance.md: one of the best of 1 to 64
+AT_ONCE: Final = 8  # docs/performance.md: one of the best of 1 to 16
 _ROUNDS: Final = 6  # of the event loop; a connection to this machine is open after four (asyncio), or two (uvloop)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from support import nursery
 from support.cluster import free_ports, wait_until
-from support.proc import freeze, pids_of, states
+from support.proc import pids_of, states, wait_stopped
 from xpyd_proxy.local import guard
 from xpyd_proxy.local.errors import ChildDied
 from xpyd_proxy.local.processes import Command, open_fleet
@@ -57,7 +57,8 @@ def test_a_stopped_one_lives_and_goes_on(fleet, tmp_path):
     """As tests freeze engines."""
     child = serve(fleet, "child", tmp_path)
     fleet.wait_ready([child], timeout_s=20)
-    freeze(child.pid)
+    child.signal(signal.SIGSTOP)
+    wait_stopped(child.pid)
     with pytest.raises(httpx.ReadTimeout):
         httpx.get(child.command.health_url, timeout=0.3, trust_env=False)
     assert child.alive
@@ -75,7 +76,8 @@ def test_nothing_of_a_frozen_one_runs_any_more(fleet):
     )
     wait_until(lambda: len(states(child.pid)) == 4, seconds=20, what="its threads run")
     for _ in range(30):
-        freeze(child.pid)
+        child.signal(signal.SIGSTOP)
+        wait_stopped(child.pid)
         assert set(states(child.pid).values()) == {"T"}
         child.signal(signal.SIGCONT)
         time.sleep(0.02)

@@ -20,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-from support.proc import freeze
+from support.proc import wait_stopped
 
 BLOCKS, LAYERS = 64, 3
 ALL = list(range(1, BLOCKS + 1))  # block 0 is vLLM's null block: it is never moved
@@ -100,7 +100,8 @@ class NixlProcess:
         return self._results[request].lingers and f"{request} let go" not in self._results
 
     def freeze(self):
-        freeze(self.process.pid)
+        self.process.send_signal(signal.SIGSTOP)
+        wait_stopped(self.process.pid)
 
     def thaw(self):
         self.process.send_signal(signal.SIGCONT)

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import statistics
 import time
 from pathlib import Path
@@ -71,15 +70,12 @@ def sockets(child):
     )
 
 
-def freeze(*pids):
-    """Send SIGSTOP to processes and return when none of their threads runs any more.
+def wait_stopped(*pids):
+    """Return when no thread of these processes runs any more, which have been sent SIGSTOP.
 
     ``kill`` returns before that: the signal goes to one thread of a process, and only when that one gets a core are the
     others told. Until then, tens of milliseconds on a busy machine, they go on.
     """
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP)
     end = time.monotonic() + 10
     while running := {thread: state for pid in pids for thread, state in states(pid).items() if state not in "TtZX"}:
         assert time.monotonic() < end, f"10 s after SIGSTOP these threads are not stopped: {running}"
@@ -92,14 +88,19 @@ def states(pid):
     with contextlib.suppress(OSError):  # it ended meanwhile
         for task in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):
-                found[int(task.name)] = (task / "stat").read_text().rpartition(")")[2].split()[0]
+                found[int(task.name)] = _stat(task)[0]
     return found
 
 
 def _cpu_seconds(task):
-    # The name, in parentheses, may hold anything: the fields begin behind the last one.
-    fields = (task / "stat").read_text().rpartition(")")[2].split()
+    fields = _stat(task)
     return (int(fields[11]) + int(fields[12])) / TICK
+
+
+def _stat(task):
+    """Return the fields of a process or thread, from its state on."""
+    # The name, in parentheses, may hold anything: the fields begin behind the last one.
+    return (task / "stat").read_text().rpartition(")")[2].split()
 
 
 def _target(link):

@@ -14,7 +14,7 @@ import httpx
 
 from support.cluster import OVER_TCP, ROOT, engine_spec, metrics, nothing_held, prepare_engine, start_engine, wait_until
 from support.legs import SLOW_SECONDS, SLOW_TOKENS, STALL_SECONDS, decode, plain, prefill, prompt_of, text_of
-from support.proc import freeze, idle_cores, pids_of
+from support.proc import idle_cores, pids_of, wait_stopped
 from xpyd_proxy.local.processes import Child, Fleet
 from xpyd_proxy.local.recipe import Connector, EngineSpec, Role, TransferMode, transfer_config
 
@@ -53,7 +53,7 @@ class Victim:
 
     def freeze(self):
         self.child.signal(signal.SIGSTOP)
-        freeze(*pids_of(self.child.pid))
+        wait_stopped(*pids_of(self.child.pid))
 
     def thaw(self):
         self.child.signal(signal.SIGCONT)

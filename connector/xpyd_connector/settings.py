@@ -1,17 +1,21 @@
-"""What an operator can choose: ``kv_connector_extra_config`` and three environment variables, read once."""
+"""What an operator can choose: ``kv_connector_extra_config`` and four environment variables, read once."""
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from typing import NamedTuple, cast
 
 from xpyd_connector.errors import SettingsError
 
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 SECRET_VARIABLE = "XPYD_CONNECTOR_SECRET"
+SECRET_FILE_VARIABLE = "XPYD_CONNECTOR_SECRET_FILE"
 
 DEFAULT_HOST, DEFAULT_PORT = "localhost", 5600  # vLLM's own defaults of those variables
+SHORTEST_SECRET = 16  # bytes: who sees one Hello may try secrets for as long as it likes
+MOST_SECRETS = 2  # the new one and, while engines are given it, the old one
 
 
 class Mode(StrEnum):
@@ -26,6 +30,13 @@ class Granularity(StrEnum):
 
     CHUNK = "chunk"  # what a step has computed, while the next one runs
     REQUEST = "request"  # everything, when the prompt is done
+
+
+class Backend(NamedTuple):
+    """One of NIXL's backends, with the parameters that its plugin takes, such as ``num_workers`` of UCX."""
+
+    name: str
+    parameters: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +58,17 @@ class Settings:
     )
     staging_blocks: int = 0  # blocks of each KV cache group and rank that fit into that memory; 0: two longest prompts
     max_leases: int = 65536  # requests whose blocks may be held at once; beyond it prefills are not handed over
+    backends: tuple[Backend, ...] = (Backend("UCX"),)  # of NIXL, in the order in which it should prefer them
+    allow_open_data_plane: bool = False  # NIXL may listen on other interfaces than that of the side channel
+    allow_open_side_channel: bool = False  # the side channel may be at an address that others reach, without a secret
+    tls_cert: str = ""  # PEM file: the side channel's certificate; "": one is made at start
+    tls_key: str = ""  # PEM file: its private key; "": it is in tls_cert
+    tls_ca: str = ""  # PEM file: both sides must show a certificate of these authorities
+    tls_server_name: str = ""  # name in the certificates of engines, with tls_ca; "": the host that is dialled
     host: str = DEFAULT_HOST  # where decode engines reach this engine; from VLLM_NIXL_SIDE_CHANNEL_HOST
     port: int = DEFAULT_PORT  # TCP port of data-parallel rank 0; from VLLM_NIXL_SIDE_CHANNEL_PORT
-    secret: bytes = field(default=b"", repr=False)  # shared by all engines; from XPYD_CONNECTOR_SECRET
+    secrets: tuple[bytes, ...] = field(default=(), repr=False)  # shared by all engines; from XPYD_CONNECTOR_SECRET
+    secret_file: str = ""  # file with one or two of them, read again when it changes; from XPYD_CONNECTOR_SECRET_FILE
 
     @property
     def lease_extension(self) -> float:
@@ -71,7 +90,7 @@ class Settings:
         return self.transfer_timeout - self.heartbeat_interval
 
 
-FROM_ENVIRONMENT = ("host", "port", "secret")
+FROM_ENVIRONMENT = ("host", "port", "secrets", "secret_file")
 AT_LEAST: Mapping[str, float] = {
     "kv_lease_duration": 0.5,
     "transfer_timeout": 0.1,
@@ -92,12 +111,39 @@ def read_settings(extra_config: Mapping[str, object], environment: Mapping[str, 
     chosen = {
         key: READERS[key](key, value) if key in READERS else _number(key, value) for key, value in extra_config.items()
     }
-    return Settings(
+    settings = Settings(
         **chosen,  # type: ignore[arg-type]  # _number has checked each against the field of that name
         host=environment.get(HOST_VARIABLE, DEFAULT_HOST),
         port=_port(environment.get(PORT_VARIABLE, str(DEFAULT_PORT))),
-        secret=environment.get(SECRET_VARIABLE, "").encode(),
+        secrets=parse_secrets(environment.get(SECRET_VARIABLE, ""), SECRET_VARIABLE),
+        secret_file=environment.get(SECRET_FILE_VARIABLE, ""),
     )
+    if settings.secrets and settings.secret_file:
+        raise SettingsError(f"{SECRET_VARIABLE} and {SECRET_FILE_VARIABLE} are both set; leave one of them out")
+    if (settings.tls_key or settings.tls_ca) and not settings.tls_cert:
+        raise SettingsError("tls_key or tls_ca is set and tls_cert is not; name this engine's certificate, too")
+    if settings.tls_server_name and not settings.tls_ca:
+        raise SettingsError("tls_server_name is set and tls_ca is not; without authorities no name is checked")
+    return settings
+
+
+def parse_secrets(text: str, where: str) -> tuple[bytes, ...]:
+    """Return the secrets in a text, one a line; raises :exc:`~xpyd_connector.errors.SettingsError`.
+
+    ``where`` they come from is named in the error, they are not.
+    """
+    secrets = tuple(line.strip().encode() for line in text.splitlines() if line.strip())
+    if len(secrets) > MOST_SECRETS:
+        raise SettingsError(
+            f"{where} has {len(secrets)} lines; it must have one secret, or the new one and the old one"
+        )
+    for secret in secrets:
+        if len(secret) < SHORTEST_SECRET:
+            raise SettingsError(
+                f"{where} has a secret of {len(secret)} bytes; it must have at least {SHORTEST_SECRET}, such as what "
+                "'openssl rand -hex 32' prints"
+            )
+    return secrets
 
 
 CHOICES: Mapping[str, type[StrEnum]] = {"mode": Mode, "push_granularity": Granularity}
@@ -117,9 +163,52 @@ def _choice(key: str, value: object) -> StrEnum:
         raise SettingsError(f"kv_connector_extra_config[{key!r}] is {value!r}; it must be {known}") from None
 
 
+def _yes_or_no(key: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise SettingsError(f"kv_connector_extra_config[{key!r}] is {value!r}; it must be true or false")
+
+
+def _text(key: str, value: object) -> str:
+    if isinstance(value, str):
+        return value
+    raise SettingsError(f"kv_connector_extra_config[{key!r}] is {value!r}; it must be a text")
+
+
+def _backends(key: str, value: object) -> tuple[Backend, ...]:
+    """Read the list of names that vLLM's NixlConnector takes, too, or a mapping of names to their parameters."""
+    entries: Mapping[object, object] = {}
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[object, object]", value)
+    elif isinstance(value, (list, tuple)):
+        entries = {name: {} for name in cast("Sequence[object]", value)}
+    backends = tuple(Backend(str(name), _parameters(key, name, given)) for name, given in entries.items())
+    if backends and all(isinstance(name, str) and name for name in entries):
+        return backends
+    raise SettingsError(
+        f"kv_connector_extra_config[{key!r}] is {value!r}; it must be a list of NIXL's backends such as ['UCX'], or a "
+        "mapping of each to its parameters such as {'UCX': {'num_workers': '4'}}"
+    )
+
+
+def _parameters(key: str, name: object, value: object) -> Mapping[str, str]:
+    if isinstance(value, Mapping):
+        given = cast("Mapping[object, object]", value)
+        if all(isinstance(each, str) for each in given) and all(
+            isinstance(each, (str, int, float)) for each in given.values()
+        ):
+            return {str(each): str(value) for each, value in given.items()}
+    raise SettingsError(
+        f"kv_connector_extra_config[{key!r}] has {value!r} for {name!r}; it must map names to texts or numbers"
+    )
+
+
 READERS: Mapping[str, Callable[[str, object], object]] = {
     **dict.fromkeys(CHOICES, _choice),
     "host_staging": _switch,
+    "backends": _backends,
+    **dict.fromkeys(("allow_open_data_plane", "allow_open_side_channel"), _yes_or_no),
+    **dict.fromkeys(("tls_cert", "tls_key", "tls_ca", "tls_server_name"), _text),
 }
 
 

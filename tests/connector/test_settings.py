@@ -15,7 +15,9 @@ from xpyd_connector.settings import (
     HOST_VARIABLE,
     PORT_VARIABLE,
     READERS,
+    SECRET_FILE_VARIABLE,
     SECRET_VARIABLE,
+    Backend,
     Granularity,
     Mode,
     Settings,
@@ -30,14 +32,64 @@ def test_without_choices_the_defaults_hold():
 
 def test_the_environment_names_host_port_and_secret():
     """The same variables as for vLLM's own NIXL connector."""
-    settings = read_settings({}, {HOST_VARIABLE: "10.0.0.7", PORT_VARIABLE: "5700", SECRET_VARIABLE: "é"})
+    environment = {HOST_VARIABLE: "10.0.0.7", PORT_VARIABLE: "5700", SECRET_VARIABLE: "ééééééééé"}
+    settings = read_settings({}, environment)
 
-    assert (settings.host, settings.port, settings.secret) == ("10.0.0.7", 5700, "é".encode())
+    assert (settings.host, settings.port, settings.secrets) == ("10.0.0.7", 5700, ("ééééééééé".encode(),))
 
 
 def test_the_secret_is_not_printed():
     """Settings end up in logs."""
-    assert "hush" not in repr(read_settings({}, {SECRET_VARIABLE: "hush"}))
+    assert "hush" not in repr(read_settings({}, {SECRET_VARIABLE: "hush, this is a secret"}))
+
+
+def test_two_secrets_are_in_force_while_they_are_exchanged():
+    """The new one first: engines that have both use it."""
+    text = " the new secret that we use\n\nthe old secret, until then\n"
+    secrets = read_settings({}, {SECRET_VARIABLE: text}).secrets
+
+    assert secrets == (b"the new secret that we use", b"the old secret, until then")
+
+
+@pytest.mark.parametrize(
+    ("secret", "sentence"),
+    [("hush", "a secret of 4 bytes; it must have at least 16"), ("x" * 20 + "\n" + "y" * 20 + "\nz", "has 3 lines")],
+)
+def test_a_secret_that_can_be_guessed_or_one_too_many_is_refused_without_showing_it(secret, sentence):
+    """Who sees one proof may try secrets for as long as it likes."""
+    with pytest.raises(SettingsError, match=sentence) as caught:
+        read_settings({}, {SECRET_VARIABLE: secret})
+    assert secret not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "sentence"),
+    [
+        ({}, {SECRET_VARIABLE: "x" * 16, SECRET_FILE_VARIABLE: "/f"}, "are both set"),
+        ({"tls_key": "k.pem"}, {}, "tls_cert is not"),
+        ({"tls_ca": "ca.pem"}, {}, "tls_cert is not"),
+        ({"tls_cert": "c.pem", "tls_server_name": "engines"}, {}, "tls_ca is not"),
+        ({"tls_cert": 1}, {}, "it must be a text"),
+        ({"allow_open_data_plane": "yes"}, {}, "it must be true or false"),
+        ({"backends": []}, {}, "a list of NIXL's backends"),
+        ({"backends": "UCX"}, {}, "a list of NIXL's backends"),
+        ({"backends": [1]}, {}, "a list of NIXL's backends"),
+        ({"backends": {"UCX": 4}}, {}, "it must map names to texts or numbers"),
+        ({"backends": {"UCX": {"num_workers": []}}}, {}, "it must map names to texts or numbers"),
+    ],
+)
+def test_settings_of_the_network_that_cannot_be_used_say_why(given, environment, sentence):
+    """Before anything listens."""
+    with pytest.raises(SettingsError, match=sentence):
+        read_settings(given, environment)
+
+
+def test_backends_are_names_as_vllm_takes_them_or_have_parameters():
+    """NIXL gets the parameters as texts."""
+    assert read_settings({"backends": ["UCX", "LIBFABRIC"]}, {}).backends == (Backend("UCX"), Backend("LIBFABRIC"))
+    assert read_settings({"backends": {"UCX": {"num_workers": 4}}}, {}).backends == (
+        Backend("UCX", {"num_workers": "4"}),
+    )
 
 
 @pytest.mark.parametrize("key", sorted(AT_LEAST))

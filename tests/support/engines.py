@@ -13,7 +13,7 @@ from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
 from xpyd_connector.core.leases import LeaseBook
 from xpyd_connector.core.lender import Lender
 from xpyd_connector.core.loads import LetGo, Order, Result
-from xpyd_connector.core.messages import PROTOCOL, Fingerprint, Lent, RankInfo, Region, Welcome
+from xpyd_connector.core.messages import PROTOCOL, Fingerprint, Hello, Lent, RankInfo, Region, Welcome
 from xpyd_connector.core.offers import Offer
 from xpyd_connector.core.peers import PeerBook
 from xpyd_connector.core.plan import Stretch, heads_of
@@ -233,3 +233,8 @@ class World(Turns):
     def bytes_of(self, into):
         pieces = self.d.pieces
         return [self.d.memories[0][block * pieces + piece] for block in into for piece in range(pieces)]
+
+
+HELLO = Hello(
+    PROTOCOL, EngineId("d0"), "scheduler", EngineId("p0"), "10.0.0.1", 5600, "10.0.0.1", b"nonce", (b"proof",)
+)  # fmt: skip

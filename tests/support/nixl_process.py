@@ -29,6 +29,7 @@ BIG = 1 << 19  # bytes of a block: all of them take long enough to be interrupte
 IDLE = 0.05  # of a core
 TIMEOUT = 2.0  # s for a transfer
 LEASE = 30.0
+OVER_LOOPBACK = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
 TOKEN = b"a worker of this very engine"
 
 
@@ -40,7 +41,7 @@ class NixlProcess:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "support.nixl_process", name, *map(str, (port, delay, copies, block_bytes, mode))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-            env={**os.environ, "PYTHONPATH": str(tests), "UCX_TLS": "tcp", "UCX_LOG_LEVEL": "fatal"},
+            env={**os.environ, "PYTHONPATH": str(tests), **OVER_LOOPBACK, "UCX_LOG_LEVEL": "fatal"},
         )  # fmt: skip
         self._answers, self._results = queue.Queue(), {}
         self._news = threading.Condition()
@@ -142,7 +143,7 @@ class Engine:
         from xpyd_connector.core.borrower import Borrower
         from xpyd_connector.core.control import Control
         from xpyd_connector.core.greeting import Guest, Host
-        from xpyd_connector.core.ids import Address, EngineId
+        from xpyd_connector.core.ids import Address, EngineAt, EngineId
         from xpyd_connector.core.landings import Landings
         from xpyd_connector.core.leases import LeaseBook
         from xpyd_connector.core.lender import Lender
@@ -155,14 +156,19 @@ class Engine:
         from xpyd_connector.io.link import SocketLink
         from xpyd_connector.io.nixl import NixlMover, make_agent, register
         from xpyd_connector.io.runner import Runner
+        from xpyd_connector.io.tls import Tls
+        from xpyd_connector.settings import Settings
+
+        def secrets():
+            return (b"secret",)
 
         class SlowHost(Host):
-            def answer(self, message, nonce):
+            def answer(self, message, arrival):
                 time.sleep(delay)
-                return super().answer(message, nonce)
+                return super().answer(message, arrival)
 
         def link(engine):
-            return SocketLink(Guest(engine, b"secret"), timeout=5.0, threads=8)
+            return SocketLink(Guest(engine, secrets), Tls(Settings()), Tally(), timeout=5.0, threads=8)
 
         self.memory = np.zeros((LAYERS, BLOCKS + 1, block_bytes), dtype=np.uint8)
         regions = tuple(region_of(layer) for layer in self.memory)
@@ -173,7 +179,7 @@ class Engine:
             self.agents.append(agent := make_agent(engine, progress_delay_us=1000))
             metadata = register(agent, "DRAM", 0, [(self.memory.ctypes.data, self.memory.nbytes)])
             own, tally, listener = RankInfo(0, 1, metadata, "DRAM", 0, regions), Tally(), link(engine)
-            host = SlowHost(Welcome(PROTOCOL, engine, FINGERPRINT, (own,)), b"secret")
+            host = SlowHost(Welcome(PROTOCOL, engine, FINGERPRINT, (own,)), secrets, "127.0.0.1")
             address = listener.listen(Address("127.0.0.1", port), host)
             peers = PeerBook(listener, FINGERPRINT, tally, retry_after=0.2)
             lender = Lender(listener, LeaseBook(duration=LEASE, extension=LEASE * 2 / 3), tally)
@@ -190,7 +196,7 @@ class Engine:
         worker = link(engine)
         mover = NixlMover(agent, "DRAM", 0)
         if mode == "push":
-            writer = Writer(worker, mover, Tally(), own, home=address, token=TOKEN, timeout=TIMEOUT)
+            writer = Writer(worker, mover, Tally(), own, home=EngineAt(engine, address), token=TOKEN, timeout=TIMEOUT)
             self.transfer = Runner("transfer", writer, worker, lambda _: None)
             for runner in (*self.controls, self.transfer):
                 runner.start()

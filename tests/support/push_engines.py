@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from support.engines import BLOCK_SIZE, BLOCKS, FINGERPRINT, LEASE, Turns, lent, rank_info
 from xpyd_connector.core.borrower import Borrower
 from xpyd_connector.core.control import Control
-from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
+from xpyd_connector.core.ids import Address, BlockId, EngineAt, EngineId, RequestId
 from xpyd_connector.core.landings import Landings, Ticket
 from xpyd_connector.core.leases import LeaseBook, Released
 from xpyd_connector.core.lender import Lender
@@ -133,7 +133,13 @@ class PushEngine:
         self.worker_tally = Tally()
         self.writers = [
             WatchedWriter(
-                link, mover, self.worker_tally, info, home=self.address, token=tokens[info.rank], timeout=WRITE
+                link,
+                mover,
+                self.worker_tally,
+                info,
+                home=EngineAt(name, self.address),
+                token=tokens[info.rank],
+                timeout=WRITE,
             )
             for link, mover, info in zip(self.worker_links, self.movers, infos, strict=True)
         ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from support.copying import MemoryCopier
 from support.engines import FINGERPRINT
 from xpyd_connector.core.crew import Crew
-from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
+from xpyd_connector.core.ids import Address, BlockId, EngineAt, EngineId, RequestId
 from xpyd_connector.core.leases import LeaseBook
 from xpyd_connector.core.lender import Lender
 from xpyd_connector.core.messages import (
@@ -73,7 +73,13 @@ class Staging:
         self.copiers = [MemoryCopier(network, f"p/{rank}", self.cache, self.buffer) for rank in range(ranks)]
         self.worker_links = [MemoryLink(network, f"p/{rank}", engine="p") for rank in range(ranks)]
         self.stagers = [
-            Stager(link, copier, self.worker_tally, home=ADDRESS, attend=Attend(rank, tokens[rank]))
+            Stager(
+                link,
+                copier,
+                self.worker_tally,
+                home=EngineAt(EngineId("p"), ADDRESS),
+                attend=Attend(rank, tokens[rank]),
+            )
             for rank, (link, copier) in enumerate(zip(self.worker_links, self.copiers, strict=True))
         ]
         rank_infos = tuple(
@@ -172,7 +178,7 @@ class Worker:
         for event in self.link.poll():
             self._hear(event)
         if self.conn is None and not self.is_calling:
-            self.link.meet(ADDRESS)
+            self.link.meet(ADDRESS, EngineId("p"))
             self.is_calling = True
         for load in self.loads.values():
             self._look(load)
@@ -267,7 +273,7 @@ class Decoder:
                 case Received(_, Lapsed()):
                     pass
         if self.conn is None and not self.is_calling:
-            self.link.meet(ADDRESS)
+            self.link.meet(ADDRESS, EngineId("p"))
             self.is_calling = True
         for worker in self.workers:
             worker.turn()

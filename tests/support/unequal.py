@@ -10,7 +10,7 @@ from support.engines import FINGERPRINT, LEASE, TIMEOUT, Turns
 from xpyd_connector.core.borrower import Borrower
 from xpyd_connector.core.control import Control
 from xpyd_connector.core.groups import CacheGroup
-from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
+from xpyd_connector.core.ids import Address, BlockId, EngineAt, EngineId, RequestId
 from xpyd_connector.core.landings import Landings, Ticket
 from xpyd_connector.core.leases import LeaseBook
 from xpyd_connector.core.lender import Lender
@@ -197,7 +197,9 @@ class UnequalWorld(Turns):
         self.writers = []
         for info, mover in zip(p.infos, p.movers, strict=True):
             link = MemoryLink(self.network, f"{P}/{info.rank}", engine=P)
-            self.writers.append(Writer(link, mover, p.tally, info, home=HOME[P], token=info.agent, timeout=TIMEOUT))
+            self.writers.append(
+                Writer(link, mover, p.tally, info, home=EngineAt(P, HOME[P]), token=info.agent, timeout=TIMEOUT)
+            )
             p.cores.append((link, self.writers[-1]))
         d.cores = [(d.link, Control(d.lender, d.borrower, d.peers, d.tally, landings=d.landings))]
         d.borrower.want(A, Booking(P, *HOME[P], T, T), now=self.now)

@@ -1,6 +1,6 @@
 """A worker's connection to its own scheduler process: opened, proven, and opened again when it is lost."""
 
-from xpyd_connector.core.ids import Address, ConnId
+from xpyd_connector.core.ids import ConnId, EngineAt
 from xpyd_connector.core.messages import Attend, Message
 from xpyd_connector.core.ports import Failed, Link, LinkEvent, Lost, Met
 
@@ -10,9 +10,9 @@ RETRY = 0.2  # s before our own scheduler, which starts to listen after us, is c
 class Home:
     """Whatever the worker was told stands until the connection is lost; when it is back, it is told again."""
 
-    def __init__(self, link: Link, address: Address, attend: Attend) -> None:
+    def __init__(self, link: Link, home: EngineAt, attend: Attend) -> None:
         self._link = link
-        self._address = address
+        self._home = home
         self._attend = attend
         self._call_at: float | None = 0.0  # absent while we are connected, or connecting
         self._conn: ConnId | None = None
@@ -41,5 +41,5 @@ class Home:
         """Call when it is time; return when it will be, None while there is no need."""
         if self._call_at is not None and now >= self._call_at:
             self._call_at = None
-            self._link.meet(self._address)
+            self._link.meet(self._home.address, self._home.engine)
         return self._call_at

@@ -19,3 +19,10 @@ class Address(NamedTuple):
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class EngineAt(NamedTuple):
+    """An engine and where its side channel listens."""
+
+    engine: EngineId
+    address: Address

@@ -1,8 +1,8 @@
 """Every byte two engines exchange on their control connection, parsed once and typed ever after.
 
-A connection is opened by the decode engine (D) and answered by the prefill engine (P)::
+A connection is TLS 1.3, opened by the decode engine (D) and answered by the prefill engine (P)::
 
-    P: Challenge            D: Hello               P: Welcome or Refusal, then
+    P: Challenge            D: Hello               P: Proven and Welcome, or Refusal, then
     D: Drop
 
     pull                                           push
@@ -31,11 +31,12 @@ from msgspec import Meta
 from xpyd_connector.core.ids import BlockId, ConnId, EngineId, PartId, RequestId
 from xpyd_connector.errors import ProtocolViolation
 
-PROTOCOL = 3  # raised with every change that an older engine would misunderstand
+PROTOCOL = 4  # raised with every change that an older engine would misunderstand
 MAX_FRAME = 1 << 20  # bytes of one message between engines that have met
 MAX_GREETING = 64 << 20  # bytes of a Welcome: NIXL metadata of every rank, some KiB to some MiB each
-MAX_STRANGER = 4096  # bytes we read from somebody who has not said a valid Hello
+MAX_STRANGER = 32768  # bytes of a message of somebody who has not proven anything: a Hello of MAX_RANKS workers fits
 MAX_IDS = 1024  # requests one Renew, Lapsed or Drop names
+HASH_BYTES = 16  # of a worker's badge, as its scheduler names it
 MAX_ID = 255  # characters of a request id: MAX_IDS of the longest fit into MAX_FRAME, whatever the script
 MAX_BLOCKS = 1 << 22  # blocks of one cache or of one request: 4 M blocks of 16 tokens
 MAX_RANKS = 1024  # tensor-parallel ranks of one engine
@@ -120,17 +121,36 @@ class RankInfo(msgspec.Struct, frozen=True):
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
-    """P opens with random bytes, so that a recorded Hello is worth nothing."""
+    """The host opens with random bytes, so that a recorded Hello is worth nothing."""
 
-    nonce: bytes
+    protocol: int
+    nonce: Annotated[bytes, Meta(max_length=64)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """D says who it is, and proves that it knows the shared secret."""
+    """The guest says who it is and whom it wants to meet, and proves that it knows the shared secret.
+
+    A proof covers all other fields, and what only the two ends of this connection know (``core/greeting.py``).
+    """
 
     protocol: int
-    engine: EngineId
-    proof: bytes
+    engine: Annotated[EngineId, Meta(max_length=MAX_ID)]
+    role: Literal["scheduler", "worker"]
+    expects: Annotated[EngineId, Meta(max_length=MAX_ID)]  # the host's engine
+    host: Annotated[str, Meta(max_length=255)]  # as it was dialled
+    port: Annotated[int, Meta(gt=0, lt=65536)]
+    reached: Annotated[str, Meta(max_length=64)]  # IP address behind it
+    nonce: Annotated[bytes, Meta(max_length=64)]
+    proofs: Annotated[tuple[Annotated[bytes, Meta(max_length=64)], ...], Meta(max_length=2)]  # one for each secret
+    badge: Annotated[bytes, Meta(max_length=64)] = b""  # of a worker: known to its scheduler, too
+    workers: Annotated[tuple[Annotated[bytes, Meta(max_length=64)], ...], Meta(max_length=MAX_RANKS)] = ()  # hashes of
+    # the badges of a scheduler's workers
+
+
+class Proven(msgspec.Struct, frozen=True, tag="proven"):
+    """The host proves that it knows the shared secret, too; empty if there is none."""
+
+    proof: Annotated[bytes, Meta(max_length=64)]
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -143,9 +163,9 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
-    """P will not talk to this D."""
+    """The host will not talk to this guest."""
 
-    reason: str
+    reason: Reason
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
@@ -362,7 +382,7 @@ class CopyEnded(msgspec.Struct, frozen=True, tag="copy_ended"):
 
 
 Message: TypeAlias = (
-    Challenge | Hello | Welcome | Refusal
+    Challenge | Hello | Proven | Welcome | Refusal
     | Renew | Lapsed | Done | Fenced | Drop
     | Alive | Memory | Register | Landed | Stop | Stopped | Stuck
     | Attend | Arrived | Assign | Cease | Departed | Written | Ceased | Stalled

@@ -84,10 +84,10 @@ class PeerBook:
         """Return the peer, starting to meet it if it is new, its pause is over or it is said to be elsewhere."""
         peer = self._peers.get(engine)
         if peer is None:
-            peer = self._peers[engine] = Peer(engine, address, self._link.meet(address))
+            peer = self._peers[engine] = Peer(engine, address, self._link.meet(address, engine))
         elif peer.state is PeerState.REFUSED and (now >= peer.retry_at or address != peer.address):
             peer.on(PeerEvent.RETRIED)
-            peer.address, peer.conn = address, self._link.meet(address)
+            peer.address, peer.conn = address, self._link.meet(address, engine)
         return peer
 
     def get(self, engine: EngineId) -> Peer | None:

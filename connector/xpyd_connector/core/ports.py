@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import NamedTuple, Protocol, TypeAlias
 
-from xpyd_connector.core.ids import Address, BlockId, ConnId, CopyId, TransferId
+from xpyd_connector.core.ids import Address, BlockId, ConnId, CopyId, EngineId, TransferId
 from xpyd_connector.core.messages import Message, RankInfo, Welcome
 from xpyd_connector.core.plan import Spans
 
@@ -51,8 +51,12 @@ LinkEvent: TypeAlias = Met | Failed | Received | Lost
 class Link(Protocol):
     """Control connections to other engines."""
 
-    def meet(self, peer: Address) -> ConnId:
-        """Start connecting; answered by :class:`Met` or :class:`Failed`."""
+    def meet(self, peer: Address, engine: EngineId) -> ConnId:
+        """Start connecting to an engine that should be at that address; answered by :class:`Met` or :class:`Failed`."""
+        ...
+
+    def are_of_one_engine(self, one: ConnId, other: ConnId) -> bool:
+        """Whether two connections that we have accepted were opened by processes of one engine."""
         ...
 
     def send(self, conn: ConnId, message: Message) -> None:

@@ -1,7 +1,7 @@
 """A worker's half of staging: copy between the cache and host memory whenever our own scheduler says so."""
 
 from xpyd_connector.core.home import Home
-from xpyd_connector.core.ids import Address, CopyId, PartId
+from xpyd_connector.core.ids import CopyId, EngineAt, PartId
 from xpyd_connector.core.messages import MAX_REASON, Attend, CopyEnded, CopyIn, CopyOut, Message
 from xpyd_connector.core.ports import Copier, Link, LinkEvent, Received
 from xpyd_connector.core.tally import Tally
@@ -10,7 +10,7 @@ from xpyd_connector.core.tally import Tally
 class Stager:
     """Copies cannot be stopped, and need not be: nobody else gets their slots before they have ended."""
 
-    def __init__(self, link: Link, copier: Copier, tally: Tally, *, home: Address, attend: Attend) -> None:
+    def __init__(self, link: Link, copier: Copier, tally: Tally, *, home: EngineAt, attend: Attend) -> None:
         self._copier = copier
         self._tally = tally
         self._home = Home(link, home, attend)

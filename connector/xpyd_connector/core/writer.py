@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from math import lcm
 
 from xpyd_connector.core.home import Home
-from xpyd_connector.core.ids import Address, BlockId, ConnId, RequestId
+from xpyd_connector.core.ids import BlockId, ConnId, EngineAt, RequestId
 from xpyd_connector.core.messages import (
     MAX_REASON,
     Arrived,
@@ -48,7 +48,7 @@ class Writer:
         tally: Tally,
         own: RankInfo,
         *,
-        home: Address,
+        home: EngineAt,
         token: bytes,
         timeout: float,
         staging: Staging[ParcelId] | None = None,

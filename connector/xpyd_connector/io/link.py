@@ -7,50 +7,97 @@ import os
 import queue
 import selectors
 import socket
+import ssl
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from xpyd_connector.core.greeting import NONCE_BYTES, Guest, Host
-from xpyd_connector.core.ids import Address, ConnId
-from xpyd_connector.core.messages import MAX_FRAME, MAX_STRANGER, Challenge, Message, Welcome, decode, encode
+from xpyd_connector.core.addresses import plain_ip
+from xpyd_connector.core.greeting import NONCE_BYTES, Admitted, Arrival, Guest, Host, are_of_one_engine
+from xpyd_connector.core.ids import Address, ConnId, EngineId
+from xpyd_connector.core.messages import (
+    MAX_FRAME,
+    MAX_STRANGER,
+    PROTOCOL,
+    Challenge,
+    Hello,
+    Message,
+    Refusal,
+    Welcome,
+    decode,
+    encode,
+)
 from xpyd_connector.core.ports import Failed, LinkEvent, Lost, Met, Received
+from xpyd_connector.core.tally import Tally
 from xpyd_connector.errors import PeerError, SettingsError
 from xpyd_connector.io.framing import Deframer, frame
 from xpyd_connector.io.meeting import meet
+from xpyd_connector.io.tls import Tls
 
 MAX_UNSENT = 16 << 20  # bytes a peer may leave unread before we close its connection
-MAX_STRANGERS = 256  # connections that have not said a valid Hello
+MAX_STRANGERS = 512  # connections that have not said a valid Hello; one more, and the oldest of them goes
+MAX_STRANGERS_OF_ADDRESS = 128  # the same for one IP address
+MAX_GUESTS = 8192  # connections of others that have said one
+MAX_GUESTS_OF_ENGINE = 1100  # the same for one engine: its scheduler and 1,024 ranks, some of them twice for a moment
+IDLE_TIMEOUT = 900.0  # s without a word of an engine after which its connections are closed; it comes again
+MAX_READS = 64  # TLS records of one connection before it is others' turn: 1 MiB
+ACCEPT_PAUSE = 1.0  # s without accepting when the system has no more descriptors: trying would burn this thread's core
 USER_TIMEOUT_MS = 20_000  # a peer that acknowledges nothing for so long is gone (cut network, lost machine)
 KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # s, s, probes: the same, where nobody talks
 # What the system says of a peer that says nothing: it may well be alive behind a network that is cut.
 SILENT = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN})
-_Meeting = tuple[socket.socket, Welcome]
+NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_Meeting = tuple[ssl.SSLSocket, Welcome]
 
 
 @dataclass(slots=True)
 class _Conn:
+    """One connection; a guest's has been accepted by us, and is a stranger's until it has said a valid Hello."""
+
     id: ConnId
-    sock: socket.socket
+    sock: ssl.SSLSocket
     inbox: Deframer
     outbox: bytearray = field(default_factory=bytearray)
-    nonce: bytes = b""  # what a stranger's Hello must prove; empty once greeted
+    is_shaking: bool = False  # TLS is not complete
+    wants_write: bool = False  # TLS itself has something to write
+    arrival: Arrival | None = None  # of a stranger: what its Hello must prove; absent once greeted
+    address: str = ""  # a guest's IP address
     greet_by: float = float("inf")  # when a stranger is sent away
+    hello: Hello | None = None  # of a guest that has greeted
     closing: bool = False  # close once the outbox is empty
+
+
+@dataclass(slots=True)
+class _Engine:
+    """The guests that are processes of one engine."""
+
+    conns: dict[ConnId, _Conn] = field(default_factory=dict[ConnId, _Conn])
+    heard_at: float = 0.0  # when one of them last said something
 
 
 class SocketLink:
     """Implements :class:`~xpyd_connector.core.ports.Link`. All but :meth:`wake` belong to the owning thread."""
 
-    def __init__(self, guest: Guest, *, timeout: float, threads: int) -> None:
+    def __init__(
+        self, guest: Guest, tls: Tls, tally: Tally, *, timeout: float, threads: int, local_only: bool = False
+    ) -> None:
         self._guest = guest
+        self._tls = tls
+        self._tally = tally
         self._timeout = timeout
+        self._local_only = local_only
         self._pool = ThreadPoolExecutor(threads, "xpyd-handshake")
         self._host: Host | None = None  # absent on an engine that lends nothing
+        self._listener: socket.socket | None = None  # likewise
+        self._accept_at: float | None = None  # when to accept again; absent while we do
         self._ids = map(ConnId, itertools.count(1))
         self._conns: dict[ConnId, _Conn] = {}
+        self._strangers: dict[ConnId, _Conn] = {}  # those of _conns, oldest first
+        self._guests: dict[ConnId, _Conn] = {}  # those of _conns that have greeted us
+        self._engines: dict[EngineId, _Engine] = {}  # of guests, the one that spoke longest ago first
+        self._more: dict[ConnId, _Conn] = {}  # TLS may have decrypted more of theirs than we have taken
         self._meeting: set[ConnId] = set()
         self._met: queue.SimpleQueue[tuple[ConnId, Future[_Meeting]]] = queue.SimpleQueue()
         self._events: deque[LinkEvent] = deque()
@@ -76,15 +123,17 @@ class SocketLink:
                 "address of this machine and VLLM_NIXL_SIDE_CHANNEL_PORT to a port that is free"
             ) from exc
         listener.settimeout(0)
-        self._host = host
+        self._host, self._listener = host, listener
         self._selector.register(listener, selectors.EVENT_READ, listener)
         return Address(*listener.getsockname()[:2])
 
-    def meet(self, peer: Address) -> ConnId:
+    def meet(self, peer: Address, engine: EngineId) -> ConnId:
         """Start connecting on a pool thread."""
         conn = next(self._ids)
         self._meeting.add(conn)
-        future = self._pool.submit(meet, peer, self._guest, timeout=self._timeout)
+        future = self._pool.submit(
+            meet, peer, engine, self._guest, self._tls, timeout=self._timeout, local_only=self._local_only
+        )
         future.add_done_callback(lambda done: self._report(conn, done))
         return conn
 
@@ -112,6 +161,13 @@ class SocketLink:
             self._drop(found)
         self._events = deque(event for event in self._events if event.conn != conn)
 
+    def are_of_one_engine(self, one: ConnId, other: ConnId) -> bool:
+        """Whether two guests' connections were opened by processes of one engine, as their Hellos prove."""
+        ours, theirs = self._guests.get(one), self._guests.get(other)
+        if one == other or ours is None or theirs is None or ours.hello is None or theirs.hello is None:
+            return one == other
+        return are_of_one_engine(ours.hello, theirs.hello)
+
     def wake(self) -> None:
         """Make a running or coming :meth:`poll` return at once. Any thread may call it."""
         with contextlib.suppress(BlockingIOError, OSError):  # full: it will wake anyway; closed: nobody polls
@@ -122,10 +178,14 @@ class SocketLink:
 
         A connection that is closed while the events are taken in has none after that.
         """
-        for key, ready in self._selector.select(0 if self._events else self._bounded(timeout)):
+        for key, ready in self._selector.select(0 if self._events or self._more else self._bounded(timeout)):
             self._handle(key, ready)
+        more, self._more = self._more, {}
+        for conn in more.values():
+            if conn.id in self._conns:
+                self._read(conn)
         self._take_meetings()
-        self._send_strangers_away()
+        self._look_at_clock(time.monotonic())
         return self._take_events()
 
     def stop(self) -> None:
@@ -139,6 +199,9 @@ class SocketLink:
         self._wake_out.close()
         self._selector.close()
         self._conns.clear()
+        self._strangers.clear()
+        self._guests.clear()
+        self._engines.clear()
         self._take_meetings()
 
     def _take_events(self) -> Iterator[LinkEvent]:
@@ -146,17 +209,34 @@ class SocketLink:
             yield self._events.popleft()
 
     def _bounded(self, timeout: float | None) -> float | None:
-        strangers = [conn.greet_by for conn in self._strangers()]
-        if not strangers:
+        """Return how long to wait at most, so that :meth:`_look_at_clock` is in time."""
+        dues = [conn.greet_by for conn in itertools.islice(self._strangers.values(), 1)]
+        dues += [engine.heard_at + IDLE_TIMEOUT for engine in itertools.islice(self._engines.values(), 1)]
+        dues += [] if self._accept_at is None else [self._accept_at]
+        if not dues:
             return timeout
-        left = max(0.0, min(strangers) - time.monotonic())
+        left = max(0.0, min(dues) - time.monotonic())
         return left if timeout is None else min(timeout, left)
+
+    def _look_at_clock(self, now: float) -> None:
+        while self._strangers and now >= (oldest := next(iter(self._strangers.values()))).greet_by:
+            self._tally.count("strangers_late")
+            self._drop(oldest)
+        while self._engines and now >= (quietest := next(iter(self._engines.values()))).heard_at + IDLE_TIMEOUT:
+            for conn in list(quietest.conns.values()):
+                self._lose(conn, f"its engine said nothing for {IDLE_TIMEOUT:g} s")
+        if self._accept_at is not None and now >= self._accept_at and self._listener is not None:
+            self._accept_at = None
+            self._selector.register(self._listener, selectors.EVENT_READ, self._listener)
 
     def _handle(self, key: selectors.SelectorKey, ready: int) -> None:
         if isinstance(key.data, _Conn):
+            if key.data.is_shaking:
+                self._shake(key.data)
+                return
             if ready & selectors.EVENT_WRITE:
                 self._flush(key.data)
-            if ready & selectors.EVENT_READ and key.data.id in self._conns:
+            if key.data.id in self._conns and (ready & selectors.EVENT_READ or key.data.wants_write):
                 self._read(key.data)
         elif isinstance(key.data, socket.socket):
             self._accept(key.data)
@@ -165,27 +245,112 @@ class SocketLink:
                 while self._wake_in.recv(4096):
                     pass
 
+    # ---- strangers
+
     def _accept(self, listener: socket.socket) -> None:
         try:
-            sock, _ = listener.accept()
-        except OSError:
-            return  # the caller went away before we looked
-        if sum(1 for _ in self._strangers()) >= MAX_STRANGERS:
-            sock.close()
-            return
-        conn = self._adopt(next(self._ids), sock, MAX_STRANGER)
-        conn.nonce, conn.greet_by = os.urandom(NONCE_BYTES), time.monotonic() + self._timeout
-        self.send(conn.id, Challenge(conn.nonce))
+            sock, address = listener.accept()
+        except OSError as exc:
+            if exc.errno in NO_ROOM:
+                self._selector.unregister(listener)
+                self._accept_at = time.monotonic() + ACCEPT_PAUSE
+                self._tally.count("strangers_without_descriptor")
+            return  # else the caller went away before we looked
+        ip, contexts = plain_ip(str(address[0])), self._tls.contexts()
+        self._make_room(ip)
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(sock.close)
+            try:
+                encrypted = contexts.server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                on_failure.callback(encrypted.close)
+                reached = encrypted.getsockname()
+                conn = self._adopt(next(self._ids), encrypted, MAX_STRANGER)
+            except OSError:
+                return  # the caller went away
+            on_failure.pop_all()
+        conn.is_shaking, conn.address = True, ip
+        conn.arrival = Arrival(Address(*reached[:2]), contexts.certificate, os.urandom(NONCE_BYTES))
+        conn.greet_by = time.monotonic() + self._timeout
+        self._strangers[conn.id] = conn
+        self._shake(conn)
 
-    def _adopt(self, id_: ConnId, sock: socket.socket, limit: int) -> _Conn:
+    def _make_room(self, ip: str) -> None:
+        """Send a stranger away if there are too many: of this address, or else of the one that has the most.
+
+        The oldest goes, so that who floods us from one address does not keep out an engine at another.
+        """
+        counts = Counter(conn.address for conn in self._strangers.values())
+        if counts[ip] >= MAX_STRANGERS_OF_ADDRESS:
+            crowded = ip
+        elif len(self._strangers) >= MAX_STRANGERS:
+            crowded = counts.most_common(1)[0][0]
+        else:
+            return
+        self._tally.count("strangers_crowded_out")
+        self._drop(next(conn for conn in self._strangers.values() if conn.address == crowded))
+
+    def _shake(self, conn: _Conn) -> None:
+        """Go on with the TLS handshake; after it, challenge the stranger."""
+        try:
+            conn.sock.do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as exc:
+            conn.wants_write = isinstance(exc, ssl.SSLWantWriteError)
+            self._watch(conn)
+            return
+        except (OSError, ValueError):  # ValueError: the system has closed it already
+            self._tally.count("strangers_without_tls")
+            self._drop(conn)
+            return
+        conn.is_shaking = conn.wants_write = False
+        self._watch(conn)
+        if conn.arrival is not None:
+            self.send(conn.id, Challenge(PROTOCOL, conn.arrival.nonce))
+        if conn.id in self._conns:
+            self._read(conn)  # it may have said something in the same breath, and nobody would tell us
+
+    def _greet(self, conn: _Conn, host: Host, arrival: Arrival, message: Message) -> None:
+        """Judge a stranger's first message."""
+        answer = host.answer(message, arrival)
+        if isinstance(answer, Admitted):
+            answer = self._crowded(answer.hello.engine) or answer
+        if isinstance(answer, Refusal):
+            conn.closing = True
+            self._tally.count("strangers_refused")
+            self.send(conn.id, answer)
+            return
+        conn.arrival, conn.greet_by, conn.inbox.limit, conn.hello = None, float("inf"), MAX_FRAME, answer.hello
+        del self._strangers[conn.id]
+        self._guests[conn.id] = conn
+        if answer.hello.engine != host.welcome.engine:  # our own workers may be quiet
+            self._engines.setdefault(answer.hello.engine, _Engine()).conns[conn.id] = conn
+            self._heard(answer.hello.engine)
+        self.send(conn.id, answer.proof)
+        self.send(conn.id, answer.welcome)
+
+    def _crowded(self, engine: EngineId) -> Refusal | None:
+        of_engine = len(self._engines[engine].conns) if engine in self._engines else 0
+        if len(self._guests) < MAX_GUESTS and of_engine < MAX_GUESTS_OF_ENGINE:
+            return None
+        return Refusal(f"{len(self._guests)} connections are open here, {of_engine} of them yours")
+
+    def _heard(self, engine: EngineId) -> None:
+        """Note that an engine has said something."""
+        if (found := self._engines.pop(engine, None)) is not None:
+            self._engines[engine] = found
+            found.heard_at = time.monotonic()
+
+    # ---- connections
+
+    def _adopt(self, id_: ConnId, sock: ssl.SSLSocket, limit: int) -> _Conn:
         sock.settimeout(0)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in {"TCP_USER_TIMEOUT": USER_TIMEOUT_MS, **KEEPALIVE}.items():
             if hasattr(socket, option):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        conn = self._conns[id_] = _Conn(id_, sock, Deframer(limit))
+        conn = _Conn(id_, sock, Deframer(limit))
         self._selector.register(sock, selectors.EVENT_READ, conn)
+        self._conns[id_] = conn
         return conn
 
     def _take_meetings(self) -> None:
@@ -211,7 +376,22 @@ class SocketLink:
             return None
 
     def _read(self, conn: _Conn) -> None:
+        """Take in what has come; what TLS has decrypted, the selector does not know of, so read until it wants more."""
+        conn.wants_write = False
         try:
+            self._take_in(conn)
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLWantWriteError:
+            conn.wants_write = True
+            self._watch(conn)
+        except OSError as exc:
+            self._fail(conn, exc)
+        except PeerError as exc:
+            self._lose(conn, str(exc), silent=True)
+
+    def _take_in(self, conn: _Conn) -> None:
+        for _ in range(MAX_READS):
             data = conn.sock.recv(1 << 18)
             if not data:
                 self._lose(conn, "it closed the connection")
@@ -219,54 +399,55 @@ class SocketLink:
             for message in conn.inbox.feed(data):
                 if conn.id in self._conns:  # the answer to the message before may have found the peer gone
                     self._received(conn, decode(message))
-        except BlockingIOError:
-            return
-        except OSError as exc:
+            if conn.id not in self._conns:
+                return
+        self._more[conn.id] = conn  # others first
+
+    def _fail(self, conn: _Conn, exc: OSError) -> None:
+        if isinstance(exc, ssl.SSLError):
+            self._lose(conn, f"TLS: {exc.reason}", silent=True)
+        else:
             self._lose(conn, str(exc), silent=exc.errno in SILENT)
-        except PeerError as exc:
-            self._lose(conn, str(exc), silent=True)
 
     def _received(self, conn: _Conn, message: Message) -> None:
-        if not conn.nonce:
+        if conn.arrival is None:
+            if conn.hello is not None:
+                self._heard(conn.hello.engine)
             self._events.append(Received(conn.id, message))
         elif self._host is not None and not conn.closing:  # whoever was refused stays a stranger
-            answer = self._host.answer(message, conn.nonce)
-            if isinstance(answer, Welcome):
-                conn.nonce, conn.greet_by, conn.inbox.limit = b"", float("inf"), MAX_FRAME
-            else:
-                conn.closing = True
-            self.send(conn.id, answer)
+            self._greet(conn, self._host, conn.arrival, message)
 
     def _flush(self, conn: _Conn) -> None:
         try:
             while conn.outbox:
                 del conn.outbox[: conn.sock.send(conn.outbox)]
-        except BlockingIOError:
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             pass
         except OSError as exc:
-            self._lose(conn, str(exc), silent=exc.errno in SILENT)
+            self._fail(conn, exc)
             return
         if conn.closing and not conn.outbox:
             self._drop(conn)
             return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if conn.outbox else 0)
+        self._watch(conn)
+
+    def _watch(self, conn: _Conn) -> None:
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if conn.outbox or conn.wants_write else 0)
         if self._selector.get_key(conn.sock).events != wanted:
             self._selector.modify(conn.sock, wanted, conn)
 
-    def _strangers(self) -> Iterator[_Conn]:
-        return (conn for conn in self._conns.values() if conn.nonce)
-
-    def _send_strangers_away(self) -> None:
-        now = time.monotonic()
-        for conn in [conn for conn in self._strangers() if now >= conn.greet_by]:
-            self._drop(conn)
-
     def _lose(self, conn: _Conn, reason: str, *, silent: bool = False) -> None:
-        if not conn.nonce:
+        if conn.arrival is None:
             self._events.append(Lost(conn.id, reason, silent))
         self._drop(conn)
 
     def _drop(self, conn: _Conn) -> None:
         if self._conns.pop(conn.id, None) is not None:
+            self._strangers.pop(conn.id, None)
+            self._guests.pop(conn.id, None)
+            if conn.hello is not None and (engine := self._engines.get(conn.hello.engine)) is not None:
+                del engine.conns[conn.id]
+                if not engine.conns:
+                    del self._engines[conn.hello.engine]
             self._selector.unregister(conn.sock)
             conn.sock.close()

@@ -1,60 +1,136 @@
-"""Open a connection to a prefill engine and get its Welcome: blocking, on a pool thread.
+"""Open a connection to another engine and get its Welcome: blocking, on a pool thread.
 
-Name resolution, connecting and the peer's answer may each take seconds; nobody else waits.
+Name resolution, connecting, TLS and the peer's answers may each take seconds; nobody else waits.
 """
 
 import contextlib
+import os
 import socket
+import ssl
 import time
 
-from xpyd_connector.core.greeting import Guest
-from xpyd_connector.core.ids import Address
-from xpyd_connector.core.messages import MAX_GREETING, Challenge, Message, Refusal, Welcome, decode, encode
+from xpyd_connector.core.addresses import is_elsewhere
+from xpyd_connector.core.greeting import NONCE_BYTES, Call, Guest
+from xpyd_connector.core.ids import Address, EngineId
+from xpyd_connector.core.messages import (
+    MAX_GREETING,
+    MAX_STRANGER,
+    Challenge,
+    Message,
+    Proven,
+    Refusal,
+    Welcome,
+    decode,
+    encode,
+)
 from xpyd_connector.errors import IncompatiblePeer, ProtocolViolation, Unreachable
 from xpyd_connector.io.framing import Deframer, frame
+from xpyd_connector.io.tls import Tls, digest_of
 
 
-def meet(peer: Address, guest: Guest, *, timeout: float) -> tuple[socket.socket, Welcome]:
-    """Return an open, greeted connection.
+def meet(
+    peer: Address, engine: EngineId, guest: Guest, tls: Tls, *, timeout: float, local_only: bool = False
+) -> tuple[ssl.SSLSocket, Welcome]:
+    """Return an open connection to ``engine``, encrypted, proven and greeted.
 
-    ``timeout`` (s) bounds connecting, and again the greeting. Raises
-    :exc:`~xpyd_connector.errors.PeerError` in one sentence naming the peer.
+    ``timeout`` (s) bounds connecting, and again TLS and the greeting. ``local_only``: our NIXL uses loopback only, so
+    it cannot reach an engine elsewhere. Raises :exc:`~xpyd_connector.errors.PeerError` in one sentence naming the peer.
     """
     try:
         sock = socket.create_connection(peer, timeout)
     except (OSError, ValueError) as exc:  # ValueError: a name that cannot be a host's
         raise Unreachable(f"cannot connect to {peer}: {exc}") from exc
+    deadline = time.monotonic() + timeout
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(sock.close)
-        welcome = _greet(sock, peer, guest, time.monotonic() + timeout)
+        reached = str(sock.getpeername()[0])
+        if local_only and is_elsewhere(reached, str(sock.getsockname()[0])):
+            raise IncompatiblePeer(
+                f"{peer} is on another machine, and this engine's NIXL listens on loopback only; set "
+                "VLLM_NIXL_SIDE_CHANNEL_HOST to the address that other engines reach this machine at"
+            )
+        encrypted = _encrypt(sock, peer, tls, deadline)
+        on_failure.callback(encrypted.close)
+        certificate = digest_of(encrypted.getpeercert(binary_form=True))
+        call = Call(engine, peer, reached, certificate, os.urandom(NONCE_BYTES))
+        welcome = _greet(encrypted, peer, guest, call, deadline)
         on_failure.pop_all()
-    return sock, welcome
+    return encrypted, welcome
 
 
-def _greet(sock: socket.socket, peer: Address, guest: Guest, deadline: float) -> Welcome:
-    deframer = Deframer(MAX_GREETING)
+def _encrypt(sock: socket.socket, peer: Address, tls: Tls, deadline: float) -> ssl.SSLSocket:
+    context = tls.contexts().client
+    try:
+        encrypted = context.wrap_socket(
+            sock, do_handshake_on_connect=False, server_hostname=tls.server_name or peer.host or "localhost"
+        )
+    except (OSError, ValueError) as exc:
+        raise Unreachable(f"cannot connect to {peer}: {exc}") from exc
+    try:
+        encrypted.settimeout(_left(deadline))
+        encrypted.do_handshake()
+    except OSError as exc:  # of which the ssl module's own errors
+        encrypted.close()
+        if isinstance(exc, ssl.SSLCertVerificationError):
+            raise IncompatiblePeer(f"the certificate of {peer} is not accepted: {exc.verify_message}") from exc
+        if isinstance(exc, ssl.SSLError) and not isinstance(exc, (ssl.SSLEOFError, TimeoutError)):
+            raise IncompatiblePeer(
+                f"{peer} does not speak TLS 1.3 as we do ({exc.reason}): an older engine, another service, or one that "
+                "wants a certificate (tls_cert)"
+            ) from exc
+        raise Unreachable(f"{peer} did not say hello: {_said(exc)}") from exc
+    return encrypted
+
+
+def _greet(sock: ssl.SSLSocket, peer: Address, guest: Guest, call: Call, deadline: float) -> Welcome:
+    deframer = Deframer(MAX_STRANGER)
     try:
         challenge = _receive(sock, deframer, deadline)
-        if isinstance(challenge, Challenge):
-            sock.sendall(frame(encode(guest.hello(challenge))))
-        answer = _receive(sock, deframer, deadline) if isinstance(challenge, Challenge) else challenge
+        if not isinstance(challenge, Challenge):
+            raise _unexpected(peer, challenge)
+        hello = guest.hello(challenge, call)
+        sock.sendall(frame(encode(hello)))
+        proof = _receive(sock, deframer, deadline)
+        if not isinstance(proof, Proven):
+            raise _unexpected(peer, proof)
+        guest.check(proof, challenge, hello, call.certificate)
+        deframer.limit = MAX_GREETING  # of somebody who has proven that it is one of us
+        answer = _receive(sock, deframer, deadline)
     except OSError as exc:
-        raise Unreachable(f"{peer} did not say hello: {exc}") from exc
-    match answer:
-        case Welcome():
-            return answer
-        case Refusal(reason):
-            raise IncompatiblePeer(f"{peer} refused: {reason}")
-        case _:
-            raise ProtocolViolation(f"{peer} answered hello with {type(answer).__name__}")
+        raise Unreachable(f"{peer} did not say hello: {_said(exc)}") from exc
+    except IncompatiblePeer as exc:
+        raise IncompatiblePeer(f"{peer} is refused: {exc}") from exc
+    if isinstance(answer, Welcome):
+        return answer
+    raise _unexpected(peer, answer)
 
 
-def _receive(sock: socket.socket, deframer: Deframer, deadline: float) -> Message:
+def _unexpected(peer: Address, answer: Message) -> IncompatiblePeer | ProtocolViolation:
+    if isinstance(answer, Refusal):
+        reason = "".join(char if char.isprintable() else "?" for char in answer.reason)  # it goes into our log
+        return IncompatiblePeer(f"{peer} refused: {reason}")
+    return ProtocolViolation(f"{peer} answered hello with {type(answer).__name__}")
+
+
+def _said(exc: OSError) -> str:
+    """Return what the system says of it; the ssl module has a word of its own for a time that is over."""
+    if isinstance(exc, TimeoutError):
+        return "timed out"
+    return "it closed the connection" if isinstance(exc, ssl.SSLEOFError) else str(exc)
+
+
+def _left(deadline: float) -> float:
+    if (left := deadline - time.monotonic()) <= 0:
+        raise TimeoutError("timed out")
+    return left
+
+
+def _receive(sock: ssl.SSLSocket, deframer: Deframer, deadline: float) -> Message:
+    for message in deframer.feed(b""):  # what came with the message before
+        return decode(message)
     while True:
         # Before every recv: a peer that sends a byte now and then must not occupy this thread for ever.
-        if (left := deadline - time.monotonic()) <= 0:
-            raise TimeoutError("timed out")
-        sock.settimeout(left)
+        sock.settimeout(_left(deadline))
         data = sock.recv(1 << 16)
         if not data:
             raise ConnectionResetError("it closed the connection")

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from xpyd_connector.core.ids import Address, ConnId, TransferId
+from xpyd_connector.core.ids import Address, ConnId, EngineId, TransferId
 from xpyd_connector.core.messages import Message, RankInfo, Welcome, decode, encode
 from xpyd_connector.core.plan import Spans
 from xpyd_connector.core.ports import Ended, Failed, LinkEvent, Lost, Met, Outcome, Received
@@ -125,6 +125,11 @@ class Network:
                 self._drain(wire)
         self._wires = [wire for wire in self._wires if wire.ends]
 
+    def engine_at(self, link: "MemoryLink", conn: ConnId) -> str | None:
+        """Return the engine at the other end of a connection; None when it is gone."""
+        others = [self.links[number] for wire in self._wires_of(link, conn) for number in wire.links - {link.number}]
+        return others[0].engine if others else None
+
     def reachable(self, memory: str) -> bool:
         """Whether the memory of an engine can be read now."""
         return memory in self.memories and not any(
@@ -173,9 +178,13 @@ class MemoryLink:
         self.inbox: list[LinkEvent] = []
         network.links.append(self)
 
-    def meet(self, peer: Address) -> ConnId:
+    def meet(self, peer: Address, engine: EngineId) -> ConnId:  # noqa: ARG002 (whoever listens there answers)
         """Start connecting."""
         return self.network.call(self, peer)
+
+    def are_of_one_engine(self, one: ConnId, other: ConnId) -> bool:
+        """Whether the links at the other ends belong to one engine."""
+        return one == other or self.network.engine_at(self, one) == self.network.engine_at(self, other)
 
     def send(self, conn: ConnId, message: Message) -> None:
         """Send a message."""

@@ -12,9 +12,11 @@ So nothing is released or removed before NIXL says that it is over: done, or fai
 
 import contextlib
 import itertools
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from nixl import _api as nixl_api
 
 from xpyd_connector.core.ids import TransferId
 from xpyd_connector.core.messages import RankInfo
+from xpyd_connector.core.nixl_metadata import check_metadata
 from xpyd_connector.core.plan import Spans
 from xpyd_connector.core.ports import Ended, Outcome
 from xpyd_connector.errors import TransferError
@@ -35,8 +38,13 @@ NIXL_ERRORS: tuple[type[Exception], ...] = tuple(
 )
 
 
-def make_agent(name: str, *, progress_delay_us: int) -> Any:
-    """Return a NIXL agent with the UCX backend whose progress thread polls every ``progress_delay_us`` microseconds.
+def make_agent(
+    name: str, *, progress_delay_us: int, backends: Mapping[str, Mapping[str, str]] = MappingProxyType({"UCX": {}})
+) -> Any:
+    """Return a NIXL agent whose progress thread polls every ``progress_delay_us`` microseconds.
+
+    ``backends``: names, in the order of preference, and what their plugins are given. NIXL loads their libraries, and
+    these read their environment, here and not before.
 
     nixl 1.5.1's Python agent fixes that delay at 0, which costs a whole core per agent, idle or not. The inner agent
     is replaced before any backend, and with it any thread, exists. STRICT: our thread and NIXL's both enter it.
@@ -48,10 +56,15 @@ def make_agent(name: str, *, progress_delay_us: int) -> Any:
     config.syncMode = strict.value
     config.pthrDelay = progress_delay_us
     agent.agent = _bindings.nixlAgent(name, config)
-    try:
-        agent.create_backend("UCX")
-    except NIXL_ERRORS as exc:
-        raise TransferError(f"NIXL cannot start its UCX backend: {exc}") from exc
+    for backend, parameters in backends.items():
+        try:
+            agent.create_backend(backend, dict(parameters))
+        except NIXL_ERRORS as exc:
+            known = ", ".join(sorted(agent.get_plugin_list()))
+            raise TransferError(
+                f"NIXL cannot start its backend {backend} with {dict(parameters)}: {exc}; its plugins are {known}, and "
+                f"UCX_NET_DEVICES is {os.environ.get('UCX_NET_DEVICES', 'not set')}"
+            ) from exc
     return agent
 
 
@@ -98,6 +111,7 @@ class NixlMover:
         return name
 
     def _add(self, metadata: bytes) -> str:
+        check_metadata(metadata)
         name = self._agent.add_remote_agent(metadata)
         name = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
         if name in self._remotes:

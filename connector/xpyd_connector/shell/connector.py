@@ -25,6 +25,7 @@ from xpyd_connector.core.tally import Report
 from xpyd_connector.shell.facts import fingerprint, read_facts
 from xpyd_connector.shell.interiors import interior_of
 from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake, StepMetadata
+from xpyd_connector.shell.network import check_side_channel
 from xpyd_connector.shell.scheduler import SchedulerSide
 from xpyd_connector.shell.stats import XpydPromMetrics, XpydStats
 from xpyd_connector.shell.wake import find_door
@@ -45,6 +46,7 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         facts, settings = read_facts(vllm_config, kv_cache_config)
+        check_side_channel(settings)
         self._settings, self._facts = settings, facts
         self._sides: list[SchedulerSide | WorkerSide] = []
         if role == KVConnectorRole.SCHEDULER:

@@ -19,7 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 from xpyd_connector.core.borrower import Borrower
 from xpyd_connector.core.control import Control
 from xpyd_connector.core.crew import Crew
-from xpyd_connector.core.greeting import Guest, Host
+from xpyd_connector.core.greeting import GuestRole, Host, badge_of, hash_of
 from xpyd_connector.core.ids import BlockId, PartId, RequestId
 from xpyd_connector.core.landings import Landings
 from xpyd_connector.core.leases import LeaseBook, LeaseEvent, Released
@@ -36,10 +36,12 @@ from xpyd_connector.core.unpacking import Unpacking
 from xpyd_connector.errors import BadOffer
 from xpyd_connector.io.link import SocketLink
 from xpyd_connector.io.runner import Runner
+from xpyd_connector.io.secrets import SecretSource
 from xpyd_connector.settings import Granularity, Mode
 from xpyd_connector.shell.decode import Decode, OtherPrompt, PullDecode, PushDecode, Tables, digest
 from xpyd_connector.shell.facts import Facts
 from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake, StepMetadata
+from xpyd_connector.shell.network import open_link
 from xpyd_connector.shell.outbox import Outbox
 from xpyd_connector.shell.stats import XpydStats
 from xpyd_connector.shell.streams import Streams
@@ -109,18 +111,20 @@ class SchedulerSide:
         fingerprint = next(iter(handshakes.values())).fingerprint
         ranks = tuple(handshakes[rank].rank for rank in sorted(handshakes))
         welcome = Welcome(PROTOCOL, facts.engine, fingerprint, ranks)
-        link = SocketLink(
-            Guest(facts.engine, settings.secret), timeout=settings.handshake_timeout, threads=settings.handshake_threads
-        )
+        tally, secrets = Tally(), SecretSource(settings)
+        workers = tuple(hash_of(badge_of(handshake.token)) for handshake in handshakes.values())
+        link = open_link(settings, facts.engine, tally, role=GuestRole.SCHEDULER, workers=workers, secrets=secrets)
         unpacks = facts.borrows and facts.staging_blocks and settings.mode is Mode.PUSH  # its own workers call, too
         if facts.lends or unpacks:
-            link.listen(facts.address, Host(welcome, settings.secret))
+            link.listen(facts.address, Host(welcome, secrets, facts.address.host))
             logger.info("xpyd: engine %s listens at %s", facts.engine, facts.address)
-        self._runner = Runner("xpyd-control", self._control(link, welcome, handshakes), link, self._after_turn)
+        self._runner = Runner("xpyd-control", self._control(link, tally, welcome, handshakes), link, self._after_turn)
         self._runner.start()
 
-    def _control(self, link: SocketLink, welcome: Welcome, handshakes: Mapping[int, RankHandshake]) -> Control:
-        settings, tally = self._settings, Tally()
+    def _control(
+        self, link: SocketLink, tally: Tally, welcome: Welcome, handshakes: Mapping[int, RankHandshake]
+    ) -> Control:
+        settings = self._settings
         peers = PeerBook(link, welcome.fingerprint, tally, retry_after=settings.retry_after)
         leases = LeaseBook(duration=settings.kv_lease_duration, extension=settings.lease_extension)
         lender = Lender(link, leases, tally)

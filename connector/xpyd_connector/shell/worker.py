@@ -12,8 +12,8 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.logger import init_logger
 
-from xpyd_connector.core.greeting import Guest
-from xpyd_connector.core.ids import RequestId
+from xpyd_connector.core.greeting import GuestRole, badge_of
+from xpyd_connector.core.ids import EngineAt, RequestId
 from xpyd_connector.core.loads import LetGo, Order, Result
 from xpyd_connector.core.messages import Attend, Fingerprint
 from xpyd_connector.core.peers import PeerBook
@@ -34,6 +34,7 @@ from xpyd_connector.shell.caches import Interior
 from xpyd_connector.shell.facts import Facts
 from xpyd_connector.shell.memory import Half, Memory
 from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake, StepMetadata
+from xpyd_connector.shell.network import bind_data_plane, open_link
 from xpyd_connector.shell.outbox import Outbox
 from xpyd_connector.shell.staging import CopyRows, StagingBuffer, ThreadCopier
 from xpyd_connector.shell.stats import XpydStats
@@ -68,7 +69,12 @@ class WorkerSide:
 
     def register(self, caches: Mapping[str, torch.Tensor], fingerprint: Fingerprint, interior: Interior) -> None:
         """Make the KV cache, or a host buffer, reachable for peers, and start what this engine's role needs."""
-        agent = make_agent(str(uuid.uuid4()), progress_delay_us=self._settings.progress_delay_us)
+        bind_data_plane(self._settings, self._facts.address)
+        agent = make_agent(
+            str(uuid.uuid4()),
+            progress_delay_us=self._settings.progress_delay_us,
+            backends={backend.name: backend.parameters for backend in self._settings.backends},
+        )
         self._agent = agent  # who only lets others read or write does nothing more with it, but it must live
         memory = self._memory = Memory(agent, self._facts, self._rank, caches, interior)
         lending, borrowing = memory.lending, memory.borrowing
@@ -176,18 +182,18 @@ class WorkerSide:
         self._runner.start()
 
     def _start_writer(self, mover: NixlMover, half: Half, token: bytes) -> None:
-        link, timeout, home = self._link(), self._settings.transfer_timeout, self._facts.address
+        link, timeout = self._link(), self._settings.transfer_timeout
         staging: Staging[ParcelId] | None = None
         if half.buffer is not None:
             staging = Staging(Slots[ParcelId](half.buffer.slots), self._copier(half.buffer, link))
         tally = Telling(self._tell)
-        writer = Writer(link, mover, tally, half.info, home=home, token=token, timeout=timeout, staging=staging)
+        writer = Writer(link, mover, tally, half.info, home=self._home, token=token, timeout=timeout, staging=staging)
         self._writer = Runner("xpyd-transfer", writer, link)
         self._writer.start()
 
     def _start_stager(self, buffer: StagingBuffer, attend: Attend) -> None:
         link, tally = self._link(), Telling(self._tell)
-        stager = Stager(link, self._copier(buffer, link), tally, home=self._facts.address, attend=attend)
+        stager = Stager(link, self._copier(buffer, link), tally, home=self._home, attend=attend)
         runner = Runner("xpyd-stager", stager, link)
         self._others.append(runner)
         runner.start()
@@ -200,13 +206,14 @@ class WorkerSide:
         copier.start()
         return copier
 
+    @property
+    def _home(self) -> EngineAt:
+        """Our own scheduler process."""
+        return EngineAt(self._facts.engine, self._facts.address)
+
     def _link(self) -> SocketLink:
-        settings = self._settings
-        return SocketLink(
-            Guest(self._facts.engine, settings.secret),
-            timeout=settings.handshake_timeout,
-            threads=settings.handshake_threads,
-        )
+        badge = badge_of(self._handshake.token) if self._handshake is not None else b""
+        return open_link(self._settings, self._facts.engine, self._tally, role=GuestRole.WORKER, badge=badge)
 
     def _tell(self, report: Report) -> None:
         """On the thread of a writer or a stager: pass on what it has counted, before anybody hears of it."""

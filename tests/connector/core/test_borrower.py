@@ -23,7 +23,7 @@ class Desk:
         self.peers = PeerBook(self, FINGERPRINT, self.tally, retry_after=1.0)
         self.borrower = Borrower(self, self.peers, self.tally, heartbeat_interval=BEAT)
 
-    def meet(self, address):
+    def meet(self, address, engine):
         self.met.append(address)
         return len(self.met)
 

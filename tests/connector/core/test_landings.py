@@ -50,7 +50,7 @@ class Link:
     def __init__(self):
         self.sent, self.closed, self.conns = [], [], itertools.count(1)
 
-    def meet(self, peer):
+    def meet(self, peer, engine):
         return ConnId(next(self.conns))
 
     def send(self, conn, message):

@@ -2,10 +2,11 @@
 
 import pytest
 
+from support.engines import HELLO
 from xpyd_connector.core.ids import ConnId, RequestId
 from xpyd_connector.core.leases import LeaseBook, LeaseEvent
 from xpyd_connector.core.lender import Lender
-from xpyd_connector.core.messages import MAX_IDS, Challenge, Done, Drop, Fenced, Hello, Lapsed, Renew
+from xpyd_connector.core.messages import MAX_IDS, Challenge, Done, Drop, Fenced, Lapsed, Renew
 from xpyd_connector.core.ports import Failed, Lost, Received
 from xpyd_connector.core.tally import Tally
 
@@ -102,7 +103,7 @@ def test_what_is_dropped_twice_ends_once(shop):
     assert shop.counters() == {"leases_dropped": 1, "late_notifications": 2}
 
 
-@pytest.mark.parametrize("message", [Hello(1, "d0", b""), Challenge(b""), Fenced(READER, held=True), Lapsed((A,))])
+@pytest.mark.parametrize("message", [HELLO, Challenge(4, b""), Fenced(READER, held=True), Lapsed((A,))])
 def test_whoever_says_what_is_not_his_to_say_is_sent_away(shop, message):
     """A second hello, or a prefill engine's words: and what he held is free."""
     shop.hear(Renew((A,)))

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.engines import FINGERPRINT, changed, rank_info
+from support.engines import FINGERPRINT, HELLO, changed, rank_info
 from xpyd_connector.core.ids import BlockId, ConnId, EngineId, PartId, RequestId
 from xpyd_connector.core.messages import (
+    HASH_BYTES,
     MAX_BLOCKS,
     MAX_DIGEST,
     MAX_FRAME,
@@ -37,12 +38,12 @@ from xpyd_connector.core.messages import (
     Done,
     Drop,
     Fenced,
-    Hello,
     Landed,
     Lapsed,
     Lent,
     Memory,
     Message,
+    Proven,
     Refusal,
     Register,
     Renew,
@@ -64,8 +65,9 @@ ID = RequestId("cmpl-5f0c-0-1a2b3c4d")
 WELCOME = Welcome(PROTOCOL, EngineId("p0"), FINGERPRINT, (rank_info("p0"), rank_info("p0", rank=1)))
 REGISTER = Register(ID, RequestId("t-1"), "digest", (Lent(12, 20, (BlockId(7), BlockId(9))),))
 EXAMPLES = [
-    Challenge(b"\0" * 32),
-    Hello(PROTOCOL, EngineId("d0"), b"proof"),
+    Challenge(PROTOCOL, b"\0" * 32),
+    HELLO,
+    Proven(b"proof"),
     WELCOME,
     Refusal("no"),
     Renew((ID, RequestId("é"))),
@@ -235,6 +237,11 @@ def test_the_largest_part_fits_into_a_frame():
     assert len(encode(Staged(longest, MAX_BLOCKS, blocks))) <= MAX_FRAME
 
 
-def test_an_ordinary_hello_fits_into_what_a_stranger_may_say():
-    """With the longest engine id vLLM makes (a UUID and a data-parallel rank) and a proof."""
-    assert len(encode(Hello(PROTOCOL, EngineId("x" * 100), b"\0" * 32))) <= MAX_STRANGER
+def test_the_longest_hello_fits_into_what_a_stranger_may_say():
+    """With the most ranks, the longest names and two proofs."""
+    hello = changed(
+        HELLO, engine=EngineId("\U0001f600" * MAX_ID), expects=EngineId("\U0001f600" * MAX_ID), host="x" * 255,
+        proofs=(b"\0" * 32,) * 2, workers=(b"\0" * HASH_BYTES,) * MAX_RANKS,
+    )  # fmt: skip
+
+    assert len(encode(hello)) <= MAX_STRANGER

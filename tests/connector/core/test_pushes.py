@@ -398,7 +398,7 @@ def test_registrations_are_limited(desk, monkeypatch):
     assert [conn for conn, message in desk.said() if isinstance(message, Assign)] == [W0, W1]
 
 
-@pytest.mark.parametrize("message", [Landed(R, held=True), Challenge(b""), Written(D, R), Cease(D, R), Lapsed(())])
+@pytest.mark.parametrize("message", [Landed(R, held=True), Challenge(4, b""), Written(D, R), Cease(D, R), Lapsed(())])
 def test_what_no_decode_engine_says_ends_its_connection(desk, message):
     """Only a worker that has attended may say that something is written."""
     desk.introduce(ELSE, "e")

@@ -6,14 +6,14 @@ from support.copying import MemoryCopier
 from support.staging_world import region
 from xpyd_connector.core.crew import Crew
 from xpyd_connector.core.home import RETRY, Home
-from xpyd_connector.core.ids import Address, ConnId
+from xpyd_connector.core.ids import Address, ConnId, EngineAt, EngineId
 from xpyd_connector.core.messages import Alive, Attend, CopyEnded, CopyIn, CopyOut
 from xpyd_connector.core.ports import Failed, Lost, Met, Received
 from xpyd_connector.core.stager import Stager
 from xpyd_connector.core.tally import Tally, Telling, merge
 from xpyd_connector.io.memory import Network
 
-HOME, CONN = Address("10.0.0.1", 5600), ConnId(1)
+HOME, CONN = EngineAt(EngineId("p"), Address("10.0.0.1", 5600)), ConnId(1)
 ATTEND = Attend(0, b"token")
 
 
@@ -23,8 +23,8 @@ class Link:
     def __init__(self):
         self.met, self.sent = [], []
 
-    def meet(self, peer):
-        self.met.append(peer)
+    def meet(self, peer, engine):
+        self.met.append(EngineAt(engine, peer))
 
     def send(self, conn, message):
         self.sent.append((conn, message))

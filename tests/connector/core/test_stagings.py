@@ -326,7 +326,7 @@ def test_there_is_an_end_to_what_is_remembered(monkeypatch):
     assert stage(world, request, reader="d-y") == "1 parts are asked for"
 
 
-@pytest.mark.parametrize("message", [Challenge(b"x"), Attend(0, b"a guess"), Attend(7, b"token 0")], ids=repr)
+@pytest.mark.parametrize("message", [Challenge(4, b"x"), Attend(0, b"a guess"), Attend(7, b"token 0")], ids=repr)
 def test_who_says_what_nobody_says_is_sent_away(message):
     """And what it had is free."""
     world = StagingWorld()

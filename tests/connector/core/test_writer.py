@@ -6,7 +6,7 @@ import pytest
 
 from support.engines import BLOCK_SIZE, lent, rank_info
 from xpyd_connector.core.home import RETRY
-from xpyd_connector.core.ids import Address, ConnId, RequestId, TransferId
+from xpyd_connector.core.ids import Address, ConnId, EngineAt, EngineId, RequestId, TransferId
 from xpyd_connector.core.messages import (
     MAX_REASON,
     Alive,
@@ -28,7 +28,7 @@ from xpyd_connector.core.writings import TRANSITIONS, Gone, Piece, Writing, Writ
 from xpyd_connector.errors import IllegalTransition, TransferError
 from xpyd_connector.io.memory import pieces_of
 
-D, ELSE, HOME = ConnId(7), ConnId(8), Address("10.0.0.1", 5600)
+D, ELSE, HOME = ConnId(7), ConnId(8), EngineAt(EngineId("p"), Address("10.0.0.1", 5600))
 T, R, TIMEOUT = RequestId("t"), RequestId("d-a"), 20.0
 
 
@@ -38,8 +38,8 @@ class Link:
     def __init__(self):
         self.calls, self.sent, self.conns = [], [], itertools.count(100)
 
-    def meet(self, peer):
-        self.calls.append(peer)
+    def meet(self, peer, engine):
+        self.calls.append(EngineAt(engine, peer))
         return ConnId(next(self.conns))
 
     def send(self, conn, message):

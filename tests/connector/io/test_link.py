@@ -1,6 +1,5 @@
 """Control connections on real loopback sockets."""
 
-import contextlib
 import errno
 import socket
 import struct
@@ -10,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from support.engines import FINGERPRINT, changed, rank_info
-from xpyd_connector.core.greeting import Guest, Host, prove
+from support.engines import changed, rank_info
+from support.side_channel import LONG, NOBODY, WELCOME, A, Net, P, SlowHost, in_force, serve_tls
+from xpyd_connector.core.greeting import Host
 from xpyd_connector.core.ids import Address, EngineId, RequestId
 from xpyd_connector.core.messages import (
     MAX_FRAME,
@@ -22,107 +22,12 @@ from xpyd_connector.core.messages import (
     Hello,
     Refusal,
     Renew,
-    Welcome,
-    decode,
     encode,
 )
 from xpyd_connector.core.ports import Failed, Lost, Met, Received
 from xpyd_connector.errors import SettingsError
 from xpyd_connector.io import link as link_module
-from xpyd_connector.io.framing import Deframer, frame
-from xpyd_connector.io.link import SocketLink
-
-WELCOME = Welcome(PROTOCOL, EngineId("p0"), FINGERPRINT, (rank_info("p0"),))
-A = RequestId("a")
-LONG = 5.0  # s: more than anything here takes
-
-
-class SlowHost(Host):
-    """Takes its time to answer a hello."""
-
-    def answer(self, message, nonce):
-        time.sleep(0.3)
-        return super().answer(message, nonce)
-
-
-class Net:
-    """Links of one test, and strangers' sockets: all closed at its end."""
-
-    def __init__(self):
-        self.closing = contextlib.ExitStack()
-        self.links, self.running = [], []
-
-    def link(self, *, secret=b"s", timeout=LONG, threads=8):
-        link = SocketLink(Guest(EngineId("d0"), secret), timeout=timeout, threads=threads)
-        self.closing.callback(self.stop, link)
-        self.links.append(link)
-        self.running.append(link)
-        return link
-
-    def stop(self, link):
-        if link in self.running:
-            self.running.remove(link)
-            link.stop()
-
-    def listener(self, *, welcome=WELCOME, secret=b"s", host=Host, **options):
-        link = self.link(secret=secret, **options)
-        link.address = link.listen(Address("127.0.0.1", 0), host(welcome, secret))
-        return link
-
-    def stranger(self, address):
-        sock = self.closing.enter_context(socket.create_connection(address, LONG))
-        return Stranger(sock)
-
-    def events(self, link, until=lambda events: events, seconds=LONG):
-        """Poll all links in turn until one of them has seen enough."""
-        events, end = [], time.monotonic() + seconds
-        while not until(events) and time.monotonic() < end:
-            for other in self.links:
-                if other is not link:
-                    list(other.poll(0))
-            events += link.poll(0.005)
-        assert until(events), events
-        return events
-
-    def idle(self, link, seconds=0.1):
-        """Poll all links for a while; return what this one saw."""
-        events, end = [], time.monotonic() + seconds
-        while time.monotonic() < end:
-            for other in self.links:
-                seen = list(other.poll(0.002))
-                events += seen if other is link else []
-        return events
-
-    def meet(self, link, listener):
-        conn = link.meet(listener.address)
-        (met,) = self.events(link)
-        assert met == Met(conn, WELCOME)
-        return conn
-
-
-class Stranger:
-    """Speaks to a listener with bare hands."""
-
-    def __init__(self, sock):
-        self.sock, self.deframer = sock, Deframer(1 << 26)
-
-    def say(self, *messages):
-        self.sock.sendall(b"".join(frame(encode(message)) for message in messages))
-
-    def hear(self, net):
-        self.sock.settimeout(0.01)
-        for _ in range(500):
-            net.idle(None, 0.005)
-            with contextlib.suppress(TimeoutError):
-                if not (data := self.sock.recv(1 << 20)):
-                    return None
-                for message in self.deframer.feed(data):
-                    return decode(message)
-        raise AssertionError("nothing was said")
-
-    def hello(self, net, secret=b"s"):
-        challenge = self.hear(net)
-        return Hello(PROTOCOL, EngineId("x"), prove(secret, challenge.nonce))
+from xpyd_connector.io.framing import frame
 
 
 @pytest.fixture
@@ -205,7 +110,7 @@ def test_sending_to_a_closed_connection_is_ignored(net):
 def test_another_secret_is_refused_with_the_reason(net, ours, theirs):
     """On the side of the one who calls; the listener says nothing of it."""
     d, p = net.link(secret=ours), net.listener(secret=theirs)
-    conn = d.meet(p.address)
+    conn = d.meet(p.address, P)
     (failed,) = net.events(d)
 
     assert failed.conn == conn
@@ -223,7 +128,7 @@ def test_what_a_refused_stranger_says_next_is_not_heard(net):
 
 
 def stranger_hello():
-    return Hello(PROTOCOL, EngineId("x"), b"")
+    return Hello(PROTOCOL, EngineId("x"), "scheduler", P, "127.0.0.1", 1, "127.0.0.1", NOBODY, ())
 
 
 def test_whoever_has_greeted_may_go_on_in_the_same_breath(net):
@@ -270,13 +175,13 @@ def test_a_stranger_who_says_nothing_is_sent_away_in_time(net):
 
 
 def test_strangers_are_limited(net, monkeypatch):
-    """However many connect, our files are not used up."""
+    """However many connect, our files are not used up; the oldest go, or they would keep everybody else out."""
     monkeypatch.setattr(link_module, "MAX_STRANGERS", 3)
     p = net.listener()
     strangers = [net.stranger(p.address) for _ in range(5)]
     heard = [stranger.hear(net) for stranger in strangers]
 
-    assert [type(message) for message in heard] == [Challenge] * 3 + [type(None)] * 2
+    assert [type(message) for message in heard] == [type(None)] * 2 + [Challenge] * 3
 
 
 @pytest.mark.parametrize(
@@ -346,7 +251,7 @@ def test_a_welcome_larger_than_what_a_peer_may_leave_unread_arrives(net):
     """NIXL's metadata of many ranks and devices."""
     huge = changed(WELCOME, ranks=(changed(rank_info("p0"), agent=b"x" * (link_module.MAX_UNSENT + 1)),))
     d, p = net.link(), net.listener(welcome=huge)
-    conn = d.meet(p.address)
+    conn = d.meet(p.address, P)
 
     assert net.events(d) == [Met(conn, huge)]
 
@@ -357,7 +262,7 @@ def test_a_port_that_nobody_has_fails(net):
         free.bind(("127.0.0.1", 0))
         address = Address(*free.getsockname())
     d = net.link()
-    conn = d.meet(address)
+    conn = d.meet(address, P)
     (failed,) = net.events(d)
 
     assert failed.conn == conn
@@ -369,7 +274,7 @@ def test_a_name_that_cannot_be_a_hosts_fails(net, host, monkeypatch):
     """Offers come from elsewhere: a name must not end the thread. (An empty one is this machine.)"""
     monkeypatch.setattr(socket, "getaddrinfo", refuse_names(socket.getaddrinfo))
     d = net.link()
-    d.meet(Address(host, 1))
+    d.meet(Address(host, 1), P)
     (failed,) = net.events(d)
 
     assert isinstance(failed, Failed)
@@ -389,13 +294,25 @@ def test_something_else_on_that_port_fails(net):
     """A web server, say."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         d = net.link()
-        d.meet(Address(*server.getsockname()))
+        d.meet(Address(*server.getsockname()), P)
         conn, _ = server.accept()
         with conn:
             conn.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
             (failed,) = net.events(d)
 
     assert isinstance(failed, Failed)
+    assert "does not speak TLS 1.3" in failed.reason
+
+
+def test_something_else_behind_tls_fails(net):
+    """The same, encrypted."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        d = net.link()
+        d.meet(Address(*server.getsockname()), P)
+        with serve_tls(server) as conn:
+            conn.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            (failed,) = net.events(d)
+
     assert "allowed" in failed.reason
 
 
@@ -404,9 +321,8 @@ def test_something_else_than_a_challenge_fails(net, said):
     """An engine of another protocol; a refusal is passed on."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         d = net.link()
-        d.meet(Address(*server.getsockname()))
-        conn, _ = server.accept()
-        with conn:
+        d.meet(Address(*server.getsockname()), P)
+        with serve_tls(server) as conn:
             conn.sendall(frame(encode(said)))
             (failed,) = net.events(d)
 
@@ -418,7 +334,7 @@ def test_a_listener_that_never_answers_fails_in_time(net):
     with socket.create_server(("127.0.0.1", 0)) as server:
         d = net.link(timeout=0.2)
         start = time.monotonic()
-        d.meet(Address(*server.getsockname()))
+        d.meet(Address(*server.getsockname()), P)
         (failed,) = net.events(d)
 
     assert 0.15 < time.monotonic() - start < 1.5
@@ -430,9 +346,8 @@ def test_a_listener_that_answers_byte_by_byte_fails_in_time(net):
     with socket.create_server(("127.0.0.1", 0)) as server:
         d = net.link(timeout=0.3)
         start = time.monotonic()
-        d.meet(Address(*server.getsockname()))
-        conn, _ = server.accept()
-        with conn:
+        d.meet(Address(*server.getsockname()), P)
+        with serve_tls(server) as conn:
             drip = frame(encode(WELCOME))
             events = []
             while not events and time.monotonic() - start < LONG:
@@ -448,7 +363,7 @@ def test_a_listener_that_hangs_up_fails(net):
     """It restarts, or has too many strangers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         d = net.link()
-        d.meet(Address(*server.getsockname()))
+        d.meet(Address(*server.getsockname()), P)
         server.accept()[0].close()
         (failed,) = net.events(d)
 
@@ -458,7 +373,7 @@ def test_a_listener_that_hangs_up_fails(net):
 def test_a_meeting_that_is_given_up_is_not_reported(net):
     """And its connection is closed when it succeeds after all."""
     p, d = net.listener(host=SlowHost), net.link()
-    conn = d.meet(p.address)
+    conn = d.meet(p.address, P)
     d.close(conn)
     net.idle(d, 0.6)
 
@@ -475,7 +390,7 @@ def test_slow_listeners_are_met_at_the_same_time(net):
     for thread in threads:
         thread.start()
     start = time.monotonic()
-    conns = [d.meet(listener.address) for listener in listeners]
+    conns = [d.meet(listener.address, P) for listener in listeners]
     events = net.events(d, lambda events: len(events) == 8)
     took = time.monotonic() - start
     running.set()
@@ -606,19 +521,19 @@ def test_a_port_that_is_taken_is_a_settings_error(net):
     p, other = net.listener(), net.link()
 
     with pytest.raises(SettingsError, match="VLLM_NIXL_SIDE_CHANNEL_PORT"):
-        other.listen(p.address, Host(WELCOME, b""))
+        other.listen(p.address, Host(WELCOME, in_force(b"")))
 
 
 def test_a_port_beyond_the_last_is_a_settings_error(net):
     """The data-parallel rank is added to it."""
     with pytest.raises(SettingsError, match=r"127\.0\.0\.1:65536"):
-        net.link().listen(Address("127.0.0.1", 65536), Host(WELCOME, b""))
+        net.link().listen(Address("127.0.0.1", 65536), Host(WELCOME, in_force(b"")))
 
 
 def test_it_listens_on_ipv6(net):
     """Clusters without IPv4 exist."""
     try:
-        address = net.link().listen(Address("::1", 0), Host(WELCOME, b""))
+        address = net.link().listen(Address("::1", 0), Host(WELCOME, in_force(b"")))
     except SettingsError:
         pytest.skip("this machine has no IPv6")
 
@@ -631,7 +546,7 @@ def test_stop_leaves_nothing_open(net):
     before = open_files()
     net.meet(d, p)
     net.stranger(p.address)
-    d.meet(slow.address)
+    d.meet(slow.address, P)
     net.idle(d, 0.05)
     net.closing.close()
     end = time.monotonic() + LONG
@@ -645,7 +560,7 @@ def test_stop_leaves_nothing_open(net):
 def test_a_meeting_that_succeeds_after_the_end_is_closed(net):
     """Its thread cannot be interrupted; what it opened belongs to nobody."""
     d, p = net.link(), net.listener(host=SlowHost)
-    d.meet(p.address)
+    d.meet(p.address, P)
     net.idle(p, 0.02)
     net.stop(d)
     net.links.remove(d)

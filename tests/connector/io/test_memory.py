@@ -25,7 +25,7 @@ class Pair:
         self.network.listen(ADDRESS, self.p, WELCOME)
 
     def meet(self):
-        conn = self.d.meet(ADDRESS)
+        conn = self.d.meet(ADDRESS, EngineId("p"))
         self.network.deliver()
         assert list(self.d.poll()) == [Met(conn, WELCOME)]
         return conn
@@ -98,7 +98,7 @@ def test_a_cut_engine_neither_hears_nor_is_heard_until_it_is_mended(pair):
     pair.say(conn, "a")
     assert pair.heard() == []
     assert not pair.network.reachable("p")
-    other = pair.d.meet(ADDRESS)
+    other = pair.d.meet(ADDRESS, EngineId("p"))
     pair.network.deliver()
     assert list(pair.d.poll()) == [Failed(other, f"cannot connect to {ADDRESS}")]
     pair.network.cut(pair.p, is_cut=False)
@@ -109,7 +109,7 @@ def test_a_cut_engine_neither_hears_nor_is_heard_until_it_is_mended(pair):
 def test_a_call_of_a_cut_engine_waits_until_it_is_mended(pair):
     """It hears nothing at all, not even a failure."""
     pair.network.cut(pair.d, is_cut=True)
-    conn = pair.d.meet(ADDRESS)
+    conn = pair.d.meet(ADDRESS, EngineId("p"))
     pair.network.deliver()
     assert list(pair.d.poll()) == []
     pair.network.cut(pair.d, is_cut=False)
@@ -121,7 +121,7 @@ def test_a_call_of_a_cut_engine_waits_until_it_is_mended(pair):
 def test_a_killed_engine_is_gone_with_its_memory(pair):
     """Connections, calls under way, its address and its blocks."""
     pair.meet()
-    pair.d.meet(ADDRESS)
+    pair.d.meet(ADDRESS, EngineId("p"))
     pair.network.kill(pair.d)
 
     assert pair.heard() == [Lost]
@@ -153,7 +153,7 @@ def test_inside_an_engine_there_is_no_network_that_could_fail(pair):
     """A worker and its own scheduler share a machine."""
     worker = MemoryLink(pair.network, "p/0", engine=pair.p.engine)
     pair.network.cut(pair.p, is_cut=True)
-    conn = worker.meet(ADDRESS)
+    conn = worker.meet(ADDRESS, EngineId("p"))
     pair.network.deliver()
     worker.send(conn, Renew((RequestId("a"),)))
     pair.network.lose()

@@ -8,9 +8,12 @@ import pytest
 from xpyd_connector.core.greeting import Guest
 from xpyd_connector.core.ids import Address, EngineId
 from xpyd_connector.core.ports import Failed
+from xpyd_connector.core.tally import Tally
 from xpyd_connector.errors import ConnectorError
 from xpyd_connector.io.link import SocketLink
 from xpyd_connector.io.runner import LONGEST, Runner
+from xpyd_connector.io.tls import Tls
+from xpyd_connector.settings import Settings
 
 
 class Log:
@@ -37,7 +40,7 @@ class Log:
 class Started:
     def __init__(self, core):
         self.core = core
-        self.link = SocketLink(Guest(EngineId("d"), b""), timeout=1.0, threads=1)
+        self.link = SocketLink(Guest(EngineId("d"), tuple), Tls(Settings()), Tally(), timeout=1.0, threads=1)
         self.runner = Runner("under-test", core, self.link, core.turned)
 
     def __enter__(self):
@@ -75,7 +78,7 @@ def test_commands_come_before_events():
     """What the engine did before its answer left must be known before the peer's reaction to it."""
     core = Log()
     started = Started(core)
-    started.link.meet(Address("127.0.0.1", 1))
+    started.link.meet(Address("127.0.0.1", 1), EngineId("p"))
     time.sleep(0.1)
     started.runner.post(lambda core, now: core.note("command"))
     with started:

@@ -1,0 +1,93 @@
+"""Which network this process uses: the devices of NIXL, and a link to other engines."""
+
+import os
+
+from vllm.logger import init_logger
+
+from xpyd_connector.core.addresses import is_loopback, is_wildcard
+from xpyd_connector.core.data_plane import DEVICES_VARIABLE, choose_devices
+from xpyd_connector.core.greeting import Guest, GuestRole, Secrets
+from xpyd_connector.core.ids import Address, EngineId
+from xpyd_connector.core.tally import Tally
+from xpyd_connector.errors import SettingsError
+from xpyd_connector.io.link import SocketLink
+from xpyd_connector.io.machine import look_at_machine
+from xpyd_connector.io.secrets import SecretSource
+from xpyd_connector.io.tls import Tls
+from xpyd_connector.settings import Settings
+
+logger = init_logger("vllm.xpyd")
+
+LOOPBACK = "lo"  # Linux's name of it
+RCACHE_VARIABLE, RCACHE_LIMIT = "UCX_RCACHE_MAX_UNRELEASED", "1024"
+
+
+def bind_data_plane(settings: Settings, side_channel: Address) -> None:
+    """Set what UCX reads from the environment; call it before NIXL starts a backend.
+
+    Raises :exc:`~xpyd_connector.errors.SettingsError` if NIXL would listen on more than the side channel's interface.
+    """
+    # A leak in UCX's registration cache; vLLM sets the same in vllm/distributed/nixl_utils.py.
+    os.environ.setdefault(RCACHE_VARIABLE, RCACHE_LIMIT)
+    devices = choose_devices(
+        side_channel.host,
+        lambda: look_at_machine(side_channel.host, side_channel.port),
+        os.environ.get(DEVICES_VARIABLE),
+        [backend.name for backend in settings.backends],
+        allow_open=settings.allow_open_data_plane,
+    )
+    if devices is not None:
+        os.environ[DEVICES_VARIABLE] = devices
+    logger.info("xpyd: NIXL uses the network devices %s", os.environ.get(DEVICES_VARIABLE, "that UCX chooses"))
+
+
+def check_side_channel(settings: Settings) -> None:
+    """Raise :exc:`~xpyd_connector.errors.SettingsError` if strangers could reach a side channel that proves nothing."""
+    has_proof = settings.secrets or settings.secret_file or settings.tls_ca
+    if has_proof or settings.allow_open_side_channel or _is_local(settings.host, settings.port):
+        return
+    raise SettingsError(
+        f"VLLM_NIXL_SIDE_CHANNEL_HOST is {settings.host!r}, which other machines may reach, and there is no secret; "
+        "set XPYD_CONNECTOR_SECRET, the same on all engines ('openssl rand -hex 32' prints one), or "
+        "allow_open_side_channel to true"
+    )
+
+
+def open_link(
+    settings: Settings,
+    engine: EngineId,
+    tally: Tally,
+    *,
+    role: GuestRole,
+    secrets: Secrets | None = None,
+    badge: bytes = b"",
+    workers: tuple[bytes, ...] = (),
+) -> SocketLink:
+    """Return a link of one of this engine's processes."""
+    guest = Guest(engine, secrets or SecretSource(settings), role, badge, workers)
+    return SocketLink(
+        guest,
+        Tls(settings),
+        tally,
+        timeout=settings.handshake_timeout,
+        threads=settings.handshake_threads,
+        local_only=_moves_kv_here_only(settings),
+    )
+
+
+def _moves_kv_here_only(settings: Settings) -> bool:
+    """Whether our NIXL listens on loopback only, or will."""
+    chosen = os.environ.get(DEVICES_VARIABLE)
+    if chosen is not None or settings.allow_open_data_plane:
+        return chosen == LOOPBACK
+    return _is_local(settings.host, settings.port)
+
+
+def _is_local(host: str, port: int) -> bool:
+    """Whether the side channel's host is one that only this machine reaches."""
+    if is_wildcard(host):
+        return False
+    try:
+        return is_loopback(look_at_machine(host, port).address)
+    except SettingsError:
+        return False

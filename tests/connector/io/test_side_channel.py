@@ -1,0 +1,447 @@
+"""Who gets into an engine's side channel, on real loopback sockets: encryption, proofs, limits."""
+
+import contextlib
+import os
+import resource
+import socket
+import ssl
+import threading
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from support.side_channel import LONG, TLS, WELCOME, A, Net, P, serve_tls
+from xpyd_connector.core.addresses import is_elsewhere
+from xpyd_connector.core.greeting import GuestRole, badge_of, hash_of
+from xpyd_connector.core.ids import Address, EngineId
+from xpyd_connector.core.messages import PROTOCOL, Challenge, Proven, Refusal, Renew, encode
+from xpyd_connector.core.ports import Failed, Lost, Received
+from xpyd_connector.errors import SettingsError
+from xpyd_connector.io import files
+from xpyd_connector.io import link as link_module
+from xpyd_connector.io.framing import frame
+from xpyd_connector.io.secrets import SecretSource
+from xpyd_connector.io.tls import Tls, digest_of
+from xpyd_connector.settings import Settings
+
+OLD, NEW = b"the old secret of all", b"the new secret of all"
+
+
+@pytest.fixture
+def net():
+    net = Net()
+    with net.closing:
+        yield net
+
+
+def fails(net, link, address, engine=P):
+    """Return why a meeting failed."""
+    link.meet(address, engine)
+    (failed,) = net.events(link)
+    assert isinstance(failed, Failed), failed
+    return failed.reason
+
+
+# ---- encryption
+
+
+def test_what_engines_say_cannot_be_read_on_the_way(net):
+    """Names of requests, block numbers, NIXL's metadata: nothing of it travels in the clear."""
+    d, p = net.link(), net.listener()
+    seen = []
+    with forwarding(p.address, seen.append) as address:
+        d.meet(address, P)
+        net.events(d)
+
+    assert b"".join(seen)
+    assert WELCOME.ranks[0].agent not in b"".join(seen)
+    assert P.encode() not in b"".join(seen)
+
+
+@contextlib.contextmanager
+def forwarding(target, on_data=lambda data: None):
+    """Pass the bytes of one connection on to another address, as they are."""
+    server = socket.create_server(("127.0.0.1", 0))
+    ends = []
+
+    def pump(source, sink):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                on_data(data)
+                sink.sendall(data)
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_WR)
+
+    def serve():
+        with contextlib.suppress(OSError):
+            ends.append(server.accept()[0])
+            ends.append(socket.create_connection(target))
+            other = threading.Thread(target=pump, args=(ends[1], ends[0]))
+            other.start()
+            pump(ends[0], ends[1])
+            other.join()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield Address(*server.getsockname())
+    finally:
+        server.shutdown(socket.SHUT_RDWR)
+        for sock in ends:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        for sock in (server, *ends):
+            sock.close()
+
+
+def test_only_tls_1_3_is_spoken(net):
+    """Older versions show who asks, and have ciphers that nobody should use."""
+    p = net.listener()
+    stranger = net.stranger(p.address)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    sock = context.wrap_socket(stranger.raw, do_handshake_on_connect=False)
+    sock.settimeout(LONG)
+    poller = threading.Thread(target=lambda: net.idle(None, 0.5))
+    poller.start()
+    with sock, pytest.raises(ssl.SSLError):
+        sock.do_handshake()
+    poller.join()
+
+    assert p.tally.take().counters == {"strangers_without_tls": 1}
+
+
+def test_a_stranger_who_does_not_speak_tls_is_told_nothing(net):
+    """Not even which service this is."""
+    p = net.listener()
+    stranger = net.stranger(p.address)
+    stranger.raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    net.idle(None, 0.1)
+    with contextlib.suppress(ConnectionError):
+        assert b"xpyd" not in stranger.raw.recv(1 << 16)
+
+    assert p.tally.take().counters == {"strangers_without_tls": 1}
+
+
+# ---- proofs
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [((OLD,), (NEW, OLD)), ((NEW, OLD), (OLD,)), ((NEW, OLD), (OLD, NEW)), ((NEW,), (NEW,)), ((), ())],
+)
+def test_engines_meet_while_secrets_are_exchanged(net, theirs, ours):
+    """One after the other gets the new secret."""
+    d, p = net.link(secret=ours), net.listener(secret=theirs)
+
+    assert net.meet(d, p)
+
+
+def test_a_host_without_the_secret_is_refused_before_it_is_listened_to(net):
+    """Its Welcome would have NIXL load its metadata."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        d = net.link()
+        d.meet(Address(*server.getsockname()), P)
+        with serve_tls(server) as conn:
+            conn.sendall(frame(encode(Challenge(PROTOCOL, b"n" * 32))))
+            conn.recv(1 << 16)
+            conn.sendall(frame(encode(Proven(b"a guess"))) + frame(encode(WELCOME)))
+            (failed,) = net.events(d)
+
+    assert "does not prove the shared secret (XPYD_CONNECTOR_SECRET)" in failed.reason
+
+
+def test_a_host_in_between_cannot_use_what_a_guest_proves(net):
+    """It ends TLS itself, and hands the real engine's challenge and the guest's answer on."""
+    p = net.listener()
+    rogue = net.stranger(p.address)
+    challenge = rogue.hear(net)
+    certificate = Tls(TLS).contexts().certificate  # the one that the guest sees: the rogue's
+    assert certificate != digest_of(rogue.sock.getpeercert(binary_form=True))
+    rogue.say(rogue.hello(net, challenge=challenge, certificate=certificate))
+
+    assert "XPYD_CONNECTOR_SECRET" in rogue.hear(net).reason
+    assert p.tally.take().counters == {"strangers_refused": 1}
+
+
+def test_bytes_that_are_passed_on_unread_are_refused_too(net):
+    """The guest dialled another address than the engine's own."""
+    d, p = net.link(), net.listener()
+    with forwarding(p.address) as address:
+        reason = fails(net, d, address)
+
+    assert f"you dialled {address}" in reason
+    assert "does not listen there" in reason
+
+
+def test_another_engine_than_the_one_expected_is_not_met(net):
+    """It has restarted, or the offer is older than the engine."""
+    d, p = net.link(), net.listener()
+
+    assert "engine p9 does not answer here" in fails(net, d, p.address, EngineId("p9"))
+
+
+def test_a_refusal_cannot_forge_a_line_of_our_log(net):
+    """Its text is a stranger's."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        d = net.link()
+        d.meet(Address(*server.getsockname()), P)
+        with serve_tls(server) as conn:
+            conn.sendall(frame(encode(Refusal("no\nWARNING all is well\x1b[2J"))))
+            (failed,) = net.events(d)
+
+    assert failed.reason.isprintable()
+
+
+def test_whose_workers_they_are_is_known(net):
+    """A Done of a worker counts for the leases of its own scheduler only."""
+    p = net.listener()
+    badge = badge_of(b"token")
+    d = net.link(workers=(hash_of(badge),))
+    worker = net.link(role=GuestRole.WORKER, badge=badge)
+    thief = net.link(role=GuestRole.WORKER, badge=badge_of(b"a guess"))
+    conns = []
+    for link in (d, worker, thief):
+        link.send(net.meet(link, p), Renew((A,)))
+        conns += [event.conn for event in net.events(p)]
+    own, its, others = conns
+
+    assert p.are_of_one_engine(own, its)
+    assert p.are_of_one_engine(its, its)
+    assert not p.are_of_one_engine(own, others)
+    assert not p.are_of_one_engine(its, others)
+
+
+def test_an_engine_on_this_machine_is_met_where_nixl_is_on_loopback(net):
+    """One that is elsewhere is refused at once: UCX would fail in the middle of a request, in words of its own."""
+    assert net.meet(net.link(local_only=True), net.listener())
+    assert not is_elsewhere("127.0.0.1", "127.0.0.1")
+    assert not is_elsewhere("::ffff:10.0.0.1", "10.0.0.1")  # this machine, by an address of its own
+    assert is_elsewhere("10.0.0.2", "10.0.0.1")
+
+
+# ---- secrets and certificates in files
+
+
+def test_secrets_are_read_again_when_their_file_changes(tmp_path, monkeypatch):
+    """Rotation without a restart; what cannot be used changes nothing."""
+    monkeypatch.setattr(files, "LOOK_AGAIN", 0.0)
+    path = tmp_path / "secret"
+    path.write_bytes(OLD + b"\n")
+    source = SecretSource(Settings(secret_file=str(path)))
+    seen = [source()]
+    for text in (NEW + b"\n" + OLD + b"\n", b"", b"short\n", b"\xff" * 20, NEW):
+        other = tmp_path / "other"
+        other.write_bytes(text)
+        other.replace(path)
+        seen.append(source())
+
+    assert seen == [(OLD,), (NEW, OLD), (NEW, OLD), (NEW, OLD), (NEW, OLD), (NEW,)]
+
+
+@pytest.mark.parametrize("text", [None, b"", b"short", b"x" * 5000, b"\xff" * 20])
+def test_a_secret_file_that_cannot_be_used_stops_the_start(tmp_path, text):
+    """Fail closed: an engine without its secret must not run as if there were none."""
+    path = tmp_path / "secret"
+    if text is not None:
+        path.write_bytes(text)
+
+    with pytest.raises(SettingsError, match="secret"):
+        SecretSource(Settings(secret_file=str(path)))
+
+
+class Authority:
+    """Makes certificates."""
+
+    def __init__(self, folder, name):
+        self.folder, self.name, self.key = folder, name, ec.generate_private_key(ec.SECP256R1())
+        self.certificate = self._sign(name, self.key.public_key(), is_authority=True)
+        self.path = folder / f"{name}.pem"
+        self.path.write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
+
+    def settings(self, name, **options):
+        """Return settings with a certificate for a name, and this authority."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = self._sign(name, key.public_key(), is_authority=False)
+        path = self.folder / f"{name}-{self.name}.pem"
+        path.write_bytes(
+            certificate.public_bytes(serialization.Encoding.PEM)
+            + key.private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
+        )
+        return Settings(tls_cert=str(path), tls_ca=str(self.path), tls_server_name="engines.example", **options)
+
+    def _sign(self, name, key, *, is_authority):
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, self.name)])
+        now = datetime.now(UTC)
+        builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
+        builder = builder.serial_number(x509.random_serial_number())
+        builder = builder.not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(days=1))
+        builder = builder.add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        return builder.sign(self.key, hashes.SHA256())
+
+
+def test_engines_with_certificates_of_one_authority_meet(net, tmp_path):
+    """Operators who have a certificate authority need no secret."""
+    authority = Authority(tmp_path, "ca")
+    d = net.link(secret=b"", settings=authority.settings("engines.example"))
+    p = net.listener(secret=b"", settings=authority.settings("engines.example"))
+
+    assert net.meet(d, p)
+
+
+def test_certificates_of_another_authority_are_refused_on_both_sides(net, tmp_path):
+    """Each side checks the other."""
+    ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
+    d = net.link(settings=ours.settings("engines.example"))
+    p = net.listener(settings=theirs.settings("engines.example"))
+    stranger = net.link()  # its certificate is nobody's
+
+    assert "certificate" in fails(net, d, p.address)
+    assert isinstance(fails(net, stranger, p.address), str)
+    assert net.idle(p) == []
+
+
+def test_a_certificate_for_another_name_is_refused(net, tmp_path):
+    """Not everything that an authority has signed is an engine."""
+    authority = Authority(tmp_path, "ca")
+    d = net.link(settings=authority.settings("engines.example"))
+    p = net.listener(settings=authority.settings("printer.example"))
+
+    assert "is not accepted" in fails(net, d, p.address)
+
+
+def test_certificates_are_read_again_when_their_files_change(tmp_path, monkeypatch):
+    """They are renewed every few weeks; engines run for months."""
+    monkeypatch.setattr(files, "LOOK_AGAIN", 0.0)
+    authority = Authority(tmp_path, "ca")
+    tls = Tls(authority.settings("engines.example"))
+    first = tls.contexts().certificate
+    assert tls.contexts().certificate == first
+    authority.settings("engines.example")  # writes the same files anew
+    second = tls.contexts().certificate
+    (tmp_path / "engines.example-ca.pem").write_text("nonsense")
+
+    assert second != first
+    assert tls.contexts().certificate == second
+
+
+@pytest.mark.parametrize("key", ["tls_cert", "tls_ca"])
+def test_certificates_that_cannot_be_used_stop_the_start(tmp_path, key):
+    """In one sentence that names the file."""
+    good = Authority(tmp_path, "ca").settings("engines.example")
+    bad = tmp_path / "bad.pem"
+    bad.write_text("nonsense")
+    settings = {"tls_cert": good.tls_cert, "tls_ca": good.tls_ca, key: str(bad)}
+
+    with pytest.raises(SettingsError, match=r"bad\.pem"):
+        Tls(Settings(**settings))
+
+
+# ---- limits
+
+
+def test_a_crowd_at_one_address_does_not_keep_out_another(net, monkeypatch):
+    """The secret's owner gets in while somebody opens connections without end."""
+    monkeypatch.setattr(link_module, "MAX_STRANGERS", 6)
+    p = net.listener()
+    crowd = [net.stranger(p.address, source="127.0.0.2") for _ in range(20)]
+    net.idle(None, 0.05)
+    mine = net.stranger(p.address)
+    mine.greet(net)
+
+    assert len(crowd) == 20
+    assert p.tally.take().counters["strangers_crowded_out"] >= 14
+
+
+def test_one_address_has_a_share_only(net, monkeypatch):
+    """Also while there is room for others."""
+    monkeypatch.setattr(link_module, "MAX_STRANGERS_OF_ADDRESS", 3)
+    p = net.listener()
+    strangers = [net.stranger(p.address) for _ in range(5)]
+
+    assert [type(stranger.hear(net)) for stranger in strangers] == [type(None)] * 2 + [Challenge] * 3
+
+
+def test_guests_are_limited(net, monkeypatch):
+    """Who knows the secret cannot use up our descriptors either; it is told."""
+    monkeypatch.setattr(link_module, "MAX_GUESTS_OF_ENGINE", 2)
+    p = net.listener()
+    for _ in range(2):
+        net.stranger(p.address).greet(net, engine="d1")
+    one_more, another = net.stranger(p.address), net.stranger(p.address)
+    one_more.say(one_more.hello(net, engine="d1"))
+
+    assert one_more.hear(net) == Refusal("2 connections are open here, 2 of them yours")
+    another.greet(net, engine="d2")
+
+
+def test_an_engine_that_says_nothing_for_long_is_closed_and_one_that_speaks_is_not(net, monkeypatch):
+    """Half of what it opened may be quiet: its workers speak at the end of a read only."""
+    monkeypatch.setattr(link_module, "IDLE_TIMEOUT", 0.3)
+    p = net.listener()
+    quiet, busy, worker = net.stranger(p.address), net.stranger(p.address), net.stranger(p.address)
+    quiet.greet(net, engine="quiet")
+    busy.greet(net, engine="busy")
+    worker.greet(net, engine="busy")
+    lost, end = [], time.monotonic() + LONG
+    while not lost and time.monotonic() < end:
+        busy.say(Renew((A,)))
+        lost += [event for event in net.idle(p, 0.05) if isinstance(event, Lost)]
+
+    assert [("said nothing" in event.reason) for event in lost] == [True]
+    assert quiet.hear(net) is None
+
+
+def test_without_descriptors_it_waits_instead_of_burning_a_core(net, monkeypatch):
+    """accept() would fail again at once, without end; the thread that renews everybody's leases is this one."""
+    monkeypatch.setattr(link_module, "ACCEPT_PAUSE", 0.3)
+    p = net.listener()
+    stranger = net.stranger(p.address)
+    with no_more_descriptors():
+        start, turns = time.monotonic(), 0
+        while time.monotonic() - start < 0.2:
+            list(p.poll(0.2))
+            turns += 1
+
+    assert turns <= 3
+    assert p.tally.take().counters == {"strangers_without_descriptor": 1}
+    stranger.greet(net)
+
+
+@contextlib.contextmanager
+def no_more_descriptors():
+    """The system gives this process none that it does not have."""
+    free = os.dup(0)
+    os.close(free)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_several_messages_in_one_record_are_all_heard(net):
+    """TLS decrypts more than is taken at once, and the selector does not know of the rest."""
+    p = net.listener()
+    stranger = net.stranger(p.address)
+    stranger.greet(net)
+    count = 5000
+    stranger.sock.settimeout(LONG)
+    writer = threading.Thread(target=stranger.say, args=[Renew((A,))] * count)
+    writer.start()
+    events = net.events(p, lambda events: len(events) == count, seconds=30)
+    writer.join()
+
+    assert events == [Received(events[0].conn, Renew((A,)))] * count

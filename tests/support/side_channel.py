@@ -1,0 +1,169 @@
+"""Links of a test on real loopback sockets, and strangers who speak to them with bare hands, under TLS."""
+
+import contextlib
+import functools
+import os
+import socket
+import ssl
+import time
+
+from support.engines import FINGERPRINT, rank_info
+from xpyd_connector.core.greeting import NONCE_BYTES, Call, Guest, Host
+from xpyd_connector.core.ids import Address, EngineId, RequestId
+from xpyd_connector.core.messages import PROTOCOL, Proven, Welcome, decode, encode
+from xpyd_connector.core.ports import Met
+from xpyd_connector.core.tally import Tally
+from xpyd_connector.io.framing import Deframer, frame
+from xpyd_connector.io.link import SocketLink
+from xpyd_connector.io.tls import Tls, digest_of
+from xpyd_connector.settings import Settings
+
+WELCOME = Welcome(PROTOCOL, EngineId("p0"), FINGERPRINT, (rank_info("p0"),))
+A = RequestId("a")
+P = EngineId("p0")
+NOBODY = b"\0" * NONCE_BYTES
+LONG = 5.0  # s: more than anything here takes
+
+
+TLS = Settings()
+
+
+def in_force(secret):
+    """Secrets that never change: one, several or none."""
+    secrets = secret if isinstance(secret, tuple) else (secret,) if secret else ()
+    return lambda: secrets
+
+
+class SlowHost(Host):
+    """Takes its time to answer a hello."""
+
+    def answer(self, message, arrival):
+        time.sleep(0.3)
+        return super().answer(message, arrival)
+
+
+class Net:
+    """Links of one test, and strangers' sockets: all closed at its end."""
+
+    def __init__(self):
+        self.closing = contextlib.ExitStack()
+        self.links, self.running = [], []
+
+    def link(self, *, secret=b"s", timeout=LONG, threads=8, engine="d0", settings=TLS, local_only=False, **who):
+        guest = Guest(EngineId(engine), in_force(secret), **who)
+        tally = Tally()
+        link = SocketLink(guest, Tls(settings), tally, timeout=timeout, threads=threads, local_only=local_only)
+        link.tally = tally
+        self.closing.callback(self.stop, link)
+        self.links.append(link)
+        self.running.append(link)
+        return link
+
+    def stop(self, link):
+        if link in self.running:
+            self.running.remove(link)
+            link.stop()
+
+    def listener(self, *, welcome=WELCOME, secret=b"s", host=Host, **options):
+        link = self.link(secret=secret, **options)
+        link.address = link.listen(Address("127.0.0.1", 0), host(welcome, in_force(secret), "127.0.0.1"))
+        return link
+
+    def stranger(self, address, *, source=None):
+        sock = socket.create_connection(address, LONG, source_address=source and (source, 0))
+        return Stranger(self, address, self.closing.enter_context(sock))
+
+    def events(self, link, until=lambda events: events, seconds=LONG):
+        """Poll all links in turn until one of them has seen enough."""
+        events, end = [], time.monotonic() + seconds
+        while not until(events) and time.monotonic() < end:
+            for other in self.links:
+                if other is not link:
+                    list(other.poll(0))
+            events += link.poll(0.005)
+        assert until(events), events
+        return events
+
+    def idle(self, link, seconds=0.1):
+        """Poll all links for a while; return what this one saw."""
+        events, end = [], time.monotonic() + seconds
+        while time.monotonic() < end:
+            for other in self.links:
+                seen = list(other.poll(0.002))
+                events += seen if other is link else []
+        return events
+
+    def meet(self, link, listener):
+        conn = link.meet(listener.address, P)
+        (met,) = self.events(link)
+        assert met == Met(conn, WELCOME)
+        return conn
+
+
+class Stranger:
+    """Speaks to a listener with bare hands, under TLS."""
+
+    def __init__(self, net, address, sock):
+        self.net, self.address, self.raw, self.deframer = net, address, sock, Deframer(1 << 26)
+
+    @functools.cached_property
+    def sock(self):
+        """The connection, encrypted; the listener must be polled meanwhile."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        sock = context.wrap_socket(self.raw, do_handshake_on_connect=False)
+        self.net.closing.enter_context(sock)
+        sock.settimeout(0.01)
+        for _ in range(500):
+            with contextlib.suppress(TimeoutError):
+                sock.do_handshake()
+                sock.settimeout(LONG)
+                return sock
+            self.net.idle(None, 0.005)
+        raise AssertionError("no TLS")
+
+    def say(self, *messages):
+        self.sock.sendall(b"".join(frame(encode(message)) for message in messages))
+
+    def hear(self, net):
+        try:
+            self.sock.settimeout(0.01)
+        except OSError:  # of TLS: it was closed before
+            return None
+        for _ in range(500):
+            net.idle(None, 0.005)
+            for message in self.deframer.feed(b""):
+                return decode(message)
+            with contextlib.suppress(TimeoutError):
+                if not (data := self.read()):
+                    return None
+                for message in self.deframer.feed(data):
+                    return decode(message)
+        raise AssertionError("nothing was said")
+
+    def read(self):
+        try:
+            return self.sock.recv(1 << 20)
+        except ConnectionError:
+            return b""
+
+    def hello(self, net, secret=b"s", *, engine="x", challenge=None, **call):
+        """Return a right Hello, or one that differs where it is told."""
+        challenge = challenge or self.hear(net)
+        certificate = digest_of(self.sock.getpeercert(binary_form=True))
+        who = {key: call.pop(key) for key in ("role", "badge", "workers") if key in call}
+        given = Call(P, self.address, "127.0.0.1", certificate, os.urandom(NONCE_BYTES))._replace(**call)
+        return Guest(EngineId(engine), in_force(secret), **who).hello(challenge, given)
+
+    def greet(self, net, secret=b"s", **options):
+        """Be welcomed."""
+        self.say(self.hello(net, secret, **options))
+        assert isinstance(self.hear(net), Proven)
+        assert self.hear(net) == WELCOME
+
+
+def serve_tls(server, settings=TLS):
+    """Accept one caller and complete TLS with it, as somebody else than an engine; return its socket."""
+    sock, _ = server.accept()
+    sock.settimeout(LONG)
+    return Tls(settings).contexts().server.wrap_socket(sock, server_side=True)

@@ -30,6 +30,7 @@ LINK = "xl"  # of the management devices in the root namespace: xl<pid>-<slot><p
 DATA, MANAGEMENT = "data", "mgmt"  # devices inside the namespaces
 SUBNET = "10.231"  # a lab has 10.231.<slot>.0/24: two networks of four addresses to its hosts, one between them
 SLOTS = 250
+SECRET = "what all engines of a lab share"
 NOBODY = "02:de:ad:00:00:00"  # the MAC address of a host that is cut off
 TIMEOUT = 10  # s for any command of ours
 
@@ -48,6 +49,12 @@ class Host:
         """What to put before a command so that it runs on this host; its pid is the command's own."""
         return ["ip", "netns", "exec", self.namespace]
 
+    def listening(self) -> set[tuple[str, int]]:
+        """Return what is listened at here: IP addresses and ports."""
+        lines = _do(*self.prefix, "ss", "-ltnH").splitlines()
+        pairs = [line.split()[3].rpartition(":") for line in lines]
+        return {(ip.strip("[]").removeprefix("::ffff:"), int(port)) for ip, _, port in pairs}
+
     @property
     def options(self) -> dict[str, object]:
         """What makes an engine run here and talk to other engines on the data link: fields of an ``EngineSpec``."""
@@ -55,7 +62,7 @@ class Host:
             "host": self.mgmt_ip,
             "side_channel_host": self.data_ip,
             "prefix": tuple(self.prefix),
-            "extra_env": {"UCX_TLS": "tcp", "UCX_NET_DEVICES": DATA},
+            "extra_env": {"UCX_TLS": "tcp", "XPYD_CONNECTOR_SECRET": SECRET},
         }
 
 

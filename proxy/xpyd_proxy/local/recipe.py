@@ -152,6 +152,10 @@ def environment(spec: EngineSpec, inherited: Mapping[str, str]) -> dict[str, str
     if spec.side_channel_port is not None:
         own["VLLM_NIXL_SIDE_CHANNEL_HOST"] = spec.side_channel_host
         own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(spec.side_channel_port)
+        if spec.side_channel_host == HOST:
+            # Over TCP whoever reaches UCX's port reads and writes the engine's memory. Our connector sees to this by
+            # itself; vLLM's own lets UCX listen on every interface.
+            own["UCX_NET_DEVICES"] = inherited.get("UCX_NET_DEVICES", "lo")
     # A variable that somebody set for another engine would win over the arguments, and over TMPDIR.
     others = {"VLLM_CPU_KVCACHE_SPACE", "VLLM_CACHE_ROOT", "VLLM_RPC_BASE_PATH"}
     kept = {key: value for key, value in inherited.items() if key not in others}

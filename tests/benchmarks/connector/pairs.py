@@ -8,6 +8,7 @@ from pathlib import Path
 
 from benchmarks.connector.models import POSITIONS
 from support.cluster import ROOT, engine_spec, metrics, start_engine, wait_until
+from support.netns import DATA
 from xpyd_proxy.core.push import TransferMode
 from xpyd_proxy.local.processes import open_fleet
 from xpyd_proxy.local.recipe import Connector, EngineSpec, Role, transfer_config
@@ -103,6 +104,8 @@ def running(kind, model, client, prompt, *, hosts=(None, None), args=()):
 
 def _spec(kind, role, model, host, stamps, args):
     elsewhere = dict(host.options) if host else {}
+    if host:
+        elsewhere["extra_env"] = {"UCX_NET_DEVICES": DATA, **elsewhere["extra_env"]}  # vLLM's own takes all
     env = {"PYTHONPATH": str(ROOT / "tests"), "XPYD_BENCH_STAMPS": str(stamps), **elsewhere.pop("extra_env", {})}
     spec = engine_spec(
         f"{kind.slug}-{role.value}",

@@ -1,5 +1,6 @@
 """How an engine is started: what the arguments and the environment promise."""
 
+import dataclasses
 import json
 import shlex
 import sys
@@ -169,3 +170,13 @@ def test_an_engine_can_run_on_another_host_of_this_machine():
     assert option(argv(elsewhere), "--host") == "10.0.0.2"
     assert engine(elsewhere, {}).health_url == "http://10.0.0.2:8100/health"
     assert environment(elsewhere, {})["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "10.1.0.2"
+
+
+def test_nixl_listens_on_loopback_where_the_side_channel_does():
+    """Whoever reaches its port reads and writes the engine's memory; an operator's own choice stays."""
+    local = spec(connector=Connector.NIXL, side_channel_port=5600)
+    elsewhere = dataclasses.replace(local, side_channel_host="10.1.0.2")
+
+    assert environment(local, {})["UCX_NET_DEVICES"] == "lo"
+    assert environment(local, {"UCX_NET_DEVICES": "eth1"})["UCX_NET_DEVICES"] == "eth1"
+    assert "UCX_NET_DEVICES" not in environment(elsewhere, {})

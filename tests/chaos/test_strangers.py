@@ -1,0 +1,56 @@
+"""Somebody on the engines' own network who does not know their secret; engines and transfers are real."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from support.cluster import ROOT, nothing_held, wait_until
+from support.legs import decode, plain, prefill, prompt_of, text_of
+from support.victims import HELD, LOADS
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+REFUSED = "vllm:xpyd_strangers_refused_total"
+
+
+def is_thorough(test, params):
+    """Tell what is only for ``make test-thorough``: nothing."""
+    return False
+
+
+def test_a_stranger_gets_no_welcome_and_no_lease_and_ends_none(network, p, victims, reference):
+    """No Welcome, so nothing of P's memory; and what P holds for a decode engine stays, and is read by that one."""
+    d, prompt = victims.hasty["recompute"], prompt_of(460)
+    before, loads = p.now(HELD), d.now(LOADS)
+    params = prefill(p.spec, prompt)
+    request = params.get("transfer_id") or params["remote_request_id"]
+    at = (params["remote_host"], str(params["remote_port"]), params["remote_engine_id"], request)
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    done = subprocess.run(
+        [*network.d.prefix, sys.executable, "-m", "support.stranger", *at],
+        env=env, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    got = json.loads(done.stdout)
+
+    assert "XPYD_CONNECTOR_SECRET" in got.pop("no secret")
+    assert "XPYD_CONNECTOR_SECRET" in got.pop("a guess")
+    assert got.pop("in the clear") in ("", "15030300020232", "15030100020232")  # an alert of TLS, or nothing
+    assert set(got.values()) == {"Challenge, Refusal"}
+    assert p.now(HELD) == before + 1
+    assert text_of(decode(d.spec, prompt, params)) == plain(reference, prompt)
+    assert d.now(LOADS) == loads + 1
+    wait_until(lambda: nothing_held(p.spec), seconds=10, what="P has its blocks again")
+    assert p.now(REFUSED) >= 8
+
+
+def test_engines_listen_where_they_are_told_and_nowhere_else(network, p, victims):
+    """HTTP at its address; the side channel and NIXL on the data network; all else on loopback."""
+    for host, engines in ((network.p, [p]), (network.d, victims.decoders)):
+        http = {(host.mgmt_ip, victim.spec.port) for victim in engines}
+        others = {(ip, port) for ip, port in host.listening() if not ip.startswith("127.") and ip != "::1"} - http
+
+        assert {ip for ip, _ in others} == {host.data_ip}
+    assert (network.p.data_ip, p.spec.side_channel_port) in network.p.listening()

@@ -1,0 +1,76 @@
+"""A process that does not know the secret, and tries to get something out of an engine's side channel.
+
+``python -m support.stranger HOST PORT ENGINE REQUEST`` prints what it got, as one JSON object: attempt -> answer.
+"""
+
+import contextlib
+import json
+import socket
+import ssl
+import sys
+
+from xpyd_connector.core.greeting import Guest
+from xpyd_connector.core.ids import Address, EngineId, RequestId
+from xpyd_connector.core.messages import Attend, Done, Drop, Register, Renew, Stop, decode, encode
+from xpyd_connector.errors import PeerError
+from xpyd_connector.io.framing import Deframer, frame
+from xpyd_connector.io.meeting import meet
+from xpyd_connector.io.tls import Tls
+from xpyd_connector.settings import Settings
+
+TIMEOUT = 5.0  # s
+
+
+def main(host, port, engine, request):
+    address, name = Address(host, int(port)), RequestId(request)
+    blunt = {
+        "renew": Renew((name,)),
+        "drop": Drop((name,)),
+        "done": Done(name, RequestId("mine"), 0, 1),
+        "register": Register(RequestId("mine"), name, None, ()),
+        "stop": Stop((name,)),
+        "attend": Attend(0, b"a guess"),
+    }
+    got = {
+        "no secret": greeting(address, engine, ()),
+        "a guess": greeting(address, engine, (b"a guess at the secret",)),
+        "in the clear": in_the_clear(address),
+        **{label: without_hello(address, message) for label, message in blunt.items()},
+    }
+    print(json.dumps(got))
+
+
+def greeting(address, engine, secrets):
+    """Greet as an engine does; the answer, or the word "welcome"."""
+    try:
+        sock, welcome = meet(
+            address, EngineId(engine), Guest(EngineId("x"), lambda: secrets), Tls(Settings()), timeout=TIMEOUT
+        )
+    except PeerError as exc:
+        return str(exc)
+    sock.close()
+    return f"welcome: {len(encode(welcome))} bytes"
+
+
+def in_the_clear(address):
+    """Say something without TLS, as engines of protocol 3 did."""
+    with socket.create_connection(address, TIMEOUT) as sock, contextlib.suppress(OSError):
+        sock.sendall(frame(b"\x82\xa4type\xa5hello\xa8protocol\x03"))
+        return sock.recv(1 << 16).hex()
+    return ""
+
+
+def without_hello(address, message):
+    """Say what only an engine may say; the names of the messages that come back."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    deframer, heard = Deframer(1 << 20), []
+    with context.wrap_socket(socket.create_connection(address, TIMEOUT)) as sock, contextlib.suppress(OSError):
+        sock.sendall(frame(encode(message)))
+        while data := sock.recv(1 << 16):
+            heard += [type(decode(each)).__name__ for each in deframer.feed(data)]
+    return ", ".join(heard)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -6,6 +6,7 @@ Everything here runs on the engine thread; sockets and time are the control thre
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -29,15 +30,16 @@ from xpyd_connector.core.messages import PROTOCOL, Welcome
 from xpyd_connector.core.offers import Booking, Offer, read_transfer
 from xpyd_connector.core.peers import PeerBook
 from xpyd_connector.core.pushes import Pushes
+from xpyd_connector.core.signatures import Signatures
 from xpyd_connector.core.slots import Slots
 from xpyd_connector.core.stagings import Stagings
 from xpyd_connector.core.tally import Report, Tally, merge
 from xpyd_connector.core.unpacking import Unpacking
-from xpyd_connector.errors import BadOffer
+from xpyd_connector.errors import BadOffer, ExpiredOffer, ForgedOffer, OtherPrompt, UnsignedOffer
 from xpyd_connector.io.link import SocketLink
 from xpyd_connector.io.runner import Runner
 from xpyd_connector.settings import Granularity, Mode
-from xpyd_connector.shell.decode import Decode, OtherPrompt, PullDecode, PushDecode, Tables, digest
+from xpyd_connector.shell.decode import Clock, Decode, PullDecode, PushDecode, Tables, digest
 from xpyd_connector.shell.facts import Facts
 from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake, StepMetadata
 from xpyd_connector.shell.outbox import Outbox
@@ -51,6 +53,13 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.xpyd")
 
+WALL_CLOCK: Clock = time.time  # noqa: TID251 -- two engines share no other; what it may be wrong by is allowed for
+REFUSED: Mapping[type[BadOffer], str] = {
+    OtherPrompt: "offers_other_prompt",
+    UnsignedOffer: "offers_unsigned",
+    ForgedOffer: "offers_forged",
+    ExpiredOffer: "offers_expired",
+}  # its counter; others are offers_bad
 LONGEST_NAP = 0.2  # s that a step with nothing to compute waits for a push, or for a request
 
 
@@ -74,7 +83,9 @@ class _Lingering:
 class SchedulerSide:
     """vLLM's scheduler hooks, in the order vLLM calls them for a request."""
 
-    def __init__(self, facts: Facts, settings: "Settings", door: "Door") -> None:
+    def __init__(self, facts: Facts, settings: "Settings", door: "Door", clock: Clock = WALL_CLOCK) -> None:
+        self._clock = clock
+        self._signatures = Signatures(lambda: (settings.secret,) if settings.secret else ())
         self._facts = facts
         self._settings = settings
         self._door = door
@@ -88,7 +99,7 @@ class SchedulerSide:
         self._live: dict[str, Request] = {}
         self._gauges: dict[str, float] = {}
         self._windows = Windows(facts.groups, lambda: self._block_pool)
-        self._decode: Decode = PullDecode(facts, self._post)
+        self._decode: Decode = PullDecode(facts, self._post, self._signatures, clock)
         self._landed: PushDecode | None = None  # the same, in push
         self._streams: Streams | None = None  # only where KV is pushed
         if settings.mode is Mode.PUSH:
@@ -174,7 +185,7 @@ class SchedulerSide:
         try:
             source = self._decode.read(request, params)
         except BadOffer as exc:
-            self._tally.count("offers_other_prompt" if isinstance(exc, OtherPrompt) else "offers_bad")
+            self._tally.count(REFUSED.get(type(exc), "offers_bad"))
             logger.warning("xpyd: %s computes its own prompt: %s", own, exc)
             return
         self._borrowings[own] = _Borrowing(source)
@@ -374,7 +385,7 @@ class SchedulerSide:
         self._post(lambda control, now: control.grant(name, now=now))
         if self._streams is not None:
             self._streams.finish(request, prompt)
-        return self._offer(request, name, prompt).to_params()
+        return self._signatures.sign(self._offer(request, name, prompt)).to_params()
 
     def _offer(self, request: Request, name: RequestId, blocks: Tables) -> Offer:
         return Offer(
@@ -389,6 +400,7 @@ class SchedulerSide:
             xpyd_prompt=digest(request),
             transfer_id=name if self._streams is not None else None,
             xpyd_block_sizes=tuple(group.block_size for group in self._facts.groups),
+            xpyd_expires_at=ceil(self._clock() + self._settings.kv_lease_duration),
         )
 
     def _give_back(self, own: RequestId) -> None:

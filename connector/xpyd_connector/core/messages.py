@@ -203,7 +203,8 @@ class Lent(msgspec.Struct, frozen=True):
 class Register(msgspec.Struct, frozen=True, tag="register"):
     """D lends blocks of each KV cache group for the KV of a transfer, which it lacks.
 
-    They are D's again when P has said Landed or Stopped. ``reader`` is D's own id of the request.
+    They are D's again when P has said Landed or Stopped. ``reader`` is D's own id of the request. The ``prompt`` is its
+    digest, and must be P's own: None only where the prompt has no token ids.
     """
 
     reader: RequestName

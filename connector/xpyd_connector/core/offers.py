@@ -10,18 +10,25 @@ does not, the request's id does, without the part that vLLM adds on each engine 
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
 from xpyd_connector.core.messages import MAX_BLOCKS, MAX_ID, MAX_PROMPT, MAX_RANKS, MAX_TOKENS, RequestName
-from xpyd_connector.errors import BadOffer
+from xpyd_connector.errors import BadOffer, ExpiredOffer, ForgedOffer, OtherPrompt, UnsignedOffer
 
 Size: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 MAX_TIME = 1 << 40  # s since the epoch
 MAX_SIGNATURE = 128  # characters
+REFUSALS: Final[Mapping[type[BadOffer], str]] = {
+    BadOffer: "offers_bad",
+    OtherPrompt: "offers_other_prompt",
+    UnsignedOffer: "offers_unsigned",
+    ForgedOffer: "offers_forged",
+    ExpiredOffer: "offers_expired",
+}  # what is counted when an offer is not used
 
 
 class Offer(msgspec.Struct, frozen=True):

@@ -60,7 +60,7 @@ class Signatures:
         given = offer.xpyd_signature.encode(errors="replace")
         variants = (offer, replace(offer, remote_host=""))
         expected = [_signature(secret, variant) for secret in secrets for variant in variants]
-        if not any([hmac.compare_digest(given, each) for each in expected]):  # a list: all of them, in equal time
+        if not any(hmac.compare_digest(given, each) for each in expected):  # a list: all of them, in equal time
             raise ForgedOffer(
                 f"the signature of the offer of {offer.remote_request_id} is wrong; it was changed on its way, "
                 f"or XPYD_CONNECTOR_SECRET of engine {offer.remote_engine_id} differs"
@@ -86,7 +86,7 @@ def _signature(secret: bytes, offer: Offer) -> bytes:
 def _signed_host(host: str) -> str:
     """Return the host as it is signed: empty if it leads to the machine itself, and a router may replace it."""
     name = host.lower().rstrip(".")
-    if name == "localhost" or name == "localhost.localdomain" or name.endswith(".localhost"):
+    if name in {"localhost", "localhost.localdomain"} or name.endswith(".localhost"):
         return ""
     try:
         address = ip_address(name)

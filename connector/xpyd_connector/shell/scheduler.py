@@ -27,7 +27,7 @@ from xpyd_connector.core.leases import LeaseBook, LeaseEvent, Released
 from xpyd_connector.core.lender import Lender
 from xpyd_connector.core.loads import LetGo, Result
 from xpyd_connector.core.messages import PROTOCOL, Welcome
-from xpyd_connector.core.offers import Booking, Offer, read_transfer
+from xpyd_connector.core.offers import REFUSALS, Booking, Offer, read_transfer
 from xpyd_connector.core.peers import PeerBook
 from xpyd_connector.core.pushes import Pushes
 from xpyd_connector.core.signatures import Signatures
@@ -35,7 +35,7 @@ from xpyd_connector.core.slots import Slots
 from xpyd_connector.core.stagings import Stagings
 from xpyd_connector.core.tally import Report, Tally, merge
 from xpyd_connector.core.unpacking import Unpacking
-from xpyd_connector.errors import BadOffer, ExpiredOffer, ForgedOffer, OtherPrompt, UnsignedOffer
+from xpyd_connector.errors import BadOffer
 from xpyd_connector.io.link import SocketLink
 from xpyd_connector.io.runner import Runner
 from xpyd_connector.settings import Granularity, Mode
@@ -54,12 +54,6 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.xpyd")
 
 WALL_CLOCK: Clock = time.time  # noqa: TID251 -- two engines share no other; what it may be wrong by is allowed for
-REFUSED: Mapping[type[BadOffer], str] = {
-    OtherPrompt: "offers_other_prompt",
-    UnsignedOffer: "offers_unsigned",
-    ForgedOffer: "offers_forged",
-    ExpiredOffer: "offers_expired",
-}  # its counter; others are offers_bad
 LONGEST_NAP = 0.2  # s that a step with nothing to compute waits for a push, or for a request
 
 
@@ -185,7 +179,7 @@ class SchedulerSide:
         try:
             source = self._decode.read(request, params)
         except BadOffer as exc:
-            self._tally.count(REFUSED.get(type(exc), "offers_bad"))
+            self._tally.count(REFUSALS[type(exc)])
             logger.warning("xpyd: %s computes its own prompt: %s", own, exc)
             return
         self._borrowings[own] = _Borrowing(source)

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
 from xpyd_connector.core.messages import MAX_BLOCKS, MAX_ID
-from xpyd_connector.core.offers import Offer, common_id, digest_prompt, read_booking, read_offer, read_transfer
+from xpyd_connector.core.offers import (
+    REFUSALS,
+    Offer,
+    common_id,
+    digest_prompt,
+    read_booking,
+    read_offer,
+    read_transfer,
+)
 from xpyd_connector.core.signatures import Signatures
 from xpyd_connector.errors import BadOffer
 
@@ -131,6 +139,12 @@ def test_a_digest_tells_prompts_apart(tokens, features, salt):
 def test_a_prompt_without_token_ids_has_no_digest():
     """Prompt embeddings: nothing to compare."""
     assert digest_prompt(None, [], None) is None
+
+
+def test_every_refusal_has_a_counter():
+    """One without would stop the engine at the first such offer."""
+    assert REFUSALS.keys() == {BadOffer, *BadOffer.__subclasses__()}
+    assert len(set(REFUSALS.values())) == len(REFUSALS)
 
 
 # ---- push

@@ -43,7 +43,7 @@ def test_no_field_of_it_can_be_changed(field):
     """Block numbers of other people's requests were theft with HTTP 200; a new field is covered by itself."""
     forged = changed(P.sign(OFFER), **{field: OTHER[field]})
 
-    with pytest.raises(ForgedOffer, match="XPYD_CONNECTOR_SECRET of engine .* differs"):
+    with pytest.raises(ForgedOffer, match=r"XPYD_CONNECTOR_SECRET of engine .* differs"):
         D.check(forged, now=NOW)
 
 

@@ -71,6 +71,10 @@ class Fingerprint(msgspec.Struct, frozen=True):
     pipeline_parallel: int
     attention: str
     mode: str = "pull"
+    revision: str = "none"  # commit of the model's weights; two with equal shapes have other KV
+    code_revision: str = "none"  # of the model's code, where that comes with the weights
+    quantization: str = "none"
+    draft_model: str = "none"  # whose layers' KV travels, too
 
 
 class Region(msgspec.Struct, frozen=True):

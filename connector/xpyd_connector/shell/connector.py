@@ -22,7 +22,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from xpyd_connector.core.tally import Report
-from xpyd_connector.shell.facts import fingerprint, read_facts
+from xpyd_connector.shell.facts import read_facts
+from xpyd_connector.shell.fingerprints import fingerprint, info_labels
 from xpyd_connector.shell.interiors import interior_of
 from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake, StepMetadata
 from xpyd_connector.shell.scheduler import SchedulerSide
@@ -41,6 +42,14 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
         """Ask for whole blocks per layer, heads outermost within one, as vLLM's own NIXL connector does."""
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 -- vLLM's signature
+        """Refuse sleep mode: NIXL's registrations would outlive the memory, which wakes up somewhere else.
+
+        vLLM asks from 0.33 on (``kv_connector/v1/base.py``, where the answer is yes); in 0.32 we refuse at start.
+        """
+        return False
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -73,7 +82,8 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
         cls, vllm_config: VllmConfig, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> XpydPromMetrics:
         """Register our Prometheus metrics."""
-        return XpydPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        info = info_labels(vllm_config)
+        return XpydPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, info)
 
     # ---- scheduler
 

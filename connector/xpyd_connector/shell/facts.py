@@ -4,9 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -23,7 +21,6 @@ from vllm.v1.kv_cache_interface import (
 from xpyd_connector.core.buffers import BUFFERS, is_staged
 from xpyd_connector.core.groups import CacheGroup
 from xpyd_connector.core.ids import Address, EngineId
-from xpyd_connector.core.messages import Fingerprint
 from xpyd_connector.errors import UnsupportedCache
 from xpyd_connector.settings import Settings, read_settings
 
@@ -88,6 +85,10 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
                 raise UnsupportedCache(
                     f"layer {group.layer_names[0]} has a KV cache of kind {type(spec).__name__}; supported are {kinds}"
                 )
+    if config.model_config.enable_sleep_mode:
+        raise UnsupportedCache(
+            "enable_sleep_mode is on; memory that other engines reach must stay where it is, so engines cannot sleep"
+        )
     if parallel.pipeline_parallel_size != 1:
         raise UnsupportedCache(f"pipeline_parallel_size is {parallel.pipeline_parallel_size}; only 1 is supported")
     if parallel.decode_context_parallel_size != 1:
@@ -118,27 +119,3 @@ def _group(spec: KVCacheSpec) -> CacheGroup:
     window = one.sliding_window + retained if isinstance(one, SlidingWindowSpec) else 0
     chunk = one.attention_chunk_size if isinstance(one, ChunkedLocalAttentionSpec) else 0
     return CacheGroup(spec.block_size, window, chunk)
-
-
-def fingerprint(config: VllmConfig, settings: Settings, facts: Facts) -> Fingerprint:
-    """Return what peers compare; for a worker, once its layers exist (only they know their attention backend)."""
-    model, parallel = config.model_config, config.parallel_config
-    return Fingerprint(
-        vllm=vllm_version,
-        model=model.model,
-        dtype=str(model.dtype),
-        cache_dtype=str(config.cache_config.cache_dtype),
-        layers=model.get_total_num_hidden_layers(),
-        kv_heads=model.get_total_num_kv_heads(),
-        head_size=model.get_head_size(),
-        groups=", ".join(_kind(group) for group in facts.groups),
-        pipeline_parallel=parallel.pipeline_parallel_size,
-        attention=",".join(sorted({backend.get_name() for backend in get_current_attn_backends(config)})),
-        mode=settings.mode.value,
-    )
-
-
-def _kind(group: CacheGroup) -> str:
-    if group.window:
-        return f"sliding window of {group.window}"
-    return f"chunks of {group.chunk}" if group.chunk else "full"

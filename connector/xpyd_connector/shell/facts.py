@@ -18,11 +18,12 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from xpyd_connector.core.buffers import BUFFERS, is_staged
+from xpyd_connector.core.buffers import is_staged, with_platform
 from xpyd_connector.core.groups import CacheGroup
 from xpyd_connector.core.ids import Address, EngineId
 from xpyd_connector.errors import UnsupportedCache
-from xpyd_connector.settings import Settings, read_settings
+from xpyd_connector.settings import Granularity, Mode, Settings, read_settings
+from xpyd_connector.shell.devices import check_copies, check_events
 
 SUPPORTED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SlidingWindowMLASpec, ChunkedLocalAttentionSpec)
 
@@ -53,6 +54,8 @@ def read_facts(config: VllmConfig, cache: KVCacheConfig) -> tuple[Facts, Setting
     transfer = config.kv_transfer_config
     settings = read_settings(transfer.kv_connector_extra_config, os.environ)
     _check_supported(config, cache)
+    if transfer.is_kv_producer and settings.mode is Mode.PUSH and settings.push_granularity is Granularity.CHUNK:
+        check_events(current_platform.device_type)
     model = config.model_config
     facts = Facts(
         engine=EngineId(transfer.engine_id),
@@ -98,12 +101,11 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
 
 
 def _staging_blocks(config: VllmConfig, cache: KVCacheConfig, settings: Settings) -> int:
-    device = current_platform.device_type
-    buffers = {**BUFFERS, **current_platform.get_nixl_supported_devices()}
-    if not is_staged(
-        device, config.kv_transfer_config.kv_buffer_device, host_staging=settings.host_staging, buffers=buffers
-    ):
+    device, buffers = current_platform.device_type, with_platform(current_platform.get_nixl_supported_devices())
+    buffer = config.kv_transfer_config.kv_buffer_device
+    if not is_staged(device, buffer, host_staging=settings.host_staging, buffers=buffers):
         return 0
+    check_copies(device, current_platform)
     smallest = min(group.kv_cache_spec.block_size for group in cache.kv_cache_groups)
     return settings.staging_blocks or 2 * -(-config.model_config.max_model_len // smallest)
 

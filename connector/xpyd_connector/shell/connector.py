@@ -1,5 +1,6 @@
 """The class vLLM instantiates, once per scheduler and once per worker. It only translates."""
 
+import os
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,6 +24,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from xpyd_connector.core.tally import Report
+from xpyd_connector.settings import remarks
 from xpyd_connector.shell.facts import read_facts
 from xpyd_connector.shell.fingerprints import fingerprint, info_labels
 from xpyd_connector.shell.interiors import interior_of
@@ -30,6 +33,8 @@ from xpyd_connector.shell.scheduler import SchedulerSide
 from xpyd_connector.shell.stats import XpydPromMetrics, XpydStats
 from xpyd_connector.shell.wake import find_door
 from xpyd_connector.shell.worker import WorkerSide
+
+logger = init_logger("vllm.xpyd")
 
 
 class XpydConnector(KVConnectorBase_V1, SupportsHMA):
@@ -57,6 +62,8 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings, self._facts = settings, facts
         self._sides: list[SchedulerSide | WorkerSide] = []
         if role == KVConnectorRole.SCHEDULER:
+            for remark in remarks(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ):
+                logger.warning("xpyd: %s", remark)
             self._scheduler = SchedulerSide(facts, settings, find_door())
             self._sides.append(self._scheduler)
         else:

@@ -149,8 +149,8 @@ class Pushes:
         self._over: dict[RequestId, float] = {}  # names of transfers that are over -> until when we remember, in order
 
     def __len__(self) -> int:
-        tables = (self._by_request, self._early, self._guests, self._bound, self._over)
-        return sum(map(len, tables))
+        known = len(self._by_request) + len(self._early) + len(self._guests)
+        return known + len(self._bound) + len(self._over)
 
     # ---- the engine
 

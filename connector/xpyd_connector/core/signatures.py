@@ -89,7 +89,8 @@ def _signed_host(host: str) -> str:
     if name in {"localhost", "localhost.localdomain"} or name.endswith(".localhost"):
         return ""
     try:
-        address = ip_address(name)
+        address = ip_address(name.strip("[]"))
     except ValueError:
         return host
+    address = getattr(address, "ipv4_mapped", None) or address  # ::ffff:127.0.0.1
     return "" if address.is_unspecified or address.is_loopback else host

@@ -118,7 +118,19 @@ def test_an_offer_is_good_as_long_as_its_lease_and_what_clocks_may_differ():
 
 
 @pytest.mark.parametrize(
-    "host", ["0.0.0.0", "::", "127.0.0.1", "127.0.1.1", "::1", "localhost", "Localhost.", "p.localhost"]
+    "host",
+    [
+        "0.0.0.0",
+        "::",
+        "127.0.0.1",
+        "127.0.1.1",
+        "::1",
+        "[::1]",
+        "::ffff:127.0.0.1",
+        "localhost",
+        "Localhost.",
+        "p.localhost",
+    ],
 )
 def test_a_host_that_nobody_else_reaches_may_be_replaced(host):
     """A router puts the one in its place by which it knows the engine; all the rest is still proven."""

@@ -10,6 +10,10 @@
         * :exc:`ProtocolViolation` -- it sent something that is not in the protocol
         * :exc:`Unreachable` -- it did not answer
     * :exc:`BadOffer` -- the router: the ``kv_transfer_params`` it carried cannot be used
+        * :exc:`OtherPrompt` -- they belong to another prompt
+        * :exc:`UnsignedOffer` -- nobody proves that they are a prefill engine's
+        * :exc:`ForgedOffer` -- they are not as a prefill engine wrote them
+        * :exc:`ExpiredOffer` -- they are older than the lease they tell of
     * :exc:`TransferError` -- NIXL or the network: bytes could not be moved
 """
 
@@ -52,6 +56,22 @@ class Unreachable(PeerError):
 
 class BadOffer(ConnectorError):
     """The ``kv_transfer_params`` of a request cannot be used."""
+
+
+class OtherPrompt(BadOffer):
+    """The KV on offer belongs to another prompt, or nobody says to which."""
+
+
+class UnsignedOffer(BadOffer):
+    """This engine has a secret, and the offer has no signature."""
+
+
+class ForgedOffer(BadOffer):
+    """The offer's signature is wrong."""
+
+
+class ExpiredOffer(BadOffer):
+    """The offer's time is over."""
 
 
 class TransferError(ConnectorError):

@@ -106,10 +106,39 @@ AT_LEAST: Mapping[str, float] = {
 AT_MOST = 1e9  # of anything: beyond it, the system's clocks and sockets overflow
 
 
+# Keys of vLLM 0.32's own NixlConnector (kv_connector/v1/nixl/) that mean the same here -> ours.
+SAME: Mapping[str, str] = {"push_registration_timeout": "registration_timeout"}
+# Others of its keys that it does no harm not to know -> what is done here instead. Said once, at start.
+INSTEAD: Mapping[str, str] = {
+    "num_threads": "NIXL has one progress thread here, and progress_delay_us is between its polls",
+    "engine_ttl": "what is known of another engine is forgotten when its connection closes",
+    "kv_recompute_threshold": "all of a prompt that is not in the engine's own prefix cache is loaded",
+    "bidirectional_kv_xfer": "KV of answers does not go back to prefill engines, which compute it in the next turn",
+    "decoder_kv_blocks_ttl": "blocks of answers are not kept for prefill engines, and registration_timeout is how "
+    "long a decode engine waits for a push",
+}
+INSTEAD_OF_VARIABLES: Mapping[str, str] = {
+    "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": "kv_lease_duration in kv_connector_extra_config says how long blocks are kept "
+    "that no decode engine asks for",
+}
+ALWAYS: Mapping[str, str] = {
+    "enforce_handshake_compat": "KV of an engine that differs is a wrong text with status 200"
+}  # what its operators may switch off and ours may not -> why
+
+
+def remarks(extra_config: Mapping[str, object], environment: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each setting of vLLM's own connector that is given and changes nothing here."""
+    keys = [f"kv_connector_extra_config[{key!r}] is ignored: {INSTEAD[key]}" for key in INSTEAD if key in extra_config]
+    return keys + [
+        f"{name} is ignored: {instead}" for name, instead in INSTEAD_OF_VARIABLES.items() if name in environment
+    ]
+
+
 def read_settings(extra_config: Mapping[str, object], environment: Mapping[str, str]) -> Settings:
     """Return the settings of this engine, or raise :exc:`SettingsError` naming the key and what would be right."""
     chosen = {
-        key: READERS[key](key, value) if key in READERS else _number(key, value) for key, value in extra_config.items()
+        key: READERS[key](key, value) if key in READERS else _number(key, value)
+        for key, value in _in_our_names(extra_config).items()
     }
     settings = Settings(
         **chosen,  # type: ignore[arg-type]  # _number has checked each against the field of that name
@@ -144,6 +173,19 @@ def parse_secrets(text: str, where: str) -> tuple[bytes, ...]:
                 "'openssl rand -hex 32' prints"
             )
     return secrets
+
+
+def _in_our_names(extra_config: Mapping[str, object]) -> dict[str, object]:
+    """Return what is set, without what vLLM's own connector alone understands."""
+    for key, why in ALWAYS.items():
+        if extra_config.get(key, True) is not True:
+            raise SettingsError(f"kv_connector_extra_config[{key!r}] is {extra_config[key]!r}; it must be true: {why}")
+    for theirs, ours in SAME.items():
+        if theirs in extra_config and ours in extra_config:
+            raise SettingsError(
+                f"kv_connector_extra_config has {theirs!r} and {ours!r}; they are one setting, give one"
+            )
+    return {SAME.get(key, key): value for key, value in extra_config.items() if key not in {*INSTEAD, *ALWAYS}}
 
 
 CHOICES: Mapping[str, type[StrEnum]] = {"mode": Mode, "push_granularity": Granularity}

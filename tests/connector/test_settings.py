@@ -1,6 +1,9 @@
 """What an operator can choose, and what he reads when he chose wrong."""
 
+import ast
+import importlib.util
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -8,13 +11,16 @@ from hypothesis import strategies as st
 
 from xpyd_connector.errors import SettingsError
 from xpyd_connector.settings import (
+    ALWAYS,
     AT_LEAST,
     AT_MOST,
     CHOICES,
     FROM_ENVIRONMENT,
     HOST_VARIABLE,
+    INSTEAD,
     PORT_VARIABLE,
     READERS,
+    SAME,
     SECRET_FILE_VARIABLE,
     SECRET_VARIABLE,
     Backend,
@@ -22,6 +28,7 @@ from xpyd_connector.settings import (
     Mode,
     Settings,
     read_settings,
+    remarks,
 )
 
 
@@ -190,3 +197,56 @@ def test_a_switch_is_true_false_or_null(value):
     """A word or a number may mean the opposite."""
     with pytest.raises(SettingsError, match=r"\['host_staging'\] is .* it must be true, false or null"):
         read_settings({"host_staging": value}, {})
+
+
+# ---- what operators bring along from vLLM's own connector
+
+
+def keys_of_vllm():
+    """The keys that vLLM's own connector asks its configuration for, from its source (importing it takes seconds)."""
+    vllm = Path(importlib.util.find_spec("vllm").origin).parent
+    found = set()
+    for source in (vllm / "distributed/kv_transfer/kv_connector/v1/nixl").glob("*.py"):
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "get_from_extra_config":
+                found.add(node.args[0].value)
+    return found
+
+
+def test_every_key_of_vllms_own_connector_is_taken_or_explained():
+    """A new vLLM with another one fails here."""
+    ours = {field.name for field in fields(Settings)}
+
+    assert keys_of_vllm() <= {*ours, *SAME, *INSTEAD, *ALWAYS}
+    assert {*SAME, *INSTEAD, *ALWAYS} <= keys_of_vllm()
+    assert set(SAME.values()) <= ours
+
+
+def test_a_key_that_means_the_same_is_taken():
+    """By either name, but not by both."""
+    assert read_settings({"push_registration_timeout": 7}, {}).registration_timeout == 7.0
+    with pytest.raises(SettingsError, match=r"'push_registration_timeout' and 'registration_timeout'; .* give one"):
+        read_settings({"push_registration_timeout": 7, "registration_timeout": 7}, {})
+
+
+@pytest.mark.parametrize("key", sorted(INSTEAD))
+def test_a_key_that_changes_nothing_is_explained(key):
+    """The engine starts, with a line in its log."""
+    assert read_settings({key: True}, {}) == Settings()
+    assert remarks({key: True}, {}) == [f"kv_connector_extra_config['{key}'] is ignored: {INSTEAD[key]}"]
+
+
+@pytest.mark.parametrize("value", [False, None, 0, "true"])
+def test_engines_are_always_compared(value):
+    """Whoever switched that off would get wrong texts here."""
+    assert read_settings({"enforce_handshake_compat": True}, {}) == Settings()
+    with pytest.raises(SettingsError, match=r"\['enforce_handshake_compat'\] is .*; it must be true: KV of an engine"):
+        read_settings({"enforce_handshake_compat": value}, {})
+
+
+def test_the_variable_of_older_versions_is_explained():
+    """Recipes still set it; vLLM 0.32 has forgotten it in silence."""
+    (sentence,) = remarks({}, {"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": "600"})
+
+    assert sentence.startswith("VLLM_NIXL_ABORT_REQUEST_TIMEOUT is ignored: kv_lease_duration")
+    assert remarks({"kv_lease_duration": 30}, {HOST_VARIABLE: "10.0.0.7"}) == []

@@ -11,6 +11,7 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
+    from vllm.config import KVTransferConfig, ModelConfig, SpeculativeConfig
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, supports_hma
     from vllm.v1.core.block_pool import BlockPool
@@ -29,17 +30,36 @@ OURS = sorted(
     name for name, member in vars(XpydConnector).items() if inspect.isroutine(member) and not name.startswith("__")
 )
 
+NEWER = {"supports_sleep_mode"}  # vLLM 0.33 asks
+
 
 def parameters(cls, name):
     return list(inspect.signature(getattr(cls, name)).parameters)
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", sorted(set(OURS) - NEWER))
 def test_every_method_overrides_one_of_vllms_with_the_same_parameters(name):
     """A method that vLLM renamed would never be called again, in silence."""
     cls = next(cls for cls in (KVConnectorBase_V1, base.SupportsHMA) if hasattr(cls, name))
 
     assert parameters(XpydConnector, name) == parameters(cls, name)
+
+
+def test_sleep_mode_is_refused_as_vllm_0_33_asks():
+    """On the class, with the connector's configuration; its own answer would be yes, and peers would write anywhere."""
+    assert XpydConnector.supports_sleep_mode(KVTransferConfig()) is False
+    if hasattr(KVConnectorBase_V1, "supports_sleep_mode"):
+        assert parameters(XpydConnector, "supports_sleep_mode") == parameters(KVConnectorBase_V1, "supports_sleep_mode")
+
+
+def test_what_decides_the_kv_is_called_so():
+    """The fingerprint is made of it, and in an API server nothing else would notice."""
+    model = {field.name for field in dataclasses.fields(ModelConfig)}
+    speculative = {field.name for field in dataclasses.fields(SpeculativeConfig)}
+
+    assert {"revision", "code_revision", "quantization", "enable_sleep_mode"} <= model
+    assert {"method", "kv_cache_dtype", "parallel_drafting", "draft_model_config"} <= speculative
+    assert callable(SpeculativeConfig.uses_draft_kv_cache)
 
 
 def test_everything_abstract_is_implemented():

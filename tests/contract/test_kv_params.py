@@ -5,11 +5,13 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_connector.core.messages import MAX_BLOCKS, MAX_ID
+from xpyd_connector.core.messages import MAX_BLOCKS, MAX_ID, MAX_PROMPT
 from xpyd_connector.core.offers import Offer, read_offer
+from xpyd_connector.core.signatures import Signatures
 from xpyd_proxy.core.dialect import decode_body, kv_params, parse
 from xpyd_proxy.core.model import InstanceId
 
+SIGNATURES = Signatures(lambda: (b"secret",))
 BLOCKS = st.integers(0, MAX_BLOCKS - 1)
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=MAX_ID)
 OFFERS = st.builds(
@@ -19,11 +21,12 @@ OFFERS = st.builds(
     remote_host=st.text("abc.:-0123456789", min_size=1, max_size=40),
     remote_port=st.integers(1, 65535),
     remote_block_ids=st.tuples(st.lists(BLOCKS, min_size=1, max_size=5).map(tuple)),
-    remote_num_tokens=st.integers(0, 2**40),
+    remote_num_tokens=st.integers(0, MAX_PROMPT),
     tp_size=st.integers(1, 64),
     remote_blocks_expiry_time=st.none() | st.floats(0, 1e12),
     xpyd_prompt=st.none() | st.text("0123456789abcdef", max_size=32),
-)
+    xpyd_expires_at=st.integers(0, 2**33),
+).map(SIGNATURES.sign)
 
 
 @given(OFFERS, st.booleans())
@@ -35,4 +38,6 @@ def test_an_offer_survives_the_router(offer, ascii_only):
     body = decode_body(client, kv_params(InstanceId("p"), answer).params)
 
     assert written.encode() in body
-    assert read_offer(json.loads(body)["kv_transfer_params"]) == offer
+    arrived = read_offer(json.loads(body)["kv_transfer_params"])
+    assert arrived == offer
+    assert SIGNATURES.check(arrived, now=0.0)

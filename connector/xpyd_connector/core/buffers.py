@@ -6,12 +6,11 @@ from typing import Final
 from xpyd_connector.errors import UnsupportedCache
 
 HOST: Final = "cpu"
-# Device type -> where its KV may be registered (vLLM 0.32, kv_connector/v1/nixl/utils.py). Other platforms add
-# theirs: `current_platform.get_nixl_supported_devices()`.
+# Device type -> where its KV may be registered. Fewer than in vLLM 0.32 (kv_connector/v1/nixl/utils.py): of Intel's
+# GPUs, NIXL would have to register memory that we have never seen it register.
 BUFFERS: Final[Mapping[str, Sequence[str]]] = {
     "cuda": ("cuda", "cpu"),
-    "xpu": ("xpu", "cpu"),
-    "tpu": ("cpu",),
+    "xpu": ("cpu",),
     "cpu": ("cpu",),
 }
 
@@ -22,6 +21,14 @@ def check_buffer(device: str, buffer: str, buffers: Mapping[str, Sequence[str]] 
         known = " or ".join(repr(each) for each in buffers.get(device, ()))
         what = f"it must be {known}" if known else f"known devices are {', '.join(sorted(buffers))}"
         raise UnsupportedCache(f"kv_buffer_device {buffer!r} does not go with a KV cache on {device!r}; {what}")
+
+
+def with_platform(theirs: Mapping[str, Sequence[str]]) -> Mapping[str, Sequence[str]]:
+    """Return :data:`BUFFERS` and what a platform outside vLLM says of its own device.
+
+    Through host memory at most: by which name NIXL knows other memory is not in there.
+    """
+    return {**{device: (HOST,) for device, buffers in theirs.items() if HOST in buffers}, **BUFFERS}
 
 
 def is_staged(

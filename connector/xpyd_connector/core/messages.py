@@ -72,6 +72,10 @@ class Fingerprint(msgspec.Struct, frozen=True):
     pipeline_parallel: int
     attention: str
     mode: str = "pull"
+    revision: str = "none"  # commit of the model's weights; two with equal shapes have other KV
+    code_revision: str = "none"  # of the model's code, where that comes with the weights
+    quantization: str = "none"
+    draft_model: str = "none"  # whose layers' KV travels, too
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -223,7 +227,8 @@ class Lent(msgspec.Struct, frozen=True):
 class Register(msgspec.Struct, frozen=True, tag="register"):
     """D lends blocks of each KV cache group for the KV of a transfer, which it lacks.
 
-    They are D's again when P has said Landed or Stopped. ``reader`` is D's own id of the request.
+    They are D's again when P has said Landed or Stopped. ``reader`` is D's own id of the request. The ``prompt`` is its
+    digest, and must be P's own: None only where the prompt has no token ids.
     """
 
     reader: RequestName

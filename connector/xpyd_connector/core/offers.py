@@ -10,14 +10,25 @@ does not, the request's id does, without the part that vLLM adds on each engine 
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
-from xpyd_connector.core.messages import MAX_BLOCKS, MAX_ID, MAX_TOKENS, RequestName
-from xpyd_connector.errors import BadOffer
+from xpyd_connector.core.messages import MAX_BLOCKS, MAX_ID, MAX_PROMPT, MAX_RANKS, MAX_TOKENS, RequestName
+from xpyd_connector.errors import BadOffer, ExpiredOffer, ForgedOffer, OtherPrompt, UnsignedOffer
+
+Size: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+MAX_TIME = 1 << 40  # s since the epoch
+MAX_SIGNATURE = 128  # characters
+REFUSALS: Final[Mapping[type[BadOffer], str]] = {
+    BadOffer: "offers_bad",
+    OtherPrompt: "offers_other_prompt",
+    UnsignedOffer: "offers_unsigned",
+    ForgedOffer: "offers_forged",
+    ExpiredOffer: "offers_expired",
+}  # what is counted when an offer is not used
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -30,15 +41,17 @@ class Offer(msgspec.Struct, frozen=True):
     remote_block_ids: tuple[
         tuple[Annotated[BlockId, Meta(ge=0, lt=MAX_BLOCKS)], ...], ...
     ]  # one tuple per KV cache group, from the prompt's first token on; 0: not held (out of a sliding window)
-    remote_num_tokens: int
-    tp_size: int = 1
-    dcp_size: int = 1
-    pp_size: int = 1
+    remote_num_tokens: Annotated[int, Meta(ge=0, le=MAX_PROMPT)]
+    tp_size: Size = 1
+    dcp_size: Size = 1
+    pp_size: Size = 1
     transfer_mode: str = "pull"
-    remote_blocks_expiry_time: float | None = None
+    remote_blocks_expiry_time: float | None = None  # vLLM 0.32: of blocks that D lends, on its own monotonic clock
     xpyd_prompt: str | None = None  # digest of the prompt; None when the prompt has no token ids
     transfer_id: str | None = None  # the transfer's name in push: a router that waits for P hands it to D, too
     xpyd_block_sizes: tuple[Annotated[int, Meta(ge=1, le=MAX_TOKENS)], ...] = ()  # tokens, one per KV cache group
+    xpyd_expires_at: Annotated[int, Meta(ge=0, le=MAX_TIME)] | None = None  # s since the epoch, on P's clock
+    xpyd_signature: Annotated[str, Meta(max_length=MAX_SIGNATURE)] | None = None  # core/signatures.py
 
     @property
     def address(self) -> Address:
@@ -103,7 +116,14 @@ def read_offer(params: Mapping[str, Any]) -> Offer:
     """Read what the router carried here, or raise :exc:`~xpyd_connector.errors.BadOffer` saying what is wrong."""
     try:
         offer = msgspec.convert(params, Offer)
-        f"{offer.remote_engine_id}{offer.remote_request_id}{offer.remote_host}".encode()
+        texts = (
+            offer.remote_engine_id,
+            offer.remote_request_id,
+            offer.remote_host,
+            offer.xpyd_prompt,
+            offer.transfer_id,
+        )
+        "".join(text for text in texts if text is not None).encode()
     except (msgspec.ValidationError, UnicodeEncodeError) as exc:  # half a surrogate pair is JSON, but no text
         raise BadOffer(f"kv_transfer_params: {exc}") from exc
     if offer.transfer_mode != "pull":

@@ -92,6 +92,14 @@ class _Early:
 
 
 @dataclass(slots=True)
+class _Bound:
+    """To whom a transfer belongs: the first decode engine that registered it, as long as this connection lives."""
+
+    guest: ConnId
+    until: float
+
+
+@dataclass(slots=True)
 class _Guest:
     """A decode engine: its memory, rank by rank, and its registrations."""
 
@@ -137,10 +145,12 @@ class Pushes:
         self._guests: dict[ConnId, _Guest] = {}
         self._by_request: dict[RequestId, list[_Push]] = {}
         self._early: dict[RequestId, _Early] = {}  # the longest unheard of first
+        self._bound: dict[RequestId, _Bound] = {}  # the longest unregistered first
         self._over: dict[RequestId, float] = {}  # names of transfers that are over -> until when we remember, in order
 
     def __len__(self) -> int:
-        return len(self._by_request) + len(self._early) + len(self._guests) + len(self._over)
+        known = len(self._by_request) + len(self._early) + len(self._guests)
+        return known + len(self._bound) + len(self._over)
 
     # ---- the engine
 
@@ -182,6 +192,7 @@ class Pushes:
     def advance(self, *, now: float) -> None:
         """Forget transfers that were spoken of and never prefilled, or are long over."""
         _drop_old(self._early, now, lambda early: early.until)
+        _drop_old(self._bound, now, lambda bound: bound.until)
         _drop_old(self._over, now, lambda until: until)
 
     def _told(self, conn: ConnId, message: Message, now: float) -> None:
@@ -194,7 +205,7 @@ class Pushes:
             case Memory(rank):
                 self._introduce(conn, rank)
             case Register():
-                self._register(conn, message)
+                self._register(conn, message, now)
             case Stop(readers):
                 self._stop_for(conn, readers)
             case Attend():
@@ -238,7 +249,7 @@ class Pushes:
         else:
             self._tell_workers(Arrived(conn, rank))
 
-    def _register(self, conn: ConnId, order: Register) -> None:
+    def _register(self, conn: ConnId, order: Register, now: float) -> None:
         guest = self._guests.get(conn)
         if guest is None or not guest.is_known:
             self._link.send(conn, Stopped(order.reader, "the memory of the decode engine's ranks is not known"))
@@ -247,6 +258,9 @@ class Pushes:
         elif order.request in self._over:
             self._tally.count("late_notifications")
             self._link.send(conn, Stopped(order.reader, f"transfer {order.request} is over"))
+        elif self._owner(order.request) not in (None, conn):
+            self._tally.count("registrations_foreign")
+            self._link.send(conn, Stopped(order.reader, f"transfer {order.request} belongs to another decode engine"))
         elif not guest.has_room_for(order):
             self._tally.count("pushes_refused")
             self._link.send(conn, Stopped(order.reader, "more blocks are registered than the decode engine has"))
@@ -254,10 +268,23 @@ class Pushes:
             self._tally.count("pushes_refused")
             self._link.send(conn, Stopped(order.reader, f"{MAX_PUSHES} registrations are open"))
         else:
+            self._bound.pop(order.request, None)
+            self._bound[order.request] = _Bound(conn, now + self._patience)
             guest.add(push := _Push(conn, order, set(self._crew.ranks)))
             self._by_request.setdefault(order.request, []).append(push)
             self._tally.count("registrations")
             self._tell_workers(Assign(conn, order))
+
+    def _owner(self, request: RequestId) -> ConnId | None:
+        """Return the decode engine to which a transfer belongs, if any.
+
+        Who knows a transfer's name may register it: what keeps a stranger from another's KV is that names cannot be
+        guessed, that the prompt's digest must be right, and that nobody comes second.
+        """
+        pushes, bound = self._by_request.get(request), self._bound.get(request)
+        if pushes:
+            return pushes[0].guest
+        return bound.guest if bound is not None else None
 
     def _stop_for(self, conn: ConnId, readers: Iterable[RequestId]) -> None:
         guest = self._guests.get(conn, _Guest())
@@ -334,6 +361,7 @@ class Pushes:
 
     def _end_all(self, request: RequestId, reason: str, now: float, *, lapsed: bool = False) -> None:
         self._over.pop(request, None)
+        self._bound.pop(request, None)
         self._over[request] = now + self._patience
         for push in list(self._by_request.get(request, ())):
             push.lapsed = lapsed and push.state is PushState.OPEN

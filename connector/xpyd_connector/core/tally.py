@@ -91,6 +91,7 @@ COUNTERS = {
     "pushes": "Push: requests whose KV was written completely, counted on each rank.",
     "pushes_ceased": "Push: requests whose KV was not written completely, counted on each rank.",
     "pushes_refused": "Push: registrations refused because too many were open.",
+    "registrations_foreign": "Push: registrations refused because another decode engine's connection made one before.",
     "transfers_duplicate": "Push: prefills not handed over because another has the same transfer id.",
     "transfers_bad": "Push: prefills not handed over because their transfer id could not be used.",
     "reads_unfenced": "Reads that ended after their lease: their bytes were thrown away.",
@@ -114,6 +115,9 @@ COUNTERS = {
     "loads_skipped_local": "Offers not used because the prompt was in the local prefix cache, or is one token.",
     "offers_bad": "Offers not used because their kv_transfer_params could not be read.",
     "offers_other_prompt": "Offers not used because they belong to another prompt.",
+    "offers_unsigned": "Offers not used because they have no signature, and this engine has a secret.",
+    "offers_forged": "Offers not used because their signature is wrong.",
+    "offers_expired": "Offers not used because they are too old.",
 }
 GAUGES = {
     "leases_held": "Requests whose blocks are kept for decode engines now.",

@@ -203,7 +203,9 @@ class Writer:
         order, wanted = writing.order, max(lent.stop for lent in writing.order.groups)
         if self._guests[writing.guest].objection:
             return self._guests[writing.guest].objection
-        if order.prompt is not None and source.prompt is not None and order.prompt != source.prompt:
+        if order.prompt is None and source.prompt is not None:
+            return f"transfer {order.request} was registered without its prompt's digest"
+        if order.prompt != source.prompt:
             return f"transfer {order.request} belongs to another prompt"
         if len(order.groups) != len(source.groups):
             return f"it registers {len(order.groups)} KV cache groups, there are {len(source.groups)}"

@@ -1,5 +1,6 @@
 """The class vLLM instantiates, once per scheduler and once per worker. It only translates."""
 
+import os
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,7 +24,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from xpyd_connector.core.tally import Report
-from xpyd_connector.shell.facts import fingerprint, read_facts
+from xpyd_connector.settings import remarks
+from xpyd_connector.shell.facts import read_facts
+from xpyd_connector.shell.fingerprints import fingerprint, info_labels
 from xpyd_connector.shell.interiors import interior_of
 from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake, StepMetadata
 from xpyd_connector.shell.network import check_side_channel
@@ -30,6 +34,8 @@ from xpyd_connector.shell.scheduler import SchedulerSide
 from xpyd_connector.shell.stats import XpydPromMetrics, XpydStats
 from xpyd_connector.shell.wake import find_door
 from xpyd_connector.shell.worker import WorkerSide
+
+logger = init_logger("vllm.xpyd")
 
 
 class XpydConnector(KVConnectorBase_V1, SupportsHMA):
@@ -43,6 +49,14 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 -- vLLM's signature
+        """Refuse sleep mode: NIXL's registrations would outlive the memory, which wakes up somewhere else.
+
+        vLLM asks from 0.33 on (``kv_connector/v1/base.py``, where the answer is yes); in 0.32 we refuse at start.
+        """
+        return False
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         facts, settings = read_facts(vllm_config, kv_cache_config)
@@ -50,6 +64,8 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings, self._facts = settings, facts
         self._sides: list[SchedulerSide | WorkerSide] = []
         if role == KVConnectorRole.SCHEDULER:
+            for remark in remarks(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ):
+                logger.warning("xpyd: %s", remark)
             self._scheduler = SchedulerSide(facts, settings, find_door())
             self._sides.append(self._scheduler)
         else:
@@ -75,7 +91,8 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
         cls, vllm_config: VllmConfig, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> XpydPromMetrics:
         """Register our Prometheus metrics."""
-        return XpydPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        info = info_labels(vllm_config)
+        return XpydPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, info)
 
     # ---- scheduler
 

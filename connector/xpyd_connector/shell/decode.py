@@ -13,17 +13,15 @@ from xpyd_connector.core.loads import Order, Result
 from xpyd_connector.core.messages import MAX_ID, Lent
 from xpyd_connector.core.offers import Booking, Offer, digest_prompt, read_booking, read_offer
 from xpyd_connector.core.plan import Stretch
-from xpyd_connector.errors import BadOffer
+from xpyd_connector.core.signatures import Signatures
+from xpyd_connector.errors import BadOffer, OtherPrompt
 from xpyd_connector.shell.facts import Facts
 from xpyd_connector.shell.metadata import StepMetadata
 
 Command: TypeAlias = Callable[[Control, float], None]
 Post: TypeAlias = Callable[[Command], None]
+Clock: TypeAlias = Callable[[], float]  # s since the epoch: the only clock that two engines share
 Tables: TypeAlias = Sequence[Sequence[int]]  # a request's blocks, of each KV cache group
-
-
-class OtherPrompt(BadOffer):
-    """The KV on offer belongs to another prompt."""
 
 
 class Decode(Protocol):
@@ -53,22 +51,35 @@ class Decode(Protocol):
 class PullDecode:
     """The workers read; what they have read, and what not, they tell with their steps."""
 
-    def __init__(self, facts: Facts, post: Post) -> None:
+    def __init__(self, facts: Facts, post: Post, signatures: Signatures, clock: Clock) -> None:
         self._facts = facts
         self._post = post
+        self._signatures = signatures
+        self._clock = clock
         self._orders: list[Order] = []
 
     def read(self, request: Request, params: Mapping[str, Any]) -> Offer:
         """Take an offer whose blocks are those of this very prompt."""
         offer = read_offer(params)
+        is_proven = self._signatures.check(offer, now=self._clock())
         if request.abort_immediately:
             return offer  # vLLM rejected the real request; this one, with a made-up prompt, gives the blocks back
         _check(self._facts, request)
         self._check_blocks(offer, request.num_prompt_tokens)
-        if offer.xpyd_prompt is not None and offer.xpyd_prompt != digest(request):
-            # Nobody is told: the blocks may well be another request's, which still wants them.
-            raise OtherPrompt(f"the offered KV ({offer.remote_request_id}) belongs to another prompt")
+        self._check_prompt(offer, digest(request), is_proven=is_proven)
         return offer
+
+    def _check_prompt(self, offer: Offer, own: str | None, *, is_proven: bool) -> None:
+        """Compare digests; vLLM's own connector sends none, which is not enough for an engine that wants proofs.
+
+        When they differ, nobody is told: the blocks may well be another request's, which still wants them.
+        """
+        if offer.xpyd_prompt is None and own is not None and is_proven:
+            raise OtherPrompt(
+                f"the offered KV ({offer.remote_request_id}) is of a prompt without token ids, ours has some"
+            )
+        if offer.xpyd_prompt is not None and offer.xpyd_prompt != own:
+            raise OtherPrompt(f"the offered KV ({offer.remote_request_id}) belongs to another prompt")
 
     def _check_blocks(self, offer: Offer, prompt: int) -> None:
         groups, sizes = self._facts.groups, self._sizes(offer)

@@ -4,9 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -20,12 +18,12 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from xpyd_connector.core.buffers import BUFFERS, is_staged
+from xpyd_connector.core.buffers import is_staged, with_platform
 from xpyd_connector.core.groups import CacheGroup
 from xpyd_connector.core.ids import Address, EngineId
-from xpyd_connector.core.messages import Fingerprint
 from xpyd_connector.errors import UnsupportedCache
-from xpyd_connector.settings import Settings, read_settings
+from xpyd_connector.settings import Granularity, Mode, Settings, read_settings
+from xpyd_connector.shell.devices import check_copies, check_events
 
 SUPPORTED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SlidingWindowMLASpec, ChunkedLocalAttentionSpec)
 
@@ -56,6 +54,8 @@ def read_facts(config: VllmConfig, cache: KVCacheConfig) -> tuple[Facts, Setting
     transfer = config.kv_transfer_config
     settings = read_settings(transfer.kv_connector_extra_config, os.environ)
     _check_supported(config, cache)
+    if transfer.is_kv_producer and settings.mode is Mode.PUSH and settings.push_granularity is Granularity.CHUNK:
+        check_events(current_platform.device_type)
     model = config.model_config
     facts = Facts(
         engine=EngineId(transfer.engine_id),
@@ -88,6 +88,10 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
                 raise UnsupportedCache(
                     f"layer {group.layer_names[0]} has a KV cache of kind {type(spec).__name__}; supported are {kinds}"
                 )
+    if config.model_config.enable_sleep_mode:
+        raise UnsupportedCache(
+            "enable_sleep_mode is on; memory that other engines reach must stay where it is, so engines cannot sleep"
+        )
     if parallel.pipeline_parallel_size != 1:
         raise UnsupportedCache(f"pipeline_parallel_size is {parallel.pipeline_parallel_size}; only 1 is supported")
     if parallel.decode_context_parallel_size != 1:
@@ -97,12 +101,11 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
 
 
 def _staging_blocks(config: VllmConfig, cache: KVCacheConfig, settings: Settings) -> int:
-    device = current_platform.device_type
-    buffers = {**BUFFERS, **current_platform.get_nixl_supported_devices()}
-    if not is_staged(
-        device, config.kv_transfer_config.kv_buffer_device, host_staging=settings.host_staging, buffers=buffers
-    ):
+    device, buffers = current_platform.device_type, with_platform(current_platform.get_nixl_supported_devices())
+    buffer = config.kv_transfer_config.kv_buffer_device
+    if not is_staged(device, buffer, host_staging=settings.host_staging, buffers=buffers):
         return 0
+    check_copies(device, current_platform)
     smallest = min(group.kv_cache_spec.block_size for group in cache.kv_cache_groups)
     return settings.staging_blocks or 2 * -(-config.model_config.max_model_len // smallest)
 
@@ -118,27 +121,3 @@ def _group(spec: KVCacheSpec) -> CacheGroup:
     window = one.sliding_window + retained if isinstance(one, SlidingWindowSpec) else 0
     chunk = one.attention_chunk_size if isinstance(one, ChunkedLocalAttentionSpec) else 0
     return CacheGroup(spec.block_size, window, chunk)
-
-
-def fingerprint(config: VllmConfig, settings: Settings, facts: Facts) -> Fingerprint:
-    """Return what peers compare; for a worker, once its layers exist (only they know their attention backend)."""
-    model, parallel = config.model_config, config.parallel_config
-    return Fingerprint(
-        vllm=vllm_version,
-        model=model.model,
-        dtype=str(model.dtype),
-        cache_dtype=str(config.cache_config.cache_dtype),
-        layers=model.get_total_num_hidden_layers(),
-        kv_heads=model.get_total_num_kv_heads(),
-        head_size=model.get_head_size(),
-        groups=", ".join(_kind(group) for group in facts.groups),
-        pipeline_parallel=parallel.pipeline_parallel_size,
-        attention=",".join(sorted({backend.get_name() for backend in get_current_attn_backends(config)})),
-        mode=settings.mode.value,
-    )
-
-
-def _kind(group: CacheGroup) -> str:
-    if group.window:
-        return f"sliding window of {group.window}"
-    return f"chunks of {group.chunk}" if group.chunk else "full"

@@ -6,6 +6,7 @@ Everything here runs on the engine thread; sockets and time are the control thre
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -26,9 +27,10 @@ from xpyd_connector.core.leases import LeaseBook, LeaseEvent, Released
 from xpyd_connector.core.lender import Lender
 from xpyd_connector.core.loads import LetGo, Result
 from xpyd_connector.core.messages import PROTOCOL, Welcome
-from xpyd_connector.core.offers import Booking, Offer, read_transfer
+from xpyd_connector.core.offers import REFUSALS, Booking, Offer, read_transfer
 from xpyd_connector.core.peers import PeerBook
 from xpyd_connector.core.pushes import Pushes
+from xpyd_connector.core.signatures import Signatures
 from xpyd_connector.core.slots import Slots
 from xpyd_connector.core.stagings import Stagings
 from xpyd_connector.core.tally import Report, Tally, merge
@@ -38,7 +40,7 @@ from xpyd_connector.io.link import SocketLink
 from xpyd_connector.io.runner import Runner
 from xpyd_connector.io.secrets import SecretSource
 from xpyd_connector.settings import Granularity, Mode
-from xpyd_connector.shell.decode import Decode, OtherPrompt, PullDecode, PushDecode, Tables, digest
+from xpyd_connector.shell.decode import Clock, Decode, PullDecode, PushDecode, Tables, digest
 from xpyd_connector.shell.facts import Facts
 from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake, StepMetadata
 from xpyd_connector.shell.network import open_link
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.xpyd")
 
+WALL_CLOCK: Clock = time.time  # noqa: TID251 -- two engines share no other; what it may be wrong by is allowed for
 LONGEST_NAP = 0.2  # s that a step with nothing to compute waits for a push, or for a request
 
 
@@ -76,7 +79,10 @@ class _Lingering:
 class SchedulerSide:
     """vLLM's scheduler hooks, in the order vLLM calls them for a request."""
 
-    def __init__(self, facts: Facts, settings: "Settings", door: "Door") -> None:
+    def __init__(self, facts: Facts, settings: "Settings", door: "Door", clock: Clock = WALL_CLOCK) -> None:
+        self._clock = clock
+        self._secrets = SecretSource(settings)
+        self._signatures = Signatures(self._secrets)
         self._facts = facts
         self._settings = settings
         self._door = door
@@ -90,7 +96,7 @@ class SchedulerSide:
         self._live: dict[str, Request] = {}
         self._gauges: dict[str, float] = {}
         self._windows = Windows(facts.groups, lambda: self._block_pool)
-        self._decode: Decode = PullDecode(facts, self._post)
+        self._decode: Decode = PullDecode(facts, self._post, self._signatures, clock)
         self._landed: PushDecode | None = None  # the same, in push
         self._streams: Streams | None = None  # only where KV is pushed
         if settings.mode is Mode.PUSH:
@@ -111,7 +117,7 @@ class SchedulerSide:
         fingerprint = next(iter(handshakes.values())).fingerprint
         ranks = tuple(handshakes[rank].rank for rank in sorted(handshakes))
         welcome = Welcome(PROTOCOL, facts.engine, fingerprint, ranks)
-        tally, secrets = Tally(), SecretSource(settings)
+        tally, secrets = Tally(), self._secrets
         workers = tuple(hash_of(badge_of(handshake.token)) for handshake in handshakes.values())
         link = open_link(settings, facts.engine, tally, role=GuestRole.SCHEDULER, workers=workers, secrets=secrets)
         unpacks = facts.borrows and facts.staging_blocks and settings.mode is Mode.PUSH  # its own workers call, too
@@ -178,7 +184,7 @@ class SchedulerSide:
         try:
             source = self._decode.read(request, params)
         except BadOffer as exc:
-            self._tally.count("offers_other_prompt" if isinstance(exc, OtherPrompt) else "offers_bad")
+            self._tally.count(REFUSALS[type(exc)])
             logger.warning("xpyd: %s computes its own prompt: %s", own, exc)
             return
         self._borrowings[own] = _Borrowing(source)
@@ -378,7 +384,7 @@ class SchedulerSide:
         self._post(lambda control, now: control.grant(name, now=now))
         if self._streams is not None:
             self._streams.finish(request, prompt)
-        return self._offer(request, name, prompt).to_params()
+        return self._signatures.sign(self._offer(request, name, prompt)).to_params()
 
     def _offer(self, request: Request, name: RequestId, blocks: Tables) -> Offer:
         return Offer(
@@ -393,6 +399,7 @@ class SchedulerSide:
             xpyd_prompt=digest(request),
             transfer_id=name if self._streams is not None else None,
             xpyd_block_sizes=tuple(group.block_size for group in self._facts.groups),
+            xpyd_expires_at=ceil(self._clock() + self._settings.kv_lease_duration),
         )
 
     def _give_back(self, own: RequestId) -> None:

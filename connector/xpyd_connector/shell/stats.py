@@ -1,5 +1,6 @@
 """Our numbers in vLLM's stats: its periodic log line and its Prometheus endpoint (``vllm:xpyd_...``)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from xpyd_connector.core.tally import COUNTERS, GAUGES, Report, merge
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+
+INFO = "What a router compares before it pairs two engines: their KV is interchangeable where all labels are equal."
 
 
 def _report(data: dict[str, Any]) -> Report:
@@ -56,7 +59,9 @@ class XpydStats(KVConnectorStats):
 class XpydPromMetrics(KVConnectorPromMetrics):
     """The Prometheus metrics of one API server process."""
 
-    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, values: Any) -> None:
+    def __init__(
+        self, vllm_config: Any, metric_types: Any, labelnames: Any, values: Any, info: Mapping[str, str]
+    ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, values)
         self._counters = {
             name: self._make(Counter, f"vllm:xpyd_{name}", text)
@@ -75,6 +80,12 @@ class XpydPromMetrics(KVConnectorPromMetrics):
         self._seconds = self._make(
             Histogram, "vllm:xpyd_transfer_seconds", "From posting a read or a write to its end.", buckets=SECONDS
         )
+
+        labels = [*self._labelnames, *info]
+        known = {engine: [*each, *info.values()] for engine, each in self.per_engine_labelvalues.items()}
+        gauge = self._gauge_cls("vllm:xpyd_connector_info", INFO, labels, multiprocess_mode="mostrecent")
+        for each in create_metric_per_engine(gauge, known).values():
+            each.set(1)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report."""

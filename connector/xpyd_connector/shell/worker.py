@@ -5,8 +5,8 @@ Everything here runs on the forward thread and only touches queues; NIXL is the 
 
 import os
 import uuid
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -31,6 +31,7 @@ from xpyd_connector.io.nixl import NixlMover, make_agent
 from xpyd_connector.io.runner import Command, Runner
 from xpyd_connector.settings import Mode
 from xpyd_connector.shell.caches import Interior
+from xpyd_connector.shell.devices import Ready, computed
 from xpyd_connector.shell.facts import Facts
 from xpyd_connector.shell.memory import Half, Memory
 from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake, StepMetadata
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.xpyd")
 
 TOKEN_BYTES = 32
-Ready: TypeAlias = Callable[[], bool]
 
 
 class WorkerSide:
@@ -120,11 +120,7 @@ class WorkerSide:
             return
         if self._writer is None:
             raise ConnectorError("KV is to be pushed by an engine that lends none")
-        ready: Ready | None = None
-        if self._memory is not None and self._memory.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()  # behind the kernels of the steps before this one
-            ready = event.query
+        ready = computed(self._memory.device) if self._memory is not None else None
         for piece in pieces:
             self._writer.post(_offering(piece, ready))
 

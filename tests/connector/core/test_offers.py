@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
 from xpyd_connector.core.messages import MAX_BLOCKS, MAX_ID
-from xpyd_connector.core.offers import Offer, common_id, digest_prompt, read_booking, read_offer, read_transfer
+from xpyd_connector.core.offers import (
+    REFUSALS,
+    Offer,
+    common_id,
+    digest_prompt,
+    read_booking,
+    read_offer,
+    read_transfer,
+)
+from xpyd_connector.core.signatures import Signatures
 from xpyd_connector.errors import BadOffer
 
 OFFER = Offer(EngineId("p0"), RequestId("cmpl-1"), "10.0.0.1", 5600, ((BlockId(4), BlockId(2)),), 30, xpyd_prompt="d1")
@@ -69,7 +78,12 @@ BROKEN = {
     "remote_host": (None, "", "h" * 256, 1, "\ud800"),
     "remote_port": (None, "5600", 0, -1, 65536, 2**70, 1.5),
     "remote_block_ids": (None, [], [[]], [1], [["1"]], [[-1]], [[MAX_BLOCKS]], [[2**63]], [[2**70]], "x"),
-    "remote_num_tokens": (None, "30", 1.5),
+    "remote_num_tokens": (None, "30", 1.5, -1, 2**70),
+    "tp_size": (0, 2**70),
+    "xpyd_prompt": (7, "\ud800"),
+    "transfer_id": (7, "\ud800"),
+    "xpyd_expires_at": (-1, 1.5, 2**70),
+    "xpyd_signature": (7, "0" * 129),
     "transfer_mode": ("push", None),
 }
 
@@ -105,6 +119,7 @@ def test_arbitrary_params_are_an_offer_or_a_bad_offer(changes):
     """Never another exception: it would stop the engine for everybody."""
     try:
         offer = read_offer(params(**changes))
+        Signatures(lambda: (b"secret",)).check(offer, now=0.0)
     except BadOffer:
         return
     assert 0 < offer.remote_port < 65536
@@ -124,6 +139,12 @@ def test_a_digest_tells_prompts_apart(tokens, features, salt):
 def test_a_prompt_without_token_ids_has_no_digest():
     """Prompt embeddings: nothing to compare."""
     assert digest_prompt(None, [], None) is None
+
+
+def test_every_refusal_has_a_counter():
+    """One without would stop the engine at the first such offer."""
+    assert REFUSALS.keys() == {BadOffer, *BadOffer.__subclasses__()}
+    assert len(set(REFUSALS.values())) == len(REFUSALS)
 
 
 # ---- push

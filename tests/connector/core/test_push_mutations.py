@@ -271,8 +271,8 @@ def forget_what_is_over(patch):
 def ignore_one_rank(patch):
     register = Pushes._register
 
-    def forgetful(self, conn, order):
-        register(self, conn, order)
+    def forgetful(self, conn, order, now):
+        register(self, conn, order, now)
         for push in self._by_request.get(order.request, ()):
             push.busy.discard(1)
 
@@ -294,7 +294,7 @@ def write_whatever_prompt(patch):
     objection = Writer._objection
 
     def trusting(self, writing, source):
-        source.prompt = None
+        source.prompt = writing.order.prompt
         return objection(self, writing, source)
 
     patch.setattr(Writer, "_objection", trusting)

@@ -172,20 +172,70 @@ def test_what_is_written_before_any_lease_does_not_count(desk):
 
 
 def test_several_readers_of_one_transfer_end_its_lease_with_the_last_of_them(desk):
-    """One prompt, n answers, at one decode engine or at two."""
-    desk.introduce(ELSE, "e")
-    desk.register()
-    desk.register(ELSE)
-    desk.register(reader="d-b")
+    """One prompt, n answers, at one decode engine."""
+    readers = [R, RequestId("d-b"), RequestId("d-c")]
+    for reader in readers:
+        desk.register(reader=reader)
     desk.grant()
     desk.said()
-    for conn, reader in ((D, R), (ELSE, R), (D, RequestId("d-b"))):
+    for reader in readers:
         assert T in desk.leases
-        desk.hear(W0, Written(conn, reader))
-        desk.hear(W1, Written(conn, reader))
+        desk.hear(W0, Written(D, reader))
+        desk.hear(W1, Written(D, reader))
 
-    assert [conn for conn, _ in desk.said(D, ELSE)] == [D, ELSE, D]
+    assert [message.reader for message in desk.said(D)] == readers
     assert T not in desk.leases
+
+
+FOREIGN = Stopped(RequestId("e-a"), "transfer t belongs to another decode engine")
+
+
+@pytest.mark.parametrize("then", ["nothing", "stop", "lose", "grant"])
+def test_a_transfer_belongs_to_the_first_decode_engine_that_registers_it(desk, then):
+    """Its name is all that one needs to be written to, and a stranger may learn it: the first has it to the end."""
+    desk.introduce(ELSE, "e")
+    desk.register()
+    if then == "stop":
+        desk.hear(D, Stop((R,)))
+        desk.hear(W0, Ceased(D, R, ""))
+        desk.hear(W1, Ceased(D, R, ""))
+    elif then == "lose":
+        desk.lose(D)
+    elif then == "grant":
+        desk.grant()
+    desk.said()
+    desk.counters()
+    desk.register(ELSE, reader="e-a")
+
+    assert desk.said() == [(ELSE, FOREIGN)]
+    assert desk.counters() == {"registrations_foreign": 1}
+
+
+def test_a_name_is_free_again_when_its_transfer_is_over(desk):
+    """Or when nobody prefilled it for as long as anybody waits."""
+    desk.introduce(ELSE, "e")
+    desk.register()
+    desk.hear(D, Stop((R,)))
+    for worker in (W0, W1):
+        desk.hear(worker, Ceased(D, R, ""))
+    desk.now = PATIENCE
+    desk.turn()
+    desk.said()
+    desk.register(ELSE, reader="e-a")
+
+    assert [conn for conn, _ in desk.said()] == [W0, W1]
+
+
+def test_a_push_that_takes_longer_than_names_are_remembered_keeps_its_name(desk):
+    """The registration itself says whose it is."""
+    desk.introduce(ELSE, "e")
+    desk.register()
+    desk.now = 2 * PATIENCE
+    desk.turn()
+    desk.said()
+    desk.register(ELSE, reader="e-a")
+
+    assert desk.said() == [(ELSE, FOREIGN)]
 
 
 # ---- early words
@@ -230,17 +280,6 @@ def test_a_decode_engine_that_is_gone_wants_nothing(desk, has_registered):
     desk.grant()
 
     assert desk.ended == [(T, "DROPPED")]
-
-
-def test_another_reader_still_wants_what_one_that_is_gone_does_not(desk):
-    """Its registration is worth more than the other's silence."""
-    desk.introduce(ELSE, "e")
-    desk.register()
-    desk.register(ELSE, reader="e-a")
-    desk.lose(D)
-    desk.grant()
-
-    assert T in desk.leases
 
 
 def test_a_heartbeat_is_always_answered(desk):

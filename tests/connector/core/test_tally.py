@@ -7,6 +7,7 @@ import pytest
 
 import xpyd_connector
 from xpyd_connector.core.lender import _COUNTER
+from xpyd_connector.core.offers import REFUSALS
 from xpyd_connector.core.tally import COUNTERS, GAUGES, Report, Sample, Tally, Telling, merge
 
 SAMPLE = Sample(0.1, 64, 1)
@@ -19,7 +20,7 @@ def choices(argument):
 
 def counted():
     """Every name that the package's source counts or fails a load with."""
-    names = set(_COUNTER.values())
+    names = {*_COUNTER.values(), *REFUSALS.values()}
     for source in Path(xpyd_connector.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(source.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in (

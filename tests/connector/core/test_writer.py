@@ -317,15 +317,23 @@ def test_pieces_that_are_not_ready_are_forgotten_with_their_transfer(desk):
     assert desk.writer._sources.keys() == {"other"}
 
 
-def test_another_prompt_is_not_written(desk):
-    """Whatever the router mixed up; without a digest on one side there is nothing to compare."""
-    desk.assign(1, prompt="another")
-    desk.assign(2, prompt=None, reader="d-b")
-    desk.compute(4, last=True)
+@pytest.mark.parametrize(
+    ("ours", "theirs", "reason"),
+    [
+        ("digest", "another", "transfer t belongs to another prompt"),
+        ("digest", None, "transfer t was registered without its prompt's digest"),
+        (None, "digest", "transfer t belongs to another prompt"),
+    ],
+)
+def test_another_prompt_is_not_written(desk, ours, theirs, reason):
+    """Whatever the router mixed up; who leaves the digest out does not know the prompt, and may be a stranger."""
+    desk.assign(1, prompt=theirs)
+    desk.assign(2, prompt=ours, reader="d-b")
+    desk.compute(4, last=True, prompt=ours)
     desk.end(0)
 
     assert desk.written() == [([4], [2])]
-    assert desk.said() == [Ceased(D, R, "transfer t belongs to another prompt"), Written(D, RequestId("d-b"))]
+    assert desk.said() == [Ceased(D, R, reason), Written(D, RequestId("d-b"))]
 
 
 def test_too_few_blocks_are_refused_at_the_end(desk):

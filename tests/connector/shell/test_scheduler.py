@@ -16,7 +16,7 @@ with warnings.catch_warnings():
 
     from xpyd_connector.shell.facts import Facts
     from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake
-    from xpyd_connector.shell.scheduler import LONGEST_NAP, SchedulerSide
+    from xpyd_connector.shell.scheduler import LONGEST_NAP, WALL_CLOCK, SchedulerSide
     from xpyd_connector.shell.wake import Door
 
 from xpyd_connector.core.groups import CacheGroup
@@ -26,6 +26,7 @@ from xpyd_connector.core.loads import LetGo, Result
 from xpyd_connector.core.messages import MAX_ID, Lent
 from xpyd_connector.core.offers import Offer, digest_prompt, read_offer
 from xpyd_connector.core.plan import Stretch
+from xpyd_connector.core.signatures import Signatures
 from xpyd_connector.core.tally import Report
 from xpyd_connector.settings import Granularity, Mode, Settings
 
@@ -44,13 +45,13 @@ def free_port():
 class Engine:
     """vLLM's scheduler, as far as the connector notices it."""
 
-    def __init__(self, *, groups=ONE, **choices):
+    def __init__(self, *, groups=ONE, clock=WALL_CLOCK, **choices):
         self.pool = BlockPool(BLOCKS, enable_caching=False, hash_block_size=SIZE)
         facts = Facts(
             EngineId("here"), Address("127.0.0.1", free_port()), groups, {"l.0": 0}, BLOCKS, all_heads=1, ranks=1,
             lends=True, borrows=True,
         )  # fmt: skip
-        self.side = SchedulerSide(facts, Settings(handshake_timeout=0.1, **choices), Door(None))
+        self.side = SchedulerSide(facts, Settings(handshake_timeout=0.1, **choices), Door(None), clock)
         self.side.bind_block_pool(self.pool)
         self.side.start({0: RankHandshake(rank_info("here"), FINGERPRINT, b"token")})
 
@@ -222,6 +223,96 @@ def test_a_prefill_that_did_not_finish_is_not_lent(engine, status):
     request = engine.request({"do_remote_decode": True}, status=status)
 
     assert engine.side.finished(request, ([1, 2, 3],)) is None
+
+
+# ---- engines with a secret
+
+
+SECRET = b"secret"
+NOW = 1_800_000_000.0  # s since the epoch, on every engine's clock
+
+
+@pytest.fixture
+def proving():
+    engine = Engine(secrets=(SECRET,), clock=lambda: NOW)
+    yield engine
+    engine.side.stop()
+
+
+def signed(*, secret=SECRET, **changes):
+    offer_ = offer(**{"remote_host": "10.0.0.1", "xpyd_expires_at": int(NOW) + 30, **changes})
+    return Signatures(lambda: (secret,)).sign(offer_).to_params()
+
+
+def refusals(engine, params, **request):
+    """Nothing is loaded; return what is counted."""
+    arrived = engine.request(params, **request)
+    engine.side.on_new_request(arrived)
+    assert engine.side.matched_tokens(arrived, 0) == (0, False)
+    assert len(engine.side._borrowings) == 0
+    return engine.side.stats().data["counters"]
+
+
+def test_a_finished_prefill_is_lent_with_a_proof(proving):
+    """Which another engine with the secret takes, as long as the lease may run."""
+    request = proving.request({"do_remote_decode": True}, name="p-a")
+    params = proving.side.finished(request, ([block.block_id for block in proving.pool.get_new_blocks(3)],))
+
+    assert params["xpyd_expires_at"] == NOW + Settings().kv_lease_duration
+    assert Signatures(lambda: (SECRET,)).check(read_offer(params), now=NOW)
+
+
+def test_an_offer_with_a_proof_is_loaded(proving):
+    """The prompt is this one, and so is the time."""
+    request = proving.request(signed())
+    proving.side.on_new_request(request)
+
+    assert proving.side.matched_tokens(request, 0) == (9, True)
+
+
+@pytest.mark.parametrize(
+    ("params", "counter"),
+    [
+        (offer().to_params(), "offers_unsigned"),
+        (signed() | {"remote_block_ids": [[3, 4, 5]]}, "offers_forged"),
+        (signed() | {"xpyd_prompt": None}, "offers_forged"),
+        (signed() | {"remote_host": "10.6.6.6"}, "offers_forged"),
+        (signed(secret=b"another"), "offers_forged"),
+        (signed(xpyd_expires_at=int(NOW) - 301), "offers_expired"),
+        (signed(xpyd_prompt=None), "offers_other_prompt"),
+        (signed(xpyd_prompt="another"), "offers_other_prompt"),
+    ],
+    ids=["unsigned", "blocks", "digest", "host", "secret", "old", "no digest", "another prompt"],
+)
+def test_an_offer_that_is_not_proven_costs_a_local_prefill(proving, params, counter):
+    """It may name the blocks of any request; the text is right all the same, and somebody is told."""
+    assert refusals(proving, params) == {counter: 1}
+
+
+def test_an_offer_that_is_not_proven_does_not_end_a_lease(proving):
+    """vLLM's made-up request for one that it rejected gives back what its params name: they may be another's."""
+    request = proving.request(offer().to_params(), prompt=[0])
+    request.abort_immediately = True
+    proving.side.on_new_request(request)
+    proving.side.finished(request, ([],))
+
+    assert proving.side.stats().data["counters"] == {"offers_unsigned": 1}
+
+
+def test_without_a_secret_an_offer_needs_neither_proof_nor_digest(engine):
+    """vLLM's own connector, as a prefill engine, sends neither."""
+    request = engine.arrive(xpyd_prompt=None)
+
+    assert engine.side.matched_tokens(request, 0) == (9, True)
+
+
+def test_prompts_without_token_ids_have_nothing_to_compare(proving):
+    """Embeddings, on both sides; but the proof is asked for."""
+    request = proving.request(signed(xpyd_prompt=None))
+    request.prompt_token_ids = None
+    proving.side.on_new_request(request)
+
+    assert proving.side.matched_tokens(request, 0) == (9, True)
 
 
 # ---- engines of other shapes

@@ -13,6 +13,7 @@ with warnings.catch_warnings():
 
 from xpyd_connector.core.tally import COUNTERS, GAUGES, Report, Sample
 
+INFO = {"protocol": "3", "fingerprint": "0123456789abcdef", "mode": "pull"}
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 REPORT = Report({"loads": 2}, {"leases_held": 3.0}, [Sample(0.002, 1_000_000, 8, 0.001), Sample(0.004, 500_000, 4)])
 
@@ -57,7 +58,7 @@ def metrics():
     before = set(REGISTRY._collector_to_names)
     types = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
     config = SimpleNamespace(kv_transfer_config=None)
-    yield XpydPromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
+    yield XpydPromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]}, INFO)
     for collector in set(REGISTRY._collector_to_names) - before:
         REGISTRY.unregister(collector)
 
@@ -78,6 +79,13 @@ def test_prometheus_shows_each_engine_by_itself(metrics):
     assert value("vllm:xpyd_descriptors_total", "1") == 12
     assert value("vllm:xpyd_posting_seconds_total", "1") == 0.001
     assert value("vllm:xpyd_transfer_seconds_count", "1") == 2
+
+
+def test_who_may_be_paired_with_whom_is_known_from_the_start(metrics):
+    """A router asks before it sends the first request, when there is nothing to observe yet."""
+    for engine in ("0", "1"):
+        labels = {"model_name": "m", "engine": engine, **INFO}
+        assert REGISTRY.get_sample_value("vllm:xpyd_connector_info", labels) == 1
 
 
 def test_everything_that_can_be_reported_is_registered(metrics):

@@ -1,11 +1,14 @@
 """The worker half without NIXL: what the forward thread does with the transfer thread's news."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
+    import torch
+
     from xpyd_connector.shell.facts import Facts
     from xpyd_connector.shell.metadata import LingeringMetadata, StepMetadata
     from xpyd_connector.shell.worker import WorkerSide
@@ -118,6 +121,31 @@ def test_pieces_are_offered_to_the_thread_that_writes(worker):
         command(core, 5.0)
 
     assert core.offered == [("a", 5.0, None), ("b", 5.0, None)]
+
+
+class Event:
+    """One of a device that has not got so far."""
+
+    def __init__(self):
+        self.is_recorded = False
+
+    def record(self):
+        self.is_recorded = True
+
+    def query(self):
+        return not self.is_recorded
+
+
+@pytest.mark.parametrize("device", ["cuda", "xpu"])
+def test_pieces_wait_for_their_device_whatever_it_is_called(worker, monkeypatch, device):
+    """What its kernels have not written yet would be another prompt's KV, with status 200."""
+    monkeypatch.setattr(torch, "get_device_module", {device: SimpleNamespace(Event=Event)}.__getitem__)
+    worker._writer, worker._memory, core = Thread(), SimpleNamespace(device=torch.device(device)), Core()
+    offer(worker, "a")
+    worker._writer.posted[0](core, 5.0)
+    ((_, _, ready),) = core.offered
+
+    assert ready() is False
 
 
 def test_pieces_for_an_engine_that_lends_nothing_are_a_bug(worker):

@@ -1,9 +1,8 @@
 """The connector of this checkout beside that of another: time to first token of the decode leg, requests in turn.
 
-``beside.py OTHER [--requests N] [--tokens N] [--mode pull|push]``; OTHER is a checkout of xpyd, such as ``git worktree
-add`` makes. Four CPU engines run at the same time, a pair for each checkout; each prompt goes to one pair and then to the
-other, so that whatever the machine does meanwhile meets both. Engines share a secret. Prints a table of Markdown, in ms,
-and the CPU that each pair uses while nothing is asked.
+``beside.py OTHER [--requests N] [--tokens N] [--mode pull|push]``; OTHER is a checkout of xpyd. Four CPU engines run
+at the same time, a pair for each checkout. Each prompt goes to one pair and then to the other, so that whatever the
+machine does meanwhile meets both. Engines share a secret. Prints a table of Markdown, with the CPU of engines at rest.
 """
 
 import argparse
@@ -94,9 +93,8 @@ def report(options, times, cores):
         print(f"| {name} | {low:.2f} | {middle:.2f} | {high:.2f} | {p:.3f} | {d:.3f} |")
     ratios = [new / old for old, new in zip(times["other"], times["this"], strict=True)]
     medians = statistics.median(times["this"]) / statistics.median(times["other"])
-    print(
-        f"\nthis / other: {medians:.3f} of the medians, {statistics.median(ratios):.3f} as median of each prompt's ratio"
-    )
+    each = statistics.median(ratios)
+    print(f"\nthis / other: {medians:.3f} of the medians, {each:.3f} as median of each prompt's ratio")
 
 
 if __name__ == "__main__":

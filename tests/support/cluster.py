@@ -26,6 +26,7 @@ EXACT = ("--dtype", "float32")
 # On one host UCX reads another process's memory by itself, even if that process is stopped. Over TCP, as between hosts,
 # both ends take part: a stopped engine leaves a read hanging.
 OVER_TCP = {"UCX_TLS": "tcp"}
+SECRET = "what all engines of the tests share"
 
 
 # Below the ports that Linux gives to outgoing connections: an engine binds its port half a minute after it is chosen.
@@ -56,6 +57,7 @@ def engine_spec(name, model, **options):
     spec = EngineSpec(
         name, port, model, served_name=MODEL_NAME, side_channel_port=side_port, cache_dir=ROOT / ".xpyd/cache"
     )
+    options["extra_env"] = {"XPYD_CONNECTOR_SECRET": SECRET, **options.get("extra_env", {})}
     options["extra_args"] = (*EXACT, *options.get("extra_args", ()))
     return dataclasses.replace(spec, **options)
 

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from secrets import token_hex
 
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.push import TransferMode
 from xpyd_proxy.local.processes import Command
 
 HOST = "127.0.0.1"
+SECRET_VARIABLES = ("XPYD_CONNECTOR_SECRET", "XPYD_CONNECTOR_SECRET_FILE")  # what our connector proves itself with
 PYTHON_MODULE = (sys.executable, "-P", "-m")  # -P: a directory called vllm, say a checkout, is not the package
 
 
@@ -91,6 +93,12 @@ def argv(spec: EngineSpec) -> list[str]:
         str(spec.model),
         *options(spec),
     ]
+
+
+def with_secret(inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which engines share a secret: the operator's, or one that is drawn now."""
+    drawn = {} if any(inherited.get(name) for name in SECRET_VARIABLES) else {SECRET_VARIABLES[0]: token_hex(32)}
+    return {**inherited, **drawn}
 
 
 def shell_line(spec: EngineSpec) -> str:

@@ -19,7 +19,7 @@ from xpyd_proxy.local.errors import ChildDied, LocalError, NotReady
 from xpyd_proxy.local.first_request import Answer, Leg
 from xpyd_proxy.local.plan import MODEL_NAME, EngineKind, Plan, engine_command, router_command
 from xpyd_proxy.local.processes import Fleet, open_fleet
-from xpyd_proxy.local.recipe import Connector
+from xpyd_proxy.local.recipe import Connector, with_secret
 from xpyd_proxy.local.screen import Screen
 
 READY_TIMEOUT_S = 300.0
@@ -140,7 +140,8 @@ def _make_model(plan: Plan, screen: Screen) -> None:
 
 def _start(plan: Plan, fleet: Fleet, screen: Screen) -> None:
     start = time.monotonic()
-    commands = [engine_command(plan, spec, os.environ) for spec in plan.engines()]
+    shared = with_secret(os.environ)
+    commands = [engine_command(plan, spec, shared) for spec in plan.engines()]
     commands.append(router_command(plan, os.environ))
     children = [fleet.start(command) for command in commands]
     for child in children:

@@ -10,7 +10,16 @@ import pytest
 
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.push import TransferMode
-from xpyd_proxy.local.recipe import Connector, EngineSpec, argv, engine, environment, shell_line, transfer_config
+from xpyd_proxy.local.recipe import (
+    Connector,
+    EngineSpec,
+    argv,
+    engine,
+    environment,
+    shell_line,
+    transfer_config,
+    with_secret,
+)
 
 
 def spec(**changes):
@@ -180,3 +189,13 @@ def test_nixl_listens_on_loopback_where_the_side_channel_does():
     assert environment(local, {})["UCX_NET_DEVICES"] == "lo"
     assert environment(local, {"UCX_NET_DEVICES": "eth1"})["UCX_NET_DEVICES"] == "eth1"
     assert "UCX_NET_DEVICES" not in environment(elsewhere, {})
+
+
+@pytest.mark.parametrize("variable", ["XPYD_CONNECTOR_SECRET", "XPYD_CONNECTOR_SECRET_FILE"])
+def test_engines_share_the_operators_secret_or_one_that_is_drawn(variable):
+    """Other users of this machine can reach loopback, too."""
+    drawn = [with_secret({"PATH": "/bin"})["XPYD_CONNECTOR_SECRET"] for _ in range(2)]
+
+    assert min(map(len, drawn)) >= 64
+    assert drawn[0] != drawn[1]
+    assert with_secret({variable: "mine"}) == {variable: "mine"}

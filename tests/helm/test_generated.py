@@ -66,7 +66,8 @@ def test_notes_tell_how_to_go_on():
 
     assert "kubectl -n ns rollout status deployment/r-xpyd-router" in notes
     assert "router.apiKeys.secretName is empty" in notes
-    assert "connector.secret.name is empty" in notes
+    assert "The engines' secret is r-xpyd-connector, made by this chart." in notes
+    assert "data plane is not closed" not in notes + quiet
     assert "is empty" not in quiet
     assert "https://localhost:8000" in quiet
     assert "whatever is in front must speak it" in quiet
@@ -141,7 +142,8 @@ def test_a_package_comes_out_of_an_oci_registry_as_it_went_in(helm, tmp_path, ke
         chart = f"oci://{host}/charts/xpyd"
         run(helm, "push", str(package), f"oci://{host}/charts", "--plain-http")
         run(helm, "pull", chart, *pull)
-        rendered = run(helm, "template", "r", chart, "--version", "0.1.0", "--plain-http", "-n", "ns")
+        named = ["--set", "connector.secret.name=s"]
+        rendered = run(helm, "template", "r", chart, "--version", "0.1.0", "--plain-http", "-n", "ns", *named)
         for digest, body in registry.blobs.items():
             if body == package.read_bytes():
                 registry.blobs[digest] = body[:-1] + bytes([body[-1] ^ 1])
@@ -150,5 +152,7 @@ def test_a_package_comes_out_of_an_oci_registry_as_it_went_in(helm, tmp_path, ke
             run(helm, "pull", chart, *pull)
 
     assert (tmp_path / "out" / package.name).read_bytes() == package.read_bytes()
-    assert rendered.endswith(Chart(package).text(helm=helm))  # helm 4 first says what it has pulled
+    assert rendered.endswith(
+        Chart(package).text({"connector": {"secret": {"name": "s"}}}, helm=helm)
+    )  # helm 4 first says what it has pulled
     assert ("charts/xpyd", "0.1.0") in registry.manifests

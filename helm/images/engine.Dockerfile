@@ -1,10 +1,15 @@
 # syntax=docker/dockerfile:1
 # An engine: vLLM's own image plus the connector, and nothing else changed.
-# docker build -f helm/images/engine.Dockerfile -t localhost/xpyd/engine:0.1.0 .
+# make images-pin images. Both bases are ones with a digest (bases.lock), or the build ends.
 ARG PYTHON_IMAGE=python:3.12-slim
 ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
 
 FROM ${PYTHON_IMAGE} AS build
+ARG PYTHON_IMAGE
+ARG VLLM_IMAGE
+ARG ALLOW_BASE_BY_TAG=false
+COPY helm/images/check-base.sh /
+RUN /check-base.sh "${ALLOW_BASE_BY_TAG}" "${PYTHON_IMAGE}" "${VLLM_IMAGE}"
 WORKDIR /src
 COPY helm/images/requirements-build.txt helm/images/build-wheel.sh helm/images/
 RUN python -m pip install --no-cache-dir --no-deps --only-binary :all: --require-hashes -r helm/images/requirements-build.txt

@@ -143,15 +143,16 @@ $(VENV)/bin/python:
 	@echo "Making $(VENV) with $$($(PYTHON) --version)."
 	@$(PYTHON) -m venv $(VENV)
 
-# The index's build for Linux wants CUDA's libraries, the build for CPUs does not.
-$(STAMPS)/torch: requirements-torch.txt requirements-cuda.txt | $(VENV)/bin/python
+# The build for CPUs if pip finds it (requirements-torch-cpu.txt says how), else the index's, which wants CUDA's libraries.
+$(STAMPS)/torch: requirements-torch-cpu.txt requirements-torch.txt requirements-cuda.txt | $(VENV)/bin/python
 	@echo "Installing PyTorch: 0.2 to 2.5 GB, one to ten minutes."
 	@mkdir -p $(STAMPS)
-	@$(PIP) --no-deps --require-hashes -r requirements-torch.txt
-	@case $$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))') in \
-		*+cpu) ;; \
-		*) $(PIP) --no-deps --require-hashes -r requirements-cuda.txt ;; \
-	esac
+	@said=$$($(PIP) --no-deps --require-hashes -r requirements-torch-cpu.txt 2>&1) || { \
+		case $$said in *"DO NOT MATCH"*) echo "$$said" >&2; exit 1 ;; esac; \
+		echo "pip finds no build for CPUs: this one wants CUDA's libraries."; \
+		$(PIP) --no-deps --require-hashes -r requirements-torch.txt; \
+		$(PIP) --no-deps --require-hashes -r requirements-cuda.txt; \
+	}
 	@touch $@
 
 $(STAMPS)/engine: requirements-engine.txt $(STAMPS)/torch

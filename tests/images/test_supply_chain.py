@@ -129,11 +129,13 @@ def test_nobody_is_told_to_name_an_index_beside_the_usual_one():
 
 def test_torch_has_the_hash_of_each_build_that_is_taken():
     """Those of the usual index, and that for CPUs; the libraries of CUDA come in versions that go with it."""
-    (torch,) = logical((ROOT / "requirements-torch.txt").read_text())
+    (torch,), (cpu,) = (logical((ROOT / f"requirements-{name}.txt").read_text()) for name in ("torch", "torch-cpu"))
     cuda = {line.partition("==")[0] for line in logical((ROOT / "requirements-cuda.txt").read_text())}
     engine = {line.partition("==")[0] for line in logical((ROOT / "requirements-engine.txt").read_text())}
 
     assert torch.startswith("torch==2.13.0 ")
+    assert cpu.startswith("torch==2.13.0+cpu ")
+    assert cpu.split("--hash=")[1] in torch
     assert len(set(re.findall(r"sha256:[0-9a-f]{64}", torch))) == 25
     assert {"nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "cuda-bindings", "triton"} <= cuda
     assert {"filelock", "fsspec", "jinja2", "networkx", "sympy", "typing-extensions"} <= engine
@@ -242,7 +244,7 @@ BILLS = {
     "router": ["helm/images/requirements-router.txt"],
     "router-tracing": ["helm/images/requirements-router-tracing.txt"],
     "engine": ["helm/images/requirements-nixl.txt"],
-    "engine-cpu": ["requirements-torch.txt", "requirements-engine.txt"],
+    "engine-cpu": ["requirements-torch-cpu.txt", "requirements-engine.txt"],
     "build": ["helm/images/requirements-build.txt", "helm/images/requirements-compile.txt"],
 }
 
@@ -277,3 +279,29 @@ def test_a_bill_names_every_package_with_version_and_hashes(bills, name):
     for one in bill["components"]:
         hashes = [said for place in one["externalReferences"] for said in place.get("hashes", ())]
         assert {said["alg"] for said in hashes} == {"SHA-256"}, one["name"]
+
+
+@pytest.mark.parametrize(
+    ("said", "installed"),
+    [
+        ("", ["torch-cpu"]),
+        ("ERROR: No matching distribution found for torch==2.13.0+cpu", ["torch-cpu", "torch", "cuda"]),
+        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.", ["torch-cpu"]),
+    ],
+    ids=["there", "not there", "another one"],
+)
+def test_make_takes_the_build_for_cpus_where_there_is_one(said, installed, tmp_path):
+    """Else the index's with what it needs; a file that is there and is another one is an error."""
+    python, asked = tmp_path / "bin" / "python", tmp_path / "asked"
+    python.parent.mkdir()
+    fails = f"case \"$*\" in *torch-cpu*) echo '{said}' >&2; exit 1;; esac" if said else ":"
+    python.write_text(f'#!/bin/sh\necho "$@" >>{asked}\n{fails}\n')
+    python.chmod(0o755)
+    command = ["make", "-s", f"VENV={tmp_path}", f"{tmp_path}/.stamps/torch"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+
+    lines = asked.read_text().splitlines()
+    assert [line.rpartition("requirements-")[2] for line in lines] == [f"{name}.txt" for name in installed]
+    assert all("--no-deps --require-hashes" in line for line in lines)
+    assert (done.returncode != 0) is ("DO NOT MATCH" in said)
+    assert (tmp_path / ".stamps/torch").exists() is (done.returncode == 0)

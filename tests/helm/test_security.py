@@ -1,6 +1,8 @@
 """What keeps strangers from engines: their secret, their network, their user. See SECURITY.md."""
 
 import base64
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -8,7 +10,7 @@ import yaml
 from support.helm_chart import CHART, DRAWN, HELMS, Chart, default, run
 from support.helm_checks import complaints
 from support.helm_cluster import cluster
-from support.helm_objects import COMPONENT, container, env, kind, one, pool, templates
+from support.helm_objects import COMPONENT, container, env, kind, one, pool, router, templates
 from support.helm_schemas import wrong
 
 ROLES = ("prefill", "decode")
@@ -144,6 +146,49 @@ def test_an_open_data_plane_is_accepted_in_words():
 
     assert "The engines' data plane is not closed by this chart" in notes
     assert "reads and writes its memory" in notes
+
+
+ANSWERS = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(401); self.end_headers()
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+HANGS = """
+import socket, time
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("code", "alive"), [(ANSWERS, True), (HANGS, False)], ids=["refuses", "hangs"])
+def test_a_router_with_keys_is_alive_if_it_answers_anything(code, alive):
+    """Probes have no key to show: 401 is an answer. A router whose event loop stands gives none, and is restarted."""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        port = int(process.stdout.readline())
+        keys = {"apiKeys": {"secretName": "clients"}, "port": port, "probes": {"timeoutSeconds": 2}}
+        probes = container(templates(router(Chart().objects({"router": keys})))[0])
+        command = probes["livenessProbe"]["exec"]["command"]
+        done = subprocess.run(command, capture_output=True, check=False, timeout=30)
+        process.kill()
+
+    assert (done.returncode == 0) is alive, done.stderr
+    assert probes["startupProbe"]["exec"]["command"] == command
+    assert probes["readinessProbe"]["httpGet"]["path"] == "/ready"
+
+
+def test_prometheus_shows_the_key_that_it_is_given():
+    """As a reference to a secret; without keys it needs none."""
+    (with_keys,) = kind(default("2p4d"), "ServiceMonitor")
+    (without,) = kind(Chart().objects({"monitoring": {"serviceMonitor": {"enabled": True}}}), "ServiceMonitor")
+
+    (endpoint,) = with_keys["spec"]["endpoints"]
+    assert endpoint["authorization"] == {"credentials": {"name": "xpyd-prometheus", "key": "key"}}
+    assert "authorization" not in without["spec"]["endpoints"][0]
 
 
 def test_policies_are_made_unless_somebody_takes_them_away():

@@ -167,11 +167,11 @@ CONTRADICTIONS = [
     ({"connector": {"secret": {"create": False}}}, "engines refuse a side channel without a secret"),
     (
         {"decode": {"hostNetwork": True, "kvEvents": {"enabled": True}}} | ACCEPTED,
-        "decode.kvEvents.enabled is true: vLLM publishes to everybody",
+        "decode.kvEvents.enabled is true: vLLM publishes without a key",
     ),
     (
         {"prefill": {"kvEvents": {"enabled": True}}, "networkPolicy": {"enabled": False}} | ACCEPTED,
-        "prefill.kvEvents.enabled is true: vLLM publishes to everybody",
+        "prefill.kvEvents.enabled is true: vLLM publishes without a key",
     ),
     ({"prefill": {"autoscaling": {"min": 9}}}, "above max"),
     ({"cache": {"type": "claimTemplate"}}, "only a StatefulSet"),

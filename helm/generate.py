@@ -121,7 +121,11 @@ def _connector(field: "dataclasses.Field[Any]") -> Schema:
         return {"type": "string", "enum": [choice.value for choice in CHOICES[field.name]]}
     if field.name in AT_LEAST:
         return {"type": "integer" if isinstance(field.default, int) else "number", "minimum": AT_LEAST[field.name]}
-    return {"type": ["boolean", "null"]}
+    if isinstance(field.default, tuple):
+        return {"type": ["array", "object"]}
+    if isinstance(field.default, str):
+        return {"type": "string"}
+    return {"type": "boolean" if isinstance(field.default, bool) else ["boolean", "null"]}
 
 
 def made() -> Mapping[Path, str]:

@@ -1,5 +1,6 @@
 """What helm/generate.py makes is as it would make it now."""
 
+import dataclasses
 import importlib.util
 import shutil
 import subprocess
@@ -47,6 +48,17 @@ def _leaves(values, path, described):
             yield from _leaves(value, f"{name}.", described)
         else:
             yield name
+
+
+def test_a_setting_is_described_by_its_default(generate):
+    """The connector refuses a path that is true, and a switch that is a word; the chart does so before."""
+    kinds = {"path": "", "switch": False, "maybe": None, "names": ("UCX",)}
+    made = dataclasses.make_dataclass("Settings", [(n, object, dataclasses.field(default=d)) for n, d in kinds.items()])
+    found = {field.name: generate._connector(field)["type"] for field in dataclasses.fields(made)}
+
+    assert found == {
+        "path": "string", "switch": "boolean", "maybe": ["boolean", "null"], "names": ["array", "object"],
+    }  # fmt: skip
 
 
 def test_a_value_that_changed_would_be_noticed(generate):

@@ -123,8 +123,10 @@
 {{- end }}
 {{- end }}
 {{- if $p.rdma.enabled }}
+{{- with $p.rdma.devices }}
 - name: UCX_NET_DEVICES
-  value: {{ $p.rdma.devices | default "all" | quote }}
+  value: {{ . | quote }}
+{{- end }}
 {{- with $p.rdma.transports }}
 - name: UCX_TLS # without tcp, which would take the place of RDMA's keys
   value: {{ . | quote }}

@@ -31,6 +31,7 @@ ROUTER_OWN = {
 }  # fmt: skip
 CONNECTOR_OWN = {"mode", "kv_lease_duration", *FROM_ENVIRONMENT}
 Schema = dict[str, Any]
+KINDS = {bool: "boolean", str: "string", tuple: ["array", "object"]}  # a setting of the connector, by its default
 
 
 def readme(text: str, values: str) -> str:
@@ -117,15 +118,13 @@ def _takes(kind: Kind, text: str) -> bool:
 
 
 def _connector(field: "dataclasses.Field[Any]") -> Schema:
+    if type(field.default) in KINDS:
+        return {"type": KINDS[type(field.default)]}
     if field.name in CHOICES:
         return {"type": "string", "enum": [choice.value for choice in CHOICES[field.name]]}
     if field.name in AT_LEAST:
         return {"type": "integer" if isinstance(field.default, int) else "number", "minimum": AT_LEAST[field.name]}
-    if isinstance(field.default, tuple):
-        return {"type": ["array", "object"]}
-    if isinstance(field.default, str):
-        return {"type": "string"}
-    return {"type": "boolean" if isinstance(field.default, bool) else ["boolean", "null"]}
+    return {"type": ["boolean", "null"]}
 
 
 def made() -> Mapping[Path, str]:

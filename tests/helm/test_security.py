@@ -181,16 +181,6 @@ def test_a_router_with_keys_is_alive_if_it_answers_anything(code, alive):
     assert probes["readinessProbe"]["httpGet"]["path"] == "/ready"
 
 
-def test_prometheus_shows_the_key_that_it_is_given():
-    """As a reference to a secret; without keys it needs none."""
-    (with_keys,) = kind(default("2p4d"), "ServiceMonitor")
-    (without,) = kind(Chart().objects({"monitoring": {"serviceMonitor": {"enabled": True}}}), "ServiceMonitor")
-
-    (endpoint,) = with_keys["spec"]["endpoints"]
-    assert endpoint["authorization"] == {"credentials": {"name": "xpyd-prometheus", "key": "key"}}
-    assert "authorization" not in without["spec"]["endpoints"][0]
-
-
 def test_policies_are_made_unless_somebody_takes_them_away():
     """One for the routers, one for each pool."""
     policies = kind(default(), "NetworkPolicy")

@@ -80,7 +80,6 @@ BAD = [
     ("decode.probes.periodSeconds", 0),
     ("decode.topologySpread", [{"maxSkew": 1}]),
     ("networkPolicy.routerFrom", [{"cidr": "10.0.0.0/8"}]),
-    ("monitoring.serviceMonitor.authorization", {"credentials": "hunter2"}),  # a secret, not its name
     ("monitoring.prometheusRule.errorShare", 5),
     ("monitoring.prometheusRule.ttftSeconds", 300),  # the histogram's last bound: above it nothing is seen
     ("ingress.paths", ["v1"]),
@@ -143,10 +142,6 @@ CONTRADICTIONS = [
         "operators",
     ),
     ({"router": {"tls": {"clientCaSecretName": "ca"}}}, "needs router.tls.secretName"),
-    (
-        {"router": {"apiKeys": {"secretName": "k"}}, "monitoring": {"serviceMonitor": {"enabled": True}}},
-        "the routers' metrics want a key",
-    ),
     ({"router": {"terminationGracePeriodSeconds": 60}}, "its drain takes up to 145 s"),
     ({"router": {"discovery": {"enabled": False}}}, "would know no engine"),
     ({"router": {"autoscaling": {"min": 5, "max": 4}}}, "above max"),

@@ -87,8 +87,8 @@ def test_engines_are_not_root():
     ],
     ids=str,
 )
-def test_an_engine_is_root_for_rdma_or_because_somebody_says_so(pool_values, root):
-    """IPC_LOCK reaches no other user; where the runtime lets everybody lock memory, `runAsRoot: false` does."""
+def test_an_engine_is_root_for_rdma_or_by_its_value(pool_values, root):
+    """IPC_LOCK reaches no other user; where the runtime lets all users lock memory, `runAsRoot: false` works."""
     objects = Chart().objects({"decode": pool_values})
     template, other = (templates(pool(objects, role))[0] for role in ("decode", "prefill"))
     user = template["spec"]["securityContext"]
@@ -102,7 +102,7 @@ def test_an_engine_is_root_for_rdma_or_because_somebody_says_so(pool_values, roo
 
 
 def test_rdma_leaves_tcp_out():
-    """Over TCP no key of the NIC is asked for: an engine with RDMA has no such transport, unless somebody wants it."""
+    """Over TCP no key of the NIC is asked for: an engine with RDMA has no such transport, unless its value is empty."""
     rdma = {"rdma": {"enabled": True}}
     template = templates(pool(Chart().objects({"prefill": rdma}), "prefill"))[0]
     chosen = {"rdma": {"enabled": True, "transports": "", "devices": "mlx5_0:1"}}
@@ -117,7 +117,7 @@ def test_rdma_leaves_tcp_out():
 
 
 def test_kv_events_are_for_those_who_are_named():
-    """vLLM's publisher asks for no key, so the port is the engines' alone until somebody names more."""
+    """vLLM's publisher asks for no key, so the port is the engines' alone until `kvEvents.from` names more."""
     events = {"kvEvents": {"enabled": True}, "dataParallel": 2}
     peer = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "indexer"}}}
     closed, opened = (
@@ -140,7 +140,7 @@ def test_kv_events_are_for_those_who_are_named():
 
 
 def test_an_open_data_plane_is_accepted_in_words():
-    """And the notes repeat them to whoever installs it."""
+    """And the notes repeat them at the installation."""
     accepted = ["--set", "connector.acceptOpenDataPlane=true,prefill.hostNetwork=true"]
     notes = run("helm4", "install", "r", str(CHART), "--dry-run=client", *accepted).partition("NOTES:")[2]
 
@@ -181,7 +181,7 @@ def test_a_router_with_keys_is_alive_if_it_answers_anything(code, alive):
     assert probes["readinessProbe"]["httpGet"]["path"] == "/ready"
 
 
-def test_policies_are_made_unless_somebody_takes_them_away():
+def test_policies_are_made_unless_the_open_data_plane_is_accepted():
     """One for the routers, one for each pool."""
     policies = kind(default(), "NetworkPolicy")
     without = {"networkPolicy": {"enabled": False}, "connector": {"acceptOpenDataPlane": True}}

@@ -106,7 +106,7 @@ def test_an_install_without_hashes_is_seen(line):
 
 @pytest.mark.parametrize("file", LOCKED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_locked_file_has_hashes_and_names_no_index(file):
-    """A second index could answer for any name; the file works with whichever one a builder trusts."""
+    """A second index could answer for any name; the file works with the index that a builder trusts."""
     if file.name == "requirements-overrides.txt":
         assert all(";" in line for line in logical(file.read_text()))
         return
@@ -117,7 +117,7 @@ def test_every_locked_file_has_hashes_and_names_no_index(file):
     assert not re.search(r"://|index-url|find-links|@", "\n".join(lines))
 
 
-def test_nobody_is_told_to_name_an_index_beside_the_usual_one():
+def test_no_document_names_a_second_index():
     """pip would take the higher version of either, and a stranger can publish that."""
     told = [
         str(p.relative_to(ROOT)) for p in tracked() if p.is_file() and p.suffix in ("", ".md", ".txt", ".in", ".sh")
@@ -161,7 +161,7 @@ DIGEST = "sha256:" + "0123456789abcdef" * 4
     ids=str,
 )
 def test_a_base_without_a_digest_ends_the_build(arguments, code):
-    """In one sentence that names the image; unless somebody says that a tag will do."""
+    """In one sentence that names the image, unless ALLOW is true."""
     done = subprocess.run(
         [IMAGES / "check-base.sh", *arguments], capture_output=True, text=True, check=False, timeout=60
     )

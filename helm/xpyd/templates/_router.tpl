@@ -82,7 +82,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Fails unless the router answers, whatever it answers: one that hangs must be restarted, one without engines must not. */}}
+{{/* Fails unless the router answers, with any status: one that hangs must be restarted, one without engines must not. */}}
 {{- define "xpyd.router.alive" -}}
 import http.client as h, ssl
 {{- $where := printf "'localhost', %d, timeout=%d" (int .Values.router.port) (int .Values.router.probes.timeoutSeconds) }}

@@ -24,7 +24,7 @@ def mode(path):
 
 
 def test_logs_are_for_their_user_alone(tmp_path):
-    """Whatever the umask, and also when an older run has left them open."""
+    """With any umask, and also when an older run has left them open."""
     home = tmp_path / "home"
     make_directory(home / "logs")
     (home / "logs" / "old.log").touch(mode=0o644)
@@ -42,7 +42,7 @@ def test_logs_are_for_their_user_alone(tmp_path):
 
 
 def test_a_folder_that_is_there_stays_as_it_is(tmp_path):
-    """It may be somebody's home; what is missing below it is made for this user alone."""
+    """It may be a user's home; what is missing below it is made for this user alone."""
     tmp_path.chmod(0o755)
     make_directory(tmp_path / "a" / "b")
     make_directory(tmp_path / "a" / "b")

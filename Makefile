@@ -114,6 +114,20 @@ soak: $(STAMPS)/dev ## the router for a long time: docs/benchmarks/soak.md, 35 m
 sim-fleet: $(STAMPS)/dev ## a simulated fleet of 1,000 engines: docs/benchmarks/fleet.md, one minute; QUICK=1
 	$(BIN)/python tests/benchmarks/discovery/simulate.py $(if $(filter-out 0 no,$(QUICK)),--quick)
 
+##@ Ship
+
+.PHONY: images-pin
+images-pin: ## ask for the digests of the images' bases: helm/images/bases.lock
+	@helm/images/pin-bases.sh
+
+.PHONY: images
+images: ## build both images from these bases, with docker; TAG=0.1.0
+	@helm/images/build.sh $(TAG)
+
+.PHONY: sbom
+sbom: $(STAMPS)/dev ## what the images install, with hashes, as CycloneDX: dist/sbom
+	@CYCLONEDX=$(CURDIR)/$(BIN)/cyclonedx-py helm/images/sbom.sh dist/sbom
+
 ##@ Install
 
 .PHONY: install
@@ -129,10 +143,16 @@ $(VENV)/bin/python:
 	@echo "Making $(VENV) with $$($(PYTHON) --version)."
 	@$(PYTHON) -m venv $(VENV)
 
-$(STAMPS)/torch: requirements-torch.txt | $(VENV)/bin/python
+# The build for CPUs if pip finds it (requirements-torch-cpu.txt says how), else the index's, which wants CUDA's libraries.
+$(STAMPS)/torch: requirements-torch-cpu.txt requirements-torch.txt requirements-cuda.txt | $(VENV)/bin/python
 	@echo "Installing PyTorch: 0.2 to 2.5 GB, one to ten minutes."
 	@mkdir -p $(STAMPS)
-	@$(PIP) -r requirements-torch.txt
+	@said=$$($(PIP) --no-deps --require-hashes -r requirements-torch-cpu.txt 2>&1) || { \
+		case $$said in *"DO NOT MATCH"*) echo "$$said" >&2; exit 1 ;; esac; \
+		echo "pip finds no build for CPUs: this one wants CUDA's libraries."; \
+		$(PIP) --no-deps --require-hashes -r requirements-torch.txt; \
+		$(PIP) --no-deps --require-hashes -r requirements-cuda.txt; \
+	}
 	@touch $@
 
 $(STAMPS)/engine: requirements-engine.txt $(STAMPS)/torch
@@ -140,9 +160,10 @@ $(STAMPS)/engine: requirements-engine.txt $(STAMPS)/torch
 	@$(PIP) --no-deps --require-hashes -r requirements-engine.txt
 	@touch $@
 
-$(STAMPS)/package: pyproject.toml $(STAMPS)/engine
+$(STAMPS)/package: pyproject.toml helm/images/requirements-build.txt $(STAMPS)/engine
 	@echo "Installing xpyd from this directory."
-	@$(PIP) --no-deps -e .
+	@$(PIP) --no-deps --require-hashes -r helm/images/requirements-build.txt
+	@$(PIP) --no-deps --no-build-isolation --no-index -e .
 	@touch $@
 
 $(STAMPS)/dev: requirements-dev.txt $(STAMPS)/package
@@ -156,10 +177,16 @@ $(STAMPS)/helm: tests/helm/get_helm.py $(STAMPS)/dev
 	@touch $@
 
 .PHONY: lock
-lock: $(VENV)/bin/python ## write requirements-*.txt anew from requirements-*.in
-	@$(PIP) "uv>=0.11"
+lock: $(VENV)/bin/python ## write requirements-*.txt anew from requirements-*.in; requirements-torch.txt is written by hand
+	@$(PIP) --no-deps --require-hashes -r requirements-lock.txt
+	$(LOCK) requirements-lock.in -o requirements-lock.txt
 	$(LOCK) --override requirements-overrides.txt requirements-engine.in -o requirements-engine.txt
 	$(LOCK) requirements-dev.in -o requirements-dev.txt
+	$(LOCK) -c requirements-engine.txt $(addprefix --no-emit-package=,$(HERE)) requirements-torch.txt -o requirements-cuda.txt
+	echo 'vllm-router==0.1.17' | $(LOCK) -c requirements-engine.txt - -o tests/benchmarks/router/requirements-peer.txt
+
+# What PyTorch needs and requirements-engine.txt has: without CUDA's libraries it would be all.
+HERE := torch filelock fsspec jinja2 markupsafe mpmath networkx setuptools sympy typing-extensions
 
 LOCK := UV_CUSTOM_COMPILE_COMMAND='make lock' $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate
 

@@ -31,6 +31,7 @@ ROUTER_OWN = {
 }  # fmt: skip
 CONNECTOR_OWN = {"mode", "kv_lease_duration", *FROM_ENVIRONMENT}
 Schema = dict[str, Any]
+KINDS = {bool: "boolean", str: "string", tuple: ["array", "object"]}  # a setting of the connector, by its default
 
 
 def readme(text: str, values: str) -> str:
@@ -117,6 +118,8 @@ def _takes(kind: Kind, text: str) -> bool:
 
 
 def _connector(field: "dataclasses.Field[Any]") -> Schema:
+    if type(field.default) in KINDS:
+        return {"type": KINDS[type(field.default)]}
     if field.name in CHOICES:
         return {"type": "string", "enum": [choice.value for choice in CHOICES[field.name]]}
     if field.name in AT_LEAST:

@@ -1,10 +1,15 @@
 # syntax=docker/dockerfile:1
 # An engine: vLLM's own image plus the connector, and nothing else changed.
-# docker build -f helm/images/engine.Dockerfile -t localhost/xpyd/engine:0.1.0 .
+# make images-pin images. Both bases are ones with a digest (bases.lock), or the build ends.
 ARG PYTHON_IMAGE=python:3.12-slim
 ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
 
 FROM ${PYTHON_IMAGE} AS build
+ARG PYTHON_IMAGE
+ARG VLLM_IMAGE
+ARG ALLOW_BASE_BY_TAG=false
+COPY helm/images/check-base.sh /
+RUN /check-base.sh "${ALLOW_BASE_BY_TAG}" "${PYTHON_IMAGE}" "${VLLM_IMAGE}"
 WORKDIR /src
 COPY helm/images/requirements-build.txt helm/images/build-wheel.sh helm/images/
 RUN python -m pip install --no-cache-dir --no-deps --only-binary :all: --require-hashes -r helm/images/requirements-build.txt
@@ -16,12 +21,15 @@ RUN PYTHON=python helm/images/build-wheel.sh . /wheels
 FROM ${VLLM_IMAGE}
 LABEL org.opencontainers.image.title="vLLM with the xpyd connector" \
       org.opencontainers.image.licenses="Apache-2.0"
-# vLLM's entrypoint and user stay. Its user is root, and RDMA is why: the capability IPC_LOCK, which pins memory for the
-# NIC, reaches no other user's processes. Without RDMA a pod may say runAsUser and a cache that this user can write to.
-# hadolint ignore=DL3002
+# vLLM's entrypoint stays; its user, root, is there only to install.
 USER 0:0
 COPY helm/images/install-engine.sh helm/images/requirements-nixl.txt /opt/xpyd-install/
 COPY --from=build /wheels /opt/xpyd-install/wheels
 RUN /opt/xpyd-install/install-engine.sh /opt/xpyd-install/wheels/xpyd-*.whl
+# A number: Kubernetes cannot tell from a name whether it is root (runAsNonRoot). RDMA wants root where memory is pinned by
+# the capability IPC_LOCK, which reaches no other user's processes: the pod says so then (runAsUser: 0, or --user 0).
+# The user has no entry in /etc/passwd, and Python asks for its name and its home.
+ENV HOME=/tmp USER=xpyd
+USER 65532:65532
 # An engine says that it is well at /health, and Kubernetes asks there.
 HEALTHCHECK NONE

@@ -1,9 +1,13 @@
 # syntax=docker/dockerfile:1
-# The router: docker build -f helm/images/router.Dockerfile -t localhost/xpyd/router:0.1.0 .
-# With spans (--otlp-endpoint): --build-arg REQUIREMENTS=requirements-router-tracing.txt
+# The router: make images-pin images. With spans (--otlp-endpoint): --build-arg REQUIREMENTS=requirements-router-tracing.txt
+# PYTHON_IMAGE is one with a digest (bases.lock), or the build ends.
 ARG PYTHON_IMAGE=python:3.12-slim
 
 FROM ${PYTHON_IMAGE} AS build
+ARG PYTHON_IMAGE
+ARG ALLOW_BASE_BY_TAG=false
+COPY helm/images/check-base.sh /
+RUN /check-base.sh "${ALLOW_BASE_BY_TAG}" "${PYTHON_IMAGE}"
 ARG REQUIREMENTS=requirements-router.txt
 # The router is compiled (hatch_build.py), here and nowhere else: the image has no compiler.
 # hadolint ignore=DL3008

@@ -55,7 +55,8 @@ def test_the_files_of_ci_show_every_kind_of_object():
     kinds = {o["kind"] for case in CASES for o in default(case)}
 
     crds = {"HTTPRoute", "LeaderWorkerSet", "PodMonitor", "PrometheusRule", "ScaledObject", "ServiceMonitor"}
-    core = {"ConfigMap", "Deployment", "HorizontalPodAutoscaler", "Ingress", "NetworkPolicy", "Pod", "StatefulSet"}
+    core = {"ConfigMap", "Deployment", "HorizontalPodAutoscaler", "Ingress", "NetworkPolicy", "Pod", "Secret"}
+    core |= {"StatefulSet"}
     core |= {"PodDisruptionBudget", "Role", "RoleBinding", "Service", "ServiceAccount"}
     assert kinds == crds | core
 
@@ -256,11 +257,12 @@ PRIVILEGED = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_namespace_of_the_baseline_standard_takes_all_that_needs_no_rdma(case):
+def test_a_namespace_of_the_restricted_standard_takes_all_that_needs_no_rdma(case):
     """Pod Security admission would refuse the engines of the others, and say so in an event that nobody reads."""
     found = set()
     for _, _, spec in pods(default(case)):
         (c,) = spec["containers"]
+        found |= set() if spec["securityContext"].get("runAsNonRoot") else {"root"}
         found |= {"hostNetwork"} & spec.keys()
         found |= {"hostPath" for volume in spec.get("volumes", ()) if "hostPath" in volume}
         found |= set(c["securityContext"]["capabilities"].get("add", ()))

@@ -1,5 +1,6 @@
 """What helm/generate.py makes is as it would make it now."""
 
+import dataclasses
 import importlib.util
 import shutil
 import subprocess
@@ -49,6 +50,17 @@ def _leaves(values, path, described):
             yield name
 
 
+def test_a_setting_is_described_by_its_default(generate):
+    """The connector refuses a path that is true, and a switch that is a word; the chart does so before."""
+    kinds = {"path": "", "switch": False, "maybe": None, "names": ("UCX",)}
+    made = dataclasses.make_dataclass("Settings", [(n, object, dataclasses.field(default=d)) for n, d in kinds.items()])
+    found = {field.name: generate._connector(field)["type"] for field in dataclasses.fields(made)}
+
+    assert found == {
+        "path": "string", "switch": "boolean", "maybe": ["boolean", "null"], "names": ["array", "object"],
+    }  # fmt: skip
+
+
 def test_a_value_that_changed_would_be_noticed(generate):
     """The check of the check."""
     text = (CHART / "values.yaml").read_text()
@@ -66,7 +78,8 @@ def test_notes_tell_how_to_go_on():
 
     assert "kubectl -n ns rollout status deployment/r-xpyd-router" in notes
     assert "router.apiKeys.secretName is empty" in notes
-    assert "connector.secret.name is empty" in notes
+    assert "The engines' secret is r-xpyd-connector, made by this chart." in notes
+    assert "data plane is not closed" not in notes + quiet
     assert "is empty" not in quiet
     assert "https://localhost:8000" in quiet
     assert "whatever is in front must speak it" in quiet
@@ -141,7 +154,8 @@ def test_a_package_comes_out_of_an_oci_registry_as_it_went_in(helm, tmp_path, ke
         chart = f"oci://{host}/charts/xpyd"
         run(helm, "push", str(package), f"oci://{host}/charts", "--plain-http")
         run(helm, "pull", chart, *pull)
-        rendered = run(helm, "template", "r", chart, "--version", "0.1.0", "--plain-http", "-n", "ns")
+        named = ["--set", "connector.secret.name=s"]
+        rendered = run(helm, "template", "r", chart, "--version", "0.1.0", "--plain-http", "-n", "ns", *named)
         for digest, body in registry.blobs.items():
             if body == package.read_bytes():
                 registry.blobs[digest] = body[:-1] + bytes([body[-1] ^ 1])
@@ -150,5 +164,7 @@ def test_a_package_comes_out_of_an_oci_registry_as_it_went_in(helm, tmp_path, ke
             run(helm, "pull", chart, *pull)
 
     assert (tmp_path / "out" / package.name).read_bytes() == package.read_bytes()
-    assert rendered.endswith(Chart(package).text(helm=helm))  # helm 4 first says what it has pulled
+    assert rendered.endswith(
+        Chart(package).text({"connector": {"secret": {"name": "s"}}}, helm=helm)
+    )  # helm 4 first says what it has pulled
     assert ("charts/xpyd", "0.1.0") in registry.manifests

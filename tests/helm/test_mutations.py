@@ -99,6 +99,25 @@ MUTATIONS = {  # what: (file, text, what somebody wrote instead, the check that 
         "security",
     ),
     "the router is root": ("values.yaml", "runAsNonRoot: true\n    runAsUser: 65532", "runAsUser: 0", "security"),
+    "an engine is root": (
+        "values.yaml",
+        "runAsNonRoot: true\n    runAsUser: 65532\n    runAsGroup: 65532\n    fsGroup: 65532\n    fsGroupChange",
+        "fsGroupChange",
+        "security",
+    ),
+    "the engines' secret is no file": (
+        "_pool.tpl",
+        "        - {name: connector, mountPath: /etc/xpyd/connector, readOnly: true}\n",
+        "",
+        "connector_secret",
+    ),
+    "the secret that is made is not the one that is read": (
+        "_pool.tpl",
+        "secretName: {{ . | quote }}, items",
+        "secretName: other, items",
+        "connector_secret",
+    ),
+    "the engines' secret is written down": ("pools.yaml", "(randAlphaNum 48 | b64enc)", '"aHVudGVyMg=="', "secrets"),
     "engines share the node's memory": (
         "_pool.tpl",
         "hostNetwork: true",
@@ -147,6 +166,7 @@ def rendered(chart):
     yield chart.objects(ci="2p4d", release="r" * 50)
     yield chart.objects({"prefill": {"drain": {"requestSeconds": 5}}}, ci="hostnetwork-rdma")
     yield chart.objects(ci="tp8-multinode")
+    yield chart.objects()
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
@@ -169,4 +189,4 @@ def test_every_check_is_shown_to_notice_something():
 
 def test_nothing_is_said_of_the_chart_as_it_is():
     """With the same releases and values."""
-    assert [all_complaints(objects) for objects in rendered(Chart())] == [[], [], []]
+    assert [all_complaints(objects) for objects in rendered(Chart())] == [[], [], [], []]

@@ -32,6 +32,10 @@ BAD = [
     ("connector.extraConfig.transfer_timeuot", 5),
     ("connector.extraConfig.kv_lease_duration", 5),  # leaseSeconds is
     ("connector.secret", "hunter2"),  # a secret, not its name
+    ("connector.acceptOpenDataPlane", "yes"),
+    ("prefill.runAsRoot", "no"),
+    ("prefill.rdma.transports", "rc tcp"),
+    ("prefill.kvEvents.from", [{"cidr": "10.0.0.0/8"}]),
     ("router.replicas", 0),
     ("router.replicas", "2"),
     ("router.port", 70000),
@@ -128,6 +132,7 @@ def test_a_value_that_cannot_be_is_refused_by_name(path, value, helm):
 
 
 LOCKED = {"networkPolicy": {"egress": {"enabled": True}}}
+ACCEPTED = {"connector": {"acceptOpenDataPlane": True}}
 OUTSIDE = {"enabled": True, "routerTo": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}
 CONTRADICTIONS = [
     ({"router": {"store": {"type": "memory"}}}, "one router's own"),
@@ -150,7 +155,19 @@ CONTRADICTIONS = [
     ({"prefill": {"port": 5600}}, "share a port"),
     ({"prefill": {"sidePort": 5550, "dataParallel": 8, "kvEvents": {"enabled": True}}}, "share a port"),
     ({"prefill": {"sidePort": 65530, "dataParallel": 8}}, "above 65535"),
-    ({"prefill": {"hostNetwork": True, "port": 8200}, "decode": {"hostNetwork": True}}, "port 8200"),
+    ({"prefill": {"hostNetwork": True, "port": 8200}, "decode": {"hostNetwork": True}} | ACCEPTED, "port 8200"),
+    ({"prefill": {"hostNetwork": True}}, "prefill.hostNetwork is true: no NetworkPolicy applies there"),
+    ({"decode": {"hostNetwork": True}}, "decode.hostNetwork is true: no NetworkPolicy applies there"),
+    ({"networkPolicy": {"enabled": False}}, "write connector.acceptOpenDataPlane: true"),
+    ({"connector": {"secret": {"create": False}}}, "engines refuse a side channel without a secret"),
+    (
+        {"decode": {"hostNetwork": True, "kvEvents": {"enabled": True}}} | ACCEPTED,
+        "decode.kvEvents.enabled is true: vLLM publishes without a key",
+    ),
+    (
+        {"prefill": {"kvEvents": {"enabled": True}}, "networkPolicy": {"enabled": False}} | ACCEPTED,
+        "prefill.kvEvents.enabled is true: vLLM publishes without a key",
+    ),
     ({"prefill": {"autoscaling": {"min": 9}}}, "above max"),
     ({"cache": {"type": "claimTemplate"}}, "only a StatefulSet"),
     ({"cache": {"type": "pvc"}}, "cache.claimName is empty"),
@@ -160,7 +177,10 @@ CONTRADICTIONS = [
     ({"httpRoute": {"enabled": True}}, "name the gateway"),
     ({"router": {"store": {"type": "redis", "redisUrl": "redis://r:6379"}}, **LOCKED}, "keeps routers from Redis"),
     ({"prefill": {"hostNetwork": True}, "decode": {"hostNetwork": True}, **LOCKED}, "on their nodes' network"),
-    ({"decode": {"hostNetwork": True}, "networkPolicy": {"egress": OUTSIDE}}, "networkPolicy.egress.engineTo"),
+    (
+        {"decode": {"hostNetwork": True}, "networkPolicy": {"egress": OUTSIDE}} | ACCEPTED,
+        "networkPolicy.egress.engineTo",
+    ),
     ({"router": {"discovery": {"prefill": ["10.0.0.7:8100"]}}, **LOCKED}, "outside of the release"),
 ]
 

@@ -39,14 +39,14 @@ def stages(text):
     return found
 
 
-def faults(text, *, root_is_allowed=False):
+def faults(text):
     """Return what is wrong with a Dockerfile, one sentence each."""
     head, *parts = stages(text)
     args = dict(step.rest.split("=", 1) for step in head if step.word == "ARG")
     every = [step for part in (head, *parts) for step in part]
     checks = (_bases(parts, args), _adds(every), _secrets(every), _apt(every), _pip(every), _forms(every))
     found = [fault for check in checks for fault in check]
-    return found + list(_last(parts[-1], root_is_allowed=root_is_allowed))
+    return found + list(_last(parts[-1]))
 
 
 def _bases(parts, args):
@@ -97,12 +97,12 @@ def _forms(every):
                 yield f"{step.word} is in shell form: signals would go to the shell"
 
 
-def _last(part, *, root_is_allowed):
+def _last(part):
     users = [step.rest for step in part if step.word == "USER"]
     user = users[-1].partition(":")[0] if users else ""
     if not user.isdigit():
         yield "the last stage names no USER by number: Kubernetes cannot tell whether it is root"
-    elif user == "0" and not root_is_allowed:
+    elif user == "0":
         yield "the last stage runs as root"
     for step in part:
         if step.word == "RUN" and COMPILERS.search(step.rest):

@@ -73,5 +73,7 @@ def isolation(objects):
             elif "ports" not in rule and peers != {"prefill", "decode"}:
                 problems.append(f"{role}: all ports are open to {peers}")
             elif "ports" in rule and [port["port"] for port in rule["ports"]] != ["http"]:
-                problems.append(f"{role}: {rule['ports']} is open to {peers}")
+                events = all(str(port["port"]).startswith("kv-events-") for port in rule["ports"])
+                if not events or peers:
+                    problems.append(f"{role}: {rule['ports']} is open to {peers or rule['from']}")
     return problems

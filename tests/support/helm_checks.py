@@ -5,13 +5,22 @@ They are functions of the objects alone, so that tests can also show that each o
 
 from support.helm_api import discovery, isolation, rbac
 from support.helm_links import names, references, selectors
-from support.helm_pods import drains, engine_args, probes, router_args, secrets, security, side_channel
+from support.helm_pods import (
+    connector_secret,
+    drains,
+    engine_args,
+    probes,
+    router_args,
+    secrets,
+    security,
+    side_channel,
+)  # fmt: skip
 
 CHECKS = {
     check.__name__: check
     for check in (
-        names, selectors, references, probes, security, secrets, router_args, engine_args, side_channel, drains, rbac,
-        discovery, isolation,
+        names, selectors, references, probes, security, secrets, connector_secret, router_args, engine_args,
+        side_channel, drains, rbac, discovery, isolation,
     )
 }  # fmt: skip
 

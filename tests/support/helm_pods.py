@@ -4,6 +4,7 @@ import json
 import math
 import re
 
+from support.helm_chart import DRAWN
 from support.helm_objects import (
     COMPONENT,
     PROBES,
@@ -47,7 +48,7 @@ def probes(objects):
 
 
 def security(objects):
-    """Routers (and the test) are restricted; engines are not privileged and share with the node its network at most."""
+    """Routers (and the test) are restricted; engines are root for RDMA alone, and share the node's network at most."""
     problems = []
     for o, meta, spec in pods(objects):
         problems += [
@@ -64,35 +65,63 @@ def security(objects):
             if (own.get("seccompProfile") or pod.get("seccompProfile", {})).get("type") != "RuntimeDefault":
                 problems.append(f"{ident(o)} has no seccomp profile")
             added = set(capabilities.get("add", ()))
-            if meta["labels"][COMPONENT] in ("prefill", "decode"):
-                if added - {"IPC_LOCK"}:
-                    problems.append(f"{ident(o)} adds {added}")
-                continue
-            if (
-                added
-                or not pod.get("runAsNonRoot")
-                or pod.get("runAsUser") == 0
-                or not own.get("readOnlyRootFilesystem")
-            ):
-                problems.append(f"{ident(o)} is not restricted: root, a writable root, or capabilities")
+            users = _engine_user if meta["labels"][COMPONENT] in ("prefill", "decode") else _other_user
+            problems += [f"{ident(o)} {said}" for said in users(pod, own, added)]
         if meta["labels"][COMPONENT] != "router" and spec.get("automountServiceAccountToken") is not False:
             problems.append(f"{ident(o)} gets a token of the API")
     return problems
 
 
+def _engine_user(pod, _own, added):
+    if added - {"IPC_LOCK"}:
+        yield f"adds {added}"
+    if not added and not all(pod.get(key) for key in ("runAsNonRoot", "runAsUser", "fsGroup")):
+        yield "is root, or cannot write to its volumes"
+
+
+def _other_user(pod, own, added):
+    restricted = pod.get("runAsNonRoot") and pod.get("runAsUser") != 0 and own.get("readOnlyRootFilesystem")
+    if added or not restricted:
+        yield "is not restricted: root, a writable root, or capabilities"
+
+
 def secrets(objects):
-    """No secret is written down: neither as an object, nor as a value, nor as an argument."""
-    problems = [f"{ident(o)} is a secret in the chart" for o in kind(objects, "Secret")]
+    """No secret is written down, neither as an object, nor as a value, nor as an argument: one may be drawn."""
+    problems = [
+        f"{ident(o)} is a secret in the chart" for o in kind(objects, "Secret") if o["data"] != {"secret": DRAWN}
+    ]
     for o, _, spec in pods(objects):
         for c in spec["containers"]:
             for entry in c.get("env", ()):
-                if re.search(r"KEY|TOKEN|SECRET|PASSWORD", entry["name"]) and "secretKeyRef" not in entry.get(
-                    "valueFrom", {}
+                is_path = entry["name"].endswith("_FILE") and entry.get("value", "").startswith("/etc/xpyd/")
+                if (
+                    re.search(r"KEY|TOKEN|SECRET|PASSWORD", entry["name"])
+                    and not is_path
+                    and "secretKeyRef" not in entry.get("valueFrom", {})
                 ):
                     problems.append(f"{ident(o)}: {entry['name']} is not a reference to a secret")
             problems += [
                 f"{ident(o)}: {arg} in its arguments" for arg in c.get("args", ()) if arg.startswith("--api-key=")
             ]
+    return problems
+
+
+def connector_secret(objects):
+    """All pods of engines read one secret from a file; if the chart makes it, it is the one that they mount."""
+    problems, mounted = [], set()
+    for role in ("prefill", "decode"):
+        for template in templates(pool(objects, role)):
+            path = env(template).get("XPYD_CONNECTOR_SECRET_FILE", {}).get("value", "")
+            mounts = {m["mountPath"]: m["name"] for m in container(template)["volumeMounts"]}
+            volumes = {v["name"]: v for v in template["spec"]["volumes"]}
+            secret = volumes.get(mounts.get(path.rpartition("/")[0]), {}).get("secret")
+            if secret is None or [item["path"] for item in secret["items"]] != [path.rpartition("/")[2]]:
+                problems.append(f"{role}: the connector's secret is not in {path or 'a file'}")
+                continue
+            mounted.add(secret["secretName"])
+    made = {o["metadata"]["name"] for o in kind(objects, "Secret")}
+    if len(mounted) > 1 or (made and made != mounted):
+        problems.append(f"engines read {sorted(mounted)}, the chart makes {sorted(made)}")
     return problems
 
 

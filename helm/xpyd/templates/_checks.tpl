@@ -40,8 +40,21 @@
 {{- if and (not $v.router.discovery.enabled) (not $v.router.discovery.prefill) (not $v.router.discovery.decode) -}}
 {{- fail "router.discovery.enabled is false, and router.discovery.prefill and decode are empty: the router would know no engine" -}}
 {{- end -}}
+{{- $c := $v.connector -}}
+{{- if not (or (include "xpyd.connector.secret" .) (get $c.extraConfig "allow_open_side_channel")) -}}
+{{- fail "connector.secret.name is empty and connector.secret.create is false: engines refuse a side channel without a secret, so write one of the two, or connector.extraConfig.allow_open_side_channel: true" -}}
+{{- end -}}
+{{- if not (or $v.networkPolicy.enabled $c.acceptOpenDataPlane) -}}
+{{- fail "networkPolicy.enabled is false: over TCP a host that reaches an engine's UCX port reads and writes its memory, so enable it, or write connector.acceptOpenDataPlane: true if the engines' network is closed otherwise" -}}
+{{- end -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $p := index $v $role -}}
+{{- if and $p.enabled $p.hostNetwork (not $c.acceptOpenDataPlane) -}}
+{{- fail (printf "%s.hostNetwork is true: no NetworkPolicy applies there, and over TCP a host that reaches an engine's UCX port reads and writes its memory; close the nodes' network and write connector.acceptOpenDataPlane: true" $role) -}}
+{{- end -}}
+{{- if and $p.enabled $p.kvEvents.enabled (or $p.hostNetwork (not $v.networkPolicy.enabled)) -}}
+{{- fail (printf "%s.kvEvents.enabled is true: vLLM publishes without a key, so it wants networkPolicy.enabled: true and %s.hostNetwork: false" $role $role) -}}
+{{- end -}}
 {{- if $v.disaggregatedSet.enabled -}}
 {{- if or (not $p.enabled) (ne $p.kind "LeaderWorkerSet") -}}
 {{- fail (printf "disaggregatedSet.enabled is true: its roles are LeaderWorkerSets, so write %s.enabled: true and %s.kind: LeaderWorkerSet" $role $role) -}}

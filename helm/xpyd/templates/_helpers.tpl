@@ -91,6 +91,12 @@ annotations:
 {{- .Values.engineServiceAccount.name | default (printf "%s-engine" (include "xpyd.fullname" .)) -}}
 {{- end -}}
 
+{{/* The secret that engines prove to each other: the values', or the chart's own. Empty: there is none. */}}
+{{- define "xpyd.connector.secret" -}}
+{{- $s := .Values.connector.secret -}}
+{{- $s.name | default (ternary (printf "%s-connector" (include "xpyd.fullname" .)) "" $s.create) -}}
+{{- end -}}
+
 {{- define "xpyd.scheme" -}}
 {{- ternary "HTTPS" "HTTP" (not (empty .Values.router.tls.secretName)) -}}
 {{- end -}}

@@ -112,11 +112,9 @@
   valueFrom: {secretKeyRef: {name: {{ .secretName | quote }}, key: {{ .key | quote }}}}
 {{- end }}
 {{- end }}
-{{- with $v.connector.secret }}
-{{- if .name }}
-- name: XPYD_CONNECTOR_SECRET
-  valueFrom: {secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}}
-{{- end }}
+{{- if include "xpyd.connector.secret" .root }}
+- name: XPYD_CONNECTOR_SECRET_FILE # a file is read again when it changes, and no other process of the node sees it
+  value: /etc/xpyd/connector/secret
 {{- end }}
 {{- with $p.apiKey }}
 {{- if .secretName }}
@@ -124,9 +122,21 @@
   valueFrom: {secretKeyRef: {name: {{ .secretName | quote }}, key: {{ .key | quote }}}}
 {{- end }}
 {{- end }}
-{{- if and $p.rdma.enabled $p.rdma.devices }}
+{{- if $p.rdma.enabled }}
+{{- with $p.rdma.devices }}
 - name: UCX_NET_DEVICES
-  value: {{ $p.rdma.devices | quote }}
+  value: {{ . | quote }}
+{{- end }}
+{{- with $p.rdma.transports }}
+- name: UCX_TLS # without tcp, which would take the place of RDMA's keys
+  value: {{ . | quote }}
+{{- end }}
+{{- end }}
+{{- if ne (include "xpyd.pool.root" .) "true" }}
+- name: HOME # the image's is root's
+  value: {{ ternary "/tmp" "/cache" (eq $v.cache.type "none") }}
+- name: USER # Python asks for a name of the user, who has none in the image
+  value: xpyd
 {{- end }}
 {{- with $p.extraEnv }}
 {{ toYaml . }}
@@ -154,6 +164,21 @@
 {{- $given := $p.resources -}}
 {{- $all := dict "limits" (merge $limits ($given.limits | default dict)) "requests" (merge (dict) $limits ($given.requests | default dict)) -}}
 {{- toYaml $all -}}
+{{- end -}}
+
+{{/* dict root role: whether the engine is root. */}}
+{{- define "xpyd.pool.root" -}}
+{{- $p := index .root.Values .role -}}
+{{- ternary $p.rdma.enabled $p.runAsRoot (kindIs "invalid" $p.runAsRoot) -}}
+{{- end -}}
+
+{{/* dict root role: the pod's security; root is root's group too, and what it writes is its own. */}}
+{{- define "xpyd.pool.podSecurity" -}}
+{{- $security := deepCopy (index .root.Values .role).podSecurityContext -}}
+{{- if eq (include "xpyd.pool.root" .) "true" -}}
+{{- $security = merge (dict "runAsNonRoot" false "runAsUser" 0) (omit $security "runAsNonRoot" "runAsUser" "runAsGroup" "fsGroup" "fsGroupChangePolicy") -}}
+{{- end -}}
+{{- toYaml $security -}}
 {{- end -}}
 
 {{- define "xpyd.pool.security" -}}
@@ -206,10 +231,8 @@ spec:
   imagePullSecrets:
     {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- with $p.podSecurityContext }}
   securityContext:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
+    {{- include "xpyd.pool.podSecurity" . | nindent 4 }}
   {{- if $p.hostNetwork }}
   hostNetwork: true
   dnsPolicy: ClusterFirstWithHostNet
@@ -303,6 +326,9 @@ spec:
         - {name: shm, mountPath: /dev/shm}
         - {name: tmp, mountPath: /tmp}
         - {name: scripts, mountPath: /opt/xpyd, readOnly: true}
+        {{- if include "xpyd.connector.secret" .root }}
+        - {name: connector, mountPath: /etc/xpyd/connector, readOnly: true}
+        {{- end }}
         {{- if ne $v.cache.type "none" }}
         - {name: cache, mountPath: /cache}
         {{- end }}
@@ -319,6 +345,9 @@ spec:
     - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ $p.shmSize }}}}
     - {name: tmp, emptyDir: {sizeLimit: {{ $p.tmpSize }}}}
     - {name: scripts, configMap: {name: {{ $name }}-scripts}}
+    {{- with include "xpyd.connector.secret" .root }}
+    - {name: connector, secret: {secretName: {{ . | quote }}, items: [{key: {{ $v.connector.secret.key | quote }}, path: secret}]}}
+    {{- end }}
     {{- with $v.cache }}
     {{- if eq .type "emptyDir" }}
     - {name: cache, emptyDir: {sizeLimit: {{ .size }}}}

@@ -82,6 +82,19 @@
 {{- end }}
 {{- end -}}
 
+{{/* Fails unless the router answers, with any status: one that hangs must be restarted, one without engines must not. */}}
+{{- define "xpyd.router.alive" -}}
+import http.client as h, ssl
+{{- $where := printf "'localhost', %d, timeout=%d" (int .Values.router.port) (int .Values.router.probes.timeoutSeconds) }}
+{{- if .Values.router.tls.secretName }}
+c = h.HTTPSConnection({{ $where }}, context=ssl._create_unverified_context())
+{{- else }}
+c = h.HTTPConnection({{ $where }})
+{{- end }}
+c.request('GET', '/health')
+c.getresponse()
+{{- end -}}
+
 {{/* Each worker fills a core at most, so that is what is asked for; an HPA compares with it. */}}
 {{- define "xpyd.router.resources" -}}
 {{- $given := .Values.router.resources -}}

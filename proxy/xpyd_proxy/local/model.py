@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from xpyd_proxy.local import private
 from xpyd_proxy.local.errors import ModelDirectoryTaken
 
 VERSION = 1  # raised whenever the same parameters would give different files
@@ -75,7 +76,7 @@ def ensure_model(directory: Path, model: TinyModel | None = None) -> bool:
     if directory.exists() and any(directory.iterdir()) and not (directory / FINGERPRINT).exists():
         message = f"{directory} is neither empty nor a model written by xpyd: choose another directory"
         raise ModelDirectoryTaken(message)
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    private.make_directory(directory.parent)
     staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         _write(staging, model)

@@ -20,7 +20,7 @@ from typing import IO
 
 import httpx
 
-from xpyd_proxy.local import guard
+from xpyd_proxy.local import guard, private
 from xpyd_proxy.local.errors import ChildDied, NotReady
 
 POLL_S = 0.1
@@ -122,7 +122,7 @@ class Fleet:
         """Start a program; a name that is started again continues its log. Raises OSError when it cannot be run."""
         log, temp = self._log_dir / f"{command.name}.log", self._temp / str(next(self._numbers))
         temp.mkdir()
-        with log.open("ab" if log in self._logs else "wb") as file:
+        with private.open_file(log, append=log in self._logs) as file:
             process = subprocess.Popen(
                 command.argv,
                 env={**command.environment, "TMPDIR": str(temp)},
@@ -189,9 +189,10 @@ class Fleet:
 def open_fleet(log_dir: Path, *, grace_s: float = 10.0) -> Generator[Fleet]:
     """Give a fleet whose children survive neither the block nor this process, however that one dies.
 
-    Logs go to `log_dir`, which is created. Children get `grace_s` seconds to end before they are killed.
+    Logs go to `log_dir`, which is created; only this user can read them. Children get `grace_s` seconds to end before
+    they are killed.
     """
-    log_dir.mkdir(parents=True, exist_ok=True)
+    private.make_directory(log_dir)
     with _temporary() as temp, _guard(temp) as guard_input:
         fleet = Fleet(log_dir, temp, guard_input, grace_s=grace_s)
         try:

@@ -14,7 +14,7 @@ from types import FrameType
 
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.push import TransferMode
-from xpyd_proxy.local import first_request, preflight
+from xpyd_proxy.local import first_request, preflight, private
 from xpyd_proxy.local.errors import ChildDied, LocalError, NotReady
 from xpyd_proxy.local.first_request import Answer, Leg
 from xpyd_proxy.local.plan import MODEL_NAME, EngineKind, Plan, engine_command, router_command
@@ -100,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
 def _up(plan: Plan, screen: Screen, *, once: bool) -> int:
     screen.line(_title(plan))
     preflight.check(plan, preflight.look(plan))
+    make_home(plan)
     if plan.kind is EngineKind.VLLM:
         _make_model(plan, screen)
     with open_fleet(plan.log_dir, grace_s=GRACE_S) as fleet:
@@ -112,6 +113,12 @@ def _up(plan: Plan, screen: Screen, *, once: bool) -> int:
             screen.line("Stopping ...")
     screen.line("Stopped: no process is left.")
     return 0
+
+
+def make_home(plan: Plan) -> None:
+    """Make the folder of logs, caches and the model, for this user alone."""
+    private.make_directory(plan.home)
+    plan.home.chmod(private.DIRECTORY)
 
 
 def _title(plan: Plan) -> str:

@@ -12,7 +12,8 @@ from support.compiled import NoCompiler, compiled
 
 ROOT = Path(__file__).parents[3]
 PEERS = ROOT / ".xpyd/bench-peers"  # a virtual environment
-RUST_ROUTER = "vllm-router==0.1.17"
+RUST_ROUTER = "vllm-router==0.1.17"  # as in the file
+PEERS_LOCKED = Path(__file__).with_name("requirements-peer.txt")
 
 
 class Missing(Exception):
@@ -95,7 +96,7 @@ def prepare(name):
         return
     steps = (
         [sys.executable, "-m", "venv", PEERS],
-        [PEERS / "bin/python", "-m", "pip", "-q", "--disable-pip-version-check", "install", RUST_ROUTER],
+        [PEERS / "bin/pip", "-q", "install", "--no-deps", "--require-hashes", "-r", PEERS_LOCKED],
     )
     for step in steps:
         done = subprocess.run([*map(str, step)], capture_output=True, text=True, check=False)

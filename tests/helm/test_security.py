@@ -1,0 +1,191 @@
+"""What keeps strangers from engines: their secret, their network, their user. See SECURITY.md."""
+
+import base64
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from support.helm_chart import CHART, DRAWN, HELMS, Chart, default, run
+from support.helm_checks import complaints
+from support.helm_cluster import cluster
+from support.helm_objects import COMPONENT, container, env, kind, one, pool, router, templates
+from support.helm_schemas import wrong
+
+ROLES = ("prefill", "decode")
+OURS = {  # helm takes nothing that another release has made
+    "name": "r-xpyd-connector",
+    "namespace": "ns",
+    "labels": {"app.kubernetes.io/managed-by": "Helm"},
+    "annotations": {"meta.helm.sh/release-name": "r", "meta.helm.sh/release-namespace": "ns"},
+}
+
+
+def secret_of(text):
+    (found,) = [o for o in yaml.safe_load_all(text) if o and o["kind"] == "Secret"]
+    return found
+
+
+def test_a_secret_is_there_without_being_asked_for():
+    """The default is closed: 48 characters that no other installation has, and no engine has in its environment."""
+    first, second = (secret_of(Chart().text()) for _ in range(2))
+    (template,) = templates(pool(default(), "prefill"))
+
+    assert len(base64.b64decode(first["data"]["secret"])) == 48
+    assert first["data"] != second["data"]
+    assert "XPYD_CONNECTOR_SECRET" not in env(template)
+    assert env(template)["XPYD_CONNECTOR_SECRET_FILE"]["value"] == "/etc/xpyd/connector/secret"
+
+
+@pytest.mark.parametrize("helm", HELMS)
+@pytest.mark.parametrize("there", [b"old", b"new\nold\n"], ids=["one line", "two lines"])
+def test_an_upgrade_keeps_the_secret_of_the_cluster(helm, there):
+    """Engines that start later would otherwise refuse those that run; and who rotates it has written a second line."""
+    kept = {"secret": base64.b64encode(there).decode()}
+    argv = ["template", "r", str(CHART), "-n", "ns", "--dry-run=server", "--disable-openapi-validation"]
+    with cluster({("ns", "r-xpyd-connector"): {"data": kept, "metadata": OURS}}) as address:
+        found = secret_of(run(helm, *argv, "--kube-apiserver", address))
+    with cluster({}) as address:
+        drawn = secret_of(run(helm, *argv, "--kube-apiserver", address))
+
+    assert found["data"] == kept
+    assert len(base64.b64decode(drawn["data"]["secret"])) == 48
+
+
+def test_a_secret_of_ones_own_is_taken_and_none_is_made():
+    """By its name and key; both pools mount it, and the workers of an engine, too."""
+    values = {"connector": {"secret": {"name": "mine", "key": "k"}}}
+    objects = Chart().objects(values, ci="tp8-multinode")
+
+    assert kind(objects, "Secret") == []
+    for role in ROLES:
+        for template in templates(pool(objects, role)):
+            source = {"secretName": "mine", "items": [{"key": "k", "path": "secret"}]}
+            assert {"name": "connector", "secret": source} in template["spec"]["volumes"]
+    assert complaints(objects) == []
+
+
+def test_engines_are_not_root():
+    """They can write to their volumes, have a home and a name; all that the image's root has for them otherwise."""
+    for role in ROLES:
+        (template,) = templates(pool(default(), role))
+        user = template["spec"]["securityContext"]
+        assert (user["runAsNonRoot"], user["runAsUser"], user["fsGroup"]) == (True, 65532, 65532)
+        assert env(template)["HOME"]["value"] == "/cache"
+        assert env(template)["USER"]["value"] == "xpyd"
+    (template,) = templates(pool(Chart().objects({"cache": {"type": "none"}}), "decode"))
+    assert env(template)["HOME"]["value"] == "/tmp"
+
+
+@pytest.mark.parametrize(
+    ("pool_values", "root"),
+    [
+        ({"runAsRoot": True}, True),
+        ({"rdma": {"enabled": True}}, True),
+        ({"rdma": {"enabled": True}, "runAsRoot": False}, False),
+    ],
+    ids=str,
+)
+def test_an_engine_is_root_for_rdma_or_by_its_value(pool_values, root):
+    """IPC_LOCK reaches no other user; where the runtime lets all users lock memory, `runAsRoot: false` works."""
+    objects = Chart().objects({"decode": pool_values})
+    template, other = (templates(pool(objects, role))[0] for role in ("decode", "prefill"))
+    user = template["spec"]["securityContext"]
+
+    assert user["runAsUser"] == (0 if root else 65532)
+    assert user["runAsNonRoot"] is not root
+    assert user["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert ("HOME" in env(template), "fsGroup" in user) == (not root, not root)
+    assert other["spec"]["securityContext"]["runAsUser"] == 65532
+    assert [problem for o in objects for problem in wrong(o, "1.33.0")] == []
+
+
+def test_rdma_leaves_tcp_out():
+    """Over TCP no key of the NIC is asked for: an engine with RDMA has no such transport, unless its value is empty."""
+    rdma = {"rdma": {"enabled": True}}
+    template = templates(pool(Chart().objects({"prefill": rdma}), "prefill"))[0]
+    chosen = {"rdma": {"enabled": True, "transports": "", "devices": "mlx5_0:1"}}
+    other = templates(pool(Chart().objects({"prefill": chosen}), "prefill"))[0]
+
+    assert "tcp" not in env(template)["UCX_TLS"]["value"].split(",")
+    assert env(template)["UCX_TLS"]["value"].split(",")[0] == "rc"
+    assert "UCX_NET_DEVICES" not in env(template)  # the connector chooses, and refuses "all"
+    assert env(other)["UCX_NET_DEVICES"]["value"] == "mlx5_0:1"
+    assert "UCX_TLS" not in env(other)
+    assert not {"UCX_TLS", "UCX_NET_DEVICES"} & env(templates(pool(default(), "decode"))[0]).keys()
+
+
+def test_kv_events_are_for_those_who_are_named():
+    """vLLM's publisher asks for no key, so the port is the engines' alone until `kvEvents.from` names more."""
+    events = {"kvEvents": {"enabled": True}, "dataParallel": 2}
+    peer = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "indexer"}}}
+    closed, opened = (
+        one(
+            Chart().objects({"decode": events | {"kvEvents": {"enabled": True, "from": names}}}),
+            "NetworkPolicy",
+            "r-xpyd-decode",
+        )
+        for names in ([], [peer])
+    )
+    ports = [{"port": "kv-events-0"}, {"port": "kv-events-1"}]
+
+    assert "kv-events" not in str(closed["spec"]["ingress"])
+    assert {"ports": ports, "from": [peer]} in opened["spec"]["ingress"]
+    objects = Chart().objects({"decode": events | {"kvEvents": {"enabled": True, "from": [peer]}}})
+    assert complaints(objects) == []
+    assert [port["name"] for port in container(templates(pool(objects, "decode"))[0])["ports"]][-2:] == [
+        "kv-events-0", "kv-events-1",
+    ]  # fmt: skip
+
+
+def test_an_open_data_plane_is_accepted_in_words():
+    """And the notes repeat them at the installation."""
+    accepted = ["--set", "connector.acceptOpenDataPlane=true,prefill.hostNetwork=true"]
+    notes = run("helm4", "install", "r", str(CHART), "--dry-run=client", *accepted).partition("NOTES:")[2]
+
+    assert "The engines' data plane is not closed by this chart" in notes
+    assert "reads and writes its memory" in notes
+
+
+ANSWERS = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(401); self.end_headers()
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+HANGS = """
+import socket, time
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("code", "alive"), [(ANSWERS, True), (HANGS, False)], ids=["refuses", "hangs"])
+def test_a_router_with_keys_is_alive_if_it_answers_anything(code, alive):
+    """Probes have no key to show: 401 is an answer. A router whose event loop stands gives none, and is restarted."""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        port = int(process.stdout.readline())
+        keys = {"apiKeys": {"secretName": "clients"}, "port": port, "probes": {"timeoutSeconds": 2}}
+        probes = container(templates(router(Chart().objects({"router": keys})))[0])
+        command = probes["livenessProbe"]["exec"]["command"]
+        done = subprocess.run(command, capture_output=True, check=False, timeout=30)
+        process.kill()
+
+    assert (done.returncode == 0) is alive, done.stderr
+    assert probes["startupProbe"]["exec"]["command"] == command
+    assert probes["readinessProbe"]["httpGet"]["path"] == "/ready"
+
+
+def test_policies_are_made_unless_the_open_data_plane_is_accepted():
+    """One for the routers, one for each pool."""
+    policies = kind(default(), "NetworkPolicy")
+    without = {"networkPolicy": {"enabled": False}, "connector": {"acceptOpenDataPlane": True}}
+
+    assert {o["metadata"]["labels"][COMPONENT] for o in policies} == {"router", *ROLES}
+    assert kind(Chart().objects(without), "NetworkPolicy") == []
+    assert [o["data"] for o in kind(default(), "Secret")] == [{"secret": DRAWN}]

@@ -1,0 +1,69 @@
+"""What a run on one machine writes down is for its user alone."""
+
+import os
+import stat
+import sys
+
+import pytest
+
+from xpyd_proxy.local.plan import Plan
+from xpyd_proxy.local.private import make_directory, open_file
+from xpyd_proxy.local.processes import Command, open_fleet
+from xpyd_proxy.local.up import make_home
+
+
+@pytest.fixture(autouse=True)
+def _open_umask():
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_logs_are_for_their_user_alone(tmp_path):
+    """With any umask, and also when an older run has left them open."""
+    home = tmp_path / "home"
+    make_directory(home / "logs")
+    (home / "logs" / "old.log").touch(mode=0o644)
+    with open_fleet(home / "logs") as fleet:
+        for name in ("old", "new"):
+            child = fleet.start(Command(name, [sys.executable, "-c", "print('a prompt')"], os.environ, "http://x"))
+            assert child.wait(30) == 0
+            assert mode(child.temp.parent) == 0o700
+
+    assert {path.name: (mode(path), path.read_text()) for path in (home / "logs").iterdir()} == {
+        "old.log": (0o600, "a prompt\n"),
+        "new.log": (0o600, "a prompt\n"),
+    }
+    assert (mode(home), mode(home / "logs")) == (0o700, 0o700)
+
+
+def test_a_folder_that_is_there_stays_as_it_is(tmp_path):
+    """It may be a user's home; what is missing below it is made for this user alone."""
+    tmp_path.chmod(0o755)
+    make_directory(tmp_path / "a" / "b")
+    make_directory(tmp_path / "a" / "b")
+
+    assert [mode(path) for path in (tmp_path, tmp_path / "a", tmp_path / "a" / "b")] == [0o755, 0o700, 0o700]
+
+
+def test_the_folder_of_xpyd_up_is_closed_also_if_it_was_open(tmp_path):
+    """Earlier versions and other tools of a checkout make it with the umask's mode."""
+    (home := tmp_path / ".xpyd").mkdir(mode=0o755)
+    make_home(Plan(home=home))
+
+    assert mode(home) == 0o700
+
+
+@pytest.mark.parametrize(("append", "kept"), [(True, b"old new"), (False, b"new")])
+def test_a_log_goes_on_or_begins_anew(tmp_path, append, kept):
+    """As it was opened; either way it is for its user alone."""
+    path = tmp_path / "x.log"
+    path.write_bytes(b"old ")
+    with open_file(path, append=append) as file:
+        file.write(b"new")
+
+    assert (path.read_bytes(), mode(path)) == (kept, 0o600)

@@ -1,0 +1,72 @@
+"""As much of a cluster as helm asks for before it renders: its version, what kinds it has, and its secrets."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+_KINDS = {
+    "v1": {"Secret": "secrets", "ConfigMap": "configmaps", "Service": "services", "ServiceAccount": "serviceaccounts"},
+    "apps/v1": {"Deployment": "deployments"},
+    "policy/v1": {"PodDisruptionBudget": "poddisruptionbudgets"},
+    "networking.k8s.io/v1": {"NetworkPolicy": "networkpolicies"},
+    "rbac.authorization.k8s.io/v1": {"Role": "roles", "RoleBinding": "rolebindings"},
+}
+
+
+def _listed(version, kinds):
+    found = [
+        {"name": plural, "singularName": kind.lower(), "namespaced": True, "kind": kind, "verbs": ["get", "list"]}
+        for kind, plural in kinds.items()
+    ]
+    return {"kind": "APIResourceList", "groupVersion": version, "resources": found}
+
+
+def _group(version):
+    one = {"groupVersion": version, "version": "v1"}
+    return {"name": version.partition("/")[0], "versions": [one], "preferredVersion": one}
+
+
+_PAGES = {
+    "/version": {"major": "1", "minor": "33", "gitVersion": "v1.33.0"},
+    "/api": {"kind": "APIVersions", "versions": ["v1"]},
+    "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": [_group(v) for v in _KINDS if "/" in v]},
+    **{f"/{'apis' if '/' in v else 'api'}/{v}": _listed(v, kinds) for v, kinds in _KINDS.items()},
+}
+
+
+@contextmanager
+def cluster(secrets) -> Iterator[str]:
+    """Serve these secrets, by namespace and name; yield the address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            path = self.path.partition("?")[0]
+            _, _, rest = path.partition("/api/v1/namespaces/")
+            namespace, _, name = rest.partition("/secrets/")
+            found = _PAGES.get(path)
+            if (namespace, name) in secrets:
+                found = {"apiVersion": "v1", "kind": "Secret", "type": "Opaque"} | secrets[namespace, name]
+            missing = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
+            body = json.dumps(found or missing).encode()
+            self.send_response(200 if found else 404)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()

@@ -203,6 +203,7 @@ OPTIONS: Final[Sequence[Option]] = (
     Option("api_keys_file", PATH, "keys that clients must show, one name:key a line", live=True),
     Option("prefill_api_key_file", PATH, "file with the key that prefill engines want", live=True),
     Option("decode_api_key_file", PATH, "the same for decode engines", live=True),
+    Option("forward_client_key", SWITCH, "show engines whose pool has no key the Authorization of the client"),
     Option("max_concurrency", COUNT, "requests that are served at the same time; more wait", live=True),
     Option("max_queue", NATURAL, "requests that wait; more are refused", live=True),
     Option("max_queue_wait_s", SECONDS, "seconds that a request waits at most", live=True),

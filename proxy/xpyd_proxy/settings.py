@@ -92,6 +92,7 @@ class Settings:
     api_keys_file: str | None = None  # keys that clients must show, one name:key a line; None: anybody may ask
     prefill_api_key_file: str | None = None  # file with the key that prefill engines want, instead of the environment
     decode_api_key_file: str | None = None  # the same for decode engines
+    forward_client_key: bool = False  # engines without a key of their pool get the Authorization of the client
     max_concurrency: int = 4096  # requests that are served at the same time; more wait
     max_queue: int = 1024  # requests that wait; more are refused
     max_queue_wait_s: float = 30.0  # seconds that a request waits at most
@@ -105,7 +106,7 @@ class Settings:
     engine_ca: str | None = None  # PEM file, authorities of https engines; None: those of the system
     engine_cert: str | None = None  # PEM file, the certificate that the router shows to engines
     engine_key: str | None = None  # PEM file, its private key
-    prefill_api_key: str | None = field(default=None, repr=False)  # what prefill engines want; None: the client's own
+    prefill_api_key: str | None = field(default=None, repr=False)  # what prefill engines want; None: nothing is shown
     decode_api_key: str | None = field(default=None, repr=False)  # the same for decode engines
     prefill_policy: PolicyName = PolicyName.ROUND_ROBIN  # how the engine of the prefill leg is chosen
     decode_policy: PolicyName = PolicyName.ROUND_ROBIN  # the same for decode

@@ -13,7 +13,7 @@ from xpyd_proxy.core.exposition import Numbers
 from xpyd_proxy.core.facts import Facts
 from xpyd_proxy.core.model import Headers, Instance, Role
 from xpyd_proxy.core.raw_json import NotJson, decode
-from xpyd_proxy.io.engines import RESET_AT_ONCE
+from xpyd_proxy.io.engines import RESET_AT_ONCE, is_coded
 
 T = TypeVar("T")
 _ONE_LOOK_S: Final = 0.5  # seconds a connection is kept: for the next question of a look, not for the next look
@@ -60,6 +60,7 @@ class HttpChecks:
         self._client = httpx.AsyncClient(
             transport=transport,
             verify=verify,
+            headers={"accept-encoding": "identity", "user-agent": "xpyd"},  # what is unpacked has no bound
             timeout=timeout_s,
             limits=httpx.Limits(keepalive_expiry=_ONE_LOOK_S),
             trust_env=False,
@@ -109,12 +110,15 @@ class HttpChecks:
         url, headers = instance.address.url + path, list(self._headers(instance.role))
         try:
             async with asyncio.timeout(self._timeout_s), self._client.stream("GET", url, headers=headers) as response:
-                body = b""
-                async for chunk in response.aiter_bytes():
-                    body += chunk
-                    if len(body) > _MOST_BYTES:
+                if is_coded(response):
+                    raise Odd(f"answers {path} with a content coding, and none was asked for")
+                pieces, size = list[bytes](), 0
+                async for piece in response.aiter_bytes():
+                    pieces.append(piece)
+                    size += len(piece)
+                    if size > _MOST_BYTES:
                         raise Odd(f"answers {path} without end")
-                return response.status_code, body
+                return response.status_code, b"".join(pieces)
         except (TimeoutError, httpx.TimeoutException) as exc:
             raise Sick(f"does not answer {path} within {self._timeout_s:g} s") from exc
         except httpx.ConnectError as exc:

@@ -16,6 +16,7 @@ from xpyd_proxy.core.ports import nothing
 from xpyd_proxy.errors import EngineError, EngineTimeout
 from xpyd_proxy.settings import Settings
 
+ANSWER_MOST: Final = 64 * 1024 * 1024  # bytes of an answer that is waited for as a whole
 # What gets through httpx when a connection is reset as it opens: anyio asks a uvloop transport for a socket that it no
 # longer has. Seen once in a dozen resets.
 RESET_AT_ONCE: Final = (ConnectionError, AttributeError)
@@ -91,6 +92,7 @@ class HttpEngines:
         with _translated(leg.instance):
             response = await self._client.send(self._post(leg, sent), stream=True)
         try:
+            _refuse_coding(leg.instance, response)
             async with aclosing(_chunks(leg.instance, response)) as chunks:
                 yield HttpStream(response.status_code, _content_type(response), chunks)
         finally:
@@ -109,11 +111,15 @@ class HttpEngines:
         try:
             with _translated(instance):
                 async with asyncio.timeout(timeout_s):
-                    response = await self._client.send(request)
+                    response = await self._client.send(request, stream=True)
+                    try:
+                        content = await _content(instance, response)
+                    finally:
+                        await response.aclose()
         except TimeoutError as exc:
             raise EngineTimeout(f"{instance.id} did not answer within {timeout_s:g} s") from exc
         load = str(response.headers.get("endpoint-load-metrics", "")).encode()
-        return Answer(response.status_code, _content_type(response), response.content, load)
+        return Answer(response.status_code, _content_type(response), content, load)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +138,28 @@ async def _chunks(instance: Instance, response: httpx.Response) -> AsyncGenerato
     with _translated(instance):
         async for chunk in response.aiter_raw():
             yield chunk
+
+
+async def _content(instance: Instance, response: httpx.Response) -> bytes:
+    """Read all of an answer, in which nothing is packed."""
+    _refuse_coding(instance, response)
+    pieces, size = list[bytes](), 0
+    async for piece in response.aiter_bytes():
+        pieces.append(piece)
+        size += len(piece)
+        if size > ANSWER_MOST:
+            raise EngineError(f"{instance.id} answered with more than {ANSWER_MOST} bytes")
+    return b"".join(pieces)
+
+
+def _refuse_coding(instance: Instance, response: httpx.Response) -> None:
+    if is_coded(response):
+        raise EngineError(f"{instance.id} answered with a content coding, and none was asked for")
+
+
+def is_coded(response: httpx.Response) -> bool:
+    """Tell whether a body would have to be unpacked: 300 KB of gzip can be as many MB (RFC 9110, 8.4)."""
+    return str(response.headers.get("content-encoding", "")).strip().lower() not in ("", "identity")
 
 
 def _content_type(response: httpx.Response) -> str:

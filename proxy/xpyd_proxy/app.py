@@ -49,6 +49,7 @@ from xpyd_proxy.core.push import MANNERS
 from xpyd_proxy.core.registry import Registry
 from xpyd_proxy.core.roll import Roll
 from xpyd_proxy.core.rules import rules_of
+from xpyd_proxy.core.salts import Salts
 from xpyd_proxy.core.target import Target
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.checks import HttpChecks
@@ -119,6 +120,7 @@ def build(
     tls = engine_tls(settings)
     engines = _engines(settings, transport, outbound, tls)
     gate, keyring, lifetime = Gate(limits_of(settings), time.monotonic), Keyring(client_keys(settings)), Lifetime()
+    salts = _salts(settings, keyring)
     models = Models(registry, engines, model=settings.model)
     sight = Sight(Measures(_PATHS), time.monotonic)
     census, queue = Roll(registry), gate.admission
@@ -165,8 +167,10 @@ def build(
             time.monotonic,
             reports=isinstance(asked, Reporting),
         )
-        express = _express(rides, settings, gate, lifetime, keyring)
-    hot = _serve(app, settings, routes, _served_by(relay, settings, gate), tracking, lifetime=lifetime, keyring=keyring)
+        express = _express(rides, settings, gate, lifetime, keyring, salts=salts)
+    hot = _serve(
+        app, settings, routes, _served_by(relay, settings, gate, salts), tracking, lifetime=lifetime, keyring=keyring
+    )
     live = Live(registry, relay, gate, keyring, outbound, time.monotonic)
     return Router(app, hot, express, lifetime, live, sight.stalled_client, server_tls(settings))
 
@@ -192,7 +196,7 @@ def _serve(
     """Give the application its routes and what surrounds them; return the short way to those that generate text."""
     door: dict[str, Any] = {"lifetime": lifetime, "keyring": keyring}
     around: dict[str, Any] = {"new_id": new_id, "clock": time.monotonic}
-    around |= {"following": tracking.following, "finished": tracking.finished}
+    around |= {"following": tracking.following, "finished": tracking.finished, "times": settings.server_timing}
     app.add_middleware(Door, **door)
     app.add_middleware(Tracking, **around)
     problems.install(app)
@@ -203,10 +207,21 @@ def _serve(
     return problems.LastResort(Tracking(Door(problems.Answering(served_by[Kind.SPLIT]), **door), **around))
 
 
-def _express(rides: Rides, settings: Settings, gate: Gate, lifetime: Lifetime, keyring: Keyring) -> Express:
+def _express(
+    rides: Rides, settings: Settings, gate: Gate, lifetime: Lifetime, keyring: Keyring, *, salts: Salts | None
+) -> Express:
     rides.fleet.later = rides.sight.later
     rides.sight.legs.riding = rides.places
-    return Express(rides, settings, gate, lifetime, keyring, new_id, time.monotonic, rides.sight.finished)
+    return Express(rides, settings, gate, lifetime, keyring, new_id, time.monotonic, rides.sight.finished, salts)
+
+
+def _salts(settings: Settings, keyring: Keyring) -> Salts | None:
+    """Say what keeps the clients apart in the engines' prefix caches; raises ConfigError."""
+    if not settings.cache_salt_per_key:
+        return None
+    if settings.api_keys_file is None:
+        raise ConfigError("cache_salt_per_key needs api_keys_file: without keys all clients are one")
+    return Salts(keyring, settings.cache_salt_secret)
 
 
 def _checks(
@@ -250,10 +265,10 @@ def _lifespan(
     return lifespan
 
 
-def _served_by(relay: Relay, settings: Settings, gate: Gate) -> Mapping[Kind, ASGIApp]:
+def _served_by(relay: Relay, settings: Settings, gate: Gate, salts: Salts | None) -> Mapping[Kind, ASGIApp]:
     return {
-        Kind.SPLIT: Generation(relay, settings, gate),
-        Kind.JSON: Passing(relay, settings, gate),
+        Kind.SPLIT: Generation(relay, settings, gate, salts),
+        Kind.JSON: Passing(relay, settings, gate, salts),
         Kind.FORM: Form(relay, settings, gate),
     }
 

@@ -1,5 +1,8 @@
 """What operators choose, and what they are told: against the port of a router process, as its clients meet it."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -56,3 +59,80 @@ def test_engines_see_the_key_of_a_client_only_if_the_operator_says_so(tmp_path, 
         shown = {entry.headers.get("authorization") for entry in fleet.legs()}
     assert answer.status_code == 200
     assert shown == {"Bearer client-key" if forwards == "true" else None}
+
+
+KEYS = "team-a:sk-a\nteam-b:sk-b\nprometheus:sk-p\n"
+
+
+@pytest.fixture
+def keys(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(KEYS)
+    return str(path)
+
+
+def salts(fleet, paths=(PATH,)):
+    """Of each leg, in order."""
+    return [json.loads(e.body).get("cache_salt") for s in fleet.engines.values() for e in s.log if e.path in paths]
+
+
+def test_what_one_key_sends_is_not_found_in_the_cache_of_another(tmp_path, keys):
+    """The time of the first token would tell whether somebody has sent this beginning before."""
+    env = {"XPYD_CACHE_SALT_SECRET": "of the fleet"}
+    args = ("--api-keys-file", keys, "--cache-salt-per-key", "true")
+    with running(tmp_path, *args, env=env) as fleet:
+        for key, body in (("sk-a", BODY), ("sk-b", BODY), ("sk-a", BODY | {"cache_salt": "mine"}), ("sk-a", BODY)):
+            assert fleet.post(body=body, headers=bearer(key)).status_code == 200
+        solo = fleet.post(body=BODY | {"n": 2}, headers=bearer("sk-a"))
+        odd = fleet.post(body=BODY | {"cache_salt": 3}, headers=bearer("sk-a"))
+        fleet.post("/v1/embeddings", {"input": "a"}, headers=bearer("sk-a"))
+
+        prefill = salts(fleet)[:4]
+        decode = salts(fleet)[4:8]
+        of_a = prefill[0]
+        assert prefill == decode
+        assert prefill[3] == of_a
+        assert len({*prefill, None, "mine"}) == 5
+        assert solo.status_code == 200
+        assert salts(fleet)[8] == of_a
+        assert salts(fleet, ("/v1/embeddings",)) == [of_a]
+        assert (odd.status_code, odd.json()["error"]["param"]) == (400, "cache_salt")
+
+
+def test_two_routers_of_a_fleet_give_a_key_the_same_salt(tmp_path, keys):
+    """Else a cache would help only those who meet the same router again."""
+    found = []
+    for number in range(2):
+        (folder := tmp_path / str(number)).mkdir()
+        with running(folder, "--api-keys-file", keys, "--cache-salt-per-key", "true") as fleet:
+            assert fleet.post(headers=bearer("sk-a")).status_code == 200
+            found += salts(fleet)
+
+    assert len(set(found)) == 1
+    assert None not in found
+
+
+def test_salts_without_keys_are_refused(tmp_path):
+    """All clients would be one, which is not what was asked for."""
+    said = subprocess.run(
+        [sys.executable, "-m", "xpyd_proxy.cli", "serve", "--port", "0", "--cache-salt-per-key", "true"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert said.returncode == 2
+    assert "cache_salt_per_key needs api_keys_file" in said.stderr
+
+
+@pytest.mark.parametrize("shown", ["true", "false"])
+def test_server_timing_is_left_out_if_the_operator_says_so(tmp_path, shown):
+    """It tells a client the milliseconds of a prefill, and how the engines are named."""
+    with running(tmp_path, "--server-timing", shown) as fleet:
+        answers = [fleet.post(), fleet.post(body=BODY | {"stream": True}), fleet.post(body=BODY | {"n": 2})]
+        answers.append(fleet.post(body=BODY | {"kv_transfer_params": {"a": 1}}))
+
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 400]
+    assert ["server-timing" in answer.headers for answer in answers[:3]] == [shown == "true"] * 3
+    assert "server-timing" not in answers[3].headers

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import httpx
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from starlette.types import ASGIApp
 
 from xpyd_proxy.api import problems
 from xpyd_proxy.api.admin import admin_routes
+from xpyd_proxy.api.adminkey import onlooker_check
 from xpyd_proxy.api.door import Door
 from xpyd_proxy.api.express import Express
 from xpyd_proxy.api.instances import Desk, instance_routes
@@ -148,7 +149,7 @@ def build(
 
     desk = Desk(registry, _explainer(relay, fleet), time.monotonic, crew.changes(discovery), crew.is_drained)
     routes = (
-        page_routes(status, metrics, everybody),
+        page_routes(status, metrics, everybody, **_onlookers(settings, keyring)),
         admin_routes(settings, fleet, models, keyring, desk.changes),
         instance_routes(settings, desk),
         ready_routes(Synced(fleet, discovery), lifetime, lambda: relay.rules.needed),
@@ -203,7 +204,7 @@ def _serve(
     for each in routes:
         app.include_router(each)
     app.router.routes.extend(endpoint_routes(served_by))
-    app.include_router(openapi_routes(app, settings.admin_key, keyring))
+    app.include_router(openapi_routes(app, settings.admin_key, keyring, open_metrics=settings.open_metrics))
     return problems.LastResort(Tracking(Door(problems.Answering(served_by[Kind.SPLIT]), **door), **around))
 
 
@@ -213,6 +214,16 @@ def _express(
     rides.fleet.later = rides.sight.later
     rides.sight.legs.riding = rides.places
     return Express(rides, settings, gate, lifetime, keyring, new_id, time.monotonic, rides.sight.finished, salts)
+
+
+def _onlookers(settings: Settings, keyring: Keyring) -> Mapping[str, Callable[[Request], None]]:
+    """Say who may see the metrics and the status page."""
+    if settings.open_metrics:
+        return {}
+    return {
+        "onlookers": onlooker_check(settings.admin_key, keyring),
+        "browsers": onlooker_check(settings.admin_key, keyring, by_browsers=True),
+    }
 
 
 def _salts(settings: Settings, keyring: Keyring) -> Salts | None:

@@ -68,7 +68,11 @@ class Refused(ProxyError):
 
 
 class Unauthorized(ProxyError):
-    """The client has shown no key, or one that is not known here."""
+    """The client has shown no key, or one that is not known here; ``asks`` is what ``WWW-Authenticate`` says."""
+
+    def __init__(self, message: str, *, asks: str = "Bearer") -> None:
+        super().__init__(message)
+        self.asks = asks
 
 
 class TurnedAway(ProxyError):

@@ -1,5 +1,6 @@
 """What operators choose, and what they are told: against the port of a router process, as its clients meet it."""
 
+import base64
 import json
 import subprocess
 import sys
@@ -10,9 +11,9 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from support.router_process import RouterProcess, router_processes
+from support.router_process import KEY, RouterProcess, router_processes
 from support.sim import serving, sims
-from xpyd_proxy.local.sim import Sim
+from xpyd_proxy.local.sim import Fault, FaultKind, Sim
 
 PATH = "/v1/completions"
 BODY = {"prompt": "once upon a time", "max_tokens": 3}
@@ -136,3 +137,59 @@ def test_server_timing_is_left_out_if_the_operator_says_so(tmp_path, shown):
     assert [answer.status_code for answer in answers] == [200, 200, 200, 400]
     assert ["server-timing" in answer.headers for answer in answers[:3]] == [shown == "true"] * 3
     assert "server-timing" not in answers[3].headers
+
+
+LOOKS = ("/", "/status.json", "/metrics")
+
+
+def basic(password):
+    return {"authorization": "Basic " + base64.b64encode(b"anybody:" + password.encode()).decode()}
+
+
+def test_what_shows_the_fleet_needs_a_key_where_clients_do(tmp_path, keys):
+    """It names engines, and how busy each is. Prometheus sends a bearer token, a browser asks for a password."""
+    with running(tmp_path, "--api-keys-file", keys) as fleet:
+        bare = [fleet.get(path) for path in LOOKS]
+        wrong = [
+            fleet.get(path, headers=shown)
+            for path in LOOKS
+            for shown in (bearer("sk"), basic("sk"), {"x-api-key": "sk"})
+        ]
+        right = [fleet.get(path, headers=shown) for path in LOOKS for shown in (bearer("sk-p"), KEY)]
+        browser = [fleet.get(path, headers=basic("sk-p")).status_code for path in LOOKS]
+        generating = fleet.post(headers=basic("sk-p"))
+        probes = [fleet.get(path).status_code for path in ("/health", "/ready")]
+
+    assert {answer.status_code for answer in bare + wrong} == {401}
+    assert [answer.headers["www-authenticate"] for answer in bare] == ['Basic realm="xpyd", Bearer'] * 2 + ["Bearer"]
+    assert {answer.status_code for answer in right} == {200}
+    assert browser == [200, 200, 401]
+    assert generating.status_code == 401  # a browser sends passwords with requests that other pages make
+    assert probes == [200, 200]
+
+
+def test_the_operator_may_open_what_shows_the_fleet(tmp_path, keys):
+    """Behind a network policy, say, for a scraper that cannot send a token."""
+    with running(tmp_path, "--api-keys-file", keys, "--open-metrics", "true") as fleet:
+        assert [fleet.get(path).status_code for path in LOOKS] == [200] * 3
+        assert fleet.post().status_code == 401
+
+
+def test_without_keys_they_are_open(tmp_path):
+    """As all else is."""
+    with running(tmp_path) as fleet:
+        assert [fleet.get(path).status_code for path in LOOKS] == [200] * 3
+
+
+def test_failures_do_not_name_a_request(tmp_path):
+    """Who may see the page may not see which requests there are: it shows how an id begins, to find it in the log."""
+    with running(tmp_path) as fleet:
+        for sim in fleet.engines.values():
+            sim.inject(Fault(FaultKind.DROP))
+        answer = fleet.post()
+        failures = fleet.get("/status.json").json()["failures"]
+
+    ours = answer.headers["x-request-id"]
+    assert answer.status_code == 502
+    assert failures
+    assert {one["request"] for one in failures} == {ours[:13] + "..."}

@@ -15,8 +15,9 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.types import ASGIApp
 
 from xpyd_proxy.api import problems
-from xpyd_proxy.api.admin import admin_routes
+from xpyd_proxy.api.admin import Gatekeeping, admin_routes
 from xpyd_proxy.api.adminkey import onlooker_check
+from xpyd_proxy.api.audit import Audit
 from xpyd_proxy.api.door import Door
 from xpyd_proxy.api.express import Express
 from xpyd_proxy.api.instances import Desk, instance_routes
@@ -28,6 +29,7 @@ from xpyd_proxy.api.passing import Form, Passing
 from xpyd_proxy.api.ready import ready_routes
 from xpyd_proxy.api.routes import endpoint_routes
 from xpyd_proxy.api.tracking import Following, Tracking, untraced
+from xpyd_proxy.core.allow import AllowList
 from xpyd_proxy.core.budget import Budget
 from xpyd_proxy.core.endpoints import ENDPOINTS, Kind
 from xpyd_proxy.core.explain import Explainer
@@ -58,6 +60,7 @@ from xpyd_proxy.io.discovering import discovery_of
 from xpyd_proxy.io.engines import HttpEngines
 from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, server_tls
 from xpyd_proxy.io.fleet import LiveFleet, Loads
+from xpyd_proxy.io.guard import Guard, resolved
 from xpyd_proxy.io.ids import new_id
 from xpyd_proxy.io.inflow import InflowWatch
 from xpyd_proxy.io.metrics import Metrics
@@ -117,12 +120,11 @@ def build(
     registry = _filled(crew.registry, settings)
     learned = Learned(at_once=MANNERS[settings.mode].at_once)
     fleet = _fleet(settings, registry, learned, crew.number)
-    outbound = Outbound(engine_keys(settings), forwards=settings.forward_client_key)
-    tls = engine_tls(settings)
-    engines = _engines(settings, transport, outbound, tls)
+    outbound, tls = Outbound(engine_keys(settings), forwards=settings.forward_client_key), engine_tls(settings)
+    guard = _guard(settings, registry, transport)
+    engines = _engines(settings, transport, outbound, tls, guard)
     gate, keyring, lifetime = Gate(limits_of(settings), time.monotonic), Keyring(client_keys(settings)), Lifetime()
-    salts = _salts(settings, keyring)
-    models = Models(registry, engines, model=settings.model)
+    salts, models = _salts(settings, keyring), Models(registry, engines, model=settings.model)
     sight = Sight(Measures(_PATHS), time.monotonic)
     census, queue = Roll(registry), gate.admission
     traces = _traces(settings)
@@ -135,7 +137,7 @@ def build(
     relay = Relay(
         fleet, legs, fleet, learned, MANNERS[settings.mode], releaser, rules_of(settings), slots=fleet, budget=budget
     )
-    checks = _checks(settings, outbound, transport, tls)
+    checks = _checks(settings, outbound, transport, tls, guard)
     rhythm = Rhythm(settings.probe_interval_s, settings.hung_timeout_s, settings.drain_patience_s)
     prober = Prober(registry, checks, rhythm, time.monotonic, random.random, give_up=engines.give_up)
     inflow = InflowWatch(registry, checks.metrics, sight)
@@ -148,10 +150,11 @@ def build(
         return *parts, *crew.running(), *(() if express is None else (express,))
 
     desk = Desk(registry, _explainer(relay, fleet), time.monotonic, crew.changes(discovery), crew.is_drained)
+    keeping = Gatekeeping(keyring, Audit(sight.admin_action, time.monotonic), guard)
     routes = (
         page_routes(status, metrics, everybody, **_onlookers(settings, keyring)),
-        admin_routes(settings, fleet, models, keyring, desk.changes),
-        instance_routes(settings, desk),
+        admin_routes(settings, fleet, models, desk.changes, keeping),
+        instance_routes(settings, desk, keeping.audit),
         ready_routes(Synced(fleet, discovery), lifetime, lambda: relay.rules.needed),
         model_routes(models),
     )
@@ -226,6 +229,12 @@ def _onlookers(settings: Settings, keyring: Keyring) -> Mapping[str, Callable[[R
     }
 
 
+def _guard(settings: Settings, registry: Registry, transport: httpx.AsyncBaseTransport | None) -> Guard:
+    """Say where the router may connect to; with the transport of a test it connects nowhere."""
+    resolve = resolved if transport is None else None
+    return Guard(AllowList.parse(settings.instances_allow), registry.is_given, resolve)
+
+
 def _salts(settings: Settings, keyring: Keyring) -> Salts | None:
     """Say what keeps the clients apart in the engines' prefix caches; raises ConfigError."""
     if not settings.cache_salt_per_key:
@@ -236,22 +245,31 @@ def _salts(settings: Settings, keyring: Keyring) -> Salts | None:
 
 
 def _checks(
-    settings: Settings, outbound: Outbound, transport: httpx.AsyncBaseTransport | None, tls: ssl.SSLContext
+    settings: Settings,
+    outbound: Outbound,
+    transport: httpx.AsyncBaseTransport | None,
+    tls: ssl.SSLContext,
+    guard: Guard,
 ) -> HttpChecks:
     return HttpChecks(
         timeout_s=settings.probe_timeout_s,
         headers=lambda role: outbound.headers(role, ()),
         verify=tls,
         transport=transport,
+        guard=guard,
     )
 
 
 def _engines(
-    settings: Settings, transport: httpx.AsyncBaseTransport | None, outbound: Outbound, tls: ssl.SSLContext
+    settings: Settings,
+    transport: httpx.AsyncBaseTransport | None,
+    outbound: Outbound,
+    tls: ssl.SSLContext,
+    guard: Guard,
 ) -> HttpEngines | WireEngines:
     if transport is None and settings.engine_client is EngineClient.WIRE:
-        return WireEngines(settings, outbound=outbound, tls=tls)
-    return HttpEngines(settings, transport=transport, outbound=outbound, tls=tls)
+        return WireEngines(settings, outbound=outbound, tls=tls, guard=guard)
+    return HttpEngines(settings, transport=transport, outbound=outbound, tls=tls, guard=guard)
 
 
 def _lifespan(

@@ -7,6 +7,8 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from xpyd_proxy.core.address import EXPECTED
+from xpyd_proxy.core.allow import EXPECTED as ALLOWED
+from xpyd_proxy.core.allow import AllowList
 from xpyd_proxy.core.target import Target
 from xpyd_proxy.errors import AddressError
 from xpyd_proxy.settings import ClientKvParams, EngineClient, LogFormat, LogLevel, Mode, PolicyName
@@ -44,6 +46,11 @@ def _address(text: str) -> str:
         Target.parse(text)
     except AddressError as exc:
         raise ValueError(str(exc)) from exc
+    return text
+
+
+def _place(text: str) -> str:
+    AllowList.parse((text,))
     return text
 
 
@@ -148,6 +155,7 @@ def _switch(text: str) -> bool:
     raise ValueError(f"{text!r} is not a switch: write true or false")
 
 
+PLACE: Final = Kind(_place, str, metavar="NETWORK")
 ADDRESS: Final = Kind(_address, str, metavar="URL")
 TEXT: Final = Kind(_text, str, metavar="NAME")
 URL: Final = Kind(_url, str, metavar="URL")
@@ -173,7 +181,13 @@ OPTIONS: Final[Sequence[Option]] = (
     Option("host", TEXT, "interface to listen on"),
     Option("port", PORT, "TCP port to listen on, 0 for any free one"),
     Option("workers", WORKERS, "processes that serve together, as one router; above 1 on Linux only"),
-    Option("model", TEXT, "model that an engine added at run time must serve (default: that of the others)"),
+    Option("model", TEXT, "model that an engine added at run time must serve (default: any)"),
+    Option(
+        "instances_allow",
+        PLACE,
+        f"where engines may be added: {ALLOWED} (default: loopback and private networks)",
+        many=True,
+    ),
     Option(
         "client_kv_params", one_of(ClientKvParams), "refuse a request that carries kv_transfer_params, or strip them"
     ),

@@ -61,8 +61,9 @@ class Settings:
     host: str = "127.0.0.1"  # interface to listen on
     port: int = 8000  # TCP port to listen on; 0 lets the system choose
     workers: int = 1  # processes that serve, with one view of engines and limits; 1: this one, and no other
-    model: str | None = None  # model every engine must serve; None: the first one an engine names
-    admin_key: str | None = field(default=None, repr=False)  # X-Api-Key of /instances/add; None: nobody may add
+    model: str | None = None  # model that an engine added at run time must serve; None: any
+    instances_allow: tuple[str, ...] = ()  # where added engines may be; (): loopback and private networks
+    admin_key: str | None = field(default=None, repr=False)  # X-Api-Key of /instances; None: nobody may add
     client_kv_params: ClientKvParams = ClientKvParams.REFUSE  # kv_transfer_params in a client's body
     mode: Mode = Mode.AUTO  # push: both legs are sent at once
     retries: int = 2  # legs of one request that may fail before the client is told

@@ -1,11 +1,13 @@
 """What operators choose, and what they are told: against the port of a router process, as its clients meet it."""
 
 import base64
+import hashlib
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
 import httpx
@@ -193,3 +195,155 @@ def test_failures_do_not_name_a_request(tmp_path):
     assert answer.status_code == 502
     assert failures
     assert {one["request"] for one in failures} == {ours[:13] + "..."}
+
+
+def add(fleet, instance, role="decode", **options):
+    return fleet.post("/instances/add", {"type": role, "instance": instance}, **{"headers": KEY} | options)
+
+
+def audited(fleet):
+    """The lines of the audit log, after the logger's name."""
+    return [line.split(" xpyd.audit ")[1] for line in fleet.router.said.splitlines() if " xpyd.audit " in line]
+
+
+class Listener:
+    """Counts connections, and keeps what they send."""
+
+    def __init__(self, host="127.0.0.1"):
+        self.socket = socket.create_server((host, 0))
+        self.socket.settimeout(0.2)
+        self.at = f"{host}:{self.socket.getsockname()[1]}"
+
+    def connected(self):
+        try:
+            self.socket.accept()[0].close()
+        except TimeoutError:
+            return False
+        return True
+
+
+def test_nothing_is_sent_to_an_address_that_is_not_allowed(tmp_path):
+    """Who has the admin key of a router must not read its metadata service, or be sent the engines' key there."""
+    listener = Listener("127.0.0.2")
+    port = listener.at.rpartition(":")[2]
+    spellings = ["127.0.0.2", "[::ffff:127.0.0.2]", "[::ffff:7f00:2]"]
+    odd = ["0x7f000002", "2130706434", "127.2", "127.0.0.0x2"]
+    env = {"XPYD_DECODE_API_KEY": "engine-key"}
+    args = ("--instances-allow", "127.0.0.1/32", "10.0.0.0/8")
+    with running(tmp_path, *args, env=env) as fleet, closing(listener.socket):
+        refused = [add(fleet, f"{host}:{port}") for host in (*spellings, "169.254.169.254", "8.8.8.8")]
+        unread = [add(fleet, f"{host}:{port}") for host in odd]
+        by_name = add(fleet, f"localhost:{port}")
+        assert not listener.connected()
+
+    assert {answer.status_code for answer in refused} == {403}
+    assert "is not in instances_allow: name its network or its name there" in refused[0].json()["detail"]
+    assert {(answer.status_code, answer.json()["detail"]) for answer in unread} == {(400, "Invalid instance address.")}
+    assert by_name.status_code == 400  # it leads to 127.0.0.1, where nobody listens at this port
+
+
+def test_by_itself_a_router_takes_private_addresses_and_no_metadata_service(tmp_path):
+    """The usual operator adds pods, or an engine beside the router, and has to set nothing."""
+    with running(tmp_path, x=1, y=2) as fleet:
+        assert add(fleet, fleet.at["d1"]).status_code == 200
+        assert add(fleet, "169.254.169.254:80").status_code == 403
+        assert add(fleet, "[fe80::1]:80").status_code == 403
+        assert add(fleet, "8.8.8.8:80").status_code == 403
+        assert [fleet.post().status_code for _ in range(4)] == [200] * 4
+        assert any(entry.path == PATH for entry in fleet.engines["d1"].log)
+
+
+def test_an_engine_that_is_added_sees_a_key_only_if_it_wants_one_and_never_the_operators(tmp_path):
+    """The check of its models goes to whatever was named; the key of the pool follows with the first probe."""
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append((scope["path"], dict(scope["headers"]).get(b"authorization")))
+        status = 200 if b"authorization" in dict(scope["headers"]) else 401
+        await send(
+            {"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]}
+        )
+        await send({"type": "http.response.body", "body": b'{"data": [{"id": "sim"}]}' if status == 200 else b"{}"})
+
+    env = {"XPYD_DECODE_API_KEY": "engine-key"}
+    with running(tmp_path, env=env) as fleet, serving(app, lifespan="off") as engine:
+        answer = add(fleet, engine, headers=KEY | bearer("operator's own"))
+
+    assert answer.status_code == 200
+    assert seen[:2] == [("/v1/models", None), ("/v1/models", b"Bearer engine-key")]
+    assert b"Bearer operator's own" not in {shown for _, shown in seen}
+
+
+def test_each_action_of_an_operator_leaves_one_line_in_the_audit_log(tmp_path):
+    """Who, from where, what, and what became of it: also of what was refused, and of who had no key."""
+    with running(tmp_path, x=1, y=2) as fleet:
+        port = fleet.at["d1"]
+        add(fleet, port)
+        add(fleet, port)
+        add(fleet, "169.254.169.254:80")
+        add(fleet, "two\nlines:80")
+        fleet.post("/instances/drain", {"id": "decode-1"}, headers=KEY)
+        fleet.post("/instances/drain", {"id": "decode-9"}, headers=KEY)
+        fleet.post("/instances/remove", {"id": "decode-1"}, headers=KEY)
+        fleet.get("/instances", headers=KEY)
+        wrong = fleet.post("/instances/remove", {"id": "decode-0"}, headers={"X-Api-Key": "sesam"})
+        missing = fleet.get("/instances")
+        numbers = fleet.get("/metrics").text
+        lines = audited(fleet)
+
+    who = f"key=sha256:{hashlib.sha256(KEY['X-Api-Key'].encode()).hexdigest()[:8]} client=127.0.0.1"
+    bad = "169.254.169.254"
+    assert lines == [
+        f"action=add outcome=ok {who} target='decode {port}'",
+        f"action=add outcome=refused {who} target='decode {port}' why='Instance already exists.'",
+        f"action=add outcome=refused {who} target='decode {bad}:80' why='Instance address not allowed: {bad} is not in "
+        "instances_allow: name its network or its name there.'",
+        f"action=add outcome=refused {who} target='decode two\\nlines:80' why='Invalid instance address.'",
+        f"action=drain outcome=ok {who} target='decode-1'",
+        f"action=drain outcome=refused {who} target='decode-9' "
+        + "why=\"there is no instance 'decode-9': `xpyd instances list` shows those there are\"",
+        f"action=remove outcome=ok {who} target='decode-1'",
+        "action=remove outcome=unauthenticated key=- client=127.0.0.1 why='a wrong X-Api-Key'",
+        "action=list outcome=unauthenticated key=- client=127.0.0.1 why='no X-Api-Key'",
+    ]
+    assert (wrong.status_code, missing.status_code) == (401, 401)
+    assert wrong.headers["www-authenticate"] == "X-Api-Key"
+    for action, outcome, count in (("add", "ok", 1), ("add", "refused", 3), ("list", "ok", 1), ("remove", "ok", 1)):
+        assert f'xpyd_admin_actions_total{{action="{action}",outcome="{outcome}"}} {count}.0' in numbers
+    assert 'xpyd_admin_actions_total{action="remove",outcome="unauthenticated"} 1.0' in numbers
+
+
+def test_who_guesses_keys_is_counted_and_does_not_fill_the_log(tmp_path):
+    """A line for each try would be a way to fill a disk."""
+    with running(tmp_path) as fleet, httpx.Client(timeout=30) as client:
+        url = fleet.router.url + "/instances"
+        tries = {client.get(url, headers={"X-Api-Key": f"guess-{number}"}).status_code for number in range(200)}
+        numbers = fleet.get("/metrics").text
+        lines = audited(fleet)
+
+    assert tries == {401}
+    assert 10 <= len(lines) < 100
+    assert 'xpyd_admin_actions_total{action="list",outcome="unauthenticated"} 200.0' in numbers
+
+
+def test_a_router_without_an_admin_key_says_how_to_have_one(tmp_path):
+    """500 looked like a fault."""
+    with running(tmp_path, env={"ADMIN_API_KEY": ""}) as fleet:
+        answers = [add(fleet, "127.0.0.1:1"), fleet.get("/instances"), fleet.get("/instances", headers=KEY)]
+
+    assert {answer.status_code for answer in answers} == {404}
+    assert all("start it with ADMIN_API_KEY in its environment" in answer.json()["detail"] for answer in answers)
+
+
+def test_a_place_that_is_none_is_said_at_the_start(tmp_path):
+    """And not when the first engine is added."""
+    said = subprocess.run(
+        [sys.executable, "-m", "xpyd_proxy.cli", "serve", "--port", "0", "--instances-allow", "10.0.0.1/8"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert said.returncode == 2
+    assert "'10.0.0.1/8' is not a place of engines: write a network such as 10.0.0.0/8" in said.stderr

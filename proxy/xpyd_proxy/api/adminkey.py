@@ -3,29 +3,39 @@
 import base64
 import binascii
 import hmac
-import logging
 from collections.abc import Callable
-from typing import Annotated, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 from fastapi import Header, HTTPException, Request
 
+from xpyd_proxy.api.audit import Audit, fingerprint
 from xpyd_proxy.core.keys import Keyring, shown_key
 from xpyd_proxy.core.model import Headers
 from xpyd_proxy.errors import Unauthorized
 
-ApiKey: TypeAlias = Annotated[str, Header()]
-logger = logging.getLogger(__name__)
+ApiKey: TypeAlias = Annotated[str | None, Header()]
+_ASKS: Final = {"www-authenticate": "X-Api-Key"}
+_MISSING: Final = "This is for operators: send the router's admin key as X-Api-Key."
+_UNCONFIGURED: Final = (
+    "This router has no admin key, so nobody may do this: start it with ADMIN_API_KEY in its environment."
+)
 
 
-def key_check(admin_key: str | None) -> Callable[[str], None]:
+def key_check(admin_key: str | None, audit: Audit) -> Callable[[Request, str | None], None]:
     """Return a dependency that lets only those pass who show the key; keys are compared in constant time."""
+    name = None if not admin_key else fingerprint(admin_key)
 
-    def authenticate(x_api_key: ApiKey) -> None:
+    def authenticate(request: Request, x_api_key: ApiKey = None) -> None:
         if not admin_key:
-            raise HTTPException(500, "Server configuration error.")
+            audit.refused(request, "the router has no admin key")
+            raise HTTPException(404, _UNCONFIGURED)
+        if x_api_key is None:
+            audit.refused(request, "no X-Api-Key")
+            raise HTTPException(401, _MISSING, _ASKS)
         if not _is_it(x_api_key.encode("latin-1"), admin_key):
-            logger.warning("somebody called an admin route with a wrong X-Api-Key")
-            raise HTTPException(403, "Forbidden: Invalid API Key.")
+            audit.refused(request, "a wrong X-Api-Key")
+            raise HTTPException(401, "Forbidden: Invalid API Key.", _ASKS)  # vLLM's demo says so, with 403
+        request.state.admin = name
 
     return authenticate
 

@@ -14,6 +14,7 @@ from xpyd_proxy.core.facts import Facts
 from xpyd_proxy.core.model import Headers, Instance, Role
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.io.engines import RESET_AT_ONCE, is_coded
+from xpyd_proxy.io.guard import Guard, Guarded
 
 T = TypeVar("T")
 _ONE_LOOK_S: Final = 0.5  # seconds a connection is kept: for the next question of a look, not for the next look
@@ -54,7 +55,11 @@ class HttpChecks:
         headers: Callable[[Role], Headers] = lambda _: (),
         verify: ssl.SSLContext | bool = True,
         transport: httpx.AsyncBaseTransport | None = None,
+        guard: Guard | None = None,
     ) -> None:
+        limits = httpx.Limits(keepalive_expiry=_ONE_LOOK_S)
+        if transport is None and guard is not None:
+            transport = Guarded(httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False), guard)
         self._timeout_s = timeout_s
         self._headers = headers  # the key of the pool, if it wants one
         self._client = httpx.AsyncClient(
@@ -62,7 +67,7 @@ class HttpChecks:
             verify=verify,
             headers={"accept-encoding": "identity", "user-agent": "xpyd"},  # what is unpacked has no bound
             timeout=timeout_s,
-            limits=httpx.Limits(keepalive_expiry=_ONE_LOOK_S),
+            limits=limits,
             trust_env=False,
         )
 

@@ -14,6 +14,7 @@ from xpyd_proxy.core.keys import Outbound
 from xpyd_proxy.core.model import Answer, Headers, Instance, Leg
 from xpyd_proxy.core.ports import nothing
 from xpyd_proxy.errors import EngineError, EngineTimeout
+from xpyd_proxy.io.guard import Guard, Guarded
 from xpyd_proxy.settings import Settings
 
 ANSWER_MOST: Final = 64 * 1024 * 1024  # bytes of an answer that is waited for as a whole
@@ -41,15 +42,20 @@ class HttpEngines:
         transport: httpx.AsyncBaseTransport | None = None,
         outbound: Outbound | None = None,
         tls: ssl.SSLContext | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self._outbound = outbound or Outbound()
         self._probe_timeout_s = settings.probe_timeout_s
+        verify: ssl.SSLContext | bool = True if tls is None else tls
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=settings.engine_keepalive_s)
+        if transport is None and guard is not None:
+            transport = Guarded(httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False), guard)
         self._client = httpx.AsyncClient(
             transport=transport,
-            verify=True if tls is None else tls,
+            verify=verify,
             headers={"accept-encoding": "identity", "user-agent": "xpyd"},  # a stream must not wait for a compressor
             timeout=httpx.Timeout(None, connect=settings.connect_timeout_s),
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=settings.engine_keepalive_s),
+            limits=limits,
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),  # one client's cookies are not another's
             trust_env=False,  # HTTP_PROXY is for the way out, and engines are inside
         )
@@ -73,9 +79,9 @@ class HttpEngines:
         """
         return await self._whole(leg.instance, self._post(leg), timeout_s)
 
-    async def models(self, instance: Instance, headers: Headers) -> Answer:
-        """Get the engine's list of models; raises what ``ask`` raises."""
-        shown = list(self._outbound.headers(instance.role, headers))
+    async def models(self, instance: Instance, headers: Headers, *, bare: bool = False) -> Answer:
+        """Get the engine's list of models, ``bare``: without showing a key; raises what ``ask`` raises."""
+        shown = list(self._outbound.bare(headers) if bare else self._outbound.headers(instance.role, headers))
         request = self._client.build_request("GET", f"{instance.address.url}/v1/models", headers=shown)
         return await self._whole(instance, request, self._probe_timeout_s)
 

@@ -40,9 +40,10 @@ class Door:
         if scope["type"] != "http" or is_open(scope["path"]):
             await self._app(scope, receive, send)
             return
-        with self._lifetime.serving():
+        has_come = BEGUN in scope  # by the short way, where it was let in, and counted without a gap
+        with self._lifetime.serving(is_counted=has_come):
             try:
-                if BEGUN not in scope:  # it was let in when it came
+                if not has_come:
                     self._check(scope)
             except (ClosingDown, Unauthorized) as error:
                 await response_to(error, scope)(scope, receive, _Answer(send, self._lifetime))

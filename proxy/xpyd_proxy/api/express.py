@@ -270,7 +270,6 @@ class Passenger:
     def stopped(self, attempt: Attempt, stop: Stop) -> None:
         """Leave the request to the way of all others."""
         self._ride = None
-        self._express.lifetime.in_flight -= 1  # it is counted there again
         assert self._call is not None
         left = Left(self._call, attempt, stop, self._ticket)
         extras = {BEGUN: (self._start, self._journey), LEFT: left}

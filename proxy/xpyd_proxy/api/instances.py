@@ -72,6 +72,8 @@ class Row(msgspec.Struct):
     connector: str | None
     mode: str | None
     revision: str | None
+    protocol: str | None  # these two as our connector says
+    fingerprint: str | None
     source: str  # who wants it here: static, pods or store
     generation: int  # of that source's view, when it first named the engine
 
@@ -228,6 +230,8 @@ def _row(member: Member, now: float) -> Row:
         connector=facts.connector,
         mode=facts.mode,
         revision=facts.revision,
+        protocol=facts.protocol,
+        fingerprint=facts.fingerprint,
         source=member.origin.source,
         generation=member.origin.generation,
     )

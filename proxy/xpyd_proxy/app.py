@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import httpx
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from starlette.types import ASGIApp
 
 from xpyd_proxy.api import problems
-from xpyd_proxy.api.admin import admin_routes
+from xpyd_proxy.api.admin import Gatekeeping, admin_routes
+from xpyd_proxy.api.adminkey import onlooker_check
+from xpyd_proxy.api.audit import Audit
 from xpyd_proxy.api.door import Door
 from xpyd_proxy.api.express import Express
 from xpyd_proxy.api.instances import Desk, instance_routes
@@ -27,6 +29,7 @@ from xpyd_proxy.api.passing import Form, Passing
 from xpyd_proxy.api.ready import ready_routes
 from xpyd_proxy.api.routes import endpoint_routes
 from xpyd_proxy.api.tracking import Following, Tracking, untraced
+from xpyd_proxy.core.allow import AllowList
 from xpyd_proxy.core.budget import Budget
 from xpyd_proxy.core.endpoints import ENDPOINTS, Kind
 from xpyd_proxy.core.explain import Explainer
@@ -49,6 +52,7 @@ from xpyd_proxy.core.push import MANNERS
 from xpyd_proxy.core.registry import Registry
 from xpyd_proxy.core.roll import Roll
 from xpyd_proxy.core.rules import rules_of
+from xpyd_proxy.core.salts import Salts
 from xpyd_proxy.core.target import Target
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.checks import HttpChecks
@@ -56,6 +60,7 @@ from xpyd_proxy.io.discovering import discovery_of
 from xpyd_proxy.io.engines import HttpEngines
 from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, server_tls
 from xpyd_proxy.io.fleet import LiveFleet, Loads
+from xpyd_proxy.io.guard import Guard, resolved
 from xpyd_proxy.io.ids import new_id
 from xpyd_proxy.io.inflow import InflowWatch
 from xpyd_proxy.io.metrics import Metrics
@@ -115,10 +120,11 @@ def build(
     registry = _filled(crew.registry, settings)
     learned = Learned(at_once=MANNERS[settings.mode].at_once)
     fleet = _fleet(settings, registry, learned, crew.number)
-    outbound, tls = Outbound(engine_keys(settings)), engine_tls(settings)
-    engines = _engines(settings, transport, outbound, tls)
+    outbound, tls = Outbound(engine_keys(settings), forwards=settings.forward_client_key), engine_tls(settings)
+    guard = _guard(settings, registry, transport)
+    engines = _engines(settings, transport, outbound, tls, guard)
     gate, keyring, lifetime = Gate(limits_of(settings), time.monotonic), Keyring(client_keys(settings)), Lifetime()
-    models = Models(registry, engines, model=settings.model)
+    salts, models = _salts(settings, keyring), Models(registry, engines, model=settings.model)
     sight = Sight(Measures(_PATHS), time.monotonic)
     census, queue = Roll(registry), gate.admission
     traces = _traces(settings)
@@ -131,7 +137,7 @@ def build(
     relay = Relay(
         fleet, legs, fleet, learned, MANNERS[settings.mode], releaser, rules_of(settings), slots=fleet, budget=budget
     )
-    checks = _checks(settings, outbound, transport, tls)
+    checks = _checks(settings, outbound, transport, tls, guard)
     rhythm = Rhythm(settings.probe_interval_s, settings.hung_timeout_s, settings.drain_patience_s)
     prober = Prober(registry, checks, rhythm, time.monotonic, random.random, give_up=engines.give_up)
     inflow = InflowWatch(registry, checks.metrics, sight)
@@ -144,10 +150,11 @@ def build(
         return *parts, *crew.running(), *(() if express is None else (express,))
 
     desk = Desk(registry, _explainer(relay, fleet), time.monotonic, crew.changes(discovery), crew.is_drained)
+    keeping = Gatekeeping(keyring, Audit(sight.admin_action, time.monotonic), guard)
     routes = (
-        page_routes(status, metrics, everybody),
-        admin_routes(settings, fleet, models, keyring, desk.changes),
-        instance_routes(settings, desk),
+        page_routes(status, metrics, everybody, **_onlookers(settings, keyring)),
+        admin_routes(settings, fleet, models, desk.changes, keeping),
+        instance_routes(settings, desk, keeping.audit),
         ready_routes(Synced(fleet, discovery), lifetime, lambda: relay.rules.needed),
         model_routes(models),
     )
@@ -164,8 +171,10 @@ def build(
             time.monotonic,
             reports=isinstance(asked, Reporting),
         )
-        express = _express(rides, settings, gate, lifetime, keyring)
-    hot = _serve(app, settings, routes, _served_by(relay, settings, gate), tracking, lifetime=lifetime, keyring=keyring)
+        express = _express(rides, settings, gate, lifetime, keyring, salts=salts)
+    hot = _serve(
+        app, settings, routes, _served_by(relay, settings, gate, salts), tracking, lifetime=lifetime, keyring=keyring
+    )
     live = Live(registry, relay, gate, keyring, outbound, time.monotonic)
     return Router(app, hot, express, lifetime, live, sight.stalled_client, server_tls(settings))
 
@@ -191,40 +200,76 @@ def _serve(
     """Give the application its routes and what surrounds them; return the short way to those that generate text."""
     door: dict[str, Any] = {"lifetime": lifetime, "keyring": keyring}
     around: dict[str, Any] = {"new_id": new_id, "clock": time.monotonic}
-    around |= {"following": tracking.following, "finished": tracking.finished}
+    around |= {"following": tracking.following, "finished": tracking.finished, "times": settings.server_timing}
     app.add_middleware(Door, **door)
     app.add_middleware(Tracking, **around)
     problems.install(app)
     for each in routes:
         app.include_router(each)
     app.router.routes.extend(endpoint_routes(served_by))
-    app.include_router(openapi_routes(app, settings.admin_key, keyring))
+    app.include_router(openapi_routes(app, settings.admin_key, keyring, open_metrics=settings.open_metrics))
     return problems.LastResort(Tracking(Door(problems.Answering(served_by[Kind.SPLIT]), **door), **around))
 
 
-def _express(rides: Rides, settings: Settings, gate: Gate, lifetime: Lifetime, keyring: Keyring) -> Express:
+def _express(
+    rides: Rides, settings: Settings, gate: Gate, lifetime: Lifetime, keyring: Keyring, *, salts: Salts | None
+) -> Express:
     rides.fleet.later = rides.sight.later
     rides.sight.legs.riding = rides.places
-    return Express(rides, settings, gate, lifetime, keyring, new_id, time.monotonic, rides.sight.finished)
+    return Express(rides, settings, gate, lifetime, keyring, new_id, time.monotonic, rides.sight.finished, salts)
+
+
+def _onlookers(settings: Settings, keyring: Keyring) -> Mapping[str, Callable[[Request], None]]:
+    """Say who may see the metrics and the status page."""
+    if settings.open_metrics:
+        return {}
+    return {
+        "onlookers": onlooker_check(settings.admin_key, keyring),
+        "browsers": onlooker_check(settings.admin_key, keyring, by_browsers=True),
+    }
+
+
+def _guard(settings: Settings, registry: Registry, transport: httpx.AsyncBaseTransport | None) -> Guard:
+    """Say where the router may connect to; with the transport of a test it connects nowhere."""
+    resolve = resolved if transport is None else None
+    return Guard(AllowList.parse(settings.instances_allow), registry.is_given, resolve)
+
+
+def _salts(settings: Settings, keyring: Keyring) -> Salts | None:
+    """Say what keeps the clients apart in the engines' prefix caches; raises ConfigError."""
+    if not settings.cache_salt_per_key:
+        return None
+    if settings.api_keys_file is None:
+        raise ConfigError("cache_salt_per_key needs api_keys_file: without keys all clients are one")
+    return Salts(keyring, settings.cache_salt_secret)
 
 
 def _checks(
-    settings: Settings, outbound: Outbound, transport: httpx.AsyncBaseTransport | None, tls: ssl.SSLContext
+    settings: Settings,
+    outbound: Outbound,
+    transport: httpx.AsyncBaseTransport | None,
+    tls: ssl.SSLContext,
+    guard: Guard,
 ) -> HttpChecks:
     return HttpChecks(
         timeout_s=settings.probe_timeout_s,
         headers=lambda role: outbound.headers(role, ()),
         verify=tls,
         transport=transport,
+        guard=guard,
     )
 
 
 def _engines(
-    settings: Settings, transport: httpx.AsyncBaseTransport | None, outbound: Outbound, tls: ssl.SSLContext
+    settings: Settings,
+    transport: httpx.AsyncBaseTransport | None,
+    outbound: Outbound,
+    tls: ssl.SSLContext,
+    guard: Guard,
 ) -> HttpEngines | WireEngines:
     if transport is None and settings.engine_client is EngineClient.WIRE:
-        return WireEngines(settings, outbound=outbound, tls=tls)
-    return HttpEngines(settings, transport=transport, outbound=outbound, tls=tls)
+        return WireEngines(settings, outbound=outbound, tls=tls, guard=guard)
+    return HttpEngines(settings, transport=transport, outbound=outbound, tls=tls, guard=guard)
 
 
 def _lifespan(
@@ -249,10 +294,10 @@ def _lifespan(
     return lifespan
 
 
-def _served_by(relay: Relay, settings: Settings, gate: Gate) -> Mapping[Kind, ASGIApp]:
+def _served_by(relay: Relay, settings: Settings, gate: Gate, salts: Salts | None) -> Mapping[Kind, ASGIApp]:
     return {
-        Kind.SPLIT: Generation(relay, settings, gate),
-        Kind.JSON: Passing(relay, settings, gate),
+        Kind.SPLIT: Generation(relay, settings, gate, salts),
+        Kind.JSON: Passing(relay, settings, gate, salts),
         Kind.FORM: Form(relay, settings, gate),
     }
 

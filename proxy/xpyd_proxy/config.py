@@ -17,6 +17,7 @@ SECRETS: Final[Mapping[str, str]] = {  # settings that come from the environment
     "admin_key": "ADMIN_API_KEY",
     "prefill_api_key": "XPYD_PREFILL_API_KEY",
     "decode_api_key": "XPYD_DECODE_API_KEY",
+    "cache_salt_secret": "XPYD_CACHE_SALT_SECRET",
 }
 _WORDS: Final[Mapping[type, str]] = {
     str: "a string, in quotes",

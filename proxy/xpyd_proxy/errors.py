@@ -21,6 +21,7 @@
         * :exc:`Moved` -- a prefill engine: it is not the one that the decode engine was told of
     * :exc:`AddressError` -- the operator: no engine can have this address
         * :exc:`BadPort` -- the operator: the port is a number, but not a TCP port
+        * :exc:`NotAllowed` -- the operator: no engine may be added there
     * :exc:`AlreadyKnown` -- the operator: the engine is there already
     * :exc:`UnknownInstance` -- the operator: there is no engine of this name
     * :exc:`ConfigError` -- the operator: a file says something that cannot be
@@ -68,7 +69,11 @@ class Refused(ProxyError):
 
 
 class Unauthorized(ProxyError):
-    """The client has shown no key, or one that is not known here."""
+    """The client has shown no key, or one that is not known here; ``asks`` is what ``WWW-Authenticate`` says."""
+
+    def __init__(self, message: str, *, asks: str = "Bearer") -> None:
+        super().__init__(message)
+        self.asks = asks
 
 
 class TurnedAway(ProxyError):
@@ -132,6 +137,10 @@ class AddressError(ProxyError):
 
 class BadPort(AddressError):
     """The port is a number, but outside 1..65535."""
+
+
+class NotAllowed(AddressError):
+    """No engine may be added there: it is not in ``instances_allow``."""
 
 
 class AlreadyKnown(ProxyError):

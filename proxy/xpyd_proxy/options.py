@@ -7,6 +7,8 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from xpyd_proxy.core.address import EXPECTED
+from xpyd_proxy.core.allow import EXPECTED as ALLOWED
+from xpyd_proxy.core.allow import AllowList
 from xpyd_proxy.core.target import Target
 from xpyd_proxy.errors import AddressError
 from xpyd_proxy.settings import ClientKvParams, EngineClient, LogFormat, LogLevel, Mode, PolicyName
@@ -44,6 +46,11 @@ def _address(text: str) -> str:
         Target.parse(text)
     except AddressError as exc:
         raise ValueError(str(exc)) from exc
+    return text
+
+
+def _place(text: str) -> str:
+    AllowList.parse((text,))
     return text
 
 
@@ -148,6 +155,7 @@ def _switch(text: str) -> bool:
     raise ValueError(f"{text!r} is not a switch: write true or false")
 
 
+PLACE: Final = Kind(_place, str, metavar="NETWORK")
 ADDRESS: Final = Kind(_address, str, metavar="URL")
 TEXT: Final = Kind(_text, str, metavar="NAME")
 URL: Final = Kind(_url, str, metavar="URL")
@@ -173,7 +181,13 @@ OPTIONS: Final[Sequence[Option]] = (
     Option("host", TEXT, "interface to listen on"),
     Option("port", PORT, "TCP port to listen on, 0 for any free one"),
     Option("workers", WORKERS, "processes that serve together, as one router; above 1 on Linux only"),
-    Option("model", TEXT, "model that an engine added at run time must serve (default: that of the others)"),
+    Option("model", TEXT, "model that an engine added at run time must serve (default: any)"),
+    Option(
+        "instances_allow",
+        PLACE,
+        f"where engines may be added: {ALLOWED} (default: loopback and private networks)",
+        many=True,
+    ),
     Option(
         "client_kv_params", one_of(ClientKvParams), "refuse a request that carries kv_transfer_params, or strip them"
     ),
@@ -203,6 +217,10 @@ OPTIONS: Final[Sequence[Option]] = (
     Option("api_keys_file", PATH, "keys that clients must show, one name:key a line", live=True),
     Option("prefill_api_key_file", PATH, "file with the key that prefill engines want", live=True),
     Option("decode_api_key_file", PATH, "the same for decode engines", live=True),
+    Option("cache_salt_per_key", SWITCH, "set cache_salt by the client's key: no key can probe another's prefix cache"),
+    Option("server_timing", SWITCH, "answer with Server-Timing: the engines of a request and their milliseconds"),
+    Option("open_metrics", SWITCH, "show /, /status.json and /metrics without a key where clients need one"),
+    Option("forward_client_key", SWITCH, "show engines whose pool has no key the Authorization of the client"),
     Option("max_concurrency", COUNT, "requests that are served at the same time; more wait", live=True),
     Option("max_queue", NATURAL, "requests that wait; more are refused", live=True),
     Option("max_queue_wait_s", SECONDS, "seconds that a request waits at most", live=True),

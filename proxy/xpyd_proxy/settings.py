@@ -61,8 +61,9 @@ class Settings:
     host: str = "127.0.0.1"  # interface to listen on
     port: int = 8000  # TCP port to listen on; 0 lets the system choose
     workers: int = 1  # processes that serve, with one view of engines and limits; 1: this one, and no other
-    model: str | None = None  # model every engine must serve; None: the first one an engine names
-    admin_key: str | None = field(default=None, repr=False)  # X-Api-Key of /instances/add; None: nobody may add
+    model: str | None = None  # model that an engine added at run time must serve; None: any
+    instances_allow: tuple[str, ...] = ()  # where added engines may be; (): loopback and private networks
+    admin_key: str | None = field(default=None, repr=False)  # X-Api-Key of /instances; None: nobody may add
     client_kv_params: ClientKvParams = ClientKvParams.REFUSE  # kv_transfer_params in a client's body
     mode: Mode = Mode.AUTO  # push: both legs are sent at once
     retries: int = 2  # legs of one request that may fail before the client is told
@@ -92,6 +93,11 @@ class Settings:
     api_keys_file: str | None = None  # keys that clients must show, one name:key a line; None: anybody may ask
     prefill_api_key_file: str | None = None  # file with the key that prefill engines want, instead of the environment
     decode_api_key_file: str | None = None  # the same for decode engines
+    cache_salt_per_key: bool = False  # keep what one key sends out of the prefix cache of all others
+    cache_salt_secret: str | None = field(default=None, repr=False)  # of the fleet, for that; None: each key is its own
+    server_timing: bool = True  # tell clients the engines of a request and their milliseconds
+    open_metrics: bool = False  # /, /status.json and /metrics want no key where clients need one
+    forward_client_key: bool = False  # engines without a key of their pool get the Authorization of the client
     max_concurrency: int = 4096  # requests that are served at the same time; more wait
     max_queue: int = 1024  # requests that wait; more are refused
     max_queue_wait_s: float = 30.0  # seconds that a request waits at most
@@ -105,7 +111,7 @@ class Settings:
     engine_ca: str | None = None  # PEM file, authorities of https engines; None: those of the system
     engine_cert: str | None = None  # PEM file, the certificate that the router shows to engines
     engine_key: str | None = None  # PEM file, its private key
-    prefill_api_key: str | None = field(default=None, repr=False)  # what prefill engines want; None: the client's own
+    prefill_api_key: str | None = field(default=None, repr=False)  # what prefill engines want; None: nothing is shown
     decode_api_key: str | None = field(default=None, repr=False)  # the same for decode engines
     prefill_policy: PolicyName = PolicyName.ROUND_ROBIN  # how the engine of the prefill leg is chosen
     decode_policy: PolicyName = PolicyName.ROUND_ROBIN  # the same for decode

@@ -11,13 +11,14 @@ import pytest
 
 from xpyd_connector.core.offers import read_booking, read_transfer
 from xpyd_proxy.core.dialect import prefill_body
-from xpyd_proxy.core.model import Api, InstanceId, RequestId
-from xpyd_proxy.core.push import MANNERS, decode_params, handover, known_as, transfer_of
+from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
+from xpyd_proxy.core.push import MANNERS, decode_params, handover, known_as
 from xpyd_proxy.core.raw_json import encode
 from xpyd_proxy.settings import Mode
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 P, XID = InstanceId("prefill-0"), RequestId("xpyd-0123456789abcdef0123456789abcdef-r1")
+TRANSFER = TransferId("xfer-fedcba9876543210fedcba9876543210")
 P_SUFFIX, D_SUFFIX = "-0123abcd", "-89abcdef"  # vLLM adds another one to the id on each engine
 
 
@@ -68,14 +69,14 @@ def answer_of(vllm, request_id, transfer):
 
 
 def told_at_once(found, api):
-    return json.loads(bytes(decode_params(found.coordinates, api, XID)))
+    return json.loads(bytes(decode_params(found.coordinates, api, XID, TRANSFER)))
 
 
 @pytest.mark.parametrize("api", Api)
 def test_an_in_tree_decode_engine_finds_all_it_needs_before_and_after_the_answer(vllm, api):
     """It looks things up by name, and dies of the first that is missing."""
-    answer = answer_of(vllm, known_as(api, XID) + P_SUFFIX, transfer_of(XID))
-    found = handover(P, answer, api, XID, MANNERS[Mode.AUTO])
+    answer = answer_of(vllm, known_as(api, XID) + P_SUFFIX, TRANSFER)
+    found = handover(P, answer, api, XID, MANNERS[Mode.AUTO], transfer=TRANSFER)
     for told in (told_at_once(found, api), json.loads(bytes(found.params))):
         decode = engine(engine_id="d-engine", side_channel_port=5700)
         request = SimpleNamespace(request_id=known_as(api, XID) + D_SUFFIX, kv_transfer_params=told)
@@ -99,11 +100,13 @@ def test_in_tree_engines_agree_on_the_name_of_a_request(vllm, api):
 @pytest.mark.parametrize("api", Api)
 def test_our_connectors_agree_on_the_name_of_a_transfer(vllm, api):
     """The router has named it on both legs, whether decode is told before or after prefill has answered."""
-    leg = json.loads(prefill_body(api, {}, transfer_of(XID)))["kv_transfer_params"]
+    leg = json.loads(prefill_body(api, {}, TRANSFER))["kv_transfer_params"]
     name = read_transfer(leg, known_as(api, XID) + P_SUFFIX)
-    found = handover(P, answer_of(vllm, known_as(api, XID) + P_SUFFIX, transfer_of(XID)), api, XID, MANNERS[Mode.AUTO])
+    found = handover(
+        P, answer_of(vllm, known_as(api, XID) + P_SUFFIX, TRANSFER), api, XID, TRANSFER, MANNERS[Mode.AUTO]
+    )
     for told in (told_at_once(found, api), json.loads(bytes(found.params))):
-        assert read_booking(told, known_as(api, XID) + D_SUFFIX).remote_request_id == name == transfer_of(XID)
+        assert read_booking(told, known_as(api, XID) + D_SUFFIX).remote_request_id == name == TRANSFER
 
 
 def test_a_leg_of_an_engine_that_pulls_is_as_it_was():
@@ -112,5 +115,5 @@ def test_a_leg_of_an_engine_that_pulls_is_as_it_was():
     params |= {"do_remote_prefill": True, "remote_block_ids": [[1]], "transfer_mode": "pull"}
     answer = json.dumps({"kv_transfer_params": params}).encode()
 
-    found = handover(P, answer, Api.CHAT, XID, MANNERS[Mode.AUTO])
+    found = handover(P, answer, Api.CHAT, XID, MANNERS[Mode.AUTO], transfer=TRANSFER)
     assert json.loads(encode({"p": found.params})) == {"p": params}

@@ -314,3 +314,21 @@ def _case(rule, made, *, fires):
         "input_series": given,
         "alert_rule_test": [{"eval_time": made.get("at", "29m"), "alertname": rule["alert"], "exp_alerts": expected}],
     }
+
+
+def test_a_router_that_wants_keys_is_scraped_with_one_or_opened():
+    """Where clients need a key /metrics does, too, and Prometheus would get 401 for ever."""
+    values = {
+        "router": {"apiKeys": {"secretName": "clients"}},
+        "monitoring": {"serviceMonitor": {"enabled": True}},
+    }
+    with pytest.raises(Refused, match="/metrics wants a key"):
+        Chart().objects(values)
+
+    opened = values | {"router": values["router"] | {"settings": {"open_metrics": True}}}
+    (monitor,) = kind(Chart().objects(opened), "ServiceMonitor")
+    assert "authorization" not in monitor["spec"]["endpoints"][0]
+
+    values["monitoring"]["serviceMonitor"]["bearerToken"] = {"secretName": "scraper", "key": "k"}
+    (monitor,) = kind(Chart().objects(values), "ServiceMonitor")
+    assert monitor["spec"]["endpoints"][0]["authorization"] == {"credentials": {"name": "scraper", "key": "k"}}

@@ -671,3 +671,34 @@ def test_a_router_that_ends_writes_a_line_for_each_request(play, tmp_path, way):
     assert b'data: {"error"' in rest
     assert (status, code) == (503, 0)
     assert sorted(re.findall(r"path=/v1/completions .* status=(\d+) ", said)) == ["200", "200", "503"]
+
+
+def broken_off(after):
+    """A decode engine that breaks off before its first event."""
+    return Act(((after, b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"),), End.RESET)
+
+
+@ALL_WAYS
+def test_a_drain_that_looks_while_a_request_changes_hands_sees_it(play, way):
+    """A leg has failed, and the request goes on another way: a router that is to end must not take it for done."""
+    seen = []
+
+    async def scene():
+        async with play.stage(
+            way, {"decode": (broken_off(0.0),)}, {"prefill": (True,), "decode": (True, True)}
+        ) as stage:
+            loop, lifetime, over = asyncio.get_running_loop(), stage.router.lifetime, []
+
+            def look():
+                seen.append(lifetime.in_flight)
+                if not over:
+                    loop.call_soon(look)
+
+            look()
+            got = await stage.ask(asks(stream=True))
+            over.append(True)
+        return got
+
+    assert play(scene()).status == 200
+    begun = seen[seen.index(1) :]
+    assert 0 not in begun[: len(begun) - 1 - begun[::-1].index(1)], "for a moment nothing seemed to be in flight"

@@ -17,7 +17,7 @@ from enum import Enum
 
 _LIMIT = 4 * 1024 * 1024  # bytes of a request's head
 _RELEASE = b'"max_tokens":2147483647'  # the router's own: it wants to be refused
-_IDS = re.compile(rb"xpyd-[0-9a-z-]+")
+_IDS = re.compile(rb"(?:xpyd|xfer)-[0-9a-z-]+")
 
 
 class End(Enum):

@@ -68,7 +68,7 @@ class Scripted:
             async with aclosing(_chunks(parts)) as chunks:  # read or not, the block closes it
                 yield Streamed(status, chunks)
 
-    async def models(self, instance, headers):
+    async def models(self, instance, headers, *, bare=False):
         raise NotImplementedError
 
     def of(self, role):

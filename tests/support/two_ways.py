@@ -26,7 +26,7 @@ WAYS: Mapping[str, dict[str, object]] = {
 }
 Settled = Callable[[], Awaitable[None]]
 _PATIENCE_S = float(os.environ.get("PATIENCE", "10"))
-_ID = re.compile(r"xpyd-[0-9a-z-]+?(?=[^0-9a-z-]|$)")
+_ID = re.compile(r"(?:xpyd|xfer)-[0-9a-z-]+?(?=[^0-9a-z-]|$)")
 _CHANGING = re.compile(r"dur=[0-9.]+|127\.0\.0\.1:[0-9]+")
 _TIMED = re.compile(r"seconds|releases|process_|python_|_created|_bytes|_info")  # or counted in the background
 
@@ -146,7 +146,7 @@ class _Listening(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         facts = getattr(record, FACTS, None)
         if facts is not None:
-            self.facts.append({name: facts[name] for name in facts if name not in ("id", "ms")})
+            self.facts.append({name: facts[name] for name in facts if name not in ("id", "transfer", "ms")})
         elif record.levelno >= logging.ERROR:
             self.bugs.append(logging.Formatter().format(record))
         elif not record.name.endswith(".prober"):  # it glances at the engines now and then

@@ -69,6 +69,12 @@
   valueFrom: {secretKeyRef: {name: {{ .secretName | quote }}, key: {{ .key | quote }}}}
 {{- end }}
 {{- end }}
+{{- with .Values.router.cacheSalt }}
+{{- if .secretName }}
+- name: XPYD_CACHE_SALT_SECRET
+  valueFrom: {secretKeyRef: {name: {{ .secretName | quote }}, key: {{ .key | quote }}}}
+{{- end }}
+{{- end }}
 {{- range $role := list "prefill" "decode" }}
 {{- with (index $.Values $role).apiKey }}
 {{- if .secretName }}

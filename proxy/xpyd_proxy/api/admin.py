@@ -1,26 +1,27 @@
 """Routes for operators, in the formats of vLLM's own proxy demo; their errors are FastAPI's ``{"detail": ...}``."""
 
 import logging
-from typing import Final
+from dataclasses import dataclass
 
 import msgspec
 from fastapi import APIRouter, Depends, HTTPException, Request
 
 from xpyd_proxy.api.adminkey import key_check, onlooker_check
-from xpyd_proxy.api.incoming import passed_on, read_body, require_json
+from xpyd_proxy.api.audit import Act, Audit
+from xpyd_proxy.api.incoming import passed_on, read_body
 from xpyd_proxy.api.models import Models
 from xpyd_proxy.core.keys import Keyring
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.core.target import Target
-from xpyd_proxy.errors import AddressError, AlreadyKnown, BadPort, BodyTooLarge, UnsupportedMedia
+from xpyd_proxy.errors import AddressError, AlreadyKnown, BadPort, BodyTooLarge, NotAllowed
 from xpyd_proxy.io.fleet import LiveFleet
+from xpyd_proxy.io.guard import Guard
 from xpyd_proxy.io.stores import StoreDown
 from xpyd_proxy.io.workers.changes import Changes
 from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
-_MEDIA_TYPE: Final = "Unsupported Media Type: Only 'application/json' is allowed"
 
 
 class _Addition(msgspec.Struct):
@@ -30,8 +31,20 @@ class _Addition(msgspec.Struct):
     instance: object = None
 
 
-def admin_routes(settings: Settings, fleet: LiveFleet, models: Models, keyring: Keyring, changes: Changes) -> APIRouter:
+@dataclass(frozen=True, slots=True)
+class Gatekeeping:
+    """Who may do what, and where engines may be."""
+
+    keyring: Keyring
+    audit: Audit
+    guard: Guard
+
+
+def admin_routes(
+    settings: Settings, fleet: LiveFleet, models: Models, changes: Changes, gatekeeping: Gatekeeping
+) -> APIRouter:
     """Build the routes."""
+    audit, keyring = gatekeeping.audit, gatekeeping.keyring
     router = APIRouter()
 
     @router.get("/health")
@@ -50,12 +63,19 @@ def admin_routes(settings: Settings, fleet: LiveFleet, models: Models, keyring: 
             "decode_nodes": decode,
         }
 
-    @router.post("/instances/add", dependencies=[Depends(key_check(settings.admin_key))])
+    @router.post("/instances/add", dependencies=[Depends(key_check(settings.admin_key, audit))])
     async def add(request: Request) -> dict[str, str]:
+        with audit.act(request) as act:
+            return await adding(request, act)
+
+    async def adding(request: Request, act: Act) -> dict[str, str]:
         role, text = _wanted(await _body(request, limit=settings.max_body_bytes))
+        act.target = f"{role} {text}"
         target = _target(text)
+        await _check_place(gatekeeping.guard, target)
         candidate = Instance(InstanceId("candidate"), role, target.address)
-        if not await models.accepts(candidate, passed_on(request.scope)):
+        served = await models.accepted(candidate, passed_on(request.scope))
+        if served is None:
             raise HTTPException(400, "Instance validation failed.")
         try:
             await changes.add(role, target)
@@ -64,17 +84,16 @@ def admin_routes(settings: Settings, fleet: LiveFleet, models: Models, keyring: 
         except StoreDown as exc:
             logger.warning("%s", exc)
             raise HTTPException(503, f"The instance may or may not have been added: {exc}") from exc
+        fleet.serves(role, target.address, served)  # before a request for another model comes
         return {"message": f"Added {text} to {role}_instances."}
 
     return router
 
 
 async def _body(request: Request, *, limit: int) -> bytes:
+    """Read what is sent, of whatever content type: vLLM's demo does not look at it."""
     try:
-        require_json(request.scope)
         return await read_body(request.scope, request.receive, limit=limit)
-    except UnsupportedMedia as exc:
-        raise HTTPException(415, _MEDIA_TYPE) from exc
     except BodyTooLarge as exc:
         raise HTTPException(413, str(exc)) from exc
 
@@ -90,6 +109,16 @@ def _wanted(body: bytes) -> tuple[Role, str]:
     if not isinstance(addition.instance, str) or ":" not in addition.instance:
         raise HTTPException(400, "Invalid instance format.")
     return Role(str(addition.type)), addition.instance
+
+
+async def _check_place(guard: Guard, target: Target) -> None:
+    """Look where the address leads before anything is sent there."""
+    try:
+        await guard.places(target.address)
+    except NotAllowed as exc:
+        raise HTTPException(403, f"Instance address not allowed: {exc}.") from exc
+    except OSError as exc:
+        raise HTTPException(400, "Instance validation failed.") from exc
 
 
 def _target(text: str) -> Target:

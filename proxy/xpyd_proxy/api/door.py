@@ -14,8 +14,9 @@ from xpyd_proxy.errors import ClosingDown, Unauthorized
 
 ANYBODY: Final = "-"  # the name of every client, where no keys are wanted
 _KEY: Final = "xpyd.caller"
-# For probes, and for operators, whose routes look at keys themselves. All else needs a client's key.
-_OPEN: Final = frozenset({"/", "/health", "/ready", "/metrics", "/status", "/status.json", "/instances"})
+# For probes, for onlookers and for operators, whose routes look at keys themselves. All else needs a client's key.
+LOOKS: Final = frozenset({"/", "/metrics", "/status.json"})
+_OPEN: Final = LOOKS | {"/health", "/ready", "/status", "/instances"}
 _OPEN_BELOW: Final = ("/instances/",)
 _RETRY_AFTER_S: Final = 1  # another router is there already, or this one will be again in a moment
 
@@ -39,9 +40,10 @@ class Door:
         if scope["type"] != "http" or is_open(scope["path"]):
             await self._app(scope, receive, send)
             return
-        with self._lifetime.serving():
+        has_come = BEGUN in scope  # by the short way, where it was let in, and counted without a gap
+        with self._lifetime.serving(is_counted=has_come):
             try:
-                if BEGUN not in scope:  # it was let in when it came
+                if not has_come:
                     self._check(scope)
             except (ClosingDown, Unauthorized) as error:
                 await response_to(error, scope)(scope, receive, _Answer(send, self._lifetime))
@@ -109,5 +111,5 @@ def cut_short() -> ClosingDown:
 
 
 def is_open(path: str) -> bool:
-    """Tell what is there for everybody, and until the end."""
+    """Tell what is there until the end, and for everybody who passes the check of its own route."""
     return path in _OPEN or path.startswith(_OPEN_BELOW)

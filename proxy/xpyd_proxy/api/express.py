@@ -27,6 +27,7 @@ from xpyd_proxy.core.keys import Keyring, shown_key
 from xpyd_proxy.core.lifetime import Lifetime, Stage
 from xpyd_proxy.core.model import Api, Ask, Call, RequestId
 from xpyd_proxy.core.routing import solo_reason
+from xpyd_proxy.core.salts import Salts
 from xpyd_proxy.errors import BadRequest, ProxyError, TurnedAway
 from xpyd_proxy.relay.attempt import Attempt, Left, Stop
 from xpyd_proxy.relay.gate import Gate
@@ -51,6 +52,7 @@ class Express:
     new_id: Callable[[], RequestId]
     clock: Callable[[], float]  # seconds; only differences count
     finished: Callable[[Journey, Outcome], None]
+    salts: Salts | None = None
     _admission: Admission = field(init=False)  # that of the gate
 
     def __post_init__(self) -> None:
@@ -63,7 +65,7 @@ class Express:
         start = self.clock()
         shown = dict(headers)
         caller = self._caller(headers, shown)
-        call = None if caller is None else self._call(path, headers, shown, body)
+        call = None if caller is None else self._call(path, headers, shown, body, caller)
         if caller is None or call is None:
             return None
         name = shown.get(b"x-request-id")
@@ -125,7 +127,7 @@ class Express:
         return None if key is None else self.keyring.keys.owner(key)
 
     def _call(
-        self, path: str, headers: list[tuple[bytes, bytes]], shown: Mapping[bytes, bytes], body: bytes
+        self, path: str, headers: list[tuple[bytes, bytes]], shown: Mapping[bytes, bytes], body: bytes, caller: str
     ) -> Call | None:
         """Read the request, if it is one for two legs, one after the other."""
         relay, api = self.rides.relay, _APIS[path]
@@ -134,6 +136,8 @@ class Express:
         try:
             fields = parse(body, strip_private=self.settings.client_kv_params is ClientKvParams.STRIP)
             check_wanted_now(api, fields)
+            if self.salts is not None:
+                fields = self.salts.salted(fields, caller)
         except BadRequest:
             return None
         passed_on = () if PASSED_ON.isdisjoint(shown) else tuple([each for each in headers if each[0] in PASSED_ON])
@@ -266,7 +270,6 @@ class Passenger:
     def stopped(self, attempt: Attempt, stop: Stop) -> None:
         """Leave the request to the way of all others."""
         self._ride = None
-        self._express.lifetime.in_flight -= 1  # it is counted there again
         assert self._call is not None
         left = Left(self._call, attempt, stop, self._ticket)
         extras = {BEGUN: (self._start, self._journey), LEFT: left}
@@ -289,7 +292,7 @@ class Passenger:
     def _head(self, content_type: bytes, more: bytes, status: int = 200) -> bytes:
         journey = self._journey
         said = journey.id_lines()
-        timing = journey.server_timing()
+        timing = journey.server_timing() if self._express.settings.server_timing else ""
         if timing:
             said = f"{said}server-timing: {timing}\r\n"
         parts = [

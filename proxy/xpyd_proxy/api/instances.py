@@ -9,6 +9,7 @@ import msgspec
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
 
 from xpyd_proxy.api.adminkey import key_check
+from xpyd_proxy.api.audit import Audit
 from xpyd_proxy.api.incoming import read_body, require_json
 from xpyd_proxy.core.dialect import parse
 from xpyd_proxy.core.explain import Explainer, Explanation
@@ -71,6 +72,8 @@ class Row(msgspec.Struct):
     connector: str | None
     mode: str | None
     revision: str | None
+    protocol: str | None  # these two as our connector says
+    fingerprint: str | None
     source: str  # who wants it here: static, pods or store
     generation: int  # of that source's view, when it first named the engine
 
@@ -117,22 +120,26 @@ class Desk:
         return found
 
 
-def instance_routes(settings: Settings, desk: Desk) -> APIRouter:
+def instance_routes(settings: Settings, desk: Desk, audit: Audit) -> APIRouter:
     """Build the routes; all of them want the operator's key."""
-    router = APIRouter(prefix="/instances", dependencies=[Depends(key_check(settings.admin_key))])
+    router = APIRouter(prefix="/instances", dependencies=[Depends(key_check(settings.admin_key, audit))])
 
     @router.get("")
-    async def list_all() -> Response:
-        return _json(desk.rows(desk.registry.members()))
+    async def list_all(request: Request) -> Response:
+        with audit.act(request):
+            return _json(desk.rows(desk.registry.members()))
 
     def act(verb: str, on: Callable[[InstanceId], Awaitable[None]]) -> None:
         @router.post(f"/{verb}")
         async def change(request: Request) -> Response:
-            members = _named(desk, await _read(request, _Named, limit=settings.max_body_bytes))
-            for member in members:
-                if desk.registry.get(member.instance.id) is member:  # else it went with another rank
-                    await _changed(on, member)
-            return _json(desk.rows(members))
+            with audit.act(request) as act:
+                named = await _read(request, _Named, limit=settings.max_body_bytes)
+                act.target = named.id or f"{named.type} {named.instance}"
+                members = _named(desk, named)
+                for member in members:
+                    if desk.registry.get(member.instance.id) is member:  # else it went with another rank
+                        await _changed(on, member)
+                return _json(desk.rows(members))
 
     act("remove", desk.changes.remove)
     act("drain", desk.changes.drain)
@@ -140,11 +147,12 @@ def instance_routes(settings: Settings, desk: Desk) -> APIRouter:
 
     @router.post("/explain")
     async def explain(request: Request) -> Response:
-        question = await _read(request, _Question, limit=settings.max_body_bytes)
-        try:
-            return _json(_explained(desk.explainer().explain(_call(question))))
-        except (BadRequest, UnknownModel, NoInstance) as exc:
-            raise HTTPException(400, f"The request would be refused: {exc}") from exc
+        with audit.act(request):
+            question = await _read(request, _Question, limit=settings.max_body_bytes)
+            try:
+                return _json(_explained(desk.explainer().explain(_call(question))))
+            except (BadRequest, UnknownModel, NoInstance) as exc:
+                raise HTTPException(400, f"The request would be refused: {exc}") from exc
 
     return router
 
@@ -222,6 +230,8 @@ def _row(member: Member, now: float) -> Row:
         connector=facts.connector,
         mode=facts.mode,
         revision=facts.revision,
+        protocol=facts.protocol,
+        fingerprint=facts.fingerprint,
         source=member.origin.source,
         generation=member.origin.generation,
     )

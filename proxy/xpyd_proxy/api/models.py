@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from itertools import chain
+from typing import Final
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -13,6 +14,8 @@ from xpyd_proxy.core.ports import Engines
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.core.registry import Registry
 from xpyd_proxy.errors import EngineError, NoInstance
+
+_WANTS_A_KEY: Final = (401, 403)
 
 
 class _Model(msgspec.Struct):
@@ -30,7 +33,7 @@ class _Cards(msgspec.Struct):
 
 
 class Models:
-    """Asks engines for their models; remembers the one that all of them should serve."""
+    """Asks engines for their models. ``model``: what an added one must serve; None: anything."""
 
     def __init__(self, registry: Registry, engines: Engines, *, model: str | None) -> None:
         self._registry = registry
@@ -50,28 +53,25 @@ class Models:
         lists = [found for answer in answers if (found := _cards(answer)) is not None]
         return _merged(lists) if lists else answers[0]  # an engine's words: it may want a key, for example
 
-    async def accepts(self, candidate: Instance, headers: Headers) -> bool:
-        """Tell whether an engine can be reached and serves our model; the first one ever asked defines it."""
-        found = _first(await self._ask(candidate, headers))
-        if found is None:
-            return False
-        expected = self._model or await self._learned(headers) or found
-        if self._model is None:  # still, for another addition may have been faster
-            self._model = expected
-        return found == self._model
+    async def accepted(self, candidate: Instance, headers: Headers) -> frozenset[str] | None:
+        """Return what an engine serves; None: it cannot be reached, serves nothing, or not first the one it must.
 
-    async def _learned(self, headers: Headers) -> str | None:
-        for instance in self._known():
-            if (model := _first(await self._ask(instance, headers))) is not None:
-                return model
-        return None
+        It is shown a key only if it wants one.
+        """
+        answer = await self._ask(candidate, headers, bare=True)
+        if answer is not None and answer.status in _WANTS_A_KEY:
+            answer = await self._ask(candidate, headers)
+        names = _names(answer)
+        if not names or self._model not in (None, names[0]):
+            return None
+        return frozenset(names)
 
     def _known(self) -> list[Instance]:
         return [*self._registry.known(Role.DECODE), *self._registry.known(Role.PREFILL)]
 
-    async def _ask(self, instance: Instance, headers: Headers) -> Answer | None:
+    async def _ask(self, instance: Instance, headers: Headers, *, bare: bool = False) -> Answer | None:
         try:
-            return await self._engines.models(instance, headers)
+            return await self._engines.models(instance, headers, bare=bare)
         except EngineError:
             return None
 
@@ -105,12 +105,11 @@ def _merged(lists: Sequence[Sequence[msgspec.Raw]]) -> Answer:
     return Answer(200, "application/json", body)
 
 
-def _first(answer: Answer | None) -> str | None:
-    """Return the id of the first model in a list; None when it is no such list."""
+def _names(answer: Answer | None) -> Sequence[str]:
+    """Return the ids in a list; none when it is no such list."""
     if answer is None or answer.status != 200:
-        return None
+        return ()
     try:
-        models = decode(answer.body, _Models).data
+        return [model.id for model in decode(answer.body, _Models).data]
     except NotJson:
-        return None
-    return models[0].id if models else None
+        return ()

@@ -13,6 +13,7 @@ from xpyd_proxy.api.tracking import journey_of
 from xpyd_proxy.core.dialect import check_wanted_now, parse
 from xpyd_proxy.core.journey import Journey
 from xpyd_proxy.core.model import Api, Call
+from xpyd_proxy.core.salts import Salts
 from xpyd_proxy.core.urgency import priority_of
 from xpyd_proxy.relay import Relay
 from xpyd_proxy.relay.attempt import Left
@@ -27,6 +28,7 @@ class Generation:
     relay: Relay
     settings: Settings
     gate: Gate = field(default_factory=Gate)
+    salts: Salts | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; what goes wrong before the first byte is raised, for ``problems`` to answer."""
@@ -39,6 +41,8 @@ class Generation:
         fields = parse(body, strip_private=self.settings.client_kv_params is ClientKvParams.STRIP)
         api = Api(scope["path"])
         check_wanted_now(api, fields)
+        if self.salts is not None:
+            fields = self.salts.salted(fields, caller_of(scope))
         call = Call(api, fields, passed_on(scope), rank_of(scope))
         journey = journey_of(scope)
         turn = self.gate.admitted(caller_of(scope), priority_of(call.headers, fields), len(body))

@@ -14,7 +14,7 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 
-from xpyd_proxy.api.door import is_open
+from xpyd_proxy.api.door import LOOKS, is_open
 from xpyd_proxy.core.endpoints import ENDPOINTS, Kind
 from xpyd_proxy.core.keys import Keyring
 from xpyd_proxy.core.model import Api
@@ -95,7 +95,7 @@ _OPERATORS_SCHEME: Final[Part] = {
 }
 
 
-def openapi_routes(app: FastAPI, admin_key: str | None, keyring: Keyring) -> APIRouter:
+def openapi_routes(app: FastAPI, admin_key: str | None, keyring: Keyring, *, open_metrics: bool = False) -> APIRouter:
     """Build the route of the document. What is for operators is in it for those who show their key."""
     router = APIRouter()
     made: dict[tuple[bool, bool], bytes] = {}  # the routes do not change while the router runs
@@ -105,13 +105,15 @@ def openapi_routes(app: FastAPI, admin_key: str | None, keyring: Keyring) -> API
         shown = request.headers.get("x-api-key", "").encode("latin-1")
         which = keyring.keys is not None, bool(admin_key) and hmac.compare_digest(shown, (admin_key or "").encode())
         if which not in made:
-            made[which] = msgspec.json.encode(described(app, keys=which[0], operators=which[1]))
+            made[which] = msgspec.json.encode(
+                described(app, keys=which[0], operators=which[1], open_metrics=open_metrics)
+            )
         return Response(made[which], headers={"cache-control": "no-store"}, media_type="application/json")
 
     return router
 
 
-def described(app: FastAPI, *, keys: bool, operators: bool) -> Part:
+def described(app: FastAPI, *, keys: bool, operators: bool, open_metrics: bool = False) -> Part:
     """Return the document; ``keys``: clients must show one; ``operators``: with the routes that are for them."""
     found = get_openapi(title="xpyd", version=version("xpyd"), description=_ABOUT, routes=app.routes)
     paths: Part = {path: item for path, item in found.get("paths", {}).items() if operators or not _is_theirs(path)}
@@ -121,7 +123,7 @@ def described(app: FastAPI, *, keys: bool, operators: bool) -> Part:
         operation["operationId"] = f"{method}{path.replace('/', '_').replace('.', '_')}"
         if _is_theirs(path):
             operation["security"] = [{"operator": []}]
-        elif keys and not is_open(path):
+        elif keys and (not is_open(path) or (path in LOOKS and not open_metrics)):
             operation["security"] = [{"bearer": []}, {"key": []}]
     found["paths"] = paths
     components = found.setdefault("components", {})

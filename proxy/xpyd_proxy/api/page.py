@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from xpyd_proxy.core.reports import Whole
 from xpyd_proxy.io.metrics import Metrics
@@ -24,24 +24,36 @@ _HEADERS: Final = {
 }
 
 
+def anybody(_: Request) -> None:
+    """Let everybody see it."""
+
+
 def page_routes(
-    status: Status, metrics: Metrics, everybody: Callable[[], Awaitable[Whole | None]] = nobody
+    status: Status,
+    metrics: Metrics,
+    everybody: Callable[[], Awaitable[Whole | None]] = nobody,
+    *,
+    onlookers: Callable[[Request], None] = anybody,
+    browsers: Callable[[Request], None] = anybody,
 ) -> APIRouter:
-    """Build the routes; the page is read once, here. ``everybody``: asks all workers, if there are several."""
+    """Build the routes; the page is read once, here. ``everybody``: asks all workers, if there are several.
+
+    ``onlookers`` and ``browsers`` raise Unauthorized for who may not see the metrics, and the page with its numbers.
+    """
     router = APIRouter()
     html = Path(__file__).with_name("status.html").read_text(encoding="utf-8")
     headers = _HEADERS | {"content-security-policy": content_policy(html)}
 
-    @router.get("/")
+    @router.get("/", dependencies=[Depends(browsers)])
     async def page() -> Response:
         return Response(html, headers=headers, media_type="text/html")
 
-    @router.get("/status.json")
+    @router.get("/status.json", dependencies=[Depends(browsers)])
     async def numbers() -> Response:
         body = msgspec.json.encode(status.now(await everybody()))
         return Response(body, headers=_HEADERS, media_type="application/json")
 
-    @router.get("/metrics")
+    @router.get("/metrics", dependencies=[Depends(onlookers)])
     async def exposition(request: Request) -> Response:
         body, content_type = metrics.exposition(request.headers.get("accept", ""), await everybody())
         return Response(body, headers={"content-type": content_type})

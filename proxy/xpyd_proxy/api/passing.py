@@ -10,9 +10,11 @@ from xpyd_proxy.api.showing import show
 from xpyd_proxy.api.tracking import journey_of
 from xpyd_proxy.core.asking import model_of
 from xpyd_proxy.core.dialect import check_form, parse
+from xpyd_proxy.core.endpoints import UNCACHED
 from xpyd_proxy.core.journey import Journey
 from xpyd_proxy.core.model import Errand
 from xpyd_proxy.core.raw_json import encode
+from xpyd_proxy.core.salts import Salts
 from xpyd_proxy.core.urgency import priority_of
 from xpyd_proxy.relay import Relay
 from xpyd_proxy.relay.gate import Gate, Turn
@@ -26,6 +28,7 @@ class Passing:
     relay: Relay
     settings: Settings
     gate: Gate = field(default_factory=Gate)
+    salts: Salts | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; what goes wrong before the first byte is raised, for ``problems`` to answer."""
@@ -33,7 +36,10 @@ class Passing:
         body = await read_body(scope, receive, limit=self.settings.max_body_bytes)
         strips = self.settings.client_kv_params is ClientKvParams.STRIP
         fields = parse(body, strip_private=strips)
-        clean = encode(fields) if strips else body
+        salts = None if scope["path"] in UNCACHED else self.salts
+        if salts is not None:
+            fields = salts.salted(fields, caller_of(scope))
+        clean = encode(fields) if strips or salts is not None else body
         errand = Errand(scope["path"], clean, passed_on(scope), model=model_of(fields), rank=rank_of(scope))
         await _serve(self, errand, scope, receive, send, priority=priority_of(errand.headers, fields))
 

@@ -123,7 +123,7 @@ def response_to(error: Exception, scope: Scope) -> Response:
     status, body = error_body(error)
     headers = {"retry-after": str(error.retry_after_s)} if isinstance(error, TurnedAway) else {}
     if isinstance(error, Unauthorized):
-        headers["www-authenticate"] = "Bearer"
+        headers["www-authenticate"] = error.asks
     return Response(body, status, headers, media_type="application/json")
 
 

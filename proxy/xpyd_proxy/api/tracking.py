@@ -58,6 +58,7 @@ class _Outgoing:
     clock: Callable[[], float]
     status: int | None = field(default=None)
     began: float | None = field(default=None)
+    times: bool = True
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -77,7 +78,7 @@ class _Outgoing:
 
     def _headers(self) -> list[tuple[bytes, bytes]]:
         headers = [(name.encode(), value.encode()) for name, value in self.journey.id_headers().items()]
-        if timing := self.journey.server_timing():
+        if self.times and (timing := self.journey.server_timing()):
             headers.append((b"server-timing", timing.encode()))
         return headers
 
@@ -93,8 +94,11 @@ class Tracking:
         clock: Callable[[], float],
         following: Following = untraced,
         finished: Callable[[Journey, Outcome], None] = lambda _journey, _outcome: None,
+        times: bool = True,
     ) -> None:
+        """``times``: whether answers have Server-Timing."""
         self._app = app
+        self._times = times
         self._new_id = new_id
         self._clock = clock
         self._following = following
@@ -107,7 +111,7 @@ class Tracking:
             return
         start, journey = scope.get(BEGUN) or (self._clock(), Journey(self._new_id(), client_id=_client_id(scope)))
         scope[_KEY] = journey
-        outgoing = _Outgoing(send, journey, self._clock)
+        outgoing = _Outgoing(send, journey, self._clock, times=self._times)
         status: int | None = _BUG
         with self._following(journey, scope["path"], tuple(scope.get("headers", ()))) as ended:
             try:

@@ -60,7 +60,7 @@ def _host(text: str) -> str | None:
     if text.startswith("["):
         return _ip(IPv6Address, text[1:-1])
     labels = text.removesuffix(".").split(".")
-    if labels[-1].isdigit():  # no name ends in a number: it must be an IPv4 address
+    if labels[-1].isdigit() or labels[-1][:2].lower() == "0x":  # no name ends in a number (RFC 3696, 2): it is IPv4
         return _ip(IPv4Address, text)
     if len(text) > 253 or not all(_LABEL.fullmatch(label) for label in labels):
         return None
@@ -69,6 +69,8 @@ def _host(text: str) -> str | None:
 
 def _ip(kind: type[IPv4Address | IPv6Address], text: str) -> str | None:
     try:
-        return str(kind(text))
+        found = kind(text)
     except ValueError:
         return None
+    plain = found.ipv4_mapped if isinstance(found, IPv6Address) else None
+    return str(found if plain is None else plain)  # ::ffff:10.0.0.1 leads where 10.0.0.1 does

@@ -37,6 +37,8 @@ _JSON: Final = (
 )
 _FORM: Final = ("/v1/audio/transcriptions", "/v1/audio/translations")
 
+UNCACHED: Final = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})  # no prompt is computed
+
 ENDPOINTS: Final[Mapping[str, Kind]] = {
     **{api.value: Kind.SPLIT for api in Api},
     **dict.fromkeys(_JSON, Kind.JSON),

@@ -9,13 +9,14 @@ import msgspec
 from xpyd_proxy.core import dialect, push
 from xpyd_proxy.core.asking import ask_of_call
 from xpyd_proxy.core.learned import Learned
-from xpyd_proxy.core.model import Call, Instance, Push, RequestId, Role, Solo
+from xpyd_proxy.core.model import Call, Instance, Push, RequestId, Role, Solo, TransferId
 from xpyd_proxy.core.ports import Pairing
 from xpyd_proxy.core.raw_json import encode, text
 from xpyd_proxy.core.routing import solo_reason
 from xpyd_proxy.errors import NoInstance
 
 _REQUEST: Final = RequestId("xpyd-explained")  # a real request has another id
+_TRANSFER: Final = TransferId("xfer-explained")  # and another one here
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +64,11 @@ class Explainer:
         if told is None:
             params = text(f"those that {prefill.id} answers with")
         else:
-            params = push.decode_params(told, call.api, _REQUEST)
+            params = push.decode_params(told, call.api, _REQUEST, _TRANSFER)
         return Explanation(
             "prefill first, then decode" if told is None else f"both legs at once ({Push.AT_ONCE})",
             prefill,
             chosen,
-            dialect.prefill_body(call.api, fields, push.transfer_of(_REQUEST)),
+            dialect.prefill_body(call.api, fields, _TRANSFER),
             dialect.decode_body(fields, msgspec.Raw(params)),
         )

@@ -1,6 +1,7 @@
 """What the router reads in an engine's /metrics: whose connector it has, and what it keeps for decode engines."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -8,6 +9,8 @@ _LINE: Final = re.compile(
     rb"^vllm:(?P<name>xpyd_leases_held|kv_cache_usage_perc)(?:\{(?P<labels>[^\n]*)\})? (?P<value>[0-9.eE+-]{1,32})",
     re.MULTILINE,
 )
+_INFO: Final = re.compile(rb"^vllm:xpyd_connector_info\{(?P<labels>[^\n]*)\} 1(?:\.0)?$", re.MULTILINE)
+_LABEL: Final = re.compile(rb'(?:^|,)(protocol|fingerprint|mode)="([0-9A-Za-z]{1,64})"')
 _CONNECTOR: Final = re.compile(rb"^vllm:(xpyd|nixl)_", re.MULTILINE)
 _RANK: Final = re.compile(rb'(?:^|,)engine="([0-9]{1,6})"')
 
@@ -19,6 +22,9 @@ class Numbers:
     connector: str | None = None  # xpyd or nixl
     leases: float | None = None  # requests whose blocks our connector keeps
     kv_usage: float | None = None  # share of its KV cache in use; blocks that are only cached are not
+    protocol: str | None = None  # these three as our connector says (vllm:xpyd_connector_info)
+    fingerprint: str | None = None
+    mode: str | None = None
 
     @property
     def kept(self) -> float | None:
@@ -35,11 +41,24 @@ def read(text: bytes, rank: int | None = None) -> Numbers:
             found[line["name"]].append(_number(line["value"]))
     connector = _CONNECTOR.search(text)
     leases, usage = found.values()
+    info = _info(text, rank)
     return Numbers(
         connector=connector[1].decode() if connector else None,
         leases=sum(leases) if leases else None,
         kv_usage=max(usage) if usage else None,
+        protocol=info.get("protocol"),
+        fingerprint=info.get("fingerprint"),
+        mode=info.get("mode"),
     )
+
+
+def _info(text: bytes, rank: int | None) -> Mapping[str, str]:
+    """Read the labels of our connector's info; the ranks of an engine have the same."""
+    for line in _INFO.finditer(text):
+        engine = _RANK.search(line["labels"])
+        if rank is None or engine is None or int(engine[1]) == rank:
+            return {name.decode(): value.decode() for name, value in _LABEL.findall(line["labels"])}
+    return {}
 
 
 def _number(text: bytes) -> float:

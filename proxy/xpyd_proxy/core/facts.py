@@ -24,6 +24,8 @@ class Facts:
     connector: str | None = None  # whose metrics it shows: xpyd or nixl
     mode: TransferMode | None = None  # prefill: as its answers say; decode: as it was declared (URL#mode=push)
     revision: str | None = None  # of its deployment, as its pod or its operator says
+    protocol: str | None = None  # of our connector's side channel; others refuse each other
+    fingerprint: str | None = None  # of model, cache and vLLM, as our connector sees them; others refuse each other
 
     def serves(self, model: str | None) -> bool:
         """Tell whether a request for a model may go there; None: the request names none."""
@@ -37,6 +39,8 @@ class Facts:
             found.connector or self.connector,
             found.mode or self.mode,
             found.revision or self.revision,
+            found.protocol or self.protocol,
+            found.fingerprint or self.fingerprint,
         )
 
 
@@ -47,6 +51,8 @@ def fit(prefill: Facts, decode: Facts) -> bool:
         and _agree(prefill.connector, decode.connector)
         and _agree(prefill.mode, decode.mode)
         and _agree(prefill.revision, decode.revision)
+        and _agree(prefill.protocol, decode.protocol)
+        and _agree(prefill.fingerprint, decode.fingerprint)
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from xpyd_proxy.core.model import InstanceId, Push, RequestId, Role, Solo
+from xpyd_proxy.core.model import InstanceId, Push, RequestId, Role, Solo, TransferId
 from xpyd_proxy.core.word import Word
 
 _CLIENT_ID: Final = re.compile(rb"[!-~]{1,128}")
@@ -44,6 +44,7 @@ class Journey:
     client_id: str | None  # what the client calls the request: for the client and the log, never for an engine
     solo: Solo | None
     push: Push | None
+    transfer: TransferId | None  # what engines that push call it: for the log, never for a client
     prefill: Visit | None
     decode: Visit | None
     retries: list[Retry]
@@ -74,6 +75,7 @@ class Journey:
         self.retries = [] if retries is None else retries
         self.fault = fault
         self.late = None
+        self.transfer = None
         self.answered = False
         self.before = self.last = b""
 
@@ -116,7 +118,7 @@ class Journey:
 
     def start_over(self) -> None:
         """Forget the rest of a try that failed."""
-        self.push = self.prefill = self.decode = None
+        self.push = self.transfer = self.prefill = self.decode = None
 
     def server_timing(self) -> str:
         """Return the value of the Server-Timing header; durations are milliseconds."""
@@ -188,6 +190,7 @@ def facts(journey: Journey, outcome: Outcome) -> Mapping[str, object]:
         ("client_id", journey.client_id),
         ("solo", journey.solo and str(journey.solo)),
         ("route", journey.push and str(journey.push)),
+        ("transfer", journey.transfer),
         ("retries", ", ".join(map(str, journey.retries)) if journey.retries else ""),
         ("late", journey.late),
         ("fault", journey.fault),

@@ -61,22 +61,30 @@ class Keyring:
 
 
 class Outbound:
-    """What the router shows to the engines of each role, in place of what the client has shown."""
+    """What the router shows to the engines of each role, in place of what the client has shown.
 
-    def __init__(self, keys: Mapping[Role, str] | None = None) -> None:
+    ``forwards``: a pool without a key of its own gets the client's Authorization.
+    """
+
+    def __init__(self, keys: Mapping[Role, str] | None = None, *, forwards: bool = False) -> None:
         self._keys = dict(keys or {})
+        self._forwards = forwards
 
     def change(self, keys: Mapping[Role, str]) -> None:
         """Show other keys from now on."""
         self._keys = dict(keys)
 
     def headers(self, role: Role, headers: Headers) -> Headers:
-        """Return the headers for an engine; without a key for it they are those of the client."""
+        """Return the headers for an engine: with the key of its pool, if it has one, and not with the client's."""
         key = self._keys.get(role)
-        if key is None:
+        if key is None and (self._forwards or not headers):
             return headers
-        kept = tuple(header for header in headers if header[0] != b"authorization")
-        return (*kept, (b"authorization", b"Bearer " + key.encode()))
+        kept = self.bare(headers)
+        return kept if key is None else (*kept, (b"authorization", b"Bearer " + key.encode()))
+
+    def bare(self, headers: Headers) -> Headers:
+        """Return the headers without any key."""
+        return tuple([header for header in headers if header[0] != b"authorization"])
 
 
 def shown_key(headers: Headers) -> bytes | None:

@@ -74,6 +74,8 @@ class Measures:
     arrivals: Counter[Key] = field(default_factory=Counter)  # decode instance, Arrival
     without_kv: Counter[Key] = field(default_factory=Counter)  # decode instance
     mismatches: Counter[Key] = field(default_factory=Counter)  # prefill instance, decode instance
+    admin: Counter[Key] = field(default_factory=Counter)  # action, outcome
+    unreachable_hosts: Counter[Key] = field(default_factory=Counter)  # prefill engine: replaced in its answers
     stalled: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))  # connections of clients
     ttft: Histograms = field(default_factory=lambda: Histograms(LONG))  # path
     answers: Histograms = field(default_factory=lambda: Histograms(LONG))  # instance, role
@@ -136,6 +138,14 @@ class Measures:
         """Count a request of which the two engines made different prompts."""
         self.mismatches[prefill, decode] += 1
 
+    def admin_action(self, action: str, outcome: str) -> None:
+        """Count what an operator has done, or somebody has tried."""
+        self.admin[action, outcome] += 1
+
+    def replaced_host(self, prefill: InstanceId) -> None:
+        """Count an answer of a prefill engine that named a host where nobody can reach it."""
+        self.unreachable_hosts[(prefill,)] += 1
+
     def stalled_client(self) -> None:
         """Count a connection that was closed because its client read nothing of its answer for too long."""
         self.stalled[()] += 1
@@ -147,6 +157,7 @@ class Measures:
         _forget(self.arrivals, instances)
         _forget(self.without_kv, instances)
         _forget(self.mismatches, instances, names=2)
+        _forget(self.unreachable_hosts, instances)
         _forget(self.answers.by_key, instances)
 
 

@@ -180,8 +180,16 @@ class Handover:
     params: msgspec.Raw  # for the decode leg that follows it
     coordinates: Coordinates | None  # for later requests; None: this engine does not push
     counted: int | None  # tokens of the prompt; None: it does not say
+    transfer: TransferId | None  # None: this engine does not push
 
-    def __init__(self, params: msgspec.Raw, coordinates: Coordinates | None, counted: int | None = None) -> None:
+    def __init__(
+        self,
+        params: msgspec.Raw,
+        coordinates: Coordinates | None,
+        counted: int | None = None,
+        transfer: TransferId | None = None,
+    ) -> None:
         self.params = params
         self.coordinates = coordinates
         self.counted = counted
+        self.transfer = transfer

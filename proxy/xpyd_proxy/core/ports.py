@@ -74,8 +74,8 @@ class Engines(Protocol):
         """
         ...
 
-    async def models(self, instance: Instance, headers: Headers) -> Answer:
-        """Get the engine's list of models."""
+    async def models(self, instance: Instance, headers: Headers, *, bare: bool = False) -> Answer:
+        """Get the engine's list of models; ``bare``: without showing a key."""
         ...
 
 

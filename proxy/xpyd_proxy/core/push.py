@@ -60,30 +60,27 @@ _NAMES: Final[Mapping[Api, str]] = {
 }
 
 
-def transfer_of(request: RequestId) -> TransferId:
-    """Name the transfer of a request; a request that is sent once more has another id, and so another transfer."""
-    return TransferId(f"xfer-{request}")
-
-
 def known_as(api: Api, request: RequestId) -> str:
     """Return the name under which vLLM's engines know a request, as far as both have the same."""
     return _NAMES[api].format(request)
 
 
-def decode_params(coordinates: Coordinates, api: Api, request: RequestId) -> msgspec.Raw:
+def decode_params(coordinates: Coordinates, api: Api, request: RequestId, transfer: TransferId) -> msgspec.Raw:
     """Return what a decode engine is told before its prefill engine has answered."""
     found = msgspec.structs.asdict(coordinates)
     params = DecodeParams(
         **found,
         remote_request_id=known_as(api, request),
-        transfer_id=transfer_of(request),
+        transfer_id=transfer,
         transfer_mode=TransferMode.PUSH.value,
     )
     return msgspec.Raw(msgspec.json.encode(params))
 
 
-def handover(prefill: InstanceId, answer: bytes, api: Api, request: RequestId, manner: Manner) -> Handover:
-    """Read the answer of a prefill engine.
+def handover(
+    prefill: InstanceId, answer: bytes, api: Api, request: RequestId, manner: Manner, *, transfer: TransferId
+) -> Handover:
+    """Read the answer of a prefill engine; ``transfer`` is the name that it was told.
 
     Raises:
         EngineError: it is such that a decode engine would not survive it, or would wait for ever.
@@ -98,8 +95,9 @@ def handover(prefill: InstanceId, answer: bytes, api: Api, request: RequestId, m
         return Handover(params, None, counted(given.usage))
     if not _is_same(said.remote_request_id, known_as(api, request)):
         raise EngineError(f"{prefill} knows the request by another id than ours: it cannot push to a decode engine")
-    named = decode(params, Fields) | {"transfer_id": text(transfer_of(request))}
-    return Handover(msgspec.Raw(encode(named)), _read(prefill, params, Coordinates), counted(given.usage))
+    named = decode(params, Fields) | {"transfer_id": text(transfer)}
+    told = msgspec.Raw(encode(named))
+    return Handover(told, _read(prefill, params, Coordinates), counted(given.usage), transfer)
 
 
 def _mode(said: str) -> TransferMode:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.discovery import BY_HAND, Origin
+from xpyd_proxy.core.discovery import BY_HAND, Origin, Source
 from xpyd_proxy.core.draining import Drain
 from xpyd_proxy.core.facts import Facts, fit
 from xpyd_proxy.core.health import Changes, Life, Limits, State
@@ -75,6 +75,14 @@ class Registry:
         for member in self._of(role):
             if member.instance.address.authority == authority and not member.retires:
                 member.origin = BY_HAND
+
+    def is_given(self, address: Address) -> bool:
+        """Tell whether the settings or a pod name what is at an address; what was added by hand is not given."""
+        for role in Role:
+            for name in self._at.get((role, address.host, address.port), ()):
+                if self._members[name].origin.source is not Source.STORE:
+                    return True
+        return False
 
     def remove(self, name: InstanceId, *, now: float) -> None:
         """Forget an engine; its legs go on, and are nobody's.

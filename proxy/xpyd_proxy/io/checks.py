@@ -13,7 +13,8 @@ from xpyd_proxy.core.exposition import Numbers
 from xpyd_proxy.core.facts import Facts
 from xpyd_proxy.core.model import Headers, Instance, Role
 from xpyd_proxy.core.raw_json import NotJson, decode
-from xpyd_proxy.io.engines import RESET_AT_ONCE
+from xpyd_proxy.io.engines import RESET_AT_ONCE, is_coded
+from xpyd_proxy.io.guard import Guard, Guarded
 
 T = TypeVar("T")
 _ONE_LOOK_S: Final = 0.5  # seconds a connection is kept: for the next question of a look, not for the next look
@@ -54,14 +55,19 @@ class HttpChecks:
         headers: Callable[[Role], Headers] = lambda _: (),
         verify: ssl.SSLContext | bool = True,
         transport: httpx.AsyncBaseTransport | None = None,
+        guard: Guard | None = None,
     ) -> None:
+        limits = httpx.Limits(keepalive_expiry=_ONE_LOOK_S)
+        if transport is None and guard is not None:
+            transport = Guarded(httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False), guard)
         self._timeout_s = timeout_s
         self._headers = headers  # the key of the pool, if it wants one
         self._client = httpx.AsyncClient(
             transport=transport,
             verify=verify,
+            headers={"accept-encoding": "identity", "user-agent": "xpyd"},  # what is unpacked has no bound
             timeout=timeout_s,
-            limits=httpx.Limits(keepalive_expiry=_ONE_LOOK_S),
+            limits=limits,
             trust_env=False,
         )
 
@@ -109,12 +115,15 @@ class HttpChecks:
         url, headers = instance.address.url + path, list(self._headers(instance.role))
         try:
             async with asyncio.timeout(self._timeout_s), self._client.stream("GET", url, headers=headers) as response:
-                body = b""
-                async for chunk in response.aiter_bytes():
-                    body += chunk
-                    if len(body) > _MOST_BYTES:
+                if is_coded(response):
+                    raise Odd(f"answers {path} with a content coding, and none was asked for")
+                pieces, size = list[bytes](), 0
+                async for piece in response.aiter_bytes():
+                    pieces.append(piece)
+                    size += len(piece)
+                    if size > _MOST_BYTES:
                         raise Odd(f"answers {path} without end")
-                return response.status_code, body
+                return response.status_code, b"".join(pieces)
         except (TimeoutError, httpx.TimeoutException) as exc:
             raise Sick(f"does not answer {path} within {self._timeout_s:g} s") from exc
         except httpx.ConnectError as exc:

@@ -14,8 +14,10 @@ from xpyd_proxy.core.keys import Outbound
 from xpyd_proxy.core.model import Answer, Headers, Instance, Leg
 from xpyd_proxy.core.ports import nothing
 from xpyd_proxy.errors import EngineError, EngineTimeout
+from xpyd_proxy.io.guard import Guard, Guarded
 from xpyd_proxy.settings import Settings
 
+ANSWER_MOST: Final = 64 * 1024 * 1024  # bytes of an answer that is waited for as a whole
 # What gets through httpx when a connection is reset as it opens: anyio asks a uvloop transport for a socket that it no
 # longer has. Seen once in a dozen resets.
 RESET_AT_ONCE: Final = (ConnectionError, AttributeError)
@@ -40,15 +42,20 @@ class HttpEngines:
         transport: httpx.AsyncBaseTransport | None = None,
         outbound: Outbound | None = None,
         tls: ssl.SSLContext | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self._outbound = outbound or Outbound()
         self._probe_timeout_s = settings.probe_timeout_s
+        verify: ssl.SSLContext | bool = True if tls is None else tls
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=settings.engine_keepalive_s)
+        if transport is None and guard is not None:
+            transport = Guarded(httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False), guard)
         self._client = httpx.AsyncClient(
             transport=transport,
-            verify=True if tls is None else tls,
+            verify=verify,
             headers={"accept-encoding": "identity", "user-agent": "xpyd"},  # a stream must not wait for a compressor
             timeout=httpx.Timeout(None, connect=settings.connect_timeout_s),
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=settings.engine_keepalive_s),
+            limits=limits,
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),  # one client's cookies are not another's
             trust_env=False,  # HTTP_PROXY is for the way out, and engines are inside
         )
@@ -72,9 +79,9 @@ class HttpEngines:
         """
         return await self._whole(leg.instance, self._post(leg), timeout_s)
 
-    async def models(self, instance: Instance, headers: Headers) -> Answer:
-        """Get the engine's list of models; raises what ``ask`` raises."""
-        shown = list(self._outbound.headers(instance.role, headers))
+    async def models(self, instance: Instance, headers: Headers, *, bare: bool = False) -> Answer:
+        """Get the engine's list of models, ``bare``: without showing a key; raises what ``ask`` raises."""
+        shown = list(self._outbound.bare(headers) if bare else self._outbound.headers(instance.role, headers))
         request = self._client.build_request("GET", f"{instance.address.url}/v1/models", headers=shown)
         return await self._whole(instance, request, self._probe_timeout_s)
 
@@ -91,6 +98,7 @@ class HttpEngines:
         with _translated(leg.instance):
             response = await self._client.send(self._post(leg, sent), stream=True)
         try:
+            _refuse_coding(leg.instance, response)
             async with aclosing(_chunks(leg.instance, response)) as chunks:
                 yield HttpStream(response.status_code, _content_type(response), chunks)
         finally:
@@ -109,11 +117,15 @@ class HttpEngines:
         try:
             with _translated(instance):
                 async with asyncio.timeout(timeout_s):
-                    response = await self._client.send(request)
+                    response = await self._client.send(request, stream=True)
+                    try:
+                        content = await _content(instance, response)
+                    finally:
+                        await response.aclose()
         except TimeoutError as exc:
             raise EngineTimeout(f"{instance.id} did not answer within {timeout_s:g} s") from exc
         load = str(response.headers.get("endpoint-load-metrics", "")).encode()
-        return Answer(response.status_code, _content_type(response), response.content, load)
+        return Answer(response.status_code, _content_type(response), content, load)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +144,28 @@ async def _chunks(instance: Instance, response: httpx.Response) -> AsyncGenerato
     with _translated(instance):
         async for chunk in response.aiter_raw():
             yield chunk
+
+
+async def _content(instance: Instance, response: httpx.Response) -> bytes:
+    """Read all of an answer, in which nothing is packed."""
+    _refuse_coding(instance, response)
+    pieces, size = list[bytes](), 0
+    async for piece in response.aiter_bytes():
+        pieces.append(piece)
+        size += len(piece)
+        if size > ANSWER_MOST:
+            raise EngineError(f"{instance.id} answered with more than {ANSWER_MOST} bytes")
+    return b"".join(pieces)
+
+
+def _refuse_coding(instance: Instance, response: httpx.Response) -> None:
+    if is_coded(response):
+        raise EngineError(f"{instance.id} answered with a content coding, and none was asked for")
+
+
+def is_coded(response: httpx.Response) -> bool:
+    """Tell whether a body would have to be unpacked: 300 KB of gzip can be as many MB (RFC 9110, 8.4)."""
+    return str(response.headers.get("content-encoding", "")).strip().lower() not in ("", "identity")
 
 
 def _content_type(response: httpx.Response) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
+from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.facts import MODES, Facts
 from xpyd_proxy.core.health import State
 from xpyd_proxy.core.learned import Learned
@@ -40,6 +41,12 @@ class LiveFleet:
     def known(self, role: Role, /) -> Sequence[Instance]:
         """List all engines of a role."""
         return self.registry.known(role)
+
+    def serves(self, role: Role, address: Address, models: frozenset[str]) -> None:
+        """Take in which models an engine serves that was added just now: its first probe is still to come."""
+        for instance in self.known(role):
+            if instance.address == address:
+                self.registry.learn(instance.id, Facts(models=models))
 
     def usable(self, role: Role, /) -> Sequence[Instance]:
         """List those that may get a request now; raises NoInstance."""

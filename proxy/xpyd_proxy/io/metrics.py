@@ -150,6 +150,8 @@ class _Collector:
         yield _counter("xpyd_requests_routed", text, ("route",), seen.routes)
         text = "Connections that were closed because the client had read nothing of its answer for too long."
         yield _counter("xpyd_stalled_clients", text, (), seen.stalled)
+        text = "What was asked of the admin API, and what became of it."
+        yield _counter("xpyd_admin_actions", text, ("action", "outcome"), seen.admin)
         text = "Legs that failed and were sent again, by the role of the engine and the reason."
         yield _counter("xpyd_retries", text, ("role", "reason"), seen.retries)
         text = "Seconds from a client's request to the first event of its stream."
@@ -168,6 +170,8 @@ class _Collector:
         yield _histogram("xpyd_handoff_gap_seconds", text, (), {(): seen.gap})
         text = "Attempts to have a prefill engine free blocks that nobody will read."
         yield _counter("xpyd_releases", text, ("instance", "outcome"), seen.releases)
+        text = "Answers of prefill engines that named a host where nobody can reach them: the engine's own was put in."
+        yield _counter("xpyd_prefill_hosts_replaced", text, ("instance",), seen.unreachable_hosts)
         text = "Good decode legs with a transfer, by whether the KV cache had arrived; none: silent degradation."
         yield _counter("xpyd_decode_kv", text, ("instance", "kv"), seen.arrivals)
         text = "Decode legs that certainly got no KV cache, by their answers or by the engine's own counters."

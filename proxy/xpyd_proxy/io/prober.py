@@ -12,6 +12,7 @@ from xpyd_proxy.core.exposition import Numbers
 from xpyd_proxy.core.facts import Facts
 from xpyd_proxy.core.health import State
 from xpyd_proxy.core.model import Instance, InstanceId, Role
+from xpyd_proxy.core.push import TransferMode
 from xpyd_proxy.core.registry import Member, Registry
 from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.checks import Sick
@@ -168,7 +169,12 @@ class Prober:
         self._registry.learn(name, look)
         if is_new:
             with suppress(Sick):  # it lives, and an engine may keep its metrics to itself
-                self._registry.learn(name, Facts(connector=(await self._checks.numbers(member.instance)).connector))
+                shown = await self._checks.numbers(member.instance)
+                mode = TransferMode(shown.mode) if shown.mode in tuple(TransferMode) else None
+                facts = Facts(
+                    connector=shown.connector, mode=mode, protocol=shown.protocol, fingerprint=shown.fingerprint
+                )
+                self._registry.learn(name, facts)
         member.life.seen(now=self._clock())
 
 

@@ -27,9 +27,9 @@ class Reporting:
         """Post; a stream carries no report."""
         return self.engines.stream(leg, sent=sent)
 
-    async def models(self, instance: Instance, headers: Headers) -> Answer:
+    async def models(self, instance: Instance, headers: Headers, *, bare: bool = False) -> Answer:
         """Get the engine's list of models."""
-        return await self.engines.models(instance, headers)
+        return await self.engines.models(instance, headers, bare=bare)
 
 
 def _asking(leg: Leg) -> Leg:

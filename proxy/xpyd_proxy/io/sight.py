@@ -161,6 +161,14 @@ class Sight:
         reason = f"no KV cache arrived for {legs} legs"
         self._pulse.mishap(RequestId("-"), decode, reason, now=self._clock())
 
+    def admin_action(self, action: str, outcome: str) -> None:
+        """An operator has done something, or somebody has tried to."""
+        self._measures.admin_action(action, outcome)
+
+    def replaced_host(self, prefill: InstanceId) -> None:
+        """A prefill engine's answer named a host where nobody can reach it."""
+        self._measures.replaced_host(prefill)
+
     def stalled_client(self) -> None:
         """The connection of a client that reads nothing was closed."""
         self._measures.stalled_client()

@@ -15,6 +15,7 @@ _STEP_S: Final = 5
 _MINUTE_S: Final = 60
 _STEPS: Final = SPAN_S // _STEP_S
 _QUIET: Final = Bin(0, 0, None, None)
+_ID_SHOWN: Final = 13  # characters: "xpyd-" and eight digits
 _FAILURES: Final = 50  # that are shown
 
 
@@ -109,7 +110,7 @@ class Status:
             legs={name: _last(pulse.legs, name, _MINUTE_S, now) for name in pulse.legs},
             span={name: _last(pulse.legs, name, SPAN_S, now) for name in pulse.legs},
             answers={name: _last(pulse.answers, name, SPAN_S, now) for name in pulse.answers},
-            mishaps=[(now - one.at, one.request, one.where, one.reason) for one in pulse.mishaps],
+            mishaps=[(now - one.at, _short(one.request), one.where, one.reason) for one in pulse.mishaps],
         )
 
     def now(self, whole: Whole | None = None) -> Snapshot:
@@ -168,6 +169,11 @@ def _engine(standing: Standing, parts: Sequence[Part], in_flight: Sequence[Mappi
         failed=bin_of(part.span.get(instance.id, _QUIET) for part in parts).failed,
         answer_s=bin_of(part.answers.get(instance.id, _QUIET) for part in parts).mean,
     )
+
+
+def _short(request: str) -> str:
+    """Return the beginning of an id: enough to find it in the log, and not the name of a request."""
+    return request if len(request) <= _ID_SHOWN else request[:_ID_SHOWN] + "..."
 
 
 def _last(rings: Mapping[InstanceId, Ring], instance: InstanceId, seconds: int, now: float) -> Bin:

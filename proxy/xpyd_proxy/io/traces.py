@@ -111,9 +111,9 @@ class TracedEngines:
                 _answered(span, stream.status)
                 yield stream
 
-    async def models(self, instance: Instance, headers: Headers) -> Answer:
+    async def models(self, instance: Instance, headers: Headers, *, bare: bool = False) -> Answer:
         """Get the engine's list of models: no part of a request, and so no span."""
-        return await self._engines.models(instance, headers)
+        return await self._engines.models(instance, headers, bare=bare)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import msgspec
 
 from xpyd_proxy.core.admission import Ticket
 from xpyd_proxy.core.journey import Journey
-from xpyd_proxy.core.model import Ask, Call, Handover, Headers, Instance, Leg, RequestId, Role
+from xpyd_proxy.core.model import Ask, Call, Handover, Headers, Instance, Leg, RequestId, Role, TransferId
 from xpyd_proxy.core.retries import Chances, LegFailed
 from xpyd_proxy.core.rules import Patience
 from xpyd_proxy.core.usage import Comparison
@@ -28,7 +28,7 @@ class Outline(msgspec.Struct, frozen=True):
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """One try: everything it opens is on its stack, and both legs carry its id."""
+    """One try: everything it opens is on its stack, and both legs carry its ids."""
 
     of: Outline
     journey: Journey
@@ -36,6 +36,7 @@ class Attempt(msgspec.Struct, frozen=True):
     patience: Patience
     ends_at: float | None  # of a stream, on the event loop's clock
     request: RequestId
+    transfer: TransferId  # what both engines call the transfer, if the prefill engine pushes
     opened: Opened = msgspec.field(default_factory=Opened)
     counted: Comparison = msgspec.field(default_factory=Comparison)
 

@@ -12,7 +12,7 @@ from xpyd_proxy.core import dialect, push
 from xpyd_proxy.core.asking import ask_of_call, ask_of_errand
 from xpyd_proxy.core.journey import Journey
 from xpyd_proxy.core.learned import Learned
-from xpyd_proxy.core.model import Call, Errand, Handover, Instance, InstanceId, Push, Role, Solo
+from xpyd_proxy.core.model import Call, Errand, Handover, Instance, InstanceId, Push, Role, Solo, TransferId
 from xpyd_proxy.core.ports import Fleet, Pairing, RetryBudget, Slots, Uncounted, Unlimited, nothing
 from xpyd_proxy.core.push import Manner
 from xpyd_proxy.core.raw_json import Fields, encode
@@ -22,6 +22,7 @@ from xpyd_proxy.core.routing import solo_reason
 from xpyd_proxy.core.rules import Rules
 from xpyd_proxy.core.said import Coordinates
 from xpyd_proxy.errors import NoInstance, OutOfTime
+from xpyd_proxy.io.ids import new_transfer
 from xpyd_proxy.relay.attempt import Attempt, Loan, Outline, Stop
 from xpyd_proxy.relay.legs import Legs
 from xpyd_proxy.relay.opened import Block, Opened
@@ -46,6 +47,7 @@ class Relay:
     rules: Rules  # may be replaced at any time: requests that come later go by the new ones
     slots: Slots = field(default_factory=Uncounted)
     budget: RetryBudget = field(default_factory=Unlimited)
+    new_transfer: Callable[[], TransferId] = new_transfer
 
     def serve(self, call: Call, journey: Journey) -> AbstractAsyncContextManager[Reply]:
         """Enter with the engine's good answer in hand; leaving closes what is still open upstream.
@@ -124,7 +126,15 @@ class Relay:
             if outline.since is not None and seconds is not None:
                 limit.reschedule(outline.since + seconds)
             while True:
-                attempt = Attempt(outline, journey, chances, rules.patience, limit.when(), journey.attempt_id)
+                attempt = Attempt(
+                    outline,
+                    journey,
+                    chances,
+                    rules.patience,
+                    limit.when(),
+                    journey.attempt_id,
+                    self.new_transfer(),
+                )
                 try:
                     reply = await attempt.opened.kept((first or send)(attempt))
                     opened.take(attempt.opened)
@@ -209,8 +219,8 @@ class Relay:
         self, call: Call, attempt: Attempt, prefill: Instance, decode: Instance, told: Coordinates
     ) -> Reply:
         """Send both legs, and drop the one when the other fails. The decode engine may well answer first."""
-        attempt.journey.push = Push.AT_ONCE
-        params = push.decode_params(told, call.api, attempt.request)
+        attempt.journey.push, attempt.journey.transfer = Push.AT_ONCE, attempt.transfer
+        params = push.decode_params(told, call.api, attempt.request, attempt.transfer)
         body = dialect.decode_body(dialect.named(call.api, call.fields, attempt.request), params)
         start, hold = attempt.opened.enter, self.slots.hold
         # until the legs have begun, which the event loop does in its own time
@@ -235,8 +245,10 @@ class Relay:
             return await self.legs.prefill(
                 attempt,
                 prefill,
-                b"".join(prefill_body(call, attempt.request, reuses=reuses)),
-                lambda answer: take(call, attempt.request, prefill, told=told, answer=answer, reuses=reuses),
+                b"".join(prefill_body(call, attempt.request, attempt.transfer, reuses=reuses)),
+                lambda answer: take(
+                    call, attempt.request, attempt.transfer, prefill, told=told, answer=answer, reuses=reuses
+                ),
             )
         except LegFailed as failed:
             self.unlearn(failed)

@@ -196,6 +196,7 @@ class Ride:
         "_start",
         "_streams",
         "_told",
+        "_transfer",
         "at",
         "decode",
         "phase",
@@ -228,12 +229,13 @@ class Ride:
         self._start = 0.0  # of the leg that is under way
         self.at = self.prefill
         self.request = trip.journey.request_id
+        self._transfer = of.relay.new_transfer()
         self.phase = _PREFILL
 
     def set_off(self) -> None:
         """Send the prefill leg."""
         of, prefill = self._of, self.prefill
-        body = prefill_body(self._call, self.request, reuses=self._reuses)
+        body = prefill_body(self._call, self.request, self._transfer, reuses=self._reuses)
         self._journey.prefill = Visit(prefill.id)
         of.fleet.enter(self.decode, self.request)  # its slot is held from now on
         of.begin(self)
@@ -251,7 +253,7 @@ class Ride:
         try:
             check_prefill(prefill.id, answer)
             handover = of.handovers.take(
-                self._call, self.request, prefill, told=None, answer=answer, reuses=self._reuses
+                self._call, self.request, self._transfer, prefill, told=None, answer=answer, reuses=self._reuses
             )
             body = decode_body(self._call, self._journey, self.request, handover)
         except (EngineError, Refused) as error:
@@ -475,7 +477,7 @@ class Ride:
         """Return what the relay makes of a request at first."""
         outline = Outline(self._call.path, self._call.headers, self._ask, self._streams, since=self._since)
         chances = Chances(self._of.relay.rules.retries)
-        return Attempt(outline, self._journey, chances, self._patience, self._ends_at, self.request)
+        return Attempt(outline, self._journey, chances, self._patience, self._ends_at, self.request, self._transfer)
 
     def _close(self) -> None:
         self.phase = _OVER

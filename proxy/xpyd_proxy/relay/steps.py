@@ -5,7 +5,7 @@ from dataclasses import replace
 from xpyd_proxy.core import dialect, push
 from xpyd_proxy.core.journey import Journey
 from xpyd_proxy.core.learned import Learned
-from xpyd_proxy.core.model import Answer, Call, Handover, Instance, Push, RequestId
+from xpyd_proxy.core.model import Answer, Call, Handover, Instance, Push, RequestId, TransferId
 from xpyd_proxy.core.push import Manner
 from xpyd_proxy.core.raw_json import Pieces, encode_in_pieces
 from xpyd_proxy.core.routing import PROMPTS
@@ -13,18 +13,19 @@ from xpyd_proxy.core.said import Coordinates
 from xpyd_proxy.errors import Moved
 
 
-def prefill_body(call: Call, request: RequestId, *, reuses: bool) -> Pieces:
+def prefill_body(call: Call, request: RequestId, transfer: TransferId, *, reuses: bool) -> Pieces:
     """Return the body of a prefill leg; ``reuses``: its answer shall tell the tokens of the prompt."""
     fields = dialect.named(call.api, call.fields, request)
     if reuses:
         fields = dialect.telling_tokens(call.api, fields)
-    asked = dialect.prefill_fields(call.api, fields, push.transfer_of(request))
+    asked = dialect.prefill_fields(call.api, fields, transfer)
     return encode_in_pieces(asked, PROMPTS[call.api])
 
 
 def decode_body(call: Call, journey: Journey, request: RequestId, handover: Handover) -> Pieces:
     """Return the body of a decode leg that follows its prefill leg."""
     journey.push = Push.IN_TURN if handover.coordinates else None
+    journey.transfer = handover.transfer
     asked = dialect.decode_fields(dialect.named(call.api, call.fields, request), handover.params)
     return encode_in_pieces(asked, PROMPTS[call.api])
 
@@ -42,6 +43,7 @@ class Handovers:
         self,
         call: Call,
         request: RequestId,
+        transfer: TransferId,
         prefill: Instance,
         *,
         told: Coordinates | None,
@@ -54,7 +56,7 @@ class Handovers:
             EngineError: a decode engine would not survive it.
             Moved: it is not the engine that the decode engine was told of.
         """
-        found = push.handover(prefill.id, answer.body, call.api, request, self._manner)
+        found = push.handover(prefill.id, answer.body, call.api, request, self._manner, transfer=transfer)
         if reuses:
             found = replace(found, params=dialect.with_tokens(found.params, answer.body))
         self._learned.learn(prefill.id, found.coordinates)

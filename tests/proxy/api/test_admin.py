@@ -1,5 +1,7 @@
 """Routes for operators, byte for byte as vLLM's own proxy demo answers."""
 
+import asyncio
+
 import pytest
 
 from support.sim import router, sims
@@ -54,19 +56,23 @@ async def test_health_needs_one_engine_of_each_kind():
     assert after.status_code == 200
 
 
-MISSING = '{"detail":[{"type":"missing","loc":["header","x-api-key"],"msg":"Field required","input":null}]}'
+MISSING = '{"detail":"This is for operators: send the router\'s admin key as X-Api-Key."}'
+WRONG = '{"detail":"Forbidden: Invalid API Key."}'
+NONE = (
+    '{"detail":"This router has no admin key, so nobody may do this: start it with ADMIN_API_KEY in its environment."}'
+)
 
 
 @pytest.mark.parametrize(
     ("settings", "headers", "expected"),
     [
-        (OPEN, {}, (422, MISSING)),
-        (Settings(), {}, (422, MISSING)),
-        (Settings(), KEY, (500, '{"detail":"Server configuration error."}')),
-        (Settings(admin_key=""), KEY, (500, '{"detail":"Server configuration error."}')),
-        (OPEN, {"X-Api-Key": "wrong"}, (403, '{"detail":"Forbidden: Invalid API Key."}')),
-        (OPEN, {"X-Api-Key": ""}, (403, '{"detail":"Forbidden: Invalid API Key."}')),
-        (OPEN, {"X-Api-Key": b"\xe9"}, (403, '{"detail":"Forbidden: Invalid API Key."}')),
+        (OPEN, {}, (401, MISSING)),
+        (Settings(), {}, (404, NONE)),
+        (Settings(), KEY, (404, NONE)),
+        (Settings(admin_key=""), KEY, (404, NONE)),
+        (OPEN, {"X-Api-Key": "wrong"}, (401, WRONG)),
+        (OPEN, {"X-Api-Key": ""}, (401, WRONG)),
+        (OPEN, {"X-Api-Key": b"\xe9"}, (401, WRONG)),
     ],
 )
 async def test_only_who_has_the_key_may_add(settings, headers, expected):
@@ -114,13 +120,29 @@ async def test_what_cannot_be_added_is_told_in_the_demos_words(body, detail):
     assert (status["prefill_node_count"], status["decode_node_count"]) == (1, 1)
 
 
-async def test_a_body_must_be_json():
-    """415 for another type, 400 for what only claims to be."""
-    media = (415, """{"detail":"Unsupported Media Type: Only 'application/json' is allowed"}""")
-    async with router(sims(), OPEN) as client:
-        assert await add(client, headers=KEY | {"content-type": "text/plain"}, json=None, content=b"{}") == media
+async def test_a_body_must_be_json_whatever_it_is_called():
+    """As the demo has it: curl -d sends it as a form."""
+    async with router(engines_and_new(), OPEN) as client:
         for junk in (b"junk", b"[]", b""):
             assert await add(client, json=None, content=junk) == (400, '{"detail":"The body is not a JSON object."}')
+        body = b'{"type": "decode", "instance": "xd0:80"}'
+        form = KEY | {"content-type": "application/x-www-form-urlencoded"}
+        assert (await add(client, headers=form, json=None, content=body))[0] == 200
+
+
+async def test_an_engine_of_a_second_model_can_be_added():
+    """It gets the requests for its model, and no other, from the first one on."""
+    engines = sims(model="one") | {"x" + name: sim for name, sim in sims(model="two").items()}
+    async with router(engines, OPEN) as client:
+        while None in [row["models"] for row in (await client.get("/instances", headers=KEY)).json()["instances"]]:
+            await asyncio.sleep(0.01)  # until those of the settings have been asked
+        for role, name in (("decode", "xd0"), ("prefill", "xp0")):
+            assert (await add(client, {"type": role, "instance": f"{name}:80"}))[0] == 200
+        for _ in range(4):
+            answer = await client.post("/v1/completions", json={"model": "two", "prompt": "a", "max_tokens": 2})
+            assert answer.status_code == 200
+
+    assert [len(engines[name].log) for name in ("p0", "d0", "xp0", "xd0")] == [0, 0, 4, 4]
 
 
 async def test_a_body_has_a_limit_here_too():

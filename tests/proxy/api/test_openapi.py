@@ -133,10 +133,11 @@ async def test_an_operator_sees_the_routes_for_operators(app):
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["keys", "no keys"])
 async def test_a_key_is_asked_for_where_the_router_asks_for_one(app, wanted):
-    """Either way of showing it will do; what is there for everybody wants none."""
+    """Either way of showing it will do; what is there for probes wants none."""
     found = await document(app, keyring=Keyring(Keys.parse("me:secret", "keys") if wanted else None))
 
     expected = [{"bearer": []}, {"key": []}] if wanted else None
     assert found["paths"]["/v1/completions"]["post"].get("security") == expected
     assert found["paths"]["/v1/models"]["get"].get("security") == expected
-    assert found["paths"]["/metrics"]["get"].get("security") is None
+    assert found["paths"]["/metrics"]["get"].get("security") == expected
+    assert found["paths"]["/health"]["get"].get("security") is None

@@ -73,3 +73,19 @@ def test_a_number_that_is_no_port_is_told_apart(text):
     """/instances/add has an answer of its own for it."""
     with pytest.raises(BadPort, match="between 1 and 65535"):
         Address.parse(text)
+
+
+@pytest.mark.parametrize(
+    "host", ["0x7f000001", "0X7F.1", "127.1", "127.0.0.0x1", "2130706433", "0177.0.0.1", "1.2.3.4.0x5"]
+)
+def test_numbers_that_the_system_takes_for_an_address_are_refused(host):
+    """getaddrinfo reads them as inet_aton does: 0x7f000001 is 127.0.0.1, and looks like a name."""
+    with pytest.raises(AddressError, match="is not the address of an engine"):
+        Address.parse(f"{host}:80")
+
+
+def test_an_ipv4_address_in_ipv6_is_written_as_what_it_is():
+    """Else an engine could be added twice, and a list of networks would be asked about another one."""
+    assert (
+        Address.parse("[::ffff:127.0.0.1]:80") == Address.parse("[::ffff:7f00:1]:80") == Address.parse("127.0.0.1:80")
+    )

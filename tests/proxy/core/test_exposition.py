@@ -34,6 +34,23 @@ def test_leases_count_before_the_use_of_the_cache(text, rank, numbers, kept):
     assert (found, found.kept) == (numbers, kept)
 
 
+INFO = (
+    b'vllm:xpyd_connector_info{engine="%d",fingerprint="0123456789abcde%d",mode="%b",model_name="m",protocol="4"} 1.0\n'
+)
+
+
+def test_our_connector_says_whom_it_understands():
+    """From its start, and whatever order the labels have."""
+    text = OURS + INFO % (0, 0, b"pull") + INFO % (1, 1, b"push")
+
+    assert read(text) == Numbers("xpyd", 5, 0.125, "4", "0123456789abcde0", "pull")
+    assert read(text, 1) == Numbers("xpyd", 3, 0.0, "4", "0123456789abcde1", "push")
+    assert read(b'vllm:xpyd_connector_info{protocol="4",fingerprint="0123456789abcdef"} 1\n') == Numbers(
+        "xpyd", protocol="4", fingerprint="0123456789abcdef"
+    )
+    assert read(b'vllm:xpyd_connector_info{protocol="4"} 0\n').protocol is None
+
+
 @given(st.binary(max_size=300))
 def test_any_text_can_be_read(text):
     """It comes from outside."""

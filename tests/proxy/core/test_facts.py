@@ -17,6 +17,9 @@ from xpyd_proxy.core.push import TransferMode
         (Facts(connector="xpyd"), Facts(connector="xpyd"), True),
         (Facts(mode=TransferMode.PUSH), Facts(mode=TransferMode.PULL), False),
         (Facts(mode=TransferMode.PUSH), Facts(), True),
+        (Facts(protocol="4"), Facts(protocol="3"), False),
+        (Facts(fingerprint="0123456789abcdef"), Facts(fingerprint="fedcba9876543210"), False),
+        (Facts(protocol="4", fingerprint="0123456789abcdef"), Facts(connector="xpyd"), True),
     ],
 )
 def test_what_is_known_of_both_must_agree(one, other, fits):

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from xpyd_proxy.core.model import Api, InstanceId, RequestId
-from xpyd_proxy.core.push import MANNERS, decode_params, handover, known_as, transfer_of
+from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
+from xpyd_proxy.core.push import MANNERS, decode_params, handover, known_as
 from xpyd_proxy.core.said import Coordinates
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.settings import Mode
 
-P, R = InstanceId("prefill-0"), RequestId("xpyd-1")
+P, R, TRANSFER = InstanceId("prefill-0"), RequestId("xpyd-1"), TransferId("xfer-9")
 PARAMS = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
@@ -32,7 +32,7 @@ def answer(**changes):
 
 
 def read(mode=Mode.AUTO, **changes):
-    return handover(P, answer(**changes), Api.COMPLETIONS, R, MANNERS[mode])
+    return handover(P, answer(**changes), Api.COMPLETIONS, R, MANNERS[mode], transfer=TRANSFER)
 
 
 def test_a_push_answer_tells_where_its_engine_is():
@@ -42,7 +42,7 @@ def test_a_push_answer_tells_where_its_engine_is():
 
 def test_a_decode_leg_that_follows_it_gets_the_whole_answer_and_the_name_of_the_transfer():
     """Fields of tomorrow included."""
-    assert json.loads(bytes(read().params)) == PARAMS | {"transfer_id": "xfer-xpyd-1"}
+    assert json.loads(bytes(read().params)) == PARAMS | {"transfer_id": "xfer-9"}
 
 
 @pytest.mark.parametrize("said", ["pull", ABSENT, "of tomorrow"])
@@ -84,7 +84,7 @@ def test_what_a_decode_engine_would_die_of_is_an_error_here(changes, says):
 
 def test_what_is_learned_is_enough_for_the_next_request():
     """All of it by type; both legs derive the same names from the same id."""
-    told = json.loads(bytes(decode_params(read().coordinates, Api.CHAT, RequestId("xpyd-2"))))
+    told = json.loads(bytes(decode_params(read().coordinates, Api.CHAT, RequestId("xpyd-2"), TRANSFER)))
 
     assert told == {
         "do_remote_prefill": True,
@@ -96,7 +96,7 @@ def test_what_is_learned_is_enough_for_the_next_request():
         "pp_size": 1,
         "dcp_size": 1,
         "remote_request_id": known_as(Api.CHAT, RequestId("xpyd-2")),
-        "transfer_id": transfer_of(RequestId("xpyd-2")),
+        "transfer_id": "xfer-9",
         "transfer_mode": "push",
     }
 

@@ -1,6 +1,7 @@
 """Looking at one engine."""
 
 import asyncio
+import gzip
 
 import httpx
 import pytest
@@ -106,3 +107,21 @@ async def test_probes_show_the_key_of_their_pool():
         await look.look(D)
 
     assert set(seen) == {"Bearer k"}
+
+
+async def test_a_packed_answer_is_refused_before_it_is_unpacked():
+    """Nobody asked for it, and what comes out of a few kilobytes may be gigabytes."""
+    packed = gzip.compress(b"0" * 4_000_000)
+    asked = []
+
+    async def handle(request):
+        asked.append(request.headers["accept-encoding"])
+        return httpx.Response(200, headers={"content-encoding": "gzip"}, stream=httpx.ByteStream(packed))
+
+    async with HttpChecks(timeout_s=1, transport=httpx.MockTransport(handle)) as look:
+        with pytest.raises(Sick, match="answers /metrics with a content coding, and none was asked for"):
+            await look.metrics(D)
+        with pytest.raises(Sick, match="answers /health with a content coding"):
+            await look.look(D)
+
+    assert asked == ["identity"] * 2

@@ -43,7 +43,6 @@ DIFFERENCES = {
     "folded line": "httpx unfolds it; it has been obsolete since 2014, and parsers differ about it",
     "bare line feeds": "httpx takes them for line ends; parsers differ about it",
     "chunks in HTTP/1.0": "httpx reads them; HTTP/1.0 has none",
-    "compressed": "httpx decompresses, or passes it on as it is; an engine that does not do as it is told is broken",
     "big head": "httpx reads heads of up to 100 KiB",
     "trailing garbage": "httpx takes it for the beginning of the next answer; WireEngines opens another connection",
     "space after a chunk's size": "httpx ignores it; parsers differ about it",

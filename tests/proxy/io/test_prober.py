@@ -11,6 +11,7 @@ from xpyd_proxy.core.exposition import Numbers
 from xpyd_proxy.core.facts import Facts
 from xpyd_proxy.core.health import State
 from xpyd_proxy.core.model import RequestId, Role
+from xpyd_proxy.core.push import TransferMode
 from xpyd_proxy.core.registry import Registry
 from xpyd_proxy.core.retries import Failure
 from xpyd_proxy.io.checks import Odd, Sick
@@ -22,7 +23,7 @@ class Engines:
 
     def __init__(self):
         self.facts = Facts(frozenset({"m"}), "0.32")
-        self.shown = Numbers("xpyd", leases=2)
+        self.shown = Numbers("xpyd", leases=2, protocol="4", fingerprint="0123456789abcdef", mode="push")
         self.sick = None
         self.looks = self.readings = self.at_once = self.most_at_once = 0
 
@@ -67,7 +68,9 @@ async def test_an_engine_is_looked_at_at_once_and_again(registry, engines):
         await until_async(lambda: engines.looks >= 2)
 
     assert member.life.state is State.READY
-    assert member.facts == Facts(frozenset({"m"}), "0.32", "xpyd")
+    assert member.facts == Facts(
+        frozenset({"m"}), "0.32", "xpyd", TransferMode.PUSH, protocol="4", fingerprint="0123456789abcdef"
+    )
     assert engines.readings == 1
 
 

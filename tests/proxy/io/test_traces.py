@@ -176,7 +176,7 @@ async def test_lists_of_models_leave_no_span(spans):
     """They are no legs."""
 
     class Listing:
-        async def models(self, instance, headers):
+        async def models(self, instance, headers, *, bare=False):
             return Answer(200, "application/json", b"{}")
 
     answer = await spans.traces.around(Listing()).models(None, ())

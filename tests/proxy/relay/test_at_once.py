@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import pytest
 
@@ -118,10 +119,10 @@ async def test_the_decode_engine_is_told_all_it_needs_and_what_the_prefill_engin
         "pp_size": 1,
         "dcp_size": 1,
         "remote_request_id": name,
-        "transfer_id": "xfer-r",
+        "transfer_id": params_of(prefill_leg)["transfer_id"],
         "transfer_mode": "push",
     }
-    assert params_of(prefill_leg)["transfer_id"] == "xfer-r"
+    assert re.fullmatch("xfer-[0-9a-f]{32}", params_of(prefill_leg)["transfer_id"])
     assert request_id(prefill_leg) == request_id(decode_leg) == "r"
     assert prefill_leg.path == decode_leg.path == api
 

@@ -73,7 +73,7 @@ class FakeEngines:
         finally:
             self.open -= 1
 
-    async def models(self, instance, headers):
+    async def models(self, instance, headers, *, bare=False):
         raise NotImplementedError
 
     async def _chunks(self):

@@ -10,6 +10,7 @@ from typing import Final, Self
 from xpyd_proxy.core.keys import Outbound
 from xpyd_proxy.core.model import Answer, Headers, Instance, Leg
 from xpyd_proxy.core.ports import nothing
+from xpyd_proxy.io.guard import Guard
 from xpyd_proxy.io.wire.connection import Connection
 from xpyd_proxy.io.wire.heads import Heads, Unsendable
 from xpyd_proxy.io.wire.pool import Pool
@@ -111,12 +112,17 @@ class WireEngines:
     """
 
     def __init__(
-        self, settings: Settings, *, outbound: Outbound | None = None, tls: ssl.SSLContext | None = None
+        self,
+        settings: Settings,
+        *,
+        outbound: Outbound | None = None,
+        tls: ssl.SSLContext | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self._outbound = outbound or Outbound()
         self._probe_timeout_s = settings.probe_timeout_s
         self._pool = Pool(
-            keepalive_s=settings.engine_keepalive_s, connect_timeout_s=settings.connect_timeout_s, tls=tls
+            keepalive_s=settings.engine_keepalive_s, connect_timeout_s=settings.connect_timeout_s, tls=tls, guard=guard
         )
         self._teller = Teller(self._pool, self._outbound)
 
@@ -162,11 +168,12 @@ class WireEngines:
         """
         return _Streaming(self._pool, self._outbound, leg, sent)
 
-    async def models(self, instance: Instance, headers: Headers) -> Answer:
-        """Get the engine's list of models; raises what ``ask`` raises."""
-        heads = self._pool.heads(instance.address)
+    async def models(self, instance: Instance, headers: Headers, *, bare: bool = False) -> Answer:
+        """Get the engine's list of models, ``bare``: without showing a key; raises what ``ask`` raises."""
+        heads, outbound = self._pool.heads(instance.address), self._outbound
         try:
-            head = heads.get("/v1/models", self._outbound.headers(instance.role, headers))
+            shown = outbound.bare(headers) if bare else outbound.headers(instance.role, headers)
+            head = heads.get("/v1/models", shown)
         except Unsendable as exc:
             raise unsendable(instance, exc) from exc
         return await self._whole(instance, head, b"", self._probe_timeout_s)

@@ -7,7 +7,8 @@ from typing import Final, cast
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.model import Instance, InstanceId
-from xpyd_proxy.errors import EngineError, EngineTimeout
+from xpyd_proxy.errors import EngineError, EngineTimeout, NotAllowed
+from xpyd_proxy.io.guard import Guard
 from xpyd_proxy.io.wire.connection import Connection
 from xpyd_proxy.io.wire.heads import Heads
 from xpyd_proxy.io.wire.turns import Turns
@@ -30,10 +31,18 @@ class Peer:
 class Pool:
     """Opens connections and keeps those that are not in use, at most ``keepalive_s`` seconds each."""
 
-    def __init__(self, *, keepalive_s: float, connect_timeout_s: float, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        keepalive_s: float,
+        connect_timeout_s: float,
+        tls: ssl.SSLContext | None = None,
+        guard: Guard | None = None,
+    ) -> None:
         self._keepalive_s = keepalive_s
         self._connect_timeout_s = connect_timeout_s
         self._tls = tls
+        self._guard = guard
         self._peers: dict[Address, Peer] = {}
         self._by_id: dict[InstanceId, Peer] = {}  # the same, under names whose hashes are known
         self._open: set[Connection] = set()
@@ -99,6 +108,8 @@ class Pool:
                     return await self._connect(instance.address)
                 finally:
                     turn.pass_on()
+        except NotAllowed as exc:
+            raise EngineError(f"{instance.id} is not where engines may be added", reached=False) from exc
         except TimeoutError as late:
             raise EngineTimeout(f"{instance.id} did not accept a connection in time", reached=False) from late
         except (OSError, UnicodeError) as exc:  # ssl.SSLError is an OSError; a name may not be one that DNS can have
@@ -166,6 +177,14 @@ class Pool:
             self._closing.set()
 
     async def _connect(self, address: Address) -> Connection:
+        places = () if self._guard is None else await self._guard.places(address)
+        for place in places[:-1]:
+            with suppress(OSError):
+                return await self._connect_to(address, place)
+        return await self._connect_to(address, places[-1] if places else address.host)
+
+    async def _connect_to(self, address: Address, host: str) -> Connection:
+        """Open a connection to a host, which is what the address's own leads to."""
         made: list[Connection] = []
 
         def protocol() -> asyncio.Protocol:
@@ -176,7 +195,7 @@ class Pool:
         name = address.host if tls is not None else None
         loop = asyncio.get_running_loop()
         try:
-            await loop.create_connection(protocol, address.host, address.port, ssl=tls, server_hostname=name)
+            await loop.create_connection(protocol, host, address.port, ssl=tls, server_hostname=name)
         except BaseException:
             for connection in made:  # uvloop closes a socket that was opened for nobody, and tells its protocol nothing
                 connection.dismiss()

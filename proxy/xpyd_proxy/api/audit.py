@@ -1,0 +1,113 @@
+"""What operators have done, and what others have tried: one line each in the log ``xpyd.audit``, and a counter."""
+
+import hashlib
+import logging
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum, auto
+from typing import Final
+
+from fastapi import HTTPException, Request
+
+from xpyd_proxy.io.logs import note
+
+LOG: Final = logging.getLogger("xpyd.audit")  # by this name people filter
+LOG.setLevel(logging.INFO)  # whatever log_level says of all else
+_ACTIONS: Final = frozenset({"list", "add", "remove", "drain", "undrain", "explain"})
+_READS: Final = frozenset({"list", "explain"})  # they change nothing: a line only for those who may not
+_TEXT_MOST: Final = 300  # characters of a value
+_LINES: Final = 10  # about callers without the key, in so many seconds; more are counted
+_SPAN_S: Final = 10.0
+
+
+class Result(StrEnum):
+    """What became of it."""
+
+    OK = auto()
+    REFUSED = auto()  # the operator asked for what cannot be
+    FAILED = auto()  # the store, or the router
+    UNAUTHENTICATED = auto()  # no admin key, a wrong one, or the router has none
+
+
+@dataclass(slots=True)
+class Act:
+    """One action while it is carried out; ``target`` is filled in as soon as it is known."""
+
+    target: str | None = None
+
+
+@dataclass(slots=True)
+class Audit:
+    """Writes the lines. ``count`` gets the action and what became of it."""
+
+    count: Callable[[str, str], None]
+    clock: Callable[[], float]  # seconds; only differences count
+    _since: float = field(default=0.0, init=False)
+    _lines: int = field(default=0, init=False)
+    _dropped: int = field(default=0, init=False)
+
+    @contextmanager
+    def act(self, request: Request) -> Generator[Act]:
+        """Write the line of an action at its end; an HTTPException is an answer that is no success."""
+        act = Act()
+        try:
+            yield act
+        except HTTPException as exc:
+            self._note(request, Result.FAILED if exc.status_code >= 500 else Result.REFUSED, act, str(exc.detail))
+            raise
+        except BaseException as exc:
+            self._note(request, Result.FAILED, act, type(exc).__name__)
+            raise
+        self._note(request, Result.OK, act)
+
+    def refused(self, request: Request, why: str) -> None:
+        """Write the line of a caller without the admin key, and bound how many of them there are."""
+        action, now = _action(request), self.clock()
+        self.count(action, Result.UNAUTHENTICATED)
+        if now - self._since >= _SPAN_S:
+            self._since, self._lines = now, 0
+        if self._lines >= _LINES:
+            self._dropped += 1
+            return
+        self._lines += 1
+        found = _facts(request, action, Result.UNAUTHENTICATED, None, why)
+        if self._dropped:
+            found["unlogged_before"], self._dropped = self._dropped, 0
+        note(LOG, found, _text)
+
+    def _note(self, request: Request, result: Result, act: Act, why: str | None = None) -> None:
+        action = _action(request)
+        self.count(action, result)
+        if action not in _READS:
+            note(LOG, _facts(request, action, result, act.target, why), _text)
+
+
+def fingerprint(key: str) -> str:
+    """Return what tells keys apart in a log, and says nothing of a key that cannot be guessed."""
+    return f"sha256:{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+
+
+def _action(request: Request) -> str:
+    """Name what is asked for, out of a short list: it is the label of a counter."""
+    last = request.url.path.rstrip("/").rpartition("/")[2]
+    return last if last in _ACTIONS else "list"
+
+
+def _facts(request: Request, action: str, result: Result, target: str | None, why: str | None) -> dict[str, object]:
+    client = request.client
+    found: dict[str, object] = {
+        "action": action,
+        "outcome": result.value,
+        "key": getattr(request.state, "admin", None) or "-",
+        "client": "-" if client is None else client.host,
+    }
+    found |= {} if target is None else {"target": target[:_TEXT_MOST]}
+    return found | ({} if why is None else {"why": why[:_TEXT_MOST]})
+
+
+def _text(found: Mapping[str, object]) -> str:
+    """Write the facts in one line: what a caller has written stands in quotes, and a line break in it is escaped."""
+    return " ".join(
+        f"{name}={value!r}" if name in ("target", "why") else f"{name}={value}" for name, value in found.items()
+    )

@@ -1,0 +1,96 @@
+"""Where engines may be that are added while the router runs: the router connects to whatever address is named."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from typing import Final, Self, TypeAlias
+
+_Ip: TypeAlias = IPv4Address | IPv6Address
+_Network: TypeAlias = IPv4Network | IPv6Network
+EXPECTED: Final = "a network such as 10.0.0.0/8, an address, a name such as d0.example, or *.example for all below it"
+_NAME: Final = re.compile(r"(?:\*\.)?(?!-)[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?")
+# Loopback, and what is private by RFC 1918, 6598 and 4193: where engines are.
+STANDARD: Final = (
+    "127.0.0.0/8", "::1/128", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7",
+)  # fmt: skip
+# No engine is there, and a cloud's metadata service is, which gives credentials to who asks: only an entry inside opens
+# them. Link-local (RFC 3927, 4291), "this host", multicast, and metadata services with addresses of their own.
+_NEVER: Final = tuple(
+    ip_network(text)
+    for text in (
+        "169.254.0.0/16", "fe80::/10", "0.0.0.0/8", "::/128", "224.0.0.0/4", "240.0.0.0/4", "ff00::/8",
+        "100.100.100.200/32", "192.0.0.192/32", "168.63.129.16/32", "fd00:ec2::254/128",
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class AllowList:
+    """Networks, and names whose owners are trusted with where they lead."""
+
+    networks: tuple[_Network, ...]
+    names: tuple[str, ...] = ()  # in lower case; *.example is .example
+
+    @classmethod
+    def parse(cls, entries: Sequence[str]) -> Self:
+        """Read the entries; without any, the standard ones count.
+
+        Raises:
+            ValueError: one is neither a network nor a name.
+        """
+        networks, names = list[_Network](), list[str]()
+        for entry in entries or STANDARD:
+            network = _network(entry)
+            if network is not None:
+                networks.append(network)
+            elif _NAME.fullmatch(entry) and not _ends_in_number(entry):
+                names.append(entry.lower().removesuffix(".").removeprefix("*"))
+            else:
+                raise ValueError(f"{entry!r} is not a place of engines: write {EXPECTED}")
+        return cls(tuple(networks), tuple(names))
+
+    def admits_name(self, host: str) -> bool:
+        """Tell whether a name is listed, itself or by what it ends in."""
+        host = host.lower().removesuffix(".")
+        return any(host == name or (name.startswith(".") and host.endswith(name)) for name in self.names)
+
+    def admits(self, host: str, place: str) -> bool:
+        """Tell whether an engine may be at ``place``, an IP address to which ``host`` leads."""
+        found = _plain(ip_address(place))
+        for never in _NEVER:
+            if found in never:
+                return any(_is_within(network, never) and found in network for network in self.networks)
+        return self.admits_name(host) or any(found in network for network in self.networks)
+
+
+def is_ip(host: str) -> bool:
+    """Tell an IP address from a name."""
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _plain(found: _Ip) -> _Ip:
+    """Return the IPv4 address in an IPv6 one that means the same: ::ffff:127.0.0.1 is 127.0.0.1 (RFC 4291, 2.5.5.2)."""
+    return (found.ipv4_mapped or found) if isinstance(found, IPv6Address) else found
+
+
+def _network(entry: str) -> _Network | None:
+    try:
+        return ip_network(entry)
+    except ValueError:
+        return None
+
+
+def _is_within(one: _Network, other: _Network) -> bool:
+    if isinstance(one, IPv4Network):
+        return isinstance(other, IPv4Network) and one.subnet_of(other)
+    return isinstance(other, IPv6Network) and one.subnet_of(other)
+
+
+def _ends_in_number(text: str) -> bool:
+    last = text.rstrip(".").rpartition(".")[2]
+    return last.isdigit() or last[:2].lower() == "0x"

@@ -1,0 +1,349 @@
+"""What operators choose, and what they are told: against the port of a router process, as its clients meet it."""
+
+import base64
+import hashlib
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+from support.router_process import KEY, RouterProcess, router_processes
+from support.sim import serving, sims
+from xpyd_proxy.local.sim import Fault, FaultKind, Sim
+
+PATH = "/v1/completions"
+BODY = {"prompt": "once upon a time", "max_tokens": 3}
+
+
+def bearer(key):
+    return {"authorization": f"Bearer {key}"}
+
+
+@dataclass(frozen=True)
+class Running:
+    """A router process and the engines behind it."""
+
+    router: RouterProcess
+    engines: dict[str, Sim]
+    at: dict[str, str]  # host:port of the engines
+
+    def post(self, path=PATH, body=BODY, **options):
+        return httpx.post(self.router.url + path, **{"json": body, "timeout": 30} | options)
+
+    def get(self, path, **options):
+        return httpx.get(self.router.url + path, timeout=30, **options)
+
+    def legs(self):
+        return [entry for sim in self.engines.values() for entry in sim.log if entry.path == PATH]
+
+
+@contextmanager
+def running(folder, *args, env=None, **options) -> Generator[Running]:
+    engines = sims(**options)
+    with ExitStack() as stack:
+        at = {name: stack.enter_context(serving(sim)) for name, sim in engines.items()}
+        known = ["--prefill", at["p0"], "--decode", at["d0"]]
+        (router,) = stack.enter_context(router_processes(folder, 1, *known, *args, env=env))
+        yield Running(router, engines, at)
+
+
+@pytest.mark.parametrize("forwards", ["false", "true"])
+def test_engines_see_the_key_of_a_client_only_if_the_operator_says_so(tmp_path, forwards):
+    """It is a key of this router: who has it may ask here."""
+    with running(tmp_path, "--forward-client-key", forwards) as fleet:
+        answer = fleet.post(headers=bearer("client-key"))
+
+        shown = {entry.headers.get("authorization") for entry in fleet.legs()}
+    assert answer.status_code == 200
+    assert shown == {"Bearer client-key" if forwards == "true" else None}
+
+
+KEYS = "team-a:sk-a\nteam-b:sk-b\nprometheus:sk-p\n"
+
+
+@pytest.fixture
+def keys(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(KEYS)
+    return str(path)
+
+
+def salts(fleet, paths=(PATH,)):
+    """Of each leg, in order."""
+    return [json.loads(e.body).get("cache_salt") for s in fleet.engines.values() for e in s.log if e.path in paths]
+
+
+def test_what_one_key_sends_is_not_found_in_the_cache_of_another(tmp_path, keys):
+    """The time of the first token would tell whether somebody has sent this beginning before."""
+    env = {"XPYD_CACHE_SALT_SECRET": "of the fleet"}
+    args = ("--api-keys-file", keys, "--cache-salt-per-key", "true")
+    with running(tmp_path, *args, env=env) as fleet:
+        for key, body in (("sk-a", BODY), ("sk-b", BODY), ("sk-a", BODY | {"cache_salt": "mine"}), ("sk-a", BODY)):
+            assert fleet.post(body=body, headers=bearer(key)).status_code == 200
+        solo = fleet.post(body=BODY | {"n": 2}, headers=bearer("sk-a"))
+        odd = fleet.post(body=BODY | {"cache_salt": 3}, headers=bearer("sk-a"))
+        fleet.post("/v1/embeddings", {"input": "a"}, headers=bearer("sk-a"))
+
+        prefill = salts(fleet)[:4]
+        decode = salts(fleet)[4:8]
+        of_a = prefill[0]
+        assert prefill == decode
+        assert prefill[3] == of_a
+        assert len({*prefill, None, "mine"}) == 5
+        assert solo.status_code == 200
+        assert salts(fleet)[8] == of_a
+        assert salts(fleet, ("/v1/embeddings",)) == [of_a]
+        assert (odd.status_code, odd.json()["error"]["param"]) == (400, "cache_salt")
+
+
+def test_two_routers_of_a_fleet_give_a_key_the_same_salt(tmp_path, keys):
+    """Else a cache would help only those who meet the same router again."""
+    found = []
+    for number in range(2):
+        (folder := tmp_path / str(number)).mkdir()
+        with running(folder, "--api-keys-file", keys, "--cache-salt-per-key", "true") as fleet:
+            assert fleet.post(headers=bearer("sk-a")).status_code == 200
+            found += salts(fleet)
+
+    assert len(set(found)) == 1
+    assert None not in found
+
+
+def test_salts_without_keys_are_refused(tmp_path):
+    """All clients would be one, which is not what was asked for."""
+    said = subprocess.run(
+        [sys.executable, "-m", "xpyd_proxy.cli", "serve", "--port", "0", "--cache-salt-per-key", "true"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert said.returncode == 2
+    assert "cache_salt_per_key needs api_keys_file" in said.stderr
+
+
+@pytest.mark.parametrize("shown", ["true", "false"])
+def test_server_timing_is_left_out_if_the_operator_says_so(tmp_path, shown):
+    """It tells a client the milliseconds of a prefill, and how the engines are named."""
+    with running(tmp_path, "--server-timing", shown) as fleet:
+        answers = [fleet.post(), fleet.post(body=BODY | {"stream": True}), fleet.post(body=BODY | {"n": 2})]
+        answers.append(fleet.post(body=BODY | {"kv_transfer_params": {"a": 1}}))
+
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 400]
+    assert ["server-timing" in answer.headers for answer in answers[:3]] == [shown == "true"] * 3
+    assert "server-timing" not in answers[3].headers
+
+
+LOOKS = ("/", "/status.json", "/metrics")
+
+
+def basic(password):
+    return {"authorization": "Basic " + base64.b64encode(b"anybody:" + password.encode()).decode()}
+
+
+def test_what_shows_the_fleet_needs_a_key_where_clients_do(tmp_path, keys):
+    """It names engines, and how busy each is. Prometheus sends a bearer token, a browser asks for a password."""
+    with running(tmp_path, "--api-keys-file", keys) as fleet:
+        bare = [fleet.get(path) for path in LOOKS]
+        wrong = [
+            fleet.get(path, headers=shown)
+            for path in LOOKS
+            for shown in (bearer("sk"), basic("sk"), {"x-api-key": "sk"})
+        ]
+        right = [fleet.get(path, headers=shown) for path in LOOKS for shown in (bearer("sk-p"), KEY)]
+        browser = [fleet.get(path, headers=basic("sk-p")).status_code for path in LOOKS]
+        generating = fleet.post(headers=basic("sk-p"))
+        probes = [fleet.get(path).status_code for path in ("/health", "/ready")]
+
+    assert {answer.status_code for answer in bare + wrong} == {401}
+    assert [answer.headers["www-authenticate"] for answer in bare] == ['Basic realm="xpyd", Bearer'] * 2 + ["Bearer"]
+    assert {answer.status_code for answer in right} == {200}
+    assert browser == [200, 200, 401]
+    assert generating.status_code == 401  # a browser sends passwords with requests that other pages make
+    assert probes == [200, 200]
+
+
+def test_the_operator_may_open_what_shows_the_fleet(tmp_path, keys):
+    """Behind a network policy, say, for a scraper that cannot send a token."""
+    with running(tmp_path, "--api-keys-file", keys, "--open-metrics", "true") as fleet:
+        assert [fleet.get(path).status_code for path in LOOKS] == [200] * 3
+        assert fleet.post().status_code == 401
+
+
+def test_without_keys_they_are_open(tmp_path):
+    """As all else is."""
+    with running(tmp_path) as fleet:
+        assert [fleet.get(path).status_code for path in LOOKS] == [200] * 3
+
+
+def test_failures_do_not_name_a_request(tmp_path):
+    """Who may see the page may not see which requests there are: it shows how an id begins, to find it in the log."""
+    with running(tmp_path) as fleet:
+        for sim in fleet.engines.values():
+            sim.inject(Fault(FaultKind.DROP))
+        answer = fleet.post()
+        failures = fleet.get("/status.json").json()["failures"]
+
+    ours = answer.headers["x-request-id"]
+    assert answer.status_code == 502
+    assert failures
+    assert {one["request"] for one in failures} == {ours[:13] + "..."}
+
+
+def add(fleet, instance, role="decode", **options):
+    return fleet.post("/instances/add", {"type": role, "instance": instance}, **{"headers": KEY} | options)
+
+
+def audited(fleet):
+    """The lines of the audit log, after the logger's name."""
+    return [line.split(" xpyd.audit ")[1] for line in fleet.router.said.splitlines() if " xpyd.audit " in line]
+
+
+class Listener:
+    """Counts connections, and keeps what they send."""
+
+    def __init__(self, host="127.0.0.1"):
+        self.socket = socket.create_server((host, 0))
+        self.socket.settimeout(0.2)
+        self.at = f"{host}:{self.socket.getsockname()[1]}"
+
+    def connected(self):
+        try:
+            self.socket.accept()[0].close()
+        except TimeoutError:
+            return False
+        return True
+
+
+def test_nothing_is_sent_to_an_address_that_is_not_allowed(tmp_path):
+    """Who has the admin key of a router must not read its metadata service, or be sent the engines' key there."""
+    listener = Listener("127.0.0.2")
+    port = listener.at.rpartition(":")[2]
+    spellings = ["127.0.0.2", "[::ffff:127.0.0.2]", "[::ffff:7f00:2]"]
+    odd = ["0x7f000002", "2130706434", "127.2", "127.0.0.0x2"]
+    env = {"XPYD_DECODE_API_KEY": "engine-key"}
+    args = ("--instances-allow", "127.0.0.1/32", "10.0.0.0/8")
+    with running(tmp_path, *args, env=env) as fleet, closing(listener.socket):
+        refused = [add(fleet, f"{host}:{port}") for host in (*spellings, "169.254.169.254", "8.8.8.8")]
+        unread = [add(fleet, f"{host}:{port}") for host in odd]
+        by_name = add(fleet, f"localhost:{port}")
+        assert not listener.connected()
+
+    assert {answer.status_code for answer in refused} == {403}
+    assert "is not in instances_allow: name its network or its name there" in refused[0].json()["detail"]
+    assert {(answer.status_code, answer.json()["detail"]) for answer in unread} == {(400, "Invalid instance address.")}
+    assert by_name.status_code == 400  # it leads to 127.0.0.1, where nobody listens at this port
+
+
+def test_by_itself_a_router_takes_private_addresses_and_no_metadata_service(tmp_path):
+    """The usual operator adds pods, or an engine beside the router, and has to set nothing."""
+    with running(tmp_path, x=1, y=2) as fleet:
+        assert add(fleet, fleet.at["d1"]).status_code == 200
+        assert add(fleet, "169.254.169.254:80").status_code == 403
+        assert add(fleet, "[fe80::1]:80").status_code == 403
+        assert add(fleet, "8.8.8.8:80").status_code == 403
+        assert [fleet.post().status_code for _ in range(4)] == [200] * 4
+        assert any(entry.path == PATH for entry in fleet.engines["d1"].log)
+
+
+def test_an_engine_that_is_added_sees_a_key_only_if_it_wants_one_and_never_the_operators(tmp_path):
+    """The check of its models goes to whatever was named; the key of the pool follows with the first probe."""
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append((scope["path"], dict(scope["headers"]).get(b"authorization")))
+        status = 200 if b"authorization" in dict(scope["headers"]) else 401
+        await send(
+            {"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]}
+        )
+        await send({"type": "http.response.body", "body": b'{"data": [{"id": "sim"}]}' if status == 200 else b"{}"})
+
+    env = {"XPYD_DECODE_API_KEY": "engine-key"}
+    with running(tmp_path, env=env) as fleet, serving(app, lifespan="off") as engine:
+        answer = add(fleet, engine, headers=KEY | bearer("operator's own"))
+
+    assert answer.status_code == 200
+    assert seen[:2] == [("/v1/models", None), ("/v1/models", b"Bearer engine-key")]
+    assert b"Bearer operator's own" not in {shown for _, shown in seen}
+
+
+def test_each_action_of_an_operator_leaves_one_line_in_the_audit_log(tmp_path):
+    """Who, from where, what, and what became of it: also of what was refused, and of who had no key."""
+    with running(tmp_path, x=1, y=2) as fleet:
+        port = fleet.at["d1"]
+        add(fleet, port)
+        add(fleet, port)
+        add(fleet, "169.254.169.254:80")
+        add(fleet, "two\nlines:80")
+        fleet.post("/instances/drain", {"id": "decode-1"}, headers=KEY)
+        fleet.post("/instances/drain", {"id": "decode-9"}, headers=KEY)
+        fleet.post("/instances/remove", {"id": "decode-1"}, headers=KEY)
+        fleet.get("/instances", headers=KEY)
+        wrong = fleet.post("/instances/remove", {"id": "decode-0"}, headers={"X-Api-Key": "sesam"})
+        missing = fleet.get("/instances")
+        numbers = fleet.get("/metrics").text
+        lines = audited(fleet)
+
+    who = f"key=sha256:{hashlib.sha256(KEY['X-Api-Key'].encode()).hexdigest()[:8]} client=127.0.0.1"
+    bad = "169.254.169.254"
+    assert lines == [
+        f"action=add outcome=ok {who} target='decode {port}'",
+        f"action=add outcome=refused {who} target='decode {port}' why='Instance already exists.'",
+        f"action=add outcome=refused {who} target='decode {bad}:80' why='Instance address not allowed: {bad} is not in "
+        "instances_allow: name its network or its name there.'",
+        f"action=add outcome=refused {who} target='decode two\\nlines:80' why='Invalid instance address.'",
+        f"action=drain outcome=ok {who} target='decode-1'",
+        f"action=drain outcome=refused {who} target='decode-9' "
+        + "why=\"there is no instance 'decode-9': `xpyd instances list` shows those there are\"",
+        f"action=remove outcome=ok {who} target='decode-1'",
+        "action=remove outcome=unauthenticated key=- client=127.0.0.1 why='a wrong X-Api-Key'",
+        "action=list outcome=unauthenticated key=- client=127.0.0.1 why='no X-Api-Key'",
+    ]
+    assert (wrong.status_code, missing.status_code) == (401, 401)
+    assert wrong.headers["www-authenticate"] == "X-Api-Key"
+    for action, outcome, count in (("add", "ok", 1), ("add", "refused", 3), ("list", "ok", 1), ("remove", "ok", 1)):
+        assert f'xpyd_admin_actions_total{{action="{action}",outcome="{outcome}"}} {count}.0' in numbers
+    assert 'xpyd_admin_actions_total{action="remove",outcome="unauthenticated"} 1.0' in numbers
+
+
+def test_who_guesses_keys_is_counted_and_does_not_fill_the_log(tmp_path):
+    """A line for each try would be a way to fill a disk."""
+    with running(tmp_path) as fleet, httpx.Client(timeout=30) as client:
+        url = fleet.router.url + "/instances"
+        tries = {client.get(url, headers={"X-Api-Key": f"guess-{number}"}).status_code for number in range(200)}
+        numbers = fleet.get("/metrics").text
+        lines = audited(fleet)
+
+    assert tries == {401}
+    assert 10 <= len(lines) < 100
+    assert 'xpyd_admin_actions_total{action="list",outcome="unauthenticated"} 200.0' in numbers
+
+
+def test_a_router_without_an_admin_key_says_how_to_have_one(tmp_path):
+    """500 looked like a fault."""
+    with running(tmp_path, env={"ADMIN_API_KEY": ""}) as fleet:
+        answers = [add(fleet, "127.0.0.1:1"), fleet.get("/instances"), fleet.get("/instances", headers=KEY)]
+
+    assert {answer.status_code for answer in answers} == {404}
+    assert all("start it with ADMIN_API_KEY in its environment" in answer.json()["detail"] for answer in answers)
+
+
+def test_a_place_that_is_none_is_said_at_the_start(tmp_path):
+    """And not when the first engine is added."""
+    said = subprocess.run(
+        [sys.executable, "-m", "xpyd_proxy.cli", "serve", "--port", "0", "--instances-allow", "10.0.0.1/8"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert said.returncode == 2
+    assert "'10.0.0.1/8' is not a place of engines: write a network such as 10.0.0.0/8" in said.stderr

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from xpyd_proxy.api import problems
 from xpyd_proxy.api.admin import admin_routes
 from xpyd_proxy.api.door import Door
+from xpyd_proxy.api.examining import Examiner
 from xpyd_proxy.api.express import Express
 from xpyd_proxy.api.instances import Desk, instance_routes
 from xpyd_proxy.api.models import Models, model_routes
@@ -139,8 +140,10 @@ def build(
     metrics, status = Metrics(sight, census, queue, discovery.freshness), Status(sight, census, time.monotonic, queue)
     everybody = crew.everybody(sight, queue, status.part)
 
+    examiner = Examiner()
+
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
-        parts = engines, releaser, checks, discovery.running(), prober.running(), inflow.running()
+        parts = examiner, engines, releaser, checks, discovery.running(), prober.running(), inflow.running()
         return *parts, *crew.running(), *(() if express is None else (express,))
 
     desk = Desk(registry, _explainer(relay, fleet), time.monotonic, crew.changes(discovery), crew.is_drained)
@@ -165,7 +168,9 @@ def build(
             reports=isinstance(asked, Reporting),
         )
         express = _express(rides, settings, gate, lifetime, keyring)
-    hot = _serve(app, settings, routes, _served_by(relay, settings, gate), tracking, lifetime=lifetime, keyring=keyring)
+    hot = _serve(
+        app, settings, routes, _served_by(relay, settings, gate, examiner), tracking, lifetime=lifetime, keyring=keyring
+    )
     live = Live(registry, relay, gate, keyring, outbound, time.monotonic)
     return Router(app, hot, express, lifetime, live, sight.stalled_client, server_tls(settings))
 
@@ -249,11 +254,11 @@ def _lifespan(
     return lifespan
 
 
-def _served_by(relay: Relay, settings: Settings, gate: Gate) -> Mapping[Kind, ASGIApp]:
+def _served_by(relay: Relay, settings: Settings, gate: Gate, examiner: Examiner) -> Mapping[Kind, ASGIApp]:
     return {
-        Kind.SPLIT: Generation(relay, settings, gate),
-        Kind.JSON: Passing(relay, settings, gate),
-        Kind.FORM: Form(relay, settings, gate),
+        Kind.SPLIT: Generation(relay, settings, gate, examiner),
+        Kind.JSON: Passing(relay, settings, gate, examiner),
+        Kind.FORM: Form(relay, settings, gate, examiner),
     }
 
 

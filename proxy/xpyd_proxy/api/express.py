@@ -13,6 +13,7 @@ from typing import Final, Self
 from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE
 
 from xpyd_proxy.api.door import ANYBODY, cut_short
+from xpyd_proxy.api.examining import LARGE
 from xpyd_proxy.api.hot import Platform
 from xpyd_proxy.api.incoming import PASSED_ON
 from xpyd_proxy.api.line import log_request
@@ -129,7 +130,7 @@ class Express:
     ) -> Call | None:
         """Read the request, if it is one for two legs, one after the other."""
         relay, api = self.rides.relay, _APIS[path]
-        if relay.rules.resume or relay.learned.pushes:
+        if relay.rules.resume or relay.learned.pushes or len(body) > LARGE:
             return None
         try:
             fields = parse(body, strip_private=self.settings.client_kv_params is ClientKvParams.STRIP)

@@ -1,10 +1,12 @@
 """The routes that generate text: a body in, an engine's bytes out."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from starlette.types import Receive, Scope, Send
 
 from xpyd_proxy.api.door import caller_of
+from xpyd_proxy.api.examining import Examiner
 from xpyd_proxy.api.express import LEFT
 from xpyd_proxy.api.hot import POURING, Outlet
 from xpyd_proxy.api.incoming import passed_on, rank_of, read_body, require_json, until_hung_up
@@ -27,6 +29,7 @@ class Generation:
     relay: Relay
     settings: Settings
     gate: Gate = field(default_factory=Gate)
+    examiner: Examiner = field(default_factory=Examiner)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; what goes wrong before the first byte is raised, for ``problems`` to answer."""
@@ -36,7 +39,8 @@ class Generation:
             return
         require_json(scope)
         body = await read_body(scope, receive, limit=self.settings.max_body_bytes)
-        fields = parse(body, strip_private=self.settings.client_kv_params is ClientKvParams.STRIP)
+        strips = self.settings.client_kv_params is ClientKvParams.STRIP
+        fields = await self.examiner.run(len(body), partial(parse, body, strip_private=strips))
         api = Api(scope["path"])
         check_wanted_now(api, fields)
         call = Call(api, fields, passed_on(scope), rank_of(scope))

@@ -1,15 +1,18 @@
 """The routes of what one engine does in one leg: the client's bytes in, the engine's bytes out."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from starlette.types import Receive, Scope, Send
 
 from xpyd_proxy.api.door import caller_of
+from xpyd_proxy.api.examining import Examiner
 from xpyd_proxy.api.incoming import passed_on, rank_of, read_body, require_form, require_json, until_hung_up
 from xpyd_proxy.api.showing import show
 from xpyd_proxy.api.tracking import journey_of
 from xpyd_proxy.core.asking import model_of
-from xpyd_proxy.core.dialect import check_form, parse
+from xpyd_proxy.core.dialect import parse
+from xpyd_proxy.core.form import boundary_of, check_form, content_type
 from xpyd_proxy.core.journey import Journey
 from xpyd_proxy.core.model import Errand
 from xpyd_proxy.core.raw_json import encode
@@ -26,13 +29,14 @@ class Passing:
     relay: Relay
     settings: Settings
     gate: Gate = field(default_factory=Gate)
+    examiner: Examiner = field(default_factory=Examiner)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; what goes wrong before the first byte is raised, for ``problems`` to answer."""
         require_json(scope)
         body = await read_body(scope, receive, limit=self.settings.max_body_bytes)
         strips = self.settings.client_kv_params is ClientKvParams.STRIP
-        fields = parse(body, strip_private=strips)
+        fields = await self.examiner.run(len(body), partial(parse, body, strip_private=strips))
         clean = encode(fields) if strips else body
         errand = Errand(scope["path"], clean, passed_on(scope), model=model_of(fields), rank=rank_of(scope))
         await _serve(self, errand, scope, receive, send, priority=priority_of(errand.headers, fields))
@@ -45,13 +49,14 @@ class Form:
     relay: Relay
     settings: Settings
     gate: Gate = field(default_factory=Gate)
+    examiner: Examiner = field(default_factory=Examiner)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. Nobody here reads the form: the model it names plays no part in the choice of engine."""
-        content_type = require_form(scope)
+        """Serve one request. The form's values are not read: its model plays no part in the choice of engine."""
+        boundary = boundary_of(require_form(scope))
         body = await read_body(scope, receive, limit=self.settings.max_body_bytes)
-        check_form(body)
-        errand = Errand(scope["path"], body, passed_on(scope), content_type, rank=rank_of(scope))
+        await self.examiner.run(len(body), partial(check_form, boundary, body))
+        errand = Errand(scope["path"], body, passed_on(scope), content_type(boundary), rank=rank_of(scope))
         await _serve(self, errand, scope, receive, send, priority=priority_of(errand.headers, {}))
 
 

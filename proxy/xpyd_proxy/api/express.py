@@ -19,7 +19,7 @@ from xpyd_proxy.api.incoming import PASSED_ON
 from xpyd_proxy.api.line import log_request
 from xpyd_proxy.api.problems import error_body
 from xpyd_proxy.api.showing import last_event
-from xpyd_proxy.api.tracking import BEGUN
+from xpyd_proxy.api.tracking import BEGUN, NO_SNIFFING
 from xpyd_proxy.core.admission import Admission, Ticket
 from xpyd_proxy.core.asking import ask_of_call
 from xpyd_proxy.core.dialect import check_wanted_now, parse
@@ -35,6 +35,7 @@ from xpyd_proxy.relay.ride import Ride, Rides, Trip
 from xpyd_proxy.settings import ClientKvParams, Settings
 
 LEFT: Final = "xpyd.left"  # in a scope: a Left
+_NO_SNIFFING: Final = b"%b: %b\r\n" % NO_SNIFFING
 _APIS: Final = {api.value: api for api in Api}
 _PLAIN_TYPES: Final[set[bytes]] = set()  # content types that may be sent
 _PLAIN_TYPES_MOST: Final = 64
@@ -301,6 +302,7 @@ class Passenger:
             b"\r\n",
             more,
             said.encode("latin-1"),
+            _NO_SNIFFING,
             b"" if self.keep_alive else b"connection: close\r\n",
             b"\r\n" if more else b"transfer-encoding: chunked\r\n\r\n",
         ]

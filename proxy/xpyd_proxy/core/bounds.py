@@ -79,7 +79,7 @@ def check_prompts(fields: Fields, size: int) -> None:
 
 
 def count_items(array: bytes, most: int) -> int:
-    """Return how many items a JSON array has. Counting ends at ``most`` (1 or more) and one more, or behind too many tokens."""
+    """Return how many items a JSON array has; counting ends when there are more than ``most`` (1 or more)."""
     if _EMPTY.match(array):
         return 0
     count, depth, at = 1, 0, 1

@@ -118,7 +118,11 @@ def build(
     fleet = _fleet(settings, registry, learned, crew.number)
     outbound, tls = Outbound(engine_keys(settings)), engine_tls(settings)
     engines = _engines(settings, transport, outbound, tls)
-    gate, keyring, lifetime = Gate(limits_of(settings), time.monotonic), Keyring(client_keys(settings)), Lifetime()
+    gate, keyring, lifetime = (
+        Gate(limits_of(settings), time.monotonic),
+        Keyring(client_keys(settings), settings.min_priority),
+        Lifetime(),
+    )
     models = Models(registry, engines, model=settings.model)
     sight = Sight(Measures(_PATHS), time.monotonic)
     census, queue = Roll(registry), gate.admission
@@ -169,7 +173,13 @@ def build(
         )
         express = _express(rides, settings, gate, lifetime, keyring)
     hot = _serve(
-        app, settings, routes, _served_by(relay, settings, gate, examiner), tracking, lifetime=lifetime, keyring=keyring
+        app,
+        settings,
+        routes,
+        _served_by(relay, settings, gate, examiner, keyring),
+        tracking,
+        lifetime=lifetime,
+        keyring=keyring,
     )
     live = Live(registry, relay, gate, keyring, outbound, time.monotonic)
     return Router(app, hot, express, lifetime, live, sight.stalled_client, server_tls(settings))
@@ -254,11 +264,13 @@ def _lifespan(
     return lifespan
 
 
-def _served_by(relay: Relay, settings: Settings, gate: Gate, examiner: Examiner) -> Mapping[Kind, ASGIApp]:
+def _served_by(
+    relay: Relay, settings: Settings, gate: Gate, examiner: Examiner, keyring: Keyring
+) -> Mapping[Kind, ASGIApp]:
     return {
-        Kind.SPLIT: Generation(relay, settings, gate, examiner),
-        Kind.JSON: Passing(relay, settings, gate, examiner),
-        Kind.FORM: Form(relay, settings, gate, examiner),
+        Kind.SPLIT: Generation(relay, settings, gate, examiner, keyring),
+        Kind.JSON: Passing(relay, settings, gate, examiner, keyring),
+        Kind.FORM: Form(relay, settings, gate, examiner, keyring),
     }
 
 

@@ -50,7 +50,7 @@ class Live:
         before, after = addresses_of(old), addresses_of(new)
 
         def change() -> None:
-            self.keyring.keys = keys
+            self.keyring.keys, self.keyring.least = keys, new.min_priority
             self.outbound.change(shown)
             self.gate.change(limits)
             self.relay.rules = rules

@@ -96,6 +96,13 @@ def _retries(text: str) -> int:
     return _whole(text, 0, 10, "a number of retries: write one from 0 to 10")
 
 
+def _priority(text: str) -> int:
+    digits = text.removeprefix("-")
+    if digits.isascii() and digits.isdigit() and len(digits) <= 9:
+        return int(text)
+    raise ValueError(f"{text!r} is not a priority: write a whole number of at most 9 digits, lower for more urgent")
+
+
 def _whole(text: str, least: int, most: int, right: str) -> int:
     if text.isascii() and text.isdigit() and least <= int(text[:20]) <= most and len(text) <= 20:
         return int(text)
@@ -159,6 +166,7 @@ BYTES: Final = Kind(_bytes, int, metavar="N")
 COUNT: Final = Kind(_count, int, metavar="N")
 WORKERS: Final = Kind(_workers, int, metavar="N")
 NATURAL: Final = Kind(_natural, int, metavar="N")
+PRIORITY: Final = Kind(_priority, int, metavar="N")
 RETRIES: Final = Kind(_retries, int, metavar="N")
 SECONDS: Final = Kind(_seconds, (int, float), metavar="S")
 WHOLE_SECONDS: Final = Kind(_whole_seconds, int, metavar="S")
@@ -210,6 +218,7 @@ OPTIONS: Final[Sequence[Option]] = (
     Option("max_rate", RATE, "requests a second of all clients", live=True),
     Option("max_key_concurrency", COUNT, "requests of one key that are served or wait", live=True),
     Option("max_key_rate", RATE, "requests a second of one key", live=True),
+    Option("min_priority", PRIORITY, "most urgent priority of a client whose key has none of its own", live=True),
     Option("tls_cert", PATH, "PEM file with the router's certificate, to serve https"),
     Option("tls_key", PATH, "PEM file with its private key"),
     Option("tls_client_ca", PATH, "PEM file; clients must show a certificate of these authorities"),

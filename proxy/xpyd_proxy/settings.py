@@ -99,6 +99,7 @@ class Settings:
     max_rate: float | None = None  # requests a second of all clients; None: no limit
     max_key_concurrency: int | None = None  # requests of one key that are served or wait
     max_key_rate: float | None = None  # requests a second of one key
+    min_priority: int = 0  # least (so most urgent) priority of a client whose key has none of its own
     tls_cert: str | None = None  # PEM file, the router's certificate and those that vouch for it; None: plain HTTP
     tls_key: str | None = None  # PEM file, its private key
     tls_client_ca: str | None = None  # PEM file; clients must show a certificate of these authorities

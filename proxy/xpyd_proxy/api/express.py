@@ -28,6 +28,7 @@ from xpyd_proxy.core.keys import Keyring, shown_key
 from xpyd_proxy.core.lifetime import Lifetime, Stage
 from xpyd_proxy.core.model import Api, Ask, Call, RequestId
 from xpyd_proxy.core.routing import solo_reason
+from xpyd_proxy.core.urgency import limited
 from xpyd_proxy.errors import BadRequest, ProxyError, TurnedAway
 from xpyd_proxy.relay.attempt import Attempt, Left, Stop
 from xpyd_proxy.relay.gate import Gate
@@ -65,7 +66,7 @@ class Express:
         start = self.clock()
         shown = dict(headers)
         caller = self._caller(headers, shown)
-        call = None if caller is None else self._call(path, headers, shown, body)
+        call = None if caller is None else self._call(path, headers, shown, body, caller)
         if caller is None or call is None:
             return None
         name = shown.get(b"x-request-id")
@@ -127,7 +128,7 @@ class Express:
         return None if key is None else self.keyring.keys.owner(key)
 
     def _call(
-        self, path: str, headers: list[tuple[bytes, bytes]], shown: Mapping[bytes, bytes], body: bytes
+        self, path: str, headers: list[tuple[bytes, bytes]], shown: Mapping[bytes, bytes], body: bytes, caller: str
     ) -> Call | None:
         """Read the request, if it is one for two legs, one after the other."""
         relay, api = self.rides.relay, _APIS[path]
@@ -136,9 +137,10 @@ class Express:
         try:
             fields = parse(body, strip_private=self.settings.client_kv_params is ClientKvParams.STRIP)
             check_wanted_now(api, fields)
+            passed_on = () if PASSED_ON.isdisjoint(shown) else tuple([each for each in headers if each[0] in PASSED_ON])
+            passed_on, fields, _ = limited(passed_on, fields, self.keyring.least_of(caller))
         except BadRequest:
             return None
-        passed_on = () if PASSED_ON.isdisjoint(shown) else tuple([each for each in headers if each[0] in PASSED_ON])
         call = Call(api, fields, passed_on)
         reason = solo_reason(api, fields, min_prompt_chars=relay.rules.min_prompt_chars)
         return call if reason is None else None

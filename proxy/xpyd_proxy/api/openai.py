@@ -14,8 +14,9 @@ from xpyd_proxy.api.showing import show
 from xpyd_proxy.api.tracking import journey_of
 from xpyd_proxy.core.dialect import check_wanted_now, parse
 from xpyd_proxy.core.journey import Journey
+from xpyd_proxy.core.keys import Keyring
 from xpyd_proxy.core.model import Api, Call
-from xpyd_proxy.core.urgency import priority_of
+from xpyd_proxy.core.urgency import limited
 from xpyd_proxy.relay import Relay
 from xpyd_proxy.relay.attempt import Left
 from xpyd_proxy.relay.gate import Gate, Turn
@@ -30,6 +31,7 @@ class Generation:
     settings: Settings
     gate: Gate = field(default_factory=Gate)
     examiner: Examiner = field(default_factory=Examiner)
+    keyring: Keyring = field(default_factory=Keyring)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; what goes wrong before the first byte is raised, for ``problems`` to answer."""
@@ -43,9 +45,10 @@ class Generation:
         fields = await self.examiner.run(len(body), partial(parse, body, strip_private=strips))
         api = Api(scope["path"])
         check_wanted_now(api, fields)
-        call = Call(api, fields, passed_on(scope), rank_of(scope))
+        headers, fields, priority = limited(passed_on(scope), fields, self.keyring.least_of(caller_of(scope)))
+        call = Call(api, fields, headers, rank_of(scope))
         journey = journey_of(scope)
-        turn = self.gate.admitted(caller_of(scope), priority_of(call.headers, fields), len(body))
+        turn = self.gate.admitted(caller_of(scope), priority, len(body))
         await until_hung_up(
             scope,
             receive,

@@ -14,9 +14,10 @@ from xpyd_proxy.core.asking import model_of
 from xpyd_proxy.core.dialect import parse
 from xpyd_proxy.core.form import boundary_of, check_form, content_type
 from xpyd_proxy.core.journey import Journey
+from xpyd_proxy.core.keys import Keyring
 from xpyd_proxy.core.model import Errand
 from xpyd_proxy.core.raw_json import encode
-from xpyd_proxy.core.urgency import priority_of
+from xpyd_proxy.core.urgency import limited
 from xpyd_proxy.relay import Relay
 from xpyd_proxy.relay.gate import Gate, Turn
 from xpyd_proxy.settings import ClientKvParams, Settings
@@ -30,6 +31,7 @@ class Passing:
     settings: Settings
     gate: Gate = field(default_factory=Gate)
     examiner: Examiner = field(default_factory=Examiner)
+    keyring: Keyring = field(default_factory=Keyring)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; what goes wrong before the first byte is raised, for ``problems`` to answer."""
@@ -37,9 +39,11 @@ class Passing:
         body = await read_body(scope, receive, limit=self.settings.max_body_bytes)
         strips = self.settings.client_kv_params is ClientKvParams.STRIP
         fields = await self.examiner.run(len(body), partial(parse, body, strip_private=strips))
-        clean = encode(fields) if strips else body
-        errand = Errand(scope["path"], clean, passed_on(scope), model=model_of(fields), rank=rank_of(scope))
-        await _serve(self, errand, scope, receive, send, priority=priority_of(errand.headers, fields))
+        least = self.keyring.least_of(caller_of(scope))
+        headers, asked, priority = limited(passed_on(scope), fields, least)
+        clean = encode(asked) if strips or asked is not fields else body
+        errand = Errand(scope["path"], clean, headers, model=model_of(fields), rank=rank_of(scope))
+        await _serve(self, errand, scope, receive, send, priority=priority)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +54,16 @@ class Form:
     settings: Settings
     gate: Gate = field(default_factory=Gate)
     examiner: Examiner = field(default_factory=Examiner)
+    keyring: Keyring = field(default_factory=Keyring)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. The form's values are not read: its model plays no part in the choice of engine."""
         boundary = boundary_of(require_form(scope))
         body = await read_body(scope, receive, limit=self.settings.max_body_bytes)
         await self.examiner.run(len(body), partial(check_form, boundary, body))
-        errand = Errand(scope["path"], body, passed_on(scope), content_type(boundary), rank=rank_of(scope))
-        await _serve(self, errand, scope, receive, send, priority=priority_of(errand.headers, {}))
+        headers, _, priority = limited(passed_on(scope), {}, self.keyring.least_of(caller_of(scope)))
+        errand = Errand(scope["path"], body, headers, content_type(boundary), rank=rank_of(scope))
+        await _serve(self, errand, scope, receive, send, priority=priority)
 
 
 async def _serve(

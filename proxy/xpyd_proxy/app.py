@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+import socket
 import ssl
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -50,6 +51,7 @@ from xpyd_proxy.core.push import MANNERS
 from xpyd_proxy.core.registry import Registry
 from xpyd_proxy.core.roll import Roll
 from xpyd_proxy.core.rules import rules_of
+from xpyd_proxy.core.sites import Sites, check_open
 from xpyd_proxy.core.target import Target
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.checks import HttpChecks
@@ -109,9 +111,10 @@ def build(
     Raises:
         AddressError: an address in the settings cannot be one.
         AlreadyKnown: an address occurs twice under one role.
-        ConfigError: a file cannot be read, settings contradict each other, or spans are asked for and their library
-            is missing.
+        ConfigError: a file cannot be read, settings contradict each other, the router would be open to others, or
+            spans are asked for and their library is missing.
     """
+    sites = _sites(settings)
     crew = company(place, _limits(settings), time.monotonic)
     registry = _filled(crew.registry, settings)
     learned = Learned(at_once=MANNERS[settings.mode].at_once)
@@ -124,8 +127,7 @@ def build(
         Lifetime(),
     )
     models = Models(registry, engines, model=settings.model)
-    sight = Sight(Measures(_PATHS), time.monotonic)
-    census, queue = Roll(registry), gate.admission
+    sight, census, queue = Sight(Measures(_PATHS), time.monotonic), Roll(registry), gate.admission
     traces = _traces(settings)
     asked: Engines = engines if traces is None else traces.around(engines)
     if settings.load_reports and settings.prefill_policy is not PolicyName.ROUND_ROBIN:
@@ -171,7 +173,7 @@ def build(
             time.monotonic,
             reports=isinstance(asked, Reporting),
         )
-        express = _express(rides, settings, gate, lifetime, keyring)
+        express = _express(rides, settings, gate, lifetime, keyring, sites)
     hot = _serve(
         app,
         settings,
@@ -180,6 +182,7 @@ def build(
         tracking,
         lifetime=lifetime,
         keyring=keyring,
+        sites=sites,
     )
     live = Live(registry, relay, gate, keyring, outbound, time.monotonic)
     return Router(app, hot, express, lifetime, live, sight.stalled_client, server_tls(settings))
@@ -202,9 +205,10 @@ def _serve(
     *,
     lifetime: Lifetime,
     keyring: Keyring,
+    sites: Sites,
 ) -> ASGIApp:
     """Give the application its routes and what surrounds them; return the short way to those that generate text."""
-    door: dict[str, Any] = {"lifetime": lifetime, "keyring": keyring}
+    door: dict[str, Any] = {"lifetime": lifetime, "keyring": keyring, "sites": sites}
     around: dict[str, Any] = {"new_id": new_id, "clock": time.monotonic}
     around |= {"following": tracking.following, "finished": tracking.finished}
     app.add_middleware(Door, **door)
@@ -217,10 +221,17 @@ def _serve(
     return problems.LastResort(Tracking(Door(problems.Answering(served_by[Kind.SPLIT]), **door), **around))
 
 
-def _express(rides: Rides, settings: Settings, gate: Gate, lifetime: Lifetime, keyring: Keyring) -> Express:
+def _sites(settings: Settings) -> Sites:
+    check_open(settings)
+    return Sites(settings, socket.gethostname())
+
+
+def _express(  # noqa: PLR0917 (each is what an Express has)
+    rides: Rides, settings: Settings, gate: Gate, lifetime: Lifetime, keyring: Keyring, sites: Sites
+) -> Express:
     rides.fleet.later = rides.sight.later
     rides.sight.legs.riding = rides.places
-    return Express(rides, settings, gate, lifetime, keyring, new_id, time.monotonic, rides.sight.finished)
+    return Express(rides, settings, gate, lifetime, keyring, sites, new_id, time.monotonic, rides.sight.finished)
 
 
 def _checks(

@@ -1,5 +1,6 @@
 """What an operator may choose: one line for each, read by the command line and by the configuration file."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,6 +11,8 @@ from xpyd_proxy.core.address import EXPECTED
 from xpyd_proxy.core.target import Target
 from xpyd_proxy.errors import AddressError
 from xpyd_proxy.settings import ClientKvParams, EngineClient, LogFormat, LogLevel, Mode, PolicyName
+
+_HOST_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,13 @@ def _text(text: str) -> str:
     if text:
         return text
     raise ValueError("it is empty: leave it out or write a value")
+
+
+def _host(text: str) -> str:
+    bare = text.removeprefix("[").removesuffix("]")
+    if text == "*" or _HOST_NAME.fullmatch(bare):
+        return bare
+    raise ValueError(f"{text!r} is not the name of a host: write it without scheme and port, or * for all")
 
 
 def _url(text: str) -> str:
@@ -160,6 +170,7 @@ TEXT: Final = Kind(_text, str, metavar="NAME")
 URL: Final = Kind(_url, str, metavar="URL")
 SELECTOR: Final = Kind(_text, str, metavar="SELECTOR")
 STORE: Final = Kind(_store, str, metavar="STORE")
+HOST: Final = Kind(_host, str, metavar="HOST")
 PATH: Final = Kind(_text, str, metavar="FILE")
 PORT: Final = Kind(_port, int)
 BYTES: Final = Kind(_bytes, int, metavar="N")
@@ -179,6 +190,8 @@ OPTIONS: Final[Sequence[Option]] = (
     Option("prefill", ADDRESS, f"addresses of prefill engines: {EXPECTED}", many=True, live=True),
     Option("decode", ADDRESS, "the same for decode", many=True, live=True),
     Option("host", TEXT, "interface to listen on"),
+    Option("allow_unauthenticated", SWITCH, "serve others than this machine without keys"),
+    Option("allowed_hosts", HOST, "more names that clients may call the router by, * for all", many=True),
     Option("port", PORT, "TCP port to listen on, 0 for any free one"),
     Option("workers", WORKERS, "processes that serve together, as one router; above 1 on Linux only"),
     Option("model", TEXT, "model that an engine added at run time must serve (default: that of the others)"),

@@ -59,6 +59,8 @@ class Settings:
     prefill: tuple[str, ...] = ()  # addresses of the prefill engines: host:port or http(s)://host:port
     decode: tuple[str, ...] = ()  # addresses of the decode engines
     host: str = "127.0.0.1"  # interface to listen on
+    allow_unauthenticated: bool = False  # listen beyond this machine, and let everybody ask who reaches it
+    allowed_hosts: tuple[str, ...] = ()  # names in Host that are this router's, too; *: all are
     port: int = 8000  # TCP port to listen on; 0 lets the system choose
     workers: int = 1  # processes that serve, with one view of engines and limits; 1: this one, and no other
     model: str | None = None  # model every engine must serve; None: the first one an engine names

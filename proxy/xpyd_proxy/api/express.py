@@ -28,6 +28,7 @@ from xpyd_proxy.core.keys import Keyring, shown_key
 from xpyd_proxy.core.lifetime import Lifetime, Stage
 from xpyd_proxy.core.model import Api, Ask, Call, RequestId
 from xpyd_proxy.core.routing import solo_reason
+from xpyd_proxy.core.sites import Sites
 from xpyd_proxy.core.urgency import limited
 from xpyd_proxy.errors import BadRequest, ProxyError, TurnedAway
 from xpyd_proxy.relay.attempt import Attempt, Left, Stop
@@ -37,6 +38,7 @@ from xpyd_proxy.settings import ClientKvParams, Settings
 
 LEFT: Final = "xpyd.left"  # in a scope: a Left
 _NO_SNIFFING: Final = b"%b: %b\r\n" % NO_SNIFFING
+_FROM_BROWSERS: Final = frozenset({b"origin", b"sec-fetch-site"})
 _APIS: Final = {api.value: api for api in Api}
 _PLAIN_TYPES: Final[set[bytes]] = set()  # content types that may be sent
 _PLAIN_TYPES_MOST: Final = 64
@@ -51,6 +53,7 @@ class Express:
     gate: Gate
     lifetime: Lifetime
     keyring: Keyring
+    sites: Sites
     new_id: Callable[[], RequestId]
     clock: Callable[[], float]  # seconds; only differences count
     finished: Callable[[Journey, Outcome], None]
@@ -120,10 +123,13 @@ class Express:
         """Return whose request it is, if it is let in and its headers are plain."""
         if len(shown) < len(headers) or self.lifetime.stage is not Stage.SERVING or b"x-data-parallel-rank" in shown:
             return None
-        if shown.get(b"content-type", b"application/json") != b"application/json":
+        if shown.get(b"content-type") != b"application/json":
+            return None
+        has_keys = self.keyring.keys is not None
+        if not self.sites.admits(shown.get(b"host", b""), has_keys=has_keys):
             return None
         if self.keyring.keys is None:
-            return ANYBODY
+            return ANYBODY if _FROM_BROWSERS.isdisjoint(shown) else None
         key = shown_key(tuple(headers))
         return None if key is None else self.keyring.keys.owner(key)
 

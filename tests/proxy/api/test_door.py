@@ -12,6 +12,7 @@ from xpyd_proxy.api.door import Door, is_open
 from xpyd_proxy.app import build
 from xpyd_proxy.core.keys import Keyring
 from xpyd_proxy.core.lifetime import Lifetime, Step
+from xpyd_proxy.core.sites import Sites
 from xpyd_proxy.local.sim import Fault, FaultKind
 from xpyd_proxy.settings import Settings
 
@@ -185,7 +186,7 @@ async def test_a_router_that_is_about_to_end_is_not_ready_and_then_takes_nothing
     settings = Settings(prefill=("p0:80",), decode=("d0:80",))
     built = build(settings, transport=InMemory(engines))
     transport = httpx.ASGITransport(built.app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         before = await client.get("/ready"), await client.post(PATH, json=BODY)
         built.lifetime.on(Step.TOLD)
         leaving = await client.get("/ready"), await client.post(PATH, json=BODY)
@@ -231,8 +232,9 @@ async def test_an_answer_that_has_ended_is_not_cut_off():
     async def send(message):
         sent.append(message)
 
-    door = Door(app, lifetime=lifetime, keyring=Keyring(None))
-    serving = asyncio.create_task(door({"type": "http", "path": PATH, "headers": []}, None, send))
+    door = Door(app, lifetime=lifetime, keyring=Keyring(None), sites=Sites(Settings()))
+    scope = {"type": "http", "method": "GET", "path": PATH, "headers": []}
+    serving = asyncio.create_task(door(scope, None, send))
     await ended.wait()
     for step in (Step.TOLD, Step.GRACE_OVER):
         lifetime.on(step)

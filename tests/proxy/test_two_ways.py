@@ -214,9 +214,8 @@ def requests(draw, streams):
     elif way == 28:
         half = len(body) // 2
         pieces = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:half], body[half:]) if part)
-        head = b"\r\n".join(
-            [b"POST %b HTTP/1.1" % path, b"Host: x", *declared(lines), b"Transfer-Encoding: chunked", b"", b""]
-        )
+        said = b"Host: x", *declared(lines), b"Transfer-Encoding: chunked"
+        head = b"\r\n".join([b"POST %b HTTP/1.1" % path, *said, b"", b""])
         raw = head + pieces + b"0\r\n\r\n"
     else:
         raw = post(body, *lines, path=path)

@@ -68,9 +68,7 @@ def test_a_page_whose_name_means_this_address_reads_nothing(stage, path):
     assert httpx.get(stage[0] + path, headers={"host": "localhost:80"}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "headers", [{}, {"host": "localhost:1"}, {"host": "[::1]:1"}, {"sec-fetch-site": "same-origin"}]
-)
+@pytest.mark.parametrize("headers", [{}, {"host": "[::1]:1"}, {"sec-fetch-site": "same-origin"}])
 def test_others_are_served(stage, headers):
     """With any port, for it may be forwarded."""
     assert httpx.post(f"{stage[0]}/v1/completions", content=RAW, headers=JSON | headers).status_code == 200

@@ -27,7 +27,7 @@ BEGIN, END = "<!-- values: made by helm/generate.py -->", "<!-- end of values --
 ROUTER_OWN = {
     "prefill", "decode", "host", "port", "workers", "kubernetes_selector", "kubernetes_namespace", "store",
     "drain_grace_s", "shutdown_timeout_s", "api_keys_file", "prefill_api_key_file", "decode_api_key_file", "tls_cert",
-    "tls_key", "tls_client_ca",
+    "tls_key", "tls_client_ca", "allow_unauthenticated", "allowed_hosts",
 }  # fmt: skip
 CONNECTOR_OWN = {"mode", "kv_lease_duration", *FROM_ENVIRONMENT}
 Schema = dict[str, Any]
@@ -105,6 +105,8 @@ def _router(kind: Kind) -> Schema:
     if kind.written is str:
         return {"type": "string", "minLength": 1}
     least: Schema = {"minimum": 0} if _takes(kind, "0") else {"exclusiveMinimum": 0}
+    if _takes(kind, "-1"):
+        least = {}
     most: Schema = {} if _takes(kind, "11") else {"maximum": 10 if _takes(kind, "10") else 1}
     return {"type": "integer" if kind.written is int else "number", **least, **most}
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+import socket
 import ssl
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from xpyd_proxy.api.admin import Gatekeeping, admin_routes
 from xpyd_proxy.api.adminkey import onlooker_check
 from xpyd_proxy.api.audit import Audit
 from xpyd_proxy.api.door import Door
+from xpyd_proxy.api.examining import Examiner
 from xpyd_proxy.api.express import Express
 from xpyd_proxy.api.instances import Desk, instance_routes
 from xpyd_proxy.api.models import Models, model_routes
@@ -53,6 +55,7 @@ from xpyd_proxy.core.registry import Registry
 from xpyd_proxy.core.roll import Roll
 from xpyd_proxy.core.rules import rules_of
 from xpyd_proxy.core.salts import Salts
+from xpyd_proxy.core.sites import Sites, check_open
 from xpyd_proxy.core.target import Target
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.checks import HttpChecks
@@ -113,20 +116,20 @@ def build(
     Raises:
         AddressError: an address in the settings cannot be one.
         AlreadyKnown: an address occurs twice under one role.
-        ConfigError: a file cannot be read, settings contradict each other, or spans are asked for and their library
-            is missing.
+        ConfigError: a file cannot be read, settings contradict each other, the router would be open to others, or
+            spans are asked for and their library is missing.
     """
-    crew = company(place, _limits(settings), time.monotonic)
+    sites, crew = _sites(settings), company(place, _limits(settings), time.monotonic)
     registry = _filled(crew.registry, settings)
     learned = Learned(at_once=MANNERS[settings.mode].at_once)
     fleet = _fleet(settings, registry, learned, crew.number)
     outbound, tls = Outbound(engine_keys(settings), forwards=settings.forward_client_key), engine_tls(settings)
     guard = _guard(settings, registry, transport)
     engines = _engines(settings, transport, outbound, tls, guard)
-    gate, keyring, lifetime = Gate(limits_of(settings), time.monotonic), Keyring(client_keys(settings)), Lifetime()
+    gate, lifetime = Gate(limits_of(settings), time.monotonic), Lifetime()
+    keyring, examiner = Keyring(client_keys(settings), settings.min_priority), Examiner()
     salts, models = _salts(settings, keyring), Models(registry, engines, model=settings.model)
-    sight = Sight(Measures(_PATHS), time.monotonic)
-    census, queue = Roll(registry), gate.admission
+    sight, census, queue = Sight(Measures(_PATHS), time.monotonic), Roll(registry), gate.admission
     traces = _traces(settings)
     asked: Engines = engines if traces is None else traces.around(engines)
     if settings.load_reports and settings.prefill_policy is not PolicyName.ROUND_ROBIN:
@@ -146,7 +149,7 @@ def build(
     everybody = crew.everybody(sight, queue, status.part)
 
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
-        parts = engines, releaser, checks, discovery.running(), prober.running(), inflow.running()
+        parts = examiner, engines, releaser, checks, discovery.running(), prober.running(), inflow.running()
         return *parts, *crew.running(), *(() if express is None else (express,))
 
     desk = Desk(registry, _explainer(relay, fleet), time.monotonic, crew.changes(discovery), crew.is_drained)
@@ -171,9 +174,16 @@ def build(
             time.monotonic,
             reports=isinstance(asked, Reporting),
         )
-        express = _express(rides, settings, gate, lifetime, keyring, salts=salts)
+        express = _express(rides, settings, gate, lifetime, keyring, sites=sites, salts=salts)
     hot = _serve(
-        app, settings, routes, _served_by(relay, settings, gate, salts), tracking, lifetime=lifetime, keyring=keyring
+        app,
+        settings,
+        routes,
+        _served_by(relay, settings, gate, examiner, keyring, salts=salts),
+        tracking,
+        lifetime=lifetime,
+        keyring=keyring,
+        sites=sites,
     )
     live = Live(registry, relay, gate, keyring, outbound, time.monotonic)
     return Router(app, hot, express, lifetime, live, sight.stalled_client, server_tls(settings))
@@ -196,9 +206,10 @@ def _serve(
     *,
     lifetime: Lifetime,
     keyring: Keyring,
+    sites: Sites,
 ) -> ASGIApp:
     """Give the application its routes and what surrounds them; return the short way to those that generate text."""
-    door: dict[str, Any] = {"lifetime": lifetime, "keyring": keyring}
+    door: dict[str, Any] = {"lifetime": lifetime, "keyring": keyring, "sites": sites}
     around: dict[str, Any] = {"new_id": new_id, "clock": time.monotonic}
     around |= {"following": tracking.following, "finished": tracking.finished, "times": settings.server_timing}
     app.add_middleware(Door, **door)
@@ -212,11 +223,18 @@ def _serve(
 
 
 def _express(
-    rides: Rides, settings: Settings, gate: Gate, lifetime: Lifetime, keyring: Keyring, *, salts: Salts | None
+    rides: Rides,
+    settings: Settings,
+    gate: Gate,
+    lifetime: Lifetime,
+    keyring: Keyring,
+    *,
+    sites: Sites,
+    salts: Salts | None,
 ) -> Express:
     rides.fleet.later = rides.sight.later
     rides.sight.legs.riding = rides.places
-    return Express(rides, settings, gate, lifetime, keyring, new_id, time.monotonic, rides.sight.finished, salts)
+    return Express(rides, settings, gate, lifetime, keyring, sites, new_id, time.monotonic, rides.sight.finished, salts)
 
 
 def _onlookers(settings: Settings, keyring: Keyring) -> Mapping[str, Callable[[Request], None]]:
@@ -242,6 +260,11 @@ def _salts(settings: Settings, keyring: Keyring) -> Salts | None:
     if settings.api_keys_file is None:
         raise ConfigError("cache_salt_per_key needs api_keys_file: without keys all clients are one")
     return Salts(keyring, settings.cache_salt_secret)
+
+
+def _sites(settings: Settings) -> Sites:
+    check_open(settings)
+    return Sites(settings, socket.gethostname())
 
 
 def _checks(
@@ -294,11 +317,13 @@ def _lifespan(
     return lifespan
 
 
-def _served_by(relay: Relay, settings: Settings, gate: Gate, salts: Salts | None) -> Mapping[Kind, ASGIApp]:
+def _served_by(
+    relay: Relay, settings: Settings, gate: Gate, examiner: Examiner, keyring: Keyring, *, salts: Salts | None
+) -> Mapping[Kind, ASGIApp]:
     return {
-        Kind.SPLIT: Generation(relay, settings, gate, salts),
-        Kind.JSON: Passing(relay, settings, gate, salts),
-        Kind.FORM: Form(relay, settings, gate),
+        Kind.SPLIT: Generation(relay, settings, gate, examiner, keyring, salts),
+        Kind.JSON: Passing(relay, settings, gate, examiner, keyring, salts),
+        Kind.FORM: Form(relay, settings, gate, examiner, keyring),
     }
 
 

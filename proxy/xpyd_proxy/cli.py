@@ -8,6 +8,7 @@ from typing import NoReturn
 from xpyd_proxy import config, supervisor
 from xpyd_proxy.commands import instances
 from xpyd_proxy.core.shares import share_of
+from xpyd_proxy.core.sites import check_open
 from xpyd_proxy.errors import AlreadyKnown, ConfigError
 from xpyd_proxy.io import logs
 from xpyd_proxy.io.workers.place import Place, own_place
@@ -63,6 +64,7 @@ def _serve(args: argparse.Namespace) -> int:
     try:
         settings = serve_settings(args)
         if place is None and settings.workers > 1:
+            check_open(settings)
             share_of(settings, 0, settings.workers)  # a limit that cannot be shared is said here, and at once
             logs.configure(settings.log_level, settings.log_format)
             return supervisor.run(settings, args.command_line)

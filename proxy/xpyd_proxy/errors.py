@@ -5,6 +5,8 @@
         * :exc:`BadRequest` -- the body is not something we can split or pass on
         * :exc:`BodyTooLarge` -- the body is longer than we accept
         * :exc:`UnsupportedMedia` -- the body is not declared as JSON
+        * :exc:`Misdirected` -- the router has no such name
+        * :exc:`CrossSite` -- a browser, on behalf of another web site
         * :exc:`UnknownModel` -- no engine serves the model that is asked for
     * :exc:`Refused` -- the client, says an engine, in words that reach the client unchanged
     * :exc:`Unauthorized` -- the client: it has no key, or a wrong one
@@ -52,6 +54,14 @@ class BodyTooLarge(ClientError):
 
 class UnsupportedMedia(ClientError):
     """The body is declared as something other than JSON."""
+
+
+class Misdirected(ClientError):
+    """The Host of a request is a name that this router does not have."""
+
+
+class CrossSite(ClientError):
+    """A page of another web site has sent a request to a router that wants no keys."""
 
 
 class UnknownModel(ClientError):

@@ -10,6 +10,7 @@ from xpyd_proxy.core.limits import Limits
 from xpyd_proxy.core.model import Instance, Role
 from xpyd_proxy.core.registry import Registry
 from xpyd_proxy.core.rules import rules_of
+from xpyd_proxy.core.sites import check_open
 from xpyd_proxy.core.target import Target
 from xpyd_proxy.errors import AlreadyKnown, ConfigError
 from xpyd_proxy.io.files import client_keys, engine_keys
@@ -47,10 +48,11 @@ class Live:
             AddressError: an address cannot be one.
         """
         keys, shown, limits, rules = client_keys(new), engine_keys(new), limits_of(new), rules_of(new)
+        check_open(new)
         before, after = addresses_of(old), addresses_of(new)
 
         def change() -> None:
-            self.keyring.keys = keys
+            self.keyring.keys, self.keyring.least = keys, new.min_priority
             self.outbound.change(shown)
             self.gate.change(limits)
             self.relay.rules = rules

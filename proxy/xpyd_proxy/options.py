@@ -1,5 +1,6 @@
 """What an operator may choose: one line for each, read by the command line and by the configuration file."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,6 +13,8 @@ from xpyd_proxy.core.allow import AllowList
 from xpyd_proxy.core.target import Target
 from xpyd_proxy.errors import AddressError
 from xpyd_proxy.settings import ClientKvParams, EngineClient, LogFormat, LogLevel, Mode, PolicyName
+
+_HOST_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,13 @@ def _text(text: str) -> str:
     raise ValueError("it is empty: leave it out or write a value")
 
 
+def _host(text: str) -> str:
+    bare = text.removeprefix("[").removesuffix("]")
+    if text == "*" or _HOST_NAME.fullmatch(bare):
+        return bare
+    raise ValueError(f"{text!r} is not the name of a host: write it without scheme and port, or * for all")
+
+
 def _url(text: str) -> str:
     if text.startswith(("http://", "https://")):
         return text
@@ -101,6 +111,13 @@ def _whole_seconds(text: str) -> int:
 
 def _retries(text: str) -> int:
     return _whole(text, 0, 10, "a number of retries: write one from 0 to 10")
+
+
+def _priority(text: str) -> int:
+    digits = text.removeprefix("-")
+    if digits.isascii() and digits.isdigit() and len(digits) <= 9:
+        return int(text)
+    raise ValueError(f"{text!r} is not a priority: write a whole number of at most 9 digits, lower for more urgent")
 
 
 def _whole(text: str, least: int, most: int, right: str) -> int:
@@ -161,12 +178,14 @@ TEXT: Final = Kind(_text, str, metavar="NAME")
 URL: Final = Kind(_url, str, metavar="URL")
 SELECTOR: Final = Kind(_text, str, metavar="SELECTOR")
 STORE: Final = Kind(_store, str, metavar="STORE")
+HOST: Final = Kind(_host, str, metavar="HOST")
 PATH: Final = Kind(_text, str, metavar="FILE")
 PORT: Final = Kind(_port, int)
 BYTES: Final = Kind(_bytes, int, metavar="N")
 COUNT: Final = Kind(_count, int, metavar="N")
 WORKERS: Final = Kind(_workers, int, metavar="N")
 NATURAL: Final = Kind(_natural, int, metavar="N")
+PRIORITY: Final = Kind(_priority, int, metavar="N")
 RETRIES: Final = Kind(_retries, int, metavar="N")
 SECONDS: Final = Kind(_seconds, (int, float), metavar="S")
 WHOLE_SECONDS: Final = Kind(_whole_seconds, int, metavar="S")
@@ -179,6 +198,8 @@ OPTIONS: Final[Sequence[Option]] = (
     Option("prefill", ADDRESS, f"addresses of prefill engines: {EXPECTED}", many=True, live=True),
     Option("decode", ADDRESS, "the same for decode", many=True, live=True),
     Option("host", TEXT, "interface to listen on"),
+    Option("allow_unauthenticated", SWITCH, "serve others than this machine without keys"),
+    Option("allowed_hosts", HOST, "more names that clients may call the router by, * for all", many=True),
     Option("port", PORT, "TCP port to listen on, 0 for any free one"),
     Option("workers", WORKERS, "processes that serve together, as one router; above 1 on Linux only"),
     Option("model", TEXT, "model that an engine added at run time must serve (default: any)"),
@@ -228,6 +249,7 @@ OPTIONS: Final[Sequence[Option]] = (
     Option("max_rate", RATE, "requests a second of all clients", live=True),
     Option("max_key_concurrency", COUNT, "requests of one key that are served or wait", live=True),
     Option("max_key_rate", RATE, "requests a second of one key", live=True),
+    Option("min_priority", PRIORITY, "most urgent priority of a client whose key has none of its own", live=True),
     Option("tls_cert", PATH, "PEM file with the router's certificate, to serve https"),
     Option("tls_key", PATH, "PEM file with its private key"),
     Option("tls_client_ca", PATH, "PEM file; clients must show a certificate of these authorities"),

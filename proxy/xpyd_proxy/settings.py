@@ -59,6 +59,8 @@ class Settings:
     prefill: tuple[str, ...] = ()  # addresses of the prefill engines: host:port or http(s)://host:port
     decode: tuple[str, ...] = ()  # addresses of the decode engines
     host: str = "127.0.0.1"  # interface to listen on
+    allow_unauthenticated: bool = False  # listen beyond this machine, and let everybody ask who reaches it
+    allowed_hosts: tuple[str, ...] = ()  # names in Host that are this router's, too; *: all are
     port: int = 8000  # TCP port to listen on; 0 lets the system choose
     workers: int = 1  # processes that serve, with one view of engines and limits; 1: this one, and no other
     model: str | None = None  # model that an engine added at run time must serve; None: any
@@ -105,6 +107,7 @@ class Settings:
     max_rate: float | None = None  # requests a second of all clients; None: no limit
     max_key_concurrency: int | None = None  # requests of one key that are served or wait
     max_key_rate: float | None = None  # requests a second of one key
+    min_priority: int = 0  # least (so most urgent) priority of a client whose key has none of its own
     tls_cert: str | None = None  # PEM file, the router's certificate and those that vouch for it; None: plain HTTP
     tls_key: str | None = None  # PEM file, its private key
     tls_client_ca: str | None = None  # PEM file; clients must show a certificate of these authorities

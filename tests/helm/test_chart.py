@@ -11,7 +11,8 @@ from support.helm_chart import CASES, CI, HELMS, ROOT, Chart, default
 from support.helm_checks import CHECKS
 from support.helm_objects import COMPONENT, container, env, flag, ident, kind, pods, pool, router, templates
 from support.helm_schemas import VERSIONS, wrong
-from xpyd_proxy.cli import build_parser
+from xpyd_proxy.cli import build_parser, serve_settings
+from xpyd_proxy.core.sites import check_open
 
 
 @pytest.mark.parametrize("helm", HELMS)
@@ -130,6 +131,28 @@ def test_a_router_without_kubernetes_rights_has_none():
     assert CHECKS["rbac"](objects) == CHECKS["router_args"](objects) == []
     assert templates(router(objects))[0]["spec"]["automountServiceAccountToken"] is False
     assert not [o for o in kind(objects, "ConfigMap") if o["metadata"]["name"].endswith("-instances")]
+
+
+@pytest.mark.parametrize(
+    ("values", "is_open", "hosts"),
+    [
+        ({}, True, ["r-xpyd-router.ns"]),
+        ({"router": {"apiKeys": {"secretName": "k"}}}, False, None),
+        ({"router": {"tls": {"secretName": "t", "clientCaSecretName": "c"}}}, False, None),
+        ({"router": {"tls": {"secretName": "t"}}}, True, None),
+        ({"router": {"allowedHosts": ["a"], "apiKeys": {"secretName": "k"}}}, False, ["a"]),
+        ({"ingress": {"enabled": True, "hosts": ["llm.example"]}}, True, ["r-xpyd-router.ns", "llm.example"]),
+        ({"httpRoute": {"enabled": True, "parentRefs": [{"name": "g"}]}}, True, ["r-xpyd-router.ns", "*"]),
+    ],
+)
+def test_a_router_is_open_only_where_the_values_have_no_keys(values, is_open, hosts):
+    """And then it says so, and knows the names that are in front of it."""
+    args = container(templates(router(Chart().objects(values)))[0])["args"]
+
+    assert (flag(args, "--allow-unauthenticated") == "true") is is_open
+    settings = serve_settings(build_parser(args).parse_args(args))
+    assert settings.allowed_hosts == tuple(hosts or ())
+    check_open(settings)
 
 
 @pytest.mark.parametrize("port", [8000, 9000])

@@ -16,6 +16,7 @@ from xpyd_proxy.settings import ClientKvParams, Settings
 
 TEXT = ("/v1/completions", {"prompt": "once upon a time", "max_tokens": 5})
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 5})
+JSON = {"content-type": "application/json"}
 ERROR = {"message", "type", "param", "code"}
 
 
@@ -155,7 +156,7 @@ async def test_bad_input_is_refused_before_any_engine_sees_it(content, headers, 
     """In the shape that OpenAI clients understand, with a sentence."""
     engines = sims()
     async with router(engines, Settings(max_body_bytes=100)) as client:
-        response = await client.post("/v1/completions", content=content, headers=headers)
+        response = await client.post("/v1/completions", content=content, headers=JSON | headers)
 
     assert response.status_code == status
     assert response.json()["error"].keys() == ERROR
@@ -324,7 +325,7 @@ async def test_every_request_leaves_one_line(caplog):
         ids = [
             (await client.post(TEXT[0], json=TEXT[1], **secret)).headers["x-request-id"],
             (await client.post(TEXT[0], json=TEXT[1] | {"n": 2}, **secret)).headers["x-request-id"],
-            (await client.post(TEXT[0], content=b"secret", **secret)).headers["x-request-id"],
+            (await client.post(TEXT[0], content=b"secret", headers=JSON | secret["headers"])).headers["x-request-id"],
         ]
 
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("xpyd_proxy")]

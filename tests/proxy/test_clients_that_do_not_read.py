@@ -167,7 +167,7 @@ def test_over_tls_too(run, tmp_path, caplog):
         async with small(listener.sockets[0].getsockname()[1]) as sock:
             _, writer = await asyncio.open_connection(sock=sock.dup(), ssl=ours, server_hostname="127.0.0.1")
             writer.transport.pause_reading()
-            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
             await until(lambda: "has read nothing" in caplog.text)
             await until(lambda: not state.connections)
             writer.transport.abort()

@@ -158,8 +158,9 @@ def test_a_body_over_the_limit_gets_its_answer_on_the_same_connection():
     with cluster(settings=Settings(max_body_bytes=1000)) as running, httpx.Client() as client:
         for _ in range(2):
             url = f"http://{running.router}/v1/completions"
-            declared = client.post(url, content=b"x" * 5_000_000, timeout=20)
-            counted = client.post(url, content=(b"x" * 100_000 for _ in range(50)), timeout=20)
+            said = {"content-type": "application/json"}
+            declared = client.post(url, content=b"x" * 5_000_000, headers=said, timeout=20)
+            counted = client.post(url, content=(b"x" * 100_000 for _ in range(50)), headers=said, timeout=20)
             assert [declared.status_code, counted.status_code] == [413, 413]
         assert client.post(url, json=BODY).status_code == 200
         assert len(running.engines["p0"].log) == 1

@@ -83,7 +83,7 @@ class Stage:
 
     async def metric(self, name):
         """Return the sum of a metric's samples."""
-        got = await self.ask(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        got = await self.ask(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         return sum(float(value) for value in re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", got.body.decode(), re.M))
 
     def served(self, role):
@@ -303,7 +303,7 @@ def test_a_client_without_a_key_learns_so_before_its_long_body_is_read(play, way
     keys = tmp_path / "some.keys"
     keys.write_text("alice:secret-key-0123456789abcdef\n")
     keys.chmod(0o600)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%b\r\nContent-Length: 10000000\r\n\r\n" % JSON
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n%b\r\nContent-Length: 10000000\r\n\r\n" % JSON
 
     async def scene():
         async with play.stage(way, api_keys_file=str(keys)) as stage:

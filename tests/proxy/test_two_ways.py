@@ -18,7 +18,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from support.reciting import Act, End, prefilled, reciting, whole
-from support.two_ways import WAYS, Scene, Sent, answer, post, routing, text
+from support.two_ways import WAYS, Scene, Sent, answer, declared, post, routing, text
 
 # What httpx makes of an answer is another thing, and on purpose: tests/proxy/io/test_engines_contract.py says why. The
 # two ways that send their legs by our own client are compared all the same.
@@ -214,7 +214,8 @@ def requests(draw, streams):
     elif way == 28:
         half = len(body) // 2
         pieces = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:half], body[half:]) if part)
-        head = b"\r\n".join([b"POST %b HTTP/1.1" % path, b"Host: x", *lines, b"Transfer-Encoding: chunked", b"", b""])
+        said = b"Host: x", *declared(lines), b"Transfer-Encoding: chunked"
+        head = b"\r\n".join([b"POST %b HTTP/1.1" % path, *said, b"", b""])
         raw = head + pieces + b"0\r\n\r\n"
     else:
         raw = post(body, *lines, path=path)

@@ -21,6 +21,8 @@ from support.helm_objects import (
 )  # fmt: skip
 from xpyd_connector.settings import read_settings
 from xpyd_proxy.cli import build_parser, serve_settings
+from xpyd_proxy.core.sites import check_open
+from xpyd_proxy.errors import ConfigError
 
 MARGIN_S = 10  # seconds that must be left when everything took as long as it may
 
@@ -131,8 +133,11 @@ def router_args(objects):
     try:
         parsed = build_parser(args).parse_args(args)
         settings = serve_settings(parsed)
+        check_open(settings)
     except SystemExit:
         return [f"the router's parser refuses {' '.join(args)}"]
+    except ConfigError as exc:
+        return [f"the router does not start: {exc}"]
     if settings.host == "127.0.0.1":
         return ["the router listens on localhost only"]
     port = container(templates(router(objects))[0])["ports"][0]["containerPort"]

@@ -51,6 +51,7 @@ async def router(
         settings or Settings(),
         prefill=tuple(f"{name}:80" for name in engines if name.startswith("p")),
         decode=tuple(f"{name}:80" for name in engines if name.startswith("d")),
+        allowed_hosts=(settings or Settings()).allowed_hosts or ("*",),  # tests call it by any name
     )
     app = create_app(settings, transport=InMemory(engines))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -108,6 +109,7 @@ def cluster(x: int = 1, y: int = 1, settings: Settings | None = None, **options:
             settings or Settings(),
             prefill=tuple(at[name] for name in at if name.startswith("p")),
             decode=tuple(at[name] for name in at if name.startswith("d")),
+            allowed_hosts=(settings or Settings()).allowed_hosts or ("*",),  # tests call it by any name
         )
         yield Cluster(stack.enter_context(serving(create_app(settings))), engines)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from support.legs import prompt_of
 
 HEAD = (
-    "POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    "POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     "Connection: close\r\nContent-Length: {size}\r\n\r\n"
 )
 HONEST = (502, 503, 504)  # the engine broke off, nobody can serve now, out of time; a 500 would be a bug of the router

@@ -92,7 +92,8 @@ async def routing(cast: Cast, options: Mapping[str, object]) -> AsyncGenerator[t
 
     Yields its port, and what waits until no request is in flight.
     """
-    base = Settings(prefill=tuple(cast.at["prefill"]), decode=tuple(cast.at["decode"]), probe_interval_s=0.0)
+    at = {role: tuple(cast.at[role]) for role in ("prefill", "decode")}
+    base = Settings(**at, probe_interval_s=0.0, allowed_hosts=("*",))
     settings = replace(base, **options)
     router = build(settings)
     config = server._server(router, settings, None).config
@@ -258,9 +259,16 @@ async def metrics_of(port: int) -> dict[str, str]:
 
 
 def post(body: bytes, *lines: bytes, path: bytes = b"/v1/completions", start: bytes | None = None) -> bytes:
-    """Return a request; ``lines`` are its headers but for Host and its length."""
+    """Return a request; ``lines`` are its headers but for Host and its length, and for JSON its type."""
     start = start or b"POST %b HTTP/1.1" % path
+    lines = declared(lines)
     return b"\r\n".join([start, b"Host: x", *lines, b"Content-Length: %d" % len(body), b"", body])
+
+
+def declared(lines: Sequence[bytes]) -> Sequence[bytes]:
+    """Return headers of which one says the type of the body."""
+    is_declared = any(line.lower().startswith(b"content-type") for line in lines)
+    return lines if is_declared else (*lines, b"Content-Type: application/json")
 
 
 def text(**fields: object) -> bytes:

@@ -40,6 +40,16 @@
 - --api-keys-file
 - /etc/xpyd/keys/keys
 {{- end }}
+{{- if not (or $v.apiKeys.secretName $v.tls.clientCaSecretName) }}
+- --allow-unauthenticated
+- "true"
+{{- end }}
+{{- with include "xpyd.router.hosts" . | fromJsonArray }}
+- --allowed-hosts
+{{- range . }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
 {{- if $v.tls.secretName }}
 - --tls-cert
 - /etc/xpyd/tls/tls.crt
@@ -54,6 +64,20 @@
 - --{{ $name | trimSuffix "_s" | replace "_" "-" }}
 - {{ include "xpyd.argument" $value | quote }}
 {{- end }}
+{{- end -}}
+
+{{/* Names that clients may call routers by: needed where neither keys nor TLS keep web pages of other names away. */}}
+{{- define "xpyd.router.hosts" -}}
+{{- $v := .Values.router -}}
+{{- $hosts := $v.allowedHosts -}}
+{{- if not (or $v.apiKeys.secretName $v.tls.secretName) -}}
+{{- $hosts = append $hosts (printf "%s-router.%s" (include "xpyd.fullname" .) .Release.Namespace) -}}
+{{- if .Values.ingress.enabled -}}{{- $hosts = concat $hosts .Values.ingress.hosts -}}{{- end -}}
+{{- if .Values.httpRoute.enabled -}}{{- $hosts = concat $hosts (.Values.httpRoute.hostnames | default (list "*")) -}}{{- end -}}
+{{- end -}}
+{{- $plain := list -}}
+{{- range $hosts -}}{{- $plain = append $plain (ternary "*" . (contains "*" .)) -}}{{- end -}}
+{{- uniq $plain | toJson -}}
 {{- end -}}
 
 {{- define "xpyd.router.env" -}}

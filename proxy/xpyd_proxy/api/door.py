@@ -1,4 +1,4 @@
-"""Who may come in: while the router is not about to end, and with a key if the operator wants one."""
+"""Who may come in: while the router does not end, with a key if the operator wants one, and else from no web site."""
 
 import asyncio
 from dataclasses import dataclass
@@ -8,9 +8,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xpyd_proxy.api.problems import error_body, response_to
 from xpyd_proxy.api.tracking import BEGUN, note_fault
+from xpyd_proxy.core.endpoints import ENDPOINTS
 from xpyd_proxy.core.keys import Keyring, shown_key
 from xpyd_proxy.core.lifetime import Lifetime, Stage
-from xpyd_proxy.errors import ClosingDown, Unauthorized
+from xpyd_proxy.core.model import Headers
+from xpyd_proxy.core.sites import Sites
+from xpyd_proxy.errors import ClosingDown, CrossSite, Misdirected, Unauthorized, UnsupportedMedia
 
 ANYBODY: Final = "-"  # the name of every client, where no keys are wanted
 _KEY: Final = "xpyd.caller"
@@ -30,14 +33,23 @@ def caller_of(scope: Scope) -> str:
 class Door:
     """ASGI middleware. Connections are not kept any more once the router has been told to end."""
 
-    def __init__(self, app: ASGIApp, *, lifetime: Lifetime, keyring: Keyring) -> None:
+    def __init__(self, app: ASGIApp, *, lifetime: Lifetime, keyring: Keyring, sites: Sites) -> None:
         self._app = app
         self._lifetime = lifetime
         self._keyring = keyring
+        self._sites = sites
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, or answer it here."""
-        if scope["type"] != "http" or is_open(scope["path"]):
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check_site(scope)
+        except (CrossSite, Misdirected, UnsupportedMedia) as error:
+            await response_to(error, scope)(scope, receive, _Answer(send, self._lifetime))
+            return
+        if is_open(scope["path"]):
             await self._app(scope, receive, send)
             return
         has_come = BEGUN in scope  # by the short way, where it was let in, and counted without a gap
@@ -56,6 +68,15 @@ class Door:
                     raise
                 # The server cuts off what took too long to finish, and cares for nothing that comes after.
                 await answer.cut_off(scope, receive)
+
+    def _check_site(self, scope: Scope) -> None:
+        """Refuse what a page of another web site may have sent; such a page sends an undeclared body unasked."""
+        headers: Headers = tuple(scope["headers"])
+        self._sites.check(scope["method"], headers, has_keys=self._keyring.keys is not None)
+        if self._keyring.keys is None and scope["path"] in ENDPOINTS and scope["method"] == "POST":
+            shown = dict(headers)
+            if not shown.get(b"content-type") and b"x-api-key" not in shown:  # it could not send that one unasked
+                raise UnsupportedMedia("the body is not declared: send Content-Type: application/json")
 
     def _check(self, scope: Scope) -> None:
         if self._lifetime.stage is Stage.CLOSED:

@@ -13,12 +13,13 @@ from typing import Final, Self
 from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE
 
 from xpyd_proxy.api.door import ANYBODY, cut_short
+from xpyd_proxy.api.examining import LARGE
 from xpyd_proxy.api.hot import Platform
 from xpyd_proxy.api.incoming import PASSED_ON
 from xpyd_proxy.api.line import log_request
 from xpyd_proxy.api.problems import error_body
 from xpyd_proxy.api.showing import last_event
-from xpyd_proxy.api.tracking import BEGUN
+from xpyd_proxy.api.tracking import BEGUN, NO_SNIFFING
 from xpyd_proxy.core.admission import Admission, Ticket
 from xpyd_proxy.core.asking import ask_of_call
 from xpyd_proxy.core.dialect import check_wanted_now, parse
@@ -28,6 +29,8 @@ from xpyd_proxy.core.lifetime import Lifetime, Stage
 from xpyd_proxy.core.model import Api, Ask, Call, RequestId
 from xpyd_proxy.core.routing import solo_reason
 from xpyd_proxy.core.salts import Salts
+from xpyd_proxy.core.sites import Sites
+from xpyd_proxy.core.urgency import limited
 from xpyd_proxy.errors import BadRequest, ProxyError, TurnedAway
 from xpyd_proxy.relay.attempt import Attempt, Left, Stop
 from xpyd_proxy.relay.gate import Gate
@@ -35,6 +38,8 @@ from xpyd_proxy.relay.ride import Ride, Rides, Trip
 from xpyd_proxy.settings import ClientKvParams, Settings
 
 LEFT: Final = "xpyd.left"  # in a scope: a Left
+_NO_SNIFFING: Final = b"%b: %b\r\n" % NO_SNIFFING
+_FROM_BROWSERS: Final = frozenset({b"origin", b"sec-fetch-site"})
 _APIS: Final = {api.value: api for api in Api}
 _PLAIN_TYPES: Final[set[bytes]] = set()  # content types that may be sent
 _PLAIN_TYPES_MOST: Final = 64
@@ -49,6 +54,7 @@ class Express:
     gate: Gate
     lifetime: Lifetime
     keyring: Keyring
+    sites: Sites
     new_id: Callable[[], RequestId]
     clock: Callable[[], float]  # seconds; only differences count
     finished: Callable[[Journey, Outcome], None]
@@ -119,10 +125,13 @@ class Express:
         """Return whose request it is, if it is let in and its headers are plain."""
         if len(shown) < len(headers) or self.lifetime.stage is not Stage.SERVING or b"x-data-parallel-rank" in shown:
             return None
-        if shown.get(b"content-type", b"application/json") != b"application/json":
+        if shown.get(b"content-type") != b"application/json":
+            return None
+        has_keys = self.keyring.keys is not None
+        if not self.sites.admits(shown.get(b"host", b""), has_keys=has_keys):
             return None
         if self.keyring.keys is None:
-            return ANYBODY
+            return ANYBODY if _FROM_BROWSERS.isdisjoint(shown) else None
         key = shown_key(tuple(headers))
         return None if key is None else self.keyring.keys.owner(key)
 
@@ -131,16 +140,17 @@ class Express:
     ) -> Call | None:
         """Read the request, if it is one for two legs, one after the other."""
         relay, api = self.rides.relay, _APIS[path]
-        if relay.rules.resume or relay.learned.pushes:
+        if relay.rules.resume or relay.learned.pushes or len(body) > LARGE:
             return None
         try:
             fields = parse(body, strip_private=self.settings.client_kv_params is ClientKvParams.STRIP)
             check_wanted_now(api, fields)
+            passed_on = () if PASSED_ON.isdisjoint(shown) else tuple([each for each in headers if each[0] in PASSED_ON])
+            passed_on, fields, _ = limited(passed_on, fields, self.keyring.least_of(caller))
             if self.salts is not None:
                 fields = self.salts.salted(fields, caller)
         except BadRequest:
             return None
-        passed_on = () if PASSED_ON.isdisjoint(shown) else tuple([each for each in headers if each[0] in PASSED_ON])
         call = Call(api, fields, passed_on)
         reason = solo_reason(api, fields, min_prompt_chars=relay.rules.min_prompt_chars)
         return call if reason is None else None
@@ -303,6 +313,7 @@ class Passenger:
             b"\r\n",
             more,
             said.encode("latin-1"),
+            _NO_SNIFFING,
             b"" if self.keep_alive else b"connection: close\r\n",
             b"\r\n" if more else b"transfer-encoding: chunked\r\n\r\n",
         ]

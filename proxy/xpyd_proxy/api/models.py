@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from xpyd_proxy.api.incoming import passed_on
 from xpyd_proxy.core.model import Answer, Headers, Instance, Role
+from xpyd_proxy.core.passing import check_type
 from xpyd_proxy.core.ports import Engines
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.core.registry import Registry
@@ -83,6 +84,7 @@ def model_routes(models: Models) -> APIRouter:
     @router.get("/v1/models")
     async def list_models(request: Request) -> Response:
         answer = await models.listing(passed_on(request.scope))
+        check_type("an engine", answer.content_type.encode("latin-1"))
         return Response(answer.body, answer.status, {"content-type": answer.content_type})
 
     return router

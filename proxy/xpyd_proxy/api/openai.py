@@ -1,10 +1,12 @@
 """The routes that generate text: a body in, an engine's bytes out."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from starlette.types import Receive, Scope, Send
 
 from xpyd_proxy.api.door import caller_of
+from xpyd_proxy.api.examining import Examiner
 from xpyd_proxy.api.express import LEFT
 from xpyd_proxy.api.hot import POURING, Outlet
 from xpyd_proxy.api.incoming import passed_on, rank_of, read_body, require_json, until_hung_up
@@ -12,9 +14,10 @@ from xpyd_proxy.api.showing import show
 from xpyd_proxy.api.tracking import journey_of
 from xpyd_proxy.core.dialect import check_wanted_now, parse
 from xpyd_proxy.core.journey import Journey
+from xpyd_proxy.core.keys import Keyring
 from xpyd_proxy.core.model import Api, Call
 from xpyd_proxy.core.salts import Salts
-from xpyd_proxy.core.urgency import priority_of
+from xpyd_proxy.core.urgency import limited
 from xpyd_proxy.relay import Relay
 from xpyd_proxy.relay.attempt import Left
 from xpyd_proxy.relay.gate import Gate, Turn
@@ -28,6 +31,8 @@ class Generation:
     relay: Relay
     settings: Settings
     gate: Gate = field(default_factory=Gate)
+    examiner: Examiner = field(default_factory=Examiner)
+    keyring: Keyring = field(default_factory=Keyring)
     salts: Salts | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -38,14 +43,17 @@ class Generation:
             return
         require_json(scope)
         body = await read_body(scope, receive, limit=self.settings.max_body_bytes)
-        fields = parse(body, strip_private=self.settings.client_kv_params is ClientKvParams.STRIP)
+        strips = self.settings.client_kv_params is ClientKvParams.STRIP
+        fields = await self.examiner.run(len(body), partial(parse, body, strip_private=strips))
         api = Api(scope["path"])
         check_wanted_now(api, fields)
+        caller = caller_of(scope)
+        headers, fields, priority = limited(passed_on(scope), fields, self.keyring.least_of(caller))
         if self.salts is not None:
-            fields = self.salts.salted(fields, caller_of(scope))
-        call = Call(api, fields, passed_on(scope), rank_of(scope))
+            fields = self.salts.salted(fields, caller)
+        call = Call(api, fields, headers, rank_of(scope))
         journey = journey_of(scope)
-        turn = self.gate.admitted(caller_of(scope), priority_of(call.headers, fields), len(body))
+        turn = self.gate.admitted(caller_of(scope), priority, len(body))
         await until_hung_up(
             scope,
             receive,

@@ -1,21 +1,25 @@
 """The routes of what one engine does in one leg: the client's bytes in, the engine's bytes out."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from starlette.types import Receive, Scope, Send
 
 from xpyd_proxy.api.door import caller_of
+from xpyd_proxy.api.examining import Examiner
 from xpyd_proxy.api.incoming import passed_on, rank_of, read_body, require_form, require_json, until_hung_up
 from xpyd_proxy.api.showing import show
 from xpyd_proxy.api.tracking import journey_of
 from xpyd_proxy.core.asking import model_of
-from xpyd_proxy.core.dialect import check_form, parse
+from xpyd_proxy.core.dialect import parse
 from xpyd_proxy.core.endpoints import UNCACHED
+from xpyd_proxy.core.form import boundary_of, check_form, content_type
 from xpyd_proxy.core.journey import Journey
+from xpyd_proxy.core.keys import Keyring
 from xpyd_proxy.core.model import Errand
 from xpyd_proxy.core.raw_json import encode
 from xpyd_proxy.core.salts import Salts
-from xpyd_proxy.core.urgency import priority_of
+from xpyd_proxy.core.urgency import limited
 from xpyd_proxy.relay import Relay
 from xpyd_proxy.relay.gate import Gate, Turn
 from xpyd_proxy.settings import ClientKvParams, Settings
@@ -28,6 +32,8 @@ class Passing:
     relay: Relay
     settings: Settings
     gate: Gate = field(default_factory=Gate)
+    examiner: Examiner = field(default_factory=Examiner)
+    keyring: Keyring = field(default_factory=Keyring)
     salts: Salts | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -35,13 +41,14 @@ class Passing:
         require_json(scope)
         body = await read_body(scope, receive, limit=self.settings.max_body_bytes)
         strips = self.settings.client_kv_params is ClientKvParams.STRIP
-        fields = parse(body, strip_private=strips)
-        salts = None if scope["path"] in UNCACHED else self.salts
-        if salts is not None:
-            fields = salts.salted(fields, caller_of(scope))
-        clean = encode(fields) if strips or salts is not None else body
-        errand = Errand(scope["path"], clean, passed_on(scope), model=model_of(fields), rank=rank_of(scope))
-        await _serve(self, errand, scope, receive, send, priority=priority_of(errand.headers, fields))
+        fields = await self.examiner.run(len(body), partial(parse, body, strip_private=strips))
+        caller = caller_of(scope)
+        headers, asked, priority = limited(passed_on(scope), fields, self.keyring.least_of(caller))
+        if self.salts is not None and scope["path"] not in UNCACHED:
+            asked = self.salts.salted(asked, caller)
+        clean = encode(asked) if strips or asked is not fields else body
+        errand = Errand(scope["path"], clean, headers, model=model_of(fields), rank=rank_of(scope))
+        await _serve(self, errand, scope, receive, send, priority=priority)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +58,17 @@ class Form:
     relay: Relay
     settings: Settings
     gate: Gate = field(default_factory=Gate)
+    examiner: Examiner = field(default_factory=Examiner)
+    keyring: Keyring = field(default_factory=Keyring)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. Nobody here reads the form: the model it names plays no part in the choice of engine."""
-        content_type = require_form(scope)
+        """Serve one request. The form's values are not read: its model plays no part in the choice of engine."""
+        boundary = boundary_of(require_form(scope))
         body = await read_body(scope, receive, limit=self.settings.max_body_bytes)
-        check_form(body)
-        errand = Errand(scope["path"], body, passed_on(scope), content_type, rank=rank_of(scope))
-        await _serve(self, errand, scope, receive, send, priority=priority_of(errand.headers, {}))
+        await self.examiner.run(len(body), partial(check_form, boundary, body))
+        headers, _, priority = limited(passed_on(scope), {}, self.keyring.least_of(caller_of(scope)))
+        errand = Errand(scope["path"], body, headers, content_type(boundary), rank=rank_of(scope))
+        await _serve(self, errand, scope, receive, send, priority=priority)
 
 
 async def _serve(

@@ -15,6 +15,7 @@ from xpyd_proxy.core.model import Headers, Push, RequestId
 
 _BUG: Final = 500
 _KEY: Final = "xpyd.journey"
+NO_SNIFFING: Final = (b"x-content-type-options", b"nosniff")  # a browser takes an answer for what its type says
 BEGUN: Final = "xpyd.begun"  # in a scope: when a request began that has come the short way so far, and its journey
 
 # Is entered with a request and told how it ended; what it gives back must not raise.
@@ -78,6 +79,7 @@ class _Outgoing:
 
     def _headers(self) -> list[tuple[bytes, bytes]]:
         headers = [(name.encode(), value.encode()) for name, value in self.journey.id_headers().items()]
+        headers.append(NO_SNIFFING)
         if self.times and (timing := self.journey.server_timing()):
             headers.append((b"server-timing", timing.encode()))
         return headers

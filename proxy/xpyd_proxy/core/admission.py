@@ -2,7 +2,8 @@
 
 A request that is over a limit of its key is refused at the door, so that those who wait do so for one thing only: a
 place among the requests that are served. They get one by priority and, within a priority, in the order they came. When
-the queue is full, one of a lower priority has to give way; so overload ends in refusals and never in a longer queue.
+the queue is full, one of a lower priority has to give way, of the same key or of one that has more than its share of
+the queue; so overload ends in refusals and never in a longer queue.
 """
 
 from collections import Counter
@@ -81,6 +82,7 @@ class _Account:
     """What one key has in flight or waiting, and how fast it came."""
 
     held: int = 0
+    waiting: int = 0
     bucket: Bucket = field(default_factory=Bucket)
 
 
@@ -157,7 +159,7 @@ class Admission:
         self.limits = limits
         self._fill()
         while self.waiting > limits.queue:
-            self._displace()
+            self._displace(next(reversed(self._lanes[max(self._lanes)])))
 
     @property
     def has_news(self) -> bool:
@@ -182,15 +184,29 @@ class Admission:
             return Refusal(Limit.RATE, ceil(seconds))
         if limits.held_bytes is not None and self.held_bytes + ticket.size > limits.held_bytes:
             return Refusal(Limit.BYTES, _LATER)
-        if not self._has_place() and self.waiting >= limits.queue and not self._is_worth_more(ticket):
+        if not self._has_place() and self.waiting >= limits.queue and self._weakest(ticket) is None:
             return Refusal(Limit.QUEUE, _LATER)
         return None
 
     def _has_place(self) -> bool:
         return self.limits.concurrency is None or self.admitted < self.limits.concurrency
 
-    def _is_worth_more(self, ticket: Ticket) -> bool:
-        return bool(self._lanes) and ticket.priority < max(self._lanes)
+    def _weakest(self, ticket: Ticket) -> Ticket | None:
+        """Return the one that gives way to a ticket: the last of the least important among those that have to.
+
+        No key takes the places of another one that has no more than its share of the queue.
+        """
+        waiting = {key: account.waiting for key, account in self._accounts.items() if account.waiting}
+        keys = len(waiting.keys() | {ticket.key})
+        yielding = {key for key, count in waiting.items() if key == ticket.key or count * keys > self.limits.queue}
+        if yielding:
+            for priority in sorted(self._lanes, reverse=True):
+                if priority <= ticket.priority:
+                    break
+                for other in reversed(self._lanes[priority]):
+                    if other.key in yielding:
+                        return other
+        return None
 
     def _charge(self, ticket: Ticket, account: _Account, *, now: float) -> None:
         account.held += 1
@@ -209,11 +225,12 @@ class Admission:
         self.admitted += 1
 
     def _queue(self, ticket: Ticket) -> None:
-        if self.waiting >= self.limits.queue:
-            self._displace()
+        if self.waiting >= self.limits.queue and (weakest := self._weakest(ticket)) is not None:
+            self._displace(weakest)
         ticket.on(Event.WAIT)
         self._lanes.setdefault(ticket.priority, {})[ticket] = None
         self.waiting += 1
+        self._accounts[ticket.key].waiting += 1
 
     def _unqueue(self, ticket: Ticket) -> None:
         lane = self._lanes[ticket.priority]
@@ -221,10 +238,10 @@ class Admission:
         if not lane:
             del self._lanes[ticket.priority]
         self.waiting -= 1
+        self._accounts[ticket.key].waiting -= 1
 
-    def _displace(self) -> None:
-        """Refuse the one that came last among the least important."""
-        ticket = next(reversed(self._lanes[max(self._lanes)]))
+    def _displace(self, ticket: Ticket) -> None:
+        """Refuse one that waits."""
         self._unqueue(ticket)
         self._release(ticket)
         self._turn_away(ticket, Event.REFUSE, Refusal(Limit.QUEUE, _LATER))

@@ -6,12 +6,12 @@ bytes, so that floats, big integers, escapes and fields of tomorrow arrive as th
 the last value counts, as it does in vLLM, and only that one is sent on: both engines see the same request.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 
+from xpyd_proxy.core.bounds import check_names, check_prompts
 from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
 from xpyd_proxy.core.raw_json import (
     FALSE,
@@ -56,8 +56,6 @@ _ONE_TOKEN: Final[Mapping[Api, Fields]] = {
     Api.RESPONSES: {"max_output_tokens": _ONE, "store": FALSE},  # nobody will ask the prefill engine for its answer
     Api.MESSAGES: {"max_tokens": _ONE},
 }
-_PRIVATE_IN_FORM: Final = re.compile(rb'name\s*=\s*"?(kv_transfer_params|ec_transfer_params|vllm_xargs)', re.IGNORECASE)
-_ENCODED_NAME: Final = re.compile(rb"content-disposition[^\r\n]*[;\s]name\s*\*", re.IGNORECASE)  # RFC 2231
 # Without one of these vLLM 0.32 dies on an assertion or a KeyError, and with it every request it serves.
 _NEEDED: Final = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids")
 
@@ -66,8 +64,9 @@ def parse(body: bytes, *, strip_private: bool) -> Fields:
     """Read a client's body, and refuse (or strip) the parameters only the router may set.
 
     Raises:
-        BadRequest: the body is not a JSON object, or carries such parameters.
+        BadRequest: the body is not a JSON object, carries such parameters, or has too many names or prompts.
     """
+    check_names(body)
     try:
         if not body.isascii():
             body.decode()  # values are not decoded here, and vLLM would answer in FastAPI's words
@@ -76,6 +75,7 @@ def parse(body: bytes, *, strip_private: bool) -> Fields:
         raise BadRequest("the body is JSON, but not an object") from other
     except (NotJson, UnicodeDecodeError) as exc:
         raise BadRequest(f"the body is not JSON: {exc}") from exc
+    check_prompts(fields, len(body))
     fields = _public(fields, strip_private=strip_private, inside="")
     # vLLM merges vllm_xargs into the place where it looks for the KV parameters.
     if (extra := fields.get("vllm_xargs")) is not None:
@@ -91,19 +91,6 @@ def check_wanted_now(api: Api, fields: Fields) -> None:
     """
     if api is Api.RESPONSES and fields.get("background", NULL) not in (NULL, FALSE):
         raise BadRequest("background answers cannot be fetched through this router: leave it out", param="background")
-
-
-def check_form(body: bytes) -> None:
-    """Accept a form, whose values nobody here reads.
-
-    Raises:
-        BadRequest: it has a field that only the router may set, or one whose name could hide that.
-    """
-    if _ENCODED_NAME.search(body) is not None:
-        raise BadRequest("the names of a form's fields must be plain, not encoded (name*=)")
-    if (found := _PRIVATE_IN_FORM.search(body)) is not None:
-        name = found[1].decode()
-        raise BadRequest(f"{name} is set by the router and must not be part of a request", param=name)
 
 
 def named(api: Api, fields: Fields, request: RequestId) -> Fields:

@@ -13,7 +13,10 @@ from xpyd_proxy.errors import ConfigError
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # it stands in logs and in answers
 _KEY: Final = re.compile(r"[!-~]+")  # what a header can carry
 _DIGEST: Final = re.compile(r"sha256:([0-9a-fA-F]{64})")
-_EXPECTED: Final = "name:key or name:sha256:<64 hexadecimal digits>, and a # before a comment"
+_PRIORITY: Final = re.compile(r"priority=(-?[0-9]{1,9})")
+_EXPECTED: Final = (
+    "name:key or name:sha256:<64 hexadecimal digits>, behind it priority=N if it may say so, and a # before a comment"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,28 +24,34 @@ class Keys:
     """The keys that let a client in, as digests, with the names of their owners."""
 
     owners: Mapping[bytes, str] = field(repr=False)
+    least: Mapping[str, int] = field(default_factory=dict[str, int])  # by name: the least priority that it may ask for
 
     @classmethod
     def parse(cls, text: str, source: str) -> Self:
         """Read a file of keys; one owner may have several, as while a key is being replaced.
 
         Raises:
-            ConfigError: a line is something else, a key occurs twice, or there is none.
+            ConfigError: a line is something else, a key occurs twice, there is none, or an owner has two priorities.
         """
         owners: dict[bytes, str] = {}
+        least: dict[str, int | None] = {}
         for number, line in enumerate(map(str.strip, text.splitlines()), start=1):
             if not line or line.startswith("#"):
                 continue
-            name, _, key = line.partition(":")
-            digest = _digest(key)
-            if digest is None or not _NAME.fullmatch(name):
+            first, *more = line.split()
+            name, _, key = first.partition(":")
+            digest, priority = _digest(key), _PRIORITY.fullmatch(more[0]) if more else None
+            if digest is None or not _NAME.fullmatch(name) or len(more) > 1 or (more and priority is None):
                 raise ConfigError(f"{source}, line {number}, is not a key: write {_EXPECTED}")
             if digest in owners:
                 raise ConfigError(f"{source}, line {number}, has the key of {owners[digest]} once more")
             owners[digest] = name
+            lowest = None if priority is None else int(priority[1])
+            if least.setdefault(name, lowest) != lowest:
+                raise ConfigError(f"{source}, line {number}, gives {name} another priority: write the same on each")
         if not owners:
             raise ConfigError(f"{source} has no key in it, so nobody could ask: write {_EXPECTED}")
-        return cls(owners)
+        return cls(owners, {name: lowest for name, lowest in least.items() if lowest is not None})
 
     def owner(self, shown: bytes) -> str | None:
         """Return whose key this is. It takes as long for a wrong one as for a right one."""
@@ -57,7 +66,13 @@ class Keys:
 class Keyring:
     """The keys that are good now; they may be replaced while requests are served. None: anybody may ask."""
 
-    keys: Keys | None
+    keys: Keys | None = None
+    least: int = 0  # the least priority of those that have none of their own
+
+    def least_of(self, owner: str) -> int:
+        """Return the least priority that a client may ask for."""
+        keys = self.keys
+        return self.least if keys is None else keys.least.get(owner, self.least)
 
 
 class Outbound:

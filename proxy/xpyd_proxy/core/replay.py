@@ -47,6 +47,7 @@ _FREE_OF: Final[Mapping[Api, frozenset[str]]] = {
 _ZERO: Final = (b"0", b"0.0")
 _DEFAULT_LIMIT: Final = 16  # of completions that do not say
 _LIMITS: Final = ("max_tokens", "max_completion_tokens")
+_MESSAGES_MOST: Final = 1024 * 1024  # bytes that are decoded to look at them
 _DATA: Final = b"data:"
 _DONE: Final = b"data: [DONE]\n\n"
 _DROPPED: Final = b": goes on\n"  # a comment: clients do not see it
@@ -238,6 +239,8 @@ def _is_neutral(name: str, value: msgspec.Raw, fields: Fields) -> bool:
 
 def _is_text_only(messages: msgspec.Raw) -> bool:
     """Tell chats of plain texts: others are rendered anew, and the replayed ids ignored."""
+    if len(memoryview(messages)) > _MESSAGES_MOST:
+        return False
     said = maybe(messages, list[dict[str, str | None]])
     return said is not None and all(message.keys() <= {"role", "content", "name"} for message in said)
 

@@ -13,6 +13,7 @@ from typing import Final, TypeAlias, cast
 
 import msgspec
 
+from xpyd_proxy.core.bounds import count_items
 from xpyd_proxy.core.model import Api, Solo
 from xpyd_proxy.core.raw_json import Fields, NotJson, decode, encode
 
@@ -32,6 +33,7 @@ _SPLIT_MOST: Final = 256
 _SPLIT_BYTES: Final = 512
 _WORDS: Final[Mapping[bytes, bool | None]] = {b"true": True, b"false": False, b"null": None}
 _LONG: Final = 10  # digits; all shorter numbers are small
+_VALUE_MOST: Final = 256 * 1024  # bytes of a value that is decoded; tools have some thousands
 _WHITESPACE: Final = b" \t\n\r"
 
 
@@ -71,7 +73,9 @@ def prompt_chars(api: Api, fields: Fields) -> int:
 
 
 def _value(text: bytes) -> _Json:
-    """Decode a value; what cannot be decoded is an odd string, which is plain for no field."""
+    """Decode a value; what cannot be decoded, or is too long to be, is an odd string, which is plain for no field."""
+    if len(text) > _VALUE_MOST:
+        return "?"
     if text.isdigit() and len(text) < _LONG:
         return int(text)
     try:
@@ -90,7 +94,7 @@ def _is_one_prompt(raw: msgspec.Raw | None) -> bool:
     first = text[1:].lstrip(_WHITESPACE)[:1]
     if first.isdigit():
         return True
-    return len(decode(text, list[msgspec.Raw])) == 1
+    return count_items(text, 1) == 1
 
 
 def _is_int(value: _Json, *, least: int) -> bool:

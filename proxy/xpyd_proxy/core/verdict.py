@@ -3,10 +3,12 @@
 from typing import Final
 
 from xpyd_proxy.core.model import Answer, InstanceId
+from xpyd_proxy.core.passing import check_type, clean_answer
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.core.said import ErrorBody
 from xpyd_proxy.errors import EngineBusy, EngineError, EngineFault, Refused
 
+JSON: Final = "application/json"
 BUSY: Final = frozenset({429, 503})  # statuses of an engine that lives and has no room
 
 
@@ -20,15 +22,25 @@ def check_prefill(prefill: InstanceId, answer: Answer) -> None:
     if answer.status == 200:
         return
     if 400 <= answer.status < 500:
-        raise Refused(answer.status, answer.content_type, answer.body)
+        raise refusal(prefill, answer.status, answer.content_type, answer.body)
     raise _kind(answer)(f"{prefill} failed to prefill: it answered with status {answer.status}")
 
 
 def refused_decode(decode: InstanceId, answer: Answer) -> Refused | EngineError:
     """Say what to raise for a decode leg that was not answered with 200."""
     if answer.status >= 400 and is_openai_error(answer.body):
-        return Refused(answer.status, answer.content_type, answer.body)
+        return refusal(decode, answer.status, JSON, answer.body)
     return _kind(answer)(f"{decode} failed to decode: it answered with status {answer.status}")
+
+
+def refusal(engine: InstanceId | str, status: int, content_type: str, body: bytes) -> Refused | EngineError:
+    """Say what to raise for an engine's words that are to be the client's answer: EngineError if they cannot be."""
+    said = content_type.encode("latin-1")
+    try:
+        check_type(engine, said)
+        return Refused(status, content_type, clean_answer(engine, said, body))
+    except EngineError as error:
+        return EngineFault(f"{error} (status {status})")
 
 
 def _kind(answer: Answer) -> type[EngineError]:

@@ -75,8 +75,11 @@ class Legs:
             self.hear(attempt, prompt_tokens_in(first) if goes_on else prompt_tokens(first))
         if not goes_on:
             return Reply(stream.content_type, first)
-        lines = WholeLines()
-        shown = lines.feed(first)
+        lines = WholeLines(decode.id)
+        try:
+            shown = lines.feed(first)
+        except EngineError as error:
+            raise LegFailed(decode, error) from error
         streaming = Streaming(attempt, watched, lines, stream.chunks, self.hear)
         rest = streaming.pieces()
         opening.push_async(lambda _kind, _error, _trace: rest.aclose())

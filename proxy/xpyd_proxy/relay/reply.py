@@ -6,10 +6,11 @@ from typing import Final
 import msgspec
 
 from xpyd_proxy.core.model import Answer, Instance
+from xpyd_proxy.core.passing import check_type, clean_answer, is_stream
 from xpyd_proxy.core.ports import Stream
-from xpyd_proxy.core.sse import error_status, first_data
-from xpyd_proxy.core.verdict import refused_decode
-from xpyd_proxy.errors import EngineError, Refused
+from xpyd_proxy.core.sse import Beginning, error_status
+from xpyd_proxy.core.verdict import JSON, refusal, refused_decode
+from xpyd_proxy.errors import EngineError
 from xpyd_proxy.relay.streaming import Pouring
 
 ANSWER_MOST: Final = 64 * 1024 * 1024  # bytes of an answer that is no stream
@@ -32,13 +33,15 @@ async def begin(decode: Instance, stream: Stream) -> tuple[bytes, bool]:
 
     Raises:
         Refused: the engine says that the client is at fault, or that it cannot serve the request.
-        EngineError: the engine failed before anything was shown to the client.
+        EngineError: the engine failed before anything was shown to the client, or its answer may not be shown.
     """
     if stream.status != 200:
         answer = Answer(stream.status, stream.content_type, await _whole(decode, stream))
         raise refused_decode(decode.id, answer)
-    if not stream.content_type.lower().startswith("text/event-stream"):
-        return await _whole(decode, stream), False
+    content_type = stream.content_type.encode("latin-1")
+    check_type(decode.id, content_type)
+    if not is_stream(content_type):
+        return clean_answer(decode.id, content_type, await _whole(decode, stream)), False
     return await _first_event(decode, stream.chunks), True
 
 
@@ -55,14 +58,13 @@ async def _whole(decode: Instance, stream: Stream) -> bytes:
 
 async def _first_event(decode: Instance, chunks: AsyncIterator[bytes]) -> bytes:
     """Read up to and including the first event, which tells a failed request from one that has begun."""
-    received = b""
+    beginning = Beginning()
     async for chunk in chunks:
-        received += chunk
-        if (data := first_data(received)) is None:
-            if len(received) > BEGINNING_MOST:
+        if (data := beginning.feed(chunk)) is None:
+            if len(beginning.received) > BEGINNING_MOST:
                 raise EngineError(f"{decode.id} sent more than {BEGINNING_MOST} bytes and no event")
             continue
         if (status := error_status(data)) is not None:
-            raise Refused(status, "application/json", data)
-        return received
+            raise refusal(decode.id, status, JSON, data)
+        return bytes(beginning.received)
     raise EngineError(f"{decode.id} ended its stream before the first event")

@@ -19,12 +19,13 @@ from typing import Final, Protocol
 from xpyd_proxy.core.journey import Journey, Visit
 from xpyd_proxy.core.load import ASK_FOR_REPORT
 from xpyd_proxy.core.model import Answer, Ask, Call, Handover, Headers, Instance, InstanceId
+from xpyd_proxy.core.passing import check_type, clean_answer, is_stream
 from xpyd_proxy.core.raw_json import Pieces
 from xpyd_proxy.core.retries import Chances, Failure, LegFailed, failure_of
 from xpyd_proxy.core.rules import Patience
-from xpyd_proxy.core.sse import WholeLines, error_status, first_data
+from xpyd_proxy.core.sse import Beginning, WholeLines, error_status
 from xpyd_proxy.core.usage import prompt_tokens, prompt_tokens_in
-from xpyd_proxy.core.verdict import check_prefill, refused_decode
+from xpyd_proxy.core.verdict import JSON, check_prefill, refusal, refused_decode
 from xpyd_proxy.errors import EngineError, EngineTimeout, OutOfTime, Refused
 from xpyd_proxy.io.fleet import LiveFleet
 from xpyd_proxy.io.sight import Sight
@@ -283,15 +284,23 @@ class Ride:
             self._of.engines.done(self._told)
             self._leg_failed(refused_decode(self.decode.id, answer))
             return
+        try:
+            check_type(self.decode.id, content_type)
+            shown = clean_answer(self.decode.id, content_type, answer.body)
+        except EngineError as error:
+            self._of.engines.done(self._told)
+            self._leg_failed(error)
+            return
         self._begun(prompt_tokens(answer.body))
-        self._rider.show(content_type, answer.body, streams=False, last=True)
+        self._rider.show(content_type, shown, streams=False, last=True)
         self.done(b"")
 
-    def begin_stream(self, content_type: bytes, lines: WholeLines, received: bytes, *, last: bool) -> None:
-        """Show the beginning of a stream that has begun well."""
+    def begin_stream(
+        self, content_type: bytes, lines: WholeLines, received: bytes, shown: bytes, *, last: bool
+    ) -> None:
+        """Show the beginning of a stream that has begun well; ``shown``: what may pass of what was received."""
         self.phase, self._heard = _STREAM, True
         self._begun(prompt_tokens_in(received))
-        shown = lines.feed(received)
         if lines.erred:
             self._failure = Failure.BROKEN
         self._rider.show(content_type, shown, streams=True, last=last)
@@ -525,12 +534,12 @@ class Prefilling(Told):
 class Decoding(Told):
     """The answer of the decode engine."""
 
-    __slots__ = ("_content_type", "_lines", "_pieces", "_received", "_ride", "_size", "_status", "_streams")
+    __slots__ = ("_beginning", "_content_type", "_lines", "_pieces", "_ride", "_size", "_status", "_streams")
 
     def __init__(self, ride: Ride, engine: str) -> None:
         super().__init__(engine)
         self._ride = ride
-        self._received = b""  # up to the first event
+        self._beginning = Beginning()  # up to the first event
         self._pieces: list[bytes] = []  # of what is no stream
         self._size = 0  # of those
         self._streams = False
@@ -539,35 +548,47 @@ class Decoding(Told):
     def began(self, status: int, content_type: bytes, load: bytes) -> None:  # noqa: ARG002 (prefill's load counts)
         """Its head is here."""
         self._status, self._content_type = status, content_type
-        self._streams = status == 200 and content_type.lower().startswith(b"text/event-stream")
+        self._streams = status == 200 and is_stream(content_type)
 
     def arrived(self, piece: bytes, *, last: bool = False) -> None:
         """Show what may pass."""
         lines = self._lines
         if lines is not None:
-            if passing := lines.feed(piece):
+            try:
+                passing = lines.feed(piece)
+            except EngineError as error:
+                self.give_up(error)
+                return
+            if passing:
                 self._ride.passing(lines, passing)
         elif self._streams:
-            self._begin(self._received + piece if self._received else piece, last=last)
+            self._begin(piece, last=last)
         else:
             self._pieces.append(piece)
             self._size += len(piece)
             if self._size > ANSWER_MOST:
                 self.give_up(EngineError(f"{self.engine} answered with more than {ANSWER_MOST} bytes"))
 
-    def _begin(self, received: bytes, *, last: bool) -> None:
-        self._received = received
-        data = first_data(received)
+    def _begin(self, piece: bytes, *, last: bool) -> None:
+        beginning = self._beginning
+        data = beginning.feed(piece)
         if data is None:
-            if len(received) > BEGINNING_MOST:
+            if len(beginning.received) > BEGINNING_MOST:
                 self.give_up(EngineError(f"{self.engine} sent more than {BEGINNING_MOST} bytes and no event"))
         elif (status := error_status(data)) is not None:
             self.drop()
-            self._ride.leg_failed(Refused(status, "application/json", data))
+            self._ride.leg_failed(refusal(self.engine, status, JSON, data))
         else:
-            self._lines = lines = WholeLines()
-            self._received = b""
-            self._ride.begin_stream(self._content_type, lines, received, last=last)
+            received = bytes(beginning.received)
+            lines = WholeLines(self.engine)
+            try:
+                check_type(self.engine, self._content_type)
+                shown = lines.feed(received)
+            except EngineError as error:
+                self.give_up(error)
+                return
+            self._lines, self._beginning = lines, Beginning()
+            self._ride.begin_stream(self._content_type, lines, received, shown, last=last)
 
     def end(self) -> None:
         """All of it is here."""

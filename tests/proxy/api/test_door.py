@@ -12,6 +12,7 @@ from xpyd_proxy.api.door import Door, is_open
 from xpyd_proxy.app import build
 from xpyd_proxy.core.keys import Keyring
 from xpyd_proxy.core.lifetime import Lifetime, Step
+from xpyd_proxy.core.sites import Sites
 from xpyd_proxy.local.sim import Fault, FaultKind
 from xpyd_proxy.settings import Settings
 
@@ -114,7 +115,7 @@ async def test_a_full_router_says_503_and_a_waiting_request_gets_its_turn():
     """The more important one first, whether its header says so or its body."""
     engines = sims()
     engines["p0"].inject(Fault(FaultKind.STALL))
-    settings = Settings(max_concurrency=1, max_queue=2, max_queue_wait_s=20.0)
+    settings = Settings(max_concurrency=1, max_queue=2, max_queue_wait_s=20.0, min_priority=-5)
     async with router(engines, settings) as client:
 
         def post(name, headers=None, **more):
@@ -143,6 +144,25 @@ async def test_a_full_router_says_503_and_a_waiting_request_gets_its_turn():
     assert asked() == ["first", "highest", "high"]
 
 
+@pytest.mark.parametrize(("key", "seen"), [("sk-a", "0"), ("sk-b", "-10")])
+@pytest.mark.parametrize("path", [PATH, "/v1/embeddings", "/v1/messages"])
+async def test_a_client_is_no_more_important_than_its_key_says(tmp_path, key, seen, path):
+    """Here, and for both engines; whether its header asks for it or its body."""
+    file = tmp_path / "keys"
+    file.write_text("team-a:sk-a\nteam-b:sk-b priority=-10\n")
+    engines = sims()
+    body = {PATH: BODY, "/v1/embeddings": {"input": "a"}}.get(path, {"max_tokens": 4, "messages": [{"role": "user"}]})
+    async with router(engines, Settings(api_keys_file=str(file))) as client:
+        by_header = await client.post(path, json=body, headers=bearer(key) | {"x-vllm-priority": "-999999999"})
+        by_body = await client.post(path, json=body | {"priority": -999999999}, headers=bearer(key))
+        odd = await client.post(path, json=body | {"priority": "-5"}, headers=bearer(key))
+
+    assert [by_header.status_code, by_body.status_code, odd.status_code] == [200, 200, 400]
+    logs = [sim.log for sim in engines.values() if sim.log]
+    assert [entry.headers["x-vllm-priority"] for entry in (log[0] for log in logs)] == [seen] * len(logs)
+    assert [str(json.loads(log[1].body)["priority"]) for log in logs] == [seen] * len(logs)
+
+
 def test_a_client_that_hangs_up_while_it_waits_frees_its_place_at_once():
     """Over real sockets: nobody has to wait behind somebody who is gone."""
     with cluster(settings=Settings(max_concurrency=1, max_queue=1, max_queue_wait_s=60.0)) as running:
@@ -166,7 +186,7 @@ async def test_a_router_that_is_about_to_end_is_not_ready_and_then_takes_nothing
     settings = Settings(prefill=("p0:80",), decode=("d0:80",))
     built = build(settings, transport=InMemory(engines))
     transport = httpx.ASGITransport(built.app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         before = await client.get("/ready"), await client.post(PATH, json=BODY)
         built.lifetime.on(Step.TOLD)
         leaving = await client.get("/ready"), await client.post(PATH, json=BODY)
@@ -215,8 +235,9 @@ async def test_an_answer_that_has_ended_is_not_cut_off():
     async def send(message):
         sent.append(message)
 
-    door = Door(app, lifetime=lifetime, keyring=Keyring(None))
-    serving = asyncio.create_task(door({"type": "http", "path": PATH, "headers": []}, None, send))
+    door = Door(app, lifetime=lifetime, keyring=Keyring(None), sites=Sites(Settings()))
+    scope = {"type": "http", "method": "GET", "path": PATH, "headers": []}
+    serving = asyncio.create_task(door(scope, None, send))
     await ended.wait()
     for step in (Step.TOLD, Step.GRACE_OVER):
         lifetime.on(step)

@@ -177,7 +177,12 @@ def both():
 def post(body=None, *, path=PATH, version="1.1", method="POST", **headers):
     """Return the bytes of a request; a header that is None is left out."""
     raw = body if isinstance(body, bytes) else json.dumps(body or {"prompt": "once upon", "max_tokens": 4}).encode()
-    fields = {"Host": "x", "Content-Type": "application/json", "X-Request-Id": "mine", "Content-Length": str(len(raw))}
+    fields = {
+        "Host": "localhost",
+        "Content-Type": "application/json",
+        "X-Request-Id": "mine",
+        "Content-Length": str(len(raw)),
+    }
     fields |= {name.replace("_", "-"): value for name, value in headers.items()}
     lines = [f"{name}: {value}" for name, value in fields.items() if value is not None]
     return "\r\n".join([f"{method} {path} HTTP/{version}", *lines, "", ""]).encode() + raw

@@ -156,7 +156,8 @@ async def test_explain_says_what_each_engine_would_get():
         raw = b'{"path": "/v1/completions", "body": {"prompt":"hello","max_tokens":5,"temperature":1.0e0}}'
         headers = KEY | {"content-type": "application/json"}
         found = (await client.post("/instances/explain", content=raw, headers=headers)).content
-        await client.post("/v1/completions", content=b'{"prompt":"hello","max_tokens":5,"temperature":1.0e0}')
+        asked = b'{"prompt":"hello","max_tokens":5,"temperature":1.0e0}'
+        await client.post("/v1/completions", content=asked, headers={"content-type": "application/json"})
 
     said = json.loads(found)
     assert (said["rule"], said["prefill"], said["decode"]) == ("prefill first, then decode", "prefill-0", "decode-0")

@@ -18,6 +18,8 @@ RAISED = {
     errors.BodyTooLarge("l"): (413, "RequestTooLargeError"),
     errors.UnsupportedMedia("m"): (415, "UnsupportedMediaTypeError"),
     errors.UnknownModel("m"): (404, "NotFoundError"),
+    errors.Misdirected("h"): (421, "MisdirectedRequestError"),
+    errors.CrossSite("s"): (403, "PermissionDeniedError"),
     errors.EngineBusy("b"): (503, "ServiceUnavailableError"),
     errors.NoInstance("i"): (503, "ServiceUnavailableError"),
     errors.EngineError("e"): (502, "EngineError"),

@@ -45,6 +45,7 @@ async def test_the_id_and_the_route_are_added_to_the_answer():
     assert client.messages[0]["headers"] == [
         (b"a", b"b"),
         (b"x-request-id", b"xpyd-1"),
+        (b"x-content-type-options", b"nosniff"),
         (b"server-timing", b'decode;desc="decode-0";dur=2.0'),
     ]
 

@@ -68,6 +68,19 @@ def test_the_more_important_goes_first_and_takes_a_place_in_a_full_queue():
     assert lower.refusal == Refusal(Limit.QUEUE, 5)
 
 
+def test_the_more_important_takes_no_place_that_is_anothers_share():
+    """Or one client could send all others away."""
+    admission = Admission(Limits(concurrency=1, queue=4, wait_s=10.0))
+    arrive(admission, "b")
+    alice = [arrive(admission, "a") for _ in range(4)]
+    mallory = [arrive(admission, "m", priority=-9) for _ in range(3)]
+
+    assert states(*alice) == ["waiting", "waiting", "refused", "refused"]
+    assert states(*mallory) == ["waiting", "waiting", "refused"]
+    assert arrive(admission, "a", priority=-1).state is State.WAITING  # within a key it may
+    assert states(*alice) == ["waiting", "refused", "refused", "refused"]
+
+
 def test_who_waits_too_long_is_sent_away():
     """At the moment that was said, and not before."""
     admission = Admission(ONE)
@@ -191,7 +204,10 @@ class AgainstAModel(RuleBasedStateMachine):
         held = [*self.inside, *self.queue]
         limits = self.limits
         full = limits.concurrency is not None and len(self.inside) >= limits.concurrency
-        worst = max((ticket.priority for ticket in self.queue), default=None)
+        keys = {key, *(ticket.key for ticket in self.queue)}
+        counts = {one: sum(ticket.key == one for ticket in self.queue) for one in keys}
+        yielding = [one for one in self.queue if one.key == key or counts[one.key] > limits.queue / len(keys)]
+        worst = max((ticket.priority for ticket in yielding), default=None)
         ticket = self.admission.arrive(key, priority, size, now=self.now)
         self.tickets.append(ticket)
         if limits.key_concurrency is not None and sum(one.key == key for one in held) >= limits.key_concurrency:
@@ -207,7 +223,7 @@ class AgainstAModel(RuleBasedStateMachine):
         elif worst is None or priority >= worst:
             assert ticket.refusal.limit is Limit.QUEUE
         else:
-            out = [one for one in self.queue if one.priority == worst][-1]
+            out = [one for one in yielding if one.priority == worst][-1]
             self.queue.remove(out)
             self.queue.append(ticket)
             assert out.state is State.REFUSED

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xpyd_proxy.core.dialect import (
-    check_form,
     check_wanted_now,
     decode_body,
     kv_params,
@@ -306,18 +305,6 @@ def test_an_answer_for_later_is_refused(value):
         check_wanted_now(Api.RESPONSES, parse(no, strip_private=False))
 
 
-@pytest.mark.parametrize("name", [b'"kv_transfer_params"', b"ec_transfer_params", b'"vllm_xargs"', b'"vllm_xargs[a]"'])
-def test_a_form_with_a_private_field_is_refused(name):
-    """Nobody reads the form; the bytes are enough to see it."""
-    with pytest.raises(BadRequest, match="set by the router"):
-        check_form(b"--x\r\nContent-Disposition: form-data; NAME=" + name + b"\r\n\r\n{}\r\n--x--")
-
-    with pytest.raises(BadRequest, match="set by the router"):
-        check_form(b"--x\r\nContent-Disposition: form-data; name\t= " + name + b"\r\n\r\n{}\r\n--x--")
-
-    check_form(b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nkv_transfer_params\r\n--x--')
-
-
 def test_tokens_are_added_to_parameters_that_stay_as_they_came():
     """To the byte: the engine's own numbers and blanks are not ours to rewrite."""
     params = msgspec.Raw(b'{"a": 1.50, "b" : [ ] } ')
@@ -329,12 +316,3 @@ def test_tokens_are_added_to_parameters_that_stay_as_they_came():
         assert with_tokens(params, silent) == params
     assert telling_tokens(Api.CHAT, {}) == {"return_token_ids": msgspec.Raw(b"true")}
     assert telling_tokens(Api.COMPLETIONS, {}) == {}
-
-
-@pytest.mark.parametrize("name", [b"name*=utf-8''kv%5Ftransfer_params", b'NAME*0="kv_"; name*1="transfer_params"'])
-def test_a_form_whose_names_are_encoded_is_refused(name):
-    """Some parsers decode them, and nobody else writes them so (RFC 7578 forbids it)."""
-    with pytest.raises(BadRequest, match="plain"):
-        check_form(b"--x\r\nContent-Disposition: form-data; " + name + b"\r\n\r\n{}\r\n--x--")
-
-    check_form(b"--x\r\nContent-Disposition: form-data; name=file; filename*=utf-8''a%20b.wav\r\n\r\n \r\n--x--")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.keys import Keys, Outbound, outbound_key
+from xpyd_proxy.core.keys import Keyring, Keys, Outbound, outbound_key
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import ConfigError
 
@@ -49,6 +49,10 @@ def test_a_key_has_an_owner(shown, owner):
         ("a:secret\n\nb:secret", "keys, line 3, has the key of a once more"),
         ("# only a comment, secret", "keys has no key in it, so nobody could ask"),
         ("", "keys has no key in it"),
+        ("a:secret priority=high", "keys, line 1, is not a key"),
+        ("a:secret priority=-1 priority=-2", "keys, line 1, is not a key"),
+        ("a:secret rate=1", "keys, line 1, is not a key: .* behind it priority=N"),
+        ("a:secret priority=-1\na:secret2", "keys, line 2, gives a another priority: write the same on each"),
     ],
 )
 def test_a_wrong_file_is_told_by_its_line_and_never_by_its_content(text, says):
@@ -57,6 +61,16 @@ def test_a_wrong_file_is_told_by_its_line_and_never_by_its_content(text, says):
         Keys.parse(text, "keys")
 
     assert "secret" not in str(caught.value)
+
+
+def test_an_owner_may_be_more_important_than_others():
+    """As the file says; who has no number there is as important as the rest."""
+    keys = Keys.parse("a:k1 priority=-10\na:k2  priority=-10\nb:k3\nc:k4 priority=5\n", "keys")
+    ring = Keyring(keys, -1)
+
+    assert keys.owner(b"k2") == "a"
+    assert [ring.least_of(name) for name in "abc"] == [-10, -1, 5]
+    assert Keyring(None, -1).least_of("-") == -1
 
 
 def test_no_key_is_ever_printed():

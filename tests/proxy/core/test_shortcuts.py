@@ -13,7 +13,7 @@ from xpyd_proxy.core.model import Api, InstanceId
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.core.routing import solo_reason
 from xpyd_proxy.core.said import Coordinates
-from xpyd_proxy.core.sse import error_status, first_data
+from xpyd_proxy.core.sse import Beginning, error_status
 from xpyd_proxy.core.usage import prompt_tokens, prompt_tokens_in
 
 # ---------------------------------------------------------------------------- events
@@ -115,7 +115,7 @@ def plain_first_data(text):
 @example(b"data:\n")
 def test_the_first_event(text):
     """However its lines end."""
-    assert first_data(text) == plain_first_data(text)
+    assert Beginning().feed(text) == plain_first_data(text)
 
 
 def plain_error_status(data):

@@ -1,12 +1,14 @@
 """Server-sent events, as far as a relay must understand them."""
 
 import itertools
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.sse import WholeLines, error_status, first_data
+from xpyd_proxy.core.sse import LINE_MOST, Beginning, WholeLines, error_status
+from xpyd_proxy.errors import EngineError
 
 STREAM = b': keep-alive\n\ndata: {"a":1}\n\ndata: {"b":"[DONE]"}\n\ndata: [DONE]\n\n'
 
@@ -25,7 +27,7 @@ STREAM = b': keep-alive\n\ndata: {"a":1}\n\ndata: {"b":"[DONE]"}\n\ndata: [DONE]
 )
 def test_the_first_event_is_seen_when_its_line_is_complete(received, data):
     """Comments come earlier, and say nothing about how the request went."""
-    assert data == first_data(received)
+    assert data == Beginning().feed(received)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,7 @@ def test_an_error_event_names_its_status(data, status):
 @given(cuts=st.lists(st.integers(0, len(STREAM))), stop=st.integers(0, len(STREAM)))
 def test_lines_pass_whole_whatever_the_network_makes_of_them(cuts, stop):
     """Nothing is lost, nothing is held back longer than its line, and only a whole stream counts as complete."""
-    lines, passed = WholeLines(), b""
+    lines, passed = WholeLines("d0"), b""
     edges = sorted({0, stop, *(cut for cut in cuts if cut < stop)})
     for start, end in itertools.pairwise(edges):
         passed += lines.feed(STREAM[start:end])
@@ -66,7 +68,7 @@ def test_lines_pass_whole_whatever_the_network_makes_of_them(cuts, stop):
 def test_the_end_is_recognised_alone_and_after_anything(end):
     """A stream of nothing but its end is complete too."""
     for before in (b"", b"data: {}\n\n", b"data: " + b"x" * 100 + b"\n\n"):
-        lines = WholeLines()
+        lines = WholeLines("d0")
         lines.feed(before)
         passed = lines.feed(end)
 
@@ -77,7 +79,7 @@ def test_the_end_is_recognised_alone_and_after_anything(end):
 
 def test_text_that_looks_like_the_end_is_not_the_end():
     """A model may write [DONE]; JSON has no line break to put before it."""
-    lines = WholeLines()
+    lines = WholeLines("d0")
     lines.feed(b'data: {"text":"\\ndata: [DONE]\n\n')
 
     assert not lines.finish()[1]
@@ -88,10 +90,10 @@ def test_an_announcement_is_no_event():
     announced = b'event: response.created\ndata: {"type":"response.created"}\n\n'
     announced += b'event: response.in_progress\ndata: {"type":"response.in_progress"}\n\n'
 
-    assert first_data(announced) is None
-    assert first_data(announced + b'event: response.output_text.delta\ndata: {"a":1}') is None
-    assert first_data(announced + b'event: response.output_text.delta\ndata: {"a":1}\n') == b'{"a":1}'
-    assert first_data(announced + b'data: {"error":{}}\n\n') == b'{"error":{}}'
+    assert Beginning().feed(announced) is None
+    assert Beginning().feed(announced + b'event: response.output_text.delta\ndata: {"a":1}') is None
+    assert Beginning().feed(announced + b'event: response.output_text.delta\ndata: {"a":1}\n') == b'{"a":1}'
+    assert Beginning().feed(announced + b'data: {"error":{}}\n\n') == b'{"error":{}}'
 
 
 @pytest.mark.parametrize("name", ["message_stop", "response.completed", "response.failed", "error"])
@@ -104,7 +106,7 @@ def test_other_apis_end_with_a_named_event(name, size):
         (b'\ndata: {"half', False),
         (b"", False),
     ):
-        lines, whole = WholeLines(), text + tail
+        lines, whole = WholeLines("d0"), text + tail
         passed = b"".join(lines.feed(whole[at : at + size]) for at in range(0, len(whole), size))
         rest, is_complete = lines.finish()
 
@@ -122,9 +124,41 @@ def test_other_apis_end_with_a_named_event(name, size):
 )
 def test_an_engine_may_say_itself_that_it_failed(events, erred):
     """The stream came to its end, and the engine is to blame all the same."""
-    lines = WholeLines()
+    lines = WholeLines("d0")
     lines.feed(b'data: {"id":1}\n\n')
     lines.feed(events)
 
     assert lines.finish()[1]
     assert lines.erred is erred
+
+
+def test_a_line_that_does_not_end_is_given_up():
+    """Bytes that only wait to be joined would take all memory."""
+    lines = WholeLines("d0")
+    lines.feed(b"data: {}\n\n")
+    piece = b"x" * 65536
+    for _ in range(LINE_MOST // len(piece)):
+        assert lines.feed(piece) == b""
+
+    with pytest.raises(EngineError, match="d0 sent a line of more than 16777216 bytes"):
+        lines.feed(b"x")
+
+
+@pytest.mark.parametrize("feed", [Beginning().feed, WholeLines("d0").feed], ids=["beginning", "rest"])
+def test_small_pieces_cost_what_large_ones_do(feed):
+    """Half a million of them: joining or searching all that came before with each would take minutes."""
+    began = time.process_time()
+    for _ in range(500_000):
+        feed(b"xy")
+
+    assert time.process_time() - began < 10
+
+
+def test_parameters_do_not_pass_in_pieces():
+    """A name that is cut in two is one name."""
+    lines, passed = WholeLines("d0"), b""
+    stream = b'data: {"a":1,"kv_transfer_params":{"remote_host":"h"}}\n\ndata: [DONE]\n\n'
+    for at in range(0, len(stream), 7):
+        passed += lines.feed(stream[at : at + 7])
+
+    assert passed + lines.finish()[0] == b'data: {"a":1}\n\ndata: [DONE]\n\n'

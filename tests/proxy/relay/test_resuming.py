@@ -164,7 +164,7 @@ async def test_what_takes_over_must_be_a_stream():
         async def stream(self, leg, *, sent=lambda: None):
             async with super().stream(leg, sent=sent) as stream:
                 if leg.instance.id == "decode-1":
-                    stream.content_type = "text/html"
+                    stream.content_type = "text/plain"
                 yield stream
 
     async def decode(leg):

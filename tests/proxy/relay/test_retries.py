@@ -130,7 +130,7 @@ async def test_there_is_an_end_to_it(role):
 @pytest.mark.parametrize("role", Role)
 async def test_a_refusal_is_final(role):
     """And it is told in the engine's words."""
-    prefill = failing(Answer(404, "", ERROR), then=pulled) if role is Role.PREFILL else pulled
+    prefill = failing(Answer(404, "application/json", ERROR), then=pulled) if role is Role.PREFILL else pulled
     engines = Scripted(prefill, failing((404, [ERROR]), then=good_decode) if role is Role.DECODE else good_decode)
     with pytest.raises(Refused):
         await served(engines, x=2, y=2)

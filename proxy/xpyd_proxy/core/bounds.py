@@ -1,0 +1,125 @@
+"""How many things a client's JSON may be made of: reading each name or prompt of a million takes seconds.
+
+Bodies that cannot be over a limit are told by counting bytes, which is nearly all of them. The others are scanned from
+one token to the next, up to the limit. No step looks at more than 64 KiB, so that other threads get their turn.
+"""
+
+import re
+from typing import Final
+
+from xpyd_proxy.core.raw_json import NULL, Fields
+from xpyd_proxy.errors import BadRequest
+
+NAMES_MOST: Final = 4096  # of one object
+ALL_NAMES_MOST: Final = 65_536  # of all objects of a body
+TOKENS_MOST: Final = 262_144  # strings, and objects that begin or end, of a body that has many names
+PROMPTS_MOST: Final = 4096  # in one array
+_STEP: Final = 64 * 1024  # bytes
+_NAME_LEAST: Final = 4  # bytes of a name with its quotes, its colon and some of its value
+_ITEM_LEAST: Final = 2  # bytes of an item and its comma
+_TOKEN: Final = re.compile(rb'["{}]')
+_OUTER: Final = re.compile(rb'["\[\]{},]')
+_INNER: Final = re.compile(rb'["\[\]{}]')
+_IN_STRING: Final = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+_COLON: Final = re.compile(rb"[ \t\r\n]*+:")
+_EMPTY: Final = re.compile(rb"\[[ \t\r\n]*+\]")
+# The fields of vLLM's requests that may be arrays of prompts.
+_ARRAYS: Final = ("prompt", "input", "inputs", "texts", "documents", "queries", "text_1", "text_2", "data_1", "data_2")
+
+
+def check_names(body: bytes) -> None:
+    """Accept a JSON text with at most so many names. What is no JSON is left to who reads it.
+
+    Raises:
+        BadRequest: an object, or all of them together, have more names, or there are too many strings and objects.
+    """
+    if len(body) <= NAMES_MOST * _NAME_LEAST or body.count(b":") <= NAMES_MOST:
+        return
+    counts = [0]  # of the objects that are open, the outer ones first
+    total, at = 0, 0
+    for _ in range(TOKENS_MOST):
+        token = _next(_TOKEN, body, at)
+        if token is None:
+            return
+        at = token.end()
+        if token[0] == b"{":
+            counts.append(0)
+        elif token[0] == b"}":
+            if len(counts) > 1:
+                counts.pop()
+        else:
+            at = _end_of_string(body, at)
+            if colon := _COLON.match(body, at):
+                at = colon.end()
+                total += 1
+                counts[-1] += 1
+                if counts[-1] > NAMES_MOST:
+                    raise BadRequest(
+                        f"an object of the body has more than {NAMES_MOST} names: it may have at most that"
+                    )
+                if total > ALL_NAMES_MOST:
+                    raise BadRequest(f"the body has more than {ALL_NAMES_MOST} names: it may have at most that")
+    raise BadRequest(f"the body has more than {TOKENS_MOST} strings and objects: it may have at most that")
+
+
+def check_prompts(fields: Fields, size: int) -> None:
+    """Accept arrays with at most so many prompts; ``size``: bytes of the body. A list of token ids is one prompt.
+
+    Raises:
+        BadRequest: one of them has more.
+    """
+    if size <= PROMPTS_MOST * _ITEM_LEAST:
+        return
+    for name in _ARRAYS:
+        value = bytes(fields.get(name, NULL))
+        if value[:1] != b"[" or value[1:].lstrip()[:1].isdigit() or value.count(b",") < PROMPTS_MOST:
+            continue
+        if count_items(value, PROMPTS_MOST) > PROMPTS_MOST:
+            raise BadRequest(f"{name} has more than {PROMPTS_MOST} items: it may have at most that", param=name)
+
+
+def count_items(array: bytes, most: int) -> int:
+    """Return how many items a JSON array has; counting ends when there are more than ``most`` (1 or more)."""
+    if _EMPTY.match(array):
+        return 0
+    count, depth, at = 1, 0, 1
+    for _ in range(TOKENS_MOST):
+        token = _next(_INNER if depth else _OUTER, array, at)
+        if token is None:
+            return count
+        at, said = token.end(), token[0]
+        if said == b'"':
+            at = _end_of_string(array, at)
+        elif said == b",":
+            count += 1
+            if count > most:
+                return count
+        elif said in (b"[", b"{"):
+            depth += 1
+        elif depth == 0:
+            return count
+        else:
+            depth -= 1
+    return most + 1
+
+
+def _next(token: re.Pattern[bytes], text: bytes, at: int) -> re.Match[bytes] | None:
+    """Return where one of these characters is, from a place on."""
+    while at < len(text):
+        if found := token.search(text, at, at + _STEP):
+            return found
+        at += _STEP
+    return None
+
+
+def _end_of_string(text: bytes, at: int) -> int:
+    """Return the place behind the quote that ends the string whose first character is there."""
+    while at < len(text):
+        found = _IN_STRING.match(text, at, at + _STEP)
+        end = at if found is None else found.end()
+        if text[end : end + 1] == b'"':
+            return end + 1
+        if end == at:  # a backslash at the very end of the text
+            return len(text)
+        at = end
+    return at

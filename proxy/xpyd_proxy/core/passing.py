@@ -1,0 +1,110 @@
+"""What of an engine's answer may reach a client: some content types, and no ``kv_transfer_params``.
+
+Those name the memory of a prefill engine. vLLM has a field for them in its answers, null for a decode engine of 0.32;
+from 0.33 on they are in the last event of a stream, too. A line that does not hold their name costs one search.
+"""
+
+import re
+from typing import Final
+
+import msgspec
+
+from xpyd_proxy.core.raw_json import Fields, NotJson, decode, encode
+from xpyd_proxy.errors import EngineError
+
+# JSON, streams, audio; texts of transcriptions; and the bytes of /pooling (vllm/entrypoints/pooling/utils.py). A comma
+# would make a browser take the last of several types (WHATWG Fetch, "extract a MIME type").
+_PASSED: Final = re.compile(
+    rb"(?:application/(?:json|octet-stream)|text/(?:event-stream|plain)|audio/[-+.0-9a-z]+)[ \t]*(?:;[\t -+\--~]*)?",
+    re.IGNORECASE,
+)
+_JSON: Final = b"application/json"
+_EVENTS: Final = b"text/event-stream"
+_NAME: Final = "kv_transfer_params"
+_PARAMS: Final = b"kv_transfer_params"
+_NONE: Final = b'"kv_transfer_params":null'
+_ESCAPE: Final = b"\\u00"
+_LETTER: Final = re.compile(rb"\\u00(?:5[Ff]|6[0-9A-Fa-f]|7[0-6])")  # of that name: no engine escapes these
+_DATA: Final = b"data:"
+_DEEP: Final = 32  # objects and arrays around the name
+
+
+def media_type(content_type: bytes) -> bytes:
+    """Return a content type without its parameters, in lower case."""
+    return content_type.partition(b";")[0].strip().lower()
+
+
+def is_stream(content_type: bytes) -> bool:
+    """Tell server-sent events."""
+    return media_type(content_type) == _EVENTS
+
+
+def check_type(engine: str, content_type: bytes) -> None:
+    """Accept the content type of an answer that goes to a client.
+
+    Raises:
+        EngineError: it is not one of those that are passed on.
+    """
+    if content_type != _JSON and _PASSED.fullmatch(content_type) is None:
+        said = content_type.decode("latin-1") or "none"
+        raise EngineError(f"{engine} answered with the content type {said[:100]!r}, which is not passed on")
+
+
+def clean_answer(engine: str, content_type: bytes, body: bytes) -> bytes:
+    """Return a whole answer without the parameters.
+
+    Raises:
+        EngineError: it may have them, and is not JSON.
+    """
+    if not may_name_params(body) or media_type(content_type) != _JSON:
+        return body
+    try:
+        return _without(body, 0)
+    except NotJson as exc:
+        raise EngineError(f"{engine} answered with kv_transfer_params in something that is not JSON") from exc
+
+
+def clean_lines(engine: str, lines: bytes) -> bytes:
+    """Return whole lines of a stream without the parameters.
+
+    Raises:
+        EngineError: a line may have them, and is not data with a JSON object in it.
+    """
+    if not may_name_params(lines):
+        return lines
+    return b"".join([_clean_line(engine, line) for line in lines.split(b"\n")[:-1]])
+
+
+def may_name_params(text: bytes) -> bool:
+    """Tell whether a text may hold parameters that are not null. Their name may be written in escapes."""
+    if text.find(_PARAMS) >= 0 and text.count(_PARAMS) != text.count(_NONE):
+        return True
+    return text.find(_ESCAPE) >= 0 and _LETTER.search(text) is not None
+
+
+def _clean_line(engine: str, line: bytes) -> bytes:
+    if not may_name_params(line):
+        return line + b"\n"
+    text = line[len(_DATA) :].strip()
+    if line.startswith(_DATA) and text.startswith(b"{"):
+        try:
+            return b"data: " + _without(text, 0) + b"\n"
+        except NotJson:
+            pass  # as below
+    raise EngineError(f"{engine} sent kv_transfer_params in a line of its stream that is not JSON")
+
+
+def _without(text: bytes, depth: int) -> bytes:
+    """Write a JSON value without the parameters, as deep as they are; all other values stay as they were written."""
+    if not may_name_params(text):
+        return text
+    if depth > _DEEP:
+        raise NotJson("kv_transfer_params is nested too deeply")
+    if text.lstrip(b" \t\r\n").startswith(b"{"):
+        fields: Fields = decode(text, Fields)
+        fields.pop(_NAME, None)
+        return encode({name: msgspec.Raw(_without(bytes(value), depth + 1)) for name, value in fields.items()})
+    if text.lstrip(b" \t\r\n").startswith(b"["):
+        items = decode(text, list[msgspec.Raw])
+        return b"[%b]" % b",".join([_without(bytes(item), depth + 1) for item in items])
+    return text

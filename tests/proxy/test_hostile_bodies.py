@@ -1,0 +1,113 @@
+"""Bodies that are made to cost time: the router answers others meanwhile, and says what is wrong with them."""
+
+import json
+import threading
+import time
+
+import httpx
+import pytest
+
+from support.router_process import router_processes
+from support.sim import serving, sims
+
+SIZE = 16 * 1024 * 1024 - 1024
+PATIENCE_S = 30.0  # for a body that was looked at for hours
+MOMENT_S = 1.0  # for /health on a busy machine; the body alone takes less
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    """A router in a process of its own: its event loop is not this one's."""
+    with serving(sims()["p0"]) as prefill, serving(sims()["d0"]) as decode:
+        args = ("--prefill", prefill, "--decode", decode, "--probe-interval", "0")
+        with router_processes(tmp_path_factory.mktemp("router"), 1, *args) as (router,):
+            yield router.url
+
+
+def post(url, path, body, content_type="application/json"):
+    """Send a body and look at /health meanwhile; return the answer and the longest time that /health took."""
+    answers, worst = [], 0.0
+
+    def send():
+        answers.append(httpx.post(url + path, content=body, headers={"content-type": content_type}, timeout=PATIENCE_S))
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    with httpx.Client() as client:
+        while sending.is_alive():
+            began = time.monotonic()
+            assert client.get(f"{url}/health", timeout=PATIENCE_S).status_code == 200
+            worst = max(worst, time.monotonic() - began)
+            time.sleep(0.005)
+    sending.join()
+    (answer,) = answers
+    return answer, worst
+
+
+def fill(before, piece, after):
+    return before + piece * ((SIZE - len(before) - len(after)) // len(piece)) + after
+
+
+@pytest.mark.parametrize("piece", [b"content-disposition", b"content-disposition; name ", b"\r\n--x", b"\r\n--x\r\n"])
+def test_a_hostile_form_holds_up_nobody(url, piece):
+    """One of these stopped the event loop for two days."""
+    body = fill(b"--x\r\nContent-Disposition: form-data; name=a\r\n\r\n", piece, b"")
+
+    answer, worst = post(url, "/v1/audio/transcriptions", body, "multipart/form-data; boundary=x")
+
+    assert answer.status_code == 400
+    assert "form" in answer.json()["error"]["message"]
+    assert worst < MOMENT_S
+
+
+@pytest.mark.parametrize("parameters", ["; boundary=x; charset=utf-7", "; boundary=y; boundary=x", "; boundary=x; a=b"])
+def test_a_form_whose_names_may_be_read_otherwise_is_refused(url, parameters):
+    """An engine would find fields in it that were not seen here."""
+    answer, _ = post(url, "/v1/audio/transcriptions", b"--x--\r\n", "multipart/form-data" + parameters)
+
+    assert answer.status_code == 415
+    assert "parameter" in answer.json()["error"]["message"]
+
+
+MANY_NAMES = b",".join(b'"%x":1' % number for number in range(1_300_000))[:SIZE].rpartition(b",")[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", b"{%b}" % MANY_NAMES),
+        ("/v1/embeddings", b"{%b}" % MANY_NAMES),
+        ("/v1/completions", b'{"prompt":"a","vllm_xargs":{%b}}' % MANY_NAMES),
+        ("/v1/completions", b'{"prompt":"a","x":[%b{"a":1}]}' % (b'{"a":1},' * 100_000)),
+        ("/v1/completions", fill(b'{"prompt":[', b'"a",', b'"a"]}')),
+        ("/v1/completions", fill(b'{"prompt":[', b"[1],", b"[1]]}")),
+        ("/v1/embeddings", fill(b'{"input":[', b'"a",', b'"a"]}')),
+        ("/v1/completions", fill(b'{"prompt":[{},', b'"a",', b'"a"]}')),
+        ("/v1/completions", fill(b'{"prompt":["a",{}', b',"a"', b"]}")),
+    ],
+    ids=["names", "names, one leg", "names inside", "objects", "prompts", "lists", "inputs", "odd", "odd later"],
+)
+def test_a_body_of_many_small_things_is_refused(url, path, body):
+    """Reading each of a million names or prompts takes seconds, here and in the engine."""
+    answer, worst = post(url, path, body)
+
+    assert answer.status_code == 400
+    assert "at most" in answer.json()["error"]["message"]
+    assert worst < MOMENT_S
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        json.dumps("x" * (SIZE - 100)).encode(),
+        json.dumps('say "a": \\ \n' * (SIZE // 24)).encode(),
+        fill(b"[", b"1,", b"1]")[:-100].rpartition(b",")[0] + b"]",
+    ],
+    ids=["text", "escapes", "tokens"],
+)
+def test_a_long_prompt_is_served(url, prompt):
+    """What costs a moment may be as long as the limit says."""
+    answer, worst = post(url, "/v1/completions", b'{"prompt":%b,"max_tokens":2}' % prompt)
+
+    assert answer.status_code == 200
+    assert worst < MOMENT_S

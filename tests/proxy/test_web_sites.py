@@ -1,0 +1,93 @@
+"""What a web page can have a browser send to a router that wants no keys, and what others send it all the same."""
+
+import json
+import subprocess
+import sys
+from contextlib import ExitStack
+
+import httpx
+import openai
+import pytest
+
+from support.router_process import router_processes
+from support.sim import serving, sims
+
+BODY = {"model": "sim", "prompt": "a", "max_tokens": 2}
+RAW = json.dumps(BODY).encode()
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory):
+    """One router as `xpyd serve` starts it without further ado, one that wants keys, and an engine."""
+    engines = sims()
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("a:k\n")
+    with ExitStack() as stack:
+        prefill, decode = (stack.enter_context(serving(engines[name])) for name in ("p0", "d0"))
+        args = ("--prefill", prefill, "--decode", decode, "--probe-interval", "0")
+        (free,) = stack.enter_context(router_processes(tmp_path_factory.mktemp("free"), 1, *args))
+        args = (*args, "--api-keys-file", str(keys))
+        (closed,) = stack.enter_context(router_processes(tmp_path_factory.mktemp("closed"), 1, *args))
+        yield free.url, closed.url, engines
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "word"),
+    [
+        (JSON | {"origin": "https://evil.example"}, 403, "another web site"),
+        (JSON | {"origin": "null"}, 403, "another web site"),
+        (JSON | {"sec-fetch-site": "cross-site"}, 403, "another web site"),
+        (JSON | {"sec-fetch-site": "same-site"}, 403, "another web site"),
+        (JSON | {"host": "evil.example"}, 421, "'evil.example'"),
+        ({}, 415, "application/json"),
+        ({"content-type": "text/plain"}, 415, "application/json"),
+        ({"content-type": "application/x-www-form-urlencoded"}, 415, "application/json"),
+    ],
+)
+def test_a_page_cannot_use_an_open_router(stage, headers, status, word):
+    """No engine hears of it, and the answer says what to do."""
+    free, closed, engines = stage
+    before = len(engines["d0"].log)
+    answer = httpx.post(f"{free}/v1/completions", content=RAW, headers=headers)
+
+    assert answer.status_code == status
+    assert word in answer.json()["error"]["message"]
+    assert len(engines["d0"].log) == before
+    with_key = httpx.post(f"{closed}/v1/completions", content=RAW, headers=headers | {"authorization": "Bearer k"})
+    assert with_key.status_code == (415 if "content-type" in headers and status == 415 else 200)
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/status", "/status.json", "/metrics", "/v1/models", "/openapi.json"])
+def test_a_page_whose_name_means_this_address_reads_nothing(stage, path):
+    """The addresses of engines, for example."""
+    answer = httpx.get(stage[0] + path, headers={"host": "evil.example:80"})
+
+    assert answer.status_code == 421
+    assert answer.json()["error"]["type"] == "MisdirectedRequestError"
+    assert httpx.get(stage[0] + path, headers={"host": "localhost:80"}).status_code == 200
+
+
+@pytest.mark.parametrize("headers", [{}, {"host": "[::1]:1"}, {"sec-fetch-site": "same-origin"}])
+def test_others_are_served(stage, headers):
+    """With any port, for it may be forwarded."""
+    assert httpx.post(f"{stage[0]}/v1/completions", content=RAW, headers=JSON | headers).status_code == 200
+
+
+def test_openais_client_works_unchanged(stage):
+    """With the key that it must have."""
+    with openai.OpenAI(base_url=f"{stage[0]}/v1", api_key="none", max_retries=0) as sdk:
+        assert sdk.completions.create(**BODY).choices[0].text
+
+
+@pytest.mark.parametrize("more", [(), ("--workers", "2")])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_router_for_others_without_keys_does_not_start(more, host):
+    """One sentence, and what would be right."""
+    argv = [sys.executable, "-m", "xpyd_proxy.cli", "serve", "--port", "0", "--host", host, *more]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"xpyd serve: host is {host}, so others could use the engines without a key")
+    assert "allow_unauthenticated" in done.stderr
+    assert done.stderr.count("\n") == 1

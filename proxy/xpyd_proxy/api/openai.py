@@ -35,7 +35,8 @@ class Generation:
             await self._go_on(left, scope, receive, send)
             return
         require_json(scope)
-        body = await read_body(scope, receive, limit=self.settings.max_body_bytes)
+        with self.gate.arriving() as holding:
+            body = await read_body(scope, receive, limit=self.settings.max_body_bytes, holding=holding)
         fields = parse(body, strip_private=self.settings.client_kv_params is ClientKvParams.STRIP)
         api = Api(scope["path"])
         check_wanted_now(api, fields)

@@ -30,7 +30,8 @@ class Passing:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; what goes wrong before the first byte is raised, for ``problems`` to answer."""
         require_json(scope)
-        body = await read_body(scope, receive, limit=self.settings.max_body_bytes)
+        with self.gate.arriving() as holding:
+            body = await read_body(scope, receive, limit=self.settings.max_body_bytes, holding=holding)
         strips = self.settings.client_kv_params is ClientKvParams.STRIP
         fields = parse(body, strip_private=strips)
         clean = encode(fields) if strips else body
@@ -49,7 +50,8 @@ class Form:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Nobody here reads the form: the model it names plays no part in the choice of engine."""
         content_type = require_form(scope)
-        body = await read_body(scope, receive, limit=self.settings.max_body_bytes)
+        with self.gate.arriving() as holding:
+            body = await read_body(scope, receive, limit=self.settings.max_body_bytes, holding=holding)
         check_form(body)
         errand = Errand(scope["path"], body, passed_on(scope), content_type, rank=rank_of(scope))
         await _serve(self, errand, scope, receive, send, priority=priority_of(errand.headers, {}))

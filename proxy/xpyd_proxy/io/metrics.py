@@ -150,6 +150,8 @@ class _Collector:
         yield _counter("xpyd_requests_routed", text, ("route",), seen.routes)
         text = "Connections that were closed because the client had read nothing of its answer for too long."
         yield _counter("xpyd_stalled_clients", text, (), seen.stalled)
+        text = "Connections of clients that were closed before their request was served, by reason."
+        yield _counter("xpyd_connections_refused", text, ("reason",), seen.connections_refused)
         text = "Legs that failed and were sent again, by the role of the engine and the reason."
         yield _counter("xpyd_retries", text, ("role", "reason"), seen.retries)
         text = "Seconds from a client's request to the first event of its stream."

@@ -335,6 +335,7 @@ FRAMING = {
     "a chunk that ends with LF": (chunked().replace(b"}\r\n0", b"}\n0"), BAD),
     "extensions without end": (chunked().replace(b"28\r\n", b"28;a=%b\r\n" % (b"x" * 70_000)), BAD),
     "a trailer that is none": (chunked(trailers=b"GET / HTTP/1.1\r\n"), BAD),
+    "a bad body, expected": (chunked(lines=(*CHUNKED, "Expect: 100-continue")).replace(b"28\r\n", b"x\r\n"), BAD),
     "CONNECT": (b"CONNECT x:443 HTTP/1.1\r\nHost: x:443\r\n\r\n", 501),
     "CONNECT with a body": (request("x:443", method="CONNECT", body=BODY), 501),
 }  # fmt: skip

@@ -334,6 +334,8 @@ class GuardedProtocol(PatientProtocol):
             self.transport.write(self._answer(error))
         if is_open:
             cycle.disconnected = True
+            if hasattr(cycle, "waiting_for_100_continue"):  # uvicorn's, whose task may not have begun to read
+                cycle.waiting_for_100_continue = False
             cycle.message_event.set()
         self._linger()
 

@@ -12,6 +12,8 @@ CONNECTOR ?= xpyd
 MODE      ?= pull
 PORT      ?= 8000
 ONCE      ?=
+SECONDS   ?= 60
+SEED      ?= 17
 
 PIP   := $(BIN)/python -m pip -qq --disable-pip-version-check install
 FAST  := not (nixl or vllm or gpu or thorough)
@@ -60,6 +62,10 @@ test-engines: $(STAMPS)/helm
 .PHONY: test-thorough
 test-thorough: $(STAMPS)/dev ## more of the same with real engines: every fault in every phase, in both modes; 40 minutes
 	$(BIN)/pytest -m thorough
+
+.PHONY: fuzz
+fuzz: $(STAMPS)/dev ## random bytes against the router's port and the side channel: SECONDS=60 SEED=17
+	XPYD_FUZZ_SECONDS=$(SECONDS) XPYD_FUZZ_SEED=$(SEED) $(BIN)/pytest -s tests/fuzz
 
 .PHONY: test-fast
 test-fast: lint $(STAMPS)/helm ## what needs neither engines nor NIXL

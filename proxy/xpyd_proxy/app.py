@@ -100,6 +100,7 @@ class Router:
     lifetime: Lifetime
     live: Live
     on_stalled: Callable[[], None]  # to be called for each client that is given up because it reads nothing
+    on_refused: Callable[[str], None]  # the same for each connection that is closed before its request is served
     tls: ssl.SSLContext | None  # what it serves https with; None: http
 
 
@@ -186,7 +187,9 @@ def build(
         sites=sites,
     )
     live = Live(registry, relay, gate, keyring, outbound, time.monotonic)
-    return Router(app, hot, express, lifetime, live, sight.stalled_client, server_tls(settings))
+    return Router(
+        app, hot, express, lifetime, live, sight.stalled_client, sight.refused_connection, server_tls(settings)
+    )
 
 
 @dataclass(frozen=True, slots=True)

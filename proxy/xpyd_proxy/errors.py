@@ -3,6 +3,11 @@
 * :exc:`ProxyError`
     * :exc:`ClientError` -- the client
         * :exc:`BadRequest` -- the body is not something we can split or pass on
+            * :exc:`BadFraming` -- what came is no request, or readers could disagree about where it ends
+        * :exc:`HeadTooLarge` -- the head, or the trailers, are longer than we accept
+        * :exc:`UriTooLong` -- the request line is
+        * :exc:`NotServed` -- the method is one that no path here has
+        * :exc:`TooSlow` -- the request was not complete in time
         * :exc:`BodyTooLarge` -- the body is longer than we accept
         * :exc:`UnsupportedMedia` -- the body is not declared as JSON
         * :exc:`Misdirected` -- the router has no such name
@@ -13,6 +18,7 @@
     * :exc:`TurnedAway` -- there is more to do than may be done at once
         * :exc:`KeyOverLimit` -- the client: its key sends more than it may
         * :exc:`RouterFull` -- nobody: all clients together send more than the router takes
+        * :exc:`TooManyConnections` -- nobody, or the client: it, or all together, have too many connections
         * :exc:`ClosingDown` -- nobody: the router is about to end
     * :exc:`OutOfTime` -- nobody: the request as a whole has taken longer than the operator wants
     * :exc:`NoInstance` -- nobody: there is no engine to send the request to (yet)
@@ -46,6 +52,26 @@ class BadRequest(ClientError):
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class BadFraming(BadRequest):
+    """The bytes are no request that everybody would understand in the same way."""
+
+
+class HeadTooLarge(ClientError):
+    """The head, or the trailers, have more bytes or lines than the router accepts."""
+
+
+class UriTooLong(ClientError):
+    """The request line has more bytes than the router accepts."""
+
+
+class NotServed(ClientError):
+    """The method is none that a router has a use for."""
+
+
+class TooSlow(ClientError):
+    """The request was not complete in the time that it had."""
 
 
 class BodyTooLarge(ClientError):
@@ -100,6 +126,10 @@ class KeyOverLimit(TurnedAway):
 
 class RouterFull(TurnedAway):
     """The router is over one of its limits, whoever asks."""
+
+
+class TooManyConnections(TurnedAway):
+    """The router has as many connections as it may, of all clients or of this one."""
 
 
 class ClosingDown(TurnedAway):

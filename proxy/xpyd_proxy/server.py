@@ -5,17 +5,20 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import replace
-from typing import Final
+from functools import partial
+from typing import Any, Final, cast
 
 import uvicorn
 import uvloop
 
+from xpyd_proxy.api.clients import Bounds, Clients
+from xpyd_proxy.api.guarded import guarded_protocol
 from xpyd_proxy.api.hot import hot_protocol
-from xpyd_proxy.api.patient import patient_protocol
 from xpyd_proxy.app import HOT_PATHS, Router
 from xpyd_proxy.config import needs_restart
 from xpyd_proxy.core.lifetime import Step
@@ -29,8 +32,27 @@ from xpyd_proxy.settings import Settings
 
 _YOUNG_MOST: Final = 5_000  # objects made, less those that have gone, before the garbage collector looks at them
 _TICK_S: Final = 0.05  # seconds between two looks at what is still in flight
+_OWN_DESCRIPTORS: Final = 64  # files, listeners, probes and connections to other workers
 _IS_COMPILED: Final = not str(ride.__file__).endswith(".py")  # see docs/performance.md
 logger = logging.getLogger(__name__)
+
+
+class _Loop(uvloop.Loop):
+    """uvloop's, which has no other place for the time that a TLS handshake may take."""
+
+    handshake_s = 60.0
+
+    async def create_server(self, *args: Any, **kwargs: Any) -> asyncio.Server:  # noqa: ANN401 (asyncio's signature)
+        """Listen; a client that does not get on with its handshake is closed like one that sends no head."""
+        if kwargs.get("ssl") is not None:
+            kwargs.setdefault("ssl_handshake_timeout", self.handshake_s)
+        return cast("asyncio.Server", await super().create_server(*args, **kwargs))
+
+
+def _loop(settings: Settings) -> _Loop:
+    loop = _Loop()
+    loop.handshake_s = settings.head_timeout_s
+    return loop
 
 
 class _Server(uvicorn.Server):
@@ -65,12 +87,13 @@ def run(router: Router, settings: Settings, again: Callable[[], Settings], place
     Raises:
         ConfigError: a worker cannot listen where it should.
     """
+    raise_descriptors()
     sockets = None if place is None else bound(settings.host, place.port)
     _spare_the_collector()
     process = _Process(_server(router, settings, place), router, settings, again, sockets=sockets)
     with (
         contextlib.nullcontext() if place is None else place.kept(),
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        asyncio.Runner(loop_factory=partial(_loop, settings)) as runner,
     ):
         runner.run(process.run(None if place is None else place.line))
     return 0
@@ -86,12 +109,49 @@ def _spare_the_collector() -> None:
 
 
 def _protocol(router: Router, settings: Settings) -> type[asyncio.Protocol]:
-    patience_s, most = settings.client_timeout_s, settings.max_body_bytes
-    if not settings.hot_path:
-        return patient_protocol(patience_s, router.on_stalled)
-    return hot_protocol(
-        router.hot, HOT_PATHS, router.express, most=most, patience_s=patience_s, on_stalled=router.on_stalled
+    patience_s, most, admission = settings.client_timeout_s, settings.max_body_bytes, router.live.gate.admission
+    bounds = Bounds(
+        settings.head_timeout_s,
+        settings.body_timeout_s,
+        _connections(settings.max_connections),
+        settings.max_connections_per_address,
     )
+    clients = Clients(bounds, on_refused=router.on_refused, hold=admission.hold, charge=admission.charge)
+    if not settings.hot_path:
+        return guarded_protocol(clients, patience_s, router.on_stalled)
+    return hot_protocol(
+        router.hot,
+        HOT_PATHS,
+        router.express,
+        clients=clients,
+        most=most,
+        patience_s=patience_s,
+        on_stalled=router.on_stalled,
+    )
+
+
+def _connections(wanted: int) -> int:
+    """Return how many connections of clients there may be, of which each may need one to an engine."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(1, (descriptors - _OWN_DESCRIPTORS) // 2)
+    if descriptors == resource.RLIM_INFINITY or wanted <= most:
+        return wanted
+    logger.warning(
+        "max_connections is %d, and %d descriptors are enough for %d: more are refused (raise ulimit -n)",
+        wanted,
+        descriptors,
+        most,
+    )
+    return most
+
+
+def raise_descriptors() -> None:
+    """Let this process have as many descriptors as it may; the usual soft limit is for programs that call select."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (ValueError, OSError) as exc:  # macOS says infinity, and does not mean it
+        logger.warning("the limit of descriptors stays at %d: %s", soft, exc)
 
 
 def _server(router: Router, settings: Settings, place: Place | None) -> _Server:

@@ -87,6 +87,10 @@ class Settings:
     engine_keepalive_s: float = 4.0  # seconds an idle engine connection is kept; vLLM closes it after 5
     client_keepalive_s: int = 75  # seconds an idle client connection is kept
     client_timeout_s: float = 300.0  # seconds in which a client must read some of its answer
+    head_timeout_s: float = 10.0  # seconds from the beginning of a connection, or of a request, to the end of its head
+    body_timeout_s: float = 30.0  # seconds for a body, and one more for each 16 KiB of it that has come
+    max_connections: int = 16384  # connections of clients; more are answered with 503 and closed
+    max_connections_per_address: int | None = None  # the same of one address; None: behind a proxy all have the same
     shutdown_timeout_s: int = 30  # seconds that requests in flight get to finish after SIGTERM
     drain_grace_s: float = 0.0  # seconds after SIGTERM in which new requests are still served: /ready is 503 at once
     log_level: LogLevel = LogLevel.INFO  # what the log shows

@@ -16,7 +16,8 @@ from support.certificates import Authority
 from support.reciting import Act, reciting, whole
 from support.two_ways import WAYS, answer, metrics_of, post, routing, text
 from xpyd_proxy import server
-from xpyd_proxy.api.patient import patient_protocol
+from xpyd_proxy.api.clients import Clients
+from xpyd_proxy.api.guarded import guarded_protocol
 from xpyd_proxy.app import build
 from xpyd_proxy.settings import Settings
 
@@ -159,7 +160,8 @@ def test_over_tls_too(run, tmp_path, caplog):
     theirs, ours = Authority(tmp_path, "ca").contexts()
 
     async def scene():
-        config = uvicorn.Config(flood, http=patient_protocol(PATIENCE_S, lambda: None), lifespan="off", log_config=None)
+        protocol = guarded_protocol(Clients(), PATIENCE_S, lambda: None)
+        config = uvicorn.Config(flood, http=protocol, lifespan="off", log_config=None)
         config.load()
         state = ServerState()
         make = partial(config.http_protocol_class, config=config, server_state=state, app_state={})

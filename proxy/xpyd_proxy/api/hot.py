@@ -2,8 +2,8 @@
 
 uvicorn's own protocol reads and answers them as ASGI says, through FastAPI's middleware and routes. Here the same
 parser hands a request straight to the application behind its path, in one task, and writes its answer without a detour.
-Whatever is not plain (another path or method, HTTP/1.0, a query, Expect, an upgrade, a request pipelined behind
-another) takes uvicorn's way through FastAPI, which serves these paths just as well.
+Whatever is not plain (another path or method, HTTP/1.0, a query, Expect) takes uvicorn's way through FastAPI, which
+serves these paths just as well.
 """
 
 import asyncio
@@ -12,9 +12,15 @@ from typing import Any, Final, Protocol, cast
 
 from starlette.types import ASGIApp, Message, Scope
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import HEADER_RE, HEADER_VALUE_RE, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import (
+    HEADER_RE,
+    HEADER_VALUE_RE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
-from xpyd_proxy.api.patient import PatientProtocol
+from xpyd_proxy.api.clients import Clients
+from xpyd_proxy.api.guarded import GuardedProtocol
 from xpyd_proxy.api.problems import error_body
 from xpyd_proxy.api.usual import usual_request
 
@@ -119,6 +125,7 @@ def hot_protocol(
     paths: frozenset[str],
     express: Shortcut | None = None,
     *,
+    clients: Clients | None = None,
     most: int = 0,
     patience_s: float | None = None,
     on_stalled: Callable[[], None] = lambda: None,
@@ -130,7 +137,12 @@ def hot_protocol(
     each that has not, and is given up.
     """
     given: dict[str, object] = {"hot_app": staticmethod(app), "hot_urls": _urls(paths), "express": express}
-    given |= {"most": most, "patience_s": patience_s, "on_stalled": staticmethod(on_stalled)}
+    given |= {
+        "clients": clients or Clients(),
+        "most": most,
+        "patience_s": patience_s,
+        "on_stalled": staticmethod(on_stalled),
+    }
     return type("HotProtocol", (_HotProtocol,), given)
 
 
@@ -324,13 +336,13 @@ class _Exchange(RequestResponseCycle):
 class _Intake:
     """A request while its body arrives; to uvicorn it is the cycle of its connection."""
 
-    __slots__ = ("disconnected", "keep_alive", "parts", "path", "response_complete", "size")
+    __slots__ = ("body", "disconnected", "held", "keep_alive", "path", "response_complete")
 
     def __init__(self, path: str, *, keep_alive: bool) -> None:
         self.path = path
         self.keep_alive = keep_alive
-        self.parts: list[bytes] = []
-        self.size = 0
+        self.body: bytes | bytearray = b""
+        self.held = 0  # bytes of it that are charged
         self.disconnected = self.response_complete = False
 
     @property
@@ -342,10 +354,10 @@ class _Intake:
         """Nobody has heard of the request yet."""
 
 
-class _HotProtocol(PatientProtocol):
+class _HotProtocol(GuardedProtocol):
     """uvicorn's protocol, but for the hot requests."""
 
-    cycle: Any  # None, or what uvicorn calls so: _Exchange, _Intake, Aboard or its own
+    # cycle: None, or what uvicorn calls so: _Exchange, _Intake, Aboard or its own
     hot_app: ASGIApp
     hot_urls: Mapping[bytes, str]
     express: Shortcut | None
@@ -353,7 +365,6 @@ class _HotProtocol(PatientProtocol):
 
     _taken: list[tuple[bytes, bytes]]  # the headers of the request that was taken last
     _busy = False  # a request has begun to come, or is being answered
-    _within = False  # the parser has some of a request, and not all of it
     _idle_since = 0.0  # on the loop's clock
     _idle_timer: asyncio.TimerHandle | None = None
     _intake: _Intake | None = None  # of the request that is being read
@@ -365,7 +376,7 @@ class _HotProtocol(PatientProtocol):
     def data_received(self, data: bytes) -> None:
         """Take a request that is here all at once and is a usual one; the parser reads all others."""
         cycle = self.cycle
-        is_first = not self._within and (cycle is None or cycle.response_complete)
+        is_first = self.between and not self.has_more and (cycle is None or cycle.response_complete)
         usual = usual_request(data, self.hot_urls) if is_first and self.express is not None else None
         if usual is None or len(usual[2]) > self.most:
             super().data_received(data)
@@ -374,15 +385,15 @@ class _HotProtocol(PatientProtocol):
         self.on_message_begin()
         path, self.headers, body = usual
         intake = _Intake(path, keep_alive=True)
-        intake.parts, intake.size = [body], len(body)
+        intake.body = body
         self._exchange = None
         self.cycle = intake
-        self._within = False
+        self.within = False
         self._take(intake)
 
     def on_message_begin(self) -> None:
         """Begin a request; what only the application needs is made when it needs it."""
-        self._busy = self._within = True
+        self._busy = self.within = True
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
@@ -391,7 +402,7 @@ class _HotProtocol(PatientProtocol):
     def _new_scope(self, headers: list[tuple[bytes, bytes]]) -> Scope:
         """Make what uvicorn makes for each request, for the one with these headers."""
         url, now_read, expects = self.url, self.headers, self.expect_100_continue
-        super().on_message_begin()
+        HttpToolsProtocol.on_message_begin(self)  # the request may be complete: it begins for the application alone
         scope = cast("Scope", self.scope)
         self.url, self.headers, self.expect_100_continue = url, now_read, expects
         scope["headers"] = headers
@@ -399,15 +410,14 @@ class _HotProtocol(PatientProtocol):
 
     def on_headers_complete(self) -> None:
         """Decide which way the request goes."""
+        self.headed = True
         path = self.hot_urls.get(self.url)
-        parser, cycle = cast("Any", self.parser), self.cycle
+        parser = cast("Any", self.parser)
         if (
             path is None
             or parser.get_method() != b"POST"
             or parser.get_http_version() != "1.1"
-            or parser.should_upgrade()
             or self.expect_100_continue
-            or not (cycle is None or cycle.response_complete)
         ):
             self._exchange = self._intake = None
             self._new_scope(self.headers)
@@ -455,12 +465,21 @@ class _HotProtocol(PatientProtocol):
         """Take a part of the body; a long one is read by the application, which has a limit."""
         exchange, intake = self._exchange, self._intake
         if intake is not None:
-            was_short = intake.size <= HIGH_WATER_LIMIT
-            intake.parts.append(body)
-            intake.size += len(body)
-            is_long = was_short and intake.size > HIGH_WATER_LIMIT  # the first time
-            if intake.size > self.most or (is_long and not cast("Shortcut", self.express).lets_in(self.headers)):
-                self._read_on(intake)
+            before = len(intake.body)
+            if isinstance(intake.body, bytearray):
+                intake.body += body
+            else:
+                intake.body = bytearray(intake.body + body) if before else body
+            size = before + len(body)
+            is_long = before <= HIGH_WATER_LIMIT < size  # the first time
+            if (
+                size > self.most
+                or (is_long and not cast("Shortcut", self.express).lets_in(self.headers))
+                or not self.hold(len(body))
+            ):
+                self._read_on(intake)  # there it is charged anew, or refused
+            else:
+                intake.held += len(body)
         elif exchange is None:
             super().on_body(body)
         elif not exchange.response_complete:
@@ -473,7 +492,7 @@ class _HotProtocol(PatientProtocol):
 
     def on_message_complete(self) -> None:
         """Have it served."""
-        self._within = False
+        self.within = False
         exchange, intake = self._exchange, self._intake
         if intake is not None:
             self._take(intake)
@@ -488,7 +507,10 @@ class _HotProtocol(PatientProtocol):
     def _take(self, intake: _Intake) -> None:
         """Have a request served the short way if it can go there."""
         self._intake, self._taken = None, self.headers
-        body = intake.parts[0] if len(intake.parts) == 1 else b"".join(intake.parts)
+        if intake.held:
+            self.free(intake.held)  # it is charged anew where it is admitted
+            intake.held = 0
+        body, intake.body = bytes(intake.body), b""
         express, aboard = self.express, None
         try:
             # who has not read earlier answers has to be waited for, which is for the long way
@@ -501,6 +523,7 @@ class _HotProtocol(PatientProtocol):
             self.transport.close()
             return
         if aboard is None:
+            intake.body = body
             exchange = self._read_on(intake)
             exchange.over = True
             self.flow.resume_reading()  # or nobody would see the client go
@@ -513,7 +536,9 @@ class _HotProtocol(PatientProtocol):
         self._intake = None
         exchange = self._to_asgi(intake.path, self.headers, keep_alive=intake.keep_alive)
         self.cycle = self._exchange = exchange
-        exchange.parts, exchange.size = intake.parts, intake.size
+        self.free(intake.held)
+        intake.held = 0
+        exchange.parts, exchange.size = [bytes(intake.body)] if intake.body else [], len(intake.body)
         if exchange.size > HIGH_WATER_LIMIT:
             self.flow.pause_reading()
             self._begin(exchange)
@@ -532,7 +557,7 @@ class _HotProtocol(PatientProtocol):
 
     def answered(self, *, keep_alive: bool) -> None:
         """Go on with what is behind the request."""
-        if self.pipeline or self.flow.read_paused or not keep_alive or self.transport.is_closing():
+        if self.has_more or self.flow.read_paused or not keep_alive or self.transport.is_closing():
             if not keep_alive:
                 self.transport.close()
             self.on_response_complete()
@@ -550,7 +575,12 @@ class _HotProtocol(PatientProtocol):
     def _look_idle(self) -> None:
         """Close a connection that has been idle for too long: one timer for many requests."""
         self._idle_timer = None
-        if self._busy or self.timeout_keep_alive_task is not None or not self.cycle.response_complete:
+        if (
+            self._busy
+            or not self.between
+            or self.timeout_keep_alive_task is not None
+            or not self.cycle.response_complete
+        ):
             return  # the end of what is under way sees to it
         left = self._idle_since + self.timeout_keep_alive - self.loop.time()
         if left > 0:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Final
+from typing import Final, Protocol
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
@@ -61,29 +61,41 @@ def rank_of(scope: Scope) -> int | None:
     raise BadRequest(f"X-data-parallel-rank must be a whole number from 0 on, not {text.decode('latin-1')!r}")
 
 
-async def read_body(scope: Scope, receive: Receive, *, limit: int) -> bytes:
-    """Read the body, never holding more bytes of it than the limit.
+class Holding(Protocol):
+    """Where the bytes of a body are charged while it comes."""
+
+    def grow(self, size: int, /) -> None:
+        """Charge so many bytes more; raises TurnedAway if there are not as many left."""
+        ...
+
+
+async def read_body(scope: Scope, receive: Receive, *, limit: int, holding: Holding | None = None) -> bytes:
+    """Read the body, never holding more bytes of it than the limit, and none that ``holding`` does not grant.
 
     Raises:
         BodyTooLarge: it is longer, or says so.
         ClientDisconnect: the client hung up before it was complete.
+        TurnedAway: the router holds as many bytes as it may.
     """
     declared = _header(scope, b"content-length")
     if declared.isdigit() and int(declared) > limit:
         raise BodyTooLarge(f"the body has {declared.decode()} bytes, and {limit} is the most this router takes")
-    parts: list[bytes] = []
-    size = 0
+    read = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         body: bytes = message.get("body", b"")
-        size += len(body)
-        if size > limit:
+        if len(read) + len(body) > limit:
             raise BodyTooLarge(f"the body has more than {limit} bytes, the most this router takes")
-        parts.append(body)
-        if not message.get("more_body", False):
-            return b"".join(parts)
+        more = message.get("more_body", False)
+        if not more and not read:
+            return body  # at once: it is charged with the request
+        if holding is not None:
+            holding.grow(len(body))
+        read += body
+        if not more:
+            return bytes(read)
 
 
 async def until_hung_up(

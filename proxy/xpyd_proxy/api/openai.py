@@ -42,9 +42,10 @@ class Generation:
             await self._go_on(left, scope, receive, send)
             return
         require_json(scope)
-        body = await read_body(scope, receive, limit=self.settings.max_body_bytes)
         strips = self.settings.client_kv_params is ClientKvParams.STRIP
-        fields = await self.examiner.run(len(body), partial(parse, body, strip_private=strips))
+        with self.gate.arriving() as holding:
+            body = await read_body(scope, receive, limit=self.settings.max_body_bytes, holding=holding)
+            fields = await self.examiner.run(len(body), partial(parse, body, strip_private=strips))
         api = Api(scope["path"])
         check_wanted_now(api, fields)
         caller = caller_of(scope)

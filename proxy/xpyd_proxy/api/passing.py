@@ -39,9 +39,10 @@ class Passing:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; what goes wrong before the first byte is raised, for ``problems`` to answer."""
         require_json(scope)
-        body = await read_body(scope, receive, limit=self.settings.max_body_bytes)
         strips = self.settings.client_kv_params is ClientKvParams.STRIP
-        fields = await self.examiner.run(len(body), partial(parse, body, strip_private=strips))
+        with self.gate.arriving() as holding:
+            body = await read_body(scope, receive, limit=self.settings.max_body_bytes, holding=holding)
+            fields = await self.examiner.run(len(body), partial(parse, body, strip_private=strips))
         caller = caller_of(scope)
         headers, asked, priority = limited(passed_on(scope), fields, self.keyring.least_of(caller))
         if self.salts is not None and scope["path"] not in UNCACHED:
@@ -64,8 +65,9 @@ class Form:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. The form's values are not read: its model plays no part in the choice of engine."""
         boundary = boundary_of(require_form(scope))
-        body = await read_body(scope, receive, limit=self.settings.max_body_bytes)
-        await self.examiner.run(len(body), partial(check_form, boundary, body))
+        with self.gate.arriving() as holding:
+            body = await read_body(scope, receive, limit=self.settings.max_body_bytes, holding=holding)
+            await self.examiner.run(len(body), partial(check_form, boundary, body))
         headers, _, priority = limited(passed_on(scope), {}, self.keyring.least_of(caller_of(scope)))
         errand = Errand(scope["path"], body, headers, content_type(boundary), rank=rank_of(scope))
         await _serve(self, errand, scope, receive, send, priority=priority)

@@ -93,8 +93,3 @@ def _reset(transport: asyncio.Transport) -> None:
     with suppress(OSError, AttributeError):  # it has just been closed
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
     transport.abort()
-
-
-def patient_protocol(patience_s: float, on_stalled: Callable[[], None]) -> type[PatientProtocol]:
-    """Return the protocol class for ``uvicorn.Config(http=...)``; ``on_stalled`` is called for each client given up."""
-    return type("Patient", (PatientProtocol,), {"patience_s": patience_s, "on_stalled": staticmethod(on_stalled)})

@@ -16,16 +16,20 @@ from xpyd_proxy.errors import (
     EngineBusy,
     EngineError,
     EngineTimeout,
+    HeadTooLarge,
     KeyOverLimit,
     Misdirected,
     NoInstance,
+    NotServed,
     OutOfTime,
     ProxyError,
     Refused,
+    TooSlow,
     TurnedAway,
     Unauthorized,
     UnknownModel,
     UnsupportedMedia,
+    UriTooLong,
 )
 
 _ADMIN_PATHS: Final = frozenset({"/status"})
@@ -33,6 +37,10 @@ _ADMIN_PATHS: Final = frozenset({"/status"})
 # Looked up along the class's bases: an error of its own kind, or that of its parent.
 _KINDS: Final[dict[type[Exception], tuple[int, str]]] = {
     BadRequest: (400, "BadRequestError"),
+    HeadTooLarge: (431, "RequestHeadTooLargeError"),
+    UriTooLong: (414, "UriTooLongError"),
+    NotServed: (501, "NotImplementedError"),
+    TooSlow: (408, "RequestTimeoutError"),
     BodyTooLarge: (413, "RequestTooLargeError"),
     UnsupportedMedia: (415, "UnsupportedMediaTypeError"),
     Misdirected: (421, "MisdirectedRequestError"),

@@ -10,9 +10,11 @@ from typing import Final
 
 _MOST: Final = 64 * 1024  # bytes of a whole request; a longer one is looked at before it is read to its end
 _HEAD_MOST: Final = 4096  # bytes
+_LINES_MOST: Final = 257  # the request line and as many headers as core/framing.py lets in
 _REQUEST: Final = re.compile(rb"POST ([!-~]++) HTTP/1\.1")
 _LINE: Final = re.compile(rb"([-!#$%&'*+.^_`|~0-9A-Za-z]++): ([!-~]++(?: [!-~]++)*+)")
 _LENGTH: Final = b"content-length"
+_HOST: Final = b"host"
 _LENGTH_MOST: Final = 9  # digits
 # What these say changes how a request is read, or what becomes of its connection.
 _ODD: Final = frozenset(
@@ -38,12 +40,14 @@ def usual_request(received: bytes, paths: Mapping[bytes, str]) -> tuple[str, lis
     if end < 0:
         return None
     lines = received[:end].split(b"\r\n")
+    if len(lines) > _LINES_MOST:
+        return None
     request = _REQUEST.fullmatch(lines[0])
     path = None if request is None else paths.get(request[1])
     if path is None:
         return None
     headers: list[tuple[bytes, bytes]] = []
-    length = b""
+    length, hosts = b"", 0
     for line in lines[1:]:
         header = _KNOWN.get(line) or _read(line)
         if header is None:
@@ -52,8 +56,10 @@ def usual_request(received: bytes, paths: Mapping[bytes, str]) -> tuple[str, lis
             if length:
                 return None
             length = header[1]
+        elif header[0] == _HOST:
+            hosts += 1
         headers.append(header)
-    if not length.isdigit() or len(length) > _LENGTH_MOST or len(received) - end - 4 != int(length):
+    if hosts != 1 or not length.isdigit() or len(length) > _LENGTH_MOST or len(received) - end - 4 != int(length):
         return None
     return path, headers, received[end + 4 :]
 

@@ -127,6 +127,23 @@ class Admission:
         self._admit(ticket)
         return ticket
 
+    def hold(self, size: int) -> bool:
+        """Charge bytes of a body that is not complete, and so has no ticket; False: there are not as many left."""
+        limit = self.limits.held_bytes
+        if limit is not None and self.held_bytes + size > limit:
+            return False
+        self.held_bytes += size
+        return True
+
+    def charge(self, size: int) -> None:
+        """Charge bytes that cannot be refused; fewer than 0: give back what was held."""
+        self.held_bytes += size
+
+    def no_bytes(self) -> Refusal:
+        """Count a request that is refused while its body comes."""
+        self.refused[Limit.BYTES] += 1
+        return Refusal(Limit.BYTES, _LATER)
+
     def take_back(self, ticket: Ticket) -> None:
         """Undo an ``admit`` of just now, as if the request had not come yet: it will ``arrive``."""
         self.leave(ticket)

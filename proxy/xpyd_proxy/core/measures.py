@@ -77,6 +77,9 @@ class Measures:
     admin: Counter[Key] = field(default_factory=Counter)  # action, outcome
     unreachable_hosts: Counter[Key] = field(default_factory=Counter)  # prefill engine: replaced in its answers
     stalled: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))  # connections of clients
+    connections_refused: Counter[Key] = field(
+        default_factory=Counter
+    )  # why a connection was closed, as core/framing.py names it
     ttft: Histograms = field(default_factory=lambda: Histograms(LONG))  # path
     answers: Histograms = field(default_factory=lambda: Histograms(LONG))  # instance, role
     gap: Histogram = field(default_factory=lambda: Histogram(SHORT))
@@ -149,6 +152,10 @@ class Measures:
     def stalled_client(self) -> None:
         """Count a connection that was closed because its client read nothing of its answer for too long."""
         self.stalled[()] += 1
+
+    def refused_connection(self, reason: str) -> None:
+        """Count a connection that was closed before its request was served."""
+        self.connections_refused[(reason,)] += 1
 
     def keep(self, instances: frozenset[InstanceId]) -> None:
         """Forget the instances that are no longer known: in a fleet that breathes there is no end of them."""

@@ -10,7 +10,12 @@ from typing import Final
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.settings import Settings
 
-_AT_LEAST_ONE: Final = ("max_concurrency", "max_key_concurrency")  # a worker without a place would serve nobody
+_AT_LEAST_ONE: Final = (
+    "max_concurrency",
+    "max_key_concurrency",
+    "max_connections",
+    "max_connections_per_address",
+)  # a worker without a place would serve nobody
 
 
 def share_of(settings: Settings, number: int, of: int) -> Settings:
@@ -36,6 +41,12 @@ def share_of(settings: Settings, number: int, of: int) -> Settings:
         max_rate=None if settings.max_rate is None else settings.max_rate / of,
         max_key_concurrency=(
             None if settings.max_key_concurrency is None else _whole(settings.max_key_concurrency, number, of)
+        ),
+        max_connections=_whole(settings.max_connections, number, of),
+        max_connections_per_address=(
+            None
+            if settings.max_connections_per_address is None
+            else _whole(settings.max_connections_per_address, number, of)
         ),
         max_key_rate=None if settings.max_key_rate is None else settings.max_key_rate / of,
         retry_floor=settings.retry_floor / of,

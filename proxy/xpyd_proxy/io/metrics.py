@@ -152,6 +152,8 @@ class _Collector:
         yield _counter("xpyd_stalled_clients", text, (), seen.stalled)
         text = "What was asked of the admin API, and what became of it."
         yield _counter("xpyd_admin_actions", text, ("action", "outcome"), seen.admin)
+        text = "Connections of clients that were closed before their request was served, by reason."
+        yield _counter("xpyd_connections_refused", text, ("reason",), seen.connections_refused)
         text = "Legs that failed and were sent again, by the role of the engine and the reason."
         yield _counter("xpyd_retries", text, ("role", "reason"), seen.retries)
         text = "Seconds from a client's request to the first event of its stream."

@@ -173,6 +173,10 @@ class Sight:
         """The connection of a client that reads nothing was closed."""
         self._measures.stalled_client()
 
+    def refused_connection(self, reason: str) -> None:
+        """A connection was closed before its request was served."""
+        self._measures.refused_connection(reason)
+
     def keep(self, instances: frozenset[InstanceId]) -> None:
         """Forget the instances that are no longer known: in a fleet that breathes there is no end of them."""
         self._add_up()

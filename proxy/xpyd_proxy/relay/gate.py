@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Final, TypeAlias
 
 from xpyd_proxy.core.admission import Admission, State, Ticket
@@ -30,6 +30,10 @@ class Gate:
             RouterFull: the router has, and it did not get better while the request waited.
         """
         return _Place(self, key, priority, size)
+
+    def arriving(self) -> "Arriving":
+        """Return what holds the bytes of a body while it comes; to be entered."""
+        return Arriving(self.admission)
 
     def held(self, ticket: Ticket) -> Turn:
         """Return the turn of a request that has a ticket."""
@@ -111,6 +115,30 @@ class _Held(AbstractAsyncContextManager[None]):
 
     async def __aexit__(self, *_: object) -> None:
         self._gate.leave(self._ticket)
+
+
+class Arriving(AbstractContextManager["Arriving"]):
+    """The bytes of a body that is being read; they are given back at the end, when it is complete or given up."""
+
+    __slots__ = ("_admission", "_size")
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._size = 0
+
+    def grow(self, size: int) -> None:
+        """Hold so many bytes more.
+
+        Raises:
+            RouterFull: the router holds as many as it may.
+        """
+        if not self._admission.hold(size):
+            raise _refused(self._admission.no_bytes(), "", self._admission.limits)
+        self._size += size
+
+    def __exit__(self, *_: object) -> None:
+        self._admission.charge(-self._size)
+        self._size = 0
 
 
 def _refused(refusal: Refusal, key: str, limits: Limits) -> KeyOverLimit | RouterFull:

@@ -15,6 +15,12 @@ from xpyd_proxy.core.model import RequestId
 
 RAISED = {
     errors.BadRequest("b", param="n"): (400, "BadRequestError"),
+    errors.BadFraming("two Host headers"): (400, "BadRequestError"),
+    errors.HeadTooLarge("h"): (431, "RequestHeadTooLargeError"),
+    errors.UriTooLong("u"): (414, "UriTooLongError"),
+    errors.NotServed("CONNECT"): (501, "NotImplementedError"),
+    errors.TooSlow("s"): (408, "RequestTimeoutError"),
+    errors.TooManyConnections("c", retry_after_s=5): (503, "ServiceUnavailableError"),
     errors.BodyTooLarge("l"): (413, "RequestTooLargeError"),
     errors.UnsupportedMedia("m"): (415, "UnsupportedMediaTypeError"),
     errors.UnknownModel("m"): (404, "NotFoundError"),

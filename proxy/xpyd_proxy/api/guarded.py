@@ -1,0 +1,373 @@
+"""What stands before the parser: one whole head at a time, one request at a time, and an end to all of it in time.
+
+httptools has no limits, adds up the pieces of a head in quadratic time, takes trailers for headers and ends a request
+with ``Upgrade`` behind its head. So it only gets heads that core/framing.py has read, and their bodies.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Final, cast
+
+import httptools
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from xpyd_proxy.api.clients import Clients
+from xpyd_proxy.api.patient import PatientProtocol
+from xpyd_proxy.api.problems import error_body
+from xpyd_proxy.core.framing import Chunks, Fault, find_end, read_head
+from xpyd_proxy.errors import (
+    BadFraming,
+    ClientError,
+    HeadTooLarge,
+    NotServed,
+    ProxyError,
+    TooManyConnections,
+    TooSlow,
+    TurnedAway,
+    UriTooLong,
+)
+
+_FAULTS: Final[Mapping[type[ClientError], Fault]] = {
+    BadFraming: Fault.MALFORMED,
+    HeadTooLarge: Fault.HEAD,
+    UriTooLong: Fault.URI,
+    NotServed: Fault.METHOD,
+}
+_LEAST_RATE: Final = 16 * 1024  # bytes of a body for which a client has another second
+_BLANK_MOST: Final = 16  # bytes of empty lines before a request (RFC 9112, 2.2: one line is to be ignored)
+_CHUNKED_MOST: Final = 64 * 1024  # bytes of a chunked body that are read at a time: they may be 9,000 chunks
+_LINGER_S: Final = 5.0  # seconds in which a client that is refused may go on sending, so that it reads why
+_LINGER_MOST_S: Final = 60.0  # the same for one that has not yet read what is before that
+logger = logging.getLogger(__name__)
+
+
+class GuardedProtocol(PatientProtocol):
+    """uvicorn's protocol, for clients that mean harm."""
+
+    clients: Clients
+    cycle: Any  # None, or the request that was read last: response_complete, disconnected, message_event
+    headed = False  # the parser has the head of a request
+    within = False  # the parser has some of a request, and not all of it
+    between = True  # nothing of a request has come, all before it have come to their ends, and one more may come
+
+    _network: str | None = None  # the name under which it is counted
+    _over = False  # it is refused: what still comes is dropped
+    _since = 0.0  # when the connection, the head or the body began, or the connection was over
+    _head: bytearray | None = None  # the beginning of a head
+    _in_body = False
+    _remaining = 0  # bytes of a body whose length was declared
+    _chunks: Chunks | None = None
+    _received = 0  # bytes of the body
+    _left: bytearray | None = None  # what came behind a request that is not answered yet
+    _is_stopped = False  # reading is paused because of that
+    _held = 0  # bytes that are charged for what this connection has sent
+
+    # The connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Count it; one over a limit is refused at once."""
+        super().connection_made(transport)
+        self._since = self.loop.time()
+        self._network, fault = self.clients.enter(self.client[0] if self.client else None)
+        if fault is None:
+            self.clients.watch(self)
+            return
+        error = self.clients.refusal(fault, self._network)
+        if error is not None:
+            self._refuse(fault, error)
+            return
+        self._stop()
+        self.clients.on_refused(fault)
+        transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Give back what it held."""
+        super().connection_lost(exc)
+        self.clients.leave(self._network, self)
+        self.free()
+
+    def hold(self, size: int) -> bool:
+        """Take bytes of those that all requests together may hold; False: there are not as many left."""
+        if not self.clients.hold(size):
+            return False
+        self._held += size
+        return True
+
+    def free(self, size: int | None = None) -> None:
+        """Give them back, so many or all."""
+        size = self._held if size is None else size
+        if size:
+            self._held -= size
+            self.clients.charge(-size)
+
+    def _charge(self, size: int) -> None:
+        """Take bytes that are few, whether they are left or not."""
+        self._held += size
+        self.clients.charge(size)
+
+    # What it sends
+
+    def data_received(self, data: bytes) -> None:
+        """Have the parser read what has come, as far as it is good."""
+        if self._over:
+            return
+        self._unset_keepalive_if_required()
+        if self._left is not None:
+            self._keep(data)
+            return
+        try:
+            self._read(data)
+        except ClientError as error:
+            self._refuse(_FAULTS[type(error)], error)
+            return
+        if not self.between:
+            self.clients.watch(self)
+
+    def _read(self, data: bytes) -> None:
+        while data and not self._over and not self.transport.is_closing():
+            if self._in_body:
+                data = self._read_length(data) if self._chunks is None else self._read_chunks(self._chunks, data)
+            elif self.cycle is None or self.cycle.response_complete:
+                data = self._read_head(data)
+            else:
+                self._keep(data)
+                return
+
+    def _read_head(self, data: bytes) -> bytes:
+        """Read a head if it is complete; return what is behind it."""
+        received: bytes | bytearray = data
+        read, start = 0, 0
+        if self._head is not None:
+            read = len(self._head)
+            self._head += data
+            received = self._head
+        while received.startswith(b"\r\n", start):
+            start += 2
+        if start > _BLANK_MOST:
+            raise BadFraming(f"there are more than {_BLANK_MOST} bytes of empty lines before the request line")
+        end = find_end(received, start, read=max(0, read - start))
+        if end < 0:
+            self._charge(len(data))
+            if self._head is None:
+                self._head, self.between = bytearray(data), False
+                if self.cycle is not None:  # the first one had to come since the connection was made
+                    self._since = self.loop.time()
+            return b""
+        self._head = None
+        self.free(read)
+        head = read_head(bytes(received[start:end]))
+        self.headed = False
+        self._parse(head.raw)
+        self._expect(headed=True, within=head.length != 0)
+        if head.length == 0:
+            self._end()
+        else:
+            self.between, self._in_body = False, True
+            self._remaining, self._chunks = (0, Chunks()) if head.length is None else (head.length, None)
+            self._since, self._received = self.loop.time(), 0
+        return bytes(received[end:])
+
+    def _read_length(self, data: bytes) -> bytes:
+        """Read some of a body of known length; return what is behind it."""
+        piece = data[: self._remaining]
+        self._remaining -= len(piece)
+        self._received += len(piece)
+        self._parse(piece)
+        self._expect(headed=True, within=self._remaining > 0)
+        if not self._remaining:
+            self._end()
+        return data[len(piece) :]
+
+    def _read_chunks(self, chunks: Chunks, data: bytes) -> bytes:
+        """Read some of a chunked body; return what is behind it."""
+        if len(data) > _CHUNKED_MOST:
+            self._keep(data[_CHUNKED_MOST:])
+            self.loop.call_soon(self._go_on)
+            data = data[:_CHUNKED_MOST]
+        body = chunks.feed(data)
+        if body:
+            self._received += len(body)
+            self._parse(b"%x\r\n%b\r\n" % (len(body), body))
+        if not chunks.is_over:
+            return b""
+        self._parse(b"0\r\n\r\n")
+        self._expect(headed=True, within=False)
+        self._end()
+        if self._left is None:
+            return chunks.rest
+        self._left[:0] = chunks.rest
+        self._charge(len(chunks.rest))
+        return b""
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserCallbackError as exc:
+            raise BadFraming("the target of the request cannot be read: write a path, or an absolute URL") from exc
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
+            raise BadFraming(f"the request is not valid HTTP/1.1: {exc}") from exc
+
+    def _expect(self, *, headed: bool, within: bool) -> None:
+        """See that the parser has come as far as we have: what two readers understand differently is refused."""
+        if self.headed != headed or (self.within != within and not self.transport.is_closing()):
+            logger.error("the parser and core/framing.py disagree about where a request ends: it is refused")
+            raise BadFraming("it is not clear where the request ends")
+
+    def _end(self) -> None:
+        """A request has come to its end."""
+        self.between, self._in_body, self._chunks = True, False, None
+        cycle = self.cycle
+        is_answered = cycle is not None and cycle.response_complete  # before all of it had come
+        if is_answered and not self.transport.is_closing() and self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    # What comes behind a request that is not answered yet
+
+    def _keep(self, data: bytes) -> None:
+        """Keep it for later, and read no more if it is much."""
+        self._charge(len(data))
+        if self._left is None:
+            self._left = bytearray(data)
+        else:
+            self._left += data
+        if len(self._left) > HIGH_WATER_LIMIT:
+            self._is_stopped = True
+            self.transport.pause_reading()
+
+    @property
+    def has_more(self) -> bool:
+        """Tell whether something waits behind the request that is being answered."""
+        return self._left is not None
+
+    def on_response_complete(self) -> None:
+        """Go on with what is behind the request."""
+        super().on_response_complete()
+        if self._left is not None:
+            self.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        left, self._left = self._left, None
+        if left is None or self._over or self.transport.is_closing():
+            return
+        self.free(len(left))
+        if self._is_stopped:
+            self._is_stopped = False
+            if not self.flow.read_paused:
+                self.transport.resume_reading()
+        self.data_received(bytes(left))
+
+    # The parser
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self.within = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """Its head is complete."""
+        self.headed = True
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """It is complete."""
+        self.within = False
+        super().on_message_complete()
+
+    # Its end
+
+    def due(self, *, elapsed: float) -> float | None:
+        """Return when there was time enough for what it is about; see Timed."""
+        bounds = self.clients.bounds
+        if self._over:
+            has_read = not self.transport.get_write_buffer_size()
+            return self._since + (_LINGER_S if has_read else _LINGER_MOST_S)
+        if self._in_body:
+            if self.flow.read_paused or self._is_stopped:
+                self._since += elapsed  # it may not send
+            return self._since + bounds.body_s + self._received / _LEAST_RATE
+        if self._head is not None or self.cycle is None:
+            return self._since + bounds.head_s
+        return None
+
+    def on_overdue(self) -> None:
+        """Give it up."""
+        bounds = self.clients.bounds
+        if self._over:
+            self.transport.abort()
+        elif self._in_body:
+            said = (
+                f"{self._received} bytes of the body came in {self.loop.time() - self._since:.0f} s, which is too slow"
+            )
+            self._refuse(
+                Fault.BODY_TIMEOUT,
+                TooSlow(f"{said}: a body has {bounds.body_s:g} s, and one more for each {_LEAST_RATE} bytes"),
+            )
+        elif self._head is not None:
+            error = TooSlow(f"the head of the request was not complete within {bounds.head_s:g} s")
+            self._refuse(Fault.HEAD_TIMEOUT, error)
+        else:  # it has asked for nothing, and so gets no answer that it could take for another one's
+            self._stop()
+            self.clients.on_refused(Fault.HEAD_TIMEOUT)
+            self.transport.close()
+
+    def _stop(self) -> None:
+        """Take nothing more that it sends, on whichever way."""
+        self._over, self.between = True, False
+
+    def _refuse(self, fault: Fault, error: ProxyError) -> None:
+        """Answer what will not be served, if it has no answer yet, and read no more of it."""
+        self._stop()
+        self.clients.on_refused(fault)
+        level = logging.DEBUG if isinstance(error, TooManyConnections) else logging.INFO  # a crowd is counted
+        logger.log(level, "a connection of %s is closed: %s", self.client[0] if self.client else "a client", error)
+        self._head = self._left = None
+        self.free()
+        cycle = self.cycle
+        is_open = self._in_body and cycle is not None and not cycle.response_complete
+        if is_open and getattr(cycle, "response_started", False):
+            self.transport.close()  # half of an answer has no other end
+        elif not self._in_body or is_open:
+            self.transport.write(self._answer(error))
+        if is_open:
+            cycle.disconnected = True
+            if hasattr(cycle, "waiting_for_100_continue"):  # uvicorn's, whose task may not have begun to read
+                cycle.waiting_for_100_continue = False
+            cycle.message_event.set()
+        self._linger()
+
+    def _answer(self, error: ProxyError) -> bytes:
+        status, body = error_body(error)
+        headers = [
+            *self.server_state.default_headers,
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        if isinstance(error, TurnedAway):
+            headers.append((b"retry-after", b"%d" % error.retry_after_s))
+        return b"".join([STATUS_LINE[status], *[b"%b: %b\r\n" % header for header in headers], b"\r\n", body])
+
+    def _linger(self) -> None:
+        """Close such that the client reads the answer: what it still sends would make the kernel take it back."""
+        if self.transport.is_closing():
+            return
+        self._since = self.loop.time()
+        self.clients.watch(self)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            self._is_stopped = False
+            self.transport.resume_reading()
+        else:  # TLS says goodbye, and reads on until that is answered
+            self.transport.close()
+
+
+def guarded_protocol(
+    clients: Clients, patience_s: float | None, on_stalled: Callable[[], None]
+) -> type[GuardedProtocol]:
+    """Return the protocol class for ``uvicorn.Config(http=...)``; ``on_stalled`` is called for each client given up."""
+    given: dict[str, object] = {"clients": clients, "patience_s": patience_s, "on_stalled": staticmethod(on_stalled)}
+    return cast("type[GuardedProtocol]", type("Guarded", (GuardedProtocol,), given))

@@ -1,0 +1,245 @@
+"""Where a request begins and ends: heads and chunked bodies, read more strictly than the parser behind reads them.
+
+The parser gets one whole head at a time, and chunks without extensions and trailers. So it never sees what two readers
+could understand differently, and never more than fits the limits (RFC 9112; what may be refused there is refused).
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from xpyd_proxy.errors import BadFraming, HeadTooLarge, NotServed, UriTooLong
+
+HEAD_MOST: Final = 64 * 1024  # bytes of a request line with its headers, or of the trailers of a chunked body
+LINES_MOST: Final = 256  # header lines, or lines of trailers
+_EXTENSIONS_MOST: Final = 64 * 1024  # bytes of all chunk extensions of a body
+_SIZE_LINE_MOST: Final = 4096  # bytes of the line with a chunk's size
+_DIGITS_MOST: Final = 15  # of a length
+_REQUEST: Final = re.compile(rb"([-!#$%&'*+.^_`|~0-9A-Za-z]+) ([!-~]+) HTTP/1\.([01])")
+_NAME: Final = re.compile(rb"[-!#$%&'*+.^_`|~0-9A-Za-z]+")
+_VALUE: Final = re.compile(rb"[\t -~\x80-\xff]*")
+_DIGITS: Final = re.compile(rb"[0-9]{1,%d}" % _DIGITS_MOST)
+_BARE: Final = re.compile(rb"(?<!\r)\n")  # a line feed on its own
+_SIZE_LINE: Final = re.compile(rb"([0-9a-fA-F]{1,%d})((?:[ \t]*;[\t -~\x80-\xff]*)?)\r\n" % _DIGITS_MOST)
+_SHOWN_MOST: Final = 60  # bytes of what a client has sent that a sentence repeats
+_TOGETHER: Final = frozenset({b"host", b"content-length", b"transfer-encoding"})
+_NOTHING: Final[Sequence[bytes]] = ()
+
+
+class Fault(StrEnum):
+    """Why a connection was closed before its request was served, as the metric names it."""
+
+    MALFORMED = "malformed"
+    HEAD = "head_too_large"  # the trailers count as one
+    URI = "uri_too_long"
+    METHOD = "method"  # CONNECT
+    HEAD_TIMEOUT = "head_timeout"
+    BODY_TIMEOUT = "body_timeout"
+    BYTES = "max_held_bytes"
+    CONNECTIONS = "max_connections"
+    ADDRESS = "max_connections_per_address"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A head that is good, without what the router ignores."""
+
+    raw: bytes  # with the empty line at its end
+    length: int | None  # bytes of the body; None: it is chunked
+
+
+def find_end(received: bytes | bytearray, start: int, *, read: int = 0) -> int:
+    """Return where the head that begins at ``start`` ends, behind its empty line; -1: there is more to come.
+
+    ``read``: so many bytes of it were looked at before.
+
+    Raises:
+        UriTooLong: the request line alone is over the limit.
+        HeadTooLarge: the head is.
+        BadFraming: a line ends without a carriage return.
+    """
+    end = received.find(b"\r\n\r\n", max(start, start + read - 3), start + HEAD_MOST)
+    if end >= 0:
+        return end + 4
+    if len(received) - start >= HEAD_MOST:
+        if received.find(b"\r\n", start, start + HEAD_MOST) < 0:
+            raise UriTooLong(f"the request line has more than {HEAD_MOST} bytes, the most this router takes")
+        raise HeadTooLarge(f"the head of the request has more than {HEAD_MOST} bytes, the most this router takes")
+    if _BARE.search(received, max(start, start + read - 1)):
+        raise BadFraming("a line of the head ends with a line feed alone: end each with CR LF")
+    return -1
+
+
+def read_head(raw: bytes) -> Head:
+    """Read a whole head.
+
+    ``Upgrade`` is ignored, as RFC 9110, 7.8 allows: the parser would take the body for the other protocol.
+
+    Raises:
+        HeadTooLarge: it has too many lines.
+        NotServed: it asks for a tunnel.
+        BadFraming: it is not one, or readers could disagree about where its body ends or whose it is.
+    """
+    lines = raw[:-4].split(b"\r\n")
+    if len(lines) > LINES_MOST + 1:
+        raise HeadTooLarge(
+            f"the head has {len(lines) - 1} header lines, and {LINES_MOST} are the most this router takes"
+        )
+    request = _REQUEST.fullmatch(lines[0])
+    if request is None:
+        raise BadFraming(f"the request line is {_shown(lines[0])}: write METHOD TARGET HTTP/1.1")
+    if request[1] == b"CONNECT":
+        raise NotServed("CONNECT is not served: this router is no tunnel")
+    found: dict[bytes, list[bytes]] = {}
+    kept = [lines[0]]
+    for line in lines[1:]:
+        name, value = read_line(line)
+        if name in _TOGETHER:
+            found.setdefault(name, []).append(value)
+        if name != b"upgrade":
+            kept.append(line)
+    is_old = request[3] == b"0"
+    _check_host(found.get(b"host", _NOTHING), is_old=is_old)
+    length = _length(found.get(b"content-length", _NOTHING), found.get(b"transfer-encoding", _NOTHING), is_old=is_old)
+    return Head(raw if len(kept) == len(lines) else b"\r\n".join(kept) + b"\r\n\r\n", length)
+
+
+def read_line(line: bytes) -> tuple[bytes, bytes]:
+    """Return the name in lower case and the value of a header line.
+
+    Raises:
+        BadFraming: it is none.
+    """
+    name, colon, value = line.partition(b":")
+    if not colon or _NAME.fullmatch(name) is None or _VALUE.fullmatch(value) is None:
+        raise BadFraming(f"{_shown(line)} is not a header line: write NAME: VALUE")
+    return name.lower(), value.strip(b" \t")
+
+
+def _check_host(values: Sequence[bytes], *, is_old: bool) -> None:
+    """RFC 9112, 3.2: exactly one; HTTP/1.0 knew none."""
+    if len(values) > 1 or not (values or is_old):
+        raise BadFraming(f"the request has {len(values) or 'no'} Host headers: send one")
+
+
+def _length(lengths: Sequence[bytes], codings: Sequence[bytes], *, is_old: bool) -> int | None:
+    """RFC 9112, 6.1 and 6.3."""
+    if codings:
+        if is_old:
+            raise BadFraming("Transfer-Encoding in HTTP/1.0: send Content-Length")
+        if lengths:
+            raise BadFraming("the request has both Transfer-Encoding and Content-Length: send one of them")
+        if len(codings) > 1 or codings[0].lower() != b"chunked":
+            raise BadFraming(f"Transfer-Encoding is {_shown(b', '.join(codings))}: this router takes chunked alone")
+        return None
+    if not lengths:
+        return 0
+    if len(lengths) > 1 or _DIGITS.fullmatch(lengths[0]) is None:
+        raise BadFraming(f"Content-Length is {_shown(b', '.join(lengths))}: send one whole number of bytes")
+    return int(lengths[0])
+
+
+def _shown(text: bytes) -> str:
+    return repr(text[:_SHOWN_MOST].decode("latin-1")) + ("..." if len(text) > _SHOWN_MOST else "")
+
+
+class Chunks:
+    """Takes a chunked body apart (RFC 9112, 7.1); extensions and trailers are checked, counted and dropped."""
+
+    __slots__ = ("_extensions", "_in_trailers", "_left", "_pending", "is_over", "rest")
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.rest = b""  # what follows the body, once that is over
+        self._left = 0  # bytes of the chunk that are to come, with the end of its line
+        self._pending = b""  # a line that is not complete
+        self._extensions = 0  # bytes
+        self._in_trailers = False
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the part of the body that is in ``data``.
+
+        Raises:
+            BadFraming: it is not chunked.
+            HeadTooLarge: there are too many trailers.
+        """
+        if self._pending:
+            data, self._pending = self._pending + data, b""
+        body = bytearray()
+        pos, size = self._finish_chunk(data, body), len(data)
+        match_line = _SIZE_LINE.match
+        while pos < size and not self._in_trailers:
+            line = match_line(data, pos)
+            if line is None:
+                self._expect_line(data, pos)
+                return bytes(body)
+            if line.end(2) > line.end(1):
+                self._count_extension(line)
+            pos, length = line.end(), int(line[1], 16)
+            end = pos + length
+            if length and data[end : end + 2] == b"\r\n":  # all of it is here
+                body += data[pos:end]
+                pos = end + 2
+            elif length:
+                self._left = length + 2
+                pos += self._finish_chunk(data[pos:], body)
+            else:
+                self._in_trailers = True
+        if self._in_trailers:
+            self._read_trailers(data[pos:])
+        return bytes(body)
+
+    def _finish_chunk(self, data: bytes, body: bytearray) -> int:
+        """Take what is left of a chunk; return how many bytes that were."""
+        left = self._left
+        if not left:
+            return 0
+        taken, mine = data[:left], max(0, left - 2)
+        self._left = left - len(taken)
+        body += taken[:mine]
+        if not b"\r\n"[max(0, 2 - left) :].startswith(taken[mine:]):
+            raise BadFraming("a chunk of the body is longer than its size says")
+        return len(taken)
+
+    def _expect_line(self, data: bytes, pos: int) -> None:
+        """Keep the beginning of a line with a size for later."""
+        rest = data[pos:]
+        if b"\n" in rest or len(rest) >= _SIZE_LINE_MOST or not _may_be_a_size(rest):
+            raise BadFraming(f"{_shown(rest)} does not begin with the size of a chunk")
+        self._pending = rest
+
+    def _count_extension(self, line: re.Match[bytes]) -> None:
+        self._extensions += line.end(2) - line.end(1)
+        if self._extensions > _EXTENSIONS_MOST or line.end() - line.start() > _SIZE_LINE_MOST:
+            raise BadFraming(
+                f"the chunk extensions have more than {_EXTENSIONS_MOST} bytes, or one line of them more than "
+                f"{_SIZE_LINE_MOST}: that is the most this router takes"
+            )
+
+    def _read_trailers(self, data: bytes) -> None:
+        """Look for the empty line behind the trailers."""
+        if data.startswith(b"\r\n"):
+            end = 0
+        else:
+            end = data.find(b"\r\n\r\n", 0, HEAD_MOST)
+            if end < 0 and len(data) >= HEAD_MOST:
+                raise HeadTooLarge(f"the trailers have more than {HEAD_MOST} bytes, the most this router takes")
+            if end < 0:
+                if _BARE.search(data):
+                    raise BadFraming("a line of the trailers ends with a line feed alone: end each with CR LF")
+                self._pending = data
+                return
+            lines = data[:end].split(b"\r\n")
+            if len(lines) > LINES_MOST:
+                raise HeadTooLarge(f"there are {len(lines)} trailers, and {LINES_MOST} are the most this router takes")
+            for line in lines:
+                read_line(line)
+            end += 2
+        self.is_over, self.rest = True, data[end + 2 :]
+
+
+def _may_be_a_size(rest: bytes) -> bool:
+    """Tell whether an incomplete line may still become one with a size."""
+    return _SIZE_LINE.fullmatch(rest.rstrip(b" \t\r") + b"\r\n") is not None

@@ -1,8 +1,8 @@
 """The decode scheduler's half: keep other engines' blocks alive for the requests that wait here.
 
 A lease is renewed from the moment its request enters the scheduler, queued or not, so that
-an overloaded decode engine loses nothing; it is given back the moment nobody wants it. An engine whose loop hangs renews
-nothing after a while: nobody here will read the blocks that it keeps others from.
+an overloaded decode engine loses nothing; it is given back the moment nobody wants it. An engine whose loop hangs
+renews nothing after a while: nothing here will read the blocks that it keeps others from.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,13 +17,12 @@ from xpyd_connector.core.peers import Peer, PeerBook, PeerState
 from xpyd_connector.core.ports import Link, LinkEvent, Lost, Received
 from xpyd_connector.core.tally import Tally
 
-
 Names = dict[RequestId, None]  # a set that keeps its order
 
 
 @dataclass(slots=True)
 class _Wanted:
-    """What we want of one engine, and what it should hear of us: P's ids of what we do not want, and of what we read."""
+    """What we want of one engine, and what it should hear: P's ids of what we do not want, and of what we read."""
 
     offers: dict[RequestId, Offer | Booking] = field(default_factory=dict[RequestId, Offer | Booking])  # by our own id
     by_remote: dict[RequestId, Names] = field(default_factory=dict[RequestId, Names])  # P's id -> ours
@@ -140,7 +139,7 @@ class Borrower:
         self._speak()
         self._peers.forget_refused(self._wanted, now=now)
         if not self._wanted:
-            self._next_beat = None
+            self._next_beat, self.is_withholding = None, False
         elif self._next_beat is not None and now >= self._next_beat:
             self._next_beat = now + self._interval
             self.is_withholding = now - self._last_turn() >= self._loop_timeout

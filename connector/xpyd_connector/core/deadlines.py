@@ -77,7 +77,7 @@ class Deadlines(Generic[KeyT]):
         self._compact()
 
     def _compact(self) -> None:
-        """Drop stale entries when they are twice as many as the true ones: the heap stays as large as what it is for."""
+        """Drop stale entries when they are twice as many as the true ones: the heap stays as small as its keys."""
         if len(self._heap) > 3 * len(self._due) + FEW:
             self._heap = [(at, number, key) for number, (key, at) in enumerate(self._due.items())]
             heapq.heapify(self._heap)

@@ -223,7 +223,7 @@ class Pushes:
             case Memory(rank):
                 self._introduce(conn, rank)
             case Register():
-                self._register(conn, message)
+                self._register(conn, message, now)
             case Stop(readers):
                 self._stop_for(conn, readers)
             case Attend():
@@ -306,7 +306,7 @@ class Pushes:
         else:
             self._tally.count("late_notifications")
 
-    def _register(self, conn: ConnId, order: Register) -> None:
+    def _register(self, conn: ConnId, order: Register, now: float) -> None:
         guest = self._guests.get(conn)
         if guest is None or not guest.is_known:
             self._link.send(conn, Stopped(order.reader, "the memory of the decode engine's ranks is not known"))
@@ -328,6 +328,8 @@ class Pushes:
             self._open += 1
             self._by_request.setdefault(order.request, {})[_Reader(conn, order.reader)] = push
             self._tally.count("registrations")
+            if self._lender.holds(order.request):
+                self._lender.renew(conn, (order.request,), now=now)  # it is this engine's from now on
             self._tell_workers(Assign(conn, order))
 
     def _stop_for(self, conn: ConnId, readers: Iterable[RequestId]) -> None:

@@ -8,7 +8,7 @@ from support.engines import LEASE, rank_info
 from xpyd_connector.core import pushes as pushes_module
 from xpyd_connector.core.ids import BlockId, ConnId, RequestId
 from xpyd_connector.core.leases import LeaseBook
-from xpyd_connector.core.lender import Lender
+from xpyd_connector.core.lender import Candidate, Lender
 from xpyd_connector.core.messages import (
     Alive,
     Arrived,
@@ -190,6 +190,56 @@ def test_several_readers_of_one_transfer_end_its_lease_with_the_last_of_them(des
 
     assert [conn for conn, _ in desk.said(D, ELSE)] == [D, ELSE, D]
     assert T not in desk.leases
+
+
+# ---- whose transfer it is
+
+
+@pytest.mark.parametrize("claim", ["renew early", "renew", "register early", "register"])
+def test_a_transfer_is_the_engines_that_spoke_of_it_first(desk, claim):
+    """Whoever knows its name may neither claim it, nor end it, nor have its KV written into its own memory."""
+    desk.introduce(ELSE, "e")
+    if not claim.endswith("early"):
+        desk.grant()
+    desk.hear(D, Renew((T,))) if claim.startswith("renew") else desk.register()
+    owner = desk.pushes._owner(T)
+    desk.said()
+    desk.counters()
+    desk.hear(ELSE, Renew((T,)), Drop((T,)))
+    desk.register(ELSE, "e-a")
+
+    assert desk.pushes._owner(T) == owner == D
+    assert desk.said(ELSE) == [Lapsed((T,)), Alive(), Stopped("e-a", "transfer t is another decode engine's")]
+    assert desk.counters()["foreign_messages"] == 3
+
+
+def test_a_transfer_is_anybodys_again_when_the_engine_that_spoke_of_it_is_gone(desk):
+    """A router tries again with another decode engine."""
+    desk.introduce(ELSE, "e")
+    desk.hear(D, Renew((T,)))
+    desk.lose(D)
+    desk.register(ELSE, "e-a")
+
+    assert desk.pushes._owner(T) == ELSE
+
+
+def test_a_transfer_that_is_over_is_said_to_have_lapsed(desk):
+    """Its decode engine, whose request still waits, computes the prompt itself, instead of registering in vain."""
+    desk.grant()
+    desk.lender.revoke([Candidate(T, 1)], 1, now=desk.now)
+    desk.turn()
+    desk.said()
+    desk.hear(D, Renew((T,)))
+
+    assert desk.said(D) == [Lapsed((T,)), Alive()]
+
+
+def test_what_is_being_written_is_not_revoked(desk):
+    """The control thread asks before it revokes."""
+    assert not desk.pushes.is_writing(T)
+    desk.register()
+
+    assert desk.pushes.is_writing(T)
 
 
 # ---- early words

@@ -18,7 +18,7 @@ import yaml
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "proxy"), str(HERE.parent / "connector")]
 
-from xpyd_connector.settings import AT_LEAST, CHOICES, FROM_ENVIRONMENT, Settings  # noqa: E402 (found only now)
+from xpyd_connector.settings import AT_LEAST, CHOICES, FROM_ENVIRONMENT, SHARES, Settings  # noqa: E402 (found only now)
 from xpyd_proxy.options import OPTIONS, Kind  # noqa: E402
 
 CHART = HERE / "xpyd"
@@ -125,7 +125,9 @@ def _connector(field: "dataclasses.Field[Any]") -> Schema:
     if field.name in CHOICES:
         return {"type": "string", "enum": [choice.value for choice in CHOICES[field.name]]}
     if field.name in AT_LEAST:
-        return {"type": "integer" if isinstance(field.default, int) else "number", "minimum": AT_LEAST[field.name]}
+        most: Schema = {"maximum": SHARES[field.name]} if field.name in SHARES else {}
+        kind = "integer" if isinstance(field.default, int) else "number"
+        return {"type": kind, "minimum": AT_LEAST[field.name], **most}
     return {"type": ["boolean", "null"]}
 
 

@@ -58,6 +58,9 @@ class Settings:
     )
     staging_blocks: int = 0  # blocks of each KV cache group and rank that fit into that memory; 0: two longest prompts
     max_leases: int = 65536  # requests whose blocks may be held at once; beyond it prefills are not handed over
+    max_held_share: float = 0.9  # of the cache's blocks that leases may hold; beyond it prefills are not handed over
+    revoke_after: float = 10.0  # s that a prefill lacks blocks before leases that nobody reads are revoked; 0: never
+    engine_loop_timeout: float = 300.0  # s without a turn of the engine's loop before it renews nothing; 0: never
     backends: tuple[Backend, ...] = (Backend("UCX"),)  # of NIXL, in the order in which it should prefer them
     allow_open_data_plane: bool = False  # NIXL may listen on other interfaces than that of the side channel
     allow_open_side_channel: bool = False  # the side channel may be at an address that others reach, without a secret
@@ -101,9 +104,13 @@ AT_LEAST: Mapping[str, float] = {
     "progress_delay_us": 0,
     "idle_wait": 0,
     "max_leases": 1,
+    "max_held_share": 0.01,
+    "revoke_after": 0,
+    "engine_loop_timeout": 0,
     "staging_blocks": 0,
 }
 AT_MOST = 1e9  # of anything: beyond it, the system's clocks and sockets overflow
+SHARES: Mapping[str, float] = {"max_held_share": 1.0}  # at most
 
 
 # Keys of vLLM 0.32's own NixlConnector (kv_connector/v1/nixl/) that mean the same here -> ours.
@@ -264,9 +271,10 @@ def _number(key: str, value: object) -> float | int:
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
         kind = "a whole number" if whole else "a number"
         raise SettingsError(f"kv_connector_extra_config[{key!r}] is {value!r}; it must be {kind}")
-    if not AT_LEAST[key] <= value <= AT_MOST:
+    most = SHARES.get(key, AT_MOST)
+    if not AT_LEAST[key] <= value <= most:
         raise SettingsError(
-            f"kv_connector_extra_config[{key!r}] is {value!r}; it must be between {AT_LEAST[key]:g} and {AT_MOST:g}"
+            f"kv_connector_extra_config[{key!r}] is {value!r}; it must be between {AT_LEAST[key]:g} and {most:g}"
         )
     return value if whole else float(value)
 

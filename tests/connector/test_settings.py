@@ -23,6 +23,7 @@ from xpyd_connector.settings import (
     SAME,
     SECRET_FILE_VARIABLE,
     SECRET_VARIABLE,
+    SHARES,
     Backend,
     Granularity,
     Mode,
@@ -156,6 +157,14 @@ def test_a_whole_number_must_be_whole():
     """Half a thread is none."""
     with pytest.raises(SettingsError, match="a whole number"):
         read_settings({"handshake_threads": 1.5}, {})
+
+
+@pytest.mark.parametrize(("key", "most"), SHARES.items())
+def test_a_share_is_at_most_one(key, most):
+    """More of the cache than there is would be no bound."""
+    assert getattr(read_settings({key: most}, {}), key) == most
+    with pytest.raises(SettingsError, match=f"'{key}'\\] is 1.5; it must be between 0.01 and 1"):
+        read_settings({key: 1.5}, {})
 
 
 def test_a_misspelt_key_is_an_error_with_a_hint():

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from xpyd_connector.core.borrower import Borrower
 from xpyd_connector.core.control import Control
 from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
-from xpyd_connector.core.leases import LeaseBook
-from xpyd_connector.core.lender import Lender
-from xpyd_connector.core.loads import LetGo, Order, Result
+from xpyd_connector.core.leases import LeaseBook, Released
+from xpyd_connector.core.lender import Candidate, Lender
+from xpyd_connector.core.loads import LeaseLost, LetGo, Order, Result
 from xpyd_connector.core.messages import PROTOCOL, Fingerprint, Hello, Lent, RankInfo, Region, Welcome
 from xpyd_connector.core.offers import Offer
 from xpyd_connector.core.peers import PeerBook
@@ -27,7 +27,7 @@ FINGERPRINT = Fingerprint(
 )  # fmt: skip
 BLOCKS = 12  # beside block 0, which nobody uses
 BLOCK_SIZE = 4  # tokens
-LEASE, TIMEOUT = 30.0, 20.0
+LEASE, TIMEOUT, LOOP_TIMEOUT = 30.0, 20.0, 300.0
 
 
 def changed(struct, **changes):
@@ -77,6 +77,8 @@ class Engine:
     orders: dict = field(default_factory=dict)
     into: dict = field(default_factory=dict)
     on_result: Callable[[Result], None] = lambda result: None
+    on_lost: Callable[[RequestId], None] = lambda request: None
+    turned_at: float | None = None  # when the engine's loop hung up; nobody sets it while it turns
 
     def __post_init__(self):
         self.heads = self.heads or self.ranks
@@ -89,10 +91,19 @@ class Engine:
         self.link, self.worker_link = MemoryLink(self.network, self.name), MemoryLink(self.network, self.name)
         self.tally, self.worker_tally = Tally(), Tally()
         peers = PeerBook(self.link, self.fingerprint, self.tally, retry_after=self.retry_after)
-        leases = LeaseBook(duration=LEASE, extension=LEASE * 2 / 3)
+        leases = LeaseBook(
+            duration=LEASE, extension=LEASE * 2 / 3, reading=self.timeout, same_engine=self._are_of_one_engine
+        )
         self.control = Control(
             Lender(self.link, leases, self.tally),
-            Borrower(self.link, peers, self.tally, heartbeat_interval=LEASE / 6),
+            Borrower(
+                self.link,
+                peers,
+                self.tally,
+                heartbeat_interval=LEASE / 6,
+                loop_timeout=LOOP_TIMEOUT,
+                last_turn=lambda: float("inf") if self.turned_at is None else self.turned_at,
+            ),
             peers,
             self.tally,
         )
@@ -107,6 +118,11 @@ class Engine:
         self.worker_peers = worker_peers
         welcome = Welcome(PROTOCOL, EngineId(self.name), self.fingerprint, infos)
         self.network.listen(self.address, self.link, welcome)
+
+    def _are_of_one_engine(self, one, other):
+        """What a handshake proves: the network knows who is at the other end."""
+        who = [self.network.caller(self.link, conn) for conn in (one, other)]
+        return None not in who and who[0] == who[1]
 
     def prefill(self, request, blocks, *, now):
         """Compute a prompt into ``blocks`` blocks, lend them, and return the offer; None when full."""
@@ -133,7 +149,12 @@ class Engine:
         order = Order(RequestId(request), offer.remote_request_id, offer.remote_engine_id, offer.address, (whole,))
         self.orders[order.request] = order
         self.reader.load(order, now=now)
+        self.control.borrower.reading(order.request, order.engine)
         return into
+
+    def revoke(self, request, *, now):
+        """Another prompt needs the blocks."""
+        self.control.revoke([Candidate(RequestId(request), len(self.held[RequestId(request)]))], 1, now=now)
 
     def turn(self, *, now):
         """One turn of both threads, then what the engine thread does with the outcome."""
@@ -143,9 +164,13 @@ class Engine:
             for event in link.poll():
                 core.on(event, now=now)
             core.advance(now=now)
-        for released in self.control.lender.take_released():
-            self.freed.append(released)
-            self._free(self.held.pop(released.request))
+        for news in self.control.take_news(now=now):
+            match news:
+                case Released(request):
+                    self.freed.append(news)
+                    self._free(self.held.pop(request))
+                case LeaseLost(request):
+                    self.on_lost(request)
         for result in self.reader.take_results():
             self._ended(result)
 

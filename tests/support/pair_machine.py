@@ -8,10 +8,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from support.engines import BLOCKS, LEASE, TIMEOUT, World, right
+from xpyd_connector.core.ids import ConnId
+from xpyd_connector.core.messages import Done, Drop, Reads, Renew
 from xpyd_connector.core.peers import MAX_BACKOFF, PeerState
 
 MOST_TROUBLES = 2  # at a time: with more, nothing happens any more that could go wrong
 PICK = st.integers(0, 1000)
+
+
+STRANGER = ConnId(-1)
+
+
+def vars_of(lease):
+    return lease and (lease.expires_at, lease.state, lease.holder, lease.read_until, dict(lease.ranks_done))
 
 
 class PairMachine(RuleBasedStateMachine):
@@ -77,6 +86,31 @@ class PairMachine(RuleBasedStateMachine):
             request = self.pick(self.loaded, pick)
             del self.loaded[request]
             self.world.d.finish(request)
+
+    # ---- P lacks blocks, and strangers
+
+    @precondition(lambda self: self.world.p.held)
+    @rule(pick=PICK)
+    def revoke(self, pick):
+        """Unless somebody has said to read it; whose word may be under way, or lost."""
+        if self.can(self.world.p):
+            request = self.pick(self.world.p.held, pick)
+            if request in self.world.p.leases:
+                self.world.p.revoke(request, now=self.world.now)
+
+    @precondition(lambda self: self.world.p.held)
+    @rule(pick=PICK, what=st.sampled_from([Renew, Drop, Done, Reads]))
+    def meddle(self, pick, what):
+        """An engine that has proven to be another says what is not its to say of a lease that D holds."""
+        if not self.can(self.world.p):
+            return
+        request, leases = self.pick(self.world.p.held, pick), self.world.p.leases
+        if leases.holder(request) is None:
+            return
+        message = Done(request, request, 0, 1) if what is Done else what((request,))
+        before = vars_of(leases._leases[request])
+        self.world.p.control.lender._answer(STRANGER, message, self.world.now)
+        assert vars_of(leases._leases.get(request)) == before, "a stranger has changed a lease"
 
     # ---- time
 
@@ -180,6 +214,11 @@ class PairMachine(RuleBasedStateMachine):
 
     def d_starts(self):
         self.world.d.on_result = self.load_ended
+        self.world.d.on_lost = self.lease_lost
+
+    def lease_lost(self, request):
+        """What the engine thread does: a request that has not begun to load computes its own prompt."""
+        self.waiting.pop(request.removeprefix("d-"), None)
 
     def load_ended(self, result):
         """What the engine thread does with a success: use the blocks."""

@@ -13,8 +13,8 @@ from xpyd_connector.core.control import Control
 from xpyd_connector.core.ids import Address, BlockId, EngineAt, EngineId, RequestId
 from xpyd_connector.core.landings import Landings, Ticket
 from xpyd_connector.core.leases import LeaseBook, Released
-from xpyd_connector.core.lender import Lender
-from xpyd_connector.core.loads import LetGo, Result
+from xpyd_connector.core.lender import Candidate, Lender
+from xpyd_connector.core.loads import LeaseLost, LetGo, Result
 from xpyd_connector.core.messages import PROTOCOL, Welcome
 from xpyd_connector.core.offers import Booking
 from xpyd_connector.core.peers import PeerBook
@@ -106,6 +106,7 @@ class PushEngine:
     into: dict = field(default_factory=dict)
     lent: dict = field(default_factory=dict)  # block -> request for which P may write into it
     on_result: Callable[[Result], None] = lambda result: None
+    on_lost: Callable[[RequestId], None] = lambda request: None
 
     def __post_init__(self):
         network, name = self.world.network, self.name
@@ -197,6 +198,10 @@ class PushEngine:
         self._announce(prefill, last=True)
         return True
 
+    def revoke(self, name, *, now):
+        """Another prompt needs the blocks."""
+        self.control.revoke([Candidate(RequestId(name), len(self.held[name]))], 1, now=now)
+
     def _announce(self, prefill, *, last):
         new = [BlockId(block) for block in prefill.ids[prefill.announced :]]
         prefill.announced += len(new)
@@ -258,6 +263,8 @@ class PushEngine:
                 self.freed.append(news)
                 self._free(self.held.pop(request))
                 self.told.append((None, Gone(request)))
+            case LeaseLost(request):
+                self.on_lost(request)
             case LetGo(request):
                 assert self.results[request].lingers, "P let go of what nobody was told it held"
                 self._take_back(request)

@@ -8,11 +8,13 @@ every block comes back exactly once.
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from support.engines import BLOCK_SIZE, BLOCKS, LEASE
+from support.engines import BLOCK_SIZE, BLOCKS, LEASE, lent
 from support.push_engines import WAIT, PushWorld
-from xpyd_connector.core.messages import Alive, Drop, Landed, Renew, Stop, Stopped, Stuck
+from xpyd_connector.core.ids import ConnId
+from xpyd_connector.core.messages import Alive, Drop, Landed, Lapsed, Register, Renew, Stop, Stopped, Stuck
 from xpyd_connector.core.peers import MAX_BACKOFF, PeerState
 
+STRANGER = ConnId(-1)
 MOST_TROUBLES = 2  # at a time: with more, nothing happens any more that could go wrong
 PICK = st.integers(0, 1000)
 
@@ -23,6 +25,7 @@ PICK = st.integers(0, 1000)
 TAMPER = {
     Renew: ("drop", "repeat", "delay"),
     Alive: ("drop", "repeat", "delay"),
+    Lapsed: ("drop", "repeat", "delay"),
     Drop: ("drop", "repeat", "delay"),
     Stuck: ("drop", "repeat", "delay"),
     Stop: ("repeat", "delay"),
@@ -138,6 +141,30 @@ class PushMachine(RuleBasedStateMachine):
     def lend(self, pick):
         if self.can(self.world.p):
             self.world.p.lend(self.pick(self.world.p.computing, pick), now=self.world.now)
+
+    @precondition(lambda self: self.world.p.held)
+    @rule(pick=PICK)
+    def revoke(self, pick):
+        """P lacks blocks; what is written to somebody it keeps."""
+        p = self.world.p
+        if self.can(p) and (name := self.pick(p.held, pick)) in p.leases:
+            p.revoke(name, now=self.world.now)
+            assert name not in p.leases or name in p.pushes._by_request, "what nobody is written to was not revoked"
+
+    @precondition(lambda self: self.transfers)
+    @rule(pick=PICK, what=st.sampled_from([Renew, Drop, Register]))
+    def meddle(self, pick, what):
+        """An engine that is another's speaks of a transfer that somebody has spoken of."""
+        pushes, name = self.world.p.pushes, self.pick(self.transfers, pick)
+        if not self.can(self.world.p) or (owner := pushes._owner(name)) is None:
+            return
+        message = Register("x", name, None, lent(0, [1])) if what is Register else what((name,))
+        lease = self.world.p.leases._leases.get(name)
+        expires_at = lease and lease.expires_at
+        pushes._told(STRANGER, message, self.world.now)
+        assert pushes._owner(name) == owner, "a stranger has taken a transfer"
+        assert self.world.p.leases._leases.get(name) is lease, "a stranger has ended a lease"
+        assert (lease and lease.expires_at) == expires_at, "a stranger has renewed a lease"
 
     @precondition(lambda self: self.world.p.computing)
     @rule(pick=PICK)
@@ -262,6 +289,11 @@ class PushMachine(RuleBasedStateMachine):
 
     def d_starts(self):
         self.world.d.on_result = self.load_ended
+        self.world.d.on_lost = self.lease_lost
+
+    def lease_lost(self, request):
+        """What the engine thread does: a request that has not registered computes its own prompt."""
+        self.waiting.pop(request, None)
 
     def load_ended(self, result):
         """What the engine thread does with a success: use the blocks."""

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from support.staging_world import BLOCKS, LEASE, PATIENCE, SLOTS, StagingWorld
-from xpyd_connector.core.messages import Drop, Renew
+from xpyd_connector.core.lender import Candidate
+from xpyd_connector.core.messages import MAX_RANKS, Done, Drop, Renew
 from xpyd_connector.core.readings import PartState
 
 PICK = st.integers(0, 1000)
@@ -77,6 +78,24 @@ class StagingMachine(RuleBasedStateMachine):
         decoder = self.world.decoders[decoder % len(self.world.decoders)]
         if decoder.conn is not None:
             decoder.say(kind, self.requests[pick % len(self.requests)])
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=PICK)
+    def revoke(self, pick):
+        """P lacks blocks; what somebody reads it keeps."""
+        p, request = self.world.p, self.requests[pick % len(self.requests)]
+        if request in p.leases:
+            p.lender.revoke([Candidate(request, 1)], 1, now=self.world.now, is_busy=p.stagings.is_reading)
+            assert (request in p.leases) == p.stagings.is_reading(request)
+
+    @precondition(lambda self: self.world.reading())
+    @rule(pick=PICK, decoder=PICK)
+    def meddle(self, pick, decoder):
+        """Somebody says over his own connection that another's rank has read everything."""
+        reading, decoder = self.world.reading(), self.world.decoders[decoder % len(self.world.decoders)]
+        worker, load = reading[pick % len(reading)]
+        if decoder.conn is not None:
+            decoder.link.send(decoder.conn, Done(load.request, load.reader, worker.rank, MAX_RANKS))
 
     # ---- time
 

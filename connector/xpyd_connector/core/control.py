@@ -1,11 +1,13 @@
 """What the control thread of a scheduler process runs: everything that is on its link."""
 
+from collections.abc import Sequence
+
 from xpyd_connector.core.borrower import Borrower
 from xpyd_connector.core.ids import RequestId
 from xpyd_connector.core.landings import Landings
 from xpyd_connector.core.leases import Released
-from xpyd_connector.core.lender import Lender
-from xpyd_connector.core.loads import LetGo, Result
+from xpyd_connector.core.lender import Candidate, Lender
+from xpyd_connector.core.loads import LeaseLost, LetGo, Result
 from xpyd_connector.core.messages import Attend
 from xpyd_connector.core.peers import PeerBook
 from xpyd_connector.core.ports import LinkEvent, Received
@@ -62,6 +64,14 @@ class Control:
         if self._pushes is not None:
             self._pushes.granted(request, now=now)
 
+    def revoke(self, candidates: Sequence[Candidate], blocks: int, *, now: float) -> None:
+        """End leases that nobody reads, the first named first, until so many blocks are free."""
+        self.lender.revoke(candidates, blocks, now=now, is_busy=self._is_busy)
+
+    def _is_busy(self, request: RequestId) -> bool:
+        is_written = self._pushes is not None and self._pushes.is_writing(request)
+        return is_written or (self._stagings is not None and self._stagings.is_reading(request))
+
     def on(self, event: LinkEvent, *, now: float) -> None:
         """Take in an event."""
         if self._peers.find(event.conn) is not None:
@@ -90,14 +100,15 @@ class Control:
             dues.append(self._landings.advance(now=now))
         return min((due for due in dues if due is not None), default=None)
 
-    def take_news(self, *, now: float) -> list[Released | Result | LetGo]:
-        """Return what the engine must know: leases that ended, and in push the fate of what we wait for."""
+    def take_news(self, *, now: float) -> list[Released | Result | LetGo | LeaseLost]:
+        """Return what the engine must know: leases that ended here and there, in push the fate of what we wait for."""
         released = self.lender.take_released()
         if self._pushes is not None:
             self._pushes.released(released, now=now)
         if self._stagings is not None:
             self._stagings.released(released)
-        return [*released, *(self._landings.take_results() if self._landings is not None else ())]
+        results = self._landings.take_results() if self._landings is not None else ()
+        return [*released, *self.borrower.take_lost(), *results]
 
     def _on_ours(self, event: LinkEvent, now: float) -> None:
         if self._landings is None:

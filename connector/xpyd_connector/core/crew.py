@@ -15,6 +15,7 @@ class Crew:
         self._link = link
         self._tokens = tokens  # rank -> what its worker proves itself with
         self._conns: dict[int, ConnId] = {}
+        self._ranks: dict[ConnId, int] = {}  # the same, the other way round
 
     @property
     def ranks(self) -> Set[int]:
@@ -25,16 +26,20 @@ class Crew:
         """Take in who says to be a worker, in place of who was before; false if it cannot prove it."""
         if attend.rank not in self._tokens or not hmac.compare_digest(attend.token, self._tokens[attend.rank]):
             return False
-        self._conns[attend.rank] = conn
+        self.leave(conn)  # a worker is of one rank, and a rank has one worker
+        if (before := self._conns.get(attend.rank)) is not None:
+            self.leave(before)
+        self._conns[attend.rank], self._ranks[conn] = conn, attend.rank
         return True
 
     def leave(self, conn: ConnId) -> None:
         """Forget a connection that closed, a worker's or not."""
-        self._conns = {rank: its for rank, its in self._conns.items() if its != conn}
+        if (rank := self._ranks.pop(conn, None)) is not None:
+            del self._conns[rank]
 
     def rank_of(self, conn: ConnId) -> int | None:
         """Return which worker is behind a connection, or None."""
-        return next((rank for rank, its in self._conns.items() if its == conn), None)
+        return self._ranks.get(conn)
 
     def tell(self, rank: int, message: Message) -> None:
         """Tell a worker something; one that does not attend must be told when it comes."""

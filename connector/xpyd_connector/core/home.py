@@ -32,6 +32,11 @@ class Home:
                 pass
         return False
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the connection is open."""
+        return self._conn is not None
+
     def say(self, message: Message) -> None:
         """Tell the scheduler something; nobody, while it is away."""
         if self._conn is not None:

@@ -15,6 +15,7 @@ from math import inf
 from typing import Final, NamedTuple
 
 from xpyd_connector.core.borrower import Borrower
+from xpyd_connector.core.deadlines import Deadlines
 from xpyd_connector.core.ids import Address, ConnId, EngineId, RequestId
 from xpyd_connector.core.lives import follow
 from xpyd_connector.core.loads import LetGo, Result
@@ -103,13 +104,10 @@ class Ticket(NamedTuple):
 @dataclass(slots=True)
 class _Landing:
     ticket: Ticket
-    deadline: float
     state: LandingState = LandingState.WAITING
     lent: Sequence[Lent] = ()  # what P may write into: our blocks, or slots
-    squeezed_at: float = inf  # when it must give way to those who wait for its slots
-    look_every: float = 0.0  # s; these three only while QUARANTINED
+    look_every: float = 0.0  # s; these two only while QUARANTINED
     looks: int = 0
-    look_at: float = 0.0
 
     def on(self, event: LandingEvent) -> None:
         self.state = follow(TRANSITIONS, self.state, event, f"landing of {self.ticket.request}")
@@ -141,6 +139,9 @@ class Landings:
         self._squeeze = squeeze  # s that a push may keep others waiting for its slots: they may be what it waits for
         self._unpacking = unpacking  # absent unless our cache is out of NIXL's reach
         self._landings: dict[RequestId, _Landing] = {}
+        self._by_engine: dict[EngineId, dict[RequestId, None]] = {}  # dicts, because they keep their order
+        self._deadlines: Deadlines[RequestId] = Deadlines()  # of those that P is to write; of the quarantined, looks
+        self._squeezes: Deadlines[RequestId] = Deadlines()
         self._results: list[Result | LetGo] = []
 
     def __len__(self) -> int:
@@ -150,11 +151,13 @@ class Landings:
         """Lend blocks to P. What comes of it comes out of :meth:`take_results`."""
         if ticket.request in self._landings:
             raise IllegalTransition(f"request {ticket.request} is registered twice")
-        landing = self._landings[ticket.request] = _Landing(ticket, now + self._timeout, lent=ticket.groups)
+        landing = self._landings[ticket.request] = _Landing(ticket, lent=ticket.groups)
+        self._by_engine.setdefault(ticket.engine, {})[ticket.request] = None
         if self._unpacking is None:
+            self._deadlines.set(ticket.request, now + self._timeout)
             self._approach(landing, now)
             return
-        landing.state, landing.deadline = LandingState.QUEUED, inf
+        landing.state = LandingState.QUEUED
         try:
             self._unpacking.slots.ask(ticket.request, [len(lent.blocks) for lent in ticket.groups])
         except ConnectorError as exc:
@@ -167,7 +170,8 @@ class Landings:
         for request, groups in unpacking.slots.take_granted():
             landing = self._landings[request]
             landing.on(LandingEvent.ROOM)
-            landing.deadline, landing.squeezed_at = now + self._timeout, now + self._squeeze
+            self._deadlines.set(request, now + self._timeout)
+            self._squeezes.set(request, now + self._squeeze)
             landing.lent = [
                 Lent(lent.start, lent.stop, slots) for lent, slots in zip(landing.lent, groups, strict=True)
             ]
@@ -205,7 +209,7 @@ class Landings:
         if peer.state is PeerState.MET:
             for rank in self._ranks:
                 self._link.send(peer.conn, Memory(rank))
-        for landing in [each for each in self._landings.values() if each.ticket.engine == peer.engine]:
+        for landing in [self._landings[request] for request in self._by_engine.get(peer.engine, ())]:
             if landing.state in _OURS:
                 continue
             if peer.state is PeerState.MET and landing.state is LandingState.WAITING:
@@ -221,47 +225,47 @@ class Landings:
             for request, failure in self._unpacking.take_unpacked():
                 self._unpacked(self._landings[request], failure)
             self._give_room(self._unpacking, now)
-        for landing in list(self._landings.values()):
+        for request in self._deadlines.take_due(now=now):
+            landing = self._landings[request]
             if landing.state is LandingState.QUARANTINED:
                 self._look(landing, now)
-            elif landing.state in (LandingState.WAITING, LandingState.REGISTERED):
-                self._check(landing, now)
-        return min((self._due(landing) for landing in self._landings.values()), default=None)
+            else:
+                self._give_up(landing, "loads_failed_timeout", f"nothing was written within {self._timeout:g} s")
+        for peer in self._asked():
+            if now >= (peer.asked_at or 0.0) + self._patience:
+                self._give_up_on(peer)
+        for request in self._squeezes.take_due(now=now) if self._is_crowded else ():
+            why = f"nothing came for {self._squeeze:g} s, and others wait for its slots of host memory"
+            self._give_up(self._landings[request], "loads_failed_staging", why)
+        dues = [self._deadlines.next(), self._squeezes.next() if self._is_crowded else None]
+        dues += [due for peer in self._asked() if (due := (peer.asked_at or 0.0) + self._patience) > now]
+        return min((due for due in dues if due is not None), default=None)
+
+    @property
+    def _is_crowded(self) -> bool:
+        """Whether somebody waits for slots that others have."""
+        return self._unpacking is not None and bool(self._unpacking.slots.waiting)
+
+    def _asked(self) -> list[Peer]:
+        """Return the peers that owe us an answer, and write to us."""
+        peers = [self._peers.get(engine) for engine in self._by_engine]
+        return [peer for peer in peers if peer is not None and peer.asked_at is not None]
+
+    def _give_up_on(self, peer: Peer) -> None:
+        for request in list(self._by_engine.get(peer.engine, ())):
+            if self._landings[request].state is LandingState.REGISTERED:
+                self._give_up(self._landings[request], "loads_failed_timeout", f"{peer.address} does not answer")
 
     def take_results(self) -> list[Result | LetGo]:
         """Return what ended since the last call, in order."""
         results, self._results = self._results, []
         return results
 
-    def _due(self, landing: _Landing) -> float:
-        if landing.state is LandingState.QUARANTINED:
-            return landing.look_at
-        if landing.state not in (LandingState.WAITING, LandingState.REGISTERED):
-            return inf
-        peer = self._peers.get(landing.ticket.engine)
-        asked_at = peer.asked_at if peer is not None and peer.asked_at is not None else inf
-        is_crowded = self._unpacking is not None and self._unpacking.slots.waiting
-        return min(landing.deadline, asked_at + self._patience, landing.squeezed_at if is_crowded else inf)
-
-    def _check(self, landing: _Landing, now: float) -> None:
-        peer = self._peers.get(landing.ticket.engine)
-        if now >= landing.deadline:
-            self._give_up(landing, "loads_failed_timeout", f"nothing was written within {self._timeout:g} s")
-        elif peer is not None and landing.state is LandingState.REGISTERED and self._is_hung(peer, now):
-            self._give_up(landing, "loads_failed_timeout", f"{peer.address} does not answer")
-        elif now >= landing.squeezed_at and self._unpacking is not None and self._unpacking.slots.waiting:
-            why = f"nothing came for {self._squeeze:g} s, and others wait for its slots of host memory"
-            self._give_up(landing, "loads_failed_staging", why)
-
-    def _is_hung(self, peer: Peer, now: float) -> bool:
-        return peer.asked_at is not None and now >= peer.asked_at + self._patience
-
     def _look(self, landing: _Landing, now: float) -> None:
-        if now < landing.look_at:
-            return
         landing.looks -= 1
-        landing.look_at = now + landing.look_every
-        if not landing.looks:
+        if landing.looks:
+            self._deadlines.set(landing.ticket.request, now + landing.look_every)
+        else:
             self._let_go(landing)
 
     def _register(self, landing: _Landing, peer: Peer) -> None:
@@ -289,6 +293,7 @@ class Landings:
             self._let_go(landing)  # it had written everything when it heard that we do not want it
         elif landing.state is LandingState.REGISTERED and held and self._unpacking is not None:
             landing.on(LandingEvent.STAGED)
+            self._run_out(landing)
             self._borrower.settle(reader, landing.ticket.engine)
             slots, blocks = ([lent.blocks for lent in groups] for groups in (landing.lent, landing.ticket.groups))
             self._unpacking.unpack(reader, slots, blocks)
@@ -331,7 +336,8 @@ class Landings:
             self._report(landing, f"{peer.address} is gone: {peer.reason}")
         landing.on(LandingEvent.PEER_LOST)
         landing.look_every, landing.looks = LONG_QUARANTINE if peer.is_silent else QUARANTINE
-        landing.look_at = now + landing.look_every
+        self._deadlines.set(landing.ticket.request, now + landing.look_every)
+        self._squeezes.discard(landing.ticket.request)
 
     def _give_up(self, landing: _Landing, counter: str, why: str) -> None:
         """End a landing for our own reasons; P hears that nobody wants the blocks."""
@@ -344,6 +350,7 @@ class Landings:
             return
         self._tally.count(counter)
         landing.on(LandingEvent.GIVEN_UP)
+        self._run_out(landing)
         self._report(landing, why)
         self._borrower.give_back(ticket.request, ticket.engine)
         peer = self._peers.get(ticket.engine)
@@ -362,9 +369,18 @@ class Landings:
         self._forget(landing)
 
     def _forget(self, landing: _Landing) -> None:
-        del self._landings[landing.ticket.request]
+        ticket = landing.ticket
+        del self._landings[ticket.request], self._by_engine[ticket.engine][ticket.request]
+        if not self._by_engine[ticket.engine]:
+            del self._by_engine[ticket.engine]
+        self._run_out(landing)
         if self._unpacking is not None:
-            self._unpacking.slots.give_back(landing.ticket.request)
+            self._unpacking.slots.give_back(ticket.request)
+
+    def _run_out(self, landing: _Landing) -> None:
+        """Nothing is waited for any more but what P, or a copy, tells."""
+        self._deadlines.discard(landing.ticket.request)
+        self._squeezes.discard(landing.ticket.request)
 
     def _fail(self, landing: _Landing, counter: str, why: str) -> None:
         landing.on(LandingEvent.FAILED)

@@ -95,6 +95,12 @@ class LetGo(NamedTuple):
     request: RequestId
 
 
+class LeaseLost(NamedTuple):
+    """P does not hold the blocks for a request of ours any more: if nothing reads them yet, nothing must."""
+
+    request: RequestId
+
+
 @dataclass(slots=True)
 class Load:
     """One load, as far as it has come."""

@@ -6,13 +6,15 @@ A connection is TLS 1.3, opened by the decode engine (D) and answered by the pre
     D: Drop
 
     pull                                           push
-    D: Renew                P: Lapsed, if any are  D: Renew       P: Alive
-    D: Done                 P: Fenced              D: Memory, once for each rank
+    D: Renew                P: Lapsed, if any are  D: Renew       P: Alive, and Lapsed, if any are
+    D: Reads                                       D: Memory, once for each rank
+    D: Done                 P: Fenced
                                                    D: Register    P: Landed, or Stopped; Stuck before it
                                                    D: Stop        P: Stopped
 
-A request's name is P's id for it in pull; in push, where D speaks first, it is the name of the transfer that both
-engines have from the router. In push, P's workers, who write, open a connection to their own scheduler, too::
+P says Lapsed unasked, too, when it revokes a lease. A request's name is P's id for it in pull; in push, where D speaks
+first, it is the name of the transfer that both engines have from the router. In push, P's workers, who write, open a
+connection to their own scheduler, too::
 
     worker: Attend          scheduler: Arrived, Assign, Cease, Departed
     worker: Written, Ceased, Stalled
@@ -179,7 +181,13 @@ class Renew(msgspec.Struct, frozen=True, tag="renew"):
 
 
 class Lapsed(msgspec.Struct, frozen=True, tag="lapsed"):
-    """P no longer holds the blocks of these requests."""
+    """P does not hold the blocks of these requests, or not for this D: what has not begun to read them must not."""
+
+    requests: RequestNames
+
+
+class Reads(msgspec.Struct, frozen=True, tag="reads"):
+    """D's workers read these requests' blocks from now on: for a while, P revokes others first."""
 
     requests: RequestNames
 
@@ -388,7 +396,7 @@ class CopyEnded(msgspec.Struct, frozen=True, tag="copy_ended"):
 
 Message: TypeAlias = (
     Challenge | Hello | Proven | Welcome | Refusal
-    | Renew | Lapsed | Done | Fenced | Drop
+    | Renew | Lapsed | Reads | Done | Fenced | Drop
     | Alive | Memory | Register | Landed | Stop | Stopped | Stuck
     | Attend | Arrived | Assign | Cease | Departed | Written | Ceased | Stalled
     | Stage | Staged | Unstaged | CopyOut | CopyIn | CopyEnded

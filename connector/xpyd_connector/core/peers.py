@@ -7,6 +7,7 @@ id: an engine that restarts on the same address is another peer.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from math import inf
 from typing import Final
 
 from xpyd_connector.core.ids import Address, ConnId, EngineId
@@ -76,6 +77,9 @@ class PeerBook:
         self._tally = tally
         self._retry_after = retry_after
         self._peers: dict[EngineId, Peer] = {}
+        self._by_conn: dict[ConnId, Peer] = {}  # those that are met, or being met
+        self._refused: dict[EngineId, Peer] = {}
+        self._look_at = inf  # when the first of the refused may be forgotten
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -85,9 +89,12 @@ class PeerBook:
         peer = self._peers.get(engine)
         if peer is None:
             peer = self._peers[engine] = Peer(engine, address, self._link.meet(address, engine))
+            self._by_conn[peer.conn] = peer
         elif peer.state is PeerState.REFUSED and (now >= peer.retry_at or address != peer.address):
             peer.on(PeerEvent.RETRIED)
+            del self._refused[engine]
             peer.address, peer.conn = address, self._link.meet(address, engine)
+            self._by_conn[peer.conn] = peer
         return peer
 
     def get(self, engine: EngineId) -> Peer | None:
@@ -96,7 +103,7 @@ class PeerBook:
 
     def find(self, conn: ConnId) -> Peer | None:
         """Return the peer behind a connection."""
-        return next((p for p in self._peers.values() if p.conn == conn and p.state is not PeerState.REFUSED), None)
+        return self._by_conn.get(conn)
 
     def on(self, event: LinkEvent, *, now: float) -> Peer | None:
         """Take in what happened to a connection we opened; return the peer whose state changed."""
@@ -113,7 +120,7 @@ class PeerBook:
             case Failed(_, reason) if peer is not None:
                 self.refuse(peer, reason, now=now)
             case Lost(_, reason, is_silent) if peer is not None:
-                del self._peers[peer.engine]
+                self._forget(peer)
                 peer.reason, peer.is_silent = reason, is_silent
                 peer.on(PeerEvent.LEFT)
                 self._tally.count("peers_lost")
@@ -127,11 +134,14 @@ class PeerBook:
         peer.reason, peer.welcome = reason, None
         peer.retry_at = now + min(MAX_BACKOFF, self._retry_after * 2 ** min(peer.failures, 16))
         peer.failures += 1
+        self._by_conn.pop(peer.conn, None)
+        self._refused[peer.engine] = peer
+        self._look_at = min(self._look_at, peer.retry_at + MAX_BACKOFF)
         self._tally.count("handshakes_failed")
 
     def leave(self, peer: Peer, reason: str) -> None:
         """Close the connection to a peer that no longer answers; the next request meets it again."""
-        del self._peers[peer.engine]
+        self._forget(peer)
         peer.reason = reason
         self._link.close(peer.conn)
         peer.on(PeerEvent.LEFT)
@@ -139,11 +149,19 @@ class PeerBook:
 
     def forget_refused(self, wanted: Iterable[EngineId], *, now: float) -> None:
         """Drop peers that refused, whose pause is long over and whom nobody wants: engines come and go for ever."""
+        if now < self._look_at:
+            return
         keep = set(wanted)
-        for peer in [p for p in self._peers.values() if p.state is PeerState.REFUSED]:
+        for peer in list(self._refused.values()):
             if peer.engine not in keep and now >= peer.retry_at + MAX_BACKOFF:
-                del self._peers[peer.engine]
+                self._forget(peer)
                 peer.on(PeerEvent.LEFT)
+        self._look_at = min((peer.retry_at + MAX_BACKOFF for peer in self._refused.values()), default=inf)
+
+    def _forget(self, peer: Peer) -> None:
+        del self._peers[peer.engine]
+        self._by_conn.pop(peer.conn, None)
+        self._refused.pop(peer.engine, None)
 
     def _objection(self, peer: Peer, welcome: Welcome) -> str | None:
         if welcome.protocol != PROTOCOL:

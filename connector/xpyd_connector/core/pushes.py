@@ -3,13 +3,16 @@
 A registration may come long before its prefill, during it, or after it. It ends with one answer to the decode engine:
 Landed, when every worker has written everything and the lease still held, or Stopped. Until then, and not a moment
 longer, the decode engine keeps its blocks out of everybody's reach.
+
+A transfer is the decode engine's that speaks of it first, as long as its connection lasts: others may neither claim it,
+nor end it, nor have its KV written to them.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from xpyd_connector.core.crew import Crew
 from xpyd_connector.core.ids import ConnId, RequestId
@@ -83,19 +86,18 @@ class _Push:
         self.state = follow(TRANSITIONS, self.state, event, f"the push to {self.order.reader}")
 
 
+class _Reader(NamedTuple):
+    """Whom a push is for."""
+
+    guest: ConnId
+    reader: RequestId
+
+
 @dataclass(slots=True)
 class _Early:
     """What a decode engine has said about a transfer before its prefill was done."""
 
     guest: ConnId | None  # who renews; absent: nobody wants it any more
-    until: float
-
-
-@dataclass(slots=True)
-class _Bound:
-    """To whom a transfer belongs: the first decode engine that registered it, as long as this connection lives."""
-
-    guest: ConnId
     until: float
 
 
@@ -106,6 +108,7 @@ class _Guest:
     ranks: dict[int, RankInfo] = field(default_factory=dict[int, RankInfo])
     pushes: dict[RequestId, _Push] = field(default_factory=dict[RequestId, _Push])
     lent: Counter[int] = field(default_factory=Counter[int])  # blocks of all pushes, by KV cache group
+    room: dict[int, int] = field(default_factory=dict[int, int])  # blocks that there are, by KV cache group
 
     @property
     def is_known(self) -> bool:
@@ -114,10 +117,17 @@ class _Guest:
 
     def has_room_for(self, order: Register) -> bool:
         """Whether it can lend these blocks, too: nobody can lend a block twice."""
-        there_are = {region.group: region.blocks for rank in self.ranks.values() for region in rank.regions}
         return all(
-            self.lent[group] + len(lent.blocks) <= there_are.get(group, 0) for group, lent in enumerate(order.groups)
+            self.lent[group] + len(lent.blocks) <= self.room.get(group, 0) for group, lent in enumerate(order.groups)
         )
+
+    def introduce(self, rank: RankInfo) -> bool:
+        """Take the memory of a rank in; false if it cannot be, or is known and differs."""
+        known = next(iter(self.ranks.values()), rank)
+        if rank.rank >= rank.ranks or rank.ranks != known.ranks or self.ranks.setdefault(rank.rank, rank) != rank:
+            return False
+        self.room.update({region.group: region.blocks for region in rank.regions})
+        return True
 
     def add(self, push: _Push) -> None:
         """Take a registration in."""
@@ -143,31 +153,38 @@ class Pushes:
         self._patience = patience  # s that a transfer nobody prefills is remembered
         self._have_attended: set[int] = set()  # ranks that may write, connected or not
         self._guests: dict[ConnId, _Guest] = {}
-        self._by_request: dict[RequestId, list[_Push]] = {}
-        self._early: dict[RequestId, _Early] = {}  # the longest unheard of first
-        self._bound: dict[RequestId, _Bound] = {}  # the longest unregistered first
-        self._over: dict[RequestId, float] = {}  # names of transfers that are over -> until when we remember, in order
+        self._open = 0  # pushes of all guests
+        self._by_request: dict[RequestId, dict[_Reader, _Push]] = {}
+        # These two are emptied from the front, which takes a plain dict longer the more it has lost.
+        self._early: OrderedDict[RequestId, _Early] = OrderedDict()  # the longest unheard of first
+        self._early_of: dict[ConnId, dict[RequestId, None]] = {}
+        self._over: OrderedDict[RequestId, float] = (
+            OrderedDict()
+        )  # names of transfers that are over -> remembered until
 
     def __len__(self) -> int:
-        known = len(self._by_request) + len(self._early) + len(self._guests)
-        return known + len(self._bound) + len(self._over)
+        return len(self._by_request) + len(self._early) + len(self._guests) + len(self._over)
 
     # ---- the engine
 
     def granted(self, request: RequestId, *, now: float) -> None:
         """The prefill is done and its blocks are leased: the lease is for whoever spoke up before."""
         self._over.pop(request, None)
-        early, pushes = self._early.pop(request, None), self._by_request.get(request)
+        early, pushes = self._forget_early(request), self._by_request.get(request)
         if pushes:
-            self._lender.renew(pushes[0].guest, (request,), now=now)
+            self._lender.renew(next(iter(pushes)).guest, (request,), now=now)
         elif early is not None and early.guest is not None:
             self._lender.renew(early.guest, (request,), now=now)
         elif early is not None:
             self._lender.drop((request,))
 
+    def is_writing(self, request: RequestId) -> bool:
+        """Whether a transfer is being written to somebody, or about to be."""
+        return request in self._by_request
+
     def abandoned(self, request: RequestId, *, now: float) -> None:
         """The prefill ended without KV to hand over."""
-        self._early.pop(request, None)
+        self._forget_early(request)
         self._end_all(request, "the prefill ended without handing its KV over", now)
 
     def released(self, ended: Iterable[Released], *, now: float) -> None:
@@ -191,17 +208,18 @@ class Pushes:
 
     def advance(self, *, now: float) -> None:
         """Forget transfers that were spoken of and never prefilled, or are long over."""
-        _drop_old(self._early, now, lambda early: early.until)
-        _drop_old(self._bound, now, lambda bound: bound.until)
-        _drop_old(self._over, now, lambda until: until)
+        for request in _old(self._early, now, lambda early: early.until):
+            self._forget_early(request)
+        for request in _old(self._over, now, lambda until: until):
+            del self._over[request]
 
     def _told(self, conn: ConnId, message: Message, now: float) -> None:
         match message:
             case Renew(requests):
-                self._note(self._lender.renew(conn, requests, now=now), conn, now)
+                self._lender.tell_lapsed(conn, self._renewed(conn, requests, now))
                 self._link.send(conn, Alive())
             case Drop(requests):
-                self._note(self._lender.drop(requests), None, now)
+                self._note(self._lender.drop(requests, conn), conn, now, wants=False)
             case Memory(rank):
                 self._introduce(conn, rank)
             case Register():
@@ -219,35 +237,74 @@ class Pushes:
     def _lost(self, conn: ConnId, now: float) -> None:
         self._lender.lose(conn)
         self._crew.leave(conn)
-        self._note([request for request, early in self._early.items() if early.guest == conn], None, now)
+        self._note(list(self._early_of.get(conn, ())), conn, now, wants=False)
         guest = self._guests.pop(conn, None)
         if guest is None:
             return
+        self._open -= len(guest.pushes)
         for push in guest.pushes.values():
             self._unlist(push)
             if push.order.request not in self._by_request and not self._lender.holds(push.order.request):
-                self._note([push.order.request], None, now)
+                self._note([push.order.request], conn, now, wants=False)
         self._tell_workers(Departed(conn))
 
     # ---- decode engines
 
-    def _note(self, requests: Iterable[RequestId], guest: ConnId | None, now: float) -> None:
-        """Remember what is said of transfers whose prefill is not done; the latest word is at the end of the dict."""
+    def _renewed(self, conn: ConnId, requests: Sequence[RequestId], now: float) -> list[RequestId]:
+        """Take in a heartbeat; return the transfers that are over, or another engine's."""
+        without = self._lender.renew(conn, requests, now=now)
+        lapsed = [request for request in without if request in self._over or self._lender.holds(request)]
+        return lapsed + self._note([request for request in without if not self._lender.holds(request)], conn, now)
+
+    def _owner(self, request: RequestId) -> ConnId | None:
+        """Return who has spoken of a transfer first, and is still there."""
+        if (holder := self._lender.holder(request)) is not None:
+            return holder
+        if pushes := self._by_request.get(request):
+            return next(iter(pushes)).guest
+        early = self._early.get(request)
+        return early.guest if early is not None else None
+
+    def _is_foreign(self, request: RequestId, conn: ConnId) -> bool:
+        """Whether a transfer is another engine's; counted."""
+        owner = self._owner(request)
+        is_foreign = owner is not None and not self._lender.is_same(owner, conn)
+        self._tally.count("foreign_messages", int(is_foreign))
+        return is_foreign
+
+    def _note(self, requests: Iterable[RequestId], conn: ConnId, now: float, *, wants: bool = True) -> list[RequestId]:
+        """Remember what is said of transfers whose prefill is not done; return those that are another engine's.
+
+        The latest word is at the end of the dict.
+        """
+        foreign: list[RequestId] = []
         for request in requests:
             if request in self._over:
                 self._tally.count("late_notifications")
-                continue
-            self._tally.count("early_notifications")
-            self._early.pop(request, None)
-            self._early[request] = _Early(guest, now + self._patience)
+            elif self._is_foreign(request, conn):
+                foreign.append(request)
+            else:
+                self._tally.count("early_notifications")
+                self._forget_early(request)
+                self._early[request] = _Early(conn if wants else None, now + self._patience)
+                if wants:
+                    self._early_of.setdefault(conn, {})[request] = None
+        return foreign
+
+    def _forget_early(self, request: RequestId) -> _Early | None:
+        early = self._early.pop(request, None)
+        if early is not None and early.guest is not None:
+            names = self._early_of[early.guest]
+            del names[request]
+            if not names:
+                del self._early_of[early.guest]
+        return early
 
     def _introduce(self, conn: ConnId, rank: RankInfo) -> None:
-        guest = self._guests.setdefault(conn, _Guest())
-        known = next(iter(guest.ranks.values()), rank)
-        if rank.rank >= rank.ranks or rank.ranks != known.ranks or guest.ranks.setdefault(rank.rank, rank) != rank:
-            self._tally.count("late_notifications")  # a rank that cannot be, or once more and different
-        else:
+        if self._guests.setdefault(conn, _Guest()).introduce(rank):
             self._tell_workers(Arrived(conn, rank))
+        else:
+            self._tally.count("late_notifications")
 
     def _register(self, conn: ConnId, order: Register, now: float) -> None:
         guest = self._guests.get(conn)
@@ -258,33 +315,22 @@ class Pushes:
         elif order.request in self._over:
             self._tally.count("late_notifications")
             self._link.send(conn, Stopped(order.reader, f"transfer {order.request} is over"))
-        elif self._owner(order.request) not in (None, conn):
-            self._tally.count("registrations_foreign")
-            self._link.send(conn, Stopped(order.reader, f"transfer {order.request} belongs to another decode engine"))
+        elif self._is_foreign(order.request, conn):
+            self._link.send(conn, Stopped(order.reader, f"transfer {order.request} is another decode engine's"))
         elif not guest.has_room_for(order):
             self._tally.count("pushes_refused")
             self._link.send(conn, Stopped(order.reader, "more blocks are registered than the decode engine has"))
-        elif sum(len(known.pushes) for known in self._guests.values()) >= MAX_PUSHES:
+        elif self._open >= MAX_PUSHES:
             self._tally.count("pushes_refused")
             self._link.send(conn, Stopped(order.reader, f"{MAX_PUSHES} registrations are open"))
         else:
-            self._bound.pop(order.request, None)
-            self._bound[order.request] = _Bound(conn, now + self._patience)
             guest.add(push := _Push(conn, order, set(self._crew.ranks)))
-            self._by_request.setdefault(order.request, []).append(push)
+            self._open += 1
+            self._by_request.setdefault(order.request, {})[_Reader(conn, order.reader)] = push
             self._tally.count("registrations")
+            if self._lender.holds(order.request):
+                self._lender.renew(conn, (order.request,), now=now)  # it is this engine's from now on
             self._tell_workers(Assign(conn, order))
-
-    def _owner(self, request: RequestId) -> ConnId | None:
-        """Return the decode engine to which a transfer belongs, if any.
-
-        Who knows a transfer's name may register it: what keeps a stranger from another's KV is that names cannot be
-        guessed, that the prompt's digest must be right, and that nobody comes second.
-        """
-        pushes, bound = self._by_request.get(request), self._bound.get(request)
-        if pushes:
-            return pushes[0].guest
-        return bound.guest if bound is not None else None
 
     def _stop_for(self, conn: ConnId, readers: Iterable[RequestId]) -> None:
         guest = self._guests.get(conn, _Guest())
@@ -343,6 +389,7 @@ class Pushes:
             return
         reader, request = push.order.reader, push.order.request
         self._guests[push.guest].remove(push)
+        self._open -= 1
         self._unlist(push)
         if push.state is PushState.CEASING:
             push.on(PushEvent.QUIET)
@@ -355,15 +402,14 @@ class Pushes:
 
     def _unlist(self, push: _Push) -> None:
         pushes = self._by_request[push.order.request]
-        pushes.remove(push)
+        del pushes[_Reader(push.guest, push.order.reader)]
         if not pushes:
             del self._by_request[push.order.request]
 
     def _end_all(self, request: RequestId, reason: str, now: float, *, lapsed: bool = False) -> None:
         self._over.pop(request, None)
-        self._bound.pop(request, None)
         self._over[request] = now + self._patience
-        for push in list(self._by_request.get(request, ())):
+        for push in list(self._by_request.get(request, {}).values()):
             push.lapsed = lapsed and push.state is PushState.OPEN
             self._stop(push, reason)
 
@@ -372,10 +418,10 @@ class Pushes:
             self._crew.tell(rank, message)
 
 
-def _drop_old(entries: dict[RequestId, T], now: float, until: Callable[[T], float]) -> None:
-    """Drop the first entries of a dict whose time is over, or that are too many."""
+def _old(entries: OrderedDict[RequestId, T], now: float, until: Callable[[T], float]) -> Iterator[RequestId]:
+    """Name the first entries, for the caller to drop, whose time is over or that are too many."""
     while entries:
         request, entry = next(iter(entries.items()))
         if until(entry) > now and len(entries) <= MAX_PUSHES:
             return
-        del entries[request]
+        yield request

@@ -5,6 +5,7 @@ never handed out: as a block id it means "not held".
 """
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -31,7 +32,8 @@ class Slots(Generic[TicketT]):
     def __init__(self, counts: Sequence[int]) -> None:
         self._counts = tuple(counts)
         self._free = [[BlockId(slot) for slot in range(1, count + 1)] for count in counts]  # heaps
-        self._waiting: dict[TicketT, tuple[int, ...]] = {}  # in the order of asking
+        # In the order of asking; emptied from the front, which takes a plain dict longer the more it has lost.
+        self._waiting: OrderedDict[TicketT, tuple[int, ...]] = OrderedDict()
         self._held: dict[TicketT, GroupSlots] = {}
 
     def __len__(self) -> int:

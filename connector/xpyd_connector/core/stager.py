@@ -1,10 +1,14 @@
 """A worker's half of staging: copy between the cache and host memory whenever our own scheduler says so."""
 
+from collections import deque
+
 from xpyd_connector.core.home import Home
 from xpyd_connector.core.ids import CopyId, EngineAt, PartId
 from xpyd_connector.core.messages import MAX_REASON, Attend, CopyEnded, CopyIn, CopyOut, Message
 from xpyd_connector.core.ports import Copier, Link, LinkEvent, Received
 from xpyd_connector.core.tally import Tally
+
+MAX_REPORTED = 1024  # more than are ever between a scheduler's order and what it hears of an earlier one
 
 
 class Stager:
@@ -15,6 +19,7 @@ class Stager:
         self._tally = tally
         self._home = Home(link, home, attend)
         self._running: dict[CopyId, CopyOut | CopyIn] = {}
+        self._reported: deque[PartId] = deque(maxlen=MAX_REPORTED)  # copies that ended, over this connection
 
     def __len__(self) -> int:
         return len(self._running)
@@ -25,6 +30,7 @@ class Stager:
             case Received(_, message):
                 self._told(message)
             case _ if self._home.on(event, now=now):
+                self._reported.clear()  # nobody may have heard it
                 self._tally.count("peers_lost")  # what runs is told to the next one, who asks for it again
             case _:
                 pass
@@ -35,13 +41,17 @@ class Stager:
             order = self._running.pop(copied.copy)
             if not copied.reason:
                 self._tally.count("bytes_staged_out" if isinstance(order, CopyOut) else "bytes_staged_in", copied.bytes)
+            if self._home.is_there:
+                self._reported.append(order.number)
             self._home.say(CopyEnded(order.number, copied.reason[:MAX_REASON]))
         return self._home.advance(now=now)
 
     def _told(self, message: Message) -> None:
         match message:
-            case CopyOut(number) | CopyIn(number) if self._is_running(number):
-                self._tally.count("late_notifications")  # our scheduler is back: it hears of the one that runs
+            case CopyOut(number) | CopyIn(number) if self._is_running(number) or number in self._reported:
+                # Our scheduler is back: it hears of the one that runs, or will have heard of the one that ended. Copied
+                # again, bytes would move into slots that are somebody else's by then.
+                self._tally.count("late_notifications")
             case CopyOut(_, blocks, slots):
                 self._running[self._copier.out(blocks, slots)] = message
             case CopyIn(_, slots, blocks):

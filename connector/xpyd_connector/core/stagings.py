@@ -7,11 +7,13 @@ slots until the copy has ended.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from math import inf
+from typing import TypeVar
 
 from xpyd_connector.core.crew import Crew
-from xpyd_connector.core.ids import ConnId, PartId
+from xpyd_connector.core.deadlines import Deadlines
+from xpyd_connector.core.ids import ConnId, PartId, RequestId
 from xpyd_connector.core.leases import Released
 from xpyd_connector.core.lender import Lender
 from xpyd_connector.core.messages import (
@@ -22,6 +24,7 @@ from xpyd_connector.core.messages import (
     Done,
     Drop,
     Message,
+    Reads,
     Renew,
     Stage,
     Staged,
@@ -32,6 +35,8 @@ from xpyd_connector.core.readings import Part, PartEvent, PartState, Reading, Re
 from xpyd_connector.core.slots import Slots
 from xpyd_connector.core.tally import Tally
 from xpyd_connector.errors import NoRoom
+
+NameT = TypeVar("NameT", bound=Hashable)
 
 MAX_PARTS = 65536  # parts that are asked for or staged; beyond it they are refused
 
@@ -59,7 +64,10 @@ class Stagings:
         self._patience = patience  # s for a decode engine to read a part: longer than its own patience
         self._numbers = map(PartId, itertools.count(1))
         self._readings: dict[ReadingId, Reading] = {}
+        self._by_request: dict[RequestId, dict[ReadingId, None]] = {}  # dicts, because they keep their order
+        self._by_conn: dict[ConnId, dict[ReadingId, None]] = {}  # those that may have a rank there
         self._parts: dict[PartId, Part] = {}  # all that are not over
+        self._deadlines: Deadlines[PartId] = Deadlines()
 
     def __len__(self) -> int:
         return len(self._readings) + len(self._parts)
@@ -80,22 +88,31 @@ class Stagings:
         """These leases are over: what is staged of them is not to be read any more."""
         for released in ended:
             why = f"its lease is over ({released.why.name.lower().replace('_', ' ')})"
-            for key in [key for key in self._readings if key.request == released.request]:
+            for key in list(self._by_request.get(released.request, ())):
                 for part in list(self._readings[key].parts.values()):
                     self._end(part, why)
-                del self._readings[key]
+                self._forget(key)
         self._give_room()
 
     def advance(self, *, now: float) -> float | None:
         """End what takes too long: others wait for its slots. Return when to be called again at the latest."""
-        for part in [part for part in self._parts.values() if now >= part.until]:
+        for part in [self._parts[number] for number in self._deadlines.take_due(now=now)]:
             if part.state is PartState.GATHERING:
                 self._end(part, f"only {len(part.ranks)} of {part.order.ranks} ranks asked for it in time")
             else:
                 part.until = inf
                 self._lender.drop([part.order.request])  # so that the fence tells what became of its slots
         self._give_room()
-        return min((part.until for part in self._parts.values() if part.until < inf), default=None)
+        return self._deadlines.next()
+
+    def is_reading(self, request: RequestId) -> bool:
+        """Whether somebody reads parts of a request, or asks for them."""
+        return request in self._by_request
+
+    def _give(self, part: Part, until: float) -> None:
+        """Give a part so much time."""
+        part.until = until
+        self._deadlines.set(part.number, until)
 
     def _told(self, conn: ConnId, message: Message, now: float) -> None:
         match message:
@@ -103,8 +120,8 @@ class Stagings:
                 self._stage(conn, message, now)
             case Done(request, reader, rank):
                 self._lender.on(Received(conn, message), now=now)
-                self._leave(ReadingId(request, reader), rank, f"its rank {rank} has read everything")
-            case Renew() | Drop():
+                self._has_read(conn, ReadingId(request, reader), rank)
+            case Renew() | Drop() | Reads():
                 self._lender.on(Received(conn, message), now=now)
             case Attend() if self._crew.admit(conn, message):
                 self._catch_up(message.rank)
@@ -117,11 +134,23 @@ class Stagings:
     def _lost(self, conn: ConnId) -> None:
         self._lender.lose(conn)
         self._crew.leave(conn)
-        for key, reading in list(self._readings.items()):
-            for rank in [rank for rank, its in reading.ranks.items() if its == conn]:
+        for key in list(self._by_conn.get(conn, ())):
+            reading = self._readings.get(key)
+            for rank in [rank for rank, its in reading.ranks.items() if its == conn] if reading is not None else ():
                 self._leave(key, rank, f"the connection of its rank {rank} is lost")
 
     # ---- decode engines
+
+    def _has_read(self, conn: ConnId, key: ReadingId, rank: int) -> None:
+        """Believe it only over the rank's own connection: another's word would free slots that the rank still reads."""
+        reading = self._readings.get(key)
+        if reading is None:
+            return
+        its = reading.ranks.get(rank)
+        if its == conn or (its is None and self._lender.may_end(key.request, conn)):
+            self._leave(key, rank, f"its rank {rank} has read everything")
+        else:
+            self._tally.count("foreign_messages")
 
     def _stage(self, conn: ConnId, order: Stage, now: float) -> None:
         key = ReadingId(order.request, order.reader)
@@ -132,6 +161,8 @@ class Stagings:
                 self._leave(key, order.rank, reading.broken)  # it has read what it had
             return
         self._readings[key] = reading
+        self._by_request.setdefault(key.request, {})[key] = None
+        self._by_conn.setdefault(conn, {})[key] = None
         reading.ranks[order.rank] = conn
         for earlier in list(reading.parts.values()):
             self._go_on(earlier, order.rank)
@@ -139,18 +170,21 @@ class Stagings:
         part.ranks[order.rank] = conn
         if len(part.ranks) == order.ranks:
             part.on(PartEvent.COMPLETE)
-            part.until = inf
+            self._give(part, inf)
             self._slots.ask(part.number, [len(blocks) for blocks in order.groups])
 
     def _open(self, order: Stage, reading: Reading, now: float) -> Part:
         part = Part(next(self._numbers), order, now + self._patience)
         reading.parts[order.part] = self._parts[part.number] = part
+        self._give(part, part.until)
         return part
 
     def _objection(self, conn: ConnId, order: Stage, reading: Reading) -> str:
         """Say why a part is not staged, or nothing."""
         if not self._lender.holds(order.request):
             return f"no lease is held for request {order.request}"
+        if self._lender.refuses(order.request, conn):
+            return f"the lease of request {order.request} is another decode engine's"
         if len(self._parts) >= MAX_PARTS:
             return f"{MAX_PARTS} parts are asked for"
         return self._objection_to_blocks(order) or reading.objection(conn, order)
@@ -180,9 +214,17 @@ class Stagings:
                 self._go_on(part, rank)
             else:
                 self._end(part, why)
-        reading.ranks.pop(rank, None)
+        conn = reading.ranks.pop(rank, None)
+        if conn is not None and conn not in reading.ranks.values():
+            _remove(self._by_conn, conn, key)
         if not reading.ranks:
-            del self._readings[key]
+            self._forget(key)
+
+    def _forget(self, key: ReadingId) -> None:
+        reading = self._readings.pop(key)
+        _remove(self._by_request, key.request, key)
+        for conn in set(reading.ranks.values()):
+            _remove(self._by_conn, conn, key)
 
     def _end(self, part: Part, why: str) -> None:
         """Nobody is to read a part any more; who still waits for it is told ``why``."""
@@ -191,7 +233,7 @@ class Stagings:
             for conn in part.ranks.values():
                 self._link.send(conn, Unstaged(order.reader, order.part, why[:MAX_REASON]))
         part.on(PartEvent.ENDED)
-        part.until = inf
+        self._give(part, inf)
         del self._readings[part.reading].parts[order.part]
         self._free_if_quiet(part)
 
@@ -234,6 +276,13 @@ class Stagings:
             self._end(part, f"rank {worker} could not copy it: {reason}")
         elif not part.copying:
             part.on(PartEvent.COPIED)
-            part.until = now + self._patience
+            self._give(part, now + self._patience)
             for conn in part.ranks.values():
                 self._link.send(conn, Staged(part.order.reader, part.order.part, part.slots))
+
+
+def _remove(index: dict[NameT, dict[ReadingId, None]], name: NameT, key: ReadingId) -> None:
+    """Take a key out of an index, and leave nothing empty behind."""
+    index[name].pop(key, None)
+    if not index[name]:
+        del index[name]

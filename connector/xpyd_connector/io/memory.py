@@ -39,6 +39,8 @@ class Network:
         self._calls: list[tuple[MemoryLink, ConnId, Address]] = []
         self._conns = map(ConnId, itertools.count(1))
         self._cut: set[int] = set()
+        self.aliases: dict[str, str] = {}  # memory -> that of the engine it is a part of
+        self._callers: dict[tuple[int, ConnId], str] = {}
 
     def listen(self, address: Address, link: "MemoryLink", welcome: Welcome) -> None:
         """Answer those who call an address; a restarted engine replaces the one before it."""
@@ -55,6 +57,11 @@ class Network:
         for wire in self._wires_of(link, conn):
             (other,) = wire.links - {link.number}
             wire.queue.append((other, encode(message)))
+
+    def caller(self, link: "MemoryLink", conn: ConnId) -> str | None:
+        """Return the memory of the engine that opened a connection to a link: what it would prove in a handshake."""
+        memory = self._callers.get((link.number, conn), "")
+        return self.aliases.get(memory, memory) or None
 
     def hang_up(self, link: "MemoryLink", conn: ConnId) -> None:
         """Close one connection; the other end is told after what was sent before."""
@@ -147,6 +154,7 @@ class Network:
             return
         ends = {link.number: conn, host.number: next(self._conns)}
         self._wires.append(_Wire(frozenset(ends), is_local, ends))
+        self._callers[host.number, ends[host.number]] = link.memory
         link.inbox.append(Met(conn, welcome))
 
     def _drain(self, wire: _Wire) -> None:

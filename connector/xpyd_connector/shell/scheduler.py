@@ -6,7 +6,7 @@ Everything here runs on the engine thread; sockets and time are the control thre
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -25,7 +25,7 @@ from xpyd_connector.core.ids import BlockId, PartId, RequestId
 from xpyd_connector.core.landings import Landings
 from xpyd_connector.core.leases import LeaseBook, LeaseEvent, Released
 from xpyd_connector.core.lender import Lender
-from xpyd_connector.core.loads import LetGo, Result
+from xpyd_connector.core.loads import LeaseLost, LetGo, Result
 from xpyd_connector.core.messages import PROTOCOL, Welcome
 from xpyd_connector.core.offers import REFUSALS, Booking, Offer, read_transfer
 from xpyd_connector.core.peers import PeerBook
@@ -42,6 +42,8 @@ from xpyd_connector.io.secrets import SecretSource
 from xpyd_connector.settings import Granularity, Mode
 from xpyd_connector.shell.decode import Clock, Decode, PullDecode, PushDecode, Tables, digest
 from xpyd_connector.shell.facts import Facts
+from xpyd_connector.shell.holding import Holding
+from xpyd_connector.shell.lack import Lack
 from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake, StepMetadata
 from xpyd_connector.shell.network import open_link
 from xpyd_connector.shell.outbox import Outbox
@@ -79,18 +81,31 @@ class _Lingering:
 class SchedulerSide:
     """vLLM's scheduler hooks, in the order vLLM calls them for a request."""
 
-    def __init__(self, facts: Facts, settings: "Settings", door: "Door", clock: Clock = WALL_CLOCK) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        facts: Facts,
+        settings: "Settings",
+        door: "Door",
+        clock: Clock = WALL_CLOCK,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._wall_clock = clock
         self._secrets = SecretSource(settings)
         self._signatures = Signatures(self._secrets)
         self._facts = facts
         self._settings = settings
         self._door = door
+        self._clock = monotonic
+        self._last_turn = monotonic()  # of vLLM's engine loop; the control thread looks at it, too
+        self._says_so = False  # that nothing is renewed
         self._pool: BlockPool | None = None  # vLLM hands it over after building us
         self._runner: Runner[Control] | None = None  # starts when the workers have told us their memory
-        self._outbox: Outbox[Released | Result | LetGo] = Outbox(on_news=door.knock)
+        self._outbox: Outbox[Released | Result | LetGo | LeaseLost] = Outbox(on_news=door.knock)
         self._tally = Tally()  # the engine thread's own
-        self._held: dict[RequestId, list[KVCacheBlock]] = {}  # by the name that decode engines know
+        self._held = Holding()  # by the name that decode engines know
+        self._lack: Lack | None = None  # only where leases may be revoked
+        if facts.lends and settings.revoke_after:
+            self._lack = Lack(facts.groups, patience=settings.revoke_after)
         self._borrowings: dict[RequestId, _Borrowing] = {}
         self._lingering: dict[RequestId, _Lingering] = {}
         self._live: dict[str, Request] = {}
@@ -132,9 +147,21 @@ class SchedulerSide:
     ) -> Control:
         settings = self._settings
         peers = PeerBook(link, welcome.fingerprint, tally, retry_after=settings.retry_after)
-        leases = LeaseBook(duration=settings.kv_lease_duration, extension=settings.lease_extension)
+        leases = LeaseBook(
+            duration=settings.kv_lease_duration,
+            extension=settings.lease_extension,
+            reading=settings.transfer_timeout,
+            same_engine=link.are_of_one_engine,
+        )
         lender = Lender(link, leases, tally)
-        borrower = Borrower(link, peers, tally, heartbeat_interval=settings.heartbeat_interval)
+        borrower = Borrower(
+            link,
+            peers,
+            tally,
+            heartbeat_interval=settings.heartbeat_interval,
+            loop_timeout=settings.engine_loop_timeout or inf,
+            last_turn=lambda: self._last_turn,
+        )
         tokens = {rank: handshake.token for rank, handshake in handshakes.items()}
         room = [self._facts.staging_blocks] * len(self._facts.groups) if self._facts.staging_blocks else None
         if settings.mode is Mode.PULL:
@@ -206,6 +233,8 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
         """Return how many prompt tokens beyond the ``computed`` ones will be loaded, and that it takes a while."""
+        if self._lack is not None:
+            self._lack.asked(request, computed)
         borrowing = self._borrowings.get(RequestId(request.request_id))
         if borrowing is None or borrowing.loading:
             return 0, False
@@ -214,6 +243,8 @@ class SchedulerSide:
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Order the load of ``external`` tokens into the blocks the request has now."""
+        if self._lack is not None:
+            self._lack.allocated(request)
         own = RequestId(request.request_id)
         borrowing = self._borrowings.get(own)
         if borrowing is None or borrowing.loading:
@@ -224,6 +255,9 @@ class SchedulerSide:
             return
         borrowing.loading = True  # from here on it ends in after_step
         borrowing.into = self._decode.start(request, borrowing.source, external, blocks.get_block_ids())
+        if self._landed is None:  # in push, P knows by our registration
+            engine = borrowing.source.remote_engine_id
+            self._post(lambda control, _: control.borrower.reading(own, engine))
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Hand this step's work to the workers."""
@@ -231,11 +265,25 @@ class SchedulerSide:
         if output.total_num_scheduled_tokens == 0 and self._may_nap():
             self._door.wait(LONGEST_NAP)
             self.free_released()
+        self._revoke()
         self._windows.step(output, self._live)
         metadata = self._decode.metadata(output)
         if self._streams is not None:
             metadata.pieces = self._streams.take_news(output)
         return metadata
+
+    def _revoke(self) -> None:
+        """Have leases that nobody reads end, if a request has waited too long for the blocks they hold."""
+        if self._lack is None or not (lacking := self._lack.step(self._block_pool, now=self._clock())):
+            return
+        if candidates := self._held.candidates(lacking.blocks, lacking.request.priority):
+            logger.warning(
+                "xpyd: %s has lacked %d blocks for %g s: leases that nobody reads are revoked",
+                lacking.request.request_id,
+                lacking.blocks,
+                self._settings.revoke_after,
+            )
+            self._post(lambda control, now: control.revoke(candidates, lacking.blocks, now=now))
 
     def _may_nap(self) -> bool:
         """Whether nothing can happen here before the control thread, or a request, knocks.
@@ -309,6 +357,7 @@ class SchedulerSide:
 
     def free_released(self) -> None:
         """Free the blocks of leases that ended. Called before every allocation, so that nothing is starved."""
+        self._last_turn = self._clock()  # vLLM's loop turns: each of its hooks leads here
         for news in self._outbox.take():
             match news:
                 case Released(request, why):
@@ -317,9 +366,23 @@ class SchedulerSide:
                     self._arrive(news)
                 case LetGo(request):
                     self._keep_lingering(LingeringMetadata(let_go=[request]))
+                case LeaseLost(request):
+                    self._compute_here(request)
+
+    def _compute_here(self, own: RequestId) -> None:
+        """P does not hold the KV of a request any more: it computes its own prompt, unless its load has begun.
+
+        What has begun is decided by the fence; in push, P's answer to our registration says that it is over.
+        """
+        borrowing = self._borrowings.get(own)
+        if borrowing is None or borrowing.loading:
+            return
+        del self._borrowings[own]
+        self._tally.count("loads_revoked")
+        logger.warning("xpyd: %s computes its own prompt: %s has ended its lease", own, borrowing.source.address)
 
     def _free(self, request: RequestId, why: LeaseEvent) -> None:
-        blocks = self._held.pop(request)
+        blocks = self._held.take(request)
         self._block_pool.free_blocks(reversed(blocks))
         if self._streams is not None:
             self._streams.forget(request)
@@ -339,6 +402,7 @@ class SchedulerSide:
 
     def has_news(self) -> bool:
         """Whether a step is needed: to free blocks, to tell the workers something, or to ask about lingering ones."""
+        self._last_turn = self._clock()  # an engine that is woken asks this first
         return self._has_something_to_tell() or self._looks_for_lingering()
 
     def _looks_for_lingering(self) -> bool:
@@ -356,7 +420,7 @@ class SchedulerSide:
         """Return the numbers since the last call; gauges only when they changed."""
         gauges = {
             "leases_held": float(len(self._held)),
-            "blocks_held": float(sum(map(len, self._held.values()))),
+            "blocks_held": float(self._held.blocks),
             "requests_borrowing": float(len(self._borrowings)),
             "blocks_lingering": float(sum(len(lingering.blocks) for lingering in self._lingering.values())),
         }
@@ -371,20 +435,31 @@ class SchedulerSide:
         The blocks are pinned in the pool instead of delaying their release (which would keep the engine stepping
         for as long as anything is held).
         """
-        if len(self._held) >= self._settings.max_leases:
-            self._tally.count("leases_refused")
-            logger.warning("xpyd: %s is not handed over: %d leases are held", request.request_id, len(self._held))
-            return None
         prompt = [
             list(ids[group.blocks_of(0, request.num_prompt_tokens)])
             for group, ids in zip(self._facts.groups, blocks, strict=True)
         ]
-        self._held[name] = [self._block_pool.blocks[block] for ids in prompt for block in ids if block != NULL]
-        self._block_pool.touch(self._held[name])
+        held = [self._block_pool.blocks[block] for ids in prompt for block in ids if block != NULL]
+        if reason := self._too_much(held):
+            self._tally.count("leases_refused")
+            logger.warning("xpyd: %s is not handed over: %s", request.request_id, reason)
+            return None
+        self._held.add(name, held, request.priority)
+        self._block_pool.touch(held)
         self._post(lambda control, now: control.grant(name, now=now))
         if self._streams is not None:
             self._streams.finish(request, prompt)
         return self._signatures.sign(self._offer(request, name, prompt)).to_params()
+
+    def _too_much(self, blocks: Sequence[KVCacheBlock]) -> str:
+        """Say why these blocks cannot be held, too, or nothing."""
+        if len(self._held) >= self._settings.max_leases:
+            return f"{len(self._held)} leases are held; max_leases is {self._settings.max_leases}"
+        there_are = self._block_pool.num_gpu_blocks - 1  # without the null block
+        would_be, share = self._held.blocks + self._held.new_blocks(blocks), self._settings.max_held_share
+        if would_be > share * there_are:
+            return f"leases would hold {would_be} of {there_are} blocks; max_held_share is {share:g}"
+        return ""
 
     def _offer(self, request: Request, name: RequestId, blocks: Tables) -> Offer:
         return Offer(
@@ -399,7 +474,7 @@ class SchedulerSide:
             xpyd_prompt=digest(request),
             transfer_id=name if self._streams is not None else None,
             xpyd_block_sizes=tuple(group.block_size for group in self._facts.groups),
-            xpyd_expires_at=ceil(self._clock() + self._settings.kv_lease_duration),
+            xpyd_expires_at=ceil(self._wall_clock() + self._settings.kv_lease_duration),
         )
 
     def _give_back(self, own: RequestId) -> None:
@@ -413,6 +488,15 @@ class SchedulerSide:
 
     def _after_turn(self, control: Control) -> None:
         """On the control thread: pass on what ended."""
+        if control.borrower.is_withholding != self._says_so:
+            self._says_so = control.borrower.is_withholding
+            if self._says_so:
+                logger.warning(
+                    "xpyd: the engine's loop has not turned for %g s: the leases of requests that wait are not renewed",
+                    self._settings.engine_loop_timeout,
+                )
+            else:
+                logger.info("xpyd: the engine's loop turns again: leases are renewed")
         self._outbox.put(control.take_news(now=time.monotonic()), control.tally.take())
 
     @property

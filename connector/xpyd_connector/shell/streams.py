@@ -29,17 +29,19 @@ class Streams:
         self._groups = groups
         self._is_chunked = is_chunked
         self._streams: dict[str, _Stream] = {}  # by vLLM's id of the request
+        self._names: set[RequestId] = set()  # of their transfers
         self._news: list[Piece | Gone] = []  # that no step of the model will bring
 
     def __len__(self) -> int:
         return len(self._streams) + len(self._news)
 
     def __contains__(self, name: RequestId) -> bool:
-        return any(stream.name == name for stream in self._streams.values())
+        return name in self._names
 
     def begin(self, request: Request, name: RequestId, prompt: str | None) -> None:
         """A prefill for a decode engine has entered the scheduler."""
         self._streams[request.request_id] = _Stream(request, name, prompt)
+        self._names.add(name)
 
     def name_of(self, request: Request) -> RequestId | None:
         """Return the name of the transfer that a request is computed for."""
@@ -49,11 +51,13 @@ class Streams:
     def finish(self, request: Request, blocks: Sequence[Sequence[int]]) -> None:
         """The prompt is computed, and ``blocks`` are all of its blocks, of each KV cache group."""
         stream = self._streams.pop(request.request_id)
+        self._names.discard(stream.name)
         self._news.append(self._piece(stream, blocks, request.num_prompt_tokens, last=True))
 
     def abandon(self, request: Request) -> None:
         """The prefill ended without KV to hand over."""
         if (stream := self._streams.pop(request.request_id, None)) is not None:
+            self._names.discard(stream.name)
             self.forget(stream.name)
 
     def forget(self, name: RequestId) -> None:

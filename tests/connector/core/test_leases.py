@@ -110,14 +110,97 @@ def test_a_lost_connection_ends_what_was_claimed_over_it_and_nothing_else(book):
     assert len(book) == 2
 
 
-def test_a_lease_belongs_to_the_connection_that_renewed_it_last(book):
-    """A decode engine that reconnects keeps its leases when the old connection is noticed to be gone."""
+def test_a_lease_belongs_to_the_connection_that_renewed_it_first(book):
+    """Whoever knows a request's name must not be able to keep its blocks, or to have them end with its connection."""
     book.grant(A, now=0.0)
     book.renew(A, D, now=0.0)
-    book.renew(A, ELSE, now=1.0)
+
+    assert not book.renew(A, ELSE, now=15.0)
+    assert book.next_expiry() == 30.0
+    assert book.lose(ELSE) == []
+    assert book.lose(D) == [Released(A, LeaseEvent.PEER_LOST)]
+
+
+def test_an_engine_that_connects_again_keeps_its_leases():
+    """It has proven to be the same, and the old connection is not noticed to be gone yet."""
+    book = LeaseBook(duration=30.0, extension=20.0, same_engine=lambda one, other: {one, other} == {D, ELSE})
+    book.grant(A, now=0.0)
+    book.renew(A, D, now=0.0)
+    assert book.renew(A, ELSE, now=1.0)
+    assert not book.renew(A, ConnId(3), now=1.0)
 
     assert book.lose(D) == []
     assert book.lose(ELSE) == [Released(A, LeaseEvent.PEER_LOST)]
+
+
+def test_without_proven_engines_any_connection_may_say_that_a_lease_is_over(book):
+    """A decode engine's workers read over connections of their own, and nothing tells whose they are."""
+    book.grant(A, now=0.0)
+    book.renew(A, D, now=0.0)
+
+    assert book.may_end(A, ELSE)
+
+
+def test_with_proven_engines_only_the_holders_connections_may(book):
+    """A lease that nobody has claimed is anybody's."""
+    book = LeaseBook(duration=30.0, extension=20.0, same_engine=lambda one, other: {one, other} == {D, ELSE})
+    book.grant(A, now=0.0)
+    assert book.may_end(A, ConnId(3))
+    book.renew(A, D, now=0.0)
+
+    assert [book.may_end(A, conn) for conn in (D, ELSE, ConnId(3))] == [True, True, False]
+
+
+def test_a_lease_that_somebody_reads_says_so_for_a_while():
+    """Until then it is not revoked; a reader that vanishes keeps it no longer."""
+    book = LeaseBook(duration=30.0, extension=20.0, reading=10.0)
+    book.grant(A, now=0.0)
+    assert not book.is_read(A, now=0.0)
+    book.read(A, now=5.0)
+
+    assert book.is_read(A, now=14.9)
+    assert not book.is_read(A, now=15.0)
+
+
+def test_no_call_looks_at_all_leases(book):
+    """It runs for every message: with 20,000 leases a look at all of them costs 1.7 ms, thousands of times a second."""
+    for number in range(20_000):
+        book.grant(RequestId(f"r{number}"), now=number * 1e-3)
+    for number in range(0, 20_000, 2):
+        book.renew(RequestId(f"r{number}"), D if number else ELSE, now=25.0)
+    looks = count_looks(book)
+
+    assert book.lose(ELSE) == [Released(RequestId("r0"), LeaseEvent.PEER_LOST)]
+    assert book.next_expiry() == 30.001
+    assert book.expire(now=30.0) == []
+    assert book.expire(now=30.001) == [Released(RequestId("r1"), LeaseEvent.EXPIRED)]
+    assert book.renew(RequestId("r2"), D, now=30.0)
+    assert book.done(RequestId("r2"), READER, 0, 1) == Released(RequestId("r2"), LeaseEvent.DONE)
+    assert looks.count < 20
+
+
+def count_looks(book):
+    """Count how often a lease is looked at from now on."""
+
+    class Counting(dict):
+        count = 0
+
+        def __getitem__(self, key):
+            self.count += 1
+            return super().__getitem__(key)
+
+        def get(self, key, default=None):
+            self.count += 1
+            return super().get(key, default)
+
+        def values(self):
+            self.count += len(self)
+            return super().values()
+
+        items = __iter__ = values
+
+    book._leases = Counting(book._leases)
+    return book._leases
 
 
 def test_the_last_rank_ends_the_lease(book):
@@ -156,6 +239,7 @@ STEPS = st.lists(
         st.tuples(st.just("renew"), REQUESTS, st.sampled_from([D, ELSE])),
         st.tuples(st.just("done"), REQUESTS, st.integers(0, 1)),
         st.tuples(st.just("drop"), REQUESTS),
+        st.tuples(st.just("revoke"), REQUESTS),
         st.tuples(st.just("lose"), st.sampled_from([D, ELSE])),
         st.tuples(st.just("wait"), st.floats(0, 40)),
     ),
@@ -174,7 +258,10 @@ def test_every_lease_ends_exactly_once(steps):
                 book.grant(args[0], now=now)
                 granted.append(args[0])
             case "renew":
-                assert book.renew(*args, now=now) == (args[0] in book)
+                is_ours = args[0] in book and book.holder(args[0]) in (None, args[1])
+                assert book.renew(*args, now=now) == is_ours
+            case "revoke" if args[0] in book:
+                released.append(book.revoke(args[0]))
             case "done" if args[0] in book and (end := book.done(args[0], READER, args[1], 2)):
                 released.append(end)
             case "drop" if args[0] in book:
@@ -187,4 +274,4 @@ def test_every_lease_ends_exactly_once(steps):
     released += book.expire(now=now + 60.0)
 
     assert sorted(granted) == sorted(request for request, _ in released)
-    assert len(book) == 0
+    assert len(book) == len(book._deadlines) == len(book._by_holder) == 0

@@ -5,13 +5,13 @@ import pytest
 from support.engines import HELLO
 from xpyd_connector.core.ids import ConnId, RequestId
 from xpyd_connector.core.leases import LeaseBook, LeaseEvent
-from xpyd_connector.core.lender import Lender
-from xpyd_connector.core.messages import MAX_IDS, Challenge, Done, Drop, Fenced, Lapsed, Renew
+from xpyd_connector.core.lender import Candidate, Lender
+from xpyd_connector.core.messages import MAX_IDS, Challenge, Done, Drop, Fenced, Lapsed, Reads, Renew
 from xpyd_connector.core.ports import Failed, Lost, Received
 from xpyd_connector.core.tally import Tally
 
 A, B, READER = RequestId("a"), RequestId("b"), RequestId("reader")
-D, ELSE = ConnId(1), ConnId(2)
+D, ELSE, WORKER = ConnId(1), ConnId(2), ConnId(3)
 
 
 class Recorder:
@@ -28,9 +28,14 @@ class Recorder:
 
 
 class Shop:
+    """D has two connections, and has proven it."""
+
     def __init__(self):
         self.link, self.tally = Recorder(), Tally()
-        self.lender = Lender(self.link, LeaseBook(duration=30.0, extension=20.0), self.tally)
+        leases = LeaseBook(
+            duration=30.0, extension=20.0, reading=10.0, same_engine=lambda one, other: {one, other} <= {D, WORKER}
+        )
+        self.lender = Lender(self.link, leases, self.tally)
 
     def hear(self, message, conn=D, now=0.0):
         self.lender.on(Received(conn, message), now=now)
@@ -138,6 +143,108 @@ def test_the_thread_sleeps_until_the_first_lease_ends(shop):
     assert shop.lender.advance(now=30.0) == 35.0
     assert shop.lender.advance(now=35.0) is None
     assert shop.released() == [("b", "EXPIRED"), ("a", "EXPIRED")]
+
+
+# ---- whose lease it is
+
+
+def test_a_renewal_of_anothers_lease_is_answered_like_an_unknown_one(shop):
+    """And does not tell which of the two it is."""
+    shop.hear(Renew((A,)))
+    shop.hear(Renew((A, B)), conn=ELSE)
+
+    assert shop.link.sent == [(ELSE, Lapsed((A,)))]
+    assert shop.counters() == {"leases_renewed": 2, "foreign_messages": 1}
+
+
+def test_a_read_of_anothers_lease_does_not_count_and_ends_nothing(shop):
+    """Whoever knows a request's name could have its blocks freed under the engine that reads them."""
+    shop.hear(Renew((A,)))
+    shop.hear(Done(A, READER, 0, 1), conn=ELSE)
+    shop.hear(Drop((A,)), conn=ELSE)
+    assert shop.released() == []
+    shop.hear(Done(A, READER, 0, 1), conn=WORKER)
+
+    assert shop.link.sent == [(ELSE, Fenced(READER, held=False)), (WORKER, Fenced(READER, held=True))]
+    assert shop.released() == [("a", "DONE")]
+    assert shop.counters()["foreign_messages"] == 2
+
+
+def test_a_worker_may_drop_what_its_scheduler_holds(shop):
+    """A read that failed is given up over the worker's own connection."""
+    shop.hear(Renew((A,)))
+    shop.hear(Drop((A,)), conn=WORKER)
+
+    assert shop.released() == [("a", "DROPPED")]
+
+
+def test_what_nobody_has_claimed_is_anybodys(shop):
+    """The first word may come over any connection of a decode engine."""
+    shop.hear(Drop((A,)), conn=ELSE)
+
+    assert shop.released() == [("a", "DROPPED")]
+
+
+# ---- leases that are revoked
+
+
+def revoke(shop, *requests, blocks=1, now=0.0, **options):
+    shop.lender.revoke([Candidate(request, 1) for request in requests], blocks, now=now, **options)
+
+
+def test_a_holder_is_told_at_once_that_its_leases_are_revoked(shop):
+    """In one message; nobody is told of those that nobody has claimed."""
+    shop.lender.grant(RequestId("c"), now=0.0)
+    shop.hear(Renew((A, B)))
+    revoke(shop, A, B, RequestId("c"), blocks=3)
+
+    assert shop.link.sent == [(D, Lapsed((A, B)))]
+    assert shop.released() == [("a", "REVOKED"), ("b", "REVOKED"), ("c", "REVOKED")]
+    assert shop.counters()["leases_revoked"] == 3
+
+
+def test_no_more_is_revoked_than_is_lacking(shop):
+    """In the order in which they are named."""
+    revoke(shop, RequestId("gone"), B, A)
+
+    assert shop.released() == [("b", "REVOKED")]
+
+
+@pytest.mark.parametrize("word", [Reads((A,)), Done(A, READER, 0, 2)], ids=["reads", "has read in part"])
+def test_what_is_read_is_not_revoked_for_a_while(shop, word):
+    """The request would fail for it. But a reader that vanishes keeps its blocks no longer than a read may take."""
+    shop.hear(Renew((A,)))
+    shop.hear(word, conn=WORKER)
+    revoke(shop, A, now=9.9)
+    assert shop.released() == []
+    revoke(shop, A, now=10.0)
+
+    assert shop.released() == [("a", "REVOKED")]
+
+
+def test_what_another_part_is_busy_with_is_not_revoked(shop):
+    """It is written to somebody, or staged for somebody."""
+    revoke(shop, A, B, is_busy=lambda request: request == A)
+
+    assert shop.released() == [("b", "REVOKED")]
+
+
+def test_a_stranger_cannot_protect_a_lease_by_saying_that_it_reads(shop):
+    """Nor one that is over."""
+    shop.hear(Renew((A,)))
+    shop.hear(Reads((A, RequestId("gone"))), conn=ELSE)
+    revoke(shop, A)
+
+    assert shop.released() == [("a", "REVOKED")]
+    assert shop.counters()["foreign_messages"] == 1
+
+
+def test_the_fence_knows_that_a_lease_was_revoked(shop):
+    """What was read of it may be another prompt's by then."""
+    revoke(shop, A)
+    shop.hear(Done(A, READER, 0, 1))
+
+    assert shop.link.sent == [(D, Fenced(READER, held=False))]
 
 
 def test_very_many_lapsed_leases_are_told_in_pieces():

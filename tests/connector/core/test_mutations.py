@@ -7,12 +7,13 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from support.engines import LEASE, TIMEOUT, World, right
+from support.engines import BLOCKS, LEASE, LOOP_TIMEOUT, TIMEOUT, World, right
 from support.pair_machine import PairMachine
 from xpyd_connector.core.borrower import Borrower
-from xpyd_connector.core.leases import LeaseBook, LeaseEvent
+from xpyd_connector.core.leases import LeaseBook, LeaseEvent, Released
 from xpyd_connector.core.lender import Lender
 from xpyd_connector.core.loads import Result
+from xpyd_connector.core.offers import Offer
 from xpyd_connector.core.peers import PeerBook, PeerState
 from xpyd_connector.core.ports import Lost
 from xpyd_connector.core.reach import Reached
@@ -97,6 +98,99 @@ def a_load_waits_for_every_rank():
     assert world.d.result("d-a") is None
 
 
+def a_lease_that_is_revoked_while_it_is_read_is_noticed():
+    """D's word that it reads is lost: P gives the blocks to another, and what D has read must not become an answer."""
+    world = World()
+    offer = world.lend()
+    world.want(offer)
+    world.run()
+    world.d.mover.stuck = True
+    into = world.load(offer)
+    world.d.control.borrower._unsaid.clear()
+    world.run()
+    world.p.revoke("p-a", now=world.now)
+    world.run()
+    world.d.mover.stuck = False
+    world.run()
+    assert world.bytes_of(into) == [b"reused"] * 3
+    assert "lease" in world.d.result("d-a").failure
+
+
+def what_is_read_is_not_revoked():
+    world = World()
+    offer = world.lend()
+    world.want(offer)
+    world.d.mover.stuck = True
+    world.load(offer)
+    world.run()
+    world.p.revoke("p-a", now=world.now)
+    world.run()
+    world.d.mover.stuck = False
+    world.run()
+    assert world.d.result("d-a").failure == ""
+
+
+def what_hangs_is_revoked_in_the_end():
+    world = World(d={"timeout": 1000.0})
+    offer = world.lend()
+    world.want(offer)
+    world.d.mover.stuck = True
+    world.load(offer)
+    world.run(seconds=TIMEOUT)
+    world.p.revoke("p-a", now=world.now)
+    world.run()
+    assert [released.why for released in world.p.freed] == [LeaseEvent.REVOKED]
+
+
+def a_revoked_lease_is_told_at_once():
+    world = World()
+    lost = []
+    world.d.on_lost = lost.append
+    world.want(world.lend())
+    world.run()
+    world.p.revoke("p-a", now=world.now)
+    world.run()
+    assert lost == ["d-a"]
+    assert len(world.d.control.borrower) == 0
+    assert len(world.p.free) == BLOCKS
+
+
+def another_engine_cannot_keep_blocks():
+    world = World()
+    world.want(world.lend())
+    world.run()
+    world.d.frozen = True
+    other = world.start("d1", 5701)
+    other.control.borrower.want("d-x", Offer("p0", "p-a", *world.p.address, ((1,),), 4), now=world.now)
+    world.run(seconds=2 * LEASE)
+    assert [released.why for released in world.p.freed] == [LeaseEvent.EXPIRED]
+
+
+def another_engine_cannot_end_a_lease():
+    world = World(d={"timeout": 1000.0})
+    offer = world.lend()
+    world.want(offer)
+    world.run()
+    other = world.start("d1", 5701)
+    other.load("d-x", offer, now=world.now)
+    world.run()
+    assert "lease" in other.result("d-x").failure
+    assert world.p.freed == []
+    assert world.p.tally.take().counters["foreign_messages"] == 1
+
+
+def an_engine_that_hangs_renews_nothing():
+    world = World()
+    world.want(world.lend())
+    world.run()
+    world.d.turned_at = world.now
+    world.run(seconds=LOOP_TIMEOUT - LEASE)
+    assert world.p.freed == []
+    world.run(seconds=2 * LEASE)
+    assert [released.why for released in world.p.freed] == [LeaseEvent.EXPIRED]
+    assert world.d.tally.take().counters["renewals_withheld"] > 0
+
+
 def drop_the_heartbeat(patch):
     patch.setattr(Borrower, "_beat", lambda self, engine, wanted, now: None)
 
@@ -105,6 +199,7 @@ def shorten_on_renew(patch):
     def renew(self, request, holder, *, now):
         if held := whole(self, request, holder, now=now):
             self._leases[request].expires_at = now + self._extension
+            self._deadlines.set(request, now + self._extension)
         return held
 
     whole = LeaseBook.renew
@@ -204,7 +299,61 @@ def call_a_load_read_when_its_first_read_is(patch):
     patch.setattr(Reader, "_ended", ended)
 
 
+def revoke_without_a_word_to_the_fence(patch):
+    """P gives the blocks away, and keeps the lease."""
+
+    def revoke(self, request):
+        self._leases[request].expires_at = float("inf")
+        return Released(request, LeaseEvent.REVOKED)
+
+    patch.setattr(LeaseBook, "revoke", revoke)
+
+
+def revoke_what_is_read(patch):
+    patch.setattr(LeaseBook, "is_read", lambda self, request, *, now: False)
+
+
+def protect_what_is_read_for_ever(patch):
+    patch.setattr(LeaseBook, "is_read", lambda self, request, *, now: self._leases[request].read_until > 0)
+
+
+def keep_a_revocation_to_yourself(patch):
+    patch.setattr(Lender, "tell_lapsed", lambda self, conn, lapsed: None)
+
+
+def only_count_what_lapsed(patch):
+    patch.setattr(Borrower, "_lapsed", lambda self, conn, requests: None)
+
+
+def let_anybody_renew(patch):
+    patch.setattr(LeaseBook, "is_same", lambda self, holder, conn: True)
+
+
+def let_anybody_end(patch):
+    patch.setattr(LeaseBook, "may_end", lambda self, request, conn: True)
+
+
+def renew_for_ever(patch):
+    whole = Borrower.__init__
+
+    def init(self, *args, **kwargs):
+        whole(self, *args, **{**kwargs, "loop_timeout": float("inf")})
+
+    patch.setattr(Borrower, "__init__", init)
+
+
 MUTANTS = [
+    (revoke_without_a_word_to_the_fence, a_lease_that_is_revoked_while_it_is_read_is_noticed),
+    (revoke_without_a_word_to_the_fence, any_order_of_events),
+    (revoke_what_is_read, what_is_read_is_not_revoked),
+    (protect_what_is_read_for_ever, what_hangs_is_revoked_in_the_end),
+    (keep_a_revocation_to_yourself, a_revoked_lease_is_told_at_once),
+    (only_count_what_lapsed, a_revoked_lease_is_told_at_once),
+    (let_anybody_renew, another_engine_cannot_keep_blocks),
+    (let_anybody_renew, any_order_of_events),
+    (let_anybody_end, another_engine_cannot_end_a_lease),
+    (let_anybody_end, any_order_of_events),
+    (renew_for_ever, an_engine_that_hangs_renews_nothing),
     (drop_the_heartbeat, a_queued_request_keeps_its_lease),
     (shorten_on_renew, an_early_renewal_does_not_cost_time),
     (ignore_one_rank, the_slower_rank_keeps_its_blocks),
@@ -220,7 +369,7 @@ MUTANTS = [
     (read_from_one_rank_only, a_load_is_read_from_every_rank),
     (call_a_load_read_when_its_first_read_is, a_load_waits_for_every_rank),
 ]
-SCENARIOS = [scenario for _, scenario in MUTANTS if scenario is not any_order_of_events]
+SCENARIOS = list(dict.fromkeys(scenario for _, scenario in MUTANTS if scenario is not any_order_of_events))
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

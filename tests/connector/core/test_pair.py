@@ -225,6 +225,7 @@ def test_a_decode_engine_with_two_ranks_ends_a_lease_only_when_both_have_read():
     """The blocks of the slower rank must not be freed under it."""
     world = World(p={"ranks": 2}, d={"ranks": 2})
     other = world.start("d1", 5701, rank=1, ranks=2)
+    world.network.aliases["d1"] = "d0"
     offer = borrowed(world)
     world.load(offer)
     world.run()

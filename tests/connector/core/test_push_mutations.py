@@ -26,6 +26,31 @@ SEARCH = settings(
 )  # fmt: skip
 
 
+def what_is_written_is_not_revoked():
+    world = PushWorld()
+    world.expect()
+    world.run()
+    world.p.movers[0].stuck = True
+    world.prefill()
+    world.run()
+    world.p.revoke("t", now=world.now)
+    world.p.movers[0].stuck = False
+    world.run()
+    assert world.d.result("d-a").failure == ""
+
+
+def a_request_whose_transfer_is_over_hears_of_it():
+    world = PushWorld()
+    lost = []
+    world.d.on_lost = lost.append
+    world.prefill()
+    world.p.revoke("t", now=world.now)
+    world.run()
+    world.want()
+    world.run()
+    assert lost == ["d-a"]
+
+
 def any_order_of_events():
     run_state_machine_as_test(PushMachine, settings=SEARCH)
 
@@ -253,10 +278,19 @@ def take_silence_for_death(patch):
 
 
 def count_time_instead_of_looks(patch):
-    def look(self, landing, now):
-        if now >= landing.look_at + landing.look_every * landing.looks:
-            self._let_go(landing)
+    lose, until = Landings._lose, {}
 
+    def note(self, landing, peer, now):
+        lose(self, landing, peer, now)
+        until[landing.ticket.request] = now + landing.look_every * landing.looks
+
+    def look(self, landing, now):
+        if now >= until[landing.ticket.request]:
+            self._let_go(landing)
+        else:
+            self._deadlines.set(landing.ticket.request, now + landing.look_every)
+
+    patch.setattr(Landings, "_lose", note)
     patch.setattr(Landings, "_look", look)
 
 
@@ -273,7 +307,7 @@ def ignore_one_rank(patch):
 
     def forgetful(self, conn, order, now):
         register(self, conn, order, now)
-        for push in self._by_request.get(order.request, ()):
+        for push in self._by_request.get(order.request, {}).values():
             push.busy.discard(1)
 
     patch.setattr(Pushes, "_register", forgetful)
@@ -301,11 +335,11 @@ def write_whatever_prompt(patch):
 
 
 def forget_who_spoke_early(patch):
-    patch.setattr(Pushes, "_note", lambda self, requests, guest, now: None)
+    patch.setattr(Pushes, "_note", lambda self, requests, conn, now, *, wants=True: [])
 
 
 def trust_a_silent_peer(patch):
-    patch.setattr(Landings, "_is_hung", lambda self, peer, now: False)
+    patch.setattr(Landings, "_give_up_on", lambda self, peer: None)
 
 
 def keep_writing_to_who_left(patch):
@@ -322,7 +356,22 @@ def write_to_one_rank_only(patch):
     patch.setattr(Shipping, "send", lambda self, ways, stretches, *, now: send(self, ways[:1], stretches, now=now))
 
 
+def revoke_what_is_written(patch):
+    patch.setattr(Pushes, "is_writing", lambda self, request: False)
+
+
+def say_nothing_of_what_is_over(patch):
+    patch.setattr(Lender, "tell_lapsed", lambda self, conn, lapsed: None)
+
+
+def let_anybody_have_a_transfer(patch):
+    patch.setattr(Pushes, "_is_foreign", lambda self, request, conn: False)
+
+
 MUTANTS = [
+    (revoke_what_is_written, what_is_written_is_not_revoked),
+    (say_nothing_of_what_is_over, a_request_whose_transfer_is_over_hears_of_it),
+    (let_anybody_have_a_transfer, any_order_of_events),
     (complete_before_the_source_is, a_preempted_prefill_is_written_anew),
     (do_not_wait_for_the_old_attempts_flights, a_slow_first_attempt_does_not_overtake_the_second),
     (free_without_waiting_for_stopped, blocks_wait_until_p_has_stopped),

@@ -8,7 +8,7 @@ from support.engines import LEASE, rank_info
 from xpyd_connector.core import pushes as pushes_module
 from xpyd_connector.core.ids import BlockId, ConnId, RequestId
 from xpyd_connector.core.leases import LeaseBook
-from xpyd_connector.core.lender import Lender
+from xpyd_connector.core.lender import Candidate, Lender
 from xpyd_connector.core.messages import (
     Alive,
     Arrived,
@@ -60,7 +60,10 @@ class Desk:
 
     def __init__(self):
         self.link, self.tally, self.now = Link(), Tally(), 0.0
-        self.leases = LeaseBook(duration=LEASE, extension=LEASE * 2 / 3)
+        self.one_engine = set()  # connections that have proven to be of one engine
+        self.leases = LeaseBook(
+            duration=LEASE, extension=LEASE * 2 / 3, same_engine=lambda a, b: {a, b} <= self.one_engine
+        )
         self.lender = Lender(self.link, self.leases, self.tally)
         self.pushes = Pushes(self.link, self.lender, self.tally, tokens=TOKENS, patience=PATIENCE)
 
@@ -172,70 +175,71 @@ def test_what_is_written_before_any_lease_does_not_count(desk):
 
 
 def test_several_readers_of_one_transfer_end_its_lease_with_the_last_of_them(desk):
-    """One prompt, n answers, at one decode engine."""
-    readers = [R, RequestId("d-b"), RequestId("d-c")]
-    for reader in readers:
-        desk.register(reader=reader)
+    """One prompt, n answers, over one connection of a decode engine or over two."""
+    desk.one_engine = {D, ELSE}
+    desk.introduce(ELSE, "e")
+    desk.register()
+    desk.register(ELSE)
+    desk.register(reader="d-b")
     desk.grant()
     desk.said()
-    for reader in readers:
+    for conn, reader in ((D, R), (ELSE, R), (D, RequestId("d-b"))):
         assert T in desk.leases
-        desk.hear(W0, Written(D, reader))
-        desk.hear(W1, Written(D, reader))
+        desk.hear(W0, Written(conn, reader))
+        desk.hear(W1, Written(conn, reader))
 
-    assert [message.reader for message in desk.said(D)] == readers
+    assert [conn for conn, _ in desk.said(D, ELSE)] == [D, ELSE, D]
     assert T not in desk.leases
 
 
-FOREIGN = Stopped(RequestId("e-a"), "transfer t belongs to another decode engine")
+# ---- whose transfer it is
 
 
-@pytest.mark.parametrize("then", ["nothing", "stop", "lose", "grant"])
-def test_a_transfer_belongs_to_the_first_decode_engine_that_registers_it(desk, then):
-    """Its name is all that one needs to be written to, and a stranger may learn it: the first has it to the end."""
+@pytest.mark.parametrize("claim", ["renew early", "renew", "register early", "register"])
+def test_a_transfer_is_the_engines_that_spoke_of_it_first(desk, claim):
+    """Whoever knows its name may neither claim it, nor end it, nor have its KV written into its own memory."""
     desk.introduce(ELSE, "e")
-    desk.register()
-    if then == "stop":
-        desk.hear(D, Stop((R,)))
-        desk.hear(W0, Ceased(D, R, ""))
-        desk.hear(W1, Ceased(D, R, ""))
-    elif then == "lose":
-        desk.lose(D)
-    elif then == "grant":
+    if not claim.endswith("early"):
         desk.grant()
+    desk.hear(D, Renew((T,))) if claim.startswith("renew") else desk.register()
+    owner = desk.pushes._owner(T)
     desk.said()
     desk.counters()
-    desk.register(ELSE, reader="e-a")
+    desk.hear(ELSE, Renew((T,)), Drop((T,)))
+    desk.register(ELSE, "e-a")
 
-    assert desk.said() == [(ELSE, FOREIGN)]
-    assert desk.counters() == {"registrations_foreign": 1}
+    assert desk.pushes._owner(T) == owner == D
+    assert desk.said(ELSE) == [Lapsed((T,)), Alive(), Stopped("e-a", "transfer t is another decode engine's")]
+    assert desk.counters()["foreign_messages"] == 3
 
 
-def test_a_name_is_free_again_when_its_transfer_is_over(desk):
-    """Or when nobody prefilled it for as long as anybody waits."""
+def test_a_transfer_is_anybodys_again_when_the_engine_that_spoke_of_it_is_gone(desk):
+    """A router tries again with another decode engine."""
     desk.introduce(ELSE, "e")
-    desk.register()
-    desk.hear(D, Stop((R,)))
-    for worker in (W0, W1):
-        desk.hear(worker, Ceased(D, R, ""))
-    desk.now = PATIENCE
+    desk.hear(D, Renew((T,)))
+    desk.lose(D)
+    desk.register(ELSE, "e-a")
+
+    assert desk.pushes._owner(T) == ELSE
+
+
+def test_a_transfer_that_is_over_is_said_to_have_lapsed(desk):
+    """Its decode engine, whose request still waits, computes the prompt itself, instead of registering in vain."""
+    desk.grant()
+    desk.lender.revoke([Candidate(T, 1)], 1, now=desk.now)
     desk.turn()
     desk.said()
-    desk.register(ELSE, reader="e-a")
+    desk.hear(D, Renew((T,)))
 
-    assert [conn for conn, _ in desk.said()] == [W0, W1]
+    assert desk.said(D) == [Lapsed((T,)), Alive()]
 
 
-def test_a_push_that_takes_longer_than_names_are_remembered_keeps_its_name(desk):
-    """The registration itself says whose it is."""
-    desk.introduce(ELSE, "e")
+def test_what_is_being_written_is_not_revoked(desk):
+    """The control thread asks before it revokes."""
+    assert not desk.pushes.is_writing(T)
     desk.register()
-    desk.now = 2 * PATIENCE
-    desk.turn()
-    desk.said()
-    desk.register(ELSE, reader="e-a")
 
-    assert desk.said() == [(ELSE, FOREIGN)]
+    assert desk.pushes.is_writing(T)
 
 
 # ---- early words
@@ -280,6 +284,18 @@ def test_a_decode_engine_that_is_gone_wants_nothing(desk, has_registered):
     desk.grant()
 
     assert desk.ended == [(T, "DROPPED")]
+
+
+def test_another_reader_still_wants_what_one_that_is_gone_does_not(desk):
+    """Its registration is worth more than the other's silence."""
+    desk.one_engine = {D, ELSE}
+    desk.introduce(ELSE, "e")
+    desk.register()
+    desk.register(ELSE, reader="e-a")
+    desk.lose(D)
+    desk.grant()
+
+    assert T in desk.leases
 
 
 def test_a_heartbeat_is_always_answered(desk):

@@ -129,6 +129,19 @@ def test_a_copy_that_ended_unheard_is_made_again(desk):
     assert desk.link.said() == [ATTEND, CopyEnded(7, "")]
 
 
+def test_a_copy_that_ended_while_its_order_came_again_is_not_made_again(desk):
+    """The scheduler hears of its end next, and may give the slots to others: nothing must be copied into them then."""
+    desk.copier.stuck = True
+    desk.order(CopyOut(7, ((1,),), ((1,),)))
+    desk.hear(Lost(CONN, "reset"), Met(ConnId(2), None))
+    desk.copier.stuck = False
+    desk.turn()
+    desk.hear(Received(ConnId(2), CopyOut(7, ((1,),), ((1,),))))
+
+    assert len(desk.stager) == 0
+    assert desk.link.said()[-1] == CopyEnded(7, "")
+
+
 def test_what_a_scheduler_does_not_say_to_this_worker_is_counted(desk):
     """And does no harm."""
     desk.order(Alive())

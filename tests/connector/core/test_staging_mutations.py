@@ -7,7 +7,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from support.staging_machine import StagingMachine
 from support.staging_world import StagingWorld
 from xpyd_connector.core.lender import Lender
-from xpyd_connector.core.messages import Drop
+from xpyd_connector.core.messages import Done, Drop
 from xpyd_connector.core.slots import Slots
 from xpyd_connector.core.stagings import Stagings
 from xpyd_connector.errors import IllegalTransition
@@ -142,7 +142,25 @@ def slots_wait_for_the_copy_into_them():
     assert world.p.slots.held == 4, "slots were free while a copy into them was under way"
 
 
+def believe_anybody_who_says_that_a_rank_has_read(patch):
+    def has_read(self, conn, key, rank):
+        self._leave(key, rank, "somebody said so")
+
+    patch.setattr(Stagings, "_has_read", has_read)
+
+
+def a_rank_reads_until_it_says_otherwise():
+    world = StagingWorld(decoders=[1, 1])
+    load = world.load(world.p.lend(2), size=2)[0]
+    world.run()
+    other = world.decoders[1]
+    other.link.send(other.conn, Done(load.request, load.reader, 0, 2))
+    world.run()
+    assert world.p.stagings.is_reading(load.request)
+
+
 MUTANTS = [
+    (believe_anybody_who_says_that_a_rank_has_read, a_rank_reads_until_it_says_otherwise),
     (free_while_copies_run, slots_wait_for_the_copy_into_them),
     (forget_copies_that_run, slots_wait_for_the_copy_into_them),
     (do_not_wait_for_the_slower_worker, a_part_is_read_when_every_worker_has_copied_it),

@@ -316,6 +316,43 @@ def test_a_rank_speaks_over_one_connection():
     assert said.reason == "rank 0 asks over a second connection"
 
 
+def test_only_a_ranks_own_connection_says_that_it_has_read():
+    """Another's word would give its slots away while it reads, and its own fence would call right what it got."""
+    world = StagingWorld(decoders=[1, 1])
+    load = world.load(world.p.lend(2), size=2)[0]
+    world.run()
+    assert states(world) == ["STAGED"]
+    other = world.decoders[1]
+    other.link.send(other.conn, Done(load.request, load.reader, 0, 2))
+    world.run()
+
+    assert states(world) == ["STAGED"]
+    assert world.p.tally.take().counters["foreign_messages"] == 1
+
+
+def test_a_part_of_anothers_lease_is_not_staged():
+    """A stranger that knows the request's name would read its KV."""
+    world = StagingWorld(decoders=[1, 1])
+    request = world.p.lend(2)
+    renew(world, request, decoder=1)
+    world.p.leases._same_engine = lambda one, other: one == other
+
+    assert stage(world, request) == f"the lease of request {request} is another decode engine's"
+    assert is_empty(world)
+
+
+def test_what_is_read_part_by_part_is_not_revoked():
+    """The control thread asks before it revokes."""
+    world = StagingWorld()
+    load = world.load(world.p.lend(2), size=2)[0]
+    assert not world.p.stagings.is_reading(load.request)
+    world.run()
+    assert world.p.stagings.is_reading(load.request)
+    world.go_on()
+
+    assert not world.p.stagings.is_reading(load.request)
+
+
 def test_there_is_an_end_to_what_is_remembered(monkeypatch):
     """A decode engine may name as many requests as it likes."""
     monkeypatch.setattr(stagings_module, "MAX_PARTS", 1)

@@ -1,6 +1,7 @@
 """The scheduler half without an engine: vLLM's real block pool, a control thread, and no peer."""
 
 import socket
+import threading
 import warnings
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ with warnings.catch_warnings():
     from vllm.v1.request import RequestStatus
 
     from xpyd_connector.shell.facts import Facts
+    from xpyd_connector.shell.holding import Holding
     from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake
     from xpyd_connector.shell.scheduler import LONGEST_NAP, WALL_CLOCK, SchedulerSide
     from xpyd_connector.shell.wake import Door
@@ -22,7 +24,7 @@ with warnings.catch_warnings():
 from xpyd_connector.core.groups import CacheGroup
 from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
 from xpyd_connector.core.leases import LeaseEvent, Released
-from xpyd_connector.core.loads import LetGo, Result
+from xpyd_connector.core.loads import LeaseLost, LetGo, Result
 from xpyd_connector.core.messages import MAX_ID, Lent
 from xpyd_connector.core.offers import Offer, digest_prompt, read_offer
 from xpyd_connector.core.plan import Stretch
@@ -51,15 +53,19 @@ class Engine:
             EngineId("here"), Address("127.0.0.1", free_port()), groups, {"l.0": 0}, BLOCKS, all_heads=1, ranks=1,
             lends=True, borrows=True,
         )  # fmt: skip
-        self.side = SchedulerSide(facts, Settings(handshake_timeout=0.1, **choices), Door(None), clock)
+        self.now = 1000.0
+        settings = Settings(handshake_timeout=0.1, **choices)
+        self.side = SchedulerSide(facts, settings, Door(None), clock, lambda: self.now)
         self.side.bind_block_pool(self.pool)
         self.side.start({0: RankHandshake(rank_info("here"), FINGERPRINT, b"token")})
 
-    def request(self, params=None, *, name="d-a", prompt=PROMPT, status=RequestStatus.FINISHED_LENGTH_CAPPED):
+    def request(
+        self, params=None, *, name="d-a", prompt=PROMPT, status=RequestStatus.FINISHED_LENGTH_CAPPED, priority=0
+    ):
         return SimpleNamespace(
             request_id=name, kv_transfer_params=params, prompt_token_ids=prompt, num_prompt_tokens=len(prompt),
             num_computed_tokens=len(prompt), mm_features=[], lora_request=None, cache_salt=None, status=status,
-            abort_immediately=False,
+            abort_immediately=False, num_tokens=len(prompt), priority=priority,
         )  # fmt: skip
 
     def arrive(self, **changes):
@@ -313,6 +319,181 @@ def test_prompts_without_token_ids_have_nothing_to_compare(proving):
     proving.side.on_new_request(request)
 
     assert proving.side.matched_tokens(request, 0) == (9, True)
+
+
+# ---- leases that end early, and are not granted
+
+
+def lend(engine, name, blocks, **options):
+    """Finish a prefill of so many blocks; vLLM frees its own hold on them. Returns the offer, or None."""
+    request = engine.request({"do_remote_decode": True}, name=name, prompt=list(range(SIZE * blocks)), **options)
+    held = engine.pool.get_new_blocks(blocks)
+    offer = engine.side.finished(request, ([block.block_id for block in held],))
+    engine.pool.free_blocks(reversed(held))
+    return offer
+
+
+def lack(engine, *, blocks, seconds, priority=0, step=0.5):
+    """Have a waiting request ask for blocks in vain for so long, as vLLM does in each step."""
+    request = engine.request(name="waits", prompt=list(range(SIZE * blocks)), priority=priority)
+    until = engine.now + seconds
+    while engine.now <= until:
+        engine.side.matched_tokens(request, 0)
+        engine.side.step(IDLE)
+        engine.now += step
+
+
+def settle(engine):
+    """Have the control thread do what it was asked, and tell of it: with the end of the turn before the second one."""
+    for _ in range(2):
+        done = threading.Event()
+        engine.side._post(lambda control, now, done=done: done.set())
+        assert done.wait(60), "the control thread does not answer"
+    engine.side.step(IDLE)
+
+
+def counters(engine):
+    return engine.side.stats().data.get("counters", {})
+
+
+def revoked_after(engine, **lacks):
+    lack(engine, **lacks)
+    settle(engine)
+    return counters(engine)["leases_revoked"]
+
+
+def test_leases_that_nobody_reads_are_revoked_for_a_prefill_that_lacks_blocks(engine):
+    """The oldest first, and no more of them than it takes."""
+    for name in ("a", "b", "c"):
+        assert lend(engine, name, 5)
+    assert engine.free() == 4
+
+    assert revoked_after(engine, blocks=8, seconds=10.5) == 1
+    assert list(engine.side._held._held) == ["b", "c"]
+    assert engine.free() == 9
+
+
+def test_a_prefill_that_lacks_blocks_for_a_moment_revokes_nothing(engine):
+    """A decode engine reads all the time, and what it has read is free at once: to wait is cheaper."""
+    lend(engine, "a", 15)
+    lack(engine, blocks=8, seconds=9.0)
+    engine.side.after_alloc(engine.request(name="else"), SimpleNamespace(get_block_ids=list), 0)
+    engine.side.step(IDLE)  # a step in which nothing is lacking: the request is gone, say
+    lack(engine, blocks=8, seconds=9.0)
+    settle(engine)
+
+    assert len(engine.side._held) == 1
+
+
+def test_a_request_that_gets_its_blocks_lacks_none(engine):
+    """However few are left for others."""
+    lend(engine, "a", 15)
+    for _ in range(30):
+        request = engine.request(name="gets", prompt=list(range(SIZE * 8)))
+        engine.side.matched_tokens(request, 0)
+        engine.side.after_alloc(request, SimpleNamespace(get_block_ids=list), 0)
+        engine.side.step(IDLE)
+        engine.now += 1.0
+
+    assert len(engine.side._held) == 1
+
+
+def test_the_least_important_leases_are_revoked_first_and_never_more_important_ones(engine):
+    """VLLM's priorities: a higher number is less important."""
+    for name, priority in (("old", 1), ("least", 5), ("most", -1)):
+        assert lend(engine, name, 5, priority=priority)
+
+    assert revoked_after(engine, blocks=8, seconds=10.5, priority=1) == 1
+    assert list(engine.side._held._held) == ["old", "most"]
+    assert [each.request for each in engine.side._held.candidates(19, 1)] == ["old"]
+
+
+def test_blocks_that_others_use_do_not_count_as_freed():
+    """Two leases of prompts that begin alike share blocks: only the end of both frees these."""
+    pool = BlockPool(BLOCKS, enable_caching=False, hash_block_size=SIZE)
+    shared, own, used = pool.get_new_blocks(4), pool.get_new_blocks(1), pool.get_new_blocks(2)
+    holding = Holding()
+    for name, blocks in (("a", shared), ("b", shared + own), ("c", used)):
+        pool.touch(blocks)
+        holding.add(RequestId(name), list(blocks), 0)
+    pool.free_blocks(shared + own)  # vLLM's own hold; what "c" is made of is still used
+
+    assert holding.blocks == 7
+    assert holding.candidates(5, 0) == [("a", 0), ("b", 5), ("c", 0)]
+
+
+def test_revoking_can_be_turned_off():
+    """Where a decode engine must never compute a prompt."""
+    engine = Engine(revoke_after=0.0)
+    lend(engine, "a", 15)
+    lack(engine, blocks=8, seconds=100.0)
+    settle(engine)
+    engine.side.stop()
+
+    assert len(engine.side._held) == 1
+
+
+def test_leases_hold_no_more_than_their_share_of_the_cache():
+    """Beyond it a prefill is not handed over: otherwise decode engines that read nothing would stop all prefills."""
+    engine = Engine(max_held_share=0.5)  # of 19 blocks
+    assert lend(engine, "a", 9)
+    assert lend(engine, "b", 1) is None
+    engine.side.stop()
+
+    assert counters(engine)["leases_refused"] == 1
+    assert engine.side.stats() is None or engine.free() == 10
+
+
+def test_blocks_that_are_held_already_cost_nothing_of_the_share():
+    """Prompts that begin alike share them."""
+    engine = Engine(max_held_share=0.5)
+    blocks = engine.pool.get_new_blocks(9)
+    for name in ("a", "b"):
+        request = engine.request({"do_remote_decode": True}, name=name, prompt=list(range(SIZE * 9)))
+        assert engine.side.finished(request, ([block.block_id for block in blocks],))
+    engine.side.stop()
+
+    assert engine.side.stats().data["gauges"]["blocks_held"] == 9
+
+
+def test_a_request_whose_lease_is_lost_computes_its_own_prompt_at_once(engine):
+    """Not after it has been read in vain."""
+    request = engine.arrive()
+    assert engine.side.matched_tokens(request, 0) == (9, True)
+    engine.side._outbox.put([LeaseLost(RequestId("d-a"))], Report())
+    assert engine.side.has_news()
+    engine.side.step(IDLE)
+
+    assert engine.side.matched_tokens(request, 0) == (0, False)
+    engine.allocate(request, 0)
+    assert engine.orders() == []
+    assert counters(engine) == {"loads_revoked": 1}
+
+
+def test_a_load_that_has_begun_is_decided_by_its_fence(engine):
+    """It may have been confirmed before the lease ended."""
+    request = engine.arrive()
+    engine.allocate(request, 9)
+    engine.side._outbox.put([LeaseLost(RequestId("d-a")), LeaseLost(RequestId("gone"))], Report())
+
+    assert len(engine.orders()) == 1
+    assert "loads_revoked" not in counters(engine)
+
+
+@pytest.mark.parametrize("hook", ["step", "on_new_request", "after_step", "has_news", "finished"])
+def test_every_hook_shows_that_the_engines_loop_turns(engine, hook):
+    """VLLM calls one of them whenever its loop turns."""
+    engine.now += 500.0
+    calls = {
+        "step": lambda: engine.side.step(IDLE),
+        "on_new_request": engine.arrive,
+        "after_step": lambda: engine.ended(),
+        "has_news": engine.side.has_news,
+        "finished": lambda: engine.side.finished(engine.request(), ([],)),
+    }
+    calls[hook]()
+
+    assert engine.side._last_turn == engine.now
 
 
 # ---- engines of other shapes

@@ -116,7 +116,8 @@ def _said(exc: OSError) -> str:
     """Return what the system says of it; the ssl module has a word of its own for a time that is over."""
     if isinstance(exc, TimeoutError):
         return "timed out"
-    return "it closed the connection" if isinstance(exc, ssl.SSLEOFError) else str(exc)
+    gone = isinstance(exc, (ssl.SSLEOFError, ConnectionResetError, BrokenPipeError))
+    return "it closed the connection" if gone else str(exc)
 
 
 def _left(deadline: float) -> float:
@@ -133,6 +134,6 @@ def _receive(sock: ssl.SSLSocket, deframer: Deframer, deadline: float) -> Messag
         sock.settimeout(_left(deadline))
         data = sock.recv(1 << 16)
         if not data:
-            raise ConnectionResetError("it closed the connection")
+            raise ConnectionResetError
         for message in deframer.feed(data):
             return decode(message)

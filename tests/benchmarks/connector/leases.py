@@ -39,7 +39,7 @@ class Nowhere:
     def __init__(self):
         self.met = 0
 
-    def meet(self, peer):
+    def meet(self, peer, engine):
         self.met += 1
         return ConnId(self.met)
 

@@ -98,15 +98,14 @@ class PairMachine(RuleBasedStateMachine):
             if request in self.world.p.leases:
                 self.world.p.revoke(request, now=self.world.now)
 
-    @precondition(lambda self: self.world.p.held)
+    @precondition(lambda self: self.world.p.leases._by_holder)
     @rule(pick=PICK, what=st.sampled_from([Renew, Drop, Done, Reads]))
     def meddle(self, pick, what):
         """An engine that has proven to be another says what is not its to say of a lease that D holds."""
         if not self.can(self.world.p):
             return
-        request, leases = self.pick(self.world.p.held, pick), self.world.p.leases
-        if leases.holder(request) is None:
-            return
+        leases = self.world.p.leases
+        request = self.pick([name for names in leases._by_holder.values() for name in names], pick)
         message = Done(request, request, 0, 1) if what is Done else what((request,))
         before = vars_of(leases._leases[request])
         self.world.p.control.lender._answer(STRANGER, message, self.world.now)

@@ -457,7 +457,7 @@ class SchedulerSide:
             return f"{len(self._held)} leases are held; max_leases is {self._settings.max_leases}"
         there_are = self._block_pool.num_gpu_blocks - 1  # without the null block
         would_be, share = self._held.blocks + self._held.new_blocks(blocks), self._settings.max_held_share
-        if would_be > share * there_are:
+        if len(self._held) and would_be > share * there_are:  # a prompt that is nearly as long as the cache goes alone
             return f"leases would hold {would_be} of {there_are} blocks; max_held_share is {share:g}"
         return ""
 

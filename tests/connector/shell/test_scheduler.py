@@ -444,6 +444,15 @@ def test_leases_hold_no_more_than_their_share_of_the_cache():
     assert engine.side.stats() is None or engine.free() == 10
 
 
+def test_a_single_lease_may_hold_all_of_the_cache():
+    """A prompt that is nearly as long as P's cache would be computed twice, always."""
+    engine = Engine(max_held_share=0.5)
+    offer = lend(engine, "a", 19)
+    engine.side.stop()
+
+    assert offer is not None
+
+
 def test_blocks_that_are_held_already_cost_nothing_of_the_share():
     """Prompts that begin alike share them."""
     engine = Engine(max_held_share=0.5)

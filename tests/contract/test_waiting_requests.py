@@ -1,0 +1,41 @@
+"""In which order vLLM's scheduler asks about a waiting request, and which of its fields we read.
+
+``shell/lack.py`` takes a request that was asked about, and not told of, for one that lacks blocks.
+"""
+
+import inspect
+import warnings
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
+
+
+def test_a_waiting_request_is_asked_about_then_allocated_then_told():
+    """And the step ends after that, with what we have noted."""
+    source = inspect.getsource(Scheduler.schedule)
+    asked = source.index("get_num_new_matched_tokens(")
+    steps = [
+        asked,
+        source.index("kv_cache_manager.allocate_slots(", asked),
+        source.index("if new_blocks is None:", asked),
+        source.index("update_state_after_alloc(", asked),
+        source.index("_build_kv_connector_meta(", asked),
+    ]
+
+    assert steps == sorted(steps)
+    assert source[steps[2] : steps[3]].count("break") == 1, "a request that lacks blocks ends the walk"
+
+
+def test_requests_and_pools_have_what_we_read():
+    """A name that is gone would stop the engine at the first lack."""
+    assert "priority" in inspect.signature(Request.__init__).parameters
+    assert isinstance(Request.num_tokens, property)
+    assert "num_gpu_blocks" in inspect.signature(BlockPool.__init__).parameters
+    assert callable(BlockPool.get_num_free_blocks)

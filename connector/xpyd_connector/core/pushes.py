@@ -48,6 +48,7 @@ T = TypeVar("T")
 MAX_PUSHES = (
     65536  # registrations, and transfers heard of before their prefill: beyond it they are refused, or forgotten
 )
+MAX_PUSHES_OF_GUEST = MAX_PUSHES // 4  # of one connection, so that one engine does not use up what others need
 
 
 class PushState(Enum):
@@ -320,6 +321,9 @@ class Pushes:
         elif not guest.has_room_for(order):
             self._tally.count("pushes_refused")
             self._link.send(conn, Stopped(order.reader, "more blocks are registered than the decode engine has"))
+        elif len(guest.pushes) >= MAX_PUSHES_OF_GUEST:
+            self._tally.count("pushes_refused")
+            self._link.send(conn, Stopped(order.reader, f"{len(guest.pushes)} registrations of yours are open"))
         elif self._open >= MAX_PUSHES:
             self._tally.count("pushes_refused")
             self._link.send(conn, Stopped(order.reader, f"{MAX_PUSHES} registrations are open"))

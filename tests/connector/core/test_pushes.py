@@ -436,6 +436,20 @@ def test_a_registration_that_comes_twice_is_one(desk):
     assert desk.counters()["late_notifications"] == 1
 
 
+def test_one_engines_registrations_are_limited(desk, monkeypatch):
+    """It cannot use up what other engines need."""
+    monkeypatch.setattr(pushes_module, "MAX_PUSHES_OF_GUEST", 1)
+    desk.introduce(ELSE, "e")
+    desk.register(reader="1")
+    desk.said()
+    desk.register(reader="2", request="u")
+    desk.register(ELSE, reader="3", request="v")
+
+    assert desk.said(D) == [Stopped(RequestId("2"), "1 registrations of yours are open")]
+    assert desk.said(ELSE) == []
+    assert desk.counters()["pushes_refused"] == 1
+
+
 def test_registrations_are_limited(desk, monkeypatch):
     """Over all decode engines; one that ended makes room."""
     monkeypatch.setattr(pushes_module, "MAX_PUSHES", 2)

@@ -177,8 +177,8 @@ class Pairs:
         left = [p for p in prefill if any(self._fits(p, d) for d in decode)]
         if not left:
             raise NoInstance(
-                "no prefill instance fits a decode instance: vLLM's version, connector, mode or revision differ, or the "
-                "connector's protocol or fingerprint"
+                "no prefill instance fits a decode instance: vLLM's version, connector, mode or revision differ, "
+                "or the connector's protocol or fingerprint"
             )
         return left, [d for d in decode if any(self._fits(p, d) for p in left)]
 

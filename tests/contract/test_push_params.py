@@ -103,7 +103,7 @@ def test_our_connectors_agree_on_the_name_of_a_transfer(vllm, api):
     leg = json.loads(prefill_body(api, {}, TRANSFER))["kv_transfer_params"]
     name = read_transfer(leg, known_as(api, XID) + P_SUFFIX)
     found = handover(
-        P, answer_of(vllm, known_as(api, XID) + P_SUFFIX, TRANSFER), api, XID, TRANSFER, MANNERS[Mode.AUTO]
+        P, answer_of(vllm, known_as(api, XID) + P_SUFFIX, TRANSFER), api, XID, MANNERS[Mode.AUTO], transfer=TRANSFER
     )
     for told in (told_at_once(found, api), json.loads(bytes(found.params))):
         assert read_booking(told, known_as(api, XID) + D_SUFFIX).remote_request_id == name == TRANSFER

@@ -139,7 +139,16 @@ def build(
     releaser = Releaser(engines, told=(sight,))
     budget = _budget(settings, crew.of)
     relay = Relay(
-        fleet, legs, fleet, learned, MANNERS[settings.mode], releaser, rules_of(settings), slots=fleet, budget=budget
+        fleet,
+        legs,
+        fleet,
+        learned,
+        MANNERS[settings.mode],
+        releaser,
+        rules_of(settings),
+        slots=fleet,
+        budget=budget,
+        replaced=sight.replaced_host,
     )
     checks = _checks(settings, outbound, transport, tls, guard)
     rhythm = Rhythm(settings.probe_interval_s, settings.hung_timeout_s, settings.drain_patience_s)
@@ -168,7 +177,7 @@ def build(
     if isinstance(engines, WireEngines) and traces is None:
         rides = Rides(
             relay,
-            Handovers(learned, relay.manner),
+            Handovers(learned, relay.manner, sight.replaced_host),
             engines.teller,
             fleet,
             sight,

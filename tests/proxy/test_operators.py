@@ -347,3 +347,40 @@ def test_a_place_that_is_none_is_said_at_the_start(tmp_path):
 
     assert said.returncode == 2
     assert "'10.0.0.1/8' is not a place of engines: write a network such as 10.0.0.0/8" in said.stderr
+
+
+@pytest.mark.parametrize("hot", ["true", "false"])
+def test_an_engine_that_names_no_reachable_host_is_named_by_the_router(tmp_path, hot):
+    """It is said once for each engine, counted each time, and the requests get their KV cache."""
+    engines = sims()
+    prefill = Saying(engines["p0"], b"192.0.2.1", b"0.0.0.0")
+    with ExitStack() as stack:
+        p, d = stack.enter_context(serving(prefill)), stack.enter_context(serving(engines["d0"]))
+        args = ("--prefill", p, "--decode", d, "--hot-path", hot)
+        (router,) = stack.enter_context(router_processes(tmp_path, 1, *args))
+        answers = [httpx.post(router.url + PATH, json=BODY, timeout=30) for _ in range(3)]
+        numbers = httpx.get(router.url + "/metrics", timeout=30).text
+        told = [json.loads(e.body)["kv_transfer_params"] for e in engines["d0"].log if e.path == PATH]
+        said = router.said
+
+    assert {answer.status_code for answer in answers} <= {200, 400}  # the simulated engine sees that they were changed
+    assert {params["remote_host"] for params in told} == {"127.0.0.1"}
+    assert said.count("prefill-0 names '0.0.0.0' as the host of its KV cache") == 1
+    assert 'xpyd_prefill_hosts_replaced_total{instance="prefill-0"} 3.0' in numbers
+
+
+class Saying:
+    """An application that writes something else in its answers; their lengths change, so they are sent in chunks."""
+
+    def __init__(self, app, old, new):
+        self.app, self.old, self.new = app, old, new
+
+    async def __call__(self, scope, receive, send):
+        async def changing(message):
+            if message["type"] == "http.response.start":
+                message["headers"] = [one for one in message["headers"] if one[0] != b"content-length"]
+            elif message["type"] == "http.response.body":
+                message["body"] = message.get("body", b"").replace(self.old, self.new)
+            await send(message)
+
+        await self.app(scope, receive, changing)

@@ -181,6 +181,7 @@ class Handover:
     coordinates: Coordinates | None  # for later requests; None: this engine does not push
     counted: int | None  # tokens of the prompt; None: it does not say
     transfer: TransferId | None  # None: this engine does not push
+    replaced: str | None  # the host that it named, where nobody can reach it; None: what it named stands
 
     def __init__(
         self,
@@ -188,8 +189,10 @@ class Handover:
         coordinates: Coordinates | None,
         counted: int | None = None,
         transfer: TransferId | None = None,
+        replaced: str | None = None,
     ) -> None:
         self.params = params
+        self.replaced = replaced
         self.coordinates = coordinates
         self.counted = counted
         self.transfer = transfer

@@ -16,12 +16,14 @@ import msgspec
 from xpyd_proxy.core import dialect
 from xpyd_proxy.core.model import Api, Handover, InstanceId, RequestId, TransferId
 from xpyd_proxy.core.raw_json import Fields, NotJson, decode, encode, text
-from xpyd_proxy.core.said import Coordinates, DecodeParams, Naming
+from xpyd_proxy.core.said import Coordinates, DecodeParams, KvParams, Naming
 from xpyd_proxy.core.usage import counted
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.settings import Mode
 
 _T = TypeVar("_T")
+_EVERYWHERE: Final = frozenset({"0.0.0.0", "::", "[::]", "*"})
+_LOOPBACK: Final = frozenset({"localhost", "::1", "[::1]"})
 
 
 class TransferMode(StrEnum):
@@ -78,9 +80,18 @@ def decode_params(coordinates: Coordinates, api: Api, request: RequestId, transf
 
 
 def handover(
-    prefill: InstanceId, answer: bytes, api: Api, request: RequestId, manner: Manner, *, transfer: TransferId
+    prefill: InstanceId,
+    answer: bytes,
+    api: Api,
+    request: RequestId,
+    manner: Manner,
+    *,
+    transfer: TransferId,
+    host: str | None = None,
 ) -> Handover:
     """Read the answer of a prefill engine; ``transfer`` is the name that it was told.
+
+    ``host``: where the router reaches it, and so do decode engines if it names a place where none could.
 
     Raises:
         EngineError: it is such that a decode engine would not survive it, or would wait for ever.
@@ -88,16 +99,40 @@ def handover(
     given = dialect.kv_params(prefill, answer)
     params = given.params
     said = given.naming or _read(prefill, params, Naming)
+    named = said.remote_host if isinstance(said, KvParams) else _host_in(params)
+    is_replaced = host is not None and is_nowhere(named, host)
+    if is_replaced:
+        params = msgspec.Raw(encode(decode(params, Fields) | {"remote_host": text(host or "")}))
     mode = manner.unsaid if said.transfer_mode is None else _mode(said.transfer_mode)
     if mode not in manner.accepted:
         raise EngineError(f"{prefill} does not push its KV cache, and this router was started with --mode push")
     if mode is _PULL:
-        return Handover(params, None, counted(given.usage))
+        return Handover(params, None, counted(given.usage), replaced=named if is_replaced else None)
     if not _is_same(said.remote_request_id, known_as(api, request)):
         raise EngineError(f"{prefill} knows the request by another id than ours: it cannot push to a decode engine")
-    named = decode(params, Fields) | {"transfer_id": text(transfer)}
-    told = msgspec.Raw(encode(named))
-    return Handover(told, _read(prefill, params, Coordinates), counted(given.usage), transfer)
+    told = msgspec.Raw(encode(decode(params, Fields) | {"transfer_id": text(transfer)}))
+    coordinates = _read(prefill, params, Coordinates)
+    return Handover(told, coordinates, counted(given.usage), transfer, replaced=named if is_replaced else None)
+
+
+def is_nowhere(said: str, known: str) -> bool:
+    """Tell whether an engine that the router reaches at ``known`` cannot be reached at what it says of itself.
+
+    An engine that listens everywhere says 0.0.0.0 or ::, which is no place to go to (RFC 1122, 3.2.1.3), and one whose
+    VLLM_NIXL_SIDE_CHANNEL_HOST was left out says localhost, which is the other engine's own machine.
+    """
+    return said in _EVERYWHERE or (_is_loopback(said) and not _is_loopback(known))
+
+
+def _is_loopback(host: str) -> bool:
+    return host in _LOOPBACK or host.startswith("127.")
+
+
+def _host_in(params: msgspec.Raw) -> str:
+    try:
+        return decode(decode(params, Fields)["remote_host"], str)
+    except (NotJson, KeyError):
+        return ""  # it is not text, which the decode engine will say
 
 
 def _mode(said: str) -> TransferMode:

@@ -13,6 +13,7 @@ from xpyd_proxy.core.exposition import Numbers
 from xpyd_proxy.core.facts import Facts
 from xpyd_proxy.core.model import Headers, Instance, Role
 from xpyd_proxy.core.raw_json import NotJson, decode
+from xpyd_proxy.errors import NotAllowed
 from xpyd_proxy.io.engines import RESET_AT_ONCE, is_coded
 from xpyd_proxy.io.guard import Guard, Guarded
 
@@ -127,6 +128,8 @@ class HttpChecks:
         except (TimeoutError, httpx.TimeoutException) as exc:
             raise Sick(f"does not answer {path} within {self._timeout_s:g} s") from exc
         except httpx.ConnectError as exc:
+            if isinstance(exc.__cause__, NotAllowed):
+                raise Sick("is not where engines may be added (instances_allow)") from exc
             raise Sick("cannot be reached") from exc
         except (httpx.HTTPError, *RESET_AT_ONCE) as exc:
             raise Sick(f"breaks off when asked for {path}") from exc

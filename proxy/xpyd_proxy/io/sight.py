@@ -1,5 +1,6 @@
 """What the router sees of itself: reads the clock, and tells the counters and the rings."""
 
+import logging
 from collections.abc import Callable
 from typing import Final
 
@@ -12,6 +13,7 @@ from xpyd_proxy.core.retries import Failure
 from xpyd_proxy.io.later import Later
 from xpyd_proxy.io.logs import lines_together
 
+logger = logging.getLogger(__name__)
 # The words are said of the engine, and here of the leg.
 _SAID: Final = {
     Failure.UNREACHABLE: "did not reach it",
@@ -165,9 +167,17 @@ class Sight:
         """An operator has done something, or somebody has tried to."""
         self._measures.admin_action(action, outcome)
 
-    def replaced_host(self, prefill: InstanceId) -> None:
+    def replaced_host(self, prefill: Instance, said: str) -> None:
         """A prefill engine's answer named a host where nobody can reach it."""
-        self._measures.replaced_host(prefill)
+        if not self._measures.unreachable_hosts[(prefill.id,)]:
+            logger.warning(
+                "%s names %r as the host of its KV cache, where no decode engine can reach it: %s is put in its place. "
+                "Set VLLM_NIXL_SIDE_CHANNEL_HOST there",
+                prefill.id,
+                said[:100],
+                prefill.address.host,
+            )
+        self._measures.replaced_host(prefill.id)
 
     def stalled_client(self) -> None:
         """The connection of a client that reads nothing was closed."""

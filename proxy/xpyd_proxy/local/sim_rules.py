@@ -108,7 +108,7 @@ def make_params(
         "remote_block_ids": [blocks],
         "remote_engine_id": name,
         "remote_request_id": f"{shared_id(body, request_id)}-{_digest(request_id)[:8]}",
-        "remote_host": "127.0.0.1",
+        "remote_host": "192.0.2.1",  # of nobody (RFC 5737): nothing connects there
         "remote_port": 5600,
         "tp_size": 1,
         "dcp_size": 1,

@@ -29,7 +29,7 @@ from xpyd_proxy.relay.opened import Block, Opened
 from xpyd_proxy.relay.releasing import Releaser
 from xpyd_proxy.relay.reply import Reply
 from xpyd_proxy.relay.resuming import Resuming
-from xpyd_proxy.relay.steps import Handovers, decode_body, prefill_body
+from xpyd_proxy.relay.steps import Handovers, decode_body, prefill_body, unheard
 from xpyd_proxy.relay.tasks import running
 from xpyd_proxy.relay.waiting import at_most
 
@@ -48,6 +48,7 @@ class Relay:
     slots: Slots = field(default_factory=Uncounted)
     budget: RetryBudget = field(default_factory=Unlimited)
     new_transfer: Callable[[], TransferId] = new_transfer
+    replaced: Callable[[Instance, str], None] = unheard  # a prefill engine named a host where nobody can reach it
 
     def serve(self, call: Call, journey: Journey) -> AbstractAsyncContextManager[Reply]:
         """Enter with the engine's good answer in hand; leaving closes what is still open upstream.
@@ -240,7 +241,7 @@ class Relay:
     ) -> Handover:
         """Get the prompt computed, and learn where the engine is; ``told``: what the decode engine was told of it."""
         reuses = self.rules.reuse_tokens and told is None
-        take = Handovers(self.learned, self.manner).take
+        take = Handovers(self.learned, self.manner, self.replaced).take
         try:
             return await self.legs.prefill(
                 attempt,

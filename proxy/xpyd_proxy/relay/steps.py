@@ -1,5 +1,6 @@
 """What both ways of a request do alike (relay/relay.py, relay/ride.py): the bodies of its legs, and what ties them."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from xpyd_proxy.core import dialect, push
@@ -30,14 +31,19 @@ def decode_body(call: Call, journey: Journey, request: RequestId, handover: Hand
     return encode_in_pieces(asked, PROMPTS[call.api])
 
 
+def unheard(_prefill: Instance, _said: str) -> None:
+    """Tell nobody."""
+
+
 class Handovers:
     """Takes from prefill engines' answers what they are good for, and learns where the engines are."""
 
-    __slots__ = ("_learned", "_manner")
+    __slots__ = ("_learned", "_manner", "_replaced")
 
-    def __init__(self, learned: Learned, manner: Manner) -> None:
+    def __init__(self, learned: Learned, manner: Manner, replaced: Callable[[Instance, str], None] = unheard) -> None:
         self._learned = learned
         self._manner = manner
+        self._replaced = replaced  # is told of each answer that named an unreachable host
 
     def take(
         self,
@@ -56,7 +62,11 @@ class Handovers:
             EngineError: a decode engine would not survive it.
             Moved: it is not the engine that the decode engine was told of.
         """
-        found = push.handover(prefill.id, answer.body, call.api, request, self._manner, transfer=transfer)
+        found = push.handover(
+            prefill.id, answer.body, call.api, request, self._manner, transfer=transfer, host=prefill.address.host
+        )
+        if found.replaced is not None:
+            self._replaced(prefill, found.replaced)
         if reuses:
             found = replace(found, params=dialect.with_tokens(found.params, answer.body))
         self._learned.learn(prefill.id, found.coordinates)

@@ -64,7 +64,12 @@ def test_errors_that_clients_never_see_are_accounted_for():
     """A new error must get its status, or its place in this list."""
     inside = {errors.ProxyError, errors.ClientError, errors.Refused, errors.TurnedAway, errors.ConfigError}
     inside |= {errors.UnknownInstance}  # of the admin routes
-    inside |= {errors.AddressError, errors.BadPort, errors.AlreadyKnown}  # told on the command line, or by /instances
+    inside |= {
+        errors.AddressError,
+        errors.BadPort,
+        errors.NotAllowed,
+        errors.AlreadyKnown,
+    }  # told on the command line, or by /instances
     every = {kind for _, kind in inspect.getmembers(errors, inspect.isclass)}
 
     assert every == inside | {type(error) for error in RAISED}

@@ -92,7 +92,7 @@ class Cluster:
         host, port = self.router.split(":")
         raw = json.dumps(body).encode()
         head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
         )
         client = socket.create_connection((host, int(port)), timeout=10)
         client.sendall(head.encode() + raw)

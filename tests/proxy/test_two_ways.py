@@ -202,8 +202,8 @@ def requests(draw, streams):
         raw = draw(
             st.sampled_from(
                 [
-                    b"GET /v1/completions HTTP/1.1\r\nHost: x\r\n\r\n",
-                    b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n",
+                    b"GET /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n",
+                    b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
                     post(body, path=b"/v1/nothing"),
                     post(body, path=path + b"?a=b"),
                     post(body, path=path + b"/"),
@@ -214,7 +214,7 @@ def requests(draw, streams):
     elif way == 28:
         half = len(body) // 2
         pieces = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:half], body[half:]) if part)
-        said = b"Host: x", *declared(lines), b"Transfer-Encoding: chunked"
+        said = b"Host: localhost", *declared(lines), b"Transfer-Encoding: chunked"
         head = b"\r\n".join([b"POST %b HTTP/1.1" % path, *said, b"", b""])
         raw = head + pieces + b"0\r\n\r\n"
     else:

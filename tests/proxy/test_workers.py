@@ -366,13 +366,14 @@ def test_a_reload_reaches_all_workers(shared):
 def test_what_is_wrong_is_said_once(tmp_path):
     """However many workers there are; the exit code is that of a usage error."""
     with socket.create_server(("127.0.0.1", 0)) as taken, ExitStack() as stack:
-        port = str(taken.getsockname()[1])
+        port, nowhere = str(taken.getsockname()[1]), ("--host", "no.such.host.invalid")
         wrong = {
             ("--max-concurrency", "1"): "max_concurrency is 1, and there are 2 workers: write at least 2, or fewer",
             ("--decode", "a:1", "a:1"): "a:1 is already known as decode-0: name every engine once",
             ("--workers", "65"): "'65' is not a number of workers: write one from 1 to 64",
             ("--port", port): f"the router cannot listen at 127.0.0.1 port {port}: Address already in use",
-            ("--host", "no.such.host.invalid"): "no.such.host.invalid is no address to listen at",
+            (*nowhere, "--allow-unauthenticated", "true"): "no.such.host.invalid is no address to listen at",
+            nowhere: "host is no.such.host.invalid, so others could use the engines without a key",
         }
         started = {flags: Crew(tmp_path, *flags) for flags in wrong}
         for crew in started.values():

@@ -91,9 +91,8 @@ class Cluster:
         """Send a request as a client that means to hang up."""
         host, port = self.router.split(":")
         raw = json.dumps(body).encode()
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
-        )
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(raw)}\r\n\r\n"
         client = socket.create_connection((host, int(port)), timeout=10)
         client.sendall(head.encode() + raw)
         return client

@@ -248,7 +248,7 @@ async def _body(reader: asyncio.StreamReader, fields: Mapping[str, str]) -> tupl
 async def metrics_of(port: int) -> dict[str, str]:
     """Return what the router has counted, but for times and what is counted in the background."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
-    writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     got = await answer(reader)
     writer.transport.abort()
     lines = [line for line in got.body.decode().splitlines() if not line.startswith("#")]
@@ -262,7 +262,7 @@ def post(body: bytes, *lines: bytes, path: bytes = b"/v1/completions", start: by
     """Return a request; ``lines`` are its headers but for Host and its length, and for JSON its type."""
     start = start or b"POST %b HTTP/1.1" % path
     lines = declared(lines)
-    return b"\r\n".join([start, b"Host: x", *lines, b"Content-Length: %d" % len(body), b"", body])
+    return b"\r\n".join([start, b"Host: localhost", *lines, b"Content-Length: %d" % len(body), b"", body])
 
 
 def declared(lines: Sequence[bytes]) -> Sequence[bytes]:

@@ -250,7 +250,7 @@ def hang_up(spec, body, patience, *, after=None):
     raw = json.dumps({"model": "tiny", "temperature": 0, **body}).encode()
     lines = (
         "POST /v1/completions HTTP/1.1",
-        "Host: x",
+        "Host: localhost",
         "Content-Type: application/json",
         f"Content-Length: {len(raw)}",
     )

@@ -47,7 +47,12 @@ def test_streams_are_told_by_their_type():
 
 SECRET = {"remote_host": "10.0.0.1", "remote_block_ids": [1]}
 INNER = st.recursive(
-    st.one_of(st.none(), st.floats(allow_nan=False), st.text(f"{NAME[0]}\\u\"'", max_size=4), st.just(NAME)),
+    st.one_of(
+        st.none(),
+        st.floats(allow_nan=False, allow_infinity=False),
+        st.text(f"{NAME[0]}\\u\"'", max_size=4),
+        st.just(NAME),
+    ),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
         st.dictionaries(st.one_of(st.text(max_size=2), st.just(NAME)), inner, max_size=3),

@@ -642,7 +642,7 @@ def test_bodies_are_charged_while_they_come(tmp_path, kind, shape):
             clients = [stack.enter_context(door.open()) for _ in range(30)]
             for client in clients:
                 client.send(UNFINISHED[shape](2_000_000))
-            until(lambda: door.metric("xpyd_requests_refused_total", reason="max_held_bytes") >= 20)
+            until(lambda: door.metric("xpyd_requests_refused_total", reason="max_held_bytes") >= 20, seconds=40)
             assert held.rss - before < 16_000_000 + 16_000_000
             found = [client.answer() for client in clients if readable(client)]
         assert len(found) >= 20
@@ -651,12 +651,14 @@ def test_bodies_are_charged_while_they_come(tmp_path, kind, shape):
             "the router holds as many bytes of requests as it may (max_held_bytes)"
         }
         body = json.dumps({"prompt": "x" * 3_000_000, "max_tokens": 2}).encode()
+        whole = request(body=body, lines=(JSON, "Connection: close"))
+        until(lambda: door.status(whole) == 200, seconds=40)  # it hears of the end of the others a little later
         for _ in range(6):
-            assert door.status(request(body=body, lines=(JSON, "Connection: close"))) == 200
+            assert door.status(whole) == 200
 
 
 def readable(client):
-    client.sock.settimeout(0.2)
+    client.sock.settimeout(0.02)
     try:
         client.left += client.sock.recv(1)
     except TimeoutError:
@@ -713,27 +715,49 @@ def flooded(request, tmp_path_factory):
         yield found
 
 
-@pytest.mark.parametrize("flood", FLOODS)
-def test_a_flood_costs_neither_memory_nor_the_others_their_time(flooded, flood):
-    """64 MB of it: no more than what is admitted is held, and /health answers as if nothing were."""
-    start, piece = FLOODS[flood]
-    held, probe = Held(flooded), Probe(flooded)
-    before, most = held.rss, 0
+@contextmanager
+def probed(door):
+    """Yield a list that has the times of /health at the end, in order."""
+    probe = Probe(door)
     probe.start()
     try:
-        with flooded.open() as client:
-            client.sock.settimeout(2)
-            client.send(start)
-            for _ in range(MIB64 // len(piece)):
-                try:
-                    client.sock.sendall(piece)
-                except (ConnectionError, TimeoutError):
-                    break
-                most = max(most, held.rss)
+        yield probe.took
     finally:
         probe.over.set()
         probe.join()
+        probe.took.sort()
 
-    assert most - before < ADMITTED + 16_000_000
-    probe.took.sort()
-    assert probe.took[len(probe.took) // 2] < 0.05
+
+def flood_with(door, start, piece, held):
+    """Send 64 MB, or until the router hangs up; return the most that the router held meanwhile."""
+    most = 0
+    with door.open() as client:
+        client.sock.settimeout(2)
+        client.send(start)
+        for _ in range(MIB64 // len(piece)):
+            try:
+                client.sock.sendall(piece)
+            except (ConnectionError, TimeoutError):
+                break
+            most = max(most, held.rss)
+    return most
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_a_flood_costs_neither_memory_nor_the_others_their_time(flooded, flood):
+    """64 MB of it: no more than what is admitted is held, and /health answers as if nothing were.
+
+    What others do on this machine delays a probe, too: it may take three times what it takes without a flood, and there
+    are three tries. A router that stands still does so in each of them.
+    """
+    held = Held(flooded)
+    before = held.rss
+    for _ in range(3):
+        with probed(flooded) as calm:
+            time.sleep(0.2)
+        with probed(flooded) as took:
+            assert flood_with(flooded, *FLOODS[flood], held) - before < ADMITTED + 16_000_000
+        bound = max(0.05, 3 * calm[-1])
+        if took[len(took) // 2] < 0.05 and took[len(took) * 99 // 100] < bound:
+            return
+    raise AssertionError(f"/health took {took[len(took) // 2]:.3f} s, 99 % {took[len(took) * 99 // 100]:.3f} s")

@@ -643,7 +643,7 @@ def test_bodies_are_charged_while_they_come(tmp_path, kind, shape):
             for client in clients:
                 client.send(UNFINISHED[shape](2_000_000))
             until(lambda: door.metric("xpyd_requests_refused_total", reason="max_held_bytes") >= 20, seconds=40)
-            assert held.rss - before < 16_000_000 + 16_000_000
+            assert held.rss - before < 16_000_000 + 24_000_000  # each of 30 connections has a buffer or two
             found = [client.answer() for client in clients if readable(client)]
         assert len(found) >= 20
         assert {one.status for one in found} == {503}

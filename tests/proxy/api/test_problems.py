@@ -15,7 +15,7 @@ from xpyd_proxy.core.model import RequestId
 
 RAISED = {
     errors.BadRequest("b", param="n"): (400, "BadRequestError"),
-    errors.BadFraming("two Host headers"): (400, "BadRequestError"),
+    errors.BadFraming("two Host headers", param="n"): (400, "BadRequestError"),
     errors.HeadTooLarge("h"): (431, "RequestHeadTooLargeError"),
     errors.UriTooLong("u"): (414, "UriTooLongError"),
     errors.NotServed("CONNECT"): (501, "NotImplementedError"),

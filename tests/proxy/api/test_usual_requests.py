@@ -133,7 +133,7 @@ def test_what_clients_send_is_taken(lines):
 def test_what_is_long_is_left_to_the_parser():
     """A long body is looked at before it has been read to its end."""
     body = b" " * (64 << 10)
-    head = b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % len(body)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
 
     assert usual_request(head + body, PATHS) is None
 
@@ -141,13 +141,13 @@ def test_what_is_long_is_left_to_the_parser():
 def test_lines_are_remembered_as_they_were_said_and_not_without_end():
     """Clients can think of other lines without end, and of long ones."""
     for number in [*range(2 * usual._KNOWN_MOST), 7, 7]:
-        head = b"POST /v1/completions HTTP/1.1\r\nUser-Agent: %d\r\ncontent-length: 15\r\n\r\n" % number
+        head = b"POST /v1/completions HTTP/1.1\r\nUser-Agent: %d\r\nHost: x\r\ncontent-length: 15\r\n\r\n" % number
         assert usual_request(head + BODY, PATHS)[1][0] == (b"user-agent", b"%d" % number)
     assert b"User-Agent: 7" in usual._KNOWN
     assert len(usual._KNOWN) <= usual._KNOWN_MOST
 
     long = b"user-agent: " + b"r" * 1000
-    assert usual_request(b"POST /v1/completions HTTP/1.1\r\n%b\r\ncontent-length: 0\r\n\r\n" % long, PATHS)
+    assert usual_request(b"POST /v1/completions HTTP/1.1\r\n%b\r\nHost: x\r\ncontent-length: 0\r\n\r\n" % long, PATHS)
     assert long not in usual._KNOWN
 
 

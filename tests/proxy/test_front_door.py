@@ -346,7 +346,8 @@ def test_what_readers_could_understand_differently_is_refused(door, shape):
     """And closed, so that nothing behind it is taken for a request; whether it comes in one piece or in many."""
     sent, status = FRAMING[shape]
     smuggled = (
-        b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 25\r\n\r\n" % PATH.encode() + b'{"prompt":"SMUGGLED","a":'
+        b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 25\r\n\r\n" % PATH.encode()
+        + b'{"prompt":"SMUGGLED","a":'
     )
     for pieces in ((sent,), [*[sent[at : at + 23] for at in range(0, 230, 23)], sent[230:]]):
         with door.open() as client:
@@ -462,7 +463,7 @@ LATE = {
     "a body without its last chunk": chunked()[:-5],
     "half of the trailers": chunked(trailers=b"a: b\r\n")[:-4],
     "half a body for FastAPI": request("/tokenize", b"x" * 20_000)[:10_000],
-    "half a body of another length": request(body=b"x" * 200_000)[:100_000],
+    "half a body of another length": request(body=b"x" * 200_000)[:12_000],
 }  # fmt: skip
 
 
@@ -525,8 +526,8 @@ def test_an_answer_may_take_longer_than_a_head(tmp_path):
 def test_a_body_that_nobody_wants_has_its_time_too(hasty, path):
     """It was answered before it was complete."""
     body = b"x" * 20_000_000
-    with hasty.open() as client:
-        found = client.send(request(path, body)[:300_000]).answers()
+    with hasty.open() as client:  # of a body that is read here, more than the protocol collects by itself
+        found = client.send(request(path, body)[: 70_000 if path == PATH else 20_000]).answers()
 
     assert [one.status for one in found] == [404 if path != PATH else 413]
 

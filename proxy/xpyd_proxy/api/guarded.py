@@ -202,8 +202,9 @@ class GuardedProtocol(PatientProtocol):
         return b""
 
     def _parse(self, data: bytes) -> None:
+        parser = cast("Any", self.parser)  # there is one as long as the connection is open
         try:
-            self.parser.feed_data(data)
+            parser.feed_data(data)
         except httptools.HttpParserCallbackError as exc:
             raise BadFraming("the target of the request cannot be read: write a path, or an absolute URL") from exc
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
@@ -332,7 +333,7 @@ class GuardedProtocol(PatientProtocol):
             self.transport.close()  # half of an answer has no other end
         elif not self._in_body or is_open:
             self.transport.write(self._answer(error))
-        if is_open:
+        if is_open and cycle is not None:
             cycle.disconnected = True
             if hasattr(cycle, "waiting_for_100_continue"):  # uvicorn's, whose task may not have begun to read
                 cycle.waiting_for_100_continue = False

@@ -1,0 +1,85 @@
+"""What an engine refuses to start with, and what NIXL finds in the environment."""
+
+import os
+import socket
+import warnings
+
+import psutil
+import pytest
+
+with warnings.catch_warnings():  # vLLM's own
+    warnings.simplefilter("ignore")
+    from xpyd_connector.shell.network import bind_data_plane, check_side_channel
+
+from xpyd_connector.core.ids import Address
+from xpyd_connector.errors import SettingsError
+from xpyd_connector.settings import Settings
+
+SECRET = b"a secret of these tests"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """As the operator of a new machine has it."""
+    for name in ("UCX_NET_DEVICES", "UCX_RCACHE_MAX_UNRELEASED"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def other_address():
+    """Return an interface of this machine that others reach, and its address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            if each.family == socket.AF_INET and not each.address.startswith("127."):
+                return name, each.address
+    pytest.skip("this machine has loopback addresses only")
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1"])
+def test_on_loopback_no_secret_is_needed(host):
+    """What one tries out on a laptop."""
+    check_side_channel(Settings(host=host))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "other"])
+def test_where_others_can_come_a_secret_is_needed(host):
+    """Whoever says Hello there learns where all KV lies, and may read and write it."""
+    host = other_address()[1] if host == "other" else host
+
+    with pytest.raises(SettingsError, match="there is no secret; set XPYD_CONNECTOR_SECRET"):
+        check_side_channel(Settings(host=host))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"secrets": (SECRET,)}, {"secret_file": "/run/secret"}, {"tls_ca": "ca.pem"}, {"allow_open_side_channel": True}],
+    ids=lambda given: next(iter(given)),
+)
+def test_a_secret_an_authority_or_the_operators_word_lets_it_start(given):
+    """Each of them is a decision."""
+    check_side_channel(Settings(host="0.0.0.0", **given))
+
+
+def test_nixl_gets_the_interface_of_the_side_channel(environment):
+    """And the limit that vLLM sets for UCX's cache of registrations."""
+    bind_data_plane(Settings(), Address("localhost", 5600))
+    assert (os.environ["UCX_NET_DEVICES"], os.environ["UCX_RCACHE_MAX_UNRELEASED"]) == ("lo", "1024")
+    name, address = other_address()
+    environment.delenv("UCX_NET_DEVICES")
+    environment.setenv("UCX_RCACHE_MAX_UNRELEASED", "7")
+    bind_data_plane(Settings(host=address), Address(address, 5600))
+
+    assert name in os.environ["UCX_NET_DEVICES"].split(",")
+    assert "lo" not in os.environ["UCX_NET_DEVICES"].split(",")
+    assert os.environ["UCX_RCACHE_MAX_UNRELEASED"] == "7"
+
+
+def test_what_the_operator_has_set_for_ucx_stays(environment):
+    """The operator knows the fabric; but not everything."""
+    environment.setenv("UCX_NET_DEVICES", "eth7")
+    bind_data_plane(Settings(), Address("localhost", 5600))
+    assert os.environ["UCX_NET_DEVICES"] == "eth7"
+    environment.setenv("UCX_NET_DEVICES", "all")
+    with pytest.raises(SettingsError, match="UCX_NET_DEVICES is 'all'"):
+        bind_data_plane(Settings(), Address("localhost", 5600))

@@ -39,8 +39,8 @@ from xpyd_connector.io.meeting import meet
 from xpyd_connector.io.runner import Runner
 from xpyd_connector.io.tls import Tls
 
-SECONDS = float(os.environ.get("XPYD_FUZZ_SECONDS", "10"))
-SEED = int(os.environ.get("XPYD_FUZZ_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
+SECONDS = float(os.environ.get("XPYD_FUZZ_SECONDS") or "10")
+SEED = int(os.environ.get("XPYD_FUZZ_SEED") or "0") or random.SystemRandom().randrange(1, 1 << 32)
 SECRET = b"a secret of the fuzzer"
 GROWTH = 16 << 20  # bytes that the process may be larger at the end than after its first seconds
 pytestmark = pytest.mark.timeout(SECONDS * 2 + 60)

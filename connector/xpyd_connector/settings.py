@@ -84,7 +84,7 @@ class Settings:
 
         In push they also tell whether the prefill engine is alive, which must be known within ``transfer_timeout``.
         """
-        sixth = self.kv_lease_duration / 6
+        sixth = min(self.kv_lease_duration / 6, 300.0)  # a prefill engine closes what has been silent for an hour
         return min(sixth, self.transfer_timeout / 4) if self.mode is Mode.PUSH else sixth
 
     @property

@@ -72,8 +72,11 @@ class Front:
         return [json.loads(entry.body).get("prompt") for entry in self.engines["p0"].log]
 
     def serves(self):
-        with self.open() as client:
-            return client.send(request()).answer().status == 200
+        try:
+            with self.open() as client:
+                return client.send(request()).answer().status == 200
+        except ConnectionError:  # one too many: it was closed at once
+            return False
 
 
 def request(path=PATH, body=None, *, method="POST", version="1.1", lines=(JSON,), host=True, length=True):
@@ -455,7 +458,6 @@ LATE = {
     "half a request line": b"POST /v1",
     "a request line": LINE,
     "half a head": LINE + b"Content-Le",
-    "an empty line": b"\r\n",
     "a head without its body": request()[: -len(BODY)],
     "half a body": HALF,
     "half a chunk": chunked(b"x" * 20_000)[:10_000],
@@ -484,9 +486,11 @@ def test_a_request_that_does_not_come_to_its_end_is_given_up(hasty, before):
     assert time.monotonic() - start < 15
 
 
-def test_a_connection_without_a_request_is_closed(hasty):
-    """Without an answer: it has asked for nothing."""
+@pytest.mark.parametrize("sent", [b"", b"\r\n"], ids=["nothing", "an empty line"])
+def test_a_connection_without_a_request_is_closed(hasty, sent):
+    """Without an answer: it has asked for nothing, and could take one for that to its next request."""
     with hasty.open() as client:
+        client.sock.sendall(sent)
         assert client.rest() == b""
 
 
@@ -710,9 +714,19 @@ class Probe(threading.Thread):
 
 
 @pytest.fixture(scope="module", params=["short way", "fastapi"])
-def flooded(request, tmp_path_factory):
-    with front_of(request.param, tmp_path_factory.mktemp("flooded"), "--max-body-bytes", str(ADMITTED)) as found:
-        assert found.serves()
+def kind(request):
+    """On which way requests are served."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def flooded(kind, tmp_path_factory):
+    """A router that has served what it admits: the memory that such a body leaves behind is not what a flood costs."""
+    admitted = json.dumps({"prompt": "x" * (ADMITTED - 1000), "max_tokens": 1}).encode()
+    with front_of(kind, tmp_path_factory.mktemp("flooded"), "--max-body-bytes", str(ADMITTED)) as found:
+        for sent in (request(body=admitted), chunked(admitted)):
+            with found.open() as client:
+                assert client.send(sent).answer().status == 200
         yield found
 
 

@@ -85,8 +85,9 @@ class StagingMachine(RuleBasedStateMachine):
         """P lacks blocks; what somebody reads it keeps."""
         p, request = self.world.p, self.requests[pick % len(self.requests)]
         if request in p.leases:
+            is_read = p.stagings.is_reading(request) or p.leases.is_read(request, now=self.world.now)
             p.lender.revoke([Candidate(request, 1)], 1, now=self.world.now, is_busy=p.stagings.is_reading)
-            assert (request in p.leases) == p.stagings.is_reading(request)
+            assert (request in p.leases) == is_read
 
     @precondition(lambda self: self.world.reading())
     @rule(pick=PICK, decoder=PICK)

@@ -41,7 +41,8 @@ MAX_STRANGERS = 512  # connections that have not said a valid Hello; one more, a
 MAX_STRANGERS_OF_ADDRESS = 128  # the same for one IP address
 MAX_GUESTS = 8192  # connections of others that have said one
 MAX_GUESTS_OF_ENGINE = 1100  # the same for one engine: its scheduler and 1,024 ranks, some of them twice for a moment
-IDLE_TIMEOUT = 900.0  # s without a word of an engine after which its connections are closed; it comes again
+IDLE_TIMEOUT = 3600.0  # s without a word of an engine after which its connections are closed; longer than the 18
+# minutes in which what we have written may still arrive there (core/landings.py): to it, we are gone then
 MAX_READS = 64  # TLS records of one connection before it is others' turn: 1 MiB
 ACCEPT_PAUSE = 1.0  # s without accepting when the system has no more descriptors: trying would burn this thread's core
 USER_TIMEOUT_MS = 20_000  # a peer that acknowledges nothing for so long is gone (cut network, lost machine)
@@ -231,6 +232,8 @@ class SocketLink:
 
     def _handle(self, key: selectors.SelectorKey, ready: int) -> None:
         if isinstance(key.data, _Conn):
+            if key.data.id not in self._conns:
+                return  # dropped since the selector looked, to make room for another
             if key.data.is_shaking:
                 self._shake(key.data)
                 return
@@ -363,10 +366,10 @@ class SocketLink:
             self._meeting.discard(conn)
             try:
                 sock, welcome = future.result()
-            except PeerError as exc:
+                self._adopt(conn, sock, MAX_FRAME)
+            except (PeerError, OSError) as exc:  # OSError: it has closed the connection since
                 self._events.append(Failed(conn, str(exc)))
             else:
-                self._adopt(conn, sock, MAX_FRAME)
                 self._events.append(Met(conn, welcome))
 
     def _next_meeting(self) -> tuple[ConnId, Future[_Meeting]] | None:

@@ -30,7 +30,14 @@ def interfaces() -> Mapping[str, frozenset[str]]:
 def rdma_ports(folder: Path) -> Sequence[str]:
     """Return the active ports of RDMA devices, as UCX names them; ``folder`` is Linux's list of the devices."""
     ports = sorted(folder.glob("*/ports/*/state"))
-    return [f"{path.parts[-4]}:{path.parts[-2]}" for path in ports if "ACTIVE" in path.read_text()]
+    return [f"{path.parts[-4]}:{path.parts[-2]}" for path in ports if "ACTIVE" in _text(path)]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # the device is gone, or its driver starts anew: it cannot be used
+        return ""
 
 
 def _own_address(host: str, port: int) -> str:

@@ -43,8 +43,8 @@ def meet(
     deadline = time.monotonic() + timeout
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(sock.close)
-        reached = str(sock.getpeername()[0])
-        if local_only and is_elsewhere(reached, str(sock.getsockname()[0])):
+        reached, own = _ends(sock, peer)
+        if local_only and is_elsewhere(reached, own):
             raise IncompatiblePeer(
                 f"{peer} is on another machine, and this engine's NIXL listens on loopback only; set "
                 "VLLM_NIXL_SIDE_CHANNEL_HOST to the address that other engines reach this machine at"
@@ -56,6 +56,14 @@ def meet(
         welcome = _greet(encrypted, peer, guest, call, deadline)
         on_failure.pop_all()
     return encrypted, welcome
+
+
+def _ends(sock: socket.socket, peer: Address) -> tuple[str, str]:
+    """Return the IP addresses at both ends of a connection: theirs, and ours."""
+    try:
+        return str(sock.getpeername()[0]), str(sock.getsockname()[0])
+    except OSError as exc:  # it has been reset already
+        raise Unreachable(f"{peer} did not say hello: it closed the connection") from exc
 
 
 def _encrypt(sock: socket.socket, peer: Address, tls: Tls, deadline: float) -> ssl.SSLSocket:

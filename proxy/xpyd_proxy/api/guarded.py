@@ -84,9 +84,11 @@ class GuardedProtocol(PatientProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Give back what it held."""
-        super().connection_lost(exc)
-        self.clients.leave(self._network, self)
-        self.free()
+        try:
+            super().connection_lost(exc)
+        finally:
+            self.clients.leave(self._network, self)
+            self.free()
 
     def hold(self, size: int) -> bool:
         """Take bytes of those that all requests together may hold; False: there are not as many left."""
@@ -307,7 +309,7 @@ class GuardedProtocol(PatientProtocol):
                 Fault.BODY_TIMEOUT,
                 TooSlow(f"{said}: a body has {bounds.body_s:g} s, and one more for each {_LEAST_RATE} bytes"),
             )
-        elif self._head is not None:
+        elif self._head is not None and self._head.strip(b"\r\n"):  # empty lines are none (RFC 9112, 2.2)
             error = TooSlow(f"the head of the request was not complete within {bounds.head_s:g} s")
             self._refuse(Fault.HEAD_TIMEOUT, error)
         else:  # it has asked for nothing, and so gets no answer that it could take for another one's

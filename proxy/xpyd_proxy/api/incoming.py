@@ -81,6 +81,14 @@ async def read_body(scope: Scope, receive: Receive, *, limit: int, holding: Hold
     if declared.isdigit() and int(declared) > limit:
         raise BodyTooLarge(f"the body has {declared.decode()} bytes, and {limit} is the most this router takes")
     read = bytearray()
+    try:
+        return await _collect(receive, read, limit, holding)
+    except BaseException:
+        read.clear()  # the error's traceback keeps the frame, and so the bytes, until the garbage collector comes by
+        raise
+
+
+async def _collect(receive: Receive, read: bytearray, limit: int, holding: Holding | None) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -88,11 +96,11 @@ async def read_body(scope: Scope, receive: Receive, *, limit: int, holding: Hold
         body: bytes = message.get("body", b"")
         if len(read) + len(body) > limit:
             raise BodyTooLarge(f"the body has more than {limit} bytes, the most this router takes")
-        more = message.get("more_body", False)
-        if not more and not read:
-            return body  # at once: it is charged with the request
         if holding is not None:
             holding.grow(len(body))
+        more = message.get("more_body", False)
+        if not more and not read:
+            return body
         read += body
         if not more:
             return bytes(read)

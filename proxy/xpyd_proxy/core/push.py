@@ -23,7 +23,6 @@ from xpyd_proxy.settings import Mode
 
 _T = TypeVar("_T")
 _EVERYWHERE: Final = frozenset({"0.0.0.0", "::", "[::]", "*"})
-_LOOPBACK: Final = frozenset({"localhost", "::1", "[::1]"})
 
 
 class TransferMode(StrEnum):
@@ -100,7 +99,7 @@ def handover(
     params = given.params
     said = given.naming or _read(prefill, params, Naming)
     named = said.remote_host if isinstance(said, KvParams) else _host_in(params)
-    is_replaced = host is not None and is_nowhere(named, host)
+    is_replaced = host is not None and is_nowhere(named)
     if is_replaced:
         params = msgspec.Raw(encode(decode(params, Fields) | {"remote_host": text(host or "")}))
     mode = manner.unsaid if said.transfer_mode is None else _mode(said.transfer_mode)
@@ -115,17 +114,13 @@ def handover(
     return Handover(told, coordinates, counted(given.usage), transfer, replaced=named if is_replaced else None)
 
 
-def is_nowhere(said: str, known: str) -> bool:
-    """Tell whether an engine that the router reaches at ``known`` cannot be reached at what it says of itself.
+def is_nowhere(said: str) -> bool:
+    """Tell whether what an engine says of itself is no place to go to: it listens everywhere (RFC 1122, 3.2.1.3).
 
-    An engine that listens everywhere says 0.0.0.0 or ::, which is no place to go to (RFC 1122, 3.2.1.3), and one whose
-    VLLM_NIXL_SIDE_CHANNEL_HOST was left out says localhost, which is the other engine's own machine.
+    An engine that says localhost listens there and nowhere else, so another name would lead to nobody, and a decode
+    engine on the same machine reaches it.
     """
-    return said in _EVERYWHERE or (_is_loopback(said) and not _is_loopback(known))
-
-
-def _is_loopback(host: str) -> bool:
-    return host in _LOOPBACK or host.startswith("127.")
+    return said in _EVERYWHERE
 
 
 def _host_in(params: msgspec.Raw) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Final, TypeAlias
 
 import httpx
@@ -76,9 +77,14 @@ class Guarded(httpx.AsyncBaseTransport):
             places = await self._guard.places(Address(url.scheme, url.host, url.port or _PORTS[url.scheme]))
         except (NotAllowed, OSError) as exc:
             raise httpx.ConnectError(str(exc), request=request) from exc
-        if places:
-            request.url = url.copy_with(host=places[0])
-            request.extensions = {**request.extensions, "sni_hostname": url.host}
+        if not places:
+            return await self._transport.handle_async_request(request)
+        request.extensions = {**request.extensions, "sni_hostname": url.host}
+        for place in places[:-1]:
+            request.url = url.copy_with(host=place)
+            with suppress(httpx.ConnectError, httpx.ConnectTimeout):  # nothing has been sent: the next may take it
+                return await self._transport.handle_async_request(request)
+        request.url = url.copy_with(host=places[-1])
         return await self._transport.handle_async_request(request)
 
     async def aclose(self) -> None:

@@ -165,7 +165,8 @@ class Prober:
             member.life.heard()
             return
         look = await self._checks.look(member.instance)
-        is_new = member.facts.models is None or member.life.state is State.BROKEN  # it may be another engine now
+        facts = member.facts  # of one that was just added, the models alone are known
+        is_new = facts.models is None or facts.version is None or member.life.state is State.BROKEN  # or another by now
         self._registry.learn(name, look)
         if is_new:
             with suppress(Sick):  # it lives, and an engine may keep its metrics to itself

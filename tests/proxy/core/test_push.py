@@ -110,10 +110,10 @@ def test_the_mode_decides_about_an_engine_that_does_not_say_and_refuses_one_that
         read(Mode.PUSH, transfer_mode="pull")
 
 
-@pytest.mark.parametrize("said", ["0.0.0.0", "::", "localhost", "127.0.0.1", "127.0.1.1", "::1"])
+@pytest.mark.parametrize("said", ["0.0.0.0", "::", "[::]"])
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_a_host_where_nobody_can_reach_an_engine_is_replaced_by_its_own(said, mode):
-    """VLLM_NIXL_SIDE_CHANNEL_HOST was left out: each decode engine would ask itself, and compute the prompt."""
+    """It listens on every interface: each decode engine would ask itself, and compute the prompt."""
     body = answer(remote_host=said, transfer_mode=mode)
     found = handover(P, body, Api.COMPLETIONS, R, MANNERS[Mode.AUTO], transfer=TRANSFER, host="p0.example")
 
@@ -125,7 +125,7 @@ def test_a_host_where_nobody_can_reach_an_engine_is_replaced_by_its_own(said, mo
 
 @pytest.mark.parametrize(
     ("said", "known"),
-    [("10.0.0.1", "p0.example"), ("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("::1", "localhost")],
+    [("10.0.0.1", "p0.example"), ("127.0.0.1", "10.0.0.1"), ("localhost", "p0.example"), ("::1", "localhost")],
 )
 def test_a_host_that_can_be_right_stays(said, known):
     """All on one machine is how everybody begins."""

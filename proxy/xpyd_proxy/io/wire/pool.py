@@ -108,8 +108,8 @@ class Pool:
                     return await self._connect(instance.address)
                 finally:
                     turn.pass_on()
-        except NotAllowed as exc:
-            raise EngineError(f"{instance.id} is not where engines may be added", reached=False) from exc
+        except NotAllowed as elsewhere:
+            raise EngineError(f"{instance.id} is not where engines may be added", reached=False) from elsewhere
         except TimeoutError as late:
             raise EngineTimeout(f"{instance.id} did not accept a connection in time", reached=False) from late
         except (OSError, UnicodeError) as exc:  # ssl.SSLError is an OSError; a name may not be one that DNS can have

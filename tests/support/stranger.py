@@ -10,8 +10,8 @@ import ssl
 import sys
 
 from xpyd_connector.core.greeting import Guest
-from xpyd_connector.core.ids import Address, EngineId, RequestId
-from xpyd_connector.core.messages import Attend, Done, Drop, Register, Renew, Stop, decode, encode
+from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
+from xpyd_connector.core.messages import Attend, Done, Drop, Lent, Register, Renew, Stop, decode, encode
 from xpyd_connector.errors import PeerError
 from xpyd_connector.io.framing import Deframer, frame
 from xpyd_connector.io.meeting import meet
@@ -27,7 +27,7 @@ def main(host, port, engine, request):
         "renew": Renew((name,)),
         "drop": Drop((name,)),
         "done": Done(name, RequestId("mine"), 0, 1),
-        "register": Register(RequestId("mine"), name, None, ()),
+        "register": Register(RequestId("mine"), name, "digest", (Lent(0, 32, (BlockId(1),)),)),
         "stop": Stop((name,)),
         "attend": Attend(0, b"a guess"),
     }

@@ -61,6 +61,9 @@ def rank_of(scope: Scope) -> int | None:
     raise BadRequest(f"X-data-parallel-rank must be a whole number from 0 on, not {text.decode('latin-1')!r}")
 
 
+_PART: Final = 64 * 1024  # bytes
+
+
 class Holding(Protocol):
     """Where the bytes of a body are charged while it comes."""
 
@@ -80,30 +83,33 @@ async def read_body(scope: Scope, receive: Receive, *, limit: int, holding: Hold
     declared = _header(scope, b"content-length")
     if declared.isdigit() and int(declared) > limit:
         raise BodyTooLarge(f"the body has {declared.decode()} bytes, and {limit} is the most this router takes")
-    read = bytearray()
+    parts: list[bytes] = []
     try:
-        return await _collect(receive, read, limit, holding)
+        return await _collect(receive, parts, limit, holding)
     except BaseException:
-        read.clear()  # the error's traceback keeps the frame, and so the bytes, until the garbage collector comes by
+        parts.clear()  # the error's traceback keeps the frame, and so the bytes, until the garbage collector comes by
         raise
 
 
-async def _collect(receive: Receive, read: bytearray, limit: int, holding: Holding | None) -> bytes:
+async def _collect(receive: Receive, parts: list[bytes], limit: int, holding: Holding | None) -> bytes:
+    """Read a body into parts of some size: one that grows piece by piece is moved again and again, and leaves holes."""
+    size, last = 0, bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         body: bytes = message.get("body", b"")
-        if len(read) + len(body) > limit:
+        size += len(body)
+        if size > limit:
             raise BodyTooLarge(f"the body has more than {limit} bytes, the most this router takes")
         if holding is not None:
             holding.grow(len(body))
-        more = message.get("more_body", False)
-        if not more and not read:
-            return body
-        read += body
-        if not more:
-            return bytes(read)
+        if not message.get("more_body", False):
+            return b"".join((*parts, last, body)) if parts or last else body
+        last += body
+        if len(last) >= _PART:
+            parts.append(bytes(last))
+            last.clear()
 
 
 async def until_hung_up(

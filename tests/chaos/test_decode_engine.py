@@ -69,7 +69,11 @@ def freeze_for_three_leases(p, decoders):
 
 
 def test_frozen_before_the_read(p, victims, reference):
-    """SIGSTOP of D with 20 leases (and of the other policy's with 5): each costs one lease, and no text is wrong."""
+    """SIGSTOP of D with 20 leases (and of the other policy's with 5): each costs one lease, and no text is wrong.
+
+    Under policy fail, too, a request gets its text if D hears that its lease is over before it orders the load: it then
+    computes the prompt itself. One whose load was ordered fails.
+    """
     before = p.now(EXPIRED)
     counts = {"recompute": 20, "fail": 5}
     with ExitStack() as stack:
@@ -86,9 +90,17 @@ def test_frozen_before_the_read(p, victims, reference):
 
     assert p.now(EXPIRED) == before + 25
     for d, prompt, response in answers:
-        check(d.policy, response, plain(reference, prompt))
+        expected = plain(reference, prompt)
+        if d.policy == "recompute" or not is_right(response, expected):
+            check(d.policy, response, expected)
     for number, d in enumerate(victims.hasty.values()):
         serves_on(d, reference, 300 + number)
+
+
+def is_right(response, expected):
+    """Whether an answer is there, and the right one."""
+    choice = response.json()["choices"][0] if response.status_code == 200 else {"finish_reason": "error"}
+    return choice["finish_reason"] != "error" and choice["text"] == expected
 
 
 def test_frozen_during_the_read(p, victims, reference, mode):

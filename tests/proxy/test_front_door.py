@@ -766,8 +766,8 @@ def test_a_flood_costs_neither_memory_nor_the_others_their_time(kind, flooded, f
     """64 MB of it: no more than what is admitted is held, and /health answers as if nothing were.
 
     What others do on this machine delays a probe, too: it may take three times what it takes without a flood, and there
-    are three tries. A router that stands still does so in each of them. With --hot-path false, which is not the default,
-    only the memory is looked at: there a flood of tiny chunks leaves others less of the one core.
+    are three tries. A router that stands still does so in each of them. With --hot-path false, which is not the
+    default, only the memory is looked at: there a flood of tiny chunks leaves others less of the one core.
     """
     held = Held(flooded)
     before = held.rss

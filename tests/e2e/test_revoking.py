@@ -23,7 +23,7 @@ def crowded(fleet, model):
         model,
         role=Role.PREFILL,
         connector=Connector.XPYD,
-        kv_cache_mib=5,
+        kv_cache_mib=10,  # float32: 4 KiB a token
         extra_connector_config=config,
         extra_args=("--no-enable-prefix-caching",),
     )

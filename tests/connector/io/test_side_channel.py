@@ -59,8 +59,8 @@ def test_what_engines_say_cannot_be_read_on_the_way(net):
         net.events(d)
 
     assert b"".join(seen)
-    assert WELCOME.ranks[0].agent not in b"".join(seen)
-    assert P.encode() not in b"".join(seen)
+    # Long words only: two bytes are somewhere in any noise.
+    assert not any(word in b"".join(seen) for word in (b"challenge", b"hello", b"scheduler", b"127.0.0.1"))
 
 
 @contextlib.contextmanager

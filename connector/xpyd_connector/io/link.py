@@ -96,7 +96,6 @@ class SocketLink:
         self._ids = map(ConnId, itertools.count(1))
         self._conns: dict[ConnId, _Conn] = {}
         self._strangers: dict[ConnId, _Conn] = {}  # those of _conns, oldest first
-        self._guests: dict[ConnId, _Conn] = {}  # those of _conns that have greeted us
         self._engines: dict[EngineId, _Engine] = {}  # of guests, the one that spoke longest ago first
         self._more: dict[ConnId, _Conn] = {}  # TLS may have decrypted more of theirs than we have taken
         self._meeting: set[ConnId] = set()
@@ -164,7 +163,7 @@ class SocketLink:
 
     def are_of_one_engine(self, one: ConnId, other: ConnId) -> bool:
         """Whether two guests' connections were opened by processes of one engine, as their Hellos prove."""
-        ours, theirs = self._guests.get(one), self._guests.get(other)
+        ours, theirs = self._conns.get(one), self._conns.get(other)
         if one == other or ours is None or theirs is None or ours.hello is None or theirs.hello is None:
             return one == other
         return are_of_one_engine(ours.hello, theirs.hello)
@@ -201,7 +200,6 @@ class SocketLink:
         self._selector.close()
         self._conns.clear()
         self._strangers.clear()
-        self._guests.clear()
         self._engines.clear()
         self._take_meetings()
 
@@ -323,7 +321,6 @@ class SocketLink:
             return
         conn.arrival, conn.greet_by, conn.inbox.limit, conn.hello = None, float("inf"), MAX_FRAME, answer.hello
         del self._strangers[conn.id]
-        self._guests[conn.id] = conn
         if answer.hello.engine != host.welcome.engine:  # our own workers may be quiet
             self._engines.setdefault(answer.hello.engine, _Engine()).conns[conn.id] = conn
             self._heard(answer.hello.engine)
@@ -332,9 +329,10 @@ class SocketLink:
 
     def _crowded(self, engine: EngineId) -> Refusal | None:
         of_engine = len(self._engines[engine].conns) if engine in self._engines else 0
-        if len(self._guests) < MAX_GUESTS and of_engine < MAX_GUESTS_OF_ENGINE:
+        greeted = sum(conn.hello is not None for conn in self._conns.values())
+        if greeted < MAX_GUESTS and of_engine < MAX_GUESTS_OF_ENGINE:
             return None
-        return Refusal(f"{len(self._guests)} connections are open here, {of_engine} of them yours")
+        return Refusal(f"{greeted} connections are open here, {of_engine} of them yours")
 
     def _heard(self, engine: EngineId) -> None:
         """Note that an engine has said something."""
@@ -366,8 +364,13 @@ class SocketLink:
             self._meeting.discard(conn)
             try:
                 sock, welcome = future.result()
+            except PeerError as exc:
+                self._events.append(Failed(conn, str(exc)))
+                continue
+            try:
                 self._adopt(conn, sock, MAX_FRAME)
-            except (PeerError, OSError) as exc:  # OSError: it has closed the connection since
+            except OSError as exc:  # it has closed the connection since
+                sock.close()
                 self._events.append(Failed(conn, str(exc)))
             else:
                 self._events.append(Met(conn, welcome))
@@ -447,7 +450,6 @@ class SocketLink:
     def _drop(self, conn: _Conn) -> None:
         if self._conns.pop(conn.id, None) is not None:
             self._strangers.pop(conn.id, None)
-            self._guests.pop(conn.id, None)
             if conn.hello is not None and (engine := self._engines.get(conn.hello.engine)) is not None:
                 del engine.conns[conn.id]
                 if not engine.conns:

@@ -15,7 +15,7 @@ RDMA = Path("/sys/class/infiniband")
 
 def look_at_machine(host: str, port: int) -> Machine:
     """Return what this machine uses towards ``host``, or raise :exc:`~xpyd_connector.errors.SettingsError`."""
-    return Machine(_own_address(host, port), interfaces(), rdma_ports(RDMA))
+    return Machine(own_address(host, port), interfaces(), rdma_ports(RDMA))
 
 
 def interfaces() -> Mapping[str, frozenset[str]]:
@@ -40,8 +40,11 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _own_address(host: str, port: int) -> str:
-    """Return our address on the way to a host: that host itself, if it is an address of this machine."""
+def own_address(host: str, port: int) -> str:
+    """Return our IP address on the way to a host: that host itself, if it is an address of this machine.
+
+    Raises :exc:`~xpyd_connector.errors.SettingsError` if there is no way.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
         family, _, _, _, address = found[0]

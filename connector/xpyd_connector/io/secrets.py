@@ -1,38 +1,24 @@
 """The secrets that engines share, read again when their file changes."""
 
-import logging
 from pathlib import Path
 
+from xpyd_connector.core.greeting import Secrets
 from xpyd_connector.errors import SettingsError
-from xpyd_connector.io.files import Watched
+from xpyd_connector.io.files import Reloaded
 from xpyd_connector.settings import SECRET_FILE_VARIABLE, Settings, parse_secrets
-
-logger = logging.getLogger("vllm.xpyd")
 
 MAX_FILE = 4096  # bytes
 
 
-class SecretSource:
-    """Call it for the secrets in force, the one to use first. A file that has become unusable changes nothing."""
+def secrets_in_force(settings: Settings) -> Secrets:
+    """Return what tells the secrets in force, the one to use first; none if none is set.
 
-    def __init__(self, settings: Settings) -> None:
-        """Raises :exc:`~xpyd_connector.errors.SettingsError` if the file cannot be used."""
-        self._path = settings.secret_file
-        self._secrets = settings.secrets
-        self._watched = Watched([self._path] if self._path else [])
-        if self._path:
-            self._secrets = read_secret_file(self._path)
-
-    def __call__(self) -> tuple[bytes, ...]:
-        """Return them; empty if none is set."""
-        if self._watched.changed():
-            try:
-                self._secrets = read_secret_file(self._path)
-            except SettingsError as exc:
-                logger.warning("xpyd: the secrets in force stay: %s", exc)
-            else:
-                logger.info("xpyd: read %d secrets from %s again", len(self._secrets), self._path)
-        return self._secrets
+    Raises :exc:`~xpyd_connector.errors.SettingsError` if their file cannot be used.
+    """
+    path = settings.secret_file
+    if not path:
+        return lambda: settings.secrets
+    return Reloaded("secrets", [path], lambda: read_secret_file(path))
 
 
 def read_secret_file(path: str) -> tuple[bytes, ...]:

@@ -2,7 +2,6 @@
 
 import datetime
 import hashlib
-import logging
 import os
 import ssl
 from dataclasses import dataclass
@@ -13,10 +12,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from xpyd_connector.errors import SettingsError
-from xpyd_connector.io.files import Watched
+from xpyd_connector.io.files import Reloaded
 from xpyd_connector.settings import Settings
-
-logger = logging.getLogger("vllm.xpyd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +26,13 @@ class Contexts:
 
 
 class Tls:
-    """Makes contexts, anew when an operator's file has changed; one that has become unusable changes nothing."""
+    """The TLS of one process; its contexts are made anew when an operator's file has changed."""
 
     def __init__(self, settings: Settings) -> None:
         """Raises :exc:`~xpyd_connector.errors.SettingsError` if a file cannot be used."""
-        self._settings = settings
         self.server_name = settings.tls_server_name
-        files = (settings.tls_cert, settings.tls_key, settings.tls_ca)
-        self._watched = Watched([path for path in files if path])
-        self._contexts = _make(settings)
-
-    def contexts(self) -> Contexts:
-        """Return those in force. Any thread may call it."""
-        if self._watched.changed():
-            try:
-                self._contexts = _make(self._settings)
-            except SettingsError as exc:
-                logger.warning("xpyd: the certificates in force stay: %s", exc)
-            else:
-                logger.info("xpyd: read the certificates of the side channel again")
-        return self._contexts
+        files = [path for path in (settings.tls_cert, settings.tls_key, settings.tls_ca) if path]
+        self.contexts = Reloaded("certificates", files, lambda: _make(settings))  # call it for those in force
 
 
 def digest_of(certificate: bytes | None) -> bytes:

@@ -11,8 +11,8 @@ from xpyd_connector.core.ids import Address, EngineId
 from xpyd_connector.core.tally import Tally
 from xpyd_connector.errors import SettingsError
 from xpyd_connector.io.link import SocketLink
-from xpyd_connector.io.machine import look_at_machine
-from xpyd_connector.io.secrets import SecretSource
+from xpyd_connector.io.machine import look_at_machine, own_address
+from xpyd_connector.io.secrets import secrets_in_force
 from xpyd_connector.io.tls import Tls
 from xpyd_connector.settings import Settings
 
@@ -64,7 +64,7 @@ def open_link(
     workers: tuple[bytes, ...] = (),
 ) -> SocketLink:
     """Return a link of one of this engine's processes."""
-    guest = Guest(engine, secrets or SecretSource(settings), role, badge, workers)
+    guest = Guest(engine, secrets or secrets_in_force(settings), role, badge, workers)
     return SocketLink(
         guest,
         Tls(settings),
@@ -88,6 +88,6 @@ def _is_local(host: str, port: int) -> bool:
     if is_wildcard(host):
         return False
     try:
-        return is_loopback(look_at_machine(host, port).address)
+        return is_loopback(own_address(host, port))
     except SettingsError:
         return False

@@ -38,7 +38,7 @@ from xpyd_connector.core.unpacking import Unpacking
 from xpyd_connector.errors import BadOffer
 from xpyd_connector.io.link import SocketLink
 from xpyd_connector.io.runner import Runner
-from xpyd_connector.io.secrets import SecretSource
+from xpyd_connector.io.secrets import secrets_in_force
 from xpyd_connector.settings import Granularity, Mode
 from xpyd_connector.shell.decode import Clock, Decode, PullDecode, PushDecode, Tables, digest
 from xpyd_connector.shell.facts import Facts
@@ -90,7 +90,7 @@ class SchedulerSide:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._wall_clock = clock
-        self._secrets = SecretSource(settings)
+        self._secrets = secrets_in_force(settings)
         self._signatures = Signatures(self._secrets)
         self._facts = facts
         self._settings = settings

@@ -25,7 +25,7 @@ from xpyd_connector.errors import SettingsError
 from xpyd_connector.io import files
 from xpyd_connector.io import link as link_module
 from xpyd_connector.io.framing import frame
-from xpyd_connector.io.secrets import SecretSource
+from xpyd_connector.io.secrets import secrets_in_force
 from xpyd_connector.io.tls import Tls, digest_of
 from xpyd_connector.settings import Settings
 
@@ -235,7 +235,7 @@ def test_secrets_are_read_again_when_their_file_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "LOOK_AGAIN", 0.0)
     path = tmp_path / "secret"
     path.write_bytes(OLD + b"\n")
-    source = SecretSource(Settings(secret_file=str(path)))
+    source = secrets_in_force(Settings(secret_file=str(path)))
     seen = [source()]
     for text in (NEW + b"\n" + OLD + b"\n", b"", b"short\n", b"\xff" * 20, NEW):
         other = tmp_path / "other"
@@ -254,7 +254,7 @@ def test_a_secret_file_that_cannot_be_used_stops_the_start(tmp_path, text):
         path.write_bytes(text)
 
     with pytest.raises(SettingsError, match="secret"):
-        SecretSource(Settings(secret_file=str(path)))
+        secrets_in_force(Settings(secret_file=str(path)))
 
 
 class Authority:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from xpyd_proxy.core.framing import Fault
+from xpyd_proxy.core.framing import RefusalReason
 from xpyd_proxy.errors import TooManyConnections
 
 _RETRY_AFTER_S: Final = 5
@@ -49,7 +49,7 @@ class Clients:
         self,
         bounds: Bounds | None = None,
         *,
-        on_refused: Callable[[Fault], None] = lambda _: None,
+        on_refused: Callable[[RefusalReason], None] = lambda _: None,
         hold: Callable[[int], bool] = lambda _: True,
         charge: Callable[[int], None] = lambda _: None,
     ) -> None:
@@ -63,7 +63,7 @@ class Clients:
         self._timer: asyncio.TimerHandle | None = None
         self._look_s = min(_LOOK_MOST_S, self.bounds.head_s / _LOOKS, self.bounds.body_s / _LOOKS)
 
-    def enter(self, host: str | None) -> tuple[str | None, Fault | None]:
+    def enter(self, host: str | None) -> tuple[str | None, RefusalReason | None]:
         """Count a connection; return by what name ``leave`` has to be told of it, and why it is refused, if it is."""
         self._count += 1
         bounds, name = self.bounds, None
@@ -71,9 +71,9 @@ class Clients:
             name = network_of(host)
             self._by_address[name] += 1
         if bounds.connections is not None and self._count > bounds.connections:
-            return name, Fault.CONNECTIONS
+            return name, RefusalReason.CONNECTIONS
         if name is not None and bounds.per_address is not None and self._by_address[name] > bounds.per_address:
-            return name, Fault.ADDRESS
+            return name, RefusalReason.ADDRESS
         return name, None
 
     def leave(self, name: str | None, connection: Timed) -> None:
@@ -85,14 +85,14 @@ class Clients:
             if not self._by_address[name]:
                 del self._by_address[name]
 
-    def refusal(self, fault: Fault, name: str | None) -> TooManyConnections | None:
+    def refusal(self, fault: RefusalReason, name: str | None) -> TooManyConnections | None:
         """Return what a connection over a limit is told; None: there are too many of them to tell them."""
         bounds = self.bounds
         if _is_far_over(self._count, bounds.connections):
             return None
         if name is not None and _is_far_over(self._by_address[name], bounds.per_address):
             return None
-        if fault is Fault.ADDRESS:
+        if fault is RefusalReason.ADDRESS:
             said = f"this address has {bounds.per_address} connections to the router, the most it may have ({fault})"
         else:
             said = f"the router has {bounds.connections} connections of clients, the most it may have ({fault})"

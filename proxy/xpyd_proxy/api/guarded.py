@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from xpyd_proxy.api.clients import Clients
 from xpyd_proxy.api.patient import PatientProtocol
 from xpyd_proxy.api.problems import error_body
-from xpyd_proxy.core.framing import Chunks, Fault, find_end, read_head
+from xpyd_proxy.core.framing import ChunkedBody, RefusalReason, find_end, read_head
 from xpyd_proxy.errors import (
     BadFraming,
     ClientError,
@@ -29,11 +29,11 @@ from xpyd_proxy.errors import (
     UriTooLong,
 )
 
-_FAULTS: Final[Mapping[type[ClientError], Fault]] = {
-    BadFraming: Fault.MALFORMED,
-    HeadTooLarge: Fault.HEAD,
-    UriTooLong: Fault.URI,
-    NotServed: Fault.METHOD,
+_FAULTS: Final[Mapping[type[ClientError], RefusalReason]] = {
+    BadFraming: RefusalReason.MALFORMED,
+    HeadTooLarge: RefusalReason.HEAD,
+    UriTooLong: RefusalReason.URI,
+    NotServed: RefusalReason.METHOD,
 }
 _LEAST_RATE: Final = 16 * 1024  # bytes of a body for which a client has another second
 _BLANK_MOST: Final = 16  # bytes of empty lines before a request (RFC 9112, 2.2: one line is to be ignored)
@@ -58,7 +58,7 @@ class GuardedProtocol(PatientProtocol):
     _head: bytearray | None = None  # the beginning of a head
     _in_body = False
     _remaining = 0  # bytes of a body whose length was declared
-    _chunks: Chunks | None = None
+    _chunks: ChunkedBody | None = None
     _received = 0  # bytes of the body
     _left: bytearray | None = None  # what came behind a request that is not answered yet
     _is_stopped = False  # reading is paused because of that
@@ -167,7 +167,7 @@ class GuardedProtocol(PatientProtocol):
             self._end()
         else:
             self.between, self._in_body = False, True
-            self._remaining, self._chunks = (0, Chunks()) if head.length is None else (head.length, None)
+            self._remaining, self._chunks = (0, ChunkedBody()) if head.length is None else (head.length, None)
             self._since, self._received = self.loop.time(), 0
         return bytes(received[end:])
 
@@ -182,7 +182,7 @@ class GuardedProtocol(PatientProtocol):
             self._end()
         return data[len(piece) :]
 
-    def _read_chunks(self, chunks: Chunks, data: bytes) -> bytes:
+    def _read_chunks(self, chunks: ChunkedBody, data: bytes) -> bytes:
         """Read some of a chunked body; return what is behind it."""
         if len(data) > _CHUNKED_MOST:
             self._keep(data[_CHUNKED_MOST:])
@@ -306,22 +306,22 @@ class GuardedProtocol(PatientProtocol):
                 f"{self._received} bytes of the body came in {self.loop.time() - self._since:.0f} s, which is too slow"
             )
             self._refuse(
-                Fault.BODY_TIMEOUT,
+                RefusalReason.BODY_TIMEOUT,
                 TooSlow(f"{said}: a body has {bounds.body_s:g} s, and one more for each {_LEAST_RATE} bytes"),
             )
         elif self._head is not None and self._head.strip(b"\r\n"):  # empty lines are none (RFC 9112, 2.2)
             error = TooSlow(f"the head of the request was not complete within {bounds.head_s:g} s")
-            self._refuse(Fault.HEAD_TIMEOUT, error)
+            self._refuse(RefusalReason.HEAD_TIMEOUT, error)
         else:  # it has asked for nothing, and so gets no answer that it could take for another one's
             self._stop()
-            self.clients.on_refused(Fault.HEAD_TIMEOUT)
+            self.clients.on_refused(RefusalReason.HEAD_TIMEOUT)
             self.transport.close()
 
     def _stop(self) -> None:
         """Take nothing more that it sends, on whichever way."""
         self._over, self.between = True, False
 
-    def _refuse(self, fault: Fault, error: ProxyError) -> None:
+    def _refuse(self, fault: RefusalReason, error: ProxyError) -> None:
         """Answer what will not be served, if it has no answer yet, and read no more of it."""
         self._stop()
         self.clients.on_refused(fault)

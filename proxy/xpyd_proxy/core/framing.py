@@ -28,7 +28,7 @@ _TOGETHER: Final = frozenset({b"host", b"content-length", b"transfer-encoding"})
 _NOTHING: Final[Sequence[bytes]] = ()
 
 
-class Fault(StrEnum):
+class RefusalReason(StrEnum):
     """Why a connection was closed before its request was served, as the metric names it."""
 
     MALFORMED = "malformed"
@@ -145,7 +145,7 @@ def _shown(text: bytes) -> str:
     return repr(text[:_SHOWN_MOST].decode("latin-1")) + ("..." if len(text) > _SHOWN_MOST else "")
 
 
-class Chunks:
+class ChunkedBody:
     """Takes a chunked body apart (RFC 9112, 7.1); extensions and trailers are checked, counted and dropped."""
 
     __slots__ = ("_extensions", "_in_trailers", "_left", "_pending", "is_over", "rest")

@@ -13,6 +13,7 @@ from xpyd_proxy.core.exposition import Numbers
 from xpyd_proxy.core.facts import Facts
 from xpyd_proxy.core.model import Headers, Instance, Role
 from xpyd_proxy.core.raw_json import NotJson, decode
+from xpyd_proxy.core.whole import whole
 from xpyd_proxy.errors import NotAllowed
 from xpyd_proxy.io.engines import RESET_AT_ONCE, is_coded
 from xpyd_proxy.io.guard import Guard, Guarded
@@ -118,13 +119,8 @@ class HttpChecks:
             async with asyncio.timeout(self._timeout_s), self._client.stream("GET", url, headers=headers) as response:
                 if is_coded(response):
                     raise Odd(f"answers {path} with a content coding, and none was asked for")
-                pieces, size = list[bytes](), 0
-                async for piece in response.aiter_bytes():
-                    pieces.append(piece)
-                    size += len(piece)
-                    if size > _MOST_BYTES:
-                        raise Odd(f"answers {path} without end")
-                return response.status_code, b"".join(pieces)
+                too_long = Odd(f"answers {path} without end")
+                return response.status_code, await whole(response.aiter_bytes(), _MOST_BYTES, too_long)
         except (TimeoutError, httpx.TimeoutException) as exc:
             raise Sick(f"does not answer {path} within {self._timeout_s:g} s") from exc
         except httpx.ConnectError as exc:

@@ -13,11 +13,11 @@ import httpx
 from xpyd_proxy.core.keys import Outbound
 from xpyd_proxy.core.model import Answer, Headers, Instance, Leg
 from xpyd_proxy.core.ports import nothing
+from xpyd_proxy.core.whole import ANSWER_MOST, whole
 from xpyd_proxy.errors import EngineError, EngineTimeout
 from xpyd_proxy.io.guard import Guard, Guarded
 from xpyd_proxy.settings import Settings
 
-ANSWER_MOST: Final = 64 * 1024 * 1024  # bytes of an answer that is waited for as a whole
 # What gets through httpx when a connection is reset as it opens: anyio asks a uvloop transport for a socket that it no
 # longer has. Seen once in a dozen resets.
 RESET_AT_ONCE: Final = (ConnectionError, AttributeError)
@@ -149,13 +149,8 @@ async def _chunks(instance: Instance, response: httpx.Response) -> AsyncGenerato
 async def _content(instance: Instance, response: httpx.Response) -> bytes:
     """Read all of an answer, in which nothing is packed."""
     _refuse_coding(instance, response)
-    pieces, size = list[bytes](), 0
-    async for piece in response.aiter_bytes():
-        pieces.append(piece)
-        size += len(piece)
-        if size > ANSWER_MOST:
-            raise EngineError(f"{instance.id} answered with more than {ANSWER_MOST} bytes")
-    return b"".join(pieces)
+    too_long = EngineError(f"{instance.id} answered with more than {ANSWER_MOST} bytes")
+    return await whole(response.aiter_bytes(), ANSWER_MOST, too_long)
 
 
 def _refuse_coding(instance: Instance, response: httpx.Response) -> None:

@@ -13,6 +13,7 @@ from typing import Final, Self, TypeVar
 import anyio
 import httpx
 
+from xpyd_proxy.core.whole import whole
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.files import read_text
 
@@ -158,16 +159,10 @@ async def _tried(asked: Awaitable[T], path: str) -> T:
 
 
 async def _whole(response: httpx.Response, path: str) -> bytes:
-    parts, size = list[bytes](), 0
     try:
-        async for part in response.aiter_bytes():
-            parts.append(part)
-            size += len(part)
-            if size > _MOST_BYTES:
-                raise KubeError(f"{path} is answered without end")
+        return await whole(response.aiter_bytes(), _MOST_BYTES, KubeError(f"{path} is answered without end"))
     except httpx.HTTPError as exc:
         raise _broken(path, exc) from exc
-    return b"".join(parts)
 
 
 async def _lines(response: httpx.Response, path: str) -> AsyncGenerator[list[bytes]]:

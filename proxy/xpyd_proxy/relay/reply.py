@@ -10,10 +10,10 @@ from xpyd_proxy.core.passing import check_type, clean_answer, is_stream
 from xpyd_proxy.core.ports import Stream
 from xpyd_proxy.core.sse import Beginning, error_status
 from xpyd_proxy.core.verdict import JSON, refusal, refused_decode
+from xpyd_proxy.core.whole import ANSWER_MOST, whole
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.relay.streaming import Pouring
 
-ANSWER_MOST: Final = 64 * 1024 * 1024  # bytes of an answer that is no stream
 BEGINNING_MOST: Final = 1024 * 1024  # bytes of a stream up to the end of its first event
 
 
@@ -46,14 +46,8 @@ async def begin(decode: Instance, stream: Stream) -> tuple[bytes, bool]:
 
 
 async def _whole(decode: Instance, stream: Stream) -> bytes:
-    pieces: list[bytes] = []
-    size = 0
-    async for chunk in stream.chunks:
-        size += len(chunk)
-        if size > ANSWER_MOST:
-            raise EngineError(f"{decode.id} answered with more than {ANSWER_MOST} bytes")
-        pieces.append(chunk)
-    return b"".join(pieces)
+    too_long = EngineError(f"{decode.id} answered with more than {ANSWER_MOST} bytes")
+    return await whole(stream.chunks, ANSWER_MOST, too_long)
 
 
 async def _first_event(decode: Instance, chunks: AsyncIterator[bytes]) -> bytes:

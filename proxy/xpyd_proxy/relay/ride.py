@@ -26,6 +26,7 @@ from xpyd_proxy.core.rules import Patience
 from xpyd_proxy.core.sse import Beginning, WholeLines, error_status
 from xpyd_proxy.core.usage import prompt_tokens, prompt_tokens_in
 from xpyd_proxy.core.verdict import JSON, check_prefill, refusal, refused_decode
+from xpyd_proxy.core.whole import ANSWER_MOST
 from xpyd_proxy.errors import EngineError, EngineTimeout, OutOfTime, Refused
 from xpyd_proxy.io.fleet import LiveFleet
 from xpyd_proxy.io.sight import Sight
@@ -33,7 +34,7 @@ from xpyd_proxy.io.wire.call import Call as Told
 from xpyd_proxy.io.wire.teller import Teller
 from xpyd_proxy.relay.attempt import Attempt, Outline, Stop
 from xpyd_proxy.relay.relay import Relay
-from xpyd_proxy.relay.reply import ANSWER_MOST, BEGINNING_MOST
+from xpyd_proxy.relay.reply import BEGINNING_MOST
 from xpyd_proxy.relay.steps import Handovers, decode_body, prefill_body
 
 _TICK_MOST: Final = 0.25  # seconds between two looks at the time of all rides

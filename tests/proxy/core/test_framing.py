@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.framing import HEAD_MOST, Chunks, find_end, read_head
+from xpyd_proxy.core.framing import HEAD_MOST, ChunkedBody, find_end, read_head
 from xpyd_proxy.errors import BadFraming, ClientError, HeadTooLarge, UriTooLong
 
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\n"
@@ -41,7 +41,7 @@ def cut(data, places):
 
 def read(pieces):
     """Read a chunked body in pieces; return it, and what follows it."""
-    chunks, body = Chunks(), b""
+    chunks, body = ChunkedBody(), b""
     for number, piece in enumerate(pieces):
         body += chunks.feed(piece)
         if chunks.is_over:

@@ -5,11 +5,12 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
 from xpyd_proxy.core.keys import Outbound
 from xpyd_proxy.core.model import Answer, Headers, Instance, Leg
 from xpyd_proxy.core.ports import nothing
+from xpyd_proxy.core.whole import ANSWER_MOST
 from xpyd_proxy.io.guard import Guard
 from xpyd_proxy.io.wire.connection import Connection
 from xpyd_proxy.io.wire.heads import Heads, Unsendable
@@ -17,8 +18,6 @@ from xpyd_proxy.io.wire.pool import Pool
 from xpyd_proxy.io.wire.reply import Reply
 from xpyd_proxy.io.wire.teller import Teller, unsendable
 from xpyd_proxy.settings import Settings
-
-ANSWER_MOST: Final = 64 * 1024 * 1024  # bytes of an answer that is waited for as a whole
 
 
 class Chunks(AsyncIterator[bytes]):

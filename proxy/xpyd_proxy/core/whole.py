@@ -1,0 +1,17 @@
+"""A body that is read to its end, and no further than it may be long."""
+
+from collections.abc import AsyncIterable
+from typing import Final
+
+ANSWER_MOST: Final = 64 * 1024 * 1024  # bytes of an engine's answer that is no stream
+
+
+async def whole(pieces: AsyncIterable[bytes], most: int, too_long: Exception) -> bytes:
+    """Return all pieces as one; raises ``too_long`` as soon as they have more than ``most`` bytes."""
+    read, size = list[bytes](), 0
+    async for piece in pieces:
+        size += len(piece)
+        if size > most:
+            raise too_long
+        read.append(piece)
+    return b"".join(read)

@@ -665,7 +665,7 @@ def test_bodies_are_charged_while_they_come(tmp_path, kind, shape):
 def readable(client):
     client.sock.settimeout(0.02)
     try:
-        client.left += client.sock.recv(1)
+        client.incoming.left += client.sock.recv(1)
     except TimeoutError:
         return False
     return True

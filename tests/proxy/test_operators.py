@@ -115,15 +115,15 @@ def test_two_routers_of_a_fleet_give_a_key_the_same_salt(tmp_path, keys):
     assert None not in found
 
 
+def serve(*args):
+    """Start a router that ends by itself, and return what became of it."""
+    argv = [sys.executable, "-m", "xpyd_proxy.cli", "serve", "--port", "0", *args]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+
+
 def test_salts_without_keys_are_refused(tmp_path):
     """All clients would be one, which is not what was asked for."""
-    said = subprocess.run(
-        [sys.executable, "-m", "xpyd_proxy.cli", "serve", "--port", "0", "--cache-salt-per-key", "true"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    said = serve("--cache-salt-per-key", "true")
 
     assert said.returncode == 2
     assert "cache_salt_per_key needs api_keys_file" in said.stderr
@@ -337,13 +337,7 @@ def test_a_router_without_an_admin_key_says_how_to_have_one(tmp_path):
 
 def test_a_place_that_is_none_is_said_at_the_start(tmp_path):
     """And not when the first engine is added."""
-    said = subprocess.run(
-        [sys.executable, "-m", "xpyd_proxy.cli", "serve", "--port", "0", "--instances-allow", "10.0.0.1/8"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    said = serve("--instances-allow", "10.0.0.1/8")
 
     assert said.returncode == 2
     assert "'10.0.0.1/8' is not a place of engines: write a network such as 10.0.0.0/8" in said.stderr

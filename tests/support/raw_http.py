@@ -21,6 +21,35 @@ class Over(Exception):
     """The connection ended before the answer did."""
 
 
+class Incoming:
+    """What comes over a connection, taken in parts."""
+
+    def __init__(self, sock):
+        self.sock, self.left = sock, b""
+
+    def until(self, mark):
+        """Return what is before a mark; raises Over."""
+        while mark not in self.left:
+            self._more()
+        found, _, self.left = self.left.partition(mark)
+        return found
+
+    def exactly(self, size):
+        """Return so many bytes; raises Over."""
+        while len(self.left) < size:
+            self._more()
+        found, self.left = self.left[:size], self.left[size:]
+        return found
+
+    def _more(self):
+        more = b""
+        with suppress(ConnectionError, ssl.SSLError):
+            more = self.sock.recv(65536)
+        if not more:
+            raise Over(f"the connection ended after {self.left!r}")
+        self.left += more
+
+
 class RawClient:
     """One connection."""
 
@@ -28,7 +57,7 @@ class RawClient:
         self.sock = socket.create_connection((host, port), timeout=timeout, source_address=(address, 0))
         if tls is not None:
             self.sock = tls.wrap_socket(self.sock, server_hostname=host)
-        self.left = b""
+        self.incoming = Incoming(self.sock)
 
     def __enter__(self):
         return self
@@ -55,7 +84,7 @@ class RawClient:
     def answer(self, *, to_head=False):
         """Read one answer; raises Over."""
         while True:
-            head = self._until(b"\r\n\r\n")
+            head = self.incoming.until(b"\r\n\r\n")
             if not head.startswith(b"HTTP/1.1 100"):
                 break
         first, *lines = head.decode("latin-1").split("\r\n")
@@ -66,12 +95,12 @@ class RawClient:
         if to_head:
             pass
         elif "content-length" in headers:
-            body = self._exactly(int(headers["content-length"]))
+            body = self.incoming.exactly(int(headers["content-length"]))
         elif headers.get("transfer-encoding") == "chunked":
-            while size := int(self._until(b"\r\n"), 16):
-                body += self._exactly(size)
-                self._exactly(2)
-            self._exactly(2)
+            while size := int(self.incoming.until(b"\r\n"), 16):
+                body += self.incoming.exactly(size)
+                self.incoming.exactly(2)
+            self.incoming.exactly(2)
         else:
             body = self.rest()
         return Answer(int(first.split()[1]), headers, body)
@@ -83,33 +112,13 @@ class RawClient:
             try:
                 found.append(self.answer())
             except Over:
-                assert not self.left, f"half an answer: {self.left!r}"
+                assert not self.incoming.left, f"half an answer: {self.incoming.left!r}"
                 return found
 
     def rest(self):
         """Read to the end of the connection."""
-        read, self.left = self.left, b""
+        read, self.incoming.left = self.incoming.left, b""
         with suppress(ConnectionError, ssl.SSLError):
             while more := self.sock.recv(65536):
                 read += more
         return read
-
-    def _until(self, mark):
-        while mark not in self.left:
-            self._more()
-        found, _, self.left = self.left.partition(mark)
-        return found
-
-    def _exactly(self, size):
-        while len(self.left) < size:
-            self._more()
-        found, self.left = self.left[:size], self.left[size:]
-        return found
-
-    def _more(self):
-        more = b""
-        with suppress(ConnectionError, ssl.SSLError):
-            more = self.sock.recv(65536)
-        if not more:
-            raise Over
-        self.left += more

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import uvicorn
 
+from support.raw_http import Incoming
 from support.sim import serving, sims, until
 from xpyd_proxy.api.hot import hot_protocol
 from xpyd_proxy.app import HOT_PATHS, build
@@ -72,7 +73,7 @@ class Client:
     """A connection to a router."""
 
     def __init__(self, sock):
-        self.sock, self._left = sock, b""
+        self.sock, self._incoming = sock, Incoming(sock)
 
     def __enter__(self):
         return self
@@ -86,14 +87,14 @@ class Client:
 
     def answer(self, *, to_head=False):
         while True:
-            head = self._until(b"\r\n\r\n")
+            head = self._incoming.until(b"\r\n\r\n")
             if not head.startswith(b"HTTP/1.1 100"):
                 break
         fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
         if to_head:
             body = b""
         elif b"content-length" in fields:
-            body = self._exactly(int(fields[b"content-length"]))
+            body = self._incoming.exactly(int(fields[b"content-length"]))
         elif fields.get(b"transfer-encoding") == b"chunked":
             body = b"".join(iter(self._chunk, b""))
         else:
@@ -102,7 +103,7 @@ class Client:
 
     def rest(self):
         """Read to the end of the connection."""
-        read, self._left = self._left, b""
+        read, self._incoming.left = self._incoming.left, b""
         while more := self.sock.recv(65536):
             read += more
         return read
@@ -115,25 +116,8 @@ class Client:
             return True
 
     def _chunk(self):
-        size = int(self._until(b"\r\n"), 16)
-        return self._exactly(size + 2)[:-2]
-
-    def _until(self, mark):
-        while mark not in self._left:
-            self._more()
-        found, _, self._left = self._left.partition(mark)
-        return found
-
-    def _exactly(self, size):
-        while len(self._left) < size:
-            self._more()
-        found, self._left = self._left[:size], self._left[size:]
-        return found
-
-    def _more(self):
-        more = self.sock.recv(65536)
-        assert more, f"the connection ended after {self._left!r}"
-        self._left += more
+        size = int(self._incoming.until(b"\r\n"), 16)
+        return self._incoming.exactly(size + 2)[:-2]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import ssl
 import threading
 import time
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 from cryptography import x509
@@ -320,6 +321,18 @@ def test_a_certificate_for_another_name_is_refused(net, tmp_path):
     p = net.listener(settings=authority.settings("printer.example"))
 
     assert "is not accepted" in fails(net, d, p.address)
+
+
+def test_the_longest_chain_of_certificates_is_within_what_a_stranger_may_send(net, tmp_path):
+    """OpenSSL takes 100 KiB of them; both sides show theirs before they have proven anything."""
+    authority = Authority(tmp_path, "ca")
+    settings = authority.settings("engines.example")
+    chain = authority.path.read_bytes()
+    with Path(settings.tls_cert).open("ab") as file:
+        file.write(chain * (95 * 1024 // len(ssl.PEM_cert_to_DER_cert(chain.decode()))))
+    d, p = net.link(settings=settings), net.listener(settings=settings)
+
+    assert net.meet(d, p)
 
 
 def test_certificates_are_read_again_when_their_files_change(tmp_path, monkeypatch):

@@ -86,6 +86,7 @@ COUNTERS = {
     "strangers_without_tls": "Connections to the side channel that did not complete TLS.",
     "strangers_late": "Connections to the side channel that did not prove themselves in time.",
     "strangers_crowded_out": "Connections to the side channel closed because too many had not proven themselves.",
+    "strangers_over_budget": "Connections to the side channel closed: they sent many TLS records and no proof.",
     "strangers_without_descriptor": "Times that a connection was not accepted because no file descriptor was left.",
     "late_notifications": "Messages about leases, reads and pushes that were already over, or unknown.",
     "early_notifications": "Push: what decode engines said of transfers whose prefill was not done.",

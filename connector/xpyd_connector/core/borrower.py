@@ -136,7 +136,7 @@ class Borrower:
                 self._lapsed(conn, requests)
             case Received(conn, Alive()):
                 if (peer := self._peers.find(conn)) is not None:
-                    peer.asked_at = None
+                    peer.asked_at, peer.heard_at = None, now
             case Received(conn, _):
                 self._link.close(conn)
                 changed = self._peers.on(Lost(conn, "it broke the protocol", silent=True), now=now)

@@ -99,6 +99,7 @@ COUNTERS = {
     "reads_unfenced": "Reads that ended after their lease: their bytes were thrown away.",
     "renewals_sent": "Leases renewed at prefill engines, one per request and heartbeat.",
     "registrations_sent": "Push: requests for which blocks were lent to prefill engines.",
+    "registrations_reconnected": "Push: requests registered over a new connection because the one before had ended.",
     "renewals_withheld": "Leases not renewed because this engine's loop had not turned for engine_loop_timeout.",
     "drops_sent": "Requests whose blocks were given back unread.",
     "lapsed": "Leases a prefill engine said it does not hold, or not for this engine.",

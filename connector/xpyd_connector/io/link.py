@@ -95,6 +95,7 @@ class SocketLink:
         self._conns: dict[ConnId, _Conn] = {}
         self._strangers: dict[ConnId, _Conn] = {}  # those of _conns, oldest first
         self._engines: dict[EngineId, _Engine] = {}  # of guests, the one that spoke longest ago first
+        self._hellos: dict[ConnId, Hello] = {}  # of guests, until the end of their connection has been taken in
         self._more: dict[ConnId, _Conn] = {}  # we may have taken more of theirs from the socket than we have read
         self._meeting: set[ConnId] = set()
         self._met: queue.SimpleQueue[tuple[ConnId, Future[_Meeting]]] = queue.SimpleQueue()
@@ -155,16 +156,20 @@ class SocketLink:
     def close(self, conn: ConnId) -> None:
         """Close a connection, or give up opening it."""
         self._meeting.discard(conn)
+        self._hellos.pop(conn, None)
         if (found := self._conns.get(conn)) is not None:
             self._drop(found)
         self._events = deque(event for event in self._events if event.conn != conn)
 
     def are_of_one_engine(self, one: ConnId, other: ConnId) -> bool:
-        """Whether two guests' connections were opened by processes of one engine, as their Hellos prove."""
-        ours, theirs = self._conns.get(one), self._conns.get(other)
-        if one == other or ours is None or theirs is None or ours.hello is None or theirs.hello is None:
+        """Whether two guests' connections were opened by processes of one engine, as their Hellos prove.
+
+        One that has ended counts until its :class:`Lost` has been taken in: what it said is judged by what it was then.
+        """
+        ours, theirs = self._hellos.get(one), self._hellos.get(other)
+        if one == other or ours is None or theirs is None:
             return one == other
-        return are_of_one_engine(ours.hello, theirs.hello)
+        return are_of_one_engine(ours, theirs)
 
     def wake(self) -> None:
         """Make a running or coming :meth:`poll` return at once. Any thread may call it."""
@@ -203,7 +208,10 @@ class SocketLink:
 
     def _take_events(self) -> Iterator[LinkEvent]:
         while self._events:
-            yield self._events.popleft()
+            event = self._events.popleft()
+            yield event
+            if isinstance(event, Lost):
+                self._hellos.pop(event.conn, None)
 
     def _bounded(self, timeout: float | None) -> float | None:
         """Return how long to wait at most, so that :meth:`_look_at_clock` is in time."""
@@ -297,6 +305,7 @@ class SocketLink:
             return
         conn.arrival, conn.greet_by, conn.inbox.limit, conn.hello = None, float("inf"), MAX_FRAME, answer.hello
         del self._strangers[conn.id]
+        self._hellos[conn.id] = answer.hello
         if answer.hello.engine != host.welcome.engine:  # our own workers may be quiet
             self._engines.setdefault(answer.hello.engine, _Engine()).conns[conn.id] = conn
             self._heard(answer.hello.engine)

@@ -20,9 +20,12 @@ from support.key_updates import ASKING, QUIET, key_updates, traffic_secret
 from support.side_channel import LONG, TLS, WELCOME, A, Net, P, in_force, serve_tls
 from xpyd_connector.core.addresses import is_elsewhere
 from xpyd_connector.core.greeting import Arrival, GuestRole, Host, badge_of, hash_of
-from xpyd_connector.core.ids import Address, EngineId
-from xpyd_connector.core.messages import PROTOCOL, Challenge, Proven, Refusal, Renew, decode, encode
+from xpyd_connector.core.ids import Address, EngineId, RequestId
+from xpyd_connector.core.leases import LeaseBook, LeaseEvent
+from xpyd_connector.core.lender import Lender
+from xpyd_connector.core.messages import PROTOCOL, Challenge, Done, Proven, Refusal, Renew, decode, encode
 from xpyd_connector.core.ports import Failed, Lost, Received
+from xpyd_connector.core.tally import Tally
 from xpyd_connector.errors import SettingsError
 from xpyd_connector.io import files
 from xpyd_connector.io import link as link_module
@@ -219,6 +222,60 @@ def test_whose_workers_they_are_is_known(net):
     assert p.are_of_one_engine(its, its)
     assert not p.are_of_one_engine(own, others)
     assert not p.are_of_one_engine(its, others)
+
+
+class Lending:
+    """An engine that lends to another one, whose scheduler renews and whose worker reads."""
+
+    def __init__(self, net):
+        self.link = net.listener()
+        leases = LeaseBook(duration=30.0, extension=20.0, same_engine=self.link.are_of_one_engine)
+        self.lender = Lender(self.link, leases, Tally())
+        badge = badge_of(b"token")
+        self.who = {"workers": (hash_of(badge),)}
+        self.lender.grant(A, now=0.0)
+        self.d, self.worker = net.link(**self.who), net.link(role=GuestRole.WORKER, badge=badge)
+        self.own, self.its = net.meet(self.d, self.link), net.meet(self.worker, self.link)
+        self.d.send(self.own, Renew((A,)))
+        for event in net.events(self.link):
+            self.lender.on(event, now=0.0)
+
+    def hear_all(self):
+        """Take in everything that is there, with one look."""
+        time.sleep(0.1)
+        seen = []
+        for event in self.link.poll(0):
+            seen.append(type(event))
+            self.lender.on(event, now=0.0)
+        return seen
+
+    def ended(self):
+        return [why for _, why in self.lender.take_released()]
+
+
+def test_the_last_word_of_a_worker_that_leaves_counts(net):
+    """Its connection has ended when the word is taken in, and was its own when it came."""
+    p = Lending(net)
+    p.worker.send(p.its, Done(A, RequestId("d-a"), 0, 1))
+    p.worker.close(p.its)
+
+    assert p.hear_all() == [Received, Lost]
+    assert p.ended() == [LeaseEvent.DONE]
+
+
+def test_a_connection_is_known_until_its_end_is_taken_in(net):
+    """Whoever of them ends first. After that it is forgotten: engines come and go for ever."""
+    p = Lending(net)
+    holder, other = p.lender.holder(A), next(conn for conn in p.link._hellos if conn != p.lender.holder(A))
+    p.d.close(p.own)
+    time.sleep(0.1)
+    events = p.link.poll(0)
+    assert p.link.are_of_one_engine(holder, other)
+    assert [type(event) for event in events] == [Lost]
+    assert not p.link.are_of_one_engine(holder, other)
+    p.link.close(other)  # no event follows
+
+    assert p.link._hellos == {}
 
 
 def test_an_engine_on_this_machine_is_met_where_nixl_is_on_loopback(net):

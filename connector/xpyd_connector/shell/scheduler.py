@@ -140,7 +140,7 @@ class SchedulerSide:
             link.listen(facts.address, Host(welcome, secrets, facts.address.host))
             logger.info("xpyd: engine %s listens at %s", facts.engine, facts.address)
         for remark in reach_remarks(settings) if facts.borrows else ():
-            logger.warning("xpyd: %s", remark)
+            logger.info("xpyd: %s", remark)
         self._runner = Runner("xpyd-control", self._control(link, tally, welcome, handshakes), link, self._after_turn)
         self._runner.start()
 

@@ -50,6 +50,12 @@
 - {{ . | quote }}
 {{- end }}
 {{- end }}
+{{- with $v.instancesAllow }}
+- --instances-allow
+{{- range . }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
 {{- if $v.tls.secretName }}
 - --tls-cert
 - /etc/xpyd/tls/tls.crt

@@ -64,7 +64,7 @@ from xpyd_proxy.io.engines import HttpEngines
 from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, server_tls
 from xpyd_proxy.io.fleet import LiveFleet, Loads
 from xpyd_proxy.io.guard import Guard, resolved
-from xpyd_proxy.io.ids import new_id
+from xpyd_proxy.io.ids import new_id, new_transfer
 from xpyd_proxy.io.inflow import InflowWatch
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.prober import Prober, Rhythm
@@ -80,6 +80,8 @@ from xpyd_proxy.relay import Legs, Relay, Releaser
 from xpyd_proxy.relay.gate import Gate
 from xpyd_proxy.relay.ride import Rides
 from xpyd_proxy.relay.steps import Handovers
+from xpyd_proxy.requests.intake import Intake
+from xpyd_proxy.requests.service import Requests
 from xpyd_proxy.settings import EngineClient, PolicyName, Settings
 
 if TYPE_CHECKING:
@@ -97,6 +99,7 @@ class Router:
     app: FastAPI
     hot: ASGIApp  # what serves HOT_PATHS, without all that FastAPI has around it
     express: Express | None  # what serves the ordinary ones of those requests; None: that cannot be had
+    requests: Requests | None
     lifetime: Lifetime
     live: Live
     on_stalled: Callable[[], None]  # to be called for each client that is given up because it reads nothing
@@ -160,7 +163,7 @@ def build(
 
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
         parts = examiner, engines, releaser, checks, discovery.running(), prober.running(), inflow.running()
-        return *parts, *crew.running(), *(() if express is None else (express,))
+        return *parts, *crew.running(), *(() if requests is None else (requests,))
 
     desk = Desk(registry, _explainer(relay, fleet), time.monotonic, crew.changes(discovery), crew.is_drained)
     keeping = Gatekeeping(keyring, Audit(sight.admin_action, time.monotonic), guard)
@@ -173,8 +176,31 @@ def build(
     )
     tracking = _Tracking(untraced if traces is None else traces.request, sight.finished)
     app = FastAPI(lifespan=_lifespan(registry, running, traces), openapi_url=None, redirect_slashes=False)
-    express = None
+    express = requests = None
     if isinstance(engines, WireEngines) and traces is None:
+        requests = Requests(
+            Intake(settings, lifetime, keyring, sites, salts),
+            relay.rules,
+            fleet,
+            learned,
+            Handovers(learned, relay.manner, sight.replaced_host),
+            engines.teller,
+            releaser,
+            budget,
+            gate,
+            lifetime,
+            examiner,
+            sight,
+            settings,
+            time.monotonic,
+            new_id,
+            new_transfer,
+            sight.finished,
+            reports=isinstance(asked, Reporting),
+        )
+        fleet.later = sight.later
+        sight.legs.riding = requests.engines_of_legs
+    if False:
         rides = Rides(
             relay,
             Handovers(learned, relay.manner, sight.replaced_host),
@@ -197,7 +223,15 @@ def build(
     )
     live = Live(registry, relay, gate, keyring, outbound, time.monotonic)
     return Router(
-        app, hot, express, lifetime, live, sight.stalled_client, sight.refused_connection, server_tls(settings)
+        app,
+        hot,
+        express,
+        requests,
+        lifetime,
+        live,
+        sight.stalled_client,
+        sight.refused_connection,
+        server_tls(settings),
     )
 
 

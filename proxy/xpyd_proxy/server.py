@@ -17,6 +17,7 @@ import uvicorn
 import uvloop
 
 from xpyd_proxy.api.clients import Bounds, Clients
+from xpyd_proxy.api.endpoint_protocol import endpoint_protocol
 from xpyd_proxy.api.guarded import guarded_protocol
 from xpyd_proxy.api.hot import hot_protocol
 from xpyd_proxy.app import HOT_PATHS, Router
@@ -117,6 +118,8 @@ def _protocol(router: Router, settings: Settings) -> type[asyncio.Protocol]:
         settings.max_connections_per_address,
     )
     clients = Clients(bounds, on_refused=router.on_refused, hold=admission.hold, charge=admission.charge)
+    if settings.hot_path and router.requests is not None:
+        return endpoint_protocol(router.requests, clients, patience_s=patience_s, on_stalled=router.on_stalled)
     if not settings.hot_path:
         return guarded_protocol(clients, patience_s, router.on_stalled)
     return hot_protocol(

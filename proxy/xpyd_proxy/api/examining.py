@@ -24,9 +24,20 @@ class Examiner:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
+    def submit(self, work: Callable[[], T]) -> "asyncio.Future[T]":
+        """Have a thread do it; whoever asked may leave."""
+        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        future.add_done_callback(_looked_at)
+        return future
+
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         """Begin nothing any more; what is being read comes to its end by itself."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _looked_at(future: "asyncio.Future[T]") -> None:
+    if not future.cancelled():
+        future.exception()  # or asyncio would complain that nobody has looked

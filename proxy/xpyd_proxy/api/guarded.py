@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from xpyd_proxy.api.clients import Clients
 from xpyd_proxy.api.patient import PatientProtocol
 from xpyd_proxy.api.problems import error_body
-from xpyd_proxy.core.framing import ChunkedBody, RefusalReason, find_end, read_head
+from xpyd_proxy.core.framing import ChunkedBody, Head, RefusalReason, find_end, read_head
 from xpyd_proxy.errors import (
     BadFraming,
     ClientError,
@@ -57,6 +57,7 @@ class GuardedProtocol(PatientProtocol):
     _since = 0.0  # when the connection, the head or the body began, or the connection was over
     _head: bytearray | None = None  # the beginning of a head
     _in_body = False
+    _is_ours = False  # the request that is being read is served without the parser
     _remaining = 0  # bytes of a body whose length was declared
     _chunks: ChunkedBody | None = None
     _received = 0  # bytes of the body
@@ -160,9 +161,11 @@ class GuardedProtocol(PatientProtocol):
         self._head = None
         self.free(read)
         head = read_head(bytes(received[start:end]))
-        self.headed = False
-        self._parse(head.raw)
-        self._expect(headed=True, within=head.length != 0)
+        self._is_ours = self.takes(head)
+        if not self._is_ours:
+            self.headed = False
+            self._parse(head.raw)
+            self._expect(headed=True, within=head.length != 0)
         if head.length == 0:
             self._end()
         else:
@@ -176,8 +179,11 @@ class GuardedProtocol(PatientProtocol):
         piece = data[: self._remaining]
         self._remaining -= len(piece)
         self._received += len(piece)
-        self._parse(piece)
-        self._expect(headed=True, within=self._remaining > 0)
+        if self._is_ours:
+            self.take(piece, is_all=self._received == len(piece) and not self._remaining)
+        else:
+            self._parse(piece)
+            self._expect(headed=True, within=self._remaining > 0)
         if not self._remaining:
             self._end()
         return data[len(piece) :]
@@ -191,17 +197,34 @@ class GuardedProtocol(PatientProtocol):
         body = chunks.feed(data)
         if body:
             self._received += len(body)
-            self._parse(b"%x\r\n%b\r\n" % (len(body), body))
+            if self._is_ours:
+                self.take(body)
+            else:
+                self._parse(b"%x\r\n%b\r\n" % (len(body), body))
         if not chunks.is_over:
             return b""
-        self._parse(b"0\r\n\r\n")
-        self._expect(headed=True, within=False)
+        if not self._is_ours:
+            self._parse(b"0\r\n\r\n")
+            self._expect(headed=True, within=False)
         self._end()
         if self._left is None:
             return chunks.rest
         self._left[:0] = chunks.rest
         self._charge(len(chunks.rest))
         return b""
+
+    # A request that need not be parsed once more
+
+    def takes(self, head: Head) -> bool:
+        """Begin a request that is served without httptools; False: it is another one's."""
+        del head
+        return False
+
+    def take(self, piece: bytes, *, is_all: bool = False) -> None:
+        """Take a piece of its body; ``is_all``: there is nothing else of it, before or behind."""
+
+    def serve(self) -> None:
+        """It is complete."""
 
     def _parse(self, data: bytes) -> None:
         parser = cast("Any", self.parser)  # there is one as long as the connection is open
@@ -223,6 +246,8 @@ class GuardedProtocol(PatientProtocol):
         self.between, self._in_body, self._chunks = True, False, None
         cycle = self.cycle
         is_answered = cycle is not None and cycle.response_complete  # before all of it had come
+        if self._is_ours:
+            self.serve()
         if is_answered and not self.transport.is_closing() and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler

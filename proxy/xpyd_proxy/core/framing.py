@@ -48,6 +48,10 @@ class Head:
 
     raw: bytes  # with the empty line at its end
     length: int | None  # bytes of the body; None: it is chunked
+    method: bytes
+    target: bytes  # as it came
+    is_old: bool  # HTTP/1.0
+    headers: Sequence[tuple[bytes, bytes]]  # names in lower case; without Upgrade
 
 
 def find_end(received: bytes | bytearray, start: int, *, read: int = 0) -> int:
@@ -93,17 +97,20 @@ def read_head(raw: bytes) -> Head:
     if request[1] == b"CONNECT":
         raise NotServed("CONNECT is not served: this router is no tunnel")
     found: dict[bytes, list[bytes]] = {}
+    headers: list[tuple[bytes, bytes]] = []
     kept = [lines[0]]
     for line in lines[1:]:
-        name, value = read_line(line)
-        if name in _TOGETHER:
-            found.setdefault(name, []).append(value)
-        if name != b"upgrade":
+        header = read_line(line)
+        if header[0] in _TOGETHER:
+            found.setdefault(header[0], []).append(header[1])
+        if header[0] != b"upgrade":
             kept.append(line)
+            headers.append(header)
     is_old = request[3] == b"0"
     _check_host(found.get(b"host", _NOTHING), is_old=is_old)
     length = _length(found.get(b"content-length", _NOTHING), found.get(b"transfer-encoding", _NOTHING), is_old=is_old)
-    return Head(raw if len(kept) == len(lines) else b"\r\n".join(kept) + b"\r\n\r\n", length)
+    whole = raw if len(kept) == len(lines) else b"\r\n".join(kept) + b"\r\n\r\n"
+    return Head(whole, length, request[1], request[2], is_old, headers)
 
 
 def read_line(line: bytes) -> tuple[bytes, bytes]:

@@ -21,6 +21,7 @@ class Gate:
         self.admission = Admission(limits)  # its counts are for whoever watches
         self._clock = clock
         self._woken: dict[Ticket, asyncio.Event] = {}  # of those that wait
+        self._watching: dict[Ticket, Callable[[], None]] = {}  # the same, and what to call
 
     def admitted(self, key: str, priority: int, size: int) -> Turn:
         """Enter when it is this request's turn; ``size`` is that of its body in bytes.
@@ -57,7 +58,8 @@ class Gate:
         """Give back a place, or the wait for one."""
         if ticket.refusal is None:
             self.admission.leave(ticket)
-            self.wake()
+            if self.admission.has_news:
+                self.wake()
 
     def change(self, limits: Limits) -> None:
         """Go by other limits from now on."""
@@ -80,7 +82,52 @@ class Gate:
     def wake(self) -> None:
         """Tell those that wait what has become of them."""
         for ticket in self.admission.poll():
-            self._woken[ticket].set()
+            if ticket in self._watching:
+                # not from here: each of them may end at once, and wake the next one
+                asyncio.get_running_loop().call_soon(self._watching[ticket])
+            else:
+                self._woken[ticket].set()
+
+    # For requests that are told
+
+    def arrive(self, key: str, priority: int, size: int) -> Ticket:
+        """Return the ticket of a request: admitted, waiting or refused. It has to ``leave`` in any case."""
+        ticket = self.admission.arrive(key, priority, size, now=self._clock())
+        if self.admission.has_news:
+            self.wake()
+        return ticket
+
+    def watch(self, ticket: Ticket, act: Callable[[], None]) -> None:
+        """Call ``act`` when a ticket waits no more."""
+        self._watching[ticket] = act
+
+    def unwatch(self, ticket: Ticket) -> None:
+        """Do not."""
+        del self._watching[ticket]
+
+    def check(self, ticket: Ticket) -> None:
+        """Accept a ticket that was admitted; raises TurnedAway."""
+        if ticket.refusal is not None:
+            raise _refused(ticket.refusal, ticket.key, self.admission.limits)
+
+    def expire(self) -> None:
+        """Send away those that have waited too long."""
+        if self.admission.waiting:
+            self.admission.expire(now=self._clock())
+            self.wake()
+
+    def hold(self, size: int) -> None:
+        """Charge bytes of a body that is not complete.
+
+        Raises:
+            RouterFull: the router holds as many as it may.
+        """
+        if not self.admission.hold(size):
+            raise _refused(self.admission.no_bytes(), "", self.admission.limits)
+
+    def free(self, size: int) -> None:
+        """Give back bytes that were held."""
+        self.admission.charge(-size)
 
 
 class _Place(AbstractAsyncContextManager[None]):

@@ -1,6 +1,7 @@
 """Requests to engines whose answers are told: nobody waits for them."""
 
 import asyncio
+from typing import Final
 
 from xpyd_proxy.core.keys import Outbound
 from xpyd_proxy.core.model import Headers, Instance, RequestId
@@ -10,6 +11,8 @@ from xpyd_proxy.io.wire.call import Call
 from xpyd_proxy.io.wire.connection import Connection
 from xpyd_proxy.io.wire.heads import Unsendable
 from xpyd_proxy.io.wire.pool import Pool
+
+_JSON: Final = b"application/json"
 
 
 class Teller:
@@ -22,9 +25,17 @@ class Teller:
         self._outbound = outbound
 
     def tell(
-        self, call: Call, instance: Instance, path: str, *, headers: Headers, request: RequestId, body: Pieces
+        self,
+        call: Call,
+        instance: Instance,
+        path: str,
+        *,
+        headers: Headers,
+        request: RequestId,
+        body: Pieces,
+        content_type: bytes = _JSON,
     ) -> None:
-        """Post the pieces of a JSON text, and tell ``call`` of the answer; returns at once.
+        """Post the pieces of a body, and tell ``call`` of the answer; returns at once.
 
         ``done`` gives the connection back. ``request`` is an id of ours, which nobody need look at.
 
@@ -34,7 +45,12 @@ class Teller:
         peer = self._pool.peer(instance)
         headers = self._outbound.headers(instance.role, headers)
         try:
-            head = peer.heads.post_ours(path, headers, request, sum([len(piece) for piece in body]))
+            length = sum([len(piece) for piece in body])
+            if content_type == _JSON:
+                head = peer.heads.post_ours(path, headers, request, length)
+            else:
+                named = (*headers, (b"x-request-id", request.encode()), (b"content-type", content_type))
+                head = peer.heads.post(path, named, length)
         except Unsendable as exc:
             raise unsendable(instance, exc) from exc
         while (connection := self._pool.waiting_at(peer)) is not None:

@@ -132,11 +132,16 @@ class GuardedProtocol(PatientProtocol):
         while data and not self._over and not self.transport.is_closing():
             if self._in_body:
                 data = self._read_length(data) if self._chunks is None else self._read_chunks(self._chunks, data)
-            elif self.cycle is None or self.cycle.response_complete:
+            elif self._is_next:
                 data = self._read_head(data)
             else:
                 self._keep(data)
                 return
+
+    @property
+    def _is_next(self) -> bool:
+        """Tell whether another request may begin: the one before is answered, and the client reads its answers."""
+        return (self.cycle is None or self.cycle.response_complete) and not self.flow.write_paused
 
     def _read_head(self, data: bytes) -> bytes:
         """Read a head if it is complete; return what is behind it."""
@@ -275,6 +280,12 @@ class GuardedProtocol(PatientProtocol):
         """Go on with what is behind the request."""
         super().on_response_complete()
         if self._left is not None:
+            self.loop.call_soon(self._go_on)
+
+    def resume_writing(self) -> None:
+        """Go on with it: the client has read its answers."""
+        super().resume_writing()
+        if self._left is not None and self._is_next:
             self.loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:

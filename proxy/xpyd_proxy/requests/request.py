@@ -56,7 +56,7 @@ from xpyd_proxy.requests.intake import JSON_TYPE, Plan
 from xpyd_proxy.requests.legs import DecodeLeg, EngineLeg, PrefillLeg
 from xpyd_proxy.requests.lifecycle import TRANSITIONS, RequestEvent, RequestState
 from xpyd_proxy.requests.response import ResponseWriter, head_lines, last_event
-from xpyd_proxy.requests.service import Requests
+from xpyd_proxy.requests.service import Requests, RequestSpan
 
 _RECEIVED, _WAITING, _ROUTING, _PREFILLING, _BOTH, _DECODING, _STREAMING, _OVER = RequestState
 _RANK: Final = b"x-data-parallel-rank"
@@ -112,6 +112,7 @@ class Request:
         "_shown",
         "_size",
         "_slot",
+        "_span",
         "_start",
         "_streamed_at",
         "_tail",
@@ -138,6 +139,9 @@ class Request:
         self._shown = shown
         self._start = of.clock()
         self._journey = Journey(of.new_id(), client_id=None if name is None else client_id(name))
+        self._span: RequestSpan | None = None
+        if of.spans is not None:
+            self._span = of.spans.request(self._journey, path, tuple(headers))
         self._caller = ""
         self._body: list[bytes] = []
         self._tail = bytearray()  # the last pieces of it, while it comes
@@ -186,6 +190,11 @@ class Request:
         """Give up everything if the client has gone."""
         if self.disconnected and not self.response_complete:
             self.interrupt(ClientGone())
+
+    def leave(self) -> None:
+        """The client has gone."""
+        self.disconnected = True
+        self.set()
 
     def check(self) -> bool:
         """Judge the head; False: the request is refused, and answered."""
@@ -719,6 +728,8 @@ class Request:
         seconds = self._note_time(leg, came)
         of.sight.later.add(of.proved, leg.instance, self._attempt_id, seconds, came)
         leg.handed_over_at, leg.handover = came, handover
+        if self._span is not None and self._decode is None:
+            self._span.handed_over()
         self._close(leg)
         self._counted = handover.counted
         self._compare()
@@ -871,8 +882,8 @@ class Request:
         headers = self._ranked(plan.headers, leg.instance)
         if asks_for_report:
             headers = (*headers, ASK_FOR_REPORT)
-        if of.spans is not None:
-            leg.span, headers = of.spans.leg(self._journey, leg.instance, headers)
+        if self._span is not None:
+            leg.span, headers = self._span.leg(leg.instance, headers)
         of.fleet.enter(leg.instance, self._attempt_id)
         try:
             of.engines.tell(
@@ -973,6 +984,8 @@ class Request:
         said = journey.before + journey.last if journey.push is Push.AT_ONCE else b""
         journey.before = journey.last = b""
         outcome = Outcome(self._path, status, of.clock() - self._start, first_s, said)
+        if self._span is not None:
+            self._span.end(outcome)
         of.sight.later.add(of.account, journey, outcome)
         self._life = self._interrupt = None
         self._plan = self._replay = self._ticket = None

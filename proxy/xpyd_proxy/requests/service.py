@@ -33,11 +33,27 @@ _TICKS: Final = 16  # looks in the shortest time that the rules give
 _RETRY_AFTER_S: Final = 1  # another router is there already, or this one will be again in a moment
 
 
+class RequestSpan(Protocol):
+    """The span of one request."""
+
+    def leg(self, instance: Instance, headers: Headers, /) -> tuple[LegSpan, Headers]:
+        """Open the span of a leg; return it, and the headers that name it to the engine in place of the client's."""
+        ...
+
+    def handed_over(self) -> None:
+        """The prefill engine has answered."""
+        ...
+
+    def end(self, outcome: Outcome, /) -> None:
+        """The request is over."""
+        ...
+
+
 class Spans(Protocol):
     """Leaves spans of requests and legs."""
 
-    def leg(self, journey: Journey, instance: Instance, headers: Headers, /) -> tuple[LegSpan, Headers]:
-        """Open the span of a leg; return it, and the headers that name it to the engine in place of the client's."""
+    def request(self, journey: Journey, path: str, headers: Headers, /) -> RequestSpan:
+        """Open the span of a request, under the client's own if it has one."""
         ...
 
 

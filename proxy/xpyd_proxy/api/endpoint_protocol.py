@@ -139,7 +139,7 @@ class _EndpointProtocol(GuardedProtocol):
 
 
 def _connection_options(head: Head) -> tuple[bool, bool]:
-    """Return whether the connection stays open, and whether the client waits for 100 Continue (RFC 9110, 7.6.1 and 10.1.1)."""
+    """Return whether the connection stays open, and whether the client waits for 100 Continue (RFC 9110, 10.1.1)."""
     keep_alive, expects = True, False
     for name, value in head.headers:
         if name == b"connection":

@@ -6,7 +6,7 @@ with ``Upgrade`` behind its head. So it only gets heads that core/framing.py has
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, cast
 
 import httptools
@@ -15,7 +15,6 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from xpyd_proxy.api.clients import Clients
 from xpyd_proxy.api.patient import PatientProtocol
-from xpyd_proxy.api.problems import error_body
 from xpyd_proxy.core.framing import ChunkedBody, Head, RefusalReason, find_end, read_head
 from xpyd_proxy.errors import (
     BadFraming,
@@ -28,6 +27,7 @@ from xpyd_proxy.errors import (
     TurnedAway,
     UriTooLong,
 )
+from xpyd_proxy.requests.error_body import error_body
 
 _FAULTS: Final[Mapping[type[ClientError], RefusalReason]] = {
     BadFraming: RefusalReason.MALFORMED,
@@ -402,11 +402,3 @@ class GuardedProtocol(PatientProtocol):
             self.transport.resume_reading()
         else:  # TLS says goodbye, and reads on until that is answered
             self.transport.close()
-
-
-def guarded_protocol(
-    clients: Clients, patience_s: float | None, on_stalled: Callable[[], None]
-) -> type[GuardedProtocol]:
-    """Return the protocol class for ``uvicorn.Config(http=...)``; ``on_stalled`` is called for each client given up."""
-    given: dict[str, object] = {"clients": clients, "patience_s": patience_s, "on_stalled": staticmethod(on_stalled)}
-    return cast("type[GuardedProtocol]", type("Guarded", (GuardedProtocol,), given))

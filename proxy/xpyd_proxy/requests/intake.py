@@ -33,6 +33,19 @@ _APIS: Final = {api.value: api for api in Api}
 _RETRY_AFTER_S: Final = 1  # another router is there already, or this one will be again in a moment
 
 
+class RequestHead:
+    """The head of a request for an endpoint; names of headers are in lower case."""
+
+    __slots__ = ("headers", "path", "shown")
+
+    def __init__(self, path: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        self.path = path
+        self.headers = headers
+        shown = dict(headers)
+        # of several with one name the first counts
+        self.shown: Mapping[bytes, bytes] = shown if len(shown) == len(headers) else dict(reversed(headers))
+
+
 @dataclass(slots=True, init=False)
 class Plan:
     """What the engines are asked. It does not change."""
@@ -77,13 +90,13 @@ class Intake:
     sites: Sites
     salts: Salts | None = None
 
-    def check(self, path: str, headers: Sequence[tuple[bytes, bytes]], shown: Mapping[bytes, bytes]) -> str:
-        """Judge a head; return the name of the client's key. ``shown``: the first header of each name.
+    def check(self, head: RequestHead) -> str:
+        """Judge a head; return the name of the client's key.
 
         Raises:
             CrossSite, Misdirected, UnsupportedMedia, ClosingDown, Unauthorized, BodyTooLarge: it is not let in.
         """
-        keys = self.keyring.keys
+        headers, shown, keys = head.headers, head.shown, self.keyring.keys
         has_keys = keys is not None
         is_elsewhere = not self.sites.admits(shown.get(b"host", b""), has_keys=has_keys)
         if is_elsewhere or not (has_keys or _FROM_BROWSERS.isdisjoint(shown)):
@@ -104,7 +117,7 @@ class Intake:
                 raise Unauthorized("the API key is not one that this router knows")
             caller = owner
         if declared != JSON_TYPE:
-            _check_media(path, declared or b"")
+            _check_media(head.path, declared or b"")
         length = shown.get(b"content-length")
         if length is not None and int(length) > self.settings.max_body_bytes:
             raise self._too_large(f"has {int(length)} bytes, and")
@@ -121,22 +134,15 @@ class Intake:
             return BodyTooLarge(f"the body {said} {most} is the most this router takes")
         return BodyTooLarge(f"the body {said} {most} bytes, the most this router takes")
 
-    def reading(self, path: str, shown: Mapping[bytes, bytes], body: bytes) -> Callable[[], Fields]:
+    def reading(self, head: RequestHead, body: bytes) -> Callable[[], Fields]:
         """Return what reads a body, in a thread if it is long; what it raises is for the client."""
-        if ENDPOINTS[path] is Kind.FORM:
-            return partial(_read_form, boundary_of(shown.get(b"content-type", b"")), body)
+        if ENDPOINTS[head.path] is Kind.FORM:
+            return partial(_read_form, boundary_of(head.shown.get(b"content-type", b"")), body)
         return partial(parse, body, strip_private=self.settings.client_kv_params is ClientKvParams.STRIP)
 
-    def plan(
-        self,
-        path: str,
-        headers: Sequence[tuple[bytes, bytes]],
-        shown: Mapping[bytes, bytes],
-        body: bytes,
-        fields: Fields,
-        caller: str,
-    ) -> Plan:
+    def plan(self, head: RequestHead, body: bytes, fields: Fields, caller: str) -> Plan:
         """Say what the engines are asked; raises BadRequest."""
+        path, headers, shown = head.path, head.headers, head.shown
         api = _APIS.get(path)
         if api is not None:
             check_wanted_now(api, fields)

@@ -11,8 +11,6 @@ from collections.abc import Coroutine, Generator, Sequence
 from contextlib import suppress
 from typing import Final
 
-from xpyd_proxy.api.examining import LARGE
-from xpyd_proxy.api.problems import error_body
 from xpyd_proxy.core import dialect, push
 from xpyd_proxy.core.admission import State as TicketState
 from xpyd_proxy.core.admission import Ticket
@@ -21,7 +19,6 @@ from xpyd_proxy.core.lifetime import Stage
 from xpyd_proxy.core.load import ASK_FOR_REPORT
 from xpyd_proxy.core.model import (
     Answer,
-    Api,
     Call,
     Handover,
     Headers,
@@ -33,7 +30,7 @@ from xpyd_proxy.core.model import (
 )
 from xpyd_proxy.core.model import Leg as ReleaseLeg
 from xpyd_proxy.core.passing import check_type, clean_answer
-from xpyd_proxy.core.raw_json import Fields, Pieces, encode
+from xpyd_proxy.core.raw_json import Pieces, encode
 from xpyd_proxy.core.replay import Replay, can_resume, traced
 from xpyd_proxy.core.retries import Again, Chances, Failure, LegFailed, failure_of
 from xpyd_proxy.core.routing import solo_reason
@@ -51,8 +48,10 @@ from xpyd_proxy.errors import (
     TurnedAway,
     Unauthorized,
 )
-from xpyd_proxy.relay.steps import decode_body, prefill_body
-from xpyd_proxy.requests.intake import JSON_TYPE, Plan
+from xpyd_proxy.requests.error_body import error_body
+from xpyd_proxy.requests.examiner import LARGE
+from xpyd_proxy.requests.handovers import decode_body, prefill_body
+from xpyd_proxy.requests.intake import JSON_TYPE, Plan, RequestHead
 from xpyd_proxy.requests.legs import DecodeLeg, EngineLeg, PrefillLeg
 from xpyd_proxy.requests.lifecycle import TRANSITIONS, RequestEvent, RequestState
 from xpyd_proxy.requests.response import ResponseWriter, head_lines, last_event
@@ -93,7 +92,7 @@ class Request:
         "_decode",
         "_ends_at",
         "_has_news",
-        "_headers",
+        "_head",
         "_heard",
         "_held",
         "_interrupt",
@@ -101,7 +100,6 @@ class Request:
         "_journey",
         "_life",
         "_of",
-        "_path",
         "_patience",
         "_paused",
         "_plan",
@@ -109,7 +107,6 @@ class Request:
         "_replay",
         "_response",
         "_rules",
-        "_shown",
         "_size",
         "_slot",
         "_span",
@@ -127,16 +124,11 @@ class Request:
     def __init__(
         self, of: Requests, response: ResponseWriter, path: str, headers: Sequence[tuple[bytes, bytes]]
     ) -> None:
-        shown = dict(headers)
-        if len(shown) < len(headers):
-            shown = dict(reversed(headers))  # of several with one name the first counts
-        name = shown.get(b"x-request-id")
+        head = self._head = RequestHead(path, headers)
+        name = head.shown.get(b"x-request-id")
         self.state = _RECEIVED
         self._of = of
         self._response = response
-        self._path = path
-        self._headers = headers
-        self._shown = shown
         self._start = of.clock()
         self._journey = Journey(of.new_id(), client_id=None if name is None else client_id(name))
         self._span: RequestSpan | None = None
@@ -199,7 +191,7 @@ class Request:
     def check(self) -> bool:
         """Judge the head; False: the request is refused, and answered."""
         try:
-            self._caller = self._of.intake.check(self._path, self._headers, self._shown)
+            self._caller = self._of.intake.check(self._head)
         except ProxyError as error:
             self._refuse(error)
             return False
@@ -313,16 +305,7 @@ class Request:
             self._end(status)
 
     async def _serve(self) -> None:
-        fields = await self._read()
-        plan = self._of.intake.plan(
-            self._path,
-            self._headers,
-            self._shown,
-            b"" if self._path in _GENERATING else self._whole_body(),
-            fields,
-            self._caller,
-        )
-        self._plan, self._body, self._headers, self._shown = plan, [], (), {}
+        plan = self._plan = await self._read()
         await self._admitted(plan)
         self._rules = rules = self._of.rules  # those of now: a reload may have come while it waited
         self._patience = patience = rules.patience
@@ -350,17 +333,21 @@ class Request:
             self._body = [b"".join(self._body)]
         return self._body[0]
 
-    async def _read(self) -> Fields:
-        """Return the fields of the body; a long one is read in a thread."""
-        body = self._whole_body()
-        work = self._of.intake.reading(self._path, self._shown, body)
+    async def _read(self) -> Plan:
+        """Return what the engines are asked; a long body is read in a thread."""
+        intake, head, body = self._of.intake, self._head, self._whole_body()
+        work = intake.reading(head, body)
         if len(body) <= LARGE:
-            return work()
-        future = self._of.examiner.submit(work)
-        future.add_done_callback(lambda _: self.wake())
-        while not future.done():
-            await self._news()
-        return future.result()
+            fields = work()
+        else:
+            future = self._of.examiner.submit(work)
+            future.add_done_callback(lambda _: self.wake())
+            while not future.done():
+                await self._news()
+            fields = future.result()
+        plan = intake.plan(head, body, fields, self._caller)
+        self._body = []
+        return plan
 
     async def _admitted(self, plan: Plan) -> None:
         """Wait for a place.
@@ -951,7 +938,7 @@ class Request:
         if response.begun:
             if isinstance(error, TurnedAway):
                 response.keep_alive = False
-            event = last_event(self._path, error)
+            event = last_event(self._head.path, error)
             self._note_said(event)
             journey.answered = True
             response.end(event)
@@ -983,15 +970,15 @@ class Request:
         first_s = None if self._streamed_at is None else self._streamed_at - self._start
         said = journey.before + journey.last if journey.push is Push.AT_ONCE else b""
         journey.before = journey.last = b""
-        outcome = Outcome(self._path, status, of.clock() - self._start, first_s, said)
+        outcome = Outcome(self._head.path, status, of.clock() - self._start, first_s, said)
         if self._span is not None:
             self._span.end(outcome)
         of.sight.later.add(of.account, journey, outcome)
         self._life = self._interrupt = None
         self._plan = self._replay = self._ticket = None
-        self._body, self._headers, self._shown = [], (), {}  # the connection keeps us until its next request
+        self._body, self._head = [], _NO_HEAD  # the connection keeps us until its next request
         response.close()
 
 
 _PART: Final = 64 * 1024  # bytes of a body that are kept in one piece while it comes: more would be moved again
-_GENERATING: Final = frozenset(api.value for api in Api)
+_NO_HEAD: Final = RequestHead("", ())

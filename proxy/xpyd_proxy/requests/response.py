@@ -9,9 +9,9 @@ from typing import Final, Protocol
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE
 
-from xpyd_proxy.api.problems import error_body
 from xpyd_proxy.core.journey import Journey
 from xpyd_proxy.core.model import Api
+from xpyd_proxy.requests.error_body import error_body
 
 NO_SNIFFING: Final = b"x-content-type-options: nosniff\r\n"  # a browser takes an answer for what its type says
 _CLOSE: Final = b"connection: close\r\n"

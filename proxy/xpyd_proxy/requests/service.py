@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
-from xpyd_proxy.api.examining import Examiner
-from xpyd_proxy.api.line import log_request
 from xpyd_proxy.core.budget import Budget
 from xpyd_proxy.core.journey import Journey, Outcome
 from xpyd_proxy.core.learned import Learned
@@ -17,11 +15,13 @@ from xpyd_proxy.errors import ClosingDown
 from xpyd_proxy.io.fleet import LiveFleet
 from xpyd_proxy.io.sight import Sight
 from xpyd_proxy.io.wire.teller import Teller
-from xpyd_proxy.relay.gate import Gate
-from xpyd_proxy.relay.releasing import Releaser
-from xpyd_proxy.relay.steps import Handovers
+from xpyd_proxy.requests.access_log import log_request
+from xpyd_proxy.requests.examiner import Examiner
+from xpyd_proxy.requests.gate import Gate
+from xpyd_proxy.requests.handovers import Handovers
 from xpyd_proxy.requests.intake import Intake
 from xpyd_proxy.requests.legs import LegSpan
+from xpyd_proxy.requests.release import Releaser
 from xpyd_proxy.settings import Settings
 
 if TYPE_CHECKING:

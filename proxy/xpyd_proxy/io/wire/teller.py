@@ -18,7 +18,7 @@ _JSON: Final = b"application/json"
 class Teller:
     """Asks by a pool's connections, and has a Call told of each answer. All calls return at once.
 
-    ``done`` gives the connection of a complete answer back. They raise EngineError for a request that HTTP cannot carry.
+    ``done`` gives the connection of a complete answer back. A request that HTTP cannot carry raises EngineError.
     """
 
     __slots__ = ("_outbound", "_pool")

@@ -1,13 +1,13 @@
 """Gives blocks back that a prefill engine keeps for a decode leg that was never sent."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
-from xpyd_proxy.core.model import Instance, Leg
-from xpyd_proxy.core.ports import Engines, Releases
+from xpyd_proxy.core.model import Answer, Instance, Leg
+from xpyd_proxy.core.ports import Releases
 from xpyd_proxy.errors import EngineError
-from xpyd_proxy.relay.tasks import Background
 
 _MOST: Final = 64  # at the same time; more than that is a router that has lost all its decode engines
 _TRIES: Final = 3  # engines that are asked; one that cannot be reached tells nobody
@@ -15,10 +15,18 @@ _TIMEOUT_S: Final = 5.0  # an engine says no within milliseconds
 _REFUSED: Final = 400
 
 
+class Asked(Protocol):
+    """Sends one leg, and waits for its whole answer."""
+
+    async def ask(self, leg: Leg, *, timeout_s: float) -> Answer:
+        """Post; raises EngineError."""
+        ...
+
+
 class Releaser:
     """Use it as a context manager: at the end it waits for what is under way."""
 
-    def __init__(self, engines: Engines, told: Sequence[Releases] = ()) -> None:
+    def __init__(self, engines: Asked, told: Sequence[Releases] = ()) -> None:
         self._engines = engines
         self._told = told
         self._background = Background(_MOST)
@@ -48,3 +56,28 @@ class Releaser:
     def _tell(self, prefill: Instance, *, freed: bool) -> None:
         for one in self._told:
             one.released(prefill, freed=freed)
+
+
+class Background:
+    """Work that no request waits for; bounded, and over when the router is."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Callable[[], Coroutine[None, None, None]]) -> bool:
+        """Start it, unless so many others are still at work: then return False."""
+        if len(self._tasks) >= self._most:
+            return False
+        task = asyncio.create_task(work())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return True
+
+    async def drain(self, seconds: float) -> None:
+        """Let what is at work come to its end, for so many seconds at most."""
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=seconds)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)

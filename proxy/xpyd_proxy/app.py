@@ -64,6 +64,7 @@ from xpyd_proxy.io.reconciler import Synced
 from xpyd_proxy.io.sight import Sight
 from xpyd_proxy.io.status import Status
 from xpyd_proxy.io.wire import WireEngines
+from xpyd_proxy.io.wire.pool import Dial
 from xpyd_proxy.io.workers.crew import company
 from xpyd_proxy.io.workers.place import Place
 from xpyd_proxy.live import Live, limits_of
@@ -96,15 +97,21 @@ class Router:
     tls: ssl.SSLContext | None  # what it serves https with; None: http
 
 
-def create_app(settings: Settings, *, transport: httpx.AsyncBaseTransport | None = None) -> FastAPI:
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """How tests have a router reach engines without a network: its probes by a transport, its legs by ``dial``."""
+
+    transport: httpx.AsyncBaseTransport
+    dial: Dial
+
+
+def create_app(settings: Settings, *, fabric: Fabric | None = None) -> FastAPI:
     """Build the router, as an ASGI application; raises what ``build`` raises."""
-    return build(settings, transport=transport).app
+    return build(settings, fabric=fabric).app
 
 
-def build(
-    settings: Settings, *, transport: httpx.AsyncBaseTransport | None = None, place: Place | None = None
-) -> Router:
-    """Build the router, or one of several workers of it. Tests pass a transport that never opens a socket.
+def build(settings: Settings, *, fabric: Fabric | None = None, place: Place | None = None) -> Router:
+    """Build the router, or one of several workers of it. Tests pass a fabric.
 
     Raises:
         AddressError: an address in the settings cannot be one.
@@ -117,8 +124,9 @@ def build(
     learned = Learned(at_once=MANNERS[settings.mode].at_once)
     fleet = _fleet(settings, registry, learned, crew.number)
     outbound, tls = Outbound(engine_keys(settings), forwards=settings.forward_client_key), engine_tls(settings)
+    transport, dial = (None, None) if fabric is None else (fabric.transport, fabric.dial)
     guard = _guard(settings, registry, transport)
-    engines = WireEngines(settings, outbound=outbound, tls=tls, guard=guard)
+    engines = WireEngines(settings, outbound=outbound, tls=tls, guard=guard, dial=dial)
     gate, lifetime = Gate(limits_of(settings), time.monotonic), Lifetime()
     keyring, examiner = Keyring(client_keys(settings), settings.min_priority), Examiner()
     salts, models = _salts(settings, keyring), Models(registry, engines, model=settings.model)

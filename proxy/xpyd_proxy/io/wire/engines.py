@@ -11,7 +11,7 @@ from xpyd_proxy.core.model import Answer, Headers, Instance, Leg
 from xpyd_proxy.errors import EngineTimeout
 from xpyd_proxy.io.guard import Guard
 from xpyd_proxy.io.wire.call import Call
-from xpyd_proxy.io.wire.pool import Pool
+from xpyd_proxy.io.wire.pool import Dial, Pool
 from xpyd_proxy.io.wire.teller import Teller
 from xpyd_proxy.io.wire.whole import WholeAnswer
 from xpyd_proxy.settings import Settings
@@ -31,10 +31,15 @@ class WireEngines:
         outbound: Outbound | None = None,
         tls: ssl.SSLContext | None = None,
         guard: Guard | None = None,
+        dial: Dial | None = None,
     ) -> None:
         self._probe_timeout_s = settings.probe_timeout_s
         self._pool = Pool(
-            keepalive_s=settings.engine_keepalive_s, connect_timeout_s=settings.connect_timeout_s, tls=tls, guard=guard
+            keepalive_s=settings.engine_keepalive_s,
+            connect_timeout_s=settings.connect_timeout_s,
+            tls=tls,
+            guard=guard,
+            dial=dial,
         )
         self._teller = Teller(self._pool, outbound or Outbound())
 

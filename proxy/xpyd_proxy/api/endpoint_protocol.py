@@ -54,11 +54,10 @@ class _EndpointProtocol(GuardedProtocol):
         if path is None or head.method != b"POST" or head.is_old:
             self._request = None
             return False
-        keep_alive, expects = _connection_options(head)
-        response = HttpResponse(self, keep_alive=keep_alive)
+        response = HttpResponse(self, self.transport.write, keep_alive=head.keep_alive)
         request = self._request = self.cycle = Request(self.requests, response, path, head.headers)
         self._busy = True
-        if request.check() and expects and head.length != 0:
+        if request.check() and head.expects and head.length != 0:
             self.transport.write(_CONTINUE)
         return True
 
@@ -98,10 +97,6 @@ class _EndpointProtocol(GuardedProtocol):
 
     # What its request calls
 
-    def write(self, data: bytes, /) -> None:
-        """Write without waiting."""
-        self.transport.write(data)
-
     def default_lines(self) -> bytes:
         """Return what is in every head; uvicorn makes it anew once a second."""
         headers = self.server_state.default_headers
@@ -136,14 +131,3 @@ class _EndpointProtocol(GuardedProtocol):
             self._idle_timer = self.loop.call_later(left, self._look_idle)
         else:
             self.timeout_keep_alive_handler()
-
-
-def _connection_options(head: Head) -> tuple[bool, bool]:
-    """Return whether the connection stays open, and whether the client waits for 100 Continue (RFC 9110, 10.1.1)."""
-    keep_alive, expects = True, False
-    for name, value in head.headers:
-        if name == b"connection":
-            keep_alive = keep_alive and b"close" not in [option.strip() for option in value.lower().split(b",")]
-        elif name == b"expect":
-            expects = value.lower() == b"100-continue"
-    return keep_alive, expects

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from xpyd_proxy.core.dialect import RELEASE_PATH, release_body
 from xpyd_proxy.core.journey import Journey
 from xpyd_proxy.core.load import ASK_FOR_REPORT
-from xpyd_proxy.core.model import Answer, Call, Handover, Headers, Instance, InstanceId, Leg, Role
+from xpyd_proxy.core.model import Answer, Call, Headers, Instance, InstanceId, Leg, Role
 from xpyd_proxy.core.passing import check_type, clean_answer
 from xpyd_proxy.core.raw_json import Pieces
 from xpyd_proxy.core.retries import Chances, Failure, LegFailed
@@ -19,7 +19,7 @@ from xpyd_proxy.core.verdict import check_prefill, refused_decode
 from xpyd_proxy.errors import EngineError, EngineTimeout, NoInstance, Refused
 from xpyd_proxy.requests.handovers import prefill_body
 from xpyd_proxy.requests.intake import Plan
-from xpyd_proxy.requests.legs import DecodeLeg, EngineLeg, PrefillLeg
+from xpyd_proxy.requests.legs import DecodeLeg, EngineLeg, LegOwner, PrefillLeg
 from xpyd_proxy.requests.stepper import Stepper
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _RANK: Final = b"x-data-parallel-rank"
 _RELEASES_MOST: Final = 16  # decode engines of which one is asked to free blocks
 
 
-class Attempt:
+class Attempt(LegOwner):
     """One try. It is the LegOwner of its legs; ``steps`` is woken when one of them has news."""
 
     __slots__ = (
@@ -176,9 +176,12 @@ class Attempt:
         """Tell whether a leg may be sent again, with so many engines of its role, and count it."""
         return self.chances.take(failed, others) and self._of.budget.grants(now=self._of.clock())
 
-    def release(self, call: Call, prefill: Instance, handover: Handover) -> None:
-        """Free the blocks of a prefill whose decode leg was never sent; the client does not wait for it."""
-        of, visit = self._of, self.journey.decode
+    def release(self, leg: PrefillLeg) -> None:
+        """Free the blocks of a prefill that is not read; the client does not wait for it. What is pushed needs none."""
+        of, visit, call, handover = self._of, self.journey.decode, self._plan.call, leg.handover
+        if call is None or handover is None or handover.coordinates is not None:
+            return
+        prefill = leg.instance
         body = release_body(call.fields, handover.params)
         tried = None if visit is None else visit.instance  # it may be why the leg was not sent: it is asked last
         fitting = self.chances.first(of.fleet.fitting(prefill, self.usable(Role.DECODE)))

@@ -5,6 +5,7 @@ A leg is told of its response by callbacks of the event loop's reads (io/wire/ca
 pieces of a stream behind its first event go to the client at once.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -34,36 +35,38 @@ class LegSpan(Protocol):
         ...
 
 
-class LegOwner(Protocol):
+class LegOwner(ABC):
     """The attempt that a leg belongs to. None of the calls waits or raises."""
 
+    __slots__ = ()
+
+    @abstractmethod
     def prefill_answered(self, leg: "PrefillLeg", answer: Answer, /) -> None:
         """The whole response of the prefill engine is here."""
-        ...
 
+    @abstractmethod
     def stream_begun(self, leg: "DecodeLeg", counted: int | None, /) -> None:
         """The first event of a stream is here, and it is no error; ``counted``: tokens of the prompt, if it says."""
-        ...
 
+    @abstractmethod
     def prompt_counted(self, leg: "DecodeLeg", counted: int, /) -> None:
         """A later event says how many tokens the prompt has."""
-        ...
 
+    @abstractmethod
     def stream_ended(self, leg: "DecodeLeg", /) -> None:
         """All of the stream is here."""
-        ...
 
+    @abstractmethod
     def decode_answered(self, leg: "DecodeLeg", answer: Answer, /) -> None:
         """The whole response of a decode engine is here, and it is no stream."""
-        ...
 
+    @abstractmethod
     def leg_failed(self, leg: "EngineLeg", error: EngineError | Refused, /) -> None:
         """Nothing more will come of it."""
-        ...
 
+    @abstractmethod
     def crash(self, bug: Exception, /) -> None:
         """The router has a bug: one of these calls has raised."""
-        ...
 
 
 class EngineLeg(Call):
@@ -200,6 +203,11 @@ class DecodeLeg(EngineLeg):
     def streams(self) -> bool:
         """Tell whether a stream has begun well."""
         return self.lines is not None
+
+    @property
+    def has_begun(self) -> bool:
+        """Tell whether it has begun well; what is complete with its beginning is waited for."""
+        return self.shown is not None and (self.is_over or not self.is_last)
 
     def take_shown(self) -> bytes:
         """Return what the client gets first, once."""

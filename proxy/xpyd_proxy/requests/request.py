@@ -1,7 +1,7 @@
 """One request, from its head to its end: the coroutine that walks the table of requests/lifecycle.py.
 
 The coroutine has no task (requests/stepper.py): it is resumed by the event loop's reads, and by the one timer that
-looks at the time of all requests (requests/service.py). It may await nothing but ``Stepper.news``. What the legs tell
+looks at the time of all requests (requests/service.py). It may await nothing but its Stepper. What the legs tell
 is taken in by the attempt (requests/attempt.py), and the coroutine goes on when there is something to decide. The
 pieces of a stream go from the decode leg to the client without it.
 """
@@ -42,6 +42,28 @@ logger = logging.getLogger(__name__)
 
 class ClientGone(Exception):
     """The client has closed its connection."""
+
+
+class Route:
+    """Where one try goes."""
+
+    __slots__ = ("body", "call", "decode", "lent_by", "prefill", "told")
+
+    def __init__(
+        self,
+        call: Call | None,
+        prefill: Instance | None,
+        decode: Instance,
+        *,
+        told: Coordinates | None = None,
+        body: Pieces | None = None,
+    ) -> None:
+        self.call = call
+        self.prefill = prefill  # None: the decode engine serves it alone
+        self.decode = decode
+        self.told = told  # where the prefill engine is, if it pushes: then both legs go out at once
+        self.body: Pieces = [] if body is None else body  # of the decode leg
+        self.lent_by: PrefillLeg | None = None  # the leg whose blocks the decode engine is told to read
 
 
 class Request:
@@ -194,7 +216,15 @@ class Request:
         """Serve the request to its end, whatever that is; nothing is raised."""
         status = _OK
         try:
-            await self._serve()
+            plan = self._plan = await self._read_long() if self._upload.size > LARGE else self._read()
+            if not self._admit(plan):
+                await self._wait_for_turn()
+            self._begin_time(plan)
+            call, rules = plan.call, self._rules
+            if call is not None and rules.resume and _may_resume(call):
+                await self._answer_and_resume(call)
+            else:
+                await self._answer(call, Chances(rules.retries))
         except Exception as error:  # noqa: BLE001 (each is told to the client, and what is a bug is logged)
             status = self._tell(error)
         try:
@@ -202,18 +232,13 @@ class Request:
         finally:
             self._end(status)
 
-    async def _serve(self) -> None:
-        plan = self._plan = await self._read()
-        await self._admit(plan)
-        of, call = self._of, plan.call
-        rules = self._rules = of.rules  # those of now: they may have changed while it waited
-        of.budget.came(now=of.clock())
-        seconds = rules.patience.total_s(streams=plan.streams)
-        self._ends_at = None if seconds is None else of.clock() + seconds
-        if call is not None and rules.resume and _may_resume(call):
-            await self._answer_and_resume(call)
-        else:
-            await self._answer(call, Chances(rules.retries))
+    def _begin_time(self, plan: Plan) -> None:
+        """The request is admitted: its time begins, and it goes by the rules of now."""
+        of = self._of
+        self._rules, now = of.rules, of.clock()
+        of.budget.came(now=now)
+        seconds = self._rules.patience.total_s(streams=plan.streams)
+        self._ends_at = None if seconds is None else now + seconds
 
     def _on(self, event: RequestEvent) -> None:
         """Take a step of the table; one that is not in it is a bug, and raises."""
@@ -227,25 +252,25 @@ class Request:
 
     # ---- RECEIVED and WAITING
 
-    async def _read(self) -> Plan:
-        """Return what the engines are asked; a long body is read in a thread."""
+    def _read(self) -> Plan:
+        """Return what the engines are asked."""
         intake, head, body = self._of.intake, self._head, self._upload.whole()
-        work = intake.reading(head, body)
-        if len(body) <= LARGE:
-            fields = work()
-        else:
-            future = self._of.examiner.submit(work)
-            future.add_done_callback(lambda _: self._steps.wake())
-            while not future.done():
-                await self._steps.news()
-            fields = future.result()
-        return intake.plan(head, body, fields)
+        return intake.plan(head, body, intake.reading(head, body)())
 
-    async def _admit(self, plan: Plan) -> None:
-        """Wait for a place.
+    async def _read_long(self) -> Plan:
+        """Read a long body in a thread, so that other requests do not wait for it."""
+        intake, head, body = self._of.intake, self._head, self._upload.whole()
+        future = self._of.examiner.submit(intake.reading(head, body))
+        future.add_done_callback(lambda _: self._steps.wake())
+        while not future.done():
+            await self._steps
+        return intake.plan(head, body, future.result())
+
+    def _admit(self, plan: Plan) -> bool:
+        """Ask for a place; False: the request has to wait for it.
 
         Raises:
-            TurnedAway: there is none, or not in time.
+            TurnedAway: it may not even wait.
         """
         gate, upload = self._of.gate, self._upload
         upload.free()  # its bytes are charged with the ticket from now on
@@ -253,12 +278,22 @@ class Request:
         self._head = RequestHead(self._head.path, ())  # the connection keeps us until its next request
         if ticket.state is TicketState.WAITING:
             self._on(RequestEvent.QUEUED)
-            gate.watch(ticket, self._steps.wake)
-            try:
-                while ticket.state is TicketState.WAITING:
-                    await self._steps.news()
-            finally:
-                gate.unwatch(ticket)
+            return False
+        gate.check(ticket)
+        self._on(RequestEvent.ADMITTED)
+        return True
+
+    async def _wait_for_turn(self) -> None:
+        """Wait in the queue; raises TurnedAway."""
+        gate, ticket = self._of.gate, self._ticket
+        if ticket is None:
+            return
+        gate.watch(ticket, self._steps.wake)
+        try:
+            while ticket.state is TicketState.WAITING:
+                await self._steps
+        finally:
+            gate.unwatch(ticket)
         gate.check(ticket)
         self._on(RequestEvent.ADMITTED)
 
@@ -272,8 +307,18 @@ class Request:
         """
         failed: LegFailed | None = None
         while True:
+            attempt = self._attempt = Attempt(
+                self._of, self._planned, self._rules, self._journey, chances, steps=self._steps, span=self._span
+            )
             try:
-                await self._try(call, chances, alone)
+                route = self._route(attempt, call, alone)
+                prefilling = self._set_off(attempt, route)
+                if prefilling is not None:
+                    while prefilling.handover is None:
+                        prefilling.raise_failure()
+                        await self._steps
+                    self._hand_over(attempt, route, prefilling)
+                await self._decode(attempt, route)
                 return
             except LegFailed as now_failed:
                 failed = now_failed.with_traceback(None)  # it leads here: a circle
@@ -293,27 +338,18 @@ class Request:
         self._journey.start_over()
         self._on(RequestEvent.RETRY)
 
-    async def _try(self, call: Call | None, chances: Chances, alone: Pieces | None) -> None:
-        """Choose engines, send the legs, and show the answer; raises LegFailed while nothing is shown."""
-        of, journey, plan = self._of, self._journey, self._planned
-        attempt = self._attempt = Attempt(of, plan, self._rules, journey, chances, steps=self._steps, span=self._span)
+    def _route(self, attempt: Attempt, call: Call | None, alone: Pieces | None) -> Route:
+        """Choose the engines, and the way of the KV cache."""
+        of, journey = self._of, self._journey
         if call is None:
-            journey.solo = Solo.ONE_LEG
-            await self._single(attempt, plan.body)
-            return
-        if alone is not None:  # the rest of a stream, which has begun with two legs
-            await self._single(attempt, alone)
-            return
-        journey.solo = solo_reason(call.api, call.fields, min_prompt_chars=self._rules.min_prompt_chars)
-        pair = None if journey.solo else self._pair(chances)
-        if pair is None:
-            await self._single(attempt, [encode(call.fields)])
-            return
-        told = of.learned.coordinates(pair[0].id)
-        if told is None:
-            await self._pull(attempt, call, *pair)
-        else:
-            await self._push(attempt, call, *pair, told)
+            journey.solo, alone = Solo.ONE_LEG, self._planned.body
+        elif alone is None:
+            journey.solo = solo_reason(call.api, call.fields, min_prompt_chars=self._rules.min_prompt_chars)
+            pair = None if journey.solo else self._pair(attempt.chances)
+            if pair is not None:
+                return Route(call, pair[0], pair[1], told=of.learned.coordinates(pair[0].id))
+            alone = [encode(call.fields)]
+        return Route(call, None, attempt.one(of.fleet.usable(Role.DECODE)), body=alone)
 
     def _pair(self, chances: Chances) -> tuple[Instance, Instance] | None:
         """Choose two engines; None: there is no prefill engine, and a decode engine may do it alone."""
@@ -330,57 +366,60 @@ class Request:
         self._journey.solo = Solo.NO_PREFILL
         return None
 
-    # ---- DECODING alone, PREFILLING, BOTH
+    # ---- PREFILLING, BOTH, DECODING
 
-    async def _single(self, attempt: Attempt, body: Pieces) -> None:
-        """One engine serves the request alone."""
-        decode = attempt.one(self._of.fleet.usable(Role.DECODE))
-        self._on(RequestEvent.SINGLE)
-        await self._decode(attempt, decode, body)
-
-    async def _pull(self, attempt: Attempt, call: Call, prefill: Instance, decode: Instance) -> None:
-        """Tell the decode engine what the prefill engine has answered."""
-        self._on(RequestEvent.PULL)
-        attempt.hold_slot(decode)
-        leg = attempt.send_prefill(call, prefill, reuses=self._rules.reuse_tokens)
-        while leg.handover is None:
-            leg.raise_failure()
-            await self._steps.news()
-        handover = leg.handover
-        body = decode_body(call, self._journey, attempt.id, handover)
-        self._on(RequestEvent.PREFILLED)
-        try:
-            await self._decode(attempt, decode, body, leg)
-        finally:
-            if not leg.is_read and handover.coordinates is None:
-                attempt.release(call, prefill, handover)
-
-    async def _push(self, attempt: Attempt, call: Call, prefill: Instance, decode: Instance, told: Coordinates) -> None:
-        """Send both legs at once; the decode engine may well answer first."""
+    def _set_off(self, attempt: Attempt, route: Route) -> PrefillLeg | None:
+        """Send what can be sent before an engine has answered; return the leg whose answer the decode leg needs."""
+        call, prefill = route.call, route.prefill
+        if call is None or prefill is None:
+            self._on(RequestEvent.SINGLE)
+            return None
+        attempt.hold_slot(route.decode)
+        if route.told is None:
+            self._on(RequestEvent.PULL)
+            return attempt.send_prefill(call, prefill, reuses=self._rules.reuse_tokens)
         journey = self._journey
-        journey.push, journey.transfer, attempt.told = Push.AT_ONCE, attempt.transfer, told
-        params = push.decode_params(told, call.api, attempt.id, attempt.transfer)
-        body: Pieces = [dialect.decode_body(dialect.named(call.api, call.fields, attempt.id), params)]
+        journey.push, journey.transfer, attempt.told = Push.AT_ONCE, attempt.transfer, route.told
+        params = push.decode_params(route.told, call.api, attempt.id, attempt.transfer)
+        route.body = [dialect.decode_body(dialect.named(call.api, call.fields, attempt.id), params)]
         self._on(RequestEvent.PUSH)
-        attempt.hold_slot(decode)
         attempt.send_prefill(call, prefill, reuses=False)
-        await self._decode(attempt, decode, body)
+        return None
 
-    async def _decode(
-        self, attempt: Attempt, decode: Instance, body: Pieces, lent_by: PrefillLeg | None = None
-    ) -> None:
+    def _hand_over(self, attempt: Attempt, route: Route, leg: PrefillLeg) -> None:
+        """Tell the decode engine what the prefill engine has answered."""
+        if route.call is not None and leg.handover is not None:
+            route.body = decode_body(route.call, self._journey, attempt.id, leg.handover)
+            route.lent_by = leg
+        self._on(RequestEvent.PREFILLED)
+
+    async def _decode(self, attempt: Attempt, route: Route) -> None:
         """Get the answer from a decode engine, or from another one if this one got nothing of the request.
 
-        ``lent_by``: the leg whose blocks the decode engine is told to read.
+        Raises:
+            LegFailed: none has begun to answer.
+            EngineError: a stream broke off, or is not complete.
         """
-        while True:
-            leg = attempt.send_decode(decode, body)
-            try:
-                await self._begun(attempt, leg, lent_by)
-                break
-            except LegFailed as failed:
-                decode = self._next_decode(attempt, failed, lent_by)
-            self._on(RequestEvent.NEXT_DECODE)
+        lent_by = route.lent_by
+        try:
+            while True:
+                leg = attempt.send_decode(route.decode, route.body)
+                try:
+                    while not leg.has_begun:
+                        if attempt.told is not None and attempt.prefill is not None:
+                            attempt.prefill.raise_failure()  # that it failed may be why the other one will
+                        leg.raise_failure()
+                        await self._steps
+                    break
+                except LegFailed as failed:
+                    route.decode = self._next_decode(attempt, failed, lent_by)
+                finally:
+                    if lent_by is not None and leg.may_be_read:
+                        lent_by.is_read = True  # whatever becomes of it, the engines settle it between them
+                self._on(RequestEvent.NEXT_DECODE)
+        finally:
+            if lent_by is not None and not lent_by.is_read:
+                attempt.release(lent_by)
         if leg.streams:
             await self._stream(attempt, leg)
         else:
@@ -396,18 +435,6 @@ class Request:
         self._journey.set_aside(Role.DECODE, failed.failure)
         return attempt.one(others)
 
-    async def _begun(self, attempt: Attempt, leg: DecodeLeg, lent_by: PrefillLeg | None) -> None:
-        """Wait until a decode engine has begun to answer, and well; raises LegFailed."""
-        try:
-            while leg.shown is None or (leg.is_last and not leg.is_over):
-                if attempt.told is not None and attempt.prefill is not None:
-                    attempt.prefill.raise_failure()  # that it failed may be why the other one will
-                leg.raise_failure()
-                await self._steps.news()
-        finally:
-            if lent_by is not None and leg.may_be_read:
-                lent_by.is_read = True  # whatever becomes of it, the engines settle it between them
-
     # ---- STREAMING, and whole answers
 
     async def _stream(self, attempt: Attempt, leg: DecodeLeg) -> None:
@@ -420,7 +447,7 @@ class Request:
         self._show_beginning(attempt, leg)
         while not leg.is_over:
             self._raise_broken(leg)
-            await self._steps.news()
+            await self._steps
         self._raise_broken(leg)
         rest, complete = leg.finish()
         if not complete:

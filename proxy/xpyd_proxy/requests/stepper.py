@@ -2,23 +2,10 @@
 
 from collections.abc import Coroutine, Generator
 from contextlib import suppress
-from typing import Final
-
-
-class _Pause:
-    """What the coroutine waits for."""
-
-    __slots__ = ()
-
-    def __await__(self) -> Generator[None, None, None]:
-        yield None
-
-
-_PAUSE: Final = _Pause()
 
 
 class Stepper:
-    """Runs one coroutine, which may await nothing but ``news``."""
+    """Runs one coroutine, which may await nothing but its Stepper."""
 
     __slots__ = ("_has_news", "_interrupt", "_is_waiting", "_life")
 
@@ -46,18 +33,18 @@ class Stepper:
             self._has_news = True
 
     def interrupt(self, error: Exception) -> None:
-        """Have ``news`` raise this from now on. The first error counts."""
+        """Have waiting raise this from now on. The first error counts."""
         if self._interrupt is None:
             self._interrupt = error
             self.wake()
 
-    async def news(self) -> None:
+    def __await__(self) -> Generator[None, None, None]:
         """Wait until something has happened; it may be something else. Raises what interrupts the coroutine."""
         if self._has_news:
             self._has_news = False
         else:
             self._is_waiting = True
-            await _PAUSE
+            yield
         if self._interrupt is not None:
             raise self._interrupt
 

@@ -55,7 +55,7 @@ class _EndpointProtocol(GuardedProtocol):
             self._request = None
             return False
         response = HttpResponse(self, self.transport.write, keep_alive=head.keep_alive)
-        request = self._request = self.cycle = Request(self.requests, response, path, head.headers)
+        request = self._request = self.cycle = Request(self.requests, response, path, head.headers, head.shown)
         self._busy = True
         if request.check() and head.expects and head.length != 0:
             self.transport.write(_CONTINUE)

@@ -394,10 +394,10 @@ class GuardedProtocol(PatientProtocol):
         self._head = self._left = None
         self.free()
         cycle = self.cycle
-        is_open = self._in_body and cycle is not None and not cycle.response_complete
+        is_open = cycle is not None and not cycle.response_complete  # of this request: none is read behind another
         if is_open and getattr(cycle, "response_started", False):
             self.transport.close()  # half of an answer has no other end
-        elif not self._in_body or is_open:
+        elif is_open or not self._in_body:
             self.transport.write(self._answer(error))
         if is_open and cycle is not None:
             cycle.disconnected = True

@@ -112,7 +112,8 @@ class Attempt(LegOwner):
             leg.follows = prefill.is_followed = True
             of.sight.later.add(of.sight.handed_over, now - prefill.handed_over_at, now)
         self._send(leg, body)
-        self._leave_slot()  # the leg has entered it
+        if self._slot is not None:
+            self._leave_slot()  # the leg has entered it
         return leg
 
     def _send(self, leg: EngineLeg, body: Pieces, *, asks_for_report: bool = False) -> None:
@@ -356,9 +357,10 @@ class Attempt(LegOwner):
     def close_all(self) -> None:
         """Drop what is still under way, the decode leg first."""
         for leg in (self.decode, self.prefill):
-            if leg is not None:
+            if leg is not None and not leg.is_closed:
                 self.close(leg)
-        self._leave_slot()
+        if self._slot is not None:
+            self._leave_slot()
         self.prefill = self.decode = None  # they hold us
 
     def _leave_slot(self) -> None:

@@ -38,13 +38,14 @@ class RequestHead:
 
     __slots__ = ("caller", "headers", "path", "shown")
 
-    def __init__(self, path: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    def __init__(
+        self, path: str, headers: Sequence[tuple[bytes, bytes]], shown: Mapping[bytes, bytes] | None = None
+    ) -> None:
+        """``shown``: the headers by name, of several with one name the first; None: they are looked at here."""
         self.path = path
         self.caller = ANYBODY  # the name of the client's key, once the head is judged
         self.headers = headers
-        shown = dict(headers)
-        # of several with one name the first counts
-        self.shown: Mapping[bytes, bytes] = shown if len(shown) == len(headers) else dict(reversed(headers))
+        self.shown: Mapping[bytes, bytes] = dict(reversed(headers)) if shown is None else shown
 
 
 @dataclass(slots=True, init=False)

@@ -120,11 +120,6 @@ class EngineLeg(Call):
         """The router has a bug."""
         self.owner.crash(bug)
 
-    def _note_status(self, status: int, content_type: bytes) -> None:
-        self.status, self.content_type = status, content_type
-        if self.span is not None:
-            self.span.answered(status)
-
     def _too_long(self) -> EngineError:
         return EngineError(f"{self.engine} answered with more than {ANSWER_MOST} bytes")
 
@@ -146,7 +141,9 @@ class PrefillLeg(EngineLeg):
 
     def began(self, status: int, content_type: bytes, load: bytes) -> None:
         """Its head is here."""
-        self._note_status(status, content_type)
+        self.status, self.content_type = status, content_type
+        if self.span is not None:
+            self.span.answered(status)
         self._load = load
 
     def arrived(self, piece: bytes, *, last: bool = False) -> None:  # noqa: ARG002 (the end is told)
@@ -220,7 +217,9 @@ class DecodeLeg(EngineLeg):
 
     def began(self, status: int, content_type: bytes, load: bytes) -> None:  # noqa: ARG002 (prefill's load counts)
         """Its head is here."""
-        self._note_status(status, content_type)
+        self.status, self.content_type = status, content_type
+        if self.span is not None:
+            self.span.answered(status)
         self._is_stream = status == 200 and is_stream(content_type)
 
     def arrived(self, piece: bytes, *, last: bool = False) -> None:

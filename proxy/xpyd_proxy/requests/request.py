@@ -7,7 +7,7 @@ pieces of a stream go from the decode leg to the client without it.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from xpyd_proxy.core import dialect, push
@@ -92,9 +92,15 @@ class Request:
     )
 
     def __init__(
-        self, of: Requests, response: ResponseWriter, path: str, headers: Sequence[tuple[bytes, bytes]]
+        self,
+        of: Requests,
+        response: ResponseWriter,
+        path: str,
+        headers: Sequence[tuple[bytes, bytes]],
+        shown: Mapping[bytes, bytes] | None = None,
     ) -> None:
-        head = self._head = RequestHead(path, headers)
+        """``headers`` and ``shown`` as in RequestHead."""
+        head = self._head = RequestHead(path, headers, shown)
         name = head.shown.get(b"x-request-id")
         self.state = RequestState.RECEIVED
         self._of = of
@@ -275,7 +281,7 @@ class Request:
         gate, upload = self._of.gate, self._upload
         upload.free()  # its bytes are charged with the ticket from now on
         ticket = self._ticket = gate.arrive(self._head.caller, plan.priority, upload.size)
-        self._head = RequestHead(self._head.path, ())  # the connection keeps us until its next request
+        self._head = RequestHead(self._head.path, (), _NO_HEAD.shown)  # the connection keeps us until its next request
         if ticket.state is TicketState.WAITING:
             self._on(RequestEvent.QUEUED)
             return False

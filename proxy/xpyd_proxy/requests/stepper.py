@@ -1,7 +1,6 @@
 """A coroutine without a task: it is resumed by whoever has news for it, in the same turn of the event loop."""
 
 from collections.abc import Coroutine, Generator
-from contextlib import suppress
 
 
 class Stepper:
@@ -55,5 +54,7 @@ class Stepper:
     def _step(self) -> None:
         life = self._life
         if life is not None:
-            with suppress(StopIteration):
+            try:  # noqa: SIM105 (suppress() costs a request 2 % of its time)
                 life.send(None)
+            except StopIteration:
+                pass

@@ -10,7 +10,7 @@ from xpyd_proxy.errors import EngineError
 from xpyd_proxy.io.wire.call import Call
 from xpyd_proxy.io.wire.connection import Connection
 from xpyd_proxy.io.wire.heads import Unsendable
-from xpyd_proxy.io.wire.pool import Pool
+from xpyd_proxy.io.wire.pool import Peer, Pool
 
 _JSON: Final = b"application/json"
 
@@ -39,7 +39,8 @@ class Teller:
         content_type: bytes = _JSON,
     ) -> None:
         """Post the pieces of a body. ``request`` is an id of ours, which need not be looked at."""
-        heads = self._pool.peer(instance).heads
+        peer = self._pool.peer(instance)
+        heads = peer.heads
         headers = self._outbound.headers(instance.role, headers)
         length = sum([len(piece) for piece in body])
         try:
@@ -50,7 +51,7 @@ class Teller:
                 head = heads.post(path, named, length)
         except Unsendable as exc:
             raise _unsendable(instance, exc) from exc
-        self._start(call, instance, head, body)
+        self._start(call, instance, peer, head, body)
 
     def post(self, call: Call, leg: Leg) -> None:
         """Post a leg that has its id among its headers."""
@@ -59,7 +60,7 @@ class Teller:
             head = self._pool.peer(leg.instance).heads.post(leg.path, headers, len(leg.body))
         except Unsendable as exc:
             raise _unsendable(leg.instance, exc) from exc
-        self._start(call, leg.instance, head, [leg.body])
+        self._start(call, leg.instance, self._pool.peer(leg.instance), head, [leg.body])
 
     def get(self, call: Call, instance: Instance, path: str, headers: Headers, *, bare: bool = False) -> None:
         """Get a path; ``bare``: without showing a key."""
@@ -68,10 +69,9 @@ class Teller:
             head = self._pool.peer(instance).heads.get(path, shown)
         except Unsendable as exc:
             raise _unsendable(instance, exc) from exc
-        self._start(call, instance, head, [b""])
+        self._start(call, instance, self._pool.peer(instance), head, [b""])
 
-    def _start(self, call: Call, instance: Instance, head: bytes, body: Pieces) -> None:
-        peer = self._pool.peer(instance)
+    def _start(self, call: Call, instance: Instance, peer: Peer, head: bytes, body: Pieces) -> None:
         while (connection := self._pool.waiting_at(peer)) is not None:
             if connection.start(call, head, body):
                 return

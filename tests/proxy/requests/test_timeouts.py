@@ -1,0 +1,146 @@
+"""Every wait has an end, and each says in its own words what has taken too long."""
+
+import asyncio
+
+import pytest
+
+from support.scripted import DONE, EVENT, Noted, Scripted, by_now, call, good_decode, never, pulled_prefill, router_of
+from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.rules import Patience
+from xpyd_proxy.errors import EngineError
+
+STREAM = {"stream": True}
+
+
+async def read(engines, *, patience, fields=STREAM, **options):
+    router = router_of(engines, patience=patience, clock=by_now, **options)
+    client = await router.serve(call(**fields))
+    assert not engines.open
+    assert router.is_idle()
+    return client
+
+
+@pytest.mark.parametrize("silent", ["no head", "no event"])
+async def test_a_stream_that_does_not_begin_is_given_up_and_done_by_another(silent):
+    """The decode engine had the parameters: there is a new prefill."""
+
+    async def decode(leg):
+        if leg.instance.id == "decode-0":
+            return await never(leg) if silent == "no head" else (200, [b": waiting\n\n", never(leg)])
+        return await good_decode(leg)
+
+    engines = Scripted(pulled_prefill, decode)
+    client = await read(engines, patience=Patience(first_token_s=0.02), y=2)
+
+    assert client.body == EVENT + DONE
+    assert len(engines.of(Role.PREFILL)) == 2
+
+
+async def test_the_only_engine_that_does_not_begin_is_the_clients_error():
+    """It had its time; asking it again would double the wait."""
+    engines = Scripted(pulled_prefill, never)
+    client = await read(engines, patience=Patience(first_token_s=0.02))
+
+    assert client.error == ("EngineTimeoutError", "decode-0 sent no token within 0.02 s")
+    assert len(engines.of(Role.DECODE)) == 1
+
+
+async def test_a_prefill_that_does_not_answer_is_done_by_another():
+    """And its leg is closed before."""
+
+    async def prefill(leg):
+        return await never() if leg.instance.id == "prefill-0" else await pulled_prefill(leg)
+
+    engines = Scripted(prefill, good_decode)
+    client = await read(engines, patience=Patience(prefill_s=0.02), x=2)
+
+    assert client.body == EVENT + DONE
+    assert [str(retry) for retry in client.journey.retries] == ["prefill-0 timed out"]
+
+
+async def test_a_stream_that_falls_silent_is_closed():
+    """What came before is with the client; the engine's request does not stay open for ever."""
+
+    async def decode(leg):
+        return 200, [EVENT, EVENT, never(leg)]
+
+    client = await read(Scripted(pulled_prefill, decode), patience=Patience(idle_s=0.02))
+
+    assert client.got == EVENT * 2
+    assert client.error == ("EngineTimeoutError", "decode-0 sent nothing for 0.02 s")
+
+
+async def test_a_stream_that_goes_on_is_not_silent():
+    """Only the pauses count, not the length."""
+
+    async def piece():
+        await asyncio.sleep(0.02)
+        return EVENT
+
+    async def decode(_):
+        return 200, [EVENT, *(piece() for _ in range(5)), DONE]
+
+    client = await read(Scripted(pulled_prefill, decode), patience=Patience(idle_s=0.08, first_token_s=0.08))
+
+    assert client.body == EVENT * 6 + DONE
+
+
+async def test_the_time_that_a_client_takes_is_its_own():
+    """An engine that had to wait is not silent; once it goes on, it has its full time again."""
+
+    async def piece():
+        await asyncio.sleep(0.02)
+        return EVENT
+
+    async def decode(_):
+        return 200, [EVENT, EVENT, piece(), DONE]
+
+    router = router_of(Scripted(pulled_prefill, decode), patience=Patience(idle_s=0.06), clock=by_now)
+    client = router.start(call(**STREAM))
+
+    def slow(_):
+        client.response.on_write = lambda _: None
+        client.request.pause()
+        asyncio.get_running_loop().call_later(0.2, client.request.resume)
+
+    client.response.on_write = slow
+    await client.end()
+
+    assert client.body == EVENT * 3 + DONE
+
+
+async def test_a_stream_may_have_a_limit_for_all_of_it():
+    """Off by default; it counts from the first leg."""
+
+    async def decode(leg):
+        return 200, [EVENT, EVENT, never(leg)]
+
+    client = await read(Scripted(pulled_prefill, decode), patience=Patience(stream_s=0.06))
+
+    assert client.got == EVENT * 2
+    assert client.error == ("RequestTimeoutError", "the stream was not complete within 0.06 s")
+    assert Patience().stream_s is None
+
+
+@pytest.mark.parametrize("role", Role)
+async def test_a_whole_answer_has_one_limit_for_all_its_tries(role):
+    """No engine is blamed for it: what is told of its legs is that they were dropped."""
+    notes = Noted()
+    turns = 0
+
+    async def breaking(_):
+        nonlocal turns
+        turns += 1
+        await asyncio.sleep(0.02)
+        raise EngineError("broke off")
+
+    side = breaking if role is Role.PREFILL else pulled_prefill
+    engines = Scripted(side, breaking)
+    patience = Patience(whole_s=0.05, first_token_s=0.001)
+    client = await read(engines, patience=patience, fields={}, spans=notes, retries=9)
+
+    assert client.error == ("RequestTimeoutError", "the request was not done within 0.05 s")
+    assert 2 <= turns <= 3
+    assert notes.told[-2][0] == "ended"
+    assert notes.told[-2][1].startswith(role)
+    assert notes.told[-2][-1] is None

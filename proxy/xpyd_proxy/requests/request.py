@@ -614,6 +614,7 @@ class Request:
         self._raise_broken(leg)
         rest, complete = leg.finish()
         if not complete:
+            leg.failure = Failure.BROKEN  # now: another engine may go on with the stream
             raise EngineError(f"{leg.engine} ended its stream without [DONE]")
         self._close(leg)
         self._journey.answered = True

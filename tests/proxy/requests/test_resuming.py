@@ -168,6 +168,23 @@ async def test_what_takes_over_must_be_a_stream():
     assert b"html" not in client.body
 
 
+@pytest.mark.parametrize("end", [[EngineError("broke off")], [], [b"data: [DO"]], ids=["broken", "no end", "half"])
+@pytest.mark.parametrize("resume", [True, False])
+async def test_a_stream_that_another_engine_goes_on_with_counts_against_the_first(end, resume):
+    """However it has ended, and whether or not a client notices: health and metrics go by it."""
+
+    async def decode(leg):
+        stream = list(events(json.loads(leg.body), name="cmpl-r"))
+        return 200, [*stream[:4], *end] if leg.instance.id == "decode-0" else stream
+
+    router = router_of(Scripted(pulled_prefill, decode), y=2, resume=resume)
+    await router.serve(call(**BODIES[Api.COMPLETIONS]))
+
+    legs = {key: count for key, count in router.sight.measures.legs.items() if key[1] == "decode"}
+    taken_over = {("decode-1", "decode", "ok"): 1} if resume else {}
+    assert legs == {("decode-0", "decode", "broken"): 1} | taken_over
+
+
 async def test_another_engine_does_not_make_a_stream_live_longer():
     """Its time counts from its first leg on."""
     patience = Patience(stream_s=0.2, idle_s=5.0)

@@ -4,7 +4,19 @@ import asyncio
 
 import pytest
 
-from support.scripted import DONE, EVENT, Noted, Scripted, by_now, call, good_decode, never, pulled_prefill, router_of
+from support.scripted import (
+    DONE,
+    EVENT,
+    Noted,
+    Scripted,
+    by_now,
+    call,
+    good_decode,
+    never,
+    pulled_prefill,
+    router_of,
+    until,
+)
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.rules import Patience
 from xpyd_proxy.errors import EngineError
@@ -107,6 +119,28 @@ async def test_the_time_that_a_client_takes_is_its_own():
     await client.end()
 
     assert client.body == EVENT * 3 + DONE
+
+
+async def test_an_engine_has_its_full_time_after_the_shortest_pause():
+    """Also where the client goes on before the router has looked at the time: then nothing could be heard."""
+    now = [0.0]
+
+    async def decode(_):
+        return 200, [EVENT, never()]
+
+    router = router_of(Scripted(pulled_prefill, decode), patience=Patience(idle_s=100.0), clock=lambda: now[0])
+    client = router.start(call(**STREAM))
+    await until(lambda: client.response.begun)
+    client.request.look(0.0)
+    now[0] = 99.0
+    client.request.pause()
+    client.request.resume()
+    client.request.look(101.0)
+    client.request.look(200.9)
+    assert not client.is_over
+
+    client.request.look(201.0)
+    assert client.error == ("EngineTimeoutError", "decode-0 sent nothing for 100 s")
 
 
 async def test_a_stream_may_have_a_limit_for_all_of_it():

@@ -24,7 +24,7 @@ from xpyd_proxy.local.processes import open_fleet
 SUITES = (
     "tests/proxy/api/test_usual_requests.py",
     "tests/proxy/core",
-    "tests/proxy/relay",
+    "tests/proxy/requests",
     "tests/proxy/io/workers",
     "tests/proxy/io/test_engines_contract.py",
     "tests/proxy/io/test_fleet.py",

@@ -8,19 +8,15 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from support.scripted import Scripted, call, good_decode, good_prefill, prefilled, relay_of
+from support.scripted import Scripted, call, good_decode, good_prefill, never, pulled_prefill, router_of, until
 from xpyd_proxy.core.journey import Journey, Outcome
-from xpyd_proxy.core.model import Answer, RequestId
+from xpyd_proxy.core.model import RequestId
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.io.traces import Traces
 
 PATH = "/v1/completions"
 CLIENTS = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 HEADERS = ((b"traceparent", CLIENTS.encode()),)
-
-
-async def pulled_prefill(leg):
-    return prefilled(leg, transfer_mode="pull")
 
 
 class Spans:
@@ -46,16 +42,10 @@ def spans():
     spans.traces.close()
 
 
-async def served(spans, engines, *, journey=None, headers=HEADERS, **options):
-    """One request, from the middleware's call to the end of its stream; returns its journey."""
-    journey = journey or Journey(RequestId("r"))
-    relay = relay_of(spans.traces.around(engines), **options)
-    with spans.traces.request(journey, PATH, headers) as ended:
-        async with relay.serve(call(), journey) as reply:
-            async for _ in reply.rest:
-                pass
-        ended(Outcome(PATH, 200, 0.1))
-    return journey
+async def served(spans, engines, *, headers=HEADERS, **options):
+    """Serve one request to its end; return its journey."""
+    client = await router_of(engines, spans=spans.traces, **options).serve(call(headers=headers))
+    return client.journey
 
 
 def parent(header):
@@ -92,7 +82,7 @@ async def test_an_engine_is_told_of_its_own_leg_and_not_of_the_clients_span(span
 
 
 async def test_legs_that_go_out_together_have_no_handoff(spans):
-    """In push nothing waits between them; and they run in tasks of their own."""
+    """In push nothing waits between them."""
     decoding = asyncio.Event()
 
     async def prefill(leg):
@@ -106,14 +96,9 @@ async def test_legs_that_go_out_together_have_no_handoff(spans):
         return await good_decode(leg)
 
     engines = Scripted(prefill, decode)
-    relay = relay_of(spans.traces.around(engines))
-    for turn in range(2):
-        journey = Journey(RequestId(f"r{turn}"))
-        with spans.traces.request(journey, PATH, ()) as ended:
-            async with relay.serve(call(), journey) as reply:
-                async for _ in reply.rest:
-                    pass
-            ended(Outcome(PATH, 200, 0.1))
+    router = router_of(engines, spans=spans.traces)
+    for name in "ab":
+        await router.serve(name=name)
 
     first, second = [span for span in spans.all if span.name.startswith("POST")]
     of_second = sorted(span.name for span in spans.all if span.context.trace_id == second.context.trace_id)
@@ -143,8 +128,7 @@ async def test_a_leg_that_fails_is_a_span_that_failed(spans):
 @pytest.mark.parametrize(("status", "bad"), [(200, False), (404, False), (499, False), (502, True)])
 def test_the_span_of_a_request_says_how_it_ended(spans, status, bad):
     """A client's mistake is no error of the router."""
-    with spans.traces.request(Journey(RequestId("r")), "/v1/odd/17", ()) as ended:
-        ended(Outcome("/v1/odd/17", status, 0.1))
+    spans.traces.request(Journey(RequestId("r")), "/v1/odd/17", ()).end(Outcome("/v1/odd/17", status, 0.1))
 
     span = spans["request"]  # names are few; the path is an attribute
     assert span.attributes["http.response.status_code"] == status
@@ -157,8 +141,8 @@ def test_the_span_of_a_request_says_how_it_ended(spans, status, bad):
 @pytest.mark.parametrize("traceparent", [b"", b"00-odd", b"\xff\xfe", CLIENTS.encode() + b"-x"])
 def test_an_odd_traceparent_starts_a_trace_of_its_own(spans, traceparent):
     """It comes from a client, who may write anything."""
-    with spans.traces.request(Journey(RequestId("r")), PATH, ((b"traceparent", traceparent),)) as ended:
-        ended(Outcome(PATH, 200, 0.1))
+    headers = ((b"traceparent", traceparent),)
+    spans.traces.request(Journey(RequestId("r")), PATH, headers).end(Outcome(PATH, 200, 0.1))
 
     assert spans[f"POST {PATH}"].parent is None
 
@@ -172,14 +156,13 @@ async def test_a_trace_that_the_client_does_not_sample_is_not_sampled(spans):
     assert all(dict(leg.headers)[b"traceparent"].endswith(b"-00") for leg in engines.legs)
 
 
-async def test_lists_of_models_leave_no_span(spans):
-    """They are no legs."""
+async def test_a_leg_that_a_client_has_left_is_a_span_that_has_ended(spans):
+    """It is nobody's failure; and nothing of the trace is missing."""
+    engines = Scripted(pulled_prefill, never)
+    client = router_of(engines, spans=spans.traces).start(call(headers=HEADERS))
+    await until(lambda: len(engines.legs) == 2)
+    client.hang_up()
 
-    class Listing:
-        async def models(self, instance, headers, *, bare=False):
-            return Answer(200, "application/json", b"{}")
-
-    answer = await spans.traces.around(Listing()).models(None, ())
-
-    assert answer.status == 200
-    assert not spans.all
+    assert sorted(span.name for span in spans.all) == [f"POST {PATH}", "decode leg", "handoff", "prefill leg"]
+    assert spans["decode leg"].status.status_code is StatusCode.UNSET
+    assert spans[f"POST {PATH}"].attributes["http.response.status_code"] == 499

@@ -1,17 +1,8 @@
-"""Tasks of the relay: they end with the block, or with the router."""
+"""Work that no request waits for: it ends with the router."""
 
 import asyncio
 
-from xpyd_proxy.relay.tasks import Background, running
-
-
-async def test_what_runs_meanwhile_is_over_when_the_block_is_left():
-    """No leg outlives its request."""
-    never = asyncio.Event()
-    async with running(never.wait()) as task:
-        await asyncio.sleep(0)
-
-    assert task.cancelled()
+from xpyd_proxy.requests.release import Background
 
 
 async def test_the_background_has_a_limit_and_places_become_free():

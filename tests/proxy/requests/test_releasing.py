@@ -6,17 +6,28 @@ import json
 import msgspec
 import pytest
 
-from support.scripted import Scripted, call, good_decode, params_of, prefilled, relay_of, request_id
+from support.scripted import (
+    DONE,
+    EVENT,
+    Scripted,
+    call,
+    good_decode,
+    good_prefill,
+    never,
+    params_of,
+    prefilled,
+    pulled_prefill,
+    request_id,
+    router_of,
+    until,
+)
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.dialect import release_body
 from xpyd_proxy.core.facts import Facts
-from xpyd_proxy.core.journey import Journey
-from xpyd_proxy.core.model import Answer, Instance, InstanceId, Leg, RequestId, Role
-from xpyd_proxy.core.pairing import Pairs
-from xpyd_proxy.core.policies.round_robin import RoundRobin
+from xpyd_proxy.core.model import Answer, Instance, InstanceId, Leg, Role
 from xpyd_proxy.core.raw_json import Fields, decode
 from xpyd_proxy.errors import EngineError
-from xpyd_proxy.relay import Releaser
+from xpyd_proxy.requests.release import Releaser
 
 DOWN = EngineError("down", reached=False)
 NO = Answer(400, "application/json", b'{"error":{"message":"too many"}}')
@@ -28,23 +39,17 @@ class Notes:
     def __init__(self):
         self.told = []
 
-    def began(self, *_):
-        pass
-
-    answered = ended = began
-
     def released(self, prefill, /, *, freed):
         self.told.append((prefill.id, freed))
 
 
-class Asked(Scripted):
-    """Decode engines that are asked for a whole answer answer as the test says."""
+class Refusing(Scripted):
+    """Decode engines that are asked to free blocks answer as the test says."""
 
     refusals = ()
 
     async def ask(self, leg, *, timeout_s):
-        if leg.instance.role is Role.PREFILL:
-            return await super().ask(leg, timeout_s=timeout_s)
+        assert leg.instance.role is Role.DECODE
         self.legs.append(leg)
         outcome = self.refusals[len(self.releases) - 1]
         if isinstance(outcome, Exception):
@@ -53,41 +58,43 @@ class Asked(Scripted):
 
     @property
     def releases(self):
-        return [leg for leg in self.legs if leg.instance.role is Role.DECODE and b"2147483647" in leg.body]
+        return [leg for leg in self.legs if b"2147483647" in leg.body]
 
 
-async def pulled(leg):
-    return prefilled(leg, transfer_mode="pull")
+class Unsent(Refusing):
+    """Engines whose connections take their time, and never are there if the coroutine does not return."""
+
+    def __init__(self, prefill, decode):
+        super().__init__(prefill, decode, connects=False)
 
 
 async def down(_):
     raise DOWN
 
 
-async def served(relay, request=None):
-    async with relay.serve(request or call(model="m"), Journey(RequestId("r"))) as reply:
-        return [reply.body, *([chunk async for chunk in reply.rest] if reply.rest else [])]
+async def served(router):
+    """Serve a request, and wait for what is released behind it."""
+    client = await router.serve(call(model="m"))
+    await drained(router)
+    return client
 
 
-class Unsent(Asked):
-    """Decode engines that take the connection and never the request."""
-
-    def stream(self, leg, *, sent=None):
-        return super().stream(leg)
+async def drained(router):
+    async with router.releaser:
+        pass
+    assert router.is_idle()
 
 
 @pytest.mark.parametrize("refusals", [(NO,), (DOWN, NO), (Answer(401, "", b""), DOWN, NO)])
 async def test_a_decode_leg_that_was_never_sent_is_refused_on_purpose(refusals):
     """A decode engine that says no tells the prefill engine to free; any of them can, if it can be reached."""
     notes = Notes()
-    engines = Unsent(pulled, down)
+    engines = Unsent(pulled_prefill, down)
     engines.refusals = refusals
-    relay = relay_of(engines, y=3, retries=0, watchers=(notes,))
-    with pytest.raises(EngineError):
-        await served(relay)
-    async with relay.releaser:
-        pass
+    router = router_of(engines, y=3, retries=0, told=(notes,))
+    client = await served(router)
 
+    assert client.error == ("EngineError", "down")
     assert notes.told == [("prefill-0", True)]
     assert len(engines.releases) == len(refusals)
     assert len({leg.instance.id for leg in engines.releases}) == len(refusals)
@@ -100,58 +107,45 @@ async def test_a_decode_leg_that_was_never_sent_is_refused_on_purpose(refusals):
 
 async def test_the_engine_that_could_not_be_reached_is_asked_last():
     """It would not answer now either."""
-    engines = Unsent(pulled, down)
+    engines = Unsent(pulled_prefill, down)
     engines.refusals = (NO,)
-    relay = relay_of(engines, y=2, retries=0)
-    with pytest.raises(EngineError):
-        await served(relay)
-    async with relay.releaser:
-        pass
+    router = router_of(engines, y=2, retries=0)
+    client = await served(router)
 
+    assert client.error == ("EngineError", "down")
     assert [leg.instance.id for leg in engines.releases] == ["decode-1"]
 
 
 async def test_the_engine_that_was_being_connected_to_when_the_client_left_is_asked_last():
     """It may never answer; another one frees the blocks within milliseconds."""
 
-    async def never(_):
-        await asyncio.Event().wait()
-
-    engines = Unsent(pulled, never)
+    engines = Unsent(pulled_prefill, never)
     engines.refusals = (NO,)
-    relay = relay_of(engines, y=2)
-    serving = asyncio.create_task(served(relay))
-    while not engines.of(Role.DECODE):
-        await asyncio.sleep(0)
+    router = router_of(engines, y=2)
+    client = router.start()
+    await until(lambda: engines.of(Role.DECODE))
     (tried,) = engines.of(Role.DECODE)
-    serving.cancel()
-    await asyncio.wait((serving,))
-    async with relay.releaser:
-        pass
+    client.hang_up()
+    await drained(router)
 
-    assert [leg.instance.id for leg in engines.releases] != [tried.instance.id]
+    assert tried.instance.id == "decode-0"
+    assert [leg.instance.id for leg in engines.releases] == ["decode-1"]
 
 
 async def test_a_client_that_leaves_between_the_legs_waits_for_nothing():
     """Its request ends at once, and the blocks are given back behind it."""
     notes = Notes()
 
-    async def never(_):
-        await asyncio.Event().wait()
-
-    engines = Unsent(pulled, never)
+    engines = Unsent(pulled_prefill, never)
     engines.refusals = (NO,)
-    relay = relay_of(engines, watchers=(notes,))
-    serving = asyncio.create_task(served(relay))
-    while not engines.of(Role.DECODE):
-        await asyncio.sleep(0)
-    start = asyncio.get_running_loop().time()
-    serving.cancel()
-    await asyncio.wait((serving,))
+    router = router_of(engines, told=(notes,))
+    client = router.start()
+    await until(lambda: engines.of(Role.DECODE))
+    client.hang_up()
 
-    assert asyncio.get_running_loop().time() - start < 0.1
-    async with relay.releaser:
-        pass
+    assert client.is_over
+    assert not engines.releases
+    await drained(router)
     assert notes.told == [("prefill-0", True)]
 
 
@@ -162,40 +156,31 @@ async def test_a_decode_leg_that_was_sent_settles_it_itself(outcome):
     async def decode(_):
         return outcome
 
-    engines = Asked(pulled, decode)
-    relay = relay_of(engines, retries=0)
-    with pytest.raises(Exception, match=r"decode|refused"):
-        await served(relay)
-    async with relay.releaser:
-        pass
+    engines = Refusing(pulled_prefill, decode)
+    router = router_of(engines, retries=0)
+    client = await served(router)
 
+    assert client.status in (400, 502)
     assert not engines.releases
 
 
 async def test_blocks_that_are_pushed_are_not_given_back_this_way():
     """A refused decode leg does not free them; that was tried."""
+    engines = Unsent(good_prefill, down)
+    router = router_of(engines, retries=0)
+    client = await served(router)
 
-    async def pushed(leg):
-        return prefilled(leg)
-
-    engines = Asked(pushed, down)
-    relay = relay_of(engines, retries=0)
-    with pytest.raises(EngineError):
-        await served(relay)
-    async with relay.releaser:
-        pass
-
+    assert client.error == ("EngineError", "down")
     assert not engines.releases
 
 
 async def test_a_good_request_gives_nothing_back():
     """Its decode engine does."""
-    engines = Asked(pulled, good_decode)
-    relay = relay_of(engines)
-    await served(relay)
-    async with relay.releaser:
-        pass
+    engines = Refusing(pulled_prefill, good_decode)
+    router = router_of(engines)
+    client = await served(router)
 
+    assert client.body == EVENT + DONE
     assert not engines.releases
 
 
@@ -250,13 +235,12 @@ async def test_blocks_that_may_be_gone_are_asked_for_by_nobody():
             raise DOWN
         return await good_decode(leg)
 
-    engines = Unsent(pulled, decode)
+    engines = Unsent(pulled_prefill, decode)
     engines.refusals = (NO, NO)
-    relay = relay_of(engines, y=2, clock=lambda: now[0])
-    assert await served(relay)
-    async with relay.releaser:
-        pass
+    router = router_of(engines, y=2, clock=lambda: now[0])
+    client = await served(router)
 
+    assert client.body == EVENT + DONE
     assert [request_id(leg) for leg in engines.of(Role.PREFILL)] == ["r", "r-r1"]
     (used,) = [leg for leg in engines.of(Role.DECODE) if leg.instance.id == "decode-1" and leg not in engines.releases]
     assert params_of(used)["remote_request_id"].startswith("cmpl-r-r1")
@@ -270,17 +254,15 @@ async def test_only_an_engine_that_fits_takes_over_blocks():
             raise DOWN
         return await good_decode(leg)
 
-    engines = Unsent(pulled, decode)
+    engines = Unsent(pulled_prefill, decode)
     engines.refusals = (DOWN, NO)
-    relay = relay_of(engines, x=2, y=2)
-    pairs = relay.pairing = Pairs(relay.registry, RoundRobin())
+    router = router_of(engines, x=2, y=2)
     for role in Role:
-        for instance, version in zip(pairs.registry.known(role), ("1", "2"), strict=True):
-            pairs.registry.learn(instance.id, Facts(version=version))
-    await served(relay)
-    async with relay.releaser:
-        pass
+        for instance, version in zip(router.registry.known(role), ("1", "2"), strict=True):
+            router.registry.learn(instance.id, Facts(version=version))
+    client = await served(router)
 
+    assert client.body == EVENT + DONE
     (used,) = [leg for leg in engines.of(Role.DECODE) if leg.instance.id == "decode-1" and leg not in engines.releases]
     assert request_id(used) == "r-r1"
     assert [leg.instance.id for leg in engines.of(Role.PREFILL)] == ["prefill-0", "prefill-1"]

@@ -13,39 +13,33 @@ from support.scripted import (
     call,
     good_decode,
     good_prefill,
+    never,
     params_of,
     prefilled,
-    relay_of,
     request_id,
+    router_of,
+    until,
 )
-from xpyd_proxy.core.journey import Journey
+from xpyd_proxy.core.journey import HUNG_UP
 from xpyd_proxy.core.learned import State
-from xpyd_proxy.core.model import Answer, Api, InstanceId, RequestId, Role
-from xpyd_proxy.errors import EngineError, EngineTimeout, Refused
+from xpyd_proxy.core.model import Answer, Api, InstanceId, Role
+from xpyd_proxy.errors import EngineError, EngineTimeout
 from xpyd_proxy.settings import Mode
 
 P0 = InstanceId("prefill-0")
 ERROR = b'{"error":{"message":"no","type":"x","param":null,"code":400}}'
 
 
-async def served(relay, request=None, name="r"):
-    """Serve a request to its end; return its journey and the bytes."""
-    journey = Journey(RequestId(name))
-    async with relay.serve(request or call(), journey) as reply:
-        rest = [chunk async for chunk in reply.rest] if reply.rest else []
-    return journey, b"".join([reply.body, *rest])
-
-
 async def acquainted(engines, **options):
-    """A relay whose prefill engines have all answered once."""
+    """A router whose prefill engines have all answered once."""
     prefill, decode = engines.prefill, engines.decode
     engines.prefill, engines.decode = good_prefill, good_decode
-    relay = relay_of(engines, **options)
-    for turn in range(len(relay.registry.known(Role.PREFILL))):
-        await served(relay, name=f"first-{turn}")
+    router = router_of(engines, **options)
+    for turn in range(len(router.registry.known(Role.PREFILL))):
+        await router.serve(name=f"first-{turn}")
     engines.prefill, engines.decode = prefill, decode
     engines.legs.clear()
-    return relay
+    return router
 
 
 def meeting():
@@ -65,19 +59,15 @@ def meeting():
     return Scripted(prefill, decode)
 
 
-async def wait_for_ever(_):
-    await asyncio.Event().wait()
-
-
 async def test_the_first_request_goes_from_engine_to_engine_and_teaches_the_router():
     """Where a prefill engine is stands in its answer: nobody configures it, and nobody asks for it twice."""
     engines = Scripted(good_prefill, good_decode)
-    relay = relay_of(engines)
-    journey, body = await served(relay)
+    router = router_of(engines)
+    client = await router.serve()
 
-    assert body == EVENT + DONE
-    assert journey.route == "push, prefill first"
-    assert relay.learned.state(P0) is State.PUSH
+    assert client.body == EVENT + DONE
+    assert client.journey.route == "push, prefill first"
+    assert router.learned.state(P0) is State.PUSH
     prefill, decode = engines.legs
     told = params_of(decode)
     assert told.pop("transfer_id") == params_of(prefill)["transfer_id"]
@@ -87,12 +77,12 @@ async def test_the_first_request_goes_from_engine_to_engine_and_teaches_the_rout
 async def test_later_requests_start_both_legs_before_either_has_answered():
     """That is what push is for: D has its memory ready when P has its first block."""
     engines = meeting()
-    relay = await acquainted(engines)
+    router = await acquainted(engines)
     async with asyncio.timeout(5):
-        journey, body = await served(relay)
+        client = await router.serve()
 
-    assert body == EVENT + DONE
-    assert journey.server_timing() == (
+    assert client.body == EVENT + DONE
+    assert client.journey.server_timing() == (
         'route;desc="push", prefill;desc="prefill-0";dur=0.0, decode;desc="decode-0";dur=0.0'
     )
 
@@ -105,8 +95,8 @@ async def test_the_decode_engine_is_told_all_it_needs_and_what_the_prefill_engin
         return prefilled(leg, remote_request_id=f"{name}-0123abcd")
 
     engines = Scripted(prefill, good_decode)
-    relay = await acquainted(engines)
-    await served(relay, call(api))
+    router = await acquainted(engines)
+    await router.serve(call(api))
 
     prefill_leg, decode_leg = engines.of(Role.PREFILL)[0], engines.of(Role.DECODE)[0]
     assert params_of(decode_leg) == {
@@ -136,44 +126,52 @@ async def test_prefill_may_be_long_done_when_decode_answers():
         return 200, [EVENT, DONE]
 
     engines = Scripted(good_prefill, decode)
-    relay = await acquainted(engines)
-    serving = asyncio.create_task(served(relay))
+    router = await acquainted(engines)
+    client = router.start()
     await until(lambda: [leg.instance.role for leg in engines.open] == [Role.DECODE])
     go.set()
 
-    assert (await serving)[1] == EVENT + DONE
+    assert (await client.end()).body == EVENT + DONE
 
 
 async def test_decode_may_answer_first():
     """It has computed the prompt itself (recompute), or its first token was faster than P's HTTP answer."""
-    engines = Scripted(wait_for_ever, good_decode)
-    relay = await acquainted(engines)
-    journey, body = await served(relay)
+    engines = Scripted(never, good_decode)
+    router = await acquainted(engines)
+    client = await router.serve()
 
-    assert body == EVENT + DONE
+    assert client.body == EVENT + DONE
     assert not engines.open
-    assert (journey.late, journey.retries) == (None, [])
+    assert (client.journey.late, client.journey.retries) == (None, [])
 
 
 async def test_a_prefill_that_fails_after_the_answer_has_begun_is_only_noted():
     """The client's stream is good; the log says what happened behind it."""
-    fail = asyncio.Event()
+    fail, go_on = asyncio.Event(), asyncio.Event()
 
     async def prefill(_):
         await fail.wait()
         raise EngineError("prefill-0 broke off")
 
-    engines = Scripted(prefill, good_decode)
-    relay = await acquainted(engines)
-    journey = Journey(RequestId("r"))
-    async with relay.serve(call(), journey) as reply:
-        fail.set()
-        await until(lambda: not engines.of(Role.PREFILL) or engines.of(Role.PREFILL)[0] not in engines.open)
-        rest = [chunk async for chunk in reply.rest]
+    async def rest():
+        await go_on.wait()
+        return DONE
 
-    assert rest == [DONE]
-    assert journey.late == "prefill-0: prefill-0 broke off"
-    assert journey.fault is None
+    async def decode(_):
+        return 200, [EVENT, rest()]
+
+    engines = Scripted(prefill, decode)
+    router = await acquainted(engines)
+    client = router.start()
+    await until(lambda: client.body == EVENT)
+    fail.set()
+    await until(lambda: engines.of(Role.PREFILL)[0] not in engines.open)
+    go_on.set()
+    await client.end()
+
+    assert client.body == EVENT + DONE
+    assert client.journey.late == "prefill-0: prefill-0 broke off"
+    assert client.journey.fault is None
 
 
 BAD_PREFILLS = {
@@ -199,24 +197,24 @@ async def test_a_prefill_that_fails_drops_the_decode_leg_and_both_go_elsewhere(b
 
     async def decode(leg):
         if request_id(leg) == "r":
-            await wait_for_ever(leg)
+            await never(leg)
         return 200, [EVENT, DONE]
 
     engines = Scripted(prefill, decode)
-    relay = await acquainted(engines, x=2, y=1)
+    router = await acquainted(engines, x=2, y=1)
     failing = InstanceId("prefill-0")  # whose turn it is
     start = asyncio.get_running_loop().time()
-    journey, body = await served(relay)
+    client = await router.serve()
 
     assert asyncio.get_running_loop().time() - start < 0.1
-    assert body == EVENT + DONE
+    assert client.body == EVENT + DONE
     assert [leg.instance.id for leg in engines.of(Role.PREFILL)] == ["prefill-0", "prefill-1"]
     assert [request_id(leg) for leg in engines.of(Role.DECODE)] == ["r", "r-r1"]
     assert [request_id(leg) for leg in engines.of(Role.PREFILL)] == ["r", "r-r1"]
     assert len({params_of(leg)["transfer_id"] for leg in engines.legs}) == 2
-    assert [retry.visit.instance for retry in journey.retries] == ["prefill-0"]
+    assert [retry.visit.instance for retry in client.journey.retries] == ["prefill-0"]
     # Whoever answers there next may be another, unless it has said that it lives and is only busy.
-    assert (relay.learned.coordinates(failing) is not None) == (bad is BAD_PREFILLS["503"])
+    assert (router.learned.coordinates(failing) is not None) == (bad is BAD_PREFILLS["503"])
     assert not engines.open
 
 
@@ -235,7 +233,7 @@ async def test_a_decode_that_fails_drops_the_prefill_leg_and_both_go_elsewhere(b
 
     async def prefill(leg):
         if request_id(leg) == "r":
-            await wait_for_ever(leg)
+            await never(leg)
         return prefilled(leg)
 
     async def decode(leg):
@@ -246,14 +244,14 @@ async def test_a_decode_that_fails_drops_the_prefill_leg_and_both_go_elsewhere(b
         return 200, [EVENT, DONE]
 
     engines = Scripted(prefill, decode)
-    relay = await acquainted(engines, x=1, y=2)
-    journey, body = await served(relay)
+    router = await acquainted(engines, x=1, y=2)
+    client = await router.serve()
 
-    assert body == EVENT + DONE
+    assert client.body == EVENT + DONE
     first, second = engines.of(Role.DECODE)
     assert first.instance.id != second.instance.id
     assert [request_id(leg) for leg in engines.of(Role.PREFILL)] == ["r", "r-r1"]
-    assert [retry.visit.instance for retry in journey.retries] == [first.instance.id]
+    assert [retry.visit.instance for retry in client.journey.retries] == [first.instance.id]
     assert not engines.open
 
 
@@ -272,15 +270,15 @@ async def test_a_decode_engine_that_got_nothing_is_replaced_alone():
         return 200, [EVENT, DONE]
 
     engines = Scripted(prefill, decode)
-    relay = await acquainted(engines, x=1, y=2)
-    journey, body = await served(relay)
+    router = await acquainted(engines, x=1, y=2)
+    client = await router.serve()
 
-    assert body == EVENT + DONE
+    assert client.body == EVENT + DONE
     assert len(engines.of(Role.PREFILL)) == 1
     first, second = engines.of(Role.DECODE)
     assert first.instance.id != second.instance.id
     assert (first.body, first.headers) == (second.body, second.headers)
-    assert str(journey.retries[0]) == f"{first.instance.id} cannot be reached"
+    assert str(client.journey.retries[0]) == f"{first.instance.id} cannot be reached"
 
 
 @pytest.mark.parametrize("role", Role)
@@ -288,20 +286,19 @@ async def test_a_refusal_of_either_engine_goes_to_the_client_and_ends_the_other_
     """Another engine would refuse the same."""
 
     async def prefill(leg):
-        return Answer(400, "application/json", ERROR) if role is Role.PREFILL else await wait_for_ever(leg)
+        return Answer(400, "application/json", ERROR) if role is Role.PREFILL else await never(leg)
 
     async def decode(leg):
-        return (400, [ERROR]) if role is Role.DECODE else await wait_for_ever(leg)
+        return (400, [ERROR]) if role is Role.DECODE else await never(leg)
 
     engines = Scripted(prefill, decode)
-    relay = await acquainted(engines, x=2, y=2)
-    with pytest.raises(Refused) as caught:
-        await served(relay)
+    router = await acquainted(engines, x=2, y=2)
+    client = await router.serve()
 
-    assert (caught.value.status, caught.value.body) == (400, ERROR)
+    assert (client.status, client.body) == (400, ERROR)
     assert len(engines.legs) == 2
     assert not engines.open
-    assert relay.learned.state(P0) is State.PUSH  # it has done nothing wrong
+    assert router.learned.state(P0) is State.PUSH  # it has done nothing wrong
 
 
 async def test_when_both_legs_fail_the_prefill_is_the_reason():
@@ -313,9 +310,9 @@ async def test_when_both_legs_fail_the_prefill_is_the_reason():
     async def decode(_):
         raise EngineError("decode-0 broke off")
 
-    relay = await acquainted(Scripted(prefill, decode), retries=0)
-    with pytest.raises(EngineError, match="prefill-0"):
-        await served(relay)
+    router = await acquainted(Scripted(prefill, decode), retries=0)
+
+    assert (await router.serve()).error == ("EngineError", "prefill-0 broke off")
 
 
 async def test_a_prefill_engine_that_has_restarted_is_learned_anew():
@@ -327,16 +324,16 @@ async def test_a_prefill_engine_that_has_restarted_is_learned_anew():
 
     async def decode(leg):
         if params_of(leg)["remote_engine_id"] != engine[0]:
-            await wait_for_ever(leg)
+            await never(leg)
         return 200, [EVENT, DONE]
 
     engines = Scripted(prefill, decode)
-    relay = await acquainted(engines)
+    router = await acquainted(engines)
     engine[0] = "e2"
-    journeys = [(await served(relay, name=name))[0] for name in ("a", "b")]
+    clients = [await router.serve(name=name) for name in ("a", "b")]
 
-    assert [str(retry) for retry in journeys[0].retries] == ["prefill-0 restarted"]
-    assert [journey.route for journey in journeys] == ["push, prefill first", "push"]
+    assert [str(retry) for retry in clients[0].journey.retries] == ["prefill-0 restarted"]
+    assert [client.journey.route for client in clients] == ["push, prefill first", "push"]
     assert [params_of(leg)["remote_engine_id"] for leg in engines.of(Role.DECODE)] == ["e1", "e2", "e2"]
     assert not engines.open
 
@@ -349,15 +346,15 @@ async def test_an_engine_that_restarts_as_one_that_does_not_push_is_believed():
 
     async def decode(leg):
         if params_of(leg)["transfer_mode"] == "push":
-            await wait_for_ever(leg)
+            await never(leg)
         return 200, [EVENT, DONE]
 
-    relay = await acquainted(Scripted(prefill, decode))
-    journey, body = await served(relay)
+    router = await acquainted(Scripted(prefill, decode))
+    client = await router.serve()
 
-    assert body == EVENT + DONE
-    assert journey.route is None
-    assert relay.learned.state(P0) is State.PULL
+    assert client.body == EVENT + DONE
+    assert client.journey.route is None
+    assert router.learned.state(P0) is State.PULL
 
 
 async def test_several_engines_behind_one_address_are_served_in_turn():
@@ -373,22 +370,22 @@ async def test_several_engines_behind_one_address_are_served_in_turn():
     async def decode(leg):
         told = params_of(leg)
         if told["remote_engine_id"] != ranks[count % 3] or "remote_block_ids" not in told:
-            await wait_for_ever(leg)
+            await never(leg)
         return 200, [EVENT, DONE]
 
     engines = Scripted(prefill, decode)
-    relay = await acquainted(engines)
-    journeys = [(await served(relay, name=f"{number}"))[0] for number in range(10)]
+    router = await acquainted(engines)
+    clients = [await router.serve(name=f"{number}") for number in range(10)]
 
-    assert relay.learned.state(P0) is State.SEVERAL
-    assert all(len(journey.retries) <= 1 for journey in journeys)
-    assert not any(journey.retries for journey in journeys[4:])
+    assert router.learned.state(P0) is State.SEVERAL
+    assert all(len(client.journey.retries) <= 1 for client in clients)
+    assert not any(client.journey.retries for client in clients[4:])
 
 
 async def test_requests_that_come_before_the_first_answer_wait_for_nobody():
     """Each goes in turn and teaches the same; there is no probe that could hang for all of them."""
     engines = Scripted(good_prefill, good_decode)
-    relay = relay_of(engines)
+    router = router_of(engines)
     go = asyncio.Event()
 
     async def slow(leg):
@@ -396,14 +393,15 @@ async def test_requests_that_come_before_the_first_answer_wait_for_nobody():
         return prefilled(leg)
 
     engines.prefill = slow
-    tasks = [asyncio.create_task(served(relay, name=f"r{number}")) for number in range(20)]
+    clients = [router.start(name=f"r{number}") for number in range(20)]
     await until(lambda: len(engines.open) == 20)
     go.set()
-    journeys = [journey for journey, _ in await asyncio.gather(*tasks)]
+    for client in clients:
+        await client.end()
 
-    assert {journey.route for journey in journeys} == {"push, prefill first"}
+    assert {client.journey.route for client in clients} == {"push, prefill first"}
     assert len(engines.of(Role.PREFILL)) == 20
-    assert (await served(relay))[0].route == "push"
+    assert (await router.serve()).journey.route == "push"
 
 
 @pytest.mark.parametrize("stage", ["before", "between", "during"])
@@ -411,45 +409,49 @@ async def test_a_client_that_hangs_up_ends_both_legs(stage):
     """At once, wherever they are."""
 
     async def prefill(leg):
-        return prefilled(leg) if stage == "between" else await wait_for_ever(leg)
+        return prefilled(leg) if stage == "between" else await never(leg)
 
     async def decode(leg):
-        return (200, [EVENT, wait_for_ever(leg)]) if stage == "during" else await wait_for_ever(leg)
+        return (200, [EVENT, never(leg)]) if stage == "during" else await never(leg)
 
     engines = Scripted(prefill, decode)
-    relay = await acquainted(engines)
-    serving = asyncio.create_task(served(relay))
+    router = await acquainted(engines)
+    client = router.start()
     await until(lambda: len(engines.open) == (1 if stage == "between" else 2) and len(engines.legs) == 2)
     await asyncio.sleep(0.01)
-    serving.cancel()
-    await asyncio.wait((serving,), timeout=1)
+    client.hang_up()
 
-    assert serving.cancelled()
+    assert client.is_over
     assert not engines.open
+    assert router.is_idle()
+    assert client.outcome.status == HUNG_UP
+    assert client.body == (EVENT if stage == "during" else b"")
 
 
 @pytest.mark.parametrize("role", Role)
-async def test_a_bug_leaves_no_leg_running(role):
+async def test_a_bug_leaves_no_leg_running(role, caplog):
     """What is nobody's planned failure must not cost an engine its memory."""
 
     async def bug(_):
         raise ZeroDivisionError
 
-    engines = Scripted(bug, wait_for_ever) if role is Role.PREFILL else Scripted(wait_for_ever, bug)
-    relay = await acquainted(engines)
-    with pytest.raises(ZeroDivisionError):
-        await served(relay)
+    engines = Scripted(bug, never) if role is Role.PREFILL else Scripted(never, bug)
+    router = await acquainted(engines)
+    client = await router.serve()
 
     assert not engines.open
+    assert router.is_idle()
+    assert client.error == ("InternalServerError", "The router failed; its log says why.")
+    assert [record.exc_info[0] for record in caplog.records] == [ZeroDivisionError]
 
 
 async def test_told_to_pull_the_router_never_sends_both_at_once():
     """Works with engines that push, too: they are asked one after the other."""
     engines = Scripted(good_prefill, good_decode)
-    relay = relay_of(engines, mode=Mode.PULL)
-    journeys = [(await served(relay, name=f"{number}"))[0] for number in range(3)]
+    router = router_of(engines, mode=Mode.PULL)
+    clients = [await router.serve(name=f"{number}") for number in range(3)]
 
-    assert {journey.route for journey in journeys} == {"push, prefill first"}
+    assert {client.journey.route for client in clients} == {"push, prefill first"}
 
 
 async def test_told_to_push_the_router_does_not_put_up_with_less():
@@ -462,15 +464,10 @@ async def test_told_to_push_the_router_does_not_put_up_with_less():
         return prefilled(leg, transfer_mode="pull")
 
     engines = Scripted(silent, good_decode)
-    relay = relay_of(engines, mode=Mode.PUSH, retries=0)
-    assert [(await served(relay))[0].route for _ in range(2)] == ["push, prefill first", "push"]
+    router = router_of(engines, mode=Mode.PUSH, retries=0)
+    assert [(await router.serve(name=name)).journey.route for name in "ab"] == ["push, prefill first", "push"]
 
     engines.prefill = pulls
-    with pytest.raises(EngineError, match="prefill-0 does not push"):
-        await served(relay_of(engines, mode=Mode.PUSH, retries=0))
-
-
-async def until(true, *, seconds=5):
-    async with asyncio.timeout(seconds):
-        while not true():
-            await asyncio.sleep(0.001)
+    client = await router_of(engines, mode=Mode.PUSH, retries=0).serve()
+    assert client.error[0] == "EngineError"
+    assert client.error[1].startswith("prefill-0 does not push")

@@ -84,6 +84,8 @@ class WireEngines:
                 send(call)
                 answer = await call.answer
         except TimeoutError as exc:
+            if call.source is None:
+                raise EngineTimeout(f"{instance.id} did not accept a connection in time", reached=False) from exc
             raise EngineTimeout(f"{instance.id} did not answer within {timeout_s:g} s") from exc
         finally:
             if call.complete:

@@ -92,4 +92,5 @@ class WireEngines:
                 self._teller.done(call)
             else:
                 call.drop()
+            del call  # an error leads to this frame, and the call to the error: a circle
         return answer

@@ -5,7 +5,7 @@ from msgspec import Raw
 
 from support.certificates import Authority
 from support.raw_engine import raw_engine
-from support.wiring import LOOPS, Told, answer, leg_to, run
+from support.wiring import LOOPS, Told, answer, leg_to, run, telling
 from xpyd_proxy.core.model import RequestId
 from xpyd_proxy.core.raw_json import encode_in_pieces
 from xpyd_proxy.io.wire import WireEngines
@@ -28,6 +28,7 @@ def contexts(scheme, tmp_path):
     return Authority(tmp_path, "ca").contexts() if scheme == "https" else (None, None)
 
 
+@telling
 @pytest.mark.parametrize("size", [10, 20_000, 3_000_000])
 def test_the_pieces_of_a_body_arrive_as_one(loop, scheme, contexts, size):
     """A long prompt is written from where it was read, however slowly the engine takes it."""

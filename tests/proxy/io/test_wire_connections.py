@@ -12,7 +12,7 @@ import pytest
 
 from support.certificates import Authority
 from support.raw_engine import closing, raw_engine
-from support.wiring import CHUNKED, LOOPS, Told, answer, leg_to, run, told, until
+from support.wiring import CHUNKED, LOOPS, Told, answer, leg_to, run, telling, told, until
 from xpyd_proxy.errors import EngineError, EngineTimeout
 from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.io.wire.connection import Connection
@@ -263,7 +263,7 @@ FAILING = {
 }
 
 
-@pytest.mark.parametrize("way", [ask, listen])
+@pytest.mark.parametrize("way", [ask, pytest.param(listen, marks=telling)])
 @pytest.mark.parametrize("said", FAILING.values(), ids=FAILING)
 def test_a_failed_request_is_freed_at_once(loop, way, said):
     """An engine that fails everything must not fill the memory until the garbage collector comes round."""
@@ -309,6 +309,7 @@ def test_a_connection_that_nobody_took_is_freed_at_once(loop):
         gc.enable()
 
 
+@telling
 def test_a_stream_that_its_own_client_holds_up_is_not_given_up(loop):
     """Nothing is heard because nothing is read; the engine's silence is counted from when reading goes on."""
 
@@ -334,6 +335,7 @@ def test_a_stream_that_its_own_client_holds_up_is_not_given_up(loop):
         run(loop, main(leg_to(engine)))
 
 
+@telling
 def test_a_resume_without_a_pause_is_no_sign_of_life(loop):
     """Whoever pours a stream may say so at any time."""
 

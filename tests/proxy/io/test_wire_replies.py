@@ -7,7 +7,7 @@ import pytest
 
 from support.certificates import Authority
 from support.raw_engine import closing, raw_engine, replying
-from support.wiring import LOOPS, answer, leg_to, run, told, until
+from support.wiring import LOOPS, answer, leg_to, run, telling, told, until
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.settings import Settings
@@ -24,6 +24,7 @@ def serving_tls(tmp_path_factory):
     return Authority(tmp_path_factory.mktemp("authority"), "ca").contexts()
 
 
+@telling
 @pytest.mark.parametrize("at", ["the last piece", "the end"])
 def test_a_second_answer_read_by_tls_while_paused_answers_nobody(loop, at, serving_tls):
     """The TLS layer reads on, and keeps what it decrypts until reading resumes: by then it is another's turn."""
@@ -78,7 +79,7 @@ async def listen(engines, leg):
 
 
 @pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.0 200 OK\r\n\r\n"])
-@pytest.mark.parametrize("way", [ask, listen])
+@pytest.mark.parametrize("way", [ask, pytest.param(listen, marks=telling)])
 def test_over_tls_an_answer_without_a_length_is_refused(loop, way, head, serving_tls):
     """Anybody on the way can end the connection, and half an answer would pass for a whole one."""
     theirs, ours = serving_tls

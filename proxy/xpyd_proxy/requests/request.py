@@ -785,7 +785,7 @@ class Request:
         if leg.is_closed:
             return
         failed = LegFailed(leg.instance, error)
-        failed.__cause__ = error
+        failed.__cause__ = error.with_traceback(None)  # it leads here, and the leg to it: a circle
         leg.fault, leg.failure = failed, failed.failure
         if isinstance(leg, PrefillLeg):
             self._unlearn(failed)
@@ -934,6 +934,7 @@ class Request:
         if not isinstance(error, ProxyError):
             logger.error("request %s failed", journey.request_id, exc_info=error)
         error.with_traceback(None)  # it leads to frames that hold the request, and the error: a circle
+        error.__context__ = None  # as that does: ``from None`` only hides it
         journey.fault = str(error)
         if response.begun:
             if isinstance(error, TurnedAway):

@@ -266,7 +266,7 @@ class Attempt(LegOwner):
         if leg.is_closed:
             return
         failed = LegFailed(leg.instance, error)
-        failed.__cause__ = error
+        failed.__cause__ = error.with_traceback(None)  # it leads here, and the leg to it: a circle
         leg.fault, leg.failure = failed, failed.failure
         if leg is self.prefill:
             self._unlearn(failed)

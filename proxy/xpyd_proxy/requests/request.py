@@ -560,6 +560,7 @@ class Request:
         if not isinstance(error, ProxyError):
             logger.error("request %s failed", journey.request_id, exc_info=error)
         error.with_traceback(None)  # it leads to frames that hold the request, and the error: a circle
+        error.__context__ = None  # and so does this
         journey.fault = str(error)
         if response.begun:
             response.keep_alive = response.keep_alive and not isinstance(error, TurnedAway)

@@ -68,6 +68,7 @@ class Connection:
         self._held_up = False  # the engine has to wait
         self._is_tls = False
         self._paused = False  # there is too much to write
+        self._unwritten = False  # the engine has closed it before the request could be written
         self._forget_head()
 
     # For its owner
@@ -108,12 +109,13 @@ class Connection:
             transport.write(head + first)
         else:
             transport.writelines([head, *body])
+        self._unwritten = transport.is_closing()
         return True
 
     @property
     def is_sent(self) -> bool:
         """Tell whether the engine has all of the request, or will have it in a moment."""
-        return not self._paused
+        return not (self._paused or self._unwritten)
 
     def rest(self) -> None:
         """Let go of the request; another may follow."""

@@ -84,10 +84,13 @@ class WireEngines:
                 send(call)
                 answer = await call.answer
         except TimeoutError as exc:
+            if call.source is None:
+                raise EngineTimeout(f"{instance.id} did not accept a connection in time", reached=False) from exc
             raise EngineTimeout(f"{instance.id} did not answer within {timeout_s:g} s") from exc
         finally:
             if call.complete:
                 self._teller.done(call)
             else:
                 call.drop()
+            del call  # an error leads to this frame, and the call to the error: a circle
         return answer

@@ -524,6 +524,7 @@ class Request:
                 if not (is_next and self._may_repeat(self._chances, failed, others)):
                     raise
                 self._journey.set_aside(Role.DECODE, failed.failure)
+                failed.with_traceback(None)  # it leads to frames that hold the leg, which holds it: a circle
             self._on(RequestEvent.NEXT_DECODE)
             decode = self._one(others)
         if leg.streams:
@@ -678,7 +679,7 @@ class Request:
                     raise first_error from None  # the client is told why its stream broke off
                 if self.state is not _STREAMING or not isinstance(error, EngineError):
                     raise
-                first_error = error
+                first_error = error.with_traceback(None)  # it leads here: a circle
             self._close_legs()
             if (ending := replay.ending()) is not None:
                 self._journey.answered = True
@@ -786,6 +787,7 @@ class Request:
             return
         failed = LegFailed(leg.instance, error)
         failed.__cause__ = error
+        _forget_frames(error)  # they hold the leg, which holds the error: a circle
         leg.fault, leg.failure = failed, failed.failure
         if isinstance(leg, PrefillLeg):
             self._unlearn(failed)
@@ -925,6 +927,16 @@ class Request:
     # ---- OVER
 
     def _status_of(self, error: Exception) -> int:
+        """Tell the client what went wrong, or hang up on it; return the status for the log."""
+        try:
+            return self._tell(error)
+        except Exception as bug:
+            logger.exception("request %s cannot be answered", self._journey.request_id)
+            bug.with_traceback(None)
+            self._response.keep_alive = False
+            return _BUG
+
+    def _tell(self, error: Exception) -> int:
         """Tell the client what went wrong, as far as it can be told; return the status for the log."""
         journey, response = self._journey, self._response
         if isinstance(error, ClientGone):
@@ -978,6 +990,13 @@ class Request:
         self._plan = self._replay = self._ticket = None
         self._body, self._head = [], _NO_HEAD  # the connection keeps us until its next request
         response.close()
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Have an error, and those that led to it, say no more where they were raised."""
+    while error is not None:
+        error.with_traceback(None)
+        error = error.__cause__ or error.__context__
 
 
 _PART: Final = 64 * 1024  # bytes of a body that are kept in one piece while it comes: more would be moved again

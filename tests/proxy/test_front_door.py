@@ -106,16 +106,14 @@ def front(folder, *flags, tls=None, soft=None, hard=None, x=1, y=1, **options):
         assert "Traceback" not in router.said, router.said
 
 
-KINDS = ["short way", "fastapi", "tls", "workers"]
+KINDS = ["http", "tls", "workers"]
 
 
 @contextmanager
 def front_of(kind, folder, *flags, **options):
     """Run a router of a kind."""
     tls = None
-    if kind == "fastapi":
-        flags = (*flags, "--hot-path", "false")
-    elif kind == "workers":
+    if kind == "workers":
         flags = (*flags, "--workers", "2")
     elif kind == "tls":
         authority = Authority(folder, "ca")
@@ -126,10 +124,10 @@ def front_of(kind, folder, *flags, **options):
         yield found
 
 
-@pytest.fixture(scope="module", params=["short way", "fastapi"])
-def door(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def door(tmp_path_factory):
     """A router with the defaults."""
-    with front_of(request.param, tmp_path_factory.mktemp("door")) as found:
+    with front(tmp_path_factory.mktemp("door")) as found:
         yield found
 
 
@@ -140,12 +138,12 @@ def another(request, tmp_path_factory):
         yield found
 
 
-@pytest.fixture(scope="module", params=["short way", "fastapi"])
-def locked(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory):
     """A router that wants keys."""
     folder = tmp_path_factory.mktemp("locked")
     (folder / "keys").write_text("me:sesame\n")
-    with front_of(request.param, folder, "--api-keys-file", str(folder / "keys")) as found:
+    with front(folder, "--api-keys-file", str(folder / "keys")) as found:
         yield found
 
 
@@ -548,7 +546,7 @@ def test_time_outs_are_counted(tmp_path):
 # Connections
 
 
-@pytest.mark.parametrize("kind", ["short way", "fastapi", "tls"])
+@pytest.mark.parametrize("kind", ["http", "tls"])
 def test_there_is_a_limit_of_connections(tmp_path, kind):
     """One more is told so, and closed; when others leave there is room."""
     with front_of(kind, tmp_path, "--max-connections", "3") as door, ExitStack() as stack:
@@ -587,7 +585,7 @@ def cpu_s(pid):
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-@pytest.mark.parametrize("kind", ["short way", "tls"])
+@pytest.mark.parametrize("kind", ["http", "tls"])
 def test_too_many_connections_for_its_descriptors_do_no_harm(tmp_path, kind):
     """It does not spin, and serves again when they have gone; TLS: none of them says a word of its handshake."""
     with front_of(kind, tmp_path, "--head-timeout", "2", hard=110) as door:
@@ -634,12 +632,11 @@ UNFINISHED = {
 }
 
 
-@pytest.mark.parametrize("kind", ["short way", "fastapi"])
 @pytest.mark.parametrize("shape", UNFINISHED)
-def test_bodies_are_charged_while_they_come(tmp_path, kind, shape):
+def test_bodies_are_charged_while_they_come(tmp_path, shape):
     """Forty that are not complete hold no more than max_held_bytes; and all of it is given back."""
     flags = ("--max-held-bytes", "16000000", "--max-body-bytes", "4000000")
-    with front_of(kind, tmp_path, *flags) as door:
+    with front(tmp_path, *flags) as door:
         assert door.serves()
         held = Held(door)
         before = held.rss
@@ -695,9 +692,6 @@ FLOODS = {
     ),
 }
 ADMITTED = 4_000_000  # bytes of one body, in these tests
-# Of what is admitted, so often: with --hot-path false, which is not the default, a body in chunks takes five times its
-# size for a moment (2, 4 and 8 MB were tried). It does not grow with the flood.
-COPIES = {"short way": 1, "fastapi": 6}
 
 
 class Probe(threading.Thread):
@@ -716,17 +710,11 @@ class Probe(threading.Thread):
                 time.sleep(0.002)
 
 
-@pytest.fixture(scope="module", params=["short way", "fastapi"])
-def kind(request):
-    """On which way requests are served."""
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def flooded(kind, tmp_path_factory):
+def flooded(tmp_path_factory):
     """A router that has served what it admits: the memory that such a body leaves behind is not what a flood costs."""
     admitted = json.dumps({"prompt": "x" * (ADMITTED - 1000), "max_tokens": 1}).encode()
-    with front_of(kind, tmp_path_factory.mktemp("flooded"), "--max-body-bytes", str(ADMITTED)) as found:
+    with front(tmp_path_factory.mktemp("flooded"), "--max-body-bytes", str(ADMITTED)) as found:
         for sent in (request(body=admitted), chunked(admitted)):
             with found.open() as client:
                 assert client.send(sent).answer().status == 200
@@ -762,12 +750,11 @@ def flood_with(door, start, piece, held):
 
 
 @pytest.mark.parametrize("flood", FLOODS)
-def test_a_flood_costs_neither_memory_nor_the_others_their_time(kind, flooded, flood):
+def test_a_flood_costs_neither_memory_nor_the_others_their_time(flooded, flood):
     """64 MB of it: no more than what is admitted is held, and /health answers as if nothing were.
 
     What others do on this machine delays a probe, too: it may take three times what it takes without a flood, and there
-    are three tries. A router that stands still does so in each of them. With --hot-path false, which is not the
-    default, only the memory is looked at: there a flood of tiny chunks leaves others less of the one core.
+    are three tries. A router that stands still does so in each of them.
     """
     held = Held(flooded)
     before = held.rss
@@ -775,9 +762,7 @@ def test_a_flood_costs_neither_memory_nor_the_others_their_time(kind, flooded, f
         with probed(flooded) as calm:
             time.sleep(0.2)
         with probed(flooded) as took:
-            assert flood_with(flooded, *FLOODS[flood], held) - before < COPIES[kind] * ADMITTED + 16_000_000
-        if kind == "fastapi":
-            return
+            assert flood_with(flooded, *FLOODS[flood], held) - before < ADMITTED + 16_000_000
         bound = max(0.05, 3 * calm[-1])
         if took[len(took) // 2] < 0.05 and took[len(took) * 99 // 100] < bound:
             return

@@ -612,6 +612,19 @@ def test_each_handoff_counts_however_the_decode_engine_answers(play):
     assert play(scene()) == ([400, 400, 200], 3)
 
 
+@pytest.mark.parametrize(("act", "stream", "counted"), [(None, True, 1), (None, False, 0), (REFUSED, True, 0)])
+def test_only_a_good_stream_has_a_first_token(play, act, stream, counted):
+    """A whole answer and an error come when they come."""
+
+    async def scene():
+        async with play.stage({"decode": () if act is None else (act,)}) as stage:
+            status = (await stage.ask(asks(stream=stream))).status
+            await stage.settled()
+            return status, await stage.metric("xpyd_time_to_first_token_seconds_count")
+
+    assert play(scene()) == (200 if act is None else 400, counted)
+
+
 def test_an_unknown_model_is_not_found_even_at_the_last_place_of_a_second(play):
     """It is looked at twice, and counts once."""
 

@@ -726,13 +726,14 @@ def broken_off(after):
 
 
 @RESUMING
-def test_a_drain_that_looks_while_a_request_changes_hands_sees_it(play, options):
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_drain_that_looks_while_a_request_changes_hands_sees_it(play, options, role):
     """A leg has failed, and the request goes on another way: a router that is to end must not take it for done."""
     seen = []
 
     async def scene():
         async with play.stage(
-            {"decode": (broken_off(0.0),)}, {"prefill": (True,), "decode": (True, True)}, **options
+            {role: (broken_off(0.0),)}, {"prefill": (True, True), "decode": (True, True)}, **options
         ) as stage:
             loop, lifetime, over = asyncio.get_running_loop(), stage.router.lifetime, []
 

@@ -4,6 +4,7 @@ import gc
 import json
 import re
 import socket
+import ssl
 import threading
 import time
 from contextlib import ExitStack, contextmanager
@@ -12,6 +13,7 @@ from dataclasses import replace
 import pytest
 import uvicorn
 
+from support.certificates import Authority
 from support.raw_http import Incoming
 from support.sim import serving, sims, until
 from xpyd_proxy import server
@@ -30,7 +32,7 @@ class Served:
     """One router, which counts what reaches its ASGI application."""
 
     def __init__(self, router):
-        self.router, self.port, self.asgi = router, 0, 0
+        self.router, self.port, self.asgi, self.tls = router, 0, 0, None
 
     async def __call__(self, scope, receive, send):
         self.asgi += scope["type"] == "http"
@@ -41,7 +43,8 @@ class Served:
             return client.send(request).answer()
 
     def open(self):
-        return Client(socket.create_connection(("127.0.0.1", self.port), timeout=20))
+        sock = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        return Client(sock if self.tls is None else self.tls.wrap_socket(sock, server_hostname="127.0.0.1"))
 
 
 class Answer:
@@ -129,6 +132,8 @@ def listening(settings, way):
         config = uvicorn.Config(
             served, http=http, log_config=None, ws="none", loop="uvloop", access_log=False, server_header=False
         )
+        tls = served.router.tls
+        config.ssl_context_factory = None if tls is None else lambda _config, _default: tls
         config.timeout_graceful_shutdown = 1
         uvicorns = uvicorn.Server(config)
         thread = threading.Thread(target=uvicorns.run, kwargs={"sockets": [listener]})
@@ -286,6 +291,27 @@ def test_a_client_of_http_1_0_is_told_that_its_stream_broke_off():
     *_, last, end = body.split(b"\n\n")
     assert json.loads(last.strip().removeprefix(b"data: "))["error"]["type"] == "EngineError"
     assert end == b""
+
+
+@pytest.fixture(scope="module")
+def over_tls(tmp_path_factory):
+    authority = Authority(tmp_path_factory.mktemp("tls"), "ca")
+    pair = authority.sign("router")
+    settings = replace(QUIET, tls_cert=str(pair.cert), tls_key=str(pair.key))
+    with routers(sims(), settings, ways=["protocol"]) as (served,):
+        served.tls = ssl.create_default_context(cafile=authority.own.cert)
+        yield served
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_client_over_tls_gets_the_same(both, over_tls, name):
+    """Also one that asks for more before it has its answer."""
+    with both[0].open() as client, over_tls.open() as other:
+        expected = client.send(PLAIN[name]).answer()
+        assert other.send(PLAIN[name]).answer() == expected
+    with over_tls.open() as other:
+        other.send(PLAIN["streamed"] + PLAIN[name])
+        assert (other.answer().status, other.answer()) == (200, expected)
 
 
 def test_a_client_that_expects_it_is_told_to_go_on_before_it_sends_its_body(both):

@@ -82,10 +82,11 @@ class Settings:
     def heartbeat_interval(self) -> float:
         """Seconds between two renewals of the same lease: a sixth of it, so three may be lost.
 
-        In push they also tell whether the prefill engine is alive, which must be known within ``transfer_timeout``.
+        In push they also tell whether the prefill engine is alive, which must be known within ``transfer_timeout``; in
+        pull they repeat what is being read, which that engine believes for as long.
         """
-        sixth = min(self.kv_lease_duration / 6, 300.0)  # a prefill engine closes what has been silent for an hour
-        return min(sixth, self.transfer_timeout / 4) if self.mode is Mode.PUSH else sixth
+        # The last: a prefill engine closes what has been silent for an hour.
+        return min(self.kv_lease_duration / 6, self.transfer_timeout / 4, 300.0)
 
     @property
     def patience(self) -> float:

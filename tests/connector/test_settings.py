@@ -143,6 +143,14 @@ def test_in_push_a_silence_is_noticed_within_the_transfer_timeout(duration, time
     assert 3 * settings.heartbeat_interval < settings.lease_extension
 
 
+@given(st.floats(0.5, 1e6), st.floats(0.1, 1e6))
+def test_in_pull_that_a_load_goes_on_is_told_before_it_is_forgotten(duration, timeout):
+    """P believes it for the transfer timeout, and it travels with the heartbeats: three may be lost."""
+    settings = Settings(kv_lease_duration=duration, transfer_timeout=timeout)
+
+    assert 3 * settings.heartbeat_interval < settings.transfer_timeout
+
+
 @pytest.mark.parametrize("key", sorted(AT_LEAST))
 @pytest.mark.parametrize(
     "value", [-1, float("nan"), float("inf"), 10**400, AT_MOST * 2, "1", None, True, [1]], ids=lambda v: str(v)[:8]

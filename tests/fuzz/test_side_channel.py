@@ -177,12 +177,14 @@ def mad(chance, address):
         sock = greet(address, chance.choice(["d0", "d1", "p0"]))
     except PeerError:
         return
-    with sock, contextlib.suppress(OSError):
+    with contextlib.closing(sock), contextlib.suppress(OSError):
         for _ in range(chance.randint(1, 30)):
             data = encode(message(chance))
-            sock.sendall(frame(mutated(chance, data) if chance.random() < 0.3 else data))
-        sock.settimeout(0.02)
-        sock.recv(1 << 16)
+            sock.write(frame(mutated(chance, data) if chance.random() < 0.3 else data))
+            while sock.wants_write:
+                sock.send()
+        sock.sock.settimeout(0.02)
+        sock.recv()
 
 
 def lengths(chance):

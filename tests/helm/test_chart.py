@@ -12,6 +12,7 @@ from support.helm_checks import CHECKS
 from support.helm_objects import COMPONENT, container, env, flag, ident, kind, pods, pool, router, templates
 from support.helm_schemas import VERSIONS, wrong
 from xpyd_proxy.cli import build_parser, serve_settings
+from xpyd_proxy.core.allow import STANDARD, AllowList
 from xpyd_proxy.core.sites import check_open
 
 
@@ -153,6 +154,36 @@ def test_a_router_is_open_only_where_the_values_have_no_keys(values, is_open, ho
     settings = serve_settings(build_parser(args).parse_args(args))
     assert settings.allowed_hosts == tuple(hosts or ())
     check_open(settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "host", "place", "admitted"),
+    [
+        ({}, "10.1.2.3", "10.1.2.3", True),
+        ({}, "d0.llm.svc.cluster.local", "8.34.12.7", True),
+        ({}, "d0.llm.svc", "8.34.12.7", True),
+        ({}, "d0.example.com", "8.34.12.7", False),
+        ({}, "d0.llm.svc.cluster.local", "169.254.169.254", False),
+        ({"instancesAllow": ["*.svc.k8s.corp"]}, "d0.llm.svc.k8s.corp", "8.34.12.7", True),
+        ({"instancesAllow": ["*.svc.k8s.corp"]}, "10.1.2.3", "10.1.2.3", False),
+        ({"instancesAllow": []}, "d0.llm.svc", "8.34.12.7", False),
+        ({"instancesAllow": []}, "10.1.2.3", "10.1.2.3", True),
+    ],
+    ids=str,
+)
+def test_engines_may_be_added_where_the_cluster_is(given, host, place, admitted):
+    """Its services may have public addresses (GKE's 34.118.224.0/20): then their names say that they are inside."""
+    args = container(templates(router(Chart().objects({"router": given})))[0])["args"]
+    settings = serve_settings(build_parser(args).parse_args(args))
+
+    assert AllowList.parse(settings.instances_allow).admits(host, place) is admitted
+
+
+def test_the_chart_allows_what_a_router_allows_by_itself():
+    """The names are more, and nothing is less."""
+    values = yaml.safe_load((ROOT / "helm/xpyd/values.yaml").read_text())
+
+    assert values["router"]["instancesAllow"] == [*STANDARD, "*.svc", "*.svc.cluster.local"]
 
 
 @pytest.mark.parametrize("port", [8000, 9000])

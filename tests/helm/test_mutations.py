@@ -54,8 +54,8 @@ MUTATIONS = {  # what: (file, text, what somebody wrote instead, the check that 
     "an engine without a startup probe": ("_pool.tpl", "startupProbe:", "x-startupProbe:", "probes"),
     "a router is restarted for lack of engines": (
         "router.yaml",
-        '"path" "/" "port"',
-        '"path" "/health" "port"',
+        "livenessProbe:\n            {{- toYaml $alive",
+        "livenessProbe:\n            {{- toYaml $ready",
         "probes",
     ),
     "a router is killed while it drains": (

@@ -78,6 +78,17 @@ def test_engines_are_not_root():
     assert env(template)["HOME"]["value"] == "/tmp"
 
 
+@pytest.mark.parametrize("root", [False, True])
+def test_engines_may_have_the_groups_of_a_device(root):
+    """ROCm's belong to video and render; root without capabilities is subject to modes, too."""
+    values = {"podSecurityContext": {"supplementalGroups": [44, 109]}, "runAsRoot": root}
+    objects = Chart().objects({"prefill": values})
+    user = templates(pool(objects, "prefill"))[0]["spec"]["securityContext"]
+
+    assert user["supplementalGroups"] == [44, 109]
+    assert user["runAsUser"] == (0 if root else 65532)
+
+
 @pytest.mark.parametrize(
     ("pool_values", "root"),
     [

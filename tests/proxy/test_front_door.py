@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import ssl
 import subprocess
 import threading
@@ -266,6 +267,26 @@ def test_a_key_in_a_trailer_is_no_key(locked, path):
     with locked.open() as client:
         client.send(chunked(trailers=b"%b\r\n" % KEY.encode(), path=path))
         assert client.answer().status == 401
+
+
+@pytest.mark.parametrize("kind", ["short way", "fastapi"])
+@pytest.mark.parametrize("path", [PATH, "/v1/embeddings"])
+def test_a_key_that_is_taken_away_while_a_body_comes_is_no_key(tmp_path, kind, path):
+    """Its salt is made of the key: without one there is none."""
+    keys = tmp_path / "keys"
+    keys.write_text("me:sesame\nother:parsley\n")
+    flags = ("--api-keys-file", str(keys), "--cache-salt-per-key", "true")
+    body = json.dumps({"prompt": "x" * 2 * KIB64, "input": "x"}).encode()
+    with front_of(kind, tmp_path, *flags) as door, door.open() as client:
+        sent = request(path, body, lines=(JSON, KEY))
+        client.send(sent[:-10])
+        time.sleep(0.2)  # it is let in
+        keys.write_text("other:parsley\n")
+        door.process.child.send_signal(signal.SIGHUP)
+        until(lambda: "the settings were read again" in door.process.said)
+        answer = client.send(sent[-10:]).answer()
+
+    assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
 
 
 @pytest.mark.parametrize("path", [PATH, "/tokenize", "/health"])
@@ -691,7 +712,7 @@ FLOODS = {
         b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\nb\r\n' * 4000,
     ),
 }
-ADMITTED = 4_000_000  # bytes of one body, in these tests
+ADMITTED = 8_000_000  # bytes of one body, in these tests
 
 
 class Probe(threading.Thread):

@@ -397,7 +397,9 @@ class Boom(Exception):
 
 
 REQUEST, RESPONSE = "xpyd_proxy.requests.request", "xpyd_proxy.requests.response.HttpResponse"
-BREAKABLE = [f"{REQUEST}.{name}" for name in ("prefill_body", "decode_body", "prompt_tokens", "prompt_tokens_in")]
+BREAKABLE = [f"{REQUEST}.decode_body"]
+BREAKABLE += [f"xpyd_proxy.requests.{name}" for name in ("attempt.prefill_body", "attempt.prompt_tokens")]
+BREAKABLE += ["xpyd_proxy.requests.legs.prompt_tokens_in"]
 BREAKABLE += ["xpyd_proxy.requests.handovers.Handovers.take", f"{RESPONSE}.begin", f"{RESPONSE}.write"]
 
 

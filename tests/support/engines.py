@@ -92,7 +92,7 @@ class Engine:
         self.tally, self.worker_tally = Tally(), Tally()
         peers = PeerBook(self.link, self.fingerprint, self.tally, retry_after=self.retry_after)
         leases = LeaseBook(
-            duration=LEASE, extension=LEASE * 2 / 3, reading=self.timeout, same_engine=self._are_of_one_engine
+            duration=LEASE, extension=LEASE * 2 / 3, reading=self.timeout, same_engine=self.link.are_of_one_engine
         )
         self.control = Control(
             Lender(self.link, leases, self.tally),
@@ -118,11 +118,6 @@ class Engine:
         self.worker_peers = worker_peers
         welcome = Welcome(PROTOCOL, EngineId(self.name), self.fingerprint, infos)
         self.network.listen(self.address, self.link, welcome)
-
-    def _are_of_one_engine(self, one, other):
-        """What a handshake proves: the network knows who is at the other end."""
-        who = [self.network.caller(self.link, conn) for conn in (one, other)]
-        return None not in who and who[0] == who[1]
 
     def prefill(self, request, blocks, *, now):
         """Compute a prompt into ``blocks`` blocks, lend them, and return the offer; None when full."""

@@ -69,9 +69,9 @@ class Net:
         link.address = link.listen(Address("127.0.0.1", 0), host(welcome, in_force(secret), "127.0.0.1"))
         return link
 
-    def stranger(self, address, *, source=None):
+    def stranger(self, address, *, source=None, keylog=None):
         sock = socket.create_connection(address, LONG, source_address=source and (source, 0))
-        return Stranger(self, address, self.closing.enter_context(sock))
+        return Stranger(self, address, self.closing.enter_context(sock), keylog)
 
     def events(self, link, until=lambda events: events, seconds=LONG):
         """Poll all links in turn until one of them has seen enough."""
@@ -103,14 +103,15 @@ class Net:
 class Stranger:
     """Speaks to a listener with bare hands, under TLS."""
 
-    def __init__(self, net, address, sock):
-        self.net, self.address, self.raw, self.deframer = net, address, sock, Deframer(1 << 26)
+    def __init__(self, net, address, sock, keylog=None):
+        self.net, self.address, self.raw, self.keylog, self.deframer = net, address, sock, keylog, Deframer(1 << 26)
 
     @functools.cached_property
     def sock(self):
         """The connection, encrypted; the listener must be polled meanwhile."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.keylog_filename = self.keylog
         sock = context.wrap_socket(self.raw, do_handshake_on_connect=False)
         self.net.closing.enter_context(sock)
         sock.settimeout(0.01)
@@ -162,8 +163,10 @@ class Stranger:
         assert self.hear(net) == WELCOME
 
 
-def serve_tls(server, settings=TLS):
+def serve_tls(server, tls=None, keylog=None):
     """Accept one caller and complete TLS with it, as somebody else than an engine; return its socket."""
     sock, _ = server.accept()
     sock.settimeout(LONG)
-    return Tls(settings).contexts().server.wrap_socket(sock, server_side=True)
+    context = (tls or Tls(TLS)).contexts().server
+    context.keylog_filename = keylog
+    return context.wrap_socket(sock, server_side=True)

@@ -26,8 +26,14 @@ class _Wanted:
 
     offers: dict[RequestId, Offer | Booking] = field(default_factory=dict[RequestId, Offer | Booking])  # by our own id
     by_remote: dict[RequestId, Names] = field(default_factory=dict[RequestId, Names])  # P's id -> ours
+    loading: Names = field(default_factory=Names)  # our ids of those whose load is queued or running
     to_drop: Names = field(default_factory=Names)
     to_read: Names = field(default_factory=Names)
+
+    @property
+    def read(self) -> Names:
+        """P's ids of what is being loaded."""
+        return {self.offers[request].remote_request_id: None for request in self.loading}
 
     def add(self, request: RequestId, offer: Offer | Booking) -> None:
         """Want the KV of a request."""
@@ -38,6 +44,7 @@ class _Wanted:
 
     def remove(self, request: RequestId) -> Offer | Booking | None:
         """Want it no more; return what was wanted."""
+        self.loading.pop(request, None)
         offer = self.offers.pop(request, None)
         if offer is not None:
             ours = self.by_remote[offer.remote_request_id]
@@ -106,9 +113,13 @@ class Borrower:
         self._prune(engine, wanted)
 
     def reading(self, request: RequestId, engine: EngineId) -> None:
-        """Tell P, with this turn, that our workers read a request's blocks."""
+        """Tell P, with this turn and each heartbeat until the load is over, that our workers read a request's blocks.
+
+        P believes it for ``transfer_timeout``; a load that queues for room in host memory takes longer.
+        """
         wanted = self._wanted.get(engine)
         if wanted is not None and (offer := wanted.offers.get(request)) is not None:
+            wanted.loading[request] = None
             wanted.to_read[offer.remote_request_id] = None
             self._unsaid[engine] = None
 
@@ -125,7 +136,7 @@ class Borrower:
                 self._lapsed(conn, requests)
             case Received(conn, Alive()):
                 if (peer := self._peers.find(conn)) is not None:
-                    peer.asked_at = None
+                    peer.asked_at, peer.heard_at = None, now
             case Received(conn, _):
                 self._link.close(conn)
                 changed = self._peers.on(Lost(conn, "it broke the protocol", silent=True), now=now)
@@ -157,6 +168,7 @@ class Borrower:
         peer = self._peers.approach(engine, offer.address, now=now)
         if peer.state is PeerState.MET:
             self._renew(peer, wanted.by_remote, now)
+            self._say_read(peer, wanted.read)
 
     def _speak(self) -> None:
         """Tell each engine what it should hear; one that is still being met hears it then."""
@@ -170,10 +182,13 @@ class Borrower:
             self._said(engine, wanted)
 
     def _say(self, peer: Peer, wanted: _Wanted) -> None:
-        for names in _in_pieces(wanted.to_read):
-            self._link.send(peer.conn, Reads(names))
+        self._say_read(peer, wanted.to_read)
         for names in _in_pieces(wanted.to_drop):
             self._link.send(peer.conn, Drop(names))
+
+    def _say_read(self, peer: Peer, requests: Iterable[RequestId]) -> None:
+        for names in _in_pieces(requests):
+            self._link.send(peer.conn, Reads(names))
 
     def _said(self, engine: EngineId, wanted: _Wanted) -> None:
         """Forget what was told, or what nobody can be told: an engine that is gone has no blocks of ours."""
@@ -200,6 +215,7 @@ class Borrower:
             return
         if peer.state is PeerState.MET:
             self._renew(peer, wanted.by_remote, now)
+            wanted.to_read.update(wanted.read)  # P may not have heard it over the connection before
             self._say(peer, wanted)
         self._said(peer.engine, wanted)
 

@@ -4,6 +4,10 @@ A landing ends with P's word: Landed, or Stopped. When we give one up before tha
 request is told at once, but its blocks must not be used: P may still write into them. They are ours again when P says
 Stopped; or, when its connection closed, after what it had sent on its way must have arrived (:data:`QUARANTINE`).
 
+So what was registered over a connection that ended cannot be registered again. But P closes connections that are idle:
+over one that has been quiet for long, a landing is registered when P has answered a heartbeat; if the connection ends
+before, P has not heard of the landing, and is met again.
+
 Where the cache is out of NIXL's reach, slots of a host buffer are lent instead, as soon as there are enough, and what
 landed in them is copied before the request is told.
 """
@@ -19,7 +23,7 @@ from xpyd_connector.core.deadlines import Deadlines
 from xpyd_connector.core.ids import Address, ConnId, EngineId, RequestId
 from xpyd_connector.core.lives import follow
 from xpyd_connector.core.loads import LetGo, Result
-from xpyd_connector.core.messages import Landed, Lent, Memory, Message, RankInfo, Register, Stop, Stopped, Stuck
+from xpyd_connector.core.messages import Alive, Landed, Lent, Memory, Message, RankInfo, Register, Stop, Stopped, Stuck
 from xpyd_connector.core.peers import Peer, PeerBook, PeerState
 from xpyd_connector.core.ports import Link
 from xpyd_connector.core.tally import Tally
@@ -36,7 +40,7 @@ class LandingState(Enum):
     """Where a landing is in its life."""
 
     QUEUED = auto()  # for room in our staging buffer
-    WAITING = auto()  # for P to be met
+    WAITING = auto()  # for P to be met, or to answer over a connection that has been quiet for long
     REGISTERED = auto()  # P may write
     STOPPING = auto()  # given up and told so; P may still write until it says Stopped
     QUARANTINED = auto()  # given up, and P is gone: what it sent may still arrive
@@ -140,6 +144,7 @@ class Landings:
         self._unpacking = unpacking  # absent unless our cache is out of NIXL's reach
         self._landings: dict[RequestId, _Landing] = {}
         self._by_engine: dict[EngineId, dict[RequestId, None]] = {}  # dicts, because they keep their order
+        self._unheard: dict[EngineId, dict[RequestId, None]] = {}  # WAITING for P to answer, in their order
         self._deadlines: Deadlines[RequestId] = Deadlines()  # of those that P is to write; of the quarantined, looks
         self._squeezes: Deadlines[RequestId] = Deadlines()
         self._results: list[Result | LetGo] = []
@@ -180,7 +185,9 @@ class Landings:
     def _approach(self, landing: _Landing, now: float) -> None:
         ticket = landing.ticket
         peer = self._peers.approach(ticket.engine, ticket.address, now=now)
-        if peer.state is PeerState.MET:
+        if peer.state is PeerState.MET and peer.is_quiet(now=now):
+            self._unheard.setdefault(ticket.engine, {})[ticket.request] = None  # the borrower has asked: its renewal
+        elif peer.state is PeerState.MET:
             self._register(landing, peer)
         elif peer.state is PeerState.REFUSED:
             self._fail(landing, "loads_failed_handshake", f"{peer.address} was not met: {peer.reason}")
@@ -200,12 +207,22 @@ class Landings:
             case Stuck(reader, reason):
                 if (landing := self._found(conn, reader)) is not None:
                     self._give_up(landing, "loads_failed_timeout", reason)
+            case Alive():
+                self._heard(conn)
+                return False  # the borrower has asked
             case _:
                 return False
         return True
 
+    def _heard(self, conn: ConnId) -> None:
+        """Register what waited for P to show that it still listens on this connection."""
+        if (peer := self._peers.find(conn)) is not None:
+            for request in self._unheard.pop(peer.engine, ()):
+                self._register(self._landings[request], peer)
+
     def peer_changed(self, peer: Peer, *, now: float) -> None:
         """A prefill engine was met, could not be, or is gone."""
+        self._unheard.pop(peer.engine, None)
         if peer.state is PeerState.MET:
             for rank in self._ranks:
                 self._link.send(peer.conn, Memory(rank))
@@ -253,7 +270,7 @@ class Landings:
 
     def _give_up_on(self, peer: Peer) -> None:
         for request in list(self._by_engine.get(peer.engine, ())):
-            if self._landings[request].state is LandingState.REGISTERED:
+            if self._landings[request].state in (LandingState.REGISTERED, LandingState.WAITING):
                 self._give_up(self._landings[request], "loads_failed_timeout", f"{peer.address} does not answer")
 
     def take_results(self) -> list[Result | LetGo]:
@@ -327,8 +344,9 @@ class Landings:
             self._fail(landing, counter, f"P stopped: {news.reason}")
 
     def _lose(self, landing: _Landing, peer: Peer, now: float) -> None:
-        if landing.state is LandingState.WAITING:
-            self._fail(landing, "loads_failed_peer", f"{peer.address} is gone: {peer.reason}")
+        if landing.state is LandingState.WAITING:  # once: over a new connection it is registered at once
+            self._tally.count("registrations_reconnected")
+            self._approach(landing, now)
             return
         if landing.state is LandingState.REGISTERED:
             self._tally.count("loads_failed_peer")
@@ -373,6 +391,7 @@ class Landings:
         del self._landings[ticket.request], self._by_engine[ticket.engine][ticket.request]
         if not self._by_engine[ticket.engine]:
             del self._by_engine[ticket.engine]
+        self._unheard.get(ticket.engine, {}).pop(ticket.request, None)
         self._run_out(landing)
         if self._unpacking is not None:
             self._unpacking.slots.give_back(ticket.request)

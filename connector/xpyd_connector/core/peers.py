@@ -16,6 +16,7 @@ from xpyd_connector.core.messages import PROTOCOL, Fingerprint, Welcome
 from xpyd_connector.core.ports import Failed, Link, LinkEvent, Lost, Met
 from xpyd_connector.core.tally import Tally
 
+QUIET = 1800.0  # s without a word of a peer after which it may be closing the connection: half of its IDLE_TIMEOUT
 MAX_BACKOFF = 30.0  # s between two attempts to meet a peer that refuses
 
 
@@ -60,12 +61,17 @@ class Peer:
     reason: str = ""  # why it was refused, or is gone
     failures: int = 0
     retry_at: float = 0.0
+    heard_at: float = -inf  # when it last answered
     asked_at: float | None = None  # when the oldest question was put that it has not answered (push)
     is_silent: bool = False  # gone without a word: it may well live
 
     def on(self, event: PeerEvent) -> None:
         """Move to the next state, or raise if the event makes no sense now."""
         self.state = follow(TRANSITIONS, self.state, event, f"peer {self.engine}")
+
+    def is_quiet(self, *, now: float) -> bool:
+        """Whether it may be closing the connection: what is said over it now may be lost."""
+        return now >= self.heard_at + QUIET
 
 
 class PeerBook:
@@ -115,7 +121,7 @@ class PeerBook:
                     self.refuse(peer, reason, now=now)
                 else:
                     peer.on(PeerEvent.WELCOMED)
-                    peer.welcome = welcome
+                    peer.welcome, peer.heard_at = welcome, now
                     self._tally.count("handshakes")
             case Failed(_, reason) if peer is not None:
                 self.refuse(peer, reason, now=now)

@@ -56,7 +56,11 @@ class Link(Protocol):
         ...
 
     def are_of_one_engine(self, one: ConnId, other: ConnId) -> bool:
-        """Whether two connections that we have accepted were opened by processes of one engine."""
+        """Whether two connections that we have accepted were opened by processes of one engine.
+
+        One that has ended counts until its :class:`Lost` has been taken in: its last words may come out of ``poll``
+        together with its end.
+        """
         ...
 
     def send(self, conn: ConnId, message: Message) -> None:

@@ -32,6 +32,7 @@ from xpyd_connector.core.messages import (
 from xpyd_connector.core.ports import Failed, LinkEvent, Lost, Met, Received
 from xpyd_connector.core.tally import Tally
 from xpyd_connector.errors import PeerError, SettingsError
+from xpyd_connector.io.encrypted import MAX_STRANGER_RECORDS, Encrypted
 from xpyd_connector.io.framing import Deframer, frame
 from xpyd_connector.io.meeting import meet
 from xpyd_connector.io.tls import Tls
@@ -43,14 +44,14 @@ MAX_GUESTS = 8192  # connections of others that have said one
 MAX_GUESTS_OF_ENGINE = 1100  # the same for one engine: its scheduler and 1,024 ranks, some of them twice for a moment
 IDLE_TIMEOUT = 3600.0  # s without a word of an engine after which its connections are closed; longer than the 18
 # minutes in which what we have written may still arrive there (core/landings.py): to it, we are gone then
-MAX_READS = 64  # TLS records of one connection before it is others' turn: 1 MiB
+MAX_READS = 64  # TLS records of one connection before it is others' turn: 1 MiB, or 2 ms of key updates
 ACCEPT_PAUSE = 1.0  # s without accepting when the system has no more descriptors: trying would burn this thread's core
 USER_TIMEOUT_MS = 20_000  # a peer that acknowledges nothing for so long is gone (cut network, lost machine)
 KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # s, s, probes: the same, where nobody talks
 # What the system says of a peer that says nothing: it may well be alive behind a network that is cut.
 SILENT = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN})
 NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-_Meeting = tuple[ssl.SSLSocket, Welcome]
+_Meeting = tuple[Encrypted, Welcome]
 
 
 @dataclass(slots=True)
@@ -58,16 +59,13 @@ class _Conn:
     """One connection; a guest's has been accepted by us, and is a stranger's until it has said a valid Hello."""
 
     id: ConnId
-    sock: ssl.SSLSocket
+    tls: Encrypted
     inbox: Deframer
-    outbox: bytearray = field(default_factory=bytearray)
-    is_shaking: bool = False  # TLS is not complete
-    wants_write: bool = False  # TLS itself has something to write
     arrival: Arrival | None = None  # of a stranger: what its Hello must prove; absent once greeted
     address: str = ""  # a guest's IP address
     greet_by: float = float("inf")  # when a stranger is sent away
     hello: Hello | None = None  # of a guest that has greeted
-    closing: bool = False  # close once the outbox is empty
+    closing: bool = False  # close once everything is sent
 
 
 @dataclass(slots=True)
@@ -97,7 +95,8 @@ class SocketLink:
         self._conns: dict[ConnId, _Conn] = {}
         self._strangers: dict[ConnId, _Conn] = {}  # those of _conns, oldest first
         self._engines: dict[EngineId, _Engine] = {}  # of guests, the one that spoke longest ago first
-        self._more: dict[ConnId, _Conn] = {}  # TLS may have decrypted more of theirs than we have taken
+        self._hellos: dict[ConnId, Hello] = {}  # of guests, until the end of their connection has been taken in
+        self._more: dict[ConnId, _Conn] = {}  # we may have taken more of theirs from the socket than we have read
         self._meeting: set[ConnId] = set()
         self._met: queue.SimpleQueue[tuple[ConnId, Future[_Meeting]]] = queue.SimpleQueue()
         self._events: deque[LinkEvent] = deque()
@@ -148,25 +147,29 @@ class SocketLink:
         """Queue a message and send what the socket takes now."""
         if (found := self._conns.get(conn)) is None:
             return  # its Lost is on the way, or has been told
-        if len(found.outbox) > MAX_UNSENT:  # before this message: a Welcome alone may be larger
-            self._lose(found, f"it left {len(found.outbox)} bytes unread", silent=True)
+        if found.tls.unsent > MAX_UNSENT:  # before this message: a Welcome alone may be larger
+            self._lose(found, f"it left {found.tls.unsent} bytes unread", silent=True)
             return
-        found.outbox += frame(encode(message))
+        found.tls.write(frame(encode(message)))
         self._flush(found)
 
     def close(self, conn: ConnId) -> None:
         """Close a connection, or give up opening it."""
         self._meeting.discard(conn)
+        self._hellos.pop(conn, None)
         if (found := self._conns.get(conn)) is not None:
             self._drop(found)
         self._events = deque(event for event in self._events if event.conn != conn)
 
     def are_of_one_engine(self, one: ConnId, other: ConnId) -> bool:
-        """Whether two guests' connections were opened by processes of one engine, as their Hellos prove."""
-        ours, theirs = self._conns.get(one), self._conns.get(other)
-        if one == other or ours is None or theirs is None or ours.hello is None or theirs.hello is None:
+        """Whether two guests' connections were opened by processes of one engine, as their Hellos prove.
+
+        One that has ended counts until its :class:`Lost` has been taken in: what it said is judged by what it was then.
+        """
+        ours, theirs = self._hellos.get(one), self._hellos.get(other)
+        if one == other or ours is None or theirs is None:
             return one == other
-        return are_of_one_engine(ours.hello, theirs.hello)
+        return are_of_one_engine(ours, theirs)
 
     def wake(self) -> None:
         """Make a running or coming :meth:`poll` return at once. Any thread may call it."""
@@ -205,7 +208,10 @@ class SocketLink:
 
     def _take_events(self) -> Iterator[LinkEvent]:
         while self._events:
-            yield self._events.popleft()
+            event = self._events.popleft()
+            yield event
+            if isinstance(event, Lost):
+                self._hellos.pop(event.conn, None)
 
     def _bounded(self, timeout: float | None) -> float | None:
         """Return how long to wait at most, so that :meth:`_look_at_clock` is in time."""
@@ -232,12 +238,9 @@ class SocketLink:
         if isinstance(key.data, _Conn):
             if key.data.id not in self._conns:
                 return  # dropped since the selector looked, to make room for another
-            if key.data.is_shaking:
-                self._shake(key.data)
-                return
             if ready & selectors.EVENT_WRITE:
                 self._flush(key.data)
-            if key.data.id in self._conns and (ready & selectors.EVENT_READ or key.data.wants_write):
+            if key.data.id in self._conns and ready & selectors.EVENT_READ:
                 self._read(key.data)
         elif isinstance(key.data, socket.socket):
             self._accept(key.data)
@@ -262,18 +265,18 @@ class SocketLink:
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(sock.close)
             try:
-                encrypted = contexts.server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-                on_failure.callback(encrypted.close)
-                reached = encrypted.getsockname()
+                reached = sock.getsockname()
+                encrypted = Encrypted(sock, contexts.server, server_side=True)
                 conn = self._adopt(next(self._ids), encrypted, MAX_STRANGER)
             except OSError:
                 return  # the caller went away
             on_failure.pop_all()
-        conn.is_shaking, conn.address = True, ip
+        conn.address = ip
         conn.arrival = Arrival(Address(*reached[:2]), contexts.certificate, os.urandom(NONCE_BYTES))
         conn.greet_by = time.monotonic() + self._timeout
         self._strangers[conn.id] = conn
-        self._shake(conn)
+        self.send(conn.id, Challenge(PROTOCOL, conn.arrival.nonce))  # it leaves when TLS is complete
+        self._read(conn)
 
     def _make_room(self, ip: str) -> None:
         """Send a stranger away if there are too many: of this address, or else of the one that has the most.
@@ -290,25 +293,6 @@ class SocketLink:
         self._tally.count("strangers_crowded_out")
         self._drop(next(conn for conn in self._strangers.values() if conn.address == crowded))
 
-    def _shake(self, conn: _Conn) -> None:
-        """Go on with the TLS handshake; after it, challenge the stranger."""
-        try:
-            conn.sock.do_handshake()
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as exc:
-            conn.wants_write = isinstance(exc, ssl.SSLWantWriteError)
-            self._watch(conn)
-            return
-        except (OSError, ValueError):  # ValueError: the system has closed it already
-            self._tally.count("strangers_without_tls")
-            self._drop(conn)
-            return
-        conn.is_shaking = conn.wants_write = False
-        self._watch(conn)
-        if conn.arrival is not None:
-            self.send(conn.id, Challenge(PROTOCOL, conn.arrival.nonce))
-        if conn.id in self._conns:
-            self._read(conn)  # it may have said something in the same breath, and nobody would tell us
-
     def _greet(self, conn: _Conn, host: Host, arrival: Arrival, message: Message) -> None:
         """Judge a stranger's first message."""
         answer = host.answer(message, arrival)
@@ -321,6 +305,7 @@ class SocketLink:
             return
         conn.arrival, conn.greet_by, conn.inbox.limit, conn.hello = None, float("inf"), MAX_FRAME, answer.hello
         del self._strangers[conn.id]
+        self._hellos[conn.id] = answer.hello
         if answer.hello.engine != host.welcome.engine:  # our own workers may be quiet
             self._engines.setdefault(answer.hello.engine, _Engine()).conns[conn.id] = conn
             self._heard(answer.hello.engine)
@@ -342,14 +327,15 @@ class SocketLink:
 
     # ---- connections
 
-    def _adopt(self, id_: ConnId, sock: ssl.SSLSocket, limit: int) -> _Conn:
+    def _adopt(self, id_: ConnId, tls: Encrypted, limit: int) -> _Conn:
+        sock = tls.sock
         sock.settimeout(0)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in {"TCP_USER_TIMEOUT": USER_TIMEOUT_MS, **KEEPALIVE}.items():
             if hasattr(socket, option):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        conn = _Conn(id_, sock, Deframer(limit))
+        conn = _Conn(id_, tls, Deframer(limit))
         self._selector.register(sock, selectors.EVENT_READ, conn)
         self._conns[id_] = conn
         return conn
@@ -363,14 +349,14 @@ class SocketLink:
                 continue
             self._meeting.discard(conn)
             try:
-                sock, welcome = future.result()
+                tls, welcome = future.result()
             except PeerError as exc:
                 self._events.append(Failed(conn, str(exc)))
                 continue
             try:
-                self._adopt(conn, sock, MAX_FRAME)
+                self._more[conn] = self._adopt(conn, tls, MAX_FRAME)
             except OSError as exc:  # it has closed the connection since
-                sock.close()
+                tls.close()
                 self._events.append(Failed(conn, str(exc)))
             else:
                 self._events.append(Met(conn, welcome))
@@ -382,25 +368,28 @@ class SocketLink:
             return None
 
     def _read(self, conn: _Conn) -> None:
-        """Take in what has come; what TLS has decrypted, the selector does not know of, so read until it wants more."""
-        conn.wants_write = False
+        """Take in what has come, and send what TLS itself answers."""
         try:
             self._take_in(conn)
-        except ssl.SSLWantReadError:
+        except BlockingIOError:
             pass
-        except ssl.SSLWantWriteError:
-            conn.wants_write = True
-            self._watch(conn)
         except OSError as exc:
             self._fail(conn, exc)
         except PeerError as exc:
             self._lose(conn, str(exc), silent=True)
+        if conn.id not in self._conns:
+            return
+        if conn.tls.unsent_sealed > MAX_UNSENT:
+            self._lose(conn, f"it left {conn.tls.unsent_sealed} bytes unread", silent=True)
+        else:
+            self._flush(conn)
 
     def _take_in(self, conn: _Conn) -> None:
         for _ in range(MAX_READS):
-            data = conn.sock.recv(1 << 18)
-            if not data:
-                self._lose(conn, "it closed the connection")
+            data = conn.tls.recv()
+            if conn.arrival is not None and conn.tls.records > MAX_STRANGER_RECORDS:
+                self._tally.count("strangers_over_budget")
+                self._drop(conn)
                 return
             for message in conn.inbox.feed(data):
                 if conn.id in self._conns:  # the answer to the message before may have found the peer gone
@@ -410,6 +399,8 @@ class SocketLink:
         self._more[conn.id] = conn  # others first
 
     def _fail(self, conn: _Conn, exc: OSError) -> None:
+        if conn.tls.is_shaking:
+            self._tally.count("strangers_without_tls")
         if isinstance(exc, ssl.SSLError):
             self._lose(conn, f"TLS: {exc.reason}", silent=True)
         else:
@@ -425,22 +416,22 @@ class SocketLink:
 
     def _flush(self, conn: _Conn) -> None:
         try:
-            while conn.outbox:
-                del conn.outbox[: conn.sock.send(conn.outbox)]
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            while conn.tls.wants_write:
+                conn.tls.send()
+        except BlockingIOError:
             pass
         except OSError as exc:
             self._fail(conn, exc)
             return
-        if conn.closing and not conn.outbox:
+        if conn.closing and not conn.tls.unsent:
             self._drop(conn)
             return
         self._watch(conn)
 
     def _watch(self, conn: _Conn) -> None:
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if conn.outbox or conn.wants_write else 0)
-        if self._selector.get_key(conn.sock).events != wanted:
-            self._selector.modify(conn.sock, wanted, conn)
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if conn.tls.wants_write else 0)
+        if self._selector.get_key(conn.tls.sock).events != wanted:
+            self._selector.modify(conn.tls.sock, wanted, conn)
 
     def _lose(self, conn: _Conn, reason: str, *, silent: bool = False) -> None:
         if conn.arrival is None:
@@ -454,5 +445,5 @@ class SocketLink:
                 del engine.conns[conn.id]
                 if not engine.conns:
                     del self._engines[conn.hello.engine]
-            self._selector.unregister(conn.sock)
-            conn.sock.close()
+            self._selector.unregister(conn.tls.sock)
+            conn.tls.close()

@@ -24,13 +24,14 @@ from xpyd_connector.core.messages import (
     encode,
 )
 from xpyd_connector.errors import IncompatiblePeer, ProtocolViolation, Unreachable
+from xpyd_connector.io.encrypted import MAX_STRANGER_RECORDS, Encrypted
 from xpyd_connector.io.framing import Deframer, frame
 from xpyd_connector.io.tls import Tls, digest_of
 
 
 def meet(
     peer: Address, engine: EngineId, guest: Guest, tls: Tls, *, timeout: float, local_only: bool = False
-) -> tuple[ssl.SSLSocket, Welcome]:
+) -> tuple[Encrypted, Welcome]:
     """Return an open connection to ``engine``, encrypted, proven and greeted.
 
     ``timeout`` (s) bounds connecting, and again TLS and the greeting. ``local_only``: our NIXL uses loopback only, so
@@ -50,8 +51,7 @@ def meet(
                 "VLLM_NIXL_SIDE_CHANNEL_HOST to the address that other engines reach this machine at"
             )
         encrypted = _encrypt(sock, peer, tls, deadline)
-        on_failure.callback(encrypted.close)
-        certificate = digest_of(encrypted.getpeercert(binary_form=True))
+        certificate = digest_of(encrypted.peer_certificate())
         call = Call(engine, peer, reached, certificate, os.urandom(NONCE_BYTES))
         welcome = _greet(encrypted, peer, guest, call, deadline)
         on_failure.pop_all()
@@ -66,22 +66,20 @@ def _ends(sock: socket.socket, peer: Address) -> tuple[str, str]:
         raise Unreachable(f"{peer} did not say hello: it closed the connection") from exc
 
 
-def _encrypt(sock: socket.socket, peer: Address, tls: Tls, deadline: float) -> ssl.SSLSocket:
-    context = tls.contexts().client
+def _encrypt(sock: socket.socket, peer: Address, tls: Tls, deadline: float) -> Encrypted:
     try:
-        encrypted = context.wrap_socket(
-            sock, do_handshake_on_connect=False, server_hostname=tls.server_name or peer.host or "localhost"
-        )
+        encrypted = Encrypted(sock, tls.contexts().client, server_hostname=tls.server_name or peer.host or "localhost")
     except (OSError, ValueError) as exc:
         raise Unreachable(f"cannot connect to {peer}: {exc}") from exc
     try:
-        encrypted.settimeout(_left(deadline))
-        encrypted.do_handshake()
+        while encrypted.is_shaking:
+            _send(encrypted, b"", deadline)
+            _take_in(encrypted, peer, deadline)
+        _send(encrypted, b"", deadline)
     except OSError as exc:  # of which the ssl module's own errors
-        encrypted.close()
         if isinstance(exc, ssl.SSLCertVerificationError):
             raise IncompatiblePeer(f"the certificate of {peer} is not accepted: {exc.verify_message}") from exc
-        if isinstance(exc, ssl.SSLError) and not isinstance(exc, (ssl.SSLEOFError, TimeoutError)):
+        if isinstance(exc, ssl.SSLError):
             raise IncompatiblePeer(
                 f"{peer} does not speak TLS 1.3 as we do ({exc.reason}): an older engine, another service, or one that "
                 "wants a certificate (tls_cert)"
@@ -90,20 +88,28 @@ def _encrypt(sock: socket.socket, peer: Address, tls: Tls, deadline: float) -> s
     return encrypted
 
 
-def _greet(sock: ssl.SSLSocket, peer: Address, guest: Guest, call: Call, deadline: float) -> Welcome:
+def _greet(encrypted: Encrypted, peer: Address, guest: Guest, call: Call, deadline: float) -> Welcome:
     deframer = Deframer(MAX_STRANGER)
+
+    def receive(*, is_proven: bool) -> Message:
+        for message in deframer.feed(b""):  # what came with the message before
+            return decode(message)
+        while True:
+            for message in deframer.feed(_take_in(encrypted, peer, deadline, is_proven=is_proven)):
+                return decode(message)
+
     try:
-        challenge = _receive(sock, deframer, deadline)
+        challenge = receive(is_proven=False)
         if not isinstance(challenge, Challenge):
             raise _unexpected(peer, challenge)
         hello = guest.hello(challenge, call)
-        sock.sendall(frame(encode(hello)))
-        proof = _receive(sock, deframer, deadline)
+        _send(encrypted, frame(encode(hello)), deadline)
+        proof = receive(is_proven=False)
         if not isinstance(proof, Proven):
             raise _unexpected(peer, proof)
         guest.check(proof, challenge, hello, call.certificate)
         deframer.limit = MAX_GREETING  # of somebody who has proven that it is one of us
-        answer = _receive(sock, deframer, deadline)
+        answer = receive(is_proven=True)
     except OSError as exc:
         raise Unreachable(f"{peer} did not say hello: {_said(exc)}") from exc
     except IncompatiblePeer as exc:
@@ -121,10 +127,10 @@ def _unexpected(peer: Address, answer: Message) -> IncompatiblePeer | ProtocolVi
 
 
 def _said(exc: OSError) -> str:
-    """Return what the system says of it; the ssl module has a word of its own for a time that is over."""
+    """Return what the system says of it."""
     if isinstance(exc, TimeoutError):
         return "timed out"
-    gone = isinstance(exc, (ssl.SSLEOFError, ConnectionResetError, BrokenPipeError))
+    gone = isinstance(exc, (ConnectionResetError, BrokenPipeError))
     return "it closed the connection" if gone else str(exc)
 
 
@@ -134,14 +140,18 @@ def _left(deadline: float) -> float:
     return left
 
 
-def _receive(sock: ssl.SSLSocket, deframer: Deframer, deadline: float) -> Message:
-    for message in deframer.feed(b""):  # what came with the message before
-        return decode(message)
-    while True:
-        # Before every recv: a peer that sends a byte now and then must not occupy this thread for ever.
-        sock.settimeout(_left(deadline))
-        data = sock.recv(1 << 16)
-        if not data:
-            raise ConnectionResetError
-        for message in deframer.feed(data):
-            return decode(message)
+def _take_in(encrypted: Encrypted, peer: Address, deadline: float, *, is_proven: bool = False) -> bytes:
+    """Return what the next record says."""
+    # Before every one: a peer that sends a byte or a key update now and then must not occupy this thread for ever.
+    encrypted.sock.settimeout(_left(deadline))
+    data = encrypted.recv()
+    if encrypted.records > MAX_STRANGER_RECORDS and not is_proven:
+        raise ProtocolViolation(f"{peer} has sent more than {MAX_STRANGER_RECORDS} TLS records and no proof")
+    return data
+
+
+def _send(encrypted: Encrypted, data: bytes, deadline: float) -> None:
+    encrypted.write(data)
+    while encrypted.wants_write:
+        encrypted.sock.settimeout(_left(deadline))
+        encrypted.send()

@@ -132,11 +132,6 @@ class Network:
                 self._drain(wire)
         self._wires = [wire for wire in self._wires if wire.ends]
 
-    def engine_at(self, link: "MemoryLink", conn: ConnId) -> str | None:
-        """Return the engine at the other end of a connection; None when it is gone."""
-        others = [self.links[number] for wire in self._wires_of(link, conn) for number in wire.links - {link.number}]
-        return others[0].engine if others else None
-
     def reachable(self, memory: str) -> bool:
         """Whether the memory of an engine can be read now."""
         return memory in self.memories and not any(
@@ -191,8 +186,9 @@ class MemoryLink:
         return self.network.call(self, peer)
 
     def are_of_one_engine(self, one: ConnId, other: ConnId) -> bool:
-        """Whether the links at the other ends belong to one engine."""
-        return one == other or self.network.engine_at(self, one) == self.network.engine_at(self, other)
+        """Whether the links at the other ends belong, or belonged, to one engine."""
+        whose = self.network.caller(self, one)
+        return one == other or (whose is not None and whose == self.network.caller(self, other))
 
     def send(self, conn: ConnId, message: Message) -> None:
         """Send a message."""

@@ -12,6 +12,7 @@ So nothing is released or removed before NIXL says that it is over: done, or fai
 
 import contextlib
 import itertools
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from nixl import _api as nixl_api
 
 from xpyd_connector.core.ids import TransferId
 from xpyd_connector.core.messages import RankInfo
@@ -28,6 +28,12 @@ from xpyd_connector.core.nixl_metadata import check_metadata
 from xpyd_connector.core.plan import Spans
 from xpyd_connector.core.ports import Ended, Outcome
 from xpyd_connector.errors import TransferError
+
+_raises = logging.raiseExceptions
+try:
+    from nixl import _api as nixl_api
+finally:  # nixl/logging.py (1.5.1) sets it to False, once: log lines of the whole process that fail would say nothing
+    logging.raiseExceptions = _raises
 
 _bindings = nixl_api.nixlBind
 # NIXL's exceptions have no common base but Exception: list what the library can raise.

@@ -53,6 +53,19 @@ def check_side_channel(settings: Settings) -> None:
     )
 
 
+def reach_remarks(settings: Settings) -> list[str]:
+    """Return a sentence if this engine can never take KV over from another machine; of others, the meeting tells."""
+    if not _moves_kv_here_only(settings):
+        return []
+    why = f"VLLM_NIXL_SIDE_CHANNEL_HOST is {settings.host!r}"
+    if not _is_local(settings.host, settings.port):  # else the devices may be our own choice, for that host
+        why = f"{DEVICES_VARIABLE} is {LOOPBACK!r}"
+    return [
+        f"KV is taken over from engines of this machine only, because {why} and NIXL listens on loopback; prefill "
+        "engines elsewhere will be refused"
+    ]
+
+
 def open_link(
     settings: Settings,
     engine: EngineId,

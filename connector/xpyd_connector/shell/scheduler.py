@@ -45,7 +45,7 @@ from xpyd_connector.shell.facts import Facts
 from xpyd_connector.shell.holding import Holding
 from xpyd_connector.shell.lack import Lack
 from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake, StepMetadata
-from xpyd_connector.shell.network import open_link
+from xpyd_connector.shell.network import open_link, reach_remarks
 from xpyd_connector.shell.outbox import Outbox
 from xpyd_connector.shell.stats import XpydStats
 from xpyd_connector.shell.streams import Streams
@@ -139,6 +139,8 @@ class SchedulerSide:
         if facts.lends or unpacks:
             link.listen(facts.address, Host(welcome, secrets, facts.address.host))
             logger.info("xpyd: engine %s listens at %s", facts.engine, facts.address)
+        for remark in reach_remarks(settings) if facts.borrows else ():
+            logger.info("xpyd: %s", remark)
         self._runner = Runner("xpyd-control", self._control(link, tally, welcome, handshakes), link, self._after_turn)
         self._runner.start()
 

@@ -50,6 +50,12 @@
 - {{ . | quote }}
 {{- end }}
 {{- end }}
+{{- with $v.instancesAllow }}
+- --instances-allow
+{{- range . }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
 {{- if $v.tls.secretName }}
 - --tls-cert
 - /etc/xpyd/tls/tls.crt
@@ -112,7 +118,8 @@
 {{- end }}
 {{- end -}}
 
-{{/* Fails unless the router answers, with any status: one that hangs must be restarted, one without engines must not. */}}
+{{/* Fails unless the router answers, with any status: one that hangs must be restarted, one without engines must not. One that closes the
+connection, for it has as many as it may or the probe shows no certificate, is alive, too. */}}
 {{- define "xpyd.router.alive" -}}
 import http.client as h, ssl
 {{- $where := printf "'localhost', %d, timeout=%d" (int .Values.router.port) (int .Values.router.probes.timeoutSeconds) }}
@@ -121,8 +128,11 @@ c = h.HTTPSConnection({{ $where }}, context=ssl._create_unverified_context())
 {{- else }}
 c = h.HTTPConnection({{ $where }})
 {{- end }}
-c.request('GET', '/health')
-c.getresponse()
+try:
+    c.request('GET', '/health')
+    c.getresponse()
+except (ConnectionResetError, BrokenPipeError, ssl.SSLError):
+    pass
 {{- end -}}
 
 {{/* Each worker fills a core at most, so that is what is asked for; an HPA compares with it. */}}

@@ -125,10 +125,7 @@ def _is_far_over(count: int, limit: int | None) -> bool:
 
 def network_of(host: str) -> str:
     """Return what counts as one address: an IPv4 address, or the 64 bits of IPv6 that one customer gets at least."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
+    address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv4Address):
         return host
     if address.ipv4_mapped is not None:

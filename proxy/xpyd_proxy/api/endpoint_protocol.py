@@ -58,11 +58,11 @@ class _EndpointProtocol(GuardedProtocol):
         if path is None or head.method != b"POST":
             self._request = None
             return False
-        keep_alive, expects = _connection_options(head)
-        response = HttpResponse(self, keep_alive=keep_alive, chunks=not head.is_old)
+        keep_alive = head.keep_alive and not head.is_old
+        response = HttpResponse(self, self.transport.write, keep_alive=keep_alive, chunks=not head.is_old)
         request = self._request = self.cycle = Request(self.requests, response, path, head.headers)
         self._busy, self._is_coming = True, head.length != 0
-        if request.check() and expects and head.length != 0:
+        if request.check() and head.expects and not head.is_old and head.length != 0:
             self.transport.write(_CONTINUE)
         return True
 
@@ -101,10 +101,6 @@ class _EndpointProtocol(GuardedProtocol):
             self._idle_timer.cancel()
 
     # What its request calls
-
-    def write(self, data: bytes, /) -> None:
-        """Write without waiting."""
-        self.transport.write(data)
 
     def default_lines(self) -> bytes:
         """Return what is in every head; uvicorn makes it anew once a second."""
@@ -154,19 +150,3 @@ def _path_of(target: bytes) -> str | None:
         return None
     found = unquote(path.decode("ascii")) if path else ""
     return found if found in ENDPOINTS else None
-
-
-def _connection_options(head: Head) -> tuple[bool, bool]:
-    """Return whether the connection stays open, and whether the client waits for 100 Continue (RFC 9110, 10.1.1).
-
-    HTTP/1.0 knows neither.
-    """
-    if head.is_old:
-        return False, False
-    keep_alive, expects = True, False
-    for name, value in head.headers:
-        if name == b"connection":
-            keep_alive = keep_alive and b"close" not in [option.strip() for option in value.lower().split(b",")]
-        elif name == b"expect":
-            expects = value.lower() == b"100-continue"
-    return keep_alive, expects

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final, cast
 
 import httptools
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from xpyd_proxy.api.clients import Clients
@@ -43,6 +43,37 @@ _LINGER_MOST_S: Final = 60.0  # the same for one that has not yet read what is b
 logger = logging.getLogger(__name__)
 
 
+class ReadControl(FlowControl):
+    """uvicorn's, with a second reason not to read.
+
+    An application that takes a body resumes reading with each part of it. What the parser has not read yet would then
+    grow faster than it is read.
+    """
+
+    is_full = False  # enough waits for the parser
+
+    def resume_reading(self) -> None:
+        """Note that the application takes more."""
+        if self.read_paused:
+            self.read_paused = False
+            self._go_on()
+
+    def fill(self) -> None:
+        """Read no more before ``empty``."""
+        self.is_full = True
+        self._transport.pause_reading()
+
+    def empty(self) -> None:
+        """Note that little waits for the parser."""
+        if self.is_full:
+            self.is_full = False
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if not (self.read_paused or self.is_full):
+            self._transport.resume_reading()
+
+
 class GuardedProtocol(PatientProtocol):
     """uvicorn's protocol, for clients that mean harm."""
 
@@ -52,6 +83,7 @@ class GuardedProtocol(PatientProtocol):
     within = False  # the parser has some of a request, and not all of it
     between = True  # nothing of a request has come, all before it have come to their ends, and one more may come
 
+    _reading: ReadControl  # uvicorn's flow
     _network: str | None = None  # the name under which it is counted
     _over = False  # it is refused: what still comes is dropped
     _since = 0.0  # when the connection, the head or the body began, or the connection was over
@@ -62,7 +94,6 @@ class GuardedProtocol(PatientProtocol):
     _chunks: ChunkedBody | None = None
     _received = 0  # bytes of the body
     _left: bytearray | None = None  # what came behind a request that is not answered yet
-    _is_stopped = False  # reading is paused because of that
     _held = 0  # bytes that are charged for what this connection has sent
 
     # The connection
@@ -70,6 +101,7 @@ class GuardedProtocol(PatientProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count it; one over a limit is refused at once."""
         super().connection_made(transport)
+        self.flow = self._reading = ReadControl(transport)
         self._since = self.loop.time()
         self._network, fault = self.clients.enter(self.client[0] if self.client else None)
         if fault is None:
@@ -268,8 +300,7 @@ class GuardedProtocol(PatientProtocol):
         else:
             self._left += data
         if len(self._left) > HIGH_WATER_LIMIT:
-            self._is_stopped = True
-            self.transport.pause_reading()
+            self._reading.fill()
 
     @property
     def has_more(self) -> bool:
@@ -293,10 +324,7 @@ class GuardedProtocol(PatientProtocol):
         if left is None or self._over or self.transport.is_closing():
             return
         self.free(len(left))
-        if self._is_stopped:
-            self._is_stopped = False
-            if not self.flow.read_paused:
-                self.transport.resume_reading()
+        self._reading.empty()
         self.data_received(bytes(left))
 
     # The parser
@@ -325,7 +353,7 @@ class GuardedProtocol(PatientProtocol):
             has_read = not self.transport.get_write_buffer_size()
             return self._since + (_LINGER_S if has_read else _LINGER_MOST_S)
         if self._in_body:
-            if self.flow.read_paused or self._is_stopped:
+            if self.flow.read_paused or self._reading.is_full:
                 self._since += elapsed  # it may not send
             return self._since + bounds.body_s + self._received / _LEAST_RATE
         if self._head is not None or self.cycle is None:
@@ -398,7 +426,7 @@ class GuardedProtocol(PatientProtocol):
         self.clients.watch(self)
         if self.transport.can_write_eof():
             self.transport.write_eof()
-            self._is_stopped = False
+            self._reading.is_full = False
             self.transport.resume_reading()
         else:  # TLS says goodbye, and reads on until that is answered
             self.transport.close()

@@ -24,7 +24,9 @@ _DIGITS: Final = re.compile(rb"[0-9]{1,%d}" % _DIGITS_MOST)
 _BARE: Final = re.compile(rb"(?<!\r)\n")  # a line feed on its own
 _SIZE_LINE: Final = re.compile(rb"([0-9a-fA-F]{1,%d})((?:[ \t]*;[\t -~\x80-\xff]*)?)\r\n" % _DIGITS_MOST)
 _SHOWN_MOST: Final = 60  # bytes of what a client has sent that a sentence repeats
+_LINES: Final = re.compile(rb"(?:[-!#$%&'*+.^_`|~0-9A-Za-z]++:[\t -~\x80-\xff]*+\r\n)*+\r\n")
 _TOGETHER: Final = frozenset({b"host", b"content-length", b"transfer-encoding"})
+_WEIGHED: Final = _TOGETHER | {b"connection", b"expect", b"upgrade"}
 _NOTHING: Final[Sequence[bytes]] = ()
 
 
@@ -52,6 +54,8 @@ class Head:
     target: bytes  # as it came
     is_old: bool  # HTTP/1.0
     headers: Sequence[tuple[bytes, bytes]]  # names in lower case; without Upgrade
+    keep_alive: bool  # the client does not ask for the connection to be closed (RFC 9112, 9.6)
+    expects: bool  # it waits for 100 Continue (RFC 9110, 10.1.1)
 
 
 def find_end(received: bytes | bytearray, start: int, *, read: int = 0) -> int:
@@ -92,6 +96,7 @@ def read_head(raw: bytes) -> Head:
             f"the head has {len(lines) - 1} header lines, and {LINES_MOST} are the most this router takes"
         )
     request = _REQUEST.fullmatch(lines[0])
+    are_plain = _LINES.fullmatch(raw, len(lines[0]) + 2) is not None  # else each is looked at, to say which is not
     if request is None:
         raise BadFraming(f"the request line is {_shown(lines[0])}: write METHOD TARGET HTTP/1.1")
     if request[1] == b"CONNECT":
@@ -99,18 +104,30 @@ def read_head(raw: bytes) -> Head:
     found: dict[bytes, list[bytes]] = {}
     headers: list[tuple[bytes, bytes]] = []
     kept = [lines[0]]
+    keep_alive, expects = True, False
     for line in lines[1:]:
-        header = read_line(line)
-        if header[0] in _TOGETHER:
-            found.setdefault(header[0], []).append(header[1])
-        if header[0] != b"upgrade":
-            kept.append(line)
-            headers.append(header)
+        if are_plain:
+            name, _, value = line.partition(b":")
+            header = name.lower(), value.strip(b" \t")
+        else:
+            header = read_line(line)
+        name, value = header
+        if name in _WEIGHED:
+            if name in _TOGETHER:
+                found.setdefault(name, []).append(value)
+            elif name == b"upgrade":
+                continue
+            elif name == b"connection":
+                keep_alive = keep_alive and b"close" not in value.lower().replace(b" ", b"").split(b",")
+            else:
+                expects = value.lower() == b"100-continue"
+        kept.append(line)
+        headers.append(header)
     is_old = request[3] == b"0"
     _check_host(found.get(b"host", _NOTHING), is_old=is_old)
     length = _length(found.get(b"content-length", _NOTHING), found.get(b"transfer-encoding", _NOTHING), is_old=is_old)
     whole = raw if len(kept) == len(lines) else b"\r\n".join(kept) + b"\r\n\r\n"
-    return Head(whole, length, request[1], request[2], is_old, headers)
+    return Head(whole, length, request[1], request[2], is_old, headers, keep_alive, expects)
 
 
 def read_line(line: bytes) -> tuple[bytes, bytes]:

@@ -13,7 +13,7 @@ import msgspec
 
 from xpyd_proxy.core.keys import Keyring, Keys
 from xpyd_proxy.core.raw_json import NULL, Fields, NotJson, decode, text
-from xpyd_proxy.errors import BadRequest
+from xpyd_proxy.errors import BadRequest, Unauthorized
 
 FIELD: Final = "cache_salt"
 _DIGITS: Final = 64  # vLLM 0.32 takes 128 characters at most (entrypoints/generate/base/protocol.py)
@@ -36,6 +36,7 @@ class Salts:
 
         Raises:
             BadRequest: what it sends is none.
+            Unauthorized: its key was taken away since it was let in.
         """
         given = fields.get(FIELD, NULL)
         return fields | {FIELD: self._of(caller) if given == NULL else text(self._digest(caller, _read(given)))}
@@ -50,12 +51,18 @@ class Salts:
         return found
 
     def _digest(self, caller: str, given: str) -> str:
-        secret = self._secret
-        if secret is None:
-            keys = self._keyring.keys
-            secret = min([digest for digest, name in keys.owners.items() if name == caller]) if keys else b""
+        secret = self._key_of(caller) if self._secret is None else self._secret
         said = msgspec.json.encode([FIELD, caller, given])
         return hmac.new(secret, said, hashlib.sha256).hexdigest()[:_DIGITS]
+
+    def _key_of(self, caller: str) -> bytes:
+        keys = self._keyring.keys
+        if keys is None:
+            return b""
+        own = [digest for digest, name in keys.owners.items() if name == caller]
+        if not own:
+            raise Unauthorized("the API key is not one that this router knows any more")
+        return min(own)
 
 
 def _read(given: msgspec.Raw) -> str:

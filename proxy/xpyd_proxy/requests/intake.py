@@ -36,10 +36,11 @@ _RETRY_AFTER_S: Final = 1  # another router is there already, or this one will b
 class RequestHead:
     """The head of a request for an endpoint; names of headers are in lower case."""
 
-    __slots__ = ("headers", "path", "shown")
+    __slots__ = ("caller", "headers", "path", "shown")
 
     def __init__(self, path: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.path = path
+        self.caller = ANYBODY  # the name of the client's key, once the head is judged
         self.headers = headers
         shown = dict(headers)
         # of several with one name the first counts
@@ -140,9 +141,9 @@ class Intake:
             return partial(_read_form, boundary_of(head.shown.get(b"content-type", b"")), body)
         return partial(parse, body, strip_private=self.settings.client_kv_params is ClientKvParams.STRIP)
 
-    def plan(self, head: RequestHead, body: bytes, fields: Fields, caller: str) -> Plan:
+    def plan(self, head: RequestHead, body: bytes, fields: Fields) -> Plan:
         """Say what the engines are asked; raises BadRequest."""
-        path, headers, shown = head.path, head.headers, head.shown
+        path, headers, shown, caller = head.path, head.headers, head.shown, head.caller
         api = _APIS.get(path)
         if api is not None:
             check_wanted_now(api, fields)

@@ -1,9 +1,12 @@
 """The two legs of a request, as their engines' responses arrive.
 
-A leg is told of its response by callbacks of the event loop's reads (io/wire/call.py), and tells the request what
-matters: the prefill engine's answer, the first event of a stream, each piece behind it, the end, a failure.
+A leg is told of its response by callbacks of the event loop's reads (io/wire/call.py), and tells its attempt
+(requests/attempt.py) what matters: the prefill engine's answer, the first event of a stream, the end, a failure. The
+pieces of a stream behind its first event go to the client at once.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from xpyd_proxy.core.journey import Visit
@@ -11,6 +14,7 @@ from xpyd_proxy.core.model import Answer, Handover, Instance
 from xpyd_proxy.core.passing import check_type, is_stream
 from xpyd_proxy.core.retries import Failure, LegFailed
 from xpyd_proxy.core.sse import Beginning, WholeLines, error_status
+from xpyd_proxy.core.usage import prompt_tokens_in
 from xpyd_proxy.core.verdict import JSON, refusal
 from xpyd_proxy.core.whole import ANSWER_MOST
 from xpyd_proxy.errors import EngineError, Refused
@@ -31,36 +35,38 @@ class LegSpan(Protocol):
         ...
 
 
-class LegOwner(Protocol):
-    """The request that a leg belongs to. None of the calls waits or raises."""
+class LegOwner(ABC):
+    """The attempt that a leg belongs to. None of the calls waits or raises."""
 
+    __slots__ = ()
+
+    @abstractmethod
     def prefill_answered(self, leg: "PrefillLeg", answer: Answer, /) -> None:
         """The whole response of the prefill engine is here."""
-        ...
 
-    def stream_begun(self, leg: "DecodeLeg", received: bytes, /) -> None:
-        """The first event of a stream is here, and it is no error; ``leg.shown`` is what may pass of it."""
-        ...
+    @abstractmethod
+    def stream_begun(self, leg: "DecodeLeg", counted: int | None, /) -> None:
+        """The first event of a stream is here, and it is no error; ``counted``: tokens of the prompt, if it says."""
 
-    def stream_passed(self, leg: "DecodeLeg", piece: bytes, /) -> None:
-        """More of the stream is here, in whole lines."""
-        ...
+    @abstractmethod
+    def prompt_counted(self, leg: "DecodeLeg", counted: int, /) -> None:
+        """A later event says how many tokens the prompt has."""
 
+    @abstractmethod
     def stream_ended(self, leg: "DecodeLeg", /) -> None:
         """All of the stream is here."""
-        ...
 
+    @abstractmethod
     def decode_answered(self, leg: "DecodeLeg", answer: Answer, /) -> None:
         """The whole response of a decode engine is here, and it is no stream."""
-        ...
 
+    @abstractmethod
     def leg_failed(self, leg: "EngineLeg", error: EngineError | Refused, /) -> None:
         """Nothing more will come of it."""
-        ...
 
+    @abstractmethod
     def crash(self, bug: Exception, /) -> None:
         """The router has a bug: one of these calls has raised."""
-        ...
 
 
 class EngineLeg(Call):
@@ -96,6 +102,16 @@ class EngineLeg(Call):
         self.status = 0
         self.content_type = b""
 
+    @property
+    def may_be_read(self) -> bool:
+        """Tell whether the engine has, or had, all of the request."""
+        return self.was_sent if self.is_closed else self.is_sent
+
+    def raise_failure(self) -> None:
+        """Raise LegFailed if it has failed."""
+        if self.fault is not None:
+            raise self.fault
+
     def fail(self, error: EngineError) -> None:
         """It broke off, or was given up."""
         self.owner.leg_failed(self, error)
@@ -126,7 +142,7 @@ class PrefillLeg(EngineLeg):
         self.handover: Handover | None = None  # what its answer is good for, once that is here
         self.handed_over_at = 0.0
         self.is_followed = False  # a decode leg was sent behind its answer
-        self.is_read = False  # a decode engine has, or may have, come for its blocks
+        self.is_read = False  # a decode engine has come, or may have come, for its blocks
 
     def began(self, status: int, content_type: bytes, load: bytes) -> None:
         """Its head is here."""
@@ -159,10 +175,12 @@ class DecodeLeg(EngineLeg):
         "counted",
         "counts",
         "follows",
+        "heard",
         "is_last",
         "is_over",
         "lines",
         "shown",
+        "sink",
     )
 
     def __init__(self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None) -> None:
@@ -173,9 +191,11 @@ class DecodeLeg(EngineLeg):
         self._is_stream = False
         self.lines: WholeLines | None = None  # of a stream that has begun well
         self.shown: bytes | None = None  # what the client gets first: the beginning of a stream, or a whole answer
+        self.sink: Callable[[bytes], object] | None = None  # takes what comes behind that
         self.is_last = False  # the end of the stream has come with its beginning
         self.is_over = False  # all of the answer is here
         self.follows = False  # it was sent behind the answer of a prefill engine
+        self.heard = False  # something has come since the last look at the time
         self.counts = True  # it may still say how many tokens the prompt has
         self.counted: int | None = None  # what it has said
 
@@ -183,6 +203,11 @@ class DecodeLeg(EngineLeg):
     def streams(self) -> bool:
         """Tell whether a stream has begun well."""
         return self.lines is not None
+
+    @property
+    def has_begun(self) -> bool:
+        """Tell whether it has begun well; what is complete with its beginning is waited for."""
+        return self.shown is not None and (self.is_over or not self.is_last)
 
     def take_shown(self) -> bytes:
         """Return what the client gets first, once."""
@@ -208,7 +233,7 @@ class DecodeLeg(EngineLeg):
                 self.give_up(error)
                 return
             if passing:
-                self.owner.stream_passed(self, passing)
+                self._pass_on(lines, passing)
         elif self._is_stream:
             self._begin(piece, last=last)
         else:
@@ -216,6 +241,19 @@ class DecodeLeg(EngineLeg):
             self._size += len(piece)
             if self._size > ANSWER_MOST:
                 self.give_up(self._too_long())
+
+    def _pass_on(self, lines: WholeLines, passing: bytes) -> None:
+        self.heard = True
+        if lines.erred:
+            self.failure = Failure.BROKEN  # now, for many clients hang up at an error
+        if self.counts:
+            counted = prompt_tokens_in(passing)
+            if counted is not None:
+                self.owner.prompt_counted(self, counted)
+        if self.sink is not None:
+            self.sink(passing)
+        elif self.shown is not None:
+            self.shown += passing
 
     def _begin(self, piece: bytes, *, last: bool) -> None:
         """Wait for the first event: it tells a request that has failed from one that has begun."""
@@ -239,10 +277,14 @@ class DecodeLeg(EngineLeg):
                 self.give_up(error)
                 return
             self.lines, self.shown, self.is_last, self._beginning = lines, shown, last, None
-            self.owner.stream_begun(self, received)
+            self.heard = True
+            if lines.erred:
+                self.failure = Failure.BROKEN
+            self.owner.stream_begun(self, prompt_tokens_in(received) if self.counts else None)
 
     def end(self) -> None:
         """All of it is here."""
+        self.is_over = True
         if self.lines is not None or self._is_stream:
             self.owner.stream_ended(self)
             return

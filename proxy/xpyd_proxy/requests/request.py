@@ -1,14 +1,13 @@
 """One request, from its head to its end: the coroutine that walks the table of requests/lifecycle.py.
 
-The coroutine has no task: it is resumed by the event loop's reads (``wake``), and by the one timer that looks at the
-time of all requests (requests/service.py). So nothing else may be awaited in it than ``_news``. What its legs tell it
-(requests/legs.py) is taken in at once, and the coroutine goes on when there is something to decide. The pieces of a
-stream go from the decode leg to the client without it.
+The coroutine has no task (requests/stepper.py): it is resumed by the event loop's reads, and by the one timer that
+looks at the time of all requests (requests/service.py). It may await nothing but its Stepper. What the legs tell
+is taken in by the attempt (requests/attempt.py), and the coroutine goes on when there is something to decide. The
+pieces of a stream go from the decode leg to the client without it.
 """
 
 import logging
-from collections.abc import Coroutine, Generator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from typing import Final
 
 from xpyd_proxy.core import dialect, push
@@ -16,51 +15,29 @@ from xpyd_proxy.core.admission import State as TicketState
 from xpyd_proxy.core.admission import Ticket
 from xpyd_proxy.core.journey import HUNG_UP, Journey, Outcome, client_id
 from xpyd_proxy.core.lifetime import Stage
-from xpyd_proxy.core.load import ASK_FOR_REPORT
-from xpyd_proxy.core.model import (
-    Answer,
-    Call,
-    Handover,
-    Headers,
-    Instance,
-    InstanceId,
-    Push,
-    Role,
-    Solo,
-)
-from xpyd_proxy.core.model import Leg as ReleaseLeg
-from xpyd_proxy.core.passing import check_type, clean_answer
+from xpyd_proxy.core.model import Call, Instance, InstanceId, Push, Role, Solo
 from xpyd_proxy.core.raw_json import Pieces, encode
 from xpyd_proxy.core.replay import Replay, can_resume, traced
 from xpyd_proxy.core.retries import Again, Chances, Failure, LegFailed, failure_of
 from xpyd_proxy.core.routing import solo_reason
-from xpyd_proxy.core.rules import Patience, Rules
+from xpyd_proxy.core.rules import Rules
 from xpyd_proxy.core.said import Coordinates
-from xpyd_proxy.core.usage import prompt_tokens, prompt_tokens_in
-from xpyd_proxy.core.verdict import check_prefill, refused_decode
-from xpyd_proxy.errors import (
-    EngineError,
-    EngineTimeout,
-    NoInstance,
-    OutOfTime,
-    ProxyError,
-    Refused,
-    TurnedAway,
-    Unauthorized,
-)
+from xpyd_proxy.errors import EngineError, NoInstance, OutOfTime, ProxyError, Refused, TurnedAway, Unauthorized
+from xpyd_proxy.requests.attempt import Attempt
 from xpyd_proxy.requests.error_body import error_body
 from xpyd_proxy.requests.examiner import LARGE
-from xpyd_proxy.requests.handovers import decode_body, prefill_body
+from xpyd_proxy.requests.handovers import decode_body
 from xpyd_proxy.requests.intake import JSON_TYPE, Plan, RequestHead
-from xpyd_proxy.requests.legs import DecodeLeg, EngineLeg, PrefillLeg
+from xpyd_proxy.requests.legs import DecodeLeg, PrefillLeg
 from xpyd_proxy.requests.lifecycle import TRANSITIONS, RequestEvent, RequestState
 from xpyd_proxy.requests.response import ResponseWriter, head_lines, last_event
 from xpyd_proxy.requests.service import Requests, RequestSpan
+from xpyd_proxy.requests.stepper import Stepper
+from xpyd_proxy.requests.upload import Upload
 
-_RECEIVED, _WAITING, _ROUTING, _PREFILLING, _BOTH, _DECODING, _STREAMING, _OVER = RequestState
-_RANK: Final = b"x-data-parallel-rank"
-_RELEASES_MOST: Final = 16  # decode engines of which one is asked to free blocks
+_OK: Final = 200
 _BUG: Final = 500
+_NO_HEAD: Final = RequestHead("", ())
 logger = logging.getLogger(__name__)
 
 
@@ -68,54 +45,48 @@ class ClientGone(Exception):
     """The client has closed its connection."""
 
 
-class _Pause:
-    """What the coroutine of a request waits for."""
+class Route:
+    """Where one try goes."""
 
-    __slots__ = ()
+    __slots__ = ("body", "call", "decode", "lent_by", "prefill", "told")
 
-    def __await__(self) -> Generator[None, None, None]:
-        yield None
-
-
-_PAUSE: Final = _Pause()
+    def __init__(
+        self,
+        call: Call | None,
+        prefill: Instance | None,
+        decode: Instance,
+        *,
+        told: Coordinates | None = None,
+        body: Pieces | None = None,
+    ) -> None:
+        self.call = call
+        self.prefill = prefill  # None: the decode engine serves it alone
+        self.decode = decode
+        self.told = told  # where the prefill engine is, if it pushes: then both legs go out at once
+        self.body: Pieces = [] if body is None else body  # of the decode leg
+        self.lent_by: PrefillLeg | None = None  # the leg whose blocks the decode engine is told to read
 
 
 class Request:
     """One request. To uvicorn's protocol it is the cycle of its connection."""
 
     __slots__ = (
-        "_attempt_id",
-        "_body",
-        "_caller",
-        "_chances",
-        "_counted",
-        "_decode",
+        "_attempt",
         "_ends_at",
-        "_has_news",
         "_head",
-        "_heard",
-        "_held",
-        "_interrupt",
-        "_is_waiting",
         "_journey",
-        "_life",
         "_of",
-        "_patience",
         "_paused",
         "_plan",
-        "_prefill",
         "_replay",
         "_response",
         "_rules",
-        "_size",
-        "_slot",
         "_span",
         "_start",
+        "_steps",
         "_streamed_at",
-        "_tail",
         "_ticket",
-        "_told",
-        "_transfer",
+        "_upload",
         "disconnected",
         "response_complete",
         "state",
@@ -126,7 +97,7 @@ class Request:
     ) -> None:
         head = self._head = RequestHead(path, headers)
         name = head.shown.get(b"x-request-id")
-        self.state = _RECEIVED
+        self.state = RequestState.RECEIVED
         self._of = of
         self._response = response
         self._start = of.clock()
@@ -134,26 +105,15 @@ class Request:
         self._span: RequestSpan | None = None
         if of.spans is not None:
             self._span = of.spans.request(self._journey, path, tuple(headers))
-        self._caller = ""
-        self._body: list[bytes] = []
-        self._tail = bytearray()  # the last pieces of it, while it comes
-        self._size = 0  # bytes of it
-        self._held = 0  # bytes of it that are charged
-        self._life: Coroutine[object, None, None] | None = None
-        self._is_waiting = self._has_news = False
-        self._interrupt: Exception | None = None  # what ends the request from outside
+        self._upload = Upload(of.gate)
+        self._steps = Stepper()
         self._ticket: Ticket | None = None
-        self._plan: Plan | None = None
+        self._plan: Plan | None = None  # since it was read
         self._rules: Rules = of.rules
-        self._patience: Patience = self._rules.patience
-        self._ends_at: float | None = None
-        self._prefill: PrefillLeg | None = None
-        self._decode: DecodeLeg | None = None
-        self._slot: Instance | None = None  # a decode engine whose slot is held while the prefill leg is under way
-        self._told: Coordinates | None = None  # what the decode engine was told of the prefill engine in advance
-        self._replay: Replay | None = None
-        self._counted: int | None = None  # tokens of the prompt, as the prefill engine says
-        self._heard = self._paused = False
+        self._ends_at: float | None = None  # when all of it has taken too long
+        self._attempt: Attempt | None = None  # since it was routed
+        self._replay: Replay | None = None  # of a stream that another engine could go on with
+        self._paused = False  # the client is slow
         self._streamed_at: float | None = None  # when a stream began
         self.disconnected = self.response_complete = False
 
@@ -191,202 +151,175 @@ class Request:
     def check(self) -> bool:
         """Judge the head; False: the request is refused, and answered."""
         try:
-            self._caller = self._of.intake.check(self._head)
+            self._head.caller = self._of.intake.check(self._head)
         except ProxyError as error:
-            self._refuse(error)
-            return False
-        return True
+            self._end(self._tell(error))
+        return not self.response_complete
 
     def take(self, piece: bytes, *, is_all: bool = False) -> None:
-        """Take a piece of the body; ``is_all``: it is complete, and was not waited for."""
+        """Take a piece of the body; ``is_all``: there was and will be no other."""
         if self.response_complete:
             return  # it was refused
-        self._size += len(piece)
         try:
-            self._of.intake.check_size(self._size)
-            if not is_all:
-                self._of.gate.hold(len(piece))
-                self._held += len(piece)
+            self._of.intake.check_size(self._upload.size + len(piece))
+            self._upload.add(piece, is_all=is_all)
         except ProxyError as error:
-            self._refuse(error)
-            return
-        if is_all:
-            self._body.append(piece)
-            return
-        tail = self._tail
-        tail += piece
-        if len(tail) >= _PART:
-            self._body.append(bytes(tail))
-            tail.clear()
+            self._end(self._tell(error))
 
     def begin(self) -> None:
-        """The request is complete: serve it."""
-        if self.response_complete:
-            return
-        self._of.begun(self)
-        self._life = self._live()
-        self._step()
+        """Serve the request: it is complete."""
+        if not self.response_complete:
+            self._of.begun(self)
+            self._steps.begin(self._live())
 
     def pause(self) -> None:
         """Have the engine wait: the client is slow, which is not held against the engine."""
         self._paused = True
-        if self.state is _STREAMING and self._decode is not None:
-            self._decode.hold()
+        if self._attempt is not None:
+            self._attempt.pause()
 
     def resume(self) -> None:
-        """Go on; the engine has its full time again."""
-        self._paused, self._heard = False, True
-        if self.state is _STREAMING and self._decode is not None:
-            self._decode.go_on()
+        """Go on."""
+        self._paused = False
+        if self._attempt is not None:
+            self._attempt.resume()
 
     def interrupt(self, error: Exception) -> None:
         """End the request with this, at the next point at which it waits."""
-        if self._interrupt is None and self.state is not _OVER:
-            self._interrupt = error
-            if self._life is None:  # its body has not come
-                self._refuse(error)
-            else:
-                self.wake()
+        if self._steps.is_running:
+            self._steps.interrupt(error)
+        elif not self.response_complete:
+            self._end(self._tell(error))  # its body has not come
 
-    def crash(self, bug: Exception) -> None:
-        """Something was raised that should not be: the client is told, and the log says what."""
-        self.interrupt(bug)
-
-    def _refuse(self, error: Exception) -> None:
-        """Answer a request before its life has begun."""
-        self._end(self._status_of(error))
+    # ---- for those who look after all requests
 
     @property
     def engines(self) -> Sequence[InstanceId]:
         """List the engines of the legs that are under way."""
-        legs = (self._prefill, self._decode)
-        return [leg.instance.id for leg in legs if leg is not None and not leg.is_closed]
+        return () if self._attempt is None else self._attempt.engines
 
-    # ---- the coroutine, and what resumes it
+    def look(self, now: float) -> None:
+        """See whether something has taken too long."""
+        if self._ends_at is not None and now >= self._ends_at:
+            self.interrupt(self._out_of_time())
+        elif self._attempt is not None:
+            self._attempt.look(now, paused=self._paused)
 
-    def wake(self) -> None:
-        """Something has come that the coroutine may wait for."""
-        if self._is_waiting:
-            self._is_waiting = False
-            self._step()
-        else:
-            self._has_news = True
+    def _out_of_time(self) -> OutOfTime:
+        seconds = self._rules.patience.total_s(streams=self._planned.streams)
+        if self.state is RequestState.STREAMING:
+            return OutOfTime(f"the stream was not complete within {seconds:g} s")
+        return OutOfTime(f"the request was not done within {seconds:g} s")
 
-    def _step(self) -> None:
-        life = self._life
-        if life is not None:
-            with suppress(StopIteration):
-                life.send(None)
+    # ---- the life
 
-    async def _news(self) -> None:
-        """Wait until something has happened; raises what ends the request from outside."""
-        if self._has_news:
-            self._has_news = False
-        else:
-            self._is_waiting = True
-            await _PAUSE
-        if self._interrupt is not None:
-            raise self._interrupt
+    async def _live(self) -> None:
+        """Serve the request to its end, whatever that is; nothing is raised."""
+        status = _OK
+        try:
+            plan = self._plan = await self._read_long() if self._upload.size > LARGE else self._read()
+            if not self._admit(plan):
+                await self._wait_for_turn()
+            self._begin_time(plan)
+            call, rules = plan.call, self._rules
+            if call is not None and rules.resume and _may_resume(call):
+                await self._answer_and_resume(call)
+            else:
+                await self._answer(call, Chances(rules.retries))
+        except Exception as error:  # noqa: BLE001 (each is told to the client, and what is a bug is logged)
+            status = self._tell(error)
+        try:
+            self._close_attempt()
+        finally:
+            self._end(status)
+
+    def _begin_time(self, plan: Plan) -> None:
+        """The request is admitted: its time begins, and it goes by the rules of now."""
+        of = self._of
+        self._rules, now = of.rules, of.clock()
+        of.budget.came(now=now)
+        seconds = self._rules.patience.total_s(streams=plan.streams)
+        self._ends_at = None if seconds is None else now + seconds
 
     def _on(self, event: RequestEvent) -> None:
         """Take a step of the table; one that is not in it is a bug, and raises."""
         self.state = TRANSITIONS[self.state][event]
 
-    async def _live(self) -> None:
-        """Serve the request to its end, whatever that is; nothing is raised."""
-        status = 200
-        try:
-            await self._serve()
-        except Exception as error:  # noqa: BLE001 (each is answered, and what is a bug is logged)
-            status = self._status_of(error)
-        try:
-            self._close_legs()
-        finally:
-            self._end(status)
+    @property
+    def _planned(self) -> Plan:
+        if self._plan is None:
+            raise RuntimeError("the request is not read yet")
+        return self._plan
 
-    async def _serve(self) -> None:
-        plan = self._plan = await self._read()
-        await self._admitted(plan)
-        self._rules = rules = self._of.rules  # those of now: a reload may have come while it waited
-        self._patience = patience = rules.patience
-        self._of.budget.came(now=self._of.clock())
-        seconds = patience.total_s(streams=plan.streams)
-        self._ends_at = None if seconds is None else self._of.clock() + seconds
-        call = plan.call
-        if (
-            call is not None
-            and rules.resume
-            and can_resume(call.api, call.fields)
-            and solo_reason(call.api, call.fields) is None
-        ):
-            await self._serve_with_resume(call)
-        else:
-            await self._answer(call, Chances(rules.retries), None)
+    # ---- RECEIVED and WAITING
 
-    # ---- RECEIVED, WAITING
+    def _read(self) -> Plan:
+        """Return what the engines are asked."""
+        intake, head, body = self._of.intake, self._head, self._upload.whole()
+        return intake.plan(head, body, intake.reading(head, body)())
 
-    def _whole_body(self) -> bytes:
-        if self._tail:
-            self._body.append(bytes(self._tail))
-            self._tail.clear()
-        if len(self._body) != 1:
-            self._body = [b"".join(self._body)]
-        return self._body[0]
+    async def _read_long(self) -> Plan:
+        """Read a long body in a thread, so that other requests do not wait for it."""
+        intake, head, body = self._of.intake, self._head, self._upload.whole()
+        future = self._of.examiner.submit(intake.reading(head, body))
+        future.add_done_callback(lambda _: self._steps.wake())
+        while not future.done():
+            await self._steps
+        return intake.plan(head, body, future.result())
 
-    async def _read(self) -> Plan:
-        """Return what the engines are asked; a long body is read in a thread."""
-        intake, head, body = self._of.intake, self._head, self._whole_body()
-        work = intake.reading(head, body)
-        if len(body) <= LARGE:
-            fields = work()
-        else:
-            future = self._of.examiner.submit(work)
-            future.add_done_callback(lambda _: self.wake())
-            while not future.done():
-                await self._news()
-            fields = future.result()
-        plan = intake.plan(head, body, fields, self._caller)
-        self._body = []
-        return plan
-
-    async def _admitted(self, plan: Plan) -> None:
-        """Wait for a place.
+    def _admit(self, plan: Plan) -> bool:
+        """Ask for a place; False: the request has to wait for it.
 
         Raises:
-            TurnedAway: there is none, or not in time.
+            TurnedAway: it may not even wait.
         """
-        of = self._of
-        self._free()
-        self._ticket = ticket = of.gate.arrive(self._caller, plan.priority, self._size)
+        gate, upload = self._of.gate, self._upload
+        upload.free()  # its bytes are charged with the ticket from now on
+        ticket = self._ticket = gate.arrive(self._head.caller, plan.priority, upload.size)
+        self._head = RequestHead(self._head.path, ())  # the connection keeps us until its next request
         if ticket.state is TicketState.WAITING:
             self._on(RequestEvent.QUEUED)
-            of.gate.watch(ticket, self.wake)
-            try:
-                while ticket.state is TicketState.WAITING:
-                    await self._news()
-            finally:
-                of.gate.unwatch(ticket)
-        of.gate.check(ticket)
+            return False
+        gate.check(ticket)
         self._on(RequestEvent.ADMITTED)
+        return True
 
-    def _free(self) -> None:
-        """Give back the bytes of the body that were charged while it came."""
-        if self._held:
-            self._of.gate.free(self._held)
-            self._held = 0
+    async def _wait_for_turn(self) -> None:
+        """Wait in the queue; raises TurnedAway."""
+        gate, ticket = self._of.gate, self._ticket
+        if ticket is None:
+            return
+        gate.watch(ticket, self._steps.wake)
+        try:
+            while ticket.state is TicketState.WAITING:
+                await self._steps
+        finally:
+            gate.unwatch(ticket)
+        gate.check(ticket)
+        self._on(RequestEvent.ADMITTED)
 
     # ---- ROUTING, and what follows from failures
 
-    async def _answer(self, call: Call | None, chances: Chances, alone: Pieces | None) -> None:
-        """Try until an engine has given the whole answer; ``alone``: the body for one engine that is enough.
+    async def _answer(self, call: Call | None, chances: Chances, alone: Pieces | None = None) -> None:
+        """Try until an engine has given the whole answer; ``alone``: what one decode engine is asked by itself.
 
         Raises:
             ProxyError: what the client is told.
         """
         failed: LegFailed | None = None
         while True:
+            attempt = self._attempt = Attempt(
+                self._of, self._planned, self._rules, self._journey, chances, steps=self._steps, span=self._span
+            )
             try:
-                await self._try(call, chances, alone)
+                route = self._route(attempt, call, alone)
+                prefilling = self._set_off(attempt, route)
+                if prefilling is not None:
+                    while prefilling.handover is None:
+                        prefilling.raise_failure()
+                        await self._steps
+                    self._hand_over(attempt, route, prefilling)
+                await self._decode(attempt, route)
                 return
             except LegFailed as now_failed:
                 failed = now_failed.with_traceback(None)  # it leads here: a circle
@@ -394,52 +327,34 @@ class Request:
                 if failed is None:
                     raise
                 raise failed.error from None
-            self._close_legs()
-            self._try_again(chances, failed)
+            self._try_again(failed)
 
-    def _try_again(self, chances: Chances, failed: LegFailed) -> None:
+    def _try_again(self, failed: LegFailed) -> None:
         """Return if the request may be sent again, else raise what the client is told."""
+        attempt = self._close_attempt()
         role = failed.instance.role
-        if not self._may_repeat(chances, failed, self._usable(role)):
+        if attempt is None or not attempt.may_repeat(failed, attempt.usable(role)):
             raise failed.error
         self._journey.set_aside(role, failed.failure)
         self._journey.start_over()
         self._on(RequestEvent.RETRY)
 
-    async def _try(self, call: Call | None, chances: Chances, alone: Pieces | None) -> None:
-        """Choose engines, send the legs, and show the answer."""
+    def _route(self, attempt: Attempt, call: Call | None, alone: Pieces | None) -> Route:
+        """Choose the engines, and the way of the KV cache."""
         of, journey = self._of, self._journey
-        self._attempt_id, self._transfer = journey.attempt_id, of.new_transfer()
-        self._chances, self._counted, self._told = chances, None, None
-        pair: tuple[Instance, Instance] | None = None
-        if call is None or alone is not None:
-            if call is None:
-                journey.solo = Solo.ONE_LEG
-        else:
+        if call is None:
+            journey.solo, alone = Solo.ONE_LEG, self._planned.body
+        elif alone is None:
             journey.solo = solo_reason(call.api, call.fields, min_prompt_chars=self._rules.min_prompt_chars)
-            if journey.solo is None:
-                pair = self._pair(chances)
-        if call is None or pair is None:
-            if alone is None:
-                alone = self._planned().body if call is None else [encode(call.fields)]
-            await self._single(alone)
-            return
-        prefill, decode = pair
-        told = of.learned.coordinates(prefill.id)
-        if told is None:
-            await self._pull(call, prefill, decode)
-        else:
-            await self._push(call, prefill, decode, told)
-
-    def _planned(self) -> Plan:
-        plan = self._plan
-        if plan is None:
-            raise RuntimeError("the request is not read yet")
-        return plan
+            pair = None if journey.solo else self._pair(attempt.chances)
+            if pair is not None:
+                return Route(call, pair[0], pair[1], told=of.learned.coordinates(pair[0].id))
+            alone = [encode(call.fields)]
+        return Route(call, None, attempt.one(of.fleet.usable(Role.DECODE)), body=alone)
 
     def _pair(self, chances: Chances) -> tuple[Instance, Instance] | None:
         """Choose two engines; None: there is no prefill engine, and a decode engine may do it alone."""
-        fleet, ask = self._of.fleet, self._planned().ask
+        fleet, ask = self._of.fleet, self._planned.ask
         try:
             if not chances.avoided:
                 return fleet.any_pair(ask)
@@ -452,516 +367,218 @@ class Request:
         self._journey.solo = Solo.NO_PREFILL
         return None
 
-    def _one(self, among: Sequence[Instance]) -> Instance:
-        """Choose a decode engine."""
-        ask, chances = self._planned().ask, self._chances
-        return self._of.fleet.one(chances.among(among), ask.once_more() if chances.avoided else ask)
+    # ---- PREFILLING, BOTH, DECODING
 
-    # ---- SINGLE, PULL and PUSH
-
-    async def _single(self, body: Pieces) -> None:
-        """One engine serves the request alone."""
-        decode = self._one(self._of.fleet.usable(Role.DECODE))
-        self._on(RequestEvent.SINGLE)
-        await self._decoded(decode, body, None)
-
-    async def _pull(self, call: Call, prefill: Instance, decode: Instance) -> None:
-        """Tell the decode engine what the prefill engine has answered."""
-        of = self._of
-        self._on(RequestEvent.PULL)
-        of.fleet.enter(decode, self._attempt_id)  # its slot is held from now on
-        self._slot = decode
-        self._prefill = leg = self._send_prefill(call, prefill, reuses=self._rules.reuse_tokens)
-        while leg.handover is None:
-            self._raise_failure(leg)
-            await self._news()
-        handover = leg.handover
-        body = decode_body(call, self._journey, self._attempt_id, handover)
-        self._on(RequestEvent.PREFILLED)
-        try:
-            await self._decoded(decode, body, leg)
-        except BaseException:
-            if not leg.is_read and handover.coordinates is None:
-                self._release(call, prefill, handover)
-            raise
-
-    async def _push(self, call: Call, prefill: Instance, decode: Instance, told: Coordinates) -> None:
-        """Send both legs at once; the decode engine may well answer first."""
+    def _set_off(self, attempt: Attempt, route: Route) -> PrefillLeg | None:
+        """Send what can be sent before an engine has answered; return the leg whose answer the decode leg needs."""
+        call, prefill = route.call, route.prefill
+        if call is None or prefill is None:
+            self._on(RequestEvent.SINGLE)
+            return None
+        attempt.hold_slot(route.decode)
+        if route.told is None:
+            self._on(RequestEvent.PULL)
+            return attempt.send_prefill(call, prefill, reuses=self._rules.reuse_tokens)
         journey = self._journey
-        journey.push, journey.transfer, self._told = Push.AT_ONCE, self._transfer, told
-        params = push.decode_params(told, call.api, self._attempt_id, self._transfer)
-        body: Pieces = [dialect.decode_body(dialect.named(call.api, call.fields, self._attempt_id), params)]
+        journey.push, journey.transfer, attempt.told = Push.AT_ONCE, attempt.transfer, route.told
+        params = push.decode_params(route.told, call.api, attempt.id, attempt.transfer)
+        route.body = [dialect.decode_body(dialect.named(call.api, call.fields, attempt.id), params)]
         self._on(RequestEvent.PUSH)
-        self._of.fleet.enter(decode, self._attempt_id)
-        self._slot = decode
-        self._prefill = self._send_prefill(call, prefill, reuses=False)
-        await self._decoded(decode, body, None)
+        attempt.send_prefill(call, prefill, reuses=False)
+        return None
 
-    def _send_prefill(self, call: Call, prefill: Instance, *, reuses: bool) -> PrefillLeg:
-        of = self._of
-        body = prefill_body(call, self._attempt_id, self._transfer, reuses=reuses)
-        now = of.clock()
-        leg = PrefillLeg(self, prefill, now, now + self._patience.prefill_s)
-        self._journey.prefill = leg.visit
-        self._send(leg, body, asks_for_report=of.reports)
-        return leg
+    def _hand_over(self, attempt: Attempt, route: Route, leg: PrefillLeg) -> None:
+        """Tell the decode engine what the prefill engine has answered."""
+        if route.call is not None and leg.handover is not None:
+            route.body = decode_body(route.call, self._journey, attempt.id, leg.handover)
+            route.lent_by = leg
+        self._on(RequestEvent.PREFILLED)
 
-    async def _decoded(self, decode: Instance, body: Pieces, lent_by: PrefillLeg | None) -> None:
+    async def _decode(self, attempt: Attempt, route: Route) -> None:
         """Get the answer from a decode engine, or from another one if this one got nothing of the request.
 
-        ``lent_by``: the leg whose blocks the decode engine is told to read.
+        Raises:
+            LegFailed: none has begun to answer.
+            EngineError: a stream broke off, or is not complete.
         """
-        while True:
-            leg = self._send_decode(decode, body)
-            try:
-                await self._begun(leg, lent_by)
-                break
-            except LegFailed as failed:
-                if failed.instance.role is not Role.DECODE:
-                    raise
-                others = self._others(decode, lent_by)
-                is_next = failed.rule.again is Again.DECODE and bool(others)
-                if not (is_next and self._may_repeat(self._chances, failed, others)):
-                    raise
-                self._journey.set_aside(Role.DECODE, failed.failure)
-                failed.with_traceback(None)  # it leads to frames that hold the leg, which holds it: a circle
-            self._on(RequestEvent.NEXT_DECODE)
-            decode = self._one(others)
-        if leg.streams:
-            await self._streamed(leg)
-        else:
-            self._show_whole(leg)
-
-    def _send_decode(self, decode: Instance, body: Pieces) -> DecodeLeg:
-        of, plan, now = self._of, self._planned(), self._of.clock()
-        seconds = self._patience.first_token_s if plan.streams else None
-        self._decode = leg = DecodeLeg(self, decode, now, None if seconds is None else now + seconds)
-        self._journey.decode = leg.visit
-        prefill = self._prefill
-        if prefill is not None and prefill.handover is not None and not prefill.is_followed:
-            leg.follows = prefill.is_followed = True
-            of.sight.later.add(of.sight.handed_over, now - prefill.handed_over_at, now)
-        self._send(leg, body)
-        if self._slot is not None:
-            of.fleet.leave(self._slot, self._attempt_id)  # the leg has entered it
-            self._slot = None
-        return leg
-
-    async def _begun(self, leg: DecodeLeg, lent_by: PrefillLeg | None) -> None:
-        """Wait until a decode engine has begun to answer, and well; raises LegFailed."""
+        lent_by = route.lent_by
         try:
-            while leg.shown is None:
-                if self._told is not None and self._prefill is not None:
-                    self._raise_failure(self._prefill)  # that it failed may be why the other one will
-                self._raise_failure(leg)
-                await self._news()
+            while True:
+                leg = attempt.send_decode(route.decode, route.body)
+                try:
+                    while not leg.has_begun:
+                        if attempt.told is not None and attempt.prefill is not None:
+                            attempt.prefill.raise_failure()  # that it failed may be why the other one will
+                        leg.raise_failure()
+                        await self._steps
+                    break
+                except LegFailed as failed:
+                    route.decode = self._next_decode(attempt, failed, lent_by)
+                finally:
+                    if lent_by is not None and leg.may_be_read:
+                        lent_by.is_read = True  # whatever becomes of it, the engines settle it between them
+                self._on(RequestEvent.NEXT_DECODE)
         finally:
-            if lent_by is not None and (leg.was_sent if leg.is_closed else leg.is_sent):
-                lent_by.is_read = True  # whatever becomes of it, the engines settle it between them
+            if lent_by is not None and not lent_by.is_read:
+                attempt.release(lent_by)
+        if leg.streams:
+            await self._stream(attempt, leg)
+        else:
+            self._show_whole(attempt, leg)
 
-    def _raise_failure(self, leg: EngineLeg) -> None:
-        if leg.fault is not None:
-            raise leg.fault
-
-    def _others(self, failed: Instance, lent_by: PrefillLeg | None) -> Sequence[Instance]:
-        """List the engines that may get the decode leg of one that could not be reached.
-
-        They must be able to read the blocks. None: it is too late for these, or another pair has better chances.
-        """
-        of = self._of
-        decodes = self._usable(Role.DECODE)
-        prefill = self._prefill
-        if prefill is None:
-            return decodes
-        if lent_by is not None and of.clock() >= lent_by.handed_over_at + self._patience.handoff_s:
-            return ()
-        fitting = of.fleet.fitting(prefill.instance, decodes)
-        fresh = [instance for instance in fitting if instance.id not in self._chances.avoided | {failed.id}]
-        return fresh if fresh or len(fitting) < len(decodes) else fitting
-
-    def _may_repeat(self, chances: Chances, failed: LegFailed, others: Sequence[Instance]) -> bool:
-        return chances.take(failed, others) and self._of.budget.grants(now=self._of.clock())
-
-    def _usable(self, role: Role) -> Sequence[Instance]:
-        try:
-            return self._of.fleet.usable(role)
-        except NoInstance:
-            return ()
-
-    def _release(self, call: Call, prefill: Instance, handover: Handover) -> None:
-        """Free the blocks of a prefill whose decode leg was never sent; the client does not wait for it."""
-        of, visit = self._of, self._journey.decode
-        body = dialect.release_body(call.fields, handover.params)
-        tried = None if visit is None else visit.instance  # it may be why the leg was not sent: it is asked last
-        fitting = self._chances.first(of.fleet.fitting(prefill, self._usable(Role.DECODE)))
-        decodes = sorted(fitting, key=lambda instance: instance.id == tried)[:_RELEASES_MOST]
-        headers = (*self._planned().headers, (b"x-request-id", self._attempt_id.encode()))
-        legs = [ReleaseLeg(decode, dialect.RELEASE_PATH, body, self._ranked(headers, decode)) for decode in decodes]
-        of.releaser.release(prefill, legs)
+    def _next_decode(self, attempt: Attempt, failed: LegFailed, lent_by: PrefillLeg | None) -> Instance:
+        """Choose another engine for a decode leg; raises LegFailed if none may have it."""
+        if failed.rule.again is not Again.DECODE:
+            raise failed
+        others = attempt.others(failed.instance, lent_by)
+        if not others or not attempt.may_repeat(failed, others):
+            raise failed
+        self._journey.set_aside(Role.DECODE, failed.failure)
+        failed.with_traceback(None)  # it leads to frames that hold the leg, which holds it: a circle
+        return attempt.one(others)
 
     # ---- STREAMING, and whole answers
 
-    async def _streamed(self, leg: DecodeLeg) -> None:
-        """Show a stream to its end; its pieces are passed on by ``stream_passed``.
+    async def _stream(self, attempt: Attempt, leg: DecodeLeg) -> None:
+        """Show a stream to its end.
 
         Raises:
             EngineError: it broke off, or is not complete.
         """
         self._on(RequestEvent.FIRST_EVENT)
-        self._show_beginning(leg)
+        self._show_beginning(attempt, leg)
         while not leg.is_over:
             self._raise_broken(leg)
-            await self._news()
+            await self._steps
         self._raise_broken(leg)
         rest, complete = leg.finish()
         if not complete:
-            raise EngineError(f"{leg.engine} ended its stream without [DONE]")
-        self._close(leg)
+            error = EngineError(f"{leg.engine} ended its stream without [DONE]")
+            leg.failure = failure_of(error)
+            raise error
+        attempt.close(leg)
         self._journey.answered = True
+        self._note_said(rest)
         self._response.end(rest if self._replay is None else self._replay.feed(rest))
+
+    def _show_beginning(self, attempt: Attempt, leg: DecodeLeg) -> None:
+        """Write the head with the first event: the head's time is the first token's."""
+        shown, replay, response = leg.take_shown(), self._replay, self._response
+        is_plain = replay is None and self._journey.push is not Push.AT_ONCE
+        attempt.stream_to(response.write if is_plain else self._pour, leg)
+        if self._paused:
+            attempt.pause()
+        if replay is not None:
+            shown = replay.gap() + replay.feed(shown)
+        self._note_said(shown)
+        if not response.begun:
+            self._streamed_at = self._of.clock()
+            response.begin(_OK, self._lines(leg.content_type), shown, streams=True, last=leg.is_last)
+        elif shown:  # it was begun by an engine that has broken off since
+            response.write(shown)
+
+    def _pour(self, piece: bytes) -> None:
+        """Show some more of a stream whose end is remembered, or which another engine could go on with."""
+        replay = self._replay
+        if replay is not None:
+            piece = replay.feed(piece)
+            if replay.broken:
+                self._steps.wake()
+        if piece:
+            self._note_said(piece)
+            self._response.write(piece)
 
     def _raise_broken(self, leg: DecodeLeg) -> None:
         if leg.fault is not None:
             raise leg.fault.error
         if self._replay is not None and self._replay.broken:
-            leg.failure = Failure.BROKEN
             raise EngineError("the engine sent an error in its stream")
 
-    def _show_beginning(self, leg: DecodeLeg) -> None:
-        """Write the head with the first event: the head's time is the first token's."""
-        shown, replay = leg.take_shown(), self._replay
-        if self._paused:
-            leg.hold()
-        if replay is not None:
-            shown = replay.gap() + replay.feed(shown)
-        if self._response.begun:  # by an engine that has broken off since
-            if shown:
-                self._response.write(shown)
-            return
-        self._streamed_at = self._of.clock()
-        self._note_said(shown)
-        lines = self._head_lines(leg.content_type)
-        self._response.begin(200, lines, shown, streams=True, last=leg.is_last)
-
-    def _show_whole(self, leg: DecodeLeg) -> None:
+    def _show_whole(self, attempt: Attempt, leg: DecodeLeg) -> None:
         shown = leg.take_shown()
-        self._close(leg)
+        attempt.close(leg)
+        if self._response.begun:
+            raise EngineError(f"{leg.engine} answered with something that is no stream")  # it cannot be the rest of one
         self._note_said(shown)
         self._journey.answered = True
-        if self._response.begun:  # a stream that was to be resumed: what this is cannot be its rest
-            raise EngineError(f"{leg.engine} answered with something that is no stream")
-        self._response.begin(200, self._head_lines(leg.content_type), shown, streams=False)
+        self._response.begin(_OK, self._lines(leg.content_type), shown, streams=False)
 
     def _note_said(self, piece: bytes) -> None:
-        if self._journey.push is Push.AT_ONCE:
+        if self._journey.push is Push.AT_ONCE and piece:
             self._journey.says(piece)
 
-    def _head_lines(self, content_type: bytes) -> bytes:
+    def _lines(self, content_type: bytes) -> bytes:
         of = self._of
         if of.lifetime.stage is not Stage.SERVING:
             self._response.keep_alive = False
         return head_lines(self._journey, content_type, shows_times=of.settings.server_timing)
 
-    async def _serve_with_resume(self, call: Call) -> None:
-        """Serve a stream that another decode engine goes on with when its own breaks off."""
-        of, left = self._of, self._rules.retries
-        self._replay = replay = Replay(call.api, call.fields)
+    async def _answer_and_resume(self, call: Call) -> None:
+        """Show a stream that another decode engine goes on with when its own breaks off."""
+        replay = self._replay = Replay(call.api, call.fields)
         asked = Call(call.api, traced(call.fields), call.headers, call.rank)
-        chances = Chances(self._rules.retries)
+        chances, left = Chances(self._rules.retries), self._rules.retries
         alone: Pieces | None = None
-        first_error: EngineError | None = None
+        broken: EngineError | None = None  # why the stream broke off that is to be resumed
         while True:
             try:
                 await self._answer(asked, chances, alone)
                 return
             except ProxyError as error:
-                if first_error is not None and self.state is not _STREAMING:
-                    raise first_error from None  # the client is told why its stream broke off
-                if self.state is not _STREAMING or not isinstance(error, EngineError):
+                if self.state is RequestState.STREAMING and isinstance(error, EngineError):
+                    broken = error.with_traceback(None)  # it leads here: a circle
+                elif broken is None or self.state is RequestState.STREAMING:
                     raise
-                first_error = error.with_traceback(None)  # it leads here: a circle
-            self._close_legs()
+                else:
+                    raise broken from None
+            self._close_attempt()
             if (ending := replay.ending()) is not None:
                 self._journey.answered = True
                 self._response.end(replay.gap() + ending)
                 return
             fields = replay.again() if left > 0 else None
-            if fields is None or not of.budget.grants(now=of.clock()):
-                raise first_error
+            if fields is None or not self._of.budget.grants(now=self._of.clock()):
+                raise broken
             left -= 1
-            broken = set() if self._journey.decode is None else {self._journey.decode.instance}
+            visit = self._journey.decode
             self._journey.set_aside(Role.DECODE, Failure.BROKEN)
-            chances, alone = Chances(self._rules.retries, broken), [encode(fields)]
+            chances = Chances(self._rules.retries, set() if visit is None else {visit.instance})
+            alone = [encode(fields)]
             self._on(RequestEvent.RESUME)
-
-    # ---- what the legs tell (LegOwner)
-
-    def prefill_answered(self, leg: PrefillLeg, answer: Answer, /) -> None:
-        """Take the handover out of the prefill engine's answer."""
-        of, came, call = self._of, self._of.clock(), self._planned().call
-        of.engines.done(leg)
-        if of.reports and answer.load:
-            of.fleet.reported(leg.instance, answer.load)
-        if call is None:
-            return  # it has no prefill leg
-        reuses = self._rules.reuse_tokens and self._told is None
-        try:
-            check_prefill(leg.instance.id, answer)
-            handover = of.handovers.take(
-                call, self._attempt_id, self._transfer, leg.instance, told=self._told, answer=answer, reuses=reuses
-            )
-        except (EngineError, Refused) as error:
-            self.leg_failed(leg, error)
-            return
-        seconds = self._note_time(leg, came)
-        of.sight.later.add(of.proved, leg.instance, self._attempt_id, seconds, came)
-        leg.handed_over_at, leg.handover = came, handover
-        if self._span is not None and self._decode is None:
-            self._span.handed_over()
-        self._close(leg)
-        self._counted = handover.counted
-        self._compare()
-        self.wake()
-
-    def stream_begun(self, leg: DecodeLeg, received: bytes, /) -> None:
-        """Note that a stream has begun well."""
-        self._heard = True
-        self._answered_well(leg, prompt_tokens_in(received))
-
-    def decode_answered(self, leg: DecodeLeg, answer: Answer, /) -> None:
-        """Judge an answer that is no stream."""
-        self._of.engines.done(leg)
-        leg.is_over = True
-        if answer.status != 200:
-            self.leg_failed(leg, refused_decode(leg.instance.id, answer))
-            return
-        try:
-            check_type(leg.engine, leg.content_type)
-            leg.shown = clean_answer(leg.engine, leg.content_type, answer.body)
-        except EngineError as error:
-            self.leg_failed(leg, error)
-            return
-        self._answered_well(leg, prompt_tokens(answer.body) if self._journey.solo is None else None)
-
-    def _answered_well(self, leg: DecodeLeg, counted: int | None) -> None:
-        of, now = self._of, self._of.clock()
-        if leg.follows:
-            of.sight.legs.promise(leg.instance.id)
-        of.sight.later.add(of.proved, leg.instance, self._attempt_id, self._note_time(leg, now), now)
-        self._hear(leg, counted)
-        self._note_error_event(leg)
-        if not leg.is_last:
-            self.wake()
-
-    def stream_passed(self, leg: DecodeLeg, piece: bytes, /) -> None:
-        """Show some more of a stream."""
-        self._heard = True
-        self._note_error_event(leg)
-        if leg.counts:
-            self._hear(leg, prompt_tokens_in(piece))
-        if leg.shown is not None:  # the beginning is not shown yet
-            leg.shown += piece
-            return
-        replay = self._replay
-        if replay is not None:
-            piece = replay.feed(piece)
-            if replay.broken:
-                self.wake()
-            if not piece:
-                return
-        self._note_said(piece)
-        self._response.write(piece)
-
-    def stream_ended(self, leg: DecodeLeg, /) -> None:
-        """All of a stream is here."""
-        self._of.engines.done(leg)
-        leg.is_over = True
-        if leg.lines is None:
-            self.leg_failed(leg, EngineError(f"{leg.engine} ended its stream before the first event"))
-        else:
-            self.wake()
-
-    def leg_failed(self, leg: EngineLeg, error: EngineError | Refused, /) -> None:
-        """Note that a leg has failed, and how."""
-        if leg.is_closed:
-            return
-        failed = LegFailed(leg.instance, error)
-        failed.__cause__ = error
-        _forget_frames(error)  # they hold the leg, which holds the error: a circle
-        leg.fault, leg.failure = failed, failed.failure
-        if isinstance(leg, PrefillLeg):
-            self._unlearn(failed)
-            if self.state is _STREAMING or (self._decode is not None and self._decode.shown is not None):
-                self._journey.late = str(failed)  # the client is not concerned
-        if leg.visit.ms is None:
-            self._note_time(leg, self._of.clock())
-        self._close(leg)
-        self.wake()
-
-    def _unlearn(self, failed: LegFailed) -> None:
-        """Forget where an engine is whose leg has failed: it may come back as another one.
-
-        One that has moved has just been learned.
-        """
-        if failed.failure not in (Failure.REFUSED, Failure.BUSY, Failure.MOVED):
-            self._of.learned.forget(failed.instance.id)
-
-    def _note_error_event(self, leg: DecodeLeg) -> None:
-        if leg.lines is not None and leg.lines.erred:
-            leg.failure = Failure.BROKEN  # now, for many clients hang up at an error
-
-    # ---- how many tokens each engine has counted
-
-    def _hear(self, leg: DecodeLeg, counted: int | None) -> None:
-        """Take in how many tokens of prompt the decode engine has counted."""
-        if self._journey.solo is not None:
-            leg.counts = False
-        elif counted is not None:
-            leg.counts, leg.counted = False, counted
-            self._compare()
-
-    def _compare(self) -> None:
-        """Complain when the legs had different prompts. The answer may be on its way: the log and the counters tell."""
-        prefill, decode, counted = self._journey.prefill, self._journey.decode, self._counted
-        said = None if self._decode is None else self._decode.counted
-        if prefill is None or decode is None or None in (counted, said) or counted == said:
-            return
-        self._journey.fault = (
-            f"{prefill.instance} counted {counted} prompt tokens and {decode.instance} {said}: "
-            "they do not make the same prompt of a request"
-        )
-        self._of.sight.differed(prefill.instance, decode.instance)
-
-    # ---- time
-
-    def look(self, now: float) -> None:
-        """See whether something has taken too long."""
-        decode, prefill = self._decode, self._prefill
-        if self.state is _STREAMING and decode is not None and (self._heard or self._paused):
-            self._heard = False
-            idle_s = self._patience.idle_s
-            decode.due = None if idle_s is None else now + idle_s
-        if self._ends_at is not None and now >= self._ends_at:
-            self.interrupt(self._out_of_time())
-            return
-        for leg in (prefill, decode):
-            if leg is not None and not leg.is_closed and leg.due is not None and now >= leg.due:
-                leg.drop()
-                self.leg_failed(leg, EngineTimeout(self._late(leg)))
-
-    def _late(self, leg: EngineLeg) -> str:
-        patience = self._patience
-        if leg is self._prefill:
-            return f"{leg.engine} did not answer within {patience.prefill_s:g} s"
-        if self.state is _STREAMING:
-            return f"{leg.engine} sent nothing for {patience.idle_s:g} s"
-        return f"{leg.engine} sent no token within {patience.first_token_s:g} s"
-
-    def _out_of_time(self) -> OutOfTime:
-        seconds = self._patience.total_s(streams=self._planned().streams)
-        if self.state is _STREAMING:
-            return OutOfTime(f"the stream was not complete within {seconds:g} s")
-        return OutOfTime(f"the request was not done within {seconds:g} s")
-
-    # ---- legs
-
-    def _send(self, leg: EngineLeg, body: Pieces, *, asks_for_report: bool = False) -> None:
-        """Send a leg; one that cannot be sent has failed."""
-        of, plan = self._of, self._planned()
-        headers = self._ranked(plan.headers, leg.instance)
-        if asks_for_report:
-            headers = (*headers, ASK_FOR_REPORT)
-        if self._span is not None:
-            leg.span, headers = self._span.leg(leg.instance, headers)
-        of.fleet.enter(leg.instance, self._attempt_id)
-        try:
-            of.engines.tell(
-                leg,
-                leg.instance,
-                plan.path,
-                headers=headers,
-                request=self._attempt_id,
-                body=body,
-                content_type=plan.content_type,
-            )
-        except EngineError as error:
-            self.leg_failed(leg, error)
-
-    def _ranked(self, headers: Headers, instance: Instance) -> Headers:
-        rank = instance.rank
-        if rank is None and instance.role is Role.DECODE:
-            rank = self._planned().ask.rank
-        return headers if rank is None else (*headers, (_RANK, b"%d" % rank))
-
-    def _note_time(self, leg: EngineLeg, now: float) -> float:
-        """Note how long a leg has taken until now, and return it in seconds."""
-        seconds = now - leg.sent_at
-        leg.visit.ms = seconds * 1000
-        return seconds
-
-    def _close(self, leg: EngineLeg) -> None:
-        """Count the end of a leg, once; what is left of it is dropped."""
-        if leg.is_closed:
-            return
-        leg.is_closed = True
-        of, now = self._of, self._of.clock()
-        leg.was_sent = leg.is_sent
-        if leg.visit.ms is None:
-            self._note_time(leg, now)
-        of.sight.later.add(of.sight.rode, leg.instance, now - leg.sent_at, leg.failure, self._attempt_id, now)
-        of.fleet.ended(leg.instance, self._attempt_id, leg.failure)
-        if leg.span is not None:
-            leg.span.end(None if leg.fault is None else leg.fault.error)
-        if not leg.complete:
-            leg.drop()
-
-    def _close_legs(self) -> None:
-        """Drop what is still under way, the decode leg first."""
-        for leg in (self._decode, self._prefill):
-            if leg is not None:
-                self._close(leg)
-        if self._slot is not None:
-            self._of.fleet.leave(self._slot, self._attempt_id)
-        self._slot = self._prefill = self._decode = None
 
     # ---- OVER
 
-    def _status_of(self, error: Exception) -> int:
+    def _tell(self, error: Exception) -> int:
         """Tell the client what went wrong, or hang up on it; return the status for the log."""
         try:
-            return self._tell(error)
+            return self._write_error(error)
         except Exception as bug:
             logger.exception("request %s cannot be answered", self._journey.request_id)
             bug.with_traceback(None)
             self._response.keep_alive = False
             return _BUG
 
-    def _tell(self, error: Exception) -> int:
+    def _write_error(self, error: Exception) -> int:
         """Tell the client what went wrong, as far as it can be told; return the status for the log."""
         journey, response = self._journey, self._response
         if isinstance(error, ClientGone):
             return HUNG_UP
-        if isinstance(error, EngineError) and self._decode is not None and not self._decode.is_closed:
-            self._decode.failure = failure_of(error)
         if not isinstance(error, ProxyError):
             logger.error("request %s failed", journey.request_id, exc_info=error)
         error.with_traceback(None)  # it leads to frames that hold the request, and the error: a circle
         journey.fault = str(error)
         if response.begun:
-            if isinstance(error, TurnedAway):
-                response.keep_alive = False
+            response.keep_alive = response.keep_alive and not isinstance(error, TurnedAway)
             event = last_event(self._head.path, error)
             self._note_said(event)
             journey.answered = True
             response.end(event)
-            return 200
-        if isinstance(error, Refused):
-            response.begin(
-                error.status, self._head_lines(error.content_type.encode("latin-1")), error.body, streams=False
-            )
-            return error.status
-        status, body = error_body(error)
-        lines = self._head_lines(JSON_TYPE)
+            return _OK
+        if isinstance(error, Refused):  # an engine's own words
+            status, content_type, body = error.status, error.content_type.encode("latin-1"), error.body
+        else:
+            (status, body), content_type = error_body(error), JSON_TYPE
+        lines = self._lines(content_type)
         if isinstance(error, TurnedAway):
             lines += b"retry-after: %d\r\n" % error.retry_after_s
         elif isinstance(error, Unauthorized):
@@ -969,35 +586,33 @@ class Request:
         response.begin(status, lines, body, streams=False)
         return status
 
+    def _close_attempt(self) -> Attempt | None:
+        """Drop what is under way."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.close_all()
+        return attempt
+
     def _end(self, status: int) -> None:
         """The request is over: count it, and let go of everything."""
-        of, journey, response = self._of, self._journey, self._response
-        self.state = _OVER
+        of, journey, path = self._of, self._journey, self._head.path
+        self.state = RequestState.OVER
         self.response_complete = True
+        self._steps.end()
         of.over(self)
-        ticket = self._ticket
-        if ticket is not None:
-            of.gate.leave(ticket)
-        self._free()
+        if self._ticket is not None:
+            of.gate.leave(self._ticket)
+        self._upload.free()
         first_s = None if self._streamed_at is None else self._streamed_at - self._start
-        said = journey.before + journey.last if journey.push is Push.AT_ONCE else b""
+        outcome = Outcome(path, status, of.clock() - self._start, first_s, journey.before + journey.last)
         journey.before = journey.last = b""
-        outcome = Outcome(self._head.path, status, of.clock() - self._start, first_s, said)
         if self._span is not None:
             self._span.end(outcome)
         of.sight.later.add(of.account, journey, outcome)
-        self._life = self._interrupt = None
-        self._plan = self._replay = self._ticket = None
-        self._body, self._head = [], _NO_HEAD  # the connection keeps us until its next request
-        response.close()
+        self._plan = self._replay = self._ticket = None  # the connection keeps us until its next request
+        self._head = _NO_HEAD
+        self._response.close()
 
 
-def _forget_frames(error: BaseException | None) -> None:
-    """Have an error, and those that led to it, say no more where they were raised."""
-    while error is not None:
-        error.with_traceback(None)
-        error = error.__cause__ or error.__context__
-
-
-_PART: Final = 64 * 1024  # bytes of a body that are kept in one piece while it comes: more would be moved again
-_NO_HEAD: Final = RequestHead("", ())
+def _may_resume(call: Call) -> bool:
+    return can_resume(call.api, call.fields) and solo_reason(call.api, call.fields) is None

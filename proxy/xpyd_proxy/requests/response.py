@@ -24,10 +24,6 @@ _PLAIN_TYPES_MOST: Final = 64
 class ClientConnection(Protocol):
     """The connection that a request has come by."""
 
-    def write(self, data: bytes, /) -> None:
-        """Write without waiting; what is written for a client that has gone is dropped."""
-        ...
-
     def default_lines(self) -> bytes:
         """Return the header lines that the server puts into every head."""
         ...
@@ -70,9 +66,17 @@ class HttpResponse:
     __deletable__ = ("_connection", "_write")  # mypyc wants to know
     __slots__ = ("_chunks", "_connection", "_held", "_streams", "_write", "begun", "keep_alive")
 
-    def __init__(self, connection: ClientConnection, *, keep_alive: bool, chunks: bool = True) -> None:
+    def __init__(
+        self,
+        connection: ClientConnection,
+        write: Callable[[bytes], object],
+        *,
+        keep_alive: bool,
+        chunks: bool = True,
+    ) -> None:
+        """``write`` never waits; what is written for a client that has gone is dropped."""
         self._connection = connection
-        self._write = connection.write
+        self._write = write
         self._chunks = chunks
         self._held = b""  # to be written with what follows
         self._streams = False

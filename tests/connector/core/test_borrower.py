@@ -250,6 +250,61 @@ def test_what_is_read_is_told_with_the_turn(met):
     assert met.take_sent() == []
 
 
+def test_that_a_load_goes_on_is_told_with_each_heartbeat(met):
+    """P believes it for a while only: a load may queue for host memory, or read, for longer."""
+    met.want("b", remote="p-a")
+    met.want("c")
+    met.borrower.reading(RequestId("d-a"), P)
+    met.take_sent()
+    beats = []
+    for number in (1, 2):
+        met.borrower.advance(now=number * BEAT)
+        beats.append(met.take_sent())
+
+    assert beats == [[(1, Renew(("p-a", "p-c"))), (1, Reads(("p-a",)))]] * 2
+
+
+@pytest.mark.parametrize("end", ["settled", "given back", "lapsed", "wanted again"])
+def test_a_load_that_is_over_is_told_no_more(met, end):
+    """P may need the blocks, even if another answer to the same prompt still waits for them."""
+    met.want("b", remote="p-a")
+    met.borrower.reading(RequestId("d-a"), P)
+    match end:
+        case "settled":
+            met.borrower.settle(RequestId("d-a"), P)
+        case "given back":
+            met.give_back("a")
+        case "lapsed":
+            met.hear(Lapsed(("p-a",)))
+        case "wanted again":
+            met.want("a")
+    met.take_sent()
+    met.borrower.advance(now=BEAT)
+
+    assert not any(isinstance(message, Reads) for _, message in met.sent)
+
+
+def test_an_engine_whose_loop_hangs_does_not_say_that_it_reads(met):
+    """As it does not renew: nothing here looks at the end of the load."""
+    met.borrower.reading(RequestId("d-a"), P)
+    met.take_sent()
+    met.turned_at = 0.0
+    met.borrower.advance(now=200.0)
+
+    assert met.sent == []
+
+
+def test_that_a_load_goes_on_is_told_anew_over_a_new_connection(met):
+    """The word may have been lost with the one before."""
+    met.borrower.reading(RequestId("d-a"), P)
+    met.take_sent()
+    met.borrower.on(Lost(1, "reset"), now=1.0)
+    met.borrower.advance(now=BEAT)
+    met.welcome(now=BEAT)
+
+    assert met.sent == [(2, Renew(("p-a",))), (2, Reads(("p-a",)))]
+
+
 def test_what_is_given_back_in_one_turn_is_told_in_one_message(met):
     """A surge of aborts costs P a message for a thousand of them, not for each."""
     for number in range(50):

@@ -34,10 +34,11 @@ from xpyd_connector.core.messages import (
     Welcome,
 )
 from xpyd_connector.core.offers import Booking
-from xpyd_connector.core.peers import PeerBook
+from xpyd_connector.core.peers import QUIET, PeerBook
 from xpyd_connector.core.ports import Failed, Lost, Met, Received
 from xpyd_connector.core.tally import Tally
 from xpyd_connector.errors import IllegalTransition
+from xpyd_connector.io.link import IDLE_TIMEOUT
 
 P, ADDRESS = EngineId("p0"), Address("10.0.0.1", 5600)
 A, B, T = RequestId("d-a"), RequestId("d-b"), RequestId("t")
@@ -176,6 +177,80 @@ def test_an_engine_that_cannot_be_met_fails_what_waits_for_it_and_what_comes_nex
     assert desk.told() == [Result(A, f"{ADDRESS} was not met: no route"), Result(B, f"{ADDRESS} was not met: no route")]
     assert len(desk.landings) == len(desk.borrower) == 0
     assert desk.counters()["loads_failed_handshake"] == 2
+
+
+# ---- a connection that was quiet for long
+
+
+@pytest.fixture
+def quiet():
+    """P has been met, and nothing was wanted of it since; it may close the connection in this very moment."""
+    desk = Desk()
+    desk.expect()
+    desk.meet()
+    desk.hear(Landed(A, held=True))
+    desk.told()
+    desk.said()
+    desk.tally.take()
+    desk.now += QUIET
+    desk.expect(B)
+    return desk
+
+
+def test_p_must_have_spoken_lately_to_hear_of_a_request(quiet):
+    """If the connection ends first, P has certainly not begun to write, and the request goes another way."""
+    assert quiet.said() == [Renew((T,))]
+    quiet.hear(Alive())
+    quiet.happen(Received(quiet.conn, Alive()))
+    assert quiet.said() == [Register(B, T, "digest", lent(2, (4, 5)))]
+    quiet.hear(Alive())
+    quiet.expect(A)
+
+    assert quiet.said() == [Renew((T,)), Register(A, T, "digest", lent(2, (4, 5)))]
+
+
+def test_p_is_met_again_for_a_request_it_has_not_heard_of(quiet):
+    """Once, and the request knows nothing of it; its blocks were lent to nobody meanwhile."""
+    quiet.said()
+    quiet.lose()
+    quiet.meet()
+    assert quiet.said()[-1] == Register(B, T, "digest", lent(2, (4, 5)))
+    assert quiet.told() == []
+    assert quiet.counters()["registrations_reconnected"] == 1
+    quiet.lose()
+
+    assert quiet.told() == [Result(B, f"{ADDRESS} is gone: closed", lingers=True)]
+
+
+def test_a_p_that_is_really_gone_fails_a_request_it_has_not_heard_of(quiet):
+    """Nothing lingers."""
+    quiet.lose()
+    quiet.happen(Failed(quiet.conn, "no route"))
+
+    assert quiet.told() == [Result(B, f"{ADDRESS} was not met: no route")]
+
+
+def test_a_quiet_p_that_does_not_answer_fails_a_request_it_has_not_heard_of(quiet):
+    """As soon as one that has; nothing lingers."""
+    quiet.wait(PATIENCE)
+
+    assert quiet.told() == [Result(B, f"{ADDRESS} does not answer")]
+    assert len(quiet.landings) == 0
+
+
+def test_what_is_aborted_before_a_quiet_p_answers_is_not_registered(quiet):
+    """It was never lent."""
+    quiet.landings.stop(B)
+    assert quiet.told() == [Result(B, "the request was aborted")]
+    quiet.said()
+    quiet.hear(Alive())
+
+    assert quiet.said() == []
+
+
+def test_a_connection_counts_as_quiet_long_before_p_closes_it():
+    """Else the race would only be rarer."""
+    assert QUIET <= IDLE_TIMEOUT / 2
 
 
 # ---- the ends that P tells

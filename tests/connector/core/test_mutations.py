@@ -130,13 +130,27 @@ def what_is_read_is_not_revoked():
     assert world.d.result("d-a").failure == ""
 
 
-def what_hangs_is_revoked_in_the_end():
-    world = World(d={"timeout": 1000.0})
+def what_waits_for_host_memory_is_not_revoked():
+    world = World()
+    offer = world.lend()
+    world.want(offer)
+    world.d.control.borrower.reading("d-a", offer.remote_engine_id)
+    world.run(seconds=3 * TIMEOUT)
+    world.p.revoke("p-a", now=world.now)
+    world.run()
+    assert world.p.freed == []
+
+
+def what_is_not_said_to_be_read_any_more_is_revoked_in_the_end():
+    """D has vanished in the middle of a read; its lease would last longer."""
+    world = World(p={"timeout": TIMEOUT / 2})
     offer = world.lend()
     world.want(offer)
     world.d.mover.stuck = True
     world.load(offer)
-    world.run(seconds=TIMEOUT)
+    world.run()
+    world.d.frozen = True
+    world.run(seconds=TIMEOUT / 2)
     world.p.revoke("p-a", now=world.now)
     world.run()
     assert [released.why for released in world.p.freed] == [LeaseEvent.REVOKED]
@@ -317,6 +331,16 @@ def protect_what_is_read_for_ever(patch):
     patch.setattr(LeaseBook, "is_read", lambda self, request, *, now: self._leases[request].read_until > 0)
 
 
+def say_once_what_is_read(patch):
+    patch.setattr(Borrower, "reading", _reading_without_memory)
+
+
+def _reading_without_memory(self, request, engine):
+    wanted = self._wanted[engine]
+    wanted.to_read[wanted.offers[request].remote_request_id] = None
+    self._unsaid[engine] = None
+
+
 def keep_a_revocation_to_yourself(patch):
     patch.setattr(Lender, "tell_lapsed", lambda self, conn, lapsed: None)
 
@@ -346,7 +370,8 @@ MUTANTS = [
     (revoke_without_a_word_to_the_fence, a_lease_that_is_revoked_while_it_is_read_is_noticed),
     (revoke_without_a_word_to_the_fence, any_order_of_events),
     (revoke_what_is_read, what_is_read_is_not_revoked),
-    (protect_what_is_read_for_ever, what_hangs_is_revoked_in_the_end),
+    (protect_what_is_read_for_ever, what_is_not_said_to_be_read_any_more_is_revoked_in_the_end),
+    (say_once_what_is_read, what_waits_for_host_memory_is_not_revoked),
     (keep_a_revocation_to_yourself, a_revoked_lease_is_told_at_once),
     (only_count_what_lapsed, a_revoked_lease_is_told_at_once),
     (let_anybody_renew, another_engine_cannot_keep_blocks),

@@ -46,6 +46,19 @@ def test_a_request_that_queues_keeps_its_lease(world):
     assert why(world) == [LeaseEvent.DONE]
 
 
+def test_a_load_that_queues_for_host_memory_keeps_its_lease_from_being_revoked(world):
+    """However long: P would take the blocks of what D is about to read, and D compute the prompt."""
+    offer = borrowed(world)
+    world.d.control.borrower.reading("d-a", offer.remote_engine_id)  # its worker waits for room
+    world.run(seconds=3 * TIMEOUT)
+    world.p.revoke("p-a", now=world.now)
+    into = world.load(offer)
+    world.run()
+
+    assert world.bytes_of(into) == RIGHT
+    assert why(world) == [LeaseEvent.DONE]
+
+
 def test_blocks_nobody_asks_for_are_freed_at_lease_end(world):
     """A client, router or D that disappears must not pin P's memory."""
     world.lend()

@@ -15,6 +15,8 @@ from xpyd_connector.core.landings import Landings
 from xpyd_connector.core.lender import Lender
 from xpyd_connector.core.loads import Result
 from xpyd_connector.core.messages import Assign, Stopped
+from xpyd_connector.core.peers import Peer
+from xpyd_connector.core.ports import Lost
 from xpyd_connector.core.pushes import Pushes
 from xpyd_connector.core.shipping import Shipping
 from xpyd_connector.core.writer import Writer
@@ -49,6 +51,34 @@ def a_request_whose_transfer_is_over_hears_of_it():
     world.want()
     world.run()
     assert lost == ["d-a"]
+
+
+def an_idle_connection_that_ends_costs_no_request():
+    world = PushWorld()
+    world.expect()
+    world.prefill()
+    world.run()
+    world.run(seconds=3600, step=300)
+    into = world.expect("d-b", "u")
+    (guest,) = world.p.pushes._guests
+    world.network.hang_up(world.p.link, guest)
+    world.p.link.inbox.append(Lost(guest, "its engine said nothing"))
+    world.prefill("u")
+    world.run()
+    assert world.d.result("d-b").failure == ""
+    assert world.d.bytes_of(into) == world.right_bytes("u", range(len(into)))
+
+
+def a_quiet_connection_is_used_again():
+    world = PushWorld()
+    world.expect()
+    world.prefill()
+    world.run()
+    world.run(seconds=3000, step=300)
+    world.expect("d-b", "u")
+    world.prefill("u")
+    world.run()
+    assert world.d.result("d-b") is not None
 
 
 def any_order_of_events():
@@ -368,7 +398,17 @@ def let_anybody_have_a_transfer(patch):
     patch.setattr(Pushes, "_is_foreign", lambda self, request, conn: False)
 
 
+def register_over_any_connection(patch):
+    patch.setattr(Peer, "is_quiet", lambda self, *, now: False)
+
+
+def wait_for_an_answer_that_was_given(patch):
+    patch.setattr(Landings, "_heard", lambda self, conn: None)
+
+
 MUTANTS = [
+    (register_over_any_connection, an_idle_connection_that_ends_costs_no_request),
+    (wait_for_an_answer_that_was_given, a_quiet_connection_is_used_again),
     (revoke_what_is_written, what_is_written_is_not_revoked),
     (say_nothing_of_what_is_over, a_request_whose_transfer_is_over_hears_of_it),
     (let_anybody_have_a_transfer, any_order_of_events),

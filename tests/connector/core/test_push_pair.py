@@ -130,6 +130,29 @@ def test_a_prefill_that_is_aborted_fails_the_request_at_once(world):
     assert len(world.d.free) == BLOCKS
 
 
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_a_request_that_comes_when_p_closes_the_idle_connection_gets_its_blocks(world, first):
+    """D's first words for an hour are lost with the connection."""
+    world.expect()
+    world.prefill()
+    world.run()
+    world.run(seconds=3600, step=300)
+    if first == "prefill":
+        world.prefill("u")
+    into = world.expect("d-b", "u")
+    (guest,) = world.p.pushes._guests
+    world.network.hang_up(world.p.link, guest)
+    world.p.link.inbox.append(Lost(guest, "its engine said nothing"))
+    world.run()
+    if first == "decode":
+        world.prefill("u")
+    world.run()
+
+    assert has_landed(world, into, "d-b", "u")
+    assert why(world) == ["DONE", "DONE"]
+    assert world.d.tally.take().counters["registrations_reconnected"] == 1
+
+
 @pytest.mark.parametrize("when", ["before", "during", "after"])
 def test_a_request_that_is_aborted_gives_everything_back(world, when):
     """On both engines, at once."""

@@ -482,7 +482,7 @@ def test_a_peer_that_fell_silent_may_live(net, number, silent, on):
     d, p = net.link(), net.listener()
     conn = net.meet(d, p)
     found = d._conns[conn]
-    found.sock = Broken(found.sock, number, on)
+    found.tls.sock = Broken(found.tls.sock, number, on)
     if on == "recv":
         d._read(found)
     else:
@@ -500,7 +500,8 @@ def test_a_peer_that_closed_is_not_silent_but_one_that_we_gave_up_is(net):
     assert [event.silent for event in net.events(p)] == [False]
     net.meet(d, p)
     (found,) = p._conns.values()
-    found.sock.sendall(frame(b"nonsense"))
+    found.tls.write(frame(b"nonsense"))
+    found.tls.send()
 
     assert [event.silent for event in net.events(d)] == [True]
 
@@ -509,7 +510,7 @@ def test_connections_tell_when_the_other_machine_is_gone(net):
     """Without a FIN, and although nobody says anything: half-open connections would pile up for ever."""
     d, p = net.link(), net.listener()
     conn = net.meet(d, p)
-    sock = d._conns[conn].sock
+    sock = d._conns[conn].tls.sock
 
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 30

@@ -8,6 +8,7 @@ import ssl
 import threading
 import time
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 from cryptography import x509
@@ -15,16 +16,20 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from support.side_channel import LONG, TLS, WELCOME, A, Net, P, serve_tls
+from support.key_updates import ASKING, QUIET, key_updates, traffic_secret
+from support.side_channel import LONG, TLS, WELCOME, A, Net, P, in_force, serve_tls
 from xpyd_connector.core.addresses import is_elsewhere
-from xpyd_connector.core.greeting import GuestRole, badge_of, hash_of
-from xpyd_connector.core.ids import Address, EngineId
-from xpyd_connector.core.messages import PROTOCOL, Challenge, Proven, Refusal, Renew, encode
+from xpyd_connector.core.greeting import Arrival, GuestRole, Host, badge_of, hash_of
+from xpyd_connector.core.ids import Address, EngineId, RequestId
+from xpyd_connector.core.leases import LeaseBook, LeaseEvent
+from xpyd_connector.core.lender import Lender
+from xpyd_connector.core.messages import PROTOCOL, Challenge, Done, Proven, Refusal, Renew, decode, encode
 from xpyd_connector.core.ports import Failed, Lost, Received
+from xpyd_connector.core.tally import Tally
 from xpyd_connector.errors import SettingsError
 from xpyd_connector.io import files
 from xpyd_connector.io import link as link_module
-from xpyd_connector.io.framing import frame
+from xpyd_connector.io.framing import Deframer, frame
 from xpyd_connector.io.secrets import secrets_in_force
 from xpyd_connector.io.tls import Tls, digest_of
 from xpyd_connector.settings import Settings
@@ -219,6 +224,60 @@ def test_whose_workers_they_are_is_known(net):
     assert not p.are_of_one_engine(its, others)
 
 
+class Lending:
+    """An engine that lends to another one, whose scheduler renews and whose worker reads."""
+
+    def __init__(self, net):
+        self.link = net.listener()
+        leases = LeaseBook(duration=30.0, extension=20.0, same_engine=self.link.are_of_one_engine)
+        self.lender = Lender(self.link, leases, Tally())
+        badge = badge_of(b"token")
+        self.who = {"workers": (hash_of(badge),)}
+        self.lender.grant(A, now=0.0)
+        self.d, self.worker = net.link(**self.who), net.link(role=GuestRole.WORKER, badge=badge)
+        self.own, self.its = net.meet(self.d, self.link), net.meet(self.worker, self.link)
+        self.d.send(self.own, Renew((A,)))
+        for event in net.events(self.link):
+            self.lender.on(event, now=0.0)
+
+    def hear_all(self):
+        """Take in everything that is there, with one look."""
+        time.sleep(0.1)
+        seen = []
+        for event in self.link.poll(0):
+            seen.append(type(event))
+            self.lender.on(event, now=0.0)
+        return seen
+
+    def ended(self):
+        return [why for _, why in self.lender.take_released()]
+
+
+def test_the_last_word_of_a_worker_that_leaves_counts(net):
+    """Its connection has ended when the word is taken in, and was its own when it came."""
+    p = Lending(net)
+    p.worker.send(p.its, Done(A, RequestId("d-a"), 0, 1))
+    p.worker.close(p.its)
+
+    assert p.hear_all() == [Received, Lost]
+    assert p.ended() == [LeaseEvent.DONE]
+
+
+def test_a_connection_is_known_until_its_end_is_taken_in(net):
+    """Whoever of them ends first. After that it is forgotten: engines come and go for ever."""
+    p = Lending(net)
+    holder, other = p.lender.holder(A), next(conn for conn in p.link._hellos if conn != p.lender.holder(A))
+    p.d.close(p.own)
+    time.sleep(0.1)
+    events = p.link.poll(0)
+    assert p.link.are_of_one_engine(holder, other)
+    assert [type(event) for event in events] == [Lost]
+    assert not p.link.are_of_one_engine(holder, other)
+    p.link.close(other)  # no event follows
+
+    assert p.link._hellos == {}
+
+
 def test_an_engine_on_this_machine_is_met_where_nixl_is_on_loopback(net):
     """One that is elsewhere is refused at once: UCX would fail in the middle of a request, in words of its own."""
     assert net.meet(net.link(local_only=True), net.listener())
@@ -319,6 +378,18 @@ def test_a_certificate_for_another_name_is_refused(net, tmp_path):
     p = net.listener(settings=authority.settings("printer.example"))
 
     assert "is not accepted" in fails(net, d, p.address)
+
+
+def test_the_longest_chain_of_certificates_is_within_what_a_stranger_may_send(net, tmp_path):
+    """OpenSSL takes 100 KiB of them; both sides show theirs before they have proven anything."""
+    authority = Authority(tmp_path, "ca")
+    settings = authority.settings("engines.example")
+    chain = authority.path.read_bytes()
+    with Path(settings.tls_cert).open("ab") as file:
+        file.write(chain * (95 * 1024 // len(ssl.PEM_cert_to_DER_cert(chain.decode()))))
+    d, p = net.link(settings=settings), net.listener(settings=settings)
+
+    assert net.meet(d, p)
 
 
 def test_certificates_are_read_again_when_their_files_change(tmp_path, monkeypatch):
@@ -445,3 +516,139 @@ def test_several_messages_in_one_record_are_all_heard(net):
     writer.join()
 
     assert events == [Received(events[0].conn, Renew((A,)))] * count
+
+
+# ---- key updates: 27 bytes that cost 40 us each, of which OpenSSL takes in all that have come within one call
+
+MANY = 80_000  # key updates, 2 MiB: more than a second's work
+SOON = 0.5  # s
+
+
+@contextlib.contextmanager
+def pouring(sock, records):
+    """Send records past the TLS of a socket, until it is closed at the other end or all are sent."""
+
+    def pour():
+        with contextlib.suppress(OSError):
+            socket.socket.sendall(sock, records)
+
+    thread = threading.Thread(target=pour)
+    thread.start()
+    time.sleep(0.05)  # the system's buffers are full
+    try:
+        yield thread
+    finally:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_a_stranger_who_updates_his_key_without_end_is_sent_away_and_others_are_heard(net, tmp_path):
+    """The thread that takes them in renews everybody's leases."""
+    d, p = net.link(), net.listener()
+    conn = net.meet(d, p)
+    stranger = net.stranger(p.address, keylog=tmp_path / "keys")
+    assert isinstance(stranger.hear(net), Challenge)
+    with pouring(stranger.sock, key_updates(traffic_secret(tmp_path / "keys", "CLIENT_TRAFFIC_SECRET_0"), MANY)):
+        start = time.monotonic()
+        d.send(conn, Renew((A,)))
+        (heard,) = net.events(p)
+        took = time.monotonic() - start
+
+    assert heard.message == Renew((A,))
+    assert took < SOON
+    assert p.tally.take().counters == {"strangers_over_budget": 1}
+
+
+@pytest.mark.parametrize("message", [QUIET, ASKING])
+def test_an_engine_that_updates_its_key_without_end_does_not_keep_others_from_being_heard(net, tmp_path, message):
+    """It may, for it has proven that it is one of us, but others have their turn in between."""
+    d, p = net.link(), net.listener()
+    conn = net.meet(d, p)
+    mad = net.stranger(p.address, keylog=tmp_path / "keys")
+    mad.greet(net)
+    secret = traffic_secret(tmp_path / "keys", "CLIENT_TRAFFIC_SECRET_0")
+    with pouring(mad.sock, key_updates(secret, MANY, message, before=1)):
+        start = time.monotonic()
+        d.send(conn, Renew((A,)))
+        (heard,) = net.events(p)
+        took = time.monotonic() - start
+
+    assert heard.message == Renew((A,))
+    assert took < SOON
+    assert p.tally.take().counters == {}
+
+
+def test_what_tls_itself_answers_to_an_engine_that_does_not_read_is_bounded(net, tmp_path, monkeypatch):
+    """Each key update may ask for one of ours."""
+    monkeypatch.setattr(link_module, "MAX_UNSENT", 1 << 15)
+    p = net.listener()
+    mad = net.stranger(p.address, keylog=tmp_path / "keys")
+    mad.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    mad.greet(net)
+    (found,) = p._conns.values()
+    found.tls.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    secret = traffic_secret(tmp_path / "keys", "CLIENT_TRAFFIC_SECRET_0")
+    with pouring(mad.sock, key_updates(secret, 10_000, ASKING, before=1)):
+        (lost,) = net.events(p)
+
+    assert "unread" in lost.reason
+    assert lost.silent
+
+
+def test_half_a_key_update_does_not_have_us_spin(net, tmp_path):
+    """While OpenSSL waits for the other half it encrypts nothing: what is to be sent waits for words, not for room."""
+    p = net.listener()
+    mad = net.stranger(p.address, keylog=tmp_path / "keys")
+    mad.greet(net)
+    (found,) = p._conns.values()
+    secret = traffic_secret(tmp_path / "keys", "CLIENT_TRAFFIC_SECRET_0")
+    socket.socket.sendall(mad.sock, key_updates(secret, 1, QUIET[:4], before=1))
+    net.idle(None, 0.05)
+    p.send(found.id, Renew((A,)))
+    start, turns = time.monotonic(), 0
+    while time.monotonic() - start < 0.2:
+        list(p.poll(0.2))
+        turns += 1
+    socket.socket.sendall(mad.sock, key_updates(secret, 1, QUIET[4:], before=2))
+
+    assert turns <= 3
+    assert mad.hear(net) == Renew((A,))
+
+
+def test_a_host_that_updates_its_key_without_end_is_given_up(net, tmp_path):
+    """Pool threads are few, and those who cannot be met otherwise wait for one."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        d = net.link()
+        d.meet(Address(*server.getsockname()), P)
+        with serve_tls(server, keylog=tmp_path / "keys") as host:
+            records = key_updates(traffic_secret(tmp_path / "keys", "SERVER_TRAFFIC_SECRET_0"), MANY)
+            with pouring(host, records):
+                start = time.monotonic()
+                (failed,) = net.events(d)
+                took = time.monotonic() - start
+
+    assert "and no proof" in failed.reason
+    assert took < SOON
+
+
+def test_a_host_with_the_secret_that_updates_its_key_without_end_is_given_up_in_time(net, tmp_path):
+    """Gone mad in place of saying welcome."""
+    tls, nonce = Tls(TLS), b"n" * 32
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = Address(*server.getsockname())
+        d = net.link(timeout=2.0)
+        d.meet(address, P)
+        with serve_tls(server, tls, tmp_path / "keys") as host:
+            host.sendall(frame(encode(Challenge(PROTOCOL, nonce))))
+            (hello,) = (decode(message) for message in Deframer(1 << 16).feed(host.recv(1 << 16)))
+            arrival = Arrival(address, tls.contexts().certificate, nonce)
+            host.sendall(frame(encode(Host(WELCOME, in_force(b"s"), "127.0.0.1").answer(hello, arrival).proof)))
+            secret = traffic_secret(tmp_path / "keys", "SERVER_TRAFFIC_SECRET_0")
+            with pouring(host, key_updates(secret, MANY, ASKING, before=2)):
+                start = time.monotonic()
+                (failed,) = net.events(d)
+                took = time.monotonic() - start
+
+    assert "timed out" in failed.reason
+    assert took < 1.5

@@ -9,7 +9,7 @@ import pytest
 
 with warnings.catch_warnings():  # vLLM's own
     warnings.simplefilter("ignore")
-    from xpyd_connector.shell.network import bind_data_plane, check_side_channel
+    from xpyd_connector.shell.network import bind_data_plane, check_side_channel, reach_remarks
 
 from xpyd_connector.core.ids import Address
 from xpyd_connector.errors import SettingsError
@@ -73,6 +73,32 @@ def test_nixl_gets_the_interface_of_the_side_channel(environment):
     assert name in os.environ["UCX_NET_DEVICES"].split(",")
     assert "lo" not in os.environ["UCX_NET_DEVICES"].split(",")
     assert os.environ["UCX_RCACHE_MAX_UNRELEASED"] == "7"
+
+
+@pytest.mark.parametrize("is_bound", [True, False], ids=["worker here", "worker elsewhere"])
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_an_engine_that_reaches_this_machine_only_says_so(host, is_bound):
+    """A decode engine in pull does not listen, so its host is easily forgotten; the first request would tell."""
+    if is_bound:
+        bind_data_plane(Settings(host=host), Address(host, 5600))
+    (sentence,) = reach_remarks(Settings(host=host))
+
+    assert "engines of this machine only" in sentence
+    assert f"VLLM_NIXL_SIDE_CHANNEL_HOST is {host!r}" in sentence
+
+
+def test_ucx_on_loopback_reaches_this_machine_only_whatever_the_side_channel_does(environment):
+    """The operator's own choice."""
+    environment.setenv("UCX_NET_DEVICES", "lo")
+    (sentence,) = reach_remarks(Settings(host=other_address()[1]))
+
+    assert "UCX_NET_DEVICES is 'lo'" in sentence
+
+
+@pytest.mark.parametrize("given", [{}, {"allow_open_data_plane": True, "host": "localhost"}], ids=["host", "open"])
+def test_an_engine_that_may_reach_others_says_nothing(given):
+    """Whether it does, nobody knows before the first meeting."""
+    assert reach_remarks(Settings(**{"host": other_address()[1], **given})) == []
 
 
 def test_what_the_operator_has_set_for_ucx_stays(environment):

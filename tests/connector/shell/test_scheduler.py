@@ -1,5 +1,6 @@
 """The scheduler half without an engine: vLLM's real block pool, a control thread, and no peer."""
 
+import logging
 import socket
 import threading
 import warnings
@@ -47,11 +48,11 @@ def free_port():
 class Engine:
     """vLLM's scheduler, as far as the connector notices it."""
 
-    def __init__(self, *, groups=ONE, clock=WALL_CLOCK, **choices):
+    def __init__(self, *, groups=ONE, clock=WALL_CLOCK, borrows=True, **choices):
         self.pool = BlockPool(BLOCKS, enable_caching=False, hash_block_size=SIZE)
         facts = Facts(
             EngineId("here"), Address("127.0.0.1", free_port()), groups, {"l.0": 0}, BLOCKS, all_heads=1, ranks=1,
-            lends=True, borrows=True,
+            lends=True, borrows=borrows,
         )  # fmt: skip
         self.now = 1000.0
         settings = Settings(handshake_timeout=0.1, **choices)
@@ -104,6 +105,26 @@ def engine():
     engine = Engine()
     yield engine
     engine.side.stop()
+
+
+@pytest.mark.parametrize(("borrows", "times"), [(True, 1), (False, 0)])
+def test_an_engine_that_can_only_take_kv_from_this_machine_says_so_at_start(borrows, times):
+    """Once, and only one that takes KV over: who lends is met by others or is not."""
+    lines, log = [], logging.getLogger("vllm.xpyd")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
+    log.addHandler(handler)
+    level = log.level
+    log.setLevel(logging.INFO)
+    try:
+        engine = Engine(borrows=borrows)
+        engine.arrive()
+        engine.side.stop()
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+    assert [name for name, line in lines if "engines of this machine only" in line] == ["INFO"] * times
 
 
 def test_a_request_with_an_offer_is_loaded(engine):

@@ -7,7 +7,7 @@ import pytest
 from xpyd_proxy.core.dialect import parse
 from xpyd_proxy.core.keys import Keyring, Keys
 from xpyd_proxy.core.salts import Salts
-from xpyd_proxy.errors import BadRequest
+from xpyd_proxy.errors import BadRequest, Unauthorized
 
 KEYS = Keys.parse("a:sk-1\na:sk-2\nb:sk-3\n", "keys")
 
@@ -61,3 +61,14 @@ def test_keys_that_are_read_again_count_at_once():
     keyring.keys = Keys.parse("a:sk-9\n", "keys")
 
     assert salt("a", salts=salts) != before
+
+
+@pytest.mark.parametrize("given", [None, "mine"])
+def test_a_key_that_was_taken_away_meanwhile_is_none(given):
+    """Its request was let in with it, and its body came later."""
+    keyring = Keyring(KEYS)
+    salts = Salts(keyring, None)
+    keyring.keys = Keys.parse("b:sk-3\n", "keys")
+
+    with pytest.raises(Unauthorized, match="not one that this router knows any more"):
+        salt("a", given, salts=salts)

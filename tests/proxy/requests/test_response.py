@@ -61,7 +61,7 @@ def test_a_stream_that_fails_says_so_in_the_words_of_its_api(path, name, at, err
 def test_each_piece_of_a_stream_is_one_write(chunks, framing, first, second, end):
     """The head goes with the first."""
     connection = Connection()
-    response = HttpResponse(connection, keep_alive=chunks, chunks=chunks)
+    response = HttpResponse(connection, connection.write, keep_alive=chunks, chunks=chunks)
     response.begin(200, b"a: b\r\n", b"one", streams=True)
     response.write(b"two")
     response.end(b"end")
@@ -77,7 +77,7 @@ def test_each_piece_of_a_stream_is_one_write(chunks, framing, first, second, end
 def test_what_is_known_to_end_at_once_is_one_write(chunks):
     """A short stream is one packet."""
     connection = Connection()
-    response = HttpResponse(connection, keep_alive=True, chunks=chunks)
+    response = HttpResponse(connection, connection.write, keep_alive=True, chunks=chunks)
     response.begin(200, b"", b"one", streams=True, last=True)
     response.write(b"two")
     response.end()
@@ -90,7 +90,7 @@ def test_what_is_known_to_end_at_once_is_one_write(chunks):
 def test_a_whole_answer_says_how_long_it_is(chunks):
     """And nothing comes behind it."""
     connection = Connection()
-    response = HttpResponse(connection, keep_alive=True, chunks=chunks)
+    response = HttpResponse(connection, connection.write, keep_alive=True, chunks=chunks)
     response.begin(404, b"a: b\r\n", b"none", streams=False)
     response.end()
 

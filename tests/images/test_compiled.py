@@ -41,6 +41,8 @@ SUITES = (
     "tests/proxy/test_clients_that_do_not_read.py",
     "tests/proxy/test_live.py",
     "tests/proxy/test_over_sockets.py",
+    "tests/proxy/test_promises.py",
+    "tests/proxy/test_scenes.py",
     "tests/proxy/test_workers.py",
 )
 # They look into the code in a way that only Python can be looked into.
@@ -51,6 +53,7 @@ _INSIDE = {
     "test_an_answer_to_ask_is_bounded": "changes a constant",
     "test_a_closed_connection_is_freed_at_once": "needs weak references",
     "test_a_fault_of_our_own_is_told_logged": "puts a fault into a module from outside",
+    "test_a_client_that_cannot_be_told_anything": "the same",
 }
 
 

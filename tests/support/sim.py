@@ -12,6 +12,7 @@ from functools import partial
 
 import httpx
 import uvicorn
+from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
@@ -27,6 +28,7 @@ class InMemory(httpx.AsyncBaseTransport):
 
     def __init__(self, engines: dict[str, ASGIApp | Answering]) -> None:
         self.engines = engines
+        self._served = ServerState()
 
     @property
     def fabric(self) -> Fabric:
@@ -44,16 +46,23 @@ class InMemory(httpx.AsyncBaseTransport):
     async def dial(self, protocol: Callable[[], asyncio.Protocol], host: str, port: int) -> None:
         """Open a connection for legs: a pair of sockets, and a server of the engine at one end."""
         engine = self.engines.get(host)
-        if engine is None:
+        if engine is None or not getattr(engine, "takes_legs", True):
             raise ConnectionRefusedError("nobody listens there")
         app = engine if isinstance(engine, Sim) else _answering(engine, host)
         config = uvicorn.Config(app, log_config=None, ws="none", http="httptools", access_log=False)
         config.load()
         ours, theirs = socket.socketpair()
         loop = asyncio.get_running_loop()
-        served = partial(config.http_protocol_class, config=config, server_state=ServerState(), app_state={})
+        served = partial(config.http_protocol_class, config=config, server_state=self._served, app_state={})
         await loop.connect_accepted_socket(served, theirs)
         await loop.create_connection(protocol, sock=ours)
+
+    @asynccontextmanager
+    async def running(self, app: FastAPI) -> AsyncGenerator[None]:
+        """Run a router; at the end the engines see that all connections are closed, and the event loop may end."""
+        async with app.router.lifespan_context(app):
+            yield
+        await until_async(lambda: not self._served.connections and not self._served.tasks)
 
 
 def _answering(engine: Answering, host: str) -> ASGIApp:
@@ -93,10 +102,11 @@ async def router(
         decode=tuple(f"{name}:80" for name in engines if name.startswith("d")),
         allowed_hosts=(settings or Settings()).allowed_hosts or ("*",),  # tests call it by any name
     )
-    app = create_app(settings, fabric=InMemory(engines).fabric)
+    network = InMemory(engines)
+    app = create_app(settings, fabric=network.fabric)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
-        app.router.lifespan_context(app),
+        network.running(app),
         httpx.AsyncClient(transport=transport, base_url="http://router") as client,
     ):
         yield client

@@ -1,12 +1,15 @@
 """The edge of the endpoints: their requests go from the connection to requests/request.py, and everything else to ASGI.
 
-core/framing.py has read the head already, so a request for an endpoint needs no second parser. FastAPI serves the same
-endpoints by requests/asgi.py where a request takes uvicorn's way: HTTP/1.0, an absolute URL, another server.
+core/framing.py has read the head already, so a request for an endpoint needs no second parser. Behind another server
+FastAPI serves the same endpoints, by requests/asgi.py.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, Final
+from urllib.parse import unquote
+
+import httptools
 
 from xpyd_proxy.api.clients import Clients
 from xpyd_proxy.api.guarded import GuardedProtocol
@@ -40,6 +43,7 @@ class _EndpointProtocol(GuardedProtocol):
 
     _request: Request | None = None  # that was read last, if it was for an endpoint
     _default: tuple[object, bytes] = None, b""  # the headers that the server puts into every head, and their lines
+    _is_coming = False  # not all of its body is here
     _busy = False  # a request for an endpoint is under way
     _idle_since = 0.0  # on the loop's clock
     _idle_timer: asyncio.TimerHandle | None = None
@@ -49,15 +53,16 @@ class _EndpointProtocol(GuardedProtocol):
     def takes(self, head: Head) -> bool:
         """Begin a request for an endpoint."""
         path = _URLS.get(head.target)
-        if path is None and b"?" in head.target:
-            path = _URLS.get(head.target.partition(b"?")[0])
-        if path is None or head.method != b"POST" or head.is_old:
+        if path is None and head.method == b"POST":
+            path = _path_of(head.target)
+        if path is None or head.method != b"POST":
             self._request = None
             return False
-        response = HttpResponse(self, self.transport.write, keep_alive=head.keep_alive)
+        keep_alive = head.keep_alive and not head.is_old
+        response = HttpResponse(self, self.transport.write, keep_alive=keep_alive, chunks=not head.is_old)
         request = self._request = self.cycle = Request(self.requests, response, path, head.headers, head.shown)
-        self._busy = True
-        if request.check() and head.expects and head.length != 0:
+        self._busy, self._is_coming = True, head.length != 0
+        if request.check() and head.expects and not head.is_old and head.length != 0:
             self.transport.write(_CONTINUE)
         return True
 
@@ -68,7 +73,7 @@ class _EndpointProtocol(GuardedProtocol):
 
     def serve(self) -> None:
         """Have it served: it is complete."""
-        request = self._request
+        request, self._is_coming = self._request, False
         if request is not None:
             if self.flow.write_paused:
                 request.pause()  # the client has not read earlier answers
@@ -109,6 +114,10 @@ class _EndpointProtocol(GuardedProtocol):
     def answered(self, *, keep_alive: bool) -> None:
         """Go on with what is behind the request."""
         self._busy = False
+        if not keep_alive and self._is_coming:  # it was refused, and the client has yet to read why
+            self._stop()
+            self._linger()
+            return
         if not keep_alive:
             self.transport.close()
         if self.has_more or self.flow.read_paused or self.transport.is_closing():
@@ -131,3 +140,13 @@ class _EndpointProtocol(GuardedProtocol):
             self._idle_timer = self.loop.call_later(left, self._look_idle)
         else:
             self.timeout_keep_alive_handler()
+
+
+def _path_of(target: bytes) -> str | None:
+    """Return the path of an endpoint that is written in another way: with a query, a host or escapes."""
+    try:
+        path = httptools.parse_url(target).path
+    except httptools.HttpParserInvalidURLError:
+        return None
+    found = unquote(path.decode("ascii")) if path else ""
+    return found if found in ENDPOINTS else None

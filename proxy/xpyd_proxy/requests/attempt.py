@@ -266,7 +266,8 @@ class Attempt(LegOwner):
         if leg.is_closed:
             return
         failed = LegFailed(leg.instance, error)
-        failed.__cause__ = error.with_traceback(None)  # it leads here, and the leg to it: a circle
+        failed.__cause__ = error
+        _forget_frames(error)  # they hold the leg, which holds the error: a circle
         leg.fault, leg.failure = failed, failed.failure
         if leg is self.prefill:
             self._unlearn(failed)
@@ -374,3 +375,10 @@ def _note_time(leg: EngineLeg, now: float) -> float:
     seconds = now - leg.sent_at
     leg.visit.ms = seconds * 1000
     return seconds
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Have an error, and those that led to it, say no more where they were raised."""
+    while error is not None:
+        error.with_traceback(None)
+        error = error.__cause__ or error.__context__

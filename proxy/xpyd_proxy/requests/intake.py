@@ -118,7 +118,7 @@ class Intake:
             if owner is None:
                 raise Unauthorized("the API key is not one that this router knows")
             caller = owner
-        if declared != JSON_TYPE:
+        if declared != JSON_TYPE or ENDPOINTS[head.path] is Kind.FORM:
             _check_media(head.path, declared or b"")
         length = shown.get(b"content-length")
         if length is not None and int(length) > self.settings.max_body_bytes:

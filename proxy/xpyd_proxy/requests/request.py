@@ -36,6 +36,7 @@ from xpyd_proxy.requests.stepper import Stepper
 from xpyd_proxy.requests.upload import Upload
 
 _OK: Final = 200
+_BUG: Final = 500
 _NO_HEAD: Final = RequestHead("", ())
 logger = logging.getLogger(__name__)
 
@@ -439,6 +440,7 @@ class Request:
         if not others or not attempt.may_repeat(failed, others):
             raise failed
         self._journey.set_aside(Role.DECODE, failed.failure)
+        failed.with_traceback(None)  # it leads to frames that hold the leg, which holds it: a circle
         return attempt.one(others)
 
     # ---- STREAMING, and whole answers
@@ -530,7 +532,7 @@ class Request:
                 return
             except ProxyError as error:
                 if self.state is RequestState.STREAMING and isinstance(error, EngineError):
-                    broken = error
+                    broken = error.with_traceback(None)  # it leads here: a circle
                 elif broken is None or self.state is RequestState.STREAMING:
                     raise
                 else:
@@ -553,6 +555,16 @@ class Request:
     # ---- OVER
 
     def _tell(self, error: Exception) -> int:
+        """Tell the client what went wrong, or hang up on it; return the status for the log."""
+        try:
+            return self._write_error(error)
+        except Exception as bug:
+            logger.exception("request %s cannot be answered", self._journey.request_id)
+            bug.with_traceback(None)
+            self._response.keep_alive = False
+            return _BUG
+
+    def _write_error(self, error: Exception) -> int:
         """Tell the client what went wrong, as far as it can be told; return the status for the log."""
         journey, response = self._journey, self._response
         if isinstance(error, ClientGone):

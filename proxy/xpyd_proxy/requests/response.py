@@ -1,6 +1,7 @@
 """The bytes of an answer: the one writer of what a client gets from the endpoints.
 
-The head is written together with what follows it. A stream goes in chunks (RFC 9112, 7.1), each piece in one write.
+The head is written together with what follows it. A stream goes in chunks (RFC 9112, 7.1), each piece in one write;
+for a client of HTTP/1.0, which knows none, the end of the connection is its end.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from xpyd_proxy.core.model import Api
 from xpyd_proxy.requests.error_body import error_body
 
 NO_SNIFFING: Final = b"x-content-type-options: nosniff\r\n"  # a browser takes an answer for what its type says
+_CHUNKED: Final = b"transfer-encoding: chunked\r\n"
 _CLOSE: Final = b"connection: close\r\n"
 _PLAIN_TYPES: Final[set[bytes]] = set()  # content types that may be sent
 _PLAIN_TYPES_MOST: Final = 64
@@ -59,15 +61,23 @@ class ResponseWriter(Protocol):
 
 
 class HttpResponse:
-    """Implements ResponseWriter for HTTP/1.1."""
+    """Implements ResponseWriter for HTTP/1.1, and without ``chunks`` for clients of HTTP/1.0."""
 
     __deletable__ = ("_connection", "_write")  # mypyc wants to know
-    __slots__ = ("_connection", "_held", "_streams", "_write", "begun", "keep_alive")
+    __slots__ = ("_chunks", "_connection", "_held", "_streams", "_write", "begun", "keep_alive")
 
-    def __init__(self, connection: ClientConnection, write: Callable[[bytes], object], *, keep_alive: bool) -> None:
+    def __init__(
+        self,
+        connection: ClientConnection,
+        write: Callable[[bytes], object],
+        *,
+        keep_alive: bool,
+        chunks: bool = True,
+    ) -> None:
         """``write`` never waits; what is written for a client that has gone is dropped."""
         self._connection = connection
         self._write = write
+        self._chunks = chunks
         self._held = b""  # to be written with what follows
         self._streams = False
         self.begun = False
@@ -76,13 +86,15 @@ class HttpResponse:
     def begin(self, status: int, lines: bytes, body: bytes, *, streams: bool, last: bool = False) -> None:
         """Write the head and the whole body, or the first piece of a stream; ``last``: its end follows at once."""
         self.begun, self._streams = True, streams
+        framing = _CHUNKED if self._chunks else b""
         head = [
             STATUS_LINE[status],
             self._connection.default_lines(),
             lines,
             b"" if self.keep_alive else _CLOSE,
-            b"transfer-encoding: chunked\r\n\r\n" if streams else b"content-length: %d\r\n\r\n" % len(body),
-            b"%x\r\n%b\r\n" % (len(body), body) if streams and body else body,
+            framing if streams else b"content-length: %d\r\n" % len(body),
+            b"\r\n",
+            b"%x\r\n%b\r\n" % (len(body), body) if streams and body and self._chunks else body,
         ]
         data = b"".join(head)
         if last:
@@ -92,7 +104,7 @@ class HttpResponse:
 
     def write(self, piece: bytes, /) -> None:
         """Write a piece of a stream."""
-        data = b"%x\r\n%b\r\n" % (len(piece), piece)
+        data = b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunks else piece
         if self._held:
             self._held += data
         else:
@@ -101,7 +113,9 @@ class HttpResponse:
     def end(self, piece: bytes = b"", /) -> None:
         """Write the end of a stream."""
         if self._streams:
-            data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(piece), piece) if piece else b"0\r\n\r\n"
+            data = piece
+            if self._chunks:
+                data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(piece), piece) if piece else b"0\r\n\r\n"
             self._write(self._held + data if self._held else data)
             self._held = b""
 

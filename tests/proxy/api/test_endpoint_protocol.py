@@ -1,9 +1,10 @@
-"""The short way in and FastAPI's give the same answers, byte for byte, over real sockets."""
+"""The endpoints over real sockets: by our own protocol, and byte for byte the same by another server's."""
 
 import gc
 import json
 import re
 import socket
+import ssl
 import threading
 import time
 from contextlib import ExitStack, contextmanager
@@ -12,36 +13,38 @@ from dataclasses import replace
 import pytest
 import uvicorn
 
+from support.certificates import Authority
 from support.raw_http import Incoming
 from support.sim import serving, sims, until
-from xpyd_proxy.api.hot import hot_protocol
-from xpyd_proxy.app import HOT_PATHS, build
+from xpyd_proxy import server
+from xpyd_proxy.app import build
 from xpyd_proxy.core.lifetime import Step
 from xpyd_proxy.local.sim import Fault, FaultKind
+from xpyd_proxy.requests.request import Request
 from xpyd_proxy.settings import Settings
 
 PATH = "/v1/completions"
-WAYS = ["hot", "fastapi"]
+WAYS = ["protocol", "asgi"]
 QUIET = Settings(probe_interval_s=0.0, max_body_bytes=300_000)
 
 
 class Served:
-    """One router, which counts what takes the short way."""
+    """One router, which counts what reaches its ASGI application."""
 
-    def __init__(self, router, way):
-        self.router, self.way, self.hot = router, way, 0
-        self.port = 0
+    def __init__(self, router):
+        self.router, self.port, self.asgi, self.tls = router, 0, 0, None
 
     async def __call__(self, scope, receive, send):
-        self.hot += 1
-        await self.router.hot(scope, receive, send)
+        self.asgi += scope["type"] == "http"
+        await self.router.app(scope, receive, send)
 
     def ask(self, request):
         with self.open() as client:
             return client.send(request).answer()
 
     def open(self):
-        return Client(socket.create_connection(("127.0.0.1", self.port), timeout=20))
+        sock = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        return Client(sock if self.tls is None else self.tls.wrap_socket(sock, server_hostname="127.0.0.1"))
 
 
 class Answer:
@@ -122,23 +125,25 @@ class Client:
 
 @contextmanager
 def listening(settings, way):
-    """Serve a router one way or the other, as the server process does."""
-    served = Served(build(settings), way)
-    http = hot_protocol(served, HOT_PATHS) if way == "hot" else "httptools"
+    """Serve a router as its process does, or behind a server that knows nothing of it."""
+    served = Served(build(settings))
+    http = server._protocol(served.router, settings) if way == "protocol" else "httptools"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config(
-            served.router.app, http=http, log_config=None, ws="none", loop="uvloop", access_log=False
+            served, http=http, log_config=None, ws="none", loop="uvloop", access_log=False, server_header=False
         )
+        tls = served.router.tls
+        config.ssl_context_factory = None if tls is None else lambda _config, _default: tls
         config.timeout_graceful_shutdown = 1
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        uvicorns = uvicorn.Server(config)
+        thread = threading.Thread(target=uvicorns.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
-            until(lambda: server.started)
+            until(lambda: uvicorns.started)
             served.port = listener.getsockname()[1]
             yield served
         finally:
-            server.should_exit = True
+            uvicorns.should_exit = True
             thread.join()
 
 
@@ -205,32 +210,122 @@ PLAIN = {
         Transfer_Encoding="chunked",
     ),
     "empty": post(b""),
+    "expects": post(Expect="100-continue"),
+    "a query": post(path=f"{PATH}?a=b"),
+    "an absolute target": post(path=f"http://localhost{PATH}"),
+    "an absolute target with a query": post(STREAM, path=f"http://elsewhere:8000{PATH}?a=b"),
+    "an escaped path": post(path="/v1/%63ompletions"),
+    "tokenize": post({"prompt": "x"}, path="/tokenize"),
     "256 KiB": post({"prompt": "x" * 262_144, "max_tokens": 4}),
 }
 OTHERS = {
-    "HTTP/1.0": post(version="1.0"),
-    "HTTP/1.0, streamed": post(STREAM, version="1.0"),
-    "expects": post(Expect="100-continue"),
-    "a query": post(path=f"{PATH}?a=b"),
     "GET": post(b"", method="GET"),
     "HEAD": post(b"", method="HEAD"),
     "another path": post(path="/v1/nothing"),
-    "tokenize": post({"prompt": "x"}, path="/tokenize"),
+    "an absolute target elsewhere": post(path="http://localhost/v1/nothing"),
+    "an absolute GET": post(b"", path="http://localhost/health", method="GET"),
+    "an escaped slash": post(path="/v1%2fnothing"),
 }
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *OTHERS])
 def test_both_ways_give_the_same_answer(both, name):
-    """Status, headers and body; and plain requests do take the short way."""
+    """Status, headers and body; and what is for an endpoint does not take uvicorn's way."""
     request = (PLAIN | OTHERS)[name]
     answers = []
-    hot = both[0].hot
+    before = both[0].asgi
     for served in both:
         with served.open() as client:
             answers.append(client.send(request).answer(to_head=name == "HEAD"))
 
     assert answers[0] == answers[1]
-    assert both[0].hot - hot == (name in PLAIN)
+    assert both[0].asgi - before == (name in OTHERS)
+
+
+OLD = {
+    "plain": PLAIN["plain"],
+    "streamed": PLAIN["streamed"],
+    "one engine": PLAIN["one engine"],
+    "not JSON": PLAIN["not JSON"],
+    "longer than accepted": PLAIN["longer than accepted"],
+    "an absolute target": PLAIN["an absolute target with a query"],
+    "an escaped path": post(STREAM, path="/v1/%63ompletions"),
+    "kept alive": post(STREAM, Connection="keep-alive"),
+    "expects": post(STREAM, Expect="100-continue"),
+    "a model's list": post(b"", path="/v1/models", method="GET"),
+    "metrics": post(b"", path="/openapi.json", method="GET"),
+}
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_a_client_of_http_1_0_gets_the_same_without_chunks(both, name):
+    """It knows none, nor 100 Continue: the end of the connection is the end of the answer (RFC 9112, 6.1 and 6.3)."""
+    request = OLD[name].replace(b"HTTP/1.1", b"HTTP/1.0", 1)
+    now = both[0].ask(OLD[name])
+    with both[0].open() as client:
+        raw = client.send(request).rest()
+        answer = Answer(*raw.split(b"\r\n\r\n", 1))
+
+    assert answer.headers.pop("connection") == "close"
+    assert "transfer-encoding" not in answer.headers
+    now.headers.pop("transfer-encoding", None)
+    now.headers.pop("connection", None)
+    assert answer == now
+
+
+def test_a_client_that_is_refused_and_still_sends_reads_why(both):
+    """Were its connection closed at once, what it sends would have the kernel take the answer back."""
+    for _ in range(10):
+        with both[0].open() as client:
+            assert client.send(post(LONG, Connection="close")).answer().status == 413
+            assert client.is_over()
+
+
+def test_a_client_of_http_1_0_is_told_that_its_stream_broke_off():
+    """Its only sign of the end is that of the connection, so the last event has to say it."""
+    engines = sims()
+    engines["d0"].inject(Fault(FaultKind.DROP, after=2))
+    with routers(engines, ways=["protocol"]) as (served,), served.open() as client:
+        body = client.send(post(STREAM, version="1.0")).rest().partition(b"\r\n\r\n")[2]
+
+    *_, last, end = body.split(b"\n\n")
+    assert json.loads(last.strip().removeprefix(b"data: "))["error"]["type"] == "EngineError"
+    assert end == b""
+
+
+@pytest.fixture(scope="module")
+def over_tls(tmp_path_factory):
+    authority = Authority(tmp_path_factory.mktemp("tls"), "ca")
+    pair = authority.sign("router")
+    settings = replace(QUIET, tls_cert=str(pair.cert), tls_key=str(pair.key))
+    with routers(sims(), settings, ways=["protocol"]) as (served,):
+        served.tls = ssl.create_default_context(cafile=authority.own.cert)
+        yield served
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_client_over_tls_gets_the_same(both, over_tls, name):
+    """Also one that asks for more before it has its answer."""
+    with both[0].open() as client, over_tls.open() as other:
+        expected = client.send(PLAIN[name]).answer()
+        assert other.send(PLAIN[name]).answer() == expected
+    with over_tls.open() as other:
+        other.send(PLAIN["streamed"] + PLAIN[name])
+        assert (other.answer().status, other.answer()) == (200, expected)
+
+
+def test_a_client_that_expects_it_is_told_to_go_on_before_it_sends_its_body(both):
+    """RFC 9110, 10.1.1; and a refusal comes instead, while the body is still to be sent."""
+    head, _, body = post(STREAM, Expect="100-continue").partition(b"\r\n\r\n")
+    too_long = post(LONG, Expect="100-continue").partition(b"\r\n\r\n")[0]
+    for served in both:
+        with served.open() as client:
+            client.send(head + b"\r\n\r\n")
+            assert client.sock.recv(25) == b"HTTP/1.1 100 Continue\r\n\r\n"
+            assert client.send(body).answer().status == 200
+        with served.open() as client:
+            client.send(too_long + b"\r\n\r\n")
+            assert client.sock.recv(12) == b"HTTP/1.1 413"
 
 
 @pytest.mark.parametrize(
@@ -454,7 +549,7 @@ def test_a_request_that_is_over_is_forgotten_at_once(both, request_):
         with both[0].open() as client:
             for _ in range(20):
                 client.send(request_).answer()
-            kept = [one for one in gc.get_objects() if type(one).__name__ == "_Exchange"]
+            kept = [one for one in gc.get_objects() if type(one) is Request]
     finally:
         gc.enable()
 
@@ -464,7 +559,7 @@ def test_a_request_that_is_over_is_forgotten_at_once(both, request_):
 def test_a_client_that_leaves_is_noticed_though_it_has_asked_for_more():
     """Its next request waits behind a stream that nobody reads any more."""
     engines = sims(token_s=0.05)
-    with routers(engines, ways=["hot"]) as (served,):
+    with routers(engines, ways=["protocol"]) as (served,):
         with served.open() as client:
             client.send(post(STREAM | {"max_tokens": 200}) + post())
             client.sock.recv(10)
@@ -475,7 +570,7 @@ def test_a_client_that_leaves_is_noticed_though_it_has_asked_for_more():
 def test_a_slow_client_is_waited_for_though_it_has_asked_for_more():
     """The stream in front goes on when it reads again, and then the next request has its turn."""
     flood = Flood()
-    with routers({**sims(1, 0), "d0": flood}, ways=["hot"]) as (served,), served.open() as client:
+    with routers({**sims(1, 0), "d0": flood}, ways=["protocol"]) as (served,), served.open() as client:
         client.send(post(STREAM))
         until(lambda: flood.sent > 2)
         time.sleep(0.3)

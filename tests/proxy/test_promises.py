@@ -1,7 +1,7 @@
-"""What a router owes its clients, its engines and its own memory when a request goes the short way, or the long one.
+"""What a router owes its clients, its engines and its own memory.
 
-tests/proxy/test_two_ways.py compares the ways; here is what both must do in the cases in which one is easily wrong:
-when something ends, hangs, is raised or is cut off in between.
+tests/proxy/test_scenes.py plays random scenes; here are the cases in which a request easily goes wrong: when something
+ends, hangs, is raised or is cut off in between.
 """
 
 import asyncio
@@ -18,19 +18,17 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from support import two_ways
 from support.reciting import Act, End, good, reciting, whole
 from support.router_process import router_processes
-from support.two_ways import answer, post, routing, text
+from support.scenes import answer, post, routing, text
 from xpyd_proxy.core.facts import Facts
 from xpyd_proxy.core.health import State
 from xpyd_proxy.core.model import Call, Role
 from xpyd_proxy.io.logs import FACTS
-from xpyd_proxy.relay.ride import Ride
+from xpyd_proxy.requests.request import Request
+from xpyd_proxy.requests.response import HttpResponse
 
-SHORT, PLAIN = {}, {"hot_path": False}
-WAYS = pytest.mark.parametrize("way", [SHORT, PLAIN], ids=["short", "plain"])
-ALL_WAYS = pytest.mark.parametrize("way", [SHORT, {"resume": True}, PLAIN], ids=["short", "long", "plain"])
+RESUMING = pytest.mark.parametrize("options", [{}, {"resume": True}], ids=["as it is", "resuming"])
 ONE_EACH = {"prefill": (True,), "decode": (True,)}
 JSON = b"Content-Type: application/json"
 EVENT = b'data: {"choices":[{"text":"one"}]}\n\n'
@@ -61,9 +59,9 @@ async def until(true):
 class Stage:
     """A router, its engines, and clients."""
 
-    def __init__(self, cast, port, settled, built, states):
-        self.cast, self.port, self.settled = cast, port, settled
-        self.router, self.state = built[-1], states[-1]
+    def __init__(self, cast, served):
+        self.cast, self.port, self.settled, self.held = cast, served.port, served.settled, served.held
+        self.router, self.state = served.router, served.state
         self._writers = []
 
     async def client(self, limit=2**24, sock=None):
@@ -114,17 +112,14 @@ def play(monkeypatch, tmp_path):
     none.touch()
     monkeypatch.setenv("SSL_CERT_FILE", str(none))
     monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path))
-    built, states = [], []
-    for name, kept in (("build", built), ("ServerState", states)):
-        monkeypatch.setattr(two_ways, name, _keeping(getattr(two_ways, name), kept))
 
     @asynccontextmanager
-    async def stage(way, acts=None, up=ONE_EACH, *, first_decode=(), **settings):
+    async def stage(acts=None, up=ONE_EACH, *, first_decode=(), **settings):
         acts = {"prefill": (), "decode": ()} | (acts or {})
         async with reciting(acts, up) as cast:
             cast.at["decode"][:0] = first_decode
-            async with routing(cast, settings | way) as (port, settled):
-                stage = Stage(cast, port, settled, built, states)
+            async with routing(cast, settings) as served:
+                stage = Stage(cast, served)
                 try:
                     yield stage
                 finally:
@@ -140,14 +135,6 @@ def play(monkeypatch, tmp_path):
 
     run.stage = stage
     return run
-
-
-def _keeping(make, kept):
-    def made(*args):
-        kept.append(make(*args))
-        return kept[-1]
-
-    return made
 
 
 @pytest.fixture
@@ -177,7 +164,8 @@ def no_collector():
         gc.enable()
 
 
-PARTS = ("HotProtocol", "HttpToolsProtocol", "Passenger", "Ride", "Journey", "_Exchange", "Call")  # of a request
+PARTS = ("EndpointProtocol", "HttpToolsProtocol", "Request", "HttpResponse", "Journey", "Plan", "Call")  # of a request
+PARTS += ("PrefillLeg", "DecodeLeg")
 
 
 def named(*names):
@@ -191,16 +179,15 @@ def alive(*kinds):
 # The client's side
 
 
-@WAYS
 @pytest.mark.parametrize("rest_comes_late", [False, True], ids=["pipelined", "half received"])
-def test_an_answer_under_way_is_not_cut_by_the_keep_alive_timer(play, way, rest_comes_late):
+def test_an_answer_under_way_is_not_cut_by_the_keep_alive_timer(play, rest_comes_late):
     """The timer began with an answer before; the request behind another one is no idle connection."""
     after_a_while = Act(((0.05, good("decode", b"")),))
     stream = Act(((0.0, BEGUN), *[(0.05, chunk(EVENT))] * 12, (0.0, DONE)))
 
     async def scene():
         acts = {"decode": (Act(((0.0, good("decode", b"")),)), after_a_while, stream)}
-        async with play.stage(way, acts, client_keepalive_s=0.5) as stage:
+        async with play.stage(acts, client_keepalive_s=0.5) as stage:
             reader, writer = await stage.client()
             writer.write(asks())
             await answer(reader)
@@ -217,14 +204,14 @@ def test_an_answer_under_way_is_not_cut_by_the_keep_alive_timer(play, way, rest_
     assert b"[DONE]" in got.body
 
 
-@ALL_WAYS
-def test_a_client_that_reads_nothing_does_not_make_the_router_grow(play, way):
+@RESUMING
+def test_a_client_that_reads_nothing_does_not_make_the_router_grow(play, options):
     """No more than an answer waits for it, whatever it asks for; when it reads at last it gets all of them."""
     size = 1_000_000
     big = Act(((0.0, whole(b'{"choices":[],"text":"' + b"y" * size + b'"}')),))
 
     async def scene():
-        async with play.stage(way, {"decode": (big,) * 40}) as stage:
+        async with play.stage({"decode": (big,) * 40}, **options) as stage:
             sock = socket.socket()
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
             sock.setblocking(False)
@@ -252,15 +239,15 @@ def test_a_client_that_reads_nothing_does_not_make_the_router_grow(play, way):
     assert set(whole_ones) == {200}
 
 
-@ALL_WAYS
+@RESUMING
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("hangs_up", [True, False])
-def test_a_client_that_has_gone_leaves_nothing_to_the_garbage_collector(play, way, stream, hangs_up):
+def test_a_client_that_has_gone_leaves_nothing_to_the_garbage_collector(play, options, stream, hangs_up):
     """Many clients open a connection for each request, and the collector looks seldom."""
     slow = Act(((0.0, BEGUN + chunk(EVENT)), (0.3, DONE)) if stream else ((0.3, good("decode", b"")),))
 
     async def scene():
-        async with play.stage(way) as stage:
+        async with play.stage(**options) as stage:
             await stage.ask(asks(stream=stream))
             await stage.settled()
             with no_collector():
@@ -279,13 +266,12 @@ def test_a_client_that_has_gone_leaves_nothing_to_the_garbage_collector(play, wa
     assert play(scene()) == Counter()
 
 
-@WAYS
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_body_over_the_limit_is_refused_however_it_comes(play, way, at_once):
+def test_a_body_over_the_limit_is_refused_however_it_comes(play, at_once):
     """Also one that is here in one piece with its head, and has been read before anybody could look at its length."""
 
     async def scene():
-        async with play.stage(way, max_body_bytes=1000) as stage:
+        async with play.stage(max_body_bytes=1000) as stage:
             reader, writer = await stage.client()
             head, body = asks(user="u" * 1000).split(b"\r\n\r\n", 1)
             for piece in [head + b"\r\n\r\n" + body] if at_once else [head + b"\r\n\r\n", body]:
@@ -297,8 +283,7 @@ def test_a_body_over_the_limit_is_refused_however_it_comes(play, way, at_once):
     assert play(scene()) == (413, 0, 200)
 
 
-@WAYS
-def test_a_client_without_a_key_learns_so_before_its_long_body_is_read(play, way, tmp_path):
+def test_a_client_without_a_key_learns_so_before_its_long_body_is_read(play, tmp_path):
     """Nobody who may not come in makes the router hold 16 MiB."""
     keys = tmp_path / "some.keys"
     keys.write_text("alice:secret-key-0123456789abcdef\n")
@@ -306,7 +291,7 @@ def test_a_client_without_a_key_learns_so_before_its_long_body_is_read(play, way
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n%b\r\nContent-Length: 10000000\r\n\r\n" % JSON
 
     async def scene():
-        async with play.stage(way, api_keys_file=str(keys)) as stage:
+        async with play.stage(api_keys_file=str(keys)) as stage:
             reader, writer = await stage.client()
             writer.write(head + b"x" * 100_000)  # and no more
             return await asyncio.wait_for(reader.readuntil(b"\r\n"), PATIENCE_S)
@@ -314,13 +299,13 @@ def test_a_client_without_a_key_learns_so_before_its_long_body_is_read(play, way
     assert play(scene()).startswith(b"HTTP/1.1 401 ")
 
 
-@ALL_WAYS
+@RESUMING
 @pytest.mark.parametrize("size", [1000, 200_000])
-def test_a_client_that_leaves_is_noticed_however_long_its_body(play, log, way, size):
+def test_a_client_that_leaves_is_noticed_however_long_its_body(play, log, options, size):
     """Reading is paused for a long body; whoever does not go on with it sees no client go."""
 
     async def scene():
-        async with play.stage(way, {"prefill": (SILENT,)}) as stage:
+        async with play.stage({"prefill": (SILENT,)}, **options) as stage:
             _, writer = await stage.client()
             writer.write(asks(stream=True, prompt="z" * size))
             await until(lambda: stage.served("prefill") == 1)
@@ -336,14 +321,13 @@ def test_a_client_that_leaves_is_noticed_however_long_its_body(play, log, way, s
 # Time
 
 
-@WAYS
 @pytest.mark.parametrize("silent", ["prefill", "decode"])
 @pytest.mark.parametrize(("limit", "stream"), [("total_timeout_s", False), ("stream_timeout_s", True)])
-def test_a_request_that_is_out_of_time_before_its_first_token_is_a_504(play, log, way, silent, limit, stream):
+def test_a_request_that_is_out_of_time_before_its_first_token_is_a_504(play, log, silent, limit, stream):
     """Whichever leg it waits for, and whether or not it would be a stream."""
 
     async def scene():
-        async with play.stage(way, {silent: (SILENT,)}, **{limit: 0.15}) as stage:
+        async with play.stage({silent: (SILENT,)}, **{limit: 0.15}) as stage:
             got = await stage.ask(asks(stream=stream))
             await stage.settled()
             await until(lambda: lines(log))
@@ -379,14 +363,13 @@ def _opening(port):
     return sum(row[2].endswith(f":{port:04X}") and row[3] == "02" for row in rows)
 
 
-@WAYS
 @pytest.mark.parametrize("leaves", [True, False], ids=["client leaves", "time is over"])
-def test_kv_is_given_back_when_the_connection_to_the_decode_engine_was_being_opened(play, way, leaves):
+def test_kv_is_given_back_when_the_connection_to_the_decode_engine_was_being_opened(play, leaves):
     """The decode engine has heard nothing: without a word the prefill engine would hold the blocks for minutes."""
 
     async def scene(port):
         limits = {} if leaves else {"total_timeout_s": 0.5}
-        async with play.stage(way, first_decode=[f"127.0.0.1:{port}"], **limits) as stage:
+        async with play.stage(first_decode=[f"127.0.0.1:{port}"], **limits) as stage:
             before = _opening(port)
             reader, writer = await stage.client()
             writer.write(asks())
@@ -413,47 +396,54 @@ class Boom(Exception):
     """Something that never should be raised."""
 
 
-RELAY, RIDE, PASSENGER = (f"xpyd_proxy.{name}" for name in ("relay.relay", "relay.ride", "api.express.Passenger"))
-BOTH_WAYS = ["{}.prefill_body", "xpyd_proxy.relay.steps.Handovers.take", "{}.decode_body"]  # of both modules
-SHORT_WAY = [f"{RIDE}.prompt_tokens", f"{RIDE}.prompt_tokens_in", f"{PASSENGER}.show", f"{PASSENGER}.pour"]
+REQUEST, RESPONSE = "xpyd_proxy.requests.request", "xpyd_proxy.requests.response.HttpResponse"
+BREAKABLE = [f"{REQUEST}.decode_body"]
+BREAKABLE += [f"xpyd_proxy.requests.{name}" for name in ("attempt.prefill_body", "attempt.prompt_tokens")]
+BREAKABLE += ["xpyd_proxy.requests.legs.prompt_tokens_in"]
+BREAKABLE += ["xpyd_proxy.requests.handovers.Handovers.take", f"{RESPONSE}.begin", f"{RESPONSE}.write"]
 
 
-@pytest.mark.parametrize(
-    ("way", "broken"),
-    [
-        *[
-            pytest.param(SHORT, part.format(RIDE), id=f"short-{part.rpartition('.')[2]}")
-            for part in BOTH_WAYS + SHORT_WAY
-        ],
-        *[pytest.param(PLAIN, part.format(RELAY), id=f"plain-{part.rpartition('.')[2]}") for part in BOTH_WAYS],
-    ],
-)
-def test_a_fault_of_our_own_is_told_logged_and_costs_nothing_but_the_request(play, log, way, broken):
+def boom(*_args, **_options):
+    raise Boom("a fault of our own")
+
+
+def boom_once(patch, broken):
+    """Break something for one call: the error is told by the same."""
+    good = getattr(HttpResponse, broken.rpartition(".")[2])
+
+    def first(*args, **options):
+        patch.setattr(broken, good)
+        boom()
+
+    patch.setattr(broken, first)
+
+
+@pytest.mark.parametrize("broken", BREAKABLE, ids=lambda name: name.rpartition(".")[2])
+def test_a_fault_of_our_own_is_told_logged_and_costs_nothing_but_the_request(play, log, broken):
     """No ticket, slot or ride stays behind, and no engine is blamed: the next request is served by the same ones."""
-    streams = broken.endswith((".pour", "_in"))
+    streams = broken.endswith((".write", "_in"))
     stream = Act(((0.0, BEGUN + chunk(EVENT)), (0.05, chunk(EVENT)), (0.0, DONE)))
 
-    def boom(*_args, **_options):
-        raise Boom("a fault of our own")
-
     async def scene():
-        async with play.stage(way, break_after=1, retries=0) as stage:
+        async with play.stage(break_after=1, retries=0) as stage:
             await stage.ready()
             stage.cast.acts["decode"] += [stream] if streams else []
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(broken, boom)
+                if broken.endswith(".begin"):
+                    boom_once(patch, broken)
+                else:
+                    patch.setattr(broken, boom)
                 got = await stage.ask(asks(stream=streams))
                 await stage.settled()
-            assert not list(stage.router.express.rides)
-            assert [member.load.own for member in stage.members()] == [0, 0]
-            assert stage.router.live.gate.admission.held_bytes == 0
+            await until(lambda: not stage.state.connections)
+            assert set(stage.held().values()) == {0}
             stage.cast.acts["decode"].clear()
             states = [member.life.state for member in stage.members()]
             return got, states, (await stage.ask(asks())).status
 
     got, states, after = play(scene())
 
-    if broken.endswith(".pour"):
+    if broken.endswith(".write"):
         assert got.status == 200
         assert b'data: {"error"' in got.body
         assert b"[DONE]" not in got.body
@@ -467,6 +457,30 @@ def test_a_fault_of_our_own_is_told_logged_and_costs_nothing_but_the_request(pla
     assert after == 200
 
 
+@pytest.mark.parametrize("good", [True, False], ids=["an answer", "a refusal"])
+def test_a_client_that_cannot_be_told_anything_is_hung_up_on(play, log, good):
+    """The request is over all the same: nothing of it is held, and the log says why it has no answer."""
+
+    async def scene():
+        async with play.stage() as stage:
+            reader, writer = await stage.client()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(f"{RESPONSE}.begin", boom)
+                writer.write(asks() if good else post(text(), b"Content-Type: text/plain"))
+                received = await asyncio.wait_for(reader.read(), PATIENCE_S)
+            await until(lambda: not stage.state.connections)
+            held = stage.held()
+            return received, held, (await stage.ask(asks())).status
+
+    received, held, after = play(scene())
+
+    assert received == b""
+    assert set(held.values()) == {0}
+    assert after == 200
+    assert "Boom: a fault of our own" in log.text
+    assert [line["status"] for line in lines(log)] == [500, 200]
+
+
 # What stays behind
 
 
@@ -475,21 +489,12 @@ BIG = Act(((0.0, whole(b'{"choices":[],"text":"' + b"y" * SIZE + b'"}')),))
 REFUSED = Act(((0.0, whole(b'{"error":{"message":"no","code":400}}', status=400)),))
 
 
-@pytest.mark.parametrize(
-    ("way", "status"),
-    [
-        (SHORT, 200),
-        (SHORT, 400),
-        (PLAIN, 200),
-        (PLAIN, 400),
-    ],
-    ids=["short", "short, then refused", "plain", "plain, refused"],
-)
-def test_an_idle_connection_keeps_neither_its_last_request_nor_the_answer(play, log, way, status):
+@pytest.mark.parametrize("status", [200, 400])
+def test_an_idle_connection_keeps_neither_its_last_request_nor_the_answer(play, log, status):
     """A thousand idle clients would hold gigabytes."""
 
     async def scene():
-        async with play.stage(way) as stage:
+        async with play.stage() as stage:
             reader, writer = await stage.client(limit=2**16)
             writer.write(asks())
             await answer(reader)
@@ -515,13 +520,12 @@ def test_an_idle_connection_keeps_neither_its_last_request_nor_the_answer(play, 
     assert after == before
 
 
-@WAYS
-def test_a_stream_that_ends_before_its_first_event_leaks_no_connection(play, way):
+def test_a_stream_that_ends_before_its_first_event_leaks_no_connection(play):
     """It was read to its end, and so the connection is good for the next one."""
     empty = Act(((0.0, whole(b": hi\n\n", kind=b"text/event-stream")),))
 
     async def scene():
-        async with play.stage(way, {"decode": (empty,) * 5}, retries=0, break_after=100) as stage:
+        async with play.stage({"decode": (empty,) * 5}, retries=0, break_after=100) as stage:
             statuses = [(await stage.ask(asks(stream=True))).status for _ in range(5)]
             await stage.settled()
             await until(lambda: stage.connections("decode") <= 1)
@@ -530,21 +534,27 @@ def test_a_stream_that_ends_before_its_first_event_leaks_no_connection(play, way
     assert play(scene()) == [502] * 5
 
 
-@pytest.mark.parametrize(
-    ("way", "kind"),
-    [
-        (SHORT, Ride),
-        (SHORT, Call),
-        (PLAIN, Call),
-    ],
-    ids=["short: ride", "short: request", "plain: request"],
-)
-def test_a_connection_that_failed_leaves_no_circle(play, log, way, kind):
+LATE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+BAD = {
+    "breaks off": Act(((0.0, LATE), (0.003, b"")), End.RESET),
+    "is busy": Act(((0.0, whole(b"{}", status=503)),)),
+    "answers with junk": Act(((0.0, whole(b"junk")),)),
+    "refuses": REFUSED,
+}
+
+
+@pytest.mark.parametrize("kind", [Request, Call])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("fault", ["cannot be reached", *BAD])
+def test_a_leg_that_failed_leaves_no_circle(play, log, kind, role, fault):
     """What the request was and said would stay until the garbage collector comes by."""
-    up = {"prefill": (False, True), "decode": (False, True)}
+    up = {"prefill": (True, True), "decode": (True, True)}
+    acts = {role: () if fault not in BAD else (BAD[fault],) * 2}
+    if fault not in BAD:
+        up[role] = (False, True)
 
     async def scene():
-        async with play.stage(way, up=up) as stage:
+        async with play.stage(acts, up=up) as stage:
             got = [(await stage.ask(asks())).status for _ in range(6)]
             await stage.settled()
             await until(lambda: not stage.state.connections and len(lines(log)) == 6)
@@ -554,19 +564,49 @@ def test_a_connection_that_failed_leaves_no_circle(play, log, way, kind):
         before = alive(kind)
         got, after = play(scene())
 
-    assert got == [200] * 6
+    assert got[3:] == [200] * 3
+    assert after == before
+
+
+def token(text, number):
+    """Return an event from which another engine can go on."""
+    choice = {"index": 0, "text": text, "token_ids": [number], "prompt_token_ids": [1, 2]}
+    return chunk(b"data: " + json.dumps({"id": "cmpl-2", "choices": [choice]}).encode() + b"\n\n")
+
+
+@pytest.mark.parametrize("kind", [Request, Call])
+@pytest.mark.parametrize("again", [True, False], ids=["goes on", "breaks off again"])
+def test_a_stream_that_was_resumed_leaves_no_circle(play, log, kind, again):
+    """Its first failure leads to it, and it must not keep that."""
+    broken = Act(((0.0, BEGUN + token("one", 5)), (0.003, b"")), End.RESET)
+    rest = Act(((0.0, BEGUN + token("two", 6) + DONE),)) if again else broken
+
+    async def scene():
+        acts = {"decode": (broken, rest)}
+        async with play.stage(acts, {"prefill": (True,), "decode": (True, True)}, resume=True, retries=1) as stage:
+            got = await stage.ask(asks(stream=True, temperature=0))
+            await stage.settled()
+            await until(lambda: not stage.state.connections and len(lines(log)) == 1)
+            return got, alive(kind)
+
+    with no_collector():
+        before = alive(kind)
+        got, after = play(scene())
+
+    assert got.status == 200
+    assert b'"one"' in got.body
+    assert (b'"two"' in got.body, b'"error"' in got.body) == (again, not again)
     assert after == before
 
 
 # What is counted, and written
 
 
-@WAYS
-def test_each_handoff_counts_however_the_decode_engine_answers(play, way):
+def test_each_handoff_counts_however_the_decode_engine_answers(play):
     """The gap is over when the decode leg is sent."""
 
     async def scene():
-        async with play.stage(way, {"decode": (REFUSED, REFUSED)}) as stage:
+        async with play.stage({"decode": (REFUSED, REFUSED)}) as stage:
             statuses = [(await stage.ask(asks())).status for _ in range(3)]
             await stage.settled()
             return statuses, await stage.metric("xpyd_handoff_gap_seconds_count")
@@ -574,12 +614,24 @@ def test_each_handoff_counts_however_the_decode_engine_answers(play, way):
     assert play(scene()) == ([400, 400, 200], 3)
 
 
-@WAYS
-def test_an_unknown_model_is_not_found_even_at_the_last_place_of_a_second(play, way):
+@pytest.mark.parametrize(("act", "stream", "counted"), [(None, True, 1), (None, False, 0), (REFUSED, True, 0)])
+def test_only_a_good_stream_has_a_first_token(play, act, stream, counted):
+    """A whole answer and an error come when they come."""
+
+    async def scene():
+        async with play.stage({"decode": () if act is None else (act,)}) as stage:
+            status = (await stage.ask(asks(stream=stream))).status
+            await stage.settled()
+            return status, await stage.metric("xpyd_time_to_first_token_seconds_count")
+
+    assert play(scene()) == (200 if act is None else 400, counted)
+
+
+def test_an_unknown_model_is_not_found_even_at_the_last_place_of_a_second(play):
     """It is looked at twice, and counts once."""
 
     async def scene():
-        async with play.stage(way, max_rate=1.0) as stage:
+        async with play.stage(max_rate=1.0) as stage:
             for member in stage.members():
                 stage.router.live.registry.learn(member.instance.id, Facts(models=frozenset({"known"})))
             statuses = [(await stage.ask(asks(model="unheard-of"))).status]
@@ -589,14 +641,13 @@ def test_an_unknown_model_is_not_found_even_at_the_last_place_of_a_second(play, 
     assert play(scene()) == [404, 503]
 
 
-@WAYS
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_engine_that_serves_its_trial_is_ready_again(play, way, role):
+def test_an_engine_that_serves_its_trial_is_ready_again(play, role):
     """The request that tries it goes as any other does."""
     broken = Act((), End.RESET, unread=True)
 
     async def scene():
-        async with play.stage(way, retries=0, break_after=1, rest_s=0.05) as stage:
+        async with play.stage(retries=0, break_after=1, rest_s=0.05) as stage:
             await stage.ready()
             stage.cast.acts[role].append(broken)
             failed = (await stage.ask(asks())).status
@@ -610,12 +661,12 @@ def test_an_engine_that_serves_its_trial_is_ready_again(play, way, role):
     assert play(scene()) == (502, 200, State.READY)
 
 
-def test_what_the_short_way_has_yet_to_write_is_written_when_it_ends(play, log):
+def test_what_is_yet_to_be_written_is_written_at_the_end(play, log):
     """At once: the event loop may end before any timer runs again."""
     stream = Act(((0.0, BEGUN + chunk(EVENT)), *SILENT.packets))
 
     async def scene():
-        async with play.stage(SHORT, {"decode": (stream,)}) as stage:
+        async with play.stage({"decode": (stream,)}) as stage:
             (streaming, first), (waiting, second) = await stage.client(), await stage.client()
             first.write(asks(stream=True))
             await streaming.readuntil(b"one")
@@ -624,7 +675,7 @@ def test_what_the_short_way_has_yet_to_write_is_written_when_it_ends(play, log):
             await until(lambda: stage.served("prefill") == 2)
             assert (await stage.ask(asks())).status == 200
 
-            await stage.router.express.__aexit__(None, None, None)
+            await stage.router.requests.__aexit__(None, None, None)
             written = lines(log)
 
             await stage.settled()
@@ -637,16 +688,14 @@ def test_what_the_short_way_has_yet_to_write_is_written_when_it_ends(play, log):
     assert status == 503
 
 
-@WAYS
-def test_a_router_that_ends_writes_a_line_for_each_request(play, tmp_path, way):
+def test_a_router_that_ends_writes_a_line_for_each_request(play, tmp_path):
     """For those it cuts off, and for those of its last 20 ms, whose lines were kept for a moment."""
-    flags = () if way is SHORT else ("--hot-path", "false")
     stream = Act(((0.0, BEGUN + chunk(EVENT)), *SILENT.packets))
 
     async def scene():
         async with reciting({"prefill": (), "decode": (stream,)}, ONE_EACH) as cast:
             at = [f"--{role}={cast.at[role][0]}" for role in ("prefill", "decode")]
-            with router_processes(tmp_path, 1, *at, "--probe-interval", "0", *flags) as (process,):
+            with router_processes(tmp_path, 1, *at, "--probe-interval", "0") as (process,):
                 port = int(process.url.rpartition(":")[2])
                 clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
                 (streaming, first), (waiting, second), (done, third) = clients
@@ -678,14 +727,15 @@ def broken_off(after):
     return Act(((after, b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"),), End.RESET)
 
 
-@ALL_WAYS
-def test_a_drain_that_looks_while_a_request_changes_hands_sees_it(play, way):
+@RESUMING
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_drain_that_looks_while_a_request_changes_hands_sees_it(play, options, role):
     """A leg has failed, and the request goes on another way: a router that is to end must not take it for done."""
     seen = []
 
     async def scene():
         async with play.stage(
-            way, {"decode": (broken_off(0.0),)}, {"prefill": (True,), "decode": (True, True)}
+            {role: (broken_off(0.0),)}, {"prefill": (True, True), "decode": (True, True)}, **options
         ) as stage:
             loop, lifetime, over = asyncio.get_running_loop(), stage.router.lifetime, []
 

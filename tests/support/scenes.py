@@ -1,13 +1,13 @@
-"""Routers that differ in nothing but the way of a request through them, in one event loop with engines and client."""
+"""A router, its engines and its client in one event loop, and what there is to see of a few requests."""
 
 import asyncio
 import json
 import logging
 import os
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
 
@@ -15,16 +15,13 @@ from uvicorn.server import ServerState
 
 from support.reciting import Act, Cast, Heard, reciting
 from xpyd_proxy import server
-from xpyd_proxy.app import build
+from xpyd_proxy.app import Router, build
+from xpyd_proxy.core.model import Role
 from xpyd_proxy.io.logs import FACTS
-from xpyd_proxy.settings import EngineClient, Settings
+from xpyd_proxy.settings import Settings
 
-WAYS: Mapping[str, dict[str, object]] = {
-    "hot": {},  # as a user gets it
-    "plain": {"hot_path": False},
-    "httpx": {"hot_path": False, "engine_client": EngineClient.HTTPX},
-}
-Settled = Callable[[], Awaitable[None]]
+_JSON = json.JSONDecoder(strict=False)
+_SPACE = " \t\r\n"
 _PATIENCE_S = float(os.environ.get("PATIENCE", "10"))
 _ID = re.compile(r"(?:xpyd|xfer)-[0-9a-z-]+?(?=[^0-9a-z-]|$)")
 _CHANGING = re.compile(r"dur=[0-9.]+|127\.0\.0\.1:[0-9]+")
@@ -61,6 +58,7 @@ class Seen:
     facts: list[dict[str, object]] = field(default_factory=list)  # the router's lines about them
     said: list[str] = field(default_factory=list)  # its other lines
     metrics: dict[str, str] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)  # what the router holds of requests that are over
     bugs: list[str] = field(default_factory=list)
 
 
@@ -74,41 +72,66 @@ class Scene:
     settings: Mapping[str, object] = field(default_factory=dict)
     at_once: bool = False  # the client does not wait for an answer before the next request
 
-    async def by(self, way: str) -> Seen:
-        """Play it with a router of that kind, fresh, and so without a past."""
+    async def play(self) -> Seen:
+        """Play it with a fresh router, and so one without a past."""
         logs = _Listening()
-        options = {**self.settings, **WAYS[way]}
-        async with logs, reciting(self.acts, self.up) as cast, routing(cast, options) as (port, settled):
-            got = await _converse(port, self.requests, settled, at_once=self.at_once)
-            await settled()
-            metrics = await metrics_of(port)
+        async with logs, reciting(self.acts, self.up) as cast, routing(cast, self.settings) as served:
+            got = await _converse(served, self.requests, at_once=self.at_once)
+            await served.settled()
+            metrics = await metrics_of(served.port)
+            await served.left()
+            held = served.held()
         # A line comes after the answer: of requests sent at once one may be written before that of the one in front.
-        return Seen(got, cast.heard, sorted(cast.releases), sorted(logs.facts, key=repr), logs.said, metrics, logs.bugs)
+        facts = sorted(logs.facts, key=repr)
+        return Seen(got, cast.heard, sorted(cast.releases), facts, logs.said, metrics, held, logs.bugs)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A router that is being served."""
+
+    router: Router
+    state: ServerState
+    port: int
+
+    async def settled(self) -> None:
+        """Wait until no request is in flight."""
+        admission = self.router.live.gate.admission
+        await _until(lambda: self.router.lifetime.in_flight == 0 and admission.admitted == 0)
+
+    async def left(self) -> None:
+        """Wait until all clients have gone."""
+        await _until(lambda: not self.state.connections)
+
+    def held(self) -> dict[str, int]:
+        """Return what it holds of requests: all of it is zero when none is under way and no client is there."""
+        admission, registry = self.router.live.gate.admission, self.router.live.registry
+        slots = [registry.get(engine.id).load.own for role in Role for engine in registry.known(role)]
+        return {
+            "requests": len(list(self.router.requests)),
+            "in flight": self.router.lifetime.in_flight,
+            "admitted": admission.admitted,
+            "waiting": admission.waiting,
+            "bytes": admission.held_bytes,
+            "slots": sum(slots),
+        }
 
 
 @asynccontextmanager
-async def routing(cast: Cast, options: Mapping[str, object]) -> AsyncGenerator[tuple[int, Settled]]:
-    """Serve a router as its process does, but for signals and the clock of uvicorn's server.
-
-    Yields its port, and what waits until no request is in flight.
-    """
+async def routing(cast: Cast, options: Mapping[str, object]) -> AsyncGenerator[Served]:
+    """Serve a router as its process does, but for signals and the clock of uvicorn's server."""
     at = {role: tuple(cast.at[role]) for role in ("prefill", "decode")}
-    base = Settings(**at, probe_interval_s=0.0, allowed_hosts=("*",))
-    settings = replace(base, **options)
+    settings = Settings(**({"probe_interval_s": 0.0, "allowed_hosts": ("*",)} | at | dict(options)))
     router = build(settings)
     config = server._server(router, settings, None).config
     config.load()
     state = ServerState()
     state.default_headers = [(b"date", b"today")]
-
-    async def settled() -> None:
-        await _until(lambda: router.lifetime.in_flight == 0 and router.live.gate.admission.admitted == 0)
-
     async with router.app.router.lifespan_context(router.app):
         protocol = partial(config.http_protocol_class, config=config, server_state=state, app_state={})
-        listener = await asyncio.get_running_loop().create_server(protocol, "127.0.0.1", 0)
+        listener = await asyncio.get_running_loop().create_server(protocol, "127.0.0.1", 0, ssl=router.tls)
         try:
-            yield listener.sockets[0].getsockname()[1], settled
+            yield Served(router, state, listener.sockets[0].getsockname()[1])
         finally:
             listener.close()
             for connection in tuple(state.connections):
@@ -162,16 +185,16 @@ def _same(text: str) -> str:
 
 
 class _Over(Exception):
-    """The connection has ended; ``read`` had come since the last answer."""
+    """The connection has ended before an answer."""
 
 
-async def _converse(port: int, requests: Sequence[Sent], settled: Settled, *, at_once: bool) -> list[Got]:
+async def _converse(served: Served, requests: Sequence[Sent], *, at_once: bool) -> list[Got]:
     """Send the requests over one connection, or over another one where the router has closed it."""
     got: list[Got] = []
     left = list(requests)
     while left:
         before = len(left)
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=2**24)
         try:
             sending = asyncio.create_task(_send(writer, left[:] if at_once else left[:1]))
             while left:
@@ -181,8 +204,12 @@ async def _converse(port: int, requests: Sequence[Sent], settled: Settled, *, at
                     break
                 if left and not at_once:
                     await sending
-                    await settled()
+                    await served.settled()
                     sending = asyncio.create_task(_send(writer, left[:1]))
+            if got[-1].end == "kept":
+                await served.settled()
+                writer.write_eof()
+                assert await asyncio.wait_for(reader.read(), _PATIENCE_S) == b"", "something follows the last answer"
         except _Over:
             got.append(Got(0, (), b"", "no answer"))
             left.pop(0)
@@ -222,8 +249,7 @@ async def answer(reader: asyncio.StreamReader) -> Got:
         with suppress(ConnectionError):  # it had not read all of the request
             assert await reader.read() == b"", "something follows the answer"
         end = "closed"
-    # Checked against the body just now; and a sentence may be another one where httpx is the client.
-    fields.pop("content-length", None)
+    fields.pop("content-length", None)  # checked against the body just now
     shown = tuple(sorted((name, _same(value)) for name, value in fields.items()))
     return Got(int(first.split()[1]), shown, _same(body.decode("latin-1")).encode("latin-1"), end)
 
@@ -269,6 +295,31 @@ def declared(lines: Sequence[bytes]) -> Sequence[bytes]:
     """Return headers of which one says the type of the body."""
     is_declared = any(line.lower().startswith(b"content-type") for line in lines)
     return lines if is_declared else (*lines, b"Content-Type: application/json")
+
+
+def values_of(body: bytes) -> dict[str, bytes]:
+    """Return the values of a JSON object as they are written; of several with one name the last counts."""
+    left = body.decode("utf-8", "surrogateescape")
+    pos, found = _blank(left, _blank(left, 0, "{"), ""), {}
+    while left[pos] != "}":
+        name, pos = _JSON.raw_decode(left, pos)
+        start = _blank(left, pos, ":")
+        _, pos = _JSON.raw_decode(left, start)
+        found[name] = left[start:pos].encode("utf-8", "surrogateescape")
+        pos = _blank(left, pos, "," if left[_blank(left, pos, "")] == "," else "")
+    assert not left[pos + 1 :].strip(_SPACE), left
+    return found
+
+
+def _blank(text: str, pos: int, mark: str) -> int:
+    """Return where the next word is, behind this mark and the spaces around it."""
+    while text[pos] in _SPACE:
+        pos += 1
+    assert text.startswith(mark, pos), text
+    pos += len(mark)
+    while text[pos] in _SPACE:
+        pos += 1
+    return pos
 
 
 def text(**fields: object) -> bytes:

@@ -117,7 +117,7 @@ def test_every_value_of_the_chart_exists(page):
 
 def test_the_values_of_the_quick_start_are_values_of_the_chart():
     """A page whose first step is refused is no quick start."""
-    (block,) = re.findall(r"(?s)```yaml\n(.*?)```", (ROOT / "docs/kubernetes.md").read_text())
+    block = re.findall(r"(?s)```yaml\n(.*?)```", (ROOT / "docs/kubernetes.md").read_text())[0]
     values = yaml.safe_load((CHART / "values.yaml").read_text())
 
     def paths(given, above=()):

@@ -197,8 +197,17 @@ class GuardedProtocol(PatientProtocol):
             return b""
         self._head = None
         self.free(read)
-        head = read_head(bytes(received[start:end]))
+        return self._begin(read_head(bytes(received[start:end])), bytes(received[end:]))
+
+    def _begin(self, head: Head, rest: bytes) -> bytes:
+        """Begin a request; return what is behind its head, unless all of the request is here and nothing else."""
         self._is_ours = self.takes(head)
+        if self._is_ours and head.length == len(rest):
+            if rest:
+                self.take(rest, is_all=True)
+            self.between = True
+            self.serve()
+            return b""
         if not self._is_ours:
             self.headed = False
             self._parse(head.raw)
@@ -209,7 +218,7 @@ class GuardedProtocol(PatientProtocol):
             self.between, self._in_body = False, True
             self._remaining, self._chunks = (0, ChunkedBody()) if head.length is None else (head.length, None)
             self._since, self._received = self.loop.time(), 0
-        return bytes(received[end:])
+        return rest
 
     def _read_length(self, data: bytes) -> bytes:
         """Read some of a body of known length; return what is behind it."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from xpyd_proxy.core.rules import Rules
     from xpyd_proxy.requests.service import Requests, RequestSpan
 
+_DECODE: Final = Role.DECODE  # looking a member up takes as long as a call
 _RANK: Final = b"x-data-parallel-rank"
 _RELEASES_MOST: Final = 16  # decode engines of which one is asked to free blocks
 
@@ -140,7 +141,7 @@ class Attempt(LegOwner):
 
     def _ranked(self, headers: Headers, instance: Instance) -> Headers:
         rank = instance.rank
-        if rank is None and instance.role is Role.DECODE:
+        if rank is None and instance.role is _DECODE:
             rank = self._plan.ask.rank
         return headers if rank is None else (*headers, (_RANK, b"%d" % rank))
 
@@ -177,7 +178,26 @@ class Attempt(LegOwner):
         """Tell whether a leg may be sent again, with so many engines of its role, and count it."""
         return self.chances.take(failed, others) and self._of.budget.grants(now=self._of.clock())
 
-    def release(self, leg: PrefillLeg) -> None:
+    @property
+    def failed(self) -> LegFailed | None:
+        """Return why nothing will be shown, while nothing is: that a push has failed may be why the other leg will."""
+        prefill, decode = self.prefill, self.decode
+        if self.told is not None and prefill is not None and prefill.fault is not None:
+            return prefill.fault
+        return None if decode is None else decode.fault
+
+    def note_read(self, lent_by: PrefillLeg) -> None:
+        """Note whether a decode engine may have come for the blocks of a prefill: then the two settle it."""
+        if self.decode is not None and self.decode.may_be_read:
+            lent_by.is_read = True
+
+    def settle(self, lent_by: PrefillLeg) -> None:
+        """Have the blocks of a prefill freed, unless a decode engine may have come for them."""
+        self.note_read(lent_by)
+        if not lent_by.is_read:
+            self._release(lent_by)
+
+    def _release(self, leg: PrefillLeg) -> None:
         """Free the blocks of a prefill that is not read; the client does not wait for it. What is pushed needs none."""
         of, visit, call, handover = self._of, self.journey.decode, self._plan.call, leg.handover
         if call is None or handover is None or handover.coordinates is not None:

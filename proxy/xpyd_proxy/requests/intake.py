@@ -3,9 +3,8 @@
 Nothing is counted here and nothing waits. What is wrong with a request is raised, for the client.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 from xpyd_proxy.core.asking import ask_of_call, ask_of_errand, model_of
@@ -29,6 +28,10 @@ JSON_TYPE: Final = b"application/json"
 PASSED_ON: Final = frozenset({b"authorization", b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority"})
 _FORM_TYPE: Final = b"multipart/form-data"
 _FROM_BROWSERS: Final = frozenset({b"origin", b"sec-fetch-site"})
+_NOTHING: Final[Mapping[bytes, bytes]] = {}
+_FORMS: Final = frozenset(path for path, kind in ENDPOINTS.items() if kind is Kind.FORM)
+_STRIP: Final = ClientKvParams.STRIP
+_CLOSED: Final = Stage.CLOSED
 _APIS: Final = {api.value: api for api in Api}
 _RETRY_AFTER_S: Final = 1  # another router is there already, or this one will be again in a moment
 
@@ -46,6 +49,10 @@ class RequestHead:
         self.caller = ANYBODY  # the name of the client's key, once the head is judged
         self.headers = headers
         self.shown: Mapping[bytes, bytes] = dict(reversed(headers)) if shown is None else shown
+
+    def forget(self) -> None:
+        """Let go of the headers."""
+        self.headers, self.shown = (), _NOTHING
 
 
 @dataclass(slots=True, init=False)
@@ -107,7 +114,7 @@ class Intake:
         if not has_keys and not declared and b"x-api-key" not in shown:
             # The page of another web site could send an undeclared body unasked, and not that header.
             raise UnsupportedMedia("the body is not declared: send Content-Type: application/json")
-        if self.lifetime.stage is Stage.CLOSED:
+        if self.lifetime.stage is _CLOSED:
             raise ClosingDown("the router is about to end and takes no new requests", retry_after_s=_RETRY_AFTER_S)
         caller = ANYBODY
         if keys is not None:
@@ -136,11 +143,12 @@ class Intake:
             return BodyTooLarge(f"the body {said} {most} is the most this router takes")
         return BodyTooLarge(f"the body {said} {most} bytes, the most this router takes")
 
-    def reading(self, head: RequestHead, body: bytes) -> Callable[[], Fields]:
-        """Return what reads a body, in a thread if it is long; what it raises is for the client."""
-        if ENDPOINTS[head.path] is Kind.FORM:
-            return partial(_read_form, boundary_of(head.shown.get(b"content-type", b"")), body)
-        return partial(parse, body, strip_private=self.settings.client_kv_params is ClientKvParams.STRIP)
+    def read(self, head: RequestHead, body: bytes) -> Fields:
+        """Read a body, of a form nothing but its bounds; a long one is read in a thread. Raises BadRequest."""
+        if head.path in _FORMS:
+            check_form(boundary_of(head.shown.get(b"content-type", b"")), body)
+            return {}
+        return parse(body, strip_private=self.settings.client_kv_params is _STRIP)
 
     def plan(self, head: RequestHead, body: bytes, fields: Fields) -> Plan:
         """Say what the engines are asked; raises BadRequest."""
@@ -150,17 +158,17 @@ class Intake:
             check_wanted_now(api, fields)
         passed_on = () if PASSED_ON.isdisjoint(shown) else tuple([each for each in headers if each[0] in PASSED_ON])
         passed_on, asked, priority = limited(passed_on, fields, self.keyring.least_of(caller))
-        if self.salts is not None and path not in UNCACHED and ENDPOINTS[path] is not Kind.FORM:
+        if self.salts is not None and path not in UNCACHED and path not in _FORMS:
             asked = self.salts.salted(asked, caller)
         rank = _rank(shown.get(b"x-data-parallel-rank"))
         if api is not None:
             call = Call(api, asked, passed_on, rank)
             return Plan(path, passed_on, ask_of_call(call), priority, call=call)
-        if ENDPOINTS[path] is Kind.FORM:  # its values are not read: its model plays no part in the choice of engine
+        if path in _FORMS:  # its values are not read: its model plays no part in the choice of engine
             declared = content_type(boundary_of(shown.get(b"content-type", b"")))
             errand = Errand(path, body, passed_on, declared, rank=rank)
         else:
-            strips = self.settings.client_kv_params is ClientKvParams.STRIP
+            strips = self.settings.client_kv_params is _STRIP
             clean = encode(asked) if strips or asked is not fields else body
             errand = Errand(path, clean, passed_on, model=model_of(fields), rank=rank)
         ask = ask_of_errand(errand)
@@ -173,7 +181,7 @@ def _check_media(path: str, declared: bytes) -> None:
     Raises:
         UnsupportedMedia: it is declared as something else.
     """
-    is_form = ENDPOINTS[path] is Kind.FORM
+    is_form = path in _FORMS
     said = declared.decode("latin-1")
     if is_form and media_type(declared) != _FORM_TYPE:
         raise UnsupportedMedia(f"the body must be multipart/form-data, not {said or 'undeclared'}")
@@ -181,11 +189,6 @@ def _check_media(path: str, declared: bytes) -> None:
         boundary_of(declared)  # raises UnsupportedMedia
     if not is_form and declared and media_type(declared) != JSON_TYPE:
         raise UnsupportedMedia(f"the body must be application/json, not {said}")
-
-
-def _read_form(boundary: bytes, body: bytes) -> Fields:
-    check_form(boundary, body)
-    return {}
 
 
 def _rank(said: bytes | None) -> int | None:

@@ -8,6 +8,7 @@ pieces of a stream go from the decode leg to the client without it.
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from xpyd_proxy.core import dialect, push
@@ -36,6 +37,14 @@ from xpyd_proxy.requests.stepper import Stepper
 from xpyd_proxy.requests.upload import Upload
 
 _OK: Final = 200
+# Looking a member up takes as long as a call.
+_QUEUED, _ADMITTED, _PULL, _PUSH, _SINGLE, _PREFILLED, _NEXT_DECODE, _RETRY, _FIRST_EVENT, _RESUME, _END = RequestEvent
+_RECEIVED: Final = RequestState.RECEIVED
+_STREAMING: Final = RequestState.STREAMING
+_OVER: Final = RequestState.OVER
+_WAITING: Final = TicketState.WAITING
+_AT_ONCE: Final = Push.AT_ONCE
+_SERVING: Final = Stage.SERVING
 _BUG: Final = 500
 _NO_HEAD: Final = RequestHead("", ())
 logger = logging.getLogger(__name__)
@@ -103,7 +112,7 @@ class Request:
         """``headers`` and ``shown`` as in RequestHead."""
         head = self._head = RequestHead(path, headers, shown)
         name = head.shown.get(b"x-request-id")
-        self.state = RequestState.RECEIVED
+        self.state = _RECEIVED
         self._of = of
         self._response = response
         self._start = of.clock()
@@ -213,7 +222,7 @@ class Request:
 
     def _out_of_time(self) -> OutOfTime:
         seconds = self._rules.patience.total_s(streams=self._planned.streams)
-        if self.state is RequestState.STREAMING:
+        if self.state is _STREAMING:
             return OutOfTime(f"the stream was not complete within {seconds:g} s")
         return OutOfTime(f"the request was not done within {seconds:g} s")
 
@@ -262,12 +271,12 @@ class Request:
     def _read(self) -> Plan:
         """Return what the engines are asked."""
         intake, head, body = self._of.intake, self._head, self._upload.whole()
-        return intake.plan(head, body, intake.reading(head, body)())
+        return intake.plan(head, body, intake.read(head, body))
 
     async def _read_long(self) -> Plan:
         """Read a long body in a thread, so that other requests do not wait for it."""
         intake, head, body = self._of.intake, self._head, self._upload.whole()
-        future = self._of.examiner.submit(intake.reading(head, body))
+        future = self._of.examiner.submit(partial(intake.read, head, body))
         future.add_done_callback(lambda _: self._steps.wake())
         while not future.done():
             await self._steps
@@ -282,12 +291,12 @@ class Request:
         gate, upload = self._of.gate, self._upload
         upload.free()  # its bytes are charged with the ticket from now on
         ticket = self._ticket = gate.arrive(self._head.caller, plan.priority, upload.size)
-        self._head = RequestHead(self._head.path, (), _NO_HEAD.shown)  # the connection keeps us until its next request
-        if ticket.state is TicketState.WAITING:
-            self._on(RequestEvent.QUEUED)
+        self._head.forget()  # the connection keeps us until its next request
+        if ticket.state is _WAITING:
+            self._on(_QUEUED)
             return False
         gate.check(ticket)
-        self._on(RequestEvent.ADMITTED)
+        self._on(_ADMITTED)
         return True
 
     async def _wait_for_turn(self) -> None:
@@ -297,12 +306,12 @@ class Request:
             return
         gate.watch(ticket, self._steps.wake)
         try:
-            while ticket.state is TicketState.WAITING:
+            while ticket.state is _WAITING:
                 await self._steps
         finally:
             gate.unwatch(ticket)
         gate.check(ticket)
-        self._on(RequestEvent.ADMITTED)
+        self._on(_ADMITTED)
 
     # ---- ROUTING, and what follows from failures
 
@@ -343,7 +352,7 @@ class Request:
             raise failed.error
         self._journey.set_aside(role, failed.failure)
         self._journey.start_over()
-        self._on(RequestEvent.RETRY)
+        self._on(_RETRY)
 
     def _route(self, attempt: Attempt, call: Call | None, alone: Pieces | None) -> Route:
         """Choose the engines, and the way of the KV cache."""
@@ -379,17 +388,17 @@ class Request:
         """Send what can be sent before an engine has answered; return the leg whose answer the decode leg needs."""
         call, prefill = route.call, route.prefill
         if call is None or prefill is None:
-            self._on(RequestEvent.SINGLE)
+            self._on(_SINGLE)
             return None
         attempt.hold_slot(route.decode)
         if route.told is None:
-            self._on(RequestEvent.PULL)
+            self._on(_PULL)
             return attempt.send_prefill(call, prefill, reuses=self._rules.reuse_tokens)
         journey = self._journey
-        journey.push, journey.transfer, attempt.told = Push.AT_ONCE, attempt.transfer, route.told
+        journey.push, journey.transfer, attempt.told = _AT_ONCE, attempt.transfer, route.told
         params = push.decode_params(route.told, call.api, attempt.id, attempt.transfer)
         route.body = [dialect.decode_body(dialect.named(call.api, call.fields, attempt.id), params)]
-        self._on(RequestEvent.PUSH)
+        self._on(_PUSH)
         attempt.send_prefill(call, prefill, reuses=False)
         return None
 
@@ -398,7 +407,7 @@ class Request:
         if route.call is not None and leg.handover is not None:
             route.body = decode_body(route.call, self._journey, attempt.id, leg.handover)
             route.lent_by = leg
-        self._on(RequestEvent.PREFILLED)
+        self._on(_PREFILLED)
 
     async def _decode(self, attempt: Attempt, route: Route) -> None:
         """Get the answer from a decode engine, or from another one if this one got nothing of the request.
@@ -408,25 +417,19 @@ class Request:
             EngineError: a stream broke off, or is not complete.
         """
         lent_by = route.lent_by
+        leg = attempt.send_decode(route.decode, route.body)
         try:
-            while True:
-                leg = attempt.send_decode(route.decode, route.body)
-                try:
-                    while not leg.has_begun:
-                        if attempt.told is not None and attempt.prefill is not None:
-                            attempt.prefill.raise_failure()  # that it failed may be why the other one will
-                        leg.raise_failure()
-                        await self._steps
-                    break
-                except LegFailed as failed:
+            while not leg.has_begun:
+                failed = attempt.failed
+                if failed is None:
+                    await self._steps
+                else:
                     route.decode = self._next_decode(attempt, failed, lent_by)
-                finally:
-                    if lent_by is not None and leg.may_be_read:
-                        lent_by.is_read = True  # whatever becomes of it, the engines settle it between them
-                self._on(RequestEvent.NEXT_DECODE)
+                    self._on(_NEXT_DECODE)
+                    leg = attempt.send_decode(route.decode, route.body)
         finally:
-            if lent_by is not None and not lent_by.is_read:
-                attempt.release(lent_by)
+            if lent_by is not None:
+                attempt.settle(lent_by)
         if leg.streams:
             await self._stream(attempt, leg)
         else:
@@ -436,6 +439,8 @@ class Request:
         """Choose another engine for a decode leg; raises LegFailed if none may have it."""
         if failed.rule.again is not Again.DECODE:
             raise failed
+        if lent_by is not None:
+            attempt.note_read(lent_by)
         others = attempt.others(failed.instance, lent_by)
         if not others or not attempt.may_repeat(failed, others):
             raise failed
@@ -451,7 +456,7 @@ class Request:
         Raises:
             EngineError: it broke off, or is not complete.
         """
-        self._on(RequestEvent.FIRST_EVENT)
+        self._on(_FIRST_EVENT)
         self._show_beginning(attempt, leg)
         while not leg.is_over:
             self._raise_broken(leg)
@@ -470,7 +475,7 @@ class Request:
     def _show_beginning(self, attempt: Attempt, leg: DecodeLeg) -> None:
         """Write the head with the first event: the head's time is the first token's."""
         shown, replay, response = leg.take_shown(), self._replay, self._response
-        is_plain = replay is None and self._journey.push is not Push.AT_ONCE
+        is_plain = replay is None and self._journey.push is not _AT_ONCE
         attempt.stream_to(response.write if is_plain else self._pour, leg)
         if self._paused:
             attempt.pause()
@@ -510,12 +515,12 @@ class Request:
         self._response.begin(_OK, self._lines(leg.content_type), shown, streams=False)
 
     def _note_said(self, piece: bytes) -> None:
-        if self._journey.push is Push.AT_ONCE and piece:
+        if self._journey.push is _AT_ONCE and piece:
             self._journey.says(piece)
 
     def _lines(self, content_type: bytes) -> bytes:
         of = self._of
-        if of.lifetime.stage is not Stage.SERVING:
+        if of.lifetime.stage is not _SERVING:
             self._response.keep_alive = False
         return head_lines(self._journey, content_type, shows_times=of.settings.server_timing)
 
@@ -531,9 +536,9 @@ class Request:
                 await self._answer(asked, chances, alone)
                 return
             except ProxyError as error:
-                if self.state is RequestState.STREAMING and isinstance(error, EngineError):
+                if self.state is _STREAMING and isinstance(error, EngineError):
                     broken = error.with_traceback(None)  # it leads here: a circle
-                elif broken is None or self.state is RequestState.STREAMING:
+                elif broken is None or self.state is _STREAMING:
                     raise
                 else:
                     raise broken from None
@@ -550,7 +555,7 @@ class Request:
             self._journey.set_aside(Role.DECODE, Failure.BROKEN)
             chances = Chances(self._rules.retries, set() if visit is None else {visit.instance})
             alone = [encode(fields)]
-            self._on(RequestEvent.RESUME)
+            self._on(_RESUME)
 
     # ---- OVER
 
@@ -603,7 +608,7 @@ class Request:
     def _end(self, status: int) -> None:
         """The request is over: count it, and let go of everything."""
         of, journey, path = self._of, self._journey, self._head.path
-        self.state = RequestState.OVER
+        self._on(_END)
         self.response_complete = True
         self._steps.end()
         of.over(self)

@@ -23,7 +23,7 @@ def head(path="/v1/completions", **headers):
 def planned(asked):
     body = b'{"prompt": "a"}'
     made = intake()
-    return made.plan(asked, body, made.reading(asked, body)())
+    return made.plan(asked, body, made.read(asked, body))
 
 
 @pytest.mark.parametrize(("text", "rank"), [("0", 0), (" 12 ", 12), ("", None)])

@@ -1,4 +1,4 @@
-"""What both ways of a request do alike (relay/relay.py, relay/ride.py): the bodies of its legs, and what ties them."""
+"""The bodies of the two legs, and what ties them: the prefill engine's answer."""
 
 from collections.abc import Callable
 from dataclasses import replace

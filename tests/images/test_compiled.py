@@ -48,7 +48,6 @@ SUITES = (
 # They look into the code in a way that only Python can be looked into.
 _INSIDE = {
     "test_the_last_seconds_are_one_bin": "hands over pytest.approx as a number",
-    "test_to_admit_is_to_arrive_where_nobody_has_to_wait": "copies objects without their class knowing",
     "test_idle_connections_are_bounded": "changes a constant",
     "test_an_answer_to_ask_is_bounded": "changes a constant",
     "test_a_closed_connection_is_freed_at_once": "needs weak references",

@@ -9,34 +9,28 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import httpx
-from fastapi import APIRouter, FastAPI, Request
-from starlette.types import ASGIApp
+from fastapi import FastAPI, Request
 
 from xpyd_proxy.api import problems
 from xpyd_proxy.api.admin import Gatekeeping, admin_routes
 from xpyd_proxy.api.adminkey import onlooker_check
 from xpyd_proxy.api.audit import Audit
 from xpyd_proxy.api.door import Door
-from xpyd_proxy.api.examining import Examiner
-from xpyd_proxy.api.express import Express
 from xpyd_proxy.api.instances import Desk, instance_routes
 from xpyd_proxy.api.models import Models, model_routes
-from xpyd_proxy.api.openai import Generation
 from xpyd_proxy.api.openapi import openapi_routes
 from xpyd_proxy.api.page import page_routes
-from xpyd_proxy.api.passing import Form, Passing
 from xpyd_proxy.api.ready import ready_routes
 from xpyd_proxy.api.routes import endpoint_routes
-from xpyd_proxy.api.tracking import Following, Tracking, untraced
+from xpyd_proxy.api.tracking import Tracking
 from xpyd_proxy.core.allow import AllowList
 from xpyd_proxy.core.budget import Budget
-from xpyd_proxy.core.endpoints import ENDPOINTS, Kind
+from xpyd_proxy.core.endpoints import ENDPOINTS
 from xpyd_proxy.core.explain import Explainer
 from xpyd_proxy.core.health import Limits
-from xpyd_proxy.core.journey import Journey, Outcome
 from xpyd_proxy.core.keys import Keyring, Outbound
 from xpyd_proxy.core.learned import Learned
 from xpyd_proxy.core.lifetime import Lifetime
@@ -49,7 +43,6 @@ from xpyd_proxy.core.policies.power_of_two import PowerOfTwo
 from xpyd_proxy.core.policies.prefix import Prefix
 from xpyd_proxy.core.policies.round_robin import RoundRobin, Turns
 from xpyd_proxy.core.policies.session import Session
-from xpyd_proxy.core.ports import Engines
 from xpyd_proxy.core.push import MANNERS
 from xpyd_proxy.core.registry import Registry
 from xpyd_proxy.core.roll import Roll
@@ -60,33 +53,34 @@ from xpyd_proxy.core.target import Target
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.checks import HttpChecks
 from xpyd_proxy.io.discovering import discovery_of
-from xpyd_proxy.io.engines import HttpEngines
 from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, server_tls
 from xpyd_proxy.io.fleet import LiveFleet, Loads
 from xpyd_proxy.io.guard import Guard, resolved
-from xpyd_proxy.io.ids import new_id
+from xpyd_proxy.io.ids import new_id, new_transfer
 from xpyd_proxy.io.inflow import InflowWatch
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.prober import Prober, Rhythm
 from xpyd_proxy.io.reconciler import Synced
-from xpyd_proxy.io.reporting import Reporting
 from xpyd_proxy.io.sight import Sight
 from xpyd_proxy.io.status import Status
 from xpyd_proxy.io.wire import WireEngines
+from xpyd_proxy.io.wire.pool import Dial
 from xpyd_proxy.io.workers.crew import company
 from xpyd_proxy.io.workers.place import Place
 from xpyd_proxy.live import Live, limits_of
-from xpyd_proxy.relay import Legs, Relay, Releaser
-from xpyd_proxy.relay.gate import Gate
-from xpyd_proxy.relay.ride import Rides
-from xpyd_proxy.relay.steps import Handovers
-from xpyd_proxy.settings import EngineClient, PolicyName, Settings
+from xpyd_proxy.requests.asgi import Endpoints
+from xpyd_proxy.requests.examiner import Examiner
+from xpyd_proxy.requests.gate import Gate
+from xpyd_proxy.requests.handovers import Handovers
+from xpyd_proxy.requests.intake import Intake
+from xpyd_proxy.requests.release import Releaser
+from xpyd_proxy.requests.service import Requests
+from xpyd_proxy.settings import PolicyName, Settings
 
 if TYPE_CHECKING:
     from xpyd_proxy.io.traces import Traces
 
 logger = logging.getLogger(__name__)
-HOT_PATHS: Final = frozenset(path for path, kind in ENDPOINTS.items() if kind is Kind.SPLIT)
 _PATHS: Final = frozenset({*ENDPOINTS, "/v1/models"})  # those that metrics and spans tell apart
 
 
@@ -95,8 +89,7 @@ class Router:
     """A router that is built, and what its process needs of it."""
 
     app: FastAPI
-    hot: ASGIApp  # what serves HOT_PATHS, without all that FastAPI has around it
-    express: Express | None  # what serves the ordinary ones of those requests; None: that cannot be had
+    requests: Requests
     lifetime: Lifetime
     live: Live
     on_stalled: Callable[[], None]  # to be called for each client that is given up because it reads nothing
@@ -104,15 +97,21 @@ class Router:
     tls: ssl.SSLContext | None  # what it serves https with; None: http
 
 
-def create_app(settings: Settings, *, transport: httpx.AsyncBaseTransport | None = None) -> FastAPI:
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """How tests have a router reach engines without a network: its probes by a transport, its legs by ``dial``."""
+
+    transport: httpx.AsyncBaseTransport
+    dial: Dial
+
+
+def create_app(settings: Settings, *, fabric: Fabric | None = None) -> FastAPI:
     """Build the router, as an ASGI application; raises what ``build`` raises."""
-    return build(settings, transport=transport).app
+    return build(settings, fabric=fabric).app
 
 
-def build(
-    settings: Settings, *, transport: httpx.AsyncBaseTransport | None = None, place: Place | None = None
-) -> Router:
-    """Build the router, or one of several workers of it. Tests pass a transport that never opens a socket.
+def build(settings: Settings, *, fabric: Fabric | None = None, place: Place | None = None) -> Router:
+    """Build the router, or one of several workers of it. Tests pass a fabric.
 
     Raises:
         AddressError: an address in the settings cannot be one.
@@ -125,31 +124,38 @@ def build(
     learned = Learned(at_once=MANNERS[settings.mode].at_once)
     fleet = _fleet(settings, registry, learned, crew.number)
     outbound, tls = Outbound(engine_keys(settings), forwards=settings.forward_client_key), engine_tls(settings)
+    transport, dial = (None, None) if fabric is None else (fabric.transport, fabric.dial)
     guard = _guard(settings, registry, transport)
-    engines = _engines(settings, transport, outbound, tls, guard)
+    engines = WireEngines(settings, outbound=outbound, tls=tls, guard=guard, dial=dial)
     gate, lifetime = Gate(limits_of(settings), time.monotonic), Lifetime()
     keyring, examiner = Keyring(client_keys(settings), settings.min_priority), Examiner()
     salts, models = _salts(settings, keyring), Models(registry, engines, model=settings.model)
     sight, census, queue = Sight(Measures(_PATHS), time.monotonic), Roll(registry), gate.admission
     traces = _traces(settings)
-    asked: Engines = engines if traces is None else traces.around(engines)
-    if settings.load_reports and settings.prefill_policy is not PolicyName.ROUND_ROBIN:
-        asked = Reporting(asked, fleet.reported)
-    legs = Legs(asked, time.monotonic, watchers=(sight, fleet), auditors=(sight,))
     releaser = Releaser(engines, told=(sight,))
-    budget = _budget(settings, crew.of)
-    relay = Relay(
-        fleet,
-        legs,
-        fleet,
-        learned,
-        MANNERS[settings.mode],
-        releaser,
-        rules_of(settings),
-        slots=fleet,
-        budget=budget,
-        replaced=sight.replaced_host,
+    requests = Requests(
+        intake=Intake(settings, lifetime, keyring, sites, salts),
+        rules=rules_of(settings),
+        fleet=fleet,
+        learned=learned,
+        handovers=Handovers(learned, MANNERS[settings.mode], sight.replaced_host),
+        engines=engines.teller,
+        releaser=releaser,
+        budget=_budget(settings, crew.of),
+        gate=gate,
+        lifetime=lifetime,
+        examiner=examiner,
+        sight=sight,
+        settings=settings,
+        clock=time.monotonic,
+        new_id=new_id,
+        new_transfer=new_transfer,
+        finished=sight.finished,
+        reports=settings.load_reports and settings.prefill_policy is not PolicyName.ROUND_ROBIN,
+        spans=traces,
     )
+    fleet.later = sight.later
+    sight.legs.riding = requests.engines_of_legs
     checks = _checks(settings, outbound, transport, tls, guard)
     rhythm = Rhythm(settings.probe_interval_s, settings.hung_timeout_s, settings.drain_patience_s)
     prober = Prober(registry, checks, rhythm, time.monotonic, random.random, give_up=engines.give_up)
@@ -160,93 +166,34 @@ def build(
 
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
         parts = examiner, engines, releaser, checks, discovery.running(), prober.running(), inflow.running()
-        return *parts, *crew.running(), *(() if express is None else (express,))
+        return *parts, *crew.running(), requests
 
-    desk = Desk(registry, _explainer(relay, fleet), time.monotonic, crew.changes(discovery), crew.is_drained)
+    desk = Desk(registry, _explainer(requests), time.monotonic, crew.changes(discovery), crew.is_drained)
     keeping = Gatekeeping(keyring, Audit(sight.admin_action, time.monotonic), guard)
     routes = (
         page_routes(status, metrics, everybody, **_onlookers(settings, keyring)),
         admin_routes(settings, fleet, models, desk.changes, keeping),
         instance_routes(settings, desk, keeping.audit),
-        ready_routes(Synced(fleet, discovery), lifetime, lambda: relay.rules.needed),
+        ready_routes(Synced(fleet, discovery), lifetime, lambda: requests.rules.needed),
         model_routes(models),
     )
-    tracking = _Tracking(untraced if traces is None else traces.request, sight.finished)
     app = FastAPI(lifespan=_lifespan(registry, running, traces), openapi_url=None, redirect_slashes=False)
-    express = None
-    if isinstance(engines, WireEngines) and traces is None:
-        rides = Rides(
-            relay,
-            Handovers(learned, relay.manner, sight.replaced_host),
-            engines.teller,
-            fleet,
-            sight,
-            time.monotonic,
-            reports=isinstance(asked, Reporting),
-        )
-        express = _express(rides, settings, gate, lifetime, keyring, sites=sites, salts=salts)
-    hot = _serve(
-        app,
-        settings,
-        routes,
-        _served_by(relay, settings, gate, examiner, keyring, salts=salts),
-        tracking,
-        lifetime=lifetime,
-        keyring=keyring,
-        sites=sites,
+    app.add_middleware(Door, lifetime=lifetime, keyring=keyring, sites=sites)
+    app.add_middleware(
+        Tracking,
+        new_id=new_id,
+        clock=time.monotonic,
+        spans=traces,
+        finished=sight.finished,
+        times=settings.server_timing,
     )
-    live = Live(registry, relay, gate, keyring, outbound, time.monotonic)
-    return Router(
-        app, hot, express, lifetime, live, sight.stalled_client, sight.refused_connection, server_tls(settings)
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Tracking:
-    """Who follows a request from outside."""
-
-    following: Following
-    finished: Callable[[Journey, Outcome], None]
-
-
-def _serve(
-    app: FastAPI,
-    settings: Settings,
-    routes: Sequence[APIRouter],
-    served_by: Mapping[Kind, ASGIApp],
-    tracking: _Tracking,
-    *,
-    lifetime: Lifetime,
-    keyring: Keyring,
-    sites: Sites,
-) -> ASGIApp:
-    """Give the application its routes and what surrounds them; return the short way to those that generate text."""
-    door: dict[str, Any] = {"lifetime": lifetime, "keyring": keyring, "sites": sites}
-    around: dict[str, Any] = {"new_id": new_id, "clock": time.monotonic}
-    around |= {"following": tracking.following, "finished": tracking.finished, "times": settings.server_timing}
-    app.add_middleware(Door, **door)
-    app.add_middleware(Tracking, **around)
     problems.install(app)
     for each in routes:
         app.include_router(each)
-    app.router.routes.extend(endpoint_routes(served_by))
+    app.router.routes.extend(endpoint_routes(Endpoints(requests)))
     app.include_router(openapi_routes(app, settings.admin_key, keyring, open_metrics=settings.open_metrics))
-    return problems.LastResort(Tracking(Door(problems.Answering(served_by[Kind.SPLIT]), **door), **around))
-
-
-def _express(
-    rides: Rides,
-    settings: Settings,
-    gate: Gate,
-    lifetime: Lifetime,
-    keyring: Keyring,
-    *,
-    sites: Sites,
-    salts: Salts | None,
-) -> Express:
-    rides.fleet.later = rides.sight.later
-    rides.sight.legs.riding = rides.places
-    return Express(rides, settings, gate, lifetime, keyring, sites, new_id, time.monotonic, rides.sight.finished, salts)
+    live = Live(registry, requests, gate, keyring, outbound, time.monotonic)
+    return Router(app, requests, lifetime, live, sight.stalled_client, sight.refused_connection, server_tls(settings))
 
 
 def _onlookers(settings: Settings, keyring: Keyring) -> Mapping[str, Callable[[Request], None]]:
@@ -295,18 +242,6 @@ def _checks(
     )
 
 
-def _engines(
-    settings: Settings,
-    transport: httpx.AsyncBaseTransport | None,
-    outbound: Outbound,
-    tls: ssl.SSLContext,
-    guard: Guard,
-) -> HttpEngines | WireEngines:
-    if transport is None and settings.engine_client is EngineClient.WIRE:
-        return WireEngines(settings, outbound=outbound, tls=tls, guard=guard)
-    return HttpEngines(settings, transport=transport, outbound=outbound, tls=tls, guard=guard)
-
-
 def _lifespan(
     registry: Registry, running: Callable[[], Sequence[AbstractAsyncContextManager[object]]], traces: "Traces | None"
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
@@ -327,16 +262,6 @@ def _lifespan(
                 await asyncio.to_thread(traces.close)
 
     return lifespan
-
-
-def _served_by(
-    relay: Relay, settings: Settings, gate: Gate, examiner: Examiner, keyring: Keyring, *, salts: Salts | None
-) -> Mapping[Kind, ASGIApp]:
-    return {
-        Kind.SPLIT: Generation(relay, settings, gate, examiner, keyring, salts),
-        Kind.JSON: Passing(relay, settings, gate, examiner, keyring, salts),
-        Kind.FORM: Form(relay, settings, gate, examiner, keyring),
-    }
 
 
 def _limits(settings: Settings) -> Limits:
@@ -391,11 +316,11 @@ def _fleet(settings: Settings, registry: Registry, learned: Learned, turn: int) 
     return LiveFleet(registry, Pairs(registry, choice), learned, time.monotonic)
 
 
-def _explainer(relay: Relay, fleet: LiveFleet) -> Callable[[], Explainer]:
+def _explainer(requests: Requests) -> Callable[[], Explainer]:
     def explainer() -> Explainer:
-        rules = relay.rules
+        rules, fleet = requests.rules, requests.fleet
         return Explainer(
-            fleet.rehearsal(), fleet.usable, relay.learned, rules.min_prompt_chars, rules.alone_without_prefill
+            fleet.rehearsal(), fleet.usable, requests.learned, rules.min_prompt_chars, rules.alone_without_prefill
         )
 
     return explainer

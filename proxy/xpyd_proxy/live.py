@@ -14,8 +14,8 @@ from xpyd_proxy.core.sites import check_open
 from xpyd_proxy.core.target import Target
 from xpyd_proxy.errors import AlreadyKnown, ConfigError
 from xpyd_proxy.io.files import client_keys, engine_keys
-from xpyd_proxy.relay import Relay
-from xpyd_proxy.relay.gate import Gate
+from xpyd_proxy.requests.gate import Gate
+from xpyd_proxy.requests.service import Requests
 from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class Live:
     """The objects that a change concerns."""
 
     registry: Registry
-    relay: Relay
+    requests: Requests
     gate: Gate
     keyring: Keyring
     outbound: Outbound
@@ -55,7 +55,7 @@ class Live:
             self.keyring.keys, self.keyring.least = keys, new.min_priority
             self.outbound.change(shown)
             self.gate.change(limits)
-            self.relay.rules = rules
+            self.requests.rules = rules
             self._exchange(before, after)
 
         return change

@@ -12,7 +12,7 @@ from xpyd_proxy.core.allow import EXPECTED as ALLOWED
 from xpyd_proxy.core.allow import AllowList
 from xpyd_proxy.core.target import Target
 from xpyd_proxy.errors import AddressError
-from xpyd_proxy.settings import ClientKvParams, EngineClient, LogFormat, LogLevel, Mode, PolicyName
+from xpyd_proxy.settings import ClientKvParams, LogFormat, LogLevel, Mode, PolicyName
 
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]+")
 
@@ -219,8 +219,6 @@ OPTIONS: Final[Sequence[Option]] = (
     ),
     Option("retries", RETRIES, "legs of one request that may fail before the client is told", live=True),
     Option("max_body_bytes", BYTES, "bytes of a request body"),
-    Option("hot_path", SWITCH, "serve plain POSTs that generate text past FastAPI"),
-    Option("engine_client", one_of(EngineClient), "what sends the legs: our own HTTP/1.1 client, or httpx"),
     Option("connect_timeout_s", SECONDS, "seconds to open a connection to an engine"),
     Option("prefill_timeout_s", SECONDS, "seconds for a whole prefill leg", live=True),
     Option("first_token_timeout_s", SECONDS, "seconds from a streamed decode leg to its first event", live=True),

@@ -17,9 +17,8 @@ import uvicorn
 import uvloop
 
 from xpyd_proxy.api.clients import Bounds, Clients
-from xpyd_proxy.api.guarded import guarded_protocol
-from xpyd_proxy.api.hot import hot_protocol
-from xpyd_proxy.app import HOT_PATHS, Router
+from xpyd_proxy.api.endpoint_protocol import endpoint_protocol
+from xpyd_proxy.app import Router
 from xpyd_proxy.config import needs_restart
 from xpyd_proxy.core.lifetime import Step
 from xpyd_proxy.errors import AddressError, ConfigError
@@ -27,13 +26,13 @@ from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.files import renew_chain
 from xpyd_proxy.io.workers.listening import bound
 from xpyd_proxy.io.workers.place import END, HURRY, READY, Place, heard
-from xpyd_proxy.relay import ride
+from xpyd_proxy.requests import request
 from xpyd_proxy.settings import Settings
 
 _YOUNG_MOST: Final = 5_000  # objects made, less those that have gone, before the garbage collector looks at them
 _TICK_S: Final = 0.05  # seconds between two looks at what is still in flight
 _OWN_DESCRIPTORS: Final = 64  # files, listeners, probes and connections to other workers
-_IS_COMPILED: Final = not str(ride.__file__).endswith(".py")  # see docs/performance.md
+_IS_COMPILED: Final = not str(request.__file__).endswith(".py")  # see docs/performance.md
 logger = logging.getLogger(__name__)
 
 
@@ -109,7 +108,7 @@ def _spare_the_collector() -> None:
 
 
 def _protocol(router: Router, settings: Settings) -> type[asyncio.Protocol]:
-    patience_s, most, admission = settings.client_timeout_s, settings.max_body_bytes, router.live.gate.admission
+    patience_s, admission = settings.client_timeout_s, router.live.gate.admission
     bounds = Bounds(
         settings.head_timeout_s,
         settings.body_timeout_s,
@@ -117,17 +116,7 @@ def _protocol(router: Router, settings: Settings) -> type[asyncio.Protocol]:
         settings.max_connections_per_address,
     )
     clients = Clients(bounds, on_refused=router.on_refused, hold=admission.hold, charge=admission.charge)
-    if not settings.hot_path:
-        return guarded_protocol(clients, patience_s, router.on_stalled)
-    return hot_protocol(
-        router.hot,
-        HOT_PATHS,
-        router.express,
-        clients=clients,
-        most=most,
-        patience_s=patience_s,
-        on_stalled=router.on_stalled,
-    )
+    return endpoint_protocol(router.requests, clients, patience_s=patience_s, on_stalled=router.on_stalled)
 
 
 def _connections(wanted: int) -> int:

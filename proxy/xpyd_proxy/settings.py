@@ -19,13 +19,6 @@ class Mode(StrEnum):
     PUSH = "push"  # every prefill engine pushes; one that says it does not is an error
 
 
-class EngineClient(StrEnum):
-    """What sends the legs."""
-
-    WIRE = "wire"  # our own HTTP/1.1 client, made for legs
-    HTTPX = "httpx"  # the general one: twenty times the processor time, for the day when ours is under suspicion
-
-
 class LogLevel(StrEnum):
     """The least severe records that the log shows."""
 
@@ -82,8 +75,6 @@ class Settings:
     reuse_tokens: bool = False  # a chat is rendered and tokenized by the prefill engine only
     resume: bool = False  # another decode engine goes on with a stream that breaks off
     probe_timeout_s: float = 5.0  # seconds for a GET /v1/models of an engine
-    hot_path: bool = True  # plain POSTs that generate text go past FastAPI
-    engine_client: EngineClient = EngineClient.WIRE  # what sends the legs
     engine_keepalive_s: float = 4.0  # seconds an idle engine connection is kept; vLLM closes it after 5
     client_keepalive_s: int = 75  # seconds an idle client connection is kept
     client_timeout_s: float = 300.0  # seconds in which a client must read some of its answer

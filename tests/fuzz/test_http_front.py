@@ -254,13 +254,12 @@ def rss_of(pid):
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) * 1024
 
 
-@pytest.mark.parametrize("way", ["true", "false"])
-def test_nothing_but_requests_reaches_an_engine(tmp_path, way):
+def test_nothing_but_requests_reaches_an_engine(tmp_path):
     """No crash, no bug in the log, no hang, no growth; and no prompt that the strict parser does not find."""
     engines, count, before, allowed = sims(), 0, None, deque(maxlen=30)
     with serving(engines["p0"]) as prefill, serving(engines["d0"]) as decode:
         flags = ("--prefill", prefill, "--decode", decode, "--probe-interval", "0", "--log-level", "warning")
-        limits = ("--hot-path", way, "--head-timeout", "1", "--body-timeout", "1")
+        limits = ("--head-timeout", "1", "--body-timeout", "1")
         with router_processes(tmp_path, 1, *flags[:-2], *limits) as (router,):
             port, pid = int(router.url.rpartition(":")[2]), router.child.pid
             watched, over = Watched(port), threading.Event()
@@ -268,7 +267,7 @@ def test_nothing_but_requests_reaches_an_engine(tmp_path, way):
             watching.start()
             try:
                 start = time.monotonic()
-                while (spent := time.monotonic() - start) < SECONDS / 2:
+                while (spent := time.monotonic() - start) < SECONDS:
                     case = Case(count)
                     got = sent(port, case)
                     assert not got or re.match(rb"HTTP/1\.1 [1-5][0-9][0-9] ", got), (SEED, count, case.stream)
@@ -278,7 +277,7 @@ def test_nothing_but_requests_reaches_an_engine(tmp_path, way):
                         for entry in log:
                             check(entry, case, allowed)
                     count += 1
-                    if before is None and spent > SECONDS / 10:
+                    if before is None and spent > SECONDS / 5:
                         before = rss_of(pid)
                     assert watched.fault is None, (SEED, count, watched.fault)
                     assert router.child.poll() is None, (SEED, count)

@@ -92,7 +92,7 @@ async def test_a_router_of_the_chart_finds_the_engines_of_the_chart_with_the_cal
             api.put(
                 "pods", f"pod-{number}", {"metadata": dict(meta), "spec": spec, "status": READY | {"podIP": ip}}, "ns"
             )
-        app = create_app(serve_settings(build_parser(args).parse_args(args)), transport=InMemory(engines))
+        app = create_app(serve_settings(build_parser(args).parse_args(args)), fabric=InMemory(engines).fabric)
         client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router", headers=KEY)
         async with app.router.lifespan_context(app), client:
             await _ready(client)

@@ -22,9 +22,8 @@ from xpyd_proxy.local.processes import open_fleet
 
 # What a request and its answer go through, and what several workers say to each other.
 SUITES = (
-    "tests/proxy/api/test_usual_requests.py",
     "tests/proxy/core",
-    "tests/proxy/relay",
+    "tests/proxy/requests",
     "tests/proxy/io/workers",
     "tests/proxy/io/test_engines_contract.py",
     "tests/proxy/io/test_fleet.py",
@@ -35,23 +34,25 @@ SUITES = (
     "tests/proxy/io/test_reconciler.py",
     "tests/proxy/io/test_sight.py",
     "tests/proxy/io/test_status.py",
+    "tests/proxy/io/test_traces.py",
     "tests/proxy/io/test_wire_connections.py",
+    "tests/proxy/io/test_wire_replies.py",
     "tests/proxy/test_app.py",
     "tests/proxy/test_clients_that_do_not_read.py",
     "tests/proxy/test_live.py",
     "tests/proxy/test_over_sockets.py",
-    "tests/proxy/test_short_way.py",
-    "tests/proxy/test_two_ways.py",
+    "tests/proxy/test_promises.py",
+    "tests/proxy/test_scenes.py",
     "tests/proxy/test_workers.py",
 )
 # They look into the code in a way that only Python can be looked into.
 _INSIDE = {
     "test_the_last_seconds_are_one_bin": "hands over pytest.approx as a number",
-    "test_to_admit_is_to_arrive_where_nobody_has_to_wait": "copies objects without their class knowing",
     "test_idle_connections_are_bounded": "changes a constant",
+    "test_an_answer_to_ask_is_bounded": "changes a constant",
     "test_a_closed_connection_is_freed_at_once": "needs weak references",
     "test_a_fault_of_our_own_is_told_logged": "puts a fault into a module from outside",
-    "httpx": "the other client, which is not compiled",
+    "test_a_client_that_cannot_be_told_anything": "the same",
 }
 
 
@@ -92,7 +93,7 @@ def test_no_compiled_class_is_derived_from_one_that_can_be_referred_to_weakly():
     known = {"ABC", "Protocol", "NamedTuple", "Exception", "ValueError", "StrEnum", "IntEnum", "Word"}
     odd = []
     for path, found in classes():
-        fine = known | {each.name for each in found} | {"Told", "Registry"}  # compiled, too
+        fine = known | {each.name for each in found} | {"Call", "Registry"}  # compiled, too
         odd += [f"{path.name} {each.name}" for each in found for base in each.bases if _name(base) not in fine]
 
     assert odd == []

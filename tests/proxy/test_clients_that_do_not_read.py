@@ -14,14 +14,14 @@ from uvicorn.server import ServerState
 
 from support.certificates import Authority
 from support.reciting import Act, reciting, whole
-from support.two_ways import WAYS, answer, metrics_of, post, routing, text
+from support.scenes import answer, metrics_of, post, routing, text
 from xpyd_proxy import server
 from xpyd_proxy.api.clients import Clients
-from xpyd_proxy.api.guarded import guarded_protocol
+from xpyd_proxy.api.endpoint_protocol import endpoint_protocol
 from xpyd_proxy.app import build
 from xpyd_proxy.settings import Settings
 
-ALL_WAYS = pytest.mark.parametrize("way", [*WAYS.values(), {"resume": True}], ids=[*WAYS, "long"])
+RESUMING = pytest.mark.parametrize("options", [{}, {"resume": True}], ids=["as it is", "resuming"])
 ONE_EACH = {"prefill": (True,), "decode": (True,)}
 JSON = b"Content-Type: application/json"
 EVENT = b'data: {"choices":[{"text":"%b"}]}\n\n' % (b"x" * 250_000)
@@ -64,14 +64,14 @@ async def small(port, request=b""):
 
 
 @asynccontextmanager
-async def asked(way, act, *, stream):
+async def asked(options, act, *, stream):
     """A router, a decode engine that answers so, and a client that has asked and not read."""
     async with (
         reciting({"prefill": (), "decode": (act,)}, ONE_EACH) as cast,
-        routing(cast, way | {"client_timeout_s": PATIENCE_S}) as (port, settled),
-        small(port, post(text(stream=stream), JSON)) as sock,
+        routing(cast, options | {"client_timeout_s": PATIENCE_S}) as served,
+        small(served.port, post(text(stream=stream), JSON)) as sock,
     ):
-        yield cast, port, settled, sock
+        yield cast, served.port, served.settled, sock
 
 
 async def read_on(sock):
@@ -88,14 +88,14 @@ async def until(true):
         await asyncio.sleep(0.005)
 
 
-@ALL_WAYS
+@RESUMING
 @pytest.mark.parametrize(("act", "stream"), [(FLOOD, True), (LONG, False)], ids=["stream", "whole"])
-def test_a_client_that_reads_nothing_is_hung_up_on(run, way, act, stream, caplog):
+def test_a_client_that_reads_nothing_is_hung_up_on(run, options, act, stream, caplog):
     """Its engine, its place and its bytes are free again, and the log says why; nobody else is touched."""
     caplog.set_level(logging.INFO, "xpyd_proxy")
 
     async def scene():
-        async with asked(way, act, stream=stream) as (cast, port, settled, sock):
+        async with asked(options, act, stream=stream) as (cast, port, settled, sock):
             assert (await metrics_of(port))["xpyd_stalled_clients_total"] == "0.0"
             start = time.monotonic()
             await until(lambda: "has read nothing" in caplog.text)
@@ -121,12 +121,12 @@ def test_a_client_that_reads_nothing_is_hung_up_on(run, way, act, stream, caplog
         assert "status=499" in caplog.text
 
 
-@ALL_WAYS
-def test_a_client_that_reads_slowly_gets_everything(run, way):
+@RESUMING
+def test_a_client_that_reads_slowly_gets_everything(run, options):
     """As long as it reads something now and then."""
 
     async def scene():
-        async with asked(way, FLOOD, stream=True) as (_, _, _, sock):
+        async with asked(options, FLOOD, stream=True) as (_, _, _, sock):
             begun = 0
             for _ in range(12):
                 await asyncio.sleep(PATIENCE_S / 4)
@@ -140,10 +140,9 @@ def test_a_client_that_reads_slowly_gets_everything(run, way):
     assert size > EVENTS * len(EVENT)
 
 
-@pytest.mark.parametrize("hot_path", [True, False])
-def test_the_limit_is_an_option(hot_path):
-    """With the short way and without."""
-    settings = Settings(prefill=("127.0.0.1:1",), decode=("127.0.0.1:2",), client_timeout_s=7.0, hot_path=hot_path)
+def test_the_limit_is_an_option():
+    """Some clients are on slow lines."""
+    settings = Settings(prefill=("127.0.0.1:1",), decode=("127.0.0.1:2",), client_timeout_s=7.0)
 
     assert server._server(build(settings), settings, None).config.http.patience_s == 7.0
 
@@ -160,7 +159,8 @@ def test_over_tls_too(run, tmp_path, caplog):
     theirs, ours = Authority(tmp_path, "ca").contexts()
 
     async def scene():
-        protocol = guarded_protocol(Clients(), PATIENCE_S, lambda: None)
+        requests = build(Settings(prefill=("127.0.0.1:1",), decode=("127.0.0.1:2",))).requests
+        protocol = endpoint_protocol(requests, Clients(), patience_s=PATIENCE_S, on_stalled=lambda: None)
         config = uvicorn.Config(flood, http=protocol, lifespan="off", log_config=None)
         config.load()
         state = ServerState()

@@ -107,16 +107,14 @@ def front(folder, *flags, tls=None, soft=None, hard=None, x=1, y=1, **options):
         assert "Traceback" not in router.said, router.said
 
 
-KINDS = ["short way", "fastapi", "tls", "workers"]
+KINDS = ["http", "tls", "workers"]
 
 
 @contextmanager
 def front_of(kind, folder, *flags, **options):
     """Run a router of a kind."""
     tls = None
-    if kind == "fastapi":
-        flags = (*flags, "--hot-path", "false")
-    elif kind == "workers":
+    if kind == "workers":
         flags = (*flags, "--workers", "2")
     elif kind == "tls":
         authority = Authority(folder, "ca")
@@ -127,10 +125,10 @@ def front_of(kind, folder, *flags, **options):
         yield found
 
 
-@pytest.fixture(scope="module", params=["short way", "fastapi"])
-def door(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def door(tmp_path_factory):
     """A router with the defaults."""
-    with front_of(request.param, tmp_path_factory.mktemp("door")) as found:
+    with front(tmp_path_factory.mktemp("door")) as found:
         yield found
 
 
@@ -141,12 +139,12 @@ def another(request, tmp_path_factory):
         yield found
 
 
-@pytest.fixture(scope="module", params=["short way", "fastapi"])
-def locked(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory):
     """A router that wants keys."""
     folder = tmp_path_factory.mktemp("locked")
     (folder / "keys").write_text("me:sesame\n")
-    with front_of(request.param, folder, "--api-keys-file", str(folder / "keys")) as found:
+    with front(folder, "--api-keys-file", str(folder / "keys")) as found:
         yield found
 
 
@@ -569,7 +567,7 @@ def test_time_outs_are_counted(tmp_path):
 # Connections
 
 
-@pytest.mark.parametrize("kind", ["short way", "fastapi", "tls"])
+@pytest.mark.parametrize("kind", ["http", "tls"])
 def test_there_is_a_limit_of_connections(tmp_path, kind):
     """One more is told so, and closed; when others leave there is room."""
     with front_of(kind, tmp_path, "--max-connections", "3") as door, ExitStack() as stack:
@@ -608,7 +606,7 @@ def cpu_s(pid):
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-@pytest.mark.parametrize("kind", ["short way", "tls"])
+@pytest.mark.parametrize("kind", ["http", "tls"])
 def test_too_many_connections_for_its_descriptors_do_no_harm(tmp_path, kind):
     """It does not spin, and serves again when they have gone; TLS: none of them says a word of its handshake."""
     with front_of(kind, tmp_path, "--head-timeout", "2", hard=110) as door:
@@ -655,12 +653,11 @@ UNFINISHED = {
 }
 
 
-@pytest.mark.parametrize("kind", ["short way", "fastapi"])
 @pytest.mark.parametrize("shape", UNFINISHED)
-def test_bodies_are_charged_while_they_come(tmp_path, kind, shape):
+def test_bodies_are_charged_while_they_come(tmp_path, shape):
     """Forty that are not complete hold no more than max_held_bytes; and all of it is given back."""
     flags = ("--max-held-bytes", "16000000", "--max-body-bytes", "4000000")
-    with front_of(kind, tmp_path, *flags) as door:
+    with front(tmp_path, *flags) as door:
         assert door.serves()
         held = Held(door)
         before = held.rss
@@ -734,17 +731,11 @@ class Probe(threading.Thread):
                 time.sleep(0.002)
 
 
-@pytest.fixture(scope="module", params=["short way", "fastapi"])
-def kind(request):
-    """On which way requests are served."""
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def flooded(kind, tmp_path_factory):
+def flooded(tmp_path_factory):
     """A router that has served what it admits: the memory that such a body leaves behind is not what a flood costs."""
     admitted = json.dumps({"prompt": "x" * (ADMITTED - 1000), "max_tokens": 1}).encode()
-    with front_of(kind, tmp_path_factory.mktemp("flooded"), "--max-body-bytes", str(ADMITTED)) as found:
+    with front(tmp_path_factory.mktemp("flooded"), "--max-body-bytes", str(ADMITTED)) as found:
         for sent in (request(body=admitted), chunked(admitted)):
             with found.open() as client:
                 assert client.send(sent).answer().status == 200

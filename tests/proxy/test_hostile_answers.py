@@ -2,7 +2,7 @@
 
 import json
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import httpx
 import pytest
@@ -23,15 +23,15 @@ PATHS = {
 
 @dataclass
 class Stage:
-    """A decode engine that says what a test puts here, and the routers in front of it."""
+    """A decode engine that says what a test puts here, and the router in front of it."""
 
     says: bytes = b""
     endless: bytes = b""  # it goes on with this for ever
-    urls: dict[str, str] = field(default_factory=dict)
+    url: str = ""
 
-    def post(self, way, path, **more):
+    def post(self, path, **more):
         body = PATHS[path] | more
-        return httpx.post(self.urls[way] + path, json=body, timeout=30)
+        return httpx.post(self.url + path, json=body, timeout=30)
 
     def script(self, engine, talk):
         while True:
@@ -46,17 +46,15 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory):
-    """Both ways through the router meet the same engines."""
+    """A router that asks nobody else."""
     stage = Stage()
     with ExitStack() as stack:
         prefill = stack.enter_context(serving(sims()["p0"]))
         decode = stack.enter_context(raw_engine(stage.script)).at
-        for way, hot in (("hot", "true"), ("plain", "false")):
-            args = ("--prefill", prefill, "--decode", decode, "--probe-interval", "0", "--retries", "0")
-            args += ("--break-after", "1000", "--break-window-least", "1000", "--hot-path", hot)
-            folder = tmp_path_factory.mktemp(way)
-            (router,) = stack.enter_context(router_processes(folder, 1, *args))
-            stage.urls[way] = router.url
+        args = ("--prefill", prefill, "--decode", decode, "--probe-interval", "0", "--retries", "0")
+        args += ("--break-after", "1000", "--break-window-least", "1000")
+        (router,) = stack.enter_context(router_processes(tmp_path_factory.mktemp("router"), 1, *args))
+        stage.url = router.url
         yield stage
 
 
@@ -75,13 +73,9 @@ def stream(*chunks, end=b"0\r\n\r\n"):
     return head + b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + end
 
 
-WAYS = pytest.mark.parametrize("way", ["hot", "plain"])
-
-
-@WAYS
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("where", ["top", "choice", "escaped"])
-def test_parameters_of_the_transfer_never_reach_a_client(stage, way, path, where):
+def test_parameters_of_the_transfer_never_reach_a_client(stage, path, where):
     """They say where an engine's memory is, and how to read it."""
     said = {"id": "x", "temperature": 0.1, "prompt_token_ids": [1], "choices": [{"text": "kv_transfer_params"}]}
     if where == "choice":
@@ -93,7 +87,7 @@ def test_parameters_of_the_transfer_never_reach_a_client(stage, way, path, where
         text = text.replace(b'"kv_transfer_params": {', b'"kv\\u005ftransfer_params": {')
     stage.says = whole(text)
 
-    answer = stage.post(way, path)
+    answer = stage.post(path)
 
     assert answer.status_code == 200
     assert answer.json() == {
@@ -105,9 +99,8 @@ def test_parameters_of_the_transfer_never_reach_a_client(stage, way, path, where
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-@WAYS
 @pytest.mark.parametrize("path", [path for path in PATHS if path != "/v1/embeddings"])
-def test_nor_with_the_last_event_of_a_stream(stage, way, path):
+def test_nor_with_the_last_event_of_a_stream(stage, path):
     """There they are in vLLM 0.33; whatever the network makes of the line."""
     last = {"/v1/responses": b"response.completed", "/v1/messages": b"message_stop"}.get(path)
     data = json.dumps({"id": "x", "response": {"kv_transfer_params": PARAMS}, "kv_transfer_params": PARAMS}).encode()
@@ -116,7 +109,7 @@ def test_nor_with_the_last_event_of_a_stream(stage, way, path):
     at = event.index(b"transfer")
     stage.says = stream(b'data: {"choices":[{"text":"a"}]}\n\n', event[:at], event[at:], done or b": bye\n\n")
 
-    answer = stage.post(way, path, stream=True)
+    answer = stage.post(path, stream=True)
 
     assert answer.status_code == 200
     assert "kv_transfer_params" not in answer.text
@@ -125,14 +118,13 @@ def test_nor_with_the_last_event_of_a_stream(stage, way, path):
     assert "error" not in answer.text
 
 
-@WAYS
 @pytest.mark.parametrize("status", [200, 400])
 @pytest.mark.parametrize("content_type", [b"text/html", b"image/svg+xml", b"application/json, text/html"])
-def test_other_content_types_do_not_reach_a_browser(stage, way, status, content_type):
+def test_other_content_types_do_not_reach_a_browser(stage, status, content_type):
     """A page of an engine's would run as one of the router's."""
     stage.says = whole(b"<script>alert(1)</script>", content_type, status)
 
-    answer = stage.post(way, "/v1/completions")
+    answer = stage.post("/v1/completions")
 
     assert answer.status_code == 502
     assert answer.headers["content-type"] == "application/json"
@@ -142,26 +134,24 @@ def test_other_content_types_do_not_reach_a_browser(stage, way, status, content_
         assert "content type" in answer.json()["error"]["message"]
 
 
-@WAYS
-def test_an_error_keeps_its_words_and_not_its_type(stage, way):
+def test_an_error_keeps_its_words_and_not_its_type(stage):
     """The body is JSON, so it is declared as that."""
     stage.says = whole(b'{"error":{"message":"no <b>","kv_transfer_params":{"a":1}}}', b"text/html", 400)
 
-    answer = stage.post(way, "/v1/completions")
+    answer = stage.post("/v1/completions")
 
     assert answer.status_code == 400
     assert answer.headers["content-type"] == "application/json"
     assert answer.text == '{"error":{"message":"no <b>"}}'
 
 
-@WAYS
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_line_without_an_end_is_an_error(stage, way, begun):
+def test_a_line_without_an_end_is_an_error(stage, begun):
     """It was kept, and joined with each piece, until there was no memory left."""
     stage.says = stream(*([b'data: {"choices":[]}\n\n'] if begun else []), b"data: ", end=b"")
     stage.endless = b"%x\r\n%b\r\n" % (65536, b"x" * 65536)
 
-    answer = stage.post(way, "/v1/completions", stream=True)
+    answer = stage.post("/v1/completions", stream=True)
 
     assert answer.status_code == (200 if begun else 502)
     assert ("a line of more than 16777216 bytes" if begun else "more than 1048576 bytes and no event") in answer.text

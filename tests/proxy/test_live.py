@@ -79,4 +79,4 @@ def test_limits_and_rules_are_the_new_ones():
     router.live.change(OLD, replace(OLD, max_queue=7, retries=5))
 
     assert router.live.gate.admission.limits.queue == 7
-    assert router.live.relay.rules.retries == 5
+    assert router.live.requests.rules.retries == 5

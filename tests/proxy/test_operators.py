@@ -343,14 +343,13 @@ def test_a_place_that_is_none_is_said_at_the_start(tmp_path):
     assert "'10.0.0.1/8' is not a place of engines: write a network such as 10.0.0.0/8" in said.stderr
 
 
-@pytest.mark.parametrize("hot", ["true", "false"])
-def test_an_engine_that_names_no_reachable_host_is_named_by_the_router(tmp_path, hot):
+def test_an_engine_that_names_no_reachable_host_is_named_by_the_router(tmp_path):
     """It is said once for each engine, counted each time, and the requests get their KV cache."""
     engines = sims()
     prefill = Saying(engines["p0"], b"192.0.2.1", b"0.0.0.0")
     with ExitStack() as stack:
         p, d = stack.enter_context(serving(prefill)), stack.enter_context(serving(engines["d0"]))
-        args = ("--prefill", p, "--decode", d, "--hot-path", hot)
+        args = ("--prefill", p, "--decode", d)
         (router,) = stack.enter_context(router_processes(tmp_path, 1, *args))
         answers = [httpx.post(router.url + PATH, json=BODY, timeout=30) for _ in range(3)]
         numbers = httpx.get(router.url + "/metrics", timeout=30).text

@@ -1,22 +1,48 @@
-"""Engines whose every leg is a coroutine of the test; they know which legs are open."""
+"""Engines in memory whose every leg is a coroutine of the test, and the router before them, as far as requests go.
 
+``Scripted`` stands where io/wire/teller.py stands: it takes legs, tells what the engines answer, and knows which legs
+are open. ``router_of`` builds a router around it, and a ``Client`` is one request with all that it has got.
+"""
+
+import asyncio
+import inspect
+import itertools
 import json
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.dialect import parse
+from xpyd_proxy.core.budget import Budget
+from xpyd_proxy.core.health import Limits as Breaking
+from xpyd_proxy.core.keys import Keyring
 from xpyd_proxy.core.learned import Learned
-from xpyd_proxy.core.model import Answer, Api, Call, Role
+from xpyd_proxy.core.lifetime import Lifetime
+from xpyd_proxy.core.limits import Limits
+from xpyd_proxy.core.measures import Measures
+from xpyd_proxy.core.model import Answer, Api, Leg, RequestId, Role
+from xpyd_proxy.core.pairing import Pairs
 from xpyd_proxy.core.policies.round_robin import RoundRobin
-from xpyd_proxy.core.ports import Unlimited
 from xpyd_proxy.core.push import MANNERS
 from xpyd_proxy.core.registry import Registry
+from xpyd_proxy.core.retries import failure_of
 from xpyd_proxy.core.rules import Rules
-from xpyd_proxy.relay import Legs, Relay, Releaser
-from xpyd_proxy.settings import Mode
+from xpyd_proxy.core.sites import Sites
+from xpyd_proxy.errors import EngineError
+from xpyd_proxy.io.fleet import LiveFleet
+from xpyd_proxy.io.ids import new_transfer
+from xpyd_proxy.io.sight import Sight
+from xpyd_proxy.requests.examiner import Examiner
+from xpyd_proxy.requests.gate import Gate
+from xpyd_proxy.requests.handovers import Handovers
+from xpyd_proxy.requests.intake import Intake
+from xpyd_proxy.requests.release import Releaser
+from xpyd_proxy.requests.request import Request
+from xpyd_proxy.requests.service import Requests
+from xpyd_proxy.settings import Mode, Settings
 
 EVENT, DONE = b'data: {"id":"x"}\n\n', b"data: [DONE]\n\n"
+EVENTS, JSON = "text/event-stream", "application/json"
+NEVER_BROKEN = Breaking(in_a_row=10**9, window_least=10**9)  # however often the engines of a test fail
 
 
 def request_id(leg):
@@ -44,84 +70,421 @@ def prefilled(leg, *, engine="e1", **changes):
         "transfer_mode": "push",
     }
     params = {name: value for name, value in (params | changes).items() if value is not None}
-    return Answer(200, "application/json", json.dumps({"kv_transfer_params": params}).encode())
-
-
-@dataclass
-class Scripted:
-    """What each side does with a leg: return, raise or wait. Streams of decode are (status, parts)."""
-
-    prefill: object
-    decode: object
-    legs: list = field(default_factory=list)  # as they came
-    open: list = field(default_factory=list)  # at this moment
-
-    async def ask(self, leg, *, timeout_s):
-        with self._open(leg):
-            return await self.prefill(leg)
-
-    @asynccontextmanager
-    async def stream(self, leg, *, sent=lambda: None):
-        with self._open(leg):
-            sent()
-            status, parts = await self.decode(leg)
-            async with aclosing(_chunks(parts)) as chunks:  # read or not, the block closes it
-                yield Streamed(status, chunks)
-
-    async def models(self, instance, headers, *, bare=False):
-        raise NotImplementedError
-
-    def of(self, role):
-        return [leg for leg in self.legs if leg.instance.role is role]
-
-    @contextmanager
-    def _open(self, leg):
-        self.legs.append(leg)
-        self.open.append(leg)
-        try:
-            yield
-        finally:
-            self.open.remove(leg)
-
-
-@dataclass
-class Streamed:
-    status: int
-    chunks: object
-    content_type: str = "text/event-stream"
-
-
-async def _chunks(parts):
-    for part in parts:
-        if isinstance(part, Exception):
-            raise part
-        yield part if isinstance(part, bytes) else await part
+    return Answer(200, JSON, json.dumps({"kv_transfer_params": params}).encode())
 
 
 async def good_prefill(leg):
     return prefilled(leg)
 
 
+async def pulled_prefill(leg):
+    return prefilled(leg, transfer_mode="pull")
+
+
 async def good_decode(leg):
     return 200, [EVENT, DONE]
 
 
-def relay_of(engines, x=1, y=1, *, retries=2, mode=Mode.AUTO, clock=lambda: 0.0, watchers=(), budget=None, **more):
-    registry = Registry()
+async def never(*_):
+    await asyncio.Event().wait()
+
+
+# ---- the engines' side
+
+
+@dataclass
+class Scripted:
+    """What each side does with a leg: return, raise or wait.
+
+    An answer is an ``Answer``, or (status, parts, content type): the parts of it come one by one, and one that is a
+    coroutine is waited for, one that is an exception breaks the answer off.
+    """
+
+    prefill: object
+    decode: object
+    connects: bool = True  # at once; False: a leg is sent when its coroutine has returned
+    ends_at_once: bool = False  # the end of an answer comes with its last part
+    legs: list = field(default_factory=list)  # as they came
+    open: list = field(default_factory=list)  # at this moment
+    kept: int = 0  # connections that were given back behind a whole answer
+
+    def tell(self, call, instance, path, *, headers, request, body, content_type=b"application/json"):
+        """Implements Teller."""
+        named = (*headers, (b"x-request-id", request.encode()))
+        Line(self, call, Leg(instance, path, b"".join(body), named, content_type))
+
+    def done(self, call):
+        """Implements Teller."""
+        line, call.source = call.source, None
+        assert call.complete
+        assert not line.is_kept
+        line.is_kept = True
+        self.kept += 1
+
+    async def ask(self, leg, *, timeout_s):
+        """Implements Asked, for the legs that have blocks freed."""
+        raise NotImplementedError
+
+    def of(self, role):
+        return [leg for leg in self.legs if leg.instance.role is role]
+
+
+class Line:
+    """The connection of one leg: tells its call what the coroutine of the test answers."""
+
+    def __init__(self, engines, call, leg):
+        self._engines, self._call, self._leg = engines, call, leg
+        self._goes_on = asyncio.Event()
+        self._goes_on.set()
+        self._left = []  # parts, of which some may be coroutines
+        self.is_sent = engines.connects
+        self.is_over = self.is_kept = False
+        engines.legs.append(leg)
+        engines.open.append(leg)
+        self._task = asyncio.create_task(self._live())
+        if engines.connects:
+            call.source = self
+        else:
+            call.opening = self._task
+        self._task.add_done_callback(self._ended)
+
+    # What the call does with it
+
+    def pause_reading(self):
+        self._goes_on.clear()
+
+    def resume_reading(self):
+        self._goes_on.set()
+
+    def abort(self):
+        self._close()
+        self._task.cancel()
+
+    # What the engine does
+
+    def _close(self):
+        if not self.is_over:
+            self.is_over = True
+            self._engines.open.remove(self._leg)
+
+    def _ended(self, task):
+        self._close()
+        for part in self._left:
+            if inspect.iscoroutine(part):
+                part.close()  # nobody has waited for it
+        with suppress(asyncio.CancelledError):
+            task.result()
+
+    def _tell(self, what, *args, **more):
+        """Tell the call something; as a connection does (io/wire/connection.py), tell it too if that has raised."""
+        if self.is_over:
+            return
+        try:
+            what(*args, **more)
+        except Exception as bug:
+            self._close()
+            self._call.crashed(bug)
+
+    async def _live(self):
+        side = self._engines.prefill if self._leg.instance.role is Role.PREFILL else self._engines.decode
+        try:
+            await self._answer(await side(self._leg))
+        except EngineError as error:
+            self.is_sent = self.is_sent and error.reached
+            self._close()
+            self._call.failed(error)
+        except Exception as bug:
+            self._close()
+            self._call.crashed(bug)
+
+    async def _answer(self, answer):
+        call, (status, parts, content_type, load) = self._call, _taken_apart(answer)
+        if not self._engines.connects:
+            call.source, self.is_sent = self, True
+        self._left = list(parts) if isinstance(parts, list) else []
+        self._tell(call.began, status, content_type.encode(), load)
+        for place, part in enumerate(parts, 1):
+            if self.is_over:
+                return
+            if isinstance(part, Exception):
+                raise part
+            came = part if isinstance(part, bytes) else await part
+            await self._goes_on.wait()
+            last = self._engines.ends_at_once and place == len(parts)
+            self._tell(call.arrived, came, last=last)
+            if not last:
+                await asyncio.sleep(0)  # each in a read of its own
+        self._end()
+
+    def _end(self):
+        if not self.is_over:
+            self._tell(self._call.ended)
+            self._close()
+
+
+def _taken_apart(answer):
+    """Return the status, the parts, the content type and the load of an answer."""
+    if isinstance(answer, Answer):
+        return answer.status, [answer.body] if answer.body else [], answer.content_type, answer.load
+    status, parts, *rest = answer
+    return status, parts, *(rest or [EVENTS]), b""
+
+
+# ---- the client's side
+
+
+@dataclass
+class Asked:
+    """A request, as it comes from a client."""
+
+    path: str
+    body: bytes
+    headers: tuple = ()
+
+
+def call(api=Api.COMPLETIONS, *, headers=(), **fields):
+    prompt = {"prompt": "hi"} if api in (Api.COMPLETIONS,) else {"messages": []}
+    return Asked(api.value, json.dumps(prompt | fields).encode(), headers)
+
+
+class Response:
+    """Implements ResponseWriter: writes down what it is told, and accepts nothing that has no place in an answer."""
+
+    def __init__(self):
+        self.keep_alive = True
+        self.status = None
+        self.lines = b""
+        self.pieces = []  # in one write each
+        self.streams = self.is_whole = False
+        self.closed = asyncio.Event()
+        self.on_write = lambda _: None  # of a piece of a stream
+
+    @property
+    def begun(self):
+        return self.status is not None
+
+    def begin(self, status, lines, body, *, streams, last=False):
+        assert not self.begun
+        assert not self.closed.is_set()
+        self.status, self.lines, self.streams = status, lines, streams
+        self.pieces.append(body)
+        self.is_whole = not streams
+
+    def write(self, piece, /):
+        assert self.streams
+        assert not self.is_whole
+        assert piece
+        self.pieces.append(piece)
+        self.on_write(piece)
+
+    def end(self, piece=b"", /):
+        assert self.streams
+        assert not self.is_whole
+        self.is_whole = True
+        self.pieces += [piece] if piece else []
+
+    def close(self):
+        assert not self.closed.is_set()
+        self.closed.set()
+
+
+class Client:
+    """One request, and all that has become of it; ``sends``: in one piece, and at once."""
+
+    def __init__(self, router, asked, name, *, sends=True):
+        self.response = Response()
+        self._router, self._name = router, RequestId(name)
+        router.names.append(name)
+        headers = ((b"host", b"localhost"), (b"content-type", b"application/json"), *asked.headers)
+        self.request = Request(router.requests, self.response, asked.path, headers)
+        if self.request.check() and sends:
+            self.request.take(asked.body, is_all=True)
+        if sends:
+            self.request.begin()
+
+    async def end(self, *, seconds=10):
+        """Wait for the end of the request."""
+        async with asyncio.timeout(seconds):
+            await self.response.closed.wait()
+        self._router.sight.later.settle()
+        return self
+
+    def hang_up(self):
+        self.request.leave()
+
+    @property
+    def is_over(self):
+        return self.response.closed.is_set()
+
+    @property
+    def journey(self):
+        ((journey, _),) = self._router.ended[self._name]
+        return journey
+
+    @property
+    def outcome(self):
+        ((_, outcome),) = self._router.ended[self._name]
+        return outcome
+
+    @property
+    def status(self):
+        return self.response.status
+
+    @property
+    def body(self):
+        return b"".join(self.response.pieces)
+
+    @property
+    def got(self):
+        """What a stream has brought until it was over, without the error that the router has put at its end."""
+        return b"".join(self._shown)
+
+    @property
+    def error(self):
+        """The type and the message of the error that the client was told; None: of none."""
+        last = self.response.pieces[-1] if self.response.pieces else b""
+        if self.response.streams:
+            last = last.removeprefix(b"\ndata: ") if last.startswith(b'\ndata: {"error"') else b"{}"
+        elif self.status == 200:
+            return None
+        said = json.loads(last).get("error")
+        return None if said is None else (said.get("type"), said.get("message"))
+
+    @property
+    def _shown(self):
+        return self.response.pieces[:-1] if self.response.streams and self.error else self.response.pieces
+
+
+# ---- the router between them
+
+
+class Noted:
+    """Implements Spans: writes down what becomes of each leg, and how each request ends."""
+
+    def __init__(self):
+        self.told = []
+        self.requests = 0
+
+    def request(self, journey, path, headers, /):
+        self.requests += 1
+        return _NotedRequest(self, journey)
+
+
+class _NotedRequest:
+    def __init__(self, notes, journey):
+        self._notes, self._journey = notes, journey
+
+    def leg(self, instance, headers, /):
+        return _NotedLeg(self._notes, instance.id, self._journey.request_id), headers
+
+    def handed_over(self):
+        pass
+
+    def end(self, outcome, /):
+        self._notes.told.append(("over", self._journey.request_id, outcome.status))
+
+
+class _NotedLeg:
+    def __init__(self, notes, instance, request):
+        self._notes, self._who = notes, (instance, request)
+        notes.told.append(("began", *self._who))
+
+    def answered(self, status):
+        self._notes.told.append(("answered", *self._who))
+
+    def end(self, error):
+        self._notes.told.append(("ended", *self._who, None if error is None else failure_of(error)))
+
+
+@dataclass
+class Router:
+    """What requests are served with, and what it has come to."""
+
+    requests: Requests
+    registry: Registry
+    names: list  # of the requests to come
+    ended: dict  # the journey and the outcome of each request that is over, by its id
+
+    def __getattr__(self, name):
+        return getattr(self.requests, name)
+
+    def start(self, asked=None, name="r", *, sends=True):
+        """Send a request, or no more than its head."""
+        return Client(self, asked or call(), name, sends=sends)
+
+    async def serve(self, asked=None, name="r"):
+        """Send a request, and wait for its end."""
+        return await self.start(asked, name).end()
+
+    def is_idle(self):
+        """Tell whether nothing is held: no slot, no place, no byte of a body, and no request under way."""
+        self.sight.later.settle()
+        admission, members = self.gate.admission, self.registry.members()
+        held = admission.admitted, admission.waiting, admission.held_bytes, self.lifetime.in_flight
+        return not any(held) and not any(member.load.own for member in members) and not [*self.requests]
+
+
+def router_of(
+    engines,
+    x=1,
+    y=1,
+    *,
+    retries=2,
+    mode=Mode.AUTO,
+    clock=lambda: 0.0,
+    budget=None,
+    limits=None,
+    settings=None,
+    spans=None,
+    told=(),
+    breaking=NEVER_BROKEN,
+    **rules,
+):
+    """A router; ``rules`` as those of core/rules.py."""
+    registry = Registry(breaking)
     for role, count in ((Role.PREFILL, x), (Role.DECODE, y)):
         for port in range(1, count + 1):
             registry.add(role, Address("http", "h", port))
-    manner = MANNERS[mode]
-    learned = Learned(at_once=manner.at_once)
-    told = [one for one in watchers if hasattr(one, "released")]
-    legs, releaser = (
-        Legs(engines, clock, watchers, [w for w in watchers if hasattr(w, "differed")]),
-        Releaser(engines, told),
+    manner, settings, lifetime = MANNERS[mode], settings or Settings(), Lifetime()
+    learned, sight = Learned(at_once=manner.at_once), Sight(Measures(frozenset({*map(str, Api)})), clock)
+    fleet = LiveFleet(registry, Pairs(registry, RoundRobin()), learned, clock)
+    fleet.later = sight.later
+    names, ended, numbers = [], {}, itertools.count()
+
+    def finished(journey, outcome):
+        ended.setdefault(journey.request_id, []).append((journey, outcome))
+        sight.finished(journey, outcome)
+
+    requests = Requests(
+        intake=Intake(settings, lifetime, Keyring(), Sites(settings)),
+        rules=Rules(retries=retries, **rules),
+        fleet=fleet,
+        learned=learned,
+        handovers=Handovers(learned, manner),
+        engines=engines,
+        releaser=Releaser(engines, (sight, *told)),
+        budget=budget or Budget(most=1000.0),
+        gate=Gate(limits or Limits(), clock),
+        lifetime=lifetime,
+        examiner=Examiner(),
+        sight=sight,
+        settings=settings,
+        clock=clock,
+        new_id=lambda: RequestId(names.pop(0) if names else f"n{next(numbers)}"),
+        new_transfer=new_transfer,
+        finished=finished,
+        spans=spans,
     )
-    rules = Rules(retries=retries, **more)
-    return Relay(registry, legs, RoundRobin(), learned, manner, releaser, rules, budget=budget or Unlimited())
+    sight.legs.riding = requests.engines_of_legs
+    return Router(requests, registry, names, ended)
 
 
-def call(api=Api.COMPLETIONS, **fields):
-    prompt = {"prompt": "hi"} if api is Api.COMPLETIONS else {"messages": []}
-    return Call(api, parse(json.dumps(prompt | fields).encode(), strip_private=False), ())
+def by_now():
+    """The clock of the event loop, for limits that are to pass."""
+    return asyncio.get_running_loop().time()
+
+
+async def until(true, *, seconds=5):
+    async with asyncio.timeout(seconds):
+        while not true():
+            await asyncio.sleep(0.001)

@@ -8,12 +8,15 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import httpx
 import uvicorn
-from starlette.types import ASGIApp
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.server import ServerState
 
-from xpyd_proxy.app import create_app
+from xpyd_proxy.app import Fabric, create_app
 from xpyd_proxy.local.sim import Sim
 from xpyd_proxy.settings import Settings
 
@@ -21,18 +24,64 @@ Answering = Callable[[httpx.Request], Awaitable[httpx.Response]]
 
 
 class InMemory(httpx.AsyncBaseTransport):
-    """Reaches engines by the host of their address; no socket is opened."""
+    """Reaches engines by the host of their address, without a network."""
 
     def __init__(self, engines: dict[str, ASGIApp | Answering]) -> None:
         self.engines = engines
+        self._served = ServerState()
+
+    @property
+    def fabric(self) -> Fabric:
+        return Fabric(self, self.dial)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Answer a probe."""
         engine = self.engines.get(request.url.host)
         if engine is None:
             raise httpx.ConnectError("nobody listens there", request=request)
         if isinstance(engine, Sim):
             return await httpx.ASGITransport(engine).handle_async_request(request)
         return await engine(request)
+
+    async def dial(self, protocol: Callable[[], asyncio.Protocol], host: str, port: int) -> None:
+        """Open a connection for legs: a pair of sockets, and a server of the engine at one end."""
+        engine = self.engines.get(host)
+        if engine is None or not getattr(engine, "takes_legs", True):
+            raise ConnectionRefusedError("nobody listens there")
+        app = engine if isinstance(engine, Sim) else _answering(engine, host)
+        config = uvicorn.Config(app, log_config=None, ws="none", http="httptools", access_log=False)
+        config.load()
+        ours, theirs = socket.socketpair()
+        loop = asyncio.get_running_loop()
+        served = partial(config.http_protocol_class, config=config, server_state=self._served, app_state={})
+        await loop.connect_accepted_socket(served, theirs)
+        await loop.create_connection(protocol, sock=ours)
+
+    @asynccontextmanager
+    async def running(self, app: FastAPI) -> AsyncGenerator[None]:
+        """Run a router; at the end the engines see that all connections are closed, and the event loop may end."""
+        async with app.router.lifespan_context(app):
+            yield
+        await until_async(lambda: not self._served.connections and not self._served.tasks)
+
+
+def _answering(engine: Answering, host: str) -> ASGIApp:
+    """An application of a function that answers as httpx would."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        url = f"http://{host}{scope['path']}"
+        response = await engine(httpx.Request(scope["method"], url, headers=scope["headers"], content=body))
+        headers = [(name.lower(), value) for name, value in response.headers.raw]
+        await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+        async for piece in response.aiter_raw():
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body"})
+
+    return app
 
 
 def sims(x: int = 1, y: int = 1, **options: object) -> dict[str, Sim]:
@@ -53,10 +102,11 @@ async def router(
         decode=tuple(f"{name}:80" for name in engines if name.startswith("d")),
         allowed_hosts=(settings or Settings()).allowed_hosts or ("*",),  # tests call it by any name
     )
-    app = create_app(settings, transport=InMemory(engines))
+    network = InMemory(engines)
+    app = create_app(settings, fabric=network.fabric)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
-        app.router.lifespan_context(app),
+        network.running(app),
         httpx.AsyncClient(transport=transport, base_url="http://router") as client,
     ):
         yield client

@@ -6,7 +6,7 @@ with ``Upgrade`` behind its head. So it only gets heads that core/framing.py has
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, cast
 
 import httptools
@@ -15,8 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from xpyd_proxy.api.clients import Clients
 from xpyd_proxy.api.patient import PatientProtocol
-from xpyd_proxy.api.problems import error_body
-from xpyd_proxy.core.framing import ChunkedBody, RefusalReason, find_end, read_head
+from xpyd_proxy.core.framing import ChunkedBody, Head, RefusalReason, find_end, read_head
 from xpyd_proxy.errors import (
     BadFraming,
     ClientError,
@@ -28,6 +27,7 @@ from xpyd_proxy.errors import (
     TurnedAway,
     UriTooLong,
 )
+from xpyd_proxy.requests.error_body import error_body
 
 _FAULTS: Final[Mapping[type[ClientError], RefusalReason]] = {
     BadFraming: RefusalReason.MALFORMED,
@@ -89,6 +89,7 @@ class GuardedProtocol(PatientProtocol):
     _since = 0.0  # when the connection, the head or the body began, or the connection was over
     _head: bytearray | None = None  # the beginning of a head
     _in_body = False
+    _is_ours = False  # the request that is being read is served without the parser
     _remaining = 0  # bytes of a body whose length was declared
     _chunks: ChunkedBody | None = None
     _received = 0  # bytes of the body
@@ -163,11 +164,16 @@ class GuardedProtocol(PatientProtocol):
         while data and not self._over and not self.transport.is_closing():
             if self._in_body:
                 data = self._read_length(data) if self._chunks is None else self._read_chunks(self._chunks, data)
-            elif self.cycle is None or self.cycle.response_complete:
+            elif self._is_next:
                 data = self._read_head(data)
             else:
                 self._keep(data)
                 return
+
+    @property
+    def _is_next(self) -> bool:
+        """Tell whether another request may begin: the one before is answered, and the client reads its answers."""
+        return (self.cycle is None or self.cycle.response_complete) and not self.flow.write_paused
 
     def _read_head(self, data: bytes) -> bytes:
         """Read a head if it is complete; return what is behind it."""
@@ -191,25 +197,39 @@ class GuardedProtocol(PatientProtocol):
             return b""
         self._head = None
         self.free(read)
-        head = read_head(bytes(received[start:end]))
-        self.headed = False
-        self._parse(head.raw)
-        self._expect(headed=True, within=head.length != 0)
+        return self._begin(read_head(bytes(received[start:end])), bytes(received[end:]))
+
+    def _begin(self, head: Head, rest: bytes) -> bytes:
+        """Begin a request; return what is behind its head, unless all of the request is here and nothing else."""
+        self._is_ours = self.takes(head)
+        if self._is_ours and head.length == len(rest):
+            if rest:
+                self.take(rest, is_all=True)
+            self.between = True
+            self.serve()
+            return b""
+        if not self._is_ours:
+            self.headed = False
+            self._parse(head.raw)
+            self._expect(headed=True, within=head.length != 0)
         if head.length == 0:
             self._end()
         else:
             self.between, self._in_body = False, True
             self._remaining, self._chunks = (0, ChunkedBody()) if head.length is None else (head.length, None)
             self._since, self._received = self.loop.time(), 0
-        return bytes(received[end:])
+        return rest
 
     def _read_length(self, data: bytes) -> bytes:
         """Read some of a body of known length; return what is behind it."""
         piece = data[: self._remaining]
         self._remaining -= len(piece)
         self._received += len(piece)
-        self._parse(piece)
-        self._expect(headed=True, within=self._remaining > 0)
+        if self._is_ours:
+            self.take(piece, is_all=self._received == len(piece) and not self._remaining)
+        else:
+            self._parse(piece)
+            self._expect(headed=True, within=self._remaining > 0)
         if not self._remaining:
             self._end()
         return data[len(piece) :]
@@ -223,17 +243,34 @@ class GuardedProtocol(PatientProtocol):
         body = chunks.feed(data)
         if body:
             self._received += len(body)
-            self._parse(b"%x\r\n%b\r\n" % (len(body), body))
+            if self._is_ours:
+                self.take(body)
+            else:
+                self._parse(b"%x\r\n%b\r\n" % (len(body), body))
         if not chunks.is_over:
             return b""
-        self._parse(b"0\r\n\r\n")
-        self._expect(headed=True, within=False)
+        if not self._is_ours:
+            self._parse(b"0\r\n\r\n")
+            self._expect(headed=True, within=False)
         self._end()
         if self._left is None:
             return chunks.rest
         self._left[:0] = chunks.rest
         self._charge(len(chunks.rest))
         return b""
+
+    # A request that need not be parsed once more
+
+    def takes(self, head: Head) -> bool:
+        """Begin a request that is served without httptools; False: it is another one's."""
+        del head
+        return False
+
+    def take(self, piece: bytes, *, is_all: bool = False) -> None:
+        """Take a piece of its body; ``is_all``: there is nothing else of it, before or behind."""
+
+    def serve(self) -> None:
+        """It is complete."""
 
     def _parse(self, data: bytes) -> None:
         parser = cast("Any", self.parser)  # there is one as long as the connection is open
@@ -255,6 +292,8 @@ class GuardedProtocol(PatientProtocol):
         self.between, self._in_body, self._chunks = True, False, None
         cycle = self.cycle
         is_answered = cycle is not None and cycle.response_complete  # before all of it had come
+        if self._is_ours:
+            self.serve()
         if is_answered and not self.transport.is_closing() and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -281,6 +320,12 @@ class GuardedProtocol(PatientProtocol):
         """Go on with what is behind the request."""
         super().on_response_complete()
         if self._left is not None:
+            self.loop.call_soon(self._go_on)
+
+    def resume_writing(self) -> None:
+        """Go on with it: the client has read its answers."""
+        super().resume_writing()
+        if self._left is not None and self._is_next:
             self.loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
@@ -358,10 +403,10 @@ class GuardedProtocol(PatientProtocol):
         self._head = self._left = None
         self.free()
         cycle = self.cycle
-        is_open = self._in_body and cycle is not None and not cycle.response_complete
+        is_open = cycle is not None and not cycle.response_complete  # of this request: none is read behind another
         if is_open and getattr(cycle, "response_started", False):
             self.transport.close()  # half of an answer has no other end
-        elif not self._in_body or is_open:
+        elif is_open or not self._in_body:
             self.transport.write(self._answer(error))
         if is_open and cycle is not None:
             cycle.disconnected = True
@@ -394,11 +439,3 @@ class GuardedProtocol(PatientProtocol):
             self.transport.resume_reading()
         else:  # TLS says goodbye, and reads on until that is answered
             self.transport.close()
-
-
-def guarded_protocol(
-    clients: Clients, patience_s: float | None, on_stalled: Callable[[], None]
-) -> type[GuardedProtocol]:
-    """Return the protocol class for ``uvicorn.Config(http=...)``; ``on_stalled`` is called for each client given up."""
-    given: dict[str, object] = {"clients": clients, "patience_s": patience_s, "on_stalled": staticmethod(on_stalled)}
-    return cast("type[GuardedProtocol]", type("Guarded", (GuardedProtocol,), given))

@@ -1,12 +1,11 @@
 """The routes of everything that engines do for clients."""
 
-from collections.abc import Mapping
 from typing import Final
 
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Scope
 
-from xpyd_proxy.core.endpoints import ENDPOINTS, Kind
+from xpyd_proxy.core.endpoints import ENDPOINTS
 
 _NOT_FOUND: Final[tuple[Match, Scope]] = (Match.NONE, {})
 
@@ -19,6 +18,6 @@ class _Exactly(Route):
         return super().matches(scope) if scope.get("path") == self.path else _NOT_FOUND
 
 
-def endpoint_routes(served_by: Mapping[Kind, ASGIApp]) -> list[Route]:
+def endpoint_routes(endpoints: ASGIApp) -> list[Route]:
     """Build the routes of all paths in the table."""
-    return [_Exactly(path, served_by[kind], methods=["POST"]) for path, kind in ENDPOINTS.items()]
+    return [_Exactly(path, endpoints, methods=["POST"]) for path in ENDPOINTS]

@@ -1,25 +1,21 @@
 """What every /v1 request gets, whatever becomes of it: an id, its route in the headers, one line in the log."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from xpyd_proxy.api.line import log_request
 from xpyd_proxy.core.endpoints import ENDPOINTS
 from xpyd_proxy.core.journey import HUNG_UP, Journey, Outcome, client_id
-from xpyd_proxy.core.model import Headers, Push, RequestId
+from xpyd_proxy.core.model import Headers, RequestId
+from xpyd_proxy.requests.access_log import log_request
+from xpyd_proxy.requests.service import Spans
 
 _BUG: Final = 500
 _KEY: Final = "xpyd.journey"
 NO_SNIFFING: Final = (b"x-content-type-options", b"nosniff")  # a browser takes an answer for what its type says
-BEGUN: Final = "xpyd.begun"  # in a scope: when a request began that has come the short way so far, and its journey
-
-# Is entered with a request and told how it ended; what it gives back must not raise.
-Following: TypeAlias = Callable[[Journey, str, Headers], AbstractContextManager[Callable[[Outcome], None]]]
 
 
 def journey_of(scope: Scope) -> Journey:
@@ -39,43 +35,25 @@ def id_headers(scope: Scope) -> dict[str, str]:
     return journey_of(scope).id_headers() if _KEY in scope else {}
 
 
-_UNTRACED: Final[AbstractContextManager[Callable[[Outcome], None]]] = nullcontext(lambda _: None)
-
-
-def untraced(_journey: Journey, _path: str, _headers: Headers, /) -> AbstractContextManager[Callable[[Outcome], None]]:
-    """Follow nothing: nobody has asked for spans."""
-    return _UNTRACED
-
-
 @dataclass(slots=True)
 class _Outgoing:
-    """Adds the headers to an answer, and remembers its status, when a stream began, and how the answer ends.
-
-    The relay sends the head of a stream together with its first event: the head's time is the first token's.
-    """
+    """Adds the headers to an answer, and remembers its status."""
 
     send: Send
     journey: Journey
     clock: Callable[[], float]
     status: int | None = field(default=None)
-    began: float | None = field(default=None)
     times: bool = True
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            if self.status == 200 and _is_stream(message):
-                self.began = self.clock()
             message["headers"] = [*message.get("headers", ()), *self._headers()]
-        elif body := message.get("body"):
-            self.journey.says(body)
         await self.send(message)
 
     def outcome(self, path: str, status: int | None, start: float) -> Outcome:
         """Say what became of the request; ``status``: what to say of one that got no answer."""
-        first_s = None if self.began is None else self.began - start
-        said = self.journey.before + self.journey.last if self.journey.push is Push.AT_ONCE else b""
-        return Outcome(path, status or self.status or _BUG, self.clock() - start, first_s, said)
+        return Outcome(path, status or self.status or _BUG, self.clock() - start)
 
     def _headers(self) -> list[tuple[bytes, bytes]]:
         headers = [(name.encode(), value.encode()) for name, value in self.journey.id_headers().items()]
@@ -94,7 +72,7 @@ class Tracking:
         *,
         new_id: Callable[[], RequestId],
         clock: Callable[[], float],
-        following: Following = untraced,
+        spans: Spans | None = None,
         finished: Callable[[Journey, Outcome], None] = lambda _journey, _outcome: None,
         times: bool = True,
     ) -> None:
@@ -103,36 +81,36 @@ class Tracking:
         self._times = times
         self._new_id = new_id
         self._clock = clock
-        self._following = following
+        self._spans = spans
         self._finished = finished
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Follow a request of a client; let everything else pass."""
-        if scope["type"] != "http" or not (scope["path"].startswith("/v1/") or scope["path"] in ENDPOINTS):
+        path = scope.get("path", "")
+        is_followed = path.startswith("/v1/") or path in ENDPOINTS
+        if not is_followed or scope["type"] != "http" or (path in ENDPOINTS and scope["method"] == "POST"):
             await self._app(scope, receive, send)
             return
-        start, journey = scope.get(BEGUN) or (self._clock(), Journey(self._new_id(), client_id=_client_id(scope)))
+        start, journey = self._clock(), Journey(self._new_id(), client_id=_client_id(scope))
         scope[_KEY] = journey
         outgoing = _Outgoing(send, journey, self._clock, times=self._times)
         status: int | None = _BUG
-        with self._following(journey, scope["path"], tuple(scope.get("headers", ()))) as ended:
-            try:
-                await self._app(scope, receive, outgoing)
-                status = None
-            except ClientDisconnect:  # there is nobody left to answer
-                status = HUNG_UP
-            finally:
-                outcome = outgoing.outcome(scope["path"], status, start)
-                journey.before = journey.last = b""  # the connection keeps its scope until the next request
-                ended(outcome)
-                self._finished(journey, outcome)
-                log_request(journey, outcome)
+        span = None
+        if self._spans is not None:
+            span = self._spans.request(journey, path, tuple(scope.get("headers", ())))
+        try:
+            await self._app(scope, receive, outgoing)
+            status = None
+        except ClientDisconnect:  # there is nobody left to answer
+            status = HUNG_UP
+        finally:
+            outcome = outgoing.outcome(path, status, start)
+            if span is not None:
+                span.end(outcome)
+            self._finished(journey, outcome)
+            log_request(journey, outcome)
 
 
 def _client_id(scope: Scope) -> str | None:
     headers: Headers = tuple(scope.get("headers", ()))
     return client_id(next((value for name, value in headers if name == b"x-request-id"), b""))
-
-
-def _is_stream(start: Message) -> bool:
-    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in start["headers"])

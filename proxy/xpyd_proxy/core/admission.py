@@ -114,19 +114,6 @@ class Admission:
             self._queue(ticket)
         return ticket
 
-    def admit(self, key: str, size: int, *, now: float) -> Ticket | None:
-        """Admit a request that need not wait. None: it has to ``arrive``, and nothing was counted.
-
-        Its priority plays no part: it passes nobody, for nobody waits while there is a place.
-        """
-        ticket = Ticket(key, 0, size, now)
-        account = self._account(key, now=now)
-        if not self._has_place() or self._at_the_door(ticket, account, now=now) is not None:
-            return None
-        self._charge(ticket, account, now=now)
-        self._admit(ticket)
-        return ticket
-
     def hold(self, size: int) -> bool:
         """Charge bytes of a body that is not complete, and so has no ticket; False: there are not as many left."""
         limit = self.limits.held_bytes
@@ -143,14 +130,6 @@ class Admission:
         """Count a request that is refused while its body comes."""
         self.refused[Limit.BYTES] += 1
         return Refusal(Limit.BYTES, _LATER)
-
-    def take_back(self, ticket: Ticket) -> None:
-        """Undo an ``admit`` of just now, as if the request had not come yet: it will ``arrive``."""
-        self.leave(ticket)
-        if self.limits.key_rate is not None:
-            self._accounts[ticket.key].bucket.put_back(self.limits.key_rate)
-        if self.limits.rate is not None:
-            self._bucket.put_back(self.limits.rate)
 
     def leave(self, ticket: Ticket) -> None:
         """Give back the place of a request that is over, or whose client has gone."""

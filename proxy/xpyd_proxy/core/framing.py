@@ -5,7 +5,7 @@ could understand differently, and never more than fits the limits (RFC 9112; wha
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -24,7 +24,8 @@ _DIGITS: Final = re.compile(rb"[0-9]{1,%d}" % _DIGITS_MOST)
 _BARE: Final = re.compile(rb"(?<!\r)\n")  # a line feed on its own
 _SIZE_LINE: Final = re.compile(rb"([0-9a-fA-F]{1,%d})((?:[ \t]*;[\t -~\x80-\xff]*)?)\r\n" % _DIGITS_MOST)
 _SHOWN_MOST: Final = 60  # bytes of what a client has sent that a sentence repeats
-_TOGETHER: Final = frozenset({b"host", b"content-length", b"transfer-encoding"})
+_LINES: Final = re.compile(rb"(?:[-!#$%&'*+.^_`|~0-9A-Za-z]++:[\t -~\x80-\xff]*+\r\n)*+\r\n")
+_HEADER: Final = re.compile(rb"([^:]++):[\t ]*+([^\r]*+)\r\n")  # of lines that are good
 _NOTHING: Final[Sequence[bytes]] = ()
 
 
@@ -48,6 +49,13 @@ class Head:
 
     raw: bytes  # with the empty line at its end
     length: int | None  # bytes of the body; None: it is chunked
+    method: bytes
+    target: bytes  # as it came
+    is_old: bool  # HTTP/1.0
+    headers: Sequence[tuple[bytes, bytes]]  # names in lower case; without Upgrade
+    shown: Mapping[bytes, bytes]  # the same by name: of several with one name the first
+    keep_alive: bool  # the client does not ask for the connection to be closed (RFC 9112, 9.6)
+    expects: bool  # it waits for 100 Continue (RFC 9110, 10.1.1)
 
 
 def find_end(received: bytes | bytearray, start: int, *, read: int = 0) -> int:
@@ -92,18 +100,42 @@ def read_head(raw: bytes) -> Head:
         raise BadFraming(f"the request line is {_shown(lines[0])}: write METHOD TARGET HTTP/1.1")
     if request[1] == b"CONNECT":
         raise NotServed("CONNECT is not served: this router is no tunnel")
-    found: dict[bytes, list[bytes]] = {}
-    kept = [lines[0]]
-    for line in lines[1:]:
-        name, value = read_line(line)
-        if name in _TOGETHER:
-            found.setdefault(name, []).append(value)
-        if name != b"upgrade":
-            kept.append(line)
+    start = len(lines[0]) + 2
+    if _LINES.fullmatch(raw, start) is None:
+        for line in lines[1:]:
+            read_line(line)  # one of them raises
+    headers = [(name.lower(), value) for name, value in _HEADER.findall(raw, start)]
+    if b" \r\n" in raw or b"\t\r\n" in raw:
+        headers = [(name, value.rstrip(b" \t")) for name, value in headers]
+    shown = dict(headers)
+    if len(shown) < len(headers):
+        shown = dict(reversed(headers))  # of several with one name the first counts
+        _check_single(headers)
     is_old = request[3] == b"0"
-    _check_host(found.get(b"host", _NOTHING), is_old=is_old)
-    length = _length(found.get(b"content-length", _NOTHING), found.get(b"transfer-encoding", _NOTHING), is_old=is_old)
-    return Head(raw if len(kept) == len(lines) else b"\r\n".join(kept) + b"\r\n\r\n", length)
+    if b"host" not in shown and not is_old:
+        raise BadFraming("the request has no Host headers: send one")
+    length = _length(shown.get(b"content-length"), shown.get(b"transfer-encoding"), is_old=is_old)
+    options = [value for name, value in headers if name == b"connection"] if b"connection" in shown else _NOTHING
+    if b"upgrade" in shown:
+        raw = b"\r\n".join([line for line in lines if line[:8].lower() != b"upgrade:"]) + b"\r\n\r\n"
+        headers = [header for header in headers if header[0] != b"upgrade"]
+    keep_alive = not any(b"close" in value.lower().replace(b" ", b"").split(b",") for value in options)
+    expects = shown.get(b"expect", b"").lower() == b"100-continue"
+    return Head(raw, length, request[1], request[2], is_old, headers, shown, keep_alive, expects)
+
+
+def _check_single(headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Refuse a second header of those that decide where a request ends and whose it is (RFC 9112, 3.2 and 6.3)."""
+    for name in (b"host", b"content-length", b"transfer-encoding"):
+        values = [value for each, value in headers if each == name]
+        if len(values) < 2:
+            continue
+        if name == b"host":
+            raise BadFraming(f"the request has {len(values)} Host headers: send one")
+        if name == b"content-length":
+            raise BadFraming(f"Content-Length is {_shown(b', '.join(values))}: send one whole number of bytes")
+        said = _shown(b", ".join(values))
+        raise BadFraming(f"Transfer-Encoding is {said}: this router takes chunked alone")
 
 
 def read_line(line: bytes) -> tuple[bytes, bytes]:
@@ -118,27 +150,21 @@ def read_line(line: bytes) -> tuple[bytes, bytes]:
     return name.lower(), value.strip(b" \t")
 
 
-def _check_host(values: Sequence[bytes], *, is_old: bool) -> None:
-    """RFC 9112, 3.2: exactly one; HTTP/1.0 knew none."""
-    if len(values) > 1 or not (values or is_old):
-        raise BadFraming(f"the request has {len(values) or 'no'} Host headers: send one")
-
-
-def _length(lengths: Sequence[bytes], codings: Sequence[bytes], *, is_old: bool) -> int | None:
-    """RFC 9112, 6.1 and 6.3."""
-    if codings:
+def _length(length: bytes | None, coding: bytes | None, *, is_old: bool) -> int | None:
+    """Return the bytes of the body, None if it is chunked (RFC 9112, 6.1 and 6.3)."""
+    if coding is not None:
         if is_old:
             raise BadFraming("Transfer-Encoding in HTTP/1.0: send Content-Length")
-        if lengths:
+        if length is not None:
             raise BadFraming("the request has both Transfer-Encoding and Content-Length: send one of them")
-        if len(codings) > 1 or codings[0].lower() != b"chunked":
-            raise BadFraming(f"Transfer-Encoding is {_shown(b', '.join(codings))}: this router takes chunked alone")
+        if coding.lower() != b"chunked":
+            raise BadFraming(f"Transfer-Encoding is {_shown(coding)}: this router takes chunked alone")
         return None
-    if not lengths:
+    if length is None:
         return 0
-    if len(lengths) > 1 or _DIGITS.fullmatch(lengths[0]) is None:
-        raise BadFraming(f"Content-Length is {_shown(b', '.join(lengths))}: send one whole number of bytes")
-    return int(lengths[0])
+    if _DIGITS.fullmatch(length) is None:
+        raise BadFraming(f"Content-Length is {_shown(length)}: send one whole number of bytes")
+    return int(length)
 
 
 def _shown(text: bytes) -> str:

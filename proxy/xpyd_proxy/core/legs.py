@@ -56,7 +56,7 @@ class Legs:
         self._answered: dict[RequestId, float] = {}  # when prefill engines answered, the oldest first
         self._in_flight: Counter[InstanceId] = Counter()
         self._promised: Counter[InstanceId] = Counter()
-        self.riding: Callable[[], Iterable[InstanceId]] = tuple  # where legs are that go the short way (relay/ride.py)
+        self.riding: Callable[[], Iterable[InstanceId]] = tuple  # the engines of the legs under way
 
     @property
     def promised(self) -> Mapping[InstanceId, int]:

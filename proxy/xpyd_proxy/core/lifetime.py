@@ -41,22 +41,21 @@ class Lifetime:
         """Take a step; one that is not in the table is a bug."""
         self.stage = TRANSITIONS[self.stage][step]
 
-    def serving(self, *, is_counted: bool = False) -> AbstractContextManager[None]:
-        """Count a request for as long as it lasts; ``is_counted``: since before, and only its end is to come."""
-        return _Serving(self, 0 if is_counted else 1)
+    def serving(self) -> AbstractContextManager[None]:
+        """Count a request for as long as it lasts."""
+        return _Serving(self)
 
 
 class _Serving(AbstractContextManager[None]):
     """One request under way."""
 
-    __slots__ = ("_comes", "_lifetime")
+    __slots__ = ("_lifetime",)
 
-    def __init__(self, lifetime: Lifetime, comes: int) -> None:
+    def __init__(self, lifetime: Lifetime) -> None:
         self._lifetime = lifetime
-        self._comes = comes
 
     def __enter__(self) -> None:
-        self._lifetime.in_flight += self._comes
+        self._lifetime.in_flight += 1
 
     def __exit__(self, *_: object) -> None:
         self._lifetime.in_flight -= 1

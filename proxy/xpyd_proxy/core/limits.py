@@ -60,10 +60,6 @@ class Bucket:
         seconds = (missing + 1 - max(1.0, rate)) / rate
         return seconds if seconds > _EPSILON else 0.0
 
-    def put_back(self, rate: float) -> None:
-        """Put back the token that was taken last."""
-        self._full_at -= 1 / rate
-
     def take(self, rate: float, *, now: float) -> None:
         """Take a token that is there."""
         self._full_at = max(self._full_at, now) + 1 / rate

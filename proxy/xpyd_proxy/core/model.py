@@ -104,6 +104,10 @@ class Ask:
         self.rank = rank
         self.again = again
 
+    def once_more(self) -> "Ask":
+        """Return the same for a request that has failed before."""
+        return Ask(self.model, self.session, self.prompt, self.tokens, self.rank, again=True)
+
 
 ANY: Final = Ask()  # no wish at all
 

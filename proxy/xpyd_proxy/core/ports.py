@@ -1,78 +1,15 @@
-"""What the relay needs from the world."""
+"""What parts of the router need from others."""
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 from xpyd_proxy.core.limits import Limit
-from xpyd_proxy.core.model import ANY, Answer, Ask, Headers, Instance, InstanceId, Leg, RequestId, Role
-from xpyd_proxy.core.retries import Failure
-
-
-def nothing() -> None:
-    """Do nothing: nobody wants to know."""
-
-
-class Stream(Protocol):
-    """An engine's answer whose head has arrived and whose body is arriving."""
-
-    @property
-    def status(self) -> int:
-        """HTTP status."""
-        ...
-
-    @property
-    def content_type(self) -> str:
-        """The engine's own content type; empty when it sent none."""
-        ...
-
-    @property
-    def chunks(self) -> AsyncIterator[bytes]:
-        """The body, as it arrives; iterating raises EngineError when the engine breaks off.
-
-        They may also be such as ``delivery_of`` knows to deliver.
-        """
-        ...
-
-
-class Delivery(Protocol):
-    """Chunks that can also be had without waiting for each of them."""
-
-    async def deliver(self, sink: Callable[[bytes], object], /) -> None:
-        """Call ``sink`` with each piece as soon as it is here, and return at the end; raises what iterating raises.
-
-        ``sink`` must not wait; what it raises ends the delivery, and comes out here.
-        """
-        ...
-
-    def pause(self) -> None:
-        """Let the engine wait."""
-        ...
-
-    def resume(self) -> None:
-        """Go on."""
-        ...
-
-
-def delivery_of(chunks: AsyncIterator[bytes]) -> Delivery | None:
-    """Return the chunks as what can be delivered, where they can."""
-    return cast("Delivery", chunks) if hasattr(chunks, "deliver") else None
+from xpyd_proxy.core.model import ANY, Answer, Ask, Headers, Instance, Role
 
 
 class Engines(Protocol):
     """Talks to vLLM. Raises EngineError or EngineTimeout, and nothing else."""
-
-    async def ask(self, leg: Leg, *, timeout_s: float) -> Answer:
-        """Post, and wait at most so many seconds for the whole answer."""
-        ...
-
-    def stream(self, leg: Leg, *, sent: Callable[[], None] = nothing) -> AbstractAsyncContextManager[Stream]:
-        """Post, and wait for the head. Leaving the block closes the request at once, read or not.
-
-        ``sent`` is called when the whole request is on its way: from then on the engine may have it.
-        """
-        ...
 
     async def models(self, instance: Instance, headers: Headers, *, bare: bool = False) -> Answer:
         """Get the engine's list of models; ``bare``: without showing a key."""
@@ -113,78 +50,11 @@ class Pairing(Protocol):
         ...
 
 
-class Slots(Protocol):
-    """Counts the requests that engines have or are about to get, so that later choices see them."""
-
-    def hold(self, instance: Instance, request: RequestId, /) -> AbstractContextManager[None]:
-        """Reserve a slot as soon as the engine is chosen; enter at once (nothing awaited in between), leave at the end.
-
-        The decode engine's slot is held from before the prefill leg to the end of the stream, so that the handoff never
-        waits. The same request may be held and watched (``began``) at the same engine: it counts once.
-        """
-        ...
-
-
-class Uncounted:
-    """Slots that nobody counts."""
-
-    def hold(self, _instance: Instance, _request: RequestId, /) -> AbstractContextManager[None]:
-        """Reserve nothing."""
-        return nullcontext()
-
-
-class RetryBudget(Protocol):
-    """Bounds how much load retries may add, over all requests."""
-
-    def came(self, *, now: float) -> None:
-        """A request has come (once for each, not for its retries); now: seconds of a clock that only rises."""
-        ...
-
-    def grants(self, *, now: float) -> bool:
-        """Tell whether one more leg may be sent again now, and count it. Ask last: after the request's own chances."""
-        ...
-
-
-class Unlimited:
-    """A budget that always grants."""
-
-    def came(self, *, now: float) -> None:
-        """Take no notice."""
-
-    def grants(self, *, now: float) -> bool:  # noqa: ARG002 (the port's name)
-        """Grant."""
-        return True
-
-
-class Watcher(Protocol):
-    """Is told how legs go; the calls never wait and never raise."""
-
-    def began(self, instance: Instance, request: RequestId, /) -> None:
-        """A leg is about to be sent; the two legs of a request have the same id."""
-        ...
-
-    def answered(self, instance: Instance, request: RequestId, seconds: float, /) -> None:
-        """So long after it began it has a good answer: all of it (prefill), or its first event (decode)."""
-        ...
-
-    def ended(self, instance: Instance, request: RequestId, failure: Failure | None, /) -> None:
-        """It is closed: exactly once for every ``began``. None: it went well, or nobody needed it any more."""
-        ...
-
-
 class Releases(Protocol):
     """Is told when a prefill engine was asked to free blocks nobody will read; never waits and never raises."""
 
     def released(self, prefill: Instance, /, *, freed: bool) -> None:
         """``freed``: it has freed them. Else they stay pinned until their lease runs out."""
-        ...
-
-
-class Auditor(Protocol):
-    """Is told when the two legs of a request did not have the same prompt; never waits and never raises."""
-
-    def differed(self, prefill: InstanceId, decode: InstanceId, /) -> None:
-        """Their ``usage`` counts different numbers of prompt tokens: the answer may be wrong."""
         ...
 
 

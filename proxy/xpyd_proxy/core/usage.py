@@ -4,7 +4,6 @@ If they do not, the engines have made different prompts out of one request (anot
 version of the model's files), and the decode engine has read a KV cache that does not belong to its prompt.
 """
 
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -14,19 +13,6 @@ from xpyd_proxy.core.said import Counted, Usage
 
 _DATA: Final = b"data:"
 _MARK: Final = b'"usage":{'  # vLLM leaves the field out of the chunks that have none
-
-
-@dataclass(slots=True)
-class Comparison:
-    """What the two legs of a request say, each as soon as it says something."""
-
-    prefill: int | None = None
-    decode: int | None = None
-
-    @property
-    def differ(self) -> bool:
-        """Tell whether both have said something, and not the same."""
-        return None not in (self.prefill, self.decode) and self.prefill != self.decode
 
 
 def prompt_tokens(answer: bytes) -> int | None:

@@ -15,11 +15,13 @@ from xpyd_proxy.core.model import Headers, Instance, Role
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.core.whole import whole
 from xpyd_proxy.errors import NotAllowed
-from xpyd_proxy.io.engines import RESET_AT_ONCE, is_coded
 from xpyd_proxy.io.guard import Guard, Guarded
 
 T = TypeVar("T")
 _ONE_LOOK_S: Final = 0.5  # seconds a connection is kept: for the next question of a look, not for the next look
+# What gets through httpx when a connection is reset as it opens: anyio asks a uvloop transport for a socket that it no
+# longer has. Seen once in a dozen resets.
+_RESET_AT_ONCE: Final = (ConnectionError, AttributeError)
 _MOST_BYTES: Final = 8 * 1024 * 1024  # of one answer; /metrics of a busy engine has some hundred kB
 
 
@@ -117,7 +119,7 @@ class HttpChecks:
         url, headers = instance.address.url + path, list(self._headers(instance.role))
         try:
             async with asyncio.timeout(self._timeout_s), self._client.stream("GET", url, headers=headers) as response:
-                if is_coded(response):
+                if _is_coded(response):
                     raise Odd(f"answers {path} with a content coding, and none was asked for")
                 too_long = Odd(f"answers {path} without end")
                 return response.status_code, await whole(response.aiter_bytes(), _MOST_BYTES, too_long)
@@ -127,7 +129,7 @@ class HttpChecks:
             if isinstance(exc.__cause__, NotAllowed):
                 raise Sick("is not where engines may be added (instances_allow)") from exc
             raise Sick("cannot be reached") from exc
-        except (httpx.HTTPError, *RESET_AT_ONCE) as exc:
+        except (httpx.HTTPError, *_RESET_AT_ONCE) as exc:
             raise Sick(f"breaks off when asked for {path}") from exc
 
 
@@ -136,3 +138,8 @@ def _read(body: bytes, wanted: type[T]) -> T:
         return decode(body, wanted)
     except NotJson as exc:
         raise Odd(f"answers something else than vLLM does: {exc}") from exc
+
+
+def _is_coded(response: httpx.Response) -> bool:
+    """Tell whether a body would have to be unpacked: 300 KB of gzip can be as many MB (RFC 9110, 8.4)."""
+    return str(response.headers.get("content-encoding", "")).strip().lower() not in ("", "identity")

@@ -14,7 +14,7 @@ from xpyd_proxy.io.lines import Sheet, Stamp
 from xpyd_proxy.settings import LogFormat
 
 _TEXT: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
-REQUESTS: Final = logging.getLogger("xpyd_proxy.api.tracking")  # by this name people filter
+REQUESTS: Final = logging.getLogger("xpyd_proxy.access")  # by this name people filter
 SHEET: Final = Sheet()  # for the lines of this logger; a process has one log
 FACTS: Final = "facts"  # logger.info(line, extra={FACTS: {...}}): what the line says, by name
 

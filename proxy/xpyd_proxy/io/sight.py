@@ -123,7 +123,7 @@ class Sight:
         if failure is not None and failed:
             self._pulse.mishap(request, instance.id, f"a leg {_SAID.get(failure, failure)}", now=now)
 
-    # What went the short way is told afterwards (relay/ride.py)
+    # What the legs of a request tell afterwards (requests/attempt.py)
 
     def rode(self, instance: Instance, seconds: float, failure: Failure | None, request: RequestId, at: float) -> None:
         """A leg is over."""

@@ -90,7 +90,7 @@ def test_everything_else_needs_one():
 
 async def test_the_official_client_sees_an_authentication_error(keys):
     """That is what its users catch."""
-    built = build(Settings(api_keys_file=keys), transport=InMemory(sims()))
+    built = build(Settings(api_keys_file=keys), fabric=InMemory(sims()).fabric)
     transport = httpx.ASGITransport(built.app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport) as http:
         sdk = openai.AsyncOpenAI(base_url="http://router/v1", api_key="wrong", http_client=http, max_retries=0)
@@ -184,9 +184,13 @@ async def test_a_router_that_is_about_to_end_is_not_ready_and_then_takes_nothing
     """First it says so, and lets every connection end; refusing comes later. It is alive all the while."""
     engines = sims()
     settings = Settings(prefill=("p0:80",), decode=("d0:80",))
-    built = build(settings, transport=InMemory(engines))
+    network = InMemory(engines)
+    built = build(settings, fabric=network.fabric)
     transport = httpx.ASGITransport(built.app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    async with (
+        network.running(built.app),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
+    ):
         before = await client.get("/ready"), await client.post(PATH, json=BODY)
         built.lifetime.on(Step.TOLD)
         leaving = await client.get("/ready"), await client.post(PATH, json=BODY)

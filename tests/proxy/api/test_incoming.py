@@ -1,12 +1,12 @@
-"""What a client sends, and when it goes."""
+"""What a client sends."""
 
 import asyncio
 
 import pytest
 from starlette.requests import ClientDisconnect
 
-from xpyd_proxy.api.incoming import passed_on, rank_of, read_body, require_form, require_json, until_hung_up
-from xpyd_proxy.errors import BadRequest, BodyTooLarge, UnsupportedMedia
+from xpyd_proxy.api.incoming import passed_on, read_body, require_json
+from xpyd_proxy.errors import BodyTooLarge, UnsupportedMedia
 
 
 def scope(**headers):
@@ -84,96 +84,3 @@ def test_repeated_headers_are_all_passed_on():
     headers = [(b"tracestate", b"a=1"), (b"host", b"x"), (b"tracestate", b"b=2")]
 
     assert passed_on({"type": "http", "headers": headers}) == (headers[0], headers[2])
-
-
-class Work:
-    """Something that takes a while."""
-
-    def __init__(self):
-        self.state = "new"
-        self.go = asyncio.Event()
-
-    async def run(self):
-        try:
-            await self.go.wait()
-            self.state = "done"
-        except asyncio.CancelledError:
-            self.state = "dropped"
-            raise
-
-
-async def test_work_is_dropped_when_the_client_hangs_up():
-    """And the caller learns it only when everything the work had opened is closed."""
-    work = Work()
-    with pytest.raises(ClientDisconnect):
-        await until_hung_up({}, receiving(part(b"", False), GONE), work.run())
-
-    assert work.state == "dropped"
-
-
-async def test_work_that_is_done_is_done():
-    """The watch over the client ends with it."""
-    work = Work()
-    work.go.set()
-    await until_hung_up({}, receiving(), work.run())
-
-    assert work.state == "done"
-    assert len(asyncio.all_tasks()) == 1
-
-
-async def test_what_goes_wrong_in_the_work_is_raised():
-    """It becomes the client's answer."""
-
-    async def fail():
-        raise BodyTooLarge("x")
-
-    with pytest.raises(BodyTooLarge):
-        await until_hung_up({}, receiving(), fail())
-
-
-async def test_a_server_that_stops_drops_the_work():
-    """And waits for what it closes."""
-    work = Work()
-    task = asyncio.create_task(until_hung_up({}, receiving(), work.run()))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-    assert work.state == "dropped"
-    assert len(asyncio.all_tasks()) == 1
-
-
-async def test_a_client_that_has_its_whole_answer_may_go():
-    """It is not one that hung up, and what is left to tidy up is tidied up."""
-    work = Work()
-    task = asyncio.create_task(until_hung_up({}, receiving(GONE), work.run(), answered=lambda: True))
-    await asyncio.sleep(0.01)
-    work.go.set()
-    await task
-
-    assert work.state == "done"
-
-
-def test_a_form_says_where_its_parts_end():
-    """So its declaration goes to the engine as it came."""
-    declared = "Multipart/Form-Data; boundary=x"
-
-    assert require_form(scope(content_type=declared)) == declared.encode()
-    for other in ({}, {"content_type": "application/json"}, {"content_type": "multipart/mixed"}):
-        with pytest.raises(UnsupportedMedia, match=r"multipart/form-data"):
-            require_form(scope(**other))
-
-
-@pytest.mark.parametrize(("text", "rank"), [("0", 0), (" 12 ", 12), ("", None)])
-def test_a_client_may_ask_for_a_rank(text, rank):
-    """An empty header asks for nothing."""
-    assert rank_of(scope(x_data_parallel_rank=text)) == rank
-
-
-@pytest.mark.parametrize("text", ["-1", "1.0", "x", "9" * 10, "1_0"])
-def test_a_rank_is_a_number(text):
-    """The engine would say so too, after the prefill."""
-    with pytest.raises(BadRequest, match="X-data-parallel-rank"):
-        rank_of(scope(x_data_parallel_rank=text))

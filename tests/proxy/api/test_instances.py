@@ -42,7 +42,8 @@ async def test_the_list_says_what_is_known_of_each():
     """After probes and a request."""
     async with router(sims(), Settings(admin_key="sesame")) as client:
         await complete(client)
-        found = await known(client)
+        while (found := await known(client))["prefill-0"]["mode"] is None:  # it is told a moment later
+            await asyncio.sleep(0.005)
 
     prefill, decode = found["prefill-0"], found["decode-0"]
     assert {name: prefill[name] for name in ("role", "address", "rank", "state", "mode", "in_flight")} == {

@@ -1,13 +1,14 @@
-"""What every /v1 request gets, whatever becomes of it."""
+"""What a /v1 request gets that is not for an endpoint, whatever becomes of it."""
 
 import logging
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 from starlette.requests import ClientDisconnect
 
 from xpyd_proxy.api.tracking import Tracking, id_headers, journey_of, note_fault
-from xpyd_proxy.core.journey import Outcome, Visit
+from xpyd_proxy.core.journey import Visit
 from xpyd_proxy.core.model import InstanceId, Push, RequestId, Role
 from xpyd_proxy.io.logs import FACTS
 
@@ -27,8 +28,8 @@ def tracking(app):
     return Tracking(app, new_id=lambda: RequestId("xpyd-1"), clock=lambda: next(times))
 
 
-def scope(path="/v1/completions", kind="http"):
-    return {"type": kind, "path": path}
+def scope(path="/v1/models", kind="http", method="GET"):
+    return {"type": kind, "path": path, "method": method}
 
 
 async def answer(scope, receive, send):
@@ -59,7 +60,7 @@ async def test_a_request_leaves_one_line(caplog):
     caplog.set_level(logging.INFO)
     await tracking(answer)(scope(), None, Client().send)
 
-    assert lines(caplog) == ["id=xpyd-1 path=/v1/completions prefill=- decode=decode-0 status=204 ms=500.0"]
+    assert lines(caplog) == ["id=xpyd-1 path=/v1/models prefill=- decode=decode-0 status=204 ms=500.0"]
 
 
 async def test_a_client_that_hung_up_is_not_an_error(caplog):
@@ -74,7 +75,7 @@ async def test_a_client_that_hung_up_is_not_an_error(caplog):
     await tracking(app)(scope(), None, client.send)
 
     assert not client.messages
-    assert lines(caplog) == ["id=xpyd-1 path=/v1/completions prefill=- decode=- status=499 ms=500.0 fault='why'"]
+    assert lines(caplog) == ["id=xpyd-1 path=/v1/models prefill=- decode=- status=499 ms=500.0 fault='why'"]
 
 
 async def test_a_bug_is_logged_as_what_the_client_gets(caplog):
@@ -98,9 +99,12 @@ async def test_a_path_cannot_forge_lines(caplog):
     assert r"path=/v1/a\nid=forged " in lines(caplog)[0]
 
 
-@pytest.mark.parametrize("untracked", [scope("/health"), scope("/v1/x", kind="lifespan")])
+OTHERS = [scope("/health"), scope("/v1/x", kind="lifespan"), scope("/v1/completions", method="POST")]
+
+
+@pytest.mark.parametrize("untracked", OTHERS)
 async def test_other_requests_pass_untouched(untracked, caplog):
-    """Probes would fill the log."""
+    """Probes would fill the log, and a request for an endpoint is followed elsewhere."""
     caplog.set_level(logging.INFO)
     seen = []
 
@@ -131,67 +135,25 @@ async def test_the_line_tells_what_was_unusual(caplog):
     assert lines(caplog)[0].endswith(" ms=500.0 route='push' retries='prefill-0 failed' late='broke off'")
 
 
-STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
-
-
-async def test_a_stream_began_when_its_head_left():
-    """The relay sends it together with the first event; so nothing has to look at each chunk for that."""
-    seen = []
-    times = iter([1.0, 1.25, 3.0, 3.0])
-
-    async def app(scope, receive, send):
-        journey_of(scope).push = Push.AT_ONCE
-        await send({"type": "http.response.start", "status": 200, "headers": STREAM})
-        for body in (b"a", b"b", b"c", b""):
-            await send({"type": "http.response.body", "body": body, "more_body": bool(body)})
-
-    follow = Tracking(
-        app,
-        new_id=lambda: RequestId("xpyd-1"),
-        clock=lambda: next(times),
-        finished=lambda journey, outcome: seen.append((journey.request_id, outcome)),
-    )
-    await follow(scope(), None, Client().send)
-
-    assert seen == [("xpyd-1", Outcome("/v1/completions", 200, 2.0, first_s=0.25, said=b"bc"))]
-
-
-@pytest.mark.parametrize(("status", "headers"), [(200, []), (503, STREAM)])
-async def test_what_is_no_good_stream_has_no_first_token(status, headers):
-    """A whole answer and an error come when they come."""
-    seen = []
-
-    async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": b"x"})
-
-    follow = Tracking(
-        app, new_id=lambda: RequestId("r"), clock=lambda: 1.0, finished=lambda _, outcome: seen.append(outcome)
-    )
-    await follow(scope(), None, Client().send)
-
-    assert [(one.first_s, one.said) for one in seen] == [(None, b"")]
-
-
 @pytest.mark.parametrize(("raises", "status"), [(None, 204), (ClientDisconnect, 499), (KeyError, 500)])
 async def test_who_follows_a_request_learns_how_it_ended(raises, status):
     """Whatever becomes of it, once, and with the headers it came with."""
     seen = []
 
-    @contextmanager
-    def following(journey, path, headers):
-        yield lambda outcome: seen.append((path, headers, outcome.status))
+    class Spans:
+        def request(self, journey, path, headers):
+            return SimpleNamespace(end=lambda outcome: seen.append((path, headers, outcome.status)))
 
     async def app(scope, receive, send):
         if raises is not None:
             raise raises
         await answer(scope, receive, send)
 
-    follow = Tracking(app, new_id=lambda: RequestId("r"), clock=lambda: 1.0, following=following)
+    follow = Tracking(app, new_id=lambda: RequestId("r"), clock=lambda: 1.0, spans=Spans())
     with suppress(KeyError):
         await follow(scope() | {"headers": [(b"a", b"b")]}, None, Client().send)
 
-    assert seen == [("/v1/completions", ((b"a", b"b"),), status)]
+    assert seen == [("/v1/models", ((b"a", b"b"),), status)]
 
 
 async def test_the_facts_of_a_line_are_there_for_a_log_in_json(caplog):
@@ -202,7 +164,7 @@ async def test_the_facts_of_a_line_are_there_for_a_log_in_json(caplog):
     (record,) = caplog.records
     facts = getattr(record, FACTS)
     assert " ".join(facts) == "id path prefill decode status ms"
-    assert list(facts.values()) == ["xpyd-1", "/v1/completions", None, "decode-0", 204, 500.0]
+    assert list(facts.values()) == ["xpyd-1", "/v1/models", None, "decode-0", 204, 500.0]
 
 
 @pytest.mark.parametrize("theirs", [b"mine-1", b"x" * 128, b"~!"])

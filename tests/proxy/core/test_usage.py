@@ -2,7 +2,7 @@
 
 import pytest
 
-from xpyd_proxy.core.usage import Comparison, prompt_tokens, prompt_tokens_in
+from xpyd_proxy.core.usage import prompt_tokens, prompt_tokens_in
 
 SAYS_SEVEN = [
     b'{"usage":{"prompt_tokens":7,"completion_tokens":1}}',
@@ -25,11 +25,3 @@ def test_an_answer_may_say_nothing(answer):
     """Then nothing is compared."""
     assert prompt_tokens(answer) is None
     assert prompt_tokens_in(b"data: " + answer + b"\n\n") is None
-
-
-@pytest.mark.parametrize(
-    ("prefill", "decode", "differ"), [(7, 7, False), (7, 8, True), (None, 7, False), (7, None, False)]
-)
-def test_both_must_have_said_something(prefill, decode, differ):
-    """A stream without usage is no fault."""
-    assert Comparison(prefill, decode).differ is differ

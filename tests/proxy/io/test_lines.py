@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
-from xpyd_proxy.api.line import log_request
 from xpyd_proxy.core.journey import Journey, Outcome, Visit
 from xpyd_proxy.core.model import InstanceId, RequestId
 from xpyd_proxy.io.logs import FACTS, REQUESTS, SHEET, JsonFormatter, Lines, TextFormatter, lines_together, note
+from xpyd_proxy.requests.access_log import log_request
 
 
 class Written(io.StringIO):
@@ -272,7 +272,7 @@ def test_the_line_of_a_request_is_the_same_in_a_batch_and_by_itself(logger, stre
         alone[24:],
         "INFO tests.lines after",
     ]
-    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO xpyd_proxy.api.tracking id=r-\d path=", alone)
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO xpyd_proxy.access id=r-\d path=", alone)
     assert "ms=12.3" in alone
 
 

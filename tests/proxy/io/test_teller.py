@@ -1,15 +1,14 @@
-"""Requests whose answers are told. Not among what runs on the compiled router: its classes cannot be derived from."""
+"""Requests whose answers are told."""
 
 import pytest
 from msgspec import Raw
 
 from support.certificates import Authority
 from support.raw_engine import raw_engine
-from support.wiring import LOOPS, answer, leg_to, run, until
+from support.wiring import LOOPS, Told, answer, leg_to, run, telling
 from xpyd_proxy.core.model import RequestId
 from xpyd_proxy.core.raw_json import encode_in_pieces
 from xpyd_proxy.io.wire import WireEngines
-from xpyd_proxy.io.wire.call import Call
 from xpyd_proxy.settings import Settings
 
 
@@ -29,29 +28,7 @@ def contexts(scheme, tmp_path):
     return Authority(tmp_path, "ca").contexts() if scheme == "https" else (None, None)
 
 
-class Told(Call):
-    """Keeps what it is told."""
-
-    def __init__(self):
-        super().__init__("decode-0")
-        self.body, self.over, self.failure = b"", False, None
-
-    def began(self, status, content_type, load):
-        self.status = status
-
-    def arrived(self, piece, *, last=False):
-        self.body += piece
-
-    def end(self):
-        self.over = True
-
-    def fail(self, error):
-        self.over, self.failure = True, error
-
-    def crashed(self, bug):
-        self.over, self.failure = True, bug
-
-
+@telling
 @pytest.mark.parametrize("size", [10, 20_000, 3_000_000])
 def test_the_pieces_of_a_body_arrive_as_one(loop, scheme, contexts, size):
     """A long prompt is written from where it was read, however slowly the engine takes it."""
@@ -68,13 +45,13 @@ def test_the_pieces_of_a_body_arrive_as_one(loop, scheme, contexts, size):
     async def main(leg):
         async with WireEngines(Settings(), tls=ours) as engines:
             for _ in range(2):
-                told = Told()
+                call = Told()
                 pieces = encode_in_pieces({name: Raw(bytes(raw)) for name, raw in fields.items()}, "prompt")
-                engines.teller.tell(told, leg.instance, leg.path, headers=(), request=RequestId("r"), body=pieces)
+                engines.teller.tell(call, leg.instance, leg.path, headers=(), request=RequestId("r"), body=pieces)
                 del pieces
-                await until(lambda told=told: told.over)
-                assert (told.failure, told.status, told.body) == (None, 200, b"hello")
-                engines.teller.done(told)
+                assert await call.whole() == b"hello"
+                assert call.status == 200
+                engines.teller.done(call)
             assert engines.pool.idle == 1
 
     with raw_engine(script, tls=theirs) as engine:

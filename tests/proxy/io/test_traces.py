@@ -1,26 +1,26 @@
 """Spans, as an exporter gets them."""
 
-import asyncio
-import itertools
+from contextlib import asynccontextmanager
+from dataclasses import replace
 
+import httpx
 import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from support.scripted import Scripted, call, good_decode, good_prefill, prefilled, relay_of
+from support.sim import InMemory, sims
+from xpyd_proxy.app import build
 from xpyd_proxy.core.journey import Journey, Outcome
-from xpyd_proxy.core.model import Answer, RequestId
-from xpyd_proxy.errors import EngineError
+from xpyd_proxy.core.model import RequestId
 from xpyd_proxy.io.traces import Traces
+from xpyd_proxy.local.sim import Fault, FaultKind
+from xpyd_proxy.settings import Mode, Settings
 
 PATH = "/v1/completions"
+BODY = {"prompt": "once upon a time", "max_tokens": 3, "stream": True}
 CLIENTS = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-HEADERS = ((b"traceparent", CLIENTS.encode()),)
-
-
-async def pulled_prefill(leg):
-    return prefilled(leg, transfer_mode="pull")
+HEADERS = {"traceparent": CLIENTS}
 
 
 class Spans:
@@ -46,74 +46,76 @@ def spans():
     spans.traces.close()
 
 
-async def served(spans, engines, *, journey=None, headers=HEADERS, **options):
-    """One request, from the middleware's call to the end of its stream; returns its journey."""
-    journey = journey or Journey(RequestId("r"))
-    relay = relay_of(spans.traces.around(engines), **options)
-    with spans.traces.request(journey, PATH, headers) as ended:
-        async with relay.serve(call(), journey) as reply:
-            async for _ in reply.rest:
-                pass
-        ended(Outcome(PATH, 200, 0.1))
-    return journey
+@asynccontextmanager
+async def traced_router(spans, engines, mode=Mode.PULL):
+    """A client of a router in front of these engines, whose requests leave spans."""
+    settings = replace(Settings(), prefill=("p0:80",), decode=("d0:80",), allowed_hosts=("*",), mode=mode)
+    built = build(settings, fabric=InMemory(engines).fabric)
+    built.requests.spans = spans.traces
+    transport = httpx.ASGITransport(built.app)
+    async with (
+        built.app.router.lifespan_context(built.app),
+        httpx.AsyncClient(transport=transport, base_url="http://router") as client,
+    ):
+        yield client
+
+
+async def served(spans, engines, *, headers=HEADERS):
+    """One request, to the end of its stream."""
+    async with traced_router(spans, engines) as client:
+        answer = await client.post(PATH, json=BODY, headers=headers)
+        assert answer.status_code == 200
 
 
 def parent(header):
     """The span that a leg's traceparent names, and its trace."""
-    _, trace, span, flags = header.decode().split("-")
+    _, trace, span, flags = header.split("-")
     assert flags == "01"
     return int(trace, 16), int(span, 16)
 
 
 async def test_a_request_is_a_tree_of_spans_that_hangs_on_the_clients(spans):
     """Router, engines and client meet in one trace."""
-    engines = Scripted(pulled_prefill, good_decode)
-    await served(spans, engines)
+    await served(spans, sims())
 
     request = spans[f"POST {PATH}"]
     assert request.parent.span_id == 0xB7AD6B7169203331
     assert request.kind is SpanKind.SERVER
     assert {span.context.trace_id for span in spans.all} == {0x0AF7651916CD43DD8448EB211C80319C}
-    assert {span.name for span in spans.all} == {request.name, "prefill leg", "handoff", "decode leg"}
+    assert sorted(span.name for span in spans.all) == [request.name, "decode leg", "handoff", "prefill leg"]
     assert {span.parent.span_id for span in spans.all if span is not request} == {request.context.span_id}
+    assert {spans[name].kind for name in ("prefill leg", "decode leg")} == {SpanKind.CLIENT}
     assert spans["prefill leg"].end_time <= spans["handoff"].end_time <= spans["decode leg"].end_time
     assert spans["handoff"].start_time >= spans["prefill leg"].start_time
 
 
-async def test_an_engine_is_told_of_its_own_leg_and_not_of_the_clients_span(spans):
+@pytest.mark.parametrize(("name", "engine"), [("prefill leg", "p0"), ("decode leg", "d0")])
+async def test_an_engine_is_told_of_its_own_leg_and_not_of_the_clients_span(spans, name, engine):
     """Its spans hang under the leg that caused them."""
-    engines = Scripted(pulled_prefill, good_decode)
-    await served(spans, engines, headers=(*HEADERS, (b"tracestate", b"a=b")))
+    engines = sims()
+    await served(spans, engines, headers=HEADERS | {"tracestate": "a=b"})
 
-    for leg, name in zip(engines.legs, ("prefill leg", "decode leg"), strict=True):
-        told = [value for header, value in leg.headers if header == b"traceparent"]
-        assert [parent(one) for one in told] == [(spans[name].context.trace_id, spans[name].context.span_id)]
-        assert (b"tracestate", b"a=b") in leg.headers
+    (entry,) = engines[engine].log
+    assert parent(entry.headers["traceparent"]) == (spans[name].context.trace_id, spans[name].context.span_id)
+    assert entry.headers["tracestate"] == "a=b"
+
+
+async def test_the_span_of_a_leg_says_where_it_went_and_what_came_back(spans):
+    """And when the head of the answer was there."""
+    await served(spans, sims())
+
+    for leg, role, instance in (("prefill leg", "prefill", "prefill-0"), ("decode leg", "decode", "decode-0")):
+        found = spans[leg].attributes
+        assert (found["xpyd.role"], found["xpyd.instance"]) == (role, instance)
+        assert found["http.response.status_code"] == 200
+        assert [event.name for event in spans[leg].events] == ["answered"]
 
 
 async def test_legs_that_go_out_together_have_no_handoff(spans):
-    """In push nothing waits between them; and they run in tasks of their own."""
-    decoding = asyncio.Event()
-
-    async def prefill(leg):
-        if leg is not engines.legs[0]:  # the first one teaches the router where the engine is
-            decoding.clear()
-            await decoding.wait()
-        return await good_prefill(leg)
-
-    async def decode(leg):
-        decoding.set()
-        return await good_decode(leg)
-
-    engines = Scripted(prefill, decode)
-    relay = relay_of(spans.traces.around(engines))
-    for turn in range(2):
-        journey = Journey(RequestId(f"r{turn}"))
-        with spans.traces.request(journey, PATH, ()) as ended:
-            async with relay.serve(call(), journey) as reply:
-                async for _ in reply.rest:
-                    pass
-            ended(Outcome(PATH, 200, 0.1))
+    """In push nothing waits between them; the first request teaches the router where the engine is."""
+    async with traced_router(spans, sims(mode="push"), Mode.PUSH) as client:
+        for _ in range(2):
+            assert (await client.post(PATH, json=BODY)).status_code == 200
 
     first, second = [span for span in spans.all if span.name.startswith("POST")]
     of_second = sorted(span.name for span in spans.all if span.context.trace_id == second.context.trace_id)
@@ -124,27 +126,44 @@ async def test_legs_that_go_out_together_have_no_handoff(spans):
 
 async def test_a_leg_that_fails_is_a_span_that_failed(spans):
     """With the reason, and the next try beside it."""
-    turn = itertools.count()
-
-    async def broken_once(leg):
-        if next(turn) == 0:
-            raise EngineError("decode-0 broke off")
-        return await good_decode(leg)
-
-    journey = await served(spans, Scripted(pulled_prefill, broken_once))
+    engines = sims()
+    engines["d0"].inject(Fault(FaultKind.DROP, times=1))
+    await served(spans, engines)
 
     bad, good = [span for span in spans.all if span.name == "decode leg"]
-    assert (bad.status.status_code, bad.status.description) == (StatusCode.ERROR, "decode-0 broke off")
+    why = "decode-0 broke off before its answer was complete"
+    assert (bad.status.status_code, bad.status.description) == (StatusCode.ERROR, why)
     assert good.status.status_code is StatusCode.UNSET
     assert good.attributes["xpyd.instance"] == "decode-0"
-    assert spans[f"POST {PATH}"].attributes["xpyd.retries"] == len(journey.retries) == 1
+    assert spans[f"POST {PATH}"].attributes["xpyd.retries"] == 1
+
+
+async def test_a_leg_that_is_refused_is_a_span_that_failed(spans):
+    """By its status; the request is the client's mistake, and none of the router's."""
+    engines = sims()
+    engines["p0"].inject(Fault(FaultKind.STATUS, status=422))
+    async with traced_router(spans, engines) as client:
+        assert (await client.post(PATH, json=BODY)).status_code == 422
+
+    assert spans["prefill leg"].attributes["http.response.status_code"] == 422
+    assert spans["prefill leg"].status.status_code is StatusCode.ERROR
+    assert spans[f"POST {PATH}"].status.status_code is StatusCode.UNSET
+    assert {span.name for span in spans.all} == {"prefill leg", f"POST {PATH}"}
+
+
+async def test_a_request_that_is_refused_has_a_span_and_no_legs(spans):
+    """Before any engine is asked."""
+    async with traced_router(spans, sims()) as client:
+        assert (await client.post(PATH, json=[])).status_code == 400
+
+    (span,) = spans.all
+    assert span.attributes["http.response.status_code"] == 400
 
 
 @pytest.mark.parametrize(("status", "bad"), [(200, False), (404, False), (499, False), (502, True)])
 def test_the_span_of_a_request_says_how_it_ended(spans, status, bad):
     """A client's mistake is no error of the router."""
-    with spans.traces.request(Journey(RequestId("r")), "/v1/odd/17", ()) as ended:
-        ended(Outcome("/v1/odd/17", status, 0.1))
+    spans.traces.request(Journey(RequestId("r")), "/v1/odd/17", ()).end(Outcome("/v1/odd/17", status, 0.1))
 
     span = spans["request"]  # names are few; the path is an attribute
     assert span.attributes["http.response.status_code"] == status
@@ -157,29 +176,24 @@ def test_the_span_of_a_request_says_how_it_ended(spans, status, bad):
 @pytest.mark.parametrize("traceparent", [b"", b"00-odd", b"\xff\xfe", CLIENTS.encode() + b"-x"])
 def test_an_odd_traceparent_starts_a_trace_of_its_own(spans, traceparent):
     """It comes from a client, who may write anything."""
-    with spans.traces.request(Journey(RequestId("r")), PATH, ((b"traceparent", traceparent),)) as ended:
-        ended(Outcome(PATH, 200, 0.1))
+    headers = ((b"traceparent", traceparent),)
+    spans.traces.request(Journey(RequestId("r")), PATH, headers).end(Outcome(PATH, 200, 0.1))
 
     assert spans[f"POST {PATH}"].parent is None
 
 
 async def test_a_trace_that_the_client_does_not_sample_is_not_sampled(spans):
     """The engines are told the same."""
-    engines = Scripted(pulled_prefill, good_decode)
-    await served(spans, engines, headers=((b"traceparent", CLIENTS.encode()[:-1] + b"0"),))
+    engines = sims()
+    await served(spans, engines, headers={"traceparent": CLIENTS[:-1] + "0"})
 
     assert not spans.all
-    assert all(dict(leg.headers)[b"traceparent"].endswith(b"-00") for leg in engines.legs)
+    assert [entry.headers["traceparent"][-3:] for engine in engines.values() for entry in engine.log] == ["-00"] * 2
 
 
-async def test_lists_of_models_leave_no_span(spans):
+async def test_lists_of_models_leave_no_span_of_a_leg(spans):
     """They are no legs."""
+    async with traced_router(spans, sims()) as client:
+        assert (await client.get("/v1/models")).status_code == 200
 
-    class Listing:
-        async def models(self, instance, headers, *, bare=False):
-            return Answer(200, "application/json", b"{}")
-
-    answer = await spans.traces.around(Listing()).models(None, ())
-
-    assert answer.status == 200
     assert not spans.all

@@ -12,12 +12,12 @@ import pytest
 
 from support.certificates import Authority
 from support.raw_engine import closing, raw_engine
-from support.wiring import CHUNKED, LOOPS, answer, leg_to, run, until
+from support.wiring import CHUNKED, LOOPS, Told, answer, leg_to, run, telling, told, until
 from xpyd_proxy.errors import EngineError, EngineTimeout
 from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.io.wire.connection import Connection
-from xpyd_proxy.io.wire.reply import Reply
 from xpyd_proxy.io.wire.turns import AT_ONCE
+from xpyd_proxy.io.wire.whole import WholeAnswer
 from xpyd_proxy.settings import Settings
 
 ROUNDS = 8  # of the event loop: a connection to this machine is open after fewer
@@ -195,12 +195,14 @@ def test_a_request_that_could_not_be_written_was_not_sent():
     async def main(leg):
         async with WireEngines(Settings()) as engines:
             connection = await engines.pool.open(leg.instance)
-            reply = Reply(leg.instance.id, connection)
+            call = WholeAnswer(leg.instance.id)
             begun.set()
             assert reset.wait(5)  # and the event loop sees nothing of it
-            assert not await connection.send(reply, b"POST / HTTP/1.1\r\n\r\n", b"{}")
+            connection.start(call, b"POST / HTTP/1.1\r\n\r\n", [b"{}"])
+            assert not call.is_sent
             with pytest.raises(EngineError, match="broke off"):
-                await reply.head()
+                await call.answer
+            assert not call.is_sent
 
     with raw_engine(script) as engine:
         run("asyncio", main(leg_to(engine)))
@@ -242,18 +244,14 @@ def test_a_connection_with_unwritten_bytes_is_not_used_again(loop):
 
 
 async def ask(engines, leg):
-    await engines.ask(leg, timeout_s=5)
+    with pytest.raises(EngineError):
+        await engines.ask(leg, timeout_s=5)
 
 
-async def read(engines, leg):
-    async with engines.stream(leg) as streamed:
-        async for _ in streamed.chunks:
-            pass
-
-
-async def deliver(engines, leg):
-    async with engines.stream(leg) as streamed:
-        await streamed.chunks.deliver(len)
+async def listen(engines, leg):
+    async with told(engines, leg) as call:
+        await until(lambda: call.is_over)
+        assert isinstance(call.error, EngineError)
 
 
 FAILING = {
@@ -265,15 +263,15 @@ FAILING = {
 }
 
 
+@pytest.mark.parametrize("way", [ask, pytest.param(listen, marks=telling)])
 @pytest.mark.parametrize("said", FAILING.values(), ids=FAILING)
-def test_a_failed_request_is_freed_at_once(loop, said):
+def test_a_failed_request_is_freed_at_once(loop, way, said):
     """An engine that fails everything must not fill the memory until the garbage collector comes round."""
 
     async def main(leg):
         async with WireEngines(Settings()) as engines:
-            for way in (ask, read, deliver):
-                with pytest.raises(EngineError):
-                    await way(engines, leg)
+            for _ in range(3):
+                await way(engines, leg)
             await until(lambda: not engines.pool._open)
             await asyncio.sleep(0)
             assert [one for one in gc.get_objects(generation=0) if isinstance(one, PARTS)] == []
@@ -287,7 +285,7 @@ def test_a_failed_request_is_freed_at_once(loop, said):
             gc.enable()
 
 
-PARTS = (Connection, Reply, EngineError)
+PARTS = (Connection, Told, WholeAnswer, EngineError)
 
 
 def test_a_connection_that_nobody_took_is_freed_at_once(loop):
@@ -311,6 +309,7 @@ def test_a_connection_that_nobody_took_is_freed_at_once(loop):
         gc.enable()
 
 
+@telling
 def test_a_stream_that_its_own_client_holds_up_is_not_given_up(loop):
     """Nothing is heard because nothing is read; the engine's silence is counted from when reading goes on."""
 
@@ -320,24 +319,23 @@ def test_a_stream_that_its_own_client_holds_up_is_not_given_up(loop):
         talk.hung_up()
 
     async def main(leg):
-        async with WireEngines(Settings()) as engines, engines.stream(leg) as streamed:
-            got = []
-            task = asyncio.create_task(streamed.chunks.deliver(got.append))
-            await until(lambda: got)
-            streamed.chunks.pause()
+        async with WireEngines(Settings()) as engines, told(engines, leg) as call:
+            await call.some()
+            call.hold()
             await asyncio.sleep(0.2)
             assert engines.give_up(leg.instance, silent_s=0.1) == 0
-            streamed.chunks.resume()
+            call.go_on()
             assert engines.give_up(leg.instance, silent_s=0.1) == 0
             await asyncio.sleep(0.2)
             assert engines.give_up(leg.instance, silent_s=0.1) == 1
             with pytest.raises(EngineTimeout, match="hangs"):
-                await task
+                await call.whole()
 
     with raw_engine(script) as engine:
         run(loop, main(leg_to(engine)))
 
 
+@telling
 def test_a_resume_without_a_pause_is_no_sign_of_life(loop):
     """Whoever pours a stream may say so at any time."""
 
@@ -347,10 +345,11 @@ def test_a_resume_without_a_pause_is_no_sign_of_life(loop):
         talk.hung_up()
 
     async def main(leg):
-        async with WireEngines(Settings()) as engines, engines.stream(leg) as streamed:
+        async with WireEngines(Settings()) as engines, told(engines, leg) as call:
+            await call.begun()
             start = time.monotonic()
             while time.monotonic() < start + 0.2:
-                streamed.chunks.resume()
+                call.go_on()
                 await asyncio.sleep(0.01)
             assert engines.give_up(leg.instance, silent_s=0.1) == 1
 

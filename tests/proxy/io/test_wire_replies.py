@@ -7,7 +7,7 @@ import pytest
 
 from support.certificates import Authority
 from support.raw_engine import closing, raw_engine, replying
-from support.wiring import LOOPS, answer, leg_to, run, until
+from support.wiring import LOOPS, answer, leg_to, run, telling, told, until
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.settings import Settings
@@ -24,46 +24,7 @@ def serving_tls(tmp_path_factory):
     return Authority(tmp_path_factory.mktemp("authority"), "ca").contexts()
 
 
-def test_a_pause_holds_although_much_was_unread(loop):
-    """More than 256 KiB had held the engine up already: their delivery must not let it go on by itself."""
-    body = bytes(range(256)) * 12_000
-
-    async def main(leg):
-        async with WireEngines(Settings()) as engines, engines.stream(leg) as streamed:
-            await until(lambda: streamed.chunks._reply._held_up)
-            got = []
-            streamed.chunks.pause()
-            task = asyncio.create_task(streamed.chunks.deliver(got.append))
-            await until(lambda: got)
-            await asyncio.sleep(0.1)
-            assert len(got) == 1
-            streamed.chunks.resume()
-            await task
-            return b"".join(got)
-
-    with raw_engine(replying(answer(body))) as engine:
-        assert run(loop, main(leg_to(engine))) == body
-
-
-def test_a_resume_does_not_let_go_what_is_unread(loop):
-    """The client is fast again, and our own reader is not: the memory stays bounded."""
-    body = bytes(range(256)) * 12_000
-
-    async def main(leg):
-        async with WireEngines(Settings()) as engines, engines.stream(leg) as streamed:
-            reply = streamed.chunks._reply
-            await until(lambda: reply._held_up)
-            size = reply._size
-            streamed.chunks.pause()
-            streamed.chunks.resume()
-            await asyncio.sleep(0.1)
-            assert reply._size == size
-            return b"".join([chunk async for chunk in streamed.chunks])
-
-    with raw_engine(replying(answer(body))) as engine:
-        assert run(loop, main(leg_to(engine))) == body
-
-
+@telling
 @pytest.mark.parametrize("at", ["the last piece", "the end"])
 def test_a_second_answer_read_by_tls_while_paused_answers_nobody(loop, at, serving_tls):
     """The TLS layer reads on, and keeps what it decrypts until reading resumes: by then it is another's turn."""
@@ -86,19 +47,17 @@ def test_a_second_answer_read_by_tls_while_paused_answers_nobody(loop, at, servi
 
     async def main(leg):
         async with WireEngines(Settings(), tls=ours) as engines:
-            async with engines.stream(leg) as streamed:
-                got = []
 
-                def sink(piece):
-                    got.append(piece)
-                    if at == "the last piece":
-                        streamed.chunks.pause()
+            def took(_):
+                if at == "the last piece":
+                    call.hold()
 
-                asyncio.get_running_loop().call_soon(delivering.set)
-                await streamed.chunks.deliver(sink)
-                assert b"".join(got) == b"hello"
+            async with told(engines, leg, took) as call:
+                await call.begun()
+                delivering.set()
+                assert await call.whole() == b"hello"
                 if at == "the end":
-                    streamed.chunks.pause()
+                    call.hold()
                 paused.set()
                 await until(strayed.is_set)
                 await asyncio.sleep(0.05)  # for the TLS layer to read it
@@ -114,12 +73,13 @@ async def ask(engines, leg):
     await engines.ask(leg, timeout_s=5)
 
 
-async def stream(engines, leg):
-    await engines.stream(leg).__aenter__()
+async def listen(engines, leg):
+    async with told(engines, leg) as call:
+        await call.whole()
 
 
 @pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.0 200 OK\r\n\r\n"])
-@pytest.mark.parametrize("way", [ask, stream])
+@pytest.mark.parametrize("way", [ask, pytest.param(listen, marks=telling)])
 def test_over_tls_an_answer_without_a_length_is_refused(loop, way, head, serving_tls):
     """Anybody on the way can end the connection, and half an answer would pass for a whole one."""
     theirs, ours = serving_tls

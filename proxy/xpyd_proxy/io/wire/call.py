@@ -88,7 +88,7 @@ class Call(ABC):
     def crashed(self, bug: Exception) -> None:
         """One of these calls has raised, which is a bug; the connection is closed."""
 
-    # What the connection calls, as it does with a Reply
+    # What the connection calls
 
     def ended(self) -> None:
         """Its last byte has come."""

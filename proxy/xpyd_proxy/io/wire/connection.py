@@ -15,11 +15,9 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.io.wire.call import Call
-from xpyd_proxy.io.wire.reply import Reply
 from xpyd_proxy.io.wire.usual import CONTENT_TYPE, lone_chunk, usual_body
 
 HEAD_MOST: Final = 64 * 1024  # bytes of a head, and of anything else between two pieces of a body
-_SLICE: Final = 128 * 1024  # bytes of a body that are written at a time
 _BODYLESS: Final = frozenset({204, 304})
 
 
@@ -44,7 +42,7 @@ class Owner(Protocol):
 
 
 class Connection:
-    """Sends one request at a time, and hands what comes back to its Reply. To the event loop it is an asyncio.Protocol.
+    """Sends one request at a time, and tells its Call what comes back. To the event loop it is an asyncio.Protocol.
 
     It is not derived from that class: mypyc would not clear weak references to what is.
     """
@@ -60,7 +58,7 @@ class Connection:
         self._owner = owner
         self._poll = select.poll()
         self._parser = HttpResponseParser(self)
-        self._reply: Reply | Call | None = None
+        self._reply: Call | None = None
         self._pieces: list[bytes] = []
         self._loose = 0  # bytes since the last piece of a body
         self._parsing = False  # the parser has had some of the answer
@@ -68,10 +66,9 @@ class Connection:
         self._usable = True  # as far as we know another request may be sent when this one is done
         self._ended = False
         self._held_up = False  # the engine has to wait
-        self._sending = False
         self._is_tls = False
-        self._writable: asyncio.Future[None] | None = None  # somebody waits to write
         self._paused = False  # there is too much to write
+        self._unwritten = False  # the engine has closed it before the request could be written
         self._forget_head()
 
     # For its owner
@@ -85,7 +82,7 @@ class Connection:
     def reusable(self) -> bool:
         """Tell whether another request may be sent."""
         done = self._reply is None or self._reply.complete
-        return self._usable and not self._sending and done and not self._transport.get_write_buffer_size()
+        return self._usable and done and not self._transport.get_write_buffer_size()
 
     @property
     def held_up(self) -> bool:
@@ -96,34 +93,6 @@ class Connection:
     def silent(self) -> bool:
         """Tell whether nothing waits to be read, not even the engine's end of the connection."""
         return not self._poll.poll(0)
-
-    async def send(self, reply: Reply, head: bytes, body: bytes) -> bool:
-        """Send a request, and hand its answer to ``reply``.
-
-        Returns whether all of it was written: not so when the answer, or the end, came first.
-        """
-        transport = self._transport
-        if transport.is_closing():
-            self._usable = False
-            reply.failed(
-                EngineError(f"{reply.engine} closed the connection before the request was sent", reached=False)
-            )
-            return False
-        self._reply = reply
-        self.heard_at = self._clock()
-        if len(body) <= _SLICE:
-            transport.write(head + body if body else head)
-            return not transport.is_closing()
-        self._sending = True
-        transport.write(head)
-        rest = memoryview(body)
-        while rest:
-            if not await self._may_write(reply):
-                return False
-            transport.write(rest[:_SLICE])
-            rest = rest[_SLICE:]
-        self._sending = False
-        return not transport.is_closing()
 
     def start(self, call: Call, head: bytes, body: Sequence[bytes | memoryview]) -> bool:
         """Send a request at once, however long it is, and tell ``call`` of its answer; False: it is over.
@@ -140,12 +109,13 @@ class Connection:
             transport.write(head + first)
         else:
             transport.writelines([head, *body])
+        self._unwritten = transport.is_closing()
         return True
 
     @property
     def is_sent(self) -> bool:
         """Tell whether the engine has all of the request, or will have it in a moment."""
-        return not self._paused
+        return not (self._paused or self._unwritten)
 
     def rest(self) -> None:
         """Let go of the request; another may follow."""
@@ -188,19 +158,6 @@ class Connection:
         if hasattr(self, "_transport"):
             self.abort()
         self._closed()
-
-    async def _may_write(self, reply: Reply) -> bool:
-        while self._paused and self._usable and not reply.complete:
-            self._writable = asyncio.get_running_loop().create_future()
-            try:
-                await self._writable
-            finally:
-                self._writable = None
-        return self._usable and not reply.complete and not self._transport.is_closing()
-
-    def _wake_writer(self) -> None:
-        if self._writable is not None and not self._writable.done():
-            self._writable.set_result(None)
 
     # For the event loop
 
@@ -247,7 +204,7 @@ class Connection:
             error.__cause__ = fault
             reply.give_up(error)
 
-    def _take_whole(self, reply: Reply | Call, body: bytes) -> None:
+    def _take_whole(self, reply: Call, body: bytes) -> None:
         """Take an answer that is here all at once."""
         self._done = self._keeps = True
         try:
@@ -258,7 +215,7 @@ class Connection:
         except Exception as bug:  # noqa: BLE001 (as above)
             self._crash(reply, bug)
 
-    def _crash(self, reply: Reply | Call, bug: Exception) -> None:
+    def _crash(self, reply: Call, bug: Exception) -> None:
         reply.crashed(bug)
         if self._reply is reply:
             self.abort()
@@ -285,7 +242,6 @@ class Connection:
     def resume_writing(self) -> None:
         """Go on."""
         self._paused = False
-        self._wake_writer()
 
     def _feed(self, data: bytes) -> Exception | None:
         """Parse, and return what is wrong with it."""
@@ -304,12 +260,11 @@ class Connection:
             return _Unclear(f"a head of more than {HEAD_MOST} bytes")
         return None
 
-    def _answered(self, reply: Reply | Call, *, clean: bool) -> None:
+    def _answered(self, reply: Call, *, clean: bool) -> None:
         self._usable = self._usable and clean and self._keeps and not (self._is_tls and self._held_up)
         self._forget_head()
         self._parsing = False
         reply.ended()
-        self._wake_writer()
 
     def _closed(self) -> None:
         self._owner.closed(self)
@@ -326,7 +281,6 @@ class Connection:
         if self._ended:
             return
         self._ended, self._usable = True, False
-        self._wake_writer()
         reply, self._reply = self._reply, None
         if reply is not None:
             reply.broke_off(exc)

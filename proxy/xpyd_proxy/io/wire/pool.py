@@ -2,8 +2,9 @@
 
 import asyncio
 import ssl
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Final, cast
+from typing import Final, TypeAlias, cast
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.model import Instance, InstanceId
@@ -15,6 +16,8 @@ from xpyd_proxy.io.wire.turns import Turns
 
 IDLE_MOST: Final = 2048  # connections that wait, to all engines together
 _ROUNDS: Final = 8  # looks at them in the time that one may wait
+# Opens a connection to a host and a port for a protocol; raises OSError.
+Dial: TypeAlias = Callable[[Callable[[], asyncio.Protocol], str, int], Awaitable[object]]
 _CLOSING_S: Final = 5.0  # seconds for the event loop to close what is open; it takes a round or two
 
 
@@ -38,7 +41,10 @@ class Pool:
         connect_timeout_s: float,
         tls: ssl.SSLContext | None = None,
         guard: Guard | None = None,
+        dial: Dial | None = None,
     ) -> None:
+        """``dial``: opens connections in place of the event loop, for tests."""
+        self._dial = dial
         self._keepalive_s = keepalive_s
         self._connect_timeout_s = connect_timeout_s
         self._tls = tls
@@ -193,9 +199,12 @@ class Pool:
 
         tls = self._context() if address.scheme == "https" else None
         name = address.host if tls is not None else None
-        loop = asyncio.get_running_loop()
         try:
-            await loop.create_connection(protocol, host, address.port, ssl=tls, server_hostname=name)
+            if self._dial is None:
+                loop = asyncio.get_running_loop()
+                await loop.create_connection(protocol, host, address.port, ssl=tls, server_hostname=name)
+            else:
+                await self._dial(protocol, host, address.port)
         except BaseException:
             for connection in made:  # uvloop closes a socket that was opened for nobody, and tells its protocol nothing
                 connection.dismiss()

@@ -1,19 +1,25 @@
 """Requests to engines whose answers are told: nobody waits for them."""
 
 import asyncio
+from typing import Final
 
 from xpyd_proxy.core.keys import Outbound
-from xpyd_proxy.core.model import Headers, Instance, RequestId
+from xpyd_proxy.core.model import Headers, Instance, Leg, RequestId
 from xpyd_proxy.core.raw_json import Pieces
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.io.wire.call import Call
 from xpyd_proxy.io.wire.connection import Connection
 from xpyd_proxy.io.wire.heads import Unsendable
-from xpyd_proxy.io.wire.pool import Pool
+from xpyd_proxy.io.wire.pool import Peer, Pool
+
+_JSON: Final = b"application/json"
 
 
 class Teller:
-    """Asks by a pool's connections, and has a Call told of each answer."""
+    """Asks by a pool's connections, and has a Call told of each answer. All calls return at once.
+
+    ``done`` gives the connection of a complete answer back. A request that HTTP cannot carry raises EngineError.
+    """
 
     __slots__ = ("_outbound", "_pool")
 
@@ -22,21 +28,50 @@ class Teller:
         self._outbound = outbound
 
     def tell(
-        self, call: Call, instance: Instance, path: str, *, headers: Headers, request: RequestId, body: Pieces
+        self,
+        call: Call,
+        instance: Instance,
+        path: str,
+        *,
+        headers: Headers,
+        request: RequestId,
+        body: Pieces,
+        content_type: bytes = _JSON,
     ) -> None:
-        """Post the pieces of a JSON text, and tell ``call`` of the answer; returns at once.
-
-        ``done`` gives the connection back. ``request`` is an id of ours, which nobody need look at.
-
-        Raises:
-            EngineError: the request is not one that HTTP can carry.
-        """
+        """Post the pieces of a body. ``request`` is an id of ours, which need not be looked at."""
         peer = self._pool.peer(instance)
+        heads = peer.heads
         headers = self._outbound.headers(instance.role, headers)
+        length = sum([len(piece) for piece in body])
         try:
-            head = peer.heads.post_ours(path, headers, request, sum([len(piece) for piece in body]))
+            if content_type == _JSON:
+                head = heads.post_ours(path, headers, request, length)
+            else:
+                named = (*headers, (b"x-request-id", request.encode()), (b"content-type", content_type))
+                head = heads.post(path, named, length)
         except Unsendable as exc:
-            raise unsendable(instance, exc) from exc
+            raise _unsendable(instance, exc) from exc
+        self._start(call, instance, peer, head, body)
+
+    def post(self, call: Call, leg: Leg) -> None:
+        """Post a leg that has its id among its headers."""
+        headers = (*self._outbound.headers(leg.instance.role, leg.headers), (b"content-type", leg.content_type))
+        try:
+            head = self._pool.peer(leg.instance).heads.post(leg.path, headers, len(leg.body))
+        except Unsendable as exc:
+            raise _unsendable(leg.instance, exc) from exc
+        self._start(call, leg.instance, self._pool.peer(leg.instance), head, [leg.body])
+
+    def get(self, call: Call, instance: Instance, path: str, headers: Headers, *, bare: bool = False) -> None:
+        """Get a path; ``bare``: without showing a key."""
+        shown = self._outbound.bare(headers) if bare else self._outbound.headers(instance.role, headers)
+        try:
+            head = self._pool.peer(instance).heads.get(path, shown)
+        except Unsendable as exc:
+            raise _unsendable(instance, exc) from exc
+        self._start(call, instance, self._pool.peer(instance), head, [b""])
+
+    def _start(self, call: Call, instance: Instance, peer: Peer, head: bytes, body: Pieces) -> None:
         while (connection := self._pool.waiting_at(peer)) is not None:
             if connection.start(call, head, body):
                 return
@@ -63,6 +98,6 @@ class Teller:
             self._pool.put_back(source)
 
 
-def unsendable(instance: Instance, exc: Unsendable) -> EngineError:
+def _unsendable(instance: Instance, exc: Unsendable) -> EngineError:
     """Say that a request cannot be carried by HTTP."""
     return EngineError(f"{instance.id} was not asked: {exc}", reached=False)

@@ -1,0 +1,152 @@
+"""The edge of the endpoints: their requests go from the connection to requests/request.py, and everything else to ASGI.
+
+core/framing.py has read the head already, so a request for an endpoint needs no second parser. Behind another server
+FastAPI serves the same endpoints, by requests/asgi.py.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+from urllib.parse import unquote
+
+import httptools
+
+from xpyd_proxy.api.clients import Clients
+from xpyd_proxy.api.guarded import GuardedProtocol
+from xpyd_proxy.core.endpoints import ENDPOINTS
+from xpyd_proxy.core.framing import Head
+from xpyd_proxy.requests.request import Request
+from xpyd_proxy.requests.response import HttpResponse
+from xpyd_proxy.requests.service import Requests
+
+_URLS: Final[Mapping[bytes, str]] = {path.encode("ascii"): path for path in ENDPOINTS}
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def endpoint_protocol(
+    requests: Requests, clients: Clients, *, patience_s: float | None, on_stalled: Callable[[], None]
+) -> type[asyncio.Protocol]:
+    """Return the protocol class for ``uvicorn.Config(http=...)``.
+
+    ``patience_s``: seconds in which a client must read something; ``on_stalled`` is called for each that has not.
+    """
+    given: dict[str, object] = {"requests": requests, "clients": clients, "patience_s": patience_s}
+    given["on_stalled"] = staticmethod(on_stalled)
+    return type("EndpointProtocol", (_EndpointProtocol,), given)
+
+
+class _EndpointProtocol(GuardedProtocol):
+    """uvicorn's protocol, but for the endpoints. It is the ClientConnection of their requests."""
+
+    requests: Requests
+    cycle: Any  # None, a Request, or what uvicorn calls so
+
+    _request: Request | None = None  # that was read last, if it was for an endpoint
+    _default: tuple[object, bytes] = None, b""  # the headers that the server puts into every head, and their lines
+    _is_coming = False  # not all of its body is here
+    _busy = False  # a request for an endpoint is under way
+    _idle_since = 0.0  # on the loop's clock
+    _idle_timer: asyncio.TimerHandle | None = None
+
+    # What the client sends
+
+    def takes(self, head: Head) -> bool:
+        """Begin a request for an endpoint."""
+        path = _URLS.get(head.target)
+        if path is None and head.method == b"POST":
+            path = _path_of(head.target)
+        if path is None or head.method != b"POST":
+            self._request = None
+            return False
+        keep_alive = head.keep_alive and not head.is_old
+        response = HttpResponse(self, self.transport.write, keep_alive=keep_alive, chunks=not head.is_old)
+        request = self._request = self.cycle = Request(self.requests, response, path, head.headers, head.shown)
+        self._busy, self._is_coming = True, head.length != 0
+        if request.check() and head.expects and not head.is_old and head.length != 0:
+            self.transport.write(_CONTINUE)
+        return True
+
+    def take(self, piece: bytes, *, is_all: bool = False) -> None:
+        """Take a piece of its body."""
+        if self._request is not None:
+            self._request.take(piece, is_all=is_all)
+
+    def serve(self) -> None:
+        """Have it served: it is complete."""
+        request, self._is_coming = self._request, False
+        if request is not None:
+            if self.flow.write_paused:
+                request.pause()  # the client has not read earlier answers
+            request.begin()
+
+    # The connection
+
+    def pause_writing(self) -> None:
+        """Have the engine wait: the client is slow."""
+        super().pause_writing()
+        if self._request is not None:
+            self._request.pause()
+
+    def resume_writing(self) -> None:
+        """Go on."""
+        super().resume_writing()
+        if self._request is not None:
+            self._request.resume()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the request that is being answered."""
+        super().connection_lost(exc)
+        self._request = None
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+
+    # What its request calls
+
+    def default_lines(self) -> bytes:
+        """Return what is in every head; uvicorn makes it anew once a second."""
+        headers = self.server_state.default_headers
+        of, lines = self._default
+        if of is not headers:
+            lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+            self._default = headers, lines
+        return lines
+
+    def answered(self, *, keep_alive: bool) -> None:
+        """Go on with what is behind the request."""
+        self._busy = False
+        if not keep_alive and self._is_coming:  # it was refused, and the client has yet to read why
+            self._stop()
+            self._linger()
+            return
+        if not keep_alive:
+            self.transport.close()
+        if self.has_more or self.flow.read_paused or self.transport.is_closing():
+            self.on_response_complete()
+            return
+        self.server_state.total_requests += 1
+        self._idle_since = self.loop.time()
+        if self._idle_timer is None:
+            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._look_idle)
+
+    def _look_idle(self) -> None:
+        """Close a connection that has been idle for too long: one timer for many requests."""
+        self._idle_timer = None
+        if self._busy or not self.between or self.timeout_keep_alive_task is not None:
+            return  # the end of what is under way sees to it
+        if self.cycle is not None and not self.cycle.response_complete:
+            return
+        left = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left > 0:
+            self._idle_timer = self.loop.call_later(left, self._look_idle)
+        else:
+            self.timeout_keep_alive_handler()
+
+
+def _path_of(target: bytes) -> str | None:
+    """Return the path of an endpoint that is written in another way: with a query, a host or escapes."""
+    try:
+        path = httptools.parse_url(target).path
+    except httptools.HttpParserInvalidURLError:
+        return None
+    found = unquote(path.decode("ascii")) if path else ""
+    return found if found in ENDPOINTS else None

@@ -1,0 +1,48 @@
+"""A whole answer that somebody waits for: of engines' lists of models, and of requests to free blocks."""
+
+import asyncio
+
+from xpyd_proxy.core.model import Answer
+from xpyd_proxy.core.whole import ANSWER_MOST
+from xpyd_proxy.errors import EngineError
+from xpyd_proxy.io.wire.call import Call
+
+
+class WholeAnswer(Call):
+    """``answer`` is done when all of it is here; it raises EngineError when the engine breaks off."""
+
+    __slots__ = ("_load", "_pieces", "_size", "_status", "_type", "answer")
+
+    def __init__(self, engine: str) -> None:
+        super().__init__(engine)
+        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._status, self._type, self._load = 0, b"", b""
+
+    def began(self, status: int, content_type: bytes, load: bytes) -> None:
+        """Its head is here."""
+        self._status, self._type, self._load = status, content_type, load
+
+    def arrived(self, piece: bytes, *, last: bool = False) -> None:  # noqa: ARG002 (the end is told)
+        """Keep what comes."""
+        self._pieces.append(piece)
+        self._size += len(piece)
+        if self._size > ANSWER_MOST:
+            self.give_up(EngineError(f"{self.engine} answered with more than {ANSWER_MOST} bytes"))
+
+    def end(self) -> None:
+        """All of it is here."""
+        if not self.answer.done():
+            body = b"".join(self._pieces)
+            self.answer.set_result(Answer(self._status, self._type.decode("latin-1"), body, self._load))
+
+    def fail(self, error: EngineError) -> None:
+        """It broke off, or was given up."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+    def crashed(self, bug: Exception) -> None:
+        """The router has a bug."""
+        if not self.answer.done():
+            self.answer.set_exception(bug)

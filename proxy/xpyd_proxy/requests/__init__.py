@@ -1,0 +1,1 @@
+"""The life of one request: read, admitted, routed, prefilled, decoded, streamed."""

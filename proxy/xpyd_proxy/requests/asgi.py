@@ -1,0 +1,128 @@
+"""The endpoints as an ASGI application: for what takes uvicorn's way, other servers, and tests without a socket.
+
+The request is the same one (requests/request.py); only its bytes come and go by ASGI's messages.
+"""
+
+import asyncio
+from collections import deque
+from contextlib import suppress
+from typing import Final
+
+from starlette.types import Message, Receive, Scope, Send
+
+from xpyd_proxy.core.lifetime import Stage
+from xpyd_proxy.requests.request import Request
+from xpyd_proxy.requests.service import Requests, cut_short
+
+_HIGH: Final = 64 * 1024  # bytes that wait to be sent, above which the engine has to wait
+
+
+class Endpoints:
+    """Serves the POST endpoints."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        response = _AsgiResponse()
+        headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
+        request = Request(self._requests, response, scope["path"], headers)
+        response.request = request
+        if request.check():
+            await _read(request, receive)
+        request.begin()
+        watching = asyncio.create_task(_watch(request, receive))
+        try:
+            await response.send_to(send)
+        except asyncio.CancelledError:
+            if self._requests.lifetime.stage is not Stage.CLOSED:
+                request.leave()
+                raise
+            # The server cuts off what took too long to finish, and cares for nothing that comes after.
+            request.interrupt(cut_short())
+            await response.send_to(send)
+        finally:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+            request.leave()
+
+
+async def _read(request: Request, receive: Receive) -> None:
+    """Hand the body to the request, until it is complete, refused, or the client has gone."""
+    while not request.response_complete:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            request.leave()
+            return
+        request.take(message.get("body", b""))
+        if not message.get("more_body", False):
+            return
+
+
+async def _watch(request: Request, receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    request.leave()
+
+
+class _AsgiResponse:
+    """Implements ResponseWriter: keeps messages until they are sent."""
+
+    def __init__(self) -> None:
+        self.request: Request | None = None
+        self.begun = False
+        self.keep_alive = True
+        self._streams = False
+        self._is_over = False
+        self._messages: deque[Message] = deque()
+        self._size = 0  # bytes of body in them
+        self._news = asyncio.Event()
+
+    def begin(self, status: int, lines: bytes, body: bytes, *, streams: bool, last: bool = False) -> None:
+        """Keep the head and the whole body, or the first piece of a stream."""
+        del last
+        self.begun, self._streams = True, streams
+        headers = [(name, value) for name, _, value in [line.partition(b": ") for line in lines.split(b"\r\n")[:-1]]]
+        if not streams:
+            headers.append((b"content-length", b"%d" % len(body)))
+        if not self.keep_alive:
+            headers.append((b"connection", b"close"))
+        self._messages.append({"type": "http.response.start", "status": status, "headers": headers})
+        self._add(body, more=streams)
+
+    def write(self, piece: bytes, /) -> None:
+        """Keep a piece of a stream."""
+        self._add(piece, more=True)
+        if self._size > _HIGH and self.request is not None:
+            self.request.pause()
+
+    def end(self, piece: bytes = b"", /) -> None:
+        """Keep the end of a stream."""
+        if self._streams:
+            self._add(piece, more=False)
+
+    def close(self) -> None:
+        """Send no more than what is kept."""
+        self._is_over = True
+        self.request = None
+        self._news.set()
+
+    def _add(self, body: bytes, *, more: bool) -> None:
+        self._size += len(body)
+        self._messages.append({"type": "http.response.body", "body": body, "more_body": more})
+        self._news.set()
+
+    async def send_to(self, send: Send) -> None:
+        """Send what comes, to the end of the answer."""
+        while self._messages or not self._is_over:
+            while self._messages:
+                message = self._messages.popleft()
+                self._size -= len(message.get("body", b""))
+                await send(message)
+            if self.request is not None:
+                self.request.resume()
+            if not self._is_over:
+                self._news.clear()
+                await self._news.wait()

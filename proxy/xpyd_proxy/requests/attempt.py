@@ -1,0 +1,404 @@
+"""One try of a request: the legs it has sent, what they have told, and how they are counted.
+
+A request that is sent again gets another attempt, with another id for both engines: they match their halves by it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from xpyd_proxy.core.dialect import RELEASE_PATH, release_body
+from xpyd_proxy.core.journey import Journey
+from xpyd_proxy.core.load import ASK_FOR_REPORT
+from xpyd_proxy.core.model import Answer, Call, Headers, Instance, InstanceId, Leg, Role
+from xpyd_proxy.core.passing import check_type, clean_answer
+from xpyd_proxy.core.raw_json import Pieces
+from xpyd_proxy.core.retries import Chances, Failure, LegFailed
+from xpyd_proxy.core.said import Coordinates
+from xpyd_proxy.core.usage import prompt_tokens
+from xpyd_proxy.core.verdict import check_prefill, refused_decode
+from xpyd_proxy.errors import EngineError, EngineTimeout, NoInstance, Refused
+from xpyd_proxy.requests.handovers import prefill_body
+from xpyd_proxy.requests.intake import Plan
+from xpyd_proxy.requests.legs import DecodeLeg, EngineLeg, LegOwner, PrefillLeg
+from xpyd_proxy.requests.stepper import Stepper
+
+if TYPE_CHECKING:
+    from xpyd_proxy.core.rules import Rules
+    from xpyd_proxy.requests.service import Requests, RequestSpan
+
+_DECODE: Final = Role.DECODE  # looking a member up takes as long as a call
+_RANK: Final = b"x-data-parallel-rank"
+_RELEASES_MOST: Final = 16  # decode engines of which one is asked to free blocks
+
+
+class Attempt(LegOwner):
+    """One try. It is the LegOwner of its legs; ``steps`` is woken when one of them has news."""
+
+    __slots__ = (
+        "_of",
+        "_plan",
+        "_rules",
+        "_slot",
+        "_span",
+        "_steps",
+        "chances",
+        "counted",
+        "decode",
+        "id",
+        "is_streaming",
+        "journey",
+        "prefill",
+        "told",
+        "transfer",
+    )
+
+    def __init__(
+        self,
+        of: "Requests",
+        plan: Plan,
+        rules: "Rules",
+        journey: Journey,
+        chances: Chances,
+        *,
+        steps: Stepper,
+        span: "RequestSpan | None",
+    ) -> None:
+        self._of = of
+        self._plan = plan
+        self._rules = rules
+        self._steps = steps
+        self._span = span
+        self._slot: Instance | None = None  # a decode engine whose slot is held until its leg is sent
+        self.journey = journey
+        self.chances = chances
+        self.id = journey.attempt_id
+        self.transfer = of.new_transfer()
+        self.prefill: PrefillLeg | None = None
+        self.decode: DecodeLeg | None = None
+        self.told: Coordinates | None = None  # what the decode engine was told of the prefill engine in advance
+        self.counted: int | None = None  # tokens of the prompt, as the prefill engine says
+        self.is_streaming = False  # a stream is being shown
+
+    @property
+    def engines(self) -> Sequence[InstanceId]:
+        """List the engines of the legs that are under way."""
+        legs = (self.prefill, self.decode)
+        return [leg.instance.id for leg in legs if leg is not None and not leg.is_closed]
+
+    # ---- sending
+
+    def hold_slot(self, decode: Instance) -> None:
+        """Hold a slot at the decode engine until its leg is sent: the handover must not wait."""
+        self._of.fleet.enter(decode, self.id)
+        self._slot = decode
+
+    def send_prefill(self, call: Call, prefill: Instance, *, reuses: bool) -> PrefillLeg:
+        """Send the prefill leg; ``reuses``: its answer shall tell the tokens of the prompt."""
+        of = self._of
+        body = prefill_body(call, self.id, self.transfer, reuses=reuses)
+        now = of.clock()
+        leg = PrefillLeg(self, prefill, now, now + self._rules.patience.prefill_s)
+        self.prefill, self.journey.prefill = leg, leg.visit
+        self._send(leg, body, asks_for_report=of.reports)
+        return leg
+
+    def send_decode(self, decode: Instance, body: Pieces) -> DecodeLeg:
+        """Send a decode leg."""
+        of, now, prefill = self._of, self._of.clock(), self.prefill
+        seconds = self._rules.patience.first_token_s if self._plan.streams else None
+        leg = DecodeLeg(self, decode, now, None if seconds is None else now + seconds)
+        leg.counts = self.journey.solo is None
+        self.decode, self.journey.decode = leg, leg.visit
+        if prefill is not None and prefill.handover is not None and not prefill.is_followed:
+            leg.follows = prefill.is_followed = True
+            of.sight.later.add(of.sight.handed_over, now - prefill.handed_over_at, now)
+        self._send(leg, body)
+        if self._slot is not None:
+            self._leave_slot()  # the leg has entered it
+        return leg
+
+    def _send(self, leg: EngineLeg, body: Pieces, *, asks_for_report: bool = False) -> None:
+        """Send a leg; one that cannot be sent has failed."""
+        of, plan = self._of, self._plan
+        headers = self._ranked(plan.headers, leg.instance)
+        if asks_for_report:
+            headers = (*headers, ASK_FOR_REPORT)
+        if self._span is not None:
+            leg.span, headers = self._span.leg(leg.instance, headers)
+        of.fleet.enter(leg.instance, self.id)
+        try:
+            of.engines.tell(
+                leg,
+                leg.instance,
+                plan.path,
+                headers=headers,
+                request=self.id,
+                body=body,
+                content_type=plan.content_type,
+            )
+        except EngineError as error:
+            self.leg_failed(leg, error)
+
+    def _ranked(self, headers: Headers, instance: Instance) -> Headers:
+        rank = instance.rank
+        if rank is None and instance.role is _DECODE:
+            rank = self._plan.ask.rank
+        return headers if rank is None else (*headers, (_RANK, b"%d" % rank))
+
+    # ---- choosing
+
+    def usable(self, role: Role) -> Sequence[Instance]:
+        """List the engines of a role that may get a request now, if any."""
+        try:
+            return self._of.fleet.usable(role)
+        except NoInstance:
+            return ()
+
+    def one(self, among: Sequence[Instance]) -> Instance:
+        """Choose a decode engine."""
+        ask, chances = self._plan.ask, self.chances
+        return self._of.fleet.one(chances.among(among), ask.once_more() if chances.avoided else ask)
+
+    def others(self, failed: Instance, lent_by: PrefillLeg | None) -> Sequence[Instance]:
+        """List the engines that may get the decode leg of one that could not be reached.
+
+        They must be able to read the blocks. None: it is too late for these, or another pair has better chances.
+        """
+        of = self._of
+        decodes = self.usable(Role.DECODE)
+        if self.prefill is None:
+            return decodes
+        if lent_by is not None and of.clock() >= lent_by.handed_over_at + self._rules.patience.handoff_s:
+            return ()
+        fitting = of.fleet.fitting(self.prefill.instance, decodes)
+        fresh = [instance for instance in fitting if instance.id not in self.chances.avoided | {failed.id}]
+        return fresh if fresh or len(fitting) < len(decodes) else fitting
+
+    def may_repeat(self, failed: LegFailed, others: Sequence[Instance]) -> bool:
+        """Tell whether a leg may be sent again, with so many engines of its role, and count it."""
+        return self.chances.take(failed, others) and self._of.budget.grants(now=self._of.clock())
+
+    @property
+    def failed(self) -> LegFailed | None:
+        """Return why nothing will be shown, while nothing is: that a push has failed may be why the other leg will."""
+        prefill, decode = self.prefill, self.decode
+        if self.told is not None and prefill is not None and prefill.fault is not None:
+            return prefill.fault
+        return None if decode is None else decode.fault
+
+    def note_read(self, lent_by: PrefillLeg) -> None:
+        """Note whether a decode engine may have come for the blocks of a prefill: then the two settle it."""
+        if self.decode is not None and self.decode.may_be_read:
+            lent_by.is_read = True
+
+    def settle(self, lent_by: PrefillLeg) -> None:
+        """Have the blocks of a prefill freed, unless a decode engine may have come for them."""
+        self.note_read(lent_by)
+        if not lent_by.is_read:
+            self._release(lent_by)
+
+    def _release(self, leg: PrefillLeg) -> None:
+        """Free the blocks of a prefill that is not read; the client does not wait for it. What is pushed needs none."""
+        of, visit, call, handover = self._of, self.journey.decode, self._plan.call, leg.handover
+        if call is None or handover is None or handover.coordinates is not None:
+            return
+        prefill = leg.instance
+        body = release_body(call.fields, handover.params)
+        tried = None if visit is None else visit.instance  # it may be why the leg was not sent: it is asked last
+        fitting = self.chances.first(of.fleet.fitting(prefill, self.usable(Role.DECODE)))
+        decodes = sorted(fitting, key=lambda instance: instance.id == tried)[:_RELEASES_MOST]
+        headers = (*self._plan.headers, (b"x-request-id", self.id.encode()))
+        legs = [Leg(decode, RELEASE_PATH, body, self._ranked(headers, decode)) for decode in decodes]
+        of.releaser.release(prefill, legs)
+
+    # ---- what the legs tell (LegOwner)
+
+    def prefill_answered(self, leg: PrefillLeg, answer: Answer, /) -> None:
+        """Take the handover out of the prefill engine's answer."""
+        of, came, call = self._of, self._of.clock(), self._plan.call
+        of.engines.done(leg)
+        if of.reports and answer.load:
+            of.fleet.reported(leg.instance, answer.load)
+        if call is None:
+            return  # it has no prefill leg
+        reuses = self._rules.reuse_tokens and self.told is None
+        try:
+            check_prefill(leg.instance.id, answer)
+            handover = of.handovers.take(
+                call, self.id, self.transfer, leg.instance, told=self.told, answer=answer, reuses=reuses
+            )
+        except (EngineError, Refused) as error:
+            self.leg_failed(leg, error)
+            return
+        of.sight.later.add(of.proved, leg.instance, self.id, _note_time(leg, came), came)
+        leg.handed_over_at, leg.handover = came, handover
+        if self._span is not None and self.decode is None:
+            self._span.handed_over()
+        self.close(leg)
+        self.counted = handover.counted
+        self._compare()
+        self._steps.wake()
+
+    def stream_begun(self, leg: DecodeLeg, counted: int | None, /) -> None:
+        """Note that a stream has begun well."""
+        self._answered_well(leg, counted)
+        if not leg.is_last:  # else its end follows at once, and all is written in one go
+            self._steps.wake()
+
+    def decode_answered(self, leg: DecodeLeg, answer: Answer, /) -> None:
+        """Judge an answer that is no stream."""
+        self._of.engines.done(leg)
+        if answer.status != 200:
+            self.leg_failed(leg, refused_decode(leg.instance.id, answer))
+            return
+        try:
+            check_type(leg.engine, leg.content_type)
+            leg.shown = clean_answer(leg.engine, leg.content_type, answer.body)
+        except EngineError as error:
+            self.leg_failed(leg, error)
+            return
+        self._answered_well(leg, prompt_tokens(answer.body) if leg.counts else None)
+        self._steps.wake()
+
+    def _answered_well(self, leg: DecodeLeg, counted: int | None) -> None:
+        of, now = self._of, self._of.clock()
+        if leg.follows:
+            of.sight.legs.promise(leg.instance.id)
+        of.sight.later.add(of.proved, leg.instance, self.id, _note_time(leg, now), now)
+        if counted is not None:
+            self.prompt_counted(leg, counted)
+
+    def prompt_counted(self, leg: DecodeLeg, counted: int, /) -> None:
+        """Take in how many tokens of prompt the decode engine has counted."""
+        leg.counts, leg.counted = False, counted
+        self._compare()
+
+    def stream_ended(self, leg: DecodeLeg, /) -> None:
+        """All of a stream is here."""
+        self._of.engines.done(leg)
+        if leg.lines is None:
+            self.leg_failed(leg, EngineError(f"{leg.engine} ended its stream before the first event"))
+        else:
+            self._steps.wake()
+
+    def leg_failed(self, leg: EngineLeg, error: EngineError | Refused, /) -> None:
+        """Note that a leg has failed, and how."""
+        if leg.is_closed:
+            return
+        failed = LegFailed(leg.instance, error)
+        failed.__cause__ = error
+        _forget_frames(error)  # they hold the leg, which holds the error: a circle
+        leg.fault, leg.failure = failed, failed.failure
+        if leg is self.prefill:
+            self._unlearn(failed)
+            if self.is_streaming or (self.decode is not None and self.decode.shown is not None):
+                self.journey.late = str(failed)  # the client is not concerned
+        self.close(leg)
+        self._steps.wake()
+
+    def crash(self, bug: Exception, /) -> None:
+        """The router has a bug."""
+        self._steps.interrupt(bug)
+
+    def _unlearn(self, failed: LegFailed) -> None:
+        """Forget where an engine is whose leg has failed: it may come back as another one.
+
+        One that has moved has just been learned.
+        """
+        if failed.failure not in (Failure.REFUSED, Failure.BUSY, Failure.MOVED):
+            self._of.learned.forget(failed.instance.id)
+
+    def _compare(self) -> None:
+        """Complain when the legs had different prompts. The answer may be on its way: the log and the counters tell."""
+        prefill, decode, counted = self.journey.prefill, self.journey.decode, self.counted
+        said = None if self.decode is None else self.decode.counted
+        if prefill is None or decode is None or counted is None or said is None or counted == said:
+            return
+        self.journey.fault = (
+            f"{prefill.instance} counted {counted} prompt tokens and {decode.instance} {said}: "
+            "they do not make the same prompt of a request"
+        )
+        self._of.sight.differed(prefill.instance, decode.instance)
+
+    # ---- streaming
+
+    def stream_to(self, sink: Callable[[bytes], object], leg: DecodeLeg) -> None:
+        """Have ``sink`` take what comes of a stream from now on."""
+        self.is_streaming, leg.sink = True, sink
+
+    def pause(self) -> None:
+        """Let the engine of a stream wait."""
+        if self.is_streaming and self.decode is not None:
+            self.decode.hold()
+
+    def resume(self) -> None:
+        """Go on; the engine has its full time again."""
+        if self.is_streaming and self.decode is not None:
+            self.decode.heard = True
+            self.decode.go_on()
+
+    # ---- time
+
+    def look(self, now: float, *, paused: bool) -> None:
+        """See whether a leg has taken too long; ``paused``: the engine of the stream has to wait."""
+        decode, patience = self.decode, self._rules.patience
+        if self.is_streaming and decode is not None and (decode.heard or paused):
+            decode.heard = False
+            decode.due = None if patience.idle_s is None else now + patience.idle_s
+        for leg in (self.prefill, decode):
+            if leg is not None and not leg.is_closed and leg.due is not None and now >= leg.due:
+                self.leg_failed(leg, EngineTimeout(self._late(leg)))
+
+    def _late(self, leg: EngineLeg) -> str:
+        patience = self._rules.patience
+        if leg is self.prefill:
+            return f"{leg.engine} did not answer within {patience.prefill_s:g} s"
+        if self.is_streaming:
+            return f"{leg.engine} sent nothing for {patience.idle_s:g} s"
+        return f"{leg.engine} sent no token within {patience.first_token_s:g} s"
+
+    # ---- the end
+
+    def close(self, leg: EngineLeg) -> None:
+        """Count the end of a leg, once; what is left of it is dropped."""
+        if leg.is_closed:
+            return
+        of, now = self._of, self._of.clock()
+        leg.was_sent = leg.is_sent
+        leg.is_closed = True
+        if leg.visit.ms is None:
+            _note_time(leg, now)
+        of.sight.later.add(of.sight.rode, leg.instance, now - leg.sent_at, leg.failure, self.id, now)
+        of.fleet.ended(leg.instance, self.id, leg.failure)
+        if leg.span is not None:
+            leg.span.end(None if leg.fault is None else leg.fault.error)
+        if not leg.complete:
+            leg.drop()
+
+    def close_all(self) -> None:
+        """Drop what is still under way, the decode leg first."""
+        for leg in (self.decode, self.prefill):
+            if leg is not None and not leg.is_closed:
+                self.close(leg)
+        if self._slot is not None:
+            self._leave_slot()
+        self.prefill = self.decode = None  # they hold us
+
+    def _leave_slot(self) -> None:
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            self._of.fleet.leave(slot, self.id)
+
+
+def _note_time(leg: EngineLeg, now: float) -> float:
+    """Note how long a leg has taken until now, and return it in seconds."""
+    seconds = now - leg.sent_at
+    leg.visit.ms = seconds * 1000
+    return seconds
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Have an error, and those that led to it, say no more where they were raised."""
+    while error is not None:
+        error.with_traceback(None)
+        error = error.__cause__ or error.__context__

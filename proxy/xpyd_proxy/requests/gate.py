@@ -1,0 +1,99 @@
+"""The gate before the first leg: says when a request that waits has its turn, and takes its place back."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final
+
+from xpyd_proxy.core.admission import Admission, Ticket
+from xpyd_proxy.core.limits import Limit, Limits, Refusal
+from xpyd_proxy.errors import KeyOverLimit, RouterFull
+
+_NONE: Final = Limits()
+
+
+class Gate:
+    """One for the router, on its one event loop."""
+
+    def __init__(self, limits: Limits = _NONE, clock: Callable[[], float] = time.monotonic) -> None:
+        self.admission = Admission(limits)  # its counts are for whoever watches
+        self._clock = clock
+        self._watching: dict[Ticket, Callable[[], None]] = {}  # of those that wait
+
+    def arrive(self, key: str, priority: int, size: int) -> Ticket:
+        """Return the ticket of a request: admitted, waiting or refused. It has to ``leave`` in any case.
+
+        ``size``: bytes of its body.
+        """
+        ticket = self.admission.arrive(key, priority, size, now=self._clock())
+        self._wake()
+        return ticket
+
+    def watch(self, ticket: Ticket, act: Callable[[], None]) -> None:
+        """Call ``act`` when a ticket waits no more."""
+        self._watching[ticket] = act
+
+    def unwatch(self, ticket: Ticket) -> None:
+        """Do not."""
+        del self._watching[ticket]
+
+    def check(self, ticket: Ticket) -> None:
+        """Accept a ticket that was admitted.
+
+        Raises:
+            KeyOverLimit: its key has too many requests, or too many a second.
+            RouterFull: the router has, and it did not get better while the request waited.
+        """
+        if ticket.refusal is not None:
+            raise _refused(ticket.refusal, ticket.key, self.admission.limits)
+
+    def leave(self, ticket: Ticket) -> None:
+        """Give back a place, or the wait for one."""
+        if ticket.refusal is None:
+            self.admission.leave(ticket)
+            self._wake()
+
+    def expire(self) -> None:
+        """Send away those that have waited too long."""
+        if self.admission.waiting:
+            self.admission.expire(now=self._clock())
+            self._wake()
+
+    def hold(self, size: int) -> None:
+        """Charge bytes of a body that is not complete.
+
+        Raises:
+            RouterFull: the router holds as many as it may.
+        """
+        if not self.admission.hold(size):
+            raise _refused(self.admission.no_bytes(), "", self.admission.limits)
+
+    def free(self, size: int) -> None:
+        """Give back bytes that were held."""
+        self.admission.charge(-size)
+
+    def change(self, limits: Limits) -> None:
+        """Go by other limits from now on."""
+        self.admission.change(limits)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Tell those that waited what has become of them."""
+        if not self.admission.has_news:
+            return
+        loop = asyncio.get_running_loop()
+        for ticket in self.admission.poll():
+            loop.call_soon(self._watching[ticket])  # not from here: each may end at once, and wake the next one
+
+
+def _refused(refusal: Refusal, key: str, limits: Limits) -> KeyOverLimit | RouterFull:
+    sentences = {
+        Limit.KEY_RATE: f"the key {key} sends more than {limits.key_rate} requests a second",
+        Limit.KEY_CONCURRENCY: f"the key {key} has {limits.key_concurrency} requests at work already",
+        Limit.RATE: f"the router takes {limits.rate} requests a second, and this one is over it",
+        Limit.BYTES: "the router holds as many bytes of requests as it may",
+        Limit.QUEUE: "the router has as many requests waiting as it may",
+        Limit.CONCURRENCY: f"the router had no place for this request within {limits.wait_s:g} s",
+    }
+    kind = KeyOverLimit if refusal.limit.is_the_keys else RouterFull
+    return kind(f"{sentences[refusal.limit]} ({refusal.limit})", retry_after_s=refusal.retry_after_s)

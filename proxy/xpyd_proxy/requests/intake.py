@@ -1,0 +1,205 @@
+"""From a head and a body to a plan: who asks, whether they may, and what the engines are asked.
+
+Nothing is counted here and nothing waits. What is wrong with a request is raised, for the client.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from xpyd_proxy.core.asking import ask_of_call, ask_of_errand, model_of
+from xpyd_proxy.core.dialect import check_wanted_now, parse
+from xpyd_proxy.core.endpoints import ENDPOINTS, UNCACHED, Kind
+from xpyd_proxy.core.form import boundary_of, check_form, content_type
+from xpyd_proxy.core.keys import Keyring, shown_key
+from xpyd_proxy.core.lifetime import Lifetime, Stage
+from xpyd_proxy.core.model import Api, Ask, Call, Errand, Headers
+from xpyd_proxy.core.passing import media_type
+from xpyd_proxy.core.raw_json import Fields, Pieces, encode
+from xpyd_proxy.core.salts import Salts
+from xpyd_proxy.core.sites import Sites
+from xpyd_proxy.core.urgency import limited
+from xpyd_proxy.errors import BadRequest, BodyTooLarge, ClosingDown, Unauthorized, UnsupportedMedia
+from xpyd_proxy.settings import ClientKvParams, Settings
+
+ANYBODY: Final = "-"  # the name of every client, where no keys are wanted
+JSON_TYPE: Final = b"application/json"
+# X-Request-Id is missing on purpose: engines match the halves of a request by it, so it must be ours and unique.
+PASSED_ON: Final = frozenset({b"authorization", b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority"})
+_FORM_TYPE: Final = b"multipart/form-data"
+_FROM_BROWSERS: Final = frozenset({b"origin", b"sec-fetch-site"})
+_NOTHING: Final[Mapping[bytes, bytes]] = {}
+_FORMS: Final = frozenset(path for path, kind in ENDPOINTS.items() if kind is Kind.FORM)
+_STRIP: Final = ClientKvParams.STRIP
+_CLOSED: Final = Stage.CLOSED
+_APIS: Final = {api.value: api for api in Api}
+_RETRY_AFTER_S: Final = 1  # another router is there already, or this one will be again in a moment
+
+
+class RequestHead:
+    """The head of a request for an endpoint; names of headers are in lower case."""
+
+    __slots__ = ("caller", "headers", "path", "shown")
+
+    def __init__(
+        self, path: str, headers: Sequence[tuple[bytes, bytes]], shown: Mapping[bytes, bytes] | None = None
+    ) -> None:
+        """``shown``: the headers by name, of several with one name the first; None: they are looked at here."""
+        self.path = path
+        self.caller = ANYBODY  # the name of the client's key, once the head is judged
+        self.headers = headers
+        self.shown: Mapping[bytes, bytes] = dict(reversed(headers)) if shown is None else shown
+
+    def forget(self) -> None:
+        """Let go of the headers."""
+        self.headers, self.shown = (), _NOTHING
+
+
+@dataclass(slots=True, init=False)
+class Plan:
+    """What the engines are asked. It does not change."""
+
+    path: str
+    headers: Headers  # those of the client's headers that engines may see
+    ask: Ask  # what the choice of engines may depend on
+    streams: bool
+    call: Call | None  # of an endpoint that generates text; None: one engine gets ``body``
+    body: Pieces
+    content_type: bytes
+    priority: int
+
+    def __init__(
+        self,
+        path: str,
+        headers: Headers,
+        ask: Ask,
+        priority: int,
+        *,
+        call: Call | None = None,
+        body: Pieces | None = None,
+        content_type: bytes = JSON_TYPE,
+    ) -> None:
+        self.path = path
+        self.headers = headers
+        self.ask = ask
+        self.streams = call is not None and call.streams
+        self.call = call
+        self.body = [] if body is None else body
+        self.content_type = content_type
+        self.priority = priority
+
+
+@dataclass(slots=True)
+class Intake:
+    """What a request is judged by before it is admitted."""
+
+    settings: Settings
+    lifetime: Lifetime
+    keyring: Keyring
+    sites: Sites
+    salts: Salts | None = None
+
+    def check(self, head: RequestHead) -> str:
+        """Judge a head; return the name of the client's key.
+
+        Raises:
+            CrossSite, Misdirected, UnsupportedMedia, ClosingDown, Unauthorized, BodyTooLarge: it is not let in.
+        """
+        headers, shown, keys = head.headers, head.shown, self.keyring.keys
+        has_keys = keys is not None
+        is_elsewhere = not self.sites.admits(shown.get(b"host", b""), has_keys=has_keys)
+        if is_elsewhere or not (has_keys or _FROM_BROWSERS.isdisjoint(shown)):
+            self.sites.check("POST", tuple(headers), has_keys=has_keys)
+        declared = shown.get(b"content-type")
+        if not has_keys and not declared and b"x-api-key" not in shown:
+            # The page of another web site could send an undeclared body unasked, and not that header.
+            raise UnsupportedMedia("the body is not declared: send Content-Type: application/json")
+        if self.lifetime.stage is _CLOSED:
+            raise ClosingDown("the router is about to end and takes no new requests", retry_after_s=_RETRY_AFTER_S)
+        caller = ANYBODY
+        if keys is not None:
+            key = shown_key(tuple(headers))
+            if key is None:
+                raise Unauthorized("this router wants an API key: send it as Authorization: Bearer")
+            owner = keys.owner(key)
+            if owner is None:
+                raise Unauthorized("the API key is not one that this router knows")
+            caller = owner
+        if declared != JSON_TYPE or ENDPOINTS[head.path] is Kind.FORM:
+            _check_media(head.path, declared or b"")
+        length = shown.get(b"content-length")
+        if length is not None and int(length) > self.settings.max_body_bytes:
+            raise self._too_large(f"has {int(length)} bytes, and")
+        return caller
+
+    def check_size(self, size: int) -> None:
+        """Accept so many bytes of a body; raises BodyTooLarge."""
+        if size > self.settings.max_body_bytes:
+            raise self._too_large("has more than")
+
+    def _too_large(self, said: str) -> BodyTooLarge:
+        most = self.settings.max_body_bytes
+        if said.endswith("and"):
+            return BodyTooLarge(f"the body {said} {most} is the most this router takes")
+        return BodyTooLarge(f"the body {said} {most} bytes, the most this router takes")
+
+    def read(self, head: RequestHead, body: bytes) -> Fields:
+        """Read a body, of a form nothing but its bounds; a long one is read in a thread. Raises BadRequest."""
+        if head.path in _FORMS:
+            check_form(boundary_of(head.shown.get(b"content-type", b"")), body)
+            return {}
+        return parse(body, strip_private=self.settings.client_kv_params is _STRIP)
+
+    def plan(self, head: RequestHead, body: bytes, fields: Fields) -> Plan:
+        """Say what the engines are asked; raises BadRequest."""
+        path, headers, shown, caller = head.path, head.headers, head.shown, head.caller
+        api = _APIS.get(path)
+        if api is not None:
+            check_wanted_now(api, fields)
+        passed_on = () if PASSED_ON.isdisjoint(shown) else tuple([each for each in headers if each[0] in PASSED_ON])
+        passed_on, asked, priority = limited(passed_on, fields, self.keyring.least_of(caller))
+        if self.salts is not None and path not in UNCACHED and path not in _FORMS:
+            asked = self.salts.salted(asked, caller)
+        rank = _rank(shown.get(b"x-data-parallel-rank"))
+        if api is not None:
+            call = Call(api, asked, passed_on, rank)
+            return Plan(path, passed_on, ask_of_call(call), priority, call=call)
+        if path in _FORMS:  # its values are not read: its model plays no part in the choice of engine
+            declared = content_type(boundary_of(shown.get(b"content-type", b"")))
+            errand = Errand(path, body, passed_on, declared, rank=rank)
+        else:
+            strips = self.settings.client_kv_params is _STRIP
+            clean = encode(asked) if strips or asked is not fields else body
+            errand = Errand(path, clean, passed_on, model=model_of(fields), rank=rank)
+        ask = ask_of_errand(errand)
+        return Plan(path, passed_on, ask, priority, body=[errand.body], content_type=errand.content_type)
+
+
+def _check_media(path: str, declared: bytes) -> None:
+    """Accept a body that is declared as what the endpoint reads; JSON need not be declared.
+
+    Raises:
+        UnsupportedMedia: it is declared as something else.
+    """
+    is_form = path in _FORMS
+    said = declared.decode("latin-1")
+    if is_form and media_type(declared) != _FORM_TYPE:
+        raise UnsupportedMedia(f"the body must be multipart/form-data, not {said or 'undeclared'}")
+    if is_form:
+        boundary_of(declared)  # raises UnsupportedMedia
+    if not is_form and declared and media_type(declared) != JSON_TYPE:
+        raise UnsupportedMedia(f"the body must be application/json, not {said}")
+
+
+def _rank(said: bytes | None) -> int | None:
+    """Return the data-parallel rank that the client asks for, if it does.
+
+    Raises:
+        BadRequest: it is no whole number.
+    """
+    text = b"" if said is None else said.strip()
+    if not text:
+        return None
+    if text.isdigit() and len(text) < 10:
+        return int(text)
+    raise BadRequest(f"X-data-parallel-rank must be a whole number from 0 on, not {text.decode('latin-1')!r}")

@@ -1,0 +1,292 @@
+"""The two legs of a request, as their engines' responses arrive.
+
+A leg is told of its response by callbacks of the event loop's reads (io/wire/call.py), and tells its attempt
+(requests/attempt.py) what matters: the prefill engine's answer, the first event of a stream, the end, a failure. The
+pieces of a stream behind its first event go to the client at once.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from xpyd_proxy.core.journey import Visit
+from xpyd_proxy.core.model import Answer, Handover, Instance
+from xpyd_proxy.core.passing import check_type, is_stream
+from xpyd_proxy.core.retries import Failure, LegFailed
+from xpyd_proxy.core.sse import Beginning, WholeLines, error_status
+from xpyd_proxy.core.usage import prompt_tokens_in
+from xpyd_proxy.core.verdict import JSON, refusal
+from xpyd_proxy.core.whole import ANSWER_MOST
+from xpyd_proxy.errors import EngineError, Refused
+from xpyd_proxy.io.wire.call import Call
+
+BEGINNING_MOST: Final = 1024 * 1024  # bytes of a stream up to the end of its first event
+
+
+class LegSpan(Protocol):
+    """The span of a leg, where spans are wanted."""
+
+    def answered(self, status: int) -> None:
+        """The head of the response is here."""
+        ...
+
+    def end(self, error: Exception | None) -> None:
+        """The leg is over."""
+        ...
+
+
+class LegOwner(ABC):
+    """The attempt that a leg belongs to. None of the calls waits or raises."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def prefill_answered(self, leg: "PrefillLeg", answer: Answer, /) -> None:
+        """The whole response of the prefill engine is here."""
+
+    @abstractmethod
+    def stream_begun(self, leg: "DecodeLeg", counted: int | None, /) -> None:
+        """The first event of a stream is here, and it is no error; ``counted``: tokens of the prompt, if it says."""
+
+    @abstractmethod
+    def prompt_counted(self, leg: "DecodeLeg", counted: int, /) -> None:
+        """A later event says how many tokens the prompt has."""
+
+    @abstractmethod
+    def stream_ended(self, leg: "DecodeLeg", /) -> None:
+        """All of the stream is here."""
+
+    @abstractmethod
+    def decode_answered(self, leg: "DecodeLeg", answer: Answer, /) -> None:
+        """The whole response of a decode engine is here, and it is no stream."""
+
+    @abstractmethod
+    def leg_failed(self, leg: "EngineLeg", error: EngineError | Refused, /) -> None:
+        """Nothing more will come of it."""
+
+    @abstractmethod
+    def crash(self, bug: Exception, /) -> None:
+        """The router has a bug: one of these calls has raised."""
+
+
+class EngineLeg(Call):
+    """What both legs have in common. Times are seconds of the request's clock."""
+
+    __slots__ = (
+        "content_type",
+        "due",
+        "failure",
+        "fault",
+        "instance",
+        "is_closed",
+        "owner",
+        "sent_at",
+        "span",
+        "status",
+        "visit",
+        "was_sent",
+    )
+
+    def __init__(self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None) -> None:
+        super().__init__(instance.id)
+        self.owner = owner
+        self.instance = instance
+        self.sent_at = sent_at
+        self.due = due  # when the engine has had all its time; None: never
+        self.visit = Visit(instance.id)
+        self.fault: LegFailed | None = None  # why nothing more will come of it
+        self.failure: Failure | None = None  # how it is counted
+        self.is_closed = False  # it is counted, and nothing more comes of it
+        self.was_sent = False  # the engine had all of the request when it was closed
+        self.span: LegSpan | None = None
+        self.status = 0
+        self.content_type = b""
+
+    @property
+    def may_be_read(self) -> bool:
+        """Tell whether the engine has, or had, all of the request."""
+        return self.was_sent if self.is_closed else self.is_sent
+
+    def raise_failure(self) -> None:
+        """Raise LegFailed if it has failed."""
+        if self.fault is not None:
+            raise self.fault
+
+    def fail(self, error: EngineError) -> None:
+        """It broke off, or was given up."""
+        self.owner.leg_failed(self, error)
+
+    def crashed(self, bug: Exception) -> None:
+        """The router has a bug."""
+        self.owner.crash(bug)
+
+    def _too_long(self) -> EngineError:
+        return EngineError(f"{self.engine} answered with more than {ANSWER_MOST} bytes")
+
+
+class PrefillLeg(EngineLeg):
+    """The leg that computes the prompt."""
+
+    __slots__ = ("_load", "_pieces", "_size", "handed_over_at", "handover", "is_followed", "is_read")
+
+    def __init__(self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None) -> None:
+        super().__init__(owner, instance, sent_at, due)
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._load = b""
+        self.handover: Handover | None = None  # what its answer is good for, once that is here
+        self.handed_over_at = 0.0
+        self.is_followed = False  # a decode leg was sent behind its answer
+        self.is_read = False  # a decode engine has come, or may have come, for its blocks
+
+    def began(self, status: int, content_type: bytes, load: bytes) -> None:
+        """Its head is here."""
+        self.status, self.content_type = status, content_type
+        if self.span is not None:
+            self.span.answered(status)
+        self._load = load
+
+    def arrived(self, piece: bytes, *, last: bool = False) -> None:  # noqa: ARG002 (the end is told)
+        """Keep what comes."""
+        self._pieces.append(piece)
+        self._size += len(piece)
+        if self._size > ANSWER_MOST:
+            self.give_up(self._too_long())
+
+    def end(self) -> None:
+        """All of it is here."""
+        body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces = []
+        answer = Answer(self.status, self.content_type.decode("latin-1"), body, self._load)
+        self.owner.prefill_answered(self, answer)
+
+
+class DecodeLeg(EngineLeg):
+    """The leg whose answer the client gets."""
+
+    __slots__ = (
+        "_beginning",
+        "_is_stream",
+        "_pieces",
+        "_size",
+        "counted",
+        "counts",
+        "follows",
+        "heard",
+        "is_last",
+        "is_over",
+        "lines",
+        "shown",
+        "sink",
+    )
+
+    def __init__(self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None) -> None:
+        super().__init__(owner, instance, sent_at, due)
+        self._beginning: Beginning | None = None  # of a stream whose first event is not complete
+        self._pieces: list[bytes] = []  # of what is no stream
+        self._size = 0  # bytes of those
+        self._is_stream = False
+        self.lines: WholeLines | None = None  # of a stream that has begun well
+        self.shown: bytes | None = None  # what the client gets first: the beginning of a stream, or a whole answer
+        self.sink: Callable[[bytes], object] | None = None  # takes what comes behind that
+        self.is_last = False  # the end of the stream has come with its beginning
+        self.is_over = False  # all of the answer is here
+        self.follows = False  # it was sent behind the answer of a prefill engine
+        self.heard = False  # something has come since the last look at the time
+        self.counts = True  # it may still say how many tokens the prompt has
+        self.counted: int | None = None  # what it has said
+
+    @property
+    def streams(self) -> bool:
+        """Tell whether a stream has begun well."""
+        return self.lines is not None
+
+    @property
+    def has_begun(self) -> bool:
+        """Tell whether it has begun well; what is complete with its beginning is waited for."""
+        return self.shown is not None and (self.is_over or not self.is_last)
+
+    def take_shown(self) -> bytes:
+        """Return what the client gets first, once."""
+        shown, self.shown = self.shown, None
+        return b"" if shown is None else shown
+
+    def finish(self) -> tuple[bytes, bool]:
+        """Return what is left of a stream that has ended, and whether it was complete."""
+        return (b"", False) if self.lines is None else self.lines.finish()
+
+    def began(self, status: int, content_type: bytes, load: bytes) -> None:  # noqa: ARG002 (prefill's load counts)
+        """Its head is here."""
+        self.status, self.content_type = status, content_type
+        if self.span is not None:
+            self.span.answered(status)
+        self._is_stream = status == 200 and is_stream(content_type)
+
+    def arrived(self, piece: bytes, *, last: bool = False) -> None:
+        """Pass on what may be shown."""
+        lines = self.lines
+        if lines is not None:
+            try:
+                passing = lines.feed(piece)
+            except EngineError as error:
+                self.give_up(error)
+                return
+            if passing:
+                self._pass_on(lines, passing)
+        elif self._is_stream:
+            self._begin(piece, last=last)
+        else:
+            self._pieces.append(piece)
+            self._size += len(piece)
+            if self._size > ANSWER_MOST:
+                self.give_up(self._too_long())
+
+    def _pass_on(self, lines: WholeLines, passing: bytes) -> None:
+        self.heard = True
+        if lines.erred:
+            self.failure = Failure.BROKEN  # now, for many clients hang up at an error
+        if self.counts:
+            counted = prompt_tokens_in(passing)
+            if counted is not None:
+                self.owner.prompt_counted(self, counted)
+        if self.sink is not None:
+            self.sink(passing)
+        elif self.shown is not None:
+            self.shown += passing
+
+    def _begin(self, piece: bytes, *, last: bool) -> None:
+        """Wait for the first event: it tells a request that has failed from one that has begun."""
+        beginning = self._beginning
+        if beginning is None:
+            beginning = self._beginning = Beginning()
+        data = beginning.feed(piece)
+        if data is None:
+            if len(beginning.received) > BEGINNING_MOST:
+                self.give_up(EngineError(f"{self.engine} sent more than {BEGINNING_MOST} bytes and no event"))
+        elif (status := error_status(data)) is not None:
+            self.drop()
+            self.owner.leg_failed(self, refusal(self.engine, status, JSON, data))
+        else:
+            received = bytes(beginning.received)
+            lines = WholeLines(self.engine)
+            try:
+                check_type(self.engine, self.content_type)
+                shown = lines.feed(received)
+            except EngineError as error:
+                self.give_up(error)
+                return
+            self.lines, self.shown, self.is_last, self._beginning = lines, shown, last, None
+            self.heard = True
+            if lines.erred:
+                self.failure = Failure.BROKEN
+            self.owner.stream_begun(self, prompt_tokens_in(received) if self.counts else None)
+
+    def end(self) -> None:
+        """All of it is here."""
+        self.is_over = True
+        if self.lines is not None or self._is_stream:
+            self.owner.stream_ended(self)
+            return
+        body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces = []
+        self.owner.decode_answered(self, Answer(self.status, self.content_type.decode("latin-1"), body))

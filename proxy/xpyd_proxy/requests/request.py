@@ -1,0 +1,630 @@
+"""One request, from its head to its end: the coroutine that walks the table of requests/lifecycle.py.
+
+The coroutine has no task (requests/stepper.py): it is resumed by the event loop's reads, and by the one timer that
+looks at the time of all requests (requests/service.py). It may await nothing but its Stepper. What the legs tell
+is taken in by the attempt (requests/attempt.py), and the coroutine goes on when there is something to decide. The
+pieces of a stream go from the decode leg to the client without it.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Final
+
+from xpyd_proxy.core import dialect, push
+from xpyd_proxy.core.admission import State as TicketState
+from xpyd_proxy.core.admission import Ticket
+from xpyd_proxy.core.journey import HUNG_UP, Journey, Outcome, client_id
+from xpyd_proxy.core.lifetime import Stage
+from xpyd_proxy.core.model import Call, Instance, InstanceId, Push, Role, Solo
+from xpyd_proxy.core.raw_json import Pieces, encode
+from xpyd_proxy.core.replay import Replay, can_resume, traced
+from xpyd_proxy.core.retries import Again, Chances, Failure, LegFailed, failure_of
+from xpyd_proxy.core.routing import solo_reason
+from xpyd_proxy.core.rules import Rules
+from xpyd_proxy.core.said import Coordinates
+from xpyd_proxy.errors import EngineError, NoInstance, OutOfTime, ProxyError, Refused, TurnedAway, Unauthorized
+from xpyd_proxy.requests.attempt import Attempt
+from xpyd_proxy.requests.error_body import error_body
+from xpyd_proxy.requests.examiner import LARGE
+from xpyd_proxy.requests.handovers import decode_body
+from xpyd_proxy.requests.intake import JSON_TYPE, Plan, RequestHead
+from xpyd_proxy.requests.legs import DecodeLeg, PrefillLeg
+from xpyd_proxy.requests.lifecycle import TRANSITIONS, RequestEvent, RequestState
+from xpyd_proxy.requests.response import ResponseWriter, head_lines, last_event
+from xpyd_proxy.requests.service import Requests, RequestSpan
+from xpyd_proxy.requests.stepper import Stepper
+from xpyd_proxy.requests.upload import Upload
+
+_OK: Final = 200
+# Looking a member up takes as long as a call.
+_QUEUED, _ADMITTED, _PULL, _PUSH, _SINGLE, _PREFILLED, _NEXT_DECODE, _RETRY, _FIRST_EVENT, _RESUME, _END = RequestEvent
+_RECEIVED: Final = RequestState.RECEIVED
+_STREAMING: Final = RequestState.STREAMING
+_OVER: Final = RequestState.OVER
+_WAITING: Final = TicketState.WAITING
+_AT_ONCE: Final = Push.AT_ONCE
+_SERVING: Final = Stage.SERVING
+_BUG: Final = 500
+_NO_HEAD: Final = RequestHead("", ())
+logger = logging.getLogger(__name__)
+
+
+class ClientGone(Exception):
+    """The client has closed its connection."""
+
+
+class Route:
+    """Where one try goes."""
+
+    __slots__ = ("body", "call", "decode", "lent_by", "prefill", "told")
+
+    def __init__(
+        self,
+        call: Call | None,
+        prefill: Instance | None,
+        decode: Instance,
+        *,
+        told: Coordinates | None = None,
+        body: Pieces | None = None,
+    ) -> None:
+        self.call = call
+        self.prefill = prefill  # None: the decode engine serves it alone
+        self.decode = decode
+        self.told = told  # where the prefill engine is, if it pushes: then both legs go out at once
+        self.body: Pieces = [] if body is None else body  # of the decode leg
+        self.lent_by: PrefillLeg | None = None  # the leg whose blocks the decode engine is told to read
+
+
+class Request:
+    """One request. To uvicorn's protocol it is the cycle of its connection."""
+
+    __slots__ = (
+        "_attempt",
+        "_ends_at",
+        "_head",
+        "_journey",
+        "_of",
+        "_paused",
+        "_plan",
+        "_replay",
+        "_response",
+        "_rules",
+        "_span",
+        "_start",
+        "_steps",
+        "_streamed_at",
+        "_ticket",
+        "_upload",
+        "disconnected",
+        "response_complete",
+        "state",
+    )
+
+    def __init__(
+        self,
+        of: Requests,
+        response: ResponseWriter,
+        path: str,
+        headers: Sequence[tuple[bytes, bytes]],
+        shown: Mapping[bytes, bytes] | None = None,
+    ) -> None:
+        """``headers`` and ``shown`` as in RequestHead."""
+        head = self._head = RequestHead(path, headers, shown)
+        name = head.shown.get(b"x-request-id")
+        self.state = _RECEIVED
+        self._of = of
+        self._response = response
+        self._start = of.clock()
+        self._journey = Journey(of.new_id(), client_id=None if name is None else client_id(name))
+        self._span: RequestSpan | None = None
+        if of.spans is not None:
+            self._span = of.spans.request(self._journey, path, tuple(headers))
+        self._upload = Upload(of.gate)
+        self._steps = Stepper()
+        self._ticket: Ticket | None = None
+        self._plan: Plan | None = None  # since it was read
+        self._rules: Rules = of.rules
+        self._ends_at: float | None = None  # when all of it has taken too long
+        self._attempt: Attempt | None = None  # since it was routed
+        self._replay: Replay | None = None  # of a stream that another engine could go on with
+        self._paused = False  # the client is slow
+        self._streamed_at: float | None = None  # when a stream began
+        self.disconnected = self.response_complete = False
+
+    # ---- the client's side: what the protocol calls
+
+    @property
+    def keep_alive(self) -> bool:
+        """Tell whether the connection stays open behind the answer."""
+        return self._response.keep_alive
+
+    @keep_alive.setter
+    def keep_alive(self, value: bool) -> None:
+        self._response.keep_alive = value
+
+    @property
+    def response_started(self) -> bool:
+        """Tell whether some of the answer was written."""
+        return self._response.begun
+
+    @property
+    def message_event(self) -> "Request":
+        """Uvicorn sets it when the client has gone."""
+        return self
+
+    def set(self) -> None:
+        """Give up everything if the client has gone."""
+        if self.disconnected and not self.response_complete:
+            self.interrupt(ClientGone())
+
+    def leave(self) -> None:
+        """The client has gone."""
+        self.disconnected = True
+        self.set()
+
+    def check(self) -> bool:
+        """Judge the head; False: the request is refused, and answered."""
+        try:
+            self._head.caller = self._of.intake.check(self._head)
+        except ProxyError as error:
+            self._end(self._tell(error))
+        return not self.response_complete
+
+    def take(self, piece: bytes, *, is_all: bool = False) -> None:
+        """Take a piece of the body; ``is_all``: there was and will be no other."""
+        if self.response_complete:
+            return  # it was refused
+        try:
+            self._of.intake.check_size(self._upload.size + len(piece))
+            self._upload.add(piece, is_all=is_all)
+        except ProxyError as error:
+            self._end(self._tell(error))
+
+    def begin(self) -> None:
+        """Serve the request: it is complete."""
+        if not self.response_complete:
+            self._of.begun(self)
+            self._steps.begin(self._live())
+
+    def pause(self) -> None:
+        """Have the engine wait: the client is slow, which is not held against the engine."""
+        self._paused = True
+        if self._attempt is not None:
+            self._attempt.pause()
+
+    def resume(self) -> None:
+        """Go on."""
+        self._paused = False
+        if self._attempt is not None:
+            self._attempt.resume()
+
+    def interrupt(self, error: Exception) -> None:
+        """End the request with this, at the next point at which it waits."""
+        if self._steps.is_running:
+            self._steps.interrupt(error)
+        elif not self.response_complete:
+            self._end(self._tell(error))  # its body has not come
+
+    # ---- for those who look after all requests
+
+    @property
+    def engines(self) -> Sequence[InstanceId]:
+        """List the engines of the legs that are under way."""
+        return () if self._attempt is None else self._attempt.engines
+
+    def look(self, now: float) -> None:
+        """See whether something has taken too long."""
+        if self._ends_at is not None and now >= self._ends_at:
+            self.interrupt(self._out_of_time())
+        elif self._attempt is not None:
+            self._attempt.look(now, paused=self._paused)
+
+    def _out_of_time(self) -> OutOfTime:
+        seconds = self._rules.patience.total_s(streams=self._planned.streams)
+        if self.state is _STREAMING:
+            return OutOfTime(f"the stream was not complete within {seconds:g} s")
+        return OutOfTime(f"the request was not done within {seconds:g} s")
+
+    # ---- the life
+
+    async def _live(self) -> None:
+        """Serve the request to its end, whatever that is; nothing is raised."""
+        status = _OK
+        try:
+            plan = self._plan = await self._read_long() if self._upload.size > LARGE else self._read()
+            if not self._admit(plan):
+                await self._wait_for_turn()
+            self._begin_time(plan)
+            call, rules = plan.call, self._rules
+            if call is not None and rules.resume and _may_resume(call):
+                await self._answer_and_resume(call)
+            else:
+                await self._answer(call, Chances(rules.retries))
+        except Exception as error:  # noqa: BLE001 (each is told to the client, and what is a bug is logged)
+            status = self._tell(error)
+        try:
+            self._close_attempt()
+        finally:
+            self._end(status)
+
+    def _begin_time(self, plan: Plan) -> None:
+        """The request is admitted: its time begins, and it goes by the rules of now."""
+        of = self._of
+        self._rules, now = of.rules, of.clock()
+        of.budget.came(now=now)
+        seconds = self._rules.patience.total_s(streams=plan.streams)
+        self._ends_at = None if seconds is None else now + seconds
+
+    def _on(self, event: RequestEvent) -> None:
+        """Take a step of the table; one that is not in it is a bug, and raises."""
+        self.state = TRANSITIONS[self.state][event]
+
+    @property
+    def _planned(self) -> Plan:
+        if self._plan is None:
+            raise RuntimeError("the request is not read yet")
+        return self._plan
+
+    # ---- RECEIVED and WAITING
+
+    def _read(self) -> Plan:
+        """Return what the engines are asked."""
+        intake, head, body = self._of.intake, self._head, self._upload.whole()
+        return intake.plan(head, body, intake.read(head, body))
+
+    async def _read_long(self) -> Plan:
+        """Read a long body in a thread, so that other requests do not wait for it."""
+        intake, head, body = self._of.intake, self._head, self._upload.whole()
+        future = self._of.examiner.submit(partial(intake.read, head, body))
+        future.add_done_callback(lambda _: self._steps.wake())
+        while not future.done():
+            await self._steps
+        return intake.plan(head, body, future.result())
+
+    def _admit(self, plan: Plan) -> bool:
+        """Ask for a place; False: the request has to wait for it.
+
+        Raises:
+            TurnedAway: it may not even wait.
+        """
+        gate, upload = self._of.gate, self._upload
+        upload.free()  # its bytes are charged with the ticket from now on
+        ticket = self._ticket = gate.arrive(self._head.caller, plan.priority, upload.size)
+        self._head.forget()  # the connection keeps us until its next request
+        if ticket.state is _WAITING:
+            self._on(_QUEUED)
+            return False
+        gate.check(ticket)
+        self._on(_ADMITTED)
+        return True
+
+    async def _wait_for_turn(self) -> None:
+        """Wait in the queue; raises TurnedAway."""
+        gate, ticket = self._of.gate, self._ticket
+        if ticket is None:
+            return
+        gate.watch(ticket, self._steps.wake)
+        try:
+            while ticket.state is _WAITING:
+                await self._steps
+        finally:
+            gate.unwatch(ticket)
+        gate.check(ticket)
+        self._on(_ADMITTED)
+
+    # ---- ROUTING, and what follows from failures
+
+    async def _answer(self, call: Call | None, chances: Chances, alone: Pieces | None = None) -> None:
+        """Try until an engine has given the whole answer; ``alone``: what one decode engine is asked by itself.
+
+        Raises:
+            ProxyError: what the client is told.
+        """
+        failed: LegFailed | None = None
+        while True:
+            attempt = self._attempt = Attempt(
+                self._of, self._planned, self._rules, self._journey, chances, steps=self._steps, span=self._span
+            )
+            try:
+                route = self._route(attempt, call, alone)
+                prefilling = self._set_off(attempt, route)
+                if prefilling is not None:
+                    while prefilling.handover is None:
+                        prefilling.raise_failure()
+                        await self._steps
+                    self._hand_over(attempt, route, prefilling)
+                await self._decode(attempt, route)
+                return
+            except LegFailed as now_failed:
+                failed = now_failed.with_traceback(None)  # it leads here: a circle
+            except NoInstance:
+                if failed is None:
+                    raise
+                raise failed.error from None
+            self._try_again(failed)
+
+    def _try_again(self, failed: LegFailed) -> None:
+        """Return if the request may be sent again, else raise what the client is told."""
+        attempt = self._close_attempt()
+        role = failed.instance.role
+        if attempt is None or not attempt.may_repeat(failed, attempt.usable(role)):
+            raise failed.error
+        self._journey.set_aside(role, failed.failure)
+        self._journey.start_over()
+        self._on(_RETRY)
+
+    def _route(self, attempt: Attempt, call: Call | None, alone: Pieces | None) -> Route:
+        """Choose the engines, and the way of the KV cache."""
+        of, journey = self._of, self._journey
+        if call is None:
+            journey.solo, alone = Solo.ONE_LEG, self._planned.body
+        elif alone is None:
+            journey.solo = solo_reason(call.api, call.fields, min_prompt_chars=self._rules.min_prompt_chars)
+            pair = None if journey.solo else self._pair(attempt.chances)
+            if pair is not None:
+                return Route(call, pair[0], pair[1], told=of.learned.coordinates(pair[0].id))
+            alone = [encode(call.fields)]
+        return Route(call, None, attempt.one(of.fleet.usable(Role.DECODE)), body=alone)
+
+    def _pair(self, chances: Chances) -> tuple[Instance, Instance] | None:
+        """Choose two engines; None: there is no prefill engine, and a decode engine may do it alone."""
+        fleet, ask = self._of.fleet, self._planned.ask
+        try:
+            if not chances.avoided:
+                return fleet.any_pair(ask)
+            decodes = chances.among(fleet.usable(Role.DECODE))
+            return fleet.pair(chances.among(fleet.usable(Role.PREFILL)), decodes, ask.once_more())
+        except NoInstance:
+            if not self._rules.alone_without_prefill:
+                raise
+            fleet.usable(Role.DECODE)  # raises NoInstance, if that is why
+        self._journey.solo = Solo.NO_PREFILL
+        return None
+
+    # ---- PREFILLING, BOTH, DECODING
+
+    def _set_off(self, attempt: Attempt, route: Route) -> PrefillLeg | None:
+        """Send what can be sent before an engine has answered; return the leg whose answer the decode leg needs."""
+        call, prefill = route.call, route.prefill
+        if call is None or prefill is None:
+            self._on(_SINGLE)
+            return None
+        attempt.hold_slot(route.decode)
+        if route.told is None:
+            self._on(_PULL)
+            return attempt.send_prefill(call, prefill, reuses=self._rules.reuse_tokens)
+        journey = self._journey
+        journey.push, journey.transfer, attempt.told = _AT_ONCE, attempt.transfer, route.told
+        params = push.decode_params(route.told, call.api, attempt.id, attempt.transfer)
+        route.body = [dialect.decode_body(dialect.named(call.api, call.fields, attempt.id), params)]
+        self._on(_PUSH)
+        attempt.send_prefill(call, prefill, reuses=False)
+        return None
+
+    def _hand_over(self, attempt: Attempt, route: Route, leg: PrefillLeg) -> None:
+        """Tell the decode engine what the prefill engine has answered."""
+        if route.call is not None and leg.handover is not None:
+            route.body = decode_body(route.call, self._journey, attempt.id, leg.handover)
+            route.lent_by = leg
+        self._on(_PREFILLED)
+
+    async def _decode(self, attempt: Attempt, route: Route) -> None:
+        """Get the answer from a decode engine, or from another one if this one got nothing of the request.
+
+        Raises:
+            LegFailed: none has begun to answer.
+            EngineError: a stream broke off, or is not complete.
+        """
+        lent_by = route.lent_by
+        leg = attempt.send_decode(route.decode, route.body)
+        try:
+            while not leg.has_begun:
+                failed = attempt.failed
+                if failed is None:
+                    await self._steps
+                else:
+                    route.decode = self._next_decode(attempt, failed, lent_by)
+                    self._on(_NEXT_DECODE)
+                    leg = attempt.send_decode(route.decode, route.body)
+        finally:
+            if lent_by is not None:
+                attempt.settle(lent_by)
+        if leg.streams:
+            await self._stream(attempt, leg)
+        else:
+            self._show_whole(attempt, leg)
+
+    def _next_decode(self, attempt: Attempt, failed: LegFailed, lent_by: PrefillLeg | None) -> Instance:
+        """Choose another engine for a decode leg; raises LegFailed if none may have it."""
+        if failed.rule.again is not Again.DECODE:
+            raise failed
+        if lent_by is not None:
+            attempt.note_read(lent_by)
+        others = attempt.others(failed.instance, lent_by)
+        if not others or not attempt.may_repeat(failed, others):
+            raise failed
+        self._journey.set_aside(Role.DECODE, failed.failure)
+        failed.with_traceback(None)  # it leads to frames that hold the leg, which holds it: a circle
+        return attempt.one(others)
+
+    # ---- STREAMING, and whole answers
+
+    async def _stream(self, attempt: Attempt, leg: DecodeLeg) -> None:
+        """Show a stream to its end.
+
+        Raises:
+            EngineError: it broke off, or is not complete.
+        """
+        self._on(_FIRST_EVENT)
+        self._show_beginning(attempt, leg)
+        while not leg.is_over:
+            self._raise_broken(leg)
+            await self._steps
+        self._raise_broken(leg)
+        rest, complete = leg.finish()
+        if not complete:
+            error = EngineError(f"{leg.engine} ended its stream without [DONE]")
+            leg.failure = failure_of(error)
+            raise error
+        attempt.close(leg)
+        self._journey.answered = True
+        self._note_said(rest)
+        self._response.end(rest if self._replay is None else self._replay.feed(rest))
+
+    def _show_beginning(self, attempt: Attempt, leg: DecodeLeg) -> None:
+        """Write the head with the first event: the head's time is the first token's."""
+        shown, replay, response = leg.take_shown(), self._replay, self._response
+        is_plain = replay is None and self._journey.push is not _AT_ONCE
+        attempt.stream_to(response.write if is_plain else self._pour, leg)
+        if self._paused:
+            attempt.pause()
+        if replay is not None:
+            shown = replay.gap() + replay.feed(shown)
+        self._note_said(shown)
+        if not response.begun:
+            self._streamed_at = self._of.clock()
+            response.begin(_OK, self._lines(leg.content_type), shown, streams=True, last=leg.is_last)
+        elif shown:  # it was begun by an engine that has broken off since
+            response.write(shown)
+
+    def _pour(self, piece: bytes) -> None:
+        """Show some more of a stream whose end is remembered, or which another engine could go on with."""
+        replay = self._replay
+        if replay is not None:
+            piece = replay.feed(piece)
+            if replay.broken:
+                self._steps.wake()
+        if piece:
+            self._note_said(piece)
+            self._response.write(piece)
+
+    def _raise_broken(self, leg: DecodeLeg) -> None:
+        if leg.fault is not None:
+            raise leg.fault.error
+        if self._replay is not None and self._replay.broken:
+            raise EngineError("the engine sent an error in its stream")
+
+    def _show_whole(self, attempt: Attempt, leg: DecodeLeg) -> None:
+        shown = leg.take_shown()
+        attempt.close(leg)
+        if self._response.begun:
+            raise EngineError(f"{leg.engine} answered with something that is no stream")  # it cannot be the rest of one
+        self._note_said(shown)
+        self._journey.answered = True
+        self._response.begin(_OK, self._lines(leg.content_type), shown, streams=False)
+
+    def _note_said(self, piece: bytes) -> None:
+        if self._journey.push is _AT_ONCE and piece:
+            self._journey.says(piece)
+
+    def _lines(self, content_type: bytes) -> bytes:
+        of = self._of
+        if of.lifetime.stage is not _SERVING:
+            self._response.keep_alive = False
+        return head_lines(self._journey, content_type, shows_times=of.settings.server_timing)
+
+    async def _answer_and_resume(self, call: Call) -> None:
+        """Show a stream that another decode engine goes on with when its own breaks off."""
+        replay = self._replay = Replay(call.api, call.fields)
+        asked = Call(call.api, traced(call.fields), call.headers, call.rank)
+        chances, left = Chances(self._rules.retries), self._rules.retries
+        alone: Pieces | None = None
+        broken: EngineError | None = None  # why the stream broke off that is to be resumed
+        while True:
+            try:
+                await self._answer(asked, chances, alone)
+                return
+            except ProxyError as error:
+                if self.state is _STREAMING and isinstance(error, EngineError):
+                    broken = error.with_traceback(None)  # it leads here: a circle
+                elif broken is None or self.state is _STREAMING:
+                    raise
+                else:
+                    raise broken from None
+            self._close_attempt()
+            if (ending := replay.ending()) is not None:
+                self._journey.answered = True
+                self._response.end(replay.gap() + ending)
+                return
+            fields = replay.again() if left > 0 else None
+            if fields is None or not self._of.budget.grants(now=self._of.clock()):
+                raise broken
+            left -= 1
+            visit = self._journey.decode
+            self._journey.set_aside(Role.DECODE, Failure.BROKEN)
+            chances = Chances(self._rules.retries, set() if visit is None else {visit.instance})
+            alone = [encode(fields)]
+            self._on(_RESUME)
+
+    # ---- OVER
+
+    def _tell(self, error: Exception) -> int:
+        """Tell the client what went wrong, or hang up on it; return the status for the log."""
+        try:
+            return self._write_error(error)
+        except Exception as bug:
+            logger.exception("request %s cannot be answered", self._journey.request_id)
+            bug.with_traceback(None)
+            self._response.keep_alive = False
+            return _BUG
+
+    def _write_error(self, error: Exception) -> int:
+        """Tell the client what went wrong, as far as it can be told; return the status for the log."""
+        journey, response = self._journey, self._response
+        if isinstance(error, ClientGone):
+            return HUNG_UP
+        if not isinstance(error, ProxyError):
+            logger.error("request %s failed", journey.request_id, exc_info=error)
+        error.with_traceback(None)  # it leads to frames that hold the request, and the error: a circle
+        error.__context__ = None  # and so does this
+        journey.fault = str(error)
+        if response.begun:
+            response.keep_alive = response.keep_alive and not isinstance(error, TurnedAway)
+            event = last_event(self._head.path, error)
+            self._note_said(event)
+            journey.answered = True
+            response.end(event)
+            return _OK
+        if isinstance(error, Refused):  # an engine's own words
+            status, content_type, body = error.status, error.content_type.encode("latin-1"), error.body
+        else:
+            (status, body), content_type = error_body(error), JSON_TYPE
+        lines = self._lines(content_type)
+        if isinstance(error, TurnedAway):
+            lines += b"retry-after: %d\r\n" % error.retry_after_s
+        elif isinstance(error, Unauthorized):
+            lines += b"www-authenticate: %b\r\n" % error.asks.encode("latin-1")
+        response.begin(status, lines, body, streams=False)
+        return status
+
+    def _close_attempt(self) -> Attempt | None:
+        """Drop what is under way."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.close_all()
+        return attempt
+
+    def _end(self, status: int) -> None:
+        """The request is over: count it, and let go of everything."""
+        of, journey, path = self._of, self._journey, self._head.path
+        self._on(_END)
+        self.response_complete = True
+        self._steps.end()
+        of.over(self)
+        if self._ticket is not None:
+            of.gate.leave(self._ticket)
+        self._upload.free()
+        first_s = None if self._streamed_at is None else self._streamed_at - self._start
+        outcome = Outcome(path, status, of.clock() - self._start, first_s, journey.before + journey.last)
+        journey.before = journey.last = b""
+        if self._span is not None:
+            self._span.end(outcome)
+        of.sight.later.add(of.account, journey, outcome)
+        self._plan = self._replay = self._ticket = None  # the connection keeps us until its next request
+        self._head = _NO_HEAD
+        self._response.close()
+
+
+def _may_resume(call: Call) -> bool:
+    return can_resume(call.api, call.fields) and solo_reason(call.api, call.fields) is None

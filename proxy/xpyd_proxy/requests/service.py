@@ -1,0 +1,158 @@
+"""What requests are served with, and the requests under way: one timer looks at the time of all of them."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Protocol, Self
+
+from xpyd_proxy.core.budget import Budget
+from xpyd_proxy.core.journey import Journey, Outcome
+from xpyd_proxy.core.learned import Learned
+from xpyd_proxy.core.lifetime import Lifetime
+from xpyd_proxy.core.model import Headers, Instance, InstanceId, RequestId, TransferId
+from xpyd_proxy.core.rules import Rules
+from xpyd_proxy.errors import ClosingDown
+from xpyd_proxy.io.fleet import LiveFleet
+from xpyd_proxy.io.sight import Sight
+from xpyd_proxy.io.wire.teller import Teller
+from xpyd_proxy.requests.access_log import log_request
+from xpyd_proxy.requests.examiner import Examiner
+from xpyd_proxy.requests.gate import Gate
+from xpyd_proxy.requests.handovers import Handovers
+from xpyd_proxy.requests.intake import Intake
+from xpyd_proxy.requests.legs import LegSpan
+from xpyd_proxy.requests.release import Releaser
+from xpyd_proxy.settings import Settings
+
+if TYPE_CHECKING:
+    from xpyd_proxy.requests.request import Request
+
+_TICK_MOST: Final = 0.25  # seconds between two looks at the time of all requests
+_TICK_LEAST: Final = 0.01
+_TICKS: Final = 16  # looks in the shortest time that the rules give
+_RETRY_AFTER_S: Final = 1  # another router is there already, or this one will be again in a moment
+
+
+class RequestSpan(Protocol):
+    """The span of one request."""
+
+    def leg(self, instance: Instance, headers: Headers, /) -> tuple[LegSpan, Headers]:
+        """Open the span of a leg; return it, and the headers that name it to the engine in place of the client's."""
+        ...
+
+    def handed_over(self) -> None:
+        """The prefill engine has answered."""
+        ...
+
+    def end(self, outcome: Outcome, /) -> None:
+        """The request is over."""
+        ...
+
+
+class Spans(Protocol):
+    """Leaves spans of requests and legs."""
+
+    def request(self, journey: Journey, path: str, headers: Headers, /) -> RequestSpan:
+        """Open the span of a request, under the client's own if it has one."""
+        ...
+
+
+@dataclass(slots=True)
+class Requests:
+    """Built once, in app.py. Use it as a context manager: at the end what is still under way is cut off."""
+
+    intake: Intake
+    rules: Rules  # may be replaced at any time: requests that are admitted later go by the new ones
+    fleet: LiveFleet
+    learned: Learned
+    handovers: Handovers
+    engines: Teller
+    releaser: Releaser
+    budget: Budget
+    gate: Gate
+    lifetime: Lifetime
+    examiner: Examiner
+    sight: Sight
+    settings: Settings
+    clock: Callable[[], float]  # seconds; only differences count
+    new_id: Callable[[], RequestId]
+    new_transfer: Callable[[], TransferId]
+    finished: Callable[[Journey, Outcome], None]
+    reports: bool = False  # prefill engines are asked how busy they are
+    spans: Spans | None = None
+    _under_way: "dict[Request, None]" = field(default_factory=lambda: dict["Request", None]())
+    _timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """End what is still under way: the router has no more time."""
+        if self._timer is not None:
+            self._timer.cancel()
+        error = cut_short()
+        for request in self:
+            request.interrupt(error)
+        self.sight.later.settle()  # no timer runs any more once the loop has ended
+
+    def __iter__(self) -> "Iterator[Request]":
+        """List those under way."""
+        return iter(tuple(self._under_way))
+
+    def engines_of_legs(self) -> Iterable[InstanceId]:
+        """Return the engine of each leg that is under way."""
+        return [engine for request in self._under_way for engine in request.engines]
+
+    def begun(self, request: "Request") -> None:
+        """Look after a request."""
+        self._under_way[request] = None
+        self.lifetime.in_flight += 1
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._tick_s(), self._look_round)
+
+    def over(self, request: "Request") -> None:
+        """Forget it."""
+        if request in self._under_way:
+            del self._under_way[request]
+            self.lifetime.in_flight -= 1
+
+    def _look_round(self) -> None:
+        self._timer = None
+        now = self.clock()
+        try:
+            self.gate.expire()
+            for request in self:
+                request.look(now)
+        finally:
+            if self._under_way and self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(self._tick_s(), self._look_round)
+
+    def _tick_s(self) -> float:
+        patience, wait_s = self.rules.patience, self.gate.admission.limits.wait_s
+        given = (
+            patience.prefill_s,
+            patience.first_token_s,
+            patience.idle_s,
+            patience.whole_s,
+            patience.stream_s,
+            wait_s,
+        )
+        shortest = min([seconds for seconds in given if seconds is not None])
+        return min(_TICK_MOST, max(_TICK_LEAST, shortest / _TICKS))
+
+    # Told afterwards, for many requests at a time (io/later.py)
+
+    def proved(self, instance: Instance, request: RequestId, seconds: float, at: float) -> None:
+        """An engine has given a good answer, or its beginning."""
+        self.fleet.answered(instance, request, seconds)
+        self.sight.said(instance, seconds, at)
+
+    def account(self, journey: Journey, outcome: Outcome) -> None:
+        """Count a request that is over, and write its line."""
+        self.finished(journey, outcome)
+        log_request(journey, outcome)
+
+
+def cut_short() -> ClosingDown:
+    """Return what a request is told that is still under way when the router ends."""
+    return ClosingDown("the router has to end before this request is finished", retry_after_s=_RETRY_AFTER_S)

@@ -1,0 +1,582 @@
+"""The endpoints over real sockets: by our own protocol, and byte for byte the same by another server's."""
+
+import gc
+import json
+import re
+import socket
+import ssl
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import pytest
+import uvicorn
+
+from support.certificates import Authority
+from support.raw_http import Incoming
+from support.sim import serving, sims, until
+from xpyd_proxy import server
+from xpyd_proxy.app import build
+from xpyd_proxy.core.lifetime import Step
+from xpyd_proxy.local.sim import Fault, FaultKind
+from xpyd_proxy.requests.request import Request
+from xpyd_proxy.settings import Settings
+
+PATH = "/v1/completions"
+WAYS = ["protocol", "asgi"]
+QUIET = Settings(probe_interval_s=0.0, max_body_bytes=300_000)
+
+
+class Served:
+    """One router, which counts what reaches its ASGI application."""
+
+    def __init__(self, router):
+        self.router, self.port, self.asgi, self.tls = router, 0, 0, None
+
+    async def __call__(self, scope, receive, send):
+        self.asgi += scope["type"] == "http"
+        await self.router.app(scope, receive, send)
+
+    def ask(self, request):
+        with self.open() as client:
+            return client.send(request).answer()
+
+    def open(self):
+        sock = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        return Client(sock if self.tls is None else self.tls.wrap_socket(sock, server_hostname="127.0.0.1"))
+
+
+class Answer:
+    """One answer, without what differs from one request to the next."""
+
+    def __init__(self, head, body):
+        first, *lines = head.decode("latin-1").split("\r\n")
+        pairs = [line.partition(": ")[::2] for line in lines]
+        self.status = int(first.split()[1])
+        self.headers = {name: _same(value) for name, value in pairs if name != "date"}
+        assert len(self.headers) + 1 >= len(pairs), "a header stands there twice"
+        self.body = _same(body.decode())
+
+    def __eq__(self, other):
+        return vars(self) == vars(other)
+
+    __hash__ = None
+
+    def __repr__(self):
+        return f"{self.status} {self.headers} {self.body[:300]!r}"
+
+
+def _same(text):
+    text = re.sub(r"xpyd-[0-9a-z-]+?(?=[^0-9a-z-]|$)", "ID", text)
+    return re.sub(r'dur=[0-9.]+|"created(?:_at)?": ?[0-9]+', "", text)
+
+
+class Client:
+    """A connection to a router."""
+
+    def __init__(self, sock):
+        self.sock, self._incoming = sock, Incoming(sock)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.sock.close()
+
+    def send(self, data):
+        self.sock.sendall(data)
+        return self
+
+    def answer(self, *, to_head=False):
+        while True:
+            head = self._incoming.until(b"\r\n\r\n")
+            if not head.startswith(b"HTTP/1.1 100"):
+                break
+        fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+        if to_head:
+            body = b""
+        elif b"content-length" in fields:
+            body = self._incoming.exactly(int(fields[b"content-length"]))
+        elif fields.get(b"transfer-encoding") == b"chunked":
+            body = b"".join(iter(self._chunk, b""))
+        else:
+            body = self.rest()
+        return Answer(head, body)
+
+    def rest(self):
+        """Read to the end of the connection."""
+        read, self._incoming.left = self._incoming.left, b""
+        while more := self.sock.recv(65536):
+            read += more
+        return read
+
+    def is_over(self):
+        """Wait for the end of the connection; tell whether nothing came before it."""
+        try:
+            return self.rest() == b""
+        except ConnectionResetError:
+            return True
+
+    def _chunk(self):
+        size = int(self._incoming.until(b"\r\n"), 16)
+        return self._incoming.exactly(size + 2)[:-2]
+
+
+@contextmanager
+def listening(settings, way):
+    """Serve a router as its process does, or behind a server that knows nothing of it."""
+    served = Served(build(settings))
+    http = server._protocol(served.router, settings) if way == "protocol" else "httptools"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config(
+            served, http=http, log_config=None, ws="none", loop="uvloop", access_log=False, server_header=False
+        )
+        tls = served.router.tls
+        config.ssl_context_factory = None if tls is None else lambda _config, _default: tls
+        config.timeout_graceful_shutdown = 1
+        uvicorns = uvicorn.Server(config)
+        thread = threading.Thread(target=uvicorns.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            until(lambda: uvicorns.started)
+            served.port = listener.getsockname()[1]
+            yield served
+        finally:
+            uvicorns.should_exit = True
+            thread.join()
+
+
+@contextmanager
+def routers(engines, settings=QUIET, ways=WAYS):
+    """Serve the same engines through a router for each way."""
+    with ExitStack() as stack:
+        at = {name: stack.enter_context(serving(engine)) for name, engine in engines.items()}
+        prefill, decode = ([at[name] for name in at if name.startswith(role)] for role in "pd")
+        settings = replace(settings, prefill=tuple(prefill), decode=tuple(decode))
+        yield [stack.enter_context(listening(settings, way)) for way in ways]
+
+
+@pytest.fixture(scope="module")
+def both():
+    with routers(sims()) as found:
+        yield found
+
+
+def post(body=None, *, path=PATH, version="1.1", method="POST", **headers):
+    """Return the bytes of a request; a header that is None is left out."""
+    raw = body if isinstance(body, bytes) else json.dumps(body or {"prompt": "once upon", "max_tokens": 4}).encode()
+    fields = {
+        "Host": "localhost",
+        "Content-Type": "application/json",
+        "X-Request-Id": "mine",
+        "Content-Length": str(len(raw)),
+    }
+    fields |= {name.replace("_", "-"): value for name, value in headers.items()}
+    lines = [f"{name}: {value}" for name, value in fields.items() if value is not None]
+    return "\r\n".join([f"{method} {path} HTTP/{version}", *lines, "", ""]).encode() + raw
+
+
+STREAM = {"prompt": "once upon a time", "max_tokens": 6, "stream": True}
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+LONG = b'{"prompt": "' + b"x" * 400_000 + b'"}'
+PLAIN = {
+    "plain": post(),
+    "streamed": post(STREAM),
+    "chat": post(CHAT, path="/v1/chat/completions"),
+    "chat, streamed": post(CHAT | {"stream": True}, path="/v1/chat/completions"),
+    "responses": post({"input": "hello", "max_output_tokens": 4}, path="/v1/responses"),
+    "messages, streamed": post(CHAT | {"stream": True}, path="/v1/messages"),
+    "one engine": post({"prompt": "once", "max_tokens": 1}),
+    "no id": post(X_Request_Id=None),
+    "an odd id": post(X_Request_Id="a b"),
+    "closes": post(Connection="close"),
+    "closes a stream": post(STREAM, Connection="close"),
+    "not JSON": post(b"{"),
+    "no object": post(b"[]"),
+    "another type": post(Content_Type="text/plain"),
+    "no type": post(Content_Type=None),
+    "private": post({"prompt": "x", "kv_transfer_params": {"do_remote_prefill": True}}),
+    "an odd rank": post(X_Data_Parallel_Rank="one"),
+    "a rank that is not there": post(X_Data_Parallel_Rank="7"),
+    "another model": post({"model": "gpt", "prompt": "x", "max_tokens": 4}),
+    "longer than accepted": post(LONG),
+    "chunked and longer": post(
+        b"61a80\r\n" + b"x" * 400_000 + b"\r\n0\r\n\r\n", Content_Length=None, Transfer_Encoding="chunked"
+    ),
+    "chunked": post(
+        b'2\r\n{"\r\n1e\r\nprompt": "x", "max_tokens": 4}\r\n0\r\n\r\n',
+        Content_Length=None,
+        Transfer_Encoding="chunked",
+    ),
+    "empty": post(b""),
+    "expects": post(Expect="100-continue"),
+    "a query": post(path=f"{PATH}?a=b"),
+    "an absolute target": post(path=f"http://localhost{PATH}"),
+    "an absolute target with a query": post(STREAM, path=f"http://elsewhere:8000{PATH}?a=b"),
+    "an escaped path": post(path="/v1/%63ompletions"),
+    "tokenize": post({"prompt": "x"}, path="/tokenize"),
+    "256 KiB": post({"prompt": "x" * 262_144, "max_tokens": 4}),
+}
+OTHERS = {
+    "GET": post(b"", method="GET"),
+    "HEAD": post(b"", method="HEAD"),
+    "another path": post(path="/v1/nothing"),
+    "an absolute target elsewhere": post(path="http://localhost/v1/nothing"),
+    "an absolute GET": post(b"", path="http://localhost/health", method="GET"),
+    "an escaped slash": post(path="/v1%2fnothing"),
+}
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *OTHERS])
+def test_both_ways_give_the_same_answer(both, name):
+    """Status, headers and body; and what is for an endpoint does not take uvicorn's way."""
+    request = (PLAIN | OTHERS)[name]
+    answers = []
+    before = both[0].asgi
+    for served in both:
+        with served.open() as client:
+            answers.append(client.send(request).answer(to_head=name == "HEAD"))
+
+    assert answers[0] == answers[1]
+    assert both[0].asgi - before == (name in OTHERS)
+
+
+OLD = {
+    "plain": PLAIN["plain"],
+    "streamed": PLAIN["streamed"],
+    "one engine": PLAIN["one engine"],
+    "not JSON": PLAIN["not JSON"],
+    "longer than accepted": PLAIN["longer than accepted"],
+    "an absolute target": PLAIN["an absolute target with a query"],
+    "an escaped path": post(STREAM, path="/v1/%63ompletions"),
+    "kept alive": post(STREAM, Connection="keep-alive"),
+    "expects": post(STREAM, Expect="100-continue"),
+    "a model's list": post(b"", path="/v1/models", method="GET"),
+    "metrics": post(b"", path="/openapi.json", method="GET"),
+}
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_a_client_of_http_1_0_gets_the_same_without_chunks(both, name):
+    """It knows none, nor 100 Continue: the end of the connection is the end of the answer (RFC 9112, 6.1 and 6.3)."""
+    request = OLD[name].replace(b"HTTP/1.1", b"HTTP/1.0", 1)
+    now = both[0].ask(OLD[name])
+    with both[0].open() as client:
+        raw = client.send(request).rest()
+        answer = Answer(*raw.split(b"\r\n\r\n", 1))
+
+    assert answer.headers.pop("connection") == "close"
+    assert "transfer-encoding" not in answer.headers
+    now.headers.pop("transfer-encoding", None)
+    now.headers.pop("connection", None)
+    assert answer == now
+
+
+def test_a_client_that_is_refused_and_still_sends_reads_why(both):
+    """Were its connection closed at once, what it sends would have the kernel take the answer back."""
+    for _ in range(10):
+        with both[0].open() as client:
+            assert client.send(post(LONG, Connection="close")).answer().status == 413
+            assert client.is_over()
+
+
+def test_a_client_of_http_1_0_is_told_that_its_stream_broke_off():
+    """Its only sign of the end is that of the connection, so the last event has to say it."""
+    engines = sims()
+    engines["d0"].inject(Fault(FaultKind.DROP, after=2))
+    with routers(engines, ways=["protocol"]) as (served,), served.open() as client:
+        body = client.send(post(STREAM, version="1.0")).rest().partition(b"\r\n\r\n")[2]
+
+    *_, last, end = body.split(b"\n\n")
+    assert json.loads(last.strip().removeprefix(b"data: "))["error"]["type"] == "EngineError"
+    assert end == b""
+
+
+@pytest.fixture(scope="module")
+def over_tls(tmp_path_factory):
+    authority = Authority(tmp_path_factory.mktemp("tls"), "ca")
+    pair = authority.sign("router")
+    settings = replace(QUIET, tls_cert=str(pair.cert), tls_key=str(pair.key))
+    with routers(sims(), settings, ways=["protocol"]) as (served,):
+        served.tls = ssl.create_default_context(cafile=authority.own.cert)
+        yield served
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_client_over_tls_gets_the_same(both, over_tls, name):
+    """Also one that asks for more before it has its answer."""
+    with both[0].open() as client, over_tls.open() as other:
+        expected = client.send(PLAIN[name]).answer()
+        assert other.send(PLAIN[name]).answer() == expected
+    with over_tls.open() as other:
+        other.send(PLAIN["streamed"] + PLAIN[name])
+        assert (other.answer().status, other.answer()) == (200, expected)
+
+
+def test_a_client_that_expects_it_is_told_to_go_on_before_it_sends_its_body(both):
+    """RFC 9110, 10.1.1; and a refusal comes instead, while the body is still to be sent."""
+    head, _, body = post(STREAM, Expect="100-continue").partition(b"\r\n\r\n")
+    too_long = post(LONG, Expect="100-continue").partition(b"\r\n\r\n")[0]
+    for served in both:
+        with served.open() as client:
+            client.send(head + b"\r\n\r\n")
+            assert client.sock.recv(25) == b"HTTP/1.1 100 Continue\r\n\r\n"
+            assert client.send(body).answer().status == 200
+        with served.open() as client:
+            client.send(too_long + b"\r\n\r\n")
+            assert client.sock.recv(12) == b"HTTP/1.1 413"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(FaultKind.STATUS, status=400),
+        Fault(FaultKind.STATUS, status=500),
+        Fault(FaultKind.DROP),
+        Fault(FaultKind.DROP, after=2),
+        Fault(FaultKind.ERROR_EVENT, after=0),
+        Fault(FaultKind.ERROR_EVENT, after=2),
+        Fault(FaultKind.END, after=2),
+    ],
+    ids=lambda fault: f"{fault.kind}-{fault.status}-{fault.after}",
+)
+def test_what_goes_wrong_at_an_engine_looks_the_same(fault):
+    """Before the first byte it is an error, and later the end of the stream says so."""
+    engines = sims()
+    engines["d0"].inject(fault)
+    answers = []
+    with routers(engines) as found:
+        for served in found:
+            with served.open() as client:
+                answers.append(client.send(post(STREAM)).answer())
+
+    assert answers[0] == answers[1]
+    assert answers[0].status != 200 or "error" in answers[0].body
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_stream_that_might_go_on_elsewhere_looks_the_same(resume):
+    """Such a stream is not poured: another engine may have to take over."""
+    engines = sims(1, 2)
+    engines["d0"].inject(Fault(FaultKind.DROP, after=2, times=2))
+    each = []
+    with routers(engines, replace(QUIET, resume=resume)) as found:
+        for served in found:
+            with served.open() as client:
+                each.append([client.send(post(STREAM)).answer() for _ in range(2)])
+
+    assert each[0] == each[1]
+    assert sorted("error" in answer.body for answer in each[0]) == [False, True]
+
+
+def test_the_push_way_looks_the_same():
+    """Both legs at once, from the second request on."""
+    with routers(sims(mode="push")) as found:
+        for served in found:
+            with served.open() as client:
+                answers = [client.send(post(STREAM)).answer() for _ in range(2)]
+            assert 'desc="push"' in answers[1].headers["server-timing"]
+            assert answers[0].body == answers[1].body
+
+
+def test_a_key_is_wanted_on_both_ways(tmp_path):
+    """Without one, and with a wrong one, and with the right one."""
+    keys = tmp_path / "keys"
+    keys.write_text("me:sesame\n")
+    requests = [
+        post(),
+        post(Authorization="Bearer wrong"),
+        post(Authorization="Bearer sesame"),
+        post(X_Api_Key="sesame"),
+    ]
+    with routers(sims(), replace(QUIET, api_keys_file=str(keys))) as found:
+        answers = [[served.ask(request) for request in requests] for served in found]
+
+    assert answers[0] == answers[1]
+    assert [answer.status for answer in answers[0]] == [401, 401, 200, 200]
+
+
+def test_a_router_that_leaves_says_so_on_both_ways():
+    """First with the answer, which closes the connection; later in place of it."""
+    with routers(sims()) as found:
+        answers = []
+        for served in found:
+            for step in (Step.TOLD, Step.GRACE_OVER):
+                served.router.lifetime.on(step)
+                with served.open() as client:
+                    answers.append(client.send(post(STREAM)).answer())
+                    assert client.is_over()
+
+    assert answers[:2] == answers[2:]
+    assert [(answer.status, answer.headers["connection"]) for answer in answers[:2]] == [(200, "close"), (503, "close")]
+
+
+@pytest.mark.parametrize("first", ["plain", "streamed", "not JSON", "GET"])
+def test_several_requests_on_one_connection(both, first):
+    """One after the other, and one behind the other: answers come in the order of the requests."""
+    requests = [(PLAIN | OTHERS)[first], post(STREAM), post(), post(STREAM)]
+    for served in both:
+        with served.open() as client:
+            each = [client.send(request).answer() for request in requests]
+        with served.open() as client:
+            client.send(b"".join(requests))
+            assert [client.answer() for _ in requests] == each
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_body_may_come_in_pieces(way):
+    """Byte by byte at first; the engines hear of it when it is complete."""
+    engines = sims()
+    with routers(engines, ways=[way]) as (served,), served.open() as client:
+        request = post({"prompt": "y" * 200_000, "max_tokens": 4})
+        for byte in request[:250]:
+            client.send(bytes([byte]))
+        client.send(request[250:100_000])
+        time.sleep(0.05)
+        assert not engines["p0"].log
+        assert client.send(request[100_000:]).answer().status == 200
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sent", [100, 60_000, 150_000])
+def test_a_client_that_leaves_within_its_body_costs_no_leg(way, sent):
+    """And nothing is left of its request."""
+    engines = sims()
+    with routers(engines, ways=[way]) as (served,):
+        with served.open() as client:
+            client.send(post({"prompt": "y" * 200_000, "max_tokens": 4})[:sent])
+        with served.open() as client:
+            assert client.send(post()).answer().status == 200
+        until(lambda: served.router.lifetime.in_flight == 0)
+    assert len(engines["p0"].log) == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("where", ["p0", "d0"])
+def test_a_client_that_leaves_is_noticed_at_the_engine(way, where):
+    """Within a prefill, and within a stream: the leg is closed within 100 ms, and nothing is held any more."""
+    engines = sims(prefill_s=5.0 if where == "p0" else 0.0, token_s=0.05)
+    with routers(engines, ways=[way]) as (served,):
+        with served.open() as client:
+            client.send(post(STREAM | {"max_tokens": 200}))
+            until(lambda: bool(engines[where].log))
+            if where == "d0":
+                client.sock.recv(10)
+        left = time.monotonic()
+        until(lambda: engines[where].log[0].state != "open")
+        assert time.monotonic() - left < 0.5  # of which the test's own thread may take most
+        until(lambda: served.router.lifetime.in_flight == 0)
+        assert served.router.live.gate.admission.admitted == 0
+        assert engines[where].log[0].state == "hung up"
+
+
+class Flood:
+    """A decode engine that sends as fast as it may."""
+
+    EVENTS, EVENT = 128, b"data: " + b"x" * (512 * 1024) + b"\n\n"
+
+    def __init__(self):
+        self.sent = 0
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] != "http":
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        for _ in range(self.EVENTS):
+            await send({"type": "http.response.body", "body": self.EVENT, "more_body": True})
+            self.sent += 1
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_slow_client_holds_up_its_engine(way):
+    """The router keeps little of 64 MiB for a client that does not read; then all of it arrives."""
+    flood = Flood()
+    with routers({**sims(1, 0), "d0": flood}, ways=[way]) as (served,), served.open() as client:
+        client.send(post(STREAM, Connection="close"))
+        until(lambda: flood.sent > 2)
+        seen = -1
+        while seen != flood.sent:
+            seen = flood.sent
+            time.sleep(0.3)
+        assert seen < Flood.EVENTS / 2
+
+        body = client.answer().body
+        assert len(body) == Flood.EVENTS * len(Flood.EVENT) + len("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_slow_client_is_not_held_against_its_engine(way):
+    """An engine that may not send is not silent: its stream goes on when the client reads again."""
+    flood = Flood()
+    settings = replace(QUIET, idle_timeout_s=0.4)
+    with routers({**sims(1, 0), "d0": flood}, settings, ways=[way]) as (served,), served.open() as client:
+        client.send(post(STREAM, Connection="close"))
+        until(lambda: flood.sent > 2)
+        time.sleep(1.2)
+
+        assert client.answer().body.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_engine_that_falls_silent_is_given_up(way):
+    """By the one timer of a stream that is poured as by those of one that is not."""
+    engines = sims()
+    engines["d0"].inject(Fault(FaultKind.STALL, after=2))
+    with routers(engines, replace(QUIET, idle_timeout_s=0.3), ways=[way]) as (served,), served.open() as client:
+        answer = client.send(post(STREAM)).answer()
+        assert "decode-0 sent nothing for 0.3 s" in answer.body
+        assert client.send(post()).answer().status in (200, 502, 504)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_stream_that_takes_too_long_is_given_up(way):
+    """Though its engine is not silent."""
+    settings = replace(QUIET, stream_timeout_s=0.5)
+    with routers(sims(token_s=0.05), settings, ways=[way]) as (served,), served.open() as client:
+        answer = client.send(post(STREAM | {"max_tokens": 200})).answer()
+
+    assert "the stream was not complete within 0.5 s" in answer.body
+
+
+@pytest.mark.parametrize("request_", [post(), post(STREAM), post(b"{")], ids=["plain", "streamed", "not JSON"])
+def test_a_request_that_is_over_is_forgotten_at_once(both, request_):
+    """Its body does not wait for the garbage collector: it is in no cycle once its connection has the next one."""
+    gc.collect()
+    gc.disable()
+    try:
+        with both[0].open() as client:
+            for _ in range(20):
+                client.send(request_).answer()
+            kept = [one for one in gc.get_objects() if type(one) is Request]
+    finally:
+        gc.enable()
+
+    assert len(kept) <= 2
+
+
+def test_a_client_that_leaves_is_noticed_though_it_has_asked_for_more():
+    """Its next request waits behind a stream that nobody reads any more."""
+    engines = sims(token_s=0.05)
+    with routers(engines, ways=["protocol"]) as (served,):
+        with served.open() as client:
+            client.send(post(STREAM | {"max_tokens": 200}) + post())
+            client.sock.recv(10)
+        until(lambda: engines["d0"].log[0].state == "hung up")
+        until(lambda: served.router.lifetime.in_flight == 0)
+
+
+def test_a_slow_client_is_waited_for_though_it_has_asked_for_more():
+    """The stream in front goes on when it reads again, and then the next request has its turn."""
+    flood = Flood()
+    with routers({**sims(1, 0), "d0": flood}, ways=["protocol"]) as (served,), served.open() as client:
+        client.send(post(STREAM))
+        until(lambda: flood.sent > 2)
+        time.sleep(0.3)
+        client.send(post(method="GET", path="/health"))
+        time.sleep(0.1)
+        assert flood.sent < Flood.EVENTS / 2
+
+        assert client.answer().body.endswith("data: [DONE]\n\n")
+        assert client.answer().status == 200

@@ -1,0 +1,178 @@
+"""The endpoints as an ASGI application: the same requests, by other messages."""
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from support.scripted import DONE, EVENT, Scripted, call, good_decode, never, pulled_prefill, router_of, until
+from xpyd_proxy.core.journey import HUNG_UP
+from xpyd_proxy.core.lifetime import Step
+from xpyd_proxy.requests.asgi import Endpoints
+
+START = "http.response.start"
+
+
+class Connection:
+    """What a server does with one request: hands over its body, takes the messages, and may be slow or cut it off."""
+
+    def __init__(self, engines, *pieces, headers=((b"content-type", b"application/json"),), **options):
+        self.router = router_of(engines, **options)
+        self.sent = []
+        self.may_send = asyncio.Event()
+        self.may_send.set()
+        self._incoming = asyncio.Queue()
+        pieces = pieces or (call().body,)
+        for place, piece in enumerate(pieces, 1):
+            message = {"type": "http.request", "body": piece, "more_body": place < len(pieces)}
+            self._incoming.put_nowait(message)
+        scope = {"path": "/v1/completions", "headers": [(b"host", b"localhost"), *headers]}
+        self.task = asyncio.create_task(Endpoints(self.router.requests)(scope, self._incoming.get, self._send))
+
+    async def _send(self, message):
+        await self.may_send.wait()
+        self.sent.append(message)
+
+    def hang_up(self):
+        self._incoming.put_nowait({"type": "http.disconnect"})
+
+    async def end(self):
+        async with asyncio.timeout(5):
+            with suppress(asyncio.CancelledError):
+                await self.task
+        assert self.router.is_idle()
+        return self
+
+    @property
+    def status(self):
+        return self.sent[0]["status"]
+
+    @property
+    def headers(self):
+        return dict(self.sent[0]["headers"])
+
+    @property
+    def bodies(self):
+        return [(message["body"], message["more_body"]) for message in self.sent[1:]]
+
+    @property
+    def outcome(self):
+        (((_, outcome),),) = self.router.ended.values()
+        return outcome
+
+
+async def whole(_):
+    return 200, [b'{"id":', b"1}"], "application/json"
+
+
+async def test_a_whole_answer_is_one_message_behind_its_head():
+    connection = await Connection(Scripted(pulled_prefill, whole)).end()
+
+    assert (connection.sent[0]["type"], connection.status) == (START, 200)
+    assert connection.bodies == [(b'{"id":1}', False)]
+    assert connection.headers[b"content-length"] == b"8"
+    assert connection.headers[b"content-type"] == b"application/json"
+
+
+async def test_each_piece_of_a_stream_is_a_message():
+    connection = await Connection(Scripted(pulled_prefill, good_decode)).end()
+
+    assert connection.bodies == [(EVENT, True), (DONE, True), (b"", False)]
+    assert b"content-length" not in connection.headers
+
+
+async def test_a_body_may_come_in_several_messages():
+    connection = await Connection(Scripted(pulled_prefill, good_decode), b'{"prompt"', b': "hi"}', b"").end()
+
+    assert connection.status == 200
+
+
+async def test_a_head_that_is_refused_needs_no_body():
+    """The server may still have all of it."""
+    engines = Scripted(pulled_prefill, good_decode)
+    connection = await Connection(engines, headers=((b"content-type", b"text/plain"),)).end()
+
+    assert connection.status == 415
+    assert not engines.legs
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+async def test_a_client_that_hangs_up_ends_its_legs(is_streaming):
+    """Whether it waits for its answer or has some of it."""
+
+    async def decode(_):
+        return (200, [EVENT, never()]) if is_streaming else await never()
+
+    engines = Scripted(pulled_prefill, decode)
+    connection = Connection(engines)
+    await until(lambda: len(connection.sent) == 2 if is_streaming else len(engines.legs) == 2)
+    connection.hang_up()
+    await connection.end()
+
+    assert not engines.open
+    assert connection.outcome.status == HUNG_UP
+    assert connection.bodies == ([(EVENT, True)] if is_streaming else [])
+
+
+async def test_a_client_that_hangs_up_within_its_body_gets_no_answer():
+    engines = Scripted(pulled_prefill, good_decode)
+    connection = Connection(engines, b'{"prompt"', b"")
+    connection._incoming.get_nowait()
+    connection._incoming.get_nowait()
+    connection.hang_up()
+    await connection.end()
+
+    assert not connection.sent
+    assert not engines.legs
+
+
+async def test_a_server_that_cannot_send_holds_up_the_engine():
+    """Or the router would collect the stream in its memory."""
+    event = b"data: " + b"x" * 20_000 + b"\n\n"
+    taken = []
+
+    async def piece(number):
+        taken.append(number)
+        return event
+
+    async def decode(_):
+        return 200, [*[piece(number) for number in range(50)], DONE]
+
+    connection = Connection(Scripted(pulled_prefill, decode))
+    connection.may_send.clear()
+    await until(lambda: len(taken) > 4)
+    await asyncio.sleep(0.01)
+    assert len(taken) < 8
+    connection.may_send.set()
+    await connection.end()
+
+    assert b"".join(body for body, _ in connection.bodies) == event * 50 + DONE
+
+
+async def test_a_request_that_the_server_cuts_off_is_one_that_has_left():
+    """As long as the router is to go on."""
+    engines = Scripted(pulled_prefill, never)
+    connection = Connection(engines)
+    await until(lambda: len(engines.legs) == 2)
+    connection.task.cancel()
+    await connection.end()
+
+    assert connection.task.cancelled()
+    assert connection.outcome.status == HUNG_UP
+    assert not engines.open
+
+
+async def test_a_request_that_is_cut_off_at_the_end_of_the_router_is_told():
+    """Its time is over, and the client is still there."""
+    engines = Scripted(pulled_prefill, never)
+    connection = Connection(engines)
+    await until(lambda: len(engines.legs) == 2)
+    connection.router.lifetime.on(Step.TOLD)
+    connection.router.lifetime.on(Step.GRACE_OVER)
+    connection.task.cancel()
+    await connection.end()
+
+    assert connection.status == 503
+    assert connection.headers[b"connection"] == b"close"
+    assert b"has to end before this request is finished" in connection.bodies[0][0]
+    assert not engines.open

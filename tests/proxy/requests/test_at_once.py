@@ -1,0 +1,473 @@
+"""Both legs at once: who starts, who is dropped, and what the client gets to see of it."""
+
+import asyncio
+import json
+import re
+
+import pytest
+
+from support.scripted import (
+    DONE,
+    EVENT,
+    Scripted,
+    call,
+    good_decode,
+    good_prefill,
+    never,
+    params_of,
+    prefilled,
+    request_id,
+    router_of,
+    until,
+)
+from xpyd_proxy.core.journey import HUNG_UP
+from xpyd_proxy.core.learned import State
+from xpyd_proxy.core.model import Answer, Api, InstanceId, Role
+from xpyd_proxy.errors import EngineError, EngineTimeout
+from xpyd_proxy.settings import Mode
+
+P0 = InstanceId("prefill-0")
+ERROR = b'{"error":{"message":"no","type":"x","param":null,"code":400}}'
+
+
+async def acquainted(engines, **options):
+    """A router whose prefill engines have all answered once."""
+    prefill, decode = engines.prefill, engines.decode
+    engines.prefill, engines.decode = good_prefill, good_decode
+    router = router_of(engines, **options)
+    for turn in range(len(router.registry.known(Role.PREFILL))):
+        await router.serve(name=f"first-{turn}")
+    engines.prefill, engines.decode = prefill, decode
+    engines.legs.clear()
+    return router
+
+
+def meeting():
+    """Two legs that only go on once both have started."""
+    started = {role: asyncio.Event() for role in Role}
+
+    async def prefill(leg):
+        started[Role.PREFILL].set()
+        await started[Role.DECODE].wait()
+        return prefilled(leg)
+
+    async def decode(leg):
+        started[Role.DECODE].set()
+        await started[Role.PREFILL].wait()
+        return 200, [EVENT, DONE]
+
+    return Scripted(prefill, decode)
+
+
+async def test_the_first_request_goes_from_engine_to_engine_and_teaches_the_router():
+    """Where a prefill engine is stands in its answer: nobody configures it, and nobody asks for it twice."""
+    engines = Scripted(good_prefill, good_decode)
+    router = router_of(engines)
+    client = await router.serve()
+
+    assert client.body == EVENT + DONE
+    assert client.journey.route == "push, prefill first"
+    assert router.learned.state(P0) is State.PUSH
+    prefill, decode = engines.legs
+    told = params_of(decode)
+    assert told.pop("transfer_id") == params_of(prefill)["transfer_id"]
+    assert told == json.loads(prefilled(prefill).body)["kv_transfer_params"]
+
+
+async def test_later_requests_start_both_legs_before_either_has_answered():
+    """That is what push is for: D has its memory ready when P has its first block."""
+    engines = meeting()
+    router = await acquainted(engines)
+    async with asyncio.timeout(5):
+        client = await router.serve()
+
+    assert client.body == EVENT + DONE
+    assert client.journey.server_timing() == (
+        'route;desc="push", prefill;desc="prefill-0";dur=0.0, decode;desc="decode-0";dur=0.0'
+    )
+
+
+@pytest.mark.parametrize(("api", "name"), [(Api.COMPLETIONS, "cmpl-r-0"), (Api.CHAT, "chatcmpl-r")])
+async def test_the_decode_engine_is_told_all_it_needs_and_what_the_prefill_engine_is_told(api, name):
+    """In-tree engines die of a missing key, and wait for ever when the ids differ."""
+
+    async def prefill(leg):
+        return prefilled(leg, remote_request_id=f"{name}-0123abcd")
+
+    engines = Scripted(prefill, good_decode)
+    router = await acquainted(engines)
+    await router.serve(call(api))
+
+    prefill_leg, decode_leg = engines.of(Role.PREFILL)[0], engines.of(Role.DECODE)[0]
+    assert params_of(decode_leg) == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "e1",
+        "remote_host": "10.0.0.1",
+        "remote_port": 5600,
+        "tp_size": 1,
+        "pp_size": 1,
+        "dcp_size": 1,
+        "remote_request_id": name,
+        "transfer_id": params_of(prefill_leg)["transfer_id"],
+        "transfer_mode": "push",
+    }
+    assert re.fullmatch("xfer-[0-9a-f]{32}", params_of(prefill_leg)["transfer_id"])
+    assert request_id(prefill_leg) == request_id(decode_leg) == "r"
+    assert prefill_leg.path == decode_leg.path == api
+
+
+async def test_prefill_may_be_long_done_when_decode_answers():
+    """The usual order: the last block has arrived, then the first token is made."""
+    go = asyncio.Event()
+
+    async def decode(_):
+        await go.wait()
+        return 200, [EVENT, DONE]
+
+    engines = Scripted(good_prefill, decode)
+    router = await acquainted(engines)
+    client = router.start()
+    await until(lambda: [leg.instance.role for leg in engines.open] == [Role.DECODE])
+    go.set()
+
+    assert (await client.end()).body == EVENT + DONE
+
+
+async def test_decode_may_answer_first():
+    """It has computed the prompt itself (recompute), or its first token was faster than P's HTTP answer."""
+    engines = Scripted(never, good_decode)
+    router = await acquainted(engines)
+    client = await router.serve()
+
+    assert client.body == EVENT + DONE
+    assert not engines.open
+    assert (client.journey.late, client.journey.retries) == (None, [])
+
+
+async def test_a_prefill_that_fails_after_the_answer_has_begun_is_only_noted():
+    """The client's stream is good; the log says what happened behind it."""
+    fail, go_on = asyncio.Event(), asyncio.Event()
+
+    async def prefill(_):
+        await fail.wait()
+        raise EngineError("prefill-0 broke off")
+
+    async def rest():
+        await go_on.wait()
+        return DONE
+
+    async def decode(_):
+        return 200, [EVENT, rest()]
+
+    engines = Scripted(prefill, decode)
+    router = await acquainted(engines)
+    client = router.start()
+    await until(lambda: client.body == EVENT)
+    fail.set()
+    await until(lambda: engines.of(Role.PREFILL)[0] not in engines.open)
+    go_on.set()
+    await client.end()
+
+    assert client.body == EVENT + DONE
+    assert client.journey.late == "prefill-0: prefill-0 broke off"
+    assert client.journey.fault is None
+
+
+BAD_PREFILLS = {
+    "it breaks off": EngineError("prefill-0 broke off"),
+    "it cannot be reached": EngineError("prefill-0 cannot be reached", reached=False),
+    "it is silent": EngineTimeout("prefill-0 did not answer"),
+    "500": Answer(500, "application/json", b"{}"),
+    "503": Answer(503, "application/json", ERROR),
+    "no params": Answer(200, "application/json", b"{}"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_PREFILLS.values(), ids=BAD_PREFILLS)
+async def test_a_prefill_that_fails_drops_the_decode_leg_and_both_go_elsewhere(bad):
+    """Within 100 ms, and under new ids: D may still be waiting for what the old ids name."""
+
+    async def prefill(leg):
+        if leg.instance.id == failing:
+            if isinstance(bad, Exception):
+                raise bad
+            return bad
+        return prefilled(leg)
+
+    async def decode(leg):
+        if request_id(leg) == "r":
+            await never(leg)
+        return 200, [EVENT, DONE]
+
+    engines = Scripted(prefill, decode)
+    router = await acquainted(engines, x=2, y=1)
+    failing = InstanceId("prefill-0")  # whose turn it is
+    start = asyncio.get_running_loop().time()
+    client = await router.serve()
+
+    assert asyncio.get_running_loop().time() - start < 0.1
+    assert client.body == EVENT + DONE
+    assert [leg.instance.id for leg in engines.of(Role.PREFILL)] == ["prefill-0", "prefill-1"]
+    assert [request_id(leg) for leg in engines.of(Role.DECODE)] == ["r", "r-r1"]
+    assert [request_id(leg) for leg in engines.of(Role.PREFILL)] == ["r", "r-r1"]
+    assert len({params_of(leg)["transfer_id"] for leg in engines.legs}) == 2
+    assert [retry.visit.instance for retry in client.journey.retries] == ["prefill-0"]
+    # Whoever answers there next may be another, unless it has said that it lives and is only busy.
+    assert (router.learned.coordinates(failing) is not None) == (bad is BAD_PREFILLS["503"])
+    assert not engines.open
+
+
+BAD_DECODES = {
+    "it breaks off": EngineError("decode-0 broke off"),
+    "500": (500, [ERROR]),
+    "503": (503, [ERROR]),
+    "the first event is an error": (200, [b'data: {"error":{"code":503,"message":"no room"}}\n\n']),
+    "it ends before the first event": (200, []),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_DECODES.values(), ids=BAD_DECODES)
+async def test_a_decode_that_fails_drops_the_prefill_leg_and_both_go_elsewhere(bad):
+    """What P computes for it is for nobody."""
+
+    async def prefill(leg):
+        if request_id(leg) == "r":
+            await never(leg)
+        return prefilled(leg)
+
+    async def decode(leg):
+        if request_id(leg) == "r":
+            if isinstance(bad, Exception):
+                raise bad
+            return bad
+        return 200, [EVENT, DONE]
+
+    engines = Scripted(prefill, decode)
+    router = await acquainted(engines, x=1, y=2)
+    client = await router.serve()
+
+    assert client.body == EVENT + DONE
+    first, second = engines.of(Role.DECODE)
+    assert first.instance.id != second.instance.id
+    assert [request_id(leg) for leg in engines.of(Role.PREFILL)] == ["r", "r-r1"]
+    assert [retry.visit.instance for retry in client.journey.retries] == [first.instance.id]
+    assert not engines.open
+
+
+async def test_a_decode_engine_that_got_nothing_is_replaced_alone():
+    """The prefill goes on: nobody has heard its ids yet."""
+    gone = asyncio.Event()
+
+    async def prefill(leg):
+        await gone.wait()
+        return prefilled(leg)
+
+    async def decode(leg):
+        if len(engines.of(Role.DECODE)) == 1:
+            raise EngineError(f"{leg.instance.id} cannot be reached", reached=False)
+        gone.set()
+        return 200, [EVENT, DONE]
+
+    engines = Scripted(prefill, decode)
+    router = await acquainted(engines, x=1, y=2)
+    client = await router.serve()
+
+    assert client.body == EVENT + DONE
+    assert len(engines.of(Role.PREFILL)) == 1
+    first, second = engines.of(Role.DECODE)
+    assert first.instance.id != second.instance.id
+    assert (first.body, first.headers) == (second.body, second.headers)
+    assert str(client.journey.retries[0]) == f"{first.instance.id} cannot be reached"
+
+
+@pytest.mark.parametrize("role", Role)
+async def test_a_refusal_of_either_engine_goes_to_the_client_and_ends_the_other_leg(role):
+    """Another engine would refuse the same."""
+
+    async def prefill(leg):
+        return Answer(400, "application/json", ERROR) if role is Role.PREFILL else await never(leg)
+
+    async def decode(leg):
+        return (400, [ERROR]) if role is Role.DECODE else await never(leg)
+
+    engines = Scripted(prefill, decode)
+    router = await acquainted(engines, x=2, y=2)
+    client = await router.serve()
+
+    assert (client.status, client.body) == (400, ERROR)
+    assert len(engines.legs) == 2
+    assert not engines.open
+    assert router.learned.state(P0) is State.PUSH  # it has done nothing wrong
+
+
+async def test_when_both_legs_fail_the_prefill_is_the_reason():
+    """A decode engine that gets no KV cache may say so in its own way."""
+
+    async def prefill(_):
+        raise EngineError("prefill-0 broke off")
+
+    async def decode(_):
+        raise EngineError("decode-0 broke off")
+
+    router = await acquainted(Scripted(prefill, decode), retries=0)
+
+    assert (await router.serve()).error == ("EngineError", "prefill-0 broke off")
+
+
+async def test_a_prefill_engine_that_has_restarted_is_learned_anew():
+    """D was told to wait for an engine that is gone: it is dropped, and told better."""
+    engine = ["e1"]
+
+    async def prefill(leg):
+        return prefilled(leg, engine=engine[0])
+
+    async def decode(leg):
+        if params_of(leg)["remote_engine_id"] != engine[0]:
+            await never(leg)
+        return 200, [EVENT, DONE]
+
+    engines = Scripted(prefill, decode)
+    router = await acquainted(engines)
+    engine[0] = "e2"
+    clients = [await router.serve(name=name) for name in ("a", "b")]
+
+    assert [str(retry) for retry in clients[0].journey.retries] == ["prefill-0 restarted"]
+    assert [client.journey.route for client in clients] == ["push, prefill first", "push"]
+    assert [params_of(leg)["remote_engine_id"] for leg in engines.of(Role.DECODE)] == ["e1", "e2", "e2"]
+    assert not engines.open
+
+
+async def test_an_engine_that_restarts_as_one_that_does_not_push_is_believed():
+    """An operator changes a flag; the router follows."""
+
+    async def prefill(leg):
+        return prefilled(leg, engine="e2", transfer_mode="pull")
+
+    async def decode(leg):
+        if params_of(leg)["transfer_mode"] == "push":
+            await never(leg)
+        return 200, [EVENT, DONE]
+
+    router = await acquainted(Scripted(prefill, decode))
+    client = await router.serve()
+
+    assert client.body == EVENT + DONE
+    assert client.journey.route is None
+    assert router.learned.state(P0) is State.PULL
+
+
+async def test_several_engines_behind_one_address_are_served_in_turn():
+    """Data parallel ranks: which one takes a request is known from its answer only."""
+    ranks = [f"e{number}" for number in (1, 2, 3)]
+    count = 0
+
+    async def prefill(leg):
+        nonlocal count
+        count += 1
+        return prefilled(leg, engine=ranks[count % 3])
+
+    async def decode(leg):
+        told = params_of(leg)
+        if told["remote_engine_id"] != ranks[count % 3] or "remote_block_ids" not in told:
+            await never(leg)
+        return 200, [EVENT, DONE]
+
+    engines = Scripted(prefill, decode)
+    router = await acquainted(engines)
+    clients = [await router.serve(name=f"{number}") for number in range(10)]
+
+    assert router.learned.state(P0) is State.SEVERAL
+    assert all(len(client.journey.retries) <= 1 for client in clients)
+    assert not any(client.journey.retries for client in clients[4:])
+
+
+async def test_requests_that_come_before_the_first_answer_wait_for_nobody():
+    """Each goes in turn and teaches the same; there is no probe that could hang for all of them."""
+    engines = Scripted(good_prefill, good_decode)
+    router = router_of(engines)
+    go = asyncio.Event()
+
+    async def slow(leg):
+        await go.wait()
+        return prefilled(leg)
+
+    engines.prefill = slow
+    clients = [router.start(name=f"r{number}") for number in range(20)]
+    await until(lambda: len(engines.open) == 20)
+    go.set()
+    for client in clients:
+        await client.end()
+
+    assert {client.journey.route for client in clients} == {"push, prefill first"}
+    assert len(engines.of(Role.PREFILL)) == 20
+    assert (await router.serve()).journey.route == "push"
+
+
+@pytest.mark.parametrize("stage", ["before", "between", "during"])
+async def test_a_client_that_hangs_up_ends_both_legs(stage):
+    """At once, wherever they are."""
+
+    async def prefill(leg):
+        return prefilled(leg) if stage == "between" else await never(leg)
+
+    async def decode(leg):
+        return (200, [EVENT, never(leg)]) if stage == "during" else await never(leg)
+
+    engines = Scripted(prefill, decode)
+    router = await acquainted(engines)
+    client = router.start()
+    await until(lambda: len(engines.open) == (1 if stage == "between" else 2) and len(engines.legs) == 2)
+    await asyncio.sleep(0.01)
+    client.hang_up()
+
+    assert client.is_over
+    assert not engines.open
+    assert router.is_idle()
+    assert client.outcome.status == HUNG_UP
+    assert client.body == (EVENT if stage == "during" else b"")
+
+
+@pytest.mark.parametrize("role", Role)
+async def test_a_bug_leaves_no_leg_running(role, caplog):
+    """What is nobody's planned failure must not cost an engine its memory."""
+
+    async def bug(_):
+        raise ZeroDivisionError
+
+    engines = Scripted(bug, never) if role is Role.PREFILL else Scripted(never, bug)
+    router = await acquainted(engines)
+    client = await router.serve()
+
+    assert not engines.open
+    assert router.is_idle()
+    assert client.error == ("InternalServerError", "The router failed; its log says why.")
+    assert [record.exc_info[0] for record in caplog.records] == [ZeroDivisionError]
+
+
+async def test_told_to_pull_the_router_never_sends_both_at_once():
+    """Works with engines that push, too: they are asked one after the other."""
+    engines = Scripted(good_prefill, good_decode)
+    router = router_of(engines, mode=Mode.PULL)
+    clients = [await router.serve(name=f"{number}") for number in range(3)]
+
+    assert {client.journey.route for client in clients} == {"push, prefill first"}
+
+
+async def test_told_to_push_the_router_does_not_put_up_with_less():
+    """An engine that says nothing is taken to push; one that says it pulls would kill the decode engine."""
+
+    async def silent(leg):
+        return prefilled(leg, transfer_mode=None)
+
+    async def pulls(leg):
+        return prefilled(leg, transfer_mode="pull")
+
+    engines = Scripted(silent, good_decode)
+    router = router_of(engines, mode=Mode.PUSH, retries=0)
+    assert [(await router.serve(name=name)).journey.route for name in "ab"] == ["push, prefill first", "push"]
+
+    engines.prefill = pulls
+    client = await router_of(engines, mode=Mode.PUSH, retries=0).serve()
+    assert client.error[0] == "EngineError"
+    assert client.error[1].startswith("prefill-0 does not push")

@@ -1,0 +1,69 @@
+"""Both legs must have the same prompt: what they count of it is compared, and a difference is never silent."""
+
+import dataclasses
+import json
+
+import pytest
+
+from support.scripted import DONE, EVENT, Scripted, call, prefilled, router_of
+
+
+def usage(count):
+    return b'data: {"choices":[],"usage":{"prompt_tokens":%d}}\n\n' % count
+
+
+def prefill_counting(count, mode):
+    async def prefill(leg):
+        answer = prefilled(leg, transfer_mode=mode)
+        body = json.loads(answer.body) | {"usage": {"prompt_tokens": count}}
+        return dataclasses.replace(answer, body=json.dumps(body).encode())
+
+    return prefill
+
+
+def decode_with(*parts):
+    async def decode(_):
+        return 200, [*parts]
+
+    return decode
+
+
+async def served(prefill, decode, *, turns=1, **fields):
+    """Return how often two engines differed, and the journey of the last request."""
+    router = router_of(Scripted(prefill, decode))
+    for turn in range(turns):
+        client = await router.serve(call(**fields), name=f"r{turn}")
+    return dict(router.sight.measures.mismatches), client.journey
+
+
+@pytest.mark.parametrize("parts", [[EVENT, usage(9), DONE], [usage(9), usage(9), DONE], [EVENT + usage(9) + DONE]])
+async def test_a_difference_is_told_once(parts):
+    """Wherever in the stream it comes to light."""
+    told, journey = await served(prefill_counting(7, "pull"), decode_with(*parts))
+
+    assert told == {("prefill-0", "decode-0"): 1}
+    assert journey.fault == (
+        "prefill-0 counted 7 prompt tokens and decode-0 9: they do not make the same prompt of a request"
+    )
+
+
+@pytest.mark.parametrize("parts", [[EVENT, usage(7), DONE], [EVENT, DONE]])
+async def test_the_same_number_or_none_is_no_fault(parts):
+    """A stream has no usage unless its client asks for it."""
+    told, journey = await served(prefill_counting(7, "pull"), decode_with(*parts))
+
+    assert (told, journey.fault) == ({}, None)
+
+
+async def test_legs_that_go_out_at_once_are_compared_too():
+    """Whichever of them answers first."""
+    told, _ = await served(prefill_counting(7, "push"), decode_with(EVENT, usage(9), DONE), turns=2)
+
+    assert told == {("prefill-0", "decode-0"): 2}
+
+
+async def test_one_engine_has_nobody_to_differ_from():
+    """A request for one engine is not read at all."""
+    told, journey = await served(prefill_counting(7, "pull"), decode_with(usage(9), DONE), n=2)
+
+    assert (told, journey.fault) == ({}, None)

@@ -1,0 +1,204 @@
+"""Waiting for a place."""
+
+import asyncio
+import random
+
+import pytest
+
+from support.scripted import Scripted, by_now, call, good_decode, never, pulled_prefill, router_of, until
+from xpyd_proxy.core.admission import State
+from xpyd_proxy.core.limits import Limits
+from xpyd_proxy.errors import KeyOverLimit, RouterFull
+from xpyd_proxy.requests.gate import Gate
+
+
+class Crowd:
+    """Tickets that stay until they are told to leave, or until the gate refuses them."""
+
+    def __init__(self, **limits):
+        self.gate = Gate(Limits(**limits), by_now)
+        self.inside = []
+        self.refused = {}
+        self.tickets = {}
+
+    def arrive(self, name, key="a", priority=0):
+        ticket = self.tickets[name] = self.gate.arrive(key, priority, 10)
+        if ticket.state is State.WAITING:
+            self.gate.watch(ticket, lambda: self._decided(name))
+        else:
+            self._enter(name)
+
+    def leave(self, name):
+        if self.tickets[name].state is State.WAITING:
+            self.gate.unwatch(self.tickets[name])
+        elif name in self.inside:
+            self.inside.remove(name)
+        self.gate.leave(self.tickets[name])
+
+    def _decided(self, name):
+        self.gate.unwatch(self.tickets[name])
+        self._enter(name)
+
+    def _enter(self, name):
+        try:
+            self.gate.check(self.tickets[name])
+            self.inside.append(name)
+        except (KeyOverLimit, RouterFull) as error:
+            self.refused[name] = error
+
+
+async def test_the_next_one_enters_when_one_leaves():
+    """The more important first."""
+    crowd = Crowd(concurrency=1, queue=5, wait_s=5)
+    crowd.arrive("first")
+    crowd.arrive("second")
+    crowd.arrive("urgent", priority=-1)
+    assert crowd.inside == ["first"]
+    assert crowd.gate.admission.waiting == 2
+
+    crowd.leave("first")
+    await until(lambda: crowd.inside == ["urgent"])
+    crowd.leave("urgent")
+    await until(lambda: crowd.inside == ["second"])
+    crowd.leave("second")
+    assert (crowd.gate.admission.admitted, crowd.gate.admission.held_bytes) == (0, 0)
+
+
+async def test_a_client_that_leaves_while_it_waits_frees_its_place_at_once():
+    """In the same turn of the event loop."""
+    crowd = Crowd(concurrency=1, queue=1, wait_s=5)
+    crowd.arrive("first")
+    crowd.arrive("second")
+    assert crowd.gate.admission.waiting == 1
+    crowd.leave("second")
+
+    assert crowd.gate.admission.waiting == 0
+
+
+async def test_waiting_has_an_end():
+    """Which the client is told, with a time for its next try."""
+    crowd = Crowd(concurrency=1, queue=5, wait_s=0.02)
+    crowd.arrive("first")
+    crowd.arrive("second")
+    await asyncio.sleep(0.03)
+    crowd.gate.expire()
+    await until(lambda: crowd.refused)
+
+    error = crowd.refused["second"]
+    assert isinstance(error, RouterFull)
+    assert str(error) == "the router had no place for this request within 0.02 s (max_concurrency)"
+    assert error.retry_after_s == 5
+
+
+async def test_one_that_is_less_important_gives_way():
+    """It need not wait to be told."""
+    crowd = Crowd(concurrency=1, queue=1, wait_s=5)
+    crowd.arrive("first")
+    crowd.arrive("second")
+    crowd.arrive("third", priority=-5)
+    await until(lambda: crowd.refused)
+
+    error = crowd.refused["second"]
+    assert isinstance(error, RouterFull)
+    assert str(error) == "the router has as many requests waiting as it may (max_queue)"
+    crowd.leave("third")
+    assert crowd.gate.admission.waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "error", "says"),
+    [
+        ({"key_concurrency": 1}, KeyOverLimit, "the key a has 1 requests at work already (max_key_concurrency)"),
+        ({"key_rate": 1}, KeyOverLimit, "the key a sends more than 1 requests a second (max_key_rate)"),
+        ({"rate": 1}, RouterFull, "the router takes 1 requests a second, and this one is over it (max_rate)"),
+        ({"held_bytes": 10}, RouterFull, "the router holds as many bytes of requests as it may (max_held_bytes)"),
+        ({"concurrency": 1}, RouterFull, "the router has as many requests waiting as it may (max_queue)"),
+    ],
+)
+async def test_a_refusal_says_which_limit_it_was(limits, error, says):
+    """By the name that its operator gave it."""
+    crowd = Crowd(**limits)
+    crowd.arrive("first")
+    crowd.arrive("second")
+
+    found = crowd.refused["second"]
+    assert type(found) is error
+    assert str(found) == says
+    assert found.retry_after_s >= 1
+
+
+async def test_more_places_are_filled_at_once():
+    """When the limits change while requests wait."""
+    crowd = Crowd(concurrency=1, queue=5, wait_s=5)
+    for number in range(3):
+        crowd.arrive(number)
+    assert crowd.gate.admission.waiting == 2
+    crowd.gate.change(Limits(concurrency=3, queue=5, wait_s=5))
+    await until(lambda: crowd.inside == [0, 1, 2])
+
+
+async def test_a_thousand_requests_through_a_narrow_gate_leave_nothing_behind():
+    """Whatever becomes of each: served, left while it waits or while it is served, refused, expired."""
+    limits = Limits(concurrency=7, queue=500, wait_s=0.2, key_concurrency=900)
+
+    async def prefill(leg):
+        await asyncio.sleep(random.random() * 0.002)
+        return await pulled_prefill(leg)
+
+    engines = Scripted(prefill, good_decode)
+    router = router_of(engines, limits=limits, clock=by_now)
+    clients = [router.start(call(priority=number % 5), name=f"r{number}") for number in range(1000)]
+    await asyncio.sleep(0.005)
+    for client in clients[::11]:
+        client.hang_up()
+    for client in clients:
+        await client.end()
+
+    by_status = [client.outcome.status for client in clients]
+    served, left, told = by_status.count(200), by_status.count(499), by_status.count(503) + by_status.count(429)
+    admission = router.gate.admission
+    assert router.is_idle()
+    assert not engines.open
+    assert not router.gate._watching
+    assert served > 0
+    assert told > 0
+    assert left > 0
+    assert served + told + left == 1000
+    assert told <= sum(admission.refused.values()) <= told + left  # some left before they heard it
+    assert all(client.response.is_whole for client in clients if client.outcome.status == 200)
+
+
+async def test_a_request_that_waits_is_served_in_its_turn():
+    """And one whose client leaves meanwhile is not served at all."""
+    go = asyncio.Event()
+
+    async def prefill(leg):
+        await go.wait()
+        return await pulled_prefill(leg)
+
+    engines = Scripted(prefill, good_decode)
+    router = router_of(engines, limits=Limits(concurrency=1, queue=5, wait_s=5), clock=by_now)
+    clients = [router.start(name=name) for name in "abc"]
+    await until(lambda: engines.open)
+    assert router.gate.admission.waiting == 2
+    clients[1].hang_up()
+    assert clients[1].is_over
+    go.set()
+
+    assert [(await client.end()).outcome.status for client in clients] == [200, 499, 200]
+    assert len(engines.legs) == 4
+    assert router.is_idle()
+
+
+async def test_a_request_that_waits_too_long_is_told():
+    """With a time for its next try; nobody has to look at the queue for it but the router's own timer."""
+    engines = Scripted(never, good_decode)
+    router = router_of(engines, limits=Limits(concurrency=1, queue=5, wait_s=0.02), clock=by_now)
+    first, second = router.start(name="a"), router.start(name="b")
+    await second.end()
+
+    assert second.status == 503
+    assert b"retry-after: 5\r\n" in second.response.lines
+    assert not first.is_over
+    first.hang_up()
+    assert router.is_idle()

@@ -1,0 +1,270 @@
+"""Blocks that nobody will come for are given back at once, and the client does not wait for it."""
+
+import asyncio
+import json
+
+import msgspec
+import pytest
+
+from support.scripted import (
+    DONE,
+    EVENT,
+    Scripted,
+    call,
+    good_decode,
+    good_prefill,
+    never,
+    params_of,
+    prefilled,
+    pulled_prefill,
+    request_id,
+    router_of,
+    until,
+)
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.dialect import release_body
+from xpyd_proxy.core.facts import Facts
+from xpyd_proxy.core.model import Answer, Instance, InstanceId, Leg, Role
+from xpyd_proxy.core.raw_json import Fields, decode
+from xpyd_proxy.errors import EngineError
+from xpyd_proxy.requests.release import Releaser
+
+DOWN = EngineError("down", reached=False)
+NO = Answer(400, "application/json", b'{"error":{"message":"too many"}}')
+
+
+class Notes:
+    """Writes down what became of releases."""
+
+    def __init__(self):
+        self.told = []
+
+    def released(self, prefill, /, *, freed):
+        self.told.append((prefill.id, freed))
+
+
+class Refusing(Scripted):
+    """Decode engines that are asked to free blocks answer as the test says."""
+
+    refusals = ()
+
+    async def ask(self, leg, *, timeout_s):
+        assert leg.instance.role is Role.DECODE
+        self.legs.append(leg)
+        outcome = self.refusals[len(self.releases) - 1]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    @property
+    def releases(self):
+        return [leg for leg in self.legs if b"2147483647" in leg.body]
+
+
+class Unsent(Refusing):
+    """Engines whose connections take their time, and never are there if the coroutine does not return."""
+
+    def __init__(self, prefill, decode):
+        super().__init__(prefill, decode, connects=False)
+
+
+async def down(_):
+    raise DOWN
+
+
+async def served(router):
+    """Serve a request, and wait for what is released behind it."""
+    client = await router.serve(call(model="m"))
+    await drained(router)
+    return client
+
+
+async def drained(router):
+    async with router.releaser:
+        pass
+    assert router.is_idle()
+
+
+@pytest.mark.parametrize("refusals", [(NO,), (DOWN, NO), (Answer(401, "", b""), DOWN, NO)])
+async def test_a_decode_leg_that_was_never_sent_is_refused_on_purpose(refusals):
+    """A decode engine that says no tells the prefill engine to free; any of them can, if it can be reached."""
+    notes = Notes()
+    engines = Unsent(pulled_prefill, down)
+    engines.refusals = refusals
+    router = router_of(engines, y=3, retries=0, told=(notes,))
+    client = await served(router)
+
+    assert client.error == ("EngineError", "down")
+    assert notes.told == [("prefill-0", True)]
+    assert len(engines.releases) == len(refusals)
+    assert len({leg.instance.id for leg in engines.releases}) == len(refusals)
+    assert {leg.path for leg in engines.releases} == {"/v1/completions"}
+    params = {**json.loads(prefilled(engines.legs[0], transfer_mode="pull").body)["kv_transfer_params"]}
+    assert params_of(engines.releases[0]) == params
+    assert json.loads(engines.releases[0].body)["model"] == "m"
+    assert request_id(engines.releases[0]) == "r"
+
+
+async def test_the_engine_that_could_not_be_reached_is_asked_last():
+    """It would not answer now either."""
+    engines = Unsent(pulled_prefill, down)
+    engines.refusals = (NO,)
+    router = router_of(engines, y=2, retries=0)
+    client = await served(router)
+
+    assert client.error == ("EngineError", "down")
+    assert [leg.instance.id for leg in engines.releases] == ["decode-1"]
+
+
+async def test_the_engine_that_was_being_connected_to_when_the_client_left_is_asked_last():
+    """It may never answer; another one frees the blocks within milliseconds."""
+
+    engines = Unsent(pulled_prefill, never)
+    engines.refusals = (NO,)
+    router = router_of(engines, y=2)
+    client = router.start()
+    await until(lambda: engines.of(Role.DECODE))
+    (tried,) = engines.of(Role.DECODE)
+    client.hang_up()
+    await drained(router)
+
+    assert tried.instance.id == "decode-0"
+    assert [leg.instance.id for leg in engines.releases] == ["decode-1"]
+
+
+async def test_a_client_that_leaves_between_the_legs_waits_for_nothing():
+    """Its request ends at once, and the blocks are given back behind it."""
+    notes = Notes()
+
+    engines = Unsent(pulled_prefill, never)
+    engines.refusals = (NO,)
+    router = router_of(engines, told=(notes,))
+    client = router.start()
+    await until(lambda: engines.of(Role.DECODE))
+    client.hang_up()
+
+    assert client.is_over
+    assert not engines.releases
+    await drained(router)
+    assert notes.told == [("prefill-0", True)]
+
+
+@pytest.mark.parametrize("outcome", [(500, [b"{}"]), (400, [NO.body]), (200, [])])
+async def test_a_decode_leg_that_was_sent_settles_it_itself(outcome):
+    """A second release would free what the engine may still be reading."""
+
+    async def decode(_):
+        return outcome
+
+    engines = Refusing(pulled_prefill, decode)
+    router = router_of(engines, retries=0)
+    client = await served(router)
+
+    assert client.status in (400, 502)
+    assert not engines.releases
+
+
+async def test_blocks_that_are_pushed_are_not_given_back_this_way():
+    """A refused decode leg does not free them; that was tried."""
+    engines = Unsent(good_prefill, down)
+    router = router_of(engines, retries=0)
+    client = await served(router)
+
+    assert client.error == ("EngineError", "down")
+    assert not engines.releases
+
+
+async def test_a_good_request_gives_nothing_back():
+    """Its decode engine does."""
+    engines = Refusing(pulled_prefill, good_decode)
+    router = router_of(engines)
+    client = await served(router)
+
+    assert client.body == EVENT + DONE
+    assert not engines.releases
+
+
+async def test_what_cannot_be_given_back_is_counted():
+    """No decode engine answers, or none is left, or too many are at it: the lease frees the blocks."""
+    notes = Notes()
+    prefill, decode = (Instance(InstanceId(f"{role}-0"), role, Address("http", "h", 1)) for role in Role)
+    leg = Leg(decode, "/v1/completions", b"{}", ())
+
+    async def ok(_):
+        return Answer(200, "", b"")
+
+    class Engines(Scripted):
+        async def ask(self, leg, *, timeout_s):
+            await asyncio.sleep(0)
+            return await self.prefill(leg)
+
+    for engines, legs in ((Engines(ok, ok), [leg]), (Engines(down, ok), [leg, leg]), (Engines(ok, ok), [])):
+        async with Releaser(engines, (notes,)) as releaser:
+            releaser.release(prefill, legs)
+    assert notes.told == [("prefill-0", False)] * 3
+
+    notes.told.clear()
+    async with Releaser(Engines(ok, ok), (notes,)) as releaser:
+        for _ in range(70):
+            releaser.release(prefill, [leg])
+        assert len(notes.told) == 6
+    assert len(notes.told) == 70
+
+
+def test_the_release_asks_for_more_than_any_engine_has():
+    """And says nothing of what the client wrote but the model: another prompt would do as well."""
+    fields = decode(b'{"model":"m","messages":[],"max_tokens":5}', Fields)
+    body = json.loads(release_body(fields, msgspec.Raw(b'{"a": 1.0}')))
+
+    assert body == {
+        "model": "m",
+        "prompt": [0],
+        "max_tokens": 2**31 - 1,
+        "stream": False,
+        "kv_transfer_params": {"a": 1.0},
+    }
+
+
+async def test_blocks_that_may_be_gone_are_asked_for_by_nobody():
+    """A lease that has run out leads to another request's KV cache: then the prompt is computed again."""
+    now = [0.0]
+
+    async def decode(leg):
+        if leg.instance.id == "decode-0":
+            now[0] += 21.0
+            raise DOWN
+        return await good_decode(leg)
+
+    engines = Unsent(pulled_prefill, decode)
+    engines.refusals = (NO, NO)
+    router = router_of(engines, y=2, clock=lambda: now[0])
+    client = await served(router)
+
+    assert client.body == EVENT + DONE
+    assert [request_id(leg) for leg in engines.of(Role.PREFILL)] == ["r", "r-r1"]
+    (used,) = [leg for leg in engines.of(Role.DECODE) if leg.instance.id == "decode-1" and leg not in engines.releases]
+    assert params_of(used)["remote_request_id"].startswith("cmpl-r-r1")
+
+
+async def test_only_an_engine_that_fits_takes_over_blocks():
+    """Another version of vLLM cannot read them; that engine has a prefill engine of its own."""
+
+    async def decode(leg):
+        if leg.instance.id == "decode-0":
+            raise DOWN
+        return await good_decode(leg)
+
+    engines = Unsent(pulled_prefill, decode)
+    engines.refusals = (DOWN, NO)
+    router = router_of(engines, x=2, y=2)
+    for role in Role:
+        for instance, version in zip(router.registry.known(role), ("1", "2"), strict=True):
+            router.registry.learn(instance.id, Facts(version=version))
+    client = await served(router)
+
+    assert client.body == EVENT + DONE
+    (used,) = [leg for leg in engines.of(Role.DECODE) if leg.instance.id == "decode-1" and leg not in engines.releases]
+    assert request_id(used) == "r-r1"
+    assert [leg.instance.id for leg in engines.of(Role.PREFILL)] == ["prefill-0", "prefill-1"]
+    releases = {request_id(leg): leg.instance.id for leg in engines.releases}
+    assert releases["r"] == "decode-0"  # nor could the other one tell it to free

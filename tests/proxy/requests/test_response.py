@@ -1,0 +1,97 @@
+"""The bytes of an answer."""
+
+import json
+
+import pytest
+
+from xpyd_proxy.core.model import Api
+from xpyd_proxy.errors import EngineError, OutOfTime
+from xpyd_proxy.requests.response import HttpResponse, last_event
+
+
+class Connection:
+    """Keeps what is written, write by write."""
+
+    def __init__(self):
+        self.written, self.keep_alive = [], None
+
+    def write(self, data):
+        self.written.append(data)
+
+    def default_lines(self):
+        return b"date: today\r\n"
+
+    def answered(self, *, keep_alive):
+        self.keep_alive = keep_alive
+
+
+@pytest.mark.parametrize("error", [EngineError("decode-0 broke off"), OutOfTime("too long")])
+@pytest.mark.parametrize(
+    ("path", "name", "at"),
+    [
+        (Api.COMPLETIONS, None, ("error", "message")),
+        (Api.CHAT, None, ("error", "message")),
+        ("/v1/audio/transcriptions", None, ("error", "message")),
+        (Api.RESPONSES, "error", ("message",)),
+        (Api.MESSAGES, "error", ("error", "message")),
+    ],
+)
+def test_a_stream_that_fails_says_so_in_the_words_of_its_api(path, name, at, error):
+    """Each library looks for its own sort of error, and none may take half an answer for all of it."""
+    event = last_event(path, error).decode()
+
+    assert event.startswith("\n")  # also behind a line without the empty one that ends its event
+    assert event.endswith("\n\n")
+    assert event[1:].startswith("data: " if name is None else f"event: {name}\ndata: ")
+    said = json.loads(event.partition("data: ")[2])
+    for key in at:
+        said = said[key]
+    assert said == str(error)
+    assert "[DONE]" not in event
+
+
+@pytest.mark.parametrize(
+    ("chunks", "framing", "first", "second", "end"),
+    [
+        (True, b"transfer-encoding: chunked\r\n", b"3\r\none\r\n", b"3\r\ntwo\r\n", b"3\r\nend\r\n0\r\n\r\n"),
+        (False, b"", b"one", b"two", b"end"),
+    ],
+    ids=["HTTP/1.1", "HTTP/1.0"],
+)
+def test_each_piece_of_a_stream_is_one_write(chunks, framing, first, second, end):
+    """The head goes with the first."""
+    connection = Connection()
+    response = HttpResponse(connection, connection.write, keep_alive=chunks, chunks=chunks)
+    response.begin(200, b"a: b\r\n", b"one", streams=True)
+    response.write(b"two")
+    response.end(b"end")
+    response.close()
+
+    close = b"" if chunks else b"connection: close\r\n"
+    head = b"HTTP/1.1 200 OK\r\ndate: today\r\na: b\r\n" + close + framing + b"\r\n"
+    assert connection.written == [head + first, second, end]
+    assert connection.keep_alive is chunks
+
+
+@pytest.mark.parametrize("chunks", [True, False])
+def test_what_is_known_to_end_at_once_is_one_write(chunks):
+    """A short stream is one packet."""
+    connection = Connection()
+    response = HttpResponse(connection, connection.write, keep_alive=True, chunks=chunks)
+    response.begin(200, b"", b"one", streams=True, last=True)
+    response.write(b"two")
+    response.end()
+
+    (written,) = connection.written
+    assert written.endswith(b"\r\n\r\n3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n" if chunks else b"\r\n\r\nonetwo")
+
+
+@pytest.mark.parametrize("chunks", [True, False])
+def test_a_whole_answer_says_how_long_it_is(chunks):
+    """And nothing comes behind it."""
+    connection = Connection()
+    response = HttpResponse(connection, connection.write, keep_alive=True, chunks=chunks)
+    response.begin(404, b"a: b\r\n", b"none", streams=False)
+    response.end()
+
+    assert connection.written == [b"HTTP/1.1 404 Not Found\r\ndate: today\r\na: b\r\ncontent-length: 4\r\n\r\nnone"]

@@ -1,0 +1,202 @@
+"""A stream that goes on although its engine has broken off, as an option."""
+
+import asyncio
+import json
+
+import pytest
+
+from support.greedy import events, read
+from support.scripted import Scripted, by_now, call, never, pulled_prefill, request_id, router_of, until
+from xpyd_proxy.core.model import Api, Role
+from xpyd_proxy.core.rules import Patience
+from xpyd_proxy.errors import EngineError
+
+BODY = {"stream": True, "temperature": 0, "max_tokens": 12, "stream_options": {"include_usage": True}}
+BODIES = {Api.COMPLETIONS: BODY | {"prompt": "hi"}, Api.CHAT: BODY | {"messages": [{"role": "user", "content": "hi"}]}}
+ERROR = b'data: {"error":{"message":"dead","code":500}}\n\ndata: [DONE]\n\n'
+HOW = {"it breaks off": EngineError("broke off"), "it says so": ERROR}
+
+
+def breaking(*after, how=HOW["it breaks off"]):
+    """Decode engines: the first legs break off after so many events, the others do not."""
+    left = list(after)
+
+    async def decode(leg):
+        stream = list(events(json.loads(leg.body), name=f"cmpl-{request_id(leg)}"))
+        if not left:
+            return 200, stream
+        return 200, [*stream[: left.pop(0)], how]
+
+    return decode
+
+
+async def served(engines, api=Api.COMPLETIONS, *, resume=True, **options):
+    router = router_of(engines, resume=resume, **options)
+    client = await router.serve(call(api, **BODIES[api]))
+    assert not engines.open
+    assert router.is_idle()
+    assert client.response.is_whole
+    return client
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+@pytest.mark.parametrize("api", BODIES)
+async def test_the_client_gets_the_text_of_one_engine(api, how):
+    """One id, one usage, one end; twice in a row."""
+    engines = Scripted(pulled_prefill, breaking(5, 4, how=how))
+    client = await served(engines, api, y=3)
+
+    assert read(client.body) == read(b"".join(events(BODIES[api], name="cmpl-r")))
+    assert len({leg.instance.id for leg in engines.of(Role.DECODE)}) == 3
+    assert len({request_id(leg) for leg in engines.of(Role.DECODE)}) == 3
+    assert len(engines.of(Role.PREFILL)) == 1  # the others compute their prompt themselves
+    assert [str(retry) for retry in client.journey.retries] == ["decode-0 failed", "decode-1 failed"]
+
+
+async def test_the_broken_leg_is_closed_before_the_next_is_sent():
+    """Whatever is left of it must not go on behind the client's back."""
+    seen = []
+
+    async def decode(leg):
+        seen.append([one.instance.id for one in engines.open if one is not leg])
+        return await script(leg)
+
+    script = breaking(5)
+    engines = Scripted(pulled_prefill, decode)
+    await served(engines, y=2)
+
+    assert seen == [[], []]
+
+
+async def test_a_stream_that_had_all_its_tokens_needs_no_other_engine():
+    """Only its usage and its end were missing."""
+    whole = list(events(BODIES[Api.COMPLETIONS], name="cmpl-r"))
+    engines = Scripted(pulled_prefill, breaking(len(whole) - 2))
+    client = await served(engines)
+
+    assert read(client.body) == read(b"".join(whole))
+    assert len(engines.legs) == 2
+
+
+@pytest.mark.parametrize("options", [{"resume": False}, {"retries": 0}, {"retries": 1}])
+async def test_there_is_an_end_to_it(options):
+    """The client gets an error after what it has."""
+    engines = Scripted(pulled_prefill, breaking(5, 4, 3))
+    client = await served(engines, y=4, **options)
+
+    assert client.error == ("EngineError", "broke off")
+    assert client.got.count(b"data: ") >= 5
+    assert b"DONE" not in client.body
+    assert len(engines.of(Role.DECODE)) == 1 + options.get("retries", 0)
+
+
+async def test_if_nobody_takes_over_the_first_failure_is_told():
+    """It is why."""
+
+    async def decode(leg):
+        if len(engines.of(Role.DECODE)) > 1:
+            raise EngineError("full")
+        return await script(leg)
+
+    script = breaking(5)
+    engines = Scripted(pulled_prefill, decode)
+
+    assert (await served(engines, y=2)).error == ("EngineError", "broke off")
+
+
+async def test_a_client_that_leaves_ends_the_leg_that_took_over():
+    """As it would have ended the first."""
+
+    async def decode(leg):
+        status, stream = await script(leg)
+        return status, stream if leg.instance.id == "decode-0" else [*stream[:3], never()]
+
+    script = breaking(3)
+    engines = Scripted(pulled_prefill, decode)
+    router = router_of(engines, resume=True, y=2)
+    client = router.start(call(**BODIES[Api.COMPLETIONS]))
+    await until(lambda: client.body.count(b"data: ") == 6)
+    assert [leg.instance.id for leg in engines.open] == ["decode-1"]
+    client.hang_up()
+
+    assert client.is_over
+    assert not engines.open
+    assert router.is_idle()
+
+
+async def test_an_event_without_its_empty_line_is_closed_before_another_engine_goes_on():
+    """Two events in one are none that a client can read."""
+
+    async def decode(leg):
+        stream = list(events(json.loads(leg.body), name="cmpl-r"))
+        if leg.instance.id == "decode-0":
+            return 200, [*stream[:4], stream[4].rstrip(b"\n") + b"\n", EngineError("broke off")]
+        return 200, stream
+
+    client = await served(Scripted(pulled_prefill, decode), y=2)
+
+    assert all(event.count(b"data:") == 1 for event in client.body.split(b"\n\n") if event)
+    assert read(client.body) == read(b"".join(events(BODIES[Api.COMPLETIONS], name="cmpl-r")))
+
+
+async def test_an_end_that_is_added_is_an_event_of_its_own():
+    """The stream had its last token, and broke off in the middle of its last event."""
+
+    async def decode(leg):
+        stream = list(events(json.loads(leg.body), name="cmpl-r"))
+        last = next(at for at, event in enumerate(stream) if b'"finish_reason":"' in event.replace(b": ", b":"))
+        return 200, [*stream[:last], stream[last].rstrip(b"\n") + b"\n", EngineError("broke off")]
+
+    client = await served(Scripted(pulled_prefill, decode))
+
+    assert all(event.count(b"data:") == 1 for event in client.body.split(b"\n\n") if event)
+    assert read(client.body) == read(b"".join(events(BODIES[Api.COMPLETIONS], name="cmpl-r")))
+
+
+async def test_what_takes_over_must_be_a_stream():
+    """Something else with status 200 (a page of a proxy in between) is not the rest of an answer."""
+
+    async def decode(leg):
+        stream = list(events(json.loads(leg.body), name="cmpl-r"))
+        if leg.instance.id == "decode-0":
+            return 200, [*stream[:4], EngineError("broke off")]
+        return 200, [b"<html>sorry</html>"], "text/plain"
+
+    client = await served(Scripted(pulled_prefill, decode), y=2)
+
+    assert client.error == ("EngineError", "broke off")
+    assert b"html" not in client.body
+
+
+@pytest.mark.parametrize("end", [[EngineError("broke off")], [], [b"data: [DO"]], ids=["broken", "no end", "half"])
+@pytest.mark.parametrize("resume", [True, False])
+async def test_a_stream_that_another_engine_goes_on_with_counts_against_the_first(end, resume):
+    """However it has ended, and whether or not a client notices: health and metrics go by it."""
+
+    async def decode(leg):
+        stream = list(events(json.loads(leg.body), name="cmpl-r"))
+        return 200, [*stream[:4], *end] if leg.instance.id == "decode-0" else stream
+
+    router = router_of(Scripted(pulled_prefill, decode), y=2, resume=resume)
+    await router.serve(call(**BODIES[Api.COMPLETIONS]))
+
+    legs = {key: count for key, count in router.sight.measures.legs.items() if key[1] == "decode"}
+    taken_over = {("decode-1", "decode", "ok"): 1} if resume else {}
+    assert legs == {("decode-0", "decode", "broken"): 1} | taken_over
+
+
+async def test_another_engine_does_not_make_a_stream_live_longer():
+    """Its time counts from its first leg on."""
+    patience = Patience(stream_s=0.2, idle_s=5.0)
+
+    async def decode(leg):
+        stream = list(events(json.loads(leg.body), name="cmpl-r"))
+        if leg.instance.id == "decode-0":
+            await asyncio.sleep(0.15)
+            return 200, [*stream[:4], EngineError("broke off")]
+        return 200, [*stream[:3], never()]
+
+    start = asyncio.get_running_loop().time()
+    client = await served(Scripted(pulled_prefill, decode), y=2, patience=patience, clock=by_now)
+    assert client.error == ("RequestTimeoutError", "the stream was not complete within 0.2 s")
+    assert asyncio.get_running_loop().time() - start < 0.3

@@ -1,0 +1,182 @@
+"""Sending a request again, whoever moves the KV cache."""
+
+import pytest
+
+from support.scripted import (
+    DONE,
+    EVENT,
+    Noted,
+    Scripted,
+    call,
+    good_decode,
+    params_of,
+    pulled_prefill,
+    request_id,
+    router_of,
+)
+from xpyd_proxy.core.budget import Budget
+from xpyd_proxy.core.model import Answer, Role
+from xpyd_proxy.core.retries import Failure
+from xpyd_proxy.errors import EngineError, EngineTimeout
+
+ERROR = b'{"error":{"message":"no room","type":"x","param":null,"code":503}}'
+UNREACHABLE = EngineError("it cannot be reached", reached=False)
+
+
+def failing(*outcomes, then):
+    """A side whose first legs end like this, and the others well."""
+    left = list(outcomes)
+
+    async def side(leg):
+        if not left:
+            return await then(leg)
+        outcome = left.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    return side
+
+
+async def served(engines, asked=None, **options):
+    router = router_of(engines, **options)
+    client = await router.serve(asked)
+    assert not engines.open
+    assert router.is_idle()
+    return client
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [UNREACHABLE, EngineError("broke off"), EngineTimeout("slow"), Answer(503, "", ERROR), Answer(200, "", b"")],
+)
+async def test_a_prefill_that_fails_is_done_by_another_engine(outcome):
+    """The client notices nothing but the time."""
+    engines = Scripted(failing(outcome, then=pulled_prefill), good_decode)
+    client = await served(engines, x=2)
+
+    assert client.body == EVENT + DONE
+    first, second = engines.of(Role.PREFILL)
+    assert first.instance.id != second.instance.id
+    assert len(engines.of(Role.DECODE)) == 1
+    assert [retry.visit.instance for retry in client.journey.retries] == [first.instance.id]
+
+
+async def test_a_single_engine_gets_another_chance():
+    """A connection that broke off is not the end of an engine."""
+    engines = Scripted(failing(EngineError("broke off"), then=pulled_prefill), good_decode)
+
+    assert (await served(engines)).body == EVENT + DONE
+
+
+async def test_a_single_engine_that_is_too_slow_is_not_asked_again():
+    """It had its five minutes."""
+    engines = Scripted(failing(EngineTimeout("slow"), then=pulled_prefill), good_decode)
+
+    assert (await served(engines)).error == ("EngineTimeoutError", "slow")
+    assert len(engines.legs) == 1
+
+
+@pytest.mark.parametrize("outcome", [EngineError("broke off"), (500, [ERROR]), (503, [ERROR]), (200, [])])
+async def test_after_a_decode_that_failed_there_is_a_new_prefill(outcome):
+    """The decode engine may have freed the blocks of the first: its parameters are never sent twice."""
+    engines = Scripted(pulled_prefill, failing(outcome, then=good_decode))
+    client = await served(engines, y=2)
+
+    assert client.body == EVENT + DONE
+    assert [request_id(leg) for leg in engines.legs] == ["r", "r", "r-r1", "r-r1"]
+    first, second = engines.of(Role.DECODE)
+    assert first.instance.id != second.instance.id
+    assert params_of(first)["remote_request_id"] != params_of(second)["remote_request_id"]
+    said = {503: "is busy", 500: "answered 5xx"}.get(outcome[0] if isinstance(outcome, tuple) else 0, "failed")
+    assert client.journey.server_timing().startswith(f'retry;desc="{first.instance.id} {said}";dur=0.0, prefill;')
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_an_engine_that_is_busy_is_asked_once_and_its_words_reach_the_client(status):
+    """It has no room, and asking again would not make any; another engine may have some."""
+    for role in Role:
+        engines = Scripted(failing(Answer(status, "application/json", ERROR), then=pulled_prefill), good_decode)
+        if role is Role.DECODE:
+            engines = Scripted(pulled_prefill, failing((status, [ERROR]), then=good_decode))
+        notes = Noted()
+        client = await served(engines, spans=notes)
+        assert [told[-1] for told in notes.told if told[0] == "ended"][-1] is Failure.BUSY
+        assert client.status == status
+        if (role, status) == (Role.PREFILL, 503):  # what its answer says may be about its insides
+            said = "prefill-0 failed to prefill: it answered with status 503"
+            assert client.error == ("ServiceUnavailableError", said)
+        else:
+            assert client.body == ERROR
+        assert len(engines.of(role)) == 1
+
+
+async def test_a_decode_engine_that_is_not_there_costs_no_prefill():
+    """The parameters are still good: nobody has seen them."""
+    engines = Scripted(pulled_prefill, failing(UNREACHABLE, then=good_decode))
+    client = await served(engines, y=2)
+
+    assert client.body == EVENT + DONE
+    assert len(engines.of(Role.PREFILL)) == 1
+    first, second = engines.of(Role.DECODE)
+    assert (first.body, first.headers) == (second.body, second.headers)
+    assert first.instance.id != second.instance.id
+    assert client.journey.prefill is not None
+
+
+@pytest.mark.parametrize("role", Role)
+async def test_there_is_an_end_to_it(role):
+    """The client gets the last failure; every earlier one is in the header."""
+    broken = [EngineError(f"failure {number}") for number in range(9)]
+    prefill = failing(*broken, then=pulled_prefill) if role is Role.PREFILL else pulled_prefill
+    decode = failing(*broken, then=good_decode) if role is Role.DECODE else good_decode
+    engines = Scripted(prefill, decode)
+    client = await served(engines, x=4, y=4, retries=2)
+
+    assert (client.status, client.error) == (502, ("EngineError", "failure 2"))
+    assert len(engines.of(role)) == 3
+    assert len({leg.instance.id for leg in engines.of(role)}) == 3
+    assert len({request_id(leg) for leg in engines.of(role)}) == 3
+    assert client.journey.server_timing().count("retry;") == 2
+
+
+@pytest.mark.parametrize("role", Role)
+async def test_a_refusal_is_final(role):
+    """And it is told in the engine's words."""
+    refused = failing(Answer(404, "application/json", ERROR), then=pulled_prefill)
+    prefill = refused if role is Role.PREFILL else pulled_prefill
+    decode = failing((404, [ERROR]), then=good_decode) if role is Role.DECODE else good_decode
+    engines = Scripted(prefill, decode)
+    client = await served(engines, x=2, y=2)
+
+    assert (client.status, client.body) == (404, ERROR)
+    assert len(engines.of(role)) == 1
+
+
+async def test_a_request_for_one_engine_is_sent_again_too():
+    """Nothing was shown; another engine gives the same text."""
+    engines = Scripted(pulled_prefill, failing(EngineError("broke off"), UNREACHABLE, then=good_decode))
+    client = await served(engines, call(n=2), x=0, y=3)
+
+    assert client.body == EVENT + DONE
+    assert len({leg.instance.id for leg in engines.legs}) == 3
+    assert client.journey.server_timing().count("retry;") == 2
+
+
+async def test_after_the_first_byte_nothing_is_sent_again():
+    """The client has seen tokens; others could follow."""
+    engines = Scripted(pulled_prefill, failing((200, [EVENT, EngineError("broke off")]), then=good_decode))
+    client = await served(engines, x=2, y=2)
+
+    assert (client.got, client.error) == (EVENT, ("EngineError", "broke off"))
+    assert len(engines.legs) == 2
+
+
+async def test_the_budget_of_the_router_ends_the_tries_of_a_request():
+    """When all engines fail, retries must not multiply what the engines have to bear."""
+    broken = [EngineError(f"failure {number}") for number in range(9)]
+    engines = Scripted(pulled_prefill, failing(*broken, then=good_decode))
+    client = await served(engines, y=4, retries=8, budget=Budget(share=0.0, floor=0.0, most=1.0))
+
+    assert client.error == ("EngineError", "failure 1")
+    assert len(engines.of(Role.DECODE)) == 2

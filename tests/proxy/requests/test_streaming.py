@@ -1,0 +1,97 @@
+"""A stream is the same in whatever pieces it comes: the same bytes, faults and counts."""
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.scripted import DONE, EVENT, Scripted, by_now, call, never, pulled_prefill, router_of, until
+from xpyd_proxy.core.rules import Patience
+from xpyd_proxy.errors import EngineError
+
+ERROR = b'data: {"error": {"message": "no", "code": 500}}\n\n'
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":1}}\n\n'
+
+
+async def served(parts, *, ends_at_once=False, patience=None):
+    """Return the bytes, what went wrong, and what was counted of it."""
+
+    async def decode(_):
+        return 200, list(parts)
+
+    engines = Scripted(pulled_prefill, decode, ends_at_once=ends_at_once)
+    router = router_of(engines, retries=0, patience=patience or Patience(), clock=by_now)
+    client = await router.serve(call(stream=True))
+    assert not engines.open
+    assert router.is_idle()
+    legs = {key[::2]: count for key, count in router.sight.measures.legs.items() if key[1] == "decode"}
+    return client.got, client.error, legs, client.journey.fault
+
+
+def cut(data, at):
+    places = [0, *sorted({place % len(data) for place in at}), len(data)]
+    return [data[a:b] for a, b in pairwise(places) if a < b]
+
+
+@given(
+    events=st.lists(st.sampled_from([EVENT, ERROR, USAGE, b": comment\n\n", b"event: x\ndata: {}\n\n"]), max_size=6),
+    ending=st.sampled_from([DONE, b"", b"data: [DO", EngineError("it broke off")]),
+    at=st.lists(st.integers(0, 400), max_size=6),
+    ends_at_once=st.booleans(),
+)
+def test_the_pieces_do_not_matter(events, ending, at, ends_at_once):
+    """For any events in any pieces, and any end."""
+    end = [ending] if isinstance(ending, Exception) else []
+    data = b"".join([EVENT, *events])
+    rest = ending if isinstance(ending, bytes) else b""
+    is_good = rest == DONE
+    by_events = asyncio.run(served([EVENT, *events, *([rest] if rest else []), *end]))
+    in_pieces = asyncio.run(served([*cut(data + rest, at), *end], ends_at_once=ends_at_once and not end))
+
+    assert in_pieces == by_events
+    assert by_events[0] == data + (rest if is_good else b"")
+    assert (by_events[1] is None) == is_good
+    assert by_events[2] == {("decode-0", "ok" if is_good and ERROR not in events else "broken"): 1}
+
+
+async def test_what_comes_is_passed_on_at_once():
+    """No piece waits for the next one."""
+
+    async def decode(_):
+        return 200, [EVENT, EVENT, EVENT, never()]
+
+    client = router_of(Scripted(pulled_prefill, decode)).start()
+    await until(lambda: client.body == EVENT * 3)
+
+    assert client.response.pieces == [EVENT] * 3
+    client.hang_up()
+
+
+@pytest.mark.parametrize(
+    ("patience", "error", "outcome"),
+    [
+        (Patience(idle_s=0.03), ("EngineTimeoutError", "decode-0 sent nothing for 0.03 s"), "silent"),
+        (Patience(stream_s=0.05), ("RequestTimeoutError", "the stream was not complete within 0.05 s"), "ok"),
+    ],
+    ids=["silent", "too long"],
+)
+async def test_what_takes_too_long_is_given_up(patience, error, outcome):
+    """With the blame for the engine only if it was silent."""
+    got, said, legs, fault = await served([EVENT, EVENT, never()], patience=patience)
+
+    assert (got, said, fault) == (EVENT * 2, error, error[1])
+    assert legs == {("decode-0", outcome): 1}
+
+
+async def piece():
+    await asyncio.sleep(0.03)
+    return EVENT
+
+
+async def test_the_timer_goes_by_the_last_piece():
+    """It was set before the first one, and goes off several times meanwhile."""
+    got, error, _, _ = await served([EVENT, *[piece() for _ in range(6)], DONE], patience=Patience(idle_s=0.09))
+
+    assert (got, error) == (EVENT * 7 + DONE, None)

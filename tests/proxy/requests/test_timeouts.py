@@ -1,0 +1,184 @@
+"""Every wait has an end, and each says in its own words what has taken too long."""
+
+import asyncio
+
+import pytest
+
+from support.scripted import (
+    DONE,
+    EVENT,
+    Noted,
+    Scripted,
+    by_now,
+    call,
+    good_decode,
+    never,
+    pulled_prefill,
+    router_of,
+    until,
+)
+from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.rules import Patience
+from xpyd_proxy.errors import EngineError
+
+STREAM = {"stream": True}
+
+
+async def read(engines, *, patience, **options):
+    router = router_of(engines, patience=patience, clock=by_now, **options)
+    client = await router.serve(call(**STREAM))
+    assert not engines.open
+    assert router.is_idle()
+    return client
+
+
+@pytest.mark.parametrize("silent", ["no head", "no event"])
+async def test_a_stream_that_does_not_begin_is_given_up_and_done_by_another(silent):
+    """The decode engine had the parameters: there is a new prefill."""
+
+    async def decode(leg):
+        if leg.instance.id == "decode-0":
+            return await never(leg) if silent == "no head" else (200, [b": waiting\n\n", never(leg)])
+        return await good_decode(leg)
+
+    engines = Scripted(pulled_prefill, decode)
+    client = await read(engines, patience=Patience(first_token_s=0.02), y=2)
+
+    assert client.body == EVENT + DONE
+    assert len(engines.of(Role.PREFILL)) == 2
+
+
+async def test_the_only_engine_that_does_not_begin_is_the_clients_error():
+    """It had its time; asking it again would double the wait."""
+    engines = Scripted(pulled_prefill, never)
+    client = await read(engines, patience=Patience(first_token_s=0.02))
+
+    assert client.error == ("EngineTimeoutError", "decode-0 sent no token within 0.02 s")
+    assert len(engines.of(Role.DECODE)) == 1
+
+
+async def test_a_prefill_that_does_not_answer_is_done_by_another():
+    """And its leg is closed before."""
+
+    async def prefill(leg):
+        return await never() if leg.instance.id == "prefill-0" else await pulled_prefill(leg)
+
+    engines = Scripted(prefill, good_decode)
+    client = await read(engines, patience=Patience(prefill_s=0.02), x=2)
+
+    assert client.body == EVENT + DONE
+    assert [str(retry) for retry in client.journey.retries] == ["prefill-0 timed out"]
+
+
+async def test_a_stream_that_falls_silent_is_closed():
+    """What came before is with the client; the engine's request does not stay open for ever."""
+
+    async def decode(leg):
+        return 200, [EVENT, EVENT, never(leg)]
+
+    client = await read(Scripted(pulled_prefill, decode), patience=Patience(idle_s=0.02))
+
+    assert client.got == EVENT * 2
+    assert client.error == ("EngineTimeoutError", "decode-0 sent nothing for 0.02 s")
+
+
+async def test_a_stream_that_goes_on_is_not_silent():
+    """Only the pauses count, not the length."""
+
+    async def piece():
+        await asyncio.sleep(0.02)
+        return EVENT
+
+    async def decode(_):
+        return 200, [EVENT, *(piece() for _ in range(5)), DONE]
+
+    client = await read(Scripted(pulled_prefill, decode), patience=Patience(idle_s=0.08, first_token_s=0.08))
+
+    assert client.body == EVENT * 6 + DONE
+
+
+async def test_the_time_that_a_client_takes_is_its_own():
+    """An engine that had to wait is not silent; once it goes on, it has its full time again."""
+
+    async def piece():
+        await asyncio.sleep(0.02)
+        return EVENT
+
+    async def decode(_):
+        return 200, [EVENT, EVENT, piece(), DONE]
+
+    router = router_of(Scripted(pulled_prefill, decode), patience=Patience(idle_s=0.06), clock=by_now)
+    client = router.start(call(**STREAM))
+
+    def slow(_):
+        client.response.on_write = lambda _: None
+        client.request.pause()
+        asyncio.get_running_loop().call_later(0.2, client.request.resume)
+
+    client.response.on_write = slow
+    await client.end()
+
+    assert client.body == EVENT * 3 + DONE
+
+
+async def test_an_engine_has_its_full_time_after_the_shortest_pause():
+    """Also where the client goes on before the router has looked at the time: then nothing could be heard."""
+    now = [0.0]
+
+    async def decode(_):
+        return 200, [EVENT, never()]
+
+    router = router_of(Scripted(pulled_prefill, decode), patience=Patience(idle_s=100.0), clock=lambda: now[0])
+    client = router.start(call(**STREAM))
+    await until(lambda: client.response.begun)
+    client.request.look(0.0)
+    now[0] = 99.0
+    client.request.pause()
+    client.request.resume()
+    client.request.look(101.0)
+    client.request.look(200.9)
+    assert not client.is_over
+
+    client.request.look(201.0)
+    assert client.error == ("EngineTimeoutError", "decode-0 sent nothing for 100 s")
+
+
+async def test_a_stream_may_have_a_limit_for_all_of_it():
+    """Off by default; it counts from the first leg."""
+
+    async def decode(leg):
+        return 200, [EVENT, EVENT, never(leg)]
+
+    client = await read(Scripted(pulled_prefill, decode), patience=Patience(stream_s=0.06))
+
+    assert client.got == EVENT * 2
+    assert client.error == ("RequestTimeoutError", "the stream was not complete within 0.06 s")
+    assert Patience().stream_s is None
+
+
+@pytest.mark.parametrize("role", Role)
+async def test_a_whole_answer_has_one_limit_for_all_its_tries(role):
+    """No engine is blamed for it: what is told of its legs is that they were dropped."""
+    notes, now = Noted(), [0.0]
+
+    async def breaking(_):
+        if now[0] >= 40.0:
+            await never()
+        now[0] += 20.0
+        raise EngineError("broke off")
+
+    engines = Scripted(breaking if role is Role.PREFILL else pulled_prefill, breaking)
+    patience = Patience(whole_s=50.0, first_token_s=1.0)
+    router = router_of(engines, patience=patience, retries=9, spans=notes, clock=lambda: now[0])
+    client = router.start()
+    await until(lambda: len(engines.of(role)) == 3 and engines.open)
+    client.request.look(49.9)
+    assert not client.is_over
+    client.request.look(50.0)
+
+    assert client.error == ("RequestTimeoutError", "the request was not done within 50 s")
+    assert notes.told[-2][0] == "ended"
+    assert notes.told[-2][1].startswith(role)
+    assert notes.told[-2][-1] is None
+    assert not engines.open
+    assert router.is_idle()

@@ -1,0 +1,229 @@
+"""What is told of legs: load, health, metrics and spans all stand on it."""
+
+import asyncio
+
+import pytest
+
+from support.scripted import EVENT, Noted, Scripted, good_decode, never, pulled_prefill, request_id, router_of, until
+from xpyd_proxy.core.health import Limits
+from xpyd_proxy.core.load import ASK_FOR_REPORT, Report
+from xpyd_proxy.core.model import Answer, Role
+from xpyd_proxy.core.retries import Failure
+from xpyd_proxy.errors import EngineError, EngineTimeout
+
+ERROR = b'{"error":{"message":"no","type":"x","param":null,"code":400}}'
+
+
+class Watched:
+    """A router, and what it has told of the legs of its requests."""
+
+    def __init__(self, prefill, decode, **options):
+        self.notes = Noted()
+        self.engines = Scripted(prefill, decode)
+        self.router = router_of(self.engines, spans=self.notes, **{"retries": 0, **options})
+
+    @property
+    def told(self):
+        """Without what is told of whole requests."""
+        return [told for told in self.notes.told if told[0] != "over"]
+
+    @property
+    def legs(self):
+        """What the metrics count: legs by engine and outcome."""
+        return {key[::2]: count for key, count in self.router.sight.measures.legs.items()}
+
+    @property
+    def answers(self):
+        """How many good answers of each engine were timed."""
+        return {key[0]: sum(found.counts) for key, found in self.router.sight.measures.answers.by_key.items()}
+
+    async def served(self):
+        client = await self.router.serve()
+        assert self.router.is_idle()
+        return client
+
+
+async def test_both_legs_of_a_good_request():
+    """The decode leg ends when its stream does."""
+    watched = Watched(pulled_prefill, good_decode)
+    await watched.served()
+
+    assert watched.told == [
+        ("began", "prefill-0", "r"),
+        ("answered", "prefill-0", "r"),
+        ("ended", "prefill-0", "r", None),
+        ("began", "decode-0", "r"),
+        ("answered", "decode-0", "r"),
+        ("ended", "decode-0", "r", None),
+    ]
+    assert watched.legs == {("prefill-0", "ok"): 1, ("decode-0", "ok"): 1}
+    assert watched.answers == {"prefill-0": 1, "decode-0": 1}
+    assert watched.notes.told[-1] == ("over", "r", 200)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "failure"),
+    [
+        (EngineError("down", reached=False), Failure.UNREACHABLE),
+        (EngineError("broke off"), Failure.BROKEN),
+        (EngineTimeout("slow"), Failure.SILENT),
+        (Answer(500, "", ERROR), Failure.ERRED),
+        (Answer(400, "application/json", ERROR), Failure.REFUSED),
+        (Answer(200, "", b"{}"), Failure.BROKEN),
+    ],
+)
+async def test_a_prefill_that_fails_says_how(outcome, failure):
+    """Whose fault it is decides who is blamed for it."""
+
+    async def prefill(_):
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    watched = Watched(prefill, good_decode)
+    await watched.served()
+
+    assert [told for told in watched.told if told[0] != "answered"] == [
+        ("began", "prefill-0", "r"),
+        ("ended", "prefill-0", "r", failure),
+    ]
+    assert watched.legs == {("prefill-0", failure.name.lower()): 1}
+    assert watched.answers == {}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "failure"),
+    [
+        (EngineError("down", reached=False), Failure.UNREACHABLE),
+        ((500, [ERROR]), Failure.ERRED),
+        ((404, [ERROR]), Failure.REFUSED),
+        ((200, []), Failure.BROKEN),
+    ],
+)
+async def test_a_decode_that_fails_before_its_first_event_was_never_answered(outcome, failure):
+    """A time to the first token of a leg that has none would be a lie."""
+
+    async def decode(_):
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    watched = Watched(pulled_prefill, decode)
+    client = await watched.served()
+
+    assert [told for told in watched.told if told[0] != "answered"][2:] == [
+        ("began", "decode-0", "r"),
+        ("ended", "decode-0", "r", failure),
+    ]
+    assert watched.legs == {("prefill-0", "ok"): 1, ("decode-0", failure.name.lower()): 1}
+    assert watched.answers == {"prefill-0": 1}
+    assert client.outcome.first_s is None
+
+
+async def test_a_stream_that_breaks_off_has_failed_although_it_was_answered():
+    """The client gets an event about it; what is told must say so all the same."""
+
+    async def decode(_):
+        return 200, [EVENT, EngineError("broke off")]
+
+    watched = Watched(pulled_prefill, decode)
+    await watched.served()
+
+    assert watched.told[-2:] == [("answered", "decode-0", "r"), ("ended", "decode-0", "r", Failure.BROKEN)]
+    assert watched.legs == {("prefill-0", "ok"): 1, ("decode-0", "broken"): 1}
+    assert watched.answers == {"prefill-0": 1, "decode-0": 1}
+
+
+async def test_a_client_that_leaves_is_nobodys_failure():
+    """Neither in the middle of a stream, nor while the prefill runs."""
+
+    async def decode(_):
+        return 200, [EVENT, EVENT, EVENT, never()]
+
+    watched = Watched(pulled_prefill, decode)
+    client = watched.router.start()
+    await until(lambda: client.body == EVENT * 3)
+    client.hang_up()
+    assert watched.told[-1] == ("ended", "decode-0", "r", None)
+
+    watched = Watched(never, decode)
+    client = watched.router.start()
+    await asyncio.sleep(0.01)
+    client.hang_up()
+    assert watched.told == [("began", "prefill-0", "r"), ("ended", "prefill-0", "r", None)]
+    assert watched.legs == {("prefill-0", "ok"): 1}
+    assert watched.answers == {}
+    assert watched.router.is_idle()
+
+
+async def test_every_try_is_a_leg_of_its_own():
+    """A retry has another id, except where only the decode engine is replaced."""
+    down = [EngineError("down", reached=False), (500, [ERROR])]
+
+    async def decode(leg):
+        if down:
+            outcome = down.pop(0)
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+        return await good_decode(leg)
+
+    watched = Watched(pulled_prefill, decode, retries=2, y=2)
+    await watched.served()
+
+    sent = [(leg.instance.id, request_id(leg)) for leg in watched.engines.legs]
+    ended = [one[1:] for one in watched.told if one[0] == "ended"]
+    assert sent[:4] == [("prefill-0", "r"), ("decode-0", "r"), ("decode-1", "r"), ("prefill-0", "r-r2")]
+    assert [one[0] for one in ended] == [engine for engine, _ in sent]
+    assert [one[2] for one in ended] == [None, Failure.UNREACHABLE, Failure.ERRED, None, None]
+
+
+@pytest.mark.parametrize("error", [b'data: {"error":{"code":500}}\n\n', b'event: error\ndata: {"type":"error"}\n\n'])
+async def test_an_engine_that_says_it_failed_has_failed_although_nobody_reads_on(error):
+    """Most clients hang up at the error; it is the engine's all the same."""
+
+    async def decode(_):
+        return 200, [EVENT, error, never()]
+
+    watched = Watched(pulled_prefill, decode)
+    client = watched.router.start()
+    await until(lambda: client.body == EVENT + error)
+    client.hang_up()
+
+    assert watched.legs == {("prefill-0", "ok"): 1, ("decode-0", "broken"): 1}
+    assert watched.router.is_idle()
+
+
+async def test_an_engine_whose_legs_fail_gets_no_more_of_them():
+    """What is told of legs reaches the breaker."""
+
+    async def decode(leg):
+        if leg.instance.id == "decode-0":
+            raise EngineError("broke off")
+        return await good_decode(leg)
+
+    watched = Watched(pulled_prefill, decode, retries=3, y=2, breaking=Limits(in_a_row=2))
+    for turn in range(8):
+        client = await watched.router.serve(name=f"r{turn}")
+        assert client.status == 200
+
+    legs = [leg.instance.id for leg in watched.engines.of(Role.DECODE)]
+    assert legs.count("decode-0") == 2
+
+
+async def test_the_load_that_an_engine_reports_is_taken_from_its_answer():
+    """Where prefill engines are asked for it, the header travels with the leg."""
+    report = b'JSON {"named_metrics":{"num_requests_waiting":3,"kv_cache_usage_perc":0.5}}'
+
+    async def prefill(leg):
+        answer = await pulled_prefill(leg)
+        return Answer(answer.status, answer.content_type, answer.body, report)
+
+    watched = Watched(prefill, good_decode)
+    watched.router.requests.reports = True
+    await watched.served()
+    prefill, decode = watched.engines.legs
+
+    assert ASK_FOR_REPORT in prefill.headers
+    assert ASK_FOR_REPORT not in decode.headers
+    assert watched.router.registry.get(prefill.instance.id).load.report == Report(3, 0.5)

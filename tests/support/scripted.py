@@ -102,7 +102,7 @@ class Scripted:
 
     prefill: object
     decode: object
-    connects: bool = True  # at once; False: a leg is sent when its coroutine has returned
+    connects: object = True  # at once; False: a leg is sent when its coroutine has returned; or what tells it of a leg
     ends_at_once: bool = False  # the end of an answer comes with its last part
     legs: list = field(default_factory=list)  # as they came
     open: list = field(default_factory=list)  # at this moment
@@ -137,12 +137,13 @@ class Line:
         self._goes_on = asyncio.Event()
         self._goes_on.set()
         self._left = []  # parts, of which some may be coroutines
-        self.is_sent = engines.connects
+        self._connects = engines.connects(leg) if callable(engines.connects) else engines.connects
+        self.is_sent = self._connects
         self.is_over = self.is_kept = False
         engines.legs.append(leg)
         engines.open.append(leg)
         self._task = asyncio.create_task(self._live())
-        if engines.connects:
+        if self._connects:
             call.source = self
         else:
             call.opening = self._task
@@ -199,7 +200,7 @@ class Line:
 
     async def _answer(self, answer):
         call, (status, parts, content_type, load) = self._call, _taken_apart(answer)
-        if not self._engines.connects:
+        if not self._connects:
             call.source, self.is_sent = self, True
         self._left = list(parts) if isinstance(parts, list) else []
         self._tell(call.began, status, content_type.encode(), load)

@@ -6,7 +6,6 @@ could understand differently, and never more than fits the limits (RFC 9112; wha
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
@@ -43,19 +42,33 @@ class RefusalReason(StrEnum):
     ADDRESS = "max_connections_per_address"
 
 
-@dataclass(frozen=True, slots=True)
 class Head:
-    """A head that is good, without what the router ignores."""
+    """A head that is good, without what the router ignores. It does not change."""
 
-    raw: bytes  # with the empty line at its end
-    length: int | None  # bytes of the body; None: it is chunked
-    method: bytes
-    target: bytes  # as it came
-    is_old: bool  # HTTP/1.0
-    headers: Sequence[tuple[bytes, bytes]]  # names in lower case; without Upgrade
-    shown: Mapping[bytes, bytes]  # the same by name: of several with one name the first
-    keep_alive: bool  # the client does not ask for the connection to be closed (RFC 9112, 9.6)
-    expects: bool  # it waits for 100 Continue (RFC 9110, 10.1.1)
+    __slots__ = ("expects", "headers", "is_old", "keep_alive", "length", "method", "raw", "shown", "target")
+
+    def __init__(
+        self,
+        raw: bytes,
+        length: int | None,
+        *,
+        method: bytes,
+        target: bytes,
+        headers: Sequence[tuple[bytes, bytes]],
+        shown: Mapping[bytes, bytes],
+        is_old: bool,
+        keep_alive: bool,
+        expects: bool,
+    ) -> None:
+        self.raw = raw  # with the empty line at its end
+        self.length = length  # bytes of the body; None: it is chunked
+        self.method = method
+        self.target = target  # as it came
+        self.headers = headers  # names in lower case; without Upgrade
+        self.shown = shown  # the same by name: of several with one name the first
+        self.is_old = is_old  # HTTP/1.0
+        self.keep_alive = keep_alive  # the client does not ask for the connection to be closed (RFC 9112, 9.6)
+        self.expects = expects  # it waits for 100 Continue (RFC 9110, 10.1.1)
 
 
 def find_end(received: bytes | bytearray, start: int, *, read: int = 0) -> int:
@@ -121,7 +134,17 @@ def read_head(raw: bytes) -> Head:
         headers = [header for header in headers if header[0] != b"upgrade"]
     keep_alive = not any(b"close" in value.lower().replace(b" ", b"").split(b",") for value in options)
     expects = shown.get(b"expect", b"").lower() == b"100-continue"
-    return Head(raw, length, request[1], request[2], is_old, headers, shown, keep_alive, expects)
+    return Head(
+        raw,
+        length,
+        method=request[1],
+        target=request[2],
+        headers=headers,
+        shown=shown,
+        is_old=is_old,
+        keep_alive=keep_alive,
+        expects=expects,
+    )
 
 
 def _check_single(headers: Sequence[tuple[bytes, bytes]]) -> None:

@@ -28,7 +28,7 @@ def check_prefill(prefill: InstanceId, answer: Answer) -> None:
 
 def refused_decode(decode: InstanceId, answer: Answer) -> Refused | EngineError:
     """Say what to raise for a decode leg that was not answered with 200."""
-    if answer.status >= 400 and is_openai_error(answer.body):
+    if 400 <= answer.status < 600 and is_openai_error(answer.body):
         return refusal(decode, answer.status, JSON, answer.body)
     return _kind(answer)(f"{decode} failed to decode: it answered with status {answer.status}")
 

@@ -29,15 +29,21 @@ class Endpoints:
         headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
         request = Request(self._requests, response, scope["path"], headers)
         response.request = request
-        if request.check():
-            await _read(request, receive)
-        request.begin()
+        try:
+            if request.check():
+                await _read(request, receive)
+            request.begin()
+            await self._answer(request, response, receive, send)
+        finally:
+            request.leave()
+
+    async def _answer(self, request: Request, response: "_AsgiResponse", receive: Receive, send: Send) -> None:
+        """Send the answer as it comes, and notice when the client goes."""
         watching = asyncio.create_task(_watch(request, receive))
         try:
             await response.send_to(send)
         except asyncio.CancelledError:
             if self._requests.lifetime.stage is not Stage.CLOSED:
-                request.leave()
                 raise
             # The server cuts off what took too long to finish, and cares for nothing that comes after.
             request.interrupt(cut_short())
@@ -46,7 +52,6 @@ class Endpoints:
             watching.cancel()
             with suppress(asyncio.CancelledError):
                 await watching
-            request.leave()
 
 
 async def _read(request: Request, receive: Receive) -> None:
@@ -118,9 +123,10 @@ class _AsgiResponse:
         """Send what comes, to the end of the answer."""
         while self._messages or not self._is_over:
             while self._messages:
-                message = self._messages.popleft()
+                message = self._messages[0]
+                await send(message)  # which may be cut off before it is written
+                self._messages.popleft()
                 self._size -= len(message.get("body", b""))
-                await send(message)
             if self.request is not None:
                 self.request.resume()
             if not self._is_over:

@@ -3,6 +3,7 @@
 A request that is sent again gets another attempt, with another id for both engines: they match their halves by it.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from xpyd_proxy.core.rules import Rules
     from xpyd_proxy.requests.service import Requests, RequestSpan
 
+logger = logging.getLogger(__name__)
 _DECODE: Final = Role.DECODE  # looking a member up takes as long as a call
 _RANK: Final = b"x-data-parallel-rank"
 _RELEASES_MOST: Final = 16  # decode engines of which one is asked to free blocks
@@ -298,7 +300,10 @@ class Attempt(LegOwner):
 
     def crash(self, bug: Exception, /) -> None:
         """The router has a bug."""
-        self._steps.interrupt(bug)
+        if self._steps.is_running:
+            self._steps.interrupt(bug)
+        else:
+            logger.error("request %s failed behind its end", self.id, exc_info=bug)
 
     def _unlearn(self, failed: LegFailed) -> None:
         """Forget where an engine is whose leg has failed: it may come back as another one.
@@ -347,7 +352,8 @@ class Attempt(LegOwner):
             decode.due = None if patience.idle_s is None else now + patience.idle_s
         for leg in (self.prefill, decode):
             if leg is not None and not leg.is_closed and leg.due is not None and now >= leg.due:
-                self.leg_failed(leg, EngineTimeout(self._late(leg)))
+                # one that waits for a connection has sent nothing
+                self.leg_failed(leg, EngineTimeout(self._late(leg), reached=leg.source is not None))
 
     def _late(self, leg: EngineLeg) -> str:
         patience = self._rules.patience

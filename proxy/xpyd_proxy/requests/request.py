@@ -164,11 +164,13 @@ class Request:
         self.set()
 
     def check(self) -> bool:
-        """Judge the head; False: the request is refused, and answered."""
+        """Judge the head; False: the request is refused, and answered. One that is let in is under way from here on."""
         try:
             self._head.caller = self._of.intake.check(self._head)
         except ProxyError as error:
             self._end(self._tell(error))
+        else:
+            self._of.begun(self)
         return not self.response_complete
 
     def take(self, piece: bytes, *, is_all: bool = False) -> None:
@@ -184,7 +186,6 @@ class Request:
     def begin(self) -> None:
         """Serve the request: it is complete."""
         if not self.response_complete:
-            self._of.begun(self)
             self._steps.begin(self._live())
 
     def pause(self) -> None:
@@ -484,7 +485,7 @@ class Request:
         self._note_said(shown)
         if not response.begun:
             self._streamed_at = self._of.clock()
-            response.begin(_OK, self._lines(leg.content_type), shown, streams=True, last=leg.is_last)
+            response.begin(_OK, self._lines(leg.content_type), shown, streams=True, last=leg.is_last and replay is None)
         elif shown:  # it was begun by an engine that has broken off since
             response.write(shown)
 
@@ -493,11 +494,11 @@ class Request:
         replay = self._replay
         if replay is not None:
             piece = replay.feed(piece)
-            if replay.broken:
-                self._steps.wake()
         if piece:
             self._note_said(piece)
             self._response.write(piece)
+        if replay is not None and replay.broken:
+            self._steps.wake()  # last: what goes on from here may end the answer
 
     def _raise_broken(self, leg: DecodeLeg) -> None:
         if leg.fault is not None:
@@ -611,19 +612,22 @@ class Request:
         self._on(_END)
         self.response_complete = True
         self._steps.end()
-        of.over(self)
-        if self._ticket is not None:
-            of.gate.leave(self._ticket)
-        self._upload.free()
+        self._plan = self._replay = None  # the connection keeps us until its next request
+        self._head = _NO_HEAD
         first_s = None if self._streamed_at is None else self._streamed_at - self._start
         outcome = Outcome(path, status, of.clock() - self._start, first_s, journey.before + journey.last)
         journey.before = journey.last = b""
-        if self._span is not None:
-            self._span.end(outcome)
-        of.sight.later.add(of.account, journey, outcome)
-        self._plan = self._replay = self._ticket = None  # the connection keeps us until its next request
-        self._head = _NO_HEAD
-        self._response.close()
+        try:
+            of.over(self)
+            ticket, self._ticket = self._ticket, None
+            if ticket is not None:
+                of.gate.leave(ticket)
+            self._upload.free()
+            of.sight.later.add(of.account, journey, outcome)
+            if self._span is not None:
+                self._span.end(outcome)
+        finally:
+            self._response.close()  # or the connection would wait for ever
 
 
 def _may_resume(call: Call) -> bool:

@@ -85,7 +85,6 @@ class HttpResponse:
 
     def begin(self, status: int, lines: bytes, body: bytes, *, streams: bool, last: bool = False) -> None:
         """Write the head and the whole body, or the first piece of a stream; ``last``: its end follows at once."""
-        self.begun, self._streams = True, streams
         framing = _CHUNKED if self._chunks else b""
         head = [
             STATUS_LINE[status],
@@ -97,6 +96,7 @@ class HttpResponse:
             b"%x\r\n%b\r\n" % (len(body), body) if streams and body and self._chunks else body,
         ]
         data = b"".join(head)
+        self.begun, self._streams = True, streams
         if last:
             self._held = data
         else:
@@ -106,9 +106,8 @@ class HttpResponse:
         """Write a piece of a stream."""
         data = b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunks else piece
         if self._held:
-            self._held += data
-        else:
-            self._write(data)
+            data, self._held = self._held + data, b""
+        self._write(data)
 
     def end(self, piece: bytes = b"", /) -> None:
         """Write the end of a stream."""

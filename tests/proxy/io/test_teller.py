@@ -1,14 +1,21 @@
 """Requests whose answers are told."""
 
+import asyncio
+
 import pytest
 from msgspec import Raw
 
 from support.certificates import Authority
 from support.raw_engine import raw_engine
 from support.wiring import LOOPS, Told, answer, leg_to, run, telling
-from xpyd_proxy.core.model import RequestId
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.keys import Outbound
+from xpyd_proxy.core.model import Instance, InstanceId, RequestId, Role
 from xpyd_proxy.core.raw_json import encode_in_pieces
 from xpyd_proxy.io.wire import WireEngines
+from xpyd_proxy.io.wire.pool import Pool
+from xpyd_proxy.io.wire.teller import Teller
+from xpyd_proxy.io.wire.whole import WholeAnswer
 from xpyd_proxy.settings import Settings
 
 
@@ -59,3 +66,19 @@ def test_the_pieces_of_a_body_arrive_as_one(loop, scheme, contexts, size):
 
     assert [request.body for request in engine.requests] == [whole] * 2
     assert {request.value(b"content-length") for request in engine.requests} == {b"%d" % len(whole)}
+
+
+async def test_a_connection_that_cannot_be_opened_for_another_reason_is_told_too():
+    """A leg without a time limit would wait for ever."""
+
+    async def dial(*_):
+        raise RuntimeError("a fault of our own")
+
+    pool = Pool(keepalive_s=5, connect_timeout_s=5, dial=dial)
+    whole = WholeAnswer("decode-0")
+    instance = Instance(InstanceId("decode-0"), Role.DECODE, Address("http", "h", 1))
+    Teller(pool, Outbound()).tell(whole, instance, "/v1/completions", headers=(), request=RequestId("r"), body=[b"{}"])
+
+    with pytest.raises(RuntimeError, match="a fault of our own"):
+        await asyncio.wait_for(whole.answer, 5)
+    await pool.close()

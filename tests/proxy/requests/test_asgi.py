@@ -176,3 +176,28 @@ async def test_a_request_that_is_cut_off_at_the_end_of_the_router_is_told():
     assert connection.headers[b"connection"] == b"close"
     assert b"has to end before this request is finished" in connection.bodies[0][0]
     assert not engines.open
+
+
+@pytest.mark.parametrize("how", ["cancelled", "raised"])
+async def test_a_body_that_is_not_read_to_its_end_holds_nothing(how):
+    """Its bytes were charged for ever."""
+    router = router_of(Scripted(pulled_prefill, good_decode))
+    messages = [{"type": "http.request", "body": b"x" * 1000, "more_body": True}]
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        if how == "raised":
+            raise OSError("no more")
+        return await never()
+
+    async def send(_):
+        pass
+
+    scope = {"path": "/v1/completions", "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")]}
+    task = asyncio.create_task(Endpoints(router.requests)(scope, receive, send))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+    assert router.is_idle()

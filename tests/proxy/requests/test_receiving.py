@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from support.scripted import DONE, EVENT, Asked, Scripted, call, good_decode, good_prefill, router_of
+from support.scripted import DONE, EVENT, Asked, Scripted, call, good_decode, good_prefill, pulled_prefill, router_of
 from xpyd_proxy.core.journey import HUNG_UP
 from xpyd_proxy.core.lifetime import Step
 from xpyd_proxy.core.limits import Limits
@@ -164,3 +164,15 @@ async def test_a_call_that_generates_no_text_goes_to_one_engine_as_it_is():
     assert not engines.of(Role.PREFILL)
     assert client.journey.route == "solo: one leg"
     assert before.is_idle()
+
+
+async def test_a_request_is_in_flight_from_its_head_on():
+    """A router that is told to end waits for its body, and answers it when it has no more time."""
+    router = router_of(Scripted(pulled_prefill, good_decode))
+    client = router.start(sends=False)
+
+    assert router.lifetime.in_flight == 1
+    await router.requests.__aexit__()
+    await client.end()
+    assert client.status == 503
+    assert router.is_idle()

@@ -79,11 +79,32 @@ def test_what_is_known_to_end_at_once_is_one_write(chunks):
     connection = Connection()
     response = HttpResponse(connection, connection.write, keep_alive=True, chunks=chunks)
     response.begin(200, b"", b"one", streams=True, last=True)
-    response.write(b"two")
     response.end()
 
     (written,) = connection.written
-    assert written.endswith(b"\r\n\r\n3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n" if chunks else b"\r\n\r\nonetwo")
+    assert written.endswith(b"\r\n\r\n3\r\none\r\n0\r\n\r\n" if chunks else b"\r\n\r\none")
+
+
+def test_what_was_wrongly_known_to_end_is_held_no_longer_than_to_the_next_piece():
+    """All of a stream would wait in memory."""
+    connection = Connection()
+    response = HttpResponse(connection, connection.write, keep_alive=True)
+    response.begin(200, b"", b"one", streams=True, last=True)
+    response.write(b"two")
+
+    (written,) = connection.written
+    assert written.endswith(b"\r\n\r\n3\r\none\r\n3\r\ntwo\r\n")
+
+
+def test_a_head_that_cannot_be_written_is_not_begun():
+    """Else nothing could be answered in its place."""
+    connection = Connection()
+    response = HttpResponse(connection, connection.write, keep_alive=True)
+
+    with pytest.raises(KeyError):
+        response.begin(777, b"", b"", streams=False)
+
+    assert not response.begun
 
 
 @pytest.mark.parametrize("chunks", [True, False])

@@ -10,6 +10,8 @@ from support.scripted import Scripted, by_now, call, never, pulled_prefill, requ
 from xpyd_proxy.core.model import Api, Role
 from xpyd_proxy.core.rules import Patience
 from xpyd_proxy.errors import EngineError
+from xpyd_proxy.requests.request import Request
+from xpyd_proxy.requests.response import HttpResponse
 
 BODY = {"stream": True, "temperature": 0, "max_tokens": 12, "stream_options": {"include_usage": True}}
 BODIES = {Api.COMPLETIONS: BODY | {"prompt": "hi"}, Api.CHAT: BODY | {"messages": [{"role": "user", "content": "hi"}]}}
@@ -200,3 +202,65 @@ async def test_another_engine_does_not_make_a_stream_live_longer():
     client = await served(Scripted(pulled_prefill, decode), y=2, patience=patience, clock=by_now)
     assert client.error == ("RequestTimeoutError", "the stream was not complete within 0.2 s")
     assert asyncio.get_running_loop().time() - start < 0.3
+
+
+ERROR_EVENT = b'data: {"error":{"message":"dead","code":500}}\n\n'
+
+
+async def test_an_event_and_an_error_in_one_piece_both_count():
+    """The last token was lost, and the stream ended well: the error behind it was looked at first."""
+
+    async def decode(leg):
+        stream = list(events(json.loads(leg.body), name=f"cmpl-{request_id(leg)}"))
+        return 200, [*stream[:-3], stream[-3] + ERROR_EVENT, b"data: [DONE]\n\n"]
+
+    engines = Scripted(pulled_prefill, decode)
+    client = await served(engines)
+
+    assert read(client.body) == read(b"".join(events(BODIES[Api.COMPLETIONS], name="cmpl-r")))
+
+
+async def test_an_event_before_an_error_is_shown_if_nobody_goes_on():
+    """Then the error follows it."""
+
+    async def decode(leg):
+        stream = list(events(json.loads(leg.body), name=f"cmpl-{request_id(leg)}"))
+        return 200, [*stream[:3], stream[3] + ERROR_EVENT, b"data: [DONE]\n\n"]
+
+    client = await served(Scripted(pulled_prefill, decode), retries=0)
+
+    assert client.body.count(b"data: ") == 5
+    assert client.error is not None
+
+
+async def test_a_stream_that_broke_off_in_its_first_piece_is_shown_as_it_goes_on():
+    """Its beginning was said to be all of it, and the client would have waited for the end of the other engine's."""
+
+    async def decode(leg):
+        stream = list(events(json.loads(leg.body), name=f"cmpl-{request_id(leg)}"))
+        if leg.instance.id == "decode-0":
+            return 200, [stream[0] + stream[1] + ERROR_EVENT]
+        return 200, [*stream[:3], never()]
+
+    engines = Scripted(pulled_prefill, decode, ends_at_once=True)
+    router = router_of(engines, resume=True, y=2)
+    asked, written = call(Api.COMPLETIONS, **BODIES[Api.COMPLETIONS]), []
+    headers = ((b"host", b"localhost"), (b"content-type", b"application/json"))
+    request = Request(router.requests, HttpResponse(Silent(), written.append, keep_alive=True), asked.path, headers)
+    assert request.check()
+    request.take(asked.body, is_all=True)
+    request.begin()
+    await until(lambda: b"".join(written).count(b"data: ") == 5)
+    request.leave()
+
+    assert router.is_idle()
+
+
+class Silent:
+    """A connection whose answers are looked at as they are written."""
+
+    def default_lines(self):
+        return b""
+
+    def answered(self, *, keep_alive):
+        del keep_alive

@@ -182,3 +182,19 @@ async def test_a_whole_answer_has_one_limit_for_all_its_tries(role):
     assert notes.told[-2][-1] is None
     assert not engines.open
     assert router.is_idle()
+
+
+async def test_a_decode_engine_that_does_not_accept_a_connection_got_nothing():
+    """Another one takes over, and the prompt is not computed again."""
+
+    async def decode(leg):
+        return await (never() if leg.instance.id == "decode-0" else good_decode(leg))
+
+    engines = Scripted(pulled_prefill, decode)
+    engines.connects = lambda leg: leg.instance.id != "decode-0"
+    router = router_of(engines, y=2, patience=Patience(first_token_s=0.05), clock=by_now)
+    client = await router.serve(call(stream=True))
+
+    assert client.status == 200
+    assert len(engines.of(Role.PREFILL)) == 1
+    assert [str(retry) for retry in client.journey.retries] == ["decode-0 cannot be reached"]

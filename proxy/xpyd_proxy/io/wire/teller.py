@@ -81,6 +81,13 @@ class Teller:
     async def _open(self, call: Call, instance: Instance, head: bytes, body: Pieces) -> None:
         """Open a connection for a request."""
         try:
+            await self._open_and_start(call, instance, head, body)
+        except Exception as bug:  # noqa: BLE001 (whatever it is, who waits for the answer must hear of it)
+            if call.error is None and not call.complete:
+                call.crashed(bug)
+
+    async def _open_and_start(self, call: Call, instance: Instance, head: bytes, body: Pieces) -> None:
+        try:
             connection = await self._pool.open(instance)
         except EngineError as error:
             call.failed(error.with_traceback(None))  # it leads here, and to the call: a circle

@@ -117,7 +117,7 @@ class PushEngine:
         network.memories[name] = []
         self.link, self.tally = MemoryLink(network, name, engine=name), Tally()
         self.peers = PeerBook(self.link, FINGERPRINT, self.tally, retry_after=1.0)
-        self.leases = LeaseBook(duration=LEASE, extension=LEASE * 2 / 3)
+        self.leases = LeaseBook(duration=LEASE, extension=LEASE * 2 / 3, same_engine=self.link.are_of_one_engine)
         lender = Lender(self.link, self.leases, self.tally)
         borrower = Borrower(self.link, self.peers, self.tally, heartbeat_interval=LEASE / 6)
         infos = [

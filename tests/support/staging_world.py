@@ -63,7 +63,7 @@ class Staging:
         for rank in range(ranks):
             network.memories[f"p/{rank}"] = [b"zero"] * (after + groups * (SLOTS + 1))
         self.link, self.tally, self.worker_tally = MemoryLink(network, "p", engine="p"), Tally(), Tally()
-        self.leases = LeaseBook(duration=LEASE, extension=LEASE * 2 / 3)
+        self.leases = LeaseBook(duration=LEASE, extension=LEASE * 2 / 3, same_engine=self.link.are_of_one_engine)
         self.lender = Lender(self.link, self.leases, self.tally)
         self.slots = Slots([SLOTS] * groups)
         tokens = {rank: f"token {rank}".encode() for rank in range(ranks)}

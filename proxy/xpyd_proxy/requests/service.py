@@ -10,11 +10,12 @@ from xpyd_proxy.core.journey import Journey, Outcome
 from xpyd_proxy.core.learned import Learned
 from xpyd_proxy.core.lifetime import Lifetime
 from xpyd_proxy.core.model import Headers, Instance, InstanceId, RequestId, TransferId
+from xpyd_proxy.core.raw_json import Pieces
 from xpyd_proxy.core.rules import Rules
 from xpyd_proxy.errors import ClosingDown
 from xpyd_proxy.io.fleet import LiveFleet
 from xpyd_proxy.io.sight import Sight
-from xpyd_proxy.io.wire.teller import Teller
+from xpyd_proxy.io.wire.call import Call
 from xpyd_proxy.requests.access_log import log_request
 from xpyd_proxy.requests.examiner import Examiner
 from xpyd_proxy.requests.gate import Gate
@@ -57,6 +58,28 @@ class Spans(Protocol):
         ...
 
 
+class Sender(Protocol):
+    """Sends legs, and has each told of its response; the calls return at once (io/wire/teller.py)."""
+
+    def tell(
+        self,
+        call: Call,
+        instance: Instance,
+        path: str,
+        *,
+        headers: Headers,
+        request: RequestId,
+        body: Pieces,
+        content_type: bytes = ...,
+    ) -> None:
+        """Post the pieces of a body; raises EngineError for what cannot be sent."""
+        ...
+
+    def done(self, call: Call, /) -> None:
+        """Give back the connection of an answer that is complete."""
+        ...
+
+
 @dataclass(slots=True)
 class Requests:
     """Built once, in app.py. Use it as a context manager: at the end what is still under way is cut off."""
@@ -66,7 +89,7 @@ class Requests:
     fleet: LiveFleet
     learned: Learned
     handovers: Handovers
-    engines: Teller
+    engines: Sender
     releaser: Releaser
     budget: Budget
     gate: Gate

@@ -70,7 +70,7 @@ class Sender(Protocol):
         headers: Headers,
         request: RequestId,
         body: Pieces,
-        content_type: bytes = ...,
+        content_type: bytes = b"application/json",
     ) -> None:
         """Post the pieces of a body; raises EngineError for what cannot be sent."""
         ...

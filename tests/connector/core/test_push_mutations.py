@@ -9,12 +9,12 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from support.engines import BLOCKS, LEASE
 from support.push_engines import PushWorld
-from support.push_machine import PushMachine
+from support.push_machine import STRANGER, PushMachine
 from xpyd_connector.core import landings
 from xpyd_connector.core.landings import Landings
 from xpyd_connector.core.lender import Lender
 from xpyd_connector.core.loads import Result
-from xpyd_connector.core.messages import Assign, Stopped
+from xpyd_connector.core.messages import Assign, Drop, Stopped
 from xpyd_connector.core.peers import Peer
 from xpyd_connector.core.ports import Lost
 from xpyd_connector.core.pushes import Pushes
@@ -39,6 +39,16 @@ def what_is_written_is_not_revoked():
     world.p.movers[0].stuck = False
     world.run()
     assert world.d.result("d-a").failure == ""
+
+
+def what_one_engine_waits_for_no_other_can_refuse():
+    world = PushWorld()
+    world.want()
+    world.run()
+    owner = world.p.pushes._owner("t")
+    assert owner is not None
+    world.p.pushes._told(STRANGER, Drop(("t",)), world.now)
+    assert world.p.pushes._owner("t") == owner
 
 
 def a_request_whose_transfer_is_over_hears_of_it():
@@ -411,7 +421,7 @@ MUTANTS = [
     (wait_for_an_answer_that_was_given, a_quiet_connection_is_used_again),
     (revoke_what_is_written, what_is_written_is_not_revoked),
     (say_nothing_of_what_is_over, a_request_whose_transfer_is_over_hears_of_it),
-    (let_anybody_have_a_transfer, any_order_of_events),
+    (let_anybody_have_a_transfer, what_one_engine_waits_for_no_other_can_refuse),
     (complete_before_the_source_is, a_preempted_prefill_is_written_anew),
     (do_not_wait_for_the_old_attempts_flights, a_slow_first_attempt_does_not_overtake_the_second),
     (free_without_waiting_for_stopped, blocks_wait_until_p_has_stopped),

@@ -166,6 +166,7 @@ class Worker:
     def __init__(self, reads_from, name, rank, ranks):
         self.p, self.rank, self.ranks = reads_from, rank, ranks
         self.link = MemoryLink(self.p.network, f"{name}/{rank}")
+        self.p.network.aliases[f"{name}/{rank}"] = name  # as its Hello would prove
         self.conn, self.is_calling = None, False
         self.loads = {}
         self.asked, self.answered = set(), []

@@ -28,6 +28,16 @@ class Engine:
         return "# HELP x\n" + "".join(f"vllm:{name}{{{labels}}} {value}\n" for name, value in numbers.items())
 
 
+class Stalling(Engine):
+    """Answers once, and later too late."""
+
+    def text(self):
+        text = super().text()
+        if self.asked > 1:
+            time.sleep(1.5)
+        return text
+
+
 IDLE = {"num_requests_running": 0.0, "num_requests_waiting": 0.0, "xpyd_leases_held": 0.0}
 BUSY = IDLE | {"num_requests_running": 2.0}
 QUEUED = IDLE | {"num_requests_waiting": 1.0}
@@ -110,6 +120,14 @@ def test_it_ends_with_its_time_and_says_what_is_left(answers, left):
 
     assert said == f"xpyd drain: not drained in 1 s: {left}\n"
     assert took >= 1
+
+
+def test_a_look_that_the_end_cuts_short_does_not_hide_what_is_left():
+    """The last look has only the time that is left: on a busy node that was too little, and the log said no more."""
+    with serving(Stalling(LENDING)) as port:
+        said, _ = hook("prefill", port, seconds=1)
+
+    assert said == "xpyd drain: not drained in 1 s: 3 leases\n"
 
 
 def test_leases_that_are_not_shown_are_waited_for_by_the_clock():

@@ -60,8 +60,11 @@ def drain(role: str, engine: str, *, settle_s: float, lease_s: float, seconds: f
     """Wait, and say how it ended."""
     started = busy = time.monotonic()
     calm = 0
+    waiting = left(role, {}, quiet_s=0.0, lease_s=lease_s)
     while (now := time.monotonic()) < started + seconds:
         numbers = read(engine, patience_s=min(PATIENCE_S, started + seconds - now))
+        if not numbers and time.monotonic() >= started + seconds:
+            break  # the look was cut short: what an earlier one saw is what is left
         if sum(numbers.get(name, 0.0) for name in REQUESTS):
             busy = now
         waiting = left(role, numbers, quiet_s=now - busy, lease_s=lease_s)

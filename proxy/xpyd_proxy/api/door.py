@@ -7,19 +7,17 @@ from typing import Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xpyd_proxy.api.problems import response_to
-from xpyd_proxy.core.endpoints import ENDPOINTS
-from xpyd_proxy.core.keys import Keyring, shown_key
-from xpyd_proxy.core.lifetime import Lifetime, Stage
+from xpyd_proxy.api.routes import is_endpoint
+from xpyd_proxy.core.keys import Keyring
+from xpyd_proxy.core.lifetime import Lifetime, Stage, cut_short
 from xpyd_proxy.core.model import Headers
 from xpyd_proxy.core.sites import Sites
 from xpyd_proxy.errors import ClosingDown, CrossSite, Misdirected, Unauthorized
-from xpyd_proxy.requests.service import cut_short
 
 # For probes, for onlookers and for operators, whose routes look at keys themselves. All else needs a client's key.
 LOOKS: Final = frozenset({"/", "/metrics", "/status.json"})
 _OPEN: Final = LOOKS | {"/health", "/ready", "/status", "/instances"}
 _OPEN_BELOW: Final = ("/instances/",)
-_RETRY_AFTER_S: Final = 1  # another router is there already, or this one will be again in a moment
 
 
 class Door:
@@ -46,7 +44,8 @@ class Door:
             return
         with self._lifetime.serving():
             try:
-                self._check(scope)
+                self._lifetime.check()
+                self._keyring.caller(tuple(scope["headers"]))
             except (ClosingDown, Unauthorized) as error:
                 await response_to(error, scope)(scope, receive, _Answer(send, self._lifetime))
                 return
@@ -63,17 +62,6 @@ class Door:
         """Refuse what a page of another web site may have sent."""
         headers: Headers = tuple(scope["headers"])
         self._sites.check(scope["method"], headers, has_keys=self._keyring.keys is not None)
-
-    def _check(self, scope: Scope) -> None:
-        if self._lifetime.stage is Stage.CLOSED:
-            raise ClosingDown("the router is about to end and takes no new requests", retry_after_s=_RETRY_AFTER_S)
-        if self._keyring.keys is None:
-            return
-        shown = shown_key(tuple(scope["headers"]))
-        if shown is None:
-            raise Unauthorized("this router wants an API key: send it as Authorization: Bearer")
-        if self._keyring.keys.owner(shown) is None:
-            raise Unauthorized("the API key is not one that this router knows")
 
 
 @dataclass(slots=True)
@@ -98,11 +86,6 @@ class _Answer:
         """Say so, as far as it can still be said."""
         if self.start is None:
             await response_to(cut_short(), scope)(scope, receive, self.send)
-
-
-def is_endpoint(scope: Scope) -> bool:
-    """Tell a request that is judged and followed elsewhere (requests/request.py)."""
-    return scope["path"] in ENDPOINTS and scope["method"] == "POST"
 
 
 def is_open(path: str) -> bool:

@@ -6,8 +6,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 
 from xpyd_proxy.core.model import Headers
-from xpyd_proxy.errors import BodyTooLarge, UnsupportedMedia
-from xpyd_proxy.requests.intake import PASSED_ON
+from xpyd_proxy.requests.intake import PASSED_ON, check_json, check_length, check_size
 
 _HEADERS: Final = "xpyd.headers"  # in a scope: its headers by name
 
@@ -24,9 +23,7 @@ def require_json(scope: Scope) -> None:
     Raises:
         UnsupportedMedia: it is declared as something else.
     """
-    declared = _header(scope, b"content-type")
-    if declared and declared.partition(b";")[0].strip().lower() != b"application/json":
-        raise UnsupportedMedia(f"the body must be application/json, not {declared.decode('latin-1')}")
+    check_json(_header(scope, b"content-type"))
 
 
 _PART: Final = 64 * 1024  # bytes
@@ -39,9 +36,7 @@ async def read_body(scope: Scope, receive: Receive, *, limit: int) -> bytes:
         BodyTooLarge: it is longer, or says so.
         ClientDisconnect: the client hung up before it was complete.
     """
-    declared = _header(scope, b"content-length")
-    if declared.isdigit() and int(declared) > limit:
-        raise BodyTooLarge(f"the body has {declared.decode()} bytes, and {limit} is the most this router takes")
+    check_length(_header(scope, b"content-length"), limit)
     parts: list[bytes] = []
     try:
         return await _collect(receive, parts, limit)
@@ -59,8 +54,7 @@ async def _collect(receive: Receive, parts: list[bytes], limit: int) -> bytes:
             raise ClientDisconnect
         body: bytes = message.get("body", b"")
         size += len(body)
-        if size > limit:
-            raise BodyTooLarge(f"the body has more than {limit} bytes, the most this router takes")
+        check_size(size, limit)
         if not message.get("more_body", False):
             return b"".join((*parts, last, body)) if parts or last else body
         last += body

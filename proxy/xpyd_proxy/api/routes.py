@@ -21,3 +21,8 @@ class _Exactly(Route):
 def endpoint_routes(endpoints: ASGIApp) -> list[Route]:
     """Build the routes of all paths in the table."""
     return [_Exactly(path, endpoints, methods=["POST"]) for path in ENDPOINTS]
+
+
+def is_endpoint(scope: Scope) -> bool:
+    """Tell a request that is judged and followed elsewhere (requests/request.py)."""
+    return scope["path"] in ENDPOINTS and scope["method"] == "POST"

@@ -7,6 +7,7 @@ from typing import Final
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from xpyd_proxy.api.routes import is_endpoint
 from xpyd_proxy.core.endpoints import ENDPOINTS
 from xpyd_proxy.core.journey import HUNG_UP, Journey, Outcome, client_id
 from xpyd_proxy.core.model import Headers, RequestId
@@ -88,7 +89,7 @@ class Tracking:
         """Follow a request of a client; let everything else pass."""
         path = scope.get("path", "")
         is_followed = path.startswith("/v1/") or path in ENDPOINTS
-        if not is_followed or scope["type"] != "http" or (path in ENDPOINTS and scope["method"] == "POST"):
+        if not is_followed or scope["type"] != "http" or is_endpoint(scope):
             await self._app(scope, receive, send)
             return
         start, journey = self._clock(), Journey(self._new_id(), client_id=_client_id(scope))

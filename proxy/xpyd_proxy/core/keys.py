@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Final, Self
 
 from xpyd_proxy.core.model import Headers, Role
-from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.errors import ConfigError, Unauthorized
 
+ANYBODY: Final = "-"  # the name of every client, where no keys are wanted
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # it stands in logs and in answers
 _KEY: Final = re.compile(r"[!-~]+")  # what a header can carry
 _DIGEST: Final = re.compile(r"sha256:([0-9a-fA-F]{64})")
@@ -73,6 +74,23 @@ class Keyring:
         """Return the least priority that a client may ask for."""
         keys = self.keys
         return self.least if keys is None else keys.least.get(owner, self.least)
+
+    def caller(self, headers: Headers) -> str:
+        """Return the name of the key in a client's headers.
+
+        Raises:
+            Unauthorized: there is none, or it is not known.
+        """
+        keys = self.keys
+        if keys is None:
+            return ANYBODY
+        shown = shown_key(headers)
+        if shown is None:
+            raise Unauthorized("this router wants an API key: send it as Authorization: Bearer")
+        owner = keys.owner(shown)
+        if owner is None:
+            raise Unauthorized("the API key is not one that this router knows")
+        return owner
 
 
 class Outbound:

@@ -6,6 +6,9 @@ from enum import auto
 from typing import Final
 
 from xpyd_proxy.core.word import Word
+from xpyd_proxy.errors import ClosingDown
+
+_RETRY_AFTER_S: Final = 1  # another router is there already, or this one will be again in a moment
 
 
 class Stage(Word):
@@ -41,6 +44,11 @@ class Lifetime:
         """Take a step; one that is not in the table is a bug."""
         self.stage = TRANSITIONS[self.stage][step]
 
+    def check(self) -> None:
+        """Let a request in; raises ClosingDown."""
+        if self.stage is Stage.CLOSED:
+            raise ClosingDown("the router is about to end and takes no new requests", retry_after_s=_RETRY_AFTER_S)
+
     def serving(self) -> AbstractContextManager[None]:
         """Count a request for as long as it lasts."""
         return _Serving(self)
@@ -59,3 +67,8 @@ class _Serving(AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         self._lifetime.in_flight -= 1
+
+
+def cut_short() -> ClosingDown:
+    """Return what a request is told that is still under way when the router ends."""
+    return ClosingDown("the router has to end before this request is finished", retry_after_s=_RETRY_AFTER_S)

@@ -43,15 +43,15 @@ class Traces:
         """Send what is left; may take seconds."""
         self._provider.shutdown()
 
-    def request(self, journey: Journey, path: str, headers: Headers) -> "RequestSpan":
+    def request(self, journey: Journey, path: str, headers: Headers) -> "TracedRequest":
         """Open the span of a request, under the client's own if it has one."""
         parent = _CONTEXT.extract({name.decode("latin-1"): value.decode("latin-1") for name, value in headers})
         name = f"POST {path}" if path in self._paths else "request"
         attributes = {"url.path": path, "xpyd.request_id": journey.request_id}
-        return RequestSpan(self._tracer, self._tracer.start_span(name, parent, SpanKind.SERVER, attributes), journey)
+        return TracedRequest(self._tracer, self._tracer.start_span(name, parent, SpanKind.SERVER, attributes), journey)
 
 
-class RequestSpan:
+class TracedRequest:
     """The span of one request; those of its legs hang under it."""
 
     def __init__(self, tracer: Tracer, span: Span, journey: Journey) -> None:

@@ -10,9 +10,9 @@ from typing import Final
 
 from starlette.types import Message, Receive, Scope, Send
 
-from xpyd_proxy.core.lifetime import Stage
+from xpyd_proxy.core.lifetime import Stage, cut_short
 from xpyd_proxy.requests.request import Request
-from xpyd_proxy.requests.service import Requests, cut_short
+from xpyd_proxy.requests.service import Requests
 
 _HIGH: Final = 64 * 1024  # bytes that wait to be sent, above which the engine has to wait
 

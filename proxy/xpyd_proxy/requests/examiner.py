@@ -18,12 +18,6 @@ class Examiner:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="xpyd-body")
 
-    async def run(self, size: int, work: Callable[[], T]) -> T:
-        """Return what ``work`` returns, or raise what it raises; ``size``: bytes of the body that it reads."""
-        if size <= LARGE:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
     def submit(self, work: Callable[[], T]) -> "asyncio.Future[T]":
         """Have a thread do it; whoever asked may leave."""
         future = asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -11,18 +11,17 @@ from xpyd_proxy.core.asking import ask_of_call, ask_of_errand, model_of
 from xpyd_proxy.core.dialect import check_wanted_now, parse
 from xpyd_proxy.core.endpoints import ENDPOINTS, UNCACHED, Kind
 from xpyd_proxy.core.form import boundary_of, check_form, content_type
-from xpyd_proxy.core.keys import Keyring, shown_key
-from xpyd_proxy.core.lifetime import Lifetime, Stage
+from xpyd_proxy.core.keys import ANYBODY, Keyring
+from xpyd_proxy.core.lifetime import Lifetime
 from xpyd_proxy.core.model import Api, Ask, Call, Errand, Headers
 from xpyd_proxy.core.passing import media_type
 from xpyd_proxy.core.raw_json import Fields, Pieces, encode
 from xpyd_proxy.core.salts import Salts
 from xpyd_proxy.core.sites import Sites
 from xpyd_proxy.core.urgency import limited
-from xpyd_proxy.errors import BadRequest, BodyTooLarge, ClosingDown, Unauthorized, UnsupportedMedia
+from xpyd_proxy.errors import BadRequest, BodyTooLarge, UnsupportedMedia
 from xpyd_proxy.settings import ClientKvParams, Settings
 
-ANYBODY: Final = "-"  # the name of every client, where no keys are wanted
 JSON_TYPE: Final = b"application/json"
 # X-Request-Id is missing on purpose: engines match the halves of a request by it, so it must be ours and unique.
 PASSED_ON: Final = frozenset({b"authorization", b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority"})
@@ -31,9 +30,7 @@ _FROM_BROWSERS: Final = frozenset({b"origin", b"sec-fetch-site"})
 _NOTHING: Final[Mapping[bytes, bytes]] = {}
 _FORMS: Final = frozenset(path for path, kind in ENDPOINTS.items() if kind is Kind.FORM)
 _STRIP: Final = ClientKvParams.STRIP
-_CLOSED: Final = Stage.CLOSED
 _APIS: Final = {api.value: api for api in Api}
-_RETRY_AFTER_S: Final = 1  # another router is there already, or this one will be again in a moment
 
 
 class RequestHead:
@@ -105,8 +102,7 @@ class Intake:
         Raises:
             CrossSite, Misdirected, UnsupportedMedia, ClosingDown, Unauthorized, BodyTooLarge: it is not let in.
         """
-        headers, shown, keys = head.headers, head.shown, self.keyring.keys
-        has_keys = keys is not None
+        headers, shown, has_keys = head.headers, head.shown, self.keyring.keys is not None
         is_elsewhere = not self.sites.admits(shown.get(b"host", b""), has_keys=has_keys)
         if is_elsewhere or not (has_keys or _FROM_BROWSERS.isdisjoint(shown)):
             self.sites.check("POST", tuple(headers), has_keys=has_keys)
@@ -114,34 +110,12 @@ class Intake:
         if not has_keys and not declared and b"x-api-key" not in shown:
             # The page of another web site could send an undeclared body unasked, and not that header.
             raise UnsupportedMedia("the body is not declared: send Content-Type: application/json")
-        if self.lifetime.stage is _CLOSED:
-            raise ClosingDown("the router is about to end and takes no new requests", retry_after_s=_RETRY_AFTER_S)
-        caller = ANYBODY
-        if keys is not None:
-            key = shown_key(tuple(headers))
-            if key is None:
-                raise Unauthorized("this router wants an API key: send it as Authorization: Bearer")
-            owner = keys.owner(key)
-            if owner is None:
-                raise Unauthorized("the API key is not one that this router knows")
-            caller = owner
-        if declared != JSON_TYPE or ENDPOINTS[head.path] is Kind.FORM:
+        self.lifetime.check()
+        caller = self.keyring.caller(tuple(headers)) if has_keys else ANYBODY
+        if declared != JSON_TYPE or head.path in _FORMS:
             _check_media(head.path, declared or b"")
-        length = shown.get(b"content-length")
-        if length is not None and int(length) > self.settings.max_body_bytes:
-            raise self._too_large(f"has {int(length)} bytes, and")
+        check_length(shown.get(b"content-length", b""), self.settings.max_body_bytes)
         return caller
-
-    def check_size(self, size: int) -> None:
-        """Accept so many bytes of a body; raises BodyTooLarge."""
-        if size > self.settings.max_body_bytes:
-            raise self._too_large("has more than")
-
-    def _too_large(self, said: str) -> BodyTooLarge:
-        most = self.settings.max_body_bytes
-        if said.endswith("and"):
-            return BodyTooLarge(f"the body {said} {most} is the most this router takes")
-        return BodyTooLarge(f"the body {said} {most} bytes, the most this router takes")
 
     def read(self, head: RequestHead, body: bytes) -> Fields:
         """Read a body, of a form nothing but its bounds; a long one is read in a thread. Raises BadRequest."""
@@ -181,14 +155,32 @@ def _check_media(path: str, declared: bytes) -> None:
     Raises:
         UnsupportedMedia: it is declared as something else.
     """
-    is_form = path in _FORMS
-    said = declared.decode("latin-1")
-    if is_form and media_type(declared) != _FORM_TYPE:
-        raise UnsupportedMedia(f"the body must be multipart/form-data, not {said or 'undeclared'}")
-    if is_form:
-        boundary_of(declared)  # raises UnsupportedMedia
-    if not is_form and declared and media_type(declared) != JSON_TYPE:
-        raise UnsupportedMedia(f"the body must be application/json, not {said}")
+    if path not in _FORMS:
+        check_json(declared)
+        return
+    if media_type(declared) != _FORM_TYPE:
+        raise UnsupportedMedia(
+            f"the body must be multipart/form-data, not {declared.decode('latin-1') or 'undeclared'}"
+        )
+    boundary_of(declared)  # raises UnsupportedMedia
+
+
+def check_json(declared: bytes) -> None:
+    """Accept a body that is declared as JSON, or not declared at all; raises UnsupportedMedia."""
+    if declared and media_type(declared) != JSON_TYPE:
+        raise UnsupportedMedia(f"the body must be application/json, not {declared.decode('latin-1')}")
+
+
+def check_length(declared: bytes, most: int) -> None:
+    """Accept the Content-Length of a body that may have so many bytes; raises BodyTooLarge."""
+    if declared.isdigit() and int(declared) > most:
+        raise BodyTooLarge(f"the body has {int(declared)} bytes, and {most} is the most this router takes")
+
+
+def check_size(size: int, most: int) -> None:
+    """Accept so many bytes of a body that may have ``most``; raises BodyTooLarge."""
+    if size > most:
+        raise BodyTooLarge(f"the body has more than {most} bytes, the most this router takes")
 
 
 def _rank(said: bytes | None) -> int | None:

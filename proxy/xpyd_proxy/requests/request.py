@@ -28,7 +28,7 @@ from xpyd_proxy.requests.attempt import Attempt
 from xpyd_proxy.requests.error_body import error_body
 from xpyd_proxy.requests.examiner import LARGE
 from xpyd_proxy.requests.handovers import decode_body
-from xpyd_proxy.requests.intake import JSON_TYPE, Plan, RequestHead
+from xpyd_proxy.requests.intake import JSON_TYPE, Plan, RequestHead, check_size
 from xpyd_proxy.requests.legs import DecodeLeg, PrefillLeg
 from xpyd_proxy.requests.lifecycle import TRANSITIONS, RequestEvent, RequestState
 from xpyd_proxy.requests.response import ResponseWriter, head_lines, last_event
@@ -178,7 +178,7 @@ class Request:
         if self.response_complete:
             return  # it was refused
         try:
-            self._of.intake.check_size(self._upload.size + len(piece))
+            check_size(self._upload.size + len(piece), self._of.settings.max_body_bytes)
             self._upload.add(piece, is_all=is_all)
         except ProxyError as error:
             self._end(self._tell(error))
@@ -234,9 +234,10 @@ class Request:
         status = _OK
         try:
             plan = self._plan = await self._read_long() if self._upload.size > LARGE else self._read()
-            if not self._admit(plan):
-                await self._wait_for_turn()
-            self._begin_time(plan)
+            ticket = self._ask_for_place(plan)
+            if ticket.state is _WAITING:
+                await self._wait_for_turn(ticket)
+            self._admit(plan, ticket)
             call, rules = plan.call, self._rules
             if call is not None and rules.resume and _may_resume(call):
                 await self._answer_and_resume(call)
@@ -249,9 +250,11 @@ class Request:
         finally:
             self._end(status)
 
-    def _begin_time(self, plan: Plan) -> None:
-        """The request is admitted: its time begins, and it goes by the rules of now."""
+    def _admit(self, plan: Plan, ticket: Ticket) -> None:
+        """Begin the request's time, and have it go by the rules of now; raises TurnedAway if it has no place."""
         of = self._of
+        of.gate.check(ticket)
+        self._on(_ADMITTED)
         self._rules, now = of.rules, of.clock()
         of.budget.came(now=now)
         seconds = self._rules.patience.total_s(streams=plan.streams)
@@ -283,36 +286,24 @@ class Request:
             await self._steps
         return intake.plan(head, body, future.result())
 
-    def _admit(self, plan: Plan) -> bool:
-        """Ask for a place; False: the request has to wait for it.
-
-        Raises:
-            TurnedAway: it may not even wait.
-        """
+    def _ask_for_place(self, plan: Plan) -> Ticket:
+        """Return the ticket of the request: admitted, waiting or refused."""
         gate, upload = self._of.gate, self._upload
         upload.free()  # its bytes are charged with the ticket from now on
         ticket = self._ticket = gate.arrive(self._head.caller, plan.priority, upload.size)
         self._head.forget()  # the connection keeps us until its next request
-        if ticket.state is _WAITING:
-            self._on(_QUEUED)
-            return False
-        gate.check(ticket)
-        self._on(_ADMITTED)
-        return True
+        return ticket
 
-    async def _wait_for_turn(self) -> None:
-        """Wait in the queue; raises TurnedAway."""
-        gate, ticket = self._of.gate, self._ticket
-        if ticket is None:
-            return
+    async def _wait_for_turn(self, ticket: Ticket) -> None:
+        """Wait in the queue."""
+        gate = self._of.gate
+        self._on(_QUEUED)
         gate.watch(ticket, self._steps.wake)
         try:
             while ticket.state is _WAITING:
                 await self._steps
         finally:
             gate.unwatch(ticket)
-        gate.check(ticket)
-        self._on(_ADMITTED)
 
     # ---- ROUTING, and what follows from failures
 

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Final, Protocol, Self
 from xpyd_proxy.core.budget import Budget
 from xpyd_proxy.core.journey import Journey, Outcome
 from xpyd_proxy.core.learned import Learned
-from xpyd_proxy.core.lifetime import Lifetime
+from xpyd_proxy.core.lifetime import Lifetime, cut_short
 from xpyd_proxy.core.model import Headers, Instance, InstanceId, RequestId, TransferId
 from xpyd_proxy.core.raw_json import Pieces
 from xpyd_proxy.core.rules import Rules
-from xpyd_proxy.errors import ClosingDown
 from xpyd_proxy.io.fleet import LiveFleet
 from xpyd_proxy.io.sight import Sight
 from xpyd_proxy.io.wire.call import Call
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 _TICK_MOST: Final = 0.25  # seconds between two looks at the time of all requests
 _TICK_LEAST: Final = 0.01
 _TICKS: Final = 16  # looks in the shortest time that the rules give
-_RETRY_AFTER_S: Final = 1  # another router is there already, or this one will be again in a moment
 
 
 class RequestSpan(Protocol):
@@ -174,8 +172,3 @@ class Requests:
         """Count a request that is over, and write its line."""
         self.finished(journey, outcome)
         log_request(journey, outcome)
-
-
-def cut_short() -> ClosingDown:
-    """Return what a request is told that is still under way when the router ends."""
-    return ClosingDown("the router has to end before this request is finished", retry_after_s=_RETRY_AFTER_S)

@@ -68,15 +68,6 @@ class Pool:
         """How many addresses something is kept of."""
         return len(self._peers)
 
-    def heads(self, address: Address) -> Heads:
-        """Return what makes the heads of requests to an address."""
-        return self._peer(address).heads
-
-    def waiting(self, address: Address) -> Connection | None:
-        """Return the connection that was used last and is still good, if there is one."""
-        peer = self._peers.get(address)
-        return None if peer is None else self.waiting_at(peer)
-
     def peer(self, instance: Instance) -> Peer:
         """Return what is kept of an instance's address; an id never gets another address."""
         peer = self._by_id.get(instance.id)
@@ -97,8 +88,8 @@ class Pool:
             connection.abort()  # it waited too long, or the engine has closed it and the event loop does not know yet
         return None
 
-    async def open(self, instance: Instance, *, timeout_s: float | None = None) -> Connection:
-        """Open a connection, in turn; ``timeout_s`` is what is left for all of the request, if that is limited.
+    async def open(self, instance: Instance) -> Connection:
+        """Open a connection, in turn.
 
         Raises:
             EngineTimeout: no connection in time.
@@ -106,9 +97,8 @@ class Pool:
         """
         if self._closing is not None:
             raise EngineError(f"{instance.id} was not asked: the connections to engines are closed", reached=False)
-        seconds = self._connect_timeout_s if timeout_s is None else min(timeout_s, self._connect_timeout_s)
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(self._connect_timeout_s):
                 turn = await self._turns.take()
                 try:
                     return await self._connect(instance.address)

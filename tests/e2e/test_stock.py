@@ -34,7 +34,16 @@ def test_our_connector_behind_a_router_that_knows_only_the_wire(fleet, engines, 
 
 
 @pytest.fixture(scope="module")
-def stock_pair(fleet, model):
+def asked(reference_answer):
+    """Questions whose right answers are known before there are engines that leave the reference no core."""
+    asked = questions(50, seed=6)
+    for question in asked:
+        reference_answer(question)
+    return asked
+
+
+@pytest.fixture(scope="module")
+def stock_pair(fleet, model, asked):
     """vLLM's own NixlConnector on both sides. Each engine burns a core even when idle: stopped as soon as possible."""
     specs = [
         engine_spec("stock-p", model, role=Role.PREFILL, connector=Connector.NIXL),
@@ -46,11 +55,10 @@ def stock_pair(fleet, model):
     fleet.stop(*children)
 
 
-def test_our_router_before_vllms_own_connector(stock_pair, start_router, reference_answer):
+def test_our_router_before_vllms_own_connector(stock_pair, start_router, asked, reference_answer):
     """The same comparison, and D loaded what P computed (vLLM's connector loads the last token, too)."""
     prefill, decode = stock_pair
     url = start_router("router-stock", [prefill], [decode])
-    asked = questions(50, seed=6)
     with Watch(decode) as watch:
         wrong = wrong_answers(url, asked, reference_answer)
     loaded, cached, computed = (

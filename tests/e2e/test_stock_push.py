@@ -16,7 +16,16 @@ BODY = {"model": "tiny", "prompt": "where does the river end", "max_tokens": 2}
 
 
 @pytest.fixture(scope="module")
-def pushing_pair(fleet, model):
+def asked(reference_answer):
+    """Questions for each mode; the right answers are known before there are engines that leave no core for others."""
+    asked = {mode: questions(20, seed=seed) for mode, seed in (("auto", 11), ("pull", 12))}
+    for question in (*asked["auto"], *asked["pull"]):
+        reference_answer(question)
+    return asked
+
+
+@pytest.fixture(scope="module")
+def pushing_pair(fleet, model, asked):
     """vLLM's NixlPushConnector on both sides. Stopped as soon as possible: an engine burns a core even when idle."""
     nixl = {"connector": Connector.NIXL, "mode": TransferMode.PUSH, "extra_connector_config": PATIENT}
     specs = [engine_spec(f"stock-push-{role[0]}", model, role=role, **nixl) for role in Role]
@@ -27,14 +36,13 @@ def pushing_pair(fleet, model):
 
 
 @pytest.mark.parametrize(("mode", "route"), [("auto", "push"), ("pull", "push, prefill first")])
-def test_what_is_pushed_gives_the_text_of_one_engine(pushing_pair, start_router, reference_answer, mode, route):
+def test_what_is_pushed_gives_the_text_of_one_engine(pushing_pair, start_router, asked, reference_answer, mode, route):
     """Whether decode is told before prefill has begun or after it has ended; and decode computes nothing itself."""
     prefill, decode = pushing_pair
     url = start_router(f"router-stock-push-{mode}", [prefill], [decode], args=("--mode", mode))
     httpx.post(f"{url}/v1/completions", json=BODY, timeout=120, trust_env=False)  # the first one teaches the router
-    asked = questions(20, seed=11 if mode == "auto" else 12)
     with client(url) as api, Watch(prefill) as pushed, Watch(decode) as received:
-        answers = {question: ask(api, question) for question in asked}
+        answers = {question: ask(api, question) for question in asked[mode]}
     wrong = {str(q): found for q, answer in answers.items() if (found := differences(answer, reference_answer(q)))}
     taken = httpx.post(f"{url}/v1/completions", json=BODY, timeout=120, trust_env=False).headers["server-timing"]
 

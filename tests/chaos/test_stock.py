@@ -14,7 +14,8 @@ from support.legs import decode, plain, prefill, prompt_of
 from support.victims import LEASE, RUNNING, USAGE, WAITING, Victim, hold_seat, reuse_blocks
 from xpyd_proxy.local.recipe import Connector, Role
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+# It tells of vLLM alone: no change of ours can make another thing of it, only another vLLM can.
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.thorough]
 
 
 @contextmanager

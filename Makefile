@@ -14,9 +14,10 @@ PORT      ?= 8000
 ONCE      ?=
 SECONDS   ?= 60
 SEED      ?= 17
+WORKERS   ?= 2
 
 PIP   := $(BIN)/python -m pip -qq --disable-pip-version-check install
-FAST  := not (nixl or vllm or gpu or thorough)
+FAST  := not (nixl or vllm or gpu or thorough or slow or compiled)
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
@@ -31,36 +32,35 @@ up: $(STAMPS)/package ## start engines and the router here: PREFILL=1 DECODE=1 E
 
 ##@ Check
 
-# What starts no engines is mostly one core's work: two halves of it run at the same time, and the checkers and the
-# compiler in what these leave of two cores; then the engines' tests alone.
-COVER := $(BIN)/coverage run --parallel-mode -m pytest --durations=20
-ALONE := not (vllm or gpu or thorough)
+# What starts no engines is shared out to as many processes as there are WORKERS, file by file: fixtures of a module are
+# made once. The checkers and the compiler take what these leave of two cores. Then come the engines' tests alone.
+ALONE  := not (vllm or gpu or thorough)
+SHARED := -p no:cacheprovider -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 .PHONY: test
-test: lint $(STAMPS)/helm ## everything, real engines included: what CI runs
-	@$(BIN)/coverage erase
+test: lint $(STAMPS)/helm ## everything, real engines included: what CI runs; WORKERS=2
 	@failed=0; \
-	$(MAKE) -k -j3 -Otarget test-proxy test-rest test-beside || failed=1; \
+	$(MAKE) -k -j2 -Otarget test-alone test-beside || failed=1; \
+	$(MAKE) test-compiled || failed=1; \
 	$(MAKE) test-engines || failed=1; \
-	$(BIN)/coverage combine -q && $(BIN)/coverage report || failed=1; \
 	exit $$failed
 
-.PHONY: test-proxy test-rest test-beside test-engines
-test-proxy: $(STAMPS)/helm
-	$(COVER) -p no:cacheprovider -m "$(ALONE)" tests/proxy
-
-test-rest: $(STAMPS)/helm
-	$(COVER) -p no:cacheprovider -m "$(ALONE)" --ignore=tests/proxy
+.PHONY: test-alone test-beside test-compiled test-engines
+test-alone: $(STAMPS)/helm
+	$(BIN)/pytest $(SHARED) -m "$(ALONE) and not compiled"
 
 test-beside: $(STAMPS)/dev
 	-nice -n 19 $(BIN)/python -P tests/support/compiled.py
 	nice -n 19 $(MAKE) -k types imports
 
+test-compiled: $(STAMPS)/dev
+	$(BIN)/pytest $(SHARED) -m compiled --dist worksteal tests/images
+
 test-engines: $(STAMPS)/helm
-	$(COVER) -m "vllm and not (gpu or thorough)" tests/chaos tests/e2e
+	$(BIN)/pytest --durations=20 -m "vllm and not (gpu or thorough)" tests/chaos tests/e2e
 
 .PHONY: test-thorough
-test-thorough: $(STAMPS)/dev ## more of the same with real engines: every fault in every phase, in both modes; 40 minutes
+test-thorough: $(STAMPS)/dev ## more of the same: every fault in every phase, in both modes, on real engines; 40 minutes
 	$(BIN)/pytest -m thorough
 
 .PHONY: fuzz
@@ -68,8 +68,16 @@ fuzz: $(STAMPS)/dev ## random bytes against the router's port and the side chann
 	XPYD_FUZZ_SECONDS=$(SECONDS) XPYD_FUZZ_SEED=$(SEED) $(BIN)/pytest -s tests/fuzz
 
 .PHONY: test-fast
-test-fast: lint $(STAMPS)/helm ## what needs neither engines nor NIXL
-	$(BIN)/pytest -m "$(FAST)"
+test-fast: lint $(STAMPS)/helm ## what needs neither engines nor NIXL, without what is slow; WORKERS=2
+	$(BIN)/pytest $(SHARED) -m "$(FAST)"
+
+.PHONY: coverage
+coverage: $(STAMPS)/helm ## which lines and branches the tests without engines run; 20 minutes
+	$(BIN)/coverage erase
+	@failed=0; \
+	$(BIN)/coverage run -m pytest -m "$(ALONE) and not compiled" || failed=1; \
+	$(BIN)/coverage report || failed=1; \
+	exit $$failed
 
 .PHONY: test-helm
 test-helm: $(STAMPS)/helm ## the chart, with helm 3 and helm 4

@@ -21,30 +21,34 @@ from support.sim import serving, sims
 from xpyd_proxy.local.processes import open_fleet
 
 # What a request and its answer go through, and what several workers say to each other.
-SUITES = (
-    "tests/proxy/core",
-    "tests/proxy/requests",
-    "tests/proxy/io/workers",
-    "tests/proxy/io/test_engines_contract.py",
-    "tests/proxy/io/test_fleet.py",
-    "tests/proxy/io/test_hung_engines.py",
-    "tests/proxy/io/test_lines.py",
-    "tests/proxy/io/test_metrics.py",
-    "tests/proxy/io/test_prober.py",
-    "tests/proxy/io/test_reconciler.py",
-    "tests/proxy/io/test_sight.py",
-    "tests/proxy/io/test_status.py",
-    "tests/proxy/io/test_traces.py",
-    "tests/proxy/io/test_wire_connections.py",
-    "tests/proxy/io/test_wire_replies.py",
-    "tests/proxy/test_app.py",
-    "tests/proxy/test_clients_that_do_not_read.py",
-    "tests/proxy/test_live.py",
-    "tests/proxy/test_over_sockets.py",
-    "tests/proxy/test_promises.py",
-    "tests/proxy/test_scenes.py",
-    "tests/proxy/test_workers.py",
-)
+SUITES = {
+    "core": ("tests/proxy/core",),
+    "requests": ("tests/proxy/requests",),
+    "io": (
+        "tests/proxy/io/workers",
+        "tests/proxy/io/test_engines_contract.py",
+        "tests/proxy/io/test_fleet.py",
+        "tests/proxy/io/test_hung_engines.py",
+        "tests/proxy/io/test_lines.py",
+        "tests/proxy/io/test_metrics.py",
+        "tests/proxy/io/test_prober.py",
+        "tests/proxy/io/test_reconciler.py",
+        "tests/proxy/io/test_sight.py",
+        "tests/proxy/io/test_status.py",
+        "tests/proxy/io/test_traces.py",
+        "tests/proxy/io/test_wire_connections.py",
+        "tests/proxy/io/test_wire_replies.py",
+    ),
+    "router": (
+        "tests/proxy/test_app.py",
+        "tests/proxy/test_clients_that_do_not_read.py",
+        "tests/proxy/test_live.py",
+        "tests/proxy/test_over_sockets.py",
+        "tests/proxy/test_promises.py",
+        "tests/proxy/test_scenes.py",
+        "tests/proxy/test_workers.py",
+    ),
+}
 # They look into the code in a way that only Python can be looked into.
 _INSIDE = {
     "test_the_last_seconds_are_one_bin": "hands over pytest.approx as a number",
@@ -111,6 +115,7 @@ def folder():
         pytest.skip(str(exc))
 
 
+@pytest.mark.compiled
 @pytest.mark.timeout(900)
 def test_everything_that_is_to_be_compiled_is(folder):
     made = {str(path.relative_to(folder)).partition(".")[0] for path in (folder / "xpyd_proxy").glob("**/*.so")}
@@ -118,6 +123,7 @@ def test_everything_that_is_to_be_compiled_is(folder):
     assert made == {str(path.relative_to(ROOT / "proxy").with_suffix("")) for path in modules()}
 
 
+@pytest.mark.compiled
 def test_a_router_knows_whether_it_is_compiled(folder):
     code = "from xpyd_proxy import server; print(server._IS_COMPILED)"
     asked = [sys.executable, "-c", code]
@@ -130,6 +136,7 @@ def test_a_router_knows_whether_it_is_compiled(folder):
     assert [each.stdout for each in said] == ["True\n", "False\n"]
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(("asked", "kind"), [("", "compiled"), ("compiled", "compiled"), ("plain", "plain Python")])
 def test_the_router_before_real_engines_is_the_one_that_was_asked_for(folder, monkeypatch, tmp_path, asked, kind):
     """If nobody asks for one, it is what the image has."""
@@ -173,16 +180,18 @@ def test_where_nothing_can_be_compiled_the_router_is_plain_and_that_is_said(monk
         router_kind.forget()
 
 
+@pytest.mark.compiled
 @pytest.mark.timeout(900)
-def test_the_compiled_router_passes_the_tests_of_the_router(folder):
+@pytest.mark.parametrize("suite", SUITES)
+def test_the_compiled_router_passes_the_tests_of_the_router(folder, suite):
     """They are about what a router does, not about how; a few look inside, and cannot."""
     asked = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     without = " and ".join([f"not {name}" for name in _INSIDE])
-    env = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("COVERAGE", "PYTEST"))}
 
     with tempfile.TemporaryDirectory() as inner:  # a short name: there are Unix sockets in it
         done = subprocess.run(
-            [*asked, "--basetemp", f"{inner}/t", "-m", "not thorough", "-k", without, "-x", *SUITES],
+            [*asked, "--basetemp", f"{inner}/t", "-m", "not thorough", "-k", without, "-x", *SUITES[suite]],
             cwd=ROOT,
             env=env | {"PYTHONPATH": str(folder)},
             capture_output=True,

@@ -55,6 +55,7 @@ def read(argvs):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow  # the import of vLLM
 @pytest.mark.timeout(180)
 def test_vllm_reads_the_arguments_of_every_pod_as_they_are_meant():
     """And refuses a flag that it does not know, or everything above would be nothing."""

@@ -31,6 +31,7 @@ REQUIREMENTS = {
 }
 NOT_REACHED = re.compile(r"(?i)new connection|connection refused|timed out|name resolution|unreachable")
 pytestmark = pytest.mark.timeout(120)
+with_pip = pytest.mark.slow  # pip builds a wheel, makes an environment and installs into it
 
 
 def _run(script, *arguments, **options):
@@ -85,6 +86,7 @@ def _packages(folder):
     return {re.sub(r"[-_.]+", "-", name).lower() for name in json.loads(out)}
 
 
+@with_pip
 def test_the_wheel_has_both_packages_and_nothing_else(wheel):
     """No tests, no compiled leftovers, no files of a developer; the page and the markers are in it."""
     names = zipfile.ZipFile(wheel).namelist()
@@ -98,18 +100,21 @@ def test_the_wheel_has_both_packages_and_nothing_else(wheel):
     assert {"xpyd_proxy/api/status.html", "xpyd_proxy/py.typed", "xpyd_connector/py.typed"} <= set(names)
 
 
+@with_pip
 def test_one_source_makes_one_wheel(source, wheel, tmp_path):
     """Byte for byte: whoever doubts an image can build it again."""
     assert _run("build-wheel.sh", source, tmp_path).returncode == 0
     assert (tmp_path / wheel.name).read_bytes() == wheel.read_bytes()
 
 
+@with_pip
 def test_the_router_has_what_its_requirements_name_and_nothing_else(router):
     """No pip to install more with, no tools of developers, no engine."""
     assert _packages(router) == {*_pins("helm/images/requirements-router.txt"), "xpyd"}
     assert not list(router.glob("bin/pip*"))
 
 
+@with_pip
 def test_the_router_imports_without_an_engine(router):
     """And so does the connector's package, which comes in the same wheel."""
     code = "import sys, xpyd_proxy.app, xpyd_connector.settings; print(sorted({'vllm', 'torch'} & set(sys.modules)))"
@@ -140,6 +145,7 @@ def _files(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
+@with_pip
 def test_the_router_serves_and_ends_without_writing_a_file(router, tmp_path):
     """Its root is read-only: whatever it wrote to would fail there. It answers, and SIGTERM ends it with 0."""
     before, (port,) = _files(router), free_ports(1)
@@ -163,6 +169,7 @@ def _answered(url, process):
     pytest.fail(f"no answer: {process.stdout.read() if process.poll() is not None else 'it runs'}")
 
 
+@with_pip
 @pytest.mark.parametrize("command", [["serve", "--help"], ["plan", "--help"], ["instances", "--help"]], ids=" ".join)
 def test_every_command_of_the_image_helps(router, tmp_path, command):
     """Nothing that a command imports is missing."""
@@ -232,6 +239,7 @@ def _nixl(site, version):
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: nixl\nVersion: {version}\n")
 
 
+@with_pip
 def test_the_connector_is_added_and_the_images_nixl_stays(engine, wheel):
     """The image chose its NIXL for its drivers; another one could not reach the NIC."""
     folder, site = engine
@@ -243,6 +251,7 @@ def test_the_connector_is_added_and_the_images_nixl_stays(engine, wheel):
     assert _packages(folder) == {*before, "xpyd"}
 
 
+@with_pip
 @pytest.mark.parametrize("there", ["none", "0.9.0", "1.4.2"])
 def test_an_engine_without_a_usable_nixl_wants_the_locked_one(engine, wheel, there):
     """Here with an index that has nothing: the build ends, and no half of it is left."""

@@ -259,11 +259,16 @@ def bills(tmp_path_factory):
     return folder
 
 
+of_all_bills = pytest.mark.slow  # five runs of a tool that takes seconds to start
+
+
+@of_all_bills
 def test_there_is_one_bill_for_each_thing_that_is_installed(bills):
     """No more, no fewer."""
     assert {path.name for path in bills.iterdir()} == {f"{name}.cdx.json" for name in BILLS}
 
 
+@of_all_bills
 @pytest.mark.parametrize("name", BILLS)
 def test_a_bill_names_every_package_with_version_and_hashes(bills, name):
     """It is made of the files that are installed from, so it cannot forget one."""

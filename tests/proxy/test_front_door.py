@@ -770,6 +770,7 @@ def flood_with(door, start, piece, held):
     return most
 
 
+@pytest.mark.slow  # 64 MB in chunks of two bytes are 16 million of them
 @pytest.mark.parametrize("flood", FLOODS)
 def test_a_flood_costs_neither_memory_nor_the_others_their_time(flooded, flood):
     """64 MB of it: no more than what is admitted is held, and /health answers as if nothing were.

@@ -15,7 +15,7 @@ from support.sim import serving
 from xpyd_proxy.local.sim import Sim
 from xpyd_proxy.local.sim_rules import expected_text
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]  # eight pods come and go one after the other
 ARGS = (
     *("--kubernetes-selector", "app=xpyd", "--probe-interval", "0.5"),
     *("--drain-grace", "1", "--shutdown-timeout", "10"),

@@ -1,5 +1,6 @@
 """Settings every test shares."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.thorough)
         if item.get_closest_marker("vllm") and not any(map(item.path.is_relative_to, WITH_ENGINES)):
             raise pytest.UsageError(f"{item.nodeid} is marked vllm, and make test would not run it: see WITH_ENGINES")
+
+
+def pytest_collection_finish():
+    """What collecting has brought stays: tests that ask what can be freed need not look at all of PyTorch."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_collectionfinish(config, items):

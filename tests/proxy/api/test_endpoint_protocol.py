@@ -519,27 +519,6 @@ def test_a_slow_client_is_not_held_against_its_engine(way):
         assert client.answer().body.endswith("data: [DONE]\n\n")
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_an_engine_that_falls_silent_is_given_up(way):
-    """By the one timer of a stream that is poured as by those of one that is not."""
-    engines = sims()
-    engines["d0"].inject(Fault(FaultKind.STALL, after=2))
-    with routers(engines, replace(QUIET, idle_timeout_s=0.3), ways=[way]) as (served,), served.open() as client:
-        answer = client.send(post(STREAM)).answer()
-        assert "decode-0 sent nothing for 0.3 s" in answer.body
-        assert client.send(post()).answer().status in (200, 502, 504)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_stream_that_takes_too_long_is_given_up(way):
-    """Though its engine is not silent."""
-    settings = replace(QUIET, stream_timeout_s=0.5)
-    with routers(sims(token_s=0.05), settings, ways=[way]) as (served,), served.open() as client:
-        answer = client.send(post(STREAM | {"max_tokens": 200})).answer()
-
-    assert "the stream was not complete within 0.5 s" in answer.body
-
-
 @pytest.mark.parametrize("request_", [post(), post(STREAM), post(b"{")], ids=["plain", "streamed", "not JSON"])
 def test_a_request_that_is_over_is_forgotten_at_once(both, request_):
     """Its body does not wait for the garbage collector: it is in no cycle once its connection has the next one."""

@@ -11,13 +11,13 @@ from xpyd_proxy.api.model_list import ModelCatalog
 from xpyd_proxy.api.operator_route import OPERATOR_ERRORS, OPERATORS, SMALL_BODY, OperatorAccess, action_of
 from xpyd_proxy.api.request_body import passed_on
 from xpyd_proxy.api.schemas import ErrorResponse, FleetStatus, Health, InstanceAdded, NewInstance
-from xpyd_proxy.core.keys import Keyring
+from xpyd_proxy.core.admission.keys import Keyring
+from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.core.target import Target
 from xpyd_proxy.errors import AddressError, AlreadyKnown, BadPort, NotAllowed
-from xpyd_proxy.io.fleet import LiveFleet
-from xpyd_proxy.io.guard import Guard
-from xpyd_proxy.io.stores import StoreDown
+from xpyd_proxy.io.discovery.stores import StoreDown
+from xpyd_proxy.io.request_path.live_fleet import LiveFleet
+from xpyd_proxy.io.wire.connection_guard import Guard
 from xpyd_proxy.io.workers.changes import Changes
 from xpyd_proxy.settings import Settings
 

@@ -10,7 +10,7 @@ from fastapi import HTTPException, Request, Security
 from fastapi.security import APIKeyHeader
 
 from xpyd_proxy.api.audit import Audit, fingerprint
-from xpyd_proxy.core.keys import Keyring, shown_key
+from xpyd_proxy.core.admission.keys import Keyring, shown_key
 from xpyd_proxy.core.model import Headers
 from xpyd_proxy.errors import Unauthorized
 

@@ -23,8 +23,8 @@ from xpyd_proxy.api.schemas import (
     MessagesRequest,
     ResponsesRequest,
 )
-from xpyd_proxy.core.endpoints import ENDPOINTS, Kind
 from xpyd_proxy.core.model import Api
+from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, Kind
 
 Part: TypeAlias = dict[str, Any]  # of an OpenAPI document
 _NOT_FOUND: Final[tuple[Match, Scope]] = (Match.NONE, {})

@@ -12,12 +12,12 @@ from xpyd_proxy.api.admin_key import OPERATOR_KEY
 from xpyd_proxy.api.audit import AuditedAction
 from xpyd_proxy.api.operator_route import OPERATOR_ERRORS, OPERATORS, SMALL_BODY, OperatorAccess, action_of
 from xpyd_proxy.api.schemas import ExplainRequest, ExplainResponse, InstanceList, InstanceName, InstanceRow
-from xpyd_proxy.core.dialect import parse
-from xpyd_proxy.core.explain import Explainer, Explanation
-from xpyd_proxy.core.health import State
+from xpyd_proxy.core.fleet.health import State
+from xpyd_proxy.core.fleet.registry import Member, Registry
+from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import Api, Call, Headers, InstanceId
-from xpyd_proxy.core.registry import Member, Registry
-from xpyd_proxy.core.target import Target
+from xpyd_proxy.core.protocol.request_bodies import parse
+from xpyd_proxy.core.routing.explain import Explainer, Explanation
 from xpyd_proxy.errors import (
     AddressError,
     AlreadyKnown,
@@ -26,8 +26,8 @@ from xpyd_proxy.errors import (
     UnknownInstance,
     UnknownModel,
 )
-from xpyd_proxy.io.reconciler import Elsewhere
-from xpyd_proxy.io.stores import StoreDown
+from xpyd_proxy.io.discovery.reconciler import Elsewhere
+from xpyd_proxy.io.discovery.stores import StoreDown
 from xpyd_proxy.io.workers.changes import Changes
 from xpyd_proxy.settings import Settings
 

@@ -17,7 +17,7 @@ from xpyd_proxy.api.admin_key import require_admin_key
 from xpyd_proxy.api.audit import Audit, AuditedAction
 from xpyd_proxy.api.request_body import read_body, require_json
 from xpyd_proxy.api.schemas import OperatorError
-from xpyd_proxy.core.bounds import check_names
+from xpyd_proxy.core.http.json_bounds import check_names
 from xpyd_proxy.core.raw_json import Fields, NotJson, decode
 from xpyd_proxy.errors import BadRequest, BodyTooLarge, UnsupportedMedia
 

@@ -12,7 +12,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse
 
-from xpyd_proxy.core.reports import Whole
+from xpyd_proxy.core.workers.reports import Whole
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.status import Snapshot, Status
 from xpyd_proxy.io.workers.crew import nobody

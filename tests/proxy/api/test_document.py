@@ -25,9 +25,9 @@ from xpyd_proxy.api.schemas import (
     ServedModels,
 )
 from xpyd_proxy.app import build
-from xpyd_proxy.core.endpoints import ENDPOINTS, Kind
 from xpyd_proxy.core.model import Api
-from xpyd_proxy.core.routing import _LOOKED_AT
+from xpyd_proxy.core.protocol.disaggregation import _LOOKED_AT
+from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, Kind
 from xpyd_proxy.settings import Settings
 
 ADMIN = "sesame"

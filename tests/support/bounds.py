@@ -24,6 +24,8 @@ TOOLS = (
     "hypothesis>=6.100",
     "openai>=2.25",
     "cryptography>=43",
+    "opentelemetry-exporter-otlp-proto-http>=1.30",  # one test has a router leave spans
+    "opentelemetry-sdk>=1.30",
 )
 _LEAST = re.compile(r"^([\w-]+)>=([\w.]+)")
 

@@ -12,6 +12,7 @@ CONNECTOR ?= xpyd
 MODE      ?= pull
 PORT      ?= 8000
 ONCE      ?=
+TRY       ?=
 SECONDS   ?= 60
 SEED      ?= 17
 WORKERS   ?= 2
@@ -78,6 +79,10 @@ coverage: $(STAMPS)/helm ## which lines and branches the tests without engines r
 	$(BIN)/coverage run -m pytest -m "$(ALONE) and not compiled" || failed=1; \
 	$(BIN)/coverage report || failed=1; \
 	exit $$failed
+
+.PHONY: test-bounds
+test-bounds: $(STAMPS)/dev ## the edge with the oldest and newest libraries it allows: docs/versions.md, 10 minutes; TRY=uvicorn==0.60.0
+	$(BIN)/python -P tests/support/bounds.py $(if $(TRY),--try $(TRY))
 
 .PHONY: test-helm
 test-helm: $(STAMPS)/helm ## the chart, with helm 3 and helm 4

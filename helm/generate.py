@@ -27,7 +27,7 @@ BEGIN, END = "<!-- values: made by helm/generate.py -->", "<!-- end of values --
 ROUTER_OWN = {
     "prefill", "decode", "host", "port", "workers", "kubernetes_selector", "kubernetes_namespace", "store",
     "drain_grace_s", "shutdown_timeout_s", "api_keys_file", "prefill_api_key_file", "decode_api_key_file", "tls_cert",
-    "tls_key", "tls_client_ca", "allow_unauthenticated", "allowed_hosts", "instances_allow",
+    "tls_key", "tls_client_ca", "allow_unauthenticated", "allowed_hosts", "allowed_instances",
 }  # fmt: skip
 CONNECTOR_OWN = {"mode", "kv_lease_duration", *FROM_ENVIRONMENT}
 Schema = dict[str, Any]

@@ -108,7 +108,7 @@ def _spare_the_collector() -> None:
 
 
 def _protocol(router: Router, settings: Settings) -> type[asyncio.Protocol]:
-    patience_s, admission = settings.client_timeout_s, router.live.gate.admission
+    patience_s, admission = settings.client_write_timeout_s, router.live.gate.admission
     bounds = Bounds(
         settings.head_timeout_s,
         settings.body_timeout_s,

@@ -7,7 +7,7 @@ import pytest
 
 from xpyd_proxy import server
 from xpyd_proxy.cli import build_parser, main, serve_settings
-from xpyd_proxy.settings import ClientKvParams, Mode, Settings
+from xpyd_proxy.settings import ClientKvParams, KvTransferMode, Settings
 
 
 def settings_of(*argv):
@@ -24,18 +24,19 @@ def test_the_defaults_are_those_of_the_settings(monkeypatch):
 def test_every_flag_arrives(monkeypatch):
     """Addresses may be listed, repeated, or both."""
     monkeypatch.setenv("ADMIN_API_KEY", "sesame")
-    flags = "--prefill p0:1 p1:1 --decode d0:1 --prefill http://p2:1 --host :: --port 0 --model m --max-body-bytes 10"
-    more = "--connect-timeout 0.5 --prefill-timeout 60 --client-kv-params strip --mode push --retries 0"
+    flags = "--prefill p0:1 p1:1 --decode d0:1 --prefill http://p2:1 --host :: --port 0 --max-body-bytes 10"
+    more = "--connect-timeout 0.5 --prefill-timeout 60 --client-kv-params strip --kv-transfer-mode push"
+    most = "--required-model m --retries 0"
 
-    assert settings_of(*flags.split(), *more.split()) == Settings(
+    assert settings_of(*flags.split(), *more.split(), *most.split()) == Settings(
         prefill=("p0:1", "p1:1", "http://p2:1"),
         decode=("d0:1",),
         host="::",
         port=0,
-        model="m",
+        required_model="m",
         admin_key="sesame",
         client_kv_params=ClientKvParams.STRIP,
-        mode=Mode.PUSH,
+        kv_transfer_mode=KvTransferMode.PUSH,
         retries=0,
         max_body_bytes=10,
         connect_timeout_s=0.5,
@@ -64,7 +65,7 @@ def test_the_admin_key_is_shown_nowhere(monkeypatch):
         (["--connect-timeout", "inf"], "argument --connect-timeout: 'inf' is not a time"),
         (["--connect-timeout", "soon"], "argument --connect-timeout: 'soon' is not a time"),
         (["--client-kv-params", "maybe"], "argument --client-kv-params: invalid choice: 'maybe'"),
-        (["--mode", "both"], "argument --mode: invalid choice: 'both'"),
+        (["--kv-transfer-mode", "both"], "argument --kv-transfer-mode: invalid choice: 'both'"),
         (["--retries", "-1"], "argument --retries: '-1' is not a number of retries: write one from 0 to 10"),
         (["--retries", "many"], "argument --retries: 'many' is not a number of retries"),
         (["--prefil", "a:1"], "unrecognized arguments: --prefil"),

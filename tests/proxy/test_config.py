@@ -8,7 +8,7 @@ from xpyd_proxy.cli import build_parser, main, serve_settings
 from xpyd_proxy.config import SECRETS, needs_restart, read_file
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.options import OPTIONS
-from xpyd_proxy.settings import LogLevel, Mode, Settings
+from xpyd_proxy.settings import KvTransferMode, LogLevel, Settings
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_the_names_in_the_file_are_those_of_the_settings(config):
     prefill = ["p0:1", "p1:1"]
     host = "::"
     port = 0
-    mode = "push"
+    kv_transfer_mode = "push"
     connect_timeout_s = 2
     prefill_timeout_s = 0.5
     log_level = "debug"
@@ -39,7 +39,7 @@ def test_the_names_in_the_file_are_those_of_the_settings(config):
         prefill=("p0:1", "p1:1"),
         host="::",
         port=0,
-        mode=Mode.PUSH,
+        kv_transfer_mode=KvTransferMode.PUSH,
         connect_timeout_s=2.0,
         prefill_timeout_s=0.5,
         log_level=LogLevel.DEBUG,
@@ -72,7 +72,7 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(config):
         ('prefill = "p0:1"', "prefill is 'p0:1': write a list"),
         ('decode = ["nowhere"]', "decode: 'nowhere' is not the address of an engine: write host:port"),
         ("decode = [5]", "decode is 5: write a string, in quotes"),
-        ('mode = "both"', r"mode: invalid choice: 'both' \(choose from auto, pull, push\)"),
+        ('kv_transfer_mode = "both"', r"kv_transfer_mode: invalid choice: 'both' \(choose from auto, pull, push\)"),
         ("[router]\nport = 1", "router is not a setting"),
         ("port = ", "is not TOML: Invalid value"),
     ],

@@ -57,7 +57,7 @@ def test_an_engine_that_is_listed_otherwise_is_another_one():
     [
         ({"prefill": ("nowhere",)}, AddressError),
         ({"decode": ("a:1", "http://A:1")}, ConfigError),
-        ({"max_held_bytes": 1}, ConfigError),
+        ({"max_inflight_bytes": 1}, ConfigError),
         ({"max_key_rate": 1.0}, ConfigError),
         ({"api_keys_file": "/nowhere"}, ConfigError),
         ({"prefill_api_key": "two words"}, ConfigError),

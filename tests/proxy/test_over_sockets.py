@@ -90,7 +90,7 @@ def test_an_engine_that_is_not_there_is_a_bad_gateway():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         nowhere = f"127.0.0.1:{free.getsockname()[1]}"
-    with serving(create_app(Settings(prefill=(nowhere,), decode=(nowhere,), probe_interval_s=0))) as at:
+    with serving(create_app(Settings(prefill=(nowhere,), decode=(nowhere,), health_check_interval_s=0))) as at:
         response = httpx.post(f"http://{at}/v1/completions", json=BODY)
 
     assert response.status_code == 502
@@ -145,7 +145,7 @@ def test_connections_to_engines_are_kept():
 
         with (
             serving(noting) as at,
-            serving(create_app(Settings(prefill=(at,), decode=(at,), probe_interval_s=0))) as router,
+            serving(create_app(Settings(prefill=(at,), decode=(at,), health_check_interval_s=0))) as router,
         ):
             for _ in range(3):
                 httpx.post(f"http://{router}/v1/completions", json=BODY | {"n": 2})
@@ -225,16 +225,16 @@ def test_many_clients_at_once_get_their_own_text(mode):
         assert not any(sim.violations for sim in running.engines.values())
 
 
-@pytest.mark.parametrize("setting", ["first_token_timeout_s", "idle_timeout_s", "total_timeout_s"])
+@pytest.mark.parametrize("setting", ["first_token_timeout_s", "stream_idle_timeout_s", "total_timeout_s"])
 def test_a_decode_engine_that_falls_silent_is_given_up(setting):
     """Before the first token with a status, after it with an event; and its request is closed."""
     stream = setting != "total_timeout_s"
     with cluster(settings=Settings(**{setting: 0.3}, retries=0)) as running:
-        running.engines["d0"].inject(Fault(FaultKind.STALL, after=2 if setting == "idle_timeout_s" else None))
+        running.engines["d0"].inject(Fault(FaultKind.STALL, after=2 if setting == "stream_idle_timeout_s" else None))
         response = post(running, BODY | {"stream": stream})
         until(lambda: running.engines["d0"].log[0].state == "hung up")
 
-    if setting == "idle_timeout_s":
+    if setting == "stream_idle_timeout_s":
         assert response.status_code == 200
         assert "decode-0 sent nothing for 0.3 s" in response.text
         assert "[DONE]" not in response.text

@@ -127,7 +127,7 @@ class HttpChecks:
             raise Sick(f"does not answer {path} within {self._timeout_s:g} s") from exc
         except httpx.ConnectError as exc:
             if isinstance(exc.__cause__, NotAllowed):
-                raise Sick("is not where engines may be added (instances_allow)") from exc
+                raise Sick("is not where engines may be added (allowed_instances)") from exc
             raise Sick("cannot be reached") from exc
         except (httpx.HTTPError, *_RESET_AT_ONCE) as exc:
             raise Sick(f"breaks off when asked for {path}") from exc

@@ -45,7 +45,7 @@ from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.reconciler import Pods, Reconciler
 from xpyd_proxy.io.reflector import Collection, Reflector
 from xpyd_proxy.io.sight import Sight
-from xpyd_proxy.settings import Mode, PolicyName
+from xpyd_proxy.settings import KvTransferMode, PolicyName
 
 ROOT = Path(__file__).parents[3]
 SIZES = (10, 100, 1000)  # engines, half of them of each role
@@ -132,7 +132,9 @@ def choice_of(registry, policy):
 
 
 def fleet_of(registry, choice):
-    return LiveFleet(registry, Pairs(registry, choice), Learned(at_once=MANNERS[Mode.AUTO].at_once), time.monotonic)
+    return LiveFleet(
+        registry, Pairs(registry, choice), Learned(at_once=MANNERS[KvTransferMode.AUTO].at_once), time.monotonic
+    )
 
 
 def choices(sizes, spent_s, case):

@@ -1,5 +1,6 @@
 """The command line, up to the server it starts."""
 
+import re
 import sys
 import types
 
@@ -64,8 +65,14 @@ def test_the_admin_key_is_shown_nowhere(monkeypatch):
         (["--prefill-timeout", "0"], "argument --prefill-timeout: '0' is not a time: write a number of seconds"),
         (["--connect-timeout", "inf"], "argument --connect-timeout: 'inf' is not a time"),
         (["--connect-timeout", "soon"], "argument --connect-timeout: 'soon' is not a time"),
-        (["--client-kv-params", "maybe"], "argument --client-kv-params: invalid choice: 'maybe'"),
-        (["--kv-transfer-mode", "both"], "argument --kv-transfer-mode: invalid choice: 'both'"),
+        (
+            ["--client-kv-params", "maybe"],
+            "argument --client-kv-params: 'maybe' is not a choice: write refuse or strip",
+        ),
+        (
+            ["--kv-transfer-mode", "both"],
+            "argument --kv-transfer-mode: 'both' is not a choice: write auto, pull or push",
+        ),
         (["--retries", "-1"], "argument --retries: '-1' is not a number of retries: write one from 0 to 10"),
         (["--retries", "many"], "argument --retries: 'many' is not a number of retries"),
         (["--prefil", "a:1"], "unrecognized arguments: --prefil"),
@@ -133,3 +140,23 @@ def main_with(monkeypatch, module, argv):
         return main(argv)
     except SystemExit as done:
         return done.code
+
+
+def test_help_begins_with_what_most_routers_need(capsys):
+    """Ten flags; the rest by concern, each with its default and unit."""
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    parts = re.split(r"(?m)^(\S.*):$", shown)
+    first = re.findall(r"(?m)^  (--[\w-]+)", parts[4])
+
+    assert parts[3] == "what most routers need"
+    assert len(first) == 10
+    assert {"--prefill", "--decode", "--config"} < {*first}
+    assert parts[5::2] == [
+        "engines, and how a request is split between them", "health of engines", "retries", "admission and limits",
+        "timeouts", "security", "logs, metrics and traces", "workers", "Kubernetes",
+    ]  # fmt: skip
+    assert "(default: 16 MiB)" in shown
+    assert "(default: 5 s)" in shown
+    assert "ADMIN_API_KEY" in shown

@@ -7,8 +7,8 @@ from enum import StrEnum
 from typing import Any, Final, cast, get_args
 from urllib.parse import urlsplit
 
-from xpyd_proxy.core.allow import AllowList
-from xpyd_proxy.core.target import Target
+from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.http.address_allowlist import AllowList
 from xpyd_proxy.errors import AddressError
 from xpyd_proxy.settings import Kind, Option, Settings
 

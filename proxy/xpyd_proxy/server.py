@@ -20,7 +20,7 @@ from xpyd_proxy.api.clients import Bounds, Clients
 from xpyd_proxy.api.endpoint_protocol import endpoint_protocol
 from xpyd_proxy.app import Router
 from xpyd_proxy.config import needs_restart
-from xpyd_proxy.core.lifetime import Step
+from xpyd_proxy.core.admission.lifetime import Step
 from xpyd_proxy.errors import AddressError, ConfigError
 from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.files import renew_chain
@@ -100,7 +100,7 @@ def run(router: Router, settings: Settings, again: Callable[[], Settings], place
 
 def _spare_the_collector() -> None:
     """Have the garbage collector look at what is made from now on, and seldom: what waits to be told of the requests of
-    one moment (io/later.py) is more than it takes to call it, and soon gone without it.
+    one moment (io/request_path/deferred.py) is more than it takes to call it, and soon gone without it.
     """
     gc.collect()
     gc.freeze()

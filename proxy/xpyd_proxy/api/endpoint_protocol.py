@@ -1,7 +1,7 @@
 """The edge of the endpoints: their requests go from the connection to requests/request.py, and everything else to ASGI.
 
-core/framing.py has read the head already, so a request for an endpoint needs no second parser. Behind another server
-FastAPI serves the same endpoints, by requests/asgi.py.
+core/http/framing.py has read the head already, so a request for an endpoint needs no second parser. Behind another
+server FastAPI serves the same endpoints, by requests/asgi.py.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ import httptools
 
 from xpyd_proxy.api.clients import Clients
 from xpyd_proxy.api.guarded import GuardedProtocol
-from xpyd_proxy.core.endpoints import ENDPOINTS
-from xpyd_proxy.core.framing import Head
+from xpyd_proxy.core.http.framing import Head
+from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.requests.request import Request
 from xpyd_proxy.requests.response import HttpResponse
 from xpyd_proxy.requests.service import Requests

@@ -1,7 +1,7 @@
 """What stands before the parser: one whole head at a time, one request at a time, and an end to all of it in time.
 
 httptools has no limits, adds up the pieces of a head in quadratic time, takes trailers for headers and ends a request
-with ``Upgrade`` behind its head. So it only gets heads that core/framing.py has read, and their bodies.
+with ``Upgrade`` behind its head. So it only gets heads that core/http/framing.py has read, and their bodies.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from xpyd_proxy.api.clients import Clients
 from xpyd_proxy.api.patient import PatientProtocol
-from xpyd_proxy.core.framing import ChunkedBody, Head, RefusalReason, find_end, read_head
+from xpyd_proxy.core.http.framing import ChunkedBody, Head, RefusalReason, find_end, read_head
 from xpyd_proxy.errors import (
     BadFraming,
     ClientError,
@@ -284,7 +284,7 @@ class GuardedProtocol(PatientProtocol):
     def _expect(self, *, headed: bool, within: bool) -> None:
         """See that the parser has come as far as we have: what two readers understand differently is refused."""
         if self.headed != headed or (self.within != within and not self.transport.is_closing()):
-            logger.error("the parser and core/framing.py disagree about where a request ends: it is refused")
+            logger.error("the parser and core/http/framing.py disagree about where a request ends: it is refused")
             raise BadFraming("it is not clear where the request ends")
 
     def _end(self) -> None:

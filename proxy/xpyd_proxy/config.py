@@ -69,9 +69,9 @@ def needs_restart(old: Settings, new: Settings) -> list[str]:
     return [name for name in fixed if getattr(old, name) != getattr(new, name)]
 
 
-def _add(add: Callable[..., object], one: Setting) -> None:
+def _add(add: Callable[..., argparse.Action], one: Setting) -> None:
     more: dict[str, Any] = {"nargs": "+", "action": "extend"} if one.is_list else {}
-    add(
+    action = add(
         one.flag,
         dest=one.name,
         type=partial(_argument, one.kind),
@@ -80,6 +80,8 @@ def _add(add: Callable[..., object], one: Setting) -> None:
         help=f"{one.option.help} (default: {one.default_text})",
         **more,
     )
+    if one.kind.choices:
+        action.completer = lambda **_: one.kind.choices  # type: ignore[attr-defined]
 
 
 def _argument(kind: Kind, text: str) -> object:

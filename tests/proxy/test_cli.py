@@ -1,6 +1,8 @@
 """The command line, up to the server it starts."""
 
+import os
 import re
+import subprocess
 import sys
 import types
 
@@ -160,3 +162,22 @@ def test_help_begins_with_what_most_routers_need(capsys):
     assert "(default: 16 MiB)" in shown
     assert "(default: 5 s)" in shown
     assert "ADMIN_API_KEY" in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("xpyd se", {"serve"}),
+        ("xpyd serve --circuit-breaker-w", {"--circuit-breaker-window"}),
+        ("xpyd serve --decode-policy p", {"power_of_two", "prefix"}),
+        ("xpyd plan --prompt-len", {"--prompt-lengths"}),
+    ],
+)
+def test_a_shell_completes_what_has_been_begun(line, offered, tmp_path):
+    """With the protocol of argcomplete, whose hook runs the command once more."""
+    pytest.importorskip("argcomplete")
+    place = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "out")}
+    shell = os.environ | place | {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n"}
+    subprocess.run([sys.executable, "-m", "xpyd_proxy.cli"], env=shell, check=True, timeout=60)
+
+    assert {word.strip() for word in (tmp_path / "out").read_text().splitlines()} == offered

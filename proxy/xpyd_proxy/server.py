@@ -108,7 +108,7 @@ def _spare_the_collector() -> None:
 
 
 def _protocol(router: Router, settings: Settings) -> type[asyncio.Protocol]:
-    patience_s, admission = settings.client_write_timeout_s, router.live.gate.admission
+    write_timeout_s, admission = settings.client_write_timeout_s, router.live.gate.admission
     bounds = Bounds(
         settings.head_timeout_s,
         settings.body_timeout_s,
@@ -116,7 +116,9 @@ def _protocol(router: Router, settings: Settings) -> type[asyncio.Protocol]:
         settings.max_connections_per_address,
     )
     clients = Clients(bounds, on_refused=router.on_refused, hold=admission.hold, charge=admission.charge)
-    return endpoint_protocol(router.requests, clients, patience_s=patience_s, on_stalled=router.on_stalled)
+    return endpoint_protocol(
+        router.requests, clients, write_timeout_s=write_timeout_s, on_write_timeout=router.on_stalled
+    )
 
 
 def _connections(wanted: int) -> int:

@@ -9,7 +9,7 @@ from xpyd_proxy.core.fleet.kv_inflow import Inflow, received
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.ports import Fleet
 from xpyd_proxy.io.background import meanwhile
-from xpyd_proxy.io.probes.checks import Sick
+from xpyd_proxy.io.probes.checks import ProbeFailed
 from xpyd_proxy.io.sight import Sight
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class InflowWatch:
         self, fleet: Fleet, metrics: Callable[[Instance], Awaitable[bytes]], sight: Sight, *, every_s: float = EVERY_S
     ) -> None:
         self._fleet = fleet
-        self._metrics = metrics  # raises Sick
+        self._metrics = metrics  # raises ProbeFailed
         self._sight = sight
         self._every_s = every_s
         self._inflow = Inflow()
@@ -56,7 +56,7 @@ class InflowWatch:
     async def _received(self, decode: Instance) -> float | None:
         try:
             return received(await self._metrics(decode), decode.rank)
-        except Sick:
+        except ProbeFailed:
             return None  # the prober says so
 
     def _report(self, decode: InstanceId, dry: int) -> None:

@@ -7,7 +7,7 @@ from typing import Final
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from xpyd_proxy.api.routes import is_endpoint
+from xpyd_proxy.api.endpoint_routes import is_endpoint
 from xpyd_proxy.core.journey import HUNG_UP, Journey, Outcome, client_id
 from xpyd_proxy.core.model import Headers, RequestId
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
@@ -20,7 +20,7 @@ NO_SNIFFING: Final = (b"x-content-type-options", b"nosniff")  # a browser takes 
 
 
 def journey_of(scope: Scope) -> Journey:
-    """Return the record of a request that came through :class:`Tracking`."""
+    """Return the record of a request that came through :class:`RequestContextMiddleware`."""
     journey: Journey = scope[_KEY]
     return journey
 
@@ -32,12 +32,12 @@ def note_fault(scope: Scope, error: Exception) -> None:
 
 
 def id_headers(scope: Scope) -> dict[str, str]:
-    """Return the headers that name a request, for an answer that :class:`Tracking` does not see."""
+    """Return the headers that name a request, for an answer that :class:`RequestContextMiddleware` does not see."""
     return journey_of(scope).id_headers() if _KEY in scope else {}
 
 
 @dataclass(slots=True)
-class _Outgoing:
+class _SendWithHeaders:
     """Adds the headers to an answer, and remembers its status."""
 
     send: Send
@@ -64,7 +64,7 @@ class _Outgoing:
         return headers
 
 
-class Tracking:
+class RequestContextMiddleware:
     """ASGI middleware."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Tracking:
             return
         start, journey = self._clock(), Journey(self._new_id(), client_id=_client_id(scope))
         scope[_KEY] = journey
-        outgoing = _Outgoing(send, journey, self._clock, times=self._times)
+        outgoing = _SendWithHeaders(send, journey, self._clock, times=self._times)
         status: int | None = _BUG
         span = None
         if self._spans is not None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from starlette.requests import ClientDisconnect
 
-from xpyd_proxy.api.tracking import Tracking, id_headers, journey_of, note_fault
+from xpyd_proxy.api.request_context import RequestContextMiddleware, id_headers, journey_of, note_fault
 from xpyd_proxy.core.journey import Visit
 from xpyd_proxy.core.model import InstanceId, Push, RequestId, Role
 from xpyd_proxy.io.logs import FACTS
@@ -25,7 +25,7 @@ class Client:
 
 def tracking(app):
     times = iter([1.0, 1.5])
-    return Tracking(app, new_id=lambda: RequestId("xpyd-1"), clock=lambda: next(times))
+    return RequestContextMiddleware(app, new_id=lambda: RequestId("xpyd-1"), clock=lambda: next(times))
 
 
 def scope(path="/v1/models", kind="http", method="GET"):
@@ -149,7 +149,7 @@ async def test_who_follows_a_request_learns_how_it_ended(raises, status):
             raise raises
         await answer(scope, receive, send)
 
-    follow = Tracking(app, new_id=lambda: RequestId("r"), clock=lambda: 1.0, spans=Spans())
+    follow = RequestContextMiddleware(app, new_id=lambda: RequestId("r"), clock=lambda: 1.0, spans=Spans())
     with suppress(KeyError):
         await follow(scope() | {"headers": [(b"a", b"b")]}, None, Client().send)
 

@@ -1,11 +1,12 @@
-"""Writes what follows from other files: the table in xpyd/README.md, and the settings in xpyd/values.schema.json.
+"""Writes what follows from other files: the tables in xpyd/README.md and docs/options.md, and xpyd/values.schema.json.
 
-The table comes from the comments "# --" of values.yaml; the settings from the options of the router and of the
-connector, so that the chart refuses what they would refuse. After a change of either: ``python helm/generate.py``; with
-``--check`` it only says, by its exit code, whether there is something to write.
+The chart's table comes from the comments "# --" of values.yaml; options and the settings in the schema come from the
+declarations of the router and of the connector, so the chart refuses what they would refuse. After a change of either:
+``python helm/generate.py``; with ``--check`` it only says, by its exit code, whether there is something to write.
 """
 
 import dataclasses
+import itertools
 import json
 import re
 import sys
@@ -19,16 +20,13 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "proxy"), str(HERE.parent / "connector")]
 
 from xpyd_connector.settings import AT_LEAST, CHOICES, FROM_ENVIRONMENT, SHARES, Settings  # noqa: E402 (found only now)
-from xpyd_proxy.options import OPTIONS, Kind  # noqa: E402
+from xpyd_proxy.options import DECLARED, OPTIONS, Setting  # noqa: E402
+from xpyd_proxy.settings import ENDLESS, Kind  # noqa: E402
 
 CHART = HERE / "xpyd"
-BEGIN, END = "<!-- values: made by helm/generate.py -->", "<!-- end of values -->"
-# Settings of the router for which the chart has values of its own, or which name files that it mounts.
-ROUTER_OWN = {
-    "prefill", "decode", "host", "port", "workers", "kubernetes_selector", "kubernetes_namespace", "store",
-    "drain_grace_s", "shutdown_timeout_s", "api_keys_file", "prefill_api_key_file", "decode_api_key_file", "tls_cert",
-    "tls_key", "tls_client_ca", "allow_unauthenticated", "allowed_hosts", "instances_allow",
-}  # fmt: skip
+OPTIONS_PAGE = HERE.parent / "docs/options.md"
+VALUES_TABLE = "<!-- values: made by helm/generate.py -->", "<!-- end of values -->"
+OPTIONS_TABLES = "<!-- options: made by helm/generate.py -->", "<!-- end of options -->"
 CONNECTOR_OWN = {"mode", "kv_lease_duration", *FROM_ENVIRONMENT}
 Schema = dict[str, Any]
 KINDS = {bool: "boolean", str: "string", tuple: ["array", "object"]}  # a setting of the connector, by its default
@@ -37,9 +35,35 @@ KINDS = {bool: "boolean", str: "string", tuple: ["array", "object"]}  # a settin
 def readme(text: str, values: str) -> str:
     """Return a README with the table of these values in it."""
     rows = [f"| `{key}` | `{_shown(default)}` | {said} |" for key, default, said in _rows(values)]
-    table = "\n".join(["| value | default | |", "|---|---|---|", *rows])
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}"
+    return _between(text, VALUES_TABLE, ["| value | default | |", "|---|---|---|", *rows])
+
+
+def options(text: str) -> str:
+    """Return a page with the tables of the router's options in it."""
+    lines: list[str] = []
+    for group, settings in itertools.groupby(DECLARED, lambda one: one.option.group):
+        lines += ["", f"## {group.title[0].upper()}{group.title[1:]}", ""]
+        lines += ["| flag | key | default | SIGHUP | chart | |", "|---|---|---|---|---|---|", *map(_option, settings)]
+    return _between(text, OPTIONS_TABLES, [*lines, ""])
+
+
+def _option(setting: Setting) -> str:
+    option, name = setting.option, setting.name
+    where = [f"`{setting.flag}`", f"`{name}`"] if not option.environment else [f"`{option.environment}`", "environment"]
+    default = option.unset if setting.default in (None, ()) else f"`{setting.default_text}`"
+    chart = f"`{option.chart or f'router.settings.{name}'}`"
+    choices = (
+        f": {', '.join(f'`{one}`' for one in setting.kind.choices)}"
+        if setting.kind.value_type is not bool and setting.kind.choices
+        else ""
+    )
+    return f"| {' | '.join([*where, default, 'yes' if option.live else '', chart, option.help + choices])} |"
+
+
+def _between(text: str, marks: tuple[str, str], lines: list[str]) -> str:
+    begin, end = marks
+    before, _, rest = text.partition(begin)
+    return "\n".join([before + begin, *lines, end]) + rest.partition(end)[2]
 
 
 def _rows(text: str) -> Iterator[tuple[str, object, str]]:
@@ -88,7 +112,7 @@ def schema(text: str) -> str:
     found: Schema = json.loads(text)
     top = found["properties"]
     top["router"]["properties"]["settings"]["properties"] = {
-        option.name: _router(option.kind) for option in OPTIONS if option.name not in ROUTER_OWN
+        name: _router(setting.kind) for name, setting in OPTIONS.items() if not setting.option.chart
     }
     top["connector"]["properties"]["extraConfig"]["properties"] = {
         field.name: _connector(field) for field in dataclasses.fields(Settings) if field.name not in CONNECTOR_OWN
@@ -97,26 +121,16 @@ def schema(text: str) -> str:
 
 
 def _router(kind: Kind) -> Schema:
-    """Describe what an option takes, by asking it."""
-    if set(kind.choices) == {"true", "false"}:
+    """Describe what an option takes."""
+    if kind.value_type is bool:
         return {"type": "boolean"}
     if kind.choices:
         return {"type": "string", "enum": list(kind.choices)}
-    if kind.written is str:
+    if kind.value_type is str:
         return {"type": "string", "minLength": 1}
-    least: Schema = {"minimum": 0} if _takes(kind, "0") else {"exclusiveMinimum": 0}
-    if _takes(kind, "-1"):
-        least = {}
-    most: Schema = {} if _takes(kind, "11") else {"maximum": 10 if _takes(kind, "10") else 1}
-    return {"type": "integer" if kind.written is int else "number", **least, **most}
-
-
-def _takes(kind: Kind, text: str) -> bool:
-    try:
-        kind.read(text)
-    except ValueError:
-        return False
-    return True
+    bounds = {"minimum": kind.least, "exclusiveMinimum": kind.above, "maximum": kind.most}
+    known = {name: bound for name, bound in bounds.items() if bound is not None and abs(bound) != ENDLESS}
+    return {"type": "integer" if kind.value_type is int else "number", **known}
 
 
 def _connector(field: "dataclasses.Field[Any]") -> Schema:
@@ -137,6 +151,7 @@ def made() -> Mapping[Path, str]:
     return {
         page: readme(page.read_text(), (CHART / "values.yaml").read_text()),
         shape: schema(shape.read_text()),
+        OPTIONS_PAGE: options(OPTIONS_PAGE.read_text()),
     }
 
 

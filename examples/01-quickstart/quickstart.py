@@ -52,7 +52,9 @@ def read_arguments():
     default = Plan()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", choices=[kind.value for kind in EngineKind], default=default.kind.value)
-    parser.add_argument("--mode", type=TransferMode, choices=[*TransferMode], default=default.mode)
+    parser.add_argument(
+        "--kv-transfer-mode", dest="mode", type=TransferMode, choices=[*TransferMode], default=default.mode
+    )
     parser.add_argument("--port", type=int, default=default.port)
     parser.add_argument("--prefill-port", type=int, default=default.prefill_port)
     parser.add_argument("--decode-port", type=int, default=default.decode_port)

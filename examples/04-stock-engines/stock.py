@@ -89,7 +89,9 @@ def read_arguments():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prefill", metavar="HOST:PORT", help="a running engine, started like the line that is shown")
     parser.add_argument("--decode", metavar="HOST:PORT", help="another one")
-    parser.add_argument("--mode", type=TransferMode, choices=[*TransferMode], default=TransferMode.PULL)
+    parser.add_argument(
+        "--kv-transfer-mode", dest="mode", type=TransferMode, choices=[*TransferMode], default=TransferMode.PULL
+    )
     parser.add_argument("--port", type=int, default=8000, help="of the router")
     parser.add_argument("--prefill-port", type=int, default=8100)
     parser.add_argument("--decode-port", type=int, default=8200)

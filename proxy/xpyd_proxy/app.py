@@ -122,7 +122,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: Place | No
     """
     sites, crew = _sites(settings), company(place, _limits(settings), time.monotonic)
     registry = _filled(crew.registry, settings)
-    learned = Learned(at_once=MANNERS[settings.mode].at_once)
+    learned = Learned(at_once=MANNERS[settings.kv_transfer_mode].at_once)
     fleet = _fleet(settings, registry, learned, crew.number)
     outbound, tls = Outbound(engine_keys(settings), forwards=settings.forward_client_key), engine_tls(settings)
     transport, dial = (None, None) if fabric is None else (fabric.transport, fabric.dial)
@@ -130,7 +130,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: Place | No
     engines = WireEngines(settings, outbound=outbound, tls=tls, guard=guard, dial=dial)
     gate, lifetime = Gate(limits_of(settings), time.monotonic), Lifetime()
     keyring, examiner = Keyring(client_keys(settings), settings.min_priority), Examiner()
-    salts, models = _salts(settings, keyring), ModelCatalog(registry, engines, model=settings.model)
+    salts, models = _salts(settings, keyring), ModelCatalog(registry, engines, model=settings.required_model)
     sight, census, queue = Sight(Measures(_PATHS), time.monotonic), Roll(registry), gate.admission
     traces = _traces(settings)
     releaser = Releaser(engines, told=(sight,))
@@ -139,7 +139,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: Place | No
         rules=rules_of(settings),
         fleet=fleet,
         learned=learned,
-        handovers=Handovers(learned, MANNERS[settings.mode], sight.replaced_host),
+        handovers=Handovers(learned, MANNERS[settings.kv_transfer_mode], sight.replaced_host),
         engines=engines.teller,
         releaser=releaser,
         budget=_budget(settings, crew.of),
@@ -158,7 +158,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: Place | No
     fleet.later = sight.later
     sight.legs.riding = requests.engines_of_legs
     checks = _checks(settings, outbound, transport, tls, guard)
-    rhythm = Rhythm(settings.probe_interval_s, settings.hung_timeout_s, settings.drain_patience_s)
+    rhythm = Rhythm(settings.health_check_interval_s, settings.unresponsive_timeout_s, settings.drain_idle_time_s)
     prober = Prober(registry, checks, rhythm, time.monotonic, random.random, give_up=engines.give_up)
     inflow = InflowWatch(registry, checks.metrics, sight)
     discovery = discovery_of(crew.stored(settings), registry, time.monotonic)
@@ -202,7 +202,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: Place | No
 
 def _onlookers(settings: Settings, keyring: Keyring) -> Onlookers:
     """Say who may see the metrics and the status page."""
-    if settings.open_metrics:
+    if settings.public_metrics:
         return Onlookers()
     return Onlookers(
         require_any_key(settings.admin_key, keyring),
@@ -214,7 +214,7 @@ def _onlookers(settings: Settings, keyring: Keyring) -> Onlookers:
 def _guard(settings: Settings, registry: Registry, transport: httpx.AsyncBaseTransport | None) -> Guard:
     """Say where the router may connect to; with the transport of a test it connects nowhere."""
     resolve = resolved if transport is None else None
-    return Guard(AllowList.parse(settings.instances_allow), registry.is_given, resolve)
+    return Guard(AllowList.parse(settings.allowed_instances), registry.is_given, resolve)
 
 
 def _salts(settings: Settings, keyring: Keyring) -> Salts | None:
@@ -239,7 +239,7 @@ def _checks(
     guard: Guard,
 ) -> HttpChecks:
     return HttpChecks(
-        timeout_s=settings.probe_timeout_s,
+        timeout_s=settings.health_check_timeout_s,
         headers=lambda role: outbound.headers(role, ()),
         verify=tls,
         transport=transport,
@@ -271,13 +271,13 @@ def _lifespan(
 
 def _limits(settings: Settings) -> Limits:
     return Limits(
-        in_a_row=settings.break_after,
-        probes=settings.break_probes,
-        share=settings.break_share,
-        window_s=settings.break_window_s,
-        window_least=settings.break_window_least,
-        rest_s=settings.rest_s,
-        rest_most_s=settings.rest_most_s,
+        in_a_row=settings.circuit_breaker_failures,
+        probes=settings.health_check_failures,
+        share=settings.circuit_breaker_failure_ratio,
+        window_s=settings.circuit_breaker_window_s,
+        window_least=settings.circuit_breaker_min_requests,
+        rest_s=settings.ejection_time_s,
+        rest_most_s=settings.max_ejection_time_s,
     )
 
 
@@ -291,8 +291,8 @@ def _filled(registry: Registry, settings: Settings) -> Registry:
 
 def _budget(settings: Settings, workers: int) -> Budget:
     """Return a worker's part of the retries; its rate is a share already."""
-    budget = Budget(settings.retry_share, settings.retry_floor)
-    return Budget(settings.retry_share, settings.retry_floor, most=max(1.0, budget.most / workers))
+    budget = Budget(settings.retry_budget_ratio, settings.retry_budget_min_rate)
+    return Budget(settings.retry_budget_ratio, settings.retry_budget_min_rate, most=max(1.0, budget.most / workers))
 
 
 def policies(turn: int) -> Mapping[PolicyName, Callable[[Callable[[Instance], float]], Policy]]:
@@ -325,7 +325,7 @@ def _explainer(requests: Requests) -> Callable[[], Explainer]:
     def explainer() -> Explainer:
         rules, fleet = requests.rules, requests.fleet
         return Explainer(
-            fleet.rehearsal(), fleet.usable, requests.learned, rules.min_prompt_chars, rules.alone_without_prefill
+            fleet.rehearsal(), fleet.usable, requests.learned, rules.min_split_prompt_bytes, rules.decode_only_fallback
         )
 
     return explainer

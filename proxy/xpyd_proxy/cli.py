@@ -1,6 +1,7 @@
 """``xpyd``: the command line, to settings, to a running server."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -25,6 +26,8 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if "_ARGCOMPLETE" in os.environ:
+        _complete(os.environ["COMP_LINE"].split()[1:])
     args = build_parser(arguments).parse_args(arguments)
     args.command_line = arguments
     run: Callable[[argparse.Namespace], int] = args.run
@@ -46,6 +49,13 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     if arguments[:1] == ["plan"]:
         _add_plan_arguments(plan)
     return parser
+
+
+def _complete(arguments: Sequence[str]) -> None:
+    """Tell a shell what could follow these, and end."""
+    import argcomplete  # noqa: PLC0415 (an extra: the shell's hook comes with it)
+
+    argcomplete.autocomplete(build_parser(arguments))
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:

@@ -180,7 +180,7 @@ class BadPort(AddressError):
 
 
 class NotAllowed(AddressError):
-    """No engine may be added there: it is not in ``instances_allow``."""
+    """No engine may be added there: it is not in ``allowed_instances``."""
 
 
 class AlreadyKnown(ProxyError):

@@ -93,9 +93,9 @@ def limits_of(settings: Settings) -> Limits:
     Raises:
         ConfigError: two settings contradict each other.
     """
-    if settings.max_held_bytes < settings.max_body_bytes:
+    if settings.max_inflight_bytes < settings.max_body_bytes:
         raise ConfigError(
-            f"max_held_bytes is {settings.max_held_bytes}, and one body may have {settings.max_body_bytes} "
+            f"max_inflight_bytes is {settings.max_inflight_bytes}, and one body may have {settings.max_body_bytes} "
             "(max_body_bytes): write at least that"
         )
     if settings.api_keys_file is None and (settings.max_key_concurrency or settings.max_key_rate):
@@ -104,7 +104,7 @@ def limits_of(settings: Settings) -> Limits:
         concurrency=settings.max_concurrency,
         queue=settings.max_queue,
         wait_s=settings.max_queue_wait_s,
-        held_bytes=settings.max_held_bytes,
+        held_bytes=settings.max_inflight_bytes,
         rate=settings.max_rate,
         key_concurrency=settings.max_key_concurrency,
         key_rate=settings.max_key_rate,

@@ -108,7 +108,7 @@ def _spare_the_collector() -> None:
 
 
 def _protocol(router: Router, settings: Settings) -> type[asyncio.Protocol]:
-    write_timeout_s, admission = settings.client_timeout_s, router.live.gate.admission
+    write_timeout_s, admission = settings.client_write_timeout_s, router.live.gate.admission
     bounds = Bounds(
         settings.head_timeout_s,
         settings.body_timeout_s,

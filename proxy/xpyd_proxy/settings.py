@@ -1,7 +1,16 @@
-"""Everything a user of the router can choose, read once at start-up."""
+"""Everything a user of the router can choose, each declared once: type, default, kind, meaning, chart value, SIGHUP.
+
+The name of a field is the key in the configuration file; with hyphens and without ``_s`` it is the flag. ``options.py``
+and ``config.py`` read the declarations for the command line, the file and SIGHUP, ``helm/generate.py`` for the chart's
+schema and docs/options.md.
+"""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated, Final, TypeVar
+
+_T = TypeVar("_T")
+ENDLESS: Final = 1 << 62  # above every sensible number, and below infinity
 
 
 class ClientKvParams(StrEnum):
@@ -11,7 +20,7 @@ class ClientKvParams(StrEnum):
     STRIP = "strip"  # drop them and serve the request
 
 
-class Mode(StrEnum):
+class KvTransferMode(StrEnum):
     """Who moves the KV cache: the prefill engine writes it (push), or the decode engine reads it (pull)."""
 
     AUTO = "auto"  # as each prefill engine says in its answers
@@ -46,86 +55,219 @@ class PolicyName(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """The choices, with their defaults and units."""
+class Kind:
+    """One sort of value, as it is written in the file and as an argument."""
 
-    prefill: tuple[str, ...] = ()  # addresses of the prefill engines: host:port or http(s)://host:port
-    decode: tuple[str, ...] = ()  # addresses of the decode engines
-    host: str = "127.0.0.1"  # interface to listen on
-    allow_unauthenticated: bool = False  # listen beyond this machine, and let everybody ask who reaches it
-    allowed_hosts: tuple[str, ...] = ()  # names in Host that are this router's, too; *: all are
-    port: int = 8000  # TCP port to listen on; 0 lets the system choose
-    workers: int = 1  # processes that serve, with one view of engines and limits; 1: this one, and no other
-    model: str | None = None  # model that an engine added at run time must serve; None: any
-    instances_allow: tuple[str, ...] = ()  # where added engines may be; (): loopback and private networks
-    admin_key: str | None = field(default=None, repr=False)  # X-Api-Key of /instances; None: nobody may add
-    client_kv_params: ClientKvParams = ClientKvParams.REFUSE  # kv_transfer_params in a client's body
-    mode: Mode = Mode.AUTO  # push: both legs are sent at once
-    retries: int = 2  # legs of one request that may fail before the client is told
-    max_body_bytes: int = 16 * 1024 * 1024  # bytes of a request body; more is answered with 413
-    connect_timeout_s: float = 5.0  # seconds to open a connection to an engine
-    prefill_timeout_s: float = 300.0  # seconds for a whole prefill leg, queueing included
-    first_token_timeout_s: float = 300.0  # seconds from a streamed decode leg to its first event
-    idle_timeout_s: float = 120.0  # seconds a stream may be silent between two pieces
-    total_timeout_s: float = 3600.0  # seconds for an answer that is not streamed, with all retries
-    stream_timeout_s: float | None = None  # seconds for a streamed one; None: as long as it takes
-    handoff_timeout_s: float = 20.0  # seconds from a prefill answer in which a decode leg may go out
-    min_prompt_chars: int = 0  # a prompt whose JSON has fewer bytes is served by one engine; 0: none is too short
-    alone_without_prefill: bool = True  # decode engines serve alone as long as there is no prefill engine
-    reuse_tokens: bool = False  # a chat is rendered and tokenized by the prefill engine only
-    resume: bool = False  # another decode engine goes on with a stream that breaks off
-    probe_timeout_s: float = 5.0  # seconds for a GET /v1/models of an engine
-    engine_keepalive_s: float = 4.0  # seconds an idle engine connection is kept; vLLM closes it after 5
-    client_keepalive_s: int = 75  # seconds an idle client connection is kept
-    client_timeout_s: float = 300.0  # seconds in which a client must read some of its answer
-    head_timeout_s: float = 10.0  # seconds from the beginning of a connection, or of a request, to the end of its head
-    body_timeout_s: float = 30.0  # seconds for a body, and one more for each 16 KiB of it that has come
-    max_connections: int = 16384  # connections of clients; more are answered with 503 and closed
-    max_connections_per_address: int | None = None  # the same of one address; None: behind a proxy all have the same
-    shutdown_timeout_s: int = 30  # seconds that requests in flight get to finish after SIGTERM
-    drain_grace_s: float = 0.0  # seconds after SIGTERM in which new requests are still served: /ready is 503 at once
-    log_level: LogLevel = LogLevel.INFO  # what the log shows
-    log_format: LogFormat = LogFormat.TEXT  # how it looks
-    otlp_endpoint: str | None = None  # base URL of the collector that gets the spans (OTLP over HTTP); None: no spans
-    api_keys_file: str | None = None  # keys that clients must show, one name:key a line; None: anybody may ask
-    prefill_api_key_file: str | None = None  # file with the key that prefill engines want, instead of the environment
-    decode_api_key_file: str | None = None  # the same for decode engines
-    cache_salt_per_key: bool = False  # keep what one key sends out of the prefix cache of all others
-    cache_salt_secret: str | None = field(default=None, repr=False)  # of the fleet, for that; None: each key is its own
-    server_timing: bool = True  # tell clients the engines of a request and their milliseconds
-    open_metrics: bool = False  # /, /stats and /metrics want no key where clients need one
-    forward_client_key: bool = False  # engines without a key of their pool get the Authorization of the client
-    max_concurrency: int = 4096  # requests that are served at the same time; more wait
-    max_queue: int = 1024  # requests that wait; more are refused
-    max_queue_wait_s: float = 30.0  # seconds that a request waits at most
-    max_held_bytes: int = 1024 * 1024 * 1024  # bytes of the bodies of all requests that are served or wait
-    max_rate: float | None = None  # requests a second of all clients; None: no limit
-    max_key_concurrency: int | None = None  # requests of one key that are served or wait
-    max_key_rate: float | None = None  # requests a second of one key
-    min_priority: int = 0  # least (so most urgent) priority of a client whose key has none of its own
-    tls_cert: str | None = None  # PEM file, the router's certificate and those that vouch for it; None: plain HTTP
-    tls_key: str | None = None  # PEM file, its private key
-    tls_client_ca: str | None = None  # PEM file; clients must show a certificate of these authorities
-    engine_ca: str | None = None  # PEM file, authorities of https engines; None: those of the system
-    engine_cert: str | None = None  # PEM file, the certificate that the router shows to engines
-    engine_key: str | None = None  # PEM file, its private key
-    prefill_api_key: str | None = field(default=None, repr=False)  # what prefill engines want; None: nothing is shown
-    decode_api_key: str | None = field(default=None, repr=False)  # the same for decode engines
-    prefill_policy: PolicyName = PolicyName.ROUND_ROBIN  # how the engine of the prefill leg is chosen
-    decode_policy: PolicyName = PolicyName.ROUND_ROBIN  # the same for decode
-    load_reports: bool = True  # prefill engines are asked how busy they are, if their policy cares
-    retry_share: float = 0.2  # retries of all requests together, as a share of the requests
-    retry_floor: float = 1.0  # retries a second that are granted however few requests there are
-    probe_interval_s: float = 5.0  # seconds between two probes of an engine; 0: requests alone tell how it is
-    hung_timeout_s: float = 30.0  # seconds without an answer to a probe before requests in flight there are given up
-    break_after: int = 5  # requests in a row that fail until an engine counts as broken
-    break_probes: int = 2  # probes in a row that fail, for the same
-    break_share: float = 0.5  # share of an engine's requests that fail within break_window_s, for the same
-    break_window_s: float = 30.0  # seconds
-    break_window_least: int = 20  # requests within break_window_s below which break_share says nothing
-    rest_s: float = 5.0  # seconds before a broken engine gets one request again; doubled with every one that fails
-    rest_most_s: float = 60.0  # seconds that this may become at most
-    kubernetes_selector: str | None = None  # label selector of the pods that are engines; None: no pods are looked for
-    kubernetes_namespace: str | None = None  # where they are; None: where the router is
-    store: str = "memory"  # where /instances/add keeps engines: memory, file:PATH, kubernetes:CONFIGMAP, redis://...
-    drain_patience_s: float = 60.0  # seconds without a request after which a draining prefill engine's leases are over
+    right: str  # ends the sentence about a wrong one: "'soon' is not a time: write a number of seconds above 0"
+    metavar: str  # of a text: what options.py checks it for
+    value_type: type = str  # in TOML, where a whole number may stand for a float
+    least: float = -ENDLESS
+    above: float | None = None  # less than any value
+    most: float = ENDLESS
+    choices: tuple[str, ...] = ()
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What is declared of a setting, beside its name, type and default."""
+
+    group: "Group"
+    help: str  # the meaning
+    unset: str = "none"  # what holds without a value
+    live: bool = False  # takes effect when the file is read again (SIGHUP); the others need a restart
+    chart: str = ""  # the chart's value that sets it; empty: router.settings
+    environment: str = ""  # the variable of a secret, which is neither flag nor key
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A part of ``--help`` and of docs/options.md."""
+
+    title: str
+
+    def option(self, default: _T, help: str, *, unset: str = "none", live: bool = False, chart: str = "") -> _T:
+        """Declare a field of Settings."""
+        return field(default=default, metadata={"option": Option(self, help, unset, live, chart)})
+
+    def secret(self, environment: str, help: str, *, unset: str, chart: str = "") -> str | None:
+        """Declare one that comes from the environment alone: ps shows flags, and people show files around."""
+        said = Option(self, help, unset, chart=chart, environment=environment)
+        return field(default=None, repr=False, metadata={"option": said})
+
+
+File = Annotated[str, Kind("", "FILE")]
+Selector = Annotated[str, Kind("", "LABEL=VALUE")]
+Address = Annotated[str, Kind("", "ENGINE")]
+Network = Annotated[str, Kind("", "NETWORK")]
+Host = Annotated[str, Kind("the name of a host: write it without scheme and port, or * for all", "HOST")]
+Url = Annotated[str, Kind("a URL: write http://host:port or https://host:port", "URL")]
+Store = Annotated[str, Kind("a store: write memory, file:PATH, kubernetes:CONFIGMAP or redis://host:port/0", "STORE")]
+Port = Annotated[int, Kind("a port: write a number from 0 to 65535", "PORT", int, 0, most=65535)]
+Bytes = Annotated[int, Kind("a size: write a whole number of bytes, 1 or more", "BYTES", int, 1, unit="B")]
+SomeBytes = Annotated[int, Kind("a size: write a whole number of bytes, 0 or more", "BYTES", int, 0, unit="B")]
+Count = Annotated[int, Kind("a count: write a whole number, 1 or more", "N", int, 1)]
+Natural = Annotated[int, Kind("a count: write a whole number, 0 or more", "N", int, 0)]
+Processes = Annotated[int, Kind("a number of workers: write one from 1 to 64", "N", int, 1, most=64)]
+Retries = Annotated[int, Kind("a number of retries: write one from 0 to 10", "N", int, 0, most=10)]
+_DIGITS: Final = 10**9 - 1
+Priority = Annotated[
+    int, Kind("a priority: write a whole number of at most 9 digits", "N", int, -_DIGITS, most=_DIGITS)
+]
+Seconds = Annotated[float, Kind("a time: write a number of seconds above 0", "SECONDS", float, above=0, unit="s")]
+SomeSeconds = Annotated[float, Kind("a time: write a number of seconds, 0 or more", "SECONDS", float, 0, unit="s")]
+WholeSeconds = Annotated[
+    int, Kind("a time: write a whole number of seconds, 1 or more", "SECONDS", int, 1, most=1 << 31, unit="s")
+]
+Ratio = Annotated[float, Kind("a share: write a number above 0, at most 1", "RATIO", float, above=0, most=1)]
+Rate = Annotated[float, Kind("a rate: write a number of requests a second, above 0", "N", float, above=0, unit="/s")]
+
+FIRST: Final = Group("what most routers need")
+ENGINES: Final = Group("engines, and how a request is split between them")
+HEALTH: Final = Group("health of engines")
+RETRIES: Final = Group("retries")
+LIMITS: Final = Group("admission and limits")
+TIMEOUTS: Final = Group("timeouts")
+SECURITY: Final = Group("security")
+TELEMETRY: Final = Group("logs, metrics and traces")
+WORKERS: Final = Group("workers")
+KUBERNETES: Final = Group("Kubernetes")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The choices, in the order of ``--help``."""
+
+    # fmt: off
+    prefill: tuple[Address, ...] = FIRST.option((),
+        "addresses of prefill engines", live=True, chart="router.discovery.prefill")
+    decode: tuple[Address, ...] = FIRST.option((),
+        "addresses of decode engines", live=True, chart="router.discovery.decode")
+    host: str = FIRST.option("127.0.0.1", "interface to listen on", chart="listenAddress")
+    port: Port = FIRST.option(8000, "TCP port to listen on; 0 lets the system choose", chart="router.port")
+    api_keys_file: File | None = FIRST.option(None,
+        "keys that clients must show, one name:key a line", live=True, chart="router.apiKeys.secretName")
+    prefill_policy: PolicyName = FIRST.option(PolicyName.ROUND_ROBIN, "how the engine of the prefill leg is chosen")
+    decode_policy: PolicyName = FIRST.option(PolicyName.ROUND_ROBIN, "how the engine of the decode leg is chosen")
+    kv_transfer_mode: KvTransferMode = FIRST.option(KvTransferMode.AUTO,
+        "pull: one leg after the other; push: both at once; auto: as each prefill engine says")
+    log_level: LogLevel = FIRST.option(LogLevel.INFO, "least severe records that the log shows", live=True)
+
+    required_model: str | None = ENGINES.option(None, "model that an engine added at run time must serve", unset="any")
+    allowed_instances: tuple[Network, ...] = ENGINES.option((),
+        "where engines may be added", unset="loopback and private networks", chart="router.allowedInstances")
+    store: Store = ENGINES.option("memory",
+        "where added engines are kept (file:PATH, kubernetes:CONFIGMAP, redis://...)", chart="router.store.type")
+    decode_only_fallback: bool = ENGINES.option(True,
+        "decode engines serve alone while there is no prefill engine", live=True)
+    min_split_prompt_bytes: SomeBytes = ENGINES.option(0,
+        "a prompt whose JSON is shorter is served by one engine", live=True)
+    reuse_prompt_tokens: bool = ENGINES.option(False, "only the prefill engine renders and tokenizes a chat", live=True)
+    load_reports: bool = ENGINES.option(True, "ask prefill engines how busy they are, if their policy needs it")
+    drain_idle_time_s: Seconds = ENGINES.option(60.0,
+        "time without a request after which a draining prefill engine has no leases")
+
+    health_check_interval_s: SomeSeconds = HEALTH.option(5.0, "time between two probes of an engine; 0: no probes")
+    health_check_timeout_s: Seconds = HEALTH.option(5.0, "time for one probe")
+    health_check_failures: Count = HEALTH.option(2, "probes that fail in a row until an engine is ejected")
+    unresponsive_timeout_s: Seconds = HEALTH.option(30.0,
+        "time without an answer to a probe after which requests at that engine are given up")
+    circuit_breaker_failures: Count = HEALTH.option(5, "requests that fail in a row until an engine is ejected")
+    circuit_breaker_failure_ratio: Ratio = HEALTH.option(0.5,
+        "share of an engine's requests in a window that fail until it is ejected")
+    circuit_breaker_window_s: Seconds = HEALTH.option(30.0, "length of that window")
+    circuit_breaker_min_requests: Count = HEALTH.option(20,
+        "requests in the window below which the share does not count")
+    ejection_time_s: Seconds = HEALTH.option(5.0,
+        "time before an ejected engine gets one request again; doubled with each that fails")
+    max_ejection_time_s: Seconds = HEALTH.option(60.0, "upper limit of that")
+
+    retries: Retries = RETRIES.option(2, "failed legs of one request before the client gets the error", live=True)
+    retry_budget_ratio: Ratio = RETRIES.option(0.2, "retries of all requests together, as a share of the requests")
+    retry_budget_min_rate: Rate = RETRIES.option(1.0, "retries a second that are allowed with few requests, too")
+    resume_streams: bool = RETRIES.option(False, "another decode engine continues a stream that breaks off", live=True)
+
+    max_concurrency: Count = LIMITS.option(4096, "requests served at the same time; more wait", live=True)
+    max_queue: Natural = LIMITS.option(1024, "requests that wait; more are refused", live=True)
+    max_queue_wait_s: Seconds = LIMITS.option(30.0, "time that a request waits at most", live=True)
+    max_inflight_bytes: Bytes = LIMITS.option(1 << 30,
+        "bodies of all requests that are served or wait, together", live=True)
+    max_body_bytes: Bytes = LIMITS.option(16 << 20, "body of one request; a larger one is answered with 413")
+    max_rate: Rate | None = LIMITS.option(None, "requests a second of all clients", live=True)
+    max_key_concurrency: Count | None = LIMITS.option(None, "requests of one key that are served or wait", live=True)
+    max_key_rate: Rate | None = LIMITS.option(None, "requests a second of one key", live=True)
+    min_priority: Priority = LIMITS.option(0,
+        "least number, so the most urgent priority, of a client whose key has none of its own", live=True)
+    max_connections: Count = LIMITS.option(16384, "connections of clients; more are answered with 503 and closed")
+    max_connections_per_address: Count | None = LIMITS.option(None,
+        "connections of one client address; behind a proxy all clients have the same")
+
+    connect_timeout_s: Seconds = TIMEOUTS.option(5.0, "opening a connection to an engine")
+    prefill_timeout_s: Seconds = TIMEOUTS.option(300.0,
+        "a whole prefill leg, with its time in the engine's queue", live=True)
+    first_token_timeout_s: Seconds = TIMEOUTS.option(300.0, "from a streamed decode leg to its first event", live=True)
+    stream_idle_timeout_s: Seconds = TIMEOUTS.option(120.0, "between two pieces of a stream", live=True)
+    total_timeout_s: Seconds = TIMEOUTS.option(3600.0, "a response that is not streamed, with all retries", live=True)
+    stream_timeout_s: Seconds | None = TIMEOUTS.option(None, "a streamed response, to its end", live=True)
+    handoff_timeout_s: Seconds = TIMEOUTS.option(20.0,
+        "from a prefill engine's answer until its decode leg must be out", live=True)
+    client_write_timeout_s: Seconds = TIMEOUTS.option(300.0, "until a client must have read some of its response")
+    head_timeout_s: Seconds = TIMEOUTS.option(10.0,
+        "from the beginning of a connection, or of a request, to the end of its head")
+    body_timeout_s: Seconds = TIMEOUTS.option(30.0,
+        "a request's body, and one second more for each 16 KiB of it that has come")
+    engine_keepalive_s: Seconds = TIMEOUTS.option(4.0,
+        "for which an idle connection to an engine is kept; vLLM's is 5 s")
+    client_keepalive_s: WholeSeconds = TIMEOUTS.option(75, "for which an idle connection of a client is kept")
+    drain_grace_s: SomeSeconds = TIMEOUTS.option(0.0,
+        "new requests are served after SIGTERM, and /ready is 503", live=True, chart="router.drain.graceSeconds")
+    shutdown_timeout_s: WholeSeconds = TIMEOUTS.option(30,
+        "requests in flight get after that", live=True, chart="router.drain.shutdownSeconds")
+
+    allow_unauthenticated: bool = SECURITY.option(False,
+        "serve others than this machine without keys", chart="router.apiKeys.secretName")
+    allowed_hosts: tuple[Host, ...] = SECURITY.option((),
+        "more names that clients may call the router by; *: all", chart="router.allowedHosts")
+    tls_cert: File | None = SECURITY.option(None,
+        "PEM, the router's certificate with its chain, to serve https", chart="router.tls.secretName")
+    tls_key: File | None = SECURITY.option(None, "PEM, its private key", chart="router.tls.secretName")
+    tls_client_ca: File | None = SECURITY.option(None,
+        "PEM; clients must show a certificate of these authorities", chart="router.tls.clientCaSecretName")
+    engine_ca: File | None = SECURITY.option(None, "PEM, authorities of https engines", unset="the system's")
+    engine_cert: File | None = SECURITY.option(None, "PEM, the certificate that the router shows to engines")
+    engine_key: File | None = SECURITY.option(None, "PEM, its private key")
+    prefill_api_key_file: File | None = SECURITY.option(None,
+        "key that the router shows to prefill engines", live=True, chart="prefill.apiKey.secretName")
+    decode_api_key_file: File | None = SECURITY.option(None,
+        "key that the router shows to decode engines", live=True, chart="decode.apiKey.secretName")
+    prefill_api_key: str | None = SECURITY.secret("XPYD_PREFILL_API_KEY",
+        "the same, where no file is named", unset="no key is shown", chart="prefill.apiKey.secretName")
+    decode_api_key: str | None = SECURITY.secret("XPYD_DECODE_API_KEY",
+        "the same, where no file is named", unset="no key is shown", chart="decode.apiKey.secretName")
+    admin_key: str | None = SECURITY.secret("ADMIN_API_KEY",
+        "X-Api-Key of /instances", unset="engines cannot be added", chart="router.adminKey.secretName")
+    forward_client_key: bool = SECURITY.option(False,
+        "show the client's Authorization to engines whose pool has no key")
+    client_kv_params: ClientKvParams = SECURITY.option(ClientKvParams.REFUSE,
+        "what to do with kv_transfer_params in a client's body")
+    cache_salt_per_key: bool = SECURITY.option(False,
+        "keep what one client key sends out of the prefix cache of all others")
+    cache_salt_secret: str | None = SECURITY.secret("XPYD_CACHE_SALT_SECRET",
+        "the fleet's secret for that", unset="each client's key is its own", chart="router.cacheSalt.secretName")
+    public_metrics: bool = SECURITY.option(False,
+        "show /, /stats and /metrics without a key where clients need one")
+
+    log_format: LogFormat = TELEMETRY.option(LogFormat.TEXT, "lines for people, or one JSON object for each event")
+    otlp_endpoint: Url | None = TELEMETRY.option(None,
+        "base URL of the collector of spans (OTLP over HTTP)", unset="OTEL_EXPORTER_OTLP_ENDPOINT")
+    server_timing: bool = TELEMETRY.option(True,
+        "tell clients the engines of a request and their milliseconds (Server-Timing)")
+
+    workers: Processes = WORKERS.option(1,
+        "processes that serve together, as one router; above 1 on Linux only", chart="router.workers")
+
+    kubernetes_selector: Selector | None = KUBERNETES.option(None,
+        "label selector of the pods that are engines", unset="no pods", chart="router.discovery.enabled")
+    kubernetes_namespace: str | None = KUBERNETES.option(None,
+        "their namespace, and the store's ConfigMap's", unset="the router's own", chart="router.discovery.enabled")
+    # fmt: on

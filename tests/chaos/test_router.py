@@ -206,7 +206,16 @@ def test_a_fault_while_200_requests_run(four, drops, expected, fault, victim, ph
 
 
 HTTP_500 = b"HTTP/1.1 500 No\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
-RETRY_FREELY = ("--retry-share", "1", "--retry-floor", "100", "--break-after", "100", "--break-share", "1")
+RETRY_FREELY = (
+    "--retry-budget-ratio",
+    "1",
+    "--retry-budget-min-rate",
+    "100",
+    "--circuit-breaker-failures",
+    "100",
+    "--circuit-breaker-failure-ratio",
+    "1",
+)
 
 
 @pytest.mark.parametrize("four_engines", MODES, indirect=True, scope="module")
@@ -262,10 +271,10 @@ def fail(valve, how):
 @pytest.mark.parametrize("four_engines", MODES, indirect=True, scope="module")
 @pytest.mark.parametrize("fault", ["kill", "reset"])
 def test_streams_are_resumed_on_another_decode_engine(four, reference, fault):
-    """40 streams, of which half break off: with --resume no client notices, and every text is the uninterrupted one."""
+    """Half of 40 streams break off: with --resume-streams no client notices, and every text is the unbroken one."""
     drops = [replace(drop, stream=True) for drop in storm(40, seed=400, tokens=(60,), lengths=(40, 120))]
     expected = texts(reference.address, drops)
-    with four.router("--resume", "true", *RETRY_FREELY) as address:
+    with four.router("--resume-streams", "true", *RETRY_FREELY) as address:
         with struck(four, "d1", fault, "decode", number=15):
             found = fates(address, drops, at_once=40, seconds=TOTAL + 2, cache_salt=salt())
         counts, bad = judge(found, expected)

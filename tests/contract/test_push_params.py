@@ -14,7 +14,7 @@ from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
 from xpyd_proxy.core.protocol.push import MANNERS, decode_params, handover, known_as
 from xpyd_proxy.core.protocol.request_bodies import prefill_body
 from xpyd_proxy.core.raw_json import encode
-from xpyd_proxy.settings import Mode
+from xpyd_proxy.settings import KvTransferMode
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 P, XID = InstanceId("prefill-0"), RequestId("xpyd-0123456789abcdef0123456789abcdef-r1")
@@ -76,7 +76,7 @@ def told_at_once(found, api):
 def test_an_in_tree_decode_engine_finds_all_it_needs_before_and_after_the_answer(vllm, api):
     """It looks things up by name, and dies of the first that is missing."""
     answer = answer_of(vllm, known_as(api, XID) + P_SUFFIX, TRANSFER)
-    found = handover(P, answer, api, XID, MANNERS[Mode.AUTO], transfer=TRANSFER)
+    found = handover(P, answer, api, XID, MANNERS[KvTransferMode.AUTO], transfer=TRANSFER)
     for told in (told_at_once(found, api), json.loads(bytes(found.params))):
         decode = engine(engine_id="d-engine", side_channel_port=5700)
         request = SimpleNamespace(request_id=known_as(api, XID) + D_SUFFIX, kv_transfer_params=told)
@@ -103,7 +103,12 @@ def test_our_connectors_agree_on_the_name_of_a_transfer(vllm, api):
     leg = json.loads(prefill_body(api, {}, TRANSFER))["kv_transfer_params"]
     name = read_transfer(leg, known_as(api, XID) + P_SUFFIX)
     found = handover(
-        P, answer_of(vllm, known_as(api, XID) + P_SUFFIX, TRANSFER), api, XID, MANNERS[Mode.AUTO], transfer=TRANSFER
+        P,
+        answer_of(vllm, known_as(api, XID) + P_SUFFIX, TRANSFER),
+        api,
+        XID,
+        MANNERS[KvTransferMode.AUTO],
+        transfer=TRANSFER,
     )
     for told in (told_at_once(found, api), json.loads(bytes(found.params))):
         assert read_booking(told, known_as(api, XID) + D_SUFFIX).remote_request_id == name == TRANSFER
@@ -115,5 +120,5 @@ def test_a_leg_of_an_engine_that_pulls_is_as_it_was():
     params |= {"do_remote_prefill": True, "remote_block_ids": [[1]], "transfer_mode": "pull"}
     answer = json.dumps({"kv_transfer_params": params}).encode()
 
-    found = handover(P, answer, Api.CHAT, XID, MANNERS[Mode.AUTO], transfer=TRANSFER)
+    found = handover(P, answer, Api.CHAT, XID, MANNERS[KvTransferMode.AUTO], transfer=TRANSFER)
     assert json.loads(encode({"p": found.params})) == {"p": params}

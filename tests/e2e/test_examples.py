@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 def test_quickstart(model):
     """Real engines come up, answer over two legs, and are gone afterwards; here the prefill engine pushes."""
     flags = port_flags("--port", "--prefill-port", "--decode-port", "--side-channel-port")
-    printed = run_example("01-quickstart/quickstart.py", *flags, "--model", model, "--mode", "push")
+    printed = run_example("01-quickstart/quickstart.py", *flags, "--model", model, "--kv-transfer-mode", "push")
 
     assert "prefill-0" in printed
     assert "decode-0" in printed

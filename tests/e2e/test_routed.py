@@ -142,7 +142,7 @@ def place(url):
 
 def test_a_client_that_leaves_between_the_legs_leaves_no_block_behind(start_router, engines, black_hole):
     """P has answered, and D cannot be reached: P's blocks are back within a second, not after the lease of 30 s."""
-    args = ("--probe-interval", "0", "--connect-timeout", "20")
+    args = ("--health-check-interval", "0", "--connect-timeout", "20")
     url = start_router("router-leaving", [engines.p0], [place(black_hole), engines.d0], args=args)
     leaving = [
         threading.Thread(target=hang_up, args=(place(url), {"prompt": WORDS + str(n), "max_tokens": 8}, 2.0))

@@ -39,7 +39,7 @@ def pushing_pair(fleet, model, asked):
 def test_what_is_pushed_gives_the_text_of_one_engine(pushing_pair, start_router, asked, reference_answer, mode, route):
     """Whether decode is told before prefill has begun or after it has ended; and decode computes nothing itself."""
     prefill, decode = pushing_pair
-    url = start_router(f"router-stock-push-{mode}", [prefill], [decode], args=("--mode", mode))
+    url = start_router(f"router-stock-push-{mode}", [prefill], [decode], args=("--kv-transfer-mode", mode))
     httpx.post(f"{url}/v1/completions", json=BODY, timeout=120, trust_env=False)  # the first one teaches the router
     with client(url) as api, Watch(prefill) as pushed, Watch(decode) as received:
         answers = {question: ask(api, question) for question in asked[mode]}

@@ -259,7 +259,7 @@ def test_nothing_but_requests_reaches_an_engine(tmp_path):
     """No crash, no bug in the log, no hang, no growth; and no prompt that the strict parser does not find."""
     engines, count, before, allowed = sims(), 0, None, deque(maxlen=30)
     with serving(engines["p0"]) as prefill, serving(engines["d0"]) as decode:
-        flags = ("--prefill", prefill, "--decode", decode, "--probe-interval", "0", "--log-level", "warning")
+        flags = ("--prefill", prefill, "--decode", decode, "--health-check-interval", "0", "--log-level", "warning")
         limits = ("--head-timeout", "1", "--body-timeout", "1")
         with router_processes(tmp_path, 1, *flags[:-2], *limits) as (router,):
             port, pid = int(router.url.rpartition(":")[2]), router.child.pid

@@ -64,7 +64,7 @@ def release(engines):
 @contextlib.contextmanager
 def routed(engines, settings=None, *, prefill=True, **tls):
     settings = replace(
-        settings or Settings(), prefill=engines[:1] if prefill else (), decode=engines[1:2], probe_interval_s=0.0
+        settings or Settings(), prefill=engines[:1] if prefill else (), decode=engines[1:2], health_check_interval_s=0.0
     )
     with serving(create_app(settings), **tls) as router:
         yield router, engines[1]
@@ -147,7 +147,7 @@ def test_who_is_not_there_is_named(release, tested):
     """A router that does not answer, one without engines, and engines behind a closed door."""
     closed = tested((release[0], "127.0.0.1:1"))
     nobody = tested(("127.0.0.1:1", release[1]))
-    with serving(create_app(Settings(probe_interval_s=0.0))) as empty:
+    with serving(create_app(Settings(health_check_interval_s=0.0))) as empty:
         unready = tested((empty, release[1]))
 
     assert closed[0] == unready[0] == nobody[0] == 1
@@ -220,10 +220,10 @@ def test_it_trusts_the_routers_own_certificate_and_no_other(engines, tested, tmp
 
 
 def test_its_prompt_is_one_that_the_router_splits(engines, tested):
-    """A prompt shorter than min_prompt_chars goes to one engine alone, by the operator's own rule."""
-    with routed(engines, Settings(min_prompt_chars=3000)) as addresses:
+    """A prompt shorter than min_split_prompt_bytes goes to one engine alone, by the operator's own rule."""
+    with routed(engines, Settings(min_split_prompt_bytes=3000)) as addresses:
         short = tested(addresses)
-        long = tested(addresses, {"router": {"settings": {"min_prompt_chars": 3000}}})
+        long = tested(addresses, {"router": {"settings": {"min_split_prompt_bytes": 3000}}})
 
     assert (short[0], long[0]) == (1, 0)
     assert "solo: " in short[1]

@@ -164,10 +164,10 @@ def test_a_router_is_open_only_where_the_values_have_no_keys(values, is_open, ho
         ({}, "d0.llm.svc", "8.34.12.7", True),
         ({}, "d0.example.com", "8.34.12.7", False),
         ({}, "d0.llm.svc.cluster.local", "169.254.169.254", False),
-        ({"instancesAllow": ["*.svc.k8s.corp"]}, "d0.llm.svc.k8s.corp", "8.34.12.7", True),
-        ({"instancesAllow": ["*.svc.k8s.corp"]}, "10.1.2.3", "10.1.2.3", False),
-        ({"instancesAllow": []}, "d0.llm.svc", "8.34.12.7", False),
-        ({"instancesAllow": []}, "10.1.2.3", "10.1.2.3", True),
+        ({"allowedInstances": ["*.svc.k8s.corp"]}, "d0.llm.svc.k8s.corp", "8.34.12.7", True),
+        ({"allowedInstances": ["*.svc.k8s.corp"]}, "10.1.2.3", "10.1.2.3", False),
+        ({"allowedInstances": []}, "d0.llm.svc", "8.34.12.7", False),
+        ({"allowedInstances": []}, "10.1.2.3", "10.1.2.3", True),
     ],
     ids=str,
 )
@@ -176,14 +176,14 @@ def test_engines_may_be_added_where_the_cluster_is(given, host, place, admitted)
     args = container(templates(router(Chart().objects({"router": given})))[0])["args"]
     settings = serve_settings(build_parser(args).parse_args(args))
 
-    assert AllowList.parse(settings.instances_allow).admits(host, place) is admitted
+    assert AllowList.parse(settings.allowed_instances).admits(host, place) is admitted
 
 
 def test_the_chart_allows_what_a_router_allows_by_itself():
     """The names are more, and nothing is less."""
     values = yaml.safe_load((ROOT / "helm/xpyd/values.yaml").read_text())
 
-    assert values["router"]["instancesAllow"] == [*STANDARD, "*.svc", "*.svc.cluster.local"]
+    assert values["router"]["allowedInstances"] == [*STANDARD, "*.svc", "*.svc.cluster.local"]
 
 
 @pytest.mark.parametrize("port", [8000, 9000])

@@ -162,7 +162,7 @@ def test_what_is_scraped_has_the_labels_that_queries_ask_for():
 def test_an_engine_that_nobody_probes_is_not_missed():
     """Without probes it is joining until its first request."""
     asked = {"monitoring": {"prometheusRule": {"enabled": True}}}
-    unprobed = asked | {"router": {"settings": {"probe_interval_s": 0}}}
+    unprobed = asked | {"router": {"settings": {"health_check_interval_s": 0}}}
     states = []
     for values in (asked, unprobed):
         (rule,) = kind(Chart().objects(values), "PrometheusRule")
@@ -325,7 +325,7 @@ def test_a_router_that_wants_keys_is_scraped_with_one_or_opened():
     with pytest.raises(Refused, match="/metrics wants a key"):
         Chart().objects(values)
 
-    opened = values | {"router": values["router"] | {"settings": {"open_metrics": True}}}
+    opened = values | {"router": values["router"] | {"settings": {"public_metrics": True}}}
     (monitor,) = kind(Chart().objects(opened), "ServiceMonitor")
     assert "authorization" not in monitor["spec"]["endpoints"][0]
 

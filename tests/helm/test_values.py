@@ -46,9 +46,9 @@ BAD = [
     ("router.settings.prefill_policy", "random"),
     ("router.settings.port", 9),  # router.port is
     ("router.settings.admin_key", "hunter2"),  # a secret
-    ("router.settings.instances_allow", "10.0.0.0/8"),  # router.instancesAllow is
-    ("router.instancesAllow", "10.0.0.0/8"),
-    ("router.instancesAllow", ["10.0.0.0/8, 11.0.0.0/8"]),
+    ("router.settings.allowed_instances", "10.0.0.0/8"),  # router.allowedInstances is
+    ("router.allowedInstances", "10.0.0.0/8"),
+    ("router.allowedInstances", ["10.0.0.0/8, 11.0.0.0/8"]),
     ("router.discovery.prefill", ["10.0.0.1"]),
     ("router.store.type", "etcd"),
     ("router.store.redisUrl", "redis://:hunter2@redis:6379"),  # a secret

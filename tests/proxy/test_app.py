@@ -307,7 +307,7 @@ async def test_without_engines_there_is_a_sentence_and_not_a_crash():
     async with router({}) as client:
         split = await client.post(TEXT[0], json=TEXT[1])
         health = await client.get("/health")
-    async with router(sims(0, 1), Settings(alone_without_prefill=False)) as client:
+    async with router(sims(0, 1), Settings(decode_only_fallback=False)) as client:
         no_prefill = await client.post(TEXT[0], json=TEXT[1])
         solo = await client.post(TEXT[0], json=TEXT[1] | {"n": 2})
 

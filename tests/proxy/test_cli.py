@@ -1,5 +1,8 @@
 """The command line, up to the server it starts."""
 
+import os
+import re
+import subprocess
 import sys
 import types
 
@@ -7,7 +10,7 @@ import pytest
 
 from xpyd_proxy import server
 from xpyd_proxy.cli import build_parser, main, serve_settings
-from xpyd_proxy.settings import ClientKvParams, Mode, Settings
+from xpyd_proxy.settings import ClientKvParams, KvTransferMode, Settings
 
 
 def settings_of(*argv):
@@ -24,18 +27,19 @@ def test_the_defaults_are_those_of_the_settings(monkeypatch):
 def test_every_flag_arrives(monkeypatch):
     """Addresses may be listed, repeated, or both."""
     monkeypatch.setenv("ADMIN_API_KEY", "sesame")
-    flags = "--prefill p0:1 p1:1 --decode d0:1 --prefill http://p2:1 --host :: --port 0 --model m --max-body-bytes 10"
-    more = "--connect-timeout 0.5 --prefill-timeout 60 --client-kv-params strip --mode push --retries 0"
+    flags = "--prefill p0:1 p1:1 --decode d0:1 --prefill http://p2:1 --host :: --port 0 --max-body-bytes 10"
+    more = "--connect-timeout 0.5 --prefill-timeout 60 --client-kv-params strip --kv-transfer-mode push"
+    most = "--required-model m --retries 0"
 
-    assert settings_of(*flags.split(), *more.split()) == Settings(
+    assert settings_of(*flags.split(), *more.split(), *most.split()) == Settings(
         prefill=("p0:1", "p1:1", "http://p2:1"),
         decode=("d0:1",),
         host="::",
         port=0,
-        model="m",
+        required_model="m",
         admin_key="sesame",
         client_kv_params=ClientKvParams.STRIP,
-        mode=Mode.PUSH,
+        kv_transfer_mode=KvTransferMode.PUSH,
         retries=0,
         max_body_bytes=10,
         connect_timeout_s=0.5,
@@ -63,8 +67,14 @@ def test_the_admin_key_is_shown_nowhere(monkeypatch):
         (["--prefill-timeout", "0"], "argument --prefill-timeout: '0' is not a time: write a number of seconds"),
         (["--connect-timeout", "inf"], "argument --connect-timeout: 'inf' is not a time"),
         (["--connect-timeout", "soon"], "argument --connect-timeout: 'soon' is not a time"),
-        (["--client-kv-params", "maybe"], "argument --client-kv-params: invalid choice: 'maybe'"),
-        (["--mode", "both"], "argument --mode: invalid choice: 'both'"),
+        (
+            ["--client-kv-params", "maybe"],
+            "argument --client-kv-params: 'maybe' is not a choice: write refuse or strip",
+        ),
+        (
+            ["--kv-transfer-mode", "both"],
+            "argument --kv-transfer-mode: 'both' is not a choice: write auto, pull or push",
+        ),
         (["--retries", "-1"], "argument --retries: '-1' is not a number of retries: write one from 0 to 10"),
         (["--retries", "many"], "argument --retries: 'many' is not a number of retries"),
         (["--prefil", "a:1"], "unrecognized arguments: --prefil"),
@@ -132,3 +142,42 @@ def main_with(monkeypatch, module, argv):
         return main(argv)
     except SystemExit as done:
         return done.code
+
+
+def test_help_begins_with_what_most_routers_need(capsys):
+    """Ten flags; the rest by concern, each with its default and unit."""
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    parts = re.split(r"(?m)^(\S.*):$", shown)
+    first = re.findall(r"(?m)^  (--[\w-]+)", parts[4])
+
+    assert parts[3] == "what most routers need"
+    assert len(first) == 10
+    assert {"--prefill", "--decode", "--config"} < {*first}
+    assert parts[5::2] == [
+        "engines, and how a request is split between them", "health of engines", "retries", "admission and limits",
+        "timeouts", "security", "logs, metrics and traces", "workers", "Kubernetes",
+    ]  # fmt: skip
+    assert "(default: 16 MiB)" in shown
+    assert "(default: 5 s)" in shown
+    assert "ADMIN_API_KEY" in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("xpyd se", {"serve"}),
+        ("xpyd serve --circuit-breaker-w", {"--circuit-breaker-window"}),
+        ("xpyd serve --decode-policy p", {"power_of_two", "prefix"}),
+        ("xpyd plan --prompt-len", {"--prompt-lengths"}),
+    ],
+)
+def test_a_shell_completes_what_has_been_begun(line, offered, tmp_path):
+    """With the protocol of argcomplete, whose hook runs the command once more."""
+    pytest.importorskip("argcomplete")
+    place = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "out")}
+    shell = os.environ | place | {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n"}
+    subprocess.run([sys.executable, "-m", "xpyd_proxy.cli"], env=shell, check=True, timeout=60)
+
+    assert {word.strip() for word in (tmp_path / "out").read_text().splitlines()} == offered

@@ -21,7 +21,7 @@ from xpyd_proxy.api.endpoint_protocol import endpoint_protocol
 from xpyd_proxy.app import build
 from xpyd_proxy.settings import Settings
 
-RESUMING = pytest.mark.parametrize("options", [{}, {"resume": True}], ids=["as it is", "resuming"])
+RESUMING = pytest.mark.parametrize("options", [{}, {"resume_streams": True}], ids=["as it is", "resuming"])
 ONE_EACH = {"prefill": (True,), "decode": (True,)}
 JSON = b"Content-Type: application/json"
 EVENT = b'data: {"choices":[{"text":"%b"}]}\n\n' % (b"x" * 250_000)
@@ -68,7 +68,7 @@ async def asked(options, act, *, stream):
     """A router, a decode engine that answers so, and a client that has asked and not read."""
     async with (
         reciting({"prefill": (), "decode": (act,)}, ONE_EACH) as cast,
-        routing(cast, options | {"client_timeout_s": PATIENCE_S}) as served,
+        routing(cast, options | {"client_write_timeout_s": PATIENCE_S}) as served,
         small(served.port, post(text(stream=stream), JSON)) as sock,
     ):
         yield cast, served.port, served.settled, sock
@@ -142,7 +142,7 @@ def test_a_client_that_reads_slowly_gets_everything(run, options):
 
 def test_the_limit_is_an_option():
     """Some clients are on slow lines."""
-    settings = Settings(prefill=("127.0.0.1:1",), decode=("127.0.0.1:2",), client_timeout_s=7.0)
+    settings = Settings(prefill=("127.0.0.1:1",), decode=("127.0.0.1:2",), client_write_timeout_s=7.0)
 
     assert server._server(build(settings), settings, None).config.http.write_timeout_s == 7.0
 

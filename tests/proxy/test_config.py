@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from xpyd_proxy.cli import build_parser, main, serve_settings
-from xpyd_proxy.config import SECRETS, needs_restart, read_file
+from xpyd_proxy.config import needs_restart, read_file
 from xpyd_proxy.errors import ConfigError
-from xpyd_proxy.options import OPTIONS
-from xpyd_proxy.settings import LogLevel, Mode, Settings
+from xpyd_proxy.options import DECLARED, OPTIONS, SECRETS, read
+from xpyd_proxy.settings import KvTransferMode, LogLevel, Settings
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_the_names_in_the_file_are_those_of_the_settings(config):
     prefill = ["p0:1", "p1:1"]
     host = "::"
     port = 0
-    mode = "push"
+    kv_transfer_mode = "push"
     connect_timeout_s = 2
     prefill_timeout_s = 0.5
     log_level = "debug"
@@ -39,7 +39,7 @@ def test_the_names_in_the_file_are_those_of_the_settings(config):
         prefill=("p0:1", "p1:1"),
         host="::",
         port=0,
-        mode=Mode.PUSH,
+        kv_transfer_mode=KvTransferMode.PUSH,
         connect_timeout_s=2.0,
         prefill_timeout_s=0.5,
         log_level=LogLevel.DEBUG,
@@ -66,13 +66,20 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(config):
         ("port = 65536", "port: '65536' is not a port: write a number from 0 to 65535"),
         ("port = true", "port is True: write a whole number"),
         ("retries = 1.5", "retries is 1.5: write a whole number"),
+        ("retries = 11", "retries: '11' is not a number of retries: write one from 0 to 10"),
+        ("server_timing = 1", "server_timing is 1: write true or false"),
+        ("min_priority = 1000000000", "min_priority: '1000000000' is not a priority: write a whole number"),
+        ("retry_budget_ratio = 1.1", "retry_budget_ratio: '1.1' is not a share: write a number above 0, at most 1"),
+        ('model = ""', "model is not a setting"),
+        ('required_model = ""', "required_model: it is empty: leave it out or write a value"),
+        ('otlp_endpoint = "collector:4318"', "otlp_endpoint: 'collector:4318' is not a URL: write http://host:port"),
         ("host = 5", "host is 5: write a string, in quotes"),
         ('connect_timeout_s = "5"', "connect_timeout_s is '5': write a number"),
         ("connect_timeout_s = inf", "connect_timeout_s: 'inf' is not a time: write a number of seconds above 0"),
         ('prefill = "p0:1"', "prefill is 'p0:1': write a list"),
         ('decode = ["nowhere"]', "decode: 'nowhere' is not the address of an engine: write host:port"),
         ("decode = [5]", "decode is 5: write a string, in quotes"),
-        ('mode = "both"', r"mode: invalid choice: 'both' \(choose from auto, pull, push\)"),
+        ('kv_transfer_mode = "both"', "kv_transfer_mode: 'both' is not a choice: write auto, pull or push"),
         ("[router]\nport = 1", "router is not a setting"),
         ("port = ", "is not TOML: Invalid value"),
     ],
@@ -96,22 +103,27 @@ def test_the_command_line_says_it_too(tmp_path, capsys):
     assert capsys.readouterr().err == f"xpyd serve: {binary} is not UTF-8 text\n"
 
 
-def test_every_option_is_a_setting_and_its_default_could_be_written():
-    """The table and the dataclass say the same."""
-    defaults = Settings()
-    for option in OPTIONS:
-        default = getattr(defaults, option.name)
-        if default is not None and not option.many:
-            written = str(default).lower() if isinstance(default, bool) else str(default)
-            assert option.kind.read("0" if written == "0.0" else written) == default
-    assert len({option.argument for option in OPTIONS}) == len({option.name for option in OPTIONS}) == len(OPTIONS)
+@pytest.mark.parametrize("setting", OPTIONS.values(), ids=lambda setting: setting.name)
+def test_every_default_could_be_written(setting):
+    """Whoever writes a default into the file gets the default."""
+    if setting.default is not None and not setting.is_list:
+        written = str(setting.default).lower() if isinstance(setting.default, bool) else str(setting.default)
+        assert read(setting.kind, written) == setting.default
+
+
+def test_every_setting_is_declared_with_a_flag_of_its_own():
+    """And with a meaning."""
+    assert [setting.name for setting in DECLARED] == [field.name for field in dataclasses.fields(Settings)]
+    assert len({setting.flag for setting in OPTIONS.values()}) == len(OPTIONS)
+    assert all(setting.option.help for setting in DECLARED)
 
 
 def test_secrets_are_no_options():
     """They would stand in ps, or in a file that is shown around; and no settings object prints them."""
     fields = {field.name: field for field in dataclasses.fields(Settings)}
 
-    assert not SECRETS.keys() & {option.name for option in OPTIONS}
+    assert {*SECRETS} == {"admin_key", "prefill_api_key", "decode_api_key", "cache_salt_secret"}
+    assert not SECRETS.keys() & OPTIONS.keys()
     assert not any(fields[name].repr for name in SECRETS)
 
 

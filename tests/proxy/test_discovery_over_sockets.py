@@ -16,7 +16,7 @@ from xpyd_proxy.settings import Settings
 from xpyd_proxy.testing.rules import expected_text
 
 BODY = {"prompt": "once upon a time", "max_tokens": 4}
-OPEN = Settings(admin_key=KEY["X-Api-Key"], probe_interval_s=0.2, kubernetes_selector="app=xpyd")
+OPEN = Settings(admin_key=KEY["X-Api-Key"], health_check_interval_s=0.2, kubernetes_selector="app=xpyd")
 
 
 def engine_pod(address, role, **said):

@@ -220,7 +220,7 @@ async def test_without_prefill_engines_one_engine_serves_alone():
     body = BODIES[Api.COMPLETIONS]
     async with router(sims(0, 1)) as client:
         alone = await client.post(Api.COMPLETIONS, json=body)
-    async with router(sims(0, 1), Settings(alone_without_prefill=False)) as client:
+    async with router(sims(0, 1), Settings(decode_only_fallback=False)) as client:
         refused = await client.post(Api.COMPLETIONS, json=body)
 
     assert text_of(Api.COMPLETIONS, alone) == expected_text(body)
@@ -231,7 +231,7 @@ async def test_without_prefill_engines_one_engine_serves_alone():
 async def test_short_prompts_may_be_served_by_one_engine():
     """Computing them again costs less than moving them."""
     engines = sims()
-    async with router(engines, Settings(min_prompt_chars=100)) as client:
+    async with router(engines, Settings(min_split_prompt_bytes=100)) as client:
         short = await client.post(Api.COMPLETIONS, json={"prompt": "hi"})
         long = await client.post(Api.COMPLETIONS, json={"prompt": "hi" * 60})
 
@@ -262,7 +262,7 @@ async def test_blocks_for_a_decode_engine_that_is_not_there_are_given_back():
 async def test_a_chat_may_be_tokenized_once(mode):
     """The decode engine takes the prompt's tokens over, so both legs have the same prompt for certain."""
     engines = sims(mode=mode)
-    async with router(engines, Settings(reuse_tokens=True)) as client:
+    async with router(engines, Settings(reuse_prompt_tokens=True)) as client:
         chat = await client.post(Api.CHAT, json=BODIES[Api.CHAT])
         text = await client.post(Api.COMPLETIONS, json=BODIES[Api.COMPLETIONS])
 

@@ -14,7 +14,7 @@ from xpyd_proxy.testing.engine import Fault, FaultKind
 from xpyd_proxy.testing.rules import expected_text
 
 KEY = {"X-Api-Key": "sesame"}
-OPEN = Settings(admin_key="sesame", probe_interval_s=0.5)
+OPEN = Settings(admin_key="sesame", health_check_interval_s=0.5)
 POLICIES = [replace(OPEN, prefill_policy=policy, decode_policy=policy) for policy in PolicyName]
 
 
@@ -105,7 +105,7 @@ async def test_an_engine_that_has_no_room_is_not_broken(status):
 @pytest.mark.parametrize("settings", POLICIES, ids=lambda one: one.decode_policy.value)
 async def test_an_engine_that_has_recovered_gets_requests_again(settings):
     """Under every policy: after its trial it has its share."""
-    settings = replace(settings, probe_interval_s=0.0, rest_s=0.2, break_after=2)
+    settings = replace(settings, health_check_interval_s=0.0, ejection_time_s=0.2, circuit_breaker_failures=2)
     with cluster(2, 2, settings) as running:
         sick = running.engines["d0"]
         async with client_of(running) as client:
@@ -126,7 +126,7 @@ async def test_an_engine_that_has_recovered_gets_requests_again(settings):
 async def test_ten_engines_join_drain_and_leave_while_100_streams_run():
     """What an upgrade of a whole fleet looks like: 0 failed requests, and nothing is sent to who has left."""
     new = {f"x{name}": sim for name, sim in sims(5, 5, token_s=0.5).items()}
-    with cluster(1, 1, replace(OPEN, probe_interval_s=5.0), token_s=0.5) as running, ExitStack() as stack:
+    with cluster(1, 1, replace(OPEN, health_check_interval_s=5.0), token_s=0.5) as running, ExitStack() as stack:
         at = {name: stack.enter_context(serving(sim)) for name, sim in new.items()}
         stop = asyncio.Event()
         async with client_of(running) as client:

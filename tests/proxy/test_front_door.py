@@ -99,7 +99,7 @@ def front(folder, *flags, tls=None, soft=None, hard=None, x=1, y=1, **options):
             word for name, where in at.items() for word in (f"--{'prefill' if name[0] == 'p' else 'decode'}", where)
         ]
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
-        router = RouterProcess(folder / "router.log", *words, "--probe-interval", "0", *flags)
+        router = RouterProcess(folder / "router.log", *words, "--health-check-interval", "0", *flags)
         stack.callback(router.kill)
         if soft or hard:
             resource.prlimit(router.child.pid, resource.RLIMIT_NOFILE, (soft or hard, hard or before[1]))
@@ -655,8 +655,8 @@ UNFINISHED = {
 
 @pytest.mark.parametrize("shape", UNFINISHED)
 def test_bodies_are_charged_while_they_come(tmp_path, shape):
-    """Forty that are not complete hold no more than max_held_bytes; and all of it is given back."""
-    flags = ("--max-held-bytes", "16000000", "--max-body-bytes", "4000000")
+    """Forty that are not complete hold no more than max_inflight_bytes; and all of it is given back."""
+    flags = ("--max-inflight-bytes", "16000000", "--max-body-bytes", "4000000")
     with front(tmp_path, *flags) as door:
         assert door.serves()
         held = Held(door)
@@ -665,13 +665,13 @@ def test_bodies_are_charged_while_they_come(tmp_path, shape):
             clients = [stack.enter_context(door.open()) for _ in range(30)]
             for client in clients:
                 client.send(UNFINISHED[shape](2_000_000))
-            until(lambda: door.metric("xpyd_requests_refused_total", reason="max_held_bytes") >= 20, seconds=40)
+            until(lambda: door.metric("xpyd_requests_refused_total", reason="max_inflight_bytes") >= 20, seconds=40)
             assert held.rss - before < 16_000_000 + 24_000_000  # each of 30 connections has a buffer or two
             found = [client.answer() for client in clients if readable(client)]
         assert len(found) >= 20
         assert {one.status for one in found} == {503}
         assert {json.loads(one.body)["error"]["message"] for one in found} == {
-            "the router holds as many bytes of requests as it may (max_held_bytes)"
+            "the router holds as many bytes of requests as it may (max_inflight_bytes)"
         }
         body = json.dumps({"prompt": "x" * 3_000_000, "max_tokens": 2}).encode()
         whole = request(body=body, lines=(JSON, "Connection: close"))

@@ -19,7 +19,7 @@ MOMENT_S = 1.0  # for /health on a busy machine; the body alone takes less
 def url(tmp_path_factory):
     """A router in a process of its own: its event loop is not this one's."""
     with serving(sims()["p0"]) as prefill, serving(sims()["d0"]) as decode:
-        args = ("--prefill", prefill, "--decode", decode, "--probe-interval", "0")
+        args = ("--prefill", prefill, "--decode", decode, "--health-check-interval", "0")
         with router_processes(tmp_path_factory.mktemp("router"), 1, *args) as (router,):
             yield router.url
 

@@ -8,6 +8,7 @@ from xpyd_proxy.app import build
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.model import RequestId, Role
 from xpyd_proxy.errors import AddressError, ConfigError
+from xpyd_proxy.options import OPTIONS, SECRETS
 from xpyd_proxy.settings import Settings
 
 OLD = Settings(prefill=("p0:1", "p1:1"), decode=("d0:1",))
@@ -57,7 +58,7 @@ def test_an_engine_that_is_listed_otherwise_is_another_one():
     [
         ({"prefill": ("nowhere",)}, AddressError),
         ({"decode": ("a:1", "http://A:1")}, ConfigError),
-        ({"max_held_bytes": 1}, ConfigError),
+        ({"max_inflight_bytes": 1}, ConfigError),
         ({"max_key_rate": 1.0}, ConfigError),
         ({"api_keys_file": "/nowhere"}, ConfigError),
         ({"prefill_api_key": "two words"}, ConfigError),
@@ -80,3 +81,32 @@ def test_limits_and_rules_are_the_new_ones():
 
     assert router.live.gate.admission.limits.queue == 7
     assert router.live.requests.rules.retries == 5
+
+
+class Read:
+    """Settings that remember which of them somebody has looked at."""
+
+    def __init__(self, settings):
+        self._settings, self.names = settings, set()
+
+    def __getattr__(self, name):
+        self.names.add(name)
+        return getattr(self._settings, name)
+
+
+def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
+    """docs/options.md says it to operators; server.py reads the log's level and the times of its end by itself."""
+    new = Read(OLD)
+    build(OLD).live.prepared(OLD, new)()
+    live = {name for name, setting in OPTIONS.items() if setting.option.live}
+    at_its_end = {"log_level", "drain_grace_s", "shutdown_timeout_s"}
+    looked_at = {
+        "host",
+        "allow_unauthenticated",
+        "tls_client_ca",
+        "max_body_bytes",
+        *SECRETS,
+    }  # to refuse what is wrong
+
+    assert live - new.names == at_its_end
+    assert new.names - live <= looked_at

@@ -6,7 +6,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 
 from support.cluster import ROOT
 from xpyd_connector.core.tally import COUNTERS, GAUGES
@@ -91,51 +90,10 @@ def test_every_link_leads_somewhere(page):
         assert not anchor or anchor in _anchors(file), target
 
 
-def _has(values, path):
-    """Tell whether the chart takes a value; a map that is empty by default takes any key."""
-    for key in path.split("."):
-        if values in ({}, None):
-            return True
-        if not isinstance(values, dict) or key not in values:
-            return False
-        values = values[key]
-    return True
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_value_of_the_chart_exists(page):
-    """And every setting of the router among them."""
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
-    heads = "|".join(key for key, value in values.items() if isinstance(value, dict))
-    for path in re.findall(rf"(?<![\w./-])((?:{heads})(?:\.[a-zA-Z_]+)+)(?!\w|/|\.\w)", page.read_text()):
-        if path.endswith((".md", ".txt", ".yaml")):
-            continue
-        assert _has(values, path), path
-        if path.startswith("router.settings."):
-            assert path.removeprefix("router.settings.") in Settings.__dataclass_fields__, path
-
-
-def test_the_values_of_the_quick_start_are_values_of_the_chart():
-    """A page whose first step is refused is no quick start."""
-    block = re.findall(r"(?s)```yaml\n(.*?)```", (ROOT / "docs/kubernetes.md").read_text())[0]
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
-
-    def paths(given, above=()):
-        for key, value in given.items():
-            if isinstance(value, dict):
-                yield from paths(value, (*above, key))
-            else:
-                yield ".".join((*above, key))
-
-    given = list(paths(yaml.safe_load(block)))
-    assert len(given) > 10
-    assert [path for path in given if not _has(values, path)] == []
-
-
 def test_settings_that_the_runbook_names_exist():
     """In backquotes, as in a configuration file: `name: value`."""
     text = "".join(page.read_text() for page in PAGES)
-    words = r"`((?:max|retry|prefill|decode|alone|reuse|min|idle|first|log)_[a-z_]+)(?:: [^`]*)?`"
+    words = r"`((?:max|retry|prefill|decode|reuse|resume|health|circuit|min|stream|first|log)_[a-z_]+)(?:: [^`]*)?`"
     named = set(re.findall(words, text))
 
     assert len(named) > 8

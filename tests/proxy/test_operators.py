@@ -172,7 +172,7 @@ def test_what_shows_the_fleet_needs_a_key_where_clients_do(tmp_path, keys):
 
 def test_the_operator_may_open_what_shows_the_fleet(tmp_path, keys):
     """Behind a network policy, say, for a scraper that cannot send a token."""
-    with running(tmp_path, "--api-keys-file", keys, "--open-metrics", "true") as fleet:
+    with running(tmp_path, "--api-keys-file", keys, "--public-metrics", "true") as fleet:
         assert [fleet.get(path).status_code for path in LOOKS] == [200] * 3
         assert fleet.post().status_code == 401
 
@@ -229,7 +229,7 @@ def test_nothing_is_sent_to_an_address_that_is_not_allowed(tmp_path):
     spellings = ["127.0.0.2", "[::ffff:127.0.0.2]", "[::ffff:7f00:2]"]
     odd = ["0x7f000002", "2130706434", "127.2", "127.0.0.0x2"]
     env = {"XPYD_DECODE_API_KEY": "engine-key"}
-    args = ("--instances-allow", "127.0.0.1/32", "10.0.0.0/8")
+    args = ("--allowed-instances", "127.0.0.1/32", "10.0.0.0/8")
     with running(tmp_path, *args, env=env) as fleet, closing(listener.socket):
         refused = [add(fleet, f"{host}:{port}") for host in (*spellings, "169.254.169.254", "8.8.8.8")]
         unread = [add(fleet, f"{host}:{port}") for host in odd]
@@ -237,7 +237,7 @@ def test_nothing_is_sent_to_an_address_that_is_not_allowed(tmp_path):
         assert not listener.connected()
 
     assert {answer.status_code for answer in refused} == {403}
-    assert "is not in instances_allow: name its network or its name there" in refused[0].json()["detail"]
+    assert "is not in allowed_instances: name its network or its name there" in refused[0].json()["detail"]
     assert {(answer.status_code, answer.json()["detail"]) for answer in unread} == {(400, "Invalid instance address.")}
     assert by_name.status_code == 400  # it leads to 127.0.0.1, where nobody listens at this port
 
@@ -297,7 +297,7 @@ def test_each_action_of_an_operator_leaves_one_line_in_the_audit_log(tmp_path):
         f"action=add outcome=ok {who} target='decode {port}'",
         f"action=add outcome=refused {who} target='decode {port}' why='Instance already exists.'",
         f"action=add outcome=refused {who} target='decode {bad}:80' why='Instance address not allowed: {bad} is not in "
-        "instances_allow: name its network or its name there.'",
+        "allowed_instances: name its network or its name there.'",
         f"action=add outcome=refused {who} target='decode two\\nlines:80' why='Invalid instance address.'",
         f"action=drain outcome=ok {who} target='decode-1'",
         f"action=drain outcome=refused {who} target='decode-9' "
@@ -337,7 +337,7 @@ def test_a_router_without_an_admin_key_says_how_to_have_one(tmp_path):
 
 def test_a_place_that_is_none_is_said_at_the_start(tmp_path):
     """And not when the first engine is added."""
-    said = serve("--instances-allow", "10.0.0.1/8")
+    said = serve("--allowed-instances", "10.0.0.1/8")
 
     assert said.returncode == 2
     assert "'10.0.0.1/8' is not a place of engines: write a network such as 10.0.0.0/8" in said.stderr

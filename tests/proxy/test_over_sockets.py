@@ -79,7 +79,7 @@ def test_an_engine_that_is_not_there_is_a_bad_gateway():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         nowhere = f"127.0.0.1:{free.getsockname()[1]}"
-    with serving(create_app(Settings(prefill=(nowhere,), decode=(nowhere,), probe_interval_s=0))) as at:
+    with serving(create_app(Settings(prefill=(nowhere,), decode=(nowhere,), health_check_interval_s=0))) as at:
         response = httpx.post(f"http://{at}/v1/completions", json=BODY)
 
     assert response.status_code == 502

@@ -28,7 +28,7 @@ from xpyd_proxy.io.logs import FACTS
 from xpyd_proxy.requests.request import Request
 from xpyd_proxy.requests.response import HttpResponse
 
-RESUMING = pytest.mark.parametrize("options", [{}, {"resume": True}], ids=["as it is", "resuming"])
+RESUMING = pytest.mark.parametrize("options", [{}, {"resume_streams": True}], ids=["as it is", "resuming"])
 ONE_EACH = {"prefill": (True,), "decode": (True,)}
 JSON = b"Content-Type: application/json"
 EVENT = b'data: {"choices":[{"text":"one"}]}\n\n'
@@ -425,7 +425,7 @@ def test_a_fault_of_our_own_is_told_logged_and_costs_nothing_but_the_request(pla
     stream = Act(((0.0, BEGUN + chunk(EVENT)), (0.05, chunk(EVENT)), (0.0, DONE)))
 
     async def scene():
-        async with play.stage(break_after=1, retries=0) as stage:
+        async with play.stage(circuit_breaker_failures=1, retries=0) as stage:
             await stage.ready()
             stage.cast.acts["decode"] += [stream] if streams else []
             with pytest.MonkeyPatch.context() as patch:
@@ -525,7 +525,7 @@ def test_a_stream_that_ends_before_its_first_event_leaks_no_connection(play):
     empty = Act(((0.0, whole(b": hi\n\n", kind=b"text/event-stream")),))
 
     async def scene():
-        async with play.stage({"decode": (empty,) * 5}, retries=0, break_after=100) as stage:
+        async with play.stage({"decode": (empty,) * 5}, retries=0, circuit_breaker_failures=100) as stage:
             statuses = [(await stage.ask(asks(stream=True))).status for _ in range(5)]
             await stage.settled()
             await until(lambda: stage.connections("decode") <= 1)
@@ -583,7 +583,9 @@ def test_a_stream_that_was_resumed_leaves_no_circle(play, log, kind, again):
 
     async def scene():
         acts = {"decode": (broken, rest)}
-        async with play.stage(acts, {"prefill": (True,), "decode": (True, True)}, resume=True, retries=1) as stage:
+        async with play.stage(
+            acts, {"prefill": (True,), "decode": (True, True)}, resume_streams=True, retries=1
+        ) as stage:
             got = await stage.ask(asks(stream=True, temperature=0))
             await stage.settled()
             await until(lambda: not stage.state.connections and len(lines(log)) == 1)
@@ -647,7 +649,7 @@ def test_an_engine_that_serves_its_trial_is_ready_again(play, role):
     broken = Act((), End.RESET, unread=True)
 
     async def scene():
-        async with play.stage(retries=0, break_after=1, rest_s=0.05) as stage:
+        async with play.stage(retries=0, circuit_breaker_failures=1, ejection_time_s=0.05) as stage:
             await stage.ready()
             stage.cast.acts[role].append(broken)
             failed = (await stage.ask(asks())).status
@@ -695,7 +697,7 @@ def test_a_router_that_ends_writes_a_line_for_each_request(play, tmp_path):
     async def scene():
         async with reciting({"prefill": (), "decode": (stream,)}, ONE_EACH) as cast:
             at = [f"--{role}={cast.at[role][0]}" for role in ("prefill", "decode")]
-            with router_processes(tmp_path, 1, *at, "--probe-interval", "0") as (process,):
+            with router_processes(tmp_path, 1, *at, "--health-check-interval", "0") as (process,):
                 port = int(process.url.rpartition(":")[2])
                 clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
                 (streaming, first), (waiting, second), (done, third) = clients

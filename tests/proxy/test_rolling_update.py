@@ -17,7 +17,7 @@ from xpyd_proxy.testing.rules import expected_text
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]  # eight pods come and go one after the other
 ARGS = (
-    *("--kubernetes-selector", "app=xpyd", "--probe-interval", "0.5"),
+    *("--kubernetes-selector", "app=xpyd", "--health-check-interval", "0.5"),
     *("--drain-grace", "1", "--shutdown-timeout", "10"),
 )
 CLIENTS = 12

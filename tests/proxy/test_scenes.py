@@ -425,8 +425,8 @@ def scenes(draw):
     options = draw(
         st.sampled_from(
             [{}] * 6
-            + [{"resume": True}, {"retries": 0}, {"reuse_tokens": True}, {"client_kv_params": "strip"}]
-            + [{"min_prompt_chars": 100}, {"alone_without_prefill": False}, {"max_body_bytes": 60}]
+            + [{"resume_streams": True}, {"retries": 0}, {"reuse_prompt_tokens": True}, {"client_kv_params": "strip"}]
+            + [{"min_split_prompt_bytes": 100}, {"decode_only_fallback": False}, {"max_body_bytes": 60}]
         )
     )
     # A router that closes a connection with more requests in it resets it, and the answer may get lost.
@@ -512,7 +512,7 @@ def test_both_legs_at_once_are_as_good_as_one_after_the_other(runner, stream, pr
         ({"decode": (Act(((0.0, STALLED), (6.0, b""))),)}, "first_token_timeout_s", 504, "sent no token within 1 s"),
         (
             {"decode": (Act(((0.0, STALLED + b"%x\r\n%b\r\n" % (len(EVENT), EVENT)), (6.0, b""))),)},
-            "idle_timeout_s",
+            "stream_idle_timeout_s",
             200,
             "sent nothing for 1 s",
         ),

@@ -261,7 +261,7 @@ def test_tls_towards_clients_and_towards_engines(start, tmp_path):
 def test_an_engine_whose_certificate_is_not_known_gets_nothing(start, tmp_path):
     """Not a byte of the request; and the client is told no address."""
     with serving(sims()["p0"], **_certificate(Authority(tmp_path, "other"))) as p0:
-        process = start("--prefill", f"https://{p0}", "--decode", f"https://{p0}", "--probe-interval", "0")
+        process = start("--prefill", f"https://{p0}", "--decode", f"https://{p0}", "--health-check-interval", "0")
         answer = process.post()
         process.end()
 

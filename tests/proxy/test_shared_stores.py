@@ -104,7 +104,7 @@ async def routers(kind, folder, count=3):
     await store.start()
     try:
         with ExitStack() as stack:
-            args = ("--store", store.url, "--probe-interval", "0")
+            args = ("--store", store.url, "--health-check-interval", "0")
             started = router_processes(folder, count, *args, env=store.env)
             found = await asyncio.to_thread(stack.enter_context, started)
             limits = httpx.Limits(max_connections=30, max_keepalive_connections=0)

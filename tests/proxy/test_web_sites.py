@@ -25,7 +25,7 @@ def stage(tmp_path_factory):
     keys.write_text("a:k\n")
     with ExitStack() as stack:
         prefill, decode = (stack.enter_context(serving(engines[name])) for name in ("p0", "d0"))
-        args = ("--prefill", prefill, "--decode", decode, "--probe-interval", "0")
+        args = ("--prefill", prefill, "--decode", decode, "--health-check-interval", "0")
         (free,) = stack.enter_context(router_processes(tmp_path_factory.mktemp("free"), 1, *args))
         args = (*args, "--api-keys-file", str(keys))
         (closed,) = stack.enter_context(router_processes(tmp_path_factory.mktemp("closed"), 1, *args))

@@ -116,7 +116,16 @@ def shared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("crew")
     config = folder / "xpyd.toml"
     config.write_text("")
-    flags = ("--config", str(config), "--probe-interval", "0", "--break-after", "3", "--rest", "0.5")
+    flags = (
+        "--config",
+        str(config),
+        "--health-check-interval",
+        "0",
+        "--circuit-breaker-failures",
+        "3",
+        "--ejection-time",
+        "0.5",
+    )
     with crew_of(folder, *flags) as (crew, engines, at):
         crew.config = config
         yield crew, engines, at

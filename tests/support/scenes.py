@@ -121,7 +121,7 @@ class Served:
 async def routing(cast: Cast, options: Mapping[str, object]) -> AsyncGenerator[Served]:
     """Serve a router as its process does, but for signals and the clock of uvicorn's server."""
     at = {role: tuple(cast.at[role]) for role in ("prefill", "decode")}
-    settings = Settings(**({"probe_interval_s": 0.0, "allowed_hosts": ("*",)} | at | dict(options)))
+    settings = Settings(**({"health_check_interval_s": 0.0, "allowed_hosts": ("*",)} | at | dict(options)))
     router = build(settings)
     config = server._server(router, settings, None).config
     config.load()

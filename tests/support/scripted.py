@@ -38,7 +38,7 @@ from xpyd_proxy.requests.intake import Intake
 from xpyd_proxy.requests.release import Releaser
 from xpyd_proxy.requests.request import Request
 from xpyd_proxy.requests.service import Requests
-from xpyd_proxy.settings import Mode, Settings
+from xpyd_proxy.settings import KvTransferMode, Settings
 
 EVENT, DONE = b'data: {"id":"x"}\n\n', b"data: [DONE]\n\n"
 EVENTS, JSON = "text/event-stream", "application/json"
@@ -431,7 +431,7 @@ def router_of(
     y=1,
     *,
     retries=2,
-    mode=Mode.AUTO,
+    mode=KvTransferMode.AUTO,
     clock=lambda: 0.0,
     budget=None,
     limits=None,

@@ -16,8 +16,8 @@
 {{- if and $v.router.tls.clientCaSecretName $v.monitoring.serviceMonitor.enabled (not $v.monitoring.serviceMonitor.tlsConfig) -}}
 {{- fail "router.tls.clientCaSecretName is set: Prometheus needs a certificate to show, so write monitoring.serviceMonitor.tlsConfig" -}}
 {{- end -}}
-{{- if and $v.router.apiKeys.secretName $v.monitoring.serviceMonitor.enabled (not $v.monitoring.serviceMonitor.bearerToken.secretName) (not (get $v.router.settings "open_metrics")) -}}
-{{- fail "router.apiKeys.secretName is set, and /metrics wants a key: name one for Prometheus in monitoring.serviceMonitor.bearerToken, or write router.settings.open_metrics: true" -}}
+{{- if and $v.router.apiKeys.secretName $v.monitoring.serviceMonitor.enabled (not $v.monitoring.serviceMonitor.bearerToken.secretName) (not (get $v.router.settings "public_metrics")) -}}
+{{- fail "router.apiKeys.secretName is set, and /metrics wants a key: name one for Prometheus in monitoring.serviceMonitor.bearerToken, or write router.settings.public_metrics: true" -}}
 {{- end -}}
 {{- /* NAME-REVISION-prefill is a LeaderWorkerSet; its controllers add to that, and a label has 63 characters. */ -}}
 {{- $name := include "xpyd.fullname" . -}}

@@ -50,8 +50,8 @@
 - {{ . | quote }}
 {{- end }}
 {{- end }}
-{{- with $v.instancesAllow }}
-- --instances-allow
+{{- with $v.allowedInstances }}
+- --allowed-instances
 {{- range . }}
 - {{ . | quote }}
 {{- end }}

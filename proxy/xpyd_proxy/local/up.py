@@ -27,8 +27,8 @@ GRACE_S = 5.0  # an engine that is still starting does not listen to SIGTERM
 LOOK_EVERY_S = 0.5
 FAILED, INTERRUPTED = 1, 130
 MOVING = {
-    TransferMode.PULL: "decode pulls the KV cache (--mode pull)",
-    TransferMode.PUSH: "prefill pushes the KV cache (--mode push)",
+    TransferMode.PULL: "decode pulls the KV cache (--kv-transfer-mode pull)",
+    TransferMode.PUSH: "prefill pushes the KV cache (--kv-transfer-mode push)",
 }
 _DEFAULT = Plan()
 
@@ -55,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ours or vLLM's (%(default)s)",
     )
     add(
-        "--mode",
+        "--kv-transfer-mode",
+        dest="mode",
         choices=[mode.value for mode in TransferMode],
         default=_DEFAULT.mode.value,
         help="decode engines pull the KV cache, or prefill engines push it (%(default)s)",

@@ -223,7 +223,7 @@ class Attempt(LegOwner):
             of.fleet.reported(leg.instance, answer.load)
         if call is None:
             return  # it has no prefill leg
-        reuses = self._rules.reuse_tokens and self.told is None
+        reuses = self._rules.reuse_prompt_tokens and self.told is None
         try:
             check_prefill(leg.instance.id, answer)
             handover = of.handovers.take(

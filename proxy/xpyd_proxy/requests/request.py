@@ -240,7 +240,7 @@ class Request:
                 await self._wait_for_turn(ticket)
             self._admit(plan, ticket)
             call, rules = plan.call, self._rules
-            if call is not None and rules.resume and _may_resume(call):
+            if call is not None and rules.resume_streams and _may_resume(call):
                 await self._answer_and_resume(call)
             else:
                 await self._answer(call, Chances(rules.retries))
@@ -353,7 +353,7 @@ class Request:
         if call is None:
             journey.solo, alone = Solo.ONE_LEG, self._planned.body
         elif alone is None:
-            journey.solo = solo_reason(call.api, call.fields, min_prompt_chars=self._rules.min_prompt_chars)
+            journey.solo = solo_reason(call.api, call.fields, min_split_prompt_bytes=self._rules.min_split_prompt_bytes)
             pair = None if journey.solo else self._pair(attempt.chances)
             if pair is not None:
                 return Route(call, pair[0], pair[1], told=of.learned.coordinates(pair[0].id))
@@ -369,7 +369,7 @@ class Request:
             decodes = chances.among(fleet.usable(Role.DECODE))
             return fleet.pair(chances.among(fleet.usable(Role.PREFILL)), decodes, ask.once_more())
         except NoInstance:
-            if not self._rules.alone_without_prefill:
+            if not self._rules.decode_only_fallback:
                 raise
             fleet.usable(Role.DECODE)  # raises NoInstance, if that is why
         self._journey.solo = Solo.NO_PREFILL
@@ -386,7 +386,7 @@ class Request:
         attempt.hold_slot(route.decode)
         if route.told is None:
             self._on(_PULL)
-            return attempt.send_prefill(call, prefill, reuses=self._rules.reuse_tokens)
+            return attempt.send_prefill(call, prefill, reuses=self._rules.reuse_prompt_tokens)
         journey = self._journey
         journey.push, journey.transfer, attempt.told = _AT_ONCE, attempt.transfer, route.told
         params = push.decode_params(route.told, call.api, attempt.id, attempt.transfer)

@@ -146,10 +146,10 @@ def probing(found):
         ],
     ]
     what = f"""
-    Every router probes every engine every {PROBE_S} s (`probe_interval_s`, {PROBE_REQUESTS} requests), and reads every
-    decode engine's metrics every {INFLOW_S} s."""
+    Every router probes every engine every {PROBE_S} s (`health_check_interval_s`, {PROBE_REQUESTS} requests), and reads
+    every decode engine's metrics every {INFLOW_S} s."""
     then = f"""
-    That grows with routers times engines: with {routers} routers a `probe_interval_s` of 30 to 60 is enough, for
+    That grows with routers times engines: with {routers} routers a `health_check_interval_s` of 30 to 60 is enough, for
     requests tell sooner than probes do."""
     title = ["", f"{routers} routers, {count:,} engines", "a router", "an engine"]
     heading = "## E. Probing them (*computed* from the defaults)"

@@ -46,7 +46,7 @@ from xpyd_proxy.io.discovery.reflector import Collection, Reflector
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from xpyd_proxy.io.sight import Sight
-from xpyd_proxy.settings import Mode, PolicyName
+from xpyd_proxy.settings import KvTransferMode, PolicyName
 
 ROOT = Path(__file__).parents[3]
 SIZES = (10, 100, 1000)  # engines, half of them of each role
@@ -133,7 +133,9 @@ def choice_of(registry, policy):
 
 
 def fleet_of(registry, choice):
-    return LiveFleet(registry, Pairs(registry, choice), Learned(at_once=MANNERS[Mode.AUTO].at_once), time.monotonic)
+    return LiveFleet(
+        registry, Pairs(registry, choice), Learned(at_once=MANNERS[KvTransferMode.AUTO].at_once), time.monotonic
+    )
 
 
 def choices(sizes, spent_s, case):

@@ -25,7 +25,7 @@ from xpyd_proxy.testing.engine import Fault, FaultKind
 
 PATH = "/v1/completions"
 WAYS = ["protocol", "asgi"]
-QUIET = Settings(probe_interval_s=0.0, max_body_bytes=300_000)
+QUIET = Settings(health_check_interval_s=0.0, max_body_bytes=300_000)
 
 
 class Served:
@@ -361,7 +361,7 @@ def test_a_stream_that_might_go_on_elsewhere_looks_the_same(resume):
     engines = sims(1, 2)
     engines["d0"].inject(Fault(FaultKind.DROP, after=2, times=2))
     each = []
-    with routers(engines, replace(QUIET, resume=resume)) as found:
+    with routers(engines, replace(QUIET, resume_streams=resume)) as found:
         for served in found:
             with served.open() as client:
                 each.append([client.send(post(STREAM)).answer() for _ in range(2)])
@@ -510,7 +510,7 @@ def test_a_slow_client_holds_up_its_engine(way):
 def test_a_slow_client_is_not_held_against_its_engine(way):
     """An engine that may not send is not silent: its stream goes on when the client reads again."""
     flood = Flood()
-    settings = replace(QUIET, idle_timeout_s=0.4)
+    settings = replace(QUIET, stream_idle_timeout_s=0.4)
     with routers({**sims(1, 0), "d0": flood}, settings, ways=[way]) as (served,), served.open() as client:
         client.send(post(STREAM, Connection="close"))
         until(lambda: flood.sent > 2)

@@ -10,7 +10,7 @@ from xpyd_proxy.settings import PolicyName, Settings
 from xpyd_proxy.testing.engine import Fault, FaultKind
 
 KEY = {"X-Api-Key": "sesame"}
-OPEN = Settings(admin_key="sesame", probe_interval_s=0.0)
+OPEN = Settings(admin_key="sesame", health_check_interval_s=0.0)
 PROMPT = {"model": "sim", "prompt": "hello", "max_tokens": 5, "temperature": 1.0e0}
 
 
@@ -195,7 +195,7 @@ async def test_explain_names_the_rule_of_a_request_that_is_not_split():
 async def test_explaining_changes_nothing(policy):
     """Ten times the same answer, and then the request goes there."""
     engines = sims(3, 3)
-    settings = Settings(admin_key="sesame", probe_interval_s=0.0, prefill_policy=policy, decode_policy=policy)
+    settings = Settings(admin_key="sesame", health_check_interval_s=0.0, prefill_policy=policy, decode_policy=policy)
     async with router(engines, settings) as client:
         headers = {"x-session-id": "s"}
         await client.post("/v1/completions", json=PROMPT, headers=headers)
@@ -251,7 +251,7 @@ async def test_two_models_behind_one_router():
     """Each request goes to its own pair; another model is unknown."""
     small, large = sims(model="small"), sims(model="large")
     engines = small | {"p1": large["p0"], "d1": large["d0"]}
-    async with router(engines, Settings(admin_key="sesame", probe_interval_s=5.0)) as client:
+    async with router(engines, Settings(admin_key="sesame", health_check_interval_s=5.0)) as client:
         await known(client)
         answers = [await complete(client, model=model) for model in ("small", "large") * 3]
         unknown = await complete(client, model="huge")
@@ -266,7 +266,9 @@ async def test_two_models_behind_one_router():
 async def test_when_no_engine_can_serve_clients_are_told_at_once_and_later_served():
     """Instead of trying a dead engine three times for everybody."""
     engines = sims()
-    settings = Settings(probe_interval_s=0.0, break_after=3, rest_s=0.1, alone_without_prefill=False)
+    settings = Settings(
+        health_check_interval_s=0.0, circuit_breaker_failures=3, ejection_time_s=0.1, decode_only_fallback=False
+    )
     async with router(engines, settings) as client:
         engines["p0"].inject(Fault(FaultKind.FORGET, names=("remote_engine_id",)))
         failed = [await complete(client) for _ in range(3)]
@@ -284,7 +286,12 @@ async def test_when_no_engine_can_serve_clients_are_told_at_once_and_later_serve
 async def test_retries_of_all_requests_together_are_bounded():
     """All engines fail: 60 requests with two retries each would else be 180."""
     engines = sims(1, 3)
-    settings = Settings(probe_interval_s=0.0, break_after=1000, break_share=1.0, break_window_least=1000)
+    settings = Settings(
+        health_check_interval_s=0.0,
+        circuit_breaker_failures=1000,
+        circuit_breaker_failure_ratio=1.0,
+        circuit_breaker_min_requests=1000,
+    )
     async with router(engines, settings) as client:
         for name in ("d0", "d1", "d2"):
             engines[name].inject(Fault(FaultKind.STATUS, status=500))

@@ -11,7 +11,7 @@ from xpyd_proxy.app import build
 from xpyd_proxy.settings import Settings
 
 KEY = {"X-Api-Key": "sesame", "content-type": "application/json"}
-OPEN = Settings(admin_key="sesame", probe_interval_s=0.0)
+OPEN = Settings(admin_key="sesame", health_check_interval_s=0.0)
 PATHS = ("/instances/add", "/instances/remove", "/instances/drain", "/instances/undrain", "/instances/explain")
 
 

@@ -10,7 +10,7 @@ from xpyd_proxy.settings import Settings
 async def test_what_is_needed_for_it(x, y, alone, status):
     """Decode engines serve without prefill engines, unless the operator does not want that: a load balancer that took
     the router out would turn slow answers into none."""
-    settings = Settings(alone_without_prefill=alone)
+    settings = Settings(decode_only_fallback=alone)
     async with router(sims(x, y), settings) as client:
         ready = await client.get("/ready")
         answer = await client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2})

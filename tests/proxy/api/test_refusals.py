@@ -9,7 +9,7 @@ ODD = b"POST /v1/nothing HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunk
 
 def test_a_request_that_the_parser_refuses_behind_its_head_has_one_answer(tmp_path):
     """llhttp says so when uvicorn has the head already: the application answered a connection that was half closed."""
-    with router_processes(tmp_path, 1, "--probe-interval", "0") as (router,):
+    with router_processes(tmp_path, 1, "--health-check-interval", "0") as (router,):
         port = int(router.url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
             client.sendall(ODD)

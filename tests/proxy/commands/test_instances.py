@@ -16,7 +16,7 @@ from xpyd_proxy.settings import Settings
 @pytest.fixture
 def running(monkeypatch):
     monkeypatch.setenv("ADMIN_API_KEY", "sesame")
-    with cluster(1, 2, Settings(admin_key="sesame", probe_interval_s=0.0)) as found:
+    with cluster(1, 2, Settings(admin_key="sesame", health_check_interval_s=0.0)) as found:
         yield found
 
 
@@ -157,7 +157,7 @@ def secure(pairs):
 
 
 def _router():
-    return create_app(Settings(admin_key="sesame", probe_interval_s=0.0, decode=("127.0.0.1:9",)))
+    return create_app(Settings(admin_key="sesame", health_check_interval_s=0.0, decode=("127.0.0.1:9",)))
 
 
 @pytest.fixture

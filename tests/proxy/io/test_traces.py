@@ -14,7 +14,7 @@ from xpyd_proxy.app import build
 from xpyd_proxy.core.journey import Journey, Outcome
 from xpyd_proxy.core.model import RequestId
 from xpyd_proxy.io.traces import Traces
-from xpyd_proxy.settings import Mode, Settings
+from xpyd_proxy.settings import KvTransferMode, Settings
 from xpyd_proxy.testing.engine import Fault, FaultKind
 
 PATH = "/v1/completions"
@@ -47,9 +47,9 @@ def spans():
 
 
 @asynccontextmanager
-async def traced_router(spans, engines, mode=Mode.PULL):
+async def traced_router(spans, engines, mode=KvTransferMode.PULL):
     """A client of a router in front of these engines, whose requests leave spans."""
-    settings = replace(Settings(), prefill=("p0:80",), decode=("d0:80",), allowed_hosts=("*",), mode=mode)
+    settings = replace(Settings(), prefill=("p0:80",), decode=("d0:80",), allowed_hosts=("*",), kv_transfer_mode=mode)
     built = build(settings, fabric=InMemory(engines).fabric)
     built.requests.spans = spans.traces
     transport = httpx.ASGITransport(built.app)
@@ -113,7 +113,7 @@ async def test_the_span_of_a_leg_says_where_it_went_and_what_came_back(spans):
 
 async def test_legs_that_go_out_together_have_no_handoff(spans):
     """In push nothing waits between them; the first request teaches the router where the engine is."""
-    async with traced_router(spans, sims(mode="push"), Mode.PUSH) as client:
+    async with traced_router(spans, sims(mode="push"), KvTransferMode.PUSH) as client:
         for _ in range(2):
             assert (await client.post(PATH, json=BODY)).status_code == 200
 

@@ -126,14 +126,14 @@ def test_once_shows_an_answer_and_leaves_nothing_behind(tmp_path):
 
 def test_it_says_who_moves_the_kv_cache(tmp_path):
     """And the engines do as it says: after the first request both legs go out at once."""
-    with up(tmp_path, "--engine", "sim", "--mode", "push") as process:
+    with up(tmp_path, "--engine", "sim", "--kv-transfer-mode", "push") as process:
         out = read_until(process, "Ctrl-C stops everything")
         (line,) = [line.strip() for line in out.splitlines() if "curl" in line]
         pasted = subprocess.run(["sh", "-c", f"{line} -i"], capture_output=True, text=True, check=True)
         process.send_signal(signal.SIGINT)
         process.communicate()
 
-    assert "prefill pushes the KV cache (--mode push)" in out
+    assert "prefill pushes the KV cache (--kv-transfer-mode push)" in out
     assert re.search(r"route +push, prefill first", out)
     assert 'route;desc="push",' in pasted.stdout
 

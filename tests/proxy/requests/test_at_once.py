@@ -24,7 +24,7 @@ from xpyd_proxy.core.fleet.push_coordinates import State
 from xpyd_proxy.core.journey import HUNG_UP
 from xpyd_proxy.core.model import Answer, Api, InstanceId, Role
 from xpyd_proxy.errors import EngineError, EngineTimeout
-from xpyd_proxy.settings import Mode
+from xpyd_proxy.settings import KvTransferMode
 
 P0 = InstanceId("prefill-0")
 ERROR = b'{"error":{"message":"no","type":"x","param":null,"code":400}}'
@@ -448,7 +448,7 @@ async def test_a_bug_leaves_no_leg_running(role, caplog):
 async def test_told_to_pull_the_router_never_sends_both_at_once():
     """Works with engines that push, too: they are asked one after the other."""
     engines = Scripted(good_prefill, good_decode)
-    router = router_of(engines, mode=Mode.PULL)
+    router = router_of(engines, mode=KvTransferMode.PULL)
     clients = [await router.serve(name=f"{number}") for number in range(3)]
 
     assert {client.journey.route for client in clients} == {"push, prefill first"}
@@ -464,10 +464,10 @@ async def test_told_to_push_the_router_does_not_put_up_with_less():
         return prefilled(leg, transfer_mode="pull")
 
     engines = Scripted(silent, good_decode)
-    router = router_of(engines, mode=Mode.PUSH, retries=0)
+    router = router_of(engines, mode=KvTransferMode.PUSH, retries=0)
     assert [(await router.serve(name=name)).journey.route for name in "ab"] == ["push, prefill first", "push"]
 
     engines.prefill = pulls
-    client = await router_of(engines, mode=Mode.PUSH, retries=0).serve()
+    client = await router_of(engines, mode=KvTransferMode.PUSH, retries=0).serve()
     assert client.error[0] == "EngineError"
     assert client.error[1].startswith("prefill-0 does not push")

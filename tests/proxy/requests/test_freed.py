@@ -8,11 +8,11 @@ from support.sim import router, sims
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.requests.legs import DecodeLeg, PrefillLeg
 from xpyd_proxy.requests.request import Request
-from xpyd_proxy.settings import Mode, Settings
+from xpyd_proxy.settings import KvTransferMode, Settings
 from xpyd_proxy.testing.engine import Fault, FaultKind
 
 PARTS = (Request, PrefillLeg, DecodeLeg, EngineError)
-QUICK = {"prefill_timeout_s": 0.2, "first_token_timeout_s": 0.2, "idle_timeout_s": 0.2, "total_timeout_s": 1.0}
+QUICK = {"prefill_timeout_s": 0.2, "first_token_timeout_s": 0.2, "stream_idle_timeout_s": 0.2, "total_timeout_s": 1.0}
 
 
 @pytest.fixture(autouse=True)
@@ -27,12 +27,12 @@ def collector_at_rest():
 @pytest.mark.parametrize("after", [None, 2])
 @pytest.mark.parametrize("failing", ["p0", "d0"])
 @pytest.mark.parametrize("kind", [None, *FaultKind])
-@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("mode", KvTransferMode)
 async def test_a_request_is_freed_at_once(mode, kind, failing, after, streams):
     """Requests that all fail must not fill the memory."""
     engines = sims(mode=mode.value)
     body = {"prompt": "once upon a time", "max_tokens": 4, "stream": streams}
-    async with router(engines, Settings(mode=mode, **QUICK)) as client:
+    async with router(engines, Settings(kv_transfer_mode=mode, **QUICK)) as client:
         for _ in range(2):  # the second one in push goes out at once
             if kind is not None:
                 engines[failing].inject(Fault(kind, after=after, names=("remote_engine_id",)))

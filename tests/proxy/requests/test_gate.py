@@ -111,7 +111,7 @@ async def test_one_that_is_less_important_gives_way():
         ({"key_concurrency": 1}, KeyOverLimit, "the key a has 1 requests at work already (max_key_concurrency)"),
         ({"key_rate": 1}, KeyOverLimit, "the key a sends more than 1 requests a second (max_key_rate)"),
         ({"rate": 1}, RouterFull, "the router takes 1 requests a second, and this one is over it (max_rate)"),
-        ({"held_bytes": 10}, RouterFull, "the router holds as many bytes of requests as it may (max_held_bytes)"),
+        ({"held_bytes": 10}, RouterFull, "the router holds as many bytes of requests as it may (max_inflight_bytes)"),
         ({"concurrency": 1}, RouterFull, "the router has as many requests waiting as it may (max_queue)"),
     ],
 )

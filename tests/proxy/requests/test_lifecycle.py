@@ -125,7 +125,7 @@ async def test_a_resumed_stream_is_decoded_once_more():
     asked = {"stream": True, "temperature": 0, "max_tokens": 6}
     whole = [*events({"prompt": "hi"} | asked | {"return_token_ids": True}, name="x")]
     walk = Walk((200, [*whole[:3], EngineError("broke off")]), (200, whole))
-    seen = await walk.served(call(**asked), resume=True)
+    seen = await walk.served(call(**asked), resume_streams=True)
 
     assert seen == ["PREFILLING", "DECODING", "STREAMING", "DECODING", "STREAMING", "OVER"]
     assert walk.client.error is None

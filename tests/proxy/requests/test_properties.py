@@ -261,7 +261,7 @@ def test_a_resumed_stream_is_the_stream_of_one_engine_or_ends_with_an_error(brea
             return prefilled(leg, transfer_mode="pull")
 
         engines, notes = Scripted(prefill, decode, ends_at_once=ends_at_once), Noted()
-        router = router_of(engines, 1, 4, resume=True, spans=notes)
+        router = router_of(engines, 1, 4, resume_streams=True, spans=notes)
         client = router.start(call(**BODY))
         if leaves is not None:
             for _ in range(leaves):

@@ -118,7 +118,7 @@ async def test_bodies_of_more_bytes_than_the_router_holds_are_refused_while_they
     await client.end()
 
     assert (client.status, client.error[0]) == (503, "ServiceUnavailableError")
-    assert "max_held_bytes" in client.error[1]
+    assert "max_inflight_bytes" in client.error[1]
     assert before.is_idle()
 
 

@@ -43,7 +43,7 @@ class Timed(Scripted):
 
 
 def router_with(engines, x=1, y=1, **options):
-    options = {"retries": 0, "alone_without_prefill": False, "patience": Patience(prefill_s=30.0)} | options
+    options = {"retries": 0, "decode_only_fallback": False, "patience": Patience(prefill_s=30.0)} | options
     return router_of(engines, x, y, clock=lambda: engines.now, **options)
 
 

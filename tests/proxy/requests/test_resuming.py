@@ -32,8 +32,8 @@ def breaking(*after, how=HOW["it breaks off"]):
     return decode
 
 
-async def served(engines, api=Api.COMPLETIONS, *, resume=True, **options):
-    router = router_of(engines, resume=resume, **options)
+async def served(engines, api=Api.COMPLETIONS, *, resume_streams=True, **options):
+    router = router_of(engines, resume_streams=resume_streams, **options)
     client = await router.serve(call(api, **BODIES[api]))
     assert not engines.open
     assert router.is_idle()
@@ -80,7 +80,7 @@ async def test_a_stream_that_had_all_its_tokens_needs_no_other_engine():
     assert len(engines.legs) == 2
 
 
-@pytest.mark.parametrize("options", [{"resume": False}, {"retries": 0}, {"retries": 1}])
+@pytest.mark.parametrize("options", [{"resume_streams": False}, {"retries": 0}, {"retries": 1}])
 async def test_there_is_an_end_to_it(options):
     """The client gets an error after what it has."""
     engines = Scripted(pulled_prefill, breaking(5, 4, 3))
@@ -115,7 +115,7 @@ async def test_a_client_that_leaves_ends_the_leg_that_took_over():
 
     script = breaking(3)
     engines = Scripted(pulled_prefill, decode)
-    router = router_of(engines, resume=True, y=2)
+    router = router_of(engines, resume_streams=True, y=2)
     client = router.start(call(**BODIES[Api.COMPLETIONS]))
     await until(lambda: client.body.count(b"data: ") == 6)
     assert [leg.instance.id for leg in engines.open] == ["decode-1"]
@@ -179,7 +179,7 @@ async def test_a_stream_that_another_engine_goes_on_with_counts_against_the_firs
         stream = list(events(json.loads(leg.body), name="cmpl-r"))
         return 200, [*stream[:4], *end] if leg.instance.id == "decode-0" else stream
 
-    router = router_of(Scripted(pulled_prefill, decode), y=2, resume=resume)
+    router = router_of(Scripted(pulled_prefill, decode), y=2, resume_streams=resume)
     await router.serve(call(**BODIES[Api.COMPLETIONS]))
 
     legs = {key: count for key, count in router.sight.measures.legs.items() if key[1] == "decode"}
@@ -243,7 +243,7 @@ async def test_a_stream_that_broke_off_in_its_first_piece_is_shown_as_it_goes_on
         return 200, [*stream[:3], never()]
 
     engines = Scripted(pulled_prefill, decode, ends_at_once=True)
-    router = router_of(engines, resume=True, y=2)
+    router = router_of(engines, resume_streams=True, y=2)
     asked, written = call(Api.COMPLETIONS, **BODIES[Api.COMPLETIONS]), []
     headers = ((b"host", b"localhost"), (b"content-type", b"application/json"))
     request = Request(router.requests, HttpResponse(Silent(), written.append, keep_alive=True), asked.path, headers)

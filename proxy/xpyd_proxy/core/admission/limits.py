@@ -12,7 +12,7 @@ class Limit(StrEnum):
 
     CONCURRENCY = "max_concurrency"  # it waited for a place as long as it may
     QUEUE = "max_queue"
-    BYTES = "max_held_bytes"
+    BYTES = "max_inflight_bytes"
     RATE = "max_rate"
     KEY_CONCURRENCY = "max_key_concurrency"
     KEY_RATE = "max_key_rate"

@@ -37,7 +37,7 @@ class RefusalReason(StrEnum):
     METHOD = "method"  # CONNECT
     HEAD_TIMEOUT = "head_timeout"
     BODY_TIMEOUT = "body_timeout"
-    BYTES = "max_held_bytes"
+    BYTES = "max_inflight_bytes"
     CONNECTIONS = "max_connections"
     ADDRESS = "max_connections_per_address"
 

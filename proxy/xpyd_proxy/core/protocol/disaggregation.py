@@ -37,10 +37,10 @@ _VALUE_MOST: Final = 256 * 1024  # bytes of a value that is decoded; tools have 
 _WHITESPACE: Final = b" \t\n\r"
 
 
-def solo_reason(api: Api, fields: Fields, *, min_prompt_chars: int = 0) -> Solo | None:
+def solo_reason(api: Api, fields: Fields, *, min_split_prompt_bytes: int = 0) -> Solo | None:
     """Return why one engine must serve the request alone, or None when it can be split.
 
-    ``min_prompt_chars``: a prompt that is shorter, in characters of its JSON, is not worth a transfer.
+    ``min_split_prompt_bytes``: a prompt that is shorter, in characters of its JSON, is not worth a transfer.
     """
     if api is Api.COMPLETIONS and not _is_one_prompt(fields.get("prompt")):
         return Solo.PROMPTS
@@ -55,7 +55,7 @@ def solo_reason(api: Api, fields: Fields, *, min_prompt_chars: int = 0) -> Solo 
             if len(split) >= _SPLIT_MOST:
                 split.clear()
             split.add(written)
-    return Solo.SHORT if min_prompt_chars and prompt_chars(api, fields) < min_prompt_chars else None
+    return Solo.SHORT if min_split_prompt_bytes and prompt_chars(api, fields) < min_split_prompt_bytes else None
 
 
 def _odd_reason(api: Api, asked: Fields) -> Solo | None:

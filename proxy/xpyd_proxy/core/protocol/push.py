@@ -19,7 +19,7 @@ from xpyd_proxy.core.protocol.usage import counted
 from xpyd_proxy.core.raw_json import Fields, NotJson, decode, encode, text
 from xpyd_proxy.core.schemas import Coordinates, DecodeParams, KvParams, Naming
 from xpyd_proxy.errors import EngineError
-from xpyd_proxy.settings import Mode
+from xpyd_proxy.settings import KvTransferMode
 
 _T = TypeVar("_T")
 _EVERYWHERE: Final = frozenset({"0.0.0.0", "::", "[::]", "*"})
@@ -45,10 +45,10 @@ class Manner:
     at_once: bool  # both legs, as soon as the prefill engine is known to push
 
 
-MANNERS: Final[Mapping[Mode, Manner]] = {
-    Mode.AUTO: Manner(TransferMode.PULL, frozenset(TransferMode), at_once=True),
-    Mode.PULL: Manner(TransferMode.PULL, frozenset(TransferMode), at_once=False),
-    Mode.PUSH: Manner(TransferMode.PUSH, frozenset({TransferMode.PUSH}), at_once=True),
+MANNERS: Final[Mapping[KvTransferMode, Manner]] = {
+    KvTransferMode.AUTO: Manner(TransferMode.PULL, frozenset(TransferMode), at_once=True),
+    KvTransferMode.PULL: Manner(TransferMode.PULL, frozenset(TransferMode), at_once=False),
+    KvTransferMode.PUSH: Manner(TransferMode.PUSH, frozenset({TransferMode.PUSH}), at_once=True),
 }
 
 
@@ -104,7 +104,9 @@ def handover(
         params = msgspec.Raw(encode(decode(params, Fields) | {"remote_host": text(host or "")}))
     mode = manner.unsaid if said.transfer_mode is None else _mode(said.transfer_mode)
     if mode not in manner.accepted:
-        raise EngineError(f"{prefill} does not push its KV cache, and this router was started with --mode push")
+        raise EngineError(
+            f"{prefill} does not push its KV cache, and this router was started with --kv-transfer-mode push"
+        )
     if mode is _PULL:
         return Handover(params, None, counted(given.usage), replaced=named if is_replaced else None)
     if not _is_same(said.remote_request_id, known_as(api, request)):

@@ -37,8 +37,8 @@ class Explainer:
     pairing: Pairing
     usable: Callable[[Role], Sequence[Instance]]  # raises NoInstance
     learned: Learned
-    min_prompt_chars: int = 0
-    alone_without_prefill: bool = True
+    min_split_prompt_bytes: int = 0
+    decode_only_fallback: bool = True
 
     def explain(self, call: Call) -> Explanation:
         """Say what would become of a request now.
@@ -47,12 +47,12 @@ class Explainer:
             NoInstance, UnknownModel, BadRequest: it would be refused.
         """
         decode = self.usable(Role.DECODE)
-        solo = solo_reason(call.api, call.fields, min_prompt_chars=self.min_prompt_chars)
+        solo = solo_reason(call.api, call.fields, min_split_prompt_bytes=self.min_split_prompt_bytes)
         if solo is None:
             try:
                 return self._split(call, self.usable(Role.PREFILL), decode)
             except NoInstance:
-                if not self.alone_without_prefill:
+                if not self.decode_only_fallback:
                     raise
         chosen = self.pairing.one(decode, ask_of_call(call))
         return Explanation(f"solo: {solo or Solo.NO_PREFILL}", None, chosen, None, encode(call.fields))

@@ -29,15 +29,15 @@ class Rules:
 
     retries: int = 2  # legs of one request that may fail before the client is told
     patience: Patience = Patience()
-    min_prompt_chars: int = 0  # a prompt with fewer is served by one engine
-    alone_without_prefill: bool = True  # as long as there is no prefill engine, decode engines do both
-    reuse_tokens: bool = False  # decode engines take a chat's tokens from the prefill engine
-    resume: bool = False  # another decode engine goes on with a stream that has broken off
+    min_split_prompt_bytes: int = 0  # a prompt with fewer is served by one engine
+    decode_only_fallback: bool = True  # as long as there is no prefill engine, decode engines do both
+    reuse_prompt_tokens: bool = False  # decode engines take a chat's tokens from the prefill engine
+    resume_streams: bool = False  # another decode engine goes on with a stream that has broken off
 
     @property
     def needed(self) -> Sequence[Role]:
         """The roles without which no request is served."""
-        return (Role.DECODE,) if self.alone_without_prefill else tuple(Role)
+        return (Role.DECODE,) if self.decode_only_fallback else tuple(Role)
 
 
 def rules_of(settings: Settings) -> Rules:
@@ -45,7 +45,7 @@ def rules_of(settings: Settings) -> Rules:
     patience = Patience(
         prefill_s=settings.prefill_timeout_s,
         first_token_s=settings.first_token_timeout_s,
-        idle_s=settings.idle_timeout_s,
+        idle_s=settings.stream_idle_timeout_s,
         whole_s=settings.total_timeout_s,
         stream_s=settings.stream_timeout_s,
         handoff_s=settings.handoff_timeout_s,
@@ -53,8 +53,8 @@ def rules_of(settings: Settings) -> Rules:
     return Rules(
         retries=settings.retries,
         patience=patience,
-        min_prompt_chars=settings.min_prompt_chars,
-        alone_without_prefill=settings.alone_without_prefill,
-        reuse_tokens=settings.reuse_tokens,
-        resume=settings.resume,
+        min_split_prompt_bytes=settings.min_split_prompt_bytes,
+        decode_only_fallback=settings.decode_only_fallback,
+        reuse_prompt_tokens=settings.reuse_prompt_tokens,
+        resume_streams=settings.resume_streams,
     )

@@ -28,16 +28,16 @@ def share_of(settings: Settings, number: int, of: int) -> Settings:
         total: int | None = getattr(settings, name)
         if total is not None and total < of:
             raise ConfigError(f"{name} is {total}, and there are {of} workers: write at least {of}, or fewer workers")
-    if settings.max_held_bytes // of < settings.max_body_bytes:
+    if settings.max_inflight_bytes // of < settings.max_body_bytes:
         raise ConfigError(
-            f"max_held_bytes is {settings.max_held_bytes} for {of} workers, and one body may have "
+            f"max_inflight_bytes is {settings.max_inflight_bytes} for {of} workers, and one body may have "
             f"{settings.max_body_bytes} (max_body_bytes): write at least {of * settings.max_body_bytes}"
         )
     return replace(
         settings,
         max_concurrency=_whole(settings.max_concurrency, number, of),
         max_queue=_whole(settings.max_queue, number, of),
-        max_held_bytes=settings.max_held_bytes // of,
+        max_inflight_bytes=settings.max_inflight_bytes // of,
         max_rate=None if settings.max_rate is None else settings.max_rate / of,
         max_key_concurrency=(
             None if settings.max_key_concurrency is None else _whole(settings.max_key_concurrency, number, of)
@@ -49,7 +49,7 @@ def share_of(settings: Settings, number: int, of: int) -> Settings:
             else _whole(settings.max_connections_per_address, number, of)
         ),
         max_key_rate=None if settings.max_key_rate is None else settings.max_key_rate / of,
-        retry_floor=settings.retry_floor / of,
+        retry_budget_min_rate=settings.retry_budget_min_rate / of,
     )
 
 

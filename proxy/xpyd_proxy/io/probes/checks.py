@@ -127,7 +127,7 @@ class HttpChecks:
             raise ProbeFailed(f"does not answer {path} within {self._timeout_s:g} s") from exc
         except httpx.ConnectError as exc:
             if isinstance(exc.__cause__, NotAllowed):
-                raise ProbeFailed("is not where engines may be added (instances_allow)") from exc
+                raise ProbeFailed("is not where engines may be added (allowed_instances)") from exc
             raise ProbeFailed("cannot be reached") from exc
         except (httpx.HTTPError, *_RESET_AT_ONCE) as exc:
             raise ProbeFailed(f"breaks off when asked for {path}") from exc

@@ -59,7 +59,7 @@ class Guard:
         admitted = [place for place in found if self._allowed.admits(host, place)]
         if not admitted:
             led = "" if is_ip(host) else f" leads to {', '.join(found) or 'nothing'}, which"
-            raise NotAllowed(f"{host}{led} is not in instances_allow: name its network or its name there")
+            raise NotAllowed(f"{host}{led} is not in allowed_instances: name its network or its name there")
         return admitted
 
 

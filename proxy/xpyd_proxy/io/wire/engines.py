@@ -33,7 +33,7 @@ class WireEngines:
         guard: Guard | None = None,
         dial: Dial | None = None,
     ) -> None:
-        self._probe_timeout_s = settings.probe_timeout_s
+        self._probe_timeout_s = settings.health_check_timeout_s
         self._pool = Pool(
             keepalive_s=settings.engine_keepalive_s,
             connect_timeout_s=settings.connect_timeout_s,

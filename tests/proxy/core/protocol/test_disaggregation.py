@@ -145,9 +145,9 @@ def test_a_short_prompt_is_not_worth_a_transfer(api):
     length = prompt_chars(api, fields)
 
     assert length == (4 if api in (Api.COMPLETIONS, Api.RESPONSES) else 2)
-    assert solo_reason(api, fields, min_prompt_chars=length) is None
-    assert solo_reason(api, fields, min_prompt_chars=length + 1) is Solo.SHORT
-    assert solo_reason(Api.CHAT, parse(b'{"n":2}', strip_private=False), min_prompt_chars=9) is Solo.N
+    assert solo_reason(api, fields, min_split_prompt_bytes=length) is None
+    assert solo_reason(api, fields, min_split_prompt_bytes=length + 1) is Solo.SHORT
+    assert solo_reason(Api.CHAT, parse(b'{"n":2}', strip_private=False), min_split_prompt_bytes=9) is Solo.N
 
 
 @pytest.mark.parametrize("api", Api)

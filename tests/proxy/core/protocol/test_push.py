@@ -8,7 +8,7 @@ from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
 from xpyd_proxy.core.protocol.push import MANNERS, decode_params, handover, known_as
 from xpyd_proxy.core.schemas import Coordinates
 from xpyd_proxy.errors import EngineError
-from xpyd_proxy.settings import Mode
+from xpyd_proxy.settings import KvTransferMode
 
 P, R, TRANSFER = InstanceId("prefill-0"), RequestId("xpyd-1"), TransferId("xfer-9")
 PARAMS = {
@@ -31,7 +31,7 @@ def answer(**changes):
     return json.dumps({"kv_transfer_params": params}).encode()
 
 
-def read(mode=Mode.AUTO, **changes):
+def read(mode=KvTransferMode.AUTO, **changes):
     return handover(P, answer(**changes), Api.COMPLETIONS, R, MANNERS[mode], transfer=TRANSFER)
 
 
@@ -103,11 +103,11 @@ def test_what_is_learned_is_enough_for_the_next_request():
 
 def test_the_mode_decides_about_an_engine_that_does_not_say_and_refuses_one_that_contradicts():
     """A decode engine that is told to wait for a push by an engine that lends its blocks would wait in vain."""
-    assert read(Mode.PUSH, transfer_mode=ABSENT).coordinates
-    assert read(Mode.PULL).coordinates
-    assert not MANNERS[Mode.PULL].at_once
-    with pytest.raises(EngineError, match=r"does not push .* --mode push"):
-        read(Mode.PUSH, transfer_mode="pull")
+    assert read(KvTransferMode.PUSH, transfer_mode=ABSENT).coordinates
+    assert read(KvTransferMode.PULL).coordinates
+    assert not MANNERS[KvTransferMode.PULL].at_once
+    with pytest.raises(EngineError, match=r"does not push .* --kv-transfer-mode push"):
+        read(KvTransferMode.PUSH, transfer_mode="pull")
 
 
 @pytest.mark.parametrize("said", ["0.0.0.0", "::", "[::]"])
@@ -115,7 +115,7 @@ def test_the_mode_decides_about_an_engine_that_does_not_say_and_refuses_one_that
 def test_a_host_where_nobody_can_reach_an_engine_is_replaced_by_its_own(said, mode):
     """It listens on every interface: each decode engine would ask itself, and compute the prompt."""
     body = answer(remote_host=said, transfer_mode=mode)
-    found = handover(P, body, Api.COMPLETIONS, R, MANNERS[Mode.AUTO], transfer=TRANSFER, host="p0.example")
+    found = handover(P, body, Api.COMPLETIONS, R, MANNERS[KvTransferMode.AUTO], transfer=TRANSFER, host="p0.example")
 
     params = json.loads(bytes(found.params))
     assert (params["remote_host"], found.replaced) == ("p0.example", said)
@@ -130,6 +130,6 @@ def test_a_host_where_nobody_can_reach_an_engine_is_replaced_by_its_own(said, mo
 def test_a_host_that_can_be_right_stays(said, known):
     """All on one machine is how everybody begins."""
     body = answer(remote_host=said)
-    found = handover(P, body, Api.COMPLETIONS, R, MANNERS[Mode.AUTO], transfer=TRANSFER, host=known)
+    found = handover(P, body, Api.COMPLETIONS, R, MANNERS[KvTransferMode.AUTO], transfer=TRANSFER, host=known)
 
     assert (json.loads(bytes(found.params))["remote_host"], found.replaced) == (said, None)

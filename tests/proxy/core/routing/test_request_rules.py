@@ -15,18 +15,23 @@ def test_every_choice_arrives():
         retries=9,
         prefill_timeout_s=1.0,
         first_token_timeout_s=2.0,
-        idle_timeout_s=3.0,
+        stream_idle_timeout_s=3.0,
         total_timeout_s=4.0,
         stream_timeout_s=5.0,
         handoff_timeout_s=7.0,
-        min_prompt_chars=6,
-        alone_without_prefill=False,
-        reuse_tokens=True,
-        resume=True,
+        min_split_prompt_bytes=6,
+        decode_only_fallback=False,
+        reuse_prompt_tokens=True,
+        resume_streams=True,
     )
 
     assert rules_of(settings) == Rules(
-        9, Patience(1.0, 2.0, 3.0, 4.0, 5.0, 7.0), 6, alone_without_prefill=False, reuse_tokens=True, resume=True
+        9,
+        Patience(1.0, 2.0, 3.0, 4.0, 5.0, 7.0),
+        6,
+        decode_only_fallback=False,
+        reuse_prompt_tokens=True,
+        resume_streams=True,
     )
 
 

@@ -21,8 +21,8 @@ def test_the_shares_of_all_workers_are_the_limit(of, concurrency, queue):
     assert sum(one.max_key_concurrency for one in shares) == concurrency
     assert sum(one.max_queue for one in shares) == queue
     assert sum(one.max_rate for one in shares) == pytest.approx(7.0)
-    assert sum(one.retry_floor for one in shares) == pytest.approx(settings.retry_floor)
-    assert sum(one.max_held_bytes for one in shares) <= settings.max_held_bytes
+    assert sum(one.retry_budget_min_rate for one in shares) == pytest.approx(settings.retry_budget_min_rate)
+    assert sum(one.max_inflight_bytes for one in shares) <= settings.max_inflight_bytes
     assert min(one.max_concurrency for one in shares) >= 1
 
 
@@ -43,8 +43,8 @@ def test_what_is_not_limited_stays_so_and_one_worker_has_all():
         ),
         (Settings(max_key_concurrency=1), "max_key_concurrency is 1, and there are 2 workers"),
         (
-            Settings(max_held_bytes=100, max_body_bytes=60),
-            r"max_held_bytes is 100 for 2 workers, and one body may have 60 \(max_body_bytes\): write at least 120",
+            Settings(max_inflight_bytes=100, max_body_bytes=60),
+            r"max_inflight_bytes is 100 for 2 workers, and one body may have 60 \(max_body_bytes\): write at least 120",
         ),
     ],
 )

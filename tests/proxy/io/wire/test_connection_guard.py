@@ -38,7 +38,7 @@ async def test_an_address_is_looked_at_without_a_name_service():
     looked = guard(Names([]))
 
     assert await looked.places(at("10.0.0.1")) == ["10.0.0.1"]
-    with pytest.raises(NotAllowed, match=r"169\.254\.169\.254 is not in instances_allow"):
+    with pytest.raises(NotAllowed, match=r"169\.254\.169\.254 is not in allowed_instances"):
         await looked.places(at("169.254.169.254"))
 
 
@@ -47,7 +47,7 @@ async def test_only_what_may_be_reached_of_where_a_name_leads_is_connected_to():
     looked = guard(Names(["8.8.8.8", "10.0.0.7"]))
 
     assert await looked.places(at("d0.example")) == ["10.0.0.7"]
-    with pytest.raises(NotAllowed, match=r"d0\.example leads to 169\.254\.169\.254, which is not in instances_allow"):
+    with pytest.raises(NotAllowed, match=r"d0\.example leads to 169\.254\.169\.254, which is not in allowed_instances"):
         await guard(Names(["169.254.169.254"])).places(at("d0.example"))
 
 
@@ -61,7 +61,7 @@ async def test_what_the_settings_name_is_not_looked_at():
 
 def both(looked):
     """The clients that speak to engines: that of the legs, and that of the probes."""
-    return WireEngines(Settings(probe_timeout_s=2), guard=looked), HttpChecks(timeout_s=2, guard=looked)
+    return WireEngines(Settings(health_check_timeout_s=2), guard=looked), HttpChecks(timeout_s=2, guard=looked)
 
 
 async def test_a_name_that_leads_elsewhere_a_moment_later_changes_nothing():
@@ -77,7 +77,7 @@ async def test_a_name_that_leads_elsewhere_a_moment_later_changes_nothing():
             other = Instance(InstanceId("decode-1"), Role.DECODE, at("rebound.invalid", port))
             with pytest.raises(EngineError, match="decode-1 is not where engines may be added"):
                 await legs.models(other, ())
-            with pytest.raises(ProbeFailed, match=r"is not where engines may be added \(instances_allow\)"):
+            with pytest.raises(ProbeFailed, match=r"is not where engines may be added \(allowed_instances\)"):
                 await checks.look(other)
 
 

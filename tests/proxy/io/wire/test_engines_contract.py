@@ -180,7 +180,7 @@ def test_the_list_of_models(client):
     """A GET without a body, within the time for probes."""
 
     async def main(at):
-        async with client.make(Settings(probe_timeout_s=0.2)) as engines:
+        async with client.make(Settings(health_check_timeout_s=0.2)) as engines:
             answer = await engines.models(instance_at(at), ((b"a", b"b"),))
             assert (answer.status, answer.body) == (200, b"hello")
             with pytest.raises(EngineTimeout, match=r"decode-0 did not answer within 0\.2 s"):

@@ -1,0 +1,233 @@
+"""What the documents tell people to type exists: commands, flags, make targets, keys of files, values of the chart."""
+
+import argparse
+import importlib.util
+import itertools
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from xpyd_connector.settings import Settings as ConnectorSettings
+from xpyd_proxy.cli import build_parser
+from xpyd_proxy.options import OPTIONS
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("docs", "examples", "helm")
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
+PAGES.remove(ROOT / "CHANGELOG.md")  # it names what is gone
+END = {"|", "&&", "||", "&", ";", ">"}  # of a command in a line
+COMMANDS = ("serve", "up", "plan", "instances")
+FOREIGN = {  # flags of kubectl, helm and other programs, and words of other projects, that stand alone in backquotes
+    "--previous", "--force", "--grace-period", "device_ownership_from_security_context", "ibv_devices",
+    "container_cpu_cfs_throttled_periods_total",
+}  # fmt: skip
+
+
+def known(parser):
+    """All flags and verbs of a parser."""
+    found = {flag for flag in parser._option_string_actions if flag.startswith("--")}
+    for action in parser._actions:
+        for name, one in action.choices.items() if isinstance(action, argparse._SubParsersAction) else ():
+            found |= {name, *known(one)}
+    return found
+
+
+def command(name):
+    """The parser of ``xpyd NAME``."""
+    commands = next(a for a in build_parser([name])._actions if isinstance(a, argparse._SubParsersAction))
+    return commands.choices[name]
+
+
+OURS = {name: known(command(name)) for name in COMMANDS}
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = set(re.findall(r"(?m)^([a-z][\w-]*):", MAKEFILE)) | set(
+    " ".join(re.findall(r"\.PHONY: (.*)", MAKEFILE)).split()
+)
+VARIABLES = set(re.findall(r"\$\(([A-Z]+)\)", MAKEFILE))
+VALUES = yaml.safe_load((ROOT / "helm/xpyd/values.yaml").read_text())
+SOURCES = [
+    path
+    for folder in ("proxy", "connector", "helm")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in (".py", ".yaml", ".tpl", ".json", ".sh") and path != ROOT / "helm/xpyd/values.schema.json"
+]
+WORDS = set(re.findall(r"\w+", " ".join(path.read_text() for path in SOURCES)))
+
+
+@pytest.fixture(scope="module")
+def vllm():
+    """The flags of ``vllm serve`` and ``vllm bench serve``, out of their sources: importing them takes a minute."""
+    if (package := importlib.util.find_spec("vllm")) is None:
+        pytest.skip("vLLM is not installed")
+    folder = Path(package.origin).parent
+    serve = [folder / "engine/arg_utils.py", *(folder / "entrypoints").rglob("cli_args.py")]
+    bench = [*(folder / "benchmarks").rglob("*.py")]
+    return {name: _flags_in(paths) for name, paths in (("serve", serve), ("bench", bench))}
+
+
+def _flags_in(paths):
+    """Arguments that are declared, and fields of dataclasses, of which vLLM makes arguments."""
+    text = "".join(path.read_text() for path in paths)
+    fields = {f"--{name.replace('_', '-')}" for name in re.findall(r"(?m)^    ([a-z]\w+): ", text)}
+    return fields | {flag.replace("_", "-") for flag in re.findall(r'"(--[a-z][\w-]*)"', text)}
+
+
+def lines(text):
+    """Yield the lines of code blocks, those that go on joined, and what is in backquotes."""
+    blocks = re.findall(r"(?ms)^ *```\w*\n(.*?)^ *```", text)
+    for block in blocks:
+        yield from re.sub(r"\\\n\s*", " ", block).splitlines()
+    for span in re.findall(r"(?s)`([^`]+)`", re.sub(r"(?ms)^ *```\w*\n.*?^ *```", "", text)):
+        yield " ".join(span.split())
+
+
+def words(line):
+    """Split a line as a shell does; comments go, and the brackets of what may be left out."""
+    line = line.replace(";", " ; ")
+    try:
+        found = shlex.split(line, comments=True)
+    except ValueError:  # one quote of a pair that another line has
+        found = line.partition(" #")[0].split()
+    return [
+        word.strip("[](){},.") if not word.startswith("-") or word == "--" else word.strip("],.)") for word in found
+    ]
+
+
+def commands(line):
+    """Yield the commands of a line that can be judged: what it is, its name there, its words."""
+    found = words(line)
+    for i, word in enumerate(found):
+        rest = [*itertools.takewhile(lambda word: word not in END, found[i + 1 :])]
+        if word.endswith(".py") and (ROOT / word).is_file():
+            yield "script", word, rest
+        elif rest and word == "xpyd" and rest[0] in COMMANDS:
+            yield "xpyd", rest[0], rest[1:]
+        elif rest and word == "vllm" and rest[0] in ("serve", "bench"):
+            yield "vllm", rest[0], rest[1:]
+        elif rest and word == "make" and (i == 0 or line.startswith("$")):
+            yield "make", "make", rest
+
+
+def flags_of(arguments):
+    return {word.partition("=")[0] for word in arguments if re.fullmatch(r"--[a-z][\w-]*(=.*)?", word)}
+
+
+def scripts_of(page):
+    """What the programs beside a page, or those that wrote it, take."""
+    paths = (ROOT / "tests/benchmarks").rglob("*.py") if page.parent.name == "benchmarks" else page.parent.glob("*.py")
+    return set() if page.parent == ROOT else {flag for path in paths for flag in _in_script(path)}
+
+
+def mistakes(text, page, vllm):
+    """Return what a page names and nobody knows."""
+    found = []
+    anything = {*FOREIGN, *scripts_of(page), *vllm["serve"], *(flag for flags in OURS.values() for flag in flags)}
+    for line in lines(text):
+        judged = [*commands(line)]
+        for kind, name, arguments in judged:
+            if kind == "make":
+                found += [f"make {w}" for w in arguments if re.fullmatch(r"[a-z][a-z-]*", w) and w not in TARGETS]
+                variables = [re.match(r"([A-Z]+)=", word) for word in arguments]
+                found += [f"make {m[0]}" for m in variables if m and m[1] not in VARIABLES]
+                continue
+            takes = {"xpyd": OURS, "vllm": vllm}[kind][name] if kind != "script" else _in_script(name)
+            found += [f"{name} {flag}" for flag in sorted(flags_of(arguments) - takes - {"--help"})]
+            if name == "instances":
+                verb = next((w for w in arguments if re.fullmatch(r"[a-z|]+", w)), "list")
+                found += [f"instances {one}" for one in verb.split("|") if one not in takes]
+        if not judged and line.startswith("--"):
+            found += sorted(flags_of(words(line)) - anything)
+        if word := re.fullmatch(r"([a-z][a-z0-9]*(?:_[a-z0-9]+)+)(?:: .*|=.*)?", line):
+            own = word[1].startswith(("xpyd_", "test_"))  # metrics: test_operator_docs.py; tests: test_documents.py
+            found += [word[1]] if word[1] not in WORDS | FOREIGN and not own else []
+        if key := re.fullmatch(r"([a-z][a-z0-9_]*) = (?:[\d\[\"'].*|true|false)", line):
+            found += [f"{key[1]} ="] if key[1] not in OPTIONS | ConnectorSettings.__dataclass_fields__ else []
+    for block in re.findall(r"(?ms)^ *```toml\n(.*?)^ *```", text):
+        found += [f"{key} =" for key in tomllib.loads(block) if key not in OPTIONS]
+    return found + [path for path in _values(text) if not has_value(path)]
+
+
+def _in_script(path):
+    return set(re.findall(r'"(--[a-z][\w-]*)"', (ROOT / path).read_text()))
+
+
+def _values(text):
+    """Yield what looks like a value of the chart."""
+    heads = "|".join(key for key, value in VALUES.items() if isinstance(value, dict))
+    for path in re.findall(rf"(?<![\w./-])((?:{heads})(?:\.[a-zA-Z_]+)+)(?!\w|/|\.\w)", text):
+        if not path.endswith((".md", ".txt", ".yaml", ".json", ".svg", ".Dockerfile")):
+            yield path
+
+
+def has_value(path):
+    """Tell whether the chart takes a value; a map that is empty by default takes any key, settings only theirs."""
+    if path.startswith("router.settings."):
+        return path.removeprefix("router.settings.") in OPTIONS
+    values = VALUES
+    for key in path.split("."):
+        if values in ({}, None):
+            return True
+        if not isinstance(values, dict) or key not in values:
+            return False
+        values = values[key]
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_exists(page, vllm):
+    """People paste it."""
+    assert mistakes(page.read_text(), page, vllm) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "mistake"),
+    [
+        ("`xpyd serve --retry-share 1`", "serve --retry-share"),
+        ("```\nxpyd serve --decode d:1 \\\n  --resume true   # a comment\n```", "serve --resume"),
+        ("```sh\nkubectl exec pod -- xpyd instances stop decode-0\n```", "instances stop"),
+        ("`xpyd up --mode push`", "up --mode"),
+        ("`xpyd plan --requests 3`", "plan --requests"),
+        ("```\nvllm serve M --tensor-parallelism 2 | tee log\n```", "serve --tensor-parallelism"),
+        (
+            "`.venv/bin/python examples/01-quickstart/quickstart.py`, `examples/01-quickstart/quickstart.py --fast`",
+            "--fast",
+        ),
+        ("with `--break-after 5` an engine", "--break-after"),
+        ("`make test-fats`", "make test-fats"),
+        ("```\nmake up ENGINES=sim\n```", "make ENGINES="),
+        ("`probe_interval_s`", "probe_interval_s"),
+        ("`min_prompt_chars: 100` in the settings", "min_prompt_chars"),
+        ('`prefil = ["p0:8100"]`', "prefil ="),
+        ("```toml\nport = 1\nrest_s = 2\n```", "rest_s ="),
+        ("`router.instancesAllow`", "router.instancesAllow"),
+        ("write `router.settings.resume: true`", "router.settings.resume"),
+    ],
+)
+def test_a_name_that_is_gone_is_found(text, mistake, vllm):
+    """The check of the check: old names, and slips of the pen."""
+    assert [found for found in mistakes(text, ROOT / "README.md", vllm) if found.endswith(mistake)] != []
+
+
+def test_where_the_chart_sets_an_option_is_a_value_of_it():
+    """The declarations say so, and docs/options.md shows it."""
+    assert [s.option.chart for s in OPTIONS.values() if s.option.chart and not has_value(s.option.chart)] == []
+
+
+def test_the_values_of_the_quick_start_are_values_of_the_chart():
+    """A page whose first step is refused is no quick start."""
+    block = re.findall(r"(?s)```yaml\n(.*?)```", (ROOT / "docs/kubernetes.md").read_text())[0]
+
+    def paths(given, above=()):
+        for key, value in given.items():
+            if isinstance(value, dict):
+                yield from paths(value, (*above, key))
+            else:
+                yield ".".join((*above, key))
+
+    given = list(paths(yaml.safe_load(block)))
+    assert len(given) > 10
+    assert [path for path in given if not has_value(path)] == []

@@ -1,7 +1,6 @@
 """The life of the router process, from its first request to its last."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from enum import auto
 from typing import Final
 
@@ -49,13 +48,13 @@ class Lifetime:
         if self.stage is Stage.CLOSED:
             raise ClosingDown("the router is about to end and takes no new requests", retry_after_s=_RETRY_AFTER_S)
 
-    def serving(self) -> AbstractContextManager[None]:
-        """Count a request for as long as it lasts."""
-        return _Serving(self)
+    def serving(self) -> "Serving":
+        """Count a request for as long as the block lasts."""
+        return Serving(self)
 
 
-class _Serving(AbstractContextManager[None]):
-    """One request under way."""
+class Serving:
+    """One request under way, as a context manager."""
 
     __slots__ = ("_lifetime",)
 

@@ -15,7 +15,8 @@ from xpyd_proxy.core.http.bounded_body import whole
 from xpyd_proxy.core.model import Headers, Instance, Role
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.errors import NotAllowed
-from xpyd_proxy.io.wire.connection_guard import Guard, Guarded
+from xpyd_proxy.io.probes.guarded_transport import GuardedTransport
+from xpyd_proxy.io.wire.connection_guard import Guard
 
 T = TypeVar("T")
 _ONE_LOOK_S: Final = 0.5  # seconds a connection is kept: for the next question of a look, not for the next look
@@ -63,7 +64,7 @@ class HttpChecks:
     ) -> None:
         limits = httpx.Limits(keepalive_expiry=_ONE_LOOK_S)
         if transport is None and guard is not None:
-            transport = Guarded(httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False), guard)
+            transport = GuardedTransport(httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False), guard)
         self._timeout_s = timeout_s
         self._headers = headers  # the key of the pool, if it wants one
         self._client = httpx.AsyncClient(

@@ -28,13 +28,13 @@ from xpyd_proxy.api.routes import endpoint_routes
 from xpyd_proxy.api.tracking import Tracking
 from xpyd_proxy.core.allow import AllowList
 from xpyd_proxy.core.budget import Budget
+from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.endpoints import ENDPOINTS
 from xpyd_proxy.core.explain import Explainer
 from xpyd_proxy.core.health import Limits
 from xpyd_proxy.core.keys import Keyring, Outbound
 from xpyd_proxy.core.learned import Learned
 from xpyd_proxy.core.lifetime import Lifetime
-from xpyd_proxy.core.measures import Measures
 from xpyd_proxy.core.model import Instance, Role
 from xpyd_proxy.core.pairing import Choice, Pairs, Policy
 from xpyd_proxy.core.pairing import Legs as EachLeg
@@ -61,8 +61,8 @@ from xpyd_proxy.io.inflow import InflowWatch
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.prober import Prober, Rhythm
 from xpyd_proxy.io.reconciler import Synced
-from xpyd_proxy.io.sight import Sight
 from xpyd_proxy.io.status import Status
+from xpyd_proxy.io.telemetry import Telemetry
 from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.io.wire.pool import Dial
 from xpyd_proxy.io.workers.crew import company
@@ -130,46 +130,49 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: Place | No
     gate, lifetime = Gate(limits_of(settings), time.monotonic), Lifetime()
     keyring, examiner = Keyring(client_keys(settings), settings.min_priority), Examiner()
     salts, models = _salts(settings, keyring), Models(registry, engines, model=settings.model)
-    sight, census, queue = Sight(Measures(_PATHS), time.monotonic), Roll(registry), gate.admission
+    telemetry, census, queue = Telemetry(Counters(_PATHS), time.monotonic), Roll(registry), gate.admission
     traces = _traces(settings)
-    releaser = Releaser(engines, told=(sight,))
+    releaser = Releaser(engines, told=(telemetry,))
     requests = Requests(
         intake=Intake(settings, lifetime, keyring, sites, salts),
         rules=rules_of(settings),
         fleet=fleet,
         learned=learned,
-        handovers=Handovers(learned, MANNERS[settings.mode], sight.replaced_host),
+        handovers=Handovers(learned, MANNERS[settings.mode], telemetry.replaced_host),
         engines=engines.teller,
         releaser=releaser,
         budget=_budget(settings, crew.of),
         gate=gate,
         lifetime=lifetime,
         examiner=examiner,
-        sight=sight,
+        telemetry=telemetry,
         settings=settings,
         clock=time.monotonic,
         new_id=new_id,
         new_transfer=new_transfer,
-        finished=sight.finished,
+        finished=telemetry.request_over,
         reports=settings.load_reports and settings.prefill_policy is not PolicyName.ROUND_ROBIN,
         spans=traces,
     )
-    fleet.later = sight.later
-    sight.legs.riding = requests.engines_of_legs
+    fleet.later = telemetry.later
+    telemetry.legs_under_way = requests.engines_of_legs
     checks = _checks(settings, outbound, transport, tls, guard)
     rhythm = Rhythm(settings.probe_interval_s, settings.hung_timeout_s, settings.drain_patience_s)
     prober = Prober(registry, checks, rhythm, time.monotonic, random.random, give_up=engines.give_up)
-    inflow = InflowWatch(registry, checks.metrics, sight)
+    inflow = InflowWatch(registry, checks.metrics, telemetry)
     discovery = discovery_of(crew.stored(settings), registry, time.monotonic)
-    metrics, status = Metrics(sight, census, queue, discovery.freshness), Status(sight, census, time.monotonic, queue)
-    everybody = crew.everybody(sight, queue, status.part)
+    metrics, status = (
+        Metrics(telemetry, census, queue, discovery.freshness),
+        Status(telemetry, census, time.monotonic, queue),
+    )
+    everybody = crew.everybody(telemetry, queue, status.part)
 
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
         parts = examiner, engines, releaser, checks, discovery.running(), prober.running(), inflow.running()
         return *parts, *crew.running(), requests
 
     desk = Desk(registry, _explainer(requests), time.monotonic, crew.changes(discovery), crew.is_drained)
-    keeping = Gatekeeping(keyring, Audit(sight.admin_action, time.monotonic), guard)
+    keeping = Gatekeeping(keyring, Audit(telemetry.admin_action, time.monotonic), guard)
     routes = (
         page_routes(status, metrics, everybody, **_onlookers(settings, keyring)),
         admin_routes(settings, fleet, models, desk.changes, keeping),
@@ -184,7 +187,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: Place | No
         new_id=new_id,
         clock=time.monotonic,
         spans=traces,
-        finished=sight.finished,
+        finished=telemetry.request_over,
         times=settings.server_timing,
     )
     problems.install(app)
@@ -193,7 +196,9 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: Place | No
     app.router.routes.extend(endpoint_routes(Endpoints(requests)))
     app.include_router(openapi_routes(app, settings.admin_key, keyring, open_metrics=settings.open_metrics))
     live = Live(registry, requests, gate, keyring, outbound, time.monotonic)
-    return Router(app, requests, lifetime, live, sight.stalled_client, sight.refused_connection, server_tls(settings))
+    return Router(
+        app, requests, lifetime, live, telemetry.stalled_client, telemetry.refused_connection, server_tls(settings)
+    )
 
 
 def _onlookers(settings: Settings, keyring: Keyring) -> Mapping[str, Callable[[Request], None]]:

@@ -164,7 +164,15 @@ def no_collector():
         gc.enable()
 
 
-PARTS = ("EndpointProtocol", "HttpToolsProtocol", "Request", "HttpResponse", "Journey", "Plan", "Call")  # of a request
+PARTS = (
+    "EndpointProtocol",
+    "HttpToolsProtocol",
+    "Request",
+    "HttpResponse",
+    "RequestRecord",
+    "Plan",
+    "Call",
+)  # of a request
 PARTS += ("PrefillLeg", "DecodeLeg")
 
 

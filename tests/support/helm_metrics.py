@@ -10,15 +10,15 @@ from support.helm_chart import ROOT
 from xpyd_connector.core.tally import COUNTERS, GAUGES
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission import Admission
+from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.discovery import Freshness, Source
 from xpyd_proxy.core.limits import Limits
-from xpyd_proxy.core.measures import Measures
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.registry import Registry
 from xpyd_proxy.core.reports import EMPTY, Report, Whole, counts_of
 from xpyd_proxy.core.roll import Roll
 from xpyd_proxy.io.metrics import Metrics
-from xpyd_proxy.io.sight import Sight
+from xpyd_proxy.io.telemetry import Telemetry
 
 # What Prometheus and its operator add: targets, and (podTargetLabels) the pod's own labels.
 TARGET = {"namespace", "pod", "job", "instance", "container", "endpoint", "service", "le"}
@@ -33,25 +33,25 @@ SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_s
 def router_metrics():
     """Scrape a router's metrics, each with something in it: {name: its labels}."""
     registry = Registry()
-    measures = Measures(frozenset({"/v1/completions"}))
+    counters = Counters(frozenset({"/v1/completions"}))
     prefill, decode = (registry.add(role, Address("http", "h", port)) for port, role in enumerate(Role, start=1))
-    measures.requests["/v1/completions", "2xx"] += 1
-    measures.routes[("push",)] += 1
-    measures.retries["prefill", "broken"] += 1
-    measures.legs[prefill.id, "prefill", "ok"] += 1
-    measures.releases[prefill.id, "freed"] += 1
-    measures.arrivals[decode.id, "arrived"] += 1
-    measures.without_kv[(decode.id,)] += 1
-    measures.mismatches[prefill.id, decode.id] += 1
-    measures.ttft.observe(("/v1/completions",), 0.1)
-    measures.answers.observe((prefill.id, "prefill"), 0.1)
-    measures.gap.observe(0.1)
+    counters.requests["/v1/completions", "2xx"] += 1
+    counters.routes[("push",)] += 1
+    counters.retries["prefill", "broken"] += 1
+    counters.legs[prefill.id, "prefill", "ok"] += 1
+    counters.releases[prefill.id, "freed"] += 1
+    counters.arrivals[decode.id, "arrived"] += 1
+    counters.without_kv[(decode.id,)] += 1
+    counters.mismatches[prefill.id, decode.id] += 1
+    counters.ttft.observe(("/v1/completions",), 0.1)
+    counters.answers.observe((prefill.id, "prefill"), 0.1)
+    counters.gap.observe(0.1)
     queue = Admission(Limits(concurrency=0))
     queue.arrive("-", 0, 1, now=0.0)
     metrics = Metrics(
-        Sight(measures, lambda: 0.0), Roll(registry), queue, lambda: [Freshness(Source.PODS, True, 0.0, 1, 2)]
+        Telemetry(counters, lambda: 0.0), Roll(registry), queue, lambda: [Freshness(Source.PODS, True, 0.0, 1, 2)]
     )
-    one = Report(0, 1, counts_of(measures), EMPTY, {}, 0, 0, {}, {})
+    one = Report(0, 1, counts_of(counters), EMPTY, {}, 0, 0, {}, {})
     alone, several = (metrics.exposition("", whole)[0].decode() for whole in (None, Whole(one, [], 1)))
     return _labels(several) | _labels(alone)
 

@@ -9,31 +9,31 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xpyd_proxy.api.routes import is_endpoint
 from xpyd_proxy.core.endpoints import ENDPOINTS
-from xpyd_proxy.core.journey import HUNG_UP, Journey, Outcome, client_id
 from xpyd_proxy.core.model import Headers, RequestId
-from xpyd_proxy.requests.access_log import log_request
+from xpyd_proxy.core.request_record import HUNG_UP, Outcome, RequestRecord, client_id
+from xpyd_proxy.io.access_log import log_request
 from xpyd_proxy.requests.service import Spans
 
 _BUG: Final = 500
-_KEY: Final = "xpyd.journey"
+_KEY: Final = "xpyd.record"
 NO_SNIFFING: Final = (b"x-content-type-options", b"nosniff")  # a browser takes an answer for what its type says
 
 
-def journey_of(scope: Scope) -> Journey:
+def record_of(scope: Scope) -> RequestRecord:
     """Return the record of a request that came through :class:`Tracking`."""
-    journey: Journey = scope[_KEY]
-    return journey
+    record: RequestRecord = scope[_KEY]
+    return record
 
 
 def note_fault(scope: Scope, error: Exception) -> None:
     """Put what went wrong with a request into its line of the log."""
     if _KEY in scope:
-        journey_of(scope).fault = str(error)
+        record_of(scope).fault = str(error)
 
 
 def id_headers(scope: Scope) -> dict[str, str]:
     """Return the headers that name a request, for an answer that :class:`Tracking` does not see."""
-    return journey_of(scope).id_headers() if _KEY in scope else {}
+    return record_of(scope).id_headers() if _KEY in scope else {}
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class _Outgoing:
     """Adds the headers to an answer, and remembers its status."""
 
     send: Send
-    journey: Journey
+    record: RequestRecord
     clock: Callable[[], float]
     status: int | None = field(default=None)
     times: bool = True
@@ -57,9 +57,9 @@ class _Outgoing:
         return Outcome(path, status or self.status or _BUG, self.clock() - start)
 
     def _headers(self) -> list[tuple[bytes, bytes]]:
-        headers = [(name.encode(), value.encode()) for name, value in self.journey.id_headers().items()]
+        headers = [(name.encode(), value.encode()) for name, value in self.record.id_headers().items()]
         headers.append(NO_SNIFFING)
-        if self.times and (timing := self.journey.server_timing()):
+        if self.times and (timing := self.record.server_timing()):
             headers.append((b"server-timing", timing.encode()))
         return headers
 
@@ -74,7 +74,7 @@ class Tracking:
         new_id: Callable[[], RequestId],
         clock: Callable[[], float],
         spans: Spans | None = None,
-        finished: Callable[[Journey, Outcome], None] = lambda _journey, _outcome: None,
+        finished: Callable[[RequestRecord, Outcome], None] = lambda _record, _outcome: None,
         times: bool = True,
     ) -> None:
         """``times``: whether answers have Server-Timing."""
@@ -92,13 +92,13 @@ class Tracking:
         if not is_followed or scope["type"] != "http" or is_endpoint(scope):
             await self._app(scope, receive, send)
             return
-        start, journey = self._clock(), Journey(self._new_id(), client_id=_client_id(scope))
-        scope[_KEY] = journey
-        outgoing = _Outgoing(send, journey, self._clock, times=self._times)
+        start, record = self._clock(), RequestRecord(self._new_id(), client_id=_client_id(scope))
+        scope[_KEY] = record
+        outgoing = _Outgoing(send, record, self._clock, times=self._times)
         status: int | None = _BUG
         span = None
         if self._spans is not None:
-            span = self._spans.request(journey, path, tuple(scope.get("headers", ())))
+            span = self._spans.request(record, path, tuple(scope.get("headers", ())))
         try:
             await self._app(scope, receive, outgoing)
             status = None
@@ -108,8 +108,8 @@ class Tracking:
             outcome = outgoing.outcome(path, status, start)
             if span is not None:
                 span.end(outcome)
-            self._finished(journey, outcome)
-            log_request(journey, outcome)
+            self._finished(record, outcome)
+            log_request(record, outcome)
 
 
 def _client_id(scope: Scope) -> str | None:

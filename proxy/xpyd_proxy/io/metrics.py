@@ -1,6 +1,6 @@
 """The counters in Prometheus' words. prometheus_client stops at this file.
 
-Requests and legs add to plain numbers (core/measures.py); they become metrics only while somebody scrapes.
+Requests and legs add to plain numbers (core/counters.py); they become metrics only while somebody scrapes.
 """
 
 from collections import Counter
@@ -13,13 +13,13 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 
+from xpyd_proxy.core.counters import Counters, Histogram, Key
 from xpyd_proxy.core.discovery import Freshness
 from xpyd_proxy.core.limits import Limit
-from xpyd_proxy.core.measures import Histogram, Key, Measures
 from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.ports import Census, Queue
 from xpyd_proxy.core.reports import Whole, together
-from xpyd_proxy.io.sight import Sight
+from xpyd_proxy.io.telemetry import Telemetry
 
 _Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 _LEAST: Final = frozenset({"process_start_time_seconds", "process_max_fds"})  # of all workers; the others are added up
@@ -30,7 +30,7 @@ _CPU: Final = "process_cpu_seconds_total"
 class _Numbers:
     """What is shown: of this process, or of all workers."""
 
-    measures: Measures
+    counters: Counters
     in_flight: Sequence[Mapping[InstanceId, int]]
     queue: tuple[int, int, Mapping[Key, int]] | None  # waiting, admitted, refused
 
@@ -40,12 +40,12 @@ class Metrics:
 
     def __init__(
         self,
-        sight: Sight,
+        telemetry: Telemetry,
         census: Census,
         queue: Queue | None = None,
         sources: Callable[[], Sequence[Freshness]] = tuple,
     ) -> None:
-        self._sight = sight
+        self._telemetry = telemetry
         self._census = census
         self._queue = queue
         self._sources = sources
@@ -55,10 +55,10 @@ class Metrics:
 
         ``whole``: those of all workers, if there are several.
         """
-        self._sight.keep(frozenset(standing.instance.id for standing in self._census.standings()))
+        self._telemetry.keep(frozenset(standing.instance.id for standing in self._census.standings()))
         encode, content_type = choose_encoder(accept)
         registry = CollectorRegistry()
-        numbers = self._own() if whole is None else _sum(self._sight.measures, whole)
+        numbers = self._own() if whole is None else _sum(self._telemetry.counters, whole)
         registry.register(_Collector(numbers, self._census, self._sources))
         if whole is None:
             ProcessCollector(registry=registry)
@@ -69,14 +69,14 @@ class Metrics:
     def _own(self) -> _Numbers:
         queue = self._queue
         counts = None if queue is None else (queue.waiting, queue.admitted, _refused([_words(queue.refused)]))
-        return _Numbers(self._sight.measures, [self._sight.legs.in_flight], counts)
+        return _Numbers(self._telemetry.counters, [self._telemetry.in_flight], counts)
 
 
-def _sum(measures: Measures, whole: Whole) -> _Numbers:
+def _sum(counters: Counters, whole: Whole) -> _Numbers:
     workers = whole.all
     waiting, admitted = sum(one.waiting for one in workers), sum(one.admitted for one in workers)
     return _Numbers(
-        together(measures, [one.counts for one in whole.others]),
+        together(counters, [one.counts for one in whole.others]),
         [one.legs for one in workers],
         (waiting, admitted, _refused([one.refused for one in workers])),
     )
@@ -143,7 +143,7 @@ class _Collector:
         yield from _discovery(self._sources())
 
     def _requests(self) -> Iterator[_Family]:
-        seen = self._numbers.measures
+        seen = self._numbers.counters
         text = "Requests that are over, by path and by how they ended for the client."
         yield _counter("xpyd_requests", text, ("path", "ending"), seen.requests)
         text = "Requests that an engine answered or failed, by the way they took: one leg after the other, push, solo."
@@ -160,14 +160,14 @@ class _Collector:
         yield _histogram("xpyd_time_to_first_token_seconds", text, ("path",), seen.ttft.by_key)
 
     def _legs(self) -> Iterator[_Family]:
-        seen = self._numbers.measures
+        seen = self._numbers.counters
         text = "Legs that are over, by engine and by how they ended; ok: also those that nobody needed any more."
         yield _counter("xpyd_legs", text, ("instance", "role", "outcome"), seen.legs)
         text = "Seconds until an engine's answer was there: all of it (prefill), its first event (decode)."
         yield _histogram("xpyd_leg_answer_seconds", text, ("instance", "role"), seen.answers.by_key)
 
     def _transfers(self) -> Iterator[_Family]:
-        seen = self._numbers.measures
+        seen = self._numbers.counters
         text = "Seconds between a prefill engine's answer and the sending of the decode leg."
         yield _histogram("xpyd_handoff_gap_seconds", text, (), {(): seen.gap})
         text = "Attempts to have a prefill engine free blocks that nobody will read."

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from xpyd_proxy.core import dialect, push
-from xpyd_proxy.core.journey import Journey
 from xpyd_proxy.core.learned import Learned
 from xpyd_proxy.core.model import Answer, Call, Handover, Instance, Push, RequestId, TransferId
 from xpyd_proxy.core.push import Manner
 from xpyd_proxy.core.raw_json import Pieces, encode_in_pieces
+from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.routing import PROMPTS
 from xpyd_proxy.core.said import Coordinates
 from xpyd_proxy.errors import Moved
@@ -23,10 +23,10 @@ def prefill_body(call: Call, request: RequestId, transfer: TransferId, *, reuses
     return encode_in_pieces(asked, PROMPTS[call.api])
 
 
-def decode_body(call: Call, journey: Journey, request: RequestId, handover: Handover) -> Pieces:
+def decode_body(call: Call, record: RequestRecord, request: RequestId, handover: Handover) -> Pieces:
     """Return the body of a decode leg that follows its prefill leg."""
-    journey.push = Push.IN_TURN if handover.coordinates else None
-    journey.transfer = handover.transfer
+    record.push = Push.IN_TURN if handover.coordinates else None
+    record.transfer = handover.transfer
     asked = dialect.decode_fields(dialect.named(call.api, call.fields, request), handover.params)
     return encode_in_pieces(asked, PROMPTS[call.api])
 

@@ -9,9 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from xpyd_proxy.core.journey import Visit
 from xpyd_proxy.core.model import Answer, Handover, Instance
 from xpyd_proxy.core.passing import check_type, is_stream
+from xpyd_proxy.core.request_record import LegRecord
 from xpyd_proxy.core.retries import Failure, LegFailed
 from xpyd_proxy.core.sse import Beginning, WholeLines, error_status
 from xpyd_proxy.core.usage import prompt_tokens_in
@@ -80,10 +80,10 @@ class EngineLeg(Call):
         "instance",
         "is_closed",
         "owner",
+        "record",
         "sent_at",
         "span",
         "status",
-        "visit",
         "was_sent",
     )
 
@@ -93,7 +93,7 @@ class EngineLeg(Call):
         self.instance = instance
         self.sent_at = sent_at
         self.due = due  # when the engine has had all its time; None: never
-        self.visit = Visit(instance.id)
+        self.record = LegRecord(instance.id)
         self.fault: LegFailed | None = None  # why nothing more will come of it
         self.failure: Failure | None = None  # how it is counted
         self.is_closed = False  # it is counted, and nothing more comes of it

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from starlette.requests import ClientDisconnect
 
-from xpyd_proxy.api.tracking import Tracking, id_headers, journey_of, note_fault
-from xpyd_proxy.core.journey import Visit
+from xpyd_proxy.api.tracking import Tracking, id_headers, note_fault, record_of
 from xpyd_proxy.core.model import InstanceId, Push, RequestId, Role
+from xpyd_proxy.core.request_record import LegRecord
 from xpyd_proxy.io.logs import FACTS
 
 
@@ -33,7 +33,7 @@ def scope(path="/v1/models", kind="http", method="GET"):
 
 
 async def answer(scope, receive, send):
-    journey_of(scope).decode = Visit(InstanceId("decode-0"), 2.0)
+    record_of(scope).decode = LegRecord(InstanceId("decode-0"), 2.0)
     await send({"type": "http.response.start", "status": 204, "headers": [(b"a", b"b")]})
     await send({"type": "http.response.body"})
 
@@ -124,9 +124,9 @@ async def test_the_line_tells_what_was_unusual(caplog):
     """Other tries, the order of the legs, and what happened behind the client's back."""
 
     async def app(scope, receive, send):
-        journey = journey_of(scope)
-        journey.prefill, journey.push, journey.late = Visit(InstanceId("prefill-0")), Push.AT_ONCE, "broke off"
-        journey.set_aside(Role.PREFILL, "failed")
+        record = record_of(scope)
+        record.prefill, record.push, record.late = LegRecord(InstanceId("prefill-0")), Push.AT_ONCE, "broke off"
+        record.set_aside(Role.PREFILL, "failed")
         await answer(scope, receive, send)
 
     caplog.set_level(logging.INFO)
@@ -141,7 +141,7 @@ async def test_who_follows_a_request_learns_how_it_ended(raises, status):
     seen = []
 
     class Spans:
-        def request(self, journey, path, headers):
+        def request(self, record, path, headers):
             return SimpleNamespace(end=lambda outcome: seen.append((path, headers, outcome.status)))
 
     async def app(scope, receive, send):

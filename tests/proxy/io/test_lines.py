@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
-from xpyd_proxy.core.journey import Journey, Outcome, Visit
 from xpyd_proxy.core.model import InstanceId, RequestId
+from xpyd_proxy.core.request_record import LegRecord, Outcome, RequestRecord
+from xpyd_proxy.io.access_log import log_request
 from xpyd_proxy.io.logs import FACTS, REQUESTS, SHEET, JsonFormatter, Lines, TextFormatter, lines_together, note
-from xpyd_proxy.requests.access_log import log_request
 
 
 class Written(io.StringIO):
@@ -239,13 +239,15 @@ def without_time(line):
     return re.sub(r"\d\d:\d\d:\d\d[.,]\d{3}", "", line)
 
 
-USUAL = Journey(RequestId("r-1"), prefill=Visit(InstanceId("prefill-0")), decode=Visit(InstanceId("decode-0")))
-ODD = Journey(RequestId("r-2"), client_id="c", decode=Visit(InstanceId("decode-0")))
+USUAL = RequestRecord(
+    RequestId("r-1"), prefill=LegRecord(InstanceId("prefill-0")), decode=LegRecord(InstanceId("decode-0"))
+)
+ODD = RequestRecord(RequestId("r-2"), client_id="c", decode=LegRecord(InstanceId("decode-0")))
 
 
-@pytest.mark.parametrize("journey", [USUAL, ODD, Journey(RequestId("r-3"))])
+@pytest.mark.parametrize("record", [USUAL, ODD, RequestRecord(RequestId("r-3"))])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/odd\n path\\"])
-def test_the_line_of_a_request_is_the_same_in_a_batch_and_by_itself(logger, stream, journey, path):
+def test_the_line_of_a_request_is_the_same_in_a_batch_and_by_itself(logger, stream, record, path):
     """In a batch it needs no record where nothing but its text would come of one."""
     formatted(TextFormatter())
     root, level = logging.getLogger(), logging.getLogger().level
@@ -254,11 +256,11 @@ def test_the_line_of_a_request_is_the_same_in_a_batch_and_by_itself(logger, stre
     for each in others:
         root.removeHandler(each)
     try:
-        log_request(journey, Outcome(path, 200, 0.01234))
+        log_request(record, Outcome(path, 200, 0.01234))
         with lines_together():
             assert SHEET.is_open
             logger.info("before")
-            log_request(journey, Outcome(path, 200, 0.01234))
+            log_request(record, Outcome(path, 200, 0.01234))
             logger.info("after")
         assert not SHEET.is_open
     finally:

@@ -7,15 +7,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission import Admission
-from xpyd_proxy.core.journey import Journey, Outcome, Visit
+from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.limits import Limits
-from xpyd_proxy.core.measures import Measures
 from xpyd_proxy.core.model import Api, InstanceId, Push, RequestId, Role, Solo
 from xpyd_proxy.core.registry import Registry
+from xpyd_proxy.core.request_record import LegRecord, Outcome, RequestRecord
 from xpyd_proxy.core.retries import Failure
 from xpyd_proxy.core.roll import Roll
 from xpyd_proxy.io.metrics import Metrics
-from xpyd_proxy.io.sight import Sight
+from xpyd_proxy.io.telemetry import Telemetry
 
 
 class World:
@@ -26,8 +26,8 @@ class World:
         self.registry = Registry()
         self.prefill = [self.registry.add(Role.PREFILL, Address("http", "h", port)) for port in range(1, x + 1)]
         self.decode = [self.registry.add(Role.DECODE, Address("http", "h", port)) for port in range(1, y + 1)]
-        self.sight = Sight(Measures(frozenset(Api)), lambda: self.now)
-        self.metrics = Metrics(self.sight, Roll(self.registry), queue)
+        self.telemetry = Telemetry(Counters(frozenset(Api)), lambda: self.now)
+        self.metrics = Metrics(self.telemetry, Roll(self.registry), queue)
 
     def scrape(self, accept=""):
         return {
@@ -42,14 +42,13 @@ def test_a_leg_shows_while_it_is_open_and_counts_when_it_is_over():
     """Numbers, read at scrape time."""
     world = World()
     (p,), (d,), r = world.prefill, world.decode, RequestId("r")
-    world.sight.began(p, r)
-    world.now = 0.2
-    world.sight.answered(p, r, 0.2)
+    world.telemetry.legs_under_way = lambda: [p.id]
+    world.telemetry.leg_answered(p, 0.2, 0.2)
     open_legs = world.scrape()
-    world.sight.ended(p, r, None)
-    world.now = 0.203
-    world.sight.began(d, r)
-    world.sight.ended(d, r, Failure.BROKEN)
+    world.telemetry.legs_under_way = list
+    world.telemetry.leg_ended(p, 0.2, None, r, 0.2)
+    world.telemetry.handed_over(0.003, 0.203)
+    world.telemetry.leg_ended(d, 0.0, Failure.BROKEN, r, 0.203)
     over = world.scrape()
 
     assert open_legs["xpyd_legs_in_flight", "prefill", "prefill-0"] == 1
@@ -93,7 +92,7 @@ def test_releases_show():
     """Blocks that could not be freed stay pinned for a lease."""
     world = World()
     for freed in (True, False, False):
-        world.sight.released(world.prefill[0], freed=freed)
+        world.telemetry.released(world.prefill[0], freed=freed)
     seen = world.scrape()
 
     assert seen["xpyd_releases_total", "freed", "prefill-0"] == 1
@@ -103,7 +102,7 @@ def test_releases_show():
 def test_two_routers_in_one_process_do_not_share_a_number():
     """Nothing is registered globally."""
     one, other = World(), World()
-    one.sight.released(one.prefill[0], freed=True)
+    one.telemetry.released(one.prefill[0], freed=True)
 
     assert not any(name == "xpyd_releases_total" for name, *_ in other.scrape())
 
@@ -112,8 +111,7 @@ def test_an_instance_that_was_removed_is_not_in_the_next_scrape():
     """Its legs may go on, and are nobody's."""
     world = World(1, 2)
     for instance in world.decode:
-        world.sight.began(instance, RequestId("r"))
-        world.sight.ended(instance, RequestId("r"), None)
+        world.telemetry.leg_ended(instance, 0.1, None, RequestId("r"), 1.0)
     world.registry.remove(world.decode[1].id, now=0.0)
 
     assert {key[2] for key in world.scrape() if key[0] == "xpyd_legs_total"} == {"decode-0"}
@@ -136,18 +134,19 @@ def test_ten_thousand_odd_requests_do_not_add_a_single_label():
     world, dice = World(3, 3), random.Random(1)
     sizes = []
     for turn in range(10_000):
-        journey = Journey(RequestId(f"xpyd-{turn}"), solo=dice.choice([None, *Solo]), push=dice.choice([None, *Push]))
+        record = RequestRecord(
+            RequestId(f"xpyd-{turn}"), solo=dice.choice([None, *Solo]), push=dice.choice([None, *Push])
+        )
         p, d = dice.choice(world.prefill), dice.choice(world.decode)
-        journey.prefill, journey.decode = dice.choice([None, Visit(p.id)]), Visit(d.id)
-        journey.set_aside(Role.DECODE, dice.choice([*Failure, f"odd {turn}"]))
-        journey.fault = dice.choice([None, f"odd {turn}"])
+        record.prefill, record.decode = dice.choice([None, LegRecord(p.id)]), LegRecord(d.id)
+        record.set_aside(Role.DECODE, dice.choice([*Failure, f"odd {turn}"]))
+        record.fault = dice.choice([None, f"odd {turn}"])
         path = dice.choice([*Api, f"/v1/{turn}", f'/v1/"\n{turn}'])
         outcome = Outcome(path, dice.choice([200, 400, 404, 499, 500, 502, 503]), dice.random(), dice.random())
         for instance in (p, d):
-            world.sight.began(instance, journey.request_id)
-            world.sight.answered(instance, journey.request_id, dice.random())
-            world.sight.ended(instance, journey.request_id, dice.choice([None, *Failure]))
-        world.sight.finished(journey, outcome)
+            world.telemetry.leg_answered(instance, dice.random(), 1.0)
+            world.telemetry.leg_ended(instance, dice.random(), dice.choice([None, *Failure]), record.request_id, 1.0)
+        world.telemetry.request_over(record, outcome)
         if turn in (4999, 9999):
             sizes.append(len(world.scrape()))
 

@@ -6,15 +6,15 @@ import msgspec
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission import Admission
-from xpyd_proxy.core.journey import Journey, Outcome
+from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.limits import Limits
-from xpyd_proxy.core.measures import Measures
 from xpyd_proxy.core.model import RequestId, Role
 from xpyd_proxy.core.registry import Registry
+from xpyd_proxy.core.request_record import Outcome, RequestRecord
 from xpyd_proxy.core.retries import Failure
 from xpyd_proxy.core.roll import Roll
-from xpyd_proxy.io.sight import Sight
 from xpyd_proxy.io.status import Status
+from xpyd_proxy.io.telemetry import Telemetry
 
 
 def test_the_page_gets_numbers_and_ids_and_no_address():
@@ -22,19 +22,18 @@ def test_the_page_gets_numbers_and_ids_and_no_address():
     now, registry = [1000.0], Registry()
     p = registry.add(Role.PREFILL, Address("http", "10.1.2.3", 8100))
     d = registry.add(Role.DECODE, Address("http", "secret-host", 8200))
-    sight = Sight(Measures(frozenset({"/v1/completions"})), lambda: now[0])
+    telemetry = Telemetry(Counters(frozenset({"/v1/completions"})), lambda: now[0])
     queue = Admission(Limits(concurrency=1, queue=3, wait_s=9.0))
-    status = Status(sight, Roll(registry), lambda: now[0], queue)
+    status = Status(telemetry, Roll(registry), lambda: now[0], queue)
     for _ in range(2):
         queue.arrive("k", 0, 1, now=now[0])
-    sight.began(p, RequestId("r"))
     now[0] += 2
-    sight.answered(p, RequestId("r"), 2.0)
-    sight.ended(p, RequestId("r"), None)
-    sight.began(d, RequestId("r"))
-    sight.ended(d, RequestId("r"), Failure.UNREACHABLE)
-    sight.began(d, RequestId("r"))
-    sight.finished(Journey(RequestId("r")), Outcome("/v1/completions", 200, 2.5, first_s=2.25))
+    telemetry.leg_answered(p, 2.0, now[0])
+    telemetry.leg_ended(p, 2.0, None, RequestId("r"), now[0])
+    telemetry.handed_over(0.0, now[0])
+    telemetry.leg_ended(d, 0.0, Failure.UNREACHABLE, RequestId("r"), now[0])
+    telemetry.legs_under_way = lambda: [d.id]
+    telemetry.request_over(RequestRecord(RequestId("r")), Outcome("/v1/completions", 200, 2.5, first_s=2.25))
     now[0] += 3
     text = msgspec.json.encode(status.now()).decode()
 
@@ -55,7 +54,7 @@ def test_the_page_gets_numbers_and_ids_and_no_address():
 def test_a_router_that_has_seen_nothing_says_so():
     """Nulls, where there is nothing to take a mean of."""
     registry = Registry()
-    status = Status(Sight(Measures(frozenset()), lambda: 7.0), Roll(registry), lambda: 7.0)
+    status = Status(Telemetry(Counters(frozenset()), lambda: 7.0), Roll(registry), lambda: 7.0)
 
     said = msgspec.to_builtins(status.now())
     assert said["instances"] == said["failures"] == []

@@ -11,8 +11,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from support.sim import InMemory, sims
 from xpyd_proxy.app import build
-from xpyd_proxy.core.journey import Journey, Outcome
 from xpyd_proxy.core.model import RequestId
+from xpyd_proxy.core.request_record import Outcome, RequestRecord
 from xpyd_proxy.io.traces import Traces
 from xpyd_proxy.local.sim import Fault, FaultKind
 from xpyd_proxy.settings import Mode, Settings
@@ -163,7 +163,7 @@ async def test_a_request_that_is_refused_has_a_span_and_no_legs(spans):
 @pytest.mark.parametrize(("status", "bad"), [(200, False), (404, False), (499, False), (502, True)])
 def test_the_span_of_a_request_says_how_it_ended(spans, status, bad):
     """A client's mistake is no error of the router."""
-    spans.traces.request(Journey(RequestId("r")), "/v1/odd/17", ()).end(Outcome("/v1/odd/17", status, 0.1))
+    spans.traces.request(RequestRecord(RequestId("r")), "/v1/odd/17", ()).end(Outcome("/v1/odd/17", status, 0.1))
 
     span = spans["request"]  # names are few; the path is an attribute
     assert span.attributes["http.response.status_code"] == status
@@ -177,7 +177,7 @@ def test_the_span_of_a_request_says_how_it_ended(spans, status, bad):
 def test_an_odd_traceparent_starts_a_trace_of_its_own(spans, traceparent):
     """It comes from a client, who may write anything."""
     headers = ((b"traceparent", traceparent),)
-    spans.traces.request(Journey(RequestId("r")), PATH, headers).end(Outcome(PATH, 200, 0.1))
+    spans.traces.request(RequestRecord(RequestId("r")), PATH, headers).end(Outcome(PATH, 200, 0.1))
 
     assert spans[f"POST {PATH}"].parent is None
 

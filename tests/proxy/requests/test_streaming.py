@@ -26,8 +26,8 @@ async def served(parts, *, ends_at_once=False, patience=None):
     client = await router.serve(call(stream=True))
     assert not engines.open
     assert router.is_idle()
-    legs = {key[::2]: count for key, count in router.sight.measures.legs.items() if key[1] == "decode"}
-    return client.got, client.error, legs, client.journey.fault
+    legs = {key[::2]: count for key, count in router.telemetry.counters.legs.items() if key[1] == "decode"}
+    return client.got, client.error, legs, client.record.fault
 
 
 def cut(data, at):

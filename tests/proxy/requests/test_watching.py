@@ -30,12 +30,12 @@ class Watched:
     @property
     def legs(self):
         """What the metrics count: legs by engine and outcome."""
-        return {key[::2]: count for key, count in self.router.sight.measures.legs.items()}
+        return {key[::2]: count for key, count in self.router.telemetry.counters.legs.items()}
 
     @property
     def answers(self):
         """How many good answers of each engine were timed."""
-        return {key[0]: sum(found.counts) for key, found in self.router.sight.measures.answers.by_key.items()}
+        return {key[0]: sum(found.counts) for key, found in self.router.telemetry.counters.answers.by_key.items()}
 
     async def served(self):
         client = await self.router.serve()

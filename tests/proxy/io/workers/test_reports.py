@@ -6,13 +6,13 @@ from contextlib import AsyncExitStack
 import pytest
 
 from xpyd_proxy.core.admission import Admission
+from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.limits import Limit, Limits
-from xpyd_proxy.core.measures import Measures
 from xpyd_proxy.core.registry import Registry
 from xpyd_proxy.core.roll import Roll
 from xpyd_proxy.io.metrics import Metrics
-from xpyd_proxy.io.sight import Sight
 from xpyd_proxy.io.status import Status
+from xpyd_proxy.io.telemetry import Telemetry
 from xpyd_proxy.io.workers.place import Place
 from xpyd_proxy.io.workers.reports import Reports
 
@@ -21,16 +21,16 @@ class Worker:
     """One of two."""
 
     def __init__(self, folder, number, starts=1):
-        self.sight = Sight(Measures(frozenset()), lambda: 1.0)
+        self.telemetry = Telemetry(Counters(frozenset()), lambda: 1.0)
         self.queue = Admission(Limits(concurrency=1, queue=0))
-        self.status = Status(self.sight, Roll(Registry()), lambda: 1.0, self.queue)
-        self.metrics = Metrics(self.sight, Roll(Registry()), self.queue)
+        self.status = Status(self.telemetry, Roll(Registry()), lambda: 1.0, self.queue)
+        self.metrics = Metrics(self.telemetry, Roll(Registry()), self.queue)
         place = Place(number, 2, str(folder), port=0, line=0, starts=starts)
-        self.reports = Reports(place, self.sight, self.queue, self.status.part)
+        self.reports = Reports(place, self.telemetry, self.queue, self.status.part)
 
     def serves(self, times):
         for _ in range(times):
-            self.sight.measures.requests["/v1/completions", "good"] += 1
+            self.telemetry.counters.requests["/v1/completions", "good"] += 1
 
     def refuses(self, times):
         for _ in range(times + 1):

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeVar
 
 from xpyd_proxy.core.arrival import Arrival, arrival
-from xpyd_proxy.core.journey import Ending, Journey, Outcome
 from xpyd_proxy.core.model import Instance, InstanceId, Push
+from xpyd_proxy.core.request_record import Outcome, RequestOutcome, RequestRecord
 from xpyd_proxy.core.retries import Failure
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class Histograms:
 
 
 @dataclass(slots=True)
-class Measures:
+class Counters:
     """The counters of one router, since its start. Durations are seconds."""
 
     paths: frozenset[str]  # those that are told apart
@@ -84,29 +84,29 @@ class Measures:
     answers: Histograms = field(default_factory=lambda: Histograms(LONG))  # instance, role
     gap: Histogram = field(default_factory=lambda: Histogram(SHORT))
 
-    def request(self, journey: Journey, outcome: Outcome) -> None:
+    def request(self, record: RequestRecord, outcome: Outcome) -> None:
         """Count a request that is over."""
         path = self.label(outcome.path)
         if outcome.first_s is not None:
             self.ttft.observe((path,), outcome.first_s)
-        decode = usual_decode(journey, outcome)
+        decode = usual_decode(record, outcome)
         if decode is not None:
             self.usual(path, decode, 1)
             return
-        self.requests[path, outcome.ending(journey)] += 1
-        for retry in journey.retries:
+        self.requests[path, outcome.ending(record)] += 1
+        for retry in record.retries:
             self.retries[retry.role, _WORDS.get(retry.reason, OTHER)] += 1
-        if journey.decode is not None:
-            self.routes[(journey.route or SPLIT,)] += 1
-            if journey.prefill is not None and outcome.status == 200:
-                said = arrival(outcome.said) if journey.push is Push.AT_ONCE else Arrival.UNKNOWN
-                self.arrivals[journey.decode.instance, said] += 1
+        if record.decode is not None:
+            self.routes[(record.route or SPLIT,)] += 1
+            if record.prefill is not None and outcome.status == 200:
+                said = arrival(outcome.said) if record.push is Push.AT_ONCE else Arrival.UNKNOWN
+                self.arrivals[record.decode.instance, said] += 1
                 if said is Arrival.NONE:
-                    self.dry(journey.decode.instance, 1)
+                    self.dry(record.decode.instance, 1)
 
     def usual(self, path: str, decode: InstanceId, count: int) -> None:
         """Count so many requests of which there is nothing to say but where they went; their path as ``label`` says."""
-        self.requests[path, Ending.OK] += count
+        self.requests[path, RequestOutcome.OK] += count
         self.routes[(SPLIT,)] += count
         self.arrivals[decode, Arrival.UNKNOWN] += count
 
@@ -168,11 +168,11 @@ class Measures:
         _forget(self.answers.by_key, instances)
 
 
-def usual_decode(journey: Journey, outcome: Outcome) -> InstanceId | None:
+def usual_decode(record: RequestRecord, outcome: Outcome) -> InstanceId | None:
     """Return the decode engine of a request that went the usual way and well; None: there is more to say of it."""
-    if outcome.status != 200 or journey.prefill is None or journey.decode is None or not journey.is_usual:
+    if outcome.status != 200 or record.prefill is None or record.decode is None or not record.is_usual:
         return None
-    return journey.decode.instance
+    return record.decode.instance
 
 
 def _forget(by_instance: dict[Key, T], known: frozenset[InstanceId], *, names: int = 1) -> None:

@@ -13,8 +13,8 @@ HUNG_UP = 499  # nginx's status for a client that closed the connection before i
 
 
 @dataclass(slots=True, init=False)
-class Visit:
-    """A stay at one engine; ``ms`` stays None until its answer begins or it fails."""
+class LegRecord:
+    """One leg at one engine; ``ms`` stays None until its answer begins or it fails."""
 
     instance: InstanceId
     ms: float | None
@@ -26,18 +26,18 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """A stay that ended badly, so that the request was sent again."""
+    """A leg that failed, so that the request was sent again."""
 
-    visit: Visit
+    leg: LegRecord
     reason: str
     role: Role
 
     def __str__(self) -> str:
-        return f"{self.visit.instance} {self.reason}"
+        return f"{self.leg.instance} {self.reason}"
 
 
 @dataclass(slots=True, init=False)
-class Journey:
+class RequestRecord:
     """Filled in as the request travels; the source of the response headers and of the log line."""
 
     request_id: RequestId
@@ -45,8 +45,8 @@ class Journey:
     solo: Solo | None
     push: Push | None
     transfer: TransferId | None  # what engines that push call it: for the log, never for a client
-    prefill: Visit | None
-    decode: Visit | None
+    prefill: LegRecord | None
+    decode: LegRecord | None
     retries: list[Retry]
     answered: bool  # all of it is with the client; what still happens is tidying up
     fault: str | None  # what went wrong, for the log
@@ -61,8 +61,8 @@ class Journey:
         client_id: str | None = None,
         solo: Solo | None = None,
         push: Push | None = None,
-        prefill: Visit | None = None,
-        decode: Visit | None = None,
+        prefill: LegRecord | None = None,
+        decode: LegRecord | None = None,
         retries: list[Retry] | None = None,
         fault: str | None = None,
     ) -> None:
@@ -111,10 +111,10 @@ class Journey:
         self.before, self.last = self.last, piece
 
     def set_aside(self, role: Role, reason: str) -> None:
-        """Put the visit that failed among the retries: its leg goes out once more."""
-        visit = self.prefill if role is Role.PREFILL else self.decode
-        if visit is not None:
-            self.retries.append(Retry(visit, reason, role))
+        """Put the leg that failed among the retries: it goes out once more."""
+        leg = self.prefill if role is Role.PREFILL else self.decode
+        if leg is not None:
+            self.retries.append(Retry(leg, reason, role))
 
     def start_over(self) -> None:
         """Forget the rest of a try that failed."""
@@ -122,16 +122,16 @@ class Journey:
 
     def server_timing(self) -> str:
         """Return the value of the Server-Timing header; durations are milliseconds."""
-        entries = [_entry("retry", str(retry), retry.visit.ms) for retry in self.retries]
+        entries = [_entry("retry", str(retry), retry.leg.ms) for retry in self.retries]
         if route := self.route:
             entries.append(_entry("route", route, None))
-        for name, visit in (("prefill", self.prefill), ("decode", self.decode)):
-            if visit is not None:
-                entries.append(_entry(name, visit.instance, visit.ms))
+        for name, leg in (("prefill", self.prefill), ("decode", self.decode)):
+            if leg is not None:
+                entries.append(_entry(name, leg.instance, leg.ms))
         return ", ".join(entries)
 
 
-class Ending(Word):
+class RequestOutcome(Word):
     """How a request ended, as far as its client can tell."""
 
     OK = "2xx"
@@ -158,15 +158,15 @@ class Outcome:
         self.first_s = first_s
         self.said = said
 
-    def ending(self, journey: Journey) -> Ending:
+    def ending(self, record: RequestRecord) -> RequestOutcome:
         """Say how it ended."""
         if self.status == HUNG_UP:
-            return Ending.HUNG_UP
+            return RequestOutcome.HUNG_UP
         if self.status >= 500:
-            return Ending.SERVER
+            return RequestOutcome.SERVER
         if self.status >= 400:
-            return Ending.CLIENT
-        return Ending.FAULTY if journey.fault else Ending.OK
+            return RequestOutcome.CLIENT
+        return RequestOutcome.FAULTY if record.fault else RequestOutcome.OK
 
 
 def client_id(header: bytes) -> str | None:
@@ -174,26 +174,26 @@ def client_id(header: bytes) -> str | None:
     return header.decode("ascii") if _CLIENT_ID.fullmatch(header) else None
 
 
-def facts(journey: Journey, outcome: Outcome) -> Mapping[str, object]:
+def facts(record: RequestRecord, outcome: Outcome) -> Mapping[str, object]:
     """Return what one line of the log says about a request: ids and our own words, no address and nothing private."""
     always: dict[str, object] = {
-        "id": journey.request_id,
+        "id": record.request_id,
         "path": outcome.path,
-        "prefill": journey.prefill and journey.prefill.instance,
-        "decode": journey.decode and journey.decode.instance,
+        "prefill": record.prefill and record.prefill.instance,
+        "decode": record.decode and record.decode.instance,
         "status": outcome.status,
         "ms": tenths(outcome.seconds * 1000) / 10,
     }
-    if journey.is_usual:
+    if record.is_usual:
         return always
     notes = (
-        ("client_id", journey.client_id),
-        ("solo", journey.solo and str(journey.solo)),
-        ("route", journey.push and str(journey.push)),
-        ("transfer", journey.transfer),
-        ("retries", ", ".join(map(str, journey.retries)) if journey.retries else ""),
-        ("late", journey.late),
-        ("fault", journey.fault),
+        ("client_id", record.client_id),
+        ("solo", record.solo and str(record.solo)),
+        ("route", record.push and str(record.push)),
+        ("transfer", record.transfer),
+        ("retries", ", ".join(map(str, record.retries)) if record.retries else ""),
+        ("late", record.late),
+        ("fault", record.fault),
     )
     always.update({name: note for name, note in notes if note})
     return always

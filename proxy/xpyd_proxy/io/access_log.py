@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping
 from typing import Final, TypeAlias
 
-from xpyd_proxy.core.journey import Journey, Outcome, facts, tenths
+from xpyd_proxy.core.request_record import Outcome, RequestRecord, facts, tenths
 from xpyd_proxy.io.logs import REQUESTS, SHEET, note
 
 _PLAIN: Final = ("id", "path", "prefill", "decode", "status", "ms")  # these stand in the line without quotes
@@ -15,19 +15,19 @@ _WHERE_MOST: Final = 1024
 _NAME: Final = REQUESTS.name
 
 
-def log_request(journey: Journey, outcome: Outcome) -> None:
+def log_request(record: RequestRecord, outcome: Outcome) -> None:
     """Write the line of a request that is over."""
-    if SHEET.is_open and journey.is_usual:
+    if SHEET.is_open and record.is_usual:
         ms = tenths(outcome.seconds * 1000)
-        where = _where(journey, outcome)
-        SHEET.add(_NAME, f"id={journey.request_id} {where} status={outcome.status} ms={ms // 10}.{ms % 10}")
+        where = _where(record, outcome)
+        SHEET.add(_NAME, f"id={record.request_id} {where} status={outcome.status} ms={ms // 10}.{ms % 10}")
     elif REQUESTS.isEnabledFor(logging.INFO):
-        note(REQUESTS, facts(journey, outcome), _text)
+        note(REQUESTS, facts(record, outcome), _text)
 
 
-def _where(journey: Journey, outcome: Outcome) -> str:
+def _where(record: RequestRecord, outcome: Outcome) -> str:
     """Write where a request went; there are as many such places as paths and pairs of engines."""
-    prefill, decode = journey.prefill, journey.decode
+    prefill, decode = record.prefill, record.decode
     places = outcome.path, None if prefill is None else prefill.instance, None if decode is None else decode.instance
     found = _WHERE.get(places)
     if found is None:

@@ -150,7 +150,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: Place | No
         clock=time.monotonic,
         new_id=new_id,
         new_transfer=new_transfer,
-        finished=telemetry.request_over,
+        request_over=telemetry.request_over,
         reports=settings.load_reports and settings.prefill_policy is not PolicyName.ROUND_ROBIN,
         spans=traces,
     )
@@ -187,7 +187,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: Place | No
         new_id=new_id,
         clock=time.monotonic,
         spans=traces,
-        finished=telemetry.request_over,
+        request_over=telemetry.request_over,
         times=settings.server_timing,
     )
     problems.install(app)

@@ -32,28 +32,38 @@ SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_s
 
 def router_metrics():
     """Scrape a router's metrics, each with something in it: {name: its labels}."""
+    return _labels(router_exposition(2)) | _labels(router_exposition(1))
+
+
+def router_exposition(workers):
+    """Return the text of a scrape of a router, with something in each metric."""
     registry = Registry()
     counters = Counters(frozenset({"/v1/completions"}))
     prefill, decode = (registry.add(role, Address("http", "h", port)) for port, role in enumerate(Role, start=1))
-    counters.requests["/v1/completions", "2xx"] += 1
-    counters.routes[("push",)] += 1
-    counters.retries["prefill", "broken"] += 1
+    counters.requests["/v1/completions", "ok"] += 1
+    counters.routed["push", "none"] += 1
+    counters.retries["prefill", "bad_response"] += 1
     counters.legs[prefill.id, "prefill", "ok"] += 1
     counters.releases[prefill.id, "freed"] += 1
-    counters.arrivals[decode.id, "arrived"] += 1
-    counters.without_kv[(decode.id,)] += 1
+    counters.transfers[decode.id, "arrived"] += 1
+    counters.transfers_missing[(decode.id,)] += 1
     counters.mismatches[prefill.id, decode.id] += 1
-    counters.ttft.observe(("/v1/completions",), 0.1)
-    counters.answers.observe((prefill.id, "prefill"), 0.1)
-    counters.gap.observe(0.1)
+    counters.durations.observe(("/v1/completions", "ok"), 0.1)
+    for times in (counters.ttft, counters.inter_token, counters.queue_times):
+        times.observe(("/v1/completions",), 0.1)
+    for instance in (prefill, decode):
+        counters.answer_times(instance).observe(0.1)
+    counters.handoff.observe(0.1)
+    counters.admin["add", "ok"] += 1
+    counters.unreachable_hosts[(prefill.id,)] += 1
+    counters.connections_refused[("malformed",)] += 1
     queue = Admission(Limits(concurrency=0))
     queue.arrive("-", 0, 1, now=0.0)
     metrics = Metrics(
         Telemetry(counters, lambda: 0.0), Roll(registry), queue, lambda: [Freshness(Source.PODS, True, 0.0, 1, 2)]
     )
     one = Report(0, 1, counts_of(counters), EMPTY, {}, 0, 0, {}, {})
-    alone, several = (metrics.exposition("", whole)[0].decode() for whole in (None, Whole(one, [], 1)))
-    return _labels(several) | _labels(alone)
+    return metrics.exposition("", Whole(one, [], 1) if workers > 1 else None)[0].decode()
 
 
 def _labels(exposition):

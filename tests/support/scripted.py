@@ -319,13 +319,8 @@ class Client:
 
     @property
     def record(self):
-        ((record, _),) = self._router.ended[self._name]
+        (record,) = self._router.ended[self._name]
         return record
-
-    @property
-    def outcome(self):
-        ((_, outcome),) = self._router.ended[self._name]
-        return outcome
 
     @property
     def status(self):
@@ -366,7 +361,7 @@ class Noted:
         self.told = []
         self.requests = 0
 
-    def request(self, record, path, headers, /):
+    def request(self, record, headers, /):
         self.requests += 1
         return _NotedRequest(self, record)
 
@@ -381,8 +376,8 @@ class _NotedRequest:
     def handed_over(self):
         pass
 
-    def end(self, outcome, /):
-        self._notes.told.append(("over", self._record.request_id, outcome.status))
+    def end(self):
+        self._notes.told.append(("over", self._record.request_id, self._record.status))
 
 
 class _NotedLeg:
@@ -404,7 +399,7 @@ class Router:
     requests: Requests
     registry: Registry
     names: list  # of the requests to come
-    ended: dict  # the record and the outcome of each request that is over, by its id
+    ended: dict  # the records of the requests that are over, by their ids
 
     def __getattr__(self, name):
         return getattr(self.requests, name)
@@ -452,9 +447,9 @@ def router_of(
     fleet.later = telemetry.later
     names, ended, numbers = [], {}, itertools.count()
 
-    def finished(record, outcome):
-        ended.setdefault(record.request_id, []).append((record, outcome))
-        telemetry.request_over(record, outcome)
+    def request_over(record):
+        ended.setdefault(record.request_id, []).append(record)
+        telemetry.request_over(record)
 
     requests = Requests(
         intake=Intake(settings, lifetime, Keyring(), Sites(settings)),
@@ -473,7 +468,7 @@ def router_of(
         clock=clock,
         new_id=lambda: RequestId(names.pop(0) if names else f"n{next(numbers)}"),
         new_transfer=new_transfer,
-        finished=finished,
+        request_over=request_over,
         spans=spans,
     )
     telemetry.legs_under_way = requests.engines_of_legs

@@ -10,8 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from xpyd_proxy.api.routes import is_endpoint
 from xpyd_proxy.core.endpoints import ENDPOINTS
 from xpyd_proxy.core.model import Headers, RequestId
-from xpyd_proxy.core.request_record import HUNG_UP, Outcome, RequestRecord, client_id
-from xpyd_proxy.io.access_log import log_request
+from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, RequestRecord, client_id
 from xpyd_proxy.requests.service import Spans
 
 _BUG: Final = 500
@@ -28,7 +27,7 @@ def record_of(scope: Scope) -> RequestRecord:
 def note_fault(scope: Scope, error: Exception) -> None:
     """Put what went wrong with a request into its line of the log."""
     if _KEY in scope:
-        record_of(scope).fault = str(error)
+        record_of(scope).error = str(error)
 
 
 def id_headers(scope: Scope) -> dict[str, str]:
@@ -52,9 +51,9 @@ class _Outgoing:
             message["headers"] = [*message.get("headers", ()), *self._headers()]
         await self.send(message)
 
-    def outcome(self, path: str, status: int | None, start: float) -> Outcome:
-        """Say what became of the request; ``status``: what to say of one that got no answer."""
-        return Outcome(path, status or self.status or _BUG, self.clock() - start)
+    def over(self, status: int | None, start: float) -> None:
+        """Note what became of the request; ``status``: what to say of one that got no answer."""
+        self.record.over(status or self.status or _BUG, self.clock() - start)
 
     def _headers(self) -> list[tuple[bytes, bytes]]:
         headers = [(name.encode(), value.encode()) for name, value in self.record.id_headers().items()]
@@ -74,7 +73,7 @@ class Tracking:
         new_id: Callable[[], RequestId],
         clock: Callable[[], float],
         spans: Spans | None = None,
-        finished: Callable[[RequestRecord, Outcome], None] = lambda _record, _outcome: None,
+        request_over: Callable[[RequestRecord], None],
         times: bool = True,
     ) -> None:
         """``times``: whether answers have Server-Timing."""
@@ -83,7 +82,7 @@ class Tracking:
         self._new_id = new_id
         self._clock = clock
         self._spans = spans
-        self._finished = finished
+        self._request_over = request_over
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Follow a request of a client; let everything else pass."""
@@ -92,24 +91,23 @@ class Tracking:
         if not is_followed or scope["type"] != "http" or is_endpoint(scope):
             await self._app(scope, receive, send)
             return
-        start, record = self._clock(), RequestRecord(self._new_id(), client_id=_client_id(scope))
+        start, record = self._clock(), RequestRecord(self._new_id(), path, client_id=_client_id(scope))
         scope[_KEY] = record
         outgoing = _Outgoing(send, record, self._clock, times=self._times)
         status: int | None = _BUG
         span = None
         if self._spans is not None:
-            span = self._spans.request(record, path, tuple(scope.get("headers", ())))
+            span = self._spans.request(record, tuple(scope.get("headers", ())))
         try:
             await self._app(scope, receive, outgoing)
             status = None
         except ClientDisconnect:  # there is nobody left to answer
-            status = HUNG_UP
+            status = CLIENT_CLOSED_REQUEST
         finally:
-            outcome = outgoing.outcome(path, status, start)
+            outgoing.over(status, start)
             if span is not None:
-                span.end(outcome)
-            self._finished(record, outcome)
-            log_request(record, outcome)
+                span.end()
+            self._request_over(record)
 
 
 def _client_id(scope: Scope) -> str | None:

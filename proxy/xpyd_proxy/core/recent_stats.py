@@ -1,4 +1,4 @@
-"""What happened in the last five minutes, second by second, in a fixed amount of memory: what the status page draws."""
+"""What happened in the last five minutes, second by second, in a fixed amount of memory: the status page draws it."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterable

@@ -1,83 +1,134 @@
-"""Where one request went, and how long each leg took."""
+"""What happened to one request: where it went, how long each part took, how it ended.
+
+The request fills it in as it goes through the states of requests/lifecycle.py. Response headers, counters, histograms,
+the status page, the access log and spans are all made of it.
+"""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from enum import auto
 from typing import Final
 
 from xpyd_proxy.core.model import InstanceId, Push, RequestId, Role, Solo, TransferId
+from xpyd_proxy.core.retries import Failure
 from xpyd_proxy.core.word import Word
 
 _CLIENT_ID: Final = re.compile(rb"[!-~]{1,128}")
-HUNG_UP = 499  # nginx's status for a client that closed the connection before it was answered
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that closed the connection before it was answered
+PULL: Final = "pull"  # one leg follows the other, and the decode engine fetches the KV cache
+SINGLE: Final = "single"  # one engine serves it
 
 
-@dataclass(slots=True, init=False)
+class RequestOutcome(Word):
+    """How a request ended, as far as its client can tell."""
+
+    OK = auto()
+    CLIENT_ERROR = auto()  # 4xx
+    SERVER_ERROR = auto()  # 5xx
+    CLIENT_DISCONNECTED = auto()  # the client left first
+    STREAM_ABORTED = auto()  # its status was 200, and then it failed
+
+
 class LegRecord:
     """One leg at one engine; ``ms`` stays None until its answer begins or it fails."""
 
-    instance: InstanceId
-    ms: float | None
+    __slots__ = ("instance", "ms")
 
     def __init__(self, instance: InstanceId, ms: float | None = None) -> None:
         self.instance = instance
         self.ms = ms
 
 
-@dataclass(frozen=True, slots=True)
 class Retry:
-    """A leg that failed, so that the request was sent again."""
+    """A leg that failed, so that the request was sent again. It does not change."""
 
-    leg: LegRecord
-    reason: str
-    role: Role
+    __slots__ = ("leg", "reason", "role")
+
+    def __init__(self, leg: LegRecord, reason: Failure, role: Role) -> None:
+        self.leg = leg
+        self.reason = reason
+        self.role = role
 
     def __str__(self) -> str:
         return f"{self.leg.instance} {self.reason}"
 
 
-@dataclass(slots=True, init=False)
 class RequestRecord:
-    """Filled in as the request travels; the source of the response headers and of the log line."""
+    """The record of one request. Times are seconds; None: it did not come to that."""
 
-    request_id: RequestId
-    client_id: str | None  # what the client calls the request: for the client and the log, never for an engine
-    solo: Solo | None
-    push: Push | None
-    transfer: TransferId | None  # what engines that push call it: for the log, never for a client
-    prefill: LegRecord | None
-    decode: LegRecord | None
-    retries: list[Retry]
-    answered: bool  # all of it is with the client; what still happens is tidying up
-    fault: str | None  # what went wrong, for the log
-    late: str | None  # what went wrong with the prefill leg after the answer had begun, for the log
-    before: bytes  # the last but one piece of the answer's body
-    last: bytes
+    __slots__ = (
+        "answered",
+        "before_last",
+        "client_id",
+        "decode",
+        "duration_s",
+        "error",
+        "last",
+        "last_token_at",
+        "path",
+        "prefill",
+        "prefill_error",
+        "push",
+        "queue_s",
+        "request_id",
+        "retries",
+        "single_reason",
+        "status",
+        "transfer",
+        "ttft_s",
+    )
 
     def __init__(
         self,
         request_id: RequestId,
+        path: str = "",
         *,
         client_id: str | None = None,
-        solo: Solo | None = None,
+        single_reason: Solo | None = None,
         push: Push | None = None,
         prefill: LegRecord | None = None,
         decode: LegRecord | None = None,
-        retries: list[Retry] | None = None,
-        fault: str | None = None,
+        error: str | None = None,
     ) -> None:
         self.request_id = request_id
-        self.client_id = client_id
-        self.solo = solo
+        self.path = path
+        self.client_id = client_id  # what the client calls the request: for the client and the log, never for an engine
+        self.single_reason = single_reason  # why one engine serves it
         self.push = push
+        self.transfer: TransferId | None = None  # what engines that push call it: for the log, never for a client
         self.prefill = prefill
         self.decode = decode
-        self.retries = [] if retries is None else retries
-        self.fault = fault
-        self.late = None
-        self.transfer = None
-        self.answered = False
-        self.before = self.last = b""
+        self.retries: list[Retry] = []
+        self.queue_s: float | None = None  # in the queue of the admission control
+        self.ttft_s: float | None = None  # until the first event of a stream was written
+        self.last_token_at: float | None = None  # when a leg that is over had brought the latest piece of a stream
+        self.duration_s = 0.0  # of the whole request, once it is over
+        self.status = 0  # the same
+        self.answered = False  # all of it is with the client; what still happens is tidying up
+        self.error = error  # what went wrong, for the log
+        self.prefill_error: str | None = None  # what went wrong with the prefill leg after the answer had begun
+        self.before_last = b""  # the last but one piece of the answer's body
+        self.last = b""
+
+    def over(self, status: int, duration_s: float) -> None:
+        """Note how it ended."""
+        self.status, self.duration_s = status, duration_s
+
+    @property
+    def outcome(self) -> RequestOutcome:
+        """Say how it ended, once it is over."""
+        status = self.status
+        if status < 400:
+            return RequestOutcome.OK if self.error is None else RequestOutcome.STREAM_ABORTED
+        if status == CLIENT_CLOSED_REQUEST:
+            return RequestOutcome.CLIENT_DISCONNECTED
+        return RequestOutcome.SERVER_ERROR if status >= 500 else RequestOutcome.CLIENT_ERROR
+
+    @property
+    def mode(self) -> str:
+        """Name the way of the KV cache: pull, push, push_cold or single."""
+        if self.single_reason is not None:
+            return SINGLE
+        return PULL if self.push is None else self.push
 
     def id_headers(self) -> dict[str, str]:
         """Return the headers that name the request: by the client's own id, if it has one, and then by ours too."""
@@ -96,21 +147,17 @@ class RequestRecord:
         """The id for both engines if the request is sent now: ours, and with every retry another."""
         return RequestId(f"{self.request_id}-r{len(self.retries)}") if self.retries else self.request_id
 
-    @property
-    def route(self) -> str | None:
-        """What is unusual about the way of the request; None: one leg followed the other."""
-        return f"solo: {self.solo}" if self.solo else self.push
-
-    @property
-    def is_usual(self) -> bool:
-        """Tell whether there is nothing to say about it but where it went."""
-        return not (self.client_id or self.solo or self.push or self.retries or self.late or self.fault)
-
-    def says(self, piece: bytes) -> None:
+    def wrote(self, piece: bytes) -> None:
         """Remember the end of the answer: of one whose legs went out at once it tells something (core/arrival.py)."""
-        self.before, self.last = self.last, piece
+        self.before_last, self.last = self.last, piece
 
-    def set_aside(self, role: Role, reason: str) -> None:
+    def take_end(self) -> bytes:
+        """Return the end of the answer, once."""
+        end = self.before_last + self.last
+        self.before_last = self.last = b""
+        return end
+
+    def set_aside(self, role: Role, reason: Failure) -> None:
         """Put the leg that failed among the retries: it goes out once more."""
         leg = self.prefill if role is Role.PREFILL else self.decode
         if leg is not None:
@@ -123,80 +170,19 @@ class RequestRecord:
     def server_timing(self) -> str:
         """Return the value of the Server-Timing header; durations are milliseconds."""
         entries = [_entry("retry", str(retry), retry.leg.ms) for retry in self.retries]
-        if route := self.route:
-            entries.append(_entry("route", route, None))
+        if self.single_reason is not None:
+            entries.append(f'mode;desc="single", reason;desc="{self.single_reason}"')
+        elif self.push is not None:
+            entries.append(_entry("mode", self.push, None))
         for name, leg in (("prefill", self.prefill), ("decode", self.decode)):
             if leg is not None:
                 entries.append(_entry(name, leg.instance, leg.ms))
         return ", ".join(entries)
 
 
-class RequestOutcome(Word):
-    """How a request ended, as far as its client can tell."""
-
-    OK = "2xx"
-    FAULTY = "faulty"  # its status was good, and then something went wrong: the stream broke off, for example
-    CLIENT = "4xx"
-    SERVER = "5xx"
-    HUNG_UP = "hung_up"  # the client left first
-
-
-@dataclass(slots=True, init=False)
-class Outcome:
-    """What became of a request. It does not change."""
-
-    path: str
-    status: int
-    seconds: float
-    first_s: float | None  # until a stream began; None: the answer was no stream, or an error
-    said: bytes  # the end of the answer, or all of it
-
-    def __init__(self, path: str, status: int, seconds: float, first_s: float | None = None, said: bytes = b"") -> None:
-        self.path = path
-        self.status = status
-        self.seconds = seconds
-        self.first_s = first_s
-        self.said = said
-
-    def ending(self, record: RequestRecord) -> RequestOutcome:
-        """Say how it ended."""
-        if self.status == HUNG_UP:
-            return RequestOutcome.HUNG_UP
-        if self.status >= 500:
-            return RequestOutcome.SERVER
-        if self.status >= 400:
-            return RequestOutcome.CLIENT
-        return RequestOutcome.FAULTY if record.fault else RequestOutcome.OK
-
-
 def client_id(header: bytes) -> str | None:
     """Return the id in a client's X-Request-Id; None if it is too long or odd to be repeated in headers and logs."""
     return header.decode("ascii") if _CLIENT_ID.fullmatch(header) else None
-
-
-def facts(record: RequestRecord, outcome: Outcome) -> Mapping[str, object]:
-    """Return what one line of the log says about a request: ids and our own words, no address and nothing private."""
-    always: dict[str, object] = {
-        "id": record.request_id,
-        "path": outcome.path,
-        "prefill": record.prefill and record.prefill.instance,
-        "decode": record.decode and record.decode.instance,
-        "status": outcome.status,
-        "ms": tenths(outcome.seconds * 1000) / 10,
-    }
-    if record.is_usual:
-        return always
-    notes = (
-        ("client_id", record.client_id),
-        ("solo", record.solo and str(record.solo)),
-        ("route", record.push and str(record.push)),
-        ("transfer", record.transfer),
-        ("retries", ", ".join(map(str, record.retries)) if record.retries else ""),
-        ("late", record.late),
-        ("fault", record.fault),
-    )
-    always.update({name: note for name, note in notes if note})
-    return always
 
 
 def tenths(ms: float) -> int:

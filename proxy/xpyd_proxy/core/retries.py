@@ -17,15 +17,15 @@ from xpyd_proxy.errors import EngineBusy, EngineError, EngineFault, EngineTimeou
 
 
 class Failure(Word):
-    """How a leg failed, in words for a header."""
+    """How a leg failed, as metrics, the log and headers name it."""
 
-    UNREACHABLE = "cannot be reached"  # not a byte of the request has arrived
-    BROKEN = "failed"  # it broke off, or answered without what we need
-    ERRED = "answered 5xx"  # it lives, and the request may be to blame: another one would fare better there
-    SILENT = "timed out"
-    MOVED = "restarted"
-    BUSY = "is busy"  # 503 or 429: it lives, and another engine may have room
-    REFUSED = "refused"  # any other 4xx: another engine would say the same
+    UNREACHABLE = auto()  # not a byte of the request has arrived
+    BAD_RESPONSE = auto()  # it broke off, or answered without what we need
+    HTTP_5XX = auto()  # it lives, and the request may be to blame: another one would fare better there
+    TIMEOUT = auto()
+    ENGINE_RESTARTED = auto()
+    BUSY = auto()  # 503 or 429: it lives, and another engine may have room
+    REFUSED = auto()  # any other 4xx: another engine would say the same
 
 
 class Again(Word):
@@ -54,16 +54,16 @@ class Rule:
 
 RULES: Final[Mapping[tuple[Role, Failure], Rule]] = {
     (Role.PREFILL, Failure.UNREACHABLE): Rule(Again.PAIR),
-    (Role.PREFILL, Failure.BROKEN): Rule(Again.PAIR),
-    (Role.PREFILL, Failure.ERRED): Rule(Again.PAIR),
-    (Role.PREFILL, Failure.SILENT): Rule(Again.PAIR, Where.ELSEWHERE),
-    (Role.PREFILL, Failure.MOVED): Rule(Again.PAIR, Where.ANY),
+    (Role.PREFILL, Failure.BAD_RESPONSE): Rule(Again.PAIR),
+    (Role.PREFILL, Failure.HTTP_5XX): Rule(Again.PAIR),
+    (Role.PREFILL, Failure.TIMEOUT): Rule(Again.PAIR, Where.ELSEWHERE),
+    (Role.PREFILL, Failure.ENGINE_RESTARTED): Rule(Again.PAIR, Where.ANY),
     (Role.PREFILL, Failure.BUSY): Rule(Again.PAIR, Where.ELSEWHERE),
     (Role.PREFILL, Failure.REFUSED): Rule(Again.NOTHING),
     (Role.DECODE, Failure.UNREACHABLE): Rule(Again.DECODE),
-    (Role.DECODE, Failure.BROKEN): Rule(Again.PAIR),
-    (Role.DECODE, Failure.ERRED): Rule(Again.PAIR),
-    (Role.DECODE, Failure.SILENT): Rule(Again.PAIR, Where.ELSEWHERE),
+    (Role.DECODE, Failure.BAD_RESPONSE): Rule(Again.PAIR),
+    (Role.DECODE, Failure.HTTP_5XX): Rule(Again.PAIR),
+    (Role.DECODE, Failure.TIMEOUT): Rule(Again.PAIR, Where.ELSEWHERE),
     (Role.DECODE, Failure.BUSY): Rule(Again.PAIR, Where.ELSEWHERE),
     (Role.DECODE, Failure.REFUSED): Rule(Again.NOTHING),
 }
@@ -120,16 +120,16 @@ def failure_of(error: EngineError | Refused) -> Failure:
         case Refused(status=status) if status in BUSY:
             return Failure.BUSY
         case Refused():
-            return Failure.REFUSED if error.status < 500 else Failure.ERRED
+            return Failure.REFUSED if error.status < 500 else Failure.HTTP_5XX
         case EngineFault():
-            return Failure.ERRED
+            return Failure.HTTP_5XX
         case EngineError(reached=False):
             return Failure.UNREACHABLE
         case EngineTimeout():
-            return Failure.SILENT
+            return Failure.TIMEOUT
         case EngineBusy():
             return Failure.BUSY
         case Moved():
-            return Failure.MOVED
+            return Failure.ENGINE_RESTARTED
         case _:
-            return Failure.BROKEN
+            return Failure.BAD_RESPONSE

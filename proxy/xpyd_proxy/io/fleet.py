@@ -117,6 +117,6 @@ class LiveFleet:
     def leave(self, instance: Instance, request: RequestId) -> None:
         """Stop to count it when it has left as often."""
         if (member := self.registry.get(instance.id)) is not None and member.load.leave(request):
-            if member.life.state is State.TRYING:
+            if member.life.state is State.HALF_OPEN:
                 self.later.settle()  # that it has served its trial may be among what waits
             member.life.released(request)

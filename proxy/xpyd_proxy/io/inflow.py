@@ -66,4 +66,4 @@ class InflowWatch:
 
     def _report(self, decode: InstanceId, dry: int) -> None:
         logger.warning("%s got no KV cache for its last %d legs with a transfer: it computes the prompts", decode, dry)
-        self._telemetry.dry(decode, dry)
+        self._telemetry.transfers_missing(decode, dry)

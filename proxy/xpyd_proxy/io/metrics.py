@@ -113,8 +113,8 @@ class _Workers:
         )
         starts: dict[Key, int] = {(str(one.worker),): one.starts for one in workers}
         yield _counter("xpyd_worker_starts", "Workers that were started, by number.", ("worker",), starts)
-        text = "Workers whose numbers could not be read: they are those of up to a second before."
-        yield CounterMetricFamily("xpyd_workers_unread", text, value=sum(one.unread for one in workers))
+        text = "Reports of other workers that could not be read: their numbers are those of up to a second before."
+        yield CounterMetricFamily("xpyd_worker_scrape_failures", text, value=sum(one.unread for one in workers))
         for name in self._whole.own.process:
             values = [one.process[name] for one in workers if name in one.process]
             value, text = (min if name in _LEAST else sum)(values), "Of all workers."
@@ -145,39 +145,49 @@ class _Collector:
     def _requests(self) -> Iterator[_Family]:
         seen = self._numbers.counters
         text = "Requests that are over, by path and by how they ended for the client."
-        yield _counter("xpyd_requests", text, ("path", "ending"), seen.requests)
-        text = "Requests that an engine answered or failed, by the way they took: one leg after the other, push, solo."
-        yield _counter("xpyd_requests_routed", text, ("route",), seen.routes)
+        yield _counter("xpyd_requests", text, ("path", "outcome"), seen.requests)
+        text = "Requests that were sent to an engine, by the way of the KV cache; single: no transfer, for this reason."
+        yield _counter("xpyd_requests_routed", text, ("mode", "reason"), seen.routed)
+        text = "Seconds from a request's head to the end of its answer."
+        yield _histogram("xpyd_request_duration_seconds", text, ("path", "outcome"), seen.durations.by_key)
+        text = "Seconds that a request waited in the queue before it was served; 0 if it did not."
+        yield _histogram("xpyd_request_queue_time_seconds", text, ("path",), seen.queue_times.by_key)
+        text = "Seconds from a request's head to the first event of its stream."
+        yield _histogram("xpyd_time_to_first_token_seconds", text, ("path",), seen.ttft.by_key)
+        text = "Seconds between two reads of a stream, each of one token or more."
+        yield _histogram("xpyd_inter_token_latency_seconds", text, ("path",), seen.inter_token.by_key)
         text = "Connections that were closed because the client had read nothing of its answer for too long."
-        yield _counter("xpyd_stalled_clients", text, (), seen.stalled)
+        yield _counter("xpyd_client_write_timeouts", text, (), seen.write_timeouts)
         text = "What was asked of the admin API, and what became of it."
         yield _counter("xpyd_admin_actions", text, ("action", "outcome"), seen.admin)
         text = "Connections of clients that were closed before their request was served, by reason."
         yield _counter("xpyd_connections_refused", text, ("reason",), seen.connections_refused)
         text = "Legs that failed and were sent again, by the role of the engine and the reason."
         yield _counter("xpyd_retries", text, ("role", "reason"), seen.retries)
-        text = "Seconds from a client's request to the first event of its stream."
-        yield _histogram("xpyd_time_to_first_token_seconds", text, ("path",), seen.ttft.by_key)
 
     def _legs(self) -> Iterator[_Family]:
         seen = self._numbers.counters
-        text = "Legs that are over, by engine and by how they ended; ok: also those that nobody needed any more."
+        text = "Legs that are over, by engine and by how they ended; ok: also those that were not needed any more."
         yield _counter("xpyd_legs", text, ("instance", "role", "outcome"), seen.legs)
-        text = "Seconds until an engine's answer was there: all of it (prefill), its first event (decode)."
-        yield _histogram("xpyd_leg_answer_seconds", text, ("instance", "role"), seen.answers.by_key)
+        text = "Seconds from sending a prefill leg to the whole answer."
+        yield _histogram("xpyd_prefill_seconds", text, ("instance",), seen.prefill_times.by_key)
+        text = (
+            "Seconds from sending a decode leg to the first event of its stream, or to the whole answer if it is none."
+        )
+        yield _histogram("xpyd_decode_ttft_seconds", text, ("instance",), seen.decode_ttft.by_key)
 
     def _transfers(self) -> Iterator[_Family]:
         seen = self._numbers.counters
         text = "Seconds between a prefill engine's answer and the sending of the decode leg."
-        yield _histogram("xpyd_handoff_gap_seconds", text, (), {(): seen.gap})
-        text = "Attempts to have a prefill engine free blocks that nobody will read."
-        yield _counter("xpyd_releases", text, ("instance", "outcome"), seen.releases)
-        text = "Answers of prefill engines that named a host where nobody can reach them: the engine's own was put in."
+        yield _histogram("xpyd_handoff_gap_seconds", text, (), {(): seen.handoff})
+        text = "Attempts to have a prefill engine free blocks that no engine will read."
+        yield _counter("xpyd_kv_releases", text, ("instance", "result"), seen.releases)
+        text = "Answers of prefill engines that named a host out of reach: the engine's own was put in."
         yield _counter("xpyd_prefill_hosts_replaced", text, ("instance",), seen.unreachable_hosts)
-        text = "Good decode legs with a transfer, by whether the KV cache had arrived; none: silent degradation."
-        yield _counter("xpyd_decode_kv", text, ("instance", "kv"), seen.arrivals)
+        text = "Good decode legs with a transfer, by whether the KV cache arrived; none: silent degradation."
+        yield _counter("xpyd_kv_transfers", text, ("instance", "result"), seen.transfers)
         text = "Decode legs that certainly got no KV cache, by their answers or by the engine's own counters."
-        yield _counter("xpyd_decode_without_kv", text, ("instance",), seen.without_kv)
+        yield _counter("xpyd_kv_transfers_missing", text, ("instance",), seen.transfers_missing)
         text = "Requests of which the two engines made different prompts: their answers are not to be trusted."
         yield _counter("xpyd_prompt_mismatches", text, ("prefill", "decode"), seen.mismatches)
 
@@ -211,9 +221,11 @@ def _discovery(sources: Sequence[Freshness]) -> Iterator[_Family]:
 
 
 def _queue(waiting: int, admitted: int, refused: Mapping[Key, int]) -> Iterator[_Family]:
-    yield GaugeMetricFamily("xpyd_queue_waiting", "Requests that wait to be let in.", value=waiting)
-    yield GaugeMetricFamily("xpyd_requests_admitted", "Requests that are being served.", value=admitted)
-    yield _counter("xpyd_requests_refused", "Requests that were not let in, by reason.", ("reason",), refused)
+    yield GaugeMetricFamily("xpyd_requests_waiting", "Requests in the queue of the admission control.", value=waiting)
+    yield GaugeMetricFamily("xpyd_requests_running", "Requests that are being served.", value=admitted)
+    yield _counter(
+        "xpyd_requests_refused", "Requests that the admission control refused, by the limit.", ("reason",), refused
+    )
 
 
 def _counter(name: str, text: str, labels: Sequence[str], counts: Mapping[Key, int]) -> CounterMetricFamily:

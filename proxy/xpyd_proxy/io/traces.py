@@ -12,10 +12,12 @@ from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from xpyd_proxy.core.model import Headers, Instance, Role
-from xpyd_proxy.core.request_record import Outcome, RequestOutcome, RequestRecord
+from xpyd_proxy.core.request_record import RequestOutcome, RequestRecord
+from xpyd_proxy.io.access_log import fields
 
 _CONTEXT: Final = TraceContextTextMapPropagator()  # W3C: traceparent, tracestate
 _NAMES: Final = frozenset(name.encode() for name in _CONTEXT.fields)
+_ELSEWHERE: Final = frozenset({"path", "status", "mode", "retries"})  # fields of the log that spans name otherwise
 _BAD: Final = 400  # statuses from here on are errors
 
 
@@ -43,9 +45,10 @@ class Traces:
         """Send what is left; may take seconds."""
         self._provider.shutdown()
 
-    def request(self, record: RequestRecord, path: str, headers: Headers) -> "TracedRequest":
+    def request(self, record: RequestRecord, headers: Headers) -> "TracedRequest":
         """Open the span of a request, under the client's own if it has one."""
         parent = _CONTEXT.extract({name.decode("latin-1"): value.decode("latin-1") for name, value in headers})
+        path = record.path
         name = f"POST {path}" if path in self._paths else "request"
         attributes = {"url.path": path, "xpyd.request_id": record.request_id}
         return TracedRequest(self._tracer, self._tracer.start_span(name, parent, SpanKind.SERVER, attributes), record)
@@ -73,17 +76,19 @@ class TracedRequest:
         """The prefill engine has answered: the time until the decode leg is sent is the handoff."""
         self._handed_ns = time.time_ns()
 
-    def end(self, outcome: Outcome) -> None:
-        """The request is over."""
+    def end(self) -> None:
+        """The request is over: its record says how."""
         span, record = self._span, self._record
-        ending = outcome.ending(record)
-        span.set_attribute("http.response.status_code", outcome.status)
-        span.set_attribute("xpyd.ending", ending)
+        outcome = record.outcome
+        span.set_attribute("http.response.status_code", record.status)
+        for name, value in fields(record).items():
+            if value is not None and name not in _ELSEWHERE:
+                span.set_attribute(f"xpyd.{name}", value if isinstance(value, int | float) else str(value))
+        span.set_attribute("xpyd.outcome", outcome)
+        span.set_attribute("xpyd.mode", record.mode)
         span.set_attribute("xpyd.retries", len(record.retries))
-        if record.route:
-            span.set_attribute("xpyd.route", record.route)
-        if ending in (RequestOutcome.SERVER, RequestOutcome.FAULTY):
-            span.set_status(StatusCode.ERROR, record.fault)
+        if outcome in (RequestOutcome.SERVER_ERROR, RequestOutcome.STREAM_ABORTED):
+            span.set_status(StatusCode.ERROR, record.error)
         span.end()
 
 

@@ -108,8 +108,8 @@ class Attempt(LegOwner):
         """Send a decode leg."""
         of, now, prefill = self._of, self._of.clock(), self.prefill
         seconds = self._rules.patience.first_token_s if self._plan.streams else None
-        leg = DecodeLeg(self, decode, now, None if seconds is None else now + seconds)
-        leg.counts = self.record.solo is None
+        leg = DecodeLeg(self, decode, now, None if seconds is None else now + seconds, of.clock)
+        leg.counts = self.record.single_reason is None
         self.decode, self.record.decode = leg, leg.record
         if prefill is not None and prefill.handover is not None and not prefill.is_followed:
             leg.follows = prefill.is_followed = True
@@ -267,8 +267,16 @@ class Attempt(LegOwner):
         if leg.follows:
             of.telemetry.transfer_expected(leg.instance.id)
         of.telemetry.later.add(of.proved, leg.instance, self.id, _note_time(leg, now), now)
+        if leg.streams:
+            self._time_tokens(leg, now)
         if counted is not None:
             self.prompt_counted(leg, counted)
+
+    def _time_tokens(self, leg: DecodeLeg, now: float) -> None:
+        """Have the reads of a stream timed; one that goes on for another has been quiet since that one's last."""
+        leg.inter_token, leg.read_at = self._of.telemetry.inter_token(self._plan.path), now
+        if self.record.last_token_at is not None:
+            leg.inter_token.observe(now - self.record.last_token_at)
 
     def prompt_counted(self, leg: DecodeLeg, counted: int, /) -> None:
         """Take in how many tokens of prompt the decode engine has counted."""
@@ -294,7 +302,7 @@ class Attempt(LegOwner):
         if leg is self.prefill:
             self._unlearn(failed)
             if self.is_streaming or (self.decode is not None and self.decode.shown is not None):
-                self.record.late = str(failed)  # the client is not concerned
+                self.record.prefill_error = str(failed)  # the client is not concerned
         self.close(leg)
         self._steps.wake()
 
@@ -310,7 +318,7 @@ class Attempt(LegOwner):
 
         One that has moved has just been learned.
         """
-        if failed.failure not in (Failure.REFUSED, Failure.BUSY, Failure.MOVED):
+        if failed.failure not in (Failure.REFUSED, Failure.BUSY, Failure.ENGINE_RESTARTED):
             self._of.learned.forget(failed.instance.id)
 
     def _compare(self) -> None:
@@ -319,7 +327,7 @@ class Attempt(LegOwner):
         said = None if self.decode is None else self.decode.counted
         if prefill is None or decode is None or counted is None or said is None or counted == said:
             return
-        self.record.fault = (
+        self.record.error = (
             f"{prefill.instance} counted {counted} prompt tokens and {decode.instance} {said}: "
             "they do not make the same prompt of a request"
         )
@@ -372,6 +380,8 @@ class Attempt(LegOwner):
         of, now = self._of, self._of.clock()
         leg.was_sent = leg.is_sent
         leg.is_closed = True
+        if isinstance(leg, DecodeLeg) and leg.inter_token is not None:
+            self.record.last_token_at = leg.read_at
         if leg.record.ms is None:
             _note_time(leg, now)
         of.telemetry.later.add(of.telemetry.leg_ended, leg.instance, now - leg.sent_at, leg.failure, self.id, now)

@@ -18,7 +18,7 @@ from xpyd_proxy.core.lifetime import Stage
 from xpyd_proxy.core.model import Call, Instance, InstanceId, Push, Role, Solo
 from xpyd_proxy.core.raw_json import Pieces, encode
 from xpyd_proxy.core.replay import Replay, can_resume, traced
-from xpyd_proxy.core.request_record import HUNG_UP, Outcome, RequestRecord, client_id
+from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, RequestRecord, client_id
 from xpyd_proxy.core.retries import Again, Chances, Failure, LegFailed, failure_of
 from xpyd_proxy.core.routing import solo_reason
 from xpyd_proxy.core.rules import Rules
@@ -93,7 +93,6 @@ class Request:
         "_span",
         "_start",
         "_steps",
-        "_streamed_at",
         "_ticket",
         "_upload",
         "disconnected",
@@ -116,10 +115,10 @@ class Request:
         self._of = of
         self._response = response
         self._start = of.clock()
-        self._record = RequestRecord(of.new_id(), client_id=None if name is None else client_id(name))
+        self._record = RequestRecord(of.new_id(), path, client_id=None if name is None else client_id(name))
         self._span: RequestSpan | None = None
         if of.spans is not None:
-            self._span = of.spans.request(self._record, path, tuple(headers))
+            self._span = of.spans.request(self._record, tuple(headers))
         self._upload = Upload(of.gate)
         self._steps = Stepper()
         self._ticket: Ticket | None = None
@@ -129,7 +128,6 @@ class Request:
         self._attempt: Attempt | None = None  # since it was routed
         self._replay: Replay | None = None  # of a stream that another engine could go on with
         self._paused = False  # the client is slow
-        self._streamed_at: float | None = None  # when a stream began
         self.disconnected = self.response_complete = False
 
     # ---- the client's side: what the protocol calls
@@ -255,6 +253,8 @@ class Request:
         of = self._of
         of.gate.check(ticket)
         self._on(_ADMITTED)
+        if self._record.queue_s is None:
+            self._record.queue_s = 0.0
         self._rules, now = of.rules, of.clock()
         of.budget.came(now=now)
         seconds = self._rules.patience.total_s(streams=plan.streams)
@@ -296,7 +296,7 @@ class Request:
 
     async def _wait_for_turn(self, ticket: Ticket) -> None:
         """Wait in the queue."""
-        gate = self._of.gate
+        gate, start = self._of.gate, self._of.clock()
         self._on(_QUEUED)
         gate.watch(ticket, self._steps.wake)
         try:
@@ -304,6 +304,7 @@ class Request:
                 await self._steps
         finally:
             gate.unwatch(ticket)
+            self._record.queue_s = self._of.clock() - start
 
     # ---- ROUTING, and what follows from failures
 
@@ -350,10 +351,10 @@ class Request:
         """Choose the engines, and the way of the KV cache."""
         of, record = self._of, self._record
         if call is None:
-            record.solo, alone = Solo.ONE_LEG, self._planned.body
+            record.single_reason, alone = Solo.ONE_LEG, self._planned.body
         elif alone is None:
-            record.solo = solo_reason(call.api, call.fields, min_prompt_chars=self._rules.min_prompt_chars)
-            pair = None if record.solo else self._pair(attempt.chances)
+            record.single_reason = solo_reason(call.api, call.fields, min_prompt_chars=self._rules.min_prompt_chars)
+            pair = None if record.single_reason else self._pair(attempt.chances)
             if pair is not None:
                 return Route(call, pair[0], pair[1], told=of.learned.coordinates(pair[0].id))
             alone = [encode(call.fields)]
@@ -371,7 +372,7 @@ class Request:
             if not self._rules.alone_without_prefill:
                 raise
             fleet.usable(Role.DECODE)  # raises NoInstance, if that is why
-        self._record.solo = Solo.NO_PREFILL
+        self._record.single_reason = Solo.NO_PREFILL
         return None
 
     # ---- PREFILLING, BOTH, DECODING
@@ -475,7 +476,7 @@ class Request:
             shown = replay.gap() + replay.feed(shown)
         self._note_said(shown)
         if not response.begun:
-            self._streamed_at = self._of.clock()
+            self._record.ttft_s = self._of.clock() - self._start
             response.begin(_OK, self._lines(leg.content_type), shown, streams=True, last=leg.is_last and replay is None)
         elif shown:  # it was begun by an engine that has broken off since
             response.write(shown)
@@ -508,7 +509,7 @@ class Request:
 
     def _note_said(self, piece: bytes) -> None:
         if self._record.push is _AT_ONCE and piece:
-            self._record.says(piece)
+            self._record.wrote(piece)
 
     def _lines(self, content_type: bytes) -> bytes:
         of = self._of
@@ -544,7 +545,7 @@ class Request:
                 raise broken
             left -= 1
             failed = self._record.decode
-            self._record.set_aside(Role.DECODE, Failure.BROKEN)
+            self._record.set_aside(Role.DECODE, Failure.BAD_RESPONSE)
             chances = Chances(self._rules.retries, set() if failed is None else {failed.instance})
             alone = [encode(fields)]
             self._on(_RESUME)
@@ -565,12 +566,12 @@ class Request:
         """Tell the client what went wrong, as far as it can be told; return the status for the log."""
         record, response = self._record, self._response
         if isinstance(error, ClientGone):
-            return HUNG_UP
+            return CLIENT_CLOSED_REQUEST
         if not isinstance(error, ProxyError):
             logger.error("request %s failed", record.request_id, exc_info=error)
         error.with_traceback(None)  # it leads to frames that hold the request, and the error: a circle
         error.__context__ = None  # and so does this
-        record.fault = str(error)
+        record.error = str(error)
         if response.begun:
             response.keep_alive = response.keep_alive and not isinstance(error, TurnedAway)
             event = last_event(self._head.path, error)
@@ -599,24 +600,22 @@ class Request:
 
     def _end(self, status: int) -> None:
         """The request is over: count it, and let go of everything."""
-        of, record, path = self._of, self._record, self._head.path
+        of, record = self._of, self._record
         self._on(_END)
         self.response_complete = True
         self._steps.end()
         self._plan = self._replay = None  # the connection keeps us until its next request
         self._head = _NO_HEAD
-        first_s = None if self._streamed_at is None else self._streamed_at - self._start
-        outcome = Outcome(path, status, of.clock() - self._start, first_s, record.before + record.last)
-        record.before = record.last = b""
+        record.over(status, of.clock() - self._start)
         try:
             of.over(self)
             ticket, self._ticket = self._ticket, None
             if ticket is not None:
                 of.gate.leave(ticket)
             self._upload.free()
-            of.telemetry.later.add(of.account, record, outcome)
+            of.telemetry.later.add(of.request_over, record)
             if self._span is not None:
-                self._span.end(outcome)
+                self._span.end()
         finally:
             self._response.close()  # or the connection would wait for ever
 

@@ -10,9 +10,8 @@ from xpyd_proxy.core.learned import Learned
 from xpyd_proxy.core.lifetime import Lifetime, cut_short
 from xpyd_proxy.core.model import Headers, Instance, InstanceId, RequestId, TransferId
 from xpyd_proxy.core.raw_json import Pieces
-from xpyd_proxy.core.request_record import Outcome, RequestRecord
+from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.rules import Rules
-from xpyd_proxy.io.access_log import log_request
 from xpyd_proxy.io.fleet import LiveFleet
 from xpyd_proxy.io.telemetry import Telemetry
 from xpyd_proxy.io.wire.call import Call
@@ -43,7 +42,7 @@ class RequestSpan(Protocol):
         """The prefill engine has answered."""
         ...
 
-    def end(self, outcome: Outcome, /) -> None:
+    def end(self) -> None:
         """The request is over."""
         ...
 
@@ -51,7 +50,7 @@ class RequestSpan(Protocol):
 class Spans(Protocol):
     """Leaves spans of requests and legs."""
 
-    def request(self, record: RequestRecord, path: str, headers: Headers, /) -> RequestSpan:
+    def request(self, record: RequestRecord, headers: Headers, /) -> RequestSpan:
         """Open the span of a request, under the client's own if it has one."""
         ...
 
@@ -98,7 +97,7 @@ class Requests:
     clock: Callable[[], float]  # seconds; only differences count
     new_id: Callable[[], RequestId]
     new_transfer: Callable[[], TransferId]
-    finished: Callable[[RequestRecord, Outcome], None]
+    request_over: Callable[[RequestRecord], None]
     reports: bool = False  # prefill engines are asked how busy they are
     spans: Spans | None = None
     _under_way: "dict[Request, None]" = field(default_factory=lambda: dict["Request", None]())
@@ -167,8 +166,3 @@ class Requests:
         """An engine has given a good answer, or its beginning."""
         self.fleet.answered(instance, request, seconds)
         self.telemetry.leg_answered(instance, seconds, at)
-
-    def account(self, record: RequestRecord, outcome: Outcome) -> None:
-        """Count a request that is over, and write its line."""
-        self.finished(record, outcome)
-        log_request(record, outcome)

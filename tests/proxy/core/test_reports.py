@@ -16,10 +16,13 @@ PATHS = frozenset({"/v1/completions"})
 def counters(*seconds):
     found = Counters(PATHS)
     for value in seconds:
-        found.requests["/v1/completions", "good"] += 1
+        found.requests["/v1/completions", "ok"] += 1
         found.ttft.observe(("/v1/completions",), value)
-        found.gap.observe(value)
-        found.dry(InstanceId("decode-0"), 2)
+        found.durations.observe(("/v1/completions", "ok"), value)
+        found.inter_token.observe(("/v1/completions",), value)
+        found.queue_times.observe(("/v1/completions",), value)
+        found.handoff.observe(value)
+        found.transfers_missing[(InstanceId("decode-0"),)] += 2
     return found
 
 
@@ -35,21 +38,21 @@ def test_the_sum_is_what_one_worker_would_have_counted(parts):
     alone = counters(*(value for values in parts for value in values))
 
     assert whole.requests == alone.requests
-    assert whole.without_kv == alone.without_kv
-    assert whole.gap.counts == alone.gap.counts
-    assert abs(whole.gap.total - alone.gap.total) < 1e-6
-    assert {key: one.counts for key, one in whole.ttft.by_key.items()} == {
-        key: one.counts for key, one in alone.ttft.by_key.items()
-    }
+    assert whole.transfers_missing == alone.transfers_missing
+    assert whole.handoff.counts == alone.handoff.counts
+    assert abs(whole.handoff.total - alone.handoff.total) < 1e-6
+    for name in ("durations", "ttft", "inter_token", "queue_times"):
+        summed, counted = getattr(whole, name).by_key, getattr(alone, name).by_key
+        assert {key: one.counts for key, one in summed.items()} == {key: one.counts for key, one in counted.items()}
     assert counts_of(own) == counts_of(counters(*parts[0]))
 
 
 def test_what_has_another_shape_is_left_out():
     """A worker of another version may be the successor."""
     found = counters(1.0)
-    absorb(found, Counts({"strange": {("x",): 1}}, {"gap": {(): ((1, 2), 3.0)}}))
+    absorb(found, Counts({"strange": {("x",): 1}}, {"handoff": {(): ((1, 2), 3.0)}}))
 
-    assert found.gap.total == 1.0
+    assert found.handoff.total == 1.0
 
 
 def test_bins_are_added_as_if_one_ring_had_seen_all():

@@ -1,6 +1,5 @@
 """The engines as the relay meets them."""
 
-
 import pytest
 
 from xpyd_proxy.core.address import Address
@@ -83,24 +82,24 @@ def test_reserved_slots_decide_the_next_choice(fleet, clock):
 def test_only_the_leg_that_failed_is_blamed(fleet):
     """The other engine of the pair did nothing wrong."""
     p, d = fleet.pair(fleet.usable(Role.PREFILL), fleet.usable(Role.DECODE))
-    for instance, failure in ((p, Failure.BROKEN), (d, None)):
+    for instance, failure in ((p, Failure.BAD_RESPONSE), (d, None)):
         fleet.enter(instance, R)
         fleet.ended(instance, R, failure)
 
-    assert (state(fleet, p), state(fleet, d)) == (State.BROKEN, State.JOINING)
+    assert (state(fleet, p), state(fleet, d)) == (State.EJECTED, State.STARTING)
 
 
 def break_and_rest(fleet, clock):
     d = decode(fleet)
     fleet.enter(d, R)
-    fleet.ended(d, R, Failure.BROKEN)
+    fleet.ended(d, R, Failure.BAD_RESPONSE)
     assert d not in fleet.usable(Role.DECODE)
     clock.now += 5
     assert d in fleet.usable(Role.DECODE)
     return d
 
 
-@pytest.mark.parametrize("failure", [None, Failure.BROKEN])
+@pytest.mark.parametrize("failure", [None, Failure.BAD_RESPONSE])
 def test_a_trial_in_two_legs_is_one_trial(fleet, clock, failure):
     """Its slot is held while the prompt is computed, given back, and taken again for the decode leg."""
     d, trial = break_and_rest(fleet, clock), RequestId("trial")
@@ -114,7 +113,7 @@ def test_a_trial_in_two_legs_is_one_trial(fleet, clock, failure):
             fleet.answered(d, trial, 0.1)
         fleet.ended(d, trial, failure)
 
-    assert state(fleet, d) is (State.READY if failure is None else State.BROKEN)
+    assert state(fleet, d) is (State.HEALTHY if failure is None else State.EJECTED)
 
 
 def test_a_trial_whose_prefill_fails_leaves_room_for_the_next(fleet, clock):
@@ -135,7 +134,7 @@ def test_legs_of_an_engine_that_was_removed_may_still_end(fleet):
         fleet.registry.remove(d.id, now=0)
         fleet.answered(d, R, 0.1)
         fleet.reported(d, b'JSON {"named_metrics": {}}')
-        fleet.ended(d, R, Failure.BROKEN)
+        fleet.ended(d, R, Failure.BAD_RESPONSE)
 
     assert d not in fleet.known(Role.DECODE)
 

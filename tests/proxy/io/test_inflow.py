@@ -49,7 +49,7 @@ async def test_an_engine_that_gets_nothing_is_found_and_the_others_are_not(caplo
         world.serve(f"r{turn}")
         await world.watch.look()
 
-    assert world.telemetry.counters.without_kv == {("decode-0",): 2}  # the others are not certain yet
+    assert world.telemetry.counters.transfers_missing == {("decode-0",): 2}  # the others are not certain yet
     assert [(one.where, one.reason) for one in world.telemetry.recent.failures] == [
         ("decode-0", "no KV cache arrived for 1 legs")
     ] * 2
@@ -64,7 +64,7 @@ async def test_an_engine_that_cannot_be_asked_is_not_accused():
         world.serve(f"r{turn}")
         await world.watch.look()
 
-    assert not world.telemetry.counters.without_kv
+    assert not world.telemetry.counters.transfers_missing
 
 
 async def test_what_was_counted_of_engines_that_left_is_forgotten():

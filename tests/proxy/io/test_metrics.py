@@ -1,17 +1,23 @@
 """What Prometheus gets."""
 
 import random
+import re
 from collections import Counter
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from support.helm_metrics import router_exposition
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission import Admission
+from xpyd_proxy.core.arrival import Arrival
 from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.limits import Limits
+from xpyd_proxy.core.framing import RefusalReason
+from xpyd_proxy.core.health import State
+from xpyd_proxy.core.limits import Limit, Limits
 from xpyd_proxy.core.model import Api, InstanceId, Push, RequestId, Role, Solo
 from xpyd_proxy.core.registry import Registry
-from xpyd_proxy.core.request_record import LegRecord, Outcome, RequestRecord
+from xpyd_proxy.core.request_record import LegRecord, RequestOutcome, RequestRecord
 from xpyd_proxy.core.retries import Failure
 from xpyd_proxy.core.roll import Roll
 from xpyd_proxy.io.metrics import Metrics
@@ -48,23 +54,23 @@ def test_a_leg_shows_while_it_is_open_and_counts_when_it_is_over():
     world.telemetry.legs_under_way = list
     world.telemetry.leg_ended(p, 0.2, None, r, 0.2)
     world.telemetry.handed_over(0.003, 0.203)
-    world.telemetry.leg_ended(d, 0.0, Failure.BROKEN, r, 0.203)
+    world.telemetry.leg_ended(d, 0.0, Failure.BAD_RESPONSE, r, 0.203)
     over = world.scrape()
 
     assert open_legs["xpyd_legs_in_flight", "prefill", "prefill-0"] == 1
     assert over["xpyd_legs_in_flight", "prefill", "prefill-0"] == 0
     assert over["xpyd_legs_total", "ok", "prefill", "prefill-0"] == 1
-    assert over["xpyd_legs_total", "broken", "decode", "decode-0"] == 1
-    assert over["xpyd_leg_answer_seconds_bucket", "0.1", "prefill", "prefill-0"] == 0
-    assert over["xpyd_leg_answer_seconds_bucket", "0.25", "prefill", "prefill-0"] == 1
-    assert over["xpyd_leg_answer_seconds_sum", "prefill", "prefill-0"] == 0.2
+    assert over["xpyd_legs_total", "bad_response", "decode", "decode-0"] == 1
+    assert over["xpyd_prefill_seconds_bucket", "0.1", "prefill-0"] == 0
+    assert over["xpyd_prefill_seconds_bucket", "0.25", "prefill-0"] == 1
+    assert over["xpyd_prefill_seconds_sum", "prefill-0"] == 0.2
     assert over["xpyd_handoff_gap_seconds_bucket", "0.0025"] == 0
     assert over["xpyd_handoff_gap_seconds_bucket", "0.005"] == 1
     assert over["xpyd_handoff_gap_seconds_count",] == 1
 
 
 def test_states_are_one_of_a_known_list():
-    """An alert on `state="broken"` needs the series before there is a broken one."""
+    """An alert on `state="ejected"` needs the series before an engine is."""
     world = World()
     life = world.registry.member(InstanceId("decode-0")).life
     life.seen(now=0.0)
@@ -72,9 +78,9 @@ def test_states_are_one_of_a_known_list():
         life.missed("does not answer", now=1.0)
     seen = world.scrape()
 
-    assert seen["xpyd_instance_state", "broken", "decode", "decode-0"] == 1
-    assert seen["xpyd_instance_state", "decode", "decode-0", "joining"] == 0
-    assert seen["xpyd_instance_state", "broken", "prefill", "prefill-0"] == 0
+    assert seen["xpyd_instance_state", "decode", "decode-0", "ejected"] == 1
+    assert seen["xpyd_instance_state", "decode", "decode-0", "starting"] == 0
+    assert seen["xpyd_instance_state", "ejected", "prefill", "prefill-0"] == 0
 
 
 def test_the_queue_and_its_refusals_show():
@@ -84,7 +90,7 @@ def test_the_queue_and_its_refusals_show():
         admission.arrive("key", 0, 10, now=0.0)
     seen = World(queue=admission).scrape()
 
-    assert (seen["xpyd_queue_waiting",], seen["xpyd_requests_admitted",]) == (1, 1)
+    assert (seen["xpyd_requests_waiting",], seen["xpyd_requests_running",]) == (1, 1)
     assert seen["xpyd_requests_refused_total", "max_queue"] == 2
 
 
@@ -95,8 +101,8 @@ def test_releases_show():
         world.telemetry.released(world.prefill[0], freed=freed)
     seen = world.scrape()
 
-    assert seen["xpyd_releases_total", "freed", "prefill-0"] == 1
-    assert seen["xpyd_releases_total", "failed", "prefill-0"] == 2
+    assert seen["xpyd_kv_releases_total", "freed", "prefill-0"] == 1
+    assert seen["xpyd_kv_releases_total", "failed", "prefill-0"] == 2
 
 
 def test_two_routers_in_one_process_do_not_share_a_number():
@@ -104,7 +110,7 @@ def test_two_routers_in_one_process_do_not_share_a_number():
     one, other = World(), World()
     one.telemetry.released(one.prefill[0], freed=True)
 
-    assert not any(name == "xpyd_releases_total" for name, *_ in other.scrape())
+    assert not any(name == "xpyd_kv_releases_total" for name, *_ in other.scrape())
 
 
 def test_an_instance_that_was_removed_is_not_in_the_next_scrape():
@@ -135,21 +141,48 @@ def test_ten_thousand_odd_requests_do_not_add_a_single_label():
     sizes = []
     for turn in range(10_000):
         record = RequestRecord(
-            RequestId(f"xpyd-{turn}"), solo=dice.choice([None, *Solo]), push=dice.choice([None, *Push])
+            RequestId(f"xpyd-{turn}"), single_reason=dice.choice([None, *Solo]), push=dice.choice([None, *Push])
         )
         p, d = dice.choice(world.prefill), dice.choice(world.decode)
         record.prefill, record.decode = dice.choice([None, LegRecord(p.id)]), LegRecord(d.id)
-        record.set_aside(Role.DECODE, dice.choice([*Failure, f"odd {turn}"]))
-        record.fault = dice.choice([None, f"odd {turn}"])
-        path = dice.choice([*Api, f"/v1/{turn}", f'/v1/"\n{turn}'])
-        outcome = Outcome(path, dice.choice([200, 400, 404, 499, 500, 502, 503]), dice.random(), dice.random())
+        record.set_aside(Role.DECODE, dice.choice([*Failure]))
+        record.error = dice.choice([None, f"odd {turn}"])
+        record.path = dice.choice([*Api, f"/v1/{turn}", f'/v1/"\n{turn}'])
+        record.ttft_s, record.queue_s = dice.choice([None, 0.1]), dice.choice([None, 0.0, 0.1])
+        record.over(dice.choice([200, 400, 404, 499, 500, 502, 503]), dice.random())
         for instance in (p, d):
             world.telemetry.leg_answered(instance, dice.random(), 1.0)
             world.telemetry.leg_ended(instance, dice.random(), dice.choice([None, *Failure]), record.request_id, 1.0)
-        world.telemetry.request_over(record, outcome)
+        world.telemetry.request_over(record)
         if turn in (4999, 9999):
             sizes.append(len(world.scrape()))
 
-    assert sizes[0] == sizes[1] < 1000
+    assert sizes[0] == sizes[1] < 2000
     names = Counter(key[0] for key in world.scrape())
     assert names["xpyd_requests_total"] == (len(Api) + 1) * 5
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_names_and_labels_follow_the_conventions_of_prometheus(workers):
+    """Counters end in _total, times in _seconds; label values are words that PromQL and people can write."""
+    kinds = set()
+    for family in text_string_to_metric_families(router_exposition(workers)):
+        kinds.add(family.type)
+        assert re.fullmatch(r"(xpyd|process)_[a-z_]+[a-z]", family.name)
+        assert family.documentation.endswith(".")
+        if family.type == "histogram":
+            assert family.name.endswith(("_seconds", "_bytes"))
+        assert "_milliseconds" not in family.name
+        for sample in family.samples:
+            counts = sample.name.endswith("_total")
+            assert counts == (family.type == "counter"), sample
+            for name, value in sample.labels.items():
+                assert re.fullmatch(r"[a-z][a-z_]*", name), sample
+                assert re.fullmatch(r"[A-Za-z0-9_./+-]+", value), sample
+    assert kinds >= {"counter", "gauge", "histogram"}
+
+
+def test_every_word_that_can_be_the_value_of_a_label_is_one():
+    """Without spaces, commas and colons, also those that no test happens to count."""
+    for word in (*Solo, *Push, *Failure, *RequestOutcome, *Arrival, *Limit, *RefusalReason, *State):
+        assert re.fullmatch(r"[a-z0-9_]+", word), word

@@ -10,7 +10,7 @@ from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.limits import Limits
 from xpyd_proxy.core.model import RequestId, Role
 from xpyd_proxy.core.registry import Registry
-from xpyd_proxy.core.request_record import Outcome, RequestRecord
+from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.retries import Failure
 from xpyd_proxy.core.roll import Roll
 from xpyd_proxy.io.status import Status
@@ -33,20 +33,25 @@ def test_the_page_gets_numbers_and_ids_and_no_address():
     telemetry.handed_over(0.0, now[0])
     telemetry.leg_ended(d, 0.0, Failure.UNREACHABLE, RequestId("r"), now[0])
     telemetry.legs_under_way = lambda: [d.id]
-    telemetry.request_over(RequestRecord(RequestId("r")), Outcome("/v1/completions", 200, 2.5, first_s=2.25))
+    record = RequestRecord(RequestId("r"), "/v1/completions")
+    record.ttft_s = 2.25
+    record.over(200, 2.5)
+    telemetry.request_over(record)
     now[0] += 3
     text = msgspec.json.encode(status.now()).decode()
 
     said = json.loads(text)
     assert said["uptime_s"] == 5
     assert said["last_minute"] == {"requests_per_s": 1 / 60, "failed": 0, "ttft_s": 2.25, "gap_s": 0.0}
-    common = {"state": "joining", "why": "added", "legs_per_s": 1 / 60}
+    common = {"state": "starting", "why": "added", "legs_per_s": 1 / 60}
     assert said["instances"] == [
         common | {"id": "prefill-0", "role": "prefill", "in_flight": 0, "failed": 0, "answer_s": 2.0},
         common | {"id": "decode-0", "role": "decode", "in_flight": 1, "failed": 1, "answer_s": None},
     ]
     assert said["queue"] == {"waiting": 1, "admitted": 1, "refused": 0}
-    assert said["failures"] == [{"ago_s": 3.0, "request": "r", "where": "decode-0", "reason": "a leg did not reach it"}]
+    assert said["failures"] == [
+        {"ago_s": 3.0, "request": "r", "where": "decode-0", "reason": "a leg did not reach the engine"}
+    ]
     assert {len(line) for line in said["series"].values() if isinstance(line, list)} == {60}
     assert not any(secret in text for secret in ("10.1.2.3", "secret-host", "8100"))
 

@@ -42,7 +42,7 @@ async def test_a_difference_is_told_once(parts):
     told, record = await served(prefill_counting(7, "pull"), decode_with(*parts))
 
     assert told == {("prefill-0", "decode-0"): 1}
-    assert record.fault == (
+    assert record.error == (
         "prefill-0 counted 7 prompt tokens and decode-0 9: they do not make the same prompt of a request"
     )
 
@@ -52,7 +52,7 @@ async def test_the_same_number_or_none_is_no_fault(parts):
     """A stream has no usage unless its client asks for it."""
     told, record = await served(prefill_counting(7, "pull"), decode_with(*parts))
 
-    assert (told, record.fault) == ({}, None)
+    assert (told, record.error) == ({}, None)
 
 
 async def test_legs_that_go_out_at_once_are_compared_too():
@@ -66,4 +66,4 @@ async def test_one_engine_has_nobody_to_differ_from():
     """A request for one engine is not read at all."""
     told, record = await served(prefill_counting(7, "pull"), decode_with(usage(9), DONE), n=2)
 
-    assert (told, record.fault) == ({}, None)
+    assert (told, record.error) == ({}, None)

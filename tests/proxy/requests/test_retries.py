@@ -59,7 +59,7 @@ async def test_a_prefill_that_fails_is_done_by_another_engine(outcome):
     first, second = engines.of(Role.PREFILL)
     assert first.instance.id != second.instance.id
     assert len(engines.of(Role.DECODE)) == 1
-    assert [retry.record.instance for retry in client.record.retries] == [first.instance.id]
+    assert [retry.leg.instance for retry in client.record.retries] == [first.instance.id]
 
 
 async def test_a_single_engine_gets_another_chance():
@@ -88,7 +88,7 @@ async def test_after_a_decode_that_failed_there_is_a_new_prefill(outcome):
     first, second = engines.of(Role.DECODE)
     assert first.instance.id != second.instance.id
     assert params_of(first)["remote_request_id"] != params_of(second)["remote_request_id"]
-    said = {503: "is busy", 500: "answered 5xx"}.get(outcome[0] if isinstance(outcome, tuple) else 0, "failed")
+    said = {503: "busy", 500: "http_5xx"}.get(outcome[0] if isinstance(outcome, tuple) else 0, "bad_response")
     assert client.record.server_timing().startswith(f'retry;desc="{first.instance.id} {said}";dur=0.0, prefill;')
 
 

@@ -168,10 +168,10 @@ def test_an_engine_that_nobody_probes_is_not_missed():
         (rule,) = kind(Chart().objects(values), "PrometheusRule")
         by_name = {one["alert"]: one["expr"] for one in rule["spec"]["groups"][0]["rules"]}
         states.append(
-            [re.search('state=~"(.*?)"', by_name[f"Xpyd{name}"])[1] for name in ("NoDecodeEngine", "InstanceBroken")]
+            [re.search('state=~"(.*?)"', by_name[f"Xpyd{name}"])[1] for name in ("NoDecodeEngine", "InstanceEjected")]
         )
 
-    assert states == [["healthy|half_open", "ejected|starting"], ["starting|healthy|half_open", "broken"]]
+    assert states == [["healthy|half_open", "ejected|starting"], ["starting|healthy|half_open", "ejected"]]
 
 
 def test_a_worker_is_missed_where_there_are_fewer_than_are_wanted():

@@ -8,8 +8,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xpyd_proxy.api.routes import is_endpoint
-from xpyd_proxy.core.endpoints import ENDPOINTS
 from xpyd_proxy.core.model import Headers, RequestId
+from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, RequestRecord, client_id
 from xpyd_proxy.requests.service import Spans
 

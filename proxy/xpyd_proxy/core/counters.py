@@ -83,7 +83,7 @@ class Counters:
     admin: Counter[Key] = field(default_factory=Counter)  # action, outcome
     unreachable_hosts: Counter[Key] = field(default_factory=Counter)  # prefill engine: replaced in its answers
     write_timeouts: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))  # connections of clients
-    connections_refused: Counter[Key] = field(default_factory=Counter)  # RefusalReason of core/framing.py
+    connections_refused: Counter[Key] = field(default_factory=Counter)  # RefusalReason of core/http/framing.py
     durations: Histograms = field(default_factory=lambda: Histograms(REQUEST_LATENCY))  # path, RequestOutcome
     queue_times: Histograms = field(default_factory=lambda: Histograms(REQUEST_LATENCY))  # path
     ttft: Histograms = field(default_factory=lambda: Histograms(FIRST_TOKEN))  # path

@@ -8,9 +8,9 @@ import re
 from enum import auto
 from typing import Final
 
+from xpyd_proxy.core.fast_enum import Word
 from xpyd_proxy.core.model import InstanceId, Push, RequestId, Role, Solo, TransferId
-from xpyd_proxy.core.retries import Failure
-from xpyd_proxy.core.word import Word
+from xpyd_proxy.core.protocol.engine_errors import Failure
 
 _CLIENT_ID: Final = re.compile(rb"[!-~]{1,128}")
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that closed the connection before it was answered
@@ -130,6 +130,13 @@ class RequestRecord:
             return SINGLE
         return PULL if self.push is None else self.push
 
+    @property
+    def is_usual(self) -> bool:
+        """Tell whether there is nothing to say about it but where it went, and when."""
+        return not (
+            self.error or self.single_reason or self.push or self.retries or self.client_id or self.prefill_error
+        )
+
     def id_headers(self) -> dict[str, str]:
         """Return the headers that name the request: by the client's own id, if it has one, and then by ours too."""
         if self.client_id is None:
@@ -148,7 +155,7 @@ class RequestRecord:
         return RequestId(f"{self.request_id}-r{len(self.retries)}") if self.retries else self.request_id
 
     def wrote(self, piece: bytes) -> None:
-        """Remember the end of the answer: of one whose legs went out at once it tells something (core/arrival.py)."""
+        """Remember the end of the answer, for core/protocol/kv_transfer_check.py."""
         self.before_last, self.last = self.last, piece
 
     def take_end(self) -> bytes:

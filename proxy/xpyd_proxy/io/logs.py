@@ -8,10 +8,11 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final, TextIO
+from typing import Final, Generic, TextIO, TypeVar
 
 from xpyd_proxy.settings import LogFormat
 
+T = TypeVar("T")
 _TEXT: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _TIME: Final = "%Y-%m-%d %H:%M:%S"  # logging's
 FACTS: Final = "facts"  # logger.info(line, extra={FACTS: {...}}): what the line says, by name
@@ -51,9 +52,9 @@ class JsonFormatter(logging.Formatter):
             event["exception"] = self.formatException(record.exc_info)
         return json.dumps(event, default=str)  # a line break in a value is escaped: no value can forge a line
 
-    def line(self, at: float, name: str, found: Mapping[str, object], _text: object) -> str:
-        """Write the facts of an event; ``at``: seconds since the epoch."""
-        return json.dumps(self._begin(at, "info", name) | dict(found), default=str)
+    def line(self, at: float, name: str, event: T, fields: Callable[[T], Mapping[str, object]], _text: object) -> str:
+        """Write an event by its fields; ``at``: seconds since the epoch."""
+        return json.dumps(self._begin(at, "info", name) | dict(fields(event)), default=str)
 
     def _begin(self, at: float, level: str, name: str) -> dict[str, object]:
         stamp = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
@@ -73,41 +74,52 @@ class TextFormatter(logging.Formatter):
             return super().format(record)
         return f"{self.formatTime(record)} {record.levelname} {record.name} {record.getMessage()}"
 
-    def line(
-        self, at: float, name: str, found: Mapping[str, object], text: Callable[[Mapping[str, object]], str]
-    ) -> str:
-        """Write the facts of an event; ``at``: seconds since the epoch."""
-        return f"{self._times.text(at)} INFO {name} {text(found)}"
+    def line(self, at: float, name: str, event: T, _fields: object, text: Callable[[T], str]) -> str:
+        """Write an event as text; ``at``: seconds since the epoch."""
+        return f"{self._times.text(at)} INFO {name} {text(event)}"
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802, ARG002 (logging's)
         """Write the time as logging does."""
         return self._times.text(record.created)
 
 
-def note(logger: logging.Logger, found: Mapping[str, object], text: Callable[[Mapping[str, object]], str]) -> None:
-    """Log the facts of an event at level INFO; ``text`` makes a line of them, for people.
+_OURS: Final = JsonFormatter, TextFormatter
+
+
+def note(
+    logger: logging.Logger, event: T, fields: Callable[[T], Mapping[str, object]], text: Callable[[T], str]
+) -> None:
+    """Log an event at level INFO: by its fields in JSON, as text for people; only one of the two is made.
 
     Where the log is as ``configure`` made it, the line is written without a record, which costs more than all the rest.
     """
     handler = _only_handler(logger)
     if handler is not None:
-        handler.write(logger.name, found, text)
+        handler.write(logger.name, event, fields, text)
         return
     record = logger.makeRecord(
-        logger.name, logging.INFO, __file__, 0, _Line(found, text), (), None, func=note.__name__, extra={FACTS: found}
+        logger.name,
+        logging.INFO,
+        __file__,
+        0,
+        _Line(event, text),
+        (),
+        None,
+        func=note.__name__,
+        extra={FACTS: fields(event)},
     )
     logger.handle(record)
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
-    """The facts of an event in one line, made when a log wants it: one in JSON never does."""
+class _Line(Generic[T]):
+    """An event in one line, made when a log wants it: one in JSON never does."""
 
-    facts: Mapping[str, object]
-    text: Callable[[Mapping[str, object]], str]
+    event: T
+    text: Callable[[T], str]
 
     def __str__(self) -> str:
-        return self.text(self.facts)
+        return self.text(self.event)
 
 
 def _only_handler(logger: logging.Logger) -> "BatchingHandler | None":
@@ -154,12 +166,12 @@ class BatchingHandler(logging.StreamHandler[TextIO]):
             except Exception:  # noqa: BLE001 (as logging does it)
                 self.handleError(logging.makeLogRecord({"msg": "%d lines of a batch", "args": (len(batch),)}))
 
-    def write(self, name: str, found: Mapping[str, object], text: Callable[[Mapping[str, object]], str]) -> None:
-        """Write the facts of an event, or keep them."""
+    def write(self, name: str, event: T, fields: Callable[[T], Mapping[str, object]], text: Callable[[T], str]) -> None:
+        """Write an event, or keep its line."""
         formatter = self.formatter
-        assert isinstance(formatter, JsonFormatter | TextFormatter)
+        assert isinstance(formatter, _OURS)
         now = time.time()  # noqa: TID251 (what a log says is the time of day)
-        line = formatter.line(now, name, found, text) + self.terminator
+        line = formatter.line(now, name, event, fields, text) + self.terminator
         with self._own:
             if self._batch is not None:
                 self._batch.append(line)

@@ -7,9 +7,9 @@ from typing import Final
 from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.ports import Census, Queue, Standing
 from xpyd_proxy.core.recent_stats import SPAN_S, RollingSeries
-from xpyd_proxy.core.reports import Part, Whole, bin_of
-from xpyd_proxy.core.said import Bin
-from xpyd_proxy.io.telemetry import Telemetry
+from xpyd_proxy.core.schemas import Bin
+from xpyd_proxy.core.workers.reports import Part, Whole, bin_of
+from xpyd_proxy.io.request_path.telemetry import Telemetry
 
 _STEP_S: Final = 5
 _MINUTE_S: Final = 60

@@ -13,7 +13,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from xpyd_proxy.core.model import Headers, Instance, Role
 from xpyd_proxy.core.request_record import RequestOutcome, RequestRecord
-from xpyd_proxy.io.access_log import fields
+from xpyd_proxy.io.request_path.access_log import fields
 
 _CONTEXT: Final = TraceContextTextMapPropagator()  # W3C: traceparent, tracestate
 _NAMES: Final = frozenset(name.encode() for name in _CONTEXT.fields)

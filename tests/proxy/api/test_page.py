@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 import xpyd_proxy.api.page
 from support.sim import router, sims
 from xpyd_proxy.api.page import content_policy
-from xpyd_proxy.local.sim import Fault, FaultKind
 from xpyd_proxy.settings import Settings
+from xpyd_proxy.testing.engine import Fault, FaultKind
 
 HTML = Path(xpyd_proxy.api.page.__file__).with_name("status.html").read_text(encoding="utf-8")
 TEXT = ("/v1/completions", {"prompt": "once upon a time", "max_tokens": 5})
@@ -149,7 +149,7 @@ async def test_the_metrics_tell_what_became_of_requests(mode):
     assert seen["xpyd_decode_ttft_seconds_count", "decode-0"] == 3
     assert seen["xpyd_legs_total", "decode", "decode-0", "ok"] >= 3
     assert seen["xpyd_legs_total", "prefill", "prefill-0", "refused"] == 1
-    assert seen["xpyd_instance_state", "prefill", "prefill-0", "healthy"] == 1
+    assert seen["xpyd_instance_state", "healthy", "prefill", "prefill-0"] == 1
     assert seen["xpyd_handoff_gap_seconds_count",] >= {"pull": 2, "push": 1}[mode]
     assert seen["xpyd_kv_transfers_total", "decode-0", "unknown"] == 2
 

@@ -9,10 +9,10 @@ from starlette.requests import ClientDisconnect
 
 from xpyd_proxy.api.tracking import Tracking, id_headers, note_fault, record_of
 from xpyd_proxy.core.model import InstanceId, Push, RequestId, Role
+from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.request_record import LegRecord
-from xpyd_proxy.core.retries import Failure
-from xpyd_proxy.io.access_log import log_request
 from xpyd_proxy.io.logs import FACTS
+from xpyd_proxy.io.request_path.access_log import log_request
 
 
 class Client:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from xpyd_proxy.core.model import InstanceId, RequestId
 from xpyd_proxy.core.recent_stats import SPAN_S, RecentStats, RollingSeries
-from xpyd_proxy.core.said import Bin
+from xpyd_proxy.core.schemas import Bin
 
 QUIET = Bin(0, 0, None, None)
 

@@ -3,8 +3,8 @@
 import pytest
 
 from xpyd_proxy.core.model import InstanceId, Push, RequestId, Role, Solo
+from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, LegRecord, RequestRecord
-from xpyd_proxy.core.retries import Failure
 
 P, D = InstanceId("prefill-0"), InstanceId("decode-1")
 

@@ -10,8 +10,8 @@ import pytest
 
 from xpyd_proxy.core.model import InstanceId, RequestId
 from xpyd_proxy.core.request_record import LegRecord, RequestRecord
-from xpyd_proxy.io.access_log import LOG, log_request
 from xpyd_proxy.io.logs import FACTS, BatchingHandler, JsonFormatter, TextFormatter, lines_together, note
+from xpyd_proxy.io.request_path.access_log import LOG, log_request
 
 
 class Written(io.StringIO):
@@ -223,11 +223,11 @@ def test_a_note_without_a_record_is_the_line_that_a_record_makes(formatter, monk
     monkeypatch.setattr(logger, "level", logging.INFO)
     found = {"id": "a", "path": "/v1", "ms": 1.5, "note": 'a "b"\n'}
 
-    note(logger, found, lambda facts: f"id={facts['id']}")  # the short way
+    note(logger, found, dict, lambda facts: f"id={facts['id']}")  # the short way
     monkeypatch.setattr(lines, "filters", [lambda _: True])
-    note(logger, found, lambda facts: f"id={facts['id']}")  # the long one
+    note(logger, found, dict, lambda facts: f"id={facts['id']}")  # the long one
     with lines_together():
-        note(logger, found, lambda facts: f"id={facts['id']}")
+        note(logger, found, dict, lambda facts: f"id={facts['id']}")
         assert lines.stream.getvalue().count("\n") == 2
 
     first, second, third = (without_time(line) for line in lines.stream.getvalue().splitlines())

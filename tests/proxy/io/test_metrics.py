@@ -9,19 +9,19 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from support.helm_metrics import router_exposition
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.admission import Admission
-from xpyd_proxy.core.arrival import Arrival
+from xpyd_proxy.core.admission.admission import Admission
+from xpyd_proxy.core.admission.limits import Limit, Limits
 from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.framing import RefusalReason
-from xpyd_proxy.core.health import State
-from xpyd_proxy.core.limits import Limit, Limits
+from xpyd_proxy.core.fleet.health import State
+from xpyd_proxy.core.fleet.instance_states import Roll
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.http.framing import RefusalReason
 from xpyd_proxy.core.model import Api, InstanceId, Push, RequestId, Role, Solo
-from xpyd_proxy.core.registry import Registry
+from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.kv_transfer_check import Arrival
 from xpyd_proxy.core.request_record import LegRecord, RequestOutcome, RequestRecord
-from xpyd_proxy.core.retries import Failure
-from xpyd_proxy.core.roll import Roll
 from xpyd_proxy.io.metrics import Metrics
-from xpyd_proxy.io.telemetry import Telemetry
+from xpyd_proxy.io.request_path.telemetry import Telemetry
 
 
 class World:

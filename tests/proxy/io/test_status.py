@@ -5,16 +5,16 @@ import json
 import msgspec
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.admission import Admission
+from xpyd_proxy.core.admission.admission import Admission
+from xpyd_proxy.core.admission.limits import Limits
 from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.limits import Limits
+from xpyd_proxy.core.fleet.instance_states import Roll
+from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import RequestId, Role
-from xpyd_proxy.core.registry import Registry
+from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.request_record import RequestRecord
-from xpyd_proxy.core.retries import Failure
-from xpyd_proxy.core.roll import Roll
+from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.status import Status
-from xpyd_proxy.io.telemetry import Telemetry
 
 
 def test_the_page_gets_numbers_and_ids_and_no_address():

@@ -20,7 +20,7 @@ from support.scripted import (
     router_of,
     until,
 )
-from xpyd_proxy.core.learned import State
+from xpyd_proxy.core.fleet.push_coordinates import State
 from xpyd_proxy.core.model import Answer, Api, InstanceId, Role
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST
 from xpyd_proxy.errors import EngineError, EngineTimeout

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from support.scripted import DONE, EVENT, Asked, Scripted, call, good_decode, good_prefill, pulled_prefill, router_of
-from xpyd_proxy.core.lifetime import Step
-from xpyd_proxy.core.limits import Limits
+from xpyd_proxy.core.admission.lifetime import Step
+from xpyd_proxy.core.admission.limits import Limits
 from xpyd_proxy.core.model import Role, Solo
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST
 from xpyd_proxy.errors import EngineError

@@ -7,7 +7,7 @@ import pytest
 
 from support.greedy import events
 from support.scripted import DONE, EVENT, Scripted, call, pulled_prefill, router_of, until
-from xpyd_proxy.core.limits import Limits
+from xpyd_proxy.core.admission.limits import Limits
 from xpyd_proxy.core.model import Api
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.io.logs import FACTS

@@ -93,6 +93,7 @@ async def until(true):
 def test_a_client_that_reads_nothing_is_hung_up_on(run, options, act, stream, caplog):
     """Its engine, its place and its bytes are free again, and the log says why; nobody else is touched."""
     caplog.set_level(logging.INFO, "xpyd_proxy")
+    caplog.set_level(logging.INFO, "xpyd.access")
 
     async def scene():
         async with asked(options, act, stream=stream) as (cast, port, settled, sock):

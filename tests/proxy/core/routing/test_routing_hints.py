@@ -5,8 +5,8 @@ import json
 import pytest
 
 from xpyd_proxy.core.model import Api, Ask, Call, Errand
-from xpyd_proxy.core.protocol.disaggregation import routing_hints
 from xpyd_proxy.core.protocol.request_bodies import parse
+from xpyd_proxy.core.routing import routing_hints
 from xpyd_proxy.core.routing.routing_hints import ask_of_call, ask_of_errand
 
 HEADERS = ((b"authorization", b"k"), (b"x-session-id", b"s"))

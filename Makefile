@@ -12,6 +12,7 @@ CONNECTOR ?= xpyd
 MODE      ?= pull
 PORT      ?= 8000
 ONCE      ?=
+TRY       ?=
 SECONDS   ?= 60
 SEED      ?= 17
 
@@ -70,6 +71,10 @@ fuzz: $(STAMPS)/dev ## random bytes against the router's port and the side chann
 .PHONY: test-fast
 test-fast: lint $(STAMPS)/helm ## what needs neither engines nor NIXL
 	$(BIN)/pytest -m "$(FAST)"
+
+.PHONY: test-bounds
+test-bounds: $(STAMPS)/dev ## the edge with the oldest and newest libraries it allows: docs/versions.md, 10 minutes; TRY=uvicorn==0.60.0
+	$(BIN)/python -P tests/support/bounds.py $(if $(TRY),--try $(TRY))
 
 .PHONY: test-helm
 test-helm: $(STAMPS)/helm ## the chart, with helm 3 and helm 4

@@ -12,20 +12,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import httpx
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 
-from xpyd_proxy.api import problems
-from xpyd_proxy.api.admin import Gatekeeping, admin_routes
-from xpyd_proxy.api.adminkey import onlooker_check
+from xpyd_proxy.api import exception_handlers
+from xpyd_proxy.api.admin import admin_routes, health_routes
+from xpyd_proxy.api.admin_key import require_any_key
 from xpyd_proxy.api.audit import Audit
-from xpyd_proxy.api.door import Door
-from xpyd_proxy.api.instances import Desk, instance_routes
-from xpyd_proxy.api.models import Models, model_routes
-from xpyd_proxy.api.openapi import openapi_routes
-from xpyd_proxy.api.page import page_routes
+from xpyd_proxy.api.auth import AuthMiddleware
+from xpyd_proxy.api.document import document_routes, new_application
+from xpyd_proxy.api.endpoint_routes import CLIENT_KEYS, endpoint_routes
+from xpyd_proxy.api.instances import InstanceAdmin, instance_routes
+from xpyd_proxy.api.model_list import ModelCatalog, model_routes
+from xpyd_proxy.api.operator_route import OperatorAccess
+from xpyd_proxy.api.page import Onlookers, page_routes
 from xpyd_proxy.api.ready import ready_routes
-from xpyd_proxy.api.routes import endpoint_routes
-from xpyd_proxy.api.tracking import Tracking
+from xpyd_proxy.api.request_context import RequestContextMiddleware
 from xpyd_proxy.core.admission.cache_salts import Salts
 from xpyd_proxy.core.admission.keys import Keyring, Outbound
 from xpyd_proxy.core.admission.lifetime import Lifetime
@@ -129,7 +130,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: Place | No
     engines = WireEngines(settings, outbound=outbound, tls=tls, guard=guard, dial=dial)
     gate, lifetime = Gate(limits_of(settings), time.monotonic), Lifetime()
     keyring, examiner = Keyring(client_keys(settings), settings.min_priority), Examiner()
-    salts, models = _salts(settings, keyring), Models(registry, engines, model=settings.model)
+    salts, models = _salts(settings, keyring), ModelCatalog(registry, engines, model=settings.model)
     telemetry, census, queue = Telemetry(Counters(_PATHS), time.monotonic), Roll(registry), gate.admission
     traces = _traces(settings)
     releaser = Releaser(engines, told=(telemetry,))
@@ -171,44 +172,48 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: Place | No
         parts = examiner, engines, releaser, checks, discovery.running(), prober.running(), inflow.running()
         return *parts, *crew.running(), requests
 
-    desk = Desk(registry, _explainer(requests), time.monotonic, crew.changes(discovery), crew.is_drained)
-    keeping = Gatekeeping(keyring, Audit(telemetry.admin_action, time.monotonic), guard)
+    admin = InstanceAdmin(registry, _explainer(requests), time.monotonic, crew.changes(discovery), crew.is_drained)
+    access = OperatorAccess(settings.admin_key, Audit(telemetry.admin_action, time.monotonic))
+    keys = CLIENT_KEYS if keyring.keys is not None else ()
     routes = (
-        page_routes(status, metrics, everybody, **_onlookers(settings, keyring)),
-        admin_routes(settings, fleet, models, desk.changes, keeping),
-        instance_routes(settings, desk, keeping.audit),
+        page_routes(status, metrics, everybody, _onlookers(settings, keyring)),
+        health_routes(fleet),
         ready_routes(Synced(fleet, discovery), lifetime, lambda: requests.rules.needed),
-        model_routes(models),
+        admin_routes(settings, fleet, models, admin.changes, guard=guard, keyring=keyring, access=access),
+        instance_routes(settings, admin, access),
+        model_routes(models, keys),
     )
-    app = FastAPI(lifespan=_lifespan(registry, running, traces), openapi_url=None, redirect_slashes=False)
-    app.add_middleware(Door, lifetime=lifetime, keyring=keyring, sites=sites)
+    app = new_application(_lifespan(registry, running, traces))
+    app.add_middleware(AuthMiddleware, lifetime=lifetime, keyring=keyring, sites=sites)
     app.add_middleware(
-        Tracking,
+        RequestContextMiddleware,
         new_id=new_id,
         clock=time.monotonic,
         spans=traces,
         request_over=telemetry.request_over,
         times=settings.server_timing,
     )
-    problems.install(app)
+    exception_handlers.install(app)
     for each in routes:
         app.include_router(each)
-    app.router.routes.extend(endpoint_routes(Endpoints(requests)))
-    app.include_router(openapi_routes(app, settings.admin_key, keyring, open_metrics=settings.open_metrics))
+    app.router.routes.extend(endpoint_routes(Endpoints(requests), keys=keys))
+    browsers = require_any_key(settings.admin_key, keyring, by_browsers=True)
+    app.include_router(document_routes(app, settings.admin_key, browsers))
     live = Live(registry, requests, gate, keyring, outbound, time.monotonic)
     return Router(
         app, requests, lifetime, live, telemetry.stalled_client, telemetry.refused_connection, server_tls(settings)
     )
 
 
-def _onlookers(settings: Settings, keyring: Keyring) -> Mapping[str, Callable[[Request], None]]:
+def _onlookers(settings: Settings, keyring: Keyring) -> Onlookers:
     """Say who may see the metrics and the status page."""
     if settings.open_metrics:
-        return {}
-    return {
-        "onlookers": onlooker_check(settings.admin_key, keyring),
-        "browsers": onlooker_check(settings.admin_key, keyring, by_browsers=True),
-    }
+        return Onlookers()
+    return Onlookers(
+        require_any_key(settings.admin_key, keyring),
+        require_any_key(settings.admin_key, keyring, by_browsers=True),
+        CLIENT_KEYS if keyring.keys is not None else (),
+    )
 
 
 def _guard(settings: Settings, registry: Registry, transport: httpx.AsyncBaseTransport | None) -> Guard:

@@ -242,7 +242,7 @@ OPTIONS: Final[Sequence[Option]] = (
     Option("decode_api_key_file", PATH, "the same for decode engines", live=True),
     Option("cache_salt_per_key", SWITCH, "set cache_salt by the client's key: no key can probe another's prefix cache"),
     Option("server_timing", SWITCH, "answer with Server-Timing: the engines of a request and their milliseconds"),
-    Option("open_metrics", SWITCH, "show /, /status.json and /metrics without a key where clients need one"),
+    Option("open_metrics", SWITCH, "show /, /stats and /metrics without a key where clients need one"),
     Option("forward_client_key", SWITCH, "show engines whose pool has no key the Authorization of the client"),
     Option("max_concurrency", COUNT, "requests that are served at the same time; more wait", live=True),
     Option("max_queue", NATURAL, "requests that wait; more are refused", live=True),

@@ -93,7 +93,7 @@ class Settings:
     cache_salt_per_key: bool = False  # keep what one key sends out of the prefix cache of all others
     cache_salt_secret: str | None = field(default=None, repr=False)  # of the fleet, for that; None: each key is its own
     server_timing: bool = True  # tell clients the engines of a request and their milliseconds
-    open_metrics: bool = False  # /, /status.json and /metrics want no key where clients need one
+    open_metrics: bool = False  # /, /stats and /metrics want no key where clients need one
     forward_client_key: bool = False  # engines without a key of their pool get the Authorization of the client
     max_concurrency: int = 4096  # requests that are served at the same time; more wait
     max_queue: int = 1024  # requests that wait; more are refused

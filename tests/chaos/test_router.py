@@ -72,7 +72,7 @@ class Four:
 
 
 def all_ready(url):
-    states = [row["state"] for row in httpx.get(f"{url}/status.json", trust_env=False).json()["instances"]]
+    states = [row["state"] for row in httpx.get(f"{url}/stats", trust_env=False).json()["instances"]]
     return states == ["healthy"] * 4
 
 

@@ -141,7 +141,7 @@ def test_server_timing_is_left_out_if_the_operator_says_so(tmp_path, shown):
     assert "server-timing" not in answers[3].headers
 
 
-LOOKS = ("/", "/status.json", "/metrics")
+LOOKS = ("/", "/stats", "/metrics")
 
 
 def basic(password):
@@ -189,7 +189,7 @@ def test_failures_do_not_name_a_request(tmp_path):
         for sim in fleet.engines.values():
             sim.inject(Fault(FaultKind.DROP))
         answer = fleet.post()
-        failures = fleet.get("/status.json").json()["failures"]
+        failures = fleet.get("/stats").json()["failures"]
 
     ours = answer.headers["x-request-id"]
     assert answer.status_code == 502

@@ -58,7 +58,7 @@ def test_a_page_cannot_use_an_open_router(stage, headers, status, word):
     assert with_key.status_code == (415 if "content-type" in headers and status == 415 else 200)
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/status", "/status.json", "/metrics", "/v1/models", "/openapi.json"])
+@pytest.mark.parametrize("path", ["/", "/health", "/status", "/stats", "/metrics", "/v1/models", "/openapi.json"])
 def test_a_page_whose_name_means_this_address_reads_nothing(stage, path):
     """The addresses of engines, for example."""
     answer = httpx.get(stage[0] + path, headers={"host": "evil.example:80"})

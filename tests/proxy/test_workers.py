@@ -65,7 +65,7 @@ class Crew:
         """Return a client that has one connection, to this worker."""
         for _ in range(200):
             client = httpx.Client(base_url=self.url, timeout=20, limits=httpx.Limits(max_connections=1))
-            if client.get("/status.json").json()["worker"] == number:
+            if client.get("/stats").json()["worker"] == number:
                 self.clients.append(client)
                 return client
             client.close()
@@ -243,7 +243,7 @@ def test_metrics_and_status_are_those_of_all_workers_whoever_is_asked(shared):
         assert found["xpyd_instance_state", "decode", "decode-0", "healthy"] == 1
         assert found["xpyd_legs_in_flight", "prefill", "prefill-0"] == 0
     assert after[zero]["process_resident_memory_bytes",] > 1.5 * _resident(crew.pids[0])
-    shown = [client.get("/status.json").json() for client in (zero, one)]
+    shown = [client.get("/stats").json() for client in (zero, one)]
     assert [(one["worker"], one["workers"]) for one in shown] == [(0, 2), (1, 2)]
     assert shown[0]["last_minute"] == shown[1]["last_minute"]
 

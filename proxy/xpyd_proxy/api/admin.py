@@ -1,20 +1,20 @@
 """Routes for operators, in the formats of vLLM's own proxy demo; their errors are FastAPI's ``{"detail": ...}``."""
 
 import logging
-from dataclasses import dataclass
+from typing import Annotated, Final
 
-import msgspec
 from fastapi import APIRouter, Depends, HTTPException, Request
 
-from xpyd_proxy.api.adminkey import key_check, onlooker_check
-from xpyd_proxy.api.audit import Act, Audit
-from xpyd_proxy.api.incoming import passed_on, read_body
-from xpyd_proxy.api.models import Models
+from xpyd_proxy.api.admin_key import OPERATOR_KEY, require_any_key
+from xpyd_proxy.api.audit import AuditedAction
+from xpyd_proxy.api.model_list import ModelCatalog
+from xpyd_proxy.api.operator_route import OPERATOR_ERRORS, OPERATORS, SMALL_BODY, OperatorAccess, action_of
+from xpyd_proxy.api.request_body import passed_on
+from xpyd_proxy.api.schemas import ErrorResponse, FleetStatus, Health, InstanceAdded, NewInstance
 from xpyd_proxy.core.admission.keys import Keyring
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.core.raw_json import NotJson, decode
-from xpyd_proxy.errors import AddressError, AlreadyKnown, BadPort, BodyTooLarge, NotAllowed
+from xpyd_proxy.errors import AddressError, AlreadyKnown, BadPort, NotAllowed
 from xpyd_proxy.io.discovery.stores import StoreDown
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.io.wire.connection_guard import Guard
@@ -22,57 +22,68 @@ from xpyd_proxy.io.workers.changes import Changes
 from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
+# In the demo's words, for scripts compare them.
+_FAULTS: Final = {"type": "Invalid instance type.", "instance": "Invalid instance format."}
+_NO_OBJECT: Final = "The body is not a JSON object."
 
 
-class _Addition(msgspec.Struct):
-    """The body of /instances/add; types are checked by hand, for each has its own answer."""
+def health_routes(fleet: LiveFleet) -> APIRouter:
+    """Build GET /health."""
+    router = APIRouter(tags=["probes"])
 
-    type: object = None
-    instance: object = None
+    @router.get("/health", responses={503: {"model": ErrorResponse, "description": "No engine of one role"}})
+    async def health() -> Health:
+        """Tell whether there is an engine of each role."""
+        for role in Role:
+            fleet.usable(role)
+        return Health(status="ok")
 
-
-@dataclass(frozen=True, slots=True)
-class Gatekeeping:
-    """Who may do what, and where engines may be."""
-
-    keyring: Keyring
-    audit: Audit
-    guard: Guard
+    return router
 
 
 def admin_routes(
-    settings: Settings, fleet: LiveFleet, models: Models, changes: Changes, gatekeeping: Gatekeeping
+    settings: Settings,
+    fleet: LiveFleet,
+    models: ModelCatalog,
+    changes: Changes,
+    *,
+    guard: Guard,
+    keyring: Keyring,
+    access: OperatorAccess,
 ) -> APIRouter:
-    """Build the routes."""
-    audit, keyring = gatekeeping.audit, gatekeeping.keyring
-    router = APIRouter()
+    """Build the routes of the demo."""
+    onlookers = Depends(require_any_key(settings.admin_key, keyring))
+    most = min(SMALL_BODY, settings.max_body_bytes)
+    router = APIRouter(
+        tags=[OPERATORS],
+        dependencies=[OPERATOR_KEY],
+        # The demo does not look at the content type: curl -d sends a form's.
+        route_class=access.route(
+            body_most=most, sentence=lambda field, _: _FAULTS.get(field, _NO_OBJECT), any_media=True
+        ),
+    )
+    looking = APIRouter(tags=[OPERATORS], dependencies=[OPERATOR_KEY, onlookers])
 
-    @router.get("/health")
-    async def health() -> dict[str, str]:
-        for role in Role:
-            fleet.usable(role)
-        return {"status": "ok"}
-
-    @router.get("/status", dependencies=[Depends(onlooker_check(settings.admin_key, keyring))])
-    async def status() -> dict[str, int | list[str]]:
+    @looking.get("/status")
+    async def status() -> FleetStatus:
+        """List the engines' addresses."""
         prefill, decode = ([node.address.authority for node in fleet.known(role)] for role in Role)
-        return {
-            "prefill_node_count": len(prefill),
-            "decode_node_count": len(decode),
-            "prefill_nodes": prefill,
-            "decode_nodes": decode,
-        }
+        return FleetStatus(
+            prefill_node_count=len(prefill),
+            decode_node_count=len(decode),
+            prefill_nodes=prefill,
+            decode_nodes=decode,
+        )
 
-    @router.post("/instances/add", dependencies=[Depends(key_check(settings.admin_key, audit))])
-    async def add(request: Request) -> dict[str, str]:
-        with audit.act(request) as act:
-            return await adding(request, act)
-
-    async def adding(request: Request, act: Act) -> dict[str, str]:
-        role, text = _wanted(await _body(request, limit=settings.max_body_bytes))
-        act.target = f"{role} {text}"
+    @router.post("/instances/add", responses=OPERATOR_ERRORS)
+    async def add(
+        request: Request, new: NewInstance, action: Annotated[AuditedAction, Depends(action_of)]
+    ) -> InstanceAdded:
+        """Send requests to one more engine, which must answer."""
+        role, text = new.type, new.instance
+        action.target = f"{role} {text}"
         target = _target(text)
-        await _check_place(gatekeeping.guard, target)
+        await _check_place(guard, target)
         candidate = Instance(InstanceId("candidate"), role, target.address)
         served = await models.accepted(candidate, passed_on(request.scope))
         if served is None:
@@ -85,30 +96,10 @@ def admin_routes(
             logger.warning("%s", exc)
             raise HTTPException(503, f"The instance may or may not have been added: {exc}") from exc
         fleet.serves(role, target.address, served)  # before a request for another model comes
-        return {"message": f"Added {text} to {role}_instances."}
+        return InstanceAdded(message=f"Added {text} to {role}_instances.")
 
+    router.include_router(looking)
     return router
-
-
-async def _body(request: Request, *, limit: int) -> bytes:
-    """Read what is sent, of whatever content type: vLLM's demo does not look at it."""
-    try:
-        return await read_body(request.scope, request.receive, limit=limit)
-    except BodyTooLarge as exc:
-        raise HTTPException(413, str(exc)) from exc
-
-
-def _wanted(body: bytes) -> tuple[Role, str]:
-    """Read the role and the address, in the order in which the demo complains about them."""
-    try:
-        addition = decode(body, _Addition)
-    except NotJson as exc:
-        raise HTTPException(400, "The body is not a JSON object.") from exc
-    if addition.type not in tuple(Role):
-        raise HTTPException(400, "Invalid instance type.")
-    if not isinstance(addition.instance, str) or ":" not in addition.instance:
-        raise HTTPException(400, "Invalid instance format.")
-    return Role(str(addition.type)), addition.instance
 
 
 async def _check_place(guard: Guard, target: Target) -> None:

@@ -21,7 +21,7 @@ _LINES: Final = 10  # about callers without the key, in so many seconds; more ar
 _SPAN_S: Final = 10.0
 
 
-class Result(StrEnum):
+class AuditResult(StrEnum):
     """What became of it."""
 
     OK = auto()
@@ -31,7 +31,7 @@ class Result(StrEnum):
 
 
 @dataclass(slots=True)
-class Act:
+class AuditedAction:
     """One action while it is carried out; ``target`` is filled in as soon as it is known."""
 
     target: str | None = None
@@ -48,35 +48,37 @@ class Audit:
     _dropped: int = field(default=0, init=False)
 
     @contextmanager
-    def act(self, request: Request) -> Generator[Act]:
+    def act(self, request: Request) -> Generator[AuditedAction]:
         """Write the line of an action at its end; an HTTPException is an answer that is no success."""
-        act = Act()
+        act = AuditedAction()
         try:
             yield act
         except HTTPException as exc:
-            self._note(request, Result.FAILED if exc.status_code >= 500 else Result.REFUSED, act, str(exc.detail))
+            self._note(
+                request, AuditResult.FAILED if exc.status_code >= 500 else AuditResult.REFUSED, act, str(exc.detail)
+            )
             raise
         except BaseException as exc:
-            self._note(request, Result.FAILED, act, type(exc).__name__)
+            self._note(request, AuditResult.FAILED, act, type(exc).__name__)
             raise
-        self._note(request, Result.OK, act)
+        self._note(request, AuditResult.OK, act)
 
     def refused(self, request: Request, why: str) -> None:
         """Write the line of a caller without the admin key, and bound how many of them there are."""
         action, now = _action(request), self.clock()
-        self.count(action, Result.UNAUTHENTICATED)
+        self.count(action, AuditResult.UNAUTHENTICATED)
         if now - self._since >= _SPAN_S:
             self._since, self._lines = now, 0
         if self._lines >= _LINES:
             self._dropped += 1
             return
         self._lines += 1
-        found = _facts(request, action, Result.UNAUTHENTICATED, None, why)
+        found = _facts(request, action, AuditResult.UNAUTHENTICATED, None, why)
         if self._dropped:
             found["unlogged_before"], self._dropped = self._dropped, 0
         note(LOG, found, dict, _text)
 
-    def _note(self, request: Request, result: Result, act: Act, why: str | None = None) -> None:
+    def _note(self, request: Request, result: AuditResult, act: AuditedAction, why: str | None = None) -> None:
         action = _action(request)
         self.count(action, result)
         if action not in _READS:
@@ -94,7 +96,9 @@ def _action(request: Request) -> str:
     return last if last in _ACTIONS else "list"
 
 
-def _facts(request: Request, action: str, result: Result, target: str | None, why: str | None) -> dict[str, object]:
+def _facts(
+    request: Request, action: str, result: AuditResult, target: str | None, why: str | None
+) -> dict[str, object]:
     client = request.client
     found: dict[str, object] = {
         "action": action,

@@ -72,10 +72,12 @@ class _EndpointProtocol(GuardedProtocol):
         if self._request is not None:
             self._request.take(piece, is_all=is_all)
 
-    def serve(self) -> None:
-        """Have it served: it is complete."""
+    def serve(self, body: bytes = b"") -> None:
+        """Have it served: it is complete. ``body``: all of it, if none was taken before."""
         request, self._is_coming = self._request, False
         if request is not None:
+            if body:
+                request.take(body, is_all=True)
             if self.flow.write_paused:
                 request.pause()  # the client has not read earlier answers
             request.begin()

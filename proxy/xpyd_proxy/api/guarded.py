@@ -171,7 +171,8 @@ class GuardedProtocol(HttpToolsProtocol):
         """Have the parser read what has come, as far as it is good."""
         if self._over:
             return
-        self._unset_keepalive_if_required()
+        if self.timeout_keep_alive_task is not None:
+            self._unset_keepalive_if_required()
         if self._left is not None:
             self._keep(data)
             return
@@ -187,7 +188,7 @@ class GuardedProtocol(HttpToolsProtocol):
         while data and not self._over and not self.transport.is_closing():
             if self._in_body:
                 data = self._read_length(data) if self._chunks is None else self._read_chunks(self._chunks, data)
-            elif self._is_next:
+            elif (self.cycle is None or self.cycle.response_complete) and not self.flow.write_paused:  # as in _is_next
                 data = self._read_head(data)
             else:
                 self._keep(data)
@@ -218,18 +219,17 @@ class GuardedProtocol(HttpToolsProtocol):
                 if self.cycle is not None:  # the first one had to come since the connection was made
                     self._since = self.loop.time()
             return b""
-        self._head = None
-        self.free(read)
+        if read:
+            self._head = None
+            self.free(read)
         return self._begin(read_head(bytes(received[start:end])), bytes(received[end:]))
 
     def _begin(self, head: Head, rest: bytes) -> bytes:
         """Begin a request; return what is behind its head, unless all of the request is here and nothing else."""
         self._is_ours = self.takes(head)
         if self._is_ours and head.length == len(rest):
-            if rest:
-                self.take(rest, is_all=True)
             self.between = True
-            self.serve()
+            self.serve(rest)
             return b""
         if not self._is_ours:
             self.headed = False
@@ -292,8 +292,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def take(self, piece: bytes, *, is_all: bool = False) -> None:
         """Take a piece of its body; ``is_all``: there is nothing else of it, before or behind."""
 
-    def serve(self) -> None:
-        """It is complete."""
+    def serve(self, body: bytes = b"") -> None:
+        """It is complete; ``body``: all of it, if none was taken before."""
 
     def _parse(self, data: bytes) -> None:
         parser = cast("Any", self.parser)  # there is one as long as the connection is open

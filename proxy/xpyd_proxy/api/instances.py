@@ -3,30 +3,28 @@
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final
 
 import msgspec
-from fastapi import APIRouter, Depends, HTTPException, Request, Response
+from fastapi import APIRouter, Depends, HTTPException, Response
 
-from xpyd_proxy.api.adminkey import key_check
-from xpyd_proxy.api.audit import Audit
-from xpyd_proxy.api.incoming import read_body, require_json
+from xpyd_proxy.api.admin_key import OPERATOR_KEY
+from xpyd_proxy.api.audit import AuditedAction
+from xpyd_proxy.api.operator_route import OPERATOR_ERRORS, OPERATORS, SMALL_BODY, OperatorAccess, action_of
+from xpyd_proxy.api.schemas import ExplainRequest, ExplainResponse, InstanceList, InstanceName, InstanceRow
 from xpyd_proxy.core.fleet.health import State
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.fleet.target import Target
-from xpyd_proxy.core.model import Api, Call, Headers, InstanceId, Role
+from xpyd_proxy.core.model import Api, Call, Headers, InstanceId
 from xpyd_proxy.core.protocol.request_bodies import parse
-from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.core.routing.explain import Explainer, Explanation
 from xpyd_proxy.errors import (
     AddressError,
     AlreadyKnown,
     BadRequest,
-    BodyTooLarge,
     NoInstance,
     UnknownInstance,
     UnknownModel,
-    UnsupportedMedia,
 )
 from xpyd_proxy.io.discovery.reconciler import Elsewhere
 from xpyd_proxy.io.discovery.stores import StoreDown
@@ -34,52 +32,12 @@ from xpyd_proxy.io.workers.changes import Changes
 from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
-_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=300)]
 _PATHS: Final = ", ".join(Api)
-
-
-class _Named(msgspec.Struct, forbid_unknown_fields=True):
-    """Which engine: by id, or by role and address as in /instances/add (then every rank there)."""
-
-    id: _Text | None = None
-    type: Role | None = None
-    instance: _Text | None = None
-
-
-class _Question(msgspec.Struct, forbid_unknown_fields=True):
-    """The request that a client would send."""
-
-    path: str
-    body: msgspec.Raw
-    headers: dict[str, str] = {}
-
-
-class Row(msgspec.Struct):
-    """One engine as operators see it."""
-
-    id: str
-    role: str
-    address: str
-    rank: int | None
-    state: str
-    why: str
-    since_s: float  # seconds in this state
-    in_flight: int
-    load: float
-    models: list[str] | None
-    version: str | None
-    connector: str | None
-    mode: str | None
-    revision: str | None
-    protocol: str | None  # these two as our connector says
-    fingerprint: str | None
-    source: str  # who wants it here: static, pods or store
-    generation: int  # of that source's view, when it first named the engine
+_Action = Annotated[AuditedAction, Depends(action_of)]
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class InstanceAdmin:
     """What the routes use."""
 
     registry: Registry
@@ -88,17 +46,17 @@ class Desk:
     changes: Changes
     is_drained: Callable[[InstanceId], bool] = lambda _: True  # for the other workers, too
 
-    def rows(self, members: Sequence[Member]) -> bytes:
+    def rows(self, members: Sequence[Member]) -> InstanceList:
         """Describe engines."""
-        return msgspec.json.encode({"instances": [self._row(member) for member in members]})
+        return InstanceList(instances=[self._row(member) for member in members])
 
-    def _row(self, member: Member) -> Row:
+    def _row(self, member: Member) -> InstanceRow:
         row = _row(member, self.clock())
         if member.life.state is State.DRAINED and not self.is_drained(member.instance.id):
             row.state, row.why = State.DRAINING, "another worker has requests there"
         return row
 
-    def found(self, named: _Named) -> Sequence[Member]:
+    def found(self, named: InstanceName) -> Sequence[Member]:
         """Return the engines that are meant.
 
         Raises:
@@ -120,40 +78,41 @@ class Desk:
         return found
 
 
-def instance_routes(settings: Settings, desk: Desk, audit: Audit) -> APIRouter:
+def instance_routes(settings: Settings, admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
     """Build the routes; all of them want the operator's key."""
-    router = APIRouter(prefix="/instances", dependencies=[Depends(key_check(settings.admin_key, audit))])
+    small = access.route(body_most=min(SMALL_BODY, settings.max_body_bytes))
+    large = access.route(body_most=settings.max_body_bytes)
+    router = APIRouter(prefix="/instances", tags=[OPERATORS], dependencies=[OPERATOR_KEY], route_class=small)
+    explaining = APIRouter(route_class=large)
 
-    @router.get("")
-    async def list_all(request: Request) -> Response:
-        with audit.act(request):
-            return _json(desk.rows(desk.registry.members()))
+    @router.get("", responses=OPERATOR_ERRORS)
+    async def list_all() -> InstanceList:
+        """List the engines."""
+        return admin.rows(admin.registry.members())
 
-    def act(verb: str, on: Callable[[InstanceId], Awaitable[None]]) -> None:
-        @router.post(f"/{verb}")
-        async def change(request: Request) -> Response:
-            with audit.act(request) as act:
-                named = await _read(request, _Named, limit=settings.max_body_bytes)
-                act.target = named.id or f"{named.type} {named.instance}"
-                members = _named(desk, named)
-                for member in members:
-                    if desk.registry.get(member.instance.id) is member:  # else it went with another rank
-                        await _changed(on, member)
-                return _json(desk.rows(members))
+    def act(verb: str, on: Callable[[InstanceId], Awaitable[None]], summary: str) -> None:
+        @router.post(f"/{verb}", responses=OPERATOR_ERRORS, summary=summary)
+        async def change(named: InstanceName, action: _Action) -> InstanceList:
+            action.target = named.id or f"{named.type} {named.instance}"
+            members = _named(admin, named)
+            for member in members:
+                if admin.registry.get(member.instance.id) is member:  # else it went with another rank
+                    await _changed(on, member)
+            return admin.rows(members)
 
-    act("remove", desk.changes.remove)
-    act("drain", desk.changes.drain)
-    act("undrain", desk.changes.undrain)
+    act("remove", admin.changes.remove, "Forget engines at once")
+    act("drain", admin.changes.drain, "Send engines nothing new, and say so when they have nothing left")
+    act("undrain", admin.changes.undrain, "Send engines requests again")
 
-    @router.post("/explain")
-    async def explain(request: Request) -> Response:
-        with audit.act(request):
-            question = await _read(request, _Question, limit=settings.max_body_bytes)
-            try:
-                return _json(_explained(desk.explainer().explain(_call(question))))
-            except (BadRequest, UnknownModel, NoInstance) as exc:
-                raise HTTPException(400, f"The request would be refused: {exc}") from exc
+    @explaining.post("/explain", responses=OPERATOR_ERRORS, response_model=ExplainResponse)
+    async def explain(question: ExplainRequest) -> Response:
+        """Say which engines a request would go to, and what each would get."""
+        try:
+            return _explained(admin.explainer().explain(_call(question)))
+        except (BadRequest, UnknownModel, NoInstance) as exc:
+            raise HTTPException(400, f"The request would be refused: {exc}") from exc
 
+    router.include_router(explaining)
     return router
 
 
@@ -171,7 +130,7 @@ async def _changed(on: Callable[[InstanceId], Awaitable[None]], member: Member) 
     logger.info("%s is %s", member.instance.id, member.life.state)
 
 
-def _call(question: _Question) -> Call:
+def _call(question: ExplainRequest) -> Call:
     """Read a request as a client's would be read."""
     if question.path not in tuple(Api):
         raise HTTPException(400, f"{question.path} has no two legs to explain: write one of {_PATHS}")
@@ -192,30 +151,18 @@ def _rank(given: dict[str, str]) -> int | None:
     return int(text)
 
 
-def _named(desk: Desk, named: _Named) -> Sequence[Member]:
+def _named(admin: InstanceAdmin, named: InstanceName) -> Sequence[Member]:
     try:
-        return desk.found(named)
+        return admin.found(named)
     except UnknownInstance as exc:
         raise HTTPException(404, str(exc)) from exc
     except AddressError as exc:
         raise HTTPException(400, str(exc)) from exc
 
 
-async def _read(request: Request, wanted: type[T], *, limit: int) -> T:
-    try:
-        require_json(request.scope)
-        return decode(await read_body(request.scope, request.receive, limit=limit), wanted)
-    except UnsupportedMedia as exc:
-        raise HTTPException(415, str(exc)) from exc
-    except BodyTooLarge as exc:
-        raise HTTPException(413, str(exc)) from exc
-    except NotJson as exc:
-        raise HTTPException(400, f"The body is not what this route takes: {exc}") from exc
-
-
-def _row(member: Member, now: float) -> Row:
+def _row(member: Member, now: float) -> InstanceRow:
     instance, life, facts = member.instance, member.life, member.facts
-    return Row(
+    return InstanceRow(
         id=instance.id,
         role=instance.role,
         address=instance.address.authority,
@@ -237,8 +184,9 @@ def _row(member: Member, now: float) -> Row:
     )
 
 
-def _explained(found: Explanation) -> bytes:
-    return msgspec.json.encode(
+def _explained(found: Explanation) -> Response:
+    """Write an answer: the bodies in it are the bytes that engines would get."""
+    body = msgspec.json.encode(
         {
             "rule": found.rule,
             "prefill": None if found.prefill is None else found.prefill.id,
@@ -247,7 +195,4 @@ def _explained(found: Explanation) -> bytes:
             "decode_body": msgspec.Raw(found.decode_body),
         }
     )
-
-
-def _json(body: bytes) -> Response:
     return Response(body, media_type="application/json")

@@ -3,20 +3,22 @@
 import base64
 import hashlib
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import HTMLResponse, PlainTextResponse
 
 from xpyd_proxy.core.workers.reports import Whole
 from xpyd_proxy.io.metrics import Metrics
-from xpyd_proxy.io.status import Status
+from xpyd_proxy.io.status import Snapshot, Status
 from xpyd_proxy.io.workers.crew import nobody
 
 _INLINE: Final = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
-_HEADERS: Final = {
+PAGE_HEADERS: Final = {
     "cache-control": "no-store",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
@@ -28,33 +30,40 @@ def anybody(_: Request) -> None:
     """Let everybody see it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Onlookers:
+    """Who may see the metrics, and the page with its numbers: the checks raise Unauthorized for others."""
+
+    scrapers: Callable[[Request], None] = anybody
+    browsers: Callable[[Request], None] = anybody
+    keys: Sequence[Any] = ()  # what the document says of it
+
+
 def page_routes(
     status: Status,
     metrics: Metrics,
     everybody: Callable[[], Awaitable[Whole | None]] = nobody,
-    *,
-    onlookers: Callable[[Request], None] = anybody,
-    browsers: Callable[[Request], None] = anybody,
+    onlookers: Onlookers = Onlookers(),
 ) -> APIRouter:
-    """Build the routes; the page is read once, here. ``everybody``: asks all workers, if there are several.
-
-    ``onlookers`` and ``browsers`` raise Unauthorized for who may not see the metrics, and the page with its numbers.
-    """
-    router = APIRouter()
+    """Build the routes; the page is read once, here. ``everybody``: asks all workers, if there are several."""
+    router = APIRouter(tags=["status"], dependencies=onlookers.keys)
     html = Path(__file__).with_name("status.html").read_text(encoding="utf-8")
-    headers = _HEADERS | {"content-security-policy": content_policy(html)}
+    headers = PAGE_HEADERS | {"content-security-policy": content_policy(html)}
 
-    @router.get("/", dependencies=[Depends(browsers)])
+    @router.get("/", dependencies=[Depends(onlookers.browsers)], response_class=HTMLResponse)
     async def page() -> Response:
+        """Show the status page."""
         return Response(html, headers=headers, media_type="text/html")
 
-    @router.get("/status.json", dependencies=[Depends(browsers)])
-    async def numbers() -> Response:
+    @router.get("/stats", dependencies=[Depends(onlookers.browsers)], response_model=Snapshot)
+    async def stats() -> Response:
+        """Give the numbers of the status page."""
         body = msgspec.json.encode(status.now(await everybody()))
-        return Response(body, headers=_HEADERS, media_type="application/json")
+        return Response(body, headers=PAGE_HEADERS, media_type="application/json")
 
-    @router.get("/metrics", dependencies=[Depends(onlookers)])
+    @router.get("/metrics", dependencies=[Depends(onlookers.scrapers)], response_class=PlainTextResponse)
     async def exposition(request: Request) -> Response:
+        """Give the metrics, for Prometheus."""
         body, content_type = metrics.exposition(request.headers.get("accept", ""), await everybody())
         return Response(body, headers={"content-type": content_type})
 

@@ -52,9 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do it; return the exit code: 0 done, 1 not done, 2 it could not be asked for like this."""
-    verb: Callable[[_Router, argparse.Namespace], str] = args.verb
+    verb: Callable[[_RouterClient, argparse.Namespace], str] = args.verb
     try:
-        with _Router(read_access(args), args.timeout) as router:
+        with _RouterClient(read_access(args), args.timeout) as router:
             sys.stdout.write(verb(router, args))
     except (CommandFailed, NoAccess) as exc:
         sys.stderr.write(f"xpyd instances: {exc}\n")
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-class _Router:
+class _RouterClient:
     """A client of the admin routes. httpx and its exceptions stop here."""
 
     def __init__(self, access: Access, timeout_s: float) -> None:
@@ -71,7 +71,7 @@ class _Router:
         self._client = httpx.Client(headers=headers, timeout=timeout_s, trust_env=False, verify=access.tls)
         self._extensions = {} if access.server_name is None else {"sni_hostname": access.server_name}
 
-    def __enter__(self) -> "_Router":
+    def __enter__(self) -> "_RouterClient":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -110,15 +110,15 @@ def _said(found: object) -> str:
     return str(error.get("detail") or said or "")
 
 
-def _list(router: _Router, args: argparse.Namespace) -> str:
+def _list(router: _RouterClient, args: argparse.Namespace) -> str:
     return _shown(router.ask("/instances"), args)
 
 
-def _add(router: _Router, args: argparse.Namespace) -> str:
+def _add(router: _RouterClient, args: argparse.Namespace) -> str:
     return f"{router.ask('/instances/add', {'type': args.type, 'instance': args.address})['message']}\n"
 
 
-def _change(router: _Router, args: argparse.Namespace) -> str:
+def _change(router: _RouterClient, args: argparse.Namespace) -> str:
     answers = [router.ask(f"/instances/{args.name}", {"id": name}) for name in args.id]
     rows = [row for answer in answers for row in answer["instances"]]
     if getattr(args, "wait", 0):
@@ -126,7 +126,7 @@ def _change(router: _Router, args: argparse.Namespace) -> str:
     return _shown({"instances": rows}, args)
 
 
-def _wait(router: _Router, names: Sequence[str], seconds: float) -> list[Json]:
+def _wait(router: _RouterClient, names: Sequence[str], seconds: float) -> list[Json]:
     """Wait until all of them are drained; one that is removed meanwhile is, too."""
     deadline = time.monotonic() + seconds
     while True:
@@ -140,7 +140,7 @@ def _wait(router: _Router, names: Sequence[str], seconds: float) -> list[Json]:
         time.sleep(_POLL_S)
 
 
-def _explain(router: _Router, args: argparse.Namespace) -> str:
+def _explain(router: _RouterClient, args: argparse.Namespace) -> str:
     try:
         text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8")
         body = json.loads(text)

@@ -82,7 +82,7 @@ def measured(workers, cores, seconds):
 
 def until_all_serve(port, workers):
     deadline = time.monotonic() + 60.0
-    while trial.get(port, "/status.json")["workers"] != workers:
+    while trial.get(port, "/stats")["workers"] != workers:
         if time.monotonic() > deadline:
             raise trial.Failed(f"not all of {workers} workers serve")
         time.sleep(0.05)

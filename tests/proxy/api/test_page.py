@@ -91,7 +91,7 @@ async def test_the_page_and_its_numbers_are_served():
     """No address is in them, and no cache keeps them."""
     async with router(sims(1, 2)) as client:
         await client.post(TEXT[0], json=TEXT[1] | {"stream": True})
-        page, numbers = await client.get("/"), await client.get("/status.json")
+        page, numbers = await client.get("/"), await client.get("/stats")
 
     assert page.text == HTML
     assert page.headers["content-type"] == "text/html; charset=utf-8"
@@ -110,7 +110,7 @@ async def test_failures_are_on_the_page_with_their_reason():
     engines["d0"].inject(Fault(FaultKind.STATUS, status=500, body="10.9.8.7 is down"))
     async with router(engines) as client:
         response = await client.post(TEXT[0], json=TEXT[1])
-        said = (await client.get("/status.json")).json()
+        said = (await client.get("/stats")).json()
 
     assert response.status_code == 200
     (failure,) = said["failures"]

@@ -25,24 +25,24 @@ _RESET_AT_ONCE: Final = (ConnectionError, AttributeError)
 _MOST_BYTES: Final = 8 * 1024 * 1024  # of one answer; /metrics of a busy engine has some hundred kB
 
 
-class Sick(Exception):
+class ProbeFailed(Exception):
     """The engine does not answer as one that lives; the message says how, without its address."""
 
     silent = True  # it does not answer at all
 
 
-class Odd(Sick):
+class ProbeInvalid(ProbeFailed):
     """The engine answers, but not as one that lives."""
 
     silent = False
 
 
-class _Card(msgspec.Struct):
+class _ModelCard(msgspec.Struct):
     id: str
 
 
-class _Cards(msgspec.Struct):
-    data: list[_Card]
+class _ModelCards(msgspec.Struct):
+    data: list[_ModelCard]
 
 
 class _Version(msgspec.Struct):
@@ -85,15 +85,15 @@ class HttpChecks:
         """Ask whether it lives, then what it is.
 
         Raises:
-            Sick: it does not live.
+            ProbeFailed: it does not live.
         """
         status, _ = await self._get(instance, "/health")
         if status != 200:
-            raise Odd(f"answers /health with status {status}")
+            raise ProbeInvalid(f"answers /health with status {status}")
         status, body = await self._get(instance, "/v1/models")
         if status >= 500:
-            raise Odd(f"answers /v1/models with status {status}")
-        models = frozenset(card.id for card in _read(body, _Cards).data) if status == 200 else None
+            raise ProbeInvalid(f"answers /v1/models with status {status}")
+        models = frozenset(card.id for card in _read(body, _ModelCards).data) if status == 200 else None
         status, body = await self._get(instance, "/version")
         return Facts(models, _read(body, _Version).version if status == 200 else None)
 
@@ -101,7 +101,7 @@ class HttpChecks:
         """Read its metrics; without any, all is unknown.
 
         Raises:
-            Sick: it does not answer.
+            ProbeFailed: it does not answer.
         """
         status, body = await self._get(instance, "/metrics")
         return engine_metrics.read(body, instance.rank) if status == 200 else Numbers()
@@ -110,7 +110,7 @@ class HttpChecks:
         """Return its metrics as it writes them; nothing, if it has none.
 
         Raises:
-            Sick: it does not answer.
+            ProbeFailed: it does not answer.
         """
         status, body = await self._get(instance, "/metrics")
         return body if status == 200 else b""
@@ -120,24 +120,24 @@ class HttpChecks:
         try:
             async with asyncio.timeout(self._timeout_s), self._client.stream("GET", url, headers=headers) as response:
                 if _is_coded(response):
-                    raise Odd(f"answers {path} with a content coding, and none was asked for")
-                too_long = Odd(f"answers {path} without end")
+                    raise ProbeInvalid(f"answers {path} with a content coding, and none was asked for")
+                too_long = ProbeInvalid(f"answers {path} without end")
                 return response.status_code, await whole(response.aiter_bytes(), _MOST_BYTES, too_long)
         except (TimeoutError, httpx.TimeoutException) as exc:
-            raise Sick(f"does not answer {path} within {self._timeout_s:g} s") from exc
+            raise ProbeFailed(f"does not answer {path} within {self._timeout_s:g} s") from exc
         except httpx.ConnectError as exc:
             if isinstance(exc.__cause__, NotAllowed):
-                raise Sick("is not where engines may be added (instances_allow)") from exc
-            raise Sick("cannot be reached") from exc
+                raise ProbeFailed("is not where engines may be added (instances_allow)") from exc
+            raise ProbeFailed("cannot be reached") from exc
         except (httpx.HTTPError, *_RESET_AT_ONCE) as exc:
-            raise Sick(f"breaks off when asked for {path}") from exc
+            raise ProbeFailed(f"breaks off when asked for {path}") from exc
 
 
 def _read(body: bytes, wanted: type[T]) -> T:
     try:
         return decode(body, wanted)
     except NotJson as exc:
-        raise Odd(f"answers something else than vLLM does: {exc}") from exc
+        raise ProbeInvalid(f"answers something else than vLLM does: {exc}") from exc
 
 
 def _is_coded(response: httpx.Response) -> bool:

@@ -9,7 +9,7 @@ from xpyd_proxy.core.fleet.kv_inflow import Inflow, received
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.ports import Fleet
 from xpyd_proxy.io.background import meanwhile
-from xpyd_proxy.io.probes.checks import Sick
+from xpyd_proxy.io.probes.checks import ProbeFailed
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class InflowWatch:
         every_s: float = EVERY_S,
     ) -> None:
         self._fleet = fleet
-        self._metrics = metrics  # raises Sick
+        self._metrics = metrics  # raises ProbeFailed
         self._telemetry = telemetry
         self._every_s = every_s
         self._inflow = Inflow()
@@ -61,7 +61,7 @@ class InflowWatch:
     async def _received(self, decode: Instance) -> float | None:
         try:
             return received(await self._metrics(decode), decode.rank)
-        except Sick:
+        except ProbeFailed:
             return None  # the prober says so
 
     def _report(self, decode: InstanceId, dry: int) -> None:

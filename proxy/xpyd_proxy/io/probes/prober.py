@@ -15,7 +15,7 @@ from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.io.background import meanwhile
-from xpyd_proxy.io.probes.checks import Sick
+from xpyd_proxy.io.probes.checks import ProbeFailed
 
 logger = logging.getLogger(__name__)
 _TICK_S: Final = 0.1  # seconds between two glances at who is due
@@ -25,7 +25,7 @@ _AT_ONCE: Final = 16  # looks at the same time
 
 
 class Checks(Protocol):
-    """Asks one engine. Both raise Sick."""
+    """Asks one engine. Both raise ProbeFailed."""
 
     async def look(self, instance: Instance, /) -> Facts:
         """Ask whether it lives, and what it is."""
@@ -141,7 +141,7 @@ class Prober:
         async with self._places:
             try:
                 await self._look(member)
-            except Sick as sick:
+            except ProbeFailed as sick:
                 member.life.missed(str(sick), now=self._clock(), silent=sick.silent)
                 self._note_silence(member)
             except Exception:  # a bug must not end the probing of all the others
@@ -170,7 +170,7 @@ class Prober:
         is_new = facts.models is None or facts.version is None or was_away
         self._registry.learn(name, look)
         if is_new:
-            with suppress(Sick):  # it lives, and an engine may keep its metrics to itself
+            with suppress(ProbeFailed):  # it lives, and an engine may keep its metrics to itself
                 shown = await self._checks.numbers(member.instance)
                 mode = TransferMode(shown.mode) if shown.mode in tuple(TransferMode) else None
                 facts = Facts(

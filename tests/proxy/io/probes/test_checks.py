@@ -10,7 +10,7 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import Facts
 from xpyd_proxy.core.fleet.engine_metrics import Numbers
 from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.io.probes.checks import HttpChecks, Sick
+from xpyd_proxy.io.probes.checks import HttpChecks, ProbeFailed
 from xpyd_proxy.testing.engine import Sim
 
 D = Instance(InstanceId("decode-0"), Role.DECODE, Address("http", "secret.example", 80))
@@ -80,7 +80,7 @@ async def test_what_it_does_not_tell_is_unknown_and_no_illness(changes, facts):
 async def test_an_engine_that_does_not_live_is_sick_of_something(changes, said, silent):
     """In words without its address, for clients read them; and to answer badly is not to be silent."""
     async with checks(GOOD | changes) as look:
-        with pytest.raises(Sick) as caught:
+        with pytest.raises(ProbeFailed) as caught:
             await look.look(D)
 
     assert said in str(caught.value)
@@ -119,9 +119,9 @@ async def test_a_packed_answer_is_refused_before_it_is_unpacked():
         return httpx.Response(200, headers={"content-encoding": "gzip"}, stream=httpx.ByteStream(packed))
 
     async with HttpChecks(timeout_s=1, transport=httpx.MockTransport(handle)) as look:
-        with pytest.raises(Sick, match="answers /metrics with a content coding, and none was asked for"):
+        with pytest.raises(ProbeFailed, match="answers /metrics with a content coding, and none was asked for"):
             await look.metrics(D)
-        with pytest.raises(Sick, match="answers /health with a content coding"):
+        with pytest.raises(ProbeFailed, match="answers /health with a content coding"):
             await look.look(D)
 
     assert asked == ["identity"] * 2

@@ -8,7 +8,7 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import RequestId, Role
-from xpyd_proxy.io.probes.checks import Sick
+from xpyd_proxy.io.probes.checks import ProbeFailed
 from xpyd_proxy.io.probes.kv_inflow import InflowWatch
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 
@@ -28,7 +28,7 @@ class World:
 
     async def metrics(self, instance):
         if self.sick:
-            raise Sick("cannot be reached")
+            raise ProbeFailed("cannot be reached")
         text = 'vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} %d\n'
         return (text % self.tokens[instance.id]).encode()
 

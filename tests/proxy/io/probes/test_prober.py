@@ -14,7 +14,7 @@ from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.io.probes.checks import Odd, Sick
+from xpyd_proxy.io.probes.checks import ProbeFailed, ProbeInvalid
 from xpyd_proxy.io.probes.prober import Prober, Rhythm
 
 
@@ -79,7 +79,7 @@ async def test_an_engine_that_falls_ill_breaks_and_comes_back(registry, engines)
     member = add(registry)
     async with prober(registry, engines, interval_s=0.05).running():
         await until_async(lambda: member.life.state is State.HEALTHY)
-        engines.sick = Sick("cannot be reached")
+        engines.sick = ProbeFailed("cannot be reached")
         await until_async(lambda: member.life.state is State.EJECTED)
         assert member.life.why == "cannot be reached"
         engines.sick, engines.facts = None, Facts(frozenset({"m"}), "0.33")
@@ -101,7 +101,7 @@ async def test_requests_at_an_engine_that_answers_no_probe_for_long_are_given_up
         await until_async(lambda: member.life.state is State.HEALTHY)
         await asyncio.sleep(0.3)
         assert given_up == []
-        engines.sick = Sick("does not answer /health within 5 s")
+        engines.sick = ProbeFailed("does not answer /health within 5 s")
         await until_async(lambda: given_up)
 
     assert set(given_up) == {("decode-0", 0.2, True)}
@@ -118,12 +118,12 @@ async def test_requests_at_an_engine_that_answers_probes_badly_are_not_given_up(
 
     async with prober(registry, engines, give_up, interval_s=0.05, hung_s=0.2).running():
         await until_async(lambda: member.life.state is State.HEALTHY)
-        engines.sick = Odd("answers /health with status 503")
+        engines.sick = ProbeInvalid("answers /health with status 503")
         await until_async(lambda: member.life.state is State.EJECTED)
         so_far = engines.looks
         await until_async(lambda: engines.looks >= so_far + 3)
         assert (given_up, member.life.why) == ([], "answers /health with status 503")
-        engines.sick, silent_since = Sick("does not answer /health within 5 s"), time.monotonic()
+        engines.sick, silent_since = ProbeFailed("does not answer /health within 5 s"), time.monotonic()
         await until_async(lambda: given_up)
 
     assert given_up[0] - silent_since >= 0.2
@@ -140,7 +140,7 @@ async def test_requests_at_a_drained_engine_that_answers_now_and_then_are_not_gi
     async def numbers(instance):
         asked.append(instance.id)
         if len(asked) % 2:
-            raise Sick("does not answer /metrics within 5 s")
+            raise ProbeFailed("does not answer /metrics within 5 s")
         return engines.shown
 
     engines.numbers = numbers
@@ -203,7 +203,7 @@ async def test_a_prefill_engine_that_cannot_be_asked_is_drained_after_a_while(re
     member = add(registry, Role.PREFILL)
 
     async def numbers(instance):
-        raise Sick("cannot be reached")
+        raise ProbeFailed("cannot be reached")
 
     engines.numbers = numbers
     registry.drain(member.instance.id, now=time.monotonic())
@@ -235,7 +235,7 @@ async def test_an_engine_that_hides_its_metrics_lives(registry, engines):
     member = add(registry)
 
     async def numbers(instance):
-        raise Sick("does not answer /metrics within 5 s")
+        raise ProbeFailed("does not answer /metrics within 5 s")
 
     engines.numbers = numbers
     async with prober(registry, engines, interval_s=0.1).running():
@@ -248,7 +248,7 @@ async def test_the_log_tells_what_becomes_of_an_engine_whoever_finds_out(registr
     """A break by requests stands there as one by probes does, once each; it is the first thing read at night."""
     caplog.set_level("INFO", "xpyd_proxy")
     member = add(registry)
-    engines.sick = Sick("cannot be reached")
+    engines.sick = ProbeFailed("cannot be reached")
     async with prober(registry, engines, interval_s=0.05).running():
         await until_async(lambda: "decode-0 is starting: cannot be reached" in caplog.text)
         engines.sick = None

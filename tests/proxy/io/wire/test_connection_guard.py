@@ -7,7 +7,7 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.http.address_allowlist import AllowList
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.errors import EngineError, NotAllowed
-from xpyd_proxy.io.probes.checks import HttpChecks, Sick
+from xpyd_proxy.io.probes.checks import HttpChecks, ProbeFailed
 from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.io.wire.connection_guard import Guard
 from xpyd_proxy.settings import Settings
@@ -77,7 +77,7 @@ async def test_a_name_that_leads_elsewhere_a_moment_later_changes_nothing():
             other = Instance(InstanceId("decode-1"), Role.DECODE, at("rebound.invalid", port))
             with pytest.raises(EngineError, match="decode-1 is not where engines may be added"):
                 await legs.models(other, ())
-            with pytest.raises(Sick, match=r"is not where engines may be added \(instances_allow\)"):
+            with pytest.raises(ProbeFailed, match=r"is not where engines may be added \(instances_allow\)"):
                 await checks.look(other)
 
 
@@ -112,5 +112,5 @@ async def test_a_name_that_leads_nowhere_cannot_be_reached():
     async with legs, checks:
         with pytest.raises(EngineError, match="decode-0 cannot be reached"):
             await legs.models(instance, ())
-        with pytest.raises(Sick, match="cannot be reached"):
+        with pytest.raises(ProbeFailed, match="cannot be reached"):
             await checks.look(instance)

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from xpyd_proxy.api.models import Models
+from xpyd_proxy.api.model_list import ModelCatalog
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import Answer, Instance, InstanceId, Role
@@ -41,7 +41,7 @@ def models(engines, *, prefill=(), decode=(), model=None):
     for role, hosts in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
         for host in hosts:
             registry.add(role, Address("http", host, 80))
-    return Models(registry, engines, model=model)
+    return ModelCatalog(registry, engines, model=model)
 
 
 def candidate(host):

@@ -6,8 +6,8 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from xpyd_proxy.api.problems import response_to
-from xpyd_proxy.api.routes import is_endpoint
+from xpyd_proxy.api.endpoint_routes import is_endpoint
+from xpyd_proxy.api.exception_handlers import response_to
 from xpyd_proxy.core.admission.keys import Keyring
 from xpyd_proxy.core.admission.lifetime import Lifetime, Stage, cut_short
 from xpyd_proxy.core.http.origins import Sites
@@ -15,12 +15,13 @@ from xpyd_proxy.core.model import Headers
 from xpyd_proxy.errors import ClosingDown, CrossSite, Misdirected, Unauthorized
 
 # For probes, for onlookers and for operators, whose routes look at keys themselves. All else needs a client's key.
-LOOKS: Final = frozenset({"/", "/metrics", "/status.json"})
-_OPEN: Final = LOOKS | {"/health", "/ready", "/status", "/instances"}
+_OPEN: Final = frozenset(
+    {"/", "/metrics", "/stats", "/docs", "/openapi.json", "/health", "/ready", "/status", "/instances"}
+)
 _OPEN_BELOW: Final = ("/instances/",)
 
 
-class Door:
+class AuthMiddleware:
     """ASGI middleware. Connections are not kept any more once the router has been told to end."""
 
     def __init__(self, app: ASGIApp, *, lifetime: Lifetime, keyring: Keyring, sites: Sites) -> None:
@@ -37,7 +38,7 @@ class Door:
         try:
             self._check_site(scope)
         except (CrossSite, Misdirected) as error:
-            await response_to(error, scope)(scope, receive, _Answer(send, self._lifetime))
+            await response_to(error, scope)(scope, receive, _ObservedSend(send, self._lifetime))
             return
         if is_open(scope["path"]):
             await self._app(scope, receive, send)
@@ -47,9 +48,9 @@ class Door:
                 self._lifetime.check()
                 self._keyring.caller(tuple(scope["headers"]))
             except (ClosingDown, Unauthorized) as error:
-                await response_to(error, scope)(scope, receive, _Answer(send, self._lifetime))
+                await response_to(error, scope)(scope, receive, _ObservedSend(send, self._lifetime))
                 return
-            answer = _Answer(send, self._lifetime)
+            answer = _ObservedSend(send, self._lifetime)
             try:
                 await self._app(scope, receive, answer)
             except asyncio.CancelledError:
@@ -65,7 +66,7 @@ class Door:
 
 
 @dataclass(slots=True)
-class _Answer:
+class _ObservedSend:
     """Remembers how much of an answer has been sent, for the case that it must be cut off.
 
     Once the router leaves it has the client open another connection, to another router, for its next request.

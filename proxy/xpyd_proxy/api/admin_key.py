@@ -4,35 +4,46 @@ import base64
 import binascii
 import hmac
 from collections.abc import Callable
-from typing import Annotated, Final, TypeAlias
+from typing import Any, Final
 
-from fastapi import Header, HTTPException, Request
+from fastapi import HTTPException, Request, Security
+from fastapi.security import APIKeyHeader
 
 from xpyd_proxy.api.audit import Audit, fingerprint
 from xpyd_proxy.core.admission.keys import Keyring, shown_key
 from xpyd_proxy.core.model import Headers
 from xpyd_proxy.errors import Unauthorized
 
-ApiKey: TypeAlias = Annotated[str | None, Header()]
 _ASKS: Final = {"www-authenticate": "X-Api-Key"}
 _MISSING: Final = "This is for operators: send the router's admin key as X-Api-Key."
 _UNCONFIGURED: Final = (
     "This router has no admin key, so nobody may do this: start it with ADMIN_API_KEY in its environment."
 )
 
+# For the document; the routes that want the key look at it before FastAPI reads a body (api/operator_route.py).
+OPERATOR_KEY: Final[Any] = Security(
+    APIKeyHeader(name="X-Api-Key", scheme_name="operator", description="The operator's key", auto_error=False)
+)
 
-def key_check(admin_key: str | None, audit: Audit) -> Callable[[Request, str | None], None]:
-    """Return a dependency that lets only those pass who show the key; keys are compared in constant time."""
+
+def is_admin(request: Request, admin_key: str | None) -> bool:
+    """Tell whether a request shows the operator's key."""
+    return bool(admin_key) and _is_it(request.headers.get("x-api-key", "").encode("latin-1"), admin_key or "")
+
+
+def require_admin_key(admin_key: str | None, audit: Audit) -> Callable[[Request], None]:
+    """Return a check that lets only those pass who show the key; keys are compared in constant time."""
     name = None if not admin_key else fingerprint(admin_key)
 
-    def authenticate(request: Request, x_api_key: ApiKey = None) -> None:
+    def authenticate(request: Request) -> None:
+        shown = request.headers.get("x-api-key")
         if not admin_key:
             audit.refused(request, "the router has no admin key")
             raise HTTPException(404, _UNCONFIGURED)
-        if x_api_key is None:
+        if shown is None:
             audit.refused(request, "no X-Api-Key")
             raise HTTPException(401, _MISSING, _ASKS)
-        if not _is_it(x_api_key.encode("latin-1"), admin_key):
+        if not _is_it(shown.encode("latin-1"), admin_key):
             audit.refused(request, "a wrong X-Api-Key")
             raise HTTPException(401, "Forbidden: Invalid API Key.", _ASKS)  # vLLM's demo says so, with 403
         request.state.admin = name
@@ -40,7 +51,7 @@ def key_check(admin_key: str | None, audit: Audit) -> Callable[[Request, str | N
     return authenticate
 
 
-def onlooker_check(admin_key: str | None, keyring: Keyring, *, by_browsers: bool = False) -> Callable[[Request], None]:
+def require_any_key(admin_key: str | None, keyring: Keyring, *, by_browsers: bool = False) -> Callable[[Request], None]:
     """Return a dependency for what shows the fleet: where clients need a key, one of theirs or the operator's.
 
     ``by_browsers``: also as the password of Basic (RFC 7617), for which browsers ask; the name plays no part.

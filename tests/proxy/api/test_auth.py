@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from support.sim import InMemory, cluster, router, sims, until, until_async
-from xpyd_proxy.api.door import Door, is_open
+from xpyd_proxy.api.auth import AuthMiddleware, is_open
 from xpyd_proxy.app import build
 from xpyd_proxy.core.admission.keys import Keyring
 from xpyd_proxy.core.admission.lifetime import Lifetime, Step
@@ -85,7 +85,7 @@ async def test_addresses_are_shown_to_who_has_a_key(keys):
 def test_everything_else_needs_one():
     """Also what is added tomorrow."""
     assert not any(map(is_open, ["/v1/completions", "/tokenize", "/v2/rerank", "/instancesx", "//", "/health/", ""]))
-    assert all(map(is_open, ["/instances", "/instances/add", "/status.json"]))
+    assert all(map(is_open, ["/instances", "/instances/add", "/stats"]))
 
 
 async def test_the_official_client_sees_an_authentication_error(keys):
@@ -239,7 +239,7 @@ async def test_an_answer_that_has_ended_is_not_cut_off():
     async def send(message):
         sent.append(message)
 
-    door = Door(app, lifetime=lifetime, keyring=Keyring(None), sites=Sites(Settings()))
+    door = AuthMiddleware(app, lifetime=lifetime, keyring=Keyring(None), sites=Sites(Settings()))
     scope = {"type": "http", "method": "GET", "path": PATH, "headers": []}
     serving = asyncio.create_task(door(scope, None, send))
     await ended.wait()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from starlette.requests import ClientDisconnect
 
-from xpyd_proxy.api.tracking import Tracking, id_headers, note_fault, record_of
+from xpyd_proxy.api.request_context import RequestContextMiddleware, id_headers, note_fault, record_of
 from xpyd_proxy.core.model import InstanceId, Push, RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.request_record import LegRecord
@@ -27,7 +27,9 @@ class Client:
 
 def tracking(app):
     times = iter([1.0, 1.5])
-    return Tracking(app, new_id=lambda: RequestId("xpyd-1"), clock=lambda: next(times), request_over=log_request)
+    return RequestContextMiddleware(
+        app, new_id=lambda: RequestId("xpyd-1"), clock=lambda: next(times), request_over=log_request
+    )
 
 
 def scope(path="/v1/models", kind="http", method="GET"):
@@ -160,7 +162,9 @@ async def test_who_follows_a_request_learns_how_it_ended(raises, status):
             raise raises
         await answer(scope, receive, send)
 
-    follow = Tracking(app, new_id=lambda: RequestId("r"), clock=lambda: 1.0, spans=Spans(), request_over=log_request)
+    follow = RequestContextMiddleware(
+        app, new_id=lambda: RequestId("r"), clock=lambda: 1.0, spans=Spans(), request_over=log_request
+    )
     with suppress(KeyError):
         await follow(scope() | {"headers": [(b"a", b"b")]}, None, Client().send)
 

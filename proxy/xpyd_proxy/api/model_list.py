@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import Sequence
 from itertools import chain
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from xpyd_proxy.api.incoming import passed_on
+from xpyd_proxy.api.request_body import passed_on
+from xpyd_proxy.api.schemas import ErrorResponse, ServedModels
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import Answer, Headers, Instance, Role
 from xpyd_proxy.core.ports import Engines
@@ -19,21 +20,21 @@ from xpyd_proxy.errors import EngineError, NoInstance
 _WANTS_A_KEY: Final = (401, 403)
 
 
-class _Model(msgspec.Struct):
+class _ModelId(msgspec.Struct):
     id: str
 
 
-class _Models(msgspec.Struct):
-    data: list[_Model]
+class _ModelIds(msgspec.Struct):
+    data: list[_ModelId]
 
 
-class _Cards(msgspec.Struct):
+class _RawModelList(msgspec.Struct):
     """The same list, with the models as they came."""
 
     data: list[msgspec.Raw]
 
 
-class Models:
+class ModelCatalog:
     """Asks engines for their models. ``model``: what an added one must serve; None: anything."""
 
     def __init__(self, registry: Registry, engines: Engines, *, model: str | None) -> None:
@@ -77,12 +78,13 @@ class Models:
             return None
 
 
-def model_routes(models: Models) -> APIRouter:
-    """Build GET /v1/models."""
-    router = APIRouter()
+def model_routes(models: ModelCatalog, keys: Sequence[Any] = ()) -> APIRouter:
+    """Build GET /v1/models; ``keys``: CLIENT_KEYS, if clients must show one."""
+    router = APIRouter(tags=["models"], dependencies=keys)
 
-    @router.get("/v1/models")
+    @router.get("/v1/models", response_model=ServedModels, responses={503: {"model": ErrorResponse}})
     async def list_models(request: Request) -> Response:
+        """List the models of all engines, each once."""
         answer = await models.listing(passed_on(request.scope))
         check_type("an engine", answer.content_type.encode("latin-1"))
         return Response(answer.body, answer.status, {"content-type": answer.content_type})
@@ -93,8 +95,8 @@ def model_routes(models: Models) -> APIRouter:
 def _cards(answer: Answer) -> list[msgspec.Raw] | None:
     """Return the descriptions in a list; None when it is no such list."""
     try:
-        decode(answer.body, _Models)
-        return decode(answer.body, _Cards).data if answer.status == 200 else None
+        decode(answer.body, _ModelIds)
+        return decode(answer.body, _RawModelList).data if answer.status == 200 else None
     except NotJson:
         return None
 
@@ -102,7 +104,7 @@ def _cards(answer: Answer) -> list[msgspec.Raw] | None:
 def _merged(lists: Sequence[Sequence[msgspec.Raw]]) -> Answer:
     cards: dict[str, msgspec.Raw] = {}
     for card in chain.from_iterable(lists):
-        cards.setdefault(decode(card, _Model).id, card)
+        cards.setdefault(decode(card, _ModelId).id, card)
     body = msgspec.json.encode({"object": "list", "data": list(cards.values())})
     return Answer(200, "application/json", body)
 
@@ -112,6 +114,6 @@ def _names(answer: Answer | None) -> Sequence[str]:
     if answer is None or answer.status != 200:
         return ()
     try:
-        return [model.id for model in decode(answer.body, _Models).data]
+        return [model.id for model in decode(answer.body, _ModelIds).data]
     except NotJson:
         return ()

@@ -7,7 +7,7 @@ from fastapi.exception_handlers import http_exception_handler
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from xpyd_proxy.api.tracking import id_headers, note_fault
+from xpyd_proxy.api.request_context import id_headers, note_fault
 from xpyd_proxy.errors import (
     ProxyError,
     Refused,
@@ -56,7 +56,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """Answer for what should not have happened, from outside of Tracking; the server logs the traceback."""
+    """Answer for what should not have happened, from outside of the middleware; the server logs the traceback."""
     return _response_to_a_bug(error, request.scope)
 
 

@@ -7,7 +7,7 @@ from typing import Final
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from xpyd_proxy.api.routes import is_endpoint
+from xpyd_proxy.api.endpoint_routes import is_endpoint
 from xpyd_proxy.core.model import Headers, RequestId
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, RequestRecord, client_id
@@ -19,7 +19,7 @@ NO_SNIFFING: Final = (b"x-content-type-options", b"nosniff")  # a browser takes 
 
 
 def record_of(scope: Scope) -> RequestRecord:
-    """Return the record of a request that came through :class:`Tracking`."""
+    """Return the record of a request that came through :class:`RequestContextMiddleware`."""
     record: RequestRecord = scope[_KEY]
     return record
 
@@ -31,12 +31,12 @@ def note_fault(scope: Scope, error: Exception) -> None:
 
 
 def id_headers(scope: Scope) -> dict[str, str]:
-    """Return the headers that name a request, for an answer that :class:`Tracking` does not see."""
+    """Return the headers that name a request, for an answer that :class:`RequestContextMiddleware` does not see."""
     return record_of(scope).id_headers() if _KEY in scope else {}
 
 
 @dataclass(slots=True)
-class _Outgoing:
+class _SendWithHeaders:
     """Adds the headers to an answer, and remembers its status."""
 
     send: Send
@@ -63,7 +63,7 @@ class _Outgoing:
         return headers
 
 
-class Tracking:
+class RequestContextMiddleware:
     """ASGI middleware."""
 
     def __init__(
@@ -93,7 +93,7 @@ class Tracking:
             return
         start, record = self._clock(), RequestRecord(self._new_id(), path, client_id=_client_id(scope))
         scope[_KEY] = record
-        outgoing = _Outgoing(send, record, self._clock, times=self._times)
+        outgoing = _SendWithHeaders(send, record, self._clock, times=self._times)
         status: int | None = _BUG
         span = None
         if self._spans is not None:

@@ -8,9 +8,9 @@ import pytest
 from fastapi import FastAPI, HTTPException
 
 from xpyd_proxy import errors
-from xpyd_proxy.api import problems
-from xpyd_proxy.api.problems import error_body
-from xpyd_proxy.api.tracking import Tracking
+from xpyd_proxy.api import exception_handlers
+from xpyd_proxy.api.exception_handlers import error_body
+from xpyd_proxy.api.request_context import RequestContextMiddleware
 from xpyd_proxy.core.model import RequestId
 
 RAISED = {
@@ -77,8 +77,8 @@ def test_errors_that_clients_never_see_are_accounted_for():
 
 def app_that_raises(error):
     app = FastAPI()
-    problems.install(app)
-    app.add_middleware(Tracking, new_id=lambda: RequestId("xpyd-1"), clock=lambda: 0.0)
+    exception_handlers.install(app)
+    app.add_middleware(RequestContextMiddleware, new_id=lambda: RequestId("xpyd-1"), clock=lambda: 0.0)
 
     async def fail():
         raise error

@@ -30,6 +30,7 @@ from xpyd_proxy.api.request_context import RequestContextMiddleware
 from xpyd_proxy.core.admission.cache_salts import Salts
 from xpyd_proxy.core.admission.keys import Keyring, Outbound
 from xpyd_proxy.core.admission.lifetime import Lifetime
+from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fleet.health import Limits
 from xpyd_proxy.core.fleet.instance_states import Roll
 from xpyd_proxy.core.fleet.push_coordinates import Learned
@@ -37,7 +38,6 @@ from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.http.address_allowlist import AllowList
 from xpyd_proxy.core.http.origins import Sites, check_open
-from xpyd_proxy.core.measures import Measures
 from xpyd_proxy.core.model import Instance, Role
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.core.protocol.push import MANNERS
@@ -61,7 +61,7 @@ from xpyd_proxy.io.probes.kv_inflow import InflowWatch
 from xpyd_proxy.io.probes.prober import Prober, Rhythm
 from xpyd_proxy.io.request_path.ids import new_id, new_transfer
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
-from xpyd_proxy.io.sight import Sight
+from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.status import Status
 from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.io.wire.connection_guard import Guard, resolved
@@ -131,46 +131,49 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: Place | No
     gate, lifetime = Gate(limits_of(settings), time.monotonic), Lifetime()
     keyring, examiner = Keyring(client_keys(settings), settings.min_priority), Examiner()
     salts, models = _salts(settings, keyring), ModelCatalog(registry, engines, model=settings.required_model)
-    sight, census, queue = Sight(Measures(_PATHS), time.monotonic), Roll(registry), gate.admission
+    telemetry, census, queue = Telemetry(Counters(_PATHS), time.monotonic), Roll(registry), gate.admission
     traces = _traces(settings)
-    releaser = Releaser(engines, told=(sight,))
+    releaser = Releaser(engines, told=(telemetry,))
     requests = Requests(
         intake=Intake(settings, lifetime, keyring, sites, salts),
         rules=rules_of(settings),
         fleet=fleet,
         learned=learned,
-        handovers=Handovers(learned, MANNERS[settings.kv_transfer_mode], sight.replaced_host),
+        handovers=Handovers(learned, MANNERS[settings.kv_transfer_mode], telemetry.replaced_host),
         engines=engines.teller,
         releaser=releaser,
         budget=_budget(settings, crew.of),
         gate=gate,
         lifetime=lifetime,
         examiner=examiner,
-        sight=sight,
+        telemetry=telemetry,
         settings=settings,
         clock=time.monotonic,
         new_id=new_id,
         new_transfer=new_transfer,
-        finished=sight.finished,
+        request_over=telemetry.request_over,
         reports=settings.load_reports and settings.prefill_policy is not PolicyName.ROUND_ROBIN,
         spans=traces,
     )
-    fleet.later = sight.later
-    sight.legs.riding = requests.engines_of_legs
+    fleet.later = telemetry.later
+    telemetry.legs_under_way = requests.engines_of_legs
     checks = _checks(settings, outbound, transport, tls, guard)
     rhythm = Rhythm(settings.health_check_interval_s, settings.unresponsive_timeout_s, settings.drain_idle_time_s)
     prober = Prober(registry, checks, rhythm, time.monotonic, random.random, give_up=engines.give_up)
-    inflow = InflowWatch(registry, checks.metrics, sight)
+    inflow = InflowWatch(registry, checks.metrics, telemetry)
     discovery = discovery_of(crew.stored(settings), registry, time.monotonic)
-    metrics, status = Metrics(sight, census, queue, discovery.freshness), Status(sight, census, time.monotonic, queue)
-    everybody = crew.everybody(sight, queue, status.part)
+    metrics, status = (
+        Metrics(telemetry, census, queue, discovery.freshness),
+        Status(telemetry, census, time.monotonic, queue),
+    )
+    everybody = crew.everybody(telemetry, queue, status.part)
 
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
         parts = examiner, engines, releaser, checks, discovery.running(), prober.running(), inflow.running()
         return *parts, *crew.running(), requests
 
     admin = InstanceAdmin(registry, _explainer(requests), time.monotonic, crew.changes(discovery), crew.is_drained)
-    access = OperatorAccess(settings.admin_key, Audit(sight.admin_action, time.monotonic))
+    access = OperatorAccess(settings.admin_key, Audit(telemetry.admin_action, time.monotonic))
     keys = CLIENT_KEYS if keyring.keys is not None else ()
     routes = (
         page_routes(status, metrics, everybody, _onlookers(settings, keyring)),
@@ -187,7 +190,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: Place | No
         new_id=new_id,
         clock=time.monotonic,
         spans=traces,
-        finished=sight.finished,
+        request_over=telemetry.request_over,
         times=settings.server_timing,
     )
     exception_handlers.install(app)
@@ -197,7 +200,9 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: Place | No
     browsers = require_any_key(settings.admin_key, keyring, by_browsers=True)
     app.include_router(document_routes(app, settings.admin_key, browsers))
     live = Live(registry, requests, gate, keyring, outbound, time.monotonic)
-    return Router(app, requests, lifetime, live, sight.stalled_client, sight.refused_connection, server_tls(settings))
+    return Router(
+        app, requests, lifetime, live, telemetry.stalled_client, telemetry.refused_connection, server_tls(settings)
+    )
 
 
 def _onlookers(settings: Settings, keyring: Keyring) -> Onlookers:

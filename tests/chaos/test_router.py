@@ -73,7 +73,7 @@ class Four:
 
 def all_ready(url):
     states = [row["state"] for row in httpx.get(f"{url}/stats", trust_env=False).json()["instances"]]
-    return states == ["ready"] * 4
+    return states == ["healthy"] * 4
 
 
 @pytest.fixture(scope="module")

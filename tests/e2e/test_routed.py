@@ -159,7 +159,7 @@ def test_a_client_that_leaves_between_the_legs_leaves_no_block_behind(start_rout
     assert prefill.delta("vllm:xpyd_leases_expired_total") == 0
     page = httpx.get(f"{url}/metrics", trust_env=False).text.splitlines()
     (released,) = [
-        line for line in page if line.startswith('xpyd_releases_total{instance="prefill-0",outcome="freed"}')
+        line for line in page if line.startswith('xpyd_kv_releases_total{instance="prefill-0",result="freed"}')
     ]
     assert float(released.split()[-1]) >= 1
 

@@ -35,7 +35,7 @@ def pushing_pair(fleet, model, asked):
     fleet.stop(*children)
 
 
-@pytest.mark.parametrize(("mode", "route"), [("auto", "push"), ("pull", "push, prefill first")])
+@pytest.mark.parametrize(("mode", "route"), [("auto", "push"), ("pull", "push_cold")])
 def test_what_is_pushed_gives_the_text_of_one_engine(pushing_pair, start_router, asked, reference_answer, mode, route):
     """Whether decode is told before prefill has begun or after it has ended; and decode computes nothing itself."""
     prefill, decode = pushing_pair
@@ -47,6 +47,6 @@ def test_what_is_pushed_gives_the_text_of_one_engine(pushing_pair, start_router,
     taken = httpx.post(f"{url}/v1/completions", json=BODY, timeout=120, trust_env=False).headers["server-timing"]
 
     assert wrong == {}
-    assert taken.startswith(f'route;desc="{route}", ')
+    assert taken.startswith(f'mode;desc="{route}", ')
     assert pushed.delta("vllm:nixl_bytes_transferred_sum") > 0
     assert received.delta("vllm:prompt_tokens_by_source_total|local_compute") == 0

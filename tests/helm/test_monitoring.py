@@ -160,7 +160,7 @@ def test_what_is_scraped_has_the_labels_that_queries_ask_for():
 
 
 def test_an_engine_that_nobody_probes_is_not_missed():
-    """Without probes it is joining until its first request."""
+    """Without probes it is starting until its first request."""
     asked = {"monitoring": {"prometheusRule": {"enabled": True}}}
     unprobed = asked | {"router": {"settings": {"health_check_interval_s": 0}}}
     states = []
@@ -168,10 +168,10 @@ def test_an_engine_that_nobody_probes_is_not_missed():
         (rule,) = kind(Chart().objects(values), "PrometheusRule")
         by_name = {one["alert"]: one["expr"] for one in rule["spec"]["groups"][0]["rules"]}
         states.append(
-            [re.search('state=~"(.*?)"', by_name[f"Xpyd{name}"])[1] for name in ("NoDecodeEngine", "InstanceBroken")]
+            [re.search('state=~"(.*?)"', by_name[f"Xpyd{name}"])[1] for name in ("NoDecodeEngine", "InstanceEjected")]
         )
 
-    assert states == [["ready|trying", "broken|joining"], ["joining|ready|trying", "broken"]]
+    assert states == [["healthy|half_open", "ejected|starting"], ["starting|healthy|half_open", "ejected"]]
 
 
 def test_a_worker_is_missed_where_there_are_fewer_than_are_wanted():
@@ -277,7 +277,7 @@ def test_an_alert_that_never_fires_or_too_soon_would_be_noticed():
 
     assert fires("> 0.05", "> 0.05")
     assert not fires("> 0.05", "> 0.11")
-    assert not fires('ending=~"5xx|faulty"', 'ending="faulty"')
+    assert not fires('outcome=~"server_error|stream_aborted"', 'outcome="stream_aborted"')
     assert not fires("> 0.05", "> 0.05", **{"for": "1h"})
 
 

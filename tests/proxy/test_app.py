@@ -105,7 +105,8 @@ async def test_what_cannot_be_split_is_served_by_one_engine():
     assert [len(answer.json()["choices"]) for answer in answers] == [2, 2]
     assert not engines["p0"].log
     assert [len(engines[name].log) for name in ("d0", "d1")] == [1, 1]
-    assert answers[0].headers["server-timing"].startswith('route;desc="solo: n>1", decode;desc="decode-0";dur=')
+    single = 'mode;desc="single", reason;desc="n", decode;desc="decode-0";dur='
+    assert answers[0].headers["server-timing"].startswith(single)
 
 
 async def test_a_body_reaches_a_single_engine_as_it_was():
@@ -204,7 +205,7 @@ async def test_failures_of_an_engine_have_a_status_and_name_the_instance(stream)
 @pytest.mark.parametrize("mode", ["pull", "push"])
 async def test_one_bad_engine_among_good_ones_is_not_noticed(mode, caplog):
     """Its requests go to the others; header and log tell of it."""
-    caplog.set_level(logging.INFO, "xpyd_proxy")
+    caplog.set_level(logging.INFO, "xpyd.access")
     for bad in ("p1", "d1"):
         engines = sims(2, 2, mode=mode)
         engines[bad].inject(Fault(FaultKind.STATUS, status=500))
@@ -213,8 +214,8 @@ async def test_one_bad_engine_among_good_ones_is_not_noticed(mode, caplog):
 
         assert {text_of(response) for response in responses} == {expected_text(TEXT[1])}
         name = f"{engines[bad].role}-1"
-        assert any(f'retry;desc="{name} answered 5xx"' in response.headers["server-timing"] for response in responses)
-        assert f" retries='{name} answered 5xx'" in caplog.text
+        assert any(f'retry;desc="{name} http_5xx"' in response.headers["server-timing"] for response in responses)
+        assert f" retries='{name} http_5xx'" in caplog.text
         assert not violations(engines)
 
 
@@ -320,6 +321,7 @@ async def test_without_engines_there_is_a_sentence_and_not_a_crash():
 async def test_every_request_leaves_one_line(caplog):
     """Ids, engines, reason, status and time; never a body or a key."""
     caplog.set_level(logging.INFO, "xpyd_proxy")
+    caplog.set_level(logging.INFO, "xpyd.access")
     engines = sims()
     async with router(engines) as client:
         secret = {"headers": {"authorization": "Bearer secret"}}
@@ -329,14 +331,18 @@ async def test_every_request_leaves_one_line(caplog):
             (await client.post(TEXT[0], content=b"secret", headers=JSON | secret["headers"])).headers["x-request-id"],
         ]
 
-    lines = [record.getMessage() for record in caplog.records if record.name.startswith("xpyd_proxy")]
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("xpyd")]
     assert lines[:2] == ["prefill-0 is at http://p0:80", "decode-0 is at http://d0:80"]
-    split, solo, bad = lines[2:]
-    assert split.startswith(f"id={ids[0]} path=/v1/completions prefill=prefill-0 decode=decode-0 status=200 ms=")
-    assert solo.startswith(f"id={ids[1]} path=/v1/completions prefill=- decode=decode-0 status=200 ms=")
-    assert solo.endswith(" solo='n>1'")
-    assert bad.startswith(f"id={ids[2]} path=/v1/completions prefill=- decode=- status=400 ms=")
-    assert " fault=" in bad
+    split, single, bad = lines[2:]
+    assert split.startswith(
+        f"request_id={ids[0]} path=/v1/completions prefill=prefill-0 decode=decode-0 status=200 duration_ms="
+    )
+    assert single.startswith(
+        f"request_id={ids[1]} path=/v1/completions prefill=- decode=decode-0 status=200 duration_ms="
+    )
+    assert single.endswith(" single_reason='n'")
+    assert bad.startswith(f"request_id={ids[2]} path=/v1/completions prefill=- decode=- status=400 duration_ms=")
+    assert " error=" in bad
     assert "once upon" not in caplog.text
     assert "secret" not in "".join(lines)
 

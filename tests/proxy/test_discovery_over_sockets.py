@@ -94,7 +94,7 @@ async def test_a_pod_that_is_not_ready_for_a_moment_keeps_its_record(account, mo
         api.put("pods", "d0", engine_pod(at["d0"], "decode", revision="v1", ready=False))
         await until_rows(client, lambda rows: any(row["state"] in ("draining", "drained") for row in rows))
         api.put("pods", "d0", engine_pod(at["d0"], "decode", revision="v1"))
-        after = await until_rows(client, lambda rows: {row["state"] for row in rows} == {"ready"})
+        after = await until_rows(client, lambda rows: {row["state"] for row in rows} == {"healthy"})
 
         assert [row["id"] for row in before] == [row["id"] for row in after]
 
@@ -139,7 +139,7 @@ async def test_a_pod_is_not_removed_by_hand_and_what_was_added_by_hand_is(accoun
             await client.post("/instances/drain", headers=KEY, json=wanted)
             await until_rows(client, lambda rows: rows[-1]["state"] == "drained")
             await client.post("/instances/undrain", headers=KEY, json=wanted)
-            await until_rows(client, lambda rows: rows[-1]["state"] == "ready")
+            await until_rows(client, lambda rows: rows[-1]["state"] == "healthy")
             assert (await client.post("/instances/remove", headers=KEY, json=wanted)).status_code == 200
             assert len(await rows_of(client, "")) == 2
 

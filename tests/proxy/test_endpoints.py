@@ -141,7 +141,8 @@ async def test_what_has_one_leg_goes_to_one_decode_engine_as_it_came(path):
         ]
 
     assert [response.status_code for response in responses] == [200, 200]
-    assert responses[0].headers["server-timing"].startswith('route;desc="solo: one leg", decode;desc="decode-0"')
+    single = 'mode;desc="single", reason;desc="one_leg", decode;desc="decode-0"'
+    assert responses[0].headers["server-timing"].startswith(single)
     assert responses[0].headers["x-request-id"].startswith("xpyd-")
     assert [[entry.body for entry in sim.log] for sim in engines.values()] == [[], [raw.decode()], [raw.decode()]]
 
@@ -224,7 +225,7 @@ async def test_without_prefill_engines_one_engine_serves_alone():
         refused = await client.post(Api.COMPLETIONS, json=body)
 
     assert text_of(Api.COMPLETIONS, alone) == expected_text(body)
-    assert 'route;desc="solo: no prefill instance"' in alone.headers["server-timing"]
+    assert 'mode;desc="single", reason;desc="no_prefill_engine"' in alone.headers["server-timing"]
     assert refused.status_code == 503
 
 
@@ -235,8 +236,8 @@ async def test_short_prompts_may_be_served_by_one_engine():
         short = await client.post(Api.COMPLETIONS, json={"prompt": "hi"})
         long = await client.post(Api.COMPLETIONS, json={"prompt": "hi" * 60})
 
-    assert 'route;desc="solo: short prompt"' in short.headers["server-timing"]
-    assert "route;" not in long.headers["server-timing"]
+    assert 'mode;desc="single", reason;desc="short_prompt"' in short.headers["server-timing"]
+    assert "mode;" not in long.headers["server-timing"]
     assert len(engines["p0"].log) == 1
 
 

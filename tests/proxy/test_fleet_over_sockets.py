@@ -98,7 +98,7 @@ async def test_an_engine_that_has_no_room_is_not_broken(status):
             states = (await client.get("/instances", headers=KEY)).json()["instances"]
 
         assert wrong == []
-        assert {row["state"] for row in states} == {"ready"}
+        assert {row["state"] for row in states} == {"healthy"}
         assert len(running.engines["d0"].log) > 10
 
 
@@ -120,7 +120,7 @@ async def test_an_engine_that_has_recovered_gets_requests_again(settings):
             states = await states_of(client)
 
         assert len(sick.log) == before + 1
-        assert states["decode-0"] == "ready"
+        assert states["decode-0"] == "healthy"
 
 
 async def test_ten_engines_join_drain_and_leave_while_100_streams_run():

@@ -83,7 +83,7 @@ def test_an_engine_that_is_not_there_is_a_bad_gateway():
         response = httpx.post(f"http://{at}/v1/completions", json=BODY)
 
     assert response.status_code == 502
-    assert response.headers["server-timing"].count('retry;desc="prefill-0 cannot be reached"') == 2
+    assert response.headers["server-timing"].count('retry;desc="prefill-0 unreachable"') == 2
     assert response.json()["error"]["message"] == "prefill-0 cannot be reached"
 
 
@@ -121,11 +121,11 @@ def test_both_engines_are_at_work_at_the_same_time_when_prefill_pushes():
         response = post(running)
 
         assert response.json()["choices"][0]["text"] == expected_text(BODY)
-        assert response.headers["server-timing"].startswith('route;desc="push", ')
+        assert response.headers["server-timing"].startswith('mode;desc="push", ')
         assert not any(sim.violations for sim in running.engines.values())
 
 
-@pytest.mark.parametrize(("kind", "said"), [(FaultKind.STATUS, "answered 5xx"), (FaultKind.DROP, "failed")])
+@pytest.mark.parametrize(("kind", "said"), [(FaultKind.STATUS, "http_5xx"), (FaultKind.DROP, "bad_response")])
 def test_a_push_that_fails_is_done_again_by_others(kind, said):
     """The decode engine is told at once, on its connection; it would wait for minutes."""
     with cluster(2, 2, mode="push") as running:
@@ -151,7 +151,7 @@ def test_a_prefill_engine_that_restarts_is_found_again():
         running.engines["p0"].restart()
         routes = [post(running).headers["server-timing"].split(";dur")[0] for _ in range(2)]
 
-    assert routes == ['retry;desc="prefill-0 restarted"', 'route;desc="push", prefill;desc="prefill-0"']
+    assert routes == ['retry;desc="prefill-0 engine_restarted"', 'mode;desc="push", prefill;desc="prefill-0"']
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])

@@ -98,7 +98,7 @@ class Stage:
     async def ready(self):
         """Have each engine serve a request: only then is one that fails broken, and does not just join later."""
         assert (await self.ask(asks())).status == 200
-        await until(lambda: {member.life.state for member in self.members()} == {State.READY})
+        await until(lambda: {member.life.state for member in self.members()} == {State.HEALTHY})
 
     def close(self):
         for writer in self._writers:
@@ -141,6 +141,7 @@ def play(monkeypatch, tmp_path):
 def log(caplog):
     """What the router says."""
     caplog.set_level(logging.INFO, "xpyd_proxy")
+    caplog.set_level(logging.INFO, "xpyd.access")
     return caplog
 
 
@@ -164,7 +165,15 @@ def no_collector():
         gc.enable()
 
 
-PARTS = ("EndpointProtocol", "HttpToolsProtocol", "Request", "HttpResponse", "Journey", "Plan", "Call")  # of a request
+PARTS = (
+    "EndpointProtocol",
+    "HttpToolsProtocol",
+    "Request",
+    "HttpResponse",
+    "RequestRecord",
+    "Plan",
+    "Call",
+)  # of a request
 PARTS += ("PrefillLeg", "DecodeLeg")
 
 
@@ -453,7 +462,7 @@ def test_a_fault_of_our_own_is_told_logged_and_costs_nothing_but_the_request(pla
     assert b"our own" not in got.body
     assert "Boom: a fault of our own" in log.text
     assert len(errors(log)) == 1
-    assert states == [State.READY] * 2
+    assert states == [State.HEALTHY] * 2
     assert after == 200
 
 
@@ -654,13 +663,13 @@ def test_an_engine_that_serves_its_trial_is_ready_again(play, role):
             stage.cast.acts[role].append(broken)
             failed = (await stage.ask(asks())).status
             (member,) = [one for one in stage.members() if one.instance.role == role]
-            assert member.life.state is State.BROKEN
+            assert member.life.state is State.EJECTED
             await until(lambda: member.life.may_serve(now=stage.router.live.clock()))
             tried = (await stage.ask(asks())).status
             await stage.settled()
             return failed, tried, member.life.state
 
-    assert play(scene()) == (502, 200, State.READY)
+    assert play(scene()) == (502, 200, State.HEALTHY)
 
 
 def test_what_is_yet_to_be_written_is_written_at_the_end(play, log):

@@ -482,9 +482,9 @@ BROKEN = Act(((0.0, b"HTTP/1.1 200 Said\r\n"), BEFORE_A_RESET), End.RESET)
     [
         ((PUSHED,), (), 200, None),
         ((REFUSED,), (), 400, None),
-        ((BROKEN,), (), 200, "prefill-0 failed"),
+        ((BROKEN,), (), 200, "prefill-0 bad_response"),
         ((PUSHED,), (REFUSED,), 400, None),
-        ((PUSHED,), (BROKEN,), 200, "decode-0 failed"),
+        ((PUSHED,), (BROKEN,), 200, "decode-0 bad_response"),
     ],
     ids=["good", "prefill refuses", "prefill breaks off", "decode refuses", "decode breaks off"],
 )

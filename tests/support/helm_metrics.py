@@ -11,15 +11,15 @@ from xpyd_connector.core.tally import COUNTERS, GAUGES
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.admission.limits import Limits
+from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.discovery.reconcile import Freshness
 from xpyd_proxy.core.fleet.instance_states import Roll
 from xpyd_proxy.core.fleet.origin import Source
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.measures import Measures
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.workers.reports import EMPTY, Report, Whole, counts_of
 from xpyd_proxy.io.metrics import Metrics
-from xpyd_proxy.io.sight import Sight
+from xpyd_proxy.io.request_path.telemetry import Telemetry
 
 # What Prometheus and its operator add: targets, and (podTargetLabels) the pod's own labels.
 TARGET = {"namespace", "pod", "job", "instance", "container", "endpoint", "service", "le"}
@@ -33,28 +33,38 @@ SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_s
 
 def router_metrics():
     """Scrape a router's metrics, each with something in it: {name: its labels}."""
+    return _labels(router_exposition(2)) | _labels(router_exposition(1))
+
+
+def router_exposition(workers):
+    """Return the text of a scrape of a router, with something in each metric."""
     registry = Registry()
-    measures = Measures(frozenset({"/v1/completions"}))
+    counters = Counters(frozenset({"/v1/completions"}))
     prefill, decode = (registry.add(role, Address("http", "h", port)) for port, role in enumerate(Role, start=1))
-    measures.requests["/v1/completions", "2xx"] += 1
-    measures.routes[("push",)] += 1
-    measures.retries["prefill", "broken"] += 1
-    measures.legs[prefill.id, "prefill", "ok"] += 1
-    measures.releases[prefill.id, "freed"] += 1
-    measures.arrivals[decode.id, "arrived"] += 1
-    measures.without_kv[(decode.id,)] += 1
-    measures.mismatches[prefill.id, decode.id] += 1
-    measures.ttft.observe(("/v1/completions",), 0.1)
-    measures.answers.observe((prefill.id, "prefill"), 0.1)
-    measures.gap.observe(0.1)
+    counters.requests["/v1/completions", "ok"] += 1
+    counters.routed["push", "none"] += 1
+    counters.retries["prefill", "bad_response"] += 1
+    counters.legs[prefill.id, "prefill", "ok"] += 1
+    counters.releases[prefill.id, "freed"] += 1
+    counters.transfers[decode.id, "arrived"] += 1
+    counters.transfers_missing[(decode.id,)] += 1
+    counters.mismatches[prefill.id, decode.id] += 1
+    counters.durations.observe(("/v1/completions", "ok"), 0.1)
+    for times in (counters.ttft, counters.inter_token, counters.queue_times):
+        times.observe(("/v1/completions",), 0.1)
+    for instance in (prefill, decode):
+        counters.answer_times(instance).observe(0.1)
+    counters.handoff.observe(0.1)
+    counters.admin["add", "ok"] += 1
+    counters.unreachable_hosts[(prefill.id,)] += 1
+    counters.connections_refused[("malformed",)] += 1
     queue = Admission(Limits(concurrency=0))
     queue.arrive("-", 0, 1, now=0.0)
     metrics = Metrics(
-        Sight(measures, lambda: 0.0), Roll(registry), queue, lambda: [Freshness(Source.PODS, True, 0.0, 1, 2)]
+        Telemetry(counters, lambda: 0.0), Roll(registry), queue, lambda: [Freshness(Source.PODS, True, 0.0, 1, 2)]
     )
-    one = Report(0, 1, counts_of(measures), EMPTY, {}, 0, 0, {}, {})
-    alone, several = (metrics.exposition("", whole)[0].decode() for whole in (None, Whole(one, [], 1)))
-    return _labels(several) | _labels(alone)
+    one = Report(0, 1, counts_of(counters), EMPTY, {}, 0, 0, {}, {})
+    return metrics.exposition("", Whole(one, [], 1) if workers > 1 else None)[0].decode()
 
 
 def _labels(exposition):

@@ -24,6 +24,7 @@ _JSON = json.JSONDecoder(strict=False)
 _SPACE = " \t\r\n"
 _PATIENCE_S = float(os.environ.get("PATIENCE", "10"))
 _ID = re.compile(r"(?:xpyd|xfer)-[0-9a-z-]+?(?=[^0-9a-z-]|$)")
+_TIMES = {"request_id", "transfer", "duration_ms", "ttft_ms", "prefill_ms", "queue_ms"}  # each time others
 _CHANGING = re.compile(r"dur=[0-9.]+|127\.0\.0\.1:[0-9]+")
 _TIMED = re.compile(r"seconds|releases|process_|python_|_created|_bytes|_info")  # or counted in the background
 
@@ -153,13 +154,13 @@ class _Listening(logging.Handler):
         self.facts: list[dict[str, object]] = []
         self.said: list[str] = []
         self.bugs: list[str] = []
-        self._loggers = [logging.getLogger(name) for name in ("xpyd_proxy", "uvicorn.error", "asyncio")]
+        self._loggers = [logging.getLogger(name) for name in ("xpyd_proxy", "xpyd.access", "uvicorn.error", "asyncio")]
 
     async def __aenter__(self) -> Self:
         self._levels = [logger.level for logger in self._loggers]
         for logger in self._loggers:
             logger.addHandler(self)
-            logger.setLevel(logging.INFO if logger.name == "xpyd_proxy" else logging.WARNING)
+            logger.setLevel(logging.INFO if logger.name.startswith("xpyd") else logging.WARNING)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -170,7 +171,7 @@ class _Listening(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         facts = getattr(record, FACTS, None)
         if facts is not None:
-            self.facts.append({name: facts[name] for name in facts if name not in ("id", "transfer", "ms")})
+            self.facts.append({name: facts[name] for name in facts if name not in _TIMES})
         elif record.levelno >= logging.ERROR:
             self.bugs.append(logging.Formatter().format(record))
         elif not record.name.endswith(".prober"):  # it glances at the engines now and then

@@ -15,11 +15,11 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission.keys import Keyring
 from xpyd_proxy.core.admission.lifetime import Lifetime
 from xpyd_proxy.core.admission.limits import Limits
+from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fleet.health import Limits as Breaking
 from xpyd_proxy.core.fleet.push_coordinates import Learned
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.http.origins import Sites
-from xpyd_proxy.core.measures import Measures
 from xpyd_proxy.core.model import Answer, Api, Leg, RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import failure_of
 from xpyd_proxy.core.protocol.push import MANNERS
@@ -30,7 +30,7 @@ from xpyd_proxy.core.routing.retry_budget import Budget
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.io.request_path.ids import new_transfer
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
-from xpyd_proxy.io.sight import Sight
+from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.requests.examiner import Examiner
 from xpyd_proxy.requests.gate import Gate
 from xpyd_proxy.requests.handovers import Handovers
@@ -307,7 +307,7 @@ class Client:
         """Wait for the end of the request."""
         async with asyncio.timeout(seconds):
             await self.response.closed.wait()
-        self._router.sight.later.settle()
+        self._router.telemetry.later.settle()
         return self
 
     def hang_up(self):
@@ -318,14 +318,9 @@ class Client:
         return self.response.closed.is_set()
 
     @property
-    def journey(self):
-        ((journey, _),) = self._router.ended[self._name]
-        return journey
-
-    @property
-    def outcome(self):
-        ((_, outcome),) = self._router.ended[self._name]
-        return outcome
+    def record(self):
+        (record,) = self._router.ended[self._name]
+        return record
 
     @property
     def status(self):
@@ -366,23 +361,23 @@ class Noted:
         self.told = []
         self.requests = 0
 
-    def request(self, journey, path, headers, /):
+    def request(self, record, headers, /):
         self.requests += 1
-        return _NotedRequest(self, journey)
+        return _NotedRequest(self, record)
 
 
 class _NotedRequest:
-    def __init__(self, notes, journey):
-        self._notes, self._journey = notes, journey
+    def __init__(self, notes, record):
+        self._notes, self._record = notes, record
 
     def leg(self, instance, headers, /):
-        return _NotedLeg(self._notes, instance.id, self._journey.request_id), headers
+        return _NotedLeg(self._notes, instance.id, self._record.request_id), headers
 
     def handed_over(self):
         pass
 
-    def end(self, outcome, /):
-        self._notes.told.append(("over", self._journey.request_id, outcome.status))
+    def end(self):
+        self._notes.told.append(("over", self._record.request_id, self._record.status))
 
 
 class _NotedLeg:
@@ -404,7 +399,7 @@ class Router:
     requests: Requests
     registry: Registry
     names: list  # of the requests to come
-    ended: dict  # the journey and the outcome of each request that is over, by its id
+    ended: dict  # the records of the requests that are over, by their ids
 
     def __getattr__(self, name):
         return getattr(self.requests, name)
@@ -419,7 +414,7 @@ class Router:
 
     def is_idle(self):
         """Tell whether nothing is held: no slot, no place, no byte of a body, and no request under way."""
-        self.sight.later.settle()
+        self.telemetry.later.settle()
         admission, members = self.gate.admission, self.registry.members()
         held = admission.admitted, admission.waiting, admission.held_bytes, self.lifetime.in_flight
         return not any(held) and not any(member.load.own for member in members) and not [*self.requests]
@@ -447,14 +442,14 @@ def router_of(
         for port in range(1, count + 1):
             registry.add(role, Address("http", "h", port))
     manner, settings, lifetime = MANNERS[mode], settings or Settings(), Lifetime()
-    learned, sight = Learned(at_once=manner.at_once), Sight(Measures(frozenset({*map(str, Api)})), clock)
+    learned, telemetry = Learned(at_once=manner.at_once), Telemetry(Counters(frozenset({*map(str, Api)})), clock)
     fleet = LiveFleet(registry, Pairs(registry, RoundRobin()), learned, clock)
-    fleet.later = sight.later
+    fleet.later = telemetry.later
     names, ended, numbers = [], {}, itertools.count()
 
-    def finished(journey, outcome):
-        ended.setdefault(journey.request_id, []).append((journey, outcome))
-        sight.finished(journey, outcome)
+    def request_over(record):
+        ended.setdefault(record.request_id, []).append(record)
+        telemetry.request_over(record)
 
     requests = Requests(
         intake=Intake(settings, lifetime, Keyring(), Sites(settings)),
@@ -463,20 +458,20 @@ def router_of(
         learned=learned,
         handovers=Handovers(learned, manner),
         engines=engines,
-        releaser=Releaser(engines, (sight, *told)),
+        releaser=Releaser(engines, (telemetry, *told)),
         budget=budget or Budget(most=1000.0),
         gate=Gate(limits or Limits(), clock),
         lifetime=lifetime,
         examiner=Examiner(),
-        sight=sight,
+        telemetry=telemetry,
         settings=settings,
         clock=clock,
         new_id=lambda: RequestId(names.pop(0) if names else f"n{next(numbers)}"),
         new_transfer=new_transfer,
-        finished=finished,
+        request_over=request_over,
         spans=spans,
     )
-    sight.legs.riding = requests.engines_of_legs
+    telemetry.legs_under_way = requests.engines_of_legs
     return Router(requests, registry, names, ended)
 
 

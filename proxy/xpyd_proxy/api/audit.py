@@ -76,13 +76,13 @@ class Audit:
         found = _facts(request, action, AuditResult.UNAUTHENTICATED, None, why)
         if self._dropped:
             found["unlogged_before"], self._dropped = self._dropped, 0
-        note(LOG, found, _text)
+        note(LOG, found, dict, _text)
 
     def _note(self, request: Request, result: AuditResult, act: AuditedAction, why: str | None = None) -> None:
         action = _action(request)
         self.count(action, result)
         if action not in _READS:
-            note(LOG, _facts(request, action, result, act.target, why), _text)
+            note(LOG, _facts(request, action, result, act.target, why), dict, _text)
 
 
 def fingerprint(key: str) -> str:

@@ -8,32 +8,31 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xpyd_proxy.api.endpoint_routes import is_endpoint
-from xpyd_proxy.core.journey import HUNG_UP, Journey, Outcome, client_id
 from xpyd_proxy.core.model import Headers, RequestId
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
-from xpyd_proxy.requests.access_log import log_request
+from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, RequestRecord, client_id
 from xpyd_proxy.requests.service import Spans
 
 _BUG: Final = 500
-_KEY: Final = "xpyd.journey"
+_KEY: Final = "xpyd.record"
 NO_SNIFFING: Final = (b"x-content-type-options", b"nosniff")  # a browser takes an answer for what its type says
 
 
-def journey_of(scope: Scope) -> Journey:
+def record_of(scope: Scope) -> RequestRecord:
     """Return the record of a request that came through :class:`RequestContextMiddleware`."""
-    journey: Journey = scope[_KEY]
-    return journey
+    record: RequestRecord = scope[_KEY]
+    return record
 
 
 def note_fault(scope: Scope, error: Exception) -> None:
     """Put what went wrong with a request into its line of the log."""
     if _KEY in scope:
-        journey_of(scope).fault = str(error)
+        record_of(scope).error = str(error)
 
 
 def id_headers(scope: Scope) -> dict[str, str]:
     """Return the headers that name a request, for an answer that :class:`RequestContextMiddleware` does not see."""
-    return journey_of(scope).id_headers() if _KEY in scope else {}
+    return record_of(scope).id_headers() if _KEY in scope else {}
 
 
 @dataclass(slots=True)
@@ -41,7 +40,7 @@ class _SendWithHeaders:
     """Adds the headers to an answer, and remembers its status."""
 
     send: Send
-    journey: Journey
+    record: RequestRecord
     clock: Callable[[], float]
     status: int | None = field(default=None)
     times: bool = True
@@ -52,14 +51,14 @@ class _SendWithHeaders:
             message["headers"] = [*message.get("headers", ()), *self._headers()]
         await self.send(message)
 
-    def outcome(self, path: str, status: int | None, start: float) -> Outcome:
-        """Say what became of the request; ``status``: what to say of one that got no answer."""
-        return Outcome(path, status or self.status or _BUG, self.clock() - start)
+    def over(self, status: int | None, start: float) -> None:
+        """Note what became of the request; ``status``: what to say of one that got no answer."""
+        self.record.over(status or self.status or _BUG, self.clock() - start)
 
     def _headers(self) -> list[tuple[bytes, bytes]]:
-        headers = [(name.encode(), value.encode()) for name, value in self.journey.id_headers().items()]
+        headers = [(name.encode(), value.encode()) for name, value in self.record.id_headers().items()]
         headers.append(NO_SNIFFING)
-        if self.times and (timing := self.journey.server_timing()):
+        if self.times and (timing := self.record.server_timing()):
             headers.append((b"server-timing", timing.encode()))
         return headers
 
@@ -74,7 +73,7 @@ class RequestContextMiddleware:
         new_id: Callable[[], RequestId],
         clock: Callable[[], float],
         spans: Spans | None = None,
-        finished: Callable[[Journey, Outcome], None] = lambda _journey, _outcome: None,
+        request_over: Callable[[RequestRecord], None],
         times: bool = True,
     ) -> None:
         """``times``: whether answers have Server-Timing."""
@@ -83,7 +82,7 @@ class RequestContextMiddleware:
         self._new_id = new_id
         self._clock = clock
         self._spans = spans
-        self._finished = finished
+        self._request_over = request_over
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Follow a request of a client; let everything else pass."""
@@ -92,24 +91,23 @@ class RequestContextMiddleware:
         if not is_followed or scope["type"] != "http" or is_endpoint(scope):
             await self._app(scope, receive, send)
             return
-        start, journey = self._clock(), Journey(self._new_id(), client_id=_client_id(scope))
-        scope[_KEY] = journey
-        outgoing = _SendWithHeaders(send, journey, self._clock, times=self._times)
+        start, record = self._clock(), RequestRecord(self._new_id(), path, client_id=_client_id(scope))
+        scope[_KEY] = record
+        outgoing = _SendWithHeaders(send, record, self._clock, times=self._times)
         status: int | None = _BUG
         span = None
         if self._spans is not None:
-            span = self._spans.request(journey, path, tuple(scope.get("headers", ())))
+            span = self._spans.request(record, tuple(scope.get("headers", ())))
         try:
             await self._app(scope, receive, outgoing)
             status = None
         except ClientDisconnect:  # there is nobody left to answer
-            status = HUNG_UP
+            status = CLIENT_CLOSED_REQUEST
         finally:
-            outcome = outgoing.outcome(path, status, start)
+            outgoing.over(status, start)
             if span is not None:
-                span.end(outcome)
-            self._finished(journey, outcome)
-            log_request(journey, outcome)
+                span.end()
+            self._request_over(record)
 
 
 def _client_id(scope: Scope) -> str | None:

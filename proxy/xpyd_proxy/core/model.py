@@ -40,30 +40,30 @@ _PATHS: Final = {api: api.value for api in Api}  # an enum's ``value`` is a Pyth
 
 
 class Solo(Word):
-    """Why a request is served by one decode engine, without a transfer."""
+    """Why a request is served by one decode engine, without a transfer, as metrics and headers name it."""
 
-    PROMPTS = "several prompts"
+    PROMPTS = "several_prompts"
     EMBEDS = "prompt_embeds"
-    N = "n>1"
-    BEST_OF = "best_of>1"
+    N = "n"  # more than one
+    BEST_OF = "best_of"  # more than one
     BEAM = "use_beam_search"
     ECHO = "echo"
     PROMPT_LOGPROBS = "prompt_logprobs"
-    FEW_TOKENS = "max_tokens<2"
+    FEW_TOKENS = "max_tokens"  # less than two
     TRUNCATED = "truncate_prompt_tokens"
     STORED = "previous_response_id"  # an earlier answer, which one engine may remember
-    TOOLS = "built-in tools"  # the engine generates several times, and would read the same blocks each time
-    UNUSUAL = "unusual value"
-    SHORT = "short prompt"
-    ONE_LEG = "one leg"  # a call that generates no text
-    NO_PREFILL = "no prefill instance"
+    TOOLS = "built_in_tools"  # the engine generates several times, and would read the same blocks each time
+    UNUSUAL = "unusual_value"
+    SHORT = "short_prompt"
+    ONE_LEG = "one_leg"  # a call that generates no text
+    NO_PREFILL = "no_prefill_engine"
 
 
 class Push(Word):
     """In which order the legs of a request went out whose prefill engine pushes."""
 
     AT_ONCE = "push"
-    IN_TURN = "push, prefill first"  # as long as the router does not know where to find the prefill engine
+    IN_TURN = "push_cold"  # as long as the router does not know where to find the prefill engine
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,36 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final, TextIO
+from typing import Final, Generic, TextIO, TypeVar
 
-from xpyd_proxy.io.lines import Sheet, Stamp
 from xpyd_proxy.settings import LogFormat
 
+T = TypeVar("T")
 _TEXT: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
-REQUESTS: Final = logging.getLogger("xpyd_proxy.access")  # by this name people filter
-SHEET: Final = Sheet()  # for the lines of this logger; a process has one log
+_TIME: Final = "%Y-%m-%d %H:%M:%S"  # logging's
 FACTS: Final = "facts"  # logger.info(line, extra={FACTS: {...}}): what the line says, by name
+
+
+class Timestamps:
+    """Writes the time of day as logging does: anew once a millisecond, and most of it once a second."""
+
+    __slots__ = ("_at", "_begin", "_second", "_text")
+
+    def __init__(self) -> None:
+        self._at: int = -1  # milliseconds since the epoch
+        self._second: int = -1  # the same in seconds
+        self._begin = self._text = ""
+
+    def text(self, at: float) -> str:
+        """Write a time, in seconds since the epoch."""
+        now = int(at * 1000)
+        if now != self._at:
+            second = now // 1000
+            if second != self._second:
+                self._begin = time.strftime(_TIME, time.localtime(second))
+                self._second = second
+            self._at, self._text = now, f"{self._begin},{now % 1000:03d}"
+        return self._text
 
 
 class JsonFormatter(logging.Formatter):
@@ -31,9 +52,9 @@ class JsonFormatter(logging.Formatter):
             event["exception"] = self.formatException(record.exc_info)
         return json.dumps(event, default=str)  # a line break in a value is escaped: no value can forge a line
 
-    def line(self, at: float, name: str, found: Mapping[str, object], _text: object) -> str:
-        """Write the facts of an event; ``at``: seconds since the epoch."""
-        return json.dumps(self._begin(at, "info", name) | dict(found), default=str)
+    def line(self, at: float, name: str, event: T, fields: Callable[[T], Mapping[str, object]], _text: object) -> str:
+        """Write an event by its fields; ``at``: seconds since the epoch."""
+        return json.dumps(self._begin(at, "info", name) | dict(fields(event)), default=str)
 
     def _begin(self, at: float, level: str, name: str) -> dict[str, object]:
         stamp = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
@@ -45,7 +66,7 @@ class TextFormatter(logging.Formatter):
 
     def __init__(self) -> None:
         super().__init__(_TEXT)
-        self._stamp = Stamp()
+        self._times = Timestamps()
 
     def format(self, record: logging.LogRecord) -> str:
         """Write a record as logging does; what comes with a traceback is left to it."""
@@ -53,48 +74,64 @@ class TextFormatter(logging.Formatter):
             return super().format(record)
         return f"{self.formatTime(record)} {record.levelname} {record.name} {record.getMessage()}"
 
-    def line(
-        self, at: float, name: str, found: Mapping[str, object], text: Callable[[Mapping[str, object]], str]
-    ) -> str:
-        """Write the facts of an event; ``at``: seconds since the epoch."""
-        return f"{self._stamp.text(at)} INFO {name} {text(found)}"
+    def line(self, at: float, name: str, event: T, _fields: object, text: Callable[[T], str]) -> str:
+        """Write an event as text; ``at``: seconds since the epoch."""
+        return f"{self._times.text(at)} INFO {name} {text(event)}"
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802, ARG002 (logging's)
         """Write the time as logging does."""
-        return self._stamp.text(record.created)
+        return self._times.text(record.created)
 
 
-def note(logger: logging.Logger, found: Mapping[str, object], text: Callable[[Mapping[str, object]], str]) -> None:
-    """Log the facts of an event at level INFO; ``text`` makes a line of them, for people.
+_OURS: Final = JsonFormatter, TextFormatter
+
+
+def note(
+    logger: logging.Logger, event: T, fields: Callable[[T], Mapping[str, object]], text: Callable[[T], str]
+) -> None:
+    """Log an event at level INFO: by its fields in JSON, as text for people; only one of the two is made.
 
     Where the log is as ``configure`` made it, the line is written without a record, which costs more than all the rest.
     """
-    handler = _only_lines(logger)
+    handler = _only_handler(logger)
     if handler is not None:
-        handler.write(logger.name, found, text)
+        handler.write(logger.name, event, fields, text)
         return
     record = logger.makeRecord(
-        logger.name, logging.INFO, __file__, 0, _Line(found, text), (), None, func=note.__name__, extra={FACTS: found}
+        logger.name,
+        logging.INFO,
+        __file__,
+        0,
+        _Line(event, text),
+        (),
+        None,
+        func=note.__name__,
+        extra={FACTS: fields(event)},
     )
     logger.handle(record)
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
-    """The facts of an event in one line, made when a log wants it: one in JSON never does."""
+class _Line(Generic[T]):
+    """An event in one line, made when a log wants it: one in JSON never does."""
 
-    facts: Mapping[str, object]
-    text: Callable[[Mapping[str, object]], str]
+    event: T
+    text: Callable[[T], str]
 
     def __str__(self) -> str:
-        return self.text(self.facts)
+        return self.text(self.event)
 
 
-def _only_lines(logger: logging.Logger) -> "Lines | None":
+def _only_handler(logger: logging.Logger) -> "BatchingHandler | None":
     """Return the handler of this process's log, if a record could go nowhere else and nobody filters any."""
     handlers = logger.root.handlers
     handler = handlers[0] if len(handlers) == 1 else None
-    if not isinstance(handler, Lines) or handler.filters or handler.level > logging.INFO or logger.root.filters:
+    if (
+        not isinstance(handler, BatchingHandler)
+        or handler.filters
+        or handler.level > logging.INFO
+        or logger.root.filters
+    ):
         return None
     at: logging.Logger | None = logger
     while at is not None and at is not logger.root:
@@ -104,7 +141,7 @@ def _only_lines(logger: logging.Logger) -> "Lines | None":
     return handler
 
 
-class Lines(logging.StreamHandler[TextIO]):
+class BatchingHandler(logging.StreamHandler[TextIO]):
     """Writes a line at once, but those of a batch together: a system call costs as much as ten lines."""
 
     def __init__(self) -> None:
@@ -116,18 +153,10 @@ class Lines(logging.StreamHandler[TextIO]):
         """Keep what comes; what is kept already comes first."""
         with self._own:
             self._batch = self._batch or []
-            if self._takes_text():
-                SHEET.open(self._batch)
-
-    def _takes_text(self) -> bool:
-        """Tell whether of the line of a request nothing but its text would come, and come here."""
-        wanted = type(self.formatter) is TextFormatter and REQUESTS.isEnabledFor(logging.INFO)
-        return wanted and _only_lines(REQUESTS) is self
 
     def end(self) -> None:
         """Write it; what the stream raises is told as logging tells it, and stops nobody."""
         with self._own:
-            SHEET.close()
             batch, self._batch = self._batch, None
             if not batch:
                 return
@@ -137,12 +166,12 @@ class Lines(logging.StreamHandler[TextIO]):
             except Exception:  # noqa: BLE001 (as logging does it)
                 self.handleError(logging.makeLogRecord({"msg": "%d lines of a batch", "args": (len(batch),)}))
 
-    def write(self, name: str, found: Mapping[str, object], text: Callable[[Mapping[str, object]], str]) -> None:
-        """Write the facts of an event, or keep them."""
+    def write(self, name: str, event: T, fields: Callable[[T], Mapping[str, object]], text: Callable[[T], str]) -> None:
+        """Write an event, or keep its line."""
         formatter = self.formatter
-        assert isinstance(formatter, JsonFormatter | TextFormatter)
+        assert isinstance(formatter, _OURS)
         now = time.time()  # noqa: TID251 (what a log says is the time of day)
-        line = formatter.line(now, name, found, text) + self.terminator
+        line = formatter.line(now, name, event, fields, text) + self.terminator
         with self._own:
             if self._batch is not None:
                 self._batch.append(line)
@@ -167,7 +196,7 @@ class Lines(logging.StreamHandler[TextIO]):
 @contextmanager
 def lines_together() -> Generator[None]:
     """Write the lines of a block in one go."""
-    found = [handler for handler in logging.getLogger().handlers if isinstance(handler, Lines)]
+    found = [handler for handler in logging.getLogger().handlers if isinstance(handler, BatchingHandler)]
     for handler in found:
         handler.begin()
     try:
@@ -180,7 +209,7 @@ def lines_together() -> Generator[None]:
 def configure(level: str, form: LogFormat) -> None:
     """Send the log of this process to standard error, in one of the two forms."""
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # no line says them
-    handler = Lines()
+    handler = BatchingHandler()
     handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line, with an address, for every leg

@@ -1,6 +1,6 @@
 """The counters in Prometheus' words. prometheus_client stops at this file.
 
-Requests and legs add to plain numbers (core/measures.py); they become metrics only while somebody scrapes.
+Requests and legs add to plain numbers (core/counters.py); they become metrics only while somebody scrapes.
 """
 
 from collections import Counter
@@ -14,12 +14,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 
 from xpyd_proxy.core.admission.limits import Limit
+from xpyd_proxy.core.counters import Counters, Histogram, Key
 from xpyd_proxy.core.discovery.reconcile import Freshness
-from xpyd_proxy.core.measures import Histogram, Key, Measures
 from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.ports import Census, Queue
 from xpyd_proxy.core.workers.reports import Whole, together
-from xpyd_proxy.io.sight import Sight
+from xpyd_proxy.io.request_path.telemetry import Telemetry
 
 _Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 _LEAST: Final = frozenset({"process_start_time_seconds", "process_max_fds"})  # of all workers; the others are added up
@@ -30,7 +30,7 @@ _CPU: Final = "process_cpu_seconds_total"
 class _Numbers:
     """What is shown: of this process, or of all workers."""
 
-    measures: Measures
+    counters: Counters
     in_flight: Sequence[Mapping[InstanceId, int]]
     queue: tuple[int, int, Mapping[Key, int]] | None  # waiting, admitted, refused
 
@@ -40,12 +40,12 @@ class Metrics:
 
     def __init__(
         self,
-        sight: Sight,
+        telemetry: Telemetry,
         census: Census,
         queue: Queue | None = None,
         sources: Callable[[], Sequence[Freshness]] = tuple,
     ) -> None:
-        self._sight = sight
+        self._telemetry = telemetry
         self._census = census
         self._queue = queue
         self._sources = sources
@@ -55,10 +55,10 @@ class Metrics:
 
         ``whole``: those of all workers, if there are several.
         """
-        self._sight.keep(frozenset(standing.instance.id for standing in self._census.standings()))
+        self._telemetry.keep(frozenset(standing.instance.id for standing in self._census.standings()))
         encode, content_type = choose_encoder(accept)
         registry = CollectorRegistry()
-        numbers = self._own() if whole is None else _sum(self._sight.measures, whole)
+        numbers = self._own() if whole is None else _sum(self._telemetry.counters, whole)
         registry.register(_Collector(numbers, self._census, self._sources))
         if whole is None:
             ProcessCollector(registry=registry)
@@ -69,14 +69,14 @@ class Metrics:
     def _own(self) -> _Numbers:
         queue = self._queue
         counts = None if queue is None else (queue.waiting, queue.admitted, _refused([_words(queue.refused)]))
-        return _Numbers(self._sight.measures, [self._sight.legs.in_flight], counts)
+        return _Numbers(self._telemetry.counters, [self._telemetry.in_flight], counts)
 
 
-def _sum(measures: Measures, whole: Whole) -> _Numbers:
+def _sum(counters: Counters, whole: Whole) -> _Numbers:
     workers = whole.all
     waiting, admitted = sum(one.waiting for one in workers), sum(one.admitted for one in workers)
     return _Numbers(
-        together(measures, [one.counts for one in whole.others]),
+        together(counters, [one.counts for one in whole.others]),
         [one.legs for one in workers],
         (waiting, admitted, _refused([one.refused for one in workers])),
     )
@@ -113,8 +113,8 @@ class _Workers:
         )
         starts: dict[Key, int] = {(str(one.worker),): one.starts for one in workers}
         yield _counter("xpyd_worker_starts", "Workers that were started, by number.", ("worker",), starts)
-        text = "Workers whose numbers could not be read: they are those of up to a second before."
-        yield CounterMetricFamily("xpyd_workers_unread", text, value=sum(one.unread for one in workers))
+        text = "Reports of other workers that could not be read: their numbers are those of up to a second before."
+        yield CounterMetricFamily("xpyd_worker_scrape_failures", text, value=sum(one.unread for one in workers))
         for name in self._whole.own.process:
             values = [one.process[name] for one in workers if name in one.process]
             value, text = (min if name in _LEAST else sum)(values), "Of all workers."
@@ -143,41 +143,51 @@ class _Collector:
         yield from _discovery(self._sources())
 
     def _requests(self) -> Iterator[_Family]:
-        seen = self._numbers.measures
+        seen = self._numbers.counters
         text = "Requests that are over, by path and by how they ended for the client."
-        yield _counter("xpyd_requests", text, ("path", "ending"), seen.requests)
-        text = "Requests that an engine answered or failed, by the way they took: one leg after the other, push, solo."
-        yield _counter("xpyd_requests_routed", text, ("route",), seen.routes)
+        yield _counter("xpyd_requests", text, ("path", "outcome"), seen.requests)
+        text = "Requests that were sent to an engine, by the way of the KV cache; single: no transfer, for this reason."
+        yield _counter("xpyd_requests_routed", text, ("mode", "reason"), seen.routed)
+        text = "Seconds from a request's head to the end of its answer."
+        yield _histogram("xpyd_request_duration_seconds", text, ("path", "outcome"), seen.durations.by_key)
+        text = "Seconds that a request waited in the queue before it was served; 0 if it did not."
+        yield _histogram("xpyd_request_queue_time_seconds", text, ("path",), seen.queue_times.by_key)
+        text = "Seconds from a request's head to the first event of its stream."
+        yield _histogram("xpyd_time_to_first_token_seconds", text, ("path",), seen.ttft.by_key)
+        text = "Seconds between two reads of a stream, each of one token or more."
+        yield _histogram("xpyd_inter_token_latency_seconds", text, ("path",), seen.inter_token.by_key)
         text = "Connections that were closed because the client had read nothing of its answer for too long."
-        yield _counter("xpyd_stalled_clients", text, (), seen.stalled)
+        yield _counter("xpyd_client_write_timeouts", text, (), seen.write_timeouts)
         text = "What was asked of the admin API, and what became of it."
         yield _counter("xpyd_admin_actions", text, ("action", "outcome"), seen.admin)
         text = "Connections of clients that were closed before their request was served, by reason."
         yield _counter("xpyd_connections_refused", text, ("reason",), seen.connections_refused)
         text = "Legs that failed and were sent again, by the role of the engine and the reason."
         yield _counter("xpyd_retries", text, ("role", "reason"), seen.retries)
-        text = "Seconds from a client's request to the first event of its stream."
-        yield _histogram("xpyd_time_to_first_token_seconds", text, ("path",), seen.ttft.by_key)
 
     def _legs(self) -> Iterator[_Family]:
-        seen = self._numbers.measures
-        text = "Legs that are over, by engine and by how they ended; ok: also those that nobody needed any more."
+        seen = self._numbers.counters
+        text = "Legs that are over, by engine and by how they ended; ok: also those that were not needed any more."
         yield _counter("xpyd_legs", text, ("instance", "role", "outcome"), seen.legs)
-        text = "Seconds until an engine's answer was there: all of it (prefill), its first event (decode)."
-        yield _histogram("xpyd_leg_answer_seconds", text, ("instance", "role"), seen.answers.by_key)
+        text = "Seconds from sending a prefill leg to the whole answer."
+        yield _histogram("xpyd_prefill_seconds", text, ("instance",), seen.prefill_times.by_key)
+        text = (
+            "Seconds from sending a decode leg to the first event of its stream, or to the whole answer if it is none."
+        )
+        yield _histogram("xpyd_decode_ttft_seconds", text, ("instance",), seen.decode_ttft.by_key)
 
     def _transfers(self) -> Iterator[_Family]:
-        seen = self._numbers.measures
+        seen = self._numbers.counters
         text = "Seconds between a prefill engine's answer and the sending of the decode leg."
-        yield _histogram("xpyd_handoff_gap_seconds", text, (), {(): seen.gap})
-        text = "Attempts to have a prefill engine free blocks that nobody will read."
-        yield _counter("xpyd_releases", text, ("instance", "outcome"), seen.releases)
-        text = "Answers of prefill engines that named a host where nobody can reach them: the engine's own was put in."
+        yield _histogram("xpyd_handoff_gap_seconds", text, (), {(): seen.handoff})
+        text = "Attempts to have a prefill engine free blocks that no engine will read."
+        yield _counter("xpyd_kv_releases", text, ("instance", "result"), seen.releases)
+        text = "Answers of prefill engines that named a host out of reach: the engine's own was put in."
         yield _counter("xpyd_prefill_hosts_replaced", text, ("instance",), seen.unreachable_hosts)
-        text = "Good decode legs with a transfer, by whether the KV cache had arrived; none: silent degradation."
-        yield _counter("xpyd_decode_kv", text, ("instance", "kv"), seen.arrivals)
+        text = "Good decode legs with a transfer, by whether the KV cache arrived; none: silent degradation."
+        yield _counter("xpyd_kv_transfers", text, ("instance", "result"), seen.transfers)
         text = "Decode legs that certainly got no KV cache, by their answers or by the engine's own counters."
-        yield _counter("xpyd_decode_without_kv", text, ("instance",), seen.without_kv)
+        yield _counter("xpyd_kv_transfers_missing", text, ("instance",), seen.transfers_missing)
         text = "Requests of which the two engines made different prompts: their answers are not to be trusted."
         yield _counter("xpyd_prompt_mismatches", text, ("prefill", "decode"), seen.mismatches)
 
@@ -211,9 +221,11 @@ def _discovery(sources: Sequence[Freshness]) -> Iterator[_Family]:
 
 
 def _queue(waiting: int, admitted: int, refused: Mapping[Key, int]) -> Iterator[_Family]:
-    yield GaugeMetricFamily("xpyd_queue_waiting", "Requests that wait to be let in.", value=waiting)
-    yield GaugeMetricFamily("xpyd_requests_admitted", "Requests that are being served.", value=admitted)
-    yield _counter("xpyd_requests_refused", "Requests that were not let in, by reason.", ("reason",), refused)
+    yield GaugeMetricFamily("xpyd_requests_waiting", "Requests in the queue of the admission control.", value=waiting)
+    yield GaugeMetricFamily("xpyd_requests_running", "Requests that are being served.", value=admitted)
+    yield _counter(
+        "xpyd_requests_refused", "Requests that the admission control refused, by the limit.", ("reason",), refused
+    )
 
 
 def _counter(name: str, text: str, labels: Sequence[str], counts: Mapping[Key, int]) -> CounterMetricFamily:

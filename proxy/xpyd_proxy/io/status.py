@@ -6,10 +6,10 @@ from typing import Final
 
 from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.ports import Census, Queue, Standing
-from xpyd_proxy.core.pulse import SPAN_S, Ring
+from xpyd_proxy.core.recent_stats import SPAN_S, RollingSeries
 from xpyd_proxy.core.schemas import Bin
 from xpyd_proxy.core.workers.reports import Part, Whole, bin_of
-from xpyd_proxy.io.sight import Sight
+from xpyd_proxy.io.request_path.telemetry import Telemetry
 
 _STEP_S: Final = 5
 _MINUTE_S: Final = 60
@@ -92,32 +92,34 @@ class Snapshot:
 class Status:
     """Puts the numbers together when somebody asks for them."""
 
-    def __init__(self, sight: Sight, census: Census, clock: Callable[[], float], queue: Queue | None = None) -> None:
-        self._sight = sight
+    def __init__(
+        self, telemetry: Telemetry, census: Census, clock: Callable[[], float], queue: Queue | None = None
+    ) -> None:
+        self._telemetry = telemetry
         self._census = census
-        self._clock = clock  # the one of ``sight``
+        self._clock = clock  # the one of ``telemetry``
         self._queue = queue
         self._start = clock()
 
     def part(self) -> Part:
         """Return what this process has seen, for whoever adds it up."""
-        now, pulse = self._clock(), self._sight.pulse
+        now, recent = self._clock(), self._telemetry.recent
         self._keep()
-        rings = {"requests": pulse.requests, "ttft": pulse.ttft, "gaps": pulse.gaps}
+        rings = {"requests": recent.requests, "ttft": recent.ttft, "gaps": recent.gaps}
         return Part(
             minute={name: ring.last(_MINUTE_S, now=now) for name, ring in rings.items()},
             series={name: ring.bins(now=now, step_s=_STEP_S) for name, ring in rings.items()},
-            legs={name: _last(pulse.legs, name, _MINUTE_S, now) for name in pulse.legs},
-            span={name: _last(pulse.legs, name, SPAN_S, now) for name in pulse.legs},
-            answers={name: _last(pulse.answers, name, SPAN_S, now) for name in pulse.answers},
-            mishaps=[(now - one.at, _short(one.request), one.where, one.reason) for one in pulse.mishaps],
+            legs={name: _last(recent.legs, name, _MINUTE_S, now) for name in recent.legs},
+            span={name: _last(recent.legs, name, SPAN_S, now) for name in recent.legs},
+            answers={name: _last(recent.answers, name, SPAN_S, now) for name in recent.answers},
+            failures=[(now - one.at, _short(one.request), one.where, one.reason) for one in recent.failures],
         )
 
     def now(self, whole: Whole | None = None) -> Snapshot:
         """Return what is known now; ``whole``: by all workers, if there are several."""
         parts = [self.part()] if whole is None else [report.part for report in whole.all]
-        in_flight = [self._sight.legs.in_flight] if whole is None else [report.legs for report in whole.all]
-        failures = sorted((Failed(*mishap) for part in parts for mishap in part.mishaps), key=lambda one: one.ago_s)
+        in_flight = [self._telemetry.in_flight] if whole is None else [report.legs for report in whole.all]
+        failures = sorted((Failed(*failure) for part in parts for failure in part.failures), key=lambda one: one.ago_s)
         return Snapshot(
             uptime_s=self._clock() - self._start,
             last_minute=_minute(parts),
@@ -130,7 +132,7 @@ class Status:
         )
 
     def _keep(self) -> None:
-        self._sight.keep(frozenset(standing.instance.id for standing in self._census.standings()))
+        self._telemetry.keep(frozenset(standing.instance.id for standing in self._census.standings()))
 
 
 def _minute(parts: Sequence[Part]) -> Minute:
@@ -176,7 +178,7 @@ def _short(request: str) -> str:
     return request if len(request) <= _ID_SHOWN else request[:_ID_SHOWN] + "..."
 
 
-def _last(rings: Mapping[InstanceId, Ring], instance: InstanceId, seconds: int, now: float) -> Bin:
+def _last(rings: Mapping[InstanceId, RollingSeries], instance: InstanceId, seconds: int, now: float) -> Bin:
     return rings[instance].last(seconds, now=now)
 
 

@@ -11,11 +11,13 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from xpyd_proxy.core.journey import Ending, Journey, Outcome
 from xpyd_proxy.core.model import Headers, Instance, Role
+from xpyd_proxy.core.request_record import RequestOutcome, RequestRecord
+from xpyd_proxy.io.request_path.access_log import fields
 
 _CONTEXT: Final = TraceContextTextMapPropagator()  # W3C: traceparent, tracestate
 _NAMES: Final = frozenset(name.encode() for name in _CONTEXT.fields)
+_ELSEWHERE: Final = frozenset({"path", "status", "mode", "retries"})  # fields of the log that spans name otherwise
 _BAD: Final = 400  # statuses from here on are errors
 
 
@@ -43,22 +45,23 @@ class Traces:
         """Send what is left; may take seconds."""
         self._provider.shutdown()
 
-    def request(self, journey: Journey, path: str, headers: Headers) -> "TracedRequest":
+    def request(self, record: RequestRecord, headers: Headers) -> "TracedRequest":
         """Open the span of a request, under the client's own if it has one."""
         parent = _CONTEXT.extract({name.decode("latin-1"): value.decode("latin-1") for name, value in headers})
+        path = record.path
         name = f"POST {path}" if path in self._paths else "request"
-        attributes = {"url.path": path, "xpyd.request_id": journey.request_id}
-        return TracedRequest(self._tracer, self._tracer.start_span(name, parent, SpanKind.SERVER, attributes), journey)
+        attributes = {"url.path": path, "xpyd.request_id": record.request_id}
+        return TracedRequest(self._tracer, self._tracer.start_span(name, parent, SpanKind.SERVER, attributes), record)
 
 
 class TracedRequest:
     """The span of one request; those of its legs hang under it."""
 
-    def __init__(self, tracer: Tracer, span: Span, journey: Journey) -> None:
+    def __init__(self, tracer: Tracer, span: Span, record: RequestRecord) -> None:
         self._tracer = tracer
         self._span = span
         self._context = set_span_in_context(span)
-        self._journey = journey
+        self._record = record
         self._handed_ns: int | None = None  # when the prefill engine had answered, since the epoch
 
     def leg(self, instance: Instance, headers: Headers) -> tuple["TracedLeg", Headers]:
@@ -73,17 +76,19 @@ class TracedRequest:
         """The prefill engine has answered: the time until the decode leg is sent is the handoff."""
         self._handed_ns = time.time_ns()
 
-    def end(self, outcome: Outcome) -> None:
-        """The request is over."""
-        span, journey = self._span, self._journey
-        ending = outcome.ending(journey)
-        span.set_attribute("http.response.status_code", outcome.status)
-        span.set_attribute("xpyd.ending", ending)
-        span.set_attribute("xpyd.retries", len(journey.retries))
-        if journey.route:
-            span.set_attribute("xpyd.route", journey.route)
-        if ending in (Ending.SERVER, Ending.FAULTY):
-            span.set_status(StatusCode.ERROR, journey.fault)
+    def end(self) -> None:
+        """The request is over: its record says how."""
+        span, record = self._span, self._record
+        outcome = record.outcome
+        span.set_attribute("http.response.status_code", record.status)
+        for name, value in fields(record).items():
+            if value is not None and name not in _ELSEWHERE:
+                span.set_attribute(f"xpyd.{name}", value if isinstance(value, int | float) else str(value))
+        span.set_attribute("xpyd.outcome", outcome)
+        span.set_attribute("xpyd.mode", record.mode)
+        span.set_attribute("xpyd.retries", len(record.retries))
+        if outcome in (RequestOutcome.SERVER_ERROR, RequestOutcome.STREAM_ABORTED):
+            span.set_status(StatusCode.ERROR, record.error)
         span.end()
 
 

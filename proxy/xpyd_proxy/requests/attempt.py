@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from xpyd_proxy.core.fleet.load import ASK_FOR_REPORT
-from xpyd_proxy.core.journey import Journey
 from xpyd_proxy.core.model import Answer, Call, Headers, Instance, InstanceId, Leg, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure, check_prefill, refused_decode
 from xpyd_proxy.core.protocol.request_bodies import RELEASE_PATH, release_body
 from xpyd_proxy.core.protocol.response_filter import check_type, clean_answer
 from xpyd_proxy.core.protocol.usage import prompt_tokens
 from xpyd_proxy.core.raw_json import Pieces
+from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.routing.retries import Chances, LegFailed
 from xpyd_proxy.core.schemas import Coordinates
 from xpyd_proxy.errors import EngineError, EngineTimeout, NoInstance, Refused
@@ -48,8 +48,8 @@ class Attempt(LegOwner):
         "decode",
         "id",
         "is_streaming",
-        "journey",
         "prefill",
+        "record",
         "told",
         "transfer",
     )
@@ -59,7 +59,7 @@ class Attempt(LegOwner):
         of: "Requests",
         plan: Plan,
         rules: "Rules",
-        journey: Journey,
+        record: RequestRecord,
         chances: Chances,
         *,
         steps: Stepper,
@@ -71,9 +71,9 @@ class Attempt(LegOwner):
         self._steps = steps
         self._span = span
         self._slot: Instance | None = None  # a decode engine whose slot is held until its leg is sent
-        self.journey = journey
+        self.record = record
         self.chances = chances
-        self.id = journey.attempt_id
+        self.id = record.attempt_id
         self.transfer = of.new_transfer()
         self.prefill: PrefillLeg | None = None
         self.decode: DecodeLeg | None = None
@@ -100,7 +100,7 @@ class Attempt(LegOwner):
         body = prefill_body(call, self.id, self.transfer, reuses=reuses)
         now = of.clock()
         leg = PrefillLeg(self, prefill, now, now + self._rules.patience.prefill_s)
-        self.prefill, self.journey.prefill = leg, leg.visit
+        self.prefill, self.record.prefill = leg, leg.record
         self._send(leg, body, asks_for_report=of.reports)
         return leg
 
@@ -108,12 +108,12 @@ class Attempt(LegOwner):
         """Send a decode leg."""
         of, now, prefill = self._of, self._of.clock(), self.prefill
         seconds = self._rules.patience.first_token_s if self._plan.streams else None
-        leg = DecodeLeg(self, decode, now, None if seconds is None else now + seconds)
-        leg.counts = self.journey.solo is None
-        self.decode, self.journey.decode = leg, leg.visit
+        leg = DecodeLeg(self, decode, now, None if seconds is None else now + seconds, of.clock)
+        leg.counts = self.record.single_reason is None
+        self.decode, self.record.decode = leg, leg.record
         if prefill is not None and prefill.handover is not None and not prefill.is_followed:
             leg.follows = prefill.is_followed = True
-            of.sight.later.add(of.sight.handed_over, now - prefill.handed_over_at, now)
+            of.telemetry.later.add(of.telemetry.handed_over, now - prefill.handed_over_at, now)
         self._send(leg, body)
         if self._slot is not None:
             self._leave_slot()  # the leg has entered it
@@ -201,12 +201,12 @@ class Attempt(LegOwner):
 
     def _release(self, leg: PrefillLeg) -> None:
         """Free the blocks of a prefill that is not read; the client does not wait for it. What is pushed needs none."""
-        of, visit, call, handover = self._of, self.journey.decode, self._plan.call, leg.handover
+        of, decode, call, handover = self._of, self.record.decode, self._plan.call, leg.handover
         if call is None or handover is None or handover.coordinates is not None:
             return
         prefill = leg.instance
         body = release_body(call.fields, handover.params)
-        tried = None if visit is None else visit.instance  # it may be why the leg was not sent: it is asked last
+        tried = None if decode is None else decode.instance  # it may be why the leg was not sent: it is asked last
         fitting = self.chances.first(of.fleet.fitting(prefill, self.usable(Role.DECODE)))
         decodes = sorted(fitting, key=lambda instance: instance.id == tried)[:_RELEASES_MOST]
         headers = (*self._plan.headers, (b"x-request-id", self.id.encode()))
@@ -232,7 +232,7 @@ class Attempt(LegOwner):
         except (EngineError, Refused) as error:
             self.leg_failed(leg, error)
             return
-        of.sight.later.add(of.proved, leg.instance, self.id, _note_time(leg, came), came)
+        of.telemetry.later.add(of.proved, leg.instance, self.id, _note_time(leg, came), came)
         leg.handed_over_at, leg.handover = came, handover
         if self._span is not None and self.decode is None:
             self._span.handed_over()
@@ -265,10 +265,18 @@ class Attempt(LegOwner):
     def _answered_well(self, leg: DecodeLeg, counted: int | None) -> None:
         of, now = self._of, self._of.clock()
         if leg.follows:
-            of.sight.legs.promise(leg.instance.id)
-        of.sight.later.add(of.proved, leg.instance, self.id, _note_time(leg, now), now)
+            of.telemetry.transfer_expected(leg.instance.id)
+        of.telemetry.later.add(of.proved, leg.instance, self.id, _note_time(leg, now), now)
+        if leg.streams:
+            self._time_tokens(leg, now)
         if counted is not None:
             self.prompt_counted(leg, counted)
+
+    def _time_tokens(self, leg: DecodeLeg, now: float) -> None:
+        """Have the reads of a stream timed; one that goes on for another has been quiet since that one's last."""
+        leg.inter_token, leg.read_at = self._of.telemetry.inter_token(self._plan.path), now
+        if self.record.last_token_at is not None:
+            leg.inter_token.observe(now - self.record.last_token_at)
 
     def prompt_counted(self, leg: DecodeLeg, counted: int, /) -> None:
         """Take in how many tokens of prompt the decode engine has counted."""
@@ -294,7 +302,7 @@ class Attempt(LegOwner):
         if leg is self.prefill:
             self._unlearn(failed)
             if self.is_streaming or (self.decode is not None and self.decode.shown is not None):
-                self.journey.late = str(failed)  # the client is not concerned
+                self.record.prefill_error = str(failed)  # the client is not concerned
         self.close(leg)
         self._steps.wake()
 
@@ -310,20 +318,20 @@ class Attempt(LegOwner):
 
         One that has moved has just been learned.
         """
-        if failed.failure not in (Failure.REFUSED, Failure.BUSY, Failure.MOVED):
+        if failed.failure not in (Failure.REFUSED, Failure.BUSY, Failure.ENGINE_RESTARTED):
             self._of.learned.forget(failed.instance.id)
 
     def _compare(self) -> None:
         """Complain when the legs had different prompts. The answer may be on its way: the log and the counters tell."""
-        prefill, decode, counted = self.journey.prefill, self.journey.decode, self.counted
+        prefill, decode, counted = self.record.prefill, self.record.decode, self.counted
         said = None if self.decode is None else self.decode.counted
         if prefill is None or decode is None or counted is None or said is None or counted == said:
             return
-        self.journey.fault = (
+        self.record.error = (
             f"{prefill.instance} counted {counted} prompt tokens and {decode.instance} {said}: "
             "they do not make the same prompt of a request"
         )
-        self._of.sight.differed(prefill.instance, decode.instance)
+        self._of.telemetry.differed(prefill.instance, decode.instance)
 
     # ---- streaming
 
@@ -372,9 +380,11 @@ class Attempt(LegOwner):
         of, now = self._of, self._of.clock()
         leg.was_sent = leg.is_sent
         leg.is_closed = True
-        if leg.visit.ms is None:
+        if isinstance(leg, DecodeLeg) and leg.inter_token is not None:
+            self.record.last_token_at = leg.read_at
+        if leg.record.ms is None:
             _note_time(leg, now)
-        of.sight.later.add(of.sight.rode, leg.instance, now - leg.sent_at, leg.failure, self.id, now)
+        of.telemetry.later.add(of.telemetry.leg_ended, leg.instance, now - leg.sent_at, leg.failure, self.id, now)
         of.fleet.ended(leg.instance, self.id, leg.failure)
         if leg.span is not None:
             leg.span.end(None if leg.fault is None else leg.fault.error)
@@ -399,7 +409,7 @@ class Attempt(LegOwner):
 def _note_time(leg: EngineLeg, now: float) -> float:
     """Note how long a leg has taken until now, and return it in seconds."""
     seconds = now - leg.sent_at
-    leg.visit.ms = seconds * 1000
+    leg.record.ms = seconds * 1000
     return seconds
 
 

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from xpyd_proxy.core.fleet.push_coordinates import Learned
-from xpyd_proxy.core.journey import Journey
 from xpyd_proxy.core.model import Answer, Call, Handover, Instance, Push, RequestId, TransferId
 from xpyd_proxy.core.protocol import push, request_bodies
 from xpyd_proxy.core.protocol.disaggregation import PROMPTS
 from xpyd_proxy.core.protocol.push import Manner
 from xpyd_proxy.core.raw_json import Pieces, encode_in_pieces
+from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.schemas import Coordinates
 from xpyd_proxy.errors import Moved
 
@@ -23,10 +23,10 @@ def prefill_body(call: Call, request: RequestId, transfer: TransferId, *, reuses
     return encode_in_pieces(asked, PROMPTS[call.api])
 
 
-def decode_body(call: Call, journey: Journey, request: RequestId, handover: Handover) -> Pieces:
+def decode_body(call: Call, record: RequestRecord, request: RequestId, handover: Handover) -> Pieces:
     """Return the body of a decode leg that follows its prefill leg."""
-    journey.push = Push.IN_TURN if handover.coordinates else None
-    journey.transfer = handover.transfer
+    record.push = Push.IN_TURN if handover.coordinates else None
+    record.transfer = handover.transfer
     asked = request_bodies.decode_fields(request_bodies.named(call.api, call.fields, request), handover.params)
     return encode_in_pieces(asked, PROMPTS[call.api])
 

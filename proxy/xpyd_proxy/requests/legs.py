@@ -9,13 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from xpyd_proxy.core.counters import Histogram
 from xpyd_proxy.core.http.bounded_body import ANSWER_MOST
-from xpyd_proxy.core.journey import Visit
 from xpyd_proxy.core.model import Answer, Handover, Instance
 from xpyd_proxy.core.protocol.engine_errors import JSON, Failure, refusal
 from xpyd_proxy.core.protocol.response_filter import check_type, is_stream
 from xpyd_proxy.core.protocol.sse import Beginning, WholeLines, error_status
 from xpyd_proxy.core.protocol.usage import prompt_tokens_in
+from xpyd_proxy.core.request_record import LegRecord
 from xpyd_proxy.core.routing.retries import LegFailed
 from xpyd_proxy.errors import EngineError, Refused
 from xpyd_proxy.io.wire.call import Call
@@ -80,10 +81,10 @@ class EngineLeg(Call):
         "instance",
         "is_closed",
         "owner",
+        "record",
         "sent_at",
         "span",
         "status",
-        "visit",
         "was_sent",
     )
 
@@ -93,7 +94,7 @@ class EngineLeg(Call):
         self.instance = instance
         self.sent_at = sent_at
         self.due = due  # when the engine has had all its time; None: never
-        self.visit = Visit(instance.id)
+        self.record = LegRecord(instance.id)
         self.fault: LegFailed | None = None  # why nothing more will come of it
         self.failure: Failure | None = None  # how it is counted
         self.is_closed = False  # it is counted, and nothing more comes of it
@@ -166,6 +167,7 @@ class DecodeLeg(EngineLeg):
 
     __slots__ = (
         "_beginning",
+        "_clock",
         "_is_stream",
         "_pieces",
         "_size",
@@ -173,15 +175,22 @@ class DecodeLeg(EngineLeg):
         "counts",
         "follows",
         "heard",
+        "inter_token",
         "is_last",
         "is_over",
         "lines",
+        "read_at",
         "shown",
         "sink",
     )
 
-    def __init__(self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None) -> None:
+    def __init__(
+        self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None, clock: Callable[[], float]
+    ) -> None:
         super().__init__(owner, instance, sent_at, due)
+        self._clock = clock
+        self.inter_token: Histogram | None = None  # takes the times between the reads of a stream, once it has begun
+        self.read_at = 0.0  # the latest of them
         self._beginning: Beginning | None = None  # of a stream whose first event is not complete
         self._pieces: list[bytes] = []  # of what is no stream
         self._size = 0  # bytes of those
@@ -243,8 +252,12 @@ class DecodeLeg(EngineLeg):
 
     def _pass_on(self, lines: WholeLines, passing: bytes) -> None:
         self.heard = True
+        if self.inter_token is not None:
+            now = self._clock()
+            self.inter_token.observe(now - self.read_at)
+            self.read_at = now
         if lines.erred:
-            self.failure = Failure.BROKEN  # now, for many clients hang up at an error
+            self.failure = Failure.BAD_RESPONSE  # now, for many clients hang up at an error
         if self.counts:
             counted = prompt_tokens_in(passing)
             if counted is not None:
@@ -278,7 +291,7 @@ class DecodeLeg(EngineLeg):
             self.lines, self.shown, self.is_last, self._beginning = lines, shown, last, None
             self.heard = True
             if lines.erred:
-                self.failure = Failure.BROKEN
+                self.failure = Failure.BAD_RESPONSE
             self.owner.stream_begun(self, prompt_tokens_in(received) if self.counts else None)
 
     def end(self) -> None:

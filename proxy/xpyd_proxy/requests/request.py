@@ -14,13 +14,13 @@ from typing import Final
 from xpyd_proxy.core.admission.admission import State as TicketState
 from xpyd_proxy.core.admission.admission import Ticket
 from xpyd_proxy.core.admission.lifetime import Stage
-from xpyd_proxy.core.journey import HUNG_UP, Journey, Outcome, client_id
 from xpyd_proxy.core.model import Call, Instance, InstanceId, Push, Role, Solo
 from xpyd_proxy.core.protocol import push, request_bodies
 from xpyd_proxy.core.protocol.disaggregation import solo_reason
 from xpyd_proxy.core.protocol.engine_errors import Failure, failure_of
 from xpyd_proxy.core.protocol.replay import Replay, can_resume, traced
 from xpyd_proxy.core.raw_json import Pieces, encode
+from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, RequestRecord, client_id
 from xpyd_proxy.core.routing.request_rules import Rules
 from xpyd_proxy.core.routing.retries import Again, Chances, LegFailed
 from xpyd_proxy.core.schemas import Coordinates
@@ -84,17 +84,16 @@ class Request:
         "_attempt",
         "_ends_at",
         "_head",
-        "_journey",
         "_of",
         "_paused",
         "_plan",
+        "_record",
         "_replay",
         "_response",
         "_rules",
         "_span",
         "_start",
         "_steps",
-        "_streamed_at",
         "_ticket",
         "_upload",
         "disconnected",
@@ -117,10 +116,10 @@ class Request:
         self._of = of
         self._response = response
         self._start = of.clock()
-        self._journey = Journey(of.new_id(), client_id=None if name is None else client_id(name))
+        self._record = RequestRecord(of.new_id(), path, client_id=None if name is None else client_id(name))
         self._span: RequestSpan | None = None
         if of.spans is not None:
-            self._span = of.spans.request(self._journey, path, tuple(headers))
+            self._span = of.spans.request(self._record, tuple(headers))
         self._upload = Upload(of.gate)
         self._steps = Stepper()
         self._ticket: Ticket | None = None
@@ -130,7 +129,6 @@ class Request:
         self._attempt: Attempt | None = None  # since it was routed
         self._replay: Replay | None = None  # of a stream that another engine could go on with
         self._paused = False  # the client is slow
-        self._streamed_at: float | None = None  # when a stream began
         self.disconnected = self.response_complete = False
 
     # ---- the client's side: what the protocol calls
@@ -256,6 +254,8 @@ class Request:
         of = self._of
         of.gate.check(ticket)
         self._on(_ADMITTED)
+        if self._record.queue_s is None:
+            self._record.queue_s = 0.0
         self._rules, now = of.rules, of.clock()
         of.budget.came(now=now)
         seconds = self._rules.patience.total_s(streams=plan.streams)
@@ -297,7 +297,7 @@ class Request:
 
     async def _wait_for_turn(self, ticket: Ticket) -> None:
         """Wait in the queue."""
-        gate = self._of.gate
+        gate, start = self._of.gate, self._of.clock()
         self._on(_QUEUED)
         gate.watch(ticket, self._steps.wake)
         try:
@@ -305,6 +305,7 @@ class Request:
                 await self._steps
         finally:
             gate.unwatch(ticket)
+            self._record.queue_s = self._of.clock() - start
 
     # ---- ROUTING, and what follows from failures
 
@@ -317,7 +318,7 @@ class Request:
         failed: LegFailed | None = None
         while True:
             attempt = self._attempt = Attempt(
-                self._of, self._planned, self._rules, self._journey, chances, steps=self._steps, span=self._span
+                self._of, self._planned, self._rules, self._record, chances, steps=self._steps, span=self._span
             )
             try:
                 route = self._route(attempt, call, alone)
@@ -343,18 +344,20 @@ class Request:
         role = failed.instance.role
         if attempt is None or not attempt.may_repeat(failed, attempt.usable(role)):
             raise failed.error
-        self._journey.set_aside(role, failed.failure)
-        self._journey.start_over()
+        self._record.set_aside(role, failed.failure)
+        self._record.start_over()
         self._on(_RETRY)
 
     def _route(self, attempt: Attempt, call: Call | None, alone: Pieces | None) -> Route:
         """Choose the engines, and the way of the KV cache."""
-        of, journey = self._of, self._journey
+        of, record = self._of, self._record
         if call is None:
-            journey.solo, alone = Solo.ONE_LEG, self._planned.body
+            record.single_reason, alone = Solo.ONE_LEG, self._planned.body
         elif alone is None:
-            journey.solo = solo_reason(call.api, call.fields, min_split_prompt_bytes=self._rules.min_split_prompt_bytes)
-            pair = None if journey.solo else self._pair(attempt.chances)
+            record.single_reason = solo_reason(
+                call.api, call.fields, min_split_prompt_bytes=self._rules.min_split_prompt_bytes
+            )
+            pair = None if record.single_reason else self._pair(attempt.chances)
             if pair is not None:
                 return Route(call, pair[0], pair[1], told=of.learned.coordinates(pair[0].id))
             alone = [encode(call.fields)]
@@ -372,7 +375,7 @@ class Request:
             if not self._rules.decode_only_fallback:
                 raise
             fleet.usable(Role.DECODE)  # raises NoInstance, if that is why
-        self._journey.solo = Solo.NO_PREFILL
+        self._record.single_reason = Solo.NO_PREFILL
         return None
 
     # ---- PREFILLING, BOTH, DECODING
@@ -387,8 +390,8 @@ class Request:
         if route.told is None:
             self._on(_PULL)
             return attempt.send_prefill(call, prefill, reuses=self._rules.reuse_prompt_tokens)
-        journey = self._journey
-        journey.push, journey.transfer, attempt.told = _AT_ONCE, attempt.transfer, route.told
+        record = self._record
+        record.push, record.transfer, attempt.told = _AT_ONCE, attempt.transfer, route.told
         params = push.decode_params(route.told, call.api, attempt.id, attempt.transfer)
         route.body = [request_bodies.decode_body(request_bodies.named(call.api, call.fields, attempt.id), params)]
         self._on(_PUSH)
@@ -398,7 +401,7 @@ class Request:
     def _hand_over(self, attempt: Attempt, route: Route, leg: PrefillLeg) -> None:
         """Tell the decode engine what the prefill engine has answered."""
         if route.call is not None and leg.handover is not None:
-            route.body = decode_body(route.call, self._journey, attempt.id, leg.handover)
+            route.body = decode_body(route.call, self._record, attempt.id, leg.handover)
             route.lent_by = leg
         self._on(_PREFILLED)
 
@@ -437,7 +440,7 @@ class Request:
         others = attempt.others(failed.instance, lent_by)
         if not others or not attempt.may_repeat(failed, others):
             raise failed
-        self._journey.set_aside(Role.DECODE, failed.failure)
+        self._record.set_aside(Role.DECODE, failed.failure)
         failed.with_traceback(None)  # it leads to frames that hold the leg, which holds it: a circle
         return attempt.one(others)
 
@@ -461,14 +464,14 @@ class Request:
             leg.failure = failure_of(error)
             raise error
         attempt.close(leg)
-        self._journey.answered = True
+        self._record.answered = True
         self._note_said(rest)
         self._response.end(rest if self._replay is None else self._replay.feed(rest))
 
     def _show_beginning(self, attempt: Attempt, leg: DecodeLeg) -> None:
         """Write the head with the first event: the head's time is the first token's."""
         shown, replay, response = leg.take_shown(), self._replay, self._response
-        is_plain = replay is None and self._journey.push is not _AT_ONCE
+        is_plain = replay is None and self._record.push is not _AT_ONCE
         attempt.stream_to(response.write if is_plain else self._pour, leg)
         if self._paused:
             attempt.pause()
@@ -476,7 +479,7 @@ class Request:
             shown = replay.gap() + replay.feed(shown)
         self._note_said(shown)
         if not response.begun:
-            self._streamed_at = self._of.clock()
+            self._record.ttft_s = self._of.clock() - self._start
             response.begin(_OK, self._lines(leg.content_type), shown, streams=True, last=leg.is_last and replay is None)
         elif shown:  # it was begun by an engine that has broken off since
             response.write(shown)
@@ -504,18 +507,18 @@ class Request:
         if self._response.begun:
             raise EngineError(f"{leg.engine} answered with something that is no stream")  # it cannot be the rest of one
         self._note_said(shown)
-        self._journey.answered = True
+        self._record.answered = True
         self._response.begin(_OK, self._lines(leg.content_type), shown, streams=False)
 
     def _note_said(self, piece: bytes) -> None:
-        if self._journey.push is _AT_ONCE and piece:
-            self._journey.says(piece)
+        if self._record.push is _AT_ONCE and piece:
+            self._record.wrote(piece)
 
     def _lines(self, content_type: bytes) -> bytes:
         of = self._of
         if of.lifetime.stage is not _SERVING:
             self._response.keep_alive = False
-        return head_lines(self._journey, content_type, shows_times=of.settings.server_timing)
+        return head_lines(self._record, content_type, shows_times=of.settings.server_timing)
 
     async def _answer_and_resume(self, call: Call) -> None:
         """Show a stream that another decode engine goes on with when its own breaks off."""
@@ -537,16 +540,16 @@ class Request:
                     raise broken from None
             self._close_attempt()
             if (ending := replay.ending()) is not None:
-                self._journey.answered = True
+                self._record.answered = True
                 self._response.end(replay.gap() + ending)
                 return
             fields = replay.again() if left > 0 else None
             if fields is None or not self._of.budget.grants(now=self._of.clock()):
                 raise broken
             left -= 1
-            visit = self._journey.decode
-            self._journey.set_aside(Role.DECODE, Failure.BROKEN)
-            chances = Chances(self._rules.retries, set() if visit is None else {visit.instance})
+            failed = self._record.decode
+            self._record.set_aside(Role.DECODE, Failure.BAD_RESPONSE)
+            chances = Chances(self._rules.retries, set() if failed is None else {failed.instance})
             alone = [encode(fields)]
             self._on(_RESUME)
 
@@ -557,26 +560,26 @@ class Request:
         try:
             return self._write_error(error)
         except Exception as bug:
-            logger.exception("request %s cannot be answered", self._journey.request_id)
+            logger.exception("request %s cannot be answered", self._record.request_id)
             bug.with_traceback(None)
             self._response.keep_alive = False
             return _BUG
 
     def _write_error(self, error: Exception) -> int:
         """Tell the client what went wrong, as far as it can be told; return the status for the log."""
-        journey, response = self._journey, self._response
+        record, response = self._record, self._response
         if isinstance(error, ClientGone):
-            return HUNG_UP
+            return CLIENT_CLOSED_REQUEST
         if not isinstance(error, ProxyError):
-            logger.error("request %s failed", journey.request_id, exc_info=error)
+            logger.error("request %s failed", record.request_id, exc_info=error)
         error.with_traceback(None)  # it leads to frames that hold the request, and the error: a circle
         error.__context__ = None  # and so does this
-        journey.fault = str(error)
+        record.error = str(error)
         if response.begun:
             response.keep_alive = response.keep_alive and not isinstance(error, TurnedAway)
             event = last_event(self._head.path, error)
             self._note_said(event)
-            journey.answered = True
+            record.answered = True
             response.end(event)
             return _OK
         if isinstance(error, Refused):  # an engine's own words
@@ -600,24 +603,22 @@ class Request:
 
     def _end(self, status: int) -> None:
         """The request is over: count it, and let go of everything."""
-        of, journey, path = self._of, self._journey, self._head.path
+        of, record = self._of, self._record
         self._on(_END)
         self.response_complete = True
         self._steps.end()
         self._plan = self._replay = None  # the connection keeps us until its next request
         self._head = _NO_HEAD
-        first_s = None if self._streamed_at is None else self._streamed_at - self._start
-        outcome = Outcome(path, status, of.clock() - self._start, first_s, journey.before + journey.last)
-        journey.before = journey.last = b""
+        record.over(status, of.clock() - self._start)
         try:
             of.over(self)
             ticket, self._ticket = self._ticket, None
             if ticket is not None:
                 of.gate.leave(ticket)
             self._upload.free()
-            of.sight.later.add(of.account, journey, outcome)
+            of.telemetry.later.add(of.request_over, record)
             if self._span is not None:
-                self._span.end(outcome)
+                self._span.end()
         finally:
             self._response.close()  # or the connection would wait for ever
 

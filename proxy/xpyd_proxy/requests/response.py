@@ -10,8 +10,8 @@ from typing import Final, Protocol
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HEADER_VALUE_RE, STATUS_LINE
 
-from xpyd_proxy.core.journey import Journey
 from xpyd_proxy.core.model import Api
+from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.requests.error_body import error_body
 
 NO_SNIFFING: Final = b"x-content-type-options: nosniff\r\n"  # a browser takes an answer for what its type says
@@ -125,10 +125,10 @@ class HttpResponse:
         connection.answered(keep_alive=self.keep_alive)
 
 
-def head_lines(journey: Journey, content_type: bytes, *, shows_times: bool) -> bytes:
+def head_lines(record: RequestRecord, content_type: bytes, *, shows_times: bool) -> bytes:
     """Return the header lines of an answer but for those that say where its body ends."""
-    said = journey.id_lines()
-    timing = journey.server_timing() if shows_times else ""
+    said = record.id_lines()
+    timing = record.server_timing() if shows_times else ""
     if timing:
         said = f"{said}server-timing: {timing}\r\n"
     plain = content_type if content_type in _PLAIN_TYPES else _plain(content_type)

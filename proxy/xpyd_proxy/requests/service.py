@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from xpyd_proxy.core.admission.lifetime import Lifetime, cut_short
 from xpyd_proxy.core.fleet.push_coordinates import Learned
-from xpyd_proxy.core.journey import Journey, Outcome
 from xpyd_proxy.core.model import Headers, Instance, InstanceId, RequestId, TransferId
 from xpyd_proxy.core.raw_json import Pieces
+from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.routing.request_rules import Rules
 from xpyd_proxy.core.routing.retry_budget import Budget
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
-from xpyd_proxy.io.sight import Sight
+from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.wire.call import Call
-from xpyd_proxy.requests.access_log import log_request
 from xpyd_proxy.requests.examiner import Examiner
 from xpyd_proxy.requests.gate import Gate
 from xpyd_proxy.requests.handovers import Handovers
@@ -43,7 +42,7 @@ class RequestSpan(Protocol):
         """The prefill engine has answered."""
         ...
 
-    def end(self, outcome: Outcome, /) -> None:
+    def end(self) -> None:
         """The request is over."""
         ...
 
@@ -51,7 +50,7 @@ class RequestSpan(Protocol):
 class Spans(Protocol):
     """Leaves spans of requests and legs."""
 
-    def request(self, journey: Journey, path: str, headers: Headers, /) -> RequestSpan:
+    def request(self, record: RequestRecord, headers: Headers, /) -> RequestSpan:
         """Open the span of a request, under the client's own if it has one."""
         ...
 
@@ -93,12 +92,12 @@ class Requests:
     gate: Gate
     lifetime: Lifetime
     examiner: Examiner
-    sight: Sight
+    telemetry: Telemetry
     settings: Settings
     clock: Callable[[], float]  # seconds; only differences count
     new_id: Callable[[], RequestId]
     new_transfer: Callable[[], TransferId]
-    finished: Callable[[Journey, Outcome], None]
+    request_over: Callable[[RequestRecord], None]
     reports: bool = False  # prefill engines are asked how busy they are
     spans: Spans | None = None
     _under_way: "dict[Request, None]" = field(default_factory=lambda: dict["Request", None]())
@@ -114,7 +113,7 @@ class Requests:
         error = cut_short()
         for request in self:
             request.interrupt(error)
-        self.sight.later.settle()  # no timer runs any more once the loop has ended
+        self.telemetry.later.settle()  # no timer runs any more once the loop has ended
 
     def __iter__(self) -> "Iterator[Request]":
         """List those under way."""
@@ -166,9 +165,4 @@ class Requests:
     def proved(self, instance: Instance, request: RequestId, seconds: float, at: float) -> None:
         """An engine has given a good answer, or its beginning."""
         self.fleet.answered(instance, request, seconds)
-        self.sight.said(instance, seconds, at)
-
-    def account(self, journey: Journey, outcome: Outcome) -> None:
-        """Count a request that is over, and write its line."""
-        self.finished(journey, outcome)
-        log_request(journey, outcome)
+        self.telemetry.leg_answered(instance, seconds, at)

@@ -26,6 +26,7 @@ import msgspec
 from benchmarks.discovery import report
 from benchmarks.discovery.pods import LIFE, line, pod
 from xpyd_proxy.app import POLICIES
+from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.discovery.reconcile import entry_name, entry_of
 from xpyd_proxy.core.fleet.compatibility import Facts
 from xpyd_proxy.core.fleet.instance_states import Roll
@@ -34,10 +35,9 @@ from xpyd_proxy.core.fleet.origin import Key, Source, Wanted
 from xpyd_proxy.core.fleet.push_coordinates import Learned
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
-from xpyd_proxy.core.journey import Journey, Outcome, Visit
-from xpyd_proxy.core.measures import Measures
 from xpyd_proxy.core.model import Ask, RequestId, Role
 from xpyd_proxy.core.protocol.push import MANNERS
+from xpyd_proxy.core.request_record import LegRecord, Outcome, RequestRecord
 from xpyd_proxy.core.routing.pairing import Legs, Pairs
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
 from xpyd_proxy.io.discovery.build import read_pod
@@ -45,7 +45,7 @@ from xpyd_proxy.io.discovery.reconciler import Pods, Reconciler
 from xpyd_proxy.io.discovery.reflector import Collection, Reflector
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
-from xpyd_proxy.io.sight import Sight
+from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.settings import KvTransferMode, PolicyName
 
 ROOT = Path(__file__).parents[3]
@@ -166,21 +166,21 @@ def request_cost(count, spent_s):
     """Time what the tables do for a request beside the choice: slots, legs, health, counters."""
     registry = registry_of(count)
     fleet, turn = fleet_of(registry, RoundRobin()), iter(range(10**9))
-    sight = Sight(Measures(frozenset({PATH})), time.monotonic)
+    telemetry = Telemetry(Counters(frozenset({PATH})), time.monotonic)
     prefill, decode = registry.known(Role.PREFILL)[0], registry.known(Role.DECODE)[0]
 
     def serve():
         request = RequestId(f"xpyd-{next(turn):032x}")
-        journey = Journey(request, prefill=Visit(prefill.id, 1.0), decode=Visit(decode.id, 1.0))
-        with fleet.hold(decode, request):
-            for instance in (prefill, decode):
-                for watcher in (sight, fleet):
-                    watcher.began(instance, request)
-                for watcher in (sight, fleet):
-                    watcher.answered(instance, request, 0.1)
-                for watcher in (sight, fleet):
-                    watcher.ended(instance, request, None)
-        sight.finished(journey, Outcome(PATH, 200, 1.0, 0.1))
+        record = RequestRecord(request, prefill=LegRecord(prefill.id, 1.0), decode=LegRecord(decode.id, 1.0))
+        fleet.enter(decode, request)
+        for instance in (prefill, decode):
+            fleet.enter(instance, request)
+            fleet.answered(instance, request, 0.1)
+            telemetry.leg_answered(instance, 0.1, 1.0)
+            fleet.ended(instance, request, None)
+            telemetry.leg_ended(instance, 0.2, None, request, 1.0)
+        fleet.leave(decode, request)
+        telemetry.request_over(record, Outcome(PATH, 200, 1.0, 0.1))
 
     return {"tables": micros(serve, spent_s)}
 
@@ -204,12 +204,11 @@ def members(count):
 def exposition(count):
     """Time one scrape of a router, and weigh it."""
     registry = registry_of(count)
-    sight = Sight(Measures(frozenset({PATH})), time.monotonic)
+    telemetry = Telemetry(Counters(frozenset({PATH})), time.monotonic)
     for member in registry.members():
-        sight.began(member.instance, RequestId("r"))
-        sight.answered(member.instance, RequestId("r"), 0.1)
-        sight.ended(member.instance, RequestId("r"), None)
-    metrics = Metrics(sight, Roll(registry))
+        telemetry.leg_answered(member.instance, 0.1, 1.0)
+        telemetry.leg_ended(member.instance, 0.2, None, RequestId("r"), 1.0)
+    metrics = Metrics(telemetry, Roll(registry))
     return {
         "ms": micros(lambda: metrics.exposition("text/plain"), 0.1, 3) / 1000,
         "bytes": len(metrics.exposition("text/plain")[0]),

@@ -169,7 +169,7 @@ def test_a_client_that_hangs_up_while_it_waits_frees_its_place_at_once():
         running.engines["p0"].inject(Fault(FaultKind.STALL))
 
         def waiting():
-            return "xpyd_queue_waiting 1.0" in httpx.get(f"http://{running.router}/metrics").text
+            return "xpyd_requests_waiting 1.0" in httpx.get(f"http://{running.router}/metrics").text
 
         with running.open(PATH, BODY):
             until(lambda: len(running.engines["p0"].log) == 1)

@@ -50,7 +50,7 @@ async def test_the_list_says_what_is_known_of_each():
         "role": "prefill",
         "address": "p0:80",
         "rank": None,
-        "state": "ready",
+        "state": "healthy",
         "mode": "pull",
         "in_flight": 0,
     }
@@ -187,8 +187,8 @@ async def test_explain_names_the_rule_of_a_request_that_is_not_split():
         await call(client, "drain", {"id": "prefill-0"})
         _, without = await explain(client)
 
-    assert (several["rule"], several["prefill"], several["prefill_body"]) == ("solo: n>1", None, None)
-    assert without["rule"] == "solo: no prefill instance"
+    assert (several["rule"], several["prefill"], several["prefill_body"]) == ("single: n", None, None)
+    assert without["rule"] == "single: no_prefill_engine"
 
 
 @pytest.mark.parametrize("policy", PolicyName)
@@ -279,7 +279,7 @@ async def test_when_no_engine_can_serve_clients_are_told_at_once_and_later_serve
 
     assert asked == 3
     assert failed[-1].status_code == 503
-    assert failed[-1].json()["error"]["message"] == "no prefill instance can take a request: prefill-0 is broken"
+    assert failed[-1].json()["error"]["message"] == "no prefill instance can take a request: prefill-0 is ejected"
     assert [answer.status_code for answer in healed] == [200, 200]
 
 

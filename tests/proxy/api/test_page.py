@@ -137,16 +137,21 @@ async def test_the_metrics_tell_what_became_of_requests(mode):
         for sample in family.samples
     }
     assert response.headers["content-type"].startswith("text/plain")
-    assert seen["xpyd_requests_total", "/v1/completions", "2xx"] == 3
-    assert seen["xpyd_requests_total", "/v1/completions", "4xx"] == 1
-    assert seen["xpyd_requests_total", "4xx", "other"] == 1
-    assert seen["xpyd_requests_routed_total", "solo: n>1"] == 1
+    assert seen["xpyd_requests_total", "/v1/completions", "ok"] == 3
+    assert seen["xpyd_requests_total", "/v1/completions", "client_error"] == 1
+    assert seen["xpyd_requests_total", "client_error", "other"] == 1
+    assert seen["xpyd_requests_routed_total", "n", "single"] == 1
     assert seen["xpyd_time_to_first_token_seconds_count", "/v1/completions"] == 2
+    assert seen["xpyd_request_duration_seconds_count", "/v1/completions", "ok"] == 3
+    assert seen["xpyd_request_queue_time_seconds_count", "/v1/completions"] == 4
+    assert seen["xpyd_inter_token_latency_seconds_count", "/v1/completions"] >= 2
+    assert seen["xpyd_prefill_seconds_count", "prefill-0"] == 2
+    assert seen["xpyd_decode_ttft_seconds_count", "decode-0"] == 3
     assert seen["xpyd_legs_total", "decode", "decode-0", "ok"] >= 3
     assert seen["xpyd_legs_total", "prefill", "prefill-0", "refused"] == 1
-    assert seen["xpyd_instance_state", "prefill", "prefill-0", "ready"] == 1
+    assert seen["xpyd_instance_state", "healthy", "prefill", "prefill-0"] == 1
     assert seen["xpyd_handoff_gap_seconds_count",] >= {"pull": 2, "push": 1}[mode]
-    assert seen["xpyd_decode_kv_total", "decode-0", "unknown"] == 2
+    assert seen["xpyd_kv_transfers_total", "decode-0", "unknown"] == 2
 
 
 async def test_an_address_that_no_collector_has_does_not_stop_the_router(monkeypatch):

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 from starlette.requests import ClientDisconnect
 
-from xpyd_proxy.api.request_context import RequestContextMiddleware, id_headers, journey_of, note_fault
-from xpyd_proxy.core.journey import Visit
+from xpyd_proxy.api.request_context import RequestContextMiddleware, id_headers, note_fault, record_of
 from xpyd_proxy.core.model import InstanceId, Push, RequestId, Role
+from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.request_record import LegRecord
 from xpyd_proxy.io.logs import FACTS
+from xpyd_proxy.io.request_path.access_log import log_request
 
 
 class Client:
@@ -25,7 +27,9 @@ class Client:
 
 def tracking(app):
     times = iter([1.0, 1.5])
-    return RequestContextMiddleware(app, new_id=lambda: RequestId("xpyd-1"), clock=lambda: next(times))
+    return RequestContextMiddleware(
+        app, new_id=lambda: RequestId("xpyd-1"), clock=lambda: next(times), request_over=log_request
+    )
 
 
 def scope(path="/v1/models", kind="http", method="GET"):
@@ -33,7 +37,7 @@ def scope(path="/v1/models", kind="http", method="GET"):
 
 
 async def answer(scope, receive, send):
-    journey_of(scope).decode = Visit(InstanceId("decode-0"), 2.0)
+    record_of(scope).decode = LegRecord(InstanceId("decode-0"), 2.0)
     await send({"type": "http.response.start", "status": 204, "headers": [(b"a", b"b")]})
     await send({"type": "http.response.body"})
 
@@ -60,7 +64,10 @@ async def test_a_request_leaves_one_line(caplog):
     caplog.set_level(logging.INFO)
     await tracking(answer)(scope(), None, Client().send)
 
-    assert lines(caplog) == ["id=xpyd-1 path=/v1/models prefill=- decode=decode-0 status=204 ms=500.0"]
+    assert lines(caplog) == [
+        "request_id=xpyd-1 path=/v1/models prefill=- decode=decode-0 status=204 duration_ms=500.0 ttft_ms=- "
+        "prefill_ms=- queue_ms=-"
+    ]
 
 
 async def test_a_client_that_hung_up_is_not_an_error(caplog):
@@ -75,7 +82,10 @@ async def test_a_client_that_hung_up_is_not_an_error(caplog):
     await tracking(app)(scope(), None, client.send)
 
     assert not client.messages
-    assert lines(caplog) == ["id=xpyd-1 path=/v1/models prefill=- decode=- status=499 ms=500.0 fault='why'"]
+    assert lines(caplog) == [
+        "request_id=xpyd-1 path=/v1/models prefill=- decode=- status=499 duration_ms=500.0 ttft_ms=- "
+        "prefill_ms=- queue_ms=- error='why'"
+    ]
 
 
 async def test_a_bug_is_logged_as_what_the_client_gets(caplog):
@@ -88,15 +98,15 @@ async def test_a_bug_is_logged_as_what_the_client_gets(caplog):
     with pytest.raises(KeyError):
         await tracking(app)(scope(), None, Client().send)
 
-    assert lines(caplog)[0].endswith("status=500 ms=500.0")
+    assert lines(caplog)[0].endswith("status=500 duration_ms=500.0 ttft_ms=- prefill_ms=- queue_ms=-")
 
 
 async def test_a_path_cannot_forge_lines(caplog):
     """A line break in a path stays on its line."""
     caplog.set_level(logging.INFO)
-    await tracking(answer)(scope("/v1/a\nid=forged"), None, Client().send)
+    await tracking(answer)(scope("/v1/a\nrequest_id=forged"), None, Client().send)
 
-    assert r"path=/v1/a\nid=forged " in lines(caplog)[0]
+    assert r"path=/v1/a\nrequest_id=forged " in lines(caplog)[0]
 
 
 OTHERS = [scope("/health"), scope("/v1/x", kind="lifespan"), scope("/v1/completions", method="POST")]
@@ -124,15 +134,18 @@ async def test_the_line_tells_what_was_unusual(caplog):
     """Other tries, the order of the legs, and what happened behind the client's back."""
 
     async def app(scope, receive, send):
-        journey = journey_of(scope)
-        journey.prefill, journey.push, journey.late = Visit(InstanceId("prefill-0")), Push.AT_ONCE, "broke off"
-        journey.set_aside(Role.PREFILL, "failed")
+        record = record_of(scope)
+        record.prefill, record.push = LegRecord(InstanceId("prefill-0")), Push.AT_ONCE
+        record.prefill_error = "broke off"
+        record.set_aside(Role.PREFILL, Failure.BAD_RESPONSE)
         await answer(scope, receive, send)
 
     caplog.set_level(logging.INFO)
     await tracking(app)(scope(), None, Client().send)
 
-    assert lines(caplog)[0].endswith(" ms=500.0 route='push' retries='prefill-0 failed' late='broke off'")
+    assert lines(caplog)[0].endswith(
+        " queue_ms=- mode='push' retries='prefill-0 bad_response' prefill_error='broke off'"
+    )
 
 
 @pytest.mark.parametrize(("raises", "status"), [(None, 204), (ClientDisconnect, 499), (KeyError, 500)])
@@ -141,15 +154,17 @@ async def test_who_follows_a_request_learns_how_it_ended(raises, status):
     seen = []
 
     class Spans:
-        def request(self, journey, path, headers):
-            return SimpleNamespace(end=lambda outcome: seen.append((path, headers, outcome.status)))
+        def request(self, record, headers):
+            return SimpleNamespace(end=lambda: seen.append((record.path, headers, record.status)))
 
     async def app(scope, receive, send):
         if raises is not None:
             raise raises
         await answer(scope, receive, send)
 
-    follow = RequestContextMiddleware(app, new_id=lambda: RequestId("r"), clock=lambda: 1.0, spans=Spans())
+    follow = RequestContextMiddleware(
+        app, new_id=lambda: RequestId("r"), clock=lambda: 1.0, spans=Spans(), request_over=log_request
+    )
     with suppress(KeyError):
         await follow(scope() | {"headers": [(b"a", b"b")]}, None, Client().send)
 
@@ -163,8 +178,8 @@ async def test_the_facts_of_a_line_are_there_for_a_log_in_json(caplog):
 
     (record,) = caplog.records
     facts = getattr(record, FACTS)
-    assert " ".join(facts) == "id path prefill decode status ms"
-    assert list(facts.values()) == ["xpyd-1", "/v1/models", None, "decode-0", 204, 500.0]
+    assert " ".join(facts) == "request_id path prefill decode status duration_ms ttft_ms prefill_ms queue_ms"
+    assert list(facts.values()) == ["xpyd-1", "/v1/models", None, "decode-0", 204, 500.0, None, None, None]
 
 
 @pytest.mark.parametrize("theirs", [b"mine-1", b"x" * 128, b"~!"])
@@ -177,7 +192,7 @@ async def test_the_clients_own_id_is_given_back(theirs, caplog):
     headers = dict(client.messages[0]["headers"])
     assert headers[b"x-request-id"] == theirs
     assert headers[b"x-xpyd-request-id"] == b"xpyd-1"
-    assert lines(caplog)[0].startswith("id=xpyd-1 ")
+    assert lines(caplog)[0].startswith("request_id=xpyd-1 ")
     assert f" client_id={theirs.decode()!r}" in lines(caplog)[0]
 
 

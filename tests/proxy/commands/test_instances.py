@@ -39,7 +39,7 @@ def test_the_list_is_a_table(instances):
     assert (code, err) == (0, "")
     assert head.split()[:5] == ["id", "role", "address", "rank", "state"]
     assert [line.split()[0] for line in lines] == ["prefill-0", "decode-0", "decode-1"]
-    assert {line[head.index("state") :].split()[0] for line in lines} == {"joining"}
+    assert {line[head.index("state") :].split()[0] for line in lines} == {"starting"}
 
 
 def test_the_list_is_json_when_asked_for(instances):
@@ -55,7 +55,7 @@ def test_an_engine_can_be_added_drained_put_back_and_removed(instances):
         assert instances("add", "decode", address) == (0, f"Added {address} to decode_instances.\n", "")
         code, out, _ = instances("drain", "decode-2", "--wait", "10")
         assert (code, out.splitlines()[1].split()[4]) == (0, "drained")
-        assert instances("undrain", "decode-2")[1].splitlines()[1].split()[4] == "joining"
+        assert instances("undrain", "decode-2")[1].splitlines()[1].split()[4] == "starting"
         assert instances("remove", "decode-1", "decode-2")[0] == 0
         assert "decode-2" not in instances("list")[1]
 

@@ -1,21 +1,27 @@
 """What Prometheus gets."""
 
 import random
+import re
 from collections import Counter
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from support.helm_metrics import router_exposition
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.admission.limits import Limits
+from xpyd_proxy.core.admission.limits import Limit, Limits
+from xpyd_proxy.core.counters import Counters
+from xpyd_proxy.core.fleet.health import State
 from xpyd_proxy.core.fleet.instance_states import Roll
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.journey import Journey, Outcome, Visit
-from xpyd_proxy.core.measures import Measures
+from xpyd_proxy.core.http.framing import RefusalReason
 from xpyd_proxy.core.model import Api, InstanceId, Push, RequestId, Role, Solo
 from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.kv_transfer_check import Arrival
+from xpyd_proxy.core.request_record import LegRecord, RequestOutcome, RequestRecord
 from xpyd_proxy.io.metrics import Metrics
-from xpyd_proxy.io.sight import Sight
+from xpyd_proxy.io.request_path.telemetry import Telemetry
 
 
 class World:
@@ -26,8 +32,8 @@ class World:
         self.registry = Registry()
         self.prefill = [self.registry.add(Role.PREFILL, Address("http", "h", port)) for port in range(1, x + 1)]
         self.decode = [self.registry.add(Role.DECODE, Address("http", "h", port)) for port in range(1, y + 1)]
-        self.sight = Sight(Measures(frozenset(Api)), lambda: self.now)
-        self.metrics = Metrics(self.sight, Roll(self.registry), queue)
+        self.telemetry = Telemetry(Counters(frozenset(Api)), lambda: self.now)
+        self.metrics = Metrics(self.telemetry, Roll(self.registry), queue)
 
     def scrape(self, accept=""):
         return {
@@ -42,30 +48,29 @@ def test_a_leg_shows_while_it_is_open_and_counts_when_it_is_over():
     """Numbers, read at scrape time."""
     world = World()
     (p,), (d,), r = world.prefill, world.decode, RequestId("r")
-    world.sight.began(p, r)
-    world.now = 0.2
-    world.sight.answered(p, r, 0.2)
+    world.telemetry.legs_under_way = lambda: [p.id]
+    world.telemetry.leg_answered(p, 0.2, 0.2)
     open_legs = world.scrape()
-    world.sight.ended(p, r, None)
-    world.now = 0.203
-    world.sight.began(d, r)
-    world.sight.ended(d, r, Failure.BROKEN)
+    world.telemetry.legs_under_way = list
+    world.telemetry.leg_ended(p, 0.2, None, r, 0.2)
+    world.telemetry.handed_over(0.003, 0.203)
+    world.telemetry.leg_ended(d, 0.0, Failure.BAD_RESPONSE, r, 0.203)
     over = world.scrape()
 
     assert open_legs["xpyd_legs_in_flight", "prefill", "prefill-0"] == 1
     assert over["xpyd_legs_in_flight", "prefill", "prefill-0"] == 0
     assert over["xpyd_legs_total", "ok", "prefill", "prefill-0"] == 1
-    assert over["xpyd_legs_total", "broken", "decode", "decode-0"] == 1
-    assert over["xpyd_leg_answer_seconds_bucket", "0.1", "prefill", "prefill-0"] == 0
-    assert over["xpyd_leg_answer_seconds_bucket", "0.25", "prefill", "prefill-0"] == 1
-    assert over["xpyd_leg_answer_seconds_sum", "prefill", "prefill-0"] == 0.2
+    assert over["xpyd_legs_total", "bad_response", "decode", "decode-0"] == 1
+    assert over["xpyd_prefill_seconds_bucket", "0.1", "prefill-0"] == 0
+    assert over["xpyd_prefill_seconds_bucket", "0.25", "prefill-0"] == 1
+    assert over["xpyd_prefill_seconds_sum", "prefill-0"] == 0.2
     assert over["xpyd_handoff_gap_seconds_bucket", "0.0025"] == 0
     assert over["xpyd_handoff_gap_seconds_bucket", "0.005"] == 1
     assert over["xpyd_handoff_gap_seconds_count",] == 1
 
 
 def test_states_are_one_of_a_known_list():
-    """An alert on `state="broken"` needs the series before there is a broken one."""
+    """An alert on `state="ejected"` needs the series before an engine is."""
     world = World()
     life = world.registry.member(InstanceId("decode-0")).life
     life.seen(now=0.0)
@@ -73,9 +78,9 @@ def test_states_are_one_of_a_known_list():
         life.missed("does not answer", now=1.0)
     seen = world.scrape()
 
-    assert seen["xpyd_instance_state", "broken", "decode", "decode-0"] == 1
-    assert seen["xpyd_instance_state", "decode", "decode-0", "joining"] == 0
-    assert seen["xpyd_instance_state", "broken", "prefill", "prefill-0"] == 0
+    assert seen["xpyd_instance_state", "decode", "decode-0", "ejected"] == 1
+    assert seen["xpyd_instance_state", "decode", "decode-0", "starting"] == 0
+    assert seen["xpyd_instance_state", "ejected", "prefill", "prefill-0"] == 0
 
 
 def test_the_queue_and_its_refusals_show():
@@ -85,7 +90,7 @@ def test_the_queue_and_its_refusals_show():
         admission.arrive("key", 0, 10, now=0.0)
     seen = World(queue=admission).scrape()
 
-    assert (seen["xpyd_queue_waiting",], seen["xpyd_requests_admitted",]) == (1, 1)
+    assert (seen["xpyd_requests_waiting",], seen["xpyd_requests_running",]) == (1, 1)
     assert seen["xpyd_requests_refused_total", "max_queue"] == 2
 
 
@@ -93,27 +98,26 @@ def test_releases_show():
     """Blocks that could not be freed stay pinned for a lease."""
     world = World()
     for freed in (True, False, False):
-        world.sight.released(world.prefill[0], freed=freed)
+        world.telemetry.released(world.prefill[0], freed=freed)
     seen = world.scrape()
 
-    assert seen["xpyd_releases_total", "freed", "prefill-0"] == 1
-    assert seen["xpyd_releases_total", "failed", "prefill-0"] == 2
+    assert seen["xpyd_kv_releases_total", "freed", "prefill-0"] == 1
+    assert seen["xpyd_kv_releases_total", "failed", "prefill-0"] == 2
 
 
 def test_two_routers_in_one_process_do_not_share_a_number():
     """Nothing is registered globally."""
     one, other = World(), World()
-    one.sight.released(one.prefill[0], freed=True)
+    one.telemetry.released(one.prefill[0], freed=True)
 
-    assert not any(name == "xpyd_releases_total" for name, *_ in other.scrape())
+    assert not any(name == "xpyd_kv_releases_total" for name, *_ in other.scrape())
 
 
 def test_an_instance_that_was_removed_is_not_in_the_next_scrape():
     """Its legs may go on, and are nobody's."""
     world = World(1, 2)
     for instance in world.decode:
-        world.sight.began(instance, RequestId("r"))
-        world.sight.ended(instance, RequestId("r"), None)
+        world.telemetry.leg_ended(instance, 0.1, None, RequestId("r"), 1.0)
     world.registry.remove(world.decode[1].id, now=0.0)
 
     assert {key[2] for key in world.scrape() if key[0] == "xpyd_legs_total"} == {"decode-0"}
@@ -136,21 +140,49 @@ def test_ten_thousand_odd_requests_do_not_add_a_single_label():
     world, dice = World(3, 3), random.Random(1)
     sizes = []
     for turn in range(10_000):
-        journey = Journey(RequestId(f"xpyd-{turn}"), solo=dice.choice([None, *Solo]), push=dice.choice([None, *Push]))
+        record = RequestRecord(
+            RequestId(f"xpyd-{turn}"), single_reason=dice.choice([None, *Solo]), push=dice.choice([None, *Push])
+        )
         p, d = dice.choice(world.prefill), dice.choice(world.decode)
-        journey.prefill, journey.decode = dice.choice([None, Visit(p.id)]), Visit(d.id)
-        journey.set_aside(Role.DECODE, dice.choice([*Failure, f"odd {turn}"]))
-        journey.fault = dice.choice([None, f"odd {turn}"])
-        path = dice.choice([*Api, f"/v1/{turn}", f'/v1/"\n{turn}'])
-        outcome = Outcome(path, dice.choice([200, 400, 404, 499, 500, 502, 503]), dice.random(), dice.random())
+        record.prefill, record.decode = dice.choice([None, LegRecord(p.id)]), LegRecord(d.id)
+        record.set_aside(Role.DECODE, dice.choice([*Failure]))
+        record.error = dice.choice([None, f"odd {turn}"])
+        record.path = dice.choice([*Api, f"/v1/{turn}", f'/v1/"\n{turn}'])
+        record.ttft_s, record.queue_s = dice.choice([None, 0.1]), dice.choice([None, 0.0, 0.1])
+        record.over(dice.choice([200, 400, 404, 499, 500, 502, 503]), dice.random())
         for instance in (p, d):
-            world.sight.began(instance, journey.request_id)
-            world.sight.answered(instance, journey.request_id, dice.random())
-            world.sight.ended(instance, journey.request_id, dice.choice([None, *Failure]))
-        world.sight.finished(journey, outcome)
+            world.telemetry.leg_answered(instance, dice.random(), 1.0)
+            world.telemetry.leg_ended(instance, dice.random(), dice.choice([None, *Failure]), record.request_id, 1.0)
+        world.telemetry.request_over(record)
         if turn in (4999, 9999):
             sizes.append(len(world.scrape()))
 
-    assert sizes[0] == sizes[1] < 1000
+    assert sizes[0] == sizes[1] < 2000
     names = Counter(key[0] for key in world.scrape())
     assert names["xpyd_requests_total"] == (len(Api) + 1) * 5
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_names_and_labels_follow_the_conventions_of_prometheus(workers):
+    """Counters end in _total, times in _seconds; label values are words that PromQL and people can write."""
+    kinds = set()
+    for family in text_string_to_metric_families(router_exposition(workers)):
+        kinds.add(family.type)
+        assert re.fullmatch(r"(xpyd|process)_[a-z_]+[a-z]", family.name)
+        assert family.documentation.endswith(".")
+        if family.type == "histogram":
+            assert family.name.endswith(("_seconds", "_bytes"))
+        assert "_milliseconds" not in family.name
+        for sample in family.samples:
+            counts = sample.name.endswith("_total")
+            assert counts == (family.type == "counter"), sample
+            for name, value in sample.labels.items():
+                assert re.fullmatch(r"[a-z][a-z_]*", name), sample
+                assert re.fullmatch(r"[A-Za-z0-9_./+-]+", value), sample
+    assert kinds >= {"counter", "gauge", "histogram"}
+
+
+def test_every_word_that_can_be_the_value_of_a_label_is_one():
+    """Without spaces, commas and colons, also those that no test happens to count."""
+    for word in (*Solo, *Push, *Failure, *RequestOutcome, *Arrival, *Limit, *RefusalReason, *State):
+        assert re.fullmatch(r"[a-z0-9_]+", word), word

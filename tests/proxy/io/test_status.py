@@ -7,13 +7,13 @@ import msgspec
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.admission.limits import Limits
+from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fleet.instance_states import Roll
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.journey import Journey, Outcome
-from xpyd_proxy.core.measures import Measures
 from xpyd_proxy.core.model import RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
-from xpyd_proxy.io.sight import Sight
+from xpyd_proxy.core.request_record import RequestRecord
+from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.status import Status
 
 
@@ -22,32 +22,36 @@ def test_the_page_gets_numbers_and_ids_and_no_address():
     now, registry = [1000.0], Registry()
     p = registry.add(Role.PREFILL, Address("http", "10.1.2.3", 8100))
     d = registry.add(Role.DECODE, Address("http", "secret-host", 8200))
-    sight = Sight(Measures(frozenset({"/v1/completions"})), lambda: now[0])
+    telemetry = Telemetry(Counters(frozenset({"/v1/completions"})), lambda: now[0])
     queue = Admission(Limits(concurrency=1, queue=3, wait_s=9.0))
-    status = Status(sight, Roll(registry), lambda: now[0], queue)
+    status = Status(telemetry, Roll(registry), lambda: now[0], queue)
     for _ in range(2):
         queue.arrive("k", 0, 1, now=now[0])
-    sight.began(p, RequestId("r"))
     now[0] += 2
-    sight.answered(p, RequestId("r"), 2.0)
-    sight.ended(p, RequestId("r"), None)
-    sight.began(d, RequestId("r"))
-    sight.ended(d, RequestId("r"), Failure.UNREACHABLE)
-    sight.began(d, RequestId("r"))
-    sight.finished(Journey(RequestId("r")), Outcome("/v1/completions", 200, 2.5, first_s=2.25))
+    telemetry.leg_answered(p, 2.0, now[0])
+    telemetry.leg_ended(p, 2.0, None, RequestId("r"), now[0])
+    telemetry.handed_over(0.0, now[0])
+    telemetry.leg_ended(d, 0.0, Failure.UNREACHABLE, RequestId("r"), now[0])
+    telemetry.legs_under_way = lambda: [d.id]
+    record = RequestRecord(RequestId("r"), "/v1/completions")
+    record.ttft_s = 2.25
+    record.over(200, 2.5)
+    telemetry.request_over(record)
     now[0] += 3
     text = msgspec.json.encode(status.now()).decode()
 
     said = json.loads(text)
     assert said["uptime_s"] == 5
     assert said["last_minute"] == {"requests_per_s": 1 / 60, "failed": 0, "ttft_s": 2.25, "gap_s": 0.0}
-    common = {"state": "joining", "why": "added", "legs_per_s": 1 / 60}
+    common = {"state": "starting", "why": "added", "legs_per_s": 1 / 60}
     assert said["instances"] == [
         common | {"id": "prefill-0", "role": "prefill", "in_flight": 0, "failed": 0, "answer_s": 2.0},
         common | {"id": "decode-0", "role": "decode", "in_flight": 1, "failed": 1, "answer_s": None},
     ]
     assert said["queue"] == {"waiting": 1, "admitted": 1, "refused": 0}
-    assert said["failures"] == [{"ago_s": 3.0, "request": "r", "where": "decode-0", "reason": "a leg did not reach it"}]
+    assert said["failures"] == [
+        {"ago_s": 3.0, "request": "r", "where": "decode-0", "reason": "a leg did not reach the engine"}
+    ]
     assert {len(line) for line in said["series"].values() if isinstance(line, list)} == {60}
     assert not any(secret in text for secret in ("10.1.2.3", "secret-host", "8100"))
 
@@ -55,7 +59,7 @@ def test_the_page_gets_numbers_and_ids_and_no_address():
 def test_a_router_that_has_seen_nothing_says_so():
     """Nulls, where there is nothing to take a mean of."""
     registry = Registry()
-    status = Status(Sight(Measures(frozenset()), lambda: 7.0), Roll(registry), lambda: 7.0)
+    status = Status(Telemetry(Counters(frozenset()), lambda: 7.0), Roll(registry), lambda: 7.0)
 
     said = msgspec.to_builtins(status.now())
     assert said["instances"] == said["failures"] == []

@@ -11,8 +11,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from support.sim import InMemory, sims
 from xpyd_proxy.app import build
-from xpyd_proxy.core.journey import Journey, Outcome
 from xpyd_proxy.core.model import RequestId
+from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.io.traces import Traces
 from xpyd_proxy.settings import KvTransferMode, Settings
 from xpyd_proxy.testing.engine import Fault, FaultKind
@@ -87,6 +87,10 @@ async def test_a_request_is_a_tree_of_spans_that_hangs_on_the_clients(spans):
     assert {spans[name].kind for name in ("prefill leg", "decode leg")} == {SpanKind.CLIENT}
     assert spans["prefill leg"].end_time <= spans["handoff"].end_time <= spans["decode leg"].end_time
     assert spans["handoff"].start_time >= spans["prefill leg"].start_time
+    assert (request.attributes["xpyd.outcome"], request.attributes["xpyd.mode"]) == ("ok", "pull")
+    times = [request.attributes[f"xpyd.{name}_ms"] for name in ("prefill", "ttft", "duration")]
+    assert 0.0 < times[0] <= times[1] <= times[2]
+    assert request.attributes["xpyd.queue_ms"] == 0.0
 
 
 @pytest.mark.parametrize(("name", "engine"), [("prefill leg", "p0"), ("decode leg", "d0")])
@@ -121,7 +125,8 @@ async def test_legs_that_go_out_together_have_no_handoff(spans):
     of_second = sorted(span.name for span in spans.all if span.context.trace_id == second.context.trace_id)
     assert of_second == [f"POST {PATH}", "decode leg", "prefill leg"]
     assert "handoff" in [span.name for span in spans.all if span.context.trace_id == first.context.trace_id]
-    assert second.attributes["xpyd.route"] == "push"
+    assert second.attributes["xpyd.mode"] == "push"
+    assert first.attributes["xpyd.mode"] == "push_cold"
 
 
 async def test_a_leg_that_fails_is_a_span_that_failed(spans):
@@ -163,7 +168,10 @@ async def test_a_request_that_is_refused_has_a_span_and_no_legs(spans):
 @pytest.mark.parametrize(("status", "bad"), [(200, False), (404, False), (499, False), (502, True)])
 def test_the_span_of_a_request_says_how_it_ended(spans, status, bad):
     """A client's mistake is no error of the router."""
-    spans.traces.request(Journey(RequestId("r")), "/v1/odd/17", ()).end(Outcome("/v1/odd/17", status, 0.1))
+    record = RequestRecord(RequestId("r"), "/v1/odd/17")
+    span = spans.traces.request(record, ())
+    record.over(status, 0.1)
+    span.end()
 
     span = spans["request"]  # names are few; the path is an attribute
     assert span.attributes["http.response.status_code"] == status
@@ -177,7 +185,7 @@ def test_the_span_of_a_request_says_how_it_ended(spans, status, bad):
 def test_an_odd_traceparent_starts_a_trace_of_its_own(spans, traceparent):
     """It comes from a client, who may write anything."""
     headers = ((b"traceparent", traceparent),)
-    spans.traces.request(Journey(RequestId("r")), PATH, headers).end(Outcome(PATH, 200, 0.1))
+    spans.traces.request(RequestRecord(RequestId("r"), PATH), headers).end()
 
     assert spans[f"POST {PATH}"].parent is None
 

@@ -117,8 +117,8 @@ def test_an_answer_that_is_none_is_shown(played, body):
     [
         ("", {}),
         ('prefill;desc="prefill-0"', {"prefill": Leg("prefill-0", None)}),
-        ('route;desc="solo: max_tokens is 1", decode;desc="d";dur=3', {
-            "route": Leg("solo: max_tokens is 1", None), "decode": Leg("d", 3.0)}),
+        ('mode;desc="single", reason;desc="max_tokens", decode;desc="d";dur=3', {
+            "mode": Leg("single", None), "reason": Leg("max_tokens", None), "decode": Leg("d", 3.0)}),
         ("gibberish", {}),
     ],
 )  # fmt: skip

@@ -135,7 +135,7 @@ def test_it_says_who_moves_the_kv_cache(tmp_path):
 
     assert "prefill pushes the KV cache (--kv-transfer-mode push)" in out
     assert re.search(r"route +push, prefill first", out)
-    assert 'route;desc="push",' in pasted.stdout
+    assert 'mode;desc="push",' in pasted.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -7,7 +7,7 @@ import pytest
 
 from support.scripted import DONE, EVENT, Scripted, call, good_decode, never, pulled_prefill, router_of, until
 from xpyd_proxy.core.admission.lifetime import Step
-from xpyd_proxy.core.journey import HUNG_UP
+from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST
 from xpyd_proxy.requests.asgi import Endpoints
 
 START = "http.response.start"
@@ -56,9 +56,9 @@ class Connection:
         return [(message["body"], message["more_body"]) for message in self.sent[1:]]
 
     @property
-    def outcome(self):
-        (((_, outcome),),) = self.router.ended.values()
-        return outcome
+    def record(self):
+        ((record,),) = self.router.ended.values()
+        return record
 
 
 async def whole(_):
@@ -110,7 +110,7 @@ async def test_a_client_that_hangs_up_ends_its_legs(is_streaming):
     await connection.end()
 
     assert not engines.open
-    assert connection.outcome.status == HUNG_UP
+    assert connection.record.status == CLIENT_CLOSED_REQUEST
     assert connection.bodies == ([(EVENT, True)] if is_streaming else [])
 
 
@@ -158,7 +158,7 @@ async def test_a_request_that_the_server_cuts_off_is_one_that_has_left():
     await connection.end()
 
     assert connection.task.cancelled()
-    assert connection.outcome.status == HUNG_UP
+    assert connection.record.status == CLIENT_CLOSED_REQUEST
     assert not engines.open
 
 

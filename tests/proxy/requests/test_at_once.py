@@ -21,8 +21,8 @@ from support.scripted import (
     until,
 )
 from xpyd_proxy.core.fleet.push_coordinates import State
-from xpyd_proxy.core.journey import HUNG_UP
 from xpyd_proxy.core.model import Answer, Api, InstanceId, Role
+from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST
 from xpyd_proxy.errors import EngineError, EngineTimeout
 from xpyd_proxy.settings import KvTransferMode
 
@@ -66,7 +66,7 @@ async def test_the_first_request_goes_from_engine_to_engine_and_teaches_the_rout
     client = await router.serve()
 
     assert client.body == EVENT + DONE
-    assert client.journey.route == "push, prefill first"
+    assert client.record.mode == "push_cold"
     assert router.learned.state(P0) is State.PUSH
     prefill, decode = engines.legs
     told = params_of(decode)
@@ -82,8 +82,8 @@ async def test_later_requests_start_both_legs_before_either_has_answered():
         client = await router.serve()
 
     assert client.body == EVENT + DONE
-    assert client.journey.server_timing() == (
-        'route;desc="push", prefill;desc="prefill-0";dur=0.0, decode;desc="decode-0";dur=0.0'
+    assert client.record.server_timing() == (
+        'mode;desc="push", prefill;desc="prefill-0";dur=0.0, decode;desc="decode-0";dur=0.0'
     )
 
 
@@ -142,7 +142,7 @@ async def test_decode_may_answer_first():
 
     assert client.body == EVENT + DONE
     assert not engines.open
-    assert (client.journey.late, client.journey.retries) == (None, [])
+    assert (client.record.prefill_error, client.record.retries) == (None, [])
 
 
 async def test_a_prefill_that_fails_after_the_answer_has_begun_is_only_noted():
@@ -170,8 +170,8 @@ async def test_a_prefill_that_fails_after_the_answer_has_begun_is_only_noted():
     await client.end()
 
     assert client.body == EVENT + DONE
-    assert client.journey.late == "prefill-0: prefill-0 broke off"
-    assert client.journey.fault is None
+    assert client.record.prefill_error == "prefill-0: prefill-0 broke off"
+    assert client.record.error is None
 
 
 BAD_PREFILLS = {
@@ -212,7 +212,7 @@ async def test_a_prefill_that_fails_drops_the_decode_leg_and_both_go_elsewhere(b
     assert [request_id(leg) for leg in engines.of(Role.DECODE)] == ["r", "r-r1"]
     assert [request_id(leg) for leg in engines.of(Role.PREFILL)] == ["r", "r-r1"]
     assert len({params_of(leg)["transfer_id"] for leg in engines.legs}) == 2
-    assert [retry.visit.instance for retry in client.journey.retries] == ["prefill-0"]
+    assert [retry.leg.instance for retry in client.record.retries] == ["prefill-0"]
     # Whoever answers there next may be another, unless it has said that it lives and is only busy.
     assert (router.learned.coordinates(failing) is not None) == (bad is BAD_PREFILLS["503"])
     assert not engines.open
@@ -251,7 +251,7 @@ async def test_a_decode_that_fails_drops_the_prefill_leg_and_both_go_elsewhere(b
     first, second = engines.of(Role.DECODE)
     assert first.instance.id != second.instance.id
     assert [request_id(leg) for leg in engines.of(Role.PREFILL)] == ["r", "r-r1"]
-    assert [retry.visit.instance for retry in client.journey.retries] == [first.instance.id]
+    assert [retry.leg.instance for retry in client.record.retries] == [first.instance.id]
     assert not engines.open
 
 
@@ -278,7 +278,7 @@ async def test_a_decode_engine_that_got_nothing_is_replaced_alone():
     first, second = engines.of(Role.DECODE)
     assert first.instance.id != second.instance.id
     assert (first.body, first.headers) == (second.body, second.headers)
-    assert str(client.journey.retries[0]) == f"{first.instance.id} cannot be reached"
+    assert str(client.record.retries[0]) == f"{first.instance.id} unreachable"
 
 
 @pytest.mark.parametrize("role", Role)
@@ -332,8 +332,8 @@ async def test_a_prefill_engine_that_has_restarted_is_learned_anew():
     engine[0] = "e2"
     clients = [await router.serve(name=name) for name in ("a", "b")]
 
-    assert [str(retry) for retry in clients[0].journey.retries] == ["prefill-0 restarted"]
-    assert [client.journey.route for client in clients] == ["push, prefill first", "push"]
+    assert [str(retry) for retry in clients[0].record.retries] == ["prefill-0 engine_restarted"]
+    assert [client.record.mode for client in clients] == ["push_cold", "push"]
     assert [params_of(leg)["remote_engine_id"] for leg in engines.of(Role.DECODE)] == ["e1", "e2", "e2"]
     assert not engines.open
 
@@ -353,7 +353,7 @@ async def test_an_engine_that_restarts_as_one_that_does_not_push_is_believed():
     client = await router.serve()
 
     assert client.body == EVENT + DONE
-    assert client.journey.route is None
+    assert client.record.mode == "pull"
     assert router.learned.state(P0) is State.PULL
 
 
@@ -378,8 +378,8 @@ async def test_several_engines_behind_one_address_are_served_in_turn():
     clients = [await router.serve(name=f"{number}") for number in range(10)]
 
     assert router.learned.state(P0) is State.SEVERAL
-    assert all(len(client.journey.retries) <= 1 for client in clients)
-    assert not any(client.journey.retries for client in clients[4:])
+    assert all(len(client.record.retries) <= 1 for client in clients)
+    assert not any(client.record.retries for client in clients[4:])
 
 
 async def test_requests_that_come_before_the_first_answer_wait_for_nobody():
@@ -399,9 +399,9 @@ async def test_requests_that_come_before_the_first_answer_wait_for_nobody():
     for client in clients:
         await client.end()
 
-    assert {client.journey.route for client in clients} == {"push, prefill first"}
+    assert {client.record.mode for client in clients} == {"push_cold"}
     assert len(engines.of(Role.PREFILL)) == 20
-    assert (await router.serve()).journey.route == "push"
+    assert (await router.serve()).record.mode == "push"
 
 
 @pytest.mark.parametrize("stage", ["before", "between", "during"])
@@ -424,7 +424,7 @@ async def test_a_client_that_hangs_up_ends_both_legs(stage):
     assert client.is_over
     assert not engines.open
     assert router.is_idle()
-    assert client.outcome.status == HUNG_UP
+    assert client.record.status == CLIENT_CLOSED_REQUEST
     assert client.body == (EVENT if stage == "during" else b"")
 
 
@@ -451,7 +451,7 @@ async def test_told_to_pull_the_router_never_sends_both_at_once():
     router = router_of(engines, mode=KvTransferMode.PULL)
     clients = [await router.serve(name=f"{number}") for number in range(3)]
 
-    assert {client.journey.route for client in clients} == {"push, prefill first"}
+    assert {client.record.mode for client in clients} == {"push_cold"}
 
 
 async def test_told_to_push_the_router_does_not_put_up_with_less():
@@ -465,7 +465,7 @@ async def test_told_to_push_the_router_does_not_put_up_with_less():
 
     engines = Scripted(silent, good_decode)
     router = router_of(engines, mode=KvTransferMode.PUSH, retries=0)
-    assert [(await router.serve(name=name)).journey.route for name in "ab"] == ["push, prefill first", "push"]
+    assert [(await router.serve(name=name)).record.mode for name in "ab"] == ["push_cold", "push"]
 
     engines.prefill = pulls
     client = await router_of(engines, mode=KvTransferMode.PUSH, retries=0).serve()

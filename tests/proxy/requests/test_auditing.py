@@ -29,20 +29,20 @@ def decode_with(*parts):
 
 
 async def served(prefill, decode, *, turns=1, **fields):
-    """Return how often two engines differed, and the journey of the last request."""
+    """Return how often two engines differed, and the record of the last request."""
     router = router_of(Scripted(prefill, decode))
     for turn in range(turns):
         client = await router.serve(call(**fields), name=f"r{turn}")
-    return dict(router.sight.measures.mismatches), client.journey
+    return dict(router.telemetry.counters.mismatches), client.record
 
 
 @pytest.mark.parametrize("parts", [[EVENT, usage(9), DONE], [usage(9), usage(9), DONE], [EVENT + usage(9) + DONE]])
 async def test_a_difference_is_told_once(parts):
     """Wherever in the stream it comes to light."""
-    told, journey = await served(prefill_counting(7, "pull"), decode_with(*parts))
+    told, record = await served(prefill_counting(7, "pull"), decode_with(*parts))
 
     assert told == {("prefill-0", "decode-0"): 1}
-    assert journey.fault == (
+    assert record.error == (
         "prefill-0 counted 7 prompt tokens and decode-0 9: they do not make the same prompt of a request"
     )
 
@@ -50,9 +50,9 @@ async def test_a_difference_is_told_once(parts):
 @pytest.mark.parametrize("parts", [[EVENT, usage(7), DONE], [EVENT, DONE]])
 async def test_the_same_number_or_none_is_no_fault(parts):
     """A stream has no usage unless its client asks for it."""
-    told, journey = await served(prefill_counting(7, "pull"), decode_with(*parts))
+    told, record = await served(prefill_counting(7, "pull"), decode_with(*parts))
 
-    assert (told, journey.fault) == ({}, None)
+    assert (told, record.error) == ({}, None)
 
 
 async def test_legs_that_go_out_at_once_are_compared_too():
@@ -64,6 +64,6 @@ async def test_legs_that_go_out_at_once_are_compared_too():
 
 async def test_one_engine_has_nobody_to_differ_from():
     """A request for one engine is not read at all."""
-    told, journey = await served(prefill_counting(7, "pull"), decode_with(usage(9), DONE), n=2)
+    told, record = await served(prefill_counting(7, "pull"), decode_with(usage(9), DONE), n=2)
 
-    assert (told, journey.fault) == ({}, None)
+    assert (told, record.error) == ({}, None)

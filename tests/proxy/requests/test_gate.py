@@ -154,7 +154,7 @@ async def test_a_thousand_requests_through_a_narrow_gate_leave_nothing_behind():
     for client in clients:
         await client.end()
 
-    by_status = [client.outcome.status for client in clients]
+    by_status = [client.record.status for client in clients]
     served, left, told = by_status.count(200), by_status.count(499), by_status.count(503) + by_status.count(429)
     admission = router.gate.admission
     assert router.is_idle()
@@ -165,7 +165,7 @@ async def test_a_thousand_requests_through_a_narrow_gate_leave_nothing_behind():
     assert left > 0
     assert served + told + left == 1000
     assert told <= sum(admission.refused.values()) <= told + left  # some left before they heard it
-    assert all(client.response.is_whole for client in clients if client.outcome.status == 200)
+    assert all(client.response.is_whole for client in clients if client.record.status == 200)
 
 
 async def test_a_request_that_waits_is_served_in_its_turn():
@@ -185,7 +185,7 @@ async def test_a_request_that_waits_is_served_in_its_turn():
     assert clients[1].is_over
     go.set()
 
-    assert [(await client.end()).outcome.status for client in clients] == [200, 499, 200]
+    assert [(await client.end()).record.status for client in clients] == [200, 499, 200]
     assert len(engines.legs) == 4
     assert router.is_idle()
 

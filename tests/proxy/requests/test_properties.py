@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support.greedy import events, read
 from support.scripted import DONE, EVENT, JSON, Noted, Scripted, call, prefilled, request_id, router_of
 from xpyd_proxy.core.admission.limits import Limits
-from xpyd_proxy.core.journey import HUNG_UP
 from xpyd_proxy.core.model import Answer, Role
+from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST
 from xpyd_proxy.core.routing.request_rules import Patience
 from xpyd_proxy.errors import EngineError, EngineTimeout
 from xpyd_proxy.requests.lifecycle import RequestState
@@ -101,16 +101,16 @@ class Engines(Scripted):
 
 def check_end(client):
     """Accept the end of one request: one of those that a client can understand, or none if it has gone."""
-    response, outcome = client.response, client.outcome
+    response, record = client.response, client.record
     assert client.request.state is RequestState.OVER
     assert client.request.response_complete
     assert response.closed.is_set()  # twice would have raised
-    if outcome.status == HUNG_UP:
+    if record.status == CLIENT_CLOSED_REQUEST:
         assert client.request.disconnected
         assert not response.is_whole
     else:
         assert response.is_whole
-        assert outcome.status == response.status
+        assert record.status == response.status
     if client.status == 200 and client.error is None and response.is_whole:
         assert client.body in (EVENT + DONE, b'{"id":1}', b"".join(PARTS["late error event"]))
     assert response.keep_alive or client.error[0] == "ServiceUnavailableError"

@@ -7,8 +7,8 @@ import pytest
 from support.scripted import DONE, EVENT, Asked, Scripted, call, good_decode, good_prefill, pulled_prefill, router_of
 from xpyd_proxy.core.admission.lifetime import Step
 from xpyd_proxy.core.admission.limits import Limits
-from xpyd_proxy.core.journey import HUNG_UP
-from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.model import Role, Solo
+from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.requests.examiner import LARGE
 from xpyd_proxy.requests.lifecycle import RequestState
@@ -78,7 +78,7 @@ async def test_a_client_that_leaves_within_its_body_holds_nothing():
     client.hang_up()
     await client.end()
 
-    assert client.outcome.status == HUNG_UP
+    assert client.record.status == CLIENT_CLOSED_REQUEST
     assert not client.response.begun
     assert before.is_idle()
 
@@ -162,7 +162,7 @@ async def test_a_call_that_generates_no_text_goes_to_one_engine_as_it_is():
     assert (client.status, client.body) == (200, b'{"data":[]}')
     assert [(leg.path, leg.body) for leg in engines.legs] == [("/v1/embeddings", body)] * 2
     assert not engines.of(Role.PREFILL)
-    assert client.journey.route == "solo: one leg"
+    assert (client.record.mode, client.record.single_reason) == ("single", Solo.ONE_LEG)
     assert before.is_idle()
 
 

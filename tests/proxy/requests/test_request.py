@@ -6,8 +6,8 @@ import json
 import pytest
 
 from support.scripted import DONE, EVENT, EVENTS, JSON, Scripted, call, never, router_of, until
-from xpyd_proxy.core.journey import HUNG_UP
 from xpyd_proxy.core.model import Answer, Role
+from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST
 from xpyd_proxy.core.routing.request_rules import Patience
 from xpyd_proxy.errors import EngineError, EngineTimeout
 
@@ -90,7 +90,7 @@ async def test_each_leg_is_timed():
     """Until its answer begins."""
     client = await served(Timed())
 
-    assert client.journey.server_timing() == 'prefill;desc="prefill-0";dur=250.0, decode;desc="decode-0";dur=500.0'
+    assert client.record.server_timing() == 'prefill;desc="prefill-0";dur=250.0, decode;desc="decode-0";dur=500.0'
 
 
 async def test_a_failed_leg_is_timed_too():
@@ -98,7 +98,7 @@ async def test_a_failed_leg_is_timed_too():
     client = await served(Timed(prefill=EngineTimeout("slow")))
 
     assert client.error == ("EngineTimeoutError", "slow")
-    assert client.journey.server_timing() == 'prefill;desc="prefill-0";dur=250.0'
+    assert client.record.server_timing() == 'prefill;desc="prefill-0";dur=250.0'
 
 
 async def test_a_prefill_has_its_time_limit():
@@ -157,7 +157,7 @@ async def test_leaving_early_closes_the_engine_request():
 
     assert client.body == EVENT * 2
     assert not client.response.is_whole
-    assert client.outcome.status == HUNG_UP
+    assert client.record.status == CLIENT_CLOSED_REQUEST
     assert not engines.open
     assert router.is_idle()
 
@@ -253,7 +253,7 @@ async def test_a_request_that_cannot_be_split_needs_one_engine():
 
     assert [leg.instance.id for leg in engines.legs] == ["decode-0"]
     assert "kv_transfer_params" not in json.loads(engines.legs[0].body)
-    assert client.journey.server_timing() == 'route;desc="solo: n>1", decode;desc="decode-0";dur=500.0'
+    assert client.record.server_timing() == 'mode;desc="single", reason;desc="n", decode;desc="decode-0";dur=500.0'
 
 
 @pytest.mark.parametrize(("x", "y", "missing"), [(0, 1, "prefill"), (1, 0, "decode"), (0, 0, "decode")])

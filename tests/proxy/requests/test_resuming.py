@@ -52,7 +52,7 @@ async def test_the_client_gets_the_text_of_one_engine(api, how):
     assert len({leg.instance.id for leg in engines.of(Role.DECODE)}) == 3
     assert len({request_id(leg) for leg in engines.of(Role.DECODE)}) == 3
     assert len(engines.of(Role.PREFILL)) == 1  # the others compute their prompt themselves
-    assert [str(retry) for retry in client.journey.retries] == ["decode-0 failed", "decode-1 failed"]
+    assert [str(retry) for retry in client.record.retries] == ["decode-0 bad_response", "decode-1 bad_response"]
 
 
 async def test_the_broken_leg_is_closed_before_the_next_is_sent():
@@ -182,9 +182,9 @@ async def test_a_stream_that_another_engine_goes_on_with_counts_against_the_firs
     router = router_of(Scripted(pulled_prefill, decode), y=2, resume_streams=resume)
     await router.serve(call(**BODIES[Api.COMPLETIONS]))
 
-    legs = {key: count for key, count in router.sight.measures.legs.items() if key[1] == "decode"}
+    legs = {key: count for key, count in router.telemetry.counters.legs.items() if key[1] == "decode"}
     taken_over = {("decode-1", "decode", "ok"): 1} if resume else {}
-    assert legs == {("decode-0", "decode", "broken"): 1} | taken_over
+    assert legs == {("decode-0", "decode", "bad_response"): 1} | taken_over
 
 
 async def test_another_engine_does_not_make_a_stream_live_longer():

@@ -59,7 +59,7 @@ async def test_a_prefill_that_fails_is_done_by_another_engine(outcome):
     first, second = engines.of(Role.PREFILL)
     assert first.instance.id != second.instance.id
     assert len(engines.of(Role.DECODE)) == 1
-    assert [retry.visit.instance for retry in client.journey.retries] == [first.instance.id]
+    assert [retry.leg.instance for retry in client.record.retries] == [first.instance.id]
 
 
 async def test_a_single_engine_gets_another_chance():
@@ -88,8 +88,8 @@ async def test_after_a_decode_that_failed_there_is_a_new_prefill(outcome):
     first, second = engines.of(Role.DECODE)
     assert first.instance.id != second.instance.id
     assert params_of(first)["remote_request_id"] != params_of(second)["remote_request_id"]
-    said = {503: "is busy", 500: "answered 5xx"}.get(outcome[0] if isinstance(outcome, tuple) else 0, "failed")
-    assert client.journey.server_timing().startswith(f'retry;desc="{first.instance.id} {said}";dur=0.0, prefill;')
+    said = {503: "busy", 500: "http_5xx"}.get(outcome[0] if isinstance(outcome, tuple) else 0, "bad_response")
+    assert client.record.server_timing().startswith(f'retry;desc="{first.instance.id} {said}";dur=0.0, prefill;')
 
 
 @pytest.mark.parametrize("status", [429, 503])
@@ -121,7 +121,7 @@ async def test_a_decode_engine_that_is_not_there_costs_no_prefill():
     first, second = engines.of(Role.DECODE)
     assert (first.body, first.headers) == (second.body, second.headers)
     assert first.instance.id != second.instance.id
-    assert client.journey.prefill is not None
+    assert client.record.prefill is not None
 
 
 @pytest.mark.parametrize("role", Role)
@@ -137,7 +137,7 @@ async def test_there_is_an_end_to_it(role):
     assert len(engines.of(role)) == 3
     assert len({leg.instance.id for leg in engines.of(role)}) == 3
     assert len({request_id(leg) for leg in engines.of(role)}) == 3
-    assert client.journey.server_timing().count("retry;") == 2
+    assert client.record.server_timing().count("retry;") == 2
 
 
 @pytest.mark.parametrize("role", Role)
@@ -160,7 +160,7 @@ async def test_a_request_for_one_engine_is_sent_again_too():
 
     assert client.body == EVENT + DONE
     assert len({leg.instance.id for leg in engines.legs}) == 3
-    assert client.journey.server_timing().count("retry;") == 2
+    assert client.record.server_timing().count("retry;") == 2
 
 
 async def test_after_the_first_byte_nothing_is_sent_again():

@@ -26,8 +26,8 @@ async def served(parts, *, ends_at_once=False, patience=None):
     client = await router.serve(call(stream=True))
     assert not engines.open
     assert router.is_idle()
-    legs = {key[::2]: count for key, count in router.sight.measures.legs.items() if key[1] == "decode"}
-    return client.got, client.error, legs, client.journey.fault
+    legs = {key[::2]: count for key, count in router.telemetry.counters.legs.items() if key[1] == "decode"}
+    return client.got, client.error, legs, client.record.error
 
 
 def cut(data, at):
@@ -53,7 +53,7 @@ def test_the_pieces_do_not_matter(events, ending, at, ends_at_once):
     assert in_pieces == by_events
     assert by_events[0] == data + (rest if is_good else b"")
     assert (by_events[1] is None) == is_good
-    assert by_events[2] == {("decode-0", "ok" if is_good and ERROR not in events else "broken"): 1}
+    assert by_events[2] == {("decode-0", "ok" if is_good and ERROR not in events else "bad_response"): 1}
 
 
 async def test_what_comes_is_passed_on_at_once():
@@ -72,7 +72,7 @@ async def test_what_comes_is_passed_on_at_once():
 @pytest.mark.parametrize(
     ("patience", "error", "outcome"),
     [
-        (Patience(idle_s=0.03), ("EngineTimeoutError", "decode-0 sent nothing for 0.03 s"), "silent"),
+        (Patience(idle_s=0.03), ("EngineTimeoutError", "decode-0 sent nothing for 0.03 s"), "timeout"),
         (Patience(stream_s=0.05), ("RequestTimeoutError", "the stream was not complete within 0.05 s"), "ok"),
     ],
     ids=["silent", "too long"],

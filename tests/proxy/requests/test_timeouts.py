@@ -67,7 +67,7 @@ async def test_a_prefill_that_does_not_answer_is_done_by_another():
     client = await read(engines, patience=Patience(prefill_s=0.02), x=2)
 
     assert client.body == EVENT + DONE
-    assert [str(retry) for retry in client.journey.retries] == ["prefill-0 timed out"]
+    assert [str(retry) for retry in client.record.retries] == ["prefill-0 timeout"]
 
 
 async def test_a_stream_that_falls_silent_is_closed():
@@ -197,4 +197,4 @@ async def test_a_decode_engine_that_does_not_accept_a_connection_got_nothing():
 
     assert client.status == 200
     assert len(engines.of(Role.PREFILL)) == 1
-    assert [str(retry) for retry in client.journey.retries] == ["decode-0 cannot be reached"]
+    assert [str(retry) for retry in client.record.retries] == ["decode-0 unreachable"]

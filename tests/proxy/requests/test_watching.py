@@ -30,12 +30,17 @@ class Watched:
     @property
     def legs(self):
         """What the metrics count: legs by engine and outcome."""
-        return {key[::2]: count for key, count in self.router.sight.measures.legs.items()}
+        return {key[::2]: count for key, count in self.router.telemetry.counters.legs.items()}
 
     @property
     def answers(self):
         """How many good answers of each engine were timed."""
-        return {key[0]: sum(found.counts) for key, found in self.router.sight.measures.answers.by_key.items()}
+        seen = self.router.telemetry.counters
+        return {
+            key[0]: sum(found.counts)
+            for times in (seen.prefill_times, seen.decode_ttft)
+            for key, found in times.by_key.items()
+        }
 
     async def served(self):
         client = await self.router.serve()
@@ -65,11 +70,11 @@ async def test_both_legs_of_a_good_request():
     ("outcome", "failure"),
     [
         (EngineError("down", reached=False), Failure.UNREACHABLE),
-        (EngineError("broke off"), Failure.BROKEN),
-        (EngineTimeout("slow"), Failure.SILENT),
-        (Answer(500, "", ERROR), Failure.ERRED),
+        (EngineError("broke off"), Failure.BAD_RESPONSE),
+        (EngineTimeout("slow"), Failure.TIMEOUT),
+        (Answer(500, "", ERROR), Failure.HTTP_5XX),
         (Answer(400, "application/json", ERROR), Failure.REFUSED),
-        (Answer(200, "", b"{}"), Failure.BROKEN),
+        (Answer(200, "", b"{}"), Failure.BAD_RESPONSE),
     ],
 )
 async def test_a_prefill_that_fails_says_how(outcome, failure):
@@ -87,7 +92,7 @@ async def test_a_prefill_that_fails_says_how(outcome, failure):
         ("began", "prefill-0", "r"),
         ("ended", "prefill-0", "r", failure),
     ]
-    assert watched.legs == {("prefill-0", failure.name.lower()): 1}
+    assert watched.legs == {("prefill-0", failure): 1}
     assert watched.answers == {}
 
 
@@ -95,9 +100,9 @@ async def test_a_prefill_that_fails_says_how(outcome, failure):
     ("outcome", "failure"),
     [
         (EngineError("down", reached=False), Failure.UNREACHABLE),
-        ((500, [ERROR]), Failure.ERRED),
+        ((500, [ERROR]), Failure.HTTP_5XX),
         ((404, [ERROR]), Failure.REFUSED),
-        ((200, []), Failure.BROKEN),
+        ((200, []), Failure.BAD_RESPONSE),
     ],
 )
 async def test_a_decode_that_fails_before_its_first_event_was_never_answered(outcome, failure):
@@ -115,9 +120,9 @@ async def test_a_decode_that_fails_before_its_first_event_was_never_answered(out
         ("began", "decode-0", "r"),
         ("ended", "decode-0", "r", failure),
     ]
-    assert watched.legs == {("prefill-0", "ok"): 1, ("decode-0", failure.name.lower()): 1}
+    assert watched.legs == {("prefill-0", "ok"): 1, ("decode-0", failure): 1}
     assert watched.answers == {"prefill-0": 1}
-    assert client.outcome.first_s is None
+    assert client.record.ttft_s is None
 
 
 async def test_a_stream_that_breaks_off_has_failed_although_it_was_answered():
@@ -129,8 +134,8 @@ async def test_a_stream_that_breaks_off_has_failed_although_it_was_answered():
     watched = Watched(pulled_prefill, decode)
     await watched.served()
 
-    assert watched.told[-2:] == [("answered", "decode-0", "r"), ("ended", "decode-0", "r", Failure.BROKEN)]
-    assert watched.legs == {("prefill-0", "ok"): 1, ("decode-0", "broken"): 1}
+    assert watched.told[-2:] == [("answered", "decode-0", "r"), ("ended", "decode-0", "r", Failure.BAD_RESPONSE)]
+    assert watched.legs == {("prefill-0", "ok"): 1, ("decode-0", "bad_response"): 1}
     assert watched.answers == {"prefill-0": 1, "decode-0": 1}
 
 
@@ -175,7 +180,7 @@ async def test_every_try_is_a_leg_of_its_own():
     ended = [one[1:] for one in watched.told if one[0] == "ended"]
     assert sent[:4] == [("prefill-0", "r"), ("decode-0", "r"), ("decode-1", "r"), ("prefill-0", "r-r2")]
     assert [one[0] for one in ended] == [engine for engine, _ in sent]
-    assert [one[2] for one in ended] == [None, Failure.UNREACHABLE, Failure.ERRED, None, None]
+    assert [one[2] for one in ended] == [None, Failure.UNREACHABLE, Failure.HTTP_5XX, None, None]
 
 
 @pytest.mark.parametrize("error", [b'data: {"error":{"code":500}}\n\n', b'event: error\ndata: {"type":"error"}\n\n'])
@@ -190,7 +195,7 @@ async def test_an_engine_that_says_it_failed_has_failed_although_nobody_reads_on
     await until(lambda: client.body == EVENT + error)
     client.hang_up()
 
-    assert watched.legs == {("prefill-0", "ok"): 1, ("decode-0", "broken"): 1}
+    assert watched.legs == {("prefill-0", "ok"): 1, ("decode-0", "bad_response"): 1}
     assert watched.router.is_idle()
 
 

@@ -24,19 +24,19 @@ from xpyd_proxy.core.schemas import Verdict
 # What is held against it, said of the request.
 _SAID: Final[Mapping[Failure, str]] = {
     Failure.UNREACHABLE: "did not reach it",
-    Failure.BROKEN: "got no good answer",
-    Failure.SILENT: "timed out",
-    Failure.ERRED: "was answered with an error",
+    Failure.BAD_RESPONSE: "got no good answer",
+    Failure.TIMEOUT: "timed out",
+    Failure.HTTP_5XX: "was answered with an error",
 }
 
 
 class State(StrEnum):
     """Where an engine is in its life."""
 
-    JOINING = auto()  # it has never answered: it gets requests as long as it has not missed a probe either
-    READY = auto()
-    BROKEN = auto()  # gets nothing until it has rested
-    TRYING = auto()  # gets one request at a time, until one of them succeeds
+    STARTING = auto()  # it has never answered: it gets requests as long as it has not missed a probe either
+    HEALTHY = auto()
+    EJECTED = auto()  # gets nothing until it has rested
+    HALF_OPEN = auto()  # gets one request at a time, until one of them succeeds
     DRAINING = auto()  # gets nothing new; what it has goes on
     DRAINED = auto()  # has nothing left, and may be stopped
     GONE = auto()
@@ -57,50 +57,51 @@ class Event(StrEnum):
 
 _LEAVING: Final = {Event.DRAIN: State.DRAINING, Event.REMOVE: State.GONE}
 TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
-    State.JOINING: {
+    State.STARTING: {
         **_LEAVING,
-        Event.PROVEN: State.READY,
-        Event.BACK: State.READY,
-        Event.TRIPPED: State.BROKEN,
-        Event.UNDRAIN: State.JOINING,
+        Event.PROVEN: State.HEALTHY,
+        Event.BACK: State.HEALTHY,
+        Event.TRIPPED: State.EJECTED,
+        Event.UNDRAIN: State.STARTING,
     },
-    State.READY: {
+    State.HEALTHY: {
         **_LEAVING,
-        Event.PROVEN: State.READY,
-        Event.BACK: State.READY,
-        Event.TRIPPED: State.BROKEN,
-        Event.UNDRAIN: State.READY,
+        Event.PROVEN: State.HEALTHY,
+        Event.BACK: State.HEALTHY,
+        Event.TRIPPED: State.EJECTED,
+        Event.UNDRAIN: State.HEALTHY,
     },
-    State.BROKEN: {
+    State.EJECTED: {
         **_LEAVING,
-        Event.PROVEN: State.BROKEN,  # an answer to a request of before, or a probe that never failed
-        Event.BACK: State.READY,  # it was restarted
-        Event.TRIPPED: State.BROKEN,
-        Event.RESTED: State.TRYING,
-        Event.UNDRAIN: State.BROKEN,
+        Event.PROVEN: State.EJECTED,  # an answer to a request of before, or a probe that never failed
+        Event.BACK: State.HEALTHY,  # it was restarted
+        Event.TRIPPED: State.EJECTED,
+        Event.RESTED: State.HALF_OPEN,
+        Event.UNDRAIN: State.EJECTED,
     },
-    State.TRYING: {
+    State.HALF_OPEN: {
         **_LEAVING,
-        Event.PROVEN: State.READY,
-        Event.BACK: State.READY,
-        Event.TRIPPED: State.BROKEN,
-        Event.UNDRAIN: State.TRYING,
+        Event.PROVEN: State.HEALTHY,
+        Event.BACK: State.HEALTHY,
+        Event.TRIPPED: State.EJECTED,
+        Event.UNDRAIN: State.HALF_OPEN,
     },
     State.DRAINING: {
         Event.DRAIN: State.DRAINING,
         Event.EMPTY: State.DRAINED,
-        Event.UNDRAIN: State.JOINING,
+        Event.UNDRAIN: State.STARTING,
         Event.REMOVE: State.GONE,
     },
     State.DRAINED: {
         Event.DRAIN: State.DRAINED,
         Event.EMPTY: State.DRAINED,
-        Event.UNDRAIN: State.JOINING,
+        Event.UNDRAIN: State.STARTING,
         Event.REMOVE: State.GONE,
     },
     State.GONE: {},
 }
-_JUDGED: Final = frozenset({State.JOINING, State.READY, State.BROKEN, State.TRYING})  # the others get no requests
+# The others get no requests.
+_JUDGED: Final = frozenset({State.STARTING, State.HEALTHY, State.EJECTED, State.HALF_OPEN})
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ class Life:
 
     since: float  # when it came into its state
     limits: Limits = field(default_factory=Limits)
-    state: State = State.JOINING
+    state: State = State.STARTING
     why: str = "added"  # what brought it there, in words
     verdict: Verdict | None = None  # the latest one, of this worker or another
     changes: Changes = field(default_factory=Changes)
@@ -155,24 +156,24 @@ class Life:
     @property
     def is_away(self) -> bool:
         """Tell whether it is waited for: a probe finds it sooner than a request."""
-        return self.state is State.BROKEN or (self.state is State.JOINING and self._missed > 0)
+        return self.state is State.EJECTED or (self.state is State.STARTING and self._missed > 0)
 
     def may_serve(self, *, now: float) -> bool:
         """Tell whether it may get a request; a broken engine that has rested becomes one that is tried."""
-        if self.state is State.BROKEN and now >= self.since + self._rest_s and self._missed < self.limits.probes:
+        if self.state is State.EJECTED and now >= self.since + self._rest_s and self._missed < self.limits.probes:
             self._step(Event.RESTED, "has rested, and gets one request at a time", now)
-        if self.state is State.TRYING:
+        if self.state is State.HALF_OPEN:
             return self._trial is None or (self._trial.request is None and now >= self._trial.until)
-        return self.state is State.READY or (self.state is State.JOINING and not self.is_away)
+        return self.state is State.HEALTHY or (self.state is State.STARTING and not self.is_away)
 
     def chosen(self, *, now: float) -> None:
         """It was chosen for a request: if it is to be tried, that is its trial."""
-        if self.state is State.TRYING:
+        if self.state is State.HALF_OPEN:
             self._trial = _Trial(until=now + self.limits.claim_s)
 
     def claimed(self, request: RequestId) -> None:
         """A request is here; the first one that comes while the engine is to be tried is its trial."""
-        if self.state is State.TRYING and (self._trial is None or self._trial.request is None):
+        if self.state is State.HALF_OPEN and (self._trial is None or self._trial.request is None):
             self._trial = _Trial(self.since, request)
 
     def released(self, request: RequestId) -> None:
@@ -194,11 +195,11 @@ class Life:
             self._alive(request, now)
             return
         self._window.count(failed=True, now=now)
-        if failure is not Failure.ERRED:
+        if failure is not Failure.HTTP_5XX:
             self._in_a_row += 1
-        if self.state is State.TRYING and self._is_trial(request):
+        if self.state is State.HALF_OPEN and self._is_trial(request):
             self._break(f"the request it was tried with {_SAID[failure]}", now)
-        elif self.state in (State.JOINING, State.READY) and (reason := self._verdict(failure, now)) is not None:
+        elif self.state in (State.STARTING, State.HEALTHY) and (reason := self._verdict(failure, now)) is not None:
             self._break(reason, now)
 
     def seen(self, *, now: float) -> None:
@@ -210,7 +211,7 @@ class Life:
         if was_away:
             self._forgive()
             self._step(Event.BACK, "answers probes again", now)
-        elif self.state is State.JOINING:
+        elif self.state is State.STARTING:
             self._step(Event.PROVEN, "answers probes", now)
 
     def heard(self) -> None:
@@ -225,9 +226,9 @@ class Life:
             self._silent_since = now
         self._missed += 1
         self.changes.count += 1
-        if self.state is State.JOINING:
+        if self.state is State.STARTING:
             self.why = reason
-        elif self.state in (State.READY, State.TRYING) and self._missed >= self.limits.probes:
+        elif self.state in (State.HEALTHY, State.HALF_OPEN) and self._missed >= self.limits.probes:
             self._break(reason, now)
 
     def told(self, verdict: Verdict, *, now: float) -> None:
@@ -238,7 +239,7 @@ class Life:
             self._rest_s, self._trial = verdict.rest_s, None
             self._step(Event.TRIPPED, verdict.why, now)
             self.since = verdict.at
-        elif not verdict.is_broken and self.state in (State.BROKEN, State.TRYING):
+        elif not verdict.is_broken and self.state in (State.EJECTED, State.HALF_OPEN):
             self._forgive()
             self._step(Event.BACK, verdict.why, now)
         self.verdict = verdict
@@ -266,9 +267,9 @@ class Life:
         self._step(Event.REMOVE, "was removed", now)
 
     def _alive(self, request: RequestId, now: float) -> None:
-        if self.state is State.JOINING:
+        if self.state is State.STARTING:
             self._step(Event.PROVEN, "serves requests", now)
-        elif self.state is State.TRYING and self._is_trial(request):
+        elif self.state is State.HALF_OPEN and self._is_trial(request):
             self._forgive()
             self._step(Event.PROVEN, "has served its trial", now)
 
@@ -301,7 +302,7 @@ class Life:
         if self.state is not before:
             self.since, self.why = now, why
             self.changes.count += 1
-            if self.state is State.READY and before in (State.BROKEN, State.TRYING):
+            if self.state is State.HEALTHY and before in (State.EJECTED, State.HALF_OPEN):
                 self.verdict = Verdict(now, is_broken=False, why=why)
         elif event is Event.TRIPPED:
             self.why = why

@@ -14,7 +14,7 @@ from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
 
-_RESTLESS: Final = frozenset({State.BROKEN, State.TRYING})
+_RESTLESS: Final = frozenset({State.EJECTED, State.HALF_OPEN})
 
 
 @dataclass(slots=True)
@@ -223,6 +223,6 @@ def _settled(member: Member, patience_s: float, now: float) -> bool:
 
 def _state(member: Member) -> str:
     life = member.life
-    if life.state is State.TRYING:
+    if life.state is State.HALF_OPEN:
         return "being tried"
-    return f"{life.state} ({life.why})" if life.state is State.JOINING else life.state.value
+    return f"{life.state} ({life.why})" if life.state is State.STARTING else life.state.value

@@ -1,5 +1,6 @@
 """What an engine's answer means when it is not the one we hoped for."""
 
+from enum import auto
 from typing import Final
 
 from xpyd_proxy.core.fast_enum import Word
@@ -14,15 +15,15 @@ BUSY: Final = frozenset({429, 503})  # statuses of an engine that lives and has 
 
 
 class Failure(Word):
-    """How a leg failed, in words for a header."""
+    """How a leg failed, as metrics, the log and headers name it."""
 
-    UNREACHABLE = "cannot be reached"  # not a byte of the request has arrived
-    BROKEN = "failed"  # it broke off, or answered without what we need
-    ERRED = "answered 5xx"  # it lives, and the request may be to blame: another one would fare better there
-    SILENT = "timed out"
-    MOVED = "restarted"
-    BUSY = "is busy"  # 503 or 429: it lives, and another engine may have room
-    REFUSED = "refused"  # any other 4xx: another engine would say the same
+    UNREACHABLE = auto()  # not a byte of the request has arrived
+    BAD_RESPONSE = auto()  # it broke off, or answered without what we need
+    HTTP_5XX = auto()  # it lives, and the request may be to blame: another one would fare better there
+    TIMEOUT = auto()
+    ENGINE_RESTARTED = auto()
+    BUSY = auto()  # 503 or 429: it lives, and another engine may have room
+    REFUSED = auto()  # any other 4xx: another engine would say the same
 
 
 def check_prefill(prefill: InstanceId, answer: Answer) -> None:
@@ -75,16 +76,16 @@ def failure_of(error: EngineError | Refused) -> Failure:
         case Refused(status=status) if status in BUSY:
             return Failure.BUSY
         case Refused():
-            return Failure.REFUSED if error.status < 500 else Failure.ERRED
+            return Failure.REFUSED if error.status < 500 else Failure.HTTP_5XX
         case EngineFault():
-            return Failure.ERRED
+            return Failure.HTTP_5XX
         case EngineError(reached=False):
             return Failure.UNREACHABLE
         case EngineTimeout():
-            return Failure.SILENT
+            return Failure.TIMEOUT
         case EngineBusy():
             return Failure.BUSY
         case Moved():
-            return Failure.MOVED
+            return Failure.ENGINE_RESTARTED
         case _:
-            return Failure.BROKEN
+            return Failure.BAD_RESPONSE

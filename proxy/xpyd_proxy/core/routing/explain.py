@@ -55,7 +55,7 @@ class Explainer:
                 if not self.decode_only_fallback:
                     raise
         chosen = self.pairing.one(decode, ask_of_call(call))
-        return Explanation(f"solo: {solo or Solo.NO_PREFILL}", None, chosen, None, encode(call.fields))
+        return Explanation(f"single: {solo or Solo.NO_PREFILL}", None, chosen, None, encode(call.fields))
 
     def _split(self, call: Call, among: Sequence[Instance], decode: Sequence[Instance]) -> Explanation:
         prefill, chosen = self.pairing.pair(among, decode, ask_of_call(call))

@@ -119,7 +119,7 @@ class Pairs:
             NoInstance: those that would do cannot take a request now, or do not fit together.
         """
         members = [self.registry.get(instance.id) for instance in (*prefill, *decode)]
-        if any(member is not None and member.life.state is State.TRYING for member in members):
+        if any(member is not None and member.life.state is State.HALF_OPEN for member in members):
             narrowed = self._narrowed(prefill, decode, ask)
             return self.choice.pair(*self._matched(*self._with_trial(*narrowed, ask)), ask, self._fits)
         facts_now = [None if member is None else member.facts for member in members]
@@ -211,7 +211,7 @@ class Pairs:
 
     def _is_trying(self, instance: Instance) -> bool:
         member = self.registry.get(instance.id)
-        return member is not None and member.life.state is State.TRYING
+        return member is not None and member.life.state is State.HALF_OPEN
 
     def _models(self) -> str:
         names = {name for member in self.registry.members() for name in member.facts.models or ()}

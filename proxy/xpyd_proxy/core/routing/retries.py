@@ -42,16 +42,16 @@ class Rule:
 
 RULES: Final[Mapping[tuple[Role, Failure], Rule]] = {
     (Role.PREFILL, Failure.UNREACHABLE): Rule(Again.PAIR),
-    (Role.PREFILL, Failure.BROKEN): Rule(Again.PAIR),
-    (Role.PREFILL, Failure.ERRED): Rule(Again.PAIR),
-    (Role.PREFILL, Failure.SILENT): Rule(Again.PAIR, Where.ELSEWHERE),
-    (Role.PREFILL, Failure.MOVED): Rule(Again.PAIR, Where.ANY),
+    (Role.PREFILL, Failure.BAD_RESPONSE): Rule(Again.PAIR),
+    (Role.PREFILL, Failure.HTTP_5XX): Rule(Again.PAIR),
+    (Role.PREFILL, Failure.TIMEOUT): Rule(Again.PAIR, Where.ELSEWHERE),
+    (Role.PREFILL, Failure.ENGINE_RESTARTED): Rule(Again.PAIR, Where.ANY),
     (Role.PREFILL, Failure.BUSY): Rule(Again.PAIR, Where.ELSEWHERE),
     (Role.PREFILL, Failure.REFUSED): Rule(Again.NOTHING),
     (Role.DECODE, Failure.UNREACHABLE): Rule(Again.DECODE),
-    (Role.DECODE, Failure.BROKEN): Rule(Again.PAIR),
-    (Role.DECODE, Failure.ERRED): Rule(Again.PAIR),
-    (Role.DECODE, Failure.SILENT): Rule(Again.PAIR, Where.ELSEWHERE),
+    (Role.DECODE, Failure.BAD_RESPONSE): Rule(Again.PAIR),
+    (Role.DECODE, Failure.HTTP_5XX): Rule(Again.PAIR),
+    (Role.DECODE, Failure.TIMEOUT): Rule(Again.PAIR, Where.ELSEWHERE),
     (Role.DECODE, Failure.BUSY): Rule(Again.PAIR, Where.ELSEWHERE),
     (Role.DECODE, Failure.REFUSED): Rule(Again.NOTHING),
 }

@@ -7,7 +7,7 @@ from typing import Final, TypeAlias, cast
 
 import msgspec
 
-from xpyd_proxy.core.measures import Histogram, Histograms, Key, Measures
+from xpyd_proxy.core.counters import Counters, Histogram, Histograms, Key
 from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.schemas import Bin
 
@@ -15,7 +15,7 @@ Places: TypeAlias = tuple[Sequence[int], float]  # of a histogram: counts and to
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """All counters and histograms, by the name of the field of Measures."""
+    """All counters and histograms, by the name of the field of Counters."""
 
     counters: Mapping[str, Mapping[Key, int]] = {}
     histograms: Mapping[str, Mapping[Key, Places]] = {}
@@ -29,7 +29,7 @@ class Part(msgspec.Struct, frozen=True):
     legs: Mapping[InstanceId, Bin]  # the last minute's, by engine
     span: Mapping[InstanceId, Bin]  # the last five minutes', by engine
     answers: Mapping[InstanceId, Bin]  # the same, of the seconds until answers
-    mishaps: Sequence[tuple[float, str, str, str]]  # seconds ago, request, where, reason
+    failures: Sequence[tuple[float, str, str, str]]  # seconds ago, request, where, reason
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -63,22 +63,22 @@ class Whole(msgspec.Struct, frozen=True):
 EMPTY: Final = Part({}, {}, {}, {}, {}, ())
 
 
-def counts_of(measures: Measures) -> Counts:
+def counts_of(counters: Counters) -> Counts:
     """Write all that was counted."""
-    counters, histograms = dict[str, Mapping[Key, int]](), dict[str, Mapping[Key, Places]]()
-    for name, value in _values(measures):
+    counted, histograms = dict[str, Mapping[Key, int]](), dict[str, Mapping[Key, Places]]()
+    for name, value in _values(counters):
         if isinstance(value, Counter):
-            counters[name] = cast("Counter[Key]", value)
+            counted[name] = cast("Counter[Key]", value)
         elif isinstance(value, Histograms):
             histograms[name] = {key: (one.counts, one.total) for key, one in value.by_key.items()}
         elif isinstance(value, Histogram):
             histograms[name] = {(): (value.counts, value.total)}
-    return Counts(counters, histograms)
+    return Counts(counted, histograms)
 
 
-def absorb(measures: Measures, counts: Counts) -> None:
+def absorb(counters: Counters, counts: Counts) -> None:
     """Add what another has counted. What has another shape is another version's, and is left out."""
-    for name, value in _values(measures):
+    for name, value in _values(counters):
         if isinstance(value, Counter):
             cast("Counter[Key]", value).update(counts.counters.get(name, {}))
         elif isinstance(value, Histograms):
@@ -88,10 +88,10 @@ def absorb(measures: Measures, counts: Counts) -> None:
             _absorb(value, counts.histograms.get(name, {}).get((), ((), 0.0)))
 
 
-def together(measures: Measures, others: Iterable[Counts]) -> Measures:
+def together(counters: Counters, others: Iterable[Counts]) -> Counters:
     """Return the sum, and leave what was given as it is."""
-    whole = Measures(measures.paths)
-    for counts in (counts_of(measures), *others):
+    whole = Counters(counters.paths)
+    for counts in (counts_of(counters), *others):
         absorb(whole, counts)
     return whole
 
@@ -105,8 +105,8 @@ def bin_of(bins: Iterable[Bin]) -> Bin:
     return Bin(count, sum(one.failed for one in found), total / count if count else None, worst)
 
 
-def _values(measures: Measures) -> Iterable[tuple[str, object]]:
-    return [(field.name, getattr(measures, field.name)) for field in fields(measures)]
+def _values(counters: Counters) -> Iterable[tuple[str, object]]:
+    return [(field.name, getattr(counters, field.name)) for field in fields(counters)]
 
 
 def _absorb(histogram: Histogram, places: Places) -> None:

@@ -10,7 +10,7 @@ from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.ports import Fleet
 from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.probes.checks import ProbeFailed
-from xpyd_proxy.io.sight import Sight
+from xpyd_proxy.io.request_path.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 EVERY_S = 15.0
@@ -20,11 +20,16 @@ class InflowWatch:
     """One task; run it for as long as the router serves."""
 
     def __init__(
-        self, fleet: Fleet, metrics: Callable[[Instance], Awaitable[bytes]], sight: Sight, *, every_s: float = EVERY_S
+        self,
+        fleet: Fleet,
+        metrics: Callable[[Instance], Awaitable[bytes]],
+        telemetry: Telemetry,
+        *,
+        every_s: float = EVERY_S,
     ) -> None:
         self._fleet = fleet
         self._metrics = metrics  # raises ProbeFailed
-        self._sight = sight
+        self._telemetry = telemetry
         self._every_s = every_s
         self._inflow = Inflow()
 
@@ -38,10 +43,10 @@ class InflowWatch:
         """Look at every decode engine once, one after the other."""
         decodes = self._fleet.known(Role.DECODE)
         known = (*decodes, *self._fleet.known(Role.PREFILL))
-        self._sight.keep(frozenset(instance.id for instance in known))  # also if nobody ever looks at the numbers
+        self._telemetry.keep(frozenset(instance.id for instance in known))  # also if nobody ever looks at the numbers
         self._inflow.keep(frozenset(decode.id for decode in decodes))
         for decode in decodes:
-            promised = self._sight.legs.promised.get(decode.id, 0)  # before the engine counts: see Inflow
+            promised = self._telemetry.transfers_expected[decode.id]  # before the engine counts: see Inflow
             if dry := self._inflow.look(decode.id, await self._received(decode), promised):
                 self._report(decode.id, dry)
 
@@ -61,4 +66,4 @@ class InflowWatch:
 
     def _report(self, decode: InstanceId, dry: int) -> None:
         logger.warning("%s got no KV cache for its last %d legs with a transfer: it computes the prompts", decode, dry)
-        self._sight.dry(decode, dry)
+        self._telemetry.transfers_missing(decode, dry)

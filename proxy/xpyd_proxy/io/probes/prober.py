@@ -112,7 +112,7 @@ class Prober:
         for member in members:
             life = member.life
             if self._told.get(member.instance.id, (life.state, life.why)) != (life.state, life.why):
-                level = logging.WARNING if life.state is State.BROKEN else logging.INFO
+                level = logging.WARNING if life.state is State.EJECTED else logging.INFO
                 logger.log(level, "%s is %s: %s", member.instance.id, life.state, life.why)
         self._told = {member.instance.id: (member.life.state, member.life.why) for member in members}
 
@@ -166,7 +166,8 @@ class Prober:
             return
         look = await self._checks.look(member.instance)
         facts = member.facts  # of one that was just added, the models alone are known
-        is_new = facts.models is None or facts.version is None or member.life.state is State.BROKEN  # or another by now
+        was_away = member.life.state is State.EJECTED  # it may be another engine by now
+        is_new = facts.models is None or facts.version is None or was_away
         self._registry.learn(name, look)
         if is_new:
             with suppress(ProbeFailed):  # it lives, and an engine may keep its metrics to itself

@@ -1,7 +1,6 @@
 """The engines as the relay meets them: reads the clock, and asks and tells the cores."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import MODES, Facts
@@ -84,14 +83,6 @@ class LiveFleet:
         """Return what would choose now, to be asked without consequences."""
         return self._pairs.copy()
 
-    def hold(self, instance: Instance, request: RequestId, /) -> AbstractContextManager[None]:
-        """Count a request at an engine while the block lasts."""
-        return _Hold(self, instance, request)
-
-    def began(self, instance: Instance, request: RequestId, /) -> None:
-        """A leg is about to be sent."""
-        self.enter(instance, request)
-
     def answered(self, instance: Instance, request: RequestId, _seconds: float, /) -> None:
         """It has a good answer."""
         if (member := self.registry.get(instance.id)) is not None:
@@ -126,22 +117,6 @@ class LiveFleet:
     def leave(self, instance: Instance, request: RequestId) -> None:
         """Stop to count it when it has left as often."""
         if (member := self.registry.get(instance.id)) is not None and member.load.leave(request):
-            if member.life.state is State.TRYING:
+            if member.life.state is State.HALF_OPEN:
                 self.later.settle()  # that it has served its trial may be among what waits
             member.life.released(request)
-
-
-class _Hold:
-    """One slot at an engine."""
-
-    __slots__ = ("_at", "_fleet")
-
-    def __init__(self, fleet: LiveFleet, instance: Instance, request: RequestId) -> None:
-        self._fleet = fleet
-        self._at = instance, request
-
-    def __enter__(self) -> None:
-        self._fleet.enter(*self._at)
-
-    def __exit__(self, *_: object) -> None:
-        self._fleet.leave(*self._at)

@@ -12,7 +12,7 @@ from xpyd_proxy.core.ports import Queue
 from xpyd_proxy.core.workers.reports import Part, Whole
 from xpyd_proxy.core.workers.worker_health import Peers
 from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
-from xpyd_proxy.io.sight import Sight
+from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.workers.changes import Changes, Together
 from xpyd_proxy.io.workers.exchange import Exchange
 from xpyd_proxy.io.workers.ledger import Ledger
@@ -52,7 +52,7 @@ class Company(Protocol):
         ...
 
     def everybody(
-        self, sight: Sight, queue: Queue, part: Callable[[], Part], /
+        self, telemetry: Telemetry, queue: Queue, part: Callable[[], Part], /
     ) -> Callable[[], Awaitable[Whole | None]]:
         """Return what asks all of them for their numbers; None: this one's are all there are."""
         ...
@@ -82,7 +82,7 @@ class Alone:
         return True
 
     def everybody(
-        self, _sight: Sight, _queue: Queue, _part: Callable[[], Part], /
+        self, _telemetry: Telemetry, _queue: Queue, _part: Callable[[], Part], /
     ) -> Callable[[], Awaitable[Whole | None]]:
         """Ask nobody."""
         return nobody
@@ -123,10 +123,10 @@ class Crew:
         return self._peers.is_drained(name)
 
     def everybody(
-        self, sight: Sight, queue: Queue, part: Callable[[], Part], /
+        self, telemetry: Telemetry, queue: Queue, part: Callable[[], Part], /
     ) -> Callable[[], Awaitable[Whole | None]]:
         """Return what asks the others; from now on they can ask this one."""
-        reports = Reports(self._place, sight, queue, part)
+        reports = Reports(self._place, telemetry, queue, part)
         self._running.append(reports.running)
         return reports.whole
 

@@ -15,7 +15,7 @@ from xpyd_proxy.core.ports import Queue
 from xpyd_proxy.core.workers.reports import EMPTY, Part, Report, Whole, absorb, counts_of
 from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.metrics import processes
-from xpyd_proxy.io.sight import Sight
+from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.workers.place import Place
 
 logger = logging.getLogger(__name__)
@@ -28,16 +28,16 @@ _CPU: Final = "process_cpu_seconds_total"
 class Reports:
     """One worker's side of it: a Unix socket on which whoever connects gets the report."""
 
-    def __init__(self, place: Place, sight: Sight, queue: Queue, part: Callable[[], Part]) -> None:
+    def __init__(self, place: Place, telemetry: Telemetry, queue: Queue, part: Callable[[], Part]) -> None:
         self._place = place
-        self._sight = sight
+        self._telemetry = telemetry
         self._queue = queue
         self._part = part
         self._before = self._saved(place.number)  # of the worker that this one follows
         self._unread = 0 if self._before is None else self._before.unread
         self._kept = b""  # the counts, as they were saved last
         if self._before is not None:
-            absorb(sight.measures, self._before.counts)
+            absorb(telemetry.counters, self._before.counts)
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -94,9 +94,9 @@ class Reports:
         return Report(
             worker=self._place.number,
             starts=self._place.starts,
-            counts=counts_of(self._sight.measures),
+            counts=counts_of(self._telemetry.counters),
             part=part,
-            legs=self._sight.legs.in_flight,
+            legs=self._telemetry.in_flight,
             waiting=queue.waiting,
             admitted=queue.admitted,
             refused=_refused(queue.refused, {} if before is None else before.refused),
@@ -110,7 +110,7 @@ class Reports:
             self._save()
 
     def _save(self) -> None:
-        counts = msgspec.msgpack.encode(counts_of(self._sight.measures))
+        counts = msgspec.msgpack.encode(counts_of(self._telemetry.counters))
         if counts == self._kept:
             return
         report, self._kept = self._report(EMPTY), counts

@@ -12,15 +12,15 @@ from xpyd_proxy.core.model import RequestId
 from xpyd_proxy.core.protocol.engine_errors import Failure
 
 LIMITS = Limits(in_a_row=3, probes=2, share=0.5, window_s=10, window_least=8, rest_s=5, rest_most_s=15, claim_s=30)
-AT_FAULT = (Failure.UNREACHABLE, Failure.BROKEN, Failure.SILENT)
-NOT_AT_FAULT = tuple(failure for failure in Failure if failure not in (*AT_FAULT, Failure.ERRED))
+AT_FAULT = (Failure.UNREACHABLE, Failure.BAD_RESPONSE, Failure.TIMEOUT)
+NOT_AT_FAULT = tuple(failure for failure in Failure if failure not in (*AT_FAULT, Failure.HTTP_5XX))
 
 
 def life(*, now=0.0):
     return Life(now, LIMITS)
 
 
-def fail(one, times, *, now=0.0, failure=Failure.BROKEN, name="r"):
+def fail(one, times, *, now=0.0, failure=Failure.BAD_RESPONSE, name="r"):
     for count in range(times):
         one.failed(RequestId(f"{name}{count}"), failure, now=now)
 
@@ -28,7 +28,7 @@ def fail(one, times, *, now=0.0, failure=Failure.BROKEN, name="r"):
 def broken(*, now=0.0):
     one = life()
     fail(one, 3, now=now)
-    assert one.state is State.BROKEN
+    assert one.state is State.EJECTED
     return one
 
 
@@ -37,18 +37,18 @@ def try_with(one, request, *, now):
     assert one.may_serve(now=now)
     one.chosen(now=now)
     one.claimed(request)
-    assert one.state is State.TRYING
+    assert one.state is State.HALF_OPEN
 
 
 def at(state):
     """Bring a life to a state in the ordinary way."""
     one = life()
     match state:
-        case State.READY:
+        case State.HEALTHY:
             one.succeeded(RequestId("r"), now=0)
-        case State.BROKEN:
+        case State.EJECTED:
             one = broken()
-        case State.TRYING:
+        case State.HALF_OPEN:
             one = broken()
             assert one.may_serve(now=5)
         case State.DRAINING:
@@ -67,7 +67,7 @@ def at(state):
 # What a caller may do at any time, whatever the state.
 CALLS = {
     "succeeded": lambda one: one.succeeded(RequestId("r"), now=9),
-    "failed": lambda one: one.failed(RequestId("r"), Failure.BROKEN, now=9),
+    "failed": lambda one: one.failed(RequestId("r"), Failure.BAD_RESPONSE, now=9),
     "refused": lambda one: one.failed(RequestId("r"), Failure.REFUSED, now=9),
     "seen": lambda one: one.seen(now=9),
     "missed": lambda one: one.missed("does not answer", now=9),
@@ -90,12 +90,12 @@ def test_news_of_an_engine_can_come_in_any_state(state, call):
 def test_the_table_is_complete_but_for_what_cannot_happen():
     """Only what drains becomes empty, only what broke rests, and those that leave are judged no more."""
     missing = {(state, event) for state, event in itertools.product(State, Event) if event not in TRANSITIONS[state]}
-    leaving, judged = {State.DRAINING, State.DRAINED}, {State.JOINING, State.READY, State.BROKEN, State.TRYING}
+    leaving, judged = {State.DRAINING, State.DRAINED}, {State.STARTING, State.HEALTHY, State.EJECTED, State.HALF_OPEN}
 
     assert missing == {
         *itertools.product([State.GONE], Event),
         *itertools.product(judged, [Event.EMPTY]),
-        *itertools.product(judged - {State.BROKEN}, [Event.RESTED]),
+        *itertools.product(judged - {State.EJECTED}, [Event.RESTED]),
         *itertools.product(leaving, [Event.PROVEN, Event.BACK, Event.TRIPPED, Event.RESTED]),
     }
 
@@ -110,7 +110,7 @@ def test_failures_in_a_row_break_it(failure):
     assert one.may_serve(now=0)
     fail(one, 1, failure=failure)
 
-    assert (one.state, one.may_serve(now=4.9)) == (State.BROKEN, False)
+    assert (one.state, one.may_serve(now=4.9)) == (State.EJECTED, False)
     assert one.why.startswith("3 requests in a row failed")
 
 
@@ -121,18 +121,18 @@ def test_what_the_engine_is_not_to_blame_for_never_counts(failure):
     fail(one, 1000, failure=failure)
     fail(one, 2)
 
-    assert one.state is State.READY
+    assert one.state is State.HEALTHY
 
 
 def test_answers_of_5xx_break_it_by_their_share_only():
     """There are requests that make any engine fail: a client who sends a few must not take the engines from all."""
     one = life()
     for number in range(7):
-        one.failed(RequestId("poison"), Failure.ERRED, now=number)
-    assert one.state in (State.JOINING, State.READY)
-    one.failed(RequestId("poison"), Failure.ERRED, now=7)
+        one.failed(RequestId("poison"), Failure.HTTP_5XX, now=number)
+    assert one.state in (State.STARTING, State.HEALTHY)
+    one.failed(RequestId("poison"), Failure.HTTP_5XX, now=7)
 
-    assert (one.state, one.why) == (State.BROKEN, "8 of 8 requests failed: the last one was answered with an error")
+    assert (one.state, one.why) == (State.EJECTED, "8 of 8 requests failed: the last one was answered with an error")
 
 
 def test_a_few_requests_that_make_every_engine_fail_break_none_among_others():
@@ -142,19 +142,19 @@ def test_a_few_requests_that_make_every_engine_fail_break_none_among_others():
         if number % 3:
             one.succeeded(RequestId("good"), now=number)
         else:
-            one.failed(RequestId("poison"), Failure.ERRED, now=number)
-        assert one.state in (State.JOINING, State.READY)
+            one.failed(RequestId("poison"), Failure.HTTP_5XX, now=number)
+        assert one.state in (State.STARTING, State.HEALTHY)
 
 
 def test_a_share_of_failures_breaks_it_too():
     """Every second request fails: never three in a row, and still no engine to send anything to."""
     one = life()
     for number in range(4):
-        assert one.state in (State.JOINING, State.READY)
+        assert one.state in (State.STARTING, State.HEALTHY)
         one.succeeded(RequestId("good"), now=number)
-        one.failed(RequestId("bad"), Failure.BROKEN, now=number)
+        one.failed(RequestId("bad"), Failure.BAD_RESPONSE, now=number)
 
-    assert (one.state, one.why.split(":")[0]) == (State.BROKEN, "4 of 8 requests failed")
+    assert (one.state, one.why.split(":")[0]) == (State.EJECTED, "4 of 8 requests failed")
 
 
 def test_failures_of_long_ago_do_not_count():
@@ -162,9 +162,9 @@ def test_failures_of_long_ago_do_not_count():
     one = life()
     for number in range(20):
         one.succeeded(RequestId("good"), now=number * 6.0)
-        one.failed(RequestId("bad"), Failure.BROKEN, now=number * 6.0)
+        one.failed(RequestId("bad"), Failure.BAD_RESPONSE, now=number * 6.0)
 
-    assert one.state is State.READY
+    assert one.state is State.HEALTHY
 
 
 def test_one_trial_at_a_time_and_a_good_one_heals():
@@ -175,9 +175,9 @@ def test_one_trial_at_a_time_and_a_good_one_heals():
     assert not one.may_serve(now=1000)
 
     one.succeeded(RequestId("one of before"), now=6)
-    assert one.state is State.TRYING
+    assert one.state is State.HALF_OPEN
     one.succeeded(trial, now=6)
-    assert (one.state, one.may_serve(now=6)) == (State.READY, True)
+    assert (one.state, one.may_serve(now=6)) == (State.HEALTHY, True)
 
 
 def test_a_trial_that_fails_makes_the_rest_longer():
@@ -189,7 +189,7 @@ def test_a_trial_that_fails_makes_the_rest_longer():
             now += 0.5
         rests.append(now - start)
         try_with(one, RequestId(f"trial{number}"), now=now)
-        one.failed(RequestId(f"trial{number}"), Failure.SILENT, now=now)
+        one.failed(RequestId(f"trial{number}"), Failure.TIMEOUT, now=now)
     assert rests == [5, 10, 15, 15]
 
     now += 15
@@ -218,18 +218,18 @@ def test_a_request_that_is_refused_is_a_good_trial():
     try_with(one, RequestId("trial"), now=5)
     one.failed(RequestId("trial"), Failure.REFUSED, now=5)
 
-    assert one.state is State.READY
+    assert one.state is State.HEALTHY
 
 
 def test_probes_break_it_and_bring_it_back():
     """Without any request, and without a rest: it is another process now."""
-    one = at(State.READY)
+    one = at(State.HEALTHY)
     one.missed("cannot be reached", now=1)
-    assert one.state is State.READY
+    assert one.state is State.HEALTHY
     one.missed("cannot be reached", now=2)
-    assert (one.state, one.why) == (State.BROKEN, "cannot be reached")
+    assert (one.state, one.why) == (State.EJECTED, "cannot be reached")
     one.seen(now=3)
-    assert one.state is State.READY
+    assert one.state is State.HEALTHY
 
 
 def test_an_engine_that_is_not_up_yet_joins_with_its_first_answer():
@@ -238,16 +238,16 @@ def test_an_engine_that_is_not_up_yet_joins_with_its_first_answer():
     assert one.may_serve(now=0)
     for now in range(1, 100):
         one.missed("cannot be reached", now=now)
-        assert (one.state, one.may_serve(now=now)) == (State.JOINING, False)
+        assert (one.state, one.may_serve(now=now)) == (State.STARTING, False)
     assert one.why == "cannot be reached"
     one.seen(now=100)
 
-    assert (one.state, one.may_serve(now=100)) == (State.READY, True)
+    assert (one.state, one.may_serve(now=100)) == (State.HEALTHY, True)
 
 
 def test_an_engine_that_misses_probes_is_not_tried_with_a_request():
     """It is away, and would cost a client its time; the probe that it answers brings it back."""
-    one = at(State.READY)
+    one = at(State.HEALTHY)
     one.missed("cannot be reached", now=1)
     one.missed("cannot be reached", now=2)
     assert not one.may_serve(now=1000)
@@ -258,7 +258,7 @@ def test_an_engine_that_misses_probes_is_not_tried_with_a_request():
 
 def test_an_engine_is_silent_since_the_first_of_the_probes_it_did_not_answer():
     """An answer of any kind ends it: requests at an engine that answers badly are not those of one that hangs."""
-    one = at(State.READY)
+    one = at(State.HEALTHY)
     assert one.silent_s(now=1) == 0
     one.missed("does not answer", now=1)
     one.missed("does not answer", now=3)
@@ -286,11 +286,11 @@ def test_an_engine_that_is_drained_is_heard_of_too(state, answered):
 
 def test_probes_answered_badly_break_it_all_the_same():
     """It gets nothing new; what it has goes on."""
-    one = at(State.READY)
+    one = at(State.HEALTHY)
     one.missed("answers /health with status 503", now=1, silent=False)
     one.missed("answers /health with status 503", now=2, silent=False)
 
-    assert (one.state, one.why) == (State.BROKEN, "answers /health with status 503")
+    assert (one.state, one.why) == (State.EJECTED, "answers /health with status 503")
 
 
 def test_an_engine_in_use_again_is_not_silent_for_what_it_missed_before():
@@ -306,8 +306,8 @@ def test_an_engine_in_use_again_is_not_silent_for_what_it_missed_before():
     ("failure", "said"),
     [
         (Failure.UNREACHABLE, "did not reach it"),
-        (Failure.BROKEN, "got no good answer"),
-        (Failure.SILENT, "timed out"),
+        (Failure.BAD_RESPONSE, "got no good answer"),
+        (Failure.TIMEOUT, "timed out"),
     ],
 )
 def test_why_it_is_broken_is_a_sentence(failure, said):
@@ -326,7 +326,7 @@ def test_good_probes_do_not_heal_what_requests_broke():
     one = broken()
     one.seen(now=1)
 
-    assert one.state is State.BROKEN
+    assert one.state is State.EJECTED
 
 
 def test_an_engine_that_is_drained_gets_nothing_and_may_come_back():
@@ -335,7 +335,7 @@ def test_an_engine_that_is_drained_gets_nothing_and_may_come_back():
     assert not one.may_serve(now=1000)
     one.undrain(now=1)
 
-    assert (one.state, one.may_serve(now=1)) == (State.JOINING, True)
+    assert (one.state, one.may_serve(now=1)) == (State.STARTING, True)
 
 
 class Machine(RuleBasedStateMachine):
@@ -361,7 +361,7 @@ class Machine(RuleBasedStateMachine):
             self.life.chosen(now=self.now)
             self.life.claimed(request)
             self.running.add(request)
-            self.trial = request if self.life.state is State.TRYING else None
+            self.trial = request if self.life.state is State.HALF_OPEN else None
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), outcome=st.sampled_from(["good", "left", *Failure]))
@@ -400,7 +400,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def is_tried_by_one_request_at_a_time(self):
-        if self.life.state is not State.TRYING:
+        if self.life.state is not State.HALF_OPEN:
             self.trial = None
         elif self.trial in self.running:
             assert not self.life.may_serve(now=self.now)
@@ -408,7 +408,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def always_comes_back_in_the_end(self):
         """Nobody waits for ever for a broken engine without a request on trial, unless its probes fail."""
-        if self.life.state is State.BROKEN and self.missed < LIMITS.probes:
+        if self.life.state is State.EJECTED and self.missed < LIMITS.probes:
             assert self.life.since + LIMITS.rest_most_s >= self.now or self.life.may_serve(now=self.now)
 
 

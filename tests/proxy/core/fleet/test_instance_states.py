@@ -15,5 +15,5 @@ def test_every_engine_is_there_with_a_state_and_the_reason_for_it():
     roll = Roll(registry)
 
     found = [(standing.instance.id, standing.state, standing.why) for standing in roll.standings()]
-    assert found == [("decode-0", "joining", "added"), ("prefill-0", "draining", "is to be drained")]
+    assert found == [("decode-0", "starting", "added"), ("prefill-0", "draining", "is to be drained")]
     assert {state for _, state, _ in found} <= set(roll.states())

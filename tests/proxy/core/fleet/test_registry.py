@@ -75,7 +75,7 @@ def test_when_none_can_serve_the_error_says_what_became_of_each():
     with pytest.raises(NoInstance) as caught:
         registry.usable(Role.DECODE)
 
-    expected = "no decode instance can take a request: decode-0 is joining (cannot be reached), decode-1 is draining"
+    expected = "no decode instance can take a request: decode-0 is starting (cannot be reached), decode-1 is draining"
     assert str(caught.value) == expected
 
 

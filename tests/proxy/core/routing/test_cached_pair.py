@@ -224,7 +224,7 @@ class Calm(RuleBasedStateMachine):
     def see(self, place):
         self.have(place, lambda side, member: member.life.seen(now=side.now))
 
-    @rule(place=SOME, failure=st.sampled_from([Failure.BROKEN, Failure.ERRED, Failure.SILENT]))
+    @rule(place=SOME, failure=st.sampled_from([Failure.BAD_RESPONSE, Failure.HTTP_5XX, Failure.TIMEOUT]))
     def trip(self, place, failure):
         """As many legs fail as it takes."""
         for number in range(LIMITS.window_least):
@@ -285,15 +285,15 @@ def test_no_look_is_needed_until_something_changes():
     assert side.pairs.calm(Ask()) is not None
 
 
-@pytest.mark.parametrize("state", [State.BROKEN, State.TRYING])
+@pytest.mark.parametrize("state", [State.EJECTED, State.HALF_OPEN])
 def test_a_fleet_is_not_calm_while_one_rests_or_is_tried(state):
     """Time alone, or a choice, changes it."""
     side = fleet()
     assert side.registry.is_calm
     member = side.registry.members()[0]
     for _ in range(LIMITS.in_a_row):
-        member.life.failed(RequestId("r"), Failure.BROKEN, now=0.0)
-    if state is State.TRYING:
+        member.life.failed(RequestId("r"), Failure.BAD_RESPONSE, now=0.0)
+    if state is State.HALF_OPEN:
         side.registry.usable(Role.PREFILL, now=LIMITS.rest_s)
 
     assert member.life.state is state

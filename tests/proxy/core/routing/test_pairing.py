@@ -84,7 +84,7 @@ def test_a_model_whose_engines_are_broken_is_known_all_the_same():
     registry, pairs = fleet([serving("a")], [serving("a"), serving("b")])
     life = registry.member(registry.known(Role.DECODE)[1].id).life
     life.missed("cannot be reached", now=0)
-    with pytest.raises(NoInstance, match="would do can take a request now: decode-1 is joining"):
+    with pytest.raises(NoInstance, match="would do can take a request now: decode-1 is starting"):
         choose(registry, pairs, Ask(model="b"))
 
 
@@ -134,11 +134,11 @@ def test_the_request_that_finds_an_engine_rested_is_its_trial():
     """Whatever the policy; its partner is one that is well, and no other request is put at risk."""
     registry, pairs = fleet([Facts()] * 2, [Facts()] * 2, limits=Limits(in_a_row=1, rest_s=5))
     for role in Role:
-        registry.member(registry.known(role)[1].id).life.failed(RequestId("r"), Failure.BROKEN, now=0)
+        registry.member(registry.known(role)[1].id).life.failed(RequestId("r"), Failure.BAD_RESPONSE, now=0)
     assert choose(registry, pairs) == [("prefill-0", "decode-0")]
 
     usable = [registry.usable(role, now=5) for role in Role]
-    assert registry.member(usable[0][1].id).life.state is State.TRYING
+    assert registry.member(usable[0][1].id).life.state is State.HALF_OPEN
     assert names(pairs.pair(*usable)) == ("prefill-1", "decode-0")
     assert pairs.one(usable[1]).id == "decode-1"
 
@@ -147,7 +147,7 @@ def test_a_request_that_has_failed_already_is_nobodys_trial():
     """It is on its last chances; only if nobody is well it goes to who is to be tried."""
     registry, pairs = fleet([Facts()] * 2, [Facts()] * 2, limits=Limits(in_a_row=1, rest_s=5))
     for role in Role:
-        registry.member(registry.known(role)[0].id).life.failed(RequestId("r"), Failure.BROKEN, now=0)
+        registry.member(registry.known(role)[0].id).life.failed(RequestId("r"), Failure.BAD_RESPONSE, now=0)
     usable = [registry.usable(role, now=5) for role in Role]
     again = Ask(again=True)
 

@@ -12,10 +12,10 @@ from xpyd_proxy.errors import EngineError, EngineFault, EngineTimeout, Moved, Re
 
 ERRORS = {
     Failure.UNREACHABLE: EngineError("x", reached=False),
-    Failure.BROKEN: EngineError("x"),
-    Failure.ERRED: EngineFault("x"),
-    Failure.SILENT: EngineTimeout("x"),
-    Failure.MOVED: Moved("x"),
+    Failure.BAD_RESPONSE: EngineError("x"),
+    Failure.HTTP_5XX: EngineFault("x"),
+    Failure.TIMEOUT: EngineTimeout("x"),
+    Failure.ENGINE_RESTARTED: Moved("x"),
     Failure.BUSY: Refused(503, "t", b""),
     Failure.REFUSED: Refused(400, "t", b""),
 }
@@ -34,7 +34,7 @@ def engines(role, count):
     [
         *((error, failure) for failure, error in ERRORS.items()),
         (Refused(499, "t", b""), Failure.REFUSED),
-        (Refused(500, "t", b""), Failure.ERRED),
+        (Refused(500, "t", b""), Failure.HTTP_5XX),
         (Refused(429, "t", b""), Failure.BUSY),
         (EngineTimeout("did not accept a connection", reached=False), Failure.UNREACHABLE),
     ],
@@ -48,7 +48,7 @@ def test_every_failure_that_can_happen_has_a_rule():
     """A decode engine is never the one that has moved."""
     missing = set(itertools.product(Role, Failure)) - RULES.keys()
 
-    assert missing == {(Role.DECODE, Failure.MOVED)}
+    assert missing == {(Role.DECODE, Failure.ENGINE_RESTARTED)}
 
 
 @pytest.mark.parametrize(("role", "failure"), RULES)
@@ -80,7 +80,7 @@ def test_what_one_engine_refuses_all_would():
 def test_chances_run_out():
     """A request that kills engines must not kill them all."""
     known, chances = engines(Role.PREFILL, 9), Chances(2)
-    taken = [chances.take(LegFailed(one, ERRORS[Failure.BROKEN]), known) for one in known[:4]]
+    taken = [chances.take(LegFailed(one, ERRORS[Failure.BAD_RESPONSE]), known) for one in known[:4]]
 
     assert taken == [True, True, False, False]
 
@@ -89,7 +89,7 @@ def test_when_all_have_failed_all_are_candidates_again():
     """A short trouble is more likely than that all are gone."""
     known, chances = engines(Role.DECODE, 2), Chances(5)
     for one in known:
-        chances.take(LegFailed(one, ERRORS[Failure.BROKEN]), known)
+        chances.take(LegFailed(one, ERRORS[Failure.BAD_RESPONSE]), known)
 
     assert chances.among(known) == known
 

@@ -35,7 +35,7 @@ class Worker:
 
     def breaks(self, *, now):
         for number in range(2):
-            self.life().failed(RequestId(f"r{number}"), Failure.BROKEN, now=now)
+            self.life().failed(RequestId(f"r{number}"), Failure.BAD_RESPONSE, now=now)
 
 
 def test_who_has_nothing_to_say_says_nothing():
@@ -93,7 +93,7 @@ def test_what_one_worker_breaks_is_broken_for_all_and_rests_as_long():
     one.breaks(now=10.0)
     zero.peers.hear(one.says(), now=10.5)
 
-    assert (zero.life().state, zero.life().since) == (State.BROKEN, 10.0)
+    assert (zero.life().state, zero.life().since) == (State.EJECTED, 10.0)
     assert zero.life().why == one.life().why == "2 requests in a row failed: the last one got no good answer"
     assert not zero.life().may_serve(now=14.9)
     assert zero.life().may_serve(now=15.0)
@@ -109,7 +109,7 @@ def test_a_trial_that_one_worker_sees_served_heals_it_for_all():
     one.life().succeeded(R, now=15.2)
     zero.peers.hear(one.says(), now=15.3)
 
-    assert zero.life().state is State.READY
+    assert zero.life().state is State.HEALTHY
     assert zero.life().may_serve(now=15.3)
 
 
@@ -121,12 +121,12 @@ def test_a_trial_that_fails_doubles_the_rest_once_for_all():
     for number, worker in enumerate((zero, one)):
         assert worker.life().may_serve(now=15.0)
         worker.life().claimed(RequestId(f"trial {number}"))
-    zero.life().failed(RequestId("trial 0"), Failure.BROKEN, now=15.2)
+    zero.life().failed(RequestId("trial 0"), Failure.BAD_RESPONSE, now=15.2)
     one.peers.hear(zero.says(), now=15.3)
-    one.life().failed(RequestId("trial 1"), Failure.BROKEN, now=15.4)
+    one.life().failed(RequestId("trial 1"), Failure.BAD_RESPONSE, now=15.4)
 
     for worker in (zero, one):
-        assert worker.life().state is State.BROKEN
+        assert worker.life().state is State.EJECTED
         assert not worker.life().may_serve(now=25.1)
         assert worker.life().may_serve(now=25.2)
 
@@ -141,11 +141,11 @@ def test_old_news_change_nothing():
     zero.life().claimed(R)
     zero.life().succeeded(R, now=15.2)
     zero.peers.hear(old, now=15.3)
-    assert zero.life().state is State.READY
+    assert zero.life().state is State.HEALTHY
 
     one.peers.hear(zero.says(), now=15.4)
     zero.peers.hear(one.says(), now=15.5)
-    assert (zero.life().state, one.life().state) == (State.READY, State.READY)
+    assert (zero.life().state, one.life().state) == (State.HEALTHY, State.HEALTHY)
 
 
 def test_a_drained_engine_stays_drained_whatever_peers_find():
@@ -169,7 +169,7 @@ def test_a_bulletin_is_bounded_and_says_the_most_important():
             member.load.enter(RequestId(f"{number}.{request}"))
     last = worker.registry.members()[-1]
     for number in range(2):
-        last.life.failed(RequestId(f"r{number}"), Failure.BROKEN, now=1.0)
+        last.life.failed(RequestId(f"r{number}"), Failure.BAD_RESPONSE, now=1.0)
     data = msgspec.msgpack.encode(bulletin_of(0, worker.registry))
     found = msgspec.msgpack.decode(data, type=Bulletin).engines
 

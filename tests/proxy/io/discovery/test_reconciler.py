@@ -62,7 +62,7 @@ def test_what_the_settings_name_is_left_alone():
     world.see(B)
     world.see()
 
-    assert world.there == [("decode-0", "b:80", State.JOINING)]
+    assert world.there == [("decode-0", "b:80", State.STARTING)]
 
 
 def test_an_engine_that_the_settings_claim_stays_when_its_pod_goes():
@@ -72,7 +72,7 @@ def test_an_engine_that_the_settings_claim_stays_when_its_pod_goes():
     world.registry.claim(Role.PREFILL, "a:80")
     world.see()
 
-    assert world.there == [("prefill-0", "a:80", State.JOINING)]
+    assert world.there == [("prefill-0", "a:80", State.STARTING)]
 
 
 def test_an_engine_that_the_settings_drop_comes_back_if_somebody_else_wants_it():
@@ -82,7 +82,7 @@ def test_an_engine_that_the_settings_drop_comes_back_if_somebody_else_wants_it()
     world.registry.retire(world.registry.members()[0].instance.id, now=1)
     world.reconciler.reconcile()
 
-    assert world.there == [("prefill-0", "a:80", State.DRAINING), ("prefill-1", "a:80", State.JOINING)]
+    assert world.there == [("prefill-0", "a:80", State.DRAINING), ("prefill-1", "a:80", State.STARTING)]
 
 
 async def test_what_an_operator_does_to_a_pod_is_not_undone():

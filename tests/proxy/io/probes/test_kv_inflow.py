@@ -5,12 +5,12 @@ import logging
 
 from support.sim import until_async
 from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.measures import Measures
 from xpyd_proxy.core.model import RequestId, Role
 from xpyd_proxy.io.probes.checks import ProbeFailed
 from xpyd_proxy.io.probes.kv_inflow import InflowWatch
-from xpyd_proxy.io.sight import Sight
+from xpyd_proxy.io.request_path.telemetry import Telemetry
 
 
 class World:
@@ -21,10 +21,10 @@ class World:
         self.p = registry.add(Role.PREFILL, Address("http", "h", 1))
         self.dry = registry.add(Role.DECODE, Address("http", "h", 2))
         self.wet = registry.add(Role.DECODE, Address("http", "h", 3))
-        self.sight = Sight(Measures(frozenset()), lambda: 1.0)
+        self.telemetry = Telemetry(Counters(frozenset()), lambda: 1.0)
         self.tokens = {self.dry.id: 0, self.wet.id: 0}
         self.sick = False
-        self.watch = InflowWatch(registry, self.metrics, self.sight, every_s=0.001)
+        self.watch = InflowWatch(registry, self.metrics, self.telemetry, every_s=0.001)
 
     async def metrics(self, instance):
         if self.sick:
@@ -36,9 +36,9 @@ class World:
         for decode in (self.dry, self.wet):
             request = RequestId(f"{name}-{decode.id}")
             for instance in (self.p, decode):
-                self.sight.began(instance, request)
-                self.sight.answered(instance, request, 0.1)
-                self.sight.ended(instance, request, None)
+                self.telemetry.leg_answered(instance, 0.1, 1.0)
+                self.telemetry.leg_ended(instance, 0.2, None, request, 1.0)
+            self.telemetry.transfer_expected(decode.id)
         self.tokens[self.wet.id] += 20
 
 
@@ -49,8 +49,8 @@ async def test_an_engine_that_gets_nothing_is_found_and_the_others_are_not(caplo
         world.serve(f"r{turn}")
         await world.watch.look()
 
-    assert world.sight.measures.without_kv == {("decode-0",): 2}  # the others are not certain yet
-    assert [(one.where, one.reason) for one in world.sight.pulse.mishaps] == [
+    assert world.telemetry.counters.transfers_missing == {("decode-0",): 2}  # the others are not certain yet
+    assert [(one.where, one.reason) for one in world.telemetry.recent.failures] == [
         ("decode-0", "no KV cache arrived for 1 legs")
     ] * 2
     assert "decode-0 got no KV cache for its last 1 legs" in caplog.text
@@ -64,7 +64,7 @@ async def test_an_engine_that_cannot_be_asked_is_not_accused():
         world.serve(f"r{turn}")
         await world.watch.look()
 
-    assert not world.sight.measures.without_kv
+    assert not world.telemetry.counters.transfers_missing
 
 
 async def test_what_was_counted_of_engines_that_left_is_forgotten():
@@ -74,8 +74,9 @@ async def test_what_was_counted_of_engines_that_left_is_forgotten():
     world.registry.remove(world.wet.id, now=0)
     await world.watch.look()
 
-    assert {key[0] for key in world.sight.measures.legs} == {"prefill-0", "decode-0"}
-    assert world.sight.pulse.legs.keys() == {"prefill-0", "decode-0"}
+    assert {key[0] for key in world.telemetry.counters.legs} == {"prefill-0", "decode-0"}
+    assert world.telemetry.recent.legs.keys() == {"prefill-0", "decode-0"}
+    assert world.telemetry.transfers_expected == {"decode-0": 1}
 
 
 async def test_it_looks_for_as_long_as_the_router_serves(caplog):

@@ -67,7 +67,7 @@ async def test_an_engine_is_looked_at_at_once_and_again(registry, engines):
     async with prober(registry, engines, interval_s=0.1).running():
         await until_async(lambda: engines.looks >= 2)
 
-    assert member.life.state is State.READY
+    assert member.life.state is State.HEALTHY
     assert member.facts == Facts(
         frozenset({"m"}), "0.32", "xpyd", TransferMode.PUSH, protocol="4", fingerprint="0123456789abcdef"
     )
@@ -78,12 +78,12 @@ async def test_an_engine_that_falls_ill_breaks_and_comes_back(registry, engines)
     """Without a single request; what it is now is read anew."""
     member = add(registry)
     async with prober(registry, engines, interval_s=0.05).running():
-        await until_async(lambda: member.life.state is State.READY)
+        await until_async(lambda: member.life.state is State.HEALTHY)
         engines.sick = ProbeFailed("cannot be reached")
-        await until_async(lambda: member.life.state is State.BROKEN)
+        await until_async(lambda: member.life.state is State.EJECTED)
         assert member.life.why == "cannot be reached"
         engines.sick, engines.facts = None, Facts(frozenset({"m"}), "0.33")
-        await until_async(lambda: member.life.state is State.READY)
+        await until_async(lambda: member.life.state is State.HEALTHY)
 
     assert member.facts.version == "0.33"
     assert engines.readings == 2
@@ -98,7 +98,7 @@ async def test_requests_at_an_engine_that_answers_no_probe_for_long_are_given_up
         return 3
 
     async with prober(registry, engines, give_up, interval_s=0.05, hung_s=0.2).running():
-        await until_async(lambda: member.life.state is State.READY)
+        await until_async(lambda: member.life.state is State.HEALTHY)
         await asyncio.sleep(0.3)
         assert given_up == []
         engines.sick = ProbeFailed("does not answer /health within 5 s")
@@ -117,9 +117,9 @@ async def test_requests_at_an_engine_that_answers_probes_badly_are_not_given_up(
         return 1
 
     async with prober(registry, engines, give_up, interval_s=0.05, hung_s=0.2).running():
-        await until_async(lambda: member.life.state is State.READY)
+        await until_async(lambda: member.life.state is State.HEALTHY)
         engines.sick = ProbeInvalid("answers /health with status 503")
-        await until_async(lambda: member.life.state is State.BROKEN)
+        await until_async(lambda: member.life.state is State.EJECTED)
         so_far = engines.looks
         await until_async(lambda: engines.looks >= so_far + 3)
         assert (given_up, member.life.why) == ([], "answers /health with status 503")
@@ -241,7 +241,7 @@ async def test_an_engine_that_hides_its_metrics_lives(registry, engines):
     async with prober(registry, engines, interval_s=0.1).running():
         await until_async(lambda: engines.looks >= 2)
 
-    assert (member.life.state, member.facts.connector) == (State.READY, None)
+    assert (member.life.state, member.facts.connector) == (State.HEALTHY, None)
 
 
 async def test_the_log_tells_what_becomes_of_an_engine_whoever_finds_out(registry, engines, caplog):
@@ -250,13 +250,13 @@ async def test_the_log_tells_what_becomes_of_an_engine_whoever_finds_out(registr
     member = add(registry)
     engines.sick = ProbeFailed("cannot be reached")
     async with prober(registry, engines, interval_s=0.05).running():
-        await until_async(lambda: "decode-0 is joining: cannot be reached" in caplog.text)
+        await until_async(lambda: "decode-0 is starting: cannot be reached" in caplog.text)
         engines.sick = None
-        await until_async(lambda: "decode-0 is ready: answers probes again" in caplog.text)
+        await until_async(lambda: "decode-0 is healthy: answers probes again" in caplog.text)
         for number in range(5):
-            member.life.failed(RequestId(f"r{number}"), Failure.SILENT, now=time.monotonic())
+            member.life.failed(RequestId(f"r{number}"), Failure.TIMEOUT, now=time.monotonic())
         await until_async(
-            lambda: "decode-0 is broken: 5 requests in a row failed: the last one timed out" in caplog.text
+            lambda: "decode-0 is ejected: 5 requests in a row failed: the last one timed out" in caplog.text
         )
         await asyncio.sleep(0.3)
 

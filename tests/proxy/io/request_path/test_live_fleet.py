@@ -1,7 +1,5 @@
 """The engines as the relay meets them."""
 
-from contextlib import ExitStack
-
 import pytest
 
 from xpyd_proxy.core.address import Address
@@ -61,19 +59,12 @@ def state(fleet, instance):
 def test_a_slot_counts_from_the_choice_to_the_end(fleet):
     """The decode engine has nothing of the request yet, and later choices must know that it will."""
     d = decode(fleet)
-    with fleet.hold(d, R):
-        assert in_flight(fleet) == [0, 0, 1, 0]
-        fleet.began(d, R)
-        fleet.ended(d, R, None)
-        assert in_flight(fleet) == [0, 0, 1, 0]
-
-    assert in_flight(fleet) == [0, 0, 0, 0]
-
-
-def test_a_slot_is_given_back_when_the_prefill_leg_fails(fleet):
-    """Or an engine would fill up with requests that never came."""
-    with pytest.raises(RuntimeError), fleet.hold(decode(fleet), R):
-        raise RuntimeError
+    fleet.enter(d, R)
+    assert in_flight(fleet) == [0, 0, 1, 0]
+    fleet.enter(d, R)
+    fleet.ended(d, R, None)
+    assert in_flight(fleet) == [0, 0, 1, 0]
+    fleet.leave(d, R)
 
     assert in_flight(fleet) == [0, 0, 0, 0]
 
@@ -82,57 +73,55 @@ def test_reserved_slots_decide_the_next_choice(fleet, clock):
     """Ten requests in prefill at the same time are spread over both decode engines."""
     loads = Loads(fleet.registry, clock)
     policy = LeastLoaded(loads.of)
-    with ExitStack() as prefilling:
-        for number in range(10):
-            chosen = policy.one(fleet.known(Role.DECODE))
-            prefilling.enter_context(fleet.hold(chosen, RequestId(f"r{number}")))
+    for number in range(10):
+        fleet.enter(policy.one(fleet.known(Role.DECODE)), RequestId(f"r{number}"))
 
-        assert in_flight(fleet)[2:] == [5, 5]
+    assert in_flight(fleet)[2:] == [5, 5]
 
 
 def test_only_the_leg_that_failed_is_blamed(fleet):
     """The other engine of the pair did nothing wrong."""
     p, d = fleet.pair(fleet.usable(Role.PREFILL), fleet.usable(Role.DECODE))
-    for instance, failure in ((p, Failure.BROKEN), (d, None)):
-        fleet.began(instance, R)
+    for instance, failure in ((p, Failure.BAD_RESPONSE), (d, None)):
+        fleet.enter(instance, R)
         fleet.ended(instance, R, failure)
 
-    assert (state(fleet, p), state(fleet, d)) == (State.BROKEN, State.JOINING)
+    assert (state(fleet, p), state(fleet, d)) == (State.EJECTED, State.STARTING)
 
 
 def break_and_rest(fleet, clock):
     d = decode(fleet)
-    fleet.began(d, R)
-    fleet.ended(d, R, Failure.BROKEN)
+    fleet.enter(d, R)
+    fleet.ended(d, R, Failure.BAD_RESPONSE)
     assert d not in fleet.usable(Role.DECODE)
     clock.now += 5
     assert d in fleet.usable(Role.DECODE)
     return d
 
 
-@pytest.mark.parametrize("failure", [None, Failure.BROKEN])
+@pytest.mark.parametrize("failure", [None, Failure.BAD_RESPONSE])
 def test_a_trial_in_two_legs_is_one_trial(fleet, clock, failure):
     """Its slot is held while the prompt is computed, given back, and taken again for the decode leg."""
     d, trial = break_and_rest(fleet, clock), RequestId("trial")
     assert fleet.one(fleet.usable(Role.DECODE)) == d
     assert d not in fleet.usable(Role.DECODE)
-    with fleet.hold(d, trial):
-        assert d not in fleet.usable(Role.DECODE)
-    with fleet.hold(d, trial):
-        fleet.began(d, trial)
-        if failure is None:
-            fleet.answered(d, trial, 0.1)
-        fleet.ended(d, trial, failure)
+    fleet.enter(d, trial)
+    assert d not in fleet.usable(Role.DECODE)
+    fleet.enter(d, trial)
+    fleet.leave(d, trial)
+    if failure is None:
+        fleet.answered(d, trial, 0.1)
+    fleet.ended(d, trial, failure)
 
-    assert state(fleet, d) is (State.READY if failure is None else State.BROKEN)
+    assert state(fleet, d) is (State.HEALTHY if failure is None else State.EJECTED)
 
 
 def test_a_trial_whose_prefill_fails_leaves_room_for_the_next(fleet, clock):
     """Or the engine would never be tried again."""
     d = break_and_rest(fleet, clock)
     fleet.one(fleet.usable(Role.DECODE))
-    with fleet.hold(d, RequestId("trial")):
-        pass
+    fleet.enter(d, RequestId("trial"))
+    fleet.leave(d, RequestId("trial"))
 
     assert d in fleet.usable(Role.DECODE)
 
@@ -140,12 +129,11 @@ def test_a_trial_whose_prefill_fails_leaves_room_for_the_next(fleet, clock):
 def test_legs_of_an_engine_that_was_removed_may_still_end(fleet):
     """Nothing is known of it any more, and nothing may fail because of that."""
     d = decode(fleet)
-    with fleet.hold(d, R):
-        fleet.began(d, R)
-        fleet.registry.remove(d.id, now=0)
-        fleet.answered(d, R, 0.1)
-        fleet.reported(d, b'JSON {"named_metrics": {}}')
-        fleet.ended(d, R, Failure.BROKEN)
+    fleet.enter(d, R)
+    fleet.registry.remove(d.id, now=0)
+    fleet.answered(d, R, 0.1)
+    fleet.reported(d, b'JSON {"named_metrics": {}}')
+    fleet.ended(d, R, Failure.BAD_RESPONSE)
 
     assert d not in fleet.known(Role.DECODE)
 

@@ -49,9 +49,9 @@ async def test_what_happens_in_one_is_known_in_all_within_a_second(tmp_path):
             worker.load.enter(RequestId(f"{number}"))
         await until_async(lambda: all(worker.load.in_flight == 3 for worker in workers), seconds=1)
         one.load.leave(RequestId("1"))
-        two.registry.member(D0).life.failed(RequestId("2"), Failure.BROKEN, now=time.monotonic())
+        two.registry.member(D0).life.failed(RequestId("2"), Failure.BAD_RESPONSE, now=time.monotonic())
         await until_async(lambda: all(worker.load.in_flight == 2 for worker in workers), seconds=1)
-        await until_async(lambda: all(worker.state is State.BROKEN for worker in workers), seconds=1)
+        await until_async(lambda: all(worker.state is State.EJECTED for worker in workers), seconds=1)
         zero.ledger.say(Verb.DRAIN, D0)
         await until_async(lambda: (one.state, two.state) == (State.DRAINING, State.DRAINING), seconds=1)
 
@@ -60,11 +60,11 @@ async def test_a_worker_that_comes_late_hears_all_at_once_and_one_that_goes_is_f
     """It would send requests to an engine that the others know to be broken."""
     zero, one = Worker(tmp_path, 0), Worker(tmp_path, 1)
     zero.load.enter(RequestId("0"))
-    zero.registry.member(D0).life.failed(RequestId("0"), Failure.BROKEN, now=time.monotonic())
+    zero.registry.member(D0).life.failed(RequestId("0"), Failure.BAD_RESPONSE, now=time.monotonic())
     async with zero.exchange.running():
         async with one.exchange.running():
             one.load.enter(RequestId("1"))
-            await until_async(lambda: one.state is State.BROKEN and zero.load.in_flight == 2, seconds=1)
+            await until_async(lambda: one.state is State.EJECTED and zero.load.in_flight == 2, seconds=1)
         await until_async(lambda: zero.load.in_flight == 1, seconds=1)
 
     assert list(tmp_path.glob("*.told")) == []

@@ -82,7 +82,7 @@ def test_orders_reach_the_other_worker_and_those_that_start_later(tmp_path):
     ledger.say(Verb.UNDRAIN, D0)
     for registry in (zero, later):
         registry.follow(now=2.0)
-        assert registry.member(D0).life.state is State.JOINING
+        assert registry.member(D0).life.state is State.STARTING
 
 
 def test_an_order_between_the_settings_and_the_first_look_is_not_missed(tmp_path):
@@ -95,7 +95,7 @@ def test_an_order_between_the_settings_and_the_first_look_is_not_missed(tmp_path
         ledger.say(verb, name)
     late.begin(now=1.0)
 
-    assert [member.life.state for member in late.members()] == [State.DRAINING, State.JOINING]
+    assert [member.life.state for member in late.members()] == [State.DRAINING, State.STARTING]
 
 
 def test_an_engine_that_was_taken_out_by_hand_comes_back_under_another_id(tmp_path):
@@ -132,7 +132,7 @@ def test_a_worker_that_has_missed_that_an_engine_went_and_came_follows(tmp_path)
     one.follow(now=1.1)
 
     (member,) = one.members()
-    assert (member.instance.id, member.life.state, member.origin) == (D1, State.JOINING, STORED)
+    assert (member.instance.id, member.life.state, member.origin) == (D1, State.STARTING, STORED)
     zero.follow(now=1.2)
     assert [member.instance.id for member in zero.members()] == [D1]
 

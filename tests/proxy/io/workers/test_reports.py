@@ -7,11 +7,11 @@ import pytest
 
 from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.admission.limits import Limit, Limits
+from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fleet.instance_states import Roll
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.measures import Measures
 from xpyd_proxy.io.metrics import Metrics
-from xpyd_proxy.io.sight import Sight
+from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.status import Status
 from xpyd_proxy.io.workers.place import Place
 from xpyd_proxy.io.workers.reports import Reports
@@ -21,16 +21,16 @@ class Worker:
     """One of two."""
 
     def __init__(self, folder, number, starts=1):
-        self.sight = Sight(Measures(frozenset()), lambda: 1.0)
+        self.telemetry = Telemetry(Counters(frozenset()), lambda: 1.0)
         self.queue = Admission(Limits(concurrency=1, queue=0))
-        self.status = Status(self.sight, Roll(Registry()), lambda: 1.0, self.queue)
-        self.metrics = Metrics(self.sight, Roll(Registry()), self.queue)
+        self.status = Status(self.telemetry, Roll(Registry()), lambda: 1.0, self.queue)
+        self.metrics = Metrics(self.telemetry, Roll(Registry()), self.queue)
         place = Place(number, 2, str(folder), port=0, line=0, starts=starts)
-        self.reports = Reports(place, self.sight, self.queue, self.status.part)
+        self.reports = Reports(place, self.telemetry, self.queue, self.status.part)
 
     def serves(self, times):
         for _ in range(times):
-            self.sight.measures.requests["/v1/completions", "good"] += 1
+            self.telemetry.counters.requests["/v1/completions", "ok"] += 1
 
     def refuses(self, times):
         for _ in range(times + 1):
@@ -41,7 +41,7 @@ class Worker:
         return dict(line.rsplit(" ", 1) for line in body.decode().splitlines() if not line.startswith("#"))
 
 
-SERVED = 'xpyd_requests_total{ending="good",path="/v1/completions"}'
+SERVED = 'xpyd_requests_total{outcome="ok",path="/v1/completions"}'
 REFUSED = f'xpyd_requests_refused_total{{reason="{Limit.QUEUE}"}}'
 
 
@@ -56,8 +56,8 @@ async def test_both_say_the_same(tmp_path):
         shown = [worker.status.now(await worker.reports.whole()) for worker in (zero, one)]
 
     for lines in said:
-        assert (lines[SERVED], lines[REFUSED], lines["xpyd_requests_admitted"]) == ("7.0", "2.0", "1.0")
-        assert (lines["xpyd_workers"], lines["xpyd_workers_unread_total"]) == ("2.0", "0.0")
+        assert (lines[SERVED], lines[REFUSED], lines["xpyd_requests_running"]) == ("7.0", "2.0", "1.0")
+        assert (lines["xpyd_workers"], lines["xpyd_worker_scrape_failures_total"]) == ("2.0", "0.0")
         assert lines['xpyd_worker_starts_total{worker="1"}'] == "1.0"
         assert float(lines["process_open_fds"]) > 0
     assert [(one.worker, one.queue.refused) for one in shown] == [(0, 2), (1, 2)]
@@ -107,5 +107,5 @@ async def test_a_worker_that_does_not_answer_costs_half_a_second_and_is_counted(
             lines = await zero.lines()
         await asyncio.sleep(0)
 
-    assert (lines[SERVED], lines["xpyd_workers"], lines["xpyd_workers_unread_total"]) == ("2.0", "1.0", "1.0")
+    assert (lines[SERVED], lines["xpyd_workers"], lines["xpyd_worker_scrape_failures_total"]) == ("2.0", "1.0", "1.0")
     assert "worker 1 does not say what it has counted" in caplog.text

@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
-from xpyd_proxy.core.journey import Journey, Outcome, Visit
 from xpyd_proxy.core.model import InstanceId, RequestId
-from xpyd_proxy.io.logs import FACTS, REQUESTS, SHEET, JsonFormatter, Lines, TextFormatter, lines_together, note
-from xpyd_proxy.requests.access_log import log_request
+from xpyd_proxy.core.request_record import LegRecord, RequestRecord
+from xpyd_proxy.io.logs import FACTS, BatchingHandler, JsonFormatter, TextFormatter, lines_together, note
+from xpyd_proxy.io.request_path.access_log import LOG, log_request
 
 
 class Written(io.StringIO):
@@ -38,7 +38,7 @@ def stream():
 @pytest.fixture
 def logger(stream):
     """A logger whose lines come to a handler of the root, as those of the router do."""
-    handler = Lines()
+    handler = BatchingHandler()
     handler.setStream(stream)
     handler.setFormatter(logging.Formatter("%(message)s"))
     root, mine = logging.getLogger(), logging.getLogger("tests.lines")
@@ -50,7 +50,7 @@ def logger(stream):
 
 
 def handler_of_the_root():
-    [handler] = [each for each in logging.getLogger().handlers if isinstance(each, Lines)]
+    [handler] = [each for each in logging.getLogger().handlers if isinstance(each, BatchingHandler)]
     return handler
 
 
@@ -215,7 +215,7 @@ def test_a_batch_in_a_batch_loses_nothing(logger, stream):
 @pytest.mark.parametrize("formatter", [TextFormatter, JsonFormatter])
 def test_a_note_without_a_record_is_the_line_that_a_record_makes(formatter, monkeypatch):
     """Only the time differs, by what passes between the two."""
-    lines = Lines()
+    lines = BatchingHandler()
     lines.setFormatter(formatter())
     lines.setStream(io.StringIO())
     monkeypatch.setattr(logging.getLogger(), "handlers", [lines])
@@ -223,11 +223,11 @@ def test_a_note_without_a_record_is_the_line_that_a_record_makes(formatter, monk
     monkeypatch.setattr(logger, "level", logging.INFO)
     found = {"id": "a", "path": "/v1", "ms": 1.5, "note": 'a "b"\n'}
 
-    note(logger, found, lambda facts: f"id={facts['id']}")  # the short way
+    note(logger, found, dict, lambda facts: f"id={facts['id']}")  # the short way
     monkeypatch.setattr(lines, "filters", [lambda _: True])
-    note(logger, found, lambda facts: f"id={facts['id']}")  # the long one
+    note(logger, found, dict, lambda facts: f"id={facts['id']}")  # the long one
     with lines_together():
-        note(logger, found, lambda facts: f"id={facts['id']}")
+        note(logger, found, dict, lambda facts: f"id={facts['id']}")
         assert lines.stream.getvalue().count("\n") == 2
 
     first, second, third = (without_time(line) for line in lines.stream.getvalue().splitlines())
@@ -239,28 +239,31 @@ def without_time(line):
     return re.sub(r"\d\d:\d\d:\d\d[.,]\d{3}", "", line)
 
 
-USUAL = Journey(RequestId("r-1"), prefill=Visit(InstanceId("prefill-0")), decode=Visit(InstanceId("decode-0")))
-ODD = Journey(RequestId("r-2"), client_id="c", decode=Visit(InstanceId("decode-0")))
+USUAL = RequestRecord(
+    RequestId("r-1"),
+    "/v1/completions",
+    prefill=LegRecord(InstanceId("prefill-0")),
+    decode=LegRecord(InstanceId("decode-0")),
+)
+USUAL.over(200, 0.01234)
+ODD = RequestRecord(RequestId("r-2"), "/v1/odd\n path\\", client_id="c", decode=LegRecord(InstanceId("decode-0")))
 
 
-@pytest.mark.parametrize("journey", [USUAL, ODD, Journey(RequestId("r-3"))])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/odd\n path\\"])
-def test_the_line_of_a_request_is_the_same_in_a_batch_and_by_itself(logger, stream, journey, path):
-    """In a batch it needs no record where nothing but its text would come of one."""
+@pytest.mark.parametrize("record", [USUAL, ODD, RequestRecord(RequestId("r-3"))])
+def test_the_line_of_a_request_is_the_same_in_a_batch_and_by_itself(logger, stream, record):
+    """It needs no logging record where only its text would come of one."""
     formatted(TextFormatter())
     root, level = logging.getLogger(), logging.getLogger().level
-    others = [each for each in root.handlers if not isinstance(each, Lines)]
+    others = [each for each in root.handlers if not isinstance(each, BatchingHandler)]
     root.setLevel(logging.INFO)
     for each in others:
         root.removeHandler(each)
     try:
-        log_request(journey, Outcome(path, 200, 0.01234))
+        log_request(record)
         with lines_together():
-            assert SHEET.is_open
             logger.info("before")
-            log_request(journey, Outcome(path, 200, 0.01234))
+            log_request(record)
             logger.info("after")
-        assert not SHEET.is_open
     finally:
         root.setLevel(level)
         for each in others:
@@ -272,23 +275,25 @@ def test_the_line_of_a_request_is_the_same_in_a_batch_and_by_itself(logger, stre
         alone[24:],
         "INFO tests.lines after",
     ]
-    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO xpyd_proxy.access id=r-\d path=", alone)
-    assert "ms=12.3" in alone
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO xpyd.access request_id=r-\d path=", alone)
+    assert alone.isprintable()
 
 
 def test_where_somebody_else_wants_the_line_it_is_a_record(logger, stream):
     """A filter, another handler, another format: all of them are asked."""
     seen = []
     formatted(TextFormatter())
-    REQUESTS.addFilter(lambda record: seen.append(record.getMessage()) or True)
-    REQUESTS.setLevel(logging.INFO)
+    LOG.addFilter(lambda record: seen.append(record.getMessage()) or True)
+    LOG.setLevel(logging.INFO)
     try:
         with lines_together():
-            assert not SHEET.is_open
-            log_request(USUAL, Outcome("/v1/completions", 200, 1.0))
+            log_request(USUAL)
     finally:
-        REQUESTS.filters.clear()
-        REQUESTS.setLevel(logging.NOTSET)
+        LOG.filters.clear()
+        LOG.setLevel(logging.NOTSET)
 
-    assert seen == ["id=r-1 path=/v1/completions prefill=prefill-0 decode=decode-0 status=200 ms=1000.0"]
+    assert seen == [
+        "request_id=r-1 path=/v1/completions prefill=prefill-0 decode=decode-0 status=200 duration_ms=12.3 ttft_ms=- "
+        "prefill_ms=- queue_ms=-"
+    ]
     assert seen[0] in stream.getvalue()

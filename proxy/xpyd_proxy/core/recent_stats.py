@@ -1,4 +1,4 @@
-"""What happened in the last five minutes, second by second, in a fixed amount of memory: what the status page draws."""
+"""What happened in the last five minutes, second by second, in a fixed amount of memory: the status page draws it."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from xpyd_proxy.core.model import InstanceId, RequestId
 from xpyd_proxy.core.schemas import Bin
 
 SPAN_S: Final = 300  # seconds that are remembered
-_MISHAPS: Final = 50  # failures that are remembered
+_FAILURES: Final = 50  # failures that are remembered
 _NEVER: Final = -1
 
 
@@ -25,7 +25,7 @@ class _Second:
 
 
 @dataclass(frozen=True, slots=True)
-class Mishap:
+class FailureEvent:
     """Something that went wrong. It says no more than anybody may know: no address, no words of an engine."""
 
     at: float  # seconds, on the clock of whoever reported it
@@ -34,7 +34,7 @@ class Mishap:
     reason: str
 
 
-class Ring:
+class RollingSeries:
     """Counts per second for the last :data:`SPAN_S` seconds. Time never runs backwards."""
 
     def __init__(self) -> None:
@@ -72,19 +72,25 @@ class Ring:
 
 
 @dataclass(slots=True)
-class Pulse:
+class RecentStats:
     """The rings of one router. Durations are seconds."""
 
-    requests: Ring = field(default_factory=Ring)  # seconds a request took
-    ttft: Ring = field(default_factory=Ring)  # seconds until a stream began
-    gaps: Ring = field(default_factory=Ring)  # seconds between a prefill answer and its decode leg
-    legs: defaultdict[InstanceId, Ring] = field(default_factory=lambda: defaultdict(Ring))  # seconds a leg took
-    answers: defaultdict[InstanceId, Ring] = field(default_factory=lambda: defaultdict(Ring))  # until its answer
-    mishaps: deque[Mishap] = field(default_factory=lambda: deque[Mishap](maxlen=_MISHAPS))  # the latest first
+    requests: RollingSeries = field(default_factory=RollingSeries)  # seconds a request took
+    ttft: RollingSeries = field(default_factory=RollingSeries)  # seconds until a stream began
+    gaps: RollingSeries = field(default_factory=RollingSeries)  # seconds between a prefill answer and its decode leg
+    legs: defaultdict[InstanceId, RollingSeries] = field(
+        default_factory=lambda: defaultdict(RollingSeries)
+    )  # seconds a leg took
+    answers: defaultdict[InstanceId, RollingSeries] = field(
+        default_factory=lambda: defaultdict(RollingSeries)
+    )  # until its answer
+    failures: deque[FailureEvent] = field(
+        default_factory=lambda: deque[FailureEvent](maxlen=_FAILURES)
+    )  # the latest first
 
-    def mishap(self, request: RequestId, where: str, reason: str, *, now: float) -> None:
+    def failed(self, request: RequestId, where: str, reason: str, *, now: float) -> None:
         """Remember a failure; the oldest one is forgotten."""
-        self.mishaps.appendleft(Mishap(now, request, where, reason))
+        self.failures.appendleft(FailureEvent(now, request, where, reason))
 
     def keep(self, instances: frozenset[InstanceId]) -> None:
         """Forget the instances that are no longer known."""

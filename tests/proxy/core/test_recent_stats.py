@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xpyd_proxy.core.model import InstanceId, RequestId
-from xpyd_proxy.core.pulse import SPAN_S, Pulse, Ring
+from xpyd_proxy.core.recent_stats import SPAN_S, RecentStats, RollingSeries
 from xpyd_proxy.core.schemas import Bin
 
 QUIET = Bin(0, 0, None, None)
@@ -13,7 +13,7 @@ QUIET = Bin(0, 0, None, None)
 
 def test_a_ring_adds_up_what_happened_in_each_step():
     """Oldest first, the current second included."""
-    ring = Ring()
+    ring = RollingSeries()
     ring.add(1.0, now=1000.2)
     ring.add(3.0, failed=True, now=1000.9)
     ring.add(5.0, now=1007.0)
@@ -26,7 +26,7 @@ def test_a_ring_adds_up_what_happened_in_each_step():
 
 def test_the_last_seconds_are_one_bin():
     """What the numbers beside the lines say."""
-    ring = Ring()
+    ring = RollingSeries()
     for now in (10.0, 70.5, 100.0):
         ring.add(now, now=now)
 
@@ -40,7 +40,7 @@ def test_the_last_seconds_are_one_bin():
 )
 def test_a_ring_says_what_a_long_memory_would_say(steps, later):
     """Whatever the order of seconds with and without events: the slots of old seconds never shine through."""
-    ring, now, events = Ring(), 0.0, []
+    ring, now, events = RollingSeries(), 0.0, []
     for wait, value, failed in steps:
         now += wait
         ring.add(value, failed=failed, now=now)
@@ -56,20 +56,20 @@ def test_a_ring_says_what_a_long_memory_would_say(steps, later):
 
 def test_only_the_latest_failures_are_remembered():
     """The latest first."""
-    pulse = Pulse()
+    recent = RecentStats()
     for turn in range(200):
-        pulse.mishap(RequestId(f"r{turn}"), "decode-0", "failed", now=float(turn))
+        recent.failed(RequestId(f"r{turn}"), "decode-0", "failed", now=float(turn))
 
-    assert len(pulse.mishaps) == 50
-    assert [mishap.request for mishap in pulse.mishaps][:2] == ["r199", "r198"]
+    assert len(recent.failures) == 50
+    assert [failure.request for failure in recent.failures][:2] == ["r199", "r198"]
 
 
 def test_instances_that_are_gone_are_forgotten():
     """In a fleet that breathes there is no end of them."""
-    pulse = Pulse()
+    recent = RecentStats()
     for name in ("decode-0", "decode-1"):
-        pulse.legs[InstanceId(name)].add(0.0, now=1.0)
-        pulse.answers[InstanceId(name)].add(0.0, now=1.0)
-    pulse.keep(frozenset({InstanceId("decode-1"), InstanceId("decode-2")}))
+        recent.legs[InstanceId(name)].add(0.0, now=1.0)
+        recent.answers[InstanceId(name)].add(0.0, now=1.0)
+    recent.keep(frozenset({InstanceId("decode-1"), InstanceId("decode-2")}))
 
-    assert list(pulse.legs) == list(pulse.answers) == ["decode-1"]
+    assert list(recent.legs) == list(recent.answers) == ["decode-1"]

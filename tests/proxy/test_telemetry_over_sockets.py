@@ -39,10 +39,10 @@ class Collecting(logging.Handler):
 @pytest.fixture
 def log(caplog):
     handler = Collecting()
-    caplog.set_level(logging.INFO, "xpyd_proxy")
-    logging.getLogger("xpyd_proxy").addHandler(handler)
+    caplog.set_level(logging.INFO, "xpyd.access")
+    logging.getLogger("xpyd.access").addHandler(handler)
     yield handler.lines
-    logging.getLogger("xpyd_proxy").removeHandler(handler)
+    logging.getLogger("xpyd.access").removeHandler(handler)
 
 
 def test_one_id_leads_through_the_log_of_the_router_and_of_both_engines(log):
@@ -57,7 +57,7 @@ def test_one_id_leads_through_the_log_of_the_router_and_of_both_engines(log):
         ports = [fleet.router.rpartition(":")[2]]
 
     said = [json.loads(line) for line in log]
-    lines = {line["id"]: line for line in said if "id" in line}
+    lines = {line["request_id"]: line for line in said if "request_id" in line}
     assert list(lines) == ids
     assert all((line["status"], line["prefill"]) == (200, "prefill-0") for line in lines.values())
     for name in ("p0", "d0", "d1"):

@@ -1,0 +1,204 @@
+"""What happened to one request: where it went, how long each part took, how it ended.
+
+The request fills it in as it goes through the states of requests/lifecycle.py. Response headers, counters, histograms,
+the status page, the access log and spans are all made of it.
+"""
+
+import re
+from enum import auto
+from typing import Final
+
+from xpyd_proxy.core.fast_enum import Word
+from xpyd_proxy.core.model import InstanceId, Push, RequestId, Role, Solo, TransferId
+from xpyd_proxy.core.protocol.engine_errors import Failure
+
+_CLIENT_ID: Final = re.compile(rb"[!-~]{1,128}")
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that closed the connection before it was answered
+PULL: Final = "pull"  # one leg follows the other, and the decode engine fetches the KV cache
+SINGLE: Final = "single"  # one engine serves it
+
+
+class RequestOutcome(Word):
+    """How a request ended, as far as its client can tell."""
+
+    OK = auto()
+    CLIENT_ERROR = auto()  # 4xx
+    SERVER_ERROR = auto()  # 5xx
+    CLIENT_DISCONNECTED = auto()  # the client left first
+    STREAM_ABORTED = auto()  # its status was 200, and then it failed
+
+
+class LegRecord:
+    """One leg at one engine; ``ms`` stays None until its answer begins or it fails."""
+
+    __slots__ = ("instance", "ms")
+
+    def __init__(self, instance: InstanceId, ms: float | None = None) -> None:
+        self.instance = instance
+        self.ms = ms
+
+
+class Retry:
+    """A leg that failed, so that the request was sent again. It does not change."""
+
+    __slots__ = ("leg", "reason", "role")
+
+    def __init__(self, leg: LegRecord, reason: Failure, role: Role) -> None:
+        self.leg = leg
+        self.reason = reason
+        self.role = role
+
+    def __str__(self) -> str:
+        return f"{self.leg.instance} {self.reason}"
+
+
+class RequestRecord:
+    """The record of one request. Times are seconds; None: it did not come to that."""
+
+    __slots__ = (
+        "answered",
+        "before_last",
+        "client_id",
+        "decode",
+        "duration_s",
+        "error",
+        "last",
+        "last_token_at",
+        "path",
+        "prefill",
+        "prefill_error",
+        "push",
+        "queue_s",
+        "request_id",
+        "retries",
+        "single_reason",
+        "status",
+        "transfer",
+        "ttft_s",
+    )
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        path: str = "",
+        *,
+        client_id: str | None = None,
+        single_reason: Solo | None = None,
+        push: Push | None = None,
+        prefill: LegRecord | None = None,
+        decode: LegRecord | None = None,
+        error: str | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.path = path
+        self.client_id = client_id  # what the client calls the request: for the client and the log, never for an engine
+        self.single_reason = single_reason  # why one engine serves it
+        self.push = push
+        self.transfer: TransferId | None = None  # what engines that push call it: for the log, never for a client
+        self.prefill = prefill
+        self.decode = decode
+        self.retries: list[Retry] = []
+        self.queue_s: float | None = None  # in the queue of the admission control
+        self.ttft_s: float | None = None  # until the first event of a stream was written
+        self.last_token_at: float | None = None  # when a leg that is over had brought the latest piece of a stream
+        self.duration_s = 0.0  # of the whole request, once it is over
+        self.status = 0  # the same
+        self.answered = False  # all of it is with the client; what still happens is tidying up
+        self.error = error  # what went wrong, for the log
+        self.prefill_error: str | None = None  # what went wrong with the prefill leg after the answer had begun
+        self.before_last = b""  # the last but one piece of the answer's body
+        self.last = b""
+
+    def over(self, status: int, duration_s: float) -> None:
+        """Note how it ended."""
+        self.status, self.duration_s = status, duration_s
+
+    @property
+    def outcome(self) -> RequestOutcome:
+        """Say how it ended, once it is over."""
+        status = self.status
+        if status < 400:
+            return RequestOutcome.OK if self.error is None else RequestOutcome.STREAM_ABORTED
+        if status == CLIENT_CLOSED_REQUEST:
+            return RequestOutcome.CLIENT_DISCONNECTED
+        return RequestOutcome.SERVER_ERROR if status >= 500 else RequestOutcome.CLIENT_ERROR
+
+    @property
+    def mode(self) -> str:
+        """Name the way of the KV cache: pull, push, push_cold or single."""
+        if self.single_reason is not None:
+            return SINGLE
+        return PULL if self.push is None else self.push
+
+    @property
+    def is_usual(self) -> bool:
+        """Tell whether there is nothing to say about it but where it went, and when."""
+        return not (
+            self.error or self.single_reason or self.push or self.retries or self.client_id or self.prefill_error
+        )
+
+    def id_headers(self) -> dict[str, str]:
+        """Return the headers that name the request: by the client's own id, if it has one, and then by ours too."""
+        if self.client_id is None:
+            return {"x-request-id": self.request_id}
+        return {"x-request-id": self.client_id, "x-xpyd-request-id": self.request_id}
+
+    def id_lines(self) -> str:
+        """Return the same as lines of a head."""
+        if self.client_id is None:
+            return f"x-request-id: {self.request_id}\r\n"
+        return "".join([f"{name}: {value}\r\n" for name, value in self.id_headers().items()])
+
+    @property
+    def attempt_id(self) -> RequestId:
+        """The id for both engines if the request is sent now: ours, and with every retry another."""
+        return RequestId(f"{self.request_id}-r{len(self.retries)}") if self.retries else self.request_id
+
+    def wrote(self, piece: bytes) -> None:
+        """Remember the end of the answer, for core/protocol/kv_transfer_check.py."""
+        self.before_last, self.last = self.last, piece
+
+    def take_end(self) -> bytes:
+        """Return the end of the answer, once."""
+        end = self.before_last + self.last
+        self.before_last = self.last = b""
+        return end
+
+    def set_aside(self, role: Role, reason: Failure) -> None:
+        """Put the leg that failed among the retries: it goes out once more."""
+        leg = self.prefill if role is Role.PREFILL else self.decode
+        if leg is not None:
+            self.retries.append(Retry(leg, reason, role))
+
+    def start_over(self) -> None:
+        """Forget the rest of a try that failed."""
+        self.push = self.transfer = self.prefill = self.decode = None
+
+    def server_timing(self) -> str:
+        """Return the value of the Server-Timing header; durations are milliseconds."""
+        entries = [_entry("retry", str(retry), retry.leg.ms) for retry in self.retries]
+        if self.single_reason is not None:
+            entries.append(f'mode;desc="single", reason;desc="{self.single_reason}"')
+        elif self.push is not None:
+            entries.append(_entry("mode", self.push, None))
+        for name, leg in (("prefill", self.prefill), ("decode", self.decode)):
+            if leg is not None:
+                entries.append(_entry(name, leg.instance, leg.ms))
+        return ", ".join(entries)
+
+
+def client_id(header: bytes) -> str | None:
+    """Return the id in a client's X-Request-Id; None if it is too long or odd to be repeated in headers and logs."""
+    return header.decode("ascii") if _CLIENT_ID.fullmatch(header) else None
+
+
+def tenths(ms: float) -> int:
+    """Return a time in tenths of a millisecond: writing an integer takes a fraction of writing a float."""
+    return int(ms * 10 + 0.5)
+
+
+def _entry(name: str, description: str, ms: float | None) -> str:
+    if ms is None:
+        return f'{name};desc="{description}"'
+    dur = tenths(ms)
+    return f'{name};desc="{description}";dur={dur // 10}.{dur % 10}'

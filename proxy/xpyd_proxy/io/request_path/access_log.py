@@ -1,0 +1,66 @@
+"""The access log: one line for each request, as the logger ``xpyd.access``. Ids and our own words, nothing private."""
+
+import logging
+from typing import Final
+
+from xpyd_proxy.core.request_record import RequestRecord
+from xpyd_proxy.io.logs import note
+
+LOG: Final = logging.getLogger("xpyd.access")  # by this name people filter
+
+
+def log_request(record: RequestRecord) -> None:
+    """Write the line of a request that is over."""
+    if LOG.isEnabledFor(logging.INFO):
+        note(LOG, record, fields, text)
+
+
+def fields(record: RequestRecord) -> dict[str, object]:
+    """Return what the line says: always the same fields, and what was unusual."""
+    prefill, decode = record.prefill, record.decode
+    prefill_ms = None if prefill is None else prefill.ms
+    found: dict[str, object] = {
+        "request_id": record.request_id,
+        "path": record.path,
+        "prefill": None if prefill is None else prefill.instance,
+        "decode": None if decode is None else decode.instance,
+        "status": record.status,
+        "duration_ms": round(record.duration_s * 1000, 1),
+        "ttft_ms": None if record.ttft_s is None else round(record.ttft_s * 1000, 1),
+        "prefill_ms": None if prefill_ms is None else round(prefill_ms, 1),
+        "queue_ms": None if record.queue_s is None else round(record.queue_s * 1000, 1),
+    }
+    if not record.is_usual:
+        found.update(_unusual(record))
+    return found
+
+
+def text(record: RequestRecord) -> str:
+    """Return the same as a line for people; a line break in a path or an error stays on its line."""
+    prefill, decode, path, ttft_s, queue_s = record.prefill, record.decode, record.path, record.ttft_s, record.queue_s
+    if not (path.isascii() and path.isprintable()) or "\\" in path:
+        path = path.encode("unicode_escape").decode()
+    prefill_ms = None if prefill is None else prefill.ms
+    line = (
+        f"request_id={record.request_id} path={path} prefill={'-' if prefill is None else prefill.instance} "
+        f"decode={'-' if decode is None else decode.instance} status={record.status} "
+        f"duration_ms={record.duration_s * 1000:.1f} ttft_ms={'-' if ttft_s is None else f'{ttft_s * 1000:.1f}'} "
+        f"prefill_ms={'-' if prefill_ms is None else f'{prefill_ms:.1f}'} "
+        f"queue_ms={'-' if queue_s is None else f'{queue_s * 1000:.1f}' if queue_s else '0.0'}"
+    )
+    if record.is_usual:
+        return line
+    return " ".join([line, *[f"{name}={value!r}" for name, value in _unusual(record).items()]])
+
+
+def _unusual(record: RequestRecord) -> dict[str, object]:
+    notes: tuple[tuple[str, str | None], ...] = (
+        ("client_id", record.client_id),
+        ("single_reason", record.single_reason and str(record.single_reason)),
+        ("mode", record.push and str(record.push)),
+        ("transfer", record.transfer),
+        ("retries", ", ".join([str(retry) for retry in record.retries])),
+        ("prefill_error", record.prefill_error),
+        ("error", record.error),
+    )
+    return {name: value for name, value in notes if value}

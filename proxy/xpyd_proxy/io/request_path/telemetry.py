@@ -1,0 +1,268 @@
+"""What happens to requests and their legs, as one stream of events: counters, histograms, recent stats and the log.
+
+The request calls this at the transitions of its life (requests/lifecycle.py); nothing else counts requests. Nearly all
+calls are deferred (io/request_path/deferred.py): they cost least when they are made for many requests at a time. Spans
+get the same events from the request itself, for they have to be opened before a leg is sent (io/traces.py).
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from xpyd_proxy.core.counters import Counters, Histogram
+from xpyd_proxy.core.model import Instance, InstanceId, Push, RequestId
+from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.kv_transfer_check import Arrival, arrival
+from xpyd_proxy.core.recent_stats import RecentStats, RollingSeries
+from xpyd_proxy.core.request_record import RequestOutcome, RequestRecord
+from xpyd_proxy.io.logs import lines_together
+from xpyd_proxy.io.request_path.access_log import log_request
+from xpyd_proxy.io.request_path.deferred import Later
+
+logger = logging.getLogger(__name__)
+_OK: Final = "ok"
+_STREAM_ABORTED: Final = RequestOutcome.STREAM_ABORTED  # looking a member up takes as long as a call
+_SERVER_ERROR: Final = RequestOutcome.SERVER_ERROR
+_AT_ONCE: Final = Push.AT_ONCE
+_UNKNOWN: Final = Arrival.UNKNOWN
+# For the status page: what became of the leg.
+_FAILED: Final[Mapping[Failure, str]] = {
+    Failure.UNREACHABLE: "did not reach the engine",
+    Failure.BAD_RESPONSE: "failed",
+    Failure.HTTP_5XX: "was answered with 5xx",
+    Failure.TIMEOUT: "timed out",
+    Failure.ENGINE_RESTARTED: "met an engine that had restarted",
+    Failure.BUSY: "was turned away: the engine is busy",
+    Failure.REFUSED: "was refused",
+}
+
+
+class _Engine:
+    """The numbers of one engine; good legs are added up here until somebody reads the counters."""
+
+    __slots__ = ("answer_times", "answers", "instance", "legs", "ok")
+
+    def __init__(self, instance: Instance, recent: RecentStats) -> None:
+        self.instance = instance
+        self.ok = 0  # legs
+        self.legs = recent.legs[instance.id]
+        self.answer_times: Histogram | None = None  # since it answered
+        self.answers: RollingSeries | None = None
+
+
+class _Kind:
+    """The numbers of the requests that are alike in all labels; they are added up here until somebody reads."""
+
+    __slots__ = ("count", "decode", "duration", "has_transfer", "mode", "outcome", "path", "reason", "unqueued")
+
+    def __init__(self, path: str, record: RequestRecord, duration: Histogram) -> None:
+        self.path = path
+        self.outcome = record.outcome
+        self.mode = record.mode
+        self.reason: str = record.single_reason or "none"
+        self.decode = None if record.decode is None else record.decode.instance
+        # A push whose legs went out at once may tell in its answer whether the KV cache arrived.
+        self.has_transfer = record.prefill is not None and record.status == 200 and record.push is not _AT_ONCE
+        self.duration = duration
+        self.count = 0
+        self.unqueued = 0  # of them: admitted at once
+
+
+class Telemetry:
+    """Takes in what happens to requests and their legs, and adds it up."""
+
+    def __init__(self, counters: Counters, clock: Callable[[], float]) -> None:
+        self._counters = counters
+        self._recent = RecentStats()
+        self.transfers_expected: Counter[InstanceId] = Counter()  # by decode engine, ever
+        self.legs_under_way: Callable[[], Iterable[InstanceId]] = tuple  # the engine of each
+        self._clock = clock  # seconds; only differences count
+        self.later = Later(lines_together)
+        self._engines: dict[InstanceId, _Engine] = {}
+        self._kinds: dict[tuple[str, bool, str | None, str | None, str, str, bool], _Kind] = {}
+        self._inter_token: dict[str, Histogram] = {}
+
+    @property
+    def counters(self) -> Counters:
+        """The counters, with all that has happened."""
+        self.later.settle()
+        self._add_up()
+        return self._counters
+
+    @property
+    def recent(self) -> RecentStats:
+        """The last five minutes, with all that has happened."""
+        self.later.settle()
+        return self._recent
+
+    @property
+    def in_flight(self) -> Mapping[InstanceId, int]:
+        """How many legs each engine has now; engines without one are missing."""
+        return Counter(self.legs_under_way())
+
+    def keep(self, instances: frozenset[InstanceId]) -> None:
+        """Drop what is kept of removed instances: a fleet that changes must not grow it."""
+        self._add_up()
+        self._engines.clear()
+        self._kinds.clear()
+        self._counters.keep(instances)
+        self._recent.keep(instances)
+        for gone in self.transfers_expected.keys() - instances:
+            del self.transfers_expected[gone]
+
+    # ---- legs
+
+    def leg_answered(self, instance: Instance, seconds: float, at: float) -> None:
+        """An engine gave a good answer, or the first event of one, so long after it was asked."""
+        engine = self._engine(instance)
+        answer_times, answers = engine.answer_times, engine.answers
+        if answer_times is None or answers is None:
+            answer_times = engine.answer_times = self._counters.answer_times(instance)
+            answers = engine.answers = self._recent.answers[instance.id]
+        answer_times.observe(seconds)
+        answers.add(seconds, now=at)
+
+    def leg_ended(
+        self, instance: Instance, seconds: float, failure: Failure | None, request: RequestId, at: float
+    ) -> None:
+        """A leg is over."""
+        engine = self._engine(instance)
+        if failure is None:
+            engine.ok += 1
+            engine.legs.add(seconds, now=at)
+            return
+        self._counters.legs[instance.id, instance.role, failure] += 1
+        failed = failure is not Failure.REFUSED  # a client's mistake is none of the engine's
+        engine.legs.add(seconds, failed=failed, now=at)
+        if failed:
+            self._recent.failed(request, instance.id, f"a leg {_FAILED[failure]}", now=at)
+
+    def handed_over(self, seconds: float, at: float) -> None:
+        """The decode leg of a request was sent so long after its prefill leg was answered."""
+        self._counters.handoff.observe(seconds)
+        self._recent.gaps.add(seconds, now=at)
+
+    def transfer_expected(self, decode: InstanceId) -> None:
+        """A decode engine has begun to answer a leg that followed its prefill leg: it should have got KV cache."""
+        self.transfers_expected[decode] += 1
+
+    def inter_token(self, path: str) -> Histogram:
+        """Return the histogram that takes the seconds between two reads of a stream of this path."""
+        found = self._inter_token.get(path)
+        if found is None:
+            found = self._inter_token[path] = self._counters.inter_token.of((self._counters.label(path),))
+        return found
+
+    # ---- requests
+
+    def request_over(self, record: RequestRecord) -> None:
+        """A request is over."""
+        kind, now = self._kind(record), self._clock()
+        kind.count += 1
+        kind.duration.observe(record.duration_s)
+        if record.queue_s is not None:
+            if record.queue_s:
+                self._counters.queue_times.observe((kind.path,), record.queue_s)
+            else:
+                kind.unqueued += 1
+        if record.ttft_s is not None:
+            self._counters.ttft.observe((kind.path,), record.ttft_s)
+            self._recent.ttft.add(record.ttft_s, now=now)
+        if record.push is _AT_ONCE:
+            self._push_over(record)
+        for retry in record.retries:
+            self._counters.retries[retry.role, retry.reason] += 1
+        failed = kind.outcome is _SERVER_ERROR or kind.outcome is _STREAM_ABORTED
+        self._recent.requests.add(record.duration_s, failed=failed, now=now)
+        if failed:
+            aborted = ", and the stream was aborted" if kind.outcome is _STREAM_ABORTED else ""
+            self._recent.failed(record.request_id, kind.path, f"answered with {record.status}{aborted}", now=now)
+        log_request(record)
+
+    def _push_over(self, record: RequestRecord) -> None:
+        """Count whether the KV cache of a push arrived; its answer may tell."""
+        end, decode = record.take_end(), record.decode
+        if record.status != 200 or record.prefill is None or decode is None:
+            return
+        result = arrival(end)
+        self._counters.transfers[decode.instance, result] += 1
+        if result is Arrival.NONE:
+            self._counters.transfers_missing[(decode.instance,)] += 1
+
+    def _kind(self, record: RequestRecord) -> _Kind:
+        decode = None if record.decode is None else record.decode.instance
+        path = self._counters.label(record.path)
+        is_200, outcome = record.status == 200, record.outcome
+        key = path, is_200, record.single_reason, decode, record.mode, outcome, record.prefill is None
+        found = self._kinds.get(key)
+        if found is None:
+            found = self._kinds[key] = _Kind(path, record, self._counters.durations.of((path, outcome)))
+        return found
+
+    # ---- other events
+
+    def released(self, prefill: Instance, /, *, freed: bool) -> None:
+        """A prefill engine was asked to free blocks that nobody will read."""
+        self._counters.releases[prefill.id, "freed" if freed else "failed"] += 1
+
+    def differed(self, prefill: InstanceId, decode: InstanceId, /) -> None:
+        """The two engines of a request made different prompts of it."""
+        self._counters.mismatches[prefill, decode] += 1
+
+    def transfers_missing(self, decode: InstanceId, legs: int) -> None:
+        """By its own counters a decode engine got no KV cache for so many legs."""
+        self._counters.transfers_missing[(decode,)] += legs
+        reason = f"no KV cache arrived for {legs} legs"
+        self._recent.failed(RequestId("-"), decode, reason, now=self._clock())
+
+    def admin_action(self, action: str, outcome: str) -> None:
+        """An operator did something, or somebody tried to."""
+        self._counters.admin[action, outcome] += 1
+
+    def replaced_host(self, prefill: Instance, said: str) -> None:
+        """A prefill engine's answer named a host that no decode engine can reach."""
+        if not self._counters.unreachable_hosts[(prefill.id,)]:
+            logger.warning(
+                "%s names %r as the host of its KV cache, where no decode engine can reach it: %s is put in its place. "
+                "Set VLLM_NIXL_SIDE_CHANNEL_HOST there",
+                prefill.id,
+                said[:100],
+                prefill.address.host,
+            )
+        self._counters.unreachable_hosts[(prefill.id,)] += 1
+
+    def stalled_client(self) -> None:
+        """The connection of a client that reads nothing was closed."""
+        self._counters.write_timeouts[()] += 1
+
+    def refused_connection(self, reason: str) -> None:
+        """A connection was closed before its request was served."""
+        self._counters.connections_refused[(reason,)] += 1
+
+    # ---- adding up
+
+    def _engine(self, instance: Instance) -> _Engine:
+        found = self._engines.get(instance.id)
+        if found is None:
+            found = self._engines[instance.id] = _Engine(instance, self._recent)
+        return found
+
+    def _add_up(self) -> None:
+        """Put into the counters what was added up beside them."""
+        counters = self._counters
+        for engine in self._engines.values():
+            if engine.ok:
+                counters.legs[engine.instance.id, engine.instance.role, _OK] += engine.ok
+                engine.ok = 0
+        for kind in self._kinds.values():
+            if not kind.count:
+                continue
+            counters.requests[kind.path, kind.outcome] += kind.count
+            if kind.decode is not None:
+                counters.routed[kind.mode, kind.reason] += kind.count
+                if kind.has_transfer:
+                    counters.transfers[kind.decode, _UNKNOWN] += kind.count
+            if kind.unqueued:
+                counters.queue_times.of((kind.path,)).counts[0] += kind.unqueued
+            kind.count = kind.unqueued = 0

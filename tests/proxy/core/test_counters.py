@@ -1,0 +1,62 @@
+"""Plain counters whose keys no client can multiply."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.counters import Counters, Histogram
+from xpyd_proxy.core.model import Instance, InstanceId, RequestId, Role
+from xpyd_proxy.core.request_record import LegRecord, RequestRecord
+
+P = Instance(InstanceId("prefill-0"), Role.PREFILL, Address("http", "h", 1))
+D = Instance(InstanceId("decode-0"), Role.DECODE, Address("http", "h", 2))
+PATH = "/v1/completions"
+
+
+def counters():
+    return Counters(frozenset({PATH}))
+
+
+def record(**more):
+    return RequestRecord(RequestId("r"), prefill=LegRecord(P.id), decode=LegRecord(D.id), **more)
+
+
+@given(st.lists(st.floats(0, 1000)), st.lists(st.floats(0.001, 500), unique=True).map(sorted))
+def test_a_histogram_counts_every_value_once(values, bounds):
+    """Each at the lowest bound that is not below it."""
+    histogram = Histogram(bounds)
+    for value in values:
+        histogram.observe(value)
+
+    assert sum(histogram.counts) == len(values)
+    assert histogram.total == pytest.approx(sum(values))
+    for place, bound in enumerate(bounds):
+        assert sum(histogram.counts[: place + 1]) == sum(value <= bound for value in values)
+
+
+def test_paths_that_are_not_ours_have_one_label():
+    """Clients can think of others without end."""
+    seen = Counters(frozenset({PATH}))
+
+    assert [seen.label(path) for path in (PATH, "/v1/1", '/v1/"\n')] == [PATH, "other", "other"]
+
+
+def test_instances_that_are_gone_are_forgotten():
+    """Their counters would stay in every scrape for ever."""
+    seen = Counters(frozenset({PATH}))
+    for instance in (P, D):
+        seen.legs[instance.id, instance.role, "ok"] += 1
+        seen.answer_times(instance).observe(0.5)
+        seen.releases[instance.id, "freed"] += 1
+        seen.transfers[instance.id, "none"] += 1
+        seen.transfers_missing[(instance.id,)] += 1
+        seen.unreachable_hosts[(instance.id,)] += 1
+    seen.mismatches[P.id, D.id] += 1
+    seen.keep(frozenset({P.id}))
+
+    for counted in (seen.legs, seen.releases, seen.transfers, seen.transfers_missing, seen.unreachable_hosts):
+        assert {key[0] for key in counted} == {P.id}
+    assert set(seen.prefill_times.by_key) == {(P.id,)}
+    assert not seen.decode_ttft.by_key
+    assert not seen.mismatches

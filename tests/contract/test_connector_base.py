@@ -22,7 +22,7 @@ with warnings.catch_warnings():
     from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
     from xpyd_connector.shell.connector import XpydConnector
-    from xpyd_connector.shell.wake import Door, find_door
+    from xpyd_connector.shell.engine_waker import Door, find_door
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 LONG = 20.0  # s: more than anything here takes

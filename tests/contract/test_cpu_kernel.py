@@ -13,12 +13,12 @@ with warnings.catch_warnings():
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends import cpu_attn
 
-    from xpyd_connector.shell import interiors
-    from xpyd_connector.shell.caches import Interior, describe_caches
-    from xpyd_connector.shell.facts import Facts
+    from xpyd_connector.shell import kernel_layout as interiors
+    from xpyd_connector.shell.cache_regions import Interior, describe_caches
+    from xpyd_connector.shell.engine_config import Facts
 
-from xpyd_connector.core.groups import CacheGroup
 from xpyd_connector.core.ids import Address, EngineId
+from xpyd_connector.core.layout.cache_groups import CacheGroup
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 ROWS, HEADS = 3, 2

@@ -5,9 +5,9 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xpyd_connector.core.lease.kv_params import Offer, read_offer
+from xpyd_connector.core.lease.signatures import Signatures
 from xpyd_connector.core.messages import MAX_BLOCKS, MAX_ID, MAX_PROMPT
-from xpyd_connector.core.offers import Offer, read_offer
-from xpyd_connector.core.signatures import Signatures
 from xpyd_proxy.core.dialect import decode_body, kv_params, parse
 from xpyd_proxy.core.model import InstanceId
 

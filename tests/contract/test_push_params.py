@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from xpyd_connector.core.offers import read_booking, read_transfer
+from xpyd_connector.core.lease.kv_params import read_booking, read_transfer
 from xpyd_proxy.core.dialect import prefill_body
 from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
 from xpyd_proxy.core.push import MANNERS, decode_params, handover, known_as

@@ -18,24 +18,24 @@ import pytest
 from support.engines import FINGERPRINT, rank_info
 from support.side_channel import TLS, P, in_force
 from xpyd_connector.core import messages
-from xpyd_connector.core.borrower import Borrower
 from xpyd_connector.core.control import Control
-from xpyd_connector.core.crew import Crew
-from xpyd_connector.core.greeting import Guest, Host
+from xpyd_connector.core.counters import Tally
 from xpyd_connector.core.ids import Address, EngineId, PartId, RequestId
-from xpyd_connector.core.landings import Landings
-from xpyd_connector.core.leases import LeaseBook
-from xpyd_connector.core.lender import Lender
+from xpyd_connector.core.lease.decode_scheduler import Borrower
+from xpyd_connector.core.lease.lease_table import LeaseBook
+from xpyd_connector.core.lease.prefill_scheduler import Lender
 from xpyd_connector.core.messages import MAX_FRAME, PROTOCOL, Lent, Welcome, encode
-from xpyd_connector.core.peers import PeerBook
-from xpyd_connector.core.pushes import Pushes
-from xpyd_connector.core.slots import Slots
-from xpyd_connector.core.stagings import Stagings
-from xpyd_connector.core.tally import Tally
+from xpyd_connector.core.push.decode_scheduler import Landings
+from xpyd_connector.core.push.prefill_scheduler import Pushes
+from xpyd_connector.core.session.handshake import Guest, Host
+from xpyd_connector.core.session.peers import PeerBook
+from xpyd_connector.core.session.worker_links import Crew
+from xpyd_connector.core.staging.prefill_scheduler import Stagings
+from xpyd_connector.core.staging.slots import Slots
 from xpyd_connector.errors import PeerError
+from xpyd_connector.io.connect import meet
 from xpyd_connector.io.framing import frame
 from xpyd_connector.io.link import SocketLink
-from xpyd_connector.io.meeting import meet
 from xpyd_connector.io.runner import Runner
 from xpyd_connector.io.tls import Tls
 

@@ -13,14 +13,14 @@ with warnings.catch_warnings():
     from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 
     from xpyd_connector.io.nixl import NixlMover, make_agent, register
-    from xpyd_connector.shell.caches import Interior, describe_caches, place_of, spans_of
-    from xpyd_connector.shell.facts import Facts
-    from xpyd_connector.shell.staging import StagingBuffer, ThreadCopier, stream_beside
+    from xpyd_connector.shell.cache_regions import Interior, describe_caches, place_of, spans_of
+    from xpyd_connector.shell.engine_config import Facts
+    from xpyd_connector.shell.host_staging import StagingBuffer, ThreadCopier, stream_beside
 
-from xpyd_connector.core.groups import CacheGroup
 from xpyd_connector.core.ids import Address, EngineId
+from xpyd_connector.core.layout.cache_groups import CacheGroup
+from xpyd_connector.core.layout.transfer_plan import Stretch, check_shapes, pull_route, push_route
 from xpyd_connector.core.messages import RankInfo
-from xpyd_connector.core.plan import Stretch, check_shapes, pull_route, push_route
 from xpyd_connector.core.ports import Outcome
 
 HAS_CUDA = torch.cuda.is_available()

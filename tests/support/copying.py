@@ -4,7 +4,7 @@ import itertools
 
 from xpyd_connector.core.ids import CopyId
 from xpyd_connector.core.ports import Copied
-from xpyd_connector.io.memory import BLOCK_BYTES
+from xpyd_connector.io.in_memory import BLOCK_BYTES
 
 
 class MemoryCopier:

@@ -7,19 +7,20 @@ the two questions that matter: did a request get the right bytes, and did every 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from xpyd_connector.core.borrower import Borrower
 from xpyd_connector.core.control import Control
+from xpyd_connector.core.counters import Tally
 from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
-from xpyd_connector.core.leases import LeaseBook, Released
-from xpyd_connector.core.lender import Candidate, Lender
-from xpyd_connector.core.loads import LeaseLost, LetGo, Order, Result
+from xpyd_connector.core.layout.transfer_plan import Stretch, heads_of
+from xpyd_connector.core.lease.decode_scheduler import Borrower
+from xpyd_connector.core.lease.kv_params import Offer
+from xpyd_connector.core.lease.lease_table import LeaseBook, Released
+from xpyd_connector.core.lease.prefill_scheduler import Candidate, Lender
 from xpyd_connector.core.messages import PROTOCOL, Fingerprint, Hello, Lent, RankInfo, Region, Welcome
-from xpyd_connector.core.offers import Offer
-from xpyd_connector.core.peers import PeerBook
-from xpyd_connector.core.plan import Stretch, heads_of
-from xpyd_connector.core.reader import Reader
-from xpyd_connector.core.tally import Tally
-from xpyd_connector.io.memory import BLOCK_BYTES, MemoryLink, MemoryMover, Network
+from xpyd_connector.core.pull.decode_worker import Reader
+from xpyd_connector.core.pull.load import Order
+from xpyd_connector.core.results import LeaseLost, LetGo, Result
+from xpyd_connector.core.session.peers import PeerBook
+from xpyd_connector.io.in_memory import BLOCK_BYTES, MemoryLink, MemoryMover, Network
 
 FINGERPRINT = Fingerprint(
     vllm="0.32.0", model="m", dtype="bf16", cache_dtype="auto", layers=1, kv_heads=1, head_size=8, groups="full",

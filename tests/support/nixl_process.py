@@ -140,19 +140,19 @@ class Engine:
         import numpy as np
 
         from support.engines import FINGERPRINT
-        from xpyd_connector.core.borrower import Borrower
         from xpyd_connector.core.control import Control
-        from xpyd_connector.core.greeting import Guest, Host
+        from xpyd_connector.core.counters import Tally
         from xpyd_connector.core.ids import Address, EngineAt, EngineId
-        from xpyd_connector.core.landings import Landings
-        from xpyd_connector.core.leases import LeaseBook
-        from xpyd_connector.core.lender import Lender
+        from xpyd_connector.core.lease.decode_scheduler import Borrower
+        from xpyd_connector.core.lease.lease_table import LeaseBook
+        from xpyd_connector.core.lease.prefill_scheduler import Lender
         from xpyd_connector.core.messages import PROTOCOL, RankInfo, Welcome
-        from xpyd_connector.core.peers import PeerBook
-        from xpyd_connector.core.pushes import Pushes
-        from xpyd_connector.core.reader import Reader
-        from xpyd_connector.core.tally import Tally
-        from xpyd_connector.core.writer import Writer
+        from xpyd_connector.core.pull.decode_worker import Reader
+        from xpyd_connector.core.push.decode_scheduler import Landings
+        from xpyd_connector.core.push.prefill_scheduler import Pushes
+        from xpyd_connector.core.push.prefill_worker import Writer
+        from xpyd_connector.core.session.handshake import Guest, Host
+        from xpyd_connector.core.session.peers import PeerBook
         from xpyd_connector.io.link import SocketLink
         from xpyd_connector.io.nixl import NixlMover, make_agent, register
         from xpyd_connector.io.runner import Runner
@@ -217,7 +217,7 @@ class Engine:
         self.tell(control.take_news(now=time.monotonic()))
 
     def tell(self, news):
-        from xpyd_connector.core.loads import LetGo, Result
+        from xpyd_connector.core.results import LetGo, Result
 
         for ended in news:
             match ended:
@@ -235,8 +235,8 @@ class Engine:
 
     def load(self, request, engine, port, blocks, into):
         from xpyd_connector.core.ids import Address
-        from xpyd_connector.core.loads import Order
-        from xpyd_connector.core.plan import Stretch
+        from xpyd_connector.core.layout.transfer_plan import Stretch
+        from xpyd_connector.core.pull.load import Order
 
         self.started[request] = time.monotonic()
         whole = Stretch(0, 0, len(blocks) * TOKENS, blocks, into)
@@ -246,9 +246,9 @@ class Engine:
 
     def expect(self, request, engine, port, first, into):
         from xpyd_connector.core.ids import Address
-        from xpyd_connector.core.landings import Ticket
+        from xpyd_connector.core.lease.kv_params import Booking
         from xpyd_connector.core.messages import Lent
-        from xpyd_connector.core.offers import Booking
+        from xpyd_connector.core.push.decode_scheduler import Ticket
 
         self.started[request] = time.monotonic()
         lent = Lent(first * TOKENS, (first + len(into)) * TOKENS, tuple(into))
@@ -265,7 +265,7 @@ class Engine:
         return {}
 
     def push(self, request, blocks, last, attempt):
-        from xpyd_connector.core.writings import Piece
+        from xpyd_connector.core.push.push_job import Piece
 
         if last:
             (runner,) = self.controls

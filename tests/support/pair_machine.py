@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.engines import BLOCKS, LEASE, TIMEOUT, World, right
 from xpyd_connector.core.ids import ConnId
 from xpyd_connector.core.messages import Done, Drop, Reads, Renew
-from xpyd_connector.core.peers import MAX_BACKOFF, PeerState
+from xpyd_connector.core.session.peers import MAX_BACKOFF, PeerState
 
 MOST_TROUBLES = 2  # at a time: with more, nothing happens any more that could go wrong
 PICK = st.integers(0, 1000)

@@ -8,22 +8,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from support.engines import BLOCK_SIZE, BLOCKS, FINGERPRINT, LEASE, Turns, lent, rank_info
-from xpyd_connector.core.borrower import Borrower
 from xpyd_connector.core.control import Control
+from xpyd_connector.core.counters import Tally
 from xpyd_connector.core.ids import Address, BlockId, EngineAt, EngineId, RequestId
-from xpyd_connector.core.landings import Landings, Ticket
-from xpyd_connector.core.leases import LeaseBook, Released
-from xpyd_connector.core.lender import Candidate, Lender
-from xpyd_connector.core.loads import LeaseLost, LetGo, Result
+from xpyd_connector.core.layout.transfer_plan import heads_of
+from xpyd_connector.core.lease.decode_scheduler import Borrower
+from xpyd_connector.core.lease.kv_params import Booking
+from xpyd_connector.core.lease.lease_table import LeaseBook, Released
+from xpyd_connector.core.lease.prefill_scheduler import Candidate, Lender
 from xpyd_connector.core.messages import PROTOCOL, Welcome
-from xpyd_connector.core.offers import Booking
-from xpyd_connector.core.peers import PeerBook
-from xpyd_connector.core.plan import heads_of
-from xpyd_connector.core.pushes import Pushes
-from xpyd_connector.core.tally import Tally
-from xpyd_connector.core.writer import Writer
-from xpyd_connector.core.writings import Gone, Piece
-from xpyd_connector.io.memory import MemoryLink, MemoryMover, Network, pieces_of
+from xpyd_connector.core.push.decode_scheduler import Landings, Ticket
+from xpyd_connector.core.push.prefill_scheduler import Pushes
+from xpyd_connector.core.push.prefill_worker import Writer
+from xpyd_connector.core.push.push_job import Gone, Piece
+from xpyd_connector.core.results import LeaseLost, LetGo, Result
+from xpyd_connector.core.session.peers import PeerBook
+from xpyd_connector.io.in_memory import MemoryLink, MemoryMover, Network, pieces_of
 
 WAIT, WRITE, PATIENCE = 100.0, 20.0, 15.0  # s: registration_timeout, transfer_timeout, patience with a heartbeat
 TCP = 900.0  # s that a cut network may last with its bytes still arriving afterwards

@@ -12,7 +12,7 @@ from support.engines import BLOCK_SIZE, BLOCKS, LEASE, lent
 from support.push_engines import WAIT, PushWorld
 from xpyd_connector.core.ids import ConnId
 from xpyd_connector.core.messages import Alive, Drop, Landed, Lapsed, Register, Renew, Stop, Stopped, Stuck
-from xpyd_connector.core.peers import MAX_BACKOFF, PeerState
+from xpyd_connector.core.session.peers import MAX_BACKOFF, PeerState
 
 STRANGER = ConnId(-1)
 MOST_TROUBLES = 2  # at a time: with more, nothing happens any more that could go wrong

@@ -8,11 +8,11 @@ import ssl
 import time
 
 from support.engines import FINGERPRINT, rank_info
-from xpyd_connector.core.greeting import NONCE_BYTES, Call, Guest, Host
+from xpyd_connector.core.counters import Tally
 from xpyd_connector.core.ids import Address, EngineId, RequestId
 from xpyd_connector.core.messages import PROTOCOL, Proven, Welcome, decode, encode
 from xpyd_connector.core.ports import Met
-from xpyd_connector.core.tally import Tally
+from xpyd_connector.core.session.handshake import NONCE_BYTES, Call, Guest, Host
 from xpyd_connector.io.framing import Deframer, frame
 from xpyd_connector.io.link import SocketLink
 from xpyd_connector.io.tls import Tls, digest_of

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from support.staging_world import BLOCKS, LEASE, PATIENCE, SLOTS, StagingWorld
-from xpyd_connector.core.lender import Candidate
+from xpyd_connector.core.lease.prefill_scheduler import Candidate
 from xpyd_connector.core.messages import MAX_RANKS, Done, Drop, Renew
-from xpyd_connector.core.readings import PartState
+from xpyd_connector.core.staging.staged_read import PartState
 
 PICK = st.integers(0, 1000)
 

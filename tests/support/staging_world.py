@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from support.copying import MemoryCopier
 from support.engines import FINGERPRINT
-from xpyd_connector.core.crew import Crew
+from xpyd_connector.core.counters import Tally
 from xpyd_connector.core.ids import Address, BlockId, EngineAt, EngineId, RequestId
-from xpyd_connector.core.leases import LeaseBook
-from xpyd_connector.core.lender import Lender
+from xpyd_connector.core.lease.lease_table import LeaseBook
+from xpyd_connector.core.lease.prefill_scheduler import Lender
 from xpyd_connector.core.messages import (
     PROTOCOL,
     Attend,
@@ -28,11 +28,11 @@ from xpyd_connector.core.messages import (
     Welcome,
 )
 from xpyd_connector.core.ports import Failed, Lost, Met, Received
-from xpyd_connector.core.slots import Slots
-from xpyd_connector.core.stager import Stager
-from xpyd_connector.core.stagings import Stagings
-from xpyd_connector.core.tally import Tally
-from xpyd_connector.io.memory import BLOCK_BYTES, MemoryLink, Network
+from xpyd_connector.core.session.worker_links import Crew
+from xpyd_connector.core.staging.prefill_scheduler import Stagings
+from xpyd_connector.core.staging.slots import Slots
+from xpyd_connector.core.staging.worker import Stager
+from xpyd_connector.io.in_memory import BLOCK_BYTES, MemoryLink, Network
 
 LEASE, PATIENCE = 30.0, 60.0
 BLOCKS, SLOTS = 24, 4  # of each KV cache group: blocks, and slots without slot 0

@@ -9,12 +9,12 @@ import socket
 import ssl
 import sys
 
-from xpyd_connector.core.greeting import Guest
 from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
 from xpyd_connector.core.messages import Attend, Done, Drop, Lent, Register, Renew, Stop, decode, encode
+from xpyd_connector.core.session.handshake import Guest
 from xpyd_connector.errors import PeerError
+from xpyd_connector.io.connect import meet
 from xpyd_connector.io.framing import Deframer, frame
-from xpyd_connector.io.meeting import meet
 from xpyd_connector.io.tls import Tls
 from xpyd_connector.settings import Settings
 

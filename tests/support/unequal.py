@@ -7,24 +7,24 @@ in a decode engine's memory says where it is from.
 from typing import NamedTuple
 
 from support.engines import FINGERPRINT, LEASE, TIMEOUT, Turns
-from xpyd_connector.core.borrower import Borrower
 from xpyd_connector.core.control import Control
-from xpyd_connector.core.groups import CacheGroup
+from xpyd_connector.core.counters import Tally
 from xpyd_connector.core.ids import Address, BlockId, EngineAt, EngineId, RequestId
-from xpyd_connector.core.landings import Landings, Ticket
-from xpyd_connector.core.leases import LeaseBook
-from xpyd_connector.core.lender import Lender
-from xpyd_connector.core.loads import Order
+from xpyd_connector.core.layout.cache_groups import CacheGroup
+from xpyd_connector.core.layout.transfer_plan import Stretch, heads_of
+from xpyd_connector.core.lease.decode_scheduler import Borrower
+from xpyd_connector.core.lease.kv_params import Booking
+from xpyd_connector.core.lease.lease_table import LeaseBook
+from xpyd_connector.core.lease.prefill_scheduler import Lender
 from xpyd_connector.core.messages import PROTOCOL, Lent, RankInfo, Region, Welcome
-from xpyd_connector.core.offers import Booking
-from xpyd_connector.core.peers import PeerBook
-from xpyd_connector.core.plan import Stretch, heads_of
-from xpyd_connector.core.pushes import Pushes
-from xpyd_connector.core.reader import Reader
-from xpyd_connector.core.tally import Tally
-from xpyd_connector.core.writer import Writer
-from xpyd_connector.core.writings import Piece
-from xpyd_connector.io.memory import BLOCK_BYTES, MemoryLink, MemoryMover, Network
+from xpyd_connector.core.pull.decode_worker import Reader
+from xpyd_connector.core.pull.load import Order
+from xpyd_connector.core.push.decode_scheduler import Landings, Ticket
+from xpyd_connector.core.push.prefill_scheduler import Pushes
+from xpyd_connector.core.push.prefill_worker import Writer
+from xpyd_connector.core.push.push_job import Piece
+from xpyd_connector.core.session.peers import PeerBook
+from xpyd_connector.io.in_memory import BLOCK_BYTES, MemoryLink, MemoryMover, Network
 
 UNIT = 4  # tokens of one head in a piece
 P, D = EngineId("p0"), EngineId("d0")

@@ -2,19 +2,19 @@
 
 from collections.abc import Sequence
 
-from xpyd_connector.core.borrower import Borrower
+from xpyd_connector.core.counters import Tally
 from xpyd_connector.core.ids import RequestId
-from xpyd_connector.core.landings import Landings
-from xpyd_connector.core.leases import Released
-from xpyd_connector.core.lender import Candidate, Lender
-from xpyd_connector.core.loads import LeaseLost, LetGo, Result
+from xpyd_connector.core.lease.decode_scheduler import Borrower
+from xpyd_connector.core.lease.lease_table import Released
+from xpyd_connector.core.lease.prefill_scheduler import Candidate, Lender
 from xpyd_connector.core.messages import Attend
-from xpyd_connector.core.peers import PeerBook
 from xpyd_connector.core.ports import LinkEvent, Received
-from xpyd_connector.core.pushes import Pushes
-from xpyd_connector.core.stagings import Stagings
-from xpyd_connector.core.tally import Tally
-from xpyd_connector.core.unpacking import Unpacking
+from xpyd_connector.core.push.decode_scheduler import Landings
+from xpyd_connector.core.push.prefill_scheduler import Pushes
+from xpyd_connector.core.results import LeaseLost, LetGo, Result
+from xpyd_connector.core.session.peers import PeerBook
+from xpyd_connector.core.staging.decode_scheduler import Unpacking
+from xpyd_connector.core.staging.prefill_scheduler import Stagings
 
 
 class Control:

@@ -136,7 +136,7 @@ class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """The guest says who it is and whom it wants to meet, and proves that it knows the shared secret.
 
-    A proof covers all other fields, and what only the two ends of this connection know (``core/greeting.py``).
+    A proof covers all other fields, and what only the two ends of this connection know (``core/session/handshake.py``).
     """
 
     protocol: int

@@ -9,8 +9,8 @@ from enum import Enum, auto
 from typing import NamedTuple, Protocol, TypeAlias
 
 from xpyd_connector.core.ids import Address, BlockId, ConnId, CopyId, EngineId, TransferId
+from xpyd_connector.core.layout.transfer_plan import Spans
 from xpyd_connector.core.messages import Message, RankInfo, Welcome
-from xpyd_connector.core.plan import Spans
 
 
 class Met(NamedTuple):

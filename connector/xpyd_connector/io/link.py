@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from xpyd_connector.core.addresses import plain_ip
-from xpyd_connector.core.greeting import NONCE_BYTES, Admitted, Arrival, Guest, Host, are_of_one_engine
+from xpyd_connector.core.counters import Tally
 from xpyd_connector.core.ids import Address, ConnId, EngineId
 from xpyd_connector.core.messages import (
     MAX_FRAME,
@@ -30,12 +30,12 @@ from xpyd_connector.core.messages import (
     encode,
 )
 from xpyd_connector.core.ports import Failed, LinkEvent, Lost, Met, Received
-from xpyd_connector.core.tally import Tally
+from xpyd_connector.core.session.handshake import NONCE_BYTES, Admitted, Arrival, Guest, Host, are_of_one_engine
 from xpyd_connector.errors import PeerError, SettingsError
-from xpyd_connector.io.encrypted import MAX_STRANGER_RECORDS, Encrypted
+from xpyd_connector.io.connect import meet
 from xpyd_connector.io.framing import Deframer, frame
-from xpyd_connector.io.meeting import meet
 from xpyd_connector.io.tls import Tls
+from xpyd_connector.io.tls_records import MAX_STRANGER_RECORDS, Encrypted
 
 MAX_UNSENT = 16 << 20  # bytes a peer may leave unread before we close its connection
 MAX_STRANGERS = 512  # connections that have not said a valid Hello; one more, and the oldest of them goes
@@ -43,7 +43,7 @@ MAX_STRANGERS_OF_ADDRESS = 128  # the same for one IP address
 MAX_GUESTS = 8192  # connections of others that have said one
 MAX_GUESTS_OF_ENGINE = 1100  # the same for one engine: its scheduler and 1,024 ranks, some of them twice for a moment
 IDLE_TIMEOUT = 3600.0  # s without a word of an engine after which its connections are closed; longer than the 18
-# minutes in which what we have written may still arrive there (core/landings.py): to it, we are gone then
+# minutes in which what we have written may still arrive there (core/push/decode_scheduler.py): to it, we are gone then
 MAX_READS = 64  # TLS records of one connection before it is others' turn: 1 MiB, or 2 ms of key updates
 ACCEPT_PAUSE = 1.0  # s without accepting when the system has no more descriptors: trying would burn this thread's core
 USER_TIMEOUT_MS = 20_000  # a peer that acknowledges nothing for so long is gone (cut network, lost machine)

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 from xpyd_connector.core.ids import TransferId
+from xpyd_connector.core.layout.transfer_plan import Spans
 from xpyd_connector.core.messages import RankInfo
-from xpyd_connector.core.nixl_metadata import check_metadata
-from xpyd_connector.core.plan import Spans
 from xpyd_connector.core.ports import Ended, Outcome
+from xpyd_connector.core.session.nixl_metadata import check_metadata
 from xpyd_connector.errors import TransferError
 
 _raises = logging.raiseExceptions

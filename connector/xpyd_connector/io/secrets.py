@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from xpyd_connector.core.greeting import Secrets
+from xpyd_connector.core.session.handshake import Secrets
 from xpyd_connector.errors import SettingsError
-from xpyd_connector.io.files import Reloaded
+from xpyd_connector.io.reloaded import Reloaded
 from xpyd_connector.settings import SECRET_FILE_VARIABLE, Settings, parse_secrets
 
 MAX_FILE = 4096  # bytes

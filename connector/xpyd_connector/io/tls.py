@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from xpyd_connector.errors import SettingsError
-from xpyd_connector.io.files import Reloaded
+from xpyd_connector.io.reloaded import Reloaded
 from xpyd_connector.settings import Settings
 
 

@@ -23,16 +23,16 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from xpyd_connector.core.tally import Report
+from xpyd_connector.core.counters import Report
 from xpyd_connector.settings import remarks
-from xpyd_connector.shell.facts import read_facts
-from xpyd_connector.shell.fingerprints import fingerprint, info_labels
-from xpyd_connector.shell.interiors import interior_of
+from xpyd_connector.shell.engine_config import read_facts
+from xpyd_connector.shell.engine_waker import find_door
+from xpyd_connector.shell.fingerprint import fingerprint, info_labels
+from xpyd_connector.shell.kernel_layout import interior_of
 from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake, StepMetadata
 from xpyd_connector.shell.network import check_side_channel
 from xpyd_connector.shell.scheduler import SchedulerSide
-from xpyd_connector.shell.stats import XpydPromMetrics, XpydStats
-from xpyd_connector.shell.wake import find_door
+from xpyd_connector.shell.vllm_stats import XpydPromMetrics, XpydStats
 from xpyd_connector.shell.worker import WorkerSide
 
 logger = init_logger("vllm.xpyd")

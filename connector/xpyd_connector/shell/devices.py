@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from xpyd_connector.core.buffers import HOST
+from xpyd_connector.core.layout.buffer_device import HOST
 from xpyd_connector.errors import UnsupportedCache
 
 Ready: TypeAlias = Callable[[], bool]

@@ -9,9 +9,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from xpyd_connector.core.ids import RequestId
-from xpyd_connector.core.loads import Order, Result
 from xpyd_connector.core.messages import Fingerprint, RankInfo
-from xpyd_connector.core.writings import Gone, Piece
+from xpyd_connector.core.pull.load import Order
+from xpyd_connector.core.push.push_job import Gone, Piece
+from xpyd_connector.core.results import Result
 
 
 @dataclass

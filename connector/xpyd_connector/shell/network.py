@@ -5,13 +5,13 @@ import os
 from vllm.logger import init_logger
 
 from xpyd_connector.core.addresses import is_loopback, is_wildcard
-from xpyd_connector.core.data_plane import DEVICES_VARIABLE, choose_devices
-from xpyd_connector.core.greeting import Guest, GuestRole, Secrets
+from xpyd_connector.core.counters import Tally
 from xpyd_connector.core.ids import Address, EngineId
-from xpyd_connector.core.tally import Tally
+from xpyd_connector.core.session.data_plane import DEVICES_VARIABLE, choose_devices
+from xpyd_connector.core.session.handshake import Guest, GuestRole, Secrets
 from xpyd_connector.errors import SettingsError
 from xpyd_connector.io.link import SocketLink
-from xpyd_connector.io.machine import look_at_machine, own_address
+from xpyd_connector.io.network_interfaces import look_at_machine, own_address
 from xpyd_connector.io.secrets import secrets_in_force
 from xpyd_connector.io.tls import Tls
 from xpyd_connector.settings import Settings

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-from xpyd_connector.core.tally import Report, merge
+from xpyd_connector.core.counters import Report, merge
 
 T = TypeVar("T")
 

@@ -17,43 +17,43 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from xpyd_connector.core.borrower import Borrower
 from xpyd_connector.core.control import Control
-from xpyd_connector.core.crew import Crew
-from xpyd_connector.core.greeting import GuestRole, Host, badge_of, hash_of
+from xpyd_connector.core.counters import Report, Tally, merge
 from xpyd_connector.core.ids import BlockId, PartId, RequestId
-from xpyd_connector.core.landings import Landings
-from xpyd_connector.core.leases import LeaseBook, LeaseEvent, Released
-from xpyd_connector.core.lender import Lender
-from xpyd_connector.core.loads import LeaseLost, LetGo, Result
+from xpyd_connector.core.lease.decode_scheduler import Borrower
+from xpyd_connector.core.lease.kv_params import REFUSALS, Booking, Offer, read_transfer
+from xpyd_connector.core.lease.lease_table import LeaseBook, LeaseEvent, Released
+from xpyd_connector.core.lease.prefill_scheduler import Lender
+from xpyd_connector.core.lease.signatures import Signatures
 from xpyd_connector.core.messages import PROTOCOL, Welcome
-from xpyd_connector.core.offers import REFUSALS, Booking, Offer, read_transfer
-from xpyd_connector.core.peers import PeerBook
-from xpyd_connector.core.pushes import Pushes
-from xpyd_connector.core.signatures import Signatures
-from xpyd_connector.core.slots import Slots
-from xpyd_connector.core.stagings import Stagings
-from xpyd_connector.core.tally import Report, Tally, merge
-from xpyd_connector.core.unpacking import Unpacking
+from xpyd_connector.core.push.decode_scheduler import Landings
+from xpyd_connector.core.push.prefill_scheduler import Pushes
+from xpyd_connector.core.results import LeaseLost, LetGo, Result
+from xpyd_connector.core.session.handshake import GuestRole, Host, badge_of, hash_of
+from xpyd_connector.core.session.peers import PeerBook
+from xpyd_connector.core.session.worker_links import Crew
+from xpyd_connector.core.staging.decode_scheduler import Unpacking
+from xpyd_connector.core.staging.prefill_scheduler import Stagings
+from xpyd_connector.core.staging.slots import Slots
 from xpyd_connector.errors import BadOffer
 from xpyd_connector.io.link import SocketLink
 from xpyd_connector.io.runner import Runner
 from xpyd_connector.io.secrets import secrets_in_force
 from xpyd_connector.settings import Granularity, Mode
-from xpyd_connector.shell.decode import Clock, Decode, PullDecode, PushDecode, Tables, digest
-from xpyd_connector.shell.facts import Facts
-from xpyd_connector.shell.holding import Holding
-from xpyd_connector.shell.lack import Lack
+from xpyd_connector.shell.block_shortage import Lack
+from xpyd_connector.shell.decode_modes import Clock, Decode, PullDecode, PushDecode, Tables, digest
+from xpyd_connector.shell.engine_config import Facts
+from xpyd_connector.shell.held_blocks import Holding
 from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake, StepMetadata
 from xpyd_connector.shell.network import open_link, reach_remarks
 from xpyd_connector.shell.outbox import Outbox
-from xpyd_connector.shell.stats import XpydStats
-from xpyd_connector.shell.streams import Streams
-from xpyd_connector.shell.windows import NULL, Windows
+from xpyd_connector.shell.push_progress import Streams
+from xpyd_connector.shell.sliding_windows import NULL, Windows
+from xpyd_connector.shell.vllm_stats import XpydStats
 
 if TYPE_CHECKING:
     from xpyd_connector.settings import Settings
-    from xpyd_connector.shell.wake import Door
+    from xpyd_connector.shell.engine_waker import Door
 
 logger = init_logger("vllm.xpyd")
 

@@ -12,33 +12,34 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.logger import init_logger
 
-from xpyd_connector.core.greeting import GuestRole, badge_of
+from xpyd_connector.core.counters import Report, Tally, Telling
 from xpyd_connector.core.ids import EngineAt, RequestId
-from xpyd_connector.core.loads import LetGo, Order, Result
 from xpyd_connector.core.messages import Attend, Fingerprint
-from xpyd_connector.core.peers import PeerBook
-from xpyd_connector.core.reader import Reader
-from xpyd_connector.core.shipping import ParcelId
-from xpyd_connector.core.slots import Slots
-from xpyd_connector.core.stager import Stager
-from xpyd_connector.core.staging import Staging
-from xpyd_connector.core.tally import Report, Tally, Telling
-from xpyd_connector.core.writer import Writer
-from xpyd_connector.core.writings import Gone, Piece
+from xpyd_connector.core.pull.decode_worker import Reader
+from xpyd_connector.core.pull.load import Order
+from xpyd_connector.core.push.prefill_worker import Writer
+from xpyd_connector.core.push.push_job import Gone, Piece
+from xpyd_connector.core.results import LetGo, Result
+from xpyd_connector.core.session.handshake import GuestRole, badge_of
+from xpyd_connector.core.session.peers import PeerBook
+from xpyd_connector.core.staging.host_buffer import Staging
+from xpyd_connector.core.staging.slots import Slots
+from xpyd_connector.core.staging.worker import Stager
+from xpyd_connector.core.transfer.transfers import ParcelId
 from xpyd_connector.errors import ConnectorError
 from xpyd_connector.io.link import SocketLink
 from xpyd_connector.io.nixl import NixlMover, make_agent
 from xpyd_connector.io.runner import Command, Runner
 from xpyd_connector.settings import Mode
-from xpyd_connector.shell.caches import Interior
+from xpyd_connector.shell.cache_regions import Interior
 from xpyd_connector.shell.devices import Ready, computed
-from xpyd_connector.shell.facts import Facts
-from xpyd_connector.shell.memory import Half, Memory
+from xpyd_connector.shell.engine_config import Facts
+from xpyd_connector.shell.host_staging import CopyRows, StagingBuffer, ThreadCopier
 from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake, StepMetadata
 from xpyd_connector.shell.network import bind_data_plane, open_link
 from xpyd_connector.shell.outbox import Outbox
-from xpyd_connector.shell.staging import CopyRows, StagingBuffer, ThreadCopier
-from xpyd_connector.shell.stats import XpydStats
+from xpyd_connector.shell.registered_memory import Half, Memory
+from xpyd_connector.shell.vllm_stats import XpydStats
 
 if TYPE_CHECKING:
     from xpyd_connector.settings import Settings

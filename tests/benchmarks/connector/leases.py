@@ -14,20 +14,20 @@ ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT / "connector"), str(ROOT / "tests")]
 
 from support.engines import FINGERPRINT, lent, rank_info  # noqa: E402 (found only now)
-from xpyd_connector.core.borrower import Borrower  # noqa: E402
-from xpyd_connector.core.crew import Crew  # noqa: E402
+from xpyd_connector.core.counters import Tally  # noqa: E402
 from xpyd_connector.core.ids import Address, BlockId, ConnId, EngineId, RequestId  # noqa: E402
-from xpyd_connector.core.landings import Landings, Ticket  # noqa: E402
-from xpyd_connector.core.leases import LeaseBook  # noqa: E402
-from xpyd_connector.core.lender import Lender  # noqa: E402
+from xpyd_connector.core.lease.decode_scheduler import Borrower  # noqa: E402
+from xpyd_connector.core.lease.kv_params import Offer  # noqa: E402
+from xpyd_connector.core.lease.lease_table import LeaseBook  # noqa: E402
+from xpyd_connector.core.lease.prefill_scheduler import Lender  # noqa: E402
 from xpyd_connector.core.messages import PROTOCOL, Done, Memory, Register, Renew, Stage, Welcome  # noqa: E402
-from xpyd_connector.core.offers import Offer  # noqa: E402
-from xpyd_connector.core.peers import PeerBook  # noqa: E402
 from xpyd_connector.core.ports import Lost, Met, Received  # noqa: E402
-from xpyd_connector.core.pushes import Pushes  # noqa: E402
-from xpyd_connector.core.slots import Slots  # noqa: E402
-from xpyd_connector.core.stagings import Stagings  # noqa: E402
-from xpyd_connector.core.tally import Tally  # noqa: E402
+from xpyd_connector.core.push.decode_scheduler import Landings, Ticket  # noqa: E402
+from xpyd_connector.core.push.prefill_scheduler import Pushes  # noqa: E402
+from xpyd_connector.core.session.peers import PeerBook  # noqa: E402
+from xpyd_connector.core.session.worker_links import Crew  # noqa: E402
+from xpyd_connector.core.staging.prefill_scheduler import Stagings  # noqa: E402
+from xpyd_connector.core.staging.slots import Slots  # noqa: E402
 
 SIZES, RUNS, MESSAGES, ABORTS = (1000, 5000, 20000), 3, 100, 8000
 D, ELSE, P = ConnId(1), ConnId(2), EngineId("p0")

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from benchmarks.shapes.cases import CASES, MEMORY, TOKEN
+from xpyd_connector.core.layout.transfer_plan import Stretch, check_shapes, needed_ranks, pull_route
 from xpyd_connector.core.messages import RankInfo
-from xpyd_connector.core.plan import Stretch, check_shapes, needed_ranks, pull_route
 from xpyd_connector.core.ports import Outcome
 from xpyd_connector.io.nixl import NixlMover, make_agent, register
 

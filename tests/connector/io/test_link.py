@@ -11,7 +11,6 @@ import pytest
 
 from support.engines import changed, rank_info
 from support.side_channel import LONG, NOBODY, WELCOME, A, Net, P, SlowHost, in_force, serve_tls
-from xpyd_connector.core.greeting import Host
 from xpyd_connector.core.ids import Address, EngineId, RequestId
 from xpyd_connector.core.messages import (
     MAX_FRAME,
@@ -25,6 +24,7 @@ from xpyd_connector.core.messages import (
     encode,
 )
 from xpyd_connector.core.ports import Failed, Lost, Met, Received
+from xpyd_connector.core.session.handshake import Host
 from xpyd_connector.errors import SettingsError
 from xpyd_connector.io import link as link_module
 from xpyd_connector.io.framing import frame

@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from xpyd_connector.core.greeting import Guest
+from xpyd_connector.core.counters import Tally
 from xpyd_connector.core.ids import Address, EngineId
 from xpyd_connector.core.ports import Failed
-from xpyd_connector.core.tally import Tally
+from xpyd_connector.core.session.handshake import Guest
 from xpyd_connector.errors import ConnectorError
 from xpyd_connector.io.link import SocketLink
 from xpyd_connector.io.runner import LONGEST, Runner

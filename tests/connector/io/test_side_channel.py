@@ -19,16 +19,16 @@ from cryptography.x509.oid import NameOID
 from support.key_updates import ASKING, QUIET, key_updates, traffic_secret
 from support.side_channel import LONG, TLS, WELCOME, A, Net, P, in_force, serve_tls
 from xpyd_connector.core.addresses import is_elsewhere
-from xpyd_connector.core.greeting import Arrival, GuestRole, Host, badge_of, hash_of
+from xpyd_connector.core.counters import Tally
 from xpyd_connector.core.ids import Address, EngineId, RequestId
-from xpyd_connector.core.leases import LeaseBook, LeaseEvent
-from xpyd_connector.core.lender import Lender
+from xpyd_connector.core.lease.lease_table import LeaseBook, LeaseEvent
+from xpyd_connector.core.lease.prefill_scheduler import Lender
 from xpyd_connector.core.messages import PROTOCOL, Challenge, Done, Proven, Refusal, Renew, decode, encode
 from xpyd_connector.core.ports import Failed, Lost, Received
-from xpyd_connector.core.tally import Tally
+from xpyd_connector.core.session.handshake import Arrival, GuestRole, Host, badge_of, hash_of
 from xpyd_connector.errors import SettingsError
-from xpyd_connector.io import files
 from xpyd_connector.io import link as link_module
+from xpyd_connector.io import reloaded
 from xpyd_connector.io.framing import Deframer, frame
 from xpyd_connector.io.secrets import secrets_in_force
 from xpyd_connector.io.tls import Tls, digest_of
@@ -291,7 +291,7 @@ def test_an_engine_on_this_machine_is_met_where_nixl_is_on_loopback(net):
 
 def test_secrets_are_read_again_when_their_file_changes(tmp_path, monkeypatch):
     """Rotation without a restart; what cannot be used changes nothing."""
-    monkeypatch.setattr(files, "LOOK_AGAIN", 0.0)
+    monkeypatch.setattr(reloaded, "LOOK_AGAIN", 0.0)
     path = tmp_path / "secret"
     path.write_bytes(OLD + b"\n")
     source = secrets_in_force(Settings(secret_file=str(path)))
@@ -394,7 +394,7 @@ def test_the_longest_chain_of_certificates_is_within_what_a_stranger_may_send(ne
 
 def test_certificates_are_read_again_when_their_files_change(tmp_path, monkeypatch):
     """They are renewed every few weeks; engines run for months."""
-    monkeypatch.setattr(files, "LOOK_AGAIN", 0.0)
+    monkeypatch.setattr(reloaded, "LOOK_AGAIN", 0.0)
     authority = Authority(tmp_path, "ca")
     tls = Tls(authority.settings("engines.example"))
     first = tls.contexts().certificate

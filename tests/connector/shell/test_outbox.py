@@ -3,7 +3,7 @@
 import threading
 import time
 
-from xpyd_connector.core.tally import Report, Sample
+from xpyd_connector.core.counters import Report, Sample
 from xpyd_connector.shell.outbox import Outbox
 
 ONE = Report({"loads": 1}, {}, [Sample(0.1, 64, 1)])

@@ -16,21 +16,21 @@ with warnings.catch_warnings():
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import RequestStatus
 
-    from xpyd_connector.shell.facts import Facts
-    from xpyd_connector.shell.holding import Holding
+    from xpyd_connector.shell.engine_config import Facts
+    from xpyd_connector.shell.engine_waker import Door
+    from xpyd_connector.shell.held_blocks import Holding
     from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake
     from xpyd_connector.shell.scheduler import LONGEST_NAP, WALL_CLOCK, SchedulerSide
-    from xpyd_connector.shell.wake import Door
 
-from xpyd_connector.core.groups import CacheGroup
+from xpyd_connector.core.counters import Report
 from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
-from xpyd_connector.core.leases import LeaseEvent, Released
-from xpyd_connector.core.loads import LeaseLost, LetGo, Result
+from xpyd_connector.core.layout.cache_groups import CacheGroup
+from xpyd_connector.core.layout.transfer_plan import Stretch
+from xpyd_connector.core.lease.kv_params import Offer, digest_prompt, read_offer
+from xpyd_connector.core.lease.lease_table import LeaseEvent, Released
+from xpyd_connector.core.lease.signatures import Signatures
 from xpyd_connector.core.messages import MAX_ID, Lent
-from xpyd_connector.core.offers import Offer, digest_prompt, read_offer
-from xpyd_connector.core.plan import Stretch
-from xpyd_connector.core.signatures import Signatures
-from xpyd_connector.core.tally import Report
+from xpyd_connector.core.results import LeaseLost, LetGo, Result
 from xpyd_connector.settings import Granularity, Mode, Settings
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine

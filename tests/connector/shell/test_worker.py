@@ -9,16 +9,17 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
     import torch
 
-    from xpyd_connector.shell.facts import Facts
+    from xpyd_connector.shell.engine_config import Facts
     from xpyd_connector.shell.metadata import LingeringMetadata, StepMetadata
     from xpyd_connector.shell.worker import WorkerSide
 
-from xpyd_connector.core.groups import CacheGroup
+from xpyd_connector.core.counters import Report
 from xpyd_connector.core.ids import Address, EngineId, RequestId
-from xpyd_connector.core.loads import LetGo, Order, Result
-from xpyd_connector.core.plan import Stretch
-from xpyd_connector.core.tally import Report
-from xpyd_connector.core.writings import Piece
+from xpyd_connector.core.layout.cache_groups import CacheGroup
+from xpyd_connector.core.layout.transfer_plan import Stretch
+from xpyd_connector.core.pull.load import Order
+from xpyd_connector.core.push.push_job import Piece
+from xpyd_connector.core.results import LetGo, Result
 from xpyd_connector.errors import ConnectorError
 from xpyd_connector.settings import Settings
 

@@ -3,7 +3,7 @@
 import itertools
 
 from xpyd_connector.core.ids import CopyId
-from xpyd_connector.core.ports import Copied
+from xpyd_connector.core.ports import CopyResult
 from xpyd_connector.io.in_memory import BLOCK_BYTES
 
 
@@ -50,7 +50,7 @@ class MemoryCopier:
             self.before_copy(number)
             moved = 0 if self.failure else self._copy(*self.running[number])
             del self.running[number]
-            ended.append(Copied(number, self.failure, moved, 0.001))
+            ended.append(CopyResult(number, self.failure, moved, 0.001))
             self._left = self.turns
         self._left = self._left - 1 if self.running else self.turns
         return ended

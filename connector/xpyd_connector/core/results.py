@@ -1,28 +1,28 @@
-"""How the KV of a request fares, as the engine must know it; pull and push report the same."""
+"""The outcome of a load, as the engine must know it; pull and push report the same."""
 
 from typing import NamedTuple
 
 from xpyd_connector.core.ids import RequestId
 
 
-class Result(NamedTuple):
-    """A load ended; ``failure`` is empty when the blocks hold the right bytes.
+class LoadResult(NamedTuple):
+    """A load has ended; ``failure`` is empty if the blocks hold valid KV.
 
-    If it ``lingers``, its blocks must not be used by anybody before a :class:`LetGo` of the same request.
+    If ``quarantined``, the blocks must not be used before :class:`BlocksReleased` of the same request.
     """
 
     request: RequestId
     failure: str
-    lingers: bool = False
+    quarantined: bool = False
 
 
-class LetGo(NamedTuple):
-    """Nothing can write any more into the blocks of a load that failed before."""
+class BlocksReleased(NamedTuple):
+    """Nothing can write into the blocks of a failed load any more."""
 
     request: RequestId
 
 
 class LeaseLost(NamedTuple):
-    """P does not hold the blocks for a request of ours any more: if nothing reads them yet, nothing must."""
+    """P holds no lease for this request of ours: a load that has not begun must not begin."""
 
     request: RequestId

@@ -1,4 +1,4 @@
-"""How anything here lives: a state, an event, and a table that says what follows. What is not in the table is a bug."""
+"""State machines as tables: a transition that is not in the table is a bug, and raises."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -10,7 +10,7 @@ StateT = TypeVar("StateT", bound=Enum)
 EventT = TypeVar("EventT", bound=Enum)
 
 
-def follow(table: Mapping[StateT, Mapping[EventT, StateT]], state: StateT, event: EventT, who: str) -> StateT:
+def transition(table: Mapping[StateT, Mapping[EventT, StateT]], state: StateT, event: EventT, who: str) -> StateT:
     """Return the state after an event; raises :exc:`~xpyd_connector.errors.IllegalTransition` naming ``who``."""
     try:
         return table[state][event]

@@ -1,6 +1,6 @@
 """Open a connection to another engine and get its Welcome: blocking, on a pool thread.
 
-Name resolution, connecting, TLS and the peer's answers may each take seconds; nobody else waits.
+Name resolution, connecting, TLS and the peer's answers may each take seconds; other threads go on.
 """
 
 import contextlib
@@ -13,25 +13,25 @@ from xpyd_connector.core.addresses import is_elsewhere
 from xpyd_connector.core.ids import Address, EngineId
 from xpyd_connector.core.messages import (
     MAX_GREETING,
-    MAX_STRANGER,
+    MAX_UNAUTHENTICATED_FRAME,
     Challenge,
     Message,
-    Proven,
     Refusal,
+    ServerProof,
     Welcome,
     decode,
     encode,
 )
-from xpyd_connector.core.session.handshake import NONCE_BYTES, Call, Guest
+from xpyd_connector.core.session.handshake import NONCE_BYTES, ClientConnection, HandshakeClient
 from xpyd_connector.errors import IncompatiblePeer, ProtocolViolation, Unreachable
 from xpyd_connector.io.framing import Deframer, frame
 from xpyd_connector.io.tls import Tls, digest_of
-from xpyd_connector.io.tls_records import MAX_STRANGER_RECORDS, Encrypted
+from xpyd_connector.io.tls_records import MAX_UNAUTHENTICATED_RECORDS, TlsRecords
 
 
-def meet(
-    peer: Address, engine: EngineId, guest: Guest, tls: Tls, *, timeout: float, local_only: bool = False
-) -> tuple[Encrypted, Welcome]:
+def open_connection(
+    peer: Address, engine: EngineId, client: HandshakeClient, tls: Tls, *, timeout: float, local_only: bool = False
+) -> tuple[TlsRecords, Welcome]:
     """Return an open connection to ``engine``, encrypted, proven and greeted.
 
     ``timeout`` (s) bounds connecting, and again TLS and the greeting. ``local_only``: our NIXL uses loopback only, so
@@ -52,8 +52,8 @@ def meet(
             )
         encrypted = _encrypt(sock, peer, tls, deadline)
         certificate = digest_of(encrypted.peer_certificate())
-        call = Call(engine, peer, reached, certificate, os.urandom(NONCE_BYTES))
-        welcome = _greet(encrypted, peer, guest, call, deadline)
+        client_connection = ClientConnection(engine, peer, reached, certificate, os.urandom(NONCE_BYTES))
+        welcome = _authenticate(encrypted, peer, client, client_connection, deadline)
         on_failure.pop_all()
     return encrypted, welcome
 
@@ -66,9 +66,9 @@ def _ends(sock: socket.socket, peer: Address) -> tuple[str, str]:
         raise Unreachable(f"{peer} did not say hello: it closed the connection") from exc
 
 
-def _encrypt(sock: socket.socket, peer: Address, tls: Tls, deadline: float) -> Encrypted:
+def _encrypt(sock: socket.socket, peer: Address, tls: Tls, deadline: float) -> TlsRecords:
     try:
-        encrypted = Encrypted(sock, tls.contexts().client, server_hostname=tls.server_name or peer.host or "localhost")
+        encrypted = TlsRecords(sock, tls.contexts().client, server_hostname=tls.server_name or peer.host or "localhost")
     except (OSError, ValueError) as exc:
         raise Unreachable(f"cannot connect to {peer}: {exc}") from exc
     try:
@@ -84,12 +84,14 @@ def _encrypt(sock: socket.socket, peer: Address, tls: Tls, deadline: float) -> E
                 f"{peer} does not speak TLS 1.3 as we do ({exc.reason}): an older engine, another service, or one that "
                 "wants a certificate (tls_cert)"
             ) from exc
-        raise Unreachable(f"{peer} did not say hello: {_said(exc)}") from exc
+        raise Unreachable(f"{peer} did not say hello: {_reason_of(exc)}") from exc
     return encrypted
 
 
-def _greet(encrypted: Encrypted, peer: Address, guest: Guest, call: Call, deadline: float) -> Welcome:
-    deframer = Deframer(MAX_STRANGER)
+def _authenticate(
+    encrypted: TlsRecords, peer: Address, client: HandshakeClient, client_connection: ClientConnection, deadline: float
+) -> Welcome:
+    deframer = Deframer(MAX_UNAUTHENTICATED_FRAME)
 
     def receive(*, is_proven: bool) -> Message:
         for message in deframer.feed(b""):  # what came with the message before
@@ -102,16 +104,16 @@ def _greet(encrypted: Encrypted, peer: Address, guest: Guest, call: Call, deadli
         challenge = receive(is_proven=False)
         if not isinstance(challenge, Challenge):
             raise _unexpected(peer, challenge)
-        hello = guest.hello(challenge, call)
+        hello = client.hello(challenge, client_connection)
         _send(encrypted, frame(encode(hello)), deadline)
         proof = receive(is_proven=False)
-        if not isinstance(proof, Proven):
+        if not isinstance(proof, ServerProof):
             raise _unexpected(peer, proof)
-        guest.check(proof, challenge, hello, call.certificate)
-        deframer.limit = MAX_GREETING  # of somebody who has proven that it is one of us
+        client.check(proof, challenge, hello, client_connection.certificate)
+        deframer.limit = MAX_GREETING  # the server has proven itself
         answer = receive(is_proven=True)
     except OSError as exc:
-        raise Unreachable(f"{peer} did not say hello: {_said(exc)}") from exc
+        raise Unreachable(f"{peer} did not say hello: {_reason_of(exc)}") from exc
     except IncompatiblePeer as exc:
         raise IncompatiblePeer(f"{peer} is refused: {exc}") from exc
     if isinstance(answer, Welcome):
@@ -126,7 +128,7 @@ def _unexpected(peer: Address, answer: Message) -> IncompatiblePeer | ProtocolVi
     return ProtocolViolation(f"{peer} answered hello with {type(answer).__name__}")
 
 
-def _said(exc: OSError) -> str:
+def _reason_of(exc: OSError) -> str:
     """Return what the system says of it."""
     if isinstance(exc, TimeoutError):
         return "timed out"
@@ -140,17 +142,17 @@ def _left(deadline: float) -> float:
     return left
 
 
-def _take_in(encrypted: Encrypted, peer: Address, deadline: float, *, is_proven: bool = False) -> bytes:
+def _take_in(encrypted: TlsRecords, peer: Address, deadline: float, *, is_proven: bool = False) -> bytes:
     """Return what the next record says."""
     # Before every one: a peer that sends a byte or a key update now and then must not occupy this thread for ever.
     encrypted.sock.settimeout(_left(deadline))
     data = encrypted.recv()
-    if encrypted.records > MAX_STRANGER_RECORDS and not is_proven:
-        raise ProtocolViolation(f"{peer} has sent more than {MAX_STRANGER_RECORDS} TLS records and no proof")
+    if encrypted.records > MAX_UNAUTHENTICATED_RECORDS and not is_proven:
+        raise ProtocolViolation(f"{peer} has sent more than {MAX_UNAUTHENTICATED_RECORDS} TLS records and no proof")
     return data
 
 
-def _send(encrypted: Encrypted, data: bytes, deadline: float) -> None:
+def _send(encrypted: TlsRecords, data: bytes, deadline: float) -> None:
     encrypted.write(data)
     while encrypted.wants_write:
         encrypted.sock.settimeout(_left(deadline))

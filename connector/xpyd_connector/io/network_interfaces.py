@@ -7,15 +7,15 @@ from pathlib import Path
 import psutil
 
 from xpyd_connector.core.addresses import plain_ip
-from xpyd_connector.core.session.data_plane import Machine
+from xpyd_connector.core.session.data_plane import NetworkInterfaces
 from xpyd_connector.errors import SettingsError
 
 RDMA = Path("/sys/class/infiniband")
 
 
-def look_at_machine(host: str, port: int) -> Machine:
+def read_network_interfaces(host: str, port: int) -> NetworkInterfaces:
     """Return what this machine uses towards ``host``, or raise :exc:`~xpyd_connector.errors.SettingsError`."""
-    return Machine(own_address(host, port), interfaces(), rdma_ports(RDMA))
+    return NetworkInterfaces(own_address(host, port), interfaces(), rdma_ports(RDMA))
 
 
 def interfaces() -> Mapping[str, frozenset[str]]:

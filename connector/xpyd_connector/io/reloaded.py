@@ -14,7 +14,7 @@ LOOK_AGAIN = 1.0  # s between two looks at the dates of files: not every connect
 ValueT = TypeVar("ValueT")
 
 
-class Reloaded(Generic[ValueT]):
+class ReloadedFiles(Generic[ValueT]):
     """What ``load`` has made of some files; made again when one of them has changed.
 
     Files that have become unusable change nothing. Kubernetes replaces mounted files by renaming a link to their

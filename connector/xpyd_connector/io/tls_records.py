@@ -1,7 +1,7 @@
 """TLS over a socket, one record at a time.
 
 :class:`ssl.SSLSocket` reads from the socket until it has something to return. Records of key updates (RFC 8446, 4.6.3)
-never have: whoever sends nothing else keeps such a call busy for ever. Here every call ends after one record.
+never have: a peer that sends nothing else keeps such a call busy for ever. Here every call ends after one record.
 """
 
 import contextlib
@@ -9,16 +9,16 @@ import socket
 import ssl
 import struct
 
-# TLS records of somebody who has proven nothing. A handshake takes 14 with the 100 KiB of certificates that OpenSSL
+# TLS records before the proof. A handshake takes 14 with the 100 KiB of certificates that OpenSSL
 # allows, a message of MAX_STRANGER bytes 3. A key update is one, of 27 bytes and 25 to 50 us.
-MAX_STRANGER_RECORDS = 32
+MAX_UNAUTHENTICATED_RECORDS = 32
 MAX_RECORD = 1 << 14  # bytes that one holds (RFC 8446, 5.1)
 PIECE = 1 << 16  # bytes taken from the socket, or encrypted for it, at a time
 _HEAD = struct.Struct(">BHH")  # type, version and length of a record
 _CLOSED = "it closed the connection"
 
 
-class Encrypted:
+class TlsRecords:
     """One side of a TLS connection. The socket may block, with a timeout, or not: its errors are passed on."""
 
     def __init__(

@@ -16,19 +16,19 @@ AGAIN = 1.0  # s between two attempts: what is revoked is free a step later, and
 
 
 @dataclass(frozen=True, slots=True)
-class Lacking:
+class ShortRequest:
     """A request that has waited long enough, and how many blocks it lacks."""
 
     request: Request
     blocks: int
 
 
-class Lack:
-    """Runs on the engine thread. ``patience`` (s) is how long a request lacks blocks before something is done."""
+class BlockShortage:
+    """Runs on the engine thread. ``threshold`` (s) is how long a request lacks blocks before something is done."""
 
-    def __init__(self, groups: Sequence[CacheGroup], *, patience: float) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], *, threshold: float) -> None:
         self._groups = groups
-        self._patience = patience
+        self._threshold = threshold
         self._asked: tuple[Request, int] | None = None  # in this step, and how many of its tokens are cached here
         self._look_at: float | None = None  # absent while nothing is lacking
 
@@ -41,7 +41,7 @@ class Lack:
         if self._asked is not None and self._asked[0] is request:
             self._asked = None
 
-    def step(self, pool: BlockPool, *, now: float) -> Lacking | None:
+    def step(self, pool: BlockPool, *, now: float) -> ShortRequest | None:
         """A step is scheduled: return who has lacked blocks for too long, at most once a second."""
         asked, self._asked = self._asked, None
         blocks = self._blocks(*asked) - pool.get_num_free_blocks() if asked is not None else 0
@@ -49,11 +49,11 @@ class Lack:
             self._look_at = None
             return None
         if self._look_at is None:
-            self._look_at = now + self._patience
+            self._look_at = now + self._threshold
         if now < self._look_at:
             return None
         self._look_at = now + AGAIN
-        return Lacking(asked[0], blocks)
+        return ShortRequest(asked[0], blocks)
 
     def _blocks(self, request: Request, computed: int) -> int:
         """Return how many blocks the rest of a request takes, of all KV cache groups, as if it were read from afar."""

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from xpyd_connector.core.messages import MemoryKind, Region
 from xpyd_connector.errors import UnsupportedCache
-from xpyd_connector.shell.engine_config import Facts
+from xpyd_connector.shell.engine_config import EngineConfig
 
 MEMORY: Mapping[str, MemoryKind] = {
     "cpu": "DRAM",
@@ -17,7 +17,7 @@ MEMORY: Mapping[str, MemoryKind] = {
 }  # device types NIXL registers directly -> its names for their memory
 
 
-class Interior(Enum):
+class KernelLayout(Enum):
     """How an attention kernel uses the content that a layer's cache has for its tokens."""
 
     ENTRIES = auto()  # K and V of a token and head side by side
@@ -26,7 +26,7 @@ class Interior(Enum):
 
 
 def describe_caches(
-    caches: Mapping[str, torch.Tensor], facts: Facts, blocks: int, interior: Interior
+    caches: Mapping[str, torch.Tensor], engine_config: EngineConfig, blocks: int, kernel_layout: KernelLayout
 ) -> tuple[Region, ...]:
     """Return the regions of each layer, in the order of the layers, for a cache of ``blocks`` blocks.
 
@@ -35,8 +35,10 @@ def describe_caches(
     :exc:`~xpyd_connector.errors.UnsupportedCache` for a layer that is anything else.
     """
     names = sorted(caches, key=_natural)
-    whole = [_told_apart(_region(name, caches[name], facts, blocks), facts, interior) for name in names]
-    if interior is not Interior.TRANSPOSED or any(region.opaque for region in whole):
+    whole = [
+        _told_apart(_region(name, caches[name], engine_config, blocks), engine_config, kernel_layout) for name in names
+    ]
+    if kernel_layout is not KernelLayout.TRANSPOSED or any(region.opaque for region in whole):
         return tuple(whole)
     items = [caches[name].element_size() for name in names]
     return tuple(half for region, item in zip(whole, items, strict=True) for half in _halves(region, item))
@@ -50,10 +52,12 @@ def _halves(region: Region, item: int) -> tuple[Region, Region]:
     return k, v
 
 
-def _told_apart(region: Region, facts: Facts, interior: Interior) -> Region:
+def _told_apart(region: Region, engine_config: EngineConfig, kernel_layout: KernelLayout) -> Region:
     """Mark what we cannot cut: heads that are not vLLM's KV heads (some kernels have K and V as heads), or anything."""
-    heads = max(1, facts.all_heads // facts.ranks)
-    is_cut = interior is Interior.ENTRIES or (interior is Interior.TRANSPOSED and region.token_stride == region.width)
+    heads = max(1, engine_config.all_heads // engine_config.ranks)
+    is_cut = kernel_layout is KernelLayout.ENTRIES or (
+        kernel_layout is KernelLayout.TRANSPOSED and region.token_stride == region.width
+    )
     return replace(region, opaque=not is_cut or region.heads != heads)
 
 
@@ -74,15 +78,15 @@ def spans_of(caches: Mapping[str, torch.Tensor]) -> list[tuple[int, int]]:
     return sorted(storages.items())
 
 
-def _region(name: str, cache: torch.Tensor, facts: Facts, blocks: int) -> Region:
+def _region(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks: int) -> Region:
     if cache.dim() != 4 or cache.shape[0] % blocks or (cache.shape[3] > 1 and cache.stride(3) != 1):
         raise UnsupportedCache(
             f"layer {name} has shape {tuple(cache.shape)} and strides {cache.stride()}; expected are the 4 dimensions "
             f"rows (a multiple of the {blocks} blocks), heads, tokens and content, the last in one piece"
         )
     count, heads, tokens, content = cache.shape
-    item, group = cache.element_size(), facts.layers[name]
-    rows, block_size = count // blocks, facts.groups[group].block_size
+    item, group = cache.element_size(), engine_config.layers[name]
+    rows, block_size = count // blocks, engine_config.groups[group].block_size
     if rows * tokens != block_size:
         raise UnsupportedCache(
             f"layer {name} keeps {rows * tokens} entries a block for {block_size} tokens; one for each is supported"
@@ -98,7 +102,7 @@ def _region(name: str, cache: torch.Tensor, facts: Facts, blocks: int) -> Region
         token_stride=cache.stride(2) * item,
         rows=rows,
         group=group,
-        all_heads=heads * facts.ranks if heads > 1 else min(facts.all_heads, facts.ranks),
+        all_heads=heads * engine_config.ranks if heads > 1 else min(engine_config.all_heads, engine_config.ranks),
     )
 
 

@@ -29,7 +29,7 @@ SUPPORTED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SlidingWind
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class EngineConfig:
     """One engine, as far as moving its KV is concerned."""
 
     engine: EngineId
@@ -39,13 +39,13 @@ class Facts:
     blocks: int
     all_heads: int  # KV heads of a layer over all ranks; 1 if every rank has the same (MLA)
     ranks: int  # tensor-parallel size
-    lends: bool  # kv_role lets it hand KV over
-    borrows: bool  # kv_role lets it take KV over
+    is_producer: bool  # kv_role lets it hand KV over
+    is_consumer: bool  # kv_role lets it take KV over
     staging_blocks: int = 0  # of each KV cache group, in the host memory that KV goes through; 0: it does not
-    steps_alone: bool = True  # no other engine waits for the end of our steps
+    steps_independently: bool = True  # no other engine waits for the end of our steps
 
 
-def read_facts(config: VllmConfig, cache: KVCacheConfig) -> tuple[Facts, Settings]:
+def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[EngineConfig, Settings]:
     """Return what we know of this engine and its operator's choices.
 
     Raises :exc:`~xpyd_connector.errors.SettingsError` or :exc:`~xpyd_connector.errors.UnsupportedCache`
@@ -57,7 +57,7 @@ def read_facts(config: VllmConfig, cache: KVCacheConfig) -> tuple[Facts, Setting
     if transfer.is_kv_producer and settings.mode is Mode.PUSH and settings.push_granularity is Granularity.CHUNK:
         check_events(current_platform.device_type)
     model = config.model_config
-    facts = Facts(
+    engine_config = EngineConfig(
         engine=EngineId(transfer.engine_id),
         address=Address(settings.host, settings.port + config.parallel_config.data_parallel_index),
         groups=tuple(_group(group.kv_cache_spec) for group in cache.kv_cache_groups),
@@ -65,13 +65,13 @@ def read_facts(config: VllmConfig, cache: KVCacheConfig) -> tuple[Facts, Setting
         blocks=cache.num_blocks,
         all_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
         ranks=config.parallel_config.tensor_parallel_size,
-        lends=transfer.is_kv_producer,
-        borrows=transfer.is_kv_consumer,
+        is_producer=transfer.is_kv_producer,
+        is_consumer=transfer.is_kv_consumer,
         staging_blocks=_staging_blocks(config, cache, settings),
         # Data-parallel ranks of a mixture of experts step together: one that waits for its KV would hold up all others.
-        steps_alone=config.parallel_config.data_parallel_size == 1,
+        steps_independently=config.parallel_config.data_parallel_size == 1,
     )
-    return facts, settings
+    return engine_config, settings
 
 
 def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:

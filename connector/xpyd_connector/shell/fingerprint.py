@@ -11,16 +11,16 @@ from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_bac
 from xpyd_connector.core.layout.cache_groups import CacheGroup
 from xpyd_connector.core.messages import PROTOCOL, Fingerprint
 from xpyd_connector.settings import Mode, Settings, read_settings
-from xpyd_connector.shell.engine_config import Facts
+from xpyd_connector.shell.engine_config import EngineConfig
 
 NONE = "none"
 
 
-def fingerprint(config: VllmConfig, settings: Settings, facts: Facts) -> Fingerprint:
+def fingerprint(config: VllmConfig, settings: Settings, engine_config: EngineConfig) -> Fingerprint:
     """Return what peers compare; for a worker, once its layers exist (only they know their attention backend)."""
     return msgspec.structs.replace(
         _from_config(config, settings.mode),
-        groups=", ".join(_kind(group) for group in facts.groups),
+        groups=", ".join(_kind(group) for group in engine_config.groups),
         attention=",".join(sorted({backend.get_name() for backend in get_current_attn_backends(config)})),
     )
 

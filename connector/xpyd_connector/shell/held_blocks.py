@@ -10,25 +10,25 @@ from dataclasses import dataclass
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from xpyd_connector.core.ids import RequestId
-from xpyd_connector.core.lease.prefill_scheduler import Candidate
+from xpyd_connector.core.lease.prefill_scheduler import RevocableLease
 
 MOST = 1024  # leases that are named at a time
 ENOUGH = 4  # times the blocks that are lacking are named: some of them are being read
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _HeldLease:
     """One lease's blocks, and the priority (vLLM's: a higher number is less important) of the request it was for."""
 
     blocks: list[KVCacheBlock]
     priority: int
 
 
-class Holding:
+class HeldBlocks:
     """Blocks by lease. Leases of prompts that begin alike share blocks: each block counts once."""
 
     def __init__(self) -> None:
-        self._held: dict[RequestId, _Held] = {}
+        self._held: dict[RequestId, _HeldLease] = {}
         self._by_priority: dict[int, dict[RequestId, None]] = {}  # the oldest first
         self._leases_of: Counter[int] = Counter()  # block -> leases that hold it
 
@@ -49,7 +49,7 @@ class Holding:
 
     def add(self, request: RequestId, blocks: list[KVCacheBlock], priority: int) -> None:
         """Hold these blocks."""
-        self._held[request] = _Held(blocks, priority)
+        self._held[request] = _HeldLease(blocks, priority)
         self._by_priority.setdefault(priority, {})[request] = None
         self._leases_of.update(block.block_id for block in blocks)
 
@@ -66,13 +66,13 @@ class Holding:
                 del self._leases_of[block.block_id]
         return held.blocks
 
-    def candidates(self, blocks: int, priority: int) -> list[Candidate]:
+    def candidates(self, blocks: int, priority: int) -> list[RevocableLease]:
         """Return leases whose end gives ``blocks`` blocks to a request of a ``priority``, and some more.
 
         The least important first, the oldest of them first; none that is more important than the request. A block
         that something else uses, or a lease that is not named, is not free afterwards and does not count.
         """
-        found: list[Candidate] = []
+        found: list[RevocableLease] = []
         gone: Counter[int] = Counter()
         gain = 0
         for request in self._in_order(priority):
@@ -81,7 +81,7 @@ class Holding:
             ours = self._held[request].blocks
             gone.update(block.block_id for block in ours)
             free = sum(block.ref_cnt == gone[block.block_id] for block in ours)
-            found.append(Candidate(request, free))
+            found.append(RevocableLease(request, free))
             gain += free
         return found
 

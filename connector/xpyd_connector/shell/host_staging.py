@@ -16,13 +16,13 @@ from vllm.utils.platform_utils import is_pin_memory_available
 from xpyd_connector.core.ids import BlockId, CopyId
 from xpyd_connector.core.layout.buffer_device import HOST
 from xpyd_connector.core.messages import Region
-from xpyd_connector.core.ports import Copied
+from xpyd_connector.core.ports import CopyResult
 from xpyd_connector.errors import UnsupportedCache
 
 logger = init_logger("vllm.xpyd")
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]  # by layer
-Groups: TypeAlias = Sequence[Sequence[BlockId]]  # blocks, or slots, of each KV cache group
+GroupBlocks: TypeAlias = Sequence[Sequence[BlockId]]  # blocks, or slots, of each KV cache group
 Direction: TypeAlias = Literal["h2d", "d2h"]
 CopyRows: TypeAlias = Callable[[Tensors, Tensors, list[int], list[int], Direction], None]  # vLLM's CopyBlocksOp
 Around: TypeAlias = Callable[[Direction], AbstractContextManager[None]]
@@ -38,7 +38,7 @@ class _Layers(NamedTuple):
 
 
 class StagingBuffer:
-    """Host memory for ``slots`` blocks of each KV cache group, and for slot 0, which nobody gets.
+    """Host memory for ``slots`` blocks of each KV cache group, and for slot 0, which is never granted.
 
     ``groups`` is the group of each layer. Every layer has a tensor of its own, contiguous, whose rows are shaped like
     the cache's whatever their strides there; pinned, where the platform can. Peers can read all of it, so it is zeroed.
@@ -76,11 +76,11 @@ class StagingBuffer:
         """Return what peers must know of it; ``describe`` gets the tensors and how many blocks each has room for."""
         return describe(self.tensors, max(self.slots) + 1)
 
-    def copy(self, copy_rows: CopyRows, blocks: Groups, slots: Groups, direction: Direction) -> int:
+    def copy(self, copy_rows: CopyRows, blocks: GroupBlocks, slots: GroupBlocks, direction: Direction) -> int:
         """Copy between blocks and slots, equally many in each group, and return how many bytes that were.
 
-        Raises :exc:`IndexError` before anything is copied: a device that is told to copy what it does not have may
-        never copy anything again.
+        Raises :exc:`IndexError` before anything is copied: a device that is asked to copy a block it does not have may
+        never copy again.
         """
         for group, slots_here in enumerate(self.slots):
             _check("block", blocks[group], self._blocks)
@@ -100,8 +100,8 @@ class StagingBuffer:
 
 class _Job(NamedTuple):
     number: CopyId
-    blocks: Groups
-    slots: Groups
+    blocks: GroupBlocks
+    slots: GroupBlocks
     direction: Direction
 
 
@@ -109,7 +109,7 @@ class ThreadCopier:
     """Implements :class:`~xpyd_connector.core.ports.Copier` on a thread of its own, one copy after the other.
 
     ``copy_rows`` is vLLM's operation for the device, or :func:`copy_on_host`; ``around`` is entered for each copy;
-    ``wake`` is called when one has ended, for whoever polls.
+    ``wake`` is called when one has ended, to wake the thread that polls.
     """
 
     def __init__(self, buffer: StagingBuffer, copy_rows: CopyRows, around: Around, wake: Callable[[], None]) -> None:
@@ -119,7 +119,7 @@ class ThreadCopier:
         self._wake = wake
         self._numbers = map(CopyId, itertools.count(1))
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._ended: queue.SimpleQueue[Copied] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[CopyResult] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="xpyd-staging", daemon=True)
 
     def start(self) -> None:
@@ -131,23 +131,23 @@ class ThreadCopier:
         self._jobs.put(None)
         self._thread.join(timeout)
 
-    def out(self, blocks: Groups, slots: Groups) -> CopyId:
+    def out(self, blocks: GroupBlocks, slots: GroupBlocks) -> CopyId:
         """Start copying from the device."""
         return self._post(blocks, slots, "d2h")
 
-    def into(self, slots: Groups, blocks: Groups) -> CopyId:
+    def into(self, slots: GroupBlocks, blocks: GroupBlocks) -> CopyId:
         """Start copying to the device."""
         return self._post(blocks, slots, "h2d")
 
-    def poll(self) -> list[Copied]:
+    def poll(self) -> list[CopyResult]:
         """Return the copies that ended since the last call."""
-        ended: list[Copied] = []
+        ended: list[CopyResult] = []
         with contextlib.suppress(queue.Empty):
             while True:
                 ended.append(self._ended.get_nowait())
         return ended
 
-    def _post(self, blocks: Groups, slots: Groups, direction: Direction) -> CopyId:
+    def _post(self, blocks: GroupBlocks, slots: GroupBlocks, direction: Direction) -> CopyId:
         number = next(self._numbers)
         self._jobs.put(_Job(number, blocks, slots, direction))
         return number
@@ -157,7 +157,7 @@ class ThreadCopier:
             self._ended.put(self._copied(job))
             self._wake()
 
-    def _copied(self, job: _Job) -> Copied:
+    def _copied(self, job: _Job) -> CopyResult:
         start, moved, reason = time.monotonic(), 0, ""
         try:
             with self._around(job.direction):
@@ -165,7 +165,7 @@ class ThreadCopier:
         except Exception as exc:  # whatever a device does to one copy, the others need this thread
             logger.exception("xpyd: copy %d (%s) failed", job.number, job.direction)
             reason = f"{type(exc).__name__}: {exc}"
-        return Copied(job.number, reason, 0 if reason else moved, time.monotonic() - start)
+        return CopyResult(job.number, reason, 0 if reason else moved, time.monotonic() - start)
 
 
 def copy_on_host(source: Tensors, target: Tensors, rows: list[int], into: list[int], _: Direction) -> None:

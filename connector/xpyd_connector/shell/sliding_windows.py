@@ -26,7 +26,7 @@ class _Pinned:
     blocks: list[list[KVCacheBlock]]
 
 
-class Windows:
+class SlidingWindowPins:
     """Everything runs on the engine thread."""
 
     def __init__(self, groups: Sequence[CacheGroup], pool: Callable[[], BlockPool]) -> None:
@@ -43,7 +43,7 @@ class Windows:
             if own not in live or live[own].num_preemptions != pinned.attempt:
                 self.release(own)  # preempted, maybe for lack of these very blocks
         state = output.kv_connector_block_state
-        if state is None or not any(group.forgets for group in self._groups):
+        if state is None or not any(group.frees_early for group in self._groups):
             return
         for own, scheduled in output.num_scheduled_tokens.items():
             request = live.get(own)
@@ -58,7 +58,7 @@ class Windows:
             return  # this step computes the answer: its window has left the prompt's behind
         pool = self._pool()
         blocks = [
-            [pool.blocks[block] for block in ids] if group.forgets else []
+            [pool.blocks[block] for block in ids] if group.frees_early else []
             for group, ids in zip(self._groups, table, strict=True)
         ]
         for each in blocks:

@@ -9,15 +9,15 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from xpyd_connector.core.counters import COUNTERS, GAUGES, Report, merge
+from xpyd_connector.core.counters import COUNTERS, GAUGES, StatsReport, merge
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 INFO = "What a router compares before it pairs two engines: their KV is interchangeable where all labels are equal."
 
 
-def _report(data: dict[str, Any]) -> Report:
-    return msgspec.convert(data, Report)
+def _report(data: dict[str, Any]) -> StatsReport:
+    return msgspec.convert(data, StatsReport)
 
 
 @dataclass
@@ -25,13 +25,13 @@ class XpydStats(KVConnectorStats):
     """One report, as the plain data that vLLM passes between its processes."""
 
     @classmethod
-    def of(cls, report: Report) -> "XpydStats":
+    def of(cls, report: StatsReport) -> "XpydStats":
         """Wrap a report."""
         return cls(data=msgspec.to_builtins(report))
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data = msgspec.to_builtins(Report())
+        self.data = msgspec.to_builtins(StatsReport())
 
     def aggregate(self, other: KVConnectorStats) -> "XpydStats":
         """Add another rank's or interval's numbers."""

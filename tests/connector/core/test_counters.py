@@ -6,11 +6,19 @@ from pathlib import Path
 import pytest
 
 import xpyd_connector
-from xpyd_connector.core.counters import COUNTERS, GAUGES, Report, Sample, Tally, Telling, merge
+from xpyd_connector.core.counters import (
+    COUNTERS,
+    GAUGES,
+    Counters,
+    ForwardingCounters,
+    StatsReport,
+    TransferSample,
+    merge,
+)
 from xpyd_connector.core.lease.kv_params import REFUSALS
 from xpyd_connector.core.lease.prefill_scheduler import _COUNTER
 
-SAMPLE = Sample(0.1, 64, 1)
+SAMPLE = TransferSample(0.1, 64, 1)
 
 
 def choices(argument):
@@ -26,7 +34,7 @@ def counted():
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in (
                 "count",
                 "_fail",
-                "_give_up",
+                "_abort",
                 "_break_off",
             ):
                 constants = (
@@ -50,39 +58,42 @@ def test_descriptions_are_sentences(text):
 
 def test_a_tally_starts_again_after_each_report():
     """Counters are increments: told twice they would count twice."""
-    tally = Tally()
-    tally.count("loads")
-    tally.count("loads", 2)
-    tally.moved(SAMPLE)
+    counters = Counters()
+    counters.count("loads")
+    counters.count("loads", 2)
+    counters.observe(SAMPLE)
 
-    assert tally.take() == Report({"loads": 3}, {}, [SAMPLE])
-    assert not tally.take()
+    assert counters.take() == StatsReport({"loads": 3}, {}, [SAMPLE])
+    assert not counters.take()
 
 
 def test_reports_add_up_but_gauges_are_replaced():
     """Of a gauge only the latest value is true."""
     merged = merge(
-        [Report({"loads": 1}, {"leases_held": 5.0}, [SAMPLE]), Report({"loads": 2, "lapsed": 1}, {"leases_held": 0.0})]
+        [
+            StatsReport({"loads": 1}, {"leases_held": 5.0}, [SAMPLE]),
+            StatsReport({"loads": 2, "leases_lost": 1}, {"leases_held": 0.0}),
+        ]
     )
 
-    assert merged == Report({"loads": 3, "lapsed": 1}, {"leases_held": 0.0}, [SAMPLE])
+    assert merged == StatsReport({"loads": 3, "leases_lost": 1}, {"leases_held": 0.0}, [SAMPLE])
     assert not merge([])
 
 
 def test_merging_leaves_its_inputs_alone():
     """They may be another thread's."""
-    report = Report({"loads": 1}, {"leases_held": 5.0}, [SAMPLE])
+    report = StatsReport({"loads": 1}, {"leases_held": 5.0}, [SAMPLE])
     merge([report, report])
 
-    assert report == Report({"loads": 1}, {"leases_held": 5.0}, [SAMPLE])
+    assert report == StatsReport({"loads": 1}, {"leases_held": 5.0}, [SAMPLE])
 
 
 def test_what_tells_keeps_nothing():
     """Each number once, and at once."""
     told = []
-    tally = Telling(told.append)
-    tally.count("pushes", 2)
-    tally.moved(SAMPLE)
+    counters = ForwardingCounters(told.append)
+    counters.count("pushes", 2)
+    counters.observe(SAMPLE)
 
-    assert told == [Report(counters={"pushes": 2}), Report(transfers=[SAMPLE])]
-    assert not tally.take()
+    assert told == [StatsReport(counters={"pushes": 2}), StatsReport(transfers=[SAMPLE])]
+    assert not counters.take()

@@ -9,8 +9,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's and vLLM's own, at their import
     import torch
 
-    from xpyd_connector.shell.cache_regions import Interior, describe_caches, place_of, spans_of
-    from xpyd_connector.shell.engine_config import Facts
+    from xpyd_connector.shell.cache_regions import KernelLayout, describe_caches, place_of, spans_of
+    from xpyd_connector.shell.engine_config import EngineConfig
 
 from xpyd_connector.core.ids import Address, EngineId
 from xpyd_connector.core.layout.cache_groups import CacheGroup
@@ -24,16 +24,24 @@ WIDTH = CONTENT * 4  # bytes of one token and head
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
-def facts(*groups, layers=("l.0",), all_heads=HEADS, ranks=1):
+def engine_config(*groups, layers=("l.0",), all_heads=HEADS, ranks=1):
     groups = groups or (CacheGroup(TOKENS),)
     numbers = {name: min(number, len(groups) - 1) for number, name in enumerate(layers)}
-    return Facts(
-        EngineId("e"), Address("127.0.0.1", 1), groups, numbers, BLOCKS, all_heads, ranks, lends=True, borrows=True
+    return EngineConfig(
+        EngineId("e"),
+        Address("127.0.0.1", 1),
+        groups,
+        numbers,
+        BLOCKS,
+        all_heads,
+        ranks,
+        is_producer=True,
+        is_consumer=True,
     )
 
 
-def describe(caches, *groups, interior=Interior.ENTRIES, **changes):
-    return describe_caches(caches, facts(*groups, layers=tuple(caches), **changes), BLOCKS, interior)
+def describe(caches, *groups, interior=KernelLayout.ENTRIES, **changes):
+    return describe_caches(caches, engine_config(*groups, layers=tuple(caches), **changes), BLOCKS, interior)
 
 
 def laid_out(layout, layers=1, rows=BLOCKS, heads=HEADS, tokens=TOKENS, content=CONTENT):
@@ -156,7 +164,7 @@ def test_on_a_cpu_k_and_v_are_two_regions():
     kept = layer.view(BLOCKS, HEADS, 2 * size * TOKENS)
     kept[:, :, : size * TOKENS] = k.transpose(2, 3).reshape(BLOCKS, HEADS, -1)
     kept[:, :, size * TOKENS :] = v.reshape(BLOCKS, HEADS, -1)
-    regions = describe({"l.0": layer}, interior=Interior.TRANSPOSED)
+    regions = describe({"l.0": layer}, interior=KernelLayout.TRANSPOSED)
 
     assert [(region.parts, region.width, region.opaque) for region in regions] == [(3, 4, False), (1, 12, False)]
     for region, half in zip(regions, (k, v), strict=True):
@@ -173,7 +181,7 @@ def test_k_and_v_together_are_every_byte_of_a_layer_once(layout, dtype):
     regions = describe(
         {f"l.{number}": layer for number, layer in enumerate(layers)},
         CacheGroup(2 * TOKENS),
-        interior=Interior.TRANSPOSED,
+        interior=KernelLayout.TRANSPOSED,
     )
 
     assert [region.parts for region in regions] == [size, 1] * 2
@@ -197,14 +205,14 @@ def bytes_of(region):
 @pytest.mark.parametrize("layout", ["LBNHC", "BLNHC"])
 def test_where_a_heads_tokens_are_not_in_one_piece_we_do_not_guess_what_a_cpu_keeps_there(layout):
     """The kernel was looked at in the other layouts only."""
-    (region,) = describe({"l.0": laid_out(layout, content=6)[0]}, interior=Interior.TRANSPOSED)
+    (region,) = describe({"l.0": laid_out(layout, content=6)[0]}, interior=KernelLayout.TRANSPOSED)
 
     assert region.opaque
 
 
 def test_what_a_kernel_does_that_we_do_not_know_is_not_cut():
     """Whole rows move between twins all the same."""
-    (region,) = describe({"l.0": laid_out("LBHNC")[0]}, interior=Interior.OPAQUE)
+    (region,) = describe({"l.0": laid_out("LBHNC")[0]}, interior=KernelLayout.OPAQUE)
 
     assert region.opaque
 

@@ -13,8 +13,8 @@ with warnings.catch_warnings():
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from xpyd_connector.core.layout.cache_groups import CacheGroup
-    from xpyd_connector.shell.cache_regions import Interior
-    from xpyd_connector.shell.kernel_layout import ENTRIES, interior_of
+    from xpyd_connector.shell.cache_regions import KernelLayout
+    from xpyd_connector.shell.kernel_layout import ENTRIES, kernel_layout_of
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 
@@ -35,7 +35,7 @@ class Layer(AttentionLayerBase):
 def interior(*backends, use_mla=False, dtype=torch.bfloat16, block_sizes=(32,), head_size=64, cache_dtype="auto"):
     """Ask for the interior in a worker whose layers have these backends."""
     layers = {f"l.{number}": Layer(name) for number, name in enumerate(backends)}
-    return interior_of(
+    return kernel_layout_of(
         SimpleNamespace(
             compilation_config=SimpleNamespace(static_forward_context=layers),
             cache_config=SimpleNamespace(cache_dtype=cache_dtype),
@@ -60,12 +60,12 @@ def take(monkeypatch):
 @pytest.mark.parametrize("name", sorted(ENTRIES))
 def test_kernels_that_keep_k_and_v_of_a_token_side_by_side(name):
     """As vLLM's view of the cache says."""
-    assert interior(name, name) is Interior.ENTRIES
+    assert interior(name, name) is KernelLayout.ENTRIES
 
 
 def test_layers_may_have_several_of_them():
     """Some models have layers that one backend alone cannot do."""
-    assert interior("FLASH_ATTN", "TRITON_ATTN") is Interior.ENTRIES
+    assert interior("FLASH_ATTN", "TRITON_ATTN") is KernelLayout.ENTRIES
 
 
 def test_vllm_still_has_the_backends_that_we_know():
@@ -76,13 +76,13 @@ def test_vllm_still_has_the_backends_that_we_know():
 @pytest.mark.parametrize("names", [("ROCM_AITER_FA",), ("FLASH_ATTN", "ROCM_AITER_FA"), ("CPU_ATTN", "FLASH_ATTN")])
 def test_one_kernel_that_we_do_not_know_makes_all_opaque(names):
     """A guess would be a wrong answer."""
-    assert interior(*names) is Interior.OPAQUE
+    assert interior(*names) is KernelLayout.OPAQUE
 
 
 @pytest.mark.parametrize("name", ["FLASHMLA", "CPU_MLA", "SOME_NEW_MLA"])
 def test_mla_has_one_vector_for_each_token_whatever_the_kernel(name):
     """There is nothing to put in another order."""
-    assert interior(name, use_mla=True) is Interior.ENTRIES
+    assert interior(name, use_mla=True) is KernelLayout.ENTRIES
 
 
 @pytest.mark.parametrize("isa", ["vec", "vec16", "amx", "neon", "rvv", "vxe", "vsx"])
@@ -90,7 +90,7 @@ def test_of_a_cpus_instruction_sets_only_one_has_been_looked_at(take, isa):
     """The others pack K in ways of their own."""
     take(isa)
 
-    assert interior("CPU_ATTN") is (Interior.TRANSPOSED if isa == "vec" else Interior.OPAQUE)
+    assert interior("CPU_ATTN") is (KernelLayout.TRANSPOSED if isa == "vec" else KernelLayout.OPAQUE)
 
 
 def test_vllm_is_asked_for_this_model_and_this_cache(take):
@@ -106,19 +106,19 @@ def test_a_cpu_cache_of_another_type_than_the_model_is_opaque(take, cache_dtype)
     """It has not been looked at."""
     take("vec")
 
-    assert interior("CPU_ATTN", cache_dtype=cache_dtype) is Interior.OPAQUE
+    assert interior("CPU_ATTN", cache_dtype=cache_dtype) is KernelLayout.OPAQUE
 
 
 def test_groups_whose_kernels_differ_are_not_cut(monkeypatch):
     """vLLM chooses an instruction set for each KV cache group, by its block size."""
     monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda _, size, *__: "vec" if size == 32 else "vec16")
 
-    assert interior("CPU_ATTN", block_sizes=(32, 32)) is Interior.TRANSPOSED
-    assert interior("CPU_ATTN", block_sizes=(32, 16)) is Interior.OPAQUE
+    assert interior("CPU_ATTN", block_sizes=(32, 32)) is KernelLayout.TRANSPOSED
+    assert interior("CPU_ATTN", block_sizes=(32, 16)) is KernelLayout.OPAQUE
 
 
 def test_a_worker_without_attention_layers_is_not_cut(monkeypatch):
     """Nothing is known of what keeps its cache."""
     monkeypatch.setattr("xpyd_connector.shell.kernel_layout.get_current_attn_backends", lambda _: [])
 
-    assert interior() is Interior.OPAQUE
+    assert interior() is KernelLayout.OPAQUE

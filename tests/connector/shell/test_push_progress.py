@@ -7,11 +7,11 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
-    from xpyd_connector.shell.push_progress import Streams
+    from xpyd_connector.shell.push_progress import PushProgress
 
 from xpyd_connector.core.ids import RequestId
 from xpyd_connector.core.layout.cache_groups import CacheGroup
-from xpyd_connector.core.push.push_job import Gone
+from xpyd_connector.core.push.push_job import TransferOver
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 SIZE = 4
@@ -22,7 +22,7 @@ class Engine:
     """vLLM's scheduler, as far as the streams notice it: a step's tokens count after the step was announced."""
 
     def __init__(self, *groups, is_chunked=True):
-        self.streams = Streams(groups or [CacheGroup(SIZE)], is_chunked=is_chunked)
+        self.streams = PushProgress(groups or [CacheGroup(SIZE)], is_chunked=is_chunked)
         self.tables = {}
         self.running = set()
 
@@ -38,7 +38,7 @@ class Engine:
         of_one = [(request, count, (blocks,)) for request, count, blocks in scheduled]
         news = self.step_of_all_groups(*of_one, state=state, resumed=resumed)
         return [
-            ("gone", each.request) if isinstance(each, Gone) else
+            ("gone", each.request) if isinstance(each, TransferOver) else
             (each.request, each.attempt, list(*each.groups), each.last) for each in news
         ]  # fmt: skip
 
@@ -55,7 +55,7 @@ class Engine:
             scheduled_new_reqs=new,
             scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(resumed)),
         )
-        news = self.streams.take_news(output)
+        news = self.streams.take_computed(output)
         for request, count, _ in scheduled:
             request.num_computed_tokens += count
         return news
@@ -73,10 +73,10 @@ def test_a_step_tells_what_the_steps_before_have_completed(engine):
     assert engine.step((request, 2, [7, 8])) == [(T, 0, [7], False)]
     assert engine.step((request, 2, [7, 8, 9])) == [(T, 0, [8], False)]
     engine.streams.finish(request, ([7, 8, 9],))
-    assert engine.streams.has_news()
+    assert engine.streams.has_pending()
     assert engine.step() == [(T, 0, [9], True)]
 
-    assert not engine.streams.has_news()
+    assert not engine.streams.has_pending()
     assert engine.step() == []
     assert len(engine.streams) == 0
 

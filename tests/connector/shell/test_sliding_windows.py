@@ -9,7 +9,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
     from vllm.v1.core.block_pool import BlockPool
 
-    from xpyd_connector.shell.sliding_windows import NULL, Windows
+    from xpyd_connector.shell.sliding_windows import NULL, SlidingWindowPins
 
 from xpyd_connector.core.layout.cache_groups import CacheGroup
 
@@ -24,7 +24,7 @@ class Engine:
     def __init__(self, *groups):
         self.groups = groups or (FULL, WINDOW)
         self.pool = BlockPool(BLOCKS, enable_caching=False, hash_block_size=SIZE)
-        self.windows = Windows(self.groups, lambda: self.pool)
+        self.windows = SlidingWindowPins(self.groups, lambda: self.pool)
         self.live, self.tables = {}, {}
 
     def begin(self, tokens, *, own="p-a", **params):
@@ -79,7 +79,7 @@ class Engine:
 
 def held(group, table, prompt):
     """Whether all blocks of the tokens that a decode engine needs are there."""
-    start, stop = group.lacking(prompt, prompt - 1)
+    start, stop = group.missing_tokens(prompt, prompt - 1)
     return all(table[group.blocks_of(start, stop)])
 
 

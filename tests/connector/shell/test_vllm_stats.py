@@ -11,11 +11,13 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
     from xpyd_connector.shell.vllm_stats import XpydPromMetrics, XpydStats
 
-from xpyd_connector.core.counters import COUNTERS, GAUGES, Report, Sample
+from xpyd_connector.core.counters import COUNTERS, GAUGES, StatsReport, TransferSample
 
 INFO = {"protocol": "3", "fingerprint": "0123456789abcdef", "mode": "pull"}
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
-REPORT = Report({"loads": 2}, {"leases_held": 3.0}, [Sample(0.002, 1_000_000, 8, 0.001), Sample(0.004, 500_000, 4)])
+REPORT = StatsReport(
+    {"loads": 2}, {"leases_held": 3.0}, [TransferSample(0.002, 1_000_000, 8, 0.001), TransferSample(0.004, 500_000, 4)]
+)
 
 
 def test_stats_travel_between_processes():
@@ -28,10 +30,10 @@ def test_stats_travel_between_processes():
 
 def test_stats_of_ranks_and_intervals_add_up():
     """Counters and transfers do; of a gauge the latest is true."""
-    later = XpydStats.of(Report({"loads": 1, "lapsed": 1}, {"leases_held": 1.0}))
+    later = XpydStats.of(StatsReport({"loads": 1, "leases_lost": 1}, {"leases_held": 1.0}))
     sum_ = XpydStats.of(REPORT).aggregate(later).reduce()
 
-    assert (sum_["loads"], sum_["lapsed"], sum_["leases_held"], sum_["transfers"]) == (3, 1, 1.0, 2)
+    assert (sum_["loads"], sum_["leases_lost"], sum_["leases_held"], sum_["transfers"]) == (3, 1, 1.0, 2)
 
 
 def test_one_log_line_shows_what_matters():
@@ -40,7 +42,7 @@ def test_one_log_line_shows_what_matters():
         "loads": 2, "leases_held": 3.0, "transfers": 2, "MB moved": 1.5, "mean transfer ms": 3.0,
         "descriptors": 12, "mean posting ms": 0.5,
     }  # fmt: skip
-    assert XpydStats.of(Report({"loads": 1})).reduce() == {"loads": 1}
+    assert XpydStats.of(StatsReport({"loads": 1})).reduce() == {"loads": 1}
 
 
 def test_stats_can_be_reset():
@@ -70,7 +72,7 @@ def value(name, engine):
 def test_prometheus_shows_each_engine_by_itself(metrics):
     """Counters grow, gauges are replaced, transfers make a histogram."""
     metrics.observe(XpydStats.of(REPORT).data, 1)
-    metrics.observe(XpydStats.of(Report({"loads": 1}, {"leases_held": 0.0})).data, 1)
+    metrics.observe(XpydStats.of(StatsReport({"loads": 1}, {"leases_held": 0.0})).data, 1)
 
     assert value("vllm:xpyd_loads_total", "1") == 3
     assert value("vllm:xpyd_loads_total", "0") == 0
@@ -90,7 +92,7 @@ def test_who_may_be_paired_with_whom_is_known_from_the_start(metrics):
 
 def test_everything_that_can_be_reported_is_registered(metrics):
     """A name that is missing would fail at the first event, in the API server."""
-    metrics.observe(XpydStats.of(Report(dict.fromkeys(COUNTERS, 1), dict.fromkeys(GAUGES, 1.0))).data)
+    metrics.observe(XpydStats.of(StatsReport(dict.fromkeys(COUNTERS, 1), dict.fromkeys(GAUGES, 1.0))).data)
 
     assert all(value(f"vllm:xpyd_{name}_total", "0") == 1 for name in COUNTERS)
     assert all(value(f"vllm:xpyd_{name}", "0") == 1 for name in GAUGES)

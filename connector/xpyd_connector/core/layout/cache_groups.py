@@ -16,7 +16,7 @@ class CacheGroup:
     chunk: int = 0  # a token sees those of its own chunk before it
 
     @property
-    def forgets(self) -> bool:
+    def frees_early(self) -> bool:
         """Whether blocks are freed while their request still runs."""
         return bool(self.window or self.chunk)
 
@@ -29,7 +29,7 @@ class CacheGroup:
             return max(0, computed - self.window + 1)
         return computed // self.chunk * self.chunk if self.chunk else 0
 
-    def lacking(self, prompt_tokens: int, external_tokens: int) -> tuple[int, int]:
+    def missing_tokens(self, prompt_tokens: int, external_tokens: int) -> tuple[int, int]:
         """Return the first token that must come from elsewhere and the one after the last.
 
         The last ``external_tokens`` of the first ``prompt_tokens - 1`` are missing here, less those that nothing looks

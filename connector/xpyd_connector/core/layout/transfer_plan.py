@@ -23,7 +23,7 @@ Integers: TypeAlias = npt.NDArray[np.int64]
 Spans: TypeAlias = npt.NDArray[np.int64]  # one row for each run: address there, address here, bytes
 
 
-class Stretch(NamedTuple):
+class TokenRange(NamedTuple):
     """The tokens from ``start`` to ``stop`` of one KV cache group, and the blocks they are in on either side.
 
     The first block of each list is the one that token ``start`` is in; both lists reach at least to ``stop``.
@@ -36,7 +36,7 @@ class Stretch(NamedTuple):
     local: Sequence[BlockId]
 
 
-class Owner(NamedTuple):
+class HeadSource(NamedTuple):
     """The rank of another engine from which heads ``first`` to ``last`` (not included) of a layer are taken."""
 
     rank: int
@@ -60,7 +60,7 @@ def heads_of(all_heads: int, ranks: int, rank: int) -> tuple[int, int]:
     return first, first + max(all_heads // ranks, 1)
 
 
-def owners(all_heads: int, ranks: int, ranks_here: int, rank_here: int) -> tuple[Owner, ...]:
+def head_sources(all_heads: int, ranks: int, ranks_here: int, rank_here: int) -> tuple[HeadSource, ...]:
     """Return from which of ``ranks`` ranks a rank of an engine of ``ranks_here`` takes its heads, each head once.
 
     Where several ranks there keep a head, those that keep it here spread over them, and equal engines pair up.
@@ -71,15 +71,15 @@ def owners(all_heads: int, ranks: int, ranks_here: int, rank_here: int) -> tuple
     copies, copies_here = max(ranks // all_heads, 1), max(ranks_here // all_heads, 1)
     copy = rank_here % copies_here * copies // copies_here
     if copies > 1:
-        return tuple(Owner(head * copies + copy, head, head + 1) for head in range(first, last))
+        return tuple(HeadSource(head * copies + copy, head, head + 1) for head in range(first, last))
     cuts = [first, *range((first // each + 1) * each, last, each), last]
-    return tuple(Owner(begin // each, begin, end) for begin, end in pairwise(cuts))
+    return tuple(HeadSource(begin // each, begin, end) for begin, end in pairwise(cuts))
 
 
 def needed_ranks(ours: RankInfo, ranks_there: int) -> tuple[int, ...]:
     """Return the ranks of a prefill engine of ``ranks_there`` that our rank, of a decode engine, takes KV from."""
     layers = {region.all_heads for region in ours.regions}
-    found = {owner.rank for heads in layers for owner in owners(heads, ranks_there, ours.ranks, ours.rank)}
+    found = {owner.rank for heads in layers for owner in head_sources(heads, ranks_there, ours.ranks, ours.rank)}
     return tuple(sorted(found))
 
 
@@ -92,7 +92,7 @@ def served_ranks(ours: RankInfo, ranks_there: int) -> tuple[int, ...]:
 
     def serves(rank: int) -> bool:
         return any(
-            owner.rank == ours.rank for heads in layers for owner in owners(heads, ours.ranks, ranks_there, rank)
+            owner.rank == ours.rank for heads in layers for owner in head_sources(heads, ours.ranks, ranks_there, rank)
         )
 
     return tuple(rank for rank in range(ranks_there) if serves(rank))
@@ -177,7 +177,7 @@ def _smallest_run(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) 
     return int(_pattern(_cut("its", their), _cut("our", our), shared)[:, 2].min())
 
 
-class _Cut(NamedTuple):
+class _BlockGeometry(NamedTuple):
     """How regions of one side are cut into blocks, heads and tokens, wherever they lie."""
 
     whose: str
@@ -191,11 +191,11 @@ class _Cut(NamedTuple):
     parts: int
     part_stride: int
 
-    def held(self, stretch: Stretch, blocks: Sequence[BlockId]) -> Integers:
-        """Return the blocks of the stretch, all of which are there and held."""
+    def held(self, token_range: TokenRange, blocks: Sequence[BlockId]) -> Integers:
+        """Return the blocks of the tokens, all of which exist and are held."""
         size = self.rows * self.tokens
-        what = f"tokens {stretch.start} to {stretch.stop} of group {stretch.group}"
-        count = -(-stretch.stop // size) - stretch.start // size
+        what = f"tokens {token_range.start} to {token_range.stop} of group {token_range.group}"
+        count = -(-token_range.stop // size) - token_range.start // size
         if len(blocks) < count:
             raise ProtocolViolation(f"{what} need {count} of {self.whose} blocks of {size} tokens; {len(blocks)} named")
         try:
@@ -209,29 +209,29 @@ class _Cut(NamedTuple):
             raise ProtocolViolation(f"{what} are not held: one of {self.whose} blocks is 0, the null block")
         return ids
 
-    def offsets(self, stretch: Stretch, ids: Integers, tokens: Integers) -> Integers:
+    def offsets(self, token_range: TokenRange, ids: Integers, tokens: Integers) -> Integers:
         """Return how many bytes behind a region's base head 0 of each of these ``tokens`` of the stretch is."""
         size = self.rows * self.tokens
-        rows = ids[tokens // size - stretch.start // size] * self.rows + tokens % size // self.tokens
+        rows = ids[tokens // size - token_range.start // size] * self.rows + tokens % size // self.tokens
         return rows * self.row_stride + tokens % self.tokens * self.token_stride
 
 
-class _Alike(NamedTuple):
+class _SameLayout(NamedTuple):
     """Layers of one group that are cut in the same way: they share one computation, and differ by their bases."""
 
-    there: _Cut
-    here: _Cut
+    there: _BlockGeometry
+    here: _BlockGeometry
     pattern: Spans  # of the tokens that are in one row on both sides
     bases: Spans  # of each layer, with no bytes
 
-    def runs(self, stretch: Stretch) -> Spans:
+    def runs(self, token_range: TokenRange) -> Spans:
         """Return the runs of every layer, merged within each."""
-        remote = self.there.held(stretch, stretch.remote)  # checked before anything grows with the stretch
-        local = self.here.held(stretch, stretch.local)
+        remote = self.there.held(token_range, token_range.remote)  # checked before anything grows with the stretch
+        local = self.here.held(token_range, token_range.local)
         unit = min(self.there.tokens, self.here.tokens)
-        tokens = np.arange(stretch.start // unit * unit, stretch.stop, unit, dtype=np.int64)
-        there = self.there.offsets(stretch, remote, tokens)
-        here = self.here.offsets(stretch, local, tokens)
+        tokens = np.arange(token_range.start // unit * unit, token_range.stop, unit, dtype=np.int64)
+        there = self.there.offsets(token_range, remote, tokens)
+        here = self.here.offsets(token_range, local, tokens)
         units = np.stack((there, here, np.zeros_like(tokens)), axis=1)
         layer = merge((units[:, None] + self.pattern).reshape(-1, 3))
         return (self.bases[:, None] + layer).reshape(-1, 3)
@@ -242,32 +242,36 @@ class Route:
 
     def __init__(self, ours: RankInfo, theirs: RankInfo, heads: Sequence[tuple[int, int]]) -> None:
         """Move heads ``first`` to ``last`` (not included) of each region; :func:`check_shapes` has passed the pair."""
-        alike: dict[tuple[int, _Cut, _Cut, int], list[tuple[int, int, int]]] = {}
+        alike: dict[tuple[int, _BlockGeometry, _BlockGeometry, int], list[tuple[int, int, int]]] = {}
         for our, their, (first, last) in zip(ours.regions, theirs.regions, heads, strict=True):
             if first < last:
                 key = (our.group, _cut("the peer's", their), _cut("our", our), last - first)
                 base = (_head_address(theirs, their, first), _head_address(ours, our, first), 0)
                 alike.setdefault(key, []).append(base)
-        self._groups: dict[int, list[_Alike]] = {region.group: [] for region in ours.regions}
+        self._groups: dict[int, list[_SameLayout]] = {region.group: [] for region in ours.regions}
         for (group, there, here, count), bases in alike.items():
-            layers = _Alike(there, here, _pattern(there, here, count), np.array(sorted(bases), dtype=np.int64))
+            layers = _SameLayout(there, here, _pattern(there, here, count), np.array(sorted(bases), dtype=np.int64))
             self._groups[group].append(layers)
 
-    def spans(self, stretches: Sequence[Stretch]) -> Spans:
-        """Return the runs of these stretches, merged and in order of address there, as int64 of shape (runs, 3).
+    def spans(self, token_ranges: Sequence[TokenRange]) -> Spans:
+        """Return the runs of these token ranges, merged and in order of address there, as int64 of shape (runs, 3).
 
         Both ends are rounded outwards to whole rows of the side with the smaller ones, which leaves them in the same
-        blocks; stretches of one group are not to meet within such a row. Raises
+        blocks; ranges of one group must not meet within such a row. Raises
         :exc:`~xpyd_connector.errors.ProtocolViolation` for blocks that an engine does not have or hold, or too few.
         """
         runs: list[Spans] = [np.empty((0, 3), dtype=np.int64)]
-        for stretch in stretches:
-            if stretch.group not in self._groups:
-                raise ProtocolViolation(f"group {stretch.group} of a cache that has the groups {sorted(self._groups)}")
-            if not 0 <= stretch.start <= stretch.stop:
-                raise ProtocolViolation(f"tokens {stretch.start} to {stretch.stop} of a prompt; they must be in order")
-            if stretch.start < stretch.stop:
-                runs += [layers.runs(stretch) for layers in self._groups[stretch.group]]
+        for token_range in token_ranges:
+            if token_range.group not in self._groups:
+                raise ProtocolViolation(
+                    f"group {token_range.group} of a cache that has the groups {sorted(self._groups)}"
+                )
+            if not 0 <= token_range.start <= token_range.stop:
+                raise ProtocolViolation(
+                    f"tokens {token_range.start} to {token_range.stop} of a prompt; they must be in order"
+                )
+            if token_range.start < token_range.stop:
+                runs += [layers.runs(token_range) for layers in self._groups[token_range.group]]
         return merge(np.concatenate(runs))
 
 
@@ -293,7 +297,7 @@ def merge(runs: Spans) -> Spans:
 
 def _taken(region: Region, source: RankInfo, target: RankInfo) -> tuple[int, int]:
     """Return the heads that ``target`` takes from ``source``: adjacent ones, because both keep adjacent ones."""
-    for owner in owners(region.all_heads, source.ranks, target.ranks, target.rank):
+    for owner in head_sources(region.all_heads, source.ranks, target.ranks, target.rank):
         if owner.rank == source.rank:
             return owner.first, owner.last
     return 0, 0
@@ -303,13 +307,13 @@ def _head_address(info: RankInfo, region: Region, head: int) -> int:
     return region.base + (head - heads_of(region.all_heads, info.ranks, info.rank)[0]) * region.head_stride
 
 
-def _cut(whose: str, region: Region) -> _Cut:
+def _cut(whose: str, region: Region) -> _BlockGeometry:
     strides = (region.row_stride, region.head_stride, region.token_stride)
     parts = region.parts, region.part_stride
-    return _Cut(whose, region.blocks, region.rows, region.tokens, region.width, *strides, *parts)
+    return _BlockGeometry(whose, region.blocks, region.rows, region.tokens, region.width, *strides, *parts)
 
 
-def _pattern(there: _Cut, here: _Cut, heads: int) -> Spans:
+def _pattern(there: _BlockGeometry, here: _BlockGeometry, heads: int) -> Spans:
     """Return the runs of ``heads`` heads of the tokens that share a row on both sides, relative to the first."""
     shape = heads, min(there.tokens, here.tokens), here.parts
     head, token, part = np.indices(shape, dtype=np.int64).reshape(3, -1)

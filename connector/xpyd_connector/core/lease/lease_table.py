@@ -1,8 +1,8 @@
-"""How long a prefill engine keeps the KV blocks of a request it finished.
+"""How long a prefill engine (P) keeps the KV blocks of a finished request.
 
-A lease is granted when the request finishes. A decode engine claims it with its first renewal: from then on it is that
-engine's alone, and also ends when the connection that renews it closes. A lease may be revoked unless somebody reads.
-Every call costs O(log n), or as much as the names it is about.
+P grants a lease when the request finishes. The first decode engine that renews it owns it from then on, and the lease
+also ends when that engine's connection closes. P may revoke a lease that nothing reads. Every call costs O(log n), or
+as much as the number of requests it names.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,14 +14,14 @@ from typing import Final, NamedTuple, TypeAlias
 from xpyd_connector.core.deadlines import Deadlines
 from xpyd_connector.core.ids import ConnId, RequestId
 from xpyd_connector.core.messages import MAX_IDS
-from xpyd_connector.core.state_machine import follow
+from xpyd_connector.core.state_machine import transition
 from xpyd_connector.errors import IllegalTransition
 
 
 class LeaseState(Enum):
-    """Where a lease is in its life."""
+    """State of a lease."""
 
-    GRANTED = auto()  # nobody has asked for the blocks yet
+    GRANTED = auto()  # no decode engine has renewed it yet
     CLAIMED = auto()  # a decode engine renews it
     OVER = auto()
 
@@ -33,8 +33,8 @@ class LeaseEvent(Enum):
     DONE = auto()  # every decode rank has read its part
     DROPPED = auto()  # the decode engine does not want the blocks
     PEER_LOST = auto()  # the connection of the decode engine that claimed it closed
-    EXPIRED = auto()  # nobody renewed it in time
-    REVOKED = auto()  # a prefill lacked its blocks
+    EXPIRED = auto()  # it was not renewed in time
+    REVOKED = auto()  # P needed its blocks for a prefill
 
 
 TRANSITIONS: Final[Mapping[LeaseState, Mapping[LeaseEvent, LeaseState]]] = {
@@ -57,8 +57,8 @@ TRANSITIONS: Final[Mapping[LeaseState, Mapping[LeaseEvent, LeaseState]]] = {
 }
 
 
-class Released(NamedTuple):
-    """A lease ended: its blocks may be freed."""
+class LeaseEnded(NamedTuple):
+    """A lease has ended: its blocks may be freed."""
 
     request: RequestId
     why: LeaseEvent
@@ -74,17 +74,17 @@ class _Lease:
     expires_at: float
     state: LeaseState = LeaseState.GRANTED
     holder: ConnId | None = None
-    read_until: float = -inf  # somebody reads until then, as far as we know
+    read_until: float = -inf  # a decode engine may read until then
     ranks_done: dict[RequestId, set[int]] = field(default_factory=dict[RequestId, set[int]])  # by reader
 
     def on(self, event: LeaseEvent) -> None:
-        self.state = follow(TRANSITIONS, self.state, event, "a lease")
+        self.state = transition(TRANSITIONS, self.state, event, "a lease")
 
 
-class LeaseBook:
+class LeaseTable:
     """All leases of one engine. Time (seconds, monotonic) only enters through ``now`` arguments.
 
-    ``reading`` is how long (s) a lease that somebody says to read is kept from being revoked. Without ``same_engine``
+    ``reading`` is how long (s) a lease is kept after a decode engine began to read. Without ``same_engine``
     no connection is known to be of the same engine as another: then only the connection that claimed a lease may renew
     it, and any may say that it has read it or does not want it.
     """
@@ -133,7 +133,7 @@ class LeaseBook:
         return True
 
     def holder(self, request: RequestId) -> ConnId | None:
-        """Return the connection that renews a lease; None if nobody has claimed it, or it is over."""
+        """Return the connection that renews a lease; None if it is unclaimed or over."""
         lease = self._leases.get(request)
         return lease.holder if lease is not None else None
 
@@ -147,54 +147,54 @@ class LeaseBook:
         return holder is None or self._same_engine is None or self.is_same(holder, conn)
 
     def read(self, request: RequestId, *, now: float) -> None:
-        """Note that somebody reads the blocks of a lease from now on: it is not revoked meanwhile."""
+        """Note that a decode engine reads the blocks from now on: the lease is not revoked meanwhile."""
         self._leases[request].read_until = now + self._reading
 
     def is_read(self, request: RequestId, *, now: float) -> bool:
-        """Whether somebody reads the blocks of a lease, as far as we were told."""
+        """Whether a decode engine reads the blocks of a lease, as far as we know."""
         return now < self._leases[request].read_until
 
-    def done(self, request: RequestId, reader: RequestId, rank: int, ranks: int) -> Released | None:
+    def done(self, request: RequestId, reader: RequestId, rank: int, ranks: int) -> LeaseEnded | None:
         """Record that one of a reader's ranks has read its part; the last one ends the lease.
 
         Several readers may share a lease (one prompt, n answers): ranks of two of them do not add up to one.
         """
         by_reader = self._leases[request].ranks_done
         if reader not in by_reader and len(by_reader) >= MAX_IDS:
-            return None  # nobody has so many; the lease ends some other way
+            return None  # no prompt has so many readers; the lease ends another way
         by_reader.setdefault(reader, set()).add(rank)
         return self._end(request, LeaseEvent.DONE) if len(by_reader[reader]) >= ranks else None
 
-    def finish(self, request: RequestId) -> Released:
+    def finish(self, request: RequestId) -> LeaseEnded:
         """End a lease because everything was written to everybody who asked for it."""
         return self._end(request, LeaseEvent.DONE)
 
-    def drop(self, request: RequestId) -> Released:
+    def drop(self, request: RequestId) -> LeaseEnded:
         """End a lease because the decode engine does not want the blocks."""
         return self._end(request, LeaseEvent.DROPPED)
 
-    def revoke(self, request: RequestId) -> Released:
+    def revoke(self, request: RequestId) -> LeaseEnded:
         """End a lease because the engine needs the blocks itself."""
         return self._end(request, LeaseEvent.REVOKED)
 
-    def lose(self, holder: ConnId) -> list[Released]:
+    def lose(self, holder: ConnId) -> list[LeaseEnded]:
         """End every lease claimed over a connection that closed."""
         return [self._end(request, LeaseEvent.PEER_LOST) for request in list(self._by_holder.get(holder, ()))]
 
-    def expire(self, *, now: float) -> list[Released]:
-        """End the leases that nobody renewed in time."""
+    def expire(self, *, now: float) -> list[LeaseEnded]:
+        """End the leases that were not renewed in time."""
         return [self._end(request, LeaseEvent.EXPIRED) for request in self._deadlines.take_due(now=now)]
 
     def next_expiry(self) -> float | None:
-        """When the first lease ends if nobody renews it; None when there is none."""
+        """Return when the first lease expires unless renewed; None when there is none."""
         return self._deadlines.next()
 
-    def _end(self, request: RequestId, why: LeaseEvent) -> Released:
+    def _end(self, request: RequestId, why: LeaseEvent) -> LeaseEnded:
         lease = self._leases.pop(request)
         lease.on(why)
         self._unhold(request, lease)
         self._deadlines.discard(request)
-        return Released(request, why)
+        return LeaseEnded(request, why)
 
     def _unhold(self, request: RequestId, lease: _Lease) -> None:
         if lease.holder is None:

@@ -1,15 +1,15 @@
-"""The decode scheduler's half of push: lend blocks to a prefill engine until it has written them, or never will.
+"""D's scheduler in push: lend blocks to a prefill engine (P) until it has written them, or never will.
 
-A landing ends with P's word: Landed, or Stopped. When we give one up before that (aborted, too late, P silent), the
-request is told at once, but its blocks must not be used: P may still write into them. They are ours again when P says
-Stopped; or, when its connection closed, after what it had sent on its way must have arrived (:data:`QUARANTINE`).
+P answers each registration with PushDone or PushStopped. If we abort one before (request aborted, timeout, P silent),
+the load fails at once, but its blocks stay unused because P may still write into them. They are free when P sends
+PushStopped; or, if P's connection closed, when all that P had sent must have arrived (:data:`QUARANTINE`).
 
-So what was registered over a connection that ended cannot be registered again. But P closes connections that are idle:
-over one that has been quiet for long, a landing is registered when P has answered a heartbeat; if the connection ends
-before, P has not heard of the landing, and is met again.
+A registration sent over a connection that ended must not be sent again. P closes idle connections, though: over one
+that has been idle for long, a push is registered only when P has answered a heartbeat. If the connection ends before,
+P has not received the registration, and we connect again.
 
-Where the cache is out of NIXL's reach, slots of a host buffer are lent instead, as soon as there are enough, and what
-landed in them is copied before the request is told.
+Where NIXL cannot reach the cache, D lends slots of a host buffer, as soon as there are enough, and copies them into
+the cache when P is done.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,16 +18,27 @@ from enum import Enum, auto
 from math import inf
 from typing import Final, NamedTuple
 
-from xpyd_connector.core.counters import Tally
+from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.deadlines import Deadlines
 from xpyd_connector.core.ids import Address, ConnId, EngineId, RequestId
-from xpyd_connector.core.lease.decode_scheduler import Borrower
-from xpyd_connector.core.messages import Alive, Landed, Lent, Memory, Message, RankInfo, Register, Stop, Stopped, Stuck
+from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
+from xpyd_connector.core.messages import (
+    CancelPushes,
+    HeartbeatReply,
+    LentBlocks,
+    Message,
+    PushDone,
+    PushStalled,
+    PushStopped,
+    RankInfo,
+    RankMemory,
+    RegisterPush,
+)
 from xpyd_connector.core.ports import Link
-from xpyd_connector.core.results import LetGo, Result
-from xpyd_connector.core.session.peers import Peer, PeerBook, PeerState
-from xpyd_connector.core.staging.decode_scheduler import Unpacking
-from xpyd_connector.core.state_machine import follow
+from xpyd_connector.core.results import BlocksReleased, LoadResult
+from xpyd_connector.core.session.peers import Peer, PeerState, PeerTable
+from xpyd_connector.core.staging.decode_scheduler import StagingReceiver
+from xpyd_connector.core.state_machine import transition
 from xpyd_connector.errors import ConnectorError, IllegalTransition
 
 # How long blocks stay out of reach after P's connection closed: (s between looks, looks). Looks, not a span of time: a
@@ -36,65 +47,65 @@ QUARANTINE: Final = 0.1, 50  # P's scheduler is dead, its workers follow, and wh
 LONG_QUARANTINE: Final = 10.0, 110  # cut off: TCP sends again for 15 minutes (Linux, tcp_retries2) once the cut mends
 
 
-class LandingState(Enum):
-    """Where a landing is in its life."""
+class ReceiveState(Enum):
+    """State of an expected push."""
 
     QUEUED = auto()  # for room in our staging buffer
     WAITING = auto()  # for P to be met, or to answer over a connection that has been quiet for long
     REGISTERED = auto()  # P may write
-    STOPPING = auto()  # given up and told so; P may still write until it says Stopped
-    QUARANTINED = auto()  # given up, and P is gone: what it sent may still arrive
+    STOPPING = auto()  # aborted and reported; P may still write until it sends PushStopped
+    QUARANTINED = auto()  # aborted, and P is gone: what it sent may still arrive
     COPYING = auto()  # from our staging buffer into the cache
-    CEASING = auto()  # given up while it is copied
+    ABORTING = auto()  # given up while it is copied
     OVER = auto()
 
 
-class LandingEvent(Enum):
-    """What can happen to a landing."""
+class ReceiveEvent(Enum):
+    """What can happen to an expected push."""
 
-    ROOM = auto()
+    SLOTS_GRANTED = auto()
     REGISTERED = auto()
-    STAGED = auto()  # landed in our staging buffer
-    LANDED = auto()  # in the cache
+    STAGED = auto()  # complete in our host buffer
+    DONE = auto()  # in the cache
     FAILED = auto()  # and P does not write
-    GIVEN_UP = auto()
+    ABORTED = auto()
     PEER_LOST = auto()
-    LET_GO = auto()
+    RELEASED = auto()
 
 
-TRANSITIONS: Final[Mapping[LandingState, Mapping[LandingEvent, LandingState]]] = {
-    LandingState.QUEUED: {LandingEvent.ROOM: LandingState.WAITING, LandingEvent.FAILED: LandingState.OVER},
-    LandingState.WAITING: {
-        LandingEvent.REGISTERED: LandingState.REGISTERED,
-        LandingEvent.FAILED: LandingState.OVER,
+TRANSITIONS: Final[Mapping[ReceiveState, Mapping[ReceiveEvent, ReceiveState]]] = {
+    ReceiveState.QUEUED: {ReceiveEvent.SLOTS_GRANTED: ReceiveState.WAITING, ReceiveEvent.FAILED: ReceiveState.OVER},
+    ReceiveState.WAITING: {
+        ReceiveEvent.REGISTERED: ReceiveState.REGISTERED,
+        ReceiveEvent.FAILED: ReceiveState.OVER,
     },
-    LandingState.REGISTERED: {
-        LandingEvent.STAGED: LandingState.COPYING,
-        LandingEvent.LANDED: LandingState.OVER,
-        LandingEvent.FAILED: LandingState.OVER,
-        LandingEvent.GIVEN_UP: LandingState.STOPPING,
-        LandingEvent.PEER_LOST: LandingState.QUARANTINED,
+    ReceiveState.REGISTERED: {
+        ReceiveEvent.STAGED: ReceiveState.COPYING,
+        ReceiveEvent.DONE: ReceiveState.OVER,
+        ReceiveEvent.FAILED: ReceiveState.OVER,
+        ReceiveEvent.ABORTED: ReceiveState.STOPPING,
+        ReceiveEvent.PEER_LOST: ReceiveState.QUARANTINED,
     },
-    LandingState.STOPPING: {
-        LandingEvent.LET_GO: LandingState.OVER,
-        LandingEvent.PEER_LOST: LandingState.QUARANTINED,
+    ReceiveState.STOPPING: {
+        ReceiveEvent.RELEASED: ReceiveState.OVER,
+        ReceiveEvent.PEER_LOST: ReceiveState.QUARANTINED,
     },
-    LandingState.QUARANTINED: {LandingEvent.LET_GO: LandingState.OVER},
-    LandingState.COPYING: {
-        LandingEvent.LANDED: LandingState.OVER,
-        LandingEvent.FAILED: LandingState.OVER,
-        LandingEvent.GIVEN_UP: LandingState.CEASING,
+    ReceiveState.QUARANTINED: {ReceiveEvent.RELEASED: ReceiveState.OVER},
+    ReceiveState.COPYING: {
+        ReceiveEvent.DONE: ReceiveState.OVER,
+        ReceiveEvent.FAILED: ReceiveState.OVER,
+        ReceiveEvent.ABORTED: ReceiveState.ABORTING,
     },
-    LandingState.CEASING: {LandingEvent.LET_GO: LandingState.OVER},
-    LandingState.OVER: {},
+    ReceiveState.ABORTING: {ReceiveEvent.RELEASED: ReceiveState.OVER},
+    ReceiveState.OVER: {},
 }
 
 
 # What P says or does makes no difference any more, or not yet.
-_OURS: Final = (LandingState.QUEUED, LandingState.QUARANTINED, LandingState.COPYING, LandingState.CEASING)
+_IGNORES_PEER: Final = (ReceiveState.QUEUED, ReceiveState.QUARANTINED, ReceiveState.COPYING, ReceiveState.ABORTING)
 
 
-class Ticket(NamedTuple):
+class PushOrder(NamedTuple):
     """What the scheduler asks for: the blocks to lend, of each KV cache group."""
 
     request: RequestId  # ours
@@ -102,312 +113,318 @@ class Ticket(NamedTuple):
     engine: EngineId
     address: Address
     prompt: str | None  # its digest
-    groups: Sequence[Lent]
+    groups: Sequence[LentBlocks]
 
 
 @dataclass(slots=True)
-class _Landing:
-    ticket: Ticket
-    state: LandingState = LandingState.WAITING
-    lent: Sequence[Lent] = ()  # what P may write into: our blocks, or slots
-    look_every: float = 0.0  # s; these two only while QUARANTINED
-    looks: int = 0
+class _ExpectedPush:
+    order: PushOrder
+    state: ReceiveState = ReceiveState.WAITING
+    lent: Sequence[LentBlocks] = ()  # what P may write into: our blocks, or slots
+    check_interval: float = 0.0  # s; these two only while QUARANTINED
+    checks: int = 0
 
-    def on(self, event: LandingEvent) -> None:
-        self.state = follow(TRANSITIONS, self.state, event, f"landing of {self.ticket.request}")
+    def on(self, event: ReceiveEvent) -> None:
+        self.state = transition(TRANSITIONS, self.state, event, f"landing of {self.order.request}")
 
 
-class Landings:
+class PushReceiver:
     """Runs on the control thread."""
 
     def __init__(
         self,
         link: Link,
-        peers: PeerBook,
-        borrower: Borrower,
-        tally: Tally,
+        peers: PeerTable,
+        lease_renewer: LeaseRenewer,
+        counters: Counters,
         ranks: Sequence[RankInfo],
         *,
         timeout: float,
-        patience: float,
-        squeeze: float = inf,
-        unpacking: Unpacking | None = None,
+        peer_timeout: float,
+        contention_timeout: float = inf,
+        staging_receiver: StagingReceiver | None = None,
     ) -> None:
         self._link = link
         self._peers = peers
-        self._borrower = borrower
-        self._tally = tally
+        self._lease_renewer = lease_renewer
+        self._counters = counters
         self._ranks = ranks
         self._timeout = timeout  # s from registering to the KV being there
-        self._patience = patience  # s that P may leave a heartbeat unanswered
-        self._squeeze = squeeze  # s that a push may keep others waiting for its slots: they may be what it waits for
-        self._unpacking = unpacking  # absent unless our cache is out of NIXL's reach
-        self._landings: dict[RequestId, _Landing] = {}
+        self._peer_timeout = peer_timeout  # s that P may leave a heartbeat unanswered
+        self._contention_timeout = (
+            contention_timeout  # s that a push may keep others waiting for its slots: they may be what it waits for
+        )
+        self._staging_receiver = staging_receiver  # absent unless our cache is out of NIXL's reach
+        self._pushes: dict[RequestId, _ExpectedPush] = {}
         self._by_engine: dict[EngineId, dict[RequestId, None]] = {}  # dicts, because they keep their order
-        self._unheard: dict[EngineId, dict[RequestId, None]] = {}  # WAITING for P to answer, in their order
+        self._awaiting_reply: dict[EngineId, dict[RequestId, None]] = {}  # WAITING for P to answer, in their order
         self._deadlines: Deadlines[RequestId] = Deadlines()  # of those that P is to write; of the quarantined, looks
-        self._squeezes: Deadlines[RequestId] = Deadlines()
-        self._results: list[Result | LetGo] = []
+        self._contention_deadlines: Deadlines[RequestId] = Deadlines()
+        self._results: list[LoadResult | BlocksReleased] = []
 
     def __len__(self) -> int:
-        return len(self._landings)
+        return len(self._pushes)
 
-    def expect(self, ticket: Ticket, *, now: float) -> None:
+    def expect(self, order: PushOrder, *, now: float) -> None:
         """Lend blocks to P. What comes of it comes out of :meth:`take_results`."""
-        if ticket.request in self._landings:
-            raise IllegalTransition(f"request {ticket.request} is registered twice")
-        landing = self._landings[ticket.request] = _Landing(ticket, lent=ticket.groups)
-        self._by_engine.setdefault(ticket.engine, {})[ticket.request] = None
-        if self._unpacking is None:
-            self._deadlines.set(ticket.request, now + self._timeout)
-            self._approach(landing, now)
+        if order.request in self._pushes:
+            raise IllegalTransition(f"request {order.request} is registered twice")
+        push = self._pushes[order.request] = _ExpectedPush(order, lent=order.groups)
+        self._by_engine.setdefault(order.engine, {})[order.request] = None
+        if self._staging_receiver is None:
+            self._deadlines.set(order.request, now + self._timeout)
+            self._approach(push, now)
             return
-        landing.state = LandingState.QUEUED
+        push.state = ReceiveState.QUEUED
         try:
-            self._unpacking.slots.ask(ticket.request, [len(lent.blocks) for lent in ticket.groups])
+            self._staging_receiver.slots.ask(order.request, [len(lent.blocks) for lent in order.groups])
         except ConnectorError as exc:
-            self._borrower.give_back(ticket.request, ticket.engine)
-            self._fail(landing, "loads_failed_staging", str(exc))
+            self._lease_renewer.release(order.request, order.engine)
+            self._fail(push, "loads_failed_staging", str(exc))
         else:
-            self._give_room(self._unpacking, now)
+            self._give_room(self._staging_receiver, now)
 
-    def _give_room(self, unpacking: Unpacking, now: float) -> None:
-        for request, groups in unpacking.slots.take_granted():
-            landing = self._landings[request]
-            landing.on(LandingEvent.ROOM)
+    def _give_room(self, staging_receiver: StagingReceiver, now: float) -> None:
+        for request, groups in staging_receiver.slots.take_granted():
+            push = self._pushes[request]
+            push.on(ReceiveEvent.SLOTS_GRANTED)
             self._deadlines.set(request, now + self._timeout)
-            self._squeezes.set(request, now + self._squeeze)
-            landing.lent = [
-                Lent(lent.start, lent.stop, slots) for lent, slots in zip(landing.lent, groups, strict=True)
+            self._contention_deadlines.set(request, now + self._contention_timeout)
+            push.lent = [
+                LentBlocks(lent.start, lent.stop, slots) for lent, slots in zip(push.lent, groups, strict=True)
             ]
-            self._approach(landing, now)
+            self._approach(push, now)
 
-    def _approach(self, landing: _Landing, now: float) -> None:
-        ticket = landing.ticket
-        peer = self._peers.approach(ticket.engine, ticket.address, now=now)
-        if peer.state is PeerState.MET and peer.is_quiet(now=now):
-            self._unheard.setdefault(ticket.engine, {})[ticket.request] = None  # the borrower has asked: its renewal
-        elif peer.state is PeerState.MET:
-            self._register(landing, peer)
+    def _approach(self, push: _ExpectedPush, now: float) -> None:
+        order = push.order
+        peer = self._peers.ensure_connected(order.engine, order.address, now=now)
+        if peer.state is PeerState.CONNECTED and peer.is_idle(now=now):
+            self._awaiting_reply.setdefault(order.engine, {})[order.request] = (
+                None  # the lease renewer has sent a heartbeat
+            )
+        elif peer.state is PeerState.CONNECTED:
+            self._register(push, peer)
         elif peer.state is PeerState.REFUSED:
-            self._fail(landing, "loads_failed_handshake", f"{peer.address} was not met: {peer.reason}")
+            self._fail(push, "loads_failed_handshake", f"{peer.address} was not met: {peer.reason}")
 
     def stop(self, request: RequestId) -> None:
         """The request is aborted."""
-        if (landing := self._landings.get(request)) is not None:
-            self._give_up(landing, "loads_aborted", "the request was aborted")
+        if (push := self._pushes.get(request)) is not None:
+            self._abort(push, "loads_aborted", "the request was aborted")
 
     def on(self, conn: ConnId, message: Message) -> bool:
         """Take in what P says; false if that is not for us."""
         match message:
-            case Landed(reader, held):
-                self._landed(conn, reader, held=held)
-            case Stopped():
-                self._stopped(conn, message)
-            case Stuck(reader, reason):
-                if (landing := self._found(conn, reader)) is not None:
-                    self._give_up(landing, "loads_failed_timeout", reason)
-            case Alive():
-                self._heard(conn)
-                return False  # the borrower has asked
+            case PushDone(reader, held):
+                self._on_push_done(conn, reader, held=held)
+            case PushStopped():
+                self._on_stopped(conn, message)
+            case PushStalled(reader, reason):
+                if (push := self._found(conn, reader)) is not None:
+                    self._abort(push, "loads_failed_timeout", reason)
+            case HeartbeatReply():
+                self._on_heartbeat_reply(conn)
+                return False  # it answers the lease renewer
             case _:
                 return False
         return True
 
-    def _heard(self, conn: ConnId) -> None:
+    def _on_heartbeat_reply(self, conn: ConnId) -> None:
         """Register what waited for P to show that it still listens on this connection."""
         if (peer := self._peers.find(conn)) is not None:
-            for request in self._unheard.pop(peer.engine, ()):
-                self._register(self._landings[request], peer)
+            for request in self._awaiting_reply.pop(peer.engine, ()):
+                self._register(self._pushes[request], peer)
 
     def peer_changed(self, peer: Peer, *, now: float) -> None:
         """A prefill engine was met, could not be, or is gone."""
-        self._unheard.pop(peer.engine, None)
-        if peer.state is PeerState.MET:
+        self._awaiting_reply.pop(peer.engine, None)
+        if peer.state is PeerState.CONNECTED:
             for rank in self._ranks:
-                self._link.send(peer.conn, Memory(rank))
-        for landing in [self._landings[request] for request in self._by_engine.get(peer.engine, ())]:
-            if landing.state in _OURS:
+                self._link.send(peer.conn, RankMemory(rank))
+        for push in [self._pushes[request] for request in self._by_engine.get(peer.engine, ())]:
+            if push.state in _IGNORES_PEER:
                 continue
-            if peer.state is PeerState.MET and landing.state is LandingState.WAITING:
-                self._register(landing, peer)
-            elif peer.state is PeerState.REFUSED and landing.state is LandingState.WAITING:
-                self._fail(landing, "loads_failed_handshake", f"{peer.address} was not met: {peer.reason}")
+            if peer.state is PeerState.CONNECTED and push.state is ReceiveState.WAITING:
+                self._register(push, peer)
+            elif peer.state is PeerState.REFUSED and push.state is ReceiveState.WAITING:
+                self._fail(push, "loads_failed_handshake", f"{peer.address} was not met: {peer.reason}")
             elif peer.state is PeerState.GONE:
-                self._lose(landing, peer, now)
+                self._on_peer_lost(push, peer, now)
 
     def advance(self, *, now: float) -> float | None:
         """Look at the clock; return when to be called again at the latest."""
-        if self._unpacking is not None:
-            for request, failure in self._unpacking.take_unpacked():
-                self._unpacked(self._landings[request], failure)
-            self._give_room(self._unpacking, now)
+        if self._staging_receiver is not None:
+            for request, failure in self._staging_receiver.take_copied():
+                self._on_copied_in(self._pushes[request], failure)
+            self._give_room(self._staging_receiver, now)
         for request in self._deadlines.take_due(now=now):
-            landing = self._landings[request]
-            if landing.state is LandingState.QUARANTINED:
-                self._look(landing, now)
+            push = self._pushes[request]
+            if push.state is ReceiveState.QUARANTINED:
+                self._check_quarantine(push, now)
             else:
-                self._give_up(landing, "loads_failed_timeout", f"nothing was written within {self._timeout:g} s")
-        for peer in self._asked():
-            if now >= (peer.asked_at or 0.0) + self._patience:
-                self._give_up_on(peer)
-        for request in self._squeezes.take_due(now=now) if self._is_crowded else ():
-            why = f"nothing came for {self._squeeze:g} s, and others wait for its slots of host memory"
-            self._give_up(self._landings[request], "loads_failed_staging", why)
-        dues = [self._deadlines.next(), self._squeezes.next() if self._is_crowded else None]
-        dues += [due for peer in self._asked() if (due := (peer.asked_at or 0.0) + self._patience) > now]
+                self._abort(push, "loads_failed_timeout", f"nothing was written within {self._timeout:g} s")
+        for peer in self._awaited_peers():
+            if now >= (peer.unanswered_since or 0.0) + self._peer_timeout:
+                self._abort_all_of(peer)
+        for request in self._contention_deadlines.take_due(now=now) if self._is_contended else ():
+            why = f"nothing came for {self._contention_timeout:g} s, and others wait for its slots of host memory"
+            self._abort(self._pushes[request], "loads_failed_staging", why)
+        dues = [self._deadlines.next(), self._contention_deadlines.next() if self._is_contended else None]
+        dues += [
+            due for peer in self._awaited_peers() if (due := (peer.unanswered_since or 0.0) + self._peer_timeout) > now
+        ]
         return min((due for due in dues if due is not None), default=None)
 
     @property
-    def _is_crowded(self) -> bool:
-        """Whether somebody waits for slots that others have."""
-        return self._unpacking is not None and bool(self._unpacking.slots.waiting)
+    def _is_contended(self) -> bool:
+        """Whether a push waits for slots that others hold."""
+        return self._staging_receiver is not None and bool(self._staging_receiver.slots.waiting)
 
-    def _asked(self) -> list[Peer]:
+    def _awaited_peers(self) -> list[Peer]:
         """Return the peers that owe us an answer, and write to us."""
         peers = [self._peers.get(engine) for engine in self._by_engine]
-        return [peer for peer in peers if peer is not None and peer.asked_at is not None]
+        return [peer for peer in peers if peer is not None and peer.unanswered_since is not None]
 
-    def _give_up_on(self, peer: Peer) -> None:
+    def _abort_all_of(self, peer: Peer) -> None:
         for request in list(self._by_engine.get(peer.engine, ())):
-            if self._landings[request].state in (LandingState.REGISTERED, LandingState.WAITING):
-                self._give_up(self._landings[request], "loads_failed_timeout", f"{peer.address} does not answer")
+            if self._pushes[request].state in (ReceiveState.REGISTERED, ReceiveState.WAITING):
+                self._abort(self._pushes[request], "loads_failed_timeout", f"{peer.address} does not answer")
 
-    def take_results(self) -> list[Result | LetGo]:
+    def take_results(self) -> list[LoadResult | BlocksReleased]:
         """Return what ended since the last call, in order."""
         results, self._results = self._results, []
         return results
 
-    def _look(self, landing: _Landing, now: float) -> None:
-        landing.looks -= 1
-        if landing.looks:
-            self._deadlines.set(landing.ticket.request, now + landing.look_every)
+    def _check_quarantine(self, push: _ExpectedPush, now: float) -> None:
+        push.checks -= 1
+        if push.checks:
+            self._deadlines.set(push.order.request, now + push.check_interval)
         else:
-            self._let_go(landing)
+            self._release(push)
 
-    def _register(self, landing: _Landing, peer: Peer) -> None:
-        landing.on(LandingEvent.REGISTERED)
-        ticket = landing.ticket
-        self._tally.count("registrations_sent")
+    def _register(self, push: _ExpectedPush, peer: Peer) -> None:
+        push.on(ReceiveEvent.REGISTERED)
+        order = push.order
+        self._counters.count("registrations_sent")
         self._link.send(
             peer.conn,
-            Register(ticket.request, ticket.remote_request, ticket.prompt, tuple(landing.lent)),
+            RegisterPush(order.request, order.remote_request, order.prompt, tuple(push.lent)),
         )
 
-    def _found(self, conn: ConnId, reader: RequestId) -> _Landing | None:
-        """Return the landing that P speaks of; another peer's, or one that is over, is none of its business."""
-        landing, peer = self._landings.get(reader), self._peers.find(conn)
-        if landing is None or peer is None or peer.engine != landing.ticket.engine:
-            self._tally.count("late_notifications")
+    def _found(self, conn: ConnId, reader: RequestId) -> _ExpectedPush | None:
+        """Return the push that P answers; None if it is over or another peer's."""
+        push, peer = self._pushes.get(reader), self._peers.find(conn)
+        if push is None or peer is None or peer.engine != push.order.engine:
+            self._counters.count("unknown_transfer_messages")
             return None
-        return landing
+        return push
 
-    def _landed(self, conn: ConnId, reader: RequestId, *, held: bool) -> None:
-        landing = self._found(conn, reader)
-        if landing is None:
+    def _on_push_done(self, conn: ConnId, reader: RequestId, *, held: bool) -> None:
+        push = self._found(conn, reader)
+        if push is None:
             return
-        if landing.state is LandingState.STOPPING:
-            self._let_go(landing)  # it had written everything when it heard that we do not want it
-        elif landing.state is LandingState.REGISTERED and held and self._unpacking is not None:
-            landing.on(LandingEvent.STAGED)
-            self._run_out(landing)
-            self._borrower.settle(reader, landing.ticket.engine)
-            slots, blocks = ([lent.blocks for lent in groups] for groups in (landing.lent, landing.ticket.groups))
-            self._unpacking.unpack(reader, slots, blocks)
-        elif landing.state is LandingState.REGISTERED and held:
-            self._succeed(landing)
-        elif landing.state is LandingState.REGISTERED:
-            self._tally.count("reads_unfenced")
-            self._fail(landing, "loads_failed_lease", "its lease was over before everything was written")
+        if push.state is ReceiveState.STOPPING:
+            self._release(push)  # it had written everything when it heard that we do not want it
+        elif push.state is ReceiveState.REGISTERED and held and self._staging_receiver is not None:
+            push.on(ReceiveEvent.STAGED)
+            self._clear_deadlines(push)
+            self._lease_renewer.stop_renewing(reader, push.order.engine)
+            slots, blocks = ([lent.blocks for lent in groups] for groups in (push.lent, push.order.groups))
+            self._staging_receiver.copy_in(reader, slots, blocks)
+        elif push.state is ReceiveState.REGISTERED and held:
+            self._succeed(push)
+        elif push.state is ReceiveState.REGISTERED:
+            self._counters.count("reads_discarded")
+            self._fail(push, "loads_failed_lease", "its lease was over before everything was written")
 
-    def _unpacked(self, landing: _Landing, failure: str) -> None:
-        if landing.state is LandingState.CEASING:
-            self._let_go(landing)
+    def _on_copied_in(self, push: _ExpectedPush, failure: str) -> None:
+        if push.state is ReceiveState.ABORTING:
+            self._release(push)
         elif failure:
-            self._fail(landing, "loads_failed_staging", f"it was not copied out of host memory: {failure}")
+            self._fail(push, "loads_failed_staging", f"it was not copied out of host memory: {failure}")
         else:
-            self._succeed(landing)
+            self._succeed(push)
 
-    def _succeed(self, landing: _Landing) -> None:
-        landing.on(LandingEvent.LANDED)
-        self._tally.count("loads")
-        self._end(landing, "")
+    def _succeed(self, push: _ExpectedPush) -> None:
+        push.on(ReceiveEvent.DONE)
+        self._counters.count("loads")
+        self._end(push, "")
 
-    def _stopped(self, conn: ConnId, news: Stopped) -> None:
-        landing = self._found(conn, news.reader)
-        if landing is None:
+    def _on_stopped(self, conn: ConnId, message: PushStopped) -> None:
+        push = self._found(conn, message.reader)
+        if push is None:
             return
-        if landing.state is LandingState.STOPPING:
-            self._let_go(landing)
-        elif landing.state is LandingState.REGISTERED:
-            counter = "loads_failed_lease" if news.lapsed else "loads_failed_transfer"
-            self._fail(landing, counter, f"P stopped: {news.reason}")
+        if push.state is ReceiveState.STOPPING:
+            self._release(push)
+        elif push.state is ReceiveState.REGISTERED:
+            counter = "loads_failed_lease" if message.lease_lost else "loads_failed_transfer"
+            self._fail(push, counter, f"P stopped: {message.reason}")
 
-    def _lose(self, landing: _Landing, peer: Peer, now: float) -> None:
-        if landing.state is LandingState.WAITING:  # once: over a new connection it is registered at once
-            self._tally.count("registrations_reconnected")
-            self._approach(landing, now)
+    def _on_peer_lost(self, push: _ExpectedPush, peer: Peer, now: float) -> None:
+        if push.state is ReceiveState.WAITING:  # once: over a new connection it is registered at once
+            self._counters.count("registrations_resent")
+            self._approach(push, now)
             return
-        if landing.state is LandingState.REGISTERED:
-            self._tally.count("loads_failed_peer")
-            self._borrower.settle(landing.ticket.request, landing.ticket.engine)
-            self._report(landing, f"{peer.address} is gone: {peer.reason}")
-        landing.on(LandingEvent.PEER_LOST)
-        landing.look_every, landing.looks = LONG_QUARANTINE if peer.is_silent else QUARANTINE
-        self._deadlines.set(landing.ticket.request, now + landing.look_every)
-        self._squeezes.discard(landing.ticket.request)
+        if push.state is ReceiveState.REGISTERED:
+            self._counters.count("loads_failed_peer")
+            self._lease_renewer.stop_renewing(push.order.request, push.order.engine)
+            self._report(push, f"{peer.address} is gone: {peer.reason}")
+        push.on(ReceiveEvent.PEER_LOST)
+        push.check_interval, push.checks = LONG_QUARANTINE if peer.is_silent else QUARANTINE
+        self._deadlines.set(push.order.request, now + push.check_interval)
+        self._contention_deadlines.discard(push.order.request)
 
-    def _give_up(self, landing: _Landing, counter: str, why: str) -> None:
-        """End a landing for our own reasons; P hears that nobody wants the blocks."""
-        ticket, was = landing.ticket, landing.state
-        if was in (LandingState.STOPPING, LandingState.QUARANTINED, LandingState.CEASING):
+    def _abort(self, push: _ExpectedPush, counter: str, why: str) -> None:
+        """End a push for our own reasons, and tell P."""
+        order, was = push.order, push.state
+        if was in (ReceiveState.STOPPING, ReceiveState.QUARANTINED, ReceiveState.ABORTING):
             return
-        if was in (LandingState.QUEUED, LandingState.WAITING):
-            self._borrower.give_back(ticket.request, ticket.engine)
-            self._fail(landing, counter, why)
+        if was in (ReceiveState.QUEUED, ReceiveState.WAITING):
+            self._lease_renewer.release(order.request, order.engine)
+            self._fail(push, counter, why)
             return
-        self._tally.count(counter)
-        landing.on(LandingEvent.GIVEN_UP)
-        self._run_out(landing)
-        self._report(landing, why)
-        self._borrower.give_back(ticket.request, ticket.engine)
-        peer = self._peers.get(ticket.engine)
-        if was is LandingState.REGISTERED and peer is not None and peer.state is PeerState.MET:
-            self._link.send(peer.conn, Stop((ticket.request,)))
+        self._counters.count(counter)
+        push.on(ReceiveEvent.ABORTED)
+        self._clear_deadlines(push)
+        self._report(push, why)
+        self._lease_renewer.release(order.request, order.engine)
+        peer = self._peers.get(order.engine)
+        if was is ReceiveState.REGISTERED and peer is not None and peer.state is PeerState.CONNECTED:
+            self._link.send(peer.conn, CancelPushes((order.request,)))
 
-    def _report(self, landing: _Landing, failure: str) -> None:
-        """Tell that a landing has failed whose memory is still written into: of a staged one, that is no block yet."""
-        lingers = self._unpacking is None or landing.state is LandingState.CEASING
-        self._results.append(Result(landing.ticket.request, failure, lingers=lingers))
+    def _report(self, push: _ExpectedPush, failure: str) -> None:
+        """Report a failed push whose memory may still be written into; a staged one has no such blocks yet."""
+        quarantined = self._staging_receiver is None or push.state is ReceiveState.ABORTING
+        self._results.append(LoadResult(push.order.request, failure, quarantined=quarantined))
 
-    def _let_go(self, landing: _Landing) -> None:
-        if self._unpacking is None or landing.state is LandingState.CEASING:
-            self._results.append(LetGo(landing.ticket.request))
-        landing.on(LandingEvent.LET_GO)
-        self._forget(landing)
+    def _release(self, push: _ExpectedPush) -> None:
+        if self._staging_receiver is None or push.state is ReceiveState.ABORTING:
+            self._results.append(BlocksReleased(push.order.request))
+        push.on(ReceiveEvent.RELEASED)
+        self._forget(push)
 
-    def _forget(self, landing: _Landing) -> None:
-        ticket = landing.ticket
-        del self._landings[ticket.request], self._by_engine[ticket.engine][ticket.request]
-        if not self._by_engine[ticket.engine]:
-            del self._by_engine[ticket.engine]
-        self._unheard.get(ticket.engine, {}).pop(ticket.request, None)
-        self._run_out(landing)
-        if self._unpacking is not None:
-            self._unpacking.slots.give_back(ticket.request)
+    def _forget(self, push: _ExpectedPush) -> None:
+        order = push.order
+        del self._pushes[order.request], self._by_engine[order.engine][order.request]
+        if not self._by_engine[order.engine]:
+            del self._by_engine[order.engine]
+        self._awaiting_reply.get(order.engine, {}).pop(order.request, None)
+        self._clear_deadlines(push)
+        if self._staging_receiver is not None:
+            self._staging_receiver.slots.release(order.request)
 
-    def _run_out(self, landing: _Landing) -> None:
+    def _clear_deadlines(self, push: _ExpectedPush) -> None:
         """Nothing is waited for any more but what P, or a copy, tells."""
-        self._deadlines.discard(landing.ticket.request)
-        self._squeezes.discard(landing.ticket.request)
+        self._deadlines.discard(push.order.request)
+        self._contention_deadlines.discard(push.order.request)
 
-    def _fail(self, landing: _Landing, counter: str, why: str) -> None:
-        landing.on(LandingEvent.FAILED)
-        self._tally.count(counter)
-        self._end(landing, why)
+    def _fail(self, push: _ExpectedPush, counter: str, why: str) -> None:
+        push.on(ReceiveEvent.FAILED)
+        self._counters.count(counter)
+        self._end(push, why)
 
-    def _end(self, landing: _Landing, failure: str) -> None:
-        ticket = landing.ticket
-        self._forget(landing)
-        self._borrower.settle(ticket.request, ticket.engine)
-        self._results.append(Result(ticket.request, failure))
+    def _end(self, push: _ExpectedPush, failure: str) -> None:
+        order = push.order
+        self._forget(push)
+        self._lease_renewer.stop_renewing(order.request, order.engine)
+        self._results.append(LoadResult(order.request, failure))

@@ -1,4 +1,4 @@
-"""One push on a prefill worker: what is computed, who wants it, and the table of its life."""
+"""One push on a prefill worker: what is computed, which decode engine gets it, and its state."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,15 +8,15 @@ from typing import Final, NamedTuple
 from xpyd_connector.core.ids import BlockId, ConnId, RequestId
 from xpyd_connector.core.messages import (
     RankInfo,
-    Register,
+    RegisterPush,
 )
-from xpyd_connector.core.state_machine import follow
-from xpyd_connector.core.transfer.remote_memory import Way
-from xpyd_connector.core.transfer.transfers import ParcelId
+from xpyd_connector.core.push.part_writer import PartWriteId
+from xpyd_connector.core.state_machine import transition
+from xpyd_connector.core.transfer.remote_memory import RemoteRank
 
 
-class Piece(NamedTuple):
-    """What the steps of the engine have computed of a prompt, beyond earlier pieces."""
+class ComputedBlocks(NamedTuple):
+    """What engine steps have computed of a prompt since the last report."""
 
     request: RequestId  # the transfer's name
     prompt: str | None  # its digest
@@ -26,43 +26,43 @@ class Piece(NamedTuple):
     last: bool  # the prompt is complete
 
 
-class Gone(NamedTuple):
-    """A transfer is over, or its prefill was: its blocks are not to be read any more, and its name may come again.
+class TransferOver(NamedTuple):
+    """A transfer or its prefill is over: its blocks must not be read any more, and its id may be used again.
 
-    It comes with the engine's steps, as the pieces do, and so never before them.
+    It travels with the engine's steps, as :class:`ComputedBlocks` do, and so never before them.
     """
 
     request: RequestId
 
 
-class WritingState(Enum):
-    """Where a push to one reader is in its life, on one worker."""
+class PushJobState(Enum):
+    """State of a push to one reader, on one worker."""
 
     OPEN = auto()
-    CEASING = auto()  # nothing more is written; waits for what is in flight
+    STOPPING = auto()  # nothing more is written; waits for what is in flight
     OVER = auto()
 
 
-class WritingEvent(Enum):
+class PushJobEvent(Enum):
     """What can happen to it."""
 
     COMPLETED = auto()
     STOPPED = auto()
-    QUIET = auto()  # nothing is in flight any more
+    DRAINED = auto()  # nothing is in flight any more
 
 
-TRANSITIONS: Final[Mapping[WritingState, Mapping[WritingEvent, WritingState]]] = {
-    WritingState.OPEN: {
-        WritingEvent.COMPLETED: WritingState.OVER,
-        WritingEvent.STOPPED: WritingState.CEASING,
+TRANSITIONS: Final[Mapping[PushJobState, Mapping[PushJobEvent, PushJobState]]] = {
+    PushJobState.OPEN: {
+        PushJobEvent.COMPLETED: PushJobState.OVER,
+        PushJobEvent.STOPPED: PushJobState.STOPPING,
     },
-    WritingState.CEASING: {WritingEvent.QUIET: WritingState.OVER},
-    WritingState.OVER: {},
+    PushJobState.STOPPING: {PushJobEvent.DRAINED: PushJobState.OVER},
+    PushJobState.OVER: {},
 }
 
 
 @dataclass(slots=True)
-class Source:
+class PromptBlocks:
     """One prompt, as far as it is computed here."""
 
     prompt: str | None
@@ -73,32 +73,34 @@ class Source:
 
 
 @dataclass(slots=True)
-class Writing:
-    """One push to one reader, as far as it has come."""
+class PushJob:
+    """One push to one reader."""
 
-    guest: ConnId
-    order: Register
-    state: WritingState = WritingState.OPEN
+    peer: ConnId
+    order: RegisterPush
+    state: PushJobState = PushJobState.OPEN
     attempt: int = 0
-    sent: int = 0  # tokens from the prompt's first on that need no more writing
-    parcels: set[ParcelId] = field(default_factory=set[ParcelId])  # under way
+    sent: int = 0  # tokens from the first on that have been written or are being written
+    parts: set[PartWriteId] = field(default_factory=set[PartWriteId])  # under way
     reason: str = ""  # why it ceases
-    mute: bool = False  # the guest is gone: nobody to tell
+    is_peer_gone: bool = False  # the decode engine has disconnected: report nothing
 
     @property
     def is_over(self) -> bool:
         """Whether nothing more is to be written."""
-        return self.state is not WritingState.OPEN
+        return self.state is not PushJobState.OPEN
 
-    def on(self, event: WritingEvent) -> None:
+    def on(self, event: PushJobEvent) -> None:
         """Move to the next state, or raise if the event makes no sense now."""
-        self.state = follow(TRANSITIONS, self.state, event, f"the push to {self.order.reader}")
+        self.state = transition(TRANSITIONS, self.state, event, f"the push to {self.order.reader}")
 
 
 @dataclass(slots=True)
-class Guest:
-    """A decode engine we write to."""
+class DecodeTarget:
+    """A decode engine that we write to."""
 
-    ways: dict[int, Way] = field(default_factory=dict[int, Way])  # its ranks that take something of ours
+    remote_ranks: dict[int, RemoteRank] = field(
+        default_factory=dict[int, RemoteRank]
+    )  # its ranks that take something of ours
     rank: RankInfo | None = None  # one of its ranks: in what is not an address, all are alike
     objection: str = ""  # why its memory cannot be used

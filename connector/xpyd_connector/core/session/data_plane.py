@@ -14,7 +14,7 @@ DEVICES_VARIABLE = "UCX_NET_DEVICES"
 ALLOW = "allow_open_data_plane"
 
 
-class Machine(NamedTuple):
+class NetworkInterfaces(NamedTuple):
     """What this machine has."""
 
     address: str  # IP address it uses towards the side channel's host: its own, if the side channel is here
@@ -23,7 +23,7 @@ class Machine(NamedTuple):
 
 
 def choose_devices(
-    host: str, look: Callable[[], Machine], chosen: str | None, backends: Sequence[str], *, allow_open: bool
+    host: str, look: Callable[[], NetworkInterfaces], chosen: str | None, backends: Sequence[str], *, allow_open: bool
 ) -> str | None:
     """Return what ``UCX_NET_DEVICES`` is to be set to, None to leave it as it is.
 
@@ -61,7 +61,7 @@ def _wide(chosen: str) -> str | None:
     return next((part for part in parts if part in ("", "all") or part[:1] == "^" or set("*?[") & set(part)), None)
 
 
-def _devices(host: str, machine: Machine) -> list[str]:
+def _devices(host: str, machine: NetworkInterfaces) -> list[str]:
     own = [name for name, addresses in machine.interfaces.items() if machine.address in addresses]
     if not own:
         raise SettingsError(

@@ -1,9 +1,9 @@
-"""How two engines make sure of each other before the first word about blocks.
+"""How two engines authenticate each other before any message about blocks.
 
-The connection is TLS 1.3. The host (P) opens with a nonce. The guest (D, or a worker of the host's own engine) says who
-it is, whom it expects, which address it dialled, and proves that it knows the shared secret. The host proves the same,
-and only then sends its Welcome. Both proofs cover the fingerprint of the host's certificate (as the channel binding
-"tls-server-end-point" of RFC 5929 does), so a host in between, which has another certificate, cannot pass them on.
+The connection is TLS 1.3. The server (P) sends a nonce. The client (D, or a worker of the server's own engine) sends
+who it is, the engine it expects, the address it dialled, and a proof that it knows the shared secret. The server proves
+the same, and only then sends its Welcome. Both proofs cover the fingerprint of the server's certificate (as the channel
+binding "tls-server-end-point" of RFC 5929 does), so a relay, which has another certificate, cannot pass them on.
 """
 
 import hashlib
@@ -17,48 +17,48 @@ import msgspec
 
 from xpyd_connector.core.addresses import plain_ip
 from xpyd_connector.core.ids import Address, EngineId
-from xpyd_connector.core.messages import HASH_BYTES, PROTOCOL, Challenge, Hello, Message, Proven, Refusal, Welcome
+from xpyd_connector.core.messages import HASH_BYTES, PROTOCOL, Challenge, Hello, Message, Refusal, ServerProof, Welcome
 from xpyd_connector.errors import IncompatiblePeer, ProtocolViolation
 
 NONCE_BYTES = 32
 Secrets: TypeAlias = Callable[[], tuple[bytes, ...]]  # those in force now, the one to use first; empty: none is set
 
 
-class GuestRole(StrEnum):
+class ProcessRole(StrEnum):
     """Which process of an engine opened the connection."""
 
     SCHEDULER = "scheduler"
     WORKER = "worker"
 
 
-class _Prover(StrEnum):
-    GUEST = "xpyd side channel 4, guest"
-    HOST = "xpyd side channel 4, host"
+class _ProofLabel(StrEnum):
+    CLIENT = f"xpyd side channel {PROTOCOL}, client"
+    SERVER = f"xpyd side channel {PROTOCOL}, server"
 
 
-class Call(NamedTuple):
-    """A connection that a guest has opened, as it sees it."""
+class ClientConnection(NamedTuple):
+    """A connection as the client that opened it sees it."""
 
-    expects: EngineId  # the engine that it wants to meet
+    expects: EngineId  # the engine that it wants to reach
     dialled: Address  # as the offer names it
     reached: str  # IP address that the name led to
-    certificate: bytes  # SHA-256 of the host's certificate
-    nonce: bytes  # the guest's own, fresh
+    certificate: bytes  # SHA-256 of the server's certificate
+    nonce: bytes  # the client's own, fresh
 
 
-class Arrival(NamedTuple):
-    """A connection that a host has accepted, as it sees it."""
+class ServerConnection(NamedTuple):
+    """A connection as the server that accepted it sees it."""
 
     reached: Address  # our end of the connection
     certificate: bytes  # SHA-256 of the certificate that it was shown
-    nonce: bytes  # the host's own, fresh
+    nonce: bytes  # the server's own, fresh
 
 
-class Admitted(NamedTuple):
-    """A guest may stay: what it said, and what it is told."""
+class Accepted(NamedTuple):
+    """The server accepts a client: its Hello, and the answers to it."""
 
     hello: Hello
-    proof: Proven
+    proof: ServerProof
     welcome: Welcome
 
 
@@ -85,16 +85,16 @@ def are_of_one_engine(one: Hello, other: Hello) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Guest:
+class HandshakeClient:
     """The side that opens a connection."""
 
     engine: EngineId
     secrets: Secrets
-    role: GuestRole = GuestRole.SCHEDULER
+    role: ProcessRole = ProcessRole.SCHEDULER
     badge: bytes = b""  # of a worker
     workers: tuple[bytes, ...] = ()  # of a scheduler: hashes of its workers' badges
 
-    def hello(self, message: Message, call: Call) -> Hello:
+    def hello(self, message: Message, call: ClientConnection) -> Hello:
         """Answer a challenge, or raise :exc:`~xpyd_connector.errors.PeerError`."""
         if not isinstance(message, Challenge):
             raise ProtocolViolation(f"expected a challenge, got {type(message).__name__}")
@@ -105,30 +105,30 @@ class Guest:
             call.nonce, (), self.badge, self.workers,
         )  # fmt: skip
         proofs = tuple(
-            _prove(secret, _Prover.GUEST, message.nonce, hello, call.certificate) for secret in self.secrets()
+            _prove(secret, _ProofLabel.CLIENT, message.nonce, hello, call.certificate) for secret in self.secrets()
         )
         return msgspec.structs.replace(hello, proofs=proofs)
 
-    def check(self, proof: Proven, challenge: Challenge, hello: Hello, certificate: bytes) -> None:
+    def check(self, proof: ServerProof, challenge: Challenge, hello: Hello, certificate: bytes) -> None:
         """Raise :exc:`~xpyd_connector.errors.IncompatiblePeer` unless the host knows a secret of ours, too."""
         secrets = self.secrets()
         if not secrets and not hello.proofs:
             return
-        right = (_prove(secret, _Prover.HOST, challenge.nonce, hello, certificate) for secret in secrets)
+        right = (_prove(secret, _ProofLabel.SERVER, challenge.nonce, hello, certificate) for secret in secrets)
         if not any(hmac.compare_digest(proof.proof, each) for each in right):
             raise IncompatiblePeer("it does not prove the shared secret (XPYD_CONNECTOR_SECRET); set the same on both")
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class HandshakeServer:
     """The side that listens."""
 
     welcome: Welcome
     secrets: Secrets
     advertised: str = ""  # the host name or address that offers name
 
-    def answer(self, message: Message, arrival: Arrival) -> Admitted | Refusal:
-        """Judge a guest's first message. A refusal names nothing of ours that a stranger does not know."""
+    def answer(self, message: Message, arrival: ServerConnection) -> Accepted | Refusal:
+        """Check a client's Hello. A refusal reveals nothing that a client without the secret does not know."""
         if not isinstance(message, Hello):
             return Refusal("the first message must be a hello")
         if message.protocol != PROTOCOL:
@@ -148,22 +148,22 @@ class Host:
                 f"you dialled {message.host}:{message.port} and reached {message.reached}, this engine does not listen "
                 "there; set VLLM_NIXL_SIDE_CHANNEL_HOST to the address that other engines reach it at"
             )
-        proof = _prove(matching, _Prover.HOST, arrival.nonce, message, arrival.certificate) if matching else b""
-        return Admitted(message, Proven(proof), self.welcome)
+        proof = _prove(matching, _ProofLabel.SERVER, arrival.nonce, message, arrival.certificate) if matching else b""
+        return Accepted(message, ServerProof(proof), self.welcome)
 
     @staticmethod
-    def _proves(secret: bytes, hello: Hello, arrival: Arrival) -> bool:
-        right = _prove(secret, _Prover.GUEST, arrival.nonce, hello, arrival.certificate)
+    def _proves(secret: bytes, hello: Hello, arrival: ServerConnection) -> bool:
+        right = _prove(secret, _ProofLabel.CLIENT, arrival.nonce, hello, arrival.certificate)
         return any(hmac.compare_digest(proof, right) for proof in hello.proofs)
 
     def _is_ours(self, hello: Hello, reached: Address) -> bool:
-        """Whether the guest dialled us and not somebody who passes its words on."""
+        """Whether the client dialled this server, and not a relay."""
         if hello.port != reached.port:
             return False
         return hello.host == self.advertised or plain_ip(hello.reached) == plain_ip(reached.host)
 
 
-def _prove(secret: bytes, prover: _Prover, nonce: bytes, hello: Hello, certificate: bytes) -> bytes:
+def _prove(secret: bytes, prover: _ProofLabel, nonce: bytes, hello: Hello, certificate: bytes) -> bytes:
     """Return a proof of the secret over all that both sides know of each other: HMAC-SHA256 (RFC 2104)."""
     said = msgspec.structs.replace(hello, proofs=())
     return hmac.digest(secret, msgspec.msgpack.encode((prover.value, nonce, said, certificate)), hashlib.sha256)

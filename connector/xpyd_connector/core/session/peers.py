@@ -1,7 +1,6 @@
-"""The prefill engines a decode engine knows, and how that changes.
+"""The prefill engines that a decode engine knows, and the state of each.
 
-The table is the life of a peer; what is not in it raises. A peer is known by its engine
-id: an engine that restarts on the same address is another peer.
+A peer is identified by its engine id: an engine that restarts at the same address is another peer.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,21 +9,21 @@ from enum import Enum, auto
 from math import inf
 from typing import Final
 
-from xpyd_connector.core.counters import Tally
+from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import Address, ConnId, EngineId
 from xpyd_connector.core.messages import PROTOCOL, Fingerprint, Welcome
-from xpyd_connector.core.ports import Failed, Link, LinkEvent, Lost, Met
-from xpyd_connector.core.state_machine import follow
+from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, Link, LinkEvent, PeerConnected
+from xpyd_connector.core.state_machine import transition
 
 QUIET = 1800.0  # s without a word of a peer after which it may be closing the connection: half of its IDLE_TIMEOUT
 MAX_BACKOFF = 30.0  # s between two attempts to meet a peer that refuses
 
 
 class PeerState(Enum):
-    """Where a peer is in its life."""
+    """State of a peer."""
 
-    MEETING = auto()
-    MET = auto()
+    CONNECTING = auto()
+    CONNECTED = auto()
     REFUSED = auto()  # kept only to remember when to try again
     GONE = auto()
 
@@ -32,55 +31,55 @@ class PeerState(Enum):
 class PeerEvent(Enum):
     """What can happen to a peer."""
 
-    WELCOMED = auto()
-    TURNED_AWAY = auto()  # unreachable, incompatible, or another engine by now
+    CONNECTED = auto()
+    REFUSED = auto()  # unreachable, incompatible, or another engine by now
     RETRIED = auto()
-    LEFT = auto()  # its connection closed, or we forgot it
+    DISCONNECTED = auto()  # its connection closed, or we forgot it
 
 
 TRANSITIONS: Final[Mapping[PeerState, Mapping[PeerEvent, PeerState]]] = {
-    PeerState.MEETING: {
-        PeerEvent.WELCOMED: PeerState.MET,
-        PeerEvent.TURNED_AWAY: PeerState.REFUSED,
+    PeerState.CONNECTING: {
+        PeerEvent.CONNECTED: PeerState.CONNECTED,
+        PeerEvent.REFUSED: PeerState.REFUSED,
     },
-    PeerState.MET: {PeerEvent.TURNED_AWAY: PeerState.REFUSED, PeerEvent.LEFT: PeerState.GONE},
-    PeerState.REFUSED: {PeerEvent.RETRIED: PeerState.MEETING, PeerEvent.LEFT: PeerState.GONE},
+    PeerState.CONNECTED: {PeerEvent.REFUSED: PeerState.REFUSED, PeerEvent.DISCONNECTED: PeerState.GONE},
+    PeerState.REFUSED: {PeerEvent.RETRIED: PeerState.CONNECTING, PeerEvent.DISCONNECTED: PeerState.GONE},
     PeerState.GONE: {},
 }
 
 
 @dataclass(slots=True)
 class Peer:
-    """One remote engine. Everything we know about it lives here and dies with it."""
+    """One remote engine, and everything we know of it."""
 
     engine: EngineId
     address: Address
     conn: ConnId
-    state: PeerState = PeerState.MEETING
+    state: PeerState = PeerState.CONNECTING
     welcome: Welcome | None = None  # absent until it is met
     reason: str = ""  # why it was refused, or is gone
     failures: int = 0
     retry_at: float = 0.0
-    heard_at: float = -inf  # when it last answered
-    asked_at: float | None = None  # when the oldest question was put that it has not answered (push)
-    is_silent: bool = False  # gone without a word: it may well live
+    last_heard_at: float = -inf  # when it last answered
+    unanswered_since: float | None = None  # when the oldest unanswered heartbeat was sent (push)
+    is_silent: bool = False  # gone without closing its connection: it may still run
 
     def on(self, event: PeerEvent) -> None:
         """Move to the next state, or raise if the event makes no sense now."""
-        self.state = follow(TRANSITIONS, self.state, event, f"peer {self.engine}")
+        self.state = transition(TRANSITIONS, self.state, event, f"peer {self.engine}")
 
-    def is_quiet(self, *, now: float) -> bool:
-        """Whether it may be closing the connection: what is said over it now may be lost."""
-        return now >= self.heard_at + QUIET
+    def is_idle(self, *, now: float) -> bool:
+        """Whether P may be closing this connection: a message sent over it may be lost."""
+        return now >= self.last_heard_at + QUIET
 
 
-class PeerBook:
-    """Meets peers on demand: once, however many requests wait, and again after a pause if they refuse."""
+class PeerTable:
+    """Connects to peers on demand, once however many requests wait, and again after a pause if they refuse."""
 
-    def __init__(self, link: Link, own: Fingerprint, tally: Tally, *, retry_after: float) -> None:
+    def __init__(self, link: Link, own: Fingerprint, counters: Counters, *, retry_after: float) -> None:
         self._link = link
         self._own = own
-        self._tally = tally
+        self._counters = counters
         self._retry_after = retry_after
         self._peers: dict[EngineId, Peer] = {}
         self._by_conn: dict[ConnId, Peer] = {}  # those that are met, or being met
@@ -90,16 +89,16 @@ class PeerBook:
     def __len__(self) -> int:
         return len(self._peers)
 
-    def approach(self, engine: EngineId, address: Address, *, now: float) -> Peer:
-        """Return the peer, starting to meet it if it is new, its pause is over or it is said to be elsewhere."""
+    def ensure_connected(self, engine: EngineId, address: Address, *, now: float) -> Peer:
+        """Return the peer; connect if it is new, if its pause is over, or if its address has changed."""
         peer = self._peers.get(engine)
         if peer is None:
-            peer = self._peers[engine] = Peer(engine, address, self._link.meet(address, engine))
+            peer = self._peers[engine] = Peer(engine, address, self._link.connect(address, engine))
             self._by_conn[peer.conn] = peer
         elif peer.state is PeerState.REFUSED and (now >= peer.retry_at or address != peer.address):
             peer.on(PeerEvent.RETRIED)
             del self._refused[engine]
-            peer.address, peer.conn = address, self._link.meet(address, engine)
+            peer.address, peer.conn = address, self._link.connect(address, engine)
             self._by_conn[peer.conn] = peer
         return peer
 
@@ -115,53 +114,53 @@ class PeerBook:
         """Take in what happened to a connection we opened; return the peer whose state changed."""
         peer = self.find(event.conn)
         match event:
-            case Met(conn, welcome) if peer is not None:
+            case PeerConnected(conn, welcome) if peer is not None:
                 if reason := self._objection(peer, welcome):
                     self._link.close(conn)
                     self.refuse(peer, reason, now=now)
                 else:
-                    peer.on(PeerEvent.WELCOMED)
-                    peer.welcome, peer.heard_at = welcome, now
-                    self._tally.count("handshakes")
-            case Failed(_, reason) if peer is not None:
+                    peer.on(PeerEvent.CONNECTED)
+                    peer.welcome, peer.last_heard_at = welcome, now
+                    self._counters.count("handshakes")
+            case ConnectFailed(_, reason) if peer is not None:
                 self.refuse(peer, reason, now=now)
-            case Lost(_, reason, is_silent) if peer is not None:
+            case ConnectionLost(_, reason, is_silent) if peer is not None:
                 self._forget(peer)
                 peer.reason, peer.is_silent = reason, is_silent
-                peer.on(PeerEvent.LEFT)
-                self._tally.count("peers_lost")
+                peer.on(PeerEvent.DISCONNECTED)
+                self._counters.count("peers_lost")
             case _:
                 return None
         return peer
 
     def refuse(self, peer: Peer, reason: str, *, now: float) -> None:
         """Turn a peer away for a while that doubles with every failure in a row."""
-        peer.on(PeerEvent.TURNED_AWAY)
+        peer.on(PeerEvent.REFUSED)
         peer.reason, peer.welcome = reason, None
         peer.retry_at = now + min(MAX_BACKOFF, self._retry_after * 2 ** min(peer.failures, 16))
         peer.failures += 1
         self._by_conn.pop(peer.conn, None)
         self._refused[peer.engine] = peer
         self._look_at = min(self._look_at, peer.retry_at + MAX_BACKOFF)
-        self._tally.count("handshakes_failed")
+        self._counters.count("handshakes_failed")
 
-    def leave(self, peer: Peer, reason: str) -> None:
-        """Close the connection to a peer that no longer answers; the next request meets it again."""
+    def disconnect(self, peer: Peer, reason: str) -> None:
+        """Close the connection to a peer that does not answer; the next request connects again."""
         self._forget(peer)
         peer.reason = reason
         self._link.close(peer.conn)
-        peer.on(PeerEvent.LEFT)
-        self._tally.count("peers_lost")
+        peer.on(PeerEvent.DISCONNECTED)
+        self._counters.count("peers_lost")
 
     def forget_refused(self, wanted: Iterable[EngineId], *, now: float) -> None:
-        """Drop peers that refused, whose pause is long over and whom nobody wants: engines come and go for ever."""
+        """Drop refused peers whose pause is long over and that no request needs: engines come and go."""
         if now < self._look_at:
             return
         keep = set(wanted)
         for peer in list(self._refused.values()):
             if peer.engine not in keep and now >= peer.retry_at + MAX_BACKOFF:
                 self._forget(peer)
-                peer.on(PeerEvent.LEFT)
+                peer.on(PeerEvent.DISCONNECTED)
         self._look_at = min((peer.retry_at + MAX_BACKOFF for peer in self._refused.values()), default=inf)
 
     def _forget(self, peer: Peer) -> None:

@@ -1,4 +1,4 @@
-"""Our own host memory that KV goes through, where NIXL cannot or shall not reach the device."""
+"""The host memory that KV goes through where NIXL cannot or shall not reach the device."""
 
 from collections.abc import Hashable
 from typing import Generic, NamedTuple, TypeVar
@@ -6,11 +6,11 @@ from typing import Generic, NamedTuple, TypeVar
 from xpyd_connector.core.ports import Copier
 from xpyd_connector.core.staging.slots import Slots
 
-TicketT = TypeVar("TicketT", bound=Hashable)
+OwnerT = TypeVar("OwnerT", bound=Hashable)
 
 
-class Staging(NamedTuple, Generic[TicketT]):
-    """The room there is, and what copies between it and the cache."""
+class HostBuffer(NamedTuple, Generic[OwnerT]):
+    """The slots of a host buffer, and what copies between them and the cache."""
 
-    slots: Slots[TicketT]
+    slots: Slots[OwnerT]
     copier: Copier

@@ -1,7 +1,7 @@
-"""Room in a staging buffer: who has which slots, and who waits for some, first come first served.
+"""Slots of a host buffer: who holds which, and who waits, first come first served.
 
-A slot is room for one of vLLM's blocks in all layers of one KV cache group; each group has slots of its own. Slot 0 is
-never handed out: as a block id it means "not held".
+A slot has room for one of vLLM's blocks in all layers of one KV cache group; each group has its own slots. Slot 0 is
+never granted, because block id 0 means "not held" (vLLM's null block).
 """
 
 import heapq
@@ -10,31 +10,31 @@ from collections.abc import Hashable, Sequence
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from xpyd_connector.core.ids import BlockId
-from xpyd_connector.errors import IllegalTransition, NoRoom
+from xpyd_connector.errors import HostBufferTooSmall, IllegalTransition
 
-TicketT = TypeVar("TicketT", bound=Hashable)
+OwnerT = TypeVar("OwnerT", bound=Hashable)
 GroupSlots: TypeAlias = tuple[tuple[BlockId, ...], ...]  # of each KV cache group
 
 
-class Granted(NamedTuple, Generic[TicketT]):
-    """Somebody's turn has come: its slots of each KV cache group, in ascending order."""
+class SlotsGranted(NamedTuple, Generic[OwnerT]):
+    """The slots of each KV cache group that an owner has got, in ascending order."""
 
-    ticket: TicketT
+    ticket: OwnerT
     groups: GroupSlots
 
 
-class Slots(Generic[TicketT]):
+class Slots(Generic[OwnerT]):
     """The slots 1 to ``count`` of each KV cache group.
 
-    Nobody overtakes, not even with other groups: who asks for much is not starved by those who ask for little.
+    Requests are granted strictly in order, so a large one is not starved by small ones.
     """
 
     def __init__(self, counts: Sequence[int]) -> None:
         self._counts = tuple(counts)
         self._free = [[BlockId(slot) for slot in range(1, count + 1)] for count in counts]  # heaps
         # In the order of asking; emptied from the front, which takes a plain dict longer the more it has lost.
-        self._waiting: OrderedDict[TicketT, tuple[int, ...]] = OrderedDict()
-        self._held: dict[TicketT, GroupSlots] = {}
+        self._waiting: OrderedDict[OwnerT, tuple[int, ...]] = OrderedDict()
+        self._held: dict[OwnerT, GroupSlots] = {}
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._held)
@@ -55,26 +55,30 @@ class Slots(Generic[TicketT]):
         return sum(self._counts) - sum(map(len, self._free))
 
     def check(self, wanted: Sequence[int]) -> None:
-        """Raise :exc:`~xpyd_connector.errors.NoRoom` if so many slots of each group can never be had."""
+        """Raise :exc:`~xpyd_connector.errors.HostBufferTooSmall` if so many slots of each group can never be had."""
         if len(wanted) != self.groups:
-            raise NoRoom(f"slots of {len(wanted)} KV cache groups are wanted; there are {self.groups} groups")
+            raise HostBufferTooSmall(
+                f"slots of {len(wanted)} KV cache groups are wanted; there are {self.groups} groups"
+            )
         for group, (want, count) in enumerate(zip(wanted, self._counts, strict=True)):
             if want > count:
-                raise NoRoom(f"{want} slots of KV cache group {group} are wanted; staging_blocks is {count}")
+                raise HostBufferTooSmall(
+                    f"{want} slots of KV cache group {group} are wanted; staging_blocks is {count}"
+                )
 
-    def ask(self, ticket: TicketT, wanted: Sequence[int]) -> None:
-        """Get in line for so many slots of each KV cache group; they come out of :meth:`take_granted`.
+    def ask(self, ticket: OwnerT, wanted: Sequence[int]) -> None:
+        """Queue for so many slots of each KV cache group; :meth:`take_granted` returns them.
 
-        Raises :exc:`~xpyd_connector.errors.NoRoom` if there will never be so many.
+        Raises :exc:`~xpyd_connector.errors.HostBufferTooSmall` if there will never be so many.
         """
         if ticket in self._waiting or ticket in self._held:
             raise IllegalTransition(f"{ticket} asks for slots twice")
         self.check(wanted)
         self._waiting[ticket] = tuple(wanted)
 
-    def take_granted(self) -> list[Granted[TicketT]]:
-        """Hand slots to those at the head of the line, as far as they last, and return who got which."""
-        granted: list[Granted[TicketT]] = []
+    def take_granted(self) -> list[SlotsGranted[OwnerT]]:
+        """Grant slots to the owners at the head of the queue, as far as they last, and return the grants."""
+        granted: list[SlotsGranted[OwnerT]] = []
         while self._waiting:
             ticket, wanted = next(iter(self._waiting.items()))
             if any(want > len(free) for want, free in zip(wanted, self._free, strict=True)):
@@ -84,11 +88,11 @@ class Slots(Generic[TicketT]):
                 tuple(heapq.heappop(free) for _ in range(want)) for want, free in zip(wanted, self._free, strict=True)
             )
             self._held[ticket] = slots
-            granted.append(Granted(ticket, slots))
+            granted.append(SlotsGranted(ticket, slots))
         return granted
 
-    def give_back(self, ticket: TicketT) -> None:
-        """Take slots back, or leave the line; nothing happens to who has neither."""
+    def release(self, ticket: OwnerT) -> None:
+        """Free an owner's slots or its place in the queue, if it has either."""
         self._waiting.pop(ticket, None)
         for free, slots in zip(self._free, self._held.pop(ticket, ((),) * self.groups), strict=True):
             for slot in slots:

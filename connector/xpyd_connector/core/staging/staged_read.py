@@ -1,4 +1,4 @@
-"""A decode engine's request that reads staged KV, and the life of one part of it."""
+"""A decode engine's request that reads staged KV, and the state of each part of it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,19 +6,19 @@ from enum import Enum, auto
 from typing import Final, NamedTuple
 
 from xpyd_connector.core.ids import ConnId, PartId, RequestId
-from xpyd_connector.core.messages import Stage
+from xpyd_connector.core.messages import StagePart
 from xpyd_connector.core.staging.slots import GroupSlots
-from xpyd_connector.core.state_machine import follow
+from xpyd_connector.core.state_machine import transition
 
 
 class PartState(Enum):
-    """Where a part is in its life."""
+    """State of a part."""
 
     GATHERING = auto()  # some of the decode engine's ranks have asked, not all
     WAITING = auto()  # for slots
     COPYING = auto()  # into the slots of each of our ranks
     STAGED = auto()  # may be read
-    ENDING = auto()  # nobody is to read it any more; our workers still copy
+    ENDING = auto()  # it must not be read any more; our workers still copy
     OVER = auto()
 
 
@@ -28,8 +28,8 @@ class PartEvent(Enum):
     COMPLETE = auto()  # every rank has asked
     GRANTED = auto()
     COPIED = auto()  # by the last worker
-    ENDED = auto()  # everybody has gone on, or nobody may read it any more
-    QUIET = auto()  # no worker copies any more
+    ENDED = auto()  # all ranks have read it, or it must not be read any more
+    DRAINED = auto()  # no worker copies any more
 
 
 TRANSITIONS: Final[Mapping[PartState, Mapping[PartEvent, PartState]]] = {
@@ -37,12 +37,12 @@ TRANSITIONS: Final[Mapping[PartState, Mapping[PartEvent, PartState]]] = {
     PartState.WAITING: {PartEvent.GRANTED: PartState.COPYING, PartEvent.ENDED: PartState.OVER},
     PartState.COPYING: {PartEvent.COPIED: PartState.STAGED, PartEvent.ENDED: PartState.ENDING},
     PartState.STAGED: {PartEvent.ENDED: PartState.OVER},
-    PartState.ENDING: {PartEvent.QUIET: PartState.OVER},
+    PartState.ENDING: {PartEvent.DRAINED: PartState.OVER},
     PartState.OVER: {},
 }
 
 
-class ReadingId(NamedTuple):
+class StagedReadId(NamedTuple):
     """Several requests of decode engines may read one lease: one prompt, n answers."""
 
     request: RequestId
@@ -50,11 +50,11 @@ class ReadingId(NamedTuple):
 
 
 @dataclass(slots=True)
-class Part:
+class StagedPart:
     """As much of a request as is in the staging buffer at a time."""
 
     number: PartId  # ours, over all readers
-    order: Stage  # the first rank's
+    order: StagePart  # the first rank's
     until: float  # GATHERING or STAGED: when that must be over
     state: PartState = PartState.GATHERING
     ranks: dict[int, ConnId] = field(default_factory=dict[int, ConnId])  # who has asked, and not gone on
@@ -62,24 +62,24 @@ class Part:
     copying: set[int] = field(default_factory=set[int])  # our ranks that have not said that they are done
 
     @property
-    def reading(self) -> ReadingId:
+    def read_id(self) -> StagedReadId:
         """Whose part it is."""
-        return ReadingId(self.order.request, self.order.reader)
+        return StagedReadId(self.order.request, self.order.reader)
 
     def on(self, event: PartEvent) -> None:
         """Move to the next state, or raise if the event makes no sense now."""
-        self.state = follow(TRANSITIONS, self.state, event, f"part {self.order.part} of {self.order.request}")
+        self.state = transition(TRANSITIONS, self.state, event, f"part {self.order.part} of {self.order.request}")
 
 
 @dataclass(slots=True)
-class Reading:
+class StagedRead:
     """One request of a decode engine: which of its ranks are at it, and the parts they ask for or read."""
 
     ranks: dict[int, ConnId] = field(default_factory=dict[int, ConnId])
-    parts: dict[int, Part] = field(default_factory=dict[int, Part])
+    parts: dict[int, StagedPart] = field(default_factory=dict[int, StagedPart])
     broken: str = ""  # why nothing more is staged for it
 
-    def objection(self, conn: ConnId, order: Stage) -> str:
+    def objection(self, conn: ConnId, order: StagePart) -> str:
         """Say why a rank may not ask for that part now, or nothing."""
         rank, number = order.rank, order.part
         if self.broken:

@@ -1,45 +1,45 @@
-"""Which memory of other engines we can reach, and how KV travels to and from it."""
+"""The memory of other engines that we can reach, and the routes of KV to and from it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from xpyd_connector.core.ids import EngineId
-from xpyd_connector.core.layout.transfer_plan import Route, Spans, Stretch, check_shapes, needed_ranks, pull_route
+from xpyd_connector.core.layout.transfer_plan import Route, Spans, TokenRange, check_shapes, needed_ranks, pull_route
 from xpyd_connector.core.messages import RankInfo
-from xpyd_connector.core.ports import Mover
+from xpyd_connector.core.ports import TransferAgent
 from xpyd_connector.errors import ConnectorError, IncompatiblePeer
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One remote rank, and what our rank takes from it."""
+class RemoteRank:
+    """One remote rank, and what our rank takes from it or gives to it."""
 
-    handle: str  # the mover's
+    handle: str  # of the transfer agent
     route: Route
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
-    """An engine we can read from: every rank of it that keeps something our rank needs."""
+class RemoteEngine:
+    """An engine we can read from: all of its ranks that keep heads our rank needs."""
 
-    ways: tuple[Way, ...]
+    remote_ranks: tuple[RemoteRank, ...]
     theirs: RankInfo  # one of its ranks: in what is not an address, all are alike
 
-    def spans(self, stretches: Sequence[Stretch]) -> list[tuple[str, Spans]]:
+    def spans(self, token_ranges: Sequence[TokenRange]) -> list[tuple[str, Spans]]:
         """Return what to read from which rank; raises :exc:`~xpyd_connector.errors.ProtocolViolation`."""
-        found = [(way.handle, way.route.spans(stretches)) for way in self.ways]
+        found = [(remote_rank.handle, remote_rank.route.spans(token_ranges)) for remote_rank in self.remote_ranks]
         return [(handle, spans) for handle, spans in found if len(spans)]
 
 
-class Reach:
-    """Attaches the ranks of prefill engines, all that are needed or none."""
+class RemoteEngines:
+    """Attaches all needed ranks of a prefill engine, or none."""
 
-    def __init__(self, mover: Mover, own: RankInfo) -> None:
-        self._mover = mover
+    def __init__(self, transfer_agent: TransferAgent, own: RankInfo) -> None:
+        self._transfer_agent = transfer_agent
         self._own = own
-        self._reached: dict[EngineId, Reached] = {}
+        self._reached: dict[EngineId, RemoteEngine] = {}
 
-    def __getitem__(self, engine: EngineId) -> Reached:
+    def __getitem__(self, engine: EngineId) -> RemoteEngine:
         return self._reached[engine]
 
     def __iter__(self) -> Iterator[EngineId]:
@@ -50,19 +50,21 @@ class Reach:
         needed = self._needed(engine, ranks)
         handles: list[str] = []
         try:
-            handles.extend(self._mover.attach(theirs) for theirs in needed)
+            handles.extend(self._transfer_agent.attach(theirs) for theirs in needed)
         except ConnectorError:
             for handle in handles:
-                self._mover.detach(handle)
+                self._transfer_agent.detach(handle)
             raise
-        ways = (Way(handle, pull_route(self._own, theirs)) for handle, theirs in zip(handles, needed, strict=True))
-        self._reached[engine] = Reached(tuple(ways), needed[0])
+        remote_ranks = (
+            RemoteRank(handle, pull_route(self._own, theirs)) for handle, theirs in zip(handles, needed, strict=True)
+        )
+        self._reached[engine] = RemoteEngine(tuple(remote_ranks), needed[0])
 
     def detach(self, engine: EngineId) -> None:
         """Forget an engine, reached or not."""
         if (reached := self._reached.pop(engine, None)) is not None:
-            for way in reached.ways:
-                self._mover.detach(way.handle)
+            for remote_rank in reached.remote_ranks:
+                self._transfer_agent.detach(remote_rank.handle)
 
     def _needed(self, engine: EngineId, ranks: Sequence[RankInfo]) -> list[RankInfo]:
         known = {info.rank: info for info in ranks}

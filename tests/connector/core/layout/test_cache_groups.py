@@ -35,7 +35,7 @@ def test_what_is_lacking_is_what_the_last_prompt_token_sees_and_nobody_has_here(
     """With every number of tokens that come from elsewhere: the others are in the local prefix cache."""
     for prompt in LENGTHS:
         for external in range(prompt):
-            start, stop = group.lacking(prompt, external)
+            start, stop = group.missing_tokens(prompt, external)
             local = prompt - 1 - external
 
             assert stop == prompt - 1
@@ -52,7 +52,7 @@ def test_later_tokens_never_need_earlier_ones_again(group):
 
 def test_only_a_window_and_a_chunk_forget():
     """Blocks of the others are all there when their request ends."""
-    assert [CacheGroup(4).forgets, CacheGroup(4, window=8).forgets, CacheGroup(4, chunk=8).forgets] == [
+    assert [CacheGroup(4).frees_early, CacheGroup(4, window=8).frees_early, CacheGroup(4, chunk=8).frees_early] == [
         False,
         True,
         True,

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xpyd_connector.core.layout.transfer_plan import (
-    Stretch,
+    TokenRange,
     check_shapes,
+    head_sources,
     heads_of,
     merge,
     needed_ranks,
-    owners,
     pull_route,
     push_route,
     served_ranks,
@@ -147,10 +147,10 @@ class World(NamedTuple):
     target_tables: list
     truth: list  # for each group: layer, head, position, part, byte
 
-    def stretches(self, *, pull):
+    def token_ranges(self, *, pull):
         tables = zip(self.source_tables, self.target_tables, strict=True)
         pairs = [(source, target) if pull else (target, source) for source, target in tables]
-        return [Stretch(n, g.start, g.stop, *pairs[n]) for n, g in enumerate(self.groups)]
+        return [TokenRange(n, g.start, g.stop, *pairs[n]) for n, g in enumerate(self.groups)]
 
 
 def world(seed, ranks, ranks_there, groups, shapes, shapes_there, contiguous=False):
@@ -209,7 +209,7 @@ def expected(world, target, before):
 
 def check_world(world, *, pull):
     """Move everything, and check every byte of every rank of the decode engine."""
-    stretches = world.stretches(pull=pull)
+    token_ranges = world.token_ranges(pull=pull)
     reached = set()
     for target in world.targets:
         before, counts = target.bytes.copy(), np.zeros(target.bytes.shape, np.int64)
@@ -217,7 +217,7 @@ def check_world(world, *, pull):
         for source in world.sources:
             ours, theirs = (target.info, source.info) if pull else (source.info, target.info)
             check_shapes(ours, theirs)
-            spans = (pull_route if pull else push_route)(ours, theirs).spans(stretches)
+            spans = (pull_route if pull else push_route)(ours, theirs).spans(token_ranges)
             check_runs(spans)
             copy(spans if pull else spans[:, [1, 0, 2]], source, target, counts)
             if len(spans):
@@ -325,7 +325,7 @@ def shaped(layout, *, layers=3, tokens=16, blocks=9, rank=0, ranks=1, width=32, 
 )
 def test_contiguous_blocks_and_adjacent_layers_are_one_run(layout, runs):
     """Few, large descriptors: between twins, as few as the layout allows."""
-    spans = pull_route(shaped(layout), shaped(layout)).spans([Stretch(0, 0, 64, [2, 3, 4, 5], [5, 6, 7, 8])])
+    spans = pull_route(shaped(layout), shaped(layout)).spans([TokenRange(0, 0, 64, [2, 3, 4, 5], [5, 6, 7, 8])])
 
     assert len(spans) == runs
     assert spans[:, 2].sum() == 3 * 4 * 64 * 32
@@ -335,7 +335,7 @@ def test_contiguous_blocks_and_adjacent_layers_are_one_run(layout, runs):
 def test_parts_of_entries_of_twins_move_together(layout, runs):
     """Where they are side by side, they make no descriptor more."""
     info = shaped(layout, width=8, parts=4)
-    spans = pull_route(info, info).spans([Stretch(0, 0, 64, [2, 3, 4, 5], [2, 3, 4, 5])])
+    spans = pull_route(info, info).spans([TokenRange(0, 0, 64, [2, 3, 4, 5], [2, 3, 4, 5])])
 
     assert len(spans) == runs
     assert spans[:, 2].sum() == 3 * 4 * 64 * 32
@@ -345,7 +345,7 @@ def test_each_dimension_of_each_head_is_a_run_between_rows_of_different_lengths(
     """What K transposed costs: one descriptor for each, as long as the shorter row."""
     spans = pull_route(
         shaped("LBHPNC", tokens=32, width=2, parts=8, layers=1), shaped("LBHPNC", tokens=16, width=2, parts=8, layers=1)
-    ).spans([Stretch(0, 0, 32, [3, 4], [3])])
+    ).spans([TokenRange(0, 0, 32, [3, 4], [3])])
 
     assert (spans[:, 2] == 16 * 2).all()
     assert len(spans) == 2 * 4 * 8
@@ -353,7 +353,7 @@ def test_each_dimension_of_each_head_is_a_run_between_rows_of_different_lengths(
 
 def test_scattered_blocks_of_twins_are_one_run_for_each_layer_and_block():
     """Heads and tokens of a block stay together."""
-    spans = pull_route(shaped("LBHNC"), shaped("LBHNC")).spans([Stretch(0, 0, 64, [2, 4, 6, 8], [8, 6, 4, 2])])
+    spans = pull_route(shaped("LBHNC"), shaped("LBHNC")).spans([TokenRange(0, 0, 64, [2, 4, 6, 8], [8, 6, 4, 2])])
 
     assert (spans[:, 2] == 4 * 16 * 32).all()
     assert len(spans) == 3 * 4
@@ -363,7 +363,7 @@ def test_runs_of_two_groups_in_one_memory_are_merged():
     """Groups share vLLM's pool: their blocks may be neighbours."""
     info = shaped("LBHNC", layers=1)
     both = msgspec.structs.replace(info, regions=(info.regions[0], msgspec.structs.replace(info.regions[0], group=1)))
-    spans = pull_route(both, both).spans([Stretch(1, 32, 48, [3], [7]), Stretch(0, 0, 32, [1, 2], [5, 6])])
+    spans = pull_route(both, both).spans([TokenRange(1, 32, 48, [3], [7]), TokenRange(0, 0, 32, [1, 2], [5, 6])])
 
     assert spans.shape == (1, 3)
 
@@ -392,7 +392,7 @@ def test_nothing_missing_is_nothing_to_move():
     route = pull_route(shaped("LBHNC"), shaped("LBHNC"))
 
     assert route.spans([]).shape == (0, 3)
-    assert route.spans([Stretch(0, 16, 16, [], [])]).shape == (0, 3)
+    assert route.spans([TokenRange(0, 16, 16, [], [])]).shape == (0, 3)
     assert route.spans([]).dtype == np.int64
 
 
@@ -400,7 +400,7 @@ def test_ranks_that_share_no_head_have_nothing_to_move():
     """A rank may hold no more than its share of connections."""
     route = pull_route(shaped("LBHNC", rank=1, ranks=2), shaped("LBHNC", rank=0, ranks=4))
 
-    assert route.spans([Stretch(0, 0, 16, [1], [1])]).shape == (0, 3)
+    assert route.spans([TokenRange(0, 0, 16, [1], [1])]).shape == (0, 3)
 
 
 @pytest.mark.parametrize(
@@ -420,16 +420,16 @@ def test_blocks_that_are_not_there_or_not_held_are_refused(blocks, message):
     route = pull_route(shaped("LBHNC"), shaped("LBHNC"))
 
     with pytest.raises(ProtocolViolation) as theirs:
-        route.spans([Stretch(0, 0, 20, blocks, [1, 2])])
+        route.spans([TokenRange(0, 0, 20, blocks, [1, 2])])
     with pytest.raises(ProtocolViolation) as ours:
-        route.spans([Stretch(0, 0, 20, [1, 2], blocks)])
+        route.spans([TokenRange(0, 0, 20, [1, 2], blocks)])
     assert str(theirs.value) == message.format("the peer's")
     assert str(ours.value) == message.format("our")
 
 
 def test_blocks_behind_the_stretch_are_not_looked_at():
     """A list may reach further than what is missing."""
-    spans = pull_route(shaped("LBHNC"), shaped("LBHNC")).spans([Stretch(0, 0, 16, [1, 0], [1, 99])])
+    spans = pull_route(shaped("LBHNC"), shaped("LBHNC")).spans([TokenRange(0, 0, 16, [1, 0], [1, 99])])
 
     assert len(spans) == 3
 
@@ -438,19 +438,19 @@ def test_blocks_behind_the_stretch_are_not_looked_at():
 def test_tokens_out_of_order_are_refused(start, stop):
     """Nothing sensible can be moved."""
     with pytest.raises(ProtocolViolation, match=f"tokens {start} to {stop} of a prompt; they must be in order"):
-        pull_route(shaped("LBHNC"), shaped("LBHNC")).spans([Stretch(0, start, stop, [1], [1])])
+        pull_route(shaped("LBHNC"), shaped("LBHNC")).spans([TokenRange(0, start, stop, [1], [1])])
 
 
 def test_a_group_that_the_cache_does_not_have_is_refused():
     """Rather than leaving its layers unread."""
     with pytest.raises(ProtocolViolation, match=r"group 2 of a cache that has the groups \[0\]"):
-        pull_route(shaped("LBHNC"), shaped("LBHNC")).spans([Stretch(2, 0, 4, [1], [1])])
+        pull_route(shaped("LBHNC"), shaped("LBHNC")).spans([TokenRange(2, 0, 4, [1], [1])])
 
 
 def test_a_huge_stretch_costs_nothing_before_its_blocks_are_counted():
     """A peer's numbers are only as good as the blocks it names."""
     with pytest.raises(ProtocolViolation, match="need 4398046511104 of the peer's blocks"):
-        pull_route(shaped("LBHNC"), shaped("LBHNC")).spans([Stretch(0, 0, 1 << 46, [1], [1])])
+        pull_route(shaped("LBHNC"), shaped("LBHNC")).spans([TokenRange(0, 0, 1 << 46, [1], [1])])
 
 
 @pytest.mark.parametrize(("ranks", "ranks_here", "heads"), MEETINGS)
@@ -458,7 +458,7 @@ def test_every_head_is_taken_once_from_a_rank_that_has_it(ranks, ranks_here, hea
     """And the ranks that keep the same head are asked equally often, or once less."""
     asked = Counter()
     for rank_here in range(ranks_here):
-        found = owners(heads, ranks, ranks_here, rank_here)
+        found = head_sources(heads, ranks, ranks_here, rank_here)
         taken = [head for owner in found for head in range(owner.first, owner.last)]
         assert taken == list(range(*heads_of(heads, ranks_here, rank_here)))
         assert len({owner.rank for owner in found}) == len(found)
@@ -479,7 +479,7 @@ def test_every_head_is_taken_once_from_a_rank_that_has_it(ranks, ranks_here, hea
 def test_equal_engines_pair_up(ranks, heads):
     """Each rank takes everything from the same rank: one peer to meet."""
     for rank in range(ranks):
-        assert [owner.rank for owner in owners(heads, ranks, ranks, rank)] == [rank]
+        assert [owner.rank for owner in head_sources(heads, ranks, ranks, rank)] == [rank]
 
 
 @pytest.mark.parametrize(("ranks", "heads"), SHARDS)
@@ -561,7 +561,7 @@ def test_such_rows_may_be_anywhere_and_any_number():
     """Rows are moved whole, each in one piece if it is one."""
     ours, theirs = shaped("LBHNC", opaque=True), shaped("BLHNC", opaque=True, blocks=40)
     check_shapes(ours, theirs)
-    spans = pull_route(ours, theirs).spans([Stretch(0, 3, 20, [7, 30], [8, 1])])
+    spans = pull_route(ours, theirs).spans([TokenRange(0, 3, 20, [7, 30], [8, 1])])
 
     assert len(spans) == 3 * 2
     assert (spans[:, 2] == 4 * 16 * 32).all()
@@ -590,7 +590,7 @@ def test_memory_may_end_at_the_highest_address():
     """Arithmetic in signed 64 bits has room for just that."""
     highest = shaped("LBHNC", base=2**63 - 1 - 9 * 4 * 16 * 32)
     check_shapes(highest, highest)
-    spans = pull_route(highest, shaped("LBHNC")).spans([Stretch(0, 0, 16, [1], [8])])
+    spans = pull_route(highest, shaped("LBHNC")).spans([TokenRange(0, 0, 16, [1], [8])])
 
     assert (spans[:, 1] + spans[:, 2] == 2**63 - 1).all()
 

@@ -12,18 +12,20 @@ from hypothesis import strategies as st
 from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
 from xpyd_connector.core.lease.kv_params import (
     REFUSALS,
-    Offer,
+    PullParams,
     common_id,
     digest_prompt,
-    read_booking,
-    read_offer,
-    read_transfer,
+    parse_pull_params,
+    parse_push_params,
+    parse_transfer_id,
 )
 from xpyd_connector.core.lease.signatures import Signatures
 from xpyd_connector.core.messages import MAX_BLOCKS, MAX_ID
-from xpyd_connector.errors import BadOffer
+from xpyd_connector.errors import InvalidKvParams
 
-OFFER = Offer(EngineId("p0"), RequestId("cmpl-1"), "10.0.0.1", 5600, ((BlockId(4), BlockId(2)),), 30, xpyd_prompt="d1")
+OFFER = PullParams(
+    EngineId("p0"), RequestId("cmpl-1"), "10.0.0.1", 5600, ((BlockId(4), BlockId(2)),), 30, xpyd_prompt="d1"
+)
 
 
 def params(**changes):
@@ -57,12 +59,12 @@ def test_an_offer_asks_the_decode_engine_to_load():
 
 def test_an_offer_survives_json():
     """The router and two HTTP servers print and parse it."""
-    assert read_offer(json.loads(json.dumps(OFFER.to_params()))) == OFFER
+    assert parse_pull_params(json.loads(json.dumps(OFFER.to_params()))) == OFFER
 
 
 def test_unknown_keys_are_ignored():
     """A newer prefill engine says more."""
-    assert read_offer(params(xpyd_tomorrow=1)) == OFFER
+    assert parse_pull_params(params(xpyd_tomorrow=1)) == OFFER
 
 
 def test_the_address_is_where_the_blocks_are():
@@ -91,8 +93,8 @@ BROKEN = {
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BROKEN.items() for value in values])
 def test_a_malformed_offer_is_refused_in_one_sentence(key, value):
     """The prompt is computed here then; a number out of range would end the transfer thread instead."""
-    with pytest.raises(BadOffer, match=r"^kv_transfer_params: ") as caught:
-        read_offer(params(**{key: value}))
+    with pytest.raises(InvalidKvParams, match=r"^kv_transfer_params: ") as caught:
+        parse_pull_params(params(**{key: value}))
 
     assert "\n" not in str(caught.value)
 
@@ -103,8 +105,8 @@ def test_a_missing_key_is_named(key):
     incomplete = params()
     del incomplete[key]
 
-    with pytest.raises(BadOffer, match=key):
-        read_offer(incomplete)
+    with pytest.raises(InvalidKvParams, match=key):
+        parse_pull_params(incomplete)
 
 
 JSON = st.recursive(
@@ -118,9 +120,9 @@ JSON = st.recursive(
 def test_arbitrary_params_are_an_offer_or_a_bad_offer(changes):
     """Never another exception: it would stop the engine for everybody."""
     try:
-        offer = read_offer(params(**changes))
+        offer = parse_pull_params(params(**changes))
         Signatures(lambda: (b"secret",)).check(offer, now=0.0)
-    except BadOffer:
+    except InvalidKvParams:
         return
     assert 0 < offer.remote_port < 65536
 
@@ -143,7 +145,7 @@ def test_a_prompt_without_token_ids_has_no_digest():
 
 def test_every_refusal_has_a_counter():
     """One without would stop the engine at the first such offer."""
-    assert REFUSALS.keys() == {BadOffer, *BadOffer.__subclasses__()}
+    assert REFUSALS.keys() == {InvalidKvParams, *InvalidKvParams.__subclasses__()}
     assert len(set(REFUSALS.values())) == len(REFUSALS)
 
 
@@ -154,7 +156,7 @@ BOOKING = {"remote_engine_id": "p0", "remote_host": "10.0.0.1", "remote_port": 5
 
 def test_a_booking_names_the_engine_and_the_transfer():
     """Unknown keys are ignored, and what a pull offer would call the request is not believed."""
-    booking = read_booking({**BOOKING, "remote_request_id": "x" * 999, "xpyd_tomorrow": 1}, "d-1")
+    booking = parse_push_params({**BOOKING, "remote_request_id": "x" * 999, "xpyd_tomorrow": 1}, "d-1")
 
     assert booking.address == Address("10.0.0.1", 5600)
     assert booking.remote_request_id == "t"
@@ -162,10 +164,10 @@ def test_a_booking_names_the_engine_and_the_transfer():
 
 def test_an_offer_of_an_engine_that_pushes_is_a_booking_too():
     """A router that waits for P hands its reply to D."""
-    offer = Offer(**{**{name: getattr(OFFER, name) for name in OFFER.__struct_fields__},
+    offer = PullParams(**{**{name: getattr(OFFER, name) for name in OFFER.__struct_fields__},
                      "transfer_mode": "push", "transfer_id": "t"})  # fmt: skip
 
-    assert read_booking(json.loads(json.dumps(offer.to_params())), "d-1").remote_request_id == "t"
+    assert parse_push_params(json.loads(json.dumps(offer.to_params())), "d-1").remote_request_id == "t"
 
 
 BROKEN_BOOKINGS = {
@@ -182,8 +184,8 @@ BROKEN_BOOKINGS = {
 )
 def test_a_malformed_booking_is_refused_in_one_sentence(key, value):
     """The prompt is computed here then."""
-    with pytest.raises(BadOffer, match=r"^kv_transfer_params: ") as caught:
-        read_booking({**BOOKING, key: value}, "d-1")
+    with pytest.raises(InvalidKvParams, match=r"^kv_transfer_params: ") as caught:
+        parse_push_params({**BOOKING, key: value}, "d-1")
 
     assert "\n" not in str(caught.value)
 
@@ -197,31 +199,31 @@ def test_without_a_transfer_id_the_common_part_of_the_requests_id_names_it(own, 
     params = {key: value for key, value in BOOKING.items() if key != "transfer_id"}
 
     assert common_id(own) == common
-    assert read_booking(params, own).remote_request_id == read_transfer({}, own) == common
+    assert parse_push_params(params, own).remote_request_id == parse_transfer_id({}, own) == common
 
 
 def test_a_request_id_that_does_not_fit_into_a_message_is_refused():
     """A client chooses a part of it."""
     params = {key: value for key, value in BOOKING.items() if key != "transfer_id"}
 
-    with pytest.raises(BadOffer, match="characters"):
-        read_booking(params, "x" * (MAX_ID + 1))
-    with pytest.raises(BadOffer, match="transfer_id"):
-        read_transfer({}, "x" * (MAX_ID + 1))
+    with pytest.raises(InvalidKvParams, match="characters"):
+        parse_push_params(params, "x" * (MAX_ID + 1))
+    with pytest.raises(InvalidKvParams, match="transfer_id"):
+        parse_transfer_id({}, "x" * (MAX_ID + 1))
 
 
 @pytest.mark.parametrize("name", [7, ["t"], {"a": 1}, "a\nb", "\ud800", "x" * (MAX_ID + 1), True], ids=repr)
 def test_a_transfer_id_that_cannot_be_used_is_refused(name):
     """It would break a message, or a log."""
-    with pytest.raises(BadOffer, match="transfer_id"):
-        read_transfer({"transfer_id": name}, "p-1")
+    with pytest.raises(InvalidKvParams, match="transfer_id"):
+        parse_transfer_id({"transfer_id": name}, "p-1")
 
 
 @given(st.dictionaries(st.sampled_from([*sorted(BOOKING), "transfer_mode", "remote_request_id"]), JSON), st.text())
 def test_arbitrary_params_are_a_booking_or_a_bad_offer(changes, own):
     """Never another exception: it would stop the engine for everybody."""
-    for read in (read_booking, read_transfer):
+    for read in (parse_push_params, parse_transfer_id):
         try:
             read({**BOOKING, **changes}, own)
-        except BadOffer:
+        except InvalidKvParams:
             continue

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xpyd_connector.core.ids import ConnId, RequestId
-from xpyd_connector.core.lease.lease_table import TRANSITIONS, LeaseBook, LeaseEvent, LeaseState, Released, _Lease
+from xpyd_connector.core.lease.lease_table import TRANSITIONS, LeaseEnded, LeaseEvent, LeaseState, LeaseTable, _Lease
 from xpyd_connector.core.messages import MAX_IDS
 from xpyd_connector.errors import IllegalTransition
 
@@ -18,7 +18,7 @@ D, ELSE = ConnId(1), ConnId(2)
 
 @pytest.fixture
 def book():
-    return LeaseBook(duration=30.0, extension=20.0)
+    return LeaseTable(duration=30.0, extension=20.0)
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(LeaseState, LeaseEvent)))
@@ -60,7 +60,7 @@ def test_a_lease_ends_exactly_when_it_says(book):
 
     assert due == 35.0
     assert book.expire(now=due - 0.001) == []
-    assert book.expire(now=due) == [Released(A, LeaseEvent.EXPIRED)]
+    assert book.expire(now=due) == [LeaseEnded(A, LeaseEvent.EXPIRED)]
     assert book.next_expiry() is None
 
 
@@ -80,7 +80,7 @@ def test_a_late_renewal_does_not_revive(book, late):
     book.grant(A, now=0.0)
 
     assert not book.renew(A, D, now=late)
-    assert book.expire(now=late) == [Released(A, LeaseEvent.EXPIRED)]
+    assert book.expire(now=late) == [LeaseEnded(A, LeaseEvent.EXPIRED)]
 
 
 def test_an_unknown_lease_is_not_renewed(book):
@@ -95,7 +95,7 @@ def test_no_lease_is_stranded_behind_a_longer_one(book):
     book.renew(A, D, now=25.0)
 
     assert book.next_expiry() == 31.0
-    assert book.expire(now=31.0) == [Released(B, LeaseEvent.EXPIRED)]
+    assert book.expire(now=31.0) == [LeaseEnded(B, LeaseEvent.EXPIRED)]
     assert A in book
 
 
@@ -106,7 +106,7 @@ def test_a_lost_connection_ends_what_was_claimed_over_it_and_nothing_else(book):
     book.renew(A, D, now=0.0)
     book.renew(B, ELSE, now=0.0)
 
-    assert book.lose(D) == [Released(A, LeaseEvent.PEER_LOST)]
+    assert book.lose(D) == [LeaseEnded(A, LeaseEvent.PEER_LOST)]
     assert len(book) == 2
 
 
@@ -118,19 +118,19 @@ def test_a_lease_belongs_to_the_connection_that_renewed_it_first(book):
     assert not book.renew(A, ELSE, now=15.0)
     assert book.next_expiry() == 30.0
     assert book.lose(ELSE) == []
-    assert book.lose(D) == [Released(A, LeaseEvent.PEER_LOST)]
+    assert book.lose(D) == [LeaseEnded(A, LeaseEvent.PEER_LOST)]
 
 
 def test_an_engine_that_connects_again_keeps_its_leases():
     """It has proven to be the same, and the old connection is not noticed to be gone yet."""
-    book = LeaseBook(duration=30.0, extension=20.0, same_engine=lambda one, other: {one, other} == {D, ELSE})
+    book = LeaseTable(duration=30.0, extension=20.0, same_engine=lambda one, other: {one, other} == {D, ELSE})
     book.grant(A, now=0.0)
     book.renew(A, D, now=0.0)
     assert book.renew(A, ELSE, now=1.0)
     assert not book.renew(A, ConnId(3), now=1.0)
 
     assert book.lose(D) == []
-    assert book.lose(ELSE) == [Released(A, LeaseEvent.PEER_LOST)]
+    assert book.lose(ELSE) == [LeaseEnded(A, LeaseEvent.PEER_LOST)]
 
 
 def test_without_proven_engines_any_connection_may_say_that_a_lease_is_over(book):
@@ -143,7 +143,7 @@ def test_without_proven_engines_any_connection_may_say_that_a_lease_is_over(book
 
 def test_with_proven_engines_only_the_holders_connections_may(book):
     """A lease that nobody has claimed is anybody's."""
-    book = LeaseBook(duration=30.0, extension=20.0, same_engine=lambda one, other: {one, other} == {D, ELSE})
+    book = LeaseTable(duration=30.0, extension=20.0, same_engine=lambda one, other: {one, other} == {D, ELSE})
     book.grant(A, now=0.0)
     assert book.may_end(A, ConnId(3))
     book.renew(A, D, now=0.0)
@@ -153,7 +153,7 @@ def test_with_proven_engines_only_the_holders_connections_may(book):
 
 def test_a_lease_that_somebody_reads_says_so_for_a_while():
     """Until then it is not revoked; a reader that vanishes keeps it no longer."""
-    book = LeaseBook(duration=30.0, extension=20.0, reading=10.0)
+    book = LeaseTable(duration=30.0, extension=20.0, reading=10.0)
     book.grant(A, now=0.0)
     assert not book.is_read(A, now=0.0)
     book.read(A, now=5.0)
@@ -170,12 +170,12 @@ def test_no_call_looks_at_all_leases(book):
         book.renew(RequestId(f"r{number}"), D if number else ELSE, now=25.0)
     looks = count_looks(book)
 
-    assert book.lose(ELSE) == [Released(RequestId("r0"), LeaseEvent.PEER_LOST)]
+    assert book.lose(ELSE) == [LeaseEnded(RequestId("r0"), LeaseEvent.PEER_LOST)]
     assert book.next_expiry() == 30.001
     assert book.expire(now=30.0) == []
-    assert book.expire(now=30.001) == [Released(RequestId("r1"), LeaseEvent.EXPIRED)]
+    assert book.expire(now=30.001) == [LeaseEnded(RequestId("r1"), LeaseEvent.EXPIRED)]
     assert book.renew(RequestId("r2"), D, now=30.0)
-    assert book.done(RequestId("r2"), READER, 0, 1) == Released(RequestId("r2"), LeaseEvent.DONE)
+    assert book.done(RequestId("r2"), READER, 0, 1) == LeaseEnded(RequestId("r2"), LeaseEvent.DONE)
     assert looks.count < 20
 
 
@@ -209,7 +209,7 @@ def test_the_last_rank_ends_the_lease(book):
 
     assert book.done(A, READER, 1, 2) is None
     assert book.done(A, READER, 1, 2) is None
-    assert book.done(A, READER, 0, 2) == Released(A, LeaseEvent.DONE)
+    assert book.done(A, READER, 0, 2) == LeaseEnded(A, LeaseEvent.DONE)
     assert A not in book
 
 
@@ -219,7 +219,7 @@ def test_ranks_of_two_readers_do_not_add_up(book):
 
     assert book.done(A, READER, 0, 2) is None
     assert book.done(A, OTHER, 1, 2) is None
-    assert book.done(A, READER, 1, 2) == Released(A, LeaseEvent.DONE)
+    assert book.done(A, READER, 1, 2) == LeaseEnded(A, LeaseEvent.DONE)
 
 
 def test_a_lease_remembers_a_bounded_number_of_readers(book):
@@ -229,7 +229,7 @@ def test_a_lease_remembers_a_bounded_number_of_readers(book):
         book.done(A, RequestId(f"r{number}"), 0, 2)
 
     assert len(book._leases[A].ranks_done) == MAX_IDS
-    assert book.done(A, RequestId("r0"), 1, 2) == Released(A, LeaseEvent.DONE)
+    assert book.done(A, RequestId("r0"), 1, 2) == LeaseEnded(A, LeaseEvent.DONE)
 
 
 REQUESTS = st.sampled_from([RequestId(name) for name in "abcd"])
@@ -250,7 +250,7 @@ STEPS = st.lists(
 @given(STEPS)
 def test_every_lease_ends_exactly_once(steps):
     """Whatever happens in whatever order: not never (blocks lost) and not twice (others' blocks freed)."""
-    book, now, granted, released = LeaseBook(duration=30.0, extension=20.0), 0.0, [], []
+    book, now, granted, released = LeaseTable(duration=30.0, extension=20.0), 0.0, [], []
     for number, (step, *args) in enumerate(steps):
         released += book.expire(now=now)
         match step:

@@ -6,12 +6,12 @@ import pytest
 
 from support.engines import changed
 from xpyd_connector.core.ids import BlockId, EngineId, RequestId
-from xpyd_connector.core.lease.kv_params import Offer, read_offer
+from xpyd_connector.core.lease.kv_params import PullParams, parse_pull_params
 from xpyd_connector.core.lease.signatures import CLOCK_SKEW, Signatures
-from xpyd_connector.errors import ExpiredOffer, ForgedOffer, UnsignedOffer
+from xpyd_connector.errors import ExpiredKvParams, ForgedKvParams, UnsignedKvParams
 
 NOW = 1_800_000_000.5  # s since the epoch
-OFFER = Offer(
+OFFER = PullParams(
     EngineId("p0"), RequestId("cmpl-1"), "10.0.0.1", 5600, ((BlockId(4), BlockId(2)), (BlockId(0), BlockId(7))), 30,
     xpyd_prompt="d1", xpyd_block_sizes=(16, 16), xpyd_expires_at=int(NOW) + 30,
 )  # fmt: skip
@@ -32,18 +32,18 @@ OTHER = {
 
 def test_a_signed_offer_survives_its_way():
     """Through two HTTP servers and a router, as JSON."""
-    offer = read_offer(json.loads(json.dumps(P.sign(OFFER).to_params())))
+    offer = parse_pull_params(json.loads(json.dumps(P.sign(OFFER).to_params())))
 
     assert D.check(offer, now=NOW)
     assert changed(offer, xpyd_signature=None) == OFFER
 
 
-@pytest.mark.parametrize("field", Offer.__struct_fields__)
+@pytest.mark.parametrize("field", PullParams.__struct_fields__)
 def test_no_field_of_it_can_be_changed(field):
     """Block numbers of other people's requests were theft with HTTP 200; a new field is covered by itself."""
     forged = changed(P.sign(OFFER), **{field: OTHER[field]})
 
-    with pytest.raises(ForgedOffer, match=r"XPYD_CONNECTOR_SECRET of engine .* differs"):
+    with pytest.raises(ForgedKvParams, match=r"XPYD_CONNECTOR_SECRET of engine .* differs"):
         D.check(forged, now=NOW)
 
 
@@ -51,28 +51,28 @@ def test_blocks_do_not_move_from_one_group_to_the_next():
     """The encoding has lengths in it."""
     forged = changed(P.sign(OFFER), remote_block_ids=((4,), (2, 0, 7)))
 
-    with pytest.raises(ForgedOffer):
+    with pytest.raises(ForgedKvParams):
         D.check(forged, now=NOW)
 
 
 def test_an_offer_without_a_signature_is_refused_where_there_is_a_secret():
     """vLLM's own connector, an engine that was started without the secret, or somebody who invented it."""
-    with pytest.raises(UnsignedOffer, match="XPYD_CONNECTOR_SECRET is set here, and must be set on engine p0, too"):
+    with pytest.raises(UnsignedKvParams, match="XPYD_CONNECTOR_SECRET is set here, and must be set on engine p0, too"):
         D.check(OFFER, now=NOW)
-    with pytest.raises(UnsignedOffer):
+    with pytest.raises(UnsignedKvParams):
         D.check(changed(P.sign(OFFER), xpyd_expires_at=None), now=NOW)
 
 
 @pytest.mark.parametrize("signature", ["", "x", "é", "\ud800", "0" * 128], ids=ascii)
 def test_a_signature_may_be_any_text(signature):
     """An exception of another kind would stop the engine for everybody."""
-    with pytest.raises(ForgedOffer):
+    with pytest.raises(ForgedKvParams):
         D.check(changed(OFFER, xpyd_signature=signature), now=NOW)
 
 
 def test_another_secret_is_told_from_the_right_one():
     """With the engine named whose secret is to be looked at."""
-    with pytest.raises(ForgedOffer, match="p0"):
+    with pytest.raises(ForgedKvParams, match="p0"):
         D.check(knowing(b"two").sign(OFFER), now=NOW)
 
 
@@ -82,7 +82,7 @@ def test_while_secrets_change_both_are_good():
 
     assert new.check(old.sign(OFFER), now=NOW)
     assert knowing(b"one", b"two").check(new.sign(OFFER), now=NOW)
-    with pytest.raises(ForgedOffer):
+    with pytest.raises(ForgedKvParams):
         old.check(new.sign(OFFER), now=NOW)
 
 
@@ -94,7 +94,7 @@ def test_secrets_are_those_of_the_moment():
     secrets[:] = [b"two"]
 
     assert engine.sign(OFFER) != first
-    with pytest.raises(ForgedOffer):
+    with pytest.raises(ForgedKvParams):
         engine.check(first, now=NOW)
 
 
@@ -113,7 +113,7 @@ def test_an_offer_is_good_as_long_as_its_lease_and_what_clocks_may_differ():
 
     assert D.check(offer, now=OFFER.xpyd_expires_at + CLOCK_SKEW)
     assert D.check(offer, now=0.0)  # D's clock is slow
-    with pytest.raises(ExpiredOffer, match="expired 301 s ago"):
+    with pytest.raises(ExpiredKvParams, match="expired 301 s ago"):
         D.check(offer, now=OFFER.xpyd_expires_at + CLOCK_SKEW + 1)
 
 
@@ -138,7 +138,7 @@ def test_a_host_that_nobody_else_reaches_may_be_replaced(host):
 
     assert D.check(offer, now=NOW)
     assert D.check(changed(offer, remote_host="10.0.0.1"), now=NOW)
-    with pytest.raises(ForgedOffer):
+    with pytest.raises(ForgedKvParams):
         D.check(changed(offer, remote_host="10.0.0.1", remote_port=5601), now=NOW)
 
 
@@ -148,5 +148,5 @@ def test_any_other_host_may_not_be_replaced(host):
     offer = P.sign(changed(OFFER, remote_host=host))
 
     assert D.check(offer, now=NOW)
-    with pytest.raises(ForgedOffer):
+    with pytest.raises(ForgedKvParams):
         D.check(changed(offer, remote_host="10.6.6.6"), now=NOW)

@@ -5,22 +5,22 @@ import itertools
 import pytest
 
 from support.engines import BLOCK_SIZE, BLOCKS, FINGERPRINT, TIMEOUT, World, changed, rank_info
-from xpyd_connector.core.counters import Tally
+from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import Address, ConnId, CopyId, EngineId, RequestId
-from xpyd_connector.core.layout.transfer_plan import Stretch
-from xpyd_connector.core.messages import Fenced, Lapsed
-from xpyd_connector.core.ports import Copied, Received
-from xpyd_connector.core.pull.decode_worker import LINGER_INTERVAL, POLL_INTERVAL, Reader
-from xpyd_connector.core.pull.load import TRANSITIONS, Load, LoadEvent, LoadState, Order
-from xpyd_connector.core.results import LetGo, Result
-from xpyd_connector.core.session.peers import PeerBook
+from xpyd_connector.core.layout.transfer_plan import TokenRange
+from xpyd_connector.core.messages import FenceResult, LeasesLost
+from xpyd_connector.core.ports import CopyResult, MessageReceived
+from xpyd_connector.core.pull.decode_worker import POLL_INTERVAL, QUARANTINE_POLL_INTERVAL, PullReader
+from xpyd_connector.core.pull.load import TRANSITIONS, Load, LoadEvent, LoadOrder, LoadState
+from xpyd_connector.core.results import BlocksReleased, LoadResult
+from xpyd_connector.core.session.peers import PeerTable
 from xpyd_connector.core.staging import host_buffer
 from xpyd_connector.core.staging.slots import Slots
 from xpyd_connector.errors import IllegalTransition
-from xpyd_connector.io.in_memory import MemoryLink, MemoryMover
+from xpyd_connector.io.in_memory import InMemoryLink, InMemoryTransferAgent
 
 RIGHT = [b"p-a/0", b"p-a/1", b"p-a/2"]
-ANYWHERE = Order(RequestId("d-a"), RequestId("p-a"), EngineId("p0"), ("10.0.0.1", 5600), ())
+ANYWHERE = LoadOrder(RequestId("d-a"), RequestId("p-a"), EngineId("p0"), ("10.0.0.1", 5600), ())
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_blocks_are_not_given_back_while_nixl_may_still_write_into_them(world):
     world.d.mover.stuck = world.d.mover.clinging = True
     world.load(offered(world))
     world.run(seconds=TIMEOUT)
-    assert world.d.result("d-a") == Result(RequestId("d-a"), "not loaded within 20 s", lingers=True)
+    assert world.d.result("d-a") == LoadResult(RequestId("d-a"), "not loaded within 20 s", quarantined=True)
     world.run(seconds=100)
     assert len(world.d.free) == BLOCKS - 3
     world.d.mover.clinging = False
@@ -171,7 +171,7 @@ def test_an_engine_that_only_waits_for_a_hung_peer_hardly_looks(world):
     world.load(offered(world))
     world.run(seconds=TIMEOUT)
 
-    assert world.d.reader.advance(now=TIMEOUT) == TIMEOUT + LINGER_INTERVAL
+    assert world.d.reader.advance(now=TIMEOUT) == TIMEOUT + QUARANTINE_POLL_INTERVAL
 
 
 def test_a_load_being_given_up_survives_that_its_peer_is_met_again(world):
@@ -183,7 +183,7 @@ def test_a_load_being_given_up_survives_that_its_peer_is_met_again(world):
     into = world.load(world.p.prefill("p-b", 3, now=world.now), "b")
     world.run()
 
-    assert state(world) is LoadState.GIVING_UP
+    assert state(world) is LoadState.ABORTING
     assert world.bytes_of(into) == [b"p-b/0", b"p-b/1", b"p-b/2"]
 
 
@@ -241,7 +241,7 @@ def test_a_verdict_of_another_peer_does_not_count(world):
     assert state(world) is LoadState.CONFIRMING
     stranger = world.d.worker_peers.get(EngineId("p1")).conn
     for conn in (stranger, ConnId(10**6)):
-        world.d.reader.on(Received(conn, Fenced(RequestId("d-a"), held=True)), now=0.0)
+        world.d.reader.on(MessageReceived(conn, FenceResult(RequestId("d-a"), held=True)), now=0.0)
 
     assert state(world) is LoadState.CONFIRMING
 
@@ -251,7 +251,7 @@ def test_a_verdict_on_nothing_is_ignored(world):
     world.load(offered(world))
     world.run()
     peer = world.d.worker_peers.get(EngineId("p0"))
-    world.d.reader.on(Received(peer.conn, Fenced(RequestId("d-a"), held=False)), now=0.0)
+    world.d.reader.on(MessageReceived(peer.conn, FenceResult(RequestId("d-a"), held=False)), now=0.0)
 
     assert world.d.result("d-a").failure == ""
     assert world.d.reader.take_results() == []
@@ -263,7 +263,7 @@ def test_a_peer_that_breaks_the_protocol_is_dropped_with_its_loads(world):
     world.load(offered(world))
     world.run()
     peer = world.d.worker_peers.get(EngineId("p0"))
-    world.d.reader.on(Received(peer.conn, Lapsed(())), now=0.0)
+    world.d.reader.on(MessageReceived(peer.conn, LeasesLost(())), now=0.0)
     world.run()
 
     assert world.d.result("d-a").failure == "10.0.0.1:5600 is gone: it broke the protocol"
@@ -313,18 +313,18 @@ class Desk:
         self.world, self.copier, self.now = World(), Copier(), 0.0
         network = self.world.network
         network.memories["d-host"] = [b"slot"] * (BLOCKS + 1)
-        self.link, self.mover = MemoryLink(network, "d-host"), MemoryMover(network, "d-host")
-        self.slots, self.tally = Slots((slots,)), Tally()
-        peers = PeerBook(self.link, FINGERPRINT, self.tally, retry_after=1.0)
+        self.link, self.mover = InMemoryLink(network, "d-host"), InMemoryTransferAgent(network, "d-host")
+        self.slots, self.counters = Slots((slots,)), Counters()
+        peers = PeerTable(self.link, FINGERPRINT, self.counters, retry_after=1.0)
         own = changed(rank_info("d-host", blocks=slots + 1), staged=True)
-        host = host_buffer.Staging(self.slots, self.copier)
-        self.reader = Reader(self.link, self.mover, peers, self.tally, own, timeout=TIMEOUT, staging=host)
+        host = host_buffer.HostBuffer(self.slots, self.copier)
+        self.reader = PullReader(self.link, self.mover, peers, self.counters, own, timeout=TIMEOUT, staging=host)
 
     def load(self, request="a", blocks=3):
         offer = self.world.lend(request, blocks)
         remote = offer.remote_block_ids[0]
-        whole = Stretch(0, 0, blocks * BLOCK_SIZE, remote, [block + 20 for block in remote])
-        order = Order(
+        whole = TokenRange(0, 0, blocks * BLOCK_SIZE, remote, [block + 20 for block in remote])
+        order = LoadOrder(
             RequestId(f"d-{request}"), offer.remote_request_id, EngineId("p0"), self.world.p.address, (whole,)
         )
         self.reader.load(order, now=self.now)
@@ -341,7 +341,7 @@ class Desk:
         return self.reader._loads[RequestId(f"d-{request}")].state
 
     def copied(self, *copies, reason=""):
-        self.copier.ended += [Copied(CopyId(copy), reason, 64, 0.1) for copy in copies]
+        self.copier.ended += [CopyResult(CopyId(copy), reason, 64, 0.1) for copy in copies]
         return self.turn()
 
 
@@ -359,7 +359,7 @@ def test_what_was_read_into_host_memory_is_copied_to_where_it_belongs():
     desk.turn()
     desk.turn()
 
-    assert desk.reader.take_results() == [Result(RequestId("d-a"), "")]
+    assert desk.reader.take_results() == [LoadResult(RequestId("d-a"), "")]
     assert desk.slots.held == len(desk.slots) == 0
 
 
@@ -372,8 +372,8 @@ def test_a_copy_that_fails_fails_the_load():
     desk.copied(0, reason="out of memory")
     (result,) = desk.reader.take_results()
 
-    assert result == Result(RequestId("d-a"), "it was not copied out of host memory: out of memory")
-    assert desk.tally.take().counters["loads_failed_staging"] == 1
+    assert result == LoadResult(RequestId("d-a"), "it was not copied out of host memory: out of memory")
+    assert desk.counters.take().counters["loads_failed_staging"] == 1
     assert desk.slots.held == len(desk.slots) == 0
 
 
@@ -386,10 +386,10 @@ def test_a_copy_that_does_not_end_lingers():
     desk.now = TIMEOUT
     desk.turn()
     (result,) = desk.reader.take_results()
-    assert (result.lingers, desk.slots.held) == (True, 3)
+    assert (result.quarantined, desk.slots.held) == (True, 3)
     desk.copied(0)
 
-    assert desk.reader.take_results() == [LetGo(RequestId("d-a"))]
+    assert desk.reader.take_results() == [BlocksReleased(RequestId("d-a"))]
     assert desk.slots.held == len(desk.slots) == 0
 
 
@@ -415,8 +415,12 @@ def test_who_waits_for_room_goes_on_when_a_refused_peer_costs_another_its_turn()
     for _ in range(4):
         desk.turn()
     desk.world.network._listeners.clear()
-    stranger = Order(
-        RequestId("d-x"), RequestId("p"), EngineId("p9"), Address("10.0.0.9", 1), (Stretch(0, 0, BLOCK_SIZE, [1], [2]),)
+    stranger = LoadOrder(
+        RequestId("d-x"),
+        RequestId("p"),
+        EngineId("p9"),
+        Address("10.0.0.9", 1),
+        (TokenRange(0, 0, BLOCK_SIZE, [1], [2]),),
     )
     desk.reader.load(stranger, now=0.0)
     desk.reader.load(stranger._replace(request=RequestId("d-y")), now=0.0)
@@ -447,5 +451,5 @@ def test_a_load_that_is_too_large_for_host_memory_comes_in_parts(slots, each):
     assert [blocks for _, (blocks,) in desk.copier.copies] == [
         [21 + first + n for n in range(each)] for first in range(0, 6, each)
     ]
-    assert desk.reader.take_results() == [Result(RequestId("d-a"), "")]
+    assert desk.reader.take_results() == [LoadResult(RequestId("d-a"), "")]
     assert desk.slots.held == len(desk.slots) == 0

@@ -9,15 +9,16 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from support.engines import BLOCKS, LEASE, LOOP_TIMEOUT, TIMEOUT, World, right
 from support.pair_machine import PairMachine
-from xpyd_connector.core.lease.decode_scheduler import Borrower
-from xpyd_connector.core.lease.kv_params import Offer
-from xpyd_connector.core.lease.lease_table import LeaseBook, LeaseEvent, Released
-from xpyd_connector.core.lease.prefill_scheduler import Lender
-from xpyd_connector.core.ports import Lost
-from xpyd_connector.core.pull.decode_worker import Reader
-from xpyd_connector.core.results import Result
-from xpyd_connector.core.session.peers import PeerBook, PeerState
-from xpyd_connector.core.transfer.remote_memory import Reached
+from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
+from xpyd_connector.core.lease.kv_params import PullParams
+from xpyd_connector.core.lease.lease_table import LeaseEnded, LeaseEvent, LeaseTable
+from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
+from xpyd_connector.core.ports import ConnectionLost
+from xpyd_connector.core.pull.decode_worker import PullReader
+from xpyd_connector.core.results import LoadResult
+from xpyd_connector.core.session.peers import PeerState, PeerTable
+from xpyd_connector.core.transfer.remote_memory import RemoteEngine
+from xpyd_connector.core.transfer.transfers import Transfers
 from xpyd_connector.errors import IllegalTransition
 
 SEARCH = settings(
@@ -33,7 +34,7 @@ def any_order_of_events():
 def a_queued_request_keeps_its_lease():
     world = World()
     offer = world.lend()
-    world.want(offer)
+    world.start_renewing(offer)
     world.run(seconds=5 * LEASE)
     world.load(offer)
     world.run()
@@ -42,7 +43,7 @@ def a_queued_request_keeps_its_lease():
 
 def an_early_renewal_does_not_cost_time():
     world = World()
-    world.want(world.lend())
+    world.start_renewing(world.lend())
     world.run()
     world.network.cut(world.d.link, is_cut=True)
     world.run(seconds=LEASE - 1)
@@ -51,7 +52,7 @@ def an_early_renewal_does_not_cost_time():
 
 def a_crash_is_noticed_at_once():
     world = World()
-    world.want(world.lend())
+    world.start_renewing(world.lend())
     world.run()
     world.d.die()
     world.run()
@@ -102,11 +103,11 @@ def a_lease_that_is_revoked_while_it_is_read_is_noticed():
     """D's word that it reads is lost: P gives the blocks to another, and what D has read must not become an answer."""
     world = World()
     offer = world.lend()
-    world.want(offer)
+    world.start_renewing(offer)
     world.run()
     world.d.mover.stuck = True
     into = world.load(offer)
-    world.d.control.borrower._unsaid.clear()
+    world.d.control.lease_renewer._pending.clear()
     world.run()
     world.p.revoke("p-a", now=world.now)
     world.run()
@@ -119,7 +120,7 @@ def a_lease_that_is_revoked_while_it_is_read_is_noticed():
 def what_is_read_is_not_revoked():
     world = World()
     offer = world.lend()
-    world.want(offer)
+    world.start_renewing(offer)
     world.d.mover.stuck = True
     world.load(offer)
     world.run()
@@ -133,8 +134,8 @@ def what_is_read_is_not_revoked():
 def what_waits_for_host_memory_is_not_revoked():
     world = World()
     offer = world.lend()
-    world.want(offer)
-    world.d.control.borrower.reading("d-a", offer.remote_engine_id)
+    world.start_renewing(offer)
+    world.d.control.lease_renewer.read_started("d-a", offer.remote_engine_id)
     world.run(seconds=3 * TIMEOUT)
     world.p.revoke("p-a", now=world.now)
     world.run()
@@ -145,7 +146,7 @@ def what_is_not_said_to_be_read_any_more_is_revoked_in_the_end():
     """D has vanished in the middle of a read; its lease would last longer."""
     world = World(p={"timeout": TIMEOUT / 2})
     offer = world.lend()
-    world.want(offer)
+    world.start_renewing(offer)
     world.d.mover.stuck = True
     world.load(offer)
     world.run()
@@ -160,22 +161,24 @@ def a_revoked_lease_is_told_at_once():
     world = World()
     lost = []
     world.d.on_lost = lost.append
-    world.want(world.lend())
+    world.start_renewing(world.lend())
     world.run()
     world.p.revoke("p-a", now=world.now)
     world.run()
     assert lost == ["d-a"]
-    assert len(world.d.control.borrower) == 0
+    assert len(world.d.control.lease_renewer) == 0
     assert len(world.p.free) == BLOCKS
 
 
 def another_engine_cannot_keep_blocks():
     world = World()
-    world.want(world.lend())
+    world.start_renewing(world.lend())
     world.run()
     world.d.frozen = True
     other = world.start("d1", 5701)
-    other.control.borrower.want("d-x", Offer("p0", "p-a", *world.p.address, ((1,),), 4), now=world.now)
+    other.control.lease_renewer.start_renewing(
+        "d-x", PullParams("p0", "p-a", *world.p.address, ((1,),), 4), now=world.now
+    )
     world.run(seconds=2 * LEASE)
     assert [released.why for released in world.p.freed] == [LeaseEvent.EXPIRED]
 
@@ -183,30 +186,30 @@ def another_engine_cannot_keep_blocks():
 def another_engine_cannot_end_a_lease():
     world = World(d={"timeout": 1000.0})
     offer = world.lend()
-    world.want(offer)
+    world.start_renewing(offer)
     world.run()
     other = world.start("d1", 5701)
     other.load("d-x", offer, now=world.now)
     world.run()
     assert "lease" in other.result("d-x").failure
     assert world.p.freed == []
-    assert world.p.tally.take().counters["foreign_messages"] == 1
+    assert world.p.counters.take().counters["foreign_messages"] == 1
 
 
 def an_engine_that_hangs_renews_nothing():
     world = World()
-    world.want(world.lend())
+    world.start_renewing(world.lend())
     world.run()
     world.d.turned_at = world.now
     world.run(seconds=LOOP_TIMEOUT - LEASE)
     assert world.p.freed == []
     world.run(seconds=2 * LEASE)
     assert [released.why for released in world.p.freed] == [LeaseEvent.EXPIRED]
-    assert world.d.tally.take().counters["renewals_withheld"] > 0
+    assert world.d.counters.take().counters["renewals_withheld"] > 0
 
 
 def drop_the_heartbeat(patch):
-    patch.setattr(Borrower, "_beat", lambda self, engine, wanted, now: None)
+    patch.setattr(LeaseRenewer, "_send_heartbeat", lambda self, engine, wanted, now: None)
 
 
 def shorten_on_renew(patch):
@@ -216,101 +219,108 @@ def shorten_on_renew(patch):
             self._deadlines.set(request, now + self._extension)
         return held
 
-    whole = LeaseBook.renew
-    patch.setattr(LeaseBook, "renew", renew)
+    whole = LeaseTable.renew
+    patch.setattr(LeaseTable, "renew", renew)
 
 
 def accept_unfenced_reads(patch):
-    whole = Reader._judge
-    patch.setattr(Reader, "_judge", lambda self, conn, request, *, held: whole(self, conn, request, held=True))
+    whole = PullReader._on_fence_result
+    patch.setattr(
+        PullReader, "_on_fence_result", lambda self, conn, request, *, held: whole(self, conn, request, held=True)
+    )
 
 
 def answer_the_fence_from_memory(patch):
     """P says that it still holds what it once held."""
-    grant, known = LeaseBook.grant, set()
+    grant, known = LeaseTable.grant, set()
 
     def remember(self, request, *, now):
         known.add(request)
         grant(self, request, now=now)
 
-    patch.setattr(LeaseBook, "grant", remember)
-    patch.setattr(LeaseBook, "__contains__", lambda self, request: request in known)
-    patch.setattr(LeaseBook, "done", lambda self, request, *_: self._leases.get(request) and self.drop(request))
+    patch.setattr(LeaseTable, "grant", remember)
+    patch.setattr(LeaseTable, "__contains__", lambda self, request: request in known)
+    patch.setattr(LeaseTable, "done", lambda self, request, *_: self._leases.get(request) and self.drop(request))
 
 
 def ignore_one_rank(patch):
-    whole = LeaseBook.done
-    patch.setattr(LeaseBook, "done", lambda self, request, reader, rank, ranks: whole(self, request, reader, rank, 1))
+    whole = LeaseTable.done
+    patch.setattr(LeaseTable, "done", lambda self, request, reader, rank, ranks: whole(self, request, reader, rank, 1))
 
 
 def forget_peer_lost(patch):
-    whole = Lender.on
-    patch.setattr(Lender, "on", lambda self, event, *, now: isinstance(event, Lost) or whole(self, event, now=now))
+    whole = LeaseManager.on
+    patch.setattr(
+        LeaseManager, "on", lambda self, event, *, now: isinstance(event, ConnectionLost) or whole(self, event, now=now)
+    )
 
 
 def never_expire(patch):
-    patch.setattr(LeaseBook, "expire", lambda self, *, now: [])
+    patch.setattr(LeaseTable, "expire", lambda self, *, now: [])
 
 
 def release_twice(patch):
-    whole = Lender.take_released
-    patch.setattr(Lender, "take_released", lambda self: whole(self) * 2)
+    whole = LeaseManager.take_released
+    patch.setattr(LeaseManager, "take_released", lambda self: whole(self) * 2)
 
 
 def trust_nixl_to_have_let_go(patch):
     """Let others use the blocks of a load that is given up at once, while bytes may still land."""
-    whole = Reader._give_up
+    whole = PullReader._abort_once
 
     def give_up(self, load, counter, why):
         whole(self, load, counter, why)
-        self._results = [result._replace(lingers=False) for result in self._results if isinstance(result, Result)]
+        self._results = [
+            result._replace(quarantined=False) for result in self._results if isinstance(result, LoadResult)
+        ]
 
-    patch.setattr(Reader, "_give_up", give_up)
+    patch.setattr(PullReader, "_abort_once", give_up)
 
 
 def start_again_what_is_given_up(patch):
-    patch.setattr(Reader, "_peer_changed", _peer_changed_without_states)
+    patch.setattr(PullReader, "_on_peer_changed", _peer_changed_without_states)
 
 
 def _peer_changed_without_states(self, peer, now):
     loads = [load for load in self._loads.values() if peer is not None and load.order.engine == peer.engine]
-    if loads and peer.state is PeerState.MET:
+    if loads and peer.state is PeerState.CONNECTED:
         self._attach(peer, now)
     for load in loads:
-        if peer.state is PeerState.MET:
+        if peer.state is PeerState.CONNECTED:
             self._begin(load, now)
         elif peer.state is PeerState.REFUSED:
             self._fail(load, "loads_failed_handshake", peer.reason)
         else:
-            self._give_up(load, "loads_failed_peer", peer.reason)
+            self._abort(load, "loads_failed_peer", peer.reason)
     if peer is not None and peer.state is PeerState.GONE:
         self._reach.detach(peer.engine)
 
 
 def read_from_whoever_answers(patch):
     """Take a restarted engine for the one before it."""
-    patch.setattr(PeerBook, "_objection", lambda self, peer, welcome: None)
+    patch.setattr(PeerTable, "_objection", lambda self, peer, welcome: None)
 
 
 def keep_what_nobody_wants(patch):
-    patch.setattr(Borrower, "settle", lambda self, request, engine: None)
+    patch.setattr(LeaseRenewer, "stop_renewing", lambda self, request, engine: None)
 
 
 def read_from_one_rank_only(patch):
     """Take the first rank of an engine for the whole."""
-    whole = Reached.spans
-    patch.setattr(Reached, "spans", lambda self, stretches: whole(self, stretches)[:1])
+    whole = RemoteEngine.spans
+    patch.setattr(RemoteEngine, "spans", lambda self, token_ranges: whole(self, token_ranges)[:1])
 
 
 def call_a_load_read_when_its_first_read_is(patch):
     """Forget that several ranks are read."""
 
-    def ended(self, ended, now):
-        self._by_flight[ended.transfer].flights.intersection_update({ended.transfer})
-        whole(self, ended, now)
+    def ended(self, step, now):
+        with pytest.MonkeyPatch.context() as hasty:
+            hasty.setattr(Transfers, "is_active", lambda self, owner: False)
+            whole(self, step, now)
 
-    whole = Reader._ended
-    patch.setattr(Reader, "_ended", ended)
+    whole = PullReader._on_step_ended
+    patch.setattr(PullReader, "_on_step_ended", ended)
 
 
 def revoke_without_a_word_to_the_fence(patch):
@@ -318,52 +328,52 @@ def revoke_without_a_word_to_the_fence(patch):
 
     def revoke(self, request):
         self._leases[request].expires_at = float("inf")
-        return Released(request, LeaseEvent.REVOKED)
+        return LeaseEnded(request, LeaseEvent.REVOKED)
 
-    patch.setattr(LeaseBook, "revoke", revoke)
+    patch.setattr(LeaseTable, "revoke", revoke)
 
 
 def revoke_what_is_read(patch):
-    patch.setattr(LeaseBook, "is_read", lambda self, request, *, now: False)
+    patch.setattr(LeaseTable, "is_read", lambda self, request, *, now: False)
 
 
 def protect_what_is_read_for_ever(patch):
-    patch.setattr(LeaseBook, "is_read", lambda self, request, *, now: self._leases[request].read_until > 0)
+    patch.setattr(LeaseTable, "is_read", lambda self, request, *, now: self._leases[request].read_until > 0)
 
 
 def say_once_what_is_read(patch):
-    patch.setattr(Borrower, "reading", _reading_without_memory)
+    patch.setattr(LeaseRenewer, "read_started", _reading_without_memory)
 
 
 def _reading_without_memory(self, request, engine):
-    wanted = self._wanted[engine]
-    wanted.to_read[wanted.offers[request].remote_request_id] = None
-    self._unsaid[engine] = None
+    wanted = self._leases_by_engine[engine]
+    wanted.to_read[wanted.params[request].remote_request_id] = None
+    self._pending[engine] = None
 
 
 def keep_a_revocation_to_yourself(patch):
-    patch.setattr(Lender, "tell_lapsed", lambda self, conn, lapsed: None)
+    patch.setattr(LeaseManager, "send_leases_lost", lambda self, conn, lost: None)
 
 
 def only_count_what_lapsed(patch):
-    patch.setattr(Borrower, "_lapsed", lambda self, conn, requests: None)
+    patch.setattr(LeaseRenewer, "_on_leases_lost", lambda self, conn, requests: None)
 
 
 def let_anybody_renew(patch):
-    patch.setattr(LeaseBook, "is_same", lambda self, holder, conn: True)
+    patch.setattr(LeaseTable, "is_same", lambda self, holder, conn: True)
 
 
 def let_anybody_end(patch):
-    patch.setattr(LeaseBook, "may_end", lambda self, request, conn: True)
+    patch.setattr(LeaseTable, "may_end", lambda self, request, conn: True)
 
 
 def renew_for_ever(patch):
-    whole = Borrower.__init__
+    whole = LeaseRenewer.__init__
 
     def init(self, *args, **kwargs):
         whole(self, *args, **{**kwargs, "loop_timeout": float("inf")})
 
-    patch.setattr(Borrower, "__init__", init)
+    patch.setattr(LeaseRenewer, "__init__", init)
 
 
 MUTANTS = [

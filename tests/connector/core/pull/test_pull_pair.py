@@ -16,7 +16,7 @@ def world():
 def borrowed(world):
     """A request whose prompt P has computed and which has just arrived at D."""
     offer = world.lend()
-    world.want(offer)
+    world.start_renewing(offer)
     return offer
 
 
@@ -49,7 +49,7 @@ def test_a_request_that_queues_keeps_its_lease(world):
 def test_a_load_that_queues_for_host_memory_keeps_its_lease_from_being_revoked(world):
     """However long: P would take the blocks of what D is about to read, and D compute the prompt."""
     offer = borrowed(world)
-    world.d.control.borrower.reading("d-a", offer.remote_engine_id)  # its worker waits for room
+    world.d.control.lease_renewer.read_started("d-a", offer.remote_engine_id)  # its worker waits for room
     world.run(seconds=3 * TIMEOUT)
     world.p.revoke("p-a", now=world.now)
     into = world.load(offer)
@@ -73,21 +73,21 @@ def test_a_request_that_is_not_wanted_is_given_back_at_once(world):
     """Aborted in the queue, or found in the local prefix cache."""
     offer = borrowed(world)
     world.run()
-    world.give_back(offer)
+    world.release(offer)
     world.run()
 
     assert why(world) == [LeaseEvent.DROPPED]
-    assert len(world.d.control.borrower) == 0
+    assert len(world.d.control.lease_renewer) == 0
 
 
 def test_a_request_given_back_before_the_first_contact_is_given_back_after_it(world):
     """The rejection of the very first request is not lost while the engines still meet."""
     offer = borrowed(world)
-    world.give_back(offer)
+    world.release(offer)
     world.run()
 
     assert why(world) == [LeaseEvent.DROPPED]
-    assert len(world.d.control.borrower) == 0
+    assert len(world.d.control.lease_renewer) == 0
 
 
 def test_a_crashed_decode_engine_is_noticed_at_once(world):
@@ -221,7 +221,7 @@ def test_an_incompatible_engine_is_refused_naming_both_values(world):
 
 
 def test_two_requests_that_share_one_lease_are_both_right_or_recomputed(world):
-    """n>1: the second read ends after the first one's Done freed the blocks, so it must not count."""
+    """n>1: the second read ends after the first one's ReadDone freed the blocks, so it must not count."""
     offer = borrowed(world)
     world.run()
     first = world.load(offer, "a")
@@ -271,10 +271,10 @@ def test_counts_tell_the_story(world):
     world.run(seconds=6)
     world.lend("b")
     world.run(seconds=LEASE)
-    p, d, worker = (tally.take() for tally in (world.p.tally, world.d.tally, world.d.worker_tally))
+    p, d, worker = (counters.take() for counters in (world.p.counters, world.d.counters, world.d.worker_tally))
 
     assert p.counters["leases_granted"] == 2
     assert p.counters["leases_done"] == p.counters["leases_expired"] == 1
-    assert d.counters["renewals_sent"] == p.counters["leases_renewed"] + p.counters.get("late_notifications", 0)
+    assert d.counters["renewals_sent"] == p.counters["leases_renewed"] + p.counters.get("unknown_transfer_messages", 0)
     assert worker.counters["loads"] == worker.counters["handshakes"] == 1
     assert sum(sample.bytes for sample in worker.transfers) == 3 * 64

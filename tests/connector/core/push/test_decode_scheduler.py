@@ -6,37 +6,37 @@ import pytest
 
 from support.engines import FINGERPRINT, LEASE, lent, rank_info
 from support.push_engines import PATIENCE, WAIT
-from xpyd_connector.core.counters import Tally
+from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import Address, ConnId, EngineId, RequestId
-from xpyd_connector.core.lease.decode_scheduler import Borrower
-from xpyd_connector.core.lease.kv_params import Booking
+from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
+from xpyd_connector.core.lease.kv_params import PushParams
 from xpyd_connector.core.messages import (
     PROTOCOL,
-    Alive,
-    Drop,
-    Fenced,
-    Landed,
-    Memory,
-    Register,
-    Renew,
-    Stop,
-    Stopped,
-    Stuck,
+    CancelPushes,
+    DropLeases,
+    FenceResult,
+    HeartbeatReply,
+    PushDone,
+    PushStalled,
+    PushStopped,
+    RankMemory,
+    RegisterPush,
+    RenewLeases,
     Welcome,
 )
-from xpyd_connector.core.ports import Failed, Lost, Met, Received
+from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
 from xpyd_connector.core.push.decode_scheduler import (
     LONG_QUARANTINE,
     QUARANTINE,
     TRANSITIONS,
-    LandingEvent,
-    Landings,
-    LandingState,
-    Ticket,
-    _Landing,
+    PushOrder,
+    PushReceiver,
+    ReceiveEvent,
+    ReceiveState,
+    _ExpectedPush,
 )
-from xpyd_connector.core.results import LetGo, Result
-from xpyd_connector.core.session.peers import QUIET, PeerBook
+from xpyd_connector.core.results import BlocksReleased, LoadResult
+from xpyd_connector.core.session.peers import QUIET, PeerTable
 from xpyd_connector.errors import IllegalTransition
 from xpyd_connector.io.link import IDLE_TIMEOUT
 
@@ -51,7 +51,7 @@ class Link:
     def __init__(self):
         self.sent, self.closed, self.conns = [], [], itertools.count(1)
 
-    def meet(self, peer, engine):
+    def connect(self, peer, engine):
         return ConnId(next(self.conns))
 
     def send(self, conn, message):
@@ -65,17 +65,17 @@ class Desk:
     """The control thread of a decode engine with two ranks."""
 
     def __init__(self):
-        self.link, self.tally, self.now = Link(), Tally(), 0.0
-        self.peers = PeerBook(self.link, FINGERPRINT, self.tally, retry_after=1.0)
-        self.borrower = Borrower(self.link, self.peers, self.tally, heartbeat_interval=LEASE / 6)
-        self.landings = Landings(
-            self.link, self.peers, self.borrower, self.tally, RANKS, timeout=WAIT, patience=PATIENCE
+        self.link, self.counters, self.now = Link(), Counters(), 0.0
+        self.peers = PeerTable(self.link, FINGERPRINT, self.counters, retry_after=1.0)
+        self.lease_renewer = LeaseRenewer(self.link, self.peers, self.counters, heartbeat_interval=LEASE / 6)
+        self.push_receiver = PushReceiver(
+            self.link, self.peers, self.lease_renewer, self.counters, RANKS, timeout=WAIT, peer_timeout=PATIENCE
         )
 
     def expect(self, request=A, engine=P, blocks=(4, 5)):
-        self.borrower.want(request, Booking(engine, *ADDRESS, T, T), now=self.now)
-        ticket = Ticket(request, T, engine, ADDRESS, "digest", lent(2, blocks))
-        self.landings.expect(ticket, now=self.now)
+        self.lease_renewer.start_renewing(request, PushParams(engine, *ADDRESS, T, T), now=self.now)
+        ticket = PushOrder(request, T, engine, ADDRESS, "digest", lent(2, blocks))
+        self.push_receiver.expect(ticket, now=self.now)
 
     @property
     def conn(self):
@@ -83,37 +83,37 @@ class Desk:
 
     def happen(self, event):
         """As Control routes what is not for the landings themselves."""
-        changed = self.borrower.on(event, now=self.now)
+        changed = self.lease_renewer.on(event, now=self.now)
         if changed is not None:
-            self.landings.peer_changed(changed, now=self.now)
+            self.push_receiver.peer_changed(changed, now=self.now)
 
-    def meet(self, engine=P):
-        self.happen(Met(self.conn, Welcome(PROTOCOL, engine, FINGERPRINT, (rank_info("p"),))))
+    def connect(self, engine=P):
+        self.happen(PeerConnected(self.conn, Welcome(PROTOCOL, engine, FINGERPRINT, (rank_info("p"),))))
 
     def lose(self, *, silent=False):
-        self.happen(Lost(self.conn, "closed", silent))
+        self.happen(ConnectionLost(self.conn, "closed", silent))
 
     def hear(self, message, conn=None):
-        return self.landings.on(conn or self.conn, message)
+        return self.push_receiver.on(conn or self.conn, message)
 
     def wait(self, seconds):
         self.now += seconds
-        return self.landings.advance(now=self.now)
+        return self.push_receiver.advance(now=self.now)
 
     def told(self):
-        return self.landings.take_results()
+        return self.push_receiver.take_results()
 
     def said(self):
         """What was said since the last call; what is given back is said at the end of a turn."""
-        self.borrower._speak()
+        self.lease_renewer._send_pending()
         sent, self.link.sent = self.link.sent, []
         return [message for _, message in sent]
 
     def state(self, request=A):
-        return self.landings._landings[request].state
+        return self.push_receiver._pushes[request].state
 
-    def counters(self):
-        return self.tally.take().counters
+    def counted(self):
+        return self.counters.take().counters
 
 
 @pytest.fixture
@@ -121,16 +121,16 @@ def desk():
     """One request is registered, and nothing of that is in the way."""
     desk = Desk()
     desk.expect()
-    desk.meet()
+    desk.connect()
     desk.said()
-    desk.tally.take()
+    desk.counters.take()
     return desk
 
 
-@pytest.mark.parametrize(("before", "event"), list(itertools.product(LandingState, LandingEvent)))
+@pytest.mark.parametrize(("before", "event"), list(itertools.product(ReceiveState, ReceiveEvent)))
 def test_every_cell_of_the_table(before, event):
     """What is not in the table is a bug and says so."""
-    landing = _Landing(Ticket(A, T, P, ADDRESS, None, ()), before)
+    landing = _ExpectedPush(PushOrder(A, T, P, ADDRESS, None, ()), before)
     if event in TRANSITIONS[before]:
         landing.on(event)
         assert landing.state is TRANSITIONS[before][event]
@@ -147,10 +147,10 @@ def test_p_hears_of_every_rank_before_it_hears_of_a_request():
     desk = Desk()
     desk.expect()
     assert desk.said() == []
-    desk.meet()
+    desk.connect()
 
     assert desk.said() == [
-        Renew((T,)), Memory(RANKS[0]), Memory(RANKS[1]), Register(A, T, "digest", lent(2, (4, 5))),
+        RenewLeases((T,)), RankMemory(RANKS[0]), RankMemory(RANKS[1]), RegisterPush(A, T, "digest", lent(2, (4, 5))),
     ]  # fmt: skip
 
 
@@ -158,7 +158,7 @@ def test_an_engine_that_is_known_hears_of_the_next_request_at_once(desk):
     """And its ranks' memory is not told twice."""
     desk.expect(B, blocks=(7,))
 
-    assert desk.said() == [Renew((T,)), Register(B, T, "digest", lent(2, (7,)))]
+    assert desk.said() == [RenewLeases((T,)), RegisterPush(B, T, "digest", lent(2, (7,)))]
 
 
 def test_a_request_is_registered_once(desk):
@@ -171,12 +171,15 @@ def test_an_engine_that_cannot_be_met_fails_what_waits_for_it_and_what_comes_nex
     """Nothing was lent, so nothing lingers."""
     desk = Desk()
     desk.expect()
-    desk.happen(Failed(desk.conn, "no route"))
+    desk.happen(ConnectFailed(desk.conn, "no route"))
     desk.expect(B)
 
-    assert desk.told() == [Result(A, f"{ADDRESS} was not met: no route"), Result(B, f"{ADDRESS} was not met: no route")]
-    assert len(desk.landings) == len(desk.borrower) == 0
-    assert desk.counters()["loads_failed_handshake"] == 2
+    assert desk.told() == [
+        LoadResult(A, f"{ADDRESS} was not met: no route"),
+        LoadResult(B, f"{ADDRESS} was not met: no route"),
+    ]
+    assert len(desk.push_receiver) == len(desk.lease_renewer) == 0
+    assert desk.counted()["loads_failed_handshake"] == 2
 
 
 # ---- a connection that was quiet for long
@@ -187,11 +190,11 @@ def quiet():
     """P has been met, and nothing was wanted of it since; it may close the connection in this very moment."""
     desk = Desk()
     desk.expect()
-    desk.meet()
-    desk.hear(Landed(A, held=True))
+    desk.connect()
+    desk.hear(PushDone(A, held=True))
     desk.told()
     desk.said()
-    desk.tally.take()
+    desk.counters.take()
     desk.now += QUIET
     desk.expect(B)
     return desk
@@ -199,51 +202,51 @@ def quiet():
 
 def test_p_must_have_spoken_lately_to_hear_of_a_request(quiet):
     """If the connection ends first, P has certainly not begun to write, and the request goes another way."""
-    assert quiet.said() == [Renew((T,))]
-    quiet.hear(Alive())
-    quiet.happen(Received(quiet.conn, Alive()))
-    assert quiet.said() == [Register(B, T, "digest", lent(2, (4, 5)))]
-    quiet.hear(Alive())
+    assert quiet.said() == [RenewLeases((T,))]
+    quiet.hear(HeartbeatReply())
+    quiet.happen(MessageReceived(quiet.conn, HeartbeatReply()))
+    assert quiet.said() == [RegisterPush(B, T, "digest", lent(2, (4, 5)))]
+    quiet.hear(HeartbeatReply())
     quiet.expect(A)
 
-    assert quiet.said() == [Renew((T,)), Register(A, T, "digest", lent(2, (4, 5)))]
+    assert quiet.said() == [RenewLeases((T,)), RegisterPush(A, T, "digest", lent(2, (4, 5)))]
 
 
 def test_p_is_met_again_for_a_request_it_has_not_heard_of(quiet):
     """Once, and the request knows nothing of it; its blocks were lent to nobody meanwhile."""
     quiet.said()
     quiet.lose()
-    quiet.meet()
-    assert quiet.said()[-1] == Register(B, T, "digest", lent(2, (4, 5)))
+    quiet.connect()
+    assert quiet.said()[-1] == RegisterPush(B, T, "digest", lent(2, (4, 5)))
     assert quiet.told() == []
-    assert quiet.counters()["registrations_reconnected"] == 1
+    assert quiet.counted()["registrations_resent"] == 1
     quiet.lose()
 
-    assert quiet.told() == [Result(B, f"{ADDRESS} is gone: closed", lingers=True)]
+    assert quiet.told() == [LoadResult(B, f"{ADDRESS} is gone: closed", quarantined=True)]
 
 
 def test_a_p_that_is_really_gone_fails_a_request_it_has_not_heard_of(quiet):
     """Nothing lingers."""
     quiet.lose()
-    quiet.happen(Failed(quiet.conn, "no route"))
+    quiet.happen(ConnectFailed(quiet.conn, "no route"))
 
-    assert quiet.told() == [Result(B, f"{ADDRESS} was not met: no route")]
+    assert quiet.told() == [LoadResult(B, f"{ADDRESS} was not met: no route")]
 
 
 def test_a_quiet_p_that_does_not_answer_fails_a_request_it_has_not_heard_of(quiet):
     """As soon as one that has; nothing lingers."""
     quiet.wait(PATIENCE)
 
-    assert quiet.told() == [Result(B, f"{ADDRESS} does not answer")]
-    assert len(quiet.landings) == 0
+    assert quiet.told() == [LoadResult(B, f"{ADDRESS} does not answer")]
+    assert len(quiet.push_receiver) == 0
 
 
 def test_what_is_aborted_before_a_quiet_p_answers_is_not_registered(quiet):
     """It was never lent."""
-    quiet.landings.stop(B)
-    assert quiet.told() == [Result(B, "the request was aborted")]
+    quiet.push_receiver.stop(B)
+    assert quiet.told() == [LoadResult(B, "the request was aborted")]
     quiet.said()
-    quiet.hear(Alive())
+    quiet.hear(HeartbeatReply())
 
     assert quiet.said() == []
 
@@ -258,69 +261,69 @@ def test_a_connection_counts_as_quiet_long_before_p_closes_it():
 
 def test_landed_ends_it_well(desk):
     """And nobody renews any more."""
-    assert desk.hear(Landed(A, held=True))
+    assert desk.hear(PushDone(A, held=True))
 
-    assert desk.told() == [Result(A, "")]
+    assert desk.told() == [LoadResult(A, "")]
     assert desk.told() == []
-    assert len(desk.landings) == len(desk.borrower) == 0
-    assert desk.counters() == {"loads": 1}
+    assert len(desk.push_receiver) == len(desk.lease_renewer) == 0
+    assert desk.counted() == {"loads": 1}
 
 
 def test_landed_without_the_lease_is_worth_nothing(desk):
     """P's blocks were others' while they were read. They are written, so they do not linger."""
-    desk.hear(Landed(A, held=False))
+    desk.hear(PushDone(A, held=False))
     (result,) = desk.told()
 
-    assert ("lease was over" in result.failure, result.lingers) == (True, False)
-    assert desk.counters() == {"reads_unfenced": 1, "loads_failed_lease": 1}
+    assert ("lease was over" in result.failure, result.quarantined) == (True, False)
+    assert desk.counted() == {"reads_discarded": 1, "loads_failed_lease": 1}
 
 
 def test_stopped_ends_it_badly(desk):
     """With P's reason."""
-    desk.hear(Stopped(A, "no prompt"))
+    desk.hear(PushStopped(A, "no prompt"))
 
-    assert desk.told() == [Result(A, "P stopped: no prompt")]
-    assert len(desk.landings) == len(desk.borrower) == 0
-    assert desk.counters() == {"loads_failed_transfer": 1}
+    assert desk.told() == [LoadResult(A, "P stopped: no prompt")]
+    assert len(desk.push_receiver) == len(desk.lease_renewer) == 0
+    assert desk.counted() == {"loads_failed_transfer": 1}
 
 
-@pytest.mark.parametrize("end", [Stopped(A, "slow"), Landed(A, held=True), Landed(A, held=False)], ids=repr)
+@pytest.mark.parametrize("end", [PushStopped(A, "slow"), PushDone(A, held=True), PushDone(A, held=False)], ids=repr)
 def test_stuck_fails_the_request_at_once_and_frees_its_blocks_later(desk, end):
     """P may write into them until it says otherwise; whatever it says then, the request has failed."""
-    desk.hear(Stuck(A, "slow"))
-    assert desk.told() == [Result(A, "slow", lingers=True)]
-    assert desk.said() == [Stop((A,)), Drop((T,))]
-    desk.hear(Stuck(A, "slow"))
+    desk.hear(PushStalled(A, "slow"))
+    assert desk.told() == [LoadResult(A, "slow", quarantined=True)]
+    assert desk.said() == [CancelPushes((A,)), DropLeases((T,))]
+    desk.hear(PushStalled(A, "slow"))
     assert desk.told() == []
     assert desk.wait(1e6) is None
     desk.hear(end)
 
-    assert desk.told() == [LetGo(A)]
-    assert len(desk.landings) == 0
-    assert desk.counters() == {"drops_sent": 1, "loads_failed_timeout": 1}
+    assert desk.told() == [BlocksReleased(A)]
+    assert len(desk.push_receiver) == 0
+    assert desk.counted() == {"drops_sent": 1, "loads_failed_timeout": 1}
 
 
-@pytest.mark.parametrize("message", [Landed(A, held=True), Stopped(A, ""), Stuck(A, "")], ids=repr)
+@pytest.mark.parametrize("message", [PushDone(A, held=True), PushStopped(A, ""), PushStalled(A, "")], ids=repr)
 def test_whoever_is_not_asked_has_no_say(desk, message):
     """Another engine, one we do not know, or the right one much too late."""
-    desk.borrower.want(B, Booking(EngineId("p1"), "10.0.0.1", 5601, T, T), now=0.0)
+    desk.lease_renewer.start_renewing(B, PushParams(EngineId("p1"), "10.0.0.1", 5601, T, T), now=0.0)
     other = desk.peers.get(EngineId("p1")).conn
-    desk.happen(Met(other, Welcome(PROTOCOL, EngineId("p1"), FINGERPRINT, (rank_info("p1"),))))
+    desk.happen(PeerConnected(other, Welcome(PROTOCOL, EngineId("p1"), FINGERPRINT, (rank_info("p1"),))))
     for conn in (other, ConnId(99)):
         assert desk.hear(message, conn)
     assert desk.told() == []
-    desk.hear(Landed(A, held=True))
+    desk.hear(PushDone(A, held=True))
     desk.told()
     desk.hear(message)
 
     assert desk.told() == []
-    assert desk.counters()["late_notifications"] == 3
+    assert desk.counted()["unknown_transfer_messages"] == 3
 
 
 def test_other_messages_are_left_to_others(desk):
     """A heartbeat's answer, or a breach of the protocol."""
-    assert not desk.hear(Alive())
-    assert not desk.hear(Fenced(A, held=True))
+    assert not desk.hear(HeartbeatReply())
+    assert not desk.hear(FenceResult(A, held=True))
 
 
 # ---- the ends that D decides
@@ -328,46 +331,46 @@ def test_other_messages_are_left_to_others(desk):
 
 def test_an_abort_while_p_may_write_keeps_the_blocks(desk):
     """Once, and of nothing else."""
-    desk.landings.stop(A)
-    desk.landings.stop(A)
-    desk.landings.stop(B)
-    assert desk.told() == [Result(A, "the request was aborted", lingers=True)]
-    assert desk.said() == [Stop((A,)), Drop((T,))]
-    desk.hear(Stopped(A, ""))
+    desk.push_receiver.stop(A)
+    desk.push_receiver.stop(A)
+    desk.push_receiver.stop(B)
+    assert desk.told() == [LoadResult(A, "the request was aborted", quarantined=True)]
+    assert desk.said() == [CancelPushes((A,)), DropLeases((T,))]
+    desk.hear(PushStopped(A, ""))
 
-    assert desk.told() == [LetGo(A)]
-    assert desk.counters() == {"drops_sent": 1, "loads_aborted": 1}
+    assert desk.told() == [BlocksReleased(A)]
+    assert desk.counted() == {"drops_sent": 1, "loads_aborted": 1}
 
 
 def test_an_abort_before_p_is_met_keeps_nothing():
     """And P hears that nobody wants the transfer, once it is met."""
     desk = Desk()
     desk.expect()
-    desk.landings.stop(A)
-    assert desk.told() == [Result(A, "the request was aborted")]
-    desk.meet()
+    desk.push_receiver.stop(A)
+    assert desk.told() == [LoadResult(A, "the request was aborted")]
+    desk.connect()
 
-    assert desk.said() == [Drop((T,)), Memory(RANKS[0]), Memory(RANKS[1])]
-    assert len(desk.landings) == len(desk.borrower) == 0
+    assert desk.said() == [DropLeases((T,)), RankMemory(RANKS[0]), RankMemory(RANKS[1])]
+    assert len(desk.push_receiver) == len(desk.lease_renewer) == 0
 
 
 def test_another_reader_keeps_the_transfer_wanted(desk):
     """One prompt, n answers: the first one's end does not end the other's lease."""
     desk.expect(B)
     desk.said()
-    desk.landings.stop(A)
+    desk.push_receiver.stop(A)
 
-    assert desk.said() == [Stop((A,))]
+    assert desk.said() == [CancelPushes((A,))]
 
 
 def test_nothing_is_waited_for_longer_than_the_timeout(desk):
     """From the moment the blocks were lent."""
-    desk.happen(Received(desk.conn, Alive()))
+    desk.happen(MessageReceived(desk.conn, HeartbeatReply()))
     assert desk.wait(WAIT - 1) == WAIT
     assert desk.told() == []
     desk.wait(1)
 
-    assert desk.told() == [Result(A, "nothing was written within 100 s", lingers=True)]
+    assert desk.told() == [LoadResult(A, "nothing was written within 100 s", quarantined=True)]
 
 
 def test_a_meeting_that_takes_too_long_fails_without_lingering():
@@ -376,8 +379,8 @@ def test_a_meeting_that_takes_too_long_fails_without_lingering():
     desk.expect()
     desk.wait(WAIT)
 
-    assert desk.told() == [Result(A, "nothing was written within 100 s")]
-    assert len(desk.borrower) == 0
+    assert desk.told() == [LoadResult(A, "nothing was written within 100 s")]
+    assert len(desk.lease_renewer) == 0
 
 
 def test_a_heartbeat_that_is_not_answered_tells_that_p_hangs(desk):
@@ -388,18 +391,18 @@ def test_a_heartbeat_that_is_not_answered_tells_that_p_hangs(desk):
     desk.expect(B)
     desk.wait(0)
 
-    assert desk.told() == [Result(request, f"{ADDRESS} does not answer", lingers=True) for request in (A, B)]
+    assert desk.told() == [LoadResult(request, f"{ADDRESS} does not answer", quarantined=True) for request in (A, B)]
 
 
 def test_an_answer_makes_up_for_the_silence(desk):
     """The next question starts anew."""
     desk.wait(PATIENCE - 1)
-    desk.happen(Received(desk.conn, Alive()))
-    assert desk.peers.get(P).asked_at is None
+    desk.happen(MessageReceived(desk.conn, HeartbeatReply()))
+    assert desk.peers.get(P).unanswered_since is None
     assert desk.wait(1) == WAIT
-    desk.borrower.advance(now=desk.now)
+    desk.lease_renewer.advance(now=desk.now)
 
-    assert desk.peers.get(P).asked_at == desk.now
+    assert desk.peers.get(P).unanswered_since == desk.now
     assert desk.told() == []
 
 
@@ -411,15 +414,15 @@ def test_blocks_are_kept_for_a_while_after_p_is_gone(desk, silent, looks):
     """What it had sent may still be on its way; a P that only fell silent may send it again, much later."""
     interval, number = looks
     desk.lose(silent=silent)
-    assert desk.told() == [Result(A, f"{ADDRESS} is gone: closed", lingers=True)]
-    assert len(desk.borrower) == 0
+    assert desk.told() == [LoadResult(A, f"{ADDRESS} is gone: closed", quarantined=True)]
+    assert len(desk.lease_renewer) == 0
     for _ in range(number - 1):
         assert desk.wait(interval) == pytest.approx(desk.now + interval)
     assert desk.told() == []
     desk.wait(interval)
 
-    assert desk.told() == [LetGo(A)]
-    assert desk.counters() == {"peers_lost": 1, "loads_failed_peer": 1}
+    assert desk.told() == [BlocksReleased(A)]
+    assert desk.counted() == {"peers_lost": 1, "loads_failed_peer": 1}
 
 
 def test_the_long_quarantine_outlasts_tcp():
@@ -442,21 +445,21 @@ def test_a_quarantine_is_counted_in_looks_not_in_time(desk, silent, looks):
         assert desk.told() == []
     desk.wait(3600)
 
-    assert desk.told() == [LetGo(A)]
+    assert desk.told() == [BlocksReleased(A)]
 
 
 @pytest.mark.parametrize("silent", [False, True])
 def test_blocks_that_p_was_to_let_go_are_kept_as_long(desk, silent):
     """Its answer will never come."""
-    desk.landings.stop(A)
+    desk.push_receiver.stop(A)
     desk.lose(silent=silent)
-    assert [type(each) for each in desk.told()] == [Result]
-    assert desk.state() is LandingState.QUARANTINED
+    assert [type(each) for each in desk.told()] == [LoadResult]
+    assert desk.state() is ReceiveState.QUARANTINED
     interval, number = LONG_QUARANTINE if silent else QUARANTINE
     for _ in range(number):
         desk.wait(interval)
 
-    assert desk.told() == [LetGo(A)]
+    assert desk.told() == [BlocksReleased(A)]
 
 
 def test_a_p_that_is_back_has_no_say_about_what_was_before(desk):
@@ -464,26 +467,26 @@ def test_a_p_that_is_back_has_no_say_about_what_was_before(desk):
     desk.lose()
     desk.told()
     desk.expect(B)
-    desk.meet()
-    assert (desk.state(A), desk.state(B)) == (LandingState.QUARANTINED, LandingState.REGISTERED)
-    desk.hear(Landed(A, held=True))
-    desk.hear(Stopped(A, ""))
-    desk.hear(Stuck(A, ""))
-    desk.landings.stop(A)
+    desk.connect()
+    assert (desk.state(A), desk.state(B)) == (ReceiveState.QUARANTINED, ReceiveState.REGISTERED)
+    desk.hear(PushDone(A, held=True))
+    desk.hear(PushStopped(A, ""))
+    desk.hear(PushStalled(A, ""))
+    desk.push_receiver.stop(A)
     assert desk.told() == []
     desk.lose()
 
-    assert desk.told() == [Result(B, f"{ADDRESS} is gone: closed", lingers=True)]
+    assert desk.told() == [LoadResult(B, f"{ADDRESS} is gone: closed", quarantined=True)]
 
 
 def test_a_p_that_breaks_the_protocol_may_live(desk):
     """We close the connection, and know nothing of what it goes on to write."""
     conn = desk.conn
-    desk.happen(Received(conn, Fenced(A, held=True)))
+    desk.happen(MessageReceived(conn, FenceResult(A, held=True)))
 
     assert desk.link.closed == [conn]
-    assert desk.told()[0].lingers
-    assert desk.landings._landings[A].looks == LONG_QUARANTINE[1]
+    assert desk.told()[0].quarantined
+    assert desk.push_receiver._pushes[A].checks == LONG_QUARANTINE[1]
 
 
 def test_only_the_landings_of_that_engine_are_lost(desk):
@@ -492,4 +495,4 @@ def test_only_the_landings_of_that_engine_are_lost(desk):
     desk.lose()
 
     assert [result.request for result in desk.told()] == [A]
-    assert desk.state(B) is LandingState.WAITING
+    assert desk.state(B) is ReceiveState.WAITING

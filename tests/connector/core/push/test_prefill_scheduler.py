@@ -5,35 +5,35 @@ import itertools
 import pytest
 
 from support.engines import LEASE, rank_info
-from xpyd_connector.core.counters import Tally
+from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import BlockId, ConnId, RequestId
-from xpyd_connector.core.lease.lease_table import LeaseBook
-from xpyd_connector.core.lease.prefill_scheduler import Candidate, Lender
+from xpyd_connector.core.lease.lease_table import LeaseTable
+from xpyd_connector.core.lease.prefill_scheduler import LeaseManager, RevocableLease
 from xpyd_connector.core.messages import (
-    Alive,
-    Arrived,
-    Assign,
-    Attend,
-    Cease,
-    Ceased,
+    CancelPushes,
     Challenge,
-    Departed,
-    Drop,
-    Landed,
-    Lapsed,
-    Lent,
-    Memory,
-    Register,
-    Renew,
-    Stalled,
-    Stop,
-    Stopped,
-    Stuck,
-    Written,
+    DropLeases,
+    HeartbeatReply,
+    LeasesLost,
+    LentBlocks,
+    PeerGone,
+    PeerMemory,
+    PushAborted,
+    PushDone,
+    PushStalled,
+    PushStopped,
+    PushWritten,
+    RankMemory,
+    RegisterPush,
+    RenewLeases,
+    StartPush,
+    StopPush,
+    WorkerHello,
+    WriteStalled,
 )
-from xpyd_connector.core.ports import Lost, Met, Received
+from xpyd_connector.core.ports import ConnectionLost, MessageReceived, PeerConnected
 from xpyd_connector.core.push import prefill_scheduler as pushes_module
-from xpyd_connector.core.push.prefill_scheduler import TRANSITIONS, Pushes, PushEvent, PushState, _Push
+from xpyd_connector.core.push.prefill_scheduler import TRANSITIONS, PushCoordinator, PushEvent, PushState, _Push
 from xpyd_connector.errors import IllegalTransition
 
 W0, W1, D, ELSE = ConnId(1), ConnId(2), ConnId(3), ConnId(4)
@@ -59,46 +59,48 @@ class Desk:
     """The control thread of an engine with two ranks, and everybody who talks to it."""
 
     def __init__(self):
-        self.link, self.tally, self.now = Link(), Tally(), 0.0
+        self.link, self.counters, self.now = Link(), Counters(), 0.0
         self.one_engine = set()  # connections that have proven to be of one engine
-        self.leases = LeaseBook(
+        self.leases = LeaseTable(
             duration=LEASE, extension=LEASE * 2 / 3, same_engine=lambda a, b: {a, b} <= self.one_engine
         )
-        self.lender = Lender(self.link, self.leases, self.tally)
-        self.pushes = Pushes(self.link, self.lender, self.tally, tokens=TOKENS, patience=PATIENCE)
+        self.lease_manager = LeaseManager(self.link, self.leases, self.counters)
+        self.push_coordinator = PushCoordinator(
+            self.link, self.lease_manager, self.counters, tokens=TOKENS, registration_timeout=PATIENCE
+        )
 
     def hear(self, conn, *messages):
         for message in messages:
-            self.pushes.on(Received(conn, message), now=self.now)
+            self.push_coordinator.on(MessageReceived(conn, message), now=self.now)
         self.turn()
 
     def lose(self, conn):
-        self.pushes.on(Lost(conn, "closed"), now=self.now)
+        self.push_coordinator.on(ConnectionLost(conn, "closed"), now=self.now)
         self.turn()
 
     def turn(self):
         """As Control does it at the end of a turn."""
-        self.lender.advance(now=self.now)
-        self.pushes.advance(now=self.now)
-        released = self.lender.take_released()
-        self.pushes.released(released, now=self.now)
+        self.lease_manager.advance(now=self.now)
+        self.push_coordinator.advance(now=self.now)
+        released = self.lease_manager.take_released()
+        self.push_coordinator.released(released, now=self.now)
         self.ended = [(each.request, each.why.name) for each in released]
 
     def attend(self, *ranks):
         for rank in ranks or (0, 1):
-            self.hear((W0, W1)[rank], Attend(rank, TOKENS[rank]))
+            self.hear((W0, W1)[rank], WorkerHello(rank, TOKENS[rank]))
 
     def introduce(self, conn=D, name="d"):
-        self.hear(conn, *(Memory(rank_info(f"{name}/{rank}", rank=rank, ranks=2)) for rank in TOKENS))
+        self.hear(conn, *(RankMemory(rank_info(f"{name}/{rank}", rank=rank, ranks=2)) for rank in TOKENS))
 
     def register(self, conn=D, reader=R, request=T):
-        order = Register(RequestId(reader), RequestId(request), "digest", (Lent(0, 4, (BlockId(1),)),))
+        order = RegisterPush(RequestId(reader), RequestId(request), "digest", (LentBlocks(0, 4, (BlockId(1),)),))
         self.hear(conn, order)
         return order
 
     def grant(self, request=T):
-        self.lender.grant(RequestId(request), now=self.now)
-        self.pushes.granted(RequestId(request), now=self.now)
+        self.lease_manager.grant(RequestId(request), now=self.now)
+        self.push_coordinator.granted(RequestId(request), now=self.now)
         self.turn()
 
     def said(self, *conns):
@@ -106,8 +108,8 @@ class Desk:
         sent, self.link.sent = self.link.sent, []
         return [message if len(conns) == 1 else (conn, message) for conn, message in sent if conn in conns or not conns]
 
-    def counters(self):
-        return self.tally.take().counters
+    def counted(self):
+        return self.counters.take().counters
 
 
 @pytest.fixture
@@ -123,7 +125,7 @@ def desk():
 @pytest.mark.parametrize(("before", "event"), list(itertools.product(PushState, PushEvent)))
 def test_every_cell_of_the_table(before, event):
     """What is not in the table is a bug and says so."""
-    push = _Push(D, Register(R, T, None, (Lent(0, 4, (BlockId(1),)),)), set(), before)
+    push = _Push(D, RegisterPush(R, T, None, (LentBlocks(0, 4, (BlockId(1),)),)), set(), before)
     if event in TRANSITIONS[before]:
         push.on(event)
         assert push.state is TRANSITIONS[before][event]
@@ -141,17 +143,17 @@ def test_a_registration_before_or_after_its_prefill_ends_with_the_last_rank(desk
     if not is_early:
         desk.grant()
     order = desk.register()
-    assert desk.said() == [(W0, Assign(D, order)), (W1, Assign(D, order))]
+    assert desk.said() == [(W0, StartPush(D, order)), (W1, StartPush(D, order))]
     if is_early:
         desk.grant()
-    desk.hear(W1, Written(D, R))
-    desk.hear(W1, Written(D, R))
+    desk.hear(W1, PushWritten(D, R))
+    desk.hear(W1, PushWritten(D, R))
     assert desk.said() == []
-    desk.hear(W0, Written(D, R))
+    desk.hear(W0, PushWritten(D, R))
 
-    assert desk.said(D) == [Landed(R, held=True)]
+    assert desk.said(D) == [PushDone(R, held=True)]
     assert desk.ended == [(T, "DONE")]
-    assert desk.pushes._by_request == {}
+    assert desk.push_coordinator._by_request == {}
 
 
 def test_what_is_written_after_its_lease_does_not_count(desk):
@@ -159,19 +161,19 @@ def test_what_is_written_after_its_lease_does_not_count(desk):
     desk.register()
     desk.grant()
     desk.now = LEASE
-    desk.pushes.on(Received(W0, Written(D, R)), now=LEASE)
-    desk.pushes.on(Received(W1, Written(D, R)), now=LEASE)
+    desk.push_coordinator.on(MessageReceived(W0, PushWritten(D, R)), now=LEASE)
+    desk.push_coordinator.on(MessageReceived(W1, PushWritten(D, R)), now=LEASE)
 
-    assert desk.said(D) == [Landed(R, held=False)]
+    assert desk.said(D) == [PushDone(R, held=False)]
 
 
 def test_what_is_written_before_any_lease_does_not_count(desk):
     """A worker cannot know of a prefill's end before the engine; if it says so, nothing vouches for the blocks."""
     desk.register()
-    desk.hear(W0, Written(D, R))
-    desk.hear(W1, Written(D, R))
+    desk.hear(W0, PushWritten(D, R))
+    desk.hear(W1, PushWritten(D, R))
 
-    assert desk.said(D) == [Landed(R, held=False)]
+    assert desk.said(D) == [PushDone(R, held=False)]
 
 
 def test_several_readers_of_one_transfer_end_its_lease_with_the_last_of_them(desk):
@@ -185,8 +187,8 @@ def test_several_readers_of_one_transfer_end_its_lease_with_the_last_of_them(des
     desk.said()
     for conn, reader in ((D, R), (ELSE, R), (D, RequestId("d-b"))):
         assert T in desk.leases
-        desk.hear(W0, Written(conn, reader))
-        desk.hear(W1, Written(conn, reader))
+        desk.hear(W0, PushWritten(conn, reader))
+        desk.hear(W1, PushWritten(conn, reader))
 
     assert [conn for conn, _ in desk.said(D, ELSE)] == [D, ELSE, D]
     assert T not in desk.leases
@@ -201,45 +203,49 @@ def test_a_transfer_is_the_engines_that_spoke_of_it_first(desk, claim):
     desk.introduce(ELSE, "e")
     if not claim.endswith("early"):
         desk.grant()
-    desk.hear(D, Renew((T,))) if claim.startswith("renew") else desk.register()
-    owner = desk.pushes._owner(T)
+    desk.hear(D, RenewLeases((T,))) if claim.startswith("renew") else desk.register()
+    owner = desk.push_coordinator._owner(T)
     desk.said()
-    desk.counters()
-    desk.hear(ELSE, Renew((T,)), Drop((T,)))
+    desk.counted()
+    desk.hear(ELSE, RenewLeases((T,)), DropLeases((T,)))
     desk.register(ELSE, "e-a")
 
-    assert desk.pushes._owner(T) == owner == D
-    assert desk.said(ELSE) == [Lapsed((T,)), Alive(), Stopped("e-a", "transfer t is another decode engine's")]
-    assert desk.counters()["foreign_messages"] == 3
+    assert desk.push_coordinator._owner(T) == owner == D
+    assert desk.said(ELSE) == [
+        LeasesLost((T,)),
+        HeartbeatReply(),
+        PushStopped("e-a", "transfer t is another decode engine's"),
+    ]
+    assert desk.counted()["foreign_messages"] == 3
 
 
 def test_a_transfer_is_anybodys_again_when_the_engine_that_spoke_of_it_is_gone(desk):
     """A router tries again with another decode engine."""
     desk.introduce(ELSE, "e")
-    desk.hear(D, Renew((T,)))
+    desk.hear(D, RenewLeases((T,)))
     desk.lose(D)
     desk.register(ELSE, "e-a")
 
-    assert desk.pushes._owner(T) == ELSE
+    assert desk.push_coordinator._owner(T) == ELSE
 
 
 def test_a_transfer_that_is_over_is_said_to_have_lapsed(desk):
     """Its decode engine, whose request still waits, computes the prompt itself, instead of registering in vain."""
     desk.grant()
-    desk.lender.revoke([Candidate(T, 1)], 1, now=desk.now)
+    desk.lease_manager.revoke([RevocableLease(T, 1)], 1, now=desk.now)
     desk.turn()
     desk.said()
-    desk.hear(D, Renew((T,)))
+    desk.hear(D, RenewLeases((T,)))
 
-    assert desk.said(D) == [Lapsed((T,)), Alive()]
+    assert desk.said(D) == [LeasesLost((T,)), HeartbeatReply()]
 
 
 def test_what_is_being_written_is_not_revoked(desk):
     """The control thread asks before it revokes."""
-    assert not desk.pushes.is_writing(T)
+    assert not desk.push_coordinator.is_writing(T)
     desk.register()
 
-    assert desk.pushes.is_writing(T)
+    assert desk.push_coordinator.is_writing(T)
 
 
 # ---- early words
@@ -248,7 +254,7 @@ def test_what_is_being_written_is_not_revoked(desk):
 @pytest.mark.parametrize("word", ["renew", "register"])
 def test_a_lease_is_claimed_by_whoever_spoke_up_before(desk, word):
     """So that it ends with that engine's connection, not only at lease end."""
-    desk.hear(D, Renew((T,))) if word == "renew" else desk.register()
+    desk.hear(D, RenewLeases((T,))) if word == "renew" else desk.register()
     desk.grant()
     desk.lose(D)
 
@@ -257,18 +263,18 @@ def test_a_lease_is_claimed_by_whoever_spoke_up_before(desk, word):
 
 def test_what_nobody_wants_any_more_is_freed_as_soon_as_it_is_computed(desk):
     """The client left while its prompt was computed."""
-    desk.hear(D, Renew((T,)), Drop((T,)))
-    desk.lender.grant(T, now=0.0)
-    desk.pushes.granted(T, now=0.0)
+    desk.hear(D, RenewLeases((T,)), DropLeases((T,)))
+    desk.lease_manager.grant(T, now=0.0)
+    desk.push_coordinator.granted(T, now=0.0)
     desk.turn()
 
     assert desk.ended == [(T, "DROPPED")]
-    assert desk.pushes._early == {}
+    assert desk.push_coordinator._early == {}
 
 
 def test_the_latest_word_counts(desk):
     """A request that was given up may be tried again."""
-    desk.hear(D, Drop((T,)), Renew((T,)))
+    desk.hear(D, DropLeases((T,)), RenewLeases((T,)))
     desk.grant()
 
     assert T in desk.leases
@@ -277,7 +283,7 @@ def test_the_latest_word_counts(desk):
 @pytest.mark.parametrize("has_registered", [True, False])
 def test_a_decode_engine_that_is_gone_wants_nothing(desk, has_registered):
     """What it asked for is freed as soon as it is computed."""
-    desk.hear(D, Renew((T,)))
+    desk.hear(D, RenewLeases((T,)))
     if has_registered:
         desk.register()
     desk.lose(D)
@@ -301,32 +307,32 @@ def test_another_reader_still_wants_what_one_that_is_gone_does_not(desk):
 def test_a_heartbeat_is_always_answered(desk):
     """Whether leases run or not: a decode engine that waits learns that we live. Nothing lapses in push."""
     desk.grant()
-    desk.hear(D, Renew((T, RequestId("u"))))
+    desk.hear(D, RenewLeases((T, RequestId("u"))))
 
-    assert desk.said() == [(D, Alive())]
-    assert Lapsed not in map(type, desk.said())
+    assert desk.said() == [(D, HeartbeatReply())]
+    assert LeasesLost not in map(type, desk.said())
 
 
 def test_words_about_transfers_that_never_come_are_forgotten(desk):
     """Routers fail between the legs."""
-    desk.hear(D, Renew((T,)))
+    desk.hear(D, RenewLeases((T,)))
     desk.now = PATIENCE / 2
-    desk.hear(D, Renew((RequestId("u"),)))
+    desk.hear(D, RenewLeases((RequestId("u"),)))
     desk.now = PATIENCE
     desk.turn()
-    assert desk.pushes._early.keys() == {"u"}
+    assert desk.push_coordinator._early.keys() == {"u"}
     desk.now = 2 * PATIENCE
     desk.turn()
 
-    assert desk.pushes._early == {}
+    assert desk.push_coordinator._early == {}
 
 
 def test_early_words_are_limited_to_the_latest(desk, monkeypatch):
     """A decode engine could otherwise fill our memory."""
     monkeypatch.setattr(pushes_module, "MAX_PUSHES", 3)
-    desk.hear(D, Renew(tuple(RequestId(str(number)) for number in range(9))))
+    desk.hear(D, RenewLeases(tuple(RequestId(str(number)) for number in range(9))))
 
-    assert list(desk.pushes._early) == ["6", "7", "8"]
+    assert list(desk.push_coordinator._early) == ["6", "7", "8"]
 
 
 # ---- the end of a prefill without its KV
@@ -336,13 +342,13 @@ def test_an_abandoned_prefill_stops_its_readers(desk):
     """When the workers have, and not before."""
     desk.register()
     desk.said()
-    desk.pushes.abandoned(T, now=0.0)
-    assert desk.said(W0) == [Cease(D, R)]
-    desk.hear(W0, Ceased(D, R, "x"))
+    desk.push_coordinator.abandoned(T, now=0.0)
+    assert desk.said(W0) == [StopPush(D, R)]
+    desk.hear(W0, PushAborted(D, R, "x"))
     assert desk.said() == []
-    desk.hear(W1, Ceased(D, R, "y"))
+    desk.hear(W1, PushAborted(D, R, "y"))
 
-    assert desk.said(D) == [Stopped(R, "the prefill ended without handing its KV over")]
+    assert desk.said(D) == [PushStopped(R, "the prefill ended without handing its KV over")]
 
 
 def test_a_lease_that_ends_stops_its_readers(desk):
@@ -352,10 +358,10 @@ def test_a_lease_that_ends_stops_its_readers(desk):
     desk.said()
     desk.now = LEASE
     desk.turn()
-    desk.hear(W0, Written(D, R))
-    desk.hear(W1, Ceased(D, R, "forgotten"))
+    desk.hear(W0, PushWritten(D, R))
+    desk.hear(W1, PushAborted(D, R, "forgotten"))
 
-    assert desk.said(D) == [Stopped(R, "its lease is over (expired)", lapsed=True)]
+    assert desk.said(D) == [PushStopped(R, "its lease is over (expired)", lease_lost=True)]
 
 
 # ---- a decode engine that stops
@@ -365,21 +371,21 @@ def test_stop_is_answered_when_no_rank_writes(desk):
     """Whether a rank had written everything before, or stops: that decides nothing any more."""
     desk.register()
     desk.grant()
-    desk.hear(W0, Written(D, R))
+    desk.hear(W0, PushWritten(D, R))
     desk.said()
-    desk.hear(D, Stop((R,)), Stop((R,)))
-    assert desk.said() == [(W1, Cease(D, R))]
-    desk.hear(W1, Written(D, R))
+    desk.hear(D, CancelPushes((R,)), CancelPushes((R,)))
+    assert desk.said() == [(W1, StopPush(D, R))]
+    desk.hear(W1, PushWritten(D, R))
 
-    assert desk.said(D) == [Stopped(R, "the decode engine does not want it")]
+    assert desk.said(D) == [PushStopped(R, "the decode engine does not want it")]
 
 
 def test_stop_of_what_is_over_or_unknown_is_answered_at_once(desk):
     """The decode engine keeps its blocks out of reach until it hears."""
-    desk.hear(D, Stop((R,)))
-    desk.hear(ConnId(99), Stop((R,)))
+    desk.hear(D, CancelPushes((R,)))
+    desk.hear(ConnId(99), CancelPushes((R,)))
 
-    assert desk.said() == [(D, Stopped(R, "")), (ConnId(99), Stopped(R, ""))]
+    assert desk.said() == [(D, PushStopped(R, "")), (ConnId(99), PushStopped(R, ""))]
 
 
 def test_others_pushes_cannot_be_stopped(desk):
@@ -387,9 +393,9 @@ def test_others_pushes_cannot_be_stopped(desk):
     desk.introduce(ELSE, "e")
     desk.register()
     desk.said()
-    desk.hear(ELSE, Stop((R,)))
+    desk.hear(ELSE, CancelPushes((R,)))
 
-    assert desk.said() == [(ELSE, Stopped(R, ""))]
+    assert desk.said() == [(ELSE, PushStopped(R, ""))]
 
 
 def test_a_decode_engine_that_leaves_is_forgotten_and_the_workers_are_told(desk):
@@ -397,12 +403,12 @@ def test_a_decode_engine_that_leaves_is_forgotten_and_the_workers_are_told(desk)
     desk.register()
     desk.said()
     desk.lose(D)
-    assert desk.said() == [(W0, Departed(D)), (W1, Departed(D))]
-    desk.hear(W0, Written(D, R), Ceased(D, R, ""))
-    desk.hear(W1, Stalled(D, R, ""))
+    assert desk.said() == [(W0, PeerGone(D)), (W1, PeerGone(D))]
+    desk.hear(W0, PushWritten(D, R), PushAborted(D, R, ""))
+    desk.hear(W1, WriteStalled(D, R, ""))
 
     assert desk.said() == []
-    assert desk.pushes._guests == desk.pushes._by_request == {}
+    assert desk.push_coordinator._peers == desk.push_coordinator._by_request == {}
 
 
 # ---- what is refused
@@ -411,19 +417,21 @@ def test_a_decode_engine_that_leaves_is_forgotten_and_the_workers_are_told(desk)
 def test_a_registration_without_the_memory_of_all_ranks_is_refused(desk):
     """A rank that nobody introduced could not be written to."""
     desk.register(ELSE)
-    desk.hear(ELSE, Memory(rank_info("e/0", ranks=2)))
+    desk.hear(ELSE, RankMemory(rank_info("e/0", ranks=2)))
     desk.register(ELSE)
 
-    assert desk.said(ELSE) == [Stopped(R, "the memory of the decode engine's ranks is not known")] * 2
+    assert desk.said(ELSE) == [PushStopped(R, "the memory of the decode engine's ranks is not known")] * 2
 
 
 def test_a_memory_of_a_rank_that_we_do_not_have_or_a_second_one_is_ignored(desk):
     """The workers know the first one, and may be writing there."""
     own = rank_info("d/0", ranks=2)
-    desk.hear(D, Memory(rank_info("d/7", rank=7, ranks=2)), Memory(rank_info("other", ranks=2)), Memory(own))
+    desk.hear(
+        D, RankMemory(rank_info("d/7", rank=7, ranks=2)), RankMemory(rank_info("other", ranks=2)), RankMemory(own)
+    )
 
-    assert desk.said() == [(W0, Arrived(D, own)), (W1, Arrived(D, own))]
-    assert desk.counters()["late_notifications"] == 2
+    assert desk.said() == [(W0, PeerMemory(D, own)), (W1, PeerMemory(D, own))]
+    assert desk.counted()["unknown_transfer_messages"] == 2
 
 
 def test_a_registration_that_comes_twice_is_one(desk):
@@ -433,21 +441,21 @@ def test_a_registration_that_comes_twice_is_one(desk):
     desk.register(request="another")
 
     assert desk.said() == []
-    assert desk.counters()["late_notifications"] == 1
+    assert desk.counted()["unknown_transfer_messages"] == 1
 
 
 def test_one_engines_registrations_are_limited(desk, monkeypatch):
     """It cannot use up what other engines need."""
-    monkeypatch.setattr(pushes_module, "MAX_PUSHES_OF_GUEST", 1)
+    monkeypatch.setattr(pushes_module, "MAX_PUSHES_PER_PEER", 1)
     desk.introduce(ELSE, "e")
     desk.register(reader="1")
     desk.said()
     desk.register(reader="2", request="u")
     desk.register(ELSE, reader="3", request="v")
 
-    assert desk.said(D) == [Stopped(RequestId("2"), "1 registrations of yours are open")]
+    assert desk.said(D) == [PushStopped(RequestId("2"), "1 registrations of yours are open")]
     assert desk.said(ELSE) == []
-    assert desk.counters()["pushes_refused"] == 1
+    assert desk.counted()["pushes_refused"] == 1
 
 
 def test_registrations_are_limited(desk, monkeypatch):
@@ -457,17 +465,19 @@ def test_registrations_are_limited(desk, monkeypatch):
     desk.register(reader="2", request="u")
     desk.said()
     desk.register(reader="3")
-    assert desk.said() == [(D, Stopped(RequestId("3"), "2 registrations are open"))]
-    assert desk.counters()["pushes_refused"] == 1
-    desk.hear(D, Stop((RequestId("1"),)))
-    desk.hear(W0, Ceased(D, RequestId("1"), ""))
-    desk.hear(W1, Ceased(D, RequestId("1"), ""))
+    assert desk.said() == [(D, PushStopped(RequestId("3"), "2 registrations are open"))]
+    assert desk.counted()["pushes_refused"] == 1
+    desk.hear(D, CancelPushes((RequestId("1"),)))
+    desk.hear(W0, PushAborted(D, RequestId("1"), ""))
+    desk.hear(W1, PushAborted(D, RequestId("1"), ""))
     desk.register(reader="3")
 
-    assert [conn for conn, message in desk.said() if isinstance(message, Assign)] == [W0, W1]
+    assert [conn for conn, message in desk.said() if isinstance(message, StartPush)] == [W0, W1]
 
 
-@pytest.mark.parametrize("message", [Landed(R, held=True), Challenge(4, b""), Written(D, R), Cease(D, R), Lapsed(())])
+@pytest.mark.parametrize(
+    "message", [PushDone(R, held=True), Challenge(4, b""), PushWritten(D, R), StopPush(D, R), LeasesLost(())]
+)
 def test_what_no_decode_engine_says_ends_its_connection(desk, message):
     """Only a worker that has attended may say that something is written."""
     desk.introduce(ELSE, "e")
@@ -478,10 +488,12 @@ def test_what_no_decode_engine_says_ends_its_connection(desk, message):
 
     assert desk.link.closed == [ELSE]
     assert desk.ended == [(T, "PEER_LOST")]
-    assert (W0, Departed(ELSE)) in desk.said()
+    assert (W0, PeerGone(ELSE)) in desk.said()
 
 
-@pytest.mark.parametrize("attend", [Attend(0, b""), Attend(0, TOKENS[1]), Attend(7, TOKENS[0])], ids=repr)
+@pytest.mark.parametrize(
+    "attend", [WorkerHello(0, b""), WorkerHello(0, TOKENS[1]), WorkerHello(7, TOKENS[0])], ids=repr
+)
 def test_nobody_attends_without_the_token_of_that_rank(desk, attend):
     """It would decide what is called written."""
     desk.hear(ELSE, attend)
@@ -496,16 +508,16 @@ def test_a_decode_engine_that_tries_to_attend_is_gone_with_everything(desk):
     desk.register()
     desk.grant()
     desk.said()
-    desk.hear(D, Attend(0, b"guess"))
+    desk.hear(D, WorkerHello(0, b"guess"))
 
     assert desk.link.closed == [D]
-    assert desk.pushes._guests == desk.pushes._by_request == {}
+    assert desk.push_coordinator._peers == desk.push_coordinator._by_request == {}
     assert desk.ended == [(T, "PEER_LOST")]
 
 
 def test_news_of_connections_that_we_opened_are_not_for_us(desk):
     """They are the borrower's."""
-    desk.pushes.on(Met(D, None), now=0.0)
+    desk.push_coordinator.on(PeerConnected(D, None), now=0.0)
 
     assert desk.said() == []
 
@@ -517,24 +529,24 @@ def test_a_write_that_hangs_is_told_at_once_and_stops_the_others(desk):
     """The request need not wait; its blocks must, until every rank has let go."""
     desk.register()
     desk.said()
-    desk.hear(W0, Stalled(D, R, "slow"))
-    assert desk.said() == [(D, Stuck(R, "slow")), (W0, Cease(D, R)), (W1, Cease(D, R))]
-    desk.hear(W1, Ceased(D, R, ""))
+    desk.hear(W0, WriteStalled(D, R, "slow"))
+    assert desk.said() == [(D, PushStalled(R, "slow")), (W0, StopPush(D, R)), (W1, StopPush(D, R))]
+    desk.hear(W1, PushAborted(D, R, ""))
     assert desk.said() == []
-    desk.hear(W0, Ceased(D, R, "slow"))
+    desk.hear(W0, PushAborted(D, R, "slow"))
 
-    assert desk.said() == [(D, Stopped(R, "slow"))]
+    assert desk.said() == [(D, PushStopped(R, "slow"))]
 
 
 def test_one_rank_that_fails_stops_the_others(desk):
     """A part of the KV is worth nothing; the first reason is told."""
     desk.register()
     desk.said()
-    desk.hear(W0, Ceased(D, R, "NIXL: no route"))
-    assert desk.said() == [(W1, Cease(D, R))]
-    desk.hear(W1, Ceased(D, R, ""))
+    desk.hear(W0, PushAborted(D, R, "NIXL: no route"))
+    assert desk.said() == [(W1, StopPush(D, R))]
+    desk.hear(W1, PushAborted(D, R, ""))
 
-    assert desk.said() == [(D, Stopped(R, "NIXL: no route"))]
+    assert desk.said() == [(D, PushStopped(R, "NIXL: no route"))]
 
 
 def test_workers_that_come_later_hear_everything_that_was_said_before():
@@ -545,8 +557,8 @@ def test_workers_that_come_later_hear_everything_that_was_said_before():
     assert desk.said() == []
     desk.attend()
 
-    known = [Arrived(D, rank_info(f"d/{rank}", rank=rank, ranks=2)) for rank in TOKENS]
-    assert desk.said() == [(worker, each) for worker in (W0, W1) for each in (*known, Assign(D, order))]
+    known = [PeerMemory(D, rank_info(f"d/{rank}", rank=rank, ranks=2)) for rank in TOKENS]
+    assert desk.said() == [(worker, each) for worker in (W0, W1) for each in (*known, StartPush(D, order))]
 
 
 def test_a_rank_that_never_attended_need_not_stop():
@@ -555,63 +567,63 @@ def test_a_rank_that_never_attended_need_not_stop():
     desk.introduce()
     desk.attend(0)
     desk.register()
-    desk.hear(D, Stop((R,)))
-    assert Stopped not in [type(message) for message in desk.said(D)]
-    desk.hear(W0, Ceased(D, R, ""))
+    desk.hear(D, CancelPushes((R,)))
+    assert PushStopped not in [type(message) for message in desk.said(D)]
+    desk.hear(W0, PushAborted(D, R, ""))
 
-    assert desk.said(D) == [Stopped(R, "the decode engine does not want it")]
+    assert desk.said(D) == [PushStopped(R, "the decode engine does not want it")]
 
 
 def test_a_worker_that_is_away_may_still_write(desk):
-    """Its connection is lost, not its life: Stopped waits until it is back and has said so."""
+    """Its connection is lost, not its life: PushStopped waits until it is back and has said so."""
     order = desk.register()
     desk.lose(W1)
     desk.said()
-    desk.hear(D, Stop((R,)))
-    desk.hear(W0, Ceased(D, R, ""))
+    desk.hear(D, CancelPushes((R,)))
+    desk.hear(W0, PushAborted(D, R, ""))
     assert desk.said(D) == []
     desk.attend(1)
-    known = [Arrived(D, rank_info(f"d/{rank}", rank=rank, ranks=2)) for rank in TOKENS]
-    assert desk.said() == [(W1, each) for each in (*known, Assign(D, order), Cease(D, R))]
-    desk.hear(W1, Ceased(D, R, ""))
+    known = [PeerMemory(D, rank_info(f"d/{rank}", rank=rank, ranks=2)) for rank in TOKENS]
+    assert desk.said() == [(W1, each) for each in (*known, StartPush(D, order), StopPush(D, R))]
+    desk.hear(W1, PushAborted(D, R, ""))
 
-    assert desk.said(D) == [Stopped(R, "the decode engine does not want it")]
+    assert desk.said(D) == [PushStopped(R, "the decode engine does not want it")]
 
 
 def test_a_connection_that_another_of_the_same_rank_replaced_has_no_say(desk):
     """The worker is back before we heard that it was gone."""
     desk.register()
     back = ConnId(50)
-    desk.hear(back, Attend(1, TOKENS[1]))
+    desk.hear(back, WorkerHello(1, TOKENS[1]))
     desk.said()
-    desk.hear(W1, Written(D, R))
+    desk.hear(W1, PushWritten(D, R))
     assert desk.link.closed == [W1]
-    desk.hear(back, Written(D, R))
-    desk.hear(W0, Written(D, R))
+    desk.hear(back, PushWritten(D, R))
+    desk.hear(W0, PushWritten(D, R))
 
-    assert desk.said(D) == [Landed(R, held=False)]
+    assert desk.said(D) == [PushDone(R, held=False)]
 
 
 def test_a_transfer_that_was_handed_over_is_not_waited_for(desk):
     """One prompt, n answers: the one that registers after the others were served must recompute, not wait."""
     desk.register()
     desk.grant()
-    desk.hear(W0, Written(D, R))
-    desk.hear(W1, Written(D, R))
+    desk.hear(W0, PushWritten(D, R))
+    desk.hear(W1, PushWritten(D, R))
     desk.said()
     desk.register(reader="d-b")
 
-    assert [type(message) for message in desk.said(D)] in ([Stopped], [Landed])
+    assert [type(message) for message in desk.said(D)] in ([PushStopped], [PushDone])
 
 
 def test_nothing_is_left_when_everybody_has_left(desk):
     """Whatever they had asked for."""
     desk.register()
-    desk.hear(D, Renew((RequestId("u"),)))
+    desk.hear(D, RenewLeases((RequestId("u"),)))
     desk.lose(D)
     desk.lose(W0)
     desk.now = 2 * PATIENCE
     desk.turn()
 
-    assert len(desk.pushes) == 0
-    assert desk.pushes._crew._conns == {1: W1}
+    assert len(desk.push_coordinator) == 0
+    assert desk.push_coordinator._workers._conns == {1: W1}

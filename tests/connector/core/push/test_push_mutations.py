@@ -10,16 +10,16 @@ from hypothesis.stateful import run_state_machine_as_test
 from support.engines import BLOCKS, LEASE
 from support.push_engines import PushWorld
 from support.push_machine import STRANGER, PushMachine
-from xpyd_connector.core.lease.prefill_scheduler import Lender
-from xpyd_connector.core.messages import Assign, Drop, Stopped
-from xpyd_connector.core.ports import Lost
-from xpyd_connector.core.push import decode_scheduler as landings
-from xpyd_connector.core.push.decode_scheduler import Landings
-from xpyd_connector.core.push.prefill_scheduler import Pushes
-from xpyd_connector.core.push.prefill_worker import Writer
-from xpyd_connector.core.results import Result
+from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
+from xpyd_connector.core.messages import DropLeases, PushStopped, StartPush
+from xpyd_connector.core.ports import ConnectionLost
+from xpyd_connector.core.push import decode_scheduler as push_receiver
+from xpyd_connector.core.push.decode_scheduler import PushReceiver
+from xpyd_connector.core.push.part_writer import PartWriter
+from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
+from xpyd_connector.core.push.prefill_worker import PushWriter
+from xpyd_connector.core.results import LoadResult
 from xpyd_connector.core.session.peers import Peer
-from xpyd_connector.core.transfer.transfers import Shipping
 from xpyd_connector.errors import IllegalTransition
 
 SEARCH = settings(
@@ -43,12 +43,12 @@ def what_is_written_is_not_revoked():
 
 def what_one_engine_waits_for_no_other_can_refuse():
     world = PushWorld()
-    world.want()
+    world.start_renewing()
     world.run()
-    owner = world.p.pushes._owner("t")
+    owner = world.p.push_coordinator._owner("t")
     assert owner is not None
-    world.p.pushes._told(STRANGER, Drop(("t",)), world.now)
-    assert world.p.pushes._owner("t") == owner
+    world.p.push_coordinator._on_message(STRANGER, DropLeases(("t",)), world.now)
+    assert world.p.push_coordinator._owner("t") == owner
 
 
 def a_request_whose_transfer_is_over_hears_of_it():
@@ -58,7 +58,7 @@ def a_request_whose_transfer_is_over_hears_of_it():
     world.prefill()
     world.p.revoke("t", now=world.now)
     world.run()
-    world.want()
+    world.start_renewing()
     world.run()
     assert lost == ["d-a"]
 
@@ -70,9 +70,9 @@ def an_idle_connection_that_ends_costs_no_request():
     world.run()
     world.run(seconds=3600, step=300)
     into = world.expect("d-b", "u")
-    (guest,) = world.p.pushes._guests
+    (guest,) = world.p.push_coordinator._peers
     world.network.hang_up(world.p.link, guest)
-    world.p.link.inbox.append(Lost(guest, "its engine said nothing"))
+    world.p.link.inbox.append(ConnectionLost(guest, "its engine said nothing"))
     world.prefill("u")
     world.run()
     assert world.d.result("d-b").failure == ""
@@ -131,7 +131,7 @@ def a_slow_first_attempt_does_not_overtake_the_second():
     world.p.preempt("t")
     world.prefill()
     world.run()
-    flights = world.p.movers[0]._flights
+    flights = world.p.movers[0]._xfers
     flights.update({number: flights.pop(number) for number in list(flights)[:1]})  # the oldest one arrives last
     hang(world, hangs=False)
     world.run()
@@ -275,7 +275,7 @@ def every_rank_there_is_written_to():
 
 
 def complete_before_the_source_is(patch):
-    accept = Writer._accept
+    accept = PushWriter._accept
 
     def hasty(self, piece, now):
         accept(self, piece, now)
@@ -283,11 +283,11 @@ def complete_before_the_source_is(patch):
         for writing in list(self._by_request.get(piece.request, ())):
             source.complete = source.complete or source.tokens >= writing.order.groups[0].stop
 
-    patch.setattr(Writer, "_accept", hasty)
+    patch.setattr(PushWriter, "_accept", hasty)
 
 
 def do_not_wait_for_the_old_attempts_flights(patch):
-    pump = Writer._pump
+    pump = PushWriter._write_computed
 
     def hasty(self, writing, now):
         source = self._sources.get(writing.order.request)
@@ -295,125 +295,131 @@ def do_not_wait_for_the_old_attempts_flights(patch):
             writing.attempt, writing.sent = source.attempt, 0
         pump(self, writing, now)
 
-    patch.setattr(Writer, "_pump", hasty)
+    patch.setattr(PushWriter, "_write_computed", hasty)
 
 
 def free_without_waiting_for_stopped(patch):
-    give_up = Landings._give_up
+    give_up = PushReceiver._abort
 
     def hasty(self, *args):
         give_up(self, *args)
-        self._results = [each._replace(lingers=False) if isinstance(each, Result) else each for each in self._results]
+        self._results = [
+            each._replace(quarantined=False) if isinstance(each, LoadResult) else each for each in self._results
+        ]
 
-    patch.setattr(Landings, "_give_up", hasty)
+    patch.setattr(PushReceiver, "_abort", hasty)
 
 
 def no_quarantine(patch):
-    patch.setattr(landings, "QUARANTINE", (0.0, 1))
-    patch.setattr(landings, "LONG_QUARANTINE", (0.0, 1))
+    patch.setattr(push_receiver, "QUARANTINE", (0.0, 1))
+    patch.setattr(push_receiver, "LONG_QUARANTINE", (0.0, 1))
 
 
 def take_silence_for_death(patch):
-    patch.setattr(landings, "LONG_QUARANTINE", landings.QUARANTINE)
+    patch.setattr(push_receiver, "LONG_QUARANTINE", push_receiver.QUARANTINE)
 
 
 def count_time_instead_of_looks(patch):
-    lose, until = Landings._lose, {}
+    lose, until = PushReceiver._on_peer_lost, {}
 
     def note(self, landing, peer, now):
         lose(self, landing, peer, now)
-        until[landing.ticket.request] = now + landing.look_every * landing.looks
+        until[landing.order.request] = now + landing.check_interval * landing.checks
 
     def look(self, landing, now):
-        if now >= until[landing.ticket.request]:
-            self._let_go(landing)
+        if now >= until[landing.order.request]:
+            self._release(landing)
         else:
-            self._deadlines.set(landing.ticket.request, now + landing.look_every)
+            self._deadlines.set(landing.order.request, now + landing.check_interval)
 
-    patch.setattr(Landings, "_lose", note)
-    patch.setattr(Landings, "_look", look)
+    patch.setattr(PushReceiver, "_on_peer_lost", note)
+    patch.setattr(PushReceiver, "_check_quarantine", look)
 
 
 def land_without_asking_for_the_lease(patch):
-    patch.setattr(Lender, "holds", lambda self, request: True)
+    patch.setattr(LeaseManager, "holds", lambda self, request: True)
 
 
 def forget_what_is_over(patch):
-    patch.setattr(Pushes, "released", lambda self, ended, *, now: None)
+    patch.setattr(PushCoordinator, "released", lambda self, ended, *, now: None)
 
 
 def ignore_one_rank(patch):
-    register = Pushes._register
+    register = PushCoordinator._register
 
     def forgetful(self, conn, order, now):
         register(self, conn, order, now)
         for push in self._by_request.get(order.request, {}).values():
-            push.busy.discard(1)
+            push.writing_ranks.discard(1)
 
-    patch.setattr(Pushes, "_register", forgetful)
+    patch.setattr(PushCoordinator, "_register", forgetful)
 
 
 def answer_stop_before_the_workers_have(patch):
-    stop = Pushes._stop_for
+    stop = PushCoordinator._stop_for
 
     def hasty(self, conn, readers):
         stop(self, conn, readers)
         for reader in readers:
-            self._link.send(conn, Stopped(reader, ""))
+            self._link.send(conn, PushStopped(reader, ""))
 
-    patch.setattr(Pushes, "_stop_for", hasty)
+    patch.setattr(PushCoordinator, "_stop_for", hasty)
 
 
 def write_whatever_prompt(patch):
-    objection = Writer._objection
+    objection = PushWriter._objection
 
     def trusting(self, writing, source):
         source.prompt = writing.order.prompt
         return objection(self, writing, source)
 
-    patch.setattr(Writer, "_objection", trusting)
+    patch.setattr(PushWriter, "_objection", trusting)
 
 
 def forget_who_spoke_early(patch):
-    patch.setattr(Pushes, "_note", lambda self, requests, conn, now, *, wants=True: [])
+    patch.setattr(PushCoordinator, "_note_interest", lambda self, requests, conn, now, *, wants=True: [])
 
 
 def trust_a_silent_peer(patch):
-    patch.setattr(Landings, "_give_up_on", lambda self, peer: None)
+    patch.setattr(PushReceiver, "_abort_all_of", lambda self, peer: None)
 
 
 def keep_writing_to_who_left(patch):
-    told = Writer._told
+    told = PushWriter._on_message
     patch.setattr(
-        Writer, "_told", lambda self, message, now: told(self, message, now) if hasattr(message, "reader") or
-        isinstance(message, Assign) or not hasattr(message, "guest") or hasattr(message, "rank") else None,
+        PushWriter, "_on_message", lambda self, message, now: told(self, message, now) if hasattr(message, "reader") or
+        isinstance(message, StartPush) or not hasattr(message, "peer") or hasattr(message, "rank") else None,
     )  # fmt: skip
 
 
 def write_to_one_rank_only(patch):
     """Take the first rank of a decode engine for the whole."""
-    send = Shipping.send
-    patch.setattr(Shipping, "send", lambda self, ways, stretches, *, now: send(self, ways[:1], stretches, now=now))
+    send = PartWriter.write
+    patch.setattr(
+        PartWriter,
+        "write",
+        lambda self, remote_ranks, token_ranges, *, now: send(self, remote_ranks[:1], token_ranges, now=now),
+    )
 
 
 def revoke_what_is_written(patch):
-    patch.setattr(Pushes, "is_writing", lambda self, request: False)
+    patch.setattr(PushCoordinator, "is_writing", lambda self, request: False)
 
 
 def say_nothing_of_what_is_over(patch):
-    patch.setattr(Lender, "tell_lapsed", lambda self, conn, lapsed: None)
+    patch.setattr(LeaseManager, "send_leases_lost", lambda self, conn, lost: None)
 
 
 def let_anybody_have_a_transfer(patch):
-    patch.setattr(Pushes, "_is_foreign", lambda self, request, conn: False)
+    patch.setattr(PushCoordinator, "_is_foreign", lambda self, request, conn: False)
 
 
 def register_over_any_connection(patch):
-    patch.setattr(Peer, "is_quiet", lambda self, *, now: False)
+    patch.setattr(Peer, "is_idle", lambda self, *, now: False)
 
 
 def wait_for_an_answer_that_was_given(patch):
-    patch.setattr(Landings, "_heard", lambda self, conn: None)
+    patch.setattr(PushReceiver, "_on_heartbeat_reply", lambda self, conn: None)
 
 
 MUTANTS = [

@@ -5,7 +5,7 @@ import pytest
 from support.engines import BLOCKS, LEASE
 from support.push_engines import PATIENCE, STRAYS, WAIT, WRITE, PushWorld
 from support.push_machine import nothing_is_left
-from xpyd_connector.core.ports import Lost
+from xpyd_connector.core.ports import ConnectionLost
 from xpyd_connector.core.push.decode_scheduler import LONG_QUARANTINE
 
 SHAPES = {  # ranks of P and of D, KV heads
@@ -53,7 +53,7 @@ def test_blocks_arrive_whichever_leg_is_first(world, first):
     assert has_landed(world, into)
     assert why(world) == ["DONE"]
     assert len(world.p.free) == BLOCKS
-    assert len(world.p.control.take_news(now=world.now)) == 0
+    assert len(world.p.control.take_results(now=world.now)) == 0
 
 
 def test_blocks_arrive_while_the_rest_is_computed(world):
@@ -140,9 +140,9 @@ def test_a_request_that_comes_when_p_closes_the_idle_connection_gets_its_blocks(
     if first == "prefill":
         world.prefill("u")
     into = world.expect("d-b", "u")
-    (guest,) = world.p.pushes._guests
+    (guest,) = world.p.push_coordinator._peers
     world.network.hang_up(world.p.link, guest)
-    world.p.link.inbox.append(Lost(guest, "its engine said nothing"))
+    world.p.link.inbox.append(ConnectionLost(guest, "its engine said nothing"))
     world.run()
     if first == "decode":
         world.prefill("u")
@@ -150,7 +150,7 @@ def test_a_request_that_comes_when_p_closes_the_idle_connection_gets_its_blocks(
 
     assert has_landed(world, into, "d-b", "u")
     assert why(world) == ["DONE", "DONE"]
-    assert world.d.tally.take().counters["registrations_reconnected"] == 1
+    assert world.d.counters.take().counters["registrations_resent"] == 1
 
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])
@@ -186,7 +186,7 @@ def test_blocks_of_an_aborted_request_wait_for_what_flies(world):
     world.run()
     world.stop()
     world.run(seconds=WAIT)
-    assert world.d.result("d-a").lingers
+    assert world.d.result("d-a").quarantined
     assert set(into).isdisjoint(world.d.free)
     world.heal()
     world.run()
@@ -303,7 +303,7 @@ def test_a_dead_decode_engine_is_noticed_at_once(world):
     world.run()
 
     assert why(world) == ["DONE", "DROPPED"]
-    assert all(not writer._guests for writer in world.p.writers)
+    assert all(not writer._peers for writer in world.p.writers)
 
 
 def test_another_prompts_kv_is_refused(world):
@@ -415,7 +415,7 @@ def test_a_worker_that_loses_its_scheduler_for_a_moment_writes_nothing_wrong(wor
         world.network._wires.remove(wire)
         for number, conn in wire.ends.items():
             link = world.network.links[number]
-            link.inbox.append(Lost(conn, "closed"))
+            link.inbox.append(ConnectionLost(conn, "closed"))
     world.run(seconds=1)
     world.prefill()
     world.run(seconds=LEASE)

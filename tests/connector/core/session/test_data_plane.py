@@ -2,7 +2,7 @@
 
 import pytest
 
-from xpyd_connector.core.session.data_plane import Machine, choose_devices
+from xpyd_connector.core.session.data_plane import NetworkInterfaces, choose_devices
 from xpyd_connector.errors import SettingsError
 
 INTERFACES = {
@@ -14,7 +14,9 @@ RDMA = ("mlx5_0:1", "mlx5_1:1")
 
 
 def choose(host, address, *, chosen=None, backends=("UCX",), rdma=(), allow_open=False):
-    return choose_devices(host, lambda: Machine(address, INTERFACES, rdma), chosen, backends, allow_open=allow_open)
+    return choose_devices(
+        host, lambda: NetworkInterfaces(address, INTERFACES, rdma), chosen, backends, allow_open=allow_open
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,15 @@ import pytest
 
 from support.engines import FINGERPRINT, changed, rank_info
 from xpyd_connector.core.ids import Address, EngineId, RequestId
-from xpyd_connector.core.messages import PROTOCOL, Challenge, Drop, Proven, Refusal, Welcome
+from xpyd_connector.core.messages import PROTOCOL, Challenge, DropLeases, Refusal, ServerProof, Welcome
 from xpyd_connector.core.session.handshake import (
     NONCE_BYTES,
-    Admitted,
-    Arrival,
-    Call,
-    Guest,
-    GuestRole,
-    Host,
+    Accepted,
+    ClientConnection,
+    HandshakeClient,
+    HandshakeServer,
+    ProcessRole,
+    ServerConnection,
     are_of_one_engine,
     badge_of,
     hash_of,
@@ -23,8 +23,8 @@ P, D = EngineId("p0"), EngineId("d0")
 WELCOME = Welcome(PROTOCOL, P, FINGERPRINT, (rank_info("p0"),))
 NONCE, OTHER_NONCE = b"n" * NONCE_BYTES, b"m" * NONCE_BYTES
 AT = Address("10.0.0.1", 5600)
-CALL = Call(P, AT, "10.0.0.1", b"certificate", b"g" * NONCE_BYTES)
-ARRIVAL = Arrival(AT, b"certificate", NONCE)
+CALL = ClientConnection(P, AT, "10.0.0.1", b"certificate", b"g" * NONCE_BYTES)
+ARRIVAL = ServerConnection(AT, b"certificate", NONCE)
 CHALLENGE = Challenge(PROTOCOL, NONCE)
 OLD, NEW, OTHER = b"the old secret", b"the new secret", b"another one"
 
@@ -34,11 +34,11 @@ def in_force(*secrets):
 
 
 def guest(*secrets, engine=D, **who):
-    return Guest(engine, in_force(*secrets), **who)
+    return HandshakeClient(engine, in_force(*secrets), **who)
 
 
 def host(*secrets, advertised=AT.host):
-    return Host(WELCOME, in_force(*secrets), advertised)
+    return HandshakeServer(WELCOME, in_force(*secrets), advertised)
 
 
 def reason_of(answer):
@@ -62,7 +62,7 @@ def test_engines_that_share_a_secret_accept_each_other(theirs, ours):
     hello = guest(*ours).hello(CHALLENGE, CALL)
     answer = host(*theirs).answer(hello, ARRIVAL)
 
-    assert isinstance(answer, Admitted)
+    assert isinstance(answer, Accepted)
     assert (answer.hello, answer.welcome) == (hello, WELCOME)
     guest(*ours).check(answer.proof, CHALLENGE, hello, CALL.certificate)
 
@@ -141,7 +141,7 @@ def test_a_name_or_another_spelling_of_our_address_is_ours(dialled, reached, our
         guest(OLD).hello(CHALLENGE, call), ARRIVAL._replace(reached=Address(ours, 5600))
     )
 
-    assert isinstance(answer, Admitted)
+    assert isinstance(answer, Accepted)
 
 
 def test_the_advertised_name_may_be_translated_on_the_way():
@@ -149,7 +149,7 @@ def test_the_advertised_name_may_be_translated_on_the_way():
     call = CALL._replace(dialled=Address("p.example", 5600), reached="192.0.2.1")
     answer = host(OLD, advertised="p.example").answer(guest(OLD).hello(CHALLENGE, call), ARRIVAL)
 
-    assert isinstance(answer, Admitted)
+    assert isinstance(answer, Accepted)
 
 
 def test_another_engine_than_the_expected_one_says_so():
@@ -165,7 +165,7 @@ def test_a_host_that_does_not_know_the_secret_is_refused(proof):
     hello = guest(OLD).hello(CHALLENGE, CALL)
 
     with pytest.raises(IncompatiblePeer, match="XPYD_CONNECTOR_SECRET"):
-        guest(OLD).check(Proven(proof), CHALLENGE, hello, CALL.certificate)
+        guest(OLD).check(ServerProof(proof), CHALLENGE, hello, CALL.certificate)
 
 
 def test_a_guests_proof_is_not_a_hosts():
@@ -173,7 +173,7 @@ def test_a_guests_proof_is_not_a_hosts():
     hello = guest(OLD).hello(CHALLENGE, CALL)
 
     with pytest.raises(IncompatiblePeer):
-        guest(OLD).check(Proven(hello.proofs[0]), CHALLENGE, hello, CALL.certificate)
+        guest(OLD).check(ServerProof(hello.proofs[0]), CHALLENGE, hello, CALL.certificate)
 
 
 def test_the_proof_does_not_give_the_secret_away():
@@ -192,22 +192,22 @@ def test_another_protocol_is_refused_naming_both():
 
 def test_whoever_does_not_greet_is_refused():
     """Nothing about blocks is heard before a hello."""
-    assert host().answer(Drop((RequestId("a"),)), ARRIVAL) == Refusal("the first message must be a hello")
+    assert host().answer(DropLeases((RequestId("a"),)), ARRIVAL) == Refusal("the first message must be a hello")
 
 
 def test_a_guest_expects_a_challenge():
     """Something else listens on that port."""
     with pytest.raises(ProtocolViolation, match="expected a challenge, got Drop"):
-        guest().hello(Drop(()), CALL)
+        guest().hello(DropLeases(()), CALL)
 
 
 def test_a_scheduler_names_its_workers_and_nobody_else_can_be_one():
     """A lease belongs to an engine: its scheduler renews it, and its workers say that they have read."""
     badges = [badge_of(token) for token in (b"token 0", b"token 1")]
     scheduler = guest(OLD, workers=tuple(map(hash_of, badges))).hello(CHALLENGE, CALL)
-    workers = [guest(OLD, role=GuestRole.WORKER, badge=badge).hello(CHALLENGE, CALL) for badge in badges]
-    thief = guest(OLD, role=GuestRole.WORKER, badge=b"a guess").hello(CHALLENGE, CALL)
-    other = guest(OLD, engine=EngineId("d1"), role=GuestRole.WORKER, badge=badges[0]).hello(CHALLENGE, CALL)
+    workers = [guest(OLD, role=ProcessRole.WORKER, badge=badge).hello(CHALLENGE, CALL) for badge in badges]
+    thief = guest(OLD, role=ProcessRole.WORKER, badge=b"a guess").hello(CHALLENGE, CALL)
+    other = guest(OLD, engine=EngineId("d1"), role=ProcessRole.WORKER, badge=badges[0]).hello(CHALLENGE, CALL)
 
     assert all(are_of_one_engine(scheduler, worker) and are_of_one_engine(worker, scheduler) for worker in workers)
     assert not are_of_one_engine(scheduler, thief)

@@ -5,21 +5,21 @@ import itertools
 import pytest
 
 from support.engines import FINGERPRINT, changed, rank_info
-from xpyd_connector.core.counters import Tally
+from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import Address, ConnId, EngineId
-from xpyd_connector.core.messages import PROTOCOL, Fingerprint, Lapsed, Welcome
-from xpyd_connector.core.ports import Failed, Lost, Met, Received
+from xpyd_connector.core.messages import PROTOCOL, Fingerprint, LeasesLost, Welcome
+from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
 from xpyd_connector.core.session.peers import (
     MAX_BACKOFF,
     TRANSITIONS,
     Peer,
-    PeerBook,
     PeerEvent,
     PeerState,
+    PeerTable,
     mismatch,
 )
 from xpyd_connector.errors import IllegalTransition
-from xpyd_connector.io.in_memory import MemoryLink, Network
+from xpyd_connector.io.in_memory import InMemoryLink, InMemoryNetwork
 
 P, ADDRESS = EngineId("p0"), Address("10.0.0.1", 5600)
 WELCOME = Welcome(PROTOCOL, P, FINGERPRINT, (rank_info("p0"),))
@@ -29,11 +29,11 @@ class Book:
     """A peer book on a network that carries nothing: each test tells it what happened."""
 
     def __init__(self):
-        self.network, self.tally = Network(), Tally()
-        self.book = PeerBook(MemoryLink(self.network, "d"), FINGERPRINT, self.tally, retry_after=1.0)
+        self.network, self.counters = InMemoryNetwork(), Counters()
+        self.book = PeerTable(InMemoryLink(self.network, "d"), FINGERPRINT, self.counters, retry_after=1.0)
 
-    def approach(self, now=0.0, engine=P, address=ADDRESS):
-        return self.book.approach(engine, address, now=now)
+    def ensure_connected(self, now=0.0, engine=P, address=ADDRESS):
+        return self.book.ensure_connected(engine, address, now=now)
 
     def calls(self):
         """Addresses that we have started to connect to since the last call."""
@@ -41,11 +41,11 @@ class Book:
         return [address for _, _, address in calls]
 
     def fail(self, peer, now=0.0):
-        return self.book.on(Failed(peer.conn, "no route"), now=now)
+        return self.book.on(ConnectFailed(peer.conn, "no route"), now=now)
 
     def met(self, now=0.0, welcome=WELCOME):
-        peer = self.approach(now)
-        self.book.on(Met(peer.conn, welcome), now=now)
+        peer = self.ensure_connected(now)
+        self.book.on(PeerConnected(peer.conn, welcome), now=now)
         return peer
 
 
@@ -69,23 +69,23 @@ def test_every_cell_of_the_table(state, event):
 def test_a_peer_is_met_once_however_many_ask(book):
     """A surge of requests for a new engine is one handshake."""
     for _ in range(5):
-        peer = book.approach()
-    book.book.on(Met(peer.conn, WELCOME), now=0.0)
-    again = book.approach()
+        peer = book.ensure_connected()
+    book.book.on(PeerConnected(peer.conn, WELCOME), now=0.0)
+    again = book.ensure_connected()
 
     assert book.calls() == [ADDRESS]
     assert again is peer
-    assert again.state is PeerState.MET
+    assert again.state is PeerState.CONNECTED
 
 
 def test_the_pause_doubles_up_to_a_bound(book):
     """A dead engine costs ever less, a slow one is found again within half a minute."""
-    pauses, now, peer = [], 0.0, book.approach()
+    pauses, now, peer = [], 0.0, book.ensure_connected()
     for _ in range(40):
         book.fail(peer, now=now)
         pauses.append(peer.retry_at - now)
         now = peer.retry_at
-        book.approach(now)
+        book.ensure_connected(now)
 
     assert pauses[:6] == [1, 2, 4, 8, 16, 30]
     assert set(pauses[6:]) == {MAX_BACKOFF}
@@ -93,23 +93,23 @@ def test_the_pause_doubles_up_to_a_bound(book):
 
 def test_a_refused_peer_is_left_alone_until_its_pause_is_over(book):
     """Requests fail at once meanwhile, instead of waiting for another timeout each."""
-    peer = book.approach()
+    peer = book.ensure_connected()
     book.fail(peer)
     book.calls()
-    assert book.approach(0.99).state is PeerState.REFUSED
+    assert book.ensure_connected(0.99).state is PeerState.REFUSED
     assert book.calls() == []
-    book.approach(1.0)
+    book.ensure_connected(1.0)
 
-    assert peer.state is PeerState.MEETING
+    assert peer.state is PeerState.CONNECTING
     assert book.calls() == [ADDRESS]
 
 
 def test_a_peer_that_is_said_to_be_elsewhere_is_tried_there_at_once(book):
     """One offer with a wrong address must not shut an engine out for those with the right one."""
     elsewhere = Address("10.0.0.2", 5600)
-    book.fail(book.approach(address=elsewhere))
+    book.fail(book.ensure_connected(address=elsewhere))
     book.calls()
-    book.approach(0.1)
+    book.ensure_connected(0.1)
 
     assert book.calls() == [ADDRESS]
 
@@ -129,20 +129,20 @@ def test_a_peer_whose_memory_cannot_be_used_is_paused_ever_longer_too(book):
 def test_a_lost_peer_is_forgotten_and_met_anew(book):
     """Its metadata died with the connection."""
     peer = book.met()
-    changed_peer = book.book.on(Lost(peer.conn, "connection reset"), now=1.0)
+    changed_peer = book.book.on(ConnectionLost(peer.conn, "connection reset"), now=1.0)
     assert changed_peer is peer
     assert (peer.state, peer.reason) == (PeerState.GONE, "connection reset")
     assert len(book.book) == 0
-    again = book.approach(1.0)
+    again = book.ensure_connected(1.0)
 
     assert again is not peer
-    assert again.state is PeerState.MEETING
+    assert again.state is PeerState.CONNECTING
 
 
 def test_a_peer_we_leave_is_forgotten_and_its_connection_closed(book):
     """Nothing more is heard of it."""
     peer = book.met()
-    book.book.leave(peer, "it does not answer")
+    book.book.disconnect(peer, "it does not answer")
 
     assert peer.state is PeerState.GONE
     assert len(book.book) == 0
@@ -178,7 +178,7 @@ def test_a_mismatch_names_both_values(name):
 def test_refused_peers_are_forgotten(book):
     """Engines come and go for ever, with a new id each: the table must not grow for ever."""
     for number in range(100):
-        book.fail(book.approach(engine=EngineId(f"p{number}")))
+        book.fail(book.ensure_connected(engine=EngineId(f"p{number}")))
     wanted = EngineId("p7")
     book.book.forget_refused([wanted], now=MAX_BACKOFF)
     assert len(book.book) == 100
@@ -202,14 +202,19 @@ def test_events_of_unknown_connections_change_nothing(book):
     peer = book.met()
     stranger = ConnId(peer.conn + 1000)
 
-    for event in (Met(stranger, WELCOME), Failed(stranger, ""), Lost(stranger, ""), Received(peer.conn, Lapsed(()))):
+    for event in (
+        PeerConnected(stranger, WELCOME),
+        ConnectFailed(stranger, ""),
+        ConnectionLost(stranger, ""),
+        MessageReceived(peer.conn, LeasesLost(())),
+    ):
         assert book.book.on(event, now=0.0) is None
-    assert peer.state is PeerState.MET
+    assert peer.state is PeerState.CONNECTED
 
 
 def test_a_refused_peer_is_not_found_by_its_old_connection(book):
     """Otherwise news of that connection would reach the next attempt."""
-    peer = book.approach()
+    peer = book.ensure_connected()
     book.fail(peer)
 
     assert book.book.find(peer.conn) is None

@@ -6,29 +6,29 @@ import pytest
 
 from support.engines import FINGERPRINT, LEASE, lent, rank_info
 from support.push_engines import PATIENCE, WAIT
-from xpyd_connector.core.counters import Tally
+from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import Address, BlockId, ConnId, EngineId, RequestId
-from xpyd_connector.core.lease.decode_scheduler import Borrower
-from xpyd_connector.core.lease.kv_params import Booking
+from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
+from xpyd_connector.core.lease.kv_params import PushParams
 from xpyd_connector.core.messages import (
     MAX_PART,
     PROTOCOL,
-    Attend,
+    CancelPushes,
     CopyEnded,
     CopyIn,
-    Landed,
-    Register,
-    Renew,
-    Stop,
-    Stopped,
+    PushDone,
+    PushStopped,
+    RegisterPush,
+    RenewLeases,
     Welcome,
+    WorkerHello,
 )
-from xpyd_connector.core.ports import Lost, Met, Received
-from xpyd_connector.core.push.decode_scheduler import QUARANTINE, Landings, Ticket
-from xpyd_connector.core.results import LetGo, Result
-from xpyd_connector.core.session.peers import PeerBook
-from xpyd_connector.core.session.worker_links import Crew
-from xpyd_connector.core.staging.decode_scheduler import Unpacking
+from xpyd_connector.core.ports import ConnectionLost, MessageReceived, PeerConnected
+from xpyd_connector.core.push.decode_scheduler import QUARANTINE, PushOrder, PushReceiver
+from xpyd_connector.core.results import BlocksReleased, LoadResult
+from xpyd_connector.core.session.peers import PeerTable
+from xpyd_connector.core.session.worker_links import WorkerLinks
+from xpyd_connector.core.staging.decode_scheduler import StagingReceiver
 from xpyd_connector.core.staging.slots import Slots
 
 P, ADDRESS, T = EngineId("p0"), Address("10.0.0.1", 5600), RequestId("t")
@@ -44,7 +44,7 @@ class Link:
     def __init__(self):
         self.sent, self.closed, self.conns = [], [], itertools.count(1)
 
-    def meet(self, peer, engine):
+    def connect(self, peer, engine):
         return ConnId(next(self.conns))
 
     def send(self, conn, message):
@@ -58,41 +58,41 @@ class Desk:
     """The control thread of a decode engine with two ranks and room for four blocks, and everybody it talks to."""
 
     def __init__(self, slots=4):
-        self.link, self.tally, self.now = Link(), Tally(), 0.0
-        self.peers = PeerBook(self.link, FINGERPRINT, self.tally, retry_after=1.0)
-        self.borrower = Borrower(self.link, self.peers, self.tally, heartbeat_interval=LEASE / 6)
+        self.link, self.counters, self.now = Link(), Counters(), 0.0
+        self.peers = PeerTable(self.link, FINGERPRINT, self.counters, retry_after=1.0)
+        self.lease_renewer = LeaseRenewer(self.link, self.peers, self.counters, heartbeat_interval=LEASE / 6)
         self.slots = Slots([slots])
-        self.unpacking = Unpacking(self.link, self.tally, Crew(self.link, TOKENS), self.slots)
+        self.staging_receiver = StagingReceiver(self.link, self.counters, WorkerLinks(self.link, TOKENS), self.slots)
         ranks = [rank_info(f"d/{rank}", rank=rank, ranks=2) for rank in TOKENS]
-        self.landings = Landings(
-            self.link, self.peers, self.borrower, self.tally, ranks,
-            timeout=WAIT, patience=PATIENCE, squeeze=SQUEEZE, unpacking=self.unpacking,
+        self.push_receiver = PushReceiver(
+            self.link, self.peers, self.lease_renewer, self.counters, ranks,
+            timeout=WAIT, peer_timeout=PATIENCE, contention_timeout=SQUEEZE, staging_receiver=self.staging_receiver,
         )  # fmt: skip
         for rank, conn in enumerate((W0, W1)):
-            self.work(conn, Attend(rank, TOKENS[rank], unpacks=True))
+            self.work(conn, WorkerHello(rank, TOKENS[rank], receives_pushes=True))
 
     def expect(self, request=A, blocks=(4, 5)):
-        self.borrower.want(request, Booking(P, *ADDRESS, T, T), now=self.now)
-        self.landings.expect(Ticket(request, T, P, ADDRESS, "digest", lent(2, blocks)), now=self.now)
+        self.lease_renewer.start_renewing(request, PushParams(P, *ADDRESS, T, T), now=self.now)
+        self.push_receiver.expect(PushOrder(request, T, P, ADDRESS, "digest", lent(2, blocks)), now=self.now)
 
     @property
     def conn(self):
         return next(iter(self.peers._peers.values())).conn
 
-    def meet(self):
-        self.happen(Met(self.conn, Welcome(PROTOCOL, P, FINGERPRINT, (rank_info("p"),))))
+    def connect(self):
+        self.happen(PeerConnected(self.conn, Welcome(PROTOCOL, P, FINGERPRINT, (rank_info("p"),))))
 
     def happen(self, event):
-        changed = self.borrower.on(event, now=self.now)
+        changed = self.lease_renewer.on(event, now=self.now)
         if changed is not None:
-            self.landings.peer_changed(changed, now=self.now)
+            self.push_receiver.peer_changed(changed, now=self.now)
 
     def hear(self, *messages):
         for message in messages:
-            assert self.landings.on(self.conn, message)
+            assert self.push_receiver.on(self.conn, message)
 
     def work(self, conn, message):
-        self.unpacking.on(Received(conn, message))
+        self.staging_receiver.on(MessageReceived(conn, message))
 
     def copied(self, *, reason=""):
         """Both workers have made the copies they were told."""
@@ -107,13 +107,13 @@ class Desk:
     def turn(self, seconds=0.0):
         """Let time pass, in which P answers heartbeats."""
         for peer in self.peers._peers.values():
-            peer.asked_at = None
+            peer.unanswered_since = None
         self.now += seconds
-        self.landings.advance(now=self.now)
-        return self.landings.take_results()
+        self.push_receiver.advance(now=self.now)
+        return self.push_receiver.take_results()
 
     def is_clean(self):
-        return len(self.landings) == len(self.unpacking) == len(self.slots) == self.slots.held == 0
+        return len(self.push_receiver) == len(self.staging_receiver) == len(self.slots) == self.slots.held == 0
 
 
 @pytest.fixture
@@ -122,15 +122,15 @@ def desk():
 
 
 def registered(desk):
-    return {message.reader: [each.blocks for each in message.groups] for _, message in desk.said(Register)}
+    return {message.reader: [each.blocks for each in message.groups] for _, message in desk.said(RegisterPush)}
 
 
 def test_slots_are_lent_and_what_landed_is_copied_before_the_request_is_told(desk):
     """P hears of slots, the workers of the blocks that they belong in."""
     desk.expect()
-    desk.meet()
+    desk.connect()
     assert registered(desk) == {A: [(1, 2)]}
-    desk.hear(Landed(A, held=True))
+    desk.hear(PushDone(A, held=True))
     assert desk.turn() == []
     orders = desk.said(CopyIn)
     assert [(conn, m.slots, m.blocks) for conn, m in orders] == [(W0, ((1, 2),), ((4, 5),)), (W1, ((1, 2),), ((4, 5),))]
@@ -138,7 +138,7 @@ def test_slots_are_lent_and_what_landed_is_copied_before_the_request_is_told(des
     assert desk.turn() == []
     desk.work(W1, CopyEnded(orders[1][1].number, ""))
 
-    assert desk.turn() == [Result(A, "")]
+    assert desk.turn() == [LoadResult(A, "")]
     assert desk.is_clean()
 
 
@@ -146,14 +146,14 @@ def test_who_finds_no_room_waits_in_line(desk):
     """However small; the lease is renewed meanwhile, and no time of the wait counts."""
     for request, blocks in ((A, (1, 2, 3)), (B, (4, 5)), (C, (6,))):
         desk.expect(request, blocks)
-    desk.meet()
+    desk.connect()
     assert registered(desk) == {A: [(1, 2, 3)]}
-    assert {message.requests for _, message in desk.said(Renew)} == {(T,)}
-    desk.hear(Landed(A, held=True))
+    assert {message.requests for _, message in desk.said(RenewLeases)} == {(T,)}
+    desk.hear(PushDone(A, held=True))
     desk.turn()
     desk.copied()
 
-    assert desk.turn(seconds=SQUEEZE - 1) == [Result(A, "")]
+    assert desk.turn(seconds=SQUEEZE - 1) == [LoadResult(A, "")]
     assert registered(desk) == {B: [(1, 2)], C: [(3,)]}
 
 
@@ -164,21 +164,21 @@ def test_a_prompt_that_never_fits_fails_at_once(desk):
 
     (failed,) = desk.turn()
     assert failed.request == A
-    assert not failed.lingers
+    assert not failed.quarantined
     assert "5 slots of KV cache group 0 are wanted; staging_blocks is 4" in failed.failure
-    assert desk.tally.take().counters["loads_failed_staging"] == 1
-    assert len(desk.landings) == 1
+    assert desk.counters.take().counters["loads_failed_staging"] == 1
+    assert len(desk.push_receiver) == 1
 
 
 def test_a_copy_that_fails_fails_the_request(desk):
     """On either rank; nothing of it lingers: both have answered."""
     desk.expect()
-    desk.meet()
-    desk.hear(Landed(A, held=True))
+    desk.connect()
+    desk.hear(PushDone(A, held=True))
     desk.copied(reason="cudaErrorIllegalAddress")
 
     (failed,) = desk.turn()
-    assert failed == Result(A, "it was not copied out of host memory: cudaErrorIllegalAddress")
+    assert failed == LoadResult(A, "it was not copied out of host memory: cudaErrorIllegalAddress")
     assert desk.is_clean()
 
 
@@ -189,34 +189,34 @@ def test_an_abort_gives_the_slots_back_when_nobody_writes_into_them(desk, when):
         desk.expect(B, (1, 2, 3))
     desk.expect()
     if when != "waiting":
-        desk.meet()
+        desk.connect()
     if when == "copying":
-        desk.hear(Landed(A, held=True))
-    desk.landings.stop(A)
+        desk.hear(PushDone(A, held=True))
+    desk.push_receiver.stop(A)
 
-    assert desk.turn() == [Result(A, "the request was aborted", lingers=when == "copying")]
+    assert desk.turn() == [LoadResult(A, "the request was aborted", quarantined=when == "copying")]
     if when == "registered":
-        assert [message for _, message in desk.said(Stop)] == [Stop((A,))]
+        assert [message for _, message in desk.said(CancelPushes)] == [CancelPushes((A,))]
         assert desk.slots.held == 2
-        desk.hear(Stopped(A, ""))
+        desk.hear(PushStopped(A, ""))
         assert desk.turn() == []  # nobody was told that blocks linger
     elif when == "copying":
         assert desk.slots.held == 2
         desk.copied()
-        assert desk.turn() == [LetGo(A)]
+        assert desk.turn() == [BlocksReleased(A)]
     if when == "queued":
-        desk.landings.stop(B)
-        desk.hear(Stopped(B, ""))
+        desk.push_receiver.stop(B)
+        desk.hear(PushStopped(B, ""))
     assert desk.is_clean()
 
 
 def test_a_dead_peer_keeps_the_slots_out_of_reach_for_a_while(desk):
     """What it had sent may still arrive: in slots, so the request's blocks are free."""
     desk.expect()
-    desk.meet()
-    desk.happen(Lost(desk.conn, "closed"))
+    desk.connect()
+    desk.happen(ConnectionLost(desk.conn, "closed"))
 
-    assert desk.turn() == [Result(A, "10.0.0.1:5600 is gone: closed", lingers=False)]
+    assert desk.turn() == [LoadResult(A, "10.0.0.1:5600 is gone: closed", quarantined=False)]
     assert desk.slots.held == 2
     every, looks = QUARANTINE
     for _ in range(looks):
@@ -227,13 +227,13 @@ def test_a_dead_peer_keeps_the_slots_out_of_reach_for_a_while(desk):
 def test_a_push_that_keeps_others_waiting_gives_way(desk):
     """P may not have begun it, because it holds the prefills that wait here: neither would ever go on."""
     desk.expect(A, (1, 2, 3))
-    desk.meet()
+    desk.connect()
     assert desk.turn(seconds=SQUEEZE) == []  # nobody waits
     desk.expect(B, (4, 5))
     (failed,) = desk.turn()
     assert failed.request == A
     assert "others wait for its slots" in failed.failure
-    desk.hear(Stopped(A, ""))
+    desk.hear(PushStopped(A, ""))
     desk.turn()
 
     assert registered(desk)[B] == [(1, 2)]
@@ -244,8 +244,8 @@ def test_a_long_prompt_is_copied_in_as_many_orders_as_one_message_may_name():
     desk = Desk(slots=2 * MAX_PART)
     blocks = range(1, MAX_PART + 2)
     desk.expect(A, blocks)
-    desk.meet()
-    desk.hear(Landed(A, held=True))
+    desk.connect()
+    desk.hear(PushDone(A, held=True))
     orders = desk.said(CopyIn)
     assert [len(message.blocks[0]) for _, message in orders] == [MAX_PART, MAX_PART, 1, 1]
     for conn, message in orders[:-1]:
@@ -253,35 +253,35 @@ def test_a_long_prompt_is_copied_in_as_many_orders_as_one_message_may_name():
     assert desk.turn() == []
     desk.work(orders[-1][0], CopyEnded(orders[-1][1].number, ""))
 
-    assert desk.turn() == [Result(A, "")]
+    assert desk.turn() == [LoadResult(A, "")]
 
 
 def test_a_worker_that_comes_back_hears_what_it_owes(desk):
     """Its connection was lost, not its life; what it has answered, it is not asked again."""
     desk.expect()
-    desk.meet()
-    desk.hear(Landed(A, held=True))
+    desk.connect()
+    desk.hear(PushDone(A, held=True))
     (_, order), (_, same) = desk.said(CopyIn)
     assert order == same
     desk.work(W0, CopyEnded(order.number, ""))
-    desk.unpacking.on(Lost(W1, "closed"))
-    desk.work(STRANGER, Attend(1, b"guessed", unpacks=True))
+    desk.staging_receiver.on(ConnectionLost(W1, "closed"))
+    desk.work(STRANGER, WorkerHello(1, b"guessed", receives_pushes=True))
     assert desk.link.closed == [STRANGER]
-    assert not desk.unpacking.knows(STRANGER)
+    assert not desk.staging_receiver.is_worker(STRANGER)
     back = ConnId(104)
-    desk.work(back, Attend(1, TOKENS[1], unpacks=True))
+    desk.work(back, WorkerHello(1, TOKENS[1], receives_pushes=True))
     assert desk.said(CopyIn) == [(back, order)]
     desk.work(back, CopyEnded(order.number, ""))
     desk.work(back, CopyEnded(order.number, ""))
 
-    assert desk.turn() == [Result(A, "")]
-    assert desk.tally.take().counters["late_notifications"] == 1
+    assert desk.turn() == [LoadResult(A, "")]
+    assert desk.counters.take().counters["unknown_transfer_messages"] == 1
 
 
 def test_blocks_are_not_slots():
     """Ids of both are numbers: a request is told of blocks, P of slots."""
     desk = Desk()
     desk.expect(A, (BlockId(9),))
-    desk.meet()
+    desk.connect()
 
     assert registered(desk) == {A: [(1,)]}

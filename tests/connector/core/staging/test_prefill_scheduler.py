@@ -6,17 +6,17 @@ import pytest
 
 from support.staging_world import BLOCKS, LEASE, PATIENCE, SLOTS, StagingWorld
 from xpyd_connector.core.ids import BlockId, RequestId
-from xpyd_connector.core.messages import Attend, Challenge, Done, Drop, Renew, Stage
+from xpyd_connector.core.messages import Challenge, DropLeases, ReadDone, RenewLeases, StagePart, WorkerHello
 from xpyd_connector.core.staging import prefill_scheduler as stagings_module
-from xpyd_connector.core.staging.staged_read import TRANSITIONS, Part, PartEvent, PartState
+from xpyd_connector.core.staging.staged_read import TRANSITIONS, PartEvent, PartState, StagedPart
 from xpyd_connector.errors import IllegalTransition
 
 
 @pytest.mark.parametrize(("before", "event"), list(itertools.product(PartState, PartEvent)))
 def test_every_cell_of_the_table(before, event):
     """What is not in it is a bug and raises."""
-    order = Stage(RequestId("p-a"), RequestId("d-a"), 0, 1, 0, ((),))
-    part = Part(1, order, 0.0, state=before)
+    order = StagePart(RequestId("p-a"), RequestId("d-a"), 0, 1, 0, ((),))
+    part = StagedPart(1, order, 0.0, state=before)
     if event in TRANSITIONS[before]:
         part.on(event)
         assert part.state is TRANSITIONS[before][event]
@@ -26,15 +26,15 @@ def test_every_cell_of_the_table(before, event):
 
 
 def states(world):
-    return sorted(part.state.name for part in world.p.stagings._parts.values())
+    return sorted(part.state.name for part in world.p.staging_coordinator._parts.values())
 
 
 def is_empty(world):
-    return len(world.p.stagings) == world.p.slots.held == 0
+    return len(world.p.staging_coordinator) == world.p.slots.held == 0
 
 
 def renew(world, request, decoder=0):
-    world.decoders[decoder].say(Renew, request)
+    world.decoders[decoder].say(RenewLeases, request)
     world.run()
 
 
@@ -48,7 +48,7 @@ def test_a_request_is_read_part_by_part(ranks, readers, groups):
     loads = world.load(request, size=2)
     world.run()
     parts = 0
-    while world.reading():
+    while world.read_started():
         assert world.p.slots.held <= 2 * groups, "a part was kept when everybody had gone on"
         world.go_on()
         parts += 1
@@ -132,7 +132,7 @@ def test_slots_are_taken_back_when_the_lease_ends_and_the_fence_tells(how):
     renew(world, request)
     match how:
         case "dropped":
-            world.decoders[0].say(Drop, request)
+            world.decoders[0].say(DropLeases, request)
         case "expired":
             world.run(LEASE, step=LEASE)
         case _:
@@ -154,7 +154,7 @@ def test_slots_are_free_only_when_the_copy_into_them_has_ended():
     request = world.p.lend(SLOTS)
     world.load(request, size=SLOTS)
     world.run()
-    world.decoders[0].say(Drop, request)
+    world.decoders[0].say(DropLeases, request)
     world.run()
     assert states(world) == ["ENDING"]
     (other,) = world.load(world.p.lend(SLOTS), size=SLOTS)
@@ -232,7 +232,7 @@ def stage(world, request, *, conn=None, **changes):
     """Ask as no decode engine of ours would; return why it was refused."""
     worker = world.decoders[0].workers[0]
     fields = {"reader": "d-x", "rank": 0, "ranks": 1, "part": 0, "groups": ((1,),), **changes}
-    worker.link.send(conn or worker.conn, Stage(request, RequestId(fields.pop("reader")), **fields))
+    worker.link.send(conn or worker.conn, StagePart(request, RequestId(fields.pop("reader")), **fields))
     world.network.deliver()
     world.p.turn(now=world.now)
     world.network.deliver()
@@ -293,7 +293,7 @@ def test_a_rank_that_has_gone_on_may_not_come_back():
     world.decoders[0].workers[0].go_on(fast)
     world.run()
     groups = tuple(tuple(ids) for ids in fast.parts[0][0])
-    world.p.stagings._readings[fast.request, fast.reader].parts[1].ranks.clear()
+    world.p.staging_coordinator._reads[fast.request, fast.reader].parts[1].ranks.clear()
     said = stage(world, fast.request, reader=fast.reader, ranks=2, groups=groups)
 
     assert "rank 0 has gone on from part 0 before" in said
@@ -307,7 +307,7 @@ def test_a_rank_speaks_over_one_connection():
     other = world.decoders[1].workers[0]
     other.asked.add(("d-x", 0))
     other.loads["d-x"] = world.load(world.p.lend(1), size=1)[0]
-    other.link.send(other.conn, Stage(request, RequestId("d-x"), 0, 2, 0, ((1,),)))
+    other.link.send(other.conn, StagePart(request, RequestId("d-x"), 0, 2, 0, ((1,),)))
     world.network.deliver()
     world.p.turn(now=world.now)
     world.network.deliver()
@@ -323,11 +323,11 @@ def test_only_a_ranks_own_connection_says_that_it_has_read():
     world.run()
     assert states(world) == ["STAGED"]
     other = world.decoders[1]
-    other.link.send(other.conn, Done(load.request, load.reader, 0, 2))
+    other.link.send(other.conn, ReadDone(load.request, load.reader, 0, 2))
     world.run()
 
     assert states(world) == ["STAGED"]
-    assert world.p.tally.take().counters["foreign_messages"] == 1
+    assert world.p.counters.take().counters["foreign_messages"] == 1
 
 
 def test_a_part_of_anothers_lease_is_not_staged():
@@ -344,12 +344,12 @@ def test_what_is_read_part_by_part_is_not_revoked():
     """The control thread asks before it revokes."""
     world = StagingWorld()
     load = world.load(world.p.lend(2), size=2)[0]
-    assert not world.p.stagings.is_reading(load.request)
+    assert not world.p.staging_coordinator.is_reading(load.request)
     world.run()
-    assert world.p.stagings.is_reading(load.request)
+    assert world.p.staging_coordinator.is_reading(load.request)
     world.go_on()
 
-    assert not world.p.stagings.is_reading(load.request)
+    assert not world.p.staging_coordinator.is_reading(load.request)
 
 
 def test_there_is_an_end_to_what_is_remembered(monkeypatch):
@@ -362,7 +362,9 @@ def test_there_is_an_end_to_what_is_remembered(monkeypatch):
     assert stage(world, request, reader="d-y") == "1 parts are asked for"
 
 
-@pytest.mark.parametrize("message", [Challenge(4, b"x"), Attend(0, b"a guess"), Attend(7, b"token 0")], ids=repr)
+@pytest.mark.parametrize(
+    "message", [Challenge(4, b"x"), WorkerHello(0, b"a guess"), WorkerHello(7, b"token 0")], ids=repr
+)
 def test_who_says_what_nobody_says_is_sent_away(message):
     """And what it had is free."""
     world = StagingWorld()
@@ -383,7 +385,7 @@ def test_a_done_of_what_was_never_staged_is_the_lenders_business():
     world.run()
     worker = world.decoders[0].workers[0]
     worker.loads["d-y"] = type(next(iter(worker.loads.values())))(request, RequestId("d-y"), [], state="confirming")
-    worker.link.send(worker.conn, Done(request, RequestId("d-y"), 0, 2))
+    worker.link.send(worker.conn, ReadDone(request, RequestId("d-y"), 0, 2))
     world.run()
 
     assert worker.loads["d-y"].state == "done"

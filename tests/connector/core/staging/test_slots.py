@@ -4,8 +4,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from xpyd_connector.core.staging.slots import Granted, Slots
-from xpyd_connector.errors import IllegalTransition, NoRoom
+from xpyd_connector.core.staging.slots import Slots, SlotsGranted
+from xpyd_connector.errors import HostBufferTooSmall, IllegalTransition
 
 
 def test_slots_are_handed_out_from_one_on():
@@ -13,7 +13,7 @@ def test_slots_are_handed_out_from_one_on():
     slots = Slots([3, 1])
     slots.ask("a", [3, 1])
 
-    assert slots.take_granted() == [Granted("a", ((1, 2, 3), (1,)))]
+    assert slots.take_granted() == [SlotsGranted("a", ((1, 2, 3), (1,)))]
     assert (len(slots), slots.groups, slots.held) == (1, 2, 4)
 
 
@@ -25,7 +25,7 @@ def test_who_asks_for_much_is_not_overtaken_by_who_asks_for_little():
     slots.ask("large", [2, 0])
     slots.ask("small", [0, 1])
     assert slots.take_granted() == []
-    slots.give_back("first")
+    slots.release("first")
 
     assert [each.ticket for each in slots.take_granted()] == ["large", "small"]
 
@@ -37,9 +37,9 @@ def test_who_leaves_the_line_makes_way():
     slots.ask("gives up", [2])
     slots.ask("next", [1])
     slots.take_granted()
-    slots.give_back("gives up")
+    slots.release("gives up")
 
-    assert slots.take_granted() == [Granted("next", ((2,),))]
+    assert slots.take_granted() == [SlotsGranted("next", ((2,),))]
 
 
 def test_the_same_slots_can_be_had_again():
@@ -48,10 +48,10 @@ def test_the_same_slots_can_be_had_again():
     slots.ask("a", [2])
     slots.take_granted()
     for ticket in ("a", "a", "nobody"):
-        slots.give_back(ticket)
+        slots.release(ticket)
     slots.ask("a", [2])
 
-    assert slots.take_granted() == [Granted("a", ((1, 2),))]
+    assert slots.take_granted() == [SlotsGranted("a", ((1, 2),))]
 
 
 def test_neighbours_are_handed_out_together():
@@ -61,7 +61,7 @@ def test_neighbours_are_handed_out_together():
         slots.ask(ticket, [2])
     slots.take_granted()
     for ticket in "cba":
-        slots.give_back(ticket)
+        slots.release(ticket)
     slots.ask("d", [6])
 
     assert slots.take_granted()[0].groups == ((1, 2, 3, 4, 5, 6),)
@@ -78,7 +78,7 @@ def test_neighbours_are_handed_out_together():
 def test_what_can_never_fit_is_refused_at_once(wanted, sentence):
     """Waiting for it would hold up everybody, for ever."""
     slots = Slots([4, 2])
-    with pytest.raises(NoRoom, match=sentence):
+    with pytest.raises(HostBufferTooSmall, match=sentence):
         slots.ask("a", wanted)
 
     assert len(slots) == 0
@@ -122,16 +122,16 @@ class SlotsMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(pick=st.integers(0, 100))
-    def give_back(self, pick):
+    def release(self, pick):
         ticket = list(self.held)[pick % len(self.held)]
-        self.slots.give_back(ticket)
+        self.slots.release(ticket)
         del self.held[ticket]
 
     @precondition(lambda self: self.line)
     @rule(pick=st.integers(0, 100))
     def give_up(self, pick):
         ticket = list(self.line)[pick % len(self.line)]
-        self.slots.give_back(ticket)
+        self.slots.release(ticket)
         del self.line[ticket]
 
     @invariant()
@@ -149,7 +149,7 @@ class SlotsMachine(RuleBasedStateMachine):
             return
         while self.held or self.line:
             for ticket in list(self.held):
-                self.slots.give_back(ticket)
+                self.slots.release(ticket)
                 del self.held[ticket]
             self.take()
         assert len(self.slots) == self.slots.held == 0

@@ -6,51 +6,51 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from support.staging_machine import StagingMachine
 from support.staging_world import StagingWorld
-from xpyd_connector.core.lease.prefill_scheduler import Lender
-from xpyd_connector.core.messages import Done, Drop
-from xpyd_connector.core.staging.prefill_scheduler import Stagings
+from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
+from xpyd_connector.core.messages import DropLeases, ReadDone
+from xpyd_connector.core.staging.prefill_scheduler import StagingCoordinator
 from xpyd_connector.core.staging.slots import Slots
 from xpyd_connector.errors import IllegalTransition
 
 
 def free_while_copies_run(patch):
-    end = Stagings._end
+    end = StagingCoordinator._end
 
     def hasty(self, part, why):
         if part.copying:
-            self._slots.give_back(part.number)
+            self._slots.release(part.number)
         end(self, part, why)
 
-    patch.setattr(Stagings, "_end", hasty)
+    patch.setattr(StagingCoordinator, "_end", hasty)
 
 
 def forget_copies_that_run(patch):
-    end = Stagings._end
+    end = StagingCoordinator._end
 
     def hasty(self, part, why):
         part.copying.clear()
         end(self, part, why)
 
-    patch.setattr(Stagings, "_end", hasty)
+    patch.setattr(StagingCoordinator, "_end", hasty)
 
 
 def keep_slots_after_the_lease(patch):
-    patch.setattr(Stagings, "released", lambda self, ended: None)
+    patch.setattr(StagingCoordinator, "released", lambda self, ended: None)
 
 
 def stage_without_a_lease(patch):
-    patch.setattr(Lender, "holds", lambda self, request: True)
+    patch.setattr(LeaseManager, "holds", lambda self, request: True)
 
 
 def do_not_wait_for_the_slower_worker(patch):
-    copied = Stagings._copied
+    copied = StagingCoordinator._copied
 
     def hasty(self, number, worker, reason, now):
         if number in self._parts and not reason:
             self._parts[number].copying = {worker} & self._parts[number].copying
         copied(self, number, worker, reason, now)
 
-    patch.setattr(Stagings, "_copied", hasty)
+    patch.setattr(StagingCoordinator, "_copied", hasty)
 
 
 def take_slots_from_the_slower_rank(patch):
@@ -59,37 +59,37 @@ def take_slots_from_the_slower_rank(patch):
         if part.state.name == "STAGED":
             self._end(part, "")
 
-    patch.setattr(Stagings, "_go_on", go_on)
+    patch.setattr(StagingCoordinator, "_part_read", go_on)
 
 
 def take_slots_from_all_when_one_is_lost(patch):
-    leave = Stagings._leave
+    leave = StagingCoordinator._drop_rank
 
     def hasty(self, key, rank, why):
         leave(self, key, rank, why)
-        if (reading := self._readings.get(key)) is not None and "lost" in why:
+        if (reading := self._reads.get(key)) is not None and "lost" in why:
             for part in list(reading.parts.values()):
                 self._end(part, why)
 
-    patch.setattr(Stagings, "_leave", hasty)
+    patch.setattr(StagingCoordinator, "_drop_rank", hasty)
 
 
 def do_not_tell_a_worker_that_is_back(patch):
-    patch.setattr(Stagings, "_catch_up", lambda self, rank: None)
+    patch.setattr(StagingCoordinator, "_resend_copies", lambda self, rank: None)
 
 
 def answer_nobody_when_it_ends(patch):
-    end = Stagings._end
+    end = StagingCoordinator._end
 
     def mute(self, part, why):
         part.ranks.clear()
         end(self, part, why)
 
-    patch.setattr(Stagings, "_end", mute)
+    patch.setattr(StagingCoordinator, "_end", mute)
 
 
 def hand_out_slots_twice(patch):
-    give_back = Slots.give_back
+    give_back = Slots.release
 
     def generous(self, ticket):
         slots = self._held.get(ticket)
@@ -97,7 +97,7 @@ def hand_out_slots_twice(patch):
         if slots is not None and slots[0]:
             self._free[0].append(slots[0][0])
 
-    patch.setattr(Slots, "give_back", generous)
+    patch.setattr(Slots, "release", generous)
 
 
 def any_order_of_events():
@@ -137,16 +137,16 @@ def slots_wait_for_the_copy_into_them():
     request = world.p.lend(4)
     world.load(request, size=4)
     world.run()
-    world.decoders[0].say(Drop, request)
+    world.decoders[0].say(DropLeases, request)
     world.run()
     assert world.p.slots.held == 4, "slots were free while a copy into them was under way"
 
 
 def believe_anybody_who_says_that_a_rank_has_read(patch):
     def has_read(self, conn, key, rank):
-        self._leave(key, rank, "somebody said so")
+        self._drop_rank(key, rank, "somebody said so")
 
-    patch.setattr(Stagings, "_has_read", has_read)
+    patch.setattr(StagingCoordinator, "_on_read_done", has_read)
 
 
 def a_rank_reads_until_it_says_otherwise():
@@ -154,9 +154,9 @@ def a_rank_reads_until_it_says_otherwise():
     load = world.load(world.p.lend(2), size=2)[0]
     world.run()
     other = world.decoders[1]
-    other.link.send(other.conn, Done(load.request, load.reader, 0, 2))
+    other.link.send(other.conn, ReadDone(load.request, load.reader, 0, 2))
     world.run()
-    assert world.p.stagings.is_reading(load.request)
+    assert world.p.staging_coordinator.is_reading(load.request)
 
 
 MUTANTS = [

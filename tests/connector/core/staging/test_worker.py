@@ -4,17 +4,17 @@ import pytest
 
 from support.copying import MemoryCopier
 from support.staging_world import region
-from xpyd_connector.core.counters import Tally, Telling, merge
-from xpyd_connector.core.ids import Address, ConnId, EngineAt, EngineId
-from xpyd_connector.core.messages import Alive, Attend, CopyEnded, CopyIn, CopyOut
-from xpyd_connector.core.ports import Failed, Lost, Met, Received
-from xpyd_connector.core.session.scheduler_link import RETRY, Home
-from xpyd_connector.core.session.worker_links import Crew
-from xpyd_connector.core.staging.worker import Stager
-from xpyd_connector.io.in_memory import Network
+from xpyd_connector.core.counters import Counters, ForwardingCounters, merge
+from xpyd_connector.core.ids import Address, ConnId, EngineEndpoint, EngineId
+from xpyd_connector.core.messages import CopyEnded, CopyIn, CopyOut, HeartbeatReply, WorkerHello
+from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
+from xpyd_connector.core.session.scheduler_link import RETRY, SchedulerLink
+from xpyd_connector.core.session.worker_links import WorkerLinks
+from xpyd_connector.core.staging.worker import StagingWorker
+from xpyd_connector.io.in_memory import InMemoryNetwork
 
-HOME, CONN = EngineAt(EngineId("p"), Address("10.0.0.1", 5600)), ConnId(1)
-ATTEND = Attend(0, b"token")
+HOME, CONN = EngineEndpoint(EngineId("p"), Address("10.0.0.1", 5600)), ConnId(1)
+ATTEND = WorkerHello(0, b"token")
 
 
 class Link:
@@ -23,8 +23,8 @@ class Link:
     def __init__(self):
         self.met, self.sent = [], []
 
-    def meet(self, peer, engine):
-        self.met.append(EngineAt(engine, peer))
+    def connect(self, peer, engine):
+        self.met.append(EngineEndpoint(engine, peer))
 
     def send(self, conn, message):
         self.sent.append((conn, message))
@@ -37,13 +37,13 @@ class Link:
 class Desk:
     """A worker with four blocks and two slots, at home."""
 
-    def __init__(self, link=None, tally=None):
-        self.network, self.link, self.tally = Network(), link or Link(), tally or Tally()
+    def __init__(self, link=None, counters=None):
+        self.network, self.link, self.counters = InMemoryNetwork(), link or Link(), counters or Counters()
         self.network.memories["p"] = [b"null", b"one", b"two", b"three", b"-", b"-", b"-"]
         self.copier = MemoryCopier(self.network, "p", [region(0, 4, 0)], [region(4, 3, 0)])
-        self.stager = Stager(self.link, self.copier, self.tally, home=HOME, attend=ATTEND)
+        self.stager = StagingWorker(self.link, self.copier, self.counters, scheduler_endpoint=HOME, hello=ATTEND)
         self.turn()
-        self.hear(Met(CONN, None))
+        self.hear(PeerConnected(CONN, None))
 
     def hear(self, *events):
         for event in events:
@@ -53,7 +53,7 @@ class Desk:
         return self.stager.advance(now=now)
 
     def order(self, message):
-        self.hear(Received(CONN, message))
+        self.hear(MessageReceived(CONN, message))
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_blocks_are_copied_out_and_in(desk):
 
     assert desk.network.memories["p"] == [b"null", b"one", b"one", b"three", b"-", b"three", b"one"]
     assert desk.link.said() == [CopyEnded(7, ""), CopyEnded(8, "")]
-    assert desk.tally.take().counters == {"bytes_staged_out": 128, "bytes_staged_in": 128}
+    assert desk.counters.take().counters == {"bytes_staged_out": 128, "bytes_staged_in": 128}
     assert len(desk.stager) == 0
 
 
@@ -84,7 +84,7 @@ def test_what_was_copied_is_told_before_the_scheduler_hears_of_it():
             super().send(conn, message)
             told_by_then.append((message, merge(told).counters))
 
-    desk = Desk(Watched(), Telling(told.append))
+    desk = Desk(Watched(), ForwardingCounters(told.append))
     desk.order(CopyOut(7, ((1,),), ((1,),)))
     desk.turn()
 
@@ -99,31 +99,31 @@ def test_a_copy_that_fails_is_told_with_the_reason(desk):
     desk.turn()
 
     assert desk.link.said() == [CopyEnded(7, "x" * 2048)]
-    assert desk.tally.take().counters == {}
+    assert desk.counters.take().counters == {}
 
 
 def test_a_copy_that_runs_is_not_started_again(desk):
     """Our scheduler asks again when the connection was lost; it hears of the one that runs, once."""
     desk.copier.stuck = True
     desk.order(CopyOut(7, ((1,),), ((1,),)))
-    desk.hear(Lost(CONN, "reset"), Met(ConnId(2), None))
-    desk.hear(Received(ConnId(2), CopyOut(7, ((1,),), ((1,),))))
+    desk.hear(ConnectionLost(CONN, "reset"), PeerConnected(ConnId(2), None))
+    desk.hear(MessageReceived(ConnId(2), CopyOut(7, ((1,),), ((1,),))))
     desk.copier.stuck = False
     desk.link.said()
     desk.turn()
 
     assert desk.link.sent == [(ConnId(2), CopyEnded(7, ""))]
-    assert desk.tally.take().counters["peers_lost"] == 1
+    assert desk.counters.take().counters["peers_lost"] == 1
 
 
 def test_a_copy_that_ended_unheard_is_made_again(desk):
     """The slots are still kept for it."""
     desk.order(CopyOut(7, ((1,),), ((1,),)))
-    desk.hear(Lost(CONN, "reset"))
+    desk.hear(ConnectionLost(CONN, "reset"))
     desk.link.said()
     desk.turn()
     assert desk.link.said() == []
-    desk.hear(Met(ConnId(2), None), Received(ConnId(2), CopyOut(7, ((1,),), ((1,),))))
+    desk.hear(PeerConnected(ConnId(2), None), MessageReceived(ConnId(2), CopyOut(7, ((1,),), ((1,),))))
     desk.turn()
 
     assert desk.link.said() == [ATTEND, CopyEnded(7, "")]
@@ -133,10 +133,10 @@ def test_a_copy_that_ended_while_its_order_came_again_is_not_made_again(desk):
     """The scheduler hears of its end next, and may give the slots to others: nothing must be copied into them then."""
     desk.copier.stuck = True
     desk.order(CopyOut(7, ((1,),), ((1,),)))
-    desk.hear(Lost(CONN, "reset"), Met(ConnId(2), None))
+    desk.hear(ConnectionLost(CONN, "reset"), PeerConnected(ConnId(2), None))
     desk.copier.stuck = False
     desk.turn()
-    desk.hear(Received(ConnId(2), CopyOut(7, ((1,),), ((1,),))))
+    desk.hear(MessageReceived(ConnId(2), CopyOut(7, ((1,),), ((1,),))))
 
     assert len(desk.stager) == 0
     assert desk.link.said()[-1] == CopyEnded(7, "")
@@ -144,52 +144,52 @@ def test_a_copy_that_ended_while_its_order_came_again_is_not_made_again(desk):
 
 def test_what_a_scheduler_does_not_say_to_this_worker_is_counted(desk):
     """And does no harm."""
-    desk.order(Alive())
+    desk.order(HeartbeatReply())
 
-    assert desk.tally.take().counters == {"late_notifications": 1}
+    assert desk.counters.take().counters == {"unknown_transfer_messages": 1}
 
 
 def test_home_is_called_again_after_a_pause():
     """Our scheduler starts to listen after us."""
     link = Link()
-    home = Home(link, HOME, ATTEND)
-    assert home.advance(now=5.0) is None
-    home.say(Alive())
-    assert not home.on(Failed(CONN, "refused"), now=5.0)
-    assert home.advance(now=5.0) == 5.0 + RETRY
-    assert home.advance(now=5.0 + RETRY) is None
-    assert not home.on(Met(CONN, None), now=6.0)
-    home.say(Alive())
-    assert home.on(Lost(CONN, "reset"), now=7.0)
-    home.say(Alive())
-    assert home.advance(now=7.0) == 7.0 + RETRY
+    scheduler_endpoint = SchedulerLink(link, HOME, ATTEND)
+    assert scheduler_endpoint.advance(now=5.0) is None
+    scheduler_endpoint.send(HeartbeatReply())
+    assert not scheduler_endpoint.on(ConnectFailed(CONN, "refused"), now=5.0)
+    assert scheduler_endpoint.advance(now=5.0) == 5.0 + RETRY
+    assert scheduler_endpoint.advance(now=5.0 + RETRY) is None
+    assert not scheduler_endpoint.on(PeerConnected(CONN, None), now=6.0)
+    scheduler_endpoint.send(HeartbeatReply())
+    assert scheduler_endpoint.on(ConnectionLost(CONN, "reset"), now=7.0)
+    scheduler_endpoint.send(HeartbeatReply())
+    assert scheduler_endpoint.advance(now=7.0) == 7.0 + RETRY
 
     assert link.met == [HOME, HOME]
-    assert link.sent == [(CONN, ATTEND), (CONN, Alive())]
-    assert not home.on(Received(CONN, Alive()), now=8.0)
+    assert link.sent == [(CONN, ATTEND), (CONN, HeartbeatReply())]
+    assert not scheduler_endpoint.on(MessageReceived(CONN, HeartbeatReply()), now=8.0)
 
 
 def test_a_crew_knows_its_members_by_their_tokens():
     """Anybody who reaches the port could claim to be one."""
     link = Link()
-    crew = Crew(link, {0: b"zero", 1: b"one"})
-    assert not crew.admit(CONN, Attend(0, b"one"))
-    assert not crew.admit(CONN, Attend(2, b"zero"))
-    crew.tell(0, Alive())
-    assert (link.sent, set(crew.ranks), crew.rank_of(CONN)) == ([], {0, 1}, None)
-    assert crew.admit(CONN, Attend(0, b"zero"))
-    crew.tell(0, Alive())
+    workers = WorkerLinks(link, {0: b"zero", 1: b"one"})
+    assert not workers.add(CONN, WorkerHello(0, b"one"))
+    assert not workers.add(CONN, WorkerHello(2, b"zero"))
+    workers.send(0, HeartbeatReply())
+    assert (link.sent, set(workers.ranks), workers.rank_of(CONN)) == ([], {0, 1}, None)
+    assert workers.add(CONN, WorkerHello(0, b"zero"))
+    workers.send(0, HeartbeatReply())
 
-    assert (link.sent, crew.rank_of(CONN)) == ([(CONN, Alive())], 0)
+    assert (link.sent, workers.rank_of(CONN)) == ([(CONN, HeartbeatReply())], 0)
 
 
 def test_a_worker_that_comes_again_takes_its_own_place():
     """What the connection before still says, and its end, mean nothing any more."""
-    crew = Crew(Link(), {0: b"zero"})
-    crew.admit(CONN, Attend(0, b"zero"))
-    crew.admit(ConnId(2), Attend(0, b"zero"))
-    crew.leave(CONN)
-    assert (crew.rank_of(CONN), crew.rank_of(ConnId(2))) == (None, 0)
-    crew.leave(ConnId(2))
+    workers = WorkerLinks(Link(), {0: b"zero"})
+    workers.add(CONN, WorkerHello(0, b"zero"))
+    workers.add(ConnId(2), WorkerHello(0, b"zero"))
+    workers.remove(CONN)
+    assert (workers.rank_of(CONN), workers.rank_of(ConnId(2))) == (None, 0)
+    workers.remove(ConnId(2))
 
-    assert crew.rank_of(ConnId(2)) is None
+    assert workers.rank_of(ConnId(2)) is None

@@ -1,50 +1,30 @@
-"""A part of a push on its way, through host memory or not: told once how it ended, whatever fails and whenever."""
-
-import itertools
+"""Steps in flight: each ends once for its owner, and an owner is active until the last one has ended."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from support.engines import BLOCK_SIZE, rank_info
-from xpyd_connector.core.counters import Sample, Tally
-from xpyd_connector.core.ids import BlockId, CopyId, TransferId
-from xpyd_connector.core.layout.transfer_plan import Stretch, push_route
-from xpyd_connector.core.ports import Copied, Ended, Outcome
-from xpyd_connector.core.staging.host_buffer import Staging
-from xpyd_connector.core.staging.slots import Slots
-from xpyd_connector.core.transfer.remote_memory import Way
-from xpyd_connector.core.transfer.transfers import (
-    LINGER_INTERVAL,
-    POLL_INTERVAL,
-    TRANSITIONS,
-    ParcelEvent,
-    ParcelState,
-    Shipped,
-    Shipping,
-    _Parcel,
-)
-from xpyd_connector.errors import IllegalTransition, NoRoom, ProtocolViolation, TransferError
-from xpyd_connector.io.in_memory import BLOCK_BYTES
-
-TIMEOUT, SLOTS = 20.0, 4
+from xpyd_connector.core.counters import Counters
+from xpyd_connector.core.ids import CopyId, XferId
+from xpyd_connector.core.ports import CopyResult, XferEnded, XferOutcome
+from xpyd_connector.core.transfer.transfers import StepEnded, Transfers
+from xpyd_connector.errors import TransferError
 
 
-class Mover:
-    """Notes what is asked of it, as pieces: there, here, how many. A test ends the writes."""
+class Agent:
+    """Numbers what it is given; a test ends it."""
 
     def __init__(self):
-        self.writes, self.cancelled, self.ended, self.fails_at = {}, [], [], None
+        self.posted, self.cancelled, self.ended = [], [], []
 
-    def write(self, handle, spans):
-        if self.fails_at == handle:
-            raise TransferError(f"no route to {handle}")
-        number = TransferId(len(self.writes))
-        self.writes[number] = handle, (spans // BLOCK_BYTES).tolist()
-        return number
+    def read(self, handle, spans):
+        if handle == "broken":
+            raise TransferError("no route")
+        self.posted.append(handle)
+        return XferId(len(self.posted))
 
-    def cancel(self, transfer):
-        self.cancelled.append(transfer)
+    write = read
+
+    def cancel(self, xfer):
+        self.cancelled.append(xfer)
 
     def poll(self):
         ended, self.ended = self.ended, []
@@ -52,15 +32,8 @@ class Mover:
 
 
 class Copier:
-    """Notes what is asked of it; a test ends the copies."""
-
     def __init__(self):
-        self.copies, self.ended = {}, []
-
-    def out(self, blocks, slots):
-        number = CopyId(len(self.copies))
-        self.copies[number] = [list(group) for group in blocks], [list(group) for group in slots]
-        return number
+        self.ended = []
 
     def poll(self):
         ended, self.ended = self.ended, []
@@ -68,37 +41,13 @@ class Copier:
 
 
 class Desk:
-    """One worker's shipping, and everything it touches."""
+    def __init__(self):
+        self.agent, self.copier, self.counters = Agent(), Copier(), Counters()
+        self.transfers = Transfers(self.agent, self.copier, self.counters)
 
-    def __init__(self, *, staged=False, to=("d/0", "d/1")):
-        self.mover, self.copier, self.tally, self.now = Mover(), Copier(), Tally(), 0.0
-        self.slots = Slots((SLOTS,))
-        self.shipping = Shipping(
-            self.mover, self.tally, timeout=TIMEOUT, staging=Staging(self.slots, self.copier) if staged else None
-        )
-        self.ways = [Way(name, push_route(rank_info("p"), rank_info(name))) for name in to]
-
-    def send(self, *blocks, ways=None):
-        """Send blocks: each goes to the one of theirs with the same number, a few further on."""
-        theirs = [BlockId(block % 10 + 1) for block in blocks]
-        whole = Stretch(0, 0, len(blocks) * BLOCK_SIZE, theirs, list(map(BlockId, blocks)))
-        return self.shipping.send(self.ways if ways is None else ways, [whole], now=self.now)
-
-    def copied(self, *numbers, reason=""):
-        self.copier.ended += [Copied(CopyId(number), reason, 0 if reason else 64, 0.1) for number in numbers]
-        return self.advance()
-
-    def ended(self, *numbers, outcome=Outcome.MOVED, reason=""):
-        self.mover.ended += [Ended(TransferId(number), outcome, 64, 1, 0.1, reason, 0.01) for number in numbers]
-        return self.advance()
-
-    def advance(self):
-        return self.shipping.advance(now=self.now)
-
-    def is_over(self):
-        """Whether nothing is left of anything."""
-        tables = (self.shipping._parcels, self.shipping._by_flight, self.shipping._by_copy)
-        return not any(tables) and not self.slots.held and not len(self.slots)
+    def end(self, number, outcome=XferOutcome.DONE, reason=""):
+        self.agent.ended.append(XferEnded(XferId(number), outcome, 64, 1, 0.1, reason, 0.01))
+        return list(self.transfers.poll())
 
 
 @pytest.fixture
@@ -106,284 +55,50 @@ def desk():
     return Desk()
 
 
-@pytest.fixture
-def staged():
-    return Desk(staged=True)
+@pytest.mark.parametrize("post", ["read", "write"])
+def test_an_owner_is_active_until_its_last_transfer_has_ended(desk, post):
+    """Its memory must not be given to another before."""
+    getattr(desk.transfers, post)("a", [("p/0", None), ("p/1", None)])
+
+    assert desk.end(2) == [StepEnded("a", "")]
+    assert desk.transfers.is_active("a")
+    assert desk.end(1) == [StepEnded("a", "")]
+    assert not desk.transfers.is_active("a")
+    assert len(desk.transfers) == 0
+    assert [sample.bytes for sample in desk.counters.take().transfers] == [64, 64]
 
 
-@pytest.mark.parametrize(("before", "event"), list(itertools.product(ParcelState, ParcelEvent)))
-def test_every_cell_of_the_table(before, event):
-    """What is not in the table is a bug and says so."""
-    parcel = _Parcel(7, (), (), before)
-    if event in TRANSITIONS[before]:
-        parcel.on(event)
-        assert parcel.state is TRANSITIONS[before][event]
-    else:
-        with pytest.raises(IllegalTransition, match=f"parcel 7 cannot handle {event.name} while {before.name}"):
-            parcel.on(event)
+def test_a_cancelled_transfer_ends_when_nixl_says_so(desk):
+    """Until then its bytes may arrive."""
+    desk.transfers.read("a", [("p/0", None)])
+    desk.transfers.read("b", [("p/0", None)])
+    desk.transfers.cancel("a")
+    desk.transfers.cancel("unknown")
+
+    assert desk.agent.cancelled == [1]
+    assert desk.transfers.is_active("a")
+    assert desk.end(1, XferOutcome.FAILED, "cancelled") == [StepEnded("a", "NIXL: cancelled")]
+    assert not desk.transfers.is_active("a")
+    assert desk.transfers.is_active("b")
+    assert desk.counters.take().transfers == []
 
 
-def test_without_staging_it_is_written_at_once_to_every_rank(desk):
-    """And is there when the last one says so."""
-    parcel = desk.send(4, 5)
-    assert desk.mover.writes == {0: ("d/0", [[5, 4, 2]]), 1: ("d/1", [[5, 4, 2]])}
-    assert desk.ended(1) == []
-    assert desk.ended(0) == [Shipped(parcel, "")]
+def test_what_was_started_before_a_failure_stays_in_flight(desk):
+    """The caller must cancel it, and wait for its end."""
+    with pytest.raises(TransferError, match="no route"):
+        desk.transfers.write("a", [("p/0", None), ("broken", None)])
 
-    assert desk.tally.take().transfers == [Sample(0.1, 64, 1, 0.01)] * 2
-    assert desk.is_over()
-
-
-def test_with_staging_it_is_copied_into_slots_and_written_from_there(staged):
-    """The device's blocks are free to be read by others meanwhile; the slots are ours until it is written."""
-    parcel = staged.send(4, 5)
-    assert (staged.advance(), staged.copier.copies) == ([], {0: ([[4, 5]], [[1, 2]])})
-    assert staged.mover.writes == {}
-    assert staged.copied(0) == []
-    assert staged.mover.writes == {0: ("d/0", [[5, 1, 2]]), 1: ("d/1", [[5, 1, 2]])}
-    assert staged.ended(0) == []
-    assert staged.slots.held == 2
-    assert staged.ended(1) == [Shipped(parcel, "")]
-
-    assert staged.tally.take().counters == {"bytes_staged_out": 64}
-    assert staged.is_over()
+    assert desk.transfers.is_active("a")
+    desk.end(1)
+    assert not desk.transfers.is_active("a")
 
 
-def test_who_finds_no_room_waits_in_order(staged):
-    """And is copied as soon as somebody is done."""
-    first, second, third = staged.send(4, 5, 6), staged.send(7, 8), staged.send(9)
-    staged.advance()
-    assert staged.copier.copies == {0: ([[4, 5, 6]], [[1, 2, 3]])}
-    staged.copied(0)
-    assert staged.ended(0, 1) == [Shipped(first, "")]
-    assert list(staged.copier.copies.values())[1:] == [([[7, 8]], [[1, 2]]), ([[9]], [[3]])]
-    staged.copied(2, 1)
+@pytest.mark.parametrize("reason", ["", "out of memory"])
+def test_a_copy_is_a_step_like_any_other(desk, reason):
+    """It ends after NIXL's transfers of the same poll."""
+    desk.transfers.read("a", [("p/0", None)])
+    desk.transfers.add_copy("a", CopyId(1))
+    desk.copier.ended.append(CopyResult(CopyId(1), reason, 32, 0.1))
 
-    assert sorted(staged.ended(2, 3, 4, 5)) == [Shipped(second, ""), Shipped(third, "")]
-    assert staged.is_over()
-
-
-@pytest.mark.parametrize("is_staged", [False, True])
-def test_a_parcel_that_nobody_takes_anything_of_is_over_at_once(is_staged):
-    """The ranks on the other side take these heads from another of ours."""
-    desk = Desk(staged=is_staged, to=())
-    parcel = desk.send(4)
-    shipped = desk.advance()
-    if is_staged:
-        shipped += desk.copied(0)
-
-    assert shipped == [Shipped(parcel, "")]
-    assert desk.is_over()
-
-
-@pytest.mark.parametrize(
-    ("is_staged", "blocks", "error", "sentence"),
-    [
-        (False, (0,), ProtocolViolation, "not held"),
-        (True, (0,), ProtocolViolation, "not held"),
-        (False, (99,), ProtocolViolation, "block 99"),
-        (True, (1, 2, 3, 4, 5), NoRoom, "5 slots of KV cache group 0 are wanted"),
-    ],
-)
-def test_what_cannot_be_sent_raises_and_leaves_nothing(is_staged, blocks, error, sentence):
-    """The push says why it stops."""
-    desk = Desk(staged=is_staged)
-    with pytest.raises(error, match=sentence):
-        desk.send(*blocks)
-
-    assert desk.advance() == []
-    assert desk.is_over()
-    assert len(desk.shipping) == 0
-
-
-def test_a_first_write_that_cannot_start_raises(desk):
-    """Nothing is on its way."""
-    desk.mover.fails_at = "d/0"
-    with pytest.raises(TransferError, match="no route to d/0"):
-        desk.send(4)
-
-    assert desk.is_over()
-
-
-def test_a_second_write_that_cannot_start_ends_when_the_first_has(desk):
-    """That one can still reach the other side's memory."""
-    desk.mover.fails_at = "d/1"
-    parcel = desk.send(4)
-    assert desk.mover.cancelled == [0]
-    assert desk.advance() == []
-    assert desk.shipping.overdue(now=1e9) == []
-
-    assert desk.ended(0, outcome=Outcome.FAILED, reason="cancelled") == [Shipped(parcel, "no route to d/1")]
-    assert desk.is_over()
-
-
-@pytest.mark.parametrize("fails_at", ["d/0", "d/1"])
-def test_a_write_that_cannot_start_from_host_memory_gives_its_slots_back(staged, fails_at):
-    """After what has started is over."""
-    staged.mover.fails_at = fails_at
-    parcel = staged.send(4)
-    staged.advance()
-    shipped = staged.copied(0)
-    assert staged.mover.cancelled == list(staged.mover.writes)
-    shipped += staged.ended(*staged.mover.writes, outcome=Outcome.FAILED)
-    shipped += staged.advance()
-
-    assert shipped == [Shipped(parcel, f"no route to {fails_at}")]
-    assert staged.is_over()
-
-
-@pytest.mark.parametrize("is_staged", [False, True])
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_one_write_of_several_that_fails_ends_it_once_when_all_are_over(is_staged, order):
-    """With the first reason; the others are cancelled, and may well have moved all the same."""
-    desk = Desk(staged=is_staged, to=("d/0", "d/1", "d/2"))
-    parcel = desk.send(4)
-    desk.advance()
-    if is_staged:
-        desk.copied(0)
-    first, second, third = order
-    assert desk.ended(first) == []
-    assert desk.ended(second, outcome=Outcome.FAILED, reason="peer gone") == []
-    assert desk.mover.cancelled == [third]
-    assert desk.slots.held == is_staged
-
-    assert desk.ended(third) == [Shipped(parcel, "NIXL: peer gone")]
-    assert desk.is_over()
-
-
-def test_a_copy_that_fails_ends_it(staged):
-    """Nothing was written."""
-    parcel = staged.send(4)
-    staged.advance()
-
-    assert staged.copied(0, reason="out of memory") + staged.advance() == [
-        Shipped(parcel, "it was not copied into host memory: out of memory")
-    ]
-    assert staged.mover.writes == {}
-    assert staged.is_over()
-
-
-def test_what_waits_for_room_leaves_the_line_when_it_is_cancelled(staged):
-    """Those behind it go on."""
-    first, second, third = staged.send(1, 2, 3), staged.send(4, 5), staged.send(6)
-    staged.advance()
-    staged.shipping.cancel(second, "nobody wants it")
-    staged.shipping.cancel(second, "twice")
-    assert staged.shipping.due(now=5.0) == 5.0
-    assert staged.advance() == [Shipped(second, "nobody wants it")]
-    assert staged.copier.copies[1] == ([[6]], [[4]])
-    staged.copied(0, 1)
-
-    assert sorted(staged.ended(0, 1, 2, 3)) == [Shipped(first, ""), Shipped(third, "")]
-    assert staged.is_over()
-
-
-def test_what_is_copied_ends_with_its_copy_when_it_is_cancelled(staged):
-    """Its slots are written into until then; nothing is sent any more."""
-    parcel = staged.send(4)
-    staged.advance()
-    staged.shipping.cancel(parcel, "nobody wants it")
-    staged.shipping.cancel(parcel, "twice")
-    assert (staged.advance(), staged.slots.held) == ([], 1)
-
-    assert staged.copied(0) + staged.advance() == [Shipped(parcel, "nobody wants it")]
-    assert staged.mover.writes == {}
-    assert staged.is_over()
-
-
-def test_what_is_written_ends_with_its_writes_when_it_is_cancelled(desk):
-    """However long they take."""
-    parcel = desk.send(4)
-    desk.shipping.cancel(parcel, "nobody wants it")
-    desk.shipping.cancel(parcel, "twice")
-    assert desk.mover.cancelled == [0, 1]
-    assert desk.ended(0, outcome=Outcome.FAILED, reason="cancelled") == []
-
-    assert desk.ended(1) == [Shipped(parcel, "nobody wants it")]
-    assert desk.is_over()
-
-
-def test_cancelling_what_is_over_is_nothing(desk):
-    """The news may cross."""
-    parcel = desk.send(4)
-    assert desk.ended(0, 1) == [Shipped(parcel, "")]
-    desk.shipping.cancel(parcel, "too late")
-
-    assert desk.advance() == []
-
-
-def test_copies_and_writes_have_a_deadline_each_and_waiting_for_room_has_none(staged):
-    """Room is made by others, who have deadlines."""
-    first, second = staged.send(1, 2, 3), staged.send(4, 5)
-    staged.advance()
-    assert staged.shipping.overdue(now=TIMEOUT - 0.1) == []
-    assert staged.shipping.overdue(now=TIMEOUT) == [first]
-    staged.now = TIMEOUT / 2
-    staged.copied(0)
-    assert staged.shipping.overdue(now=TIMEOUT) == []
-    assert staged.shipping.overdue(now=TIMEOUT * 1.5) == [first]
-    staged.shipping.cancel(first, "it did not end")
-
-    assert staged.shipping.overdue(now=1e9) == []
-    assert len(staged.shipping) == 2
-    assert second in staged.shipping._parcels
-
-
-def test_it_looks_often_while_something_moves_and_seldom_while_somebody_lingers(staged):
-    """And not at all when there is nothing."""
-    assert staged.shipping.due(now=1.0) is None
-    parcel = staged.send(4)
-    assert staged.shipping.due(now=1.0) == 1.0 + LINGER_INTERVAL
-    staged.advance()
-    assert staged.shipping.due(now=1.0) == 1.0 + POLL_INTERVAL
-    staged.copied(0)
-    assert staged.shipping.due(now=1.0) == 1.0 + POLL_INTERVAL
-    staged.shipping.cancel(parcel, "nobody wants it")
-    assert staged.shipping.due(now=1.0) == 1.0 + LINGER_INTERVAL
-    staged.ended(0, 1)
-
-    assert staged.shipping.due(now=1.0) is None
-
-
-KINDS = ["send", "cancel", "copied", "not copied", "moved", "failed", "advance", "break"]
-STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 99)), max_size=60)
-
-
-@given(is_staged=st.booleans(), steps=STEPS)
-def test_in_any_order_of_events_every_parcel_ends_once_and_all_slots_come_back(is_staged, steps):
-    """And while a parcel has not ended, nobody else has its slots."""
-    desk = Desk(staged=is_staged)
-    sent, over, copies, flights = [], [], set(), set()
-    for what, number in [*steps, *[("copied", n) for n in range(99)], *[("moved", n) for n in range(200)]]:
-        copies, flights = do(desk, what, number, sent, copies, flights)
-        over += desk.advance()
-    while len(desk.shipping):
-        copies, flights = do(desk, "copied", 0, sent, *do(desk, "moved", 0, sent, copies, flights))
-        over += desk.advance()
-
-    assert sorted(shipped.parcel for shipped in over) == sorted(sent)
-    assert desk.is_over()
-
-
-def do(desk, what, number, sent, copies, flights):
-    """One step; return the numbers of the copies and of the writes that have ended."""
-    open_copies, open_flights = sorted(desk.copier.copies.keys() - copies), sorted(desk.mover.writes.keys() - flights)
-    match what:
-        case "send":
-            try:
-                sent.append(desk.send(*range(1, 2 + number % SLOTS)))
-            except TransferError:
-                assert desk.mover.fails_at == "d/0"
-        case "break":
-            desk.mover.fails_at = [None, "d/0", "d/1"][number % 3]
-        case "cancel" if sent:
-            desk.shipping.cancel(sent[number % len(sent)], "nobody wants it")
-        case "copied" | "not copied" if open_copies:
-            copies = copies | {open_copies[number % len(open_copies)]}
-            reason = "out of memory" * (what == "not copied")
-            desk.copier.ended.append(Copied(open_copies[number % len(open_copies)], reason, 64, 0.1))
-        case "moved" | "failed" if open_flights:
-            flights = flights | {open_flights[number % len(open_flights)]}
-            outcome = Outcome.MOVED if what == "moved" else Outcome.FAILED
-            desk.mover.ended.append(Ended(open_flights[number % len(open_flights)], outcome, 64, 1, 0.1, "broken"))
-    return copies, flights
+    assert desk.end(1) == [StepEnded("a", ""), StepEnded("a", reason, is_copy=True, copied_bytes=32)]
+    assert not desk.transfers.is_active("a")

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.unequal import A, Model, Shape, UnequalWorld
-from xpyd_connector.core.messages import Written
-from xpyd_connector.core.results import Result
+from xpyd_connector.core.messages import PushWritten
+from xpyd_connector.core.results import LoadResult
 
 TP = [
     (heads, p, d)
@@ -21,7 +21,7 @@ def pulled(*args, **options):
     world = UnequalWorld(*args, **options)
     world.pull()
     world.run()
-    assert world.results() == [Result(A, "")] * world.d.shape.ranks
+    assert world.results() == [LoadResult(A, "")] * world.d.shape.ranks
     world.check()
     return world
 
@@ -35,7 +35,7 @@ def pushed(*args, chunks=(), **options):
         world.run()
     world.compute(world.prompt, last=True)
     world.run()
-    assert world.results() == [Result(A, "")]
+    assert world.results() == [LoadResult(A, "")]
     world.check()
     return world
 
@@ -88,7 +88,7 @@ def test_any_two_engines_pull(options):
 def test_any_two_engines_push(options, chunks):
     """And wherever a step ends: nothing is written before it is complete, and nothing twice."""
     world = pushed(**options, chunks=sorted(chunk for chunk in chunks if chunk < options["prompt"]))
-    moved = sum(sample.bytes for sample in world.p.tally.take().transfers)
+    moved = sum(sample.bytes for sample in world.p.counters.take().transfers)
     there = sum(piece != b"before" for rank in range(world.d.shape.ranks) for piece in world.d.memory(rank))
 
     assert moved == there * 64
@@ -97,7 +97,7 @@ def test_any_two_engines_push(options, chunks):
 def test_block_sizes_that_have_only_a_multiple_in_common():
     """Groups of 8 and 12 tokens: up to token 12 one group's blocks are complete, the other's second is not."""
     world = pushed(Model(1, (0, 0)), Shape(1, (8, 12)), Shape(1, (8, 12)), prompt=50, chunks=range(1, 50))
-    moved = sum(sample.bytes for sample in world.p.tally.take().transfers)
+    moved = sum(sample.bytes for sample in world.p.counters.take().transfers)
 
     assert moved == sum(piece != b"before" for piece in world.d.memory(0)) * 64
 
@@ -108,13 +108,13 @@ def test_a_lease_ends_when_the_last_rank_has_read():
     world.d.movers[3].stuck = True
     world.pull()
     world.run()
-    assert world.results() == [Result(A, "")] * 3
-    assert world.p.lender.take_released() == []
+    assert world.results() == [LoadResult(A, "")] * 3
+    assert world.p.lease_manager.take_released() == []
     world.d.movers[3].stuck = False
     world.run()
 
-    assert world.results() == [Result(A, "")]
-    assert [released.why.name for released in world.p.lender.take_released()] == ["DONE"]
+    assert world.results() == [LoadResult(A, "")]
+    assert [released.why.name for released in world.p.lease_manager.take_released()] == ["DONE"]
 
 
 def test_one_rank_there_that_cannot_be_read_fails_the_load_once_and_late_bytes_hit_nobody():
@@ -128,12 +128,12 @@ def test_one_rank_there_that_cannot_be_read_fails_the_load_once_and_late_bytes_h
     mover._peers.discard("p0/2")
     world.run()
     (failed,) = world.results()
-    assert (failed.failure, failed.lingers) == ("NIXL: peer gone", True)
+    assert (failed.failure, failed.quarantined) == ("NIXL: peer gone", True)
     assert world.results() == []
     mover.clinging = False
     world.run()
 
-    assert [type(news).__name__ for news in world.results()] == ["LetGo"]
+    assert [type(news).__name__ for news in world.results()] == ["BlocksReleased"]
     assert len(world.readers[0]) == 0
 
 
@@ -152,14 +152,14 @@ def test_a_rank_that_has_nothing_to_write_says_so_when_the_prompt_is_complete():
     world.run()
     world.compute(world.prompt, last=True)
     world.run()
-    assert [rank for rank, kind in said if kind is Written] == [1]
-    assert world.p.movers[1]._flights == {}
+    assert [rank for rank, kind in said if kind is PushWritten] == [1]
+    assert world.p.movers[1]._xfers == {}
     assert world.results() == []
     world.p.movers[0].stuck = False
     world.run()
 
-    assert world.results() == [Result(A, "")]
-    assert [rank for rank, kind in said if kind is Written] == [1, 0]
+    assert world.results() == [LoadResult(A, "")]
+    assert [rank for rank, kind in said if kind is PushWritten] == [1, 0]
 
 
 def test_what_looks_back_no_further_than_itself_is_lacking_nothing():
@@ -168,4 +168,4 @@ def test_what_looks_back_no_further_than_itself_is_lacking_nothing():
     world = pulled(model)
     pushed(model)
 
-    assert [released.why.name for released in world.p.lender.take_released()] == ["DONE"]
+    assert [released.why.name for released in world.p.lease_manager.take_released()] == ["DONE"]

@@ -45,11 +45,12 @@ class CompileHook(BuildHookInterface):  # type: ignore[type-arg]
             shutil.rmtree(self._folder)
 
     def _modules(self) -> list[str]:
-        """Return the files that the project names; one that is not there is a mistake."""
-        modules = [f"{_PACKAGE.name}/{name}.py" for name in self.config["modules"]]
-        if missing := [name for name in modules if not (self._folder / name).is_file()]:
-            raise FileNotFoundError(f"pyproject.toml has modules compiled that do not exist: {', '.join(missing)}")
-        return modules
+        """Return the modules of the folders that the project names; one that is not there is a mistake."""
+        folders = [self._folder / _PACKAGE.name / name for name in self.config["folders"]]
+        if missing := [str(folder) for folder in folders if not folder.is_dir()]:
+            raise FileNotFoundError(f"pyproject.toml has folders compiled that do not exist: {', '.join(missing)}")
+        found = [path for folder in folders for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
+        return [str(path.relative_to(self._folder)) for path in found]
 
 
 def _compile(folder: Path, modules: list[str]) -> None:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.push import TransferMode
+from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local import first_request, preflight
 from xpyd_proxy.local.errors import LocalError
 from xpyd_proxy.local.model import ensure_model

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.push import TransferMode
+from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local import first_request
 from xpyd_proxy.local.errors import LocalError
 from xpyd_proxy.local.model import ensure_model

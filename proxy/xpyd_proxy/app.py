@@ -26,44 +26,44 @@ from xpyd_proxy.api.page import page_routes
 from xpyd_proxy.api.ready import ready_routes
 from xpyd_proxy.api.routes import endpoint_routes
 from xpyd_proxy.api.tracking import Tracking
-from xpyd_proxy.core.allow import AllowList
-from xpyd_proxy.core.budget import Budget
-from xpyd_proxy.core.endpoints import ENDPOINTS
-from xpyd_proxy.core.explain import Explainer
-from xpyd_proxy.core.health import Limits
-from xpyd_proxy.core.keys import Keyring, Outbound
-from xpyd_proxy.core.learned import Learned
-from xpyd_proxy.core.lifetime import Lifetime
+from xpyd_proxy.core.admission.cache_salts import Salts
+from xpyd_proxy.core.admission.keys import Keyring, Outbound
+from xpyd_proxy.core.admission.lifetime import Lifetime
+from xpyd_proxy.core.fleet.health import Limits
+from xpyd_proxy.core.fleet.instance_states import Roll
+from xpyd_proxy.core.fleet.push_coordinates import Learned
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.http.address_allowlist import AllowList
+from xpyd_proxy.core.http.origins import Sites, check_open
 from xpyd_proxy.core.measures import Measures
 from xpyd_proxy.core.model import Instance, Role
-from xpyd_proxy.core.pairing import Choice, Pairs, Policy
-from xpyd_proxy.core.pairing import Legs as EachLeg
-from xpyd_proxy.core.policies.least_loaded import LeastLoaded
-from xpyd_proxy.core.policies.power_of_two import PowerOfTwo
-from xpyd_proxy.core.policies.prefix import Prefix
-from xpyd_proxy.core.policies.round_robin import RoundRobin, Turns
-from xpyd_proxy.core.policies.session import Session
-from xpyd_proxy.core.push import MANNERS
-from xpyd_proxy.core.registry import Registry
-from xpyd_proxy.core.roll import Roll
-from xpyd_proxy.core.rules import rules_of
-from xpyd_proxy.core.salts import Salts
-from xpyd_proxy.core.sites import Sites, check_open
-from xpyd_proxy.core.target import Target
+from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
+from xpyd_proxy.core.protocol.push import MANNERS
+from xpyd_proxy.core.routing.explain import Explainer
+from xpyd_proxy.core.routing.pairing import Choice, Pairs, Policy
+from xpyd_proxy.core.routing.pairing import Legs as EachLeg
+from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
+from xpyd_proxy.core.routing.policies.power_of_two import PowerOfTwo
+from xpyd_proxy.core.routing.policies.prefix import Prefix
+from xpyd_proxy.core.routing.policies.round_robin import RoundRobin, Turns
+from xpyd_proxy.core.routing.policies.session import Session
+from xpyd_proxy.core.routing.request_rules import rules_of
+from xpyd_proxy.core.routing.retry_budget import Budget
 from xpyd_proxy.errors import ConfigError
-from xpyd_proxy.io.checks import HttpChecks
-from xpyd_proxy.io.discovering import discovery_of
+from xpyd_proxy.io.discovery.build import discovery_of
+from xpyd_proxy.io.discovery.reconciler import Synced
 from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, server_tls
-from xpyd_proxy.io.fleet import LiveFleet, Loads
-from xpyd_proxy.io.guard import Guard, resolved
-from xpyd_proxy.io.ids import new_id, new_transfer
-from xpyd_proxy.io.inflow import InflowWatch
 from xpyd_proxy.io.metrics import Metrics
-from xpyd_proxy.io.prober import Prober, Rhythm
-from xpyd_proxy.io.reconciler import Synced
+from xpyd_proxy.io.probes.checks import HttpChecks
+from xpyd_proxy.io.probes.kv_inflow import InflowWatch
+from xpyd_proxy.io.probes.prober import Prober, Rhythm
+from xpyd_proxy.io.request_path.ids import new_id, new_transfer
+from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from xpyd_proxy.io.sight import Sight
 from xpyd_proxy.io.status import Status
 from xpyd_proxy.io.wire import WireEngines
+from xpyd_proxy.io.wire.connection_guard import Guard, resolved
 from xpyd_proxy.io.wire.pool import Dial
 from xpyd_proxy.io.workers.crew import company
 from xpyd_proxy.io.workers.place import Place

@@ -7,8 +7,8 @@ from typing import NoReturn
 
 from xpyd_proxy import config, supervisor
 from xpyd_proxy.commands import instances
-from xpyd_proxy.core.shares import share_of
-from xpyd_proxy.core.sites import check_open
+from xpyd_proxy.core.http.origins import check_open
+from xpyd_proxy.core.workers.limit_shares import share_of
 from xpyd_proxy.errors import AlreadyKnown, ConfigError
 from xpyd_proxy.io import logs
 from xpyd_proxy.io.workers.place import Place, own_place
@@ -49,9 +49,9 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    from xpyd_proxy.commands import plan  # noqa: PLC0415
+    from xpyd_proxy.planning import command  # noqa: PLC0415
 
-    plan.add_arguments(parser)
+    command.add_arguments(parser)
 
 
 def serve_settings(args: argparse.Namespace) -> Settings:

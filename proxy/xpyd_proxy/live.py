@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from xpyd_proxy.core.keys import Keyring, Outbound
-from xpyd_proxy.core.limits import Limits
+from xpyd_proxy.core.admission.keys import Keyring, Outbound
+from xpyd_proxy.core.admission.limits import Limits
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.http.origins import check_open
 from xpyd_proxy.core.model import Instance, Role
-from xpyd_proxy.core.registry import Registry
-from xpyd_proxy.core.rules import rules_of
-from xpyd_proxy.core.sites import check_open
-from xpyd_proxy.core.target import Target
+from xpyd_proxy.core.routing.request_rules import rules_of
 from xpyd_proxy.errors import AlreadyKnown, ConfigError
 from xpyd_proxy.io.files import client_keys, engine_keys
 from xpyd_proxy.requests.gate import Gate

@@ -8,9 +8,9 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from xpyd_proxy.core.address import EXPECTED
-from xpyd_proxy.core.allow import EXPECTED as ALLOWED
-from xpyd_proxy.core.allow import AllowList
-from xpyd_proxy.core.target import Target
+from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.http.address_allowlist import EXPECTED as ALLOWED
+from xpyd_proxy.core.http.address_allowlist import AllowList
 from xpyd_proxy.errors import AddressError
 from xpyd_proxy.settings import ClientKvParams, LogFormat, LogLevel, Mode, PolicyName
 

@@ -20,7 +20,7 @@ from xpyd_proxy.api.clients import Bounds, Clients
 from xpyd_proxy.api.endpoint_protocol import endpoint_protocol
 from xpyd_proxy.app import Router
 from xpyd_proxy.config import needs_restart
-from xpyd_proxy.core.lifetime import Step
+from xpyd_proxy.core.admission.lifetime import Step
 from xpyd_proxy.errors import AddressError, ConfigError
 from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.files import renew_chain
@@ -100,7 +100,7 @@ def run(router: Router, settings: Settings, again: Callable[[], Settings], place
 
 def _spare_the_collector() -> None:
     """Have the garbage collector look at what is made from now on, and seldom: what waits to be told of the requests of
-    one moment (io/later.py) is more than it takes to call it, and soon gone without it.
+    one moment (io/request_path/deferred.py) is more than it takes to call it, and soon gone without it.
     """
     gc.collect()
     gc.freeze()
@@ -108,7 +108,7 @@ def _spare_the_collector() -> None:
 
 
 def _protocol(router: Router, settings: Settings) -> type[asyncio.Protocol]:
-    patience_s, admission = settings.client_timeout_s, router.live.gate.admission
+    write_timeout_s, admission = settings.client_timeout_s, router.live.gate.admission
     bounds = Bounds(
         settings.head_timeout_s,
         settings.body_timeout_s,
@@ -116,7 +116,9 @@ def _protocol(router: Router, settings: Settings) -> type[asyncio.Protocol]:
         settings.max_connections_per_address,
     )
     clients = Clients(bounds, on_refused=router.on_refused, hold=admission.hold, charge=admission.charge)
-    return endpoint_protocol(router.requests, clients, patience_s=patience_s, on_stalled=router.on_stalled)
+    return endpoint_protocol(
+        router.requests, clients, write_timeout_s=write_timeout_s, on_write_timeout=router.on_stalled
+    )
 
 
 def _connections(wanted: int) -> int:

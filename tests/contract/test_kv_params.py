@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from xpyd_connector.core.lease.kv_params import PullParams, parse_pull_params
 from xpyd_connector.core.lease.signatures import Signatures
 from xpyd_connector.core.messages import MAX_BLOCKS, MAX_ID, MAX_PROMPT
-from xpyd_proxy.core.dialect import decode_body, kv_params, parse
 from xpyd_proxy.core.model import InstanceId
+from xpyd_proxy.core.protocol.request_bodies import decode_body, kv_params, parse
 
 SIGNATURES = Signatures(lambda: (b"secret",))
 BLOCKS = st.integers(0, MAX_BLOCKS - 1)

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.dialect import decode_body, kv_params, named, parse, prefill_body
 from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
+from xpyd_proxy.core.protocol.disaggregation import solo_reason
+from xpyd_proxy.core.protocol.request_bodies import decode_body, kv_params, named, parse, prefill_body
 from xpyd_proxy.core.raw_json import Fields, decode
-from xpyd_proxy.core.routing import solo_reason
 from xpyd_proxy.errors import BadRequest
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from xpyd_connector.core.lease.kv_params import parse_push_params, parse_transfer_id
-from xpyd_proxy.core.dialect import prefill_body
 from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
-from xpyd_proxy.core.push import MANNERS, decode_params, handover, known_as
+from xpyd_proxy.core.protocol.push import MANNERS, decode_params, handover, known_as
+from xpyd_proxy.core.protocol.request_bodies import prefill_body
 from xpyd_proxy.core.raw_json import encode
 from xpyd_proxy.settings import Mode
 

@@ -27,7 +27,7 @@ from support.shapes import (
     watched,
     wrong_answers,
 )
-from xpyd_proxy.core.push import TransferMode
+from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.errors import ChildDied
 from xpyd_proxy.local.recipe import Connector
 

@@ -5,7 +5,7 @@ import pytest
 
 from support.cluster import Watch, engine_spec, start_engine
 from support.questions import ask, client, differences, questions
-from xpyd_proxy.core.push import TransferMode
+from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.recipe import Connector, Role
 
 # On a busy machine the first contact of two such engines was seen to take longer than the lease of 30 s. P has then

@@ -15,8 +15,8 @@ from support.helm_chart import CHART, Chart, default
 from support.helm_objects import COMPONENT, container, kind
 from support.sim import serving, until
 from xpyd_proxy.app import create_app
-from xpyd_proxy.local.sim import Sim
 from xpyd_proxy.settings import Settings
+from xpyd_proxy.testing.engine import Sim
 
 LOADED = "vllm:xpyd_loads_total"
 FAILED = "vllm:xpyd_loads_failed_handshake_total"

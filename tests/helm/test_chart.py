@@ -12,8 +12,8 @@ from support.helm_checks import CHECKS
 from support.helm_objects import COMPONENT, container, env, flag, ident, kind, pods, pool, router, templates
 from support.helm_schemas import VERSIONS, wrong
 from xpyd_proxy.cli import build_parser, serve_settings
-from xpyd_proxy.core.allow import STANDARD, AllowList
-from xpyd_proxy.core.sites import check_open
+from xpyd_proxy.core.http.address_allowlist import STANDARD, AllowList
+from xpyd_proxy.core.http.origins import check_open
 
 
 @pytest.mark.parametrize("helm", HELMS)

@@ -16,9 +16,9 @@ from support.kube_api import KubeApi
 from support.sim import InMemory
 from xpyd_proxy.app import create_app
 from xpyd_proxy.cli import build_parser, serve_settings
+from xpyd_proxy.core.discovery.pods import Pod, engine_of
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.pods import Pod, engine_of
-from xpyd_proxy.local.sim import Sim
+from xpyd_proxy.testing.engine import Sim
 
 KEY = {"X-Api-Key": "sesame"}
 READY = {"phase": "Running", "podIP": "10.0.0.7", "conditions": [{"type": "Ready", "status": "True"}]}

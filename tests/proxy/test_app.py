@@ -10,9 +10,9 @@ import pytest
 from support.sim import router, sims
 from xpyd_proxy.app import create_app
 from xpyd_proxy.errors import AddressError, AlreadyKnown
-from xpyd_proxy.local.sim import Fault, FaultKind
-from xpyd_proxy.local.sim_rules import expected_text
 from xpyd_proxy.settings import ClientKvParams, Settings
+from xpyd_proxy.testing.engine import Fault, FaultKind
+from xpyd_proxy.testing.rules import expected_text
 
 TEXT = ("/v1/completions", {"prompt": "once upon a time", "max_tokens": 5})
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 5})

@@ -27,7 +27,7 @@ def told(runs):
     return {(each.what, each.where): each for each in goals.of(runs)}
 
 
-@pytest.mark.parametrize(("ours", "reached"), [(0.10, True), (0.16, True), (0.161, False)])
+@pytest.mark.parametrize(("ours", "reached"), [(0.10, True), (0.15, True), (0.151, False)])
 def test_the_cost_of_a_request_beside_the_rust_router(ours, reached):
     runs = {"short": {"xpyd": [run(ours)], "vllm-router": [run(0.2)]}}
 
@@ -42,6 +42,22 @@ def test_the_cost_of_a_request_beside_the_toy(ours, reached):
     runs = {"chat": {"xpyd": [run(ours)], "toy": [run(4.0)]}}
 
     assert told(runs)["CPU a request, toy / xpyd", "`chat`"].reached == reached
+
+
+@pytest.mark.parametrize(("pushed", "reached"), [(0.16, True), (0.17, False)])
+def test_the_cost_of_push_beside_pull(pushed, reached):
+    """Both are ours, in scenarios of their own."""
+    runs = {"short": {"xpyd": [run(0.1)]}, "push": {"xpyd": [run(pushed)]}}
+
+    assert told(runs)["CPU a request, push / pull", "`push`"].reached == reached
+
+
+@pytest.mark.parametrize(("queued", "reached"), [(0.13, True), (0.14, False)])
+def test_the_cost_of_a_request_that_waits(queued, reached):
+    """A full router must not become a dear one."""
+    runs = {"short": {"xpyd": [run(0.1)], "queued": [run(queued)]}}
+
+    assert told(runs)["CPU a request, queued / xpyd", "`short`"].reached == reached
 
 
 def test_the_first_token_is_compared_within_rounds():

@@ -194,7 +194,7 @@ async def test_the_page_holds_what_was_measured(tmp_path):
     report.write({"runs": runs, "about": facts}, tmp_path / "router.json")
 
     page = (tmp_path / "router.md").read_text()
-    assert "| `short` | 0.100 |  |  |  | 0.100 |  | 1.00 |" in page
+    assert "| `short` | 0.100 |  |  |  |  | 0.100 |  | 1.00 |" in page
     assert "it did not start" in page
     assert (tmp_path / "router.svg").read_text().startswith("<svg")
 

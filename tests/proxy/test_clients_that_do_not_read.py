@@ -144,7 +144,7 @@ def test_the_limit_is_an_option():
     """Some clients are on slow lines."""
     settings = Settings(prefill=("127.0.0.1:1",), decode=("127.0.0.1:2",), client_timeout_s=7.0)
 
-    assert server._server(build(settings), settings, None).config.http.patience_s == 7.0
+    assert server._server(build(settings), settings, None).config.http.write_timeout_s == 7.0
 
 
 async def flood(scope, receive, send):
@@ -160,7 +160,7 @@ def test_over_tls_too(run, tmp_path, caplog):
 
     async def scene():
         requests = build(Settings(prefill=("127.0.0.1:1",), decode=("127.0.0.1:2",))).requests
-        protocol = endpoint_protocol(requests, Clients(), patience_s=PATIENCE_S, on_stalled=lambda: None)
+        protocol = endpoint_protocol(requests, Clients(), write_timeout_s=PATIENCE_S, on_write_timeout=lambda: None)
         config = uvicorn.Config(flood, http=protocol, lifespan="off", log_config=None)
         config.load()
         state = ServerState()

@@ -12,8 +12,8 @@ from support.router_process import KEY, rows_of
 from support.service_account import ServiceAccount
 from support.sim import serving, sims
 from xpyd_proxy.app import create_app
-from xpyd_proxy.local.sim_rules import expected_text
 from xpyd_proxy.settings import Settings
+from xpyd_proxy.testing.rules import expected_text
 
 BODY = {"prompt": "once upon a time", "max_tokens": 4}
 OPEN = Settings(admin_key=KEY["X-Api-Key"], probe_interval_s=0.2, kubernetes_selector="app=xpyd")

@@ -6,11 +6,11 @@ import httpx
 import pytest
 
 from support.sim import router, sims, until_async
-from xpyd_proxy.core.endpoints import ENDPOINTS, Kind
 from xpyd_proxy.core.model import Api
-from xpyd_proxy.local.sim import Fault, FaultKind
-from xpyd_proxy.local.sim_rules import expected_text
+from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, Kind
 from xpyd_proxy.settings import ClientKvParams, Settings
+from xpyd_proxy.testing.engine import Fault, FaultKind
+from xpyd_proxy.testing.rules import expected_text
 
 BODIES = {
     Api.COMPLETIONS: {"prompt": "once upon a time", "max_tokens": 5},

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from support.sim import cluster, serving, sims, until_async
-from xpyd_proxy.local.sim import Fault, FaultKind
-from xpyd_proxy.local.sim_rules import expected_text
 from xpyd_proxy.settings import PolicyName, Settings
+from xpyd_proxy.testing.engine import Fault, FaultKind
+from xpyd_proxy.testing.rules import expected_text
 
 KEY = {"X-Api-Key": "sesame"}
 OPEN = Settings(admin_key="sesame", probe_interval_s=0.5)

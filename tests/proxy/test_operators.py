@@ -15,7 +15,7 @@ import pytest
 
 from support.router_process import KEY, RouterProcess, router_processes
 from support.sim import serving, sims
-from xpyd_proxy.local.sim import Fault, FaultKind, Sim
+from xpyd_proxy.testing.engine import Fault, FaultKind, Sim
 
 PATH = "/v1/completions"
 BODY = {"prompt": "once upon a time", "max_tokens": 3}

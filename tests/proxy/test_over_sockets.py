@@ -9,9 +9,9 @@ import pytest
 
 from support.sim import cluster, serving, until
 from xpyd_proxy.app import create_app
-from xpyd_proxy.local.sim import Fault, FaultKind
-from xpyd_proxy.local.sim_rules import expected_text
 from xpyd_proxy.settings import Settings
+from xpyd_proxy.testing.engine import Fault, FaultKind
+from xpyd_proxy.testing.rules import expected_text
 
 BODY = {"prompt": "once upon a time", "max_tokens": 5}
 LONG = {"prompt": "once upon a time", "max_tokens": 100_000, "stream": True}

@@ -21,8 +21,8 @@ import uvloop
 from support.reciting import Act, End, good, reciting, whole
 from support.router_process import router_processes
 from support.scenes import answer, post, routing, text
-from xpyd_proxy.core.facts import Facts
-from xpyd_proxy.core.health import State
+from xpyd_proxy.core.fleet.compatibility import Facts
+from xpyd_proxy.core.fleet.health import State
 from xpyd_proxy.core.model import Call, Role
 from xpyd_proxy.io.logs import FACTS
 from xpyd_proxy.requests.request import Request

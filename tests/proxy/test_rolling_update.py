@@ -12,8 +12,8 @@ from support.kube_api import KubeApi, pod
 from support.router_process import router_processes, rows_of
 from support.service_account import ServiceAccount
 from support.sim import serving
-from xpyd_proxy.local.sim import Sim
-from xpyd_proxy.local.sim_rules import expected_text
+from xpyd_proxy.testing.engine import Sim
+from xpyd_proxy.testing.rules import expected_text
 
 pytestmark = pytest.mark.timeout(120)
 ARGS = (

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from support.reciting import Act, End, prefilled, reciting, whole
 from support.scenes import Scene, Sent, answer, declared, post, routing, text, values_of
-from xpyd_proxy.core.endpoints import ENDPOINTS
+from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ import pytest
 
 from support.certificates import Authority
 from support.sim import serving, sims, until
-from xpyd_proxy.local.sim import Fault, FaultKind
-from xpyd_proxy.local.sim_rules import expected_text
+from xpyd_proxy.testing.engine import Fault, FaultKind
+from xpyd_proxy.testing.rules import expected_text
 
 PATH = "/v1/completions"
 BODY = {"prompt": "once upon a time", "max_tokens": 5}

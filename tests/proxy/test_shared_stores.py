@@ -15,8 +15,8 @@ from support.redis_server import RedisServer
 from support.router_process import KEY, router_processes, rows_of
 from support.service_account import ServiceAccount
 from support.sim import until
-from xpyd_proxy.local.sim import Sim
-from xpyd_proxy.local.sim_rules import expected_text
+from xpyd_proxy.testing.engine import Sim
+from xpyd_proxy.testing.rules import expected_text
 
 BODY = {"prompt": "once upon a time", "max_tokens": 4}
 ENGINES = 60

@@ -16,8 +16,8 @@ from xpyd_proxy.app import create_app
 from xpyd_proxy.cli import build_parser, serve_settings
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.logs import JsonFormatter
-from xpyd_proxy.local.sim import Fault, FaultKind
 from xpyd_proxy.settings import LogFormat, Settings
+from xpyd_proxy.testing.engine import Fault, FaultKind
 
 TEXT = {"prompt": "once upon a time", "max_tokens": 5, "stream": True}
 SECRET = "Bearer sk-never-in-a-log"

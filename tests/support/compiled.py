@@ -27,7 +27,8 @@ def modules():
     """Return the files that are compiled."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     hook = project["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["custom"]
-    return [ROOT / "proxy/xpyd_proxy" / f"{name}.py" for name in hook["modules"]]
+    folders = [ROOT / "proxy/xpyd_proxy" / name for name in hook["folders"]]
+    return [path for folder in folders for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
 
 
 def compiled():

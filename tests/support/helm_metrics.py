@@ -9,14 +9,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.helm_chart import ROOT
 from xpyd_connector.core.counters import COUNTERS, GAUGES
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.admission import Admission
-from xpyd_proxy.core.discovery import Freshness, Source
-from xpyd_proxy.core.limits import Limits
+from xpyd_proxy.core.admission.admission import Admission
+from xpyd_proxy.core.admission.limits import Limits
+from xpyd_proxy.core.discovery.reconcile import Freshness
+from xpyd_proxy.core.fleet.instance_states import Roll
+from xpyd_proxy.core.fleet.origin import Source
+from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.measures import Measures
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.registry import Registry
-from xpyd_proxy.core.reports import EMPTY, Report, Whole, counts_of
-from xpyd_proxy.core.roll import Roll
+from xpyd_proxy.core.workers.reports import EMPTY, Report, Whole, counts_of
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.sight import Sight
 

@@ -21,7 +21,7 @@ from support.helm_objects import (
 )  # fmt: skip
 from xpyd_connector.settings import read_settings
 from xpyd_proxy.cli import build_parser, serve_settings
-from xpyd_proxy.core.sites import check_open
+from xpyd_proxy.core.http.origins import check_open
 from xpyd_proxy.errors import ConfigError
 
 MARGIN_S = 10  # seconds that must be left when everything took as long as it may

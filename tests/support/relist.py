@@ -8,12 +8,12 @@ import random
 import sys
 import time
 
-from xpyd_proxy.core.discovery import Source
-from xpyd_proxy.core.registry import Registry
-from xpyd_proxy.io.discovering import read_pod
-from xpyd_proxy.io.kubernetes import Cluster, Kubernetes
-from xpyd_proxy.io.reconciler import Pods, Reconciler
-from xpyd_proxy.io.reflector import Collection, Reflector, Rhythm
+from xpyd_proxy.core.fleet.origin import Source
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.io.discovery.build import read_pod
+from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
+from xpyd_proxy.io.discovery.reconciler import Pods, Reconciler
+from xpyd_proxy.io.discovery.reflector import Collection, Reflector, Rhythm
 
 VIEWS, RELIST_S, PATIENCE_S = 3, 0.5, 30
 SHOWN = 5

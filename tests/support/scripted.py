@@ -12,24 +12,24 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.budget import Budget
-from xpyd_proxy.core.health import Limits as Breaking
-from xpyd_proxy.core.keys import Keyring
-from xpyd_proxy.core.learned import Learned
-from xpyd_proxy.core.lifetime import Lifetime
-from xpyd_proxy.core.limits import Limits
+from xpyd_proxy.core.admission.keys import Keyring
+from xpyd_proxy.core.admission.lifetime import Lifetime
+from xpyd_proxy.core.admission.limits import Limits
+from xpyd_proxy.core.fleet.health import Limits as Breaking
+from xpyd_proxy.core.fleet.push_coordinates import Learned
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.http.origins import Sites
 from xpyd_proxy.core.measures import Measures
 from xpyd_proxy.core.model import Answer, Api, Leg, RequestId, Role
-from xpyd_proxy.core.pairing import Pairs
-from xpyd_proxy.core.policies.round_robin import RoundRobin
-from xpyd_proxy.core.push import MANNERS
-from xpyd_proxy.core.registry import Registry
-from xpyd_proxy.core.retries import failure_of
-from xpyd_proxy.core.rules import Rules
-from xpyd_proxy.core.sites import Sites
+from xpyd_proxy.core.protocol.engine_errors import failure_of
+from xpyd_proxy.core.protocol.push import MANNERS
+from xpyd_proxy.core.routing.pairing import Pairs
+from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
+from xpyd_proxy.core.routing.request_rules import Rules
+from xpyd_proxy.core.routing.retry_budget import Budget
 from xpyd_proxy.errors import EngineError
-from xpyd_proxy.io.fleet import LiveFleet
-from xpyd_proxy.io.ids import new_transfer
+from xpyd_proxy.io.request_path.ids import new_transfer
+from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.io.sight import Sight
 from xpyd_proxy.requests.examiner import Examiner
 from xpyd_proxy.requests.gate import Gate
@@ -441,7 +441,7 @@ def router_of(
     breaking=NEVER_BROKEN,
     **rules,
 ):
-    """A router; ``rules`` as those of core/rules.py."""
+    """A router; ``rules`` as those of core/routing/request_rules.py."""
     registry = Registry(breaking)
     for role, count in ((Role.PREFILL, x), (Role.DECODE, y)):
         for port in range(1, count + 1):

@@ -9,7 +9,7 @@ from support.cluster import Watch, engine_spec, metrics, nothing_held, start_eng
 from support.legs import coordinates, plain, prefill, push
 from support.models import WINDOW
 from support.questions import Question, ask, client, differences
-from xpyd_proxy.core.push import TransferMode
+from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.recipe import Connector
 
 TWO_RANKS = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")

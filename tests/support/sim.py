@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from xpyd_proxy.app import Fabric, create_app
-from xpyd_proxy.local.sim import Sim
 from xpyd_proxy.settings import Settings
+from xpyd_proxy.testing.engine import Sim
 
 Answering = Callable[[httpx.Request], Awaitable[httpx.Response]]
 

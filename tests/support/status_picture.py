@@ -14,8 +14,8 @@ import httpx
 
 from support.browser import browser
 from support.sim import cluster
-from xpyd_proxy.local.sim import Fault, FaultKind
 from xpyd_proxy.settings import Settings
+from xpyd_proxy.testing.engine import Fault, FaultKind
 
 _RATE = 5  # requests a second
 _LOOKS = {"": {"width": 1280}, "-phone": {"width": 390, "scale": 2}, "-dark": {"width": 1280, "dark": True}}

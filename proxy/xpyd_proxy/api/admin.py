@@ -10,14 +10,14 @@ from xpyd_proxy.api.adminkey import key_check, onlooker_check
 from xpyd_proxy.api.audit import Act, Audit
 from xpyd_proxy.api.incoming import passed_on, read_body
 from xpyd_proxy.api.models import Models
-from xpyd_proxy.core.keys import Keyring
+from xpyd_proxy.core.admission.keys import Keyring
+from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.raw_json import NotJson, decode
-from xpyd_proxy.core.target import Target
 from xpyd_proxy.errors import AddressError, AlreadyKnown, BadPort, BodyTooLarge, NotAllowed
-from xpyd_proxy.io.fleet import LiveFleet
-from xpyd_proxy.io.guard import Guard
-from xpyd_proxy.io.stores import StoreDown
+from xpyd_proxy.io.discovery.stores import StoreDown
+from xpyd_proxy.io.request_path.live_fleet import LiveFleet
+from xpyd_proxy.io.wire.connection_guard import Guard
 from xpyd_proxy.io.workers.changes import Changes
 from xpyd_proxy.settings import Settings
 

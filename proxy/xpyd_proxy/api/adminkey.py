@@ -9,7 +9,7 @@ from typing import Annotated, Final, TypeAlias
 from fastapi import Header, HTTPException, Request
 
 from xpyd_proxy.api.audit import Audit, fingerprint
-from xpyd_proxy.core.keys import Keyring, shown_key
+from xpyd_proxy.core.admission.keys import Keyring, shown_key
 from xpyd_proxy.core.model import Headers
 from xpyd_proxy.errors import Unauthorized
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from xpyd_proxy.core.framing import RefusalReason
+from xpyd_proxy.core.http.framing import RefusalReason
 from xpyd_proxy.errors import TooManyConnections
 
 _RETRY_AFTER_S: Final = 5

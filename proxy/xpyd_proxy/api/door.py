@@ -8,10 +8,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xpyd_proxy.api.problems import response_to
 from xpyd_proxy.api.routes import is_endpoint
-from xpyd_proxy.core.keys import Keyring
-from xpyd_proxy.core.lifetime import Lifetime, Stage, cut_short
+from xpyd_proxy.core.admission.keys import Keyring
+from xpyd_proxy.core.admission.lifetime import Lifetime, Stage, cut_short
+from xpyd_proxy.core.http.origins import Sites
 from xpyd_proxy.core.model import Headers
-from xpyd_proxy.core.sites import Sites
 from xpyd_proxy.errors import ClosingDown, CrossSite, Misdirected, Unauthorized
 
 # For probes, for onlookers and for operators, whose routes look at keys themselves. All else needs a client's key.

@@ -1,7 +1,7 @@
 """The edge of the endpoints: their requests go from the connection to requests/request.py, and everything else to ASGI.
 
-core/framing.py has read the head already, so a request for an endpoint needs no second parser. Behind another server
-FastAPI serves the same endpoints, by requests/asgi.py.
+core/http/framing.py has read the head already, so a request for an endpoint needs no second parser. Behind another
+server FastAPI serves the same endpoints, by requests/asgi.py.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ import httptools
 
 from xpyd_proxy.api.clients import Clients
 from xpyd_proxy.api.guarded import GuardedProtocol
-from xpyd_proxy.core.endpoints import ENDPOINTS
-from xpyd_proxy.core.framing import Head
+from xpyd_proxy.core.http.framing import Head
+from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.requests.request import Request
 from xpyd_proxy.requests.response import HttpResponse
 from xpyd_proxy.requests.service import Requests
@@ -24,14 +24,15 @@ _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 def endpoint_protocol(
-    requests: Requests, clients: Clients, *, patience_s: float | None, on_stalled: Callable[[], None]
+    requests: Requests, clients: Clients, *, write_timeout_s: float | None, on_write_timeout: Callable[[], None]
 ) -> type[asyncio.Protocol]:
     """Return the protocol class for ``uvicorn.Config(http=...)``.
 
-    ``patience_s``: seconds in which a client must read something; ``on_stalled`` is called for each that has not.
+    ``write_timeout_s``: seconds in which a client must read something; ``on_write_timeout`` is called for each that has
+    not.
     """
-    given: dict[str, object] = {"requests": requests, "clients": clients, "patience_s": patience_s}
-    given["on_stalled"] = staticmethod(on_stalled)
+    given: dict[str, object] = {"requests": requests, "clients": clients, "write_timeout_s": write_timeout_s}
+    given["on_write_timeout"] = staticmethod(on_write_timeout)
     return type("EndpointProtocol", (_EndpointProtocol,), given)
 
 

@@ -1,21 +1,22 @@
 """What stands before the parser: one whole head at a time, one request at a time, and an end to all of it in time.
 
 httptools has no limits, adds up the pieces of a head in quadratic time, takes trailers for headers and ends a request
-with ``Upgrade`` behind its head. So it only gets heads that core/framing.py has read, and their bodies.
+with ``Upgrade`` behind its head. So it only gets heads that core/http/framing.py has read, and their bodies.
 """
 
 import asyncio
 import logging
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Final, cast
 
 import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from xpyd_proxy.api.clients import Clients
-from xpyd_proxy.api.patient import PatientProtocol
-from xpyd_proxy.core.framing import ChunkedBody, Head, RefusalReason, find_end, read_head
+from xpyd_proxy.core.http.framing import ChunkedBody, Head, RefusalReason, find_end, read_head
 from xpyd_proxy.errors import (
     BadFraming,
     ClientError,
@@ -74,10 +75,12 @@ class ReadControl(FlowControl):
             self._transport.resume_reading()
 
 
-class GuardedProtocol(PatientProtocol):
+class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's protocol, for clients that mean harm."""
 
     clients: Clients
+    write_timeout_s: float | None = None  # seconds in which a client must read some of what was written; None: no limit
+    on_write_timeout: Callable[[], None]  # called for each client that has not
     cycle: Any  # None, or the request that was read last: response_complete, disconnected, message_event
     headed = False  # the parser has the head of a request
     within = False  # the parser has some of a request, and not all of it
@@ -103,6 +106,7 @@ class GuardedProtocol(PatientProtocol):
         super().connection_made(transport)
         self.flow = self._reading = ReadControl(transport)
         self._since = self.loop.time()
+        self._limit_writes(transport)
         self._network, fault = self.clients.enter(self.client[0] if self.client else None)
         if fault is None:
             self.clients.watch(self)
@@ -117,11 +121,30 @@ class GuardedProtocol(PatientProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Give back what it held."""
+        if isinstance(exc, TimeoutError):
+            logger.warning(
+                "a client (%s) has read nothing of its answer for %g s: its connection is closed",
+                self.client[0] if self.client else "unknown",
+                self.write_timeout_s or 0.0,
+            )
+            self.on_write_timeout()
         try:
             super().connection_lost(exc)
         finally:
             self.clients.leave(self._network, self)
             self.free()
+
+    def _limit_writes(self, transport: asyncio.Transport) -> None:
+        """Have the kernel reset the connection of a client that takes nothing for too long (RFC 5482; Linux, tcp(7)).
+
+        uvicorn waits for ever, and an engine and a place at the gate wait with it. The time runs while bytes are
+        unacknowledged or the client's window is closed.
+        """
+        if self.write_timeout_s is None:
+            return
+        sock = transport.get_extra_info("socket")
+        with suppress(OSError, AttributeError):  # it has just been closed, or the system has no such option
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(self.write_timeout_s * 1000))
 
     def hold(self, size: int) -> bool:
         """Take bytes of those that all requests together may hold; False: there are not as many left."""
@@ -284,7 +307,7 @@ class GuardedProtocol(PatientProtocol):
     def _expect(self, *, headed: bool, within: bool) -> None:
         """See that the parser has come as far as we have: what two readers understand differently is refused."""
         if self.headed != headed or (self.within != within and not self.transport.is_closing()):
-            logger.error("the parser and core/framing.py disagree about where a request ends: it is refused")
+            logger.error("the parser and core/http/framing.py disagree about where a request ends: it is refused")
             raise BadFraming("it is not clear where the request ends")
 
     def _end(self) -> None:

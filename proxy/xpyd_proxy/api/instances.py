@@ -11,13 +11,13 @@ from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from xpyd_proxy.api.adminkey import key_check
 from xpyd_proxy.api.audit import Audit
 from xpyd_proxy.api.incoming import read_body, require_json
-from xpyd_proxy.core.dialect import parse
-from xpyd_proxy.core.explain import Explainer, Explanation
-from xpyd_proxy.core.health import State
+from xpyd_proxy.core.fleet.health import State
+from xpyd_proxy.core.fleet.registry import Member, Registry
+from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import Api, Call, Headers, InstanceId, Role
+from xpyd_proxy.core.protocol.request_bodies import parse
 from xpyd_proxy.core.raw_json import NotJson, decode
-from xpyd_proxy.core.registry import Member, Registry
-from xpyd_proxy.core.target import Target
+from xpyd_proxy.core.routing.explain import Explainer, Explanation
 from xpyd_proxy.errors import (
     AddressError,
     AlreadyKnown,
@@ -28,8 +28,8 @@ from xpyd_proxy.errors import (
     UnknownModel,
     UnsupportedMedia,
 )
-from xpyd_proxy.io.reconciler import Elsewhere
-from xpyd_proxy.io.stores import StoreDown
+from xpyd_proxy.io.discovery.reconciler import Elsewhere
+from xpyd_proxy.io.discovery.stores import StoreDown
 from xpyd_proxy.io.workers.changes import Changes
 from xpyd_proxy.settings import Settings
 

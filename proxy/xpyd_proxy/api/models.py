@@ -9,11 +9,11 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from xpyd_proxy.api.incoming import passed_on
+from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import Answer, Headers, Instance, Role
-from xpyd_proxy.core.passing import check_type
 from xpyd_proxy.core.ports import Engines
+from xpyd_proxy.core.protocol.response_filter import check_type
 from xpyd_proxy.core.raw_json import NotJson, decode
-from xpyd_proxy.core.registry import Registry
 from xpyd_proxy.errors import EngineError, NoInstance
 
 _WANTS_A_KEY: Final = (401, 403)

@@ -1,6 +1,6 @@
 """What the router serves, as an OpenAPI document: the paths that FastAPI knows, and those that are served past it.
 
-The routes of the table in ``core/endpoints.py`` are ASGI applications, and the hottest of them are not even that: no
+The routes of the table in ``core/protocol/endpoints.py`` are ASGI applications, and most are not even that: no
 framework can look into them. So what stands here about them is written by hand, and as short as it can be: bodies are
 the engine's business, and only the fields that the router itself looks at are named.
 """
@@ -15,9 +15,9 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 
 from xpyd_proxy.api.door import LOOKS, is_open
-from xpyd_proxy.core.endpoints import ENDPOINTS, Kind
-from xpyd_proxy.core.keys import Keyring
+from xpyd_proxy.core.admission.keys import Keyring
 from xpyd_proxy.core.model import Api
+from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, Kind
 
 Part: TypeAlias = dict[str, Any]  # of a JSON document
 

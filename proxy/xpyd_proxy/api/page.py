@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
-from xpyd_proxy.core.reports import Whole
+from xpyd_proxy.core.workers.reports import Whole
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.status import Status
 from xpyd_proxy.io.workers.crew import nobody

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from fastapi import APIRouter
 
-from xpyd_proxy.core.lifetime import Lifetime, Stage
+from xpyd_proxy.core.admission.lifetime import Lifetime, Stage
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.ports import Fleet
 from xpyd_proxy.errors import ClosingDown

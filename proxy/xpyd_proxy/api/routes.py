@@ -5,7 +5,7 @@ from typing import Final
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Scope
 
-from xpyd_proxy.core.endpoints import ENDPOINTS
+from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 
 _NOT_FOUND: Final[tuple[Match, Scope]] = (Match.NONE, {})
 

@@ -8,9 +8,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xpyd_proxy.api.routes import is_endpoint
-from xpyd_proxy.core.endpoints import ENDPOINTS
 from xpyd_proxy.core.journey import HUNG_UP, Journey, Outcome, client_id
 from xpyd_proxy.core.model import Headers, RequestId
+from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.requests.access_log import log_request
 from xpyd_proxy.requests.service import Spans
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from xpyd_proxy.core.fast_enum import Word
 from xpyd_proxy.core.model import InstanceId, Push, RequestId, Role, Solo, TransferId
-from xpyd_proxy.core.word import Word
 
 _CLIENT_ID: Final = re.compile(rb"[!-~]{1,128}")
 HUNG_UP = 499  # nginx's status for a client that closed the connection before it was answered
@@ -107,7 +107,7 @@ class Journey:
         return not (self.client_id or self.solo or self.push or self.retries or self.late or self.fault)
 
     def says(self, piece: bytes) -> None:
-        """Remember the end of the answer: of one whose legs went out at once it tells something (core/arrival.py)."""
+        """Remember the end of the answer, for core/protocol/kv_transfer_check.py."""
         self.before, self.last = self.last, piece
 
     def set_aside(self, role: Role, reason: str) -> None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import auto
 from typing import Final, TypeAlias
 
+from xpyd_proxy.core.fast_enum import Word
 from xpyd_proxy.core.model import Instance, InstanceId, RequestId, Role
-from xpyd_proxy.core.word import Word
 
 _PROMISED: Final = (
     4096  # answers of prefill engines that may wait for their decode leg; those of clients that left stay

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeVar
 
-from xpyd_proxy.core.arrival import Arrival, arrival
 from xpyd_proxy.core.journey import Ending, Journey, Outcome
 from xpyd_proxy.core.model import Instance, InstanceId, Push
-from xpyd_proxy.core.retries import Failure
+from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.kv_transfer_check import Arrival, arrival
 
 T = TypeVar("T")
 Key: TypeAlias = tuple[str, ...]
@@ -79,7 +79,7 @@ class Measures:
     stalled: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))  # connections of clients
     connections_refused: Counter[Key] = field(
         default_factory=Counter
-    )  # why a connection was closed, as core/framing.py names it
+    )  # why a connection was closed, as core/http/framing.py names it
     ttft: Histograms = field(default_factory=lambda: Histograms(LONG))  # path
     answers: Histograms = field(default_factory=lambda: Histograms(LONG))  # instance, role
     gap: Histogram = field(default_factory=lambda: Histogram(SHORT))

@@ -10,9 +10,9 @@ from typing import Final, NewType, TypeAlias
 import msgspec
 
 from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.fast_enum import Word
 from xpyd_proxy.core.raw_json import TRUE, Fields
-from xpyd_proxy.core.said import Coordinates
-from xpyd_proxy.core.word import Word
+from xpyd_proxy.core.schemas import Coordinates
 
 InstanceId = NewType("InstanceId", str)
 RequestId = NewType("RequestId", str)

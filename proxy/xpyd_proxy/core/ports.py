@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from xpyd_proxy.core.limits import Limit
+from xpyd_proxy.core.admission.limits import Limit
 from xpyd_proxy.core.model import ANY, Answer, Ask, Headers, Instance, Role
 
 

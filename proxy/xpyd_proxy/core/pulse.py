@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from xpyd_proxy.core.model import InstanceId, RequestId
-from xpyd_proxy.core.said import Bin
+from xpyd_proxy.core.schemas import Bin
 
 SPAN_S: Final = 300  # seconds that are remembered
 _MISHAPS: Final = 50  # failures that are remembered

@@ -3,7 +3,7 @@
 import ssl
 from pathlib import Path
 
-from xpyd_proxy.core.keys import Keys, outbound_key
+from xpyd_proxy.core.admission.keys import Keys, outbound_key
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.settings import Settings

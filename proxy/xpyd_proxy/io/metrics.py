@@ -13,12 +13,12 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 
-from xpyd_proxy.core.discovery import Freshness
-from xpyd_proxy.core.limits import Limit
+from xpyd_proxy.core.admission.limits import Limit
+from xpyd_proxy.core.discovery.reconcile import Freshness
 from xpyd_proxy.core.measures import Histogram, Key, Measures
 from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.ports import Census, Queue
-from xpyd_proxy.core.reports import Whole, together
+from xpyd_proxy.core.workers.reports import Whole, together
 from xpyd_proxy.io.sight import Sight
 
 _Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily

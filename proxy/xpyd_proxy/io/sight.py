@@ -8,10 +8,10 @@ from xpyd_proxy.core.journey import Ending, Journey, Outcome
 from xpyd_proxy.core.legs import Legs
 from xpyd_proxy.core.measures import Histogram, Measures, usual_decode
 from xpyd_proxy.core.model import Instance, InstanceId, RequestId
+from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.pulse import Pulse, Ring
-from xpyd_proxy.core.retries import Failure
-from xpyd_proxy.io.later import Later
 from xpyd_proxy.io.logs import lines_together
+from xpyd_proxy.io.request_path.deferred import Later
 
 logger = logging.getLogger(__name__)
 # The words are said of the engine, and here of the leg.

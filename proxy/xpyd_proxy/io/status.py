@@ -7,8 +7,8 @@ from typing import Final
 from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.ports import Census, Queue, Standing
 from xpyd_proxy.core.pulse import SPAN_S, Ring
-from xpyd_proxy.core.reports import Part, Whole, bin_of
-from xpyd_proxy.core.said import Bin
+from xpyd_proxy.core.schemas import Bin
+from xpyd_proxy.core.workers.reports import Part, Whole, bin_of
 from xpyd_proxy.io.sight import Sight
 
 _STEP_S: Final = 5

@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.push import TransferMode
+from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.processes import Command
 from xpyd_proxy.local.recipe import HOST, PYTHON_MODULE, Connector, EngineSpec, engine
 
@@ -84,7 +84,7 @@ def engine_command(plan: Plan, spec: EngineSpec, inherited: Mapping[str, str]) -
         return engine(spec, inherited)
     options = ["--role", str(spec.role), "--port", str(spec.port), "--model", spec.served_name]
     options += ["--mode", str(spec.mode)]
-    argv = [*PYTHON_MODULE, "xpyd_proxy.local.sim", *options]
+    argv = [*PYTHON_MODULE, "xpyd_proxy.testing.engine", *options]
     return Command(spec.name, argv, inherited, f"{spec.base_url}/health")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from secrets import token_hex
 
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.push import TransferMode
+from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.processes import Command
 
 HOST = "127.0.0.1"

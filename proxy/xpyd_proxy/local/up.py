@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.push import TransferMode
+from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local import first_request, preflight, private
 from xpyd_proxy.local.errors import ChildDied, LocalError, NotReady
 from xpyd_proxy.local.first_request import Answer, Leg

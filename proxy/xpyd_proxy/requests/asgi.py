@@ -10,7 +10,7 @@ from typing import Final
 
 from starlette.types import Message, Receive, Scope, Send
 
-from xpyd_proxy.core.lifetime import Stage, cut_short
+from xpyd_proxy.core.admission.lifetime import Stage, cut_short
 from xpyd_proxy.requests.request import Request
 from xpyd_proxy.requests.service import Requests
 

@@ -7,16 +7,16 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from xpyd_proxy.core.dialect import RELEASE_PATH, release_body
+from xpyd_proxy.core.fleet.load import ASK_FOR_REPORT
 from xpyd_proxy.core.journey import Journey
-from xpyd_proxy.core.load import ASK_FOR_REPORT
 from xpyd_proxy.core.model import Answer, Call, Headers, Instance, InstanceId, Leg, Role
-from xpyd_proxy.core.passing import check_type, clean_answer
+from xpyd_proxy.core.protocol.engine_errors import Failure, check_prefill, refused_decode
+from xpyd_proxy.core.protocol.request_bodies import RELEASE_PATH, release_body
+from xpyd_proxy.core.protocol.response_filter import check_type, clean_answer
+from xpyd_proxy.core.protocol.usage import prompt_tokens
 from xpyd_proxy.core.raw_json import Pieces
-from xpyd_proxy.core.retries import Chances, Failure, LegFailed
-from xpyd_proxy.core.said import Coordinates
-from xpyd_proxy.core.usage import prompt_tokens
-from xpyd_proxy.core.verdict import check_prefill, refused_decode
+from xpyd_proxy.core.routing.retries import Chances, LegFailed
+from xpyd_proxy.core.schemas import Coordinates
 from xpyd_proxy.errors import EngineError, EngineTimeout, NoInstance, Refused
 from xpyd_proxy.requests.handovers import prefill_body
 from xpyd_proxy.requests.intake import Plan
@@ -24,7 +24,7 @@ from xpyd_proxy.requests.legs import DecodeLeg, EngineLeg, LegOwner, PrefillLeg
 from xpyd_proxy.requests.stepper import Stepper
 
 if TYPE_CHECKING:
-    from xpyd_proxy.core.rules import Rules
+    from xpyd_proxy.core.routing.request_rules import Rules
     from xpyd_proxy.requests.service import Requests, RequestSpan
 
 logger = logging.getLogger(__name__)

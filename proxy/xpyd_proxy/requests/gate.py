@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from xpyd_proxy.core.admission import Admission, Ticket
-from xpyd_proxy.core.limits import Limit, Limits, Refusal
+from xpyd_proxy.core.admission.admission import Admission, Ticket
+from xpyd_proxy.core.admission.limits import Limit, Limits, Refusal
 from xpyd_proxy.errors import KeyOverLimit, RouterFull
 
 _NONE: Final = Limits()

@@ -3,23 +3,23 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from xpyd_proxy.core import dialect, push
+from xpyd_proxy.core.fleet.push_coordinates import Learned
 from xpyd_proxy.core.journey import Journey
-from xpyd_proxy.core.learned import Learned
 from xpyd_proxy.core.model import Answer, Call, Handover, Instance, Push, RequestId, TransferId
-from xpyd_proxy.core.push import Manner
+from xpyd_proxy.core.protocol import push, request_bodies
+from xpyd_proxy.core.protocol.disaggregation import PROMPTS
+from xpyd_proxy.core.protocol.push import Manner
 from xpyd_proxy.core.raw_json import Pieces, encode_in_pieces
-from xpyd_proxy.core.routing import PROMPTS
-from xpyd_proxy.core.said import Coordinates
+from xpyd_proxy.core.schemas import Coordinates
 from xpyd_proxy.errors import Moved
 
 
 def prefill_body(call: Call, request: RequestId, transfer: TransferId, *, reuses: bool) -> Pieces:
     """Return the body of a prefill leg; ``reuses``: its answer shall tell the tokens of the prompt."""
-    fields = dialect.named(call.api, call.fields, request)
+    fields = request_bodies.named(call.api, call.fields, request)
     if reuses:
-        fields = dialect.telling_tokens(call.api, fields)
-    asked = dialect.prefill_fields(call.api, fields, transfer)
+        fields = request_bodies.telling_tokens(call.api, fields)
+    asked = request_bodies.prefill_fields(call.api, fields, transfer)
     return encode_in_pieces(asked, PROMPTS[call.api])
 
 
@@ -27,7 +27,7 @@ def decode_body(call: Call, journey: Journey, request: RequestId, handover: Hand
     """Return the body of a decode leg that follows its prefill leg."""
     journey.push = Push.IN_TURN if handover.coordinates else None
     journey.transfer = handover.transfer
-    asked = dialect.decode_fields(dialect.named(call.api, call.fields, request), handover.params)
+    asked = request_bodies.decode_fields(request_bodies.named(call.api, call.fields, request), handover.params)
     return encode_in_pieces(asked, PROMPTS[call.api])
 
 
@@ -68,7 +68,7 @@ class Handovers:
         if found.replaced is not None:
             self._replaced(prefill, found.replaced)
         if reuses:
-            found = replace(found, params=dialect.with_tokens(found.params, answer.body))
+            found = replace(found, params=request_bodies.with_tokens(found.params, answer.body))
         self._learned.learn(prefill.id, found.coordinates)
         if told is not None and told != found.coordinates:
             raise Moved(f"{prefill.id} is not the engine that the decode engine was told of")

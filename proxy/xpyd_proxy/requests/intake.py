@@ -7,18 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from xpyd_proxy.core.asking import ask_of_call, ask_of_errand, model_of
-from xpyd_proxy.core.dialect import check_wanted_now, parse
-from xpyd_proxy.core.endpoints import ENDPOINTS, UNCACHED, Kind
-from xpyd_proxy.core.form import boundary_of, check_form, content_type
-from xpyd_proxy.core.keys import ANYBODY, Keyring
-from xpyd_proxy.core.lifetime import Lifetime
+from xpyd_proxy.core.admission.cache_salts import Salts
+from xpyd_proxy.core.admission.keys import ANYBODY, Keyring
+from xpyd_proxy.core.admission.lifetime import Lifetime
+from xpyd_proxy.core.admission.priority import limited
+from xpyd_proxy.core.http.multipart import boundary_of, check_form, content_type
+from xpyd_proxy.core.http.origins import Sites
 from xpyd_proxy.core.model import Api, Ask, Call, Errand, Headers
-from xpyd_proxy.core.passing import media_type
+from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, UNCACHED, Kind
+from xpyd_proxy.core.protocol.request_bodies import check_wanted_now, parse
+from xpyd_proxy.core.protocol.response_filter import media_type
 from xpyd_proxy.core.raw_json import Fields, Pieces, encode
-from xpyd_proxy.core.salts import Salts
-from xpyd_proxy.core.sites import Sites
-from xpyd_proxy.core.urgency import limited
+from xpyd_proxy.core.routing.routing_hints import ask_of_call, ask_of_errand, model_of
 from xpyd_proxy.errors import BadRequest, BodyTooLarge, UnsupportedMedia
 from xpyd_proxy.settings import ClientKvParams, Settings
 

@@ -9,14 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from xpyd_proxy.core.http.bounded_body import ANSWER_MOST
 from xpyd_proxy.core.journey import Visit
 from xpyd_proxy.core.model import Answer, Handover, Instance
-from xpyd_proxy.core.passing import check_type, is_stream
-from xpyd_proxy.core.retries import Failure, LegFailed
-from xpyd_proxy.core.sse import Beginning, WholeLines, error_status
-from xpyd_proxy.core.usage import prompt_tokens_in
-from xpyd_proxy.core.verdict import JSON, refusal
-from xpyd_proxy.core.whole import ANSWER_MOST
+from xpyd_proxy.core.protocol.engine_errors import JSON, Failure, refusal
+from xpyd_proxy.core.protocol.response_filter import check_type, is_stream
+from xpyd_proxy.core.protocol.sse import Beginning, WholeLines, error_status
+from xpyd_proxy.core.protocol.usage import prompt_tokens_in
+from xpyd_proxy.core.routing.retries import LegFailed
 from xpyd_proxy.errors import EngineError, Refused
 from xpyd_proxy.io.wire.call import Call
 

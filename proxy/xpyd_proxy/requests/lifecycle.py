@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from enum import auto
 from typing import Final
 
-from xpyd_proxy.core.word import Word
+from xpyd_proxy.core.fast_enum import Word
 
 
 class RequestState(Word):

@@ -11,18 +11,19 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from xpyd_proxy.core import dialect, push
-from xpyd_proxy.core.admission import State as TicketState
-from xpyd_proxy.core.admission import Ticket
+from xpyd_proxy.core.admission.admission import State as TicketState
+from xpyd_proxy.core.admission.admission import Ticket
+from xpyd_proxy.core.admission.lifetime import Stage
 from xpyd_proxy.core.journey import HUNG_UP, Journey, Outcome, client_id
-from xpyd_proxy.core.lifetime import Stage
 from xpyd_proxy.core.model import Call, Instance, InstanceId, Push, Role, Solo
+from xpyd_proxy.core.protocol import push, request_bodies
+from xpyd_proxy.core.protocol.disaggregation import solo_reason
+from xpyd_proxy.core.protocol.engine_errors import Failure, failure_of
+from xpyd_proxy.core.protocol.replay import Replay, can_resume, traced
 from xpyd_proxy.core.raw_json import Pieces, encode
-from xpyd_proxy.core.replay import Replay, can_resume, traced
-from xpyd_proxy.core.retries import Again, Chances, Failure, LegFailed, failure_of
-from xpyd_proxy.core.routing import solo_reason
-from xpyd_proxy.core.rules import Rules
-from xpyd_proxy.core.said import Coordinates
+from xpyd_proxy.core.routing.request_rules import Rules
+from xpyd_proxy.core.routing.retries import Again, Chances, LegFailed
+from xpyd_proxy.core.schemas import Coordinates
 from xpyd_proxy.errors import EngineError, NoInstance, OutOfTime, ProxyError, Refused, TurnedAway, Unauthorized
 from xpyd_proxy.requests.attempt import Attempt
 from xpyd_proxy.requests.error_body import error_body
@@ -389,7 +390,7 @@ class Request:
         journey = self._journey
         journey.push, journey.transfer, attempt.told = _AT_ONCE, attempt.transfer, route.told
         params = push.decode_params(route.told, call.api, attempt.id, attempt.transfer)
-        route.body = [dialect.decode_body(dialect.named(call.api, call.fields, attempt.id), params)]
+        route.body = [request_bodies.decode_body(request_bodies.named(call.api, call.fields, attempt.id), params)]
         self._on(_PUSH)
         attempt.send_prefill(call, prefill, reuses=False)
         return None

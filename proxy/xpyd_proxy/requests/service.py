@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
-from xpyd_proxy.core.budget import Budget
+from xpyd_proxy.core.admission.lifetime import Lifetime, cut_short
+from xpyd_proxy.core.fleet.push_coordinates import Learned
 from xpyd_proxy.core.journey import Journey, Outcome
-from xpyd_proxy.core.learned import Learned
-from xpyd_proxy.core.lifetime import Lifetime, cut_short
 from xpyd_proxy.core.model import Headers, Instance, InstanceId, RequestId, TransferId
 from xpyd_proxy.core.raw_json import Pieces
-from xpyd_proxy.core.rules import Rules
-from xpyd_proxy.io.fleet import LiveFleet
+from xpyd_proxy.core.routing.request_rules import Rules
+from xpyd_proxy.core.routing.retry_budget import Budget
+from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.io.sight import Sight
 from xpyd_proxy.io.wire.call import Call
 from xpyd_proxy.requests.access_log import log_request
@@ -161,7 +161,7 @@ class Requests:
         shortest = min([seconds for seconds in given if seconds is not None])
         return min(_TICK_MOST, max(_TICK_LEAST, shortest / _TICKS))
 
-    # Told afterwards, for many requests at a time (io/later.py)
+    # Told afterwards, for many requests at a time (io/request_path/deferred.py)
 
     def proved(self, instance: Instance, request: RequestId, seconds: float, at: float) -> None:
         """An engine has given a good answer, or its beginning."""

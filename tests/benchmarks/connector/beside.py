@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT / "tests")]
 from benchmarks.connector.client import Client, prompts  # noqa: E402
 from support.cluster import engine_spec  # noqa: E402
 from support.proc import cpu_seconds  # noqa: E402
-from xpyd_proxy.core.push import TransferMode  # noqa: E402
+from xpyd_proxy.core.protocol.push import TransferMode  # noqa: E402
 from xpyd_proxy.local.model import ensure_model  # noqa: E402
 from xpyd_proxy.local.processes import open_fleet  # noqa: E402
 from xpyd_proxy.local.recipe import Connector, Role, engine  # noqa: E402

@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.connector.models import POSITIONS
 from support.cluster import ROOT, engine_spec, metrics, start_engine, wait_until
 from support.netns import DATA
-from xpyd_proxy.core.push import TransferMode
+from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.processes import open_fleet
 from xpyd_proxy.local.recipe import Connector, EngineSpec, Role, transfer_config
 

@@ -26,24 +26,25 @@ import msgspec
 from benchmarks.discovery import report
 from benchmarks.discovery.pods import LIFE, line, pod
 from xpyd_proxy.app import POLICIES
-from xpyd_proxy.core.discovery import Key, Source, Wanted, entry_name, entry_of
-from xpyd_proxy.core.facts import Facts
+from xpyd_proxy.core.discovery.reconcile import entry_name, entry_of
+from xpyd_proxy.core.fleet.compatibility import Facts
+from xpyd_proxy.core.fleet.instance_states import Roll
+from xpyd_proxy.core.fleet.load import Report
+from xpyd_proxy.core.fleet.origin import Key, Source, Wanted
+from xpyd_proxy.core.fleet.push_coordinates import Learned
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.journey import Journey, Outcome, Visit
-from xpyd_proxy.core.learned import Learned
-from xpyd_proxy.core.load import Report
 from xpyd_proxy.core.measures import Measures
 from xpyd_proxy.core.model import Ask, RequestId, Role
-from xpyd_proxy.core.pairing import Legs, Pairs
-from xpyd_proxy.core.policies.round_robin import RoundRobin
-from xpyd_proxy.core.push import MANNERS
-from xpyd_proxy.core.registry import Registry
-from xpyd_proxy.core.roll import Roll
-from xpyd_proxy.core.target import Target
-from xpyd_proxy.io.discovering import read_pod
-from xpyd_proxy.io.fleet import LiveFleet, Loads
+from xpyd_proxy.core.protocol.push import MANNERS
+from xpyd_proxy.core.routing.pairing import Legs, Pairs
+from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
+from xpyd_proxy.io.discovery.build import read_pod
+from xpyd_proxy.io.discovery.reconciler import Pods, Reconciler
+from xpyd_proxy.io.discovery.reflector import Collection, Reflector
 from xpyd_proxy.io.metrics import Metrics
-from xpyd_proxy.io.reconciler import Pods, Reconciler
-from xpyd_proxy.io.reflector import Collection, Reflector
+from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from xpyd_proxy.io.sight import Sight
 from xpyd_proxy.settings import Mode, PolicyName
 

@@ -41,6 +41,13 @@ def _found_compiled(*places):
     return f"PYTHONPATH={os.pathsep.join([str(compiled()), str(ROOT / 'tests'), *places])}"
 
 
+_PLACES = 8  # of 32 connections: three requests of four wait for one
+
+
+def _queued(prefill, decode, ports):
+    return [*_compiled(prefill, decode, ports), "--max-concurrency", str(_PLACES), "--max-queue", "1000"]
+
+
 def _compiled(prefill, decode, ports):
     return ["env", _found_compiled(), *_xpyd(prefill, decode, ports)]
 
@@ -72,6 +79,7 @@ CONTESTANTS = {
     ),
     "system": Contestant("system", f"xpyd under {SYSTEM}, as the distribution has built it", _system),
     "plain": Contestant("plain", "xpyd as Python, as it is in a checkout", _xpyd),
+    "queued": Contestant("queued", f"xpyd with `--max-concurrency {_PLACES}`: most requests wait", _queued),
     "vllm-router": Contestant(
         "vllm-router", f"`{RUST_ROUTER}` (Rust), `--vllm-pd-disaggregation --policy round_robin`", _rust
     ),
@@ -87,7 +95,7 @@ def prepare(name):
     """
     if name == "system" and (not SYSTEM.exists() or SYSTEM.samefile(sys.executable)):
         raise Missing(f"system: there is no {SYSTEM} beside the Python of this environment")
-    if name in ("xpyd", "system"):
+    if name in ("xpyd", "system", "queued"):
         try:
             compiled()
         except NoCompiler as exc:

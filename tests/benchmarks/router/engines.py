@@ -7,6 +7,7 @@ standard input ends. ``GET /bench/counts`` of any of them says what all of them 
 import asyncio
 import contextlib
 import json
+import random
 import sys
 import time
 
@@ -29,6 +30,7 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     push: bool = False  # the prefill engines say they write the KV cache themselves
     prefill_s: float = 0.0  # seconds a prompt takes, wherever it is computed
     step_s: float = 0.0  # seconds between tokens, which come for all streams at once; whole milliseconds; 0: no waiting
+    alone: bool = False  # each stream has a clock of its own, and its tokens come when no other stream's do
 
 
 class Counts(msgspec.Struct):
@@ -74,11 +76,27 @@ class Engines:
 
     def join(self, connection, chunks):
         """Have a connection get one chunk of these a step; all streams of the process step at the same instant."""
+        if self.options.alone:
+            self.loop.call_later(self.options.step_s * random.random(), self._step_one, connection, iter(chunks))
+            self.streams[connection] = None
+            return
         self.streams[connection] = iter(chunks)
         if self.timer is None:
             step = self.options.step_s
             self.due = (time.monotonic() // step + 1) * step
             self._arm()
+
+    def _step_one(self, connection, chunks):
+        """Give one connection its next chunk, if it is still there."""
+        if connection not in self.streams:
+            return
+        chunk, is_last = next(chunks)
+        connection.transport.write(chunk)
+        if is_last:
+            del self.streams[connection]
+            connection.ended()
+        else:
+            self.loop.call_later(self.options.step_s, self._step_one, connection, chunks)
 
     def _arm(self):
         self.timer = self.loop.call_later(max(0.0, self.due - time.monotonic()) + _ROUNDED, self._step)

@@ -20,7 +20,9 @@ def _paced(connections, tokens, step_s, waves, **more):
 
 ALL = ("xpyd", "system", "plain", "vllm-router", "toy")
 SCENARIOS = {
-    "short": Scenario("512 B prompts, 2 tokens, streamed, 32 connections", {}, {"seconds": 1.2}, routers=ALL),
+    "short": Scenario(
+        "512 B prompts, 2 tokens, streamed, 32 connections", {}, {"seconds": 1.2}, routers=(*ALL, "queued")
+    ),
     "nonstream": Scenario("the same, in one piece", {"stream": False}, {"seconds": 1.2}, routers=ALL),
     "chat": Scenario("the same, as chats, streamed", {"chat": True}, {"seconds": 1.2}, routers=ALL),
     "prompt32k": Scenario(
@@ -35,6 +37,12 @@ SCENARIOS = {
         {"most": 64},
         {"step_s": 0.015},
         ALL,
+    ),
+    "alone200": Scenario(
+        "32 streams of 200 tokens, each with a clock of its own, a token every 40 ms",
+        {"connections": 32, "tokens": 200, "most": 64},
+        {"most": 32, "tokens": 100},
+        {"step_s": 0.040, "alone": True},
     ),
     "step256": Scenario(
         "256 streams of 64 tokens, stepping at the same instant every 60 ms",

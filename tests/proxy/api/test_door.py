@@ -10,11 +10,11 @@ import pytest
 from support.sim import InMemory, cluster, router, sims, until, until_async
 from xpyd_proxy.api.door import Door, is_open
 from xpyd_proxy.app import build
-from xpyd_proxy.core.keys import Keyring
-from xpyd_proxy.core.lifetime import Lifetime, Step
-from xpyd_proxy.core.sites import Sites
-from xpyd_proxy.local.sim import Fault, FaultKind
+from xpyd_proxy.core.admission.keys import Keyring
+from xpyd_proxy.core.admission.lifetime import Lifetime, Step
+from xpyd_proxy.core.http.origins import Sites
 from xpyd_proxy.settings import Settings
+from xpyd_proxy.testing.engine import Fault, FaultKind
 
 PATH = "/v1/completions"
 BODY = {"prompt": "once upon a time", "max_tokens": 5}

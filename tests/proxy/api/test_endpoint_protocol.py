@@ -18,10 +18,10 @@ from support.raw_http import Incoming
 from support.sim import serving, sims, until
 from xpyd_proxy import server
 from xpyd_proxy.app import build
-from xpyd_proxy.core.lifetime import Step
-from xpyd_proxy.local.sim import Fault, FaultKind
+from xpyd_proxy.core.admission.lifetime import Step
 from xpyd_proxy.requests.request import Request
 from xpyd_proxy.settings import Settings
+from xpyd_proxy.testing.engine import Fault, FaultKind
 
 PATH = "/v1/completions"
 WAYS = ["protocol", "asgi"]

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from support.sim import router, sims
-from xpyd_proxy.local.sim import Fault, FaultKind
 from xpyd_proxy.settings import PolicyName, Settings
+from xpyd_proxy.testing.engine import Fault, FaultKind
 
 KEY = {"X-Api-Key": "sesame"}
 OPEN = Settings(admin_key="sesame", probe_interval_s=0.0)

@@ -7,8 +7,8 @@ import pytest
 
 from xpyd_proxy.api.models import Models
 from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import Answer, Instance, InstanceId, Role
-from xpyd_proxy.core.registry import Registry
 from xpyd_proxy.errors import EngineError, NoInstance
 
 HEADERS = ((b"authorization", b"k"),)

@@ -6,9 +6,9 @@ from fastapi import FastAPI
 
 from xpyd_proxy.api.openapi import PATH, openapi_routes
 from xpyd_proxy.app import build
-from xpyd_proxy.core.endpoints import ENDPOINTS, Kind
-from xpyd_proxy.core.keys import Keyring, Keys
+from xpyd_proxy.core.admission.keys import Keyring, Keys
 from xpyd_proxy.core.model import Api
+from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, Kind
 from xpyd_proxy.settings import Settings
 
 ADMIN = "sesame"

@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 import xpyd_proxy.api.page
 from support.sim import router, sims
 from xpyd_proxy.api.page import content_policy
-from xpyd_proxy.local.sim import Fault, FaultKind
 from xpyd_proxy.settings import Settings
+from xpyd_proxy.testing.engine import Fault, FaultKind
 
 HTML = Path(xpyd_proxy.api.page.__file__).with_name("status.html").read_text(encoding="utf-8")
 TEXT = ("/v1/completions", {"prompt": "once upon a time", "max_tokens": 5})

@@ -10,7 +10,7 @@ import pytest
 import xpyd_proxy.api.page
 from support.browser import CHROMIUM, browser
 from support.sim import cluster
-from xpyd_proxy.local.sim import Fault, FaultKind
+from xpyd_proxy.testing.engine import Fault, FaultKind
 
 SCRIPT = Path(xpyd_proxy.api.page.__file__).with_name("status.html").read_text().partition("<script>")[2]
 TEXT = {"prompt": "once upon a time", "max_tokens": 5, "stream": True}

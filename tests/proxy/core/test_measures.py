@@ -8,7 +8,7 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.journey import HUNG_UP, Journey, Outcome, Visit
 from xpyd_proxy.core.measures import Histogram, Measures
 from xpyd_proxy.core.model import Instance, InstanceId, Push, RequestId, Role, Solo
-from xpyd_proxy.core.retries import Failure
+from xpyd_proxy.core.protocol.engine_errors import Failure
 
 P = Instance(InstanceId("prefill-0"), Role.PREFILL, Address("http", "h", 1))
 D = Instance(InstanceId("decode-0"), Role.DECODE, Address("http", "h", 2))

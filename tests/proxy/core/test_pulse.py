@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from xpyd_proxy.core.model import InstanceId, RequestId
 from xpyd_proxy.core.pulse import SPAN_S, Pulse, Ring
-from xpyd_proxy.core.said import Bin
+from xpyd_proxy.core.schemas import Bin
 
 QUIET = Bin(0, 0, None, None)
 

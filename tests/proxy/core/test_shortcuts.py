@@ -7,14 +7,14 @@ import msgspec
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core import routing
-from xpyd_proxy.core.learned import Learned, State
+from xpyd_proxy.core.fleet.push_coordinates import Learned, State
 from xpyd_proxy.core.model import Api, InstanceId
+from xpyd_proxy.core.protocol import disaggregation
+from xpyd_proxy.core.protocol.disaggregation import solo_reason
+from xpyd_proxy.core.protocol.sse import Beginning, error_status
+from xpyd_proxy.core.protocol.usage import prompt_tokens, prompt_tokens_in
 from xpyd_proxy.core.raw_json import NotJson, decode
-from xpyd_proxy.core.routing import solo_reason
-from xpyd_proxy.core.said import Coordinates
-from xpyd_proxy.core.sse import Beginning, error_status
-from xpyd_proxy.core.usage import prompt_tokens, prompt_tokens_in
+from xpyd_proxy.core.schemas import Coordinates
 
 # ---------------------------------------------------------------------------- events
 
@@ -186,7 +186,7 @@ VALUES = st.one_of(
     st.sampled_from(['[{"type":"function"}]', '{"budget_tokens":1}', '{"budget_tokens":1000000000}']),
     st.just('{"include_usage":true}'),
 )
-NAMES = st.sampled_from(sorted({name for api in Api for name in routing._LOOKED_AT[api]} | {"temperature"}))
+NAMES = st.sampled_from(sorted({name for api in Api for name in disaggregation._LOOKED_AT[api]} | {"temperature"}))
 
 
 def plain_value(raw):
@@ -199,12 +199,12 @@ def plain_value(raw):
 def plain_reason(api, fields):
     """Each field of the table, one after the other; every value is decoded."""
     values = {name: plain_value(raw) for name, raw in fields.items()}
-    table = routing._PLAIN[api]
+    table = disaggregation._PLAIN[api]
     odd = {reason for name, (is_plain, reason) in table.items() if name in values and not is_plain(values[name])}
     for _, reason in table.values():
         if reason in odd:
             return reason
-    return None if routing._FIT[api](values) else routing.Solo.UNUSUAL
+    return None if disaggregation._FIT[api](values) else disaggregation.Solo.UNUSUAL
 
 
 @given(st.sampled_from(Api), st.dictionaries(NAMES, VALUES, max_size=4))

@@ -6,14 +6,14 @@ from collections import Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.admission import Admission
+from xpyd_proxy.core.admission.admission import Admission
+from xpyd_proxy.core.admission.limits import Limits
+from xpyd_proxy.core.fleet.instance_states import Roll
+from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.journey import Journey, Outcome, Visit
-from xpyd_proxy.core.limits import Limits
 from xpyd_proxy.core.measures import Measures
 from xpyd_proxy.core.model import Api, InstanceId, Push, RequestId, Role, Solo
-from xpyd_proxy.core.registry import Registry
-from xpyd_proxy.core.retries import Failure
-from xpyd_proxy.core.roll import Roll
+from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.sight import Sight
 

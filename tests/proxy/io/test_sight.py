@@ -10,7 +10,7 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.journey import Journey, Outcome, Visit
 from xpyd_proxy.core.measures import Measures
 from xpyd_proxy.core.model import Instance, InstanceId, Push, RequestId, Role, Solo
-from xpyd_proxy.core.retries import Failure
+from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.io.sight import Sight
 
 P = Instance(InstanceId("prefill-0"), Role.PREFILL, Address("http", "h", 1))

@@ -14,8 +14,8 @@ from xpyd_proxy.app import build
 from xpyd_proxy.core.journey import Journey, Outcome
 from xpyd_proxy.core.model import RequestId
 from xpyd_proxy.io.traces import Traces
-from xpyd_proxy.local.sim import Fault, FaultKind
 from xpyd_proxy.settings import Mode, Settings
+from xpyd_proxy.testing.engine import Fault, FaultKind
 
 PATH = "/v1/completions"
 BODY = {"prompt": "once upon a time", "max_tokens": 3, "stream": True}

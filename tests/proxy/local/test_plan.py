@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.push import TransferMode
+from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.plan import EngineKind, Plan, engine_command, router_command
 from xpyd_proxy.local.recipe import Connector
 
@@ -81,6 +81,6 @@ def test_a_simulated_engine_serves_the_same_model_name_at_the_same_place():
     command = engine_command(plan, plan.engines()[1], {})
 
     options = "--role decode --port 8200 --model tiny --mode pull"
-    assert command.argv[3:] == ["xpyd_proxy.local.sim", *options.split()]
+    assert command.argv[3:] == ["xpyd_proxy.testing.engine", *options.split()]
     assert command.health_url == "http://127.0.0.1:8200/health"
     assert plan.addresses(Role.DECODE) == ["127.0.0.1:8200"]

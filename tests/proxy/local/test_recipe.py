@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.push import TransferMode
+from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.recipe import (
     Connector,
     EngineSpec,

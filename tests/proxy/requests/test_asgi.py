@@ -6,8 +6,8 @@ from contextlib import suppress
 import pytest
 
 from support.scripted import DONE, EVENT, Scripted, call, good_decode, never, pulled_prefill, router_of, until
+from xpyd_proxy.core.admission.lifetime import Step
 from xpyd_proxy.core.journey import HUNG_UP
-from xpyd_proxy.core.lifetime import Step
 from xpyd_proxy.requests.asgi import Endpoints
 
 START = "http.response.start"

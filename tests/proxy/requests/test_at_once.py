@@ -20,8 +20,8 @@ from support.scripted import (
     router_of,
     until,
 )
+from xpyd_proxy.core.fleet.push_coordinates import State
 from xpyd_proxy.core.journey import HUNG_UP
-from xpyd_proxy.core.learned import State
 from xpyd_proxy.core.model import Answer, Api, InstanceId, Role
 from xpyd_proxy.errors import EngineError, EngineTimeout
 from xpyd_proxy.settings import Mode

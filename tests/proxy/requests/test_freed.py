@@ -6,10 +6,10 @@ import pytest
 
 from support.sim import router, sims
 from xpyd_proxy.errors import EngineError
-from xpyd_proxy.local.sim import Fault, FaultKind
 from xpyd_proxy.requests.legs import DecodeLeg, PrefillLeg
 from xpyd_proxy.requests.request import Request
 from xpyd_proxy.settings import Mode, Settings
+from xpyd_proxy.testing.engine import Fault, FaultKind
 
 PARTS = (Request, PrefillLeg, DecodeLeg, EngineError)
 QUICK = {"prefill_timeout_s": 0.2, "first_token_timeout_s": 0.2, "idle_timeout_s": 0.2, "total_timeout_s": 1.0}

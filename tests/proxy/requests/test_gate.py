@@ -6,8 +6,8 @@ import random
 import pytest
 
 from support.scripted import Scripted, by_now, call, good_decode, never, pulled_prefill, router_of, until
-from xpyd_proxy.core.admission import State
-from xpyd_proxy.core.limits import Limits
+from xpyd_proxy.core.admission.admission import State
+from xpyd_proxy.core.admission.limits import Limits
 from xpyd_proxy.errors import KeyOverLimit, RouterFull
 from xpyd_proxy.requests.gate import Gate
 

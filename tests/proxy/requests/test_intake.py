@@ -2,9 +2,9 @@
 
 import pytest
 
-from xpyd_proxy.core.keys import Keyring
-from xpyd_proxy.core.lifetime import Lifetime
-from xpyd_proxy.core.sites import Sites
+from xpyd_proxy.core.admission.keys import Keyring
+from xpyd_proxy.core.admission.lifetime import Lifetime
+from xpyd_proxy.core.http.origins import Sites
 from xpyd_proxy.errors import BadRequest, UnsupportedMedia
 from xpyd_proxy.requests.intake import Intake, RequestHead
 from xpyd_proxy.settings import Settings

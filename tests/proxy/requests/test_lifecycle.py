@@ -7,7 +7,7 @@ import pytest
 
 from support.greedy import events
 from support.scripted import JSON, Scripted, call, good_decode, prefilled, router_of
-from xpyd_proxy.core.limits import Limits
+from xpyd_proxy.core.admission.limits import Limits
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.requests.lifecycle import TRANSITIONS, RequestEvent, RequestState
 

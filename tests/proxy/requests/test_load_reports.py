@@ -4,9 +4,9 @@ import httpx
 import pytest
 
 from support.sim import router, sims
-from xpyd_proxy.core.load import ASK_FOR_REPORT
-from xpyd_proxy.local.sim import Sim
+from xpyd_proxy.core.fleet.load import ASK_FOR_REPORT
 from xpyd_proxy.settings import PolicyName, Settings
+from xpyd_proxy.testing.engine import Sim
 
 BODY = {"prompt": "once upon a time", "max_tokens": 2}
 BUSY = 'JSON {"named_metrics": {"num_requests_waiting": 9.0}}'

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from support.greedy import events, read
 from support.scripted import DONE, EVENT, JSON, Noted, Scripted, call, prefilled, request_id, router_of
+from xpyd_proxy.core.admission.limits import Limits
 from xpyd_proxy.core.journey import HUNG_UP
-from xpyd_proxy.core.limits import Limits
 from xpyd_proxy.core.model import Answer, Role
-from xpyd_proxy.core.rules import Patience
+from xpyd_proxy.core.routing.request_rules import Patience
 from xpyd_proxy.errors import EngineError, EngineTimeout
 from xpyd_proxy.requests.lifecycle import RequestState
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from support.scripted import DONE, EVENT, Asked, Scripted, call, good_decode, good_prefill, pulled_prefill, router_of
+from xpyd_proxy.core.admission.lifetime import Step
+from xpyd_proxy.core.admission.limits import Limits
 from xpyd_proxy.core.journey import HUNG_UP
-from xpyd_proxy.core.lifetime import Step
-from xpyd_proxy.core.limits import Limits
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.requests.examiner import LARGE

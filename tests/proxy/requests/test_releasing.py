@@ -22,9 +22,9 @@ from support.scripted import (
     until,
 )
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.dialect import release_body
-from xpyd_proxy.core.facts import Facts
+from xpyd_proxy.core.fleet.compatibility import Facts
 from xpyd_proxy.core.model import Answer, Instance, InstanceId, Leg, Role
+from xpyd_proxy.core.protocol.request_bodies import release_body
 from xpyd_proxy.core.raw_json import Fields, decode
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.requests.release import Releaser

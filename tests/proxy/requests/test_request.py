@@ -8,7 +8,7 @@ import pytest
 from support.scripted import DONE, EVENT, EVENTS, JSON, Scripted, call, never, router_of, until
 from xpyd_proxy.core.journey import HUNG_UP
 from xpyd_proxy.core.model import Answer, Role
-from xpyd_proxy.core.rules import Patience
+from xpyd_proxy.core.routing.request_rules import Patience
 from xpyd_proxy.errors import EngineError, EngineTimeout
 
 PARAMS = {

@@ -8,7 +8,7 @@ import pytest
 from support.greedy import events, read
 from support.scripted import Scripted, by_now, call, never, pulled_prefill, request_id, router_of, until
 from xpyd_proxy.core.model import Api, Role
-from xpyd_proxy.core.rules import Patience
+from xpyd_proxy.core.routing.request_rules import Patience
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.requests.request import Request
 from xpyd_proxy.requests.response import HttpResponse

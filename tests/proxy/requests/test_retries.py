@@ -14,9 +14,9 @@ from support.scripted import (
     request_id,
     router_of,
 )
-from xpyd_proxy.core.budget import Budget
 from xpyd_proxy.core.model import Answer, Role
-from xpyd_proxy.core.retries import Failure
+from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.routing.retry_budget import Budget
 from xpyd_proxy.errors import EngineError, EngineTimeout
 
 ERROR = b'{"error":{"message":"no room","type":"x","param":null,"code":503}}'

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.scripted import DONE, EVENT, Scripted, by_now, call, never, pulled_prefill, router_of, until
-from xpyd_proxy.core.rules import Patience
+from xpyd_proxy.core.routing.request_rules import Patience
 from xpyd_proxy.errors import EngineError
 
 ERROR = b'data: {"error": {"message": "no", "code": 500}}\n\n'

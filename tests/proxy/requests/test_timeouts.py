@@ -18,7 +18,7 @@ from support.scripted import (
     until,
 )
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.rules import Patience
+from xpyd_proxy.core.routing.request_rules import Patience
 from xpyd_proxy.errors import EngineError
 
 STREAM = {"stream": True}

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from support.scripted import EVENT, Noted, Scripted, good_decode, never, pulled_prefill, request_id, router_of, until
-from xpyd_proxy.core.health import Limits
-from xpyd_proxy.core.load import ASK_FOR_REPORT, Report
+from xpyd_proxy.core.fleet.health import Limits
+from xpyd_proxy.core.fleet.load import ASK_FOR_REPORT, Report
 from xpyd_proxy.core.model import Answer, Role
-from xpyd_proxy.core.retries import Failure
+from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.errors import EngineError, EngineTimeout
 
 ERROR = b'{"error":{"message":"no","type":"x","param":null,"code":400}}'

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Self
 
-from xpyd_proxy.core.keys import Outbound
+from xpyd_proxy.core.admission.keys import Outbound
 from xpyd_proxy.core.model import Answer, Headers, Instance, Leg
 from xpyd_proxy.errors import EngineTimeout
-from xpyd_proxy.io.guard import Guard
 from xpyd_proxy.io.wire.call import Call
+from xpyd_proxy.io.wire.connection_guard import Guard
 from xpyd_proxy.io.wire.pool import Dial, Pool
 from xpyd_proxy.io.wire.teller import Teller
 from xpyd_proxy.io.wire.whole import WholeAnswer

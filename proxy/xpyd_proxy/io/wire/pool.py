@@ -9,8 +9,8 @@ from typing import Final, TypeAlias, cast
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.model import Instance, InstanceId
 from xpyd_proxy.errors import EngineError, EngineTimeout, NotAllowed
-from xpyd_proxy.io.guard import Guard
 from xpyd_proxy.io.wire.connection import Connection
+from xpyd_proxy.io.wire.connection_guard import Guard
 from xpyd_proxy.io.wire.heads import Heads
 from xpyd_proxy.io.wire.turns import Turns
 

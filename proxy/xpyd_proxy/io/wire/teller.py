@@ -3,7 +3,7 @@
 import asyncio
 from typing import Final
 
-from xpyd_proxy.core.keys import Outbound
+from xpyd_proxy.core.admission.keys import Outbound
 from xpyd_proxy.core.model import Headers, Instance, Leg, RequestId
 from xpyd_proxy.core.raw_json import Pieces
 from xpyd_proxy.errors import EngineError

@@ -2,8 +2,8 @@
 
 import asyncio
 
+from xpyd_proxy.core.http.bounded_body import ANSWER_MOST
 from xpyd_proxy.core.model import Answer
-from xpyd_proxy.core.whole import ANSWER_MOST
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.io.wire.call import Call
 

@@ -2,16 +2,16 @@
 
 from typing import Protocol
 
-from xpyd_proxy.core.discovery import Source
+from xpyd_proxy.core.fleet.origin import Source
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import InstanceId, Role
-from xpyd_proxy.core.registry import Registry
-from xpyd_proxy.core.roster import Verb
-from xpyd_proxy.core.target import Target
+from xpyd_proxy.core.workers.instance_ids import Verb
 from xpyd_proxy.io.workers.ledger import Ledger
 
 
 class Changes(Protocol):
-    """Carries changes out; what it raises is written at :class:`xpyd_proxy.io.reconciler.Discovery`."""
+    """Carries changes out; what it raises is written at :class:`xpyd_proxy.io.discovery.reconciler.Discovery`."""
 
     async def add(self, role: Role, target: Target) -> None:
         """Add an engine."""

@@ -5,18 +5,18 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Protocol
 
-from xpyd_proxy.core.health import Limits
+from xpyd_proxy.core.fleet.health import Limits
+from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import InstanceId
-from xpyd_proxy.core.peers import Peers
 from xpyd_proxy.core.ports import Queue
-from xpyd_proxy.core.registry import Registry
-from xpyd_proxy.core.reports import Part, Whole
+from xpyd_proxy.core.workers.reports import Part, Whole
+from xpyd_proxy.core.workers.worker_health import Peers
+from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
 from xpyd_proxy.io.sight import Sight
 from xpyd_proxy.io.workers.changes import Changes, Together
 from xpyd_proxy.io.workers.exchange import Exchange
 from xpyd_proxy.io.workers.ledger import Ledger
 from xpyd_proxy.io.workers.place import Place
-from xpyd_proxy.io.workers.registry import SharedRegistry
 from xpyd_proxy.io.workers.reports import Reports
 from xpyd_proxy.settings import Settings
 

@@ -10,10 +10,10 @@ from typing import Final
 
 import msgspec
 
-from xpyd_proxy.core.peers import Bulletin, Peers, bulletin_of
+from xpyd_proxy.core.workers.worker_health import Bulletin, Peers, bulletin_of
 from xpyd_proxy.io.background import meanwhile
+from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
 from xpyd_proxy.io.workers.place import Place
-from xpyd_proxy.io.workers.registry import SharedRegistry
 
 logger = logging.getLogger(__name__)
 _TICK_S: Final = 0.1  # seconds between two bulletins, at least

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from xpyd_proxy.core.model import InstanceId
-from xpyd_proxy.core.roster import Line, Roster, Verb
+from xpyd_proxy.core.workers.instance_ids import Line, Roster, Verb
 
 
 class Ledger:

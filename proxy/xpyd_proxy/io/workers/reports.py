@@ -10,9 +10,9 @@ from typing import Final
 
 import msgspec
 
-from xpyd_proxy.core.limits import Limit
+from xpyd_proxy.core.admission.limits import Limit
 from xpyd_proxy.core.ports import Queue
-from xpyd_proxy.core.reports import EMPTY, Part, Report, Whole, absorb, counts_of
+from xpyd_proxy.core.workers.reports import EMPTY, Part, Report, Whole, absorb, counts_of
 from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.metrics import processes
 from xpyd_proxy.io.sight import Sight

@@ -6,15 +6,15 @@ from contextlib import AsyncExitStack
 
 from support.sim import until_async
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.health import Limits, State
+from xpyd_proxy.core.fleet.health import Limits, State
 from xpyd_proxy.core.model import InstanceId, RequestId, Role
-from xpyd_proxy.core.peers import Peers
-from xpyd_proxy.core.retries import Failure
-from xpyd_proxy.core.roster import Verb
+from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.workers.instance_ids import Verb
+from xpyd_proxy.core.workers.worker_health import Peers
+from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
 from xpyd_proxy.io.workers.exchange import Exchange
 from xpyd_proxy.io.workers.ledger import Ledger
 from xpyd_proxy.io.workers.place import Place
-from xpyd_proxy.io.workers.registry import SharedRegistry
 
 D0 = InstanceId("decode-0")
 

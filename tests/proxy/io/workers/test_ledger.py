@@ -5,14 +5,14 @@ import threading
 import pytest
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.discovery import Origin, Source, Wanted
-from xpyd_proxy.core.health import Limits, State
+from xpyd_proxy.core.fleet.health import Limits, State
+from xpyd_proxy.core.fleet.origin import Origin, Source, Wanted
+from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import InstanceId, Role
-from xpyd_proxy.core.roster import Verb
-from xpyd_proxy.core.target import Target
+from xpyd_proxy.core.workers.instance_ids import Verb
 from xpyd_proxy.errors import AlreadyKnown
+from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
 from xpyd_proxy.io.workers.ledger import Ledger
-from xpyd_proxy.io.workers.registry import SharedRegistry
 
 D0, D1 = InstanceId("decode-0"), InstanceId("decode-1")
 A, B = Address("http", "a", 1), Address("http", "b", 1)

@@ -5,11 +5,11 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from xpyd_proxy.core.admission import Admission
-from xpyd_proxy.core.limits import Limit, Limits
+from xpyd_proxy.core.admission.admission import Admission
+from xpyd_proxy.core.admission.limits import Limit, Limits
+from xpyd_proxy.core.fleet.instance_states import Roll
+from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.measures import Measures
-from xpyd_proxy.core.registry import Registry
-from xpyd_proxy.core.roll import Roll
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.sight import Sight
 from xpyd_proxy.io.status import Status

@@ -1,0 +1,1 @@
+"""Who is served now, who waits and who is refused."""

@@ -1,0 +1,129 @@
+"""A pod as Kubernetes describes it, and the engine that it is."""
+
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+
+from xpyd_proxy.core.fleet.origin import Wanted
+from xpyd_proxy.core.fleet.target import REVISION, Target
+from xpyd_proxy.core.model import Role
+from xpyd_proxy.errors import AddressError
+
+WORKER_INDEX: Final = "leaderworkerset.sigs.k8s.io/worker-index"
+PORT_NAME: Final = "http"
+
+
+class Mark(StrEnum):
+    """Labels of a pod; all but the role may be annotations as well, which then count."""
+
+    ROLE = "xpyd.io/role"
+    REVISION = "xpyd.io/revision"
+    PORT = "xpyd.io/port"
+    RANKS = "xpyd.io/ranks"
+    MODE = "xpyd.io/mode"
+    SCHEME = "xpyd.io/scheme"
+
+
+class Meta(msgspec.Struct, rename="camel"):
+    """As much of an object's metadata as anybody here reads."""
+
+    name: str = ""
+    uid: str = ""
+    resource_version: str = ""
+    deletion_timestamp: str | None = None
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+
+
+class _Port(msgspec.Struct, rename="camel"):
+    container_port: int
+    name: str = ""
+
+
+class _Container(msgspec.Struct):
+    ports: list[_Port] | None = None
+
+
+class _Spec(msgspec.Struct):
+    containers: list[_Container] = []
+
+
+class _Condition(msgspec.Struct):
+    type: str
+    status: str
+
+
+class _Status(msgspec.Struct):
+    phase: str = ""
+    ip: str | None = msgspec.field(default=None, name="podIP")
+    conditions: list[_Condition] | None = None
+
+
+class Pod(msgspec.Struct):
+    """As much of a pod as makes it an engine."""
+
+    metadata: Meta
+    spec: _Spec = msgspec.field(default_factory=_Spec)
+    status: _Status = msgspec.field(default_factory=_Status)
+
+
+def engine_of(pod: Pod) -> Wanted | None:
+    """Return the engine; None: it has none (yet, or any more), or is a worker of another pod's engine.
+
+    A pod that is being deleted leaves, and so does one that is not ready: it gets nothing new, and keeps its record
+    should it become ready again.
+
+    Raises:
+        AddressError: what the pod says of its engine cannot be; the message names the pod and the label.
+    """
+    labels = pod.metadata.labels or {}
+    if pod.status.ip is None or pod.status.phase in ("Failed", "Succeeded") or labels.get(WORKER_INDEX, "0") != "0":
+        return None
+    role = _mark(pod, Mark.ROLE)
+    if role is None:
+        return None
+    if role not in tuple(Role):
+        raise _wrong(pod, Mark.ROLE, role, "prefill or decode")
+    leaves = pod.metadata.deletion_timestamp is not None or not _is_ready(pod)
+    return Wanted(Role(role), _target(pod, pod.status.ip), pod.metadata.uid, leaves)
+
+
+def _target(pod: Pod, ip: str) -> Target:
+    host = f"[{ip}]" if ":" in ip else ip
+    scheme, revision = _mark(pod, Mark.SCHEME) or "http", _mark(pod, Mark.REVISION)
+    options = {"dp": _mark(pod, Mark.RANKS), "mode": _mark(pod, Mark.MODE)}
+    if scheme not in ("http", "https"):
+        raise _wrong(pod, Mark.SCHEME, scheme, "http or https")
+    if revision is not None and not REVISION.fullmatch(revision):
+        raise _wrong(pod, Mark.REVISION, revision, "at most 63 letters, digits, '-', '_' and '.'")
+    said = "&".join(f"{name}={value}" for name, value in (options | {"revision": revision}).items() if value)
+    text = f"{scheme}://{host}:{_port(pod)}" + (f"#{said}" if said else "")
+    try:
+        return Target.parse(text)
+    except AddressError as exc:
+        raise AddressError(f"pod {pod.metadata.name}: {exc}") from exc
+
+
+def _port(pod: Pod) -> str:
+    if (said := _mark(pod, Mark.PORT)) is not None:
+        return said
+    ports = [port for container in pod.spec.containers for port in container.ports or ()]
+    for port in ports:
+        if port.name == PORT_NAME:
+            return str(port.container_port)
+    missing = f"pod {pod.metadata.name} has no container port named {PORT_NAME}"
+    raise AddressError(f"{missing}: name one, or write the number into {Mark.PORT}")
+
+
+def _mark(pod: Pod, mark: Mark) -> str | None:
+    meta = pod.metadata
+    return (meta.annotations or {}).get(mark) or (meta.labels or {}).get(mark) or None
+
+
+def _is_ready(pod: Pod) -> bool:
+    return any(one.type == "Ready" and one.status == "True" for one in pod.status.conditions or ())
+
+
+def _wrong(pod: Pod, mark: Mark, value: str, right: str) -> AddressError:
+    return AddressError(f"pod {pod.metadata.name}: {mark} is {value!r}: write {right}")

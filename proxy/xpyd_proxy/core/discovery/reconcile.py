@@ -1,0 +1,194 @@
+"""Which engines there should be: the union of what several sources say, against what the router has.
+
+A source is always heard as a whole, so a lost message costs time and never an engine that is gone. What a source said
+last holds until it says something else: one that cannot be reached takes nothing away.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import Final, Literal, TypeAlias
+
+import msgspec
+
+from xpyd_proxy.core.fleet.origin import Key, Origin, Source, Wanted
+from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.raw_json import NotJson, decode
+from xpyd_proxy.errors import AddressError
+
+MOST: Final = 10_000  # engines of one source; what is beyond is left out, and said
+_PLAIN: Final = re.compile(r"[A-Za-z0-9.-]")
+_NAME_MOST: Final = 200  # characters of an entry's name; Kubernetes takes 253
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """All that one source has said last. Times are seconds of a clock that only rises."""
+
+    engines: Mapping[Key, Wanted] = field(default_factory=dict[Key, Wanted])
+    generation: int = 0  # counts the changes; 0: never heard
+    heard: float = 0.0  # when it was last known to be so
+
+    @property
+    def is_synced(self) -> bool:
+        """Tell whether the source has been heard at all."""
+        return self.generation > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Freshness:
+    """How well a source is known."""
+
+    source: Source
+    is_synced: bool
+    age_s: float
+    generation: int
+    engines: int
+
+
+class Sources:
+    """The views of all sources of this router."""
+
+    def __init__(self, names: Iterable[Source], *, now: float) -> None:
+        self.views = {name: View(heard=now) for name in sorted(names, key=tuple(Source).index)}
+
+    def replace(self, source: Source, engines: Iterable[Wanted], *, now: float) -> bool:
+        """Take in all that a source says; return whether that is something new."""
+        old = self.views[source]
+        found = {one.key: one for one in sorted(engines, key=_stays)[-MOST:]}
+        changed = found != old.engines or not old.is_synced
+        self.views[source] = View(found if changed else old.engines, old.generation + changed, now)
+        return changed
+
+    def heard(self, source: Source, *, now: float) -> None:
+        """Note that what a source said last is still so."""
+        self.views[source] = replace(self.views[source], heard=now)
+
+    def age(self, source: Source, *, now: float) -> float:
+        """Return for how many seconds nobody has known whether the view is still so."""
+        return max(0.0, now - self.views[source].heard)
+
+    def freshness(self, *, now: float) -> Sequence["Freshness"]:
+        """Say of each source how well it is known."""
+        return [
+            Freshness(name, view.is_synced, self.age(name, now=now), view.generation, len(view.engines))
+            for name, view in self.views.items()
+        ]
+
+    @property
+    def missing(self) -> Sequence[Source]:
+        """List the sources that have not been heard yet."""
+        return [name for name, view in self.views.items() if not view.is_synced]
+
+    def desired(self) -> Mapping[Key, Origin]:
+        """Return the union. An engine leaves if any source says that it does."""
+        found: dict[Key, Origin] = {}
+        for source, view in self.views.items():
+            for key, wanted in view.engines.items():
+                if (first := found.get(key)) is None:
+                    found[key] = Origin(source, view.generation, wanted)
+                elif wanted.leaves and first.wanted is not None:
+                    found[key] = replace(first, wanted=replace(first.wanted, leaves=True))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing to do; ``key`` tells where, ``origin`` what is true afterwards."""
+
+    verb: Literal["add", "drain", "undrain", "adopt", "remove"]
+    key: Key
+    origin: Origin
+
+
+Current: TypeAlias = Mapping[Key, Origin]  # what the registry has; engines that retire are not in it
+
+
+def diff(desired: Mapping[Key, Origin], current: Current) -> Sequence[Action]:
+    """Say what makes the registry what it should be; to do it twice changes nothing more.
+
+    Removals come first, so that an address is free for the engine that has taken it. Engines that discovery has not
+    brought are left alone, and so is what an operator did to one since.
+    """
+    gone, rest = list[Action](), list[Action]()
+    for key, origin in current.items():
+        if origin.wanted is not None and _is_other(origin.wanted, desired.get(key)):
+            gone.append(Action("remove", key, origin))
+    removed = {action.key for action in gone}
+    for key, origin in desired.items():
+        present = None if key in removed else current.get(key)
+        if (verb := _verb(origin, present)) is not None:
+            rest.append(Action(verb, key, _aged(origin, present)))
+    return [*gone, *rest]
+
+
+def _is_other(present: Wanted, origin: Origin | None) -> bool:
+    """Tell whether what is there must go: nobody wants it, or something else at its address."""
+    if origin is None or origin.wanted is None:
+        return True
+    wanted = origin.wanted
+    is_same_one = not (present.identity and wanted.identity) or present.identity == wanted.identity
+    return present.target != wanted.target or not is_same_one
+
+
+def _verb(origin: Origin, present: Origin | None) -> Literal["add", "drain", "undrain", "adopt"] | None:
+    if origin.wanted is None:
+        return None
+    if present is None:
+        return None if origin.wanted.leaves else "add"
+    if present.wanted is None:  # static: it is there whoever else wants it
+        return None
+    if origin.wanted.leaves != present.wanted.leaves:
+        return "drain" if origin.wanted.leaves else "undrain"
+    is_known = origin.source is present.source and origin.wanted == present.wanted
+    return None if is_known else "adopt"
+
+
+def _aged(origin: Origin, present: Origin | None) -> Origin:
+    """Keep the generation in which the engine came, as long as the same source wants it."""
+    if present is not None and present.source is origin.source:
+        return replace(origin, generation=present.generation)
+    return origin
+
+
+def _stays(one: Wanted) -> bool:
+    """Sort the engines that stay to the end: of two at one address they count, else the one that was named last."""
+    return not one.leaves
+
+
+class _Entry(msgspec.Struct, omit_defaults=True):
+    """An engine in the store; unknown fields are another version's."""
+
+    role: Role
+    target: str
+    leaves: bool = False
+
+
+def entry_name(key: Key) -> str:
+    """Name the entry of an engine, in letters that every store takes."""
+    plain = "".join(c if _PLAIN.fullmatch(c) else f"_{ord(c):02x}" for c in key.authority)
+    name = f"{key.role}.{plain}"
+    return name if len(name) <= _NAME_MOST else f"{key.role}.{sha256(key.authority.encode()).hexdigest()}"
+
+
+def entry_of(wanted: Wanted) -> str:
+    """Write an engine for the store."""
+    return msgspec.json.encode(_Entry(wanted.role, wanted.target.text, wanted.leaves)).decode()
+
+
+def read_entry(text: str) -> Wanted:
+    """Read an engine from the store.
+
+    Raises:
+        AddressError: it is none.
+    """
+    try:
+        entry = decode(text.encode(), _Entry)
+    except NotJson as exc:
+        raise AddressError(f"it is no engine ({exc}): an entry looks like {_EXAMPLE}") from exc
+    return Wanted(entry.role, Target.parse(entry.target), leaves=entry.leaves)
+
+
+_EXAMPLE: Final = '{"role":"decode","target":"http://10.0.0.7:8000"}'

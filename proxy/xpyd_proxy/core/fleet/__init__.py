@@ -1,0 +1,1 @@
+"""The engines: what each is, how it is, and how it comes and goes."""

@@ -1,0 +1,65 @@
+"""What is known of an engine that decides with whom it can share a request."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from xpyd_proxy.core.fleet import push_coordinates
+from xpyd_proxy.core.protocol.push import TransferMode
+
+# What a prefill engine's answers have taught.
+MODES: Final[Mapping[push_coordinates.State, TransferMode]] = {
+    push_coordinates.State.PULL: TransferMode.PULL,
+    push_coordinates.State.PUSH: TransferMode.PUSH,
+    push_coordinates.State.SEVERAL: TransferMode.PUSH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Learned from an engine's own answers; None: not known (yet), and fits everything."""
+
+    models: frozenset[str] | None = None  # /v1/models, with its LoRA adapters
+    version: str | None = None  # /version; two versions of vLLM refuse each other's handshake
+    connector: str | None = None  # whose metrics it shows: xpyd or nixl
+    mode: TransferMode | None = None  # prefill: as its answers say; decode: as it was declared (URL#mode=push)
+    revision: str | None = None  # of its deployment, as its pod or its operator says
+    protocol: str | None = None  # of our connector's side channel; others refuse each other
+    fingerprint: str | None = None  # of model, cache and vLLM, as our connector sees them; others refuse each other
+
+    def serves(self, model: str | None) -> bool:
+        """Tell whether a request for a model may go there; None: the request names none."""
+        return model is None or self.models is None or model in self.models
+
+    def updated(self, found: "Facts") -> "Facts":
+        """Return these facts, as far as no newer ones were found."""
+        return Facts(
+            self.models if found.models is None else found.models,
+            found.version or self.version,
+            found.connector or self.connector,
+            found.mode or self.mode,
+            found.revision or self.revision,
+            found.protocol or self.protocol,
+            found.fingerprint or self.fingerprint,
+        )
+
+
+def fit(prefill: Facts, decode: Facts) -> bool:
+    """Tell whether two engines can share a request; that both serve its model is looked at elsewhere."""
+    return (
+        _agree(prefill.version, decode.version)
+        and _agree(prefill.connector, decode.connector)
+        and _agree(prefill.mode, decode.mode)
+        and _agree(prefill.revision, decode.revision)
+        and _agree(prefill.protocol, decode.protocol)
+        and _agree(prefill.fingerprint, decode.fingerprint)
+    )
+
+
+def _agree(one: str | None, other: str | None) -> bool:
+    return one is None or other is None or one == other
+
+
+def always(_prefill: object, _decode: object) -> bool:
+    """Fit: it is known that all do."""
+    return True

@@ -1,0 +1,307 @@
+"""The life of one engine: which requests it may get, and what is held against it.
+
+Evidence comes from requests (``succeeded``, ``failed``) and from probes (``seen``, ``missed``); either is enough. An
+engine is good until proven otherwise; one that misses its first probe is not up yet, and gets requests once it answers.
+A broken one rests, longer after every break, and then gets one request: its trial; while it misses probes it gets none.
+Only what the engine is to blame for counts: a refused request (4xx), or one it is too busy for, says that it lives.
+An answer of 5xx counts for the share of failures, but not for those in a row: there are requests that make any engine
+fail, and a client that sends a few of them must not take one engine after the other away from everybody else.
+
+Several workers of one router tell each other when one of them breaks an engine, or finds it well again: the latest such
+word counts for all of them. What it is based on (failures in a row, probes) is each worker's own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum, auto
+from typing import Final
+
+from xpyd_proxy.core.fleet.window import Window
+from xpyd_proxy.core.model import RequestId
+from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.schemas import Verdict
+
+# What is held against it, said of the request.
+_SAID: Final[Mapping[Failure, str]] = {
+    Failure.UNREACHABLE: "did not reach it",
+    Failure.BROKEN: "got no good answer",
+    Failure.SILENT: "timed out",
+    Failure.ERRED: "was answered with an error",
+}
+
+
+class State(StrEnum):
+    """Where an engine is in its life."""
+
+    JOINING = auto()  # it has never answered: it gets requests as long as it has not missed a probe either
+    READY = auto()
+    BROKEN = auto()  # gets nothing until it has rested
+    TRYING = auto()  # gets one request at a time, until one of them succeeds
+    DRAINING = auto()  # gets nothing new; what it has goes on
+    DRAINED = auto()  # has nothing left, and may be stopped
+    GONE = auto()
+
+
+class Event(StrEnum):
+    """What happens to an engine."""
+
+    PROVEN = auto()  # it answered a request, or a probe
+    BACK = auto()  # it answers probes again after it did not
+    TRIPPED = auto()  # too much is held against it
+    RESTED = auto()
+    DRAIN = auto()
+    EMPTY = auto()
+    UNDRAIN = auto()
+    REMOVE = auto()
+
+
+_LEAVING: Final = {Event.DRAIN: State.DRAINING, Event.REMOVE: State.GONE}
+TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
+    State.JOINING: {
+        **_LEAVING,
+        Event.PROVEN: State.READY,
+        Event.BACK: State.READY,
+        Event.TRIPPED: State.BROKEN,
+        Event.UNDRAIN: State.JOINING,
+    },
+    State.READY: {
+        **_LEAVING,
+        Event.PROVEN: State.READY,
+        Event.BACK: State.READY,
+        Event.TRIPPED: State.BROKEN,
+        Event.UNDRAIN: State.READY,
+    },
+    State.BROKEN: {
+        **_LEAVING,
+        Event.PROVEN: State.BROKEN,  # an answer to a request of before, or a probe that never failed
+        Event.BACK: State.READY,  # it was restarted
+        Event.TRIPPED: State.BROKEN,
+        Event.RESTED: State.TRYING,
+        Event.UNDRAIN: State.BROKEN,
+    },
+    State.TRYING: {
+        **_LEAVING,
+        Event.PROVEN: State.READY,
+        Event.BACK: State.READY,
+        Event.TRIPPED: State.BROKEN,
+        Event.UNDRAIN: State.TRYING,
+    },
+    State.DRAINING: {
+        Event.DRAIN: State.DRAINING,
+        Event.EMPTY: State.DRAINED,
+        Event.UNDRAIN: State.JOINING,
+        Event.REMOVE: State.GONE,
+    },
+    State.DRAINED: {
+        Event.DRAIN: State.DRAINED,
+        Event.EMPTY: State.DRAINED,
+        Event.UNDRAIN: State.JOINING,
+        Event.REMOVE: State.GONE,
+    },
+    State.GONE: {},
+}
+_JUDGED: Final = frozenset({State.JOINING, State.READY, State.BROKEN, State.TRYING})  # the others get no requests
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much is held against an engine before it counts as broken, and for how long."""
+
+    in_a_row: int = 5  # legs
+    probes: int = 2  # in a row
+    share: float = 0.5  # of the legs of the window
+    window_s: float = 30.0
+    window_least: int = 20  # legs in the window; fewer say nothing
+    rest_s: float = 5.0  # seconds before the first trial; twice as long after each trial that fails
+    rest_most_s: float = 60.0
+    claim_s: float = 30.0  # seconds that a trial may take to begin before another request may be the trial
+
+
+@dataclass(slots=True)
+class Changes:
+    """Counts what may change the choice of engines; whoever remembers a choice compares."""
+
+    count: int = 0
+
+
+@dataclass(slots=True)
+class _Trial:
+    """The one request that a broken engine gets; whose it is shows when it begins."""
+
+    until: float
+    request: RequestId | None = None
+
+
+@dataclass(slots=True)
+class Life:
+    """What is known of the health of one engine. Times are seconds of a clock that only rises."""
+
+    since: float  # when it came into its state
+    limits: Limits = field(default_factory=Limits)
+    state: State = State.JOINING
+    why: str = "added"  # what brought it there, in words
+    verdict: Verdict | None = None  # the latest one, of this worker or another
+    changes: Changes = field(default_factory=Changes)
+    _in_a_row: int = 0
+    _missed: int = 0
+    _silent_since: float | None = None  # when the first probe was missed of those since it answered one, if badly
+    _rest_s: float = 0.0  # of its present break
+    _trial: _Trial | None = None
+    _window: Window = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._window = Window(self.limits.window_s)
+
+    @property
+    def is_away(self) -> bool:
+        """Tell whether it is waited for: a probe finds it sooner than a request."""
+        return self.state is State.BROKEN or (self.state is State.JOINING and self._missed > 0)
+
+    def may_serve(self, *, now: float) -> bool:
+        """Tell whether it may get a request; a broken engine that has rested becomes one that is tried."""
+        if self.state is State.BROKEN and now >= self.since + self._rest_s and self._missed < self.limits.probes:
+            self._step(Event.RESTED, "has rested, and gets one request at a time", now)
+        if self.state is State.TRYING:
+            return self._trial is None or (self._trial.request is None and now >= self._trial.until)
+        return self.state is State.READY or (self.state is State.JOINING and not self.is_away)
+
+    def chosen(self, *, now: float) -> None:
+        """It was chosen for a request: if it is to be tried, that is its trial."""
+        if self.state is State.TRYING:
+            self._trial = _Trial(until=now + self.limits.claim_s)
+
+    def claimed(self, request: RequestId) -> None:
+        """A request is here; the first one that comes while the engine is to be tried is its trial."""
+        if self.state is State.TRYING and (self._trial is None or self._trial.request is None):
+            self._trial = _Trial(self.since, request)
+
+    def released(self, request: RequestId) -> None:
+        """A request is over; if it was the trial and proved nothing, the next one may be it."""
+        if self._trial is not None and self._trial.request == request:
+            self._trial = None
+
+    def succeeded(self, request: RequestId, *, now: float) -> None:
+        """It has answered a request."""
+        self._window.count(failed=False, now=now)
+        self._in_a_row = 0
+        self._alive(request, now)
+
+    def failed(self, request: RequestId, failure: Failure, *, now: float) -> None:
+        """A leg failed. What is not held against it (4xx, busy) shows that it is alive, and counts nothing."""
+        if self.state not in _JUDGED:
+            return
+        if failure not in _SAID:
+            self._alive(request, now)
+            return
+        self._window.count(failed=True, now=now)
+        if failure is not Failure.ERRED:
+            self._in_a_row += 1
+        if self.state is State.TRYING and self._is_trial(request):
+            self._break(f"the request it was tried with {_SAID[failure]}", now)
+        elif self.state in (State.JOINING, State.READY) and (reason := self._verdict(failure, now)) is not None:
+            self._break(reason, now)
+
+    def seen(self, *, now: float) -> None:
+        """It has answered a probe."""
+        self.heard()
+        was_away, self._missed = self._missed > 0, 0
+        if self.state not in _JUDGED:
+            return
+        if was_away:
+            self._forgive()
+            self._step(Event.BACK, "answers probes again", now)
+        elif self.state is State.JOINING:
+            self._step(Event.PROVEN, "answers probes", now)
+
+    def heard(self) -> None:
+        """It has answered something: it does not hang."""
+        self._silent_since = None
+
+    def missed(self, reason: str, *, now: float, silent: bool = True) -> None:
+        """It has not answered a probe as it should (``silent``: not at all); ``reason`` in words."""
+        if not silent:
+            self.heard()
+        elif self._silent_since is None:
+            self._silent_since = now
+        self._missed += 1
+        self.changes.count += 1
+        if self.state is State.JOINING:
+            self.why = reason
+        elif self.state in (State.READY, State.TRYING) and self._missed >= self.limits.probes:
+            self._break(reason, now)
+
+    def told(self, verdict: Verdict, *, now: float) -> None:
+        """Another worker has broken it, or found it well again; what is older than what is known here is dropped."""
+        if self.verdict is not None and verdict.at <= self.verdict.at:
+            return
+        if verdict.is_broken and self.state in _JUDGED:
+            self._rest_s, self._trial = verdict.rest_s, None
+            self._step(Event.TRIPPED, verdict.why, now)
+            self.since = verdict.at
+        elif not verdict.is_broken and self.state in (State.BROKEN, State.TRYING):
+            self._forgive()
+            self._step(Event.BACK, verdict.why, now)
+        self.verdict = verdict
+
+    def silent_s(self, *, now: float) -> float:
+        """Return for how long it has answered no probe at all; 0: it has answered the last one, well or badly."""
+        return 0.0 if self._silent_since is None else now - self._silent_since
+
+    def drain(self, *, now: float) -> None:
+        """It shall get nothing new."""
+        self._step(Event.DRAIN, "is to be drained", now)
+
+    def empty(self, reason: str, *, now: float) -> None:
+        """It has nothing left to do; ``reason``: how that is known."""
+        self._step(Event.EMPTY, reason, now)
+
+    def undrain(self, *, now: float) -> None:
+        """It shall get requests again; one that was not draining stays what it is."""
+        if self.state not in _JUDGED:
+            self._forgive()
+        self._step(Event.UNDRAIN, "is in use again", now)
+
+    def remove(self, *, now: float) -> None:
+        """It is taken out."""
+        self._step(Event.REMOVE, "was removed", now)
+
+    def _alive(self, request: RequestId, now: float) -> None:
+        if self.state is State.JOINING:
+            self._step(Event.PROVEN, "serves requests", now)
+        elif self.state is State.TRYING and self._is_trial(request):
+            self._forgive()
+            self._step(Event.PROVEN, "has served its trial", now)
+
+    def _is_trial(self, request: RequestId) -> bool:
+        return self._trial is not None and self._trial.request == request
+
+    def _verdict(self, failure: Failure, now: float) -> str | None:
+        """Say why it is broken, if it is."""
+        if self._in_a_row >= self.limits.in_a_row:
+            return f"{self._in_a_row} requests in a row failed: the last one {_SAID[failure]}"
+        legs, failed = self._window.totals(now=now)
+        if legs >= self.limits.window_least and failed >= self.limits.share * legs:
+            return f"{failed} of {legs} requests failed: the last one {_SAID[failure]}"
+        return None
+
+    def _break(self, reason: str, now: float) -> None:
+        self._rest_s = min(self._rest_s * 2 or self.limits.rest_s, self.limits.rest_most_s)
+        self._trial = None
+        self._step(Event.TRIPPED, reason, now)
+        self.since = now  # a broken engine rests from its latest break on
+        self.verdict = Verdict(now, is_broken=True, why=reason, rest_s=self._rest_s)
+
+    def _forgive(self) -> None:
+        self.heard()
+        self._in_a_row, self._missed, self._rest_s, self._trial = 0, 0, 0.0, None
+        self._window.clear()
+
+    def _step(self, event: Event, why: str, now: float) -> None:
+        before, self.state = self.state, TRANSITIONS[self.state][event]
+        if self.state is not before:
+            self.since, self.why = now, why
+            self.changes.count += 1
+            if self.state is State.READY and before in (State.BROKEN, State.TRYING):
+                self.verdict = Verdict(now, is_broken=False, why=why)
+        elif event is Event.TRIPPED:
+            self.why = why

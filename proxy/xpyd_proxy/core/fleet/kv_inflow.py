@@ -1,0 +1,78 @@
+"""Finds decode engines that get no KV cache at all, by their own counters: they compute what others have computed.
+
+No single answer tells that in pull mode (core/protocol/kv_transfer_check.py). But an engine counts where its prompt
+tokens came from: one that was sent legs with a transfer, and whose count of tokens from elsewhere stands still, has got
+nothing.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from xpyd_proxy.core.model import InstanceId
+
+# Its own prefix cache counts as well: what is there need not be sent.
+_RECEIVED: Final = re.compile(
+    rb"^vllm:prompt_tokens_by_source_total\{"
+    rb'(?P<labels>[^\n]*source="(?:external_kv_transfer|local_cache_hit)"[^\n]*)\} (?P<value>[0-9.eE+]{1,32})$',
+    re.MULTILINE,
+)
+_RANK: Final = re.compile(rb'(?:^|,)engine="([0-9]{1,6})"')
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What was known at one time."""
+
+    received: float
+    promised: int
+
+
+class Inflow:
+    """Compares looks at engines.
+
+    An engine may count a little before or after we see its answer begin. So of four looks in a row it must have counted
+    nothing from the first to the last, for the legs between the middle two to have certainly got nothing.
+    """
+
+    def __init__(self) -> None:
+        self._looks: dict[InstanceId, tuple[_Look, ...]] = {}  # the last three
+
+    def look(self, instance: InstanceId, received: float | None, promised: int) -> int:
+        """Return how many legs, beside those that were told before, certainly got nothing.
+
+        ``received``: prompt tokens the engine did not compute, ever; None: it does not say. ``promised``: legs with a
+        transfer that it has begun to answer, ever.
+        """
+        looks = self._looks.pop(instance, ())
+        if received is None:
+            return 0
+        if looks and received < looks[-1].received:  # it was restarted
+            looks = ()
+        self._looks[instance] = (*looks[-2:], _Look(received, promised))
+        if len(looks) < 3 or looks[0].received != received:
+            return 0
+        return looks[2].promised - looks[1].promised
+
+    def keep(self, instances: frozenset[InstanceId]) -> None:
+        """Forget the instances that are no longer known."""
+        for gone in self._looks.keys() - instances:
+            del self._looks[gone]
+
+
+def received(exposition: bytes, rank: int | None = None) -> float | None:
+    """Read in an engine's metrics, or those of one of its ranks, how many prompt tokens it did not compute."""
+    values = [_number(line) for line in _RECEIVED.finditer(exposition) if _is_of(line, rank)]
+    return sum(values) if values else None
+
+
+def _is_of(line: re.Match[bytes], rank: int | None) -> bool:
+    engine = _RANK.search(line["labels"])
+    return rank is None or engine is None or int(engine[1]) == rank
+
+
+def _number(line: re.Match[bytes]) -> float:
+    try:
+        return float(line["value"])
+    except ValueError:
+        return 0.0

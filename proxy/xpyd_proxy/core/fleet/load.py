@@ -1,0 +1,82 @@
+"""How busy one engine is: the requests it has from us, and what it says of itself.
+
+vLLM reports its load with every prefill answer (``endpoint-load-metrics``, the ORCA format) if the request asks for it.
+"""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from xpyd_proxy.core.model import RequestId
+from xpyd_proxy.core.raw_json import NotJson, decode
+from xpyd_proxy.core.schemas import Orca
+
+ASK_FOR_REPORT: Final = (b"endpoint-load-metrics-format", b"JSON")
+_PREFIX: Final = b"JSON "
+_MOST_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What an engine said of itself."""
+
+    waiting: float  # requests in its queue, whoever sent them
+    kv_usage: float  # share of its KV cache that is in use, 0 to 1
+
+
+@dataclass(slots=True)
+class Load:
+    """The load of one engine. Times are seconds of a clock that only rises."""
+
+    fresh_s: float = 5.0  # for so long a report counts
+    report: Report | None = None
+    elsewhere: int = 0  # requests it has from the router's other workers
+    _reported: float = 0.0
+    _requests: dict[RequestId, int] = field(default_factory=dict[RequestId, int])
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests it has from this router, or has a slot reserved for."""
+        return len(self._requests) + self.elsewhere
+
+    @property
+    def own(self) -> int:
+        """How many of them this worker has sent."""
+        return len(self._requests)
+
+    def enter(self, request: RequestId) -> None:
+        """Count a request, once however often it enters."""
+        self._requests[request] = self._requests.get(request, 0) + 1
+
+    def leave(self, request: RequestId) -> bool:
+        """Stop to count it when it has left as often as it entered; tell whether it has."""
+        left = self._requests.get(request, 0) - 1
+        if left > 0:
+            self._requests[request] = left
+            return False
+        self._requests.pop(request, None)
+        return True
+
+    def reported(self, report: Report, *, now: float) -> None:
+        """Take in what the engine said."""
+        self.report, self._reported = report, now
+
+    def score(self, *, now: float) -> float:
+        """Return a number that is higher the busier it is.
+
+        Its own queue is added to our requests: it holds those of other routers too. The use of its cache, below 1,
+        decides between equals.
+        """
+        if self.report is None or now > self._reported + self.fresh_s:
+            return float(self.in_flight)
+        return self.in_flight + self.report.waiting + min(self.report.kv_usage, 0.999)
+
+
+def read_report(header: bytes) -> Report | None:
+    """Read the value of an ``endpoint-load-metrics`` header; None if it is not one that we understand."""
+    if len(header) > _MOST_BYTES or not header.startswith(_PREFIX):
+        return None
+    try:
+        found = decode(header[len(_PREFIX) :], Orca).named_metrics
+    except NotJson:
+        return None
+    return Report(found.num_requests_waiting, found.kv_cache_usage_perc)

@@ -1,0 +1,126 @@
+"""What the router has learned about its prefill engines: one record for each, one table for its life."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum, auto
+from typing import Final
+
+from xpyd_proxy.core.model import InstanceId
+from xpyd_proxy.core.schemas import Coordinates
+
+
+class State(StrEnum):
+    """What is known about one prefill engine."""
+
+    UNKNOWN = auto()
+    PULL = auto()  # it lends its blocks
+    PUSH = auto()  # it writes them, and we know where it is
+    SEVERAL = auto()  # it pushes, but is several engines behind one address: which one is known only afterwards
+
+
+class Event(StrEnum):
+    """What a request has brought to light."""
+
+    PULLS = auto()
+    PUSHES = auto()  # from where we know it, or we knew nothing
+    ELSEWHERE = auto()  # it pushes from a place we have not seen: it was restarted
+    BACK = auto()  # it pushes from a place that had been replaced: both are there
+    FAILED = auto()
+
+
+TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
+    State.UNKNOWN: {
+        Event.PULLS: State.PULL,
+        Event.PUSHES: State.PUSH,
+        Event.BACK: State.SEVERAL,
+        Event.FAILED: State.UNKNOWN,
+    },
+    State.PULL: {
+        Event.PULLS: State.PULL,
+        Event.PUSHES: State.PUSH,
+        Event.BACK: State.SEVERAL,
+        Event.FAILED: State.UNKNOWN,
+    },
+    State.PUSH: {
+        Event.PULLS: State.PULL,
+        Event.PUSHES: State.PUSH,
+        Event.ELSEWHERE: State.UNKNOWN,  # the request that noticed is sent again, and in turn: that cannot miss
+        Event.BACK: State.SEVERAL,
+        Event.FAILED: State.UNKNOWN,
+    },
+    State.SEVERAL: {
+        Event.PULLS: State.SEVERAL,
+        Event.PUSHES: State.SEVERAL,
+        Event.BACK: State.SEVERAL,
+        Event.FAILED: State.UNKNOWN,
+    },
+}
+
+
+@dataclass(slots=True)
+class _Record:
+    """One prefill engine."""
+
+    state: State = State.UNKNOWN
+    coordinates: Coordinates | None = None  # while PUSH
+    replaced: frozenset[str] = frozenset()  # engine ids of before
+
+
+class Learned:
+    """Remembers where prefill engines are, as they say in their answers.
+
+    Nobody waits for anybody: requests that come before the first answer go to one engine after the other, and each of
+    their answers teaches the same.
+    """
+
+    def __init__(self, *, at_once: bool) -> None:
+        self._at_once = at_once
+        self._records: dict[InstanceId, _Record] = {}
+        self._placed: set[InstanceId] = set()  # those whose coordinates are known
+
+    @property
+    def pushes(self) -> bool:
+        """Tell whether a decode engine may be told where its prefill engine is before that one has answered."""
+        return self._at_once and bool(self._placed)
+
+    def coordinates(self, prefill: InstanceId) -> Coordinates | None:
+        """Return where a prefill engine is; None: only its next answer can tell."""
+        return self._of(prefill).coordinates if self._at_once else None
+
+    def state(self, prefill: InstanceId) -> State:
+        """Return what is known about a prefill engine."""
+        return self._of(prefill).state
+
+    def learn(self, prefill: InstanceId, found: Coordinates | None) -> None:
+        """Take in what an answer said; None: the engine does not push."""
+        record = self._of(prefill)
+        before = record.coordinates
+        event = _event(record, found)
+        record.state = TRANSITIONS[record.state][event]
+        if before is not None and before != found:
+            record.replaced |= {before.remote_engine_id}
+        record.coordinates = found if record.state is State.PUSH else None
+        if record.coordinates is None:
+            self._placed.discard(prefill)
+        else:
+            self._placed.add(prefill)
+
+    def forget(self, prefill: InstanceId) -> None:
+        """It has failed: whoever answers next under this address may be another."""
+        record = self._of(prefill)
+        self._records[prefill] = _Record(TRANSITIONS[record.state][Event.FAILED])
+        self._placed.discard(prefill)
+
+    def _of(self, prefill: InstanceId) -> _Record:
+        record = self._records.get(prefill)
+        if record is None:
+            record = self._records[prefill] = _Record()
+        return record
+
+
+def _event(record: _Record, found: Coordinates | None) -> Event:
+    if found is None:
+        return Event.PULLS
+    if found.remote_engine_id in record.replaced:
+        return Event.BACK
+    return Event.PUSHES if record.coordinates in (None, found) else Event.ELSEWHERE

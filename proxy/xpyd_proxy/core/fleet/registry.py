@@ -1,0 +1,228 @@
+"""Which engines exist, and what is known of each: one record, which dies in one line."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.fleet.compatibility import Facts, fit
+from xpyd_proxy.core.fleet.drain import Drain
+from xpyd_proxy.core.fleet.health import Changes, Life, Limits, State
+from xpyd_proxy.core.fleet.load import Load
+from xpyd_proxy.core.fleet.origin import BY_HAND, Origin, Source
+from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.model import Instance, InstanceId, Role
+from xpyd_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
+
+_RESTLESS: Final = frozenset({State.BROKEN, State.TRYING})
+
+
+@dataclass(slots=True)
+class Member:
+    """One engine, and all that is known of it."""
+
+    instance: Instance
+    life: Life
+    load: Load = field(default_factory=Load)
+    facts: Facts = field(default_factory=Facts)
+    drain: Drain | None = None  # while it is drained
+    retires: bool = False  # it is forgotten once it is drained
+    origin: Origin = BY_HAND  # who wants it here
+
+
+class Registry:
+    """The engines, which come and go while requests are served. Times are seconds of a clock that only rises."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._members: dict[InstanceId, Member] = {}
+        self._at: dict[tuple[Role, str, int], set[InstanceId]] = {}  # the same by role, host and port; none is empty
+        self._added: dict[Role, int] = dict.fromkeys(Role, 0)
+        self.changes = Changes()
+
+    def add(
+        self,
+        role: Role,
+        address: Address,
+        *,
+        rank: int | None = None,
+        facts: Facts | None = None,
+        now: float = 0.0,
+        origin: Origin = BY_HAND,
+    ) -> Instance:
+        """Start to route to an engine, or to one rank of it; its id is new, also if it was here before.
+
+        Raises:
+            AlreadyKnown: the address (and rank) is in the set of this role.
+        """
+        self._check_new(role, address, rank)
+        name = InstanceId(f"{role}-{self._added[role]}")
+        self._added[role] += 1
+        instance = Instance(name, role, address, rank)
+        life = Life(now, self._limits, changes=self.changes)
+        self._members[name] = Member(instance, life, facts=facts or Facts(), origin=origin)
+        self._at.setdefault(_place(instance), set()).add(name)
+        self.changes.count += 1
+        return instance
+
+    def add_target(self, role: Role, target: Target, *, now: float, origin: Origin = BY_HAND) -> Sequence[Instance]:
+        """Start to route to an engine, or to each of its data-parallel ranks; raises AlreadyKnown."""
+        facts = Facts(mode=target.mode, revision=target.revision)
+        return [self.add(role, target.address, rank=rank, facts=facts, now=now, origin=origin) for rank in target.ranks]
+
+    def claim(self, role: Role, authority: str) -> None:
+        """Keep what is at an address whatever discovery says of it: the settings name it."""
+        for member in self._of(role):
+            if member.instance.address.authority == authority and not member.retires:
+                member.origin = BY_HAND
+
+    def is_given(self, address: Address) -> bool:
+        """Tell whether the settings or a pod name what is at an address; what was added by hand is not given."""
+        for role in Role:
+            for name in self._at.get((role, address.host, address.port), ()):
+                if self._members[name].origin.source is not Source.STORE:
+                    return True
+        return False
+
+    def remove(self, name: InstanceId, *, now: float) -> None:
+        """Forget an engine; its legs go on, and are nobody's.
+
+        Raises:
+            UnknownInstance: there is none of this id.
+        """
+        member = self.member(name)
+        member.life.remove(now=now)
+        del self._members[name]
+        place = _place(member.instance)
+        self._at[place].discard(name)
+        if not self._at[place]:
+            del self._at[place]
+
+    def drain(self, name: InstanceId, *, now: float) -> None:
+        """Send it nothing new.
+
+        Raises:
+            UnknownInstance: there is none of this id.
+        """
+        member = self.member(name)
+        member.life.drain(now=now)
+        member.drain = member.drain or Drain(now)
+
+    def retire(self, name: InstanceId, *, now: float) -> None:
+        """Send it nothing new, and forget it as soon as it has nothing left.
+
+        Raises:
+            UnknownInstance: there is none of this id.
+        """
+        self.drain(name, now=now)
+        self.member(name).retires = True
+
+    def undrain(self, name: InstanceId, *, now: float) -> None:
+        """Send it requests again.
+
+        Raises:
+            UnknownInstance: there is none of this id.
+            AlreadyKnown: it was to be forgotten, and its address has been added anew.
+        """
+        member = self.member(name)
+        if member.retires:
+            self._check_new(member.instance.role, member.instance.address, member.instance.rank)
+        member.life.undrain(now=now)
+        member.drain, member.retires = None, False
+
+    def settle(self, *, patience_s: float, now: float) -> Sequence[Instance]:
+        """Let the engines that are drained now be so, and return them; those that retire are forgotten."""
+        drained = [member for member in self._members.values() if _settled(member, patience_s, now)]
+        for member in self.members():
+            if member.retires and member.life.state is State.DRAINED:
+                self.remove(member.instance.id, now=now)
+        return [member.instance for member in drained]
+
+    def member(self, name: InstanceId) -> Member:
+        """Return what is known of an engine.
+
+        Raises:
+            UnknownInstance: there is none of this id.
+        """
+        if (member := self._members.get(name)) is None:
+            raise UnknownInstance(f"there is no instance {name!r}: `xpyd instances list` shows those there are")
+        return member
+
+    def get(self, name: InstanceId) -> Member | None:
+        """Return what is known of an engine; None if it was removed meanwhile."""
+        return self._members.get(name)
+
+    def members(self) -> Sequence[Member]:
+        """List all engines, in the order they were added."""
+        return tuple(self._members.values())
+
+    def known(self, role: Role, /) -> Sequence[Instance]:
+        """List the engines of a role, also those that must not get a request now, in the order they were added."""
+        return tuple(member.instance for member in self._of(role))
+
+    def usable(self, role: Role, /, *, now: float = 0.0) -> Sequence[Instance]:
+        """List the engines of a role that can take a request.
+
+        Raises:
+            NoInstance: there is none; the message says what has become of those there are.
+        """
+        members = self._of(role)
+        if found := tuple(member.instance for member in members if member.life.may_serve(now=now)):
+            return found
+        if not members:
+            raise NoInstance(f"the router knows no {role} instance")
+        states = ", ".join(f"{member.instance.id} is {_state(member)}" for member in members)
+        raise NoInstance(f"no {role} instance can take a request: {states}")
+
+    @property
+    def is_calm(self) -> bool:
+        """Tell whether no engine changes by the mere passing of time, or by being chosen: none rests or is tried."""
+        return not any(member.life.state in _RESTLESS for member in self._members.values())
+
+    def fitting(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
+        """List those decode engines that can read the blocks of a prefill engine; what is not known fits everything."""
+        return [instance for instance in decode if fit(self._facts(prefill), self._facts(instance))]
+
+    def _facts(self, instance: Instance) -> Facts:
+        member = self.get(instance.id)
+        return Facts() if member is None else member.facts
+
+    def learn(self, name: InstanceId, found: Facts) -> None:
+        """Take in facts; what is not known, and what is said of an engine that was removed, changes nothing."""
+        if (member := self.get(name)) is not None:
+            before, member.facts = member.facts, member.facts.updated(found)
+            self.changes.count += member.facts != before
+
+    def _check_new(self, role: Role, address: Address, rank: int | None) -> None:
+        for name in self._at.get((role, address.host, address.port), ()):
+            member = self._members[name]
+            if _overlap(member.instance.rank, rank) and not member.retires:
+                raise AlreadyKnown(f"{address.authority} is already known as {name}")
+
+    def _of(self, role: Role) -> list[Member]:
+        return [member for member in self._members.values() if member.instance.role is role]
+
+
+def _place(instance: Instance) -> tuple[Role, str, int]:
+    return instance.role, instance.address.host, instance.address.port
+
+
+def _overlap(one: int | None, other: int | None) -> bool:
+    return one is None or other is None or one == other
+
+
+def _settled(member: Member, patience_s: float, now: float) -> bool:
+    if member.life.state is not State.DRAINING or member.drain is None:
+        return False
+    found = member.drain.verdict(member.instance.role, member.load.in_flight, patience_s=patience_s, now=now)
+    if found is None:
+        return False
+    member.life.empty(found, now=now)
+    return True
+
+
+def _state(member: Member) -> str:
+    life = member.life
+    if life.state is State.TRYING:
+        return "being tried"
+    return f"{life.state} ({life.why})" if life.state is State.JOINING else life.state.value

@@ -1,0 +1,53 @@
+"""Which engine an operator means: its address, and after ``#`` what it is beyond that."""
+
+import re
+from dataclasses import dataclass
+from typing import Final, Self
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.errors import AddressError
+
+REVISION: Final = re.compile(r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")  # what Kubernetes takes for a label
+_OPTIONS: Final = re.compile(
+    r"(?:dp=(?P<dp>[1-9][0-9]{0,2})(?:&|$))?(?:mode=(?P<mode>pull|push)(?:&|$))?"
+    rf"(?:revision=(?P<revision>{REVISION.pattern}))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An engine, such as ``host:8100``, ``host:8100#dp=4`` or ``host:8100#dp=4&mode=push``."""
+
+    address: Address
+    ranks: tuple[int | None, ...] = (None,)  # the data-parallel ranks behind the address, each an instance of its own
+    mode: TransferMode | None = None  # who moves the KV cache; None: it shows
+    revision: str | None = None  # of its deployment: two revisions never share a request; None: fits all
+
+    @property
+    def text(self) -> str:
+        """What ``parse`` reads as this target."""
+        dp = "" if self.ranks == (None,) else f"dp={len(self.ranks)}"
+        mode = "" if self.mode is None else f"mode={self.mode}"
+        revision = "" if self.revision is None else f"revision={self.revision}"
+        options = "&".join(filter(None, (dp, mode, revision)))
+        return f"{self.address.url}#{options}" if options else self.address.url
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read a target.
+
+        Raises:
+            BadPort: the port is a number outside 1..65535.
+            AddressError: anything else is wrong with it.
+        """
+        address, mark, options = text.partition("#")
+        found = _OPTIONS.fullmatch(options)
+        if found is None or (mark and not options) or options.endswith("&"):
+            raise AddressError(
+                f"{text!r} ends in #{options}: write #dp=N (1 to 999), #mode=pull, #mode=push, #revision=NAME "
+                "or several of them in this order, with & between them"
+            )
+        ranks = tuple(range(int(found["dp"]))) if found["dp"] else (None,)
+        mode = TransferMode(found["mode"]) if found["mode"] else None
+        return cls(Address.parse(address), ranks, mode, found["revision"])

@@ -1,0 +1,1 @@
+"""What strangers send, read within bounds: heads, bodies, forms, origins, addresses."""

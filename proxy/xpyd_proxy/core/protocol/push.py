@@ -1,0 +1,146 @@
+"""What the router tells a decode engine whose prefill engine writes the KV cache into its memory (push).
+
+In pull mode the decode engine is told what the prefill engine has answered. In push mode it may be told before there
+is an answer: it only needs to know where the prefill engine is, and by which name both know the request. Where it is
+stands in every earlier answer of that engine, so the first request goes to one engine after the other, and from then
+on both are asked at once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, TypeVar
+
+import msgspec
+
+from xpyd_proxy.core.model import Api, Handover, InstanceId, RequestId, TransferId
+from xpyd_proxy.core.protocol import request_bodies
+from xpyd_proxy.core.protocol.usage import counted
+from xpyd_proxy.core.raw_json import Fields, NotJson, decode, encode, text
+from xpyd_proxy.core.schemas import Coordinates, DecodeParams, KvParams, Naming
+from xpyd_proxy.errors import EngineError
+from xpyd_proxy.settings import Mode
+
+_T = TypeVar("_T")
+_EVERYWHERE: Final = frozenset({"0.0.0.0", "::", "[::]", "*"})
+
+
+class TransferMode(StrEnum):
+    """Who moves the KV cache, in an engine's words; a word we do not know is no push."""
+
+    PULL = "pull"
+    PUSH = "push"
+
+
+_SAID_PUSH: Final = TransferMode.PUSH.value
+_PULL, _PUSH = TransferMode  # looking a member up takes as long as a call
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How the router takes what prefill engines say about their side of a transfer."""
+
+    unsaid: TransferMode  # of an engine that does not say
+    accepted: frozenset[TransferMode]
+    at_once: bool  # both legs, as soon as the prefill engine is known to push
+
+
+MANNERS: Final[Mapping[Mode, Manner]] = {
+    Mode.AUTO: Manner(TransferMode.PULL, frozenset(TransferMode), at_once=True),
+    Mode.PULL: Manner(TransferMode.PULL, frozenset(TransferMode), at_once=False),
+    Mode.PUSH: Manner(TransferMode.PUSH, frozenset({TransferMode.PUSH}), at_once=True),
+}
+
+
+# The engines put these around our X-Request-Id, and a suffix of their own behind it.
+_NAMES: Final[Mapping[Api, str]] = {
+    Api.COMPLETIONS: "cmpl-{}-0",
+    Api.CHAT: "chatcmpl-{}",
+    Api.RESPONSES: "resp_{}_0",  # from the body's request_id
+    Api.MESSAGES: "chatcmpl-{}",
+}
+
+
+def known_as(api: Api, request: RequestId) -> str:
+    """Return the name under which vLLM's engines know a request, as far as both have the same."""
+    return _NAMES[api].format(request)
+
+
+def decode_params(coordinates: Coordinates, api: Api, request: RequestId, transfer: TransferId) -> msgspec.Raw:
+    """Return what a decode engine is told before its prefill engine has answered."""
+    found = msgspec.structs.asdict(coordinates)
+    params = DecodeParams(
+        **found,
+        remote_request_id=known_as(api, request),
+        transfer_id=transfer,
+        transfer_mode=TransferMode.PUSH.value,
+    )
+    return msgspec.Raw(msgspec.json.encode(params))
+
+
+def handover(
+    prefill: InstanceId,
+    answer: bytes,
+    api: Api,
+    request: RequestId,
+    manner: Manner,
+    *,
+    transfer: TransferId,
+    host: str | None = None,
+) -> Handover:
+    """Read the answer of a prefill engine; ``transfer`` is the name that it was told.
+
+    ``host``: where the router reaches it, and so do decode engines if it names a place where none could.
+
+    Raises:
+        EngineError: it is such that a decode engine would not survive it, or would wait for ever.
+    """
+    given = request_bodies.kv_params(prefill, answer)
+    params = given.params
+    said = given.naming or _read(prefill, params, Naming)
+    named = said.remote_host if isinstance(said, KvParams) else _host_in(params)
+    is_replaced = host is not None and is_nowhere(named)
+    if is_replaced:
+        params = msgspec.Raw(encode(decode(params, Fields) | {"remote_host": text(host or "")}))
+    mode = manner.unsaid if said.transfer_mode is None else _mode(said.transfer_mode)
+    if mode not in manner.accepted:
+        raise EngineError(f"{prefill} does not push its KV cache, and this router was started with --mode push")
+    if mode is _PULL:
+        return Handover(params, None, counted(given.usage), replaced=named if is_replaced else None)
+    if not _is_same(said.remote_request_id, known_as(api, request)):
+        raise EngineError(f"{prefill} knows the request by another id than ours: it cannot push to a decode engine")
+    told = msgspec.Raw(encode(decode(params, Fields) | {"transfer_id": text(transfer)}))
+    coordinates = _read(prefill, params, Coordinates)
+    return Handover(told, coordinates, counted(given.usage), transfer, replaced=named if is_replaced else None)
+
+
+def is_nowhere(said: str) -> bool:
+    """Tell whether what an engine says of itself is no place to go to: it listens everywhere (RFC 1122, 3.2.1.3).
+
+    An engine that says localhost listens there and nowhere else, so another name would lead to nobody, and a decode
+    engine on the same machine reaches it.
+    """
+    return said in _EVERYWHERE
+
+
+def _host_in(params: msgspec.Raw) -> str:
+    try:
+        return decode(decode(params, Fields)["remote_host"], str)
+    except (NotJson, KeyError):
+        return ""  # it is not text, which the decode engine will say
+
+
+def _mode(said: str) -> TransferMode:
+    return _PUSH if said == _SAID_PUSH else _PULL
+
+
+def _read(prefill: InstanceId, params: msgspec.Raw, wanted: type[_T]) -> _T:
+    try:
+        return decode(params, wanted)
+    except NotJson as exc:
+        raise EngineError(f"{prefill} answered without usable kv_transfer_params: {exc}") from exc
+
+
+def _is_same(theirs: str, ours: str) -> bool:
+    """Compare names; an engine adds a suffix of its own, which the other one does not know."""
+    return theirs == ours or theirs.startswith(f"{ours}-")

@@ -1,0 +1,223 @@
+"""How one client request becomes two engine requests.
+
+The prefill engine computes the prompt and stops after one token; its answer carries ``kv_transfer_params``, which go
+to the decode engine as they are. Only the names of a body's fields are decoded. The values stay the client's own
+bytes, so that floats, big integers, escapes and fields of tomorrow arrive as they were sent. When a name occurs twice
+the last value counts, as it does in vLLM, and only that one is sent on: both engines see the same request.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from xpyd_proxy.core.http.json_bounds import check_names, check_prompts
+from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
+from xpyd_proxy.core.raw_json import (
+    FALSE,
+    NULL,
+    TRUE,
+    Fields,
+    NotJson,
+    OtherJson,
+    decode,
+    encode,
+    encode_text,
+    maybe,
+    text,
+)
+from xpyd_proxy.core.schemas import KvParams, Naming, PrefillAnswer
+from xpyd_proxy.errors import BadRequest, EngineError
+
+_ONE: Final = msgspec.Raw(b"1")
+_ANY_PROMPT: Final = msgspec.Raw(b"[0]")
+_TOO_MANY: Final = msgspec.Raw(b"2147483647")
+_ASK_FOR_PREFILL: Final[Fields] = {"do_remote_decode": TRUE, "do_remote_prefill": FALSE} | dict.fromkeys(
+    ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"), NULL
+)
+_ASKING: Final = encode(_ASK_FOR_PREFILL)[:-1] + b',"transfer_id":%b}'
+
+# Only the router may set these: from a client they name memory that is not the client's, or kill the engine.
+_PRIVATE: Final = ("kv_transfer_params", "ec_transfer_params")
+# They shape the tokens that decode makes, or the way it shows them; prefill shows its one token to nobody.
+_OPENAI: Final = frozenset(
+    {"stream_options", "best_of", "use_beam_search", "prompt_logprobs", "logprobs", "top_logprobs", "logprob_token_ids"}
+)
+_ONLY_FOR_DECODE: Final[Mapping[Api, frozenset[str]]] = {
+    Api.COMPLETIONS: _OPENAI,
+    Api.CHAT: _OPENAI,
+    Api.RESPONSES: frozenset(),
+    Api.MESSAGES: frozenset(),
+}
+# An end-of-sequence as first token would end a request another way than by length; not every API can rule it out.
+_ONE_TOKEN: Final[Mapping[Api, Fields]] = {
+    Api.COMPLETIONS: dict.fromkeys(("max_tokens", "min_tokens"), _ONE),
+    Api.CHAT: dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), _ONE),
+    Api.RESPONSES: {"max_output_tokens": _ONE, "store": FALSE},  # nobody will ask the prefill engine for its answer
+    Api.MESSAGES: {"max_tokens": _ONE},
+}
+# Without one of these vLLM 0.32 dies on an assertion or a KeyError, and with it every request it serves.
+_NEEDED: Final = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids")
+
+
+def parse(body: bytes, *, strip_private: bool) -> Fields:
+    """Read a client's body, and refuse (or strip) the parameters only the router may set.
+
+    Raises:
+        BadRequest: the body is not a JSON object, carries such parameters, or has too many names or prompts.
+    """
+    check_names(body)
+    try:
+        if not body.isascii():
+            body.decode()  # values are not decoded here, and vLLM would answer in FastAPI's words
+        fields = decode(body, Fields)
+    except OtherJson as other:
+        raise BadRequest("the body is JSON, but not an object") from other
+    except (NotJson, UnicodeDecodeError) as exc:
+        raise BadRequest(f"the body is not JSON: {exc}") from exc
+    check_prompts(fields, len(body))
+    fields = _public(fields, strip_private=strip_private, inside="")
+    # vLLM merges vllm_xargs into the place where it looks for the KV parameters.
+    if (extra := fields.get("vllm_xargs")) is not None:
+        fields["vllm_xargs"] = _public_extra(extra, strip_private=strip_private)
+    return fields
+
+
+def check_wanted_now(api: Api, fields: Fields) -> None:
+    """Accept a request whose answer is wanted on this connection.
+
+    Raises:
+        BadRequest: it is to be fetched later, from the engine that has it: clients cannot reach a certain engine.
+    """
+    if api is Api.RESPONSES and fields.get("background", NULL) not in (NULL, FALSE):
+        raise BadRequest("background answers cannot be fetched through this router: leave it out", param="background")
+
+
+def named(api: Api, fields: Fields, request: RequestId) -> Fields:
+    """Give both legs our name of the request, where the engines do not take it from X-Request-Id."""
+    return fields | {"request_id": text(f"resp_{request}")} if api is Api.RESPONSES else fields
+
+
+def prefill_body(api: Api, fields: Fields, transfer: TransferId) -> bytes:
+    """Write what ``prefill_fields`` makes of a request."""
+    return encode(prefill_fields(api, fields, transfer))
+
+
+def prefill_fields(api: Api, fields: Fields, transfer: TransferId) -> Fields:
+    """Ask for the KV cache of the prompt: everything that shapes the prompt, and one token.
+
+    The name of the transfer goes along in any case: whether the engine pushes is known from its answer.
+    """
+    kept = {name: value for name, value in fields.items() if name not in _ONLY_FOR_DECODE[api]}
+    if kept.get("n", NULL) != NULL:
+        kept["n"] = _ONE
+    kept.update(_ONE_TOKEN[api])
+    kept["stream"] = FALSE  # a streamed answer carries no kv_transfer_params
+    kept["kv_transfer_params"] = msgspec.Raw(_ASKING % encode_text(transfer))
+    return kept
+
+
+def decode_body(fields: Fields, kv_params: msgspec.Raw) -> bytes:
+    """Write what ``decode_fields`` makes of a request."""
+    return encode(decode_fields(fields, kv_params))
+
+
+def decode_fields(fields: Fields, kv_params: msgspec.Raw) -> Fields:
+    """Ask for the tokens: the client's request, and where the KV cache of its prompt is."""
+    return fields | {"kv_transfer_params": kv_params}
+
+
+def telling_tokens(api: Api, fields: Fields) -> Fields:
+    """Have the prefill engine tell the tokens of its prompt, where the decode engine can take them over."""
+    return fields | {"return_token_ids": TRUE} if api is Api.CHAT else fields
+
+
+def with_tokens(kv_params: msgspec.Raw, answer: bytes) -> msgspec.Raw:
+    """Add the prompt's tokens to the parameters: the decode engine then does not render and tokenize again.
+
+    vLLM takes the key out before anything else reads the parameters, which stay as they came.
+    """
+    ids = decode(answer, PrefillAnswer).prompt_token_ids
+    if ids == NULL:
+        return kv_params
+    return msgspec.Raw(bytes(kv_params).rstrip()[:-1] + b',"prompt_token_ids":' + bytes(ids) + b"}")
+
+
+RELEASE_PATH: Final = Api.COMPLETIONS.value
+
+
+def release_body(fields: Fields, kv_params: msgspec.Raw) -> bytes:
+    """Ask a decode engine for more tokens than any has room for: it refuses, and tells the prefill engine to free.
+
+    A prefill engine keeps its blocks for a whole lease when nobody comes for them, and listens to other engines only.
+    """
+    asked: Fields = {"prompt": _ANY_PROMPT, "max_tokens": _TOO_MANY, "stream": FALSE, "kv_transfer_params": kv_params}
+    return encode({name: fields[name] for name in ("model",) if name in fields} | asked)
+
+
+class Given:
+    """What a prefill engine's answer gives."""
+
+    __slots__ = ("naming", "params", "usage")
+
+    def __init__(self, params: msgspec.Raw, naming: Naming | None, usage: msgspec.Raw) -> None:
+        self.params = params  # the KV parameters, unread but checked
+        self.naming = naming  # from those; None: not read yet
+        self.usage = usage
+
+
+def kv_params(prefill: InstanceId, answer: bytes) -> Given:
+    """Take the KV parameters out of a prefill engine's answer.
+
+    Raises:
+        EngineError: they are missing, or such that a decode engine would not survive them.
+    """
+    try:
+        said = decode(answer, PrefillAnswer)
+        found = said.kv_transfer_params
+        if (good := _good(found)) is not None:
+            return Given(found, good, said.usage)
+        params = decode(found, Fields)
+        missing = [name for name in _NEEDED if _is_empty(params.get(name, NULL))]
+    except NotJson as exc:
+        raise EngineError(f"{prefill} answered without usable kv_transfer_params") from exc
+    if params.get("do_remote_prefill") != TRUE:
+        raise EngineError(f"{prefill} kept no KV cache for this request: do_remote_prefill is not true")
+    if missing:
+        raise EngineError(f"{prefill} left out of its kv_transfer_params: {', '.join(missing)}")
+    return Given(found, None, said.usage)
+
+
+def _good(params: msgspec.Raw) -> KvParams | None:
+    """Recognise parameters as all engines send them; others may be good as well, and need a closer look."""
+    found = maybe(params, KvParams)
+    return None if found is None or not found.do_remote_prefill or _is_empty(found.remote_block_ids) else found
+
+
+def _is_empty(value: msgspec.Raw) -> bool:
+    """Tell null and the like: an empty list of blocks kills an engine as none does. A port may be 0."""
+    text = bytes(value)
+    if text.startswith(b"[") and text.isascii():
+        return text[1:].lstrip(b" \t\n\r").startswith(b"]")  # a long list need not be read
+    return decode(text, object) in (None, "", [])
+
+
+def _public(fields: Fields, *, strip_private: bool, inside: str) -> Fields:
+    """Drop the private parameters; complain about those that say something unless told to strip them."""
+    for name in _PRIVATE:
+        if fields.pop(name, NULL) != NULL and not strip_private:
+            message = f"{inside}{name} is set by the router and must not be part of a request"
+            raise BadRequest(message, param=f"{inside}{name}")
+    return fields
+
+
+def _public_extra(extra: msgspec.Raw, *, strip_private: bool) -> msgspec.Raw:
+    try:
+        fields = decode(extra, Fields)
+    except OtherJson:
+        return extra  # not an object: null, or something the engine refuses
+    except NotJson as exc:
+        raise BadRequest(f"vllm_xargs is not JSON: {exc}", param="vllm_xargs") from exc
+    if not fields.keys() & set(_PRIVATE):
+        return extra
+    return msgspec.Raw(encode(_public(fields, strip_private=strip_private, inside="vllm_xargs.")))

@@ -1,0 +1,139 @@
+"""Server-sent events, as far as a relay must understand them.
+
+Bytes are looked for with ``find``: ``in`` tries first whether what it gets is a number, and raises and drops an error.
+"""
+
+import re
+from typing import Final
+
+from xpyd_proxy.core.protocol.response_filter import clean_lines
+from xpyd_proxy.core.raw_json import NotJson, decode
+from xpyd_proxy.core.schemas import ErrorEvent
+from xpyd_proxy.errors import EngineError
+
+_DONE: Final = b"data: [DONE]"
+_ERROR: Final = b'data: {"error":'
+_DATA: Final = b"data:"
+_EVENT: Final = b"event:"
+_BREAK: Final = re.compile(rb"[\r\n]")
+LINE_MOST: Final = 16 * 1024 * 1024  # bytes of a line; the last event of /v1/responses has a whole answer in it
+_END_MOST: Final = 32  # bytes of what has passed that tell a stream's end
+# What /v1/responses says before the engine has done anything: it tells nothing about whether it will.
+_PREAMBLE: Final = frozenset({b"response.created", b"response.queued", b"response.in_progress"})
+# Other APIs than the first two name their events, and end with one of these in place of a [DONE].
+_LAST: Final = frozenset({b"message_stop", b"error", b"response.completed", b"response.failed", b"response.incomplete"})
+
+
+def error_status(data: bytes) -> int | None:
+    """Return the HTTP status an error event asks for (500 if it names none); None for any other event."""
+    if data.find(b'"error"') < 0 and data.find(b"\\u") < 0:  # a name may be written in escapes
+        return None
+    try:
+        event = decode(data, ErrorEvent)
+    except NotJson:
+        return None
+    if event.error is None:
+        return None
+    code = event.error.code
+    return code if isinstance(code, int) and 400 <= code < 600 else 500
+
+
+class Beginning:
+    """A stream up to its first event, however small the pieces are in which it comes.
+
+    Comments (keep-alives) are no events, and an announcement says nothing yet about the request.
+    """
+
+    __slots__ = ("_at", "_name", "_searched", "received")
+
+    def __init__(self) -> None:
+        self.received = bytearray()
+        self._at = 0  # where the line begins that is not complete
+        self._searched = 0  # up to where that has no end
+        self._name = b""  # of the event that has begun
+
+    def feed(self, piece: bytes) -> bytes | None:
+        """Take what has come; return the data of the first event, or None while its line is not complete."""
+        text = self.received
+        if not text and piece.startswith(_DATA) and (end := piece.find(b"\n")) > 0 and piece.find(b"\r", 0, end) < 0:
+            text += piece
+            return piece[len(_DATA) : end].strip()
+        text += piece
+        while (end := _end_of_line(text, self._searched)) >= 0:
+            line = bytes(text[self._at : end])
+            self._at = self._searched = end + 1
+            if line.startswith(_EVENT):
+                self._name = line[len(_EVENT) :].strip()
+            elif line.startswith(_DATA):
+                if self._name not in _PREAMBLE:
+                    return line[len(_DATA) :].strip()
+                self._name = b""
+        self._searched = len(text)
+        return None
+
+
+def _end_of_line(text: bytearray, at: int) -> int:
+    """Return where the line break is that comes next, or -1."""
+    found = _BREAK.search(text, at)
+    return -1 if found is None else found.start()
+
+
+class WholeLines:
+    """Lets a stream pass in whole lines and notices whether it came to its proper end.
+
+    vLLM writes whole events, so nearly always everything passes at once. But when an engine dies in the middle of a
+    line, that line has not been sent on, and an error event can follow in good order. What passes has no
+    ``kv_transfer_params``.
+    """
+
+    __slots__ = ("_engine", "_last", "_name", "_rest", "_size", "erred")
+
+    def __init__(self, engine: str) -> None:
+        self.erred = False  # the engine has said itself that it failed
+        self._engine = engine  # its id, for what errors say
+        self._rest: list[bytes] = []  # pieces of a line that is not complete
+        self._size = 0  # bytes of them
+        self._last = b"\n"  # what has passed, from a place on that is early enough to recognise the end of a stream
+        self._name = b""  # of the last event that has one
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Take what has arrived; return what may pass.
+
+        Raises:
+            EngineError: a line is too long, or has parameters where they cannot be taken out.
+        """
+        end = chunk.rfind(b"\n") + 1
+        rest = chunk[end:]
+        if end == 0:
+            self._hold(rest)
+            return b""
+        passing = chunk[:end]
+        if self._rest:
+            passing = b"".join([*self._rest, passing])
+            self._rest, self._size = [], 0
+        if rest:
+            self._hold(rest)
+        passing = clean_lines(self._engine, passing)
+        self._note(passing)
+        return passing
+
+    def _hold(self, piece: bytes) -> None:
+        """Keep a piece of a line until all of it is here."""
+        self._size += len(piece)
+        if self._size > LINE_MOST:
+            self._rest, self._size = [], 0
+            raise EngineError(f"{self._engine} sent a line of more than {LINE_MOST} bytes in its stream")
+        self._rest.append(piece)
+
+    def finish(self) -> tuple[bytes, bool]:
+        """The stream has ended: return what is left of it, and whether it was complete."""
+        rest = b"".join(self._rest)
+        is_done = (self._last[-_END_MOST:] + rest).rstrip().endswith(b"\n" + _DONE)
+        complete = is_done or (self._name in _LAST and not rest)
+        return (rest if complete else b""), complete
+
+    def _note(self, passing: bytes) -> None:
+        if passing.find(_EVENT) >= 0 and ((at := passing.rfind(b"\n" + _EVENT) + 1) or passing.startswith(_EVENT)):
+            self._name = passing[at + len(_EVENT) :].partition(b"\n")[0].strip()
+        self.erred = self.erred or self._name == b"error" or passing.find(_ERROR) >= 0
+        self._last = passing if len(passing) >= _END_MOST else (self._last + passing)[-_END_MOST:]

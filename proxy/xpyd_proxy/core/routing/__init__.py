@@ -1,0 +1,1 @@
+"""Which engines serve a request, and what follows when one of them fails."""

@@ -1,0 +1,74 @@
+"""What would become of a request now: the engines, the rule that sends it there, and what each of them would get."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from xpyd_proxy.core.fleet.push_coordinates import Learned
+from xpyd_proxy.core.model import Call, Instance, Push, RequestId, Role, Solo, TransferId
+from xpyd_proxy.core.ports import Pairing
+from xpyd_proxy.core.protocol import push, request_bodies
+from xpyd_proxy.core.protocol.disaggregation import solo_reason
+from xpyd_proxy.core.raw_json import encode, text
+from xpyd_proxy.core.routing.routing_hints import ask_of_call
+from xpyd_proxy.errors import NoInstance
+
+_REQUEST: Final = RequestId("xpyd-explained")  # a real request has another id
+_TRANSFER: Final = TransferId("xfer-explained")  # and another one here
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The answer; of a request that one engine serves, the prefill side is None."""
+
+    rule: str
+    prefill: Instance | None
+    decode: Instance
+    prefill_body: bytes | None
+    decode_body: bytes  # while the prefill engine has not answered, with words in place of its kv_transfer_params
+
+
+@dataclass(frozen=True, slots=True)
+class Explainer:
+    """Says what the relay would do. Its pairing is a copy, so that asking changes nothing."""
+
+    pairing: Pairing
+    usable: Callable[[Role], Sequence[Instance]]  # raises NoInstance
+    learned: Learned
+    min_prompt_chars: int = 0
+    alone_without_prefill: bool = True
+
+    def explain(self, call: Call) -> Explanation:
+        """Say what would become of a request now.
+
+        Raises:
+            NoInstance, UnknownModel, BadRequest: it would be refused.
+        """
+        decode = self.usable(Role.DECODE)
+        solo = solo_reason(call.api, call.fields, min_prompt_chars=self.min_prompt_chars)
+        if solo is None:
+            try:
+                return self._split(call, self.usable(Role.PREFILL), decode)
+            except NoInstance:
+                if not self.alone_without_prefill:
+                    raise
+        chosen = self.pairing.one(decode, ask_of_call(call))
+        return Explanation(f"solo: {solo or Solo.NO_PREFILL}", None, chosen, None, encode(call.fields))
+
+    def _split(self, call: Call, among: Sequence[Instance], decode: Sequence[Instance]) -> Explanation:
+        prefill, chosen = self.pairing.pair(among, decode, ask_of_call(call))
+        fields = request_bodies.named(call.api, call.fields, _REQUEST)
+        told = self.learned.coordinates(prefill.id)
+        if told is None:
+            params = text(f"those that {prefill.id} answers with")
+        else:
+            params = push.decode_params(told, call.api, _REQUEST, _TRANSFER)
+        return Explanation(
+            "prefill first, then decode" if told is None else f"both legs at once ({Push.AT_ONCE})",
+            prefill,
+            chosen,
+            request_bodies.prefill_body(call.api, fields, _TRANSFER),
+            request_bodies.decode_body(fields, msgspec.Raw(params)),
+        )

@@ -1,0 +1,233 @@
+"""Which engines may serve a request, and the choice among them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol, Self
+
+from xpyd_proxy.core.fleet import compatibility
+from xpyd_proxy.core.fleet.health import State
+from xpyd_proxy.core.fleet.registry import Member, Registry
+from xpyd_proxy.core.model import ANY, Ask, Instance, Role
+from xpyd_proxy.errors import BadRequest, NoInstance, UnknownModel
+
+
+class Policy(Protocol):
+    """Chooses the engine of one leg; the sequence is never empty."""
+
+    def one(self, among: Sequence[Instance], ask: Ask = ANY, /) -> Instance:
+        """Return one of these engines."""
+        ...
+
+    def copy(self) -> Self:
+        """Return one that chooses alike, and whose choices leave no trace here."""
+        ...
+
+
+class Choice(Policy, Protocol):
+    """Chooses both engines of a request, or the decode engine alone."""
+
+    def pair(
+        self,
+        prefill: Sequence[Instance],
+        decode: Sequence[Instance],
+        ask: Ask,
+        fits: Callable[[Instance, Instance], bool],
+        /,
+    ) -> tuple[Instance, Instance]:
+        """Return two engines that fit; every engine of either side fits one of the other side."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Legs:
+    """A choice by one policy for each leg; they do not know of each other."""
+
+    prefill: Policy
+    decode: Policy
+
+    def pair(
+        self,
+        prefill: Sequence[Instance],
+        decode: Sequence[Instance],
+        ask: Ask,
+        fits: Callable[[Instance, Instance], bool],
+        /,
+    ) -> tuple[Instance, Instance]:
+        """Return what each of them chooses, the prefill engine first."""
+        chosen = self.prefill.one(prefill, ask)
+        return chosen, self.decode.one([instance for instance in decode if fits(chosen, instance)], ask)
+
+    def one(self, among: Sequence[Instance], ask: Ask = ANY, /) -> Instance:
+        """Return what the decode policy chooses."""
+        return self.decode.one(among, ask)
+
+    def copy(self) -> "Legs":
+        """Return one that chooses alike, and whose choices leave no trace here."""
+        return Legs(self.prefill.copy(), self.decode.copy())
+
+
+_MOST_SEEN: Final = 64  # clients can think of models without end
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What some engines were narrowed down to, which stays true for as long as they and their facts are the same."""
+
+    of: Sequence[object]
+    prefill: Sequence[Instance]
+    decode: Sequence[Instance]
+    all_fit: bool  # each prefill engine fits each decode engine
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Narrows the engines down to those that serve the model and fit together, and lets a choice choose."""
+
+    registry: Registry
+    choice: Choice
+    _seen: dict[tuple[str | None, int | None], _Seen] = field(
+        default_factory=dict[tuple[str | None, int | None], _Seen]
+    )
+    _calm: dict[str | None, tuple[int, _Seen]] = field(default_factory=dict[str | None, tuple[int, _Seen]])
+
+    def calm(self, ask: Ask) -> tuple[Instance, Instance] | None:
+        """Return what ``pair`` would with all usable engines, if it need not look at them: nothing has changed.
+
+        None: only ``pair`` can tell.
+        """
+        version, seen = self._calm.get(ask.model) or (-1, None)
+        if seen is None or version != self.registry.changes.count or ask.rank is not None:
+            return None
+        return self.choice.pair(seen.prefill, seen.decode, ask, compatibility.always if seen.all_fit else self._fits)
+
+    def remember(self, ask: Ask) -> None:
+        """Remember what ``pair`` has just found among all usable engines, if time alone does not change it."""
+        seen = self._seen.get((ask.model, ask.rank))
+        if seen is not None and ask.rank is None and self.registry.is_calm:
+            if len(self._calm) >= _MOST_SEEN:
+                self._calm.clear()
+            self._calm[ask.model] = self.registry.changes.count, seen
+
+    def pair(
+        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: Ask = ANY, /
+    ) -> tuple[Instance, Instance]:
+        """Return two engines that can share the request.
+
+        Raises:
+            UnknownModel: no engine serves its model.
+            BadRequest: no engine has the rank it asks for.
+            NoInstance: those that would do cannot take a request now, or do not fit together.
+        """
+        members = [self.registry.get(instance.id) for instance in (*prefill, *decode)]
+        if any(member is not None and member.life.state is State.TRYING for member in members):
+            narrowed = self._narrowed(prefill, decode, ask)
+            return self.choice.pair(*self._matched(*self._with_trial(*narrowed, ask)), ask, self._fits)
+        facts_now = [None if member is None else member.facts for member in members]
+        of = [*prefill, None, *decode, *facts_now]
+        seen = self._seen.get((ask.model, ask.rank))
+        if seen is None or seen.of != of:
+            seen = self._look(of, *self._narrowed(prefill, decode, ask), ask)
+        return self.choice.pair(seen.prefill, seen.decode, ask, compatibility.always if seen.all_fit else self._fits)
+
+    def one(self, decode: Sequence[Instance], ask: Ask = ANY, /) -> Instance:
+        """Return the engine that serves the request, or its decode leg, alone; raises what ``pair`` raises."""
+        among = self._serving(decode[0].role, decode, ask)
+        trying, well = self._sorted(among)
+        if trying and not (ask.again and well):
+            return trying[0]
+        return self.choice.one(well, ask)
+
+    def copy(self) -> "Pairs":
+        """Return one that chooses alike, and whose choices leave no trace here."""
+        return Pairs(self.registry, self.choice.copy())
+
+    def _narrowed(
+        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: Ask
+    ) -> tuple[Sequence[Instance], Sequence[Instance]]:
+        decode = self._serving(Role.DECODE, decode, ask)
+        prefill = self._serving(Role.PREFILL, prefill, ask)
+        return self._matched(*self._matched(prefill, decode))
+
+    def _look(self, of: Sequence[object], prefill: Sequence[Instance], decode: Sequence[Instance], ask: Ask) -> _Seen:
+        if len(self._seen) >= _MOST_SEEN:
+            self._seen.clear()
+        all_fit = all(self._fits(p, d) for p in prefill for d in decode)
+        seen = self._seen[ask.model, ask.rank] = _Seen(of, prefill, decode, all_fit)
+        return seen
+
+    def _serving(self, role: Role, among: Sequence[Instance], ask: Ask) -> Sequence[Instance]:
+        found = [instance for instance in among if self._facts(instance).serves(ask.model) and _has_rank(instance, ask)]
+        if found:
+            return found
+        members = [member for member in self.registry.members() if member.facts.serves(ask.model)]
+        if not members:
+            raise UnknownModel(f"the model {ask.model!r} is not served here; there is {self._models()}")
+        if not any(_has_rank(member.instance, ask) for member in members if member.instance.role is role):
+            raise _nothing_serves(role, ask)
+        raise NoInstance(f"no {role} instance that would do can take a request now: {_said(role, members)}")
+
+    def _matched(
+        self, prefill: Sequence[Instance], decode: Sequence[Instance]
+    ) -> tuple[Sequence[Instance], Sequence[Instance]]:
+        """Drop the engines that fit none of the other side.
+
+        Raises:
+            NoInstance: none is left.
+        """
+        left = [p for p in prefill if any(self._fits(p, d) for d in decode)]
+        if not left:
+            raise NoInstance(
+                "no prefill instance fits a decode instance: vLLM's version, connector, mode or revision differ, or "
+                "the connector's protocol or fingerprint"
+            )
+        return left, [d for d in decode if any(self._fits(p, d) for p in left)]
+
+    def _with_trial(
+        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: Ask
+    ) -> tuple[Sequence[Instance], Sequence[Instance]]:
+        """If an engine waits for its trial, this request is it, with a partner that is well if there is one.
+
+        A request that has failed before is on its last chances, and goes to engines that are well if there are any.
+        """
+        (trying_p, well_p), (trying_d, well_d) = self._sorted(prefill), self._sorted(decode)
+        if ask.again and any(self._fits(p, d) for p in well_p for d in well_d):
+            return well_p, well_d
+        if trying_p:
+            fits = any(self._fits(trying_p[0], d) for d in well_d)
+            return trying_p[:1], well_d if fits else decode
+        return prefill, trying_d[:1] or decode
+
+    def _sorted(self, among: Sequence[Instance]) -> tuple[Sequence[Instance], Sequence[Instance]]:
+        """Tell those that wait for their trial from those that are well."""
+        trying = [instance for instance in among if self._is_trying(instance)]
+        return trying, [instance for instance in among if instance not in trying] if trying else among
+
+    def _fits(self, prefill: Instance, decode: Instance) -> bool:
+        return compatibility.fit(self._facts(prefill), self._facts(decode))
+
+    def _facts(self, instance: Instance) -> compatibility.Facts:
+        member = self.registry.get(instance.id)
+        return compatibility.Facts() if member is None else member.facts
+
+    def _is_trying(self, instance: Instance) -> bool:
+        member = self.registry.get(instance.id)
+        return member is not None and member.life.state is State.TRYING
+
+    def _models(self) -> str:
+        names = {name for member in self.registry.members() for name in member.facts.models or ()}
+        return ", ".join(sorted(names)) or "none"
+
+
+def _has_rank(instance: Instance, ask: Ask) -> bool:
+    """Look for the rank that a client wants: it means the engine that answers, so prefill engines have them all."""
+    return ask.rank is None or instance.rank in (None, ask.rank) or instance.role is Role.PREFILL
+
+
+def _nothing_serves(role: Role, ask: Ask) -> NoInstance | BadRequest:
+    if ask.rank is not None and role is Role.DECODE:
+        return BadRequest(f"X-data-parallel-rank is {ask.rank}, and no decode instance has this rank")
+    return NoInstance(f"no {role} instance serves the model {ask.model!r}")
+
+
+def _said(role: Role, members: Sequence[Member]) -> str:
+    return ", ".join(f"{m.instance.id} is {m.life.state}" for m in members if m.instance.role is role)

@@ -1,0 +1,89 @@
+"""Take turns, so that every prefill engine works with every decode engine."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import gcd
+from typing import Final, TypeAlias
+
+from xpyd_proxy.core.fleet.compatibility import always
+from xpyd_proxy.core.model import ANY, Ask, Instance, InstanceId
+
+_Set: TypeAlias = tuple[InstanceId, ...]
+_MOST_SETS: Final = 256
+
+
+@dataclass(slots=True)
+class Turns:
+    """A turn counter for every set of engines; a set that is new goes on where all of them together are.
+
+    With several models, or while a request avoids an engine, choices among different sets alternate. With one counter
+    for all, a set could get every second turn, and use half of its engines.
+    """
+
+    total: int = 0
+    of: dict[_Set, int] = field(default_factory=dict[_Set, int])
+
+    def next(self, key: _Set) -> int:
+        """Return the turn of a set, and count it."""
+        turn = self.of.pop(key, self.total)
+        self.of[key] = turn + 1
+        self.total += 1
+        if len(self.of) > _MOST_SETS:
+            del self.of[next(iter(self.of))]
+        return turn
+
+    def copy(self) -> "Turns":
+        """Return one that counts on from here by itself."""
+        return Turns(self.total, dict(self.of))
+
+
+class RoundRobin:
+    """Picks both engines of a request from one turn counter.
+
+    Two counters that advance together only ever meet in lcm(x, y) of the x*y pairs (with 2 prefill and 2 decode
+    engines: P0-D0 and P1-D1). So after each such cycle the decode side is shifted by one. Any x*y turns in a row
+    use every pair once, wherever they start; an engine that joins takes part from the next turn on.
+    """
+
+    def __init__(self, turns: Turns | None = None, solo_turns: Turns | None = None) -> None:
+        self._turns = turns or Turns()
+        self._solo_turns = solo_turns or Turns()
+        self._last: tuple[Sequence[Instance], Sequence[Instance], _Set] | None = None
+
+    def pair(
+        self,
+        prefill: Sequence[Instance],
+        decode: Sequence[Instance],
+        _ask: Ask = ANY,
+        fits: Callable[[Instance, Instance], bool] = lambda _, __: True,
+        /,
+    ) -> tuple[Instance, Instance]:
+        """Return the next pair. A prefill engine that does not fit all has turns of its own with those it fits."""
+        turn = self._turns.next(self._both(prefill, decode))
+        x, y = len(prefill), len(decode)
+        first = prefill[turn % x]
+        fitting = decode if fits is always else [instance for instance in decode if fits(first, instance)]
+        if len(fitting) < y:
+            return first, fitting[self._turns.next(_names([first, *fitting])) % len(fitting)]
+        cycles = gcd(x, y)
+        shift = turn // (x * y // cycles) % cycles
+        return first, decode[(turn + shift) % y]
+
+    def _both(self, prefill: Sequence[Instance], decode: Sequence[Instance]) -> _Set:
+        """Return the names of both sides; most often they are the same sequences as the last time."""
+        before = self._last
+        if before is None or before[0] is not prefill or before[1] is not decode:
+            before = self._last = prefill, decode, _names([*prefill, *decode])
+        return before[2]
+
+    def one(self, among: Sequence[Instance], _ask: Ask = ANY, /) -> Instance:
+        """Return the next engine; these turns do not disturb those of the pairs."""
+        return among[self._solo_turns.next(_names(among)) % len(among)]
+
+    def copy(self) -> "RoundRobin":
+        """Return one that chooses alike, and whose choices leave no trace here."""
+        return RoundRobin(self._turns.copy(), self._solo_turns.copy())
+
+
+def _names(among: Sequence[Instance]) -> _Set:
+    return tuple([instance.id for instance in among])

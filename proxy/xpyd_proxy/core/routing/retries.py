@@ -1,0 +1,102 @@
+"""Which failures of a leg are worth another try, and where.
+
+Nothing has been shown to the client yet. What counts is whether the KV parameters are still good: a decode engine that
+has answered with an error may have told the prefill engine to free the blocks, and the same parameters would then lead
+to another request's KV cache. So only a decode engine that got nothing of the request may be replaced alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import auto
+from typing import Final
+
+from xpyd_proxy.core.fast_enum import Word
+from xpyd_proxy.core.model import Instance, InstanceId, Role
+from xpyd_proxy.core.protocol.engine_errors import Failure, failure_of
+from xpyd_proxy.errors import EngineError, Refused
+
+
+class Again(Word):
+    """What is sent again."""
+
+    NOTHING = auto()
+    DECODE = auto()  # the same decode leg to another engine; the prefill leg goes on
+    PAIR = auto()  # both legs, under a new id
+
+
+class Where(Word):
+    """Which engine may take the place of the one that failed."""
+
+    ANY = auto()
+    OTHER = auto()  # another one; if there is none, the same
+    ELSEWHERE = auto()  # another one; if there is none, nobody
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What follows from a failure."""
+
+    again: Again
+    where: Where = Where.OTHER
+
+
+RULES: Final[Mapping[tuple[Role, Failure], Rule]] = {
+    (Role.PREFILL, Failure.UNREACHABLE): Rule(Again.PAIR),
+    (Role.PREFILL, Failure.BROKEN): Rule(Again.PAIR),
+    (Role.PREFILL, Failure.ERRED): Rule(Again.PAIR),
+    (Role.PREFILL, Failure.SILENT): Rule(Again.PAIR, Where.ELSEWHERE),
+    (Role.PREFILL, Failure.MOVED): Rule(Again.PAIR, Where.ANY),
+    (Role.PREFILL, Failure.BUSY): Rule(Again.PAIR, Where.ELSEWHERE),
+    (Role.PREFILL, Failure.REFUSED): Rule(Again.NOTHING),
+    (Role.DECODE, Failure.UNREACHABLE): Rule(Again.DECODE),
+    (Role.DECODE, Failure.BROKEN): Rule(Again.PAIR),
+    (Role.DECODE, Failure.ERRED): Rule(Again.PAIR),
+    (Role.DECODE, Failure.SILENT): Rule(Again.PAIR, Where.ELSEWHERE),
+    (Role.DECODE, Failure.BUSY): Rule(Again.PAIR, Where.ELSEWHERE),
+    (Role.DECODE, Failure.REFUSED): Rule(Again.NOTHING),
+}
+
+
+class LegFailed(Exception):
+    """One leg of a request failed; ``error`` is what the client is told if it was the last try."""
+
+    def __init__(self, instance: Instance, error: EngineError | Refused) -> None:
+        super().__init__(f"{instance.id}: {error}")
+        self.instance = instance
+        self.error = error
+        self.failure = failure_of(error)
+
+    @property
+    def rule(self) -> Rule:
+        """What follows from it."""
+        return RULES[self.instance.role, self.failure]
+
+
+@dataclass(slots=True)
+class Chances:
+    """How often one request may still be sent again, and which engines it should avoid."""
+
+    left: int
+    avoided: set[InstanceId] = field(default_factory=set[InstanceId])
+
+    def among(self, known: Sequence[Instance]) -> Sequence[Instance]:
+        """Return the engines that have not failed this request; all of them if each has."""
+        return (self._unspoiled(known) or known) if self.avoided else known
+
+    def first(self, known: Sequence[Instance]) -> Sequence[Instance]:
+        """Return all engines, those first that have not failed this request."""
+        return sorted(known, key=lambda instance: instance.id in self.avoided)
+
+    def take(self, failed: LegFailed, known: Sequence[Instance]) -> bool:
+        """Tell whether there is another try, with so many engines of that role known, and count it."""
+        rule = failed.rule
+        if rule.where is not Where.ANY:
+            self.avoided.add(failed.instance.id)
+        lost = rule.where is Where.ELSEWHERE and not self._unspoiled(known)
+        if rule.again is Again.NOTHING or lost or self.left <= 0:
+            return False
+        self.left -= 1
+        return True
+
+    def _unspoiled(self, known: Sequence[Instance]) -> Sequence[Instance]:
+        return [instance for instance in known if instance.id not in self.avoided]

@@ -1,0 +1,38 @@
+"""What the choice of engines gets to know of a request."""
+
+from functools import lru_cache
+from typing import Final
+
+from xpyd_proxy.core.model import Ask, Call, Errand, Headers
+from xpyd_proxy.core.protocol.disaggregation import PROMPTS
+from xpyd_proxy.core.raw_json import NULL, Fields, maybe
+
+_PREFIX: Final = 16 * 1024  # bytes of a prompt that are shown
+_MODELS_MOST: Final = 256
+_MODEL_BYTES: Final = 256  # of a name that is remembered
+
+
+def ask_of_call(call: Call) -> Ask:
+    """Describe a request that has a prompt."""
+    prompt = memoryview(call.fields.get(PROMPTS[call.api], b""))[:_PREFIX]
+    return Ask(model_of(call.fields), _session(call.headers), bytes(prompt), None, call.rank)
+
+
+def ask_of_errand(errand: Errand) -> Ask:
+    """Describe a request that is passed through."""
+    return Ask(errand.model, _session(errand.headers), rank=errand.rank)
+
+
+def model_of(fields: Fields) -> str | None:
+    """Return the model that a body names; None if it leaves that to the engine, or names it in an odd way."""
+    raw = bytes(fields.get("model", NULL))
+    return _known_model(raw) if len(raw) <= _MODEL_BYTES else maybe(raw, str)
+
+
+@lru_cache(maxsize=_MODELS_MOST)  # the same few, in nearly all requests
+def _known_model(raw: bytes) -> str | None:
+    return maybe(raw, str)
+
+
+def _session(headers: Headers) -> str | None:
+    return next((value.decode("latin-1") for name, value in headers if name == b"x-session-id"), None)

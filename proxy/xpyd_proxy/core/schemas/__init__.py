@@ -1,0 +1,152 @@
+"""What engines say and are told in JSON, and workers tell each other: types, and nothing that is done with them.
+
+They stand apart from the modules that read them because those are compiled (see docs/performance.md), and msgspec makes
+its own classes: a compiled module would make something else of them.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from xpyd_proxy.core.raw_json import NULL
+
+_Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
+_Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
+_Port: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
+class PrefillAnswer(msgspec.Struct):
+    """What we read of a prefill engine's answer."""
+
+    kv_transfer_params: msgspec.Raw = NULL
+    prompt_token_ids: msgspec.Raw = NULL
+    usage: msgspec.Raw = NULL
+
+
+class Naming(msgspec.Struct):
+    """How a prefill engine knows a request, and whether it pushes."""
+
+    remote_request_id: _Text
+    transfer_mode: str | None = None
+
+
+class KvParams(Naming, kw_only=True):
+    """The parameters without which a decode engine dies, as they are in the answers of vLLM 0.32."""
+
+    do_remote_prefill: bool
+    remote_engine_id: _Text
+    remote_host: _Text
+    remote_port: int
+    remote_block_ids: msgspec.Raw
+
+
+class Coordinates(msgspec.Struct, frozen=True):
+    """Where a decode engine finds the prefill engine; vLLM dies of some of these if they are missing or odd."""
+
+    remote_engine_id: _Text
+    remote_host: _Text
+    remote_port: _Port
+    tp_size: _Size
+    pp_size: _Size = 1
+    dcp_size: _Size = 1
+
+
+class DecodeParams(Coordinates, frozen=True, kw_only=True):
+    """What a decode engine is told."""
+
+    remote_request_id: str
+    transfer_id: str
+    transfer_mode: str
+    do_remote_prefill: bool = True
+    do_remote_decode: bool = False
+
+
+class Usage(msgspec.Struct):
+    """In the words of the four APIs; that of messages leaves out of its input what was cached."""
+
+    prompt_tokens: int | None = None
+    input_tokens: int | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+
+
+class Inner(msgspec.Struct):
+    """The last event of /v1/responses has its answer inside."""
+
+    usage: Usage | None = None
+
+
+class Counted(msgspec.Struct):
+    """An answer, or one event of it, that may say how long its prompt is."""
+
+    usage: Usage | None = None
+    response: Inner | None = None
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """How much of a prompt an engine did not compute."""
+
+    cached_tokens: int | None = None
+
+
+class DetailedUsage(msgspec.Struct):
+    """The usage of an engine with ``--enable-prompt-tokens-details``."""
+
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class UsageReport(msgspec.Struct):
+    """An answer, or one event of it, that may say how much of its prompt was cached."""
+
+    usage: DetailedUsage | None = None
+
+
+class Fault(msgspec.Struct):
+    """The part of an error event that tells the status."""
+
+    code: int | str | None = None
+
+
+class ErrorEvent(msgspec.Struct):
+    """What vLLM sends in place of a token when it fails after its head has left."""
+
+    error: Fault | None = None
+
+
+class ErrorBody(msgspec.Struct):
+    """An OpenAI-shaped error; vLLM's 401 has a bare string in it."""
+
+    error: dict[str, msgspec.Raw] | str
+
+
+class Named(msgspec.Struct):
+    """The two numbers of its load that vLLM 0.32 sends; other ones are not read."""
+
+    num_requests_waiting: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
+    kv_cache_usage_perc: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+
+
+class Orca(msgspec.Struct):
+    """An ``endpoint-load-metrics`` header."""
+
+    named_metrics: Named
+
+
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """What one worker has come to believe of an engine, for the others."""
+
+    at: float  # seconds, of the clock that all processes of a machine have in common
+    is_broken: bool  # else it is well again
+    why: str
+    rest_s: float = 0.0  # for how long it rests, if it is broken
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """Some seconds in a row, added up; values have the unit they were given in."""
+
+    count: int
+    failed: int
+    mean: float | None  # None: nothing was counted
+    worst: float | None

@@ -1,0 +1,1 @@
+"""Where the router learns of engines: Kubernetes, files, stores, operators."""

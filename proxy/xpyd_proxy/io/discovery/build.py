@@ -1,0 +1,84 @@
+"""Builds the discovery that the settings ask for."""
+
+import os
+import random
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+
+import msgspec
+
+from xpyd_proxy.core.discovery.pods import Meta, Pod, engine_of
+from xpyd_proxy.core.fleet.origin import Source, Wanted
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.raw_json import NotJson, decode
+from xpyd_proxy.errors import AddressError, ConfigError
+from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
+from xpyd_proxy.io.discovery.reconciler import Discovery, Entries, Pods, Reconciler
+from xpyd_proxy.io.discovery.reflector import Collection, Reflector
+from xpyd_proxy.io.discovery.stores.configmap import ConfigMapStore
+from xpyd_proxy.io.discovery.stores.file import FileStore
+from xpyd_proxy.io.discovery.stores.memory import MemoryStore
+from xpyd_proxy.io.discovery.stores.port import Store, Told
+from xpyd_proxy.settings import Settings
+
+
+def discovery_of(settings: Settings, registry: Registry, clock: Callable[[], float]) -> Discovery:
+    """Build it.
+
+    Raises:
+        ConfigError: this is no pod, or what the store needs is not installed.
+    """
+    pods = settings.kubernetes_selector is not None
+    reconciler = Reconciler(registry, [Source.STORE, *([Source.PODS] if pods else [])], clock)
+    store = _store(settings, Entries(reconciler), clock)
+    feeds = [_pods(settings, Pods(reconciler), clock)] if pods else []
+    return Discovery(registry, reconciler, store, feeds)
+
+
+def _store(settings: Settings, told: Told, clock: Callable[[], float]) -> Store:
+    kind, _, where = settings.store.partition(":")
+    match kind:
+        case "memory":
+            return MemoryStore(told)
+        case "file":
+            return FileStore(where, told)
+        case "kubernetes":
+            api = Kubernetes(Cluster.around(settings.kubernetes_namespace))
+            return ConfigMapStore(api, where, told, clock=clock)
+        case _:
+            return _redis(settings.store, told)
+
+
+def _redis(url: str, told: Told) -> Store:
+    try:
+        from xpyd_proxy.io.discovery.stores.redis import RedisStore  # noqa: PLC0415 (what it imports is an extra)
+    except ImportError as exc:
+        raise ConfigError("the store is Redis, but redis is not installed: pip install 'xpyd[redis]'") from exc
+    return RedisStore(url, told, password=os.environ.get("XPYD_REDIS_PASSWORD"))
+
+
+def _pods(
+    settings: Settings, told: Pods, clock: Callable[[], float]
+) -> Callable[[], AbstractAsyncContextManager[None]]:
+    api = Kubernetes(Cluster.around(settings.kubernetes_namespace))
+    what = Collection(f"/api/v1/namespaces/{api.namespace}/pods", {"labelSelector": settings.kubernetes_selector or ""})
+    reflector = Reflector(api, what, read_pod, told, clock=clock, chance=random.random)
+
+    @asynccontextmanager
+    async def running() -> AsyncGenerator[None]:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(api)
+            await stack.enter_async_context(reflector.running())
+            yield
+
+    return running
+
+
+def read_pod(meta: Meta, raw: msgspec.Raw) -> Wanted | AddressError | None:
+    """Read a pod; what is wrong with it is a value, too."""
+    try:
+        return engine_of(decode(raw, Pod))
+    except AddressError as exc:
+        return exc
+    except NotJson as exc:
+        return AddressError(f"pod {meta.name} is not what Kubernetes calls a pod: {exc}")

@@ -1,0 +1,194 @@
+"""The Kubernetes API, as far as the router needs it: list, watch, patch one key. httpx stops at this file."""
+
+import asyncio
+import os
+import ssl
+from collections.abc import AsyncGenerator, Awaitable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Final, Self, TypeVar
+
+import anyio
+import httpx
+
+from xpyd_proxy.core.http.bounded_body import whole
+from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.io.files import read_text
+
+T = TypeVar("T")
+ACCOUNT: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
+_MOST_BYTES: Final = 64 * 1024 * 1024  # of one answer, and of one event: 200 pods have some megabytes
+_SAID: Final = 300  # characters of an answer that an error repeats
+
+
+class KubeError(Exception):
+    """The API did not do what it was asked for; the message says how. ``retry_after_s``: as it wishes."""
+
+    def __init__(self, message: str, *, status: int | None = None, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+class Expired(KubeError):
+    """What was to be continued is too old: list anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Where the API is, and who we are there."""
+
+    url: str
+    namespace: str
+    token_file: str | None = None  # read anew for each request: Kubernetes renews it every hour
+    ca_file: str | None = None
+
+    @classmethod
+    def around(cls, namespace: str | None = None, environ: Mapping[str, str] = os.environ) -> Self:
+        """Find the cluster that this process is a pod of; ``XPYD_SERVICE_ACCOUNT`` names another folder of its files.
+
+        Raises:
+            ConfigError: it is none, or its service account is not mounted.
+        """
+        folder = environ.get("XPYD_SERVICE_ACCOUNT", ACCOUNT)
+        host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
+        if not host:
+            raise ConfigError("this is no pod (KUBERNETES_SERVICE_HOST is not set): leave out what needs Kubernetes")
+        read_text(f"{folder}/token")
+        shown = f"[{host}]" if ":" in host else host
+        where = namespace or read_text(f"{folder}/namespace").strip()
+        return cls(f"https://{shown}:{port}", where, f"{folder}/token", f"{folder}/ca.crt")
+
+    def tls(self) -> ssl.SSLContext | bool:
+        """Build what the API's certificate is checked with; raises ConfigError."""
+        if self.ca_file is None:
+            return True
+        read_text(self.ca_file)
+        try:
+            return ssl.create_default_context(cafile=self.ca_file)
+        except ssl.SSLError as exc:
+            raise ConfigError(f"{self.ca_file} has no certificates of authorities in PEM") from exc
+
+
+class Kubernetes:
+    """A client. Use it as a context manager; every method raises KubeError."""
+
+    def __init__(self, cluster: Cluster, *, timeout_s: float = 30.0) -> None:
+        self.namespace = cluster.namespace
+        self._cluster = cluster
+        self._timeout_s = timeout_s  # for a whole answer; not for a watch
+        self._client = httpx.AsyncClient(
+            base_url=cluster.url,
+            verify=cluster.tls(),
+            timeout=timeout_s,
+            trust_env=False,
+            headers={"user-agent": "xpyd"},
+        )
+
+    async def __aenter__(self) -> Self:
+        anyio.get_cancelled_exc_class()  # loads what httpx would load with the first request: nobody waits for it yet
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    async def get(self, path: str, query: Mapping[str, str]) -> bytes:
+        """Return an answer as a whole."""
+        return await self._asked("GET", path, query)
+
+    async def merge_patch(self, path: str, body: bytes) -> bytes:
+        """Change an object by a JSON merge patch, and return the whole object as it is then."""
+        kind = {"content-type": "application/merge-patch+json"}
+        return await self._asked("PATCH", path, {}, content=body, headers=kind)
+
+    async def watch(self, path: str, query: Mapping[str, str], *, silence_s: float) -> AsyncGenerator[list[bytes]]:
+        """Yield the lines of an answer as they come, several at a time; KubeError also if nothing comes for so long."""
+        request = self._client.build_request(
+            "GET",
+            path,
+            params=dict(query),
+            headers=self._headers(),
+            timeout=httpx.Timeout(self._timeout_s, read=silence_s),
+        )
+        response = await _tried(self._client.send(request, stream=True), path)
+        try:
+            if response.status_code != HTTPStatus.OK:
+                raise _refusal(path, response, await _tried(response.aread(), path))
+            async with aclosing(_lines(response, path)) as lines:
+                async for some in lines:
+                    yield some
+        finally:
+            await response.aclose()
+
+    async def _asked(
+        self, method: str, path: str, query: Mapping[str, str], *, content: bytes = b"", headers: Mapping[str, str] = {}
+    ) -> bytes:
+        request = self._client.build_request(
+            method, path, params=dict(query), content=content, headers={**self._headers(), **headers}
+        )
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await _tried(self._client.send(request, stream=True), path)
+                try:
+                    body = await _whole(response, path)
+                finally:
+                    await response.aclose()
+        except TimeoutError as exc:
+            raise KubeError(f"{path} is not answered within {self._timeout_s:g} s") from exc
+        if response.status_code != HTTPStatus.OK:
+            raise _refusal(path, response, body)
+        return body
+
+    def _headers(self) -> dict[str, str]:
+        if self._cluster.token_file is None:
+            return {}
+        try:
+            token = Path(self._cluster.token_file).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as exc:
+            raise KubeError(f"{self._cluster.token_file} cannot be read: the API would not know us") from exc
+        return {"authorization": f"Bearer {token}"}
+
+
+async def _tried(asked: Awaitable[T], path: str) -> T:
+    try:
+        return await asked
+    except httpx.HTTPError as exc:
+        raise _broken(path, exc) from exc
+
+
+async def _whole(response: httpx.Response, path: str) -> bytes:
+    try:
+        return await whole(response.aiter_bytes(), _MOST_BYTES, KubeError(f"{path} is answered without end"))
+    except httpx.HTTPError as exc:
+        raise _broken(path, exc) from exc
+
+
+async def _lines(response: httpx.Response, path: str) -> AsyncGenerator[list[bytes]]:
+    rest = b""
+    try:
+        async for part in response.aiter_bytes():
+            *lines, rest = (rest + part).split(b"\n")
+            if found := [line for line in lines if line]:
+                yield found
+            if len(rest) > _MOST_BYTES:
+                raise KubeError(f"{path} sends an event without end")
+    except httpx.HTTPError as exc:
+        raise _broken(path, exc) from exc
+    if rest:
+        raise KubeError(f"{path} broke off in the middle of an event")
+
+
+def _broken(path: str, exc: httpx.HTTPError) -> KubeError:
+    if isinstance(exc, httpx.TimeoutException):
+        return KubeError(f"{path}: nothing came in time ({type(exc).__name__})")
+    return KubeError(f"{path}: {type(exc).__name__} {exc}".rstrip())
+
+
+def _refusal(path: str, response: httpx.Response, body: bytes) -> KubeError:
+    status, said = response.status_code, body[:_SAID].decode(errors="replace").strip()
+    kind = Expired if status == HTTPStatus.GONE else KubeError
+    wish = response.headers.get("retry-after", "")
+    after = min(float(wish), 60.0) if wish.isascii() and wish.isdigit() else 0.0
+    return kind(f"{path} is answered with status {status}: {said}", status=status, retry_after_s=after)

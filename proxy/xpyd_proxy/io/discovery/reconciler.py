@@ -1,0 +1,267 @@
+"""Carries out what the sources say, and lets operators say something themselves."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Final
+
+from xpyd_proxy.core.discovery.reconcile import Action, Freshness, Sources, diff, entry_name, entry_of, read_entry
+from xpyd_proxy.core.fleet.origin import Key, Origin, Source, Wanted
+from xpyd_proxy.core.fleet.registry import Member, Registry
+from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.model import Instance, InstanceId, Role
+from xpyd_proxy.core.ports import Fleet
+from xpyd_proxy.errors import AddressError, AlreadyKnown, NoInstance
+from xpyd_proxy.io.background import meanwhile
+from xpyd_proxy.io.discovery.stores.port import Store
+
+logger = logging.getLogger(__name__)
+_TICK_S: Final = 1.0  # seconds between two looks without a reason: what retired may have made room
+
+
+class Elsewhere(Exception):
+    """What is asked for is another's to decide; the message says whose, and what can be done."""
+
+
+class Reconciler:
+    """Makes the registry what the sources say that it should be, whenever one of them says something new."""
+
+    def __init__(self, registry: Registry, sources: Iterable[Source], clock: Callable[[], float]) -> None:
+        self._registry = registry
+        self._clock = clock  # seconds; the one of the registry's times
+        self.sources = Sources(sources, now=clock())
+
+    def view(self, source: Source, engines: Iterable[Wanted]) -> None:
+        """Take in all that a source says."""
+        is_first = not self.sources.views[source].is_synced
+        if self.sources.replace(source, engines, now=self._clock()):
+            if is_first and source is Source.PODS:
+                logger.info("there are %d engines among the pods", len(self.sources.views[source].engines))
+            self.reconcile()
+
+    def heard(self, source: Source) -> None:
+        """Note that what a source said last is still so."""
+        self.sources.heard(source, now=self._clock())
+
+    def now(self) -> float:
+        """Return the time of the registry."""
+        return self._clock()
+
+    def freshness(self) -> Sequence[Freshness]:
+        """Say of each source how well it is known."""
+        return self.sources.freshness(now=self._clock())
+
+    def reconcile(self) -> None:
+        """Compare, and carry out the difference."""
+        current, members = dict[Key, Origin](), dict[Key, list[Member]]()
+        for member in self._registry.members():
+            if not member.retires:
+                key = _key(member)
+                current[key] = member.origin
+                members.setdefault(key, []).append(member)
+        for action in diff(self.sources.desired(), current):
+            self._do(action, members.get(action.key, ()))
+
+    def _do(self, action: Action, members: Sequence[Member]) -> None:
+        if action.verb == "add":
+            self._add(action)
+        for member in members:
+            self._change(action, member)
+
+    def _add(self, action: Action) -> None:
+        wanted = action.origin.wanted
+        if wanted is None:
+            return
+        try:
+            added = self._registry.add_target(wanted.role, wanted.target, now=self._clock(), origin=action.origin)
+        except AlreadyKnown as exc:
+            logger.warning("%s", exc)
+        else:
+            for instance in added:
+                logger.info("%s is at %s (%s)", instance.id, wanted.target.address.url, action.origin.source)
+
+    def _change(self, action: Action, member: Member) -> None:
+        name, now = member.instance.id, self._clock()
+        match action.verb:
+            case "remove":
+                self._registry.remove(name, now=now)
+                logger.info("%s is gone: %s no longer names it", name, action.origin.source)
+            case "drain":
+                self._registry.drain(name, now=now)
+            case "undrain":
+                self._registry.undrain(name, now=now)
+            case "adopt" | "add":
+                pass
+        member.origin = action.origin
+
+
+class Pods:
+    """Hears what the watch of pods sees: engines, and pods that say something impossible."""
+
+    def __init__(self, reconciler: Reconciler) -> None:
+        self._reconciler = reconciler
+        self._said: set[str] = set()
+
+    def view(self, objects: Mapping[str, Wanted | AddressError | None], /) -> None:
+        """Take all pods."""
+        said = {str(one) for one in objects.values() if isinstance(one, AddressError)}
+        _complain(said - self._said)
+        self._said = said
+        self._reconciler.view(Source.PODS, (one for one in objects.values() if isinstance(one, Wanted)))
+
+    def heard(self) -> None:
+        """Pass it on."""
+        self._reconciler.heard(Source.PODS)
+
+
+class Entries:
+    """Hears what the store has: texts, which somebody may have edited."""
+
+    def __init__(self, reconciler: Reconciler) -> None:
+        self._reconciler = reconciler
+        self._read: dict[str, Wanted | AddressError] = {}  # by text
+        self._said: set[str] = set()
+
+    def view(self, entries: Mapping[str, str], /) -> None:
+        """Take all entries."""
+        self._read = {text: self._read.get(text) or _entry(text) for text in entries.values()}
+        found = ((name, self._read[text]) for name, text in entries.items())
+        said = {f"entry {name}: {why}" for name, why in found if isinstance(why, AddressError)}
+        _complain(said - self._said)
+        self._said = said
+        self._reconciler.view(Source.STORE, (one for one in self._read.values() if isinstance(one, Wanted)))
+
+    def heard(self) -> None:
+        """Pass it on."""
+        self._reconciler.heard(Source.STORE)
+
+
+class Discovery:
+    """All sources while they run, and what an operator may change. Changes are made where all routers see them."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        reconciler: Reconciler,
+        store: Store,
+        feeds: Sequence[Callable[[], AbstractAsyncContextManager[object]]] = (),
+    ) -> None:
+        self._registry = registry
+        self._reconciler = reconciler
+        self._store = store
+        self._feeds = feeds
+        self.freshness = reconciler.freshness
+
+    @property
+    def missing(self) -> Sequence[Source]:
+        """List the sources that have not been heard yet."""
+        return self._reconciler.sources.missing
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Follow all sources while the block lasts."""
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._store.running())
+            for feed in self._feeds:
+                await stack.enter_async_context(feed())
+            await stack.enter_async_context(meanwhile(self._tick()))
+            yield
+
+    async def add(self, role: Role, target: Target) -> None:
+        """Add an engine, for all routers of the store.
+
+        Raises:
+            AlreadyKnown: it is there.
+            StoreDown: the store has not acknowledged it.
+        """
+        wanted = Wanted(role, target)
+        for member in self._registry.members():
+            if _key(member) == wanted.key and not member.retires:
+                raise AlreadyKnown(f"{target.address.authority} is already known as {member.instance.id}")
+        await self._store.put(entry_name(wanted.key), entry_of(wanted))
+
+    async def remove(self, name: InstanceId) -> None:
+        """Take an engine out; with a rank that is in the store go the other ranks at its address.
+
+        Raises:
+            UnknownInstance: there is none of this id.
+            Elsewhere: its pod is still there.
+            StoreDown: the store has not acknowledged it.
+        """
+        member = self._registry.member(name)
+        if member.origin.source is Source.PODS:
+            raise Elsewhere(f"{name} is a pod, and would be back at once: drain it, or delete the pod")
+        if self._is_stored(member):
+            await self._store.delete(entry_name(_key(member)))
+        if self._registry.get(name) is member and member.origin.wanted is None:
+            self._registry.remove(name, now=self._reconciler.now())
+
+    async def drain(self, name: InstanceId) -> None:
+        """Send it nothing new: no router of the store does, if it was added there; else this one. Raises as remove."""
+        await self._leave(name, leaves=True)
+        if self._registry.get(name) is not None:
+            self._registry.drain(name, now=self._reconciler.now())
+
+    async def undrain(self, name: InstanceId) -> None:
+        """Send it requests again. Raises as remove, and AlreadyKnown: its address has been added anew."""
+        await self._leave(name, leaves=False)
+        self._registry.undrain(name, now=self._reconciler.now())
+
+    async def _leave(self, name: InstanceId, *, leaves: bool) -> None:
+        member = self._registry.member(name)
+        wanted = member.origin.wanted
+        if wanted is None or member.origin.source is not Source.STORE or len(wanted.target.ranks) > 1:
+            return  # nothing that the other routers would know it by
+        if wanted.leaves != leaves:
+            await self._store.put(entry_name(wanted.key), entry_of(replace(wanted, leaves=leaves)))
+
+    def _is_stored(self, member: Member) -> bool:
+        return _key(member) in self._reconciler.sources.views[Source.STORE].engines
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            try:
+                self._reconciler.reconcile()
+            except Exception:  # a bug must not end the looking for good
+                logger.exception("the engines could not be compared with what the sources say")
+
+
+class Synced:
+    """A Fleet that has no engine to offer before every source has been heard once."""
+
+    def __init__(self, fleet: Fleet, discovery: Discovery) -> None:
+        self._fleet = fleet
+        self._discovery = discovery
+
+    def known(self, role: Role, /) -> Sequence[Instance]:
+        """List all engines of a role."""
+        return self._fleet.known(role)
+
+    def usable(self, role: Role, /) -> Sequence[Instance]:
+        """List those that may get a request now; raises NoInstance."""
+        if missing := self._discovery.missing:
+            raise NoInstance(f"the router has not heard yet which instances there are: {', '.join(missing)} is silent")
+        return self._fleet.usable(role)
+
+    def fitting(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
+        """List those decode engines that can read the blocks of a prefill engine."""
+        return self._fleet.fitting(prefill, decode)
+
+
+def _key(member: Member) -> Key:
+    return Key(member.instance.role, member.instance.address.authority)
+
+
+def _entry(text: str) -> Wanted | AddressError:
+    try:
+        return read_entry(text)
+    except AddressError as exc:
+        return exc
+
+
+def _complain(new: Iterable[str]) -> None:
+    for text in sorted(new):
+        logger.warning("left out: %s", text)

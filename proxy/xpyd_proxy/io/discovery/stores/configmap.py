@@ -1,0 +1,126 @@
+"""A store in a ConfigMap: one key for each engine, so that routers never write what another one wrote."""
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Final
+
+import msgspec
+
+from xpyd_proxy.core.discovery.pods import Meta
+from xpyd_proxy.core.raw_json import NotJson, decode
+from xpyd_proxy.io.discovery.kubernetes import KubeError, Kubernetes
+from xpyd_proxy.io.discovery.reflector import Collection, Reflector, Rhythm
+from xpyd_proxy.io.discovery.stores.port import StoreDown, Told
+
+logger = logging.getLogger(__name__)
+_TRIES: Final = 5
+_PAUSE_S: Final = 0.1  # before the second try; doubled with every further one
+_LATE_S: Final = 10.0  # for so long a view that is older than another one is late, not a new truth
+
+
+class _Map(msgspec.Struct):
+    metadata: Meta
+    data: dict[str, str] | None = None
+
+
+class ConfigMapStore:
+    """The ConfigMap must exist (the chart makes it); of the API it takes list and watch of it, and patch."""
+
+    def __init__(
+        self,
+        api: Kubernetes,
+        name: str,
+        told: Told,
+        *,
+        clock: Callable[[], float],
+        rhythm: Rhythm = Rhythm(),  # noqa: B008 (frozen)
+    ) -> None:
+        self._api = api
+        self._name = name
+        self._told = told
+        self._clock = clock  # seconds; only differences count
+        self._latest: tuple[str, int, float] = ("", 0, 0.0)  # uid and version of the newest view, and when it came
+        maps = f"/api/v1/namespaces/{api.namespace}/configmaps"
+        self._path = f"{maps}/{name}"
+        what = Collection(maps, {"fieldSelector": f"metadata.name={name}"})
+        self._reflector = Reflector(api, what, _map, self, clock=clock, chance=random.random, rhythm=rhythm)
+
+    async def put(self, name: str, text: str, /) -> None:
+        """Keep an entry; raises StoreDown."""
+        await self._patch({name: text})
+
+    async def delete(self, name: str, /) -> None:
+        """Drop an entry; raises StoreDown."""
+        await self._patch({name: None})
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Watch the ConfigMap."""
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._api)
+            await stack.enter_async_context(self._reflector.running())
+            yield
+
+    def view(self, objects: Mapping[str, _Map | None], /) -> None:
+        """Take what the watch has seen: this one object, if it is there."""
+        found = next((one for one in objects.values() if one is not None), None)
+        if found is None:
+            logger.warning("there is no ConfigMap %s: make an empty one; the last view of it stays", self._name)
+            return
+        uid, version, when = self._latest
+        if found.metadata.uid == uid and _number(found) < version and self._clock() < when + _LATE_S:
+            return  # it was on its way when we made a change
+        self._take(found)
+
+    def heard(self) -> None:
+        """Pass it on."""
+        self._told.heard()
+
+    async def _patch(self, data: Mapping[str, str | None]) -> None:
+        body, pause = msgspec.json.encode({"data": data}), _PAUSE_S
+        for number in range(1, _TRIES + 1):
+            try:
+                found = decode(await self._api.merge_patch(self._path, body), _Map)
+            except (KubeError, NotJson) as exc:
+                if number == _TRIES or not _is_passing(exc):
+                    raise StoreDown(f"the ConfigMap {self._name} was not changed: {exc}") from exc
+                await asyncio.sleep(pause * (0.5 + random.random() / 2))
+                pause *= 2
+            else:
+                return self._changed(found)
+        return None
+
+    def _changed(self, found: _Map) -> None:
+        """Take what the answer to a change says, unless something later has been seen: versions rise for all objects.
+
+        An older view would stay: the watch says nothing more of what it has said.
+        """
+        _, version, _ = self._latest
+        if _number(found) >= version:
+            self._take(found)
+
+    def _take(self, found: _Map) -> None:
+        self._latest = (found.metadata.uid, _number(found), self._clock())
+        self._told.view(found.data or {})
+
+
+def _map(_meta: Meta, raw: msgspec.Raw) -> _Map | None:
+    try:
+        return decode(raw, _Map)
+    except NotJson:
+        logger.exception("a ConfigMap has other data than texts")
+        return None
+
+
+def _number(found: _Map) -> int:
+    """Return the version as a number: they rise. 0: it is none."""
+    text = found.metadata.resource_version
+    return int(text) if text.isascii() and text.isdigit() else 0
+
+
+def _is_passing(exc: Exception) -> bool:
+    """Tell whether another try may succeed: a patch of one key can be made twice."""
+    return isinstance(exc, KubeError) and (exc.status is None or exc.status in (401, 409, 429) or exc.status >= 500)

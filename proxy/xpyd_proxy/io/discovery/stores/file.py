@@ -1,0 +1,133 @@
+"""A store in one file: it survives restarts, and processes of one machine share it."""
+
+import asyncio
+import fcntl
+import logging
+import os
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import msgspec
+
+from xpyd_proxy.core.discovery.reconcile import MOST
+from xpyd_proxy.io.background import meanwhile
+from xpyd_proxy.io.discovery.stores.port import StoreDown, Told
+
+logger = logging.getLogger(__name__)
+_MOST_BYTES: Final = 16 * 1024 * 1024
+_Stamp: TypeAlias = tuple[int, int, int]  # of the file: inode, time and size
+
+
+class FileStore:
+    """One JSON object. It is replaced as a whole, under a lock that lies beside it; readers need none."""
+
+    def __init__(self, path: str, told: Told, *, poll_s: float = 0.2) -> None:
+        self._path = Path(path)
+        self._told = told
+        self._poll_s = poll_s  # seconds between two glances at whether another process has changed it
+        self._seen: _Stamp | None = None
+        self._trouble = ""  # what was logged last
+        self._turn = asyncio.Lock()  # one change or glance of this process after the other
+
+    async def put(self, name: str, text: str, /) -> None:
+        """Keep an entry; raises StoreDown when the file cannot be written, or is full."""
+        await self._change(lambda entries: entries.update({name: text}))
+
+    async def delete(self, name: str, /) -> None:
+        """Drop an entry; raises StoreDown."""
+        await self._change(lambda entries: entries.pop(name, None))
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Read the file, and look again and again whether another process has changed it."""
+        await self._glance()
+        async with meanwhile(self._look()):
+            yield
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(self._poll_s)
+            try:
+                await self._glance()
+            except Exception:  # a bug must not end the looking for good
+                logger.exception("%s could not be looked at", self._path)
+
+    async def _glance(self) -> None:
+        async with self._turn:
+            try:
+                stamp = self._stamp()
+                if stamp == self._seen:
+                    self._told.heard()
+                else:
+                    self._take(await asyncio.to_thread(self._read), stamp)
+                self._trouble = ""
+            except StoreDown as exc:
+                if str(exc) != self._trouble:
+                    logger.warning("%s; the last view of it stays", exc)
+                self._trouble = str(exc)
+
+    async def _change(self, change: Callable[[dict[str, str]], object]) -> None:
+        async with self._turn:
+            self._take(*await asyncio.to_thread(self._rewritten, change))
+
+    def _take(self, entries: dict[str, str], stamp: _Stamp) -> None:
+        self._seen = stamp
+        self._told.view(entries)
+
+    def _stamp(self) -> _Stamp:
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            return (0, 0, 0)
+        except OSError as exc:
+            raise StoreDown(f"{self._path} cannot be looked at: {exc.strerror}") from exc
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def _rewritten(self, change: Callable[[dict[str, str]], object]) -> tuple[dict[str, str], _Stamp]:
+        """Change the file, and return what is in it then."""
+        try:
+            with self._locked():
+                entries = self._read()
+                change(entries)
+                data = msgspec.json.format(msgspec.json.encode(entries), indent=1)
+                if len(entries) > MOST or len(data) > _MOST_BYTES:
+                    raise StoreDown(f"{self._path} has {len(entries)} engines, which is more than a router takes")
+                self._replace(data)
+                return entries, self._stamp()
+        except OSError as exc:
+            raise StoreDown(f"{self._path} cannot be written: {exc.strerror}") from exc
+
+    @contextmanager
+    def _locked(self) -> Generator[None]:
+        with Path(f"{self._path}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _replace(self, data: bytes) -> None:
+        handle, name = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(name).replace(self._path)
+        except BaseException:
+            with suppress(OSError):
+                Path(name).unlink()
+            raise
+
+    def _read(self) -> dict[str, str]:
+        try:
+            with self._path.open("rb") as file:
+                data = file.read(_MOST_BYTES + 1)
+        except FileNotFoundError:
+            return {}
+        except OSError as exc:
+            raise StoreDown(f"{self._path} cannot be read: {exc.strerror}") from exc
+        try:
+            return msgspec.json.decode(data, type=dict[str, str]) if data.strip() else {}
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise StoreDown(f"{self._path} is no JSON object of strings ({exc}): repair or remove it") from exc

@@ -1,0 +1,146 @@
+"""A store in Redis: one hash. redis stops at this file.
+
+Every change is one script that returns the whole hash and raises a version, so that an older view never replaces a
+newer one. Messages say that something has changed; views are read again every few seconds whatever messages say.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from itertools import chain
+from typing import Final, Protocol, cast
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from xpyd_proxy.core.discovery.reconcile import MOST
+from xpyd_proxy.io.discovery.stores.port import StoreDown, Told
+
+logger = logging.getLogger(__name__)
+_KEYS: Final = ("{xpyd}:instances", "{xpyd}:epoch", "{xpyd}:version")  # in braces: one slot of a Redis Cluster
+_CHANGED: Final = "{xpyd}:changed"
+_TIMEOUT_S: Final = 3.0
+# ARGV: a new epoch, in case there is none; what to do; then name, text, name, text ... of the entries it concerns.
+_SCRIPT: Final = f"""
+redis.call('SET', KEYS[2], ARGV[1], 'NX')
+for i = 3, #ARGV, 2 do
+  if ARGV[2] == 'delete' then redis.call('HDEL', KEYS[1], ARGV[i]) end
+  if ARGV[2] == 'restore' then redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) end
+  if ARGV[2] == 'put' then
+    if redis.call('HLEN', KEYS[1]) >= {MOST} and redis.call('HEXISTS', KEYS[1], ARGV[i]) == 0 then
+      return redis.error_reply('there are {MOST} engines already, which is as many as a router takes')
+    end
+    redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
+  end
+end
+if ARGV[2] ~= 'read' then
+  redis.call('INCR', KEYS[3])
+  redis.call('PUBLISH', '{_CHANGED}', '')
+end
+return {{redis.call('GET', KEYS[2]), redis.call('GET', KEYS[3]) or '0', redis.call('HGETALL', KEYS[1])}}
+"""
+
+
+class _Listening(Protocol):
+    async def subscribe(self, channel: str, /) -> object: ...
+    async def get_message(self, *, timeout: float) -> object: ...  # noqa: ASYNC109 (the library calls it so)
+
+
+class _Client(Protocol):
+    """As much of the library as is used, with types."""
+
+    async def eval(self, script: str, keys: int, /, *args: str) -> list[object]: ...
+    def pubsub(self, *, ignore_subscribe_messages: bool) -> AbstractAsyncContextManager[_Listening]: ...
+    async def aclose(self) -> None: ...
+
+
+class RedisStore:
+    """``redis://[user@]host:port/db``, ``rediss://`` for TLS, ``unix://PATH``."""
+
+    def __init__(self, url: str, told: Told, *, password: str | None = None, reread_s: float = 2.0) -> None:
+        limits = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S}
+        make = cast("Callable[..., _Client]", Redis.from_url)  # pyright: ignore[reportUnknownMemberType]
+        self._redis = make(url, decode_responses=True, password=password, **limits)
+        self._told = told
+        self._reread_s = reread_s
+        self._seen = ("", -1)  # epoch and version of the view
+        self._kept: Mapping[str, str] = {}  # the view
+        self._trouble = ""  # what was logged last
+        self._ends = False  # the library loses a cancellation now and then
+
+    async def put(self, name: str, text: str, /) -> None:
+        """Keep an entry; raises StoreDown."""
+        await self._acknowledged("put", name, text)
+
+    async def delete(self, name: str, /) -> None:
+        """Drop an entry; raises StoreDown."""
+        await self._acknowledged("delete", name, "")
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Listen, and read again and again."""
+        task = asyncio.create_task(self._run())
+        try:
+            yield
+        finally:
+            self._ends = True
+            task.cancel()
+            await asyncio.wait((task,))
+            await self._redis.aclose()
+
+    async def _acknowledged(self, verb: str, name: str, text: str) -> None:
+        try:
+            await self._settle(*await self._do(verb, name, text))
+        except (RedisError, OSError, TimeoutError) as exc:
+            raise StoreDown(f"Redis did not make the change: {exc}") from exc
+
+    async def _do(self, verb: str, *entries: str) -> tuple[str, int, Mapping[str, str]]:
+        """Run the script; return epoch, version and all entries."""
+        epoch, version, flat = await self._redis.eval(_SCRIPT, 3, *_KEYS, secrets.token_hex(8), verb, *entries)
+        texts = [str(text) for text in cast("Sequence[object]", flat)]
+        return str(epoch), int(str(version)), dict(zip(texts[::2], texts[1::2], strict=True))
+
+    async def _settle(self, epoch: str, version: int, entries: Mapping[str, str], *, anew: bool = False) -> None:
+        """Take a view. A Redis that has lost its memory, or has an older one, gets back what we knew of it first.
+
+        ``anew``: the view is the first one after a loss of the connection, so that it cannot be overtaken by another.
+        """
+        known, latest = self._seen
+        if known and (epoch != known or (anew and version < latest)):
+            logger.warning("Redis has lost what it knew: %d engines are put back", len(self._kept))
+            epoch, version, entries = await self._do("restore", *chain.from_iterable(self._kept.items()))
+            self._seen = (epoch, -1)
+        self._take(epoch, version, entries)
+
+    def _take(self, epoch: str, version: int, entries: Mapping[str, str]) -> None:
+        known, latest = self._seen
+        if epoch == known and version < latest:
+            return  # an answer that was overtaken by a later one
+        if (epoch, version) == self._seen:
+            self._told.heard()
+            return
+        self._seen, self._kept = (epoch, version), entries
+        self._told.view(entries)
+
+    async def _run(self) -> None:
+        while not self._ends:
+            try:
+                await self._listen()
+            except (RedisError, OSError, TimeoutError) as exc:
+                if str(exc) != self._trouble:
+                    logger.warning("Redis: %s; the last view of it stays", exc)
+                self._trouble = str(exc)
+            except Exception:  # a bug must not end the looking for good
+                logger.exception("the view of Redis could not be taken")
+            await asyncio.sleep(0.2 + secrets.randbelow(300) / 1000)
+
+    async def _listen(self) -> None:
+        async with self._redis.pubsub(ignore_subscribe_messages=True) as listening:
+            await listening.subscribe(_CHANGED)
+            await self._settle(*await self._do("read"), anew=True)
+            while not self._ends:
+                self._trouble = ""
+                await listening.get_message(timeout=self._reread_s)
+                await self._settle(*await self._do("read"))

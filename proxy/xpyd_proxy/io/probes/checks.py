@@ -1,0 +1,145 @@
+"""Looks at engines beside the requests: whether they live, and what they are. httpx stops at this file."""
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from typing import Final, Self, TypeVar
+
+import httpx
+import msgspec
+
+from xpyd_proxy.core.fleet import engine_metrics
+from xpyd_proxy.core.fleet.compatibility import Facts
+from xpyd_proxy.core.fleet.engine_metrics import Numbers
+from xpyd_proxy.core.http.bounded_body import whole
+from xpyd_proxy.core.model import Headers, Instance, Role
+from xpyd_proxy.core.raw_json import NotJson, decode
+from xpyd_proxy.errors import NotAllowed
+from xpyd_proxy.io.wire.connection_guard import Guard, Guarded
+
+T = TypeVar("T")
+_ONE_LOOK_S: Final = 0.5  # seconds a connection is kept: for the next question of a look, not for the next look
+# What gets through httpx when a connection is reset as it opens: anyio asks a uvloop transport for a socket that it no
+# longer has. Seen once in a dozen resets.
+_RESET_AT_ONCE: Final = (ConnectionError, AttributeError)
+_MOST_BYTES: Final = 8 * 1024 * 1024  # of one answer; /metrics of a busy engine has some hundred kB
+
+
+class Sick(Exception):
+    """The engine does not answer as one that lives; the message says how, without its address."""
+
+    silent = True  # it does not answer at all
+
+
+class Odd(Sick):
+    """The engine answers, but not as one that lives."""
+
+    silent = False
+
+
+class _Card(msgspec.Struct):
+    id: str
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+class HttpChecks:
+    """Opens a new connection for each look: to accept one is part of living. Use it as a context manager."""
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        headers: Callable[[Role], Headers] = lambda _: (),
+        verify: ssl.SSLContext | bool = True,
+        transport: httpx.AsyncBaseTransport | None = None,
+        guard: Guard | None = None,
+    ) -> None:
+        limits = httpx.Limits(keepalive_expiry=_ONE_LOOK_S)
+        if transport is None and guard is not None:
+            transport = Guarded(httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False), guard)
+        self._timeout_s = timeout_s
+        self._headers = headers  # the key of the pool, if it wants one
+        self._client = httpx.AsyncClient(
+            transport=transport,
+            verify=verify,
+            headers={"accept-encoding": "identity", "user-agent": "xpyd"},  # what is unpacked has no bound
+            timeout=timeout_s,
+            limits=limits,
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    async def look(self, instance: Instance) -> Facts:
+        """Ask whether it lives, then what it is.
+
+        Raises:
+            Sick: it does not live.
+        """
+        status, _ = await self._get(instance, "/health")
+        if status != 200:
+            raise Odd(f"answers /health with status {status}")
+        status, body = await self._get(instance, "/v1/models")
+        if status >= 500:
+            raise Odd(f"answers /v1/models with status {status}")
+        models = frozenset(card.id for card in _read(body, _Cards).data) if status == 200 else None
+        status, body = await self._get(instance, "/version")
+        return Facts(models, _read(body, _Version).version if status == 200 else None)
+
+    async def numbers(self, instance: Instance) -> Numbers:
+        """Read its metrics; without any, all is unknown.
+
+        Raises:
+            Sick: it does not answer.
+        """
+        status, body = await self._get(instance, "/metrics")
+        return engine_metrics.read(body, instance.rank) if status == 200 else Numbers()
+
+    async def metrics(self, instance: Instance) -> bytes:
+        """Return its metrics as it writes them; nothing, if it has none.
+
+        Raises:
+            Sick: it does not answer.
+        """
+        status, body = await self._get(instance, "/metrics")
+        return body if status == 200 else b""
+
+    async def _get(self, instance: Instance, path: str) -> tuple[int, bytes]:
+        url, headers = instance.address.url + path, list(self._headers(instance.role))
+        try:
+            async with asyncio.timeout(self._timeout_s), self._client.stream("GET", url, headers=headers) as response:
+                if _is_coded(response):
+                    raise Odd(f"answers {path} with a content coding, and none was asked for")
+                too_long = Odd(f"answers {path} without end")
+                return response.status_code, await whole(response.aiter_bytes(), _MOST_BYTES, too_long)
+        except (TimeoutError, httpx.TimeoutException) as exc:
+            raise Sick(f"does not answer {path} within {self._timeout_s:g} s") from exc
+        except httpx.ConnectError as exc:
+            if isinstance(exc.__cause__, NotAllowed):
+                raise Sick("is not where engines may be added (instances_allow)") from exc
+            raise Sick("cannot be reached") from exc
+        except (httpx.HTTPError, *_RESET_AT_ONCE) as exc:
+            raise Sick(f"breaks off when asked for {path}") from exc
+
+
+def _read(body: bytes, wanted: type[T]) -> T:
+    try:
+        return decode(body, wanted)
+    except NotJson as exc:
+        raise Odd(f"answers something else than vLLM does: {exc}") from exc
+
+
+def _is_coded(response: httpx.Response) -> bool:
+    """Tell whether a body would have to be unpacked: 300 KB of gzip can be as many MB (RFC 9110, 8.4)."""
+    return str(response.headers.get("content-encoding", "")).strip().lower() not in ("", "identity")

@@ -1,0 +1,64 @@
+"""Looks into the decode engines' counters again and again: does the KV cache arrive that they are promised?"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from xpyd_proxy.core.fleet.kv_inflow import Inflow, received
+from xpyd_proxy.core.model import Instance, InstanceId, Role
+from xpyd_proxy.core.ports import Fleet
+from xpyd_proxy.io.background import meanwhile
+from xpyd_proxy.io.probes.checks import Sick
+from xpyd_proxy.io.sight import Sight
+
+logger = logging.getLogger(__name__)
+EVERY_S = 15.0
+
+
+class InflowWatch:
+    """One task; run it for as long as the router serves."""
+
+    def __init__(
+        self, fleet: Fleet, metrics: Callable[[Instance], Awaitable[bytes]], sight: Sight, *, every_s: float = EVERY_S
+    ) -> None:
+        self._fleet = fleet
+        self._metrics = metrics  # raises Sick
+        self._sight = sight
+        self._every_s = every_s
+        self._inflow = Inflow()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Look while the block lasts."""
+        async with meanwhile(self._run()):
+            yield
+
+    async def look(self) -> None:
+        """Look at every decode engine once, one after the other."""
+        decodes = self._fleet.known(Role.DECODE)
+        known = (*decodes, *self._fleet.known(Role.PREFILL))
+        self._sight.keep(frozenset(instance.id for instance in known))  # also if nobody ever looks at the numbers
+        self._inflow.keep(frozenset(decode.id for decode in decodes))
+        for decode in decodes:
+            promised = self._sight.legs.promised.get(decode.id, 0)  # before the engine counts: see Inflow
+            if dry := self._inflow.look(decode.id, await self._received(decode), promised):
+                self._report(decode.id, dry)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._every_s)
+            try:
+                await self.look()
+            except Exception:  # a bug must not end the looking for good
+                logger.exception("the counters of the decode engines could not be compared")
+
+    async def _received(self, decode: Instance) -> float | None:
+        try:
+            return received(await self._metrics(decode), decode.rank)
+        except Sick:
+            return None  # the prober says so
+
+    def _report(self, decode: InstanceId, dry: int) -> None:
+        logger.warning("%s got no KV cache for its last %d legs with a transfer: it computes the prompts", decode, dry)
+        self._sight.dry(decode, dry)

@@ -1,0 +1,183 @@
+"""Asks every engine again and again whether it lives and what it is, and those that are drained what they keep."""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from xpyd_proxy.core.fleet.compatibility import Facts
+from xpyd_proxy.core.fleet.engine_metrics import Numbers
+from xpyd_proxy.core.fleet.health import State
+from xpyd_proxy.core.fleet.registry import Member, Registry
+from xpyd_proxy.core.model import Instance, InstanceId, Role
+from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.io.background import meanwhile
+from xpyd_proxy.io.probes.checks import Sick
+
+logger = logging.getLogger(__name__)
+_TICK_S: Final = 0.1  # seconds between two glances at who is due
+_DRAIN_S: Final = 0.5  # seconds between two looks at an engine that is drained
+_AWAY_S: Final = 1.0  # seconds between two looks at an engine that is broken or not up yet, at most
+_AT_ONCE: Final = 16  # looks at the same time
+
+
+class Checks(Protocol):
+    """Asks one engine. Both raise Sick."""
+
+    async def look(self, instance: Instance, /) -> Facts:
+        """Ask whether it lives, and what it is."""
+        ...
+
+    async def numbers(self, instance: Instance, /) -> Numbers:
+        """Read its metrics."""
+        ...
+
+
+class GiveUp(Protocol):
+    """Ends the requests in flight at an engine."""
+
+    def __call__(self, instance: Instance, /, *, silent_s: float) -> int:
+        """Those that have heard nothing from it for so many seconds; return how many there were."""
+        ...
+
+
+def _nobody(_instance: Instance, /, *, silent_s: float) -> int:  # noqa: ARG001 (as the port has it)
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rhythm:
+    """How often, in seconds."""
+
+    interval_s: float = 5.0  # between two probes of an engine, give or take a quarter; 0: only drained ones are asked
+    hung_s: float = 30.0  # without an answer to any probe, before requests that hear nothing either are given up
+    patience_s: float = 60.0  # for a drained prefill engine whose numbers do not say that it is empty
+
+
+@dataclass(slots=True)
+class _Turn:
+    """The latest look at an engine."""
+
+    at: float = -math.inf
+    stretch: float = 1.0  # of the pause after it
+    is_on: bool = False
+
+
+class Prober:
+    """One task group; run it for as long as the router serves."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        checks: Checks,
+        rhythm: Rhythm,
+        clock: Callable[[], float],
+        chance: Callable[[], float],
+        *,
+        give_up: GiveUp = _nobody,
+    ) -> None:
+        self._registry = registry
+        self._checks = checks
+        self._rhythm = rhythm
+        self._clock = clock  # seconds; only differences count
+        self._give_up = give_up
+        self._chance = chance  # 0 to 1, so that the looks of several routers do not fall together
+        self._turns: dict[InstanceId, _Turn] = {}
+        self._told: dict[InstanceId, tuple[State, str]] = {}
+        self._places = asyncio.Semaphore(_AT_ONCE)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Probe while the block lasts."""
+        async with meanwhile(self._run()):
+            yield
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            while True:
+                self._tell()
+                for instance in self._registry.settle(patience_s=self._rhythm.patience_s, now=self._clock()):
+                    if self._registry.get(instance.id) is None:
+                        logger.info("%s has nothing left, and is forgotten", instance.id)
+                for member in self._next():
+                    group.create_task(self._visit(member))
+                await asyncio.sleep(_TICK_S)
+
+    def _tell(self) -> None:
+        """Log what has become of engines since the last glance, whether a probe, a request or an operator did it."""
+        members = self._registry.members()
+        for member in members:
+            life = member.life
+            if self._told.get(member.instance.id, (life.state, life.why)) != (life.state, life.why):
+                level = logging.WARNING if life.state is State.BROKEN else logging.INFO
+                logger.log(level, "%s is %s: %s", member.instance.id, life.state, life.why)
+        self._told = {member.instance.id: (member.life.state, member.life.why) for member in members}
+
+    def _next(self) -> Sequence[Member]:
+        """Return whom to look at now: everybody who has been left alone for long enough, one look at a time."""
+        now, members = self._clock(), self._registry.members()
+        self._turns = {member.instance.id: self._turns.get(member.instance.id, _Turn()) for member in members}
+        due = [member for member in members if self._is_due(member, now)]
+        for member in due:
+            self._turns[member.instance.id] = _Turn(now, 0.75 + self._chance() / 2, is_on=True)
+        return due
+
+    def _is_due(self, member: Member, now: float) -> bool:
+        turn, pause = self._turns[member.instance.id], self._pause(member)
+        return not turn.is_on and pause > 0 and now >= turn.at + pause * turn.stretch
+
+    def _pause(self, member: Member) -> float:
+        """Return how long it is left alone after a look; 0: for ever."""
+        if _is_asked_what_it_keeps(member):
+            return _DRAIN_S
+        interval_s = self._rhythm.interval_s  # what starts or starts again should not wait for requests long
+        return min(interval_s, _AWAY_S) if member.life.is_away else interval_s
+
+    async def _visit(self, member: Member) -> None:
+        turn = self._turns[member.instance.id]
+        async with self._places:
+            try:
+                await self._look(member)
+            except Sick as sick:
+                member.life.missed(str(sick), now=self._clock(), silent=sick.silent)
+                self._note_silence(member)
+            except Exception:  # a bug must not end the probing of all the others
+                logger.exception("the probe of %s failed", member.instance.id)
+        turn.is_on = False
+
+    def _note_silence(self, member: Member) -> None:
+        """Have the requests of an engine that hangs go elsewhere: their connections may stay open for ever."""
+        hung_s = self._rhythm.hung_s
+        if member.life.silent_s(now=self._clock()) < hung_s:
+            return
+        if count := self._give_up(member.instance, silent_s=hung_s):
+            logger.warning(
+                "%s has answered no probe for %g s: %d requests are given up", member.instance.id, hung_s, count
+            )
+
+    async def _look(self, member: Member) -> None:
+        name = member.instance.id
+        if _is_asked_what_it_keeps(member) and member.drain is not None:
+            member.drain.reading((await self._checks.numbers(member.instance)).kept)
+            member.life.heard()
+            return
+        look = await self._checks.look(member.instance)
+        facts = member.facts  # of one that was just added, the models alone are known
+        is_new = facts.models is None or facts.version is None or member.life.state is State.BROKEN  # or another by now
+        self._registry.learn(name, look)
+        if is_new:
+            with suppress(Sick):  # it lives, and an engine may keep its metrics to itself
+                shown = await self._checks.numbers(member.instance)
+                mode = TransferMode(shown.mode) if shown.mode in tuple(TransferMode) else None
+                facts = Facts(
+                    connector=shown.connector, mode=mode, protocol=shown.protocol, fingerprint=shown.fingerprint
+                )
+                self._registry.learn(name, facts)
+        member.life.seen(now=self._clock())
+
+
+def _is_asked_what_it_keeps(member: Member) -> bool:
+    return member.life.state is State.DRAINING and member.instance.role is Role.PREFILL

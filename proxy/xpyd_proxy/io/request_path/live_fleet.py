@@ -1,0 +1,147 @@
+"""The engines as the relay meets them: reads the clock, and asks and tells the cores."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.fleet.compatibility import MODES, Facts
+from xpyd_proxy.core.fleet.health import State
+from xpyd_proxy.core.fleet.load import read_report
+from xpyd_proxy.core.fleet.push_coordinates import Learned
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.model import ANY, Ask, Instance, RequestId, Role
+from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.routing.pairing import Pairs
+from xpyd_proxy.io.request_path.deferred import Later
+
+
+class Loads:
+    """How busy engines are, for policies."""
+
+    def __init__(self, registry: Registry, clock: Callable[[], float]) -> None:
+        self._registry = registry
+        self._clock = clock  # seconds; the one of the fleet
+
+    def of(self, instance: Instance) -> float:
+        """Return a number that is higher the busier an engine is."""
+        member = self._registry.get(instance.id)
+        return 0.0 if member is None else member.load.score(now=self._clock())
+
+
+class LiveFleet:
+    """A Fleet, a Pairing, Slots and a Watcher. What it is told of engines that were removed is dropped."""
+
+    def __init__(self, registry: Registry, pairs: Pairs, learned: Learned, clock: Callable[[], float]) -> None:
+        self.registry = registry
+        self._pairs = pairs
+        self._learned = learned  # what prefill engines say in their answers
+        self._clock = clock  # seconds; only differences count
+        self.later = Later()  # what went well and has yet to be told here
+
+    def known(self, role: Role, /) -> Sequence[Instance]:
+        """List all engines of a role."""
+        return self.registry.known(role)
+
+    def serves(self, role: Role, address: Address, models: frozenset[str]) -> None:
+        """Take in which models an engine serves that was added just now: its first probe is still to come."""
+        for instance in self.known(role):
+            if instance.address == address:
+                self.registry.learn(instance.id, Facts(models=models))
+
+    def usable(self, role: Role, /) -> Sequence[Instance]:
+        """List those that may get a request now; raises NoInstance."""
+        return self.registry.usable(role, now=self._clock())
+
+    def fitting(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
+        """List those decode engines that can read the blocks of a prefill engine, as far as it is known."""
+        return self.registry.fitting(prefill, decode)
+
+    def pair(
+        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: Ask = ANY, /
+    ) -> tuple[Instance, Instance]:
+        """Choose two engines; the choice counts."""
+        pair = self._pairs.pair(prefill, decode, ask)
+        for instance in pair:
+            self._chosen(instance)
+        return pair
+
+    def any_pair(self, ask: Ask = ANY, /) -> tuple[Instance, Instance]:
+        """Choose two engines among all that are usable; the choice counts. Raises as ``usable`` and ``pair`` do."""
+        pair = self._pairs.calm(ask)
+        if pair is None:
+            decodes = self.usable(Role.DECODE)
+            pair = self.pair(self.usable(Role.PREFILL), decodes, ask)
+            self._pairs.remember(ask)
+        return pair
+
+    def one(self, decode: Sequence[Instance], ask: Ask = ANY, /) -> Instance:
+        """Choose one engine; the choice counts."""
+        chosen = self._pairs.one(decode, ask)
+        self._chosen(chosen)
+        return chosen
+
+    def rehearsal(self) -> Pairs:
+        """Return what would choose now, to be asked without consequences."""
+        return self._pairs.copy()
+
+    def hold(self, instance: Instance, request: RequestId, /) -> AbstractContextManager[None]:
+        """Count a request at an engine while the block lasts."""
+        return _Hold(self, instance, request)
+
+    def began(self, instance: Instance, request: RequestId, /) -> None:
+        """A leg is about to be sent."""
+        self.enter(instance, request)
+
+    def answered(self, instance: Instance, request: RequestId, _seconds: float, /) -> None:
+        """It has a good answer."""
+        if (member := self.registry.get(instance.id)) is not None:
+            member.life.succeeded(request, now=self._clock())
+            mode = MODES.get(self._learned.state(instance.id))
+            if mode is not None and mode is not member.facts.mode:
+                self.registry.learn(instance.id, Facts(mode=mode))
+
+    def ended(self, instance: Instance, request: RequestId, failure: Failure | None, /) -> None:
+        """It is closed."""
+        if failure is not None and (member := self.registry.get(instance.id)) is not None:
+            self.later.settle()  # what went well before
+            member.life.failed(request, failure, now=self._clock())
+        self.leave(instance, request)
+
+    def reported(self, instance: Instance, header: bytes) -> None:
+        """An engine has said how busy it is (``endpoint-load-metrics``)."""
+        report = read_report(header)
+        if report is not None and (member := self.registry.get(instance.id)) is not None:
+            member.load.reported(report, now=self._clock())
+
+    def _chosen(self, instance: Instance) -> None:
+        if (member := self.registry.get(instance.id)) is not None:
+            member.life.chosen(now=self._clock())
+
+    def enter(self, instance: Instance, request: RequestId) -> None:
+        """Count a request at an engine; it may enter several times, and counts once."""
+        if (member := self.registry.get(instance.id)) is not None:
+            member.load.enter(request)
+            member.life.claimed(request)
+
+    def leave(self, instance: Instance, request: RequestId) -> None:
+        """Stop to count it when it has left as often."""
+        if (member := self.registry.get(instance.id)) is not None and member.load.leave(request):
+            if member.life.state is State.TRYING:
+                self.later.settle()  # that it has served its trial may be among what waits
+            member.life.released(request)
+
+
+class _Hold:
+    """One slot at an engine."""
+
+    __slots__ = ("_at", "_fleet")
+
+    def __init__(self, fleet: LiveFleet, instance: Instance, request: RequestId) -> None:
+        self._fleet = fleet
+        self._at = instance, request
+
+    def __enter__(self) -> None:
+        self._fleet.enter(*self._at)
+
+    def __exit__(self, *_: object) -> None:
+        self._fleet.leave(*self._at)

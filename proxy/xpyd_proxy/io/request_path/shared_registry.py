@@ -1,0 +1,126 @@
+"""A registry whose engines have the same ids in all workers, and do what an operator has told any of them."""
+
+import logging
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.fleet.compatibility import Facts
+from xpyd_proxy.core.fleet.health import Limits
+from xpyd_proxy.core.fleet.origin import BY_HAND, Origin, Source
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.model import Instance, InstanceId, Role
+from xpyd_proxy.core.workers.instance_ids import Line, Roster, Verb, key_of
+from xpyd_proxy.errors import AlreadyKnown
+
+logger = logging.getLogger(__name__)
+_LEAVES: Final = {Verb.DRAIN: "drained", Verb.UNDRAIN: "in use again", Verb.REMOVE: "removed"}
+
+
+class IdLog(Protocol):
+    """The log of ids and orders that the workers share (io/workers/ledger.py)."""
+
+    @property
+    def roster(self) -> Roster:
+        """The ids and orders as far as they have been read."""
+        ...
+
+    def number(self, key: str, *, anew: bool) -> int:
+        """Return the number of an engine in all workers; ``anew``: one that was removed by hand gets another."""
+        ...
+
+    def say(self, verb: Verb, name: InstanceId) -> None:
+        """Write an order."""
+        ...
+
+    def news(self) -> Sequence[Line]:
+        """Return what other workers have written since the last call."""
+        ...
+
+
+class SharedRegistry(Registry):
+    """Asks the ledger for every id."""
+
+    def __init__(self, limits: Limits, ledger: IdLog) -> None:
+        super().__init__(limits)
+        self._ledger = ledger
+        self._has_begun = False
+        self._named: dict[str, InstanceId] = {}  # by key
+
+    def begin(self, *, now: float) -> None:
+        """Be up to date: what the settings name by now is what all workers began with."""
+        self._has_begun = True
+        self.follow(now=now)
+
+    def add(
+        self,
+        role: Role,
+        address: Address,
+        *,
+        rank: int | None = None,
+        facts: Facts | None = None,
+        now: float = 0.0,
+        origin: Origin = BY_HAND,
+    ) -> Instance:
+        """Start to route to an engine, as all workers do; raises AlreadyKnown."""
+        key = _key(role, address.authority, rank, origin)
+        self._added[role] = self._ledger.number(key, anew=self._has_begun)
+        instance = super().add(role, address, rank=rank, facts=facts, now=now, origin=origin)
+        self._named[key] = instance.id
+        self._obey(self._ledger.roster.order(instance.id), instance.id, now=now)
+        return instance
+
+    def remove(self, name: InstanceId, *, now: float) -> None:
+        """Forget an engine; raises UnknownInstance. If its source names it again, it has another id."""
+        is_static = self.member(name).origin.source is Source.STATIC
+        self._forget(name, now=now)
+        if not is_static:
+            self._ledger.say(Verb.CLOSE, name)
+
+    def retire(self, name: InstanceId, *, now: float) -> None:
+        """Send it nothing new, and forget it soon; raises UnknownInstance."""
+        super().retire(name, now=now)
+        self._ledger.say(Verb.CLOSE, name)
+
+    def follow(self, *, now: float) -> None:
+        """Go by what other workers have written."""
+        for verb, text in self._ledger.news():
+            name = InstanceId(text)
+            if verb is Verb.NAME:
+                self._rename(text, now=now)
+            elif self.get(name) is not None:
+                self._obey(verb, name, now=now)
+                logger.info("%s is %s, as another worker was told", name, _LEAVES[verb])
+
+    def _rename(self, key: str, *, now: float) -> None:
+        """Another worker has seen an engine go and come again, which happened too fast for this one."""
+        old, number = self._named.get(key), self._ledger.roster.number(key)
+        member = None if old is None else self.get(old)
+        if member is None or member.retires or old == f"{member.instance.role}-{number}":
+            return
+        one = member.instance
+        self._forget(one.id, now=now)
+        new = self.add(one.role, one.address, rank=one.rank, facts=member.facts, now=now, origin=member.origin)
+        logger.info("%s went and came again: it is %s now", one.id, new.id)
+
+    def _forget(self, name: InstanceId, *, now: float) -> None:
+        self._named = {key: one for key, one in self._named.items() if one != name}
+        super().remove(name, now=now)
+
+    def _obey(self, verb: Verb | None, name: InstanceId, *, now: float) -> None:
+        match verb:
+            case Verb.DRAIN:
+                self.drain(name, now=now)
+            case Verb.REMOVE:
+                self.remove(name, now=now)
+            case Verb.UNDRAIN:
+                try:
+                    self.undrain(name, now=now)
+                except AlreadyKnown as exc:
+                    logger.warning("%s stays drained: %s", name, exc)
+            case _:
+                pass
+
+
+def _key(role: Role, authority: str, rank: int | None, origin: Origin) -> str:
+    return key_of(role, authority, rank, origin.source, "" if origin.wanted is None else origin.wanted.identity)

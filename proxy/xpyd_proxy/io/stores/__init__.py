@@ -1,5 +1,0 @@
-"""Where engines that were added by hand are kept: in this process, in a file, or where other routers see them, too."""
-
-from xpyd_proxy.io.stores.port import Store, StoreDown
-
-__all__ = ["Store", "StoreDown"]

@@ -1,0 +1,92 @@
+"""Looks where a connection to an added engine would go, before it goes there, and has it go nowhere else."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Final, TypeAlias
+
+import httpx
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.http.address_allowlist import AllowList, is_ip
+from xpyd_proxy.errors import NotAllowed
+
+_PORTS: Final = {"http": 80, "https": 443}
+Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]  # raises OSError
+
+
+async def resolved(host: str, port: int) -> Sequence[str]:
+    """Ask the system where a name leads; raises OSError."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(one[4][0]) for one in found))
+
+
+class Guard:
+    """Knows which addresses must be looked at: those that neither the settings nor a pod has named.
+
+    A name is resolved once for each connection, and the connection goes to what was found: a name that leads elsewhere
+    a moment later (DNS rebinding) changes nothing.
+    """
+
+    def __init__(
+        self, allowed: AllowList, is_given: Callable[[Address], bool], resolve: Resolve | None = resolved
+    ) -> None:
+        """``resolve``: None where nothing is connected, in tests that give a transport: names then pass as they are."""
+        self._allowed = allowed
+        self._is_given = is_given
+        self._resolve = resolve
+
+    async def places(self, address: Address) -> Sequence[str]:
+        """Return the IP addresses to connect to, the best first; none: the host may be taken as it is.
+
+        Raises:
+            NotAllowed: it leads to where no engine may be added.
+            OSError: the name leads nowhere.
+        """
+        host = address.host
+        if self._is_given(address):
+            return ()
+        if is_ip(host):
+            found: Sequence[str] = (host,)
+        elif self._resolve is None:
+            return ()
+        else:
+            try:
+                found = await self._resolve(host, address.port)
+            except UnicodeError as exc:
+                raise OSError(f"{host} is no name that DNS can have") from exc
+        admitted = [place for place in found if self._allowed.admits(host, place)]
+        if not admitted:
+            led = "" if is_ip(host) else f" leads to {', '.join(found) or 'nothing'}, which"
+            raise NotAllowed(f"{host}{led} is not in instances_allow: name its network or its name there")
+        return admitted
+
+
+class Guarded(httpx.AsyncBaseTransport):
+    """A transport of httpx that connects where the guard says."""
+
+    def __init__(self, transport: httpx.AsyncBaseTransport, guard: Guard) -> None:
+        self._transport = transport
+        self._guard = guard
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request to the address that was looked at; certificates are checked for the name."""
+        url = request.url
+        try:
+            places = await self._guard.places(Address(url.scheme, url.host, url.port or _PORTS[url.scheme]))
+        except (NotAllowed, OSError) as exc:
+            raise httpx.ConnectError(str(exc), request=request) from exc
+        if not places:
+            return await self._transport.handle_async_request(request)
+        request.extensions = {**request.extensions, "sni_hostname": url.host}
+        for place in places[:-1]:
+            request.url = url.copy_with(host=place)
+            with suppress(httpx.ConnectError, httpx.ConnectTimeout):  # nothing has been sent: the next may take it
+                return await self._transport.handle_async_request(request)
+        request.url = url.copy_with(host=places[-1])
+        return await self._transport.handle_async_request(request)
+
+    async def aclose(self) -> None:
+        """Close it."""
+        await self._transport.aclose()

@@ -1,0 +1,209 @@
+"""``xpyd plan``: how many prefill and decode engines a traffic needs; docs/scaling.md tells how to measure rates."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from math import gcd, isfinite
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from xpyd_proxy.planning.queueing import Spread
+from xpyd_proxy.planning.sizing import (
+    Aims,
+    Dispatch,
+    Need,
+    NoPlan,
+    Outlook,
+    Plan,
+    Rates,
+    Swing,
+    Traffic,
+    Ttft,
+    lengths,
+    observed,
+    plan,
+)
+
+_BYTES_PER_GBIT: Final = 1e9 / 8
+_MOST_BYTES: Final = 64 * 1024 * 1024  # of a file of lengths
+
+
+class _Flag(NamedTuple):
+    name: str
+    unit: str
+    help: str
+    default: float | None = None
+    required: bool = False
+
+
+_TRAFFIC: Final = (
+    _Flag("--prompt-tokens", "N", "tokens of a prompt, on the mean"),
+    _Flag("--prompt-tokens-p95", "N", "their 95th percentile (without it: 3 times the mean, exponential)"),
+    _Flag("--output-tokens", "N", "tokens of an answer, on the mean", required=True),
+    _Flag("--output-tokens-p95", "N", "their 95th percentile (without it: 3 times the mean, exponential)"),
+    _Flag("--cached", "SHARE", "share of the prompt tokens that prefill engines have in their prefix caches", 0.0),
+)
+_RATES: Final = (
+    _Flag("--prefill-rate", "TOKENS/S", "prompt tokens a second of a busy prefill engine", required=True),
+    _Flag("--decode-rate", "TOKENS/S", "tokens a second of a decode engine, at the ITL target", required=True),
+    _Flag("--kv-capacity", "TOKENS", "tokens that the KV cache of a decode engine has room for", required=True),
+    _Flag("--kv-bytes-per-token", "BYTES", "bytes of KV cache of one token, all layers and ranks together"),
+    _Flag("--link-gbit", "GBIT/S", "bandwidth of one engine for KV transfers; without it links are not looked at"),
+)
+_AIMS: Final = (
+    _Flag("--itl", "S", "seconds between two tokens of an answer, at most", required=True),
+    _Flag("--ttft", "S", "seconds to the first token, 95th percentile, at most; without it there is no target"),
+    _Flag("--utilisation", "SHARE", "share of a resource that may be busy on the mean", 0.7),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    traffic = parser.add_argument_group("what clients ask for")
+    arrivals = traffic.add_mutually_exclusive_group(required=True)
+    arrivals.add_argument("--requests-per-second", type=float, metavar="R", help="requests a second")
+    arrivals.add_argument("--prompt-tokens-per-second", type=float, metavar="N", help="or prompt tokens a second")
+    traffic.add_argument("--prompt-lengths", metavar="FILE", help="lengths of prompts instead, numbers in a text file")
+    groups = (traffic, _TRAFFIC), (parser.add_argument_group("what one engine does, measured"), _RATES)
+    for group, flags in (*groups, (parser.add_argument_group("what is wanted"), _AIMS)):
+        for flag in flags:
+            said = flag.help if flag.default is None else f"{flag.help} (%(default)s)"
+            group.add_argument(
+                flag.name, type=float, metavar=flag.unit, default=flag.default, required=flag.required, help=said
+            )
+    said = "the router's prefill policy; session and prefix wait longer than these (%(default)s)"
+    parser.add_argument("--prefill-policy", choices=list(map(str, Dispatch)), default="round_robin", help=said)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; return the exit code: 0, or 2 if the numbers cannot be planned with."""
+    try:
+        aims = Aims(args.itl, args.ttft, args.utilisation, Dispatch(args.prefill_policy))
+        found = plan(_traffic(args), _rates(args), aims)
+    except NoPlan as exc:
+        sys.stderr.write(f"xpyd plan: {exc}\n")
+        return 2
+    sys.stdout.write(json.dumps(_as_json(found), indent=2) + "\n" if args.json else _as_text(found, aims))
+    return 0
+
+
+def _traffic(args: argparse.Namespace) -> Traffic:
+    prompt = _prompt(args)
+    rate = args.requests_per_second
+    if rate is None:
+        rate = args.prompt_tokens_per_second / prompt.mean
+    return Traffic(rate, prompt, lengths("output", args.output_tokens, args.output_tokens_p95), args.cached)
+
+
+def _prompt(args: argparse.Namespace) -> Spread:
+    if (args.prompt_lengths is None) == (args.prompt_tokens is None):
+        raise NoPlan("give either --prompt-tokens or --prompt-lengths")
+    if args.prompt_lengths is None:
+        return lengths("prompt", args.prompt_tokens, args.prompt_tokens_p95)
+    if args.prompt_tokens_p95 is not None:
+        raise NoPlan("--prompt-tokens-p95 belongs to --prompt-tokens: lengths have a p95 of their own")
+    return observed("prompt", _numbers(args.prompt_lengths))
+
+
+def _numbers(name: str) -> list[float]:
+    try:
+        with Path(name).open(encoding="utf-8") as file:
+            text = file.read(_MOST_BYTES + 1)
+    except (OSError, UnicodeDecodeError) as exc:
+        raise NoPlan(f"{name} cannot be read: {getattr(exc, 'strerror', None) or 'it is not text'}") from exc
+    if len(text) > _MOST_BYTES:
+        raise NoPlan(f"{name} is larger than {_MOST_BYTES:,} bytes: a sample of 10,000 lengths is enough")
+    found = text.replace(",", " ").split()
+    try:
+        return [float(word) for word in found]
+    except ValueError as exc:
+        raise NoPlan(f"{name} must hold numbers and nothing else: {exc}") from exc
+
+
+def _rates(args: argparse.Namespace) -> Rates:
+    link = None if args.link_gbit is None else args.link_gbit * _BYTES_PER_GBIT
+    return Rates(args.prefill_rate, args.decode_rate, args.kv_capacity, args.kv_bytes_per_token, link)
+
+
+def _as_json(found: Plan) -> dict[str, object]:
+    return {
+        "prefill": found.need.prefill,
+        "decode": found.need.decode,
+        "ratio": _ratio(found.need),
+        "prefill_decided_by": found.need.prefill_by,
+        "decode_decided_by": found.need.decode_by,
+        "engines_busy": {str(name): work for name, work in found.work.items()},
+        **_outlook_json(found.outlook),
+        "traffic": [_swing_json(swing) for swing in found.swings],
+    }
+
+
+def _outlook_json(found: Outlook) -> dict[str, object]:
+    one = found.ttft
+    parts = ("queue", "prefill", "transfer", "first_step", "mean", "p95")
+    ttft = None if one is None else {name: getattr(one, name) for name in parts}
+    utilisation = {str(name): share for name, share in found.utilisation.items()}
+    return {"utilisation": utilisation, "ttft_s": ttft, "decode_batch": found.decode_batch}
+
+
+def _swing_json(swing: Swing) -> dict[str, object]:
+    needs = None if swing.need is None else {"prefill": swing.need.prefill, "decode": swing.need.decode}
+    return {"factor": swing.factor, "needs": needs, **_outlook_json(swing.outlook)}
+
+
+def _as_text(found: Plan, aims: Aims) -> str:
+    need = found.need
+    lines = [
+        f"{need.prefill} prefill and {need.decode} decode engines, {_ratio(need)}",
+        f"prefill is decided by: {need.prefill_by}",
+        f"decode is decided by:  {need.decode_by}",
+        "",
+        *_table([("resource", "engines busy", "utilisation"), *_use(found)]),
+        "",
+        *_table([("time to first token", "mean", "p95"), *_times(found.outlook.ttft, aims)]),
+        "",
+        *_table([("traffic", "needs", "with these: busiest", "TTFT p95"), *map(_swung, found.swings)]),
+    ]
+    return "".join(line.rstrip() + "\n" for line in lines)
+
+
+def _ratio(need: Need) -> str:
+    common = gcd(need.prefill, need.decode)
+    return f"{need.prefill // common}:{need.decode // common}"
+
+
+def _use(found: Plan) -> list[Sequence[str]]:
+    shares = found.outlook.utilisation
+    rows: list[Sequence[str]] = [(name, f"{work:.2f}", f"{shares[name]:.0%}") for name, work in found.work.items()]
+    return [*rows, ("requests on a decode engine", f"{found.outlook.decode_batch:.1f}", "")]
+
+
+def _times(ttft: Ttft | None, aims: Aims) -> list[Sequence[str]]:
+    if ttft is None:  # cannot be: a plan keeps every utilisation below 1
+        return [("endless", "", "")]
+    parts: list[tuple[str, float]] = [("queue", ttft.queue), ("prefill", ttft.prefill), ("transfer", ttft.transfer)]
+    rows: list[Sequence[str]] = [(name, _seconds(value), "") for name, value in parts if value]
+    target = "" if aims.ttft_s is None else f" of {_seconds(aims.ttft_s)}"
+    last = ("sum", _seconds(ttft.mean), _seconds(ttft.p95) + target)
+    return [*rows, ("first decode step", _seconds(ttft.first_step), ""), last]
+
+
+def _swung(swing: Swing) -> Sequence[str]:
+    name, share = max(swing.outlook.utilisation.items(), key=lambda item: item[1])
+    needs = "no number will do" if swing.need is None else f"{swing.need.prefill} + {swing.need.decode}"
+    ttft = "grows without end" if swing.outlook.ttft is None else _seconds(swing.outlook.ttft.p95)
+    factor = "as planned" if swing.factor == 1 else f"{swing.factor - 1:+.0%}"
+    return factor, needs, f"{name} {share:.0%}", ttft
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1e3:.0f} ms" if isfinite(value) and value < 1 else f"{value:.2f} s"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pad: Sequence[Callable[[str, int], str]] = [str.ljust, *[str.rjust] * (len(widths) - 1)]
+    return ["  ".join(fill(cell, w) for fill, cell, w in zip(pad, row, widths, strict=True)) for row in rows]

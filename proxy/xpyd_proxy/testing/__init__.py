@@ -1,0 +1,1 @@
+"""A simulated vLLM engine, for tests, demonstrations and benchmarks without vLLM."""

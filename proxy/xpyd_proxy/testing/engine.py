@@ -1,0 +1,391 @@
+"""A pretended vLLM engine: its HTTP shapes, its rules for the two legs, text made from the prompt, faults on demand.
+
+Run one with ``python -m xpyd_proxy.testing.engine --role prefill --port 8100 --model tiny``. ``POST /sim/faults`` sets
+a :class:`Fault` (``null`` clears it), and ``GET /sim/log`` tells what the engine received.
+"""
+
+import argparse
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Final, TypeAlias
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
+from xpyd_proxy.testing.replies import Replies, error, event
+from xpyd_proxy.testing.rules import (
+    Json,
+    Violation,
+    check_decode_leg,
+    check_prefill_leg,
+    check_push_leg,
+    identity,
+    make_params,
+    prompts_of,
+    token_limit,
+)
+from xpyd_proxy.testing.styles import MessagesReplies, ResponsesReplies
+
+AnyReplies: TypeAlias = Replies | ResponsesReplies | MessagesReplies
+
+_TRANSPORT: Final = "xpyd.sim.transport"
+_TOO_MANY: Final = 10**9  # tokens that no engine has room for
+# What each path calls the number of tokens, and what must be 1 in a prefill leg.
+_LIMITS: Final = {
+    "/v1/completions": ("max_tokens", "min_tokens"),
+    "/v1/chat/completions": ("max_tokens", "max_completion_tokens", "min_tokens"),
+    "/v1/responses": ("max_output_tokens",),
+    "/v1/messages": ("max_tokens",),
+}
+
+
+class FaultKind(StrEnum):
+    """Ways to fail."""
+
+    STATUS = "status"  # answer with an HTTP error
+    STALL = "stall"  # fall silent
+    DROP = "drop"  # close the connection
+    ERROR_EVENT = "error_event"  # send an error in place of an event and then [DONE], as vLLM does
+    END = "end"  # end the stream early, as if that were all
+    FORGET = "forget"  # prefill: leave `names` out of the kv_transfer_params
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One way to fail, at one point of an answer."""
+
+    kind: FaultKind
+    after: int | None = None  # events that are sent first; None: not even a head. A whole body: half of it is sent
+    status: int = 500  # of STATUS, and inside ERROR_EVENT
+    body: str | None = None  # of STATUS; None: what vLLM would say
+    names: tuple[str, ...] = ()
+    times: int | None = None  # how many requests it hits; None: all
+
+
+@dataclass(slots=True)
+class Entry:
+    """One request that arrived, and what became of it: open, done or hung up."""
+
+    path: str
+    headers: dict[str, str]
+    body: str
+    state: str = "open"
+
+
+class Sim:
+    """One engine, as an ASGI application. Delays are seconds.
+
+    In push mode ``pushed`` plays the network between the engines: what the prefill sims have written, by the engine and
+    the transfer. Decode sims that share it wait for that. Without it (in other processes) they believe what they are
+    told, and answer at once.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        *,
+        model: str = "sim",
+        prefill_s: float = 0.0,
+        token_s: float = 0.0,
+        mode: str = "pull",
+        pushed: dict[tuple[str, str], str] | None = None,
+    ) -> None:
+        self.role = role
+        self.engine_id = _new_engine_id()
+        self.log: list[Entry] = []
+        self.violations: list[str] = []
+        self.released: list[str] = []  # requests whose blocks the prefill engine was told to free
+        self._model = model
+        self._prefill_s = prefill_s
+        self._token_s = token_s
+        self._fault: Fault | None = None
+        self._hits = 0
+        self._used: set[bytes] = set()
+        self._mode = mode
+        self._pushed = pushed
+        self._app = Starlette(routes=self._routes())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, with the connection at hand: ASGI itself has no way to drop one."""
+        scope[_TRANSPORT] = getattr(getattr(send, "__self__", None), "transport", None)
+        await self._app(scope, receive, send)
+
+    def inject(self, fault: Fault | None) -> None:
+        """Fail like this from now on; None: work again."""
+        self._fault, self._hits = fault, 0
+
+    def restart(self) -> None:
+        """Be another engine from now on, at the same address."""
+        self.engine_id = _new_engine_id()
+
+    def _routes(self) -> list[Route]:
+        return [
+            Route("/health", _health),
+            Route("/version", _version),
+            Route("/metrics", self._metrics),
+            Route("/v1/models", self._models),
+            *(Route(path, self._generate, methods=["POST"]) for path in _LIMITS),
+            *(Route(path, self._run, methods=["POST"]) for path in ENDPOINTS.keys() - _LIMITS.keys()),
+            Route("/sim/faults", self._set_fault, methods=["POST"]),
+            Route("/sim/log", self._show_log),
+        ]
+
+    async def _metrics(self, _: Request) -> Response:
+        running = sum(entry.state == "open" for entry in self.log)
+        labels = f'{{model_name="{self._model}",engine="0"}}'
+        gauges = {"num_requests_running": running, "num_requests_waiting": 0, "kv_cache_usage_perc": 0}
+        lines = [f"# TYPE vllm:{name} gauge\nvllm:{name}{labels} {value}\n" for name, value in gauges.items()]
+        return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
+
+    async def _models(self, _: Request) -> Response:
+        card = {"id": self._model, "object": "model", "created": 0, "owned_by": "vllm", "max_model_len": 2048}
+        return _json({"object": "list", "data": [card]})
+
+    async def _set_fault(self, request: Request) -> Response:
+        try:
+            self.inject(msgspec.json.decode(await request.body(), type=Fault | None))
+        except msgspec.DecodeError as exc:
+            return _json(error(400, f"not a fault: {exc}"), 400)
+        return _json({"fault": self._fault})
+
+    async def _show_log(self, _: Request) -> Response:
+        return _json({"requests": [asdict(entry) for entry in self.log], "violations": self.violations})
+
+    async def _generate(self, request: Request) -> Response:
+        raw = await request.body()
+        entry = Entry(request.url.path, dict(request.headers), raw.decode("utf-8", "replace"))
+        self.log.append(entry)
+        try:
+            response = await self._answer(request, raw, entry)
+        except ClientDisconnect:
+            entry.state = "hung up"
+            return Response(status_code=499)
+        if not isinstance(response, StreamingResponse):
+            entry.state = "done"
+        return response
+
+    async def _answer(self, request: Request, raw: bytes, entry: Entry) -> Response:
+        fault = self._due()
+        if fault is not None and (failed := await _fail_at_once(request, fault)) is not None:
+            return failed
+        try:
+            body: Json = json.loads(raw)
+            if token_limit(body) > _TOO_MANY:
+                return self._refuse(body)
+            self._check(raw, body, request)
+        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+            return _json(error(400, f"not a request: {exc!r}"), 400)
+        except Violation as exc:
+            self.violations.append(str(exc))
+            return _json(error(400, str(exc)), 400)
+        if body.get("model", self._model) != self._model:
+            return _json(error(404, f"The model `{body['model']}` does not exist."), 404)
+        replies = self._replies(request, body)
+        if self.role == "prefill":
+            return await self._prefill(request, replies, fault)
+        await self._receive(request, body)
+        if body.get("stream"):
+            events = _events(request, replies, entry, fault, self._token_s)
+            return StreamingResponse(events, media_type="text/event-stream")
+        await _pause(request, self._token_s * token_limit(body))
+        return _whole(request, replies, entry, fault)
+
+    def _replies(self, request: Request, body: Json) -> AnyReplies:
+        name, created = _request_id(request), int(time.time())  # noqa: TID251 (an epoch)
+        match request.url.path:
+            case "/v1/responses":
+                return ResponsesReplies(body, name, self._model, created)
+            case "/v1/messages":
+                return MessagesReplies(body, name, self._model, created)
+            case path:
+                return Replies(body, path.startswith("/v1/chat/"), name, self._model, created)
+
+    def _refuse(self, body: Json) -> Response:
+        """There is no room for so many tokens: tell the prefill engine that its blocks will not be read."""
+        params: Json = body.get("kv_transfer_params") or {}
+        if params.get("do_remote_prefill"):
+            self.released.append(params["remote_request_id"])
+        return _json(error(400, "max_tokens is larger than the model's length"), 400)
+
+    async def _run(self, request: Request) -> Response:
+        """Do what has no second leg: say what was asked."""
+        raw = await request.body()
+        entry = Entry(request.url.path, dict(request.headers), raw.decode("utf-8", "replace"))
+        self.log.append(entry)
+        if (fault := self._due()) is not None and (failed := await _fail_at_once(request, fault)) is not None:
+            return failed
+        entry.state = "done"
+        return _json({"object": "list", "path": request.url.path, "bytes": len(raw)})
+
+    async def _prefill(self, request: Request, replies: AnyReplies, fault: Fault | None) -> Response:
+        await _pause(request, self._prefill_s)
+        forget = fault.names if fault is not None else ()
+        params = make_params(replies.body, replies.request_id, name=self.engine_id, mode=self._mode, forget=forget)
+        if self._pushed is not None:
+            transfer = replies.body["kv_transfer_params"]["transfer_id"]
+            self._pushed[self.engine_id, transfer] = identity(replies.body)
+        return _json(replies.whole() | {"kv_transfer_params": params})
+
+    async def _receive(self, request: Request, body: Json) -> None:
+        """Wait until a prefill engine has written the KV cache, if it is one that pushes."""
+        params: Json = body.get("kv_transfer_params") or {}
+        if self._pushed is None or params.get("transfer_mode") != "push":
+            return
+        key = params["remote_engine_id"], params["transfer_id"]
+        while key not in self._pushed:
+            await _pause(request, 0.001)
+        if self._pushed.pop(key) != identity(body):
+            self.violations.append("the KV cache that was pushed belongs to another request")
+
+    def _check(self, raw: bytes, body: Json, request: Request) -> None:
+        if not prompts_of(body) or token_limit(body) < 0:
+            raise ValueError("no prompt, or no tokens")
+        if self.role == "prefill":
+            check_prefill_leg(body, pushes=self._mode == "push", limits=_LIMITS[request.url.path])
+        elif body.get("kv_transfer_params") is not None:
+            self._check_decode(raw, body, _request_id(request))
+
+    def _check_decode(self, raw: bytes, body: Json, request_id: str) -> None:
+        params = bytes(msgspec.json.decode(raw, type=dict[str, msgspec.Raw])["kv_transfer_params"])
+        if body["kv_transfer_params"].get("transfer_mode") == "push":
+            check_push_leg(body, request_id)
+        else:
+            check_decode_leg(msgspec.Raw(params), body, request_id)
+        if params in self._used:
+            raise Violation("the kv_transfer_params were used twice")
+        self._used.add(params)
+
+    def _due(self) -> Fault | None:
+        """Return the fault that hits this request."""
+        fault = self._fault
+        if fault is None or (fault.times is not None and self._hits >= fault.times):
+            return None
+        self._hits += 1
+        return fault
+
+
+async def _health(_: Request) -> Response:
+    return Response()
+
+
+async def _version(_: Request) -> Response:
+    return _json({"version": "0.32.0"})
+
+
+async def _fail_at_once(request: Request, fault: Fault) -> Response | None:
+    """Fail before anything is said, if the fault is of that sort."""
+    if fault.kind is FaultKind.STATUS:
+        body = json.dumps(error(fault.status, "injected")) if fault.body is None else fault.body
+        return Response(body, fault.status, media_type="application/json")
+    if fault.after is None and fault.kind is FaultKind.STALL:
+        await _pause(request, None)
+    if fault.after is None and fault.kind is FaultKind.DROP:
+        await _drop(request)
+        return Response()
+    return None
+
+
+async def _events(
+    request: Request, replies: AnyReplies, entry: Entry, fault: Fault | None, token_s: float
+) -> AsyncGenerator[bytes]:
+    """Stream an answer up to its end, its fault, or the client's hanging up, and note which it was."""
+    try:
+        for place, piece in enumerate(replies.events()):
+            if fault is not None and place == (fault.after or 0):
+                async for last in _fail_midway(request, fault):
+                    yield last
+                entry.state = "done"
+                return
+            yield piece
+            await asyncio.sleep(token_s)
+        if replies.end:
+            yield replies.end
+        entry.state = "done"
+    finally:
+        if entry.state == "open":
+            entry.state = "hung up"
+
+
+async def _fail_midway(request: Request, fault: Fault) -> AsyncGenerator[bytes]:
+    if fault.kind is FaultKind.STALL:
+        await asyncio.Event().wait()
+    elif fault.kind is FaultKind.DROP:
+        yield b'data: {"id": "half of an ev'
+        await _drop(request)
+    elif fault.kind is FaultKind.ERROR_EVENT:
+        yield event(error(fault.status, "injected"))
+        yield b"data: [DONE]\n\n"
+
+
+def _whole(request: Request, replies: AnyReplies, entry: Entry, fault: Fault | None) -> Response:
+    body = msgspec.json.encode(replies.whole() | {"kv_transfer_params": None})
+    if fault is None or fault.kind is not FaultKind.DROP:
+        return Response(body, media_type="application/json")
+
+    async def half() -> AsyncGenerator[bytes]:
+        yield body[: len(body) // 2]
+        await _drop(request)
+        entry.state = "done"
+
+    return StreamingResponse(half(), headers={"content-length": str(len(body))}, media_type="application/json")
+
+
+async def _pause(request: Request, seconds: float | None) -> None:
+    """Wait so long (None: for ever), unless the client hangs up: then raise ClientDisconnect."""
+    if seconds == 0:
+        return
+    try:
+        async with asyncio.timeout(seconds):
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+    except TimeoutError:
+        return
+    raise ClientDisconnect
+
+
+async def _drop(request: Request) -> None:
+    await asyncio.sleep(0.01)  # what was sent before has left
+    if (transport := request.scope[_TRANSPORT]) is not None:
+        transport.abort()
+
+
+def _new_engine_id() -> str:
+    return f"sim-{uuid.uuid4().hex[:8]}"
+
+
+def _request_id(request: Request) -> str:
+    return request.headers.get("x-request-id") or uuid.uuid4().hex
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one engine until it is told to stop."""
+    parser = argparse.ArgumentParser(prog="python -m xpyd_proxy.testing.engine", description="A pretended vLLM engine.")
+    parser.add_argument("--role", choices=["prefill", "decode"], required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--model", default="sim")
+    parser.add_argument("--mode", choices=["pull", "push"], default="pull")
+    parser.add_argument("--prefill-delay", type=float, default=0.0, metavar="S", help="seconds a prompt takes")
+    parser.add_argument("--token-delay", type=float, default=0.0, metavar="S", help="seconds a token takes")
+    args = parser.parse_args(argv)
+    sim = Sim(args.role, model=args.model, prefill_s=args.prefill_delay, token_s=args.token_delay, mode=args.mode)
+    uvicorn.run(sim, host=args.host, port=args.port, log_level="warning", timeout_keep_alive=5)
+
+
+if __name__ == "__main__":  # pragma: no cover
+    main()

@@ -1,0 +1,86 @@
+"""The answers of a pretended engine to /v1/responses and /v1/messages, in vLLM's shapes, for one prompt."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from xpyd_proxy.testing.rules import Json, prompt_tokens, prompts_of, token_limit, tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesReplies:
+    """Named events, the whole answer in the last of them, no [DONE]."""
+
+    body: Json
+    request_id: str
+    model: str
+    created: int  # seconds since the epoch
+
+    end = b""
+
+    def whole(self) -> Json:
+        """Return the answer in one piece."""
+        text = "".join(_words(self.body))
+        said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+        return self._response("completed") | {"output": [said], "usage": self._usage()}
+
+    def events(self) -> Iterator[bytes]:
+        """Return the answer as server-sent events; the first two say nothing about the engine."""
+        for word in ("created", "in_progress"):
+            yield named(f"response.{word}", {"response": self._response("in_progress")})
+        for word in _words(self.body):
+            yield named("response.output_text.delta", {"delta": word})
+        yield named("response.completed", {"response": self.whole()})
+
+    def _response(self, status: str) -> Json:
+        name = self.body.get("request_id", self.request_id)
+        return {"id": name, "object": "response", "status": status, "model": self.model, "created_at": self.created}
+
+    def _usage(self) -> Json:
+        asked, made = prompt_tokens(self.body), token_limit(self.body)
+        return {"input_tokens": asked, "output_tokens": made, "total_tokens": asked + made}
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesReplies:
+    """Named events, message_stop as the last."""
+
+    body: Json
+    request_id: str
+    model: str
+    created: int  # seconds since the epoch
+
+    end = b""
+
+    def whole(self) -> Json:
+        """Return the answer in one piece."""
+        text = "".join(_words(self.body))
+        ends: Json = {"stop_reason": "max_tokens", "usage": self._usage()}
+        return self._message() | {"content": [{"type": "text", "text": text}]} | ends
+
+    def events(self) -> Iterator[bytes]:
+        """Return the answer as server-sent events."""
+        yield named("message_start", {"message": self._message() | {"content": []}})
+        yield named("content_block_start", {"index": 0, "content_block": {"type": "text", "text": ""}})
+        for word in _words(self.body):
+            yield named("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": word}})
+        yield named("content_block_stop", {"index": 0})
+        yield named("message_delta", {"delta": {"stop_reason": "max_tokens"}, "usage": self._usage()})
+        yield named("message_stop", {})
+
+    def _message(self) -> Json:
+        return {"id": f"chatcmpl-{self.request_id}", "type": "message", "role": "assistant", "model": self.model}
+
+    def _usage(self) -> Json:
+        asked, made = prompt_tokens(self.body), token_limit(self.body)
+        return {"input_tokens": asked - 1, "cache_read_input_tokens": 1, "output_tokens": made}
+
+
+def named(name: str, data: Json) -> bytes:
+    """Return one server-sent event that has a name."""
+    return f"event: {name}\ndata: ".encode() + msgspec.json.encode({"type": name} | data) + b"\n\n"
+
+
+def _words(body: Json) -> list[str]:
+    return tokens(prompts_of(body)[0], token_limit(body))

@@ -1,0 +1,284 @@
+"""Who is served, who waits, who is refused."""
+
+import itertools
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from xpyd_proxy.core.admission.admission import TRANSITIONS, Admission, Event, State, Ticket
+from xpyd_proxy.core.admission.limits import Limit, Limits, Refusal
+
+ONE = Limits(concurrency=1, queue=2, wait_s=10.0)
+
+
+def arrive(admission, key="a", priority=0, size=1, now=0.0):
+    return admission.arrive(key, priority, size, now=now)
+
+
+def states(*tickets):
+    return [ticket.state.value for ticket in tickets]
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(State, Event)))
+def test_the_whole_table(state, event):
+    """What is not in it raises, and what is final stays so."""
+    ticket = Ticket("a", 0, 1, 0.0, state)
+    if event in TRANSITIONS[state]:
+        ticket.on(event)
+        assert ticket.state is TRANSITIONS[state][event]
+    else:
+        with pytest.raises(KeyError):
+            ticket.on(event)
+
+
+def test_which_states_are_final():
+    """Each of the others has a way out."""
+    assert {state for state in State if not TRANSITIONS[state]} == {State.REFUSED, State.EXPIRED, State.LEFT}
+
+
+def test_without_limits_everybody_is_served():
+    """At once."""
+    admission = Admission(Limits())
+
+    assert states(*[arrive(admission) for _ in range(50)]) == ["admitted"] * 50
+
+
+def test_a_place_goes_to_the_one_that_came_first():
+    """One at a time, in order."""
+    admission = Admission(ONE)
+    first, second, third, fourth = (arrive(admission) for _ in range(4))
+
+    assert states(first, second, third, fourth) == ["admitted", "waiting", "waiting", "refused"]
+    assert fourth.refusal == Refusal(Limit.QUEUE, 5)
+    admission.leave(first)
+    assert admission.poll() == [second]
+    assert states(first, second, third) == ["left", "admitted", "waiting"]
+
+
+def test_the_more_important_goes_first_and_takes_a_place_in_a_full_queue():
+    """From the one that came last among the least important."""
+    admission = Admission(ONE)
+    served, low, lower, high = arrive(admission), arrive(admission), arrive(admission), arrive(admission, priority=-1)
+
+    assert admission.poll() == [lower]
+    assert states(served, low, lower, high) == ["admitted", "waiting", "refused", "waiting"]
+    admission.leave(served)
+    assert admission.poll() == [high]
+    assert lower.refusal == Refusal(Limit.QUEUE, 5)
+
+
+def test_the_more_important_takes_no_place_that_is_anothers_share():
+    """Or one client could send all others away."""
+    admission = Admission(Limits(concurrency=1, queue=4, wait_s=10.0))
+    arrive(admission, "b")
+    alice = [arrive(admission, "a") for _ in range(4)]
+    mallory = [arrive(admission, "m", priority=-9) for _ in range(3)]
+
+    assert states(*alice) == ["waiting", "waiting", "refused", "refused"]
+    assert states(*mallory) == ["waiting", "waiting", "refused"]
+    assert arrive(admission, "a", priority=-1).state is State.WAITING  # within a key it may
+    assert states(*alice) == ["waiting", "refused", "refused", "refused"]
+
+
+def test_who_waits_too_long_is_sent_away():
+    """At the moment that was said, and not before."""
+    admission = Admission(ONE)
+    served, waiting = arrive(admission), arrive(admission, now=1.0)
+    admission.expire(now=10.9)
+    assert admission.poll() == []
+    admission.expire(now=11.0)
+
+    assert admission.poll() == [waiting]
+    assert states(served, waiting) == ["admitted", "expired"]
+    assert waiting.refusal == Refusal(Limit.CONCURRENCY, 5)
+    assert admission.refused == {Limit.CONCURRENCY: 1}
+
+
+def test_a_client_that_does_not_want_to_wait_frees_its_place_at_once():
+    """In the queue, and with it its bytes."""
+    admission = Admission(ONE)
+    arrive(admission)
+    arrive(admission)
+    gone = arrive(admission, size=7)
+    admission.leave(gone)
+
+    assert (admission.waiting, admission.held_bytes) == (1, 2)
+    assert arrive(admission).state is State.WAITING
+
+
+def test_the_limits_of_a_key_are_its_own():
+    """Over them it is refused at once, and nobody else notices."""
+    admission = Admission(Limits(concurrency=2, queue=9, wait_s=1, key_concurrency=2, key_rate=3))
+    mine = [arrive(admission, "a") for _ in range(3)]
+    assert mine[2].refusal == Refusal(Limit.KEY_CONCURRENCY, 1)
+    assert arrive(admission, "b").state is State.WAITING
+
+    for ticket in mine[:2]:
+        admission.leave(ticket)
+    assert arrive(admission, "a").refusal is None
+    assert arrive(admission, "a").refusal == Refusal(Limit.KEY_RATE, 1)
+    assert arrive(admission, "a", now=0.34).refusal is None
+
+
+def test_the_rate_of_all_together():
+    """A refusal says when it is worth another try."""
+    admission = Admission(Limits(rate=0.5))
+    arrive(admission)
+
+    assert arrive(admission, "b").refusal == Refusal(Limit.RATE, 2)
+    assert arrive(admission, "b", now=2.0).refusal is None
+
+
+def test_what_is_refused_costs_nothing():
+    """Neither tokens, nor bytes, nor places."""
+    admission = Admission(Limits(rate=1, key_rate=1, held_bytes=10))
+    assert arrive(admission, size=11).refusal == Refusal(Limit.BYTES, 5)
+
+    assert arrive(admission, size=10).refusal is None
+
+
+def test_other_limits_take_effect_at_once():
+    """More places are filled; of a shorter queue the last ones are refused."""
+    admission = Admission(Limits(concurrency=1, queue=4, wait_s=1))
+    tickets = [arrive(admission) for _ in range(5)]
+    admission.change(Limits(concurrency=2, queue=1, wait_s=1))
+
+    assert states(*tickets) == ["admitted", "admitted", "waiting", "refused", "refused"]
+    assert admission.poll() == [tickets[1], tickets[4], tickets[3]]
+
+
+def test_fewer_places_send_nobody_away():
+    """The next place is free when enough have left."""
+    admission = Admission(Limits(concurrency=3, queue=1, wait_s=1))
+    tickets = [arrive(admission) for _ in range(3)]
+    admission.change(Limits(concurrency=1, queue=1, wait_s=1))
+    waiting = arrive(admission)
+    for ticket in tickets:
+        assert waiting.state is State.WAITING
+        admission.leave(ticket)
+
+    assert waiting.state is State.ADMITTED
+
+
+def test_keys_that_are_gone_are_forgotten():
+    """As soon as what is known of them says nothing any more."""
+    admission = Admission(Limits(key_rate=1))
+    for number in range(100):
+        admission.leave(arrive(admission, f"key-{number}", now=float(number * 2)))
+
+    assert len(admission._accounts) == 1
+
+
+class AgainstAModel(RuleBasedStateMachine):
+    """The model is a list of all that wait, sorted anew each time."""
+
+    @initialize(
+        concurrency=st.sampled_from([None, 1, 2]),
+        queue=st.integers(0, 4),
+        key_concurrency=st.sampled_from([None, 1, 3]),
+        held_bytes=st.sampled_from([None, 12]),
+    )
+    def start(self, **numbers):
+        self.limits = Limits(wait_s=5.0, **numbers)
+        self.admission = Admission(self.limits)
+        self.now = 0.0
+        self.inside, self.queue, self.tickets = [], [], []
+
+    def settle(self, expected):
+        """Compare the tickets that changed while they waited."""
+        changed = self.admission.poll()
+        assert len(set(map(id, changed))) == len(changed)
+        assert set(map(id, changed)) == set(map(id, expected))
+
+    def admit_next(self):
+        admitted = []
+        while self.queue and (self.limits.concurrency is None or len(self.inside) < self.limits.concurrency):
+            self.queue.sort(key=lambda ticket: ticket.priority)  # stable: the order of arrival remains
+            self.inside.append(self.queue.pop(0))
+            admitted.append(self.inside[-1])
+        return admitted
+
+    @rule(key=st.sampled_from("ab"), priority=st.integers(-1, 1), size=st.integers(0, 5))
+    def arrive(self, key, priority, size):
+        held = [*self.inside, *self.queue]
+        limits = self.limits
+        full = limits.concurrency is not None and len(self.inside) >= limits.concurrency
+        keys = {key, *(ticket.key for ticket in self.queue)}
+        counts = {one: sum(ticket.key == one for ticket in self.queue) for one in keys}
+        yielding = [one for one in self.queue if one.key == key or counts[one.key] > limits.queue / len(keys)]
+        worst = max((ticket.priority for ticket in yielding), default=None)
+        ticket = self.admission.arrive(key, priority, size, now=self.now)
+        self.tickets.append(ticket)
+        if limits.key_concurrency is not None and sum(one.key == key for one in held) >= limits.key_concurrency:
+            assert ticket.refusal.limit is Limit.KEY_CONCURRENCY
+        elif limits.held_bytes is not None and sum(one.size for one in held) + size > limits.held_bytes:
+            assert ticket.refusal.limit is Limit.BYTES
+        elif not full:
+            assert ticket.state is State.ADMITTED
+            self.inside.append(ticket)
+        elif len(self.queue) < limits.queue:
+            assert ticket.state is State.WAITING
+            self.queue.append(ticket)
+        elif worst is None or priority >= worst:
+            assert ticket.refusal.limit is Limit.QUEUE
+        else:
+            out = [one for one in yielding if one.priority == worst][-1]
+            self.queue.remove(out)
+            self.queue.append(ticket)
+            assert out.state is State.REFUSED
+            self.settle([out])
+
+    @precondition(lambda self: self.inside)
+    @rule(data=st.data())
+    def finish(self, data):
+        ticket = data.draw(st.sampled_from(self.inside))
+        self.inside.remove(ticket)
+        self.admission.leave(ticket)
+        self.settle(self.admit_next())
+
+    @precondition(lambda self: self.queue)
+    @rule(data=st.data())
+    def lose_patience(self, data):
+        ticket = data.draw(st.sampled_from(self.queue))
+        self.queue.remove(ticket)
+        self.admission.leave(ticket)
+        self.settle([])
+
+    @rule(seconds=st.floats(0, 4))
+    def time_passes(self, seconds):
+        self.now += seconds
+        late = [ticket for ticket in self.queue if ticket.due <= self.now]
+        self.queue = [ticket for ticket in self.queue if ticket.due > self.now]
+        self.admission.expire(now=self.now)
+        assert {ticket.state for ticket in late} <= {State.EXPIRED}
+        self.settle(late)
+
+    @rule(concurrency=st.sampled_from([None, 1, 2]), queue=st.integers(0, 4))
+    def change(self, concurrency, queue):
+        self.limits = Limits(
+            concurrency, queue, 5.0, self.limits.held_bytes, key_concurrency=self.limits.key_concurrency
+        )
+        self.admission.change(self.limits)
+        changed = self.admit_next()
+        self.queue.sort(key=lambda ticket: ticket.priority)
+        while len(self.queue) > queue:
+            changed.append(self.queue.pop())
+        self.settle(changed)
+
+    @invariant()
+    def the_counts_are_right(self):
+        if not hasattr(self, "inside"):
+            return
+        held = [*self.inside, *self.queue]
+        assert {ticket.state for ticket in self.inside} <= {State.ADMITTED}
+        assert {ticket.state for ticket in self.queue} <= {State.WAITING}
+        assert self.admission.admitted == len(self.inside)
+        assert self.admission.waiting == len(self.queue) <= self.limits.queue
+        assert self.admission.held_bytes == sum(ticket.size for ticket in held)
+        refused = [ticket for ticket in self.tickets if ticket.state in (State.REFUSED, State.EXPIRED)]
+        assert sum(self.admission.refused.values()) == len(refused)
+        assert all((ticket.refusal is not None) == (ticket in refused) for ticket in self.tickets)
+
+
+TestAgainstAModel = AgainstAModel.TestCase

@@ -1,0 +1,114 @@
+"""API keys, inbound and outbound."""
+
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xpyd_proxy.core.admission.keys import Keyring, Keys, Outbound, outbound_key
+from xpyd_proxy.core.model import Role
+from xpyd_proxy.errors import ConfigError
+
+HASH = hashlib.sha256(b"of-b").hexdigest()
+FILE = f"""
+# who may ask
+team-a:sk-one
+team-a:sk-two
+b:sha256:{HASH}
+c:with:colon
+"""
+
+
+@pytest.mark.parametrize(
+    ("shown", "owner"),
+    [
+        (b"sk-one", "team-a"),
+        (b"sk-two", "team-a"),
+        (b"of-b", "b"),
+        (b"with:colon", "c"),
+        (HASH.encode(), None),  # who reads the file cannot ask
+        (b"sk-on", None),
+        (b"", None),
+        (b"team-a:sk-one", None),
+    ],
+)
+def test_a_key_has_an_owner(shown, owner):
+    """An owner may have several keys, so that one can be replaced without a gap."""
+    assert Keys.parse(FILE, "keys").owner(shown) == owner
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a:k1\nsecret", "keys, line 2, is not a key: write name:key or name:sha256:<64 hexadecimal digits>"),
+        ("a b:secret", "keys, line 1, is not a key"),
+        ("a:", "keys, line 1, is not a key"),
+        ("a:secret secret", "keys, line 1, is not a key"),
+        ("a:sha256:secret", "keys, line 1, is not a key"),
+        ("a:secret\n\nb:secret", "keys, line 3, has the key of a once more"),
+        ("# only a comment, secret", "keys has no key in it, so nobody could ask"),
+        ("", "keys has no key in it"),
+        ("a:secret priority=high", "keys, line 1, is not a key"),
+        ("a:secret priority=-1 priority=-2", "keys, line 1, is not a key"),
+        ("a:secret rate=1", "keys, line 1, is not a key: .* behind it priority=N"),
+        ("a:secret priority=-1\na:secret2", "keys, line 2, gives a another priority: write the same on each"),
+    ],
+)
+def test_a_wrong_file_is_told_by_its_line_and_never_by_its_content(text, says):
+    """What is wrong in it may be a key."""
+    with pytest.raises(ConfigError, match=f"^{says}") as caught:
+        Keys.parse(text, "keys")
+
+    assert "secret" not in str(caught.value)
+
+
+def test_an_owner_may_be_more_important_than_others():
+    """As the file says; who has no number there is as important as the rest."""
+    keys = Keys.parse("a:k1 priority=-10\na:k2  priority=-10\nb:k3\nc:k4 priority=5\n", "keys")
+    ring = Keyring(keys, -1)
+
+    assert keys.owner(b"k2") == "a"
+    assert [ring.least_of(name) for name in "abc"] == [-10, -1, 5]
+    assert Keyring(None, -1).least_of("-") == -1
+
+
+def test_no_key_is_ever_printed():
+    """Objects end up in logs and tracebacks."""
+    keys, outbound = Keys.parse(FILE, "keys"), Outbound({Role.PREFILL: "sk-engine"})
+
+    assert "sk-" not in repr(keys)
+    assert "sk-" not in str(vars(Outbound)) + repr(outbound)
+    assert b"sk-one" not in b"".join(keys.owners)
+
+
+@given(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1).filter(lambda k: k[:7] != "sha256:"))
+def test_whatever_a_header_can_carry_can_be_a_key(key):
+    """In the clear or as a digest."""
+    plain = Keys.parse(f"a:{key}", "keys")
+    hashed = Keys.parse(f"a:sha256:{hashlib.sha256(key.encode()).hexdigest()}", "keys")
+
+    assert plain == hashed
+    assert plain.owner(key.encode()) == "a"
+    assert plain.owner(key.encode() + b"x") is None
+
+
+def test_an_engine_gets_its_own_key_in_place_of_the_clients():
+    """If its pool has one; the other pool's is not for it, and the client's neither, unless the operator says so."""
+    headers = ((b"authorization", b"Bearer client"), (b"traceparent", b"00"))
+    for forwards, clients in ((False, headers[1:]), (True, headers)):
+        outbound = Outbound({Role.PREFILL: "engine"}, forwards=forwards)
+
+        assert outbound.headers(Role.PREFILL, headers) == (headers[1], (b"authorization", b"Bearer engine"))
+        assert outbound.headers(Role.DECODE, headers) == clients
+        outbound.change({})
+        assert outbound.headers(Role.PREFILL, headers) == clients
+
+
+@pytest.mark.parametrize("text", ["", "two words", "two\nlines", "clé"])
+def test_an_outbound_key_fits_a_header(text):
+    """Else every request to that engine would fail."""
+    assert outbound_key(" key\n", "file") == "key"
+    with pytest.raises(ConfigError, match=r"^file is not an API key: write one line") as caught:
+        outbound_key(text, "file")
+    assert not text or text not in str(caught.value)

@@ -1,0 +1,70 @@
+"""What a pod says of its engine."""
+
+import msgspec
+import pytest
+
+from support.kube_api import pod
+from xpyd_proxy.core.discovery.pods import Pod, engine_of
+from xpyd_proxy.core.model import Role
+from xpyd_proxy.errors import AddressError
+
+
+def engine(**said):
+    return engine_of(msgspec.convert({**pod(**said), "apiVersion": "v1"}, Pod))
+
+
+def test_a_ready_pod_is_an_engine():
+    """Its address is the pod's own: what a service says would be any of them."""
+    found = engine(role="decode", ip="10.1.2.3")
+
+    assert (found.role, found.target.text, found.leaves) == (Role.DECODE, "http://10.1.2.3:8000", False)
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ({"revision": "v7"}, "http://10.0.0.1:8000#revision=v7"),
+        ({"ranks": "2", "mode": "push"}, "http://10.0.0.1:8000#dp=2&mode=push"),
+        ({"annotations": {"xpyd.io/port": "9000"}}, "http://10.0.0.1:9000"),
+        ({"port": None, "annotations": {"xpyd.io/port": "9000"}}, "http://10.0.0.1:9000"),
+        ({"revision": "label", "annotations": {"xpyd.io/revision": "note"}}, "http://10.0.0.1:8000#revision=note"),
+        ({"scheme": "https"}, "https://10.0.0.1:8000"),
+        ({"ip": "fd00::7"}, "http://[fd00::7]:8000"),
+        ({"worker": 0}, "http://10.0.0.1:8000"),
+    ],
+)
+def test_labels_and_annotations_say_the_rest(said, text):
+    """An annotation counts before a label, and a number before the named port."""
+    assert engine(**said).target.text == text
+
+
+@pytest.mark.parametrize(
+    "said", [{"ip": None}, {"phase": "Failed"}, {"phase": "Succeeded"}, {"role": None}, {"worker": 1}]
+)
+def test_what_is_no_engine_is_none(said):
+    """No address yet, over, of another kind, or a worker of a LeaderWorkerSet, whose leader speaks for it."""
+    assert engine(**said) is None
+
+
+@pytest.mark.parametrize("said", [{"deleted": True}, {"ready": False}])
+def test_a_pod_that_is_deleted_or_not_ready_leaves(said):
+    """It gets nothing new, from the moment it is marked and not from the moment it is gone."""
+    assert engine(**said).leaves
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ({"role": "both"}, "xpyd.io/role is 'both': write prefill or decode"),
+        ({"scheme": "ftp"}, "xpyd.io/scheme"),
+        ({"revision": "a&b"}, "xpyd.io/revision"),
+        ({"ranks": "many"}, "dp=N"),
+        ({"port": None}, "no container port named http"),
+        ({"annotations": {"xpyd.io/port": "70000"}}, "between 1 and 65535"),
+    ],
+)
+def test_what_cannot_be_is_said(said, named):
+    """In one sentence, with the pod's name."""
+    with pytest.raises(AddressError, match=named) as info:
+        engine(**said)
+    assert "pod " in str(info.value)

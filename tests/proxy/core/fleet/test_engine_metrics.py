@@ -1,0 +1,57 @@
+"""What is read in an engine's metrics."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xpyd_proxy.core.fleet.engine_metrics import Numbers, read
+
+OURS = b"""# HELP vllm:xpyd_leases_held Requests whose blocks are kept.
+# TYPE vllm:xpyd_leases_held gauge
+vllm:xpyd_leases_held{engine="0",model_name="m"} 2.0
+vllm:xpyd_leases_held{engine="1",model_name="m"} 3.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.125
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.0
+"""
+STOCK = b'vllm:kv_cache_usage_perc{engine="0"} 1.5e-2\nvllm:nixl_num_failed_transfers_total{engine="0"} 0.0\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "rank", "numbers", "kept"),
+    [
+        (OURS, None, Numbers("xpyd", 5, 0.125), 5),
+        (OURS, 1, Numbers("xpyd", 3, 0.0), 3),
+        (STOCK, None, Numbers("nixl", None, 0.015), 0.015),
+        (b"", None, Numbers(), None),
+        (b"vllm:kv_cache_usage_perc 0\n", 3, Numbers(kv_usage=0), 0),
+        (b"vllm:kv_cache_usage_perc{} 1e+e\n", None, Numbers(kv_usage=1), 1),
+    ],
+)
+def test_leases_count_before_the_use_of_the_cache(text, rank, numbers, kept):
+    """Ours counts leases; stock engines show only how full their cache is."""
+    found = read(text, rank)
+
+    assert (found, found.kept) == (numbers, kept)
+
+
+INFO = (
+    b'vllm:xpyd_connector_info{engine="%d",fingerprint="0123456789abcde%d",mode="%b",model_name="m",protocol="4"} 1.0\n'
+)
+
+
+def test_our_connector_says_whom_it_understands():
+    """From its start, and whatever order the labels have."""
+    text = OURS + INFO % (0, 0, b"pull") + INFO % (1, 1, b"push")
+
+    assert read(text) == Numbers("xpyd", 5, 0.125, "4", "0123456789abcde0", "pull")
+    assert read(text, 1) == Numbers("xpyd", 3, 0.0, "4", "0123456789abcde1", "push")
+    assert read(b'vllm:xpyd_connector_info{protocol="4",fingerprint="0123456789abcdef"} 1\n') == Numbers(
+        "xpyd", protocol="4", fingerprint="0123456789abcdef"
+    )
+    assert read(b'vllm:xpyd_connector_info{protocol="4"} 0\n').protocol is None
+
+
+@given(st.binary(max_size=300))
+def test_any_text_can_be_read(text):
+    """It comes from outside."""
+    read(b"vllm:xpyd_leases_held " + text)

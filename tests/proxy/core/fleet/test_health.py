@@ -1,0 +1,416 @@
+"""The life of an engine: every step of its table, and every order of evidence."""
+
+import itertools
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from xpyd_proxy.core.fleet.health import TRANSITIONS, Event, Life, Limits, State
+from xpyd_proxy.core.model import RequestId
+from xpyd_proxy.core.protocol.engine_errors import Failure
+
+LIMITS = Limits(in_a_row=3, probes=2, share=0.5, window_s=10, window_least=8, rest_s=5, rest_most_s=15, claim_s=30)
+AT_FAULT = (Failure.UNREACHABLE, Failure.BROKEN, Failure.SILENT)
+NOT_AT_FAULT = tuple(failure for failure in Failure if failure not in (*AT_FAULT, Failure.ERRED))
+
+
+def life(*, now=0.0):
+    return Life(now, LIMITS)
+
+
+def fail(one, times, *, now=0.0, failure=Failure.BROKEN, name="r"):
+    for count in range(times):
+        one.failed(RequestId(f"{name}{count}"), failure, now=now)
+
+
+def broken(*, now=0.0):
+    one = life()
+    fail(one, 3, now=now)
+    assert one.state is State.BROKEN
+    return one
+
+
+def try_with(one, request, *, now):
+    """Have a broken engine get its trial."""
+    assert one.may_serve(now=now)
+    one.chosen(now=now)
+    one.claimed(request)
+    assert one.state is State.TRYING
+
+
+def at(state):
+    """Bring a life to a state in the ordinary way."""
+    one = life()
+    match state:
+        case State.READY:
+            one.succeeded(RequestId("r"), now=0)
+        case State.BROKEN:
+            one = broken()
+        case State.TRYING:
+            one = broken()
+            assert one.may_serve(now=5)
+        case State.DRAINING:
+            one.drain(now=0)
+        case State.DRAINED:
+            one.drain(now=0)
+            one.empty("nothing left", now=0)
+        case State.GONE:
+            one.remove(now=0)
+        case _:
+            pass
+    assert one.state is state
+    return one
+
+
+# What a caller may do at any time, whatever the state.
+CALLS = {
+    "succeeded": lambda one: one.succeeded(RequestId("r"), now=9),
+    "failed": lambda one: one.failed(RequestId("r"), Failure.BROKEN, now=9),
+    "refused": lambda one: one.failed(RequestId("r"), Failure.REFUSED, now=9),
+    "seen": lambda one: one.seen(now=9),
+    "missed": lambda one: one.missed("does not answer", now=9),
+    "may_serve": lambda one: one.may_serve(now=99),
+    "chosen": lambda one: one.chosen(now=9),
+    "claimed": lambda one: one.claimed(RequestId("r")),
+    "released": lambda one: one.released(RequestId("r")),
+}
+
+
+@pytest.mark.parametrize(("state", "call"), [*itertools.product(State, CALLS)])
+def test_news_of_an_engine_can_come_in_any_state(state, call):
+    """Legs end late, also those of engines that were drained or removed."""
+    one = at(state)
+    CALLS[call](one)
+
+    assert (one.state is State.GONE) == (state is State.GONE)
+
+
+def test_the_table_is_complete_but_for_what_cannot_happen():
+    """Only what drains becomes empty, only what broke rests, and those that leave are judged no more."""
+    missing = {(state, event) for state, event in itertools.product(State, Event) if event not in TRANSITIONS[state]}
+    leaving, judged = {State.DRAINING, State.DRAINED}, {State.JOINING, State.READY, State.BROKEN, State.TRYING}
+
+    assert missing == {
+        *itertools.product([State.GONE], Event),
+        *itertools.product(judged, [Event.EMPTY]),
+        *itertools.product(judged - {State.BROKEN}, [Event.RESTED]),
+        *itertools.product(leaving, [Event.PROVEN, Event.BACK, Event.TRIPPED, Event.RESTED]),
+    }
+
+
+@pytest.mark.parametrize("failure", AT_FAULT)
+def test_failures_in_a_row_break_it(failure):
+    """So many and no fewer; a success in between starts the count again."""
+    one = life()
+    fail(one, 2, failure=failure)
+    one.succeeded(RequestId("good"), now=0)
+    fail(one, 2, failure=failure)
+    assert one.may_serve(now=0)
+    fail(one, 1, failure=failure)
+
+    assert (one.state, one.may_serve(now=4.9)) == (State.BROKEN, False)
+    assert one.why.startswith("3 requests in a row failed")
+
+
+@pytest.mark.parametrize("failure", NOT_AT_FAULT)
+def test_what_the_engine_is_not_to_blame_for_never_counts(failure):
+    """A client that sends nonsense a thousand times must not take an engine away from the others."""
+    one = life()
+    fail(one, 1000, failure=failure)
+    fail(one, 2)
+
+    assert one.state is State.READY
+
+
+def test_answers_of_5xx_break_it_by_their_share_only():
+    """There are requests that make any engine fail: a client who sends a few must not take the engines from all."""
+    one = life()
+    for number in range(7):
+        one.failed(RequestId("poison"), Failure.ERRED, now=number)
+    assert one.state in (State.JOINING, State.READY)
+    one.failed(RequestId("poison"), Failure.ERRED, now=7)
+
+    assert (one.state, one.why) == (State.BROKEN, "8 of 8 requests failed: the last one was answered with an error")
+
+
+def test_a_few_requests_that_make_every_engine_fail_break_none_among_others():
+    """A third of all requests is poison, and the engine serves the rest."""
+    one = life()
+    for number in range(60):
+        if number % 3:
+            one.succeeded(RequestId("good"), now=number)
+        else:
+            one.failed(RequestId("poison"), Failure.ERRED, now=number)
+        assert one.state in (State.JOINING, State.READY)
+
+
+def test_a_share_of_failures_breaks_it_too():
+    """Every second request fails: never three in a row, and still no engine to send anything to."""
+    one = life()
+    for number in range(4):
+        assert one.state in (State.JOINING, State.READY)
+        one.succeeded(RequestId("good"), now=number)
+        one.failed(RequestId("bad"), Failure.BROKEN, now=number)
+
+    assert (one.state, one.why.split(":")[0]) == (State.BROKEN, "4 of 8 requests failed")
+
+
+def test_failures_of_long_ago_do_not_count():
+    """The window slides."""
+    one = life()
+    for number in range(20):
+        one.succeeded(RequestId("good"), now=number * 6.0)
+        one.failed(RequestId("bad"), Failure.BROKEN, now=number * 6.0)
+
+    assert one.state is State.READY
+
+
+def test_one_trial_at_a_time_and_a_good_one_heals():
+    """A broken engine that has rested gets one request; everybody else goes elsewhere until that has succeeded."""
+    one = broken()
+    trial = RequestId("trial")
+    try_with(one, trial, now=5)
+    assert not one.may_serve(now=1000)
+
+    one.succeeded(RequestId("one of before"), now=6)
+    assert one.state is State.TRYING
+    one.succeeded(trial, now=6)
+    assert (one.state, one.may_serve(now=6)) == (State.READY, True)
+
+
+def test_a_trial_that_fails_makes_the_rest_longer():
+    """5, 10, 15 (the most) seconds, and 5 again once it has worked."""
+    one, now, rests = broken(), 0.0, []
+    for number in range(4):
+        start = now
+        while not one.may_serve(now=now):
+            now += 0.5
+        rests.append(now - start)
+        try_with(one, RequestId(f"trial{number}"), now=now)
+        one.failed(RequestId(f"trial{number}"), Failure.SILENT, now=now)
+    assert rests == [5, 10, 15, 15]
+
+    now += 15
+    try_with(one, RequestId("last"), now=now)
+    one.succeeded(RequestId("last"), now=now)
+    fail(one, 3, now=now)
+    assert not one.may_serve(now=now + 4.9)
+    assert one.may_serve(now=now + 5)
+
+
+def test_a_trial_that_proves_nothing_is_given_to_the_next_request():
+    """Its client hung up, or the other leg failed."""
+    one = broken()
+    try_with(one, RequestId("left"), now=5)
+    one.released(RequestId("left"))
+    assert one.may_serve(now=5)
+
+    one.chosen(now=5)  # and never begins
+    assert not one.may_serve(now=34)
+    assert one.may_serve(now=36)
+
+
+def test_a_request_that_is_refused_is_a_good_trial():
+    """The engine has read it and answered."""
+    one = broken()
+    try_with(one, RequestId("trial"), now=5)
+    one.failed(RequestId("trial"), Failure.REFUSED, now=5)
+
+    assert one.state is State.READY
+
+
+def test_probes_break_it_and_bring_it_back():
+    """Without any request, and without a rest: it is another process now."""
+    one = at(State.READY)
+    one.missed("cannot be reached", now=1)
+    assert one.state is State.READY
+    one.missed("cannot be reached", now=2)
+    assert (one.state, one.why) == (State.BROKEN, "cannot be reached")
+    one.seen(now=3)
+    assert one.state is State.READY
+
+
+def test_an_engine_that_is_not_up_yet_joins_with_its_first_answer():
+    """It has never worked, so it is not broken: it gets nothing until it answers, and everything as soon as it does."""
+    one = life()
+    assert one.may_serve(now=0)
+    for now in range(1, 100):
+        one.missed("cannot be reached", now=now)
+        assert (one.state, one.may_serve(now=now)) == (State.JOINING, False)
+    assert one.why == "cannot be reached"
+    one.seen(now=100)
+
+    assert (one.state, one.may_serve(now=100)) == (State.READY, True)
+
+
+def test_an_engine_that_misses_probes_is_not_tried_with_a_request():
+    """It is away, and would cost a client its time; the probe that it answers brings it back."""
+    one = at(State.READY)
+    one.missed("cannot be reached", now=1)
+    one.missed("cannot be reached", now=2)
+    assert not one.may_serve(now=1000)
+    one.seen(now=1001)
+
+    assert one.may_serve(now=1001)
+
+
+def test_an_engine_is_silent_since_the_first_of_the_probes_it_did_not_answer():
+    """An answer of any kind ends it: requests at an engine that answers badly are not those of one that hangs."""
+    one = at(State.READY)
+    assert one.silent_s(now=1) == 0
+    one.missed("does not answer", now=1)
+    one.missed("does not answer", now=3)
+    assert one.silent_s(now=7) == 6
+    one.missed("answers with status 503", now=8, silent=False)
+    assert one.silent_s(now=9) == 0
+    one.missed("does not answer", now=10)
+    assert one.silent_s(now=12) == 2
+    one.seen(now=13)
+
+    assert one.silent_s(now=14) == 0
+
+
+@pytest.mark.parametrize("answered", [lambda one: one.heard(), lambda one: one.seen(now=3)], ids=["metrics", "probe"])
+@pytest.mark.parametrize("state", [State.DRAINING, State.DRAINED])
+def test_an_engine_that_is_drained_is_heard_of_too(state, answered):
+    """Whatever it is asked then, an answer proves nothing but that it does not hang."""
+    one = at(state)
+    one.missed("does not answer", now=1)
+    assert one.silent_s(now=3) == 2
+    answered(one)
+
+    assert (one.state, one.silent_s(now=4)) == (state, 0)
+
+
+def test_probes_answered_badly_break_it_all_the_same():
+    """It gets nothing new; what it has goes on."""
+    one = at(State.READY)
+    one.missed("answers /health with status 503", now=1, silent=False)
+    one.missed("answers /health with status 503", now=2, silent=False)
+
+    assert (one.state, one.why) == (State.BROKEN, "answers /health with status 503")
+
+
+def test_an_engine_in_use_again_is_not_silent_for_what_it_missed_before():
+    """It may be another process."""
+    one = at(State.DRAINED)
+    one.missed("does not answer", now=1)
+    one.undrain(now=2)
+
+    assert one.silent_s(now=100) == 0
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (Failure.UNREACHABLE, "did not reach it"),
+        (Failure.BROKEN, "got no good answer"),
+        (Failure.SILENT, "timed out"),
+    ],
+)
+def test_why_it_is_broken_is_a_sentence(failure, said):
+    """People read it at night."""
+    one = life()
+    fail(one, 3, failure=failure)
+    assert one.why == f"3 requests in a row failed: the last one {said}"
+    try_with(one, RequestId("trial"), now=5)
+    one.failed(RequestId("trial"), failure, now=5)
+
+    assert one.why == f"the request it was tried with {said}"
+
+
+def test_good_probes_do_not_heal_what_requests_broke():
+    """/health is fine and every request fails: that engine stays out until a request succeeds."""
+    one = broken()
+    one.seen(now=1)
+
+    assert one.state is State.BROKEN
+
+
+def test_an_engine_that_is_drained_gets_nothing_and_may_come_back():
+    """Whatever it was before, it joins anew."""
+    one = at(State.DRAINED)
+    assert not one.may_serve(now=1000)
+    one.undrain(now=1)
+
+    assert (one.state, one.may_serve(now=1)) == (State.JOINING, True)
+
+
+class Machine(RuleBasedStateMachine):
+    """Any order of requests, probes, orders and time, as the fleet plays them."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+        self.life = Life(0.0, LIMITS)
+        self.running = set()
+        self.trial = None
+        self.count = self.missed = 0
+
+    @rule(seconds=st.floats(0, 20))
+    def wait(self, seconds):
+        self.now += seconds
+
+    @rule()
+    def send(self):
+        if self.life.may_serve(now=self.now):
+            request = RequestId(f"r{self.count}")
+            self.count += 1
+            self.life.chosen(now=self.now)
+            self.life.claimed(request)
+            self.running.add(request)
+            self.trial = request if self.life.state is State.TRYING else None
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), outcome=st.sampled_from(["good", "left", *Failure]))
+    def end(self, data, outcome):
+        request = data.draw(st.sampled_from(sorted(self.running)))
+        if outcome == "good":
+            self.life.succeeded(request, now=self.now)
+        elif outcome != "left":
+            self.life.failed(request, outcome, now=self.now)
+        self.life.released(request)
+        self.running.remove(request)
+
+    @rule(good=st.booleans())
+    def probe(self, good):
+        self.missed = 0 if good else self.missed + 1
+        if good:
+            self.life.seen(now=self.now)
+        else:
+            self.life.missed("cannot be reached", now=self.now)
+
+    @rule(order=st.sampled_from(["drain", "undrain"]))
+    def order(self, order):
+        if order == "undrain" and self.life.state in (State.DRAINING, State.DRAINED):
+            self.missed = 0
+        getattr(self.life, order)(now=self.now)
+
+    @precondition(lambda self: self.life.state is State.DRAINING and not self.running)
+    @rule()
+    def empty(self):
+        self.life.empty("has nothing left", now=self.now)
+
+    @invariant()
+    def gets_requests_only_when_it_should(self):
+        if self.life.state in (State.DRAINING, State.DRAINED, State.GONE):
+            assert not self.life.may_serve(now=self.now)
+
+    @invariant()
+    def is_tried_by_one_request_at_a_time(self):
+        if self.life.state is not State.TRYING:
+            self.trial = None
+        elif self.trial in self.running:
+            assert not self.life.may_serve(now=self.now)
+
+    @invariant()
+    def always_comes_back_in_the_end(self):
+        """Nobody waits for ever for a broken engine without a request on trial, unless its probes fail."""
+        if self.life.state is State.BROKEN and self.missed < LIMITS.probes:
+            assert self.life.since + LIMITS.rest_most_s >= self.now or self.life.may_serve(now=self.now)
+
+
+Machine.TestCase.settings = hypothesis_settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestMachine = Machine.TestCase

@@ -1,0 +1,199 @@
+"""Who exists, and what is known of them."""
+
+import itertools
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.fleet.compatibility import Facts
+from xpyd_proxy.core.fleet.health import State
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.model import InstanceId, RequestId, Role
+from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
+
+A, B = Address("http", "a", 1), Address("http", "b", 1)
+
+
+def test_ids_are_stable_and_say_nothing_about_addresses():
+    """Clients see them in headers and errors."""
+    registry = Registry()
+    added = [registry.add(Role.PREFILL, A), registry.add(Role.DECODE, A), registry.add(Role.DECODE, B)]
+
+    assert [instance.id for instance in added] == ["prefill-0", "decode-0", "decode-1"]
+    assert tuple(added[1:]) == tuple(registry.known(Role.DECODE))
+
+
+def test_an_id_is_never_used_again():
+    """A line in a log must mean one engine."""
+    registry = Registry()
+    first = registry.add(Role.DECODE, A)
+    registry.remove(first.id, now=0)
+
+    assert registry.add(Role.DECODE, A).id == "decode-1"
+
+
+def test_an_engine_is_added_once_to_a_role():
+    """Twice the same would get twice the load; another scheme is still the same port."""
+    registry = Registry()
+    registry.add(Role.DECODE, A)
+    with pytest.raises(AlreadyKnown, match="a:1 is already known as decode-0"):
+        registry.add(Role.DECODE, Address("https", "a", 1))
+    with pytest.raises(AlreadyKnown, match="a:1 is already known as decode-0"):
+        registry.add(Role.DECODE, A, rank=1)
+
+
+def test_each_rank_is_an_instance_of_its_own():
+    """With its own load, health and cache."""
+    registry = Registry()
+    added = registry.add_target(Role.DECODE, Target(A, (0, 1), TransferMode.PUSH), now=0)
+
+    assert [(one.id, one.rank) for one in added] == [("decode-0", 0), ("decode-1", 1)]
+    assert registry.member(added[0].id).facts == Facts(mode=TransferMode.PUSH)
+    with pytest.raises(AlreadyKnown):
+        registry.add_target(Role.DECODE, Target(A, (1,)), now=0)
+
+
+@pytest.mark.parametrize("role", Role)
+def test_no_engine_is_an_error(role):
+    """An empty list would surprise every policy."""
+    with pytest.raises(NoInstance, match=f"no {role} instance"):
+        Registry().usable(role)
+
+
+def test_when_none_can_serve_the_error_says_what_became_of_each():
+    """That is what an operator asks first."""
+    registry = Registry()
+    names = [registry.add(Role.DECODE, Address("http", "d", port)).id for port in (1, 2, 3)]
+    registry.member(names[0]).life.missed("cannot be reached", now=0)
+    registry.drain(names[1], now=0)
+    registry.remove(names[2], now=0)
+    with pytest.raises(NoInstance) as caught:
+        registry.usable(Role.DECODE)
+
+    expected = "no decode instance can take a request: decode-0 is joining (cannot be reached), decode-1 is draining"
+    assert str(caught.value) == expected
+
+
+def test_a_list_that_was_handed_out_does_not_change():
+    """A request chooses from what was there when it came."""
+    registry = Registry()
+    registry.add(Role.DECODE, A)
+    before = registry.usable(Role.DECODE)
+    registry.add(Role.DECODE, B)
+
+    assert len(before) == 1
+
+
+@pytest.mark.parametrize("verb", ["remove", "drain", "undrain"])
+def test_nothing_is_done_to_who_is_not_there(verb):
+    """A typing error must not look like success."""
+    with pytest.raises(UnknownInstance, match="no instance 'decode-7'"):
+        getattr(Registry(), verb)(InstanceId("decode-7"), now=0)
+
+
+def test_an_engine_that_retires_goes_when_it_has_nothing_left():
+    """Its address may be used again before that, by an engine with another id."""
+    registry = Registry()
+    old = registry.add(Role.DECODE, A)
+    registry.member(old.id).load.enter(RequestId("r"))
+    registry.retire(old.id, now=0)
+    new = registry.add(Role.DECODE, A)
+    registry.settle(patience_s=60, now=1)
+    assert registry.known(Role.DECODE) == (old, new)
+    assert registry.usable(Role.DECODE) == (new,)
+    with pytest.raises(AlreadyKnown, match="a:1 is already known as decode-1"):
+        registry.undrain(old.id, now=1)
+    registry.member(old.id).load.leave(RequestId("r"))
+
+    assert registry.settle(patience_s=60, now=2) == [old]
+    assert registry.known(Role.DECODE) == (new,)
+
+
+def test_an_engine_that_retires_may_be_kept_after_all():
+    """By hand; one that was drained before goes at once."""
+    registry = Registry()
+    one, other = registry.add(Role.DECODE, A), registry.add(Role.DECODE, B)
+    registry.retire(one.id, now=0)
+    registry.undrain(one.id, now=0)
+    registry.drain(other.id, now=0)
+    registry.settle(patience_s=60, now=1)
+    registry.retire(other.id, now=1)
+    registry.settle(patience_s=60, now=2)
+
+    assert registry.known(Role.DECODE) == (one,)
+
+
+def test_facts_are_added_up_and_those_of_the_removed_are_dropped():
+    """They come from probes and from answers, in any order, and late."""
+    registry = Registry()
+    name = registry.add(Role.PREFILL, A).id
+    registry.learn(name, Facts(frozenset({"m"}), "0.32"))
+    registry.learn(name, Facts(mode=TransferMode.PULL))
+    registry.learn(name, Facts(version="0.33", connector="xpyd"))
+    assert registry.member(name).facts == Facts(frozenset({"m"}), "0.33", "xpyd", TransferMode.PULL)
+    registry.remove(name, now=0)
+    registry.learn(name, Facts())
+
+    assert registry.get(name) is None
+
+
+class Machine(RuleBasedStateMachine):
+    """Engines come, drain, return and leave while they have requests."""
+
+    def __init__(self):
+        super().__init__()
+        self.registry, self.ports, self.given, self.now = Registry(), itertools.count(1), set(), 0.0
+
+    def known(self):
+        return [one.id for role in Role for one in self.registry.known(role)]
+
+    @rule(role=st.sampled_from(Role))
+    def add(self, role):
+        name = self.registry.add(role, Address("http", "h", next(self.ports)), now=self.now).id
+        assert name not in self.given
+        self.given.add(name)
+
+    @precondition(lambda self: self.known())
+    @rule(data=st.data(), verb=st.sampled_from(["drain", "undrain", "retire", "remove", "enter", "leave"]))
+    def act(self, data, verb):
+        name = data.draw(st.sampled_from(self.known()))
+        match verb:
+            case "enter":
+                self.registry.member(name).load.enter(RequestId("r"))
+            case "leave":
+                self.registry.member(name).load.leave(RequestId("r"))
+            case _:
+                getattr(self.registry, verb)(name, now=self.now)
+
+    @rule(seconds=st.floats(0, 40))
+    def settle(self, seconds):
+        self.now += seconds
+        members = {member.instance.id: member for member in self.registry.members()}
+        for instance in self.registry.settle(patience_s=60, now=self.now):
+            member = members[instance.id]
+            assert member.life.state is (State.GONE if member.retires else State.DRAINED)
+            assert member.load.in_flight == 0
+
+    @invariant()
+    def who_leaves_gets_nothing(self):
+        for role in Role:
+            leaving = {
+                member.instance.id
+                for member in self.registry.members()
+                if member.life.state in (State.DRAINING, State.DRAINED)
+            }
+            try:
+                usable = {one.id for one in self.registry.usable(role, now=self.now)}
+            except NoInstance:
+                continue
+            assert not usable & leaving
+            assert usable == {one.id for one in self.registry.known(role)} - leaving
+
+
+Machine.TestCase.settings = hypothesis_settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestMachine = Machine.TestCase

@@ -1,0 +1,41 @@
+"""What operators write for an engine."""
+
+import pytest
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.errors import AddressError, BadPort
+
+H = Address("http", "h", 80)
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        ("h:80", Target(H)),
+        ("http://h:80/", Target(H)),
+        ("h:80#dp=3", Target(H, (0, 1, 2))),
+        ("h:80#mode=push", Target(H, mode=TransferMode.PUSH)),
+        ("h:80#dp=1&mode=pull", Target(H, (0,), TransferMode.PULL)),
+    ],
+)
+def test_a_target_is_an_address_and_what_it_is_beyond_that(text, target):
+    """Each rank is an engine of its own."""
+    assert Target.parse(text) == target
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["h:80#", "h:80#dp=0", "h:80#dp=1000", "h:80#dp=x", "h:80#mode=both", "h:80#&mode=pull", "h#dp=2", "h:80#dp=2&"],
+)
+def test_anything_else_is_refused(text):
+    """In one sentence that says what would be right."""
+    with pytest.raises(AddressError, match=r"write|host:port"):
+        Target.parse(text)
+
+
+def test_a_bad_port_stays_a_bad_port():
+    """The demo has a message of its own for it."""
+    with pytest.raises(BadPort):
+        Target.parse("h:70000#dp=2")

@@ -1,0 +1,77 @@
+"""Where requests begin and end; what a real router does of it is in test_front_door.py."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xpyd_proxy.core.http.framing import HEAD_MOST, ChunkedBody, find_end, read_head
+from xpyd_proxy.errors import BadFraming, ClientError, HeadTooLarge, UriTooLong
+
+HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\n"
+
+
+def test_a_head_ends_behind_its_empty_line():
+    """However much of it was looked at before."""
+    assert {find_end(HEAD + b"abc", 0, read=read) for read in range(len(HEAD))} == {len(HEAD)}
+    assert find_end(HEAD[:-1], 0) == -1
+
+
+@pytest.mark.parametrize(("received", "error"), [
+    (b"x" * HEAD_MOST, UriTooLong), (b"x\r\n" * HEAD_MOST, HeadTooLarge), (b"GET / HTTP/1.1\n", BadFraming),
+])  # fmt: skip
+def test_what_cannot_become_a_head_is_refused_before_its_end(received, error):
+    """It may never come."""
+    with pytest.raises(error):
+        find_end(received, 0)
+
+
+def test_only_the_offer_of_an_upgrade_is_left_out():
+    """The rest of the head is as it came."""
+    offered = HEAD.replace(b"Host", b"Connection: Upgrade\r\nUpgrade: h2c\r\nHost")
+
+    assert read_head(HEAD).raw is HEAD
+    assert read_head(offered).raw == offered.replace(b"Upgrade: h2c\r\n", b"")
+    assert read_head(offered).length == 3
+
+
+def cut(data, places):
+    places = sorted(place % (len(data) + 1) for place in places)
+    return [data[a:b] for a, b in zip([0, *places], [*places, len(data)], strict=True) if a < b]
+
+
+def read(pieces):
+    """Read a chunked body in pieces; return it, and what follows it."""
+    chunks, body = ChunkedBody(), b""
+    for number, piece in enumerate(pieces):
+        body += chunks.feed(piece)
+        if chunks.is_over:
+            return body, chunks.rest + b"".join(pieces[number + 1 :])
+    return body, None
+
+
+WIRE = st.one_of(
+    st.binary(max_size=40),
+    st.lists(
+        st.sampled_from([b"0\r\n", b"\r\n", b"3\r\nabc\r\n", b"3;a=b\r\n", b"abc", b"A: b\r\n", b"GET /", b"3 ", b"\n"])
+    ).map(b"".join),
+)  # fmt: skip
+
+
+@given(WIRE, st.lists(st.integers(0, 200), max_size=8))
+def test_a_chunked_body_means_the_same_however_it_is_cut(wire, places):
+    """Also where it is refused."""
+    try:
+        whole = read([wire] if wire else [])
+    except ClientError:
+        whole = "refused"
+    try:
+        pieces = read(cut(wire, places))
+    except ClientError:
+        pieces = "refused"
+
+    assert pieces == whole
+
+
+def test_extensions_and_trailers_are_dropped():
+    """And what follows is the next request's."""
+    assert read([b"3;a=b\r\nabc\r\n0\r\nHost: y\r\n\r\nnext"]) == (b"abc", b"next")

@@ -1,0 +1,172 @@
+"""Which requests must not be split between two engines."""
+
+import json
+
+import msgspec
+import pytest
+
+from xpyd_proxy.core.model import Api, Solo
+from xpyd_proxy.core.protocol import disaggregation
+from xpyd_proxy.core.protocol.disaggregation import prompt_chars, solo_reason
+from xpyd_proxy.core.protocol.request_bodies import parse
+
+BOTH = (Api.COMPLETIONS, Api.CHAT)
+TEXT, CHAT = (Api.COMPLETIONS,), (Api.CHAT,)
+RESPONSES, MESSAGES = (Api.RESPONSES,), (Api.MESSAGES,)
+EVERY = tuple(Api)
+FUNCTION = {"type": "function", "name": "f"}
+
+
+PLAIN = {
+    Api.COMPLETIONS: {"prompt": "hi"},
+    Api.CHAT: {"messages": []},
+    Api.RESPONSES: {"input": "hi"},
+    Api.MESSAGES: {"messages": [], "max_tokens": 9},
+}
+
+
+def reason(api, **fields):
+    return solo_reason(api, parse(json.dumps(PLAIN[api] | fields).encode(), strip_private=False))
+
+
+@pytest.mark.parametrize(
+    ("apis", "name", "values", "expected"),
+    [
+        (TEXT, "prompt", [["a", "b"], [[1], [2]], ["a", "b", "c"], [], ["a", [1]], [True, 2]], Solo.PROMPTS),
+        (TEXT, "prompt_embeds", ["b64", ["b64", "b64"]], Solo.EMBEDS),
+        (BOTH, "n", [2, 0, -1, "2", 2.0, True], Solo.N),
+        (BOTH, "best_of", [2, "2", 0], Solo.BEST_OF),
+        (BOTH, "use_beam_search", [True, None, 1, "true"], Solo.BEAM),
+        (BOTH, "echo", [True, "yes", 1], Solo.ECHO),
+        (BOTH, "prompt_logprobs", [0, 1, -1, "1"], Solo.PROMPT_LOGPROBS),
+        (BOTH, "max_tokens", [1, 0, -1, "1", 1.0, 2.5, True], Solo.FEW_TOKENS),
+        (BOTH, "max_completion_tokens", [1, 0, "9"], Solo.FEW_TOKENS),
+        (BOTH, "truncate_prompt_tokens", [-1, 0, 128], Solo.TRUNCATED),
+        (EVERY, "stream", ["yes", 1], Solo.UNUSUAL),
+        (MESSAGES, "max_tokens", [1, 0, None, "9", True, 2.0], Solo.FEW_TOKENS),
+        (MESSAGES, "thinking", [{"budget_tokens": 9}, {"budget_tokens": "3"}, "on", 1], Solo.UNUSUAL),
+        (RESPONSES, "max_output_tokens", [1, 0, "9", 2.5], Solo.FEW_TOKENS),
+        (RESPONSES, "previous_response_id", ["resp_1", "", 0], Solo.STORED),
+        (RESPONSES, "tools", [[{"type": "mcp"}], [FUNCTION, {"type": "container"}], None, "x", [1]], Solo.TOOLS),
+        (RESPONSES, "truncation", ["auto", None, 1], Solo.TRUNCATED),
+        (RESPONSES, "store", ["yes", 1], Solo.UNUSUAL),
+        (BOTH, "stream_options", [{"include_usage": True}, {"include_usage": "yes"}, 7], Solo.UNUSUAL),
+        (BOTH, "min_tokens", [None, -1, "1"], Solo.UNUSUAL),
+        (TEXT, "logprobs", [True, -1, "1"], Solo.UNUSUAL),
+        (CHAT, "logprobs", [1, "true"], Solo.UNUSUAL),
+        (CHAT, "top_logprobs", [3, -1, "1"], Solo.UNUSUAL),
+        (BOTH, "logprob_token_ids", [[1], ["1"], 1], Solo.UNUSUAL),
+    ],
+)
+def test_what_would_be_wrong_in_two_halves_is_served_whole(apis, name, values, expected):
+    """Wrong text with status 200 is the worst a router can do; so what is not plainly right is not split."""
+    for api in apis:
+        for value in values:
+            assert reason(api, **{name: value}) is expected, value
+
+
+@pytest.mark.parametrize(
+    ("apis", "name", "values"),
+    [
+        (TEXT, "prompt", ["a", ["a"], [1, 2, 3], [[1, 2]], None, "", 7]),
+        (TEXT, "prompt_embeds", [None]),
+        (BOTH, "n", [1, None]),
+        (BOTH, "best_of", [1, None]),
+        (BOTH, "use_beam_search", [False]),
+        (BOTH, "echo", [False, None]),
+        (BOTH, "prompt_logprobs", [None]),
+        (BOTH, "max_tokens", [2, 10**30, None]),
+        (BOTH, "max_completion_tokens", [2, None]),
+        (BOTH, "truncate_prompt_tokens", [None]),
+        (EVERY, "stream", [True, False, None]),
+        (MESSAGES, "max_tokens", [2, 10**30]),
+        (MESSAGES, "thinking", [None, {"type": "disabled"}, {"type": "enabled", "budget_tokens": 8}]),
+        (MESSAGES, "n", [5]),
+        (RESPONSES, "max_output_tokens", [2, None]),
+        (RESPONSES, "previous_response_id", [None]),
+        (RESPONSES, "tools", [[], [FUNCTION]]),
+        (RESPONSES, "truncation", ["disabled"]),
+        (RESPONSES, "store", [True, False, None]),
+        (BOTH, "stream_options", [{}, None]),
+        (BOTH, "min_tokens", [0, 5]),
+        (TEXT, "logprobs", [None, 0, 5]),
+        (CHAT, "logprobs", [None, True, False]),
+        (BOTH, "top_logprobs", [None, 0]),
+        (BOTH, "logprob_token_ids", [None, []]),
+        (EVERY, "seed", [1, "anything else is checked by the prefill engine"]),
+    ],
+)
+def test_the_plain_values_are_split(apis, name, values):
+    """Or the prefill engines would idle."""
+    for api in apis:
+        for value in values:
+            assert reason(api, **{name: value}) is None, value
+
+
+def test_combinations_that_are_plain_together():
+    """Options of a stream, and refinements of logprobs."""
+    assert reason(Api.CHAT, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": None}) is None
+    assert reason(Api.CHAT, logprobs=True, top_logprobs=3, logprob_token_ids=[1, 2]) is None
+    assert reason(Api.COMPLETIONS, logprobs=1, logprob_token_ids=[1, 2]) is None
+    assert reason(Api.CHAT, logprobs=False, top_logprobs=3) is Solo.UNUSUAL
+
+
+def test_a_prompt_is_recognised_through_blanks():
+    """JSON allows them anywhere; and two prompts in odd clothes are still two."""
+    for text, expected in ((b'[ \n "a" ]', None), (b"[ \n 1 , 2 ]", None), (b'[ \t"a" , "b"]', Solo.PROMPTS)):
+        fields = parse(b'{"prompt" : ' + text + b"}", strip_private=False)
+        assert solo_reason(Api.COMPLETIONS, fields) is expected
+
+
+def test_chats_have_no_prompts():
+    """vLLM ignores the field there."""
+    assert reason(Api.CHAT, prompt=["a", "b"]) is None
+
+
+def test_a_request_without_a_prompt_is_left_to_the_engines():
+    """The prefill engine says what is missing."""
+    assert solo_reason(Api.COMPLETIONS, {}) is None
+
+
+def test_values_that_cannot_be_decoded_are_not_plain():
+    """Raw values are only checked for their outline."""
+    assert solo_reason(Api.CHAT, {"n": msgspec.Raw(b'"\xff"')}) is Solo.N
+
+
+def test_messages_need_a_limit():
+    """The decode engine refuses without, while it reads the body; the prefill engine gets a limit from the router."""
+    assert solo_reason(Api.MESSAGES, parse(b'{"messages":[]}', strip_private=False)) is Solo.UNUSUAL
+
+
+@pytest.mark.parametrize("api", Api)
+def test_a_short_prompt_is_not_worth_a_transfer(api):
+    """If the operator says so; what is wrong for other reasons says so first."""
+    fields = parse(json.dumps(PLAIN[api]).encode(), strip_private=False)
+    length = prompt_chars(api, fields)
+
+    assert length == (4 if api in (Api.COMPLETIONS, Api.RESPONSES) else 2)
+    assert solo_reason(api, fields, min_prompt_chars=length) is None
+    assert solo_reason(api, fields, min_prompt_chars=length + 1) is Solo.SHORT
+    assert solo_reason(Api.CHAT, parse(b'{"n":2}', strip_private=False), min_prompt_chars=9) is Solo.N
+
+
+@pytest.mark.parametrize("api", Api)
+def test_what_was_plain_once_is_looked_at_again_where_it_differs(api):
+    """The same fields are found plain from memory; other values, another order or another call are not."""
+    limit = {Api.RESPONSES: "max_output_tokens"}.get(api, "max_tokens")
+    for _ in range(2):
+        assert reason(api, **{limit: 8, "stream": True}) is None
+        assert reason(api, **{"stream": True, limit: 8}) is None
+        assert reason(api, **{limit: 1, "stream": True}) is Solo.FEW_TOKENS
+        assert reason(api, **{limit: 8, "stream": "yes"}) is Solo.UNUSUAL
+
+
+def test_what_is_remembered_is_bounded():
+    """In number, and in bytes: clients can think of other values without end."""
+    for number in range(disaggregation._SPLIT_MOST + 10):
+        assert reason(Api.CHAT, max_tokens=number + 2) is None
+    assert 0 < len(disaggregation._SPLIT[Api.CHAT]) <= disaggregation._SPLIT_MOST
+
+    long = list(range(200))
+    assert reason(Api.CHAT, logprobs=True, logprob_token_ids=long) is None
+    assert not any(b"199" in written for written in disaggregation._SPLIT[Api.CHAT])

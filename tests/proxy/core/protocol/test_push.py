@@ -1,0 +1,135 @@
+"""What a prefill engine's answer is good for, and what a decode engine is told before there is one."""
+
+import json
+
+import pytest
+
+from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
+from xpyd_proxy.core.protocol.push import MANNERS, decode_params, handover, known_as
+from xpyd_proxy.core.schemas import Coordinates
+from xpyd_proxy.errors import EngineError
+from xpyd_proxy.settings import Mode
+
+P, R, TRANSFER = InstanceId("prefill-0"), RequestId("xpyd-1"), TransferId("xfer-9")
+PARAMS = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[1, 2]],
+    "remote_engine_id": "e",
+    "remote_request_id": "cmpl-xpyd-1-0-0123abcd",
+    "remote_host": "10.0.0.1",
+    "remote_port": 5600,
+    "tp_size": 2,
+    "transfer_mode": "push",
+    "of_tomorrow": 0.10,
+}
+ABSENT = object()
+
+
+def answer(**changes):
+    params = {name: value for name, value in (PARAMS | changes).items() if value is not ABSENT}
+    return json.dumps({"kv_transfer_params": params}).encode()
+
+
+def read(mode=Mode.AUTO, **changes):
+    return handover(P, answer(**changes), Api.COMPLETIONS, R, MANNERS[mode], transfer=TRANSFER)
+
+
+def test_a_push_answer_tells_where_its_engine_is():
+    """What it leaves out has vLLM's default."""
+    assert read().coordinates == Coordinates("e", "10.0.0.1", 5600, tp_size=2, pp_size=1, dcp_size=1)
+
+
+def test_a_decode_leg_that_follows_it_gets_the_whole_answer_and_the_name_of_the_transfer():
+    """Fields of tomorrow included."""
+    assert json.loads(bytes(read().params)) == PARAMS | {"transfer_id": "xfer-9"}
+
+
+@pytest.mark.parametrize("said", ["pull", ABSENT, "of tomorrow"])
+def test_any_other_answer_goes_on_unread(said):
+    """Byte for byte: only push needs something of ours in it."""
+    found = read(transfer_mode=said)
+
+    assert found.coordinates is None
+    assert bytes(found.params) in answer(transfer_mode=said)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"remote_port": "5600"}, "remote_port"),
+        ({"remote_port": 0}, "remote_port"),
+        ({"remote_port": 70000}, "remote_port"),
+        ({"remote_port": True}, "remote_port"),
+        ({"remote_host": 7}, "remote_host"),
+        ({"remote_engine_id": ["e"]}, "remote_engine_id"),
+        ({"tp_size": ABSENT}, "tp_size"),
+        ({"tp_size": 0}, "tp_size"),
+        ({"tp_size": None}, "tp_size"),
+        ({"pp_size": 1.5}, "pp_size"),
+        ({"dcp_size": "1"}, "dcp_size"),
+        ({"transfer_mode": 3}, "transfer_mode"),
+        ({"remote_request_id": 9}, "remote_request_id"),
+        ({"remote_request_id": "cmpl-other-0-0123abcd"}, "by another id"),
+        ({"remote_request_id": "cmpl-xpyd-11-0-0123abcd"}, "by another id"),
+        ({"do_remote_prefill": False}, "do_remote_prefill"),
+        ({"remote_block_ids": ABSENT}, "remote_block_ids"),
+    ],
+)
+def test_what_a_decode_engine_would_die_of_is_an_error_here(changes, says):
+    """Or would wait for until its own time limit of minutes."""
+    with pytest.raises(EngineError, match=f"prefill-0 .*{says}"):
+        read(**changes)
+
+
+def test_what_is_learned_is_enough_for_the_next_request():
+    """All of it by type; both legs derive the same names from the same id."""
+    told = json.loads(bytes(decode_params(read().coordinates, Api.CHAT, RequestId("xpyd-2"), TRANSFER)))
+
+    assert told == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "e",
+        "remote_host": "10.0.0.1",
+        "remote_port": 5600,
+        "tp_size": 2,
+        "pp_size": 1,
+        "dcp_size": 1,
+        "remote_request_id": known_as(Api.CHAT, RequestId("xpyd-2")),
+        "transfer_id": "xfer-9",
+        "transfer_mode": "push",
+    }
+
+
+def test_the_mode_decides_about_an_engine_that_does_not_say_and_refuses_one_that_contradicts():
+    """A decode engine that is told to wait for a push by an engine that lends its blocks would wait in vain."""
+    assert read(Mode.PUSH, transfer_mode=ABSENT).coordinates
+    assert read(Mode.PULL).coordinates
+    assert not MANNERS[Mode.PULL].at_once
+    with pytest.raises(EngineError, match=r"does not push .* --mode push"):
+        read(Mode.PUSH, transfer_mode="pull")
+
+
+@pytest.mark.parametrize("said", ["0.0.0.0", "::", "[::]"])
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_host_where_nobody_can_reach_an_engine_is_replaced_by_its_own(said, mode):
+    """It listens on every interface: each decode engine would ask itself, and compute the prompt."""
+    body = answer(remote_host=said, transfer_mode=mode)
+    found = handover(P, body, Api.COMPLETIONS, R, MANNERS[Mode.AUTO], transfer=TRANSFER, host="p0.example")
+
+    params = json.loads(bytes(found.params))
+    assert (params["remote_host"], found.replaced) == ("p0.example", said)
+    assert params["of_tomorrow"] == 0.10
+    assert found.coordinates is None or found.coordinates.remote_host == "p0.example"
+
+
+@pytest.mark.parametrize(
+    ("said", "known"),
+    [("10.0.0.1", "p0.example"), ("127.0.0.1", "10.0.0.1"), ("localhost", "p0.example"), ("::1", "localhost")],
+)
+def test_a_host_that_can_be_right_stays(said, known):
+    """All on one machine is how everybody begins."""
+    body = answer(remote_host=said)
+    found = handover(P, body, Api.COMPLETIONS, R, MANNERS[Mode.AUTO], transfer=TRANSFER, host=known)
+
+    assert (json.loads(bytes(found.params))["remote_host"], found.replaced) == (said, None)

@@ -1,0 +1,267 @@
+"""Going on with a stream that has broken off, wherever it has, and as often as it does."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.greedy import events, read
+from xpyd_proxy.core.model import Api
+from xpyd_proxy.core.protocol.replay import Replay, can_resume, traced
+from xpyd_proxy.core.protocol.request_bodies import parse
+from xpyd_proxy.core.raw_json import encode
+
+TEXT = {"prompt": "once upon", "stream": True, "temperature": 0}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "temperature": 0}
+BASE = {Api.COMPLETIONS: TEXT, Api.CHAT: CHAT}
+
+
+def fields_of(body):
+    return parse(json.dumps(body).encode(), strip_private=False)
+
+
+def run(api, body, breaks, per_event=1):
+    """Serve a stream over engines that break off after so many events each; None: it could not go on."""
+    fields = fields_of(body)
+    replay = Replay(api, fields)
+    asked, shown, tried = traced(fields), b"", 0
+    while True:
+        stream = list(events(json.loads(encode(asked)), name=f"cmpl-{tried}", per_event=per_event))
+        stop = breaks[tried] if tried < len(breaks) else len(stream)
+        shown += b"".join(replay.feed(one) for one in stream[:stop])
+        if stop >= len(stream):
+            return shown
+        if (ending := replay.ending()) is not None:
+            return shown + ending
+        asked = replay.again()
+        if asked is None:
+            return None
+        tried += 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    api=st.sampled_from([Api.COMPLETIONS, Api.CHAT]),
+    limit=st.integers(2, 30),
+    breaks=st.lists(st.integers(1, 20), max_size=5),
+    per_event=st.integers(1, 4),
+    options=st.fixed_dictionaries(
+        {}, optional={"include_usage": st.booleans(), "continuous_usage_stats": st.booleans()}
+    ),
+)
+def test_the_joined_stream_is_that_of_one_engine(api, limit, breaks, per_event, options):
+    """Text, id, usage, reason of the end, and the end itself; half characters are not lost and not doubled."""
+    if not options.get("include_usage"):
+        options.pop("continuous_usage_stats", None)
+    body = BASE[api] | {"max_tokens": limit, "stream_options": options or None}
+    whole = b"".join(events(body, name="cmpl-0", per_event=1))
+
+    joined = run(api, body, breaks, per_event)
+
+    assert joined is not None
+    assert read(joined) == read(whole)
+    assert b"token_ids" not in joined.replace(b'token_ids":null', b"")
+
+
+@pytest.mark.parametrize("api", BASE)
+def test_an_unbroken_stream_is_that_of_an_engine_that_was_asked_for_no_ids(api):
+    """To the byte: the client has not asked for them."""
+    body = BASE[api] | {"max_tokens": 9, "stream_options": {"include_usage": True}}
+
+    assert run(api, body, []) == b"".join(events(body, name="cmpl-0"))
+
+
+def test_what_the_next_engine_is_asked():
+    """Prompt and shown tokens as ids, and as many fewer tokens; in a chat the ids win over the messages."""
+    for api, body in ((Api.COMPLETIONS, TEXT | {"min_tokens": 4}), (Api.CHAT, CHAT | {"max_completion_tokens": 9})):
+        fields = fields_of(body | {"max_tokens": 9})
+        replay = Replay(api, fields)
+        stream = list(events(json.loads(encode(traced(fields))), name="x"))
+        for one in stream[:5]:
+            replay.feed(one)
+        asked = json.loads(encode(replay.again()))
+
+        ids = asked["prompt"] if api is Api.COMPLETIONS else asked["kv_transfer_params"]["prompt_token_ids"]
+        made = 9 - asked["max_tokens"]
+        assert 0 < made <= 5
+        assert ids[-made:] == [token for token in ids[-made:] if isinstance(token, int)]
+        assert asked["return_token_ids"] is True
+        if api is Api.COMPLETIONS:
+            assert asked["min_tokens"] == max(0, 4 - made)
+        else:
+            assert asked["max_completion_tokens"] == asked["max_tokens"]
+            assert asked["messages"] == CHAT["messages"]
+
+
+def test_completions_make_sixteen_tokens_if_they_do_not_say():
+    """vLLM's default, which would otherwise begin anew."""
+    fields = fields_of(TEXT)
+    replay = Replay(Api.COMPLETIONS, fields)
+    for one in list(events(json.loads(encode(traced(fields))), name="x"))[:3]:
+        replay.feed(one)
+
+    assert json.loads(bytes(replay.again()["max_tokens"])) in (13, 14, 15)
+
+
+def test_a_chat_without_a_limit_has_none_afterwards():
+    """Its limit is the model's length, which the longer prompt takes its share of."""
+    fields = fields_of(CHAT)
+    replay = Replay(Api.CHAT, fields)
+    for one in list(events(json.loads(encode(traced(fields))), name="x"))[:4]:
+        replay.feed(one)
+
+    assert "max_tokens" not in replay.again()
+
+
+def test_an_error_in_the_stream_is_a_break():
+    """What came before it in the same piece is shown; the error and its [DONE] are not."""
+    fields = fields_of(TEXT)
+    replay = Replay(Api.COMPLETIONS, fields)
+    good = b"".join(list(events(json.loads(encode(traced(fields))), name="x"))[:2])
+    shown = replay.feed(good + b'data: {"error":{"message":"no"}}\n\ndata: [DONE]\n\n')
+
+    assert replay.broken
+    assert b"error" not in shown
+    assert b"DONE" not in shown
+    assert replay.again() is not None
+    assert not replay.broken
+
+
+def test_what_cannot_be_continued():
+    """Nothing was said yet; the engine tells no ids; it thinks, or calls tools."""
+    assert Replay(Api.COMPLETIONS, fields_of(TEXT)).again() is None
+
+    replay = Replay(Api.COMPLETIONS, fields_of(TEXT))
+    replay.feed(next(iter(events(TEXT, name="x"))))
+    assert replay.again() is None
+
+    for delta in ({"reasoning": "hm"}, {"tool_calls": [{"index": 0}]}):
+        replay = Replay(Api.CHAT, fields_of(CHAT))
+        replay.feed(next(iter(events(CHAT | {"return_token_ids": True}, name="x"))))
+        choice = {"index": 0, "delta": delta, "token_ids": [1]}
+        replay.feed(b"data: " + json.dumps({"id": "x", "choices": [choice]}).encode() + b"\n\n")
+        assert replay.again() is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(breaks=st.lists(st.integers(1, 20), max_size=4), per_event=st.integers(1, 4))
+def test_a_sampled_stream_goes_on_only_from_a_safe_point(breaks, per_event):
+    """What would have to be made again would be another text; where nothing has to be, it goes on as well."""
+    body = TEXT | {"max_tokens": 20, "temperature": 0.7}
+    joined = run(Api.COMPLETIONS, body, breaks, per_event)
+
+    assert joined is None or read(joined) == read(b"".join(events(body, name="cmpl-0")))
+    assert joined is not None or per_event > 1
+
+
+def test_engines_that_do_not_agree_end_in_an_error():
+    """Two engines may round differently: then the client gets an error, and no text that nobody has written."""
+    fields = fields_of(TEXT)
+    replay = Replay(Api.COMPLETIONS, fields)
+    shown = replay.feed(said([1, 2], "ab", prompt_token_ids=[5]))
+    assert replay.again() is not None
+
+    assert b"ab" in shown
+    assert replay.feed(said([1], "x")) == b": goes on\n"
+    assert replay.broken
+    assert replay.again() is None
+
+
+def said(tokens, text, **more):
+    choice = {"index": 0, "text": text, "token_ids": tokens, "finish_reason": None}
+    return b"data: " + json.dumps({"id": "x", "choices": [choice | more]}).encode() + b"\n\n"
+
+
+def test_keep_alives_and_odd_lines_pass():
+    """They are no tokens."""
+    replay = Replay(Api.COMPLETIONS, fields_of(TEXT))
+
+    assert replay.feed(b": keep-alive\n\ndata: odd\n\n") == b": keep-alive\n\ndata: odd\n\n"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"temperature": 0, "seed": 7},
+        {"temperature": 1.5},
+        {"presence_penalty": 0, "frequency_penalty": 0.0, "n": 1, "best_of": 1},
+        {"echo": False, "logprobs": None, "stop": [], "tools": [], "response_format": None},
+        {"stop_token_ids": [1], "ignore_eos": True, "repetition_penalty": 1.1, "user": "u"},
+    ],
+)
+def test_what_does_not_look_back_can_be_continued(more):
+    """Greedy or not: without a seed a token only depends on those before it."""
+    assert can_resume(Api.COMPLETIONS, fields_of(TEXT | more))
+    assert can_resume(Api.CHAT, fields_of(CHAT | more))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"seed": 7, "temperature": None},
+        {"seed": 7, "temperature": 0.5},
+        {"stop": "x"},
+        {"logprobs": 1},
+        {"n": 2},
+        {"presence_penalty": 0.5},
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"choice": ["a"]}},
+        {"tools": [{"type": "function"}]},
+        {"return_token_ids": True},
+        {"bad_words": ["x"]},
+        {"of_tomorrow": 1},
+        {"stream": False},
+        {"vllm_xargs": {"a": 1}},
+    ],
+)
+def test_what_looks_back_or_is_unknown_is_not(more):
+    """An honest error is better than a text that nobody would have written."""
+    assert not can_resume(Api.COMPLETIONS, fields_of(TEXT | more))
+    assert not can_resume(Api.CHAT, fields_of(CHAT | more))
+
+
+def test_only_chats_of_texts_and_only_two_apis():
+    """vLLM renders images anew and then ignores the ids: it would begin from the beginning."""
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    call = [{"role": "assistant", "content": None, "tool_calls": "x"}]
+
+    assert not can_resume(Api.CHAT, fields_of(CHAT | {"messages": image}))
+    assert not can_resume(Api.CHAT, fields_of(CHAT | {"messages": call}))
+    assert not can_resume(Api.RESPONSES, fields_of({"input": "a", "stream": True}))
+    assert not can_resume(Api.MESSAGES, fields_of(CHAT))
+
+
+def test_engines_that_do_not_agree_at_the_end_have_not_finished_anything():
+    """The last event of the second engine must not make a good end of a text that is neither one's nor the other's."""
+    replay = Replay(Api.COMPLETIONS, fields_of(TEXT))
+    replay.feed(said([1, 2], "ab", prompt_token_ids=[5]))
+    assert replay.again() is not None
+    replay.feed(said([1], "x", finish_reason="stop"))
+
+    assert replay.broken
+    assert replay.ending() is None
+
+
+def test_an_engine_that_makes_less_than_the_client_has_does_not_agree():
+    """The client has two letters; the engine that goes on ends after one."""
+    replay = Replay(Api.COMPLETIONS, fields_of(TEXT))
+    replay.feed(said([1, 2], "ab", prompt_token_ids=[5]))
+    assert replay.again() is not None
+    replay.feed(said([1], "a", finish_reason="stop"))
+
+    assert replay.broken
+    assert replay.ending() is None
+    assert replay.again() is None
+
+
+def test_a_usage_that_the_client_has_is_not_said_twice():
+    """The engine broke off between it and the end."""
+    replay = Replay(Api.COMPLETIONS, fields_of(TEXT | {"stream_options": {"include_usage": True}}))
+    replay.feed(said([1], "a", prompt_token_ids=[5], finish_reason="stop"))
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    chunk = json.dumps({"id": "x", "choices": [], "usage": usage}).encode()
+    assert b"usage" in replay.feed(b"data: " + chunk + b"\n\n")
+
+    assert replay.ending() == b"data: [DONE]\n\n"

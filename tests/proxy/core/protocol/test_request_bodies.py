@@ -1,0 +1,318 @@
+"""One client request, two engine requests."""
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
+from xpyd_proxy.core.protocol.request_bodies import (
+    check_wanted_now,
+    decode_body,
+    kv_params,
+    named,
+    parse,
+    prefill_body,
+    telling_tokens,
+    with_tokens,
+)
+from xpyd_proxy.core.raw_json import encode
+from xpyd_proxy.errors import BadRequest, EngineError
+
+P = InstanceId("prefill-0")
+ASK = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+    "transfer_id": "xfer-1",
+}
+PARAMS = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[1, 2]],
+    "remote_engine_id": "e",
+    "remote_request_id": "cmpl-x-0-00000000",
+    "remote_host": "10.0.0.1",
+    "remote_port": 5600,
+}
+
+
+def prefilled(api, body):
+    return json.loads(prefill_body(api, parse(json.dumps(body).encode(), strip_private=False), TransferId("xfer-1")))
+
+
+def test_a_completion_is_prefilled_with_one_token():
+    """Not streamed, for a stream carries no kv_transfer_params; the prompt and its shapers stay."""
+    body = {"model": "m", "prompt": "hi", "max_tokens": 64, "min_tokens": 8, "stream": True, "cache_salt": "s"}
+
+    assert prefilled(Api.COMPLETIONS, body) == {
+        "model": "m",
+        "prompt": "hi",
+        "cache_salt": "s",
+        "max_tokens": 1,
+        "min_tokens": 1,
+        "stream": False,
+        "kv_transfer_params": ASK,
+    }
+
+
+def test_a_chat_is_limited_in_both_spellings():
+    """max_completion_tokens wins over max_tokens, and either may be missing."""
+    for body in ({}, {"max_tokens": 9}, {"max_completion_tokens": 9}):
+        made = prefilled(Api.CHAT, {"messages": []} | body)
+
+        assert (made["max_tokens"], made["max_completion_tokens"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "stream_options",
+        "best_of",
+        "use_beam_search",
+        "prompt_logprobs",
+        "logprobs",
+        "top_logprobs",
+        "logprob_token_ids",
+    ],
+)
+def test_what_only_decode_needs_is_left_out_of_prefill(name):
+    """stream_options without stream is an error, and logprobs of a token nobody sees cost time."""
+    assert name not in prefilled(Api.CHAT, {"messages": [], name: 1})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tools", "tool_choice", "response_format", "chat_template", "chat_template_kwargs", "documents"),
+        *(
+            "cache_salt",
+            "add_generation_prompt",
+            "truncate_prompt_tokens",
+            "mm_processor_kwargs",
+            "model",
+            "unheard_of",
+        ),
+    ],
+)
+def test_what_shapes_the_prompt_is_kept(name):
+    """Another prompt would mean another KV cache, and wrong text with status 200."""
+    assert prefilled(Api.CHAT, {"messages": [], name: {"any": "thing"}})[name] == {"any": "thing"}
+
+
+def test_a_prefill_makes_one_sequence():
+    """A number that says more is replaced; null is left for the engine to judge."""
+    assert prefilled(Api.COMPLETIONS, {"prompt": "hi", "n": 3})["n"] == 1
+    assert prefilled(Api.COMPLETIONS, {"prompt": "hi", "n": None})["n"] is None
+    assert "n" not in prefilled(Api.COMPLETIONS, {"prompt": "hi"})
+
+
+numbers = st.one_of(
+    st.integers().map(str),
+    st.floats(allow_nan=False, allow_infinity=False).map(repr),
+    st.sampled_from(["1e400", "-0.0", "0.10", "1E+2", "123456789012345678901234567890", "1.0e-400"]),
+)
+strings = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=8).map(json.dumps),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=8).map(lambda s: json.dumps(s, ensure_ascii=False)),
+    st.sampled_from([r'"\u00e9"', r'"\/"', r'"\ud83d\ude00"', '"\U0001f600"', r'"\u0000"']),
+)
+texts = st.recursive(
+    st.one_of(numbers, strings, st.sampled_from(["true", "false", "null"])),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3).map(lambda items: "[" + " , ".join(items) + "]"),
+        st.lists(st.tuples(strings, inner), max_size=3).map(
+            lambda items: "{" + ",".join(f"{key}: {value}" for key, value in items) + "}"
+        ),
+    ),
+    max_leaves=6,
+)
+private = {"kv_transfer_params", "ec_transfer_params", "vllm_xargs"}
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=6).filter(lambda name: name not in private)
+members = st.lists(st.tuples(names, texts), max_size=6)
+
+
+def write(pairs):
+    return ("{ " + " ,\n".join(f"{json.dumps(name)} : {text}" for name, text in pairs) + " }").encode()
+
+
+@given(pairs=st.lists(st.tuples(names, texts), max_size=6, unique_by=lambda pair: pair[0]))
+def test_decode_gets_the_clients_values_byte_for_byte(pairs):
+    """Big integers, floats beyond range, escapes and unknown fields included; names keep their order."""
+    text = b'{"kv_transfer_params":' + json.dumps(PARAMS).encode() + b"}"
+    made = decode_body(parse(write(pairs), strip_private=False), kv_params(P, text).params)
+    fields = msgspec.json.decode(made, type=dict[str, msgspec.Raw])
+
+    carried = fields.pop("kv_transfer_params")
+    assert [(name, bytes(raw).decode()) for name, raw in fields.items()] == pairs
+    assert bytes(carried) == json.dumps(PARAMS).encode()
+
+
+@given(pairs=members)
+def test_the_last_of_equal_names_counts_on_both_legs(pairs):
+    """As it does in Python's json, which vLLM uses; two engines that choose differently would be a wrong answer."""
+    fields = parse(write(pairs), strip_private=False)
+    wanted = dict(pairs)
+
+    decoded = msgspec.json.decode(encode(fields), type=dict[str, msgspec.Raw])
+    assert {name: bytes(raw).decode() for name, raw in decoded.items()} == wanted
+    legs = msgspec.json.decode(prefill_body(Api.COMPLETIONS, fields, TransferId("xfer-1")), type=dict[str, msgspec.Raw])
+    assert all(bytes(legs[name]).decode() == text for name, text in wanted.items() if name not in ASKED)
+
+
+ASKED = {"max_tokens", "min_tokens", "stream", "n", "stream_options", "logprobs"}
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "not JSON"),
+        (b"hello", "not JSON"),
+        (b'{"prompt":"hi"', "not JSON"),
+        (b"[" * 100_000, "not"),
+        (b"[1]", "JSON, but not an object"),
+        (b"null", "JSON, but not an object"),
+    ],
+)
+def test_a_body_that_is_no_object_is_the_clients_mistake(body, says):
+    """400, with the reason."""
+    with pytest.raises(BadRequest, match=says):
+        parse(body, strip_private=False)
+
+
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
+@pytest.mark.parametrize("value", [{"do_remote_prefill": True}, {}, 7, "x"])
+def test_clients_may_not_send_transfer_parameters(name, value):
+    """They name other requests' memory, and {"do_remote_prefill": true} alone kills a vLLM 0.32 engine."""
+    for body, where in (({name: value}, name), ({"vllm_xargs": {name: value}}, f"vllm_xargs.{name}")):
+        with pytest.raises(BadRequest, match=f"{where} is set by the router") as caught:
+            parse(json.dumps({"prompt": "hi"} | body).encode(), strip_private=False)
+        assert caught.value.param == where
+
+
+def test_an_escaped_name_is_the_same_name():
+    """Or a backslash would be enough to reach the engine."""
+    with pytest.raises(BadRequest, match="kv_transfer_params"):
+        parse(rb'{"prompt":"hi","kv_\u0074ransfer_params":{}}', strip_private=False)
+    with pytest.raises(BadRequest, match="kv_transfer_params"):
+        parse(rb'{"prompt":"hi","vllm_xargs":{"kv_\u0074ransfer_params":1}}', strip_private=False)
+
+
+def test_null_says_nothing_and_is_dropped():
+    """Some clients write out every field they know."""
+    fields = parse(b'{"prompt":"hi","kv_transfer_params":null,"vllm_xargs":null}', strip_private=False)
+
+    assert encode(fields) == b'{"prompt":"hi","vllm_xargs":null}'
+
+
+def test_they_can_be_stripped_instead():
+    """For clients that used to talk to another proxy."""
+    body = b'{"prompt":"hi","kv_transfer_params":{"a":1},"vllm_xargs":{"ec_transfer_params":1,"b":0.10}}'
+
+    assert encode(parse(body, strip_private=True)) == b'{"prompt":"hi","vllm_xargs":{"b":0.10}}'
+
+
+@pytest.mark.parametrize("extra", [b'{"a" : 1}', b"[1]", b'"x"'])
+def test_other_extra_arguments_are_left_alone(extra):
+    """Also those the engine will refuse."""
+    assert bytes(parse(b'{"vllm_xargs":' + extra + b"}", strip_private=False)["vllm_xargs"]) == extra
+
+
+def test_extra_arguments_that_cannot_be_read_are_refused():
+    """What is in them cannot be told."""
+    with pytest.raises(BadRequest, match="is not JSON"):
+        parse(b'{"vllm_xargs":{"\xff":1}}', strip_private=False)
+
+
+def answer(**changes):
+    params = {name: value for name, value in (PARAMS | changes).items() if value != "absent"}
+    return json.dumps({"id": "cmpl-1", "kv_transfer_params": params}).encode()
+
+
+@pytest.mark.parametrize(
+    "name", ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids"]
+)
+@pytest.mark.parametrize("value", ["absent", None])
+def test_parameters_that_would_kill_a_decode_engine_stop_here(name, value):
+    """Seen on real engines: an assertion, or a KeyError, and every request of that engine is gone."""
+    with pytest.raises(EngineError, match=f"prefill-0 left out of its kv_transfer_params: {name}"):
+        kv_params(P, answer(**{name: value}))
+
+
+def test_an_empty_list_of_blocks_kills_as_none_does():
+    """vLLM tests it for truth before an assertion."""
+    for text in (b"[]", b"[ ]"):
+        with pytest.raises(EngineError, match="prefill-0 left out of its kv_transfer_params: remote_block_ids"):
+            kv_params(P, answer(remote_block_ids=7).replace(b"7", text))
+
+
+@pytest.mark.parametrize("value", [False, None, 1, "true", "absent"])
+def test_nothing_is_decoded_that_was_not_prefilled(value):
+    """The decode engine would compute the prompt again and nobody would notice."""
+    with pytest.raises(EngineError, match="do_remote_prefill is not true"):
+        kv_params(P, answer(do_remote_prefill=value))
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"<html>", b"[]", b"{}", b'{"kv_transfer_params":null}', b'{"kv_transfer_params":[1]}', b"[" * 99_999]
+)
+def test_an_answer_without_parameters_is_the_engines_fault(body):
+    """A prefill engine without a connector answers like this."""
+    with pytest.raises(EngineError, match="prefill-0 answered without usable kv_transfer_params"):
+        kv_params(P, body)
+
+
+@pytest.mark.parametrize(
+    ("api", "one"),
+    [
+        (Api.RESPONSES, {"max_output_tokens": 1, "store": False}),
+        (Api.MESSAGES, {"max_tokens": 1}),
+    ],
+)
+def test_prefill_of_the_other_apis_only_gets_what_they_know(api, one):
+    """An unknown field may be refused some day; what they know beside it is kept."""
+    client = {"model": "m", "stream": True, "top_logprobs": 2, "n": 3, "max_output_tokens": 9, "max_tokens": 9}
+    made = json.loads(prefill_body(api, parse(json.dumps(client).encode(), strip_private=False), TransferId("x")))
+
+    params = made.pop("kv_transfer_params")
+    assert (params["do_remote_decode"], params["transfer_id"]) == (True, "x")
+    assert made == client | {"stream": False, **one, "n": 1}
+
+
+def test_only_responses_are_named_in_the_body():
+    """The other engines take the name from X-Request-Id; and a client's own name is replaced where it stands."""
+    fields = parse(b'{"request_id":"mine","input":"a"}', strip_private=False)
+
+    assert encode(named(Api.RESPONSES, fields, RequestId("r"))) == b'{"request_id":"resp_r","input":"a"}'
+    for api in (Api.COMPLETIONS, Api.CHAT, Api.MESSAGES):
+        assert named(api, fields, RequestId("r")) == fields
+
+
+@pytest.mark.parametrize("value", [True, 1, "yes", {}])
+def test_an_answer_for_later_is_refused(value):
+    """However it is spelt; elsewhere the field means nothing."""
+    fields = parse(json.dumps({"background": value}).encode(), strip_private=False)
+    with pytest.raises(BadRequest, match="background"):
+        check_wanted_now(Api.RESPONSES, fields)
+
+    check_wanted_now(Api.CHAT, fields)
+    for no in (b'{"background":false}', b'{"background":null}', b"{}"):
+        check_wanted_now(Api.RESPONSES, parse(no, strip_private=False))
+
+
+def test_tokens_are_added_to_parameters_that_stay_as_they_came():
+    """To the byte: the engine's own numbers and blanks are not ours to rewrite."""
+    params = msgspec.Raw(b'{"a": 1.50, "b" : [ ] } ')
+
+    assert bytes(with_tokens(params, b'{"prompt_token_ids":[1, 2]}')) == (
+        b'{"a": 1.50, "b" : [ ] ,"prompt_token_ids":[1, 2]}'
+    )
+    for silent in (b"{}", b'{"prompt_token_ids":null}'):
+        assert with_tokens(params, silent) == params
+    assert telling_tokens(Api.CHAT, {}) == {"return_token_ids": msgspec.Raw(b"true")}
+    assert telling_tokens(Api.COMPLETIONS, {}) == {}

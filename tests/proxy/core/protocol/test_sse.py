@@ -1,0 +1,164 @@
+"""Server-sent events, as far as a relay must understand them."""
+
+import itertools
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xpyd_proxy.core.protocol.sse import LINE_MOST, Beginning, WholeLines, error_status
+from xpyd_proxy.errors import EngineError
+
+STREAM = b': keep-alive\n\ndata: {"a":1}\n\ndata: {"b":"[DONE]"}\n\ndata: [DONE]\n\n'
+
+
+@pytest.mark.parametrize(
+    ("received", "data"),
+    [
+        (b"", None),
+        (b"data: {", None),
+        (b"data: {}", None),
+        (b"data: {}\n", b"{}"),
+        (b"data:{}\r\n", b"{}"),
+        (b": keep-alive\n\n", None),
+        (b": keep-alive\n\nevent: x\ndata: {}\n\ndata: 2\n\n", b"{}"),
+    ],
+)
+def test_the_first_event_is_seen_when_its_line_is_complete(received, data):
+    """Comments come earlier, and say nothing about how the request went."""
+    assert data == Beginning().feed(received)
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b'{"error":{"message":"no","code":503}}', 503),
+        (b'{"error":{"message":"no","code":400}}', 400),
+        (b'{"error":{"message":"no"}}', 500),
+        (b'{"error":{"code":"insufficient"}}', 500),
+        (b'{"error":{"code":200}}', 500),
+        (b'{"error":null,"id":"x"}', None),
+        (b'{"id":"x","choices":[]}', None),
+        (b"[DONE]", None),
+        (b"[]", None),
+        (b"\xff", None),
+    ],
+)
+def test_an_error_event_names_its_status(data, status):
+    """One that names none, or one that is no error, is still a failure and never a 200."""
+    assert status == error_status(data)
+
+
+@given(cuts=st.lists(st.integers(0, len(STREAM))), stop=st.integers(0, len(STREAM)))
+def test_lines_pass_whole_whatever_the_network_makes_of_them(cuts, stop):
+    """Nothing is lost, nothing is held back longer than its line, and only a whole stream counts as complete."""
+    lines, passed = WholeLines("d0"), b""
+    edges = sorted({0, stop, *(cut for cut in cuts if cut < stop)})
+    for start, end in itertools.pairwise(edges):
+        passed += lines.feed(STREAM[start:end])
+        assert STREAM[: STREAM.rfind(b"\n", 0, end) + 1] == passed
+    rest, complete = lines.finish()
+
+    assert complete == (stop >= len(STREAM) - 2)
+    assert (passed + rest == STREAM[:stop]) if complete else rest == b""
+
+
+@pytest.mark.parametrize("end", [b"data: [DONE]\n\n", b"data: [DONE]", b"data: [DONE]\r\n\r\n"])
+def test_the_end_is_recognised_alone_and_after_anything(end):
+    """A stream of nothing but its end is complete too."""
+    for before in (b"", b"data: {}\n\n", b"data: " + b"x" * 100 + b"\n\n"):
+        lines = WholeLines("d0")
+        lines.feed(before)
+        passed = lines.feed(end)
+
+        rest, complete = lines.finish()
+        assert complete
+        assert end == passed + rest
+
+
+def test_text_that_looks_like_the_end_is_not_the_end():
+    """A model may write [DONE]; JSON has no line break to put before it."""
+    lines = WholeLines("d0")
+    lines.feed(b'data: {"text":"\\ndata: [DONE]\n\n')
+
+    assert not lines.finish()[1]
+
+
+def test_an_announcement_is_no_event():
+    """/v1/responses says that it has begun before its engine has."""
+    announced = b'event: response.created\ndata: {"type":"response.created"}\n\n'
+    announced += b'event: response.in_progress\ndata: {"type":"response.in_progress"}\n\n'
+
+    assert Beginning().feed(announced) is None
+    assert Beginning().feed(announced + b'event: response.output_text.delta\ndata: {"a":1}') is None
+    assert Beginning().feed(announced + b'event: response.output_text.delta\ndata: {"a":1}\n') == b'{"a":1}'
+    assert Beginning().feed(announced + b'data: {"error":{}}\n\n') == b'{"error":{}}'
+
+
+@pytest.mark.parametrize("name", ["message_stop", "response.completed", "response.failed", "error"])
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_other_apis_end_with_a_named_event(name, size):
+    """However it is cut into pieces; half of it is no end."""
+    text = b'event: message_start\ndata: {"text":"event: message_stop"}\n\nevent: ' + name.encode()
+    for tail, complete in (
+        (b'\ndata: {"long":"%s"}\n\n' % (b"x" * 100), True),
+        (b'\ndata: {"half', False),
+        (b"", False),
+    ):
+        lines, whole = WholeLines("d0"), text + tail
+        passed = b"".join(lines.feed(whole[at : at + size]) for at in range(0, len(whole), size))
+        rest, is_complete = lines.finish()
+
+        assert is_complete is complete
+        assert (passed + rest == whole) is complete
+
+
+@pytest.mark.parametrize(
+    ("events", "erred"),
+    [
+        (b'data: {"error":{"code":500}}\n\ndata: [DONE]\n\n', True),
+        (b'event: error\ndata: {"type":"error"}\n\n', True),
+        (b'data: {"text":"data: {\\"error\\":"}\n\ndata: [DONE]\n\n', False),
+    ],
+)
+def test_an_engine_may_say_itself_that_it_failed(events, erred):
+    """The stream came to its end, and the engine is to blame all the same."""
+    lines = WholeLines("d0")
+    lines.feed(b'data: {"id":1}\n\n')
+    lines.feed(events)
+
+    assert lines.finish()[1]
+    assert lines.erred is erred
+
+
+def test_a_line_that_does_not_end_is_given_up():
+    """Bytes that only wait to be joined would take all memory."""
+    lines = WholeLines("d0")
+    lines.feed(b"data: {}\n\n")
+    piece = b"x" * 65536
+    for _ in range(LINE_MOST // len(piece)):
+        assert lines.feed(piece) == b""
+
+    with pytest.raises(EngineError, match="d0 sent a line of more than 16777216 bytes"):
+        lines.feed(b"x")
+
+
+@pytest.mark.parametrize("feed", [Beginning().feed, WholeLines("d0").feed], ids=["beginning", "rest"])
+def test_small_pieces_cost_what_large_ones_do(feed):
+    """Half a million of them: joining or searching all that came before with each would take minutes."""
+    began = time.process_time()
+    for _ in range(500_000):
+        feed(b"xy")
+
+    assert time.process_time() - began < 10
+
+
+def test_parameters_do_not_pass_in_pieces():
+    """A name that is cut in two is one name."""
+    lines, passed = WholeLines("d0"), b""
+    stream = b'data: {"a":1,"kv_transfer_params":{"remote_host":"h"}}\n\ndata: [DONE]\n\n'
+    for at in range(0, len(stream), 7):
+        passed += lines.feed(stream[at : at + 7])
+
+    assert passed + lines.finish()[0] == b'data: {"a":1}\n\ndata: [DONE]\n\n'

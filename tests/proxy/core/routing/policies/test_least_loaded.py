@@ -1,0 +1,48 @@
+"""The engine with the least to do."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.model import Instance, InstanceId, Role
+from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
+
+ENGINES = [Instance(InstanceId(f"d{i}"), Role.DECODE, Address("http", "h", i + 1)) for i in range(5)]
+
+
+@given(st.lists(st.integers(0, 9), min_size=5, max_size=5))
+def test_nobody_has_less_to_do(loads):
+    """Than the one that is chosen."""
+    load = dict(zip([one.id for one in ENGINES], loads, strict=True))
+
+    assert load[LeastLoaded(lambda one: load[one.id]).one(ENGINES).id] == min(loads)
+
+
+def test_equals_take_turns():
+    """Idle engines would else leave all requests to the first of them."""
+    policy = LeastLoaded(lambda _: 0.0)
+
+    assert set(Counter(policy.one(ENGINES).id for _ in range(50)).values()) == {10}
+
+
+@given(st.lists(st.integers(0, 4), max_size=200))
+def test_counts_stay_even_while_requests_come_and_go(ends):
+    """As long as all requests weigh the same, two engines never differ by more than what ended meanwhile."""
+    load = dict.fromkeys([one.id for one in ENGINES], 0)
+    policy = LeastLoaded(lambda one: load[one.id])
+    for end in ends:
+        chosen = policy.one(ENGINES)
+        assert load[chosen.id] == min(load.values())
+        load[chosen.id] += 1
+        load[ENGINES[end].id] = max(0, load[ENGINES[end].id] - 1)
+
+
+def test_a_copy_leaves_no_trace():
+    """Explaining must not take anybody's turn."""
+    policy = LeastLoaded(lambda _: 0.0)
+    expected = policy.copy().one(ENGINES)
+    policy.copy().one(ENGINES)
+
+    assert policy.one(ENGINES) == expected

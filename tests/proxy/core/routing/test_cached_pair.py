@@ -1,0 +1,309 @@
+"""The quick choice of two engines is the one that a look at all engines would have brought."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.fleet.compatibility import Facts
+from xpyd_proxy.core.fleet.health import Limits, State
+from xpyd_proxy.core.fleet.load import Report
+from xpyd_proxy.core.fleet.push_coordinates import Learned
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.model import Ask, InstanceId, RequestId, Role
+from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.core.routing.pairing import Legs, Pairs
+from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
+from xpyd_proxy.core.routing.policies.power_of_two import PowerOfTwo
+from xpyd_proxy.core.routing.policies.prefix import Prefix
+from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
+from xpyd_proxy.core.routing.policies.session import Session
+from xpyd_proxy.core.schemas import Coordinates, Verdict
+from xpyd_proxy.errors import ProxyError
+from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
+
+LIMITS = Limits(in_a_row=2, probes=2, window_least=4, rest_s=2.0, rest_most_s=8.0, claim_s=3.0)
+POLICIES = {
+    "round robin": lambda _: RoundRobin(),
+    "least loaded": lambda load: Legs(LeastLoaded(load), LeastLoaded(load)),
+    "two choices": lambda load: Legs(PowerOfTwo(load, random.Random(1).randrange), PowerOfTwo(load, _second_dice())),
+    "prefix": lambda load: Legs(Prefix(load, LeastLoaded(load)), LeastLoaded(load)),
+    "session": lambda load: Legs(LeastLoaded(load), Session(LeastLoaded(load))),
+}
+SOME = st.integers(0, 7)  # an engine, by its place
+A_ROLE = st.sampled_from(Role)
+ASKS = st.builds(
+    Ask,
+    model=st.sampled_from([None, None, "a", "b"]),
+    session=st.sampled_from([None, "s", "t"]),
+    prompt=st.sampled_from([b"", b"x" * 300, b"y" * 600]),
+    rank=st.sampled_from([None, None, None, 0, 1]),
+    again=st.booleans(),
+)
+FACTS = st.one_of(
+    st.just(Facts()),
+    st.builds(Facts, models=st.sampled_from([frozenset("a"), frozenset("ab")])),
+    st.builds(Facts, version=st.sampled_from("12")),
+    st.builds(Facts, mode=st.sampled_from(TransferMode)),
+    st.builds(Facts, revision=st.sampled_from("rs")),
+)
+ANSWERS = st.sampled_from(
+    [None, *(Coordinates(remote_engine_id=name, remote_host="h", remote_port=1, tp_size=1) for name in "xy")]
+)
+
+
+def _second_dice():
+    return random.Random(2).randrange
+
+
+class Side:
+    """A fleet, with its own clock."""
+
+    def __init__(self, policy):
+        self.now = 0.0
+        self.registry = Registry(LIMITS)
+        self.learned = Learned(at_once=True)
+        load = Loads(self.registry, self.clock).of
+        self.pairs = Pairs(self.registry, policy(load))
+        self.fleet = LiveFleet(self.registry, self.pairs, self.learned, self.clock)
+
+    def clock(self):
+        return self.now
+
+    def slowly(self, ask):
+        decodes = self.fleet.usable(Role.DECODE)
+        return self.fleet.pair(self.fleet.usable(Role.PREFILL), decodes, ask)
+
+    def shown(self):
+        return [(m.instance.id, m.life.state, m.life.why, m.facts, m.load.in_flight) for m in self.registry.members()]
+
+
+def outcome(do, *args):
+    """Return what a choice brought: two engines, or an error."""
+    try:
+        return tuple(instance.id for instance in do(*args))
+    except ProxyError as error:
+        return type(error), str(error)
+
+
+class Calm(RuleBasedStateMachine):
+    """The same happens to two fleets: one chooses as it likes, the other one always looks at all its engines."""
+
+    @initialize(
+        name=st.sampled_from(sorted(POLICIES)), prefill=st.integers(1, 4), decode=st.integers(1, 4), often=st.booleans()
+    )
+    def begin(self, name, prefill, decode, often):
+        self.often = often  # requests come between any two events
+        self.quick, self.slow = self.sides = Side(POLICIES[name]), Side(POLICIES[name])
+        self.requests = itertools.count()
+        self.legs = []
+        for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
+            for port in range(count):
+                for side in self.sides:
+                    side.registry.add(role, Address("http", "h", port + 1), now=side.now)
+
+    def each(self, do):
+        """Do it to both, which must bring the same."""
+        found = [do(side) for side in self.sides]
+        assert found[0] == found[1]
+        return found[0]
+
+    def at(self, side, place):
+        members = side.registry.members()
+        return members[place % len(members)] if members else None
+
+    def have(self, place, do):
+        """Do something to both records of an engine, if there is one."""
+        for side in self.sides:
+            if (member := self.at(side, place)) is not None:
+                do(side, member)
+
+    @rule(asks=st.lists(ASKS, min_size=1, max_size=3), times=st.integers(1, 3))
+    def choose(self, asks, times):
+        for ask in asks * times:
+            chosen = self.chosen(ask)
+            if isinstance(chosen[0], str):
+                request = RequestId(f"r{next(self.requests)}")
+                for name in chosen:
+                    self.each(lambda side, name=name, request=request: self.send(side, name, request))
+                    self.legs.append((name, request))
+
+    def chosen(self, ask):
+        """Have both choose, which must bring the same."""
+        chosen = outcome(self.quick.fleet.any_pair, ask)
+        assert chosen == outcome(self.slow.slowly, ask)
+        return chosen
+
+    def send(self, side, name, request):
+        side.fleet.began(side.registry.member(name).instance, request)
+
+    @precondition(lambda self: self.legs)
+    @rule(place=SOME, failure=st.sampled_from([None, None, *Failure]), answer=ANSWERS)
+    def end(self, place, failure, answer):
+        name, request = self.legs.pop(place % len(self.legs))
+        for side in self.sides:
+            if (member := side.registry.get(name)) is None:
+                continue
+            if failure is None:
+                if member.instance.role is Role.PREFILL:
+                    side.learned.learn(name, answer)
+                side.fleet.answered(member.instance, request, 0.1)
+            side.fleet.ended(member.instance, request, failure)
+
+    @rule(role=A_ROLE, port=st.integers(1, 5), rank=st.sampled_from([None, None, 0, 1]), facts=FACTS)
+    def add(self, role, port, rank, facts):
+        address = Address("http", "h", port)
+        is_new = not any(
+            member.instance.role is role
+            and member.instance.address == address
+            and not member.retires
+            and (rank is None or member.instance.rank in (None, rank))
+            for member in self.slow.registry.members()
+        )
+        found = self.each(lambda side: outcome(self.added, side, role, address, rank, facts))
+        assert (len(found) == 1) == is_new
+
+    def added(self, side, role, address, rank, facts):
+        return [side.registry.add(role, address, rank=rank, facts=facts, now=side.now)]
+
+    @rule(place=SOME)
+    def remove(self, place):
+        self.have(place, lambda side, member: side.registry.remove(member.instance.id, now=side.now))
+
+    @rule(place=SOME, retires=st.booleans())
+    def drain(self, place, retires):
+        how = Registry.retire if retires else Registry.drain
+        self.have(place, lambda side, member: how(side.registry, member.instance.id, now=side.now))
+
+    @rule(place=SOME)
+    def undrain(self, place):
+        def undrained(side):
+            member = self.at(side, place)
+            side.registry.undrain(member.instance.id, now=side.now)
+            return [member.instance]
+
+        if self.slow.registry.members():
+            self.each(lambda side: outcome(undrained, side))
+
+    @rule()
+    def recover(self):
+        """All that can serve again does."""
+        for side in self.sides:
+            for member in side.registry.members():
+                if member.drain is not None and not member.retires:
+                    side.registry.undrain(member.instance.id, now=side.now)
+                member.life.missed("why", now=side.now)
+                member.life.seen(now=side.now)
+
+    @rule(facts=FACTS)
+    def join(self, facts):
+        """One more of each role."""
+        address = Address("http", "h", 100 + next(self.requests))
+        for role in Role:
+            self.each(lambda side, role=role: self.added(side, role, address, None, facts))
+
+    @rule()
+    def settle(self):
+        self.each(lambda side: side.registry.settle(patience_s=4.0, now=side.now))
+
+    @rule(place=SOME, facts=FACTS)
+    def learn(self, place, facts):
+        self.have(place, lambda side, member: side.registry.learn(member.instance.id, facts))
+
+    @rule(place=SOME, silent=st.booleans(), times=st.integers(1, 2))
+    def miss(self, place, silent, times):
+        for _ in range(times):
+            self.have(place, lambda side, member: member.life.missed("why", now=side.now, silent=silent))
+
+    @rule(place=SOME)
+    def see(self, place):
+        self.have(place, lambda side, member: member.life.seen(now=side.now))
+
+    @rule(place=SOME, failure=st.sampled_from([Failure.BROKEN, Failure.ERRED, Failure.SILENT]))
+    def trip(self, place, failure):
+        """As many legs fail as it takes."""
+        for number in range(LIMITS.window_least):
+            request = RequestId(f"f{number}")
+            self.have(place, lambda side, member, r=request: side.fleet.ended(member.instance, r, failure))
+
+    @rule(place=SOME, is_broken=st.booleans())
+    def hear(self, place, is_broken):
+        """Another worker has found out about it."""
+        self.have(
+            place,
+            lambda side, member: member.life.told(Verdict(side.now, is_broken, "told", rest_s=2.0), now=side.now),
+        )
+
+    @rule(place=SOME, waiting=st.integers(0, 4))
+    def report(self, place, waiting):
+        self.have(place, lambda side, member: member.load.reported(Report(float(waiting), 0.5), now=side.now))
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 2.0, 5.0, 40.0]))
+    def wait(self, seconds):
+        for side in self.sides:
+            side.now += seconds
+
+    @invariant()
+    def same(self):
+        if hasattr(self, "sides"):
+            if self.often:
+                self.chosen(Ask())
+                self.chosen(Ask(model="a"))
+            assert self.quick.shown() == self.slow.shown()
+
+
+TestCalm = Calm.TestCase
+TestCalm.settings = settings(max_examples=80, stateful_step_count=25)
+
+
+def fleet(now=0.0):
+    side = Side(POLICIES["round robin"])
+    for role in Role:
+        for port in (1, 2):
+            side.registry.add(role, Address("http", "h", port), now=now)
+    return side
+
+
+def test_no_look_is_needed_until_something_changes():
+    """Else there would be no point in it."""
+    side = fleet()
+    assert side.pairs.calm(Ask()) is None
+    side.fleet.any_pair()
+    assert side.pairs.calm(Ask()) is not None
+    assert side.pairs.calm(Ask(model="a")) is None
+    assert side.pairs.calm(Ask(rank=0)) is None
+
+    side.registry.learn(InstanceId("prefill-0"), Facts(version="1"))
+    assert side.pairs.calm(Ask()) is None
+    side.fleet.any_pair()
+    side.registry.learn(InstanceId("prefill-0"), Facts(version="1"))  # nothing new
+    assert side.pairs.calm(Ask()) is not None
+
+
+@pytest.mark.parametrize("state", [State.BROKEN, State.TRYING])
+def test_a_fleet_is_not_calm_while_one_rests_or_is_tried(state):
+    """Time alone, or a choice, changes it."""
+    side = fleet()
+    assert side.registry.is_calm
+    member = side.registry.members()[0]
+    for _ in range(LIMITS.in_a_row):
+        member.life.failed(RequestId("r"), Failure.BROKEN, now=0.0)
+    if state is State.TRYING:
+        side.registry.usable(Role.PREFILL, now=LIMITS.rest_s)
+
+    assert member.life.state is state
+    assert not side.registry.is_calm
+
+
+def test_what_is_remembered_is_bounded():
+    """Clients can think of models without end; each still gets what a look would bring."""
+    quick, slow = fleet(), fleet()
+    for number in [*range(200), *range(200)]:
+        ask = Ask(model=f"m{number}")
+        assert outcome(quick.fleet.any_pair, ask) == outcome(slow.slowly, ask)
+    assert len(quick.pairs._calm) <= 64

@@ -1,0 +1,58 @@
+"""What the choice of engines gets to know of a request."""
+
+import json
+
+import pytest
+
+from xpyd_proxy.core.model import Api, Ask, Call, Errand
+from xpyd_proxy.core.protocol.request_bodies import parse
+from xpyd_proxy.core.routing import routing_hints
+from xpyd_proxy.core.routing.routing_hints import ask_of_call, ask_of_errand
+
+HEADERS = ((b"authorization", b"k"), (b"x-session-id", b"s"))
+PROMPTS = {Api.COMPLETIONS: "prompt", Api.CHAT: "messages", Api.RESPONSES: "input", Api.MESSAGES: "messages"}
+
+
+def call_of(api, raw, rank=None, headers=HEADERS):
+    return Call(api, parse(raw, strip_private=False), headers, rank)
+
+
+@pytest.mark.parametrize("api", Api)
+def test_model_session_rank_and_the_beginning_of_the_prompt(api):
+    """The prompt as it came: a policy compares beginnings, and must not need a parser."""
+    raw = b'{"model":"m","%s" : [ "a",  "b" ]}' % PROMPTS[api].encode()
+
+    assert ask_of_call(call_of(api, raw, 3)) == Ask("m", "s", b'[ "a",  "b" ]', None, 3)
+
+
+def test_a_long_prompt_is_cut():
+    """No policy looks at megabytes."""
+    raw = json.dumps({"prompt": "x" * 100_000}).encode()
+
+    assert ask_of_call(call_of(Api.COMPLETIONS, raw)).prompt == b'"' + b"x" * (16 * 1024 - 1)
+
+
+@pytest.mark.parametrize("model", [b"null", b"7", b'["m"]'])
+def test_what_is_no_name_names_no_model(model):
+    """The engine says what is wrong with it."""
+    asked = ask_of_call(call_of(Api.CHAT, b'{"model":%s}' % model, headers=()))
+
+    assert asked == Ask()
+
+
+def test_what_is_passed_through_has_a_model_and_a_session():
+    """An embedding must go to the engine that has its model."""
+    assert ask_of_errand(Errand("/v1/embeddings", b"{}", HEADERS, model="m", rank=1)) == Ask("m", "s", rank=1)
+
+
+def test_the_names_of_models_that_are_remembered_are_bounded():
+    """In number and length; what is not remembered is read all the same."""
+    for number in range(routing_hints._MODELS_MOST + 10):
+        asked = ask_of_call(call_of(Api.CHAT, b'{"model":"m-%d"}' % number, headers=()))
+        assert asked.model == f"m-{number}"
+    assert routing_hints._known_model.cache_info().currsize <= routing_hints._MODELS_MOST
+
+    looked_up = routing_hints._known_model.cache_info()
+    long = "m" * 1000
+    assert ask_of_call(call_of(Api.CHAT, b'{"model":"%s"}' % long.encode(), headers=())).model == long
+    assert routing_hints._known_model.cache_info() == looked_up

@@ -1,0 +1,65 @@
+"""What several workers have counted, added up."""
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xpyd_proxy.core.measures import Measures
+from xpyd_proxy.core.model import InstanceId
+from xpyd_proxy.core.pulse import Ring
+from xpyd_proxy.core.schemas import Bin
+from xpyd_proxy.core.workers.reports import Counts, absorb, bin_of, counts_of, together
+
+PATHS = frozenset({"/v1/completions"})
+
+
+def measures(*seconds):
+    found = Measures(PATHS)
+    for value in seconds:
+        found.requests["/v1/completions", "good"] += 1
+        found.ttft.observe(("/v1/completions",), value)
+        found.gap.observe(value)
+        found.dry(InstanceId("decode-0"), 2)
+    return found
+
+
+def carried(one):
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(counts_of(one)), type=Counts)
+
+
+@given(st.lists(st.lists(st.floats(0.0, 400.0), max_size=5), min_size=1, max_size=4))
+def test_the_sum_is_what_one_worker_would_have_counted(parts):
+    """Counters and histograms alike; and nobody's own numbers change by it."""
+    own, *others = (measures(*values) for values in parts)
+    whole = together(own, [carried(one) for one in others])
+    alone = measures(*(value for values in parts for value in values))
+
+    assert whole.requests == alone.requests
+    assert whole.without_kv == alone.without_kv
+    assert whole.gap.counts == alone.gap.counts
+    assert abs(whole.gap.total - alone.gap.total) < 1e-6
+    assert {key: one.counts for key, one in whole.ttft.by_key.items()} == {
+        key: one.counts for key, one in alone.ttft.by_key.items()
+    }
+    assert counts_of(own) == counts_of(measures(*parts[0]))
+
+
+def test_what_has_another_shape_is_left_out():
+    """A worker of another version may be the successor."""
+    found = measures(1.0)
+    absorb(found, Counts({"strange": {("x",): 1}}, {"gap": {(): ((1, 2), 3.0)}}))
+
+    assert found.gap.total == 1.0
+
+
+def test_bins_are_added_as_if_one_ring_had_seen_all():
+    """Means by their weight; what nobody has seen has no mean."""
+    one, other, both = Ring(), Ring(), Ring()
+    for ring, values in ((one, (1.0, 2.0)), (other, (6.0,))):
+        for value in values:
+            ring.add(value, failed=value == 6.0, now=10.0)
+            both.add(value, failed=value == 6.0, now=10.0)
+
+    assert bin_of([one.last(60, now=10.0), other.last(60, now=10.0)]) == both.last(60, now=10.0)
+    assert bin_of([Bin(0, 0, None, None)] * 2) == Bin(0, 0, None, None)
+    assert bin_of([]) == Bin(0, 0, None, None)

@@ -1,0 +1,146 @@
+"""The client of the Kubernetes API: who we are, what is asked, and what is said when it fails."""
+
+import asyncio
+import contextlib
+import json
+import shutil
+import ssl
+
+import pytest
+
+from support.certificates import Authority
+from support.kube_api import Call, KubeApi, Refusal, pod
+from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.io.discovery.kubernetes import Cluster, Expired, KubeError, Kubernetes
+
+PODS = "/api/v1/namespaces/default/pods"
+MAP = "/api/v1/namespaces/default/configmaps/set"
+
+
+@pytest.fixture
+def account(tmp_path):
+    """A service account as Kubernetes mounts it, whose API has a certificate of its own authority."""
+    authority = Authority(tmp_path, "cluster")
+    server = authority.sign("server")
+    shutil.copy(authority.own.cert, tmp_path / "ca.crt")
+    (tmp_path / "token").write_text("first\n")
+    (tmp_path / "namespace").write_text("default")
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(server.cert, server.key)
+    return tmp_path, tls
+
+
+def inside(folder, api, namespace=None):
+    said = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(api.port)}
+    return Cluster.around(namespace, {**said, "XPYD_SERVICE_ACCOUNT": str(folder)})
+
+
+async def test_a_pod_finds_its_cluster_and_the_token_may_change(account):
+    """Kubernetes renews the token in the file every hour; the old one soon counts no more."""
+    folder, tls = account
+    async with KubeApi(token="first", tls=tls) as api, Kubernetes(inside(folder, api)) as client:
+        await client.get(PODS, {})
+        api.token = "second"
+        with pytest.raises(KubeError, match="401"):
+            await client.get(PODS, {})
+        (folder / "token").write_text("second\n")
+        await client.get(PODS, {})
+
+    assert client.namespace == "default"
+
+
+async def test_an_api_with_a_certificate_of_somebody_else_is_not_spoken_to(account, tmp_path_factory):
+    """The token would be his."""
+    folder, tls = account
+    other = Authority(tmp_path_factory.mktemp("other"), "other")
+    shutil.copy(other.own.cert, folder / "ca.crt")
+    async with KubeApi(tls=tls) as api, Kubernetes(inside(folder, api)) as client:
+        with pytest.raises(KubeError, match="ConnectError"):
+            await client.get(PODS, {})
+    assert api.calls == []
+
+
+@pytest.mark.parametrize("missing", ["token", "namespace", "ca.crt"])
+async def test_what_is_missing_of_a_service_account_is_said_at_the_start(account, missing):
+    """Naming the file."""
+    folder, tls = account
+    (folder / missing).unlink()
+    async with KubeApi(tls=tls) as api:
+        with pytest.raises(ConfigError, match=missing):
+            Kubernetes(inside(folder, api))
+
+
+def test_outside_of_a_cluster_it_is_said_as_well():
+    """Before anything is served."""
+    with pytest.raises(ConfigError, match="KUBERNETES_SERVICE_HOST"):
+        Cluster.around(None, {})
+
+
+async def test_a_patch_changes_one_key_and_returns_the_whole():
+    """Other keys are other routers'."""
+    async with KubeApi() as api, Kubernetes(Cluster(api.url, "default")) as client:
+        api.put("configmaps", "set", {"metadata": {}, "data": {"a": "1", "b": "2"}})
+        answer = json.loads(await client.merge_patch(MAP, b'{"data": {"b": null, "c": "3"}}'))
+        assert answer["data"] == {"a": "1", "c": "3"}
+        assert api.calls == [Call("patch", "configmaps", "set", "default")]
+
+
+@pytest.mark.parametrize("code", [401, 403, 404, 409, 410, 422, 429, 500, 503])
+async def test_a_refusal_is_one_sentence_with_its_status(code):
+    """And 410 is told apart: it says to list anew."""
+    async with KubeApi() as api, Kubernetes(Cluster(api.url, "default")) as client:
+        api.faults.refusals.append(Refusal(code, "because", Retry_After="7"))
+        with pytest.raises(KubeError, match=f"status {code}.*because") as info:
+            await client.get(PODS, {})
+    assert (info.value.status, info.value.retry_after_s) == (code, 7.0)
+    assert isinstance(info.value, Expired) == (code == 410)
+
+
+async def test_an_answer_that_takes_too_long_and_a_watch_in_silence_end():
+    """Each by its own limit."""
+    async with KubeApi() as api, Kubernetes(Cluster(api.url, "default"), timeout_s=0.2) as client:
+        api.faults.slow_list_s = 5
+        with pytest.raises(KubeError, match=r"within 0.2 s|in time"):
+            await client.get(PODS, {})
+        api.faults.hangs = True
+        async with contextlib.aclosing(client.watch(PODS, {"watch": "true"}, silence_s=0.1)) as lines:
+            with pytest.raises(KubeError, match="in time"):
+                await anext(lines)
+
+
+async def test_an_api_that_is_not_there_is_said():
+    """Nothing of httpx comes out."""
+    async with Kubernetes(Cluster("http://127.0.0.1:9", "default")) as client:
+        with pytest.raises(KubeError, match="ConnectError"):
+            await client.get(PODS, {})
+
+
+async def test_kubectl_reads_from_the_fake(account, tmp_path):
+    """What the fake says is Kubernetes to the real client, too."""
+    folder, tls = account
+    async with KubeApi(token="secret", tls=tls) as api:
+        for number in range(3):
+            api.put("pods", f"p{number}", pod(f"10.0.0.{number}", role="decode" if number else "prefill"))
+
+        said, err, code = await kubectl(
+            tmp_path,
+            *("-s", api.url, "--token=secret", f"--certificate-authority={folder / 'ca.crt'}"),
+            *("get", "pods", "-l", "xpyd.io/role=decode", "-o", "name"),
+        )
+
+        assert (code, said.split()) == (0, ["pod/p1", "pod/p2"]), err
+
+
+async def kubectl(folder, *args):
+    try:
+        process = await asyncio.create_subprocess_exec(
+            "kubectl",
+            *args,
+            env={"HOME": str(folder), "PATH": "/usr/bin:/usr/local/bin:/bin"},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+    except FileNotFoundError:
+        pytest.skip("there is no kubectl here")
+    said, err = await process.communicate()
+    return said.decode(), err.decode(), process.returncode

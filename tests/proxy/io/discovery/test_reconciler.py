@@ -1,0 +1,163 @@
+"""What the sources say becomes what the router has, whichever of them speaks, and in whatever order."""
+
+import logging
+
+import pytest
+
+from xpyd_proxy.core.discovery.reconcile import MOST, entry_name, entry_of
+from xpyd_proxy.core.fleet.health import State
+from xpyd_proxy.core.fleet.origin import Source, Wanted
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.model import Role
+from xpyd_proxy.errors import AddressError, AlreadyKnown, NoInstance, UnknownInstance
+from xpyd_proxy.io.discovery.reconciler import Discovery, Elsewhere, Entries, Pods, Reconciler, Synced
+from xpyd_proxy.io.discovery.stores import StoreDown
+from xpyd_proxy.io.discovery.stores.memory import MemoryStore
+
+A = Wanted(Role.PREFILL, Target.parse("a:80#revision=v1"), "uid-a")
+B = Wanted(Role.DECODE, Target.parse("b:80#dp=2"), "uid-b")
+
+
+class World:
+    """A registry, and what speaks to it."""
+
+    def __init__(self, *static, most=MOST):
+        self.now = 0.0
+        self.registry = Registry()
+        for text in static:
+            self.registry.add_target(Role.DECODE, Target.parse(text), now=0)
+        self.reconciler = Reconciler(self.registry, [Source.PODS, Source.STORE], lambda: self.now)
+        self.pods = Pods(self.reconciler)
+        self.entries = Entries(self.reconciler)
+        self.store = MemoryStore(self.entries, most=most)
+        self.discovery = Discovery(self.registry, self.reconciler, self.store)
+
+    def see(self, *pods):
+        self.pods.view({f"uid-{number}": pod for number, pod in enumerate(pods)})
+
+    @property
+    def there(self):
+        return [(m.instance.id, m.instance.address.authority, m.life.state) for m in self.registry.members()]
+
+
+def test_pods_become_instances_with_their_revision_and_leave_with_their_pod():
+    """Each rank is one; ids are never used again."""
+    world = World()
+    world.see(A, B)
+    assert [name for name, *_ in world.there] == ["prefill-0", "decode-0", "decode-1"]
+    assert world.registry.members()[0].facts.revision == "v1"
+    assert world.registry.members()[0].origin.generation == 1
+
+    world.see(B)
+    assert [name for name, *_ in world.there] == ["decode-0", "decode-1"]
+    world.see(A, B)
+    assert [name for name, *_ in world.there] == ["decode-0", "decode-1", "prefill-1"]
+    assert world.registry.members()[-1].origin.generation == 3
+
+
+def test_what_the_settings_name_is_left_alone():
+    """A pod at such an address changes nothing, nor does its end."""
+    world = World("b:80")
+    world.see(B)
+    world.see()
+
+    assert world.there == [("decode-0", "b:80", State.JOINING)]
+
+
+def test_an_engine_that_the_settings_claim_stays_when_its_pod_goes():
+    """SIGHUP named it after it was found."""
+    world = World()
+    world.see(A)
+    world.registry.claim(Role.PREFILL, "a:80")
+    world.see()
+
+    assert world.there == [("prefill-0", "a:80", State.JOINING)]
+
+
+def test_an_engine_that_the_settings_drop_comes_back_if_somebody_else_wants_it():
+    """At the next look, under a new name: the old one goes with what it has."""
+    world = World()
+    world.see(A)
+    world.registry.retire(world.registry.members()[0].instance.id, now=1)
+    world.reconciler.reconcile()
+
+    assert world.there == [("prefill-0", "a:80", State.DRAINING), ("prefill-1", "a:80", State.JOINING)]
+
+
+async def test_what_an_operator_does_to_a_pod_is_not_undone():
+    """Only what discovery drained it takes back into use."""
+    world = World()
+    world.see(A)
+    await world.discovery.drain("prefill-0")
+    world.see(A, B)
+    world.reconciler.reconcile()
+    assert world.there[0] == ("prefill-0", "a:80", State.DRAINING)
+
+    with pytest.raises(Elsewhere, match="delete the pod"):
+        await world.discovery.remove("prefill-0")
+
+
+async def test_what_is_added_is_in_the_store_and_what_is_removed_is_not():
+    """All ranks of an address come and go together."""
+    world = World()
+    await world.discovery.add(Role.DECODE, B.target)
+    assert [name for name, *_ in world.there] == ["decode-0", "decode-1"]
+    with pytest.raises(AlreadyKnown, match="decode-0"):
+        await world.discovery.add(Role.DECODE, B.target)
+
+    await world.discovery.remove("decode-1")
+    assert world.there == []
+    with pytest.raises(UnknownInstance):
+        await world.discovery.remove("decode-1")
+
+
+async def test_a_store_that_is_full_says_so():
+    """And nothing was added."""
+    world = World(most=1)
+    await world.discovery.add(Role.DECODE, Target.parse("a:1"))
+    with pytest.raises(StoreDown, match="as many as"):
+        await world.discovery.add(Role.DECODE, Target.parse("b:1"))
+    assert len(world.there) == 1
+
+
+def test_nonsense_is_left_out_and_said_once(caplog):
+    """One bad label, or one entry that somebody edited, does not take the others with it."""
+    caplog.set_level(logging.WARNING)
+    world = World()
+    for _ in range(3):
+        world.see(A, AddressError("pod x has no container port named http"), None)
+        world.entries.view({entry_name(B.key): entry_of(B), "decode.y": "{}"})
+
+    assert [name for name, *_ in world.there] == ["prefill-0", "decode-0", "decode-1"]
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.split(":")[0:2] for line in said if "pod x" in line] == [
+        ["left out", " pod x has no container port named http"]
+    ]
+    assert sum("entry decode.y" in line for line in said) == 1
+
+
+def test_nobody_is_sent_here_before_every_source_was_heard():
+    """An empty view of a source counts: then there is nothing to wait for."""
+    world = World("d:80")
+    fleet = Synced(world.registry, world.discovery)
+    with pytest.raises(NoInstance, match="pods is silent"):
+        fleet.usable(Role.DECODE)
+    world.see()
+
+    assert [one.id for one in fleet.usable(Role.DECODE)] == ["decode-0"]
+    assert fleet.known(Role.DECODE) == fleet.usable(Role.DECODE)
+
+
+def test_freshness_tells_how_old_a_view_is():
+    """For an alert: an API that is silent for minutes."""
+    world = World()
+    world.now = 10
+    world.see(A)
+    world.now = 25
+    world.pods.heard()
+    world.now = 30
+
+    pods, store = world.reconciler.freshness()
+    assert (pods.source, pods.is_synced, pods.age_s, pods.engines) == (Source.PODS, True, 5, 1)
+    assert (store.source, store.is_synced, store.age_s) == (Source.STORE, True, 30)

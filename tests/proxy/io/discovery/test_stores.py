@@ -1,0 +1,348 @@
+"""Every store keeps its promise: what is acknowledged is in every later view, also in those of others."""
+
+import asyncio
+import itertools
+import json
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from support.kube_api import KubeApi, Refusal
+from support.redis_server import RedisServer
+from support.sim import until_async
+from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
+from xpyd_proxy.io.discovery.reflector import Rhythm
+from xpyd_proxy.io.discovery.stores import StoreDown
+from xpyd_proxy.io.discovery.stores.configmap import ConfigMapStore
+from xpyd_proxy.io.discovery.stores.file import FileStore
+from xpyd_proxy.io.discovery.stores.memory import MemoryStore
+
+FAST = Rhythm(relist_s=30, silence_s=1.0, pause_s=0.02, pause_most_s=0.1)
+
+
+class Ear:
+    """What a store has said."""
+
+    def __init__(self):
+        self.entries = None
+        self.history = []
+        self.hearings = 0
+
+    def view(self, entries):
+        self.entries = dict(entries)
+        self.history.append(self.entries)
+
+    def heard(self):
+        self.hearings += 1
+
+
+class FileWorld:
+    """Stores in one file."""
+
+    def __init__(self, folder):
+        self.path = folder / "set.json"
+
+    async def start(self):
+        pass
+
+    async def stop(self):
+        pass
+
+    def store(self, ear):
+        return FileStore(str(self.path), ear, poll_s=0.02)
+
+
+class KubeWorld:
+    """Stores in one ConfigMap."""
+
+    def __init__(self, _folder):
+        self.api = KubeApi()
+
+    async def start(self):
+        await self.api.start()
+        self.api.put("configmaps", "set", {"metadata": {}})
+        self.api.put("configmaps", "other", {"metadata": {}, "data": {"x": "y"}})
+
+    async def stop(self):
+        await self.api.stop()
+
+    async def down(self):
+        await self.api.stop()
+
+    async def up(self):
+        await self.api.start(self.api.port)
+
+    def store(self, ear):
+        client = Kubernetes(Cluster(self.api.url, "default"), timeout_s=2)
+        return ConfigMapStore(client, "set", ear, clock=time.monotonic, rhythm=FAST)
+
+
+class RedisWorld:
+    """Stores in one Redis, a real one."""
+
+    def __init__(self, folder):
+        self.server = RedisServer(folder)
+
+    async def start(self):
+        self.server.start()
+
+    async def stop(self):
+        self.server.stop()
+
+    down = stop
+    up = start
+
+    def store(self, ear):
+        from xpyd_proxy.io.discovery.stores.redis import RedisStore
+
+        return RedisStore(self.server.url, ear, reread_s=0.5)
+
+
+WORLDS = {"file": FileWorld, "kubernetes": KubeWorld, "redis": RedisWorld}
+SHARED = ["kubernetes", "redis"]
+
+
+@asynccontextmanager
+async def world(name, folder):
+    found = WORLDS[name](folder)
+    await found.start()
+    try:
+        yield found
+    finally:
+        await found.stop()
+
+
+@asynccontextmanager
+async def stores(found, count):
+    """So many routers' stores, and what each of them has heard."""
+    async with AsyncExitStack() as stack:
+        ears = [Ear() for _ in range(count)]
+        made = [found.store(ear) for ear in ears]
+        for store in made:
+            await stack.enter_async_context(store.running())
+        await until_async(lambda: all(ear.entries is not None for ear in ears))
+        yield list(zip(made, ears, strict=True))
+
+
+async def agreed(pairs, entries, *, seconds=1.0):
+    await until_async(lambda: all(ear.entries == entries for _, ear in pairs), seconds=seconds)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+async def test_what_one_router_adds_and_drops_the_others_see(name, tmp_path):
+    """Within a second; and itself as soon as it is acknowledged."""
+    async with world(name, tmp_path) as found, stores(found, 3) as pairs:
+        (store, ear), (other, _), _ = pairs
+        await store.put("a", "1")
+        assert ear.entries == {"a": "1"}
+        await agreed(pairs, {"a": "1"})
+        await other.put("a", "2")
+        await other.put("b", "3")
+        await agreed(pairs, {"a": "2", "b": "3"})
+        await store.delete("a")
+        await store.delete("never there")
+        assert ear.entries == {"b": "3"}
+        await agreed(pairs, {"b": "3"})
+
+
+@pytest.mark.parametrize("name", WORLDS)
+async def test_of_90_changes_at_the_same_time_none_is_lost(name, tmp_path):
+    """Three routers, each adds 20 and drops 10 of its own; a read, a change and a write would lose most of them."""
+    async with world(name, tmp_path) as found, stores(found, 3) as pairs:
+
+        async def work(number, store):
+            for turn in range(10):
+                await store.put(f"{number}-{turn}-a", "x")
+                await store.put(f"{number}-{turn}-b", "x")
+                await store.delete(f"{number}-{turn}-a")
+
+        await asyncio.gather(*(work(number, store) for number, (store, _) in enumerate(pairs)))
+
+        await agreed(pairs, {f"{number}-{turn}-b": "x" for number in range(3) for turn in range(10)})
+
+
+@pytest.mark.parametrize("name", WORLDS)
+async def test_nobody_ever_sees_an_acknowledged_entry_vanish(name, tmp_path):
+    """An older view that was on its way must not replace a newer one: an engine would leave and come back."""
+    async with world(name, tmp_path) as found, stores(found, 2) as pairs:
+        (store, ear), (other, _) = pairs
+        for turn in range(20):
+            await asyncio.gather(store.put(f"a{turn}", ""), other.put(f"b{turn}", ""))
+            assert f"a{turn}" in ear.entries
+        await agreed(pairs, {f"{letter}{turn}": "" for letter in "ab" for turn in range(20)})
+
+    mine = [{key for key in seen if key.startswith("a")} for seen in ear.history]
+    assert all(before <= after for before, after in itertools.pairwise(mine))
+
+
+@pytest.mark.parametrize("name", SHARED)
+async def test_an_outage_takes_nothing_away_and_afterwards_it_goes_on(name, tmp_path):
+    """The last view stays, changes are refused and not lost in silence, and what comes after is seen again."""
+    async with world(name, tmp_path) as found, stores(found, 2) as pairs:
+        (store, ear), (other, far) = pairs
+        await store.put("a", "1")
+        await agreed(pairs, {"a": "1"})
+        await found.down()
+        with pytest.raises(StoreDown):
+            await store.put("b", "2")
+        await asyncio.sleep(0.3)
+        assert ear.entries == far.entries == {"a": "1"}
+        await found.up()
+        await until_async(lambda: ear.hearings or ear.entries, seconds=10)
+        await _until_put(other, "c", "3")
+        await agreed(pairs, {"a": "1", "c": "3"}, seconds=10)
+
+
+async def _until_put(store, name, text):
+    for _ in range(50):
+        try:
+            return await store.put(name, text)
+        except StoreDown:
+            await asyncio.sleep(0.1)
+    raise AssertionError("the store did not come back")
+
+
+async def test_a_redis_that_comes_back_empty_gets_back_what_the_routers_know(tmp_path):
+    """Without persistence a restart would empty the fleet."""
+    async with world("redis", tmp_path) as found, stores(found, 2) as pairs:
+        await pairs[0][0].put("a", "1")
+        await pairs[1][0].put("b", "2")
+        await agreed(pairs, {"a": "1", "b": "2"})
+        before = [len(ear.history) for _, ear in pairs]
+        await found.down()
+        await found.up()
+        await until_async(lambda: all(len(ear.history) > n for (_, ear), n in zip(pairs, before, strict=True)))
+        await agreed(pairs, {"a": "1", "b": "2"})
+        for (_, ear), count in zip(pairs, before, strict=True):
+            assert all(seen == {"a": "1", "b": "2"} for seen in ear.history[count:])
+
+        async with stores(found, 1) as [(_, late)]:
+            assert late.entries == {"a": "1", "b": "2"}
+
+
+async def test_the_memory_store_is_there_at_once():
+    """And says so again and again."""
+    ear = Ear()
+    store = MemoryStore(ear, heartbeat_s=0.01)
+    assert ear.entries == {}
+    await store.put("a", "1")
+    async with store.running():
+        await until_async(lambda: ear.hearings > 2)
+    await store.delete("a")
+    assert ear.entries == {}
+
+
+async def test_a_file_survives_its_router(tmp_path):
+    """A restart keeps what was added by hand; nothing but the file and its lock is left lying about."""
+    found = FileWorld(tmp_path)
+    async with stores(found, 1) as [(store, _)]:
+        await store.put("a", "1")
+    async with stores(found, 1) as [(_, ear)]:
+        assert ear.entries == {"a": "1"}
+    assert json.loads(found.path.read_text()) == {"a": "1"}
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["set.json", "set.json.lock"]
+
+
+async def test_a_file_that_is_damaged_is_named_and_changes_nothing(tmp_path, caplog):
+    """Nor is it overwritten: somebody may want to repair it."""
+    found = FileWorld(tmp_path)
+    async with stores(found, 1) as [(store, ear)]:
+        await store.put("a", "1")
+        found.path.write_text('{"a": ')
+        await until_async(lambda: "set.json is no JSON object" in caplog.text)
+        with pytest.raises(StoreDown, match=r"set\.json"):
+            await store.put("b", "2")
+        assert ear.entries == {"a": "1"}
+        assert found.path.read_text() == '{"a": '
+        found.path.write_text('{"c": "3"}')
+        await until_async(lambda: ear.entries == {"c": "3"})
+
+
+async def test_a_folder_that_is_not_there_is_said(tmp_path):
+    """When the first engine is added."""
+    store = FileStore(str(tmp_path / "no" / "set.json"), Ear())
+    with pytest.raises(StoreDown, match="No such file"):
+        await store.put("a", "1")
+
+
+async def test_a_patch_is_tried_again_while_that_may_help(tmp_path):
+    """409 comes when too many change the map at once, 429 and 5xx pass; 422 (it is full) and 403 do not."""
+    async with world("kubernetes", tmp_path) as found, stores(found, 1) as [(store, ear)]:
+        await until_async(lambda: found.api.watches == 1)  # only patches are asked from now on
+        found.api.faults.refusals.extend([Refusal(409, "Conflict"), Refusal(429, "Slow"), Refusal(500, "X")])
+        await store.put("a", "1")
+        assert ear.entries == {"a": "1"}
+        for code in (403, 422):
+            found.api.faults.refusals.append(Refusal(code, "Never"))
+            with pytest.raises(StoreDown, match=f"status {code}"):
+                await store.put("b", "2")
+        assert {call.name for call in found.api.calls} == {"set"}
+        assert {call.verb for call in found.api.calls} == {"list", "watch", "patch"}
+
+
+async def test_an_event_that_is_older_than_our_own_change_is_not_believed(tmp_path):
+    """It was on its way when the change was acknowledged: the engine would leave for a moment."""
+    async with world("kubernetes", tmp_path) as found, stores(found, 1) as [(store, ear)]:
+        held = []
+        found.api.faults.events = lambda events: held.extend(events) or []
+        await until_async(lambda: found.api.watches == 1)
+        await store.put("a", "1")
+        await until_async(lambda: len(held) == 1)
+        await store.put("b", "2")
+        await until_async(lambda: len(held) == 2)
+        found.api.faults.events = lambda events: [*held, *events]
+        found.api.put("configmaps", "set", {"metadata": {}, "data": {"a": "1", "b": "2", "c": "3"}})
+        await until_async(lambda: "c" in ear.entries)
+
+    assert all(before.keys() <= after.keys() for before, after in itertools.pairwise(ear.history))
+
+
+async def test_an_answer_that_was_overtaken_is_not_believed(tmp_path):
+    """Two changes at once, and the answer to the first comes last: it knows nothing of the second."""
+    async with world("kubernetes", tmp_path) as found, stores(found, 1) as [(store, ear)]:
+        found.api.faults.events = lambda events: []
+        found.api.faults.slow_patches.append(0.3)
+        first = asyncio.create_task(store.put("a", "1"))
+        await until_async(lambda: not found.api.faults.slow_patches)
+        await store.put("b", "2")
+        await first
+        assert ear.entries == {"a": "1", "b": "2"}
+
+
+async def test_an_answer_that_the_watch_has_overtaken_is_not_believed(tmp_path):
+    """Another router's change came after it, and has been seen: nothing would ever show it again."""
+    async with world("kubernetes", tmp_path) as found, stores(found, 2) as [(store, ear), (other, _)]:
+        await other.put("gone", "1")
+        await until_async(lambda: "gone" in ear.entries)
+        found.api.faults.slow_patches.append(0.3)
+        slow = asyncio.create_task(store.put("a", "1"))
+        await until_async(lambda: not found.api.faults.slow_patches)
+        await other.delete("gone")
+        await until_async(lambda: ear.entries == {"a": "1"})
+        await slow
+        assert ear.entries == {"a": "1"}
+
+
+async def test_an_answer_about_a_configmap_that_is_no_more_is_not_believed(tmp_path):
+    """It was deleted and made anew while the answer was on its way."""
+    async with world("kubernetes", tmp_path) as found, stores(found, 1) as [(store, ear)]:
+        found.api.faults.slow_patches.append(0.3)
+        slow = asyncio.create_task(store.put("a", "1"))
+        await until_async(lambda: not found.api.faults.slow_patches)
+        found.api.delete("configmaps", "set")
+        found.api.put("configmaps", "set", {"metadata": {}, "data": {"b": "2"}})
+        await until_async(lambda: ear.entries == {"b": "2"})
+        await slow
+        assert ear.entries == {"b": "2"}
+
+
+async def test_a_configmap_that_is_not_there_is_said_and_one_that_goes_changes_nothing(tmp_path, caplog):
+    """The chart makes it; whoever deletes it by mistake does not empty the fleet."""
+    async with world("kubernetes", tmp_path) as found, stores(found, 1) as [(store, ear)]:
+        await store.put("a", "1")
+        found.api.delete("configmaps", "set")
+        await until_async(lambda: "there is no ConfigMap set" in caplog.text)
+        assert ear.entries == {"a": "1"}
+        with pytest.raises(StoreDown, match="404"):
+            await store.put("b", "2")

@@ -1,0 +1,127 @@
+"""Looking at one engine."""
+
+import asyncio
+import gzip
+
+import httpx
+import pytest
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.fleet.compatibility import Facts
+from xpyd_proxy.core.fleet.engine_metrics import Numbers
+from xpyd_proxy.core.model import Instance, InstanceId, Role
+from xpyd_proxy.io.probes.checks import HttpChecks, Sick
+from xpyd_proxy.testing.engine import Sim
+
+D = Instance(InstanceId("decode-0"), Role.DECODE, Address("http", "secret.example", 80))
+GOOD = {
+    "/health": (200, ""),
+    "/v1/models": (200, '{"data": [{"id": "m"}, {"id": "lora"}]}'),
+    "/version": (200, '{"version": "0.32.0"}'),
+}
+
+
+def checks(answers, **options):
+    """An engine that answers like this: a status and a body, or an exception."""
+
+    async def handle(request):
+        answer = answers.get(request.url.path, (404, ""))
+        if isinstance(answer, Exception):
+            raise answer
+        if answer == "silence":
+            await asyncio.sleep(30)
+        return httpx.Response(answer[0], text=answer[1])
+
+    return HttpChecks(timeout_s=0.05, transport=httpx.MockTransport(handle), **options)
+
+
+async def test_an_engine_that_lives_says_what_it_is():
+    """Its models with their adapters, and its version."""
+    async with checks(GOOD) as look:
+        assert await look.look(D) == Facts(frozenset({"m", "lora"}), "0.32.0")
+
+
+async def test_a_simulated_engine_lives():
+    """The shapes are vLLM's."""
+    async with HttpChecks(timeout_s=1, transport=httpx.ASGITransport(Sim("decode", model="m"))) as look:
+        assert await look.look(D) == Facts(frozenset({"m"}), "0.32.0")
+        assert await look.numbers(D) == Numbers(kv_usage=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts"),
+    [
+        ({"/v1/models": (401, '{"error": "Unauthorized"}')}, Facts(version="0.32.0")),
+        ({"/version": (404, "")}, Facts(frozenset({"m", "lora"}))),
+    ],
+)
+async def test_what_it_does_not_tell_is_unknown_and_no_illness(changes, facts):
+    """A pool that wants a key we do not have still serves clients who have one."""
+    async with checks(GOOD | changes) as look:
+        assert await look.look(D) == facts
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "silent"),
+    [
+        ({"/health": (401, "")}, "answers /health with status 401", False),
+        ({"/health": (503, "")}, "answers /health with status 503", False),
+        ({"/health": "silence"}, "does not answer /health within 0.05 s", True),
+        ({"/health": httpx.ConnectError("secret.example")}, "cannot be reached", True),
+        ({"/health": httpx.ReadError("secret.example")}, "breaks off when asked for /health", True),
+        ({"/health": AttributeError("as anyio says of a reset")}, "breaks off when asked for /health", True),
+        ({"/v1/models": "silence"}, "does not answer /v1/models within 0.05 s", True),
+        ({"/v1/models": (500, "")}, "answers /v1/models with status 500", False),
+        ({"/v1/models": (200, "nonsense")}, "answers something else than vLLM does", False),
+        ({"/version": (200, "[]")}, "answers something else than vLLM does", False),
+        ({"/v1/models": (200, "x" * (8 * 1024 * 1024 + 1))}, "answers /v1/models without end", False),
+    ],
+)
+async def test_an_engine_that_does_not_live_is_sick_of_something(changes, said, silent):
+    """In words without its address, for clients read them; and to answer badly is not to be silent."""
+    async with checks(GOOD | changes) as look:
+        with pytest.raises(Sick) as caught:
+            await look.look(D)
+
+    assert said in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert caught.value.silent is silent
+
+
+async def test_an_engine_without_metrics_shows_nothing():
+    """Then the drain goes by time."""
+    async with checks(GOOD) as look:
+        assert await look.numbers(D) == Numbers()
+
+
+async def test_probes_show_the_key_of_their_pool():
+    """/v1/models is guarded like the rest."""
+    seen = []
+
+    async def handle(request):
+        seen.append(request.headers.get("authorization"))
+        return httpx.Response(200, json={"data": [], "version": "1"})
+
+    headers = {Role.DECODE: ((b"authorization", b"Bearer k"),)}
+    async with HttpChecks(timeout_s=1, headers=headers.__getitem__, transport=httpx.MockTransport(handle)) as look:
+        await look.look(D)
+
+    assert set(seen) == {"Bearer k"}
+
+
+async def test_a_packed_answer_is_refused_before_it_is_unpacked():
+    """Nobody asked for it, and what comes out of a few kilobytes may be gigabytes."""
+    packed = gzip.compress(b"0" * 4_000_000)
+    asked = []
+
+    async def handle(request):
+        asked.append(request.headers["accept-encoding"])
+        return httpx.Response(200, headers={"content-encoding": "gzip"}, stream=httpx.ByteStream(packed))
+
+    async with HttpChecks(timeout_s=1, transport=httpx.MockTransport(handle)) as look:
+        with pytest.raises(Sick, match="answers /metrics with a content coding, and none was asked for"):
+            await look.metrics(D)
+        with pytest.raises(Sick, match="answers /health with a content coding"):
+            await look.look(D)
+
+    assert asked == ["identity"] * 2

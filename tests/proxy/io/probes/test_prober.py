@@ -1,0 +1,274 @@
+"""Looking at all engines again and again."""
+
+import asyncio
+import time
+
+import pytest
+
+from support.sim import until_async
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.fleet.compatibility import Facts
+from xpyd_proxy.core.fleet.engine_metrics import Numbers
+from xpyd_proxy.core.fleet.health import State
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.model import RequestId, Role
+from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.io.probes.checks import Odd, Sick
+from xpyd_proxy.io.probes.prober import Prober, Rhythm
+
+
+class Engines:
+    """Answers what the test says, and counts."""
+
+    def __init__(self):
+        self.facts = Facts(frozenset({"m"}), "0.32")
+        self.shown = Numbers("xpyd", leases=2, protocol="4", fingerprint="0123456789abcdef", mode="push")
+        self.sick = None
+        self.looks = self.readings = self.at_once = self.most_at_once = 0
+
+    async def look(self, instance):
+        self.looks += 1
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        await asyncio.sleep(0.001)
+        self.at_once -= 1
+        if self.sick is not None:
+            raise self.sick
+        return self.facts
+
+    async def numbers(self, instance):
+        self.readings += 1
+        return self.shown
+
+
+@pytest.fixture
+def registry():
+    return Registry()
+
+
+@pytest.fixture
+def engines():
+    return Engines()
+
+
+def prober(registry, engines, give_up=None, **rhythm):
+    more = {} if give_up is None else {"give_up": give_up}
+    return Prober(registry, engines, Rhythm(**rhythm), time.monotonic, lambda: 0.5, **more)
+
+
+def add(registry, role=Role.DECODE, port=1):
+    return registry.member(registry.add(role, Address("http", "h", port), now=time.monotonic()).id)
+
+
+async def test_an_engine_is_looked_at_at_once_and_again(registry, engines):
+    """It joins with the first look; what it is, and its connector, is known from then on."""
+    member = add(registry)
+    async with prober(registry, engines, interval_s=0.1).running():
+        await until_async(lambda: engines.looks >= 2)
+
+    assert member.life.state is State.READY
+    assert member.facts == Facts(
+        frozenset({"m"}), "0.32", "xpyd", TransferMode.PUSH, protocol="4", fingerprint="0123456789abcdef"
+    )
+    assert engines.readings == 1
+
+
+async def test_an_engine_that_falls_ill_breaks_and_comes_back(registry, engines):
+    """Without a single request; what it is now is read anew."""
+    member = add(registry)
+    async with prober(registry, engines, interval_s=0.05).running():
+        await until_async(lambda: member.life.state is State.READY)
+        engines.sick = Sick("cannot be reached")
+        await until_async(lambda: member.life.state is State.BROKEN)
+        assert member.life.why == "cannot be reached"
+        engines.sick, engines.facts = None, Facts(frozenset({"m"}), "0.33")
+        await until_async(lambda: member.life.state is State.READY)
+
+    assert member.facts.version == "0.33"
+    assert engines.readings == 2
+
+
+async def test_requests_at_an_engine_that_answers_no_probe_for_long_are_given_up(registry, engines, caplog):
+    """Not at once: it may be busy. And not those of an engine that answers."""
+    member, given_up = add(registry), []
+
+    def give_up(instance, *, silent_s):
+        given_up.append((instance.id, silent_s, member.life.silent_s(now=time.monotonic()) >= 0.2))
+        return 3
+
+    async with prober(registry, engines, give_up, interval_s=0.05, hung_s=0.2).running():
+        await until_async(lambda: member.life.state is State.READY)
+        await asyncio.sleep(0.3)
+        assert given_up == []
+        engines.sick = Sick("does not answer /health within 5 s")
+        await until_async(lambda: given_up)
+
+    assert set(given_up) == {("decode-0", 0.2, True)}
+    assert "decode-0 has answered no probe for 0.2 s: 3 requests are given up" in caplog.text
+
+
+async def test_requests_at_an_engine_that_answers_probes_badly_are_not_given_up(registry, engines):
+    """It does not hang: it may want a key that we do not have, or say that it is overloaded, and serve on."""
+    member, given_up = add(registry), []
+
+    def give_up(instance, *, silent_s):
+        given_up.append(time.monotonic())
+        return 1
+
+    async with prober(registry, engines, give_up, interval_s=0.05, hung_s=0.2).running():
+        await until_async(lambda: member.life.state is State.READY)
+        engines.sick = Odd("answers /health with status 503")
+        await until_async(lambda: member.life.state is State.BROKEN)
+        so_far = engines.looks
+        await until_async(lambda: engines.looks >= so_far + 3)
+        assert (given_up, member.life.why) == ([], "answers /health with status 503")
+        engines.sick, silent_since = Sick("does not answer /health within 5 s"), time.monotonic()
+        await until_async(lambda: given_up)
+
+    assert given_up[0] - silent_since >= 0.2
+
+
+async def test_requests_at_a_drained_engine_that_answers_now_and_then_are_not_given_up(registry, engines):
+    """It is busy with what it has left; only an engine that answers nothing in between hangs."""
+    member, given_up, asked = add(registry, Role.PREFILL), [], []
+
+    def give_up(instance, *, silent_s):
+        given_up.append(instance.id)
+        return 1
+
+    async def numbers(instance):
+        asked.append(instance.id)
+        if len(asked) % 2:
+            raise Sick("does not answer /metrics within 5 s")
+        return engines.shown
+
+    engines.numbers = numbers
+    registry.drain(member.instance.id, now=time.monotonic())
+    async with prober(registry, engines, give_up, hung_s=0.3).running():
+        await until_async(lambda: len(asked) >= 3)
+        await asyncio.sleep(0.05)
+
+    assert given_up == []
+
+
+async def test_a_bug_in_one_look_does_not_end_the_probing(registry, engines, caplog):
+    """It is logged, and the other engines are looked at."""
+    add(registry)
+    engines.sick = KeyError("a bug")
+    async with prober(registry, engines, interval_s=0.05).running():
+        await until_async(lambda: engines.looks >= 3)
+
+    assert "the probe of decode-0 failed" in caplog.text
+
+
+async def test_many_engines_are_not_all_asked_at_once(registry, engines):
+    """A router in front of hundreds must not open hundreds of connections in one moment."""
+    for port in range(60):
+        add(registry, port=port + 1)
+    async with prober(registry, engines, interval_s=5).running():
+        await until_async(lambda: engines.looks == 60)
+
+    assert engines.most_at_once <= 16
+
+
+async def test_without_an_interval_only_drained_engines_are_asked(registry, engines):
+    """Requests alone tell how the others are."""
+    add(registry)
+    draining = add(registry, Role.PREFILL)
+    registry.drain(draining.instance.id, now=time.monotonic())
+    async with prober(registry, engines, interval_s=0).running():
+        await until_async(lambda: engines.readings >= 1)
+        assert (engines.looks, draining.life.state) == (0, State.DRAINING)
+        engines.shown = Numbers("xpyd", leases=0)
+        await until_async(lambda: draining.life.state is State.DRAINED)
+
+    assert draining.life.why == "has no request left and keeps nothing for decode engines"
+
+
+async def test_an_engine_is_drained_when_its_last_request_is_over(registry, engines):
+    """A decode engine keeps nothing for others."""
+    member = add(registry)
+    member.load.enter(RequestId("r"))
+    async with prober(registry, engines, interval_s=0).running():
+        registry.drain(member.instance.id, now=time.monotonic())
+        await asyncio.sleep(0.3)
+        assert member.life.state is State.DRAINING
+        member.load.leave(RequestId("r"))
+        await until_async(lambda: member.life.state is State.DRAINED)
+
+
+async def test_a_prefill_engine_that_cannot_be_asked_is_drained_after_a_while(registry, engines):
+    """It has died while it was drained: nobody will ever know what it kept."""
+    member = add(registry, Role.PREFILL)
+
+    async def numbers(instance):
+        raise Sick("cannot be reached")
+
+    engines.numbers = numbers
+    registry.drain(member.instance.id, now=time.monotonic())
+    async with prober(registry, engines, patience_s=0.3).running():
+        await until_async(lambda: member.life.state is State.DRAINED)
+
+    assert "does not say what it keeps" in member.life.why
+
+
+async def test_an_engine_that_hangs_is_looked_at_once_at_a_time(registry, engines):
+    """Or looks that wait for an answer would pile up."""
+    add(registry)
+    never = asyncio.Event()
+    engines.most = 0
+
+    async def look(instance):
+        engines.most += 1
+        await never.wait()
+
+    engines.look = look
+    async with prober(registry, engines, interval_s=0.05).running():
+        await asyncio.sleep(0.5)
+
+    assert engines.most == 1
+
+
+async def test_an_engine_that_hides_its_metrics_lives(registry, engines):
+    """Only its connector is unknown then."""
+    member = add(registry)
+
+    async def numbers(instance):
+        raise Sick("does not answer /metrics within 5 s")
+
+    engines.numbers = numbers
+    async with prober(registry, engines, interval_s=0.1).running():
+        await until_async(lambda: engines.looks >= 2)
+
+    assert (member.life.state, member.facts.connector) == (State.READY, None)
+
+
+async def test_the_log_tells_what_becomes_of_an_engine_whoever_finds_out(registry, engines, caplog):
+    """A break by requests stands there as one by probes does, once each; it is the first thing read at night."""
+    caplog.set_level("INFO", "xpyd_proxy")
+    member = add(registry)
+    engines.sick = Sick("cannot be reached")
+    async with prober(registry, engines, interval_s=0.05).running():
+        await until_async(lambda: "decode-0 is joining: cannot be reached" in caplog.text)
+        engines.sick = None
+        await until_async(lambda: "decode-0 is ready: answers probes again" in caplog.text)
+        for number in range(5):
+            member.life.failed(RequestId(f"r{number}"), Failure.SILENT, now=time.monotonic())
+        await until_async(
+            lambda: "decode-0 is broken: 5 requests in a row failed: the last one timed out" in caplog.text
+        )
+        await asyncio.sleep(0.3)
+
+    assert len(caplog.records) == 3
+
+
+async def test_an_engine_that_retires_is_forgotten_when_it_has_nothing_left(registry, engines, caplog):
+    """Nobody has to ask for it."""
+    caplog.set_level("INFO", "xpyd_proxy")
+    member = add(registry)
+    async with prober(registry, engines, interval_s=0).running():
+        registry.retire(member.instance.id, now=time.monotonic())
+        await until_async(lambda: not registry.members())
+
+    assert "decode-0 has nothing left, and is forgotten" in caplog.text

@@ -1,0 +1,84 @@
+"""Requests whose answers are told."""
+
+import asyncio
+
+import pytest
+from msgspec import Raw
+
+from support.certificates import Authority
+from support.raw_engine import raw_engine
+from support.wiring import LOOPS, Told, answer, leg_to, run, telling
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.admission.keys import Outbound
+from xpyd_proxy.core.model import Instance, InstanceId, RequestId, Role
+from xpyd_proxy.core.raw_json import encode_in_pieces
+from xpyd_proxy.io.wire import WireEngines
+from xpyd_proxy.io.wire.pool import Pool
+from xpyd_proxy.io.wire.teller import Teller
+from xpyd_proxy.io.wire.whole import WholeAnswer
+from xpyd_proxy.settings import Settings
+
+
+@pytest.fixture(params=LOOPS)
+def loop(request):
+    return request.param
+
+
+@pytest.fixture(params=["http", "https"])
+def scheme(request):
+    return request.param
+
+
+@pytest.fixture
+def contexts(scheme, tmp_path):
+    """What an engine serves with, and what trusts it."""
+    return Authority(tmp_path, "ca").contexts() if scheme == "https" else (None, None)
+
+
+@telling
+@pytest.mark.parametrize("size", [10, 20_000, 3_000_000])
+def test_the_pieces_of_a_body_arrive_as_one(loop, scheme, contexts, size):
+    """A long prompt is written from where it was read, however slowly the engine takes it."""
+    theirs, ours = contexts
+    fields = {"a": Raw(b"1"), "prompt": Raw(b'"' + b"x" * size + b'"')}
+    whole = b"".join(encode_in_pieces(fields, "prompt"))
+
+    def script(engine, talk):
+        for _ in range(2):
+            engine.requests.append(talk.request())
+            talk.send(answer(b"hello"))
+        talk.hung_up()
+
+    async def main(leg):
+        async with WireEngines(Settings(), tls=ours) as engines:
+            for _ in range(2):
+                call = Told()
+                pieces = encode_in_pieces({name: Raw(bytes(raw)) for name, raw in fields.items()}, "prompt")
+                engines.teller.tell(call, leg.instance, leg.path, headers=(), request=RequestId("r"), body=pieces)
+                del pieces
+                assert await call.whole() == b"hello"
+                assert call.status == 200
+                engines.teller.done(call)
+            assert engines.pool.idle == 1
+
+    with raw_engine(script, tls=theirs) as engine:
+        run(loop, main(leg_to(engine, scheme=scheme)))
+
+    assert [request.body for request in engine.requests] == [whole] * 2
+    assert {request.value(b"content-length") for request in engine.requests} == {b"%d" % len(whole)}
+
+
+async def test_a_connection_that_cannot_be_opened_for_another_reason_is_told_too():
+    """A leg without a time limit would wait for ever."""
+
+    async def dial(*_):
+        raise RuntimeError("a fault of our own")
+
+    pool = Pool(keepalive_s=5, connect_timeout_s=5, dial=dial)
+    whole = WholeAnswer("decode-0")
+    instance = Instance(InstanceId("decode-0"), Role.DECODE, Address("http", "h", 1))
+    Teller(pool, Outbound()).tell(whole, instance, "/v1/completions", headers=(), request=RequestId("r"), body=[b"{}"])
+
+    with pytest.raises(RuntimeError, match="a fault of our own"):
+        await asyncio.wait_for(whole.answer, 5)
+    await pool.close()

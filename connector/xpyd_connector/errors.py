@@ -4,16 +4,16 @@
     * :exc:`IllegalTransition` -- a bug in this package
     * :exc:`SettingsError` -- the operator: a setting cannot be used
     * :exc:`UnsupportedCache` -- the operator: this engine's KV cache has a shape we do not move
-    * :exc:`NoRoom` -- the operator: host memory (``staging_blocks``) is too small for one request's part
+    * :exc:`HostBufferTooSmall` -- the operator: host memory (``staging_blocks``) is too small for one request's part
     * :exc:`PeerError` -- the other engine
         * :exc:`IncompatiblePeer` -- it stores its KV cache in a way we cannot read
         * :exc:`ProtocolViolation` -- it sent something that is not in the protocol
         * :exc:`Unreachable` -- it did not answer
-    * :exc:`BadOffer` -- the router: the ``kv_transfer_params`` it carried cannot be used
-        * :exc:`OtherPrompt` -- they belong to another prompt
-        * :exc:`UnsignedOffer` -- nobody proves that they are a prefill engine's
-        * :exc:`ForgedOffer` -- they are not as a prefill engine wrote them
-        * :exc:`ExpiredOffer` -- they are older than the lease they tell of
+    * :exc:`InvalidKvParams` -- the router: the ``kv_transfer_params`` it carried cannot be used
+        * :exc:`PromptMismatch` -- they belong to another prompt
+        * :exc:`UnsignedKvParams` -- no signature proves that they are a prefill engine's
+        * :exc:`ForgedKvParams` -- they are not as a prefill engine wrote them
+        * :exc:`ExpiredKvParams` -- they are older than the lease they tell of
     * :exc:`TransferError` -- NIXL or the network: bytes could not be moved
 """
 
@@ -34,7 +34,7 @@ class UnsupportedCache(ConnectorError):
     """The engine's KV cache has a shape this connector does not move."""
 
 
-class NoRoom(ConnectorError):
+class HostBufferTooSmall(ConnectorError):
     """More slots of host memory are asked for than there are."""
 
 
@@ -54,23 +54,23 @@ class Unreachable(PeerError):
     """The remote engine could not be reached, or did not answer in time."""
 
 
-class BadOffer(ConnectorError):
+class InvalidKvParams(ConnectorError):
     """The ``kv_transfer_params`` of a request cannot be used."""
 
 
-class OtherPrompt(BadOffer):
-    """The KV on offer belongs to another prompt, or nobody says to which."""
+class PromptMismatch(InvalidKvParams):
+    """The KV belongs to another prompt, or its prompt is unknown."""
 
 
-class UnsignedOffer(BadOffer):
+class UnsignedKvParams(InvalidKvParams):
     """This engine has a secret, and the offer has no signature."""
 
 
-class ForgedOffer(BadOffer):
+class ForgedKvParams(InvalidKvParams):
     """The offer's signature is wrong."""
 
 
-class ExpiredOffer(BadOffer):
+class ExpiredKvParams(InvalidKvParams):
     """The offer's time is over."""
 
 

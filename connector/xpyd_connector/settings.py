@@ -46,7 +46,7 @@ class Settings:
     mode: Mode = Mode.PULL
     push_granularity: Granularity = Granularity.CHUNK
     registration_timeout: float = 480.0  # s that a decode engine waits for a push, its prefill's queue included
-    kv_lease_duration: float = 30.0  # s that a prefill engine keeps finished blocks nobody has asked for
+    kv_lease_duration: float = 30.0  # s that a prefill engine keeps finished blocks until the first renewal
     transfer_timeout: float = 30.0  # s from a decode request's blocks being allocated to its KV being there
     handshake_timeout: float = 5.0  # s for connecting to a prefill engine, and again for its hello
     handshake_threads: int = 8  # prefill engines met at the same time
@@ -59,7 +59,7 @@ class Settings:
     staging_blocks: int = 0  # blocks of each KV cache group and rank that fit into that memory; 0: two longest prompts
     max_leases: int = 65536  # requests whose blocks may be held at once; beyond it prefills are not handed over
     max_held_share: float = 0.9  # of the cache's blocks that leases may hold; beyond it prefills are not handed over
-    revoke_after: float = 10.0  # s that a prefill lacks blocks before leases that nobody reads are revoked; 0: never
+    revoke_after: float = 10.0  # s that a prefill lacks blocks before unread leases are revoked; 0: never
     engine_loop_timeout: float = 300.0  # s without a turn of the engine's loop before it renews nothing; 0: never
     backends: tuple[Backend, ...] = (Backend("UCX"),)  # of NIXL, in the order in which it should prefer them
     allow_open_data_plane: bool = False  # NIXL may listen on other interfaces than that of the side channel
@@ -89,7 +89,7 @@ class Settings:
         return min(self.kv_lease_duration / 6, self.transfer_timeout / 4, 300.0)
 
     @property
-    def patience(self) -> float:
+    def peer_timeout(self) -> float:
         """Seconds a heartbeat may stay unanswered in push, so that a silence is noticed in ``transfer_timeout``."""
         return self.transfer_timeout - self.heartbeat_interval
 

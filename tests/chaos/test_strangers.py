@@ -12,7 +12,7 @@ from support.legs import decode, plain, prefill, prompt_of, text_of
 from support.victims import HELD, LOADS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-REFUSED = "vllm:xpyd_strangers_refused_total"
+REFUSED = "vllm:xpyd_connections_refused_total"
 
 
 def is_thorough(test, params):

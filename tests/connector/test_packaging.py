@@ -16,7 +16,7 @@ def test_importing_the_package_loads_neither_vllm_nor_torch_nor_nixl():
     """So that everything below the shell is testable anywhere, and a router's image needs none of them."""
     heavy = "sorted({name.split('.')[0] for name in sys.modules} & {'vllm', 'torch', 'nixl', 'zmq'})"
     everything = (
-        "xpyd_connector.io.runner, xpyd_connector.io.memory, xpyd_connector.core.control, xpyd_connector.settings"
+        "xpyd_connector.io.runner, xpyd_connector.io.in_memory, xpyd_connector.core.control, xpyd_connector.settings"
     )
 
     assert run(f"import sys, {everything}; print({heavy})") == "[]\n"

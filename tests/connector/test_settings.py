@@ -138,8 +138,8 @@ def test_in_push_a_silence_is_noticed_within_the_transfer_timeout(duration, time
     """The question and the patience with it add up to it, and neither is nothing."""
     settings = Settings(mode=Mode.PUSH, kv_lease_duration=duration, transfer_timeout=timeout)
 
-    assert 0 < settings.heartbeat_interval <= settings.patience
-    assert settings.heartbeat_interval + settings.patience == pytest.approx(timeout)
+    assert 0 < settings.heartbeat_interval <= settings.peer_timeout
+    assert settings.heartbeat_interval + settings.peer_timeout == pytest.approx(timeout)
     assert 3 * settings.heartbeat_interval < settings.lease_extension
 
 

@@ -22,7 +22,7 @@ with warnings.catch_warnings():
     from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
     from xpyd_connector.shell.connector import XpydConnector
-    from xpyd_connector.shell.wake import Door, find_door
+    from xpyd_connector.shell.engine_waker import EngineWaker, find_engine_waker
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 LONG = 20.0  # s: more than anything here takes
@@ -128,7 +128,7 @@ def test_the_door_is_that_of_the_engine_that_builds_us():
     engine = EngineCoreProc.__new__(EngineCoreProc)
     engine.input_queue = queue.Queue()
     door = build_under(engine)
-    door.knock()
+    door.wake()
 
     assert door.is_open
     assert engine.input_queue.get_nowait() == (EngineCoreRequestType.WAKEUP, None)
@@ -136,15 +136,15 @@ def test_the_door_is_that_of_the_engine_that_builds_us():
 
 def build_under(self):
     def connector():
-        return find_door()
+        return find_engine_waker()
 
     return connector()
 
 
 def test_without_an_engine_process_there_is_no_door():
     """Offline inference: the caller's own thread runs the engine."""
-    door = find_door()
-    door.knock()
+    door = find_engine_waker()
+    door.wake()
     door.wait(LONG)
 
     assert not door.is_open
@@ -161,8 +161,8 @@ def test_the_input_queue_is_one_that_can_be_waited_for():
 def test_whoever_waits_for_something_that_is_there_does_not_wait():
     """A request that came before the nap would otherwise sleep as long."""
     box = queue.Queue()
-    door = Door(box)
-    door.knock()
+    door = EngineWaker(box)
+    door.wake()
     began = time.monotonic()
     door.wait(LONG)
 
@@ -172,12 +172,12 @@ def test_whoever_waits_for_something_that_is_there_does_not_wait():
 
 def test_a_knock_and_a_request_end_a_wait():
     """From another thread."""
-    for put in (lambda box: Door(box).knock(), lambda box: box.put_nowait("request")):
+    for put in (lambda box: EngineWaker(box).wake(), lambda box: box.put_nowait("request")):
         box = queue.Queue()
         timer = threading.Timer(0.05, put, [box])
         timer.start()
         began = time.monotonic()
-        Door(box).wait(LONG)
+        EngineWaker(box).wait(LONG)
         timer.join()
 
         assert time.monotonic() - began < LONG / 2
@@ -187,6 +187,6 @@ def test_a_knock_and_a_request_end_a_wait():
 def test_a_wait_ends_by_itself():
     """The nap is short, so that nothing that does not knock is late by more."""
     began = time.monotonic()
-    Door(queue.Queue()).wait(0.05)
+    EngineWaker(queue.Queue()).wait(0.05)
 
     assert 0.04 < time.monotonic() - began < LONG / 2

@@ -13,12 +13,12 @@ with warnings.catch_warnings():
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends import cpu_attn
 
-    from xpyd_connector.shell import interiors
-    from xpyd_connector.shell.caches import Interior, describe_caches
-    from xpyd_connector.shell.facts import Facts
+    from xpyd_connector.shell import kernel_layout as interiors
+    from xpyd_connector.shell.cache_regions import KernelLayout, describe_caches
+    from xpyd_connector.shell.engine_config import EngineConfig
 
-from xpyd_connector.core.groups import CacheGroup
 from xpyd_connector.core.ids import Address, EngineId
+from xpyd_connector.core.layout.cache_groups import CacheGroup
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 ROWS, HEADS = 3, 2
@@ -90,7 +90,7 @@ def test_every_number_of_k_and_v_is_where_the_regions_say(dtype, head_size, bloc
     isa = cpu_attn._get_attn_isa(dtype, block_size, head_size)
     interior = interiors._of_cpu(config(dtype, block_size, head_size), [CacheGroup(block_size)])
     if isa != "vec":
-        assert interior is Interior.OPAQUE
+        assert interior is KernelLayout.OPAQUE
         return
     keys, values = told_apart(dtype, 2, block_size, HEADS, head_size)
     cache = torch.zeros(ROWS, HEADS, block_size, 2 * head_size, dtype=dtype)
@@ -98,13 +98,13 @@ def test_every_number_of_k_and_v_is_where_the_regions_say(dtype, head_size, bloc
     others = torch.tensor([token for token in reversed(range(block_size)) if token % 3])
     write(cache, keys, values, first, isa)
     write(cache, keys, values, others, isa)
-    facts = Facts(
+    engine_config = EngineConfig(
         EngineId("e"), Address("127.0.0.1", 1), (CacheGroup(block_size),), {"l": 0}, ROWS, HEADS, 1,
-        lends=True, borrows=True,
+        is_producer=True, is_consumer=True,
     )  # fmt: skip
-    regions = describe_caches({"l": cache}, facts, ROWS, interior)
+    regions = describe_caches({"l": cache}, engine_config, ROWS, interior)
 
-    assert interior is Interior.TRANSPOSED
+    assert interior is KernelLayout.TRANSPOSED
     assert [region.opaque for region in regions] == [False, False]
     for region, written in zip(regions, (keys, values), strict=True):
         bits = written.view(INTEGERS[dtype.itemsize]).transpose(0, 1).numpy()

@@ -11,7 +11,7 @@ with warnings.catch_warnings():
     from vllm.engine.arg_utils import EngineArgs
 
     from xpyd_connector.shell.connector import XpydConnector
-    from xpyd_connector.shell.fingerprints import info_labels
+    from xpyd_connector.shell.fingerprint import info_labels
 
 from xpyd_proxy.local.model import ensure_model
 

@@ -5,9 +5,9 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xpyd_connector.core.lease.kv_params import PullParams, parse_pull_params
+from xpyd_connector.core.lease.signatures import Signatures
 from xpyd_connector.core.messages import MAX_BLOCKS, MAX_ID, MAX_PROMPT
-from xpyd_connector.core.offers import Offer, read_offer
-from xpyd_connector.core.signatures import Signatures
 from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.protocol.request_bodies import decode_body, kv_params, parse
 
@@ -15,7 +15,7 @@ SIGNATURES = Signatures(lambda: (b"secret",))
 BLOCKS = st.integers(0, MAX_BLOCKS - 1)
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=MAX_ID)
 OFFERS = st.builds(
-    Offer,
+    PullParams,
     remote_engine_id=NAMES,
     remote_request_id=NAMES,
     remote_host=st.text("abc.:-0123456789", min_size=1, max_size=40),
@@ -38,6 +38,6 @@ def test_an_offer_survives_the_router(offer, ascii_only):
     body = decode_body(client, kv_params(InstanceId("p"), answer).params)
 
     assert written.encode() in body
-    arrived = read_offer(json.loads(body)["kv_transfer_params"])
+    arrived = parse_pull_params(json.loads(body)["kv_transfer_params"])
     assert arrived == offer
     assert SIGNATURES.check(arrived, now=0.0)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from xpyd_connector.core.offers import read_booking, read_transfer
+from xpyd_connector.core.lease.kv_params import parse_push_params, parse_transfer_id
 from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
 from xpyd_proxy.core.protocol.push import MANNERS, decode_params, handover, known_as
 from xpyd_proxy.core.protocol.request_bodies import prefill_body
@@ -101,7 +101,7 @@ def test_in_tree_engines_agree_on_the_name_of_a_request(vllm, api):
 def test_our_connectors_agree_on_the_name_of_a_transfer(vllm, api):
     """The router has named it on both legs, whether decode is told before or after prefill has answered."""
     leg = json.loads(prefill_body(api, {}, TRANSFER))["kv_transfer_params"]
-    name = read_transfer(leg, known_as(api, XID) + P_SUFFIX)
+    name = parse_transfer_id(leg, known_as(api, XID) + P_SUFFIX)
     found = handover(
         P,
         answer_of(vllm, known_as(api, XID) + P_SUFFIX, TRANSFER),
@@ -111,7 +111,7 @@ def test_our_connectors_agree_on_the_name_of_a_transfer(vllm, api):
         transfer=TRANSFER,
     )
     for told in (told_at_once(found, api), json.loads(bytes(found.params))):
-        assert read_booking(told, known_as(api, XID) + D_SUFFIX).remote_request_id == name == TRANSFER
+        assert parse_push_params(told, known_as(api, XID) + D_SUFFIX).remote_request_id == name == TRANSFER
 
 
 def test_a_leg_of_an_engine_that_pulls_is_as_it_was():

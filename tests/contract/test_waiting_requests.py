@@ -1,6 +1,6 @@
 """In which order vLLM's scheduler asks about a waiting request, and which of its fields we read.
 
-``shell/lack.py`` takes a request that was asked about, and not told of, for one that lacks blocks.
+``shell/block_shortage.py`` takes a request that was asked about, and not told of, for one that lacks blocks.
 """
 
 import inspect

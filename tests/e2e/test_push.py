@@ -181,7 +181,7 @@ def test_a_decode_engine_that_waits_sleeps(pushing):
     where = coordinates(p, d)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(push, p, d, ids(*prompt_of(51, 700)), where, prefill_after=6.0)
-        wait_until(lambda: metrics(d)["vllm:xpyd_requests_borrowing"] == 1, seconds=3, what="D waits")
+        wait_until(lambda: metrics(d)["vllm:xpyd_requests_waiting_for_remote_kv"] == 1, seconds=3, what="D waits")
         before, start = cpu_seconds(pushing.decode_pid), time.monotonic()
         time.sleep(5)
         used = (cpu_seconds(pushing.decode_pid) - before) / (time.monotonic() - start)

@@ -18,24 +18,24 @@ import pytest
 from support.engines import FINGERPRINT, rank_info
 from support.side_channel import TLS, P, in_force
 from xpyd_connector.core import messages
-from xpyd_connector.core.borrower import Borrower
-from xpyd_connector.core.control import Control
-from xpyd_connector.core.crew import Crew
-from xpyd_connector.core.greeting import Guest, Host
+from xpyd_connector.core.control import ControlPlane
+from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import Address, EngineId, PartId, RequestId
-from xpyd_connector.core.landings import Landings
-from xpyd_connector.core.leases import LeaseBook
-from xpyd_connector.core.lender import Lender
-from xpyd_connector.core.messages import MAX_FRAME, PROTOCOL, Lent, Welcome, encode
-from xpyd_connector.core.peers import PeerBook
-from xpyd_connector.core.pushes import Pushes
-from xpyd_connector.core.slots import Slots
-from xpyd_connector.core.stagings import Stagings
-from xpyd_connector.core.tally import Tally
+from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
+from xpyd_connector.core.lease.lease_table import LeaseTable
+from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
+from xpyd_connector.core.messages import MAX_FRAME, PROTOCOL, LentBlocks, Welcome, encode
+from xpyd_connector.core.push.decode_scheduler import PushReceiver
+from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
+from xpyd_connector.core.session.handshake import HandshakeClient, HandshakeServer
+from xpyd_connector.core.session.peers import PeerTable
+from xpyd_connector.core.session.worker_links import WorkerLinks
+from xpyd_connector.core.staging.prefill_scheduler import StagingCoordinator
+from xpyd_connector.core.staging.slots import Slots
 from xpyd_connector.errors import PeerError
+from xpyd_connector.io.connect import open_connection
 from xpyd_connector.io.framing import frame
 from xpyd_connector.io.link import SocketLink
-from xpyd_connector.io.meeting import meet
 from xpyd_connector.io.runner import Runner
 from xpyd_connector.io.tls import Tls
 
@@ -50,34 +50,40 @@ class Engine:
     """The control thread of an engine that lends, and its side channel; nothing of vLLM."""
 
     def __init__(self, mode):
-        tally = Tally()
-        self.link = SocketLink(Guest(P, in_force(SECRET)), Tls(TLS), tally, timeout=1.0, threads=1)
+        counters = Counters()
+        self.link = SocketLink(HandshakeClient(P, in_force(SECRET)), Tls(TLS), counters, timeout=1.0, threads=1)
         welcome = Welcome(PROTOCOL, P, FINGERPRINT, (rank_info("p0"),))
-        self.address = self.link.listen(Address("127.0.0.1", 0), Host(welcome, in_force(SECRET), "127.0.0.1"))
-        peers = PeerBook(self.link, FINGERPRINT, tally, retry_after=1.0)
-        self.leases = LeaseBook(duration=30.0, extension=20.0)
-        lender = Lender(self.link, self.leases, tally)
-        borrower = Borrower(self.link, peers, tally, heartbeat_interval=5.0)
+        self.address = self.link.listen(
+            Address("127.0.0.1", 0), HandshakeServer(welcome, in_force(SECRET), "127.0.0.1")
+        )
+        peers = PeerTable(self.link, FINGERPRINT, counters, retry_after=1.0)
+        self.leases = LeaseTable(duration=30.0, extension=20.0)
+        lease_manager = LeaseManager(self.link, self.leases, counters)
+        lease_renewer = LeaseRenewer(self.link, peers, counters, heartbeat_interval=5.0)
         halves, tokens = {}, {0: b"token"}
         if mode == "push":
-            halves["pushes"] = Pushes(self.link, lender, tally, tokens=tokens, patience=5.0)
-            halves["landings"] = Landings(
-                self.link, peers, borrower, tally, (rank_info("p0"),), timeout=5.0, patience=1.0
+            halves["pushes"] = PushCoordinator(
+                self.link, lease_manager, counters, tokens=tokens, registration_timeout=5.0
+            )
+            halves["landings"] = PushReceiver(
+                self.link, peers, lease_renewer, counters, (rank_info("p0"),), timeout=5.0, patience=1.0
             )
         else:
-            crew, slots = Crew(self.link, tokens), Slots[PartId]([8])
-            halves["stagings"] = Stagings(self.link, lender, tally, crew, slots, blocks=64, patience=5.0)
-        control = Control(lender, borrower, peers, tally, **halves)
+            workers, slots = WorkerLinks(self.link, tokens), Slots[PartId]([8])
+            halves["stagings"] = StagingCoordinator(
+                self.link, lease_manager, counters, workers, slots, blocks=64, read_timeout=5.0
+            )
+        control = ControlPlane(lease_manager, lease_renewer, peers, counters, **halves)
         self.counters = {}
         self.runner = Runner("fuzzed", control, self.link, self._after_turn)
 
     def _after_turn(self, control):
-        for name, by in control.tally.take().counters.items():
+        for name, by in control.counters.take().counters.items():
             self.counters[name] = self.counters.get(name, 0) + by
-        control.take_news(now=time.monotonic())
+        control.take_results(now=time.monotonic())
 
     def grant(self, name):
-        self.runner.post(lambda control, now: control.lender.holds(name) or control.grant(name, now=now))
+        self.runner.post(lambda control, now: control.lease_manager.holds(name) or control.grant(name, now=now))
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
@@ -106,8 +112,8 @@ def test_whatever_comes_the_side_channel_serves_engines(mode):
     assert rounds > SECONDS
     assert after[0] <= base[0] + GROWTH, f"{rounds} rounds of seed {SEED}: {base} {after}"
     assert after[1] <= base[1] + 4, f"{rounds} rounds of seed {SEED}: {base} {after}"
-    assert engine.counters["strangers_refused"] > 0
-    assert engine.counters["strangers_without_tls"] > 0
+    assert engine.counters["connections_refused"] > 0
+    assert engine.counters["connections_without_tls"] > 0
 
 
 def settled(engine, process):
@@ -122,7 +128,7 @@ def settled(engine, process):
 
 def greet(address, engine="d0"):
     """Be met as an engine is."""
-    return meet(address, P, Guest(EngineId(engine), in_force(SECRET)), Tls(TLS), timeout=10.0)[0]
+    return open_connection(address, P, HandshakeClient(EngineId(engine), in_force(SECRET)), Tls(TLS), timeout=10.0)[0]
 
 
 # ---- what is sent
@@ -220,15 +226,16 @@ def value(chance, name, type_):  # noqa: C901 (a table)
             return tuple(chance.choices(names, k=chance.choice([0, 1, 3, 1024])))
         case "groups" if "Lent" in str(type_):
             return tuple(
-                Lent(0, number, tuple(range(1, 1 + chance.randint(0, 9)))) for _ in range(chance.choice([1, 1, 2]))
+                LentBlocks(0, number, tuple(range(1, 1 + chance.randint(0, 9))))
+                for _ in range(chance.choice([1, 1, 2]))
             )
         case "groups" | "blocks" | "slots":
             return (tuple(range(1, 1 + chance.randint(0, 9))),) * chance.choice([1, 1, 2])
         case "rank" if "RankInfo" in str(type_):
             return rank_info("d0", rank=chance.choice([0, 1]), ranks=chance.choice([1, 2]))
         case "register":
-            return messages.Register(names[0], names[1], "digest", (Lent(0, 4, (1,)),))
-        case "rank" | "guest" | "number" | "part":
+            return messages.RegisterPush(names[0], names[1], "digest", (LentBlocks(0, 4, (1,)),))
+        case "rank" | "peer" | "number" | "part":
             return number
         case "ranks":
             return chance.choice([1, 2, 1024])
@@ -242,7 +249,7 @@ def value(chance, name, type_):  # noqa: C901 (a table)
             return (chance.randbytes(32),) * chance.choice([0, 1, 2])
         case "proof" | "nonce" | "token" | "badge":
             return chance.choice([b"", b"token", chance.randbytes(32)])
-        case "held" | "lapsed" | "unpacks":
+        case "held" | "leases_lost" | "unpacks":
             return chance.random() < 0.5
         case _:
             return chance.choice(["a", "b", "mine", "x"])

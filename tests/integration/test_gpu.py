@@ -12,16 +12,16 @@ with warnings.catch_warnings():
     import torch
     from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 
-    from xpyd_connector.io.nixl import NixlMover, make_agent, register
-    from xpyd_connector.shell.caches import Interior, describe_caches, place_of, spans_of
-    from xpyd_connector.shell.facts import Facts
-    from xpyd_connector.shell.staging import StagingBuffer, ThreadCopier, stream_beside
+    from xpyd_connector.io.nixl import NixlTransferAgent, make_agent, register
+    from xpyd_connector.shell.cache_regions import KernelLayout, describe_caches, place_of, spans_of
+    from xpyd_connector.shell.engine_config import EngineConfig
+    from xpyd_connector.shell.host_staging import StagingBuffer, ThreadCopier, stream_beside
 
-from xpyd_connector.core.groups import CacheGroup
 from xpyd_connector.core.ids import Address, EngineId
+from xpyd_connector.core.layout.cache_groups import CacheGroup
+from xpyd_connector.core.layout.transfer_plan import TokenRange, check_shapes, pull_route, push_route
 from xpyd_connector.core.messages import RankInfo
-from xpyd_connector.core.plan import Stretch, check_shapes, pull_route, push_route
-from xpyd_connector.core.ports import Outcome
+from xpyd_connector.core.ports import XferOutcome
 
 HAS_CUDA = torch.cuda.is_available()
 pytestmark = [
@@ -41,9 +41,9 @@ class Engine:
         self.block_size = block_size
         self.blocks = 2 * TOKENS // block_size
         groups = dict.fromkeys(LAYERS, 0)
-        self.facts = Facts(
+        self.engine_config = EngineConfig(
             EngineId("e"), Address("127.0.0.1", 1), (CacheGroup(block_size),), groups, self.blocks, HEADS, 1,
-            lends=True, borrows=True,
+            is_producer=True, is_consumer=True,
         )  # fmt: skip
         sizes = {"L": len(LAYERS), "B": self.blocks, "H": HEADS, "N": block_size, "C": CONTENT}
         memory = torch.randint(-(2**15), 2**15, [sizes[axis] for axis in layout], dtype=torch.int16).to(device)
@@ -54,9 +54,9 @@ class Engine:
         """Let NIXL know these tensors: the caches, or the host memory that they go through."""
         agent, (memory, device) = make_agent(str(uuid.uuid4()), progress_delay_us=1000), place_of(tensors)
         metadata = register(agent, memory, device, spans_of(tensors))
-        regions = describe_caches(tensors, self.facts, blocks, Interior.ENTRIES)
+        regions = describe_caches(tensors, self.engine_config, blocks, KernelLayout.ENTRIES)
         self.info = RankInfo(0, 1, metadata, memory, device, regions)
-        self.mover = NixlMover(agent, memory, device)
+        self.mover = NixlTransferAgent(agent, memory, device)
         return self
 
     def kept(self, blocks):
@@ -77,17 +77,17 @@ def wait(what, poll):
     return ended[0]
 
 
-def carry_out(p, d, stretch, *, pull):
+def carry_out(p, d, token_range, *, pull):
     """Move a stretch, as seen by whoever starts it, and wait until it is there."""
     one, other, route = (d, p, pull_route) if pull else (p, d, push_route)
     check_shapes(one.info, other.info)
     handle = one.mover.attach(other.info)
-    spans = route(one.info, other.info).spans([stretch])
+    spans = route(one.info, other.info).spans([token_range])
     torch.cuda.synchronize()  # what the caches are filled with is there
     (one.mover.read if pull else one.mover.write)(handle, spans)
     ended = wait("the transfer", one.mover.poll)
     one.mover.detach(handle)
-    assert ended.outcome is Outcome.MOVED, ended.reason
+    assert ended.outcome is XferOutcome.DONE, ended.reason
     assert ended.bytes == spans[:, 2].sum()
 
 
@@ -102,7 +102,7 @@ def test_bytes_arrive_bit_exact_from_and_to_a_device(source, target, shape, pull
     blocks = torch.randperm(p.blocks - 1)[: TOKENS // p.block_size].add(1).tolist()
     into = torch.randperm(d.blocks - 1)[: TOKENS // d.block_size].add(1).tolist()
     beside = d.kept(d.free(into))
-    carry_out(p, d, Stretch(0, 0, TOKENS, *((blocks, into) if pull else (into, blocks))), pull=pull)
+    carry_out(p, d, TokenRange(0, 0, TOKENS, *((blocks, into) if pull else (into, blocks))), pull=pull)
 
     assert torch.equal(d.kept(into), p.kept(blocks))
     assert torch.equal(d.kept(d.free(into)), beside)
@@ -112,13 +112,13 @@ def test_bytes_arrive_bit_exact_from_and_to_a_device(source, target, shape, pull
 def test_bytes_are_the_same_after_host_memory_on_both_sides(layout):
     """Copied with vLLM's own operation beside what the device computes: VRAM, DRAM, DRAM, VRAM."""
     p, d = Engine("cuda", layout), Engine("cuda")
-    buffers = [StagingBuffer(e.caches, e.facts.layers, blocks=e.blocks, slots=SLOTS) for e in (p, d)]
+    buffers = [StagingBuffer(e.caches, e.engine_config.layers, blocks=e.blocks, slots=SLOTS) for e in (p, d)]
     for engine, buffer in zip((p, d), buffers, strict=True):
         engine.join(buffer.tensors, SLOTS + 1)
     blocks, slots, slots_there, into = [3, 9, 4, 12], [2, 5, 1, 3], [4, 1, 2, 5], [7, 1, 14, 2]
     beside = d.kept(d.free(into))
     copy(p, buffers[0], lambda copier: copier.out([blocks], [slots]))
-    carry_out(p, d, Stretch(0, 0, len(slots) * p.block_size, slots, slots_there), pull=True)
+    carry_out(p, d, TokenRange(0, 0, len(slots) * p.block_size, slots, slots_there), pull=True)
     copy(d, buffers[1], lambda copier: copier.into([slots_there], [into]))
 
     assert torch.equal(d.kept(into), p.kept(blocks))

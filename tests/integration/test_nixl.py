@@ -77,8 +77,8 @@ def test_a_peer_killed_during_a_read_fails_it_at_once(start):
     time.sleep(0.02)
     p.kill()
     failed = d.result("a")
-    if failed.lingers:
-        d.let_go("a")
+    if failed.quarantined:
+        d.released("a")
     d.ask("paint", blocks=ALL, value=7)
     painted = d.ask("digests", blocks=ALL)
     time.sleep(0.5)
@@ -106,9 +106,9 @@ def test_late_bytes_of_a_hung_peer_land_only_in_blocks_that_nobody_uses(start):
     d.ask("paint", blocks=ALL[32:], value=7)
     others = d.ask("digests", blocks=ALL[32:])
     time.sleep(1)
-    assert d.lingers("a")
+    assert d.quarantined("a")
     p.thaw()
-    d.let_go("a")
+    d.released("a")
     d.ask("paint", blocks=ALL[:32], value=7)
     free = d.ask("digests", blocks=ALL[:32])
     time.sleep(1)
@@ -128,9 +128,9 @@ def test_a_hung_peer_that_dies_lets_go(start):
     d.result("warm")
     p.freeze()
     d.load("a", p, ALL, ALL)
-    assert d.result("a").lingers
+    assert d.result("a").quarantined
     p.kill()
-    d.let_go("a")
+    d.released("a")
 
     assert is_alive(d)
     assert d.cpu(1) < IDLE

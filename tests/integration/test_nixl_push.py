@@ -79,12 +79,12 @@ def test_nothing_lands_after_an_aborted_push_has_let_go(start):
     p.push("a", ALL)
     time.sleep(0.01)
     d.ask("abort", request="a")
-    d.let_go("a")
+    d.released("a")
     d.ask("paint", blocks=ALL, value=7)
     painted = d.ask("digests", blocks=ALL)
     time.sleep(1)
 
-    assert d.result("a").lingers
+    assert d.result("a").quarantined
     assert d.ask("digests", blocks=ALL) == painted
 
 
@@ -97,7 +97,7 @@ def test_a_writer_killed_in_the_middle(start):
     time.sleep(0.02)
     p.kill()
     failed = d.result("a")
-    d.let_go("a")
+    d.released("a")
     d.ask("paint", blocks=ALL, value=7)
     painted = d.ask("digests", blocks=ALL)
     time.sleep(0.5)
@@ -126,9 +126,9 @@ def test_a_writer_that_hangs(start):
     d.ask("paint", blocks=ALL[32:], value=7)
     others = d.ask("digests", blocks=ALL[32:])
     time.sleep(1)
-    assert d.lingers("a")
+    assert d.quarantined("a")
     p.thaw()
-    d.let_go("a")
+    d.released("a")
     d.ask("paint", blocks=ALL, value=7)
     painted = d.ask("digests", blocks=ALL)
     time.sleep(1)
@@ -176,7 +176,7 @@ def test_a_reader_that_hangs_costs_the_writer_nothing(start):
     time.sleep(TIMEOUT + 0.5)
     d.thaw()
     failed = d.result("a")
-    assert failed.lingers, failed
-    d.let_go("a")
+    assert failed.quarantined, failed
+    d.released("a")
 
     assert "did not end within" in failed.failure

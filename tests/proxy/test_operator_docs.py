@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.cluster import ROOT
-from xpyd_connector.core.tally import COUNTERS, GAUGES
+from xpyd_connector.core.counters import COUNTERS, GAUGES
 from xpyd_proxy.cli import build_parser
 from xpyd_proxy.settings import Settings
 
@@ -39,7 +39,7 @@ def _router_metrics():
 
 
 def _connector_metrics():
-    shell = (ROOT / "connector/xpyd_connector/shell/stats.py").read_text()
+    shell = (ROOT / "connector/xpyd_connector/shell/vllm_stats.py").read_text()
     more = re.findall(r'"(bytes_transferred|descriptors|posting_seconds)":', shell)
     return {f"xpyd_{name}" for name in (*COUNTERS, *GAUGES, *more)} | set(re.findall(r'"vllm:(xpyd_\w+)"', shell))
 

@@ -132,7 +132,7 @@ def wait_until(condition, *, seconds, what):
 def nothing_held(spec):
     """Whether an engine holds no KV block for anybody."""
     seen = metrics(spec)
-    held = seen.get("vllm:xpyd_leases_held", 0.0) + seen.get("vllm:xpyd_requests_borrowing", 0.0)
+    held = seen.get("vllm:xpyd_leases_held", 0.0) + seen.get("vllm:xpyd_requests_waiting_for_remote_kv", 0.0)
     return seen["vllm:kv_cache_usage_perc"] == 0.0 and held == 0.0
 
 

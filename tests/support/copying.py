@@ -3,8 +3,8 @@
 import itertools
 
 from xpyd_connector.core.ids import CopyId
-from xpyd_connector.core.ports import Copied
-from xpyd_connector.io.memory import BLOCK_BYTES
+from xpyd_connector.core.ports import CopyResult
+from xpyd_connector.io.in_memory import BLOCK_BYTES
 
 
 class MemoryCopier:
@@ -50,7 +50,7 @@ class MemoryCopier:
             self.before_copy(number)
             moved = 0 if self.failure else self._copy(*self.running[number])
             del self.running[number]
-            ended.append(Copied(number, self.failure, moved, 0.001))
+            ended.append(CopyResult(number, self.failure, moved, 0.001))
             self._left = self.turns
         self._left = self._left - 1 if self.running else self.turns
         return ended

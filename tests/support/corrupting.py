@@ -8,9 +8,11 @@ class CorruptingConnector(XpydConnector):
 
     def build_connector_meta(self, scheduler_output):
         metadata = super().build_connector_meta(scheduler_output)
-        metadata.orders = [order._replace(stretches=tuple(map(_spoilt, order.stretches))) for order in metadata.orders]
+        metadata.orders = [
+            order._replace(token_ranges=tuple(map(_spoilt, order.token_ranges))) for order in metadata.orders
+        ]
         return metadata
 
 
-def _spoilt(stretch):
-    return stretch._replace(remote=[stretch.remote[-1], *stretch.remote[1:]])
+def _spoilt(token_range):
+    return token_range._replace(remote=[token_range.remote[-1], *token_range.remote[1:]])

@@ -7,19 +7,20 @@ the two questions that matter: did a request get the right bytes, and did every 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from xpyd_connector.core.borrower import Borrower
-from xpyd_connector.core.control import Control
+from xpyd_connector.core.control import ControlPlane
+from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
-from xpyd_connector.core.leases import LeaseBook, Released
-from xpyd_connector.core.lender import Candidate, Lender
-from xpyd_connector.core.loads import LeaseLost, LetGo, Order, Result
-from xpyd_connector.core.messages import PROTOCOL, Fingerprint, Hello, Lent, RankInfo, Region, Welcome
-from xpyd_connector.core.offers import Offer
-from xpyd_connector.core.peers import PeerBook
-from xpyd_connector.core.plan import Stretch, heads_of
-from xpyd_connector.core.reader import Reader
-from xpyd_connector.core.tally import Tally
-from xpyd_connector.io.memory import BLOCK_BYTES, MemoryLink, MemoryMover, Network
+from xpyd_connector.core.layout.transfer_plan import TokenRange, heads_of
+from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
+from xpyd_connector.core.lease.kv_params import PullParams
+from xpyd_connector.core.lease.lease_table import LeaseEnded, LeaseTable
+from xpyd_connector.core.lease.prefill_scheduler import LeaseManager, RevocableLease
+from xpyd_connector.core.messages import PROTOCOL, Fingerprint, Hello, LentBlocks, RankInfo, Region, Welcome
+from xpyd_connector.core.pull.decode_worker import PullReader
+from xpyd_connector.core.pull.load import LoadOrder
+from xpyd_connector.core.results import BlocksReleased, LeaseLost, LoadResult
+from xpyd_connector.core.session.peers import PeerTable
+from xpyd_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwork, InMemoryTransferAgent
 
 FINGERPRINT = Fingerprint(
     vllm="0.32.0", model="m", dtype="bf16", cache_dtype="auto", layers=1, kv_heads=1, head_size=8, groups="full",
@@ -48,7 +49,7 @@ def rank_info(
 def lent(first, blocks):
     """Blocks of the one KV cache group, from the prompt's block ``first`` on, as a registration names them."""
     blocks = tuple(map(BlockId, blocks))
-    return (Lent(first * BLOCK_SIZE, (first + len(blocks)) * BLOCK_SIZE, blocks),)
+    return (LentBlocks(first * BLOCK_SIZE, (first + len(blocks)) * BLOCK_SIZE, blocks),)
 
 
 def right(request, number, head):
@@ -60,7 +61,7 @@ def right(request, number, head):
 class Engine:
     """One engine process: ``free``, ``held`` (lent) and ``into`` (being loaded, or loaded) share out its blocks."""
 
-    network: Network
+    network: InMemoryNetwork
     name: str
     address: Address
     fingerprint: Fingerprint = FINGERPRINT
@@ -76,7 +77,7 @@ class Engine:
     results: dict = field(default_factory=dict)
     orders: dict = field(default_factory=dict)
     into: dict = field(default_factory=dict)
-    on_result: Callable[[Result], None] = lambda result: None
+    on_result: Callable[[LoadResult], None] = lambda result: None
     on_lost: Callable[[RequestId], None] = lambda request: None
     turned_at: float | None = None  # when the engine's loop hung up; nobody sets it while it turns
 
@@ -86,35 +87,37 @@ class Engine:
         names = [f"{self.name}/{rank}" if rank else self.name for rank in range(self.ranks)]
         self.memories = [[b"zero"] * (BLOCKS + 1) * self.pieces for _ in names]
         self.network.memories.update(zip(names, self.memories, strict=True))
-        self.other_links = [MemoryLink(self.network, name) for name in names[1:]]  # whose memory dies with them
+        self.other_links = [InMemoryLink(self.network, name) for name in names[1:]]  # whose memory dies with them
         self.free = list(range(1, BLOCKS + 1))
-        self.link, self.worker_link = MemoryLink(self.network, self.name), MemoryLink(self.network, self.name)
-        self.tally, self.worker_tally = Tally(), Tally()
-        peers = PeerBook(self.link, self.fingerprint, self.tally, retry_after=self.retry_after)
-        leases = LeaseBook(
+        self.link, self.worker_link = InMemoryLink(self.network, self.name), InMemoryLink(self.network, self.name)
+        self.counters, self.worker_tally = Counters(), Counters()
+        peers = PeerTable(self.link, self.fingerprint, self.counters, retry_after=self.retry_after)
+        leases = LeaseTable(
             duration=LEASE, extension=LEASE * 2 / 3, reading=self.timeout, same_engine=self.link.are_of_one_engine
         )
-        self.control = Control(
-            Lender(self.link, leases, self.tally),
-            Borrower(
+        self.control = ControlPlane(
+            LeaseManager(self.link, leases, self.counters),
+            LeaseRenewer(
                 self.link,
                 peers,
-                self.tally,
+                self.counters,
                 heartbeat_interval=LEASE / 6,
                 loop_timeout=LOOP_TIMEOUT,
                 last_turn=lambda: float("inf") if self.turned_at is None else self.turned_at,
             ),
             peers,
-            self.tally,
+            self.counters,
         )
         self.leases, self.peers = leases, peers
-        self.mover = MemoryMover(self.network, self.name)
-        worker_peers = PeerBook(self.worker_link, self.fingerprint, self.worker_tally, retry_after=self.retry_after)
+        self.mover = InMemoryTransferAgent(self.network, self.name)
+        worker_peers = PeerTable(self.worker_link, self.fingerprint, self.worker_tally, retry_after=self.retry_after)
         infos = tuple(
             rank_info(name, rank=rank, ranks=self.ranks, all_heads=self.heads) for rank, name in enumerate(names)
         )
         own = infos[self.rank]
-        self.reader = Reader(self.worker_link, self.mover, worker_peers, self.worker_tally, own, timeout=self.timeout)
+        self.reader = PullReader(
+            self.worker_link, self.mover, worker_peers, self.worker_tally, own, timeout=self.timeout
+        )
         self.worker_peers = worker_peers
         welcome = Welcome(PROTOCOL, EngineId(self.name), self.fingerprint, infos)
         self.network.listen(self.address, self.link, welcome)
@@ -129,8 +132,8 @@ class Engine:
                 heads = range(*heads_of(self.heads, self.ranks, rank))
                 memory[block * self.pieces : (block + 1) * self.pieces] = [right(request, number, h) for h in heads]
         self.held[RequestId(request)] = ids
-        self.control.lender.grant(RequestId(request), now=now)
-        return Offer(EngineId(self.name), RequestId(request), *self.address, (tuple(ids),), blocks * BLOCK_SIZE)
+        self.control.lease_manager.grant(RequestId(request), now=now)
+        return PullParams(EngineId(self.name), RequestId(request), *self.address, (tuple(ids),), blocks * BLOCK_SIZE)
 
     def load(self, request, offer, *, now):
         """Allocate blocks and order the load, as the scheduler does for an admitted request."""
@@ -140,16 +143,16 @@ class Engine:
         into = self.into[RequestId(request)] = [BlockId(self.free.pop(0)) for _ in blocks]
         for block in into:
             self._fill(block, b"fresh")
-        whole = Stretch(0, 0, len(blocks) * BLOCK_SIZE, blocks, into)
-        order = Order(RequestId(request), offer.remote_request_id, offer.remote_engine_id, offer.address, (whole,))
+        whole = TokenRange(0, 0, len(blocks) * BLOCK_SIZE, blocks, into)
+        order = LoadOrder(RequestId(request), offer.remote_request_id, offer.remote_engine_id, offer.address, (whole,))
         self.orders[order.request] = order
         self.reader.load(order, now=now)
-        self.control.borrower.reading(order.request, order.engine)
+        self.control.lease_renewer.read_started(order.request, order.engine)
         return into
 
     def revoke(self, request, *, now):
         """Another prompt needs the blocks."""
-        self.control.revoke([Candidate(RequestId(request), len(self.held[RequestId(request)]))], 1, now=now)
+        self.control.revoke([RevocableLease(RequestId(request), len(self.held[RequestId(request)]))], 1, now=now)
 
     def turn(self, *, now):
         """One turn of both threads, then what the engine thread does with the outcome."""
@@ -159,9 +162,9 @@ class Engine:
             for event in link.poll():
                 core.on(event, now=now)
             core.advance(now=now)
-        for news in self.control.take_news(now=now):
+        for news in self.control.take_results(now=now):
             match news:
-                case Released(request):
+                case LeaseEnded(request):
                     self.freed.append(news)
                     self._free(self.held.pop(request))
                 case LeaseLost(request):
@@ -175,15 +178,15 @@ class Engine:
 
     def _ended(self, ended):
         match ended:
-            case LetGo(request):
-                assert self.results[request].lingers, "NIXL let go of what nobody was told it held"
+            case BlocksReleased(request):
+                assert self.results[request].quarantined, "NIXL let go of what nobody was told it held"
                 self.finish(request)
-            case Result(request, failure, lingers):
+            case LoadResult(request, failure, quarantined):
                 assert request not in self.results, "a load ended twice"
                 self.results[request] = ended
-                self.control.borrower.settle(request, self.orders[request].engine)
+                self.control.lease_renewer.stop_renewing(request, self.orders[request].engine)
                 self.on_result(ended)
-                if failure and not lingers:
+                if failure and not quarantined:
                     self.finish(request)
 
     def _free(self, blocks):
@@ -201,7 +204,7 @@ class Engine:
         for link in (self.link, self.worker_link, *self.other_links):
             self.network.kill(link)
 
-    def result(self, request) -> Result | None:
+    def result(self, request) -> LoadResult | None:
         return self.results.get(RequestId(request))
 
 
@@ -223,7 +226,7 @@ class World(Turns):
     """A prefill and a decode engine, more on demand, stepped together."""
 
     def __init__(self, *, p=None, d=None):
-        self.network, self.now = Network(), 0.0
+        self.network, self.now = InMemoryNetwork(), 0.0
         self.engines = []
         self.p, self.d = self.start("p0", 5600, **(p or {})), self.start("d0", 5700, **(d or {}))
 
@@ -241,14 +244,14 @@ class World(Turns):
     def lend(self, request="a", blocks=3):
         return self.p.prefill(f"p-{request}", blocks, now=self.now)
 
-    def want(self, offer, request="a"):
-        self.d.control.borrower.want(RequestId(f"d-{request}"), offer, now=self.now)
+    def start_renewing(self, offer, request="a"):
+        self.d.control.lease_renewer.start_renewing(RequestId(f"d-{request}"), offer, now=self.now)
 
     def load(self, offer, request="a"):
         return self.d.load(f"d-{request}", offer, now=self.now)
 
-    def give_back(self, offer, request="a"):
-        self.d.control.borrower.give_back(RequestId(f"d-{request}"), offer.remote_engine_id)
+    def release(self, offer, request="a"):
+        self.d.control.lease_renewer.release(RequestId(f"d-{request}"), offer.remote_engine_id)
 
     def bytes_of(self, into):
         pieces = self.d.pieces

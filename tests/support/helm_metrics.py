@@ -7,7 +7,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.helm_chart import ROOT
-from xpyd_connector.core.tally import COUNTERS, GAUGES
+from xpyd_connector.core.counters import COUNTERS, GAUGES
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.admission.limits import Limits

@@ -72,9 +72,9 @@ class NixlProcess:
         self.process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
         return self._answers.get(timeout=20)
 
-    def load(self, request, lender, blocks, into, *, copy=0):
+    def load(self, request, producer, blocks, into, *, copy=0):
         """Load blocks that another process lends under the same name."""
-        engine, port = lender.hosts[copy]
+        engine, port = producer.hosts[copy]
         self.ask("load", request=request, engine=engine, port=port, blocks=list(blocks), into=list(into))
 
     def expect(self, request, writer, into, *, first=0):
@@ -92,13 +92,13 @@ class NixlProcess:
             assert self._news.wait_for(lambda: request in self._results, timeout), f"{request} never ended"
         return self._results[request]
 
-    def let_go(self, request, timeout=15.0):
+    def released(self, request, timeout=15.0):
         """Wait until nothing can write any more into the blocks of a load that lingered."""
         self.result(f"{request} let go", timeout)
 
-    def lingers(self, request):
+    def quarantined(self, request):
         """Whether NIXL may still write into the blocks of a load that failed."""
-        return self._results[request].lingers and f"{request} let go" not in self._results
+        return self._results[request].quarantined and f"{request} let go" not in self._results
 
     def freeze(self):
         self.process.send_signal(signal.SIGSTOP)
@@ -140,21 +140,21 @@ class Engine:
         import numpy as np
 
         from support.engines import FINGERPRINT
-        from xpyd_connector.core.borrower import Borrower
-        from xpyd_connector.core.control import Control
-        from xpyd_connector.core.greeting import Guest, Host
-        from xpyd_connector.core.ids import Address, EngineAt, EngineId
-        from xpyd_connector.core.landings import Landings
-        from xpyd_connector.core.leases import LeaseBook
-        from xpyd_connector.core.lender import Lender
+        from xpyd_connector.core.control import ControlPlane
+        from xpyd_connector.core.counters import Counters
+        from xpyd_connector.core.ids import Address, EngineEndpoint, EngineId
+        from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
+        from xpyd_connector.core.lease.lease_table import LeaseTable
+        from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
         from xpyd_connector.core.messages import PROTOCOL, RankInfo, Welcome
-        from xpyd_connector.core.peers import PeerBook
-        from xpyd_connector.core.pushes import Pushes
-        from xpyd_connector.core.reader import Reader
-        from xpyd_connector.core.tally import Tally
-        from xpyd_connector.core.writer import Writer
+        from xpyd_connector.core.pull.decode_worker import PullReader
+        from xpyd_connector.core.push.decode_scheduler import PushReceiver
+        from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
+        from xpyd_connector.core.push.prefill_worker import PushWriter
+        from xpyd_connector.core.session.handshake import HandshakeClient, HandshakeServer
+        from xpyd_connector.core.session.peers import PeerTable
         from xpyd_connector.io.link import SocketLink
-        from xpyd_connector.io.nixl import NixlMover, make_agent, register
+        from xpyd_connector.io.nixl import NixlTransferAgent, make_agent, register
         from xpyd_connector.io.runner import Runner
         from xpyd_connector.io.tls import Tls
         from xpyd_connector.settings import Settings
@@ -162,13 +162,13 @@ class Engine:
         def secrets():
             return (b"secret",)
 
-        class SlowHost(Host):
+        class SlowHost(HandshakeServer):
             def answer(self, message, arrival):
                 time.sleep(delay)
                 return super().answer(message, arrival)
 
         def link(engine):
-            return SocketLink(Guest(engine, secrets), Tls(Settings()), Tally(), timeout=5.0, threads=8)
+            return SocketLink(HandshakeClient(engine, secrets), Tls(Settings()), Counters(), timeout=5.0, threads=8)
 
         self.memory = np.zeros((LAYERS, BLOCKS + 1, block_bytes), dtype=np.uint8)
         regions = tuple(region_of(layer) for layer in self.memory)
@@ -178,32 +178,42 @@ class Engine:
             engine = EngineId(f"{name}-{copy}")
             self.agents.append(agent := make_agent(engine, progress_delay_us=1000))
             metadata = register(agent, "DRAM", 0, [(self.memory.ctypes.data, self.memory.nbytes)])
-            own, tally, listener = RankInfo(0, 1, metadata, "DRAM", 0, regions), Tally(), link(engine)
+            own, counters, listener = RankInfo(0, 1, metadata, "DRAM", 0, regions), Counters(), link(engine)
             host = SlowHost(Welcome(PROTOCOL, engine, FINGERPRINT, (own,)), secrets, "127.0.0.1")
             address = listener.listen(Address("127.0.0.1", port), host)
-            peers = PeerBook(listener, FINGERPRINT, tally, retry_after=0.2)
-            lender = Lender(listener, LeaseBook(duration=LEASE, extension=LEASE * 2 / 3), tally)
-            borrower = Borrower(listener, peers, tally, heartbeat_interval=TIMEOUT / 4)
+            peers = PeerTable(listener, FINGERPRINT, counters, retry_after=0.2)
+            lease_manager = LeaseManager(listener, LeaseTable(duration=LEASE, extension=LEASE * 2 / 3), counters)
+            lease_renewer = LeaseRenewer(listener, peers, counters, heartbeat_interval=TIMEOUT / 4)
             halves = {}
             if mode == "push":
-                halves["pushes"] = Pushes(listener, lender, tally, tokens={0: TOKEN}, patience=LEASE)
-                halves["landings"] = Landings(
-                    listener, peers, borrower, tally, (own,), timeout=LEASE, patience=TIMEOUT - TIMEOUT / 4
+                halves["pushes"] = PushCoordinator(
+                    listener, lease_manager, counters, tokens={0: TOKEN}, registration_timeout=LEASE
                 )
-            control = Control(lender, borrower, peers, tally, **halves)
+                halves["landings"] = PushReceiver(
+                    listener, peers, lease_renewer, counters, (own,), timeout=LEASE, peer_timeout=TIMEOUT - TIMEOUT / 4
+                )
+            control = ControlPlane(lease_manager, lease_renewer, peers, counters, **halves)
             self.controls.append(Runner("control", control, listener, self.tell_news))
             self.hosts.append((engine, address.port))
         worker = link(engine)
-        mover = NixlMover(agent, "DRAM", 0)
+        mover = NixlTransferAgent(agent, "DRAM", 0)
         if mode == "push":
-            writer = Writer(worker, mover, Tally(), own, home=EngineAt(engine, address), token=TOKEN, timeout=TIMEOUT)
+            writer = PushWriter(
+                worker,
+                mover,
+                Counters(),
+                own,
+                scheduler_endpoint=EngineEndpoint(engine, address),
+                token=TOKEN,
+                timeout=TIMEOUT,
+            )
             self.transfer = Runner("transfer", writer, worker, lambda _: None)
             for runner in (*self.controls, self.transfer):
                 runner.start()
             say(hosts=self.hosts)
             return
-        peers = PeerBook(worker, FINGERPRINT, Tally(), retry_after=0.2)
-        reader = Reader(worker, mover, peers, Tally(), own, timeout=TIMEOUT)
+        peers = PeerTable(worker, FINGERPRINT, Counters(), retry_after=0.2)
+        reader = PullReader(worker, mover, peers, Counters(), own, timeout=TIMEOUT)
         self.transfer = Runner("transfer", reader, worker, self.tell_results)
         for runner in (*self.controls, self.transfer):
             runner.start()
@@ -213,66 +223,66 @@ class Engine:
         self.tell(reader.take_results())
 
     def tell_news(self, control):
-        control.tally.take()
-        self.tell(control.take_news(now=time.monotonic()))
+        control.counters.take()
+        self.tell(control.take_results(now=time.monotonic()))
 
     def tell(self, news):
-        from xpyd_connector.core.loads import LetGo, Result
+        from xpyd_connector.core.results import BlocksReleased, LoadResult
 
         for ended in news:
             match ended:
-                case Result(request, failure, lingers):
+                case LoadResult(request, failure, quarantined):
                     seconds = time.monotonic() - self.started[request]
-                    say(result=request, failure=failure, lingers=lingers, seconds=seconds)
-                case LetGo(request):
-                    say(result=f"{request} let go", failure="", lingers=False, seconds=0.0)
+                    say(result=request, failure=failure, quarantined=quarantined, seconds=seconds)
+                case BlocksReleased(request):
+                    say(result=f"{request} let go", failure="", quarantined=False, seconds=0.0)
 
     def lend(self, requests):
         for runner in self.controls:
             for request in requests:
-                runner.post(lambda control, now, request=request: control.lender.grant(request, now=now))
+                runner.post(lambda control, now, request=request: control.lease_manager.grant(request, now=now))
         return {}
 
     def load(self, request, engine, port, blocks, into):
         from xpyd_connector.core.ids import Address
-        from xpyd_connector.core.loads import Order
-        from xpyd_connector.core.plan import Stretch
+        from xpyd_connector.core.layout.transfer_plan import TokenRange
+        from xpyd_connector.core.pull.load import LoadOrder
 
         self.started[request] = time.monotonic()
-        whole = Stretch(0, 0, len(blocks) * TOKENS, blocks, into)
-        order = Order(request, request, engine, Address("127.0.0.1", port), (whole,))
+        whole = TokenRange(0, 0, len(blocks) * TOKENS, blocks, into)
+        order = LoadOrder(request, request, engine, Address("127.0.0.1", port), (whole,))
         self.transfer.post(lambda reader, now: reader.load(order, now=now))
         return {}
 
     def expect(self, request, engine, port, first, into):
         from xpyd_connector.core.ids import Address
-        from xpyd_connector.core.landings import Ticket
-        from xpyd_connector.core.messages import Lent
-        from xpyd_connector.core.offers import Booking
+        from xpyd_connector.core.lease.kv_params import PushParams
+        from xpyd_connector.core.messages import LentBlocks
+        from xpyd_connector.core.push.decode_scheduler import PushOrder
 
         self.started[request] = time.monotonic()
-        lent = Lent(first * TOKENS, (first + len(into)) * TOKENS, tuple(into))
-        booking = Booking(engine, "127.0.0.1", port, request, request)
-        ticket = Ticket(request, request, engine, Address("127.0.0.1", port), None, (lent,))
+        lent = LentBlocks(first * TOKENS, (first + len(into)) * TOKENS, tuple(into))
+        booking = PushParams(engine, "127.0.0.1", port, request, request)
+        ticket = PushOrder(request, request, engine, Address("127.0.0.1", port), None, (lent,))
         (runner,) = self.controls
-        runner.post(lambda control, now: control.borrower.want(request, booking, now=now))
-        runner.post(lambda control, now: control.landings.expect(ticket, now=now))
+        runner.post(lambda control, now: control.lease_renewer.start_renewing(request, booking, now=now))
+        runner.post(lambda control, now: control.push_receiver.expect(ticket, now=now))
         return {}
 
     def abort(self, request):
         (runner,) = self.controls
-        runner.post(lambda control, now: control.landings.stop(request))
+        runner.post(lambda control, now: control.push_receiver.stop(request))
         return {}
 
     def push(self, request, blocks, last, attempt):
-        from xpyd_connector.core.writings import Piece
+        from xpyd_connector.core.push.push_job import ComputedBlocks
 
         if last:
             (runner,) = self.controls
             runner.post(lambda control, now: control.grant(request, now=now))
         self.computed[request, attempt] += len(blocks)
-        piece = Piece(request, None, attempt, [blocks], self.computed[request, attempt] * TOKENS, last)
-        self.transfer.post(lambda writer, now: writer.offer(piece, now=now))
+        piece = ComputedBlocks(request, None, attempt, [blocks], self.computed[request, attempt] * TOKENS, last)
+        self.transfer.post(lambda writer, now: writer.add_computed(piece, now=now))
         return {}
 
     def fill(self, seed):

@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from support.engines import BLOCKS, LEASE, TIMEOUT, World, right
 from xpyd_connector.core.ids import ConnId
-from xpyd_connector.core.messages import Done, Drop, Reads, Renew
-from xpyd_connector.core.peers import MAX_BACKOFF, PeerState
+from xpyd_connector.core.messages import DropLeases, ReadDone, ReadsStarted, RenewLeases
+from xpyd_connector.core.session.peers import MAX_BACKOFF, PeerState
 
 MOST_TROUBLES = 2  # at a time: with more, nothing happens any more that could go wrong
 PICK = st.integers(0, 1000)
@@ -58,7 +58,7 @@ class PairMachine(RuleBasedStateMachine):
             self.serial += 1
             request = str(self.serial)
             offer = self.pick(self.offers.values(), pick)
-            self.world.want(offer, request)
+            self.world.start_renewing(offer, request)
             if queues or self.world.load(offer, request) is None:
                 self.waiting[request] = offer
 
@@ -76,7 +76,7 @@ class PairMachine(RuleBasedStateMachine):
         """A client hangs up while its request queues."""
         if self.can(self.world.d):
             request = self.pick(self.waiting, pick)
-            self.world.give_back(self.waiting.pop(request), request)
+            self.world.release(self.waiting.pop(request), request)
 
     @precondition(lambda self: self.loaded)
     @rule(pick=PICK)
@@ -99,16 +99,16 @@ class PairMachine(RuleBasedStateMachine):
                 self.world.p.revoke(request, now=self.world.now)
 
     @precondition(lambda self: self.world.p.leases._by_holder)
-    @rule(pick=PICK, what=st.sampled_from([Renew, Drop, Done, Reads]))
+    @rule(pick=PICK, what=st.sampled_from([RenewLeases, DropLeases, ReadDone, ReadsStarted]))
     def meddle(self, pick, what):
         """An engine that has proven to be another says what is not its to say of a lease that D holds."""
         if not self.can(self.world.p):
             return
         leases = self.world.p.leases
         request = self.pick([name for names in leases._by_holder.values() for name in names], pick)
-        message = Done(request, request, 0, 1) if what is Done else what((request,))
+        message = ReadDone(request, request, 0, 1) if what is ReadDone else what((request,))
         before = vars_of(leases._leases[request])
-        self.world.p.control.lender._answer(STRANGER, message, self.world.now)
+        self.world.p.control.lease_manager._on_message(STRANGER, message, self.world.now)
         assert vars_of(leases._leases.get(request)) == before, "a stranger has changed a lease"
 
     # ---- time
@@ -194,20 +194,20 @@ class PairMachine(RuleBasedStateMachine):
             return
         self.heal()
         for request, offer in self.waiting.items():
-            self.world.give_back(offer, request)
+            self.world.release(offer, request)
         self.world.run(seconds=3 * LEASE + TIMEOUT + 3 * MAX_BACKOFF, step=2.0)
         self.loaded_blocks_keep_their_bytes()
         for request in list(self.loaded):
             self.world.d.finish(request)
         for engine in (self.world.p, self.world.d):
             assert sorted(engine.free) == list(range(1, BLOCKS + 1)), f"{engine.name} lost blocks"
-            assert len(engine.leases) == len(engine.control.borrower) == len(engine.reader) == 0
-            assert engine.control.borrower._wanted == {}
+            assert len(engine.leases) == len(engine.control.lease_renewer) == len(engine.reader) == 0
+            assert engine.control.lease_renewer._leases_by_engine == {}
             for peers in (engine.peers, engine.worker_peers):
                 known = {peer.engine for peer in peers._peers.values()}
                 assert known <= {self.world.p.name}, "an engine that is gone is still known"
-                assert all(peer.state is PeerState.MET for peer in peers._peers.values())
-            assert set(engine.reader._reach) <= {self.world.p.name}
+                assert all(peer.state is PeerState.CONNECTED for peer in peers._peers.values())
+            assert set(engine.reader._remote_engines) <= {self.world.p.name}
 
     # ---- helpers
 
@@ -227,7 +227,7 @@ class PairMachine(RuleBasedStateMachine):
         if result.failure:
             return
         order = self.world.d.orders[result.request]
-        (whole,) = order.stretches
+        (whole,) = order.token_ranges
         numbers, heads = range(len(whole.remote)), range(self.world.d.heads)
         wanted = [right(order.remote_request, number, head) for number in numbers for head in heads]
         assert self.world.bytes_of(whole.local) == wanted, "wrong bytes were called right"

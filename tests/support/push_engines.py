@@ -8,29 +8,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from support.engines import BLOCK_SIZE, BLOCKS, FINGERPRINT, LEASE, Turns, lent, rank_info
-from xpyd_connector.core.borrower import Borrower
-from xpyd_connector.core.control import Control
-from xpyd_connector.core.ids import Address, BlockId, EngineAt, EngineId, RequestId
-from xpyd_connector.core.landings import Landings, Ticket
-from xpyd_connector.core.leases import LeaseBook, Released
-from xpyd_connector.core.lender import Candidate, Lender
-from xpyd_connector.core.loads import LeaseLost, LetGo, Result
+from xpyd_connector.core.control import ControlPlane
+from xpyd_connector.core.counters import Counters
+from xpyd_connector.core.ids import Address, BlockId, EngineEndpoint, EngineId, RequestId
+from xpyd_connector.core.layout.transfer_plan import heads_of
+from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
+from xpyd_connector.core.lease.kv_params import PushParams
+from xpyd_connector.core.lease.lease_table import LeaseEnded, LeaseTable
+from xpyd_connector.core.lease.prefill_scheduler import LeaseManager, RevocableLease
 from xpyd_connector.core.messages import PROTOCOL, Welcome
-from xpyd_connector.core.offers import Booking
-from xpyd_connector.core.peers import PeerBook
-from xpyd_connector.core.plan import heads_of
-from xpyd_connector.core.pushes import Pushes
-from xpyd_connector.core.tally import Tally
-from xpyd_connector.core.writer import Writer
-from xpyd_connector.core.writings import Gone, Piece
-from xpyd_connector.io.memory import MemoryLink, MemoryMover, Network, pieces_of
+from xpyd_connector.core.push.decode_scheduler import PushOrder, PushReceiver
+from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
+from xpyd_connector.core.push.prefill_worker import PushWriter
+from xpyd_connector.core.push.push_job import ComputedBlocks, TransferOver
+from xpyd_connector.core.results import BlocksReleased, LeaseLost, LoadResult
+from xpyd_connector.core.session.peers import PeerTable
+from xpyd_connector.io.in_memory import InMemoryLink, InMemoryNetwork, InMemoryTransferAgent, pieces_of
 
 WAIT, WRITE, PATIENCE = 100.0, 20.0, 15.0  # s: registration_timeout, transfer_timeout, patience with a heartbeat
 TCP = 900.0  # s that a cut network may last with its bytes still arriving afterwards
 STRAYS = 10  # turns a living decode engine needs to take in what a dead prefill engine had sent
 
 
-class WatchedMover(MemoryMover):
+class WatchedMover(InMemoryTransferAgent):
     """Looks at every block it writes, and fails unless it is lent to the reader it was posted for."""
 
     def __init__(self, network, memory, world):
@@ -41,7 +41,7 @@ class WatchedMover(MemoryMover):
 
     def write(self, handle, spans):
         number = super().write(handle, spans)
-        self.readers[id(self._flights[number])] = self.reader
+        self.readers[id(self._xfers[number])] = self.reader
         return number
 
     def poll(self):
@@ -56,7 +56,7 @@ class WatchedMover(MemoryMover):
 
     def _give_up_what_tcp_gave_up(self):
         if self.world.cut_at is not None and self.world.now >= self.world.cut_at + TCP:
-            for flight in self._flights.values():
+            for flight in self._xfers.values():
                 flight.landing, flight.cancelled = False, True
 
     def _copy(self, flight):
@@ -65,11 +65,11 @@ class WatchedMover(MemoryMover):
         super()._copy(flight)
 
 
-class WatchedWriter(Writer):
+class WatchedWriter(PushWriter):
     """Tells its mover for whom it writes."""
 
     def _post(self, writing, source, until, now):
-        self._mover.reader = writing.order.reader
+        self._transfer_agent.reader = writing.order.reader
         super()._post(writing, source, until, now)
 
 
@@ -105,7 +105,7 @@ class PushEngine:
     tickets: dict = field(default_factory=dict)
     into: dict = field(default_factory=dict)
     lent: dict = field(default_factory=dict)  # block -> request for which P may write into it
-    on_result: Callable[[Result], None] = lambda result: None
+    on_result: Callable[[LoadResult], None] = lambda result: None
     on_lost: Callable[[RequestId], None] = lambda request: None
 
     def __post_init__(self):
@@ -115,30 +115,39 @@ class PushEngine:
         memory = [b"zero"] * (BLOCKS + 1) * self.pieces
         self.memories = [network.memories.setdefault(f"{name}/{rank}", list(memory)) for rank in self.ranks_()]
         network.memories[name] = []
-        self.link, self.tally = MemoryLink(network, name, engine=name), Tally()
-        self.peers = PeerBook(self.link, FINGERPRINT, self.tally, retry_after=1.0)
-        self.leases = LeaseBook(duration=LEASE, extension=LEASE * 2 / 3, same_engine=self.link.are_of_one_engine)
-        lender = Lender(self.link, self.leases, self.tally)
-        borrower = Borrower(self.link, self.peers, self.tally, heartbeat_interval=LEASE / 6)
+        self.link, self.counters = InMemoryLink(network, name, engine=name), Counters()
+        self.peers = PeerTable(self.link, FINGERPRINT, self.counters, retry_after=1.0)
+        self.leases = LeaseTable(duration=LEASE, extension=LEASE * 2 / 3, same_engine=self.link.are_of_one_engine)
+        lease_manager = LeaseManager(self.link, self.leases, self.counters)
+        lease_renewer = LeaseRenewer(self.link, self.peers, self.counters, heartbeat_interval=LEASE / 6)
         infos = [
             rank_info(f"{name}/{rank}", rank=rank, ranks=self.ranks, all_heads=self.heads) for rank in self.ranks_()
         ]
         tokens = {rank: f"{name}/{rank}".encode() for rank in self.ranks_()}
-        self.pushes = Pushes(self.link, lender, self.tally, tokens=tokens, patience=self.wait)
-        self.landings = Landings(
-            self.link, self.peers, borrower, self.tally, infos, timeout=self.wait, patience=PATIENCE
+        self.push_coordinator = PushCoordinator(
+            self.link, lease_manager, self.counters, tokens=tokens, registration_timeout=self.wait
         )
-        self.control = Control(lender, borrower, self.peers, self.tally, pushes=self.pushes, landings=self.landings)
-        self.worker_links = [MemoryLink(network, f"{name}/{rank}", engine=name) for rank in self.ranks_()]
+        self.push_receiver = PushReceiver(
+            self.link, self.peers, lease_renewer, self.counters, infos, timeout=self.wait, peer_timeout=PATIENCE
+        )
+        self.control = ControlPlane(
+            lease_manager,
+            lease_renewer,
+            self.peers,
+            self.counters,
+            push_coordinator=self.push_coordinator,
+            push_receiver=self.push_receiver,
+        )
+        self.worker_links = [InMemoryLink(network, f"{name}/{rank}", engine=name) for rank in self.ranks_()]
         self.movers = [WatchedMover(network, f"{name}/{rank}", self.world) for rank in self.ranks_()]
-        self.worker_tally = Tally()
+        self.worker_tally = Counters()
         self.writers = [
             WatchedWriter(
                 link,
                 mover,
                 self.worker_tally,
                 info,
-                home=EngineAt(name, self.address),
+                scheduler_endpoint=EngineEndpoint(name, self.address),
                 token=tokens[info.rank],
                 timeout=WRITE,
             )
@@ -184,8 +193,8 @@ class PushEngine:
         """The prefill is aborted."""
         prefill = self.computing.pop(name)
         self._free(prefill.ids)
-        self.told.append((prefill, Gone(prefill.name)))
-        self.control.pushes.abandoned(RequestId(name), now=self.world.now)
+        self.told.append((prefill, TransferOver(prefill.name)))
+        self.control.push_coordinator.abandoned(RequestId(name), now=self.world.now)
 
     def lend(self, name, *, now):
         """The prefill is done: grant the lease; the workers hear of the last blocks with the next step."""
@@ -200,14 +209,16 @@ class PushEngine:
 
     def revoke(self, name, *, now):
         """Another prompt needs the blocks."""
-        self.control.revoke([Candidate(RequestId(name), len(self.held[name]))], 1, now=now)
+        self.control.revoke([RevocableLease(RequestId(name), len(self.held[name]))], 1, now=now)
 
     def _announce(self, prefill, *, last):
         new = [BlockId(block) for block in prefill.ids[prefill.announced :]]
         prefill.announced += len(new)
         if new or last:
             tokens = len(prefill.ids) * BLOCK_SIZE
-            self.told.append((prefill, Piece(prefill.name, prefill.prompt, prefill.attempt, [new], tokens, last)))
+            self.told.append(
+                (prefill, ComputedBlocks(prefill.name, prefill.prompt, prefill.attempt, [new], tokens, last))
+            )
 
     # ---- D's scheduler
 
@@ -221,14 +232,14 @@ class PushEngine:
             self.lent[block] = request
             self._fill(block, b"fresh")
         groups = lent(first, into)
-        ticket = Ticket(RequestId(request), RequestId(name), EngineId(engine.name), engine.address, prompt, groups)
+        ticket = PushOrder(RequestId(request), RequestId(name), EngineId(engine.name), engine.address, prompt, groups)
         self.tickets[ticket.request] = ticket
-        self.landings.expect(ticket, now=now)
+        self.push_receiver.expect(ticket, now=now)
         return into
 
-    def want(self, request, name, engine, *, now):
-        booking = Booking(EngineId(engine.name), *engine.address, name, RequestId(name))
-        self.control.borrower.want(RequestId(request), booking, now=now)
+    def start_renewing(self, request, name, engine, *, now):
+        booking = PushParams(EngineId(engine.name), *engine.address, name, RequestId(name))
+        self.control.lease_renewer.start_renewing(RequestId(request), booking, now=now)
 
     # ---- both
 
@@ -237,7 +248,7 @@ class PushEngine:
         if not self.alive or self.frozen:
             return
         self._turn_of(self.link, self.control, now)
-        news = self.control.take_news(now=now)
+        news = self.control.take_results(now=now)
         if not self.is_busy:
             on_their_way, self.on_their_way = self.on_their_way, self.told
             self.told = []
@@ -250,7 +261,7 @@ class PushEngine:
 
     def _deliver(self, prefill, piece, now):
         for writer in self.writers:
-            writer.offer(piece, now=now)
+            writer.add_computed(piece, now=now)
 
     def _turn_of(self, link, core, now):
         for event in link.poll():
@@ -259,23 +270,23 @@ class PushEngine:
 
     def _ended(self, news):
         match news:
-            case Released(request):
+            case LeaseEnded(request):
                 self.freed.append(news)
                 self._free(self.held.pop(request))
-                self.told.append((None, Gone(request)))
+                self.told.append((None, TransferOver(request)))
             case LeaseLost(request):
                 self.on_lost(request)
-            case LetGo(request):
-                assert self.results[request].lingers, "P let go of what nobody was told it held"
+            case BlocksReleased(request):
+                assert self.results[request].quarantined, "P let go of what nobody was told it held"
                 self._take_back(request)
                 self.finish(request)
-            case Result(request, failure, lingers):
+            case LoadResult(request, failure, quarantined):
                 assert request not in self.results, "a load ended twice"
                 self.results[request] = news
-                if not lingers:
+                if not quarantined:
                     self._take_back(request)
                 self.on_result(news)
-                if failure and not lingers:
+                if failure and not quarantined:
                     self.finish(request)
 
     def _take_back(self, request):
@@ -301,7 +312,7 @@ class PushEngine:
         """The process ends. What its workers had on their way may still arrive."""
         self.alive = False
         for mover in self.movers:
-            self.world.strays += [Stray(mover, flight) for flight in mover._flights.values()]
+            self.world.strays += [Stray(mover, flight) for flight in mover._xfers.values()]
         for link in (self.link, *self.worker_links):
             self.world.network.kill(link)
 
@@ -309,7 +320,7 @@ class PushEngine:
         places = [block * self.pieces + piece for block in blocks for piece in range(self.pieces)]
         return [[memory[place] for place in places] for memory in self.memories]
 
-    def result(self, request) -> Result | None:
+    def result(self, request) -> LoadResult | None:
         return self.results.get(RequestId(request))
 
 
@@ -337,7 +348,7 @@ class PushWorld(Turns):
 
     def __init__(self, *, ranks=1, d_ranks=None, heads=None):
         """P has ``ranks``, and if nothing is said D as many, and the model as many heads."""
-        self.network, self.now, self.ranks = Network(), 0.0, {"p": ranks, "d": d_ranks or ranks}
+        self.network, self.now, self.ranks = InMemoryNetwork(), 0.0, {"p": ranks, "d": d_ranks or ranks}
         self.heads = heads or max(self.ranks.values())
         self.cut_at = None
         self.engines, self.strays = [], []
@@ -408,14 +419,14 @@ class PushWorld(Turns):
         else:
             assert self.p.compute(name, chunk)
 
-    def want(self, request="d-a", name="t", engine=None):
-        self.d.want(request, name, engine or self.p, now=self.now)
+    def start_renewing(self, request="d-a", name="t", engine=None):
+        self.d.start_renewing(request, name, engine or self.p, now=self.now)
 
     def expect(self, request="d-a", name="t", blocks=3, **options):
         """As the scheduler does for a request that arrives and is admitted."""
         engine = options.pop("engine", self.p)
-        self.d.want(request, name, engine, now=self.now)
+        self.d.start_renewing(request, name, engine, now=self.now)
         return self.d.expect(request, name, engine, blocks, now=self.now, **options)
 
     def stop(self, request="d-a"):
-        self.d.landings.stop(RequestId(request))
+        self.d.push_receiver.stop(RequestId(request))

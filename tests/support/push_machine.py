@@ -11,26 +11,36 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.engines import BLOCK_SIZE, BLOCKS, LEASE, lent
 from support.push_engines import WAIT, PushWorld
 from xpyd_connector.core.ids import ConnId
-from xpyd_connector.core.messages import Alive, Drop, Landed, Lapsed, Register, Renew, Stop, Stopped, Stuck
-from xpyd_connector.core.peers import MAX_BACKOFF, PeerState
+from xpyd_connector.core.messages import (
+    CancelPushes,
+    DropLeases,
+    HeartbeatReply,
+    LeasesLost,
+    PushDone,
+    PushStalled,
+    PushStopped,
+    RegisterPush,
+    RenewLeases,
+)
+from xpyd_connector.core.session.peers import MAX_BACKOFF, PeerState
 
 STRANGER = ConnId(-1)
 MOST_TROUBLES = 2  # at a time: with more, nothing happens any more that could go wrong
 PICK = st.integers(0, 1000)
 
 # What TCP does not do to a connection that lives is done here all the same, where the protocol can bear it. It cannot:
-# - losing a Register, Memory, Stop, Stopped or Landed: each is said once, and somebody waits for it;
-# - a Register that arrives twice or late: P would write for a reader who has been answered;
+# - losing a RegisterPush, Memory, CancelPushes, PushStopped or PushDone: each is said once, and somebody waits for it;
+# - a RegisterPush that arrives twice or late: P would write for a reader who has been answered;
 # - a Memory that arrives late: registrations before it are refused.
 TAMPER = {
-    Renew: ("drop", "repeat", "delay"),
-    Alive: ("drop", "repeat", "delay"),
-    Lapsed: ("drop", "repeat", "delay"),
-    Drop: ("drop", "repeat", "delay"),
-    Stuck: ("drop", "repeat", "delay"),
-    Stop: ("repeat", "delay"),
-    Stopped: ("repeat", "delay"),
-    Landed: ("repeat", "delay"),
+    RenewLeases: ("drop", "repeat", "delay"),
+    HeartbeatReply: ("drop", "repeat", "delay"),
+    LeasesLost: ("drop", "repeat", "delay"),
+    DropLeases: ("drop", "repeat", "delay"),
+    PushStalled: ("drop", "repeat", "delay"),
+    CancelPushes: ("repeat", "delay"),
+    PushStopped: ("repeat", "delay"),
+    PushDone: ("repeat", "delay"),
 }
 
 
@@ -82,7 +92,7 @@ class PushMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.waiting)
     @rule(pick=PICK, first=st.integers(0, 1))
-    def admit(self, pick, first):
+    def add(self, pick, first):
         """Some of the prompt may be in the local prefix cache."""
         if self.can(self.world.d):
             request = self.pick(self.waiting, pick)
@@ -94,13 +104,13 @@ class PushMachine(RuleBasedStateMachine):
     def abort_waiting(self, pick):
         if self.can(self.world.d):
             request = self.pick(self.waiting, pick)
-            self.give_back(request)
+            self.release(request)
 
-    @precondition(lambda self: len(self.world.d.landings))
+    @precondition(lambda self: len(self.world.d.push_receiver))
     @rule(pick=PICK)
     def abort_loading(self, pick):
         if self.can(self.world.d):
-            self.world.stop(self.pick(self.world.d.landings._landings, pick))
+            self.world.stop(self.pick(self.world.d.push_receiver._pushes, pick))
 
     @precondition(lambda self: self.serial % 5 == 4)
     @rule(pick=PICK)
@@ -109,7 +119,7 @@ class PushMachine(RuleBasedStateMachine):
         if self.transfers and self.can(self.world.d):
             request, name = f"r{self.next()}", self.pick(self.transfers, pick)
             engine, blocks, _ = self.transfers[name]
-            self.world.d.want(request, name, engine, now=self.world.now)
+            self.world.d.start_renewing(request, name, engine, now=self.world.now)
             if not self.world.d.expect(request, name, engine, blocks, now=self.world.now, prompt="another"):
                 self.waiting[request] = name
 
@@ -149,19 +159,21 @@ class PushMachine(RuleBasedStateMachine):
         p = self.world.p
         if self.can(p) and (name := self.pick(p.held, pick)) in p.leases:
             p.revoke(name, now=self.world.now)
-            assert name not in p.leases or name in p.pushes._by_request, "what nobody is written to was not revoked"
+            assert name not in p.leases or name in p.push_coordinator._by_request, (
+                "what nobody is written to was not revoked"
+            )
 
     @precondition(lambda self: self.transfers)
-    @rule(pick=PICK, what=st.sampled_from([Renew, Drop, Register]))
+    @rule(pick=PICK, what=st.sampled_from([RenewLeases, DropLeases, RegisterPush]))
     def meddle(self, pick, what):
         """An engine that is another's speaks of a transfer that somebody has spoken of."""
-        pushes, name = self.world.p.pushes, self.pick(self.transfers, pick)
+        pushes, name = self.world.p.push_coordinator, self.pick(self.transfers, pick)
         if not self.can(self.world.p) or (owner := pushes._owner(name)) is None:
             return
-        message = Register("x", name, None, lent(0, [1])) if what is Register else what((name,))
+        message = RegisterPush("x", name, None, lent(0, [1])) if what is RegisterPush else what((name,))
         lease = self.world.p.leases._leases.get(name)
         expires_at = lease and lease.expires_at
-        pushes._told(STRANGER, message, self.world.now)
+        pushes._on_message(STRANGER, message, self.world.now)
         assert pushes._owner(name) == owner, "a stranger has taken a transfer"
         assert self.world.p.leases._leases.get(name) is lease, "a stranger has ended a lease"
         assert (lease and lease.expires_at) == expires_at, "a stranger has renewed a lease"
@@ -231,8 +243,8 @@ class PushMachine(RuleBasedStateMachine):
     @rule(pick=PICK, what=st.integers(0, 2))
     def tamper(self, pick, what):
         number = pick % self.world.network.in_flight()
-        if ways := TAMPER.get(type(self.world.network.peek(number))):
-            getattr(self.world.network, ways[what % len(ways)])(number)
+        if remote_ranks := TAMPER.get(type(self.world.network.peek(number))):
+            getattr(self.world.network, remote_ranks[what % len(remote_ranks)])(number)
 
     @precondition(lambda self: self.serial > 5)
     @rule(who=st.sampled_from("pd"))
@@ -266,7 +278,7 @@ class PushMachine(RuleBasedStateMachine):
             return
         self.heal()
         for request in list(self.waiting):
-            self.give_back(request)
+            self.release(request)
         for name in list(self.world.p.computing):
             self.world.p.abandon(name)
         self.world.run(seconds=3 * LEASE + 2 * WAIT + 3 * MAX_BACKOFF, step=5.0)
@@ -279,7 +291,7 @@ class PushMachine(RuleBasedStateMachine):
             nothing_is_left(engine)
             known = {peer.engine for peer in engine.peers._peers.values()}
             assert known <= {self.world.p.name}, "an engine that is gone is still known"
-            assert all(peer.state is PeerState.MET for peer in engine.peers._peers.values())
+            assert all(peer.state is PeerState.CONNECTED for peer in engine.peers._peers.values())
 
     # ---- helpers
 
@@ -311,7 +323,7 @@ class PushMachine(RuleBasedStateMachine):
 
     def arrive(self, name, queues, first):
         request = f"r{self.next()}"
-        self.world.d.want(request, name, self.transfers[name][0], now=self.world.now)
+        self.world.d.start_renewing(request, name, self.transfers[name][0], now=self.world.now)
         if queues or not self.expect(request, name, first):
             self.waiting[request] = name
 
@@ -321,9 +333,9 @@ class PushMachine(RuleBasedStateMachine):
         into = self.world.d.expect(request, name, engine, blocks, now=self.world.now, first=first, prompt=prompt)
         return into is not None
 
-    def give_back(self, request):
+    def release(self, request):
         engine = self.transfers[self.waiting.pop(request)][0]
-        self.world.d.control.borrower.give_back(request, engine.name)
+        self.world.d.control.lease_renewer.release(request, engine.name)
 
     def can(self, engine):
         return engine.alive and not engine.frozen
@@ -337,13 +349,13 @@ def nothing_is_left(engine):
     """All tables of an engine at rest are empty."""
     assert sorted(engine.free) == list(range(1, BLOCKS + 1)), f"{engine.name} lost blocks"
     assert engine.lent == {}
-    assert len(engine.leases) == len(engine.control.borrower) == len(engine.landings) == 0
-    assert engine.control.borrower._wanted == {}
-    assert engine.pushes._by_request == engine.pushes._early == {}
-    assert all(guest.pushes == {} for guest in engine.pushes._guests.values())
+    assert len(engine.leases) == len(engine.control.lease_renewer) == len(engine.push_receiver) == 0
+    assert engine.control.lease_renewer._leases_by_engine == {}
+    assert engine.push_coordinator._by_request == engine.push_coordinator._early == {}
+    assert all(peer.pushes == {} for peer in engine.push_coordinator._peers.values())
     for writer in engine.writers:
-        assert writer._sources == writer._writings == writer._by_request == writer._by_parcel == {}
-        assert writer._shipping._parcels == writer._shipping._by_flight == writer._shipping._by_copy == {}
-        assert not writer._unready
-        assert writer._guests.keys() == engine.pushes._guests.keys()
-        assert writer._mover._flights == {}
+        assert writer._sources == writer._jobs == writer._by_request == writer._by_part == {}
+        assert writer._part_writer._parts == writer._part_writer._transfers._steps == {}
+        assert not writer._awaiting_device
+        assert writer._peers.keys() == engine.push_coordinator._peers.keys()
+        assert writer._transfer_agent._xfers == {}

@@ -8,11 +8,11 @@ import ssl
 import time
 
 from support.engines import FINGERPRINT, rank_info
-from xpyd_connector.core.greeting import NONCE_BYTES, Call, Guest, Host
+from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import Address, EngineId, RequestId
-from xpyd_connector.core.messages import PROTOCOL, Proven, Welcome, decode, encode
-from xpyd_connector.core.ports import Met
-from xpyd_connector.core.tally import Tally
+from xpyd_connector.core.messages import PROTOCOL, ServerProof, Welcome, decode, encode
+from xpyd_connector.core.ports import PeerConnected
+from xpyd_connector.core.session.handshake import NONCE_BYTES, ClientConnection, HandshakeClient, HandshakeServer
 from xpyd_connector.io.framing import Deframer, frame
 from xpyd_connector.io.link import SocketLink
 from xpyd_connector.io.tls import Tls, digest_of
@@ -34,7 +34,7 @@ def in_force(secret):
     return lambda: secrets
 
 
-class SlowHost(Host):
+class SlowHost(HandshakeServer):
     """Takes its time to answer a hello."""
 
     def answer(self, message, arrival):
@@ -50,10 +50,10 @@ class Net:
         self.links, self.running = [], []
 
     def link(self, *, secret=b"s", timeout=LONG, threads=8, engine="d0", settings=TLS, local_only=False, **who):
-        guest = Guest(EngineId(engine), in_force(secret), **who)
-        tally = Tally()
-        link = SocketLink(guest, Tls(settings), tally, timeout=timeout, threads=threads, local_only=local_only)
-        link.tally = tally
+        guest = HandshakeClient(EngineId(engine), in_force(secret), **who)
+        counters = Counters()
+        link = SocketLink(guest, Tls(settings), counters, timeout=timeout, threads=threads, local_only=local_only)
+        link.counters = counters
         self.closing.callback(self.stop, link)
         self.links.append(link)
         self.running.append(link)
@@ -64,7 +64,7 @@ class Net:
             self.running.remove(link)
             link.stop()
 
-    def listener(self, *, welcome=WELCOME, secret=b"s", host=Host, **options):
+    def listener(self, *, welcome=WELCOME, secret=b"s", host=HandshakeServer, **options):
         link = self.link(secret=secret, **options)
         link.address = link.listen(Address("127.0.0.1", 0), host(welcome, in_force(secret), "127.0.0.1"))
         return link
@@ -93,10 +93,10 @@ class Net:
                 events += seen if other is link else []
         return events
 
-    def meet(self, link, listener):
-        conn = link.meet(listener.address, P)
+    def connect(self, link, listener):
+        conn = link.connect(listener.address, P)
         (met,) = self.events(link)
-        assert met == Met(conn, WELCOME)
+        assert met == PeerConnected(conn, WELCOME)
         return conn
 
 
@@ -153,13 +153,13 @@ class Stranger:
         challenge = challenge or self.hear(net)
         certificate = digest_of(self.sock.getpeercert(binary_form=True))
         who = {key: call.pop(key) for key in ("role", "badge", "workers") if key in call}
-        given = Call(P, self.address, "127.0.0.1", certificate, os.urandom(NONCE_BYTES))._replace(**call)
-        return Guest(EngineId(engine), in_force(secret), **who).hello(challenge, given)
+        given = ClientConnection(P, self.address, "127.0.0.1", certificate, os.urandom(NONCE_BYTES))._replace(**call)
+        return HandshakeClient(EngineId(engine), in_force(secret), **who).hello(challenge, given)
 
     def greet(self, net, secret=b"s", **options):
         """Be welcomed."""
         self.say(self.hello(net, secret, **options))
-        assert isinstance(self.hear(net), Proven)
+        assert isinstance(self.hear(net), ServerProof)
         assert self.hear(net) == WELCOME
 
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from support.staging_world import BLOCKS, LEASE, PATIENCE, SLOTS, StagingWorld
-from xpyd_connector.core.lender import Candidate
-from xpyd_connector.core.messages import MAX_RANKS, Done, Drop, Renew
-from xpyd_connector.core.readings import PartState
+from xpyd_connector.core.lease.prefill_scheduler import RevocableLease
+from xpyd_connector.core.messages import MAX_RANKS, DropLeases, ReadDone, RenewLeases
+from xpyd_connector.core.staging.staged_read import PartState
 
 PICK = st.integers(0, 1000)
 
@@ -59,21 +59,21 @@ class StagingMachine(RuleBasedStateMachine):
         if all(worker.conn is not None for worker in self.world.decoders[decoder].workers):
             self.world.load(request, size=size, decoder=decoder, ranks=only)
 
-    @precondition(lambda self: self.world.reading())
+    @precondition(lambda self: self.world.read_started())
     @rule(pick=PICK)
     def go_on(self, pick):
         """One rank has read its part."""
-        reading = self.world.reading()
+        reading = self.world.read_started()
         worker, load = reading[pick % len(reading)]
         worker.go_on(load)
 
-    @precondition(lambda self: self.world.reading())
+    @precondition(lambda self: self.world.read_started())
     @rule()
     def all_go_on(self):
         self.world.go_on()
 
     @precondition(lambda self: self.requests)
-    @rule(pick=PICK, decoder=PICK, kind=st.sampled_from([Renew, Renew, Drop]))
+    @rule(pick=PICK, decoder=PICK, kind=st.sampled_from([RenewLeases, RenewLeases, DropLeases]))
     def say(self, pick, decoder, kind):
         decoder = self.world.decoders[decoder % len(self.world.decoders)]
         if decoder.conn is not None:
@@ -85,18 +85,20 @@ class StagingMachine(RuleBasedStateMachine):
         """P lacks blocks; what somebody reads it keeps."""
         p, request = self.world.p, self.requests[pick % len(self.requests)]
         if request in p.leases:
-            is_read = p.stagings.is_reading(request) or p.leases.is_read(request, now=self.world.now)
-            p.lender.revoke([Candidate(request, 1)], 1, now=self.world.now, is_busy=p.stagings.is_reading)
+            is_read = p.staging_coordinator.is_reading(request) or p.leases.is_read(request, now=self.world.now)
+            p.lease_manager.revoke(
+                [RevocableLease(request, 1)], 1, now=self.world.now, is_busy=p.staging_coordinator.is_reading
+            )
             assert (request in p.leases) == is_read
 
-    @precondition(lambda self: self.world.reading())
+    @precondition(lambda self: self.world.read_started())
     @rule(pick=PICK, decoder=PICK)
     def meddle(self, pick, decoder):
         """Somebody says over his own connection that another's rank has read everything."""
-        reading, decoder = self.world.reading(), self.world.decoders[decoder % len(self.world.decoders)]
+        reading, decoder = self.world.read_started(), self.world.decoders[decoder % len(self.world.decoders)]
         worker, load = reading[pick % len(reading)]
         if decoder.conn is not None:
-            decoder.link.send(decoder.conn, Done(load.request, load.reader, worker.rank, MAX_RANKS))
+            decoder.link.send(decoder.conn, ReadDone(load.request, load.reader, worker.rank, MAX_RANKS))
 
     # ---- time
 
@@ -159,9 +161,9 @@ class StagingMachine(RuleBasedStateMachine):
 
     def check_copy(self, rank, number):
         """Bytes move only into slots that are kept for that very copy."""
-        stager, stagings = self.world.p.stagers[rank], self.world.p.stagings
+        stager, staging_coordinator = self.world.p.stagers[rank], self.world.p.staging_coordinator
         order = stager._running[number]
-        part = stagings._parts.get(order.number)
+        part = staging_coordinator._parts.get(order.number)
         assert part is not None, "slots were free while a copy into them was under way"
         assert part.state in (PartState.COPYING, PartState.ENDING), "a part that may be read was written to"
         assert order.slots == part.slots
@@ -170,7 +172,7 @@ class StagingMachine(RuleBasedStateMachine):
     def no_slot_is_in_two_parts(self):
         if not hasattr(self, "world"):
             return
-        parts = self.world.p.stagings._parts.values()
+        parts = self.world.p.staging_coordinator._parts.values()
         for group in range(self.world.p.groups):
             slots = [slot for part in parts if part.slots for slot in part.slots[group]]
             assert len(slots) == len(set(slots))
@@ -181,11 +183,11 @@ class StagingMachine(RuleBasedStateMachine):
         """While its lease is held, the fence will call what a rank reads right."""
         if not hasattr(self, "world"):
             return
-        stagings = self.world.p.stagings
-        assert {key.request for key in stagings._readings} <= self.world.p.held.keys()
-        for worker, load in self.world.reading():
-            if load.request in self.world.p.leases and (load.request, load.reader) in stagings._readings:
-                part = stagings._readings[load.request, load.reader].parts.get(load.part)
+        staging_coordinator = self.world.p.staging_coordinator
+        assert {key.request for key in staging_coordinator._reads} <= self.world.p.held.keys()
+        for worker, load in self.world.read_started():
+            if load.request in self.world.p.leases and (load.request, load.reader) in staging_coordinator._reads:
+                part = staging_coordinator._reads[load.request, load.reader].parts.get(load.part)
                 assert part is not None, "slots were taken from a rank that reads"
                 assert (part.state, part.slots) == (PartState.STAGED, load.slots)
                 assert worker.rank in part.ranks
@@ -215,5 +217,5 @@ class StagingMachine(RuleBasedStateMachine):
         assert [worker.unanswered() for worker in workers] == [[] for _ in workers], "somebody waits for an answer"
         assert p.held == {}
         assert sorted(p.free) == list(range(1, BLOCKS))
-        assert len(p.stagings) == len(p.slots) == p.slots.held == 0
+        assert len(p.staging_coordinator) == len(p.slots) == p.slots.held == 0
         assert [len(stager) + len(copier) for stager, copier in zip(p.stagers, p.copiers, strict=True)] == [0] * p.ranks

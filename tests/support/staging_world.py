@@ -8,31 +8,31 @@ from dataclasses import dataclass, field
 
 from support.copying import MemoryCopier
 from support.engines import FINGERPRINT
-from xpyd_connector.core.crew import Crew
-from xpyd_connector.core.ids import Address, BlockId, EngineAt, EngineId, RequestId
-from xpyd_connector.core.leases import LeaseBook
-from xpyd_connector.core.lender import Lender
+from xpyd_connector.core.counters import Counters
+from xpyd_connector.core.ids import Address, BlockId, EngineEndpoint, EngineId, RequestId
+from xpyd_connector.core.lease.lease_table import LeaseTable
+from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
 from xpyd_connector.core.messages import (
     PROTOCOL,
-    Attend,
-    Done,
-    Drop,
-    Fenced,
-    Lapsed,
+    DropLeases,
+    FenceResult,
+    LeasesLost,
+    PartRefused,
+    PartStaged,
     RankInfo,
+    ReadDone,
     Region,
-    Renew,
-    Stage,
-    Staged,
-    Unstaged,
+    RenewLeases,
+    StagePart,
     Welcome,
+    WorkerHello,
 )
-from xpyd_connector.core.ports import Failed, Lost, Met, Received
-from xpyd_connector.core.slots import Slots
-from xpyd_connector.core.stager import Stager
-from xpyd_connector.core.stagings import Stagings
-from xpyd_connector.core.tally import Tally
-from xpyd_connector.io.memory import BLOCK_BYTES, MemoryLink, Network
+from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
+from xpyd_connector.core.session.worker_links import WorkerLinks
+from xpyd_connector.core.staging.prefill_scheduler import StagingCoordinator
+from xpyd_connector.core.staging.slots import Slots
+from xpyd_connector.core.staging.worker import StagingWorker
+from xpyd_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwork
 
 LEASE, PATIENCE = 30.0, 60.0
 BLOCKS, SLOTS = 24, 4  # of each KV cache group: blocks, and slots without slot 0
@@ -51,7 +51,7 @@ def right(request, group, number, rank):
     return f"{request}/{group}/{number}@{rank}".encode()
 
 
-class Staging:
+class HostBuffer:
     """The prefill engine: ``free`` and ``held`` share out its blocks."""
 
     def __init__(self, network, *, ranks, groups):
@@ -62,23 +62,29 @@ class Staging:
         self.buffer = [region(after + group * (SLOTS + 1), SLOTS + 1, group) for group in range(groups)]
         for rank in range(ranks):
             network.memories[f"p/{rank}"] = [b"zero"] * (after + groups * (SLOTS + 1))
-        self.link, self.tally, self.worker_tally = MemoryLink(network, "p", engine="p"), Tally(), Tally()
-        self.leases = LeaseBook(duration=LEASE, extension=LEASE * 2 / 3, same_engine=self.link.are_of_one_engine)
-        self.lender = Lender(self.link, self.leases, self.tally)
+        self.link, self.counters, self.worker_tally = InMemoryLink(network, "p", engine="p"), Counters(), Counters()
+        self.leases = LeaseTable(duration=LEASE, extension=LEASE * 2 / 3, same_engine=self.link.are_of_one_engine)
+        self.lease_manager = LeaseManager(self.link, self.leases, self.counters)
         self.slots = Slots([SLOTS] * groups)
         tokens = {rank: f"token {rank}".encode() for rank in range(ranks)}
-        self.stagings = Stagings(
-            self.link, self.lender, self.tally, Crew(self.link, tokens), self.slots, blocks=BLOCKS, patience=PATIENCE
+        self.staging_coordinator = StagingCoordinator(
+            self.link,
+            self.lease_manager,
+            self.counters,
+            WorkerLinks(self.link, tokens),
+            self.slots,
+            blocks=BLOCKS,
+            read_timeout=PATIENCE,
         )
         self.copiers = [MemoryCopier(network, f"p/{rank}", self.cache, self.buffer) for rank in range(ranks)]
-        self.worker_links = [MemoryLink(network, f"p/{rank}", engine="p") for rank in range(ranks)]
+        self.worker_links = [InMemoryLink(network, f"p/{rank}", engine="p") for rank in range(ranks)]
         self.stagers = [
-            Stager(
+            StagingWorker(
                 link,
                 copier,
                 self.worker_tally,
-                home=EngineAt(EngineId("p"), ADDRESS),
-                attend=Attend(rank, tokens[rank]),
+                scheduler_endpoint=EngineEndpoint(EngineId("p"), ADDRESS),
+                hello=WorkerHello(rank, tokens[rank]),
             )
             for rank, (link, copier) in enumerate(zip(self.worker_links, self.copiers, strict=True))
         ]
@@ -99,7 +105,7 @@ class Staging:
             for group, ids in enumerate(self.held[request]):
                 for number, block in enumerate(ids):
                     memory[group * BLOCKS + block] = right(request, group, number, rank)
-        self.lender.grant(request, now=self.now)
+        self.lease_manager.grant(request, now=self.now)
         return request
 
     def memories(self):
@@ -119,11 +125,11 @@ class Staging:
     def turn(self, *, now):
         self.now = now
         for event in self.link.poll():
-            self.stagings.on(event, now=now)
-        self.lender.advance(now=now)
-        self.stagings.advance(now=now)
-        released = self.lender.take_released()
-        self.stagings.released(released)
+            self.staging_coordinator.on(event, now=now)
+        self.lease_manager.advance(now=now)
+        self.staging_coordinator.advance(now=now)
+        released = self.lease_manager.take_released()
+        self.staging_coordinator.released(released)
         for lease in released:
             self._free(lease.request)
         for link, stager in zip(self.worker_links, self.stagers, strict=True):
@@ -143,7 +149,7 @@ class Staging:
         """The connection between a worker and its scheduler breaks."""
         number = self.worker_links[rank].number
         wires = [wire for wire in self.network._wires if number in wire.ends]
-        self.network._break(wires, Lost(None, "connection reset"))
+        self.network._break(wires, ConnectionLost(None, "connection reset"))
 
 
 @dataclass
@@ -165,7 +171,7 @@ class Worker:
 
     def __init__(self, reads_from, name, rank, ranks):
         self.p, self.rank, self.ranks = reads_from, rank, ranks
-        self.link = MemoryLink(self.p.network, f"{name}/{rank}")
+        self.link = InMemoryLink(self.p.network, f"{name}/{rank}")
         self.p.network.aliases[f"{name}/{rank}"] = name  # as its Hello would prove
         self.conn, self.is_calling = None, False
         self.loads = {}
@@ -179,7 +185,7 @@ class Worker:
         for event in self.link.poll():
             self._hear(event)
         if self.conn is None and not self.is_calling:
-            self.link.meet(ADDRESS, EngineId("p"))
+            self.link.connect(ADDRESS, EngineId("p"))
             self.is_calling = True
         for load in self.loads.values():
             self._look(load)
@@ -192,7 +198,7 @@ class Worker:
             self._ask(load)
         else:
             load.state = "confirming"
-            self.link.send(self.conn, Done(load.request, load.reader, self.rank, self.ranks))
+            self.link.send(self.conn, ReadDone(load.request, load.reader, self.rank, self.ranks))
 
     def hang_up(self):
         if self.conn is not None:
@@ -203,23 +209,23 @@ class Worker:
         load.state = "asking"
         groups = tuple(tuple(ids) for ids in load.parts[load.part][0])
         self.asked.add((load.reader, load.part))
-        self.link.send(self.conn, Stage(load.request, load.reader, self.rank, self.ranks, load.part, groups))
+        self.link.send(self.conn, StagePart(load.request, load.reader, self.rank, self.ranks, load.part, groups))
 
     def _hear(self, event):
         match event:
-            case Met(conn, _):
+            case PeerConnected(conn, _):
                 self.conn, self.is_calling = conn, False
-            case Failed():
+            case ConnectFailed():
                 self.is_calling = False
-            case Lost():
+            case ConnectionLost():
                 self._lost()
-            case Received(_, Staged(reader, part, slots)):
+            case MessageReceived(_, PartStaged(reader, part, slots)):
                 load = self._answered(reader, part)
                 load.state, load.slots = "reading", slots
-            case Received(_, Unstaged(reader, part, reason)):
+            case MessageReceived(_, PartRefused(reader, part, reason)):
                 load = self._answered(reader, part)
                 load.state, load.reason = "failed", reason
-            case Received(_, Fenced(reader, held)):
+            case MessageReceived(_, FenceResult(reader, held)):
                 load = self.loads[reader]
                 assert load.state == "confirming"
                 assert load.right or not held, "wrong bytes were called right"
@@ -251,36 +257,36 @@ class Worker:
 class Decoder:
     """A decode engine: its scheduler renews and drops, its workers read."""
 
-    p: Staging
+    p: HostBuffer
     name: str
     ranks: int
     conn: object = None
     workers: list = field(default_factory=list)
 
     def __post_init__(self):
-        self.link = MemoryLink(self.p.network, self.name)
+        self.link = InMemoryLink(self.p.network, self.name)
         self.workers = [Worker(self.p, self.name, rank, self.ranks) for rank in range(self.ranks)]
         self.is_calling = False
 
     def turn(self):
         for event in self.link.poll():
             match event:
-                case Met(conn, _):
+                case PeerConnected(conn, _):
                     self.conn, self.is_calling = conn, False
-                case Failed():
+                case ConnectFailed():
                     self.is_calling = False
-                case Lost():
+                case ConnectionLost():
                     self.conn = None
-                case Received(_, Lapsed()):
+                case MessageReceived(_, LeasesLost()):
                     pass
         if self.conn is None and not self.is_calling:
-            self.link.meet(ADDRESS, EngineId("p"))
+            self.link.connect(ADDRESS, EngineId("p"))
             self.is_calling = True
         for worker in self.workers:
             worker.turn()
 
     def say(self, kind, request):
-        assert kind in (Renew, Drop)
+        assert kind in (RenewLeases, DropLeases)
         self.link.send(self.conn, kind((request,)))
 
 
@@ -288,8 +294,8 @@ class StagingWorld:
     """One prefill engine, and decode engines with these numbers of ranks."""
 
     def __init__(self, *, ranks=1, groups=1, decoders=(1,)):
-        self.network, self.now, self.serial = Network(), 0.0, 0
-        self.p = Staging(self.network, ranks=ranks, groups=groups)
+        self.network, self.now, self.serial = InMemoryNetwork(), 0.0, 0
+        self.p = HostBuffer(self.network, ranks=ranks, groups=groups)
         self.decoders = [Decoder(self.p, f"d{number}", d_ranks) for number, d_ranks in enumerate(decoders)]
         self.run()
 
@@ -328,7 +334,7 @@ class StagingWorld:
                 worker.start(loads[-1])
         return loads
 
-    def reading(self):
+    def read_started(self):
         """Every rank that reads a part now."""
         return [
             (worker, load)
@@ -340,6 +346,6 @@ class StagingWorld:
 
     def go_on(self):
         """Every read that is under way ends."""
-        for worker, load in self.reading():
+        for worker, load in self.read_started():
             worker.go_on(load)
         self.run()

@@ -9,12 +9,22 @@ import socket
 import ssl
 import sys
 
-from xpyd_connector.core.greeting import Guest
 from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
-from xpyd_connector.core.messages import Attend, Done, Drop, Lent, Register, Renew, Stop, decode, encode
+from xpyd_connector.core.messages import (
+    CancelPushes,
+    DropLeases,
+    LentBlocks,
+    ReadDone,
+    RegisterPush,
+    RenewLeases,
+    WorkerHello,
+    decode,
+    encode,
+)
+from xpyd_connector.core.session.handshake import HandshakeClient
 from xpyd_connector.errors import PeerError
+from xpyd_connector.io.connect import open_connection
 from xpyd_connector.io.framing import Deframer, frame
-from xpyd_connector.io.meeting import meet
 from xpyd_connector.io.tls import Tls
 from xpyd_connector.settings import Settings
 
@@ -24,12 +34,12 @@ TIMEOUT = 5.0  # s
 def main(host, port, engine, request):
     address, name = Address(host, int(port)), RequestId(request)
     blunt = {
-        "renew": Renew((name,)),
-        "drop": Drop((name,)),
-        "done": Done(name, RequestId("mine"), 0, 1),
-        "register": Register(RequestId("mine"), name, "digest", (Lent(0, 32, (BlockId(1),)),)),
-        "stop": Stop((name,)),
-        "attend": Attend(0, b"a guess"),
+        "renew": RenewLeases((name,)),
+        "drop": DropLeases((name,)),
+        "done": ReadDone(name, RequestId("mine"), 0, 1),
+        "register": RegisterPush(RequestId("mine"), name, "digest", (LentBlocks(0, 32, (BlockId(1),)),)),
+        "stop": CancelPushes((name,)),
+        "attend": WorkerHello(0, b"a guess"),
     }
     got = {
         "no secret": greeting(address, engine, ()),
@@ -43,8 +53,8 @@ def main(host, port, engine, request):
 def greeting(address, engine, secrets):
     """Greet as an engine does; the answer, or the word "welcome"."""
     try:
-        sock, welcome = meet(
-            address, EngineId(engine), Guest(EngineId("x"), lambda: secrets), Tls(Settings()), timeout=TIMEOUT
+        sock, welcome = open_connection(
+            address, EngineId(engine), HandshakeClient(EngineId("x"), lambda: secrets), Tls(Settings()), timeout=TIMEOUT
         )
     except PeerError as exc:
         return str(exc)

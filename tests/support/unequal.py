@@ -7,24 +7,24 @@ in a decode engine's memory says where it is from.
 from typing import NamedTuple
 
 from support.engines import FINGERPRINT, LEASE, TIMEOUT, Turns
-from xpyd_connector.core.borrower import Borrower
-from xpyd_connector.core.control import Control
-from xpyd_connector.core.groups import CacheGroup
-from xpyd_connector.core.ids import Address, BlockId, EngineAt, EngineId, RequestId
-from xpyd_connector.core.landings import Landings, Ticket
-from xpyd_connector.core.leases import LeaseBook
-from xpyd_connector.core.lender import Lender
-from xpyd_connector.core.loads import Order
-from xpyd_connector.core.messages import PROTOCOL, Lent, RankInfo, Region, Welcome
-from xpyd_connector.core.offers import Booking
-from xpyd_connector.core.peers import PeerBook
-from xpyd_connector.core.plan import Stretch, heads_of
-from xpyd_connector.core.pushes import Pushes
-from xpyd_connector.core.reader import Reader
-from xpyd_connector.core.tally import Tally
-from xpyd_connector.core.writer import Writer
-from xpyd_connector.core.writings import Piece
-from xpyd_connector.io.memory import BLOCK_BYTES, MemoryLink, MemoryMover, Network
+from xpyd_connector.core.control import ControlPlane
+from xpyd_connector.core.counters import Counters
+from xpyd_connector.core.ids import Address, BlockId, EngineEndpoint, EngineId, RequestId
+from xpyd_connector.core.layout.cache_groups import CacheGroup
+from xpyd_connector.core.layout.transfer_plan import TokenRange, heads_of
+from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
+from xpyd_connector.core.lease.kv_params import PushParams
+from xpyd_connector.core.lease.lease_table import LeaseTable
+from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
+from xpyd_connector.core.messages import PROTOCOL, LentBlocks, RankInfo, Region, Welcome
+from xpyd_connector.core.pull.decode_worker import PullReader
+from xpyd_connector.core.pull.load import LoadOrder
+from xpyd_connector.core.push.decode_scheduler import PushOrder, PushReceiver
+from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
+from xpyd_connector.core.push.prefill_worker import PushWriter
+from xpyd_connector.core.push.push_job import ComputedBlocks
+from xpyd_connector.core.session.peers import PeerTable
+from xpyd_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwork, InMemoryTransferAgent
 
 UNIT = 4  # tokens of one head in a piece
 P, D = EngineId("p0"), EngineId("d0")
@@ -56,18 +56,20 @@ class Engine:
         for info in self.infos:
             pieces = sum(self.pieces_of_block(group) for group in range(len(self.groups))) * blocks
             network.memories[info.agent.decode()] = [b"before"] * pieces
-        self.link, self.tally = MemoryLink(network, name, engine=name), Tally()
+        self.link, self.counters = InMemoryLink(network, name, engine=name), Counters()
         network.memories[name] = []
-        self.peers = PeerBook(self.link, FINGERPRINT, self.tally, retry_after=1.0)
-        self.lender = Lender(self.link, LeaseBook(duration=LEASE, extension=LEASE * 2 / 3), self.tally)
-        self.borrower = Borrower(self.link, self.peers, self.tally, heartbeat_interval=LEASE / 6)
+        self.peers = PeerTable(self.link, FINGERPRINT, self.counters, retry_after=1.0)
+        self.lease_manager = LeaseManager(self.link, LeaseTable(duration=LEASE, extension=LEASE * 2 / 3), self.counters)
+        self.lease_renewer = LeaseRenewer(self.link, self.peers, self.counters, heartbeat_interval=LEASE / 6)
         tokens = {info.rank: info.agent for info in self.infos}
-        self.pushes = Pushes(self.link, self.lender, self.tally, tokens=tokens, patience=100.0)
-        self.landings = Landings(
-            self.link, self.peers, self.borrower, self.tally, self.infos, timeout=100.0, patience=15.0
+        self.push_coordinator = PushCoordinator(
+            self.link, self.lease_manager, self.counters, tokens=tokens, registration_timeout=100.0
+        )
+        self.push_receiver = PushReceiver(
+            self.link, self.peers, self.lease_renewer, self.counters, self.infos, timeout=100.0, peer_timeout=15.0
         )
         self.cores = []  # (link, core) of every thread
-        self.movers = [MemoryMover(network, info.agent.decode()) for info in self.infos]
+        self.movers = [InMemoryTransferAgent(network, info.agent.decode()) for info in self.infos]
         network.listen(HOME[name], self.link, Welcome(PROTOCOL, name, FINGERPRINT, tuple(self.infos)))
 
     @property
@@ -136,7 +138,7 @@ class UnequalWorld(Turns):
     """A prefill engine that has a prompt and a decode engine that lacks the end of it."""
 
     def __init__(self, model=None, p=None, d=None, *, prompt=22, external=None, blocks=64):
-        self.network, self.now = Network(), 0.0
+        self.network, self.now = InMemoryNetwork(), 0.0
         model = model or Model()
         self.p = Engine(self.network, P, model, p or Shape(), blocks)
         self.d = Engine(self.network, D, model, d or Shape(), blocks + 7)
@@ -151,8 +153,8 @@ class UnequalWorld(Turns):
             gone = group.first_needed(prompt - 1) // group.block_size
             table[:gone] = [BlockId(0)] * gone  # what fell out of the window is another's now
 
-    def lacking(self):
-        return [group.lacking(self.prompt, self.external) for group in self.d.groups]
+    def missing_tokens(self):
+        return [group.missing_tokens(self.prompt, self.external) for group in self.d.groups]
 
     def round(self):
         self.network.deliver()
@@ -164,27 +166,27 @@ class UnequalWorld(Turns):
     def pull(self):
         """Lend the prompt, and have every rank of D read what it lacks."""
         p, d = self.p, self.d
-        p.cores = [(p.link, Control(p.lender, p.borrower, p.peers, p.tally))]
-        p.lender.grant(T, now=self.now)
+        p.cores = [(p.link, ControlPlane(p.lease_manager, p.lease_renewer, p.peers, p.counters))]
+        p.lease_manager.grant(T, now=self.now)
         self.readers = [self._reader(info, mover) for info, mover in zip(d.infos, d.movers, strict=True)]
         for reader in self.readers:
-            reader.load(Order(A, T, P, HOME[P], self.stretches()), now=self.now)
+            reader.load(LoadOrder(A, T, P, HOME[P], self.token_ranges()), now=self.now)
 
     def _reader(self, info, mover):
-        link, tally = MemoryLink(self.network, f"{D}/{info.rank}", engine=D), Tally()
-        peers = PeerBook(link, FINGERPRINT, tally, retry_after=1.0)
-        reader = Reader(link, mover, peers, tally, info, timeout=TIMEOUT)
+        link, counters = InMemoryLink(self.network, f"{D}/{info.rank}", engine=D), Counters()
+        peers = PeerTable(link, FINGERPRINT, counters, retry_after=1.0)
+        reader = PullReader(link, mover, peers, counters, info, timeout=TIMEOUT)
         self.d.cores.append((link, reader))
         return reader
 
-    def stretches(self):
+    def token_ranges(self):
         """Return what the decode engine's scheduler orders."""
         found = []
-        for number, (start, stop) in enumerate(self.lacking()):
+        for number, (start, stop) in enumerate(self.missing_tokens()):
             if start < stop:
                 remote = self.source[number][self.p.groups[number].blocks_of(start, stop)]
                 local = self.target[number][self.d.groups[number].blocks_of(start, stop)]
-                found.append(Stretch(number, start, stop, remote, local))
+                found.append(TokenRange(number, start, stop, remote, local))
         return tuple(found)
 
     # ---- push
@@ -192,50 +194,64 @@ class UnequalWorld(Turns):
     def push(self):
         """Start both engines' threads, and have D register what it lacks."""
         p, d = self.p, self.d
-        control = Control(p.lender, p.borrower, p.peers, p.tally, pushes=p.pushes)
+        control = ControlPlane(
+            p.lease_manager, p.lease_renewer, p.peers, p.counters, push_coordinator=p.push_coordinator
+        )
         p.cores = [(p.link, control)]
         self.writers = []
         for info, mover in zip(p.infos, p.movers, strict=True):
-            link = MemoryLink(self.network, f"{P}/{info.rank}", engine=P)
+            link = InMemoryLink(self.network, f"{P}/{info.rank}", engine=P)
             self.writers.append(
-                Writer(link, mover, p.tally, info, home=EngineAt(P, HOME[P]), token=info.agent, timeout=TIMEOUT)
+                PushWriter(
+                    link,
+                    mover,
+                    p.counters,
+                    info,
+                    scheduler_endpoint=EngineEndpoint(P, HOME[P]),
+                    token=info.agent,
+                    timeout=TIMEOUT,
+                )
             )
             p.cores.append((link, self.writers[-1]))
-        d.cores = [(d.link, Control(d.lender, d.borrower, d.peers, d.tally, landings=d.landings))]
-        d.borrower.want(A, Booking(P, *HOME[P], T, T), now=self.now)
+        d.cores = [
+            (d.link, ControlPlane(d.lease_manager, d.lease_renewer, d.peers, d.counters, push_receiver=d.push_receiver))
+        ]
+        d.lease_renewer.start_renewing(A, PushParams(P, *HOME[P], T, T), now=self.now)
         lent = [
-            Lent(start, stop, tuple(self.target[number][d.groups[number].blocks_of(start, stop)]))
-            if start < stop else Lent(start, start, ())
-            for number, (start, stop) in enumerate(self.lacking())
+            LentBlocks(start, stop, tuple(self.target[number][d.groups[number].blocks_of(start, stop)]))
+            if start < stop else LentBlocks(start, start, ())
+            for number, (start, stop) in enumerate(self.missing_tokens())
         ]  # fmt: skip
-        d.landings.expect(Ticket(A, T, P, HOME[P], None, tuple(lent)), now=self.now)
+        d.push_receiver.expect(PushOrder(A, T, P, HOME[P], None, tuple(lent)), now=self.now)
         self.announced = [0] * len(p.groups)
 
     def compute(self, tokens, *, last=False):
         """Tell P's workers how far the prompt is computed."""
         if last:
-            self.p.pushes._lender.grant(T, now=self.now)
-            self.p.pushes.granted(T, now=self.now)
+            self.p.push_coordinator._lease_manager.grant(T, now=self.now)
+            self.p.push_coordinator.granted(T, now=self.now)
         pieces = []
         for number, (group, table) in enumerate(zip(self.p.groups, self.source, strict=True)):
             complete = len(table) if last else tokens // group.block_size
             pieces.append(table[self.announced[number] : complete])
             self.announced[number] = complete
         for writer in self.writers:
-            writer.offer(Piece(T, None, 0, pieces, tokens, last), now=self.now)
+            writer.add_computed(ComputedBlocks(T, None, 0, pieces, tokens, last), now=self.now)
 
     # ---- what came of it
 
     def results(self):
         """Return what D heard of the request, from each of its ranks (pull) or of all (push)."""
-        found = [reader.take_results() for reader in getattr(self, "readers", ())] or [self.d.landings.take_results()]
+        found = [reader.take_results() for reader in getattr(self, "readers", ())] or [
+            self.d.push_receiver.take_results()
+        ]
         return [result for each in found for result in each]
 
     def check(self):
         """Check every piece of the decode engine's memory: what was lacking is there, and nothing else is touched."""
         for rank in range(self.d.shape.ranks):
             wanted = [b"before"] * len(self.d.memory(rank))
-            for group, (start, stop) in enumerate(self.lacking()):
+            for group, (start, stop) in enumerate(self.missing_tokens()):
                 unit = min(self.p.shape.sizes[group], self.d.shape.sizes[group])
                 if start < stop:  # whole rows of the side with the smaller ones move
                     rows = start // unit * unit, -(-stop // unit) * unit

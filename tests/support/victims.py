@@ -24,7 +24,7 @@ STALL = 20.0  # s
 POLICIES = ("recompute", "fail")
 
 HELD, BLOCKS_HELD = "vllm:xpyd_leases_held", "vllm:xpyd_blocks_held"
-BORROWING, LINGERING = "vllm:xpyd_requests_borrowing", "vllm:xpyd_blocks_lingering"
+BORROWING, LINGERING = "vllm:xpyd_requests_waiting_for_remote_kv", "vllm:xpyd_blocks_quarantined"
 EXPIRED, LOADS = "vllm:xpyd_leases_expired_total", "vllm:xpyd_loads_total"
 RUNNING, WAITING, USAGE = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
 TABLES = (HELD, BLOCKS_HELD, BORROWING, LINGERING)  # of what an engine at rest has none

@@ -1,119 +1,123 @@
-"""What the control thread of a scheduler process runs: everything that is on its link."""
+"""The control thread of a scheduler process: passes the events of its link to the objects they belong to."""
 
 from collections.abc import Sequence
 
-from xpyd_connector.core.borrower import Borrower
+from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import RequestId
-from xpyd_connector.core.landings import Landings
-from xpyd_connector.core.leases import Released
-from xpyd_connector.core.lender import Candidate, Lender
-from xpyd_connector.core.loads import LeaseLost, LetGo, Result
-from xpyd_connector.core.messages import Attend
-from xpyd_connector.core.peers import PeerBook
-from xpyd_connector.core.ports import LinkEvent, Received
-from xpyd_connector.core.pushes import Pushes
-from xpyd_connector.core.stagings import Stagings
-from xpyd_connector.core.tally import Tally
-from xpyd_connector.core.unpacking import Unpacking
+from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
+from xpyd_connector.core.lease.lease_table import LeaseEnded
+from xpyd_connector.core.lease.prefill_scheduler import LeaseManager, RevocableLease
+from xpyd_connector.core.messages import WorkerHello
+from xpyd_connector.core.ports import LinkEvent, MessageReceived
+from xpyd_connector.core.push.decode_scheduler import PushReceiver
+from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
+from xpyd_connector.core.results import BlocksReleased, LeaseLost, LoadResult
+from xpyd_connector.core.session.peers import PeerTable
+from xpyd_connector.core.staging.decode_scheduler import StagingReceiver
+from xpyd_connector.core.staging.prefill_scheduler import StagingCoordinator
 
 
-class Control:
-    """Events of connections we opened are for our decode half, all others for our prefill half.
+class ControlPlane:
+    """Connections that we opened belong to the decode role, all others to the prefill role.
 
-    In push each half has a second core: what P writes, and where it lands. Where KV goes through host memory, a third.
+    Push adds a coordinator to the prefill role and a receiver to the decode role; staging adds one object to each.
     """
 
     def __init__(
         self,
-        lender: Lender,
-        borrower: Borrower,
-        peers: PeerBook,
-        tally: Tally,
+        lease_manager: LeaseManager,
+        lease_renewer: LeaseRenewer,
+        peers: PeerTable,
+        counters: Counters,
         *,
-        pushes: Pushes | None = None,
-        landings: Landings | None = None,
-        stagings: Stagings | None = None,
-        unpacking: Unpacking | None = None,
+        push_coordinator: PushCoordinator | None = None,
+        push_receiver: PushReceiver | None = None,
+        staging_coordinator: StagingCoordinator | None = None,
+        staging_receiver: StagingReceiver | None = None,
     ) -> None:
-        self.lender = lender
-        self.borrower = borrower
-        self.tally = tally
-        self._pushes = pushes
-        self._landings = landings
-        self._stagings = stagings
-        self._unpacking = unpacking
+        self.lease_manager = lease_manager
+        self.lease_renewer = lease_renewer
+        self.counters = counters
+        self._push_coordinator = push_coordinator
+        self._push_receiver = push_receiver
+        self._staging_coordinator = staging_coordinator
+        self._staging_receiver = staging_receiver
         self._peers = peers
 
     @property
-    def pushes(self) -> Pushes:
-        """The prefill half of push."""
-        if self._pushes is None:
+    def push_coordinator(self) -> PushCoordinator:
+        """The prefill role of push."""
+        if self._push_coordinator is None:
             raise RuntimeError("this engine does not push")
-        return self._pushes
+        return self._push_coordinator
 
     @property
-    def landings(self) -> Landings:
-        """The decode half of push."""
-        if self._landings is None:
-            raise RuntimeError("nobody pushes to this engine")
-        return self._landings
+    def push_receiver(self) -> PushReceiver:
+        """The decode role of push."""
+        if self._push_receiver is None:
+            raise RuntimeError("no engine pushes to this engine")
+        return self._push_receiver
 
     def grant(self, request: RequestId, *, now: float) -> None:
-        """Promise to keep the blocks of a finished prefill for a while."""
-        self.lender.grant(request, now=now)
-        if self._pushes is not None:
-            self._pushes.granted(request, now=now)
+        """Lease the blocks of a finished prefill."""
+        self.lease_manager.grant(request, now=now)
+        if self._push_coordinator is not None:
+            self._push_coordinator.granted(request, now=now)
 
-    def revoke(self, candidates: Sequence[Candidate], blocks: int, *, now: float) -> None:
-        """End leases that nobody reads, the first named first, until so many blocks are free."""
-        self.lender.revoke(candidates, blocks, now=now, is_busy=self._is_busy)
+    def revoke(self, candidates: Sequence[RevocableLease], blocks: int, *, now: float) -> None:
+        """Revoke unread leases in the given order until so many blocks are free."""
+        self.lease_manager.revoke(candidates, blocks, now=now, is_busy=self._is_busy)
 
     def _is_busy(self, request: RequestId) -> bool:
-        is_written = self._pushes is not None and self._pushes.is_writing(request)
-        return is_written or (self._stagings is not None and self._stagings.is_reading(request))
+        is_written = self._push_coordinator is not None and self._push_coordinator.is_writing(request)
+        return is_written or (self._staging_coordinator is not None and self._staging_coordinator.is_reading(request))
 
     def on(self, event: LinkEvent, *, now: float) -> None:
-        """Take in an event."""
+        """Handle an event."""
         if self._peers.find(event.conn) is not None:
             self._on_ours(event, now)
-        elif self._unpacking is not None and self._unpacks(event):
-            self._unpacking.on(event)
-        elif self._pushes is not None:
-            self._pushes.on(event, now=now)
-        elif self._stagings is not None:
-            self._stagings.on(event, now=now)
+        elif self._staging_receiver is not None and self._unpacks(event):
+            self._staging_receiver.on(event)
+        elif self._push_coordinator is not None:
+            self._push_coordinator.on(event, now=now)
+        elif self._staging_coordinator is not None:
+            self._staging_coordinator.on(event, now=now)
         else:
-            self.lender.on(event, now=now)
+            self.lease_manager.on(event, now=now)
 
     def _unpacks(self, event: LinkEvent) -> bool:
-        says_so = isinstance(event, Received) and isinstance(event.message, Attend) and event.message.unpacks
-        return self._unpacking is not None and (says_so or self._unpacking.knows(event.conn))
+        is_hello = (
+            isinstance(event, MessageReceived)
+            and isinstance(event.message, WorkerHello)
+            and event.message.receives_pushes
+        )
+        return self._staging_receiver is not None and (is_hello or self._staging_receiver.is_worker(event.conn))
 
     def advance(self, *, now: float) -> float | None:
         """Do what is due; return when to be called again at the latest, None for never."""
-        dues = [self.lender.advance(now=now), self.borrower.advance(now=now)]
-        if self._pushes is not None:
-            self._pushes.advance(now=now)
-        if self._stagings is not None:
-            dues.append(self._stagings.advance(now=now))
-        if self._landings is not None:
-            dues.append(self._landings.advance(now=now))
+        dues = [self.lease_manager.advance(now=now), self.lease_renewer.advance(now=now)]
+        if self._push_coordinator is not None:
+            self._push_coordinator.advance(now=now)
+        if self._staging_coordinator is not None:
+            dues.append(self._staging_coordinator.advance(now=now))
+        if self._push_receiver is not None:
+            dues.append(self._push_receiver.advance(now=now))
         return min((due for due in dues if due is not None), default=None)
 
-    def take_news(self, *, now: float) -> list[Released | Result | LetGo | LeaseLost]:
-        """Return what the engine must know: leases that ended here and there, in push the fate of what we wait for."""
-        released = self.lender.take_released()
-        if self._pushes is not None:
-            self._pushes.released(released, now=now)
-        if self._stagings is not None:
-            self._stagings.released(released)
-        results = self._landings.take_results() if self._landings is not None else ()
-        return [*released, *self.borrower.take_lost(), *results]
+    def take_results(self, *, now: float) -> list[LeaseEnded | LoadResult | BlocksReleased | LeaseLost]:
+        """Return what has ended: leases of this engine and of others, and loads in push."""
+        released = self.lease_manager.take_released()
+        if self._push_coordinator is not None:
+            self._push_coordinator.released(released, now=now)
+        if self._staging_coordinator is not None:
+            self._staging_coordinator.released(released)
+        results = self._push_receiver.take_results() if self._push_receiver is not None else ()
+        return [*released, *self.lease_renewer.take_lost(), *results]
 
     def _on_ours(self, event: LinkEvent, now: float) -> None:
-        if self._landings is None:
-            self.borrower.on(event, now=now)
-        elif not (isinstance(event, Received) and self._landings.on(event.conn, event.message)):
-            changed = self.borrower.on(event, now=now)
+        if self._push_receiver is None:
+            self.lease_renewer.on(event, now=now)
+        elif not (isinstance(event, MessageReceived) and self._push_receiver.on(event.conn, event.message)):
+            changed = self.lease_renewer.on(event, now=now)
             if changed is not None:
-                self._landings.peer_changed(changed, now=now)
+                self._push_receiver.peer_changed(changed, now=now)

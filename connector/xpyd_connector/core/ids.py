@@ -1,11 +1,11 @@
-"""Names that must not be mixed up. They cost nothing at run time."""
+"""Types for ids that must not be mixed up. They cost nothing at run time."""
 
 from typing import NamedTuple, NewType
 
 EngineId = NewType("EngineId", str)
 RequestId = NewType("RequestId", str)  # vLLM's internal id, different on P and on D for the same client request
 ConnId = NewType("ConnId", int)  # one control connection, as this process numbers them
-TransferId = NewType("TransferId", int)
+XferId = NewType("XferId", int)
 BlockId = NewType("BlockId", int)
 CopyId = NewType("CopyId", int)  # one copy between a device and host memory, as its worker numbers them
 PartId = NewType("PartId", int)  # one staged part of a request's KV, as the scheduler that staged it numbers them
@@ -21,7 +21,7 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-class EngineAt(NamedTuple):
+class EngineEndpoint(NamedTuple):
     """An engine and where its side channel listens."""
 
     engine: EngineId

@@ -1,28 +1,36 @@
-"""Every byte two engines exchange on their control connection, parsed once and typed ever after.
+"""Every message on a control connection, parsed once at the border and typed from there on.
 
-A connection is TLS 1.3, opened by the decode engine (D) and answered by the prefill engine (P)::
+A connection is TLS 1.3. The decode engine (D) opens it, the prefill engine (P) accepts it::
 
-    P: Challenge            D: Hello               P: Proven and Welcome, or Refusal, then
-    D: Drop
+    P: Challenge             D: Hello             P: ServerProof and Welcome, or Refusal
 
-    pull                                           push
-    D: Renew                P: Lapsed, if any are  D: Renew       P: Alive, and Lapsed, if any are
-    D: Reads                                       D: Memory, once for each rank
-    D: Done                 P: Fenced
-                                                   D: Register    P: Landed, or Stopped; Stuck before it
-                                                   D: Stop        P: Stopped
+Both modes then use::
 
-P says Lapsed unasked, too, when it revokes a lease. A request's name is P's id for it in pull; in push, where D speaks
-first, it is the name of the transfer that both engines have from the router. In push, P's workers, who write, open a
-connection to their own scheduler, too::
+    D: RenewLeases           P: LeasesLost for those that P does not hold; also sent unasked when P revokes a lease
+    D: DropLeases
 
-    worker: Attend          scheduler: Arrived, Assign, Cease, Departed
-    worker: Written, Ceased, Stalled
+Pull::
 
-Where KV goes through host memory (staging), D reads in parts, and workers attend their own scheduler in pull, too::
+    D: ReadsStarted
+    D: ReadDone              P: FenceResult
 
-    D: Stage, from every rank                      P: Staged, or Unstaged
-    scheduler: CopyOut, CopyIn                     worker: CopyEnded
+Push::
+
+    D: RenewLeases           P: HeartbeatReply
+    D: RankMemory, once for each rank
+    D: RegisterPush          P: PushDone, or PushStopped; PushStalled may come first
+    D: CancelPushes          P: PushStopped
+
+A request is named by P's id of it in pull. In push D speaks first, so there the name is the transfer id that both
+engines have from the router. P's workers write, and open a connection to their own scheduler for that::
+
+    worker: WorkerHello      scheduler: PeerMemory, StartPush, StopPush, PeerGone
+    worker: PushWritten, PushAborted, WriteStalled
+
+Where KV goes through host memory (staging), D reads in parts, and workers connect to their own scheduler in pull, too::
+
+    D: StagePart, from every rank     P: PartStaged, or PartRefused
+    scheduler: CopyOut, CopyIn        worker: CopyEnded
 """
 
 from typing import Annotated, Literal, TypeAlias
@@ -33,11 +41,11 @@ from msgspec import Meta
 from xpyd_connector.core.ids import BlockId, ConnId, EngineId, PartId, RequestId
 from xpyd_connector.errors import ProtocolViolation
 
-PROTOCOL = 4  # raised with every change that an older engine would misunderstand
-MAX_FRAME = 1 << 20  # bytes of one message between engines that have met
+PROTOCOL = 5  # raised with every change that an older engine would misunderstand
+MAX_FRAME = 1 << 20  # bytes of one message between engines that have proven themselves
 MAX_GREETING = 64 << 20  # bytes of a Welcome: NIXL metadata of every rank, some KiB to some MiB each
-MAX_STRANGER = 32768  # bytes of a message of somebody who has not proven anything: a Hello of MAX_RANKS workers fits
-MAX_IDS = 1024  # requests one Renew, Lapsed or Drop names
+MAX_UNAUTHENTICATED_FRAME = 32768  # bytes of one message before the proof: a Hello that names MAX_RANKS workers fits
+MAX_IDS = 1024  # requests that one message names
 HASH_BYTES = 16  # of a worker's badge, as its scheduler names it
 MAX_ID = 255  # characters of a request id: MAX_IDS of the longest fit into MAX_FRAME, whatever the script
 MAX_BLOCKS = 1 << 22  # blocks of one cache or of one request: 4 M blocks of 16 tokens
@@ -127,22 +135,22 @@ class RankInfo(msgspec.Struct, frozen=True):
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
-    """The host opens with random bytes, so that a recorded Hello is worth nothing."""
+    """The server's first message: random bytes, so that a recorded Hello cannot be replayed."""
 
     protocol: int
     nonce: Annotated[bytes, Meta(max_length=64)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The guest says who it is and whom it wants to meet, and proves that it knows the shared secret.
+    """The client's identity, the engine it expects, and its proof that it knows the shared secret.
 
-    A proof covers all other fields, and what only the two ends of this connection know (``core/greeting.py``).
+    The proof covers all other fields, and what only the two ends of this connection know (``session/handshake.py``).
     """
 
     protocol: int
     engine: Annotated[EngineId, Meta(max_length=MAX_ID)]
     role: Literal["scheduler", "worker"]
-    expects: Annotated[EngineId, Meta(max_length=MAX_ID)]  # the host's engine
+    expects: Annotated[EngineId, Meta(max_length=MAX_ID)]  # the server's engine
     host: Annotated[str, Meta(max_length=255)]  # as it was dialled
     port: Annotated[int, Meta(gt=0, lt=65536)]
     reached: Annotated[str, Meta(max_length=64)]  # IP address behind it
@@ -153,14 +161,14 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     # the badges of a scheduler's workers
 
 
-class Proven(msgspec.Struct, frozen=True, tag="proven"):
-    """The host proves that it knows the shared secret, too; empty if there is none."""
+class ServerProof(msgspec.Struct, frozen=True, tag="server_proof"):
+    """The server's proof that it knows the shared secret; empty where none is set."""
 
     proof: Annotated[bytes, Meta(max_length=64)]
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """P says who it is and where its blocks lie."""
+    """P's id, fingerprint and the memory of its ranks."""
 
     protocol: int
     engine: EngineId
@@ -169,31 +177,31 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
-    """The host will not talk to this guest."""
+    """The server refuses the client and closes the connection."""
 
     reason: Reason
 
 
-class Renew(msgspec.Struct, frozen=True, tag="renew"):
-    """D still wants these requests' blocks (P's ids). They live as long as this connection, if renewed."""
+class RenewLeases(msgspec.Struct, frozen=True, tag="renew_leases"):
+    """D extends the leases of these requests (P's ids). A lease ends with the connection that renewed it."""
 
     requests: RequestNames
 
 
-class Lapsed(msgspec.Struct, frozen=True, tag="lapsed"):
-    """P does not hold the blocks of these requests, or not for this D: what has not begun to read them must not."""
+class LeasesLost(msgspec.Struct, frozen=True, tag="leases_lost"):
+    """P holds no lease of these requests for this D: reads that have not begun must not begin."""
 
     requests: RequestNames
 
 
-class Reads(msgspec.Struct, frozen=True, tag="reads"):
-    """D's workers read these requests' blocks from now on: for a while, P revokes others first."""
+class ReadsStarted(msgspec.Struct, frozen=True, tag="reads_started"):
+    """D's workers read the blocks of these requests from now on; P revokes other leases first for a while."""
 
     requests: RequestNames
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
-    """One of D's ``ranks`` ranks has read everything it wanted of this request; ``reader`` is D's own id for it."""
+class ReadDone(msgspec.Struct, frozen=True, tag="read_done"):
+    """One of D's ``ranks`` ranks has read what it needs of a request; ``reader`` is D's own id of it."""
 
     request: RequestName
     reader: RequestName
@@ -201,135 +209,135 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 
 
-class Fenced(msgspec.Struct, frozen=True, tag="fenced"):
-    """Whether P still held the blocks when it received the Done of ``reader``: only then the bytes are right."""
+class FenceResult(msgspec.Struct, frozen=True, tag="fence_result"):
+    """Whether P still held the lease when the ReadDone of ``reader`` arrived: only then the bytes are valid."""
 
     reader: RequestName
     held: bool
 
 
-class Drop(msgspec.Struct, frozen=True, tag="drop"):
-    """D will not read these requests' blocks."""
+class DropLeases(msgspec.Struct, frozen=True, tag="drop_leases"):
+    """D will not read the blocks of these requests."""
 
     requests: RequestNames
 
 
-class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """P has read a Renew. A D that waits for a push learns from the silence that P hangs."""
+class HeartbeatReply(msgspec.Struct, frozen=True, tag="heartbeat_reply"):
+    """P has received a RenewLeases. Without it, a D that waits for a push knows that P hangs."""
 
 
-class Memory(msgspec.Struct, frozen=True, tag="memory"):
-    """Where one of D's ranks keeps its blocks, for P to write into."""
+class RankMemory(msgspec.Struct, frozen=True, tag="rank_memory"):
+    """The memory of one of D's ranks, for P to write into."""
 
     rank: RankInfo
 
 
-class Lent(msgspec.Struct, frozen=True):
-    """Blocks for the prompt's tokens from ``start`` to ``stop``; the first is the block that ``start`` is in."""
+class LentBlocks(msgspec.Struct, frozen=True):
+    """Blocks for the prompt's tokens from ``start`` to ``stop``; ``start`` lies in the first block."""
 
     start: Annotated[int, Meta(ge=0, le=MAX_PROMPT)]
     stop: Annotated[int, Meta(ge=0, le=MAX_PROMPT)]
     blocks: tuple[Annotated[BlockId, Meta(ge=0, lt=MAX_BLOCKS)], ...]
 
 
-class Register(msgspec.Struct, frozen=True, tag="register"):
-    """D lends blocks of each KV cache group for the KV of a transfer, which it lacks.
+class RegisterPush(msgspec.Struct, frozen=True, tag="register_push"):
+    """D lends blocks of each KV cache group for the KV of a transfer, until P sends PushDone or PushStopped.
 
-    They are D's again when P has said Landed or Stopped. ``reader`` is D's own id of the request. The ``prompt`` is its
-    digest, and must be P's own: None only where the prompt has no token ids.
+    ``reader`` is D's own id of the request. ``prompt`` is the prompt's digest and must equal P's; None only where the
+    prompt has no token ids.
     """
 
     reader: RequestName
     request: RequestName
     prompt: Annotated[str, Meta(max_length=MAX_DIGEST)] | None
-    groups: Annotated[tuple[Lent, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
+    groups: Annotated[tuple[LentBlocks, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
 
 
-class Landed(msgspec.Struct, frozen=True, tag="landed"):
-    """Every rank of P has written all blocks of ``reader``; only if P ``held`` its own until then, they are right."""
+class PushDone(msgspec.Struct, frozen=True, tag="push_done"):
+    """Every rank of P has written all blocks of ``reader``. They are valid only if P ``held`` its lease until then."""
 
     reader: RequestName
     held: bool
 
 
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """D does not want these pushes any more."""
+class CancelPushes(msgspec.Struct, frozen=True, tag="cancel_pushes"):
+    """D aborts the pushes for these readers."""
 
     readers: RequestNames
 
 
-class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
-    """P does not write into the blocks of ``reader`` and never will again; whether because its lease ``lapsed``."""
+class PushStopped(msgspec.Struct, frozen=True, tag="push_stopped"):
+    """P will not write into the blocks of ``reader`` again; ``lease_lost`` if that is why."""
 
     reader: RequestName
     reason: Reason
-    lapsed: bool = False
+    lease_lost: bool = False
 
 
-class Stuck(msgspec.Struct, frozen=True, tag="stuck"):
-    """A write does not end: the push has failed, but may yet reach D's memory. Stopped follows when it is over."""
+class PushStalled(msgspec.Struct, frozen=True, tag="push_stalled"):
+    """A write does not end: the push has failed, but may still reach D's memory. PushStopped follows at its end."""
 
     reader: RequestName
     reason: Reason
 
 
-class Attend(msgspec.Struct, frozen=True, tag="attend"):
-    """A worker of this very engine is ready: to write or to stage, or if it ``unpacks``, to copy in what landed here.
+class WorkerHello(msgspec.Struct, frozen=True, tag="worker_hello"):
+    """A worker of this engine can write or stage; with ``receives_pushes``, it copies pushed KV into its cache.
 
-    ``token`` proves that it is one.
+    ``token`` proves that it is this engine's worker.
     """
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
     token: Annotated[bytes, Meta(max_length=64)]
-    unpacks: bool = False
+    receives_pushes: bool = False
 
 
-class Arrived(msgspec.Struct, frozen=True, tag="arrived"):
-    """Guest number ``guest``, a decode engine, keeps its blocks here."""
+class PeerMemory(msgspec.Struct, frozen=True, tag="peer_memory"):
+    """The memory of one rank of ``peer``, a decode engine."""
 
-    guest: ConnId
+    peer: ConnId
     rank: RankInfo
 
 
-class Assign(msgspec.Struct, frozen=True, tag="assign"):
-    """Write what the guest registered, as soon and as far as it is computed."""
+class StartPush(msgspec.Struct, frozen=True, tag="start_push"):
+    """Write what ``peer`` has registered, as it is computed."""
 
-    guest: ConnId
-    register: Register
+    peer: ConnId
+    register: RegisterPush
 
 
-class Cease(msgspec.Struct, frozen=True, tag="cease"):
-    """Write no more for this reader; answered by Ceased when nothing is in flight."""
+class StopPush(msgspec.Struct, frozen=True, tag="stop_push"):
+    """Write no more for this reader; the worker answers with PushAborted when nothing of it is in flight."""
 
-    guest: ConnId
+    peer: ConnId
     reader: RequestName
 
 
-class Departed(msgspec.Struct, frozen=True, tag="departed"):
-    """The guest is gone: cease everything of it, and tell nobody."""
+class PeerGone(msgspec.Struct, frozen=True, tag="peer_gone"):
+    """``peer`` has disconnected: stop all its pushes and report nothing about them."""
 
-    guest: ConnId
+    peer: ConnId
 
 
-class Written(msgspec.Struct, frozen=True, tag="written"):
-    """This worker has written everything the reader registered."""
+class PushWritten(msgspec.Struct, frozen=True, tag="push_written"):
+    """This worker has written all registered blocks of the reader."""
 
-    guest: ConnId
+    peer: ConnId
     reader: RequestName
 
 
-class Ceased(msgspec.Struct, frozen=True, tag="ceased"):
-    """This worker does not write for the reader any more, because it was told so or could not."""
+class PushAborted(msgspec.Struct, frozen=True, tag="push_aborted"):
+    """This worker has stopped writing for the reader, on request or after a failure."""
 
-    guest: ConnId
+    peer: ConnId
     reader: RequestName
     reason: Reason
 
 
-class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
-    """A write of this worker for the reader does not end; Ceased follows when it does."""
+class WriteStalled(msgspec.Struct, frozen=True, tag="write_stalled"):
+    """A write of this worker for the reader does not end; PushAborted follows when it does."""
 
-    guest: ConnId
+    peer: ConnId
     reader: RequestName
     reason: Reason
 
@@ -341,10 +349,11 @@ PartBlocks: TypeAlias = Annotated[
 PartNumber: TypeAlias = Annotated[PartId, Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class Stage(msgspec.Struct, frozen=True, tag="stage"):
+class StagePart(msgspec.Struct, frozen=True, tag="stage_part"):
     """One of D's ``ranks`` ranks is ready to read the next ``part`` of a request: ``groups`` are P's blocks of it.
 
-    It has read the parts before. ``reader`` is D's own id; all of its ranks ask for the same, and get the same slots.
+    The rank has read all earlier parts. ``reader`` is D's own id; all ranks ask for the same blocks and read the same
+    slots.
     """
 
     request: RequestName
@@ -355,16 +364,16 @@ class Stage(msgspec.Struct, frozen=True, tag="stage"):
     groups: PartBlocks
 
 
-class Staged(msgspec.Struct, frozen=True, tag="staged"):
-    """The part is in these slots of every rank of P, until every rank of the reader has gone on, or the lease ends."""
+class PartStaged(msgspec.Struct, frozen=True, tag="part_staged"):
+    """The part is in these slots on every rank of P, until every rank of the reader goes on or the lease ends."""
 
     reader: RequestName
     part: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
     groups: PartBlocks
 
 
-class Unstaged(msgspec.Struct, frozen=True, tag="unstaged"):
-    """The part will not be staged."""
+class PartRefused(msgspec.Struct, frozen=True, tag="part_refused"):
+    """P will not stage the part."""
 
     reader: RequestName
     part: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
@@ -372,7 +381,7 @@ class Unstaged(msgspec.Struct, frozen=True, tag="unstaged"):
 
 
 class CopyOut(msgspec.Struct, frozen=True, tag="copy_out"):
-    """Copy these blocks into these slots of host memory, both of each KV cache group; answered by CopyEnded."""
+    """Copy these blocks of each KV cache group into these slots of host memory; answered by CopyEnded."""
 
     number: PartNumber
     blocks: PartBlocks
@@ -380,7 +389,7 @@ class CopyOut(msgspec.Struct, frozen=True, tag="copy_out"):
 
 
 class CopyIn(msgspec.Struct, frozen=True, tag="copy_in"):
-    """Copy these slots of host memory into these blocks, both of each KV cache group; answered by CopyEnded."""
+    """Copy these slots of host memory into these blocks of each KV cache group; answered by CopyEnded."""
 
     number: PartNumber
     slots: PartBlocks
@@ -388,18 +397,18 @@ class CopyIn(msgspec.Struct, frozen=True, tag="copy_in"):
 
 
 class CopyEnded(msgspec.Struct, frozen=True, tag="copy_ended"):
-    """This worker's copy is over; ``reason`` is empty when all of it is where it belongs."""
+    """A copy of this worker has ended; ``reason`` is empty if it succeeded."""
 
     number: PartNumber
     reason: Reason
 
 
 Message: TypeAlias = (
-    Challenge | Hello | Proven | Welcome | Refusal
-    | Renew | Lapsed | Reads | Done | Fenced | Drop
-    | Alive | Memory | Register | Landed | Stop | Stopped | Stuck
-    | Attend | Arrived | Assign | Cease | Departed | Written | Ceased | Stalled
-    | Stage | Staged | Unstaged | CopyOut | CopyIn | CopyEnded
+    Challenge | Hello | ServerProof | Welcome | Refusal
+    | RenewLeases | LeasesLost | ReadsStarted | ReadDone | FenceResult | DropLeases
+    | HeartbeatReply | RankMemory | RegisterPush | PushDone | CancelPushes | PushStopped | PushStalled
+    | WorkerHello | PeerMemory | StartPush | StopPush | PeerGone | PushWritten | PushAborted | WriteStalled
+    | StagePart | PartStaged | PartRefused | CopyOut | CopyIn | CopyEnded
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,43 +1,43 @@
-"""What the cores need from the world. ``io`` implements it, tests use the in-memory one.
+"""What the core needs from I/O: a link to other engines, NIXL, and copies between device and host.
 
-A port never blocks and never fails because of the network: whatever happens comes back,
-once and in order, from ``poll`` as an event.
+``io`` implements these protocols; tests use the in-memory ones. No call blocks, and no call fails because of the
+network: the outcome comes back from ``poll`` as an event, once and in order.
 """
 
 from collections.abc import Sequence
 from enum import Enum, auto
 from typing import NamedTuple, Protocol, TypeAlias
 
-from xpyd_connector.core.ids import Address, BlockId, ConnId, CopyId, EngineId, TransferId
+from xpyd_connector.core.ids import Address, BlockId, ConnId, CopyId, EngineId, XferId
+from xpyd_connector.core.layout.transfer_plan import Spans
 from xpyd_connector.core.messages import Message, RankInfo, Welcome
-from xpyd_connector.core.plan import Spans
 
 
-class Met(NamedTuple):
-    """A connection we asked for is open and the peer has said Welcome."""
+class PeerConnected(NamedTuple):
+    """A connection we opened is authenticated, and the peer has sent its Welcome."""
 
     conn: ConnId
     welcome: Welcome
 
 
-class Failed(NamedTuple):
-    """A connection we asked for could not be opened. It is gone."""
+class ConnectFailed(NamedTuple):
+    """A connection could not be opened. Its id is no longer valid."""
 
     conn: ConnId
     reason: str
 
 
-class Received(NamedTuple):
+class MessageReceived(NamedTuple):
     """A message arrived."""
 
     conn: ConnId
     message: Message
 
 
-class Lost(NamedTuple):
-    """An open connection closed. It is gone.
+class ConnectionLost(NamedTuple):
+    """An open connection closed. Its id is no longer valid.
 
-    If it was ``silent``, nobody at the other end closed it: the network is cut, or we gave up; the peer may well live.
+    ``silent``: the peer did not close it. The network is cut or we gave up; the peer may still run.
     """
 
     conn: ConnId
@@ -45,45 +45,48 @@ class Lost(NamedTuple):
     silent: bool = False
 
 
-LinkEvent: TypeAlias = Met | Failed | Received | Lost
+LinkEvent: TypeAlias = PeerConnected | ConnectFailed | MessageReceived | ConnectionLost
 
 
 class Link(Protocol):
     """Control connections to other engines."""
 
-    def meet(self, peer: Address, engine: EngineId) -> ConnId:
-        """Start connecting to an engine that should be at that address; answered by :class:`Met` or :class:`Failed`."""
+    def connect(self, peer: Address, engine: EngineId) -> ConnId:
+        """Start to connect to an engine; :class:`PeerConnected` or :class:`ConnectFailed` follows."""
         ...
 
     def are_of_one_engine(self, one: ConnId, other: ConnId) -> bool:
-        """Whether two connections that we have accepted were opened by processes of one engine.
+        """Whether processes of one engine opened these two connections, which we accepted.
 
-        One that has ended counts until its :class:`Lost` has been taken in: its last words may come out of ``poll``
-        together with its end.
+        A closed connection counts until its :class:`ConnectionLost` has been handled: ``poll`` may return its last
+        messages together with its end.
         """
         ...
 
     def send(self, conn: ConnId, message: Message) -> None:
-        """Send a message; if the connection is gone, :class:`Lost` tells."""
+        """Send a message; if the connection is gone, :class:`ConnectionLost` follows."""
         ...
 
     def close(self, conn: ConnId) -> None:
-        """Close a connection, or give up opening it; no event follows."""
+        """Close a connection, or stop opening it; no event follows."""
         ...
 
 
-class Outcome(Enum):
-    """How a transfer ended."""
+class XferOutcome(Enum):
+    """How a NIXL transfer ended."""
 
-    MOVED = auto()
+    DONE = auto()
     FAILED = auto()
 
 
-class Ended(NamedTuple):
-    """A transfer is over and NIXL has let go of its memory. Durations in seconds; ``posting`` is our own part of it."""
+class XferEnded(NamedTuple):
+    """A NIXL transfer is over, and NIXL no longer uses its memory.
 
-    transfer: TransferId
-    outcome: Outcome
+    ``seconds`` is from its start to its end, ``posting`` the part of it that starting the transfer took.
+    """
+
+    xfer: XferId
+    outcome: XferOutcome
     bytes: int
     descriptors: int
     seconds: float
@@ -91,45 +94,45 @@ class Ended(NamedTuple):
     posting: float = 0.0
 
 
-class Mover(Protocol):
-    """Moves blocks between the memory of two engines. One thread owns it."""
+class TransferAgent(Protocol):
+    """Moves bytes between the memory of two engines, as NIXL's agent does. One thread owns it."""
 
     def attach(self, peer: RankInfo) -> str:
-        """Make a remote rank's memory reachable and return its handle; raises ``TransferError``."""
+        """Make a remote rank's memory reachable and return a handle for it; raises ``TransferError``."""
         ...
 
     def detach(self, handle: str) -> None:
-        """Forget a remote rank. Transfers in flight with it end first, as :meth:`cancel` promises."""
+        """Forget a remote rank, after its transfers have ended as :meth:`cancel` describes."""
         ...
 
-    def read(self, handle: str, spans: Spans) -> TransferId:
-        """Start copying their memory into ours; answered by :class:`Ended`. Raises ``TransferError``."""
+    def read(self, handle: str, spans: Spans) -> XferId:
+        """Start to copy from remote to local memory; :class:`XferEnded` follows. Raises ``TransferError``."""
         ...
 
-    def write(self, handle: str, spans: Spans) -> TransferId:
-        """Start copying our memory into theirs; answered by :class:`Ended`. Raises ``TransferError``.
+    def write(self, handle: str, spans: Spans) -> XferId:
+        """Start to copy from local to remote memory; :class:`XferEnded` follows. Raises ``TransferError``.
 
-        A write that ended as moved is complete in the peer's memory, not merely sent.
+        When a write ends as ``DONE``, the bytes are in the peer's memory.
         """
         ...
 
-    def cancel(self, transfer: TransferId) -> None:
-        """Give a transfer up.
+    def cancel(self, xfer: XferId) -> None:
+        """Cancel a transfer.
 
-        :class:`Ended` follows once nothing of it can reach local or remote memory any more, however long a hung peer
-        takes.
+        :class:`XferEnded` follows when the transfer can no longer change local or remote memory; a hung peer may delay
+        that for long.
         """
         ...
 
-    def poll(self) -> Sequence[Ended]:
-        """Report the transfers that ended since the last call."""
+    def poll(self) -> Sequence[XferEnded]:
+        """Return the transfers that have ended since the last call."""
         ...
 
 
-class Copied(NamedTuple):
-    """A copy between the device and host memory is over; ``reason`` is empty when all of it is where it belongs.
+class CopyResult(NamedTuple):
+    """A copy between device and host has ended; ``reason`` is empty if it succeeded.
 
-    ``seconds`` it took, without the time it waited for others.
+    ``seconds`` does not include the time in the queue.
     """
 
     copy: CopyId
@@ -139,19 +142,19 @@ class Copied(NamedTuple):
 
 
 class Copier(Protocol):
-    """Copies between the blocks of a cache and the slots of a host buffer, in the order asked for, each to its end.
+    """Copies between cache blocks and slots of a host buffer, in the order of the calls.
 
-    Every call takes one sequence for each KV cache group, and blocks and slots of a group are equally many.
+    Arguments hold one sequence for each KV cache group, with as many blocks as slots.
     """
 
     def out(self, blocks: Sequence[Sequence[BlockId]], slots: Sequence[Sequence[BlockId]]) -> CopyId:
-        """Start copying from the device; answered by :class:`Copied`. What is in the blocks must be complete."""
+        """Start to copy complete blocks from the device; :class:`CopyResult` follows."""
         ...
 
     def into(self, slots: Sequence[Sequence[BlockId]], blocks: Sequence[Sequence[BlockId]]) -> CopyId:
-        """Start copying to the device; answered by :class:`Copied`."""
+        """Start to copy to the device; :class:`CopyResult` follows."""
         ...
 
-    def poll(self) -> Sequence[Copied]:
-        """Report the copies that ended since the last call; whoever asks is woken when there are some."""
+    def poll(self) -> Sequence[CopyResult]:
+        """Return the copies that have ended since the last call. The owning thread is woken for each."""
         ...

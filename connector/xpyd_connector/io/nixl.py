@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from xpyd_connector.core.ids import TransferId
+from xpyd_connector.core.ids import XferId
+from xpyd_connector.core.layout.transfer_plan import Spans
 from xpyd_connector.core.messages import RankInfo
-from xpyd_connector.core.nixl_metadata import check_metadata
-from xpyd_connector.core.plan import Spans
-from xpyd_connector.core.ports import Ended, Outcome
+from xpyd_connector.core.ports import XferEnded, XferOutcome
+from xpyd_connector.core.session.nixl_metadata import check_metadata
 from xpyd_connector.errors import TransferError
 
 _raises = logging.raiseExceptions
@@ -75,7 +75,7 @@ def make_agent(
 
 
 @dataclass(slots=True)
-class _Flight:
+class _NixlXfer:
     handle: Any
     remote: str
     posted_at: float
@@ -91,17 +91,17 @@ class _Remote:
     leaving: bool = False  # removed as soon as nothing is in flight
 
 
-class NixlMover:
-    """Implements :class:`~xpyd_connector.core.ports.Mover`. One thread owns it after construction."""
+class NixlTransferAgent:
+    """Implements :class:`~xpyd_connector.core.ports.TransferAgent`. One thread owns it after construction."""
 
     def __init__(self, agent: Any, memory: str, device: int) -> None:
         self._agent = agent
         self._memory = memory
         self._device = device
         self._remotes: dict[str, _Remote] = {}
-        self._numbers = map(TransferId, itertools.count(1))
-        self._flights: dict[TransferId, _Flight] = {}
-        self._ended: list[Ended] = []
+        self._numbers = map(XferId, itertools.count(1))
+        self._xfers: dict[XferId, _NixlXfer] = {}
+        self._ended: list[XferEnded] = []
 
     def attach(self, peer: RankInfo) -> str:
         """Load a remote rank's metadata; one that still leaves stays."""
@@ -131,21 +131,21 @@ class NixlMover:
             self._remove_if_over(handle)
 
     def _remove_if_over(self, name: str) -> None:
-        if not self._remotes[name].leaving or any(flight.remote == name for flight in self._flights.values()):
+        if not self._remotes[name].leaving or any(flight.remote == name for flight in self._xfers.values()):
             return
         del self._remotes[name]
         with contextlib.suppress(*NIXL_ERRORS):  # the peer may be gone already: then there is nothing to close
             self._agent.remove_remote_agent(name)
 
-    def read(self, handle: str, spans: Spans) -> TransferId:
+    def read(self, handle: str, spans: Spans) -> XferId:
         """Post a READ."""
         return self._post("READ", handle, spans)
 
-    def write(self, handle: str, spans: Spans) -> TransferId:
+    def write(self, handle: str, spans: Spans) -> XferId:
         """Post a WRITE. UCX flushes the connection before NIXL calls it done: the bytes are in the peer by then."""
         return self._post("WRITE", handle, spans)
 
-    def _post(self, operation: str, handle: str, spans: Spans) -> TransferId:
+    def _post(self, operation: str, handle: str, spans: Spans) -> XferId:
         start = time.monotonic()
         theirs = self._remotes[handle].info
         try:
@@ -159,9 +159,9 @@ class NixlMover:
         except NIXL_ERRORS as exc:
             raise TransferError(f"NIXL cannot start a {operation}: {exc}") from exc
         number, posting = next(self._numbers), time.monotonic() - start
-        self._flights[number] = _Flight(xfer, handle, start, int(spans[:, 2].sum()), len(spans), posting)
+        self._xfers[number] = _NixlXfer(xfer, handle, start, int(spans[:, 2].sum()), len(spans), posting)
         if state == "ERR":
-            self._end(number, Outcome.FAILED, f"the {operation} failed when it was posted")
+            self._end(number, XferOutcome.FAILED, f"the {operation} failed when it was posted")
         return number
 
     def _describe(self, addresses: Any, sizes: Any, memory: str, device: int) -> Any:
@@ -169,33 +169,33 @@ class NixlMover:
         rows[:, 0], rows[:, 1], rows[:, 2] = addresses, sizes, device
         return self._agent.get_xfer_descs(rows, memory)
 
-    def cancel(self, transfer: TransferId) -> None:
+    def cancel(self, xfer: XferId) -> None:
         """Give a transfer up: it ends as failed, but only when NIXL says that it is over."""
-        if (flight := self._flights.get(transfer)) is not None:
+        if (flight := self._xfers.get(xfer)) is not None:
             flight.cancelled = True
 
-    def poll(self) -> Sequence[Ended]:
+    def poll(self) -> Sequence[XferEnded]:
         """Look at every transfer in flight."""
-        for number, flight in list(self._flights.items()):
+        for number, flight in list(self._xfers.items()):
             try:
                 state = self._agent.check_xfer_state(flight.handle)
             except NIXL_ERRORS as exc:
-                self._end(number, Outcome.FAILED, f"{type(exc).__name__}: {exc}")
+                self._end(number, XferOutcome.FAILED, f"{type(exc).__name__}: {exc}")
                 continue
             if state == "DONE":
-                self._end(number, Outcome.FAILED if flight.cancelled else Outcome.MOVED, "cancelled")
+                self._end(number, XferOutcome.FAILED if flight.cancelled else XferOutcome.DONE, "cancelled")
             elif state == "ERR":
-                self._end(number, Outcome.FAILED, "the transfer failed")
+                self._end(number, XferOutcome.FAILED, "the transfer failed")
         ended, self._ended = self._ended, []
         return ended
 
-    def _end(self, number: TransferId, outcome: Outcome, reason: str) -> None:
-        flight = self._flights.pop(number)
-        moved, count = (flight.bytes, flight.descriptors) if outcome is Outcome.MOVED else (0, 0)
+    def _end(self, number: XferId, outcome: XferOutcome, reason: str) -> None:
+        flight = self._xfers.pop(number)
+        moved, count = (flight.bytes, flight.descriptors) if outcome is XferOutcome.DONE else (0, 0)
         with contextlib.suppress(*NIXL_ERRORS):  # NIXL keeps what it cannot release and tries again at its end
             flight.handle.release()
         seconds = time.monotonic() - flight.posted_at
-        self._ended.append(Ended(number, outcome, moved, count, seconds, reason, flight.posting))
+        self._ended.append(XferEnded(number, outcome, moved, count, seconds, reason, flight.posting))
         self._remove_if_over(flight.remote)
 
 

@@ -71,7 +71,7 @@ class Runner(Generic[CoreT]):
 
     def _run(self) -> None:
         try:
-            due: float | None = 0.0  # the first turn waits for nobody: a core may have something to begin
+            due: float | None = 0.0  # the first turn does not wait: a core may have something to begin
             while not self._stopping:
                 due = self._turn(due)
         except BaseException as exc:

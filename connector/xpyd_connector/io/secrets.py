@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from xpyd_connector.core.greeting import Secrets
+from xpyd_connector.core.session.handshake import Secrets
 from xpyd_connector.errors import SettingsError
-from xpyd_connector.io.files import Reloaded
+from xpyd_connector.io.reloaded import ReloadedFiles
 from xpyd_connector.settings import SECRET_FILE_VARIABLE, Settings, parse_secrets
 
 MAX_FILE = 4096  # bytes
@@ -18,7 +18,7 @@ def secrets_in_force(settings: Settings) -> Secrets:
     path = settings.secret_file
     if not path:
         return lambda: settings.secrets
-    return Reloaded("secrets", [path], lambda: read_secret_file(path))
+    return ReloadedFiles("secrets", [path], lambda: read_secret_file(path))
 
 
 def read_secret_file(path: str) -> tuple[bytes, ...]:

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from xpyd_connector.errors import SettingsError
-from xpyd_connector.io.files import Reloaded
+from xpyd_connector.io.reloaded import ReloadedFiles
 from xpyd_connector.settings import Settings
 
 
@@ -32,7 +32,7 @@ class Tls:
         """Raises :exc:`~xpyd_connector.errors.SettingsError` if a file cannot be used."""
         self.server_name = settings.tls_server_name
         files = [path for path in (settings.tls_cert, settings.tls_key, settings.tls_ca) if path]
-        self.contexts = Reloaded("certificates", files, lambda: _make(settings))  # call it for those in force
+        self.contexts = ReloadedFiles("certificates", files, lambda: _make(settings))  # call it for those in force
 
 
 def digest_of(certificate: bytes | None) -> bytes:
@@ -44,7 +44,7 @@ def _make(settings: Settings) -> Contexts:
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     for context in (server, client):
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-    server.num_tickets = 0  # nobody resumes a session
+    server.num_tickets = 0  # sessions are not resumed
     client.check_hostname = False
     client.verify_mode = ssl.CERT_NONE  # the proofs cover the certificate
     if settings.tls_ca:

@@ -23,17 +23,17 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from xpyd_connector.core.tally import Report
+from xpyd_connector.core.counters import StatsReport
 from xpyd_connector.settings import remarks
-from xpyd_connector.shell.facts import read_facts
-from xpyd_connector.shell.fingerprints import fingerprint, info_labels
-from xpyd_connector.shell.interiors import interior_of
-from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake, StepMetadata
+from xpyd_connector.shell.engine_config import read_engine_config
+from xpyd_connector.shell.engine_waker import find_engine_waker
+from xpyd_connector.shell.fingerprint import fingerprint, info_labels
+from xpyd_connector.shell.kernel_layout import kernel_layout_of
+from xpyd_connector.shell.metadata import QuarantineMetadata, RankHandshake, StepMetadata
 from xpyd_connector.shell.network import check_side_channel
-from xpyd_connector.shell.scheduler import SchedulerSide
-from xpyd_connector.shell.stats import XpydPromMetrics, XpydStats
-from xpyd_connector.shell.wake import find_door
-from xpyd_connector.shell.worker import WorkerSide
+from xpyd_connector.shell.scheduler import XpydConnectorScheduler
+from xpyd_connector.shell.vllm_stats import XpydPromMetrics, XpydStats
+from xpyd_connector.shell.worker import XpydConnectorWorker
 
 logger = init_logger("vllm.xpyd")
 
@@ -59,17 +59,17 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        facts, settings = read_facts(vllm_config, kv_cache_config)
+        engine_config, settings = read_engine_config(vllm_config, kv_cache_config)
         check_side_channel(settings)
-        self._settings, self._facts = settings, facts
-        self._sides: list[SchedulerSide | WorkerSide] = []
+        self._settings, self._engine_config = settings, engine_config
+        self._sides: list[XpydConnectorScheduler | XpydConnectorWorker] = []
         if role == KVConnectorRole.SCHEDULER:
             for remark in remarks(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ):
                 logger.warning("xpyd: %s", remark)
-            self._scheduler = SchedulerSide(facts, settings, find_door())
+            self._scheduler = XpydConnectorScheduler(engine_config, settings, find_engine_waker())
             self._sides.append(self._scheduler)
         else:
-            self._worker = WorkerSide(facts, settings, get_tensor_model_parallel_rank())
+            self._worker = XpydConnectorWorker(engine_config, settings, get_tensor_model_parallel_rank())
             self._sides.append(self._worker)
 
     def shutdown(self) -> None:
@@ -84,7 +84,7 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> XpydStats:
         """Rebuild stats from the data that came from another process."""
-        return XpydStats(data=data) if data else XpydStats.of(Report())
+        return XpydStats(data=data) if data else XpydStats.of(StatsReport())
 
     @classmethod
     def build_prom_metrics(
@@ -136,7 +136,7 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Ask for one more step when blocks wait to be freed, or workers for news."""
-        return self._scheduler.has_news()
+        return self._scheduler.has_pending()
 
     # ---- worker
 
@@ -144,7 +144,9 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
         """Register the cache with NIXL."""
         config = self._vllm_config
         self._worker.register(
-            kv_caches, fingerprint(config, self._settings, self._facts), interior_of(config, self._facts.groups)
+            kv_caches,
+            fingerprint(config, self._settings, self._engine_config),
+            kernel_layout_of(config, self._engine_config.groups),
         )
 
     def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
@@ -159,7 +161,7 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
         """Let what earlier steps have computed be written while this one runs: vLLM calls this before the forward."""
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepMetadata):
-            self._worker.offer(connector_metadata.pieces)
+            self._worker.add_computed(connector_metadata.pieces)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Pass this step's orders on; vLLM calls this after the forward."""
@@ -180,6 +182,6 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the loads that ended."""
         return self._worker.results()
 
-    def build_connector_worker_meta(self) -> LingeringMetadata | None:
+    def build_connector_worker_meta(self) -> QuarantineMetadata | None:
         """Tell the scheduler which blocks must not be used yet; vLLM asks after :meth:`get_transfer_results`."""
         return self._worker.lingering()

@@ -1,11 +1,11 @@
-"""What torch and vLLM can do on a device, asked before the engine starts: what cannot work is said in a sentence."""
+"""What torch and vLLM can do on a device, checked before the engine starts: an error names what is missing."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 
-from xpyd_connector.core.buffers import HOST
+from xpyd_connector.core.layout.buffer_device import HOST
 from xpyd_connector.errors import UnsupportedCache
 
 Ready: TypeAlias = Callable[[], bool]

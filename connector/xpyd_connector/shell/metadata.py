@@ -9,9 +9,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from xpyd_connector.core.ids import RequestId
-from xpyd_connector.core.loads import Order, Result
 from xpyd_connector.core.messages import Fingerprint, RankInfo
-from xpyd_connector.core.writings import Gone, Piece
+from xpyd_connector.core.pull.load import LoadOrder
+from xpyd_connector.core.push.push_job import ComputedBlocks, TransferOver
+from xpyd_connector.core.results import LoadResult
 
 
 @dataclass
@@ -28,21 +29,23 @@ class RankHandshake(KVConnectorHandshakeMetadata):
 class StepMetadata(KVConnectorMetadata):
     """Scheduler to workers, every step."""
 
-    orders: list[Order] = field(default_factory=list[Order])
+    orders: list[LoadOrder] = field(default_factory=list[LoadOrder])
     idle: bool = False  # nothing is computed in this step: it may wait a moment for a transfer
-    pieces: list[Piece | Gone] = field(default_factory=list[Piece | Gone])  # push: what is computed, and what is over
-    arrived: list[Result] = field(default_factory=list[Result])  # push: what the scheduler knows to have ended
+    pieces: list[ComputedBlocks | TransferOver] = field(
+        default_factory=list[ComputedBlocks | TransferOver]
+    )  # push: what is computed, and what is over
+    arrived: list[LoadResult] = field(default_factory=list[LoadResult])  # push: what the scheduler knows to have ended
 
 
 @dataclass
-class LingeringMetadata(KVConnectorWorkerMetadata):
+class QuarantineMetadata(KVConnectorWorkerMetadata):
     """Workers to scheduler: whose blocks NIXL may still write into, and whose no longer. Once for each rank."""
 
-    lingers: list[RequestId] = field(default_factory=list[RequestId])
-    let_go: list[RequestId] = field(default_factory=list[RequestId])
+    quarantined: list[RequestId] = field(default_factory=list[RequestId])
+    released: list[RequestId] = field(default_factory=list[RequestId])
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "LingeringMetadata":
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "QuarantineMetadata":
         """Add what another rank says."""
-        if not isinstance(other, LingeringMetadata):
+        if not isinstance(other, QuarantineMetadata):
             raise TypeError(f"{type(other).__name__} is not ours")
-        return LingeringMetadata(self.lingers + other.lingers, self.let_go + other.let_go)
+        return QuarantineMetadata(self.quarantined + other.quarantined, self.released + other.released)

@@ -5,13 +5,13 @@ import os
 from vllm.logger import init_logger
 
 from xpyd_connector.core.addresses import is_loopback, is_wildcard
-from xpyd_connector.core.data_plane import DEVICES_VARIABLE, choose_devices
-from xpyd_connector.core.greeting import Guest, GuestRole, Secrets
+from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import Address, EngineId
-from xpyd_connector.core.tally import Tally
+from xpyd_connector.core.session.data_plane import DEVICES_VARIABLE, choose_devices
+from xpyd_connector.core.session.handshake import HandshakeClient, ProcessRole, Secrets
 from xpyd_connector.errors import SettingsError
 from xpyd_connector.io.link import SocketLink
-from xpyd_connector.io.machine import look_at_machine, own_address
+from xpyd_connector.io.network_interfaces import own_address, read_network_interfaces
 from xpyd_connector.io.secrets import secrets_in_force
 from xpyd_connector.io.tls import Tls
 from xpyd_connector.settings import Settings
@@ -31,7 +31,7 @@ def bind_data_plane(settings: Settings, side_channel: Address) -> None:
     os.environ.setdefault(RCACHE_VARIABLE, RCACHE_LIMIT)
     devices = choose_devices(
         side_channel.host,
-        lambda: look_at_machine(side_channel.host, side_channel.port),
+        lambda: read_network_interfaces(side_channel.host, side_channel.port),
         os.environ.get(DEVICES_VARIABLE),
         [backend.name for backend in settings.backends],
         allow_open=settings.allow_open_data_plane,
@@ -69,19 +69,19 @@ def reach_remarks(settings: Settings) -> list[str]:
 def open_link(
     settings: Settings,
     engine: EngineId,
-    tally: Tally,
+    counters: Counters,
     *,
-    role: GuestRole,
+    role: ProcessRole,
     secrets: Secrets | None = None,
     badge: bytes = b"",
     workers: tuple[bytes, ...] = (),
 ) -> SocketLink:
     """Return a link of one of this engine's processes."""
-    guest = Guest(engine, secrets or secrets_in_force(settings), role, badge, workers)
+    client = HandshakeClient(engine, secrets or secrets_in_force(settings), role, badge, workers)
     return SocketLink(
-        guest,
+        client,
         Tls(settings),
-        tally,
+        counters,
         timeout=settings.handshake_timeout,
         threads=settings.handshake_threads,
         local_only=_moves_kv_here_only(settings),

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-from xpyd_connector.core.tally import Report, merge
+from xpyd_connector.core.counters import StatsReport, merge
 
 T = TypeVar("T")
 
@@ -17,9 +17,9 @@ class Outbox(Generic[T]):
         self._news = threading.Event()
         self._on_news = on_news
         self._items: list[T] = []
-        self._reports: list[Report] = []
+        self._reports: list[StatsReport] = []
 
-    def put(self, items: Iterable[T], report: Report) -> None:
+    def put(self, items: Iterable[T], report: StatsReport) -> None:
         """Add results and numbers; announces the results."""
         new = list(items)
         with self._lock:
@@ -38,7 +38,7 @@ class Outbox(Generic[T]):
             self._news.clear()
         return items
 
-    def take_report(self) -> Report:
+    def take_report(self) -> StatsReport:
         """Return the numbers since the last call."""
         with self._lock:
             reports, self._reports = self._reports, []

@@ -12,33 +12,34 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.logger import init_logger
 
-from xpyd_connector.core.greeting import GuestRole, badge_of
-from xpyd_connector.core.ids import EngineAt, RequestId
-from xpyd_connector.core.loads import LetGo, Order, Result
-from xpyd_connector.core.messages import Attend, Fingerprint
-from xpyd_connector.core.peers import PeerBook
-from xpyd_connector.core.reader import Reader
-from xpyd_connector.core.shipping import ParcelId
-from xpyd_connector.core.slots import Slots
-from xpyd_connector.core.stager import Stager
-from xpyd_connector.core.staging import Staging
-from xpyd_connector.core.tally import Report, Tally, Telling
-from xpyd_connector.core.writer import Writer
-from xpyd_connector.core.writings import Gone, Piece
+from xpyd_connector.core.counters import Counters, ForwardingCounters, StatsReport
+from xpyd_connector.core.ids import EngineEndpoint, RequestId
+from xpyd_connector.core.messages import Fingerprint, WorkerHello
+from xpyd_connector.core.pull.decode_worker import PullReader
+from xpyd_connector.core.pull.load import LoadOrder
+from xpyd_connector.core.push.part_writer import PartWriteId
+from xpyd_connector.core.push.prefill_worker import PushWriter
+from xpyd_connector.core.push.push_job import ComputedBlocks, TransferOver
+from xpyd_connector.core.results import BlocksReleased, LoadResult
+from xpyd_connector.core.session.handshake import ProcessRole, badge_of
+from xpyd_connector.core.session.peers import PeerTable
+from xpyd_connector.core.staging.host_buffer import HostBuffer
+from xpyd_connector.core.staging.slots import Slots
+from xpyd_connector.core.staging.worker import StagingWorker
 from xpyd_connector.errors import ConnectorError
 from xpyd_connector.io.link import SocketLink
-from xpyd_connector.io.nixl import NixlMover, make_agent
+from xpyd_connector.io.nixl import NixlTransferAgent, make_agent
 from xpyd_connector.io.runner import Command, Runner
 from xpyd_connector.settings import Mode
-from xpyd_connector.shell.caches import Interior
+from xpyd_connector.shell.cache_regions import KernelLayout
 from xpyd_connector.shell.devices import Ready, computed
-from xpyd_connector.shell.facts import Facts
-from xpyd_connector.shell.memory import Half, Memory
-from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake, StepMetadata
+from xpyd_connector.shell.engine_config import EngineConfig
+from xpyd_connector.shell.host_staging import CopyRows, StagingBuffer, ThreadCopier
+from xpyd_connector.shell.metadata import QuarantineMetadata, RankHandshake, StepMetadata
 from xpyd_connector.shell.network import bind_data_plane, open_link
 from xpyd_connector.shell.outbox import Outbox
-from xpyd_connector.shell.staging import CopyRows, StagingBuffer, ThreadCopier
-from xpyd_connector.shell.stats import XpydStats
+from xpyd_connector.shell.registered_memory import RegisteredMemory, RoleMemory
+from xpyd_connector.shell.vllm_stats import XpydStats
 
 if TYPE_CHECKING:
     from xpyd_connector.settings import Settings
@@ -48,52 +49,54 @@ logger = init_logger("vllm.xpyd")
 TOKEN_BYTES = 32
 
 
-class WorkerSide:
+class XpydConnectorWorker:
     """vLLM's worker hooks."""
 
-    def __init__(self, facts: Facts, settings: "Settings", rank: int) -> None:
-        self._facts = facts
+    def __init__(self, engine_config: EngineConfig, settings: "Settings", rank: int) -> None:
+        self._engine_config = engine_config
         self._settings = settings
         self._rank = rank
         self._handshake: RankHandshake | None = None  # absent until the cache exists
-        self._memory: Memory | None = None  # likewise
-        self._runner: Runner[Reader] | None = None  # only where KV is read
-        self._writer: Runner[Writer] | None = None  # only where KV is written
+        self._memory: RegisteredMemory | None = None  # likewise
+        self._runner: Runner[PullReader] | None = None  # only where KV is read
+        self._push_writer: Runner[PushWriter] | None = None  # only where KV is written
         self._others: list[Runner[Any] | ThreadCopier] = []  # what else is to be stopped at the end
-        self._arrived: list[Result] = []
-        self._outbox: Outbox[Result | LetGo] = Outbox()
-        self._lingering = LingeringMetadata()  # news for the scheduler
-        self._tally = Tally()
+        self._push_results: list[LoadResult] = []
+        self._outbox: Outbox[LoadResult | BlocksReleased] = Outbox()
+        self._quarantined = QuarantineMetadata()  # news for the scheduler
+        self._counters = Counters()
         self._loading: set[RequestId] = set()
         self._idle = False
 
-    def register(self, caches: Mapping[str, torch.Tensor], fingerprint: Fingerprint, interior: Interior) -> None:
+    def register(
+        self, caches: Mapping[str, torch.Tensor], fingerprint: Fingerprint, kernel_layout: KernelLayout
+    ) -> None:
         """Make the KV cache, or a host buffer, reachable for peers, and start what this engine's role needs."""
-        bind_data_plane(self._settings, self._facts.address)
+        bind_data_plane(self._settings, self._engine_config.address)
         agent = make_agent(
             str(uuid.uuid4()),
             progress_delay_us=self._settings.progress_delay_us,
             backends={backend.name: backend.parameters for backend in self._settings.backends},
         )
         self._agent = agent  # who only lets others read or write does nothing more with it, but it must live
-        memory = self._memory = Memory(agent, self._facts, self._rank, caches, interior)
-        lending, borrowing = memory.lending, memory.borrowing
-        self._handshake = RankHandshake(lending.info, borrowing.info, fingerprint, os.urandom(TOKEN_BYTES))
+        memory = self._memory = RegisteredMemory(agent, self._engine_config, self._rank, caches, kernel_layout)
+        producer, consumer = memory.producer, memory.consumer
+        self._handshake = RankHandshake(producer.info, consumer.info, fingerprint, os.urandom(TOKEN_BYTES))
         logger.info(
             "xpyd: rank %d registered %d layers of %d blocks, %.3f GB of %s%s",
-            self._rank, len(caches), lending.info.regions[0].blocks, memory.gigabytes, memory.kind,
-            " that KV goes through" if self._facts.staging_blocks else "",
+            self._rank, len(caches), producer.info.regions[0].blocks, memory.gigabytes, memory.kind,
+            " that KV goes through" if self._engine_config.staging_blocks else "",
         )  # fmt: skip
-        mover = NixlMover(agent, memory.kind, memory.number)
+        mover = NixlTransferAgent(agent, memory.kind, memory.number)
         pulls = self._settings.mode is Mode.PULL
-        if pulls and self._facts.borrows:
-            self._start_reader(mover, borrowing, fingerprint)
-        elif not pulls and self._facts.lends:
-            self._start_writer(mover, lending, self._handshake.token)
-        if pulls and self._facts.lends and lending.buffer is not None:
-            self._start_stager(lending.buffer, Attend(self._rank, self._handshake.token))
-        elif not pulls and self._facts.borrows and borrowing.buffer is not None:
-            self._start_stager(borrowing.buffer, Attend(self._rank, self._handshake.token, unpacks=True))
+        if pulls and self._engine_config.is_consumer:
+            self._start_reader(mover, consumer, fingerprint)
+        elif not pulls and self._engine_config.is_producer:
+            self._start_writer(mover, producer, self._handshake.token)
+        if pulls and self._engine_config.is_producer and producer.buffer is not None:
+            self._start_stager(producer.buffer, WorkerHello(self._rank, self._handshake.token))
+        elif not pulls and self._engine_config.is_consumer and consumer.buffer is not None:
+            self._start_stager(consumer.buffer, WorkerHello(self._rank, self._handshake.token, receives_pushes=True))
 
     def use_copy_operation(self, copy_rows: CopyRows) -> None:
         """Copy between device and host as vLLM does on this platform."""
@@ -112,17 +115,17 @@ class WorkerSide:
                 raise RuntimeError(f"request {order.request} is to be loaded on an engine that takes no KV over")
             self._loading.add(order.request)
             self._runner.post(_loading(order))
-        self._arrived += step.arrived
+        self._push_results += step.arrived
 
-    def offer(self, pieces: list[Piece | Gone]) -> None:
+    def add_computed(self, pieces: list[ComputedBlocks | TransferOver]) -> None:
         """Let the transfer thread write what earlier steps have computed, once the device has."""
         if not pieces:
             return
-        if self._writer is None:
+        if self._push_writer is None:
             raise ConnectorError("KV is to be pushed by an engine that lends none")
         ready = computed(self._memory.device) if self._memory is not None else None
         for piece in pieces:
-            self._writer.post(_offering(piece, ready))
+            self._push_writer.post(_offering(piece, ready))
 
     def results(self) -> KVConnectorTransferResults:
         """Return the loads that ended.
@@ -132,29 +135,29 @@ class WorkerSide:
         """
         if self._loading and self._runner is not None:
             self._runner.check()
-        if self._loading and self._idle and self._facts.steps_alone and not self._outbox:
+        if self._loading and self._idle and self._engine_config.steps_independently and not self._outbox:
             self._outbox.wait(self._settings.idle_wait)
-        if self._writer is not None:
-            self._writer.check()
+        if self._push_writer is not None:
+            self._push_writer.check()
         results = KVConnectorTransferResults()
         for ended in self._outbox.take():
             match ended:
-                case LetGo(request):
-                    self._lingering.let_go.append(request)
-                case Result(request, _, lingers):
+                case BlocksReleased(request):
+                    self._quarantined.released.append(request)
+                case LoadResult(request, _, quarantined):
                     self._loading.discard(request)
                     _report(results, ended)
-                    if lingers:
-                        self._lingering.lingers.append(request)
-        for result in self._arrived:
-            _report(results, result)  # blocks that linger are the scheduler's own business here
-        self._arrived = []
+                    if quarantined:
+                        self._quarantined.quarantined.append(request)
+        for result in self._push_results:
+            _report(results, result)  # the scheduler itself keeps quarantined blocks here
+        self._push_results = []
         return results
 
-    def lingering(self) -> LingeringMetadata | None:
+    def lingering(self) -> QuarantineMetadata | None:
         """Return whose blocks must be kept from others, and whose no longer, since the last call."""
-        news, self._lingering = self._lingering, LingeringMetadata()
-        return news if news.lingers or news.let_go else None
+        event, self._quarantined = self._quarantined, QuarantineMetadata()
+        return event if event.quarantined or event.released else None
 
     def stats(self) -> XpydStats | None:
         """Return the numbers since the last call."""
@@ -163,33 +166,46 @@ class WorkerSide:
 
     def stop(self) -> None:
         """End the transfer thread."""
-        for runner in (self._runner, self._writer, *self._others):
+        for runner in (self._runner, self._push_writer, *self._others):
             if runner is not None:
                 runner.stop()
 
-    def _start_reader(self, mover: NixlMover, half: Half, fingerprint: Fingerprint) -> None:
+    def _start_reader(self, mover: NixlTransferAgent, half: RoleMemory, fingerprint: Fingerprint) -> None:
         settings, link = self._settings, self._link()
-        peers = PeerBook(link, fingerprint, self._tally, retry_after=settings.retry_after)
-        staging: Staging[RequestId] | None = None
+        peers = PeerTable(link, fingerprint, self._counters, retry_after=settings.retry_after)
+        staging: HostBuffer[RequestId] | None = None
         if half.buffer is not None:
-            staging = Staging(Slots[RequestId](half.buffer.slots), self._copier(half.buffer, link))
-        reader = Reader(link, mover, peers, self._tally, half.info, timeout=settings.transfer_timeout, staging=staging)
+            staging = HostBuffer(Slots[RequestId](half.buffer.slots), self._copier(half.buffer, link))
+        reader = PullReader(
+            link, mover, peers, self._counters, half.info, timeout=settings.transfer_timeout, staging=staging
+        )
         self._runner = Runner("xpyd-transfer", reader, link, self._after_turn)
         self._runner.start()
 
-    def _start_writer(self, mover: NixlMover, half: Half, token: bytes) -> None:
+    def _start_writer(self, mover: NixlTransferAgent, half: RoleMemory, token: bytes) -> None:
         link, timeout = self._link(), self._settings.transfer_timeout
-        staging: Staging[ParcelId] | None = None
+        staging: HostBuffer[PartWriteId] | None = None
         if half.buffer is not None:
-            staging = Staging(Slots[ParcelId](half.buffer.slots), self._copier(half.buffer, link))
-        tally = Telling(self._tell)
-        writer = Writer(link, mover, tally, half.info, home=self._home, token=token, timeout=timeout, staging=staging)
-        self._writer = Runner("xpyd-transfer", writer, link)
-        self._writer.start()
+            staging = HostBuffer(Slots[PartWriteId](half.buffer.slots), self._copier(half.buffer, link))
+        counters = ForwardingCounters(self._tell)
+        push_writer = PushWriter(
+            link,
+            mover,
+            counters,
+            half.info,
+            scheduler_endpoint=self._scheduler,
+            token=token,
+            timeout=timeout,
+            staging=staging,
+        )
+        self._push_writer = Runner("xpyd-transfer", push_writer, link)
+        self._push_writer.start()
 
-    def _start_stager(self, buffer: StagingBuffer, attend: Attend) -> None:
-        link, tally = self._link(), Telling(self._tell)
-        stager = Stager(link, self._copier(buffer, link), tally, home=self._home, attend=attend)
+    def _start_stager(self, buffer: StagingBuffer, hello: WorkerHello) -> None:
+        link, counters = self._link(), ForwardingCounters(self._tell)
+        stager = StagingWorker(
+            link, self._copier(buffer, link), counters, scheduler_endpoint=self._scheduler, hello=hello
+        )
         runner = Runner("xpyd-stager", stager, link)
         self._others.append(runner)
         runner.start()
@@ -203,36 +219,38 @@ class WorkerSide:
         return copier
 
     @property
-    def _home(self) -> EngineAt:
+    def _scheduler(self) -> EngineEndpoint:
         """Our own scheduler process."""
-        return EngineAt(self._facts.engine, self._facts.address)
+        return EngineEndpoint(self._engine_config.engine, self._engine_config.address)
 
     def _link(self) -> SocketLink:
         badge = badge_of(self._handshake.token) if self._handshake is not None else b""
-        return open_link(self._settings, self._facts.engine, self._tally, role=GuestRole.WORKER, badge=badge)
+        return open_link(
+            self._settings, self._engine_config.engine, self._counters, role=ProcessRole.WORKER, badge=badge
+        )
 
-    def _tell(self, report: Report) -> None:
+    def _tell(self, report: StatsReport) -> None:
         """On the thread of a writer or a stager: pass on what it has counted, before anybody hears of it."""
         self._outbox.put((), report)
 
-    def _after_turn(self, reader: Reader) -> None:
+    def _after_turn(self, reader: PullReader) -> None:
         """On the transfer thread: pass on what ended."""
         results = reader.take_results()
         for result in results:
-            if isinstance(result, Result) and result.failure:
+            if isinstance(result, LoadResult) and result.failure:
                 logger.warning("xpyd: KV of %s was not loaded: %s", result.request, result.failure)
-        self._outbox.put(results, self._tally.take())
+        self._outbox.put(results, self._counters.take())
 
 
-def _report(results: KVConnectorTransferResults, ended: Result) -> None:
+def _report(results: KVConnectorTransferResults, ended: LoadResult) -> None:
     results.finished_recving.add(str(ended.request))
     if ended.failure:
         results.failed_recving.add(str(ended.request))
 
 
-def _loading(order: Order) -> Command[Reader]:
+def _loading(order: LoadOrder) -> Command[PullReader]:
     return lambda reader, now: reader.load(order, now=now)
 
 
-def _offering(piece: Piece | Gone, ready: Ready | None) -> Command[Writer]:
-    return lambda writer, now: writer.offer(piece, now=now, ready=ready)
+def _offering(piece: ComputedBlocks | TransferOver, ready: Ready | None) -> Command[PushWriter]:
+    return lambda push_writer, now: push_writer.add_computed(piece, now=now, ready=ready)

@@ -14,20 +14,20 @@ ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT / "connector"), str(ROOT / "tests")]
 
 from support.engines import FINGERPRINT, lent, rank_info  # noqa: E402 (found only now)
-from xpyd_connector.core.borrower import Borrower  # noqa: E402
-from xpyd_connector.core.crew import Crew  # noqa: E402
+from xpyd_connector.core.counters import Counters  # noqa: E402
 from xpyd_connector.core.ids import Address, BlockId, ConnId, EngineId, RequestId  # noqa: E402
-from xpyd_connector.core.landings import Landings, Ticket  # noqa: E402
-from xpyd_connector.core.leases import LeaseBook  # noqa: E402
-from xpyd_connector.core.lender import Lender  # noqa: E402
-from xpyd_connector.core.messages import PROTOCOL, Done, Memory, Register, Renew, Stage, Welcome  # noqa: E402
-from xpyd_connector.core.offers import Offer  # noqa: E402
-from xpyd_connector.core.peers import PeerBook  # noqa: E402
-from xpyd_connector.core.ports import Lost, Met, Received  # noqa: E402
-from xpyd_connector.core.pushes import Pushes  # noqa: E402
-from xpyd_connector.core.slots import Slots  # noqa: E402
-from xpyd_connector.core.stagings import Stagings  # noqa: E402
-from xpyd_connector.core.tally import Tally  # noqa: E402
+from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer  # noqa: E402
+from xpyd_connector.core.lease.kv_params import PullParams  # noqa: E402
+from xpyd_connector.core.lease.lease_table import LeaseTable  # noqa: E402
+from xpyd_connector.core.lease.prefill_scheduler import LeaseManager  # noqa: E402
+from xpyd_connector.core.messages import PROTOCOL, RankMemory, ReadDone, RegisterPush, RenewLeases, StagePart, Welcome  # noqa: E402
+from xpyd_connector.core.ports import ConnectionLost, MessageReceived, PeerConnected  # noqa: E402
+from xpyd_connector.core.push.decode_scheduler import PushOrder, PushReceiver  # noqa: E402
+from xpyd_connector.core.push.prefill_scheduler import PushCoordinator  # noqa: E402
+from xpyd_connector.core.session.peers import PeerTable  # noqa: E402
+from xpyd_connector.core.session.worker_links import WorkerLinks  # noqa: E402
+from xpyd_connector.core.staging.prefill_scheduler import StagingCoordinator  # noqa: E402
+from xpyd_connector.core.staging.slots import Slots  # noqa: E402
 
 SIZES, RUNS, MESSAGES, ABORTS = (1000, 5000, 20000), 3, 100, 8000
 D, ELSE, P = ConnId(1), ConnId(2), EngineId("p0")
@@ -39,7 +39,7 @@ class Nowhere:
     def __init__(self):
         self.met = 0
 
-    def meet(self, peer, engine):
+    def connect(self, peer, engine):
         self.met += 1
         return ConnId(self.met)
 
@@ -54,62 +54,69 @@ def name(number):
     return RequestId(f"cmpl-{number:08d}")
 
 
-def renewed(lender, many):
+def renewed(lease_manager, many):
     """Grant so many leases and have one connection claim them; the last hundred are another's."""
     for number in range(many):
-        lender.grant(name(number), now=number * 1e-4)
+        lease_manager.grant(name(number), now=number * 1e-4)
     claimed, rest = [name(n) for n in range(many - 100)], [name(n) for n in range(many - 100, many)]
-    lender.renew(D, claimed, now=10.0)
-    lender.renew(ELSE, rest, now=10.0)
-    lender.take_released()
+    lease_manager.renew(D, claimed, now=10.0)
+    lease_manager.renew(ELSE, rest, now=10.0)
+    lease_manager.take_released()
 
 
 def lender_of(many):
-    lender = Lender(Nowhere(), LeaseBook(duration=30.0, extension=20.0), Tally())
-    renewed(lender, many)
-    return lender
+    lease_manager = LeaseManager(Nowhere(), LeaseTable(duration=30.0, extension=20.0), Counters())
+    renewed(lease_manager, many)
+    return lease_manager
 
 
 def a_done(many):
-    lender = lender_of(many)
-    return [lambda n=n: lender.on(Received(D, Done(name(n), name(n), 0, 1)), now=10.0) for n in range(MESSAGES)]
+    lease_manager = lender_of(many)
+    return [
+        lambda n=n: lease_manager.on(MessageReceived(D, ReadDone(name(n), name(n), 0, 1)), now=10.0)
+        for n in range(MESSAGES)
+    ]
 
 
 def a_renewal_of_one(many):
-    lender = lender_of(many)
-    return [lambda n=n: lender.on(Received(D, Renew((name(n),))), now=11.0) for n in range(MESSAGES)]
+    lease_manager = lender_of(many)
+    return [
+        lambda n=n: lease_manager.on(MessageReceived(D, RenewLeases((name(n),))), now=11.0) for n in range(MESSAGES)
+    ]
 
 
 def a_lost_connection_with_100_leases(many):
-    lender = lender_of(many)
-    return [lambda: lender.on(Lost(ELSE, "gone"), now=10.0)]
+    lease_manager = lender_of(many)
+    return [lambda: lease_manager.on(ConnectionLost(ELSE, "gone"), now=10.0)]
 
 
 def a_done_where_parts_are_staged(many):
-    link, tally = Nowhere(), Tally()
-    lender = lender_of(many)
-    stagings = Stagings(link, lender, tally, Crew(link, {0: b""}), Slots([16]), blocks=1 << 20, patience=60.0)
+    link, counters = Nowhere(), Counters()
+    lease_manager = lender_of(many)
+    staging_coordinator = StagingCoordinator(
+        link, lease_manager, counters, WorkerLinks(link, {0: b""}), Slots([16]), blocks=1 << 20, read_timeout=60.0
+    )
     for number in range(many - 100):
-        order = Stage(name(number), name(number), 0, 2, 0, ((BlockId(1),),))
-        stagings.on(Received(D, order), now=10.0)
+        order = StagePart(name(number), name(number), 0, 2, 0, ((BlockId(1),),))
+        staging_coordinator.on(MessageReceived(D, order), now=10.0)
 
     def done(number):
-        stagings.on(Received(D, Done(name(number), name(number), 0, 1)), now=10.0)
-        stagings.advance(now=10.0)
-        stagings.released(lender.take_released())
+        staging_coordinator.on(MessageReceived(D, ReadDone(name(number), name(number), 0, 1)), now=10.0)
+        staging_coordinator.advance(now=10.0)
+        staging_coordinator.released(lease_manager.take_released())
 
     return [lambda n=n: done(n) for n in range(MESSAGES)]
 
 
 def a_registration(many):
-    lender = Lender(Nowhere(), LeaseBook(duration=30.0, extension=20.0), Tally())
-    pushes = Pushes(Nowhere(), lender, Tally(), tokens={0: b""}, patience=480.0)
-    pushes.on(Received(D, Memory(rank_info("d", blocks=1 << 20))), now=0.0)
+    lease_manager = LeaseManager(Nowhere(), LeaseTable(duration=30.0, extension=20.0), Counters())
+    pushes = PushCoordinator(Nowhere(), lease_manager, Counters(), tokens={0: b""}, registration_timeout=480.0)
+    pushes.on(MessageReceived(D, RankMemory(rank_info("d", blocks=1 << 20))), now=0.0)
     for guest in range(100):  # as many decode engines
-        pushes.on(Received(ConnId(10 + guest), Memory(rank_info("d", blocks=1 << 20))), now=0.0)
+        pushes.on(MessageReceived(ConnId(10 + guest), RankMemory(rank_info("d", blocks=1 << 20))), now=0.0)
 
     def register(number):
-        pushes.on(Received(D, Register(name(number), name(number), None, lent(0, [1]))), now=0.0)
+        pushes.on(MessageReceived(D, RegisterPush(name(number), name(number), None, lent(0, [1]))), now=0.0)
 
     for number in range(many):
         register(number)
@@ -118,26 +125,26 @@ def a_registration(many):
 
 def a_turn_that_waits_for_pushes(many):
     desk = Desk(many)
-    landings = Landings(
-        desk.link, desk.peers, desk.borrower, Tally(), [rank_info("d")], timeout=480.0, patience=30.0
+    push_receiver = PushReceiver(
+        desk.link, desk.peers, desk.lease_renewer, Counters(), [rank_info("d")], timeout=480.0, peer_timeout=30.0
     )  # fmt: skip
     for number in range(many):
-        landings.expect(Ticket(name(number), name(number), P, Address("h", 1), None, lent(0, [1])), now=0.0)
-    landings.advance(now=1.0)
-    return [lambda: landings.advance(now=1.0)] * MESSAGES
+        push_receiver.expect(PushOrder(name(number), name(number), P, Address("h", 1), None, lent(0, [1])), now=0.0)
+    push_receiver.advance(now=1.0)
+    return [lambda: push_receiver.advance(now=1.0)] * MESSAGES
 
 
 class Desk:
     """A decode engine's scheduler that wants many leases of one prefill engine."""
 
     def __init__(self, many):
-        self.link, tally = Nowhere(), Tally()
-        self.peers = PeerBook(self.link, FINGERPRINT, tally, retry_after=1.0)
-        self.borrower = Borrower(self.link, self.peers, tally, heartbeat_interval=5.0)
+        self.link, counters = Nowhere(), Counters()
+        self.peers = PeerTable(self.link, FINGERPRINT, counters, retry_after=1.0)
+        self.lease_renewer = LeaseRenewer(self.link, self.peers, counters, heartbeat_interval=5.0)
         for number in range(many):
-            offer = Offer(P, name(number), "h", 5600, ((BlockId(1),),), 4)
-            self.borrower.want(name(number), offer, now=0.0)
-        self.borrower.on(Met(ConnId(1), Welcome(PROTOCOL, P, FINGERPRINT, ())), now=0.0)
+            offer = PullParams(P, name(number), "h", 5600, ((BlockId(1),),), 4)
+            self.lease_renewer.start_renewing(name(number), offer, now=0.0)
+        self.lease_renewer.on(PeerConnected(ConnId(1), Welcome(PROTOCOL, P, FINGERPRINT, ())), now=0.0)
 
 
 def all_aborts_of_8000_requests(many):
@@ -145,8 +152,8 @@ def all_aborts_of_8000_requests(many):
 
     def abort():
         for number in range(ABORTS):
-            desk.borrower.give_back(name(number), P)
-        desk.borrower.advance(now=1.0)
+            desk.lease_renewer.release(name(number), P)
+        desk.lease_renewer.advance(now=1.0)
 
     return [abort]
 

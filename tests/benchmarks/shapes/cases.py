@@ -3,8 +3,8 @@
 import random
 from typing import NamedTuple
 
+from xpyd_connector.core.layout.transfer_plan import TokenRange
 from xpyd_connector.core.messages import RankInfo, Region
-from xpyd_connector.core.plan import Stretch
 
 LAYERS, HEADS, WIDTH = 28, 8, 2 * 128 * 2  # bytes: K and V of one token and head of 128, in bfloat16
 TOKEN = LAYERS * HEADS * WIDTH  # bytes
@@ -56,10 +56,10 @@ class Case(NamedTuple):
     is_random: bool = True  # blocks are where there was room for them
     every: int = 1  # it is measured in the first of so many rounds
 
-    def stretch(self, tokens):
+    def token_range(self, tokens):
         """Return a whole prompt, always in the same blocks."""
         choose = random.Random(tokens) if self.is_random else None
-        return Stretch(0, 0, tokens, self.theirs.blocks(tokens, choose), self.ours.blocks(tokens, choose))
+        return TokenRange(0, 0, tokens, self.theirs.blocks(tokens, choose), self.ours.blocks(tokens, choose))
 
 
 CASES = {

@@ -36,11 +36,11 @@ def _head(seen):
 often, to see whether all of it works, and writes to `.xpyd/bench`. The raw numbers are in `shapes.json`.""")
     setting = _paragraph(f"""
 {machine["cores"]} cores, {machine["processor"]}, {machine["system"]}; NIXL 1.5.1; two processes on this machine, one
-with the memory that is read and one that reads, planned with `core/plan.py` and posted with `io/nixl.py` as engines
-do, without vLLM. The model has {LAYERS} layers and {HEADS} KV heads of 128 in bfloat16: {TOKEN >> 10} KiB a token, so
-prompts of {lengths} tokens are {sizes}. Blocks have 16 tokens in the layout LBHNC (layer, block, head, token, content)
-unless said otherwise, and are scattered unless said to be contiguous. Each number is the median of {rounds} rounds,
-in each of which everything is measured once; the last row in every third.""")
+with the memory that is read and one that reads, planned with `core/layout/transfer_plan.py` and posted with
+`io/nixl.py` as engines do, without vLLM. The model has {LAYERS} layers and {HEADS} KV heads of 128 in bfloat16:
+{TOKEN >> 10} KiB a token, so prompts of {lengths} tokens are {sizes}. Blocks have 16 tokens in the layout LBHNC
+(layer, block, head, token, content) unless said otherwise, and are scattered unless said to be contiguous. Each number
+is the median of {rounds} rounds, in each of which everything is measured once; the last row in every third.""")
     words = _paragraph(f"""
 **Planning** turns block lists into runs of bytes; **posting** is NIXL's preparing and starting of the transfer on the
 calling thread, which for shared memory is most of the copying, too. The **whole transfer** is both and the wait until

@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 
 from benchmarks.shapes.cases import CASES, MEMORY, TOKEN
+from xpyd_connector.core.layout.transfer_plan import TokenRange, check_shapes, needed_ranks, pull_route
 from xpyd_connector.core.messages import RankInfo
-from xpyd_connector.core.plan import Stretch, check_shapes, needed_ranks, pull_route
-from xpyd_connector.core.ports import Outcome
-from xpyd_connector.io.nixl import NixlMover, make_agent, register
+from xpyd_connector.core.ports import XferOutcome
+from xpyd_connector.io.nixl import NixlTransferAgent, make_agent, register
 
 RANKS = 2  # agents of a process: it plays all ranks of its engine
 PAUSE = 0.0002  # s between two looks at what is in flight
@@ -44,7 +44,7 @@ class Reader:
         self.source = content()  # what the other process has
         self.memory = Memory("reader", np.zeros(MEMORY, dtype=np.uint8))
         self.base = base
-        self.movers = [NixlMover(agent, "DRAM", 0) for agent in self.memory.agents]
+        self.movers = [NixlTransferAgent(agent, "DRAM", 0) for agent in self.memory.agents]
         peers = [RankInfo(0, 1, each, "DRAM", 0, ()) for each in metadata]
         self.handles = [[mover.attach(peer) for peer in peers] for mover in self.movers]
         self.prepared = {}
@@ -59,7 +59,7 @@ class Reader:
     def move(self, case, tokens):
         """Plan a transfer and carry it out."""
         start = time.monotonic()
-        plan = [(*where, route.spans([stretch])) for *where, route, stretch in self.routes(case, tokens)]
+        plan = [(*where, route.spans([token_range])) for *where, route, token_range in self.routes(case, tokens)]
         planning = time.monotonic() - start
         return {"planning": planning, **self.carry_out(plan)}
 
@@ -73,7 +73,7 @@ class Reader:
     def check(self, case, tokens):
         """Move once and compare; also what the first transfer between two agents costs more is paid here."""
         self.memory.bytes[:] = 0
-        plan = [(*where, route.spans([stretch])) for *where, route, stretch in self.routes(case, tokens)]
+        plan = [(*where, route.spans([token_range])) for *where, route, token_range in self.routes(case, tokens)]
         moved = self.carry_out(plan)
         assert moved["bytes"] == tokens * TOKEN, moved
         for *_, spans in plan:
@@ -87,9 +87,9 @@ class Reader:
         """Return our rank, their rank, the route between them and the stretch to move; engines build routes once."""
         key = "routes", case, tokens
         if key not in self.prepared:
-            stretch = CASES[case].stretch(tokens)
+            token_range = CASES[case].token_range(tokens)
             self.prepared[key] = [
-                (our.rank, their.rank, pull_route(our, their), stretch) for our, their in self.pairs(CASES[case])
+                (our.rank, their.rank, pull_route(our, their), token_range) for our, their in self.pairs(CASES[case])
             ]
         return self.prepared[key]
 
@@ -122,7 +122,7 @@ class Reader:
             if len(ended) < len(plan):
                 time.sleep(PAUSE)
         seconds = time.monotonic() - start
-        assert all(one.outcome is Outcome.MOVED for one in ended), ended
+        assert all(one.outcome is XferOutcome.DONE for one in ended), ended
         return {
             "bytes": sum(one.bytes for one in ended),
             "descriptors": sum(one.descriptors for one in ended),
@@ -133,10 +133,10 @@ class Reader:
 
 def single_blocks(case, tokens):
     """Cut a prompt into the smaller blocks of both sides."""
-    _, _, _, remote, local = case.stretch(tokens)
+    _, _, _, remote, local = case.token_range(tokens)
     for start in range(0, tokens, size := min(case.theirs.block_size, case.ours.block_size)):
         lists = remote[start // case.theirs.block_size :], local[start // case.ours.block_size :]
-        yield Stretch(0, start, start + size, *lists)
+        yield TokenRange(0, start, start + size, *lists)
 
 
 def main(reads):

@@ -5,8 +5,8 @@ import pytest
 from support.engines import LEASE, World
 from support.push_engines import PushWorld, right_bytes
 from xpyd_connector.core.ids import ConnId, RequestId
-from xpyd_connector.core.messages import Renew
-from xpyd_connector.core.ports import Received
+from xpyd_connector.core.messages import RenewLeases
+from xpyd_connector.core.ports import MessageReceived
 
 
 @pytest.fixture
@@ -17,22 +17,22 @@ def world():
 def test_an_engine_can_lend_and_borrow_at_once(world):
     """kv_role kv_both: connections it opened are the borrower's, those it accepted the lender's."""
     there = world.lend()
-    world.want(there)
+    world.start_renewing(there)
     back = world.d.prefill("d-b", 2, now=0.0)
-    world.p.control.borrower.want(RequestId("p-b"), back, now=0.0)
+    world.p.control.lease_renewer.start_renewing(RequestId("p-b"), back, now=0.0)
     world.run(seconds=2 * LEASE)
 
     assert len(world.p.leases) == len(world.d.leases) == 1
-    assert world.p.tally.take().counters.keys() == world.d.tally.take().counters.keys()
+    assert world.p.counters.take().counters.keys() == world.d.counters.take().counters.keys()
 
 
 def test_a_message_of_an_engine_we_borrow_from_is_not_taken_for_a_borrowers(world):
     """A prefill engine cannot renew our leases over the connection we opened to it."""
-    world.want(world.lend())
+    world.start_renewing(world.lend())
     world.run()
     own = world.d.prefill("d-x", 1, now=0.0).remote_request_id
     (peer,) = world.d.peers._peers.values()
-    world.d.control.on(Received(peer.conn, Renew((own,))), now=0.0)
+    world.d.control.on(MessageReceived(peer.conn, RenewLeases((own,))), now=0.0)
 
     assert len(world.d.peers) == 0
     assert world.d.leases.next_expiry() == LEASE
@@ -44,7 +44,7 @@ def test_the_thread_wakes_for_whichever_half_is_due_first(world):
     assert control.advance(now=0.0) is None
     world.d.prefill("d-x", 1, now=0.0)
     assert control.advance(now=0.0) == LEASE
-    world.want(world.lend())
+    world.start_renewing(world.lend())
 
     assert control.advance(now=0.0) == LEASE / 6
 
@@ -52,12 +52,12 @@ def test_the_thread_wakes_for_whichever_half_is_due_first(world):
 def test_a_stranger_is_the_lenders(world):
     """A connection we did not open."""
     world.d.prefill("d-x", 1, now=0.0)
-    world.d.control.on(Received(ConnId(77), Renew((RequestId("d-x"),))), now=1.0)
+    world.d.control.on(MessageReceived(ConnId(77), RenewLeases((RequestId("d-x"),))), now=1.0)
 
     assert world.d.leases._leases[RequestId("d-x")].holder == 77
 
 
-@pytest.mark.parametrize("part", ["pushes", "landings"])
+@pytest.mark.parametrize("part", ["push_coordinator", "push_receiver"])
 def test_an_engine_that_pulls_has_no_core_of_push(world, part):
     """A bug of ours, not a wrong text."""
     with pytest.raises(RuntimeError, match="push"):
@@ -70,7 +70,7 @@ def test_two_engines_can_push_to_each_other():
     there = world.expect()
     world.prefill()
     assert world.d.begin("u", 2)
-    world.p.want("p-a", "u", world.d, now=0.0)
+    world.p.start_renewing("p-a", "u", world.d, now=0.0)
     back = world.p.expect("p-a", "u", world.d, 2, now=0.0)
     assert world.d.lend("u", now=0.0)
     world.run()
@@ -86,11 +86,11 @@ def test_a_message_of_an_engine_that_writes_here_is_not_taken_for_a_readers():
     world.expect()
     world.run()
     (peer,) = world.d.peers._peers.values()
-    world.d.control.on(Received(peer.conn, Renew((RequestId("x"),))), now=0.0)
+    world.d.control.on(MessageReceived(peer.conn, RenewLeases((RequestId("x"),))), now=0.0)
 
     assert len(world.d.peers) == 0
-    assert world.d.pushes._early == {}
-    assert world.d.landings._landings[RequestId("d-a")].state.name == "QUARANTINED"
+    assert world.d.push_coordinator._early == {}
+    assert world.d.push_receiver._pushes[RequestId("d-a")].state.name == "QUARANTINED"
 
 
 def test_the_thread_wakes_for_a_landing():

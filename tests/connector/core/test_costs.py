@@ -44,7 +44,7 @@ def test_a_surge_of_aborts_costs_as_much_for_each_as_a_single_one():
     costs = []
     for size in (FEW, MANY):
         desk = Desk(size)
-        costs.append(lines(lambda desk=desk, size=size: [desk.borrower.give_back(name(n), P) for n in range(size)]))
+        costs.append(lines(lambda desk=desk, size=size: [desk.lease_renewer.release(name(n), P) for n in range(size)]))
 
     assert costs[1] <= 1.2 * MANY / FEW * costs[0]
     assert ABORTS > MANY

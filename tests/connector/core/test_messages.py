@@ -22,41 +22,41 @@ from xpyd_connector.core.messages import (
     MAX_PROMPT,
     MAX_RANKS,
     MAX_REASON,
-    MAX_STRANGER,
+    MAX_UNAUTHENTICATED_FRAME,
     PROTOCOL,
-    Alive,
-    Arrived,
-    Assign,
-    Attend,
-    Cease,
-    Ceased,
+    CancelPushes,
     Challenge,
     CopyEnded,
     CopyIn,
     CopyOut,
-    Departed,
-    Done,
-    Drop,
-    Fenced,
-    Landed,
-    Lapsed,
-    Lent,
-    Memory,
+    DropLeases,
+    FenceResult,
+    HeartbeatReply,
+    LeasesLost,
+    LentBlocks,
     Message,
-    Proven,
-    Reads,
+    PartRefused,
+    PartStaged,
+    PeerGone,
+    PeerMemory,
+    PushAborted,
+    PushDone,
+    PushStalled,
+    PushStopped,
+    PushWritten,
+    RankMemory,
+    ReadDone,
+    ReadsStarted,
     Refusal,
-    Register,
-    Renew,
-    Stage,
-    Staged,
-    Stalled,
-    Stop,
-    Stopped,
-    Stuck,
-    Unstaged,
+    RegisterPush,
+    RenewLeases,
+    ServerProof,
+    StagePart,
+    StartPush,
+    StopPush,
     Welcome,
-    Written,
+    WorkerHello,
+    WriteStalled,
     decode,
     encode,
 )
@@ -64,37 +64,37 @@ from xpyd_connector.errors import ProtocolViolation
 
 ID = RequestId("cmpl-5f0c-0-1a2b3c4d")
 WELCOME = Welcome(PROTOCOL, EngineId("p0"), FINGERPRINT, (rank_info("p0"), rank_info("p0", rank=1)))
-REGISTER = Register(ID, RequestId("t-1"), "digest", (Lent(12, 20, (BlockId(7), BlockId(9))),))
+REGISTER = RegisterPush(ID, RequestId("t-1"), "digest", (LentBlocks(12, 20, (BlockId(7), BlockId(9))),))
 EXAMPLES = [
     Challenge(PROTOCOL, b"\0" * 32),
     HELLO,
-    Proven(b"proof"),
+    ServerProof(b"proof"),
     WELCOME,
     Refusal("no"),
-    Renew((ID, RequestId("é"))),
-    Lapsed(()),
-    Reads((ID,)),
-    Done(ID, RequestId("d"), 1, 2),
-    Fenced(ID, held=True),
-    Drop((ID,)),
-    Alive(),
-    Memory(rank_info("d0")),
+    RenewLeases((ID, RequestId("é"))),
+    LeasesLost(()),
+    ReadsStarted((ID,)),
+    ReadDone(ID, RequestId("d"), 1, 2),
+    FenceResult(ID, held=True),
+    DropLeases((ID,)),
+    HeartbeatReply(),
+    RankMemory(rank_info("d0")),
     REGISTER,
-    Landed(ID, held=False),
-    Stop((ID,)),
-    Stopped(ID, "why"),
-    Stuck(ID, "why"),
-    Attend(1, b"token"),
-    Arrived(ConnId(3), rank_info("d0")),
-    Assign(ConnId(3), REGISTER),
-    Cease(ConnId(3), ID),
-    Departed(ConnId(3)),
-    Written(ConnId(3), ID),
-    Ceased(ConnId(3), ID, "why"),
-    Stalled(ConnId(3), ID, "why"),
-    Stage(RequestId("p"), ID, 1, 2, 3, ((BlockId(7), BlockId(9)), ())),
-    Staged(ID, 3, ((BlockId(1), BlockId(2)), ())),
-    Unstaged(ID, 3, "why"),
+    PushDone(ID, held=False),
+    CancelPushes((ID,)),
+    PushStopped(ID, "why"),
+    PushStalled(ID, "why"),
+    WorkerHello(1, b"token"),
+    PeerMemory(ConnId(3), rank_info("d0")),
+    StartPush(ConnId(3), REGISTER),
+    StopPush(ConnId(3), ID),
+    PeerGone(ConnId(3)),
+    PushWritten(ConnId(3), ID),
+    PushAborted(ConnId(3), ID, "why"),
+    WriteStalled(ConnId(3), ID, "why"),
+    StagePart(RequestId("p"), ID, 1, 2, 3, ((BlockId(7), BlockId(9)), ())),
+    PartStaged(ID, 3, ((BlockId(1), BlockId(2)), ())),
+    PartRefused(ID, 3, "why"),
     CopyOut(PartId(1), ((BlockId(7),), ()), ((BlockId(1),), ())),
     CopyIn(PartId(2), ((BlockId(1),), ()), ((BlockId(7),), ())),
     CopyEnded(PartId(2), ""),
@@ -138,44 +138,44 @@ LENT = {"start": 0, "stop": 4, "blocks": [1]}
 
 def test_the_registration_that_is_spoilt_below_is_sound():
     """Otherwise it would be refused for another reason."""
-    data = packed("register", reader="d", request="t", prompt=None, groups=[LENT])
+    data = packed("register_push", reader="d", request="t", prompt=None, groups=[LENT])
 
-    assert decode(data) == Register(RequestId("d"), RequestId("t"), None, (Lent(0, 4, (BlockId(1),)),))
+    assert decode(data) == RegisterPush(RequestId("d"), RequestId("t"), None, (LentBlocks(0, 4, (BlockId(1),)),))
 
 
 @pytest.mark.parametrize(
     "data",
     [
         b"\x81\xa4type\xa1\xff",  # a name that is not UTF-8
-        packed("renew", requests=["x"]).replace(b"\xa1x", b"\xa1\xff"),
+        packed("renew_leases", requests=["x"]).replace(b"\xa1x", b"\xa1\xff"),
         b"\x82\xa4type\xa5renew\xa1x" + b"\x91" * 100_000,  # nested deeper than any stack
-        packed("done", request="a", reader="d", rank=0, ranks=0),
-        packed("done", request="a", reader="d", rank=-1, ranks=2),
-        packed("done", request="a", reader="d", rank=0, ranks=MAX_RANKS + 1),
-        packed("done", request="a", reader="d" * (MAX_ID + 1), rank=0, ranks=1),
-        packed("done", request="a", reader="d", rank=2**63, ranks=2**64 - 1),
-        packed("renew", requests=["a"] * (MAX_IDS + 1)),
-        packed("drop", requests=[1]),
-        packed("register", reader="d", request="t", prompt=None, groups=[]),
-        packed("register", reader="d", request="t", prompt=None, groups=[LENT] * (MAX_GROUPS + 1)),
-        packed("register", reader="d", request="t", prompt=None, groups=[{**LENT, "start": -1}]),
-        packed("register", reader="d", request="t", prompt=None, groups=[{**LENT, "stop": MAX_PROMPT + 1}]),
-        packed("register", reader="d", request="t", prompt=None, groups=[{**LENT, "blocks": [-1]}]),
-        packed("register", reader="d", request="t", prompt=None, groups=[{**LENT, "blocks": [MAX_BLOCKS]}]),
-        packed("register", reader="d", request="t", prompt="x" * (MAX_DIGEST + 1), groups=[LENT]),
-        packed("register", reader="d" * (MAX_ID + 1), request="t", prompt=None, groups=[LENT]),
-        packed("stage", request="t", reader="d", rank=0, ranks=0, part=0, groups=[[1]]),
-        packed("stage", request="t", reader="d", rank=0, ranks=1, part=-1, groups=[[1]]),
-        packed("stage", request="t", reader="d", rank=0, ranks=1, part=0, groups=[]),
-        packed("stage", request="t", reader="d", rank=0, ranks=1, part=0, groups=[[1] * (MAX_PART + 1)]),
-        packed("stage", request="t", reader="d", rank=0, ranks=1, part=0, groups=[[1]] * (MAX_GROUPS + 1)),
+        packed("read_done", request="a", reader="d", rank=0, ranks=0),
+        packed("read_done", request="a", reader="d", rank=-1, ranks=2),
+        packed("read_done", request="a", reader="d", rank=0, ranks=MAX_RANKS + 1),
+        packed("read_done", request="a", reader="d" * (MAX_ID + 1), rank=0, ranks=1),
+        packed("read_done", request="a", reader="d", rank=2**63, ranks=2**64 - 1),
+        packed("renew_leases", requests=["a"] * (MAX_IDS + 1)),
+        packed("drop_leases", requests=[1]),
+        packed("register_push", reader="d", request="t", prompt=None, groups=[]),
+        packed("register_push", reader="d", request="t", prompt=None, groups=[LENT] * (MAX_GROUPS + 1)),
+        packed("register_push", reader="d", request="t", prompt=None, groups=[{**LENT, "start": -1}]),
+        packed("register_push", reader="d", request="t", prompt=None, groups=[{**LENT, "stop": MAX_PROMPT + 1}]),
+        packed("register_push", reader="d", request="t", prompt=None, groups=[{**LENT, "blocks": [-1]}]),
+        packed("register_push", reader="d", request="t", prompt=None, groups=[{**LENT, "blocks": [MAX_BLOCKS]}]),
+        packed("register_push", reader="d", request="t", prompt="x" * (MAX_DIGEST + 1), groups=[LENT]),
+        packed("register_push", reader="d" * (MAX_ID + 1), request="t", prompt=None, groups=[LENT]),
+        packed("stage_part", request="t", reader="d", rank=0, ranks=0, part=0, groups=[[1]]),
+        packed("stage_part", request="t", reader="d", rank=0, ranks=1, part=-1, groups=[[1]]),
+        packed("stage_part", request="t", reader="d", rank=0, ranks=1, part=0, groups=[]),
+        packed("stage_part", request="t", reader="d", rank=0, ranks=1, part=0, groups=[[1] * (MAX_PART + 1)]),
+        packed("stage_part", request="t", reader="d", rank=0, ranks=1, part=0, groups=[[1]] * (MAX_GROUPS + 1)),
         packed("copy_ended", number=2**63, reason=""),
-        packed("landed", reader="d", held="yes"),
-        packed("stop", readers=["d"] * (MAX_IDS + 1)),
-        packed("stopped", reader="d", reason="x" * (MAX_REASON + 1)),
-        packed("attend", rank=0, token=b"x" * 65),
-        packed("attend", rank=MAX_RANKS, token=b""),
-        packed("written", guest="1", reader="d"),
+        packed("push_done", reader="d", held="yes"),
+        packed("cancel_pushes", readers=["d"] * (MAX_IDS + 1)),
+        packed("push_stopped", reader="d", reason="x" * (MAX_REASON + 1)),
+        packed("worker_hello", rank=0, token=b"x" * 65),
+        packed("worker_hello", rank=MAX_RANKS, token=b""),
+        packed("push_written", peer="1", reader="d"),
         packed("tomorrow"),
     ],
     ids=lambda data: repr(data[:30] + data[-30:]),
@@ -224,9 +224,9 @@ def test_the_longest_heartbeat_fits_into_a_frame():
     """Otherwise the peer would close the connection, and with it every lease."""
     longest = RequestId("\U0001f600" * MAX_ID)
 
-    for kind in (Renew, Lapsed, Drop, Stop):
+    for kind in (RenewLeases, LeasesLost, DropLeases, CancelPushes):
         assert len(encode(kind((longest,) * MAX_IDS))) <= MAX_FRAME
-    assert len(encode(Done(longest, longest, MAX_RANKS - 1, MAX_RANKS))) <= MAX_FRAME
+    assert len(encode(ReadDone(longest, longest, MAX_RANKS - 1, MAX_RANKS))) <= MAX_FRAME
 
 
 def test_the_largest_part_fits_into_a_frame():
@@ -235,8 +235,8 @@ def test_the_largest_part_fits_into_a_frame():
 
     assert len(encode(CopyOut(PartId(2**63 - 1), blocks, blocks))) <= MAX_FRAME
     assert len(encode(CopyIn(PartId(2**63 - 1), blocks, blocks))) <= MAX_FRAME
-    assert len(encode(Stage(longest, longest, MAX_RANKS - 1, MAX_RANKS, MAX_BLOCKS, blocks))) <= MAX_FRAME
-    assert len(encode(Staged(longest, MAX_BLOCKS, blocks))) <= MAX_FRAME
+    assert len(encode(StagePart(longest, longest, MAX_RANKS - 1, MAX_RANKS, MAX_BLOCKS, blocks))) <= MAX_FRAME
+    assert len(encode(PartStaged(longest, MAX_BLOCKS, blocks))) <= MAX_FRAME
 
 
 def test_the_longest_hello_fits_into_what_a_stranger_may_say():
@@ -246,4 +246,4 @@ def test_the_longest_hello_fits_into_what_a_stranger_may_say():
         proofs=(b"\0" * 32,) * 2, workers=(b"\0" * HASH_BYTES,) * MAX_RANKS,
     )  # fmt: skip
 
-    assert len(encode(hello)) <= MAX_STRANGER
+    assert len(encode(hello)) <= MAX_UNAUTHENTICATED_FRAME

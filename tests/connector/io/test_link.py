@@ -11,20 +11,20 @@ import pytest
 
 from support.engines import changed, rank_info
 from support.side_channel import LONG, NOBODY, WELCOME, A, Net, P, SlowHost, in_force, serve_tls
-from xpyd_connector.core.greeting import Host
 from xpyd_connector.core.ids import Address, EngineId, RequestId
 from xpyd_connector.core.messages import (
     MAX_FRAME,
-    MAX_STRANGER,
+    MAX_UNAUTHENTICATED_FRAME,
     PROTOCOL,
     Challenge,
-    Drop,
+    DropLeases,
     Hello,
     Refusal,
-    Renew,
+    RenewLeases,
     encode,
 )
-from xpyd_connector.core.ports import Failed, Lost, Met, Received
+from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
+from xpyd_connector.core.session.handshake import HandshakeServer
 from xpyd_connector.errors import SettingsError
 from xpyd_connector.io import link as link_module
 from xpyd_connector.io.framing import frame
@@ -44,21 +44,21 @@ def of(kind):
 def test_two_links_meet_and_talk_both_ways(net):
     """The main path."""
     d, p = net.link(), net.listener()
-    conn = net.meet(d, p)
-    d.send(conn, Renew((A,)))
+    conn = net.connect(d, p)
+    d.send(conn, RenewLeases((A,)))
     (renewed,) = net.events(p)
-    p.send(renewed.conn, Drop((A,)))
+    p.send(renewed.conn, DropLeases((A,)))
     (answered,) = net.events(d)
 
-    assert renewed.message == Renew((A,))
-    assert answered == Received(conn, Drop((A,)))
+    assert renewed.message == RenewLeases((A,))
+    assert answered == MessageReceived(conn, DropLeases((A,)))
 
 
 def test_order_is_kept(net):
     """A Done after its heartbeat, not before."""
     d, p = net.link(), net.listener()
-    conn = net.meet(d, p)
-    sent = [Renew((RequestId(str(number)),)) for number in range(200)]
+    conn = net.connect(d, p)
+    sent = [RenewLeases((RequestId(str(number)),)) for number in range(200)]
     for message in sent:
         d.send(conn, message)
     events = net.events(p, lambda events: len(events) == 200)
@@ -69,23 +69,23 @@ def test_order_is_kept(net):
 def test_each_end_hears_once_that_the_other_closed(net):
     """And the one that closes hears nothing."""
     d, p = net.link(), net.listener()
-    conn = net.meet(d, p)
-    d.send(conn, Renew((A,)))
+    conn = net.connect(d, p)
+    d.send(conn, RenewLeases((A,)))
     net.events(p)
     d.close(conn)
     d.close(conn)
     events = net.events(p)
 
-    assert [type(event) for event in [*events, *net.idle(p)]] == [Lost]
+    assert [type(event) for event in [*events, *net.idle(p)]] == [ConnectionLost]
     assert net.idle(d) == []
 
 
 def test_nothing_is_heard_of_a_connection_that_was_closed_meanwhile(net):
     """Several messages may arrive at once; the first one may be reason enough to close."""
     d, p = net.link(), net.listener()
-    conn = net.meet(d, p)
+    conn = net.connect(d, p)
     for _ in range(3):
-        d.send(conn, Renew((A,)))
+        d.send(conn, RenewLeases((A,)))
     time.sleep(0.1)
     seen = []
     for event in p.poll(1.0):
@@ -99,9 +99,9 @@ def test_nothing_is_heard_of_a_connection_that_was_closed_meanwhile(net):
 def test_sending_to_a_closed_connection_is_ignored(net):
     """Its Lost has been told, or was not wanted."""
     d, p = net.link(), net.listener()
-    conn = net.meet(d, p)
+    conn = net.connect(d, p)
     d.close(conn)
-    d.send(conn, Renew((A,)))
+    d.send(conn, RenewLeases((A,)))
 
     assert net.idle(d) == []
 
@@ -110,7 +110,7 @@ def test_sending_to_a_closed_connection_is_ignored(net):
 def test_another_secret_is_refused_with_the_reason(net, ours, theirs):
     """On the side of the one who calls; the listener says nothing of it."""
     d, p = net.link(secret=ours), net.listener(secret=theirs)
-    conn = d.meet(p.address, P)
+    conn = d.connect(p.address, P)
     (failed,) = net.events(d)
 
     assert failed.conn == conn
@@ -122,7 +122,7 @@ def test_what_a_refused_stranger_says_next_is_not_heard(net):
     """In the same breath, without waiting for the answer: he could free or keep other people's blocks."""
     p = net.listener()
     stranger = net.stranger(p.address)
-    stranger.say(stranger.hello(net, secret=b"wrong"), Drop((A,)), Renew((A,)), stranger_hello())
+    stranger.say(stranger.hello(net, secret=b"wrong"), DropLeases((A,)), RenewLeases((A,)), stranger_hello())
 
     assert net.idle(p) == []
 
@@ -135,9 +135,9 @@ def test_whoever_has_greeted_may_go_on_in_the_same_breath(net):
     """The first heartbeat need not wait for the welcome to arrive."""
     p = net.listener()
     stranger = net.stranger(p.address)
-    stranger.say(stranger.hello(net), Renew((A,)))
+    stranger.say(stranger.hello(net), RenewLeases((A,)))
 
-    assert [event.message for event in net.events(p)] == [Renew((A,))]
+    assert [event.message for event in net.events(p)] == [RenewLeases((A,))]
 
 
 def test_nothing_is_heard_after_a_connection_was_lost(net, monkeypatch):
@@ -146,9 +146,9 @@ def test_nothing_is_heard_after_a_connection_was_lost(net, monkeypatch):
     stranger = net.stranger(p.address)
     hello = stranger.hello(net)
     monkeypatch.setattr(link_module, "MAX_UNSENT", -1)  # whatever is sent now finds that too much is unread
-    stranger.say(hello, Renew((A,)))
+    stranger.say(hello, RenewLeases((A,)))
 
-    assert [type(event) for event in net.events(p)] == [Lost]
+    assert [type(event) for event in net.events(p)] == [ConnectionLost]
 
 
 def test_a_refused_stranger_hears_why_and_is_sent_away(net):
@@ -176,7 +176,7 @@ def test_a_stranger_who_says_nothing_is_sent_away_in_time(net):
 
 def test_strangers_are_limited(net, monkeypatch):
     """However many connect, our files are not used up; the oldest go, or they would keep everybody else out."""
-    monkeypatch.setattr(link_module, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(link_module, "MAX_UNAUTHENTICATED", 3)
     p = net.listener()
     strangers = [net.stranger(p.address) for _ in range(5)]
     heard = [stranger.hear(net) for stranger in strangers]
@@ -187,7 +187,7 @@ def test_strangers_are_limited(net, monkeypatch):
 @pytest.mark.parametrize(
     "data",
     [
-        struct.pack("<I", MAX_STRANGER + 1),
+        struct.pack("<I", MAX_UNAUTHENTICATED_FRAME + 1),
         struct.pack("<I", 0),
         frame(b"\x81\xa4type\xa1\xff"),
         frame(b"GET / HTTP/1.1"),
@@ -202,7 +202,7 @@ def test_a_stranger_who_talks_nonsense_is_sent_away_and_nobody_else_notices(net,
     stranger.sock.sendall(data)
 
     assert stranger.hear(net) is None
-    assert net.meet(d, p)
+    assert net.connect(d, p)
 
 
 @pytest.mark.parametrize("data", [struct.pack("<I", MAX_FRAME + 1), frame(b"\xc1"), frame(b"\x81\xa4type\xa1\xff")])
@@ -215,7 +215,7 @@ def test_a_peer_that_breaks_the_protocol_is_lost(net, data):
     stranger.sock.sendall(data)
     (lost,) = net.events(p)
 
-    assert isinstance(lost, Lost)
+    assert isinstance(lost, ConnectionLost)
     assert "allowed" in lost.reason or "protocol" in lost.reason
 
 
@@ -224,9 +224,9 @@ def test_a_peer_that_does_not_read_is_lost(net, monkeypatch):
     monkeypatch.setattr(link_module, "MAX_UNSENT", 1 << 20)
     p = net.listener()
     stranger = net.stranger(p.address)
-    stranger.say(stranger.hello(net), Renew((A,)))
+    stranger.say(stranger.hello(net), RenewLeases((A,)))
     (met,) = net.events(p)
-    drop = Drop(tuple(RequestId("x" * 200) for _ in range(1000)))
+    drop = DropLeases(tuple(RequestId("x" * 200) for _ in range(1000)))
     for _ in range(100):
         p.send(met.conn, drop)
     (lost,) = net.events(p)
@@ -238,8 +238,8 @@ def test_a_peer_that_does_not_read_is_lost(net, monkeypatch):
 def test_a_message_larger_than_the_sockets_buffer_arrives(net):
     """It is sent piece by piece, while nobody waits for it."""
     d, p = net.link(), net.listener()
-    conn = net.meet(d, p)
-    large = Drop(tuple(RequestId(f"{number:0200}") for number in range(1000)))
+    conn = net.connect(d, p)
+    large = DropLeases(tuple(RequestId(f"{number:0200}") for number in range(1000)))
     for _ in range(30):
         d.send(conn, large)
     events = net.events(p, lambda events: len(events) == 30)
@@ -251,9 +251,9 @@ def test_a_welcome_larger_than_what_a_peer_may_leave_unread_arrives(net):
     """NIXL's metadata of many ranks and devices."""
     huge = changed(WELCOME, ranks=(changed(rank_info("p0"), agent=b"x" * (link_module.MAX_UNSENT + 1)),))
     d, p = net.link(), net.listener(welcome=huge)
-    conn = d.meet(p.address, P)
+    conn = d.connect(p.address, P)
 
-    assert net.events(d) == [Met(conn, huge)]
+    assert net.events(d) == [PeerConnected(conn, huge)]
 
 
 def test_a_port_that_nobody_has_fails(net):
@@ -262,7 +262,7 @@ def test_a_port_that_nobody_has_fails(net):
         free.bind(("127.0.0.1", 0))
         address = Address(*free.getsockname())
     d = net.link()
-    conn = d.meet(address, P)
+    conn = d.connect(address, P)
     (failed,) = net.events(d)
 
     assert failed.conn == conn
@@ -274,10 +274,10 @@ def test_a_name_that_cannot_be_a_hosts_fails(net, host, monkeypatch):
     """Offers come from elsewhere: a name must not end the thread. (An empty one is this machine.)"""
     monkeypatch.setattr(socket, "getaddrinfo", refuse_names(socket.getaddrinfo))
     d = net.link()
-    d.meet(Address(host, 1), P)
+    d.connect(Address(host, 1), P)
     (failed,) = net.events(d)
 
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, ConnectFailed)
     assert "cannot connect" in failed.reason
 
 
@@ -294,13 +294,13 @@ def test_something_else_on_that_port_fails(net):
     """A web server, say."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         d = net.link()
-        d.meet(Address(*server.getsockname()), P)
+        d.connect(Address(*server.getsockname()), P)
         conn, _ = server.accept()
         with conn:
             conn.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
             (failed,) = net.events(d)
 
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, ConnectFailed)
     assert "does not speak TLS 1.3" in failed.reason
 
 
@@ -308,7 +308,7 @@ def test_something_else_behind_tls_fails(net):
     """The same, encrypted."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         d = net.link()
-        d.meet(Address(*server.getsockname()), P)
+        d.connect(Address(*server.getsockname()), P)
         with serve_tls(server) as conn:
             conn.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
             (failed,) = net.events(d)
@@ -316,12 +316,12 @@ def test_something_else_behind_tls_fails(net):
     assert "allowed" in failed.reason
 
 
-@pytest.mark.parametrize("said", [Drop((A,)), Renew((A,)), Refusal("full")])
+@pytest.mark.parametrize("said", [DropLeases((A,)), RenewLeases((A,)), Refusal("full")])
 def test_something_else_than_a_challenge_fails(net, said):
     """An engine of another protocol; a refusal is passed on."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         d = net.link()
-        d.meet(Address(*server.getsockname()), P)
+        d.connect(Address(*server.getsockname()), P)
         with serve_tls(server) as conn:
             conn.sendall(frame(encode(said)))
             (failed,) = net.events(d)
@@ -334,7 +334,7 @@ def test_a_listener_that_never_answers_fails_in_time(net):
     with socket.create_server(("127.0.0.1", 0)) as server:
         d = net.link(timeout=0.2)
         start = time.monotonic()
-        d.meet(Address(*server.getsockname()), P)
+        d.connect(Address(*server.getsockname()), P)
         (failed,) = net.events(d)
 
     assert 0.15 < time.monotonic() - start < 1.5
@@ -346,7 +346,7 @@ def test_a_listener_that_answers_byte_by_byte_fails_in_time(net):
     with socket.create_server(("127.0.0.1", 0)) as server:
         d = net.link(timeout=0.3)
         start = time.monotonic()
-        d.meet(Address(*server.getsockname()), P)
+        d.connect(Address(*server.getsockname()), P)
         with serve_tls(server) as conn:
             drip = frame(encode(WELCOME))
             events = []
@@ -363,7 +363,7 @@ def test_a_listener_that_hangs_up_fails(net):
     """It restarts, or has too many strangers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         d = net.link()
-        d.meet(Address(*server.getsockname()), P)
+        d.connect(Address(*server.getsockname()), P)
         server.accept()[0].close()
         (failed,) = net.events(d)
 
@@ -373,7 +373,7 @@ def test_a_listener_that_hangs_up_fails(net):
 def test_a_meeting_that_is_given_up_is_not_reported(net):
     """And its connection is closed when it succeeds after all."""
     p, d = net.listener(host=SlowHost), net.link()
-    conn = d.meet(p.address, P)
+    conn = d.connect(p.address, P)
     d.close(conn)
     net.idle(d, 0.6)
 
@@ -390,7 +390,7 @@ def test_slow_listeners_are_met_at_the_same_time(net):
     for thread in threads:
         thread.start()
     start = time.monotonic()
-    conns = [d.meet(listener.address, P) for listener in listeners]
+    conns = [d.connect(listener.address, P) for listener in listeners]
     events = net.events(d, lambda events: len(events) == 8)
     took = time.monotonic() - start
     running.set()
@@ -398,7 +398,7 @@ def test_slow_listeners_are_met_at_the_same_time(net):
         thread.join()
 
     assert {event.conn for event in events} == set(conns)
-    assert of(Met)(events)
+    assert of(PeerConnected)(events)
     assert took < 1.2
 
 
@@ -437,13 +437,13 @@ def test_a_reset_connection_is_lost_not_an_error(net):
     """RST instead of FIN, while something is being sent."""
     p = net.listener()
     stranger = net.stranger(p.address)
-    stranger.say(stranger.hello(net), Renew((A,)))
+    stranger.say(stranger.hello(net), RenewLeases((A,)))
     (heard,) = net.events(p)
     stranger.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     stranger.sock.close()
-    p.send(heard.conn, Drop((A,)))
+    p.send(heard.conn, DropLeases((A,)))
 
-    assert [type(event) for event in net.events(p)] == [Lost]
+    assert [type(event) for event in net.events(p)] == [ConnectionLost]
 
 
 class Broken:
@@ -480,13 +480,13 @@ class Broken:
 def test_a_peer_that_fell_silent_may_live(net, number, silent, on):
     """What it wrote into our memory may still arrive, unlike that of one whose system says that it is gone."""
     d, p = net.link(), net.listener()
-    conn = net.meet(d, p)
+    conn = net.connect(d, p)
     found = d._conns[conn]
     found.tls.sock = Broken(found.tls.sock, number, on)
     if on == "recv":
         d._read(found)
     else:
-        d.send(conn, Renew((A,)))
+        d.send(conn, RenewLeases((A,)))
     (lost,) = d.poll(0)
 
     assert (lost.conn, lost.silent) == (conn, silent)
@@ -495,10 +495,10 @@ def test_a_peer_that_fell_silent_may_live(net, number, silent, on):
 def test_a_peer_that_closed_is_not_silent_but_one_that_we_gave_up_is(net):
     """It may go on."""
     d, p = net.link(), net.listener()
-    conn = net.meet(d, p)
+    conn = net.connect(d, p)
     d.close(conn)
     assert [event.silent for event in net.events(p)] == [False]
-    net.meet(d, p)
+    net.connect(d, p)
     (found,) = p._conns.values()
     found.tls.write(frame(b"nonsense"))
     found.tls.send()
@@ -509,7 +509,7 @@ def test_a_peer_that_closed_is_not_silent_but_one_that_we_gave_up_is(net):
 def test_connections_tell_when_the_other_machine_is_gone(net):
     """Without a FIN, and although nobody says anything: half-open connections would pile up for ever."""
     d, p = net.link(), net.listener()
-    conn = net.meet(d, p)
+    conn = net.connect(d, p)
     sock = d._conns[conn].tls.sock
 
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
@@ -522,19 +522,19 @@ def test_a_port_that_is_taken_is_a_settings_error(net):
     p, other = net.listener(), net.link()
 
     with pytest.raises(SettingsError, match="VLLM_NIXL_SIDE_CHANNEL_PORT"):
-        other.listen(p.address, Host(WELCOME, in_force(b"")))
+        other.listen(p.address, HandshakeServer(WELCOME, in_force(b"")))
 
 
 def test_a_port_beyond_the_last_is_a_settings_error(net):
     """The data-parallel rank is added to it."""
     with pytest.raises(SettingsError, match=r"127\.0\.0\.1:65536"):
-        net.link().listen(Address("127.0.0.1", 65536), Host(WELCOME, in_force(b"")))
+        net.link().listen(Address("127.0.0.1", 65536), HandshakeServer(WELCOME, in_force(b"")))
 
 
 def test_it_listens_on_ipv6(net):
     """Clusters without IPv4 exist."""
     try:
-        address = net.link().listen(Address("::1", 0), Host(WELCOME, in_force(b"")))
+        address = net.link().listen(Address("::1", 0), HandshakeServer(WELCOME, in_force(b"")))
     except SettingsError:
         pytest.skip("this machine has no IPv6")
 
@@ -545,9 +545,9 @@ def test_stop_leaves_nothing_open(net):
     """No thread and no file, with connections, strangers and a meeting under way."""
     d, p, slow = net.link(), net.listener(), net.listener(host=SlowHost)
     before = open_files()
-    net.meet(d, p)
+    net.connect(d, p)
     net.stranger(p.address)
-    d.meet(slow.address, P)
+    d.connect(slow.address, P)
     net.idle(d, 0.05)
     net.closing.close()
     end = time.monotonic() + LONG
@@ -561,16 +561,16 @@ def test_stop_leaves_nothing_open(net):
 def test_a_meeting_that_succeeds_after_the_end_is_closed(net):
     """Its thread cannot be interrupted; what it opened belongs to nobody."""
     d, p = net.link(), net.listener(host=SlowHost)
-    d.meet(p.address, P)
+    d.connect(p.address, P)
     net.idle(p, 0.02)
     net.stop(d)
     net.links.remove(d)
     events = net.idle(p, 0.6)
     end = time.monotonic() + LONG
-    while not of(Lost)(events) and time.monotonic() < end:
+    while not of(ConnectionLost)(events) and time.monotonic() < end:
         events += net.idle(p, 0.02)
 
-    assert of(Lost)(events)
+    assert of(ConnectionLost)(events)
 
 
 def open_files():

@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from xpyd_connector.core.greeting import Guest
+from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import Address, EngineId
-from xpyd_connector.core.ports import Failed
-from xpyd_connector.core.tally import Tally
+from xpyd_connector.core.ports import ConnectFailed
+from xpyd_connector.core.session.handshake import HandshakeClient
 from xpyd_connector.errors import ConnectorError
 from xpyd_connector.io.link import SocketLink
 from xpyd_connector.io.runner import LONGEST, Runner
@@ -40,7 +40,9 @@ class Log:
 class Started:
     def __init__(self, core):
         self.core = core
-        self.link = SocketLink(Guest(EngineId("d"), tuple), Tls(Settings()), Tally(), timeout=1.0, threads=1)
+        self.link = SocketLink(
+            HandshakeClient(EngineId("d"), tuple), Tls(Settings()), Counters(), timeout=1.0, threads=1
+        )
         self.runner = Runner("under-test", core, self.link, core.turned)
 
     def __enter__(self):
@@ -78,13 +80,13 @@ def test_commands_come_before_events():
     """What the engine did before its answer left must be known before the peer's reaction to it."""
     core = Log()
     started = Started(core)
-    started.link.meet(Address("127.0.0.1", 1), EngineId("p"))
+    started.link.connect(Address("127.0.0.1", 1), EngineId("p"))
     time.sleep(0.1)
     started.runner.post(lambda core, now: core.note("command"))
     with started:
         wait_for(lambda: len(core.seen) == 2)
 
-    assert core.seen == ["command", Failed]
+    assert core.seen == ["command", ConnectFailed]
 
 
 def test_commands_know_the_time():

@@ -19,16 +19,25 @@ from cryptography.x509.oid import NameOID
 from support.key_updates import ASKING, QUIET, key_updates, traffic_secret
 from support.side_channel import LONG, TLS, WELCOME, A, Net, P, in_force, serve_tls
 from xpyd_connector.core.addresses import is_elsewhere
-from xpyd_connector.core.greeting import Arrival, GuestRole, Host, badge_of, hash_of
+from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import Address, EngineId, RequestId
-from xpyd_connector.core.leases import LeaseBook, LeaseEvent
-from xpyd_connector.core.lender import Lender
-from xpyd_connector.core.messages import PROTOCOL, Challenge, Done, Proven, Refusal, Renew, decode, encode
-from xpyd_connector.core.ports import Failed, Lost, Received
-from xpyd_connector.core.tally import Tally
+from xpyd_connector.core.lease.lease_table import LeaseEvent, LeaseTable
+from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
+from xpyd_connector.core.messages import (
+    PROTOCOL,
+    Challenge,
+    ReadDone,
+    Refusal,
+    RenewLeases,
+    ServerProof,
+    decode,
+    encode,
+)
+from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived
+from xpyd_connector.core.session.handshake import HandshakeServer, ProcessRole, ServerConnection, badge_of, hash_of
 from xpyd_connector.errors import SettingsError
-from xpyd_connector.io import files
 from xpyd_connector.io import link as link_module
+from xpyd_connector.io import reloaded
 from xpyd_connector.io.framing import Deframer, frame
 from xpyd_connector.io.secrets import secrets_in_force
 from xpyd_connector.io.tls import Tls, digest_of
@@ -46,9 +55,9 @@ def net():
 
 def fails(net, link, address, engine=P):
     """Return why a meeting failed."""
-    link.meet(address, engine)
+    link.connect(address, engine)
     (failed,) = net.events(link)
-    assert isinstance(failed, Failed), failed
+    assert isinstance(failed, ConnectFailed), failed
     return failed.reason
 
 
@@ -60,7 +69,7 @@ def test_what_engines_say_cannot_be_read_on_the_way(net):
     d, p = net.link(), net.listener()
     seen = []
     with forwarding(p.address, seen.append) as address:
-        d.meet(address, P)
+        d.connect(address, P)
         net.events(d)
 
     assert b"".join(seen)
@@ -120,7 +129,7 @@ def test_only_tls_1_3_is_spoken(net):
         sock.do_handshake()
     poller.join()
 
-    assert p.tally.take().counters == {"strangers_without_tls": 1}
+    assert p.counters.take().counters == {"connections_without_tls": 1}
 
 
 def test_a_stranger_who_does_not_speak_tls_is_told_nothing(net):
@@ -132,7 +141,7 @@ def test_a_stranger_who_does_not_speak_tls_is_told_nothing(net):
     with contextlib.suppress(ConnectionError):
         assert b"xpyd" not in stranger.raw.recv(1 << 16)
 
-    assert p.tally.take().counters == {"strangers_without_tls": 1}
+    assert p.counters.take().counters == {"connections_without_tls": 1}
 
 
 # ---- proofs
@@ -146,18 +155,18 @@ def test_engines_meet_while_secrets_are_exchanged(net, theirs, ours):
     """One after the other gets the new secret."""
     d, p = net.link(secret=ours), net.listener(secret=theirs)
 
-    assert net.meet(d, p)
+    assert net.connect(d, p)
 
 
 def test_a_host_without_the_secret_is_refused_before_it_is_listened_to(net):
     """Its Welcome would have NIXL load its metadata."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         d = net.link()
-        d.meet(Address(*server.getsockname()), P)
+        d.connect(Address(*server.getsockname()), P)
         with serve_tls(server) as conn:
             conn.sendall(frame(encode(Challenge(PROTOCOL, b"n" * 32))))
             conn.recv(1 << 16)
-            conn.sendall(frame(encode(Proven(b"a guess"))) + frame(encode(WELCOME)))
+            conn.sendall(frame(encode(ServerProof(b"a guess"))) + frame(encode(WELCOME)))
             (failed,) = net.events(d)
 
     assert "does not prove the shared secret (XPYD_CONNECTOR_SECRET)" in failed.reason
@@ -173,7 +182,7 @@ def test_a_host_in_between_cannot_use_what_a_guest_proves(net):
     rogue.say(rogue.hello(net, challenge=challenge, certificate=certificate))
 
     assert "XPYD_CONNECTOR_SECRET" in rogue.hear(net).reason
-    assert p.tally.take().counters == {"strangers_refused": 1}
+    assert p.counters.take().counters == {"connections_refused": 1}
 
 
 def test_bytes_that_are_passed_on_unread_are_refused_too(net):
@@ -197,7 +206,7 @@ def test_a_refusal_cannot_forge_a_line_of_our_log(net):
     """Its text is a stranger's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         d = net.link()
-        d.meet(Address(*server.getsockname()), P)
+        d.connect(Address(*server.getsockname()), P)
         with serve_tls(server) as conn:
             conn.sendall(frame(encode(Refusal("no\nWARNING all is well\x1b[2J"))))
             (failed,) = net.events(d)
@@ -210,11 +219,11 @@ def test_whose_workers_they_are_is_known(net):
     p = net.listener()
     badge = badge_of(b"token")
     d = net.link(workers=(hash_of(badge),))
-    worker = net.link(role=GuestRole.WORKER, badge=badge)
-    thief = net.link(role=GuestRole.WORKER, badge=badge_of(b"a guess"))
+    worker = net.link(role=ProcessRole.WORKER, badge=badge)
+    thief = net.link(role=ProcessRole.WORKER, badge=badge_of(b"a guess"))
     conns = []
     for link in (d, worker, thief):
-        link.send(net.meet(link, p), Renew((A,)))
+        link.send(net.connect(link, p), RenewLeases((A,)))
         conns += [event.conn for event in net.events(p)]
     own, its, others = conns
 
@@ -229,16 +238,16 @@ class Lending:
 
     def __init__(self, net):
         self.link = net.listener()
-        leases = LeaseBook(duration=30.0, extension=20.0, same_engine=self.link.are_of_one_engine)
-        self.lender = Lender(self.link, leases, Tally())
+        leases = LeaseTable(duration=30.0, extension=20.0, same_engine=self.link.are_of_one_engine)
+        self.lease_manager = LeaseManager(self.link, leases, Counters())
         badge = badge_of(b"token")
         self.who = {"workers": (hash_of(badge),)}
-        self.lender.grant(A, now=0.0)
-        self.d, self.worker = net.link(**self.who), net.link(role=GuestRole.WORKER, badge=badge)
-        self.own, self.its = net.meet(self.d, self.link), net.meet(self.worker, self.link)
-        self.d.send(self.own, Renew((A,)))
+        self.lease_manager.grant(A, now=0.0)
+        self.d, self.worker = net.link(**self.who), net.link(role=ProcessRole.WORKER, badge=badge)
+        self.own, self.its = net.connect(self.d, self.link), net.connect(self.worker, self.link)
+        self.d.send(self.own, RenewLeases((A,)))
         for event in net.events(self.link):
-            self.lender.on(event, now=0.0)
+            self.lease_manager.on(event, now=0.0)
 
     def hear_all(self):
         """Take in everything that is there, with one look."""
@@ -246,32 +255,35 @@ class Lending:
         seen = []
         for event in self.link.poll(0):
             seen.append(type(event))
-            self.lender.on(event, now=0.0)
+            self.lease_manager.on(event, now=0.0)
         return seen
 
     def ended(self):
-        return [why for _, why in self.lender.take_released()]
+        return [why for _, why in self.lease_manager.take_released()]
 
 
 def test_the_last_word_of_a_worker_that_leaves_counts(net):
     """Its connection has ended when the word is taken in, and was its own when it came."""
     p = Lending(net)
-    p.worker.send(p.its, Done(A, RequestId("d-a"), 0, 1))
+    p.worker.send(p.its, ReadDone(A, RequestId("d-a"), 0, 1))
     p.worker.close(p.its)
 
-    assert p.hear_all() == [Received, Lost]
+    assert p.hear_all() == [MessageReceived, ConnectionLost]
     assert p.ended() == [LeaseEvent.DONE]
 
 
 def test_a_connection_is_known_until_its_end_is_taken_in(net):
     """Whoever of them ends first. After that it is forgotten: engines come and go for ever."""
     p = Lending(net)
-    holder, other = p.lender.holder(A), next(conn for conn in p.link._hellos if conn != p.lender.holder(A))
+    holder, other = (
+        p.lease_manager.holder(A),
+        next(conn for conn in p.link._hellos if conn != p.lease_manager.holder(A)),
+    )
     p.d.close(p.own)
     time.sleep(0.1)
     events = p.link.poll(0)
     assert p.link.are_of_one_engine(holder, other)
-    assert [type(event) for event in events] == [Lost]
+    assert [type(event) for event in events] == [ConnectionLost]
     assert not p.link.are_of_one_engine(holder, other)
     p.link.close(other)  # no event follows
 
@@ -280,7 +292,7 @@ def test_a_connection_is_known_until_its_end_is_taken_in(net):
 
 def test_an_engine_on_this_machine_is_met_where_nixl_is_on_loopback(net):
     """One that is elsewhere is refused at once: UCX would fail in the middle of a request, in words of its own."""
-    assert net.meet(net.link(local_only=True), net.listener())
+    assert net.connect(net.link(local_only=True), net.listener())
     assert not is_elsewhere("127.0.0.1", "127.0.0.1")
     assert not is_elsewhere("::ffff:10.0.0.1", "10.0.0.1")  # this machine, by an address of its own
     assert is_elsewhere("10.0.0.2", "10.0.0.1")
@@ -291,7 +303,7 @@ def test_an_engine_on_this_machine_is_met_where_nixl_is_on_loopback(net):
 
 def test_secrets_are_read_again_when_their_file_changes(tmp_path, monkeypatch):
     """Rotation without a restart; what cannot be used changes nothing."""
-    monkeypatch.setattr(files, "LOOK_AGAIN", 0.0)
+    monkeypatch.setattr(reloaded, "LOOK_AGAIN", 0.0)
     path = tmp_path / "secret"
     path.write_bytes(OLD + b"\n")
     source = secrets_in_force(Settings(secret_file=str(path)))
@@ -356,7 +368,7 @@ def test_engines_with_certificates_of_one_authority_meet(net, tmp_path):
     d = net.link(secret=b"", settings=authority.settings("engines.example"))
     p = net.listener(secret=b"", settings=authority.settings("engines.example"))
 
-    assert net.meet(d, p)
+    assert net.connect(d, p)
 
 
 def test_certificates_of_another_authority_are_refused_on_both_sides(net, tmp_path):
@@ -389,12 +401,12 @@ def test_the_longest_chain_of_certificates_is_within_what_a_stranger_may_send(ne
         file.write(chain * (95 * 1024 // len(ssl.PEM_cert_to_DER_cert(chain.decode()))))
     d, p = net.link(settings=settings), net.listener(settings=settings)
 
-    assert net.meet(d, p)
+    assert net.connect(d, p)
 
 
 def test_certificates_are_read_again_when_their_files_change(tmp_path, monkeypatch):
     """They are renewed every few weeks; engines run for months."""
-    monkeypatch.setattr(files, "LOOK_AGAIN", 0.0)
+    monkeypatch.setattr(reloaded, "LOOK_AGAIN", 0.0)
     authority = Authority(tmp_path, "ca")
     tls = Tls(authority.settings("engines.example"))
     first = tls.contexts().certificate
@@ -424,7 +436,7 @@ def test_certificates_that_cannot_be_used_stop_the_start(tmp_path, key):
 
 def test_a_crowd_at_one_address_does_not_keep_out_another(net, monkeypatch):
     """The secret's owner gets in while somebody opens connections without end."""
-    monkeypatch.setattr(link_module, "MAX_STRANGERS", 6)
+    monkeypatch.setattr(link_module, "MAX_UNAUTHENTICATED", 6)
     p = net.listener()
     crowd = [net.stranger(p.address, source="127.0.0.2") for _ in range(20)]
     net.idle(None, 0.05)
@@ -432,12 +444,12 @@ def test_a_crowd_at_one_address_does_not_keep_out_another(net, monkeypatch):
     mine.greet(net)
 
     assert len(crowd) == 20
-    assert p.tally.take().counters["strangers_crowded_out"] >= 14
+    assert p.counters.take().counters["connections_evicted"] >= 14
 
 
 def test_one_address_has_a_share_only(net, monkeypatch):
     """Also while there is room for others."""
-    monkeypatch.setattr(link_module, "MAX_STRANGERS_OF_ADDRESS", 3)
+    monkeypatch.setattr(link_module, "MAX_UNAUTHENTICATED_PER_ADDRESS", 3)
     p = net.listener()
     strangers = [net.stranger(p.address) for _ in range(5)]
 
@@ -446,7 +458,7 @@ def test_one_address_has_a_share_only(net, monkeypatch):
 
 def test_guests_are_limited(net, monkeypatch):
     """Who knows the secret cannot use up our descriptors either; it is told."""
-    monkeypatch.setattr(link_module, "MAX_GUESTS_OF_ENGINE", 2)
+    monkeypatch.setattr(link_module, "MAX_CLIENTS_PER_ENGINE", 2)
     p = net.listener()
     for _ in range(2):
         net.stranger(p.address).greet(net, engine="d1")
@@ -467,8 +479,8 @@ def test_an_engine_that_says_nothing_for_long_is_closed_and_one_that_speaks_is_n
     worker.greet(net, engine="busy")
     lost, end = [], time.monotonic() + LONG
     while not lost and time.monotonic() < end:
-        busy.say(Renew((A,)))
-        lost += [event for event in net.idle(p, 0.05) if isinstance(event, Lost)]
+        busy.say(RenewLeases((A,)))
+        lost += [event for event in net.idle(p, 0.05) if isinstance(event, ConnectionLost)]
 
     assert [("said nothing" in event.reason) for event in lost] == [True]
     assert quiet.hear(net) is None
@@ -486,7 +498,7 @@ def test_without_descriptors_it_waits_instead_of_burning_a_core(net, monkeypatch
             turns += 1
 
     assert turns <= 3
-    assert p.tally.take().counters == {"strangers_without_descriptor": 1}
+    assert p.counters.take().counters == {"accepts_without_descriptor": 1}
     stranger.greet(net)
 
 
@@ -510,12 +522,12 @@ def test_several_messages_in_one_record_are_all_heard(net):
     stranger.greet(net)
     count = 5000
     stranger.sock.settimeout(LONG)
-    writer = threading.Thread(target=stranger.say, args=[Renew((A,))] * count)
+    writer = threading.Thread(target=stranger.say, args=[RenewLeases((A,))] * count)
     writer.start()
     events = net.events(p, lambda events: len(events) == count, seconds=30)
     writer.join()
 
-    assert events == [Received(events[0].conn, Renew((A,)))] * count
+    assert events == [MessageReceived(events[0].conn, RenewLeases((A,)))] * count
 
 
 # ---- key updates: 27 bytes that cost 40 us each, of which OpenSSL takes in all that have come within one call
@@ -546,37 +558,37 @@ def pouring(sock, records):
 def test_a_stranger_who_updates_his_key_without_end_is_sent_away_and_others_are_heard(net, tmp_path):
     """The thread that takes them in renews everybody's leases."""
     d, p = net.link(), net.listener()
-    conn = net.meet(d, p)
+    conn = net.connect(d, p)
     stranger = net.stranger(p.address, keylog=tmp_path / "keys")
     assert isinstance(stranger.hear(net), Challenge)
     with pouring(stranger.sock, key_updates(traffic_secret(tmp_path / "keys", "CLIENT_TRAFFIC_SECRET_0"), MANY)):
         start = time.monotonic()
-        d.send(conn, Renew((A,)))
+        d.send(conn, RenewLeases((A,)))
         (heard,) = net.events(p)
         took = time.monotonic() - start
 
-    assert heard.message == Renew((A,))
+    assert heard.message == RenewLeases((A,))
     assert took < SOON
-    assert p.tally.take().counters == {"strangers_over_budget": 1}
+    assert p.counters.take().counters == {"connections_over_record_limit": 1}
 
 
 @pytest.mark.parametrize("message", [QUIET, ASKING])
 def test_an_engine_that_updates_its_key_without_end_does_not_keep_others_from_being_heard(net, tmp_path, message):
     """It may, for it has proven that it is one of us, but others have their turn in between."""
     d, p = net.link(), net.listener()
-    conn = net.meet(d, p)
+    conn = net.connect(d, p)
     mad = net.stranger(p.address, keylog=tmp_path / "keys")
     mad.greet(net)
     secret = traffic_secret(tmp_path / "keys", "CLIENT_TRAFFIC_SECRET_0")
     with pouring(mad.sock, key_updates(secret, MANY, message, before=1)):
         start = time.monotonic()
-        d.send(conn, Renew((A,)))
+        d.send(conn, RenewLeases((A,)))
         (heard,) = net.events(p)
         took = time.monotonic() - start
 
-    assert heard.message == Renew((A,))
+    assert heard.message == RenewLeases((A,))
     assert took < SOON
-    assert p.tally.take().counters == {}
+    assert p.counters.take().counters == {}
 
 
 def test_what_tls_itself_answers_to_an_engine_that_does_not_read_is_bounded(net, tmp_path, monkeypatch):
@@ -605,7 +617,7 @@ def test_half_a_key_update_does_not_have_us_spin(net, tmp_path):
     secret = traffic_secret(tmp_path / "keys", "CLIENT_TRAFFIC_SECRET_0")
     socket.socket.sendall(mad.sock, key_updates(secret, 1, QUIET[:4], before=1))
     net.idle(None, 0.05)
-    p.send(found.id, Renew((A,)))
+    p.send(found.id, RenewLeases((A,)))
     start, turns = time.monotonic(), 0
     while time.monotonic() - start < 0.2:
         list(p.poll(0.2))
@@ -613,14 +625,14 @@ def test_half_a_key_update_does_not_have_us_spin(net, tmp_path):
     socket.socket.sendall(mad.sock, key_updates(secret, 1, QUIET[4:], before=2))
 
     assert turns <= 3
-    assert mad.hear(net) == Renew((A,))
+    assert mad.hear(net) == RenewLeases((A,))
 
 
 def test_a_host_that_updates_its_key_without_end_is_given_up(net, tmp_path):
     """Pool threads are few, and those who cannot be met otherwise wait for one."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         d = net.link()
-        d.meet(Address(*server.getsockname()), P)
+        d.connect(Address(*server.getsockname()), P)
         with serve_tls(server, keylog=tmp_path / "keys") as host:
             records = key_updates(traffic_secret(tmp_path / "keys", "SERVER_TRAFFIC_SECRET_0"), MANY)
             with pouring(host, records):
@@ -638,12 +650,14 @@ def test_a_host_with_the_secret_that_updates_its_key_without_end_is_given_up_in_
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = Address(*server.getsockname())
         d = net.link(timeout=2.0)
-        d.meet(address, P)
+        d.connect(address, P)
         with serve_tls(server, tls, tmp_path / "keys") as host:
             host.sendall(frame(encode(Challenge(PROTOCOL, nonce))))
             (hello,) = (decode(message) for message in Deframer(1 << 16).feed(host.recv(1 << 16)))
-            arrival = Arrival(address, tls.contexts().certificate, nonce)
-            host.sendall(frame(encode(Host(WELCOME, in_force(b"s"), "127.0.0.1").answer(hello, arrival).proof)))
+            arrival = ServerConnection(address, tls.contexts().certificate, nonce)
+            host.sendall(
+                frame(encode(HandshakeServer(WELCOME, in_force(b"s"), "127.0.0.1").answer(hello, arrival).proof))
+            )
             secret = traffic_secret(tmp_path / "keys", "SERVER_TRAFFIC_SECRET_0")
             with pouring(host, key_updates(secret, MANY, ASKING, before=2)):
                 start = time.monotonic()

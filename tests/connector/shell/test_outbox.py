@@ -3,17 +3,17 @@
 import threading
 import time
 
-from xpyd_connector.core.tally import Report, Sample
+from xpyd_connector.core.counters import StatsReport, TransferSample
 from xpyd_connector.shell.outbox import Outbox
 
-ONE = Report({"loads": 1}, {}, [Sample(0.1, 64, 1)])
+ONE = StatsReport({"loads": 1}, {}, [TransferSample(0.1, 64, 1)])
 
 
 def test_results_are_taken_once_and_in_order():
     """A result that is told twice would free blocks twice."""
     outbox = Outbox()
-    outbox.put(["a", "b"], Report())
-    outbox.put(["c"], Report())
+    outbox.put(["a", "b"], StatsReport())
+    outbox.put(["c"], StatsReport())
 
     assert outbox
     assert outbox.take() == ["a", "b", "c"]
@@ -27,7 +27,7 @@ def test_only_results_are_announced():
     outbox = Outbox(on_news=lambda: announced.append(1))
     outbox.put([], ONE)
     assert announced == []
-    outbox.put(["a"], Report())
+    outbox.put(["a"], StatsReport())
 
     assert announced == [1]
 
@@ -51,7 +51,7 @@ def test_waiting_ends_with_a_result():
     start = time.monotonic()
     outbox.wait(0.05)
     assert time.monotonic() - start >= 0.04
-    timer = threading.Timer(0.05, outbox.put, (["a"], Report()))
+    timer = threading.Timer(0.05, outbox.put, (["a"], StatsReport()))
     timer.start()
     outbox.wait(5)
     timer.join()

@@ -16,21 +16,21 @@ with warnings.catch_warnings():
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import RequestStatus
 
-    from xpyd_connector.shell.facts import Facts
-    from xpyd_connector.shell.holding import Holding
-    from xpyd_connector.shell.metadata import LingeringMetadata, RankHandshake
-    from xpyd_connector.shell.scheduler import LONGEST_NAP, WALL_CLOCK, SchedulerSide
-    from xpyd_connector.shell.wake import Door
+    from xpyd_connector.shell.engine_config import EngineConfig
+    from xpyd_connector.shell.engine_waker import EngineWaker
+    from xpyd_connector.shell.held_blocks import HeldBlocks
+    from xpyd_connector.shell.metadata import QuarantineMetadata, RankHandshake
+    from xpyd_connector.shell.scheduler import MAX_IDLE_WAIT, WALL_CLOCK, XpydConnectorScheduler
 
-from xpyd_connector.core.groups import CacheGroup
+from xpyd_connector.core.counters import StatsReport
 from xpyd_connector.core.ids import Address, BlockId, EngineId, RequestId
-from xpyd_connector.core.leases import LeaseEvent, Released
-from xpyd_connector.core.loads import LeaseLost, LetGo, Result
-from xpyd_connector.core.messages import MAX_ID, Lent
-from xpyd_connector.core.offers import Offer, digest_prompt, read_offer
-from xpyd_connector.core.plan import Stretch
-from xpyd_connector.core.signatures import Signatures
-from xpyd_connector.core.tally import Report
+from xpyd_connector.core.layout.cache_groups import CacheGroup
+from xpyd_connector.core.layout.transfer_plan import TokenRange
+from xpyd_connector.core.lease.kv_params import PullParams, digest_prompt, parse_pull_params
+from xpyd_connector.core.lease.lease_table import LeaseEnded, LeaseEvent
+from xpyd_connector.core.lease.signatures import Signatures
+from xpyd_connector.core.messages import MAX_ID, LentBlocks
+from xpyd_connector.core.results import BlocksReleased, LeaseLost, LoadResult
 from xpyd_connector.settings import Granularity, Mode, Settings
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
@@ -48,15 +48,15 @@ def free_port():
 class Engine:
     """vLLM's scheduler, as far as the connector notices it."""
 
-    def __init__(self, *, groups=ONE, clock=WALL_CLOCK, borrows=True, **choices):
+    def __init__(self, *, groups=ONE, clock=WALL_CLOCK, is_consumer=True, **choices):
         self.pool = BlockPool(BLOCKS, enable_caching=False, hash_block_size=SIZE)
-        facts = Facts(
+        engine_config = EngineConfig(
             EngineId("here"), Address("127.0.0.1", free_port()), groups, {"l.0": 0}, BLOCKS, all_heads=1, ranks=1,
-            lends=True, borrows=borrows,
+            is_producer=True, is_consumer=is_consumer,
         )  # fmt: skip
         self.now = 1000.0
         settings = Settings(handshake_timeout=0.1, **choices)
-        self.side = SchedulerSide(facts, settings, Door(None), clock, lambda: self.now)
+        self.side = XpydConnectorScheduler(engine_config, settings, EngineWaker(None), clock, lambda: self.now)
         self.side.bind_block_pool(self.pool)
         self.side.start({0: RankHandshake(rank_info("here"), FINGERPRINT, b"token")})
 
@@ -83,8 +83,8 @@ class Engine:
     def orders(self):
         return self.side.step(IDLE).orders
 
-    def ended(self, *requests, lingers=(), let_go=()):
-        news = LingeringMetadata([RequestId(r) for r in lingers], [RequestId(r) for r in let_go])
+    def ended(self, *requests, quarantined=(), released=()):
+        news = QuarantineMetadata([RequestId(r) for r in quarantined], [RequestId(r) for r in released])
         self.side.after_step(KVConnectorOutput(finished_recving=set(requests), kv_connector_worker_meta=news))
 
     def free(self):
@@ -97,7 +97,7 @@ def offer(**changes):
         "remote_port": 1, "remote_block_ids": ((BlockId(7), BlockId(8), BlockId(9)),), "remote_num_tokens": 10,
         "xpyd_prompt": digest_prompt(PROMPT, [], None),
     }  # fmt: skip
-    return Offer(**{**fields, **changes})
+    return PullParams(**{**fields, **changes})
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_an_engine_that_can_only_take_kv_from_this_machine_says_so_at_start(borr
     level = log.level
     log.setLevel(logging.INFO)
     try:
-        engine = Engine(borrows=borrows)
+        engine = Engine(is_consumer=borrows)
         engine.arrive()
         engine.side.stop()
     finally:
@@ -134,7 +134,7 @@ def test_a_request_with_an_offer_is_loaded(engine):
     blocks = engine.allocate(request, 9)
     (order,) = engine.orders()
 
-    assert order.stretches == (Stretch(0, 0, 9, (7, 8, 9), [block.block_id for block in blocks]),)
+    assert order.token_ranges == (TokenRange(0, 0, 9, (7, 8, 9), [block.block_id for block in blocks]),)
     assert engine.side.matched_tokens(request, 0) == (0, False)
     assert engine.orders() == []
 
@@ -179,39 +179,39 @@ def test_blocks_that_nixl_may_still_write_into_are_kept_from_others(engine):
     """vLLM frees them when the load has failed; they come back when NIXL has let go."""
     request = engine.arrive()
     blocks = engine.allocate(request, 9)
-    engine.ended("d-a", lingers=["d-a"])
+    engine.ended("d-a", quarantined=["d-a"])
     engine.pool.free_blocks(blocks)
     assert engine.free() == BLOCKS - 1 - 3
-    assert engine.side.stats().data["gauges"]["blocks_lingering"] == 3
-    engine.ended(let_go=["d-a"])
+    assert engine.side.stats().data["gauges"]["blocks_quarantined"] == 3
+    engine.ended(released=["d-a"])
 
     assert engine.free() == BLOCKS - 1  # vLLM keeps one for itself
-    assert engine.side.stats().data["gauges"]["blocks_lingering"] == 0
+    assert engine.side.stats().data["gauges"]["blocks_quarantined"] == 0
 
 
 def test_an_engine_with_nothing_else_to_do_goes_on_asking_about_lingering_blocks(engine):
     """Only a step brings the worker's news, and nobody may come to cause one; but between them it naps."""
     naps = []
-    engine.side._door = SimpleNamespace(wait=naps.append, knock=lambda: None)
+    engine.side._waker = SimpleNamespace(wait=naps.append, knock=lambda: None)
     engine.allocate(engine.arrive(), 9)
     engine.side.step(IDLE)
-    assert (engine.side.has_news(), naps) == (False, [])
-    engine.ended("d-a", lingers=["d-a"])
+    assert (engine.side.has_pending(), naps) == (False, [])
+    engine.ended("d-a", quarantined=["d-a"])
     engine.side.step(IDLE)
-    assert (engine.side.has_news(), naps) == (True, [LONGEST_NAP])
-    engine.ended(let_go=["d-a"])
+    assert (engine.side.has_pending(), naps) == (True, [MAX_IDLE_WAIT])
+    engine.ended(released=["d-a"])
 
-    assert not engine.side.has_news()
+    assert not engine.side.has_pending()
 
 
 def test_every_rank_has_to_let_go(engine):
     """Their news arrive together or apart, in one step or in several."""
     blocks = engine.allocate(engine.arrive(), 9)
-    engine.ended(lingers=["d-a"])
-    engine.ended("d-a", lingers=["d-a"], let_go=["d-a"])
+    engine.ended(quarantined=["d-a"])
+    engine.ended("d-a", quarantined=["d-a"], released=["d-a"])
     engine.pool.free_blocks(blocks)
     assert engine.free() == BLOCKS - 1 - 3
-    engine.ended(let_go=["d-a"])
+    engine.ended(released=["d-a"])
 
     assert engine.free() == BLOCKS - 1
 
@@ -219,7 +219,7 @@ def test_every_rank_has_to_let_go(engine):
 def test_a_load_that_lingers_for_no_time_changes_nothing(engine):
     """NIXL had let go before the engine heard of it: in one step."""
     blocks = engine.allocate(engine.arrive(), 9)
-    engine.ended("d-a", lingers=["d-a"], let_go=["d-a"])
+    engine.ended("d-a", quarantined=["d-a"], released=["d-a"])
     engine.pool.free_blocks(blocks)
 
     assert engine.free() == BLOCKS - 1
@@ -228,9 +228,9 @@ def test_a_load_that_lingers_for_no_time_changes_nothing(engine):
 def test_ranks_news_add_up():
     """vLLM merges them before the scheduler hears."""
     a, b = RequestId("a"), RequestId("b")
-    both = LingeringMetadata([a], [b]).aggregate(LingeringMetadata([a, b], []))
+    both = QuarantineMetadata([a], [b]).aggregate(QuarantineMetadata([a, b], []))
 
-    assert both == LingeringMetadata([a, a, b], [b])
+    assert both == QuarantineMetadata([a, a, b], [b])
 
 
 def test_a_finished_prefill_is_lent(engine):
@@ -240,7 +240,7 @@ def test_a_finished_prefill_is_lent(engine):
     params = engine.side.finished(request, ([block.block_id for block in blocks],))
     engine.pool.free_blocks(blocks)
 
-    assert read_offer(params).remote_block_ids == (tuple(block.block_id for block in blocks[:3]),)
+    assert parse_pull_params(params).remote_block_ids == (tuple(block.block_id for block in blocks[:3]),)
     assert engine.free() == BLOCKS - 1 - 3
 
 
@@ -276,7 +276,7 @@ def refusals(engine, params, **request):
     arrived = engine.request(params, **request)
     engine.side.on_new_request(arrived)
     assert engine.side.matched_tokens(arrived, 0) == (0, False)
-    assert len(engine.side._borrowings) == 0
+    assert len(engine.side._remote_prefills) == 0
     return engine.side.stats().data["counters"]
 
 
@@ -286,7 +286,7 @@ def test_a_finished_prefill_is_lent_with_a_proof(proving):
     params = proving.side.finished(request, ([block.block_id for block in proving.pool.get_new_blocks(3)],))
 
     assert params["xpyd_expires_at"] == NOW + Settings().kv_lease_duration
-    assert Signatures(lambda: (SECRET,)).check(read_offer(params), now=NOW)
+    assert Signatures(lambda: (SECRET,)).check(parse_pull_params(params), now=NOW)
 
 
 def test_an_offer_with_a_proof_is_loaded(proving):
@@ -300,14 +300,14 @@ def test_an_offer_with_a_proof_is_loaded(proving):
 @pytest.mark.parametrize(
     ("params", "counter"),
     [
-        (offer().to_params(), "offers_unsigned"),
-        (signed() | {"remote_block_ids": [[3, 4, 5]]}, "offers_forged"),
-        (signed() | {"xpyd_prompt": None}, "offers_forged"),
-        (signed() | {"remote_host": "10.6.6.6"}, "offers_forged"),
-        (signed(secret=b"another"), "offers_forged"),
-        (signed(xpyd_expires_at=int(NOW) - 301), "offers_expired"),
-        (signed(xpyd_prompt=None), "offers_other_prompt"),
-        (signed(xpyd_prompt="another"), "offers_other_prompt"),
+        (offer().to_params(), "kv_params_unsigned"),
+        (signed() | {"remote_block_ids": [[3, 4, 5]]}, "kv_params_forged"),
+        (signed() | {"xpyd_prompt": None}, "kv_params_forged"),
+        (signed() | {"remote_host": "10.6.6.6"}, "kv_params_forged"),
+        (signed(secret=b"another"), "kv_params_forged"),
+        (signed(xpyd_expires_at=int(NOW) - 301), "kv_params_expired"),
+        (signed(xpyd_prompt=None), "kv_params_other_prompt"),
+        (signed(xpyd_prompt="another"), "kv_params_other_prompt"),
     ],
     ids=["unsigned", "blocks", "digest", "host", "secret", "old", "no digest", "another prompt"],
 )
@@ -323,7 +323,7 @@ def test_an_offer_that_is_not_proven_does_not_end_a_lease(proving):
     proving.side.on_new_request(request)
     proving.side.finished(request, ([],))
 
-    assert proving.side.stats().data["counters"] == {"offers_unsigned": 1}
+    assert proving.side.stats().data["counters"] == {"kv_params_unsigned": 1}
 
 
 def test_without_a_secret_an_offer_needs_neither_proof_nor_digest(engine):
@@ -433,7 +433,7 @@ def test_blocks_that_others_use_do_not_count_as_freed():
     """Two leases of prompts that begin alike share blocks: only the end of both frees these."""
     pool = BlockPool(BLOCKS, enable_caching=False, hash_block_size=SIZE)
     shared, own, used = pool.get_new_blocks(4), pool.get_new_blocks(1), pool.get_new_blocks(2)
-    holding = Holding()
+    holding = HeldBlocks()
     for name, blocks in (("a", shared), ("b", shared + own), ("c", used)):
         pool.touch(blocks)
         holding.add(RequestId(name), list(blocks), 0)
@@ -490,24 +490,24 @@ def test_a_request_whose_lease_is_lost_computes_its_own_prompt_at_once(engine):
     """Not after it has been read in vain."""
     request = engine.arrive()
     assert engine.side.matched_tokens(request, 0) == (9, True)
-    engine.side._outbox.put([LeaseLost(RequestId("d-a"))], Report())
-    assert engine.side.has_news()
+    engine.side._outbox.put([LeaseLost(RequestId("d-a"))], StatsReport())
+    assert engine.side.has_pending()
     engine.side.step(IDLE)
 
     assert engine.side.matched_tokens(request, 0) == (0, False)
     engine.allocate(request, 0)
     assert engine.orders() == []
-    assert counters(engine) == {"loads_revoked": 1}
+    assert counters(engine)["loads_skipped_lease_lost"] == 1
 
 
 def test_a_load_that_has_begun_is_decided_by_its_fence(engine):
     """It may have been confirmed before the lease ended."""
     request = engine.arrive()
     engine.allocate(request, 9)
-    engine.side._outbox.put([LeaseLost(RequestId("d-a")), LeaseLost(RequestId("gone"))], Report())
+    engine.side._outbox.put([LeaseLost(RequestId("d-a")), LeaseLost(RequestId("gone"))], StatsReport())
 
     assert len(engine.orders()) == 1
-    assert "loads_revoked" not in counters(engine)
+    assert "loads_skipped_lease_lost" not in counters(engine)
 
 
 @pytest.mark.parametrize("hook", ["step", "on_new_request", "after_step", "has_news", "finished"])
@@ -518,7 +518,7 @@ def test_every_hook_shows_that_the_engines_loop_turns(engine, hook):
         "step": lambda: engine.side.step(IDLE),
         "on_new_request": engine.arrive,
         "after_step": lambda: engine.ended(),
-        "has_news": engine.side.has_news,
+        "has_news": engine.side.has_pending,
         "finished": lambda: engine.side.finished(engine.request(), ([],)),
     }
     calls[hook]()
@@ -547,7 +547,7 @@ def test_of_a_sliding_window_only_what_the_last_token_sees_is_loaded(windowed):
     windowed.side.after_alloc(request, blocks, 9)
     (order,) = windowed.orders()
 
-    assert order.stretches == (Stretch(0, 0, 9, (7, 8, 9), [1, 2, 3]), Stretch(1, 7, 9, (11, 12), [4, 5]))
+    assert order.token_ranges == (TokenRange(0, 0, 9, (7, 8, 9), [1, 2, 3]), TokenRange(1, 7, 9, (11, 12), [4, 5]))
 
 
 @pytest.mark.parametrize(
@@ -567,7 +567,7 @@ def test_an_offer_that_lacks_a_block_of_one_group_costs_a_local_prefill(windowed
     request = windowed.arrive(**change)
 
     assert windowed.side.matched_tokens(request, 0) == (0, False)
-    assert windowed.side.stats().data["counters"] == {"offers_bad": 1}
+    assert windowed.side.stats().data["counters"] == {"kv_params_invalid": 1}
 
 
 def test_blocks_of_another_size_are_read_into_ours(engine):
@@ -576,7 +576,7 @@ def test_blocks_of_another_size_are_read_into_ours(engine):
     blocks = engine.allocate(request, 5)  # the first block was in the local prefix cache
     (order,) = engine.orders()
 
-    assert order.stretches == (Stretch(0, 4, 9, (7, 8), [block.block_id for block in blocks[1:]]),)
+    assert order.token_ranges == (TokenRange(0, 4, 9, (7, 8), [block.block_id for block in blocks[1:]]),)
 
 
 def test_only_blocks_that_are_loaded_into_linger(windowed):
@@ -585,12 +585,12 @@ def test_only_blocks_that_are_loaded_into_linger(windowed):
     blocks = windowed.pool.get_new_blocks(5)
     ids = [block.block_id for block in blocks]
     windowed.side.after_alloc(request, SimpleNamespace(get_block_ids=lambda: (ids[:3], [0, *ids[3:]])), 5)
-    windowed.ended("d-a", lingers=["d-a"])
+    windowed.ended("d-a", quarantined=["d-a"])
     windowed.pool.free_blocks(blocks)
 
-    assert windowed.side.stats().data["gauges"]["blocks_lingering"] == 4
+    assert windowed.side.stats().data["gauges"]["blocks_quarantined"] == 4
     assert windowed.free() == BLOCKS - 1 - 4
-    windowed.ended(let_go=["d-a"])
+    windowed.ended(released=["d-a"])
     assert windowed.free() == BLOCKS - 1
 
 
@@ -599,7 +599,7 @@ def test_of_each_group_the_prompts_blocks_are_lent_that_are_held(windowed):
     request = windowed.request({"do_remote_decode": True}, name="p-a")
     blocks = windowed.pool.get_new_blocks(7)
     full, window = [block.block_id for block in blocks[:4]], [0, *(block.block_id for block in blocks[4:])]
-    offer = read_offer(windowed.side.finished(request, (full, window)))
+    offer = parse_pull_params(windowed.side.finished(request, (full, window)))
     windowed.pool.free_blocks(blocks)
 
     assert offer.remote_block_ids == (tuple(full[:3]), tuple(window[:3]))
@@ -620,12 +620,12 @@ def test_what_vllm_frees_too_early_is_lent_all_the_same(windowed):
     )
     request.num_computed_tokens = 10
     windowed.pool.free_blocks([blocks[3], blocks[4]])
-    offer = read_offer(windowed.side.finished(request, (full, [0, 0, window[2]])))
+    offer = parse_pull_params(windowed.side.finished(request, (full, [0, 0, window[2]])))
     windowed.pool.free_blocks([*blocks[:3], blocks[5]])
 
     assert offer.remote_block_ids == (tuple(full), (0, *window[1:]))
     assert windowed.free() == BLOCKS - 1 - 5
-    assert len(windowed.side._windows) == 0
+    assert len(windowed.side._window_pins) == 0
 
 
 def test_a_prefill_that_is_aborted_lets_go_of_its_window(windowed):
@@ -654,7 +654,7 @@ class Nap:
     def __init__(self):
         self.waits, self.while_waiting = [], lambda: None
 
-    def knock(self):
+    def wake(self):
         pass
 
     def wait(self, seconds):
@@ -669,7 +669,7 @@ class PushEngine(Engine):
         super().__init__(mode=Mode.PUSH, **choices)
         self.side._runner.stop()
         self.runner, self.side._runner = self.side._runner, self
-        self.side._door = self.door = Nap()
+        self.side._waker = self.door = Nap()
         self.asked, self.commands = [], []
 
     def post(self, command):
@@ -680,7 +680,7 @@ class PushEngine(Engine):
         self.runner.stop()
 
     def __getattr__(self, name):
-        if name in ("borrower", "landings", "pushes", "lender"):
+        if name in ("lease_renewer", "push_receiver", "push_coordinator", "lease_manager"):
             return Asked(name, self.asked)
         raise AttributeError(name)
 
@@ -706,7 +706,7 @@ class PushEngine(Engine):
         return self.side.step(output)
 
     def tell(self, *news):
-        self.side._outbox.put(news, Report())
+        self.side._outbox.put(news, StatsReport())
 
     def asks(self):
         asked = [(name, *args) for name, *args in self.asked]
@@ -740,15 +740,15 @@ def pushing():
 def test_a_request_with_a_booking_lends_its_blocks(pushing):
     """The transfer's name, the digest of its own prompt, and the blocks that are missing here."""
     request = pushing.arrive()
-    assert [name for name, *_ in pushing.asks()] == ["borrower.want"]
+    assert [name for name, *_ in pushing.asks()] == ["lease_renewer.start_renewing"]
     assert pushing.side.matched_tokens(request, 4) == (5, True)
     blocks = pushing.allocate(request, 5)
     ((name, ticket),) = pushing.asks()
     pushing.allocate(request, 5)
 
-    assert name == "landings.expect"
+    assert name == "push_receiver.expect"
     assert (ticket.request, ticket.remote_request, ticket.engine) == ("d-a", "t", "p0")
-    assert ticket.groups == (Lent(4, 9, tuple(block.block_id for block in blocks[1:])),)
+    assert ticket.groups == (LentBlocks(4, 9, tuple(block.block_id for block in blocks[1:])),)
     assert ticket.prompt == digest_prompt(PROMPT, [], None)
     assert pushing.asks() == []
 
@@ -777,14 +777,14 @@ def test_what_has_arrived_is_told_to_the_workers_once(pushing):
     """They report it to vLLM, and vLLM to us."""
     request = pushing.arrive()
     pushing.allocate(request, 9)
-    pushing.tell(Result(RequestId("d-a"), ""))
-    assert pushing.side.has_news()
-    assert pushing.step().arrived == [Result("d-a", "")]
+    pushing.tell(LoadResult(RequestId("d-a"), ""))
+    assert pushing.side.has_pending()
+    assert pushing.step().arrived == [LoadResult("d-a", "")]
     assert pushing.step().arrived == []
     pushing.ended("d-a")
 
-    assert not pushing.side.has_news()
-    assert pushing.side.stats().data["gauges"]["requests_borrowing"] == 0
+    assert not pushing.side.has_pending()
+    assert pushing.side.stats().data["gauges"]["requests_waiting_for_remote_kv"] == 0
 
 
 def test_blocks_that_p_may_still_write_into_are_kept_from_others(pushing):
@@ -792,13 +792,13 @@ def test_blocks_that_p_may_still_write_into_are_kept_from_others(pushing):
     request = pushing.arrive()
     blocks = pushing.allocate(request, 9)
     pushing.side.finished(request, ([],))
-    assert ("landings.stop", "d-a") in pushing.asks()
-    pushing.tell(Result(RequestId("d-a"), "aborted", lingers=True))
+    assert ("push_receiver.stop", "d-a") in pushing.asks()
+    pushing.tell(LoadResult(RequestId("d-a"), "aborted", quarantined=True))
     pushing.step()
     pushing.side.after_step(KVConnectorOutput(finished_recving={"d-a"}))
     pushing.pool.free_blocks(blocks)
     assert pushing.free() == BLOCKS - 1 - 3
-    pushing.tell(LetGo(RequestId("d-a")))
+    pushing.tell(BlocksReleased(RequestId("d-a")))
     pushing.step()
 
     assert pushing.free() == BLOCKS - 1
@@ -807,7 +807,7 @@ def test_blocks_that_p_may_still_write_into_are_kept_from_others(pushing):
 def test_blocks_that_were_let_go_at_once_are_kept_no_longer(pushing):
     """Both news may come in one turn."""
     blocks = pushing.allocate(pushing.arrive(), 9)
-    pushing.tell(Result(RequestId("d-a"), "aborted", lingers=True), LetGo(RequestId("d-a")))
+    pushing.tell(LoadResult(RequestId("d-a"), "aborted", quarantined=True), BlocksReleased(RequestId("d-a")))
     pushing.step()
     pushing.pool.free_blocks(blocks)
 
@@ -819,7 +819,7 @@ def test_a_request_that_is_aborted_in_the_queue_is_given_back(pushing):
     request = pushing.arrive()
     pushing.side.finished(request, ([],))
 
-    assert ("borrower.give_back", "d-a", "p0") in pushing.asks()
+    assert ("lease_renewer.release", "d-a", "p0") in pushing.asks()
 
 
 def test_a_finished_prefill_is_lent_under_its_transfers_name(pushing):
@@ -830,13 +830,13 @@ def test_a_finished_prefill_is_lent_under_its_transfers_name(pushing):
     params = pushing.side.finished(request, (ids,))
     pushing.pool.free_blocks(blocks)
     assert pushing.asks() == [("grant", "t")]
-    assert pushing.side.has_news()
+    assert pushing.side.has_pending()
     (piece,) = pushing.step().pieces
 
     assert (piece.request, piece.groups, piece.tokens, piece.last) == ("t", [ids[:3]], 10, True)
     assert (params["transfer_id"], params["transfer_mode"]) == ("t", "push")
     assert pushing.free() == BLOCKS - 1 - 3
-    pushing.tell(Released(RequestId("t"), LeaseEvent.DONE))
+    pushing.tell(LeaseEnded(RequestId("t"), LeaseEvent.DONE))
     pushing.step()
     assert pushing.free() == BLOCKS - 1
 
@@ -852,7 +852,7 @@ def test_two_prefills_of_one_name_are_not_mixed_up(pushing, is_held):
 
     assert pushing.side.finished(second, ([1, 2, 3],)) is None
     assert pushing.asks() == []
-    assert pushing.side.stats().data["counters"] == {"transfers_duplicate": 1}
+    assert pushing.side.stats().data["counters"] == {"transfer_ids_duplicate": 1}
 
 
 @pytest.mark.parametrize("transfer", ["x" * (MAX_ID + 1), 7, "a\nb", ["t"]], ids=lambda value: str(value)[:5])
@@ -862,18 +862,18 @@ def test_a_name_that_cannot_be_used_is_handed_to_nobody(pushing, transfer):
 
     assert pushing.side.finished(request, ([1, 2, 3],)) is None
     assert pushing.asks() == []
-    assert pushing.side.stats().data["counters"] == {"transfers_bad": 1}
+    assert pushing.side.stats().data["counters"] == {"transfer_ids_invalid": 1}
 
 
 def test_a_prefill_that_did_not_finish_is_abandoned(pushing):
     """Whoever waits for it hears at once; its name is free again."""
     request = pushing.prefill(status=RequestStatus.FINISHED_ABORTED)
     assert pushing.side.finished(request, ([1, 2, 3],)) is None
-    assert pushing.asks() == [("pushes.abandoned", "t")]
-    assert pushing.side.has_news()  # for the workers
+    assert pushing.asks() == [("push_coordinator.abandoned", "t")]
+    assert pushing.side.has_pending()  # for the workers
     pushing.prefill(name="p-b")
 
-    assert "transfers_duplicate" not in pushing.side._tally.take().counters
+    assert "transfer_ids_duplicate" not in pushing.side._counters.take().counters
 
 
 def test_a_prefill_beyond_what_may_be_held_is_abandoned():
@@ -884,7 +884,7 @@ def test_a_prefill_beyond_what_may_be_held_is_abandoned():
         engine.side.finished(request, ([block.block_id for block in engine.pool.get_new_blocks(3)],))
     engine.stop()
 
-    assert engine.asks() == [("grant", "a"), ("pushes.abandoned", "b")]
+    assert engine.asks() == [("grant", "a"), ("push_coordinator.abandoned", "b")]
 
 
 def test_by_request_nothing_is_told_before_the_end():
@@ -892,15 +892,15 @@ def test_by_request_nothing_is_told_before_the_end():
     engine = PushEngine(push_granularity=Granularity.REQUEST)
     engine.stop()
 
-    assert not engine.side._streams._is_chunked
+    assert not engine.side._push_progress._is_chunked
 
 
 def test_an_engine_that_only_waits_for_pushes_naps(pushing):
     """vLLM would step it a thousand times a second; what arrives meanwhile is told in this very step."""
     pushing.allocate(pushing.arrive(), 9)
-    pushing.door.while_waiting = lambda: pushing.tell(Result(RequestId("d-a"), ""))
+    pushing.door.while_waiting = lambda: pushing.tell(LoadResult(RequestId("d-a"), ""))
 
-    assert pushing.step().arrived == [Result("d-a", "")]
+    assert pushing.step().arrived == [LoadResult("d-a", "")]
     assert len(pushing.door.waits) == 1
 
 
@@ -912,13 +912,13 @@ def test_an_engine_that_has_something_to_do_never_naps(pushing, why):
     if why == "running":
         pushing.arrive(name="d-b").status = RequestStatus.RUNNING
     if why == "arrived":
-        pushing.tell(Result(RequestId("d-a"), ""))
+        pushing.tell(LoadResult(RequestId("d-a"), ""))
     if why == "pieces":
         request = pushing.prefill()
         pushing.side.finished(request, ([block.block_id for block in pushing.pool.get_new_blocks(3)],))
     if why == "blocks":
         pushing.side.free_released = lambda: None
-        pushing.tell(LetGo(RequestId("d-a")))
+        pushing.tell(BlocksReleased(RequestId("d-a")))
     pushing.step(tokens=1 if why == "tokens" else 0)
 
     assert pushing.door.waits == []

@@ -9,16 +9,17 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
     import torch
 
-    from xpyd_connector.shell.facts import Facts
-    from xpyd_connector.shell.metadata import LingeringMetadata, StepMetadata
-    from xpyd_connector.shell.worker import WorkerSide
+    from xpyd_connector.shell.engine_config import EngineConfig
+    from xpyd_connector.shell.metadata import QuarantineMetadata, StepMetadata
+    from xpyd_connector.shell.worker import XpydConnectorWorker
 
-from xpyd_connector.core.groups import CacheGroup
+from xpyd_connector.core.counters import StatsReport
 from xpyd_connector.core.ids import Address, EngineId, RequestId
-from xpyd_connector.core.loads import LetGo, Order, Result
-from xpyd_connector.core.plan import Stretch
-from xpyd_connector.core.tally import Report
-from xpyd_connector.core.writings import Piece
+from xpyd_connector.core.layout.cache_groups import CacheGroup
+from xpyd_connector.core.layout.transfer_plan import TokenRange
+from xpyd_connector.core.pull.load import LoadOrder
+from xpyd_connector.core.push.push_job import ComputedBlocks
+from xpyd_connector.core.results import BlocksReleased, LoadResult
 from xpyd_connector.errors import ConnectorError
 from xpyd_connector.settings import Settings
 
@@ -43,26 +44,28 @@ class Thread:
 @pytest.fixture
 def worker():
     groups = (CacheGroup(4),)
-    facts = Facts(EngineId("d"), ADDRESS, groups, {"l.0": 0}, 10, all_heads=1, ranks=1, lends=True, borrows=True)
-    worker = WorkerSide(facts, Settings(), 0)
+    engine_config = EngineConfig(
+        EngineId("d"), ADDRESS, groups, {"l.0": 0}, 10, all_heads=1, ranks=1, is_producer=True, is_consumer=True
+    )
+    worker = XpydConnectorWorker(engine_config, Settings(), 0)
     worker._runner = Thread()  # registering a cache would start the real one, and NIXL
     return worker
 
 
 def load(worker, *names):
-    whole = (Stretch(0, 0, 4, [1], [2]),)
-    orders = [Order(RequestId(name), RequestId("p"), EngineId("p"), ADDRESS, whole) for name in names]
+    whole = (TokenRange(0, 0, 4, [1], [2]),)
+    orders = [LoadOrder(RequestId(name), RequestId("p"), EngineId("p"), ADDRESS, whole) for name in names]
     worker.load(StepMetadata(orders, idle=True))
 
 
 def tell(worker, *news):
-    worker._outbox.put(news, Report())
+    worker._outbox.put(news, StatsReport())
 
 
 def test_failed_loads_are_reported_as_received_too(worker):
     """vLLM takes a request out of its waiting state by the one, and recomputes it by the other."""
     load(worker, "a", "b")
-    tell(worker, Result(RequestId("a"), ""), Result(RequestId("b"), "no route"))
+    tell(worker, LoadResult(RequestId("a"), ""), LoadResult(RequestId("b"), "no route"))
     results = worker.results()
 
     assert (results.finished_recving, results.failed_recving) == ({"a", "b"}, {"b"})
@@ -72,13 +75,13 @@ def test_failed_loads_are_reported_as_received_too(worker):
 def test_lingering_blocks_are_told_in_the_step_of_the_failure(worker):
     """A step later vLLM would have given them to somebody else."""
     load(worker, "a")
-    tell(worker, Result(RequestId("a"), "not loaded", lingers=True))
+    tell(worker, LoadResult(RequestId("a"), "not loaded", quarantined=True))
     assert worker.results().failed_recving == {"a"}
-    assert worker.lingering() == LingeringMetadata([RequestId("a")], [])
-    tell(worker, LetGo(RequestId("a")))
+    assert worker.lingering() == QuarantineMetadata([RequestId("a")], [])
+    tell(worker, BlocksReleased(RequestId("a")))
     assert worker.results().finished_recving == set()
 
-    assert worker.lingering() == LingeringMetadata([], [RequestId("a")])
+    assert worker.lingering() == QuarantineMetadata([], [RequestId("a")])
     assert worker.lingering() is None
 
 
@@ -100,7 +103,7 @@ def test_an_engine_that_takes_nothing_over_says_so(worker):
 
 
 def offer(worker, *names):
-    worker.offer([Piece(RequestId(name), None, 0, [[1]], 4, last=True) for name in names])
+    worker.add_computed([ComputedBlocks(RequestId(name), None, 0, [[1]], 4, last=True) for name in names])
 
 
 class Core:
@@ -109,15 +112,15 @@ class Core:
     def __init__(self):
         self.offered = []
 
-    def offer(self, piece, *, now, ready):
+    def add_computed(self, piece, *, now, ready):
         self.offered.append((piece.request, now, ready))
 
 
 def test_pieces_are_offered_to_the_thread_that_writes(worker):
     """In order; on a CPU they are ready when they are told."""
-    worker._writer, core = Thread(), Core()
+    worker._push_writer, core = Thread(), Core()
     offer(worker, "a", "b")
-    for command in worker._writer.posted:
+    for command in worker._push_writer.posted:
         command(core, 5.0)
 
     assert core.offered == [("a", 5.0, None), ("b", 5.0, None)]
@@ -140,9 +143,9 @@ class Event:
 def test_pieces_wait_for_their_device_whatever_it_is_called(worker, monkeypatch, device):
     """What its kernels have not written yet would be another prompt's KV, with status 200."""
     monkeypatch.setattr(torch, "get_device_module", {device: SimpleNamespace(Event=Event)}.__getitem__)
-    worker._writer, worker._memory, core = Thread(), SimpleNamespace(device=torch.device(device)), Core()
+    worker._push_writer, worker._memory, core = Thread(), SimpleNamespace(device=torch.device(device)), Core()
     offer(worker, "a")
-    worker._writer.posted[0](core, 5.0)
+    worker._push_writer.posted[0](core, 5.0)
     ((_, _, ready),) = core.offered
 
     assert ready() is False
@@ -156,8 +159,8 @@ def test_pieces_for_an_engine_that_lends_nothing_are_a_bug(worker):
 
 def test_a_writer_that_has_died_stops_the_engine(worker):
     """Its decode engines would wait for ever."""
-    worker._writer = Thread()
-    worker._writer.dead = True
+    worker._push_writer = Thread()
+    worker._push_writer.dead = True
 
     with pytest.raises(ConnectorError, match="died"):
         worker.results()
@@ -165,7 +168,7 @@ def test_a_writer_that_has_died_stops_the_engine(worker):
 
 def test_what_the_scheduler_knows_to_have_arrived_is_reported_once(worker):
     """In push the workers only pass it on; that blocks linger is not their business."""
-    a, b = Result(RequestId("a"), ""), Result(RequestId("b"), "aborted", lingers=True)
+    a, b = LoadResult(RequestId("a"), ""), LoadResult(RequestId("b"), "aborted", quarantined=True)
     worker.load(StepMetadata(arrived=[a]))
     worker.load(StepMetadata(arrived=[b], idle=True))
     results = worker.results()

@@ -1,0 +1,144 @@
+"""The connector's counters, gauges and transfer samples, which reach vLLM's stats and Prometheus."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+
+class TransferSample(msgspec.Struct, frozen=True):
+    """One completed transfer."""
+
+    seconds: float
+    bytes: int
+    descriptors: int
+    posting: float = 0.0  # s that handing it to NIXL took
+
+
+class StatsReport(msgspec.Struct):
+    """Counters and transfers since the last report, and the current gauges."""
+
+    counters: dict[str, int] = {}
+    gauges: dict[str, float] = {}
+    transfers: list[TransferSample] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.counters or self.gauges or self.transfers)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Filled and emptied by one thread."""
+
+    _counts: Counter[str] = field(default_factory=Counter[str])
+    _transfers: list[TransferSample] = field(default_factory=list[TransferSample])
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Add to a counter; ``name`` is one of :data:`COUNTERS`."""
+        if by:  # a zero would send a report across processes
+            self._counts[name] += by
+
+    def observe(self, sample: TransferSample) -> None:
+        """Record one finished transfer."""
+        self._transfers.append(sample)
+
+    def take(self) -> StatsReport:
+        """Return what was counted since the last call, and start again at zero."""
+        report = StatsReport(counters=dict(self._counts), transfers=self._transfers)
+        self._counts, self._transfers = Counter(), []
+        return report
+
+
+class ForwardingCounters(Counters):
+    """Forwards each count at once, on the thread that counts.
+
+    vLLM collects the workers' numbers with an engine step, and a message of this thread may cause the last step for a
+    while: what is counted after that step would wait for the next request.
+    """
+
+    def __init__(self, tell: Callable[[StatsReport], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Add to a counter."""
+        super().count(name, by)
+        self._tell(self.take())
+
+    def observe(self, sample: TransferSample) -> None:
+        """Record one finished transfer."""
+        super().observe(sample)
+        self._tell(self.take())
+
+
+COUNTERS = {
+    "leases_granted": "Prefills whose blocks were kept for a decode engine.",
+    "leases_renewed": "Renewals received for leases that were held.",
+    "leases_done": "Leases that ended because every decode rank had read its blocks.",
+    "leases_dropped": "Leases that ended because the decode engine did not want the blocks.",
+    "leases_peer_lost": "Leases that ended because the decode engine's connection closed.",
+    "leases_expired": "Leases that were not renewed in time.",
+    "leases_revoked": "Leases that ended unread because a prefill lacked blocks.",
+    "leases_refused": "Prefills not handed over because max_leases or max_held_share was reached.",
+    "foreign_messages": "Messages about leases, reads and pushes of another engine; they changed nothing.",
+    "connections_refused": "Side channel connections refused: no proof of the secret, or another engine expected.",
+    "connections_without_tls": "Side channel connections that did not complete TLS.",
+    "connections_timed_out": "Side channel connections that did not prove themselves in time.",
+    "connections_evicted": "Side channel connections closed because too many had not proven themselves.",
+    "connections_over_record_limit": "Side channel connections closed: many TLS records and no proof.",
+    "accepts_without_descriptor": "Times that a connection was not accepted for lack of file descriptors.",
+    "unknown_transfer_messages": "Messages about leases, reads and pushes that are over, or unknown.",
+    "early_transfer_messages": "Push: messages of decode engines about transfers whose prefill is not done.",
+    "registrations": "Push: requests for which decode engines lent blocks to write into.",
+    "pushes": "Push: requests whose KV was written completely, counted on each rank.",
+    "pushes_aborted": "Push: requests whose KV was not written completely, counted on each rank.",
+    "pushes_refused": "Push: registrations refused because too many were open.",
+    "transfer_ids_duplicate": "Push: prefills not handed over because another has the same transfer id.",
+    "transfer_ids_invalid": "Push: prefills not handed over because their transfer id could not be used.",
+    "reads_discarded": "Reads and pushes that ended after their lease: their bytes were discarded.",
+    "renewals_sent": "Leases renewed at prefill engines, one per request and heartbeat.",
+    "registrations_sent": "Push: requests for which blocks were lent to prefill engines.",
+    "registrations_resent": "Push: registrations sent over a new connection because the one before had ended.",
+    "renewals_withheld": "Leases not renewed because this engine's loop had not turned for engine_loop_timeout.",
+    "drops_sent": "Requests whose blocks were given back unread.",
+    "leases_lost": "Leases that a prefill engine does not hold, or not for this engine.",
+    "loads_skipped_lease_lost": "Requests that computed their own prompt because their lease was lost before the read.",
+    "handshakes": "Prefill engines connected to.",
+    "handshakes_failed": "Prefill engines that could not be connected to.",
+    "peers_lost": "Prefill engines whose connection closed.",
+    "loads": "Requests whose KV was loaded and confirmed.",
+    "loads_failed_handshake": "Loads that failed because the prefill engine could not be connected to.",
+    "loads_failed_transfer": "Loads that failed in NIXL or the network.",
+    "loads_failed_timeout": "Loads that took longer than transfer_timeout.",
+    "loads_failed_lease": "Loads that failed because the lease was lost before the read ended.",
+    "loads_failed_peer": "Loads that failed because the prefill engine's connection closed.",
+    "loads_failed_staging": "Loads that failed because host memory was too small, or copying to or from it failed.",
+    "bytes_staged_out": "Bytes of KV copied from the device into host memory.",
+    "bytes_staged_in": "Bytes of KV copied from host memory into the device.",
+    "loads_aborted": "Push: requests aborted before their KV was there.",
+    "loads_skipped_local": "Transfers not needed: the prompt was in the local prefix cache, or is one token.",
+    "kv_params_invalid": "Requests whose kv_transfer_params could not be used.",
+    "kv_params_other_prompt": "Requests whose kv_transfer_params belong to another prompt.",
+    "kv_params_unsigned": "Requests whose kv_transfer_params have no signature, on an engine with a secret.",
+    "kv_params_forged": "Requests whose kv_transfer_params have a wrong signature.",
+    "kv_params_expired": "Requests whose kv_transfer_params are too old.",
+}
+GAUGES = {
+    "leases_held": "Requests whose blocks are kept for decode engines now.",
+    "blocks_held": "KV blocks kept for decode engines now.",
+    "requests_waiting_for_remote_kv": "Requests here that wait for, or read, another engine's blocks now.",
+    "blocks_quarantined": "KV blocks of failed loads that a hung prefill engine may still write into now.",
+}
+
+
+def merge(reports: Sequence[StatsReport]) -> StatsReport:
+    """Add up the counters and transfers of several reports; of a gauge, the latest wins."""
+    counters: Counter[str] = Counter()
+    merged = StatsReport(gauges={})
+    for report in reports:
+        counters.update(report.counters)
+        merged.gauges.update(report.gauges)
+        merged.transfers = [*merged.transfers, *report.transfers]
+    merged.counters = dict(counters)
+    return merged

@@ -1,0 +1,1 @@
+"""Where KV lies in memory, and which bytes of it travel: arithmetic without I/O."""

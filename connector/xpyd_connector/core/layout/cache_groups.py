@@ -1,0 +1,43 @@
+"""Which tokens of a prompt a KV cache group keeps, and which of them a decode engine lacks: pure arithmetic.
+
+vLLM puts layers that need the same tokens into one group with block tables of its own: those that look at everything,
+those that look back over a sliding window, those that look at their chunk only (``vllm/v1/kv_cache_interface.py``).
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """One group. All numbers are tokens; 0 stands for no such limit."""
+
+    block_size: int
+    window: int = 0  # a token sees itself and the ``window - 1`` before it
+    chunk: int = 0  # a token sees those of its own chunk before it
+
+    @property
+    def frees_early(self) -> bool:
+        """Whether blocks are freed while their request still runs."""
+        return bool(self.window or self.chunk)
+
+    def first_needed(self, computed: int) -> int:
+        """Return the first token whose KV is needed by the one after ``computed`` tokens.
+
+        As vLLM's ``get_num_skipped_tokens`` (``vllm/v1/core/single_type_kv_cache_manager.py``).
+        """
+        if self.window:
+            return max(0, computed - self.window + 1)
+        return computed // self.chunk * self.chunk if self.chunk else 0
+
+    def missing_tokens(self, prompt_tokens: int, external_tokens: int) -> tuple[int, int]:
+        """Return the first token that must come from elsewhere and the one after the last.
+
+        The last ``external_tokens`` of the first ``prompt_tokens - 1`` are missing here, less those that nothing looks
+        at any more: vLLM always computes the last prompt token itself, because it needs its logits.
+        """
+        computed = prompt_tokens - 1
+        return min(computed, max(computed - external_tokens, self.first_needed(computed))), computed
+
+    def blocks_of(self, start: int, stop: int) -> slice:
+        """Return which of a request's blocks the tokens from ``start`` to ``stop`` are in."""
+        return slice(start // self.block_size, -(-stop // self.block_size))

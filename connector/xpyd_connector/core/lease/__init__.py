@@ -1,0 +1,1 @@
+"""How long a prefill engine (P) keeps blocks for a decode engine (D), and what D knows of them."""

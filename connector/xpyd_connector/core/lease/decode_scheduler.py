@@ -1,0 +1,247 @@
+"""D's scheduler: renews the leases of the requests that wait here for another engine's blocks.
+
+Renewals begin when a request enters the scheduler, queued or not, so an overloaded decode engine loses no lease. A
+lease is dropped as soon as its request no longer needs it. If the engine's loop hangs, nothing is renewed after a
+while: this engine would not read the blocks.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from math import inf
+
+from xpyd_connector.core.counters import Counters
+from xpyd_connector.core.ids import ConnId, EngineId, RequestId
+from xpyd_connector.core.lease.kv_params import PullParams, PushParams
+from xpyd_connector.core.messages import MAX_IDS, DropLeases, HeartbeatReply, LeasesLost, ReadsStarted, RenewLeases
+from xpyd_connector.core.ports import ConnectionLost, Link, LinkEvent, MessageReceived
+from xpyd_connector.core.results import LeaseLost
+from xpyd_connector.core.session.peers import Peer, PeerState, PeerTable
+
+RequestSet = dict[RequestId, None]  # a set that keeps its order
+
+
+@dataclass(slots=True)
+class _EngineLeases:
+    """The leases we need of one engine, and P's ids of those to drop and of those being read."""
+
+    params: dict[RequestId, PullParams | PushParams] = field(
+        default_factory=dict[RequestId, PullParams | PushParams]
+    )  # by our own id
+    by_remote: dict[RequestId, RequestSet] = field(default_factory=dict[RequestId, RequestSet])  # P's id -> ours
+    loading: RequestSet = field(default_factory=RequestSet)  # our ids of those whose load is queued or running
+    to_drop: RequestSet = field(default_factory=RequestSet)
+    to_read: RequestSet = field(default_factory=RequestSet)
+
+    @property
+    def read(self) -> RequestSet:
+        """P's ids of the requests being loaded."""
+        return {self.params[request].remote_request_id: None for request in self.loading}
+
+    def add(self, request: RequestId, params: PullParams | PushParams) -> None:
+        """Add a request."""
+        self.remove(request)
+        self.params[request] = params
+        self.by_remote.setdefault(params.remote_request_id, {})[request] = None
+        self.to_drop.pop(params.remote_request_id, None)
+
+    def remove(self, request: RequestId) -> PullParams | PushParams | None:
+        """Remove a request and return its parameters."""
+        self.loading.pop(request, None)
+        params = self.params.pop(request, None)
+        if params is not None:
+            ours = self.by_remote[params.remote_request_id]
+            del ours[request]
+            if not ours:
+                del self.by_remote[params.remote_request_id]
+                self.to_read.pop(params.remote_request_id, None)
+        return params
+
+
+class LeaseRenewer:
+    """Runs on the control thread of the decode engine's scheduler process.
+
+    ``last_turn`` returns when the engine's loop last turned (s); after ``loop_timeout`` without a turn, renewals stop.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        peers: PeerTable,
+        counters: Counters,
+        *,
+        heartbeat_interval: float,
+        loop_timeout: float = inf,
+        last_turn: Callable[[], float] = lambda: inf,
+    ) -> None:
+        self._link = link
+        self._peers = peers
+        self._counters = counters
+        self._interval = heartbeat_interval
+        self._loop_timeout = loop_timeout
+        self._last_turn = last_turn
+        self._leases_by_engine: dict[EngineId, _EngineLeases] = {}
+        self._pending: dict[EngineId, None] = {}  # engines that get a message in this turn
+        self._next_beat: float | None = None  # absent while there is nothing to renew
+        self._lost: list[LeaseLost] = []
+        self.is_withholding = False  # renews nothing, because the engine's loop hangs
+
+    def __len__(self) -> int:
+        return sum(len(leases.params) for leases in self._leases_by_engine.values())
+
+    def start_renewing(self, request: RequestId, params: PullParams | PushParams, *, now: float) -> None:
+        """Start renewing the lease of a request that has arrived here."""
+        self._leases_by_engine.setdefault(params.remote_engine_id, _EngineLeases()).add(request, params)
+        peer = self._peers.ensure_connected(params.remote_engine_id, params.address, now=now)
+        if peer.state is PeerState.CONNECTED:
+            self._renew(peer, (params.remote_request_id,), now)
+        if self._next_beat is None:
+            self._next_beat = now + self._interval
+
+    def stop_renewing(self, request: RequestId, engine: EngineId) -> None:
+        """Stop renewing: the worker has ended its read and P knows."""
+        self._forget(request, engine)
+
+    def release(self, request: RequestId, engine: EngineId) -> None:
+        """Stop renewing, and drop the lease with all others that are dropped in this turn.
+
+        The lease stays if another request here (one prompt, n answers) needs the same blocks.
+        """
+        if (leases := self._leases_by_engine.get(engine)) is None or (params := leases.remove(request)) is None:
+            return
+        if params.remote_request_id not in leases.by_remote:
+            self._counters.count("drops_sent")
+            leases.to_drop[params.remote_request_id] = None
+            self._pending[engine] = None
+        self._prune(engine, leases)
+
+    def read_started(self, request: RequestId, engine: EngineId) -> None:
+        """Tell P, with this turn and each heartbeat until the load is over, that our workers read a request's blocks.
+
+        P believes it for ``transfer_timeout``; a load that queues for room in host memory takes longer.
+        """
+        leases = self._leases_by_engine.get(engine)
+        if leases is not None and (params := leases.params.get(request)) is not None:
+            leases.loading[request] = None
+            leases.to_read[params.remote_request_id] = None
+            self._pending[engine] = None
+
+    def take_lost(self) -> list[LeaseLost]:
+        """Return the requests whose leases were lost since the last call."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def on(self, event: LinkEvent, *, now: float) -> Peer | None:
+        """Take in what happened on a connection we opened; return the peer whose state changed."""
+        changed: Peer | None = None
+        match event:
+            case MessageReceived(conn, LeasesLost(requests)):
+                self._on_leases_lost(conn, requests)
+            case MessageReceived(conn, HeartbeatReply()):
+                if (peer := self._peers.find(conn)) is not None:
+                    peer.unanswered_since, peer.last_heard_at = None, now
+            case MessageReceived(conn, _):
+                self._link.close(conn)
+                changed = self._peers.on(ConnectionLost(conn, "it broke the protocol", silent=True), now=now)
+            case _:
+                changed = self._peers.on(event, now=now)
+        self._on_peer_changed(changed, now)
+        return changed
+
+    def advance(self, *, now: float) -> float | None:
+        """Say what is to be said, and send the heartbeats that are due; return when the next one is."""
+        self._send_pending()
+        self._peers.forget_refused(self._leases_by_engine, now=now)
+        if not self._leases_by_engine:
+            self._next_beat, self.is_withholding = None, False
+        elif self._next_beat is not None and now >= self._next_beat:
+            self._next_beat = now + self._interval
+            self.is_withholding = now - self._last_turn() >= self._loop_timeout
+            for engine, leases in self._leases_by_engine.items():
+                self._send_heartbeat(engine, leases, now)
+        return self._next_beat
+
+    def _send_heartbeat(self, engine: EngineId, leases: _EngineLeases, now: float) -> None:
+        if not leases.params:
+            return
+        if self.is_withholding:
+            self._counters.count("renewals_withheld", len(leases.by_remote))
+            return
+        params = next(iter(leases.params.values()))
+        peer = self._peers.ensure_connected(engine, params.address, now=now)
+        if peer.state is PeerState.CONNECTED:
+            self._renew(peer, leases.by_remote, now)
+            self._send_reads(peer, leases.read)
+
+    def _send_pending(self) -> None:
+        """Tell each engine what it should hear; one that is still being met hears it then."""
+        unsaid, self._pending = self._pending, {}
+        for engine in unsaid:
+            leases, peer = self._leases_by_engine.get(engine), self._peers.get(engine)
+            if leases is None or (peer is not None and peer.state is PeerState.CONNECTING):
+                continue
+            if peer is not None and peer.state is PeerState.CONNECTED:
+                self._say(peer, leases)
+            self._clear_pending(engine, leases)
+
+    def _say(self, peer: Peer, leases: _EngineLeases) -> None:
+        self._send_reads(peer, leases.to_read)
+        for names in _in_pieces(leases.to_drop):
+            self._link.send(peer.conn, DropLeases(names))
+
+    def _send_reads(self, peer: Peer, requests: Iterable[RequestId]) -> None:
+        for names in _in_pieces(requests):
+            self._link.send(peer.conn, ReadsStarted(names))
+
+    def _clear_pending(self, engine: EngineId, leases: _EngineLeases) -> None:
+        """Forget messages that were sent, or whose engine is gone: it holds no blocks for us."""
+        leases.to_drop.clear()
+        leases.to_read.clear()
+        self._prune(engine, leases)
+
+    def _on_leases_lost(self, conn: ConnId, requests: Iterable[RequestId]) -> None:
+        """Renew no more what P does not hold. The fence decides about a read that has begun; others must not begin."""
+        peer = self._peers.find(conn)
+        leases = self._leases_by_engine.get(peer.engine) if peer is not None else None
+        for request in requests:
+            self._counters.count("leases_lost")
+            for own in list(leases.by_remote.get(request, ())) if leases is not None else ():
+                self._lost.append(LeaseLost(own))
+                if leases is not None:
+                    leases.remove(own)
+        if peer is not None and leases is not None:
+            self._prune(peer.engine, leases)
+
+    def _on_peer_changed(self, peer: Peer | None, now: float) -> None:
+        leases = self._leases_by_engine.get(peer.engine) if peer is not None else None
+        if peer is None or leases is None:
+            return
+        if peer.state is PeerState.CONNECTED:
+            self._renew(peer, leases.by_remote, now)
+            leases.to_read.update(leases.read)  # P may not have heard it over the connection before
+            self._say(peer, leases)
+        self._clear_pending(peer.engine, leases)
+
+    def _renew(self, peer: Peer, requests: Iterable[RequestId], now: float) -> None:
+        sent = 0
+        for names in _in_pieces(requests):
+            self._link.send(peer.conn, RenewLeases(names))
+            sent += len(names)
+        if sent and peer.unanswered_since is None:
+            peer.unanswered_since = now
+        self._counters.count("renewals_sent", sent)
+
+    def _forget(self, request: RequestId, engine: EngineId) -> None:
+        if (leases := self._leases_by_engine.get(engine)) is not None:
+            leases.remove(request)
+            self._prune(engine, leases)
+
+    def _prune(self, engine: EngineId, leases: _EngineLeases) -> None:
+        if not leases.params and not leases.to_drop:
+            self._leases_by_engine.pop(engine, None)
+
+
+def _in_pieces(requests: Iterable[RequestId]) -> Iterator[tuple[RequestId, ...]]:
+    """Cut names into as many as one message takes."""
+    names = tuple(requests)
+    for start in range(0, len(names), MAX_IDS):
+        yield names[start : start + MAX_IDS]

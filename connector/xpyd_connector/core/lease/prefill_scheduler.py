@@ -1,0 +1,196 @@
+"""P's scheduler: keeps blocks leased until they have been read, and answers whether a lease outlived a read."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from xpyd_connector.core.counters import Counters
+from xpyd_connector.core.ids import ConnId, RequestId
+from xpyd_connector.core.lease.lease_table import LeaseEnded, LeaseEvent, LeaseTable
+from xpyd_connector.core.messages import (
+    MAX_IDS,
+    DropLeases,
+    FenceResult,
+    LeasesLost,
+    Message,
+    ReadDone,
+    ReadsStarted,
+    RenewLeases,
+)
+from xpyd_connector.core.ports import ConnectionLost, Link, LinkEvent, MessageReceived
+
+_COUNTER = {
+    LeaseEvent.DONE: "leases_done",
+    LeaseEvent.DROPPED: "leases_dropped",
+    LeaseEvent.PEER_LOST: "leases_peer_lost",
+    LeaseEvent.EXPIRED: "leases_expired",
+    LeaseEvent.REVOKED: "leases_revoked",
+}
+
+
+class RevocableLease(NamedTuple):
+    """A lease that may be revoked, and how many blocks are free if all leases up to it are."""
+
+    request: RequestId
+    blocks: int
+
+
+class LeaseManager:
+    """Runs on the control thread, which answers decode engines; the engine only takes the leases that ended."""
+
+    def __init__(self, link: Link, leases: LeaseTable, counters: Counters) -> None:
+        self._link = link
+        self._leases = leases
+        self._counters = counters
+        self._released: list[LeaseEnded] = []
+
+    def grant(self, request: RequestId, *, now: float) -> None:
+        """Lease the blocks of a finished request."""
+        self._leases.grant(request, now=now)
+        self._counters.count("leases_granted")
+
+    def on(self, event: LinkEvent, *, now: float) -> None:
+        """Handle an event of a decode engine's connection."""
+        self.advance(now=now)  # first, so that nothing below sees a lease that is over
+        match event:
+            case MessageReceived(conn, message):
+                self._on_message(conn, message, now)
+            case ConnectionLost(conn):
+                self.on_connection_lost(conn)
+            case _:
+                pass  # connections that we opened belong to the lease renewer
+
+    def advance(self, *, now: float) -> float | None:
+        """End what is due; return when to be called again at the latest."""
+        self._release(self._leases.expire(now=now))
+        return self._leases.next_expiry()
+
+    def holds(self, request: RequestId) -> bool:
+        """Whether a lease is running."""
+        return request in self._leases
+
+    def renew(self, conn: ConnId, requests: Iterable[RequestId], *, now: float) -> list[RequestId]:
+        """Apply a heartbeat; return those that have no lease."""
+        names = list(requests)
+        lost = [request for request in names if not self._leases.renew(request, conn, now=now)]
+        self._counters.count("leases_renewed", len(names) - len(lost))
+        self._counters.count("foreign_messages", sum(request in self._leases for request in lost))
+        return lost
+
+    def holder(self, request: RequestId) -> ConnId | None:
+        """Return the connection that renews a lease; None if it is unclaimed or over."""
+        return self._leases.holder(request)
+
+    def is_same(self, holder: ConnId, conn: ConnId) -> bool:
+        """Whether a connection may speak for another one."""
+        return self._leases.is_same(holder, conn)
+
+    def may_end(self, request: RequestId, conn: ConnId) -> bool:
+        """Whether a connection is of the engine that holds a lease, as far as that can be known."""
+        return self._leases.may_end(request, conn)
+
+    def refuses(self, request: RequestId, conn: ConnId) -> bool:
+        """Whether a lease is another engine's than the one behind a connection; counted."""
+        is_foreign = not self.may_end(request, conn)
+        self._counters.count("foreign_messages", int(is_foreign))
+        return is_foreign
+
+    def drop(self, requests: Iterable[RequestId], conn: ConnId | None = None) -> list[RequestId]:
+        """End leases that the decode engine behind ``conn`` does not want; return those that have none.
+
+        Leases of another engine stay. Without ``conn`` it is our own wish.
+        """
+        unknown: list[RequestId] = []
+        for request in dict.fromkeys(requests):
+            if request not in self._leases:
+                unknown.append(request)
+            elif conn is None or not self.refuses(request, conn):
+                self._release([self._leases.drop(request)])
+        return unknown
+
+    def read(self, conn: ConnId, request: RequestId, *, now: float) -> None:
+        """Keep a lease from being revoked for a while, because the engine behind ``conn`` reads its blocks."""
+        if request not in self._leases:
+            self._counters.count("unknown_transfer_messages")
+        elif not self.refuses(request, conn):
+            self._leases.read(request, now=now)
+
+    def revoke(
+        self,
+        candidates: Sequence[RevocableLease],
+        blocks: int,
+        *,
+        now: float,
+        is_busy: Callable[[RequestId], bool] = lambda _: False,
+    ) -> None:
+        """Revoke unread leases in the given order until so many blocks are free, and tell their holders.
+
+        A decode engine may have begun to read without our knowing: its word may be under way. What it reads is then
+        overwritten, and the fence throws it away: the lease is over before its ReadDone comes.
+        """
+        lost: dict[ConnId, list[RequestId]] = {}
+        for request, gain in candidates:
+            if blocks <= 0:
+                break
+            if request not in self._leases or self._leases.is_read(request, now=now) or is_busy(request):
+                continue
+            if (holder := self._leases.holder(request)) is not None:
+                lost.setdefault(holder, []).append(request)
+            self._release([self._leases.revoke(request)])
+            blocks -= gain
+        for holder, requests in lost.items():
+            self.send_leases_lost(holder, requests)
+
+    def finish(self, request: RequestId) -> None:
+        """End a lease because everything was written to everybody who asked."""
+        if request in self._leases:
+            self._release([self._leases.finish(request)])
+
+    def on_connection_lost(self, conn: ConnId) -> None:
+        """End every lease claimed over a connection that closed."""
+        self._release(self._leases.lose(conn))
+
+    def take_released(self) -> list[LeaseEnded]:
+        """Return the leases that ended since the last call, in order."""
+        released, self._released = self._released, []
+        return released
+
+    def _on_message(self, conn: ConnId, message: Message, now: float) -> None:
+        match message:
+            case RenewLeases(requests):
+                lost = self.renew(conn, requests, now=now)
+                self._counters.count("unknown_transfer_messages", sum(request not in self._leases for request in lost))
+                self.send_leases_lost(conn, lost)
+            case ReadsStarted(requests):
+                for request in requests:
+                    self.read(conn, request, now=now)
+            case ReadDone():
+                self._on_read_done(conn, message, now)
+            case DropLeases(requests):
+                self._counters.count("unknown_transfer_messages", len(self.drop(requests, conn)))
+            case _:
+                self._link.close(conn)  # not something a decode engine says after its Hello
+                self.on_connection_lost(conn)
+
+    def send_leases_lost(self, conn: ConnId, lost: Sequence[RequestId]) -> None:
+        """Tell a decode engine that it has no lease of these requests."""
+        for start in range(0, len(lost), MAX_IDS):
+            self._link.send(conn, LeasesLost(tuple(lost[start : start + MAX_IDS])))
+
+    def _on_read_done(self, conn: ConnId, done: ReadDone, now: float) -> None:
+        if done.request not in self._leases:
+            self._counters.count("unknown_transfer_messages")
+            self._link.send(conn, FenceResult(done.reader, held=False))
+            return
+        if self.refuses(done.request, conn):
+            self._link.send(conn, FenceResult(done.reader, held=False))
+            return
+        self._link.send(conn, FenceResult(done.reader, held=True))
+        if released := self._leases.done(done.request, done.reader, done.rank, done.ranks):
+            self._release([released])
+        else:
+            self._leases.read(done.request, now=now)  # its other ranks do
+
+    def _release(self, released: list[LeaseEnded]) -> None:
+        for lease in released:
+            self._counters.count(_COUNTER[lease.why])
+        self._released += released

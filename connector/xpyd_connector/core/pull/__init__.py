@@ -1,0 +1,1 @@
+"""The decode engine's worker reads blocks from the prefill engine."""

@@ -1,0 +1,1 @@
+"""The prefill engine's worker writes blocks into the decode engine."""

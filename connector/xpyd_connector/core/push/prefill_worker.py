@@ -1,0 +1,300 @@
+"""The prefill worker in push: writes blocks into decode engines as they are computed.
+
+The engine reports computed blocks step by step. The scheduler process reports registrations over a connection of its
+own, so neither waits for an engine step. Whichever comes first waits here for the other.
+
+Only complete blocks are written; a later step completes the others. A preempted prefill starts again as another
+``attempt``, which overwrites what the first one wrote, after its writes have ended.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from math import lcm
+
+from xpyd_connector.core.counters import Counters
+from xpyd_connector.core.ids import BlockId, ConnId, EngineEndpoint, RequestId
+from xpyd_connector.core.layout.parts import block_sizes, cut
+from xpyd_connector.core.layout.transfer_plan import TokenRange, check_shapes, push_route, served_ranks
+from xpyd_connector.core.messages import (
+    MAX_REASON,
+    LentBlocks,
+    Message,
+    PeerGone,
+    PeerMemory,
+    PushAborted,
+    PushWritten,
+    RankInfo,
+    StartPush,
+    StopPush,
+    WorkerHello,
+    WriteStalled,
+)
+from xpyd_connector.core.ports import Link, LinkEvent, MessageReceived, TransferAgent
+from xpyd_connector.core.push.part_writer import PartWriteEnded, PartWriteId, PartWriter
+from xpyd_connector.core.push.push_job import (
+    ComputedBlocks,
+    DecodeTarget,
+    PromptBlocks,
+    PushJob,
+    PushJobEvent,
+    PushJobState,
+    TransferOver,
+)
+from xpyd_connector.core.session.scheduler_link import SchedulerLink
+from xpyd_connector.core.staging.host_buffer import HostBuffer
+from xpyd_connector.core.transfer.remote_memory import RemoteRank
+from xpyd_connector.core.transfer.transfers import POLL_INTERVAL
+from xpyd_connector.errors import ConnectorError
+
+
+class PushWriter:
+    """Runs on the transfer thread, which makes every call of NIXL."""
+
+    def __init__(
+        self,
+        link: Link,
+        transfer_agent: TransferAgent,
+        counters: Counters,
+        own: RankInfo,
+        *,
+        scheduler_endpoint: EngineEndpoint,
+        token: bytes,
+        timeout: float,
+        staging: HostBuffer[PartWriteId] | None = None,
+    ) -> None:
+        self._link = link
+        self._transfer_agent = transfer_agent
+        self._counters = counters
+        self._own = own
+        self._scheduler = SchedulerLink(link, scheduler_endpoint, WorkerHello(own.rank, token))
+        self._timeout = timeout
+        self._part_writer = PartWriter(transfer_agent, counters, timeout=timeout, staging=staging)
+        self._sources: dict[RequestId, PromptBlocks] = {}
+        self._peers: dict[ConnId, DecodeTarget] = {}
+        self._jobs: dict[tuple[ConnId, RequestId], PushJob] = {}
+        self._by_request: dict[RequestId, list[PushJob]] = {}  # the same, by the name of the transfer
+        self._by_part: dict[PartWriteId, PushJob] = {}
+        self._awaiting_device: deque[tuple[ComputedBlocks | TransferOver, Callable[[], bool]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._sources) + len(self._jobs) + len(self._peers)
+
+    def add_computed(
+        self, event: ComputedBlocks | TransferOver, *, now: float, ready: Callable[[], bool] | None = None
+    ) -> None:
+        """Add what the engine has computed; ``ready`` returns whether its device has finished writing it."""
+        if ready is None and not self._awaiting_device:
+            self._accept(event, now)
+        else:
+            self._awaiting_device.append((event, ready or (lambda: True)))
+
+    def on(self, event: LinkEvent, *, now: float) -> None:
+        """Handle an event of the connection to our scheduler."""
+        match event:
+            case MessageReceived(_, message):
+                self._on_message(message, now)
+            case _ if self._scheduler.on(event, now=now):
+                self._on_scheduler_lost()
+            case _:
+                pass
+
+    def advance(self, *, now: float) -> float | None:
+        """Look at NIXL and at the clock; return when to be called again at the latest."""
+        call_at = self._scheduler.advance(now=now)
+        while self._awaiting_device and self._awaiting_device[0][1]():
+            self._accept(self._awaiting_device.popleft()[0], now)
+        for ended in self._part_writer.advance(now=now):
+            self._on_part_ended(ended, now)
+        for part in self._part_writer.overdue(now=now):
+            self._stall(self._by_part[part])
+        dues = [call_at, now + POLL_INTERVAL if self._awaiting_device else None, self._part_writer.due(now=now)]
+        return min((due for due in dues if due is not None), default=None)
+
+    def _on_scheduler_lost(self) -> None:
+        """Our scheduler is gone: the engine ends, or the scheduler reconnects and repeats its orders."""
+        self._counters.count("peers_lost")
+        for peer in list(self._peers):
+            self._forget_peer(peer)
+
+    def _on_message(self, message: Message, now: float) -> None:
+        match message:
+            case PeerMemory(peer, rank):
+                self._attach(self._peers.setdefault(peer, DecodeTarget()), rank)
+            case StartPush(peer, order) if peer in self._peers and (peer, order.reader) not in self._jobs:
+                job = self._jobs[peer, order.reader] = PushJob(peer, order)
+                self._by_request.setdefault(order.request, []).append(job)
+                self._write_computed(job, now)
+            case StartPush(peer, order) if (peer, order.reader) in self._jobs:
+                self._jobs[peer, order.reader].is_peer_gone = False  # our scheduler is back and waits for its end
+            case StopPush(peer, reader) if (peer, reader) in self._jobs:
+                self._stop(self._jobs[peer, reader], "")
+            case PeerGone(peer) if peer in self._peers:
+                self._forget_peer(peer)
+            case _:
+                self._counters.count("unknown_transfer_messages")
+
+    def _attach(self, peer: DecodeTarget, theirs: RankInfo) -> None:
+        peer.rank = theirs
+        try:
+            check_shapes(self._own, theirs)
+            if theirs.rank not in peer.remote_ranks and theirs.rank in served_ranks(self._own, theirs.ranks):
+                peer.remote_ranks[theirs.rank] = RemoteRank(
+                    self._transfer_agent.attach(theirs), push_route(self._own, theirs)
+                )
+        except ConnectorError as exc:
+            self._counters.count("handshakes_failed")
+            peer.objection = str(exc)
+
+    def _accept(self, event: ComputedBlocks | TransferOver, now: float) -> None:
+        match event:
+            case ComputedBlocks():
+                self._add(event, now)
+            case TransferOver(request):
+                self._sources.pop(request, None)
+                for job in list(self._by_request.get(request, ())):
+                    if job.sent or job.parts:  # else it waits for the name's next use
+                        self._stop(job, "the prefill engine does not hold the blocks any more")
+
+    def _add(self, piece: ComputedBlocks, now: float) -> None:
+        source = self._sources.get(piece.request)
+        if source is None or source.attempt != piece.attempt:
+            groups: list[list[BlockId]] = [[] for _ in piece.groups]
+            source = self._sources[piece.request] = PromptBlocks(piece.prompt, piece.attempt, groups)
+        for known, new in zip(source.groups, piece.groups, strict=True):
+            known += new
+        source.tokens, source.complete = piece.tokens, piece.last
+        for job in list(self._by_request.get(piece.request, ())):
+            self._write_computed(job, now)
+
+    def _forget_peer(self, peer: ConnId) -> None:
+        for job in [w for w in self._jobs.values() if w.peer == peer]:
+            job.is_peer_gone = True
+            self._stop(job, "the decode engine is gone")
+        for remote_rank in self._peers.pop(peer).remote_ranks.values():
+            self._transfer_agent.detach(remote_rank.handle)
+
+    def _write_computed(self, job: PushJob, now: float) -> None:
+        """Write what is computed and not written; tell when that was all.
+
+        A push is complete only when its prefill is: until then the prefill may be preempted, and its blocks another's.
+        """
+        source = self._sources.get(job.order.request)
+        if job.is_over or source is None:
+            return
+        if reason := self._objection(job, source):
+            self._stop(job, reason)
+            return
+        if job.attempt != source.attempt:
+            if job.parts:
+                return  # what the attempt before has sent must not arrive after what this one sends
+            job.attempt, job.sent = source.attempt, 0
+        until = self._writable(job, source)
+        if job.sent < until:
+            self._post(job, source, until, now)
+        self._complete_if_written(job, source)
+
+    def _complete_if_written(self, job: PushJob, source: PromptBlocks) -> None:
+        if job.is_over or not source.complete or job.parts:
+            return
+        job.on(PushJobEvent.COMPLETED)
+        self._counters.count("pushes")
+        self._end(job, PushWritten(job.peer, job.order.reader))
+
+    def _writable(self, job: PushJob, source: PromptBlocks) -> int:
+        """Return up to which token the blocks, ours and the decode engine's, are complete: nothing is written twice."""
+        if source.complete:
+            return max(lent.stop for lent in job.order.groups)
+        step = lcm(*self._block_sizes(job))
+        return source.tokens // step * step
+
+    def _block_sizes(self, job: PushJob) -> list[int]:
+        theirs = self._peers[job.peer].rank
+        ranks = (self._own,) if theirs is None else (self._own, theirs)
+        return [size for rank in ranks for size in block_sizes(rank).values()]
+
+    def _objection(self, job: PushJob, source: PromptBlocks) -> str:
+        order, wanted = job.order, max(lent.stop for lent in job.order.groups)
+        if self._peers[job.peer].objection:
+            return self._peers[job.peer].objection
+        if order.prompt is None and source.prompt is not None:
+            return f"transfer {order.request} was registered without its prompt's digest"
+        if order.prompt != source.prompt:
+            return f"transfer {order.request} belongs to another prompt"
+        if len(order.groups) != len(source.groups):
+            return f"it registers {len(order.groups)} KV cache groups, there are {len(source.groups)}"
+        if source.complete and source.tokens < wanted:
+            return f"transfer {order.request} has {source.tokens} tokens, {wanted} are wanted"
+        return ""
+
+    def _post(self, job: PushJob, source: PromptBlocks, until: int, now: float) -> None:
+        """Write everything from where we were to ``until``."""
+        peer, sent = self._peers[job.peer], job.sent
+        job.sent = until
+        if peer.rank is None or not peer.remote_ranks:
+            return  # other ranks of ours keep the same heads
+        sizes, theirs = block_sizes(self._own), block_sizes(peer.rank)
+        token_ranges = [
+            _stretch(group, lent, (sent, until), source.groups[group], (sizes[group], theirs[group]))
+            for group, lent in enumerate(job.order.groups)
+        ]
+        try:
+            for part in cut([each for each in token_ranges if each.start < each.stop], self._own, peer.rank):
+                number = self._part_writer.write(tuple(peer.remote_ranks.values()), part, now=now)
+                job.parts.add(number)
+                self._by_part[number] = job
+        except ConnectorError as exc:
+            self._stop(job, str(exc))
+
+    def _on_part_ended(self, ended: PartWriteEnded, now: float) -> None:
+        job = self._by_part.pop(ended.part)
+        job.parts.discard(ended.part)
+        if job.state is PushJobState.STOPPING:
+            self._finish_stop(job)
+        elif ended.failure:
+            self._stop(job, ended.failure)
+        else:
+            self._write_computed(job, now)
+
+    def _stall(self, job: PushJob) -> None:
+        if job.state is not PushJobState.OPEN:
+            return
+        reason = f"a write did not end within {self._timeout:g} s"
+        if not job.is_peer_gone:
+            self._scheduler.send(WriteStalled(job.peer, job.order.reader, reason))
+        self._stop(job, reason)
+
+    def _stop(self, job: PushJob, reason: str) -> None:
+        if job.state is PushJobState.STOPPING:
+            self._finish_stop(job)
+            return
+        job.on(PushJobEvent.STOPPED)
+        job.reason = reason
+        for part in list(job.parts):
+            self._part_writer.cancel(part, reason)
+        self._finish_stop(job)
+
+    def _finish_stop(self, job: PushJob) -> None:
+        if job.parts:
+            return
+        job.on(PushJobEvent.DRAINED)
+        self._counters.count("pushes_aborted")
+        self._end(job, PushAborted(job.peer, job.order.reader, job.reason[:MAX_REASON]))
+
+    def _end(self, job: PushJob, event: PushWritten | PushAborted) -> None:
+        del self._jobs[job.peer, job.order.reader]
+        self._by_request[job.order.request].remove(job)
+        if not self._by_request[job.order.request]:
+            del self._by_request[job.order.request]
+        if not job.is_peer_gone:
+            self._scheduler.send(event)
+
+
+def _stretch(
+    group: int, lent: LentBlocks, span: tuple[int, int], blocks: Sequence[BlockId], sizes: tuple[int, int]
+) -> TokenRange:
+    """Return what is to be written of a group between two tokens, and the blocks it is in, of our size and theirs."""
+    start, stop = max(lent.start, span[0]), min(lent.stop, span[1])
+    ours, theirs = sizes
+    first = lent.start // theirs
+    remote = lent.blocks[start // theirs - first : -(-stop // theirs) - first]
+    return TokenRange(group, start, stop, remote, blocks[start // ours : -(-stop // ours)])

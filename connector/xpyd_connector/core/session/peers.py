@@ -1,0 +1,184 @@
+"""The prefill engines that a decode engine knows, and the state of each.
+
+A peer is identified by its engine id: an engine that restarts at the same address is another peer.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from math import inf
+from typing import Final
+
+from xpyd_connector.core.counters import Counters
+from xpyd_connector.core.ids import Address, ConnId, EngineId
+from xpyd_connector.core.messages import PROTOCOL, Fingerprint, Welcome
+from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, Link, LinkEvent, PeerConnected
+from xpyd_connector.core.state_machine import transition
+
+QUIET = 1800.0  # s without a word of a peer after which it may be closing the connection: half of its IDLE_TIMEOUT
+MAX_BACKOFF = 30.0  # s between two attempts to meet a peer that refuses
+
+
+class PeerState(Enum):
+    """State of a peer."""
+
+    CONNECTING = auto()
+    CONNECTED = auto()
+    REFUSED = auto()  # kept only to remember when to try again
+    GONE = auto()
+
+
+class PeerEvent(Enum):
+    """What can happen to a peer."""
+
+    CONNECTED = auto()
+    REFUSED = auto()  # unreachable, incompatible, or another engine by now
+    RETRIED = auto()
+    DISCONNECTED = auto()  # its connection closed, or we forgot it
+
+
+TRANSITIONS: Final[Mapping[PeerState, Mapping[PeerEvent, PeerState]]] = {
+    PeerState.CONNECTING: {
+        PeerEvent.CONNECTED: PeerState.CONNECTED,
+        PeerEvent.REFUSED: PeerState.REFUSED,
+    },
+    PeerState.CONNECTED: {PeerEvent.REFUSED: PeerState.REFUSED, PeerEvent.DISCONNECTED: PeerState.GONE},
+    PeerState.REFUSED: {PeerEvent.RETRIED: PeerState.CONNECTING, PeerEvent.DISCONNECTED: PeerState.GONE},
+    PeerState.GONE: {},
+}
+
+
+@dataclass(slots=True)
+class Peer:
+    """One remote engine, and everything we know of it."""
+
+    engine: EngineId
+    address: Address
+    conn: ConnId
+    state: PeerState = PeerState.CONNECTING
+    welcome: Welcome | None = None  # absent until it is met
+    reason: str = ""  # why it was refused, or is gone
+    failures: int = 0
+    retry_at: float = 0.0
+    last_heard_at: float = -inf  # when it last answered
+    unanswered_since: float | None = None  # when the oldest unanswered heartbeat was sent (push)
+    is_silent: bool = False  # gone without closing its connection: it may still run
+
+    def on(self, event: PeerEvent) -> None:
+        """Move to the next state, or raise if the event makes no sense now."""
+        self.state = transition(TRANSITIONS, self.state, event, f"peer {self.engine}")
+
+    def is_idle(self, *, now: float) -> bool:
+        """Whether P may be closing this connection: a message sent over it may be lost."""
+        return now >= self.last_heard_at + QUIET
+
+
+class PeerTable:
+    """Connects to peers on demand, once however many requests wait, and again after a pause if they refuse."""
+
+    def __init__(self, link: Link, own: Fingerprint, counters: Counters, *, retry_after: float) -> None:
+        self._link = link
+        self._own = own
+        self._counters = counters
+        self._retry_after = retry_after
+        self._peers: dict[EngineId, Peer] = {}
+        self._by_conn: dict[ConnId, Peer] = {}  # those that are met, or being met
+        self._refused: dict[EngineId, Peer] = {}
+        self._look_at = inf  # when the first of the refused may be forgotten
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def ensure_connected(self, engine: EngineId, address: Address, *, now: float) -> Peer:
+        """Return the peer; connect if it is new, if its pause is over, or if its address has changed."""
+        peer = self._peers.get(engine)
+        if peer is None:
+            peer = self._peers[engine] = Peer(engine, address, self._link.connect(address, engine))
+            self._by_conn[peer.conn] = peer
+        elif peer.state is PeerState.REFUSED and (now >= peer.retry_at or address != peer.address):
+            peer.on(PeerEvent.RETRIED)
+            del self._refused[engine]
+            peer.address, peer.conn = address, self._link.connect(address, engine)
+            self._by_conn[peer.conn] = peer
+        return peer
+
+    def get(self, engine: EngineId) -> Peer | None:
+        """Return a peer that is known, in whatever state."""
+        return self._peers.get(engine)
+
+    def find(self, conn: ConnId) -> Peer | None:
+        """Return the peer behind a connection."""
+        return self._by_conn.get(conn)
+
+    def on(self, event: LinkEvent, *, now: float) -> Peer | None:
+        """Take in what happened to a connection we opened; return the peer whose state changed."""
+        peer = self.find(event.conn)
+        match event:
+            case PeerConnected(conn, welcome) if peer is not None:
+                if reason := self._objection(peer, welcome):
+                    self._link.close(conn)
+                    self.refuse(peer, reason, now=now)
+                else:
+                    peer.on(PeerEvent.CONNECTED)
+                    peer.welcome, peer.last_heard_at = welcome, now
+                    self._counters.count("handshakes")
+            case ConnectFailed(_, reason) if peer is not None:
+                self.refuse(peer, reason, now=now)
+            case ConnectionLost(_, reason, is_silent) if peer is not None:
+                self._forget(peer)
+                peer.reason, peer.is_silent = reason, is_silent
+                peer.on(PeerEvent.DISCONNECTED)
+                self._counters.count("peers_lost")
+            case _:
+                return None
+        return peer
+
+    def refuse(self, peer: Peer, reason: str, *, now: float) -> None:
+        """Turn a peer away for a while that doubles with every failure in a row."""
+        peer.on(PeerEvent.REFUSED)
+        peer.reason, peer.welcome = reason, None
+        peer.retry_at = now + min(MAX_BACKOFF, self._retry_after * 2 ** min(peer.failures, 16))
+        peer.failures += 1
+        self._by_conn.pop(peer.conn, None)
+        self._refused[peer.engine] = peer
+        self._look_at = min(self._look_at, peer.retry_at + MAX_BACKOFF)
+        self._counters.count("handshakes_failed")
+
+    def disconnect(self, peer: Peer, reason: str) -> None:
+        """Close the connection to a peer that does not answer; the next request connects again."""
+        self._forget(peer)
+        peer.reason = reason
+        self._link.close(peer.conn)
+        peer.on(PeerEvent.DISCONNECTED)
+        self._counters.count("peers_lost")
+
+    def forget_refused(self, wanted: Iterable[EngineId], *, now: float) -> None:
+        """Drop refused peers whose pause is long over and that no request needs: engines come and go."""
+        if now < self._look_at:
+            return
+        keep = set(wanted)
+        for peer in list(self._refused.values()):
+            if peer.engine not in keep and now >= peer.retry_at + MAX_BACKOFF:
+                self._forget(peer)
+                peer.on(PeerEvent.DISCONNECTED)
+        self._look_at = min((peer.retry_at + MAX_BACKOFF for peer in self._refused.values()), default=inf)
+
+    def _forget(self, peer: Peer) -> None:
+        del self._peers[peer.engine]
+        self._by_conn.pop(peer.conn, None)
+        self._refused.pop(peer.engine, None)
+
+    def _objection(self, peer: Peer, welcome: Welcome) -> str | None:
+        if welcome.protocol != PROTOCOL:
+            return f"it speaks protocol {welcome.protocol}, we speak {PROTOCOL}"
+        if welcome.engine != peer.engine:
+            return f"engine {welcome.engine} answers at {peer.address} now, the request was prefilled by {peer.engine}"
+        return mismatch(self._own, welcome.fingerprint)
+
+
+def mismatch(ours: Fingerprint, theirs: Fingerprint) -> str | None:
+    """Name the first thing in which two engines differ with both values, or return None."""
+    for name in Fingerprint.__struct_fields__:
+        if (our := getattr(ours, name)) != (their := getattr(theirs, name)):
+            return f"its {name.replace('_', ' ')} is {their!r}, ours is {our!r}; they must be equal"
+    return None

@@ -1,0 +1,1 @@
+"""KV through host memory, where NIXL cannot or shall not reach the device."""

@@ -1,0 +1,159 @@
+"""Open a connection to another engine and get its Welcome: blocking, on a pool thread.
+
+Name resolution, connecting, TLS and the peer's answers may each take seconds; other threads go on.
+"""
+
+import contextlib
+import os
+import socket
+import ssl
+import time
+
+from xpyd_connector.core.addresses import is_elsewhere
+from xpyd_connector.core.ids import Address, EngineId
+from xpyd_connector.core.messages import (
+    MAX_GREETING,
+    MAX_UNAUTHENTICATED_FRAME,
+    Challenge,
+    Message,
+    Refusal,
+    ServerProof,
+    Welcome,
+    decode,
+    encode,
+)
+from xpyd_connector.core.session.handshake import NONCE_BYTES, ClientConnection, HandshakeClient
+from xpyd_connector.errors import IncompatiblePeer, ProtocolViolation, Unreachable
+from xpyd_connector.io.framing import Deframer, frame
+from xpyd_connector.io.tls import Tls, digest_of
+from xpyd_connector.io.tls_records import MAX_UNAUTHENTICATED_RECORDS, TlsRecords
+
+
+def open_connection(
+    peer: Address, engine: EngineId, client: HandshakeClient, tls: Tls, *, timeout: float, local_only: bool = False
+) -> tuple[TlsRecords, Welcome]:
+    """Return an open connection to ``engine``, encrypted, proven and greeted.
+
+    ``timeout`` (s) bounds connecting, and again TLS and the greeting. ``local_only``: our NIXL uses loopback only, so
+    it cannot reach an engine elsewhere. Raises :exc:`~xpyd_connector.errors.PeerError` in one sentence naming the peer.
+    """
+    try:
+        sock = socket.create_connection(peer, timeout)
+    except (OSError, ValueError) as exc:  # ValueError: a name that cannot be a host's
+        raise Unreachable(f"cannot connect to {peer}: {exc}") from exc
+    deadline = time.monotonic() + timeout
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(sock.close)
+        reached, own = _ends(sock, peer)
+        if local_only and is_elsewhere(reached, own):
+            raise IncompatiblePeer(
+                f"{peer} is on another machine, and this engine's NIXL listens on loopback only; set "
+                "VLLM_NIXL_SIDE_CHANNEL_HOST to the address that other engines reach this machine at"
+            )
+        encrypted = _encrypt(sock, peer, tls, deadline)
+        certificate = digest_of(encrypted.peer_certificate())
+        client_connection = ClientConnection(engine, peer, reached, certificate, os.urandom(NONCE_BYTES))
+        welcome = _authenticate(encrypted, peer, client, client_connection, deadline)
+        on_failure.pop_all()
+    return encrypted, welcome
+
+
+def _ends(sock: socket.socket, peer: Address) -> tuple[str, str]:
+    """Return the IP addresses at both ends of a connection: theirs, and ours."""
+    try:
+        return str(sock.getpeername()[0]), str(sock.getsockname()[0])
+    except OSError as exc:  # it has been reset already
+        raise Unreachable(f"{peer} did not say hello: it closed the connection") from exc
+
+
+def _encrypt(sock: socket.socket, peer: Address, tls: Tls, deadline: float) -> TlsRecords:
+    try:
+        encrypted = TlsRecords(sock, tls.contexts().client, server_hostname=tls.server_name or peer.host or "localhost")
+    except (OSError, ValueError) as exc:
+        raise Unreachable(f"cannot connect to {peer}: {exc}") from exc
+    try:
+        while encrypted.is_shaking:
+            _send(encrypted, b"", deadline)
+            _take_in(encrypted, peer, deadline)
+        _send(encrypted, b"", deadline)
+    except OSError as exc:  # of which the ssl module's own errors
+        if isinstance(exc, ssl.SSLCertVerificationError):
+            raise IncompatiblePeer(f"the certificate of {peer} is not accepted: {exc.verify_message}") from exc
+        if isinstance(exc, ssl.SSLError):
+            raise IncompatiblePeer(
+                f"{peer} does not speak TLS 1.3 as we do ({exc.reason}): an older engine, another service, or one that "
+                "wants a certificate (tls_cert)"
+            ) from exc
+        raise Unreachable(f"{peer} did not say hello: {_reason_of(exc)}") from exc
+    return encrypted
+
+
+def _authenticate(
+    encrypted: TlsRecords, peer: Address, client: HandshakeClient, client_connection: ClientConnection, deadline: float
+) -> Welcome:
+    deframer = Deframer(MAX_UNAUTHENTICATED_FRAME)
+
+    def receive(*, is_proven: bool) -> Message:
+        for message in deframer.feed(b""):  # what came with the message before
+            return decode(message)
+        while True:
+            for message in deframer.feed(_take_in(encrypted, peer, deadline, is_proven=is_proven)):
+                return decode(message)
+
+    try:
+        challenge = receive(is_proven=False)
+        if not isinstance(challenge, Challenge):
+            raise _unexpected(peer, challenge)
+        hello = client.hello(challenge, client_connection)
+        _send(encrypted, frame(encode(hello)), deadline)
+        proof = receive(is_proven=False)
+        if not isinstance(proof, ServerProof):
+            raise _unexpected(peer, proof)
+        client.check(proof, challenge, hello, client_connection.certificate)
+        deframer.limit = MAX_GREETING  # the server has proven itself
+        answer = receive(is_proven=True)
+    except OSError as exc:
+        raise Unreachable(f"{peer} did not say hello: {_reason_of(exc)}") from exc
+    except IncompatiblePeer as exc:
+        raise IncompatiblePeer(f"{peer} is refused: {exc}") from exc
+    if isinstance(answer, Welcome):
+        return answer
+    raise _unexpected(peer, answer)
+
+
+def _unexpected(peer: Address, answer: Message) -> IncompatiblePeer | ProtocolViolation:
+    if isinstance(answer, Refusal):
+        reason = "".join(char if char.isprintable() else "?" for char in answer.reason)  # it goes into our log
+        return IncompatiblePeer(f"{peer} refused: {reason}")
+    return ProtocolViolation(f"{peer} answered hello with {type(answer).__name__}")
+
+
+def _reason_of(exc: OSError) -> str:
+    """Return what the system says of it."""
+    if isinstance(exc, TimeoutError):
+        return "timed out"
+    gone = isinstance(exc, (ConnectionResetError, BrokenPipeError))
+    return "it closed the connection" if gone else str(exc)
+
+
+def _left(deadline: float) -> float:
+    if (left := deadline - time.monotonic()) <= 0:
+        raise TimeoutError("timed out")
+    return left
+
+
+def _take_in(encrypted: TlsRecords, peer: Address, deadline: float, *, is_proven: bool = False) -> bytes:
+    """Return what the next record says."""
+    # Before every one: a peer that sends a byte or a key update now and then must not occupy this thread for ever.
+    encrypted.sock.settimeout(_left(deadline))
+    data = encrypted.recv()
+    if encrypted.records > MAX_UNAUTHENTICATED_RECORDS and not is_proven:
+        raise ProtocolViolation(f"{peer} has sent more than {MAX_UNAUTHENTICATED_RECORDS} TLS records and no proof")
+    return data
+
+
+def _send(encrypted: TlsRecords, data: bytes, deadline: float) -> None:
+    encrypted.write(data)
+    while encrypted.wants_write:
+        encrypted.sock.settimeout(_left(deadline))
+        encrypted.send()

@@ -1,0 +1,111 @@
+"""Torch's KV cache tensors, seen as regions of memory."""
+
+import re
+from collections.abc import Mapping
+from enum import Enum, auto
+
+import torch
+from msgspec.structs import replace
+
+from xpyd_connector.core.messages import MemoryKind, Region
+from xpyd_connector.errors import UnsupportedCache
+from xpyd_connector.shell.engine_config import EngineConfig
+
+MEMORY: Mapping[str, MemoryKind] = {
+    "cpu": "DRAM",
+    "cuda": "VRAM",
+}  # device types NIXL registers directly -> its names for their memory
+
+
+class KernelLayout(Enum):
+    """How an attention kernel uses the content that a layer's cache has for its tokens."""
+
+    ENTRIES = auto()  # K and V of a token and head side by side
+    TRANSPOSED = auto()  # in each head's part of a row all K, dimension by dimension, then all V, token by token
+    OPAQUE = auto()  # unknown to us
+
+
+def describe_caches(
+    caches: Mapping[str, torch.Tensor], engine_config: EngineConfig, blocks: int, kernel_layout: KernelLayout
+) -> tuple[Region, ...]:
+    """Return the regions of each layer, in the order of the layers, for a cache of ``blocks`` blocks.
+
+    vLLM hands every layer over as ``(rows, heads, tokens, content)``, whatever its layout: that shows in the strides
+    (``vllm/v1/kv_cache_interface.py``, ``create_kv_cache_views``). Raises
+    :exc:`~xpyd_connector.errors.UnsupportedCache` for a layer that is anything else.
+    """
+    names = sorted(caches, key=_natural)
+    whole = [
+        _told_apart(_region(name, caches[name], engine_config, blocks), engine_config, kernel_layout) for name in names
+    ]
+    if kernel_layout is not KernelLayout.TRANSPOSED or any(region.opaque for region in whole):
+        return tuple(whole)
+    items = [caches[name].element_size() for name in names]
+    return tuple(half for region, item in zip(whole, items, strict=True) for half in _halves(region, item))
+
+
+def _halves(region: Region, item: int) -> tuple[Region, Region]:
+    """K and V of a layer on a CPU: of K, each dimension has all tokens of a row in one piece."""
+    half = region.width // 2
+    k = replace(region, width=item, token_stride=item, parts=half // item, part_stride=region.tokens * item)
+    v = replace(region, base=region.base + region.tokens * half, width=half, token_stride=half)
+    return k, v
+
+
+def _told_apart(region: Region, engine_config: EngineConfig, kernel_layout: KernelLayout) -> Region:
+    """Mark what we cannot cut: heads that are not vLLM's KV heads (some kernels have K and V as heads), or anything."""
+    heads = max(1, engine_config.all_heads // engine_config.ranks)
+    is_cut = kernel_layout is KernelLayout.ENTRIES or (
+        kernel_layout is KernelLayout.TRANSPOSED and region.token_stride == region.width
+    )
+    return replace(region, opaque=not is_cut or region.heads != heads)
+
+
+def place_of(caches: Mapping[str, torch.Tensor]) -> tuple[MemoryKind, int]:
+    """Return NIXL's name of the memory and the device number; raises ``UnsupportedCache`` for other devices."""
+    devices = {tensor.device for tensor in caches.values()}
+    device = next(iter(devices))
+    if len(devices) != 1 or device.type not in MEMORY:
+        raise UnsupportedCache(
+            f"the KV cache is on {', '.join(map(str, devices))}; one device of {', '.join(MEMORY)} is supported"
+        )
+    return MEMORY[device.type], device.index or 0
+
+
+def spans_of(caches: Mapping[str, torch.Tensor]) -> list[tuple[int, int]]:
+    """Return ``(address, bytes)`` of every allocation behind the tensors, each once: layers may share one."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in caches.values()}
+    return sorted(storages.items())
+
+
+def _region(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks: int) -> Region:
+    if cache.dim() != 4 or cache.shape[0] % blocks or (cache.shape[3] > 1 and cache.stride(3) != 1):
+        raise UnsupportedCache(
+            f"layer {name} has shape {tuple(cache.shape)} and strides {cache.stride()}; expected are the 4 dimensions "
+            f"rows (a multiple of the {blocks} blocks), heads, tokens and content, the last in one piece"
+        )
+    count, heads, tokens, content = cache.shape
+    item, group = cache.element_size(), engine_config.layers[name]
+    rows, block_size = count // blocks, engine_config.groups[group].block_size
+    if rows * tokens != block_size:
+        raise UnsupportedCache(
+            f"layer {name} keeps {rows * tokens} entries a block for {block_size} tokens; one for each is supported"
+        )
+    return Region(
+        base=cache.data_ptr(),
+        count=count,
+        heads=heads,
+        tokens=tokens,
+        width=content * item,
+        row_stride=cache.stride(0) * item,
+        head_stride=cache.stride(1) * item,
+        token_stride=cache.stride(2) * item,
+        rows=rows,
+        group=group,
+        all_heads=heads * engine_config.ranks if heads > 1 else min(engine_config.all_heads, engine_config.ranks),
+    )
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Order layer 10 after layer 2."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -1,0 +1,123 @@
+"""What we need to know of an engine, read out of vLLM's configuration once."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from xpyd_connector.core.ids import Address, EngineId
+from xpyd_connector.core.layout.buffer_device import is_staged, with_platform
+from xpyd_connector.core.layout.cache_groups import CacheGroup
+from xpyd_connector.errors import UnsupportedCache
+from xpyd_connector.settings import Granularity, Mode, Settings, read_settings
+from xpyd_connector.shell.devices import check_copies, check_events
+
+SUPPORTED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SlidingWindowMLASpec, ChunkedLocalAttentionSpec)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One engine, as far as moving its KV is concerned."""
+
+    engine: EngineId
+    address: Address  # of its side channel, this data-parallel rank's
+    groups: tuple[CacheGroup, ...]
+    layers: Mapping[str, int]  # name -> its KV cache group
+    blocks: int
+    all_heads: int  # KV heads of a layer over all ranks; 1 if every rank has the same (MLA)
+    ranks: int  # tensor-parallel size
+    is_producer: bool  # kv_role lets it hand KV over
+    is_consumer: bool  # kv_role lets it take KV over
+    staging_blocks: int = 0  # of each KV cache group, in the host memory that KV goes through; 0: it does not
+    steps_independently: bool = True  # no other engine waits for the end of our steps
+
+
+def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[EngineConfig, Settings]:
+    """Return what we know of this engine and its operator's choices.
+
+    Raises :exc:`~xpyd_connector.errors.SettingsError` or :exc:`~xpyd_connector.errors.UnsupportedCache`
+    in one sentence, which vLLM shows when it refuses to start.
+    """
+    transfer = config.kv_transfer_config
+    settings = read_settings(transfer.kv_connector_extra_config, os.environ)
+    _check_supported(config, cache)
+    if transfer.is_kv_producer and settings.mode is Mode.PUSH and settings.push_granularity is Granularity.CHUNK:
+        check_events(current_platform.device_type)
+    model = config.model_config
+    engine_config = EngineConfig(
+        engine=EngineId(transfer.engine_id),
+        address=Address(settings.host, settings.port + config.parallel_config.data_parallel_index),
+        groups=tuple(_group(group.kv_cache_spec) for group in cache.kv_cache_groups),
+        layers={name: number for number, group in enumerate(cache.kv_cache_groups) for name in group.layer_names},
+        blocks=cache.num_blocks,
+        all_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
+        ranks=config.parallel_config.tensor_parallel_size,
+        is_producer=transfer.is_kv_producer,
+        is_consumer=transfer.is_kv_consumer,
+        staging_blocks=_staging_blocks(config, cache, settings),
+        # Data-parallel ranks of a mixture of experts step together: one that waits for its KV would hold up all others.
+        steps_independently=config.parallel_config.data_parallel_size == 1,
+    )
+    return engine_config, settings
+
+
+def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
+    parallel = config.parallel_config
+    for group in cache.kv_cache_groups:
+        for spec in _specs(group.kv_cache_spec):
+            if isinstance(spec, MambaSpec):
+                raise UnsupportedCache(
+                    f"layer {group.layer_names[0]} keeps a state instead of KV ({type(spec).__name__}); "
+                    "models with state-space layers cannot be served in two phases by this connector"
+                )
+            if type(spec) not in SUPPORTED or not group.enable_kv_transfer or group.host_resident:
+                kinds = ", ".join(kind.__name__ for kind in SUPPORTED)
+                raise UnsupportedCache(
+                    f"layer {group.layer_names[0]} has a KV cache of kind {type(spec).__name__}; supported are {kinds}"
+                )
+    if config.model_config.enable_sleep_mode:
+        raise UnsupportedCache(
+            "enable_sleep_mode is on; memory that other engines reach must stay where it is, so engines cannot sleep"
+        )
+    if parallel.pipeline_parallel_size != 1:
+        raise UnsupportedCache(f"pipeline_parallel_size is {parallel.pipeline_parallel_size}; only 1 is supported")
+    if parallel.decode_context_parallel_size != 1:
+        raise UnsupportedCache(
+            f"decode_context_parallel_size is {parallel.decode_context_parallel_size}; only 1 is supported"
+        )
+
+
+def _staging_blocks(config: VllmConfig, cache: KVCacheConfig, settings: Settings) -> int:
+    device, buffers = current_platform.device_type, with_platform(current_platform.get_nixl_supported_devices())
+    buffer = config.kv_transfer_config.kv_buffer_device
+    if not is_staged(device, buffer, host_staging=settings.host_staging, buffers=buffers):
+        return 0
+    check_copies(device, current_platform)
+    smallest = min(group.kv_cache_spec.block_size for group in cache.kv_cache_groups)
+    return settings.staging_blocks or 2 * -(-config.model_config.max_model_len // smallest)
+
+
+def _specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
+    """Return the specs of a group's layers: several, if they differ in their sizes only."""
+    return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+
+
+def _group(spec: KVCacheSpec) -> CacheGroup:
+    one = _specs(spec)[0]
+    retained = getattr(one, "extra_retained_tokens", 0)
+    window = one.sliding_window + retained if isinstance(one, SlidingWindowSpec) else 0
+    chunk = one.attention_chunk_size if isinstance(one, ChunkedLocalAttentionSpec) else 0
+    return CacheGroup(spec.block_size, window, chunk)

@@ -1,0 +1,95 @@
+"""What two engines must have in common for their KV to mean the same: for the handshake, and as a hash for routers."""
+
+import hashlib
+from typing import Any
+
+import msgspec
+from vllm import __version__ as vllm_version
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+
+from xpyd_connector.core.layout.cache_groups import CacheGroup
+from xpyd_connector.core.messages import PROTOCOL, Fingerprint
+from xpyd_connector.settings import Mode, Settings, read_settings
+from xpyd_connector.shell.engine_config import EngineConfig
+
+NONE = "none"
+
+
+def fingerprint(config: VllmConfig, settings: Settings, engine_config: EngineConfig) -> Fingerprint:
+    """Return what peers compare; for a worker, once its layers exist (only they know their attention backend)."""
+    return msgspec.structs.replace(
+        _from_config(config, settings.mode),
+        groups=", ".join(_kind(group) for group in engine_config.groups),
+        attention=",".join(sorted({backend.get_name() for backend in get_current_attn_backends(config)})),
+    )
+
+
+def info_labels(config: VllmConfig) -> dict[str, str]:
+    """Return what a router compares before it pairs two engines: equal labels, or their KV is not interchangeable.
+
+    Of the fingerprint, what is known in an API server, before any worker runs; nothing that may differ between P and D
+    (tensor parallelism, block size, size of the cache). It tells more engines alike than the handshake does.
+    """
+    mode = read_settings(config.kv_transfer_config.kv_connector_extra_config, {}).mode
+    known = PROTOCOL, *msgspec.structs.astuple(_from_config(config, mode))
+    digest = hashlib.sha256(msgspec.msgpack.encode(known)).hexdigest()
+    return {"protocol": str(PROTOCOL), "fingerprint": digest[:16], "mode": mode.value}
+
+
+def _from_config(config: VllmConfig, mode: Mode) -> Fingerprint:
+    model = config.model_config
+    return Fingerprint(
+        vllm=vllm_version,
+        model=model.model,
+        dtype=str(model.dtype),
+        cache_dtype=str(config.cache_config.cache_dtype),
+        layers=model.get_total_num_hidden_layers(),
+        kv_heads=model.get_total_num_kv_heads(),
+        head_size=model.get_head_size(),
+        groups="",
+        pipeline_parallel=config.parallel_config.pipeline_parallel_size,
+        attention="",
+        mode=mode.value,
+        revision=_revision(model),
+        code_revision=model.code_revision or NONE,
+        quantization=str(model.quantization or NONE),
+        draft_model=_draft_model(config),
+    )
+
+
+def _revision(model: Any) -> str:
+    """Return the commit of a model's weights; of a local path, the revision that was asked for.
+
+    vLLM 0.32 keeps the revision that was asked for, with the commit beside it where the hub could be asked
+    (``transformers_utils/repo_utils.py``); transformers knows the commit of files that came from its cache.
+    """
+    commit = getattr(model.revision, "resolved", None) or getattr(model.hf_config, "_commit_hash", None)
+    return str(commit or model.revision or NONE)
+
+
+def _draft_model(config: VllmConfig) -> str:
+    """Return what decides the KV of a draft model's layers, which travel with the others; n-grams have none.
+
+    As vLLM's own connector has it (``kv_connector/v1/nixl/metadata.py``). How many tokens are drafted changes nothing
+    in the layers' KV; what it changes in the groups' windows is seen there.
+    """
+    speculative = config.speculative_config
+    if speculative is None or not speculative.uses_draft_kv_cache() or speculative.draft_model_config is None:
+        return NONE
+    draft = speculative.draft_model_config
+    layers = getattr(draft.hf_config, "eagle_aux_hidden_state_layer_ids", None) or ()
+    details = {
+        "revision": _revision(draft),
+        "code revision": draft.code_revision or NONE,
+        "cache dtype": str(speculative.kv_cache_dtype or config.cache_config.cache_dtype),
+        "layers": " ".join(map(str, layers)) or NONE,
+        "parallel": str(speculative.parallel_drafting).lower(),
+    }
+    return f"{speculative.method} {draft.model} ({', '.join(f'{name} {value}' for name, value in details.items())})"
+
+
+def _kind(group: CacheGroup) -> str:
+    if group.window:
+        return f"sliding window of {group.window}"
+    return f"chunks of {group.chunk}" if group.chunk else "full"

@@ -1,0 +1,85 @@
+"""The memory that peers reach: the cache itself, or host buffers that KV goes through."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from xpyd_connector.core.messages import MemoryKind, RankInfo, Region
+from xpyd_connector.io.nixl import register
+from xpyd_connector.shell.cache_regions import KernelLayout, describe_caches, place_of, spans_of
+from xpyd_connector.shell.engine_config import EngineConfig
+from xpyd_connector.shell.host_staging import (
+    CopyRows,
+    StagingBuffer,
+    Tensors,
+    ThreadCopier,
+    copy_on_host,
+    stream_beside,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RoleMemory:
+    """What one half of the connector, the lending or the borrowing one, moves KV from or into."""
+
+    info: RankInfo
+    buffer: StagingBuffer | None  # absent where that is the cache itself
+
+
+class RegisteredMemory:
+    """Registers memory with NIXL, once. Each half has a buffer of its own: their slots have different masters."""
+
+    def __init__(
+        self, agent: Any, engine_config: EngineConfig, rank: int, caches: Tensors, kernel_layout: KernelLayout
+    ) -> None:
+        self._engine_config = engine_config
+        self._rank = rank
+        self._kernel_layout = kernel_layout
+        self._copy_rows: CopyRows = copy_on_host
+        self.device = next(iter(caches.values())).device
+        self._around = stream_beside(self.device)
+        producer = self._buffer(caches) if engine_config.is_producer else None
+        consumer = self._buffer(caches) if engine_config.is_consumer else None
+        kind: MemoryKind
+        if engine_config.staging_blocks:
+            kind, number = "DRAM", 0
+            spans = [span for buffer in (producer, consumer) if buffer is not None for span in spans_of(buffer.tensors)]
+        else:
+            kind, number = place_of(caches)
+            spans = spans_of(caches)
+        self.kind, self.number = kind, number
+        self._metadata = register(agent, kind, number, spans)
+        self.producer = self._half(caches, producer)
+        self.consumer = self._half(caches, consumer)
+
+    def use(self, copy_rows: CopyRows) -> None:
+        """Copy with vLLM's operation for this device; where the device is the host, it has none."""
+        if self.device.type != "cpu":
+            self._copy_rows = copy_rows
+
+    def copier(self, buffer: StagingBuffer, wake: Callable[[], None]) -> ThreadCopier:
+        """Return what copies between the cache and a buffer of it; the caller starts and stops it."""
+        return ThreadCopier(buffer, lambda *args: self._copy_rows(*args), self._around, wake)
+
+    @property
+    def gigabytes(self) -> float:
+        """Size of all that is registered for one half."""
+        return sum(r.count * r.heads * r.tokens * r.parts * r.width for r in self.producer.info.regions) / 1e9
+
+    def _buffer(self, caches: Tensors) -> StagingBuffer | None:
+        engine_config = self._engine_config
+        if not engine_config.staging_blocks:
+            return None
+        return StagingBuffer(
+            caches, engine_config.layers, blocks=engine_config.blocks, slots=engine_config.staging_blocks
+        )
+
+    def _half(self, caches: Tensors, buffer: StagingBuffer | None) -> RoleMemory:
+        engine_config = self._engine_config
+        staged = buffer is not None
+        regions = self._describe(caches, engine_config.blocks) if buffer is None else buffer.regions(self._describe)
+        info = RankInfo(self._rank, engine_config.ranks, self._metadata, self.kind, self.number, regions, staged)
+        return RoleMemory(info, buffer)
+
+    def _describe(self, tensors: Tensors, blocks: int) -> tuple[Region, ...]:
+        return describe_caches(tensors, self._engine_config, blocks, self._kernel_layout)

@@ -1,0 +1,106 @@
+"""Our numbers in vLLM's stats: its periodic log line and its Prometheus endpoint (``vllm:xpyd_...``)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+from xpyd_connector.core.counters import COUNTERS, GAUGES, StatsReport, merge
+
+SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+
+INFO = "What a router compares before it pairs two engines: their KV is interchangeable where all labels are equal."
+
+
+def _report(data: dict[str, Any]) -> StatsReport:
+    return msgspec.convert(data, StatsReport)
+
+
+@dataclass
+class XpydStats(KVConnectorStats):
+    """One report, as the plain data that vLLM passes between its processes."""
+
+    @classmethod
+    def of(cls, report: StatsReport) -> "XpydStats":
+        """Wrap a report."""
+        return cls(data=msgspec.to_builtins(report))
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data = msgspec.to_builtins(StatsReport())
+
+    def aggregate(self, other: KVConnectorStats) -> "XpydStats":
+        """Add another rank's or interval's numbers."""
+        return XpydStats.of(merge([_report(self.data), _report(other.data)]))
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return what one log line shows."""
+        report = _report(self.data)
+        shown: dict[str, int | float] = {**report.counters, **report.gauges}
+        if report.transfers:
+            seconds = sum(sample.seconds for sample in report.transfers)
+            moved = sum(sample.bytes for sample in report.transfers)
+            shown["transfers"] = len(report.transfers)
+            shown["MB moved"] = round(moved / 1e6, 3)
+            shown["descriptors"] = sum(sample.descriptors for sample in report.transfers)
+            shown["mean transfer ms"] = round(1e3 * seconds / len(report.transfers), 3)
+            shown["mean posting ms"] = round(1e3 * sum(s.posting for s in report.transfers) / len(report.transfers), 3)
+        return shown
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not _report(self.data)
+
+
+class XpydPromMetrics(KVConnectorPromMetrics):
+    """The Prometheus metrics of one API server process."""
+
+    def __init__(
+        self, vllm_config: Any, metric_types: Any, labelnames: Any, values: Any, info: Mapping[str, str]
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, values)
+        self._counters = {
+            name: self._make(Counter, f"vllm:xpyd_{name}", text)
+            for name, text in {
+                **COUNTERS,
+                "bytes_transferred": "Bytes of KV read (pull) or written (push).",
+                "descriptors": "Pieces of memory read or written.",
+                "posting_seconds": "Seconds spent on handing transfers to NIXL, before they were on their way.",
+            }.items()
+        }
+        # mostrecent: with several API servers only the last value is true, not a sum over processes.
+        self._gauges = {
+            name: self._make(Gauge, f"vllm:xpyd_{name}", text, multiprocess_mode="mostrecent")
+            for name, text in GAUGES.items()
+        }
+        self._seconds = self._make(
+            Histogram, "vllm:xpyd_transfer_seconds", "From posting a read or a write to its end.", buckets=SECONDS
+        )
+
+        labels = [*self._labelnames, *info]
+        known = {engine: [*each, *info.values()] for engine, each in self.per_engine_labelvalues.items()}
+        gauge = self._gauge_cls("vllm:xpyd_connector_info", INFO, labels, multiprocess_mode="mostrecent")
+        for each in create_metric_per_engine(gauge, known).values():
+            each.set(1)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one report."""
+        report = _report(transfer_stats_data)
+        for name, value in report.counters.items():
+            self._counters[name][engine_idx].inc(value)
+        for name, gauge in report.gauges.items():
+            self._gauges[name][engine_idx].set(gauge)
+        for sample in report.transfers:
+            self._counters["bytes_transferred"][engine_idx].inc(sample.bytes)
+            self._counters["descriptors"][engine_idx].inc(sample.descriptors)
+            self._counters["posting_seconds"][engine_idx].inc(sample.posting)
+            self._seconds[engine_idx].observe(sample.seconds)
+
+    def _make(self, kind: Any, name: str, text: str, **options: Any) -> Any:
+        cls = {Counter: self._counter_cls, Gauge: self._gauge_cls, Histogram: self._histogram_cls}[kind]
+        metric = cls(name=name, documentation=text, labelnames=self._labelnames, **options)
+        return create_metric_per_engine(metric, self.per_engine_labelvalues)

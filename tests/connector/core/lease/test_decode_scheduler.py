@@ -1,0 +1,443 @@
+"""Borrowing: the rules that the stories of ``pull/test_pull_pair.py`` do not show."""
+
+import pytest
+
+from support.engines import FINGERPRINT, LEASE, changed
+from xpyd_connector.core.counters import Counters
+from xpyd_connector.core.ids import BlockId, EngineId, RequestId
+from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
+from xpyd_connector.core.lease.kv_params import PullParams
+from xpyd_connector.core.messages import (
+    MAX_IDS,
+    PROTOCOL,
+    DropLeases,
+    FenceResult,
+    LeasesLost,
+    ReadsStarted,
+    RenewLeases,
+    Welcome,
+)
+from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
+from xpyd_connector.core.results import LeaseLost
+from xpyd_connector.core.session.peers import MAX_BACKOFF, PeerTable
+
+BEAT = LEASE / 6
+P = EngineId("p0")
+
+
+class Desk:
+    """A borrower whose link goes nowhere: the test says what happens on it."""
+
+    def __init__(self):
+        self.sent, self.met, self.closed, self.counters = [], [], [], Counters()
+        self.peers = PeerTable(self, FINGERPRINT, self.counters, retry_after=1.0)
+        self.turned_at = float("inf")
+        self.lease_renewer = LeaseRenewer(
+            self,
+            self.peers,
+            self.counters,
+            heartbeat_interval=BEAT,
+            loop_timeout=100.0,
+            last_turn=lambda: self.turned_at,
+        )
+
+    def connect(self, address, engine):
+        self.met.append(address)
+        return len(self.met)
+
+    def send(self, conn, message):
+        self.sent.append((conn, message))
+
+    def close(self, conn):
+        self.closed.append(conn)
+
+    def start_renewing(self, name, engine=P, now=0.0, port=5600, remote=None):
+        offer = PullParams(engine, RequestId(remote or f"p-{name}"), "h", port, ((BlockId(0),),), 4)
+        self.lease_renewer.start_renewing(RequestId(f"d-{name}"), offer, now=now)
+
+    def release(self, name, engine=P):
+        self.lease_renewer.release(RequestId(f"d-{name}"), engine)
+
+    def welcome(self, engine=P, now=0.0):
+        self.lease_renewer.on(
+            PeerConnected(self.peers.get(engine).conn, Welcome(PROTOCOL, engine, FINGERPRINT, ())), now=now
+        )
+
+    def hear(self, message, engine=P):
+        self.lease_renewer.on(MessageReceived(self.peers.get(engine).conn, message), now=0.0)
+
+    def take_sent(self):
+        self.lease_renewer.advance(now=0.0)  # the end of a turn
+        sent, self.sent = self.sent, []
+        return sent
+
+
+@pytest.fixture
+def desk():
+    return Desk()
+
+
+@pytest.fixture
+def met(desk):
+    """One request is wanted of an engine that has been met."""
+    desk.start_renewing("a")
+    desk.welcome()
+    desk.take_sent()
+    return desk
+
+
+def test_a_lease_is_claimed_as_soon_as_its_engine_is_met(desk):
+    """Not a heartbeat later: the lease may be short."""
+    desk.start_renewing("a")
+    assert desk.sent == []
+    desk.welcome()
+
+    assert desk.sent == [(1, RenewLeases(("p-a",)))]
+
+
+def test_a_lease_is_claimed_on_arrival_if_its_engine_is_known(met):
+    """However long the request then queues."""
+    met.start_renewing("b", now=1.0)
+
+    assert met.sent == [(1, RenewLeases(("p-b",)))]
+
+
+def test_leases_are_renewed_six_times_as_often_as_they_end(met):
+    """Counted from the arrival of the first request."""
+    beats, now = [], 0.0
+    while now < LEASE:
+        due = met.lease_renewer.advance(now=now)
+        beats += [now] if met.take_sent() else []
+        now = due
+
+    assert beats == [pytest.approx(BEAT * number) for number in range(1, 6)]
+
+
+def test_one_heartbeat_names_all_requests_of_an_engine(met):
+    """Not one message each, and one per engine."""
+    met.start_renewing("b")
+    met.start_renewing("c", EngineId("p1"), port=5601)
+    met.welcome(EngineId("p1"))
+    met.take_sent()
+    met.lease_renewer.advance(now=BEAT)
+
+    assert met.sent == [(1, RenewLeases(("p-a", "p-b"))), (2, RenewLeases(("p-c",)))]
+
+
+def test_requests_that_share_a_lease_renew_it_once(met):
+    """Several answers to one prompt."""
+    met.start_renewing("b", remote="p-a")
+    met.take_sent()
+    met.lease_renewer.advance(now=BEAT)
+
+    assert met.sent == [(1, RenewLeases(("p-a",)))]
+
+
+def test_very_many_requests_are_renewed_in_pieces(desk):
+    """One frame has a limit."""
+    for number in range(MAX_IDS + 1):
+        desk.start_renewing(f"{number}")
+    desk.welcome()
+
+    assert [len(message.requests) for _, message in desk.sent] == [MAX_IDS, 1]
+
+
+def test_very_many_requests_are_given_back_in_pieces(desk):
+    """A surge that is aborted while the engines still meet must not break the connection they meet on."""
+    desk.start_renewing("stays")
+    for number in range(MAX_IDS + 1):
+        desk.start_renewing(f"{number}")
+        desk.release(f"{number}")
+    desk.welcome()
+
+    drops = [message.requests for _, message in desk.sent if isinstance(message, DropLeases)]
+    assert [len(requests) for requests in drops] == [MAX_IDS, 1]
+
+
+def test_what_is_given_back_is_told_at_once_and_renewed_no_more(met):
+    """P can use the blocks."""
+    met.release("a")
+
+    assert met.take_sent() == [(1, DropLeases(("p-a",)))]
+    assert met.lease_renewer.advance(now=BEAT) is None
+    assert len(met.lease_renewer) == 0
+
+
+def test_what_another_request_still_wants_is_not_given_back(met):
+    """Of two answers to one prompt, one is aborted: the other must not lose its blocks."""
+    met.start_renewing("b", remote="p-a")
+    met.take_sent()
+    met.release("b")
+    assert met.take_sent() == []
+    met.release("a")
+
+    assert met.take_sent() == [(1, DropLeases(("p-a",)))]
+
+
+def test_what_is_settled_is_renewed_no_more_and_not_told(met):
+    """The worker has told P."""
+    met.lease_renewer.stop_renewing(RequestId("d-a"), P)
+    met.lease_renewer.advance(now=BEAT)
+
+    assert met.sent == []
+    assert len(met.lease_renewer) == 0
+
+
+def test_giving_back_what_is_not_wanted_changes_nothing(met):
+    """Settled before, or never asked for."""
+    met.release("b")
+    met.release("b", EngineId("p9"))
+    met.lease_renewer.stop_renewing(RequestId("d-b"), EngineId("p9"))
+
+    assert met.sent == []
+    assert met.counters.take().counters.get("drops_sent") is None
+
+
+def test_what_is_given_back_to_an_engine_that_refuses_is_forgotten(desk):
+    """Nobody can be told; its lease ends by itself, and our tables with it."""
+    desk.start_renewing("a")
+    desk.lease_renewer.on(ConnectFailed(1, "no route"), now=0.0)
+    desk.release("a")
+
+    assert desk.sent == []
+    assert desk.lease_renewer.advance(now=1e6) is None
+    assert desk.lease_renewer._leases_by_engine == {}
+    assert len(desk.peers) == 0
+
+
+def test_drops_that_wait_for_a_meeting_end_with_it(desk):
+    """An engine that cannot be met has no use for them."""
+    desk.start_renewing("a")
+    desk.release("a")
+    desk.lease_renewer.on(ConnectFailed(1, "no route"), now=0.0)
+
+    assert desk.lease_renewer._leases_by_engine == {}
+
+
+def test_a_lost_engine_is_met_again_at_the_next_heartbeat(met):
+    """As long as a request wants it."""
+    met.lease_renewer.on(ConnectionLost(1, "reset"), now=1.0)
+    assert len(met.met) == 1
+    met.lease_renewer.advance(now=BEAT)
+    met.welcome(now=BEAT)
+
+    assert len(met.met) == 2
+    assert met.sent == [(2, RenewLeases(("p-a",)))]
+
+
+def test_a_refused_engine_is_met_again_after_its_pause(desk):
+    """A prefill engine that was busy for a moment keeps the request's blocks for half a minute."""
+    desk.start_renewing("a")
+    desk.lease_renewer.on(ConnectFailed(1, "no route"), now=0.0)
+    desk.lease_renewer.advance(now=BEAT)
+
+    assert len(desk.met) == 2
+
+
+def test_what_lapsed_is_told_and_renewed_no_more(met):
+    """To every request that wanted it: those that have not begun to read compute their own prompts."""
+    met.start_renewing("b", remote="p-a")
+    met.hear(LeasesLost(("p-a", "p-x")))
+
+    assert met.lease_renewer.take_lost() == [LeaseLost("d-a"), LeaseLost("d-b")]
+    assert met.lease_renewer.take_lost() == []
+    assert met.counters.take().counters["leases_lost"] == 2
+    assert (len(met.lease_renewer), met.lease_renewer._leases_by_engine, met.closed) == (0, {}, [])
+
+
+def test_an_engine_cannot_say_that_anothers_leases_lapsed(met):
+    """Names are the lending engine's own."""
+    met.start_renewing("b", EngineId("p1"), port=5601, remote="p-a")
+    met.welcome(EngineId("p1"))
+    met.hear(LeasesLost(("p-a",)), EngineId("p1"))
+
+    assert met.lease_renewer.take_lost() == [LeaseLost("d-b")]
+
+
+def test_what_is_read_is_told_with_the_turn(met):
+    """P revokes other leases first."""
+    met.start_renewing("b")
+    met.take_sent()
+    for name in ("a", "b", "gone"):
+        met.lease_renewer.read_started(RequestId(f"d-{name}"), P)
+    met.lease_renewer.read_started(RequestId("d-a"), EngineId("p9"))
+
+    assert met.take_sent() == [(1, ReadsStarted(("p-a", "p-b")))]
+    assert met.take_sent() == []
+
+
+def test_that_a_load_goes_on_is_told_with_each_heartbeat(met):
+    """P believes it for a while only: a load may queue for host memory, or read, for longer."""
+    met.start_renewing("b", remote="p-a")
+    met.start_renewing("c")
+    met.lease_renewer.read_started(RequestId("d-a"), P)
+    met.take_sent()
+    beats = []
+    for number in (1, 2):
+        met.lease_renewer.advance(now=number * BEAT)
+        beats.append(met.take_sent())
+
+    assert beats == [[(1, RenewLeases(("p-a", "p-c"))), (1, ReadsStarted(("p-a",)))]] * 2
+
+
+@pytest.mark.parametrize("end", ["settled", "given back", "leases_lost", "wanted again"])
+def test_a_load_that_is_over_is_told_no_more(met, end):
+    """P may need the blocks, even if another answer to the same prompt still waits for them."""
+    met.start_renewing("b", remote="p-a")
+    met.lease_renewer.read_started(RequestId("d-a"), P)
+    match end:
+        case "settled":
+            met.lease_renewer.stop_renewing(RequestId("d-a"), P)
+        case "given back":
+            met.release("a")
+        case "leases_lost":
+            met.hear(LeasesLost(("p-a",)))
+        case "wanted again":
+            met.start_renewing("a")
+    met.take_sent()
+    met.lease_renewer.advance(now=BEAT)
+
+    assert not any(isinstance(message, ReadsStarted) for _, message in met.sent)
+
+
+def test_an_engine_whose_loop_hangs_does_not_say_that_it_reads(met):
+    """As it does not renew: nothing here looks at the end of the load."""
+    met.lease_renewer.read_started(RequestId("d-a"), P)
+    met.take_sent()
+    met.turned_at = 0.0
+    met.lease_renewer.advance(now=200.0)
+
+    assert met.sent == []
+
+
+def test_that_a_load_goes_on_is_told_anew_over_a_new_connection(met):
+    """The word may have been lost with the one before."""
+    met.lease_renewer.read_started(RequestId("d-a"), P)
+    met.take_sent()
+    met.lease_renewer.on(ConnectionLost(1, "reset"), now=1.0)
+    met.lease_renewer.advance(now=BEAT)
+    met.welcome(now=BEAT)
+
+    assert met.sent == [(2, RenewLeases(("p-a",))), (2, ReadsStarted(("p-a",)))]
+
+
+def test_what_is_given_back_in_one_turn_is_told_in_one_message(met):
+    """A surge of aborts costs P a message for a thousand of them, not for each."""
+    for number in range(50):
+        met.start_renewing(f"{number}")
+    met.take_sent()
+    for number in range(50):
+        met.release(f"{number}")
+
+    assert met.take_sent() == [(1, DropLeases(tuple(f"p-{number}" for number in range(50))))]
+
+
+def test_what_is_wanted_again_in_the_same_turn_is_not_given_back(met):
+    """Another answer to the same prompt arrives when the first is aborted."""
+    met.release("a")
+    met.start_renewing("b", remote="p-a")
+
+    assert met.take_sent() == [(1, RenewLeases(("p-a",)))]
+
+
+def test_aborts_cost_the_same_however_many_requests_wait(desk):
+    """8,000 aborts took 1.7 s of the thread that shares the engine's interpreter lock: each looked at all others."""
+    for number in range(2000):
+        desk.start_renewing(f"{number}")
+    looks = desk.lease_renewer._leases_by_engine[P].params = Counting(desk.lease_renewer._leases_by_engine[P].params)
+    for number in range(1000):
+        desk.release(f"{number}")
+
+    assert looks.walked == 0
+
+
+class Counting(dict):
+    """A dict that counts the entries it has shown to somebody who looked at all of them."""
+
+    walked = 0
+
+    def values(self):
+        self.walked += len(self)
+        return super().values()
+
+    items = __iter__ = values
+
+
+# ---- an engine whose loop hangs
+
+
+def test_an_engine_whose_loop_hangs_renews_nothing(met):
+    """Nothing here will read what P keeps; when the loop turns again, what P still holds is renewed again."""
+    met.turned_at = 0.0
+    met.lease_renewer.advance(now=99.9)
+    assert [type(message) for _, message in met.sent] == [RenewLeases]
+    met.sent.clear()
+    met.lease_renewer.advance(now=100.0 + BEAT)
+    assert (met.sent, met.lease_renewer.is_withholding) == ([], True)
+    assert met.counters.take().counters["renewals_withheld"] == 1
+    met.turned_at = 110.0
+    met.lease_renewer.advance(now=100.0 + 2 * BEAT)
+
+    assert (met.sent, met.lease_renewer.is_withholding) == ([(1, RenewLeases(("p-a",)))], False)
+
+
+def test_steps_of_twenty_seconds_lose_no_lease(met):
+    """``tests/chaos/test_long_steps.py`` has engines do that."""
+    met.turned_at = 0.0
+    now = 0.0
+    while now < 300.0:
+        now += BEAT
+        met.turned_at = now // 20 * 20.0
+        met.lease_renewer.advance(now=now)
+
+    assert len(met.sent) == 300 // BEAT
+
+
+def test_a_turn_that_wants_nothing_more_ends_the_withholding(met):
+    """Otherwise the engine would say for ever that it hangs."""
+    met.turned_at = 0.0
+    met.lease_renewer.advance(now=200.0)
+    met.release("a")
+    met.lease_renewer.advance(now=201.0)
+
+    assert not met.lease_renewer.is_withholding
+
+
+def test_an_engine_that_breaks_the_protocol_is_left(met):
+    """And met anew at the next heartbeat."""
+    met.hear(FenceResult(RequestId("x"), held=True))
+
+    assert met.closed == [1]
+    assert len(met.peers) == 0
+    assert len(met.lease_renewer) == 1
+
+
+def test_another_engine_at_the_address_gets_no_renewals(desk):
+    """It restarted: what we want died."""
+    desk.start_renewing("a")
+    desk.lease_renewer.on(PeerConnected(1, Welcome(PROTOCOL, EngineId("p9"), FINGERPRINT, ())), now=0.0)
+
+    assert desk.sent == []
+    assert desk.closed == [1]
+
+
+def test_an_engine_that_nobody_wants_is_forgotten_if_it_refused(desk):
+    """Engines come and go for ever."""
+    desk.start_renewing("a")
+    desk.lease_renewer.on(PeerConnected(1, Welcome(PROTOCOL, P, changed(FINGERPRINT, dtype="x"), ())), now=0.0)
+    desk.lease_renewer.stop_renewing(RequestId("d-a"), P)
+    desk.lease_renewer.advance(now=MAX_BACKOFF + 2)
+
+    assert len(desk.peers) == 0
+
+
+def test_an_engine_that_is_only_to_hear_of_drops_gets_no_heartbeat(desk):
+    """While it is still being met."""
+    desk.start_renewing("a")
+    desk.release("a")
+    desk.lease_renewer.advance(now=BEAT)
+    assert desk.sent == []
+    desk.welcome()
+
+    assert [message for _, message in desk.sent if isinstance(message, DropLeases)] == [DropLeases(("p-a",))]
+    assert desk.lease_renewer.advance(now=2 * BEAT) is None

@@ -1,0 +1,152 @@
+"""Who may say where KV lies: an offer is a prefill engine's own, of its own time, or it is not used."""
+
+import json
+
+import pytest
+
+from support.engines import changed
+from xpyd_connector.core.ids import BlockId, EngineId, RequestId
+from xpyd_connector.core.lease.kv_params import PullParams, parse_pull_params
+from xpyd_connector.core.lease.signatures import CLOCK_SKEW, Signatures
+from xpyd_connector.errors import ExpiredKvParams, ForgedKvParams, UnsignedKvParams
+
+NOW = 1_800_000_000.5  # s since the epoch
+OFFER = PullParams(
+    EngineId("p0"), RequestId("cmpl-1"), "10.0.0.1", 5600, ((BlockId(4), BlockId(2)), (BlockId(0), BlockId(7))), 30,
+    xpyd_prompt="d1", xpyd_block_sizes=(16, 16), xpyd_expires_at=int(NOW) + 30,
+)  # fmt: skip
+
+
+def knowing(*secrets):
+    return Signatures(lambda: secrets)
+
+
+P = D = knowing(b"one")
+OTHER = {
+    "remote_engine_id": "p1", "remote_request_id": "cmpl-2", "remote_host": "10.0.0.2", "remote_port": 5601,
+    "remote_block_ids": ((4, 3), (0, 7)), "remote_num_tokens": 31, "tp_size": 2, "dcp_size": 2, "pp_size": 2,
+    "transfer_mode": "push", "remote_blocks_expiry_time": 1.0, "xpyd_prompt": None, "transfer_id": "t",
+    "xpyd_block_sizes": (16, 32), "xpyd_expires_at": int(NOW) + 31, "xpyd_signature": "0" * 64,
+}  # fmt: skip
+
+
+def test_a_signed_offer_survives_its_way():
+    """Through two HTTP servers and a router, as JSON."""
+    offer = parse_pull_params(json.loads(json.dumps(P.sign(OFFER).to_params())))
+
+    assert D.check(offer, now=NOW)
+    assert changed(offer, xpyd_signature=None) == OFFER
+
+
+@pytest.mark.parametrize("field", PullParams.__struct_fields__)
+def test_no_field_of_it_can_be_changed(field):
+    """Block numbers of other people's requests were theft with HTTP 200; a new field is covered by itself."""
+    forged = changed(P.sign(OFFER), **{field: OTHER[field]})
+
+    with pytest.raises(ForgedKvParams, match=r"XPYD_CONNECTOR_SECRET of engine .* differs"):
+        D.check(forged, now=NOW)
+
+
+def test_blocks_do_not_move_from_one_group_to_the_next():
+    """The encoding has lengths in it."""
+    forged = changed(P.sign(OFFER), remote_block_ids=((4,), (2, 0, 7)))
+
+    with pytest.raises(ForgedKvParams):
+        D.check(forged, now=NOW)
+
+
+def test_an_offer_without_a_signature_is_refused_where_there_is_a_secret():
+    """vLLM's own connector, an engine that was started without the secret, or somebody who invented it."""
+    with pytest.raises(UnsignedKvParams, match="XPYD_CONNECTOR_SECRET is set here, and must be set on engine p0, too"):
+        D.check(OFFER, now=NOW)
+    with pytest.raises(UnsignedKvParams):
+        D.check(changed(P.sign(OFFER), xpyd_expires_at=None), now=NOW)
+
+
+@pytest.mark.parametrize("signature", ["", "x", "é", "\ud800", "0" * 128], ids=ascii)
+def test_a_signature_may_be_any_text(signature):
+    """An exception of another kind would stop the engine for everybody."""
+    with pytest.raises(ForgedKvParams):
+        D.check(changed(OFFER, xpyd_signature=signature), now=NOW)
+
+
+def test_another_secret_is_told_from_the_right_one():
+    """With the engine named whose secret is to be looked at."""
+    with pytest.raises(ForgedKvParams, match="p0"):
+        D.check(knowing(b"two").sign(OFFER), now=NOW)
+
+
+def test_while_secrets_change_both_are_good():
+    """Engines get the new one at different times; each signs with its first."""
+    old, new = knowing(b"one"), knowing(b"two", b"one")
+
+    assert new.check(old.sign(OFFER), now=NOW)
+    assert knowing(b"one", b"two").check(new.sign(OFFER), now=NOW)
+    with pytest.raises(ForgedKvParams):
+        old.check(new.sign(OFFER), now=NOW)
+
+
+def test_secrets_are_those_of_the_moment():
+    """They are read again without a restart."""
+    secrets = [b"one"]
+    engine = Signatures(lambda: tuple(secrets))
+    first = engine.sign(OFFER)
+    secrets[:] = [b"two"]
+
+    assert engine.sign(OFFER) != first
+    with pytest.raises(ForgedKvParams):
+        engine.check(first, now=NOW)
+
+
+def test_without_a_secret_nothing_is_proven():
+    """Everything is taken, whatever it says: vLLM's own prefill engines sign nothing."""
+    nobody = knowing()
+
+    assert nobody.sign(OFFER) == OFFER
+    assert not nobody.check(OFFER, now=NOW)
+    assert not nobody.check(P.sign(OFFER), now=NOW + 1e9)
+
+
+def test_an_offer_is_good_as_long_as_its_lease_and_what_clocks_may_differ():
+    """Its lease would be over; P's fence says so, too, but this needs no question."""
+    offer = P.sign(OFFER)
+
+    assert D.check(offer, now=OFFER.xpyd_expires_at + CLOCK_SKEW)
+    assert D.check(offer, now=0.0)  # D's clock is slow
+    with pytest.raises(ExpiredKvParams, match="expired 301 s ago"):
+        D.check(offer, now=OFFER.xpyd_expires_at + CLOCK_SKEW + 1)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "0.0.0.0",
+        "::",
+        "127.0.0.1",
+        "127.0.1.1",
+        "::1",
+        "[::1]",
+        "::ffff:127.0.0.1",
+        "localhost",
+        "Localhost.",
+        "p.localhost",
+    ],
+)
+def test_a_host_that_nobody_else_reaches_may_be_replaced(host):
+    """A router puts the one in its place by which it knows the engine; all the rest is still proven."""
+    offer = P.sign(changed(OFFER, remote_host=host))
+
+    assert D.check(offer, now=NOW)
+    assert D.check(changed(offer, remote_host="10.0.0.1"), now=NOW)
+    with pytest.raises(ForgedKvParams):
+        D.check(changed(offer, remote_host="10.0.0.1", remote_port=5601), now=NOW)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "fd00::1", "prefill-0.example", "localhost.example", "notlocalhost"])
+def test_any_other_host_may_not_be_replaced(host):
+    """D would dial whom a stranger names."""
+    offer = P.sign(changed(OFFER, remote_host=host))
+
+    assert D.check(offer, now=NOW)
+    with pytest.raises(ForgedKvParams):
+        D.check(changed(offer, remote_host="10.6.6.6"), now=NOW)

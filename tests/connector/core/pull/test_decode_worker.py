@@ -1,0 +1,455 @@
+"""Loading: the rules that the stories of ``pull/test_pull_pair.py`` do not show."""
+
+import itertools
+
+import pytest
+
+from support.engines import BLOCK_SIZE, BLOCKS, FINGERPRINT, TIMEOUT, World, changed, rank_info
+from xpyd_connector.core.counters import Counters
+from xpyd_connector.core.ids import Address, ConnId, CopyId, EngineId, RequestId
+from xpyd_connector.core.layout.transfer_plan import TokenRange
+from xpyd_connector.core.messages import FenceResult, LeasesLost
+from xpyd_connector.core.ports import CopyResult, MessageReceived
+from xpyd_connector.core.pull.decode_worker import POLL_INTERVAL, QUARANTINE_POLL_INTERVAL, PullReader
+from xpyd_connector.core.pull.load import TRANSITIONS, Load, LoadEvent, LoadOrder, LoadState
+from xpyd_connector.core.results import BlocksReleased, LoadResult
+from xpyd_connector.core.session.peers import PeerTable
+from xpyd_connector.core.staging import host_buffer
+from xpyd_connector.core.staging.slots import Slots
+from xpyd_connector.errors import IllegalTransition
+from xpyd_connector.io.in_memory import InMemoryLink, InMemoryTransferAgent
+
+RIGHT = [b"p-a/0", b"p-a/1", b"p-a/2"]
+ANYWHERE = LoadOrder(RequestId("d-a"), RequestId("p-a"), EngineId("p0"), ("10.0.0.1", 5600), ())
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+def offered(world, request="a", engine=None):
+    return (engine or world.p).prefill(f"p-{request}", 3, now=world.now)
+
+
+def state(world, request="a"):
+    return world.d.reader._loads[RequestId(f"d-{request}")].state
+
+
+def counters(world):
+    return world.d.worker_tally.take().counters
+
+
+@pytest.mark.parametrize(("before", "event"), list(itertools.product(LoadState, LoadEvent)))
+def test_every_cell_of_the_table(before, event):
+    """What is not in the table is a bug and says so."""
+    load = Load(ANYWHERE, before)
+    if event in TRANSITIONS[before]:
+        load.on(event)
+        assert load.state is TRANSITIONS[before][event]
+    else:
+        with pytest.raises(IllegalTransition, match=f"d-a cannot handle {event.name} while {before.name}"):
+            load.on(event)
+
+
+def test_a_request_is_loaded_once(world):
+    """Two reads into the same blocks would overtake each other."""
+    offer = offered(world)
+    world.load(offer)
+
+    with pytest.raises(IllegalTransition, match="twice"):
+        world.load(offer)
+
+
+def test_many_loads_meet_a_peer_once(world):
+    """A surge at a new prefill engine is one handshake, and all of them are read after it."""
+    offers = {name: world.p.prefill(f"p-{name}", 1, now=0.0) for name in "abcd"}
+    for name, offer in offers.items():
+        world.load(offer, name)
+    world.run()
+
+    assert all(world.d.result(f"d-{name}").failure == "" for name in offers)
+    assert counters(world)["handshakes"] == 1
+
+
+def test_the_thread_looks_at_nixl_often_only_while_something_is_read(world):
+    """An idle engine sleeps; a waiting one wakes for its deadline."""
+    reader = world.d.reader
+    assert reader.advance(now=0.0) is None
+    world.d.mover.stuck = True
+    world.load(offered(world))
+    assert reader.advance(now=0.0) == TIMEOUT
+    world.run()
+
+    assert reader.advance(now=0.0) == POLL_INTERVAL
+
+
+def test_a_load_that_waits_for_its_peer_ends_in_time(world):
+    """And the peer, which has done nothing wrong yet, is not given up."""
+    offer = offered(world)
+    world.network.cut(world.d.worker_link, is_cut=True)
+    world.load(offer)
+    world.run(seconds=TIMEOUT)
+
+    assert "not loaded within 20 s" in world.d.result("d-a").failure
+    assert counters(world) == {"loads_failed_timeout": 1}
+
+
+def test_one_deadline_is_for_the_whole_load(world):
+    """A read that has ended late, after a freeze, leaves no time for asking: who waits so long gets a local prefill."""
+    world.d.mover.stuck = True
+    world.load(offered(world))
+    world.run(seconds=TIMEOUT - 1)
+    world.d.mover.stuck = False
+    world.network.cut(world.p.link, is_cut=True)
+    world.run(seconds=1)
+
+    assert "not loaded within 20 s" in world.d.result("d-a").failure
+
+
+def test_a_question_that_is_never_answered_ends_in_time(world):
+    """The bytes are here, but nobody says that they count: they do not, and the silent peer is left."""
+    offer = offered(world)
+    world.load(offer)
+    world.round()
+    world.round()
+    assert state(world) is LoadState.CONFIRMING
+    world.network.cut(world.d.worker_link, is_cut=True)
+    world.run(seconds=TIMEOUT)
+
+    assert "not loaded" in world.d.result("d-a").failure
+    assert len(world.d.worker_peers) == 0
+
+
+def test_a_hung_peer_takes_its_other_loads_along_and_they_say_so(world):
+    """They would only wait for the same silence; the sentence must not claim that it hung up."""
+    first, second = offered(world), world.p.prefill("p-b", 1, now=0.0)
+    world.d.mover.stuck = True
+    world.load(first)
+    world.run(seconds=5)
+    world.load(second, "b")
+    world.run(seconds=TIMEOUT - 5)
+
+    assert "not loaded within" in world.d.result("d-a").failure
+    assert world.d.result("d-b").failure == "10.0.0.1:5600 is gone: it does not answer"
+    assert counters(world)["loads_failed_peer"] == 1
+
+
+def test_loads_of_a_hung_peer_whose_time_is_up_together_end_once_each(world):
+    """The first one takes the second one along with the peer; ending it again would end the thread."""
+    first, second = offered(world), world.p.prefill("p-b", 1, now=0.0)
+    world.load(first)
+    world.load(second, "b")
+    world.round()
+    world.p.frozen = True
+    world.round()
+    assert state(world) is state(world, "b") is LoadState.CONFIRMING
+    world.run(seconds=TIMEOUT)
+
+    assert "not loaded within" in world.d.result("d-a").failure
+    assert "does not answer" in world.d.result("d-b").failure
+
+
+def test_blocks_are_not_given_back_while_nixl_may_still_write_into_them(world):
+    """The request fails in time; its blocks are free when NIXL has let go, however late that is."""
+    world.d.mover.stuck = world.d.mover.clinging = True
+    world.load(offered(world))
+    world.run(seconds=TIMEOUT)
+    assert world.d.result("d-a") == LoadResult(RequestId("d-a"), "not loaded within 20 s", quarantined=True)
+    world.run(seconds=100)
+    assert len(world.d.free) == BLOCKS - 3
+    world.d.mover.clinging = False
+    world.run()
+
+    assert len(world.d.free) == BLOCKS
+    assert counters(world)["loads_failed_timeout"] == 1
+
+
+def test_an_engine_that_only_waits_for_a_hung_peer_hardly_looks(world):
+    """It may take hours."""
+    world.d.mover.stuck = world.d.mover.clinging = True
+    world.load(offered(world))
+    world.run(seconds=TIMEOUT)
+
+    assert world.d.reader.advance(now=TIMEOUT) == TIMEOUT + QUARANTINE_POLL_INTERVAL
+
+
+def test_a_load_being_given_up_survives_that_its_peer_is_met_again(world):
+    """It must neither be started a second time, which would end the thread, nor end early."""
+    world.d.mover.stuck = world.d.mover.clinging = True
+    world.load(offered(world))
+    world.run(seconds=TIMEOUT)
+    world.d.mover.stuck = False
+    into = world.load(world.p.prefill("p-b", 3, now=world.now), "b")
+    world.run()
+
+    assert state(world) is LoadState.ABORTING
+    assert world.bytes_of(into) == [b"p-b/0", b"p-b/1", b"p-b/2"]
+
+
+def test_a_load_being_given_up_survives_that_its_peer_then_refuses(world):
+    """Its blocks are free when NIXL has let go of them, not when the peer is gone."""
+    world.d.mover.stuck = world.d.mover.clinging = True
+    offer = offered(world)
+    world.load(offer)
+    world.run(seconds=TIMEOUT)
+    world.network._listeners.clear()
+    world.load(changed(offer, remote_block_ids=((0,),)), "b")
+    world.run()
+
+    assert "was not met" in world.d.result("d-b").failure
+    assert len(world.d.free) == BLOCKS - 3
+    world.d.mover.clinging = False
+    world.run()
+
+    assert len(world.d.free) == BLOCKS
+
+
+def test_an_offer_of_blocks_the_peer_does_not_have_fails_alone(world):
+    """A router's mistake costs one load, not the connection and not the thread."""
+    offer = offered(world)
+    world.load(changed(offer, remote_block_ids=((0, 500, 2),)))
+    into = world.load(world.p.prefill("p-b", 3, now=0.0), "b")
+    world.run()
+
+    assert "block 500" in world.d.result("d-a").failure
+    assert world.d.result("d-b").failure == ""
+    assert world.bytes_of(into) == [b"p-b/0", b"p-b/1", b"p-b/2"]
+    assert [released.why.name for released in world.p.freed] == ["DROPPED", "DONE"]
+
+
+def test_a_read_that_nixl_fails_gives_the_blocks_back(world):
+    """P need not wait for the end of the lease."""
+    world.d.mover.stuck = True
+    world.load(offered(world))
+    world.run()
+    world.d.mover.detach("p0")
+    world.run()
+
+    assert "NIXL: peer gone" in world.d.result("d-a").failure
+    assert [released.why.name for released in world.p.freed] == ["DROPPED"]
+
+
+def test_a_verdict_of_another_peer_does_not_count(world):
+    """Whoever guesses a request id must not be able to turn unfenced bytes into an answer."""
+    other = world.start("p1", 5601)
+    world.load(offered(world, "b", other), "b")
+    world.run()
+    world.load(offered(world))
+    world.round()
+    world.round()
+    assert state(world) is LoadState.CONFIRMING
+    stranger = world.d.worker_peers.get(EngineId("p1")).conn
+    for conn in (stranger, ConnId(10**6)):
+        world.d.reader.on(MessageReceived(conn, FenceResult(RequestId("d-a"), held=True)), now=0.0)
+
+    assert state(world) is LoadState.CONFIRMING
+
+
+def test_a_verdict_on_nothing_is_ignored(world):
+    """Said twice, or about a load that timed out meanwhile."""
+    world.load(offered(world))
+    world.run()
+    peer = world.d.worker_peers.get(EngineId("p0"))
+    world.d.reader.on(MessageReceived(peer.conn, FenceResult(RequestId("d-a"), held=False)), now=0.0)
+
+    assert world.d.result("d-a").failure == ""
+    assert world.d.reader.take_results() == []
+
+
+def test_a_peer_that_breaks_the_protocol_is_dropped_with_its_loads(world):
+    """What it said about other things cannot be trusted either."""
+    world.d.mover.stuck = True
+    world.load(offered(world))
+    world.run()
+    peer = world.d.worker_peers.get(EngineId("p0"))
+    world.d.reader.on(MessageReceived(peer.conn, LeasesLost(())), now=0.0)
+    world.run()
+
+    assert world.d.result("d-a").failure == "10.0.0.1:5600 is gone: it broke the protocol"
+    assert len(world.d.worker_peers) == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sentence"),
+    [((), "has no ranks"), (("other",), "no memory of other"), (("p0", 32), "has entries of 32 bytes, ours 16")],
+)
+def test_a_peer_whose_memory_cannot_be_read_is_refused(world, ranks, sentence):
+    """Its loads fail with the reason, and the handle of a half-attached peer is not used."""
+    link, welcome = world.network._listeners[world.p.address]
+    info = [changed(welcome.ranks[0], agent=ranks[0].encode())] if ranks else []
+    if len(ranks) > 1:
+        info = [changed(info[0], regions=(changed(info[0].regions[0], width=ranks[1]),))]
+    world.network.listen(world.p.address, link, changed(welcome, ranks=tuple(info)))
+    world.load(offered(world))
+    world.run()
+
+    assert sentence in world.d.result("d-a").failure
+    assert counters(world) == {"handshakes": 1, "handshakes_failed": 1, "loads_failed_handshake": 1}
+
+
+# ---- through host memory
+
+
+class Copier:
+    """Notes what is to be copied; a test ends the copies."""
+
+    def __init__(self):
+        self.copies, self.ended = [], []
+
+    def into(self, slots, blocks):
+        self.copies.append(([list(each) for each in slots], [list(each) for each in blocks]))
+        return CopyId(len(self.copies) - 1)
+
+    def poll(self):
+        ended, self.ended = self.ended, []
+        return ended
+
+
+class Desk:
+    """A decode worker with host memory for a dozen blocks, three of them for each part, and an engine to read from."""
+
+    def __init__(self, slots=12):
+        self.world, self.copier, self.now = World(), Copier(), 0.0
+        network = self.world.network
+        network.memories["d-host"] = [b"slot"] * (BLOCKS + 1)
+        self.link, self.mover = InMemoryLink(network, "d-host"), InMemoryTransferAgent(network, "d-host")
+        self.slots, self.counters = Slots((slots,)), Counters()
+        peers = PeerTable(self.link, FINGERPRINT, self.counters, retry_after=1.0)
+        own = changed(rank_info("d-host", blocks=slots + 1), staged=True)
+        host = host_buffer.HostBuffer(self.slots, self.copier)
+        self.reader = PullReader(self.link, self.mover, peers, self.counters, own, timeout=TIMEOUT, staging=host)
+
+    def load(self, request="a", blocks=3):
+        offer = self.world.lend(request, blocks)
+        remote = offer.remote_block_ids[0]
+        whole = TokenRange(0, 0, blocks * BLOCK_SIZE, remote, [block + 20 for block in remote])
+        order = LoadOrder(
+            RequestId(f"d-{request}"), offer.remote_request_id, EngineId("p0"), self.world.p.address, (whole,)
+        )
+        self.reader.load(order, now=self.now)
+
+    def turn(self):
+        """Deliver what travels, and have a turn; return when the thread would be called again."""
+        self.world.now = self.now
+        self.world.round()
+        for event in self.link.poll():
+            self.reader.on(event, now=self.now)
+        return self.reader.advance(now=self.now)
+
+    def state(self, request="a"):
+        return self.reader._loads[RequestId(f"d-{request}")].state
+
+    def copied(self, *copies, reason=""):
+        self.copier.ended += [CopyResult(CopyId(copy), reason, 64, 0.1) for copy in copies]
+        return self.turn()
+
+
+def test_what_was_read_into_host_memory_is_copied_to_where_it_belongs():
+    """And only then P is told that it was read."""
+    desk = Desk()
+    desk.load()
+    for _ in range(4):
+        desk.turn()
+    assert desk.state() is LoadState.COPYING
+    assert desk.copier.copies == [([[1, 2, 3]], [[21, 22, 23]])]
+    assert desk.world.network.memories["d-host"][1:4] == RIGHT
+    assert desk.world.p.freed == []
+    desk.copied(0)
+    desk.turn()
+    desk.turn()
+
+    assert desk.reader.take_results() == [LoadResult(RequestId("d-a"), "")]
+    assert desk.slots.held == len(desk.slots) == 0
+
+
+def test_a_copy_that_fails_fails_the_load():
+    """Nothing is written into its blocks any more: they are free at once."""
+    desk = Desk()
+    desk.load()
+    for _ in range(4):
+        desk.turn()
+    desk.copied(0, reason="out of memory")
+    (result,) = desk.reader.take_results()
+
+    assert result == LoadResult(RequestId("d-a"), "it was not copied out of host memory: out of memory")
+    assert desk.counters.take().counters["loads_failed_staging"] == 1
+    assert desk.slots.held == len(desk.slots) == 0
+
+
+def test_a_copy_that_does_not_end_lingers():
+    """It still writes into the request's blocks; the slots are kept as long."""
+    desk = Desk()
+    desk.load()
+    for _ in range(4):
+        desk.turn()
+    desk.now = TIMEOUT
+    desk.turn()
+    (result,) = desk.reader.take_results()
+    assert (result.quarantined, desk.slots.held) == (True, 3)
+    desk.copied(0)
+
+    assert desk.reader.take_results() == [BlocksReleased(RequestId("d-a"))]
+    assert desk.slots.held == len(desk.slots) == 0
+
+
+def test_who_waits_for_room_goes_on_in_the_turn_in_which_another_times_out():
+    """Nothing else would wake the thread: it would wait for ever."""
+    desk = Desk(1)
+    desk.world.network.cut(desk.link, is_cut=True)
+    desk.load("a")
+    desk.load("b")
+    desk.turn()
+    assert (desk.state("a"), desk.state("b")) == (LoadState.WAITING, LoadState.QUEUED)
+    desk.now = TIMEOUT
+    due = desk.turn()
+
+    assert [result.request for result in desk.reader.take_results()] == ["d-a"]
+    assert (desk.state("b"), due) == (LoadState.WAITING, 2 * TIMEOUT)
+
+
+def test_who_waits_for_room_goes_on_when_a_refused_peer_costs_another_its_turn():
+    """The same: room that is free again before anybody had it."""
+    desk = Desk(1)
+    desk.load("a", blocks=1)
+    for _ in range(4):
+        desk.turn()
+    desk.world.network._listeners.clear()
+    stranger = LoadOrder(
+        RequestId("d-x"),
+        RequestId("p"),
+        EngineId("p9"),
+        Address("10.0.0.9", 1),
+        (TokenRange(0, 0, BLOCK_SIZE, [1], [2]),),
+    )
+    desk.reader.load(stranger, now=0.0)
+    desk.reader.load(stranger._replace(request=RequestId("d-y")), now=0.0)
+    desk.turn()
+    desk.copied(0)
+    while not (results := desk.reader.take_results()):
+        assert desk.state("x") is desk.state("y") is LoadState.QUEUED
+        desk.turn()
+
+    assert [result.request for result in results] == ["d-a", "d-x", "d-y"]
+    assert all("was not met" in result.failure for result in results[1:])
+
+
+@pytest.mark.parametrize(("slots", "each"), [(12, 3), (8, 2), (3, 1), (1, 1)])
+def test_a_load_that_is_too_large_for_host_memory_comes_in_parts(slots, each):
+    """A part is a quarter of the buffer, or a block where that is less."""
+    desk = Desk(slots)
+    desk.load(blocks=6)
+    for number in range(6):
+        for _ in range(4):
+            desk.turn()
+        if len(desk.copier.copies) > number:
+            desk.copied(number)
+    for _ in range(3):
+        desk.turn()
+
+    assert all(group == list(range(1, each + 1)) for (group,), _ in desk.copier.copies)
+    assert [blocks for _, (blocks,) in desk.copier.copies] == [
+        [21 + first + n for n in range(each)] for first in range(0, 6, each)
+    ]
+    assert desk.reader.take_results() == [LoadResult(RequestId("d-a"), "")]
+    assert desk.slots.held == len(desk.slots) == 0

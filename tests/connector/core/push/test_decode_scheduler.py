@@ -1,0 +1,498 @@
+"""Lending blocks to P: the rules that the stories of ``push/test_push_pair.py`` do not show."""
+
+import itertools
+
+import pytest
+
+from support.engines import FINGERPRINT, LEASE, lent, rank_info
+from support.push_engines import PATIENCE, WAIT
+from xpyd_connector.core.counters import Counters
+from xpyd_connector.core.ids import Address, ConnId, EngineId, RequestId
+from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
+from xpyd_connector.core.lease.kv_params import PushParams
+from xpyd_connector.core.messages import (
+    PROTOCOL,
+    CancelPushes,
+    DropLeases,
+    FenceResult,
+    HeartbeatReply,
+    PushDone,
+    PushStalled,
+    PushStopped,
+    RankMemory,
+    RegisterPush,
+    RenewLeases,
+    Welcome,
+)
+from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
+from xpyd_connector.core.push.decode_scheduler import (
+    LONG_QUARANTINE,
+    QUARANTINE,
+    TRANSITIONS,
+    PushOrder,
+    PushReceiver,
+    ReceiveEvent,
+    ReceiveState,
+    _ExpectedPush,
+)
+from xpyd_connector.core.results import BlocksReleased, LoadResult
+from xpyd_connector.core.session.peers import QUIET, PeerTable
+from xpyd_connector.errors import IllegalTransition
+from xpyd_connector.io.link import IDLE_TIMEOUT
+
+P, ADDRESS = EngineId("p0"), Address("10.0.0.1", 5600)
+A, B, T = RequestId("d-a"), RequestId("d-b"), RequestId("t")
+RANKS = [rank_info("d/0", ranks=2), rank_info("d/1", rank=1, ranks=2)]
+
+
+class Link:
+    """Goes nowhere."""
+
+    def __init__(self):
+        self.sent, self.closed, self.conns = [], [], itertools.count(1)
+
+    def connect(self, peer, engine):
+        return ConnId(next(self.conns))
+
+    def send(self, conn, message):
+        self.sent.append((conn, message))
+
+    def close(self, conn):
+        self.closed.append(conn)
+
+
+class Desk:
+    """The control thread of a decode engine with two ranks."""
+
+    def __init__(self):
+        self.link, self.counters, self.now = Link(), Counters(), 0.0
+        self.peers = PeerTable(self.link, FINGERPRINT, self.counters, retry_after=1.0)
+        self.lease_renewer = LeaseRenewer(self.link, self.peers, self.counters, heartbeat_interval=LEASE / 6)
+        self.push_receiver = PushReceiver(
+            self.link, self.peers, self.lease_renewer, self.counters, RANKS, timeout=WAIT, peer_timeout=PATIENCE
+        )
+
+    def expect(self, request=A, engine=P, blocks=(4, 5)):
+        self.lease_renewer.start_renewing(request, PushParams(engine, *ADDRESS, T, T), now=self.now)
+        ticket = PushOrder(request, T, engine, ADDRESS, "digest", lent(2, blocks))
+        self.push_receiver.expect(ticket, now=self.now)
+
+    @property
+    def conn(self):
+        return next(iter(self.peers._peers.values())).conn
+
+    def happen(self, event):
+        """As Control routes what is not for the landings themselves."""
+        changed = self.lease_renewer.on(event, now=self.now)
+        if changed is not None:
+            self.push_receiver.peer_changed(changed, now=self.now)
+
+    def connect(self, engine=P):
+        self.happen(PeerConnected(self.conn, Welcome(PROTOCOL, engine, FINGERPRINT, (rank_info("p"),))))
+
+    def lose(self, *, silent=False):
+        self.happen(ConnectionLost(self.conn, "closed", silent))
+
+    def hear(self, message, conn=None):
+        return self.push_receiver.on(conn or self.conn, message)
+
+    def wait(self, seconds):
+        self.now += seconds
+        return self.push_receiver.advance(now=self.now)
+
+    def told(self):
+        return self.push_receiver.take_results()
+
+    def said(self):
+        """What was said since the last call; what is given back is said at the end of a turn."""
+        self.lease_renewer._send_pending()
+        sent, self.link.sent = self.link.sent, []
+        return [message for _, message in sent]
+
+    def state(self, request=A):
+        return self.push_receiver._pushes[request].state
+
+    def counted(self):
+        return self.counters.take().counters
+
+
+@pytest.fixture
+def desk():
+    """One request is registered, and nothing of that is in the way."""
+    desk = Desk()
+    desk.expect()
+    desk.connect()
+    desk.said()
+    desk.counters.take()
+    return desk
+
+
+@pytest.mark.parametrize(("before", "event"), list(itertools.product(ReceiveState, ReceiveEvent)))
+def test_every_cell_of_the_table(before, event):
+    """What is not in the table is a bug and says so."""
+    landing = _ExpectedPush(PushOrder(A, T, P, ADDRESS, None, ()), before)
+    if event in TRANSITIONS[before]:
+        landing.on(event)
+        assert landing.state is TRANSITIONS[before][event]
+    else:
+        with pytest.raises(IllegalTransition, match=f"d-a cannot handle {event.name} while {before.name}"):
+            landing.on(event)
+
+
+# ---- registering
+
+
+def test_p_hears_of_every_rank_before_it_hears_of_a_request():
+    """It refuses registrations of an engine whose memory it does not know."""
+    desk = Desk()
+    desk.expect()
+    assert desk.said() == []
+    desk.connect()
+
+    assert desk.said() == [
+        RenewLeases((T,)), RankMemory(RANKS[0]), RankMemory(RANKS[1]), RegisterPush(A, T, "digest", lent(2, (4, 5))),
+    ]  # fmt: skip
+
+
+def test_an_engine_that_is_known_hears_of_the_next_request_at_once(desk):
+    """And its ranks' memory is not told twice."""
+    desk.expect(B, blocks=(7,))
+
+    assert desk.said() == [RenewLeases((T,)), RegisterPush(B, T, "digest", lent(2, (7,)))]
+
+
+def test_a_request_is_registered_once(desk):
+    """Two pushes into the same blocks would overtake each other."""
+    with pytest.raises(IllegalTransition, match="d-a is registered twice"):
+        desk.expect()
+
+
+def test_an_engine_that_cannot_be_met_fails_what_waits_for_it_and_what_comes_next():
+    """Nothing was lent, so nothing lingers."""
+    desk = Desk()
+    desk.expect()
+    desk.happen(ConnectFailed(desk.conn, "no route"))
+    desk.expect(B)
+
+    assert desk.told() == [
+        LoadResult(A, f"{ADDRESS} was not met: no route"),
+        LoadResult(B, f"{ADDRESS} was not met: no route"),
+    ]
+    assert len(desk.push_receiver) == len(desk.lease_renewer) == 0
+    assert desk.counted()["loads_failed_handshake"] == 2
+
+
+# ---- a connection that was quiet for long
+
+
+@pytest.fixture
+def quiet():
+    """P has been met, and nothing was wanted of it since; it may close the connection in this very moment."""
+    desk = Desk()
+    desk.expect()
+    desk.connect()
+    desk.hear(PushDone(A, held=True))
+    desk.told()
+    desk.said()
+    desk.counters.take()
+    desk.now += QUIET
+    desk.expect(B)
+    return desk
+
+
+def test_p_must_have_spoken_lately_to_hear_of_a_request(quiet):
+    """If the connection ends first, P has certainly not begun to write, and the request goes another way."""
+    assert quiet.said() == [RenewLeases((T,))]
+    quiet.hear(HeartbeatReply())
+    quiet.happen(MessageReceived(quiet.conn, HeartbeatReply()))
+    assert quiet.said() == [RegisterPush(B, T, "digest", lent(2, (4, 5)))]
+    quiet.hear(HeartbeatReply())
+    quiet.expect(A)
+
+    assert quiet.said() == [RenewLeases((T,)), RegisterPush(A, T, "digest", lent(2, (4, 5)))]
+
+
+def test_p_is_met_again_for_a_request_it_has_not_heard_of(quiet):
+    """Once, and the request knows nothing of it; its blocks were lent to nobody meanwhile."""
+    quiet.said()
+    quiet.lose()
+    quiet.connect()
+    assert quiet.said()[-1] == RegisterPush(B, T, "digest", lent(2, (4, 5)))
+    assert quiet.told() == []
+    assert quiet.counted()["registrations_resent"] == 1
+    quiet.lose()
+
+    assert quiet.told() == [LoadResult(B, f"{ADDRESS} is gone: closed", quarantined=True)]
+
+
+def test_a_p_that_is_really_gone_fails_a_request_it_has_not_heard_of(quiet):
+    """Nothing lingers."""
+    quiet.lose()
+    quiet.happen(ConnectFailed(quiet.conn, "no route"))
+
+    assert quiet.told() == [LoadResult(B, f"{ADDRESS} was not met: no route")]
+
+
+def test_a_quiet_p_that_does_not_answer_fails_a_request_it_has_not_heard_of(quiet):
+    """As soon as one that has; nothing lingers."""
+    quiet.wait(PATIENCE)
+
+    assert quiet.told() == [LoadResult(B, f"{ADDRESS} does not answer")]
+    assert len(quiet.push_receiver) == 0
+
+
+def test_what_is_aborted_before_a_quiet_p_answers_is_not_registered(quiet):
+    """It was never lent."""
+    quiet.push_receiver.stop(B)
+    assert quiet.told() == [LoadResult(B, "the request was aborted")]
+    quiet.said()
+    quiet.hear(HeartbeatReply())
+
+    assert quiet.said() == []
+
+
+def test_a_connection_counts_as_quiet_long_before_p_closes_it():
+    """Else the race would only be rarer."""
+    assert QUIET <= IDLE_TIMEOUT / 2
+
+
+# ---- the ends that P tells
+
+
+def test_landed_ends_it_well(desk):
+    """And nobody renews any more."""
+    assert desk.hear(PushDone(A, held=True))
+
+    assert desk.told() == [LoadResult(A, "")]
+    assert desk.told() == []
+    assert len(desk.push_receiver) == len(desk.lease_renewer) == 0
+    assert desk.counted() == {"loads": 1}
+
+
+def test_landed_without_the_lease_is_worth_nothing(desk):
+    """P's blocks were others' while they were read. They are written, so they do not linger."""
+    desk.hear(PushDone(A, held=False))
+    (result,) = desk.told()
+
+    assert ("lease was over" in result.failure, result.quarantined) == (True, False)
+    assert desk.counted() == {"reads_discarded": 1, "loads_failed_lease": 1}
+
+
+def test_stopped_ends_it_badly(desk):
+    """With P's reason."""
+    desk.hear(PushStopped(A, "no prompt"))
+
+    assert desk.told() == [LoadResult(A, "P stopped: no prompt")]
+    assert len(desk.push_receiver) == len(desk.lease_renewer) == 0
+    assert desk.counted() == {"loads_failed_transfer": 1}
+
+
+@pytest.mark.parametrize("end", [PushStopped(A, "slow"), PushDone(A, held=True), PushDone(A, held=False)], ids=repr)
+def test_stuck_fails_the_request_at_once_and_frees_its_blocks_later(desk, end):
+    """P may write into them until it says otherwise; whatever it says then, the request has failed."""
+    desk.hear(PushStalled(A, "slow"))
+    assert desk.told() == [LoadResult(A, "slow", quarantined=True)]
+    assert desk.said() == [CancelPushes((A,)), DropLeases((T,))]
+    desk.hear(PushStalled(A, "slow"))
+    assert desk.told() == []
+    assert desk.wait(1e6) is None
+    desk.hear(end)
+
+    assert desk.told() == [BlocksReleased(A)]
+    assert len(desk.push_receiver) == 0
+    assert desk.counted() == {"drops_sent": 1, "loads_failed_timeout": 1}
+
+
+@pytest.mark.parametrize("message", [PushDone(A, held=True), PushStopped(A, ""), PushStalled(A, "")], ids=repr)
+def test_whoever_is_not_asked_has_no_say(desk, message):
+    """Another engine, one we do not know, or the right one much too late."""
+    desk.lease_renewer.start_renewing(B, PushParams(EngineId("p1"), "10.0.0.1", 5601, T, T), now=0.0)
+    other = desk.peers.get(EngineId("p1")).conn
+    desk.happen(PeerConnected(other, Welcome(PROTOCOL, EngineId("p1"), FINGERPRINT, (rank_info("p1"),))))
+    for conn in (other, ConnId(99)):
+        assert desk.hear(message, conn)
+    assert desk.told() == []
+    desk.hear(PushDone(A, held=True))
+    desk.told()
+    desk.hear(message)
+
+    assert desk.told() == []
+    assert desk.counted()["unknown_transfer_messages"] == 3
+
+
+def test_other_messages_are_left_to_others(desk):
+    """A heartbeat's answer, or a breach of the protocol."""
+    assert not desk.hear(HeartbeatReply())
+    assert not desk.hear(FenceResult(A, held=True))
+
+
+# ---- the ends that D decides
+
+
+def test_an_abort_while_p_may_write_keeps_the_blocks(desk):
+    """Once, and of nothing else."""
+    desk.push_receiver.stop(A)
+    desk.push_receiver.stop(A)
+    desk.push_receiver.stop(B)
+    assert desk.told() == [LoadResult(A, "the request was aborted", quarantined=True)]
+    assert desk.said() == [CancelPushes((A,)), DropLeases((T,))]
+    desk.hear(PushStopped(A, ""))
+
+    assert desk.told() == [BlocksReleased(A)]
+    assert desk.counted() == {"drops_sent": 1, "loads_aborted": 1}
+
+
+def test_an_abort_before_p_is_met_keeps_nothing():
+    """And P hears that nobody wants the transfer, once it is met."""
+    desk = Desk()
+    desk.expect()
+    desk.push_receiver.stop(A)
+    assert desk.told() == [LoadResult(A, "the request was aborted")]
+    desk.connect()
+
+    assert desk.said() == [DropLeases((T,)), RankMemory(RANKS[0]), RankMemory(RANKS[1])]
+    assert len(desk.push_receiver) == len(desk.lease_renewer) == 0
+
+
+def test_another_reader_keeps_the_transfer_wanted(desk):
+    """One prompt, n answers: the first one's end does not end the other's lease."""
+    desk.expect(B)
+    desk.said()
+    desk.push_receiver.stop(A)
+
+    assert desk.said() == [CancelPushes((A,))]
+
+
+def test_nothing_is_waited_for_longer_than_the_timeout(desk):
+    """From the moment the blocks were lent."""
+    desk.happen(MessageReceived(desk.conn, HeartbeatReply()))
+    assert desk.wait(WAIT - 1) == WAIT
+    assert desk.told() == []
+    desk.wait(1)
+
+    assert desk.told() == [LoadResult(A, "nothing was written within 100 s", quarantined=True)]
+
+
+def test_a_meeting_that_takes_too_long_fails_without_lingering():
+    """Nothing was lent yet."""
+    desk = Desk()
+    desk.expect()
+    desk.wait(WAIT)
+
+    assert desk.told() == [LoadResult(A, "nothing was written within 100 s")]
+    assert len(desk.lease_renewer) == 0
+
+
+def test_a_heartbeat_that_is_not_answered_tells_that_p_hangs(desk):
+    """Long before the timeout, which covers P's queue; new requests to the same engine do not wait at all."""
+    assert desk.wait(PATIENCE - 1) == PATIENCE
+    assert desk.told() == []
+    desk.wait(1)
+    desk.expect(B)
+    desk.wait(0)
+
+    assert desk.told() == [LoadResult(request, f"{ADDRESS} does not answer", quarantined=True) for request in (A, B)]
+
+
+def test_an_answer_makes_up_for_the_silence(desk):
+    """The next question starts anew."""
+    desk.wait(PATIENCE - 1)
+    desk.happen(MessageReceived(desk.conn, HeartbeatReply()))
+    assert desk.peers.get(P).unanswered_since is None
+    assert desk.wait(1) == WAIT
+    desk.lease_renewer.advance(now=desk.now)
+
+    assert desk.peers.get(P).unanswered_since == desk.now
+    assert desk.told() == []
+
+
+# ---- P is gone
+
+
+@pytest.mark.parametrize(("silent", "looks"), [(False, QUARANTINE), (True, LONG_QUARANTINE)])
+def test_blocks_are_kept_for_a_while_after_p_is_gone(desk, silent, looks):
+    """What it had sent may still be on its way; a P that only fell silent may send it again, much later."""
+    interval, number = looks
+    desk.lose(silent=silent)
+    assert desk.told() == [LoadResult(A, f"{ADDRESS} is gone: closed", quarantined=True)]
+    assert len(desk.lease_renewer) == 0
+    for _ in range(number - 1):
+        assert desk.wait(interval) == pytest.approx(desk.now + interval)
+    assert desk.told() == []
+    desk.wait(interval)
+
+    assert desk.told() == [BlocksReleased(A)]
+    assert desk.counted() == {"peers_lost": 1, "loads_failed_peer": 1}
+
+
+def test_the_long_quarantine_outlasts_tcp():
+    """Linux sends again for 924.6 s; the short one is for what is in our own sockets."""
+    interval, looks = LONG_QUARANTINE
+
+    assert interval * looks > 924.6
+    assert QUARANTINE[1] > 1
+
+
+@pytest.mark.parametrize(("silent", "looks"), [(False, QUARANTINE), (True, LONG_QUARANTINE)])
+def test_a_quarantine_is_counted_in_looks_not_in_time(desk, silent, looks):
+    """A process that was stopped for an hour has taken in nothing meanwhile."""
+    _, number = looks
+    desk.lose(silent=silent)
+    desk.told()
+    for _ in range(number - 1):
+        desk.wait(3600)
+        desk.wait(0)
+        assert desk.told() == []
+    desk.wait(3600)
+
+    assert desk.told() == [BlocksReleased(A)]
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_blocks_that_p_was_to_let_go_are_kept_as_long(desk, silent):
+    """Its answer will never come."""
+    desk.push_receiver.stop(A)
+    desk.lose(silent=silent)
+    assert [type(each) for each in desk.told()] == [LoadResult]
+    assert desk.state() is ReceiveState.QUARANTINED
+    interval, number = LONG_QUARANTINE if silent else QUARANTINE
+    for _ in range(number):
+        desk.wait(interval)
+
+    assert desk.told() == [BlocksReleased(A)]
+
+
+def test_a_p_that_is_back_has_no_say_about_what_was_before(desk):
+    """Its new connection knows nothing of the old one's writes."""
+    desk.lose()
+    desk.told()
+    desk.expect(B)
+    desk.connect()
+    assert (desk.state(A), desk.state(B)) == (ReceiveState.QUARANTINED, ReceiveState.REGISTERED)
+    desk.hear(PushDone(A, held=True))
+    desk.hear(PushStopped(A, ""))
+    desk.hear(PushStalled(A, ""))
+    desk.push_receiver.stop(A)
+    assert desk.told() == []
+    desk.lose()
+
+    assert desk.told() == [LoadResult(B, f"{ADDRESS} is gone: closed", quarantined=True)]
+
+
+def test_a_p_that_breaks_the_protocol_may_live(desk):
+    """We close the connection, and know nothing of what it goes on to write."""
+    conn = desk.conn
+    desk.happen(MessageReceived(conn, FenceResult(A, held=True)))
+
+    assert desk.link.closed == [conn]
+    assert desk.told()[0].quarantined
+    assert desk.push_receiver._pushes[A].checks == LONG_QUARANTINE[1]
+
+
+def test_only_the_landings_of_that_engine_are_lost(desk):
+    """Others go on."""
+    desk.expect(B, engine=EngineId("p1"))
+    desk.lose()
+
+    assert [result.request for result in desk.told()] == [A]
+    assert desk.state(B) is ReceiveState.WAITING

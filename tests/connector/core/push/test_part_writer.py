@@ -1,0 +1,392 @@
+"""A part of a push on its way, through host memory or not: told once how it ended, whatever fails and whenever."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.engines import BLOCK_SIZE, rank_info
+from xpyd_connector.core.counters import Counters, TransferSample
+from xpyd_connector.core.ids import BlockId, CopyId, XferId
+from xpyd_connector.core.layout.transfer_plan import TokenRange, push_route
+from xpyd_connector.core.ports import CopyResult, XferEnded, XferOutcome
+from xpyd_connector.core.push.part_writer import (
+    TRANSITIONS,
+    PartWriteEnded,
+    PartWriteEvent,
+    PartWriter,
+    PartWriteState,
+    _PartWrite,
+)
+from xpyd_connector.core.staging.host_buffer import HostBuffer
+from xpyd_connector.core.staging.slots import Slots
+from xpyd_connector.core.transfer.remote_memory import RemoteRank
+from xpyd_connector.core.transfer.transfers import POLL_INTERVAL, QUARANTINE_POLL_INTERVAL
+from xpyd_connector.errors import HostBufferTooSmall, IllegalTransition, ProtocolViolation, TransferError
+from xpyd_connector.io.in_memory import BLOCK_BYTES
+
+TIMEOUT, SLOTS = 20.0, 4
+
+
+class TransferAgent:
+    """Notes what is asked of it, as pieces: there, here, how many. A test ends the writes."""
+
+    def __init__(self):
+        self.writes, self.cancelled, self.ended, self.fails_at = {}, [], [], None
+
+    def write(self, handle, spans):
+        if self.fails_at == handle:
+            raise TransferError(f"no route to {handle}")
+        number = XferId(len(self.writes))
+        self.writes[number] = handle, (spans // BLOCK_BYTES).tolist()
+        return number
+
+    def cancel(self, transfer):
+        self.cancelled.append(transfer)
+
+    def poll(self):
+        ended, self.ended = self.ended, []
+        return ended
+
+
+class Copier:
+    """Notes what is asked of it; a test ends the copies."""
+
+    def __init__(self):
+        self.copies, self.ended = {}, []
+
+    def out(self, blocks, slots):
+        number = CopyId(len(self.copies))
+        self.copies[number] = [list(group) for group in blocks], [list(group) for group in slots]
+        return number
+
+    def poll(self):
+        ended, self.ended = self.ended, []
+        return ended
+
+
+class Desk:
+    """One worker's transfers, and everything it touches."""
+
+    def __init__(self, *, staged=False, to=("d/0", "d/1")):
+        self.mover, self.copier, self.counters, self.now = TransferAgent(), Copier(), Counters(), 0.0
+        self.slots = Slots((SLOTS,))
+        self.part_writer = PartWriter(
+            self.mover, self.counters, timeout=TIMEOUT, staging=HostBuffer(self.slots, self.copier) if staged else None
+        )
+        self.remote_ranks = [RemoteRank(name, push_route(rank_info("p"), rank_info(name))) for name in to]
+
+    def send(self, *blocks, remote_ranks=None):
+        """Send blocks: each goes to the one of theirs with the same number, a few further on."""
+        theirs = [BlockId(block % 10 + 1) for block in blocks]
+        whole = TokenRange(0, 0, len(blocks) * BLOCK_SIZE, theirs, list(map(BlockId, blocks)))
+        return self.part_writer.write(
+            self.remote_ranks if remote_ranks is None else remote_ranks, [whole], now=self.now
+        )
+
+    def copied(self, *numbers, reason=""):
+        self.copier.ended += [CopyResult(CopyId(number), reason, 0 if reason else 64, 0.1) for number in numbers]
+        return self.advance()
+
+    def ended(self, *numbers, outcome=XferOutcome.DONE, reason=""):
+        self.mover.ended += [XferEnded(XferId(number), outcome, 64, 1, 0.1, reason, 0.01) for number in numbers]
+        return self.advance()
+
+    def advance(self):
+        return self.part_writer.advance(now=self.now)
+
+    def is_over(self):
+        """Whether nothing is left of anything."""
+        tables = (self.part_writer._parts, self.part_writer._transfers._by_xfer, self.part_writer._transfers._by_copy)
+        return not any(tables) and not self.slots.held and not len(self.slots)
+
+
+@pytest.fixture
+def desk():
+    return Desk()
+
+
+@pytest.fixture
+def staged():
+    return Desk(staged=True)
+
+
+@pytest.mark.parametrize(("before", "event"), list(itertools.product(PartWriteState, PartWriteEvent)))
+def test_every_cell_of_the_table(before, event):
+    """What is not in the table is a bug and says so."""
+    transfer = _PartWrite(7, (), (), before)
+    if event in TRANSITIONS[before]:
+        transfer.on(event)
+        assert transfer.state is TRANSITIONS[before][event]
+    else:
+        with pytest.raises(IllegalTransition, match=f"write of part 7 cannot handle {event.name} while {before.name}"):
+            transfer.on(event)
+
+
+def test_without_staging_it_is_written_at_once_to_every_rank(desk):
+    """And is there when the last one says so."""
+    transfer = desk.send(4, 5)
+    assert desk.mover.writes == {0: ("d/0", [[5, 4, 2]]), 1: ("d/1", [[5, 4, 2]])}
+    assert desk.ended(1) == []
+    assert desk.ended(0) == [PartWriteEnded(transfer, "")]
+
+    assert desk.counters.take().transfers == [TransferSample(0.1, 64, 1, 0.01)] * 2
+    assert desk.is_over()
+
+
+def test_with_staging_it_is_copied_into_slots_and_written_from_there(staged):
+    """The device's blocks are free to be read by others meanwhile; the slots are ours until it is written."""
+    transfer = staged.send(4, 5)
+    assert (staged.advance(), staged.copier.copies) == ([], {0: ([[4, 5]], [[1, 2]])})
+    assert staged.mover.writes == {}
+    assert staged.copied(0) == []
+    assert staged.mover.writes == {0: ("d/0", [[5, 1, 2]]), 1: ("d/1", [[5, 1, 2]])}
+    assert staged.ended(0) == []
+    assert staged.slots.held == 2
+    assert staged.ended(1) == [PartWriteEnded(transfer, "")]
+
+    assert staged.counters.take().counters == {"bytes_staged_out": 64}
+    assert staged.is_over()
+
+
+def test_who_finds_no_room_waits_in_order(staged):
+    """And is copied as soon as somebody is done."""
+    first, second, third = staged.send(4, 5, 6), staged.send(7, 8), staged.send(9)
+    staged.advance()
+    assert staged.copier.copies == {0: ([[4, 5, 6]], [[1, 2, 3]])}
+    staged.copied(0)
+    assert staged.ended(0, 1) == [PartWriteEnded(first, "")]
+    assert list(staged.copier.copies.values())[1:] == [([[7, 8]], [[1, 2]]), ([[9]], [[3]])]
+    staged.copied(2, 1)
+
+    assert sorted(staged.ended(2, 3, 4, 5)) == [PartWriteEnded(second, ""), PartWriteEnded(third, "")]
+    assert staged.is_over()
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_a_parcel_that_nobody_takes_anything_of_is_over_at_once(is_staged):
+    """The ranks on the other side take these heads from another of ours."""
+    desk = Desk(staged=is_staged, to=())
+    transfer = desk.send(4)
+    ended = desk.advance()
+    if is_staged:
+        ended += desk.copied(0)
+
+    assert ended == [PartWriteEnded(transfer, "")]
+    assert desk.is_over()
+
+
+@pytest.mark.parametrize(
+    ("is_staged", "blocks", "error", "sentence"),
+    [
+        (False, (0,), ProtocolViolation, "not held"),
+        (True, (0,), ProtocolViolation, "not held"),
+        (False, (99,), ProtocolViolation, "block 99"),
+        (True, (1, 2, 3, 4, 5), HostBufferTooSmall, "5 slots of KV cache group 0 are wanted"),
+    ],
+)
+def test_what_cannot_be_sent_raises_and_leaves_nothing(is_staged, blocks, error, sentence):
+    """The push says why it stops."""
+    desk = Desk(staged=is_staged)
+    with pytest.raises(error, match=sentence):
+        desk.send(*blocks)
+
+    assert desk.advance() == []
+    assert desk.is_over()
+    assert len(desk.part_writer) == 0
+
+
+def test_a_first_write_that_cannot_start_raises(desk):
+    """Nothing is on its way."""
+    desk.mover.fails_at = "d/0"
+    with pytest.raises(TransferError, match="no route to d/0"):
+        desk.send(4)
+
+    assert desk.is_over()
+
+
+def test_a_second_write_that_cannot_start_ends_when_the_first_has(desk):
+    """That one can still reach the other side's memory."""
+    desk.mover.fails_at = "d/1"
+    transfer = desk.send(4)
+    assert desk.mover.cancelled == [0]
+    assert desk.advance() == []
+    assert desk.part_writer.overdue(now=1e9) == []
+
+    assert desk.ended(0, outcome=XferOutcome.FAILED, reason="cancelled") == [
+        PartWriteEnded(transfer, "no route to d/1")
+    ]
+    assert desk.is_over()
+
+
+@pytest.mark.parametrize("fails_at", ["d/0", "d/1"])
+def test_a_write_that_cannot_start_from_host_memory_gives_its_slots_back(staged, fails_at):
+    """After what has started is over."""
+    staged.mover.fails_at = fails_at
+    transfer = staged.send(4)
+    staged.advance()
+    ended = staged.copied(0)
+    assert staged.mover.cancelled == list(staged.mover.writes)
+    ended += staged.ended(*staged.mover.writes, outcome=XferOutcome.FAILED)
+    ended += staged.advance()
+
+    assert ended == [PartWriteEnded(transfer, f"no route to {fails_at}")]
+    assert staged.is_over()
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_one_write_of_several_that_fails_ends_it_once_when_all_are_over(is_staged, order):
+    """With the first reason; the others are cancelled, and may well have moved all the same."""
+    desk = Desk(staged=is_staged, to=("d/0", "d/1", "d/2"))
+    transfer = desk.send(4)
+    desk.advance()
+    if is_staged:
+        desk.copied(0)
+    first, second, third = order
+    assert desk.ended(first) == []
+    assert desk.ended(second, outcome=XferOutcome.FAILED, reason="peer gone") == []
+    assert desk.mover.cancelled == [third]
+    assert desk.slots.held == is_staged
+
+    assert desk.ended(third) == [PartWriteEnded(transfer, "NIXL: peer gone")]
+    assert desk.is_over()
+
+
+def test_a_copy_that_fails_ends_it(staged):
+    """Nothing was written."""
+    transfer = staged.send(4)
+    staged.advance()
+
+    assert staged.copied(0, reason="out of memory") + staged.advance() == [
+        PartWriteEnded(transfer, "it was not copied into host memory: out of memory")
+    ]
+    assert staged.mover.writes == {}
+    assert staged.is_over()
+
+
+def test_what_waits_for_room_leaves_the_line_when_it_is_cancelled(staged):
+    """Those behind it go on."""
+    first, second, third = staged.send(1, 2, 3), staged.send(4, 5), staged.send(6)
+    staged.advance()
+    staged.part_writer.cancel(second, "nobody wants it")
+    staged.part_writer.cancel(second, "twice")
+    assert staged.part_writer.due(now=5.0) == 5.0
+    assert staged.advance() == [PartWriteEnded(second, "nobody wants it")]
+    assert staged.copier.copies[1] == ([[6]], [[4]])
+    staged.copied(0, 1)
+
+    assert sorted(staged.ended(0, 1, 2, 3)) == [PartWriteEnded(first, ""), PartWriteEnded(third, "")]
+    assert staged.is_over()
+
+
+def test_what_is_copied_ends_with_its_copy_when_it_is_cancelled(staged):
+    """Its slots are written into until then; nothing is sent any more."""
+    transfer = staged.send(4)
+    staged.advance()
+    staged.part_writer.cancel(transfer, "nobody wants it")
+    staged.part_writer.cancel(transfer, "twice")
+    assert (staged.advance(), staged.slots.held) == ([], 1)
+
+    assert staged.copied(0) + staged.advance() == [PartWriteEnded(transfer, "nobody wants it")]
+    assert staged.mover.writes == {}
+    assert staged.is_over()
+
+
+def test_what_is_written_ends_with_its_writes_when_it_is_cancelled(desk):
+    """However long they take."""
+    transfer = desk.send(4)
+    desk.part_writer.cancel(transfer, "nobody wants it")
+    desk.part_writer.cancel(transfer, "twice")
+    assert desk.mover.cancelled == [0, 1]
+    assert desk.ended(0, outcome=XferOutcome.FAILED, reason="cancelled") == []
+
+    assert desk.ended(1) == [PartWriteEnded(transfer, "nobody wants it")]
+    assert desk.is_over()
+
+
+def test_cancelling_what_is_over_is_nothing(desk):
+    """The news may cross."""
+    transfer = desk.send(4)
+    assert desk.ended(0, 1) == [PartWriteEnded(transfer, "")]
+    desk.part_writer.cancel(transfer, "too late")
+
+    assert desk.advance() == []
+
+
+def test_copies_and_writes_have_a_deadline_each_and_waiting_for_room_has_none(staged):
+    """Room is made by others, who have deadlines."""
+    first, second = staged.send(1, 2, 3), staged.send(4, 5)
+    staged.advance()
+    assert staged.part_writer.overdue(now=TIMEOUT - 0.1) == []
+    assert staged.part_writer.overdue(now=TIMEOUT) == [first]
+    staged.now = TIMEOUT / 2
+    staged.copied(0)
+    assert staged.part_writer.overdue(now=TIMEOUT) == []
+    assert staged.part_writer.overdue(now=TIMEOUT * 1.5) == [first]
+    staged.part_writer.cancel(first, "it did not end")
+
+    assert staged.part_writer.overdue(now=1e9) == []
+    assert len(staged.part_writer) == 2
+    assert second in staged.part_writer._parts
+
+
+def test_it_looks_often_while_something_moves_and_seldom_while_somebody_lingers(staged):
+    """And not at all when there is nothing."""
+    assert staged.part_writer.due(now=1.0) is None
+    transfer = staged.send(4)
+    assert staged.part_writer.due(now=1.0) == 1.0 + QUARANTINE_POLL_INTERVAL
+    staged.advance()
+    assert staged.part_writer.due(now=1.0) == 1.0 + POLL_INTERVAL
+    staged.copied(0)
+    assert staged.part_writer.due(now=1.0) == 1.0 + POLL_INTERVAL
+    staged.part_writer.cancel(transfer, "nobody wants it")
+    assert staged.part_writer.due(now=1.0) == 1.0 + QUARANTINE_POLL_INTERVAL
+    staged.ended(0, 1)
+
+    assert staged.part_writer.due(now=1.0) is None
+
+
+KINDS = ["send", "cancel", "copied", "not copied", "moved", "failed", "advance", "break"]
+STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 99)), max_size=60)
+
+
+@given(is_staged=st.booleans(), steps=STEPS)
+def test_in_any_order_of_events_every_part_ends_once_and_all_slots_come_back(is_staged, steps):
+    """And while a transfer has not ended, nobody else has its slots."""
+    desk = Desk(staged=is_staged)
+    sent, over, copies, flights = [], [], set(), set()
+    for what, number in [*steps, *[("copied", n) for n in range(99)], *[("moved", n) for n in range(200)]]:
+        copies, flights = do(desk, what, number, sent, copies, flights)
+        over += desk.advance()
+    while len(desk.part_writer):
+        copies, flights = do(desk, "copied", 0, sent, *do(desk, "moved", 0, sent, copies, flights))
+        over += desk.advance()
+
+    assert sorted(ended.part for ended in over) == sorted(sent)
+    assert desk.is_over()
+
+
+def do(desk, what, number, sent, copies, flights):
+    """One step; return the numbers of the copies and of the writes that have ended."""
+    open_copies, open_flights = sorted(desk.copier.copies.keys() - copies), sorted(desk.mover.writes.keys() - flights)
+    match what:
+        case "send":
+            try:
+                sent.append(desk.send(*range(1, 2 + number % SLOTS)))
+            except TransferError:
+                assert desk.mover.fails_at == "d/0"
+        case "break":
+            desk.mover.fails_at = [None, "d/0", "d/1"][number % 3]
+        case "cancel" if sent:
+            desk.part_writer.cancel(sent[number % len(sent)], "nobody wants it")
+        case "copied" | "not copied" if open_copies:
+            copies = copies | {open_copies[number % len(open_copies)]}
+            reason = "out of memory" * (what == "not copied")
+            desk.copier.ended.append(CopyResult(open_copies[number % len(open_copies)], reason, 64, 0.1))
+        case "moved" | "failed" if open_flights:
+            flights = flights | {open_flights[number % len(open_flights)]}
+            outcome = XferOutcome.DONE if what == "moved" else XferOutcome.FAILED
+            desk.mover.ended.append(XferEnded(open_flights[number % len(open_flights)], outcome, 64, 1, 0.1, "broken"))
+    return copies, flights

@@ -1,0 +1,547 @@
+"""Writing: what is computed meets who wants it, in every order, and nothing is called written that is not."""
+
+import itertools
+
+import pytest
+
+from support.engines import BLOCK_SIZE, lent, rank_info
+from xpyd_connector.core.counters import Counters, ForwardingCounters, merge
+from xpyd_connector.core.ids import Address, ConnId, EngineEndpoint, EngineId, RequestId, XferId
+from xpyd_connector.core.messages import (
+    MAX_REASON,
+    HeartbeatReply,
+    PeerGone,
+    PeerMemory,
+    PushAborted,
+    PushWritten,
+    RegisterPush,
+    StartPush,
+    StopPush,
+    WorkerHello,
+    WriteStalled,
+)
+from xpyd_connector.core.ports import (
+    ConnectFailed,
+    ConnectionLost,
+    MessageReceived,
+    PeerConnected,
+    XferEnded,
+    XferOutcome,
+)
+from xpyd_connector.core.push.prefill_worker import PushWriter
+from xpyd_connector.core.push.push_job import (
+    TRANSITIONS,
+    ComputedBlocks,
+    PushJob,
+    PushJobEvent,
+    PushJobState,
+    TransferOver,
+)
+from xpyd_connector.core.session.scheduler_link import RETRY
+from xpyd_connector.core.transfer.transfers import POLL_INTERVAL, QUARANTINE_POLL_INTERVAL
+from xpyd_connector.errors import IllegalTransition, TransferError
+from xpyd_connector.io.in_memory import pieces_of
+
+D, ELSE, HOME = ConnId(7), ConnId(8), EngineEndpoint(EngineId("p"), Address("10.0.0.1", 5600))
+T, R, TIMEOUT = RequestId("t"), RequestId("d-a"), 20.0
+
+
+class Link:
+    """Goes nowhere."""
+
+    def __init__(self):
+        self.calls, self.sent, self.conns = [], [], itertools.count(100)
+
+    def connect(self, peer, engine):
+        self.calls.append(EngineEndpoint(engine, peer))
+        return ConnId(next(self.conns))
+
+    def send(self, conn, message):
+        self.sent.append(message)
+
+
+class TransferAgent:
+    """Writes nothing; a test says how each write ends."""
+
+    def __init__(self):
+        self.attached, self.detached, self.writes, self.cancelled, self.ended = [], [], [], [], []
+        self.broken = ""
+
+    def attach(self, peer):
+        if self.broken:
+            raise TransferError(self.broken)
+        self.attached.append(peer.agent.decode())
+        return f"handle of {self.attached[-1]}"
+
+    def detach(self, handle):
+        self.detached.append(handle)
+
+    def write(self, handle, spans):
+        if self.broken:
+            raise TransferError(self.broken)
+        remote, local = zip(*sorted(pieces_of(spans), key=lambda pair: pair[1]), strict=True)
+        self.writes.append((handle, list(remote), list(local)))
+        return XferId(len(self.writes) - 1)
+
+    def cancel(self, transfer):
+        self.cancelled.append(transfer)
+
+    def poll(self):
+        ended, self.ended = self.ended, []
+        return ended
+
+
+class Desk:
+    """A writer, and everybody it talks to."""
+
+    def __init__(self, link=None, counters=None):
+        self.link, self.mover, self.counters, self.now = link or Link(), TransferAgent(), counters or Counters(), 0.0
+        self.writer = PushWriter(
+            self.link,
+            self.mover,
+            self.counters,
+            rank_info("p", rank=1, ranks=2),
+            scheduler_endpoint=HOME,
+            token=b"token",
+            timeout=TIMEOUT,
+        )
+        self.writer.advance(now=0.0)
+        self.scheduler_endpoint = ConnId(100)
+        self.computed = {}  # tokens of each attempt
+        self.writer.on(PeerConnected(self.scheduler_endpoint, None), now=0.0)
+        self.link.sent.clear()
+
+    def hear(self, *messages):
+        for message in messages:
+            self.writer.on(MessageReceived(self.scheduler_endpoint, message), now=self.now)
+
+    def arrive(self, peer=D, name="d"):
+        self.hear(PeerMemory(peer, rank_info(name, rank=1, ranks=2)))
+
+    def assign(self, *blocks, reader=R, first=0, prompt="digest", peer=D, request=T):
+        order = RegisterPush(RequestId(reader), RequestId(request), prompt, lent(first, blocks))
+        self.hear(StartPush(peer, order))
+
+    def compute(self, *blocks, last=False, attempt=0, prompt="digest", ready=None, request=T):
+        before = self.computed.get((request, attempt), 0)
+        self.computed[request, attempt] = tokens = before + len(blocks) * BLOCK_SIZE
+        piece = ComputedBlocks(RequestId(request), prompt, attempt, [list(blocks)], tokens, last)
+        self.writer.add_computed(piece, now=self.now, ready=ready)
+
+    def end(self, *flights, outcome=XferOutcome.DONE, reason=""):
+        self.mover.ended += [XferEnded(XferId(flight), outcome, 64, 1, 0.1, reason) for flight in flights]
+        return self.writer.advance(now=self.now)
+
+    def said(self):
+        said, self.link.sent = self.link.sent, []
+        return said
+
+    def written(self):
+        """Blocks of ours -> blocks of theirs, write by write."""
+        return [(local, remote) for _, remote, local in self.mover.writes]
+
+    def counted(self):
+        return self.counters.take().counters
+
+
+@pytest.fixture
+def desk():
+    desk = Desk()
+    desk.arrive()
+    return desk
+
+
+@pytest.mark.parametrize(("before", "event"), list(itertools.product(PushJobState, PushJobEvent)))
+def test_every_cell_of_the_table(before, event):
+    """What is not in the table is a bug and says so."""
+    writing = PushJob(D, RegisterPush(R, T, None, lent(0, (1,))), before)
+    if event in TRANSITIONS[before]:
+        writing.on(event)
+        assert writing.state is TRANSITIONS[before][event]
+    else:
+        with pytest.raises(IllegalTransition, match=f"d-a cannot handle {event.name} while {before.name}"):
+            writing.on(event)
+
+
+def test_it_attends_at_its_own_scheduler_and_calls_again_until_it_listens():
+    """The scheduler starts to listen after its workers."""
+    link, mover = Link(), TransferAgent()
+    writer = PushWriter(
+        link,
+        mover,
+        Counters(),
+        rank_info("p", rank=1, ranks=2),
+        scheduler_endpoint=HOME,
+        token=b"token",
+        timeout=TIMEOUT,
+    )
+    assert writer.advance(now=0.0) is None
+    assert writer.advance(now=9.0) is None
+    assert link.calls == [HOME]
+    writer.on(ConnectFailed(ConnId(100), "refused"), now=10.0)
+    assert writer.advance(now=10.0) == pytest.approx(10.0 + RETRY)
+    writer.advance(now=10.0 + RETRY)
+    writer.on(PeerConnected(ConnId(101), None), now=10.5)
+
+    assert link.calls == [HOME, HOME]
+    assert link.sent == [WorkerHello(1, b"token")]
+
+
+def test_what_is_computed_first_is_written_when_somebody_asks(desk):
+    """The decode engine was late."""
+    desk.compute(4, 5, 6, last=True)
+    assert desk.mover.writes == []
+    desk.assign(1, 2, 3)
+    assert desk.mover.writes == [("handle of d", [1, 2, 3], [4, 5, 6])]
+    assert desk.said() == []
+    desk.end(0)
+
+    assert desk.said() == [PushWritten(D, R)]
+    assert len(desk.counters.take().transfers) == 1
+
+
+def test_what_was_moved_is_told_before_the_scheduler_hears_of_it():
+    """It takes a step then, perhaps the last one for long, and vLLM collects the workers' numbers with a step."""
+    told, told_by_then = [], []
+
+    class Watched(Link):
+        def send(self, conn, message):
+            super().send(conn, message)
+            told_by_then.append((message, merge(told)))
+
+    desk = Desk(Watched(), ForwardingCounters(told.append))
+    desk.arrive()
+    desk.compute(4, 5, last=True)
+    desk.assign(1, 2)
+    desk.end(0)
+
+    message, report = told_by_then[-1]
+    assert message == PushWritten(D, R)
+    assert (len(report.transfers), report.counters["pushes"]) == (1, 1)
+
+
+def test_who_asks_first_gets_it_as_it_is_computed(desk):
+    """Chunk by chunk, while the rest is computed."""
+    desk.assign(1, 2, 3, 9)
+    desk.compute(4)
+    desk.compute(5, 6)
+    desk.end(0, 1)
+    assert desk.said() == []
+    desk.compute(7, last=True)
+    desk.end(2)
+
+    assert desk.written() == [([4], [1]), ([5, 6], [2, 3]), ([7], [9])]
+    assert desk.said() == [PushWritten(D, R)]
+    assert desk.counted() == {"pushes": 1}
+
+
+def test_a_prefix_that_the_decode_engine_has_is_not_written(desk):
+    """Its registration starts behind it, and what comes before is skipped in whatever chunks it comes."""
+    desk.assign(1, 2, first=2)
+    desk.compute(4)
+    desk.compute(5, 6)
+    desk.compute(7, last=True)
+    desk.end(0, 1)
+
+    assert desk.written() == [([6], [1]), ([7], [2])]
+    assert desk.said() == [PushWritten(D, R)]
+
+
+def test_a_prompt_that_has_more_blocks_than_are_wanted(desk):
+    """The last token, which the decode engine computes itself, may lie in a block of its own."""
+    desk.assign(1, 2)
+    desk.compute(4, 5, 6, last=True)
+    desk.end(0)
+
+    assert desk.written() == [([4, 5], [1, 2])]
+    assert desk.said() == [PushWritten(D, R)]
+
+
+def test_nothing_is_complete_before_its_prefill_is(desk):
+    """All wanted blocks are written, and then the prefill is preempted: its first blocks were another's meanwhile."""
+    desk.assign(1, 2)
+    desk.compute(4, 5)
+    desk.end(0)
+    assert desk.said() == []
+    desk.compute(8, attempt=1)
+    desk.compute(9, 10, attempt=1, last=True)
+    desk.end(1, 2)
+
+    assert desk.written() == [([4, 5], [1, 2]), ([8], [1]), ([9], [2])]
+    assert desk.said() == [PushWritten(D, R)]
+
+
+def test_a_new_attempt_waits_until_the_old_one_is_out_of_the_way(desk):
+    """Two writes into one block may arrive in any order."""
+    desk.assign(1, 2)
+    desk.compute(4)
+    desk.compute(5)
+    desk.compute(8, 9, attempt=1, last=True)
+    desk.end(0)
+    assert len(desk.mover.writes) == 2
+    desk.end(1)
+    assert desk.written()[2:] == [([8, 9], [1, 2])]
+    assert desk.said() == []
+    desk.end(2)
+
+    assert desk.said() == [PushWritten(D, R)]
+
+
+def test_two_preemptions_in_a_row(desk):
+    """The attempt in between was never written at all."""
+    desk.assign(1)
+    desk.compute(4)
+    desk.compute(5, attempt=1)
+    desk.compute(6, attempt=2, last=True)
+    desk.end(0)
+    desk.end(1)
+
+    assert desk.written() == [([4], [1]), ([6], [1])]
+    assert desk.said() == [PushWritten(D, R)]
+
+
+def test_several_readers_of_one_transfer(desk):
+    """One prompt, n answers, here and at another engine: each gets everything once."""
+    desk.arrive(ELSE, "e")
+    desk.assign(1, 2)
+    desk.assign(3, 4, reader="d-b")
+    desk.compute(4, 5, last=True)
+    desk.assign(7, first=1, peer=ELSE)
+    desk.end(0, 1, 2)
+
+    assert desk.mover.writes[2] == ("handle of e", [7], [5])
+    assert desk.said() == [PushWritten(D, R), PushWritten(D, RequestId("d-b")), PushWritten(ELSE, R)]
+
+
+def test_what_the_device_has_not_finished_is_not_written(desk):
+    """Kernels of the steps before may still run when the engine announces their blocks; order is kept."""
+    is_ready = []
+    desk.assign(1, 2)
+    desk.compute(4, ready=lambda: bool(is_ready))
+    desk.compute(5, last=True)
+    assert desk.writer.advance(now=1.0) == pytest.approx(1.0 + POLL_INTERVAL)
+    assert desk.mover.writes == []
+    is_ready.append(True)
+    desk.writer.advance(now=1.0)
+    desk.end(0, 1)
+
+    assert desk.written() == [([4], [1]), ([5], [2])]
+    assert desk.said() == [PushWritten(D, R)]
+
+
+def test_pieces_that_are_not_ready_are_forgotten_with_their_transfer(desk):
+    """Others' stay."""
+    desk.compute(4, ready=lambda: True)
+    desk.compute(5, request="other", ready=lambda: True)
+    desk.writer.add_computed(TransferOver(RequestId(T)), now=0.0, ready=lambda: True)
+    desk.writer.advance(now=0.0)
+
+    assert desk.writer._sources.keys() == {"other"}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "reason"),
+    [
+        ("digest", "another", "transfer t belongs to another prompt"),
+        ("digest", None, "transfer t was registered without its prompt's digest"),
+        (None, "digest", "transfer t belongs to another prompt"),
+    ],
+)
+def test_another_prompt_is_not_written(desk, ours, theirs, reason):
+    """Whatever the router mixed up; who leaves the digest out does not know the prompt, and may be a stranger."""
+    desk.assign(1, prompt=theirs)
+    desk.assign(2, prompt=ours, reader="d-b")
+    desk.compute(4, last=True, prompt=ours)
+    desk.end(0)
+
+    assert desk.written() == [([4], [2])]
+    assert desk.said() == [PushAborted(D, R, reason), PushWritten(D, RequestId("d-b"))]
+
+
+def test_too_few_blocks_are_refused_at_the_end(desk):
+    """The rest would never come."""
+    desk.assign(1, 2, 3)
+    desk.compute(4, 5)
+    desk.end(0)
+    desk.compute(last=True)
+
+    assert desk.said() == [PushAborted(D, R, "transfer t has 8 tokens, 12 are wanted")]
+
+
+@pytest.mark.parametrize("block", [13, 10**6])
+def test_a_block_that_the_decode_engine_does_not_have_is_refused(desk, block):
+    """It would be somebody else's memory."""
+    desk.compute(4, last=True)
+    desk.assign(block)
+    (ceased,) = desk.said()
+
+    assert desk.mover.writes == []
+    assert f"block {block}, for tokens 0 to 4 of group 0, is not one of the peer's 13 blocks" in ceased.reason
+
+
+def test_a_memory_that_cannot_be_used_is_told_for_each_registration(desk):
+    """The engine stays up, and so does the reason."""
+    desk.hear(PeerMemory(ELSE, rank_info("e", rank=1, ranks=2, width=8)))
+    desk.compute(4, last=True)
+    desk.assign(1, peer=ELSE)
+    (ceased,) = desk.said()
+    desk.hear(PeerGone(ELSE))
+
+    assert (ceased.peer, "has entries of 8 bytes, ours 16" in ceased.reason) == (ELSE, True)
+    assert desk.mover.detached == []
+    assert desk.counted() == {"handshakes_failed": 1, "pushes_aborted": 1}
+
+
+def test_a_memory_that_nixl_refuses(desk):
+    """As before; NIXL's words may be long."""
+    desk.mover.broken = "x" * MAX_REASON * 2
+    desk.arrive(ELSE, "e")
+    desk.compute(4, last=True)
+    desk.assign(1, peer=ELSE)
+
+    assert desk.said() == [PushAborted(ELSE, R, "x" * MAX_REASON)]
+
+
+def test_a_write_that_cannot_start_ceases_the_push(desk):
+    """What flies ends first."""
+    desk.assign(1, 2)
+    desk.compute(4)
+    desk.mover.broken = "no route"
+    desk.compute(5, last=True)
+    assert desk.said() == []
+    assert desk.mover.cancelled == [0]
+    desk.end(0)
+
+    assert desk.said() == [PushAborted(D, R, "no route")]
+
+
+def test_a_write_that_fails_ceases_the_push_when_nothing_flies(desk):
+    """Until then the decode engine's blocks are not safe."""
+    desk.assign(1, 2)
+    desk.compute(4)
+    desk.compute(5)
+    desk.end(0, outcome=XferOutcome.FAILED, reason="no route")
+    assert desk.said() == []
+    desk.compute(6, last=True)
+    desk.end(1, outcome=XferOutcome.FAILED, reason="cancelled")
+
+    assert len(desk.mover.writes) == 2
+    assert desk.said() == [PushAborted(D, R, "NIXL: no route")]
+
+
+def test_a_cease_is_answered_when_nothing_flies(desk):
+    """Even if the write was finished after all."""
+    desk.assign(1, 2)
+    desk.compute(4)
+    desk.hear(StopPush(D, R))
+    desk.hear(StopPush(D, R))
+    assert desk.said() == []
+    desk.compute(5, last=True)
+    desk.end(0)
+
+    assert len(desk.mover.writes) == 1
+    assert desk.said() == [PushAborted(D, R, "")]
+
+
+def test_a_cease_before_anything_was_written_is_answered_at_once(desk):
+    """And of what is over, or was never known, nobody waits for an answer."""
+    desk.assign(1)
+    desk.hear(StopPush(D, R))
+    assert desk.said() == [PushAborted(D, R, "")]
+    desk.hear(StopPush(D, R), StopPush(D, RequestId("?")), PeerGone(ELSE), HeartbeatReply())
+    desk.assign(1, peer=ELSE)
+
+    assert desk.said() == []
+    assert desk.counted()["unknown_transfer_messages"] == 5
+
+
+def test_blocks_that_are_gone_are_not_written_any_more(desk):
+    """The lease is over: they are somebody else's."""
+    desk.assign(1, 2)
+    desk.compute(4)
+    desk.writer.add_computed(TransferOver(RequestId(T)), now=0.0)
+    desk.writer.add_computed(TransferOver(RequestId("unknown")), now=0.0)
+    desk.end(0)
+    desk.assign(7, reader="d-b")
+
+    assert len(desk.mover.writes) == 1
+    assert desk.said() == [PushAborted(D, R, "the prefill engine does not hold the blocks any more")]
+
+
+def test_a_write_that_does_not_end_is_told_once_and_ends_later(desk):
+    """A hung decode engine; the news that it has let go follows, however late."""
+    desk.assign(1, 2)
+    desk.compute(4)
+    desk.now = TIMEOUT - 1
+    desk.compute(5)
+    desk.writer.advance(now=TIMEOUT - 1)
+    assert desk.said() == []
+    assert desk.writer.advance(now=TIMEOUT) == pytest.approx(TIMEOUT + QUARANTINE_POLL_INTERVAL)
+    assert desk.said() == [WriteStalled(D, R, "a write did not end within 20 s")]
+    desk.writer.advance(now=2 * TIMEOUT)
+    desk.end(0, outcome=XferOutcome.FAILED)
+    assert desk.said() == []
+    desk.end(1)
+
+    assert desk.mover.cancelled == [0, 1]
+    assert desk.said() == [PushAborted(D, R, "a write did not end within 20 s")]
+    assert desk.writer.advance(now=100.0) is None
+
+
+def test_a_guest_that_leaves_hears_nothing_more(desk):
+    """Its writes end, and its memory is let go of."""
+    desk.assign(1, 2)
+    desk.compute(4)
+    desk.assign(3, reader="d-b", first=1)
+    desk.hear(PeerGone(D))
+    desk.writer.advance(now=TIMEOUT)
+    desk.compute(5, last=True)
+    desk.end(0, outcome=XferOutcome.FAILED)
+
+    assert (desk.mover.detached, desk.mover.cancelled) == (["handle of d"], [0])
+    assert len(desk.mover.writes) == 1
+    assert desk.said() == []
+    assert len(desk.writer) == 1, "the prompt is still there for others"
+
+
+def test_without_its_scheduler_it_stops_everything_and_calls_again(desk):
+    """Nobody could be told any more."""
+    desk.assign(1, 2)
+    desk.compute(4)
+    desk.now = 5.0
+    desk.writer.on(ConnectionLost(desk.scheduler_endpoint, "closed"), now=5.0)
+    desk.end(0, outcome=XferOutcome.FAILED)
+    assert desk.link.calls == [HOME]
+    desk.writer.advance(now=5.0 + RETRY)
+
+    assert desk.link.calls == [HOME, HOME]
+    assert desk.said() == []
+    assert desk.writer._jobs == desk.writer._peers == {}
+
+
+def test_a_scheduler_that_is_back_hears_how_what_still_flies_ends(desk):
+    """It says everything again, and waits for an end."""
+    desk.assign(1, 2)
+    desk.compute(4)
+    desk.writer.on(ConnectionLost(desk.scheduler_endpoint, "closed"), now=5.0)
+    desk.writer.on(PeerConnected(desk.scheduler_endpoint, None), now=6.0)
+    desk.arrive()
+    desk.assign(1, 2)
+    desk.hear(StopPush(D, R))
+    desk.end(0)
+
+    assert desk.said() == [WorkerHello(1, b"token"), PushAborted(D, R, "the decode engine is gone")]
+
+
+def test_a_prompt_that_outlives_the_loss_of_its_scheduler_is_whole(desk):
+    """Pieces are counted from the first: were it forgotten, the second would be taken for the beginning."""
+    desk.compute(4)
+    desk.writer.on(ConnectionLost(desk.scheduler_endpoint, "closed"), now=5.0)
+    desk.writer.on(PeerConnected(desk.scheduler_endpoint, None), now=6.0)
+    desk.arrive()
+    desk.assign(1, 2)
+    desk.compute(5, 6, last=True)
+    desk.end(*range(len(desk.mover.writes)))
+
+    assert desk.written() == [([4], [1]), ([5], [2])]
+    assert PushWritten(D, R) in desk.said()

@@ -1,0 +1,423 @@
+"""Engines that push, together: the stories that decide whether an operator sleeps."""
+
+import pytest
+
+from support.engines import BLOCKS, LEASE
+from support.push_engines import PATIENCE, STRAYS, WAIT, WRITE, PushWorld
+from support.push_machine import nothing_is_left
+from xpyd_connector.core.ports import ConnectionLost
+from xpyd_connector.core.push.decode_scheduler import LONG_QUARANTINE
+
+SHAPES = {  # ranks of P and of D, KV heads
+    "one rank": (1, 1, 1),
+    "two ranks": (2, 2, 2),
+    "two to one": (2, 1, 2),
+    "one to two": (1, 2, 2),
+    "replicated": (2, 1, 1),  # one of P's ranks has nothing to write
+}
+
+
+@pytest.fixture(params=SHAPES.values(), ids=SHAPES)
+def world(request):
+    ranks, d_ranks, heads = request.param
+    return PushWorld(ranks=ranks, d_ranks=d_ranks, heads=heads)
+
+
+def has_landed(world, into, request="d-a", name="t", first=0):
+    right = world.right_bytes(name, range(first, first + len(into)))
+    return world.d.result(request) is not None and not world.d.result(request).failure and (
+        world.d.bytes_of(into) == right
+    )  # fmt: skip
+
+
+def failure(world, request="d-a"):
+    return world.d.result(request).failure
+
+
+def why(world):
+    return [released.why.name for released in world.p.freed]
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_blocks_arrive_whichever_leg_is_first(world, first):
+    """The main path: no time needs to pass."""
+    if first == "prefill":
+        world.prefill()
+        world.run()
+    into = world.expect()
+    world.run()
+    if first == "decode":
+        world.prefill()
+        world.run()
+
+    assert has_landed(world, into)
+    assert why(world) == ["DONE"]
+    assert len(world.p.free) == BLOCKS
+    assert len(world.p.control.take_results(now=world.now)) == 0
+
+
+def test_blocks_arrive_while_the_rest_is_computed(world):
+    """That is what push is for."""
+    into = world.expect()
+    world.run()
+    world.prefill(chunk=2)
+    world.prefill(chunk=1)
+    world.run()
+    assert world.d.bytes_of(into[:2]) == world.right_bytes("t", range(2))
+    assert world.d.result("d-a") is None
+    world.prefill()
+    world.run()
+
+    assert has_landed(world, into)
+
+
+def test_only_what_is_missing_is_written(world):
+    """The decode engine has the beginning in its prefix cache."""
+    into = world.expect(first=2)
+    world.prefill()
+    world.run()
+
+    assert len(into) == 1
+    assert has_landed(world, into, first=2)
+
+
+def test_a_preempted_prefill_is_written_anew(world):
+    """Its blocks were another's meanwhile, and so were the bytes that had been written."""
+    into = world.expect()
+    world.run()
+    world.prefill(chunk=3)
+    world.prefill(chunk=0)
+    world.run()
+    world.p.preempt("t")
+    world.prefill("other", 3)
+    world.prefill(chunk=1)
+    world.run()
+    assert world.d.result("d-a") is None
+    world.prefill()
+    world.run()
+
+    assert has_landed(world, into)
+
+
+def test_a_prefill_that_is_preempted_while_it_is_written_is_right_in_the_end(world):
+    """What the first attempt sent is slow, and must not arrive after what the second one sends."""
+    into = world.expect()
+    world.run()
+    for mover in world.p.movers:
+        mover.stuck = True
+    world.prefill(chunk=3)
+    world.prefill(chunk=0)
+    world.run()
+    world.p.preempt("t")
+    world.prefill()
+    world.run()
+    for mover in world.p.movers:
+        mover.stuck = False
+    world.run()
+
+    assert has_landed(world, into)
+
+
+def test_a_prefill_that_is_aborted_fails_the_request_at_once(world):
+    """It recomputes, in blocks that nobody writes into."""
+    world.expect()
+    world.prefill(chunk=2)
+    world.run()
+    world.p.abandon("t")
+    world.run()
+
+    assert "without handing its KV over" in failure(world)
+    assert len(world.d.free) == BLOCKS
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_a_request_that_comes_when_p_closes_the_idle_connection_gets_its_blocks(world, first):
+    """D's first words for an hour are lost with the connection."""
+    world.expect()
+    world.prefill()
+    world.run()
+    world.run(seconds=3600, step=300)
+    if first == "prefill":
+        world.prefill("u")
+    into = world.expect("d-b", "u")
+    (guest,) = world.p.push_coordinator._peers
+    world.network.hang_up(world.p.link, guest)
+    world.p.link.inbox.append(ConnectionLost(guest, "its engine said nothing"))
+    world.run()
+    if first == "decode":
+        world.prefill("u")
+    world.run()
+
+    assert has_landed(world, into, "d-b", "u")
+    assert why(world) == ["DONE", "DONE"]
+    assert world.d.counters.take().counters["registrations_resent"] == 1
+
+
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+def test_a_request_that_is_aborted_gives_everything_back(world, when):
+    """On both engines, at once."""
+    if when == "after":
+        for mover in world.p.movers:
+            mover.stuck = True
+        world.prefill()
+    elif when == "during":
+        world.prefill(chunk=2)
+        world.prefill(chunk=0)
+    world.expect()
+    world.run()
+    world.stop()
+    world.run()
+    assert "aborted" in failure(world)
+    assert len(world.d.free) == BLOCKS
+    if when != "after":
+        world.prefill()
+    world.run()
+
+    assert why(world) == ["DROPPED"]
+    assert len(world.p.free) == BLOCKS
+
+
+def test_blocks_of_an_aborted_request_wait_for_what_flies(world):
+    """NIXL cannot stop a write."""
+    for mover in world.p.movers:
+        mover.stuck = mover.clinging = True
+    world.prefill()
+    into = world.expect()
+    world.run()
+    world.stop()
+    world.run(seconds=WAIT)
+    assert world.d.result("d-a").quarantined
+    assert set(into).isdisjoint(world.d.free)
+    world.heal()
+    world.run()
+
+    assert len(world.d.free) == BLOCKS
+
+
+def test_a_write_that_hangs_fails_the_request_after_the_timeout(world):
+    """Its blocks come back when the write has ended."""
+    for mover in world.p.movers:
+        mover.stuck = mover.clinging = True
+    world.prefill()
+    into = world.expect()
+    world.run(seconds=WRITE)
+    assert "within 20 s" in failure(world)
+    assert set(into).isdisjoint(world.d.free)
+    world.heal()
+    world.run()
+
+    assert len(world.d.free) == BLOCKS
+
+
+def test_a_prefill_engine_that_hangs_is_noticed_by_its_silence(world):
+    """Its connection stands, and so do its writes."""
+    world.expect()
+    world.run()
+    world.p.frozen = True
+    world.run(seconds=LEASE / 6 + PATIENCE + 1)
+    assert "does not answer" in failure(world)
+    assert len(world.d.free) < BLOCKS
+    world.heal()
+    world.run()
+
+    assert len(world.d.free) == BLOCKS
+
+
+def test_a_queue_at_the_prefill_engine_is_not_a_hang(world):
+    """It answers heartbeats meanwhile, for as long as registrations wait."""
+    into = world.expect()
+    world.run(seconds=WAIT - 10)
+    world.prefill()
+    world.run()
+
+    assert has_landed(world, into)
+
+
+def test_a_dead_prefill_engine_fails_the_request_at_once_and_its_bytes_hit_nobody(world):
+    """What it had sent lands while the blocks are still kept."""
+    for mover in world.p.movers:
+        mover.stuck = True
+    world.prefill()
+    into = world.expect()
+    world.run()
+    world.p.die()
+    world.round()
+    assert "is gone" in failure(world)
+    assert set(into).isdisjoint(world.d.free)
+    for _ in range(STRAYS):
+        world.round()
+    assert world.strays == []
+    assert world.d.bytes_of(into) == world.right_bytes("t", range(3))
+    world.run(seconds=30)
+
+    assert len(world.d.free) == BLOCKS
+
+
+def test_a_prefill_engine_that_is_cut_off_may_write_much_later(world):
+    """Its blocks are kept for longer than TCP sends again."""
+    for mover in world.p.movers:
+        mover.clinging = True
+    into = world.expect()
+    world.run()
+    world.cut(world.p, "both")
+    world.prefill()
+    world.run(seconds=LEASE)
+    world.network.time_out()
+    world.run(seconds=800, step=5.0)
+    assert failure(world)
+    assert set(into).isdisjoint(world.d.free)
+    world.heal()
+    world.run(seconds=LONG_QUARANTINE[0] * LONG_QUARANTINE[1], step=5.0)
+
+    assert len(world.d.free) == BLOCKS
+
+
+def test_a_decode_engine_that_is_cut_off_recomputes(world):
+    """P's lease ends meanwhile: what it wrote until then is not to be trusted."""
+    into = world.expect()
+    world.run()
+    for mover in world.p.movers:
+        mover.stuck = True
+    world.prefill()
+    world.run()
+    world.cut(world.d, "control")
+    world.run(seconds=LEASE + 1)
+    world.heal()
+    world.run(seconds=WRITE)
+
+    assert failure(world)
+    assert not set(into) & set(world.d.lent)
+
+
+def test_a_dead_decode_engine_is_noticed_at_once(world):
+    """And nothing is written any more."""
+    world.expect()
+    world.prefill()
+    world.run()
+    world.prefill("u", 3, chunk=1)
+    world.expect("d-b", "u")
+    world.run()
+    world.d.die()
+    world.run()
+    world.prefill("u")
+    world.run()
+
+    assert why(world) == ["DONE", "DROPPED"]
+    assert all(not writer._peers for writer in world.p.writers)
+
+
+def test_another_prompts_kv_is_refused(world):
+    """Whatever the router mixed up."""
+    world.prefill()
+    world.expect(prompt="another")
+    world.run()
+
+    assert "belongs to another prompt" in failure(world)
+
+
+def test_two_requests_share_one_transfer(world):
+    """One prompt, n answers."""
+    first, second = world.expect(), world.expect("d-b")
+    world.prefill()
+    world.run()
+
+    assert has_landed(world, first)
+    assert has_landed(world, second, "d-b")
+    assert why(world) == ["DONE"]
+
+
+def test_a_second_answer_that_comes_late_is_right_or_recomputed_soon(world):
+    """The first one's end has freed P's blocks: the second must not wait for a prefill that will never come."""
+    world.expect()
+    world.prefill()
+    world.run()
+    world.expect("d-b")
+    world.run(seconds=LEASE)
+
+    assert world.d.result("d-b") is not None
+
+
+def test_a_transfer_that_nobody_wanted_leaves_nothing_behind(world):
+    """The decode engine gave up first: the lease is over before the workers hear of the last blocks."""
+    world.prefill(chunk=2)
+    world.expect()
+    world.run()
+    world.stop()
+    world.run()
+    world.prefill()
+    world.run(seconds=WAIT + 1)
+
+    nothing_is_left(world.p)
+
+
+def test_a_transfer_that_is_aborted_in_a_long_step_leaves_nothing_behind(world):
+    """Pieces are told with the engine's steps, its end at once."""
+    world.expect()
+    world.run()
+    world.prefill(chunk=2)
+    world.p.is_busy = True
+    world.prefill(chunk=0)
+    world.p.abandon("t")
+    world.run()
+    world.p.is_busy = False
+    world.run(seconds=WAIT + 1)
+
+    nothing_is_left(world.p)
+
+
+@pytest.mark.parametrize("is_aborted", [True, False], ids=["aborted", "handed over"])
+def test_a_name_that_is_used_again_stands_for_the_new_prefill_only(world, is_aborted):
+    """A client that tries again with the same id: the text must be made from the blocks of the second prefill."""
+    world.prefill(chunk=2)
+    world.expect()
+    world.run()
+    if is_aborted:
+        world.stop()
+        world.run()
+    world.prefill()
+    world.run()
+    world.prefill("other", 2)
+    into = world.expect("d-b")
+    world.prefill()
+    world.run(seconds=1)
+
+    assert failure(world, "d-b") or has_landed(world, into, "d-b")
+
+
+def test_the_end_of_a_name_does_not_hit_its_next_use(world):
+    """P's engine is faster than its workers: both prefills' blocks, and the end of the first, lie in their queues."""
+    world.prefill()
+    world.expect()
+    world.run()
+    world.expect("d-b")
+    world.p.is_busy = True
+    world.prefill(chunk=1)
+    world.prefill(chunk=1)
+    world.p.abandon("t")
+    world.prefill(chunk=2)
+    world.p.is_busy = False
+    world.prefill()
+    into = world.expect("d-c")
+    world.run(seconds=LEASE)
+
+    assert world.d.result("d-c") is not None
+    assert failure(world, "d-c") or has_landed(world, into, "d-c")
+
+
+def test_a_worker_that_loses_its_scheduler_for_a_moment_writes_nothing_wrong(world):
+    """It starts from nothing, and what came before is gone: the request recomputes."""
+    into = world.expect(blocks=2)
+    world.run()
+    world.prefill(chunk=1)
+    world.prefill(chunk=0)
+    world.run()
+    for wire in [wire for wire in world.network._wires if wire.is_local]:
+        world.network._wires.remove(wire)
+        for number, conn in wire.ends.items():
+            link = world.network.links[number]
+            link.inbox.append(ConnectionLost(conn, "closed"))
+    world.run(seconds=1)
+    world.prefill()
+    world.run(seconds=LEASE)
+
+    assert world.d.result("d-a") is None or failure(world) or has_landed(world, into)

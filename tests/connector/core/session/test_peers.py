@@ -1,0 +1,221 @@
+"""Who is met, when again, and what an operator reads about those who were not."""
+
+import itertools
+
+import pytest
+
+from support.engines import FINGERPRINT, changed, rank_info
+from xpyd_connector.core.counters import Counters
+from xpyd_connector.core.ids import Address, ConnId, EngineId
+from xpyd_connector.core.messages import PROTOCOL, Fingerprint, LeasesLost, Welcome
+from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
+from xpyd_connector.core.session.peers import (
+    MAX_BACKOFF,
+    TRANSITIONS,
+    Peer,
+    PeerEvent,
+    PeerState,
+    PeerTable,
+    mismatch,
+)
+from xpyd_connector.errors import IllegalTransition
+from xpyd_connector.io.in_memory import InMemoryLink, InMemoryNetwork
+
+P, ADDRESS = EngineId("p0"), Address("10.0.0.1", 5600)
+WELCOME = Welcome(PROTOCOL, P, FINGERPRINT, (rank_info("p0"),))
+
+
+class Book:
+    """A peer book on a network that carries nothing: each test tells it what happened."""
+
+    def __init__(self):
+        self.network, self.counters = InMemoryNetwork(), Counters()
+        self.book = PeerTable(InMemoryLink(self.network, "d"), FINGERPRINT, self.counters, retry_after=1.0)
+
+    def ensure_connected(self, now=0.0, engine=P, address=ADDRESS):
+        return self.book.ensure_connected(engine, address, now=now)
+
+    def calls(self):
+        """Addresses that we have started to connect to since the last call."""
+        calls, self.network._calls = self.network._calls, []
+        return [address for _, _, address in calls]
+
+    def fail(self, peer, now=0.0):
+        return self.book.on(ConnectFailed(peer.conn, "no route"), now=now)
+
+    def met(self, now=0.0, welcome=WELCOME):
+        peer = self.ensure_connected(now)
+        self.book.on(PeerConnected(peer.conn, welcome), now=now)
+        return peer
+
+
+@pytest.fixture
+def book():
+    return Book()
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(PeerState, PeerEvent)))
+def test_every_cell_of_the_table(state, event):
+    """What is not in the table is a bug and says so."""
+    peer = Peer(P, ADDRESS, ConnId(1), state)
+    if event in TRANSITIONS[state]:
+        peer.on(event)
+        assert peer.state is TRANSITIONS[state][event]
+    else:
+        with pytest.raises(IllegalTransition, match=f"p0 cannot handle {event.name} while {state.name}"):
+            peer.on(event)
+
+
+def test_a_peer_is_met_once_however_many_ask(book):
+    """A surge of requests for a new engine is one handshake."""
+    for _ in range(5):
+        peer = book.ensure_connected()
+    book.book.on(PeerConnected(peer.conn, WELCOME), now=0.0)
+    again = book.ensure_connected()
+
+    assert book.calls() == [ADDRESS]
+    assert again is peer
+    assert again.state is PeerState.CONNECTED
+
+
+def test_the_pause_doubles_up_to_a_bound(book):
+    """A dead engine costs ever less, a slow one is found again within half a minute."""
+    pauses, now, peer = [], 0.0, book.ensure_connected()
+    for _ in range(40):
+        book.fail(peer, now=now)
+        pauses.append(peer.retry_at - now)
+        now = peer.retry_at
+        book.ensure_connected(now)
+
+    assert pauses[:6] == [1, 2, 4, 8, 16, 30]
+    assert set(pauses[6:]) == {MAX_BACKOFF}
+
+
+def test_a_refused_peer_is_left_alone_until_its_pause_is_over(book):
+    """Requests fail at once meanwhile, instead of waiting for another timeout each."""
+    peer = book.ensure_connected()
+    book.fail(peer)
+    book.calls()
+    assert book.ensure_connected(0.99).state is PeerState.REFUSED
+    assert book.calls() == []
+    book.ensure_connected(1.0)
+
+    assert peer.state is PeerState.CONNECTING
+    assert book.calls() == [ADDRESS]
+
+
+def test_a_peer_that_is_said_to_be_elsewhere_is_tried_there_at_once(book):
+    """One offer with a wrong address must not shut an engine out for those with the right one."""
+    elsewhere = Address("10.0.0.2", 5600)
+    book.fail(book.ensure_connected(address=elsewhere))
+    book.calls()
+    book.ensure_connected(0.1)
+
+    assert book.calls() == [ADDRESS]
+
+
+def test_a_peer_whose_memory_cannot_be_used_is_paused_ever_longer_too(book):
+    """It can be met, so only the failures in a row tell that it is hopeless."""
+    pauses, now = [], 0.0
+    for _ in range(3):
+        peer = book.met(now)
+        book.book.refuse(peer, "its cache differs", now=now)
+        pauses.append(peer.retry_at - now)
+        now = peer.retry_at
+
+    assert pauses == [1, 2, 4]
+
+
+def test_a_lost_peer_is_forgotten_and_met_anew(book):
+    """Its metadata died with the connection."""
+    peer = book.met()
+    changed_peer = book.book.on(ConnectionLost(peer.conn, "connection reset"), now=1.0)
+    assert changed_peer is peer
+    assert (peer.state, peer.reason) == (PeerState.GONE, "connection reset")
+    assert len(book.book) == 0
+    again = book.ensure_connected(1.0)
+
+    assert again is not peer
+    assert again.state is PeerState.CONNECTING
+
+
+def test_a_peer_we_leave_is_forgotten_and_its_connection_closed(book):
+    """Nothing more is heard of it."""
+    peer = book.met()
+    book.book.disconnect(peer, "it does not answer")
+
+    assert peer.state is PeerState.GONE
+    assert len(book.book) == 0
+    assert book.book.find(peer.conn) is None
+
+
+def test_a_restarted_engine_does_not_pass_for_the_one_before_it(book):
+    """Same address, other engine: the blocks in the offer died."""
+    peer = book.met(welcome=changed(WELCOME, engine=EngineId("p1")))
+
+    assert peer.state is PeerState.REFUSED
+    assert peer.reason == ("engine p1 answers at 10.0.0.1:5600 now, the request was prefilled by p0")
+
+
+def test_another_protocol_is_named_with_both_numbers(book):
+    """A rolling update must tell which side is old."""
+    peer = book.met(welcome=changed(WELCOME, protocol=PROTOCOL + 1))
+
+    assert peer.reason == f"it speaks protocol {PROTOCOL + 1}, we speak {PROTOCOL}"
+
+
+@pytest.mark.parametrize("name", Fingerprint.__struct_fields__)
+def test_a_mismatch_names_both_values(name):
+    """An operator must see what to change on which engine."""
+    our = getattr(FINGERPRINT, name)
+    their = our + 1 if isinstance(our, int) else f"{our}-x"
+    sentence = mismatch(FINGERPRINT, changed(FINGERPRINT, **{name: their}))
+
+    assert sentence == f"its {name.replace('_', ' ')} is {their!r}, ours is {our!r}; they must be equal"
+    assert mismatch(FINGERPRINT, FINGERPRINT) is None
+
+
+def test_refused_peers_are_forgotten(book):
+    """Engines come and go for ever, with a new id each: the table must not grow for ever."""
+    for number in range(100):
+        book.fail(book.ensure_connected(engine=EngineId(f"p{number}")))
+    wanted = EngineId("p7")
+    book.book.forget_refused([wanted], now=MAX_BACKOFF)
+    assert len(book.book) == 100
+    book.book.forget_refused([wanted], now=MAX_BACKOFF + 1.0)
+    assert len(book.book) == 1
+    book.book.forget_refused([], now=MAX_BACKOFF + 1.0)
+
+    assert len(book.book) == 0
+
+
+def test_a_peer_that_is_met_is_not_forgotten(book):
+    """Only those that refused are."""
+    book.met()
+    book.book.forget_refused([], now=1e9)
+
+    assert len(book.book) == 1
+
+
+def test_events_of_unknown_connections_change_nothing(book):
+    """Late news of a connection we have closed."""
+    peer = book.met()
+    stranger = ConnId(peer.conn + 1000)
+
+    for event in (
+        PeerConnected(stranger, WELCOME),
+        ConnectFailed(stranger, ""),
+        ConnectionLost(stranger, ""),
+        MessageReceived(peer.conn, LeasesLost(())),
+    ):
+        assert book.book.on(event, now=0.0) is None
+    assert peer.state is PeerState.CONNECTED
+
+
+def test_a_refused_peer_is_not_found_by_its_old_connection(book):
+    """Otherwise news of that connection would reach the next attempt."""
+    peer = book.ensure_connected()
+    book.fail(peer)
+
+    assert book.book.find(peer.conn) is None
+    assert book.book.get(P) is peer

@@ -1,0 +1,195 @@
+"""A worker that copies for its scheduler, and the connection it has to it."""
+
+import pytest
+
+from support.copying import MemoryCopier
+from support.staging_world import region
+from xpyd_connector.core.counters import Counters, ForwardingCounters, merge
+from xpyd_connector.core.ids import Address, ConnId, EngineEndpoint, EngineId
+from xpyd_connector.core.messages import CopyEnded, CopyIn, CopyOut, HeartbeatReply, WorkerHello
+from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
+from xpyd_connector.core.session.scheduler_link import RETRY, SchedulerLink
+from xpyd_connector.core.session.worker_links import WorkerLinks
+from xpyd_connector.core.staging.worker import StagingWorker
+from xpyd_connector.io.in_memory import InMemoryNetwork
+
+HOME, CONN = EngineEndpoint(EngineId("p"), Address("10.0.0.1", 5600)), ConnId(1)
+ATTEND = WorkerHello(0, b"token")
+
+
+class Link:
+    """Goes nowhere."""
+
+    def __init__(self):
+        self.met, self.sent = [], []
+
+    def connect(self, peer, engine):
+        self.met.append(EngineEndpoint(engine, peer))
+
+    def send(self, conn, message):
+        self.sent.append((conn, message))
+
+    def said(self):
+        sent, self.sent = self.sent, []
+        return [message for _, message in sent]
+
+
+class Desk:
+    """A worker with four blocks and two slots, at home."""
+
+    def __init__(self, link=None, counters=None):
+        self.network, self.link, self.counters = InMemoryNetwork(), link or Link(), counters or Counters()
+        self.network.memories["p"] = [b"null", b"one", b"two", b"three", b"-", b"-", b"-"]
+        self.copier = MemoryCopier(self.network, "p", [region(0, 4, 0)], [region(4, 3, 0)])
+        self.stager = StagingWorker(self.link, self.copier, self.counters, scheduler_endpoint=HOME, hello=ATTEND)
+        self.turn()
+        self.hear(PeerConnected(CONN, None))
+
+    def hear(self, *events):
+        for event in events:
+            self.stager.on(event, now=0.0)
+
+    def turn(self, now=0.0):
+        return self.stager.advance(now=now)
+
+    def order(self, message):
+        self.hear(MessageReceived(CONN, message))
+
+
+@pytest.fixture
+def desk():
+    return Desk()
+
+
+def test_blocks_are_copied_out_and_in(desk):
+    """And each is told when it is over."""
+    assert (desk.link.met, desk.link.said()) == ([HOME], [ATTEND])
+    desk.order(CopyOut(7, ((3, 1),), ((1, 2),)))
+    desk.order(CopyIn(8, ((2, 1),), ((2, 3),)))
+    assert len(desk.stager) == 2
+    desk.turn()
+
+    assert desk.network.memories["p"] == [b"null", b"one", b"one", b"three", b"-", b"three", b"one"]
+    assert desk.link.said() == [CopyEnded(7, ""), CopyEnded(8, "")]
+    assert desk.counters.take().counters == {"bytes_staged_out": 128, "bytes_staged_in": 128}
+    assert len(desk.stager) == 0
+
+
+def test_what_was_copied_is_told_before_the_scheduler_hears_of_it():
+    """It takes a step then, and vLLM collects the workers' numbers with a step."""
+    told, told_by_then = [], []
+
+    class Watched(Link):
+        def send(self, conn, message):
+            super().send(conn, message)
+            told_by_then.append((message, merge(told).counters))
+
+    desk = Desk(Watched(), ForwardingCounters(told.append))
+    desk.order(CopyOut(7, ((1,),), ((1,),)))
+    desk.turn()
+
+    assert told_by_then[-1] == (CopyEnded(7, ""), {"bytes_staged_out": 64})
+
+
+def test_a_copy_that_fails_is_told_with_the_reason(desk):
+    """Not more of it than fits into the message."""
+    desk.link.said()
+    desk.copier.failure = "x" * 10_000
+    desk.order(CopyOut(7, ((1,),), ((1,),)))
+    desk.turn()
+
+    assert desk.link.said() == [CopyEnded(7, "x" * 2048)]
+    assert desk.counters.take().counters == {}
+
+
+def test_a_copy_that_runs_is_not_started_again(desk):
+    """Our scheduler asks again when the connection was lost; it hears of the one that runs, once."""
+    desk.copier.stuck = True
+    desk.order(CopyOut(7, ((1,),), ((1,),)))
+    desk.hear(ConnectionLost(CONN, "reset"), PeerConnected(ConnId(2), None))
+    desk.hear(MessageReceived(ConnId(2), CopyOut(7, ((1,),), ((1,),))))
+    desk.copier.stuck = False
+    desk.link.said()
+    desk.turn()
+
+    assert desk.link.sent == [(ConnId(2), CopyEnded(7, ""))]
+    assert desk.counters.take().counters["peers_lost"] == 1
+
+
+def test_a_copy_that_ended_unheard_is_made_again(desk):
+    """The slots are still kept for it."""
+    desk.order(CopyOut(7, ((1,),), ((1,),)))
+    desk.hear(ConnectionLost(CONN, "reset"))
+    desk.link.said()
+    desk.turn()
+    assert desk.link.said() == []
+    desk.hear(PeerConnected(ConnId(2), None), MessageReceived(ConnId(2), CopyOut(7, ((1,),), ((1,),))))
+    desk.turn()
+
+    assert desk.link.said() == [ATTEND, CopyEnded(7, "")]
+
+
+def test_a_copy_that_ended_while_its_order_came_again_is_not_made_again(desk):
+    """The scheduler hears of its end next, and may give the slots to others: nothing must be copied into them then."""
+    desk.copier.stuck = True
+    desk.order(CopyOut(7, ((1,),), ((1,),)))
+    desk.hear(ConnectionLost(CONN, "reset"), PeerConnected(ConnId(2), None))
+    desk.copier.stuck = False
+    desk.turn()
+    desk.hear(MessageReceived(ConnId(2), CopyOut(7, ((1,),), ((1,),))))
+
+    assert len(desk.stager) == 0
+    assert desk.link.said()[-1] == CopyEnded(7, "")
+
+
+def test_what_a_scheduler_does_not_say_to_this_worker_is_counted(desk):
+    """And does no harm."""
+    desk.order(HeartbeatReply())
+
+    assert desk.counters.take().counters == {"unknown_transfer_messages": 1}
+
+
+def test_home_is_called_again_after_a_pause():
+    """Our scheduler starts to listen after us."""
+    link = Link()
+    scheduler_endpoint = SchedulerLink(link, HOME, ATTEND)
+    assert scheduler_endpoint.advance(now=5.0) is None
+    scheduler_endpoint.send(HeartbeatReply())
+    assert not scheduler_endpoint.on(ConnectFailed(CONN, "refused"), now=5.0)
+    assert scheduler_endpoint.advance(now=5.0) == 5.0 + RETRY
+    assert scheduler_endpoint.advance(now=5.0 + RETRY) is None
+    assert not scheduler_endpoint.on(PeerConnected(CONN, None), now=6.0)
+    scheduler_endpoint.send(HeartbeatReply())
+    assert scheduler_endpoint.on(ConnectionLost(CONN, "reset"), now=7.0)
+    scheduler_endpoint.send(HeartbeatReply())
+    assert scheduler_endpoint.advance(now=7.0) == 7.0 + RETRY
+
+    assert link.met == [HOME, HOME]
+    assert link.sent == [(CONN, ATTEND), (CONN, HeartbeatReply())]
+    assert not scheduler_endpoint.on(MessageReceived(CONN, HeartbeatReply()), now=8.0)
+
+
+def test_a_crew_knows_its_members_by_their_tokens():
+    """Anybody who reaches the port could claim to be one."""
+    link = Link()
+    workers = WorkerLinks(link, {0: b"zero", 1: b"one"})
+    assert not workers.add(CONN, WorkerHello(0, b"one"))
+    assert not workers.add(CONN, WorkerHello(2, b"zero"))
+    workers.send(0, HeartbeatReply())
+    assert (link.sent, set(workers.ranks), workers.rank_of(CONN)) == ([], {0, 1}, None)
+    assert workers.add(CONN, WorkerHello(0, b"zero"))
+    workers.send(0, HeartbeatReply())
+
+    assert (link.sent, workers.rank_of(CONN)) == ([(CONN, HeartbeatReply())], 0)
+
+
+def test_a_worker_that_comes_again_takes_its_own_place():
+    """What the connection before still says, and its end, mean nothing any more."""
+    workers = WorkerLinks(Link(), {0: b"zero"})
+    workers.add(CONN, WorkerHello(0, b"zero"))
+    workers.add(ConnId(2), WorkerHello(0, b"zero"))
+    workers.remove(CONN)
+    assert (workers.rank_of(CONN), workers.rank_of(ConnId(2))) == (None, 0)
+    workers.remove(ConnId(2))
+
+    assert workers.rank_of(ConnId(2)) is None

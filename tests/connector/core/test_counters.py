@@ -1,0 +1,99 @@
+"""The numbers an operator sees."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import xpyd_connector
+from xpyd_connector.core.counters import (
+    COUNTERS,
+    GAUGES,
+    Counters,
+    ForwardingCounters,
+    StatsReport,
+    TransferSample,
+    merge,
+)
+from xpyd_connector.core.lease.kv_params import REFUSALS
+from xpyd_connector.core.lease.prefill_scheduler import _COUNTER
+
+SAMPLE = TransferSample(0.1, 64, 1)
+
+
+def choices(argument):
+    """Both sides of ``a if ... else b``, or the argument itself."""
+    return (argument.body, argument.orelse) if isinstance(argument, ast.IfExp) else (argument,)
+
+
+def counted():
+    """Every name that the package's source counts or fails a load with."""
+    names = {*_COUNTER.values(), *REFUSALS.values()}
+    for source in Path(xpyd_connector.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in (
+                "count",
+                "_fail",
+                "_abort",
+                "_break_off",
+            ):
+                constants = (
+                    arg.value for top in node.args[:2] for arg in choices(top) if isinstance(arg, ast.Constant)
+                )
+                names |= {value for value in constants if isinstance(value, str)}
+    return names
+
+
+def test_everything_that_is_counted_is_described_and_the_other_way_round():
+    """An unknown counter would break the metrics at the first event; an unused one says nothing, for ever."""
+    assert counted() == set(COUNTERS)
+
+
+@pytest.mark.parametrize("text", [*COUNTERS.values(), *GAUGES.values()])
+def test_descriptions_are_sentences(text):
+    """They are the help lines in Prometheus."""
+    assert text[0].isupper()
+    assert text.endswith(".")
+
+
+def test_a_tally_starts_again_after_each_report():
+    """Counters are increments: told twice they would count twice."""
+    counters = Counters()
+    counters.count("loads")
+    counters.count("loads", 2)
+    counters.observe(SAMPLE)
+
+    assert counters.take() == StatsReport({"loads": 3}, {}, [SAMPLE])
+    assert not counters.take()
+
+
+def test_reports_add_up_but_gauges_are_replaced():
+    """Of a gauge only the latest value is true."""
+    merged = merge(
+        [
+            StatsReport({"loads": 1}, {"leases_held": 5.0}, [SAMPLE]),
+            StatsReport({"loads": 2, "leases_lost": 1}, {"leases_held": 0.0}),
+        ]
+    )
+
+    assert merged == StatsReport({"loads": 3, "leases_lost": 1}, {"leases_held": 0.0}, [SAMPLE])
+    assert not merge([])
+
+
+def test_merging_leaves_its_inputs_alone():
+    """They may be another thread's."""
+    report = StatsReport({"loads": 1}, {"leases_held": 5.0}, [SAMPLE])
+    merge([report, report])
+
+    assert report == StatsReport({"loads": 1}, {"leases_held": 5.0}, [SAMPLE])
+
+
+def test_what_tells_keeps_nothing():
+    """Each number once, and at once."""
+    told = []
+    counters = ForwardingCounters(told.append)
+    counters.count("pushes", 2)
+    counters.observe(SAMPLE)
+
+    assert told == [StatsReport(counters={"pushes": 2}), StatsReport(transfers=[SAMPLE])]
+    assert not counters.take()

@@ -1,0 +1,62 @@
+"""What an engine is refused for at its start: it would fail under load, or answer from the wrong KV."""
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's and vLLM's own, at their import
+    import torch
+    from vllm.platforms import current_platform
+
+    from xpyd_connector.shell.devices import check_copies, check_events, computed
+    from xpyd_connector.shell.engine_config import _check_supported
+
+from xpyd_connector.errors import UnsupportedCache
+
+pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
+COPIES = SimpleNamespace(insert_blocks_to_device=print, swap_out_blocks_to_host=print)
+
+
+def config(*, sleep=False, pipeline=1):
+    parallel = SimpleNamespace(pipeline_parallel_size=pipeline, decode_context_parallel_size=1)
+    return SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(enable_sleep_mode=sleep))
+
+
+def test_an_engine_that_may_sleep_is_refused():
+    """vLLM 0.32 lets it start; awake again, its cache is elsewhere, and NIXL's registrations are not."""
+    _check_supported(config(), SimpleNamespace(kv_cache_groups=[]))
+    with pytest.raises(UnsupportedCache, match="enable_sleep_mode is on"):
+        _check_supported(config(sleep=True), SimpleNamespace(kv_cache_groups=[]))
+
+
+@pytest.mark.parametrize("device", ["cuda", "xpu", "cpu"])
+def test_devices_with_streams_and_events_are_taken(device):
+    """As far as torch knows of them; whether there is one, vLLM has found out before."""
+    check_copies(device, COPIES)
+    check_events(device)
+
+
+@pytest.mark.parametrize("device", ["npu", "tpu"])
+def test_devices_without_events_are_refused_for_chunks(device):
+    """Nobody could tell when a chunk is computed; by request, the answer's first token tells."""
+    with pytest.raises(UnsupportedCache, match=f"torch has no events for '{device}' .* it must be 'request'"):
+        check_events(device)
+
+
+def test_a_device_that_vllm_cannot_copy_is_refused():
+    """The first request would fail, and every one after it."""
+    with pytest.raises(UnsupportedCache, match="'mps' cannot go through host memory: there is no streams for"):
+        check_copies("mps", COPIES)
+    with pytest.raises(
+        UnsupportedCache, match="no insert_blocks_to_device and no swap_out_blocks_to_host for that device"
+    ):
+        check_copies("xpu", current_platform if current_platform.is_cpu() else SimpleNamespace())
+
+
+def test_a_host_copies_and_computes_by_itself():
+    """Its operations have ended when they return."""
+    check_copies("cpu", SimpleNamespace())
+
+    assert computed(torch.device("cpu")) is None

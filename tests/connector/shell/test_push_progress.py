@@ -1,0 +1,217 @@
+"""What P's workers are told, step by step, with vLLM's own counters."""
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
+    from xpyd_connector.shell.push_progress import PushProgress
+
+from xpyd_connector.core.ids import RequestId
+from xpyd_connector.core.layout.cache_groups import CacheGroup
+from xpyd_connector.core.push.push_job import TransferOver
+
+pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
+SIZE = 4
+T = RequestId("t")
+
+
+class Engine:
+    """vLLM's scheduler, as far as the streams notice it: a step's tokens count after the step was announced."""
+
+    def __init__(self, *groups, is_chunked=True):
+        self.streams = PushProgress(groups or [CacheGroup(SIZE)], is_chunked=is_chunked)
+        self.tables = {}
+        self.running = set()
+
+    def begin(self, name="t", tokens=10):
+        request = SimpleNamespace(
+            request_id=f"p-{name}", num_prompt_tokens=tokens, num_computed_tokens=0, num_preemptions=0
+        )
+        self.streams.begin(request, RequestId(name), "digest")
+        return request
+
+    def step(self, *scheduled, state=True, resumed=()):
+        """Schedule (request, tokens, block table of the one group) and return what the workers are told."""
+        of_one = [(request, count, (blocks,)) for request, count, blocks in scheduled]
+        news = self.step_of_all_groups(*of_one, state=state, resumed=resumed)
+        return [
+            ("gone", each.request) if isinstance(each, TransferOver) else
+            (each.request, each.attempt, list(*each.groups), each.last) for each in news
+        ]  # fmt: skip
+
+    def step_of_all_groups(self, *scheduled, state=True, resumed=()):
+        for request, _, blocks in scheduled:
+            self.tables[request.request_id] = blocks
+        tokens = {request.request_id: count for request, count, _ in scheduled}
+        block_state = SimpleNamespace(resolve_block_ids=lambda own: self.tables[own]) if state else None
+        new = [SimpleNamespace(req_id=own) for own in tokens if own not in self.running and own not in resumed]
+        self.running |= tokens.keys()
+        output = SimpleNamespace(
+            num_scheduled_tokens=tokens,
+            kv_connector_block_state=block_state,
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(resumed)),
+        )
+        news = self.streams.take_computed(output)
+        for request, count, _ in scheduled:
+            request.num_computed_tokens += count
+        return news
+
+
+@pytest.fixture
+def engine():
+    return Engine()
+
+
+def test_a_step_tells_what_the_steps_before_have_completed(engine):
+    """Whole blocks only: a later token still goes into the last one."""
+    request = engine.begin()
+    assert engine.step((request, 6, [7, 8])) == []
+    assert engine.step((request, 2, [7, 8])) == [(T, 0, [7], False)]
+    assert engine.step((request, 2, [7, 8, 9])) == [(T, 0, [8], False)]
+    engine.streams.finish(request, ([7, 8, 9],))
+    assert engine.streams.has_pending()
+    assert engine.step() == [(T, 0, [9], True)]
+
+    assert not engine.streams.has_pending()
+    assert engine.step() == []
+    assert len(engine.streams) == 0
+
+
+def test_hits_are_told_a_step_later(engine):
+    """Another request of the same step may be computing them: vLLM counts a block as cached when it is scheduled."""
+    first, second = engine.begin("a", tokens=12), engine.begin("b", tokens=12)
+    second.num_computed_tokens = 8  # what the first one computes now
+    assert engine.step((first, 8, [7, 8]), (second, 2, [7, 8, 9])) == []
+    assert engine.step((second, 2, [7, 8, 9])) == [("b", 0, [7, 8], False)]
+
+
+def test_hits_of_a_request_that_was_preempted_are_told_a_step_later(engine):
+    """When it comes back it hits what is cached, as a new one does."""
+    first, second = engine.begin("a", tokens=12), engine.begin("b", tokens=12)
+    engine.step((first, 4, [7]))
+    first.num_preemptions, first.num_computed_tokens = 1, 4
+    assert engine.step((second, 4, [5]), (first, 4, [5, 6]), resumed={"p-a"}) == []
+    assert ("a", 1, [5, 6], False) in engine.step((first, 4, [5, 6, 7]))
+
+
+@pytest.mark.parametrize("chunk", range(1, 11))
+@pytest.mark.parametrize("hits", [0, 4, 8])
+def test_every_block_is_told_once_and_in_order(engine, chunk, hits):
+    """Whatever the chunks; blocks of the local prefix cache come first, at the second step."""
+    request, table, told = engine.begin(), [7, 8, 9], []
+    request.num_computed_tokens = hits
+    while request.num_computed_tokens < 10:
+        told += engine.step((request, min(chunk, 10 - request.num_computed_tokens), table))
+        assert sum(len(blocks) for _, _, blocks, _ in told) <= request.num_computed_tokens // SIZE
+    engine.streams.finish(request, (table,))
+    told += engine.step()
+
+    assert [block for _, _, blocks, _ in told for block in blocks] == table
+    assert [last for *_, last in told] == [False] * (len(told) - 1) + [True]
+
+
+def test_a_prompt_that_ends_with_a_block(engine):
+    """The last piece may be empty; it still says that it is the last."""
+    request = engine.begin(tokens=8)
+    engine.step((request, 8, [7, 8]))
+    assert engine.step((request, 1, [7, 8, 9])) == [(T, 0, [7, 8], False)]
+    engine.streams.finish(request, ([7, 8],))
+
+    assert engine.step() == [(T, 0, [], True)]
+
+
+def test_blocks_of_the_answer_are_nobodys(engine):
+    """More than one token may be computed on P; the prompt's blocks are all there is to write."""
+    request = engine.begin(tokens=4)
+    engine.step((request, 4, [7]))
+    engine.step((request, 1, [7, 8]))
+    for _ in range(5):
+        assert engine.step((request, 1, [7, 8, 9])) == []
+
+
+def test_after_a_preemption_everything_is_told_again(engine):
+    """In other blocks, and as another attempt."""
+    request = engine.begin()
+    engine.step((request, 8, [7, 8]))
+    assert engine.step((request, 1, [7, 8, 9])) == [(T, 0, [7, 8], False)]
+    request.num_preemptions, request.num_computed_tokens = 1, 0
+    assert engine.step() == []
+    assert engine.step((request, 8, [3, 4])) == []
+    assert engine.step((request, 2, [3, 4, 5])) == [(T, 1, [3, 4], False)]
+    engine.streams.finish(request, ([3, 4, 5],))
+
+    assert engine.step() == [(T, 1, [5], True)]
+
+
+def test_a_preemption_that_finds_its_blocks_cached_tells_them_again_too(engine):
+    """They were another's for a while, as far as anybody knows."""
+    request = engine.begin()
+    engine.step((request, 8, [7, 8]))
+    engine.step((request, 1, [7, 8, 9]))
+    request.num_preemptions, request.num_computed_tokens = 1, 8
+    engine.streams.finish(request, ([7, 8, 9],))
+
+    assert engine.step() == [(T, 1, [7, 8, 9], True)]
+
+
+def test_by_request_everything_is_told_at_the_end():
+    """For networks where many small writes cost more than waiting."""
+    engine = Engine(is_chunked=False)
+    request = engine.begin()
+    assert engine.step((request, 8, [7, 8])) == []
+    assert engine.step((request, 2, [7, 8, 9])) == []
+    engine.streams.finish(request, ([7, 8, 9],))
+
+    assert engine.step() == [(T, 0, [7, 8, 9], True)]
+
+
+def test_without_block_tables_everything_is_told_at_the_end(engine):
+    """vLLM gives them to producers only."""
+    request = engine.begin()
+    engine.step((request, 8, [7, 8]), state=False)
+    assert engine.step((request, 2, [7, 8, 9]), state=False) == []
+    engine.streams.finish(request, ([7, 8, 9],))
+
+    assert engine.step(state=False) == [(T, 0, [7, 8, 9], True)]
+
+
+def test_other_requests_are_not_told(engine):
+    """Only those that a decode engine waits for; and a step tells of those it schedules."""
+    ours, other = engine.begin(), engine.begin("u")
+    foreign = SimpleNamespace(request_id="x", num_computed_tokens=8, num_prompt_tokens=10, num_preemptions=0)
+    engine.step((ours, 8, [1, 2]), (other, 8, [3, 4]), (foreign, 1, [5, 6]))
+
+    assert engine.step((other, 1, [3, 4, 9]), (foreign, 1, [5, 6])) == [("u", 0, [3, 4], False)]
+
+
+def test_an_abandoned_prefill_tells_nothing_more(engine):
+    """Twice is as good as once."""
+    request = engine.begin()
+    assert T in engine.streams
+    assert engine.streams.name_of(request) == T
+    engine.step((request, 8, [7, 8]))
+    engine.streams.abandon(request)
+    engine.streams.abandon(request)
+
+    assert engine.step((request, 2, [7, 8, 9])) == [("gone", T)]
+    assert T not in engine.streams
+    assert engine.streams.name_of(request) is None
+
+
+def test_each_group_is_told_as_far_as_its_own_blocks_are_complete():
+    """Groups may have blocks of different sizes; a block that fell out of a window keeps its place, as 0."""
+    engine = Engine(CacheGroup(4), CacheGroup(2, window=3))
+    request = engine.begin()
+    assert engine.step_of_all_groups((request, 6, ([7, 8], [1, 2, 3]))) == []
+    (first,) = engine.step_of_all_groups((request, 3, ([7, 8, 9], [0, 2, 3, 4, 5])))
+    (second,) = engine.step_of_all_groups((request, 1, ([7, 8, 9], [0, 0, 0, 4, 5])))
+    engine.streams.finish(request, ([7, 8, 9], [0, 0, 0, 4, 5]))
+    (third,) = engine.step_of_all_groups()
+
+    assert (first.groups, first.tokens, first.last) == ([[7], [0, 2, 3]], 6, False)
+    assert (second.groups, second.tokens, second.last) == ([[8], [4]], 9, False)
+    assert (third.groups, third.tokens, third.last) == ([[9], [5]], 10, True)

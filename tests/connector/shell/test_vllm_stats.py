@@ -1,0 +1,98 @@
+"""Our numbers on their way through vLLM: between processes, into a log line, into Prometheus."""
+
+import pickle
+import warnings
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
+    from xpyd_connector.shell.vllm_stats import XpydPromMetrics, XpydStats
+
+from xpyd_connector.core.counters import COUNTERS, GAUGES, StatsReport, TransferSample
+
+INFO = {"protocol": "3", "fingerprint": "0123456789abcdef", "mode": "pull"}
+pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
+REPORT = StatsReport(
+    {"loads": 2}, {"leases_held": 3.0}, [TransferSample(0.002, 1_000_000, 8, 0.001), TransferSample(0.004, 500_000, 4)]
+)
+
+
+def test_stats_travel_between_processes():
+    """As plain data, pickled or packed."""
+    stats = pickle.loads(pickle.dumps(XpydStats.of(REPORT)))
+
+    assert stats.data == XpydStats.of(REPORT).data
+    assert not stats.is_empty()
+
+
+def test_stats_of_ranks_and_intervals_add_up():
+    """Counters and transfers do; of a gauge the latest is true."""
+    later = XpydStats.of(StatsReport({"loads": 1, "leases_lost": 1}, {"leases_held": 1.0}))
+    sum_ = XpydStats.of(REPORT).aggregate(later).reduce()
+
+    assert (sum_["loads"], sum_["leases_lost"], sum_["leases_held"], sum_["transfers"]) == (3, 1, 1.0, 2)
+
+
+def test_one_log_line_shows_what_matters():
+    """An operator looks for megabytes and milliseconds."""
+    assert XpydStats.of(REPORT).reduce() == {
+        "loads": 2, "leases_held": 3.0, "transfers": 2, "MB moved": 1.5, "mean transfer ms": 3.0,
+        "descriptors": 12, "mean posting ms": 0.5,
+    }  # fmt: skip
+    assert XpydStats.of(StatsReport({"loads": 1})).reduce() == {"loads": 1}
+
+
+def test_stats_can_be_reset():
+    """vLLM does, after each log line."""
+    stats = XpydStats.of(REPORT)
+    stats.reset()
+
+    assert stats.is_empty()
+    assert stats.reduce() == {}
+
+
+@pytest.fixture
+def metrics():
+    """Two engines of one API server, and nothing left in the process's registry."""
+    before = set(REGISTRY._collector_to_names)
+    types = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+    config = SimpleNamespace(kv_transfer_config=None)
+    yield XpydPromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]}, INFO)
+    for collector in set(REGISTRY._collector_to_names) - before:
+        REGISTRY.unregister(collector)
+
+
+def value(name, engine):
+    return REGISTRY.get_sample_value(name, {"model_name": "m", "engine": engine})
+
+
+def test_prometheus_shows_each_engine_by_itself(metrics):
+    """Counters grow, gauges are replaced, transfers make a histogram."""
+    metrics.observe(XpydStats.of(REPORT).data, 1)
+    metrics.observe(XpydStats.of(StatsReport({"loads": 1}, {"leases_held": 0.0})).data, 1)
+
+    assert value("vllm:xpyd_loads_total", "1") == 3
+    assert value("vllm:xpyd_loads_total", "0") == 0
+    assert value("vllm:xpyd_leases_held", "1") == 0
+    assert value("vllm:xpyd_bytes_transferred_total", "1") == 1_500_000
+    assert value("vllm:xpyd_descriptors_total", "1") == 12
+    assert value("vllm:xpyd_posting_seconds_total", "1") == 0.001
+    assert value("vllm:xpyd_transfer_seconds_count", "1") == 2
+
+
+def test_who_may_be_paired_with_whom_is_known_from_the_start(metrics):
+    """A router asks before it sends the first request, when there is nothing to observe yet."""
+    for engine in ("0", "1"):
+        labels = {"model_name": "m", "engine": engine, **INFO}
+        assert REGISTRY.get_sample_value("vllm:xpyd_connector_info", labels) == 1
+
+
+def test_everything_that_can_be_reported_is_registered(metrics):
+    """A name that is missing would fail at the first event, in the API server."""
+    metrics.observe(XpydStats.of(StatsReport(dict.fromkeys(COUNTERS, 1), dict.fromkeys(GAUGES, 1.0))).data)
+
+    assert all(value(f"vllm:xpyd_{name}_total", "0") == 1 for name in COUNTERS)
+    assert all(value(f"vllm:xpyd_{name}", "0") == 1 for name in GAUGES)

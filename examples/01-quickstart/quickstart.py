@@ -10,7 +10,7 @@ from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local import first_request, preflight
 from xpyd_proxy.local.errors import LocalError
 from xpyd_proxy.local.model import ensure_model
-from xpyd_proxy.local.plan import MODEL_NAME, EngineKind, Plan, engine_command, router_command
+from xpyd_proxy.local.plan import MODEL_NAME, EngineKind, LocalPlan, engine_command, router_command
 from xpyd_proxy.local.processes import open_fleet
 
 
@@ -49,7 +49,7 @@ def main():
 
 
 def read_arguments():
-    default = Plan()
+    default = LocalPlan()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", choices=[kind.value for kind in EngineKind], default=default.kind.value)
     parser.add_argument(
@@ -61,7 +61,7 @@ def read_arguments():
     parser.add_argument("--side-channel-port", type=int, default=default.side_channel_port)
     parser.add_argument("--model", type=Path, default=default.model)
     args = vars(parser.parse_args())
-    return Plan(kind=EngineKind(args.pop("engine")), **args)
+    return LocalPlan(kind=EngineKind(args.pop("engine")), **args)
 
 
 if __name__ == "__main__":

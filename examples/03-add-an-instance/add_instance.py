@@ -13,7 +13,7 @@ from xpyd_proxy.core.model import Role
 from xpyd_proxy.local.errors import LocalError
 from xpyd_proxy.local.first_request import parse_server_timing, request_body
 from xpyd_proxy.local.model import ensure_model
-from xpyd_proxy.local.plan import MODEL_NAME, EngineKind, Plan, engine_command
+from xpyd_proxy.local.plan import MODEL_NAME, EngineKind, LocalPlan, engine_command
 from xpyd_proxy.local.processes import open_fleet
 from xpyd_proxy.local.recipe import Connector, EngineSpec
 
@@ -71,7 +71,7 @@ def decode_engine(args):
     if args.instance:
         yield args.instance
         return
-    plan = Plan(kind=EngineKind(args.engine))
+    plan = LocalPlan(kind=EngineKind(args.engine))
     spec = EngineSpec(
         name="decode-new",
         port=args.port,
@@ -106,7 +106,7 @@ def read_arguments():
     parser.add_argument("--connector", choices=[kind.value for kind in Connector], default="xpyd")
     parser.add_argument("--port", type=int, default=8299)
     parser.add_argument("--side-channel-port", type=int, default=5699)
-    parser.add_argument("--model", type=Path, default=Plan().model)
+    parser.add_argument("--model", type=Path, default=LocalPlan().model)
     parser.add_argument("--once", action="store_true", help="stop the new engine at the end")
     return parser.parse_args()
 

@@ -12,7 +12,7 @@ from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local import first_request
 from xpyd_proxy.local.errors import LocalError
 from xpyd_proxy.local.model import ensure_model
-from xpyd_proxy.local.plan import MODEL_NAME, Plan
+from xpyd_proxy.local.plan import MODEL_NAME, LocalPlan
 from xpyd_proxy.local.processes import Command, open_fleet
 from xpyd_proxy.local.recipe import PYTHON_MODULE, Connector, EngineSpec, engine, shell_line
 
@@ -22,7 +22,7 @@ EXACT = ("--dtype", "float32")
 
 def main():
     args = read_arguments()
-    with open_fleet(Plan().log_dir) as fleet:
+    with open_fleet(LocalPlan().log_dir) as fleet:
         prefill, decode = (args.prefill, args.decode) if args.prefill else start_engines(fleet, args)
         router_url = start_router(fleet, args.port, prefill, decode)
 
@@ -96,7 +96,7 @@ def read_arguments():
     parser.add_argument("--prefill-port", type=int, default=8100)
     parser.add_argument("--decode-port", type=int, default=8200)
     parser.add_argument("--side-channel-port", type=int, default=5600)
-    parser.add_argument("--model", type=Path, default=Plan().model)
+    parser.add_argument("--model", type=Path, default=LocalPlan().model)
     args = parser.parse_args()
     if bool(args.prefill) != bool(args.decode):
         parser.error("give both --prefill and --decode, or neither")

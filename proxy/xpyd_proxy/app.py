@@ -31,26 +31,26 @@ from xpyd_proxy.core.admission.cache_salts import Salts
 from xpyd_proxy.core.admission.keys import Keyring, Outbound
 from xpyd_proxy.core.admission.lifetime import Lifetime
 from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.fleet.health import Limits
-from xpyd_proxy.core.fleet.instance_states import Roll
-from xpyd_proxy.core.fleet.push_coordinates import Learned
+from xpyd_proxy.core.fleet.health import HealthLimits
+from xpyd_proxy.core.fleet.instance_states import InstanceStates
+from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.http.address_allowlist import AllowList
 from xpyd_proxy.core.http.origins import Sites, check_open
 from xpyd_proxy.core.model import Instance, Role
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
-from xpyd_proxy.core.protocol.push import MANNERS
+from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
 from xpyd_proxy.core.routing.explain import Explainer
-from xpyd_proxy.core.routing.pairing import Choice, Pairs, Policy
-from xpyd_proxy.core.routing.pairing import Legs as EachLeg
+from xpyd_proxy.core.routing.pairing import PairPolicy, PairSelector, Policy
+from xpyd_proxy.core.routing.pairing import PolicyPerLeg as EachLeg
 from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
 from xpyd_proxy.core.routing.policies.power_of_two import PowerOfTwo
 from xpyd_proxy.core.routing.policies.prefix import Prefix
-from xpyd_proxy.core.routing.policies.round_robin import RoundRobin, Turns
+from xpyd_proxy.core.routing.policies.round_robin import Rotation, RoundRobin
 from xpyd_proxy.core.routing.policies.session import Session
 from xpyd_proxy.core.routing.request_rules import rules_of
-from xpyd_proxy.core.routing.retry_budget import Budget
+from xpyd_proxy.core.routing.retry_budget import RetryBudget
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.discovery.build import discovery_of
 from xpyd_proxy.io.discovery.reconciler import Synced
@@ -58,7 +58,7 @@ from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, server_tls
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.probes.checks import HttpChecks
 from xpyd_proxy.io.probes.kv_inflow import InflowWatch
-from xpyd_proxy.io.probes.prober import Prober, Rhythm
+from xpyd_proxy.io.probes.prober import ProbeIntervals, Prober
 from xpyd_proxy.io.request_path.ids import new_id, new_transfer
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from xpyd_proxy.io.request_path.telemetry import Telemetry
@@ -66,13 +66,13 @@ from xpyd_proxy.io.status import Status
 from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.io.wire.connection_guard import Guard, resolved
 from xpyd_proxy.io.wire.pool import Dial
-from xpyd_proxy.io.workers.crew import company
-from xpyd_proxy.io.workers.place import Place
+from xpyd_proxy.io.workers.crew import worker_group
+from xpyd_proxy.io.workers.place import WorkerContext
 from xpyd_proxy.live import Live, limits_of
 from xpyd_proxy.requests.asgi import Endpoints
-from xpyd_proxy.requests.examiner import Examiner
+from xpyd_proxy.requests.examiner import BodyReader
 from xpyd_proxy.requests.gate import Gate
-from xpyd_proxy.requests.handovers import Handovers
+from xpyd_proxy.requests.handovers import LegBodies
 from xpyd_proxy.requests.intake import Intake
 from xpyd_proxy.requests.release import Releaser
 from xpyd_proxy.requests.service import Requests
@@ -111,7 +111,7 @@ def create_app(settings: Settings, *, fabric: Fabric | None = None) -> FastAPI:
     return build(settings, fabric=fabric).app
 
 
-def build(settings: Settings, *, fabric: Fabric | None = None, place: Place | None = None) -> Router:
+def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerContext | None = None) -> Router:
     """Build the router, or one of several workers of it. Tests pass a fabric.
 
     Raises:
@@ -120,18 +120,18 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: Place | No
         ConfigError: a file cannot be read, settings contradict each other, the router would be open to others, or
             spans are asked for and their library is missing.
     """
-    sites, crew = _sites(settings), company(place, _limits(settings), time.monotonic)
+    sites, crew = _sites(settings), worker_group(place, _limits(settings), time.monotonic)
     registry = _filled(crew.registry, settings)
-    learned = Learned(at_once=MANNERS[settings.kv_transfer_mode].at_once)
+    learned = PushCoordinates(at_once=TRANSFER_POLICIES[settings.kv_transfer_mode].at_once)
     fleet = _fleet(settings, registry, learned, crew.number)
     outbound, tls = Outbound(engine_keys(settings), forwards=settings.forward_client_key), engine_tls(settings)
     transport, dial = (None, None) if fabric is None else (fabric.transport, fabric.dial)
     guard = _guard(settings, registry, transport)
     engines = WireEngines(settings, outbound=outbound, tls=tls, guard=guard, dial=dial)
     gate, lifetime = Gate(limits_of(settings), time.monotonic), Lifetime()
-    keyring, examiner = Keyring(client_keys(settings), settings.min_priority), Examiner()
+    keyring, examiner = Keyring(client_keys(settings), settings.min_priority), BodyReader()
     salts, models = _salts(settings, keyring), ModelCatalog(registry, engines, model=settings.required_model)
-    telemetry, census, queue = Telemetry(Counters(_PATHS), time.monotonic), Roll(registry), gate.admission
+    telemetry, census, queue = Telemetry(Counters(_PATHS), time.monotonic), InstanceStates(registry), gate.admission
     traces = _traces(settings)
     releaser = Releaser(engines, told=(telemetry,))
     requests = Requests(
@@ -139,7 +139,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: Place | No
         rules=rules_of(settings),
         fleet=fleet,
         learned=learned,
-        handovers=Handovers(learned, MANNERS[settings.kv_transfer_mode], telemetry.replaced_host),
+        handovers=LegBodies(learned, TRANSFER_POLICIES[settings.kv_transfer_mode], telemetry.replaced_host),
         engines=engines.teller,
         releaser=releaser,
         budget=_budget(settings, crew.of),
@@ -158,7 +158,9 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: Place | No
     fleet.later = telemetry.later
     telemetry.legs_under_way = requests.engines_of_legs
     checks = _checks(settings, outbound, transport, tls, guard)
-    rhythm = Rhythm(settings.health_check_interval_s, settings.unresponsive_timeout_s, settings.drain_idle_time_s)
+    rhythm = ProbeIntervals(
+        settings.health_check_interval_s, settings.unresponsive_timeout_s, settings.drain_idle_time_s
+    )
     prober = Prober(registry, checks, rhythm, time.monotonic, random.random, give_up=engines.give_up)
     inflow = InflowWatch(registry, checks.metrics, telemetry)
     discovery = discovery_of(crew.stored(settings), registry, time.monotonic)
@@ -274,8 +276,8 @@ def _lifespan(
     return lifespan
 
 
-def _limits(settings: Settings) -> Limits:
-    return Limits(
+def _limits(settings: Settings) -> HealthLimits:
+    return HealthLimits(
         in_a_row=settings.circuit_breaker_failures,
         probes=settings.health_check_failures,
         share=settings.circuit_breaker_failure_ratio,
@@ -294,16 +296,18 @@ def _filled(registry: Registry, settings: Settings) -> Registry:
     return registry
 
 
-def _budget(settings: Settings, workers: int) -> Budget:
+def _budget(settings: Settings, workers: int) -> RetryBudget:
     """Return a worker's part of the retries; its rate is a share already."""
-    budget = Budget(settings.retry_budget_ratio, settings.retry_budget_min_rate)
-    return Budget(settings.retry_budget_ratio, settings.retry_budget_min_rate, most=max(1.0, budget.most / workers))
+    budget = RetryBudget(settings.retry_budget_ratio, settings.retry_budget_min_rate)
+    return RetryBudget(
+        settings.retry_budget_ratio, settings.retry_budget_min_rate, most=max(1.0, budget.most / workers)
+    )
 
 
 def policies(turn: int) -> Mapping[PolicyName, Callable[[Callable[[Instance], float]], Policy]]:
     """Say what each policy is made of: the load of an engine, and the turn to begin with."""
     return {
-        PolicyName.ROUND_ROBIN: lambda _: RoundRobin(Turns(turn), Turns(turn)),
+        PolicyName.ROUND_ROBIN: lambda _: RoundRobin(Rotation(turn), Rotation(turn)),
         PolicyName.LEAST_LOADED: lambda load: LeastLoaded(load, turn),
         PolicyName.POWER_OF_TWO: lambda load: PowerOfTwo(load, random.randrange),
         PolicyName.SESSION: lambda load: Session(LeastLoaded(load, turn)),
@@ -314,16 +318,16 @@ def policies(turn: int) -> Mapping[PolicyName, Callable[[Callable[[Instance], fl
 POLICIES: Final = policies(0)
 
 
-def _fleet(settings: Settings, registry: Registry, learned: Learned, turn: int) -> LiveFleet:
+def _fleet(settings: Settings, registry: Registry, learned: PushCoordinates, turn: int) -> LiveFleet:
     """``turn``: where policies begin, so that several workers do not all begin with the same engine."""
     load = Loads(registry, time.monotonic).of
     names = settings.prefill_policy, settings.decode_policy
     if set(names) == {PolicyName.ROUND_ROBIN}:
         # one for both legs together, or they would advance in step
-        choice: Choice = RoundRobin(Turns(turn), Turns(turn))
+        choice: PairPolicy = RoundRobin(Rotation(turn), Rotation(turn))
     else:
         choice = EachLeg(*(policies(turn)[name](load) for name in names))
-    return LiveFleet(registry, Pairs(registry, choice), learned, time.monotonic)
+    return LiveFleet(registry, PairSelector(registry, choice), learned, time.monotonic)
 
 
 def _explainer(requests: Requests) -> Callable[[], Explainer]:

@@ -12,7 +12,7 @@ from xpyd_proxy.core.http.origins import check_open
 from xpyd_proxy.core.workers.limit_shares import share_of
 from xpyd_proxy.errors import AlreadyKnown, ConfigError
 from xpyd_proxy.io import logs
-from xpyd_proxy.io.workers.place import Place, own_place
+from xpyd_proxy.io.workers.place import WorkerContext, own_place
 from xpyd_proxy.settings import Settings
 
 
@@ -87,7 +87,7 @@ def _serve(args: argparse.Namespace) -> int:
         return 2
 
 
-def _serve_here(args: argparse.Namespace, place: Place | None) -> int:
+def _serve_here(args: argparse.Namespace, place: WorkerContext | None) -> int:
     """Serve in this process, alone or as one of several workers; raises ConfigError and AlreadyKnown."""
     from xpyd_proxy import server  # noqa: PLC0415 (a supervisor needs none of it: a third of its memory)
     from xpyd_proxy.app import build  # noqa: PLC0415

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from xpyd_proxy.core.admission.keys import Keyring, Outbound
-from xpyd_proxy.core.admission.limits import Limits
+from xpyd_proxy.core.admission.limits import AdmissionLimits
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.http.origins import check_open
@@ -87,7 +87,7 @@ class Live:
         logger.info("%s is no longer listed: it is drained, and then forgotten", instance.id)
 
 
-def limits_of(settings: Settings) -> Limits:
+def limits_of(settings: Settings) -> AdmissionLimits:
     """Say how much is let in.
 
     Raises:
@@ -100,7 +100,7 @@ def limits_of(settings: Settings) -> Limits:
         )
     if settings.api_keys_file is None and (settings.max_key_concurrency or settings.max_key_rate):
         raise ConfigError("max_key_concurrency and max_key_rate need api_keys_file: without keys all clients are one")
-    return Limits(
+    return AdmissionLimits(
         concurrency=settings.max_concurrency,
         queue=settings.max_queue,
         wait_s=settings.max_queue_wait_s,

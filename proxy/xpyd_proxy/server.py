@@ -25,7 +25,7 @@ from xpyd_proxy.errors import AddressError, ConfigError
 from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.files import renew_chain
 from xpyd_proxy.io.workers.listening import bound
-from xpyd_proxy.io.workers.place import END, HURRY, READY, Place, heard
+from xpyd_proxy.io.workers.place import END, HURRY, READY, WorkerContext, heard
 from xpyd_proxy.requests import request
 from xpyd_proxy.settings import Settings
 
@@ -77,7 +77,7 @@ class _WorkerServer(_Server):
             os.write(self._line, READY)
 
 
-def run(router: Router, settings: Settings, again: Callable[[], Settings], place: Place | None = None) -> int:
+def run(router: Router, settings: Settings, again: Callable[[], Settings], place: WorkerContext | None = None) -> int:
     """Serve until SIGTERM or SIGINT, and to the end of what is in flight then; return the exit code.
 
     ``again`` reads the settings once more, for SIGHUP; it raises ConfigError. ``place``: that of one of several
@@ -145,7 +145,7 @@ def raise_descriptors() -> None:
         logger.warning("the limit of descriptors stays at %d: %s", soft, exc)
 
 
-def _server(router: Router, settings: Settings, place: Place | None) -> _Server:
+def _server(router: Router, settings: Settings, place: WorkerContext | None) -> _Server:
     tls = router.tls
     config = uvicorn.Config(
         router.app,

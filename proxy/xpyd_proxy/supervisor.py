@@ -15,7 +15,7 @@ from typing import Final
 
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.workers.listening import reserved
-from xpyd_proxy.io.workers.place import END, HURRY, READY, VARIABLE, Place
+from xpyd_proxy.io.workers.place import END, HURRY, READY, VARIABLE, WorkerContext
 from xpyd_proxy.settings import Settings
 
 _FIRST_PAUSE_S: Final = 0.2  # seconds before a worker that died is started again; doubled every time
@@ -154,7 +154,7 @@ class _Crew:
         for end in (ours, theirs):
             end.setblocking(False)  # noqa: FBT003
         with theirs:
-            place = Place(
+            place = WorkerContext(
                 number, len(self._workers), self._folder, self._port, theirs.fileno(), starts=self._starts[number]
             )
             process = await asyncio.create_subprocess_exec(

@@ -11,7 +11,7 @@ import pytest
 
 from xpyd_connector.core.lease.kv_params import parse_push_params, parse_transfer_id
 from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
-from xpyd_proxy.core.protocol.push import MANNERS, decode_params, handover, known_as
+from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES, decode_params, handover, known_as
 from xpyd_proxy.core.protocol.request_bodies import prefill_body
 from xpyd_proxy.core.raw_json import encode
 from xpyd_proxy.settings import KvTransferMode
@@ -76,7 +76,7 @@ def told_at_once(found, api):
 def test_an_in_tree_decode_engine_finds_all_it_needs_before_and_after_the_answer(vllm, api):
     """It looks things up by name, and dies of the first that is missing."""
     answer = answer_of(vllm, known_as(api, XID) + P_SUFFIX, TRANSFER)
-    found = handover(P, answer, api, XID, MANNERS[KvTransferMode.AUTO], transfer=TRANSFER)
+    found = handover(P, answer, api, XID, TRANSFER_POLICIES[KvTransferMode.AUTO], transfer=TRANSFER)
     for told in (told_at_once(found, api), json.loads(bytes(found.params))):
         decode = engine(engine_id="d-engine", side_channel_port=5700)
         request = SimpleNamespace(request_id=known_as(api, XID) + D_SUFFIX, kv_transfer_params=told)
@@ -107,7 +107,7 @@ def test_our_connectors_agree_on_the_name_of_a_transfer(vllm, api):
         answer_of(vllm, known_as(api, XID) + P_SUFFIX, TRANSFER),
         api,
         XID,
-        MANNERS[KvTransferMode.AUTO],
+        TRANSFER_POLICIES[KvTransferMode.AUTO],
         transfer=TRANSFER,
     )
     for told in (told_at_once(found, api), json.loads(bytes(found.params))):
@@ -120,5 +120,5 @@ def test_a_leg_of_an_engine_that_pulls_is_as_it_was():
     params |= {"do_remote_prefill": True, "remote_block_ids": [[1]], "transfer_mode": "pull"}
     answer = json.dumps({"kv_transfer_params": params}).encode()
 
-    found = handover(P, answer, Api.CHAT, XID, MANNERS[KvTransferMode.AUTO], transfer=TRANSFER)
+    found = handover(P, answer, Api.CHAT, XID, TRANSFER_POLICIES[KvTransferMode.AUTO], transfer=TRANSFER)
     assert json.loads(encode({"p": found.params})) == {"p": params}

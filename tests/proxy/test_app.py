@@ -11,7 +11,7 @@ from support.sim import router, sims
 from xpyd_proxy.app import create_app
 from xpyd_proxy.errors import AddressError, AlreadyKnown
 from xpyd_proxy.settings import ClientKvParams, Settings
-from xpyd_proxy.testing.engine import Fault, FaultKind
+from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 from xpyd_proxy.testing.rules import expected_text
 
 TEXT = ("/v1/completions", {"prompt": "once upon a time", "max_tokens": 5})
@@ -182,12 +182,12 @@ async def test_the_engines_own_refusal_is_passed_on_unchanged():
 async def test_failures_of_an_engine_have_a_status_and_name_the_instance(stream):
     """Nothing answers 200 when a leg failed, and nothing tells a client an address."""
     cases = [
-        ("p0", Fault(FaultKind.STATUS, status=500), 502, "prefill-0"),
-        ("p0", Fault(FaultKind.STATUS, status=503), 503, "prefill-0"),
-        ("p0", Fault(FaultKind.FORGET, names=("remote_port",)), 502, "prefill-0 left out .* remote_port"),
-        ("p0", Fault(FaultKind.FORGET, names=("do_remote_prefill",)), 502, "prefill-0"),
-        ("d0", Fault(FaultKind.STATUS, status=503), 503, "injected"),
-        ("d0", Fault(FaultKind.STATUS, status=500, body="<html>"), 502, "decode-0"),
+        ("p0", SimulatedFault(FaultKind.STATUS, status=500), 502, "prefill-0"),
+        ("p0", SimulatedFault(FaultKind.STATUS, status=503), 503, "prefill-0"),
+        ("p0", SimulatedFault(FaultKind.FORGET, names=("remote_port",)), 502, "prefill-0 left out .* remote_port"),
+        ("p0", SimulatedFault(FaultKind.FORGET, names=("do_remote_prefill",)), 502, "prefill-0"),
+        ("d0", SimulatedFault(FaultKind.STATUS, status=503), 503, "injected"),
+        ("d0", SimulatedFault(FaultKind.STATUS, status=500, body="<html>"), 502, "decode-0"),
     ]
     for name, fault, status, says in cases:
         engines = sims()
@@ -208,7 +208,7 @@ async def test_one_bad_engine_among_good_ones_is_not_noticed(mode, caplog):
     caplog.set_level(logging.INFO, "xpyd.access")
     for bad in ("p1", "d1"):
         engines = sims(2, 2, mode=mode)
-        engines[bad].inject(Fault(FaultKind.STATUS, status=500))
+        engines[bad].inject(SimulatedFault(FaultKind.STATUS, status=500))
         async with router(engines) as client:
             responses = [await client.post(TEXT[0], json=TEXT[1]) for _ in range(4)]
 
@@ -222,7 +222,7 @@ async def test_one_bad_engine_among_good_ones_is_not_noticed(mode, caplog):
 async def test_a_stream_that_fails_at_once_is_a_failed_request():
     """vLLM says 200 and then sends the error as first event: the client gets its status and its words."""
     engines = sims()
-    engines["d0"].inject(Fault(FaultKind.ERROR_EVENT, after=0, status=503))
+    engines["d0"].inject(SimulatedFault(FaultKind.ERROR_EVENT, after=0, status=503))
     async with router(engines) as client:
         response = await client.post(TEXT[0], json=TEXT[1] | {"stream": True})
 
@@ -234,7 +234,7 @@ async def test_a_stream_that_fails_at_once_is_a_failed_request():
 async def test_the_engines_own_late_error_passes_through():
     """The head has left; what vLLM sends then is what the client gets."""
     engines = sims()
-    engines["d0"].inject(Fault(FaultKind.ERROR_EVENT, after=2, status=500))
+    engines["d0"].inject(SimulatedFault(FaultKind.ERROR_EVENT, after=2, status=500))
     async with router(engines) as client:
         response = await client.post(TEXT[0], json=TEXT[1] | {"stream": True})
 
@@ -247,7 +247,7 @@ async def test_the_engines_own_late_error_passes_through():
 async def test_a_stream_without_its_end_is_not_passed_off_as_complete():
     """The client sees an error event and no [DONE], so that no SDK takes half an answer for all of it."""
     engines = sims()
-    engines["d0"].inject(Fault(FaultKind.END, after=3))
+    engines["d0"].inject(SimulatedFault(FaultKind.END, after=3))
     async with router(engines) as client:
         response = await client.post(TEXT[0], json=TEXT[1] | {"stream": True})
 

@@ -7,9 +7,9 @@ import pytest
 
 from support.sim import router, sims, until_async
 from xpyd_proxy.core.model import Api
-from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, Kind
+from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
 from xpyd_proxy.settings import ClientKvParams, Settings
-from xpyd_proxy.testing.engine import Fault, FaultKind
+from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 from xpyd_proxy.testing.rules import expected_text
 
 BODIES = {
@@ -18,7 +18,7 @@ BODIES = {
     Api.RESPONSES: {"input": "once upon a time", "max_output_tokens": 5},
     Api.MESSAGES: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "model": "sim"},
 }
-ALONE = sorted(path for path, kind in ENDPOINTS.items() if kind is Kind.JSON)
+ALONE = sorted(path for path, kind in ENDPOINTS.items() if kind is EndpointKind.JSON)
 # Of vLLM 0.32: they load code, change weights, stop or read the engine, or pass on to any of the others.
 OF_THE_ENGINE = [
     *("/invocations", "/ping", "/load", "/version", "/kv_event_sources", "/tokenizer_info", "/server_info"),
@@ -107,7 +107,7 @@ async def test_a_stream_that_fails_before_its_first_word_is_retried(api):
     """/v1/responses announces itself before the engine has done anything: that is not yet an answer."""
     engines = sims(1, 2)
     after = 2 if api is Api.RESPONSES else 0
-    engines["d0"].inject(Fault(FaultKind.ERROR_EVENT, after=after, status=500, times=1))
+    engines["d0"].inject(SimulatedFault(FaultKind.ERROR_EVENT, after=after, status=500, times=1))
     async with router(engines) as client:
         responses = [await client.post(api, json=BODIES[api] | {"stream": True}) for _ in range(2)]
 
@@ -119,7 +119,7 @@ async def test_a_stream_that_fails_before_its_first_word_is_retried(api):
 async def test_a_stream_that_breaks_off_ends_with_an_error_of_its_api(api):
     """Their libraries look for other events than OpenAI's first ones."""
     engines = sims()
-    engines["d0"].inject(Fault(FaultKind.END, after=4))
+    engines["d0"].inject(SimulatedFault(FaultKind.END, after=4))
     async with router(engines) as client:
         response = await client.post(api, json=BODIES[api] | {"stream": True})
 
@@ -147,7 +147,7 @@ async def test_what_has_one_leg_goes_to_one_decode_engine_as_it_came(path):
     assert [[entry.body for entry in sim.log] for sim in engines.values()] == [[], [raw.decode()], [raw.decode()]]
 
 
-@pytest.mark.parametrize("path", [path for path, kind in ENDPOINTS.items() if kind is Kind.FORM])
+@pytest.mark.parametrize("path", [path for path, kind in ENDPOINTS.items() if kind is EndpointKind.FORM])
 async def test_a_form_is_passed_through(path):
     """Audio is bytes that nobody here understands."""
     engines = sims()
@@ -181,7 +181,7 @@ async def test_nothing_private_passes_through():
 async def test_one_leg_is_sent_again_when_it_fails():
     """As any other."""
     engines = sims(0, 2)
-    engines["d0"].inject(Fault(FaultKind.STATUS, status=500))
+    engines["d0"].inject(SimulatedFault(FaultKind.STATUS, status=500))
     async with router(engines) as client:
         responses = [await client.post("/v1/embeddings", json={"input": "a"}) for _ in range(2)]
 

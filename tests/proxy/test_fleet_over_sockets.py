@@ -10,7 +10,7 @@ import pytest
 
 from support.sim import cluster, serving, sims, until_async
 from xpyd_proxy.settings import PolicyName, Settings
-from xpyd_proxy.testing.engine import Fault, FaultKind
+from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 from xpyd_proxy.testing.rules import expected_text
 
 KEY = {"X-Api-Key": "sesame"}
@@ -63,14 +63,14 @@ async def ask_many(client, count, *, at_once=16):
 
 FAULTS = {
     "p0": [
-        Fault(FaultKind.DROP),  # a reset in place of an answer
-        Fault(FaultKind.STATUS, status=500),
-        Fault(FaultKind.FORGET, names=("remote_engine_id",)),
+        SimulatedFault(FaultKind.DROP),  # a reset in place of an answer
+        SimulatedFault(FaultKind.STATUS, status=500),
+        SimulatedFault(FaultKind.FORGET, names=("remote_engine_id",)),
     ],
     "d0": [
-        Fault(FaultKind.STATUS, status=500),
-        Fault(FaultKind.DROP),
-        Fault(FaultKind.STATUS, status=502),
+        SimulatedFault(FaultKind.STATUS, status=500),
+        SimulatedFault(FaultKind.DROP),
+        SimulatedFault(FaultKind.STATUS, status=502),
     ],
 }
 
@@ -92,7 +92,7 @@ async def test_one_of_two_engines_fails_every_request_and_all_are_answered(sick,
 async def test_an_engine_that_has_no_room_is_not_broken(status):
     """Another one serves what it turns away, and it gets its share as soon as it has room."""
     with cluster(2, 2, OPEN) as running:
-        running.engines["d0"].inject(Fault(FaultKind.STATUS, status=status))
+        running.engines["d0"].inject(SimulatedFault(FaultKind.STATUS, status=status))
         async with client_of(running) as client:
             wrong = await ask_many(client, 30)
             states = (await client.get("/instances", headers=KEY)).json()["instances"]
@@ -109,7 +109,7 @@ async def test_an_engine_that_has_recovered_gets_requests_again(settings):
     with cluster(2, 2, settings) as running:
         sick = running.engines["d0"]
         async with client_of(running) as client:
-            sick.inject(Fault(FaultKind.STATUS, status=500))
+            sick.inject(SimulatedFault(FaultKind.STATUS, status=500))
             assert await ask_many(client, 40) == []
             sick.inject(None)
             before = len(sick.log)

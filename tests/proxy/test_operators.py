@@ -15,7 +15,7 @@ import pytest
 
 from support.router_process import KEY, RouterProcess, router_processes
 from support.sim import serving, sims
-from xpyd_proxy.testing.engine import Fault, FaultKind, Sim
+from xpyd_proxy.testing.engine import FaultKind, Sim, SimulatedFault
 
 PATH = "/v1/completions"
 BODY = {"prompt": "once upon a time", "max_tokens": 3}
@@ -187,7 +187,7 @@ def test_failures_do_not_name_a_request(tmp_path):
     """Who may see the page may not see which requests there are: it shows how an id begins, to find it in the log."""
     with running(tmp_path) as fleet:
         for sim in fleet.engines.values():
-            sim.inject(Fault(FaultKind.DROP))
+            sim.inject(SimulatedFault(FaultKind.DROP))
         answer = fleet.post()
         failures = fleet.get("/stats").json()["failures"]
 

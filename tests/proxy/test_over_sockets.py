@@ -10,7 +10,7 @@ import pytest
 from support.sim import cluster, serving, until
 from xpyd_proxy.app import create_app
 from xpyd_proxy.settings import Settings
-from xpyd_proxy.testing.engine import Fault, FaultKind
+from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 from xpyd_proxy.testing.rules import expected_text
 
 BODY = {"prompt": "once upon a time", "max_tokens": 5}
@@ -24,7 +24,7 @@ def post(running, body=BODY, path="/v1/completions"):
 def test_a_stream_is_passed_on_as_it_comes():
     """The first token is with the client while the engine is still making the others."""
     with cluster() as running, httpx.Client() as client:
-        running.engines["d0"].inject(Fault(FaultKind.STALL, after=3))
+        running.engines["d0"].inject(SimulatedFault(FaultKind.STALL, after=3))
         body = LONG | {"max_tokens": 10}
         with client.stream("POST", f"http://{running.router}/v1/completions", json=body, timeout=20) as response:
             events = response.iter_lines()
@@ -40,7 +40,7 @@ def test_a_client_that_hangs_up_stops_the_engines(point):
     where = "p0" if point == "prefill" else "d0"
     with cluster() as running:
         sim = running.engines[where]
-        sim.inject(Fault(FaultKind.STALL, after=3 if point == "decode stream" else None))
+        sim.inject(SimulatedFault(FaultKind.STALL, after=3 if point == "decode stream" else None))
         with running.open("/v1/completions", body) as client:
             if point == "decode stream":
                 assert client.recv(4096).startswith(b"HTTP/1.1 200")
@@ -67,7 +67,7 @@ def test_a_client_that_hangs_up_while_it_is_sent_to_stops_the_engine():
 def test_an_engine_that_drops_the_connection_is_a_bad_gateway(name, instance, stream):
     """Before anything was shown to the client, a status can say it."""
     with cluster() as running:
-        running.engines[name].inject(Fault(FaultKind.DROP))
+        running.engines[name].inject(SimulatedFault(FaultKind.DROP))
         response = post(running, BODY | {"stream": stream})
 
     assert response.status_code == 502
@@ -90,7 +90,7 @@ def test_an_engine_that_is_not_there_is_a_bad_gateway():
 def test_the_official_client_raises_when_a_stream_breaks_off():
     """The error event is there for it: half an answer must not look like a whole one."""
     with cluster() as running, openai.OpenAI(base_url=f"http://{running.router}/v1", api_key="k", max_retries=0) as sdk:
-        for fault in (Fault(FaultKind.DROP, after=2), Fault(FaultKind.END, after=2)):
+        for fault in (SimulatedFault(FaultKind.DROP, after=2), SimulatedFault(FaultKind.END, after=2)):
             running.engines["d0"].inject(fault)
             stream = sdk.completions.create(model="sim", prompt="hi", max_tokens=5, stream=True)
             assert [next(stream).choices[0].index for _ in range(2)] == [0, 0]
@@ -131,7 +131,7 @@ def test_a_push_that_fails_is_done_again_by_others(kind, said):
     with cluster(2, 2, mode="push") as running:
         for _ in range(2):
             post(running)
-        running.engines["p0"].inject(Fault(kind, times=1))
+        running.engines["p0"].inject(SimulatedFault(kind, times=1))
         responses = [post(running, BODY | {"stream": True}) for _ in range(2)]
 
         assert [response.status_code for response in responses] == [200, 200]

@@ -21,9 +21,9 @@ import uvloop
 from support.reciting import Act, End, good, reciting, whole
 from support.router_process import router_processes
 from support.scenes import answer, post, routing, text
-from xpyd_proxy.core.fleet.compatibility import Facts
-from xpyd_proxy.core.fleet.health import State
-from xpyd_proxy.core.model import Call, Role
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
+from xpyd_proxy.core.fleet.health import HealthState
+from xpyd_proxy.core.model import GenerationRequest, Role
 from xpyd_proxy.io.logs import FACTS
 from xpyd_proxy.requests.request import Request
 from xpyd_proxy.requests.response import HttpResponse
@@ -98,7 +98,7 @@ class Stage:
     async def ready(self):
         """Have each engine serve a request: only then is one that fails broken, and does not just join later."""
         assert (await self.ask(asks())).status == 200
-        await until(lambda: {member.life.state for member in self.members()} == {State.HEALTHY})
+        await until(lambda: {member.life.state for member in self.members()} == {HealthState.HEALTHY})
 
     def close(self):
         for writer in self._writers:
@@ -172,7 +172,7 @@ PARTS = (
     "HttpResponse",
     "RequestRecord",
     "Plan",
-    "Call",
+    "GenerationRequest",
 )  # of a request
 PARTS += ("PrefillLeg", "DecodeLeg")
 
@@ -409,7 +409,7 @@ REQUEST, RESPONSE = "xpyd_proxy.requests.request", "xpyd_proxy.requests.response
 BREAKABLE = [f"{REQUEST}.decode_body"]
 BREAKABLE += [f"xpyd_proxy.requests.{name}" for name in ("attempt.prefill_body", "attempt.prompt_tokens")]
 BREAKABLE += ["xpyd_proxy.requests.legs.prompt_tokens_in"]
-BREAKABLE += ["xpyd_proxy.requests.handovers.Handovers.take", f"{RESPONSE}.begin", f"{RESPONSE}.write"]
+BREAKABLE += ["xpyd_proxy.requests.handovers.LegBodies.take", f"{RESPONSE}.begin", f"{RESPONSE}.write"]
 
 
 def boom(*_args, **_options):
@@ -462,7 +462,7 @@ def test_a_fault_of_our_own_is_told_logged_and_costs_nothing_but_the_request(pla
     assert b"our own" not in got.body
     assert "Boom: a fault of our own" in log.text
     assert len(errors(log)) == 1
-    assert states == [State.HEALTHY] * 2
+    assert states == [HealthState.HEALTHY] * 2
     assert after == 200
 
 
@@ -517,12 +517,12 @@ def test_an_idle_connection_keeps_neither_its_last_request_nor_the_answer(play, 
                 assert (await answer(reader)).status == status
                 await until(lambda: len(lines(log)) == 2)
                 stage.cast.heard.clear()
-                return tracemalloc.get_traced_memory()[0] - before, alive(Call)
+                return tracemalloc.get_traced_memory()[0] - before, alive(GenerationRequest)
             finally:
                 tracemalloc.stop()
 
     with no_collector():
-        before = alive(Call)
+        before = alive(GenerationRequest)
         grown, after = play(scene())
 
     assert grown < SIZE // 3
@@ -552,7 +552,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("kind", [Request, Call])
+@pytest.mark.parametrize("kind", [Request, GenerationRequest])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("fault", ["cannot be reached", *BAD])
 def test_a_leg_that_failed_leaves_no_circle(play, log, kind, role, fault):
@@ -583,7 +583,7 @@ def token(text, number):
     return chunk(b"data: " + json.dumps({"id": "cmpl-2", "choices": [choice]}).encode() + b"\n\n")
 
 
-@pytest.mark.parametrize("kind", [Request, Call])
+@pytest.mark.parametrize("kind", [Request, GenerationRequest])
 @pytest.mark.parametrize("again", [True, False], ids=["goes on", "breaks off again"])
 def test_a_stream_that_was_resumed_leaves_no_circle(play, log, kind, again):
     """Its first failure leads to it, and it must not keep that."""
@@ -644,7 +644,7 @@ def test_an_unknown_model_is_not_found_even_at_the_last_place_of_a_second(play):
     async def scene():
         async with play.stage(max_rate=1.0) as stage:
             for member in stage.members():
-                stage.router.live.registry.learn(member.instance.id, Facts(models=frozenset({"known"})))
+                stage.router.live.registry.learn(member.instance.id, EngineCapabilities(models=frozenset({"known"})))
             statuses = [(await stage.ask(asks(model="unheard-of"))).status]
             await stage.settled()
             return [*statuses, (await stage.ask(asks(model="known"))).status]
@@ -663,13 +663,13 @@ def test_an_engine_that_serves_its_trial_is_ready_again(play, role):
             stage.cast.acts[role].append(broken)
             failed = (await stage.ask(asks())).status
             (member,) = [one for one in stage.members() if one.instance.role == role]
-            assert member.life.state is State.EJECTED
+            assert member.life.state is HealthState.EJECTED
             await until(lambda: member.life.may_serve(now=stage.router.live.clock()))
             tried = (await stage.ask(asks())).status
             await stage.settled()
             return failed, tried, member.life.state
 
-    assert play(scene()) == (502, 200, State.HEALTHY)
+    assert play(scene()) == (502, 200, HealthState.HEALTHY)
 
 
 def test_what_is_yet_to_be_written_is_written_at_the_end(play, log):

@@ -14,7 +14,7 @@ import pytest
 
 from support.certificates import Authority
 from support.sim import serving, sims, until
-from xpyd_proxy.testing.engine import Fault, FaultKind
+from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 from xpyd_proxy.testing.rules import expected_text
 
 PATH = "/v1/completions"
@@ -142,7 +142,7 @@ def test_a_router_without_requests_ends_at_once(start):
 def test_what_does_not_finish_is_cut_off(start, how):
     """At once by a second signal, else after the timeout; the stream says so and lacks its [DONE]."""
     with pair() as (engines, flags):
-        engines["d0"].inject(Fault(FaultKind.STALL, after=2))
+        engines["d0"].inject(SimulatedFault(FaultKind.STALL, after=2))
         timeout = "1" if how == "the timeout" else "60"
         process = start(*flags, "--drain-grace", "0" if how == "the timeout" else "60", "--shutdown-timeout", timeout)
         with stream(process, 10) as (lines, _):

@@ -17,7 +17,7 @@ from xpyd_proxy.cli import build_parser, serve_settings
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.logs import JsonFormatter
 from xpyd_proxy.settings import LogFormat, Settings
-from xpyd_proxy.testing.engine import Fault, FaultKind
+from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
 TEXT = {"prompt": "once upon a time", "max_tokens": 5, "stream": True}
 SECRET = "Bearer sk-never-in-a-log"
@@ -48,7 +48,7 @@ def log(caplog):
 def test_one_id_leads_through_the_log_of_the_router_and_of_both_engines(log):
     """One line for each request, with no address and no key in it, also when an engine fails."""
     with cluster(1, 2) as fleet:
-        fleet.engines["d0"].inject(Fault(FaultKind.DROP))
+        fleet.engines["d0"].inject(SimulatedFault(FaultKind.DROP))
         answers = [
             httpx.post(f"http://{fleet.router}/v1/completions", json=TEXT, headers={"authorization": SECRET})
             for _ in range(4)

@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.sim import serving, sims, until
-from xpyd_proxy.testing.engine import Fault, FaultKind
+from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 from xpyd_proxy.testing.rules import expected_text
 
 PATH = "/v1/completions"
@@ -265,7 +265,7 @@ def test_an_engine_that_one_worker_breaks_is_broken_in_the_other_within_a_second
     """And it is well again for both when it has served its trial with one of them."""
     crew, engines, _ = shared
     zero, one = crew.worker(0), crew.worker(1)
-    engines["d1"].inject(Fault(FaultKind.DROP, times=3))
+    engines["d1"].inject(SimulatedFault(FaultKind.DROP, times=3))
     until(lambda: post(zero) and rows(zero)["decode-1"]["state"] == "ejected")
     within_a_second(lambda: rows(one)["decode-1"]["state"] in ("ejected", "half_open"))
     assert rows(one)["decode-1"]["why"] == rows(zero)["decode-1"]["why"]

@@ -10,14 +10,14 @@ from support.helm_chart import ROOT
 from xpyd_connector.core.counters import COUNTERS, GAUGES
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.admission.limits import Limits
+from xpyd_proxy.core.admission.limits import AdmissionLimits
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.discovery.reconcile import Freshness
-from xpyd_proxy.core.fleet.instance_states import Roll
-from xpyd_proxy.core.fleet.origin import Source
+from xpyd_proxy.core.fleet.instance_states import InstanceStates
+from xpyd_proxy.core.fleet.origin import EngineSource
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.workers.reports import EMPTY, Report, Whole, counts_of
+from xpyd_proxy.core.workers.reports import EMPTY, Whole, WorkerReport, counts_of
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 
@@ -58,12 +58,15 @@ def router_exposition(workers):
     counters.admin["add", "ok"] += 1
     counters.unreachable_hosts[(prefill.id,)] += 1
     counters.connections_refused[("malformed",)] += 1
-    queue = Admission(Limits(concurrency=0))
+    queue = Admission(AdmissionLimits(concurrency=0))
     queue.arrive("-", 0, 1, now=0.0)
     metrics = Metrics(
-        Telemetry(counters, lambda: 0.0), Roll(registry), queue, lambda: [Freshness(Source.PODS, True, 0.0, 1, 2)]
+        Telemetry(counters, lambda: 0.0),
+        InstanceStates(registry),
+        queue,
+        lambda: [Freshness(EngineSource.PODS, True, 0.0, 1, 2)],
     )
-    one = Report(0, 1, counts_of(counters), EMPTY, {}, 0, 0, {}, {})
+    one = WorkerReport(0, 1, counts_of(counters), EMPTY, {}, 0, 0, {}, {})
     return metrics.exposition("", Whole(one, [], 1) if workers > 1 else None)[0].decode()
 
 

@@ -14,26 +14,26 @@ from dataclasses import dataclass, field
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission.keys import Keyring
 from xpyd_proxy.core.admission.lifetime import Lifetime
-from xpyd_proxy.core.admission.limits import Limits
+from xpyd_proxy.core.admission.limits import AdmissionLimits
 from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.fleet.health import Limits as Breaking
-from xpyd_proxy.core.fleet.push_coordinates import Learned
+from xpyd_proxy.core.fleet.health import HealthLimits as Breaking
+from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.http.origins import Sites
-from xpyd_proxy.core.model import Answer, Api, Leg, RequestId, Role
+from xpyd_proxy.core.model import Api, EngineResponse, LegRequest, RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import failure_of
-from xpyd_proxy.core.protocol.push import MANNERS
-from xpyd_proxy.core.routing.pairing import Pairs
+from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
+from xpyd_proxy.core.routing.pairing import PairSelector
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
-from xpyd_proxy.core.routing.request_rules import Rules
-from xpyd_proxy.core.routing.retry_budget import Budget
+from xpyd_proxy.core.routing.request_rules import RequestRules
+from xpyd_proxy.core.routing.retry_budget import RetryBudget
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.io.request_path.ids import new_transfer
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.io.request_path.telemetry import Telemetry
-from xpyd_proxy.requests.examiner import Examiner
+from xpyd_proxy.requests.examiner import BodyReader
 from xpyd_proxy.requests.gate import Gate
-from xpyd_proxy.requests.handovers import Handovers
+from xpyd_proxy.requests.handovers import LegBodies
 from xpyd_proxy.requests.intake import Intake
 from xpyd_proxy.requests.release import Releaser
 from xpyd_proxy.requests.request import Request
@@ -70,7 +70,7 @@ def prefilled(leg, *, engine="e1", **changes):
         "transfer_mode": "push",
     }
     params = {name: value for name, value in (params | changes).items() if value is not None}
-    return Answer(200, JSON, json.dumps({"kv_transfer_params": params}).encode())
+    return EngineResponse(200, JSON, json.dumps({"kv_transfer_params": params}).encode())
 
 
 async def good_prefill(leg):
@@ -96,7 +96,7 @@ async def never(*_):
 class Scripted:
     """What each side does with a leg: return, raise or wait.
 
-    An answer is an ``Answer``, or (status, parts, content type): the parts of it come one by one, and one that is a
+    An answer is an ``EngineResponse``, or (status, parts, content type): its parts come one by one, and one that is a
     coroutine is waited for, one that is an exception breaks the answer off.
     """
 
@@ -111,7 +111,7 @@ class Scripted:
     def tell(self, call, instance, path, *, headers, request, body, content_type=b"application/json"):
         """Implements Teller."""
         named = (*headers, (b"x-request-id", request.encode()))
-        Line(self, call, Leg(instance, path, b"".join(body), named, content_type))
+        Line(self, call, LegRequest(instance, path, b"".join(body), named, content_type))
 
     def done(self, call):
         """Implements Teller."""
@@ -225,7 +225,7 @@ class Line:
 
 def _taken_apart(answer):
     """Return the status, the parts, the content type and the load of an answer."""
-    if isinstance(answer, Answer):
+    if isinstance(answer, EngineResponse):
         return answer.status, [answer.body] if answer.body else [], answer.content_type, answer.load
     status, parts, *rest = answer
     return status, parts, *(rest or [EVENTS]), b""
@@ -441,9 +441,12 @@ def router_of(
     for role, count in ((Role.PREFILL, x), (Role.DECODE, y)):
         for port in range(1, count + 1):
             registry.add(role, Address("http", "h", port))
-    manner, settings, lifetime = MANNERS[mode], settings or Settings(), Lifetime()
-    learned, telemetry = Learned(at_once=manner.at_once), Telemetry(Counters(frozenset({*map(str, Api)})), clock)
-    fleet = LiveFleet(registry, Pairs(registry, RoundRobin()), learned, clock)
+    manner, settings, lifetime = TRANSFER_POLICIES[mode], settings or Settings(), Lifetime()
+    learned, telemetry = (
+        PushCoordinates(at_once=manner.at_once),
+        Telemetry(Counters(frozenset({*map(str, Api)})), clock),
+    )
+    fleet = LiveFleet(registry, PairSelector(registry, RoundRobin()), learned, clock)
     fleet.later = telemetry.later
     names, ended, numbers = [], {}, itertools.count()
 
@@ -453,16 +456,16 @@ def router_of(
 
     requests = Requests(
         intake=Intake(settings, lifetime, Keyring(), Sites(settings)),
-        rules=Rules(retries=retries, **rules),
+        rules=RequestRules(retries=retries, **rules),
         fleet=fleet,
         learned=learned,
-        handovers=Handovers(learned, manner),
+        handovers=LegBodies(learned, manner),
         engines=engines,
         releaser=Releaser(engines, (telemetry, *told)),
-        budget=budget or Budget(most=1000.0),
-        gate=Gate(limits or Limits(), clock),
+        budget=budget or RetryBudget(most=1000.0),
+        gate=Gate(limits or AdmissionLimits(), clock),
         lifetime=lifetime,
-        examiner=Examiner(),
+        examiner=BodyReader(),
         telemetry=telemetry,
         settings=settings,
         clock=clock,

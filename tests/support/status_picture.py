@@ -15,7 +15,7 @@ import httpx
 from support.browser import browser
 from support.sim import cluster
 from xpyd_proxy.settings import Settings
-from xpyd_proxy.testing.engine import Fault, FaultKind
+from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
 _RATE = 5  # requests a second
 _LOOKS = {"": {"width": 1280}, "-phone": {"width": 390, "scale": 2}, "-dark": {"width": 1280, "dark": True}}
@@ -34,10 +34,10 @@ def _work(url, seconds):
 def _trouble(engines, seconds):
     """One engine ends a stream early now and then; late in the picture another one answers 500 to everything."""
     for _ in range(4):
-        engines["d1"].inject(Fault(FaultKind.END, after=2, times=1))
+        engines["d1"].inject(SimulatedFault(FaultKind.END, after=2, times=1))
         time.sleep(seconds * 0.2)
-    engines["p1"].inject(Fault(FaultKind.STATUS, status=503, times=2))
-    engines["d2"].inject(Fault(FaultKind.STATUS, status=500))
+    engines["p1"].inject(SimulatedFault(FaultKind.STATUS, status=503, times=2))
+    engines["d2"].inject(SimulatedFault(FaultKind.STATUS, status=500))
 
 
 def main(path, seconds):

@@ -15,7 +15,7 @@ import httpx
 from support.cluster import OVER_TCP, ROOT, engine_spec, metrics, nothing_held, prepare_engine, start_engine, wait_until
 from support.legs import SLOW_SECONDS, SLOW_TOKENS, STALL_SECONDS, decode, plain, prefill, prompt_of, text_of
 from support.proc import idle_cores, pids_of, wait_stopped
-from xpyd_proxy.local.processes import Child, Fleet
+from xpyd_proxy.local.processes import Child, ProcessGroup
 from xpyd_proxy.local.recipe import Connector, EngineSpec, Role, TransferMode, transfer_config
 
 LEASE = 3.0  # s
@@ -41,7 +41,7 @@ class Victim:
     """One engine. Started again, it has the same name and ports."""
 
     spec: EngineSpec
-    fleet: Fleet
+    fleet: ProcessGroup
     child: Child | None = None
 
     def start(self):

@@ -11,10 +11,10 @@ import uvloop
 
 from support.raw_engine import RawEngine
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.model import Instance, InstanceId, Leg, Role
+from xpyd_proxy.core.model import Instance, InstanceId, LegRequest, Role
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.io.wire import WireEngines, call
-from xpyd_proxy.io.wire.call import Call
+from xpyd_proxy.io.wire.call import ResponseHandler
 
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
@@ -42,9 +42,9 @@ async def until(seen: Callable[[], object], *, within_s: float = 5.0) -> None:
         await asyncio.sleep(0.005)
 
 
-def leg_to(engine: RawEngine, body: bytes = b"{}", *, scheme: str = "http") -> Leg:
+def leg_to(engine: RawEngine, body: bytes = b"{}", *, scheme: str = "http") -> LegRequest:
     instance = Instance(InstanceId("decode-0"), Role.DECODE, Address.parse(f"{scheme}://{engine.at}"))
-    return Leg(instance, "/v1/completions", body, ())
+    return LegRequest(instance, "/v1/completions", body, ())
 
 
 def answer(body: bytes = b"hello", *, status: int = 200) -> bytes:
@@ -56,7 +56,7 @@ telling = pytest.mark.skipif(IS_COMPILED, reason="Told cannot be derived from a 
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-class Told(Call):
+class Told(ResponseHandler):
     """Keeps what it is told of an answer, for somebody who waits. ``took`` is called with each piece of the body."""
 
     def __init__(self, engine: str = "decode-0", took: Callable[[bytes], object] = len) -> None:
@@ -118,7 +118,7 @@ class Told(Call):
 
 
 @asynccontextmanager
-async def told(engines: WireEngines, leg: Leg, took: Callable[[bytes], object] = len) -> AsyncGenerator[Told]:
+async def told(engines: WireEngines, leg: LegRequest, took: Callable[[bytes], object] = len) -> AsyncGenerator[Told]:
     """Post a leg, and have its answer told; leaving the block drops what has not come."""
     one = Told(leg.instance.id, took)
     engines.teller.post(one, leg)

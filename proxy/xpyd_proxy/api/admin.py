@@ -18,7 +18,7 @@ from xpyd_proxy.errors import AddressError, AlreadyKnown, BadPort, NotAllowed
 from xpyd_proxy.io.discovery.stores import StoreDown
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.io.wire.connection_guard import Guard
-from xpyd_proxy.io.workers.changes import Changes
+from xpyd_proxy.io.workers.changes import FleetChanges
 from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def admin_routes(
     settings: Settings,
     fleet: LiveFleet,
     models: ModelCatalog,
-    changes: Changes,
+    changes: FleetChanges,
     *,
     guard: Guard,
     keyring: Keyring,

@@ -24,7 +24,7 @@ from xpyd_proxy.api.schemas import (
     ResponsesRequest,
 )
 from xpyd_proxy.core.model import Api
-from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, Kind
+from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
 
 Part: TypeAlias = dict[str, Any]  # of an OpenAPI document
 _NOT_FOUND: Final[tuple[Match, Scope]] = (Match.NONE, {})
@@ -120,10 +120,10 @@ def operation_id(route: APIRoute) -> str:
     return "".join([*sorted(route.methods)]).lower() + route.path_format.replace("/", "_")
 
 
-def _route(path: str, kind: Kind, endpoints: ASGIApp, keys: Sequence[Any]) -> EndpointRoute:
-    signature = _GENERATING.get(path, _form if kind is Kind.FORM else _json)
+def _route(path: str, kind: EndpointKind, endpoints: ASGIApp, keys: Sequence[Any]) -> EndpointRoute:
+    signature = _GENERATING.get(path, _form if kind is EndpointKind.FORM else _json)
     content: Part = {"application/json": {"schema": {}}}
-    if kind is Kind.SPLIT:
+    if kind is EndpointKind.SPLIT:
         content["text/event-stream"] = _TEXT
     answers: dict[int | str, Part] = {
         200: {"description": "The engine's answer, as it is", "headers": _ANSWER_HEADERS, "content": content}
@@ -135,9 +135,9 @@ def _route(path: str, kind: Kind, endpoints: ASGIApp, keys: Sequence[Any]) -> En
         signature,
         endpoints,
         summary=(signature.__doc__ or "").partition(";")[0].rstrip("."),
-        tags=["two legs" if kind is Kind.SPLIT else "one leg"],
+        tags=["two legs" if kind is EndpointKind.SPLIT else "one leg"],
         responses=answers,
         dependencies=keys,
-        openapi_extra=body if kind is Kind.FORM else None,
+        openapi_extra=body if kind is EndpointKind.FORM else None,
         generate_unique_id_function=operation_id,
     )

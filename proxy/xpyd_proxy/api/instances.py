@@ -12,10 +12,10 @@ from xpyd_proxy.api.admin_key import OPERATOR_KEY
 from xpyd_proxy.api.audit import AuditedAction
 from xpyd_proxy.api.operator_route import OPERATOR_ERRORS, OPERATORS, SMALL_BODY, OperatorAccess, action_of
 from xpyd_proxy.api.schemas import ExplainRequest, ExplainResponse, InstanceList, InstanceName, InstanceRow
-from xpyd_proxy.core.fleet.health import State
+from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.fleet.target import Target
-from xpyd_proxy.core.model import Api, Call, Headers, InstanceId
+from xpyd_proxy.core.model import Api, GenerationRequest, Headers, InstanceId
 from xpyd_proxy.core.protocol.request_bodies import parse
 from xpyd_proxy.core.routing.explain import Explainer, Explanation
 from xpyd_proxy.errors import (
@@ -26,9 +26,9 @@ from xpyd_proxy.errors import (
     UnknownInstance,
     UnknownModel,
 )
-from xpyd_proxy.io.discovery.reconciler import Elsewhere
+from xpyd_proxy.io.discovery.reconciler import NotManagedHere
 from xpyd_proxy.io.discovery.stores import StoreDown
-from xpyd_proxy.io.workers.changes import Changes
+from xpyd_proxy.io.workers.changes import FleetChanges
 from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class InstanceAdmin:
     registry: Registry
     explainer: Callable[[], Explainer]
     clock: Callable[[], float]  # seconds; the one of the registry's times
-    changes: Changes
+    changes: FleetChanges
     is_drained: Callable[[InstanceId], bool] = lambda _: True  # for the other workers, too
 
     def rows(self, members: Sequence[Member]) -> InstanceList:
@@ -52,8 +52,8 @@ class InstanceAdmin:
 
     def _row(self, member: Member) -> InstanceRow:
         row = _row(member, self.clock())
-        if member.life.state is State.DRAINED and not self.is_drained(member.instance.id):
-            row.state, row.why = State.DRAINING, "another worker has requests there"
+        if member.life.state is HealthState.DRAINED and not self.is_drained(member.instance.id):
+            row.state, row.why = HealthState.DRAINING, "another worker has requests there"
         return row
 
     def found(self, named: InstanceName) -> Sequence[Member]:
@@ -123,19 +123,19 @@ async def _changed(on: Callable[[InstanceId], Awaitable[None]], member: Member) 
         raise HTTPException(400, str(exc)) from exc
     except UnknownInstance as exc:  # it went while the store was asked
         raise HTTPException(404, str(exc)) from exc
-    except Elsewhere as exc:
+    except NotManagedHere as exc:
         raise HTTPException(409, str(exc)) from exc
     except StoreDown as exc:
         raise HTTPException(503, f"The change may or may not have been made: {exc}") from exc
     logger.info("%s is %s", member.instance.id, member.life.state)
 
 
-def _call(question: ExplainRequest) -> Call:
+def _call(question: ExplainRequest) -> GenerationRequest:
     """Read a request as a client's would be read."""
     if question.path not in tuple(Api):
         raise HTTPException(400, f"{question.path} has no two legs to explain: write one of {_PATHS}")
     fields = parse(bytes(question.body), strip_private=False)
-    return Call(Api(question.path), fields, _headers(question.headers), rank=_rank(question.headers))
+    return GenerationRequest(Api(question.path), fields, _headers(question.headers), rank=_rank(question.headers))
 
 
 def _headers(given: dict[str, str]) -> Headers:

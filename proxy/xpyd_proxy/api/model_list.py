@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from xpyd_proxy.api.request_body import passed_on
 from xpyd_proxy.api.schemas import ErrorResponse, ServedModels
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import Answer, Headers, Instance, Role
+from xpyd_proxy.core.model import EngineResponse, Headers, Instance, Role
 from xpyd_proxy.core.ports import Engines
 from xpyd_proxy.core.protocol.response_filter import check_type
 from xpyd_proxy.core.raw_json import NotJson, decode
@@ -42,7 +42,7 @@ class ModelCatalog:
         self._engines = engines
         self._model = model
 
-    async def listing(self, headers: Headers) -> Answer:
+    async def listing(self, headers: Headers) -> EngineResponse:
         """Return the models of all engines that answer, each once; of two that have one the decode engine describes it.
 
         Raises:
@@ -71,7 +71,7 @@ class ModelCatalog:
     def _known(self) -> list[Instance]:
         return [*self._registry.known(Role.DECODE), *self._registry.known(Role.PREFILL)]
 
-    async def _ask(self, instance: Instance, headers: Headers, *, bare: bool = False) -> Answer | None:
+    async def _ask(self, instance: Instance, headers: Headers, *, bare: bool = False) -> EngineResponse | None:
         try:
             return await self._engines.models(instance, headers, bare=bare)
         except EngineError:
@@ -92,7 +92,7 @@ def model_routes(models: ModelCatalog, keys: Sequence[Any] = ()) -> APIRouter:
     return router
 
 
-def _cards(answer: Answer) -> list[msgspec.Raw] | None:
+def _cards(answer: EngineResponse) -> list[msgspec.Raw] | None:
     """Return the descriptions in a list; None when it is no such list."""
     try:
         decode(answer.body, _ModelIds)
@@ -101,15 +101,15 @@ def _cards(answer: Answer) -> list[msgspec.Raw] | None:
         return None
 
 
-def _merged(lists: Sequence[Sequence[msgspec.Raw]]) -> Answer:
+def _merged(lists: Sequence[Sequence[msgspec.Raw]]) -> EngineResponse:
     cards: dict[str, msgspec.Raw] = {}
     for card in chain.from_iterable(lists):
         cards.setdefault(decode(card, _ModelId).id, card)
     body = msgspec.json.encode({"object": "list", "data": list(cards.values())})
-    return Answer(200, "application/json", body)
+    return EngineResponse(200, "application/json", body)
 
 
-def _names(answer: Answer | None) -> Sequence[str]:
+def _names(answer: EngineResponse | None) -> Sequence[str]:
     """Return the ids in a list; none when it is no such list."""
     if answer is None or answer.status != 200:
         return ()

@@ -15,7 +15,7 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 from xpyd_proxy.core.workers.reports import Whole
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.status import Snapshot, Status
-from xpyd_proxy.io.workers.crew import nobody
+from xpyd_proxy.io.workers.crew import no_other_workers
 
 _INLINE: Final = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 PAGE_HEADERS: Final = {
@@ -42,7 +42,7 @@ class Onlookers:
 def page_routes(
     status: Status,
     metrics: Metrics,
-    everybody: Callable[[], Awaitable[Whole | None]] = nobody,
+    everybody: Callable[[], Awaitable[Whole | None]] = no_other_workers,
     onlookers: Onlookers = Onlookers(),
 ) -> APIRouter:
     """Build the routes; the page is read once, here. ``everybody``: asks all workers, if there are several."""

@@ -7,11 +7,11 @@ from fastapi import APIRouter
 from xpyd_proxy.api.schemas import ErrorResponse, Health
 from xpyd_proxy.core.admission.lifetime import Lifetime, Stage
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.ports import Fleet
+from xpyd_proxy.core.ports import EngineFleet
 from xpyd_proxy.errors import ClosingDown
 
 
-def ready_routes(fleet: Fleet, lifetime: Lifetime, needed: Callable[[], Sequence[Role]]) -> APIRouter:
+def ready_routes(fleet: EngineFleet, lifetime: Lifetime, needed: Callable[[], Sequence[Role]]) -> APIRouter:
     """Build GET /ready: 200 with an engine of each role that is needed now, else 503; and 503 from SIGTERM on."""
     router = APIRouter(tags=["probes"])
 

@@ -3,7 +3,7 @@
 from enum import StrEnum
 
 
-class Word(StrEnum):
+class FastStrEnum(StrEnum):
     """An enum of words that is quick to look up: equal to its text, it hashes as its text does.
 
     Enum's own hash is a Python function, which would be called for every lookup in a table of states or a counter.

@@ -10,7 +10,7 @@ from typing import Final, NewType, TypeAlias
 import msgspec
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fast_enum import Word
+from xpyd_proxy.core.fast_enum import FastStrEnum
 from xpyd_proxy.core.raw_json import TRUE, Fields
 from xpyd_proxy.core.schemas import Coordinates
 
@@ -20,14 +20,14 @@ TransferId = NewType("TransferId", str)
 Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
 
 
-class Role(Word):
+class Role(FastStrEnum):
     """Which half of a request an engine serves."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
-class Api(Word):
+class Api(FastStrEnum):
     """The calls that generate text, and so have two legs; the value is the path."""
 
     COMPLETIONS = "/v1/completions"
@@ -39,7 +39,7 @@ class Api(Word):
 _PATHS: Final = {api: api.value for api in Api}  # an enum's ``value`` is a Python function
 
 
-class Solo(Word):
+class SingleEngineReason(FastStrEnum):
     """Why a request is served by one decode engine, without a transfer, as metrics and headers name it."""
 
     PROMPTS = "several_prompts"
@@ -59,11 +59,11 @@ class Solo(Word):
     NO_PREFILL = "no_prefill_engine"
 
 
-class Push(Word):
+class LegOrder(FastStrEnum):
     """In which order the legs of a request went out whose prefill engine pushes."""
 
-    AT_ONCE = "push"
-    IN_TURN = "push_cold"  # as long as the router does not know where to find the prefill engine
+    CONCURRENT = "push"
+    SEQUENTIAL = "push_cold"  # as long as the router does not know where to find the prefill engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Instance:
 
 
 @dataclass(slots=True, init=False)
-class Ask:
+class RoutingHints:
     """What the choice of engines may depend on: as much of a request as matters for it. It does not change."""
 
     model: str | None  # the model it names
@@ -104,16 +104,16 @@ class Ask:
         self.rank = rank
         self.again = again
 
-    def once_more(self) -> "Ask":
+    def once_more(self) -> "RoutingHints":
         """Return the same for a request that has failed before."""
-        return Ask(self.model, self.session, self.prompt, self.tokens, self.rank, again=True)
+        return RoutingHints(self.model, self.session, self.prompt, self.tokens, self.rank, again=True)
 
 
-ANY: Final = Ask()  # no wish at all
+ANY: Final = RoutingHints()  # no wish at all
 
 
 @dataclass(slots=True, init=False)
-class Call:
+class GenerationRequest:
     """What a client asked for, after the checks that make it safe to pass on. It does not change."""
 
     api: Api
@@ -139,7 +139,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
+class PassthroughRequest:
     """What a client asked for that one engine does in one leg; the body is passed through."""
 
     path: str
@@ -151,7 +151,7 @@ class Errand:
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class LegRequest:
     """One request to one engine."""
 
     instance: Instance
@@ -162,7 +162,7 @@ class Leg:
 
 
 @dataclass(slots=True, init=False)
-class Answer:
+class EngineResponse:
     """An engine's whole answer. It does not change."""
 
     status: int
@@ -178,7 +178,7 @@ class Answer:
 
 
 @dataclass(slots=True, init=False)
-class Handover:
+class PrefillResult:
     """What a prefill engine's answer is good for. It does not change."""
 
     params: msgspec.Raw  # for the decode leg that follows it

@@ -5,18 +5,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from xpyd_proxy.core.admission.limits import Limit
-from xpyd_proxy.core.model import ANY, Answer, Ask, Headers, Instance, Role
+from xpyd_proxy.core.model import ANY, EngineResponse, Headers, Instance, Role, RoutingHints
 
 
 class Engines(Protocol):
     """Talks to vLLM. Raises EngineError or EngineTimeout, and nothing else."""
 
-    async def models(self, instance: Instance, headers: Headers, *, bare: bool = False) -> Answer:
+    async def models(self, instance: Instance, headers: Headers, *, bare: bool = False) -> EngineResponse:
         """Get the engine's list of models; ``bare``: without showing a key."""
         ...
 
 
-class Fleet(Protocol):
+class EngineFleet(Protocol):
     """The engines there are."""
 
     def known(self, role: Role, /) -> Sequence[Instance]:
@@ -40,12 +40,12 @@ class Pairing(Protocol):
     """
 
     def pair(
-        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: Ask = ANY, /
+        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: RoutingHints = ANY, /
     ) -> tuple[Instance, Instance]:
         """Return the two engines that share a request."""
         ...
 
-    def one(self, decode: Sequence[Instance], ask: Ask = ANY, /) -> Instance:
+    def one(self, decode: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
         """Return the engine that serves a request, or its decode leg, alone."""
         ...
 
@@ -59,7 +59,7 @@ class Releases(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class InstanceStatus:
     """One engine as operators see it."""
 
     instance: Instance
@@ -67,14 +67,14 @@ class Standing:
     why: str = ""  # what brought it there, in words that name no address
 
 
-class Census(Protocol):
+class InstanceStateReader(Protocol):
     """Knows every engine and what state it is in; asked only when somebody looks."""
 
     def states(self) -> Sequence[str]:
         """Return every word that a state can be."""
         ...
 
-    def standings(self) -> Sequence[Standing]:
+    def standings(self) -> Sequence[InstanceStatus]:
         """List the engines, in the order they were added."""
         ...
 

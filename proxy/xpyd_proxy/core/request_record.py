@@ -8,8 +8,8 @@ import re
 from enum import auto
 from typing import Final
 
-from xpyd_proxy.core.fast_enum import Word
-from xpyd_proxy.core.model import InstanceId, Push, RequestId, Role, Solo, TransferId
+from xpyd_proxy.core.fast_enum import FastStrEnum
+from xpyd_proxy.core.model import InstanceId, LegOrder, RequestId, Role, SingleEngineReason, TransferId
 from xpyd_proxy.core.protocol.engine_errors import Failure
 
 _CLIENT_ID: Final = re.compile(rb"[!-~]{1,128}")
@@ -18,7 +18,7 @@ PULL: Final = "pull"  # one leg follows the other, and the decode engine fetches
 SINGLE: Final = "single"  # one engine serves it
 
 
-class RequestOutcome(Word):
+class RequestOutcome(FastStrEnum):
     """How a request ended, as far as its client can tell."""
 
     OK = auto()
@@ -83,8 +83,8 @@ class RequestRecord:
         path: str = "",
         *,
         client_id: str | None = None,
-        single_reason: Solo | None = None,
-        push: Push | None = None,
+        single_reason: SingleEngineReason | None = None,
+        push: LegOrder | None = None,
         prefill: LegRecord | None = None,
         decode: LegRecord | None = None,
         error: str | None = None,

@@ -17,7 +17,7 @@ from xpyd_proxy.core.admission.limits import Limit
 from xpyd_proxy.core.counters import Counters, Histogram, Key
 from xpyd_proxy.core.discovery.reconcile import Freshness
 from xpyd_proxy.core.model import InstanceId
-from xpyd_proxy.core.ports import Census, Queue
+from xpyd_proxy.core.ports import InstanceStateReader, Queue
 from xpyd_proxy.core.workers.reports import Whole, together
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 
@@ -41,7 +41,7 @@ class Metrics:
     def __init__(
         self,
         telemetry: Telemetry,
-        census: Census,
+        census: InstanceStateReader,
         queue: Queue | None = None,
         sources: Callable[[], Sequence[Freshness]] = tuple,
     ) -> None:
@@ -127,7 +127,9 @@ class _Workers:
 class _Collector:
     """Makes metrics out of the numbers, in the order in which an operator reads them."""
 
-    def __init__(self, numbers: _Numbers, census: Census, sources: Callable[[], Sequence[Freshness]]) -> None:
+    def __init__(
+        self, numbers: _Numbers, census: InstanceStateReader, sources: Callable[[], Sequence[Freshness]]
+    ) -> None:
         self._numbers = numbers
         self._census = census
         self._sources = sources

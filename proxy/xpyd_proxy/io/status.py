@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from xpyd_proxy.core.model import InstanceId
-from xpyd_proxy.core.ports import Census, Queue, Standing
+from xpyd_proxy.core.ports import InstanceStateReader, InstanceStatus, Queue
 from xpyd_proxy.core.recent_stats import SPAN_S, RollingSeries
 from xpyd_proxy.core.schemas import Bin
 from xpyd_proxy.core.workers.reports import Part, Whole, bin_of
@@ -57,7 +57,7 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QueueStatus:
     """The queue; ``refused`` since the start."""
 
     waiting: int
@@ -83,7 +83,7 @@ class Snapshot:
     last_minute: Minute
     series: Series
     instances: list[Engine]
-    queue: Waiting | None
+    queue: QueueStatus | None
     failures: list[Failed]
     worker: int = 0  # which process has answered; the numbers are those of all
     workers: int = 1  # how many there are that answer
@@ -93,7 +93,7 @@ class Status:
     """Puts the numbers together when somebody asks for them."""
 
     def __init__(
-        self, telemetry: Telemetry, census: Census, clock: Callable[[], float], queue: Queue | None = None
+        self, telemetry: Telemetry, census: InstanceStateReader, clock: Callable[[], float], queue: Queue | None = None
     ) -> None:
         self._telemetry = telemetry
         self._census = census
@@ -159,7 +159,7 @@ def _steps(parts: Sequence[Part], name: str) -> Sequence[Bin]:
     return [bin_of(bins) for bins in zip(*(part.series.get(name, [_QUIET] * _STEPS) for part in parts), strict=True)]
 
 
-def _engine(standing: Standing, parts: Sequence[Part], in_flight: Sequence[Mapping[InstanceId, int]]) -> Engine:
+def _engine(standing: InstanceStatus, parts: Sequence[Part], in_flight: Sequence[Mapping[InstanceId, int]]) -> Engine:
     instance = standing.instance
     return Engine(
         id=instance.id,
@@ -182,9 +182,9 @@ def _last(rings: Mapping[InstanceId, RollingSeries], instance: InstanceId, secon
     return rings[instance].last(seconds, now=now)
 
 
-def _waiting(queue: Queue | None, whole: Whole | None) -> Waiting | None:
+def _waiting(queue: Queue | None, whole: Whole | None) -> QueueStatus | None:
     if whole is not None:
         all_ = whole.all
         refused = sum(sum(one.refused.values()) for one in all_)
-        return Waiting(sum(one.waiting for one in all_), sum(one.admitted for one in all_), refused)
-    return None if queue is None else Waiting(queue.waiting, queue.admitted, sum(queue.refused.values()))
+        return QueueStatus(sum(one.waiting for one in all_), sum(one.admitted for one in all_), refused)
+    return None if queue is None else QueueStatus(queue.waiting, queue.admitted, sum(queue.refused.values()))

@@ -32,7 +32,7 @@ class _Completion(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class LegTiming:
     """One engine's part in a request."""
 
     engine: str  # its name in the router
@@ -40,12 +40,12 @@ class Leg:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class FirstAnswer:
     """What came back."""
 
     text: str
     seconds: float  # as the client saw it
-    legs: dict[str, Leg]  # by the name of the leg: prefill, decode
+    legs: dict[str, LegTiming]  # by the name of the leg: prefill, decode
     bytes_moved: int | None  # None: no engine has a metric for it
 
 
@@ -55,7 +55,7 @@ def request_body(model: str, question: str = QUESTION, *, max_tokens: int = 24) 
     return {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
 
 
-def ask(router_url: str, mover_urls: Sequence[str], model: str) -> Answer:
+def ask(router_url: str, mover_urls: Sequence[str], model: str) -> FirstAnswer:
     """Send the request and find out what it caused. Raises NoAnswer in one sentence.
 
     ``mover_urls`` are those of the engines that count what they move: decode engines in pull, prefill engines in push.
@@ -67,15 +67,15 @@ def ask(router_url: str, mover_urls: Sequence[str], model: str) -> Answer:
         seconds = time.monotonic() - start
         legs = parse_server_timing(response.headers.get("server-timing", ""))
         moved = None if before is None else _wait_for_more(client, mover_urls, before) - before
-    return Answer(_read(response), seconds, legs, moved)
+    return FirstAnswer(_read(response), seconds, legs, moved)
 
 
-def parse_server_timing(header: str) -> dict[str, Leg]:
+def parse_server_timing(header: str) -> dict[str, LegTiming]:
     """Read `prefill;desc="prefill-0";dur=41.2, decode;desc="decode-0"`; what is not understood is left out."""
-    legs: dict[str, Leg] = {}
+    legs: dict[str, LegTiming] = {}
     for match in re.finditer(r'(\w+);desc="([^"]*)"(?:;dur=([\d.]+))?', header):
         name, engine, ms = match.groups()
-        legs[name] = Leg(engine, float(ms) if ms else None)
+        legs[name] = LegTiming(engine, float(ms) if ms else None)
     return legs
 
 

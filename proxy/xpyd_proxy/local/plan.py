@@ -21,7 +21,7 @@ class EngineKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LocalPlan:
     """Engines and a router on this machine; engine i of a kind listens on the first port of that kind plus i."""
 
     prefill: int = 1  # engines
@@ -78,7 +78,7 @@ class Plan:
                 yield spec.side_channel_port, f"the side channel of {spec.name}", "--side-channel-port"
 
 
-def engine_command(plan: Plan, spec: EngineSpec, inherited: Mapping[str, str]) -> Command:
+def engine_command(plan: LocalPlan, spec: EngineSpec, inherited: Mapping[str, str]) -> Command:
     """Return how to start one engine of the plan."""
     if plan.kind is EngineKind.VLLM:
         return engine(spec, inherited)
@@ -88,7 +88,7 @@ def engine_command(plan: Plan, spec: EngineSpec, inherited: Mapping[str, str]) -
     return Command(spec.name, argv, inherited, f"{spec.base_url}/health")
 
 
-def router_command(plan: Plan, inherited: Mapping[str, str]) -> Command:
+def router_command(plan: LocalPlan, inherited: Mapping[str, str]) -> Command:
     """Return how to start the router in front of all engines of the plan."""
     argv = [*PYTHON_MODULE, "xpyd_proxy.cli", "serve", "--host", HOST, "--port", str(plan.port)]
     argv += ["--prefill", *plan.addresses(Role.PREFILL), "--decode", *plan.addresses(Role.DECODE)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xpyd_proxy.local.errors import PreflightFailed
-from xpyd_proxy.local.plan import EngineKind, Plan
+from xpyd_proxy.local.plan import EngineKind, LocalPlan
 from xpyd_proxy.local.recipe import HOST, Connector
 
 GIB = 1024**3
@@ -31,7 +31,7 @@ class Machine:
     free_disk: int
 
 
-def look(plan: Plan) -> Machine:
+def look(plan: LocalPlan) -> Machine:
     """Find out what the plan depends on."""
     home = plan.home.absolute()
     existing = next(path for path in (home, *home.parents) if path.exists())
@@ -45,7 +45,7 @@ def look(plan: Plan) -> Machine:
     )
 
 
-def check(plan: Plan, machine: Machine) -> None:
+def check(plan: LocalPlan, machine: Machine) -> None:
     """Raise PreflightFailed with everything that is wrong, so that nobody fixes one thing per attempt."""
     problems = [*_port_problems(plan, machine)]
     if plan.kind is EngineKind.VLLM:
@@ -54,12 +54,12 @@ def check(plan: Plan, machine: Machine) -> None:
         raise PreflightFailed("\n".join(problems))
 
 
-def memory_needed(plan: Plan) -> int:
+def memory_needed(plan: LocalPlan) -> int:
     """Return how many bytes the engines of a plan take."""
     return (plan.prefill + plan.decode) * ENGINE_MEMORY
 
 
-def _port_problems(plan: Plan, machine: Machine) -> Iterator[str]:
+def _port_problems(plan: LocalPlan, machine: Machine) -> Iterator[str]:
     users: dict[int, str] = {}
     for port, user, option in plan.ports():
         if not 0 < port < 65536:
@@ -71,7 +71,7 @@ def _port_problems(plan: Plan, machine: Machine) -> Iterator[str]:
         users[port] = user
 
 
-def _engine_problems(plan: Plan, machine: Machine) -> Iterator[str]:
+def _engine_problems(plan: LocalPlan, machine: Machine) -> Iterator[str]:
     for name in sorted(machine.missing_modules):
         yield f"the Python package {name} is not installed: `make up` installs it, `--engine sim` does without"
     for name in sorted(machine.missing_programs):

@@ -40,7 +40,7 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class StartUpWait:
     """What a wait is about, for whoever reports progress."""
 
     names: tuple[str, ...]  # not ready yet
@@ -106,7 +106,7 @@ class Child:
         return self._process.wait(timeout_s)
 
 
-class Fleet:
+class ProcessGroup:
     """The children of one :func:`open_fleet` block."""
 
     def __init__(self, log_dir: Path, temp: Path, guard_input: IO[bytes], *, grace_s: float) -> None:
@@ -142,7 +142,7 @@ class Fleet:
         children: Iterable[Child],
         *,
         timeout_s: float = 180.0,
-        report: Callable[[Waiting], None] = lambda _waiting: None,
+        report: Callable[[StartUpWait], None] = lambda _waiting: None,
     ) -> None:
         """Return when all of them serve. Raises ChildDied, or NotReady after `timeout_s` seconds.
 
@@ -153,7 +153,7 @@ class Fleet:
         with httpx.Client(timeout=1.0, trust_env=False) as client:
             while missing := [child for child in missing if not _serves(client, child)]:
                 seconds = time.monotonic() - start
-                report(Waiting(tuple(child.name for child in missing), seconds))
+                report(StartUpWait(tuple(child.name for child in missing), seconds))
                 self.raise_if_dead()
                 if seconds > timeout_s:
                     raise NotReady(missing[0].name, seconds, missing[0].log, missing[0].tail())
@@ -186,7 +186,7 @@ class Fleet:
 
 
 @contextmanager
-def open_fleet(log_dir: Path, *, grace_s: float = 10.0) -> Generator[Fleet]:
+def open_fleet(log_dir: Path, *, grace_s: float = 10.0) -> Generator[ProcessGroup]:
     """Give a fleet whose children survive neither the block nor this process, however that one dies.
 
     Logs go to `log_dir`, which is created; only this user can read them. Children get `grace_s` seconds to end before
@@ -194,7 +194,7 @@ def open_fleet(log_dir: Path, *, grace_s: float = 10.0) -> Generator[Fleet]:
     """
     private.make_directory(log_dir)
     with _temporary() as temp, _guard(temp) as guard_input:
-        fleet = Fleet(log_dir, temp, guard_input, grace_s=grace_s)
+        fleet = ProcessGroup(log_dir, temp, guard_input, grace_s=grace_s)
         try:
             yield fleet
         finally:

@@ -5,7 +5,7 @@ import sys
 import textwrap
 from typing import TextIO
 
-from xpyd_proxy.local.processes import Waiting
+from xpyd_proxy.local.processes import StartUpWait
 
 PIPE_EVERY_S = 5.0
 PIPE_WIDTH = 110  # columns
@@ -33,7 +33,7 @@ class Screen:
         for number, row in enumerate(rows or [""]):
             self.line(f"  {label if number == 0 else '':<{MARGIN - 2}}{row}")
 
-    def waiting(self, waiting: Waiting) -> None:
+    def waiting(self, waiting: StartUpWait) -> None:
         """Show what is waited for: at once on a terminal, now and then in a pipe."""
         text = f"  {'wait':<{MARGIN - 2}}{waiting.seconds:3.0f} s for {', '.join(waiting.names)}"
         if self._live:

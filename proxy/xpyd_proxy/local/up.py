@@ -16,9 +16,9 @@ from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local import first_request, preflight, private
 from xpyd_proxy.local.errors import ChildDied, LocalError, NotReady
-from xpyd_proxy.local.first_request import Answer, Leg
-from xpyd_proxy.local.plan import MODEL_NAME, EngineKind, Plan, engine_command, router_command
-from xpyd_proxy.local.processes import Fleet, open_fleet
+from xpyd_proxy.local.first_request import FirstAnswer, LegTiming
+from xpyd_proxy.local.plan import MODEL_NAME, EngineKind, LocalPlan, engine_command, router_command
+from xpyd_proxy.local.processes import ProcessGroup, open_fleet
 from xpyd_proxy.local.recipe import Connector, with_secret
 from xpyd_proxy.local.screen import Screen
 
@@ -30,7 +30,7 @@ MOVING = {
     TransferMode.PULL: "decode pulls the KV cache (--kv-transfer-mode pull)",
     TransferMode.PUSH: "prefill pushes the KV cache (--kv-transfer-mode push)",
 }
-_DEFAULT = Plan()
+_DEFAULT = LocalPlan()
 
 
 class Interrupted(KeyboardInterrupt):
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do it; return the exit code: 0 when the answer arrived and Ctrl-C or `--once` ended it."""
-    plan = Plan(
+    plan = LocalPlan(
         prefill=args.prefill,
         decode=args.decode,
         kind=EngineKind(args.engine),
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         return INTERRUPTED
 
 
-def _up(plan: Plan, screen: Screen, *, once: bool) -> int:
+def _up(plan: LocalPlan, screen: Screen, *, once: bool) -> int:
     screen.line(_title(plan))
     preflight.check(plan, preflight.look(plan))
     make_home(plan)
@@ -116,13 +116,13 @@ def _up(plan: Plan, screen: Screen, *, once: bool) -> int:
     return 0
 
 
-def make_home(plan: Plan) -> None:
+def make_home(plan: LocalPlan) -> None:
     """Make the folder of logs, caches and the model, for this user alone."""
     private.make_directory(plan.home)
     plan.home.chmod(private.DIRECTORY)
 
 
-def _title(plan: Plan) -> str:
+def _title(plan: LocalPlan) -> str:
     engines = f"{plan.prefill} prefill and {plan.decode} decode"
     moving = MOVING[plan.mode]
     if plan.kind is EngineKind.SIM:
@@ -130,13 +130,13 @@ def _title(plan: Plan) -> str:
     return f"xpyd: {engines}, vLLM engines with the connector {plan.connector.value}; {moving}"
 
 
-def _movers(plan: Plan) -> list[str]:
+def _movers(plan: LocalPlan) -> list[str]:
     """Return the URLs of the engines that move the KV cache, and so know how much of it."""
     role = Role.PREFILL if plan.mode is TransferMode.PUSH else Role.DECODE
     return [f"http://{address}" for address in plan.addresses(role)]
 
 
-def _make_model(plan: Plan, screen: Screen) -> None:
+def _make_model(plan: LocalPlan, screen: Screen) -> None:
     if (plan.model / "config.json").exists() and plan.model != _DEFAULT.model:
         screen.step("model", f"{plan.model}, as it is")
         return
@@ -146,7 +146,7 @@ def _make_model(plan: Plan, screen: Screen) -> None:
     screen.step("model", f"{plan.model}, {'made' if made else 'made earlier'}: random weights, 5 MB")
 
 
-def _start(plan: Plan, fleet: Fleet, screen: Screen) -> None:
+def _start(plan: LocalPlan, fleet: ProcessGroup, screen: Screen) -> None:
     start = time.monotonic()
     shared = with_secret(os.environ)
     commands = [engine_command(plan, spec, shared) for spec in plan.engines()]
@@ -160,7 +160,7 @@ def _start(plan: Plan, fleet: Fleet, screen: Screen) -> None:
     screen.step("ready", f"after {time.monotonic() - start:.1f} s")
 
 
-def _show(answer: Answer, plan: Plan, screen: Screen) -> None:
+def _show(answer: FirstAnswer, plan: LocalPlan, screen: Screen) -> None:
     screen.line()
     screen.step("question", first_request.QUESTION)
     screen.step("answer", answer.text)
@@ -175,19 +175,19 @@ def _show(answer: Answer, plan: Plan, screen: Screen) -> None:
     screen.line()
 
 
-def _leg(leg: Leg | None) -> str:
+def _leg(leg: LegTiming | None) -> str:
     if leg is None:
         return "unknown: the router did not say"
     return leg.engine if leg.ms is None else f"{leg.engine} in {leg.ms:.1f} ms"
 
 
-def _moved(answer: Answer) -> str:
+def _moved(answer: FirstAnswer) -> str:
     if answer.bytes_moved is None:
         return "unknown: the engines have no metric for it"
     return f"{answer.bytes_moved:,} bytes"
 
 
-def _stay(plan: Plan, fleet: Fleet, screen: Screen) -> None:
+def _stay(plan: LocalPlan, fleet: ProcessGroup, screen: Screen) -> None:
     body = json.dumps(first_request.request_body(MODEL_NAME, "Where does the river end?"))
     url = f"{plan.router_url}/v1/chat/completions"
     screen.line("Try it from another terminal:")

@@ -11,11 +11,11 @@ from typing import Final, NamedTuple
 from xpyd_proxy.planning.queueing import Spread
 from xpyd_proxy.planning.sizing import (
     Aims,
+    CapacityPlan,
     Dispatch,
     Need,
     NoPlan,
     Outlook,
-    Plan,
     Rates,
     Swing,
     Traffic,
@@ -128,7 +128,7 @@ def _rates(args: argparse.Namespace) -> Rates:
     return Rates(args.prefill_rate, args.decode_rate, args.kv_capacity, args.kv_bytes_per_token, link)
 
 
-def _as_json(found: Plan) -> dict[str, object]:
+def _as_json(found: CapacityPlan) -> dict[str, object]:
     return {
         "prefill": found.need.prefill,
         "decode": found.need.decode,
@@ -154,7 +154,7 @@ def _swing_json(swing: Swing) -> dict[str, object]:
     return {"factor": swing.factor, "needs": needs, **_outlook_json(swing.outlook)}
 
 
-def _as_text(found: Plan, aims: Aims) -> str:
+def _as_text(found: CapacityPlan, aims: Aims) -> str:
     need = found.need
     lines = [
         f"{need.prefill} prefill and {need.decode} decode engines, {_ratio(need)}",
@@ -175,7 +175,7 @@ def _ratio(need: Need) -> str:
     return f"{need.prefill // common}:{need.decode // common}"
 
 
-def _use(found: Plan) -> list[Sequence[str]]:
+def _use(found: CapacityPlan) -> list[Sequence[str]]:
     shares = found.outlook.utilisation
     rows: list[Sequence[str]] = [(name, f"{work:.2f}", f"{shares[name]:.0%}") for name, work in found.work.items()]
     return [*rows, ("requests on a decode engine", f"{found.outlook.decode_batch:.1f}", "")]

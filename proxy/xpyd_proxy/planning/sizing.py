@@ -115,7 +115,7 @@ class Swing:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CapacityPlan:
     """The answer."""
 
     need: Need
@@ -124,7 +124,7 @@ class Plan:
     swings: tuple[Swing, ...]
 
 
-def plan(traffic: Traffic, rates: Rates, aims: Aims) -> Plan:
+def plan(traffic: Traffic, rates: Rates, aims: Aims) -> CapacityPlan:
     """Size both pools.
 
     Raises:
@@ -133,7 +133,7 @@ def plan(traffic: Traffic, rates: Rates, aims: Aims) -> Plan:
     _check(traffic, rates, aims)
     need = _need(traffic, rates, aims)
     swings = tuple(_swing(factor, need, traffic, rates, aims) for factor in SWINGS)
-    return Plan(need, _work(traffic, rates, aims), _outlook(need, traffic, rates, aims), swings)
+    return CapacityPlan(need, _work(traffic, rates, aims), _outlook(need, traffic, rates, aims), swings)
 
 
 def _work(traffic: Traffic, rates: Rates, aims: Aims) -> Mapping[Resource, float]:

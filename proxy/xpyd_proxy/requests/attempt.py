@@ -8,23 +8,23 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from xpyd_proxy.core.fleet.load import ASK_FOR_REPORT
-from xpyd_proxy.core.model import Answer, Call, Headers, Instance, InstanceId, Leg, Role
+from xpyd_proxy.core.model import EngineResponse, GenerationRequest, Headers, Instance, InstanceId, LegRequest, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure, check_prefill, refused_decode
 from xpyd_proxy.core.protocol.request_bodies import RELEASE_PATH, release_body
 from xpyd_proxy.core.protocol.response_filter import check_type, clean_answer
 from xpyd_proxy.core.protocol.usage import prompt_tokens
 from xpyd_proxy.core.raw_json import Pieces
 from xpyd_proxy.core.request_record import RequestRecord
-from xpyd_proxy.core.routing.retries import Chances, LegFailed
+from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts
 from xpyd_proxy.core.schemas import Coordinates
 from xpyd_proxy.errors import EngineError, EngineTimeout, NoInstance, Refused
 from xpyd_proxy.requests.handovers import prefill_body
-from xpyd_proxy.requests.intake import Plan
+from xpyd_proxy.requests.intake import RequestPlan
 from xpyd_proxy.requests.legs import DecodeLeg, EngineLeg, LegOwner, PrefillLeg
 from xpyd_proxy.requests.stepper import Stepper
 
 if TYPE_CHECKING:
-    from xpyd_proxy.core.routing.request_rules import Rules
+    from xpyd_proxy.core.routing.request_rules import RequestRules
     from xpyd_proxy.requests.service import Requests, RequestSpan
 
 logger = logging.getLogger(__name__)
@@ -57,10 +57,10 @@ class Attempt(LegOwner):
     def __init__(
         self,
         of: "Requests",
-        plan: Plan,
-        rules: "Rules",
+        plan: RequestPlan,
+        rules: "RequestRules",
         record: RequestRecord,
-        chances: Chances,
+        chances: RetryAttempts,
         *,
         steps: Stepper,
         span: "RequestSpan | None",
@@ -94,7 +94,7 @@ class Attempt(LegOwner):
         self._of.fleet.enter(decode, self.id)
         self._slot = decode
 
-    def send_prefill(self, call: Call, prefill: Instance, *, reuses: bool) -> PrefillLeg:
+    def send_prefill(self, call: GenerationRequest, prefill: Instance, *, reuses: bool) -> PrefillLeg:
         """Send the prefill leg; ``reuses``: its answer shall tell the tokens of the prompt."""
         of = self._of
         body = prefill_body(call, self.id, self.transfer, reuses=reuses)
@@ -210,12 +210,12 @@ class Attempt(LegOwner):
         fitting = self.chances.first(of.fleet.fitting(prefill, self.usable(Role.DECODE)))
         decodes = sorted(fitting, key=lambda instance: instance.id == tried)[:_RELEASES_MOST]
         headers = (*self._plan.headers, (b"x-request-id", self.id.encode()))
-        legs = [Leg(decode, RELEASE_PATH, body, self._ranked(headers, decode)) for decode in decodes]
+        legs = [LegRequest(decode, RELEASE_PATH, body, self._ranked(headers, decode)) for decode in decodes]
         of.releaser.release(prefill, legs)
 
     # ---- what the legs tell (LegOwner)
 
-    def prefill_answered(self, leg: PrefillLeg, answer: Answer, /) -> None:
+    def prefill_answered(self, leg: PrefillLeg, answer: EngineResponse, /) -> None:
         """Take the handover out of the prefill engine's answer."""
         of, came, call = self._of, self._of.clock(), self._plan.call
         of.engines.done(leg)
@@ -247,7 +247,7 @@ class Attempt(LegOwner):
         if not leg.is_last:  # else its end follows at once, and all is written in one go
             self._steps.wake()
 
-    def decode_answered(self, leg: DecodeLeg, answer: Answer, /) -> None:
+    def decode_answered(self, leg: DecodeLeg, answer: EngineResponse, /) -> None:
         """Judge an answer that is no stream."""
         self._of.engines.done(leg)
         if answer.status != 200:

@@ -12,7 +12,7 @@ LARGE: Final = 256 * 1024
 _THREADS: Final = 2  # they share the interpreter's lock: more would not read more
 
 
-class Examiner:
+class BodyReader:
     """Reads bodies; use it as a context manager. The one of a router is shared by all its routes."""
 
     def __init__(self) -> None:

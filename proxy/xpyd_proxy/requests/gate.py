@@ -6,16 +6,16 @@ from collections.abc import Callable
 from typing import Final
 
 from xpyd_proxy.core.admission.admission import Admission, Ticket
-from xpyd_proxy.core.admission.limits import Limit, Limits, Refusal
+from xpyd_proxy.core.admission.limits import AdmissionLimits, Limit, Refusal
 from xpyd_proxy.errors import KeyOverLimit, RouterFull
 
-_NONE: Final = Limits()
+_NONE: Final = AdmissionLimits()
 
 
 class Gate:
     """One for the router, on its one event loop."""
 
-    def __init__(self, limits: Limits = _NONE, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limits: AdmissionLimits = _NONE, clock: Callable[[], float] = time.monotonic) -> None:
         self.admission = Admission(limits)  # its counts are for whoever watches
         self._clock = clock
         self._watching: dict[Ticket, Callable[[], None]] = {}  # of those that wait
@@ -72,7 +72,7 @@ class Gate:
         """Give back bytes that were held."""
         self.admission.charge(-size)
 
-    def change(self, limits: Limits) -> None:
+    def change(self, limits: AdmissionLimits) -> None:
         """Go by other limits from now on."""
         self.admission.change(limits)
         self._wake()
@@ -86,7 +86,7 @@ class Gate:
             loop.call_soon(self._watching[ticket])  # not from here: each may end at once, and wake the next one
 
 
-def _refused(refusal: Refusal, key: str, limits: Limits) -> KeyOverLimit | RouterFull:
+def _refused(refusal: Refusal, key: str, limits: AdmissionLimits) -> KeyOverLimit | RouterFull:
     sentences = {
         Limit.KEY_RATE: f"the key {key} sends more than {limits.key_rate} requests a second",
         Limit.KEY_CONCURRENCY: f"the key {key} has {limits.key_concurrency} requests at work already",

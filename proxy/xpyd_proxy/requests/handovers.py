@@ -3,18 +3,26 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from xpyd_proxy.core.fleet.push_coordinates import Learned
-from xpyd_proxy.core.model import Answer, Call, Handover, Instance, Push, RequestId, TransferId
+from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
+from xpyd_proxy.core.model import (
+    EngineResponse,
+    GenerationRequest,
+    Instance,
+    LegOrder,
+    PrefillResult,
+    RequestId,
+    TransferId,
+)
 from xpyd_proxy.core.protocol import push, request_bodies
 from xpyd_proxy.core.protocol.disaggregation import PROMPTS
-from xpyd_proxy.core.protocol.push import Manner
+from xpyd_proxy.core.protocol.push import TransferPolicy
 from xpyd_proxy.core.raw_json import Pieces, encode_in_pieces
 from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.schemas import Coordinates
 from xpyd_proxy.errors import Moved
 
 
-def prefill_body(call: Call, request: RequestId, transfer: TransferId, *, reuses: bool) -> Pieces:
+def prefill_body(call: GenerationRequest, request: RequestId, transfer: TransferId, *, reuses: bool) -> Pieces:
     """Return the body of a prefill leg; ``reuses``: its answer shall tell the tokens of the prompt."""
     fields = request_bodies.named(call.api, call.fields, request)
     if reuses:
@@ -23,39 +31,44 @@ def prefill_body(call: Call, request: RequestId, transfer: TransferId, *, reuses
     return encode_in_pieces(asked, PROMPTS[call.api])
 
 
-def decode_body(call: Call, record: RequestRecord, request: RequestId, handover: Handover) -> Pieces:
+def decode_body(call: GenerationRequest, record: RequestRecord, request: RequestId, handover: PrefillResult) -> Pieces:
     """Return the body of a decode leg that follows its prefill leg."""
-    record.push = Push.IN_TURN if handover.coordinates else None
+    record.push = LegOrder.SEQUENTIAL if handover.coordinates else None
     record.transfer = handover.transfer
     asked = request_bodies.decode_fields(request_bodies.named(call.api, call.fields, request), handover.params)
     return encode_in_pieces(asked, PROMPTS[call.api])
 
 
-def unheard(_prefill: Instance, _said: str) -> None:
+def ignore_replaced_host(_prefill: Instance, _said: str) -> None:
     """Tell nobody."""
 
 
-class Handovers:
+class LegBodies:
     """Takes from prefill engines' answers what they are good for, and learns where the engines are."""
 
     __slots__ = ("_learned", "_manner", "_replaced")
 
-    def __init__(self, learned: Learned, manner: Manner, replaced: Callable[[Instance, str], None] = unheard) -> None:
+    def __init__(
+        self,
+        learned: PushCoordinates,
+        manner: TransferPolicy,
+        replaced: Callable[[Instance, str], None] = ignore_replaced_host,
+    ) -> None:
         self._learned = learned
         self._manner = manner
         self._replaced = replaced  # is told of each answer that named an unreachable host
 
     def take(
         self,
-        call: Call,
+        call: GenerationRequest,
         request: RequestId,
         transfer: TransferId,
         prefill: Instance,
         *,
         told: Coordinates | None,
-        answer: Answer,
+        answer: EngineResponse,
         reuses: bool,
-    ) -> Handover:
+    ) -> PrefillResult:
         """Read an answer; ``told``: what the decode engine has been told of the prefill engine already.
 
         Raises:

@@ -13,8 +13,8 @@ from xpyd_proxy.core.admission.lifetime import Lifetime
 from xpyd_proxy.core.admission.priority import limited
 from xpyd_proxy.core.http.multipart import boundary_of, check_form, content_type
 from xpyd_proxy.core.http.origins import Sites
-from xpyd_proxy.core.model import Api, Ask, Call, Errand, Headers
-from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, UNCACHED, Kind
+from xpyd_proxy.core.model import Api, GenerationRequest, Headers, PassthroughRequest, RoutingHints
+from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, UNCACHED, EndpointKind
 from xpyd_proxy.core.protocol.request_bodies import check_wanted_now, parse
 from xpyd_proxy.core.protocol.response_filter import media_type
 from xpyd_proxy.core.raw_json import Fields, Pieces, encode
@@ -28,7 +28,7 @@ PASSED_ON: Final = frozenset({b"authorization", b"traceparent", b"tracestate", b
 _FORM_TYPE: Final = b"multipart/form-data"
 _FROM_BROWSERS: Final = frozenset({b"origin", b"sec-fetch-site"})
 _NOTHING: Final[Mapping[bytes, bytes]] = {}
-_FORMS: Final = frozenset(path for path, kind in ENDPOINTS.items() if kind is Kind.FORM)
+_FORMS: Final = frozenset(path for path, kind in ENDPOINTS.items() if kind is EndpointKind.FORM)
 _STRIP: Final = ClientKvParams.STRIP
 _APIS: Final = {api.value: api for api in Api}
 
@@ -53,14 +53,14 @@ class RequestHead:
 
 
 @dataclass(slots=True, init=False)
-class Plan:
+class RequestPlan:
     """What the engines are asked. It does not change."""
 
     path: str
     headers: Headers  # those of the client's headers that engines may see
-    ask: Ask  # what the choice of engines may depend on
+    ask: RoutingHints  # what the choice of engines may depend on
     streams: bool
-    call: Call | None  # of an endpoint that generates text; None: one engine gets ``body``
+    call: GenerationRequest | None  # of an endpoint that generates text; None: one engine gets ``body``
     body: Pieces
     content_type: bytes
     priority: int
@@ -69,10 +69,10 @@ class Plan:
         self,
         path: str,
         headers: Headers,
-        ask: Ask,
+        ask: RoutingHints,
         priority: int,
         *,
-        call: Call | None = None,
+        call: GenerationRequest | None = None,
         body: Pieces | None = None,
         content_type: bytes = JSON_TYPE,
     ) -> None:
@@ -124,7 +124,7 @@ class Intake:
             return {}
         return parse(body, strip_private=self.settings.client_kv_params is _STRIP)
 
-    def plan(self, head: RequestHead, body: bytes, fields: Fields) -> Plan:
+    def plan(self, head: RequestHead, body: bytes, fields: Fields) -> RequestPlan:
         """Say what the engines are asked; raises BadRequest."""
         path, headers, shown, caller = head.path, head.headers, head.shown, head.caller
         api = _APIS.get(path)
@@ -136,17 +136,17 @@ class Intake:
             asked = self.salts.salted(asked, caller)
         rank = _rank(shown.get(b"x-data-parallel-rank"))
         if api is not None:
-            call = Call(api, asked, passed_on, rank)
-            return Plan(path, passed_on, ask_of_call(call), priority, call=call)
+            call = GenerationRequest(api, asked, passed_on, rank)
+            return RequestPlan(path, passed_on, ask_of_call(call), priority, call=call)
         if path in _FORMS:  # its values are not read: its model plays no part in the choice of engine
             declared = content_type(boundary_of(shown.get(b"content-type", b"")))
-            errand = Errand(path, body, passed_on, declared, rank=rank)
+            errand = PassthroughRequest(path, body, passed_on, declared, rank=rank)
         else:
             strips = self.settings.client_kv_params is _STRIP
             clean = encode(asked) if strips or asked is not fields else body
-            errand = Errand(path, clean, passed_on, model=model_of(fields), rank=rank)
+            errand = PassthroughRequest(path, clean, passed_on, model=model_of(fields), rank=rank)
         ask = ask_of_errand(errand)
-        return Plan(path, passed_on, ask, priority, body=[errand.body], content_type=errand.content_type)
+        return RequestPlan(path, passed_on, ask, priority, body=[errand.body], content_type=errand.content_type)
 
 
 def _check_media(path: str, declared: bytes) -> None:

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 from xpyd_proxy.core.counters import Histogram
 from xpyd_proxy.core.http.bounded_body import ANSWER_MOST
-from xpyd_proxy.core.model import Answer, Handover, Instance
+from xpyd_proxy.core.model import EngineResponse, Instance, PrefillResult
 from xpyd_proxy.core.protocol.engine_errors import JSON, Failure, refusal
 from xpyd_proxy.core.protocol.response_filter import check_type, is_stream
 from xpyd_proxy.core.protocol.sse import Beginning, WholeLines, error_status
@@ -19,7 +19,7 @@ from xpyd_proxy.core.protocol.usage import prompt_tokens_in
 from xpyd_proxy.core.request_record import LegRecord
 from xpyd_proxy.core.routing.retries import LegFailed
 from xpyd_proxy.errors import EngineError, Refused
-from xpyd_proxy.io.wire.call import Call
+from xpyd_proxy.io.wire.call import ResponseHandler
 
 BEGINNING_MOST: Final = 1024 * 1024  # bytes of a stream up to the end of its first event
 
@@ -42,7 +42,7 @@ class LegOwner(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def prefill_answered(self, leg: "PrefillLeg", answer: Answer, /) -> None:
+    def prefill_answered(self, leg: "PrefillLeg", answer: EngineResponse, /) -> None:
         """The whole response of the prefill engine is here."""
 
     @abstractmethod
@@ -58,7 +58,7 @@ class LegOwner(ABC):
         """All of the stream is here."""
 
     @abstractmethod
-    def decode_answered(self, leg: "DecodeLeg", answer: Answer, /) -> None:
+    def decode_answered(self, leg: "DecodeLeg", answer: EngineResponse, /) -> None:
         """The whole response of a decode engine is here, and it is no stream."""
 
     @abstractmethod
@@ -70,7 +70,7 @@ class LegOwner(ABC):
         """The router has a bug: one of these calls has raised."""
 
 
-class EngineLeg(Call):
+class EngineLeg(ResponseHandler):
     """What both legs have in common. Times are seconds of the request's clock."""
 
     __slots__ = (
@@ -135,7 +135,7 @@ class PrefillLeg(EngineLeg):
         self._pieces: list[bytes] = []
         self._size = 0
         self._load = b""
-        self.handover: Handover | None = None  # what its answer is good for, once that is here
+        self.handover: PrefillResult | None = None  # what its answer is good for, once that is here
         self.handed_over_at = 0.0
         self.is_followed = False  # a decode leg was sent behind its answer
         self.is_read = False  # a decode engine has come, or may have come, for its blocks
@@ -158,7 +158,7 @@ class PrefillLeg(EngineLeg):
         """All of it is here."""
         body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
         self._pieces = []
-        answer = Answer(self.status, self.content_type.decode("latin-1"), body, self._load)
+        answer = EngineResponse(self.status, self.content_type.decode("latin-1"), body, self._load)
         self.owner.prefill_answered(self, answer)
 
 
@@ -302,4 +302,4 @@ class DecodeLeg(EngineLeg):
             return
         body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
         self._pieces = []
-        self.owner.decode_answered(self, Answer(self.status, self.content_type.decode("latin-1"), body))
+        self.owner.decode_answered(self, EngineResponse(self.status, self.content_type.decode("latin-1"), body))

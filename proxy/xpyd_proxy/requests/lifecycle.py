@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from enum import auto
 from typing import Final
 
-from xpyd_proxy.core.fast_enum import Word
+from xpyd_proxy.core.fast_enum import FastStrEnum
 
 
-class RequestState(Word):
+class RequestState(FastStrEnum):
     """Where a request is."""
 
     RECEIVED = auto()  # its head is here; its body is read and parsed
@@ -24,7 +24,7 @@ class RequestState(Word):
     OVER = auto()
 
 
-class RequestEvent(Word):
+class RequestEvent(FastStrEnum):
     """What happens to it."""
 
     QUEUED = auto()  # no place is free

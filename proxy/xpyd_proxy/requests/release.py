@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Final, Protocol, Self
 
-from xpyd_proxy.core.model import Answer, Instance, Leg
+from xpyd_proxy.core.model import EngineResponse, Instance, LegRequest
 from xpyd_proxy.core.ports import Releases
 from xpyd_proxy.errors import EngineError
 
@@ -15,10 +15,10 @@ _TIMEOUT_S: Final = 5.0  # an engine says no within milliseconds
 _REFUSED: Final = 400
 
 
-class Asked(Protocol):
+class ReleaseSender(Protocol):
     """Sends one leg, and waits for its whole answer."""
 
-    async def ask(self, leg: Leg, *, timeout_s: float) -> Answer:
+    async def ask(self, leg: LegRequest, *, timeout_s: float) -> EngineResponse:
         """Post; raises EngineError."""
         ...
 
@@ -26,7 +26,7 @@ class Asked(Protocol):
 class Releaser:
     """Use it as a context manager: at the end it waits for what is under way."""
 
-    def __init__(self, engines: Asked, told: Sequence[Releases] = ()) -> None:
+    def __init__(self, engines: ReleaseSender, told: Sequence[Releases] = ()) -> None:
         self._engines = engines
         self._told = told
         self._background = Background(_MOST)
@@ -37,12 +37,12 @@ class Releaser:
     async def __aexit__(self, *_: object) -> None:
         await self._background.drain(_TIMEOUT_S)
 
-    def release(self, prefill: Instance, legs: Sequence[Leg]) -> None:
+    def release(self, prefill: Instance, legs: Sequence[LegRequest]) -> None:
         """Have one of these legs refused; returns at once."""
         if not self._background.start(partial(self._release, prefill, legs[:_TRIES])):
             self._tell(prefill, freed=False)
 
-    async def _release(self, prefill: Instance, legs: Sequence[Leg]) -> None:
+    async def _release(self, prefill: Instance, legs: Sequence[LegRequest]) -> None:
         for leg in legs:
             try:
                 answer = await self._engines.ask(leg, timeout_s=_TIMEOUT_S)

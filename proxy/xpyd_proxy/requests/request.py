@@ -11,25 +11,25 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from xpyd_proxy.core.admission.admission import State as TicketState
 from xpyd_proxy.core.admission.admission import Ticket
+from xpyd_proxy.core.admission.admission import TicketState as TicketState
 from xpyd_proxy.core.admission.lifetime import Stage
-from xpyd_proxy.core.model import Call, Instance, InstanceId, Push, Role, Solo
+from xpyd_proxy.core.model import GenerationRequest, Instance, InstanceId, LegOrder, Role, SingleEngineReason
 from xpyd_proxy.core.protocol import push, request_bodies
 from xpyd_proxy.core.protocol.disaggregation import solo_reason
 from xpyd_proxy.core.protocol.engine_errors import Failure, failure_of
 from xpyd_proxy.core.protocol.replay import Replay, can_resume, traced
 from xpyd_proxy.core.raw_json import Pieces, encode
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, RequestRecord, client_id
-from xpyd_proxy.core.routing.request_rules import Rules
-from xpyd_proxy.core.routing.retries import Again, Chances, LegFailed
+from xpyd_proxy.core.routing.request_rules import RequestRules
+from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts, RetryScope
 from xpyd_proxy.core.schemas import Coordinates
 from xpyd_proxy.errors import EngineError, NoInstance, OutOfTime, ProxyError, Refused, TurnedAway, Unauthorized
 from xpyd_proxy.requests.attempt import Attempt
 from xpyd_proxy.requests.error_body import error_body
 from xpyd_proxy.requests.examiner import LARGE
 from xpyd_proxy.requests.handovers import decode_body
-from xpyd_proxy.requests.intake import JSON_TYPE, Plan, RequestHead, check_size
+from xpyd_proxy.requests.intake import JSON_TYPE, RequestHead, RequestPlan, check_size
 from xpyd_proxy.requests.legs import DecodeLeg, PrefillLeg
 from xpyd_proxy.requests.lifecycle import TRANSITIONS, RequestEvent, RequestState
 from xpyd_proxy.requests.response import ResponseWriter, head_lines, last_event
@@ -44,7 +44,7 @@ _RECEIVED: Final = RequestState.RECEIVED
 _STREAMING: Final = RequestState.STREAMING
 _OVER: Final = RequestState.OVER
 _WAITING: Final = TicketState.WAITING
-_AT_ONCE: Final = Push.AT_ONCE
+_AT_ONCE: Final = LegOrder.CONCURRENT
 _SERVING: Final = Stage.SERVING
 _BUG: Final = 500
 _NO_HEAD: Final = RequestHead("", ())
@@ -62,7 +62,7 @@ class Route:
 
     def __init__(
         self,
-        call: Call | None,
+        call: GenerationRequest | None,
         prefill: Instance | None,
         decode: Instance,
         *,
@@ -123,8 +123,8 @@ class Request:
         self._upload = Upload(of.gate)
         self._steps = Stepper()
         self._ticket: Ticket | None = None
-        self._plan: Plan | None = None  # since it was read
-        self._rules: Rules = of.rules
+        self._plan: RequestPlan | None = None  # since it was read
+        self._rules: RequestRules = of.rules
         self._ends_at: float | None = None  # when all of it has taken too long
         self._attempt: Attempt | None = None  # since it was routed
         self._replay: Replay | None = None  # of a stream that another engine could go on with
@@ -241,7 +241,7 @@ class Request:
             if call is not None and rules.resume_streams and _may_resume(call):
                 await self._answer_and_resume(call)
             else:
-                await self._answer(call, Chances(rules.retries))
+                await self._answer(call, RetryAttempts(rules.retries))
         except Exception as error:  # noqa: BLE001 (each is told to the client, and what is a bug is logged)
             status = self._tell(error)
         try:
@@ -249,7 +249,7 @@ class Request:
         finally:
             self._end(status)
 
-    def _admit(self, plan: Plan, ticket: Ticket) -> None:
+    def _admit(self, plan: RequestPlan, ticket: Ticket) -> None:
         """Begin the request's time, and have it go by the rules of now; raises TurnedAway if it has no place."""
         of = self._of
         of.gate.check(ticket)
@@ -266,19 +266,19 @@ class Request:
         self.state = TRANSITIONS[self.state][event]
 
     @property
-    def _planned(self) -> Plan:
+    def _planned(self) -> RequestPlan:
         if self._plan is None:
             raise RuntimeError("the request is not read yet")
         return self._plan
 
     # ---- RECEIVED and WAITING
 
-    def _read(self) -> Plan:
+    def _read(self) -> RequestPlan:
         """Return what the engines are asked."""
         intake, head, body = self._of.intake, self._head, self._upload.whole()
         return intake.plan(head, body, intake.read(head, body))
 
-    async def _read_long(self) -> Plan:
+    async def _read_long(self) -> RequestPlan:
         """Read a long body in a thread, so that other requests do not wait for it."""
         intake, head, body = self._of.intake, self._head, self._upload.whole()
         future = self._of.examiner.submit(partial(intake.read, head, body))
@@ -287,7 +287,7 @@ class Request:
             await self._steps
         return intake.plan(head, body, future.result())
 
-    def _ask_for_place(self, plan: Plan) -> Ticket:
+    def _ask_for_place(self, plan: RequestPlan) -> Ticket:
         """Return the ticket of the request: admitted, waiting or refused."""
         gate, upload = self._of.gate, self._upload
         upload.free()  # its bytes are charged with the ticket from now on
@@ -309,7 +309,9 @@ class Request:
 
     # ---- ROUTING, and what follows from failures
 
-    async def _answer(self, call: Call | None, chances: Chances, alone: Pieces | None = None) -> None:
+    async def _answer(
+        self, call: GenerationRequest | None, chances: RetryAttempts, alone: Pieces | None = None
+    ) -> None:
         """Try until an engine has given the whole answer; ``alone``: what one decode engine is asked by itself.
 
         Raises:
@@ -348,11 +350,11 @@ class Request:
         self._record.start_over()
         self._on(_RETRY)
 
-    def _route(self, attempt: Attempt, call: Call | None, alone: Pieces | None) -> Route:
+    def _route(self, attempt: Attempt, call: GenerationRequest | None, alone: Pieces | None) -> Route:
         """Choose the engines, and the way of the KV cache."""
         of, record = self._of, self._record
         if call is None:
-            record.single_reason, alone = Solo.ONE_LEG, self._planned.body
+            record.single_reason, alone = SingleEngineReason.ONE_LEG, self._planned.body
         elif alone is None:
             record.single_reason = solo_reason(
                 call.api, call.fields, min_split_prompt_bytes=self._rules.min_split_prompt_bytes
@@ -363,7 +365,7 @@ class Request:
             alone = [encode(call.fields)]
         return Route(call, None, attempt.one(of.fleet.usable(Role.DECODE)), body=alone)
 
-    def _pair(self, chances: Chances) -> tuple[Instance, Instance] | None:
+    def _pair(self, chances: RetryAttempts) -> tuple[Instance, Instance] | None:
         """Choose two engines; None: there is no prefill engine, and a decode engine may do it alone."""
         fleet, ask = self._of.fleet, self._planned.ask
         try:
@@ -375,7 +377,7 @@ class Request:
             if not self._rules.decode_only_fallback:
                 raise
             fleet.usable(Role.DECODE)  # raises NoInstance, if that is why
-        self._record.single_reason = Solo.NO_PREFILL
+        self._record.single_reason = SingleEngineReason.NO_PREFILL
         return None
 
     # ---- PREFILLING, BOTH, DECODING
@@ -433,7 +435,7 @@ class Request:
 
     def _next_decode(self, attempt: Attempt, failed: LegFailed, lent_by: PrefillLeg | None) -> Instance:
         """Choose another engine for a decode leg; raises LegFailed if none may have it."""
-        if failed.rule.again is not Again.DECODE:
+        if failed.rule.again is not RetryScope.DECODE:
             raise failed
         if lent_by is not None:
             attempt.note_read(lent_by)
@@ -520,11 +522,11 @@ class Request:
             self._response.keep_alive = False
         return head_lines(self._record, content_type, shows_times=of.settings.server_timing)
 
-    async def _answer_and_resume(self, call: Call) -> None:
+    async def _answer_and_resume(self, call: GenerationRequest) -> None:
         """Show a stream that another decode engine goes on with when its own breaks off."""
         replay = self._replay = Replay(call.api, call.fields)
-        asked = Call(call.api, traced(call.fields), call.headers, call.rank)
-        chances, left = Chances(self._rules.retries), self._rules.retries
+        asked = GenerationRequest(call.api, traced(call.fields), call.headers, call.rank)
+        chances, left = RetryAttempts(self._rules.retries), self._rules.retries
         alone: Pieces | None = None
         broken: EngineError | None = None  # why the stream broke off that is to be resumed
         while True:
@@ -549,7 +551,7 @@ class Request:
             left -= 1
             failed = self._record.decode
             self._record.set_aside(Role.DECODE, Failure.BAD_RESPONSE)
-            chances = Chances(self._rules.retries, set() if failed is None else {failed.instance})
+            chances = RetryAttempts(self._rules.retries, set() if failed is None else {failed.instance})
             alone = [encode(fields)]
             self._on(_RESUME)
 
@@ -623,5 +625,5 @@ class Request:
             self._response.close()  # or the connection would wait for ever
 
 
-def _may_resume(call: Call) -> bool:
+def _may_resume(call: GenerationRequest) -> bool:
     return can_resume(call.api, call.fields) and solo_reason(call.api, call.fields) is None

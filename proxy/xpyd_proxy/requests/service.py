@@ -6,18 +6,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from xpyd_proxy.core.admission.lifetime import Lifetime, cut_short
-from xpyd_proxy.core.fleet.push_coordinates import Learned
+from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.model import Headers, Instance, InstanceId, RequestId, TransferId
 from xpyd_proxy.core.raw_json import Pieces
 from xpyd_proxy.core.request_record import RequestRecord
-from xpyd_proxy.core.routing.request_rules import Rules
-from xpyd_proxy.core.routing.retry_budget import Budget
+from xpyd_proxy.core.routing.request_rules import RequestRules
+from xpyd_proxy.core.routing.retry_budget import RetryBudget
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.io.request_path.telemetry import Telemetry
-from xpyd_proxy.io.wire.call import Call
-from xpyd_proxy.requests.examiner import Examiner
+from xpyd_proxy.io.wire.call import ResponseHandler
+from xpyd_proxy.requests.examiner import BodyReader
 from xpyd_proxy.requests.gate import Gate
-from xpyd_proxy.requests.handovers import Handovers
+from xpyd_proxy.requests.handovers import LegBodies
 from xpyd_proxy.requests.intake import Intake
 from xpyd_proxy.requests.legs import LegSpan
 from xpyd_proxy.requests.release import Releaser
@@ -60,7 +60,7 @@ class Sender(Protocol):
 
     def tell(
         self,
-        call: Call,
+        call: ResponseHandler,
         instance: Instance,
         path: str,
         *,
@@ -72,7 +72,7 @@ class Sender(Protocol):
         """Post the pieces of a body; raises EngineError for what cannot be sent."""
         ...
 
-    def done(self, call: Call, /) -> None:
+    def done(self, call: ResponseHandler, /) -> None:
         """Give back the connection of an answer that is complete."""
         ...
 
@@ -82,16 +82,16 @@ class Requests:
     """Built once, in app.py. Use it as a context manager: at the end what is still under way is cut off."""
 
     intake: Intake
-    rules: Rules  # may be replaced at any time: requests that are admitted later go by the new ones
+    rules: RequestRules  # may be replaced at any time: requests that are admitted later go by the new ones
     fleet: LiveFleet
-    learned: Learned
-    handovers: Handovers
+    learned: PushCoordinates
+    handovers: LegBodies
     engines: Sender
     releaser: Releaser
-    budget: Budget
+    budget: RetryBudget
     gate: Gate
     lifetime: Lifetime
-    examiner: Examiner
+    examiner: BodyReader
     telemetry: Telemetry
     settings: Settings
     clock: Callable[[], float]  # seconds; only differences count

@@ -1,7 +1,7 @@
 """A pretended vLLM engine: its HTTP shapes, its rules for the two legs, text made from the prompt, faults on demand.
 
 Run one with ``python -m xpyd_proxy.testing.engine --role prefill --port 8100 --model tiny``. ``POST /sim/faults`` sets
-a :class:`Fault` (``null`` clears it), and ``GET /sim/log`` tells what the engine received.
+a :class:`SimulatedFault` (``null`` clears it), and ``GET /sim/log`` tells what the engine received.
 """
 
 import argparse
@@ -62,7 +62,7 @@ class FaultKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class SimulatedFault:
     """One way to fail, at one point of an answer."""
 
     kind: FaultKind
@@ -74,7 +74,7 @@ class Fault:
 
 
 @dataclass(slots=True)
-class Entry:
+class LogEntry:
     """One request that arrived, and what became of it: open, done or hung up."""
 
     path: str
@@ -103,13 +103,13 @@ class Sim:
     ) -> None:
         self.role = role
         self.engine_id = _new_engine_id()
-        self.log: list[Entry] = []
+        self.log: list[LogEntry] = []
         self.violations: list[str] = []
         self.released: list[str] = []  # requests whose blocks the prefill engine was told to free
         self._model = model
         self._prefill_s = prefill_s
         self._token_s = token_s
-        self._fault: Fault | None = None
+        self._fault: SimulatedFault | None = None
         self._hits = 0
         self._used: set[bytes] = set()
         self._mode = mode
@@ -121,7 +121,7 @@ class Sim:
         scope[_TRANSPORT] = getattr(getattr(send, "__self__", None), "transport", None)
         await self._app(scope, receive, send)
 
-    def inject(self, fault: Fault | None) -> None:
+    def inject(self, fault: SimulatedFault | None) -> None:
         """Fail like this from now on; None: work again."""
         self._fault, self._hits = fault, 0
 
@@ -154,7 +154,7 @@ class Sim:
 
     async def _set_fault(self, request: Request) -> Response:
         try:
-            self.inject(msgspec.json.decode(await request.body(), type=Fault | None))
+            self.inject(msgspec.json.decode(await request.body(), type=SimulatedFault | None))
         except msgspec.DecodeError as exc:
             return _json(error(400, f"not a fault: {exc}"), 400)
         return _json({"fault": self._fault})
@@ -164,7 +164,7 @@ class Sim:
 
     async def _generate(self, request: Request) -> Response:
         raw = await request.body()
-        entry = Entry(request.url.path, dict(request.headers), raw.decode("utf-8", "replace"))
+        entry = LogEntry(request.url.path, dict(request.headers), raw.decode("utf-8", "replace"))
         self.log.append(entry)
         try:
             response = await self._answer(request, raw, entry)
@@ -175,7 +175,7 @@ class Sim:
             entry.state = "done"
         return response
 
-    async def _answer(self, request: Request, raw: bytes, entry: Entry) -> Response:
+    async def _answer(self, request: Request, raw: bytes, entry: LogEntry) -> Response:
         fault = self._due()
         if fault is not None and (failed := await _fail_at_once(request, fault)) is not None:
             return failed
@@ -221,14 +221,14 @@ class Sim:
     async def _run(self, request: Request) -> Response:
         """Do what has no second leg: say what was asked."""
         raw = await request.body()
-        entry = Entry(request.url.path, dict(request.headers), raw.decode("utf-8", "replace"))
+        entry = LogEntry(request.url.path, dict(request.headers), raw.decode("utf-8", "replace"))
         self.log.append(entry)
         if (fault := self._due()) is not None and (failed := await _fail_at_once(request, fault)) is not None:
             return failed
         entry.state = "done"
         return _json({"object": "list", "path": request.url.path, "bytes": len(raw)})
 
-    async def _prefill(self, request: Request, replies: AnyReplies, fault: Fault | None) -> Response:
+    async def _prefill(self, request: Request, replies: AnyReplies, fault: SimulatedFault | None) -> Response:
         await _pause(request, self._prefill_s)
         forget = fault.names if fault is not None else ()
         params = make_params(replies.body, replies.request_id, name=self.engine_id, mode=self._mode, forget=forget)
@@ -266,7 +266,7 @@ class Sim:
             raise Violation("the kv_transfer_params were used twice")
         self._used.add(params)
 
-    def _due(self) -> Fault | None:
+    def _due(self) -> SimulatedFault | None:
         """Return the fault that hits this request."""
         fault = self._fault
         if fault is None or (fault.times is not None and self._hits >= fault.times):
@@ -283,7 +283,7 @@ async def _version(_: Request) -> Response:
     return _json({"version": "0.32.0"})
 
 
-async def _fail_at_once(request: Request, fault: Fault) -> Response | None:
+async def _fail_at_once(request: Request, fault: SimulatedFault) -> Response | None:
     """Fail before anything is said, if the fault is of that sort."""
     if fault.kind is FaultKind.STATUS:
         body = json.dumps(error(fault.status, "injected")) if fault.body is None else fault.body
@@ -297,7 +297,7 @@ async def _fail_at_once(request: Request, fault: Fault) -> Response | None:
 
 
 async def _events(
-    request: Request, replies: AnyReplies, entry: Entry, fault: Fault | None, token_s: float
+    request: Request, replies: AnyReplies, entry: LogEntry, fault: SimulatedFault | None, token_s: float
 ) -> AsyncGenerator[bytes]:
     """Stream an answer up to its end, its fault, or the client's hanging up, and note which it was."""
     try:
@@ -317,7 +317,7 @@ async def _events(
             entry.state = "hung up"
 
 
-async def _fail_midway(request: Request, fault: Fault) -> AsyncGenerator[bytes]:
+async def _fail_midway(request: Request, fault: SimulatedFault) -> AsyncGenerator[bytes]:
     if fault.kind is FaultKind.STALL:
         await asyncio.Event().wait()
     elif fault.kind is FaultKind.DROP:
@@ -328,7 +328,7 @@ async def _fail_midway(request: Request, fault: Fault) -> AsyncGenerator[bytes]:
         yield b"data: [DONE]\n\n"
 
 
-def _whole(request: Request, replies: AnyReplies, entry: Entry, fault: Fault | None) -> Response:
+def _whole(request: Request, replies: AnyReplies, entry: LogEntry, fault: SimulatedFault | None) -> Response:
     body = msgspec.json.encode(replies.whole() | {"kv_transfer_params": None})
     if fault is None or fault.kind is not FaultKind.DROP:
         return Response(body, media_type="application/json")

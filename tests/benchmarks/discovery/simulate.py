@@ -28,17 +28,17 @@ from benchmarks.discovery.pods import LIFE, line, pod
 from xpyd_proxy.app import POLICIES
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.discovery.reconcile import entry_name, entry_of
-from xpyd_proxy.core.fleet.compatibility import Facts
-from xpyd_proxy.core.fleet.instance_states import Roll
-from xpyd_proxy.core.fleet.load import Report
-from xpyd_proxy.core.fleet.origin import Key, Source, Wanted
-from xpyd_proxy.core.fleet.push_coordinates import Learned
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
+from xpyd_proxy.core.fleet.instance_states import InstanceStates
+from xpyd_proxy.core.fleet.load import LoadReport
+from xpyd_proxy.core.fleet.origin import EngineSource, Key, Wanted
+from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
-from xpyd_proxy.core.model import Ask, RequestId, Role
-from xpyd_proxy.core.protocol.push import MANNERS
+from xpyd_proxy.core.model import RequestId, Role, RoutingHints
+from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
 from xpyd_proxy.core.request_record import LegRecord, Outcome, RequestRecord
-from xpyd_proxy.core.routing.pairing import Legs, Pairs
+from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
 from xpyd_proxy.io.discovery.build import read_pod
 from xpyd_proxy.io.discovery.reconciler import Pods, Reconciler
@@ -117,24 +117,31 @@ def registry_of(count, case="one revision"):
         role = Role.PREFILL if number % 2 == 0 else Role.DECODE
         revision = "r2" if case == "two revisions" and number % 4 >= 2 else "r1"
         (instance,) = registry.add_target(role, target(number, role, revision), now=now)
-        registry.learn(instance.id, Facts(frozenset({"m"}), "0.32.0", "xpyd"))
+        registry.learn(instance.id, EngineCapabilities(frozenset({"m"}), "0.32.0", "xpyd"))
         member = registry.member(instance.id)
         member.life.seen(now=now)
         for request in range(dice.randrange(8, 13)):
             member.load.enter(RequestId(f"{number}-{request}"))
         if role is Role.PREFILL:
-            member.load.reported(Report(dice.randrange(3), dice.random()), now=now + 1e6)
+            member.load.reported(LoadReport(dice.randrange(3), dice.random()), now=now + 1e6)
     return registry
 
 
 def choice_of(registry, policy):
     load = Loads(registry, time.monotonic).of
-    return RoundRobin() if policy is PolicyName.ROUND_ROBIN else Legs(POLICIES[policy](load), POLICIES[policy](load))
+    return (
+        RoundRobin()
+        if policy is PolicyName.ROUND_ROBIN
+        else PolicyPerLeg(POLICIES[policy](load), POLICIES[policy](load))
+    )
 
 
 def fleet_of(registry, choice):
     return LiveFleet(
-        registry, Pairs(registry, choice), Learned(at_once=MANNERS[KvTransferMode.AUTO].at_once), time.monotonic
+        registry,
+        PairSelector(registry, choice),
+        PushCoordinates(at_once=TRANSFER_POLICIES[KvTransferMode.AUTO].at_once),
+        time.monotonic,
     )
 
 
@@ -148,7 +155,7 @@ def choices(sizes, spent_s, case):
             sides = [fleet.usable(role) for role in Role]
 
             def ask(turn=turn):
-                return Ask("m", f"session {next(turn) % 5000}", PROMPT)
+                return RoutingHints("m", f"session {next(turn) % 5000}", PROMPT)
 
             def whole(fleet=fleet, ask=ask):
                 fleet.pair(fleet.usable(Role.PREFILL), fleet.usable(Role.DECODE), ask())
@@ -208,7 +215,7 @@ def exposition(count):
     for member in registry.members():
         telemetry.leg_answered(member.instance, 0.1, 1.0)
         telemetry.leg_ended(member.instance, 0.2, None, RequestId("r"), 1.0)
-    metrics = Metrics(telemetry, Roll(registry))
+    metrics = Metrics(telemetry, InstanceStates(registry))
     return {
         "ms": micros(lambda: metrics.exposition("text/plain"), 0.1, 3) / 1000,
         "bytes": len(metrics.exposition("text/plain")[0]),
@@ -256,7 +263,7 @@ def role_of(number):
 @asynccontextmanager
 async def following(api, registry):
     """Run the reflector and the reconciler over it."""
-    reconciler = Reconciler(registry, [Source.PODS], time.monotonic)
+    reconciler = Reconciler(registry, [EngineSource.PODS], time.monotonic)
     reflector = Reflector(
         api,
         Collection("/api/v1/namespaces/llm/pods"),

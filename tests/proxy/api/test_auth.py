@@ -14,7 +14,7 @@ from xpyd_proxy.core.admission.keys import Keyring
 from xpyd_proxy.core.admission.lifetime import Lifetime, Step
 from xpyd_proxy.core.http.origins import Sites
 from xpyd_proxy.settings import Settings
-from xpyd_proxy.testing.engine import Fault, FaultKind
+from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
 PATH = "/v1/completions"
 BODY = {"prompt": "once upon a time", "max_tokens": 5}
@@ -114,7 +114,7 @@ async def test_a_key_over_its_limit_gets_429_and_the_others_notice_nothing(keys)
 async def test_a_full_router_says_503_and_a_waiting_request_gets_its_turn():
     """The more important one first, whether its header says so or its body."""
     engines = sims()
-    engines["p0"].inject(Fault(FaultKind.STALL))
+    engines["p0"].inject(SimulatedFault(FaultKind.STALL))
     settings = Settings(max_concurrency=1, max_queue=2, max_queue_wait_s=20.0, min_priority=-5)
     async with router(engines, settings) as client:
 
@@ -166,7 +166,7 @@ async def test_a_client_is_no_more_important_than_its_key_says(tmp_path, key, se
 def test_a_client_that_hangs_up_while_it_waits_frees_its_place_at_once():
     """Over real sockets: nobody has to wait behind somebody who is gone."""
     with cluster(settings=Settings(max_concurrency=1, max_queue=1, max_queue_wait_s=60.0)) as running:
-        running.engines["p0"].inject(Fault(FaultKind.STALL))
+        running.engines["p0"].inject(SimulatedFault(FaultKind.STALL))
 
         def waiting():
             return "xpyd_requests_waiting 1.0" in httpx.get(f"http://{running.router}/metrics").text

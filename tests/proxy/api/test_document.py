@@ -27,7 +27,7 @@ from xpyd_proxy.api.schemas import (
 from xpyd_proxy.app import build
 from xpyd_proxy.core.model import Api
 from xpyd_proxy.core.protocol.disaggregation import _LOOKED_AT
-from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, Kind
+from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
 from xpyd_proxy.settings import Settings
 
 ADMIN = "sesame"
@@ -117,7 +117,7 @@ async def test_a_form_is_a_form(app):
     """With a file in it."""
     found = await document(app)
 
-    for path in (path for path, kind in ENDPOINTS.items() if kind is Kind.FORM):
+    for path in (path for path, kind in ENDPOINTS.items() if kind is EndpointKind.FORM):
         content = found["paths"][path]["post"]["requestBody"]["content"]
         assert "file" in content["multipart/form-data"]["schema"]["properties"]
 

@@ -21,7 +21,7 @@ from xpyd_proxy.app import build
 from xpyd_proxy.core.admission.lifetime import Step
 from xpyd_proxy.requests.request import Request
 from xpyd_proxy.settings import Settings
-from xpyd_proxy.testing.engine import Fault, FaultKind
+from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
 PATH = "/v1/completions"
 WAYS = ["protocol", "asgi"]
@@ -284,7 +284,7 @@ def test_a_client_that_is_refused_and_still_sends_reads_why(both):
 def test_a_client_of_http_1_0_is_told_that_its_stream_broke_off():
     """Its only sign of the end is that of the connection, so the last event has to say it."""
     engines = sims()
-    engines["d0"].inject(Fault(FaultKind.DROP, after=2))
+    engines["d0"].inject(SimulatedFault(FaultKind.DROP, after=2))
     with routers(engines, ways=["protocol"]) as (served,), served.open() as client:
         body = client.send(post(STREAM, version="1.0")).rest().partition(b"\r\n\r\n")[2]
 
@@ -331,13 +331,13 @@ def test_a_client_that_expects_it_is_told_to_go_on_before_it_sends_its_body(both
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault(FaultKind.STATUS, status=400),
-        Fault(FaultKind.STATUS, status=500),
-        Fault(FaultKind.DROP),
-        Fault(FaultKind.DROP, after=2),
-        Fault(FaultKind.ERROR_EVENT, after=0),
-        Fault(FaultKind.ERROR_EVENT, after=2),
-        Fault(FaultKind.END, after=2),
+        SimulatedFault(FaultKind.STATUS, status=400),
+        SimulatedFault(FaultKind.STATUS, status=500),
+        SimulatedFault(FaultKind.DROP),
+        SimulatedFault(FaultKind.DROP, after=2),
+        SimulatedFault(FaultKind.ERROR_EVENT, after=0),
+        SimulatedFault(FaultKind.ERROR_EVENT, after=2),
+        SimulatedFault(FaultKind.END, after=2),
     ],
     ids=lambda fault: f"{fault.kind}-{fault.status}-{fault.after}",
 )
@@ -359,7 +359,7 @@ def test_what_goes_wrong_at_an_engine_looks_the_same(fault):
 def test_a_stream_that_might_go_on_elsewhere_looks_the_same(resume):
     """Such a stream is not poured: another engine may have to take over."""
     engines = sims(1, 2)
-    engines["d0"].inject(Fault(FaultKind.DROP, after=2, times=2))
+    engines["d0"].inject(SimulatedFault(FaultKind.DROP, after=2, times=2))
     each = []
     with routers(engines, replace(QUIET, resume_streams=resume)) as found:
         for served in found:

@@ -7,7 +7,7 @@ import pytest
 
 from support.sim import router, sims
 from xpyd_proxy.settings import PolicyName, Settings
-from xpyd_proxy.testing.engine import Fault, FaultKind
+from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
 KEY = {"X-Api-Key": "sesame"}
 OPEN = Settings(admin_key="sesame", health_check_interval_s=0.0)
@@ -270,7 +270,7 @@ async def test_when_no_engine_can_serve_clients_are_told_at_once_and_later_serve
         health_check_interval_s=0.0, circuit_breaker_failures=3, ejection_time_s=0.1, decode_only_fallback=False
     )
     async with router(engines, settings) as client:
-        engines["p0"].inject(Fault(FaultKind.FORGET, names=("remote_engine_id",)))
+        engines["p0"].inject(SimulatedFault(FaultKind.FORGET, names=("remote_engine_id",)))
         failed = [await complete(client) for _ in range(3)]
         asked = len(engines["p0"].log)
         engines["p0"].inject(None)
@@ -294,7 +294,7 @@ async def test_retries_of_all_requests_together_are_bounded():
     )
     async with router(engines, settings) as client:
         for name in ("d0", "d1", "d2"):
-            engines[name].inject(Fault(FaultKind.STATUS, status=500))
+            engines[name].inject(SimulatedFault(FaultKind.STATUS, status=500))
         for _ in range(60):
             assert (await complete(client)).status_code == 500
 

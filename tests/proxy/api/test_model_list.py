@@ -8,7 +8,7 @@ import pytest
 from xpyd_proxy.api.model_list import ModelCatalog
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import Answer, Instance, InstanceId, Role
+from xpyd_proxy.core.model import EngineResponse, Instance, InstanceId, Role
 from xpyd_proxy.errors import EngineError, NoInstance
 
 HEADERS = ((b"authorization", b"k"),)
@@ -16,7 +16,7 @@ HEADERS = ((b"authorization", b"k"),)
 
 def listing(*ids, status=200):
     data = ",".join(f'{{"id":"{one}","max_model_len":9}}' for one in ids)
-    return Answer(status, "application/json", f'{{"object":"list","data":[{data}]}}'.encode())
+    return EngineResponse(status, "application/json", f'{{"object":"list","data":[{data}]}}'.encode())
 
 
 class Engines:
@@ -60,7 +60,7 @@ async def test_the_models_of_all_engines_are_told_each_once():
 
 async def test_a_refusal_is_an_answer():
     """A missing key is the client's business, when every engine says so."""
-    refusal = Answer(401, "application/json", b'{"error":"Unauthorized"}')
+    refusal = EngineResponse(401, "application/json", b'{"error":"Unauthorized"}')
 
     assert await models(Engines(a=refusal, p=refusal), prefill="p", decode="a").listing(HEADERS) == refusal
     assert (await models(Engines(a=refusal, p=listing("m")), prefill="p", decode="a").listing(HEADERS)).status == 200
@@ -78,9 +78,9 @@ async def test_nobody_answers():
         None,
         listing("m", status=503),
         listing(),
-        Answer(200, "application/json", b"<html>"),
-        Answer(200, "application/json", b'{"data":[{"name":"m"}]}'),
-        Answer(200, "application/json", b'{"data":7}'),
+        EngineResponse(200, "application/json", b"<html>"),
+        EngineResponse(200, "application/json", b'{"data":[{"name":"m"}]}'),
+        EngineResponse(200, "application/json", b'{"data":7}'),
     ],
 )
 async def test_what_does_not_answer_like_an_engine_is_not_accepted(answer):
@@ -110,7 +110,7 @@ async def test_without_one_an_engine_may_serve_another_model():
 @pytest.mark.parametrize("status", [401, 403])
 async def test_a_key_is_shown_only_to_an_engine_that_wants_one(status):
     """Who names an address of their own would get to see it."""
-    engines = Engines(x=Answer(status, "application/json", b'{"error":"Unauthorized"}'), y=listing("m"))
+    engines = Engines(x=EngineResponse(status, "application/json", b'{"error":"Unauthorized"}'), y=listing("m"))
     ours = models(engines)
 
     assert await ours.accepted(candidate("x"), HEADERS) is None

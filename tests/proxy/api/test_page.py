@@ -14,7 +14,7 @@ import xpyd_proxy.api.page
 from support.sim import router, sims
 from xpyd_proxy.api.page import content_policy
 from xpyd_proxy.settings import Settings
-from xpyd_proxy.testing.engine import Fault, FaultKind
+from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
 HTML = Path(xpyd_proxy.api.page.__file__).with_name("status.html").read_text(encoding="utf-8")
 TEXT = ("/v1/completions", {"prompt": "once upon a time", "max_tokens": 5})
@@ -107,7 +107,7 @@ async def test_the_page_and_its_numbers_are_served():
 async def test_failures_are_on_the_page_with_their_reason():
     """A leg that failed and was sent again is no failure of the request, and still worth a look."""
     engines = sims(1, 2)
-    engines["d0"].inject(Fault(FaultKind.STATUS, status=500, body="10.9.8.7 is down"))
+    engines["d0"].inject(SimulatedFault(FaultKind.STATUS, status=500, body="10.9.8.7 is down"))
     async with router(engines) as client:
         response = await client.post(TEXT[0], json=TEXT[1])
         said = (await client.get("/stats")).json()
@@ -126,7 +126,7 @@ async def test_the_metrics_tell_what_became_of_requests(mode):
     async with router(engines) as client:
         for body in ({"stream": True}, {"stream": True}, {"n": 2}):
             await client.post(TEXT[0], json=TEXT[1] | body)
-        engines["p0"].inject(Fault(FaultKind.STATUS, status=400))
+        engines["p0"].inject(SimulatedFault(FaultKind.STATUS, status=400))
         await client.post(TEXT[0], json=TEXT[1])
         await client.get("/v1/something")
         response = await client.get("/metrics", headers={"accept": "text/plain"})

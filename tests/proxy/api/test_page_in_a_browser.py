@@ -10,7 +10,7 @@ import pytest
 import xpyd_proxy.api.page
 from support.browser import CHROMIUM, browser
 from support.sim import cluster
-from xpyd_proxy.testing.engine import Fault, FaultKind
+from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
 SCRIPT = Path(xpyd_proxy.api.page.__file__).with_name("status.html").read_text().partition("<script>")[2]
 TEXT = {"prompt": "once upon a time", "max_tokens": 5, "stream": True}
@@ -39,7 +39,7 @@ def test_a_person_sees_the_fleet_and_what_becomes_of_it(page):
         page.open(f"http://{fleet.router}/")
         page.until("document.querySelectorAll('#instances tr').length === 3")
         calm = page.run("document.getElementById('calm').innerText")
-        fleet.engines["d1"].inject(Fault(FaultKind.STATUS, status=500))
+        fleet.engines["d1"].inject(SimulatedFault(FaultKind.STATUS, status=500))
         for _ in range(3):
             ask(fleet)
         page.until("document.getElementById('failures').innerText.includes('decode-1')")

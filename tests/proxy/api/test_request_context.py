@@ -8,7 +8,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from xpyd_proxy.api.request_context import RequestContextMiddleware, id_headers, note_fault, record_of
-from xpyd_proxy.core.model import InstanceId, Push, RequestId, Role
+from xpyd_proxy.core.model import InstanceId, LegOrder, RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.request_record import LegRecord
 from xpyd_proxy.io.logs import FACTS
@@ -135,7 +135,7 @@ async def test_the_line_tells_what_was_unusual(caplog):
 
     async def app(scope, receive, send):
         record = record_of(scope)
-        record.prefill, record.push = LegRecord(InstanceId("prefill-0")), Push.AT_ONCE
+        record.prefill, record.push = LegRecord(InstanceId("prefill-0")), LegOrder.CONCURRENT
         record.prefill_error = "broke off"
         record.set_aside(Role.PREFILL, Failure.BAD_RESPONSE)
         await answer(scope, receive, send)

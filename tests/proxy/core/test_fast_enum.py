@@ -2,10 +2,10 @@
 
 from enum import auto
 
-from xpyd_proxy.core.fast_enum import Word
+from xpyd_proxy.core.fast_enum import FastStrEnum
 
 
-class Colour(Word):
+class Colour(FastStrEnum):
     """An example."""
 
     RED = auto()

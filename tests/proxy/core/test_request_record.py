@@ -2,7 +2,7 @@
 
 import pytest
 
-from xpyd_proxy.core.model import InstanceId, Push, RequestId, Role, Solo
+from xpyd_proxy.core.model import InstanceId, LegOrder, RequestId, Role, SingleEngineReason
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, LegRecord, RequestRecord
 
@@ -18,7 +18,7 @@ def test_both_legs_and_how_long_they_took():
 
 def test_a_request_that_was_not_split_says_why():
     """So that nobody wonders where the prefill went."""
-    record = RequestRecord(RequestId("r"), single_reason=Solo.N, decode=LegRecord(D, 1.0))
+    record = RequestRecord(RequestId("r"), single_reason=SingleEngineReason.N, decode=LegRecord(D, 1.0))
 
     assert record.server_timing() == 'mode;desc="single", reason;desc="n", decode;desc="decode-1";dur=1.0'
 
@@ -31,10 +31,10 @@ def test_what_did_not_happen_is_not_mentioned():
 
 def test_what_failed_before_is_told_first():
     """With its own time: a slow answer has its reason there."""
-    record = RequestRecord(RequestId("r"), push=Push.AT_ONCE, prefill=LegRecord(P, 3.0), decode=LegRecord(D))
+    record = RequestRecord(RequestId("r"), push=LegOrder.CONCURRENT, prefill=LegRecord(P, 3.0), decode=LegRecord(D))
     record.set_aside(Role.PREFILL, Failure.BAD_RESPONSE)
     record.start_over()
-    record.push, record.prefill = Push.IN_TURN, LegRecord(InstanceId("prefill-1"), 5.0)
+    record.push, record.prefill = LegOrder.SEQUENTIAL, LegRecord(InstanceId("prefill-1"), 5.0)
 
     assert record.server_timing() == (
         'retry;desc="prefill-0 bad_response";dur=3.0, mode;desc="push_cold", prefill;desc="prefill-1";dur=5.0'
@@ -74,9 +74,9 @@ def test_requests_are_told_apart_by_how_they_ended_for_the_client(status, error,
     ("more", "mode"),
     [
         ({}, "pull"),
-        ({"push": Push.AT_ONCE}, "push"),
-        ({"push": Push.IN_TURN}, "push_cold"),
-        ({"single_reason": Solo.N}, "single"),
+        ({"push": LegOrder.CONCURRENT}, "push"),
+        ({"push": LegOrder.SEQUENTIAL}, "push_cold"),
+        ({"single_reason": SingleEngineReason.N}, "single"),
     ],
 )
 def test_the_way_of_the_kv_cache_has_one_of_four_names(more, mode):

@@ -7,7 +7,7 @@ import msgspec
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.fleet.push_coordinates import Learned, State
+from xpyd_proxy.core.fleet.push_coordinates import CoordinatesState, PushCoordinates
 from xpyd_proxy.core.model import Api, InstanceId
 from xpyd_proxy.core.protocol import disaggregation
 from xpyd_proxy.core.protocol.disaggregation import solo_reason
@@ -204,7 +204,7 @@ def plain_reason(api, fields):
     for _, reason in table.values():
         if reason in odd:
             return reason
-    return None if disaggregation._FIT[api](values) else disaggregation.Solo.UNUSUAL
+    return None if disaggregation._FIT[api](values) else disaggregation.SingleEngineReason.UNUSUAL
 
 
 @given(st.sampled_from(Api), st.dictionaries(NAMES, VALUES, max_size=4))
@@ -234,7 +234,7 @@ LESSONS = st.tuples(st.sampled_from(NAMED_ENGINES), st.one_of(FOUND, FOUND, st.j
 @given(st.booleans(), st.lists(LESSONS, max_size=25))
 def test_whether_a_prefill_engine_pushes(at_once, lessons):
     """As long as the place of one of them is known, and no longer."""
-    learned = Learned(at_once=at_once)
+    learned = PushCoordinates(at_once=at_once)
     for engine, lesson in lessons:
         if lesson == "forget":
             learned.forget(engine)
@@ -244,4 +244,4 @@ def test_whether_a_prefill_engine_pushes(at_once, lessons):
             learned.learn(engine, lesson)
         assert learned.pushes == any(learned.coordinates(each) is not None for each in NAMED_ENGINES)
         if at_once:
-            assert learned.pushes == any(learned.state(each) is State.PUSH for each in NAMED_ENGINES)
+            assert learned.pushes == any(learned.state(each) is CoordinatesState.PUSH for each in NAMED_ENGINES)

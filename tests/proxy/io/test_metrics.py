@@ -10,13 +10,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.helm_metrics import router_exposition
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.admission.limits import Limit, Limits
+from xpyd_proxy.core.admission.limits import AdmissionLimits, Limit
 from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.fleet.health import State
-from xpyd_proxy.core.fleet.instance_states import Roll
+from xpyd_proxy.core.fleet.health import HealthState
+from xpyd_proxy.core.fleet.instance_states import InstanceStates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.http.framing import RefusalReason
-from xpyd_proxy.core.model import Api, InstanceId, Push, RequestId, Role, Solo
+from xpyd_proxy.core.model import Api, InstanceId, LegOrder, RequestId, Role, SingleEngineReason
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.protocol.kv_transfer_check import Arrival
 from xpyd_proxy.core.request_record import LegRecord, RequestOutcome, RequestRecord
@@ -33,7 +33,7 @@ class World:
         self.prefill = [self.registry.add(Role.PREFILL, Address("http", "h", port)) for port in range(1, x + 1)]
         self.decode = [self.registry.add(Role.DECODE, Address("http", "h", port)) for port in range(1, y + 1)]
         self.telemetry = Telemetry(Counters(frozenset(Api)), lambda: self.now)
-        self.metrics = Metrics(self.telemetry, Roll(self.registry), queue)
+        self.metrics = Metrics(self.telemetry, InstanceStates(self.registry), queue)
 
     def scrape(self, accept=""):
         return {
@@ -85,7 +85,7 @@ def test_states_are_one_of_a_known_list():
 
 def test_the_queue_and_its_refusals_show():
     """Overload ends in refusals, and somebody must see them."""
-    admission = Admission(Limits(concurrency=1, queue=1, wait_s=9.0))
+    admission = Admission(AdmissionLimits(concurrency=1, queue=1, wait_s=9.0))
     for _ in range(4):
         admission.arrive("key", 0, 10, now=0.0)
     seen = World(queue=admission).scrape()
@@ -141,7 +141,9 @@ def test_ten_thousand_odd_requests_do_not_add_a_single_label():
     sizes = []
     for turn in range(10_000):
         record = RequestRecord(
-            RequestId(f"xpyd-{turn}"), single_reason=dice.choice([None, *Solo]), push=dice.choice([None, *Push])
+            RequestId(f"xpyd-{turn}"),
+            single_reason=dice.choice([None, *SingleEngineReason]),
+            push=dice.choice([None, *LegOrder]),
         )
         p, d = dice.choice(world.prefill), dice.choice(world.decode)
         record.prefill, record.decode = dice.choice([None, LegRecord(p.id)]), LegRecord(d.id)
@@ -184,5 +186,14 @@ def test_names_and_labels_follow_the_conventions_of_prometheus(workers):
 
 def test_every_word_that_can_be_the_value_of_a_label_is_one():
     """Without spaces, commas and colons, also those that no test happens to count."""
-    for word in (*Solo, *Push, *Failure, *RequestOutcome, *Arrival, *Limit, *RefusalReason, *State):
+    for word in (
+        *SingleEngineReason,
+        *LegOrder,
+        *Failure,
+        *RequestOutcome,
+        *Arrival,
+        *Limit,
+        *RefusalReason,
+        *HealthState,
+    ):
         assert re.fullmatch(r"[a-z0-9_]+", word), word

@@ -6,9 +6,9 @@ import msgspec
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.admission.limits import Limits
+from xpyd_proxy.core.admission.limits import AdmissionLimits
 from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.fleet.instance_states import Roll
+from xpyd_proxy.core.fleet.instance_states import InstanceStates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
@@ -23,8 +23,8 @@ def test_the_page_gets_numbers_and_ids_and_no_address():
     p = registry.add(Role.PREFILL, Address("http", "10.1.2.3", 8100))
     d = registry.add(Role.DECODE, Address("http", "secret-host", 8200))
     telemetry = Telemetry(Counters(frozenset({"/v1/completions"})), lambda: now[0])
-    queue = Admission(Limits(concurrency=1, queue=3, wait_s=9.0))
-    status = Status(telemetry, Roll(registry), lambda: now[0], queue)
+    queue = Admission(AdmissionLimits(concurrency=1, queue=3, wait_s=9.0))
+    status = Status(telemetry, InstanceStates(registry), lambda: now[0], queue)
     for _ in range(2):
         queue.arrive("k", 0, 1, now=now[0])
     now[0] += 2
@@ -59,7 +59,7 @@ def test_the_page_gets_numbers_and_ids_and_no_address():
 def test_a_router_that_has_seen_nothing_says_so():
     """Nulls, where there is nothing to take a mean of."""
     registry = Registry()
-    status = Status(Telemetry(Counters(frozenset()), lambda: 7.0), Roll(registry), lambda: 7.0)
+    status = Status(Telemetry(Counters(frozenset()), lambda: 7.0), InstanceStates(registry), lambda: 7.0)
 
     said = msgspec.to_builtins(status.now())
     assert said["instances"] == said["failures"] == []

@@ -15,7 +15,7 @@ from xpyd_proxy.core.model import RequestId
 from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.io.traces import Traces
 from xpyd_proxy.settings import KvTransferMode, Settings
-from xpyd_proxy.testing.engine import Fault, FaultKind
+from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
 PATH = "/v1/completions"
 BODY = {"prompt": "once upon a time", "max_tokens": 3, "stream": True}
@@ -132,7 +132,7 @@ async def test_legs_that_go_out_together_have_no_handoff(spans):
 async def test_a_leg_that_fails_is_a_span_that_failed(spans):
     """With the reason, and the next try beside it."""
     engines = sims()
-    engines["d0"].inject(Fault(FaultKind.DROP, times=1))
+    engines["d0"].inject(SimulatedFault(FaultKind.DROP, times=1))
     await served(spans, engines)
 
     bad, good = [span for span in spans.all if span.name == "decode leg"]
@@ -146,7 +146,7 @@ async def test_a_leg_that_fails_is_a_span_that_failed(spans):
 async def test_a_leg_that_is_refused_is_a_span_that_failed(spans):
     """By its status; the request is the client's mistake, and none of the router's."""
     engines = sims()
-    engines["p0"].inject(Fault(FaultKind.STATUS, status=422))
+    engines["p0"].inject(SimulatedFault(FaultKind.STATUS, status=422))
     async with traced_router(spans, engines) as client:
         assert (await client.post(PATH, json=BODY)).status_code == 422
 

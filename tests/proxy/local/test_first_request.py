@@ -7,7 +7,7 @@ import pytest
 
 from xpyd_proxy.local import first_request
 from xpyd_proxy.local.errors import NoAnswer
-from xpyd_proxy.local.first_request import Leg, ask, metric_total, parse_server_timing
+from xpyd_proxy.local.first_request import LegTiming, ask, metric_total, parse_server_timing
 
 ANSWER = {"choices": [{"message": {"role": "assistant", "content": "to the sea"}}]}
 TIMING = 'prefill;desc="prefill-0";dur=41.2, decode;desc="decode-0";dur=12.3'
@@ -60,7 +60,7 @@ def test_an_answer_tells_where_it_was_made_and_what_was_moved(played):
     found = answer()
 
     assert found.text == "to the sea"
-    assert found.legs == {"prefill": Leg("prefill-0", 41.2), "decode": Leg("decode-0", 12.3)}
+    assert found.legs == {"prefill": LegTiming("prefill-0", 41.2), "decode": LegTiming("decode-0", 12.3)}
     assert found.bytes_moved == 66536
     assert machine.asked[0]["temperature"] == 0
 
@@ -116,9 +116,9 @@ def test_an_answer_that_is_none_is_shown(played, body):
     ("header", "legs"),
     [
         ("", {}),
-        ('prefill;desc="prefill-0"', {"prefill": Leg("prefill-0", None)}),
+        ('prefill;desc="prefill-0"', {"prefill": LegTiming("prefill-0", None)}),
         ('mode;desc="single", reason;desc="max_tokens", decode;desc="d";dur=3', {
-            "mode": Leg("single", None), "reason": Leg("max_tokens", None), "decode": Leg("d", 3.0)}),
+            "mode": LegTiming("single", None), "reason": LegTiming("max_tokens", None), "decode": LegTiming("d", 3.0)}),
         ("gibberish", {}),
     ],
 )  # fmt: skip

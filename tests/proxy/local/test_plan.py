@@ -7,13 +7,13 @@ import pytest
 
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.plan import EngineKind, Plan, engine_command, router_command
+from xpyd_proxy.local.plan import EngineKind, LocalPlan, engine_command, router_command
 from xpyd_proxy.local.recipe import Connector
 
 
 def test_engines_are_numbered_from_the_first_port_of_their_kind():
     """The addresses in the documentation are the addresses that people paste."""
-    engines = Plan(prefill=2, decode=1).engines()
+    engines = LocalPlan(prefill=2, decode=1).engines()
 
     assert [(spec.name, spec.port, spec.side_channel_port) for spec in engines] == [
         ("prefill-0", 8100, 5600),
@@ -24,19 +24,19 @@ def test_engines_are_numbered_from_the_first_port_of_their_kind():
 
 def test_no_two_processes_share_a_port():
     """For any number of engines that fit between the first ports."""
-    ports = [port for port, _, _ in Plan(prefill=4, decode=5).ports()]
+    ports = [port for port, _, _ in LocalPlan(prefill=4, decode=5).ports()]
 
     assert len(ports) == len(set(ports)) == 1 + 2 * (4 + 5)
 
 
 def test_simulated_engines_have_no_side_channel():
     """Nothing is moved, so no port has to be free for it."""
-    assert [port for port, _, _ in Plan(kind=EngineKind.SIM).ports()] == [8000, 8100, 8200]
+    assert [port for port, _, _ in LocalPlan(kind=EngineKind.SIM).ports()] == [8000, 8100, 8200]
 
 
 def test_every_port_names_the_option_that_moves_it():
     """That is what a message about a taken port tells."""
-    options = {user: option for _, user, option in Plan().ports()}
+    options = {user: option for _, user, option in LocalPlan().ports()}
 
     assert options == {
         "the router": "--port",
@@ -49,7 +49,7 @@ def test_every_port_names_the_option_that_moves_it():
 
 def test_the_router_is_told_all_engines():
     """In the order of their names: the router numbers them itself, from zero."""
-    command = router_command(Plan(prefill=1, decode=2, port=9000), {})
+    command = router_command(LocalPlan(prefill=1, decode=2, port=9000), {})
 
     assert list(command.argv[:5]) == [sys.executable, "-P", "-m", "xpyd_proxy.cli", "serve"]
     assert "--prefill 127.0.0.1:8100 --decode 127.0.0.1:8200 127.0.0.1:8201" in " ".join(command.argv)
@@ -58,7 +58,7 @@ def test_the_router_is_told_all_engines():
 
 def test_a_vllm_engine_is_started_by_the_recipe():
     """With the connector and the model of the plan."""
-    plan = Plan(connector=Connector.NIXL, model=Path("/models/mine"))
+    plan = LocalPlan(connector=Connector.NIXL, model=Path("/models/mine"))
 
     argv = " ".join(engine_command(plan, plan.engines()[0], {}).argv)
 
@@ -69,14 +69,14 @@ def test_a_vllm_engine_is_started_by_the_recipe():
 @pytest.mark.parametrize("kind", EngineKind)
 def test_every_engine_of_a_plan_has_its_mode(kind):
     """Prefill and decode must agree on who moves the KV cache."""
-    plan = Plan(kind=kind, mode=TransferMode.PUSH)
+    plan = LocalPlan(kind=kind, mode=TransferMode.PUSH)
 
     assert all("push" in " ".join(engine_command(plan, spec, {}).argv) for spec in plan.engines())
 
 
 def test_a_simulated_engine_serves_the_same_model_name_at_the_same_place():
     """The printed command works with either kind."""
-    plan = Plan(kind=EngineKind.SIM)
+    plan = LocalPlan(kind=EngineKind.SIM)
 
     command = engine_command(plan, plan.engines()[1], {})
 

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from xpyd_proxy.local.errors import PreflightFailed
-from xpyd_proxy.local.plan import EngineKind, Plan
+from xpyd_proxy.local.plan import EngineKind, LocalPlan
 from xpyd_proxy.local.preflight import GIB, Machine, check, free_memory, look
 
 GOOD = Machine(
@@ -20,13 +20,13 @@ GOOD = Machine(
 
 def complaints(plan=None, **found):
     with pytest.raises(PreflightFailed) as caught:
-        check(plan or Plan(), dataclasses.replace(GOOD, **found))
+        check(plan or LocalPlan(), dataclasses.replace(GOOD, **found))
     return str(caught.value).splitlines()
 
 
 def test_a_good_machine_passes():
     """Nothing is asked of anybody."""
-    check(Plan(), GOOD)
+    check(LocalPlan(), GOOD)
 
 
 @pytest.mark.parametrize(
@@ -46,28 +46,28 @@ def test_a_taken_port_names_its_user_and_the_way_out(port, user, option):
 
 def test_ports_that_collide_with_each_other_are_told_apart_from_taken_ones():
     """Stopping what listens there would not help."""
-    assert complaints(Plan(port=8100)) == [
+    assert complaints(LocalPlan(port=8100)) == [
         "port 8100 is wanted by the router and by prefill-0: choose another with --prefill-port"
     ]
 
 
 def test_a_port_out_of_range_is_not_called_taken():
     """65535 + 1 is a typing error."""
-    assert complaints(Plan(port=70000)) == [
+    assert complaints(LocalPlan(port=70000)) == [
         "port 70000 for the router is not between 1 and 65535: choose another with --port"
     ]
 
 
 def test_too_little_memory_says_how_much_is_needed_and_there():
     """Otherwise the kernel kills an engine later, and says nothing."""
-    (line,) = complaints(Plan(prefill=2, decode=2), free_memory=3 * GIB)
+    (line,) = complaints(LocalPlan(prefill=2, decode=2), free_memory=3 * GIB)
 
     assert "4 engines need about 5.6 GiB of memory and 3.0 GiB are free" in line
 
 
 def test_unknown_memory_is_no_reason_to_refuse():
     """Not every system says."""
-    check(Plan(), dataclasses.replace(GOOD, free_memory=None))
+    check(LocalPlan(), dataclasses.replace(GOOD, free_memory=None))
 
 
 def test_a_full_disk_is_noticed():
@@ -100,14 +100,14 @@ def test_simulated_engines_need_ports_only():
     """They run wherever Python does."""
     poor = Machine(frozenset(), frozenset({"vllm"}), frozenset({"lscpu"}), 0, 0)
 
-    check(Plan(kind=EngineKind.SIM), poor)
+    check(LocalPlan(kind=EngineKind.SIM), poor)
 
 
 def test_a_port_that_somebody_listens_on_is_found(tmp_path):
     """On loopback, where everything of ours listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        machine = look(Plan(kind=EngineKind.SIM, port=port, home=tmp_path / "not" / "yet" / "there"))
+        machine = look(LocalPlan(kind=EngineKind.SIM, port=port, home=tmp_path / "not" / "yet" / "there"))
 
     assert port in machine.taken_ports
     assert machine.free_disk > 0

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from xpyd_proxy.local.plan import Plan
+from xpyd_proxy.local.plan import LocalPlan
 from xpyd_proxy.local.private import make_directory, open_file
 from xpyd_proxy.local.processes import Command, open_fleet
 from xpyd_proxy.local.up import make_home
@@ -53,7 +53,7 @@ def test_a_folder_that_is_there_stays_as_it_is(tmp_path):
 def test_the_folder_of_xpyd_up_is_closed_also_if_it_was_open(tmp_path):
     """Earlier versions and other tools of a checkout make it with the umask's mode."""
     (home := tmp_path / ".xpyd").mkdir(mode=0o755)
-    make_home(Plan(home=home))
+    make_home(LocalPlan(home=home))
 
     assert mode(home) == 0o700
 

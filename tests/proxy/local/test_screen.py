@@ -2,7 +2,7 @@
 
 import io
 
-from xpyd_proxy.local.processes import Waiting
+from xpyd_proxy.local.processes import StartUpWait
 from xpyd_proxy.local.screen import Screen
 
 
@@ -13,7 +13,7 @@ class Terminal(io.StringIO):
 
 def waits(screen, *seconds, names=("decode-0",)):
     for second in seconds:
-        screen.waiting(Waiting(names, second))
+        screen.waiting(StartUpWait(names, second))
 
 
 def test_a_pipe_gets_a_line_every_five_seconds():

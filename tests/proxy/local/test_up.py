@@ -16,7 +16,7 @@ import pytest
 
 from xpyd_proxy.local.errors import ChildDied
 from xpyd_proxy.local.model import FINGERPRINT
-from xpyd_proxy.local.plan import Plan
+from xpyd_proxy.local.plan import LocalPlan
 from xpyd_proxy.local.screen import Screen
 from xpyd_proxy.local.up import _explain, _make_model
 
@@ -233,13 +233,13 @@ def test_a_model_of_ones_own_is_served_as_it_is(tmp_path):
     """`--model DIR` may name a real one."""
     (tmp_path / "config.json").write_text("{}")
 
-    _make_model(Plan(model=tmp_path), Screen())
+    _make_model(LocalPlan(model=tmp_path), Screen())
 
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
 def test_a_missing_model_is_made(tmp_path):
     """Nothing can be fetched from a hub."""
-    _make_model(Plan(model=tmp_path / "tiny"), Screen())
+    _make_model(LocalPlan(model=tmp_path / "tiny"), Screen())
 
     assert (tmp_path / "tiny" / FINGERPRINT).exists()

@@ -20,8 +20,8 @@ from support.scripted import (
     router_of,
     until,
 )
-from xpyd_proxy.core.fleet.push_coordinates import State
-from xpyd_proxy.core.model import Answer, Api, InstanceId, Role
+from xpyd_proxy.core.fleet.push_coordinates import CoordinatesState
+from xpyd_proxy.core.model import Api, EngineResponse, InstanceId, Role
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST
 from xpyd_proxy.errors import EngineError, EngineTimeout
 from xpyd_proxy.settings import KvTransferMode
@@ -67,7 +67,7 @@ async def test_the_first_request_goes_from_engine_to_engine_and_teaches_the_rout
 
     assert client.body == EVENT + DONE
     assert client.record.mode == "push_cold"
-    assert router.learned.state(P0) is State.PUSH
+    assert router.learned.state(P0) is CoordinatesState.PUSH
     prefill, decode = engines.legs
     told = params_of(decode)
     assert told.pop("transfer_id") == params_of(prefill)["transfer_id"]
@@ -178,9 +178,9 @@ BAD_PREFILLS = {
     "it breaks off": EngineError("prefill-0 broke off"),
     "it cannot be reached": EngineError("prefill-0 cannot be reached", reached=False),
     "it is silent": EngineTimeout("prefill-0 did not answer"),
-    "500": Answer(500, "application/json", b"{}"),
-    "503": Answer(503, "application/json", ERROR),
-    "no params": Answer(200, "application/json", b"{}"),
+    "500": EngineResponse(500, "application/json", b"{}"),
+    "503": EngineResponse(503, "application/json", ERROR),
+    "no params": EngineResponse(200, "application/json", b"{}"),
 }
 
 
@@ -286,7 +286,7 @@ async def test_a_refusal_of_either_engine_goes_to_the_client_and_ends_the_other_
     """Another engine would refuse the same."""
 
     async def prefill(leg):
-        return Answer(400, "application/json", ERROR) if role is Role.PREFILL else await never(leg)
+        return EngineResponse(400, "application/json", ERROR) if role is Role.PREFILL else await never(leg)
 
     async def decode(leg):
         return (400, [ERROR]) if role is Role.DECODE else await never(leg)
@@ -298,7 +298,7 @@ async def test_a_refusal_of_either_engine_goes_to_the_client_and_ends_the_other_
     assert (client.status, client.body) == (400, ERROR)
     assert len(engines.legs) == 2
     assert not engines.open
-    assert router.learned.state(P0) is State.PUSH  # it has done nothing wrong
+    assert router.learned.state(P0) is CoordinatesState.PUSH  # it has done nothing wrong
 
 
 async def test_when_both_legs_fail_the_prefill_is_the_reason():
@@ -354,7 +354,7 @@ async def test_an_engine_that_restarts_as_one_that_does_not_push_is_believed():
 
     assert client.body == EVENT + DONE
     assert client.record.mode == "pull"
-    assert router.learned.state(P0) is State.PULL
+    assert router.learned.state(P0) is CoordinatesState.PULL
 
 
 async def test_several_engines_behind_one_address_are_served_in_turn():
@@ -377,7 +377,7 @@ async def test_several_engines_behind_one_address_are_served_in_turn():
     router = await acquainted(engines)
     clients = [await router.serve(name=f"{number}") for number in range(10)]
 
-    assert router.learned.state(P0) is State.SEVERAL
+    assert router.learned.state(P0) is CoordinatesState.SEVERAL
     assert all(len(client.record.retries) <= 1 for client in clients)
     assert not any(client.record.retries for client in clients[4:])
 

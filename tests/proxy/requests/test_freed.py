@@ -9,7 +9,7 @@ from xpyd_proxy.errors import EngineError
 from xpyd_proxy.requests.legs import DecodeLeg, PrefillLeg
 from xpyd_proxy.requests.request import Request
 from xpyd_proxy.settings import KvTransferMode, Settings
-from xpyd_proxy.testing.engine import Fault, FaultKind
+from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 
 PARTS = (Request, PrefillLeg, DecodeLeg, EngineError)
 QUICK = {"prefill_timeout_s": 0.2, "first_token_timeout_s": 0.2, "stream_idle_timeout_s": 0.2, "total_timeout_s": 1.0}
@@ -35,7 +35,7 @@ async def test_a_request_is_freed_at_once(mode, kind, failing, after, streams):
     async with router(engines, Settings(kv_transfer_mode=mode, **QUICK)) as client:
         for _ in range(2):  # the second one in push goes out at once
             if kind is not None:
-                engines[failing].inject(Fault(kind, after=after, names=("remote_engine_id",)))
+                engines[failing].inject(SimulatedFault(kind, after=after, names=("remote_engine_id",)))
             await client.post("/v1/completions", json=body)
             engines[failing].inject(None)
 

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from support.scripted import Scripted, by_now, call, good_decode, never, pulled_prefill, router_of, until
-from xpyd_proxy.core.admission.admission import State
-from xpyd_proxy.core.admission.limits import Limits
+from xpyd_proxy.core.admission.admission import TicketState
+from xpyd_proxy.core.admission.limits import AdmissionLimits
 from xpyd_proxy.errors import KeyOverLimit, RouterFull
 from xpyd_proxy.requests.gate import Gate
 
@@ -16,20 +16,20 @@ class Crowd:
     """Tickets that stay until they are told to leave, or until the gate refuses them."""
 
     def __init__(self, **limits):
-        self.gate = Gate(Limits(**limits), by_now)
+        self.gate = Gate(AdmissionLimits(**limits), by_now)
         self.inside = []
         self.refused = {}
         self.tickets = {}
 
     def arrive(self, name, key="a", priority=0):
         ticket = self.tickets[name] = self.gate.arrive(key, priority, 10)
-        if ticket.state is State.WAITING:
+        if ticket.state is TicketState.WAITING:
             self.gate.watch(ticket, lambda: self._decided(name))
         else:
             self._enter(name)
 
     def leave(self, name):
-        if self.tickets[name].state is State.WAITING:
+        if self.tickets[name].state is TicketState.WAITING:
             self.gate.unwatch(self.tickets[name])
         elif name in self.inside:
             self.inside.remove(name)
@@ -133,13 +133,13 @@ async def test_more_places_are_filled_at_once():
     for number in range(3):
         crowd.arrive(number)
     assert crowd.gate.admission.waiting == 2
-    crowd.gate.change(Limits(concurrency=3, queue=5, wait_s=5))
+    crowd.gate.change(AdmissionLimits(concurrency=3, queue=5, wait_s=5))
     await until(lambda: crowd.inside == [0, 1, 2])
 
 
 async def test_a_thousand_requests_through_a_narrow_gate_leave_nothing_behind():
     """Whatever becomes of each: served, left while it waits or while it is served, refused, expired."""
-    limits = Limits(concurrency=7, queue=500, wait_s=0.2, key_concurrency=900)
+    limits = AdmissionLimits(concurrency=7, queue=500, wait_s=0.2, key_concurrency=900)
 
     async def prefill(leg):
         await asyncio.sleep(random.random() * 0.002)
@@ -177,7 +177,7 @@ async def test_a_request_that_waits_is_served_in_its_turn():
         return await pulled_prefill(leg)
 
     engines = Scripted(prefill, good_decode)
-    router = router_of(engines, limits=Limits(concurrency=1, queue=5, wait_s=5), clock=by_now)
+    router = router_of(engines, limits=AdmissionLimits(concurrency=1, queue=5, wait_s=5), clock=by_now)
     clients = [router.start(name=name) for name in "abc"]
     await until(lambda: engines.open)
     assert router.gate.admission.waiting == 2
@@ -193,7 +193,7 @@ async def test_a_request_that_waits_is_served_in_its_turn():
 async def test_a_request_that_waits_too_long_is_told():
     """With a time for its next try; nobody has to look at the queue for it but the router's own timer."""
     engines = Scripted(never, good_decode)
-    router = router_of(engines, limits=Limits(concurrency=1, queue=5, wait_s=0.02), clock=by_now)
+    router = router_of(engines, limits=AdmissionLimits(concurrency=1, queue=5, wait_s=0.02), clock=by_now)
     first, second = router.start(name="a"), router.start(name="b")
     await second.end()
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from support.greedy import events, read
 from support.scripted import DONE, EVENT, JSON, Noted, Scripted, call, prefilled, request_id, router_of
-from xpyd_proxy.core.admission.limits import Limits
-from xpyd_proxy.core.model import Answer, Role
+from xpyd_proxy.core.admission.limits import AdmissionLimits
+from xpyd_proxy.core.model import EngineResponse, Role
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST
-from xpyd_proxy.core.routing.request_rules import Patience
+from xpyd_proxy.core.routing.request_rules import Timeouts
 from xpyd_proxy.errors import EngineError, EngineTimeout
 from xpyd_proxy.requests.lifecycle import RequestState
 
@@ -63,9 +63,9 @@ class Scripts:
     async def on_prefill(self, leg):
         match await self.step(self.prefill):
             case int(status):
-                return Answer(status, JSON, ERROR)
+                return EngineResponse(status, JSON, ERROR)
             case "no params":
-                return Answer(200, JSON, b"{}")
+                return EngineResponse(200, JSON, b"{}")
             case does:
                 engine = "e2" if does == "other engine" else "e1"
                 return prefilled(leg, engine=engine, transfer_mode="pull" if does == "pull" else "push")
@@ -96,7 +96,7 @@ class Engines(Scripted):
 
     async def ask(self, leg, *, timeout_s):
         await asyncio.sleep(0)
-        return Answer(400, JSON, ERROR)
+        return EngineResponse(400, JSON, ERROR)
 
 
 def check_end(client):
@@ -136,8 +136,8 @@ class World:
             *engines_of,
             retries=RETRIES,
             spans=notes,
-            limits=Limits(concurrency=places, queue=2, wait_s=1.0),
-            patience=Patience(prefill_s=1.0, first_token_s=1.0, idle_s=1.0, whole_s=2.0, stream_s=20.0),
+            limits=AdmissionLimits(concurrency=places, queue=2, wait_s=1.0),
+            patience=Timeouts(prefill_s=1.0, first_token_s=1.0, idle_s=1.0, whole_s=2.0, stream_s=20.0),
             clock=lambda: now[0],
         )
         return cls(scripts, engines, notes, router, now, [])

@@ -6,8 +6,8 @@ import pytest
 
 from support.scripted import DONE, EVENT, Asked, Scripted, call, good_decode, good_prefill, pulled_prefill, router_of
 from xpyd_proxy.core.admission.lifetime import Step
-from xpyd_proxy.core.admission.limits import Limits
-from xpyd_proxy.core.model import Role, Solo
+from xpyd_proxy.core.admission.limits import AdmissionLimits
+from xpyd_proxy.core.model import Role, SingleEngineReason
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.requests.examiner import LARGE
@@ -26,7 +26,7 @@ def long_call():
 
 async def test_a_body_may_come_in_any_pieces():
     """It is charged while it comes, and once it is here as part of its request."""
-    waiting = router(limits=Limits(concurrency=0, queue=1, wait_s=5.0))
+    waiting = router(limits=AdmissionLimits(concurrency=0, queue=1, wait_s=5.0))
     client, body = waiting.start(sends=False), call().body
     for place in range(len(body)):
         client.request.take(body[place : place + 1])
@@ -111,7 +111,7 @@ async def test_a_body_that_is_too_large_is_refused_while_it_comes():
 
 async def test_bodies_of_more_bytes_than_the_router_holds_are_refused_while_they_come():
     """However small each piece is."""
-    before = router(limits=Limits(held_bytes=100))
+    before = router(limits=AdmissionLimits(held_bytes=100))
     client = before.start(sends=False)
     for _ in range(101):
         client.request.take(b"x")
@@ -162,7 +162,7 @@ async def test_a_call_that_generates_no_text_goes_to_one_engine_as_it_is():
     assert (client.status, client.body) == (200, b'{"data":[]}')
     assert [(leg.path, leg.body) for leg in engines.legs] == [("/v1/embeddings", body)] * 2
     assert not engines.of(Role.PREFILL)
-    assert (client.record.mode, client.record.single_reason) == ("single", Solo.ONE_LEG)
+    assert (client.record.mode, client.record.single_reason) == ("single", SingleEngineReason.ONE_LEG)
     assert before.is_idle()
 
 

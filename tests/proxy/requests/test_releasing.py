@@ -22,15 +22,15 @@ from support.scripted import (
     until,
 )
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import Facts
-from xpyd_proxy.core.model import Answer, Instance, InstanceId, Leg, Role
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
+from xpyd_proxy.core.model import EngineResponse, Instance, InstanceId, LegRequest, Role
 from xpyd_proxy.core.protocol.request_bodies import release_body
 from xpyd_proxy.core.raw_json import Fields, decode
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.requests.release import Releaser
 
 DOWN = EngineError("down", reached=False)
-NO = Answer(400, "application/json", b'{"error":{"message":"too many"}}')
+NO = EngineResponse(400, "application/json", b'{"error":{"message":"too many"}}')
 
 
 class Notes:
@@ -85,7 +85,7 @@ async def drained(router):
     assert router.is_idle()
 
 
-@pytest.mark.parametrize("refusals", [(NO,), (DOWN, NO), (Answer(401, "", b""), DOWN, NO)])
+@pytest.mark.parametrize("refusals", [(NO,), (DOWN, NO), (EngineResponse(401, "", b""), DOWN, NO)])
 async def test_a_decode_leg_that_was_never_sent_is_refused_on_purpose(refusals):
     """A decode engine that says no tells the prefill engine to free; any of them can, if it can be reached."""
     notes = Notes()
@@ -188,10 +188,10 @@ async def test_what_cannot_be_given_back_is_counted():
     """No decode engine answers, or none is left, or too many are at it: the lease frees the blocks."""
     notes = Notes()
     prefill, decode = (Instance(InstanceId(f"{role}-0"), role, Address("http", "h", 1)) for role in Role)
-    leg = Leg(decode, "/v1/completions", b"{}", ())
+    leg = LegRequest(decode, "/v1/completions", b"{}", ())
 
     async def ok(_):
-        return Answer(200, "", b"")
+        return EngineResponse(200, "", b"")
 
     class Engines(Scripted):
         async def ask(self, leg, *, timeout_s):
@@ -259,7 +259,7 @@ async def test_only_an_engine_that_fits_takes_over_blocks():
     router = router_of(engines, x=2, y=2)
     for role in Role:
         for instance, version in zip(router.registry.known(role), ("1", "2"), strict=True):
-            router.registry.learn(instance.id, Facts(version=version))
+            router.registry.learn(instance.id, EngineCapabilities(version=version))
     client = await served(router)
 
     assert client.body == EVENT + DONE

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from support.scripted import DONE, EVENT, EVENTS, JSON, Scripted, call, never, router_of, until
-from xpyd_proxy.core.model import Answer, Role
+from xpyd_proxy.core.model import EngineResponse, Role
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST
-from xpyd_proxy.core.routing.request_rules import Patience
+from xpyd_proxy.core.routing.request_rules import Timeouts
 from xpyd_proxy.errors import EngineError, EngineTimeout
 
 PARAMS = {
@@ -19,7 +19,7 @@ PARAMS = {
     "remote_host": "h",
     "remote_port": 1,
 }
-PREFILLED = Answer(200, "application/json", json.dumps({"kv_transfer_params": PARAMS}).encode())
+PREFILLED = EngineResponse(200, "application/json", json.dumps({"kv_transfer_params": PARAMS}).encode())
 KEY = (b"authorization", b"k")
 
 
@@ -43,7 +43,7 @@ class Timed(Scripted):
 
 
 def router_with(engines, x=1, y=1, **options):
-    options = {"retries": 0, "decode_only_fallback": False, "patience": Patience(prefill_s=30.0)} | options
+    options = {"retries": 0, "decode_only_fallback": False, "patience": Timeouts(prefill_s=30.0)} | options
     return router_of(engines, x, y, clock=lambda: engines.now, **options)
 
 
@@ -222,9 +222,9 @@ async def test_an_end_that_comes_with_the_last_piece_is_an_end(parts):
 @pytest.mark.parametrize(
     ("prefill", "status", "kind"),
     [
-        (Answer(400, "application/json", b"{}"), 400, None),
-        (Answer(500, "application/json", b"{}"), 502, "EngineError"),
-        (Answer(200, "application/json", b"{}"), 502, "EngineError"),
+        (EngineResponse(400, "application/json", b"{}"), 400, None),
+        (EngineResponse(500, "application/json", b"{}"), 502, "EngineError"),
+        (EngineResponse(200, "application/json", b"{}"), 502, "EngineError"),
         (EngineTimeout("slow"), 504, "EngineTimeoutError"),
     ],
 )

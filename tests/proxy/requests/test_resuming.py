@@ -8,7 +8,7 @@ import pytest
 from support.greedy import events, read
 from support.scripted import Scripted, by_now, call, never, pulled_prefill, request_id, router_of, until
 from xpyd_proxy.core.model import Api, Role
-from xpyd_proxy.core.routing.request_rules import Patience
+from xpyd_proxy.core.routing.request_rules import Timeouts
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.requests.request import Request
 from xpyd_proxy.requests.response import HttpResponse
@@ -189,7 +189,7 @@ async def test_a_stream_that_another_engine_goes_on_with_counts_against_the_firs
 
 async def test_another_engine_does_not_make_a_stream_live_longer():
     """Its time counts from its first leg on."""
-    patience = Patience(stream_s=0.2, idle_s=5.0)
+    patience = Timeouts(stream_s=0.2, idle_s=5.0)
 
     async def decode(leg):
         stream = list(events(json.loads(leg.body), name="cmpl-r"))

@@ -14,9 +14,9 @@ from support.scripted import (
     request_id,
     router_of,
 )
-from xpyd_proxy.core.model import Answer, Role
+from xpyd_proxy.core.model import EngineResponse, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
-from xpyd_proxy.core.routing.retry_budget import Budget
+from xpyd_proxy.core.routing.retry_budget import RetryBudget
 from xpyd_proxy.errors import EngineError, EngineTimeout
 
 ERROR = b'{"error":{"message":"no room","type":"x","param":null,"code":503}}'
@@ -48,7 +48,13 @@ async def served(engines, asked=None, **options):
 
 @pytest.mark.parametrize(
     "outcome",
-    [UNREACHABLE, EngineError("broke off"), EngineTimeout("slow"), Answer(503, "", ERROR), Answer(200, "", b"")],
+    [
+        UNREACHABLE,
+        EngineError("broke off"),
+        EngineTimeout("slow"),
+        EngineResponse(503, "", ERROR),
+        EngineResponse(200, "", b""),
+    ],
 )
 async def test_a_prefill_that_fails_is_done_by_another_engine(outcome):
     """The client notices nothing but the time."""
@@ -96,7 +102,7 @@ async def test_after_a_decode_that_failed_there_is_a_new_prefill(outcome):
 async def test_an_engine_that_is_busy_is_asked_once_and_its_words_reach_the_client(status):
     """It has no room, and asking again would not make any; another engine may have some."""
     for role in Role:
-        engines = Scripted(failing(Answer(status, "application/json", ERROR), then=pulled_prefill), good_decode)
+        engines = Scripted(failing(EngineResponse(status, "application/json", ERROR), then=pulled_prefill), good_decode)
         if role is Role.DECODE:
             engines = Scripted(pulled_prefill, failing((status, [ERROR]), then=good_decode))
         notes = Noted()
@@ -143,7 +149,7 @@ async def test_there_is_an_end_to_it(role):
 @pytest.mark.parametrize("role", Role)
 async def test_a_refusal_is_final(role):
     """And it is told in the engine's words."""
-    refused = failing(Answer(404, "application/json", ERROR), then=pulled_prefill)
+    refused = failing(EngineResponse(404, "application/json", ERROR), then=pulled_prefill)
     prefill = refused if role is Role.PREFILL else pulled_prefill
     decode = failing((404, [ERROR]), then=good_decode) if role is Role.DECODE else good_decode
     engines = Scripted(prefill, decode)
@@ -176,7 +182,7 @@ async def test_the_budget_of_the_router_ends_the_tries_of_a_request():
     """When all engines fail, retries must not multiply what the engines have to bear."""
     broken = [EngineError(f"failure {number}") for number in range(9)]
     engines = Scripted(pulled_prefill, failing(*broken, then=good_decode))
-    client = await served(engines, y=4, retries=8, budget=Budget(share=0.0, floor=0.0, most=1.0))
+    client = await served(engines, y=4, retries=8, budget=RetryBudget(share=0.0, floor=0.0, most=1.0))
 
     assert client.error == ("EngineError", "failure 1")
     assert len(engines.of(Role.DECODE)) == 2

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.scripted import DONE, EVENT, Scripted, by_now, call, never, pulled_prefill, router_of, until
-from xpyd_proxy.core.routing.request_rules import Patience
+from xpyd_proxy.core.routing.request_rules import Timeouts
 from xpyd_proxy.errors import EngineError
 
 ERROR = b'data: {"error": {"message": "no", "code": 500}}\n\n'
@@ -22,7 +22,7 @@ async def served(parts, *, ends_at_once=False, patience=None):
         return 200, list(parts)
 
     engines = Scripted(pulled_prefill, decode, ends_at_once=ends_at_once)
-    router = router_of(engines, retries=0, patience=patience or Patience(), clock=by_now)
+    router = router_of(engines, retries=0, patience=patience or Timeouts(), clock=by_now)
     client = await router.serve(call(stream=True))
     assert not engines.open
     assert router.is_idle()
@@ -72,8 +72,8 @@ async def test_what_comes_is_passed_on_at_once():
 @pytest.mark.parametrize(
     ("patience", "error", "outcome"),
     [
-        (Patience(idle_s=0.03), ("EngineTimeoutError", "decode-0 sent nothing for 0.03 s"), "timeout"),
-        (Patience(stream_s=0.05), ("RequestTimeoutError", "the stream was not complete within 0.05 s"), "ok"),
+        (Timeouts(idle_s=0.03), ("EngineTimeoutError", "decode-0 sent nothing for 0.03 s"), "timeout"),
+        (Timeouts(stream_s=0.05), ("RequestTimeoutError", "the stream was not complete within 0.05 s"), "ok"),
     ],
     ids=["silent", "too long"],
 )
@@ -92,6 +92,6 @@ async def piece():
 
 async def test_the_timer_goes_by_the_last_piece():
     """It was set before the first one, and goes off several times meanwhile."""
-    got, error, _, _ = await served([EVENT, *[piece() for _ in range(6)], DONE], patience=Patience(idle_s=0.09))
+    got, error, _, _ = await served([EVENT, *[piece() for _ in range(6)], DONE], patience=Timeouts(idle_s=0.09))
 
     assert (got, error) == (EVENT * 7 + DONE, None)

@@ -18,7 +18,7 @@ from support.scripted import (
     until,
 )
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.routing.request_rules import Patience
+from xpyd_proxy.core.routing.request_rules import Timeouts
 from xpyd_proxy.errors import EngineError
 
 STREAM = {"stream": True}
@@ -42,7 +42,7 @@ async def test_a_stream_that_does_not_begin_is_given_up_and_done_by_another(sile
         return await good_decode(leg)
 
     engines = Scripted(pulled_prefill, decode)
-    client = await read(engines, patience=Patience(first_token_s=0.02), y=2)
+    client = await read(engines, patience=Timeouts(first_token_s=0.02), y=2)
 
     assert client.body == EVENT + DONE
     assert len(engines.of(Role.PREFILL)) == 2
@@ -51,7 +51,7 @@ async def test_a_stream_that_does_not_begin_is_given_up_and_done_by_another(sile
 async def test_the_only_engine_that_does_not_begin_is_the_clients_error():
     """It had its time; asking it again would double the wait."""
     engines = Scripted(pulled_prefill, never)
-    client = await read(engines, patience=Patience(first_token_s=0.02))
+    client = await read(engines, patience=Timeouts(first_token_s=0.02))
 
     assert client.error == ("EngineTimeoutError", "decode-0 sent no token within 0.02 s")
     assert len(engines.of(Role.DECODE)) == 1
@@ -64,7 +64,7 @@ async def test_a_prefill_that_does_not_answer_is_done_by_another():
         return await never() if leg.instance.id == "prefill-0" else await pulled_prefill(leg)
 
     engines = Scripted(prefill, good_decode)
-    client = await read(engines, patience=Patience(prefill_s=0.02), x=2)
+    client = await read(engines, patience=Timeouts(prefill_s=0.02), x=2)
 
     assert client.body == EVENT + DONE
     assert [str(retry) for retry in client.record.retries] == ["prefill-0 timeout"]
@@ -76,7 +76,7 @@ async def test_a_stream_that_falls_silent_is_closed():
     async def decode(leg):
         return 200, [EVENT, EVENT, never(leg)]
 
-    client = await read(Scripted(pulled_prefill, decode), patience=Patience(idle_s=0.02))
+    client = await read(Scripted(pulled_prefill, decode), patience=Timeouts(idle_s=0.02))
 
     assert client.got == EVENT * 2
     assert client.error == ("EngineTimeoutError", "decode-0 sent nothing for 0.02 s")
@@ -92,7 +92,7 @@ async def test_a_stream_that_goes_on_is_not_silent():
     async def decode(_):
         return 200, [EVENT, *(piece() for _ in range(5)), DONE]
 
-    client = await read(Scripted(pulled_prefill, decode), patience=Patience(idle_s=0.08, first_token_s=0.08))
+    client = await read(Scripted(pulled_prefill, decode), patience=Timeouts(idle_s=0.08, first_token_s=0.08))
 
     assert client.body == EVENT * 6 + DONE
 
@@ -107,7 +107,7 @@ async def test_the_time_that_a_client_takes_is_its_own():
     async def decode(_):
         return 200, [EVENT, EVENT, piece(), DONE]
 
-    router = router_of(Scripted(pulled_prefill, decode), patience=Patience(idle_s=0.06), clock=by_now)
+    router = router_of(Scripted(pulled_prefill, decode), patience=Timeouts(idle_s=0.06), clock=by_now)
     client = router.start(call(**STREAM))
 
     def slow(_):
@@ -128,7 +128,7 @@ async def test_an_engine_has_its_full_time_after_the_shortest_pause():
     async def decode(_):
         return 200, [EVENT, never()]
 
-    router = router_of(Scripted(pulled_prefill, decode), patience=Patience(idle_s=100.0), clock=lambda: now[0])
+    router = router_of(Scripted(pulled_prefill, decode), patience=Timeouts(idle_s=100.0), clock=lambda: now[0])
     client = router.start(call(**STREAM))
     await until(lambda: client.response.begun)
     client.request.look(0.0)
@@ -149,11 +149,11 @@ async def test_a_stream_may_have_a_limit_for_all_of_it():
     async def decode(leg):
         return 200, [EVENT, EVENT, never(leg)]
 
-    client = await read(Scripted(pulled_prefill, decode), patience=Patience(stream_s=0.06))
+    client = await read(Scripted(pulled_prefill, decode), patience=Timeouts(stream_s=0.06))
 
     assert client.got == EVENT * 2
     assert client.error == ("RequestTimeoutError", "the stream was not complete within 0.06 s")
-    assert Patience().stream_s is None
+    assert Timeouts().stream_s is None
 
 
 @pytest.mark.parametrize("role", Role)
@@ -168,7 +168,7 @@ async def test_a_whole_answer_has_one_limit_for_all_its_tries(role):
         raise EngineError("broke off")
 
     engines = Scripted(breaking if role is Role.PREFILL else pulled_prefill, breaking)
-    patience = Patience(whole_s=50.0, first_token_s=1.0)
+    patience = Timeouts(whole_s=50.0, first_token_s=1.0)
     router = router_of(engines, patience=patience, retries=9, spans=notes, clock=lambda: now[0])
     client = router.start()
     await until(lambda: len(engines.of(role)) == 3 and engines.open)
@@ -192,7 +192,7 @@ async def test_a_decode_engine_that_does_not_accept_a_connection_got_nothing():
 
     engines = Scripted(pulled_prefill, decode)
     engines.connects = lambda leg: leg.instance.id != "decode-0"
-    router = router_of(engines, y=2, patience=Patience(first_token_s=0.05), clock=by_now)
+    router = router_of(engines, y=2, patience=Timeouts(first_token_s=0.05), clock=by_now)
     client = await router.serve(call(stream=True))
 
     assert client.status == 200

@@ -7,7 +7,7 @@ import pytest
 
 from support.greedy import events
 from support.scripted import DONE, EVENT, Scripted, call, pulled_prefill, router_of, until
-from xpyd_proxy.core.admission.limits import Limits
+from xpyd_proxy.core.admission.limits import AdmissionLimits
 from xpyd_proxy.core.model import Api
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.io.logs import FACTS
@@ -129,7 +129,9 @@ async def test_the_wait_in_the_queue_is_timed_whatever_comes_of_it(clock):
     async def decode(_):
         return 200, [EVENT, DONE]
 
-    router = router_of(Scripted(prefill, decode), clock=clock, limits=Limits(concurrency=1, queue=2, wait_s=60))
+    router = router_of(
+        Scripted(prefill, decode), clock=clock, limits=AdmissionLimits(concurrency=1, queue=2, wait_s=60)
+    )
     first, second, third, refused = [router.start(name=name) for name in "abcd"]
     await until(lambda: refused.is_over)
     clock.now += 1.0

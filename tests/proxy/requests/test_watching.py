@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from support.scripted import EVENT, Noted, Scripted, good_decode, never, pulled_prefill, request_id, router_of, until
-from xpyd_proxy.core.fleet.health import Limits
-from xpyd_proxy.core.fleet.load import ASK_FOR_REPORT, Report
-from xpyd_proxy.core.model import Answer, Role
+from xpyd_proxy.core.fleet.health import HealthLimits
+from xpyd_proxy.core.fleet.load import ASK_FOR_REPORT, LoadReport
+from xpyd_proxy.core.model import EngineResponse, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.errors import EngineError, EngineTimeout
 
@@ -72,9 +72,9 @@ async def test_both_legs_of_a_good_request():
         (EngineError("down", reached=False), Failure.UNREACHABLE),
         (EngineError("broke off"), Failure.BAD_RESPONSE),
         (EngineTimeout("slow"), Failure.TIMEOUT),
-        (Answer(500, "", ERROR), Failure.HTTP_5XX),
-        (Answer(400, "application/json", ERROR), Failure.REFUSED),
-        (Answer(200, "", b"{}"), Failure.BAD_RESPONSE),
+        (EngineResponse(500, "", ERROR), Failure.HTTP_5XX),
+        (EngineResponse(400, "application/json", ERROR), Failure.REFUSED),
+        (EngineResponse(200, "", b"{}"), Failure.BAD_RESPONSE),
     ],
 )
 async def test_a_prefill_that_fails_says_how(outcome, failure):
@@ -207,7 +207,7 @@ async def test_an_engine_whose_legs_fail_gets_no_more_of_them():
             raise EngineError("broke off")
         return await good_decode(leg)
 
-    watched = Watched(pulled_prefill, decode, retries=3, y=2, breaking=Limits(in_a_row=2))
+    watched = Watched(pulled_prefill, decode, retries=3, y=2, breaking=HealthLimits(in_a_row=2))
     for turn in range(8):
         client = await watched.router.serve(name=f"r{turn}")
         assert client.status == 200
@@ -222,7 +222,7 @@ async def test_the_load_that_an_engine_reports_is_taken_from_its_answer():
 
     async def prefill(leg):
         answer = await pulled_prefill(leg)
-        return Answer(answer.status, answer.content_type, answer.body, report)
+        return EngineResponse(answer.status, answer.content_type, answer.body, report)
 
     watched = Watched(prefill, good_decode)
     watched.router.requests.reports = True
@@ -231,4 +231,4 @@ async def test_the_load_that_an_engine_reports_is_taken_from_its_answer():
 
     assert ASK_FOR_REPORT in prefill.headers
     assert ASK_FOR_REPORT not in decode.headers
-    assert watched.router.registry.get(prefill.instance.id).load.report == Report(3, 0.5)
+    assert watched.router.registry.get(prefill.instance.id).load.report == LoadReport(3, 0.5)

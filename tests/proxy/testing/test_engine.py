@@ -9,7 +9,7 @@ import pytest
 
 from support.sim import serving, until_async
 from xpyd_proxy.testing import engine as module
-from xpyd_proxy.testing.engine import Fault, FaultKind, Sim
+from xpyd_proxy.testing.engine import FaultKind, Sim, SimulatedFault
 from xpyd_proxy.testing.rules import expected_text
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -195,7 +195,7 @@ async def test_faults_are_set_and_cleared_from_outside():
 async def test_a_prefill_engine_can_forget_a_parameter():
     """As one without a connector, or of another version, would."""
     sim = Sim("prefill")
-    sim.inject(Fault(FaultKind.FORGET, names=("remote_host",)))
+    sim.inject(SimulatedFault(FaultKind.FORGET, names=("remote_host",)))
 
     assert "remote_host" not in (await post(sim, PREFILL)).json()["kv_transfer_params"]
 
@@ -203,11 +203,11 @@ async def test_a_prefill_engine_can_forget_a_parameter():
 async def test_streams_fail_where_they_are_told_to():
     """After so many events, with an error in vLLM's way or with nothing at all."""
     sim = Sim("decode")
-    sim.inject(Fault(FaultKind.ERROR_EVENT, after=1, status=503))
+    sim.inject(SimulatedFault(FaultKind.ERROR_EVENT, after=1, status=503))
     events = (await post(sim, BODY | {"stream": True})).text.split("\n\n")
     assert (json.loads(events[1].removeprefix("data: "))["error"]["code"], events[2:]) == (503, ["data: [DONE]", ""])
 
-    sim.inject(Fault(FaultKind.END, after=2))
+    sim.inject(SimulatedFault(FaultKind.END, after=2))
     assert len((await post(sim, BODY | {"stream": True})).text.split("\n\n")) == 3
 
 
@@ -216,7 +216,7 @@ async def test_streams_fail_where_they_are_told_to():
 async def test_connections_are_dropped_where_they_are_told_to(after, stream):
     """For real: the client sees a broken connection, not a polite end."""
     sim = Sim("decode")
-    sim.inject(Fault(FaultKind.DROP, after=after))
+    sim.inject(SimulatedFault(FaultKind.DROP, after=after))
     with serving(sim) as at:
         async with httpx.AsyncClient() as client:
             with pytest.raises(httpx.RemoteProtocolError):
@@ -231,7 +231,7 @@ async def test_whoever_hangs_up_is_noticed(kind):
     sim = Sim("prefill", prefill_s=60) if kind == "prefill time" else Sim("decode", token_s=60)
     body = PREFILL if kind == "prefill time" else BODY | {"stream": kind == "stall in the stream"}
     if kind.startswith("stall"):
-        sim.inject(Fault(FaultKind.STALL, after=0 if body["stream"] else None))
+        sim.inject(SimulatedFault(FaultKind.STALL, after=0 if body["stream"] else None))
     with serving(sim) as at:
         async with httpx.AsyncClient() as client:
             with pytest.raises(httpx.ReadTimeout):

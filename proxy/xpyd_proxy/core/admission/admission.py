@@ -13,14 +13,14 @@ from enum import auto
 from math import ceil
 from typing import Final
 
-from xpyd_proxy.core.admission.limits import Bucket, Limit, Limits, Refusal
-from xpyd_proxy.core.fast_enum import Word
+from xpyd_proxy.core.admission.limits import AdmissionLimits, Limit, Refusal, TokenBucket
+from xpyd_proxy.core.fast_enum import FastStrEnum
 
 _SOON: Final = 1  # seconds; a place of one's own is free as soon as one's own request has ended
 _LATER: Final = 5  # seconds; nobody knows when a crowd has passed
 
 
-class State(Word):
+class TicketState(FastStrEnum):
     """Where a request stands."""
 
     ARRIVING = auto()
@@ -31,10 +31,10 @@ class State(Word):
     LEFT = auto()  # it is over, or its client did not want to wait
 
 
-_ARRIVING: Final = State.ARRIVING  # looking a member up takes as long as a call
+_ARRIVING: Final = TicketState.ARRIVING  # looking a member up takes as long as a call
 
 
-class Event(Word):
+class TicketEvent(FastStrEnum):
     """What happens to it."""
 
     ADMIT = auto()
@@ -44,18 +44,22 @@ class Event(Word):
     LEAVE = auto()
 
 
-TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
-    State.ARRIVING: {Event.ADMIT: State.ADMITTED, Event.WAIT: State.WAITING, Event.REFUSE: State.REFUSED},
-    State.WAITING: {
-        Event.ADMIT: State.ADMITTED,
-        Event.REFUSE: State.REFUSED,
-        Event.EXPIRE: State.EXPIRED,
-        Event.LEAVE: State.LEFT,
+TRANSITIONS: Final[Mapping[TicketState, Mapping[TicketEvent, TicketState]]] = {
+    TicketState.ARRIVING: {
+        TicketEvent.ADMIT: TicketState.ADMITTED,
+        TicketEvent.WAIT: TicketState.WAITING,
+        TicketEvent.REFUSE: TicketState.REFUSED,
     },
-    State.ADMITTED: {Event.LEAVE: State.LEFT},
-    State.REFUSED: {},
-    State.EXPIRED: {},
-    State.LEFT: {},
+    TicketState.WAITING: {
+        TicketEvent.ADMIT: TicketState.ADMITTED,
+        TicketEvent.REFUSE: TicketState.REFUSED,
+        TicketEvent.EXPIRE: TicketState.EXPIRED,
+        TicketEvent.LEAVE: TicketState.LEFT,
+    },
+    TicketState.ADMITTED: {TicketEvent.LEAVE: TicketState.LEFT},
+    TicketState.REFUSED: {},
+    TicketState.EXPIRED: {},
+    TicketState.LEFT: {},
 }
 
 
@@ -64,7 +68,7 @@ class Ticket:
 
     __slots__ = ("due", "key", "priority", "refusal", "size", "state")
 
-    def __init__(self, key: str, priority: int, size: int, due: float, state: State = _ARRIVING) -> None:
+    def __init__(self, key: str, priority: int, size: int, due: float, state: TicketState = _ARRIVING) -> None:
         self.key = key
         self.priority = priority  # lower is earlier
         self.size = size  # bytes of its body
@@ -72,7 +76,7 @@ class Ticket:
         self.state = state
         self.refusal: Refusal | None = None  # of one that was refused or has expired
 
-    def on(self, event: Event) -> None:
+    def on(self, event: TicketEvent) -> None:
         """Take a step; one that is not in the table is a bug."""
         self.state = TRANSITIONS[self.state][event]
 
@@ -83,13 +87,13 @@ class _Account:
 
     held: int = 0
     waiting: int = 0
-    bucket: Bucket = field(default_factory=Bucket)
+    bucket: TokenBucket = field(default_factory=TokenBucket)
 
 
 class Admission:
     """Hands out places. Whatever a call does to other tickets than its own comes back, once, from ``poll``."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: AdmissionLimits) -> None:
         self.limits = limits
         self.admitted = 0
         self.waiting = 0
@@ -97,7 +101,7 @@ class Admission:
         self.refused: Counter[Limit] = Counter()  # ever
         self._lanes: dict[int, dict[Ticket, None]] = {}  # by priority, in order of arrival; none is empty
         self._accounts: dict[str, _Account] = {}
-        self._bucket = Bucket()
+        self._bucket = TokenBucket()
         self._changed: list[Ticket] = []
 
     def arrive(self, key: str, priority: int, size: int, *, now: float) -> Ticket:
@@ -105,7 +109,7 @@ class Admission:
         ticket = Ticket(key, priority, size, now + self.limits.wait_s)
         account = self._account(key, now=now)
         if (refusal := self._at_the_door(ticket, account, now=now)) is not None:
-            self._turn_away(ticket, Event.REFUSE, refusal)
+            self._turn_away(ticket, TicketEvent.REFUSE, refusal)
             return ticket
         self._charge(ticket, account, now=now)
         if self._has_place():
@@ -134,8 +138,8 @@ class Admission:
     def leave(self, ticket: Ticket) -> None:
         """Give back the place of a request that is over, or whose client has gone."""
         was = ticket.state
-        ticket.on(Event.LEAVE)
-        if was is State.ADMITTED:
+        ticket.on(TicketEvent.LEAVE)
+        if was is TicketState.ADMITTED:
             self.admitted -= 1
         else:
             self._unqueue(ticket)
@@ -147,10 +151,10 @@ class Admission:
         for ticket in [ticket for ticket in self._queued() if now >= ticket.due]:
             self._unqueue(ticket)
             self._release(ticket)
-            self._turn_away(ticket, Event.EXPIRE, Refusal(Limit.CONCURRENCY, _LATER))
+            self._turn_away(ticket, TicketEvent.EXPIRE, Refusal(Limit.CONCURRENCY, _LATER))
             self._changed.append(ticket)
 
-    def change(self, limits: Limits) -> None:
+    def change(self, limits: AdmissionLimits) -> None:
         """Go by other limits from now on; nobody who was admitted is sent away."""
         self.limits = limits
         self._fill()
@@ -217,13 +221,13 @@ class Admission:
         self.held_bytes -= ticket.size
 
     def _admit(self, ticket: Ticket) -> None:
-        ticket.on(Event.ADMIT)
+        ticket.on(TicketEvent.ADMIT)
         self.admitted += 1
 
     def _queue(self, ticket: Ticket) -> None:
         if self.waiting >= self.limits.queue and (weakest := self._weakest(ticket)) is not None:
             self._displace(weakest)
-        ticket.on(Event.WAIT)
+        ticket.on(TicketEvent.WAIT)
         self._lanes.setdefault(ticket.priority, {})[ticket] = None
         self.waiting += 1
         self._accounts[ticket.key].waiting += 1
@@ -240,7 +244,7 @@ class Admission:
         """Refuse one that waits."""
         self._unqueue(ticket)
         self._release(ticket)
-        self._turn_away(ticket, Event.REFUSE, Refusal(Limit.QUEUE, _LATER))
+        self._turn_away(ticket, TicketEvent.REFUSE, Refusal(Limit.QUEUE, _LATER))
         self._changed.append(ticket)
 
     def _fill(self) -> None:
@@ -251,7 +255,7 @@ class Admission:
             self._admit(ticket)
             self._changed.append(ticket)
 
-    def _turn_away(self, ticket: Ticket, event: Event, refusal: Refusal) -> None:
+    def _turn_away(self, ticket: Ticket, event: TicketEvent, refusal: Refusal) -> None:
         ticket.on(event)
         ticket.refusal = refusal
         self.refused[refusal.limit] += 1

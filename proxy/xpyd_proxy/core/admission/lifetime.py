@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from enum import auto
 from typing import Final
 
-from xpyd_proxy.core.fast_enum import Word
+from xpyd_proxy.core.fast_enum import FastStrEnum
 from xpyd_proxy.errors import ClosingDown
 
 _RETRY_AFTER_S: Final = 1  # another router is there already, or this one will be again in a moment
 
 
-class Stage(Word):
+class Stage(FastStrEnum):
     """How the router treats new requests."""
 
     SERVING = auto()
@@ -18,7 +18,7 @@ class Stage(Word):
     CLOSED = auto()  # it refuses them; those it has are finished
 
 
-class Step(Word):
+class Step(FastStrEnum):
     """What brings the end closer."""
 
     TOLD = auto()  # to end

@@ -24,7 +24,7 @@ class Limit(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class AdmissionLimits:
     """The numbers; None: no limit. A key is over its own limits at once, and nobody else has to wait for it."""
 
     concurrency: int | None = None  # requests that are served at the same time
@@ -44,7 +44,7 @@ class Refusal:
     retry_after_s: int  # 1 or more
 
 
-class Bucket:
+class TokenBucket:
     """Fills with so many tokens a second, up to a second's worth of them and at least one."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from xpyd_proxy.core.fleet.origin import Key, Origin, Source, Wanted
+from xpyd_proxy.core.fleet.origin import EngineSource, Key, Origin, Wanted
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.raw_json import NotJson, decode
@@ -41,7 +41,7 @@ class View:
 class Freshness:
     """How well a source is known."""
 
-    source: Source
+    source: EngineSource
     is_synced: bool
     age_s: float
     generation: int
@@ -51,10 +51,10 @@ class Freshness:
 class Sources:
     """The views of all sources of this router."""
 
-    def __init__(self, names: Iterable[Source], *, now: float) -> None:
-        self.views = {name: View(heard=now) for name in sorted(names, key=tuple(Source).index)}
+    def __init__(self, names: Iterable[EngineSource], *, now: float) -> None:
+        self.views = {name: View(heard=now) for name in sorted(names, key=tuple(EngineSource).index)}
 
-    def replace(self, source: Source, engines: Iterable[Wanted], *, now: float) -> bool:
+    def replace(self, source: EngineSource, engines: Iterable[Wanted], *, now: float) -> bool:
         """Take in all that a source says; return whether that is something new."""
         old = self.views[source]
         found = {one.key: one for one in sorted(engines, key=_stays)[-MOST:]}
@@ -62,11 +62,11 @@ class Sources:
         self.views[source] = View(found if changed else old.engines, old.generation + changed, now)
         return changed
 
-    def heard(self, source: Source, *, now: float) -> None:
+    def heard(self, source: EngineSource, *, now: float) -> None:
         """Note that what a source said last is still so."""
         self.views[source] = replace(self.views[source], heard=now)
 
-    def age(self, source: Source, *, now: float) -> float:
+    def age(self, source: EngineSource, *, now: float) -> float:
         """Return for how many seconds nobody has known whether the view is still so."""
         return max(0.0, now - self.views[source].heard)
 
@@ -78,7 +78,7 @@ class Sources:
         ]
 
     @property
-    def missing(self) -> Sequence[Source]:
+    def missing(self) -> Sequence[EngineSource]:
         """List the sources that have not been heard yet."""
         return [name for name, view in self.views.items() if not view.is_synced]
 

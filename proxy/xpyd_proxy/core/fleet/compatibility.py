@@ -8,15 +8,15 @@ from xpyd_proxy.core.fleet import push_coordinates
 from xpyd_proxy.core.protocol.push import TransferMode
 
 # What a prefill engine's answers have taught.
-MODES: Final[Mapping[push_coordinates.State, TransferMode]] = {
-    push_coordinates.State.PULL: TransferMode.PULL,
-    push_coordinates.State.PUSH: TransferMode.PUSH,
-    push_coordinates.State.SEVERAL: TransferMode.PUSH,
+MODES: Final[Mapping[push_coordinates.CoordinatesState, TransferMode]] = {
+    push_coordinates.CoordinatesState.PULL: TransferMode.PULL,
+    push_coordinates.CoordinatesState.PUSH: TransferMode.PUSH,
+    push_coordinates.CoordinatesState.SEVERAL: TransferMode.PUSH,
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class EngineCapabilities:
     """Learned from an engine's own answers; None: not known (yet), and fits everything."""
 
     models: frozenset[str] | None = None  # /v1/models, with its LoRA adapters
@@ -31,9 +31,9 @@ class Facts:
         """Tell whether a request for a model may go there; None: the request names none."""
         return model is None or self.models is None or model in self.models
 
-    def updated(self, found: "Facts") -> "Facts":
+    def updated(self, found: "EngineCapabilities") -> "EngineCapabilities":
         """Return these facts, as far as no newer ones were found."""
-        return Facts(
+        return EngineCapabilities(
             self.models if found.models is None else found.models,
             found.version or self.version,
             found.connector or self.connector,
@@ -44,7 +44,7 @@ class Facts:
         )
 
 
-def fit(prefill: Facts, decode: Facts) -> bool:
+def fit(prefill: EngineCapabilities, decode: EngineCapabilities) -> bool:
     """Tell whether two engines can share a request; that both serve its model is looked at elsewhere."""
     return (
         _agree(prefill.version, decode.version)

@@ -19,7 +19,7 @@ from typing import Final
 from xpyd_proxy.core.fleet.window import Window
 from xpyd_proxy.core.model import RequestId
 from xpyd_proxy.core.protocol.engine_errors import Failure
-from xpyd_proxy.core.schemas import Verdict
+from xpyd_proxy.core.schemas import HealthVerdict
 
 # What is held against it, said of the request.
 _SAID: Final[Mapping[Failure, str]] = {
@@ -30,7 +30,7 @@ _SAID: Final[Mapping[Failure, str]] = {
 }
 
 
-class State(StrEnum):
+class HealthState(StrEnum):
     """Where an engine is in its life."""
 
     STARTING = auto()  # it has never answered: it gets requests as long as it has not missed a probe either
@@ -42,7 +42,7 @@ class State(StrEnum):
     GONE = auto()
 
 
-class Event(StrEnum):
+class HealthEvent(StrEnum):
     """What happens to an engine."""
 
     PROVEN = auto()  # it answered a request, or a probe
@@ -55,57 +55,57 @@ class Event(StrEnum):
     REMOVE = auto()
 
 
-_LEAVING: Final = {Event.DRAIN: State.DRAINING, Event.REMOVE: State.GONE}
-TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
-    State.STARTING: {
+_LEAVING: Final = {HealthEvent.DRAIN: HealthState.DRAINING, HealthEvent.REMOVE: HealthState.GONE}
+TRANSITIONS: Final[Mapping[HealthState, Mapping[HealthEvent, HealthState]]] = {
+    HealthState.STARTING: {
         **_LEAVING,
-        Event.PROVEN: State.HEALTHY,
-        Event.BACK: State.HEALTHY,
-        Event.TRIPPED: State.EJECTED,
-        Event.UNDRAIN: State.STARTING,
+        HealthEvent.PROVEN: HealthState.HEALTHY,
+        HealthEvent.BACK: HealthState.HEALTHY,
+        HealthEvent.TRIPPED: HealthState.EJECTED,
+        HealthEvent.UNDRAIN: HealthState.STARTING,
     },
-    State.HEALTHY: {
+    HealthState.HEALTHY: {
         **_LEAVING,
-        Event.PROVEN: State.HEALTHY,
-        Event.BACK: State.HEALTHY,
-        Event.TRIPPED: State.EJECTED,
-        Event.UNDRAIN: State.HEALTHY,
+        HealthEvent.PROVEN: HealthState.HEALTHY,
+        HealthEvent.BACK: HealthState.HEALTHY,
+        HealthEvent.TRIPPED: HealthState.EJECTED,
+        HealthEvent.UNDRAIN: HealthState.HEALTHY,
     },
-    State.EJECTED: {
+    HealthState.EJECTED: {
         **_LEAVING,
-        Event.PROVEN: State.EJECTED,  # an answer to a request of before, or a probe that never failed
-        Event.BACK: State.HEALTHY,  # it was restarted
-        Event.TRIPPED: State.EJECTED,
-        Event.RESTED: State.HALF_OPEN,
-        Event.UNDRAIN: State.EJECTED,
+        HealthEvent.PROVEN: HealthState.EJECTED,  # an answer to a request of before, or a probe that never failed
+        HealthEvent.BACK: HealthState.HEALTHY,  # it was restarted
+        HealthEvent.TRIPPED: HealthState.EJECTED,
+        HealthEvent.RESTED: HealthState.HALF_OPEN,
+        HealthEvent.UNDRAIN: HealthState.EJECTED,
     },
-    State.HALF_OPEN: {
+    HealthState.HALF_OPEN: {
         **_LEAVING,
-        Event.PROVEN: State.HEALTHY,
-        Event.BACK: State.HEALTHY,
-        Event.TRIPPED: State.EJECTED,
-        Event.UNDRAIN: State.HALF_OPEN,
+        HealthEvent.PROVEN: HealthState.HEALTHY,
+        HealthEvent.BACK: HealthState.HEALTHY,
+        HealthEvent.TRIPPED: HealthState.EJECTED,
+        HealthEvent.UNDRAIN: HealthState.HALF_OPEN,
     },
-    State.DRAINING: {
-        Event.DRAIN: State.DRAINING,
-        Event.EMPTY: State.DRAINED,
-        Event.UNDRAIN: State.STARTING,
-        Event.REMOVE: State.GONE,
+    HealthState.DRAINING: {
+        HealthEvent.DRAIN: HealthState.DRAINING,
+        HealthEvent.EMPTY: HealthState.DRAINED,
+        HealthEvent.UNDRAIN: HealthState.STARTING,
+        HealthEvent.REMOVE: HealthState.GONE,
     },
-    State.DRAINED: {
-        Event.DRAIN: State.DRAINED,
-        Event.EMPTY: State.DRAINED,
-        Event.UNDRAIN: State.STARTING,
-        Event.REMOVE: State.GONE,
+    HealthState.DRAINED: {
+        HealthEvent.DRAIN: HealthState.DRAINED,
+        HealthEvent.EMPTY: HealthState.DRAINED,
+        HealthEvent.UNDRAIN: HealthState.STARTING,
+        HealthEvent.REMOVE: HealthState.GONE,
     },
-    State.GONE: {},
+    HealthState.GONE: {},
 }
 # The others get no requests.
-_JUDGED: Final = frozenset({State.STARTING, State.HEALTHY, State.EJECTED, State.HALF_OPEN})
+_JUDGED: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY, HealthState.EJECTED, HealthState.HALF_OPEN})
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class HealthLimits:
     """How much is held against an engine before it counts as broken, and for how long."""
 
     in_a_row: int = 5  # legs
@@ -119,7 +119,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Changes:
+class ChangeCount:
     """Counts what may change the choice of engines; whoever remembers a choice compares."""
 
     count: int = 0
@@ -134,15 +134,15 @@ class _Trial:
 
 
 @dataclass(slots=True)
-class Life:
+class EngineHealth:
     """What is known of the health of one engine. Times are seconds of a clock that only rises."""
 
     since: float  # when it came into its state
-    limits: Limits = field(default_factory=Limits)
-    state: State = State.STARTING
+    limits: HealthLimits = field(default_factory=HealthLimits)
+    state: HealthState = HealthState.STARTING
     why: str = "added"  # what brought it there, in words
-    verdict: Verdict | None = None  # the latest one, of this worker or another
-    changes: Changes = field(default_factory=Changes)
+    verdict: HealthVerdict | None = None  # the latest one, of this worker or another
+    changes: ChangeCount = field(default_factory=ChangeCount)
     _in_a_row: int = 0
     _missed: int = 0
     _silent_since: float | None = None  # when the first probe was missed of those since it answered one, if badly
@@ -156,24 +156,24 @@ class Life:
     @property
     def is_away(self) -> bool:
         """Tell whether it is waited for: a probe finds it sooner than a request."""
-        return self.state is State.EJECTED or (self.state is State.STARTING and self._missed > 0)
+        return self.state is HealthState.EJECTED or (self.state is HealthState.STARTING and self._missed > 0)
 
     def may_serve(self, *, now: float) -> bool:
         """Tell whether it may get a request; a broken engine that has rested becomes one that is tried."""
-        if self.state is State.EJECTED and now >= self.since + self._rest_s and self._missed < self.limits.probes:
-            self._step(Event.RESTED, "has rested, and gets one request at a time", now)
-        if self.state is State.HALF_OPEN:
+        if self.state is HealthState.EJECTED and now >= self.since + self._rest_s and self._missed < self.limits.probes:
+            self._step(HealthEvent.RESTED, "has rested, and gets one request at a time", now)
+        if self.state is HealthState.HALF_OPEN:
             return self._trial is None or (self._trial.request is None and now >= self._trial.until)
-        return self.state is State.HEALTHY or (self.state is State.STARTING and not self.is_away)
+        return self.state is HealthState.HEALTHY or (self.state is HealthState.STARTING and not self.is_away)
 
     def chosen(self, *, now: float) -> None:
         """It was chosen for a request: if it is to be tried, that is its trial."""
-        if self.state is State.HALF_OPEN:
+        if self.state is HealthState.HALF_OPEN:
             self._trial = _Trial(until=now + self.limits.claim_s)
 
     def claimed(self, request: RequestId) -> None:
         """A request is here; the first one that comes while the engine is to be tried is its trial."""
-        if self.state is State.HALF_OPEN and (self._trial is None or self._trial.request is None):
+        if self.state is HealthState.HALF_OPEN and (self._trial is None or self._trial.request is None):
             self._trial = _Trial(self.since, request)
 
     def released(self, request: RequestId) -> None:
@@ -197,9 +197,12 @@ class Life:
         self._window.count(failed=True, now=now)
         if failure is not Failure.HTTP_5XX:
             self._in_a_row += 1
-        if self.state is State.HALF_OPEN and self._is_trial(request):
+        if self.state is HealthState.HALF_OPEN and self._is_trial(request):
             self._break(f"the request it was tried with {_SAID[failure]}", now)
-        elif self.state in (State.STARTING, State.HEALTHY) and (reason := self._verdict(failure, now)) is not None:
+        elif (
+            self.state in (HealthState.STARTING, HealthState.HEALTHY)
+            and (reason := self._verdict(failure, now)) is not None
+        ):
             self._break(reason, now)
 
     def seen(self, *, now: float) -> None:
@@ -210,9 +213,9 @@ class Life:
             return
         if was_away:
             self._forgive()
-            self._step(Event.BACK, "answers probes again", now)
-        elif self.state is State.STARTING:
-            self._step(Event.PROVEN, "answers probes", now)
+            self._step(HealthEvent.BACK, "answers probes again", now)
+        elif self.state is HealthState.STARTING:
+            self._step(HealthEvent.PROVEN, "answers probes", now)
 
     def heard(self) -> None:
         """It has answered something: it does not hang."""
@@ -226,22 +229,22 @@ class Life:
             self._silent_since = now
         self._missed += 1
         self.changes.count += 1
-        if self.state is State.STARTING:
+        if self.state is HealthState.STARTING:
             self.why = reason
-        elif self.state in (State.HEALTHY, State.HALF_OPEN) and self._missed >= self.limits.probes:
+        elif self.state in (HealthState.HEALTHY, HealthState.HALF_OPEN) and self._missed >= self.limits.probes:
             self._break(reason, now)
 
-    def told(self, verdict: Verdict, *, now: float) -> None:
+    def told(self, verdict: HealthVerdict, *, now: float) -> None:
         """Another worker has broken it, or found it well again; what is older than what is known here is dropped."""
         if self.verdict is not None and verdict.at <= self.verdict.at:
             return
         if verdict.is_broken and self.state in _JUDGED:
             self._rest_s, self._trial = verdict.rest_s, None
-            self._step(Event.TRIPPED, verdict.why, now)
+            self._step(HealthEvent.TRIPPED, verdict.why, now)
             self.since = verdict.at
-        elif not verdict.is_broken and self.state in (State.EJECTED, State.HALF_OPEN):
+        elif not verdict.is_broken and self.state in (HealthState.EJECTED, HealthState.HALF_OPEN):
             self._forgive()
-            self._step(Event.BACK, verdict.why, now)
+            self._step(HealthEvent.BACK, verdict.why, now)
         self.verdict = verdict
 
     def silent_s(self, *, now: float) -> float:
@@ -250,28 +253,28 @@ class Life:
 
     def drain(self, *, now: float) -> None:
         """It shall get nothing new."""
-        self._step(Event.DRAIN, "is to be drained", now)
+        self._step(HealthEvent.DRAIN, "is to be drained", now)
 
     def empty(self, reason: str, *, now: float) -> None:
         """It has nothing left to do; ``reason``: how that is known."""
-        self._step(Event.EMPTY, reason, now)
+        self._step(HealthEvent.EMPTY, reason, now)
 
     def undrain(self, *, now: float) -> None:
         """It shall get requests again; one that was not draining stays what it is."""
         if self.state not in _JUDGED:
             self._forgive()
-        self._step(Event.UNDRAIN, "is in use again", now)
+        self._step(HealthEvent.UNDRAIN, "is in use again", now)
 
     def remove(self, *, now: float) -> None:
         """It is taken out."""
-        self._step(Event.REMOVE, "was removed", now)
+        self._step(HealthEvent.REMOVE, "was removed", now)
 
     def _alive(self, request: RequestId, now: float) -> None:
-        if self.state is State.STARTING:
-            self._step(Event.PROVEN, "serves requests", now)
-        elif self.state is State.HALF_OPEN and self._is_trial(request):
+        if self.state is HealthState.STARTING:
+            self._step(HealthEvent.PROVEN, "serves requests", now)
+        elif self.state is HealthState.HALF_OPEN and self._is_trial(request):
             self._forgive()
-            self._step(Event.PROVEN, "has served its trial", now)
+            self._step(HealthEvent.PROVEN, "has served its trial", now)
 
     def _is_trial(self, request: RequestId) -> bool:
         return self._trial is not None and self._trial.request == request
@@ -288,21 +291,21 @@ class Life:
     def _break(self, reason: str, now: float) -> None:
         self._rest_s = min(self._rest_s * 2 or self.limits.rest_s, self.limits.rest_most_s)
         self._trial = None
-        self._step(Event.TRIPPED, reason, now)
+        self._step(HealthEvent.TRIPPED, reason, now)
         self.since = now  # a broken engine rests from its latest break on
-        self.verdict = Verdict(now, is_broken=True, why=reason, rest_s=self._rest_s)
+        self.verdict = HealthVerdict(now, is_broken=True, why=reason, rest_s=self._rest_s)
 
     def _forgive(self) -> None:
         self.heard()
         self._in_a_row, self._missed, self._rest_s, self._trial = 0, 0, 0.0, None
         self._window.clear()
 
-    def _step(self, event: Event, why: str, now: float) -> None:
+    def _step(self, event: HealthEvent, why: str, now: float) -> None:
         before, self.state = self.state, TRANSITIONS[self.state][event]
         if self.state is not before:
             self.since, self.why = now, why
             self.changes.count += 1
-            if self.state is State.HEALTHY and before in (State.EJECTED, State.HALF_OPEN):
-                self.verdict = Verdict(now, is_broken=False, why=why)
-        elif event is Event.TRIPPED:
+            if self.state is HealthState.HEALTHY and before in (HealthState.EJECTED, HealthState.HALF_OPEN):
+                self.verdict = HealthVerdict(now, is_broken=False, why=why)
+        elif event is HealthEvent.TRIPPED:
             self.why = why

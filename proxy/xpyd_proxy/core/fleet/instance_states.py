@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from xpyd_proxy.core.fleet.health import State
+from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.ports import Standing
+from xpyd_proxy.core.ports import InstanceStatus
 
 
-class Roll:
+class InstanceStates:
     """The census of a registry."""
 
     def __init__(self, registry: Registry) -> None:
@@ -15,9 +15,9 @@ class Roll:
 
     def states(self) -> Sequence[str]:
         """Return every word that a state can be: those of the table of an engine's life."""
-        return tuple(State)
+        return tuple(HealthState)
 
-    def standings(self) -> Sequence[Standing]:
+    def standings(self) -> Sequence[InstanceStatus]:
         """List the engines, in the order they were added."""
         members = self._registry.members()
-        return [Standing(member.instance, member.life.state, member.life.why) for member in members]
+        return [InstanceStatus(member.instance, member.life.state, member.life.why) for member in members]

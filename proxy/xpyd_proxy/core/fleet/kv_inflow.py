@@ -28,7 +28,7 @@ class _Look:
     promised: int
 
 
-class Inflow:
+class KvInflow:
     """Compares looks at engines.
 
     An engine may count a little before or after we see its answer begin. So of four looks in a row it must have counted

@@ -8,7 +8,7 @@ from typing import Final
 
 from xpyd_proxy.core.model import RequestId
 from xpyd_proxy.core.raw_json import NotJson, decode
-from xpyd_proxy.core.schemas import Orca
+from xpyd_proxy.core.schemas import OrcaReport
 
 ASK_FOR_REPORT: Final = (b"endpoint-load-metrics-format", b"JSON")
 _PREFIX: Final = b"JSON "
@@ -16,7 +16,7 @@ _MOST_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LoadReport:
     """What an engine said of itself."""
 
     waiting: float  # requests in its queue, whoever sent them
@@ -28,7 +28,7 @@ class Load:
     """The load of one engine. Times are seconds of a clock that only rises."""
 
     fresh_s: float = 5.0  # for so long a report counts
-    report: Report | None = None
+    report: LoadReport | None = None
     elsewhere: int = 0  # requests it has from the router's other workers
     _reported: float = 0.0
     _requests: dict[RequestId, int] = field(default_factory=dict[RequestId, int])
@@ -56,7 +56,7 @@ class Load:
         self._requests.pop(request, None)
         return True
 
-    def reported(self, report: Report, *, now: float) -> None:
+    def reported(self, report: LoadReport, *, now: float) -> None:
         """Take in what the engine said."""
         self.report, self._reported = report, now
 
@@ -71,12 +71,12 @@ class Load:
         return self.in_flight + self.report.waiting + min(self.report.kv_usage, 0.999)
 
 
-def read_report(header: bytes) -> Report | None:
+def read_report(header: bytes) -> LoadReport | None:
     """Read the value of an ``endpoint-load-metrics`` header; None if it is not one that we understand."""
     if len(header) > _MOST_BYTES or not header.startswith(_PREFIX):
         return None
     try:
-        found = decode(header[len(_PREFIX) :], Orca).named_metrics
+        found = decode(header[len(_PREFIX) :], OrcaReport).named_metrics
     except NotJson:
         return None
-    return Report(found.num_requests_waiting, found.kv_cache_usage_perc)
+    return LoadReport(found.num_requests_waiting, found.kv_cache_usage_perc)

@@ -8,7 +8,7 @@ from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import Role
 
 
-class Source(StrEnum):
+class EngineSource(StrEnum):
     """Who says that there is an engine; of several that say so, the first one is named."""
 
     STATIC = auto()  # command line, configuration file
@@ -43,7 +43,7 @@ class Wanted:
 class Origin:
     """Why an engine is in the registry."""
 
-    source: Source = Source.STATIC
+    source: EngineSource = EngineSource.STATIC
     generation: int = 0  # the source's, when it first said this of the engine
     wanted: Wanted | None = None  # as it was carried out last; None: discovery has nothing to do with it
 

@@ -9,7 +9,7 @@ from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.schemas import Coordinates
 
 
-class State(StrEnum):
+class CoordinatesState(StrEnum):
     """What is known about one prefill engine."""
 
     UNKNOWN = auto()
@@ -18,7 +18,7 @@ class State(StrEnum):
     SEVERAL = auto()  # it pushes, but is several engines behind one address: which one is known only afterwards
 
 
-class Event(StrEnum):
+class CoordinatesEvent(StrEnum):
     """What a request has brought to light."""
 
     PULLS = auto()
@@ -28,31 +28,31 @@ class Event(StrEnum):
     FAILED = auto()
 
 
-TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
-    State.UNKNOWN: {
-        Event.PULLS: State.PULL,
-        Event.PUSHES: State.PUSH,
-        Event.BACK: State.SEVERAL,
-        Event.FAILED: State.UNKNOWN,
+TRANSITIONS: Final[Mapping[CoordinatesState, Mapping[CoordinatesEvent, CoordinatesState]]] = {
+    CoordinatesState.UNKNOWN: {
+        CoordinatesEvent.PULLS: CoordinatesState.PULL,
+        CoordinatesEvent.PUSHES: CoordinatesState.PUSH,
+        CoordinatesEvent.BACK: CoordinatesState.SEVERAL,
+        CoordinatesEvent.FAILED: CoordinatesState.UNKNOWN,
     },
-    State.PULL: {
-        Event.PULLS: State.PULL,
-        Event.PUSHES: State.PUSH,
-        Event.BACK: State.SEVERAL,
-        Event.FAILED: State.UNKNOWN,
+    CoordinatesState.PULL: {
+        CoordinatesEvent.PULLS: CoordinatesState.PULL,
+        CoordinatesEvent.PUSHES: CoordinatesState.PUSH,
+        CoordinatesEvent.BACK: CoordinatesState.SEVERAL,
+        CoordinatesEvent.FAILED: CoordinatesState.UNKNOWN,
     },
-    State.PUSH: {
-        Event.PULLS: State.PULL,
-        Event.PUSHES: State.PUSH,
-        Event.ELSEWHERE: State.UNKNOWN,  # the request that noticed is sent again, and in turn: that cannot miss
-        Event.BACK: State.SEVERAL,
-        Event.FAILED: State.UNKNOWN,
+    CoordinatesState.PUSH: {
+        CoordinatesEvent.PULLS: CoordinatesState.PULL,
+        CoordinatesEvent.PUSHES: CoordinatesState.PUSH,
+        CoordinatesEvent.ELSEWHERE: CoordinatesState.UNKNOWN,  # the request that noticed is sent again, prefill first
+        CoordinatesEvent.BACK: CoordinatesState.SEVERAL,
+        CoordinatesEvent.FAILED: CoordinatesState.UNKNOWN,
     },
-    State.SEVERAL: {
-        Event.PULLS: State.SEVERAL,
-        Event.PUSHES: State.SEVERAL,
-        Event.BACK: State.SEVERAL,
-        Event.FAILED: State.UNKNOWN,
+    CoordinatesState.SEVERAL: {
+        CoordinatesEvent.PULLS: CoordinatesState.SEVERAL,
+        CoordinatesEvent.PUSHES: CoordinatesState.SEVERAL,
+        CoordinatesEvent.BACK: CoordinatesState.SEVERAL,
+        CoordinatesEvent.FAILED: CoordinatesState.UNKNOWN,
     },
 }
 
@@ -61,12 +61,12 @@ TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
 class _Record:
     """One prefill engine."""
 
-    state: State = State.UNKNOWN
+    state: CoordinatesState = CoordinatesState.UNKNOWN
     coordinates: Coordinates | None = None  # while PUSH
     replaced: frozenset[str] = frozenset()  # engine ids of before
 
 
-class Learned:
+class PushCoordinates:
     """Remembers where prefill engines are, as they say in their answers.
 
     Nobody waits for anybody: requests that come before the first answer go to one engine after the other, and each of
@@ -87,7 +87,7 @@ class Learned:
         """Return where a prefill engine is; None: only its next answer can tell."""
         return self._of(prefill).coordinates if self._at_once else None
 
-    def state(self, prefill: InstanceId) -> State:
+    def state(self, prefill: InstanceId) -> CoordinatesState:
         """Return what is known about a prefill engine."""
         return self._of(prefill).state
 
@@ -99,7 +99,7 @@ class Learned:
         record.state = TRANSITIONS[record.state][event]
         if before is not None and before != found:
             record.replaced |= {before.remote_engine_id}
-        record.coordinates = found if record.state is State.PUSH else None
+        record.coordinates = found if record.state is CoordinatesState.PUSH else None
         if record.coordinates is None:
             self._placed.discard(prefill)
         else:
@@ -108,7 +108,7 @@ class Learned:
     def forget(self, prefill: InstanceId) -> None:
         """It has failed: whoever answers next under this address may be another."""
         record = self._of(prefill)
-        self._records[prefill] = _Record(TRANSITIONS[record.state][Event.FAILED])
+        self._records[prefill] = _Record(TRANSITIONS[record.state][CoordinatesEvent.FAILED])
         self._placed.discard(prefill)
 
     def _of(self, prefill: InstanceId) -> _Record:
@@ -118,9 +118,9 @@ class Learned:
         return record
 
 
-def _event(record: _Record, found: Coordinates | None) -> Event:
+def _event(record: _Record, found: Coordinates | None) -> CoordinatesEvent:
     if found is None:
-        return Event.PULLS
+        return CoordinatesEvent.PULLS
     if found.remote_engine_id in record.replaced:
-        return Event.BACK
-    return Event.PUSHES if record.coordinates in (None, found) else Event.ELSEWHERE
+        return CoordinatesEvent.BACK
+    return CoordinatesEvent.PUSHES if record.coordinates in (None, found) else CoordinatesEvent.ELSEWHERE

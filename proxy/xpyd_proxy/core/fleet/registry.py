@@ -5,16 +5,16 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import Facts, fit
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, fit
 from xpyd_proxy.core.fleet.drain import Drain
-from xpyd_proxy.core.fleet.health import Changes, Life, Limits, State
+from xpyd_proxy.core.fleet.health import ChangeCount, EngineHealth, HealthLimits, HealthState
 from xpyd_proxy.core.fleet.load import Load
-from xpyd_proxy.core.fleet.origin import BY_HAND, Origin, Source
+from xpyd_proxy.core.fleet.origin import BY_HAND, EngineSource, Origin
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
 
-_RESTLESS: Final = frozenset({State.EJECTED, State.HALF_OPEN})
+_RESTLESS: Final = frozenset({HealthState.EJECTED, HealthState.HALF_OPEN})
 
 
 @dataclass(slots=True)
@@ -22,9 +22,9 @@ class Member:
     """One engine, and all that is known of it."""
 
     instance: Instance
-    life: Life
+    life: EngineHealth
     load: Load = field(default_factory=Load)
-    facts: Facts = field(default_factory=Facts)
+    facts: EngineCapabilities = field(default_factory=EngineCapabilities)
     drain: Drain | None = None  # while it is drained
     retires: bool = False  # it is forgotten once it is drained
     origin: Origin = BY_HAND  # who wants it here
@@ -33,12 +33,12 @@ class Member:
 class Registry:
     """The engines, which come and go while requests are served. Times are seconds of a clock that only rises."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self._limits = limits or Limits()
+    def __init__(self, limits: HealthLimits | None = None) -> None:
+        self._limits = limits or HealthLimits()
         self._members: dict[InstanceId, Member] = {}
         self._at: dict[tuple[Role, str, int], set[InstanceId]] = {}  # the same by role, host and port; none is empty
         self._added: dict[Role, int] = dict.fromkeys(Role, 0)
-        self.changes = Changes()
+        self.changes = ChangeCount()
 
     def add(
         self,
@@ -46,7 +46,7 @@ class Registry:
         address: Address,
         *,
         rank: int | None = None,
-        facts: Facts | None = None,
+        facts: EngineCapabilities | None = None,
         now: float = 0.0,
         origin: Origin = BY_HAND,
     ) -> Instance:
@@ -59,15 +59,15 @@ class Registry:
         name = InstanceId(f"{role}-{self._added[role]}")
         self._added[role] += 1
         instance = Instance(name, role, address, rank)
-        life = Life(now, self._limits, changes=self.changes)
-        self._members[name] = Member(instance, life, facts=facts or Facts(), origin=origin)
+        life = EngineHealth(now, self._limits, changes=self.changes)
+        self._members[name] = Member(instance, life, facts=facts or EngineCapabilities(), origin=origin)
         self._at.setdefault(_place(instance), set()).add(name)
         self.changes.count += 1
         return instance
 
     def add_target(self, role: Role, target: Target, *, now: float, origin: Origin = BY_HAND) -> Sequence[Instance]:
         """Start to route to an engine, or to each of its data-parallel ranks; raises AlreadyKnown."""
-        facts = Facts(mode=target.mode, revision=target.revision)
+        facts = EngineCapabilities(mode=target.mode, revision=target.revision)
         return [self.add(role, target.address, rank=rank, facts=facts, now=now, origin=origin) for rank in target.ranks]
 
     def claim(self, role: Role, authority: str) -> None:
@@ -80,7 +80,7 @@ class Registry:
         """Tell whether the settings or a pod name what is at an address; what was added by hand is not given."""
         for role in Role:
             for name in self._at.get((role, address.host, address.port), ()):
-                if self._members[name].origin.source is not Source.STORE:
+                if self._members[name].origin.source is not EngineSource.STORE:
                     return True
         return False
 
@@ -134,7 +134,7 @@ class Registry:
         """Let the engines that are drained now be so, and return them; those that retire are forgotten."""
         drained = [member for member in self._members.values() if _settled(member, patience_s, now)]
         for member in self.members():
-            if member.retires and member.life.state is State.DRAINED:
+            if member.retires and member.life.state is HealthState.DRAINED:
                 self.remove(member.instance.id, now=now)
         return [member.instance for member in drained]
 
@@ -183,11 +183,11 @@ class Registry:
         """List those decode engines that can read the blocks of a prefill engine; what is not known fits everything."""
         return [instance for instance in decode if fit(self._facts(prefill), self._facts(instance))]
 
-    def _facts(self, instance: Instance) -> Facts:
+    def _facts(self, instance: Instance) -> EngineCapabilities:
         member = self.get(instance.id)
-        return Facts() if member is None else member.facts
+        return EngineCapabilities() if member is None else member.facts
 
-    def learn(self, name: InstanceId, found: Facts) -> None:
+    def learn(self, name: InstanceId, found: EngineCapabilities) -> None:
         """Take in facts; what is not known, and what is said of an engine that was removed, changes nothing."""
         if (member := self.get(name)) is not None:
             before, member.facts = member.facts, member.facts.updated(found)
@@ -212,7 +212,7 @@ def _overlap(one: int | None, other: int | None) -> bool:
 
 
 def _settled(member: Member, patience_s: float, now: float) -> bool:
-    if member.life.state is not State.DRAINING or member.drain is None:
+    if member.life.state is not HealthState.DRAINING or member.drain is None:
         return False
     found = member.drain.verdict(member.instance.role, member.load.in_flight, patience_s=patience_s, now=now)
     if found is None:
@@ -223,6 +223,6 @@ def _settled(member: Member, patience_s: float, now: float) -> bool:
 
 def _state(member: Member) -> str:
     life = member.life
-    if life.state is State.HALF_OPEN:
+    if life.state is HealthState.HALF_OPEN:
         return "being tried"
-    return f"{life.state} ({life.why})" if life.state is State.STARTING else life.state.value
+    return f"{life.state} ({life.why})" if life.state is HealthState.STARTING else life.state.value

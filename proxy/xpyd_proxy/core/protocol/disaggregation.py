@@ -14,7 +14,7 @@ from typing import Final, TypeAlias, cast
 import msgspec
 
 from xpyd_proxy.core.http.json_bounds import count_items
-from xpyd_proxy.core.model import Api, Solo
+from xpyd_proxy.core.model import Api, SingleEngineReason
 from xpyd_proxy.core.raw_json import Fields, NotJson, decode, encode
 
 _Json = object
@@ -37,13 +37,13 @@ _VALUE_MOST: Final = 256 * 1024  # bytes of a value that is decoded; tools have 
 _WHITESPACE: Final = b" \t\n\r"
 
 
-def solo_reason(api: Api, fields: Fields, *, min_split_prompt_bytes: int = 0) -> Solo | None:
+def solo_reason(api: Api, fields: Fields, *, min_split_prompt_bytes: int = 0) -> SingleEngineReason | None:
     """Return why one engine must serve the request alone, or None when it can be split.
 
     ``min_split_prompt_bytes``: a prompt that is shorter, in characters of its JSON, is not worth a transfer.
     """
     if api is Api.COMPLETIONS and not _is_one_prompt(fields.get("prompt")):
-        return Solo.PROMPTS
+        return SingleEngineReason.PROMPTS
     looked_at, split = _LOOKED_AT[api], _SPLIT[api]
     asked = {name: raw for name, raw in fields.items() if name in looked_at}
     written = encode(asked)
@@ -55,16 +55,20 @@ def solo_reason(api: Api, fields: Fields, *, min_split_prompt_bytes: int = 0) ->
             if len(split) >= _SPLIT_MOST:
                 split.clear()
             split.add(written)
-    return Solo.SHORT if min_split_prompt_bytes and prompt_chars(api, fields) < min_split_prompt_bytes else None
+    return (
+        SingleEngineReason.SHORT
+        if min_split_prompt_bytes and prompt_chars(api, fields) < min_split_prompt_bytes
+        else None
+    )
 
 
-def _odd_reason(api: Api, asked: Fields) -> Solo | None:
+def _odd_reason(api: Api, asked: Fields) -> SingleEngineReason | None:
     plain = _PLAIN[api]
     values = {name: _value(bytes(raw)) for name, raw in asked.items()}
     odd = [plain[name][1] for name, value in values.items() if name in plain and not plain[name][0](value)]
     if odd:
         return next(reason for _, reason in plain.values() if reason in odd)  # of several the first in the table
-    return None if _FIT[api](values) else Solo.UNUSUAL
+    return None if _FIT[api](values) else SingleEngineReason.UNUSUAL
 
 
 def prompt_chars(api: Api, fields: Fields) -> int:
@@ -194,40 +198,40 @@ def _messages_fit(values: _Values) -> bool:
     return budget is None or (type(budget) is int and type(limit) is int and budget < limit)
 
 
-_Plain: TypeAlias = Mapping[str, tuple[Callable[[_Json], bool], Solo]]
+_Plain: TypeAlias = Mapping[str, tuple[Callable[[_Json], bool], SingleEngineReason]]
 _OPENAI: Final[_Plain] = {
     # these would be wrong
-    "prompt_embeds": (_none, Solo.EMBEDS),
-    "n": (_one, Solo.N),
-    "best_of": (_one, Solo.BEST_OF),
-    "use_beam_search": (_false, Solo.BEAM),
-    "echo": (_no, Solo.ECHO),
-    "prompt_logprobs": (_none, Solo.PROMPT_LOGPROBS),
-    "max_tokens": (_two_or_more, Solo.FEW_TOKENS),
-    "max_completion_tokens": (_two_or_more, Solo.FEW_TOKENS),
-    "truncate_prompt_tokens": (_none, Solo.TRUNCATED),
+    "prompt_embeds": (_none, SingleEngineReason.EMBEDS),
+    "n": (_one, SingleEngineReason.N),
+    "best_of": (_one, SingleEngineReason.BEST_OF),
+    "use_beam_search": (_false, SingleEngineReason.BEAM),
+    "echo": (_no, SingleEngineReason.ECHO),
+    "prompt_logprobs": (_none, SingleEngineReason.PROMPT_LOGPROBS),
+    "max_tokens": (_two_or_more, SingleEngineReason.FEW_TOKENS),
+    "max_completion_tokens": (_two_or_more, SingleEngineReason.FEW_TOKENS),
+    "truncate_prompt_tokens": (_none, SingleEngineReason.TRUNCATED),
     # these the prefill engine cannot check for us
-    "stream": (_switch, Solo.UNUSUAL),
-    "stream_options": (_switches, Solo.UNUSUAL),
-    "min_tokens": (_natural, Solo.UNUSUAL),
-    "top_logprobs": (_count, Solo.UNUSUAL),
-    "logprob_token_ids": (_ids, Solo.UNUSUAL),
+    "stream": (_switch, SingleEngineReason.UNUSUAL),
+    "stream_options": (_switches, SingleEngineReason.UNUSUAL),
+    "min_tokens": (_natural, SingleEngineReason.UNUSUAL),
+    "top_logprobs": (_count, SingleEngineReason.UNUSUAL),
+    "logprob_token_ids": (_ids, SingleEngineReason.UNUSUAL),
 }
 _PLAIN: Final[Mapping[Api, _Plain]] = {
     Api.COMPLETIONS: _OPENAI,
     Api.CHAT: _OPENAI,
     Api.RESPONSES: {
-        "previous_response_id": (_none, Solo.STORED),
-        "tools": (_functions, Solo.TOOLS),
-        "max_output_tokens": (_two_or_more, Solo.FEW_TOKENS),
-        "truncation": (_untruncated, Solo.TRUNCATED),
-        "stream": (_switch, Solo.UNUSUAL),
-        "store": (_switch, Solo.UNUSUAL),
-        "background": (_switch, Solo.UNUSUAL),
+        "previous_response_id": (_none, SingleEngineReason.STORED),
+        "tools": (_functions, SingleEngineReason.TOOLS),
+        "max_output_tokens": (_two_or_more, SingleEngineReason.FEW_TOKENS),
+        "truncation": (_untruncated, SingleEngineReason.TRUNCATED),
+        "stream": (_switch, SingleEngineReason.UNUSUAL),
+        "store": (_switch, SingleEngineReason.UNUSUAL),
+        "background": (_switch, SingleEngineReason.UNUSUAL),
     },
     Api.MESSAGES: {
-        "max_tokens": (_limit, Solo.FEW_TOKENS),
-        "stream": (_switch, Solo.UNUSUAL),
+        "max_tokens": (_limit, SingleEngineReason.FEW_TOKENS),
+        "stream": (_switch, SingleEngineReason.UNUSUAL),
     },
 }
 # What else is looked at, and what must be right about several values together.

@@ -11,7 +11,7 @@ from typing import Final
 from xpyd_proxy.core.model import Api
 
 
-class Kind(StrEnum):
+class EndpointKind(StrEnum):
     """How a path is served."""
 
     SPLIT = auto()  # one engine prefills, another one decodes
@@ -39,8 +39,8 @@ _FORM: Final = ("/v1/audio/transcriptions", "/v1/audio/translations")
 
 UNCACHED: Final = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})  # no prompt is computed
 
-ENDPOINTS: Final[Mapping[str, Kind]] = {
-    **{api.value: Kind.SPLIT for api in Api},
-    **dict.fromkeys(_JSON, Kind.JSON),
-    **dict.fromkeys(_FORM, Kind.FORM),
+ENDPOINTS: Final[Mapping[str, EndpointKind]] = {
+    **{api.value: EndpointKind.SPLIT for api in Api},
+    **dict.fromkeys(_JSON, EndpointKind.JSON),
+    **dict.fromkeys(_FORM, EndpointKind.FORM),
 }

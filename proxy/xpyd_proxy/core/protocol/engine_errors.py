@@ -3,8 +3,8 @@
 from enum import auto
 from typing import Final
 
-from xpyd_proxy.core.fast_enum import Word
-from xpyd_proxy.core.model import Answer, InstanceId
+from xpyd_proxy.core.fast_enum import FastStrEnum
+from xpyd_proxy.core.model import EngineResponse, InstanceId
 from xpyd_proxy.core.protocol.response_filter import check_type, clean_answer
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.core.schemas import ErrorBody
@@ -14,7 +14,7 @@ JSON: Final = "application/json"
 BUSY: Final = frozenset({429, 503})  # statuses of an engine that lives and has no room
 
 
-class Failure(Word):
+class Failure(FastStrEnum):
     """How a leg failed, as metrics, the log and headers name it."""
 
     UNREACHABLE = auto()  # not a byte of the request has arrived
@@ -26,7 +26,7 @@ class Failure(Word):
     REFUSED = auto()  # any other 4xx: another engine would say the same
 
 
-def check_prefill(prefill: InstanceId, answer: Answer) -> None:
+def check_prefill(prefill: InstanceId, answer: EngineResponse) -> None:
     """Accept a good answer of the prefill leg.
 
     Raises:
@@ -40,7 +40,7 @@ def check_prefill(prefill: InstanceId, answer: Answer) -> None:
     raise _kind(answer)(f"{prefill} failed to prefill: it answered with status {answer.status}")
 
 
-def refused_decode(decode: InstanceId, answer: Answer) -> Refused | EngineError:
+def refused_decode(decode: InstanceId, answer: EngineResponse) -> Refused | EngineError:
     """Say what to raise for a decode leg that was not answered with 200."""
     if 400 <= answer.status < 600 and is_openai_error(answer.body):
         return refusal(decode, answer.status, JSON, answer.body)
@@ -57,7 +57,7 @@ def refusal(engine: InstanceId | str, status: int, content_type: str, body: byte
         return EngineFault(f"{error} (status {status})")
 
 
-def _kind(answer: Answer) -> type[EngineError]:
+def _kind(answer: EngineResponse) -> type[EngineError]:
     return EngineBusy if answer.status in BUSY else EngineFault
 
 

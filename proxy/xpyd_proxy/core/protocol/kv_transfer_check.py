@@ -10,14 +10,14 @@ other.
 
 from typing import Final
 
-from xpyd_proxy.core.fast_enum import Word
+from xpyd_proxy.core.fast_enum import FastStrEnum
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.core.schemas import UsageReport
 
 _LAST_EVENTS: Final = 4  # the usage stands before [DONE]; comments may come between
 
 
-class Arrival(Word):
+class Arrival(FastStrEnum):
     """What a decode leg says about the KV cache it was promised."""
 
     ARRIVED = "arrived"

@@ -13,11 +13,11 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from xpyd_proxy.core.model import Api, Handover, InstanceId, RequestId, TransferId
+from xpyd_proxy.core.model import Api, InstanceId, PrefillResult, RequestId, TransferId
 from xpyd_proxy.core.protocol import request_bodies
 from xpyd_proxy.core.protocol.usage import counted
 from xpyd_proxy.core.raw_json import Fields, NotJson, decode, encode, text
-from xpyd_proxy.core.schemas import Coordinates, DecodeParams, KvParams, Naming
+from xpyd_proxy.core.schemas import Coordinates, DecodeParams, KvParams, TransferNaming
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.settings import KvTransferMode
 
@@ -37,7 +37,7 @@ _PULL, _PUSH = TransferMode  # looking a member up takes as long as a call
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class TransferPolicy:
     """How the router takes what prefill engines say about their side of a transfer."""
 
     unsaid: TransferMode  # of an engine that does not say
@@ -45,10 +45,10 @@ class Manner:
     at_once: bool  # both legs, as soon as the prefill engine is known to push
 
 
-MANNERS: Final[Mapping[KvTransferMode, Manner]] = {
-    KvTransferMode.AUTO: Manner(TransferMode.PULL, frozenset(TransferMode), at_once=True),
-    KvTransferMode.PULL: Manner(TransferMode.PULL, frozenset(TransferMode), at_once=False),
-    KvTransferMode.PUSH: Manner(TransferMode.PUSH, frozenset({TransferMode.PUSH}), at_once=True),
+TRANSFER_POLICIES: Final[Mapping[KvTransferMode, TransferPolicy]] = {
+    KvTransferMode.AUTO: TransferPolicy(TransferMode.PULL, frozenset(TransferMode), at_once=True),
+    KvTransferMode.PULL: TransferPolicy(TransferMode.PULL, frozenset(TransferMode), at_once=False),
+    KvTransferMode.PUSH: TransferPolicy(TransferMode.PUSH, frozenset({TransferMode.PUSH}), at_once=True),
 }
 
 
@@ -83,11 +83,11 @@ def handover(
     answer: bytes,
     api: Api,
     request: RequestId,
-    manner: Manner,
+    manner: TransferPolicy,
     *,
     transfer: TransferId,
     host: str | None = None,
-) -> Handover:
+) -> PrefillResult:
     """Read the answer of a prefill engine; ``transfer`` is the name that it was told.
 
     ``host``: where the router reaches it, and so do decode engines if it names a place where none could.
@@ -97,7 +97,7 @@ def handover(
     """
     given = request_bodies.kv_params(prefill, answer)
     params = given.params
-    said = given.naming or _read(prefill, params, Naming)
+    said = given.naming or _read(prefill, params, TransferNaming)
     named = said.remote_host if isinstance(said, KvParams) else _host_in(params)
     is_replaced = host is not None and is_nowhere(named)
     if is_replaced:
@@ -108,12 +108,12 @@ def handover(
             f"{prefill} does not push its KV cache, and this router was started with --kv-transfer-mode push"
         )
     if mode is _PULL:
-        return Handover(params, None, counted(given.usage), replaced=named if is_replaced else None)
+        return PrefillResult(params, None, counted(given.usage), replaced=named if is_replaced else None)
     if not _is_same(said.remote_request_id, known_as(api, request)):
         raise EngineError(f"{prefill} knows the request by another id than ours: it cannot push to a decode engine")
     told = msgspec.Raw(encode(decode(params, Fields) | {"transfer_id": text(transfer)}))
     coordinates = _read(prefill, params, Coordinates)
-    return Handover(told, coordinates, counted(given.usage), transfer, replaced=named if is_replaced else None)
+    return PrefillResult(told, coordinates, counted(given.usage), transfer, replaced=named if is_replaced else None)
 
 
 def is_nowhere(said: str) -> bool:

@@ -26,7 +26,7 @@ from xpyd_proxy.core.raw_json import (
     maybe,
     text,
 )
-from xpyd_proxy.core.schemas import KvParams, Naming, PrefillAnswer
+from xpyd_proxy.core.schemas import KvParams, PrefillAnswer, TransferNaming
 from xpyd_proxy.errors import BadRequest, EngineError
 
 _ONE: Final = msgspec.Raw(b"1")
@@ -160,7 +160,7 @@ class Given:
 
     __slots__ = ("naming", "params", "usage")
 
-    def __init__(self, params: msgspec.Raw, naming: Naming | None, usage: msgspec.Raw) -> None:
+    def __init__(self, params: msgspec.Raw, naming: TransferNaming | None, usage: msgspec.Raw) -> None:
         self.params = params  # the KV parameters, unread but checked
         self.naming = naming  # from those; None: not read yet
         self.usage = usage

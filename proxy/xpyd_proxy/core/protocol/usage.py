@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from xpyd_proxy.core.raw_json import maybe
-from xpyd_proxy.core.schemas import Counted, Usage
+from xpyd_proxy.core.schemas import Usage, UsageAnswer
 
 _DATA: Final = b"data:"
 _MARK: Final = b'"usage":{'  # vLLM leaves the field out of the chunks that have none
@@ -17,7 +17,7 @@ _MARK: Final = b'"usage":{'  # vLLM leaves the field out of the chunks that have
 
 def prompt_tokens(answer: bytes) -> int | None:
     """Return what an answer, or the data of one event, says about its prompt; None: nothing."""
-    said = maybe(answer, Counted)
+    said = maybe(answer, UsageAnswer)
     usage = said and (said.usage or (said.response and said.response.usage))
     return _prompt(usage) if usage else None
 

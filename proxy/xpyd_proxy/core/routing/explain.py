@@ -6,8 +6,8 @@ from typing import Final
 
 import msgspec
 
-from xpyd_proxy.core.fleet.push_coordinates import Learned
-from xpyd_proxy.core.model import Call, Instance, Push, RequestId, Role, Solo, TransferId
+from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
+from xpyd_proxy.core.model import GenerationRequest, Instance, LegOrder, RequestId, Role, SingleEngineReason, TransferId
 from xpyd_proxy.core.ports import Pairing
 from xpyd_proxy.core.protocol import push, request_bodies
 from xpyd_proxy.core.protocol.disaggregation import solo_reason
@@ -36,11 +36,11 @@ class Explainer:
 
     pairing: Pairing
     usable: Callable[[Role], Sequence[Instance]]  # raises NoInstance
-    learned: Learned
+    learned: PushCoordinates
     min_split_prompt_bytes: int = 0
     decode_only_fallback: bool = True
 
-    def explain(self, call: Call) -> Explanation:
+    def explain(self, call: GenerationRequest) -> Explanation:
         """Say what would become of a request now.
 
         Raises:
@@ -55,9 +55,9 @@ class Explainer:
                 if not self.decode_only_fallback:
                     raise
         chosen = self.pairing.one(decode, ask_of_call(call))
-        return Explanation(f"single: {solo or Solo.NO_PREFILL}", None, chosen, None, encode(call.fields))
+        return Explanation(f"single: {solo or SingleEngineReason.NO_PREFILL}", None, chosen, None, encode(call.fields))
 
-    def _split(self, call: Call, among: Sequence[Instance], decode: Sequence[Instance]) -> Explanation:
+    def _split(self, call: GenerationRequest, among: Sequence[Instance], decode: Sequence[Instance]) -> Explanation:
         prefill, chosen = self.pairing.pair(among, decode, ask_of_call(call))
         fields = request_bodies.named(call.api, call.fields, _REQUEST)
         told = self.learned.coordinates(prefill.id)
@@ -66,7 +66,7 @@ class Explainer:
         else:
             params = push.decode_params(told, call.api, _REQUEST, _TRANSFER)
         return Explanation(
-            "prefill first, then decode" if told is None else f"both legs at once ({Push.AT_ONCE})",
+            "prefill first, then decode" if told is None else f"both legs at once ({LegOrder.CONCURRENT})",
             prefill,
             chosen,
             request_bodies.prefill_body(call.api, fields, _TRANSFER),

@@ -5,16 +5,16 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol, Self
 
 from xpyd_proxy.core.fleet import compatibility
-from xpyd_proxy.core.fleet.health import State
+from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Member, Registry
-from xpyd_proxy.core.model import ANY, Ask, Instance, Role
+from xpyd_proxy.core.model import ANY, Instance, Role, RoutingHints
 from xpyd_proxy.errors import BadRequest, NoInstance, UnknownModel
 
 
 class Policy(Protocol):
     """Chooses the engine of one leg; the sequence is never empty."""
 
-    def one(self, among: Sequence[Instance], ask: Ask = ANY, /) -> Instance:
+    def one(self, among: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
         """Return one of these engines."""
         ...
 
@@ -23,14 +23,14 @@ class Policy(Protocol):
         ...
 
 
-class Choice(Policy, Protocol):
+class PairPolicy(Policy, Protocol):
     """Chooses both engines of a request, or the decode engine alone."""
 
     def pair(
         self,
         prefill: Sequence[Instance],
         decode: Sequence[Instance],
-        ask: Ask,
+        ask: RoutingHints,
         fits: Callable[[Instance, Instance], bool],
         /,
     ) -> tuple[Instance, Instance]:
@@ -39,7 +39,7 @@ class Choice(Policy, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Legs:
+class PolicyPerLeg:
     """A choice by one policy for each leg; they do not know of each other."""
 
     prefill: Policy
@@ -49,7 +49,7 @@ class Legs:
         self,
         prefill: Sequence[Instance],
         decode: Sequence[Instance],
-        ask: Ask,
+        ask: RoutingHints,
         fits: Callable[[Instance, Instance], bool],
         /,
     ) -> tuple[Instance, Instance]:
@@ -57,13 +57,13 @@ class Legs:
         chosen = self.prefill.one(prefill, ask)
         return chosen, self.decode.one([instance for instance in decode if fits(chosen, instance)], ask)
 
-    def one(self, among: Sequence[Instance], ask: Ask = ANY, /) -> Instance:
+    def one(self, among: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
         """Return what the decode policy chooses."""
         return self.decode.one(among, ask)
 
-    def copy(self) -> "Legs":
+    def copy(self) -> "PolicyPerLeg":
         """Return one that chooses alike, and whose choices leave no trace here."""
-        return Legs(self.prefill.copy(), self.decode.copy())
+        return PolicyPerLeg(self.prefill.copy(), self.decode.copy())
 
 
 _MOST_SEEN: Final = 64  # clients can think of models without end
@@ -80,17 +80,17 @@ class _Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class PairSelector:
     """Narrows the engines down to those that serve the model and fit together, and lets a choice choose."""
 
     registry: Registry
-    choice: Choice
+    choice: PairPolicy
     _seen: dict[tuple[str | None, int | None], _Seen] = field(
         default_factory=dict[tuple[str | None, int | None], _Seen]
     )
     _calm: dict[str | None, tuple[int, _Seen]] = field(default_factory=dict[str | None, tuple[int, _Seen]])
 
-    def calm(self, ask: Ask) -> tuple[Instance, Instance] | None:
+    def calm(self, ask: RoutingHints) -> tuple[Instance, Instance] | None:
         """Return what ``pair`` would with all usable engines, if it need not look at them: nothing has changed.
 
         None: only ``pair`` can tell.
@@ -100,7 +100,7 @@ class Pairs:
             return None
         return self.choice.pair(seen.prefill, seen.decode, ask, compatibility.always if seen.all_fit else self._fits)
 
-    def remember(self, ask: Ask) -> None:
+    def remember(self, ask: RoutingHints) -> None:
         """Remember what ``pair`` has just found among all usable engines, if time alone does not change it."""
         seen = self._seen.get((ask.model, ask.rank))
         if seen is not None and ask.rank is None and self.registry.is_calm:
@@ -109,7 +109,7 @@ class Pairs:
             self._calm[ask.model] = self.registry.changes.count, seen
 
     def pair(
-        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: Ask = ANY, /
+        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: RoutingHints = ANY, /
     ) -> tuple[Instance, Instance]:
         """Return two engines that can share the request.
 
@@ -119,7 +119,7 @@ class Pairs:
             NoInstance: those that would do cannot take a request now, or do not fit together.
         """
         members = [self.registry.get(instance.id) for instance in (*prefill, *decode)]
-        if any(member is not None and member.life.state is State.HALF_OPEN for member in members):
+        if any(member is not None and member.life.state is HealthState.HALF_OPEN for member in members):
             narrowed = self._narrowed(prefill, decode, ask)
             return self.choice.pair(*self._matched(*self._with_trial(*narrowed, ask)), ask, self._fits)
         facts_now = [None if member is None else member.facts for member in members]
@@ -129,7 +129,7 @@ class Pairs:
             seen = self._look(of, *self._narrowed(prefill, decode, ask), ask)
         return self.choice.pair(seen.prefill, seen.decode, ask, compatibility.always if seen.all_fit else self._fits)
 
-    def one(self, decode: Sequence[Instance], ask: Ask = ANY, /) -> Instance:
+    def one(self, decode: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
         """Return the engine that serves the request, or its decode leg, alone; raises what ``pair`` raises."""
         among = self._serving(decode[0].role, decode, ask)
         trying, well = self._sorted(among)
@@ -137,25 +137,27 @@ class Pairs:
             return trying[0]
         return self.choice.one(well, ask)
 
-    def copy(self) -> "Pairs":
+    def copy(self) -> "PairSelector":
         """Return one that chooses alike, and whose choices leave no trace here."""
-        return Pairs(self.registry, self.choice.copy())
+        return PairSelector(self.registry, self.choice.copy())
 
     def _narrowed(
-        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: Ask
+        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: RoutingHints
     ) -> tuple[Sequence[Instance], Sequence[Instance]]:
         decode = self._serving(Role.DECODE, decode, ask)
         prefill = self._serving(Role.PREFILL, prefill, ask)
         return self._matched(*self._matched(prefill, decode))
 
-    def _look(self, of: Sequence[object], prefill: Sequence[Instance], decode: Sequence[Instance], ask: Ask) -> _Seen:
+    def _look(
+        self, of: Sequence[object], prefill: Sequence[Instance], decode: Sequence[Instance], ask: RoutingHints
+    ) -> _Seen:
         if len(self._seen) >= _MOST_SEEN:
             self._seen.clear()
         all_fit = all(self._fits(p, d) for p in prefill for d in decode)
         seen = self._seen[ask.model, ask.rank] = _Seen(of, prefill, decode, all_fit)
         return seen
 
-    def _serving(self, role: Role, among: Sequence[Instance], ask: Ask) -> Sequence[Instance]:
+    def _serving(self, role: Role, among: Sequence[Instance], ask: RoutingHints) -> Sequence[Instance]:
         found = [instance for instance in among if self._facts(instance).serves(ask.model) and _has_rank(instance, ask)]
         if found:
             return found
@@ -183,7 +185,7 @@ class Pairs:
         return left, [d for d in decode if any(self._fits(p, d) for p in left)]
 
     def _with_trial(
-        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: Ask
+        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: RoutingHints
     ) -> tuple[Sequence[Instance], Sequence[Instance]]:
         """If an engine waits for its trial, this request is it, with a partner that is well if there is one.
 
@@ -205,25 +207,25 @@ class Pairs:
     def _fits(self, prefill: Instance, decode: Instance) -> bool:
         return compatibility.fit(self._facts(prefill), self._facts(decode))
 
-    def _facts(self, instance: Instance) -> compatibility.Facts:
+    def _facts(self, instance: Instance) -> compatibility.EngineCapabilities:
         member = self.registry.get(instance.id)
-        return compatibility.Facts() if member is None else member.facts
+        return compatibility.EngineCapabilities() if member is None else member.facts
 
     def _is_trying(self, instance: Instance) -> bool:
         member = self.registry.get(instance.id)
-        return member is not None and member.life.state is State.HALF_OPEN
+        return member is not None and member.life.state is HealthState.HALF_OPEN
 
     def _models(self) -> str:
         names = {name for member in self.registry.members() for name in member.facts.models or ()}
         return ", ".join(sorted(names)) or "none"
 
 
-def _has_rank(instance: Instance, ask: Ask) -> bool:
+def _has_rank(instance: Instance, ask: RoutingHints) -> bool:
     """Look for the rank that a client wants: it means the engine that answers, so prefill engines have them all."""
     return ask.rank is None or instance.rank in (None, ask.rank) or instance.role is Role.PREFILL
 
 
-def _nothing_serves(role: Role, ask: Ask) -> NoInstance | BadRequest:
+def _nothing_serves(role: Role, ask: RoutingHints) -> NoInstance | BadRequest:
     if ask.rank is not None and role is Role.DECODE:
         return BadRequest(f"X-data-parallel-rank is {ask.rank}, and no decode instance has this rank")
     return NoInstance(f"no {role} instance serves the model {ask.model!r}")

@@ -8,7 +8,7 @@ from xpyd_proxy.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class Timeouts:
     """How long the router waits, in seconds; None: for ever."""
 
     prefill_s: float = 300.0  # for a whole prefill leg
@@ -24,11 +24,11 @@ class Patience:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class RequestRules:
     """The choices."""
 
     retries: int = 2  # legs of one request that may fail before the client is told
-    patience: Patience = Patience()
+    patience: Timeouts = Timeouts()
     min_split_prompt_bytes: int = 0  # a prompt with fewer is served by one engine
     decode_only_fallback: bool = True  # as long as there is no prefill engine, decode engines do both
     reuse_prompt_tokens: bool = False  # decode engines take a chat's tokens from the prefill engine
@@ -40,9 +40,9 @@ class Rules:
         return (Role.DECODE,) if self.decode_only_fallback else tuple(Role)
 
 
-def rules_of(settings: Settings) -> Rules:
+def rules_of(settings: Settings) -> RequestRules:
     """Return what the settings say about the way of a request."""
-    patience = Patience(
+    patience = Timeouts(
         prefill_s=settings.prefill_timeout_s,
         first_token_s=settings.first_token_timeout_s,
         idle_s=settings.stream_idle_timeout_s,
@@ -50,7 +50,7 @@ def rules_of(settings: Settings) -> Rules:
         stream_s=settings.stream_timeout_s,
         handoff_s=settings.handoff_timeout_s,
     )
-    return Rules(
+    return RequestRules(
         retries=settings.retries,
         patience=patience,
         min_split_prompt_bytes=settings.min_split_prompt_bytes,

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from enum import auto
 from typing import Final
 
-from xpyd_proxy.core.fast_enum import Word
+from xpyd_proxy.core.fast_enum import FastStrEnum
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure, failure_of
 from xpyd_proxy.errors import EngineError, Refused
 
 
-class Again(Word):
+class RetryScope(FastStrEnum):
     """What is sent again."""
 
     NOTHING = auto()
@@ -24,7 +24,7 @@ class Again(Word):
     PAIR = auto()  # both legs, under a new id
 
 
-class Where(Word):
+class RetryTarget(FastStrEnum):
     """Which engine may take the place of the one that failed."""
 
     ANY = auto()
@@ -33,27 +33,27 @@ class Where(Word):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class RetryRule:
     """What follows from a failure."""
 
-    again: Again
-    where: Where = Where.OTHER
+    again: RetryScope
+    where: RetryTarget = RetryTarget.OTHER
 
 
-RULES: Final[Mapping[tuple[Role, Failure], Rule]] = {
-    (Role.PREFILL, Failure.UNREACHABLE): Rule(Again.PAIR),
-    (Role.PREFILL, Failure.BAD_RESPONSE): Rule(Again.PAIR),
-    (Role.PREFILL, Failure.HTTP_5XX): Rule(Again.PAIR),
-    (Role.PREFILL, Failure.TIMEOUT): Rule(Again.PAIR, Where.ELSEWHERE),
-    (Role.PREFILL, Failure.ENGINE_RESTARTED): Rule(Again.PAIR, Where.ANY),
-    (Role.PREFILL, Failure.BUSY): Rule(Again.PAIR, Where.ELSEWHERE),
-    (Role.PREFILL, Failure.REFUSED): Rule(Again.NOTHING),
-    (Role.DECODE, Failure.UNREACHABLE): Rule(Again.DECODE),
-    (Role.DECODE, Failure.BAD_RESPONSE): Rule(Again.PAIR),
-    (Role.DECODE, Failure.HTTP_5XX): Rule(Again.PAIR),
-    (Role.DECODE, Failure.TIMEOUT): Rule(Again.PAIR, Where.ELSEWHERE),
-    (Role.DECODE, Failure.BUSY): Rule(Again.PAIR, Where.ELSEWHERE),
-    (Role.DECODE, Failure.REFUSED): Rule(Again.NOTHING),
+RULES: Final[Mapping[tuple[Role, Failure], RetryRule]] = {
+    (Role.PREFILL, Failure.UNREACHABLE): RetryRule(RetryScope.PAIR),
+    (Role.PREFILL, Failure.BAD_RESPONSE): RetryRule(RetryScope.PAIR),
+    (Role.PREFILL, Failure.HTTP_5XX): RetryRule(RetryScope.PAIR),
+    (Role.PREFILL, Failure.TIMEOUT): RetryRule(RetryScope.PAIR, RetryTarget.ELSEWHERE),
+    (Role.PREFILL, Failure.ENGINE_RESTARTED): RetryRule(RetryScope.PAIR, RetryTarget.ANY),
+    (Role.PREFILL, Failure.BUSY): RetryRule(RetryScope.PAIR, RetryTarget.ELSEWHERE),
+    (Role.PREFILL, Failure.REFUSED): RetryRule(RetryScope.NOTHING),
+    (Role.DECODE, Failure.UNREACHABLE): RetryRule(RetryScope.DECODE),
+    (Role.DECODE, Failure.BAD_RESPONSE): RetryRule(RetryScope.PAIR),
+    (Role.DECODE, Failure.HTTP_5XX): RetryRule(RetryScope.PAIR),
+    (Role.DECODE, Failure.TIMEOUT): RetryRule(RetryScope.PAIR, RetryTarget.ELSEWHERE),
+    (Role.DECODE, Failure.BUSY): RetryRule(RetryScope.PAIR, RetryTarget.ELSEWHERE),
+    (Role.DECODE, Failure.REFUSED): RetryRule(RetryScope.NOTHING),
 }
 
 
@@ -67,13 +67,13 @@ class LegFailed(Exception):
         self.failure = failure_of(error)
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> RetryRule:
         """What follows from it."""
         return RULES[self.instance.role, self.failure]
 
 
 @dataclass(slots=True)
-class Chances:
+class RetryAttempts:
     """How often one request may still be sent again, and which engines it should avoid."""
 
     left: int
@@ -90,10 +90,10 @@ class Chances:
     def take(self, failed: LegFailed, known: Sequence[Instance]) -> bool:
         """Tell whether there is another try, with so many engines of that role known, and count it."""
         rule = failed.rule
-        if rule.where is not Where.ANY:
+        if rule.where is not RetryTarget.ANY:
             self.avoided.add(failed.instance.id)
-        lost = rule.where is Where.ELSEWHERE and not self._unspoiled(known)
-        if rule.again is Again.NOTHING or lost or self.left <= 0:
+        lost = rule.where is RetryTarget.ELSEWHERE and not self._unspoiled(known)
+        if rule.again is RetryScope.NOTHING or lost or self.left <= 0:
             return False
         self.left -= 1
         return True

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Budget:
+class RetryBudget:
     """A bucket of tokens: requests fill it, time fills it a little, every retry takes one out.
 
     When all engines fail, retries multiply the load by at most 1 + ``share``, and not by the retries of each request.

@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import Final
 
-from xpyd_proxy.core.model import Ask, Call, Errand, Headers
+from xpyd_proxy.core.model import GenerationRequest, Headers, PassthroughRequest, RoutingHints
 from xpyd_proxy.core.protocol.disaggregation import PROMPTS
 from xpyd_proxy.core.raw_json import NULL, Fields, maybe
 
@@ -12,15 +12,15 @@ _MODELS_MOST: Final = 256
 _MODEL_BYTES: Final = 256  # of a name that is remembered
 
 
-def ask_of_call(call: Call) -> Ask:
+def ask_of_call(call: GenerationRequest) -> RoutingHints:
     """Describe a request that has a prompt."""
     prompt = memoryview(call.fields.get(PROMPTS[call.api], b""))[:_PREFIX]
-    return Ask(model_of(call.fields), _session(call.headers), bytes(prompt), None, call.rank)
+    return RoutingHints(model_of(call.fields), _session(call.headers), bytes(prompt), None, call.rank)
 
 
-def ask_of_errand(errand: Errand) -> Ask:
+def ask_of_errand(errand: PassthroughRequest) -> RoutingHints:
     """Describe a request that is passed through."""
-    return Ask(errand.model, _session(errand.headers), rank=errand.rank)
+    return RoutingHints(errand.model, _session(errand.headers), rank=errand.rank)
 
 
 def model_of(fields: Fields) -> str | None:

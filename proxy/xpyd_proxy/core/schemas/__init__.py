@@ -24,14 +24,14 @@ class PrefillAnswer(msgspec.Struct):
     usage: msgspec.Raw = NULL
 
 
-class Naming(msgspec.Struct):
+class TransferNaming(msgspec.Struct):
     """How a prefill engine knows a request, and whether it pushes."""
 
     remote_request_id: _Text
     transfer_mode: str | None = None
 
 
-class KvParams(Naming, kw_only=True):
+class KvParams(TransferNaming, kw_only=True):
     """The parameters without which a decode engine dies, as they are in the answers of vLLM 0.32."""
 
     do_remote_prefill: bool
@@ -71,17 +71,17 @@ class Usage(msgspec.Struct):
     cache_creation_input_tokens: int | None = None
 
 
-class Inner(msgspec.Struct):
+class UsageInside(msgspec.Struct):
     """The last event of /v1/responses has its answer inside."""
 
     usage: Usage | None = None
 
 
-class Counted(msgspec.Struct):
+class UsageAnswer(msgspec.Struct):
     """An answer, or one event of it, that may say how long its prompt is."""
 
     usage: Usage | None = None
-    response: Inner | None = None
+    response: UsageInside | None = None
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -102,7 +102,7 @@ class UsageReport(msgspec.Struct):
     usage: DetailedUsage | None = None
 
 
-class Fault(msgspec.Struct):
+class ErrorDetail(msgspec.Struct):
     """The part of an error event that tells the status."""
 
     code: int | str | None = None
@@ -111,7 +111,7 @@ class Fault(msgspec.Struct):
 class ErrorEvent(msgspec.Struct):
     """What vLLM sends in place of a token when it fails after its head has left."""
 
-    error: Fault | None = None
+    error: ErrorDetail | None = None
 
 
 class ErrorBody(msgspec.Struct):
@@ -120,20 +120,20 @@ class ErrorBody(msgspec.Struct):
     error: dict[str, msgspec.Raw] | str
 
 
-class Named(msgspec.Struct):
+class NamedMetrics(msgspec.Struct):
     """The two numbers of its load that vLLM 0.32 sends; other ones are not read."""
 
     num_requests_waiting: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
     kv_cache_usage_perc: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
 
 
-class Orca(msgspec.Struct):
+class OrcaReport(msgspec.Struct):
     """An ``endpoint-load-metrics`` header."""
 
-    named_metrics: Named
+    named_metrics: NamedMetrics
 
 
-class Verdict(msgspec.Struct, frozen=True, array_like=True):
+class HealthVerdict(msgspec.Struct, frozen=True, array_like=True):
     """What one worker has come to believe of an engine, for the others."""
 
     at: float  # seconds, of the clock that all processes of a machine have in common

@@ -39,7 +39,7 @@ def key_of(role: Role, authority: str, rank: int | None, source: str, identity: 
     return f"{role} {authority} {rank} {source} {identity}"
 
 
-class Roster:
+class InstanceIds:
     """The engines that are named and not closed."""
 
     def __init__(self) -> None:

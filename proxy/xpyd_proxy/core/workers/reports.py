@@ -32,7 +32,7 @@ class Part(msgspec.Struct, frozen=True):
     failures: Sequence[tuple[float, str, str, str]]  # seconds ago, request, where, reason
 
 
-class Report(msgspec.Struct, frozen=True):
+class WorkerReport(msgspec.Struct, frozen=True):
     """One worker, now."""
 
     worker: int
@@ -50,12 +50,12 @@ class Report(msgspec.Struct, frozen=True):
 class Whole(msgspec.Struct, frozen=True):
     """All workers of a router: who was asked, and the others as far as they can be read."""
 
-    own: Report
-    others: Sequence[Report]
+    own: WorkerReport
+    others: Sequence[WorkerReport]
     serving: int  # how many of all answer
 
     @property
-    def all(self) -> Sequence[Report]:
+    def all(self) -> Sequence[WorkerReport]:
         """List all of them."""
         return (self.own, *self.others)
 

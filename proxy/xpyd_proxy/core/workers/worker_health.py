@@ -6,47 +6,47 @@ from typing import Final
 
 import msgspec
 
-from xpyd_proxy.core.fleet.health import State
+from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import InstanceId
-from xpyd_proxy.core.schemas import Verdict
+from xpyd_proxy.core.schemas import HealthVerdict
 
 MOST: Final = 1000  # engines in one bulletin; what is beyond has less to say
 _WHY_MOST: Final = 100  # characters
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class InstanceHealth(msgspec.Struct, frozen=True, array_like=True):
     """One engine, as one worker has it."""
 
     in_flight: int = 0  # requests of this worker
     is_drained: bool = False
-    verdict: Verdict | None = None
+    verdict: HealthVerdict | None = None
 
 
-class Bulletin(msgspec.Struct, frozen=True, array_like=True):
+class HealthUpdate(msgspec.Struct, frozen=True, array_like=True):
     """One worker's engines; those of which there is nothing to say are left out."""
 
     worker: int
-    engines: Mapping[InstanceId, Entry]
+    engines: Mapping[InstanceId, InstanceHealth]
 
 
-_NOTHING: Final = Entry()
+_NOTHING: Final = InstanceHealth()
 
 
-def bulletin_of(worker: int, registry: Registry) -> Bulletin:
+def bulletin_of(worker: int, registry: Registry) -> HealthUpdate:
     """Write what the others should know; of too many engines those that are broken or drained, and the busiest."""
     found = {member.instance.id: entry for member in registry.members() if (entry := _entry(member)) != _NOTHING}
     if len(found) > MOST:
         worth = sorted(found, key=lambda name: (found[name].verdict is None, -found[name].in_flight))
         found = {name: found[name] for name in worth[:MOST]}
-    return Bulletin(worker, found)
+    return HealthUpdate(worker, found)
 
 
-def _entry(member: Member) -> Entry:
+def _entry(member: Member) -> InstanceHealth:
     verdict = member.life.verdict
     if verdict is not None and len(verdict.why) > _WHY_MOST:
-        verdict = Verdict(verdict.at, verdict.is_broken, verdict.why[:_WHY_MOST], verdict.rest_s)
-    return Entry(member.load.own, member.life.state is State.DRAINED, verdict)
+        verdict = HealthVerdict(verdict.at, verdict.is_broken, verdict.why[:_WHY_MOST], verdict.rest_s)
+    return InstanceHealth(member.load.own, member.life.state is HealthState.DRAINED, verdict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class _Heard:
     """What a peer said last."""
 
     at: float
-    bulletin: Bulletin
+    bulletin: HealthUpdate
 
 
-class Peers:
+class WorkerHealth:
     """The other workers, as far as they are heard. Times are seconds of a clock that only rises."""
 
     def __init__(self, registry: Registry, *, patience_s: float = 3.0) -> None:
@@ -70,7 +70,7 @@ class Peers:
         """List those that are heard."""
         return sorted(self._heard)
 
-    def hear(self, bulletin: Bulletin, *, now: float) -> bool:
+    def hear(self, bulletin: HealthUpdate, *, now: float) -> bool:
         """Take in a bulletin; tell whether it is the first one of a peer."""
         is_new = bulletin.worker not in self._heard
         self._heard[bulletin.worker] = _Heard(now, bulletin)

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 import msgspec
 
 from xpyd_proxy.core.discovery.pods import Meta, Pod, engine_of
-from xpyd_proxy.core.fleet.origin import Source, Wanted
+from xpyd_proxy.core.fleet.origin import EngineSource, Wanted
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.errors import AddressError, ConfigError
@@ -18,7 +18,7 @@ from xpyd_proxy.io.discovery.reflector import Collection, Reflector
 from xpyd_proxy.io.discovery.stores.configmap import ConfigMapStore
 from xpyd_proxy.io.discovery.stores.file import FileStore
 from xpyd_proxy.io.discovery.stores.memory import MemoryStore
-from xpyd_proxy.io.discovery.stores.port import Store, Told
+from xpyd_proxy.io.discovery.stores.port import Store, StoreObserver
 from xpyd_proxy.settings import Settings
 
 
@@ -29,13 +29,13 @@ def discovery_of(settings: Settings, registry: Registry, clock: Callable[[], flo
         ConfigError: this is no pod, or what the store needs is not installed.
     """
     pods = settings.kubernetes_selector is not None
-    reconciler = Reconciler(registry, [Source.STORE, *([Source.PODS] if pods else [])], clock)
+    reconciler = Reconciler(registry, [EngineSource.STORE, *([EngineSource.PODS] if pods else [])], clock)
     store = _store(settings, Entries(reconciler), clock)
     feeds = [_pods(settings, Pods(reconciler), clock)] if pods else []
     return Discovery(registry, reconciler, store, feeds)
 
 
-def _store(settings: Settings, told: Told, clock: Callable[[], float]) -> Store:
+def _store(settings: Settings, told: StoreObserver, clock: Callable[[], float]) -> Store:
     kind, _, where = settings.store.partition(":")
     match kind:
         case "memory":
@@ -49,7 +49,7 @@ def _store(settings: Settings, told: Told, clock: Callable[[], float]) -> Store:
             return _redis(settings.store, told)
 
 
-def _redis(url: str, told: Told) -> Store:
+def _redis(url: str, told: StoreObserver) -> Store:
     try:
         from xpyd_proxy.io.discovery.stores.redis import RedisStore  # noqa: PLC0415 (what it imports is an extra)
     except ImportError as exc:

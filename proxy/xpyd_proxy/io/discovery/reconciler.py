@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Final
 
 from xpyd_proxy.core.discovery.reconcile import Action, Freshness, Sources, diff, entry_name, entry_of, read_entry
-from xpyd_proxy.core.fleet.origin import Key, Origin, Source, Wanted
+from xpyd_proxy.core.fleet.origin import EngineSource, Key, Origin, Wanted
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.core.ports import Fleet
+from xpyd_proxy.core.ports import EngineFleet
 from xpyd_proxy.errors import AddressError, AlreadyKnown, NoInstance
 from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.discovery.stores.port import Store
@@ -21,27 +21,27 @@ logger = logging.getLogger(__name__)
 _TICK_S: Final = 1.0  # seconds between two looks without a reason: what retired may have made room
 
 
-class Elsewhere(Exception):
+class NotManagedHere(Exception):
     """What is asked for is another's to decide; the message says whose, and what can be done."""
 
 
 class Reconciler:
     """Makes the registry what the sources say that it should be, whenever one of them says something new."""
 
-    def __init__(self, registry: Registry, sources: Iterable[Source], clock: Callable[[], float]) -> None:
+    def __init__(self, registry: Registry, sources: Iterable[EngineSource], clock: Callable[[], float]) -> None:
         self._registry = registry
         self._clock = clock  # seconds; the one of the registry's times
         self.sources = Sources(sources, now=clock())
 
-    def view(self, source: Source, engines: Iterable[Wanted]) -> None:
+    def view(self, source: EngineSource, engines: Iterable[Wanted]) -> None:
         """Take in all that a source says."""
         is_first = not self.sources.views[source].is_synced
         if self.sources.replace(source, engines, now=self._clock()):
-            if is_first and source is Source.PODS:
+            if is_first and source is EngineSource.PODS:
                 logger.info("there are %d engines among the pods", len(self.sources.views[source].engines))
             self.reconcile()
 
-    def heard(self, source: Source) -> None:
+    def heard(self, source: EngineSource) -> None:
         """Note that what a source said last is still so."""
         self.sources.heard(source, now=self._clock())
 
@@ -109,11 +109,11 @@ class Pods:
         said = {str(one) for one in objects.values() if isinstance(one, AddressError)}
         _complain(said - self._said)
         self._said = said
-        self._reconciler.view(Source.PODS, (one for one in objects.values() if isinstance(one, Wanted)))
+        self._reconciler.view(EngineSource.PODS, (one for one in objects.values() if isinstance(one, Wanted)))
 
     def heard(self) -> None:
         """Pass it on."""
-        self._reconciler.heard(Source.PODS)
+        self._reconciler.heard(EngineSource.PODS)
 
 
 class Entries:
@@ -131,11 +131,11 @@ class Entries:
         said = {f"entry {name}: {why}" for name, why in found if isinstance(why, AddressError)}
         _complain(said - self._said)
         self._said = said
-        self._reconciler.view(Source.STORE, (one for one in self._read.values() if isinstance(one, Wanted)))
+        self._reconciler.view(EngineSource.STORE, (one for one in self._read.values() if isinstance(one, Wanted)))
 
     def heard(self) -> None:
         """Pass it on."""
-        self._reconciler.heard(Source.STORE)
+        self._reconciler.heard(EngineSource.STORE)
 
 
 class Discovery:
@@ -155,7 +155,7 @@ class Discovery:
         self.freshness = reconciler.freshness
 
     @property
-    def missing(self) -> Sequence[Source]:
+    def missing(self) -> Sequence[EngineSource]:
         """List the sources that have not been heard yet."""
         return self._reconciler.sources.missing
 
@@ -187,12 +187,12 @@ class Discovery:
 
         Raises:
             UnknownInstance: there is none of this id.
-            Elsewhere: its pod is still there.
+            NotManagedHere: its pod is still there.
             StoreDown: the store has not acknowledged it.
         """
         member = self._registry.member(name)
-        if member.origin.source is Source.PODS:
-            raise Elsewhere(f"{name} is a pod, and would be back at once: drain it, or delete the pod")
+        if member.origin.source is EngineSource.PODS:
+            raise NotManagedHere(f"{name} is a pod, and would be back at once: drain it, or delete the pod")
         if self._is_stored(member):
             await self._store.delete(entry_name(_key(member)))
         if self._registry.get(name) is member and member.origin.wanted is None:
@@ -212,13 +212,13 @@ class Discovery:
     async def _leave(self, name: InstanceId, *, leaves: bool) -> None:
         member = self._registry.member(name)
         wanted = member.origin.wanted
-        if wanted is None or member.origin.source is not Source.STORE or len(wanted.target.ranks) > 1:
+        if wanted is None or member.origin.source is not EngineSource.STORE or len(wanted.target.ranks) > 1:
             return  # nothing that the other routers would know it by
         if wanted.leaves != leaves:
             await self._store.put(entry_name(wanted.key), entry_of(replace(wanted, leaves=leaves)))
 
     def _is_stored(self, member: Member) -> bool:
-        return _key(member) in self._reconciler.sources.views[Source.STORE].engines
+        return _key(member) in self._reconciler.sources.views[EngineSource.STORE].engines
 
     async def _tick(self) -> None:
         while True:
@@ -230,9 +230,9 @@ class Discovery:
 
 
 class Synced:
-    """A Fleet that has no engine to offer before every source has been heard once."""
+    """A EngineFleet that has no engine to offer before every source has been heard once."""
 
-    def __init__(self, fleet: Fleet, discovery: Discovery) -> None:
+    def __init__(self, fleet: EngineFleet, discovery: Discovery) -> None:
         self._fleet = fleet
         self._discovery = discovery
 

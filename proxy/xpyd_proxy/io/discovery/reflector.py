@@ -25,7 +25,7 @@ _AT_A_TIME: Final = 10  # objects that are read before others may run: half a mi
 _SHORT_S: Final = 1.0  # a round that is over sooner counts as failed
 
 
-class Told(Protocol[S_contra]):
+class ReflectorObserver(Protocol[S_contra]):
     """Hears what there is."""
 
     def view(self, objects: Mapping[str, S_contra], /) -> None:
@@ -38,7 +38,7 @@ class Told(Protocol[S_contra]):
 
 
 @dataclass(frozen=True, slots=True)
-class Rhythm:
+class WatchTimes:
     """Times, in seconds."""
 
     relist_s: float = 300.0  # give or take a quarter: what a watch has lost is found then at the latest
@@ -93,11 +93,11 @@ class Reflector(Generic[T]):
         api: Kubernetes,
         what: Collection,
         read: Callable[[Meta, msgspec.Raw], T],
-        told: Told[T],
+        told: ReflectorObserver[T],
         *,
         clock: Callable[[], float],
         chance: Callable[[], float],
-        rhythm: Rhythm = Rhythm(),
+        rhythm: WatchTimes = WatchTimes(),
     ) -> None:
         self._api = api
         self._what = what

@@ -9,7 +9,7 @@ import httpx
 import msgspec
 
 from xpyd_proxy.core.fleet import engine_metrics
-from xpyd_proxy.core.fleet.compatibility import Facts
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.engine_metrics import Numbers
 from xpyd_proxy.core.http.bounded_body import whole
 from xpyd_proxy.core.model import Headers, Instance, Role
@@ -82,7 +82,7 @@ class HttpChecks:
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
-    async def look(self, instance: Instance) -> Facts:
+    async def look(self, instance: Instance) -> EngineCapabilities:
         """Ask whether it lives, then what it is.
 
         Raises:
@@ -96,7 +96,7 @@ class HttpChecks:
             raise ProbeInvalid(f"answers /v1/models with status {status}")
         models = frozenset(card.id for card in _read(body, _ModelCards).data) if status == 200 else None
         status, body = await self._get(instance, "/version")
-        return Facts(models, _read(body, _Version).version if status == 200 else None)
+        return EngineCapabilities(models, _read(body, _Version).version if status == 200 else None)
 
     async def numbers(self, instance: Instance) -> Numbers:
         """Read its metrics; without any, all is unknown.

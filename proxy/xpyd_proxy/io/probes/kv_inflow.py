@@ -5,9 +5,9 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from xpyd_proxy.core.fleet.kv_inflow import Inflow, received
+from xpyd_proxy.core.fleet.kv_inflow import KvInflow, received
 from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.core.ports import Fleet
+from xpyd_proxy.core.ports import EngineFleet
 from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.probes.checks import ProbeFailed
 from xpyd_proxy.io.request_path.telemetry import Telemetry
@@ -21,7 +21,7 @@ class InflowWatch:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: EngineFleet,
         metrics: Callable[[Instance], Awaitable[bytes]],
         telemetry: Telemetry,
         *,
@@ -31,7 +31,7 @@ class InflowWatch:
         self._metrics = metrics  # raises ProbeFailed
         self._telemetry = telemetry
         self._every_s = every_s
-        self._inflow = Inflow()
+        self._inflow = KvInflow()
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -46,7 +46,7 @@ class InflowWatch:
         self._telemetry.keep(frozenset(instance.id for instance in known))  # also if nobody ever looks at the numbers
         self._inflow.keep(frozenset(decode.id for decode in decodes))
         for decode in decodes:
-            promised = self._telemetry.transfers_expected[decode.id]  # before the engine counts: see Inflow
+            promised = self._telemetry.transfers_expected[decode.id]  # before the engine counts: see KvInflow
             if dry := self._inflow.look(decode.id, await self._received(decode), promised):
                 self._report(decode.id, dry)
 

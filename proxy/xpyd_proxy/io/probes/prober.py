@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from xpyd_proxy.core.fleet.compatibility import Facts
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.engine_metrics import Numbers
-from xpyd_proxy.core.fleet.health import State
+from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.protocol.push import TransferMode
@@ -27,7 +27,7 @@ _AT_ONCE: Final = 16  # looks at the same time
 class Checks(Protocol):
     """Asks one engine. Both raise ProbeFailed."""
 
-    async def look(self, instance: Instance, /) -> Facts:
+    async def look(self, instance: Instance, /) -> EngineCapabilities:
         """Ask whether it lives, and what it is."""
         ...
 
@@ -49,7 +49,7 @@ def _nobody(_instance: Instance, /, *, silent_s: float) -> int:  # noqa: ARG001 
 
 
 @dataclass(frozen=True, slots=True)
-class Rhythm:
+class ProbeIntervals:
     """How often, in seconds."""
 
     interval_s: float = 5.0  # between two probes of an engine, give or take a quarter; 0: only drained ones are asked
@@ -73,7 +73,7 @@ class Prober:
         self,
         registry: Registry,
         checks: Checks,
-        rhythm: Rhythm,
+        rhythm: ProbeIntervals,
         clock: Callable[[], float],
         chance: Callable[[], float],
         *,
@@ -86,7 +86,7 @@ class Prober:
         self._give_up = give_up
         self._chance = chance  # 0 to 1, so that the looks of several routers do not fall together
         self._turns: dict[InstanceId, _Turn] = {}
-        self._told: dict[InstanceId, tuple[State, str]] = {}
+        self._told: dict[InstanceId, tuple[HealthState, str]] = {}
         self._places = asyncio.Semaphore(_AT_ONCE)
 
     @asynccontextmanager
@@ -112,7 +112,7 @@ class Prober:
         for member in members:
             life = member.life
             if self._told.get(member.instance.id, (life.state, life.why)) != (life.state, life.why):
-                level = logging.WARNING if life.state is State.EJECTED else logging.INFO
+                level = logging.WARNING if life.state is HealthState.EJECTED else logging.INFO
                 logger.log(level, "%s is %s: %s", member.instance.id, life.state, life.why)
         self._told = {member.instance.id: (member.life.state, member.life.why) for member in members}
 
@@ -166,14 +166,14 @@ class Prober:
             return
         look = await self._checks.look(member.instance)
         facts = member.facts  # of one that was just added, the models alone are known
-        was_away = member.life.state is State.EJECTED  # it may be another engine by now
+        was_away = member.life.state is HealthState.EJECTED  # it may be another engine by now
         is_new = facts.models is None or facts.version is None or was_away
         self._registry.learn(name, look)
         if is_new:
             with suppress(ProbeFailed):  # it lives, and an engine may keep its metrics to itself
                 shown = await self._checks.numbers(member.instance)
                 mode = TransferMode(shown.mode) if shown.mode in tuple(TransferMode) else None
-                facts = Facts(
+                facts = EngineCapabilities(
                     connector=shown.connector, mode=mode, protocol=shown.protocol, fingerprint=shown.fingerprint
                 )
                 self._registry.learn(name, facts)
@@ -181,4 +181,4 @@ class Prober:
 
 
 def _is_asked_what_it_keeps(member: Member) -> bool:
-    return member.life.state is State.DRAINING and member.instance.role is Role.PREFILL
+    return member.life.state is HealthState.DRAINING and member.instance.role is Role.PREFILL

@@ -15,7 +15,7 @@ _MOST: Final = 1024  # things that wait
 logger = logging.getLogger(__name__)
 
 
-class Later:
+class DeferredCalls:
     """Calls that wait to be made, in the order they came; ``around`` is entered for each batch."""
 
     def __init__(self, around: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:

@@ -3,15 +3,15 @@
 from collections.abc import Callable, Sequence
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import MODES, Facts
-from xpyd_proxy.core.fleet.health import State
+from xpyd_proxy.core.fleet.compatibility import MODES, EngineCapabilities
+from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.load import read_report
-from xpyd_proxy.core.fleet.push_coordinates import Learned
+from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import ANY, Ask, Instance, RequestId, Role
+from xpyd_proxy.core.model import ANY, Instance, RequestId, Role, RoutingHints
 from xpyd_proxy.core.protocol.engine_errors import Failure
-from xpyd_proxy.core.routing.pairing import Pairs
-from xpyd_proxy.io.request_path.deferred import Later
+from xpyd_proxy.core.routing.pairing import PairSelector
+from xpyd_proxy.io.request_path.deferred import DeferredCalls
 
 
 class Loads:
@@ -30,12 +30,14 @@ class Loads:
 class LiveFleet:
     """A Fleet, a Pairing, Slots and a Watcher. What it is told of engines that were removed is dropped."""
 
-    def __init__(self, registry: Registry, pairs: Pairs, learned: Learned, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, registry: Registry, pairs: PairSelector, learned: PushCoordinates, clock: Callable[[], float]
+    ) -> None:
         self.registry = registry
         self._pairs = pairs
         self._learned = learned  # what prefill engines say in their answers
         self._clock = clock  # seconds; only differences count
-        self.later = Later()  # what went well and has yet to be told here
+        self.later = DeferredCalls()  # what went well and has yet to be told here
 
     def known(self, role: Role, /) -> Sequence[Instance]:
         """List all engines of a role."""
@@ -45,7 +47,7 @@ class LiveFleet:
         """Take in which models an engine serves that was added just now: its first probe is still to come."""
         for instance in self.known(role):
             if instance.address == address:
-                self.registry.learn(instance.id, Facts(models=models))
+                self.registry.learn(instance.id, EngineCapabilities(models=models))
 
     def usable(self, role: Role, /) -> Sequence[Instance]:
         """List those that may get a request now; raises NoInstance."""
@@ -56,7 +58,7 @@ class LiveFleet:
         return self.registry.fitting(prefill, decode)
 
     def pair(
-        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: Ask = ANY, /
+        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: RoutingHints = ANY, /
     ) -> tuple[Instance, Instance]:
         """Choose two engines; the choice counts."""
         pair = self._pairs.pair(prefill, decode, ask)
@@ -64,7 +66,7 @@ class LiveFleet:
             self._chosen(instance)
         return pair
 
-    def any_pair(self, ask: Ask = ANY, /) -> tuple[Instance, Instance]:
+    def any_pair(self, ask: RoutingHints = ANY, /) -> tuple[Instance, Instance]:
         """Choose two engines among all that are usable; the choice counts. Raises as ``usable`` and ``pair`` do."""
         pair = self._pairs.calm(ask)
         if pair is None:
@@ -73,13 +75,13 @@ class LiveFleet:
             self._pairs.remember(ask)
         return pair
 
-    def one(self, decode: Sequence[Instance], ask: Ask = ANY, /) -> Instance:
+    def one(self, decode: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
         """Choose one engine; the choice counts."""
         chosen = self._pairs.one(decode, ask)
         self._chosen(chosen)
         return chosen
 
-    def rehearsal(self) -> Pairs:
+    def rehearsal(self) -> PairSelector:
         """Return what would choose now, to be asked without consequences."""
         return self._pairs.copy()
 
@@ -89,7 +91,7 @@ class LiveFleet:
             member.life.succeeded(request, now=self._clock())
             mode = MODES.get(self._learned.state(instance.id))
             if mode is not None and mode is not member.facts.mode:
-                self.registry.learn(instance.id, Facts(mode=mode))
+                self.registry.learn(instance.id, EngineCapabilities(mode=mode))
 
     def ended(self, instance: Instance, request: RequestId, failure: Failure | None, /) -> None:
         """It is closed."""
@@ -117,6 +119,6 @@ class LiveFleet:
     def leave(self, instance: Instance, request: RequestId) -> None:
         """Stop to count it when it has left as often."""
         if (member := self.registry.get(instance.id)) is not None and member.load.leave(request):
-            if member.life.state is State.HALF_OPEN:
+            if member.life.state is HealthState.HALF_OPEN:
                 self.later.settle()  # that it has served its trial may be among what waits
             member.life.released(request)

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import Facts
-from xpyd_proxy.core.fleet.health import Limits
-from xpyd_proxy.core.fleet.origin import BY_HAND, Origin, Source
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
+from xpyd_proxy.core.fleet.health import HealthLimits
+from xpyd_proxy.core.fleet.origin import BY_HAND, EngineSource, Origin
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.core.workers.instance_ids import Line, Roster, Verb, key_of
+from xpyd_proxy.core.workers.instance_ids import InstanceIds, Line, Verb, key_of
 from xpyd_proxy.errors import AlreadyKnown
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ class IdLog(Protocol):
     """The log of ids and orders that the workers share (io/workers/ledger.py)."""
 
     @property
-    def roster(self) -> Roster:
+    def roster(self) -> InstanceIds:
         """The ids and orders as far as they have been read."""
         ...
 
@@ -41,7 +41,7 @@ class IdLog(Protocol):
 class SharedRegistry(Registry):
     """Asks the ledger for every id."""
 
-    def __init__(self, limits: Limits, ledger: IdLog) -> None:
+    def __init__(self, limits: HealthLimits, ledger: IdLog) -> None:
         super().__init__(limits)
         self._ledger = ledger
         self._has_begun = False
@@ -58,7 +58,7 @@ class SharedRegistry(Registry):
         address: Address,
         *,
         rank: int | None = None,
-        facts: Facts | None = None,
+        facts: EngineCapabilities | None = None,
         now: float = 0.0,
         origin: Origin = BY_HAND,
     ) -> Instance:
@@ -72,7 +72,7 @@ class SharedRegistry(Registry):
 
     def remove(self, name: InstanceId, *, now: float) -> None:
         """Forget an engine; raises UnknownInstance. If its source names it again, it has another id."""
-        is_static = self.member(name).origin.source is Source.STATIC
+        is_static = self.member(name).origin.source is EngineSource.STATIC
         self._forget(name, now=now)
         if not is_static:
             self._ledger.say(Verb.CLOSE, name)

@@ -11,20 +11,20 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from xpyd_proxy.core.counters import Counters, Histogram
-from xpyd_proxy.core.model import Instance, InstanceId, Push, RequestId
+from xpyd_proxy.core.model import Instance, InstanceId, LegOrder, RequestId
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.protocol.kv_transfer_check import Arrival, arrival
 from xpyd_proxy.core.recent_stats import RecentStats, RollingSeries
 from xpyd_proxy.core.request_record import RequestOutcome, RequestRecord
 from xpyd_proxy.io.logs import lines_together
 from xpyd_proxy.io.request_path.access_log import log_request
-from xpyd_proxy.io.request_path.deferred import Later
+from xpyd_proxy.io.request_path.deferred import DeferredCalls
 
 logger = logging.getLogger(__name__)
 _OK: Final = "ok"
 _STREAM_ABORTED: Final = RequestOutcome.STREAM_ABORTED  # looking a member up takes as long as a call
 _SERVER_ERROR: Final = RequestOutcome.SERVER_ERROR
-_AT_ONCE: Final = Push.AT_ONCE
+_AT_ONCE: Final = LegOrder.CONCURRENT
 _UNKNOWN: Final = Arrival.UNKNOWN
 # For the status page: what became of the leg.
 _FAILED: Final[Mapping[Failure, str]] = {
@@ -78,7 +78,7 @@ class Telemetry:
         self.transfers_expected: Counter[InstanceId] = Counter()  # by decode engine, ever
         self.legs_under_way: Callable[[], Iterable[InstanceId]] = tuple  # the engine of each
         self._clock = clock  # seconds; only differences count
-        self.later = Later(lines_together)
+        self.later = DeferredCalls(lines_together)
         self._engines: dict[InstanceId, _Engine] = {}
         self._kinds: dict[tuple[str, bool, str | None, str | None, str, str, bool], _Kind] = {}
         self._inter_token: dict[str, Histogram] = {}

@@ -7,7 +7,7 @@ from typing import Protocol
 from xpyd_proxy.errors import EngineError
 
 
-class Source(Protocol):
+class ResponseSource(Protocol):
     """Where an answer comes from."""
 
     @property
@@ -28,7 +28,7 @@ class Source(Protocol):
         ...
 
 
-class Call(ABC):
+class ResponseHandler(ABC):
     """What a connection tells about one answer, inside the event loop's read.
 
     A subclass is told of the head (``began``), of each piece of the body (``arrived``), and once of the end: ``ended``
@@ -41,7 +41,7 @@ class Call(ABC):
         self.engine = engine  # its id, for what errors say
         self.complete = False
         self.error: Exception | None = None
-        self.source: Source | None = None  # since the request was sent
+        self.source: ResponseSource | None = None  # since the request was sent
         self.opening: asyncio.Task[None] | None = None  # opens a connection for it
 
     @property

@@ -14,8 +14,8 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.errors import EngineError
-from xpyd_proxy.io.wire.call import Call
-from xpyd_proxy.io.wire.usual import CONTENT_TYPE, lone_chunk, usual_body
+from xpyd_proxy.io.wire.call import ResponseHandler
+from xpyd_proxy.io.wire.usual import CONTENT_TYPE, match_simple_response, parse_single_chunk
 
 HEAD_MOST: Final = 64 * 1024  # bytes of a head, and of anything else between two pieces of a body
 _BODYLESS: Final = frozenset({204, 304})
@@ -42,7 +42,7 @@ class Owner(Protocol):
 
 
 class Connection:
-    """Sends one request at a time, and tells its Call what comes back. To the event loop it is an asyncio.Protocol.
+    """Sends one request at a time, and gives what comes back to its ResponseHandler. It is an asyncio.Protocol.
 
     It is not derived from that class: mypyc would not clear weak references to what is.
     """
@@ -58,7 +58,7 @@ class Connection:
         self._owner = owner
         self._poll = select.poll()
         self._parser = HttpResponseParser(self)
-        self._reply: Call | None = None
+        self._reply: ResponseHandler | None = None
         self._pieces: list[bytes] = []
         self._loose = 0  # bytes since the last piece of a body
         self._parsing = False  # the parser has had some of the answer
@@ -94,7 +94,7 @@ class Connection:
         """Tell whether nothing waits to be read, not even the engine's end of the connection."""
         return not self._poll.poll(0)
 
-    def start(self, call: Call, head: bytes, body: Sequence[bytes | memoryview]) -> bool:
+    def start(self, call: ResponseHandler, head: bytes, body: Sequence[bytes | memoryview]) -> bool:
         """Send a request at once, however long it is, and tell ``call`` of its answer; False: it is over.
 
         ``body``: its pieces. Several are written in one go, and not copied for it.
@@ -180,7 +180,7 @@ class Connection:
             self._unasked()
             return
         self.heard_at = self._clock()
-        body = None if self._parsing else usual_body(data)
+        body = None if self._parsing else match_simple_response(data)
         if body is not None:
             self._take_whole(reply, body)
             return
@@ -204,7 +204,7 @@ class Connection:
             error.__cause__ = fault
             reply.give_up(error)
 
-    def _take_whole(self, reply: Call, body: bytes) -> None:
+    def _take_whole(self, reply: ResponseHandler, body: bytes) -> None:
         """Take an answer that is here all at once."""
         self._done = self._keeps = True
         try:
@@ -215,7 +215,7 @@ class Connection:
         except Exception as bug:  # noqa: BLE001 (as above)
             self._crash(reply, bug)
 
-    def _crash(self, reply: Call, bug: Exception) -> None:
+    def _crash(self, reply: ResponseHandler, bug: Exception) -> None:
         reply.crashed(bug)
         if self._reply is reply:
             self.abort()
@@ -245,7 +245,7 @@ class Connection:
 
     def _feed(self, data: bytes) -> Exception | None:
         """Parse, and return what is wrong with it."""
-        if self._between and (piece := lone_chunk(data)) is not None:
+        if self._between and (piece := parse_single_chunk(data)) is not None:
             self.on_body(piece)
             return None
         try:
@@ -260,7 +260,7 @@ class Connection:
             return _Unclear(f"a head of more than {HEAD_MOST} bytes")
         return None
 
-    def _answered(self, reply: Call, *, clean: bool) -> None:
+    def _answered(self, reply: ResponseHandler, *, clean: bool) -> None:
         self._usable = self._usable and clean and self._keeps and not (self._is_tls and self._held_up)
         self._forget_head()
         self._parsing = False

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Self
 
 from xpyd_proxy.core.admission.keys import Outbound
-from xpyd_proxy.core.model import Answer, Headers, Instance, Leg
+from xpyd_proxy.core.model import EngineResponse, Headers, Instance, LegRequest
 from xpyd_proxy.errors import EngineTimeout
-from xpyd_proxy.io.wire.call import Call
+from xpyd_proxy.io.wire.call import ResponseHandler
 from xpyd_proxy.io.wire.connection_guard import Guard
 from xpyd_proxy.io.wire.pool import Dial, Pool
-from xpyd_proxy.io.wire.teller import Teller
+from xpyd_proxy.io.wire.teller import LegSender
 from xpyd_proxy.io.wire.whole import WholeAnswer
 from xpyd_proxy.settings import Settings
 
@@ -41,7 +41,7 @@ class WireEngines:
             guard=guard,
             dial=dial,
         )
-        self._teller = Teller(self._pool, outbound or Outbound())
+        self._teller = LegSender(self._pool, outbound or Outbound())
 
     async def __aenter__(self) -> Self:
         return self
@@ -55,7 +55,7 @@ class WireEngines:
         return self._pool
 
     @property
-    def teller(self) -> Teller:
+    def teller(self) -> LegSender:
         """Asks by the same connections, and has answers told."""
         return self._teller
 
@@ -63,7 +63,7 @@ class WireEngines:
         """End the requests to an engine that hangs: those that heard nothing from it for so long; return how many."""
         return self._pool.give_up(instance, silent_s=silent_s)
 
-    async def ask(self, leg: Leg, *, timeout_s: float) -> Answer:
+    async def ask(self, leg: LegRequest, *, timeout_s: float) -> EngineResponse:
         """Post, and wait at most so many seconds for the whole answer; giving up closes the connection.
 
         Raises:
@@ -72,12 +72,14 @@ class WireEngines:
         """
         return await self._whole(leg.instance, partial(self._teller.post, leg=leg), timeout_s)
 
-    async def models(self, instance: Instance, headers: Headers, *, bare: bool = False) -> Answer:
+    async def models(self, instance: Instance, headers: Headers, *, bare: bool = False) -> EngineResponse:
         """Get the engine's list of models, ``bare``: without showing a key; raises what ``ask`` raises."""
         asked = partial(self._teller.get, instance=instance, path="/v1/models", headers=headers, bare=bare)
         return await self._whole(instance, asked, self._probe_timeout_s)
 
-    async def _whole(self, instance: Instance, send: Callable[[Call], None], timeout_s: float) -> Answer:
+    async def _whole(
+        self, instance: Instance, send: Callable[[ResponseHandler], None], timeout_s: float
+    ) -> EngineResponse:
         call = WholeAnswer(instance.id)
         try:
             async with asyncio.timeout(timeout_s):

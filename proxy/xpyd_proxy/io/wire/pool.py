@@ -12,7 +12,7 @@ from xpyd_proxy.errors import EngineError, EngineTimeout, NotAllowed
 from xpyd_proxy.io.wire.connection import Connection
 from xpyd_proxy.io.wire.connection_guard import Guard
 from xpyd_proxy.io.wire.heads import Heads
-from xpyd_proxy.io.wire.turns import Turns
+from xpyd_proxy.io.wire.turns import ConnectLimiter
 
 IDLE_MOST: Final = 2048  # connections that wait, to all engines together
 _ROUNDS: Final = 8  # looks at them in the time that one may wait
@@ -55,7 +55,7 @@ class Pool:
         self._idle = 0  # in all peers
         self._loop: asyncio.AbstractEventLoop | None = None  # the one it works in
         self._round: asyncio.TimerHandle | None = None
-        self._turns = Turns()  # to open one
+        self._turns = ConnectLimiter()  # to open one
         self._closing: asyncio.Event | None = None  # set when nothing is open any more
 
     @property

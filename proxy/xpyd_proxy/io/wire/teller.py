@@ -4,10 +4,10 @@ import asyncio
 from typing import Final
 
 from xpyd_proxy.core.admission.keys import Outbound
-from xpyd_proxy.core.model import Headers, Instance, Leg, RequestId
+from xpyd_proxy.core.model import Headers, Instance, LegRequest, RequestId
 from xpyd_proxy.core.raw_json import Pieces
 from xpyd_proxy.errors import EngineError
-from xpyd_proxy.io.wire.call import Call
+from xpyd_proxy.io.wire.call import ResponseHandler
 from xpyd_proxy.io.wire.connection import Connection
 from xpyd_proxy.io.wire.heads import Unsendable
 from xpyd_proxy.io.wire.pool import Peer, Pool
@@ -15,8 +15,8 @@ from xpyd_proxy.io.wire.pool import Peer, Pool
 _JSON: Final = b"application/json"
 
 
-class Teller:
-    """Asks by a pool's connections, and has a Call told of each answer. All calls return at once.
+class LegSender:
+    """Asks by a pool's connections, and has a ResponseHandler told of each answer. All calls return at once.
 
     ``done`` gives the connection of a complete answer back. A request that HTTP cannot carry raises EngineError.
     """
@@ -29,7 +29,7 @@ class Teller:
 
     def tell(
         self,
-        call: Call,
+        call: ResponseHandler,
         instance: Instance,
         path: str,
         *,
@@ -53,7 +53,7 @@ class Teller:
             raise _unsendable(instance, exc) from exc
         self._start(call, instance, peer, head, body)
 
-    def post(self, call: Call, leg: Leg) -> None:
+    def post(self, call: ResponseHandler, leg: LegRequest) -> None:
         """Post a leg that has its id among its headers."""
         headers = (*self._outbound.headers(leg.instance.role, leg.headers), (b"content-type", leg.content_type))
         try:
@@ -62,7 +62,9 @@ class Teller:
             raise _unsendable(leg.instance, exc) from exc
         self._start(call, leg.instance, self._pool.peer(leg.instance), head, [leg.body])
 
-    def get(self, call: Call, instance: Instance, path: str, headers: Headers, *, bare: bool = False) -> None:
+    def get(
+        self, call: ResponseHandler, instance: Instance, path: str, headers: Headers, *, bare: bool = False
+    ) -> None:
         """Get a path; ``bare``: without showing a key."""
         shown = self._outbound.bare(headers) if bare else self._outbound.headers(instance.role, headers)
         try:
@@ -71,14 +73,14 @@ class Teller:
             raise _unsendable(instance, exc) from exc
         self._start(call, instance, self._pool.peer(instance), head, [b""])
 
-    def _start(self, call: Call, instance: Instance, peer: Peer, head: bytes, body: Pieces) -> None:
+    def _start(self, call: ResponseHandler, instance: Instance, peer: Peer, head: bytes, body: Pieces) -> None:
         while (connection := self._pool.waiting_at(peer)) is not None:
             if connection.start(call, head, body):
                 return
             connection.abort()
         call.opening = asyncio.get_running_loop().create_task(self._open(call, instance, head, body))
 
-    async def _open(self, call: Call, instance: Instance, head: bytes, body: Pieces) -> None:
+    async def _open(self, call: ResponseHandler, instance: Instance, head: bytes, body: Pieces) -> None:
         """Open a connection for a request."""
         try:
             await self._open_and_start(call, instance, head, body)
@@ -86,7 +88,7 @@ class Teller:
             if call.error is None and not call.complete:
                 call.crashed(bug)
 
-    async def _open_and_start(self, call: Call, instance: Instance, head: bytes, body: Pieces) -> None:
+    async def _open_and_start(self, call: ResponseHandler, instance: Instance, head: bytes, body: Pieces) -> None:
         try:
             connection = await self._pool.open(instance)
         except EngineError as error:
@@ -98,7 +100,7 @@ class Teller:
             connection.abort()
             call.failed(EngineError(f"{call.engine} closed the connection before the request was sent", reached=False))
 
-    def done(self, call: Call) -> None:
+    def done(self, call: ResponseHandler) -> None:
         """Give back the connection of an answer that is complete; any other one is closed."""
         source, call.source = call.source, None
         if isinstance(source, Connection):

@@ -8,11 +8,11 @@ way before the last connection is begun.
 import asyncio
 from typing import Final
 
-AT_ONCE: Final = 8  # docs/performance.md: one of the best of 1 to 16
+OPENING_MOST: Final = 8  # docs/performance.md: one of the best of 1 to 16
 _ROUNDS: Final = 6  # of the event loop; a connection to this machine is open after four (asyncio), or two (uvloop)
 
 
-class Turn:
+class ConnectSlot:
     """The right to open a connection, until it is passed on: after some rounds of the event loop at the latest.
 
     Who waits for the network takes no time of the event loop, so others may begin meanwhile.
@@ -40,15 +40,15 @@ class Turn:
             self._loop.call_soon(self._wait)
 
 
-class Turns:
+class ConnectLimiter:
     """Gives a few turns at a time."""
 
     __slots__ = ("_free",)
 
     def __init__(self) -> None:
-        self._free = asyncio.Semaphore(AT_ONCE)
+        self._free = asyncio.Semaphore(OPENING_MOST)
 
-    async def take(self) -> Turn:
+    async def take(self) -> ConnectSlot:
         """Wait for a turn; whoever has it passes it on."""
         await self._free.acquire()
-        return Turn(self._free)
+        return ConnectSlot(self._free)

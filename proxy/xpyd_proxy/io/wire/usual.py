@@ -21,7 +21,7 @@ _HEAD: Final = re.compile(
 )
 
 
-def usual_body(received: bytes) -> bytes | None:
+def match_simple_response(received: bytes) -> bytes | None:
     """Return the body of a whole, usual answer: 200, JSON, kept alive; None: it is another one, or not all of it."""
     head = _HEAD.match(received, 0, _MOST)
     if head is None:
@@ -30,7 +30,7 @@ def usual_body(received: bytes) -> bytes | None:
     return received[end:] if len(received) - end == int(length) else None
 
 
-def lone_chunk(received: bytes) -> bytes | None:
+def parse_single_chunk(received: bytes) -> bytes | None:
     """Return what is in a whole chunk of up to 4,095 bytes that came alone; None: it is another one, or anything else.
 
     Only to be asked where the next byte that llhttp waits for is the first of a chunk.

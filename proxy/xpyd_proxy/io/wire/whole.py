@@ -3,19 +3,19 @@
 import asyncio
 
 from xpyd_proxy.core.http.bounded_body import ANSWER_MOST
-from xpyd_proxy.core.model import Answer
+from xpyd_proxy.core.model import EngineResponse
 from xpyd_proxy.errors import EngineError
-from xpyd_proxy.io.wire.call import Call
+from xpyd_proxy.io.wire.call import ResponseHandler
 
 
-class WholeAnswer(Call):
+class WholeAnswer(ResponseHandler):
     """``answer`` is done when all of it is here; it raises EngineError when the engine breaks off."""
 
     __slots__ = ("_load", "_pieces", "_size", "_status", "_type", "answer")
 
     def __init__(self, engine: str) -> None:
         super().__init__(engine)
-        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[EngineResponse] = asyncio.get_running_loop().create_future()
         self._pieces: list[bytes] = []
         self._size = 0
         self._status, self._type, self._load = 0, b"", b""
@@ -35,7 +35,7 @@ class WholeAnswer(Call):
         """All of it is here."""
         if not self.answer.done():
             body = b"".join(self._pieces)
-            self.answer.set_result(Answer(self._status, self._type.decode("latin-1"), body, self._load))
+            self.answer.set_result(EngineResponse(self._status, self._type.decode("latin-1"), body, self._load))
 
     def fail(self, error: EngineError) -> None:
         """It broke off, or was given up."""

@@ -2,15 +2,15 @@
 
 from typing import Protocol
 
-from xpyd_proxy.core.fleet.origin import Source
+from xpyd_proxy.core.fleet.origin import EngineSource
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import InstanceId, Role
 from xpyd_proxy.core.workers.instance_ids import Verb
-from xpyd_proxy.io.workers.ledger import Ledger
+from xpyd_proxy.io.workers.ledger import InstanceIdLog
 
 
-class Changes(Protocol):
+class FleetChanges(Protocol):
     """Carries changes out; what it raises is written at :class:`xpyd_proxy.io.discovery.reconciler.Discovery`."""
 
     async def add(self, role: Role, target: Target) -> None:
@@ -30,10 +30,10 @@ class Changes(Protocol):
         ...
 
 
-class Together:
+class ReplicatedChanges:
     """Makes a change here, and writes into the ledger what no store carries to the other workers."""
 
-    def __init__(self, here: Changes, registry: Registry, ledger: Ledger) -> None:
+    def __init__(self, here: FleetChanges, registry: Registry, ledger: InstanceIdLog) -> None:
         self._here = here
         self._registry = registry
         self._ledger = ledger
@@ -44,7 +44,7 @@ class Together:
 
     async def remove(self, name: InstanceId) -> None:
         """Take an engine out. Raises as Discovery does."""
-        is_static = self._registry.member(name).origin.source is Source.STATIC
+        is_static = self._registry.member(name).origin.source is EngineSource.STATIC
         await self._here.remove(name)
         if is_static and self._registry.get(name) is None:
             self._ledger.say(Verb.REMOVE, name)

@@ -5,23 +5,23 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Protocol
 
-from xpyd_proxy.core.fleet.health import Limits
+from xpyd_proxy.core.fleet.health import HealthLimits
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.ports import Queue
 from xpyd_proxy.core.workers.reports import Part, Whole
-from xpyd_proxy.core.workers.worker_health import Peers
+from xpyd_proxy.core.workers.worker_health import WorkerHealth
 from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
 from xpyd_proxy.io.request_path.telemetry import Telemetry
-from xpyd_proxy.io.workers.changes import Changes, Together
-from xpyd_proxy.io.workers.exchange import Exchange
-from xpyd_proxy.io.workers.ledger import Ledger
-from xpyd_proxy.io.workers.place import Place
-from xpyd_proxy.io.workers.reports import Reports
+from xpyd_proxy.io.workers.changes import FleetChanges, ReplicatedChanges
+from xpyd_proxy.io.workers.exchange import HealthGossip
+from xpyd_proxy.io.workers.ledger import InstanceIdLog
+from xpyd_proxy.io.workers.place import WorkerContext
+from xpyd_proxy.io.workers.reports import WorkerReports
 from xpyd_proxy.settings import Settings
 
 
-class Company(Protocol):
+class WorkerGroup(Protocol):
     """The processes of a router, for one of them."""
 
     @property
@@ -43,7 +43,7 @@ class Company(Protocol):
         """Return the settings with a store that all of them have."""
         ...
 
-    def changes(self, here: Changes) -> Changes:
+    def changes(self, here: FleetChanges) -> FleetChanges:
         """Return what carries a change out in all of them."""
         ...
 
@@ -62,10 +62,10 @@ class Company(Protocol):
         ...
 
 
-class Alone:
+class SingleWorker:
     """A router of one process."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: HealthLimits) -> None:
         self.number, self.of = 0, 1
         self.registry = Registry(limits)
 
@@ -73,7 +73,7 @@ class Alone:
         """Return them as they are."""
         return settings
 
-    def changes(self, here: Changes) -> Changes:
+    def changes(self, here: FleetChanges) -> FleetChanges:
         """Return what makes them here."""
         return here
 
@@ -84,29 +84,29 @@ class Alone:
     def everybody(
         self, _telemetry: Telemetry, _queue: Queue, _part: Callable[[], Part], /
     ) -> Callable[[], Awaitable[Whole | None]]:
-        """Ask nobody."""
-        return nobody
+        """Ask no_other_workers."""
+        return no_other_workers
 
     def running(self) -> Sequence[AbstractAsyncContextManager[object]]:
         """Nothing."""
         return ()
 
 
-async def nobody() -> Whole | None:
+async def no_other_workers() -> Whole | None:
     """There are no other workers."""
     return None
 
 
-class Crew:
+class GroupedWorker:
     """One worker of several."""
 
-    def __init__(self, place: Place, limits: Limits, clock: Callable[[], float]) -> None:
+    def __init__(self, place: WorkerContext, limits: HealthLimits, clock: Callable[[], float]) -> None:
         self.number, self.of = place.number, place.of
         self._place = place
-        self._ledger = Ledger(place.path / "ledger")
+        self._ledger = InstanceIdLog(place.path / "ledger")
         self.registry = SharedRegistry(limits, self._ledger)
-        self._peers = Peers(self.registry)
-        self._running = [Exchange(place, self.registry, self._peers, clock).running]
+        self._peers = WorkerHealth(self.registry)
+        self._running = [HealthGossip(place, self.registry, self._peers, clock).running]
 
     def stored(self, settings: Settings) -> Settings:
         """Return the settings with a store in the folder of the workers, if they have none that is shared."""
@@ -114,9 +114,9 @@ class Crew:
             return settings
         return replace(settings, store=f"file:{self._place.path / 'engines'}")
 
-    def changes(self, here: Changes) -> Changes:
+    def changes(self, here: FleetChanges) -> FleetChanges:
         """Return what makes a change here, and tells the others."""
-        return Together(here, self.registry, self._ledger)
+        return ReplicatedChanges(here, self.registry, self._ledger)
 
     def is_drained(self, name: InstanceId, /) -> bool:
         """Tell whether the others say so."""
@@ -126,7 +126,7 @@ class Crew:
         self, telemetry: Telemetry, queue: Queue, part: Callable[[], Part], /
     ) -> Callable[[], Awaitable[Whole | None]]:
         """Return what asks the others; from now on they can ask this one."""
-        reports = Reports(self._place, telemetry, queue, part)
+        reports = WorkerReports(self._place, telemetry, queue, part)
         self._running.append(reports.running)
         return reports.whole
 
@@ -135,6 +135,6 @@ class Crew:
         return [part() for part in self._running]
 
 
-def company(place: Place | None, limits: Limits, clock: Callable[[], float]) -> Company:
+def worker_group(place: WorkerContext | None, limits: HealthLimits, clock: Callable[[], float]) -> WorkerGroup:
     """Return that of a worker, or of a router of one process; ``clock``: the registry's."""
-    return Alone(limits) if place is None else Crew(place, limits, clock)
+    return SingleWorker(limits) if place is None else GroupedWorker(place, limits, clock)

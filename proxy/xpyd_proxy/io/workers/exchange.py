@@ -10,10 +10,10 @@ from typing import Final
 
 import msgspec
 
-from xpyd_proxy.core.workers.worker_health import Bulletin, Peers, bulletin_of
+from xpyd_proxy.core.workers.worker_health import HealthUpdate, WorkerHealth, bulletin_of
 from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
-from xpyd_proxy.io.workers.place import Place
+from xpyd_proxy.io.workers.place import WorkerContext
 
 logger = logging.getLogger(__name__)
 _TICK_S: Final = 0.1  # seconds between two bulletins, at least
@@ -21,15 +21,17 @@ _ANYWAY_S: Final = 1.0  # seconds after which one goes out that says nothing new
 _MOST_BYTES: Final = 1 << 18  # of one; the kernel takes some less
 
 
-class Exchange:
+class HealthGossip:
     """Sends what has changed here, and takes in what the others send."""
 
-    def __init__(self, place: Place, registry: SharedRegistry, peers: Peers, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, place: WorkerContext, registry: SharedRegistry, peers: WorkerHealth, clock: Callable[[], float]
+    ) -> None:
         self._place = place
         self._registry = registry
         self._peers = peers
         self._clock = clock  # seconds; the one of the registry, and the same in all processes
-        self._sent: Bulletin | None = None  # the last one that reached all
+        self._sent: HealthUpdate | None = None  # the last one that reached all
         self._sent_at = 0.0
         self._trouble = ""  # what was logged last
 
@@ -90,7 +92,7 @@ class Exchange:
             except BlockingIOError:
                 return
             try:
-                bulletin = msgspec.msgpack.decode(data, type=Bulletin)
+                bulletin = msgspec.msgpack.decode(data, type=HealthUpdate)
             except msgspec.DecodeError as exc:
                 logger.warning("what a worker said is no bulletin: %s", exc)
                 continue

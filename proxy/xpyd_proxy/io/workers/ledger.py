@@ -9,14 +9,14 @@ from pathlib import Path
 import msgspec
 
 from xpyd_proxy.core.model import InstanceId
-from xpyd_proxy.core.workers.instance_ids import Line, Roster, Verb
+from xpyd_proxy.core.workers.instance_ids import InstanceIds, Line, Verb
 
 
-class Ledger:
+class InstanceIdLog:
     """One worker's hand on it. A line is some hundred bytes, and a turn some microseconds: nothing waits for a disk."""
 
     def __init__(self, path: Path) -> None:
-        self.roster = Roster()
+        self.roster = InstanceIds()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._read_to = 0
         self._news: list[Line] = []  # what others have written, and nobody has asked for yet

@@ -18,7 +18,7 @@ END: Final = b"E"  # by the supervisor: take no more, and finish what there is
 HURRY: Final = b"H"  # by the supervisor: end at once
 
 
-class Place(msgspec.Struct, frozen=True):
+class WorkerContext(msgspec.Struct, frozen=True):
     """One worker among the others."""
 
     number: int  # 0 to of - 1
@@ -61,10 +61,10 @@ class Place(msgspec.Struct, frozen=True):
             shutil.rmtree(self.path, ignore_errors=True)  # nobody is left who could be told that it did not work
 
 
-def own_place() -> Place | None:
+def own_place() -> WorkerContext | None:
     """Return this process's place; None: it is no worker of several. What it starts itself is none either."""
     text = os.environ.pop(VARIABLE, None)
-    return None if text is None else msgspec.json.decode(text, type=Place)
+    return None if text is None else msgspec.json.decode(text, type=WorkerContext)
 
 
 def heard(line: int) -> bytes | None:

@@ -12,11 +12,11 @@ import msgspec
 
 from xpyd_proxy.core.admission.limits import Limit
 from xpyd_proxy.core.ports import Queue
-from xpyd_proxy.core.workers.reports import EMPTY, Part, Report, Whole, absorb, counts_of
+from xpyd_proxy.core.workers.reports import EMPTY, Part, Whole, WorkerReport, absorb, counts_of
 from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.metrics import processes
 from xpyd_proxy.io.request_path.telemetry import Telemetry
-from xpyd_proxy.io.workers.place import Place
+from xpyd_proxy.io.workers.place import WorkerContext
 
 logger = logging.getLogger(__name__)
 _PATIENCE_S: Final = 0.5  # seconds that a peer may take
@@ -25,10 +25,10 @@ _MOST_BYTES: Final = 16 * 1024 * 1024
 _CPU: Final = "process_cpu_seconds_total"
 
 
-class Reports:
+class WorkerReports:
     """One worker's side of it: a Unix socket on which whoever connects gets the report."""
 
-    def __init__(self, place: Place, telemetry: Telemetry, queue: Queue, part: Callable[[], Part]) -> None:
+    def __init__(self, place: WorkerContext, telemetry: Telemetry, queue: Queue, part: Callable[[], Part]) -> None:
         self._place = place
         self._telemetry = telemetry
         self._queue = queue
@@ -59,7 +59,7 @@ class Reports:
         serving = 1 + sum(answers for _, answers in found)
         return Whole(self._report(self._part()), others, serving)
 
-    async def _read(self, peer: int) -> tuple[Report | None, bool]:
+    async def _read(self, peer: int) -> tuple[WorkerReport | None, bool]:
         """Return a peer's report, and whether the peer itself has given it."""
         try:
             async with asyncio.timeout(_PATIENCE_S):
@@ -71,7 +71,7 @@ class Reports:
             logger.warning("worker %d does not say what it has counted (%s)", peer, str(exc) or "it takes too long")
         return self._saved(peer), False
 
-    async def _asked(self, peer: int) -> Report:
+    async def _asked(self, peer: int) -> WorkerReport:
         reader, writer = await asyncio.open_unix_connection(self._path(peer, "report"))
         try:
             data = b""
@@ -79,7 +79,7 @@ class Reports:
                 data += piece
                 if len(data) > _MOST_BYTES:
                     raise msgspec.DecodeError(f"it has more than {_MOST_BYTES} bytes")
-            return msgspec.msgpack.decode(data, type=Report)
+            return msgspec.msgpack.decode(data, type=WorkerReport)
         finally:
             writer.close()
 
@@ -89,9 +89,9 @@ class Reports:
             await writer.drain()
         writer.close()
 
-    def _report(self, part: Part) -> Report:
+    def _report(self, part: Part) -> WorkerReport:
         queue, before = self._queue, self._before
-        return Report(
+        return WorkerReport(
             worker=self._place.number,
             starts=self._place.starts,
             counts=counts_of(self._telemetry.counters),
@@ -122,10 +122,10 @@ class Reports:
         except OSError as exc:
             logger.warning("%s cannot be written: %s", path, exc.strerror)
 
-    def _saved(self, worker: int) -> Report | None:
+    def _saved(self, worker: int) -> WorkerReport | None:
         path = self._path(worker, "counts")
         try:
-            return msgspec.msgpack.decode(path.read_bytes(), type=Report)
+            return msgspec.msgpack.decode(path.read_bytes(), type=WorkerReport)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError) as exc:
@@ -142,7 +142,7 @@ def _refused(now: Mapping[Limit, int], before: Mapping[str, int]) -> Mapping[str
     return found
 
 
-def _process(before: Report | None) -> Mapping[str, float]:
+def _process(before: WorkerReport | None) -> Mapping[str, float]:
     """Return the numbers of the process; processor time is a counter, and goes on where the one before has ended."""
     found = dict(processes())
     if before is not None and _CPU in found:

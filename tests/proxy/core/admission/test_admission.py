@@ -6,10 +6,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from xpyd_proxy.core.admission.admission import TRANSITIONS, Admission, Event, State, Ticket
-from xpyd_proxy.core.admission.limits import Limit, Limits, Refusal
+from xpyd_proxy.core.admission.admission import TRANSITIONS, Admission, Ticket, TicketEvent, TicketState
+from xpyd_proxy.core.admission.limits import AdmissionLimits, Limit, Refusal
 
-ONE = Limits(concurrency=1, queue=2, wait_s=10.0)
+ONE = AdmissionLimits(concurrency=1, queue=2, wait_s=10.0)
 
 
 def arrive(admission, key="a", priority=0, size=1, now=0.0):
@@ -20,7 +20,7 @@ def states(*tickets):
     return [ticket.state.value for ticket in tickets]
 
 
-@pytest.mark.parametrize(("state", "event"), list(itertools.product(State, Event)))
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(TicketState, TicketEvent)))
 def test_the_whole_table(state, event):
     """What is not in it raises, and what is final stays so."""
     ticket = Ticket("a", 0, 1, 0.0, state)
@@ -34,12 +34,16 @@ def test_the_whole_table(state, event):
 
 def test_which_states_are_final():
     """Each of the others has a way out."""
-    assert {state for state in State if not TRANSITIONS[state]} == {State.REFUSED, State.EXPIRED, State.LEFT}
+    assert {state for state in TicketState if not TRANSITIONS[state]} == {
+        TicketState.REFUSED,
+        TicketState.EXPIRED,
+        TicketState.LEFT,
+    }
 
 
 def test_without_limits_everybody_is_served():
     """At once."""
-    admission = Admission(Limits())
+    admission = Admission(AdmissionLimits())
 
     assert states(*[arrive(admission) for _ in range(50)]) == ["admitted"] * 50
 
@@ -70,14 +74,14 @@ def test_the_more_important_goes_first_and_takes_a_place_in_a_full_queue():
 
 def test_the_more_important_takes_no_place_that_is_anothers_share():
     """Or one client could send all others away."""
-    admission = Admission(Limits(concurrency=1, queue=4, wait_s=10.0))
+    admission = Admission(AdmissionLimits(concurrency=1, queue=4, wait_s=10.0))
     arrive(admission, "b")
     alice = [arrive(admission, "a") for _ in range(4)]
     mallory = [arrive(admission, "m", priority=-9) for _ in range(3)]
 
     assert states(*alice) == ["waiting", "waiting", "refused", "refused"]
     assert states(*mallory) == ["waiting", "waiting", "refused"]
-    assert arrive(admission, "a", priority=-1).state is State.WAITING  # within a key it may
+    assert arrive(admission, "a", priority=-1).state is TicketState.WAITING  # within a key it may
     assert states(*alice) == ["waiting", "refused", "refused", "refused"]
 
 
@@ -104,15 +108,15 @@ def test_a_client_that_does_not_want_to_wait_frees_its_place_at_once():
     admission.leave(gone)
 
     assert (admission.waiting, admission.held_bytes) == (1, 2)
-    assert arrive(admission).state is State.WAITING
+    assert arrive(admission).state is TicketState.WAITING
 
 
 def test_the_limits_of_a_key_are_its_own():
     """Over them it is refused at once, and nobody else notices."""
-    admission = Admission(Limits(concurrency=2, queue=9, wait_s=1, key_concurrency=2, key_rate=3))
+    admission = Admission(AdmissionLimits(concurrency=2, queue=9, wait_s=1, key_concurrency=2, key_rate=3))
     mine = [arrive(admission, "a") for _ in range(3)]
     assert mine[2].refusal == Refusal(Limit.KEY_CONCURRENCY, 1)
-    assert arrive(admission, "b").state is State.WAITING
+    assert arrive(admission, "b").state is TicketState.WAITING
 
     for ticket in mine[:2]:
         admission.leave(ticket)
@@ -123,7 +127,7 @@ def test_the_limits_of_a_key_are_its_own():
 
 def test_the_rate_of_all_together():
     """A refusal says when it is worth another try."""
-    admission = Admission(Limits(rate=0.5))
+    admission = Admission(AdmissionLimits(rate=0.5))
     arrive(admission)
 
     assert arrive(admission, "b").refusal == Refusal(Limit.RATE, 2)
@@ -132,7 +136,7 @@ def test_the_rate_of_all_together():
 
 def test_what_is_refused_costs_nothing():
     """Neither tokens, nor bytes, nor places."""
-    admission = Admission(Limits(rate=1, key_rate=1, held_bytes=10))
+    admission = Admission(AdmissionLimits(rate=1, key_rate=1, held_bytes=10))
     assert arrive(admission, size=11).refusal == Refusal(Limit.BYTES, 5)
 
     assert arrive(admission, size=10).refusal is None
@@ -140,9 +144,9 @@ def test_what_is_refused_costs_nothing():
 
 def test_other_limits_take_effect_at_once():
     """More places are filled; of a shorter queue the last ones are refused."""
-    admission = Admission(Limits(concurrency=1, queue=4, wait_s=1))
+    admission = Admission(AdmissionLimits(concurrency=1, queue=4, wait_s=1))
     tickets = [arrive(admission) for _ in range(5)]
-    admission.change(Limits(concurrency=2, queue=1, wait_s=1))
+    admission.change(AdmissionLimits(concurrency=2, queue=1, wait_s=1))
 
     assert states(*tickets) == ["admitted", "admitted", "waiting", "refused", "refused"]
     assert admission.poll() == [tickets[1], tickets[4], tickets[3]]
@@ -150,20 +154,20 @@ def test_other_limits_take_effect_at_once():
 
 def test_fewer_places_send_nobody_away():
     """The next place is free when enough have left."""
-    admission = Admission(Limits(concurrency=3, queue=1, wait_s=1))
+    admission = Admission(AdmissionLimits(concurrency=3, queue=1, wait_s=1))
     tickets = [arrive(admission) for _ in range(3)]
-    admission.change(Limits(concurrency=1, queue=1, wait_s=1))
+    admission.change(AdmissionLimits(concurrency=1, queue=1, wait_s=1))
     waiting = arrive(admission)
     for ticket in tickets:
-        assert waiting.state is State.WAITING
+        assert waiting.state is TicketState.WAITING
         admission.leave(ticket)
 
-    assert waiting.state is State.ADMITTED
+    assert waiting.state is TicketState.ADMITTED
 
 
 def test_keys_that_are_gone_are_forgotten():
     """As soon as what is known of them says nothing any more."""
-    admission = Admission(Limits(key_rate=1))
+    admission = Admission(AdmissionLimits(key_rate=1))
     for number in range(100):
         admission.leave(arrive(admission, f"key-{number}", now=float(number * 2)))
 
@@ -180,7 +184,7 @@ class AgainstAModel(RuleBasedStateMachine):
         held_bytes=st.sampled_from([None, 12]),
     )
     def start(self, **numbers):
-        self.limits = Limits(wait_s=5.0, **numbers)
+        self.limits = AdmissionLimits(wait_s=5.0, **numbers)
         self.admission = Admission(self.limits)
         self.now = 0.0
         self.inside, self.queue, self.tickets = [], [], []
@@ -215,10 +219,10 @@ class AgainstAModel(RuleBasedStateMachine):
         elif limits.held_bytes is not None and sum(one.size for one in held) + size > limits.held_bytes:
             assert ticket.refusal.limit is Limit.BYTES
         elif not full:
-            assert ticket.state is State.ADMITTED
+            assert ticket.state is TicketState.ADMITTED
             self.inside.append(ticket)
         elif len(self.queue) < limits.queue:
-            assert ticket.state is State.WAITING
+            assert ticket.state is TicketState.WAITING
             self.queue.append(ticket)
         elif worst is None or priority >= worst:
             assert ticket.refusal.limit is Limit.QUEUE
@@ -226,7 +230,7 @@ class AgainstAModel(RuleBasedStateMachine):
             out = [one for one in yielding if one.priority == worst][-1]
             self.queue.remove(out)
             self.queue.append(ticket)
-            assert out.state is State.REFUSED
+            assert out.state is TicketState.REFUSED
             self.settle([out])
 
     @precondition(lambda self: self.inside)
@@ -251,12 +255,12 @@ class AgainstAModel(RuleBasedStateMachine):
         late = [ticket for ticket in self.queue if ticket.due <= self.now]
         self.queue = [ticket for ticket in self.queue if ticket.due > self.now]
         self.admission.expire(now=self.now)
-        assert {ticket.state for ticket in late} <= {State.EXPIRED}
+        assert {ticket.state for ticket in late} <= {TicketState.EXPIRED}
         self.settle(late)
 
     @rule(concurrency=st.sampled_from([None, 1, 2]), queue=st.integers(0, 4))
     def change(self, concurrency, queue):
-        self.limits = Limits(
+        self.limits = AdmissionLimits(
             concurrency, queue, 5.0, self.limits.held_bytes, key_concurrency=self.limits.key_concurrency
         )
         self.admission.change(self.limits)
@@ -271,12 +275,12 @@ class AgainstAModel(RuleBasedStateMachine):
         if not hasattr(self, "inside"):
             return
         held = [*self.inside, *self.queue]
-        assert {ticket.state for ticket in self.inside} <= {State.ADMITTED}
-        assert {ticket.state for ticket in self.queue} <= {State.WAITING}
+        assert {ticket.state for ticket in self.inside} <= {TicketState.ADMITTED}
+        assert {ticket.state for ticket in self.queue} <= {TicketState.WAITING}
         assert self.admission.admitted == len(self.inside)
         assert self.admission.waiting == len(self.queue) <= self.limits.queue
         assert self.admission.held_bytes == sum(ticket.size for ticket in held)
-        refused = [ticket for ticket in self.tickets if ticket.state in (State.REFUSED, State.EXPIRED)]
+        refused = [ticket for ticket in self.tickets if ticket.state in (TicketState.REFUSED, TicketState.EXPIRED)]
         assert sum(self.admission.refused.values()) == len(refused)
         assert all((ticket.refusal is not None) == (ticket in refused) for ticket in self.tickets)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.admission.limits import Bucket, Limit
+from xpyd_proxy.core.admission.limits import Limit, TokenBucket
 
 
 def taken(bucket, rate, at):
@@ -17,7 +17,7 @@ def taken(bucket, rate, at):
 
 def test_a_second_s_worth_may_come_at_once():
     """And then one after the other."""
-    bucket = Bucket()
+    bucket = TokenBucket()
 
     assert sum(taken(bucket, 3.0, 10.0) for _ in range(5)) == 3
     assert bucket.wait(3.0, now=10.0) == pytest.approx(1 / 3)
@@ -27,7 +27,7 @@ def test_a_second_s_worth_may_come_at_once():
 
 def test_a_slow_rate_lets_one_pass_at_a_time():
     """Less than one a second is still one."""
-    bucket = Bucket()
+    bucket = TokenBucket()
 
     assert taken(bucket, 0.1, 5.0)
     assert bucket.wait(0.1, now=5.0) == pytest.approx(10)
@@ -38,7 +38,7 @@ def test_a_slow_rate_lets_one_pass_at_a_time():
 @given(st.floats(0.05, 50), st.lists(st.floats(0, 2), max_size=100))
 def test_no_more_than_the_rate_passes_over_any_time(rate, pauses):
     """Beyond the burst at the beginning; and a wait that was said is enough."""
-    bucket, now, passed = Bucket(), 100.0, 0
+    bucket, now, passed = TokenBucket(), 100.0, 0
     for pause in pauses:
         now += pause
         passed += taken(bucket, rate, now)

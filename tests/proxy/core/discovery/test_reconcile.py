@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.discovery.reconcile import MOST, Action, Sources, diff, entry_name, entry_of, read_entry
-from xpyd_proxy.core.fleet.origin import BY_HAND, Key, Origin, Source, Wanted
+from xpyd_proxy.core.fleet.origin import BY_HAND, EngineSource, Key, Origin, Wanted
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.protocol.push import TransferMode
@@ -34,7 +34,7 @@ def verbs(desired, current):
     return [(action.verb, action.key.authority) for action in diff(desired, current)]
 
 
-def origins(*wanted, source=Source.PODS):
+def origins(*wanted, source=EngineSource.PODS):
     return {one.key: Origin(source, 1, one) for one in wanted}
 
 
@@ -50,7 +50,7 @@ ENGINES = st.builds(
     st.sampled_from(["", "uid-1", "uid-2"]),
     st.booleans(),
 )
-VIEWS = st.dictionaries(st.sampled_from(Source), st.lists(ENGINES, max_size=6), max_size=3)
+VIEWS = st.dictionaries(st.sampled_from(EngineSource), st.lists(ENGINES, max_size=6), max_size=3)
 THERE = st.dictionaries(
     st.builds(Key, st.sampled_from(Role), st.sampled_from(["a:80", "b:80", "c:80"])), st.just(BY_HAND), max_size=2
 )
@@ -87,7 +87,7 @@ def test_an_engine_is_desired_if_any_source_wants_it(views):
 
     assert desired.keys() == {one.key for engines in views.values() for one in engines}
     for key, origin in desired.items():
-        naming = [source for source in Source if any(one.key == key for one in views.get(source, ()))]
+        naming = [source for source in EngineSource if any(one.key == key for one in views.get(source, ()))]
         assert origin.source is naming[0]
         last = [{one.key: one for one in sorted(views[source], key=lambda one: not one.leaves)} for source in naming]
         assert origin.wanted.leaves == any(view[key].leaves for view in last)
@@ -117,40 +117,42 @@ def test_another_engine_at_the_same_address_is_a_new_one(other):
 
 def test_an_engine_changes_hands_without_a_break():
     """The store named it before its pod was seen; when the one no longer wants it, the other still does."""
-    adopted = diff(origins(A, source=Source.PODS), {A.key: Origin(Source.STORE, 3, replace(A, identity=""))})
+    adopted = diff(
+        origins(A, source=EngineSource.PODS), {A.key: Origin(EngineSource.STORE, 3, replace(A, identity=""))}
+    )
 
-    assert adopted == [Action("adopt", A.key, Origin(Source.PODS, 1, A))]
+    assert adopted == [Action("adopt", A.key, Origin(EngineSource.PODS, 1, A))]
 
 
 def test_a_view_holds_until_the_source_says_something_else():
     """What is unreachable takes nothing away: it only grows old."""
-    sources = Sources([Source.PODS, Source.STORE], now=10)
-    assert list(sources.missing) == [Source.PODS, Source.STORE]
+    sources = Sources([EngineSource.PODS, EngineSource.STORE], now=10)
+    assert list(sources.missing) == [EngineSource.PODS, EngineSource.STORE]
 
-    assert sources.replace(Source.PODS, [A], now=20)
-    assert not sources.replace(Source.PODS, [A], now=30)
-    sources.heard(Source.PODS, now=40)
+    assert sources.replace(EngineSource.PODS, [A], now=20)
+    assert not sources.replace(EngineSource.PODS, [A], now=30)
+    sources.heard(EngineSource.PODS, now=40)
 
-    assert list(sources.missing) == [Source.STORE]
+    assert list(sources.missing) == [EngineSource.STORE]
     assert sources.desired().keys() == {A.key}
-    assert (sources.age(Source.PODS, now=100), sources.age(Source.STORE, now=100)) == (60, 90)
-    assert sources.views[Source.PODS].generation == 1
+    assert (sources.age(EngineSource.PODS, now=100), sources.age(EngineSource.STORE, now=100)) == (60, 90)
+    assert sources.views[EngineSource.PODS].generation == 1
 
 
 def test_the_first_view_counts_even_if_it_is_empty():
     """Nothing is something that a source can say."""
-    sources = Sources([Source.STORE], now=0)
+    sources = Sources([EngineSource.STORE], now=0)
 
-    assert sources.replace(Source.STORE, [], now=1)
+    assert sources.replace(EngineSource.STORE, [], now=1)
     assert list(sources.missing) == []
 
 
 def test_of_two_pods_at_one_address_the_one_that_stays_counts():
     """On the host's network the next pod takes the address while the last one still goes."""
     new = replace(A, identity="uid-new")
-    sources = Sources([Source.PODS], now=0)
+    sources = Sources([EngineSource.PODS], now=0)
 
-    sources.replace(Source.PODS, [new, replace(A, leaves=True)], now=1)
+    sources.replace(EngineSource.PODS, [new, replace(A, leaves=True)], now=1)
 
     assert sources.desired()[A.key].wanted == new
 
@@ -158,9 +160,9 @@ def test_of_two_pods_at_one_address_the_one_that_stays_counts():
 def test_a_view_is_bounded():
     """A selector that fits everything does not take the router's memory."""
     many = [Wanted(Role.DECODE, Target(Address("http", f"h{n}", 80))) for n in range(MOST + 5)]
-    sources = Sources([Source.PODS], now=0)
+    sources = Sources([EngineSource.PODS], now=0)
 
-    sources.replace(Source.PODS, many, now=1)
+    sources.replace(EngineSource.PODS, many, now=1)
 
     assert len(sources.desired()) == MOST
 

@@ -2,24 +2,24 @@
 
 import pytest
 
-from xpyd_proxy.core.fleet.compatibility import MODES, Facts, fit
-from xpyd_proxy.core.fleet.push_coordinates import State
+from xpyd_proxy.core.fleet.compatibility import MODES, EngineCapabilities, fit
+from xpyd_proxy.core.fleet.push_coordinates import CoordinatesState
 from xpyd_proxy.core.protocol.push import TransferMode
 
 
 @pytest.mark.parametrize(
     ("one", "other", "fits"),
     [
-        (Facts(), Facts(), True),
-        (Facts(version="0.32"), Facts(version="0.31"), False),
-        (Facts(version="0.32"), Facts(), True),
-        (Facts(connector="xpyd"), Facts(connector="nixl"), False),
-        (Facts(connector="xpyd"), Facts(connector="xpyd"), True),
-        (Facts(mode=TransferMode.PUSH), Facts(mode=TransferMode.PULL), False),
-        (Facts(mode=TransferMode.PUSH), Facts(), True),
-        (Facts(protocol="4"), Facts(protocol="3"), False),
-        (Facts(fingerprint="0123456789abcdef"), Facts(fingerprint="fedcba9876543210"), False),
-        (Facts(protocol="4", fingerprint="0123456789abcdef"), Facts(connector="xpyd"), True),
+        (EngineCapabilities(), EngineCapabilities(), True),
+        (EngineCapabilities(version="0.32"), EngineCapabilities(version="0.31"), False),
+        (EngineCapabilities(version="0.32"), EngineCapabilities(), True),
+        (EngineCapabilities(connector="xpyd"), EngineCapabilities(connector="nixl"), False),
+        (EngineCapabilities(connector="xpyd"), EngineCapabilities(connector="xpyd"), True),
+        (EngineCapabilities(mode=TransferMode.PUSH), EngineCapabilities(mode=TransferMode.PULL), False),
+        (EngineCapabilities(mode=TransferMode.PUSH), EngineCapabilities(), True),
+        (EngineCapabilities(protocol="4"), EngineCapabilities(protocol="3"), False),
+        (EngineCapabilities(fingerprint="0123456789abcdef"), EngineCapabilities(fingerprint="fedcba9876543210"), False),
+        (EngineCapabilities(protocol="4", fingerprint="0123456789abcdef"), EngineCapabilities(connector="xpyd"), True),
     ],
 )
 def test_what_is_known_of_both_must_agree(one, other, fits):
@@ -30,9 +30,13 @@ def test_what_is_known_of_both_must_agree(one, other, fits):
 
 def test_news_replace_what_they_speak_of_and_nothing_else():
     """Probes and answers each know a part."""
-    facts = Facts(frozenset({"m"}), "0.32").updated(Facts(mode=TransferMode.PUSH)).updated(Facts(frozenset(), "0.33"))
+    facts = (
+        EngineCapabilities(frozenset({"m"}), "0.32")
+        .updated(EngineCapabilities(mode=TransferMode.PUSH))
+        .updated(EngineCapabilities(frozenset(), "0.33"))
+    )
 
-    assert facts == Facts(frozenset(), "0.33", None, TransferMode.PUSH)
+    assert facts == EngineCapabilities(frozenset(), "0.33", None, TransferMode.PUSH)
 
 
 @pytest.mark.parametrize(
@@ -40,9 +44,9 @@ def test_news_replace_what_they_speak_of_and_nothing_else():
 )
 def test_an_engine_serves_the_models_it_lists(models, asked, serves):
     """One that lists none may serve any: it says so itself if it does not."""
-    assert Facts(models if models is None else frozenset(models)).serves(asked) is serves
+    assert EngineCapabilities(models if models is None else frozenset(models)).serves(asked) is serves
 
 
 def test_only_an_answer_teaches_a_mode():
     """An engine that has not answered yet may be either."""
-    assert set(State) - set(MODES) == {State.UNKNOWN}
+    assert set(CoordinatesState) - set(MODES) == {CoordinatesState.UNKNOWN}

@@ -7,17 +7,19 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from xpyd_proxy.core.fleet.health import TRANSITIONS, Event, Life, Limits, State
+from xpyd_proxy.core.fleet.health import TRANSITIONS, EngineHealth, HealthEvent, HealthLimits, HealthState
 from xpyd_proxy.core.model import RequestId
 from xpyd_proxy.core.protocol.engine_errors import Failure
 
-LIMITS = Limits(in_a_row=3, probes=2, share=0.5, window_s=10, window_least=8, rest_s=5, rest_most_s=15, claim_s=30)
+LIMITS = HealthLimits(
+    in_a_row=3, probes=2, share=0.5, window_s=10, window_least=8, rest_s=5, rest_most_s=15, claim_s=30
+)
 AT_FAULT = (Failure.UNREACHABLE, Failure.BAD_RESPONSE, Failure.TIMEOUT)
 NOT_AT_FAULT = tuple(failure for failure in Failure if failure not in (*AT_FAULT, Failure.HTTP_5XX))
 
 
 def life(*, now=0.0):
-    return Life(now, LIMITS)
+    return EngineHealth(now, LIMITS)
 
 
 def fail(one, times, *, now=0.0, failure=Failure.BAD_RESPONSE, name="r"):
@@ -28,7 +30,7 @@ def fail(one, times, *, now=0.0, failure=Failure.BAD_RESPONSE, name="r"):
 def broken(*, now=0.0):
     one = life()
     fail(one, 3, now=now)
-    assert one.state is State.EJECTED
+    assert one.state is HealthState.EJECTED
     return one
 
 
@@ -37,26 +39,26 @@ def try_with(one, request, *, now):
     assert one.may_serve(now=now)
     one.chosen(now=now)
     one.claimed(request)
-    assert one.state is State.HALF_OPEN
+    assert one.state is HealthState.HALF_OPEN
 
 
 def at(state):
     """Bring a life to a state in the ordinary way."""
     one = life()
     match state:
-        case State.HEALTHY:
+        case HealthState.HEALTHY:
             one.succeeded(RequestId("r"), now=0)
-        case State.EJECTED:
+        case HealthState.EJECTED:
             one = broken()
-        case State.HALF_OPEN:
+        case HealthState.HALF_OPEN:
             one = broken()
             assert one.may_serve(now=5)
-        case State.DRAINING:
+        case HealthState.DRAINING:
             one.drain(now=0)
-        case State.DRAINED:
+        case HealthState.DRAINED:
             one.drain(now=0)
             one.empty("nothing left", now=0)
-        case State.GONE:
+        case HealthState.GONE:
             one.remove(now=0)
         case _:
             pass
@@ -78,25 +80,32 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(("state", "call"), [*itertools.product(State, CALLS)])
+@pytest.mark.parametrize(("state", "call"), [*itertools.product(HealthState, CALLS)])
 def test_news_of_an_engine_can_come_in_any_state(state, call):
     """Legs end late, also those of engines that were drained or removed."""
     one = at(state)
     CALLS[call](one)
 
-    assert (one.state is State.GONE) == (state is State.GONE)
+    assert (one.state is HealthState.GONE) == (state is HealthState.GONE)
 
 
 def test_the_table_is_complete_but_for_what_cannot_happen():
     """Only what drains becomes empty, only what broke rests, and those that leave are judged no more."""
-    missing = {(state, event) for state, event in itertools.product(State, Event) if event not in TRANSITIONS[state]}
-    leaving, judged = {State.DRAINING, State.DRAINED}, {State.STARTING, State.HEALTHY, State.EJECTED, State.HALF_OPEN}
+    missing = {
+        (state, event)
+        for state, event in itertools.product(HealthState, HealthEvent)
+        if event not in TRANSITIONS[state]
+    }
+    leaving, judged = (
+        {HealthState.DRAINING, HealthState.DRAINED},
+        {HealthState.STARTING, HealthState.HEALTHY, HealthState.EJECTED, HealthState.HALF_OPEN},
+    )
 
     assert missing == {
-        *itertools.product([State.GONE], Event),
-        *itertools.product(judged, [Event.EMPTY]),
-        *itertools.product(judged - {State.EJECTED}, [Event.RESTED]),
-        *itertools.product(leaving, [Event.PROVEN, Event.BACK, Event.TRIPPED, Event.RESTED]),
+        *itertools.product([HealthState.GONE], HealthEvent),
+        *itertools.product(judged, [HealthEvent.EMPTY]),
+        *itertools.product(judged - {HealthState.EJECTED}, [HealthEvent.RESTED]),
+        *itertools.product(leaving, [HealthEvent.PROVEN, HealthEvent.BACK, HealthEvent.TRIPPED, HealthEvent.RESTED]),
     }
 
 
@@ -110,7 +119,7 @@ def test_failures_in_a_row_break_it(failure):
     assert one.may_serve(now=0)
     fail(one, 1, failure=failure)
 
-    assert (one.state, one.may_serve(now=4.9)) == (State.EJECTED, False)
+    assert (one.state, one.may_serve(now=4.9)) == (HealthState.EJECTED, False)
     assert one.why.startswith("3 requests in a row failed")
 
 
@@ -121,7 +130,7 @@ def test_what_the_engine_is_not_to_blame_for_never_counts(failure):
     fail(one, 1000, failure=failure)
     fail(one, 2)
 
-    assert one.state is State.HEALTHY
+    assert one.state is HealthState.HEALTHY
 
 
 def test_answers_of_5xx_break_it_by_their_share_only():
@@ -129,10 +138,13 @@ def test_answers_of_5xx_break_it_by_their_share_only():
     one = life()
     for number in range(7):
         one.failed(RequestId("poison"), Failure.HTTP_5XX, now=number)
-    assert one.state in (State.STARTING, State.HEALTHY)
+    assert one.state in (HealthState.STARTING, HealthState.HEALTHY)
     one.failed(RequestId("poison"), Failure.HTTP_5XX, now=7)
 
-    assert (one.state, one.why) == (State.EJECTED, "8 of 8 requests failed: the last one was answered with an error")
+    assert (one.state, one.why) == (
+        HealthState.EJECTED,
+        "8 of 8 requests failed: the last one was answered with an error",
+    )
 
 
 def test_a_few_requests_that_make_every_engine_fail_break_none_among_others():
@@ -143,18 +155,18 @@ def test_a_few_requests_that_make_every_engine_fail_break_none_among_others():
             one.succeeded(RequestId("good"), now=number)
         else:
             one.failed(RequestId("poison"), Failure.HTTP_5XX, now=number)
-        assert one.state in (State.STARTING, State.HEALTHY)
+        assert one.state in (HealthState.STARTING, HealthState.HEALTHY)
 
 
 def test_a_share_of_failures_breaks_it_too():
     """Every second request fails: never three in a row, and still no engine to send anything to."""
     one = life()
     for number in range(4):
-        assert one.state in (State.STARTING, State.HEALTHY)
+        assert one.state in (HealthState.STARTING, HealthState.HEALTHY)
         one.succeeded(RequestId("good"), now=number)
         one.failed(RequestId("bad"), Failure.BAD_RESPONSE, now=number)
 
-    assert (one.state, one.why.split(":")[0]) == (State.EJECTED, "4 of 8 requests failed")
+    assert (one.state, one.why.split(":")[0]) == (HealthState.EJECTED, "4 of 8 requests failed")
 
 
 def test_failures_of_long_ago_do_not_count():
@@ -164,7 +176,7 @@ def test_failures_of_long_ago_do_not_count():
         one.succeeded(RequestId("good"), now=number * 6.0)
         one.failed(RequestId("bad"), Failure.BAD_RESPONSE, now=number * 6.0)
 
-    assert one.state is State.HEALTHY
+    assert one.state is HealthState.HEALTHY
 
 
 def test_one_trial_at_a_time_and_a_good_one_heals():
@@ -175,9 +187,9 @@ def test_one_trial_at_a_time_and_a_good_one_heals():
     assert not one.may_serve(now=1000)
 
     one.succeeded(RequestId("one of before"), now=6)
-    assert one.state is State.HALF_OPEN
+    assert one.state is HealthState.HALF_OPEN
     one.succeeded(trial, now=6)
-    assert (one.state, one.may_serve(now=6)) == (State.HEALTHY, True)
+    assert (one.state, one.may_serve(now=6)) == (HealthState.HEALTHY, True)
 
 
 def test_a_trial_that_fails_makes_the_rest_longer():
@@ -218,18 +230,18 @@ def test_a_request_that_is_refused_is_a_good_trial():
     try_with(one, RequestId("trial"), now=5)
     one.failed(RequestId("trial"), Failure.REFUSED, now=5)
 
-    assert one.state is State.HEALTHY
+    assert one.state is HealthState.HEALTHY
 
 
 def test_probes_break_it_and_bring_it_back():
     """Without any request, and without a rest: it is another process now."""
-    one = at(State.HEALTHY)
+    one = at(HealthState.HEALTHY)
     one.missed("cannot be reached", now=1)
-    assert one.state is State.HEALTHY
+    assert one.state is HealthState.HEALTHY
     one.missed("cannot be reached", now=2)
-    assert (one.state, one.why) == (State.EJECTED, "cannot be reached")
+    assert (one.state, one.why) == (HealthState.EJECTED, "cannot be reached")
     one.seen(now=3)
-    assert one.state is State.HEALTHY
+    assert one.state is HealthState.HEALTHY
 
 
 def test_an_engine_that_is_not_up_yet_joins_with_its_first_answer():
@@ -238,16 +250,16 @@ def test_an_engine_that_is_not_up_yet_joins_with_its_first_answer():
     assert one.may_serve(now=0)
     for now in range(1, 100):
         one.missed("cannot be reached", now=now)
-        assert (one.state, one.may_serve(now=now)) == (State.STARTING, False)
+        assert (one.state, one.may_serve(now=now)) == (HealthState.STARTING, False)
     assert one.why == "cannot be reached"
     one.seen(now=100)
 
-    assert (one.state, one.may_serve(now=100)) == (State.HEALTHY, True)
+    assert (one.state, one.may_serve(now=100)) == (HealthState.HEALTHY, True)
 
 
 def test_an_engine_that_misses_probes_is_not_tried_with_a_request():
     """It is away, and would cost a client its time; the probe that it answers brings it back."""
-    one = at(State.HEALTHY)
+    one = at(HealthState.HEALTHY)
     one.missed("cannot be reached", now=1)
     one.missed("cannot be reached", now=2)
     assert not one.may_serve(now=1000)
@@ -258,7 +270,7 @@ def test_an_engine_that_misses_probes_is_not_tried_with_a_request():
 
 def test_an_engine_is_silent_since_the_first_of_the_probes_it_did_not_answer():
     """An answer of any kind ends it: requests at an engine that answers badly are not those of one that hangs."""
-    one = at(State.HEALTHY)
+    one = at(HealthState.HEALTHY)
     assert one.silent_s(now=1) == 0
     one.missed("does not answer", now=1)
     one.missed("does not answer", now=3)
@@ -273,7 +285,7 @@ def test_an_engine_is_silent_since_the_first_of_the_probes_it_did_not_answer():
 
 
 @pytest.mark.parametrize("answered", [lambda one: one.heard(), lambda one: one.seen(now=3)], ids=["metrics", "probe"])
-@pytest.mark.parametrize("state", [State.DRAINING, State.DRAINED])
+@pytest.mark.parametrize("state", [HealthState.DRAINING, HealthState.DRAINED])
 def test_an_engine_that_is_drained_is_heard_of_too(state, answered):
     """Whatever it is asked then, an answer proves nothing but that it does not hang."""
     one = at(state)
@@ -286,16 +298,16 @@ def test_an_engine_that_is_drained_is_heard_of_too(state, answered):
 
 def test_probes_answered_badly_break_it_all_the_same():
     """It gets nothing new; what it has goes on."""
-    one = at(State.HEALTHY)
+    one = at(HealthState.HEALTHY)
     one.missed("answers /health with status 503", now=1, silent=False)
     one.missed("answers /health with status 503", now=2, silent=False)
 
-    assert (one.state, one.why) == (State.EJECTED, "answers /health with status 503")
+    assert (one.state, one.why) == (HealthState.EJECTED, "answers /health with status 503")
 
 
 def test_an_engine_in_use_again_is_not_silent_for_what_it_missed_before():
     """It may be another process."""
-    one = at(State.DRAINED)
+    one = at(HealthState.DRAINED)
     one.missed("does not answer", now=1)
     one.undrain(now=2)
 
@@ -326,16 +338,16 @@ def test_good_probes_do_not_heal_what_requests_broke():
     one = broken()
     one.seen(now=1)
 
-    assert one.state is State.EJECTED
+    assert one.state is HealthState.EJECTED
 
 
 def test_an_engine_that_is_drained_gets_nothing_and_may_come_back():
     """Whatever it was before, it joins anew."""
-    one = at(State.DRAINED)
+    one = at(HealthState.DRAINED)
     assert not one.may_serve(now=1000)
     one.undrain(now=1)
 
-    assert (one.state, one.may_serve(now=1)) == (State.STARTING, True)
+    assert (one.state, one.may_serve(now=1)) == (HealthState.STARTING, True)
 
 
 class Machine(RuleBasedStateMachine):
@@ -344,7 +356,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.now = 0.0
-        self.life = Life(0.0, LIMITS)
+        self.life = EngineHealth(0.0, LIMITS)
         self.running = set()
         self.trial = None
         self.count = self.missed = 0
@@ -361,7 +373,7 @@ class Machine(RuleBasedStateMachine):
             self.life.chosen(now=self.now)
             self.life.claimed(request)
             self.running.add(request)
-            self.trial = request if self.life.state is State.HALF_OPEN else None
+            self.trial = request if self.life.state is HealthState.HALF_OPEN else None
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), outcome=st.sampled_from(["good", "left", *Failure]))
@@ -384,23 +396,23 @@ class Machine(RuleBasedStateMachine):
 
     @rule(order=st.sampled_from(["drain", "undrain"]))
     def order(self, order):
-        if order == "undrain" and self.life.state in (State.DRAINING, State.DRAINED):
+        if order == "undrain" and self.life.state in (HealthState.DRAINING, HealthState.DRAINED):
             self.missed = 0
         getattr(self.life, order)(now=self.now)
 
-    @precondition(lambda self: self.life.state is State.DRAINING and not self.running)
+    @precondition(lambda self: self.life.state is HealthState.DRAINING and not self.running)
     @rule()
     def empty(self):
         self.life.empty("has nothing left", now=self.now)
 
     @invariant()
     def gets_requests_only_when_it_should(self):
-        if self.life.state in (State.DRAINING, State.DRAINED, State.GONE):
+        if self.life.state in (HealthState.DRAINING, HealthState.DRAINED, HealthState.GONE):
             assert not self.life.may_serve(now=self.now)
 
     @invariant()
     def is_tried_by_one_request_at_a_time(self):
-        if self.life.state is not State.HALF_OPEN:
+        if self.life.state is not HealthState.HALF_OPEN:
             self.trial = None
         elif self.trial in self.running:
             assert not self.life.may_serve(now=self.now)
@@ -408,7 +420,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def always_comes_back_in_the_end(self):
         """Nobody waits for ever for a broken engine without a request on trial, unless its probes fail."""
-        if self.life.state is State.EJECTED and self.missed < LIMITS.probes:
+        if self.life.state is HealthState.EJECTED and self.missed < LIMITS.probes:
             assert self.life.since + LIMITS.rest_most_s >= self.now or self.life.may_serve(now=self.now)
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.fleet.kv_inflow import Inflow, received
+from xpyd_proxy.core.fleet.kv_inflow import KvInflow, received
 from xpyd_proxy.core.model import InstanceId
 
 D = InstanceId("decode-0")
@@ -33,7 +33,7 @@ def test_an_engine_that_does_not_say_is_unknown(text):
 
 
 def looks(*pairs):
-    inflow = Inflow()
+    inflow = KvInflow()
     return [inflow.look(D, received, promised) for received, promised in pairs]
 
 
@@ -60,7 +60,7 @@ def test_an_engine_that_was_away_begins_anew(pair):
 
 def test_instances_that_are_gone_are_forgotten():
     """One that comes back under the name is another one."""
-    inflow = Inflow()
+    inflow = KvInflow()
     for _ in range(3):
         inflow.look(D, 7, 1)
     inflow.keep(frozenset())
@@ -76,7 +76,7 @@ def test_instances_that_are_gone_are_forgotten():
 def test_no_engine_that_got_its_cache_is_accused(legs):
     """Whether it counts a little before or after we see its answer begin; and each dry leg is told at most once."""
     times = sorted(time for time, _, _ in legs)
-    inflow, told = Inflow(), 0
+    inflow, told = KvInflow(), 0
     dry = sum(not arrived for _, _, arrived in legs)
     for now in range(110):
         counted = sum(16 for time, off, arrived in legs if arrived and time + off <= now)

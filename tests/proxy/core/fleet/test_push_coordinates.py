@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.fleet.push_coordinates import TRANSITIONS, Event, Learned, State
+from xpyd_proxy.core.fleet.push_coordinates import TRANSITIONS, CoordinatesEvent, CoordinatesState, PushCoordinates
 from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.schemas import Coordinates
 
@@ -22,7 +22,7 @@ A, B, C = map(at, "abc")
 
 def learned(*found, at_once=True):
     """Make it learn these one after the other; "x": the engine fails."""
-    known = Learned(at_once=at_once)
+    known = PushCoordinates(at_once=at_once)
     for one in found:
         known.forget(P) if one == "x" else known.learn(P, one)
     return known
@@ -31,22 +31,22 @@ def learned(*found, at_once=True):
 @pytest.mark.parametrize(
     ("found", "state", "coordinates"),
     [
-        ((), State.UNKNOWN, None),
-        ((None,), State.PULL, None),
-        ((A,), State.PUSH, A),
-        ((A, A), State.PUSH, A),
-        ((None, A), State.PUSH, A),
-        ((A, None), State.PULL, None),
-        ((A, "x"), State.UNKNOWN, None),
-        ((A, "x", B), State.PUSH, B),
-        ((A, B), State.UNKNOWN, None),  # restarted: the next request goes in turn, and tells
-        ((A, B, B), State.PUSH, B),
-        ((A, B, A), State.SEVERAL, None),  # both are there
-        ((A, B, B, C, C, A), State.SEVERAL, None),
-        ((A, B, A, B), State.SEVERAL, None),
-        ((A, B, A, None), State.SEVERAL, None),
-        ((A, B, A, "x"), State.UNKNOWN, None),
-        ((A, B, A, "x", A), State.PUSH, A),
+        ((), CoordinatesState.UNKNOWN, None),
+        ((None,), CoordinatesState.PULL, None),
+        ((A,), CoordinatesState.PUSH, A),
+        ((A, A), CoordinatesState.PUSH, A),
+        ((None, A), CoordinatesState.PUSH, A),
+        ((A, None), CoordinatesState.PULL, None),
+        ((A, "x"), CoordinatesState.UNKNOWN, None),
+        ((A, "x", B), CoordinatesState.PUSH, B),
+        ((A, B), CoordinatesState.UNKNOWN, None),  # restarted: the next request goes in turn, and tells
+        ((A, B, B), CoordinatesState.PUSH, B),
+        ((A, B, A), CoordinatesState.SEVERAL, None),  # both are there
+        ((A, B, B, C, C, A), CoordinatesState.SEVERAL, None),
+        ((A, B, A, B), CoordinatesState.SEVERAL, None),
+        ((A, B, A, None), CoordinatesState.SEVERAL, None),
+        ((A, B, A, "x"), CoordinatesState.UNKNOWN, None),
+        ((A, B, A, "x", A), CoordinatesState.PUSH, A),
     ],
 )
 def test_the_life_of_a_record(found, state, coordinates):
@@ -69,14 +69,19 @@ def test_a_router_that_sends_in_turn_has_no_use_for_coordinates():
     """It still knows who pushes."""
     known = learned(A, at_once=False)
 
-    assert (known.state(P), known.coordinates(P)) == (State.PUSH, None)
+    assert (known.state(P), known.coordinates(P)) == (CoordinatesState.PUSH, None)
 
 
 def test_the_table_is_complete_where_it_can_be_entered():
     """Somewhere else there are no coordinates that could have changed."""
-    missing = {pair for pair in itertools.product(State, Event) if pair[1] not in TRANSITIONS[pair[0]]}
+    missing = {
+        pair for pair in itertools.product(CoordinatesState, CoordinatesEvent) if pair[1] not in TRANSITIONS[pair[0]]
+    }
 
-    assert missing == {(state, Event.ELSEWHERE) for state in (State.UNKNOWN, State.PULL, State.SEVERAL)}
+    assert missing == {
+        (state, CoordinatesEvent.ELSEWHERE)
+        for state in (CoordinatesState.UNKNOWN, CoordinatesState.PULL, CoordinatesState.SEVERAL)
+    }
 
 
 @given(st.lists(st.sampled_from([None, A, B, C, "x"]), max_size=30))
@@ -84,5 +89,5 @@ def test_no_order_of_news_is_impossible(found):
     """Answers of many requests arrive as they like."""
     known = learned(*found)
 
-    assert (known.coordinates(P) is not None) == (known.state(P) is State.PUSH)
+    assert (known.coordinates(P) is not None) == (known.state(P) is CoordinatesState.PUSH)
     assert known.coordinates(P) in (None, *found[-1:])

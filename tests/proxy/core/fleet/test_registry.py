@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import Facts
-from xpyd_proxy.core.fleet.health import State
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
+from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import InstanceId, RequestId, Role
@@ -53,7 +53,7 @@ def test_each_rank_is_an_instance_of_its_own():
     added = registry.add_target(Role.DECODE, Target(A, (0, 1), TransferMode.PUSH), now=0)
 
     assert [(one.id, one.rank) for one in added] == [("decode-0", 0), ("decode-1", 1)]
-    assert registry.member(added[0].id).facts == Facts(mode=TransferMode.PUSH)
+    assert registry.member(added[0].id).facts == EngineCapabilities(mode=TransferMode.PUSH)
     with pytest.raises(AlreadyKnown):
         registry.add_target(Role.DECODE, Target(A, (1,)), now=0)
 
@@ -132,12 +132,12 @@ def test_facts_are_added_up_and_those_of_the_removed_are_dropped():
     """They come from probes and from answers, in any order, and late."""
     registry = Registry()
     name = registry.add(Role.PREFILL, A).id
-    registry.learn(name, Facts(frozenset({"m"}), "0.32"))
-    registry.learn(name, Facts(mode=TransferMode.PULL))
-    registry.learn(name, Facts(version="0.33", connector="xpyd"))
-    assert registry.member(name).facts == Facts(frozenset({"m"}), "0.33", "xpyd", TransferMode.PULL)
+    registry.learn(name, EngineCapabilities(frozenset({"m"}), "0.32"))
+    registry.learn(name, EngineCapabilities(mode=TransferMode.PULL))
+    registry.learn(name, EngineCapabilities(version="0.33", connector="xpyd"))
+    assert registry.member(name).facts == EngineCapabilities(frozenset({"m"}), "0.33", "xpyd", TransferMode.PULL)
     registry.remove(name, now=0)
-    registry.learn(name, Facts())
+    registry.learn(name, EngineCapabilities())
 
     assert registry.get(name) is None
 
@@ -176,7 +176,7 @@ class Machine(RuleBasedStateMachine):
         members = {member.instance.id: member for member in self.registry.members()}
         for instance in self.registry.settle(patience_s=60, now=self.now):
             member = members[instance.id]
-            assert member.life.state is (State.GONE if member.retires else State.DRAINED)
+            assert member.life.state is (HealthState.GONE if member.retires else HealthState.DRAINED)
             assert member.load.in_flight == 0
 
     @invariant()
@@ -185,7 +185,7 @@ class Machine(RuleBasedStateMachine):
             leaving = {
                 member.instance.id
                 for member in self.registry.members()
-                if member.life.state in (State.DRAINING, State.DRAINED)
+                if member.life.state in (HealthState.DRAINING, HealthState.DRAINED)
             }
             try:
                 usable = {one.id for one in self.registry.usable(role, now=self.now)}

@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from xpyd_proxy.core.model import Api, Solo
+from xpyd_proxy.core.model import Api, SingleEngineReason
 from xpyd_proxy.core.protocol import disaggregation
 from xpyd_proxy.core.protocol.disaggregation import prompt_chars, solo_reason
 from xpyd_proxy.core.protocol.request_bodies import parse
@@ -32,30 +32,40 @@ def reason(api, **fields):
 @pytest.mark.parametrize(
     ("apis", "name", "values", "expected"),
     [
-        (TEXT, "prompt", [["a", "b"], [[1], [2]], ["a", "b", "c"], [], ["a", [1]], [True, 2]], Solo.PROMPTS),
-        (TEXT, "prompt_embeds", ["b64", ["b64", "b64"]], Solo.EMBEDS),
-        (BOTH, "n", [2, 0, -1, "2", 2.0, True], Solo.N),
-        (BOTH, "best_of", [2, "2", 0], Solo.BEST_OF),
-        (BOTH, "use_beam_search", [True, None, 1, "true"], Solo.BEAM),
-        (BOTH, "echo", [True, "yes", 1], Solo.ECHO),
-        (BOTH, "prompt_logprobs", [0, 1, -1, "1"], Solo.PROMPT_LOGPROBS),
-        (BOTH, "max_tokens", [1, 0, -1, "1", 1.0, 2.5, True], Solo.FEW_TOKENS),
-        (BOTH, "max_completion_tokens", [1, 0, "9"], Solo.FEW_TOKENS),
-        (BOTH, "truncate_prompt_tokens", [-1, 0, 128], Solo.TRUNCATED),
-        (EVERY, "stream", ["yes", 1], Solo.UNUSUAL),
-        (MESSAGES, "max_tokens", [1, 0, None, "9", True, 2.0], Solo.FEW_TOKENS),
-        (MESSAGES, "thinking", [{"budget_tokens": 9}, {"budget_tokens": "3"}, "on", 1], Solo.UNUSUAL),
-        (RESPONSES, "max_output_tokens", [1, 0, "9", 2.5], Solo.FEW_TOKENS),
-        (RESPONSES, "previous_response_id", ["resp_1", "", 0], Solo.STORED),
-        (RESPONSES, "tools", [[{"type": "mcp"}], [FUNCTION, {"type": "container"}], None, "x", [1]], Solo.TOOLS),
-        (RESPONSES, "truncation", ["auto", None, 1], Solo.TRUNCATED),
-        (RESPONSES, "store", ["yes", 1], Solo.UNUSUAL),
-        (BOTH, "stream_options", [{"include_usage": True}, {"include_usage": "yes"}, 7], Solo.UNUSUAL),
-        (BOTH, "min_tokens", [None, -1, "1"], Solo.UNUSUAL),
-        (TEXT, "logprobs", [True, -1, "1"], Solo.UNUSUAL),
-        (CHAT, "logprobs", [1, "true"], Solo.UNUSUAL),
-        (CHAT, "top_logprobs", [3, -1, "1"], Solo.UNUSUAL),
-        (BOTH, "logprob_token_ids", [[1], ["1"], 1], Solo.UNUSUAL),
+        (
+            TEXT,
+            "prompt",
+            [["a", "b"], [[1], [2]], ["a", "b", "c"], [], ["a", [1]], [True, 2]],
+            SingleEngineReason.PROMPTS,
+        ),
+        (TEXT, "prompt_embeds", ["b64", ["b64", "b64"]], SingleEngineReason.EMBEDS),
+        (BOTH, "n", [2, 0, -1, "2", 2.0, True], SingleEngineReason.N),
+        (BOTH, "best_of", [2, "2", 0], SingleEngineReason.BEST_OF),
+        (BOTH, "use_beam_search", [True, None, 1, "true"], SingleEngineReason.BEAM),
+        (BOTH, "echo", [True, "yes", 1], SingleEngineReason.ECHO),
+        (BOTH, "prompt_logprobs", [0, 1, -1, "1"], SingleEngineReason.PROMPT_LOGPROBS),
+        (BOTH, "max_tokens", [1, 0, -1, "1", 1.0, 2.5, True], SingleEngineReason.FEW_TOKENS),
+        (BOTH, "max_completion_tokens", [1, 0, "9"], SingleEngineReason.FEW_TOKENS),
+        (BOTH, "truncate_prompt_tokens", [-1, 0, 128], SingleEngineReason.TRUNCATED),
+        (EVERY, "stream", ["yes", 1], SingleEngineReason.UNUSUAL),
+        (MESSAGES, "max_tokens", [1, 0, None, "9", True, 2.0], SingleEngineReason.FEW_TOKENS),
+        (MESSAGES, "thinking", [{"budget_tokens": 9}, {"budget_tokens": "3"}, "on", 1], SingleEngineReason.UNUSUAL),
+        (RESPONSES, "max_output_tokens", [1, 0, "9", 2.5], SingleEngineReason.FEW_TOKENS),
+        (RESPONSES, "previous_response_id", ["resp_1", "", 0], SingleEngineReason.STORED),
+        (
+            RESPONSES,
+            "tools",
+            [[{"type": "mcp"}], [FUNCTION, {"type": "container"}], None, "x", [1]],
+            SingleEngineReason.TOOLS,
+        ),
+        (RESPONSES, "truncation", ["auto", None, 1], SingleEngineReason.TRUNCATED),
+        (RESPONSES, "store", ["yes", 1], SingleEngineReason.UNUSUAL),
+        (BOTH, "stream_options", [{"include_usage": True}, {"include_usage": "yes"}, 7], SingleEngineReason.UNUSUAL),
+        (BOTH, "min_tokens", [None, -1, "1"], SingleEngineReason.UNUSUAL),
+        (TEXT, "logprobs", [True, -1, "1"], SingleEngineReason.UNUSUAL),
+        (CHAT, "logprobs", [1, "true"], SingleEngineReason.UNUSUAL),
+        (CHAT, "top_logprobs", [3, -1, "1"], SingleEngineReason.UNUSUAL),
+        (BOTH, "logprob_token_ids", [[1], ["1"], 1], SingleEngineReason.UNUSUAL),
     ],
 )
 def test_what_would_be_wrong_in_two_halves_is_served_whole(apis, name, values, expected):
@@ -108,12 +118,16 @@ def test_combinations_that_are_plain_together():
     assert reason(Api.CHAT, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": None}) is None
     assert reason(Api.CHAT, logprobs=True, top_logprobs=3, logprob_token_ids=[1, 2]) is None
     assert reason(Api.COMPLETIONS, logprobs=1, logprob_token_ids=[1, 2]) is None
-    assert reason(Api.CHAT, logprobs=False, top_logprobs=3) is Solo.UNUSUAL
+    assert reason(Api.CHAT, logprobs=False, top_logprobs=3) is SingleEngineReason.UNUSUAL
 
 
 def test_a_prompt_is_recognised_through_blanks():
     """JSON allows them anywhere; and two prompts in odd clothes are still two."""
-    for text, expected in ((b'[ \n "a" ]', None), (b"[ \n 1 , 2 ]", None), (b'[ \t"a" , "b"]', Solo.PROMPTS)):
+    for text, expected in (
+        (b'[ \n "a" ]', None),
+        (b"[ \n 1 , 2 ]", None),
+        (b'[ \t"a" , "b"]', SingleEngineReason.PROMPTS),
+    ):
         fields = parse(b'{"prompt" : ' + text + b"}", strip_private=False)
         assert solo_reason(Api.COMPLETIONS, fields) is expected
 
@@ -130,12 +144,12 @@ def test_a_request_without_a_prompt_is_left_to_the_engines():
 
 def test_values_that_cannot_be_decoded_are_not_plain():
     """Raw values are only checked for their outline."""
-    assert solo_reason(Api.CHAT, {"n": msgspec.Raw(b'"\xff"')}) is Solo.N
+    assert solo_reason(Api.CHAT, {"n": msgspec.Raw(b'"\xff"')}) is SingleEngineReason.N
 
 
 def test_messages_need_a_limit():
     """The decode engine refuses without, while it reads the body; the prefill engine gets a limit from the router."""
-    assert solo_reason(Api.MESSAGES, parse(b'{"messages":[]}', strip_private=False)) is Solo.UNUSUAL
+    assert solo_reason(Api.MESSAGES, parse(b'{"messages":[]}', strip_private=False)) is SingleEngineReason.UNUSUAL
 
 
 @pytest.mark.parametrize("api", Api)
@@ -146,8 +160,10 @@ def test_a_short_prompt_is_not_worth_a_transfer(api):
 
     assert length == (4 if api in (Api.COMPLETIONS, Api.RESPONSES) else 2)
     assert solo_reason(api, fields, min_split_prompt_bytes=length) is None
-    assert solo_reason(api, fields, min_split_prompt_bytes=length + 1) is Solo.SHORT
-    assert solo_reason(Api.CHAT, parse(b'{"n":2}', strip_private=False), min_split_prompt_bytes=9) is Solo.N
+    assert solo_reason(api, fields, min_split_prompt_bytes=length + 1) is SingleEngineReason.SHORT
+    assert (
+        solo_reason(Api.CHAT, parse(b'{"n":2}', strip_private=False), min_split_prompt_bytes=9) is SingleEngineReason.N
+    )
 
 
 @pytest.mark.parametrize("api", Api)
@@ -157,8 +173,8 @@ def test_what_was_plain_once_is_looked_at_again_where_it_differs(api):
     for _ in range(2):
         assert reason(api, **{limit: 8, "stream": True}) is None
         assert reason(api, **{"stream": True, limit: 8}) is None
-        assert reason(api, **{limit: 1, "stream": True}) is Solo.FEW_TOKENS
-        assert reason(api, **{limit: 8, "stream": "yes"}) is Solo.UNUSUAL
+        assert reason(api, **{limit: 1, "stream": True}) is SingleEngineReason.FEW_TOKENS
+        assert reason(api, **{limit: 8, "stream": "yes"}) is SingleEngineReason.UNUSUAL
 
 
 def test_what_is_remembered_is_bounded():

@@ -1,12 +1,12 @@
 """Which paths clients can reach."""
 
 from xpyd_proxy.core.model import Api
-from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, Kind
+from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
 
 
 def test_what_generates_text_is_split_and_nothing_else_is():
     """A path of the wrong kind would lose its answer, or bother two engines with one leg."""
-    assert {path for path, kind in ENDPOINTS.items() if kind is Kind.SPLIT} == {api.value for api in Api}
+    assert {path for path, kind in ENDPOINTS.items() if kind is EndpointKind.SPLIT} == {api.value for api in Api}
 
 
 def test_paths_are_whole_and_plain():

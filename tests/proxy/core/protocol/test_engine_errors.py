@@ -2,7 +2,7 @@
 
 import pytest
 
-from xpyd_proxy.core.model import Answer, InstanceId
+from xpyd_proxy.core.model import EngineResponse, InstanceId
 from xpyd_proxy.core.protocol.engine_errors import check_prefill, is_openai_error, refused_decode
 from xpyd_proxy.errors import EngineBusy, EngineError, EngineFault, Refused
 
@@ -12,14 +12,14 @@ ENGINE = InstanceId("prefill-3")
 
 def test_a_good_prefill_passes():
     """Its parameters are looked at elsewhere."""
-    check_prefill(ENGINE, Answer(200, "application/json", b"{}"))
+    check_prefill(ENGINE, EngineResponse(200, "application/json", b"{}"))
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 429, 499])
 def test_a_clients_mistake_is_told_in_the_engines_words(status):
     """Whatever their shape: the engine knows best what was wrong."""
     with pytest.raises(Refused) as caught:
-        check_prefill(ENGINE, Answer(status, "text/plain", b"no"))
+        check_prefill(ENGINE, EngineResponse(status, "text/plain", b"no"))
 
     assert (status, "text/plain", b"no") == (caught.value.status, caught.value.content_type, caught.value.body)
 
@@ -28,16 +28,16 @@ def test_a_clients_mistake_is_told_in_the_engines_words(status):
 def test_any_other_prefill_is_the_engines_fault(status):
     """Only 200 carries a prefilled prompt."""
     with pytest.raises(EngineError, match=f"prefill-3 .* status {status}"):
-        check_prefill(ENGINE, Answer(status, "application/json", ERROR))
+        check_prefill(ENGINE, EngineResponse(status, "application/json", ERROR))
 
 
 @pytest.mark.parametrize("status", [429, 503])
 def test_an_engine_without_room_says_so_in_any_words(status):
     """It may stand behind a proxy that answers in its place."""
-    assert isinstance(refused_decode(ENGINE, Answer(status, "text/plain", b"full")), EngineBusy)
+    assert isinstance(refused_decode(ENGINE, EngineResponse(status, "text/plain", b"full")), EngineBusy)
     if status == 503:
         with pytest.raises(EngineBusy):
-            check_prefill(ENGINE, Answer(status, "text/plain", b"full"))
+            check_prefill(ENGINE, EngineResponse(status, "text/plain", b"full"))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_an_engine_without_room_says_so_in_any_words(status):
 )
 def test_a_decode_engines_error_reaches_the_client_if_it_can_read_it(status, body, kind):
     """An OpenAI client understands one shape of error."""
-    assert kind is type(refused_decode(ENGINE, Answer(status, "application/json", body)))
+    assert kind is type(refused_decode(ENGINE, EngineResponse(status, "application/json", body)))
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"error":null}', b'{"error":7}', b'{"err', b"\xff"])

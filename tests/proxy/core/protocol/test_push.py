@@ -5,7 +5,7 @@ import json
 import pytest
 
 from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
-from xpyd_proxy.core.protocol.push import MANNERS, decode_params, handover, known_as
+from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES, decode_params, handover, known_as
 from xpyd_proxy.core.schemas import Coordinates
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.settings import KvTransferMode
@@ -32,7 +32,7 @@ def answer(**changes):
 
 
 def read(mode=KvTransferMode.AUTO, **changes):
-    return handover(P, answer(**changes), Api.COMPLETIONS, R, MANNERS[mode], transfer=TRANSFER)
+    return handover(P, answer(**changes), Api.COMPLETIONS, R, TRANSFER_POLICIES[mode], transfer=TRANSFER)
 
 
 def test_a_push_answer_tells_where_its_engine_is():
@@ -105,7 +105,7 @@ def test_the_mode_decides_about_an_engine_that_does_not_say_and_refuses_one_that
     """A decode engine that is told to wait for a push by an engine that lends its blocks would wait in vain."""
     assert read(KvTransferMode.PUSH, transfer_mode=ABSENT).coordinates
     assert read(KvTransferMode.PULL).coordinates
-    assert not MANNERS[KvTransferMode.PULL].at_once
+    assert not TRANSFER_POLICIES[KvTransferMode.PULL].at_once
     with pytest.raises(EngineError, match=r"does not push .* --kv-transfer-mode push"):
         read(KvTransferMode.PUSH, transfer_mode="pull")
 
@@ -115,7 +115,9 @@ def test_the_mode_decides_about_an_engine_that_does_not_say_and_refuses_one_that
 def test_a_host_where_nobody_can_reach_an_engine_is_replaced_by_its_own(said, mode):
     """It listens on every interface: each decode engine would ask itself, and compute the prompt."""
     body = answer(remote_host=said, transfer_mode=mode)
-    found = handover(P, body, Api.COMPLETIONS, R, MANNERS[KvTransferMode.AUTO], transfer=TRANSFER, host="p0.example")
+    found = handover(
+        P, body, Api.COMPLETIONS, R, TRANSFER_POLICIES[KvTransferMode.AUTO], transfer=TRANSFER, host="p0.example"
+    )
 
     params = json.loads(bytes(found.params))
     assert (params["remote_host"], found.replaced) == ("p0.example", said)
@@ -130,6 +132,6 @@ def test_a_host_where_nobody_can_reach_an_engine_is_replaced_by_its_own(said, mo
 def test_a_host_that_can_be_right_stays(said, known):
     """All on one machine is how everybody begins."""
     body = answer(remote_host=said)
-    found = handover(P, body, Api.COMPLETIONS, R, MANNERS[KvTransferMode.AUTO], transfer=TRANSFER, host=known)
+    found = handover(P, body, Api.COMPLETIONS, R, TRANSFER_POLICIES[KvTransferMode.AUTO], transfer=TRANSFER, host=known)
 
     assert (json.loads(bytes(found.params))["remote_host"], found.replaced) == (said, None)

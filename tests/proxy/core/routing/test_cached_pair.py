@@ -9,36 +9,38 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import Facts
-from xpyd_proxy.core.fleet.health import Limits, State
-from xpyd_proxy.core.fleet.load import Report
-from xpyd_proxy.core.fleet.push_coordinates import Learned
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
+from xpyd_proxy.core.fleet.health import HealthLimits, HealthState
+from xpyd_proxy.core.fleet.load import LoadReport
+from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import Ask, InstanceId, RequestId, Role
+from xpyd_proxy.core.model import InstanceId, RequestId, Role, RoutingHints
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.core.routing.pairing import Legs, Pairs
+from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
 from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
 from xpyd_proxy.core.routing.policies.power_of_two import PowerOfTwo
 from xpyd_proxy.core.routing.policies.prefix import Prefix
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
 from xpyd_proxy.core.routing.policies.session import Session
-from xpyd_proxy.core.schemas import Coordinates, Verdict
+from xpyd_proxy.core.schemas import Coordinates, HealthVerdict
 from xpyd_proxy.errors import ProxyError
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
 
-LIMITS = Limits(in_a_row=2, probes=2, window_least=4, rest_s=2.0, rest_most_s=8.0, claim_s=3.0)
+LIMITS = HealthLimits(in_a_row=2, probes=2, window_least=4, rest_s=2.0, rest_most_s=8.0, claim_s=3.0)
 POLICIES = {
     "round robin": lambda _: RoundRobin(),
-    "least loaded": lambda load: Legs(LeastLoaded(load), LeastLoaded(load)),
-    "two choices": lambda load: Legs(PowerOfTwo(load, random.Random(1).randrange), PowerOfTwo(load, _second_dice())),
-    "prefix": lambda load: Legs(Prefix(load, LeastLoaded(load)), LeastLoaded(load)),
-    "session": lambda load: Legs(LeastLoaded(load), Session(LeastLoaded(load))),
+    "least loaded": lambda load: PolicyPerLeg(LeastLoaded(load), LeastLoaded(load)),
+    "two choices": lambda load: PolicyPerLeg(
+        PowerOfTwo(load, random.Random(1).randrange), PowerOfTwo(load, _second_dice())
+    ),
+    "prefix": lambda load: PolicyPerLeg(Prefix(load, LeastLoaded(load)), LeastLoaded(load)),
+    "session": lambda load: PolicyPerLeg(LeastLoaded(load), Session(LeastLoaded(load))),
 }
 SOME = st.integers(0, 7)  # an engine, by its place
 A_ROLE = st.sampled_from(Role)
 ASKS = st.builds(
-    Ask,
+    RoutingHints,
     model=st.sampled_from([None, None, "a", "b"]),
     session=st.sampled_from([None, "s", "t"]),
     prompt=st.sampled_from([b"", b"x" * 300, b"y" * 600]),
@@ -46,11 +48,11 @@ ASKS = st.builds(
     again=st.booleans(),
 )
 FACTS = st.one_of(
-    st.just(Facts()),
-    st.builds(Facts, models=st.sampled_from([frozenset("a"), frozenset("ab")])),
-    st.builds(Facts, version=st.sampled_from("12")),
-    st.builds(Facts, mode=st.sampled_from(TransferMode)),
-    st.builds(Facts, revision=st.sampled_from("rs")),
+    st.just(EngineCapabilities()),
+    st.builds(EngineCapabilities, models=st.sampled_from([frozenset("a"), frozenset("ab")])),
+    st.builds(EngineCapabilities, version=st.sampled_from("12")),
+    st.builds(EngineCapabilities, mode=st.sampled_from(TransferMode)),
+    st.builds(EngineCapabilities, revision=st.sampled_from("rs")),
 )
 ANSWERS = st.sampled_from(
     [None, *(Coordinates(remote_engine_id=name, remote_host="h", remote_port=1, tp_size=1) for name in "xy")]
@@ -67,9 +69,9 @@ class Side:
     def __init__(self, policy):
         self.now = 0.0
         self.registry = Registry(LIMITS)
-        self.learned = Learned(at_once=True)
+        self.learned = PushCoordinates(at_once=True)
         load = Loads(self.registry, self.clock).of
-        self.pairs = Pairs(self.registry, policy(load))
+        self.pairs = PairSelector(self.registry, policy(load))
         self.fleet = LiveFleet(self.registry, self.pairs, self.learned, self.clock)
 
     def clock(self):
@@ -236,12 +238,12 @@ class Calm(RuleBasedStateMachine):
         """Another worker has found out about it."""
         self.have(
             place,
-            lambda side, member: member.life.told(Verdict(side.now, is_broken, "told", rest_s=2.0), now=side.now),
+            lambda side, member: member.life.told(HealthVerdict(side.now, is_broken, "told", rest_s=2.0), now=side.now),
         )
 
     @rule(place=SOME, waiting=st.integers(0, 4))
     def report(self, place, waiting):
-        self.have(place, lambda side, member: member.load.reported(Report(float(waiting), 0.5), now=side.now))
+        self.have(place, lambda side, member: member.load.reported(LoadReport(float(waiting), 0.5), now=side.now))
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 2.0, 5.0, 40.0]))
     def wait(self, seconds):
@@ -252,8 +254,8 @@ class Calm(RuleBasedStateMachine):
     def same(self):
         if hasattr(self, "sides"):
             if self.often:
-                self.chosen(Ask())
-                self.chosen(Ask(model="a"))
+                self.chosen(RoutingHints())
+                self.chosen(RoutingHints(model="a"))
             assert self.quick.shown() == self.slow.shown()
 
 
@@ -272,20 +274,20 @@ def fleet(now=0.0):
 def test_no_look_is_needed_until_something_changes():
     """Else there would be no point in it."""
     side = fleet()
-    assert side.pairs.calm(Ask()) is None
+    assert side.pairs.calm(RoutingHints()) is None
     side.fleet.any_pair()
-    assert side.pairs.calm(Ask()) is not None
-    assert side.pairs.calm(Ask(model="a")) is None
-    assert side.pairs.calm(Ask(rank=0)) is None
+    assert side.pairs.calm(RoutingHints()) is not None
+    assert side.pairs.calm(RoutingHints(model="a")) is None
+    assert side.pairs.calm(RoutingHints(rank=0)) is None
 
-    side.registry.learn(InstanceId("prefill-0"), Facts(version="1"))
-    assert side.pairs.calm(Ask()) is None
+    side.registry.learn(InstanceId("prefill-0"), EngineCapabilities(version="1"))
+    assert side.pairs.calm(RoutingHints()) is None
     side.fleet.any_pair()
-    side.registry.learn(InstanceId("prefill-0"), Facts(version="1"))  # nothing new
-    assert side.pairs.calm(Ask()) is not None
+    side.registry.learn(InstanceId("prefill-0"), EngineCapabilities(version="1"))  # nothing new
+    assert side.pairs.calm(RoutingHints()) is not None
 
 
-@pytest.mark.parametrize("state", [State.EJECTED, State.HALF_OPEN])
+@pytest.mark.parametrize("state", [HealthState.EJECTED, HealthState.HALF_OPEN])
 def test_a_fleet_is_not_calm_while_one_rests_or_is_tried(state):
     """Time alone, or a choice, changes it."""
     side = fleet()
@@ -293,7 +295,7 @@ def test_a_fleet_is_not_calm_while_one_rests_or_is_tried(state):
     member = side.registry.members()[0]
     for _ in range(LIMITS.in_a_row):
         member.life.failed(RequestId("r"), Failure.BAD_RESPONSE, now=0.0)
-    if state is State.HALF_OPEN:
+    if state is HealthState.HALF_OPEN:
         side.registry.usable(Role.PREFILL, now=LIMITS.rest_s)
 
     assert member.life.state is state
@@ -304,6 +306,6 @@ def test_what_is_remembered_is_bounded():
     """Clients can think of models without end; each still gets what a look would bring."""
     quick, slow = fleet(), fleet()
     for number in [*range(200), *range(200)]:
-        ask = Ask(model=f"m{number}")
+        ask = RoutingHints(model=f"m{number}")
         assert outcome(quick.fleet.any_pair, ask) == outcome(slow.slowly, ask)
     assert len(quick.pairs._calm) <= 64

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import Facts, fit
-from xpyd_proxy.core.fleet.health import Limits, State
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, fit
+from xpyd_proxy.core.fleet.health import HealthLimits, HealthState
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import Ask, RequestId, Role
+from xpyd_proxy.core.model import RequestId, Role, RoutingHints
 from xpyd_proxy.core.protocol.engine_errors import Failure
-from xpyd_proxy.core.routing.pairing import Legs, Pairs
+from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
 from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
 from xpyd_proxy.errors import BadRequest, NoInstance, UnknownModel
@@ -26,7 +26,7 @@ def fleet(prefill, decode, *, limits=None):
     for role, all_facts in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
         for facts in all_facts:
             registry.add(role, Address("http", "h", next(ports) % 60000 + 1), facts=facts)
-    return registry, Pairs(registry, RoundRobin())
+    return registry, PairSelector(registry, RoundRobin())
 
 
 def names(pair):
@@ -38,45 +38,48 @@ def choose(registry, pairs, ask=None, count=1):
     chosen = []
     for _ in range(count):
         usable = [registry.usable(role) for role in Role]
-        chosen.append(names(pairs.pair(*usable, ask or Ask())))
+        chosen.append(names(pairs.pair(*usable, ask or RoutingHints())))
     return chosen
 
 
 def serving(*models, **facts):
-    return Facts(frozenset(models), **facts)
+    return EngineCapabilities(frozenset(models), **facts)
 
 
 def test_a_request_goes_to_engines_that_serve_its_model():
     """Several models behind one router; one of no model may go anywhere, as its engine decides."""
     registry, pairs = fleet([serving("a"), serving("b"), serving("a", "lora")], [serving("b"), serving("a", "lora")])
 
-    assert set(choose(registry, pairs, Ask(model="a"), 8)) == {("prefill-0", "decode-1"), ("prefill-2", "decode-1")}
-    assert set(choose(registry, pairs, Ask(model="b"), 8)) == {("prefill-1", "decode-0")}
-    assert set(choose(registry, pairs, Ask(model="lora"), 8)) == {("prefill-2", "decode-1")}
-    assert len(set(choose(registry, pairs, Ask(), 12))) == 6
+    assert set(choose(registry, pairs, RoutingHints(model="a"), 8)) == {
+        ("prefill-0", "decode-1"),
+        ("prefill-2", "decode-1"),
+    }
+    assert set(choose(registry, pairs, RoutingHints(model="b"), 8)) == {("prefill-1", "decode-0")}
+    assert set(choose(registry, pairs, RoutingHints(model="lora"), 8)) == {("prefill-2", "decode-1")}
+    assert len(set(choose(registry, pairs, RoutingHints(), 12))) == 6
 
 
 def test_an_unknown_model_is_told_with_those_that_are_known():
     """The client has misspelt it."""
     registry, pairs = fleet([serving("a")], [serving("a", "b")])
     with pytest.raises(UnknownModel, match="the model 'c' is not served here; there is a, b"):
-        choose(registry, pairs, Ask(model="c"))
+        choose(registry, pairs, RoutingHints(model="c"))
 
 
 def test_an_engine_whose_models_are_not_known_yet_may_serve_any():
     """Before its first probe, or when it does not list them: it says itself what it lacks."""
-    registry, pairs = fleet([Facts()], [serving("a")])
+    registry, pairs = fleet([EngineCapabilities()], [serving("a")])
 
-    assert choose(registry, pairs, Ask(model="a")) == [("prefill-0", "decode-0")]
+    assert choose(registry, pairs, RoutingHints(model="a")) == [("prefill-0", "decode-0")]
 
 
 def test_a_model_that_only_one_side_serves_cannot_be_split():
     """No prefill engine: the relay may have one engine serve it alone."""
     registry, pairs = fleet([serving("a")], [serving("a", "b")])
     with pytest.raises(NoInstance, match="no prefill instance serves the model 'b'"):
-        choose(registry, pairs, Ask(model="b"))
+        choose(registry, pairs, RoutingHints(model="b"))
 
-    assert pairs.one(registry.usable(Role.DECODE), Ask(model="b")).id == "decode-0"
+    assert pairs.one(registry.usable(Role.DECODE), RoutingHints(model="b")).id == "decode-0"
 
 
 def test_a_model_whose_engines_are_broken_is_known_all_the_same():
@@ -85,10 +88,10 @@ def test_a_model_whose_engines_are_broken_is_known_all_the_same():
     life = registry.member(registry.known(Role.DECODE)[1].id).life
     life.missed("cannot be reached", now=0)
     with pytest.raises(NoInstance, match="would do can take a request now: decode-1 is starting"):
-        choose(registry, pairs, Ask(model="b"))
+        choose(registry, pairs, RoutingHints(model="b"))
 
 
-VERSIONS = [Facts(version=v) for v in ("0.31", "0.32", None)]
+VERSIONS = [EngineCapabilities(version=v) for v in ("0.31", "0.32", None)]
 
 
 @given(
@@ -100,7 +103,7 @@ def test_engines_that_do_not_fit_never_meet_and_all_others_do(prefill, decode, e
     """During an upgrade both versions serve, each among themselves."""
     registry, pairs = fleet(prefill, decode)
     if each_leg:
-        pairs = Pairs(registry, Legs(LeastLoaded(lambda _: 0.0), RoundRobin()))
+        pairs = PairSelector(registry, PolicyPerLeg(LeastLoaded(lambda _: 0.0), RoundRobin()))
     fitting = {
         (f"prefill-{i}", f"decode-{j}")
         for (i, p), (j, d) in itertools.product(enumerate(prefill), enumerate(decode))
@@ -122,34 +125,38 @@ def test_a_rank_that_a_client_names_is_that_of_the_engine_that_answers():
     registry = Registry()
     for role, rank in itertools.product(Role, range(2)):
         registry.add(role, Address("http", role, 80), rank=rank)
-    pairs = Pairs(registry, RoundRobin())
-    chosen = choose(registry, pairs, Ask(rank=1), 4)
+    pairs = PairSelector(registry, RoundRobin())
+    chosen = choose(registry, pairs, RoutingHints(rank=1), 4)
 
     assert set(chosen) == {("prefill-0", "decode-1"), ("prefill-1", "decode-1")}
     with pytest.raises(BadRequest, match="X-data-parallel-rank is 2, and no decode instance has this rank"):
-        choose(registry, pairs, Ask(rank=2))
+        choose(registry, pairs, RoutingHints(rank=2))
 
 
 def test_the_request_that_finds_an_engine_rested_is_its_trial():
     """Whatever the policy; its partner is one that is well, and no other request is put at risk."""
-    registry, pairs = fleet([Facts()] * 2, [Facts()] * 2, limits=Limits(in_a_row=1, rest_s=5))
+    registry, pairs = fleet(
+        [EngineCapabilities()] * 2, [EngineCapabilities()] * 2, limits=HealthLimits(in_a_row=1, rest_s=5)
+    )
     for role in Role:
         registry.member(registry.known(role)[1].id).life.failed(RequestId("r"), Failure.BAD_RESPONSE, now=0)
     assert choose(registry, pairs) == [("prefill-0", "decode-0")]
 
     usable = [registry.usable(role, now=5) for role in Role]
-    assert registry.member(usable[0][1].id).life.state is State.HALF_OPEN
+    assert registry.member(usable[0][1].id).life.state is HealthState.HALF_OPEN
     assert names(pairs.pair(*usable)) == ("prefill-1", "decode-0")
     assert pairs.one(usable[1]).id == "decode-1"
 
 
 def test_a_request_that_has_failed_already_is_nobodys_trial():
     """It is on its last chances; only if nobody is well it goes to who is to be tried."""
-    registry, pairs = fleet([Facts()] * 2, [Facts()] * 2, limits=Limits(in_a_row=1, rest_s=5))
+    registry, pairs = fleet(
+        [EngineCapabilities()] * 2, [EngineCapabilities()] * 2, limits=HealthLimits(in_a_row=1, rest_s=5)
+    )
     for role in Role:
         registry.member(registry.known(role)[0].id).life.failed(RequestId("r"), Failure.BAD_RESPONSE, now=0)
     usable = [registry.usable(role, now=5) for role in Role]
-    again = Ask(again=True)
+    again = RoutingHints(again=True)
 
     assert {names(pairs.pair(*usable, again)) for _ in range(4)} == {("prefill-1", "decode-1")}
     assert {pairs.one(usable[1], again).id for _ in range(4)} == {"decode-1"}
@@ -159,14 +166,18 @@ def test_a_request_that_has_failed_already_is_nobodys_trial():
 
 def test_a_copy_takes_nobodys_turn():
     """Explaining a request changes nothing."""
-    registry, pairs = fleet([Facts()] * 2, [Facts()] * 2)
+    registry, pairs = fleet([EngineCapabilities()] * 2, [EngineCapabilities()] * 2)
     foreseen = [choose(registry, pairs.copy())[0] for _ in range(3)]
 
     assert foreseen == choose(registry, pairs) * 3
 
 
 CHANGES = st.one_of(
-    st.tuples(st.just("learn"), st.integers(0, 4), st.sampled_from([Facts(version="1"), Facts(version="2")])),
+    st.tuples(
+        st.just("learn"),
+        st.integers(0, 4),
+        st.sampled_from([EngineCapabilities(version="1"), EngineCapabilities(version="2")]),
+    ),
     st.tuples(st.just("learn"), st.integers(0, 4), st.sampled_from([serving("a"), serving("a", "b"), serving("b")])),
     st.tuples(st.sampled_from(["drain", "undrain"]), st.integers(0, 4), st.none()),
     st.tuples(st.just("nothing"), st.just(0), st.none()),
@@ -183,7 +194,7 @@ def attempt(choice, usable, ask):
 @given(st.lists(st.tuples(CHANGES, st.sampled_from([None, "a", "b"])), max_size=12))
 def test_what_is_remembered_changes_no_choice(steps):
     """Whatever is learned, drained or brought back between two requests, as if everything were looked at anew."""
-    registry, pairs = fleet([serving("a"), serving("a", "b")], [serving("a"), serving("a", "b"), Facts()])
+    registry, pairs = fleet([serving("a"), serving("a", "b")], [serving("a"), serving("a", "b"), EngineCapabilities()])
     everyone, anew = [member.instance.id for member in registry.members()], pairs.choice.copy()
     for (what, which, facts), model in steps:
         if what == "learn":
@@ -195,14 +206,14 @@ def test_what_is_remembered_changes_no_choice(steps):
         except NoInstance:
             continue
         for _ in range(2):
-            expected = attempt(Pairs(registry, anew), usable, Ask(model=model))
-            assert attempt(pairs, usable, Ask(model=model)) == expected
+            expected = attempt(PairSelector(registry, anew), usable, RoutingHints(model=model))
+            assert attempt(pairs, usable, RoutingHints(model=model)) == expected
 
 
 def test_what_is_remembered_is_bounded():
     """Clients can think of models without end, and an engine that does not say what it serves may serve any."""
-    registry, pairs = fleet([Facts()], [Facts()])
+    registry, pairs = fleet([EngineCapabilities()], [EngineCapabilities()])
     for number in range(200):
-        choose(registry, pairs, Ask(model=str(number)))
+        choose(registry, pairs, RoutingHints(model=str(number)))
 
     assert len(pairs._seen) <= 64

@@ -7,7 +7,7 @@ import pytest
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure, failure_of
-from xpyd_proxy.core.routing.retries import RULES, Again, Chances, LegFailed, Where
+from xpyd_proxy.core.routing.retries import RULES, LegFailed, RetryAttempts, RetryScope, RetryTarget
 from xpyd_proxy.errors import EngineError, EngineFault, EngineTimeout, Moved, Refused
 
 ERRORS = {
@@ -55,31 +55,33 @@ def test_every_failure_that_can_happen_has_a_rule():
 def test_the_whole_table(role, failure):
     """Whether there is another try with one engine and with two, and who takes it."""
     for known in (engines(role, 1), engines(role, 2)):
-        failed, chances = LegFailed(known[0], ERRORS[failure]), Chances(1)
+        failed, chances = LegFailed(known[0], ERRORS[failure]), RetryAttempts(1)
         rule = RULES[role, failure]
-        hopeless = rule.again is Again.NOTHING or (rule.where is Where.ELSEWHERE and len(known) == 1)
+        hopeless = rule.again is RetryScope.NOTHING or (rule.where is RetryTarget.ELSEWHERE and len(known) == 1)
 
         assert chances.take(failed, known) is not hopeless
         assert chances.left == hopeless
-        expected = known if rule.where is Where.ANY or len(known) == 1 else known[1:]
+        expected = known if rule.where is RetryTarget.ANY or len(known) == 1 else known[1:]
         assert list(chances.among(known)) == expected
 
 
 def test_only_a_decode_engine_that_got_nothing_is_replaced_alone():
     """Any other may have told P to free the blocks: the same parameters could lead to another request's."""
-    assert [key for key, rule in RULES.items() if rule.again is Again.DECODE] == [(Role.DECODE, Failure.UNREACHABLE)]
+    assert [key for key, rule in RULES.items() if rule.again is RetryScope.DECODE] == [
+        (Role.DECODE, Failure.UNREACHABLE)
+    ]
 
 
 def test_what_one_engine_refuses_all_would():
     """And a client's mistake is told at once."""
-    assert {key for key, rule in RULES.items() if rule.again is Again.NOTHING} == {
+    assert {key for key, rule in RULES.items() if rule.again is RetryScope.NOTHING} == {
         (role, Failure.REFUSED) for role in Role
     }
 
 
 def test_chances_run_out():
     """A request that kills engines must not kill them all."""
-    known, chances = engines(Role.PREFILL, 9), Chances(2)
+    known, chances = engines(Role.PREFILL, 9), RetryAttempts(2)
     taken = [chances.take(LegFailed(one, ERRORS[Failure.BAD_RESPONSE]), known) for one in known[:4]]
 
     assert taken == [True, True, False, False]
@@ -87,7 +89,7 @@ def test_chances_run_out():
 
 def test_when_all_have_failed_all_are_candidates_again():
     """A short trouble is more likely than that all are gone."""
-    known, chances = engines(Role.DECODE, 2), Chances(5)
+    known, chances = engines(Role.DECODE, 2), RetryAttempts(5)
     for one in known:
         chances.take(LegFailed(one, ERRORS[Failure.BAD_RESPONSE]), known)
 
@@ -96,7 +98,7 @@ def test_when_all_have_failed_all_are_candidates_again():
 
 def test_engines_that_have_failed_come_last():
     """All are listed: where any engine will do, one that has failed is better than none."""
-    chances = Chances(1, {InstanceId("decode-0"), InstanceId("decode-2")})
+    chances = RetryAttempts(1, {InstanceId("decode-0"), InstanceId("decode-2")})
     first = chances.first(engines(Role.DECODE, 4))
 
     assert [instance.id for instance in first] == ["decode-1", "decode-3", "decode-0", "decode-2"]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from xpyd_proxy.core.model import Api, Ask, Call, Errand
+from xpyd_proxy.core.model import Api, GenerationRequest, PassthroughRequest, RoutingHints
 from xpyd_proxy.core.protocol.request_bodies import parse
 from xpyd_proxy.core.routing import routing_hints
 from xpyd_proxy.core.routing.routing_hints import ask_of_call, ask_of_errand
@@ -14,7 +14,7 @@ PROMPTS = {Api.COMPLETIONS: "prompt", Api.CHAT: "messages", Api.RESPONSES: "inpu
 
 
 def call_of(api, raw, rank=None, headers=HEADERS):
-    return Call(api, parse(raw, strip_private=False), headers, rank)
+    return GenerationRequest(api, parse(raw, strip_private=False), headers, rank)
 
 
 @pytest.mark.parametrize("api", Api)
@@ -22,7 +22,7 @@ def test_model_session_rank_and_the_beginning_of_the_prompt(api):
     """The prompt as it came: a policy compares beginnings, and must not need a parser."""
     raw = b'{"model":"m","%s" : [ "a",  "b" ]}' % PROMPTS[api].encode()
 
-    assert ask_of_call(call_of(api, raw, 3)) == Ask("m", "s", b'[ "a",  "b" ]', None, 3)
+    assert ask_of_call(call_of(api, raw, 3)) == RoutingHints("m", "s", b'[ "a",  "b" ]', None, 3)
 
 
 def test_a_long_prompt_is_cut():
@@ -37,12 +37,14 @@ def test_what_is_no_name_names_no_model(model):
     """The engine says what is wrong with it."""
     asked = ask_of_call(call_of(Api.CHAT, b'{"model":%s}' % model, headers=()))
 
-    assert asked == Ask()
+    assert asked == RoutingHints()
 
 
 def test_what_is_passed_through_has_a_model_and_a_session():
     """An embedding must go to the engine that has its model."""
-    assert ask_of_errand(Errand("/v1/embeddings", b"{}", HEADERS, model="m", rank=1)) == Ask("m", "s", rank=1)
+    assert ask_of_errand(PassthroughRequest("/v1/embeddings", b"{}", HEADERS, model="m", rank=1)) == RoutingHints(
+        "m", "s", rank=1
+    )
 
 
 def test_the_names_of_models_that_are_remembered_are_bounded():

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xpyd_proxy.core.model import InstanceId, Role
-from xpyd_proxy.core.workers.instance_ids import Roster, Verb, key_of
+from xpyd_proxy.core.workers.instance_ids import InstanceIds, Verb, key_of
 
 D0, D1, P0 = (
     key_of(role, host, None, "static", "")
@@ -20,7 +20,7 @@ LINES = st.lists(
 
 
 def roster(*lines):
-    found = Roster()
+    found = InstanceIds()
     for line in lines:
         found.apply(line)
     return found
@@ -57,7 +57,7 @@ def test_the_latest_order_holds_until_it_is_taken_back():
 @given(LINES)
 def test_two_engines_never_have_one_id(lines):
     """Whatever comes in whatever order; and what is said of an engine that is not there is dropped."""
-    found = Roster()
+    found = InstanceIds()
     given_ids = set()
     for line in lines:
         before = found.number(line[1]) if line[0] is Verb.NAME else None

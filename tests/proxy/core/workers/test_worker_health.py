@@ -3,11 +3,11 @@
 import msgspec
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.health import Limits, State
+from xpyd_proxy.core.fleet.health import HealthLimits, HealthState
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import InstanceId, RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
-from xpyd_proxy.core.workers.worker_health import MOST, Bulletin, Peers, bulletin_of
+from xpyd_proxy.core.workers.worker_health import MOST, HealthUpdate, WorkerHealth, bulletin_of
 
 D0, D1 = InstanceId("decode-0"), InstanceId("decode-1")
 R = RequestId("r")
@@ -18,14 +18,16 @@ class Worker:
 
     def __init__(self, number, engines=2):
         self.number = number
-        self.registry = Registry(Limits(in_a_row=2, rest_s=5.0))
+        self.registry = Registry(HealthLimits(in_a_row=2, rest_s=5.0))
         for port in range(1, engines + 1):
             self.registry.add(Role.DECODE, Address("http", "h", port))
-        self.peers = Peers(self.registry, patience_s=3.0)
+        self.peers = WorkerHealth(self.registry, patience_s=3.0)
 
     def says(self):
         """As it arrives."""
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(bulletin_of(self.number, self.registry)), type=Bulletin)
+        return msgspec.msgpack.decode(
+            msgspec.msgpack.encode(bulletin_of(self.number, self.registry)), type=HealthUpdate
+        )
 
     def life(self, name=D0):
         return self.registry.member(name).life
@@ -40,7 +42,7 @@ class Worker:
 
 def test_who_has_nothing_to_say_says_nothing():
     """An idle fleet costs a few bytes."""
-    assert Worker(0).says() == Bulletin(0, {})
+    assert Worker(0).says() == HealthUpdate(0, {})
 
 
 def test_load_is_what_all_workers_have_and_no_more():
@@ -93,7 +95,7 @@ def test_what_one_worker_breaks_is_broken_for_all_and_rests_as_long():
     one.breaks(now=10.0)
     zero.peers.hear(one.says(), now=10.5)
 
-    assert (zero.life().state, zero.life().since) == (State.EJECTED, 10.0)
+    assert (zero.life().state, zero.life().since) == (HealthState.EJECTED, 10.0)
     assert zero.life().why == one.life().why == "2 requests in a row failed: the last one got no good answer"
     assert not zero.life().may_serve(now=14.9)
     assert zero.life().may_serve(now=15.0)
@@ -109,7 +111,7 @@ def test_a_trial_that_one_worker_sees_served_heals_it_for_all():
     one.life().succeeded(R, now=15.2)
     zero.peers.hear(one.says(), now=15.3)
 
-    assert zero.life().state is State.HEALTHY
+    assert zero.life().state is HealthState.HEALTHY
     assert zero.life().may_serve(now=15.3)
 
 
@@ -126,7 +128,7 @@ def test_a_trial_that_fails_doubles_the_rest_once_for_all():
     one.life().failed(RequestId("trial 1"), Failure.BAD_RESPONSE, now=15.4)
 
     for worker in (zero, one):
-        assert worker.life().state is State.EJECTED
+        assert worker.life().state is HealthState.EJECTED
         assert not worker.life().may_serve(now=25.1)
         assert worker.life().may_serve(now=25.2)
 
@@ -141,11 +143,11 @@ def test_old_news_change_nothing():
     zero.life().claimed(R)
     zero.life().succeeded(R, now=15.2)
     zero.peers.hear(old, now=15.3)
-    assert zero.life().state is State.HEALTHY
+    assert zero.life().state is HealthState.HEALTHY
 
     one.peers.hear(zero.says(), now=15.4)
     zero.peers.hear(one.says(), now=15.5)
-    assert (zero.life().state, one.life().state) == (State.HEALTHY, State.HEALTHY)
+    assert (zero.life().state, one.life().state) == (HealthState.HEALTHY, HealthState.HEALTHY)
 
 
 def test_a_drained_engine_stays_drained_whatever_peers_find():
@@ -154,7 +156,7 @@ def test_a_drained_engine_stays_drained_whatever_peers_find():
     zero.life().drain(now=5.0)
     one.breaks(now=10.0)
     zero.peers.hear(one.says(), now=10.1)
-    assert zero.life().state is State.DRAINING
+    assert zero.life().state is HealthState.DRAINING
     zero.registry.remove(D0, now=11.0)
     zero.peers.hear(one.says(), now=11.1)
 
@@ -171,7 +173,7 @@ def test_a_bulletin_is_bounded_and_says_the_most_important():
     for number in range(2):
         last.life.failed(RequestId(f"r{number}"), Failure.BAD_RESPONSE, now=1.0)
     data = msgspec.msgpack.encode(bulletin_of(0, worker.registry))
-    found = msgspec.msgpack.decode(data, type=Bulletin).engines
+    found = msgspec.msgpack.decode(data, type=HealthUpdate).engines
 
     assert len(found) == MOST
     assert {last.instance.id, InstanceId(f"decode-{MOST}")} <= found.keys()

@@ -5,13 +5,13 @@ import logging
 import pytest
 
 from xpyd_proxy.core.discovery.reconcile import MOST, entry_name, entry_of
-from xpyd_proxy.core.fleet.health import State
-from xpyd_proxy.core.fleet.origin import Source, Wanted
+from xpyd_proxy.core.fleet.health import HealthState
+from xpyd_proxy.core.fleet.origin import EngineSource, Wanted
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import AddressError, AlreadyKnown, NoInstance, UnknownInstance
-from xpyd_proxy.io.discovery.reconciler import Discovery, Elsewhere, Entries, Pods, Reconciler, Synced
+from xpyd_proxy.io.discovery.reconciler import Discovery, Entries, NotManagedHere, Pods, Reconciler, Synced
 from xpyd_proxy.io.discovery.stores import StoreDown
 from xpyd_proxy.io.discovery.stores.memory import MemoryStore
 
@@ -27,7 +27,7 @@ class World:
         self.registry = Registry()
         for text in static:
             self.registry.add_target(Role.DECODE, Target.parse(text), now=0)
-        self.reconciler = Reconciler(self.registry, [Source.PODS, Source.STORE], lambda: self.now)
+        self.reconciler = Reconciler(self.registry, [EngineSource.PODS, EngineSource.STORE], lambda: self.now)
         self.pods = Pods(self.reconciler)
         self.entries = Entries(self.reconciler)
         self.store = MemoryStore(self.entries, most=most)
@@ -62,7 +62,7 @@ def test_what_the_settings_name_is_left_alone():
     world.see(B)
     world.see()
 
-    assert world.there == [("decode-0", "b:80", State.STARTING)]
+    assert world.there == [("decode-0", "b:80", HealthState.STARTING)]
 
 
 def test_an_engine_that_the_settings_claim_stays_when_its_pod_goes():
@@ -72,7 +72,7 @@ def test_an_engine_that_the_settings_claim_stays_when_its_pod_goes():
     world.registry.claim(Role.PREFILL, "a:80")
     world.see()
 
-    assert world.there == [("prefill-0", "a:80", State.STARTING)]
+    assert world.there == [("prefill-0", "a:80", HealthState.STARTING)]
 
 
 def test_an_engine_that_the_settings_drop_comes_back_if_somebody_else_wants_it():
@@ -82,7 +82,7 @@ def test_an_engine_that_the_settings_drop_comes_back_if_somebody_else_wants_it()
     world.registry.retire(world.registry.members()[0].instance.id, now=1)
     world.reconciler.reconcile()
 
-    assert world.there == [("prefill-0", "a:80", State.DRAINING), ("prefill-1", "a:80", State.STARTING)]
+    assert world.there == [("prefill-0", "a:80", HealthState.DRAINING), ("prefill-1", "a:80", HealthState.STARTING)]
 
 
 async def test_what_an_operator_does_to_a_pod_is_not_undone():
@@ -92,9 +92,9 @@ async def test_what_an_operator_does_to_a_pod_is_not_undone():
     await world.discovery.drain("prefill-0")
     world.see(A, B)
     world.reconciler.reconcile()
-    assert world.there[0] == ("prefill-0", "a:80", State.DRAINING)
+    assert world.there[0] == ("prefill-0", "a:80", HealthState.DRAINING)
 
-    with pytest.raises(Elsewhere, match="delete the pod"):
+    with pytest.raises(NotManagedHere, match="delete the pod"):
         await world.discovery.remove("prefill-0")
 
 
@@ -159,5 +159,5 @@ def test_freshness_tells_how_old_a_view_is():
     world.now = 30
 
     pods, store = world.reconciler.freshness()
-    assert (pods.source, pods.is_synced, pods.age_s, pods.engines) == (Source.PODS, True, 5, 1)
-    assert (store.source, store.is_synced, store.age_s) == (Source.STORE, True, 30)
+    assert (pods.source, pods.is_synced, pods.age_s, pods.engines) == (EngineSource.PODS, True, 5, 1)
+    assert (store.source, store.is_synced, store.age_s) == (EngineSource.STORE, True, 30)

@@ -13,14 +13,14 @@ import pytest
 from support import relist
 from support.kube_api import KubeApi, Refusal, pod
 from support.sim import until_async
-from xpyd_proxy.core.fleet.origin import Source
+from xpyd_proxy.core.fleet.origin import EngineSource
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.io.discovery.build import read_pod
 from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from xpyd_proxy.io.discovery.reconciler import Pods, Reconciler
-from xpyd_proxy.io.discovery.reflector import Collection, Reflector, Rhythm
+from xpyd_proxy.io.discovery.reflector import Collection, Reflector, WatchTimes
 
-FAST = Rhythm(relist_s=30, silence_s=1.0, pause_s=0.02, pause_most_s=0.1)
+FAST = WatchTimes(relist_s=30, silence_s=1.0, pause_s=0.02, pause_most_s=0.1)
 PATH = "/api/v1/namespaces/default/pods"
 
 
@@ -32,7 +32,7 @@ class Eye:
         self.views = 0
         self.hearings = 0
         self.registry = Registry()
-        self.reconciler = Reconciler(self.registry, [Source.PODS], time.monotonic)
+        self.reconciler = Reconciler(self.registry, [EngineSource.PODS], time.monotonic)
         self.passed_on = Pods(self.reconciler)
 
     def view(self, objects):
@@ -241,7 +241,7 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda one: one.__name__)
 async def test_after_every_fault_the_view_is_right_and_nobody_is_in_it_who_is_gone(fault):
     """And it follows changes again."""
-    rhythm = Rhythm(relist_s=2.0, silence_s=0.5, pause_s=0.02, pause_most_s=0.1)
+    rhythm = WatchTimes(relist_s=2.0, silence_s=0.5, pause_s=0.02, pause_most_s=0.1)
     async with KubeApi() as api:
         fill(api)
         async with reflecting(api, rhythm) as eye:
@@ -295,7 +295,7 @@ async def test_an_api_that_refuses_everything_is_not_hammered():
     """Pauses grow, with some chance in them."""
     async with KubeApi() as api:
         api.faults.refusals = deque([Refusal(503, "X")] * 1000)
-        rhythm = Rhythm(pause_s=0.05, pause_most_s=10)
+        rhythm = WatchTimes(pause_s=0.05, pause_most_s=10)
         async with reflecting(api, rhythm):
             await asyncio.sleep(1.0)
         assert 2 <= len(api.calls) <= 7  # at 0, 0.05, 0.15, 0.35, 0.75 s, each pause somewhat shorter
@@ -306,7 +306,7 @@ async def test_a_watch_that_may_not_be_is_not_listed_for_without_end():
     async with KubeApi() as api:
         fill(api)
         api.faults.watch_refusals = deque([Refusal(403, "Forbidden")] * 1000)
-        async with reflecting(api, Rhythm(pause_s=0.05, pause_most_s=10)) as eye:
+        async with reflecting(api, WatchTimes(pause_s=0.05, pause_most_s=10)) as eye:
             await asyncio.sleep(1.0)
             assert len(eye.pods) == 3
         assert 2 <= len(api.calls) <= 14

@@ -12,13 +12,13 @@ from support.kube_api import KubeApi, Refusal
 from support.redis_server import RedisServer
 from support.sim import until_async
 from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
-from xpyd_proxy.io.discovery.reflector import Rhythm
+from xpyd_proxy.io.discovery.reflector import WatchTimes
 from xpyd_proxy.io.discovery.stores import StoreDown
 from xpyd_proxy.io.discovery.stores.configmap import ConfigMapStore
 from xpyd_proxy.io.discovery.stores.file import FileStore
 from xpyd_proxy.io.discovery.stores.memory import MemoryStore
 
-FAST = Rhythm(relist_s=30, silence_s=1.0, pause_s=0.02, pause_most_s=0.1)
+FAST = WatchTimes(relist_s=30, silence_s=1.0, pause_s=0.02, pause_most_s=0.1)
 
 
 class Ear:

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import Facts
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.engine_metrics import Numbers
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.io.probes.checks import HttpChecks, ProbeFailed
@@ -38,21 +38,21 @@ def checks(answers, **options):
 async def test_an_engine_that_lives_says_what_it_is():
     """Its models with their adapters, and its version."""
     async with checks(GOOD) as look:
-        assert await look.look(D) == Facts(frozenset({"m", "lora"}), "0.32.0")
+        assert await look.look(D) == EngineCapabilities(frozenset({"m", "lora"}), "0.32.0")
 
 
 async def test_a_simulated_engine_lives():
     """The shapes are vLLM's."""
     async with HttpChecks(timeout_s=1, transport=httpx.ASGITransport(Sim("decode", model="m"))) as look:
-        assert await look.look(D) == Facts(frozenset({"m"}), "0.32.0")
+        assert await look.look(D) == EngineCapabilities(frozenset({"m"}), "0.32.0")
         assert await look.numbers(D) == Numbers(kv_usage=0)
 
 
 @pytest.mark.parametrize(
     ("changes", "facts"),
     [
-        ({"/v1/models": (401, '{"error": "Unauthorized"}')}, Facts(version="0.32.0")),
-        ({"/version": (404, "")}, Facts(frozenset({"m", "lora"}))),
+        ({"/v1/models": (401, '{"error": "Unauthorized"}')}, EngineCapabilities(version="0.32.0")),
+        ({"/version": (404, "")}, EngineCapabilities(frozenset({"m", "lora"}))),
     ],
 )
 async def test_what_it_does_not_tell_is_unknown_and_no_illness(changes, facts):

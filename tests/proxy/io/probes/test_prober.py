@@ -7,22 +7,22 @@ import pytest
 
 from support.sim import until_async
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.compatibility import Facts
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.engine_metrics import Numbers
-from xpyd_proxy.core.fleet.health import State
+from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.io.probes.checks import ProbeFailed, ProbeInvalid
-from xpyd_proxy.io.probes.prober import Prober, Rhythm
+from xpyd_proxy.io.probes.prober import ProbeIntervals, Prober
 
 
 class Engines:
     """Answers what the test says, and counts."""
 
     def __init__(self):
-        self.facts = Facts(frozenset({"m"}), "0.32")
+        self.facts = EngineCapabilities(frozenset({"m"}), "0.32")
         self.shown = Numbers("xpyd", leases=2, protocol="4", fingerprint="0123456789abcdef", mode="push")
         self.sick = None
         self.looks = self.readings = self.at_once = self.most_at_once = 0
@@ -54,7 +54,7 @@ def engines():
 
 def prober(registry, engines, give_up=None, **rhythm):
     more = {} if give_up is None else {"give_up": give_up}
-    return Prober(registry, engines, Rhythm(**rhythm), time.monotonic, lambda: 0.5, **more)
+    return Prober(registry, engines, ProbeIntervals(**rhythm), time.monotonic, lambda: 0.5, **more)
 
 
 def add(registry, role=Role.DECODE, port=1):
@@ -67,8 +67,8 @@ async def test_an_engine_is_looked_at_at_once_and_again(registry, engines):
     async with prober(registry, engines, interval_s=0.1).running():
         await until_async(lambda: engines.looks >= 2)
 
-    assert member.life.state is State.HEALTHY
-    assert member.facts == Facts(
+    assert member.life.state is HealthState.HEALTHY
+    assert member.facts == EngineCapabilities(
         frozenset({"m"}), "0.32", "xpyd", TransferMode.PUSH, protocol="4", fingerprint="0123456789abcdef"
     )
     assert engines.readings == 1
@@ -78,12 +78,12 @@ async def test_an_engine_that_falls_ill_breaks_and_comes_back(registry, engines)
     """Without a single request; what it is now is read anew."""
     member = add(registry)
     async with prober(registry, engines, interval_s=0.05).running():
-        await until_async(lambda: member.life.state is State.HEALTHY)
+        await until_async(lambda: member.life.state is HealthState.HEALTHY)
         engines.sick = ProbeFailed("cannot be reached")
-        await until_async(lambda: member.life.state is State.EJECTED)
+        await until_async(lambda: member.life.state is HealthState.EJECTED)
         assert member.life.why == "cannot be reached"
-        engines.sick, engines.facts = None, Facts(frozenset({"m"}), "0.33")
-        await until_async(lambda: member.life.state is State.HEALTHY)
+        engines.sick, engines.facts = None, EngineCapabilities(frozenset({"m"}), "0.33")
+        await until_async(lambda: member.life.state is HealthState.HEALTHY)
 
     assert member.facts.version == "0.33"
     assert engines.readings == 2
@@ -98,7 +98,7 @@ async def test_requests_at_an_engine_that_answers_no_probe_for_long_are_given_up
         return 3
 
     async with prober(registry, engines, give_up, interval_s=0.05, hung_s=0.2).running():
-        await until_async(lambda: member.life.state is State.HEALTHY)
+        await until_async(lambda: member.life.state is HealthState.HEALTHY)
         await asyncio.sleep(0.3)
         assert given_up == []
         engines.sick = ProbeFailed("does not answer /health within 5 s")
@@ -117,9 +117,9 @@ async def test_requests_at_an_engine_that_answers_probes_badly_are_not_given_up(
         return 1
 
     async with prober(registry, engines, give_up, interval_s=0.05, hung_s=0.2).running():
-        await until_async(lambda: member.life.state is State.HEALTHY)
+        await until_async(lambda: member.life.state is HealthState.HEALTHY)
         engines.sick = ProbeInvalid("answers /health with status 503")
-        await until_async(lambda: member.life.state is State.EJECTED)
+        await until_async(lambda: member.life.state is HealthState.EJECTED)
         so_far = engines.looks
         await until_async(lambda: engines.looks >= so_far + 3)
         assert (given_up, member.life.why) == ([], "answers /health with status 503")
@@ -179,9 +179,9 @@ async def test_without_an_interval_only_drained_engines_are_asked(registry, engi
     registry.drain(draining.instance.id, now=time.monotonic())
     async with prober(registry, engines, interval_s=0).running():
         await until_async(lambda: engines.readings >= 1)
-        assert (engines.looks, draining.life.state) == (0, State.DRAINING)
+        assert (engines.looks, draining.life.state) == (0, HealthState.DRAINING)
         engines.shown = Numbers("xpyd", leases=0)
-        await until_async(lambda: draining.life.state is State.DRAINED)
+        await until_async(lambda: draining.life.state is HealthState.DRAINED)
 
     assert draining.life.why == "has no request left and keeps nothing for decode engines"
 
@@ -193,9 +193,9 @@ async def test_an_engine_is_drained_when_its_last_request_is_over(registry, engi
     async with prober(registry, engines, interval_s=0).running():
         registry.drain(member.instance.id, now=time.monotonic())
         await asyncio.sleep(0.3)
-        assert member.life.state is State.DRAINING
+        assert member.life.state is HealthState.DRAINING
         member.load.leave(RequestId("r"))
-        await until_async(lambda: member.life.state is State.DRAINED)
+        await until_async(lambda: member.life.state is HealthState.DRAINED)
 
 
 async def test_a_prefill_engine_that_cannot_be_asked_is_drained_after_a_while(registry, engines):
@@ -208,7 +208,7 @@ async def test_a_prefill_engine_that_cannot_be_asked_is_drained_after_a_while(re
     engines.numbers = numbers
     registry.drain(member.instance.id, now=time.monotonic())
     async with prober(registry, engines, patience_s=0.3).running():
-        await until_async(lambda: member.life.state is State.DRAINED)
+        await until_async(lambda: member.life.state is HealthState.DRAINED)
 
     assert "does not say what it keeps" in member.life.why
 
@@ -241,7 +241,7 @@ async def test_an_engine_that_hides_its_metrics_lives(registry, engines):
     async with prober(registry, engines, interval_s=0.1).running():
         await until_async(lambda: engines.looks >= 2)
 
-    assert (member.life.state, member.facts.connector) == (State.HEALTHY, None)
+    assert (member.life.state, member.facts.connector) == (HealthState.HEALTHY, None)
 
 
 async def test_the_log_tells_what_becomes_of_an_engine_whoever_finds_out(registry, engines, caplog):

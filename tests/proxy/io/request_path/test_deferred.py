@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from xpyd_proxy.io.request_path.deferred import Later
+from xpyd_proxy.io.request_path.deferred import DeferredCalls
 
 MOST = 1024
 
@@ -34,7 +34,7 @@ async def until(true):
 async def test_calls_are_made_soon_and_in_order():
     """By themselves, together, and each once."""
     batches = Batches()
-    later = Later(batches)
+    later = DeferredCalls(batches)
     for number in range(3):
         later.add(batches.said.append, number)
     assert batches.said == []
@@ -48,7 +48,7 @@ async def test_calls_are_made_soon_and_in_order():
 async def test_who_reads_settles_first():
     """And the timer does nothing more."""
     batches = Batches()
-    later = Later(batches)
+    later = DeferredCalls(batches)
     later.add(batches.said.append, 1)
     later.settle()
     assert batches.said == ["(", 1, ")"]
@@ -61,7 +61,7 @@ async def test_who_reads_settles_first():
 async def test_to_settle_nothing_does_nothing():
     """Also before the first call; what comes afterwards is not lost."""
     batches = Batches()
-    later = Later(batches)
+    later = DeferredCalls(batches)
     later.settle()
     later.settle()
     assert batches.said == []
@@ -78,7 +78,7 @@ async def test_one_that_fails_does_not_stop_the_others(caplog):
         raise ValueError(number)
 
     said = []
-    later = Later()
+    later = DeferredCalls()
     later.add(said.append, 1)
     later.add(broken, 7)
     later.add(said.append, 2)
@@ -94,7 +94,7 @@ async def test_one_that_fails_does_not_stop_the_others(caplog):
 async def test_only_so_many_wait():
     """A loop that has no time for the timer does not fill the memory."""
     batches = Batches()
-    later = Later(batches)
+    later = DeferredCalls(batches)
     for number in range(MOST - 1):
         later.add(batches.said.append, number)
     assert batches.said == []
@@ -111,7 +111,7 @@ async def test_only_so_many_wait():
 async def test_a_call_may_add_another(by_hand):
     """It comes with the next batch, by itself or with the next settling."""
     batches = Batches()
-    later = Later(batches)
+    later = DeferredCalls(batches)
 
     def first():
         batches.said.append(1)
@@ -130,7 +130,7 @@ async def test_a_call_may_add_another(by_hand):
 async def test_a_call_may_settle():
     """What reads a counter does; the batch goes on once, and in order."""
     batches = Batches()
-    later = Later(batches)
+    later = DeferredCalls(batches)
     later.add(later.settle)
     later.add(batches.said.append, 1)
     later.settle()
@@ -141,7 +141,7 @@ async def test_a_call_may_settle():
 async def test_calls_have_their_arguments():
     """Whatever they are."""
     said = []
-    later = Later()
+    later = DeferredCalls()
     later.add(lambda *args: said.append(args))
     later.add(lambda *args: said.append(args), 1, None)
     later.settle()

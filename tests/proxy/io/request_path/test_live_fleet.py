@@ -3,13 +3,13 @@
 import pytest
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.health import Limits, State
-from xpyd_proxy.core.fleet.push_coordinates import Learned
+from xpyd_proxy.core.fleet.health import HealthLimits, HealthState
+from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.core.routing.pairing import Pairs
+from xpyd_proxy.core.routing.pairing import PairSelector
 from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
 from xpyd_proxy.core.schemas import Coordinates
@@ -32,16 +32,16 @@ def clock():
 
 @pytest.fixture
 def learned():
-    return Learned(at_once=True)
+    return PushCoordinates(at_once=True)
 
 
 @pytest.fixture
 def fleet(clock, learned):
-    registry = Registry(Limits(in_a_row=1, rest_s=5))
+    registry = Registry(HealthLimits(in_a_row=1, rest_s=5))
     for role in Role:
         for port in (1, 2):
             registry.add(role, Address("http", "h", port))
-    return LiveFleet(registry, Pairs(registry, RoundRobin()), learned, clock)
+    return LiveFleet(registry, PairSelector(registry, RoundRobin()), learned, clock)
 
 
 def in_flight(fleet):
@@ -86,7 +86,7 @@ def test_only_the_leg_that_failed_is_blamed(fleet):
         fleet.enter(instance, R)
         fleet.ended(instance, R, failure)
 
-    assert (state(fleet, p), state(fleet, d)) == (State.EJECTED, State.STARTING)
+    assert (state(fleet, p), state(fleet, d)) == (HealthState.EJECTED, HealthState.STARTING)
 
 
 def break_and_rest(fleet, clock):
@@ -113,7 +113,7 @@ def test_a_trial_in_two_legs_is_one_trial(fleet, clock, failure):
         fleet.answered(d, trial, 0.1)
     fleet.ended(d, trial, failure)
 
-    assert state(fleet, d) is (State.HEALTHY if failure is None else State.EJECTED)
+    assert state(fleet, d) is (HealthState.HEALTHY if failure is None else HealthState.EJECTED)
 
 
 def test_a_trial_whose_prefill_fails_leaves_room_for_the_next(fleet, clock):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.model import Instance, InstanceId, Push, RequestId, Role, Solo
+from xpyd_proxy.core.model import Instance, InstanceId, LegOrder, RequestId, Role, SingleEngineReason
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.request_record import LegRecord, RequestRecord
 from xpyd_proxy.io.request_path.telemetry import Telemetry
@@ -100,7 +100,9 @@ def test_a_path_of_a_clients_own_making_is_not_shown():
 
 def test_the_way_of_a_request_is_counted():
     """Which rule fired shows in the numbers."""
-    found = counted(over(), over(push=Push.AT_ONCE), over(push=Push.IN_TURN), over(single_reason=Solo.N))
+    found = counted(
+        over(), over(push=LegOrder.CONCURRENT), over(push=LegOrder.SEQUENTIAL), over(single_reason=SingleEngineReason.N)
+    )
 
     assert found.routed == {("pull", "none"): 1, ("push", "none"): 1, ("push_cold", "none"): 1, ("single", "n"): 1}
 
@@ -116,12 +118,12 @@ def test_retries_are_counted_by_the_leg_that_failed_and_why():
 def test_silent_degradation_is_counted_where_it_can_be_known():
     """When one leg follows the other the decode engine repeats the prefill engine's number, which says nothing."""
     found = counted(
-        over(push=Push.AT_ONCE, end=NONE),
-        over(push=Push.AT_ONCE, end=NONE.replace(b"0", b"8")),
-        over(push=Push.AT_ONCE),
+        over(push=LegOrder.CONCURRENT, end=NONE),
+        over(push=LegOrder.CONCURRENT, end=NONE.replace(b"0", b"8")),
+        over(push=LegOrder.CONCURRENT),
         over(end=NONE),
-        over(500, push=Push.AT_ONCE, end=NONE),
-        over(single_reason=Solo.N, prefill=None, end=NONE),
+        over(500, push=LegOrder.CONCURRENT, end=NONE),
+        over(single_reason=SingleEngineReason.N, prefill=None, end=NONE),
     )
 
     assert found.transfers == {(D.id, "none"): 1, (D.id, "arrived"): 1, (D.id, "unknown"): 2}
@@ -165,8 +167,8 @@ ENDS = st.builds(
     queue_s=st.sampled_from([None, 0.0, 0.0, 0.25]),
     prefill=st.sampled_from([LegRecord(P.id), LegRecord(P.id), None]),
     decode=st.sampled_from([LegRecord(D.id), None]),
-    single_reason=st.sampled_from([None, None, Solo.N]),
-    push=st.sampled_from([None, None, Push.IN_TURN]),
+    single_reason=st.sampled_from([None, None, SingleEngineReason.N]),
+    push=st.sampled_from([None, None, LegOrder.SEQUENTIAL]),
     error=st.sampled_from([None, None, "broke off"]),
 )
 LEGS = st.tuples(st.sampled_from([P, D]), st.sampled_from([None, None, Failure.BAD_RESPONSE]))

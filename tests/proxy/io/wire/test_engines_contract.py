@@ -24,7 +24,7 @@ from support.raw_engine import closing, raw_engine, replying
 from support.wiring import IS_COMPILED, LOOPS, Told, run, telling, told, until
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission.keys import Outbound
-from xpyd_proxy.core.model import Instance, InstanceId, Leg, Role
+from xpyd_proxy.core.model import Instance, InstanceId, LegRequest, Role
 from xpyd_proxy.errors import EngineError, EngineTimeout
 from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.settings import Settings
@@ -56,7 +56,7 @@ def instance_at(at):
 
 
 def leg_to(engine, body=b"{}", headers=(), scheme="http"):
-    return Leg(instance_at(f"{scheme}://{engine.at}"), "/v1/completions", body, headers)
+    return LegRequest(instance_at(f"{scheme}://{engine.at}"), "/v1/completions", body, headers)
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def test_a_leg_on_the_wire(client, way):
     async def main(at):
         outbound = Outbound({Role.DECODE: "ours"})
         async with client.make(Settings(), outbound=outbound) as engines:
-            leg = Leg(
+            leg = LegRequest(
                 instance_at(at), "/v1/completions", b"12345", ((b"authorization", b"Bearer theirs"), (b"a", b"b"))
             )
             assert await way(engines, leg) == HELLO
@@ -151,7 +151,7 @@ def test_a_leg_says_how_long_its_body_is_and_what_it_is(client, way):
 
     async def main(at):
         async with client.make(Settings()) as engines:
-            leg = Leg(instance_at(at), "/a", b"", (), b"multipart/form-data; boundary=x")
+            leg = LegRequest(instance_at(at), "/a", b"", (), b"multipart/form-data; boundary=x")
             assert await way(engines, leg) == HELLO
 
     with raw_engine(replying(reply())) as engine:
@@ -208,7 +208,7 @@ def test_a_big_body_arrives_whole(client, way):
 
     async def main(at):
         async with client.make(Settings()) as engines:
-            assert await way(engines, Leg(instance_at(at), "/a", body, ())) == HELLO
+            assert await way(engines, LegRequest(instance_at(at), "/a", body, ())) == HELLO
 
     def script(engine, talk):
         time.sleep(0.1)
@@ -227,7 +227,10 @@ def test_a_request_is_sent_once_its_last_byte_is_written(client):
     seen, started = [], []
 
     async def main(at, body):
-        async with client.make(Settings()) as engines, told(engines, Leg(instance_at(at), "/a", body, ())) as call:
+        async with (
+            client.make(Settings()) as engines,
+            told(engines, LegRequest(instance_at(at), "/a", body, ())) as call,
+        ):
             assert not call.is_sent
             await until(lambda: call.is_sent)
             seen.append(time.monotonic())
@@ -262,7 +265,7 @@ def test_an_answer_before_the_end_of_the_body_ends_the_sending(client):
     go_on = threading.Event()
 
     async def main(at):
-        leg = Leg(instance_at(at), "/a", b"x" * 20_000_000, ())
+        leg = LegRequest(instance_at(at), "/a", b"x" * 20_000_000, ())
         async with client.make(Settings()) as engines:
             async with told(engines, leg, lambda _: sent.append(call.is_sent)) as call:
                 assert await call.whole() == b"hello"
@@ -295,7 +298,7 @@ def test_no_header_can_bring_another(client, way, header):
 
     async def main(at):
         async with client.make(Settings()) as engines:
-            leg = Leg(instance_at(at), "/a", b"{}", (header,))
+            leg = LegRequest(instance_at(at), "/a", b"{}", (header,))
             return await way(engines, leg)
 
     with raw_engine(replying(reply())) as engine:
@@ -315,9 +318,9 @@ def test_what_frames_a_request_is_the_clients_own(client, name):
             with pytest.raises(
                 EngineError, match=f"decode-0 was not asked: the header '{name.decode()}' cannot be sent"
             ):
-                await engines.ask(Leg(instance_at(at), "/a", b"{}", ((name, b"7"),)), timeout_s=5)
+                await engines.ask(LegRequest(instance_at(at), "/a", b"{}", ((name, b"7"),)), timeout_s=5)
             with pytest.raises(EngineError, match="printable ASCII"):
-                await engines.ask(Leg(instance_at(at), "/a b", b"{}", ()), timeout_s=5)
+                await engines.ask(LegRequest(instance_at(at), "/a b", b"{}", ()), timeout_s=5)
 
     with raw_engine(replying(reply())) as engine:
         client.run(main(engine.at))
@@ -332,7 +335,7 @@ def test_cookies_are_not_kept_and_redirects_not_followed(client, way):
     async def main(at):
         async with client.make(Settings()) as engines:
             for _ in range(2):
-                got = await way(engines, Leg(instance_at(at), "/a", b"{}", ()))
+                got = await way(engines, LegRequest(instance_at(at), "/a", b"{}", ()))
                 assert got.status == 302
 
     with raw_engine(replying(answer, answer)) as engine:
@@ -565,7 +568,7 @@ def test_an_answer_cut_at_any_byte_is_broken(client, way, answer, reset):
 
     async def main(at, cuts):
         async with client.make(Settings()) as engines:
-            leg = Leg(instance_at(at), "/a", b"{}", ())
+            leg = LegRequest(instance_at(at), "/a", b"{}", ())
             return [await way(engines, leg) for _ in cuts]
 
     cuts = range(len(answer))
@@ -604,7 +607,7 @@ def test_nobody_there(client, way):
 
         async def main():
             async with client.make(Settings()) as engines:
-                leg = Leg(instance_at(f"127.0.0.1:{taken.getsockname()[1]}"), "/a", b"{}", ())
+                leg = LegRequest(instance_at(f"127.0.0.1:{taken.getsockname()[1]}"), "/a", b"{}", ())
                 with pytest.raises(EngineError, match=r"^decode-0 cannot be reached$"):
                     await engines.ask(leg, timeout_s=5)
                 return await way(engines, leg)
@@ -623,7 +626,7 @@ def test_nobody_takes_the_connection(client, way):
 
         async def main():
             async with client.make(Settings(connect_timeout_s=0.2)) as engines:
-                leg = Leg(instance_at(f"127.0.0.1:{full.getsockname()[1]}"), "/a", b"{}", ())
+                leg = LegRequest(instance_at(f"127.0.0.1:{full.getsockname()[1]}"), "/a", b"{}", ())
                 with pytest.raises(EngineTimeout, match=r"^decode-0 did not accept a connection in time$"):
                     await engines.ask(leg, timeout_s=5)
                 return await way(engines, leg)
@@ -642,7 +645,7 @@ def test_the_time_for_an_answer_is_also_for_the_connection(client):
 
         async def main():
             async with client.make(Settings(connect_timeout_s=30)) as engines:
-                leg = Leg(instance_at(f"127.0.0.1:{full.getsockname()[1]}"), "/a", b"{}", ())
+                leg = LegRequest(instance_at(f"127.0.0.1:{full.getsockname()[1]}"), "/a", b"{}", ())
                 return await ask(engines, leg, timeout_s=0.2)
 
         assert client.run(main()) == Got(error="EngineTimeout", reached=False)

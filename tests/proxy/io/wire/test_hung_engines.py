@@ -7,7 +7,7 @@ import pytest
 
 from support.raw_engine import raw_engine, replying
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.model import Instance, InstanceId, Leg, Role
+from xpyd_proxy.core.model import Instance, InstanceId, LegRequest, Role
 from xpyd_proxy.errors import EngineTimeout
 from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.settings import Settings
@@ -17,7 +17,7 @@ OTHER = Instance(InstanceId("decode-9"), Role.DECODE, Address("http", "127.0.0.1
 
 
 def leg_to(engine, path):
-    return Leg(Instance(InstanceId("decode-0"), Role.DECODE, Address.parse(engine.at)), path, b"{}", ())
+    return LegRequest(Instance(InstanceId("decode-0"), Role.DECODE, Address.parse(engine.at)), path, b"{}", ())
 
 
 async def read(http, leg):

@@ -14,7 +14,7 @@ from xpyd_proxy.core.model import Instance, InstanceId, RequestId, Role
 from xpyd_proxy.core.raw_json import encode_in_pieces
 from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.io.wire.pool import Pool
-from xpyd_proxy.io.wire.teller import Teller
+from xpyd_proxy.io.wire.teller import LegSender
 from xpyd_proxy.io.wire.whole import WholeAnswer
 from xpyd_proxy.settings import Settings
 
@@ -77,7 +77,9 @@ async def test_a_connection_that_cannot_be_opened_for_another_reason_is_told_too
     pool = Pool(keepalive_s=5, connect_timeout_s=5, dial=dial)
     whole = WholeAnswer("decode-0")
     instance = Instance(InstanceId("decode-0"), Role.DECODE, Address("http", "h", 1))
-    Teller(pool, Outbound()).tell(whole, instance, "/v1/completions", headers=(), request=RequestId("r"), body=[b"{}"])
+    LegSender(pool, Outbound()).tell(
+        whole, instance, "/v1/completions", headers=(), request=RequestId("r"), body=[b"{}"]
+    )
 
     with pytest.raises(RuntimeError, match="a fault of our own"):
         await asyncio.wait_for(whole.answer, 5)

@@ -8,9 +8,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.io.wire.call import Call
+from xpyd_proxy.io.wire.call import ResponseHandler
 from xpyd_proxy.io.wire.connection import Connection
-from xpyd_proxy.io.wire.usual import lone_chunk, usual_body
+from xpyd_proxy.io.wire.usual import match_simple_response, parse_single_chunk
 
 LINES = st.sampled_from(
     [
@@ -65,7 +65,7 @@ def answers(draw):
     return said + draw(st.sampled_from([b"", b"", b"", b"x", said]))
 
 
-class Told(Call):
+class Told(ResponseHandler):
     """Keeps what it is told."""
 
     __slots__ = ("heard",)
@@ -256,13 +256,13 @@ def test_a_chunk_is_no_answer(stream):
 )
 def test_a_lone_chunk_is_one_as_engines_write_them(received, piece):
     """Everything else is left to llhttp."""
-    assert lone_chunk(received) == piece
+    assert parse_single_chunk(received) == piece
 
 
 def test_most_answers_are_usual():
     """Those of vLLM are, as uvicorn writes them."""
-    assert usual_body(usual(b'{"id":"cmpl-1"}')) == b'{"id":"cmpl-1"}'
-    assert usual_body(usual(b"")) == b""
+    assert match_simple_response(usual(b'{"id":"cmpl-1"}')) == b'{"id":"cmpl-1"}'
+    assert match_simple_response(usual(b"")) == b""
 
 
 @pytest.mark.parametrize("read_before", range(1, len(usual())))

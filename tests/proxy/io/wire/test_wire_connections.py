@@ -16,7 +16,7 @@ from support.wiring import CHUNKED, LOOPS, Told, answer, leg_to, run, telling, t
 from xpyd_proxy.errors import EngineError, EngineTimeout
 from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.io.wire.connection import Connection
-from xpyd_proxy.io.wire.turns import AT_ONCE
+from xpyd_proxy.io.wire.turns import OPENING_MOST
 from xpyd_proxy.io.wire.whole import WholeAnswer
 from xpyd_proxy.settings import Settings
 
@@ -133,8 +133,8 @@ def test_of_many_connections_the_first_is_ready_before_the_last_is_begun(loop):
     with raw_engine(lambda _, talk: talk.hung_up()) as engine:
         run(loop, main(leg_to(engine)))
 
-    assert open_then[0] <= AT_ONCE
-    assert max(abs(place - number) for place, number in enumerate(order)) < AT_ONCE
+    assert open_then[0] <= OPENING_MOST
+    assert max(abs(place - number) for place, number in enumerate(order)) < OPENING_MOST
 
 
 def test_connections_that_do_not_come_about_hold_up_no_other(loop):
@@ -148,7 +148,7 @@ def test_connections_that_do_not_come_about_hold_up_no_other(loop):
         async def main(leg):
             dead = replace(leg.instance, address=replace(leg.instance.address, port=deaf.getsockname()[1]))
             async with WireEngines(Settings()) as engines:
-                in_vain = [asyncio.create_task(engines.pool.open(dead)) for _ in range(10 * AT_ONCE)]
+                in_vain = [asyncio.create_task(engines.pool.open(dead)) for _ in range(10 * OPENING_MOST)]
                 await asyncio.sleep(0)
                 async with asyncio.timeout(2):
                     await engines.pool.open(leg.instance)
@@ -167,14 +167,14 @@ def test_whoever_leaves_while_connections_are_opened_leaves_the_turn_to_others(l
 
     async def main(leg):
         async with WireEngines(Settings()) as engines:
-            tasks = [asyncio.create_task(engines.pool.open(leg.instance)) for _ in range(5 * AT_ONCE)]
+            tasks = [asyncio.create_task(engines.pool.open(leg.instance)) for _ in range(5 * OPENING_MOST)]
             for _ in range(rounds):
                 await asyncio.sleep(0)
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            await asyncio.gather(*(engines.pool.open(leg.instance) for _ in range(5 * AT_ONCE)))
-            assert engines.pool._turns._free._value == AT_ONCE
+            await asyncio.gather(*(engines.pool.open(leg.instance) for _ in range(5 * OPENING_MOST)))
+            assert engines.pool._turns._free._value == OPENING_MOST
 
     with raw_engine(lambda _, talk: talk.hung_up()) as engine:
         run(loop, main(leg_to(engine)))

@@ -6,15 +6,15 @@ from contextlib import AsyncExitStack
 
 from support.sim import until_async
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.health import Limits, State
+from xpyd_proxy.core.fleet.health import HealthLimits, HealthState
 from xpyd_proxy.core.model import InstanceId, RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.workers.instance_ids import Verb
-from xpyd_proxy.core.workers.worker_health import Peers
+from xpyd_proxy.core.workers.worker_health import WorkerHealth
 from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
-from xpyd_proxy.io.workers.exchange import Exchange
-from xpyd_proxy.io.workers.ledger import Ledger
-from xpyd_proxy.io.workers.place import Place
+from xpyd_proxy.io.workers.exchange import HealthGossip
+from xpyd_proxy.io.workers.ledger import InstanceIdLog
+from xpyd_proxy.io.workers.place import WorkerContext
 
 D0 = InstanceId("decode-0")
 
@@ -23,12 +23,12 @@ class Worker:
     """One of three, with one engine."""
 
     def __init__(self, folder, number):
-        self.ledger = Ledger(folder / "ledger")
-        self.registry = SharedRegistry(Limits(in_a_row=1), self.ledger)
+        self.ledger = InstanceIdLog(folder / "ledger")
+        self.registry = SharedRegistry(HealthLimits(in_a_row=1), self.ledger)
         self.registry.add(Role.DECODE, Address("http", "h", 1))
-        self.peers = Peers(self.registry, patience_s=3.0)
-        place = Place(number, 3, str(folder), port=0, line=0, starts=1)
-        self.exchange = Exchange(place, self.registry, self.peers, time.monotonic)
+        self.peers = WorkerHealth(self.registry, patience_s=3.0)
+        place = WorkerContext(number, 3, str(folder), port=0, line=0, starts=1)
+        self.exchange = HealthGossip(place, self.registry, self.peers, time.monotonic)
 
     @property
     def load(self):
@@ -51,9 +51,9 @@ async def test_what_happens_in_one_is_known_in_all_within_a_second(tmp_path):
         one.load.leave(RequestId("1"))
         two.registry.member(D0).life.failed(RequestId("2"), Failure.BAD_RESPONSE, now=time.monotonic())
         await until_async(lambda: all(worker.load.in_flight == 2 for worker in workers), seconds=1)
-        await until_async(lambda: all(worker.state is State.EJECTED for worker in workers), seconds=1)
+        await until_async(lambda: all(worker.state is HealthState.EJECTED for worker in workers), seconds=1)
         zero.ledger.say(Verb.DRAIN, D0)
-        await until_async(lambda: (one.state, two.state) == (State.DRAINING, State.DRAINING), seconds=1)
+        await until_async(lambda: (one.state, two.state) == (HealthState.DRAINING, HealthState.DRAINING), seconds=1)
 
 
 async def test_a_worker_that_comes_late_hears_all_at_once_and_one_that_goes_is_forgotten(tmp_path):
@@ -64,7 +64,7 @@ async def test_a_worker_that_comes_late_hears_all_at_once_and_one_that_goes_is_f
     async with zero.exchange.running():
         async with one.exchange.running():
             one.load.enter(RequestId("1"))
-            await until_async(lambda: one.state is State.EJECTED and zero.load.in_flight == 2, seconds=1)
+            await until_async(lambda: one.state is HealthState.EJECTED and zero.load.in_flight == 2, seconds=1)
         await until_async(lambda: zero.load.in_flight == 1, seconds=1)
 
     assert list(tmp_path.glob("*.told")) == []

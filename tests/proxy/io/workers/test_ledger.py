@@ -5,23 +5,23 @@ import threading
 import pytest
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.health import Limits, State
-from xpyd_proxy.core.fleet.origin import Origin, Source, Wanted
+from xpyd_proxy.core.fleet.health import HealthLimits, HealthState
+from xpyd_proxy.core.fleet.origin import EngineSource, Origin, Wanted
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import InstanceId, Role
 from xpyd_proxy.core.workers.instance_ids import Verb
 from xpyd_proxy.errors import AlreadyKnown
 from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
-from xpyd_proxy.io.workers.ledger import Ledger
+from xpyd_proxy.io.workers.ledger import InstanceIdLog
 
 D0, D1 = InstanceId("decode-0"), InstanceId("decode-1")
 A, B = Address("http", "a", 1), Address("http", "b", 1)
-STORED = Origin(Source.STORE, 1, Wanted(Role.DECODE, Target.parse("a:1")))
+STORED = Origin(EngineSource.STORE, 1, Wanted(Role.DECODE, Target.parse("a:1")))
 
 
 def worker(folder, *addresses):
     """A worker that has begun with these engines."""
-    registry = SharedRegistry(Limits(), Ledger(folder / "ledger"))
+    registry = SharedRegistry(HealthLimits(), InstanceIdLog(folder / "ledger"))
     for address in addresses:
         registry.add(Role.DECODE, address)
     registry.begin(now=0.0)
@@ -33,7 +33,7 @@ def test_ten_hands_at_once_give_every_engine_one_number(tmp_path):
     found = []
 
     def work():
-        ledger = Ledger(tmp_path / "ledger")
+        ledger = InstanceIdLog(tmp_path / "ledger")
         found.append([ledger.number(f"decode engine-{number}", anew=False) for number in range(50)])
 
     threads = [threading.Thread(target=work) for _ in range(10)]
@@ -49,7 +49,7 @@ def test_ten_hands_at_once_give_every_engine_one_number(tmp_path):
 
 def test_one_does_not_hear_oneself(tmp_path):
     """What one has ordered has been done here already, and is not done again later."""
-    mine, other = Ledger(tmp_path / "ledger"), Ledger(tmp_path / "ledger")
+    mine, other = InstanceIdLog(tmp_path / "ledger"), InstanceIdLog(tmp_path / "ledger")
     mine.number("decode a", anew=False)
     mine.say(Verb.DRAIN, D0)
 
@@ -70,38 +70,38 @@ def test_workers_have_the_same_ids_whoever_meets_an_engine_first(tmp_path):
 def test_orders_reach_the_other_worker_and_those_that_start_later(tmp_path):
     """Drained, in use again, removed: as the one was told that an operator has met."""
     zero, one = worker(tmp_path, A, B), worker(tmp_path, A, B)
-    ledger = Ledger(tmp_path / "ledger")
+    ledger = InstanceIdLog(tmp_path / "ledger")
     for verb, name in ((Verb.DRAIN, D0), (Verb.REMOVE, D1), (Verb.REMOVE, "decode-9")):
         ledger.say(verb, InstanceId(name))
     later = worker(tmp_path, A, B)
     for registry in (zero, one, later):
         registry.follow(now=1.0)
-        assert registry.member(D0).life.state is State.DRAINING
+        assert registry.member(D0).life.state is HealthState.DRAINING
         assert registry.get(D1) is None
 
     ledger.say(Verb.UNDRAIN, D0)
     for registry in (zero, later):
         registry.follow(now=2.0)
-        assert registry.member(D0).life.state is State.STARTING
+        assert registry.member(D0).life.state is HealthState.STARTING
 
 
 def test_an_order_between_the_settings_and_the_first_look_is_not_missed(tmp_path):
     """A worker is built before it runs."""
-    late = SharedRegistry(Limits(), Ledger(tmp_path / "ledger"))
-    ledger = Ledger(tmp_path / "ledger")
+    late = SharedRegistry(HealthLimits(), InstanceIdLog(tmp_path / "ledger"))
+    ledger = InstanceIdLog(tmp_path / "ledger")
     for address in (A, B):
         late.add(Role.DECODE, address)
     for verb, name in ((Verb.DRAIN, D0), (Verb.DRAIN, D1), (Verb.UNDRAIN, D1)):
         ledger.say(verb, name)
     late.begin(now=1.0)
 
-    assert [member.life.state for member in late.members()] == [State.DRAINING, State.STARTING]
+    assert [member.life.state for member in late.members()] == [HealthState.DRAINING, HealthState.STARTING]
 
 
 def test_an_engine_that_was_taken_out_by_hand_comes_back_under_another_id(tmp_path):
     """When the settings name it anew, that is an operator's word, too; both workers find the same id for it."""
     zero, one = worker(tmp_path, A), worker(tmp_path, A)
-    Ledger(tmp_path / "ledger").say(Verb.REMOVE, D0)
+    InstanceIdLog(tmp_path / "ledger").say(Verb.REMOVE, D0)
     for registry in (zero, one):
         registry.follow(now=1.0)
         assert registry.add(Role.DECODE, A).id == D1
@@ -132,7 +132,7 @@ def test_a_worker_that_has_missed_that_an_engine_went_and_came_follows(tmp_path)
     one.follow(now=1.1)
 
     (member,) = one.members()
-    assert (member.instance.id, member.life.state, member.origin) == (D1, State.STARTING, STORED)
+    assert (member.instance.id, member.life.state, member.origin) == (D1, HealthState.STARTING, STORED)
     zero.follow(now=1.2)
     assert [member.instance.id for member in zero.members()] == [D1]
 

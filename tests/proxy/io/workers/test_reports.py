@@ -6,15 +6,15 @@ from contextlib import AsyncExitStack
 import pytest
 
 from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.admission.limits import Limit, Limits
+from xpyd_proxy.core.admission.limits import AdmissionLimits, Limit
 from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.fleet.instance_states import Roll
+from xpyd_proxy.core.fleet.instance_states import InstanceStates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.status import Status
-from xpyd_proxy.io.workers.place import Place
-from xpyd_proxy.io.workers.reports import Reports
+from xpyd_proxy.io.workers.place import WorkerContext
+from xpyd_proxy.io.workers.reports import WorkerReports
 
 
 class Worker:
@@ -22,11 +22,11 @@ class Worker:
 
     def __init__(self, folder, number, starts=1):
         self.telemetry = Telemetry(Counters(frozenset()), lambda: 1.0)
-        self.queue = Admission(Limits(concurrency=1, queue=0))
-        self.status = Status(self.telemetry, Roll(Registry()), lambda: 1.0, self.queue)
-        self.metrics = Metrics(self.telemetry, Roll(Registry()), self.queue)
-        place = Place(number, 2, str(folder), port=0, line=0, starts=starts)
-        self.reports = Reports(place, self.telemetry, self.queue, self.status.part)
+        self.queue = Admission(AdmissionLimits(concurrency=1, queue=0))
+        self.status = Status(self.telemetry, InstanceStates(Registry()), lambda: 1.0, self.queue)
+        self.metrics = Metrics(self.telemetry, InstanceStates(Registry()), self.queue)
+        place = WorkerContext(number, 2, str(folder), port=0, line=0, starts=starts)
+        self.reports = WorkerReports(place, self.telemetry, self.queue, self.status.part)
 
     def serves(self, times):
         for _ in range(times):

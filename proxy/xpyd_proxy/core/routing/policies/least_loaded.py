@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from xpyd_proxy.core.model import ANY, Ask, Instance
+from xpyd_proxy.core.model import ANY, Instance, RoutingHints
 
 
 class LeastLoaded:
@@ -12,7 +12,7 @@ class LeastLoaded:
         self._load = load
         self._turn = turn
 
-    def one(self, among: Sequence[Instance], _ask: Ask = ANY, /) -> Instance:
+    def one(self, among: Sequence[Instance], _ask: RoutingHints = ANY, /) -> Instance:
         """Return the least loaded engine."""
         loads = [self._load(instance) for instance in among]
         least = min(loads)

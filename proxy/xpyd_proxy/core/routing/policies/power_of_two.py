@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from xpyd_proxy.core.model import ANY, Ask, Instance
+from xpyd_proxy.core.model import ANY, Instance, RoutingHints
 
 
 class PowerOfTwo:
@@ -13,7 +13,7 @@ class PowerOfTwo:
         self._load = load
         self._dice = dice  # dice(n): 0 to n-1
 
-    def one(self, among: Sequence[Instance], _ask: Ask = ANY, /) -> Instance:
+    def one(self, among: Sequence[Instance], _ask: RoutingHints = ANY, /) -> Instance:
         """Return one of two different engines."""
         if len(among) == 1:
             return among[0]

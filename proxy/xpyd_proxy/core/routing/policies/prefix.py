@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Final, Protocol, Self, TypeAlias
 
-from xpyd_proxy.core.model import ANY, Ask, Instance, InstanceId
+from xpyd_proxy.core.model import ANY, Instance, InstanceId, RoutingHints
 
 Seen: TypeAlias = OrderedDict[tuple[InstanceId, bytes], None]
 BLOCK: Final = 256  # bytes of the prompt's JSON
@@ -14,10 +14,10 @@ MOST_ENTRIES: Final = 100_000  # of all prompts and engines: about 20 MB
 SLACK: Final = 4.0  # how much more load than the least loaded engine an engine may have and still be preferred
 
 
-class Otherwise(Protocol):
+class PrefixFallback(Protocol):
     """The choice for prompts that nobody has seen."""
 
-    def one(self, among: Sequence[Instance], ask: Ask = ANY, /) -> Instance:
+    def one(self, among: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
         """Return an engine."""
         ...
 
@@ -32,7 +32,7 @@ class Prefix:
     def __init__(
         self,
         load: Callable[[Instance], float],
-        otherwise: Otherwise,
+        otherwise: PrefixFallback,
         *,
         most: int = MOST_ENTRIES,
         seen: Seen | None = None,
@@ -42,7 +42,7 @@ class Prefix:
         self._most = most
         self._seen: Seen = OrderedDict() if seen is None else seen
 
-    def one(self, among: Sequence[Instance], ask: Ask = ANY, /) -> Instance:
+    def one(self, among: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
         """Return the engine with the longest match that has room; equals and newcomers go by the other policy."""
         blocks = list(_chain(ask.prompt))
         most = min(map(self._load, among)) + SLACK

@@ -6,14 +6,14 @@ from math import gcd
 from typing import Final, TypeAlias
 
 from xpyd_proxy.core.fleet.compatibility import always
-from xpyd_proxy.core.model import ANY, Ask, Instance, InstanceId
+from xpyd_proxy.core.model import ANY, Instance, InstanceId, RoutingHints
 
 _Set: TypeAlias = tuple[InstanceId, ...]
 _MOST_SETS: Final = 256
 
 
 @dataclass(slots=True)
-class Turns:
+class Rotation:
     """A turn counter for every set of engines; a set that is new goes on where all of them together are.
 
     With several models, or while a request avoids an engine, choices among different sets alternate. With one counter
@@ -32,9 +32,9 @@ class Turns:
             del self.of[next(iter(self.of))]
         return turn
 
-    def copy(self) -> "Turns":
+    def copy(self) -> "Rotation":
         """Return one that counts on from here by itself."""
-        return Turns(self.total, dict(self.of))
+        return Rotation(self.total, dict(self.of))
 
 
 class RoundRobin:
@@ -45,16 +45,16 @@ class RoundRobin:
     use every pair once, wherever they start; an engine that joins takes part from the next turn on.
     """
 
-    def __init__(self, turns: Turns | None = None, solo_turns: Turns | None = None) -> None:
-        self._turns = turns or Turns()
-        self._solo_turns = solo_turns or Turns()
+    def __init__(self, turns: Rotation | None = None, solo_turns: Rotation | None = None) -> None:
+        self._turns = turns or Rotation()
+        self._solo_turns = solo_turns or Rotation()
         self._last: tuple[Sequence[Instance], Sequence[Instance], _Set] | None = None
 
     def pair(
         self,
         prefill: Sequence[Instance],
         decode: Sequence[Instance],
-        _ask: Ask = ANY,
+        _ask: RoutingHints = ANY,
         fits: Callable[[Instance, Instance], bool] = lambda _, __: True,
         /,
     ) -> tuple[Instance, Instance]:
@@ -76,7 +76,7 @@ class RoundRobin:
             before = self._last = prefill, decode, _names([*prefill, *decode])
         return before[2]
 
-    def one(self, among: Sequence[Instance], _ask: Ask = ANY, /) -> Instance:
+    def one(self, among: Sequence[Instance], _ask: RoutingHints = ANY, /) -> Instance:
         """Return the next engine; these turns do not disturb those of the pairs."""
         return among[self._solo_turns.next(_names(among)) % len(among)]
 

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Protocol, Self
 
-from xpyd_proxy.core.model import ANY, Ask, Instance
+from xpyd_proxy.core.model import ANY, Instance, RoutingHints
 
 
-class Otherwise(Protocol):
+class SessionFallback(Protocol):
     """The choice for requests without a session."""
 
-    def one(self, among: Sequence[Instance], ask: Ask = ANY, /) -> Instance:
+    def one(self, among: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
         """Return an engine."""
         ...
 
@@ -26,10 +26,10 @@ class Session:
     own sessions move; when one comes, sessions move only to it.
     """
 
-    def __init__(self, otherwise: Otherwise) -> None:
+    def __init__(self, otherwise: SessionFallback) -> None:
         self._otherwise = otherwise
 
-    def one(self, among: Sequence[Instance], ask: Ask = ANY, /) -> Instance:
+    def one(self, among: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
         """Return the engine of the session; without a session, that of the other policy."""
         if ask.session is None:
             return self._otherwise.one(among, ask)

@@ -12,8 +12,8 @@ import msgspec
 from xpyd_proxy.core.discovery.pods import Meta
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.io.discovery.kubernetes import KubeError, Kubernetes
-from xpyd_proxy.io.discovery.reflector import Collection, Reflector, Rhythm
-from xpyd_proxy.io.discovery.stores.port import StoreDown, Told
+from xpyd_proxy.io.discovery.reflector import Collection, Reflector, WatchTimes
+from xpyd_proxy.io.discovery.stores.port import StoreDown, StoreObserver
 
 logger = logging.getLogger(__name__)
 _TRIES: Final = 5
@@ -33,10 +33,10 @@ class ConfigMapStore:
         self,
         api: Kubernetes,
         name: str,
-        told: Told,
+        told: StoreObserver,
         *,
         clock: Callable[[], float],
-        rhythm: Rhythm = Rhythm(),  # noqa: B008 (frozen)
+        rhythm: WatchTimes = WatchTimes(),  # noqa: B008 (frozen)
     ) -> None:
         self._api = api
         self._name = name

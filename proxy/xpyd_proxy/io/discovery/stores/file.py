@@ -14,7 +14,7 @@ import msgspec
 
 from xpyd_proxy.core.discovery.reconcile import MOST
 from xpyd_proxy.io.background import meanwhile
-from xpyd_proxy.io.discovery.stores.port import StoreDown, Told
+from xpyd_proxy.io.discovery.stores.port import StoreDown, StoreObserver
 
 logger = logging.getLogger(__name__)
 _MOST_BYTES: Final = 16 * 1024 * 1024
@@ -24,7 +24,7 @@ _Stamp: TypeAlias = tuple[int, int, int]  # of the file: inode, time and size
 class FileStore:
     """One JSON object. It is replaced as a whole, under a lock that lies beside it; readers need none."""
 
-    def __init__(self, path: str, told: Told, *, poll_s: float = 0.2) -> None:
+    def __init__(self, path: str, told: StoreObserver, *, poll_s: float = 0.2) -> None:
         self._path = Path(path)
         self._told = told
         self._poll_s = poll_s  # seconds between two glances at whether another process has changed it

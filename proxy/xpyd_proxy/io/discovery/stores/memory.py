@@ -6,13 +6,13 @@ from contextlib import asynccontextmanager
 
 from xpyd_proxy.core.discovery.reconcile import MOST
 from xpyd_proxy.io.background import meanwhile
-from xpyd_proxy.io.discovery.stores.port import StoreDown, Told
+from xpyd_proxy.io.discovery.stores.port import StoreDown, StoreObserver
 
 
 class MemoryStore:
     """Always there, and always up to date."""
 
-    def __init__(self, told: Told, *, heartbeat_s: float = 1.0, most: int = MOST) -> None:
+    def __init__(self, told: StoreObserver, *, heartbeat_s: float = 1.0, most: int = MOST) -> None:
         self._told = told
         self._heartbeat_s = heartbeat_s
         self._most = most

@@ -9,7 +9,7 @@ class StoreDown(Exception):
     """The store did not acknowledge a change: it may or may not have been made. The message says why."""
 
 
-class Told(Protocol):
+class StoreObserver(Protocol):
     """Hears what a store has."""
 
     def view(self, entries: Mapping[str, str], /) -> None:

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from xpyd_proxy.core.discovery.reconcile import MOST
-from xpyd_proxy.io.discovery.stores.port import StoreDown, Told
+from xpyd_proxy.io.discovery.stores.port import StoreDown, StoreObserver
 
 logger = logging.getLogger(__name__)
 _KEYS: Final = ("{xpyd}:instances", "{xpyd}:epoch", "{xpyd}:version")  # in braces: one slot of a Redis Cluster
@@ -59,7 +59,7 @@ class _Client(Protocol):
 class RedisStore:
     """``redis://[user@]host:port/db``, ``rediss://`` for TLS, ``unix://PATH``."""
 
-    def __init__(self, url: str, told: Told, *, password: str | None = None, reread_s: float = 2.0) -> None:
+    def __init__(self, url: str, told: StoreObserver, *, password: str | None = None, reread_s: float = 2.0) -> None:
         limits = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S}
         make = cast("Callable[..., _Client]", Redis.from_url)  # pyright: ignore[reportUnknownMemberType]
         self._redis = make(url, decode_responses=True, password=password, **limits)

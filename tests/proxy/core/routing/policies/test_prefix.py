@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.model import Ask, Instance, InstanceId, Role
+from xpyd_proxy.core.model import Instance, InstanceId, Role, RoutingHints
 from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
 from xpyd_proxy.core.routing.policies.prefix import BLOCK, SLACK, Prefix
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
@@ -16,7 +16,7 @@ ENGINES = [Instance(InstanceId(f"p{i}"), Role.PREFILL, Address("http", "h", i + 
 
 def ask(*letters):
     """A prompt of so many blocks."""
-    return Ask(prompt="".join(letter * BLOCK for letter in letters).encode())
+    return RoutingHints(prompt="".join(letter * BLOCK for letter in letters).encode())
 
 
 def idle(_):
@@ -81,7 +81,7 @@ def test_memory_is_bounded_and_the_beginning_is_forgotten_last():
 def test_short_prompts_are_spread():
     """They have no block to be known by."""
     policy = Prefix(idle, LeastLoaded(idle))
-    counts = Counter(policy.one(ENGINES, Ask(prompt=b"hello")).id for _ in range(40))
+    counts = Counter(policy.one(ENGINES, RoutingHints(prompt=b"hello")).id for _ in range(40))
 
     assert set(counts.values()) == {10}
 

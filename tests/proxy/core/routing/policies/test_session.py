@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.model import ANY, Ask, Instance, InstanceId, Role
+from xpyd_proxy.core.model import ANY, Instance, InstanceId, Role, RoutingHints
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
 from xpyd_proxy.core.routing.policies.session import Session
 
 ENGINES = [Instance(InstanceId(f"d{i}"), Role.DECODE, Address("http", "h", i + 1)) for i in range(6)]
-SESSIONS = [Ask(session=f"user-{i}") for i in range(300)]
+SESSIONS = [RoutingHints(session=f"user-{i}") for i in range(300)]
 some = st.lists(st.sampled_from(ENGINES), min_size=1, max_size=6, unique=True)
 
 

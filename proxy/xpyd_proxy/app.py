@@ -66,14 +66,14 @@ from xpyd_proxy.io.status import Status
 from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.io.wire.connection_guard import Guard, resolved
 from xpyd_proxy.io.wire.pool import Dial
-from xpyd_proxy.io.workers.crew import worker_group
-from xpyd_proxy.io.workers.place import WorkerContext
+from xpyd_proxy.io.workers.context import WorkerContext
+from xpyd_proxy.io.workers.group import worker_group
 from xpyd_proxy.live import Live, limits_of
 from xpyd_proxy.requests.asgi import Endpoints
-from xpyd_proxy.requests.examiner import BodyReader
+from xpyd_proxy.requests.body_reader import BodyReader
 from xpyd_proxy.requests.gate import Gate
-from xpyd_proxy.requests.handovers import LegBodies
 from xpyd_proxy.requests.intake import Intake
+from xpyd_proxy.requests.leg_bodies import LegBodies
 from xpyd_proxy.requests.release import Releaser
 from xpyd_proxy.requests.service import Requests
 from xpyd_proxy.settings import PolicyName, Settings

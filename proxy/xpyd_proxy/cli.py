@@ -12,7 +12,7 @@ from xpyd_proxy.core.http.origins import check_open
 from xpyd_proxy.core.workers.limit_shares import share_of
 from xpyd_proxy.errors import AlreadyKnown, ConfigError
 from xpyd_proxy.io import logs
-from xpyd_proxy.io.workers.place import WorkerContext, own_place
+from xpyd_proxy.io.workers.context import WorkerContext, own_place
 from xpyd_proxy.settings import Settings
 
 

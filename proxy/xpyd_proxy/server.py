@@ -24,8 +24,8 @@ from xpyd_proxy.core.admission.lifetime import Step
 from xpyd_proxy.errors import AddressError, ConfigError
 from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.files import renew_chain
+from xpyd_proxy.io.workers.context import END, HURRY, READY, WorkerContext, heard
 from xpyd_proxy.io.workers.listening import bound
-from xpyd_proxy.io.workers.place import END, HURRY, READY, WorkerContext, heard
 from xpyd_proxy.requests import request
 from xpyd_proxy.settings import Settings
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.io.workers.context import END, HURRY, READY, VARIABLE, WorkerContext
 from xpyd_proxy.io.workers.listening import reserved
-from xpyd_proxy.io.workers.place import END, HURRY, READY, VARIABLE, WorkerContext
 from xpyd_proxy.settings import Settings
 
 _FIRST_PAUSE_S: Final = 0.2  # seconds before a worker that died is started again; doubled every time

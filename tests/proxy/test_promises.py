@@ -409,7 +409,7 @@ REQUEST, RESPONSE = "xpyd_proxy.requests.request", "xpyd_proxy.requests.response
 BREAKABLE = [f"{REQUEST}.decode_body"]
 BREAKABLE += [f"xpyd_proxy.requests.{name}" for name in ("attempt.prefill_body", "attempt.prompt_tokens")]
 BREAKABLE += ["xpyd_proxy.requests.legs.prompt_tokens_in"]
-BREAKABLE += ["xpyd_proxy.requests.handovers.LegBodies.take", f"{RESPONSE}.begin", f"{RESPONSE}.write"]
+BREAKABLE += ["xpyd_proxy.requests.leg_bodies.LegBodies.take", f"{RESPONSE}.begin", f"{RESPONSE}.write"]
 
 
 def boom(*_args, **_options):

@@ -1,6 +1,6 @@
 """Engines in memory whose every leg is a coroutine of the test, and the router before them, as far as requests go.
 
-``Scripted`` stands where io/wire/teller.py stands: it takes legs, tells what the engines answer, and knows which legs
+``Scripted`` stands where io/wire/leg_sender.py stands: it takes legs, gives the engines' answers, and knows which legs
 are open. ``router_of`` builds a router around it, and a ``Client`` is one request with all that it has got.
 """
 
@@ -31,10 +31,10 @@ from xpyd_proxy.errors import EngineError
 from xpyd_proxy.io.request_path.ids import new_transfer
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.io.request_path.telemetry import Telemetry
-from xpyd_proxy.requests.examiner import BodyReader
+from xpyd_proxy.requests.body_reader import BodyReader
 from xpyd_proxy.requests.gate import Gate
-from xpyd_proxy.requests.handovers import LegBodies
 from xpyd_proxy.requests.intake import Intake
+from xpyd_proxy.requests.leg_bodies import LegBodies
 from xpyd_proxy.requests.release import Releaser
 from xpyd_proxy.requests.request import Request
 from xpyd_proxy.requests.service import Requests

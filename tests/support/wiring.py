@@ -14,7 +14,7 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.model import Instance, InstanceId, LegRequest, Role
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.io.wire import WireEngines, call
-from xpyd_proxy.io.wire.call import ResponseHandler
+from xpyd_proxy.io.wire.response_handler import ResponseHandler
 
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,

@@ -18,7 +18,7 @@ from xpyd_proxy.errors import AddressError, AlreadyKnown, BadPort, NotAllowed
 from xpyd_proxy.io.discovery.stores import StoreDown
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.io.wire.connection_guard import Guard
-from xpyd_proxy.io.workers.changes import FleetChanges
+from xpyd_proxy.io.workers.replicated_changes import FleetChanges
 from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)

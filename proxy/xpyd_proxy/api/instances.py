@@ -28,7 +28,7 @@ from xpyd_proxy.errors import (
 )
 from xpyd_proxy.io.discovery.reconciler import NotManagedHere
 from xpyd_proxy.io.discovery.stores import StoreDown
-from xpyd_proxy.io.workers.changes import FleetChanges
+from xpyd_proxy.io.workers.replicated_changes import FleetChanges
 from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)

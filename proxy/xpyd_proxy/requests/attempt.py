@@ -18,8 +18,8 @@ from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts
 from xpyd_proxy.core.schemas import Coordinates
 from xpyd_proxy.errors import EngineError, EngineTimeout, NoInstance, Refused
-from xpyd_proxy.requests.handovers import prefill_body
 from xpyd_proxy.requests.intake import RequestPlan
+from xpyd_proxy.requests.leg_bodies import prefill_body
 from xpyd_proxy.requests.legs import DecodeLeg, EngineLeg, LegOwner, PrefillLeg
 from xpyd_proxy.requests.stepper import Stepper
 

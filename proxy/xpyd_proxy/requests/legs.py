@@ -1,6 +1,6 @@
 """The two legs of a request, as their engines' responses arrive.
 
-A leg is told of its response by callbacks of the event loop's reads (io/wire/call.py), and tells its attempt
+A leg gets its response by callbacks of the event loop's reads (io/wire/response_handler.py), and tells its attempt
 (requests/attempt.py) what matters: the prefill engine's answer, the first event of a stream, the end, a failure. The
 pieces of a stream behind its first event go to the client at once.
 """
@@ -19,7 +19,7 @@ from xpyd_proxy.core.protocol.usage import prompt_tokens_in
 from xpyd_proxy.core.request_record import LegRecord
 from xpyd_proxy.core.routing.retries import LegFailed
 from xpyd_proxy.errors import EngineError, Refused
-from xpyd_proxy.io.wire.call import ResponseHandler
+from xpyd_proxy.io.wire.response_handler import ResponseHandler
 
 BEGINNING_MOST: Final = 1024 * 1024  # bytes of a stream up to the end of its first event
 

@@ -26,10 +26,10 @@ from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts, RetryScope
 from xpyd_proxy.core.schemas import Coordinates
 from xpyd_proxy.errors import EngineError, NoInstance, OutOfTime, ProxyError, Refused, TurnedAway, Unauthorized
 from xpyd_proxy.requests.attempt import Attempt
+from xpyd_proxy.requests.body_reader import LARGE
 from xpyd_proxy.requests.error_body import error_body
-from xpyd_proxy.requests.examiner import LARGE
-from xpyd_proxy.requests.handovers import decode_body
 from xpyd_proxy.requests.intake import JSON_TYPE, RequestHead, RequestPlan, check_size
+from xpyd_proxy.requests.leg_bodies import decode_body
 from xpyd_proxy.requests.legs import DecodeLeg, PrefillLeg
 from xpyd_proxy.requests.lifecycle import TRANSITIONS, RequestEvent, RequestState
 from xpyd_proxy.requests.response import ResponseWriter, head_lines, last_event

@@ -14,11 +14,11 @@ from xpyd_proxy.core.routing.request_rules import RequestRules
 from xpyd_proxy.core.routing.retry_budget import RetryBudget
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.io.request_path.telemetry import Telemetry
-from xpyd_proxy.io.wire.call import ResponseHandler
-from xpyd_proxy.requests.examiner import BodyReader
+from xpyd_proxy.io.wire.response_handler import ResponseHandler
+from xpyd_proxy.requests.body_reader import BodyReader
 from xpyd_proxy.requests.gate import Gate
-from xpyd_proxy.requests.handovers import LegBodies
 from xpyd_proxy.requests.intake import Intake
+from xpyd_proxy.requests.leg_bodies import LegBodies
 from xpyd_proxy.requests.legs import LegSpan
 from xpyd_proxy.requests.release import Releaser
 from xpyd_proxy.settings import Settings
@@ -56,7 +56,7 @@ class Spans(Protocol):
 
 
 class Sender(Protocol):
-    """Sends legs, and has each told of its response; the calls return at once (io/wire/teller.py)."""
+    """Sends legs, and has each told of its response; the calls return at once (io/wire/leg_sender.py)."""
 
     def tell(
         self,

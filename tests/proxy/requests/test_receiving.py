@@ -10,7 +10,7 @@ from xpyd_proxy.core.admission.limits import AdmissionLimits
 from xpyd_proxy.core.model import Role, SingleEngineReason
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST
 from xpyd_proxy.errors import EngineError
-from xpyd_proxy.requests.examiner import LARGE
+from xpyd_proxy.requests.body_reader import LARGE
 from xpyd_proxy.requests.lifecycle import RequestState
 from xpyd_proxy.settings import Settings
 

@@ -158,7 +158,7 @@ def _stays(one: Wanted) -> bool:
     return not one.leaves
 
 
-class _Entry(msgspec.Struct, omit_defaults=True):
+class _StoreEntry(msgspec.Struct, omit_defaults=True):
     """An engine in the store; unknown fields are another version's."""
 
     role: Role
@@ -175,7 +175,7 @@ def entry_name(key: Key) -> str:
 
 def entry_of(wanted: Wanted) -> str:
     """Write an engine for the store."""
-    return msgspec.json.encode(_Entry(wanted.role, wanted.target.text, wanted.leaves)).decode()
+    return msgspec.json.encode(_StoreEntry(wanted.role, wanted.target.text, wanted.leaves)).decode()
 
 
 def read_entry(text: str) -> Wanted:
@@ -185,7 +185,7 @@ def read_entry(text: str) -> Wanted:
         AddressError: it is none.
     """
     try:
-        entry = decode(text.encode(), _Entry)
+        entry = decode(text.encode(), _StoreEntry)
     except NotJson as exc:
         raise AddressError(f"it is no engine ({exc}): an entry looks like {_EXAMPLE}") from exc
     return Wanted(entry.role, Target.parse(entry.target), leaves=entry.leaves)

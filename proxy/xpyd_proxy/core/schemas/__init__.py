@@ -102,7 +102,7 @@ class UsageReport(msgspec.Struct):
     usage: DetailedUsage | None = None
 
 
-class ErrorDetail(msgspec.Struct):
+class EngineErrorCode(msgspec.Struct):
     """The part of an error event that tells the status."""
 
     code: int | str | None = None
@@ -111,7 +111,7 @@ class ErrorDetail(msgspec.Struct):
 class ErrorEvent(msgspec.Struct):
     """What vLLM sends in place of a token when it fails after its head has left."""
 
-    error: ErrorDetail | None = None
+    error: EngineErrorCode | None = None
 
 
 class ErrorBody(msgspec.Struct):

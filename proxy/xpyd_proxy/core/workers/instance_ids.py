@@ -26,7 +26,7 @@ Line: TypeAlias = tuple[Verb, str]  # NAME: the key of an engine; else its id
 
 
 @dataclass(slots=True)
-class _Entry:
+class _NamedEngine:
     """One engine."""
 
     key: str
@@ -44,7 +44,7 @@ class InstanceIds:
 
     def __init__(self) -> None:
         self._keys: dict[str, InstanceId] = {}
-        self._entries: dict[InstanceId, _Entry] = {}
+        self._entries: dict[InstanceId, _NamedEngine] = {}
         self._counts: Counter[str] = Counter()  # ids ever given, by role
 
     def apply(self, line: Line) -> None:
@@ -79,6 +79,6 @@ class InstanceIds:
         name = InstanceId(f"{role}-{self._counts[role]}")
         if (before := self._keys.get(key)) is not None:
             del self._entries[before]
-        self._entries[name] = _Entry(key, self._counts[role])
+        self._entries[name] = _NamedEngine(key, self._counts[role])
         self._keys[key] = name
         self._counts[role] += 1

@@ -18,7 +18,7 @@ _LEAVES: Final = {Verb.DRAIN: "drained", Verb.UNDRAIN: "in use again", Verb.REMO
 
 
 class IdLog(Protocol):
-    """The log of ids and orders that the workers share (io/workers/ledger.py)."""
+    """The log of ids and orders that the workers share (io/workers/id_log.py)."""
 
     @property
     def roster(self) -> InstanceIds:

@@ -14,8 +14,8 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.errors import EngineError
-from xpyd_proxy.io.wire.call import ResponseHandler
-from xpyd_proxy.io.wire.usual import CONTENT_TYPE, match_simple_response, parse_single_chunk
+from xpyd_proxy.io.wire.response_handler import ResponseHandler
+from xpyd_proxy.io.wire.simple_response import CONTENT_TYPE, match_simple_response, parse_single_chunk
 
 HEAD_MOST: Final = 64 * 1024  # bytes of a head, and of anything else between two pieces of a body
 _BODYLESS: Final = frozenset({204, 304})

@@ -9,11 +9,11 @@ from typing import Self
 from xpyd_proxy.core.admission.keys import Outbound
 from xpyd_proxy.core.model import EngineResponse, Headers, Instance, LegRequest
 from xpyd_proxy.errors import EngineTimeout
-from xpyd_proxy.io.wire.call import ResponseHandler
 from xpyd_proxy.io.wire.connection_guard import Guard
+from xpyd_proxy.io.wire.leg_sender import LegSender
 from xpyd_proxy.io.wire.pool import Dial, Pool
-from xpyd_proxy.io.wire.teller import LegSender
-from xpyd_proxy.io.wire.whole import WholeAnswer
+from xpyd_proxy.io.wire.response_handler import ResponseHandler
+from xpyd_proxy.io.wire.whole_response import WholeAnswer
 from xpyd_proxy.settings import Settings
 
 

@@ -9,10 +9,10 @@ from typing import Final, TypeAlias, cast
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.model import Instance, InstanceId
 from xpyd_proxy.errors import EngineError, EngineTimeout, NotAllowed
+from xpyd_proxy.io.wire.connect_limiter import ConnectLimiter
 from xpyd_proxy.io.wire.connection import Connection
 from xpyd_proxy.io.wire.connection_guard import Guard
-from xpyd_proxy.io.wire.heads import Heads
-from xpyd_proxy.io.wire.turns import ConnectLimiter
+from xpyd_proxy.io.wire.request_head import Heads
 
 IDLE_MOST: Final = 2048  # connections that wait, to all engines together
 _ROUNDS: Final = 8  # looks at them in the time that one may wait

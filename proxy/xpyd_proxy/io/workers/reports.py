@@ -16,7 +16,7 @@ from xpyd_proxy.core.workers.reports import EMPTY, Part, Whole, WorkerReport, ab
 from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.metrics import processes
 from xpyd_proxy.io.request_path.telemetry import Telemetry
-from xpyd_proxy.io.workers.place import WorkerContext
+from xpyd_proxy.io.workers.context import WorkerContext
 
 logger = logging.getLogger(__name__)
 _PATIENCE_S: Final = 0.5  # seconds that a peer may take

@@ -922,7 +922,7 @@ def test_what_follows_an_answer_is_not_the_next_one(client, way, answer, stray):
 
 def test_an_answer_to_ask_is_bounded(client, monkeypatch):
     """Nobody reads it while it comes, so nothing else would hold it up."""
-    monkeypatch.setattr("xpyd_proxy.io.wire.whole.ANSWER_MOST", 100_000)
+    monkeypatch.setattr("xpyd_proxy.io.wire.whole_response.ANSWER_MOST", 100_000)
 
     async def main(leg):
         async with client.make(Settings()) as engines:

@@ -15,9 +15,9 @@ from support.raw_engine import closing, raw_engine
 from support.wiring import CHUNKED, LOOPS, Told, answer, leg_to, run, telling, told, until
 from xpyd_proxy.errors import EngineError, EngineTimeout
 from xpyd_proxy.io.wire import WireEngines
+from xpyd_proxy.io.wire.connect_limiter import OPENING_MOST
 from xpyd_proxy.io.wire.connection import Connection
-from xpyd_proxy.io.wire.turns import OPENING_MOST
-from xpyd_proxy.io.wire.whole import WholeAnswer
+from xpyd_proxy.io.wire.whole_response import WholeAnswer
 from xpyd_proxy.settings import Settings
 
 ROUNDS = 8  # of the event loop: a connection to this machine is open after fewer

@@ -13,7 +13,7 @@ from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.status import Status
-from xpyd_proxy.io.workers.place import WorkerContext
+from xpyd_proxy.io.workers.context import WorkerContext
 from xpyd_proxy.io.workers.reports import WorkerReports
 
 

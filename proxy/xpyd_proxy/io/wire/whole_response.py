@@ -5,7 +5,7 @@ import asyncio
 from xpyd_proxy.core.http.bounded_body import ANSWER_MOST
 from xpyd_proxy.core.model import EngineResponse
 from xpyd_proxy.errors import EngineError
-from xpyd_proxy.io.wire.call import ResponseHandler
+from xpyd_proxy.io.wire.response_handler import ResponseHandler
 
 
 class WholeAnswer(ResponseHandler):

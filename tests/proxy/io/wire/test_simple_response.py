@@ -8,9 +8,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.io.wire.call import ResponseHandler
 from xpyd_proxy.io.wire.connection import Connection
-from xpyd_proxy.io.wire.usual import match_simple_response, parse_single_chunk
+from xpyd_proxy.io.wire.response_handler import ResponseHandler
+from xpyd_proxy.io.wire.simple_response import match_simple_response, parse_single_chunk
 
 LINES = st.sampled_from(
     [

@@ -13,10 +13,10 @@ from xpyd_proxy.core.workers.reports import Part, Whole
 from xpyd_proxy.core.workers.worker_health import WorkerHealth
 from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
 from xpyd_proxy.io.request_path.telemetry import Telemetry
-from xpyd_proxy.io.workers.changes import FleetChanges, ReplicatedChanges
-from xpyd_proxy.io.workers.exchange import HealthGossip
-from xpyd_proxy.io.workers.ledger import InstanceIdLog
-from xpyd_proxy.io.workers.place import WorkerContext
+from xpyd_proxy.io.workers.context import WorkerContext
+from xpyd_proxy.io.workers.health_gossip import HealthGossip
+from xpyd_proxy.io.workers.id_log import InstanceIdLog
+from xpyd_proxy.io.workers.replicated_changes import FleetChanges, ReplicatedChanges
 from xpyd_proxy.io.workers.reports import WorkerReports
 from xpyd_proxy.settings import Settings
 

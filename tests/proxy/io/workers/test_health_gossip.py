@@ -12,9 +12,9 @@ from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.workers.instance_ids import Verb
 from xpyd_proxy.core.workers.worker_health import WorkerHealth
 from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
-from xpyd_proxy.io.workers.exchange import HealthGossip
-from xpyd_proxy.io.workers.ledger import InstanceIdLog
-from xpyd_proxy.io.workers.place import WorkerContext
+from xpyd_proxy.io.workers.context import WorkerContext
+from xpyd_proxy.io.workers.health_gossip import HealthGossip
+from xpyd_proxy.io.workers.id_log import InstanceIdLog
 
 D0 = InstanceId("decode-0")
 

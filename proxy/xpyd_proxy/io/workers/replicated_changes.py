@@ -7,7 +7,7 @@ from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import InstanceId, Role
 from xpyd_proxy.core.workers.instance_ids import Verb
-from xpyd_proxy.io.workers.ledger import InstanceIdLog
+from xpyd_proxy.io.workers.id_log import InstanceIdLog
 
 
 class FleetChanges(Protocol):

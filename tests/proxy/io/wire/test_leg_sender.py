@@ -13,9 +13,9 @@ from xpyd_proxy.core.admission.keys import Outbound
 from xpyd_proxy.core.model import Instance, InstanceId, RequestId, Role
 from xpyd_proxy.core.raw_json import encode_in_pieces
 from xpyd_proxy.io.wire import WireEngines
+from xpyd_proxy.io.wire.leg_sender import LegSender
 from xpyd_proxy.io.wire.pool import Pool
-from xpyd_proxy.io.wire.teller import LegSender
-from xpyd_proxy.io.wire.whole import WholeAnswer
+from xpyd_proxy.io.wire.whole_response import WholeAnswer
 from xpyd_proxy.settings import Settings
 
 

@@ -13,7 +13,7 @@ import msgspec
 from xpyd_proxy.core.workers.worker_health import HealthUpdate, WorkerHealth, bulletin_of
 from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
-from xpyd_proxy.io.workers.place import WorkerContext
+from xpyd_proxy.io.workers.context import WorkerContext
 
 logger = logging.getLogger(__name__)
 _TICK_S: Final = 0.1  # seconds between two bulletins, at least

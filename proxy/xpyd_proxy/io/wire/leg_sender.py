@@ -7,10 +7,10 @@ from xpyd_proxy.core.admission.keys import Outbound
 from xpyd_proxy.core.model import Headers, Instance, LegRequest, RequestId
 from xpyd_proxy.core.raw_json import Pieces
 from xpyd_proxy.errors import EngineError
-from xpyd_proxy.io.wire.call import ResponseHandler
 from xpyd_proxy.io.wire.connection import Connection
-from xpyd_proxy.io.wire.heads import Unsendable
 from xpyd_proxy.io.wire.pool import Peer, Pool
+from xpyd_proxy.io.wire.request_head import Unsendable
+from xpyd_proxy.io.wire.response_handler import ResponseHandler
 
 _JSON: Final = b"application/json"
 

@@ -12,7 +12,7 @@ from xpyd_proxy.core.model import InstanceId, Role
 from xpyd_proxy.core.workers.instance_ids import Verb
 from xpyd_proxy.errors import AlreadyKnown
 from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
-from xpyd_proxy.io.workers.ledger import InstanceIdLog
+from xpyd_proxy.io.workers.id_log import InstanceIdLog
 
 D0, D1 = InstanceId("decode-0"), InstanceId("decode-1")
 A, B = Address("http", "a", 1), Address("http", "b", 1)

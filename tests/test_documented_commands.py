@@ -55,7 +55,8 @@ SOURCES = [
     for path in (ROOT / folder).rglob("*")
     if path.suffix in (".py", ".yaml", ".tpl", ".json", ".sh") and path != ROOT / "helm/xpyd/values.schema.json"
 ]
-WORDS = set(re.findall(r"\w+", " ".join(path.read_text() for path in SOURCES)))
+TEXT = " ".join(path.read_text() for path in SOURCES)
+WORDS = set(re.findall(r"\w+", TEXT)) | {name.lower() for name in re.findall(r"(?m)^    ([A-Z_\d]+) = auto\(\)", TEXT)}
 
 
 @pytest.fixture(scope="module")

@@ -139,3 +139,15 @@ def test_the_index_names_every_page():
     assert [str(p.relative_to(ROOT / "docs")) for p in DOCS if f"]({p.relative_to(ROOT / 'docs')})" not in index] == [
         "README.md"
     ]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_a_page_names_who_acts(page):
+    """Sentences have a subject that readers know: the router, P, D, a client, you."""
+    vague = r"(?i)\b(?:nobody|whoever|somebody|anybody|everybody|(?:is|are|was|were) (?:told|said))\b"
+
+    assert re.findall(vague, page.read_text()) == []

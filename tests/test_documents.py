@@ -143,7 +143,12 @@ def test_the_index_names_every_page():
 
 @pytest.mark.parametrize(
     "page",
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS],
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "CHANGELOG.md",
+        *(p for p in DOCS if p.name not in GENERATED),
+    ],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_a_page_names_who_acts(page):

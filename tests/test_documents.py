@@ -1,6 +1,7 @@
 """What documents and examples tell people to type is closed, and what SECURITY.md claims can be looked up."""
 
 import ast
+import importlib.util
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ TOLD = [ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 SOURCES = [path.as_posix() for part in ("proxy", "connector", "tests") for path in (ROOT / part).rglob("*.py")]
 SOURCES += [path.as_posix() for path in ROOT.glob("*.py")]
-OF_VLLM = ("vllm/", "examples/online_serving/")
+OF_VLLM = ("vllm/", "examples/online_serving/")  # the latter are in its repository only
 GENERATED = ("options.md", "versions.md")  # and docs/benchmarks
 RUNBOOK = ROOT / "docs/runbook.md"  # alerts link to their sections by one URL: it is as long as there are alerts
 SECURITY = (ROOT / "SECURITY.md").read_text()
@@ -100,6 +101,16 @@ def test_every_module_that_a_page_names_is_there(page):
     named = [name for name in re.findall(r"`([\w/]+\.py)\b", page.read_text()) if not name.startswith(OF_VLLM)]
 
     assert [name for name in named if not any(source.endswith(f"/{name}") for source in SOURCES)] == []
+
+
+def test_every_file_of_vllm_that_a_page_cites_is_there():
+    """In the version that is installed: a rule stands with its source."""
+    if (package := importlib.util.find_spec("vllm")) is None:
+        pytest.skip("vLLM is not installed")
+    cited = {name for page in DOCS for name in re.findall(r"`vllm/([\w/]+\.py)`", page.read_text())}
+
+    assert len(cited) > 5
+    assert {name for name in cited if not (Path(package.origin).parent / name).is_file()} == set()
 
 
 def test_every_part_of_the_tree_in_the_architecture_is_there():

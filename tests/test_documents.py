@@ -1,4 +1,4 @@
-"""What documents and examples tell people to type is closed, and what SECURITY.md claims can be looked up."""
+"""The documents: commands that listen on closed addresses only, links that lead somewhere, names that exist."""
 
 import ast
 import importlib.util
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOLD = [ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.*")]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.*")]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 SOURCES = [path.as_posix() for part in ("proxy", "connector", "tests") for path in (ROOT / part).rglob("*.py")]
 SOURCES += [path.as_posix() for path in ROOT.glob("*.py")]
@@ -20,7 +20,7 @@ FINDINGS = [f"{level}{n}" for level, last in (("C", 2), ("H", 8), ("M", 9), ("L"
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in TOLD if p.suffix in (".md", ".py")], ids=lambda p: str(p.relative_to(ROOT))
+    "path", [p for p in PAGES if p.suffix in (".md", ".py")], ids=lambda p: str(p.relative_to(ROOT))
 )
 def test_no_example_listens_on_every_address(path):
     """An address of one's own, or loopback: a copied line is how most openings come about."""
@@ -77,8 +77,8 @@ def test_every_test_that_is_named_is_there():
 
 def test_every_link_of_the_documents_leads_to_a_file():
     """Those within the repository."""
-    told = [p for p in TOLD if p.suffix == ".md"]
-    links = [(p, link) for p in told for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", p.read_text())]
+    pages = [p for p in PAGES if p.suffix == ".md"]
+    links = [(p, link) for p in pages for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", p.read_text())]
 
     assert [f"{p.relative_to(ROOT)}: {link}" for p, link in links if not (p.parent / link).exists()] == []
 

@@ -1,19 +1,26 @@
-"""What documents and examples tell people to type is closed, and what SECURITY.md claims can be looked up."""
+"""The documents: commands that listen on closed addresses only, links that lead somewhere, names that exist."""
 
 import ast
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOLD = [ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.*")]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.*")]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+SOURCES = [path.as_posix() for part in ("proxy", "connector", "tests") for path in (ROOT / part).rglob("*.py")]
+SOURCES += [path.as_posix() for path in ROOT.glob("*.py")]
+OF_VLLM = ("vllm/", "examples/online_serving/")  # the latter are in its repository only
+GENERATED = ("options.md", "versions.md")  # and docs/benchmarks
+RUNBOOK = ROOT / "docs/runbook.md"  # alerts link to their sections by one URL: it is as long as there are alerts
 SECURITY = (ROOT / "SECURITY.md").read_text()
 FINDINGS = [f"{level}{n}" for level, last in (("C", 2), ("H", 8), ("M", 9), ("L", 8)) for n in range(1, last + 1)]
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in TOLD if p.suffix in (".md", ".py")], ids=lambda p: str(p.relative_to(ROOT))
+    "path", [p for p in PAGES if p.suffix in (".md", ".py")], ids=lambda p: str(p.relative_to(ROOT))
 )
 def test_no_example_listens_on_every_address(path):
     """An address of one's own, or loopback: a copied line is how most openings come about."""
@@ -70,7 +77,93 @@ def test_every_test_that_is_named_is_there():
 
 def test_every_link_of_the_documents_leads_to_a_file():
     """Those within the repository."""
-    told = [p for p in TOLD if p.suffix == ".md"]
-    links = [(p, link) for p in told for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", p.read_text())]
+    pages = [p for p in PAGES if p.suffix == ".md"]
+    links = [(p, link) for p in pages for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", p.read_text())]
 
     assert [f"{p.relative_to(ROOT)}: {link}" for p, link in links if not (p.parent / link).exists()] == []
+
+
+def test_every_link_to_a_heading_leads_to_one():
+    """A page that was split takes its headings along."""
+    missing = []
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]:
+        for name, anchor in re.findall(r"\]\(([^)#:]*)#([^)]*)\)", page.read_text()):
+            titles = re.findall(r"(?m)^#+ (.*)$", (page.parent / name if name else page).read_text())
+            anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+            missing += [f"{page.relative_to(ROOT)}: {name}#{anchor}"] if anchor not in anchors else []
+
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_module_that_a_page_names_is_there(page):
+    """Modules move, and a path that is gone sends readers nowhere."""
+    named = [name for name in re.findall(r"`([\w/]+\.py)\b", page.read_text()) if not name.startswith(OF_VLLM)]
+
+    assert [name for name in named if not any(source.endswith(f"/{name}") for source in SOURCES)] == []
+
+
+def test_every_file_of_vllm_that_a_page_cites_is_there():
+    """In the version that is installed: a rule stands with its source."""
+    if (package := importlib.util.find_spec("vllm")) is None:
+        pytest.skip("vLLM is not installed")
+    cited = {name for page in DOCS for name in re.findall(r"`vllm/([\w/]+\.py)`", page.read_text())}
+
+    assert len(cited) > 5
+    assert {name for name in cited if not (Path(package.origin).parent / name).is_file()} == set()
+
+
+def test_every_part_of_the_tree_in_the_architecture_is_there():
+    """The names at the beginning of a line of the tree: modules, or folders that end in a slash."""
+    tree = re.search(r"(?s)```\n(proxy/.*?)```", (ROOT / "docs/architecture.md").read_text())[1]
+    missing, above = [], []
+    for line in tree.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if indent > 4:
+            continue  # the explanation goes on
+        above = [(deep, path) for deep, path in above if deep < indent]
+        folder = above[-1][1] if above else ROOT
+        for name in re.split(r" {3,}", line.strip())[0].split():
+            path = folder / name
+            if not (path.is_dir() or (not name.endswith("/") and path.with_suffix(".py").is_file())):
+                missing.append(f"{path.relative_to(ROOT)}")
+            if path.is_dir():
+                above.append((indent, path))
+
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    "page",
+    [p for p in DOCS if p.name not in GENERATED and p.parent.name != "benchmarks" and p != RUNBOOK],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_a_page_has_fewer_than_200_lines(page):
+    """One subject a page, and reference tables apart; generated pages are as long as what they list."""
+    assert len(page.read_text().splitlines()) < 200
+
+
+def test_the_index_names_every_page():
+    """Readers find pages through the index."""
+    index = (ROOT / "docs/README.md").read_text()
+
+    assert [str(p.relative_to(ROOT / "docs")) for p in DOCS if f"]({p.relative_to(ROOT / 'docs')})" not in index] == [
+        "README.md"
+    ]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "CHANGELOG.md",
+        *(p for p in DOCS if p.name not in GENERATED),
+    ],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_a_page_names_who_acts(page):
+    """Sentences have a subject that readers know: the router, P, D, a client, you."""
+    vague = r"(?i)\b(?:nobody|whoever|somebody|anybody|everybody|(?:is|are|was|were) (?:told|said))\b"
+
+    assert re.findall(vague, page.read_text()) == []

@@ -1,6 +1,6 @@
 """Engines of unequal shapes: whatever P and D look like, text and logprobs are those of a single engine.
 
-A row of the compatibility table in ``docs/connector.md`` is an id of ``test_equal``: what is moved, and who moves it.
+A row of the compatibility table in ``docs/connector-shapes.md`` is an id of ``test_equal``: what moves, who moves it.
 """
 
 import random

@@ -13,7 +13,7 @@ from xpyd_proxy.cli import build_parser
 from xpyd_proxy.core.request_record import RequestOutcome
 from xpyd_proxy.settings import Settings
 
-PAGES = [ROOT / "docs" / name for name in ("scaling.md", "runbook.md", "kubernetes.md")]
+PAGES = [ROOT / "docs" / name for name in ("scaling.md", "runbook.md", "kubernetes.md", "kubernetes-operations.md")]
 CHART = ROOT / "helm/xpyd"
 ALERTS = re.findall(r"(?m)^- alert: (\w+)", (CHART / "files/alerts.yaml").read_text())
 PARTS = ["Symptom", "Means", "Look", "Do", "Sure"]

@@ -26,6 +26,7 @@ from xpyd_connector.core.messages import (
 from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
 from xpyd_connector.core.session.handshake import HandshakeServer
 from xpyd_connector.errors import SettingsError
+from xpyd_connector.io import client_connections, connection
 from xpyd_connector.io import link as link_module
 from xpyd_connector.io.framing import frame
 
@@ -176,7 +177,7 @@ def test_a_stranger_who_says_nothing_is_sent_away_in_time(net):
 
 def test_strangers_are_limited(net, monkeypatch):
     """However many connect, our files are not used up; the oldest go, or they would keep everybody else out."""
-    monkeypatch.setattr(link_module, "MAX_UNAUTHENTICATED", 3)
+    monkeypatch.setattr(client_connections, "MAX_UNAUTHENTICATED", 3)
     p = net.listener()
     strangers = [net.stranger(p.address) for _ in range(5)]
     heard = [stranger.hear(net) for stranger in strangers]
@@ -514,7 +515,7 @@ def test_connections_tell_when_the_other_machine_is_gone(net):
 
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 30
-    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == link_module.USER_TIMEOUT_MS
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == connection.USER_TIMEOUT_MS
 
 
 def test_a_port_that_is_taken_is_a_settings_error(net):

@@ -36,8 +36,8 @@ from xpyd_connector.core.messages import (
 from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived
 from xpyd_connector.core.session.handshake import HandshakeServer, ProcessRole, ServerConnection, badge_of, hash_of
 from xpyd_connector.errors import SettingsError
+from xpyd_connector.io import client_connections, reloaded
 from xpyd_connector.io import link as link_module
-from xpyd_connector.io import reloaded
 from xpyd_connector.io.framing import Deframer, frame
 from xpyd_connector.io.secrets import secrets_in_force
 from xpyd_connector.io.tls import Tls, digest_of
@@ -277,7 +277,7 @@ def test_a_connection_is_known_until_its_end_is_taken_in(net):
     p = Lending(net)
     holder, other = (
         p.lease_manager.holder(A),
-        next(conn for conn in p.link._hellos if conn != p.lease_manager.holder(A)),
+        next(conn for conn in p.link._clients._hellos if conn != p.lease_manager.holder(A)),
     )
     p.d.close(p.own)
     time.sleep(0.1)
@@ -287,7 +287,7 @@ def test_a_connection_is_known_until_its_end_is_taken_in(net):
     assert not p.link.are_of_one_engine(holder, other)
     p.link.close(other)  # no event follows
 
-    assert p.link._hellos == {}
+    assert p.link._clients._hellos == {}
 
 
 def test_an_engine_on_this_machine_is_met_where_nixl_is_on_loopback(net):
@@ -436,7 +436,7 @@ def test_certificates_that_cannot_be_used_stop_the_start(tmp_path, key):
 
 def test_a_crowd_at_one_address_does_not_keep_out_another(net, monkeypatch):
     """The secret's owner gets in while somebody opens connections without end."""
-    monkeypatch.setattr(link_module, "MAX_UNAUTHENTICATED", 6)
+    monkeypatch.setattr(client_connections, "MAX_UNAUTHENTICATED", 6)
     p = net.listener()
     crowd = [net.stranger(p.address, source="127.0.0.2") for _ in range(20)]
     net.idle(None, 0.05)
@@ -449,7 +449,7 @@ def test_a_crowd_at_one_address_does_not_keep_out_another(net, monkeypatch):
 
 def test_one_address_has_a_share_only(net, monkeypatch):
     """Also while there is room for others."""
-    monkeypatch.setattr(link_module, "MAX_UNAUTHENTICATED_PER_ADDRESS", 3)
+    monkeypatch.setattr(client_connections, "MAX_UNAUTHENTICATED_PER_ADDRESS", 3)
     p = net.listener()
     strangers = [net.stranger(p.address) for _ in range(5)]
 
@@ -458,7 +458,7 @@ def test_one_address_has_a_share_only(net, monkeypatch):
 
 def test_guests_are_limited(net, monkeypatch):
     """Who knows the secret cannot use up our descriptors either; it is told."""
-    monkeypatch.setattr(link_module, "MAX_CLIENTS_PER_ENGINE", 2)
+    monkeypatch.setattr(client_connections, "MAX_CLIENTS_PER_ENGINE", 2)
     p = net.listener()
     for _ in range(2):
         net.stranger(p.address).greet(net, engine="d1")
@@ -471,7 +471,7 @@ def test_guests_are_limited(net, monkeypatch):
 
 def test_an_engine_that_says_nothing_for_long_is_closed_and_one_that_speaks_is_not(net, monkeypatch):
     """Half of what it opened may be quiet: its workers speak at the end of a read only."""
-    monkeypatch.setattr(link_module, "IDLE_TIMEOUT", 0.3)
+    monkeypatch.setattr(client_connections, "IDLE_TIMEOUT", 0.3)
     p = net.listener()
     quiet, busy, worker = net.stranger(p.address), net.stranger(p.address), net.stranger(p.address)
     quiet.greet(net, engine="quiet")
@@ -482,7 +482,7 @@ def test_an_engine_that_says_nothing_for_long_is_closed_and_one_that_speaks_is_n
         busy.say(RenewLeases((A,)))
         lost += [event for event in net.idle(p, 0.05) if isinstance(event, ConnectionLost)]
 
-    assert [("said nothing" in event.reason) for event in lost] == [True]
+    assert [("sent no message" in event.reason) for event in lost] == [True]
     assert quiet.hear(net) is None
 
 

@@ -38,7 +38,7 @@ from xpyd_connector.core.push.decode_scheduler import (
 from xpyd_connector.core.results import BlocksReleased, LoadResult
 from xpyd_connector.core.session.peers import QUIET, PeerTable
 from xpyd_connector.errors import IllegalTransition
-from xpyd_connector.io.link import IDLE_TIMEOUT
+from xpyd_connector.io.client_connections import IDLE_TIMEOUT
 
 P, ADDRESS = EngineId("p0"), Address("10.0.0.1", 5600)
 A, B, T = RequestId("d-a"), RequestId("d-b"), RequestId("t")

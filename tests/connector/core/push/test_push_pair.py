@@ -142,7 +142,7 @@ def test_a_request_that_comes_when_p_closes_the_idle_connection_gets_its_blocks(
     into = world.expect("d-b", "u")
     (guest,) = world.p.push_coordinator._peers
     world.network.hang_up(world.p.link, guest)
-    world.p.link.inbox.append(ConnectionLost(guest, "its engine said nothing"))
+    world.p.link.inbox.append(ConnectionLost(guest, "its engine sent no message"))
     world.run()
     if first == "decode":
         world.prefill("u")

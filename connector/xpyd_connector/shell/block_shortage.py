@@ -29,23 +29,23 @@ class BlockShortage:
     def __init__(self, groups: Sequence[CacheGroup], *, threshold: float) -> None:
         self._groups = groups
         self._threshold = threshold
-        self._asked: tuple[Request, int] | None = None  # in this step, and how many of its tokens are cached here
+        self._considered: tuple[Request, int] | None = None  # in this step, and how many of its tokens are cached here
         self._look_at: float | None = None  # absent while nothing is lacking
 
-    def asked(self, request: Request, computed: int) -> None:
+    def considered(self, request: Request, computed: int) -> None:
         """VLLM considers a waiting request."""
-        self._asked = request, computed
+        self._considered = request, computed
 
     def allocated(self, request: Request) -> None:
         """It has its blocks."""
-        if self._asked is not None and self._asked[0] is request:
-            self._asked = None
+        if self._considered is not None and self._considered[0] is request:
+            self._considered = None
 
     def step(self, pool: BlockPool, *, now: float) -> ShortRequest | None:
         """A step is scheduled: return who has lacked blocks for too long, at most once a second."""
-        asked, self._asked = self._asked, None
-        blocks = self._blocks(*asked) - pool.get_num_free_blocks() if asked is not None else 0
-        if asked is None or blocks <= 0:
+        considered, self._considered = self._considered, None
+        blocks = self._blocks(*considered) - pool.get_num_free_blocks() if considered is not None else 0
+        if considered is None or blocks <= 0:
             self._look_at = None
             return None
         if self._look_at is None:
@@ -53,7 +53,7 @@ class BlockShortage:
         if now < self._look_at:
             return None
         self._look_at = now + AGAIN
-        return ShortRequest(asked[0], blocks)
+        return ShortRequest(considered[0], blocks)
 
     def _blocks(self, request: Request, computed: int) -> int:
         """Return how many blocks the rest of a request takes, of all KV cache groups, as if it were read from afar."""

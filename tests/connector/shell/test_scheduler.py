@@ -189,16 +189,16 @@ def test_blocks_that_nixl_may_still_write_into_are_kept_from_others(engine):
     assert engine.side.stats().data["gauges"]["blocks_quarantined"] == 0
 
 
-def test_an_engine_with_nothing_else_to_do_goes_on_asking_about_lingering_blocks(engine):
-    """Only a step brings the worker's news, and nobody may come to cause one; but between them it naps."""
-    naps = []
-    engine.side._waker = SimpleNamespace(wait=naps.append, knock=lambda: None)
+def test_an_idle_engine_polls_quarantined_blocks(engine):
+    """The workers report them with a step only. The engine waits between two steps."""
+    waits = []
+    engine.side._waker = SimpleNamespace(wait=waits.append)
     engine.allocate(engine.arrive(), 9)
     engine.side.step(IDLE)
-    assert (engine.side.has_pending(), naps) == (False, [])
+    assert (engine.side.has_pending(), waits) == (False, [])
     engine.ended("d-a", quarantined=["d-a"])
     engine.side.step(IDLE)
-    assert (engine.side.has_pending(), naps) == (True, [MAX_IDLE_WAIT])
+    assert (engine.side.has_pending(), waits) == (True, [MAX_IDLE_WAIT])
     engine.ended(released=["d-a"])
 
     assert not engine.side.has_pending()
@@ -276,7 +276,7 @@ def refusals(engine, params, **request):
     arrived = engine.request(params, **request)
     engine.side.on_new_request(arrived)
     assert engine.side.matched_tokens(arrived, 0) == (0, False)
-    assert len(engine.side._remote_prefills) == 0
+    assert len(engine.side._decodes._remote_prefills) == 0
     return engine.side.stats().data["counters"]
 
 
@@ -368,7 +368,7 @@ def settle(engine):
     """Have the control thread do what it was asked, and tell of it: with the end of the turn before the second one."""
     for _ in range(2):
         done = threading.Event()
-        engine.side._post(lambda control, now, done=done: done.set())
+        engine.side._control.post(lambda control, now, done=done: done.set())
         assert done.wait(60), "the control thread does not answer"
     engine.side.step(IDLE)
 
@@ -390,7 +390,7 @@ def test_leases_that_nobody_reads_are_revoked_for_a_prefill_that_lacks_blocks(en
     assert engine.free() == 4
 
     assert revoked_after(engine, blocks=8, seconds=10.5) == 1
-    assert list(engine.side._held._held) == ["b", "c"]
+    assert list(engine.side._prefills._held._held) == ["b", "c"]
     assert engine.free() == 9
 
 
@@ -403,7 +403,7 @@ def test_a_prefill_that_lacks_blocks_for_a_moment_revokes_nothing(engine):
     lack(engine, blocks=8, seconds=9.0)
     settle(engine)
 
-    assert len(engine.side._held) == 1
+    assert len(engine.side._prefills._held) == 1
 
 
 def test_a_request_that_gets_its_blocks_lacks_none(engine):
@@ -416,7 +416,7 @@ def test_a_request_that_gets_its_blocks_lacks_none(engine):
         engine.side.step(IDLE)
         engine.now += 1.0
 
-    assert len(engine.side._held) == 1
+    assert len(engine.side._prefills._held) == 1
 
 
 def test_the_least_important_leases_are_revoked_first_and_never_more_important_ones(engine):
@@ -425,8 +425,8 @@ def test_the_least_important_leases_are_revoked_first_and_never_more_important_o
         assert lend(engine, name, 5, priority=priority)
 
     assert revoked_after(engine, blocks=8, seconds=10.5, priority=1) == 1
-    assert list(engine.side._held._held) == ["old", "most"]
-    assert [each.request for each in engine.side._held.candidates(19, 1)] == ["old"]
+    assert list(engine.side._prefills._held._held) == ["old", "most"]
+    assert [each.request for each in engine.side._prefills._held.candidates(19, 1)] == ["old"]
 
 
 def test_blocks_that_others_use_do_not_count_as_freed():
@@ -451,7 +451,7 @@ def test_revoking_can_be_turned_off():
     settle(engine)
     engine.side.stop()
 
-    assert len(engine.side._held) == 1
+    assert len(engine.side._prefills._held) == 1
 
 
 def test_leases_hold_no_more_than_their_share_of_the_cache():
@@ -490,7 +490,7 @@ def test_a_request_whose_lease_is_lost_computes_its_own_prompt_at_once(engine):
     """Not after it has been read in vain."""
     request = engine.arrive()
     assert engine.side.matched_tokens(request, 0) == (9, True)
-    engine.side._outbox.put([LeaseLost(RequestId("d-a"))], StatsReport())
+    engine.side._control._outbox.put([LeaseLost(RequestId("d-a"))], StatsReport())
     assert engine.side.has_pending()
     engine.side.step(IDLE)
 
@@ -504,7 +504,7 @@ def test_a_load_that_has_begun_is_decided_by_its_fence(engine):
     """It may have been confirmed before the lease ended."""
     request = engine.arrive()
     engine.allocate(request, 9)
-    engine.side._outbox.put([LeaseLost(RequestId("d-a")), LeaseLost(RequestId("gone"))], StatsReport())
+    engine.side._control._outbox.put([LeaseLost(RequestId("d-a")), LeaseLost(RequestId("gone"))], StatsReport())
 
     assert len(engine.orders()) == 1
     assert "loads_skipped_lease_lost" not in counters(engine)
@@ -523,7 +523,7 @@ def test_every_hook_shows_that_the_engines_loop_turns(engine, hook):
     }
     calls[hook]()
 
-    assert engine.side._last_turn == engine.now
+    assert engine.side._control._last_turn == engine.now
 
 
 # ---- engines of other shapes
@@ -625,7 +625,7 @@ def test_what_vllm_frees_too_early_is_lent_all_the_same(windowed):
 
     assert offer.remote_block_ids == (tuple(full), (0, *window[1:]))
     assert windowed.free() == BLOCKS - 1 - 5
-    assert len(windowed.side._window_pins) == 0
+    assert len(windowed.side._prefills._window_pins) == 0
 
 
 def test_a_prefill_that_is_aborted_lets_go_of_its_window(windowed):
@@ -648,8 +648,8 @@ def test_a_prefill_that_is_aborted_lets_go_of_its_window(windowed):
 # ---- push
 
 
-class Nap:
-    """A door that says how long somebody waited at it."""
+class RecordingWaker:
+    """Notes each wait instead of waiting."""
 
     def __init__(self):
         self.waits, self.while_waiting = [], lambda: None
@@ -667,9 +667,10 @@ class PushEngine(Engine):
 
     def __init__(self, **choices):
         super().__init__(mode=Mode.PUSH, **choices)
-        self.side._runner.stop()
-        self.runner, self.side._runner = self.side._runner, self
-        self.side._waker = self.door = Nap()
+        control = self.side._control
+        control.stop()
+        self.runner, control._runner = control._runner, self
+        self.side._waker = self.waker = RecordingWaker()
         self.asked, self.commands = [], []
 
     def post(self, command):
@@ -706,7 +707,7 @@ class PushEngine(Engine):
         return self.side.step(output)
 
     def tell(self, *news):
-        self.side._outbox.put(news, StatsReport())
+        self.side._control._outbox.put(news, StatsReport())
 
     def asks(self):
         asked = [(name, *args) for name, *args in self.asked]
@@ -892,20 +893,20 @@ def test_by_request_nothing_is_told_before_the_end():
     engine = PushEngine(push_granularity=Granularity.REQUEST)
     engine.stop()
 
-    assert not engine.side._push_progress._is_chunked
+    assert not engine.side._prefills._push_progress._is_chunked
 
 
-def test_an_engine_that_only_waits_for_pushes_naps(pushing):
+def test_an_engine_that_only_waits_for_pushes_waits_in_its_step(pushing):
     """vLLM would step it a thousand times a second; what arrives meanwhile is told in this very step."""
     pushing.allocate(pushing.arrive(), 9)
-    pushing.door.while_waiting = lambda: pushing.tell(LoadResult(RequestId("d-a"), ""))
+    pushing.waker.while_waiting = lambda: pushing.tell(LoadResult(RequestId("d-a"), ""))
 
     assert pushing.step().arrived == [LoadResult("d-a", "")]
-    assert len(pushing.door.waits) == 1
+    assert len(pushing.waker.waits) == 1
 
 
 @pytest.mark.parametrize("why", ["running", "tokens", "arrived", "blocks", "pieces", "nothing"])
-def test_an_engine_that_has_something_to_do_never_naps(pushing, why):
+def test_an_engine_with_work_does_not_wait_in_its_step(pushing, why):
     """A step's output may be under way (asynchronous scheduling), or the workers wait for news."""
     if why != "nothing":
         pushing.allocate(pushing.arrive(), 9)
@@ -917,11 +918,11 @@ def test_an_engine_that_has_something_to_do_never_naps(pushing, why):
         request = pushing.prefill()
         pushing.side.finished(request, ([block.block_id for block in pushing.pool.get_new_blocks(3)],))
     if why == "blocks":
-        pushing.side.free_released = lambda: None
+        pushing.side.handle_results = lambda: None
         pushing.tell(BlocksReleased(RequestId("d-a")))
     pushing.step(tokens=1 if why == "tokens" else 0)
 
-    assert pushing.door.waits == []
+    assert pushing.waker.waits == []
 
 
 def test_a_request_that_has_finished_does_not_keep_it_awake(pushing):
@@ -932,4 +933,4 @@ def test_a_request_that_has_finished_does_not_keep_it_awake(pushing):
     pushing.side.finished(done, ([],))
     pushing.step()
 
-    assert len(pushing.door.waits) == 1
+    assert len(pushing.waker.waits) == 1

@@ -119,7 +119,7 @@ def test_another_secret_is_refused_with_the_reason(net, ours, theirs):
     assert net.idle(p) == []
 
 
-def test_what_a_refused_stranger_says_next_is_not_heard(net):
+def test_messages_of_a_refused_client_are_ignored(net):
     """In the same breath, without waiting for the answer: he could free or keep other people's blocks."""
     p = net.listener()
     stranger = net.stranger(p.address)
@@ -132,7 +132,7 @@ def stranger_hello():
     return Hello(PROTOCOL, EngineId("x"), "scheduler", P, "127.0.0.1", 1, "127.0.0.1", NOBODY, ())
 
 
-def test_whoever_has_greeted_may_go_on_in_the_same_breath(net):
+def test_messages_may_follow_the_hello_at_once(net):
     """The first heartbeat need not wait for the welcome to arrive."""
     p = net.listener()
     stranger = net.stranger(p.address)
@@ -152,7 +152,7 @@ def test_nothing_is_heard_after_a_connection_was_lost(net, monkeypatch):
     assert [type(event) for event in net.events(p)] == [ConnectionLost]
 
 
-def test_a_refused_stranger_hears_why_and_is_sent_away(net):
+def test_a_refused_client_receives_the_reason_and_is_closed(net):
     """An older engine's operator reads it."""
     p = net.listener()
     stranger = net.stranger(p.address)
@@ -162,7 +162,7 @@ def test_a_refused_stranger_hears_why_and_is_sent_away(net):
     assert stranger.hear(net) is None
 
 
-def test_a_stranger_who_says_nothing_is_sent_away_in_time(net):
+def test_a_silent_client_is_closed_in_time(net):
     """A port scanner, or half a handshake: nobody hears of it, and a sleeping thread wakes for it."""
     p = net.listener(timeout=0.15)
     stranger = net.stranger(p.address)
@@ -175,7 +175,7 @@ def test_a_stranger_who_says_nothing_is_sent_away_in_time(net):
     assert stranger.hear(net) is None
 
 
-def test_strangers_are_limited(net, monkeypatch):
+def test_unauthenticated_connections_are_limited(net, monkeypatch):
     """However many connect, our files are not used up; the oldest go, or they would keep everybody else out."""
     monkeypatch.setattr(client_connections, "MAX_UNAUTHENTICATED", 3)
     p = net.listener()
@@ -195,7 +195,7 @@ def test_strangers_are_limited(net, monkeypatch):
         b"GET / HTTP/1.1\r\n\r\n",
     ],
 )
-def test_a_stranger_who_talks_nonsense_is_sent_away_and_nobody_else_notices(net, data):
+def test_an_invalid_first_message_closes_only_that_connection(net, data):
     """Whatever he says, the thread that renews everybody's leases lives."""
     p, d = net.listener(), net.link()
     stranger = net.stranger(p.address)
@@ -257,7 +257,7 @@ def test_a_welcome_larger_than_what_a_peer_may_leave_unread_arrives(net):
     assert net.events(d) == [PeerConnected(conn, huge)]
 
 
-def test_a_port_that_nobody_has_fails(net):
+def test_a_port_without_a_listener_fails(net):
     """With the address in the sentence."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -372,7 +372,7 @@ def test_a_listener_that_hangs_up_fails(net):
     assert "closed the connection" in failed.reason
 
 
-def test_a_meeting_that_is_given_up_is_not_reported(net):
+def test_a_cancelled_attempt_is_not_reported(net):
     """And its connection is closed when it succeeds after all."""
     p, d = net.listener(host=SlowHost), net.link()
     conn = d.connect(p.address, P)
@@ -560,7 +560,7 @@ def test_stop_leaves_nothing_open(net):
     assert open_files() < before
 
 
-def test_a_meeting_that_succeeds_after_the_end_is_closed(net):
+def test_an_attempt_that_succeeds_after_stop_is_closed(net):
     """Its thread cannot be interrupted; what it opened belongs to nobody."""
     d, p = net.link(), net.listener(host=SlowHost)
     d.connect(p.address, P)

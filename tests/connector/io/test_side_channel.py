@@ -132,7 +132,7 @@ def test_only_tls_1_3_is_spoken(net):
     assert p.counters.take().counters == {"connections_without_tls": 1}
 
 
-def test_a_stranger_who_does_not_speak_tls_is_told_nothing(net):
+def test_a_client_without_tls_receives_nothing(net):
     """Not even which service this is."""
     p = net.listener()
     stranger = net.stranger(p.address)
@@ -172,7 +172,7 @@ def test_a_host_without_the_secret_is_refused_before_it_is_listened_to(net):
     assert "does not prove the shared secret (XPYD_CONNECTOR_SECRET)" in failed.reason
 
 
-def test_a_host_in_between_cannot_use_what_a_guest_proves(net):
+def test_a_relay_cannot_reuse_a_clients_proof(net):
     """It ends TLS itself, and hands the real engine's challenge and the guest's answer on."""
     p = net.listener()
     rogue = net.stranger(p.address)
@@ -392,7 +392,7 @@ def test_a_certificate_for_another_name_is_refused(net, tmp_path):
     assert "is not accepted" in fails(net, d, p.address)
 
 
-def test_the_longest_chain_of_certificates_is_within_what_a_stranger_may_send(net, tmp_path):
+def test_the_longest_certificate_chain_is_within_the_record_limit(net, tmp_path):
     """OpenSSL takes 100 KiB of them; both sides show theirs before they have proven anything."""
     authority = Authority(tmp_path, "ca")
     settings = authority.settings("engines.example")
@@ -456,7 +456,7 @@ def test_one_address_has_a_share_only(net, monkeypatch):
     assert [type(stranger.hear(net)) for stranger in strangers] == [type(None)] * 2 + [Challenge] * 3
 
 
-def test_guests_are_limited(net, monkeypatch):
+def test_clients_of_one_engine_are_limited(net, monkeypatch):
     """Who knows the secret cannot use up our descriptors either; it is told."""
     monkeypatch.setattr(client_connections, "MAX_CLIENTS_PER_ENGINE", 2)
     p = net.listener()
@@ -555,7 +555,7 @@ def pouring(sock, records):
         thread.join()
 
 
-def test_a_stranger_who_updates_his_key_without_end_is_sent_away_and_others_are_heard(net, tmp_path):
+def test_endless_key_updates_before_authentication_close_only_that_connection(net, tmp_path):
     """The thread that takes them in renews everybody's leases."""
     d, p = net.link(), net.listener()
     conn = net.connect(d, p)

@@ -81,7 +81,7 @@ def test_a_step_tells_what_the_steps_before_have_completed(engine):
     assert len(engine.streams) == 0
 
 
-def test_hits_are_told_a_step_later(engine):
+def test_prefix_cache_hits_are_announced_a_step_later(engine):
     """Another request of the same step may be computing them: vLLM counts a block as cached when it is scheduled."""
     first, second = engine.begin("a", tokens=12), engine.begin("b", tokens=12)
     second.num_computed_tokens = 8  # what the first one computes now
@@ -89,7 +89,7 @@ def test_hits_are_told_a_step_later(engine):
     assert engine.step((second, 2, [7, 8, 9])) == [("b", 0, [7, 8], False)]
 
 
-def test_hits_of_a_request_that_was_preempted_are_told_a_step_later(engine):
+def test_prefix_cache_hits_of_a_preempted_request_are_announced_a_step_later(engine):
     """When it comes back it hits what is cached, as a new one does."""
     first, second = engine.begin("a", tokens=12), engine.begin("b", tokens=12)
     engine.step((first, 4, [7]))
@@ -100,7 +100,7 @@ def test_hits_of_a_request_that_was_preempted_are_told_a_step_later(engine):
 
 @pytest.mark.parametrize("chunk", range(1, 11))
 @pytest.mark.parametrize("hits", [0, 4, 8])
-def test_every_block_is_told_once_and_in_order(engine, chunk, hits):
+def test_every_block_is_announced_once_and_in_order(engine, chunk, hits):
     """Whatever the chunks; blocks of the local prefix cache come first, at the second step."""
     request, table, told = engine.begin(), [7, 8, 9], []
     request.num_computed_tokens = hits
@@ -124,7 +124,7 @@ def test_a_prompt_that_ends_with_a_block(engine):
     assert engine.step() == [(T, 0, [], True)]
 
 
-def test_blocks_of_the_answer_are_nobodys(engine):
+def test_blocks_of_the_output_are_not_announced(engine):
     """More than one token may be computed on P; the prompt's blocks are all there is to write."""
     request = engine.begin(tokens=4)
     engine.step((request, 4, [7]))
@@ -133,7 +133,7 @@ def test_blocks_of_the_answer_are_nobodys(engine):
         assert engine.step((request, 1, [7, 8, 9])) == []
 
 
-def test_after_a_preemption_everything_is_told_again(engine):
+def test_after_a_preemption_all_blocks_are_announced_again(engine):
     """In other blocks, and as another attempt."""
     request = engine.begin()
     engine.step((request, 8, [7, 8]))
@@ -158,7 +158,7 @@ def test_a_preemption_that_finds_its_blocks_cached_tells_them_again_too(engine):
     assert engine.step() == [(T, 1, [7, 8, 9], True)]
 
 
-def test_by_request_everything_is_told_at_the_end():
+def test_by_request_all_blocks_are_announced_at_the_end():
     """For networks where many small writes cost more than waiting."""
     engine = Engine(is_chunked=False)
     request = engine.begin()
@@ -169,7 +169,7 @@ def test_by_request_everything_is_told_at_the_end():
     assert engine.step() == [(T, 0, [7, 8, 9], True)]
 
 
-def test_without_block_tables_everything_is_told_at_the_end(engine):
+def test_without_block_tables_all_blocks_are_announced_at_the_end(engine):
     """vLLM gives them to producers only."""
     request = engine.begin()
     engine.step((request, 8, [7, 8]), state=False)
@@ -179,7 +179,7 @@ def test_without_block_tables_everything_is_told_at_the_end(engine):
     assert engine.step(state=False) == [(T, 0, [7, 8, 9], True)]
 
 
-def test_other_requests_are_not_told(engine):
+def test_other_requests_are_not_announced(engine):
     """Only those that a decode engine waits for; and a step tells of those it schedules."""
     ours, other = engine.begin(), engine.begin("u")
     foreign = SimpleNamespace(request_id="x", num_computed_tokens=8, num_prompt_tokens=10, num_preemptions=0)
@@ -202,7 +202,7 @@ def test_an_abandoned_prefill_tells_nothing_more(engine):
     assert engine.streams.name_of(request) is None
 
 
-def test_each_group_is_told_as_far_as_its_own_blocks_are_complete():
+def test_each_group_announces_its_own_complete_blocks():
     """Groups may have blocks of different sizes; a block that fell out of a window keeps its place, as 0."""
     engine = Engine(CacheGroup(4), CacheGroup(2, window=3))
     request = engine.begin()

@@ -216,7 +216,7 @@ def test_every_rank_has_to_let_go(engine):
     assert engine.free() == BLOCKS - 1
 
 
-def test_a_load_that_lingers_for_no_time_changes_nothing(engine):
+def test_a_quarantine_that_ends_in_the_same_step_changes_nothing(engine):
     """NIXL had let go before the engine heard of it: in one step."""
     blocks = engine.allocate(engine.arrive(), 9)
     engine.ended("d-a", quarantined=["d-a"], released=["d-a"])
@@ -383,7 +383,7 @@ def revoked_after(engine, **lacks):
     return counters(engine)["leases_revoked"]
 
 
-def test_leases_that_nobody_reads_are_revoked_for_a_prefill_that_lacks_blocks(engine):
+def test_unread_leases_are_revoked_for_a_prefill_that_lacks_blocks(engine):
     """The oldest first, and no more of them than it takes."""
     for name in ("a", "b", "c"):
         assert lend(engine, name, 5)
@@ -579,7 +579,7 @@ def test_blocks_of_another_size_are_read_into_ours(engine):
     assert order.token_ranges == (TokenRange(0, 4, 9, (7, 8), [block.block_id for block in blocks[1:]]),)
 
 
-def test_only_blocks_that_are_loaded_into_linger(windowed):
+def test_only_blocks_that_are_loaded_into_are_quarantined(windowed):
     """Nothing is written into the others."""
     request = windowed.arrive(remote_block_ids=[[7, 8, 9], [0, 11, 12]])
     blocks = windowed.pool.get_new_blocks(5)
@@ -738,7 +738,7 @@ def pushing():
     engine.stop()
 
 
-def test_a_request_with_a_booking_lends_its_blocks(pushing):
+def test_a_request_with_push_params_registers_its_blocks(pushing):
     """The transfer's name, the digest of its own prompt, and the blocks that are missing here."""
     request = pushing.arrive()
     assert [name for name, *_ in pushing.asks()] == ["lease_renewer.start_renewing"]
@@ -765,7 +765,7 @@ def test_without_a_transfer_id_both_legs_share_the_requests_id(pushing):
 @pytest.mark.parametrize(
     "change", [{"remote_port": 0}, {"transfer_id": ""}, {"remote_host": None}, {"transfer_mode": "pull"}], ids=repr
 )
-def test_a_booking_that_cannot_be_used_costs_a_local_prefill(pushing, change):
+def test_invalid_push_params_cost_a_local_prefill(pushing, change):
     """Never an exception."""
     request = pushing.arrive(**change)
 
@@ -774,7 +774,7 @@ def test_a_booking_that_cannot_be_used_costs_a_local_prefill(pushing, change):
     assert sum(pushing.side.stats().data["counters"].values()) == 1
 
 
-def test_what_has_arrived_is_told_to_the_workers_once(pushing):
+def test_ended_pushes_reach_the_workers_once(pushing):
     """They report it to vLLM, and vLLM to us."""
     request = pushing.arrive()
     pushing.allocate(request, 9)
@@ -857,7 +857,7 @@ def test_two_prefills_of_one_name_are_not_mixed_up(pushing, is_held):
 
 
 @pytest.mark.parametrize("transfer", ["x" * (MAX_ID + 1), 7, "a\nb", ["t"]], ids=lambda value: str(value)[:5])
-def test_a_name_that_cannot_be_used_is_handed_to_nobody(pushing, transfer):
+def test_a_prefill_with_an_invalid_transfer_id_is_not_handed_over(pushing, transfer):
     """And the prefill goes on."""
     request = pushing.prefill(transfer=transfer)
 
@@ -888,7 +888,7 @@ def test_a_prefill_beyond_what_may_be_held_is_abandoned():
     assert engine.asks() == [("grant", "a"), ("push_coordinator.abandoned", "b")]
 
 
-def test_by_request_nothing_is_told_before_the_end():
+def test_by_request_no_block_is_announced_before_the_end():
     """The setting reaches the streams."""
     engine = PushEngine(push_granularity=Granularity.REQUEST)
     engine.stop()

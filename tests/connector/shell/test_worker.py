@@ -72,7 +72,7 @@ def test_failed_loads_are_reported_as_received_too(worker):
     assert worker.take_quarantined() is None
 
 
-def test_lingering_blocks_are_told_in_the_step_of_the_failure(worker):
+def test_quarantined_blocks_are_reported_in_the_step_of_the_failure(worker):
     """A step later vLLM would have given them to somebody else."""
     load(worker, "a")
     tell(worker, LoadResult(RequestId("a"), "not loaded", quarantined=True))

@@ -1,4 +1,4 @@
-"""What P's workers are told, step by step, with vLLM's own counters."""
+"""The computed blocks that P's workers receive with each step, from vLLM's own counters."""
 
 import warnings
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ class Engine:
         return request
 
     def step(self, *scheduled, state=True, resumed=()):
-        """Schedule (request, tokens, block table of the one group) and return what the workers are told."""
+        """Schedule (request, tokens, block table of the one group) and return the pieces for the workers."""
         of_one = [(request, count, (blocks,)) for request, count, blocks in scheduled]
         news = self.step_of_all_groups(*of_one, state=state, resumed=resumed)
         return [
@@ -115,7 +115,7 @@ def test_every_block_is_announced_once_and_in_order(engine, chunk, hits):
 
 
 def test_a_prompt_that_ends_with_a_block(engine):
-    """The last piece may be empty; it still says that it is the last."""
+    """The last piece may be empty, and still ends the prefill."""
     request = engine.begin(tokens=8)
     engine.step((request, 8, [7, 8]))
     assert engine.step((request, 1, [7, 8, 9])) == [(T, 0, [7, 8], False)]
@@ -180,7 +180,7 @@ def test_without_block_tables_all_blocks_are_announced_at_the_end(engine):
 
 
 def test_other_requests_are_not_announced(engine):
-    """Only those that a decode engine waits for; and a step tells of those it schedules."""
+    """A step announces only requests that it schedules and that a decode engine waits for."""
     ours, other = engine.begin(), engine.begin("u")
     foreign = SimpleNamespace(request_id="x", num_computed_tokens=8, num_prompt_tokens=10, num_preemptions=0)
     engine.step((ours, 8, [1, 2]), (other, 8, [3, 4]), (foreign, 1, [5, 6]))

@@ -160,7 +160,7 @@ BAD = [
 
 @pytest.mark.parametrize("change", BAD, ids=repr)
 def test_an_offer_that_cannot_be_used_costs_a_local_prefill(engine, change):
-    """Never an exception: it would stop the engine for everybody."""
+    """Never an exception: it would stop the engine."""
     request = engine.arrive(**change)
 
     assert engine.side.matched_tokens(request, 0) == (0, False)
@@ -168,7 +168,7 @@ def test_an_offer_that_cannot_be_used_costs_a_local_prefill(engine, change):
 
 
 def test_a_request_whose_own_id_does_not_fit_into_a_message_is_computed_here(engine):
-    """A client chooses a part of it: a longer one would break the connection that keeps everybody's leases."""
+    """A client chooses a part of it: a longer one would break the connection that renews all leases."""
     request = engine.request(offer().to_params(), name="x" * (MAX_ID + 1))
     engine.side.on_new_request(request)
 
@@ -176,7 +176,7 @@ def test_a_request_whose_own_id_does_not_fit_into_a_message_is_computed_here(eng
 
 
 def test_blocks_that_nixl_may_still_write_into_are_kept_from_others(engine):
-    """vLLM frees them when the load has failed; they come back when NIXL has let go."""
+    """vLLM frees them when the load has failed; they come back when NIXL no longer writes."""
     request = engine.arrive()
     blocks = engine.allocate(request, 9)
     engine.ended("d-a", quarantined=["d-a"])
@@ -217,7 +217,7 @@ def test_every_rank_has_to_let_go(engine):
 
 
 def test_a_quarantine_that_ends_in_the_same_step_changes_nothing(engine):
-    """NIXL had let go before the engine heard of it: in one step."""
+    """The load fails and its quarantine ends within one step."""
     blocks = engine.allocate(engine.arrive(), 9)
     engine.ended("d-a", quarantined=["d-a"], released=["d-a"])
     engine.pool.free_blocks(blocks)
@@ -226,7 +226,7 @@ def test_a_quarantine_that_ends_in_the_same_step_changes_nothing(engine):
 
 
 def test_ranks_news_add_up():
-    """vLLM merges them before the scheduler hears."""
+    """vLLM merges them before the scheduler receives them."""
     a, b = RequestId("a"), RequestId("b")
     both = QuarantineMetadata([a], [b]).aggregate(QuarantineMetadata([a, b], []))
 
@@ -312,7 +312,7 @@ def test_an_offer_with_a_proof_is_loaded(proving):
     ids=["unsigned", "blocks", "digest", "host", "secret", "old", "no digest", "another prompt"],
 )
 def test_an_offer_that_is_not_proven_costs_a_local_prefill(proving, params, counter):
-    """It may name the blocks of any request; the text is right all the same, and somebody is told."""
+    """It may name the blocks of any request; the text is right all the same, and a counter reports it."""
     assert refusals(proving, params) == {counter: 1}
 
 
@@ -365,11 +365,11 @@ def lack(engine, *, blocks, seconds, priority=0, step=0.5):
 
 
 def settle(engine):
-    """Have the control thread do what it was asked, and tell of it: with the end of the turn before the second one."""
+    """Wait until the control thread has run its commands and handed over their results (one turn later)."""
     for _ in range(2):
         done = threading.Event()
         engine.side._control.post(lambda control, now, done=done: done.set())
-        assert done.wait(60), "the control thread does not answer"
+        assert done.wait(60), "the control thread does not run"
     engine.side.step(IDLE)
 
 
@@ -571,7 +571,7 @@ def test_an_offer_that_lacks_a_block_of_one_group_costs_a_local_prefill(windowed
 
 
 def test_blocks_of_another_size_are_read_into_ours(engine):
-    """The offer says how many tokens P's have."""
+    """The params hold P's block sizes."""
     request = engine.arrive(remote_block_ids=[[7, 8]], xpyd_block_sizes=[8])
     blocks = engine.allocate(request, 5)  # the first block was in the local prefix cache
     (order,) = engine.orders()
@@ -595,7 +595,7 @@ def test_only_blocks_that_are_loaded_into_are_quarantined(windowed):
 
 
 def test_of_each_group_the_prompts_blocks_are_lent_that_are_held(windowed):
-    """With their sizes; what the answer is computed into is nobody's."""
+    """With their sizes; blocks of the output are not leased."""
     request = windowed.request({"do_remote_decode": True}, name="p-a")
     blocks = windowed.pool.get_new_blocks(7)
     full, window = [block.block_id for block in blocks[:4]], [0, *(block.block_id for block in blocks[4:])]
@@ -608,7 +608,7 @@ def test_of_each_group_the_prompts_blocks_are_lent_that_are_held(windowed):
 
 
 def test_what_vllm_frees_too_early_is_lent_all_the_same(windowed):
-    """It slides by the window of the next token before it tells us; the last prompt token's is one further back."""
+    """It frees by the window of the next token before request_finished; the last prompt token's is one further back."""
     request = windowed.request({"do_remote_decode": True}, name="p-a")
     request.num_computed_tokens, request.num_preemptions = 8, 0
     windowed.side.on_new_request(request)
@@ -629,7 +629,7 @@ def test_what_vllm_frees_too_early_is_lent_all_the_same(windowed):
 
 
 def test_a_prefill_that_is_aborted_lets_go_of_its_window(windowed):
-    """Nobody reads it."""
+    """No engine will read it."""
     request = windowed.request({"do_remote_decode": True}, name="p-a", status=RequestStatus.FINISHED_ABORTED)
     request.num_preemptions = 0
     windowed.side.on_new_request(request)
@@ -824,7 +824,7 @@ def test_a_request_that_is_aborted_in_the_queue_is_given_back(pushing):
 
 
 def test_a_finished_prefill_is_lent_under_its_transfers_name(pushing):
-    """And its last blocks are told to the workers, though no step of the model follows."""
+    """The workers receive its last blocks, even if the model computes nothing."""
     request = pushing.prefill()
     blocks = pushing.pool.get_new_blocks(4)
     ids = [block.block_id for block in blocks]
@@ -844,7 +844,7 @@ def test_a_finished_prefill_is_lent_under_its_transfers_name(pushing):
 
 @pytest.mark.parametrize("is_held", [False, True], ids=["while the first runs", "while the first is held"])
 def test_two_prefills_of_one_name_are_not_mixed_up(pushing, is_held):
-    """The second is computed and handed to nobody."""
+    """The second is computed and not handed over."""
     first = pushing.prefill()
     if is_held:
         pushing.side.finished(first, ([block.block_id for block in pushing.pool.get_new_blocks(3)],))
@@ -867,7 +867,7 @@ def test_a_prefill_with_an_invalid_transfer_id_is_not_handed_over(pushing, trans
 
 
 def test_a_prefill_that_did_not_finish_is_abandoned(pushing):
-    """Whoever waits for it hears at once; its name is free again."""
+    """Its decode engine learns it at once; its name is free again."""
     request = pushing.prefill(status=RequestStatus.FINISHED_ABORTED)
     assert pushing.side.finished(request, ([1, 2, 3],)) is None
     assert pushing.asks() == [("push_coordinator.abandoned", "t")]
@@ -897,7 +897,7 @@ def test_by_request_no_block_is_announced_before_the_end():
 
 
 def test_an_engine_that_only_waits_for_pushes_waits_in_its_step(pushing):
-    """vLLM would step it a thousand times a second; what arrives meanwhile is told in this very step."""
+    """vLLM would step it a thousand times a second; a push that ends meanwhile is reported in the same step."""
     pushing.allocate(pushing.arrive(), 9)
     pushing.waker.while_waiting = lambda: pushing.tell(LoadResult(RequestId("d-a"), ""))
 

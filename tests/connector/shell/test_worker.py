@@ -73,7 +73,7 @@ def test_failed_loads_are_reported_as_received_too(worker):
 
 
 def test_quarantined_blocks_are_reported_in_the_step_of_the_failure(worker):
-    """A step later vLLM would have given them to somebody else."""
+    """A step later vLLM would have given them to another request."""
     load(worker, "a")
     tell(worker, LoadResult(RequestId("a"), "not loaded", quarantined=True))
     assert worker.results().failed_recving == {"a"}
@@ -117,7 +117,7 @@ class Core:
 
 
 def test_pieces_are_offered_to_the_thread_that_writes(worker):
-    """In order; on a CPU they are ready when they are told."""
+    """In order; on a CPU they are ready at once."""
     worker._push_writer, core = Thread(), Core()
     offer(worker, "a", "b")
     for command in worker._push_writer.posted:
@@ -167,7 +167,7 @@ def test_a_writer_that_has_died_stops_the_engine(worker):
 
 
 def test_what_the_scheduler_knows_to_have_arrived_is_reported_once(worker):
-    """In push the workers only pass it on; that blocks linger is not their business."""
+    """In push the workers only pass results on; the scheduler keeps the quarantine."""
     a, b = LoadResult(RequestId("a"), ""), LoadResult(RequestId("b"), "aborted", quarantined=True)
     worker.load(StepMetadata(arrived=[a]))
     worker.load(StepMetadata(arrived=[b], idle=True))

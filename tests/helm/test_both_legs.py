@@ -111,7 +111,7 @@ def test_an_answer_of_a_decode_engine_alone_is_not_enough(engines, tested):
         code, said = tested(addresses)
 
     assert code == 1
-    assert said == "no prefill engine took part: decode-0 served the request alone (solo: no prefill instance)"
+    assert said == "no prefill engine took part: decode-0 served the request alone (no_prefill_engine)"
 
 
 @pytest.mark.parametrize(
@@ -226,4 +226,4 @@ def test_its_prompt_is_one_that_the_router_splits(engines, tested):
         long = tested(addresses, {"router": {"settings": {"min_split_prompt_bytes": 3000}}})
 
     assert (short[0], long[0]) == (1, 0)
-    assert "solo: " in short[1]
+    assert "(short_prompt)" in short[1]

@@ -502,7 +502,7 @@ def test_both_legs_at_once_are_as_good_as_one_after_the_other(runner, stream, pr
     assert first.body == EVENT + b"data: [DONE]\n\n"
     assert second.body == (first.body if status == 200 else ERRORS[0])
     assert sorted(str(fact.get("retries")) for fact in seen.facts) == sorted(["None", str(retries)])
-    assert all(fact["route"].startswith("push") for fact in seen.facts)
+    assert all(fact["mode"].startswith("push") for fact in seen.facts)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def engine_metrics():
         more = set(re.findall(r'"(\w+)"', made[4]))
         for suffix in SUFFIXES[made[1]]:
             found[made[2] + suffix] = {"model_name", "engine"} | more
-    stats = (ROOT / "connector" / "xpyd_connector" / "shell" / "stats.py").read_text()
+    stats = (ROOT / "connector" / "xpyd_connector" / "shell" / "vllm_stats.py").read_text()
     own = dict.fromkeys(COUNTERS, "counter") | dict.fromkeys(GAUGES, "gauge")
     own |= {name: "counter" for name in ("bytes_transferred", "descriptors", "posting_seconds") if f'"{name}"' in stats}
     own |= {"transfer_seconds": "histogram"} if '"vllm:xpyd_transfer_seconds"' in stats else {}

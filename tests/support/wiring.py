@@ -13,7 +13,7 @@ from support.raw_engine import RawEngine
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.model import Instance, InstanceId, LegRequest, Role
 from xpyd_proxy.errors import EngineError
-from xpyd_proxy.io.wire import WireEngines, call
+from xpyd_proxy.io.wire import WireEngines, response_handler
 from xpyd_proxy.io.wire.response_handler import ResponseHandler
 
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
@@ -51,7 +51,7 @@ def answer(body: bytes = b"hello", *, status: int = 200) -> bytes:
     return b"HTTP/1.1 %d OK\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body)
 
 
-IS_COMPILED = not str(call.__file__).endswith(".py")
+IS_COMPILED = not str(response_handler.__file__).endswith(".py")
 telling = pytest.mark.skipif(IS_COMPILED, reason="Told cannot be derived from a class that is compiled")
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 

@@ -129,7 +129,7 @@ def legs(timing: str) -> str:
     found = {name: (engine, ms) for name, engine, ms in LEG.findall(timing)}
     if "prefill" in found and "decode" in found:
         return " and ".join(f"{found[leg][0]} ({found[leg][1] or '?'} ms)" for leg in ("prefill", "decode"))
-    rule = found.get("route", ("no reason is given", ""))[0]
+    rule = found.get("reason", ("no reason is given", ""))[0]
     alone = found["decode"][0] if "decode" in found else "nobody"
     raise Missing(f"no prefill engine took part: {alone} served the request alone ({rule})")
 

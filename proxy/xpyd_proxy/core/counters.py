@@ -1,7 +1,7 @@
 """What a router counts of itself, in plain numbers: cheap to add to, and read only when somebody asks.
 
 Every key comes out of a short list: the ids of known instances, the paths of our own table, the words of our enums. So
-what clients send cannot make the counters grow. io/telemetry.py adds to them, io/metrics.py writes them for Prometheus.
+what clients send cannot make the counters grow. io/request_path/telemetry.py adds to them, io/metrics.py writes them.
 """
 
 from bisect import bisect_left

@@ -166,8 +166,8 @@ def _show(answer: FirstAnswer, plan: LocalPlan, screen: Screen) -> None:
     screen.step("answer", answer.text)
     if plan.kind is EngineKind.VLLM:
         screen.step("", "(random weights: the words mean nothing, but they depend on every word of the question)")
-    if "route" in answer.legs:
-        screen.step("route", answer.legs["route"].engine)
+    if "mode" in answer.legs:
+        screen.step("mode", answer.legs["mode"].engine)
     for leg in ("prefill", "decode"):
         screen.step(leg, _leg(answer.legs.get(leg)))
     screen.step("in all", f"{answer.seconds * 1000:.1f} ms")

@@ -37,7 +37,7 @@ from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import RequestId, Role, RoutingHints
 from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
-from xpyd_proxy.core.request_record import LegRecord, Outcome, RequestRecord
+from xpyd_proxy.core.request_record import LegRecord, RequestRecord
 from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
 from xpyd_proxy.io.discovery.build import read_pod
@@ -178,7 +178,7 @@ def request_cost(count, spent_s):
 
     def serve():
         request = RequestId(f"xpyd-{next(turn):032x}")
-        record = RequestRecord(request, prefill=LegRecord(prefill.id, 1.0), decode=LegRecord(decode.id, 1.0))
+        record = RequestRecord(request, PATH, prefill=LegRecord(prefill.id, 1.0), decode=LegRecord(decode.id, 1.0))
         fleet.enter(decode, request)
         for instance in (prefill, decode):
             fleet.enter(instance, request)
@@ -187,7 +187,8 @@ def request_cost(count, spent_s):
             fleet.ended(instance, request, None)
             telemetry.leg_ended(instance, 0.2, None, request, 1.0)
         fleet.leave(decode, request)
-        telemetry.request_over(record, Outcome(PATH, 200, 1.0, 0.1))
+        record.over(200, 1.0)
+        telemetry.request_over(record)
 
     return {"tables": micros(serve, spent_s)}
 

@@ -212,7 +212,7 @@ def test_the_fields_that_the_router_looks_at_are_named(api):
 async def test_what_the_router_answers_is_what_the_document_says():
     """Each answer is one of its model, and has no field besides."""
     keyed = {"headers": KEY}
-    async with router(sims(), Settings(admin_key=ADMIN, model="sim")) as client:
+    async with router(sims(), Settings(admin_key=ADMIN, required_model="sim")) as client:
         question = {"path": "/v1/completions", "body": {"prompt": "a", "max_tokens": 5}}
         answers = [
             (FleetStatus, await client.get("/status", **keyed)),

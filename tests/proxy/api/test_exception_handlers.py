@@ -78,7 +78,8 @@ def test_errors_that_clients_never_see_are_accounted_for():
 def app_that_raises(error):
     app = FastAPI()
     exception_handlers.install(app)
-    app.add_middleware(RequestContextMiddleware, new_id=lambda: RequestId("xpyd-1"), clock=lambda: 0.0)
+    named = {"new_id": lambda: RequestId("xpyd-1"), "clock": lambda: 0.0, "request_over": lambda _: None}
+    app.add_middleware(RequestContextMiddleware, **named)
 
     async def fail():
         raise error

@@ -134,7 +134,7 @@ def test_it_says_who_moves_the_kv_cache(tmp_path):
         process.communicate()
 
     assert "prefill pushes the KV cache (--kv-transfer-mode push)" in out
-    assert re.search(r"route +push, prefill first", out)
+    assert re.search(r"mode +push_cold", out)
     assert 'mode;desc="push",' in pasted.stdout
 
 

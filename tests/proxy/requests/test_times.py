@@ -91,7 +91,7 @@ async def test_the_pause_of_a_stream_that_another_engine_goes_on_with_is_one_of_
             return 200, [*parts[:4], clock.after(1.0, EngineError("broke off"))]
         return 200, parts
 
-    router = router_of(Scripted(pulled_prefill, decode), y=2, clock=clock, resume=True)
+    router = router_of(Scripted(pulled_prefill, decode), y=2, clock=clock, resume_streams=True)
     client = await router.serve(call(stream=True, max_tokens=12, temperature=0))
 
     assert client.response.is_whole

@@ -19,13 +19,12 @@ _DIGITS_MOST: Final = 15  # of a length
 _REQUEST: Final = re.compile(rb"([-!#$%&'*+.^_`|~0-9A-Za-z]+) ([!-~]+) HTTP/1\.([01])")
 _NAME: Final = re.compile(rb"[-!#$%&'*+.^_`|~0-9A-Za-z]+")
 _VALUE: Final = re.compile(rb"[\t -~\x80-\xff]*")
-_DIGITS: Final = re.compile(rb"[0-9]{1,%d}" % _DIGITS_MOST)
 _BARE: Final = re.compile(rb"(?<!\r)\n")  # a line feed on its own
 _SIZE_LINE: Final = re.compile(rb"([0-9a-fA-F]{1,%d})((?:[ \t]*;[\t -~\x80-\xff]*)?)\r\n" % _DIGITS_MOST)
 _SHOWN_MOST: Final = 60  # bytes of what a client has sent that a sentence repeats
 _LINES: Final = re.compile(rb"(?:[-!#$%&'*+.^_`|~0-9A-Za-z]++:[\t -~\x80-\xff]*+\r\n)*+\r\n")
 _HEADER: Final = re.compile(rb"([^:]++):[\t ]*+([^\r]*+)\r\n")  # of lines that are good
-_NOTHING: Final[Sequence[bytes]] = ()
+_BLANKS: Final = (0x20, 0x09)
 
 
 class RefusalReason(StrEnum):
@@ -111,40 +110,59 @@ def read_head(raw: bytes) -> Head:
     request = _REQUEST.fullmatch(lines[0])
     if request is None:
         raise BadFraming(f"the request line is {_shown(lines[0])}: write METHOD TARGET HTTP/1.1")
-    if request[1] == b"CONNECT":
+    method, target, minor = request.groups()
+    if method == b"CONNECT":
         raise NotServed("CONNECT is not served: this router is no tunnel")
     start = len(lines[0]) + 2
     if _LINES.fullmatch(raw, start) is None:
         for line in lines[1:]:
             read_line(line)  # one of them raises
-    headers = [(name.lower(), value) for name, value in _HEADER.findall(raw, start)]
-    if b" \r\n" in raw or b"\t\r\n" in raw:
-        headers = [(name, value.rstrip(b" \t")) for name, value in headers]
-    shown = dict(headers)
+    headers, shown = _headers(raw, start)
     if len(shown) < len(headers):
-        shown = dict(reversed(headers))  # of several with one name the first counts
         _check_single(headers)
-    is_old = request[3] == b"0"
+    is_old = minor == b"0"
     if b"host" not in shown and not is_old:
         raise BadFraming("the request has no Host headers: send one")
     length = _length(shown.get(b"content-length"), shown.get(b"transfer-encoding"), is_old=is_old)
-    options = [value for name, value in headers if name == b"connection"] if b"connection" in shown else _NOTHING
+    keep_alive = b"connection" not in shown or not _closes(headers)
     if b"upgrade" in shown:
         raw = b"\r\n".join([line for line in lines if line[:8].lower() != b"upgrade:"]) + b"\r\n\r\n"
         headers = [header for header in headers if header[0] != b"upgrade"]
-    keep_alive = not any(b"close" in value.lower().replace(b" ", b"").split(b",") for value in options)
-    expects = shown.get(b"expect", b"").lower() == b"100-continue"
+    expects = b"expect" in shown and shown[b"expect"].lower() == b"100-continue"
     return Head(
         raw,
         length,
-        method=request[1],
-        target=request[2],
+        method=method,
+        target=target,
         headers=headers,
         shown=shown,
         is_old=is_old,
         keep_alive=keep_alive,
         expects=expects,
     )
+
+
+def _headers(raw: bytes, start: int) -> tuple[list[tuple[bytes, bytes]], dict[bytes, bytes]]:
+    """Return good header lines as names in lower case and values, and by name: of several with one name the first."""
+    headers = list[tuple[bytes, bytes]]()
+    shown = dict[bytes, bytes]()
+    found: list[tuple[bytes, bytes]] = _HEADER.findall(raw, start)
+    for written, value in found:
+        name = written.lower()
+        if value and value[-1] in _BLANKS:
+            value = value.rstrip(b" \t")
+        headers.append((name, value))
+        if name not in shown:
+            shown[name] = value
+    return headers, shown
+
+
+def _closes(headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    """Tell whether the client asks for the connection to be closed."""
+    for name, value in headers:
+        if name == b"connection" and b"close" in value.lower().replace(b" ", b"").split(b","):
+            return True
+    return False
 
 
 def _check_single(headers: Sequence[tuple[bytes, bytes]]) -> None:
@@ -185,7 +203,7 @@ def _length(length: bytes | None, coding: bytes | None, *, is_old: bool) -> int 
         return None
     if length is None:
         return 0
-    if _DIGITS.fullmatch(length) is None:
+    if not length.isdigit() or len(length) > _DIGITS_MOST:  # ASCII digits: these are bytes
         raise BadFraming(f"Content-Length is {_shown(length)}: send one whole number of bytes")
     return int(length)
 

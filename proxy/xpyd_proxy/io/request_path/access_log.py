@@ -3,7 +3,7 @@
 import logging
 from typing import Final
 
-from xpyd_proxy.core.request_record import RequestRecord
+from xpyd_proxy.core.request_record import RequestRecord, tenths
 from xpyd_proxy.io.logs import note
 
 LOG: Final = logging.getLogger("xpyd.access")  # by this name people filter
@@ -44,13 +44,18 @@ def text(record: RequestRecord) -> str:
     line = (
         f"request_id={record.request_id} path={path} prefill={'-' if prefill is None else prefill.instance} "
         f"decode={'-' if decode is None else decode.instance} status={record.status} "
-        f"duration_ms={record.duration_s * 1000:.1f} ttft_ms={'-' if ttft_s is None else f'{ttft_s * 1000:.1f}'} "
-        f"prefill_ms={'-' if prefill_ms is None else f'{prefill_ms:.1f}'} "
-        f"queue_ms={'-' if queue_s is None else f'{queue_s * 1000:.1f}' if queue_s else '0.0'}"
+        f"duration_ms={_ms(record.duration_s * 1000)} ttft_ms={'-' if ttft_s is None else _ms(ttft_s * 1000)} "
+        f"prefill_ms={'-' if prefill_ms is None else _ms(prefill_ms)} "
+        f"queue_ms={'-' if queue_s is None else _ms(queue_s * 1000)}"
     )
     if record.is_usual:
         return line
     return " ".join([line, *[f"{name}={value!r}" for name, value in _unusual(record).items()]])
+
+
+def _ms(ms: float) -> str:
+    found = tenths(ms)
+    return f"{found // 10}.{found % 10}"
 
 
 def _unusual(record: RequestRecord) -> dict[str, object]:

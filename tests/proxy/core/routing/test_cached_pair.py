@@ -142,7 +142,7 @@ class Calm(RuleBasedStateMachine):
         return chosen
 
     def send(self, side, name, request):
-        side.fleet.began(side.registry.member(name).instance, request)
+        side.fleet.enter(side.registry.member(name).instance, request)
 
     @precondition(lambda self: self.legs)
     @rule(place=SOME, failure=st.sampled_from([None, None, *Failure]), answer=ANSWERS)

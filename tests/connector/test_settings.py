@@ -128,7 +128,7 @@ def test_a_choice_that_there_is_not_names_its_key_and_the_choices(key, value):
         read_settings({key: value}, {})
 
 
-def test_pull_is_what_nobody_has_to_choose():
+def test_pull_is_the_default():
     """And whoever pushes pushes while it computes."""
     assert (Settings().mode, Settings().push_granularity) == (Mode.PULL, Granularity.CHUNK)
 
@@ -144,7 +144,7 @@ def test_in_push_a_silence_is_noticed_within_the_transfer_timeout(duration, time
 
 
 @given(st.floats(0.5, 1e6), st.floats(0.1, 1e6))
-def test_in_pull_that_a_load_goes_on_is_told_before_it_is_forgotten(duration, timeout):
+def test_in_pull_three_lost_heartbeats_do_not_end_a_read(duration, timeout):
     """P believes it for the transfer timeout, and it travels with the heartbeats: three may be lost."""
     settings = Settings(kv_lease_duration=duration, transfer_timeout=timeout)
 

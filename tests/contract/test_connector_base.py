@@ -158,7 +158,7 @@ def test_the_input_queue_is_one_that_can_be_waited_for():
     assert {"not_empty", "queue"} <= vars(queue.Queue()).keys()
 
 
-def test_whoever_waits_for_something_that_is_there_does_not_wait():
+def test_a_wait_for_a_queued_item_returns_at_once():
     """A request that came before the nap would otherwise sleep as long."""
     box = queue.Queue()
     door = EngineWaker(box)

@@ -17,7 +17,7 @@ with warnings.catch_warnings():
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 
 
-def test_a_waiting_request_is_asked_about_then_allocated_then_told():
+def test_hooks_of_a_waiting_request_come_in_order():
     """And the step ends after that, with what we have noted."""
     source = inspect.getsource(Scheduler.schedule)
     asked = source.index("get_num_new_matched_tokens(")

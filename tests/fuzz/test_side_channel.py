@@ -60,20 +60,24 @@ class Engine:
         self.leases = LeaseTable(duration=30.0, extension=20.0)
         lease_manager = LeaseManager(self.link, self.leases, counters)
         lease_renewer = LeaseRenewer(self.link, peers, counters, heartbeat_interval=5.0)
-        halves, tokens = {}, {0: b"token"}
+        tokens = {0: b"token"}
+        push_coordinator = push_receiver = staging_coordinator = None
         if mode == "push":
-            halves["pushes"] = PushCoordinator(
+            push_coordinator = PushCoordinator(
                 self.link, lease_manager, counters, tokens=tokens, registration_timeout=5.0
             )
-            halves["landings"] = PushReceiver(
-                self.link, peers, lease_renewer, counters, (rank_info("p0"),), timeout=5.0, patience=1.0
+            push_receiver = PushReceiver(
+                self.link, peers, lease_renewer, counters, (rank_info("p0"),), timeout=5.0, peer_timeout=1.0
             )
         else:
             workers, slots = WorkerLinks(self.link, tokens), Slots[PartId]([8])
-            halves["stagings"] = StagingCoordinator(
+            staging_coordinator = StagingCoordinator(
                 self.link, lease_manager, counters, workers, slots, blocks=64, read_timeout=5.0
             )
-        control = ControlPlane(lease_manager, lease_renewer, peers, counters, **halves)
+        control = ControlPlane(
+            lease_manager, lease_renewer, peers, counters, push_coordinator=push_coordinator,
+            push_receiver=push_receiver, staging_coordinator=staging_coordinator,
+        )  # fmt: skip
         self.counters = {}
         self.runner = Runner("fuzzed", control, self.link, self._after_turn)
 

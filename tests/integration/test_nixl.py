@@ -92,7 +92,7 @@ def test_a_peer_killed_during_a_read_fails_it_at_once(start):
     assert d.ask("digests", blocks=ALL[2:])["digests"] == painted["digests"][2:]
 
 
-def test_late_bytes_of_a_hung_peer_land_only_in_blocks_that_nobody_uses(start):
+def test_late_bytes_of_a_hung_peer_reach_quarantined_blocks_only(start):
     """The load fails in time, but NIXL cannot be stopped: the rest arrives when the peer goes on, minutes later."""
     p, d = start("p", "d", block_bytes=BIG)
     p.ask("lend", requests=["warm", "a", "b"])
@@ -136,7 +136,7 @@ def test_a_hung_peer_that_dies_lets_go(start):
     assert d.cpu(1) < IDLE
 
 
-def test_peers_that_are_slow_to_greet_are_met_at_the_same_time(start):
+def test_peers_with_a_slow_handshake_are_connected_in_parallel(start):
     """Eight new prefill engines that take 1 s each cost the first eight requests 1 s, not 8."""
     (d,) = start("d")
     (p,) = start("p", delay=1.0, copies=8)

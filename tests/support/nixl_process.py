@@ -126,6 +126,7 @@ class NixlProcess:
             with self._news:
                 self._results[said.pop("result")] = SimpleNamespace(**said)
                 self._news.notify_all()
+        self._answers.put({"exited": self.process.wait()})  # ready() then fails at once
 
 
 def same(source, blocks, target, into):
@@ -184,15 +185,18 @@ class Engine:
             peers = PeerTable(listener, FINGERPRINT, counters, retry_after=0.2)
             lease_manager = LeaseManager(listener, LeaseTable(duration=LEASE, extension=LEASE * 2 / 3), counters)
             lease_renewer = LeaseRenewer(listener, peers, counters, heartbeat_interval=TIMEOUT / 4)
-            halves = {}
+            push_coordinator = push_receiver = None
             if mode == "push":
-                halves["pushes"] = PushCoordinator(
+                push_coordinator = PushCoordinator(
                     listener, lease_manager, counters, tokens={0: TOKEN}, registration_timeout=LEASE
                 )
-                halves["landings"] = PushReceiver(
+                push_receiver = PushReceiver(
                     listener, peers, lease_renewer, counters, (own,), timeout=LEASE, peer_timeout=TIMEOUT - TIMEOUT / 4
                 )
-            control = ControlPlane(lease_manager, lease_renewer, peers, counters, **halves)
+            control = ControlPlane(
+                lease_manager, lease_renewer, peers, counters,
+                push_coordinator=push_coordinator, push_receiver=push_receiver,
+            )  # fmt: skip
             self.controls.append(Runner("control", control, listener, self.tell_news))
             self.hosts.append((engine, address.port))
         worker = link(engine)

@@ -153,7 +153,7 @@ class PushEngine:
             )
             for link, mover, info in zip(self.worker_links, self.movers, infos, strict=True)
         ]
-        self.told, self.on_their_way = [], []  # pieces that the workers hear of with the step after the next
+        self.announced, self.on_their_way = [], []  # pieces, which the workers receive with the step after the next
         network.listen(self.address, self.link, Welcome(PROTOCOL, EngineId(name), FINGERPRINT, tuple(infos)))
 
     def ranks_(self):
@@ -193,7 +193,7 @@ class PushEngine:
         """The prefill is aborted."""
         prefill = self.computing.pop(name)
         self._free(prefill.ids)
-        self.told.append((prefill, TransferOver(prefill.name)))
+        self.announced.append((prefill, TransferOver(prefill.name)))
         self.control.push_coordinator.abandoned(RequestId(name), now=self.world.now)
 
     def lend(self, name, *, now):
@@ -216,7 +216,7 @@ class PushEngine:
         prefill.announced += len(new)
         if new or last:
             tokens = len(prefill.ids) * BLOCK_SIZE
-            self.told.append(
+            self.announced.append(
                 (prefill, ComputedBlocks(prefill.name, prefill.prompt, prefill.attempt, [new], tokens, last))
             )
 
@@ -250,8 +250,8 @@ class PushEngine:
         self._turn_of(self.link, self.control, now)
         news = self.control.take_results(now=now)
         if not self.is_busy:
-            on_their_way, self.on_their_way = self.on_their_way, self.told
-            self.told = []
+            on_their_way, self.on_their_way = self.on_their_way, self.announced
+            self.announced = []
             for prefill, piece in on_their_way:
                 self._deliver(prefill, piece, now)
         for link, writer in zip(self.worker_links, self.writers, strict=True):
@@ -273,7 +273,7 @@ class PushEngine:
             case LeaseEnded(request):
                 self.freed.append(news)
                 self._free(self.held.pop(request))
-                self.told.append((None, TransferOver(request)))
+                self.announced.append((None, TransferOver(request)))
             case LeaseLost(request):
                 self.on_lost(request)
             case BlocksReleased(request):

@@ -1,4 +1,4 @@
-"""Links of a test on real loopback sockets, and strangers who speak to them with bare hands, under TLS."""
+"""Links on real loopback sockets, and raw TLS clients that send them arbitrary messages."""
 
 import contextlib
 import functools
@@ -21,7 +21,7 @@ from xpyd_connector.settings import Settings
 WELCOME = Welcome(PROTOCOL, EngineId("p0"), FINGERPRINT, (rank_info("p0"),))
 A = RequestId("a")
 P = EngineId("p0")
-NOBODY = b"\0" * NONCE_BYTES
+NO_NONCE = b"\0" * NONCE_BYTES
 LONG = 5.0  # s: more than anything here takes
 
 
@@ -34,8 +34,8 @@ def in_force(secret):
     return lambda: secrets
 
 
-class SlowHost(HandshakeServer):
-    """Takes its time to answer a hello."""
+class SlowServer(HandshakeServer):
+    """Answers a Hello after 0.3 s."""
 
     def answer(self, message, arrival):
         time.sleep(0.3)
@@ -43,16 +43,16 @@ class SlowHost(HandshakeServer):
 
 
 class Net:
-    """Links of one test, and strangers' sockets: all closed at its end."""
+    """The links and raw clients of one test, closed at its end."""
 
     def __init__(self):
         self.closing = contextlib.ExitStack()
         self.links, self.running = [], []
 
     def link(self, *, secret=b"s", timeout=LONG, threads=8, engine="d0", settings=TLS, local_only=False, **who):
-        guest = HandshakeClient(EngineId(engine), in_force(secret), **who)
+        client = HandshakeClient(EngineId(engine), in_force(secret), **who)
         counters = Counters()
-        link = SocketLink(guest, Tls(settings), counters, timeout=timeout, threads=threads, local_only=local_only)
+        link = SocketLink(client, Tls(settings), counters, timeout=timeout, threads=threads, local_only=local_only)
         link.counters = counters
         self.closing.callback(self.stop, link)
         self.links.append(link)
@@ -64,17 +64,17 @@ class Net:
             self.running.remove(link)
             link.stop()
 
-    def listener(self, *, welcome=WELCOME, secret=b"s", host=HandshakeServer, **options):
+    def listener(self, *, welcome=WELCOME, secret=b"s", server=HandshakeServer, **options):
         link = self.link(secret=secret, **options)
-        link.address = link.listen(Address("127.0.0.1", 0), host(welcome, in_force(secret), "127.0.0.1"))
+        link.address = link.listen(Address("127.0.0.1", 0), server(welcome, in_force(secret), "127.0.0.1"))
         return link
 
-    def stranger(self, address, *, source=None, keylog=None):
+    def client(self, address, *, source=None, keylog=None):
         sock = socket.create_connection(address, LONG, source_address=source and (source, 0))
-        return Stranger(self, address, self.closing.enter_context(sock), keylog)
+        return RawClient(self, address, self.closing.enter_context(sock), keylog)
 
     def events(self, link, until=lambda events: events, seconds=LONG):
-        """Poll all links in turn until one of them has seen enough."""
+        """Poll all links in turn until ``until`` accepts the events of ``link``."""
         events, end = [], time.monotonic() + seconds
         while not until(events) and time.monotonic() < end:
             for other in self.links:
@@ -85,7 +85,7 @@ class Net:
         return events
 
     def idle(self, link, seconds=0.1):
-        """Poll all links for a while; return what this one saw."""
+        """Poll all links for a while; return the events of ``link``."""
         events, end = [], time.monotonic() + seconds
         while time.monotonic() < end:
             for other in self.links:
@@ -100,8 +100,8 @@ class Net:
         return conn
 
 
-class Stranger:
-    """Speaks to a listener with bare hands, under TLS."""
+class RawClient:
+    """A TLS connection to a listener that sends arbitrary messages."""
 
     def __init__(self, net, address, sock, keylog=None):
         self.net, self.address, self.raw, self.keylog, self.deframer = net, address, sock, keylog, Deframer(1 << 26)
@@ -123,10 +123,10 @@ class Stranger:
             self.net.idle(None, 0.005)
         raise AssertionError("no TLS")
 
-    def say(self, *messages):
+    def send(self, *messages):
         self.sock.sendall(b"".join(frame(encode(message)) for message in messages))
 
-    def hear(self, net):
+    def receive(self, net):
         try:
             self.sock.settimeout(0.01)
         except OSError:  # of TLS: it was closed before
@@ -140,7 +140,7 @@ class Stranger:
                     return None
                 for message in self.deframer.feed(data):
                     return decode(message)
-        raise AssertionError("nothing was said")
+        raise AssertionError("no message arrived")
 
     def read(self):
         try:
@@ -149,22 +149,22 @@ class Stranger:
             return b""
 
     def hello(self, net, secret=b"s", *, engine="x", challenge=None, **call):
-        """Return a right Hello, or one that differs where it is told."""
-        challenge = challenge or self.hear(net)
+        """Return a valid Hello, except for the given fields."""
+        challenge = challenge or self.receive(net)
         certificate = digest_of(self.sock.getpeercert(binary_form=True))
         who = {key: call.pop(key) for key in ("role", "badge", "workers") if key in call}
         given = ClientConnection(P, self.address, "127.0.0.1", certificate, os.urandom(NONCE_BYTES))._replace(**call)
         return HandshakeClient(EngineId(engine), in_force(secret), **who).hello(challenge, given)
 
-    def greet(self, net, secret=b"s", **options):
-        """Be welcomed."""
-        self.say(self.hello(net, secret, **options))
-        assert isinstance(self.hear(net), ServerProof)
-        assert self.hear(net) == WELCOME
+    def authenticate(self, net, secret=b"s", **options):
+        """Complete the handshake."""
+        self.send(self.hello(net, secret, **options))
+        assert isinstance(self.receive(net), ServerProof)
+        assert self.receive(net) == WELCOME
 
 
 def serve_tls(server, tls=None, keylog=None):
-    """Accept one caller and complete TLS with it, as somebody else than an engine; return its socket."""
+    """Accept one connection, and complete TLS on it; return the socket."""
     sock, _ = server.accept()
     sock.settimeout(LONG)
     context = (tls or Tls(TLS)).contexts().server

@@ -1,6 +1,6 @@
-"""Open a connection to another engine and get its Welcome: blocking, on a pool thread.
+"""Opens an authenticated connection to another engine. It blocks, so it runs on a pool thread.
 
-Name resolution, connecting, TLS and the peer's answers may each take seconds; other threads go on.
+Name resolution, the TCP connection, TLS and the peer's answers may each take seconds.
 """
 
 import contextlib
@@ -32,14 +32,14 @@ from xpyd_connector.io.tls_records import MAX_UNAUTHENTICATED_RECORDS, TlsRecord
 def open_connection(
     peer: Address, engine: EngineId, client: HandshakeClient, tls: Tls, *, timeout: float, local_only: bool = False
 ) -> tuple[TlsRecords, Welcome]:
-    """Return an open connection to ``engine``, encrypted, proven and greeted.
+    """Return an encrypted and authenticated connection to ``engine``, and its Welcome.
 
-    ``timeout`` (s) bounds connecting, and again TLS and the greeting. ``local_only``: our NIXL uses loopback only, so
-    it cannot reach an engine elsewhere. Raises :exc:`~xpyd_connector.errors.PeerError` in one sentence naming the peer.
+    ``timeout`` (s) bounds the TCP connection, and again TLS with the handshake. ``local_only``: NIXL here uses loopback
+    only, so it cannot reach another machine. Raises :exc:`~xpyd_connector.errors.PeerError` with the peer in its text.
     """
     try:
         sock = socket.create_connection(peer, timeout)
-    except (OSError, ValueError) as exc:  # ValueError: a name that cannot be a host's
+    except (OSError, ValueError) as exc:  # ValueError: no valid host name
         raise Unreachable(f"cannot connect to {peer}: {exc}") from exc
     deadline = time.monotonic() + timeout
     with contextlib.ExitStack() as on_failure:
@@ -59,11 +59,11 @@ def open_connection(
 
 
 def _ends(sock: socket.socket, peer: Address) -> tuple[str, str]:
-    """Return the IP addresses at both ends of a connection: theirs, and ours."""
+    """Return the IP addresses of a connection: the peer's, and ours."""
     try:
         return str(sock.getpeername()[0]), str(sock.getsockname()[0])
-    except OSError as exc:  # it has been reset already
-        raise Unreachable(f"{peer} did not say hello: it closed the connection") from exc
+    except OSError as exc:  # the peer has reset it already
+        raise Unreachable(f"no handshake with {peer}: it closed the connection") from exc
 
 
 def _encrypt(sock: socket.socket, peer: Address, tls: Tls, deadline: float) -> TlsRecords:
@@ -74,17 +74,17 @@ def _encrypt(sock: socket.socket, peer: Address, tls: Tls, deadline: float) -> T
     try:
         while encrypted.is_shaking:
             _send(encrypted, b"", deadline)
-            _take_in(encrypted, peer, deadline)
+            _receive_record(encrypted, peer, deadline)
         _send(encrypted, b"", deadline)
-    except OSError as exc:  # of which the ssl module's own errors
+    except OSError as exc:  # SSLError is an OSError
         if isinstance(exc, ssl.SSLCertVerificationError):
             raise IncompatiblePeer(f"the certificate of {peer} is not accepted: {exc.verify_message}") from exc
         if isinstance(exc, ssl.SSLError):
             raise IncompatiblePeer(
-                f"{peer} does not speak TLS 1.3 as we do ({exc.reason}): an older engine, another service, or one that "
-                "wants a certificate (tls_cert)"
+                f"{peer} does not accept our TLS 1.3 ({exc.reason}): an older engine, another service, or one that "
+                "requires a client certificate (tls_cert)"
             ) from exc
-        raise Unreachable(f"{peer} did not say hello: {_reason_of(exc)}") from exc
+        raise Unreachable(f"no handshake with {peer}: {_reason_of(exc)}") from exc
     return encrypted
 
 
@@ -94,10 +94,10 @@ def _authenticate(
     deframer = Deframer(MAX_UNAUTHENTICATED_FRAME)
 
     def receive(*, is_proven: bool) -> Message:
-        for message in deframer.feed(b""):  # what came with the message before
+        for message in deframer.feed(b""):  # received together with the message before
             return decode(message)
         while True:
-            for message in deframer.feed(_take_in(encrypted, peer, deadline, is_proven=is_proven)):
+            for message in deframer.feed(_receive_record(encrypted, peer, deadline, is_proven=is_proven)):
                 return decode(message)
 
     try:
@@ -113,7 +113,7 @@ def _authenticate(
         deframer.limit = MAX_GREETING  # the server has proven itself
         answer = receive(is_proven=True)
     except OSError as exc:
-        raise Unreachable(f"{peer} did not say hello: {_reason_of(exc)}") from exc
+        raise Unreachable(f"no handshake with {peer}: {_reason_of(exc)}") from exc
     except IncompatiblePeer as exc:
         raise IncompatiblePeer(f"{peer} is refused: {exc}") from exc
     if isinstance(answer, Welcome):
@@ -123,17 +123,19 @@ def _authenticate(
 
 def _unexpected(peer: Address, answer: Message) -> IncompatiblePeer | ProtocolViolation:
     if isinstance(answer, Refusal):
-        reason = "".join(char if char.isprintable() else "?" for char in answer.reason)  # it goes into our log
+        reason = "".join(
+            char if char.isprintable() else "?" for char in answer.reason
+        )  # a peer must not inject control characters into our log
         return IncompatiblePeer(f"{peer} refused: {reason}")
-    return ProtocolViolation(f"{peer} answered hello with {type(answer).__name__}")
+    return ProtocolViolation(f"{peer} answered the handshake with {type(answer).__name__}")
 
 
 def _reason_of(exc: OSError) -> str:
-    """Return what the system says of it."""
+    """Return the reason for the log."""
     if isinstance(exc, TimeoutError):
         return "timed out"
-    gone = isinstance(exc, (ConnectionResetError, BrokenPipeError))
-    return "it closed the connection" if gone else str(exc)
+    is_closed = isinstance(exc, (ConnectionResetError, BrokenPipeError))
+    return "it closed the connection" if is_closed else str(exc)
 
 
 def _left(deadline: float) -> float:
@@ -142,9 +144,9 @@ def _left(deadline: float) -> float:
     return left
 
 
-def _take_in(encrypted: TlsRecords, peer: Address, deadline: float, *, is_proven: bool = False) -> bytes:
-    """Return what the next record says."""
-    # Before every one: a peer that sends a byte or a key update now and then must not occupy this thread for ever.
+def _receive_record(encrypted: TlsRecords, peer: Address, deadline: float, *, is_proven: bool = False) -> bytes:
+    """Return the content of the next TLS record; empty for TLS's own records."""
+    # Before every record: a peer that sends a byte or a key update now and then must not occupy the thread for ever.
     encrypted.sock.settimeout(_left(deadline))
     data = encrypted.recv()
     if encrypted.records > MAX_UNAUTHENTICATED_RECORDS and not is_proven:

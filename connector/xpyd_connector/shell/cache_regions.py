@@ -1,4 +1,4 @@
-"""Torch's KV cache tensors, seen as regions of memory."""
+"""Describes torch's KV cache tensors as regions of memory."""
 
 import re
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ MEMORY: Mapping[str, MemoryKind] = {
 
 
 class KernelLayout(Enum):
-    """How an attention kernel uses the content that a layer's cache has for its tokens."""
+    """How an attention kernel orders the content of a block."""
 
-    ENTRIES = auto()  # K and V of a token and head side by side
-    TRANSPOSED = auto()  # in each head's part of a row all K, dimension by dimension, then all V, token by token
-    OPAQUE = auto()  # unknown to us
+    ENTRIES = auto()  # K and V of one token and head are adjacent
+    TRANSPOSED = auto()  # each head of a row: all K by dimension, then all V by token
+    OPAQUE = auto()  # unknown: only equal engines can exchange such blocks
 
 
 def describe_caches(
@@ -30,13 +30,13 @@ def describe_caches(
 ) -> tuple[Region, ...]:
     """Return the regions of each layer, in the order of the layers, for a cache of ``blocks`` blocks.
 
-    vLLM hands every layer over as ``(rows, heads, tokens, content)``, whatever its layout: that shows in the strides
-    (``vllm/v1/kv_cache_interface.py``, ``create_kv_cache_views``). Raises
-    :exc:`~xpyd_connector.errors.UnsupportedCache` for a layer that is anything else.
+    vLLM 0.32 passes every layer as ``(rows, heads, tokens, content)``; its strides express the layout
+    (``create_kv_cache_views`` in ``vllm/v1/kv_cache_interface.py``). Raises
+    :exc:`~xpyd_connector.errors.UnsupportedCache` for a layer of another shape.
     """
     names = sorted(caches, key=_natural)
     whole = [
-        _told_apart(_region(name, caches[name], engine_config, blocks), engine_config, kernel_layout) for name in names
+        _mark_opaque(_region(name, caches[name], engine_config, blocks), engine_config, kernel_layout) for name in names
     ]
     if kernel_layout is not KernelLayout.TRANSPOSED or any(region.opaque for region in whole):
         return tuple(whole)
@@ -45,15 +45,15 @@ def describe_caches(
 
 
 def _halves(region: Region, item: int) -> tuple[Region, Region]:
-    """K and V of a layer on a CPU: of K, each dimension has all tokens of a row in one piece."""
+    """Return K and V of a layer on a CPU. In K, each dimension keeps all tokens of a row in one piece."""
     half = region.width // 2
     k = replace(region, width=item, token_stride=item, parts=half // item, part_stride=region.tokens * item)
     v = replace(region, base=region.base + region.tokens * half, width=half, token_stride=half)
     return k, v
 
 
-def _told_apart(region: Region, engine_config: EngineConfig, kernel_layout: KernelLayout) -> Region:
-    """Mark what we cannot cut: heads that are not vLLM's KV heads (some kernels have K and V as heads), or anything."""
+def _mark_opaque(region: Region, engine_config: EngineConfig, kernel_layout: KernelLayout) -> Region:
+    """Mark a region opaque if its kernel layout is unknown, or if its heads are not KV heads (but K and V)."""
     heads = max(1, engine_config.all_heads // engine_config.ranks)
     is_cut = kernel_layout is KernelLayout.ENTRIES or (
         kernel_layout is KernelLayout.TRANSPOSED and region.token_stride == region.width
@@ -62,7 +62,7 @@ def _told_apart(region: Region, engine_config: EngineConfig, kernel_layout: Kern
 
 
 def place_of(caches: Mapping[str, torch.Tensor]) -> tuple[MemoryKind, int]:
-    """Return NIXL's name of the memory and the device number; raises ``UnsupportedCache`` for other devices."""
+    """Return NIXL's name of the memory, and the device number; raises ``UnsupportedCache`` for other devices."""
     devices = {tensor.device for tensor in caches.values()}
     device = next(iter(devices))
     if len(devices) != 1 or device.type not in MEMORY:
@@ -73,7 +73,7 @@ def place_of(caches: Mapping[str, torch.Tensor]) -> tuple[MemoryKind, int]:
 
 
 def spans_of(caches: Mapping[str, torch.Tensor]) -> list[tuple[int, int]]:
-    """Return ``(address, bytes)`` of every allocation behind the tensors, each once: layers may share one."""
+    """Return ``(address, bytes)`` of every allocation of the tensors. Layers may share one; it occurs once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in caches.values()}
     return sorted(storages.items())
 
@@ -107,5 +107,5 @@ def _region(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Order layer 10 after layer 2."""
+    """Return a sort key that orders layer 10 after layer 2."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

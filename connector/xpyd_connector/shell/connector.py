@@ -1,4 +1,4 @@
-"""The class vLLM instantiates, once per scheduler and once per worker. It only translates."""
+"""The class that vLLM instantiates, once per scheduler and once per worker. It only translates vLLM's hooks."""
 
 import os
 from typing import Any
@@ -45,15 +45,15 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Ask for whole blocks per layer, heads outermost within one, as vLLM's own NIXL connector does."""
+        """Request the order layers, blocks, heads, tokens, content, as vLLM's NixlConnector does; MLA has no heads."""
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 -- vLLM's signature
-        """Refuse sleep mode: NIXL's registrations would outlive the memory, which wakes up somewhere else.
+        """Return False: an engine that wakes up has its cache at other addresses than NIXL has registered.
 
-        vLLM asks from 0.33 on (``kv_connector/v1/base.py``, where the answer is yes); in 0.32 we refuse at start.
+        vLLM calls this from 0.33 on (``kv_connector/v1/base.py``; its default is True). In 0.32 we refuse at start.
         """
         return False
 
@@ -78,12 +78,12 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
             side.stop()
 
     def get_kv_connector_stats(self) -> XpydStats | None:
-        """Return the numbers of this half since the last call."""
+        """Return the numbers of this process since the last call."""
         return self._sides[0].stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> XpydStats:
-        """Rebuild stats from the data that came from another process."""
+        """Rebuild stats from the data of another process."""
         return XpydStats(data=data) if data else XpydStats.of(StatsReport())
 
     @classmethod
@@ -97,19 +97,19 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Remember the pool in which lent blocks are pinned."""
+        """Keep the pool in which leased blocks are pinned."""
         self._scheduler.bind_block_pool(gpu_block_pool)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Start talking to other engines: the workers' memory is known."""
+        """Start the control thread: the workers have registered their memory."""
         self._scheduler.start({rank: md for rank, md in metadata.items() if isinstance(md, RankHandshake)})
 
     def on_new_request(self, request: Request) -> None:
-        """Start renewing the request's lease."""
+        """Start to renew the request's lease."""
         self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens will be loaded."""
+        """Return how many tokens will be loaded, and whether asynchronously."""
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -117,15 +117,15 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Hand the orders to the workers."""
+        """Return the orders for the workers."""
         return self._scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take in what the workers finished."""
+        """Handle the loads that the workers have finished."""
         self._scheduler.after_step(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Lend or give back; vLLM may free its own hold on the blocks in any case."""
+        """Lease a prefill's blocks, or end a load. False: vLLM may free its references to the blocks now."""
         return False, self._scheduler.finished(request, (block_ids,))
 
     def request_finished_all_groups(
@@ -135,7 +135,7 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
         return False, self._scheduler.finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        """Ask for one more step when blocks wait to be freed, or workers for news."""
+        """Request one more step for blocks to free, or metadata for the workers."""
         return self._scheduler.has_pending()
 
     # ---- worker
@@ -150,38 +150,41 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
-        """Remember how blocks are copied on this platform."""
+        """Keep vLLM's operation that copies blocks on this platform."""
         self._worker.use_copy_operation(copy_operation)
 
     def get_handshake_metadata(self) -> RankHandshake | None:
-        """Return what peers must know of this rank."""
+        """Return the description of this rank's memory for peers."""
         return self._worker.handshake()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Let what earlier steps have computed be written while this one runs: vLLM calls this before the forward."""
+        """Push the blocks of earlier steps while this step runs.
+
+        vLLM calls this before the forward (``v1/worker/kv_connector_model_runner_mixin.py``, 0.32).
+        """
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepMetadata):
             self._worker.add_computed(connector_metadata.pieces)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Pass this step's orders on; vLLM calls this after the forward."""
+        """Start this step's loads; vLLM 0.32 calls this after the forward, because our loads are asynchronous."""
         metadata = self._get_connector_metadata()
         if isinstance(metadata, StepMetadata):
             self._worker.load(metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: a request is computed only when all its layers are there."""
+        """Do nothing: vLLM schedules a request only when all its layers are loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing to save: decode engines read the cache itself."""
+        """Do nothing: transfers read the paged cache itself."""
 
     def wait_for_save(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: no layer is saved."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the loads that ended."""
         return self._worker.results()
 
     def build_connector_worker_meta(self) -> QuarantineMetadata | None:
-        """Tell the scheduler which blocks must not be used yet; vLLM asks after :meth:`get_transfer_results`."""
-        return self._worker.lingering()
+        """Report quarantined blocks to the scheduler; vLLM calls this after :meth:`get_transfer_results`."""
+        return self._worker.take_quarantined()

@@ -1,4 +1,4 @@
-"""What a decode engine's scheduler does differently in pull and in push. Chosen once, when the connector is built."""
+"""How the scheduler of a decode engine loads KV: by pull or by push. Chosen once, when the connector is built."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -27,38 +27,38 @@ from xpyd_connector.shell.metadata import StepMetadata
 
 ControlCommand: TypeAlias = Callable[[ControlPlane, float], None]
 Post: TypeAlias = Callable[[ControlCommand], None]
-Clock: TypeAlias = Callable[[], float]  # s since the epoch: the only clock that two engines share
-BlockTables: TypeAlias = Sequence[Sequence[int]]  # a request's blocks, of each KV cache group
+Clock: TypeAlias = Callable[[], float]  # s since the epoch
+BlockTables: TypeAlias = Sequence[Sequence[int]]  # the block ids of a request, for each KV cache group
 
 
 class DecodeMode(Protocol):
-    """How KV comes here. All of it runs on the engine thread."""
+    """One way to load KV. Everything runs on the engine thread."""
 
     def read(self, request: Request, params: Mapping[str, Any]) -> PullParams | PushParams:
-        """Read what the router carried here, or raise :exc:`~xpyd_connector.errors.InvalidKvParams`."""
+        """Parse the kv_transfer_params; raises :exc:`~xpyd_connector.errors.InvalidKvParams`."""
         ...
 
     def start(
         self, request: Request, source: PullParams | PushParams, external: int, local: BlockTables
     ) -> Sequence[int]:
-        """Have the last ``external`` tokens but one loaded; return the blocks they go to."""
+        """Order the load of ``external`` tokens, which end before the last prompt token; return their blocks."""
         ...
 
     def abort(self, own: RequestId) -> None:
-        """A request whose load is under way is finished already."""
+        """Stop a load whose request has finished."""
         ...
 
     def ended(self, own: RequestId, source: PullParams | PushParams) -> None:
-        """The workers have reported the end of a load."""
+        """Handle the end of a load, as the workers have reported it."""
         ...
 
     def metadata(self, output: SchedulerOutput) -> StepMetadata:
-        """Return what the workers must know in this step."""
+        """Return this step's metadata for the workers."""
         ...
 
 
 class PullDecode:
-    """The workers read; what they have read, and what not, they tell with their steps."""
+    """The workers read KV, and report ended loads with their step's output."""
 
     def __init__(self, engine_config: EngineConfig, post: Post, signatures: Signatures, clock: Clock) -> None:
         self._engine_config = engine_config
@@ -68,54 +68,54 @@ class PullDecode:
         self._orders: list[LoadOrder] = []
 
     def read(self, request: Request, params: Mapping[str, Any]) -> PullParams:
-        """Take an offer whose blocks are those of this very prompt."""
-        offer = parse_pull_params(params)
-        is_proven = self._signatures.check(offer, now=self._clock())
+        """Parse the params, and check that their blocks hold the KV of this prompt."""
+        source = parse_pull_params(params)
+        is_proven = self._signatures.check(source, now=self._clock())
         if request.abort_immediately:
-            return offer  # vLLM rejected the real request; this one, with a made-up prompt, gives the blocks back
+            return source  # vLLM rejected the request: this stand-in only releases P's blocks (v1/engine/async_llm.py)
         _check(self._engine_config, request)
-        self._check_blocks(offer, request.num_prompt_tokens)
-        self._check_prompt(offer, digest(request), is_proven=is_proven)
-        return offer
+        self._check_blocks(source, request.num_prompt_tokens)
+        self._check_prompt(source, digest(request), is_proven=is_proven)
+        return source
 
-    def _check_prompt(self, offer: PullParams, own: str | None, *, is_proven: bool) -> None:
-        """Compare digests; vLLM's own connector sends none, which is not enough for an engine that wants proofs.
+    def _check_prompt(self, source: PullParams, own: str | None, *, is_proven: bool) -> None:
+        """Compare the digests of both prompts. vLLM's NixlConnector sends none; signed params must have one.
 
-        When they differ, the lease is not dropped: the blocks may be another request's, which still needs them.
+        A mismatch does not drop the lease: the blocks may belong to another request, which still needs them.
         """
-        if offer.xpyd_prompt is None and own is not None and is_proven:
+        if source.xpyd_prompt is None and own is not None and is_proven:
             raise PromptMismatch(
-                f"the offered KV ({offer.remote_request_id}) is of a prompt without token ids, ours has some"
+                f"the offered KV ({source.remote_request_id}) is of a prompt without token ids, ours has some"
             )
-        if offer.xpyd_prompt is not None and offer.xpyd_prompt != own:
-            raise PromptMismatch(f"the offered KV ({offer.remote_request_id}) belongs to another prompt")
+        if source.xpyd_prompt is not None and source.xpyd_prompt != own:
+            raise PromptMismatch(f"the offered KV ({source.remote_request_id}) belongs to another prompt")
 
-    def _check_blocks(self, offer: PullParams, prompt: int) -> None:
-        groups, sizes = self._engine_config.groups, self._sizes(offer)
-        if len(offer.remote_block_ids) != len(groups) or len(sizes) != len(groups):
+    def _check_blocks(self, source: PullParams, prompt: int) -> None:
+        groups, sizes = self._engine_config.groups, self._sizes(source)
+        if len(source.remote_block_ids) != len(groups) or len(sizes) != len(groups):
             raise InvalidKvParams(
-                f"{len(offer.remote_block_ids)} KV cache groups are offered, this engine has {len(groups)}"
+                f"{len(source.remote_block_ids)} KV cache groups are offered, this engine has {len(groups)}"
             )
-        if offer.remote_num_tokens < prompt - 1:
-            raise InvalidKvParams(f"{offer.remote_num_tokens} tokens are offered, {prompt - 1} are needed")
+        if source.remote_num_tokens < prompt - 1:
+            raise InvalidKvParams(f"{source.remote_num_tokens} tokens are offered, {prompt - 1} are needed")
         for number, group in enumerate(groups):
             start, stop = group.missing_tokens(prompt, prompt - 1)
-            held = offer.remote_block_ids[number][start // sizes[number] : -(-stop // sizes[number])]
+            held = source.remote_block_ids[number][start // sizes[number] : -(-stop // sizes[number])]
             if 0 in held or len(held) * sizes[number] < stop - start // sizes[number] * sizes[number]:
                 raise InvalidKvParams(
                     f"tokens {start} to {stop} are needed of KV cache group {number}, and not all are offered"
                 )
 
-    def _sizes(self, offer: PullParams) -> Sequence[int]:
-        """Return P's block sizes; one that does not say has ours."""
-        return offer.xpyd_block_sizes or [group.block_size for group in self._engine_config.groups]
+    def _sizes(self, source: PullParams) -> Sequence[int]:
+        """Return P's block size for each group; by default ours."""
+        return source.xpyd_block_sizes or [group.block_size for group in self._engine_config.groups]
 
     def start(
         self, request: Request, source: PullParams | PushParams, external: int, local: BlockTables
     ) -> Sequence[int]:
-        """Order a read."""
+        """Order a read for the next step."""
         if not isinstance(source, PullParams):
-            raise TypeError(f"{type(source).__name__} is no offer")
+            raise TypeError(f"a pull cannot load from {type(source).__name__}")
         token_ranges: list[TokenRange] = []
         for number, (group, size) in enumerate(zip(self._engine_config.groups, self._sizes(source), strict=True)):
             start, stop = group.missing_tokens(request.num_prompt_tokens, external)
@@ -130,21 +130,21 @@ class PullDecode:
         return [block for token_range in token_ranges for block in token_range.local]
 
     def abort(self, own: RequestId) -> None:
-        """Nothing: the read ends by itself, and vLLM waits for that."""
+        """Do nothing: the read ends by itself, and vLLM keeps the blocks until then."""
 
     def ended(self, own: RequestId, source: PullParams | PushParams) -> None:
-        """Stop renewing."""
+        """Stop to renew the lease."""
         engine = source.remote_engine_id
         self._post(lambda control, _: control.lease_renewer.stop_renewing(own, engine))
 
     def metadata(self, output: SchedulerOutput) -> StepMetadata:
-        """Hand the orders over."""
+        """Return the orders since the last step."""
         orders, self._orders = self._orders, []
         return StepMetadata(orders, idle=output.total_num_scheduled_tokens == 0)
 
 
 class PushDecode:
-    """The prefill engine writes; the control thread tells when it has. The workers only pass that on to vLLM."""
+    """The prefill engine writes KV. The control thread reports ended pushes, and the workers pass them on to vLLM."""
 
     def __init__(self, engine_config: EngineConfig, post: Post) -> None:
         self._engine_config = engine_config
@@ -152,35 +152,35 @@ class PushDecode:
         self.arrived: list[LoadResult] = []  # since the last step
 
     def read(self, request: Request, params: Mapping[str, Any]) -> PushParams:
-        """Take the coordinates of the engine that will write. That the prompts are the same, that engine checks."""
-        booking = parse_push_params(params, request.request_id)
+        """Parse the address of the prefill engine. That engine compares the prompts' digests."""
+        source = parse_push_params(params, request.request_id)
         if not request.abort_immediately:
             _check(self._engine_config, request)
-        return booking
+        return source
 
     def start(
         self, request: Request, source: PullParams | PushParams, external: int, local: BlockTables
     ) -> Sequence[int]:
-        """Lend blocks to the prefill engine."""
+        """Register blocks at the prefill engine, which writes into them."""
         groups: list[LentBlocks] = []
         for group, blocks in zip(self._engine_config.groups, local, strict=True):
             start, stop = group.missing_tokens(request.num_prompt_tokens, external)
             into = blocks[group.blocks_of(start, stop)] if start < stop else ()
             groups.append(LentBlocks(start, stop, tuple(BlockId(block) for block in into)))
         own, engine, prompt = RequestId(request.request_id), source.remote_engine_id, digest(request)
-        ticket = PushOrder(own, source.remote_request_id, engine, source.address, prompt, tuple(groups))
-        self._post(lambda control, now: control.push_receiver.expect(ticket, now=now))
+        order = PushOrder(own, source.remote_request_id, engine, source.address, prompt, tuple(groups))
+        self._post(lambda control, now: control.push_receiver.expect(order, now=now))
         return [block for lent in groups for block in lent.blocks]
 
     def abort(self, own: RequestId) -> None:
-        """Have the prefill engine stop; vLLM keeps the blocks until the load is reported as ended."""
+        """Stop the prefill engine; vLLM keeps the blocks until the workers report the end of the load."""
         self._post(lambda control, _: control.push_receiver.stop(own))
 
     def ended(self, own: RequestId, source: PullParams | PushParams) -> None:
-        """Nothing: the control thread knows."""
+        """Do nothing: the control thread has reported the end itself."""
 
     def metadata(self, output: SchedulerOutput) -> StepMetadata:
-        """Have the workers report what has arrived."""
+        """Return the ended pushes, which the workers report to vLLM."""
         arrived, self.arrived = self.arrived, []
         return StepMetadata(arrived=arrived, idle=output.total_num_scheduled_tokens == 0)
 
@@ -189,11 +189,11 @@ def _check(engine_config: EngineConfig, request: Request) -> None:
     if len(request.request_id) > MAX_ID:
         raise InvalidKvParams(f"the request's own id has {len(request.request_id)} characters, {MAX_ID} are allowed")
     if not engine_config.is_consumer:
-        raise InvalidKvParams("this engine's kv_role is kv_producer, it cannot take KV over")
+        raise InvalidKvParams("this engine's kv_role is kv_producer, it cannot load KV")
 
 
 def digest(request: Request) -> str | None:
-    """Return a digest of everything that decides the KV of a request's prompt; None when it has no token ids."""
+    """Return a digest of all inputs of a prompt's KV; None if the prompt has no token ids (embeddings)."""
     features = [feature.identifier for feature in request.mm_features]
     if request.lora_request is not None:
         features.append(f"lora:{request.lora_request.lora_name}")

@@ -1,4 +1,4 @@
-"""What torch and vLLM can do on a device, checked before the engine starts: an error names what is missing."""
+"""Checks what torch and vLLM support on a device, before the engine starts."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -9,17 +9,22 @@ from xpyd_connector.core.layout.buffer_device import HOST
 from xpyd_connector.errors import UnsupportedCache
 
 Ready: TypeAlias = Callable[[], bool]
-_COPIES = ("insert_blocks_to_device", "swap_out_blocks_to_host")  # what vLLM's copy_kv_blocks calls
+_COPIES = (
+    "insert_blocks_to_device",
+    "swap_out_blocks_to_host",
+)  # vLLM's copy_kv_blocks calls them (kv_connector/utils.py, 0.32)
 
 
 def check_copies(device: str, platform: Any) -> None:
-    """Raise :exc:`~xpyd_connector.errors.UnsupportedCache` unless KV on that device can be copied to and from the host.
+    """Raise :exc:`~xpyd_connector.errors.UnsupportedCache` unless vLLM copies KV between that device and the host.
 
-    ``platform`` is vLLM's. Where the device is the host, we copy ourselves.
+    ``platform`` is vLLM's. KV on the CPU needs no support: we copy it ourselves.
     """
     if device == HOST:
         return
-    lacking = [name for name in _COPIES if not callable(getattr(platform, name, None))]  # it answers None to any name
+    lacking = [
+        name for name in _COPIES if not callable(getattr(platform, name, None))
+    ]  # a Platform returns None for unknown names
     if not hasattr(_module(device), "Stream"):
         lacking.append("streams")
     if lacking:
@@ -29,7 +34,7 @@ def check_copies(device: str, platform: Any) -> None:
 
 
 def check_events(device: str) -> None:
-    """Raise :exc:`~xpyd_connector.errors.UnsupportedCache` unless it can be known when a step has been computed."""
+    """Raise :exc:`~xpyd_connector.errors.UnsupportedCache` unless torch has events for that device."""
     if device != HOST and not hasattr(_module(device), "Event"):
         raise UnsupportedCache(
             f"push_granularity is 'chunk', and torch has no events for {device!r} that tell when a chunk is computed; "
@@ -38,9 +43,9 @@ def check_events(device: str) -> None:
 
 
 def computed(device: torch.device) -> Ready | None:
-    """Return what tells whether the device has done all it was given so far; None where there is nothing to wait for.
+    """Return a check whether the device has run all kernels launched so far; None if there is no need to wait.
 
-    Without events, only what is known to be computed may be asked for: :func:`check_events`.
+    On a device without events the caller must know that the kernels have run: :func:`check_events`.
     """
     event_type = getattr(_module(device.type), "Event", None)
     if device.type == HOST or event_type is None:

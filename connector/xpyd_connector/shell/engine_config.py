@@ -1,4 +1,4 @@
-"""What we need to know of an engine, read out of vLLM's configuration once."""
+"""The properties of an engine, read from vLLM's configuration once."""
 
 import os
 from collections.abc import Mapping
@@ -30,26 +30,26 @@ SUPPORTED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SlidingWind
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """One engine, as far as moving its KV is concerned."""
+    """The properties of an engine that matter for KV transfer."""
 
     engine: EngineId
-    address: Address  # of its side channel, this data-parallel rank's
+    address: Address  # of this data-parallel rank's side channel
     groups: tuple[CacheGroup, ...]
-    layers: Mapping[str, int]  # name -> its KV cache group
+    layers: Mapping[str, int]  # KV cache group by layer name
     blocks: int
     all_heads: int  # KV heads of a layer over all ranks; 1 if every rank has the same (MLA)
     ranks: int  # tensor-parallel size
-    is_producer: bool  # kv_role lets it hand KV over
-    is_consumer: bool  # kv_role lets it take KV over
-    staging_blocks: int = 0  # of each KV cache group, in the host memory that KV goes through; 0: it does not
-    steps_independently: bool = True  # no other engine waits for the end of our steps
+    is_producer: bool  # by kv_role: it prefills for decode engines
+    is_consumer: bool  # by kv_role: it loads KV
+    staging_blocks: int = 0  # slots for each KV cache group in host memory; 0: no staging
+    steps_independently: bool = True  # False: data-parallel ranks step together
 
 
 def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[EngineConfig, Settings]:
-    """Return what we know of this engine and its operator's choices.
+    """Return the properties of this engine, and its settings.
 
     Raises :exc:`~xpyd_connector.errors.SettingsError` or :exc:`~xpyd_connector.errors.UnsupportedCache`
-    in one sentence, which vLLM shows when it refuses to start.
+    with a sentence that vLLM logs as it refuses to start.
     """
     transfer = config.kv_transfer_config
     settings = read_settings(transfer.kv_connector_extra_config, os.environ)
@@ -68,7 +68,7 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
         is_producer=transfer.is_kv_producer,
         is_consumer=transfer.is_kv_consumer,
         staging_blocks=_staging_blocks(config, cache, settings),
-        # Data-parallel ranks of a mixture of experts step together: one that waits for its KV would hold up all others.
+        # Data-parallel ranks of a mixture of experts step together: a rank that waits for KV would delay all others.
         steps_independently=config.parallel_config.data_parallel_size == 1,
     )
     return engine_config, settings
@@ -111,7 +111,7 @@ def _staging_blocks(config: VllmConfig, cache: KVCacheConfig, settings: Settings
 
 
 def _specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
-    """Return the specs of a group's layers: several, if they differ in their sizes only."""
+    """Return the specs of a group's layers: several if they differ in size only."""
     return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
 
 

@@ -1,11 +1,11 @@
-"""Wake vLLM's engine loop from another thread.
+"""Wakes vLLM's engine loop from another thread.
 
-Blocks whose lease ends while the engine sleeps can only be freed on the engine thread. vLLM has no hook
-for a connector to wake it, but its own signal handlers put a WAKEUP into the engine's input queue
-(``vllm/v1/engine/core.py``, 0.32); we find that queue on the stack that builds us and do the same.
+Only the engine thread can free blocks, and it may sleep when their lease ends. vLLM has no hook for a connector to wake
+it, but its signal handlers put a WAKEUP into the engine's input queue (``vllm/v1/engine/core.py``, 0.32). We find that
+queue on the stack that builds the connector, and do the same.
 
-A decode engine that only waits for a push has nothing to compute, but vLLM steps it a thousand times a second. The same
-queue (a :class:`queue.Queue`) tells when something new is there: a request, or our own WAKEUP.
+A decode engine that only waits for a push computes no tokens, but vLLM steps it a thousand times a second. Such a step
+waits on the same :class:`queue.Queue`, which receives new requests and our WAKEUPs.
 """
 
 import inspect
@@ -19,18 +19,18 @@ logger = init_logger("vllm.xpyd")
 
 
 class EngineWaker:
-    """The engine's input queue, as far as we use it."""
+    """The engine's input queue; None where vLLM has no engine loop."""
 
     def __init__(self, input_queue: Any | None) -> None:
         self._queue = input_queue
 
     def wake(self) -> None:
-        """Have a sleeping, or waiting, engine make a turn; any thread may call it."""
+        """Wake a sleeping or waiting engine. Any thread may call it."""
         if self._queue is not None:
             self._queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     def wait(self, seconds: float) -> None:
-        """On the engine thread: wait for a wake-up or a request; returns at once where there is no queue."""
+        """On the engine thread: wait for a wake-up or a request; return at once without a queue."""
         if self._queue is None:
             return
         with self._queue.not_empty:
@@ -39,15 +39,15 @@ class EngineWaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is an engine loop behind it."""
+        """Whether vLLM has an engine loop here."""
         return self._queue is not None
 
 
 def find_engine_waker() -> EngineWaker:
-    """Return the door of the engine that is building the caller's connector.
+    """Return the waker of the engine that builds the caller's connector.
 
-    Where there is no such engine loop (offline inference in one process), knocking does nothing: then blocks are freed
-    at the engine's next call, which precedes every allocation.
+    Offline inference in one process has no engine loop. Then waking does nothing, and blocks are freed by the engine's
+    next call, which precedes every allocation.
     """
     frame = inspect.currentframe()
     while frame is not None:

@@ -1,4 +1,4 @@
-"""What two engines must have in common for their KV to mean the same: for the handshake, and as a hash for routers."""
+"""The properties that two engines must share for interchangeable KV: for the handshake, and as a hash for routers."""
 
 import hashlib
 from typing import Any
@@ -17,7 +17,7 @@ NONE = "none"
 
 
 def fingerprint(config: VllmConfig, settings: Settings, engine_config: EngineConfig) -> Fingerprint:
-    """Return what peers compare; for a worker, once its layers exist (only they know their attention backend)."""
+    """Return the fingerprint that peers compare. Call it when the layers exist: they know the attention backend."""
     return msgspec.structs.replace(
         _from_config(config, settings.mode),
         groups=", ".join(_kind(group) for group in engine_config.groups),
@@ -26,10 +26,10 @@ def fingerprint(config: VllmConfig, settings: Settings, engine_config: EngineCon
 
 
 def info_labels(config: VllmConfig) -> dict[str, str]:
-    """Return what a router compares before it pairs two engines: equal labels, or their KV is not interchangeable.
+    """Return the labels that a router compares before it pairs two engines: unequal labels mean incompatible KV.
 
-    Of the fingerprint, what is known in an API server, before any worker runs; nothing that may differ between P and D
-    (tensor parallelism, block size, size of the cache). It tells more engines alike than the handshake does.
+    They cover the part of the fingerprint that an API server knows without a worker, and nothing that may differ
+    between P and D (tensor parallelism, block size, cache size). The handshake compares more.
     """
     mode = read_settings(config.kv_transfer_config.kv_connector_extra_config, {}).mode
     known = PROTOCOL, *msgspec.structs.astuple(_from_config(config, mode))
@@ -59,20 +59,20 @@ def _from_config(config: VllmConfig, mode: Mode) -> Fingerprint:
 
 
 def _revision(model: Any) -> str:
-    """Return the commit of a model's weights; of a local path, the revision that was asked for.
+    """Return the commit of a model's weights; for a local path, the configured revision.
 
-    vLLM 0.32 keeps the revision that was asked for, with the commit beside it where the hub could be asked
-    (``transformers_utils/repo_utils.py``); transformers knows the commit of files that came from its cache.
+    vLLM 0.32 keeps the configured revision, with the commit in ``resolved`` if the hub was reachable
+    (``transformers_utils/repo_utils.py``); transformers knows the commit of files from its cache.
     """
     commit = getattr(model.revision, "resolved", None) or getattr(model.hf_config, "_commit_hash", None)
     return str(commit or model.revision or NONE)
 
 
 def _draft_model(config: VllmConfig) -> str:
-    """Return what decides the KV of a draft model's layers, which travel with the others; n-grams have none.
+    """Return the properties of a draft model's KV, which is transferred with the target model's; n-grams have none.
 
-    As vLLM's own connector has it (``kv_connector/v1/nixl/metadata.py``). How many tokens are drafted changes nothing
-    in the layers' KV; what it changes in the groups' windows is seen there.
+    The same properties as in vLLM 0.32 (``kv_connector/v1/nixl/metadata.py``). The number of draft tokens does not
+    change the KV; its effect on the groups' windows is part of the groups.
     """
     speculative = config.speculative_config
     if speculative is None or not speculative.uses_draft_kv_cache() or speculative.draft_model_config is None:

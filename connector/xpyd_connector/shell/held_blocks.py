@@ -1,4 +1,4 @@
-"""The blocks that a prefill engine holds for others, and which leases to revoke when it lacks blocks itself.
+"""The blocks that a prefill engine holds for decode engines, and the choice of leases to revoke.
 
 Everything here runs on the engine thread, which owns vLLM's block pool.
 """
@@ -12,25 +12,25 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from xpyd_connector.core.ids import RequestId
 from xpyd_connector.core.lease.prefill_scheduler import RevocableLease
 
-MOST = 1024  # leases that are named at a time
-ENOUGH = 4  # times the blocks that are lacking are named: some of them are being read
+MAX_CANDIDATES = 1024  # leases
+CANDIDATE_FACTOR = 4  # candidates cover so many times the lacking blocks: leases that are being read do not end
 
 
 @dataclass(frozen=True, slots=True)
 class _HeldLease:
-    """One lease's blocks, and the priority (vLLM's: a higher number is less important) of the request it was for."""
+    """One lease's blocks, and its request's priority in vLLM (a higher number is less important)."""
 
     blocks: list[KVCacheBlock]
     priority: int
 
 
 class HeldBlocks:
-    """Blocks by lease. Leases of prompts that begin alike share blocks: each block counts once."""
+    """Blocks by lease. Leases of prompts with a common prefix share blocks; each block counts once."""
 
     def __init__(self) -> None:
         self._held: dict[RequestId, _HeldLease] = {}
-        self._by_priority: dict[int, dict[RequestId, None]] = {}  # the oldest first
-        self._leases_of: Counter[int] = Counter()  # block -> leases that hold it
+        self._by_priority: dict[int, dict[RequestId, None]] = {}  # oldest first
+        self._leases_of: Counter[int] = Counter()  # number of leases by block
 
     def __len__(self) -> int:
         return len(self._held)
@@ -40,21 +40,21 @@ class HeldBlocks:
 
     @property
     def blocks(self) -> int:
-        """How many blocks are held."""
+        """Number of held blocks."""
         return len(self._leases_of)
 
     def new_blocks(self, blocks: Sequence[KVCacheBlock]) -> int:
-        """Return how many of these blocks are not held yet."""
+        """Return how many of these blocks no lease holds yet."""
         return sum(block.block_id not in self._leases_of for block in blocks)
 
     def add(self, request: RequestId, blocks: list[KVCacheBlock], priority: int) -> None:
-        """Hold these blocks."""
+        """Hold the blocks of a lease."""
         self._held[request] = _HeldLease(blocks, priority)
         self._by_priority.setdefault(priority, {})[request] = None
         self._leases_of.update(block.block_id for block in blocks)
 
     def take(self, request: RequestId) -> list[KVCacheBlock]:
-        """Hold the blocks of a lease no longer, and return them."""
+        """Remove a lease, and return its blocks."""
         held = self._held.pop(request)
         same = self._by_priority[held.priority]
         del same[request]
@@ -67,16 +67,16 @@ class HeldBlocks:
         return held.blocks
 
     def candidates(self, blocks: int, priority: int) -> list[RevocableLease]:
-        """Return leases whose end gives ``blocks`` blocks to a request of a ``priority``, and some more.
+        """Return leases whose end frees at least ``blocks`` blocks, to be revoked for a request of a ``priority``.
 
-        The least important first, the oldest of them first; none that is more important than the request. A block
-        that something else uses, or a lease that is not named, is not free afterwards and does not count.
+        Least important first, then oldest first; no lease is more important than the request. A block counts as freed
+        only if no running request and no other lease uses it.
         """
         found: list[RevocableLease] = []
         gone: Counter[int] = Counter()
         gain = 0
         for request in self._in_order(priority):
-            if gain >= ENOUGH * blocks or len(found) == MOST:
+            if gain >= CANDIDATE_FACTOR * blocks or len(found) == MAX_CANDIDATES:
                 break
             ours = self._held[request].blocks
             gone.update(block.block_id for block in ours)

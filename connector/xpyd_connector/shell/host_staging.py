@@ -1,4 +1,4 @@
-"""Host memory that KV goes through: the tensors, and the thread that copies to and from them."""
+"""KV staged in host memory: the tensors, and the thread that copies to and from them."""
 
 import contextlib
 import itertools
@@ -22,14 +22,14 @@ from xpyd_connector.errors import UnsupportedCache
 logger = init_logger("vllm.xpyd")
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]  # by layer
-GroupBlocks: TypeAlias = Sequence[Sequence[BlockId]]  # blocks, or slots, of each KV cache group
+GroupBlocks: TypeAlias = Sequence[Sequence[BlockId]]  # blocks, or slots, for each KV cache group
 Direction: TypeAlias = Literal["h2d", "d2h"]
 CopyRows: TypeAlias = Callable[[Tensors, Tensors, list[int], list[int], Direction], None]  # vLLM's CopyBlocksOp
 Around: TypeAlias = Callable[[Direction], AbstractContextManager[None]]
 
 
 class _Layers(NamedTuple):
-    """Layers of one KV cache group whose kernels cut a block into equally many rows."""
+    """Layers of one KV cache group with the same number of rows per block."""
 
     group: int
     rows: int  # of one block
@@ -40,8 +40,8 @@ class _Layers(NamedTuple):
 class StagingBuffer:
     """Host memory for ``slots`` blocks of each KV cache group, and for slot 0, which is never granted.
 
-    ``groups`` is the group of each layer. Every layer has a tensor of its own, contiguous, whose rows are shaped like
-    the cache's whatever their strides there; pinned, where the platform can. Peers can read all of it, so it is zeroed.
+    ``groups`` is the group of each layer. Every layer has its own contiguous tensor, with rows of the cache's shape.
+    Tensors are pinned if the platform supports it, and zeroed, because peers can read all of them.
     """
 
     def __init__(self, caches: Tensors, groups: Mapping[str, int], *, blocks: int, slots: int) -> None:
@@ -69,18 +69,18 @@ class StagingBuffer:
 
     @property
     def bytes(self) -> int:
-        """Size of all of it."""
+        """Size of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def regions(self, describe: Callable[[Tensors, int], tuple[Region, ...]]) -> tuple[Region, ...]:
-        """Return what peers must know of it; ``describe`` gets the tensors and how many blocks each has room for."""
+        """Return the regions for peers; ``describe`` gets the tensors and the number of blocks in each."""
         return describe(self.tensors, max(self.slots) + 1)
 
     def copy(self, copy_rows: CopyRows, blocks: GroupBlocks, slots: GroupBlocks, direction: Direction) -> int:
-        """Copy between blocks and slots, equally many in each group, and return how many bytes that were.
+        """Copy between blocks and slots, as many blocks as slots in each group, and return the number of bytes.
 
-        Raises :exc:`IndexError` before anything is copied: a device that is asked to copy a block it does not have may
-        never copy again.
+        Raises :exc:`IndexError` before the first copy: an invalid block id is an illegal access on a GPU, after which
+        its context is lost.
         """
         for group, slots_here in enumerate(self.slots):
             _check("block", blocks[group], self._blocks)
@@ -106,10 +106,10 @@ class _Job(NamedTuple):
 
 
 class ThreadCopier:
-    """Implements :class:`~xpyd_connector.core.ports.Copier` on a thread of its own, one copy after the other.
+    """Implements :class:`~xpyd_connector.core.ports.Copier` on its own thread, one copy after the other.
 
-    ``copy_rows`` is vLLM's operation for the device, or :func:`copy_on_host`; ``around`` is entered for each copy;
-    ``wake`` is called when one has ended, to wake the thread that polls.
+    ``copy_rows`` is vLLM's operation for the device, or :func:`copy_on_host`. Each copy runs in the context ``around``.
+    ``wake`` is called after each copy, to wake the polling thread.
     """
 
     def __init__(self, buffer: StagingBuffer, copy_rows: CopyRows, around: Around, wake: Callable[[], None]) -> None:
@@ -127,16 +127,16 @@ class ThreadCopier:
         self._thread.start()
 
     def stop(self, timeout: float = 5.0) -> None:
-        """End the thread after the copies asked for so far; waits at most ``timeout`` seconds."""
+        """End the thread after the copies in its queue; waits at most ``timeout`` seconds."""
         self._jobs.put(None)
         self._thread.join(timeout)
 
     def out(self, blocks: GroupBlocks, slots: GroupBlocks) -> CopyId:
-        """Start copying from the device."""
+        """Queue a copy from the device."""
         return self._post(blocks, slots, "d2h")
 
     def into(self, slots: GroupBlocks, blocks: GroupBlocks) -> CopyId:
-        """Start copying to the device."""
+        """Queue a copy to the device."""
         return self._post(blocks, slots, "h2d")
 
     def poll(self) -> list[CopyResult]:
@@ -162,17 +162,17 @@ class ThreadCopier:
         try:
             with self._around(job.direction):
                 moved = self._buffer.copy(self._copy_rows, job.blocks, job.slots, job.direction)
-        except Exception as exc:  # whatever a device does to one copy, the others need this thread
+        except Exception as exc:  # a failed copy must not end the thread, which the other copies need
             logger.exception("xpyd: copy %d (%s) failed", job.number, job.direction)
             reason = f"{type(exc).__name__}: {exc}"
         return CopyResult(job.number, reason, 0 if reason else moved, time.monotonic() - start)
 
 
 def copy_on_host(source: Tensors, target: Tensors, rows: list[int], into: list[int], _: Direction) -> None:
-    """Copy rows where the cache is in host memory itself; vLLM has no operation for that.
+    """Copy rows of a cache in host memory; vLLM has no operation for it.
 
-    Torch lets go of the GIL within each call, which is for one layer at a time. Slots that follow each other, as they
-    mostly do, save a copy of the copy.
+    Torch releases the GIL within each call, one layer at a time. Consecutive slots, the usual case, need no
+    intermediate tensor.
     """
     there, here = torch.tensor(rows), torch.tensor(into)
     source_run, target_run = _run(rows), _run(into)
@@ -186,11 +186,11 @@ def copy_on_host(source: Tensors, target: Tensors, rows: list[int], into: list[i
 
 
 def stream_beside(device: torch.device) -> Around:
-    """Return what copies of a device run in: a stream of their own, empty again at the end.
+    """Return a context that runs a copy on its own stream and synchronizes with it at the end.
 
-    Call it on the thread that computes. Copies to the device start behind the steps that it has been given so far: one
-    of them may still write for a request that has ended, whose blocks have been given to another. Copies from it start
-    at once: what is in the blocks is complete, which is why they are copied.
+    Call this on the thread that launches the model. A copy to the device waits for the kernels launched so far: one of
+    them may still write into the blocks for a request that has ended. A copy from the device starts at once, because
+    its blocks are complete.
     """
     if device.type == HOST:
         return lambda _: nullcontext()
@@ -205,22 +205,22 @@ def stream_beside(device: torch.device) -> Around:
             try:
                 yield
             finally:
-                beside.synchronize()  # also after an error: what is under way still writes into slots
+                beside.synchronize()  # also after an error: started copies still write into slots
 
     return around
 
 
-def _check(what: str, ids: Sequence[BlockId], count: int) -> None:
+def _check(kind: str, ids: Sequence[BlockId], count: int) -> None:
     if ids and not 0 <= min(ids) <= max(ids) < count:
-        raise IndexError(f"{what} {max(ids)} is out of range; there are {count}")
+        raise IndexError(f"{kind} {max(ids)} is out of range; there are {count}")
 
 
 def _rows(blocks: Sequence[BlockId], rows: int) -> list[int]:
-    """Return the rows of these blocks, in their order."""
+    """Return the rows of these blocks, in the order of the blocks."""
     return [row for block in blocks for row in range(block * rows, (block + 1) * rows)]
 
 
 def _run(rows: list[int]) -> slice | None:
-    """Return rows that follow each other as one slice; None where they do not."""
+    """Return consecutive rows as one slice; None for other rows."""
     first = rows[0]
     return slice(first, first + len(rows)) if rows == list(range(first, first + len(rows))) else None

@@ -1,4 +1,4 @@
-"""What we know of the order in which attention kernels keep the tokens of a block."""
+"""The order in which attention kernels keep the content of a block, as far as it is known."""
 
 from collections.abc import Sequence
 
@@ -9,23 +9,23 @@ from vllm.v1.attention.backends import cpu_attn
 from xpyd_connector.core.layout.cache_groups import CacheGroup
 from xpyd_connector.shell.cache_regions import KernelLayout
 
-# They split the content of a token into K and V (read in vllm/v1/attention/backends of vLLM 0.32). Of others, such as
-# ROCm's, which pack K by 16 bytes, and of versions to come we know nothing.
+# Backends that keep K and V of a token adjacent (vllm/v1/attention/backends, 0.32). Others are unknown: ROCm's, for
+# example, packs K by 16 bytes.
 ENTRIES = frozenset({"FLASH_ATTN", "FLASH_ATTN_DIFFKV", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION"})
 
 
 def kernel_layout_of(config: VllmConfig, groups: Sequence[CacheGroup]) -> KernelLayout:
-    """Return how this worker's kernels keep a block, once its layers exist."""
+    """Return the layout of this worker's kernels. Call it when the layers exist."""
     backends = {backend.get_name() for backend in get_current_attn_backends(config)}
     if config.model_config.use_mla or (backends and backends <= ENTRIES):
-        return KernelLayout.ENTRIES  # of MLA, one latent vector for each token
+        return KernelLayout.ENTRIES  # MLA keeps one latent vector per token
     return _of_cpu(config, groups) if backends == {"CPU_ATTN"} else KernelLayout.OPAQUE
 
 
 def _of_cpu(config: VllmConfig, groups: Sequence[CacheGroup]) -> KernelLayout:
-    """Only one of its instruction sets has been looked at: by writing tokens and searching for their bytes.
+    """Return the layout of vLLM's CPU kernel. It is known for one instruction set only, ``vec``.
 
-    ``tests/contract/test_cpu_kernel.py`` does that again.
+    ``tests/contract/test_cpu_kernel.py`` checks it: it writes tokens and searches for their bytes.
     """
     cache, model = config.cache_config, config.model_config
     sets = {

@@ -1,4 +1,4 @@
-"""What travels between our two halves inside one engine."""
+"""Messages between the scheduler and the workers of one engine, in the types that vLLM transports."""
 
 from dataclasses import dataclass, field
 
@@ -17,12 +17,12 @@ from xpyd_connector.core.results import LoadResult
 
 @dataclass
 class RankHandshake(KVConnectorHandshakeMetadata):
-    """Worker to scheduler, once: what a peer must know of this rank."""
+    """Worker to scheduler, once: the description of this rank for peers."""
 
-    rank: RankInfo  # what is read from it, or written by it
-    landing: RankInfo  # what is written into it
+    rank: RankInfo  # memory that is read from, in pull, or pushed from
+    landing: RankInfo  # memory that is pushed into
     fingerprint: Fingerprint
-    token: bytes = b""  # what this worker proves itself with to its scheduler, in push
+    token: bytes = b""  # authenticates the worker at its own scheduler, in push
 
 
 @dataclass
@@ -30,22 +30,22 @@ class StepMetadata(KVConnectorMetadata):
     """Scheduler to workers, every step."""
 
     orders: list[LoadOrder] = field(default_factory=list[LoadOrder])
-    idle: bool = False  # nothing is computed in this step: it may wait a moment for a transfer
+    idle: bool = False  # the step computes no tokens, so it may wait a moment for a transfer
     pieces: list[ComputedBlocks | TransferOver] = field(
         default_factory=list[ComputedBlocks | TransferOver]
-    )  # push: what is computed, and what is over
-    arrived: list[LoadResult] = field(default_factory=list[LoadResult])  # push: what the scheduler knows to have ended
+    )  # push: computed blocks, and ended transfers
+    arrived: list[LoadResult] = field(default_factory=list[LoadResult])  # push: ended loads
 
 
 @dataclass
 class QuarantineMetadata(KVConnectorWorkerMetadata):
-    """Workers to scheduler: whose blocks NIXL may still write into, and whose no longer. Once for each rank."""
+    """Workers to scheduler: requests whose blocks NIXL may still write into, or no longer; one entry per rank."""
 
     quarantined: list[RequestId] = field(default_factory=list[RequestId])
     released: list[RequestId] = field(default_factory=list[RequestId])
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "QuarantineMetadata":
-        """Add what another rank says."""
+        """Append the entries of another rank."""
         if not isinstance(other, QuarantineMetadata):
-            raise TypeError(f"{type(other).__name__} is not ours")
+            raise TypeError(f"{type(other).__name__} is no QuarantineMetadata")
         return QuarantineMetadata(self.quarantined + other.quarantined, self.released + other.released)

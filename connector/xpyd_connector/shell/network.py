@@ -1,4 +1,4 @@
-"""Which network this process uses: the devices of NIXL, and a link to other engines."""
+"""The network of this process: NIXL's devices, and the side channel."""
 
 import os
 
@@ -18,12 +18,12 @@ from xpyd_connector.settings import Settings
 
 logger = init_logger("vllm.xpyd")
 
-LOOPBACK = "lo"  # Linux's name of it
+LOOPBACK = "lo"  # Linux's name of the loopback interface
 RCACHE_VARIABLE, RCACHE_LIMIT = "UCX_RCACHE_MAX_UNRELEASED", "1024"
 
 
 def bind_data_plane(settings: Settings, side_channel: Address) -> None:
-    """Set what UCX reads from the environment; call it before NIXL starts a backend.
+    """Set UCX's environment variables; call it before NIXL starts a backend.
 
     Raises :exc:`~xpyd_connector.errors.SettingsError` if NIXL would listen on more than the side channel's interface.
     """
@@ -42,7 +42,7 @@ def bind_data_plane(settings: Settings, side_channel: Address) -> None:
 
 
 def check_side_channel(settings: Settings) -> None:
-    """Raise :exc:`~xpyd_connector.errors.SettingsError` if strangers could reach a side channel that proves nothing."""
+    """Raise :exc:`~xpyd_connector.errors.SettingsError` if other machines reach an open side channel."""
     has_proof = settings.secrets or settings.secret_file or settings.tls_ca
     if has_proof or settings.allow_open_side_channel or _is_local(settings.host, settings.port):
         return
@@ -54,14 +54,14 @@ def check_side_channel(settings: Settings) -> None:
 
 
 def reach_remarks(settings: Settings) -> list[str]:
-    """Return a sentence if this engine can never take KV over from another machine; of others, the meeting tells."""
+    """Return a sentence if this engine can never load KV from another machine. Other limits show at the handshake."""
     if not _moves_kv_here_only(settings):
         return []
     why = f"VLLM_NIXL_SIDE_CHANNEL_HOST is {settings.host!r}"
-    if not _is_local(settings.host, settings.port):  # else the devices may be our own choice, for that host
+    if not _is_local(settings.host, settings.port):  # otherwise we may have chosen the devices ourselves, for that host
         why = f"{DEVICES_VARIABLE} is {LOOPBACK!r}"
     return [
-        f"KV is taken over from engines of this machine only, because {why} and NIXL listens on loopback; prefill "
+        f"KV is loaded from engines of this machine only, because {why} and NIXL listens on loopback; prefill "
         "engines elsewhere will be refused"
     ]
 
@@ -76,7 +76,7 @@ def open_link(
     badge: bytes = b"",
     workers: tuple[bytes, ...] = (),
 ) -> SocketLink:
-    """Return a link of one of this engine's processes."""
+    """Return a link for one of this engine's processes."""
     client = HandshakeClient(engine, secrets or secrets_in_force(settings), role, badge, workers)
     return SocketLink(
         client,
@@ -89,7 +89,7 @@ def open_link(
 
 
 def _moves_kv_here_only(settings: Settings) -> bool:
-    """Whether our NIXL listens on loopback only, or will."""
+    """Whether NIXL listens on loopback only, now or after it has started."""
     chosen = os.environ.get(DEVICES_VARIABLE)
     if chosen is not None or settings.allow_open_data_plane:
         return chosen == LOOPBACK
@@ -97,7 +97,7 @@ def _moves_kv_here_only(settings: Settings) -> bool:
 
 
 def _is_local(host: str, port: int) -> bool:
-    """Whether the side channel's host is one that only this machine reaches."""
+    """Whether only this machine reaches the side channel's host."""
     if is_wildcard(host):
         return False
     try:

@@ -1,4 +1,4 @@
-"""What one of our threads tells the engine: results and numbers, handed over under one lock."""
+"""Results and numbers from one of our threads for the engine thread, under one lock."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Outbox(Generic[T]):
-    """Filled by a thread, emptied by the engine."""
+    """One thread puts, the engine thread takes. Each :meth:`put` with results calls ``on_news``."""
 
     def __init__(self, on_news: Callable[[], None] = lambda: None) -> None:
         self._lock = threading.Lock()
@@ -20,7 +20,7 @@ class Outbox(Generic[T]):
         self._reports: list[StatsReport] = []
 
     def put(self, items: Iterable[T], report: StatsReport) -> None:
-        """Add results and numbers; announces the results."""
+        """Add results and numbers; results wake the engine thread."""
         new = list(items)
         with self._lock:
             self._items += new
@@ -45,7 +45,7 @@ class Outbox(Generic[T]):
         return merge(reports)
 
     def wait(self, seconds: float) -> None:
-        """Wait at most so long for a result."""
+        """Wait at most so long for results."""
         self._news.wait(seconds)
 
     def __bool__(self) -> bool:

@@ -1,4 +1,4 @@
-"""Push, on a prefill engine's scheduler: which blocks of which prompt are computed, step by step."""
+"""Push, on the scheduler of a prefill engine: the computed blocks of each prompt, step by step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,93 +13,94 @@ from xpyd_connector.core.push.push_job import ComputedBlocks, TransferOver
 
 @dataclass(slots=True)
 class _PrefillProgress:
-    """One prefill. So many blocks are ``announced`` to the workers, as of this ``attempt``."""
+    """One prefill. A preempted request starts a new ``attempt``, in other blocks."""
 
     request: Request
     name: RequestId  # of the transfer
     prompt: str | None
     attempt: int = 0
-    announced: list[int] = field(default_factory=list[int])  # of each KV cache group
+    announced: list[int] = field(default_factory=list[int])  # blocks of each group that the workers know
 
 
 class PushProgress:
-    """Everything runs on the engine thread. vLLM's own counters say what is computed."""
+    """Everything runs on the engine thread. Progress is vLLM's ``num_computed_tokens``."""
 
     def __init__(self, groups: Sequence[CacheGroup], *, is_chunked: bool) -> None:
         self._groups = groups
         self._is_chunked = is_chunked
-        self._push_progress: dict[str, _PrefillProgress] = {}  # by vLLM's id of the request
+        self._prefills: dict[str, _PrefillProgress] = {}  # by vLLM's id of the request
         self._names: set[RequestId] = set()  # of their transfers
-        self._news: list[ComputedBlocks | TransferOver] = []  # that no step of the model will bring
+        self._pending: list[ComputedBlocks | TransferOver] = []  # for the next step, even if the model computes nothing
 
     def __len__(self) -> int:
-        return len(self._push_progress) + len(self._news)
+        return len(self._prefills) + len(self._pending)
 
     def __contains__(self, name: RequestId) -> bool:
         return name in self._names
 
     def begin(self, request: Request, name: RequestId, prompt: str | None) -> None:
-        """A prefill for a decode engine has entered the scheduler."""
-        self._push_progress[request.request_id] = _PrefillProgress(request, name, prompt)
+        """Add a new request that a decode engine waits for."""
+        self._prefills[request.request_id] = _PrefillProgress(request, name, prompt)
         self._names.add(name)
 
     def name_of(self, request: Request) -> RequestId | None:
-        """Return the name of the transfer that a request is computed for."""
-        stream = self._push_progress.get(request.request_id)
-        return stream.name if stream is not None else None
+        """Return the transfer of a request; None if it has none."""
+        progress = self._prefills.get(request.request_id)
+        return progress.name if progress is not None else None
 
     def finish(self, request: Request, blocks: Sequence[Sequence[int]]) -> None:
-        """The prompt is computed, and ``blocks`` are all of its blocks, of each KV cache group."""
-        stream = self._push_progress.pop(request.request_id)
-        self._names.discard(stream.name)
-        self._news.append(self._piece(stream, blocks, request.num_prompt_tokens, last=True))
+        """End a prefill: ``blocks`` are all blocks of its prompt, for each KV cache group."""
+        progress = self._prefills.pop(request.request_id)
+        self._names.discard(progress.name)
+        self._pending.append(self._computed_blocks(progress, blocks, request.num_prompt_tokens, last=True))
 
     def abandon(self, request: Request) -> None:
-        """The prefill ended without KV to hand over."""
-        if (stream := self._push_progress.pop(request.request_id, None)) is not None:
-            self._names.discard(stream.name)
-            self.forget(stream.name)
+        """End a prefill without KV."""
+        if (progress := self._prefills.pop(request.request_id, None)) is not None:
+            self._names.discard(progress.name)
+            self.forget(progress.name)
 
     def forget(self, name: RequestId) -> None:
-        """The blocks of a transfer are free."""
-        self._news.append(TransferOver(name))
+        """End a transfer: its blocks are free."""
+        self._pending.append(TransferOver(name))
 
     def has_pending(self) -> bool:
-        """Whether the workers must be told something that no step of the model will bring them."""
-        return bool(self._news)
+        """Whether the next step's metadata must reach the workers, even if the model computes nothing."""
+        return bool(self._pending)
 
     def take_computed(self, output: SchedulerOutput) -> list[ComputedBlocks | TransferOver]:
-        """Return what earlier steps have computed and no call has returned before.
+        """Return the blocks that earlier steps have computed and no earlier call has returned.
 
-        vLLM counts a step's tokens as computed when the step has been scheduled, after it has asked for this: so here
-        ``num_computed_tokens`` is without this step. On a GPU earlier steps may still run; the worker waits for them.
+        vLLM 0.32 adds a step's tokens to ``num_computed_tokens`` after it has called us (``_update_after_schedule`` in
+        ``v1/core/sched/scheduler.py``), so the number excludes this step. On a GPU earlier steps may still run; the
+        worker waits for them.
 
-        What a request brings along into its first step are hits of the prefix cache, and vLLM lets it hit blocks that
-        another request is only about to compute, in this very step. They are returned with the next one.
+        The computed tokens of a request in its first step are hits of the prefix cache. vLLM lets it hit blocks that
+        another request computes in the same step, so they are returned with the next step.
         """
-        pieces, self._news = self._news, []
+        pieces, self._pending = self._pending, []
         state = output.kv_connector_block_state
         if not self._is_chunked or state is None:
             return pieces
         entering = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
-        for own in (output.num_scheduled_tokens.keys() & self._push_progress.keys()) - entering:
-            stream = self._push_progress[own]
-            computed = min(stream.request.num_computed_tokens, stream.request.num_prompt_tokens)
+        for own in (output.num_scheduled_tokens.keys() & self._prefills.keys()) - entering:
+            progress = self._prefills[own]
+            computed = min(progress.request.num_computed_tokens, progress.request.num_prompt_tokens)
             table = state.resolve_block_ids(own)
             complete = [
                 blocks[: computed // group.block_size] for blocks, group in zip(table, self._groups, strict=True)
             ]
-            piece = self._piece(stream, complete, computed, last=False)
+            piece = self._computed_blocks(progress, complete, computed, last=False)
             if any(piece.groups):
                 pieces.append(piece)
         return pieces
 
-    def _piece(
-        self, stream: _PrefillProgress, blocks: Sequence[Sequence[int]], tokens: int, *, last: bool
+    def _computed_blocks(
+        self, progress: _PrefillProgress, blocks: Sequence[Sequence[int]], tokens: int, *, last: bool
     ) -> ComputedBlocks:
-        if stream.attempt != stream.request.num_preemptions or not stream.announced:
-            stream.attempt = stream.request.num_preemptions  # its blocks were another's meanwhile
-            stream.announced = [0] * len(self._groups)
-        new = [[BlockId(b) for b in each[known:]] for each, known in zip(blocks, stream.announced, strict=True)]
-        stream.announced = [known + len(each) for known, each in zip(stream.announced, new, strict=True)]
-        return ComputedBlocks(stream.name, stream.prompt, stream.attempt, new, tokens, last)
+        if progress.attempt != progress.request.num_preemptions or not progress.announced:
+            progress.attempt = progress.request.num_preemptions  # preempted: other requests have used its blocks since
+            progress.announced = [0] * len(self._groups)
+        new = [[BlockId(b) for b in each[known:]] for each, known in zip(blocks, progress.announced, strict=True)]
+        progress.announced = [known + len(each) for known, each in zip(progress.announced, new, strict=True)]
+        return ComputedBlocks(progress.name, progress.prompt, progress.attempt, new, tokens, last)

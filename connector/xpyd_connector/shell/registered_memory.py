@@ -1,4 +1,4 @@
-"""The memory that peers reach: the cache itself, or host buffers that KV goes through."""
+"""The memory that peers reach: the KV cache itself, or staging buffers in host memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ from xpyd_connector.shell.host_staging import (
 
 @dataclass(frozen=True, slots=True)
 class RoleMemory:
-    """What one half of the connector, the lending or the borrowing one, moves KV from or into."""
+    """The memory of one role, producer or consumer."""
 
     info: RankInfo
-    buffer: StagingBuffer | None  # absent where that is the cache itself
+    buffer: StagingBuffer | None  # absent if it is the KV cache itself
 
 
 class RegisteredMemory:
-    """Registers memory with NIXL, once. Each half has a buffer of its own: their slots have different masters."""
+    """Registers memory with NIXL, once. Each role has its own buffer, because other threads grant its slots."""
 
     def __init__(
         self, agent: Any, engine_config: EngineConfig, rank: int, caches: Tensors, kernel_layout: KernelLayout
@@ -49,21 +49,21 @@ class RegisteredMemory:
             spans = spans_of(caches)
         self.kind, self.number = kind, number
         self._metadata = register(agent, kind, number, spans)
-        self.producer = self._half(caches, producer)
-        self.consumer = self._half(caches, consumer)
+        self.producer = self._role_memory(caches, producer)
+        self.consumer = self._role_memory(caches, consumer)
 
     def use(self, copy_rows: CopyRows) -> None:
-        """Copy with vLLM's operation for this device; where the device is the host, it has none."""
+        """Copy with vLLM's operation for this device. vLLM has none for the CPU."""
         if self.device.type != "cpu":
             self._copy_rows = copy_rows
 
     def copier(self, buffer: StagingBuffer, wake: Callable[[], None]) -> ThreadCopier:
-        """Return what copies between the cache and a buffer of it; the caller starts and stops it."""
+        """Return a copier between the cache and one of its buffers; the caller starts and stops it."""
         return ThreadCopier(buffer, lambda *args: self._copy_rows(*args), self._around, wake)
 
     @property
     def gigabytes(self) -> float:
-        """Size of all that is registered for one half."""
+        """Size of one role's memory."""
         return sum(r.count * r.heads * r.tokens * r.parts * r.width for r in self.producer.info.regions) / 1e9
 
     def _buffer(self, caches: Tensors) -> StagingBuffer | None:
@@ -74,7 +74,7 @@ class RegisteredMemory:
             caches, engine_config.layers, blocks=engine_config.blocks, slots=engine_config.staging_blocks
         )
 
-    def _half(self, caches: Tensors, buffer: StagingBuffer | None) -> RoleMemory:
+    def _role_memory(self, caches: Tensors, buffer: StagingBuffer | None) -> RoleMemory:
         engine_config = self._engine_config
         staged = buffer is not None
         regions = self._describe(caches, engine_config.blocks) if buffer is None else buffer.regions(self._describe)

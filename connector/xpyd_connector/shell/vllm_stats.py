@@ -1,4 +1,4 @@
-"""Our numbers in vLLM's stats: its periodic log line and its Prometheus endpoint (``vllm:xpyd_...``)."""
+"""The connector's numbers in vLLM's periodic log line and its Prometheus endpoint (``vllm:xpyd_...``)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from xpyd_connector.core.counters import COUNTERS, GAUGES, StatsReport, merge
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
-INFO = "What a router compares before it pairs two engines: their KV is interchangeable where all labels are equal."
+INFO = "Labels that a router compares before it pairs two engines: unequal labels mean incompatible KV."
 
 
 def _report(data: dict[str, Any]) -> StatsReport:
@@ -30,7 +30,7 @@ class XpydStats(KVConnectorStats):
         return cls(data=msgspec.to_builtins(report))
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Clear the report."""
         self.data = msgspec.to_builtins(StatsReport())
 
     def aggregate(self, other: KVConnectorStats) -> "XpydStats":
@@ -38,7 +38,7 @@ class XpydStats(KVConnectorStats):
         return XpydStats.of(merge([_report(self.data), _report(other.data)]))
 
     def reduce(self) -> dict[str, int | float]:
-        """Return what one log line shows."""
+        """Return the numbers of one log line."""
         report = _report(self.data)
         shown: dict[str, int | float] = {**report.counters, **report.gauges}
         if report.transfers:
@@ -52,7 +52,7 @@ class XpydStats(KVConnectorStats):
         return shown
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """Whether the report is empty."""
         return not _report(self.data)
 
 
@@ -69,16 +69,19 @@ class XpydPromMetrics(KVConnectorPromMetrics):
                 **COUNTERS,
                 "bytes_transferred": "Bytes of KV read (pull) or written (push).",
                 "descriptors": "Pieces of memory read or written.",
-                "posting_seconds": "Seconds spent on handing transfers to NIXL, before they were on their way.",
+                "posting_seconds": "Seconds spent on posting transfers to NIXL.",
             }.items()
         }
-        # mostrecent: with several API servers only the last value is true, not a sum over processes.
+        # mostrecent: several API servers report the same engine, so the latest value counts, not their sum.
         self._gauges = {
             name: self._make(Gauge, f"vllm:xpyd_{name}", text, multiprocess_mode="mostrecent")
             for name, text in GAUGES.items()
         }
         self._seconds = self._make(
-            Histogram, "vllm:xpyd_transfer_seconds", "From posting a read or a write to its end.", buckets=SECONDS
+            Histogram,
+            "vllm:xpyd_transfer_seconds",
+            "Seconds from posting a read or a write to its end.",
+            buckets=SECONDS,
         )
 
         labels = [*self._labelnames, *info]

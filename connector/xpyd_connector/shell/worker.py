@@ -1,6 +1,6 @@
-"""The half in each vLLM worker: registers the cache, and passes loads to the transfer thread.
+"""The connector in each vLLM worker: registers the KV cache, and passes loads to the transfer thread.
 
-Everything here runs on the forward thread and only touches queues; NIXL is the transfer thread's.
+Everything here runs on the worker's main thread and only touches queues. The transfer thread owns NIXL's transfers.
 """
 
 import os
@@ -56,11 +56,11 @@ class XpydConnectorWorker:
         self._engine_config = engine_config
         self._settings = settings
         self._rank = rank
-        self._handshake: RankHandshake | None = None  # absent until the cache exists
+        self._handshake: RankHandshake | None = None  # absent before register()
         self._memory: RegisteredMemory | None = None  # likewise
-        self._runner: Runner[PullReader] | None = None  # only where KV is read
-        self._push_writer: Runner[PushWriter] | None = None  # only where KV is written
-        self._others: list[Runner[Any] | ThreadCopier] = []  # what else is to be stopped at the end
+        self._runner: Runner[PullReader] | None = None  # only on a consumer in pull
+        self._push_writer: Runner[PushWriter] | None = None  # only on a producer in push
+        self._others: list[Runner[Any] | ThreadCopier] = []  # stagers and copiers
         self._push_results: list[LoadResult] = []
         self._outbox: Outbox[LoadResult | BlocksReleased] = Outbox()
         self._quarantined = QuarantineMetadata()  # news for the scheduler
@@ -71,21 +71,21 @@ class XpydConnectorWorker:
     def register(
         self, caches: Mapping[str, torch.Tensor], fingerprint: Fingerprint, kernel_layout: KernelLayout
     ) -> None:
-        """Make the KV cache, or a host buffer, reachable for peers, and start what this engine's role needs."""
+        """Register the KV cache, or a staging buffer, with NIXL, and start the threads of this engine's role."""
         bind_data_plane(self._settings, self._engine_config.address)
         agent = make_agent(
             str(uuid.uuid4()),
             progress_delay_us=self._settings.progress_delay_us,
             backends={backend.name: backend.parameters for backend in self._settings.backends},
         )
-        self._agent = agent  # who only lets others read or write does nothing more with it, but it must live
+        self._agent = agent  # NIXL serves peers as long as the agent lives, even if no thread here uses it
         memory = self._memory = RegisteredMemory(agent, self._engine_config, self._rank, caches, kernel_layout)
         producer, consumer = memory.producer, memory.consumer
         self._handshake = RankHandshake(producer.info, consumer.info, fingerprint, os.urandom(TOKEN_BYTES))
         logger.info(
             "xpyd: rank %d registered %d layers of %d blocks, %.3f GB of %s%s",
             self._rank, len(caches), producer.info.regions[0].blocks, memory.gigabytes, memory.kind,
-            " that KV goes through" if self._engine_config.staging_blocks else "",
+            " (staging)" if self._engine_config.staging_blocks else "",
         )  # fmt: skip
         mover = NixlTransferAgent(agent, memory.kind, memory.number)
         pulls = self._settings.mode is Mode.PULL
@@ -99,12 +99,12 @@ class XpydConnectorWorker:
             self._start_stager(consumer.buffer, WorkerHello(self._rank, self._handshake.token, receives_pushes=True))
 
     def use_copy_operation(self, copy_rows: CopyRows) -> None:
-        """Copy between device and host as vLLM does on this platform."""
+        """Copy between device and host with vLLM's operation for this platform."""
         if self._memory is not None:
             self._memory.use(copy_rows)
 
     def handshake(self) -> RankHandshake | None:
-        """Return what peers must know of this rank."""
+        """Return the description of this rank for peers; None before :meth:`register`."""
         return self._handshake
 
     def load(self, step: StepMetadata) -> None:
@@ -112,26 +112,26 @@ class XpydConnectorWorker:
         self._idle = step.idle
         for order in step.orders:
             if self._runner is None:
-                raise RuntimeError(f"request {order.request} is to be loaded on an engine that takes no KV over")
+                raise RuntimeError(f"request {order.request} is to be loaded on an engine that is no consumer in pull")
             self._loading.add(order.request)
             self._runner.post(_loading(order))
         self._push_results += step.arrived
 
     def add_computed(self, pieces: list[ComputedBlocks | TransferOver]) -> None:
-        """Let the transfer thread write what earlier steps have computed, once the device has."""
+        """Push the blocks of earlier steps; the transfer thread waits until the device has computed them."""
         if not pieces:
             return
         if self._push_writer is None:
-            raise ConnectorError("KV is to be pushed by an engine that lends none")
+            raise ConnectorError("KV is to be pushed by an engine that is no producer in push")
         ready = computed(self._memory.device) if self._memory is not None else None
         for piece in pieces:
             self._push_writer.post(_offering(piece, ready))
 
     def results(self) -> KVConnectorTransferResults:
-        """Return the loads that ended.
+        """Return the ended loads.
 
-        A step that computes nothing while loads are under way waits a moment for one: vLLM would otherwise step
-        at full speed, on the core that the transfer needs.
+        A step without tokens waits ``idle_wait`` for a load that is under way: without the wait vLLM steps in a busy
+        loop, on a core that the transfer needs.
         """
         if self._loading and self._runner is not None:
             self._runner.check()
@@ -150,12 +150,12 @@ class XpydConnectorWorker:
                     if quarantined:
                         self._quarantined.quarantined.append(request)
         for result in self._push_results:
-            _report(results, result)  # the scheduler itself keeps quarantined blocks here
+            _report(results, result)  # in push the scheduler itself pins quarantined blocks
         self._push_results = []
         return results
 
-    def lingering(self) -> QuarantineMetadata | None:
-        """Return whose blocks must be kept from others, and whose no longer, since the last call."""
+    def take_quarantined(self) -> QuarantineMetadata | None:
+        """Return the changes of quarantined blocks since the last call."""
         event, self._quarantined = self._quarantined, QuarantineMetadata()
         return event if event.quarantined or event.released else None
 
@@ -165,34 +165,34 @@ class XpydConnectorWorker:
         return XpydStats.of(report) if report else None
 
     def stop(self) -> None:
-        """End the transfer thread."""
+        """End the threads."""
         for runner in (self._runner, self._push_writer, *self._others):
             if runner is not None:
                 runner.stop()
 
-    def _start_reader(self, mover: NixlTransferAgent, half: RoleMemory, fingerprint: Fingerprint) -> None:
+    def _start_reader(self, mover: NixlTransferAgent, memory: RoleMemory, fingerprint: Fingerprint) -> None:
         settings, link = self._settings, self._link()
         peers = PeerTable(link, fingerprint, self._counters, retry_after=settings.retry_after)
         staging: HostBuffer[RequestId] | None = None
-        if half.buffer is not None:
-            staging = HostBuffer(Slots[RequestId](half.buffer.slots), self._copier(half.buffer, link))
+        if memory.buffer is not None:
+            staging = HostBuffer(Slots[RequestId](memory.buffer.slots), self._copier(memory.buffer, link))
         reader = PullReader(
-            link, mover, peers, self._counters, half.info, timeout=settings.transfer_timeout, staging=staging
+            link, mover, peers, self._counters, memory.info, timeout=settings.transfer_timeout, staging=staging
         )
         self._runner = Runner("xpyd-transfer", reader, link, self._after_turn)
         self._runner.start()
 
-    def _start_writer(self, mover: NixlTransferAgent, half: RoleMemory, token: bytes) -> None:
+    def _start_writer(self, mover: NixlTransferAgent, memory: RoleMemory, token: bytes) -> None:
         link, timeout = self._link(), self._settings.transfer_timeout
         staging: HostBuffer[PartWriteId] | None = None
-        if half.buffer is not None:
-            staging = HostBuffer(Slots[PartWriteId](half.buffer.slots), self._copier(half.buffer, link))
-        counters = ForwardingCounters(self._tell)
+        if memory.buffer is not None:
+            staging = HostBuffer(Slots[PartWriteId](memory.buffer.slots), self._copier(memory.buffer, link))
+        counters = ForwardingCounters(self._forward)
         push_writer = PushWriter(
             link,
             mover,
             counters,
-            half.info,
+            memory.info,
             scheduler_endpoint=self._scheduler,
             token=token,
             timeout=timeout,
@@ -202,7 +202,7 @@ class XpydConnectorWorker:
         self._push_writer.start()
 
     def _start_stager(self, buffer: StagingBuffer, hello: WorkerHello) -> None:
-        link, counters = self._link(), ForwardingCounters(self._tell)
+        link, counters = self._link(), ForwardingCounters(self._forward)
         stager = StagingWorker(
             link, self._copier(buffer, link), counters, scheduler_endpoint=self._scheduler, hello=hello
         )
@@ -220,7 +220,7 @@ class XpydConnectorWorker:
 
     @property
     def _scheduler(self) -> EngineEndpoint:
-        """Our own scheduler process."""
+        """This engine's scheduler process."""
         return EngineEndpoint(self._engine_config.engine, self._engine_config.address)
 
     def _link(self) -> SocketLink:
@@ -229,16 +229,16 @@ class XpydConnectorWorker:
             self._settings, self._engine_config.engine, self._counters, role=ProcessRole.WORKER, badge=badge
         )
 
-    def _tell(self, report: StatsReport) -> None:
-        """On the thread of a writer or a stager: pass on what it has counted, before anybody hears of it."""
+    def _forward(self, report: StatsReport) -> None:
+        """On the thread of a writer or a stager: pass its numbers on, before its next message leaves."""
         self._outbox.put((), report)
 
     def _after_turn(self, reader: PullReader) -> None:
-        """On the transfer thread: pass on what ended."""
+        """On the transfer thread: pass the ended loads on."""
         results = reader.take_results()
         for result in results:
             if isinstance(result, LoadResult) and result.failure:
-                logger.warning("xpyd: KV of %s was not loaded: %s", result.request, result.failure)
+                logger.warning("xpyd: the load of %s failed: %s", result.request, result.failure)
         self._outbox.put(results, self._counters.take())
 
 

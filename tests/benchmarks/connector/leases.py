@@ -124,9 +124,10 @@ def a_registration(many):
 
 
 def a_turn_that_waits_for_pushes(many):
-    desk = Desk(many)
+    harness = Harness(many)
     push_receiver = PushReceiver(
-        desk.link, desk.peers, desk.lease_renewer, Counters(), [rank_info("d")], timeout=480.0, peer_timeout=30.0
+        harness.link, harness.peers, harness.lease_renewer, Counters(), [rank_info("d")],
+        timeout=480.0, peer_timeout=30.0,
     )  # fmt: skip
     for number in range(many):
         push_receiver.expect(PushOrder(name(number), name(number), P, Address("h", 1), None, lent(0, [1])), now=0.0)
@@ -134,7 +135,7 @@ def a_turn_that_waits_for_pushes(many):
     return [lambda: push_receiver.advance(now=1.0)] * MESSAGES
 
 
-class Desk:
+class Harness:
     """A decode engine's scheduler that wants many leases of one prefill engine."""
 
     def __init__(self, many):
@@ -148,12 +149,12 @@ class Desk:
 
 
 def all_aborts_of_8000_requests(many):
-    desk = Desk(ABORTS)
+    harness = Harness(ABORTS)
 
     def abort():
         for number in range(ABORTS):
-            desk.lease_renewer.release(name(number), P)
-        desk.lease_renewer.advance(now=1.0)
+            harness.lease_renewer.release(name(number), P)
+        harness.lease_renewer.advance(now=1.0)
 
     return [abort]
 

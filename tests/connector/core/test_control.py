@@ -49,7 +49,7 @@ def test_the_thread_wakes_for_whichever_half_is_due_first(world):
     assert control.advance(now=0.0) == LEASE / 6
 
 
-def test_a_stranger_is_the_lenders(world):
+def test_an_unknown_connection_belongs_to_the_prefill_role(world):
     """A connection we did not open."""
     world.d.prefill("d-x", 1, now=0.0)
     world.d.control.on(MessageReceived(ConnId(77), RenewLeases((RequestId("d-x"),))), now=1.0)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks.connector.leases import ABORTS, CASES, Desk, all_aborts_of_8000_requests, name
+from benchmarks.connector.leases import ABORTS, CASES, Harness, all_aborts_of_8000_requests, name
 from xpyd_connector.core.ids import EngineId
 
 FEW, MANY = 300, 3000
@@ -43,8 +43,10 @@ def test_a_surge_of_aborts_costs_as_much_for_each_as_a_single_one():
     """8,000 took 1.7 s."""
     costs = []
     for size in (FEW, MANY):
-        desk = Desk(size)
-        costs.append(lines(lambda desk=desk, size=size: [desk.lease_renewer.release(name(n), P) for n in range(size)]))
+        harness = Harness(size)
+        costs.append(
+            lines(lambda harness=harness, size=size: [harness.lease_renewer.release(name(n), P) for n in range(size)])
+        )
 
     assert costs[1] <= 1.2 * MANY / FEW * costs[0]
     assert ABORTS > MANY

@@ -239,7 +239,7 @@ def test_the_largest_part_fits_into_a_frame():
     assert len(encode(PartStaged(longest, MAX_BLOCKS, blocks))) <= MAX_FRAME
 
 
-def test_the_longest_hello_fits_into_what_a_stranger_may_say():
+def test_the_longest_hello_is_within_the_unauthenticated_limit():
     """With the most ranks, the longest names and two proofs."""
     hello = changed(
         HELLO, engine=EngineId("\U0001f600" * MAX_ID), expects=EngineId("\U0001f600" * MAX_ID), host="x" * 255,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.engines import changed, rank_info
-from support.side_channel import LONG, NOBODY, WELCOME, A, Net, P, SlowHost, in_force, serve_tls
+from support.side_channel import LONG, NO_NONCE, WELCOME, A, Net, P, SlowServer, in_force, serve_tls
 from xpyd_connector.core.ids import Address, EngineId, RequestId
 from xpyd_connector.core.messages import (
     MAX_FRAME,
@@ -26,6 +26,7 @@ from xpyd_connector.core.messages import (
 from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
 from xpyd_connector.core.session.handshake import HandshakeServer
 from xpyd_connector.errors import SettingsError
+from xpyd_connector.io import client_connections, connection
 from xpyd_connector.io import link as link_module
 from xpyd_connector.io.framing import frame
 
@@ -67,7 +68,7 @@ def test_order_is_kept(net):
 
 
 def test_each_end_hears_once_that_the_other_closed(net):
-    """And the one that closes hears nothing."""
+    """The end that closes gets no event."""
     d, p = net.link(), net.listener()
     conn = net.connect(d, p)
     d.send(conn, RenewLeases((A,)))
@@ -97,7 +98,7 @@ def test_nothing_is_heard_of_a_connection_that_was_closed_meanwhile(net):
 
 
 def test_sending_to_a_closed_connection_is_ignored(net):
-    """Its Lost has been told, or was not wanted."""
+    """Its ConnectionLost is handled, or the caller closed it itself."""
     d, p = net.link(), net.listener()
     conn = net.connect(d, p)
     d.close(conn)
@@ -108,7 +109,7 @@ def test_sending_to_a_closed_connection_is_ignored(net):
 
 @pytest.mark.parametrize(("ours", "theirs"), [(b"", b"s"), (b"s", b""), (b"s", b"t")])
 def test_another_secret_is_refused_with_the_reason(net, ours, theirs):
-    """On the side of the one who calls; the listener says nothing of it."""
+    """On the client's side; the listener has no event."""
     d, p = net.link(secret=ours), net.listener(secret=theirs)
     conn = d.connect(p.address, P)
     (failed,) = net.events(d)
@@ -118,24 +119,24 @@ def test_another_secret_is_refused_with_the_reason(net, ours, theirs):
     assert net.idle(p) == []
 
 
-def test_what_a_refused_stranger_says_next_is_not_heard(net):
-    """In the same breath, without waiting for the answer: he could free or keep other people's blocks."""
+def test_messages_of_a_refused_client_are_ignored(net):
+    """Sent together with the Hello: they could free or keep blocks of other requests."""
     p = net.listener()
-    stranger = net.stranger(p.address)
-    stranger.say(stranger.hello(net, secret=b"wrong"), DropLeases((A,)), RenewLeases((A,)), stranger_hello())
+    client = net.client(p.address)
+    client.send(client.hello(net, secret=b"wrong"), DropLeases((A,)), RenewLeases((A,)), raw_hello())
 
     assert net.idle(p) == []
 
 
-def stranger_hello():
-    return Hello(PROTOCOL, EngineId("x"), "scheduler", P, "127.0.0.1", 1, "127.0.0.1", NOBODY, ())
+def raw_hello():
+    return Hello(PROTOCOL, EngineId("x"), "scheduler", P, "127.0.0.1", 1, "127.0.0.1", NO_NONCE, ())
 
 
-def test_whoever_has_greeted_may_go_on_in_the_same_breath(net):
-    """The first heartbeat need not wait for the welcome to arrive."""
+def test_messages_may_follow_the_hello_at_once(net):
+    """The first heartbeat need not wait for the Welcome."""
     p = net.listener()
-    stranger = net.stranger(p.address)
-    stranger.say(stranger.hello(net), RenewLeases((A,)))
+    client = net.client(p.address)
+    client.send(client.hello(net), RenewLeases((A,)))
 
     assert [event.message for event in net.events(p)] == [RenewLeases((A,))]
 
@@ -143,43 +144,43 @@ def test_whoever_has_greeted_may_go_on_in_the_same_breath(net):
 def test_nothing_is_heard_after_a_connection_was_lost(net, monkeypatch):
     """The welcome finds the peer gone, and its next message is already here: it must not claim a lease."""
     p = net.listener()
-    stranger = net.stranger(p.address)
-    hello = stranger.hello(net)
+    client = net.client(p.address)
+    hello = client.hello(net)
     monkeypatch.setattr(link_module, "MAX_UNSENT", -1)  # whatever is sent now finds that too much is unread
-    stranger.say(hello, RenewLeases((A,)))
+    client.send(hello, RenewLeases((A,)))
 
     assert [type(event) for event in net.events(p)] == [ConnectionLost]
 
 
-def test_a_refused_stranger_hears_why_and_is_sent_away(net):
+def test_a_refused_client_receives_the_reason_and_is_closed(net):
     """An older engine's operator reads it."""
     p = net.listener()
-    stranger = net.stranger(p.address)
-    stranger.say(changed(stranger.hello(net), protocol=PROTOCOL + 1))
+    client = net.client(p.address)
+    client.send(changed(client.hello(net), protocol=PROTOCOL + 1))
 
-    assert isinstance(stranger.hear(net), Refusal)
-    assert stranger.hear(net) is None
+    assert isinstance(client.receive(net), Refusal)
+    assert client.receive(net) is None
 
 
-def test_a_stranger_who_says_nothing_is_sent_away_in_time(net):
-    """A port scanner, or half a handshake: nobody hears of it, and a sleeping thread wakes for it."""
+def test_a_silent_client_is_closed_in_time(net):
+    """A port scanner, or half a handshake: no event follows, and a waiting poll() wakes for the deadline."""
     p = net.listener(timeout=0.15)
-    stranger = net.stranger(p.address)
-    assert isinstance(stranger.hear(net), Challenge)
+    client = net.client(p.address)
+    assert isinstance(client.receive(net), Challenge)
     start = time.monotonic()
     assert list(p.poll(LONG)) == []
     waited = time.monotonic() - start
 
     assert waited < 1
-    assert stranger.hear(net) is None
+    assert client.receive(net) is None
 
 
-def test_strangers_are_limited(net, monkeypatch):
-    """However many connect, our files are not used up; the oldest go, or they would keep everybody else out."""
-    monkeypatch.setattr(link_module, "MAX_UNAUTHENTICATED", 3)
+def test_unauthenticated_connections_are_limited(net, monkeypatch):
+    """They cannot use up the descriptors. The oldest goes, so that others still connect."""
+    monkeypatch.setattr(client_connections, "MAX_UNAUTHENTICATED", 3)
     p = net.listener()
-    strangers = [net.stranger(p.address) for _ in range(5)]
-    heard = [stranger.hear(net) for stranger in strangers]
+    clients = [net.client(p.address) for _ in range(5)]
+    heard = [client.receive(net) for client in clients]
 
     assert [type(message) for message in heard] == [type(None)] * 2 + [Challenge] * 3
 
@@ -194,14 +195,14 @@ def test_strangers_are_limited(net, monkeypatch):
         b"GET / HTTP/1.1\r\n\r\n",
     ],
 )
-def test_a_stranger_who_talks_nonsense_is_sent_away_and_nobody_else_notices(net, data):
-    """Whatever he says, the thread that renews everybody's leases lives."""
+def test_an_invalid_first_message_closes_only_that_connection(net, data):
+    """The thread that renews all leases goes on."""
     p, d = net.listener(), net.link()
-    stranger = net.stranger(p.address)
-    stranger.hear(net)
-    stranger.sock.sendall(data)
+    client = net.client(p.address)
+    client.receive(net)
+    client.sock.sendall(data)
 
-    assert stranger.hear(net) is None
+    assert client.receive(net) is None
     assert net.connect(d, p)
 
 
@@ -209,10 +210,10 @@ def test_a_stranger_who_talks_nonsense_is_sent_away_and_nobody_else_notices(net,
 def test_a_peer_that_breaks_the_protocol_is_lost(net, data):
     """With the reason."""
     p = net.listener()
-    stranger = net.stranger(p.address)
-    stranger.say(stranger.hello(net))
-    stranger.hear(net)
-    stranger.sock.sendall(data)
+    client = net.client(p.address)
+    client.send(client.hello(net))
+    client.receive(net)
+    client.sock.sendall(data)
     (lost,) = net.events(p)
 
     assert isinstance(lost, ConnectionLost)
@@ -223,8 +224,8 @@ def test_a_peer_that_does_not_read_is_lost(net, monkeypatch):
     """What we keep for it is bounded."""
     monkeypatch.setattr(link_module, "MAX_UNSENT", 1 << 20)
     p = net.listener()
-    stranger = net.stranger(p.address)
-    stranger.say(stranger.hello(net), RenewLeases((A,)))
+    client = net.client(p.address)
+    client.send(client.hello(net), RenewLeases((A,)))
     (met,) = net.events(p)
     drop = DropLeases(tuple(RequestId("x" * 200) for _ in range(1000)))
     for _ in range(100):
@@ -236,7 +237,7 @@ def test_a_peer_that_does_not_read_is_lost(net, monkeypatch):
 
 
 def test_a_message_larger_than_the_sockets_buffer_arrives(net):
-    """It is sent piece by piece, while nobody waits for it."""
+    """It is sent in pieces, without blocking."""
     d, p = net.link(), net.listener()
     conn = net.connect(d, p)
     large = DropLeases(tuple(RequestId(f"{number:0200}") for number in range(1000)))
@@ -256,7 +257,7 @@ def test_a_welcome_larger_than_what_a_peer_may_leave_unread_arrives(net):
     assert net.events(d) == [PeerConnected(conn, huge)]
 
 
-def test_a_port_that_nobody_has_fails(net):
+def test_a_port_without_a_listener_fails(net):
     """With the address in the sentence."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -291,7 +292,7 @@ def refuse_names(resolve):
 
 
 def test_something_else_on_that_port_fails(net):
-    """A web server, say."""
+    """For example a web server."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         d = net.link()
         d.connect(Address(*server.getsockname()), P)
@@ -301,7 +302,7 @@ def test_something_else_on_that_port_fails(net):
             (failed,) = net.events(d)
 
     assert isinstance(failed, ConnectFailed)
-    assert "does not speak TLS 1.3" in failed.reason
+    assert "does not accept our TLS 1.3" in failed.reason
 
 
 def test_something_else_behind_tls_fails(net):
@@ -326,7 +327,7 @@ def test_something_else_than_a_challenge_fails(net, said):
             conn.sendall(frame(encode(said)))
             (failed,) = net.events(d)
 
-    assert "full" in failed.reason or f"answered hello with {type(said).__name__}" in failed.reason
+    assert "full" in failed.reason or f"answered the handshake with {type(said).__name__}" in failed.reason
 
 
 def test_a_listener_that_never_answers_fails_in_time(net):
@@ -338,7 +339,8 @@ def test_a_listener_that_never_answers_fails_in_time(net):
         (failed,) = net.events(d)
 
     assert 0.15 < time.monotonic() - start < 1.5
-    assert "did not say hello: timed out" in failed.reason
+    assert failed.reason.startswith("no handshake with ")
+    assert failed.reason.endswith(": timed out")
 
 
 def test_a_listener_that_answers_byte_by_byte_fails_in_time(net):
@@ -360,7 +362,7 @@ def test_a_listener_that_answers_byte_by_byte_fails_in_time(net):
 
 
 def test_a_listener_that_hangs_up_fails(net):
-    """It restarts, or has too many strangers."""
+    """It restarts, or has too many clients."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         d = net.link()
         d.connect(Address(*server.getsockname()), P)
@@ -370,9 +372,9 @@ def test_a_listener_that_hangs_up_fails(net):
     assert "closed the connection" in failed.reason
 
 
-def test_a_meeting_that_is_given_up_is_not_reported(net):
+def test_a_cancelled_attempt_is_not_reported(net):
     """And its connection is closed when it succeeds after all."""
-    p, d = net.listener(host=SlowHost), net.link()
+    p, d = net.listener(server=SlowServer), net.link()
     conn = d.connect(p.address, P)
     d.close(conn)
     net.idle(d, 0.6)
@@ -384,7 +386,7 @@ def test_a_meeting_that_is_given_up_is_not_reported(net):
 def test_slow_listeners_are_met_at_the_same_time(net):
     """Eight new prefill engines, each 0.3 s late: about 0.3 s, not their sum."""
     d, running = net.link(), threading.Event()
-    listeners = [net.listener(host=SlowHost) for _ in range(8)]
+    listeners = [net.listener(server=SlowServer) for _ in range(8)]
     net.links = [d]
     threads = [threading.Thread(target=serve, args=(listener, running)) for listener in listeners]
     for thread in threads:
@@ -422,7 +424,7 @@ def test_wake_ends_a_wait_from_another_thread(net):
 
 
 def test_waking_never_blocks(net):
-    """However often, and nobody polls; nor after the end."""
+    """Not even 5,000 times without a poll(), nor after stop()."""
     d = net.link()
     for _ in range(5000):
         d.wake()
@@ -436,11 +438,11 @@ def test_waking_never_blocks(net):
 def test_a_reset_connection_is_lost_not_an_error(net):
     """RST instead of FIN, while something is being sent."""
     p = net.listener()
-    stranger = net.stranger(p.address)
-    stranger.say(stranger.hello(net), RenewLeases((A,)))
+    client = net.client(p.address)
+    client.send(client.hello(net), RenewLeases((A,)))
     (heard,) = net.events(p)
-    stranger.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    stranger.sock.close()
+    client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.sock.close()
     p.send(heard.conn, DropLeases((A,)))
 
     assert [type(event) for event in net.events(p)] == [ConnectionLost]
@@ -478,7 +480,7 @@ class Broken:
     ids=lambda value: errno.errorcode.get(value, value),
 )
 def test_a_peer_that_fell_silent_may_live(net, number, silent, on):
-    """What it wrote into our memory may still arrive, unlike that of one whose system says that it is gone."""
+    """Its writes may still arrive, unlike those of a peer whose kernel has closed the connection."""
     d, p = net.link(), net.listener()
     conn = net.connect(d, p)
     found = d._conns[conn]
@@ -507,14 +509,14 @@ def test_a_peer_that_closed_is_not_silent_but_one_that_we_gave_up_is(net):
 
 
 def test_connections_tell_when_the_other_machine_is_gone(net):
-    """Without a FIN, and although nobody says anything: half-open connections would pile up for ever."""
+    """Without a FIN and without traffic: half-open connections would pile up for ever."""
     d, p = net.link(), net.listener()
     conn = net.connect(d, p)
     sock = d._conns[conn].tls.sock
 
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 30
-    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == link_module.USER_TIMEOUT_MS
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == connection.USER_TIMEOUT_MS
 
 
 def test_a_port_that_is_taken_is_a_settings_error(net):
@@ -542,11 +544,11 @@ def test_it_listens_on_ipv6(net):
 
 
 def test_stop_leaves_nothing_open(net):
-    """No thread and no file, with connections, strangers and a meeting under way."""
-    d, p, slow = net.link(), net.listener(), net.listener(host=SlowHost)
+    """No thread and no file, with connections, clients and a meeting under way."""
+    d, p, slow = net.link(), net.listener(), net.listener(server=SlowServer)
     before = open_files()
     net.connect(d, p)
-    net.stranger(p.address)
+    net.client(p.address)
     d.connect(slow.address, P)
     net.idle(d, 0.05)
     net.closing.close()
@@ -558,9 +560,9 @@ def test_stop_leaves_nothing_open(net):
     assert open_files() < before
 
 
-def test_a_meeting_that_succeeds_after_the_end_is_closed(net):
-    """Its thread cannot be interrupted; what it opened belongs to nobody."""
-    d, p = net.link(), net.listener(host=SlowHost)
+def test_an_attempt_that_succeeds_after_stop_is_closed(net):
+    """Its thread cannot be interrupted; its connection has no owner any more."""
+    d, p = net.link(), net.listener(server=SlowServer)
     d.connect(p.address, P)
     net.idle(p, 0.02)
     net.stop(d)

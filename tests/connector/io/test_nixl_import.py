@@ -9,7 +9,7 @@ LOOK = "import logging; logging.raiseExceptions = {}; import xpyd_connector.io.n
 
 
 @pytest.mark.parametrize("before", ["True", "False"])
-def test_a_line_that_cannot_be_logged_is_told_as_before(before):
+def test_a_line_that_cannot_be_logged_is_printed_as_before(before):
     """nixl 1.5.1 switches that off for all of the process: errors of the engine's own log lines would be silent."""
     seen = subprocess.run([sys.executable, "-c", LOOK.format(before)], capture_output=True, text=True, check=True)
 

@@ -181,7 +181,7 @@ def test_stop_ends_the_thread():
     assert "under-test" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_the_first_turn_waits_for_nobody():
+def test_the_first_turn_does_not_wait():
     """A core that has something to begin (to call its own scheduler) would otherwise wait until somebody wakes it."""
     core = Log()
     with Started(core):

@@ -36,8 +36,8 @@ from xpyd_connector.core.messages import (
 from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived
 from xpyd_connector.core.session.handshake import HandshakeServer, ProcessRole, ServerConnection, badge_of, hash_of
 from xpyd_connector.errors import SettingsError
+from xpyd_connector.io import client_connections, reloaded
 from xpyd_connector.io import link as link_module
-from xpyd_connector.io import reloaded
 from xpyd_connector.io.framing import Deframer, frame
 from xpyd_connector.io.secrets import secrets_in_force
 from xpyd_connector.io.tls import Tls, digest_of
@@ -115,13 +115,13 @@ def forwarding(target, on_data=lambda data: None):
 
 
 def test_only_tls_1_3_is_spoken(net):
-    """Older versions show who asks, and have ciphers that nobody should use."""
+    """Older versions reveal the client's certificate, and allow weak ciphers."""
     p = net.listener()
-    stranger = net.stranger(p.address)
+    client = net.client(p.address)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.maximum_version = ssl.TLSVersion.TLSv1_2
-    sock = context.wrap_socket(stranger.raw, do_handshake_on_connect=False)
+    sock = context.wrap_socket(client.raw, do_handshake_on_connect=False)
     sock.settimeout(LONG)
     poller = threading.Thread(target=lambda: net.idle(None, 0.5))
     poller.start()
@@ -132,14 +132,14 @@ def test_only_tls_1_3_is_spoken(net):
     assert p.counters.take().counters == {"connections_without_tls": 1}
 
 
-def test_a_stranger_who_does_not_speak_tls_is_told_nothing(net):
+def test_a_client_without_tls_receives_nothing(net):
     """Not even which service this is."""
     p = net.listener()
-    stranger = net.stranger(p.address)
-    stranger.raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    client = net.client(p.address)
+    client.raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
     net.idle(None, 0.1)
     with contextlib.suppress(ConnectionError):
-        assert b"xpyd" not in stranger.raw.recv(1 << 16)
+        assert b"xpyd" not in client.raw.recv(1 << 16)
 
     assert p.counters.take().counters == {"connections_without_tls": 1}
 
@@ -172,21 +172,21 @@ def test_a_host_without_the_secret_is_refused_before_it_is_listened_to(net):
     assert "does not prove the shared secret (XPYD_CONNECTOR_SECRET)" in failed.reason
 
 
-def test_a_host_in_between_cannot_use_what_a_guest_proves(net):
-    """It ends TLS itself, and hands the real engine's challenge and the guest's answer on."""
+def test_a_relay_cannot_reuse_a_clients_proof(net):
+    """It ends TLS itself, and hands the real engine's challenge and the client's answer on."""
     p = net.listener()
-    rogue = net.stranger(p.address)
-    challenge = rogue.hear(net)
-    certificate = Tls(TLS).contexts().certificate  # the one that the guest sees: the rogue's
+    rogue = net.client(p.address)
+    challenge = rogue.receive(net)
+    certificate = Tls(TLS).contexts().certificate  # the one that the client sees: the rogue's
     assert certificate != digest_of(rogue.sock.getpeercert(binary_form=True))
-    rogue.say(rogue.hello(net, challenge=challenge, certificate=certificate))
+    rogue.send(rogue.hello(net, challenge=challenge, certificate=certificate))
 
-    assert "XPYD_CONNECTOR_SECRET" in rogue.hear(net).reason
+    assert "XPYD_CONNECTOR_SECRET" in rogue.receive(net).reason
     assert p.counters.take().counters == {"connections_refused": 1}
 
 
 def test_bytes_that_are_passed_on_unread_are_refused_too(net):
-    """The guest dialled another address than the engine's own."""
+    """The client dialled another address than the engine's own."""
     d, p = net.link(), net.listener()
     with forwarding(p.address) as address:
         reason = fails(net, d, address)
@@ -203,7 +203,7 @@ def test_another_engine_than_the_one_expected_is_not_met(net):
 
 
 def test_a_refusal_cannot_forge_a_line_of_our_log(net):
-    """Its text is a stranger's."""
+    """Its text is a client's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         d = net.link()
         d.connect(Address(*server.getsockname()), P)
@@ -249,7 +249,7 @@ class Lending:
         for event in net.events(self.link):
             self.lease_manager.on(event, now=0.0)
 
-    def hear_all(self):
+    def handle_all(self):
         """Take in everything that is there, with one look."""
         time.sleep(0.1)
         seen = []
@@ -268,16 +268,16 @@ def test_the_last_word_of_a_worker_that_leaves_counts(net):
     p.worker.send(p.its, ReadDone(A, RequestId("d-a"), 0, 1))
     p.worker.close(p.its)
 
-    assert p.hear_all() == [MessageReceived, ConnectionLost]
+    assert p.handle_all() == [MessageReceived, ConnectionLost]
     assert p.ended() == [LeaseEvent.DONE]
 
 
 def test_a_connection_is_known_until_its_end_is_taken_in(net):
-    """Whoever of them ends first. After that it is forgotten: engines come and go for ever."""
+    """Then its Hello is forgotten: engines come and go for ever."""
     p = Lending(net)
     holder, other = (
         p.lease_manager.holder(A),
-        next(conn for conn in p.link._hellos if conn != p.lease_manager.holder(A)),
+        next(conn for conn in p.link._clients._hellos if conn != p.lease_manager.holder(A)),
     )
     p.d.close(p.own)
     time.sleep(0.1)
@@ -287,7 +287,7 @@ def test_a_connection_is_known_until_its_end_is_taken_in(net):
     assert not p.link.are_of_one_engine(holder, other)
     p.link.close(other)  # no event follows
 
-    assert p.link._hellos == {}
+    assert p.link._clients._hellos == {}
 
 
 def test_an_engine_on_this_machine_is_met_where_nixl_is_on_loopback(net):
@@ -376,10 +376,10 @@ def test_certificates_of_another_authority_are_refused_on_both_sides(net, tmp_pa
     ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
     d = net.link(settings=ours.settings("engines.example"))
     p = net.listener(settings=theirs.settings("engines.example"))
-    stranger = net.link()  # its certificate is nobody's
+    client = net.link()  # its certificate is nobody's
 
     assert "certificate" in fails(net, d, p.address)
-    assert isinstance(fails(net, stranger, p.address), str)
+    assert isinstance(fails(net, client, p.address), str)
     assert net.idle(p) == []
 
 
@@ -392,7 +392,7 @@ def test_a_certificate_for_another_name_is_refused(net, tmp_path):
     assert "is not accepted" in fails(net, d, p.address)
 
 
-def test_the_longest_chain_of_certificates_is_within_what_a_stranger_may_send(net, tmp_path):
+def test_the_longest_certificate_chain_is_within_the_record_limit(net, tmp_path):
     """OpenSSL takes 100 KiB of them; both sides show theirs before they have proven anything."""
     authority = Authority(tmp_path, "ca")
     settings = authority.settings("engines.example")
@@ -435,13 +435,13 @@ def test_certificates_that_cannot_be_used_stop_the_start(tmp_path, key):
 
 
 def test_a_crowd_at_one_address_does_not_keep_out_another(net, monkeypatch):
-    """The secret's owner gets in while somebody opens connections without end."""
-    monkeypatch.setattr(link_module, "MAX_UNAUTHENTICATED", 6)
+    """An engine with the secret gets in during a flood of connections from one address."""
+    monkeypatch.setattr(client_connections, "MAX_UNAUTHENTICATED", 6)
     p = net.listener()
-    crowd = [net.stranger(p.address, source="127.0.0.2") for _ in range(20)]
+    crowd = [net.client(p.address, source="127.0.0.2") for _ in range(20)]
     net.idle(None, 0.05)
-    mine = net.stranger(p.address)
-    mine.greet(net)
+    mine = net.client(p.address)
+    mine.authenticate(net)
 
     assert len(crowd) == 20
     assert p.counters.take().counters["connections_evicted"] >= 14
@@ -449,48 +449,48 @@ def test_a_crowd_at_one_address_does_not_keep_out_another(net, monkeypatch):
 
 def test_one_address_has_a_share_only(net, monkeypatch):
     """Also while there is room for others."""
-    monkeypatch.setattr(link_module, "MAX_UNAUTHENTICATED_PER_ADDRESS", 3)
+    monkeypatch.setattr(client_connections, "MAX_UNAUTHENTICATED_PER_ADDRESS", 3)
     p = net.listener()
-    strangers = [net.stranger(p.address) for _ in range(5)]
+    clients = [net.client(p.address) for _ in range(5)]
 
-    assert [type(stranger.hear(net)) for stranger in strangers] == [type(None)] * 2 + [Challenge] * 3
+    assert [type(client.receive(net)) for client in clients] == [type(None)] * 2 + [Challenge] * 3
 
 
-def test_guests_are_limited(net, monkeypatch):
-    """Who knows the secret cannot use up our descriptors either; it is told."""
-    monkeypatch.setattr(link_module, "MAX_CLIENTS_PER_ENGINE", 2)
+def test_clients_of_one_engine_are_limited(net, monkeypatch):
+    """An engine with the secret cannot use up the descriptors either; it receives a Refusal."""
+    monkeypatch.setattr(client_connections, "MAX_CLIENTS_PER_ENGINE", 2)
     p = net.listener()
     for _ in range(2):
-        net.stranger(p.address).greet(net, engine="d1")
-    one_more, another = net.stranger(p.address), net.stranger(p.address)
-    one_more.say(one_more.hello(net, engine="d1"))
+        net.client(p.address).authenticate(net, engine="d1")
+    one_more, another = net.client(p.address), net.client(p.address)
+    one_more.send(one_more.hello(net, engine="d1"))
 
-    assert one_more.hear(net) == Refusal("2 connections are open here, 2 of them yours")
-    another.greet(net, engine="d2")
+    assert one_more.receive(net) == Refusal("2 connections are open here, 2 of them yours")
+    another.authenticate(net, engine="d2")
 
 
 def test_an_engine_that_says_nothing_for_long_is_closed_and_one_that_speaks_is_not(net, monkeypatch):
     """Half of what it opened may be quiet: its workers speak at the end of a read only."""
-    monkeypatch.setattr(link_module, "IDLE_TIMEOUT", 0.3)
+    monkeypatch.setattr(client_connections, "IDLE_TIMEOUT", 0.3)
     p = net.listener()
-    quiet, busy, worker = net.stranger(p.address), net.stranger(p.address), net.stranger(p.address)
-    quiet.greet(net, engine="quiet")
-    busy.greet(net, engine="busy")
-    worker.greet(net, engine="busy")
+    quiet, busy, worker = net.client(p.address), net.client(p.address), net.client(p.address)
+    quiet.authenticate(net, engine="quiet")
+    busy.authenticate(net, engine="busy")
+    worker.authenticate(net, engine="busy")
     lost, end = [], time.monotonic() + LONG
     while not lost and time.monotonic() < end:
-        busy.say(RenewLeases((A,)))
+        busy.send(RenewLeases((A,)))
         lost += [event for event in net.idle(p, 0.05) if isinstance(event, ConnectionLost)]
 
-    assert [("said nothing" in event.reason) for event in lost] == [True]
-    assert quiet.hear(net) is None
+    assert [("sent no message" in event.reason) for event in lost] == [True]
+    assert quiet.receive(net) is None
 
 
 def test_without_descriptors_it_waits_instead_of_burning_a_core(net, monkeypatch):
-    """accept() would fail again at once, without end; the thread that renews everybody's leases is this one."""
+    """accept() would fail again at once, without end; this is the thread that renews all leases."""
     monkeypatch.setattr(link_module, "ACCEPT_PAUSE", 0.3)
     p = net.listener()
-    stranger = net.stranger(p.address)
+    client = net.client(p.address)
     with no_more_descriptors():
         start, turns = time.monotonic(), 0
         while time.monotonic() - start < 0.2:
@@ -499,7 +499,7 @@ def test_without_descriptors_it_waits_instead_of_burning_a_core(net, monkeypatch
 
     assert turns <= 3
     assert p.counters.take().counters == {"accepts_without_descriptor": 1}
-    stranger.greet(net)
+    client.authenticate(net)
 
 
 @contextlib.contextmanager
@@ -518,11 +518,11 @@ def no_more_descriptors():
 def test_several_messages_in_one_record_are_all_heard(net):
     """TLS decrypts more than is taken at once, and the selector does not know of the rest."""
     p = net.listener()
-    stranger = net.stranger(p.address)
-    stranger.greet(net)
+    client = net.client(p.address)
+    client.authenticate(net)
     count = 5000
-    stranger.sock.settimeout(LONG)
-    writer = threading.Thread(target=stranger.say, args=[RenewLeases((A,))] * count)
+    client.sock.settimeout(LONG)
+    writer = threading.Thread(target=client.send, args=[RenewLeases((A,))] * count)
     writer.start()
     events = net.events(p, lambda events: len(events) == count, seconds=30)
     writer.join()
@@ -555,13 +555,13 @@ def pouring(sock, records):
         thread.join()
 
 
-def test_a_stranger_who_updates_his_key_without_end_is_sent_away_and_others_are_heard(net, tmp_path):
-    """The thread that takes them in renews everybody's leases."""
+def test_endless_key_updates_before_authentication_close_only_that_connection(net, tmp_path):
+    """The thread that reads them renews all leases."""
     d, p = net.link(), net.listener()
     conn = net.connect(d, p)
-    stranger = net.stranger(p.address, keylog=tmp_path / "keys")
-    assert isinstance(stranger.hear(net), Challenge)
-    with pouring(stranger.sock, key_updates(traffic_secret(tmp_path / "keys", "CLIENT_TRAFFIC_SECRET_0"), MANY)):
+    client = net.client(p.address, keylog=tmp_path / "keys")
+    assert isinstance(client.receive(net), Challenge)
+    with pouring(client.sock, key_updates(traffic_secret(tmp_path / "keys", "CLIENT_TRAFFIC_SECRET_0"), MANY)):
         start = time.monotonic()
         d.send(conn, RenewLeases((A,)))
         (heard,) = net.events(p)
@@ -577,8 +577,8 @@ def test_an_engine_that_updates_its_key_without_end_does_not_keep_others_from_be
     """It may, for it has proven that it is one of us, but others have their turn in between."""
     d, p = net.link(), net.listener()
     conn = net.connect(d, p)
-    mad = net.stranger(p.address, keylog=tmp_path / "keys")
-    mad.greet(net)
+    mad = net.client(p.address, keylog=tmp_path / "keys")
+    mad.authenticate(net)
     secret = traffic_secret(tmp_path / "keys", "CLIENT_TRAFFIC_SECRET_0")
     with pouring(mad.sock, key_updates(secret, MANY, message, before=1)):
         start = time.monotonic()
@@ -595,9 +595,9 @@ def test_what_tls_itself_answers_to_an_engine_that_does_not_read_is_bounded(net,
     """Each key update may ask for one of ours."""
     monkeypatch.setattr(link_module, "MAX_UNSENT", 1 << 15)
     p = net.listener()
-    mad = net.stranger(p.address, keylog=tmp_path / "keys")
+    mad = net.client(p.address, keylog=tmp_path / "keys")
     mad.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    mad.greet(net)
+    mad.authenticate(net)
     (found,) = p._conns.values()
     found.tls.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     secret = traffic_secret(tmp_path / "keys", "CLIENT_TRAFFIC_SECRET_0")
@@ -611,8 +611,8 @@ def test_what_tls_itself_answers_to_an_engine_that_does_not_read_is_bounded(net,
 def test_half_a_key_update_does_not_have_us_spin(net, tmp_path):
     """While OpenSSL waits for the other half it encrypts nothing: what is to be sent waits for words, not for room."""
     p = net.listener()
-    mad = net.stranger(p.address, keylog=tmp_path / "keys")
-    mad.greet(net)
+    mad = net.client(p.address, keylog=tmp_path / "keys")
+    mad.authenticate(net)
     (found,) = p._conns.values()
     secret = traffic_secret(tmp_path / "keys", "CLIENT_TRAFFIC_SECRET_0")
     socket.socket.sendall(mad.sock, key_updates(secret, 1, QUIET[:4], before=1))
@@ -625,7 +625,7 @@ def test_half_a_key_update_does_not_have_us_spin(net, tmp_path):
     socket.socket.sendall(mad.sock, key_updates(secret, 1, QUIET[4:], before=2))
 
     assert turns <= 3
-    assert mad.hear(net) == RenewLeases((A,))
+    assert mad.receive(net) == RenewLeases((A,))
 
 
 def test_a_host_that_updates_its_key_without_end_is_given_up(net, tmp_path):
@@ -645,7 +645,7 @@ def test_a_host_that_updates_its_key_without_end_is_given_up(net, tmp_path):
 
 
 def test_a_host_with_the_secret_that_updates_its_key_without_end_is_given_up_in_time(net, tmp_path):
-    """Gone mad in place of saying welcome."""
+    """It sends key updates in place of its Welcome."""
     tls, nonce = Tls(TLS), b"n" * 32
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = Address(*server.getsockname())

@@ -151,7 +151,7 @@ def test_anything_but_rows_heads_tokens_and_content_in_one_piece_is_refused(tens
 
 
 def test_a_layer_that_does_not_keep_one_entry_for_each_token_is_refused():
-    """Compressed caches: which tokens an entry belongs to, nobody has told us."""
+    """Compressed caches: the tokens of an entry are unknown."""
     with pytest.raises(UnsupportedCache, match=r"layer l\.0 keeps 3 entries a block for 4 tokens"):
         describe({"l.0": laid_out("LBHNC")[0]}, CacheGroup(4))
 

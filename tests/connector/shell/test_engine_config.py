@@ -40,7 +40,7 @@ def test_devices_with_streams_and_events_are_taken(device):
 
 @pytest.mark.parametrize("device", ["npu", "tpu"])
 def test_devices_without_events_are_refused_for_chunks(device):
-    """Nobody could tell when a chunk is computed; by request, the answer's first token tells."""
+    """There is no sign that a chunk is computed. By request, the first output token is the sign."""
     with pytest.raises(UnsupportedCache, match=f"torch has no events for '{device}' .* it must be 'request'"):
         check_events(device)
 

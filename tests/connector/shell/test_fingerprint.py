@@ -134,7 +134,7 @@ def test_a_draft_model_on_one_side_is_refused_in_one_sentence():
     ids=["model", "revision", "method", "cache dtype", "parallel"],
 )
 def test_draft_models_with_other_kv_differ(one, other):
-    """As vLLM's own connector tells them apart."""
+    """As vLLM's NixlConnector distinguishes them."""
     assert differ(config(speculative=one), config(speculative=other))[0]
 
 

@@ -115,7 +115,7 @@ def check_round_trip(copiers, layout, rows, seed, device, copy_rows):
 
 @pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
 def test_every_layer_has_contiguous_room_of_its_own(layout):
-    """For all slots and the one that nobody gets; zeroed, because peers can read it."""
+    """For all slots and slot 0, which is never granted; zeroed, because peers can read it."""
     buffer = StagingBuffer(make_caches(layout, rows=2), GROUPS, blocks=BLOCKS, slots=SLOTS)
 
     assert set(buffer.tensors) == set(LAYERS)
@@ -192,7 +192,7 @@ def test_copies_of_nothing_end_as_well(copiers):
 
 
 def test_a_copier_that_stops_ends_what_it_was_asked_for(copiers):
-    """Somebody's slots depend on it."""
+    """Slots of other loads depend on it."""
     buffer = StagingBuffer(make_caches(KVCacheLayout.LBHNC), GROUPS, blocks=BLOCKS, slots=SLOTS)
     copier, _ = copiers(buffer)
     for _ in range(20):

@@ -59,7 +59,7 @@ def take(monkeypatch):
 
 @pytest.mark.parametrize("name", sorted(ENTRIES))
 def test_kernels_that_keep_k_and_v_of_a_token_side_by_side(name):
-    """As vLLM's view of the cache says."""
+    """As in vLLM's view of the cache."""
     assert interior(name, name) is KernelLayout.ENTRIES
 
 

@@ -44,7 +44,7 @@ def test_on_loopback_no_secret_is_needed(host):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "other"])
 def test_where_others_can_come_a_secret_is_needed(host):
-    """Whoever says Hello there learns where all KV lies, and may read and write it."""
+    """Any client of an open side channel learns the addresses of all KV, and may read and write it."""
     host = other_address()[1] if host == "other" else host
 
     with pytest.raises(SettingsError, match="there is no secret; set XPYD_CONNECTOR_SECRET"):
@@ -78,7 +78,7 @@ def test_nixl_gets_the_interface_of_the_side_channel(environment):
 @pytest.mark.parametrize("is_bound", [True, False], ids=["worker here", "worker elsewhere"])
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
 def test_an_engine_that_reaches_this_machine_only_says_so(host, is_bound):
-    """A decode engine in pull does not listen, so its host is easily forgotten; the first request would tell."""
+    """A decode engine in pull does not listen, so a missing host would show at the first request only."""
     if is_bound:
         bind_data_plane(Settings(host=host), Address(host, 5600))
     (sentence,) = reach_remarks(Settings(host=host))
@@ -97,7 +97,7 @@ def test_ucx_on_loopback_reaches_this_machine_only_whatever_the_side_channel_doe
 
 @pytest.mark.parametrize("given", [{}, {"allow_open_data_plane": True, "host": "localhost"}], ids=["host", "open"])
 def test_an_engine_that_may_reach_others_says_nothing(given):
-    """Whether it does, nobody knows before the first meeting."""
+    """That shows at the first handshake."""
     assert reach_remarks(Settings(**{"host": other_address()[1], **given})) == []
 
 

@@ -10,7 +10,7 @@ ONE = StatsReport({"loads": 1}, {}, [TransferSample(0.1, 64, 1)])
 
 
 def test_results_are_taken_once_and_in_order():
-    """A result that is told twice would free blocks twice."""
+    """A result that is returned twice would free blocks twice."""
     outbox = Outbox()
     outbox.put(["a", "b"], StatsReport())
     outbox.put(["c"], StatsReport())

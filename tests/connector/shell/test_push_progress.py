@@ -1,4 +1,4 @@
-"""What P's workers are told, step by step, with vLLM's own counters."""
+"""The computed blocks that P's workers receive with each step, from vLLM's own counters."""
 
 import warnings
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ class Engine:
         return request
 
     def step(self, *scheduled, state=True, resumed=()):
-        """Schedule (request, tokens, block table of the one group) and return what the workers are told."""
+        """Schedule (request, tokens, block table of the one group) and return the pieces for the workers."""
         of_one = [(request, count, (blocks,)) for request, count, blocks in scheduled]
         news = self.step_of_all_groups(*of_one, state=state, resumed=resumed)
         return [
@@ -81,7 +81,7 @@ def test_a_step_tells_what_the_steps_before_have_completed(engine):
     assert len(engine.streams) == 0
 
 
-def test_hits_are_told_a_step_later(engine):
+def test_prefix_cache_hits_are_announced_a_step_later(engine):
     """Another request of the same step may be computing them: vLLM counts a block as cached when it is scheduled."""
     first, second = engine.begin("a", tokens=12), engine.begin("b", tokens=12)
     second.num_computed_tokens = 8  # what the first one computes now
@@ -89,7 +89,7 @@ def test_hits_are_told_a_step_later(engine):
     assert engine.step((second, 2, [7, 8, 9])) == [("b", 0, [7, 8], False)]
 
 
-def test_hits_of_a_request_that_was_preempted_are_told_a_step_later(engine):
+def test_prefix_cache_hits_of_a_preempted_request_are_announced_a_step_later(engine):
     """When it comes back it hits what is cached, as a new one does."""
     first, second = engine.begin("a", tokens=12), engine.begin("b", tokens=12)
     engine.step((first, 4, [7]))
@@ -100,7 +100,7 @@ def test_hits_of_a_request_that_was_preempted_are_told_a_step_later(engine):
 
 @pytest.mark.parametrize("chunk", range(1, 11))
 @pytest.mark.parametrize("hits", [0, 4, 8])
-def test_every_block_is_told_once_and_in_order(engine, chunk, hits):
+def test_every_block_is_announced_once_and_in_order(engine, chunk, hits):
     """Whatever the chunks; blocks of the local prefix cache come first, at the second step."""
     request, table, told = engine.begin(), [7, 8, 9], []
     request.num_computed_tokens = hits
@@ -115,7 +115,7 @@ def test_every_block_is_told_once_and_in_order(engine, chunk, hits):
 
 
 def test_a_prompt_that_ends_with_a_block(engine):
-    """The last piece may be empty; it still says that it is the last."""
+    """The last piece may be empty, and still ends the prefill."""
     request = engine.begin(tokens=8)
     engine.step((request, 8, [7, 8]))
     assert engine.step((request, 1, [7, 8, 9])) == [(T, 0, [7, 8], False)]
@@ -124,7 +124,7 @@ def test_a_prompt_that_ends_with_a_block(engine):
     assert engine.step() == [(T, 0, [], True)]
 
 
-def test_blocks_of_the_answer_are_nobodys(engine):
+def test_blocks_of_the_output_are_not_announced(engine):
     """More than one token may be computed on P; the prompt's blocks are all there is to write."""
     request = engine.begin(tokens=4)
     engine.step((request, 4, [7]))
@@ -133,7 +133,7 @@ def test_blocks_of_the_answer_are_nobodys(engine):
         assert engine.step((request, 1, [7, 8, 9])) == []
 
 
-def test_after_a_preemption_everything_is_told_again(engine):
+def test_after_a_preemption_all_blocks_are_announced_again(engine):
     """In other blocks, and as another attempt."""
     request = engine.begin()
     engine.step((request, 8, [7, 8]))
@@ -158,7 +158,7 @@ def test_a_preemption_that_finds_its_blocks_cached_tells_them_again_too(engine):
     assert engine.step() == [(T, 1, [7, 8, 9], True)]
 
 
-def test_by_request_everything_is_told_at_the_end():
+def test_by_request_all_blocks_are_announced_at_the_end():
     """For networks where many small writes cost more than waiting."""
     engine = Engine(is_chunked=False)
     request = engine.begin()
@@ -169,7 +169,7 @@ def test_by_request_everything_is_told_at_the_end():
     assert engine.step() == [(T, 0, [7, 8, 9], True)]
 
 
-def test_without_block_tables_everything_is_told_at_the_end(engine):
+def test_without_block_tables_all_blocks_are_announced_at_the_end(engine):
     """vLLM gives them to producers only."""
     request = engine.begin()
     engine.step((request, 8, [7, 8]), state=False)
@@ -179,8 +179,8 @@ def test_without_block_tables_everything_is_told_at_the_end(engine):
     assert engine.step(state=False) == [(T, 0, [7, 8, 9], True)]
 
 
-def test_other_requests_are_not_told(engine):
-    """Only those that a decode engine waits for; and a step tells of those it schedules."""
+def test_other_requests_are_not_announced(engine):
+    """A step announces only requests that it schedules and that a decode engine waits for."""
     ours, other = engine.begin(), engine.begin("u")
     foreign = SimpleNamespace(request_id="x", num_computed_tokens=8, num_prompt_tokens=10, num_preemptions=0)
     engine.step((ours, 8, [1, 2]), (other, 8, [3, 4]), (foreign, 1, [5, 6]))
@@ -202,7 +202,7 @@ def test_an_abandoned_prefill_tells_nothing_more(engine):
     assert engine.streams.name_of(request) is None
 
 
-def test_each_group_is_told_as_far_as_its_own_blocks_are_complete():
+def test_each_group_announces_its_own_complete_blocks():
     """Groups may have blocks of different sizes; a block that fell out of a window keeps its place, as 0."""
     engine = Engine(CacheGroup(4), CacheGroup(2, window=3))
     request = engine.begin()

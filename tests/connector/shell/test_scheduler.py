@@ -160,7 +160,7 @@ BAD = [
 
 @pytest.mark.parametrize("change", BAD, ids=repr)
 def test_an_offer_that_cannot_be_used_costs_a_local_prefill(engine, change):
-    """Never an exception: it would stop the engine for everybody."""
+    """Never an exception: it would stop the engine."""
     request = engine.arrive(**change)
 
     assert engine.side.matched_tokens(request, 0) == (0, False)
@@ -168,7 +168,7 @@ def test_an_offer_that_cannot_be_used_costs_a_local_prefill(engine, change):
 
 
 def test_a_request_whose_own_id_does_not_fit_into_a_message_is_computed_here(engine):
-    """A client chooses a part of it: a longer one would break the connection that keeps everybody's leases."""
+    """A client chooses a part of it: a longer one would break the connection that renews all leases."""
     request = engine.request(offer().to_params(), name="x" * (MAX_ID + 1))
     engine.side.on_new_request(request)
 
@@ -176,7 +176,7 @@ def test_a_request_whose_own_id_does_not_fit_into_a_message_is_computed_here(eng
 
 
 def test_blocks_that_nixl_may_still_write_into_are_kept_from_others(engine):
-    """vLLM frees them when the load has failed; they come back when NIXL has let go."""
+    """vLLM frees them when the load has failed; they come back when NIXL no longer writes."""
     request = engine.arrive()
     blocks = engine.allocate(request, 9)
     engine.ended("d-a", quarantined=["d-a"])
@@ -189,16 +189,16 @@ def test_blocks_that_nixl_may_still_write_into_are_kept_from_others(engine):
     assert engine.side.stats().data["gauges"]["blocks_quarantined"] == 0
 
 
-def test_an_engine_with_nothing_else_to_do_goes_on_asking_about_lingering_blocks(engine):
-    """Only a step brings the worker's news, and nobody may come to cause one; but between them it naps."""
-    naps = []
-    engine.side._waker = SimpleNamespace(wait=naps.append, knock=lambda: None)
+def test_an_idle_engine_polls_quarantined_blocks(engine):
+    """The workers report them with a step only. The engine waits between two steps."""
+    waits = []
+    engine.side._waker = SimpleNamespace(wait=waits.append)
     engine.allocate(engine.arrive(), 9)
     engine.side.step(IDLE)
-    assert (engine.side.has_pending(), naps) == (False, [])
+    assert (engine.side.has_pending(), waits) == (False, [])
     engine.ended("d-a", quarantined=["d-a"])
     engine.side.step(IDLE)
-    assert (engine.side.has_pending(), naps) == (True, [MAX_IDLE_WAIT])
+    assert (engine.side.has_pending(), waits) == (True, [MAX_IDLE_WAIT])
     engine.ended(released=["d-a"])
 
     assert not engine.side.has_pending()
@@ -216,8 +216,8 @@ def test_every_rank_has_to_let_go(engine):
     assert engine.free() == BLOCKS - 1
 
 
-def test_a_load_that_lingers_for_no_time_changes_nothing(engine):
-    """NIXL had let go before the engine heard of it: in one step."""
+def test_a_quarantine_that_ends_in_the_same_step_changes_nothing(engine):
+    """The load fails and its quarantine ends within one step."""
     blocks = engine.allocate(engine.arrive(), 9)
     engine.ended("d-a", quarantined=["d-a"], released=["d-a"])
     engine.pool.free_blocks(blocks)
@@ -226,7 +226,7 @@ def test_a_load_that_lingers_for_no_time_changes_nothing(engine):
 
 
 def test_ranks_news_add_up():
-    """vLLM merges them before the scheduler hears."""
+    """vLLM merges them before the scheduler receives them."""
     a, b = RequestId("a"), RequestId("b")
     both = QuarantineMetadata([a], [b]).aggregate(QuarantineMetadata([a, b], []))
 
@@ -276,7 +276,7 @@ def refusals(engine, params, **request):
     arrived = engine.request(params, **request)
     engine.side.on_new_request(arrived)
     assert engine.side.matched_tokens(arrived, 0) == (0, False)
-    assert len(engine.side._remote_prefills) == 0
+    assert len(engine.side._decodes._remote_prefills) == 0
     return engine.side.stats().data["counters"]
 
 
@@ -312,7 +312,7 @@ def test_an_offer_with_a_proof_is_loaded(proving):
     ids=["unsigned", "blocks", "digest", "host", "secret", "old", "no digest", "another prompt"],
 )
 def test_an_offer_that_is_not_proven_costs_a_local_prefill(proving, params, counter):
-    """It may name the blocks of any request; the text is right all the same, and somebody is told."""
+    """It may name the blocks of any request; the text is right all the same, and a counter reports it."""
     assert refusals(proving, params) == {counter: 1}
 
 
@@ -365,11 +365,11 @@ def lack(engine, *, blocks, seconds, priority=0, step=0.5):
 
 
 def settle(engine):
-    """Have the control thread do what it was asked, and tell of it: with the end of the turn before the second one."""
+    """Wait until the control thread has run its commands and handed over their results (one turn later)."""
     for _ in range(2):
         done = threading.Event()
-        engine.side._post(lambda control, now, done=done: done.set())
-        assert done.wait(60), "the control thread does not answer"
+        engine.side._control.post(lambda control, now, done=done: done.set())
+        assert done.wait(60), "the control thread does not run"
     engine.side.step(IDLE)
 
 
@@ -383,14 +383,14 @@ def revoked_after(engine, **lacks):
     return counters(engine)["leases_revoked"]
 
 
-def test_leases_that_nobody_reads_are_revoked_for_a_prefill_that_lacks_blocks(engine):
+def test_unread_leases_are_revoked_for_a_prefill_that_lacks_blocks(engine):
     """The oldest first, and no more of them than it takes."""
     for name in ("a", "b", "c"):
         assert lend(engine, name, 5)
     assert engine.free() == 4
 
     assert revoked_after(engine, blocks=8, seconds=10.5) == 1
-    assert list(engine.side._held._held) == ["b", "c"]
+    assert list(engine.side._prefills._held._held) == ["b", "c"]
     assert engine.free() == 9
 
 
@@ -403,7 +403,7 @@ def test_a_prefill_that_lacks_blocks_for_a_moment_revokes_nothing(engine):
     lack(engine, blocks=8, seconds=9.0)
     settle(engine)
 
-    assert len(engine.side._held) == 1
+    assert len(engine.side._prefills._held) == 1
 
 
 def test_a_request_that_gets_its_blocks_lacks_none(engine):
@@ -416,7 +416,7 @@ def test_a_request_that_gets_its_blocks_lacks_none(engine):
         engine.side.step(IDLE)
         engine.now += 1.0
 
-    assert len(engine.side._held) == 1
+    assert len(engine.side._prefills._held) == 1
 
 
 def test_the_least_important_leases_are_revoked_first_and_never_more_important_ones(engine):
@@ -425,8 +425,8 @@ def test_the_least_important_leases_are_revoked_first_and_never_more_important_o
         assert lend(engine, name, 5, priority=priority)
 
     assert revoked_after(engine, blocks=8, seconds=10.5, priority=1) == 1
-    assert list(engine.side._held._held) == ["old", "most"]
-    assert [each.request for each in engine.side._held.candidates(19, 1)] == ["old"]
+    assert list(engine.side._prefills._held._held) == ["old", "most"]
+    assert [each.request for each in engine.side._prefills._held.candidates(19, 1)] == ["old"]
 
 
 def test_blocks_that_others_use_do_not_count_as_freed():
@@ -451,7 +451,7 @@ def test_revoking_can_be_turned_off():
     settle(engine)
     engine.side.stop()
 
-    assert len(engine.side._held) == 1
+    assert len(engine.side._prefills._held) == 1
 
 
 def test_leases_hold_no_more_than_their_share_of_the_cache():
@@ -490,7 +490,7 @@ def test_a_request_whose_lease_is_lost_computes_its_own_prompt_at_once(engine):
     """Not after it has been read in vain."""
     request = engine.arrive()
     assert engine.side.matched_tokens(request, 0) == (9, True)
-    engine.side._outbox.put([LeaseLost(RequestId("d-a"))], StatsReport())
+    engine.side._control._outbox.put([LeaseLost(RequestId("d-a"))], StatsReport())
     assert engine.side.has_pending()
     engine.side.step(IDLE)
 
@@ -504,7 +504,7 @@ def test_a_load_that_has_begun_is_decided_by_its_fence(engine):
     """It may have been confirmed before the lease ended."""
     request = engine.arrive()
     engine.allocate(request, 9)
-    engine.side._outbox.put([LeaseLost(RequestId("d-a")), LeaseLost(RequestId("gone"))], StatsReport())
+    engine.side._control._outbox.put([LeaseLost(RequestId("d-a")), LeaseLost(RequestId("gone"))], StatsReport())
 
     assert len(engine.orders()) == 1
     assert "loads_skipped_lease_lost" not in counters(engine)
@@ -523,7 +523,7 @@ def test_every_hook_shows_that_the_engines_loop_turns(engine, hook):
     }
     calls[hook]()
 
-    assert engine.side._last_turn == engine.now
+    assert engine.side._control._last_turn == engine.now
 
 
 # ---- engines of other shapes
@@ -571,7 +571,7 @@ def test_an_offer_that_lacks_a_block_of_one_group_costs_a_local_prefill(windowed
 
 
 def test_blocks_of_another_size_are_read_into_ours(engine):
-    """The offer says how many tokens P's have."""
+    """The params hold P's block sizes."""
     request = engine.arrive(remote_block_ids=[[7, 8]], xpyd_block_sizes=[8])
     blocks = engine.allocate(request, 5)  # the first block was in the local prefix cache
     (order,) = engine.orders()
@@ -579,7 +579,7 @@ def test_blocks_of_another_size_are_read_into_ours(engine):
     assert order.token_ranges == (TokenRange(0, 4, 9, (7, 8), [block.block_id for block in blocks[1:]]),)
 
 
-def test_only_blocks_that_are_loaded_into_linger(windowed):
+def test_only_blocks_that_are_loaded_into_are_quarantined(windowed):
     """Nothing is written into the others."""
     request = windowed.arrive(remote_block_ids=[[7, 8, 9], [0, 11, 12]])
     blocks = windowed.pool.get_new_blocks(5)
@@ -595,7 +595,7 @@ def test_only_blocks_that_are_loaded_into_linger(windowed):
 
 
 def test_of_each_group_the_prompts_blocks_are_lent_that_are_held(windowed):
-    """With their sizes; what the answer is computed into is nobody's."""
+    """With their sizes; blocks of the output are not leased."""
     request = windowed.request({"do_remote_decode": True}, name="p-a")
     blocks = windowed.pool.get_new_blocks(7)
     full, window = [block.block_id for block in blocks[:4]], [0, *(block.block_id for block in blocks[4:])]
@@ -608,7 +608,7 @@ def test_of_each_group_the_prompts_blocks_are_lent_that_are_held(windowed):
 
 
 def test_what_vllm_frees_too_early_is_lent_all_the_same(windowed):
-    """It slides by the window of the next token before it tells us; the last prompt token's is one further back."""
+    """It frees by the window of the next token before request_finished; the last prompt token's is one further back."""
     request = windowed.request({"do_remote_decode": True}, name="p-a")
     request.num_computed_tokens, request.num_preemptions = 8, 0
     windowed.side.on_new_request(request)
@@ -625,11 +625,11 @@ def test_what_vllm_frees_too_early_is_lent_all_the_same(windowed):
 
     assert offer.remote_block_ids == (tuple(full), (0, *window[1:]))
     assert windowed.free() == BLOCKS - 1 - 5
-    assert len(windowed.side._window_pins) == 0
+    assert len(windowed.side._prefills._window_pins) == 0
 
 
 def test_a_prefill_that_is_aborted_lets_go_of_its_window(windowed):
-    """Nobody reads it."""
+    """No engine will read it."""
     request = windowed.request({"do_remote_decode": True}, name="p-a", status=RequestStatus.FINISHED_ABORTED)
     request.num_preemptions = 0
     windowed.side.on_new_request(request)
@@ -648,8 +648,8 @@ def test_a_prefill_that_is_aborted_lets_go_of_its_window(windowed):
 # ---- push
 
 
-class Nap:
-    """A door that says how long somebody waited at it."""
+class RecordingWaker:
+    """Notes each wait instead of waiting."""
 
     def __init__(self):
         self.waits, self.while_waiting = [], lambda: None
@@ -667,9 +667,10 @@ class PushEngine(Engine):
 
     def __init__(self, **choices):
         super().__init__(mode=Mode.PUSH, **choices)
-        self.side._runner.stop()
-        self.runner, self.side._runner = self.side._runner, self
-        self.side._waker = self.door = Nap()
+        control = self.side._control
+        control.stop()
+        self.runner, control._runner = control._runner, self
+        self.side._waker = self.waker = RecordingWaker()
         self.asked, self.commands = [], []
 
     def post(self, command):
@@ -706,7 +707,7 @@ class PushEngine(Engine):
         return self.side.step(output)
 
     def tell(self, *news):
-        self.side._outbox.put(news, StatsReport())
+        self.side._control._outbox.put(news, StatsReport())
 
     def asks(self):
         asked = [(name, *args) for name, *args in self.asked]
@@ -737,7 +738,7 @@ def pushing():
     engine.stop()
 
 
-def test_a_request_with_a_booking_lends_its_blocks(pushing):
+def test_a_request_with_push_params_registers_its_blocks(pushing):
     """The transfer's name, the digest of its own prompt, and the blocks that are missing here."""
     request = pushing.arrive()
     assert [name for name, *_ in pushing.asks()] == ["lease_renewer.start_renewing"]
@@ -764,7 +765,7 @@ def test_without_a_transfer_id_both_legs_share_the_requests_id(pushing):
 @pytest.mark.parametrize(
     "change", [{"remote_port": 0}, {"transfer_id": ""}, {"remote_host": None}, {"transfer_mode": "pull"}], ids=repr
 )
-def test_a_booking_that_cannot_be_used_costs_a_local_prefill(pushing, change):
+def test_invalid_push_params_cost_a_local_prefill(pushing, change):
     """Never an exception."""
     request = pushing.arrive(**change)
 
@@ -773,7 +774,7 @@ def test_a_booking_that_cannot_be_used_costs_a_local_prefill(pushing, change):
     assert sum(pushing.side.stats().data["counters"].values()) == 1
 
 
-def test_what_has_arrived_is_told_to_the_workers_once(pushing):
+def test_ended_pushes_reach_the_workers_once(pushing):
     """They report it to vLLM, and vLLM to us."""
     request = pushing.arrive()
     pushing.allocate(request, 9)
@@ -823,7 +824,7 @@ def test_a_request_that_is_aborted_in_the_queue_is_given_back(pushing):
 
 
 def test_a_finished_prefill_is_lent_under_its_transfers_name(pushing):
-    """And its last blocks are told to the workers, though no step of the model follows."""
+    """The workers receive its last blocks, even if the model computes nothing."""
     request = pushing.prefill()
     blocks = pushing.pool.get_new_blocks(4)
     ids = [block.block_id for block in blocks]
@@ -843,7 +844,7 @@ def test_a_finished_prefill_is_lent_under_its_transfers_name(pushing):
 
 @pytest.mark.parametrize("is_held", [False, True], ids=["while the first runs", "while the first is held"])
 def test_two_prefills_of_one_name_are_not_mixed_up(pushing, is_held):
-    """The second is computed and handed to nobody."""
+    """The second is computed and not handed over."""
     first = pushing.prefill()
     if is_held:
         pushing.side.finished(first, ([block.block_id for block in pushing.pool.get_new_blocks(3)],))
@@ -856,7 +857,7 @@ def test_two_prefills_of_one_name_are_not_mixed_up(pushing, is_held):
 
 
 @pytest.mark.parametrize("transfer", ["x" * (MAX_ID + 1), 7, "a\nb", ["t"]], ids=lambda value: str(value)[:5])
-def test_a_name_that_cannot_be_used_is_handed_to_nobody(pushing, transfer):
+def test_a_prefill_with_an_invalid_transfer_id_is_not_handed_over(pushing, transfer):
     """And the prefill goes on."""
     request = pushing.prefill(transfer=transfer)
 
@@ -866,7 +867,7 @@ def test_a_name_that_cannot_be_used_is_handed_to_nobody(pushing, transfer):
 
 
 def test_a_prefill_that_did_not_finish_is_abandoned(pushing):
-    """Whoever waits for it hears at once; its name is free again."""
+    """Its decode engine learns it at once; its name is free again."""
     request = pushing.prefill(status=RequestStatus.FINISHED_ABORTED)
     assert pushing.side.finished(request, ([1, 2, 3],)) is None
     assert pushing.asks() == [("push_coordinator.abandoned", "t")]
@@ -887,25 +888,25 @@ def test_a_prefill_beyond_what_may_be_held_is_abandoned():
     assert engine.asks() == [("grant", "a"), ("push_coordinator.abandoned", "b")]
 
 
-def test_by_request_nothing_is_told_before_the_end():
+def test_by_request_no_block_is_announced_before_the_end():
     """The setting reaches the streams."""
     engine = PushEngine(push_granularity=Granularity.REQUEST)
     engine.stop()
 
-    assert not engine.side._push_progress._is_chunked
+    assert not engine.side._prefills._push_progress._is_chunked
 
 
-def test_an_engine_that_only_waits_for_pushes_naps(pushing):
-    """vLLM would step it a thousand times a second; what arrives meanwhile is told in this very step."""
+def test_an_engine_that_only_waits_for_pushes_waits_in_its_step(pushing):
+    """vLLM would step it a thousand times a second; a push that ends meanwhile is reported in the same step."""
     pushing.allocate(pushing.arrive(), 9)
-    pushing.door.while_waiting = lambda: pushing.tell(LoadResult(RequestId("d-a"), ""))
+    pushing.waker.while_waiting = lambda: pushing.tell(LoadResult(RequestId("d-a"), ""))
 
     assert pushing.step().arrived == [LoadResult("d-a", "")]
-    assert len(pushing.door.waits) == 1
+    assert len(pushing.waker.waits) == 1
 
 
 @pytest.mark.parametrize("why", ["running", "tokens", "arrived", "blocks", "pieces", "nothing"])
-def test_an_engine_that_has_something_to_do_never_naps(pushing, why):
+def test_an_engine_with_work_does_not_wait_in_its_step(pushing, why):
     """A step's output may be under way (asynchronous scheduling), or the workers wait for news."""
     if why != "nothing":
         pushing.allocate(pushing.arrive(), 9)
@@ -917,11 +918,11 @@ def test_an_engine_that_has_something_to_do_never_naps(pushing, why):
         request = pushing.prefill()
         pushing.side.finished(request, ([block.block_id for block in pushing.pool.get_new_blocks(3)],))
     if why == "blocks":
-        pushing.side.free_released = lambda: None
+        pushing.side.handle_results = lambda: None
         pushing.tell(BlocksReleased(RequestId("d-a")))
     pushing.step(tokens=1 if why == "tokens" else 0)
 
-    assert pushing.door.waits == []
+    assert pushing.waker.waits == []
 
 
 def test_a_request_that_has_finished_does_not_keep_it_awake(pushing):
@@ -932,4 +933,4 @@ def test_a_request_that_has_finished_does_not_keep_it_awake(pushing):
     pushing.side.finished(done, ([],))
     pushing.step()
 
-    assert len(pushing.door.waits) == 1
+    assert len(pushing.waker.waits) == 1

@@ -59,7 +59,7 @@ class Engine:
         return tuple([block.block_id for block in table] for table in self.tables[own])
 
     def finish(self, request):
-        """As vLLM does: it slides, tells us, and frees. Return what we would lend, and what vLLM has."""
+        """As vLLM does: slide, call request_finished, free. Return our blocks and vLLM's."""
         self.slide(request)
         own = request.request_id
         held = self.ids(own)
@@ -113,7 +113,7 @@ def test_nothing_is_pinned_where_all_layers_see_everything():
 
 @pytest.mark.parametrize("params", [{}, {"do_remote_prefill": True}], ids=["an ordinary one", "one that was loaded"])
 def test_only_prefills_for_others_are_pinned(params):
-    """Nobody will ask for the others' blocks."""
+    """Other requests are not handed over."""
     engine = Engine()
     engine.step(engine.begin(9, **params), 9)
 
@@ -121,7 +121,7 @@ def test_only_prefills_for_others_are_pinned(params):
 
 
 def test_nothing_is_pinned_before_the_last_step_of_a_prompt():
-    """What an earlier step's window lets go is needed by nobody."""
+    """Blocks outside an earlier step's window are not needed."""
     engine = Engine()
     request = engine.begin(30, do_remote_decode=True)
     engine.step(request, 29)

@@ -69,20 +69,20 @@ def test_failed_loads_are_reported_as_received_too(worker):
     results = worker.results()
 
     assert (results.finished_recving, results.failed_recving) == ({"a", "b"}, {"b"})
-    assert worker.lingering() is None
+    assert worker.take_quarantined() is None
 
 
-def test_lingering_blocks_are_told_in_the_step_of_the_failure(worker):
-    """A step later vLLM would have given them to somebody else."""
+def test_quarantined_blocks_are_reported_in_the_step_of_the_failure(worker):
+    """A step later vLLM would have given them to another request."""
     load(worker, "a")
     tell(worker, LoadResult(RequestId("a"), "not loaded", quarantined=True))
     assert worker.results().failed_recving == {"a"}
-    assert worker.lingering() == QuarantineMetadata([RequestId("a")], [])
+    assert worker.take_quarantined() == QuarantineMetadata([RequestId("a")], [])
     tell(worker, BlocksReleased(RequestId("a")))
     assert worker.results().finished_recving == set()
 
-    assert worker.lingering() == QuarantineMetadata([], [RequestId("a")])
-    assert worker.lingering() is None
+    assert worker.take_quarantined() == QuarantineMetadata([], [RequestId("a")])
+    assert worker.take_quarantined() is None
 
 
 def test_a_load_whose_thread_has_died_is_not_waited_for(worker):
@@ -98,7 +98,7 @@ def test_an_engine_that_takes_nothing_over_says_so(worker):
     """A bug of ours, not a request that waits."""
     worker._runner = None
 
-    with pytest.raises(RuntimeError, match="takes no KV over"):
+    with pytest.raises(RuntimeError, match="no consumer in pull"):
         load(worker, "a")
 
 
@@ -117,7 +117,7 @@ class Core:
 
 
 def test_pieces_are_offered_to_the_thread_that_writes(worker):
-    """In order; on a CPU they are ready when they are told."""
+    """In order; on a CPU they are ready at once."""
     worker._push_writer, core = Thread(), Core()
     offer(worker, "a", "b")
     for command in worker._push_writer.posted:
@@ -153,7 +153,7 @@ def test_pieces_wait_for_their_device_whatever_it_is_called(worker, monkeypatch,
 
 def test_pieces_for_an_engine_that_lends_nothing_are_a_bug(worker):
     """The decode engine would wait for ever."""
-    with pytest.raises(ConnectorError, match="lends none"):
+    with pytest.raises(ConnectorError, match="no producer in push"):
         offer(worker, "a")
 
 
@@ -167,12 +167,12 @@ def test_a_writer_that_has_died_stops_the_engine(worker):
 
 
 def test_what_the_scheduler_knows_to_have_arrived_is_reported_once(worker):
-    """In push the workers only pass it on; that blocks linger is not their business."""
+    """In push the workers only pass results on; the scheduler keeps the quarantine."""
     a, b = LoadResult(RequestId("a"), ""), LoadResult(RequestId("b"), "aborted", quarantined=True)
     worker.load(StepMetadata(arrived=[a]))
     worker.load(StepMetadata(arrived=[b], idle=True))
     results = worker.results()
 
     assert (results.finished_recving, results.failed_recving) == ({"a", "b"}, {"b"})
-    assert worker.lingering() is None
+    assert worker.take_quarantined() is None
     assert worker.results().finished_recving == set()

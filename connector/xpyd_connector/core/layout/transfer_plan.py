@@ -1,8 +1,8 @@
-"""Which bytes of which rank go where, when two engines keep the same KV in different shapes: pure arithmetic.
+"""Plans the byte runs of a transfer between two engines that keep the same KV in different shapes.
 
-Engines may differ in tensor parallelism, block size and layout. Everything is reduced to one table of runs: addresses
-there, addresses here, bytes. Runs that continue each other on both sides are one run, whatever blocks or layers they
-are. Block 0 is never moved (vLLM's null block), so no run passes from one layer's tensor into one that lies behind it.
+Engines may differ in tensor parallelism, block size and layout. A plan is one table of runs: remote address, local
+address, bytes. Runs that are adjacent on both sides are merged, across blocks and layers. Block 0, vLLM's null block
+(``v1/core/block_pool.py``), is never transferred, so no run reaches from one layer's tensor into the tensor behind it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,17 +16,17 @@ from xpyd_connector.core.ids import BlockId
 from xpyd_connector.core.messages import RankInfo, Region
 from xpyd_connector.errors import IncompatiblePeer, ProtocolViolation
 
-SMALLEST_RUN = 16  # bytes; a transfer of smaller ones would move more descriptors than KV
-HIGHEST_END = (1 << 63) - 1  # of a memory: runs are signed 64-bit integers
+SMALLEST_RUN = 16  # bytes; for shorter runs the NIXL descriptors would outweigh the KV
+HIGHEST_END = (1 << 63) - 1  # address; runs are signed 64-bit integers
 
 Integers: TypeAlias = npt.NDArray[np.int64]
-Spans: TypeAlias = npt.NDArray[np.int64]  # one row for each run: address there, address here, bytes
+Spans: TypeAlias = npt.NDArray[np.int64]  # one row per run: remote address, local address, bytes
 
 
 class TokenRange(NamedTuple):
-    """The tokens from ``start`` to ``stop`` of one KV cache group, and the blocks they are in on either side.
+    """The tokens from ``start`` to ``stop`` of one KV cache group, and their blocks on both sides.
 
-    The first block of each list is the one that token ``start`` is in; both lists reach at least to ``stop``.
+    The first block of each list contains token ``start``; both lists reach at least to ``stop``.
     """
 
     group: int
@@ -37,7 +37,7 @@ class TokenRange(NamedTuple):
 
 
 class HeadSource(NamedTuple):
-    """The rank of another engine from which heads ``first`` to ``last`` (not included) of a layer are taken."""
+    """The remote rank that provides heads ``first`` to ``last`` (excluded) of a layer."""
 
     rank: int
     first: int
@@ -45,10 +45,11 @@ class HeadSource(NamedTuple):
 
 
 def heads_of(all_heads: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Return the first head a rank keeps and the one after the last, as vLLM shards them.
+    """Return the first head of a rank, and the one after its last, as vLLM 0.32 shards them.
 
-    With fewer heads than ranks, consecutive ranks keep the same one. Raises
-    :exc:`~xpyd_connector.errors.IncompatiblePeer` where neither number is a multiple of the other.
+    With fewer heads than ranks, consecutive ranks keep the same head (``QKVParallelLinear`` in
+    ``model_executor/layers/linear.py``). Raises :exc:`~xpyd_connector.errors.IncompatiblePeer` if neither number is a
+    multiple of the other.
     """
     if not 0 <= rank < ranks:
         raise IncompatiblePeer(f"rank {rank} of an engine of {ranks} ranks; they are numbered from 0")
@@ -61,9 +62,9 @@ def heads_of(all_heads: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 def head_sources(all_heads: int, ranks: int, ranks_here: int, rank_here: int) -> tuple[HeadSource, ...]:
-    """Return from which of ``ranks`` ranks a rank of an engine of ``ranks_here`` takes its heads, each head once.
+    """Return which of ``ranks`` remote ranks provides each head of one of ``ranks_here`` local ranks.
 
-    Where several ranks there keep a head, those that keep it here spread over them, and equal engines pair up.
+    If several remote ranks keep a head, the local ranks with that head spread over them; equal engines pair up by rank.
     Raises :exc:`~xpyd_connector.errors.IncompatiblePeer` like :func:`heads_of`.
     """
     first, last = heads_of(all_heads, ranks_here, rank_here)
@@ -77,16 +78,16 @@ def head_sources(all_heads: int, ranks: int, ranks_here: int, rank_here: int) ->
 
 
 def needed_ranks(ours: RankInfo, ranks_there: int) -> tuple[int, ...]:
-    """Return the ranks of a prefill engine of ``ranks_there`` that our rank, of a decode engine, takes KV from."""
+    """Return the ranks of a prefill engine of ``ranks_there`` ranks that our rank, of a decode engine, reads from."""
     layers = {region.all_heads for region in ours.regions}
     found = {owner.rank for heads in layers for owner in head_sources(heads, ranks_there, ours.ranks, ours.rank)}
     return tuple(sorted(found))
 
 
 def served_ranks(ours: RankInfo, ranks_there: int) -> tuple[int, ...]:
-    """Return the ranks of a decode engine of ``ranks_there`` that take KV from our rank, of a prefill engine.
+    """Return the ranks of a decode engine of ``ranks_there`` ranks that need KV from our rank, of a prefill engine.
 
-    None do where other ranks keep the same heads as we do, and are nearer.
+    The result is empty if other ranks of ours with the same heads serve all of them.
     """
     layers = {region.all_heads for region in ours.regions}
 
@@ -99,9 +100,9 @@ def served_ranks(ours: RankInfo, ranks_there: int) -> tuple[int, ...]:
 
 
 def check_shapes(ours: RankInfo, theirs: RankInfo) -> None:
-    """Raise :exc:`~xpyd_connector.errors.IncompatiblePeer`, naming both values, unless KV can be moved between them.
+    """Raise :exc:`~xpyd_connector.errors.IncompatiblePeer`, with both values, unless they can exchange KV.
 
-    Every pair of ranks is to be checked before a route is built for it.
+    Check every pair of ranks before a :class:`Route` is built for it.
     """
     if len(ours.regions) != len(theirs.regions):
         raise IncompatiblePeer(
@@ -114,21 +115,21 @@ def check_shapes(ours: RankInfo, theirs: RankInfo) -> None:
 
 
 def _faults(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> Iterator[str]:
-    """Name what forbids to move KV between two regions; each test relies on those before it."""
-    for what, here, there in (
+    """Yield the reasons against a transfer between two regions. Each test relies on those before it."""
+    for text, here, there in (
         ("entries in {} parts", our.parts, their.parts),
         ("entries of {} bytes", our.width, their.width),
         ("{} KV heads on all ranks", our.all_heads, their.all_heads),
         ("KV cache group {}", our.group, their.group),
     ):
         if here != there:
-            yield f"it has {what.format(there)}, ours {here}; they must be equal"
-    for what, here, there in (
+            yield f"it has {text.format(there)}, ours {here}; they must be equal"
+    for text, here, there in (
         ("its blocks have", our.block_size, their.block_size),
         ("its kernel's blocks have", our.tokens, their.tokens),
     ):
         if max(here, there) % min(here, there):
-            yield f"{what} {there} tokens, ours {here}; one must be a multiple of the other"
+            yield f"{text} {there} tokens, ours {here}; one must be a multiple of the other"
     if our.opaque or their.opaque:
         yield from _differences(ours, our, theirs, their)
     for whose, info, region in (("our", ours, our), ("its", theirs, their)):
@@ -139,12 +140,12 @@ def _faults(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> Ite
             yield f"{whose} memory would end at address {end}; the highest is {HIGHEST_END}"
     smallest = _smallest_run(ours, our, theirs, their)
     if smallest < SMALLEST_RUN:
-        yield f"KV would move in pieces of {smallest} bytes; the least is {SMALLEST_RUN}: use the same KV cache layout"
+        yield f"KV would move in runs of {smallest} bytes; the least is {SMALLEST_RUN}: use the same KV cache layout"
 
 
 def _differences(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> Iterator[str]:
-    """Name what may only be equal where the attention kernel keeps a block in an order of its own."""
-    for what, here, there in (
+    """Yield the differences that are not allowed if an attention kernel's order within a block is unknown."""
+    for text, here, there in (
         ("its blocks have {} tokens", our.block_size, their.block_size),
         ("its kernel's blocks have {} tokens", our.tokens, their.tokens),
         ("it has {} tensor-parallel ranks", ours.ranks, theirs.ranks),
@@ -152,8 +153,8 @@ def _differences(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -
         ("its tokens are {} bytes apart", our.token_stride, their.token_stride),
     ):
         if here != there:
-            kept = "must be equal, because its attention kernel keeps blocks in an order of its own"
-            yield f"{what.format(there)}, ours {here}; they {kept}"
+            kept = "must be equal, because the order within its attention kernel's blocks is unknown"
+            yield f"{text.format(there)}, ours {here}; they {kept}"
 
 
 def _end(region: Region) -> int:
@@ -168,17 +169,17 @@ def _end(region: Region) -> int:
 
 
 def _smallest_run(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> int:
-    """Return how many bytes the shortest run of the heads that both regions keep has."""
+    """Return the bytes of the shortest run of the heads that both regions keep."""
     first, last = heads_of(our.all_heads, ours.ranks, ours.rank)
     first_there, last_there = heads_of(their.all_heads, theirs.ranks, theirs.rank)
     shared = min(last, last_there) - max(first, first_there)
     if shared <= 0:
         return SMALLEST_RUN
-    return int(_pattern(_cut("its", their), _cut("our", our), shared)[:, 2].min())
+    return int(_pattern(_geometry("its", their), _geometry("our", our), shared)[:, 2].min())
 
 
 class _BlockGeometry(NamedTuple):
-    """How regions of one side are cut into blocks, heads and tokens, wherever they lie."""
+    """How regions of one side are divided into blocks, heads and tokens, without their addresses."""
 
     whose: str
     blocks: int
@@ -192,7 +193,7 @@ class _BlockGeometry(NamedTuple):
     part_stride: int
 
     def held(self, token_range: TokenRange, blocks: Sequence[BlockId]) -> Integers:
-        """Return the blocks of the tokens, all of which exist and are held."""
+        """Return the blocks of the tokens; raises ``ProtocolViolation`` for a missing block or the null block."""
         size = self.rows * self.tokens
         what = f"tokens {token_range.start} to {token_range.stop} of group {token_range.group}"
         count = -(-token_range.stop // size) - token_range.start // size
@@ -210,23 +211,25 @@ class _BlockGeometry(NamedTuple):
         return ids
 
     def offsets(self, token_range: TokenRange, ids: Integers, tokens: Integers) -> Integers:
-        """Return how many bytes behind a region's base head 0 of each of these ``tokens`` of the stretch is."""
+        """Return the offset (bytes) of head 0 of each of these ``tokens`` from a region's base."""
         size = self.rows * self.tokens
         rows = ids[tokens // size - token_range.start // size] * self.rows + tokens % size // self.tokens
         return rows * self.row_stride + tokens % self.tokens * self.token_stride
 
 
 class _SameLayout(NamedTuple):
-    """Layers of one group that are cut in the same way: they share one computation, and differ by their bases."""
+    """Layers of one group with the same geometry: one computation serves all; only their base addresses differ."""
 
     there: _BlockGeometry
     here: _BlockGeometry
-    pattern: Spans  # of the tokens that are in one row on both sides
-    bases: Spans  # of each layer, with no bytes
+    pattern: Spans  # runs of the tokens that share a row on both sides
+    bases: Spans  # base addresses of each layer; bytes are 0
 
     def runs(self, token_range: TokenRange) -> Spans:
-        """Return the runs of every layer, merged within each."""
-        remote = self.there.held(token_range, token_range.remote)  # checked before anything grows with the stretch
+        """Return the runs of all layers, merged within each layer."""
+        remote = self.there.held(
+            token_range, token_range.remote
+        )  # checks the range before an array of its size is allocated
         local = self.here.held(token_range, token_range.local)
         unit = min(self.there.tokens, self.here.tokens)
         tokens = np.arange(token_range.start // unit * unit, token_range.stop, unit, dtype=np.int64)
@@ -238,14 +241,14 @@ class _SameLayout(NamedTuple):
 
 
 class Route:
-    """How KV travels between one of our ranks and one of theirs. Built once for each pair that meets."""
+    """The transfer between one of our ranks and one of the peer's. Built once per pair of ranks."""
 
     def __init__(self, ours: RankInfo, theirs: RankInfo, heads: Sequence[tuple[int, int]]) -> None:
-        """Move heads ``first`` to ``last`` (not included) of each region; :func:`check_shapes` has passed the pair."""
+        """Transfer heads ``first`` to ``last`` (excluded) of each region, after :func:`check_shapes`."""
         alike: dict[tuple[int, _BlockGeometry, _BlockGeometry, int], list[tuple[int, int, int]]] = {}
         for our, their, (first, last) in zip(ours.regions, theirs.regions, heads, strict=True):
             if first < last:
-                key = (our.group, _cut("the peer's", their), _cut("our", our), last - first)
+                key = (our.group, _geometry("the peer's", their), _geometry("our", our), last - first)
                 base = (_head_address(theirs, their, first), _head_address(ours, our, first), 0)
                 alike.setdefault(key, []).append(base)
         self._groups: dict[int, list[_SameLayout]] = {region.group: [] for region in ours.regions}
@@ -254,11 +257,11 @@ class Route:
             self._groups[group].append(layers)
 
     def spans(self, token_ranges: Sequence[TokenRange]) -> Spans:
-        """Return the runs of these token ranges, merged and in order of address there, as int64 of shape (runs, 3).
+        """Return the runs of these token ranges, merged and ordered by remote address, as int64 of shape (runs, 3).
 
-        Both ends are rounded outwards to whole rows of the side with the smaller ones, which leaves them in the same
-        blocks; ranges of one group must not meet within such a row. Raises
-        :exc:`~xpyd_connector.errors.ProtocolViolation` for blocks that an engine does not have or hold, or too few.
+        Both ends of a range are rounded outwards to whole rows of the side with the smaller rows. They stay within the
+        same blocks. Two ranges of one group must not share such a row. Raises
+        :exc:`~xpyd_connector.errors.ProtocolViolation` for blocks that do not exist, are not held, or are too few.
         """
         runs: list[Spans] = [np.empty((0, 3), dtype=np.int64)]
         for token_range in token_ranges:
@@ -276,27 +279,27 @@ class Route:
 
 
 def pull_route(ours: RankInfo, theirs: RankInfo) -> Route:
-    """Return what our rank, of a decode engine, takes from one of the prefill engine's; maybe nothing."""
-    return Route(ours, theirs, [_taken(region, theirs, ours) for region in ours.regions])
+    """Return the route from a prefill engine's rank to our rank, of a decode engine; it may be empty."""
+    return Route(ours, theirs, [_shared_heads(region, theirs, ours) for region in ours.regions])
 
 
 def push_route(ours: RankInfo, theirs: RankInfo) -> Route:
-    """Return what our rank, of a prefill engine, writes to one of the decode engine's; maybe nothing."""
-    return Route(ours, theirs, [_taken(region, ours, theirs) for region in ours.regions])
+    """Return the route from our rank, of a prefill engine, to a decode engine's rank; it may be empty."""
+    return Route(ours, theirs, [_shared_heads(region, ours, theirs) for region in ours.regions])
 
 
 def merge(runs: Spans) -> Spans:
-    """Return the runs in order of address there, those that continue each other on both sides as one."""
+    """Return the runs ordered by remote address, with runs merged that are adjacent on both sides."""
     if not runs.size:
         return runs
     there, here, length = runs[np.lexsort((runs[:, 1], runs[:, 0]))].T
-    broken = (there[1:] != there[:-1] + length[:-1]) | (here[1:] != here[:-1] + length[:-1])
-    first = np.concatenate(([0], np.flatnonzero(broken) + 1))
+    starts = (there[1:] != there[:-1] + length[:-1]) | (here[1:] != here[:-1] + length[:-1])
+    first = np.concatenate(([0], np.flatnonzero(starts) + 1))
     return np.stack((there[first], here[first], np.add.reduceat(length, first)), axis=1)
 
 
-def _taken(region: Region, source: RankInfo, target: RankInfo) -> tuple[int, int]:
-    """Return the heads that ``target`` takes from ``source``: adjacent ones, because both keep adjacent ones."""
+def _shared_heads(region: Region, source: RankInfo, target: RankInfo) -> tuple[int, int]:
+    """Return the heads that ``target`` needs from ``source``: adjacent ones, because ranks keep adjacent heads."""
     for owner in head_sources(region.all_heads, source.ranks, target.ranks, target.rank):
         if owner.rank == source.rank:
             return owner.first, owner.last
@@ -307,14 +310,14 @@ def _head_address(info: RankInfo, region: Region, head: int) -> int:
     return region.base + (head - heads_of(region.all_heads, info.ranks, info.rank)[0]) * region.head_stride
 
 
-def _cut(whose: str, region: Region) -> _BlockGeometry:
+def _geometry(whose: str, region: Region) -> _BlockGeometry:
     strides = (region.row_stride, region.head_stride, region.token_stride)
     parts = region.parts, region.part_stride
     return _BlockGeometry(whose, region.blocks, region.rows, region.tokens, region.width, *strides, *parts)
 
 
 def _pattern(there: _BlockGeometry, here: _BlockGeometry, heads: int) -> Spans:
-    """Return the runs of ``heads`` heads of the tokens that share a row on both sides, relative to the first."""
+    """Return the runs of ``heads`` heads of the tokens that share a row on both sides, relative to the first token."""
     shape = heads, min(there.tokens, here.tokens), here.parts
     head, token, part = np.indices(shape, dtype=np.int64).reshape(3, -1)
     places = [head * side.head_stride + token * side.token_stride + part * side.part_stride for side in (there, here)]

@@ -31,7 +31,7 @@ def test_what_a_token_needs_is_what_its_attention_sees(group):
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=str)
-def test_what_is_lacking_is_what_the_last_prompt_token_sees_and_nobody_has_here(group):
+def test_the_missing_tokens_are_those_the_last_prompt_token_attends_to(group):
     """With every number of tokens that come from elsewhere: the others are in the local prefix cache."""
     for prompt in LENGTHS:
         for external in range(prompt):

@@ -530,7 +530,7 @@ def test_what_cannot_be_moved_is_refused_with_both_values(changed, message):
     assert message in str(refused.value)
 
 
-KEPT = "they must be equal, because its attention kernel keeps blocks in an order of its own"
+KEPT = "they must be equal, because the order within its attention kernel's blocks is unknown"
 OPAQUE_FAULTS = [
     ({"tokens": 32}, "its blocks have 32 tokens, ours 16"),
     ({"rows": 2, "tokens": 8}, "its kernel's blocks have 8 tokens, ours 16"),
@@ -582,7 +582,7 @@ def test_short_rows_of_parts_are_refused():
     """4 tokens of 2 bytes are a piece, wherever the rest of the row is."""
     short, long = (shaped("LBHPNC", tokens=tokens, width=2, parts=16) for tokens in (4, 8))
     check_shapes(short, short)
-    with pytest.raises(IncompatiblePeer, match="KV would move in pieces of 8 bytes; the least is 16"):
+    with pytest.raises(IncompatiblePeer, match="KV would move in runs of 8 bytes; the least is 16"):
         check_shapes(short, long)
 
 
@@ -604,7 +604,7 @@ def test_a_differing_number_of_regions_is_refused_with_both_numbers():
 def test_layouts_that_would_move_a_few_bytes_each_are_refused():
     """Tokens of 8 bytes: as twins they move in one piece, permuted each alone."""
     check_shapes(narrow("LBHNC"), narrow("LBHNC"))
-    with pytest.raises(IncompatiblePeer, match="pieces of 8 bytes; the least is 16"):
+    with pytest.raises(IncompatiblePeer, match="runs of 8 bytes; the least is 16"):
         check_shapes(narrow("LBHNC"), narrow("LBNHC"))
 
 

@@ -25,7 +25,7 @@ BEAT = LEASE / 6
 P = EngineId("p0")
 
 
-class Desk:
+class Harness:
     """A borrower whose link goes nowhere: the test says what happens on it."""
 
     def __init__(self):
@@ -73,26 +73,26 @@ class Desk:
 
 
 @pytest.fixture
-def desk():
-    return Desk()
+def harness():
+    return Harness()
 
 
 @pytest.fixture
-def met(desk):
+def met(harness):
     """One request is wanted of an engine that has been met."""
-    desk.start_renewing("a")
-    desk.welcome()
-    desk.take_sent()
-    return desk
+    harness.start_renewing("a")
+    harness.welcome()
+    harness.take_sent()
+    return harness
 
 
-def test_a_lease_is_claimed_as_soon_as_its_engine_is_met(desk):
+def test_a_lease_is_claimed_as_soon_as_its_engine_is_met(harness):
     """Not a heartbeat later: the lease may be short."""
-    desk.start_renewing("a")
-    assert desk.sent == []
-    desk.welcome()
+    harness.start_renewing("a")
+    assert harness.sent == []
+    harness.welcome()
 
-    assert desk.sent == [(1, RenewLeases(("p-a",)))]
+    assert harness.sent == [(1, RenewLeases(("p-a",)))]
 
 
 def test_a_lease_is_claimed_on_arrival_if_its_engine_is_known(met):
@@ -133,28 +133,28 @@ def test_requests_that_share_a_lease_renew_it_once(met):
     assert met.sent == [(1, RenewLeases(("p-a",)))]
 
 
-def test_very_many_requests_are_renewed_in_pieces(desk):
+def test_very_many_requests_are_renewed_in_pieces(harness):
     """One frame has a limit."""
     for number in range(MAX_IDS + 1):
-        desk.start_renewing(f"{number}")
-    desk.welcome()
+        harness.start_renewing(f"{number}")
+    harness.welcome()
 
-    assert [len(message.requests) for _, message in desk.sent] == [MAX_IDS, 1]
+    assert [len(message.requests) for _, message in harness.sent] == [MAX_IDS, 1]
 
 
-def test_very_many_requests_are_given_back_in_pieces(desk):
+def test_very_many_requests_are_given_back_in_pieces(harness):
     """A surge that is aborted while the engines still meet must not break the connection they meet on."""
-    desk.start_renewing("stays")
+    harness.start_renewing("stays")
     for number in range(MAX_IDS + 1):
-        desk.start_renewing(f"{number}")
-        desk.release(f"{number}")
-    desk.welcome()
+        harness.start_renewing(f"{number}")
+        harness.release(f"{number}")
+    harness.welcome()
 
-    drops = [message.requests for _, message in desk.sent if isinstance(message, DropLeases)]
+    drops = [message.requests for _, message in harness.sent if isinstance(message, DropLeases)]
     assert [len(requests) for requests in drops] == [MAX_IDS, 1]
 
 
-def test_what_is_given_back_is_told_at_once_and_renewed_no_more(met):
+def test_a_released_lease_is_dropped_at_once_and_renewed_no_more(met):
     """P can use the blocks."""
     met.release("a")
 
@@ -174,7 +174,7 @@ def test_what_another_request_still_wants_is_not_given_back(met):
     assert met.take_sent() == [(1, DropLeases(("p-a",)))]
 
 
-def test_what_is_settled_is_renewed_no_more_and_not_told(met):
+def test_a_finished_read_is_renewed_no_more_and_not_dropped(met):
     """The worker has told P."""
     met.lease_renewer.stop_renewing(RequestId("d-a"), P)
     met.lease_renewer.advance(now=BEAT)
@@ -193,25 +193,25 @@ def test_giving_back_what_is_not_wanted_changes_nothing(met):
     assert met.counters.take().counters.get("drops_sent") is None
 
 
-def test_what_is_given_back_to_an_engine_that_refuses_is_forgotten(desk):
+def test_what_is_given_back_to_an_engine_that_refuses_is_forgotten(harness):
     """Nobody can be told; its lease ends by itself, and our tables with it."""
-    desk.start_renewing("a")
-    desk.lease_renewer.on(ConnectFailed(1, "no route"), now=0.0)
-    desk.release("a")
+    harness.start_renewing("a")
+    harness.lease_renewer.on(ConnectFailed(1, "no route"), now=0.0)
+    harness.release("a")
 
-    assert desk.sent == []
-    assert desk.lease_renewer.advance(now=1e6) is None
-    assert desk.lease_renewer._leases_by_engine == {}
-    assert len(desk.peers) == 0
+    assert harness.sent == []
+    assert harness.lease_renewer.advance(now=1e6) is None
+    assert harness.lease_renewer._leases_by_engine == {}
+    assert len(harness.peers) == 0
 
 
-def test_drops_that_wait_for_a_meeting_end_with_it(desk):
+def test_drops_that_wait_for_a_connection_end_with_it(harness):
     """An engine that cannot be met has no use for them."""
-    desk.start_renewing("a")
-    desk.release("a")
-    desk.lease_renewer.on(ConnectFailed(1, "no route"), now=0.0)
+    harness.start_renewing("a")
+    harness.release("a")
+    harness.lease_renewer.on(ConnectFailed(1, "no route"), now=0.0)
 
-    assert desk.lease_renewer._leases_by_engine == {}
+    assert harness.lease_renewer._leases_by_engine == {}
 
 
 def test_a_lost_engine_is_met_again_at_the_next_heartbeat(met):
@@ -225,16 +225,16 @@ def test_a_lost_engine_is_met_again_at_the_next_heartbeat(met):
     assert met.sent == [(2, RenewLeases(("p-a",)))]
 
 
-def test_a_refused_engine_is_met_again_after_its_pause(desk):
+def test_a_refused_engine_is_met_again_after_its_pause(harness):
     """A prefill engine that was busy for a moment keeps the request's blocks for half a minute."""
-    desk.start_renewing("a")
-    desk.lease_renewer.on(ConnectFailed(1, "no route"), now=0.0)
-    desk.lease_renewer.advance(now=BEAT)
+    harness.start_renewing("a")
+    harness.lease_renewer.on(ConnectFailed(1, "no route"), now=0.0)
+    harness.lease_renewer.advance(now=BEAT)
 
-    assert len(desk.met) == 2
+    assert len(harness.met) == 2
 
 
-def test_what_lapsed_is_told_and_renewed_no_more(met):
+def test_a_lost_lease_is_reported_and_renewed_no_more(met):
     """To every request that wanted it: those that have not begun to read compute their own prompts."""
     met.start_renewing("b", remote="p-a")
     met.hear(LeasesLost(("p-a", "p-x")))
@@ -254,7 +254,7 @@ def test_an_engine_cannot_say_that_anothers_leases_lapsed(met):
     assert met.lease_renewer.take_lost() == [LeaseLost("d-b")]
 
 
-def test_what_is_read_is_told_with_the_turn(met):
+def test_reads_are_reported_with_the_turn(met):
     """P revokes other leases first."""
     met.start_renewing("b")
     met.take_sent()
@@ -266,7 +266,7 @@ def test_what_is_read_is_told_with_the_turn(met):
     assert met.take_sent() == []
 
 
-def test_that_a_load_goes_on_is_told_with_each_heartbeat(met):
+def test_each_heartbeat_reports_loads_that_go_on(met):
     """P believes it for a while only: a load may queue for host memory, or read, for longer."""
     met.start_renewing("b", remote="p-a")
     met.start_renewing("c")
@@ -281,7 +281,7 @@ def test_that_a_load_goes_on_is_told_with_each_heartbeat(met):
 
 
 @pytest.mark.parametrize("end", ["settled", "given back", "leases_lost", "wanted again"])
-def test_a_load_that_is_over_is_told_no_more(met, end):
+def test_a_load_that_is_over_is_reported_no_more(met, end):
     """P may need the blocks, even if another answer to the same prompt still waits for them."""
     met.start_renewing("b", remote="p-a")
     met.lease_renewer.read_started(RequestId("d-a"), P)
@@ -310,7 +310,7 @@ def test_an_engine_whose_loop_hangs_does_not_say_that_it_reads(met):
     assert met.sent == []
 
 
-def test_that_a_load_goes_on_is_told_anew_over_a_new_connection(met):
+def test_a_new_connection_reports_loads_that_go_on(met):
     """The word may have been lost with the one before."""
     met.lease_renewer.read_started(RequestId("d-a"), P)
     met.take_sent()
@@ -321,7 +321,7 @@ def test_that_a_load_goes_on_is_told_anew_over_a_new_connection(met):
     assert met.sent == [(2, RenewLeases(("p-a",))), (2, ReadsStarted(("p-a",)))]
 
 
-def test_what_is_given_back_in_one_turn_is_told_in_one_message(met):
+def test_the_drops_of_one_turn_are_one_message(met):
     """A surge of aborts costs P a message for a thousand of them, not for each."""
     for number in range(50):
         met.start_renewing(f"{number}")
@@ -340,13 +340,15 @@ def test_what_is_wanted_again_in_the_same_turn_is_not_given_back(met):
     assert met.take_sent() == [(1, RenewLeases(("p-a",)))]
 
 
-def test_aborts_cost_the_same_however_many_requests_wait(desk):
+def test_aborts_cost_the_same_however_many_requests_wait(harness):
     """8,000 aborts took 1.7 s of the thread that shares the engine's interpreter lock: each looked at all others."""
     for number in range(2000):
-        desk.start_renewing(f"{number}")
-    looks = desk.lease_renewer._leases_by_engine[P].params = Counting(desk.lease_renewer._leases_by_engine[P].params)
+        harness.start_renewing(f"{number}")
+    looks = harness.lease_renewer._leases_by_engine[P].params = Counting(
+        harness.lease_renewer._leases_by_engine[P].params
+    )
     for number in range(1000):
-        desk.release(f"{number}")
+        harness.release(f"{number}")
 
     assert looks.walked == 0
 
@@ -412,32 +414,32 @@ def test_an_engine_that_breaks_the_protocol_is_left(met):
     assert len(met.lease_renewer) == 1
 
 
-def test_another_engine_at_the_address_gets_no_renewals(desk):
+def test_another_engine_at_the_address_gets_no_renewals(harness):
     """It restarted: what we want died."""
-    desk.start_renewing("a")
-    desk.lease_renewer.on(PeerConnected(1, Welcome(PROTOCOL, EngineId("p9"), FINGERPRINT, ())), now=0.0)
+    harness.start_renewing("a")
+    harness.lease_renewer.on(PeerConnected(1, Welcome(PROTOCOL, EngineId("p9"), FINGERPRINT, ())), now=0.0)
 
-    assert desk.sent == []
-    assert desk.closed == [1]
+    assert harness.sent == []
+    assert harness.closed == [1]
 
 
-def test_an_engine_that_nobody_wants_is_forgotten_if_it_refused(desk):
+def test_an_unused_engine_that_refused_is_forgotten(harness):
     """Engines come and go for ever."""
-    desk.start_renewing("a")
-    desk.lease_renewer.on(PeerConnected(1, Welcome(PROTOCOL, P, changed(FINGERPRINT, dtype="x"), ())), now=0.0)
-    desk.lease_renewer.stop_renewing(RequestId("d-a"), P)
-    desk.lease_renewer.advance(now=MAX_BACKOFF + 2)
+    harness.start_renewing("a")
+    harness.lease_renewer.on(PeerConnected(1, Welcome(PROTOCOL, P, changed(FINGERPRINT, dtype="x"), ())), now=0.0)
+    harness.lease_renewer.stop_renewing(RequestId("d-a"), P)
+    harness.lease_renewer.advance(now=MAX_BACKOFF + 2)
 
-    assert len(desk.peers) == 0
+    assert len(harness.peers) == 0
 
 
-def test_an_engine_that_is_only_to_hear_of_drops_gets_no_heartbeat(desk):
+def test_an_engine_that_is_only_to_hear_of_drops_gets_no_heartbeat(harness):
     """While it is still being met."""
-    desk.start_renewing("a")
-    desk.release("a")
-    desk.lease_renewer.advance(now=BEAT)
-    assert desk.sent == []
-    desk.welcome()
+    harness.start_renewing("a")
+    harness.release("a")
+    harness.lease_renewer.advance(now=BEAT)
+    assert harness.sent == []
+    harness.welcome()
 
-    assert [message for _, message in desk.sent if isinstance(message, DropLeases)] == [DropLeases(("p-a",))]
-    assert desk.lease_renewer.advance(now=2 * BEAT) is None
+    assert [message for _, message in harness.sent if isinstance(message, DropLeases)] == [DropLeases(("p-a",))]
+    assert harness.lease_renewer.advance(now=2 * BEAT) is None

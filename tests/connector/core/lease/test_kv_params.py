@@ -154,7 +154,7 @@ def test_every_refusal_has_a_counter():
 BOOKING = {"remote_engine_id": "p0", "remote_host": "10.0.0.1", "remote_port": 5600, "transfer_id": "t"}
 
 
-def test_a_booking_names_the_engine_and_the_transfer():
+def test_push_params_name_the_engine_and_the_transfer():
     """Unknown keys are ignored, and what a pull offer would call the request is not believed."""
     booking = parse_push_params({**BOOKING, "remote_request_id": "x" * 999, "xpyd_tomorrow": 1}, "d-1")
 
@@ -162,7 +162,7 @@ def test_a_booking_names_the_engine_and_the_transfer():
     assert booking.remote_request_id == "t"
 
 
-def test_an_offer_of_an_engine_that_pushes_is_a_booking_too():
+def test_params_of_an_engine_that_pushes_are_push_params_too():
     """A router that waits for P hands its reply to D."""
     offer = PullParams(**{**{name: getattr(OFFER, name) for name in OFFER.__struct_fields__},
                      "transfer_mode": "push", "transfer_id": "t"})  # fmt: skip
@@ -182,7 +182,7 @@ BROKEN_BOOKINGS = {
 @pytest.mark.parametrize(
     ("key", "value"), [(key, value) for key, values in BROKEN_BOOKINGS.items() for value in values]
 )
-def test_a_malformed_booking_is_refused_in_one_sentence(key, value):
+def test_malformed_push_params_are_refused_in_one_sentence(key, value):
     """The prompt is computed here then."""
     with pytest.raises(InvalidKvParams, match=r"^kv_transfer_params: ") as caught:
         parse_push_params({**BOOKING, key: value}, "d-1")
@@ -220,7 +220,7 @@ def test_a_transfer_id_that_cannot_be_used_is_refused(name):
 
 
 @given(st.dictionaries(st.sampled_from([*sorted(BOOKING), "transfer_mode", "remote_request_id"]), JSON), st.text())
-def test_arbitrary_params_are_a_booking_or_a_bad_offer(changes, own):
+def test_arbitrary_params_are_push_params_or_invalid(changes, own):
     """Never another exception: it would stop the engine for everybody."""
     for read in (parse_push_params, parse_transfer_id):
         try:

@@ -151,7 +151,7 @@ def test_with_proven_engines_only_the_holders_connections_may(book):
     assert [book.may_end(A, conn) for conn in (D, ELSE, ConnId(3))] == [True, True, False]
 
 
-def test_a_lease_that_somebody_reads_says_so_for_a_while():
+def test_a_lease_counts_as_read_for_a_while():
     """Until then it is not revoked; a reader that vanishes keeps it no longer."""
     book = LeaseTable(duration=30.0, extension=20.0, reading=10.0)
     book.grant(A, now=0.0)

@@ -81,7 +81,7 @@ def test_a_renewal_of_what_is_held_is_not_answered(shop):
     assert shop.link.sent == []
 
 
-def test_a_read_counts_only_if_the_lease_held_when_it_was_told(shop):
+def test_a_read_counts_only_if_the_lease_held_when_it_was_reported(shop):
     """Answered before the blocks are released, and to whoever asked."""
     shop.hear(ReadDone(A, READER, 0, 1))
     shop.hear(ReadDone(A, READER, 0, 1), conn=ELSE)
@@ -90,7 +90,7 @@ def test_a_read_counts_only_if_the_lease_held_when_it_was_told(shop):
     assert shop.released() == [("a", "DONE")]
 
 
-def test_a_read_that_is_told_when_its_lease_is_due_does_not_count(shop):
+def test_a_read_reported_when_its_lease_is_due_does_not_count(shop):
     """Even if nobody has looked at the clock since: the blocks are as good as given away."""
     shop.hear(ReadDone(A, READER, 0, 1), now=30.0)
 
@@ -98,7 +98,7 @@ def test_a_read_that_is_told_when_its_lease_is_due_does_not_count(shop):
     assert shop.released() == [("a", "EXPIRED"), ("b", "EXPIRED")]
 
 
-def test_each_rank_is_told_whether_its_own_read_counts(shop):
+def test_each_rank_learns_whether_its_own_read_counts(shop):
     """The lease ends with the last one."""
     shop.hear(ReadDone(A, READER, 0, 2))
     assert shop.released() == []
@@ -118,7 +118,7 @@ def test_what_is_dropped_twice_ends_once(shop):
 
 
 @pytest.mark.parametrize("message", [HELLO, Challenge(4, b""), FenceResult(READER, held=True), LeasesLost((A,))])
-def test_whoever_says_what_is_not_his_to_say_is_sent_away(shop, message):
+def test_a_message_of_the_wrong_role_closes_the_connection(shop, message):
     """A second hello, or a prefill engine's words: and what he held is free."""
     shop.hear(RenewLeases((A,)))
     shop.hear(message)
@@ -187,7 +187,7 @@ def test_a_worker_may_drop_what_its_scheduler_holds(shop):
     assert shop.released() == [("a", "DROPPED")]
 
 
-def test_what_nobody_has_claimed_is_anybodys(shop):
+def test_an_unclaimed_lease_accepts_any_engine(shop):
     """The first word may come over any connection of a decode engine."""
     shop.hear(DropLeases((A,)), conn=ELSE)
 
@@ -201,7 +201,7 @@ def revoke(shop, *requests, blocks=1, now=0.0, **options):
     shop.lease_manager.revoke([RevocableLease(request, 1) for request in requests], blocks, now=now, **options)
 
 
-def test_a_holder_is_told_at_once_that_its_leases_are_revoked(shop):
+def test_a_holder_learns_at_once_that_its_leases_are_revoked(shop):
     """In one message; nobody is told of those that nobody has claimed."""
     shop.lease_manager.grant(RequestId("c"), now=0.0)
     shop.hear(RenewLeases((A, B)))
@@ -238,7 +238,7 @@ def test_what_another_part_is_busy_with_is_not_revoked(shop):
     assert shop.released() == [("b", "REVOKED")]
 
 
-def test_a_stranger_cannot_protect_a_lease_by_saying_that_it_reads(shop):
+def test_another_engines_read_does_not_protect_a_lease(shop):
     """Nor one that is over."""
     shop.hear(RenewLeases((A,)))
     shop.hear(ReadsStarted((A, RequestId("gone"))), conn=ELSE)
@@ -256,7 +256,7 @@ def test_the_fence_knows_that_a_lease_was_revoked(shop):
     assert shop.link.sent == [(D, FenceResult(READER, held=False))]
 
 
-def test_very_many_lapsed_leases_are_told_in_pieces():
+def test_very_many_lost_leases_are_reported_in_pieces():
     """One frame has a limit."""
     shop = Shop()
     names = tuple(RequestId(f"r{number}") for number in range(MAX_IDS + 1))

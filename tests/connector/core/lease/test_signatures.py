@@ -70,7 +70,7 @@ def test_a_signature_may_be_any_text(signature):
         D.check(changed(OFFER, xpyd_signature=signature), now=NOW)
 
 
-def test_another_secret_is_told_from_the_right_one():
+def test_another_secret_is_not_accepted():
     """With the engine named whose secret is to be looked at."""
     with pytest.raises(ForgedKvParams, match="p0"):
         D.check(knowing(b"two").sign(OFFER), now=NOW)
@@ -132,7 +132,7 @@ def test_an_offer_is_good_as_long_as_its_lease_and_what_clocks_may_differ():
         "p.localhost",
     ],
 )
-def test_a_host_that_nobody_else_reaches_may_be_replaced(host):
+def test_a_host_that_only_this_machine_reaches_may_be_replaced(host):
     """A router puts the one in its place by which it knows the engine; all the rest is still proven."""
     offer = P.sign(changed(OFFER, remote_host=host))
 

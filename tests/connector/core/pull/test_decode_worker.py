@@ -306,7 +306,7 @@ class Copier:
         return ended
 
 
-class Desk:
+class Harness:
     """A decode worker with host memory for a dozen blocks, three of them for each part, and an engine to read from."""
 
     def __init__(self, slots=12):
@@ -347,74 +347,74 @@ class Desk:
 
 def test_what_was_read_into_host_memory_is_copied_to_where_it_belongs():
     """And only then P is told that it was read."""
-    desk = Desk()
-    desk.load()
+    harness = Harness()
+    harness.load()
     for _ in range(4):
-        desk.turn()
-    assert desk.state() is LoadState.COPYING
-    assert desk.copier.copies == [([[1, 2, 3]], [[21, 22, 23]])]
-    assert desk.world.network.memories["d-host"][1:4] == RIGHT
-    assert desk.world.p.freed == []
-    desk.copied(0)
-    desk.turn()
-    desk.turn()
+        harness.turn()
+    assert harness.state() is LoadState.COPYING
+    assert harness.copier.copies == [([[1, 2, 3]], [[21, 22, 23]])]
+    assert harness.world.network.memories["d-host"][1:4] == RIGHT
+    assert harness.world.p.freed == []
+    harness.copied(0)
+    harness.turn()
+    harness.turn()
 
-    assert desk.reader.take_results() == [LoadResult(RequestId("d-a"), "")]
-    assert desk.slots.held == len(desk.slots) == 0
+    assert harness.reader.take_results() == [LoadResult(RequestId("d-a"), "")]
+    assert harness.slots.held == len(harness.slots) == 0
 
 
 def test_a_copy_that_fails_fails_the_load():
     """Nothing is written into its blocks any more: they are free at once."""
-    desk = Desk()
-    desk.load()
+    harness = Harness()
+    harness.load()
     for _ in range(4):
-        desk.turn()
-    desk.copied(0, reason="out of memory")
-    (result,) = desk.reader.take_results()
+        harness.turn()
+    harness.copied(0, reason="out of memory")
+    (result,) = harness.reader.take_results()
 
     assert result == LoadResult(RequestId("d-a"), "it was not copied out of host memory: out of memory")
-    assert desk.counters.take().counters["loads_failed_staging"] == 1
-    assert desk.slots.held == len(desk.slots) == 0
+    assert harness.counters.take().counters["loads_failed_staging"] == 1
+    assert harness.slots.held == len(harness.slots) == 0
 
 
-def test_a_copy_that_does_not_end_lingers():
+def test_a_copy_that_does_not_end_is_quarantined():
     """It still writes into the request's blocks; the slots are kept as long."""
-    desk = Desk()
-    desk.load()
+    harness = Harness()
+    harness.load()
     for _ in range(4):
-        desk.turn()
-    desk.now = TIMEOUT
-    desk.turn()
-    (result,) = desk.reader.take_results()
-    assert (result.quarantined, desk.slots.held) == (True, 3)
-    desk.copied(0)
+        harness.turn()
+    harness.now = TIMEOUT
+    harness.turn()
+    (result,) = harness.reader.take_results()
+    assert (result.quarantined, harness.slots.held) == (True, 3)
+    harness.copied(0)
 
-    assert desk.reader.take_results() == [BlocksReleased(RequestId("d-a"))]
-    assert desk.slots.held == len(desk.slots) == 0
+    assert harness.reader.take_results() == [BlocksReleased(RequestId("d-a"))]
+    assert harness.slots.held == len(harness.slots) == 0
 
 
 def test_who_waits_for_room_goes_on_in_the_turn_in_which_another_times_out():
     """Nothing else would wake the thread: it would wait for ever."""
-    desk = Desk(1)
-    desk.world.network.cut(desk.link, is_cut=True)
-    desk.load("a")
-    desk.load("b")
-    desk.turn()
-    assert (desk.state("a"), desk.state("b")) == (LoadState.WAITING, LoadState.QUEUED)
-    desk.now = TIMEOUT
-    due = desk.turn()
+    harness = Harness(1)
+    harness.world.network.cut(harness.link, is_cut=True)
+    harness.load("a")
+    harness.load("b")
+    harness.turn()
+    assert (harness.state("a"), harness.state("b")) == (LoadState.WAITING, LoadState.QUEUED)
+    harness.now = TIMEOUT
+    due = harness.turn()
 
-    assert [result.request for result in desk.reader.take_results()] == ["d-a"]
-    assert (desk.state("b"), due) == (LoadState.WAITING, 2 * TIMEOUT)
+    assert [result.request for result in harness.reader.take_results()] == ["d-a"]
+    assert (harness.state("b"), due) == (LoadState.WAITING, 2 * TIMEOUT)
 
 
 def test_who_waits_for_room_goes_on_when_a_refused_peer_costs_another_its_turn():
     """The same: room that is free again before anybody had it."""
-    desk = Desk(1)
-    desk.load("a", blocks=1)
+    harness = Harness(1)
+    harness.load("a", blocks=1)
     for _ in range(4):
-        desk.turn()
-    desk.world.network._listeners.clear()
+        harness.turn()
+    harness.world.network._listeners.clear()
     stranger = LoadOrder(
         RequestId("d-x"),
         RequestId("p"),
@@ -422,13 +422,13 @@ def test_who_waits_for_room_goes_on_when_a_refused_peer_costs_another_its_turn()
         Address("10.0.0.9", 1),
         (TokenRange(0, 0, BLOCK_SIZE, [1], [2]),),
     )
-    desk.reader.load(stranger, now=0.0)
-    desk.reader.load(stranger._replace(request=RequestId("d-y")), now=0.0)
-    desk.turn()
-    desk.copied(0)
-    while not (results := desk.reader.take_results()):
-        assert desk.state("x") is desk.state("y") is LoadState.QUEUED
-        desk.turn()
+    harness.reader.load(stranger, now=0.0)
+    harness.reader.load(stranger._replace(request=RequestId("d-y")), now=0.0)
+    harness.turn()
+    harness.copied(0)
+    while not (results := harness.reader.take_results()):
+        assert harness.state("x") is harness.state("y") is LoadState.QUEUED
+        harness.turn()
 
     assert [result.request for result in results] == ["d-a", "d-x", "d-y"]
     assert all("was not met" in result.failure for result in results[1:])
@@ -437,19 +437,19 @@ def test_who_waits_for_room_goes_on_when_a_refused_peer_costs_another_its_turn()
 @pytest.mark.parametrize(("slots", "each"), [(12, 3), (8, 2), (3, 1), (1, 1)])
 def test_a_load_that_is_too_large_for_host_memory_comes_in_parts(slots, each):
     """A part is a quarter of the buffer, or a block where that is less."""
-    desk = Desk(slots)
-    desk.load(blocks=6)
+    harness = Harness(slots)
+    harness.load(blocks=6)
     for number in range(6):
         for _ in range(4):
-            desk.turn()
-        if len(desk.copier.copies) > number:
-            desk.copied(number)
+            harness.turn()
+        if len(harness.copier.copies) > number:
+            harness.copied(number)
     for _ in range(3):
-        desk.turn()
+        harness.turn()
 
-    assert all(group == list(range(1, each + 1)) for (group,), _ in desk.copier.copies)
-    assert [blocks for _, (blocks,) in desk.copier.copies] == [
+    assert all(group == list(range(1, each + 1)) for (group,), _ in harness.copier.copies)
+    assert [blocks for _, (blocks,) in harness.copier.copies] == [
         [21 + first + n for n in range(each)] for first in range(0, 6, each)
     ]
-    assert desk.reader.take_results() == [LoadResult(RequestId("d-a"), "")]
-    assert desk.slots.held == len(desk.slots) == 0
+    assert harness.reader.take_results() == [LoadResult(RequestId("d-a"), "")]
+    assert harness.slots.held == len(harness.slots) == 0

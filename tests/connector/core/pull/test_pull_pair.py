@@ -59,7 +59,7 @@ def test_a_load_that_queues_for_host_memory_keeps_its_lease_from_being_revoked(w
     assert why(world) == [LeaseEvent.DONE]
 
 
-def test_blocks_nobody_asks_for_are_freed_at_lease_end(world):
+def test_unread_blocks_are_freed_at_lease_end(world):
     """A client, router or D that disappears must not pin P's memory."""
     world.lend()
     world.run(seconds=LEASE - 1)

@@ -38,7 +38,7 @@ from xpyd_connector.core.push.decode_scheduler import (
 from xpyd_connector.core.results import BlocksReleased, LoadResult
 from xpyd_connector.core.session.peers import QUIET, PeerTable
 from xpyd_connector.errors import IllegalTransition
-from xpyd_connector.io.link import IDLE_TIMEOUT
+from xpyd_connector.io.client_connections import IDLE_TIMEOUT
 
 P, ADDRESS = EngineId("p0"), Address("10.0.0.1", 5600)
 A, B, T = RequestId("d-a"), RequestId("d-b"), RequestId("t")
@@ -61,7 +61,7 @@ class Link:
         self.closed.append(conn)
 
 
-class Desk:
+class Harness:
     """The control thread of a decode engine with two ranks."""
 
     def __init__(self):
@@ -100,10 +100,10 @@ class Desk:
         self.now += seconds
         return self.push_receiver.advance(now=self.now)
 
-    def told(self):
+    def take_results(self):
         return self.push_receiver.take_results()
 
-    def said(self):
+    def take_sent(self):
         """What was said since the last call; what is given back is said at the end of a turn."""
         self.lease_renewer._send_pending()
         sent, self.link.sent = self.link.sent, []
@@ -117,14 +117,14 @@ class Desk:
 
 
 @pytest.fixture
-def desk():
+def harness():
     """One request is registered, and nothing of that is in the way."""
-    desk = Desk()
-    desk.expect()
-    desk.connect()
-    desk.said()
-    desk.counters.take()
-    return desk
+    harness = Harness()
+    harness.expect()
+    harness.connect()
+    harness.take_sent()
+    harness.counters.take()
+    return harness
 
 
 @pytest.mark.parametrize(("before", "event"), list(itertools.product(ReceiveState, ReceiveEvent)))
@@ -144,42 +144,42 @@ def test_every_cell_of_the_table(before, event):
 
 def test_p_hears_of_every_rank_before_it_hears_of_a_request():
     """It refuses registrations of an engine whose memory it does not know."""
-    desk = Desk()
-    desk.expect()
-    assert desk.said() == []
-    desk.connect()
+    harness = Harness()
+    harness.expect()
+    assert harness.take_sent() == []
+    harness.connect()
 
-    assert desk.said() == [
+    assert harness.take_sent() == [
         RenewLeases((T,)), RankMemory(RANKS[0]), RankMemory(RANKS[1]), RegisterPush(A, T, "digest", lent(2, (4, 5))),
     ]  # fmt: skip
 
 
-def test_an_engine_that_is_known_hears_of_the_next_request_at_once(desk):
+def test_an_engine_that_is_known_hears_of_the_next_request_at_once(harness):
     """And its ranks' memory is not told twice."""
-    desk.expect(B, blocks=(7,))
+    harness.expect(B, blocks=(7,))
 
-    assert desk.said() == [RenewLeases((T,)), RegisterPush(B, T, "digest", lent(2, (7,)))]
+    assert harness.take_sent() == [RenewLeases((T,)), RegisterPush(B, T, "digest", lent(2, (7,)))]
 
 
-def test_a_request_is_registered_once(desk):
+def test_a_request_is_registered_once(harness):
     """Two pushes into the same blocks would overtake each other."""
     with pytest.raises(IllegalTransition, match="d-a is registered twice"):
-        desk.expect()
+        harness.expect()
 
 
 def test_an_engine_that_cannot_be_met_fails_what_waits_for_it_and_what_comes_next():
     """Nothing was lent, so nothing lingers."""
-    desk = Desk()
-    desk.expect()
-    desk.happen(ConnectFailed(desk.conn, "no route"))
-    desk.expect(B)
+    harness = Harness()
+    harness.expect()
+    harness.happen(ConnectFailed(harness.conn, "no route"))
+    harness.expect(B)
 
-    assert desk.told() == [
+    assert harness.take_results() == [
         LoadResult(A, f"{ADDRESS} was not met: no route"),
         LoadResult(B, f"{ADDRESS} was not met: no route"),
     ]
-    assert len(desk.push_receiver) == len(desk.lease_renewer) == 0
-    assert desk.counted()["loads_failed_handshake"] == 2
+    assert len(harness.push_receiver) == len(harness.lease_renewer) == 0
+    assert harness.counted()["loads_failed_handshake"] == 2
 
 
 # ---- a connection that was quiet for long
@@ -188,41 +188,41 @@ def test_an_engine_that_cannot_be_met_fails_what_waits_for_it_and_what_comes_nex
 @pytest.fixture
 def quiet():
     """P has been met, and nothing was wanted of it since; it may close the connection in this very moment."""
-    desk = Desk()
-    desk.expect()
-    desk.connect()
-    desk.hear(PushDone(A, held=True))
-    desk.told()
-    desk.said()
-    desk.counters.take()
-    desk.now += QUIET
-    desk.expect(B)
-    return desk
+    harness = Harness()
+    harness.expect()
+    harness.connect()
+    harness.hear(PushDone(A, held=True))
+    harness.take_results()
+    harness.take_sent()
+    harness.counters.take()
+    harness.now += QUIET
+    harness.expect(B)
+    return harness
 
 
 def test_p_must_have_spoken_lately_to_hear_of_a_request(quiet):
     """If the connection ends first, P has certainly not begun to write, and the request goes another way."""
-    assert quiet.said() == [RenewLeases((T,))]
+    assert quiet.take_sent() == [RenewLeases((T,))]
     quiet.hear(HeartbeatReply())
     quiet.happen(MessageReceived(quiet.conn, HeartbeatReply()))
-    assert quiet.said() == [RegisterPush(B, T, "digest", lent(2, (4, 5)))]
+    assert quiet.take_sent() == [RegisterPush(B, T, "digest", lent(2, (4, 5)))]
     quiet.hear(HeartbeatReply())
     quiet.expect(A)
 
-    assert quiet.said() == [RenewLeases((T,)), RegisterPush(A, T, "digest", lent(2, (4, 5)))]
+    assert quiet.take_sent() == [RenewLeases((T,)), RegisterPush(A, T, "digest", lent(2, (4, 5)))]
 
 
 def test_p_is_met_again_for_a_request_it_has_not_heard_of(quiet):
     """Once, and the request knows nothing of it; its blocks were lent to nobody meanwhile."""
-    quiet.said()
+    quiet.take_sent()
     quiet.lose()
     quiet.connect()
-    assert quiet.said()[-1] == RegisterPush(B, T, "digest", lent(2, (4, 5)))
-    assert quiet.told() == []
+    assert quiet.take_sent()[-1] == RegisterPush(B, T, "digest", lent(2, (4, 5)))
+    assert quiet.take_results() == []
     assert quiet.counted()["registrations_resent"] == 1
     quiet.lose()
 
-    assert quiet.told() == [LoadResult(B, f"{ADDRESS} is gone: closed", quarantined=True)]
+    assert quiet.take_results() == [LoadResult(B, f"{ADDRESS} is gone: closed", quarantined=True)]
 
 
 def test_a_p_that_is_really_gone_fails_a_request_it_has_not_heard_of(quiet):
@@ -230,25 +230,25 @@ def test_a_p_that_is_really_gone_fails_a_request_it_has_not_heard_of(quiet):
     quiet.lose()
     quiet.happen(ConnectFailed(quiet.conn, "no route"))
 
-    assert quiet.told() == [LoadResult(B, f"{ADDRESS} was not met: no route")]
+    assert quiet.take_results() == [LoadResult(B, f"{ADDRESS} was not met: no route")]
 
 
 def test_a_quiet_p_that_does_not_answer_fails_a_request_it_has_not_heard_of(quiet):
     """As soon as one that has; nothing lingers."""
     quiet.wait(PATIENCE)
 
-    assert quiet.told() == [LoadResult(B, f"{ADDRESS} does not answer")]
+    assert quiet.take_results() == [LoadResult(B, f"{ADDRESS} does not answer")]
     assert len(quiet.push_receiver) == 0
 
 
 def test_what_is_aborted_before_a_quiet_p_answers_is_not_registered(quiet):
     """It was never lent."""
     quiet.push_receiver.stop(B)
-    assert quiet.told() == [LoadResult(B, "the request was aborted")]
-    quiet.said()
+    assert quiet.take_results() == [LoadResult(B, "the request was aborted")]
+    quiet.take_sent()
     quiet.hear(HeartbeatReply())
 
-    assert quiet.said() == []
+    assert quiet.take_sent() == []
 
 
 def test_a_connection_counts_as_quiet_long_before_p_closes_it():
@@ -259,170 +259,172 @@ def test_a_connection_counts_as_quiet_long_before_p_closes_it():
 # ---- the ends that P tells
 
 
-def test_landed_ends_it_well(desk):
+def test_landed_ends_it_well(harness):
     """And nobody renews any more."""
-    assert desk.hear(PushDone(A, held=True))
+    assert harness.hear(PushDone(A, held=True))
 
-    assert desk.told() == [LoadResult(A, "")]
-    assert desk.told() == []
-    assert len(desk.push_receiver) == len(desk.lease_renewer) == 0
-    assert desk.counted() == {"loads": 1}
+    assert harness.take_results() == [LoadResult(A, "")]
+    assert harness.take_results() == []
+    assert len(harness.push_receiver) == len(harness.lease_renewer) == 0
+    assert harness.counted() == {"loads": 1}
 
 
-def test_landed_without_the_lease_is_worth_nothing(desk):
+def test_landed_without_the_lease_is_worth_nothing(harness):
     """P's blocks were others' while they were read. They are written, so they do not linger."""
-    desk.hear(PushDone(A, held=False))
-    (result,) = desk.told()
+    harness.hear(PushDone(A, held=False))
+    (result,) = harness.take_results()
 
     assert ("lease was over" in result.failure, result.quarantined) == (True, False)
-    assert desk.counted() == {"reads_discarded": 1, "loads_failed_lease": 1}
+    assert harness.counted() == {"reads_discarded": 1, "loads_failed_lease": 1}
 
 
-def test_stopped_ends_it_badly(desk):
+def test_stopped_ends_it_badly(harness):
     """With P's reason."""
-    desk.hear(PushStopped(A, "no prompt"))
+    harness.hear(PushStopped(A, "no prompt"))
 
-    assert desk.told() == [LoadResult(A, "P stopped: no prompt")]
-    assert len(desk.push_receiver) == len(desk.lease_renewer) == 0
-    assert desk.counted() == {"loads_failed_transfer": 1}
+    assert harness.take_results() == [LoadResult(A, "P stopped: no prompt")]
+    assert len(harness.push_receiver) == len(harness.lease_renewer) == 0
+    assert harness.counted() == {"loads_failed_transfer": 1}
 
 
 @pytest.mark.parametrize("end", [PushStopped(A, "slow"), PushDone(A, held=True), PushDone(A, held=False)], ids=repr)
-def test_stuck_fails_the_request_at_once_and_frees_its_blocks_later(desk, end):
+def test_stuck_fails_the_request_at_once_and_frees_its_blocks_later(harness, end):
     """P may write into them until it says otherwise; whatever it says then, the request has failed."""
-    desk.hear(PushStalled(A, "slow"))
-    assert desk.told() == [LoadResult(A, "slow", quarantined=True)]
-    assert desk.said() == [CancelPushes((A,)), DropLeases((T,))]
-    desk.hear(PushStalled(A, "slow"))
-    assert desk.told() == []
-    assert desk.wait(1e6) is None
-    desk.hear(end)
+    harness.hear(PushStalled(A, "slow"))
+    assert harness.take_results() == [LoadResult(A, "slow", quarantined=True)]
+    assert harness.take_sent() == [CancelPushes((A,)), DropLeases((T,))]
+    harness.hear(PushStalled(A, "slow"))
+    assert harness.take_results() == []
+    assert harness.wait(1e6) is None
+    harness.hear(end)
 
-    assert desk.told() == [BlocksReleased(A)]
-    assert len(desk.push_receiver) == 0
-    assert desk.counted() == {"drops_sent": 1, "loads_failed_timeout": 1}
+    assert harness.take_results() == [BlocksReleased(A)]
+    assert len(harness.push_receiver) == 0
+    assert harness.counted() == {"drops_sent": 1, "loads_failed_timeout": 1}
 
 
 @pytest.mark.parametrize("message", [PushDone(A, held=True), PushStopped(A, ""), PushStalled(A, "")], ids=repr)
-def test_whoever_is_not_asked_has_no_say(desk, message):
+def test_messages_of_other_connections_change_nothing(harness, message):
     """Another engine, one we do not know, or the right one much too late."""
-    desk.lease_renewer.start_renewing(B, PushParams(EngineId("p1"), "10.0.0.1", 5601, T, T), now=0.0)
-    other = desk.peers.get(EngineId("p1")).conn
-    desk.happen(PeerConnected(other, Welcome(PROTOCOL, EngineId("p1"), FINGERPRINT, (rank_info("p1"),))))
+    harness.lease_renewer.start_renewing(B, PushParams(EngineId("p1"), "10.0.0.1", 5601, T, T), now=0.0)
+    other = harness.peers.get(EngineId("p1")).conn
+    harness.happen(PeerConnected(other, Welcome(PROTOCOL, EngineId("p1"), FINGERPRINT, (rank_info("p1"),))))
     for conn in (other, ConnId(99)):
-        assert desk.hear(message, conn)
-    assert desk.told() == []
-    desk.hear(PushDone(A, held=True))
-    desk.told()
-    desk.hear(message)
+        assert harness.hear(message, conn)
+    assert harness.take_results() == []
+    harness.hear(PushDone(A, held=True))
+    harness.take_results()
+    harness.hear(message)
 
-    assert desk.told() == []
-    assert desk.counted()["unknown_transfer_messages"] == 3
+    assert harness.take_results() == []
+    assert harness.counted()["unknown_transfer_messages"] == 3
 
 
-def test_other_messages_are_left_to_others(desk):
+def test_other_messages_are_left_to_others(harness):
     """A heartbeat's answer, or a breach of the protocol."""
-    assert not desk.hear(HeartbeatReply())
-    assert not desk.hear(FenceResult(A, held=True))
+    assert not harness.hear(HeartbeatReply())
+    assert not harness.hear(FenceResult(A, held=True))
 
 
 # ---- the ends that D decides
 
 
-def test_an_abort_while_p_may_write_keeps_the_blocks(desk):
+def test_an_abort_while_p_may_write_keeps_the_blocks(harness):
     """Once, and of nothing else."""
-    desk.push_receiver.stop(A)
-    desk.push_receiver.stop(A)
-    desk.push_receiver.stop(B)
-    assert desk.told() == [LoadResult(A, "the request was aborted", quarantined=True)]
-    assert desk.said() == [CancelPushes((A,)), DropLeases((T,))]
-    desk.hear(PushStopped(A, ""))
+    harness.push_receiver.stop(A)
+    harness.push_receiver.stop(A)
+    harness.push_receiver.stop(B)
+    assert harness.take_results() == [LoadResult(A, "the request was aborted", quarantined=True)]
+    assert harness.take_sent() == [CancelPushes((A,)), DropLeases((T,))]
+    harness.hear(PushStopped(A, ""))
 
-    assert desk.told() == [BlocksReleased(A)]
-    assert desk.counted() == {"drops_sent": 1, "loads_aborted": 1}
+    assert harness.take_results() == [BlocksReleased(A)]
+    assert harness.counted() == {"drops_sent": 1, "loads_aborted": 1}
 
 
 def test_an_abort_before_p_is_met_keeps_nothing():
     """And P hears that nobody wants the transfer, once it is met."""
-    desk = Desk()
-    desk.expect()
-    desk.push_receiver.stop(A)
-    assert desk.told() == [LoadResult(A, "the request was aborted")]
-    desk.connect()
+    harness = Harness()
+    harness.expect()
+    harness.push_receiver.stop(A)
+    assert harness.take_results() == [LoadResult(A, "the request was aborted")]
+    harness.connect()
 
-    assert desk.said() == [DropLeases((T,)), RankMemory(RANKS[0]), RankMemory(RANKS[1])]
-    assert len(desk.push_receiver) == len(desk.lease_renewer) == 0
+    assert harness.take_sent() == [DropLeases((T,)), RankMemory(RANKS[0]), RankMemory(RANKS[1])]
+    assert len(harness.push_receiver) == len(harness.lease_renewer) == 0
 
 
-def test_another_reader_keeps_the_transfer_wanted(desk):
+def test_another_reader_keeps_the_transfer_wanted(harness):
     """One prompt, n answers: the first one's end does not end the other's lease."""
-    desk.expect(B)
-    desk.said()
-    desk.push_receiver.stop(A)
+    harness.expect(B)
+    harness.take_sent()
+    harness.push_receiver.stop(A)
 
-    assert desk.said() == [CancelPushes((A,))]
+    assert harness.take_sent() == [CancelPushes((A,))]
 
 
-def test_nothing_is_waited_for_longer_than_the_timeout(desk):
+def test_nothing_is_waited_for_longer_than_the_timeout(harness):
     """From the moment the blocks were lent."""
-    desk.happen(MessageReceived(desk.conn, HeartbeatReply()))
-    assert desk.wait(WAIT - 1) == WAIT
-    assert desk.told() == []
-    desk.wait(1)
+    harness.happen(MessageReceived(harness.conn, HeartbeatReply()))
+    assert harness.wait(WAIT - 1) == WAIT
+    assert harness.take_results() == []
+    harness.wait(1)
 
-    assert desk.told() == [LoadResult(A, "nothing was written within 100 s", quarantined=True)]
+    assert harness.take_results() == [LoadResult(A, "nothing was written within 100 s", quarantined=True)]
 
 
-def test_a_meeting_that_takes_too_long_fails_without_lingering():
+def test_a_connection_that_takes_too_long_fails_without_quarantine():
     """Nothing was lent yet."""
-    desk = Desk()
-    desk.expect()
-    desk.wait(WAIT)
+    harness = Harness()
+    harness.expect()
+    harness.wait(WAIT)
 
-    assert desk.told() == [LoadResult(A, "nothing was written within 100 s")]
-    assert len(desk.lease_renewer) == 0
+    assert harness.take_results() == [LoadResult(A, "nothing was written within 100 s")]
+    assert len(harness.lease_renewer) == 0
 
 
-def test_a_heartbeat_that_is_not_answered_tells_that_p_hangs(desk):
+def test_a_heartbeat_that_is_not_answered_tells_that_p_hangs(harness):
     """Long before the timeout, which covers P's queue; new requests to the same engine do not wait at all."""
-    assert desk.wait(PATIENCE - 1) == PATIENCE
-    assert desk.told() == []
-    desk.wait(1)
-    desk.expect(B)
-    desk.wait(0)
+    assert harness.wait(PATIENCE - 1) == PATIENCE
+    assert harness.take_results() == []
+    harness.wait(1)
+    harness.expect(B)
+    harness.wait(0)
 
-    assert desk.told() == [LoadResult(request, f"{ADDRESS} does not answer", quarantined=True) for request in (A, B)]
+    assert harness.take_results() == [
+        LoadResult(request, f"{ADDRESS} does not answer", quarantined=True) for request in (A, B)
+    ]
 
 
-def test_an_answer_makes_up_for_the_silence(desk):
+def test_an_answer_makes_up_for_the_silence(harness):
     """The next question starts anew."""
-    desk.wait(PATIENCE - 1)
-    desk.happen(MessageReceived(desk.conn, HeartbeatReply()))
-    assert desk.peers.get(P).unanswered_since is None
-    assert desk.wait(1) == WAIT
-    desk.lease_renewer.advance(now=desk.now)
+    harness.wait(PATIENCE - 1)
+    harness.happen(MessageReceived(harness.conn, HeartbeatReply()))
+    assert harness.peers.get(P).unanswered_since is None
+    assert harness.wait(1) == WAIT
+    harness.lease_renewer.advance(now=harness.now)
 
-    assert desk.peers.get(P).unanswered_since == desk.now
-    assert desk.told() == []
+    assert harness.peers.get(P).unanswered_since == harness.now
+    assert harness.take_results() == []
 
 
 # ---- P is gone
 
 
 @pytest.mark.parametrize(("silent", "looks"), [(False, QUARANTINE), (True, LONG_QUARANTINE)])
-def test_blocks_are_kept_for_a_while_after_p_is_gone(desk, silent, looks):
+def test_blocks_are_kept_for_a_while_after_p_is_gone(harness, silent, looks):
     """What it had sent may still be on its way; a P that only fell silent may send it again, much later."""
     interval, number = looks
-    desk.lose(silent=silent)
-    assert desk.told() == [LoadResult(A, f"{ADDRESS} is gone: closed", quarantined=True)]
-    assert len(desk.lease_renewer) == 0
+    harness.lose(silent=silent)
+    assert harness.take_results() == [LoadResult(A, f"{ADDRESS} is gone: closed", quarantined=True)]
+    assert len(harness.lease_renewer) == 0
     for _ in range(number - 1):
-        assert desk.wait(interval) == pytest.approx(desk.now + interval)
-    assert desk.told() == []
-    desk.wait(interval)
+        assert harness.wait(interval) == pytest.approx(harness.now + interval)
+    assert harness.take_results() == []
+    harness.wait(interval)
 
-    assert desk.told() == [BlocksReleased(A)]
-    assert desk.counted() == {"peers_lost": 1, "loads_failed_peer": 1}
+    assert harness.take_results() == [BlocksReleased(A)]
+    assert harness.counted() == {"peers_lost": 1, "loads_failed_peer": 1}
 
 
 def test_the_long_quarantine_outlasts_tcp():
@@ -434,65 +436,65 @@ def test_the_long_quarantine_outlasts_tcp():
 
 
 @pytest.mark.parametrize(("silent", "looks"), [(False, QUARANTINE), (True, LONG_QUARANTINE)])
-def test_a_quarantine_is_counted_in_looks_not_in_time(desk, silent, looks):
+def test_a_quarantine_is_counted_in_looks_not_in_time(harness, silent, looks):
     """A process that was stopped for an hour has taken in nothing meanwhile."""
     _, number = looks
-    desk.lose(silent=silent)
-    desk.told()
+    harness.lose(silent=silent)
+    harness.take_results()
     for _ in range(number - 1):
-        desk.wait(3600)
-        desk.wait(0)
-        assert desk.told() == []
-    desk.wait(3600)
+        harness.wait(3600)
+        harness.wait(0)
+        assert harness.take_results() == []
+    harness.wait(3600)
 
-    assert desk.told() == [BlocksReleased(A)]
+    assert harness.take_results() == [BlocksReleased(A)]
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_blocks_that_p_was_to_let_go_are_kept_as_long(desk, silent):
+def test_blocks_that_p_was_to_let_go_are_kept_as_long(harness, silent):
     """Its answer will never come."""
-    desk.push_receiver.stop(A)
-    desk.lose(silent=silent)
-    assert [type(each) for each in desk.told()] == [LoadResult]
-    assert desk.state() is ReceiveState.QUARANTINED
+    harness.push_receiver.stop(A)
+    harness.lose(silent=silent)
+    assert [type(each) for each in harness.take_results()] == [LoadResult]
+    assert harness.state() is ReceiveState.QUARANTINED
     interval, number = LONG_QUARANTINE if silent else QUARANTINE
     for _ in range(number):
-        desk.wait(interval)
+        harness.wait(interval)
 
-    assert desk.told() == [BlocksReleased(A)]
+    assert harness.take_results() == [BlocksReleased(A)]
 
 
-def test_a_p_that_is_back_has_no_say_about_what_was_before(desk):
+def test_a_p_that_is_back_has_no_say_about_what_was_before(harness):
     """Its new connection knows nothing of the old one's writes."""
-    desk.lose()
-    desk.told()
-    desk.expect(B)
-    desk.connect()
-    assert (desk.state(A), desk.state(B)) == (ReceiveState.QUARANTINED, ReceiveState.REGISTERED)
-    desk.hear(PushDone(A, held=True))
-    desk.hear(PushStopped(A, ""))
-    desk.hear(PushStalled(A, ""))
-    desk.push_receiver.stop(A)
-    assert desk.told() == []
-    desk.lose()
+    harness.lose()
+    harness.take_results()
+    harness.expect(B)
+    harness.connect()
+    assert (harness.state(A), harness.state(B)) == (ReceiveState.QUARANTINED, ReceiveState.REGISTERED)
+    harness.hear(PushDone(A, held=True))
+    harness.hear(PushStopped(A, ""))
+    harness.hear(PushStalled(A, ""))
+    harness.push_receiver.stop(A)
+    assert harness.take_results() == []
+    harness.lose()
 
-    assert desk.told() == [LoadResult(B, f"{ADDRESS} is gone: closed", quarantined=True)]
+    assert harness.take_results() == [LoadResult(B, f"{ADDRESS} is gone: closed", quarantined=True)]
 
 
-def test_a_p_that_breaks_the_protocol_may_live(desk):
+def test_a_p_that_breaks_the_protocol_may_live(harness):
     """We close the connection, and know nothing of what it goes on to write."""
-    conn = desk.conn
-    desk.happen(MessageReceived(conn, FenceResult(A, held=True)))
+    conn = harness.conn
+    harness.happen(MessageReceived(conn, FenceResult(A, held=True)))
 
-    assert desk.link.closed == [conn]
-    assert desk.told()[0].quarantined
-    assert desk.push_receiver._pushes[A].checks == LONG_QUARANTINE[1]
+    assert harness.link.closed == [conn]
+    assert harness.take_results()[0].quarantined
+    assert harness.push_receiver._pushes[A].checks == LONG_QUARANTINE[1]
 
 
-def test_only_the_landings_of_that_engine_are_lost(desk):
+def test_only_the_landings_of_that_engine_are_lost(harness):
     """Others go on."""
-    desk.expect(B, engine=EngineId("p1"))
-    desk.lose()
+    harness.expect(B, engine=EngineId("p1"))
+    harness.lose()
 
-    assert [result.request for result in desk.told()] == [A]
-    assert desk.state(B) is ReceiveState.WAITING
+    assert [result.request for result in harness.take_results()] == [A]
+    assert harness.state(B) is ReceiveState.WAITING

@@ -66,7 +66,7 @@ class Copier:
         return ended
 
 
-class Desk:
+class Harness:
     """One worker's transfers, and everything it touches."""
 
     def __init__(self, *, staged=False, to=("d/0", "d/1")):
@@ -103,13 +103,13 @@ class Desk:
 
 
 @pytest.fixture
-def desk():
-    return Desk()
+def harness():
+    return Harness()
 
 
 @pytest.fixture
 def staged():
-    return Desk(staged=True)
+    return Harness(staged=True)
 
 
 @pytest.mark.parametrize(("before", "event"), list(itertools.product(PartWriteState, PartWriteEvent)))
@@ -124,15 +124,15 @@ def test_every_cell_of_the_table(before, event):
             transfer.on(event)
 
 
-def test_without_staging_it_is_written_at_once_to_every_rank(desk):
+def test_without_staging_it_is_written_at_once_to_every_rank(harness):
     """And is there when the last one says so."""
-    transfer = desk.send(4, 5)
-    assert desk.mover.writes == {0: ("d/0", [[5, 4, 2]]), 1: ("d/1", [[5, 4, 2]])}
-    assert desk.ended(1) == []
-    assert desk.ended(0) == [PartWriteEnded(transfer, "")]
+    transfer = harness.send(4, 5)
+    assert harness.mover.writes == {0: ("d/0", [[5, 4, 2]]), 1: ("d/1", [[5, 4, 2]])}
+    assert harness.ended(1) == []
+    assert harness.ended(0) == [PartWriteEnded(transfer, "")]
 
-    assert desk.counters.take().transfers == [TransferSample(0.1, 64, 1, 0.01)] * 2
-    assert desk.is_over()
+    assert harness.counters.take().transfers == [TransferSample(0.1, 64, 1, 0.01)] * 2
+    assert harness.is_over()
 
 
 def test_with_staging_it_is_copied_into_slots_and_written_from_there(staged):
@@ -165,16 +165,16 @@ def test_who_finds_no_room_waits_in_order(staged):
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
-def test_a_parcel_that_nobody_takes_anything_of_is_over_at_once(is_staged):
+def test_a_transfer_to_no_rank_is_over_at_once(is_staged):
     """The ranks on the other side take these heads from another of ours."""
-    desk = Desk(staged=is_staged, to=())
-    transfer = desk.send(4)
-    ended = desk.advance()
+    harness = Harness(staged=is_staged, to=())
+    transfer = harness.send(4)
+    ended = harness.advance()
     if is_staged:
-        ended += desk.copied(0)
+        ended += harness.copied(0)
 
     assert ended == [PartWriteEnded(transfer, "")]
-    assert desk.is_over()
+    assert harness.is_over()
 
 
 @pytest.mark.parametrize(
@@ -188,36 +188,36 @@ def test_a_parcel_that_nobody_takes_anything_of_is_over_at_once(is_staged):
 )
 def test_what_cannot_be_sent_raises_and_leaves_nothing(is_staged, blocks, error, sentence):
     """The push says why it stops."""
-    desk = Desk(staged=is_staged)
+    harness = Harness(staged=is_staged)
     with pytest.raises(error, match=sentence):
-        desk.send(*blocks)
+        harness.send(*blocks)
 
-    assert desk.advance() == []
-    assert desk.is_over()
-    assert len(desk.part_writer) == 0
+    assert harness.advance() == []
+    assert harness.is_over()
+    assert len(harness.part_writer) == 0
 
 
-def test_a_first_write_that_cannot_start_raises(desk):
+def test_a_first_write_that_cannot_start_raises(harness):
     """Nothing is on its way."""
-    desk.mover.fails_at = "d/0"
+    harness.mover.fails_at = "d/0"
     with pytest.raises(TransferError, match="no route to d/0"):
-        desk.send(4)
+        harness.send(4)
 
-    assert desk.is_over()
+    assert harness.is_over()
 
 
-def test_a_second_write_that_cannot_start_ends_when_the_first_has(desk):
+def test_a_second_write_that_cannot_start_ends_when_the_first_has(harness):
     """That one can still reach the other side's memory."""
-    desk.mover.fails_at = "d/1"
-    transfer = desk.send(4)
-    assert desk.mover.cancelled == [0]
-    assert desk.advance() == []
-    assert desk.part_writer.overdue(now=1e9) == []
+    harness.mover.fails_at = "d/1"
+    transfer = harness.send(4)
+    assert harness.mover.cancelled == [0]
+    assert harness.advance() == []
+    assert harness.part_writer.overdue(now=1e9) == []
 
-    assert desk.ended(0, outcome=XferOutcome.FAILED, reason="cancelled") == [
+    assert harness.ended(0, outcome=XferOutcome.FAILED, reason="cancelled") == [
         PartWriteEnded(transfer, "no route to d/1")
     ]
-    assert desk.is_over()
+    assert harness.is_over()
 
 
 @pytest.mark.parametrize("fails_at", ["d/0", "d/1"])
@@ -239,19 +239,19 @@ def test_a_write_that_cannot_start_from_host_memory_gives_its_slots_back(staged,
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_one_write_of_several_that_fails_ends_it_once_when_all_are_over(is_staged, order):
     """With the first reason; the others are cancelled, and may well have moved all the same."""
-    desk = Desk(staged=is_staged, to=("d/0", "d/1", "d/2"))
-    transfer = desk.send(4)
-    desk.advance()
+    harness = Harness(staged=is_staged, to=("d/0", "d/1", "d/2"))
+    transfer = harness.send(4)
+    harness.advance()
     if is_staged:
-        desk.copied(0)
+        harness.copied(0)
     first, second, third = order
-    assert desk.ended(first) == []
-    assert desk.ended(second, outcome=XferOutcome.FAILED, reason="peer gone") == []
-    assert desk.mover.cancelled == [third]
-    assert desk.slots.held == is_staged
+    assert harness.ended(first) == []
+    assert harness.ended(second, outcome=XferOutcome.FAILED, reason="peer gone") == []
+    assert harness.mover.cancelled == [third]
+    assert harness.slots.held == is_staged
 
-    assert desk.ended(third) == [PartWriteEnded(transfer, "NIXL: peer gone")]
-    assert desk.is_over()
+    assert harness.ended(third) == [PartWriteEnded(transfer, "NIXL: peer gone")]
+    assert harness.is_over()
 
 
 def test_a_copy_that_fails_ends_it(staged):
@@ -294,25 +294,25 @@ def test_what_is_copied_ends_with_its_copy_when_it_is_cancelled(staged):
     assert staged.is_over()
 
 
-def test_what_is_written_ends_with_its_writes_when_it_is_cancelled(desk):
+def test_what_is_written_ends_with_its_writes_when_it_is_cancelled(harness):
     """However long they take."""
-    transfer = desk.send(4)
-    desk.part_writer.cancel(transfer, "nobody wants it")
-    desk.part_writer.cancel(transfer, "twice")
-    assert desk.mover.cancelled == [0, 1]
-    assert desk.ended(0, outcome=XferOutcome.FAILED, reason="cancelled") == []
+    transfer = harness.send(4)
+    harness.part_writer.cancel(transfer, "nobody wants it")
+    harness.part_writer.cancel(transfer, "twice")
+    assert harness.mover.cancelled == [0, 1]
+    assert harness.ended(0, outcome=XferOutcome.FAILED, reason="cancelled") == []
 
-    assert desk.ended(1) == [PartWriteEnded(transfer, "nobody wants it")]
-    assert desk.is_over()
+    assert harness.ended(1) == [PartWriteEnded(transfer, "nobody wants it")]
+    assert harness.is_over()
 
 
-def test_cancelling_what_is_over_is_nothing(desk):
+def test_cancelling_what_is_over_is_nothing(harness):
     """The news may cross."""
-    transfer = desk.send(4)
-    assert desk.ended(0, 1) == [PartWriteEnded(transfer, "")]
-    desk.part_writer.cancel(transfer, "too late")
+    transfer = harness.send(4)
+    assert harness.ended(0, 1) == [PartWriteEnded(transfer, "")]
+    harness.part_writer.cancel(transfer, "too late")
 
-    assert desk.advance() == []
+    assert harness.advance() == []
 
 
 def test_copies_and_writes_have_a_deadline_each_and_waiting_for_room_has_none(staged):
@@ -332,7 +332,7 @@ def test_copies_and_writes_have_a_deadline_each_and_waiting_for_room_has_none(st
     assert second in staged.part_writer._parts
 
 
-def test_it_looks_often_while_something_moves_and_seldom_while_somebody_lingers(staged):
+def test_it_polls_often_during_transfers_and_seldom_during_a_quarantine(staged):
     """And not at all when there is nothing."""
     assert staged.part_writer.due(now=1.0) is None
     transfer = staged.send(4)
@@ -355,38 +355,43 @@ STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 99)), max_size
 @given(is_staged=st.booleans(), steps=STEPS)
 def test_in_any_order_of_events_every_part_ends_once_and_all_slots_come_back(is_staged, steps):
     """And while a transfer has not ended, nobody else has its slots."""
-    desk = Desk(staged=is_staged)
+    harness = Harness(staged=is_staged)
     sent, over, copies, flights = [], [], set(), set()
     for what, number in [*steps, *[("copied", n) for n in range(99)], *[("moved", n) for n in range(200)]]:
-        copies, flights = do(desk, what, number, sent, copies, flights)
-        over += desk.advance()
-    while len(desk.part_writer):
-        copies, flights = do(desk, "copied", 0, sent, *do(desk, "moved", 0, sent, copies, flights))
-        over += desk.advance()
+        copies, flights = do(harness, what, number, sent, copies, flights)
+        over += harness.advance()
+    while len(harness.part_writer):
+        copies, flights = do(harness, "copied", 0, sent, *do(harness, "moved", 0, sent, copies, flights))
+        over += harness.advance()
 
     assert sorted(ended.part for ended in over) == sorted(sent)
-    assert desk.is_over()
+    assert harness.is_over()
 
 
-def do(desk, what, number, sent, copies, flights):
+def do(harness, what, number, sent, copies, flights):
     """One step; return the numbers of the copies and of the writes that have ended."""
-    open_copies, open_flights = sorted(desk.copier.copies.keys() - copies), sorted(desk.mover.writes.keys() - flights)
+    open_copies, open_flights = (
+        sorted(harness.copier.copies.keys() - copies),
+        sorted(harness.mover.writes.keys() - flights),
+    )
     match what:
         case "send":
             try:
-                sent.append(desk.send(*range(1, 2 + number % SLOTS)))
+                sent.append(harness.send(*range(1, 2 + number % SLOTS)))
             except TransferError:
-                assert desk.mover.fails_at == "d/0"
+                assert harness.mover.fails_at == "d/0"
         case "break":
-            desk.mover.fails_at = [None, "d/0", "d/1"][number % 3]
+            harness.mover.fails_at = [None, "d/0", "d/1"][number % 3]
         case "cancel" if sent:
-            desk.part_writer.cancel(sent[number % len(sent)], "nobody wants it")
+            harness.part_writer.cancel(sent[number % len(sent)], "nobody wants it")
         case "copied" | "not copied" if open_copies:
             copies = copies | {open_copies[number % len(open_copies)]}
             reason = "out of memory" * (what == "not copied")
-            desk.copier.ended.append(CopyResult(open_copies[number % len(open_copies)], reason, 64, 0.1))
+            harness.copier.ended.append(CopyResult(open_copies[number % len(open_copies)], reason, 64, 0.1))
         case "moved" | "failed" if open_flights:
             flights = flights | {open_flights[number % len(open_flights)]}
             outcome = XferOutcome.DONE if what == "moved" else XferOutcome.FAILED
-            desk.mover.ended.append(XferEnded(open_flights[number % len(open_flights)], outcome, 64, 1, 0.1, "broken"))
+            harness.mover.ended.append(
+                XferEnded(open_flights[number % len(open_flights)], outcome, 64, 1, 0.1, "broken")
+            )
     return copies, flights

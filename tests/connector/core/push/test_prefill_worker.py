@@ -91,7 +91,7 @@ class TransferAgent:
         return ended
 
 
-class Desk:
+class Harness:
     """A writer, and everybody it talks to."""
 
     def __init__(self, link=None, counters=None):
@@ -132,7 +132,7 @@ class Desk:
         self.mover.ended += [XferEnded(XferId(flight), outcome, 64, 1, 0.1, reason) for flight in flights]
         return self.writer.advance(now=self.now)
 
-    def said(self):
+    def take_sent(self):
         said, self.link.sent = self.link.sent, []
         return said
 
@@ -145,10 +145,10 @@ class Desk:
 
 
 @pytest.fixture
-def desk():
-    desk = Desk()
-    desk.arrive()
-    return desk
+def harness():
+    harness = Harness()
+    harness.arrive()
+    return harness
 
 
 @pytest.mark.parametrize(("before", "event"), list(itertools.product(PushJobState, PushJobEvent)))
@@ -187,20 +187,20 @@ def test_it_attends_at_its_own_scheduler_and_calls_again_until_it_listens():
     assert link.sent == [WorkerHello(1, b"token")]
 
 
-def test_what_is_computed_first_is_written_when_somebody_asks(desk):
+def test_blocks_computed_first_are_written_at_the_assignment(harness):
     """The decode engine was late."""
-    desk.compute(4, 5, 6, last=True)
-    assert desk.mover.writes == []
-    desk.assign(1, 2, 3)
-    assert desk.mover.writes == [("handle of d", [1, 2, 3], [4, 5, 6])]
-    assert desk.said() == []
-    desk.end(0)
+    harness.compute(4, 5, 6, last=True)
+    assert harness.mover.writes == []
+    harness.assign(1, 2, 3)
+    assert harness.mover.writes == [("handle of d", [1, 2, 3], [4, 5, 6])]
+    assert harness.take_sent() == []
+    harness.end(0)
 
-    assert desk.said() == [PushWritten(D, R)]
-    assert len(desk.counters.take().transfers) == 1
+    assert harness.take_sent() == [PushWritten(D, R)]
+    assert len(harness.counters.take().transfers) == 1
 
 
-def test_what_was_moved_is_told_before_the_scheduler_hears_of_it():
+def test_a_write_is_counted_before_the_scheduler_receives_its_end():
     """It takes a step then, perhaps the last one for long, and vLLM collects the workers' numbers with a step."""
     told, told_by_then = [], []
 
@@ -209,134 +209,134 @@ def test_what_was_moved_is_told_before_the_scheduler_hears_of_it():
             super().send(conn, message)
             told_by_then.append((message, merge(told)))
 
-    desk = Desk(Watched(), ForwardingCounters(told.append))
-    desk.arrive()
-    desk.compute(4, 5, last=True)
-    desk.assign(1, 2)
-    desk.end(0)
+    harness = Harness(Watched(), ForwardingCounters(told.append))
+    harness.arrive()
+    harness.compute(4, 5, last=True)
+    harness.assign(1, 2)
+    harness.end(0)
 
     message, report = told_by_then[-1]
     assert message == PushWritten(D, R)
     assert (len(report.transfers), report.counters["pushes"]) == (1, 1)
 
 
-def test_who_asks_first_gets_it_as_it_is_computed(desk):
+def test_who_asks_first_gets_it_as_it_is_computed(harness):
     """Chunk by chunk, while the rest is computed."""
-    desk.assign(1, 2, 3, 9)
-    desk.compute(4)
-    desk.compute(5, 6)
-    desk.end(0, 1)
-    assert desk.said() == []
-    desk.compute(7, last=True)
-    desk.end(2)
+    harness.assign(1, 2, 3, 9)
+    harness.compute(4)
+    harness.compute(5, 6)
+    harness.end(0, 1)
+    assert harness.take_sent() == []
+    harness.compute(7, last=True)
+    harness.end(2)
 
-    assert desk.written() == [([4], [1]), ([5, 6], [2, 3]), ([7], [9])]
-    assert desk.said() == [PushWritten(D, R)]
-    assert desk.counted() == {"pushes": 1}
+    assert harness.written() == [([4], [1]), ([5, 6], [2, 3]), ([7], [9])]
+    assert harness.take_sent() == [PushWritten(D, R)]
+    assert harness.counted() == {"pushes": 1}
 
 
-def test_a_prefix_that_the_decode_engine_has_is_not_written(desk):
+def test_a_prefix_that_the_decode_engine_has_is_not_written(harness):
     """Its registration starts behind it, and what comes before is skipped in whatever chunks it comes."""
-    desk.assign(1, 2, first=2)
-    desk.compute(4)
-    desk.compute(5, 6)
-    desk.compute(7, last=True)
-    desk.end(0, 1)
+    harness.assign(1, 2, first=2)
+    harness.compute(4)
+    harness.compute(5, 6)
+    harness.compute(7, last=True)
+    harness.end(0, 1)
 
-    assert desk.written() == [([6], [1]), ([7], [2])]
-    assert desk.said() == [PushWritten(D, R)]
+    assert harness.written() == [([6], [1]), ([7], [2])]
+    assert harness.take_sent() == [PushWritten(D, R)]
 
 
-def test_a_prompt_that_has_more_blocks_than_are_wanted(desk):
+def test_a_prompt_that_has_more_blocks_than_are_wanted(harness):
     """The last token, which the decode engine computes itself, may lie in a block of its own."""
-    desk.assign(1, 2)
-    desk.compute(4, 5, 6, last=True)
-    desk.end(0)
+    harness.assign(1, 2)
+    harness.compute(4, 5, 6, last=True)
+    harness.end(0)
 
-    assert desk.written() == [([4, 5], [1, 2])]
-    assert desk.said() == [PushWritten(D, R)]
+    assert harness.written() == [([4, 5], [1, 2])]
+    assert harness.take_sent() == [PushWritten(D, R)]
 
 
-def test_nothing_is_complete_before_its_prefill_is(desk):
+def test_nothing_is_complete_before_its_prefill_is(harness):
     """All wanted blocks are written, and then the prefill is preempted: its first blocks were another's meanwhile."""
-    desk.assign(1, 2)
-    desk.compute(4, 5)
-    desk.end(0)
-    assert desk.said() == []
-    desk.compute(8, attempt=1)
-    desk.compute(9, 10, attempt=1, last=True)
-    desk.end(1, 2)
+    harness.assign(1, 2)
+    harness.compute(4, 5)
+    harness.end(0)
+    assert harness.take_sent() == []
+    harness.compute(8, attempt=1)
+    harness.compute(9, 10, attempt=1, last=True)
+    harness.end(1, 2)
 
-    assert desk.written() == [([4, 5], [1, 2]), ([8], [1]), ([9], [2])]
-    assert desk.said() == [PushWritten(D, R)]
+    assert harness.written() == [([4, 5], [1, 2]), ([8], [1]), ([9], [2])]
+    assert harness.take_sent() == [PushWritten(D, R)]
 
 
-def test_a_new_attempt_waits_until_the_old_one_is_out_of_the_way(desk):
+def test_a_new_attempt_waits_until_the_old_one_is_out_of_the_way(harness):
     """Two writes into one block may arrive in any order."""
-    desk.assign(1, 2)
-    desk.compute(4)
-    desk.compute(5)
-    desk.compute(8, 9, attempt=1, last=True)
-    desk.end(0)
-    assert len(desk.mover.writes) == 2
-    desk.end(1)
-    assert desk.written()[2:] == [([8, 9], [1, 2])]
-    assert desk.said() == []
-    desk.end(2)
+    harness.assign(1, 2)
+    harness.compute(4)
+    harness.compute(5)
+    harness.compute(8, 9, attempt=1, last=True)
+    harness.end(0)
+    assert len(harness.mover.writes) == 2
+    harness.end(1)
+    assert harness.written()[2:] == [([8, 9], [1, 2])]
+    assert harness.take_sent() == []
+    harness.end(2)
 
-    assert desk.said() == [PushWritten(D, R)]
+    assert harness.take_sent() == [PushWritten(D, R)]
 
 
-def test_two_preemptions_in_a_row(desk):
+def test_two_preemptions_in_a_row(harness):
     """The attempt in between was never written at all."""
-    desk.assign(1)
-    desk.compute(4)
-    desk.compute(5, attempt=1)
-    desk.compute(6, attempt=2, last=True)
-    desk.end(0)
-    desk.end(1)
+    harness.assign(1)
+    harness.compute(4)
+    harness.compute(5, attempt=1)
+    harness.compute(6, attempt=2, last=True)
+    harness.end(0)
+    harness.end(1)
 
-    assert desk.written() == [([4], [1]), ([6], [1])]
-    assert desk.said() == [PushWritten(D, R)]
+    assert harness.written() == [([4], [1]), ([6], [1])]
+    assert harness.take_sent() == [PushWritten(D, R)]
 
 
-def test_several_readers_of_one_transfer(desk):
+def test_several_readers_of_one_transfer(harness):
     """One prompt, n answers, here and at another engine: each gets everything once."""
-    desk.arrive(ELSE, "e")
-    desk.assign(1, 2)
-    desk.assign(3, 4, reader="d-b")
-    desk.compute(4, 5, last=True)
-    desk.assign(7, first=1, peer=ELSE)
-    desk.end(0, 1, 2)
+    harness.arrive(ELSE, "e")
+    harness.assign(1, 2)
+    harness.assign(3, 4, reader="d-b")
+    harness.compute(4, 5, last=True)
+    harness.assign(7, first=1, peer=ELSE)
+    harness.end(0, 1, 2)
 
-    assert desk.mover.writes[2] == ("handle of e", [7], [5])
-    assert desk.said() == [PushWritten(D, R), PushWritten(D, RequestId("d-b")), PushWritten(ELSE, R)]
+    assert harness.mover.writes[2] == ("handle of e", [7], [5])
+    assert harness.take_sent() == [PushWritten(D, R), PushWritten(D, RequestId("d-b")), PushWritten(ELSE, R)]
 
 
-def test_what_the_device_has_not_finished_is_not_written(desk):
+def test_what_the_device_has_not_finished_is_not_written(harness):
     """Kernels of the steps before may still run when the engine announces their blocks; order is kept."""
     is_ready = []
-    desk.assign(1, 2)
-    desk.compute(4, ready=lambda: bool(is_ready))
-    desk.compute(5, last=True)
-    assert desk.writer.advance(now=1.0) == pytest.approx(1.0 + POLL_INTERVAL)
-    assert desk.mover.writes == []
+    harness.assign(1, 2)
+    harness.compute(4, ready=lambda: bool(is_ready))
+    harness.compute(5, last=True)
+    assert harness.writer.advance(now=1.0) == pytest.approx(1.0 + POLL_INTERVAL)
+    assert harness.mover.writes == []
     is_ready.append(True)
-    desk.writer.advance(now=1.0)
-    desk.end(0, 1)
+    harness.writer.advance(now=1.0)
+    harness.end(0, 1)
 
-    assert desk.written() == [([4], [1]), ([5], [2])]
-    assert desk.said() == [PushWritten(D, R)]
+    assert harness.written() == [([4], [1]), ([5], [2])]
+    assert harness.take_sent() == [PushWritten(D, R)]
 
 
-def test_pieces_that_are_not_ready_are_forgotten_with_their_transfer(desk):
+def test_pieces_that_are_not_ready_are_forgotten_with_their_transfer(harness):
     """Others' stay."""
-    desk.compute(4, ready=lambda: True)
-    desk.compute(5, request="other", ready=lambda: True)
-    desk.writer.add_computed(TransferOver(RequestId(T)), now=0.0, ready=lambda: True)
-    desk.writer.advance(now=0.0)
+    harness.compute(4, ready=lambda: True)
+    harness.compute(5, request="other", ready=lambda: True)
+    harness.writer.add_computed(TransferOver(RequestId(T)), now=0.0, ready=lambda: True)
+    harness.writer.advance(now=0.0)
 
-    assert desk.writer._sources.keys() == {"other"}
+    assert harness.writer._sources.keys() == {"other"}
 
 
 @pytest.mark.parametrize(
@@ -347,201 +347,201 @@ def test_pieces_that_are_not_ready_are_forgotten_with_their_transfer(desk):
         (None, "digest", "transfer t belongs to another prompt"),
     ],
 )
-def test_another_prompt_is_not_written(desk, ours, theirs, reason):
+def test_another_prompt_is_not_written(harness, ours, theirs, reason):
     """Whatever the router mixed up; who leaves the digest out does not know the prompt, and may be a stranger."""
-    desk.assign(1, prompt=theirs)
-    desk.assign(2, prompt=ours, reader="d-b")
-    desk.compute(4, last=True, prompt=ours)
-    desk.end(0)
+    harness.assign(1, prompt=theirs)
+    harness.assign(2, prompt=ours, reader="d-b")
+    harness.compute(4, last=True, prompt=ours)
+    harness.end(0)
 
-    assert desk.written() == [([4], [2])]
-    assert desk.said() == [PushAborted(D, R, reason), PushWritten(D, RequestId("d-b"))]
+    assert harness.written() == [([4], [2])]
+    assert harness.take_sent() == [PushAborted(D, R, reason), PushWritten(D, RequestId("d-b"))]
 
 
-def test_too_few_blocks_are_refused_at_the_end(desk):
+def test_too_few_blocks_are_refused_at_the_end(harness):
     """The rest would never come."""
-    desk.assign(1, 2, 3)
-    desk.compute(4, 5)
-    desk.end(0)
-    desk.compute(last=True)
+    harness.assign(1, 2, 3)
+    harness.compute(4, 5)
+    harness.end(0)
+    harness.compute(last=True)
 
-    assert desk.said() == [PushAborted(D, R, "transfer t has 8 tokens, 12 are wanted")]
+    assert harness.take_sent() == [PushAborted(D, R, "transfer t has 8 tokens, 12 are wanted")]
 
 
 @pytest.mark.parametrize("block", [13, 10**6])
-def test_a_block_that_the_decode_engine_does_not_have_is_refused(desk, block):
+def test_a_block_that_the_decode_engine_does_not_have_is_refused(harness, block):
     """It would be somebody else's memory."""
-    desk.compute(4, last=True)
-    desk.assign(block)
-    (ceased,) = desk.said()
+    harness.compute(4, last=True)
+    harness.assign(block)
+    (ceased,) = harness.take_sent()
 
-    assert desk.mover.writes == []
+    assert harness.mover.writes == []
     assert f"block {block}, for tokens 0 to 4 of group 0, is not one of the peer's 13 blocks" in ceased.reason
 
 
-def test_a_memory_that_cannot_be_used_is_told_for_each_registration(desk):
+def test_an_unusable_memory_is_reported_for_each_registration(harness):
     """The engine stays up, and so does the reason."""
-    desk.hear(PeerMemory(ELSE, rank_info("e", rank=1, ranks=2, width=8)))
-    desk.compute(4, last=True)
-    desk.assign(1, peer=ELSE)
-    (ceased,) = desk.said()
-    desk.hear(PeerGone(ELSE))
+    harness.hear(PeerMemory(ELSE, rank_info("e", rank=1, ranks=2, width=8)))
+    harness.compute(4, last=True)
+    harness.assign(1, peer=ELSE)
+    (ceased,) = harness.take_sent()
+    harness.hear(PeerGone(ELSE))
 
     assert (ceased.peer, "has entries of 8 bytes, ours 16" in ceased.reason) == (ELSE, True)
-    assert desk.mover.detached == []
-    assert desk.counted() == {"handshakes_failed": 1, "pushes_aborted": 1}
+    assert harness.mover.detached == []
+    assert harness.counted() == {"handshakes_failed": 1, "pushes_aborted": 1}
 
 
-def test_a_memory_that_nixl_refuses(desk):
+def test_a_memory_that_nixl_refuses(harness):
     """As before; NIXL's words may be long."""
-    desk.mover.broken = "x" * MAX_REASON * 2
-    desk.arrive(ELSE, "e")
-    desk.compute(4, last=True)
-    desk.assign(1, peer=ELSE)
+    harness.mover.broken = "x" * MAX_REASON * 2
+    harness.arrive(ELSE, "e")
+    harness.compute(4, last=True)
+    harness.assign(1, peer=ELSE)
 
-    assert desk.said() == [PushAborted(ELSE, R, "x" * MAX_REASON)]
+    assert harness.take_sent() == [PushAborted(ELSE, R, "x" * MAX_REASON)]
 
 
-def test_a_write_that_cannot_start_ceases_the_push(desk):
+def test_a_write_that_cannot_start_ceases_the_push(harness):
     """What flies ends first."""
-    desk.assign(1, 2)
-    desk.compute(4)
-    desk.mover.broken = "no route"
-    desk.compute(5, last=True)
-    assert desk.said() == []
-    assert desk.mover.cancelled == [0]
-    desk.end(0)
+    harness.assign(1, 2)
+    harness.compute(4)
+    harness.mover.broken = "no route"
+    harness.compute(5, last=True)
+    assert harness.take_sent() == []
+    assert harness.mover.cancelled == [0]
+    harness.end(0)
 
-    assert desk.said() == [PushAborted(D, R, "no route")]
+    assert harness.take_sent() == [PushAborted(D, R, "no route")]
 
 
-def test_a_write_that_fails_ceases_the_push_when_nothing_flies(desk):
+def test_a_write_that_fails_ceases_the_push_when_nothing_flies(harness):
     """Until then the decode engine's blocks are not safe."""
-    desk.assign(1, 2)
-    desk.compute(4)
-    desk.compute(5)
-    desk.end(0, outcome=XferOutcome.FAILED, reason="no route")
-    assert desk.said() == []
-    desk.compute(6, last=True)
-    desk.end(1, outcome=XferOutcome.FAILED, reason="cancelled")
+    harness.assign(1, 2)
+    harness.compute(4)
+    harness.compute(5)
+    harness.end(0, outcome=XferOutcome.FAILED, reason="no route")
+    assert harness.take_sent() == []
+    harness.compute(6, last=True)
+    harness.end(1, outcome=XferOutcome.FAILED, reason="cancelled")
 
-    assert len(desk.mover.writes) == 2
-    assert desk.said() == [PushAborted(D, R, "NIXL: no route")]
+    assert len(harness.mover.writes) == 2
+    assert harness.take_sent() == [PushAborted(D, R, "NIXL: no route")]
 
 
-def test_a_cease_is_answered_when_nothing_flies(desk):
+def test_a_cease_is_answered_when_nothing_flies(harness):
     """Even if the write was finished after all."""
-    desk.assign(1, 2)
-    desk.compute(4)
-    desk.hear(StopPush(D, R))
-    desk.hear(StopPush(D, R))
-    assert desk.said() == []
-    desk.compute(5, last=True)
-    desk.end(0)
+    harness.assign(1, 2)
+    harness.compute(4)
+    harness.hear(StopPush(D, R))
+    harness.hear(StopPush(D, R))
+    assert harness.take_sent() == []
+    harness.compute(5, last=True)
+    harness.end(0)
 
-    assert len(desk.mover.writes) == 1
-    assert desk.said() == [PushAborted(D, R, "")]
+    assert len(harness.mover.writes) == 1
+    assert harness.take_sent() == [PushAborted(D, R, "")]
 
 
-def test_a_cease_before_anything_was_written_is_answered_at_once(desk):
+def test_a_cease_before_anything_was_written_is_answered_at_once(harness):
     """And of what is over, or was never known, nobody waits for an answer."""
-    desk.assign(1)
-    desk.hear(StopPush(D, R))
-    assert desk.said() == [PushAborted(D, R, "")]
-    desk.hear(StopPush(D, R), StopPush(D, RequestId("?")), PeerGone(ELSE), HeartbeatReply())
-    desk.assign(1, peer=ELSE)
+    harness.assign(1)
+    harness.hear(StopPush(D, R))
+    assert harness.take_sent() == [PushAborted(D, R, "")]
+    harness.hear(StopPush(D, R), StopPush(D, RequestId("?")), PeerGone(ELSE), HeartbeatReply())
+    harness.assign(1, peer=ELSE)
 
-    assert desk.said() == []
-    assert desk.counted()["unknown_transfer_messages"] == 5
+    assert harness.take_sent() == []
+    assert harness.counted()["unknown_transfer_messages"] == 5
 
 
-def test_blocks_that_are_gone_are_not_written_any_more(desk):
+def test_blocks_that_are_gone_are_not_written_any_more(harness):
     """The lease is over: they are somebody else's."""
-    desk.assign(1, 2)
-    desk.compute(4)
-    desk.writer.add_computed(TransferOver(RequestId(T)), now=0.0)
-    desk.writer.add_computed(TransferOver(RequestId("unknown")), now=0.0)
-    desk.end(0)
-    desk.assign(7, reader="d-b")
+    harness.assign(1, 2)
+    harness.compute(4)
+    harness.writer.add_computed(TransferOver(RequestId(T)), now=0.0)
+    harness.writer.add_computed(TransferOver(RequestId("unknown")), now=0.0)
+    harness.end(0)
+    harness.assign(7, reader="d-b")
 
-    assert len(desk.mover.writes) == 1
-    assert desk.said() == [PushAborted(D, R, "the prefill engine does not hold the blocks any more")]
+    assert len(harness.mover.writes) == 1
+    assert harness.take_sent() == [PushAborted(D, R, "the prefill engine does not hold the blocks any more")]
 
 
-def test_a_write_that_does_not_end_is_told_once_and_ends_later(desk):
+def test_a_write_that_does_not_end_is_reported_once_and_ends_later(harness):
     """A hung decode engine; the news that it has let go follows, however late."""
-    desk.assign(1, 2)
-    desk.compute(4)
-    desk.now = TIMEOUT - 1
-    desk.compute(5)
-    desk.writer.advance(now=TIMEOUT - 1)
-    assert desk.said() == []
-    assert desk.writer.advance(now=TIMEOUT) == pytest.approx(TIMEOUT + QUARANTINE_POLL_INTERVAL)
-    assert desk.said() == [WriteStalled(D, R, "a write did not end within 20 s")]
-    desk.writer.advance(now=2 * TIMEOUT)
-    desk.end(0, outcome=XferOutcome.FAILED)
-    assert desk.said() == []
-    desk.end(1)
+    harness.assign(1, 2)
+    harness.compute(4)
+    harness.now = TIMEOUT - 1
+    harness.compute(5)
+    harness.writer.advance(now=TIMEOUT - 1)
+    assert harness.take_sent() == []
+    assert harness.writer.advance(now=TIMEOUT) == pytest.approx(TIMEOUT + QUARANTINE_POLL_INTERVAL)
+    assert harness.take_sent() == [WriteStalled(D, R, "a write did not end within 20 s")]
+    harness.writer.advance(now=2 * TIMEOUT)
+    harness.end(0, outcome=XferOutcome.FAILED)
+    assert harness.take_sent() == []
+    harness.end(1)
 
-    assert desk.mover.cancelled == [0, 1]
-    assert desk.said() == [PushAborted(D, R, "a write did not end within 20 s")]
-    assert desk.writer.advance(now=100.0) is None
+    assert harness.mover.cancelled == [0, 1]
+    assert harness.take_sent() == [PushAborted(D, R, "a write did not end within 20 s")]
+    assert harness.writer.advance(now=100.0) is None
 
 
-def test_a_guest_that_leaves_hears_nothing_more(desk):
+def test_a_decode_engine_that_disconnects_receives_nothing_more(harness):
     """Its writes end, and its memory is let go of."""
-    desk.assign(1, 2)
-    desk.compute(4)
-    desk.assign(3, reader="d-b", first=1)
-    desk.hear(PeerGone(D))
-    desk.writer.advance(now=TIMEOUT)
-    desk.compute(5, last=True)
-    desk.end(0, outcome=XferOutcome.FAILED)
+    harness.assign(1, 2)
+    harness.compute(4)
+    harness.assign(3, reader="d-b", first=1)
+    harness.hear(PeerGone(D))
+    harness.writer.advance(now=TIMEOUT)
+    harness.compute(5, last=True)
+    harness.end(0, outcome=XferOutcome.FAILED)
 
-    assert (desk.mover.detached, desk.mover.cancelled) == (["handle of d"], [0])
-    assert len(desk.mover.writes) == 1
-    assert desk.said() == []
-    assert len(desk.writer) == 1, "the prompt is still there for others"
+    assert (harness.mover.detached, harness.mover.cancelled) == (["handle of d"], [0])
+    assert len(harness.mover.writes) == 1
+    assert harness.take_sent() == []
+    assert len(harness.writer) == 1, "the prompt is still there for others"
 
 
-def test_without_its_scheduler_it_stops_everything_and_calls_again(desk):
+def test_without_its_scheduler_it_stops_everything_and_calls_again(harness):
     """Nobody could be told any more."""
-    desk.assign(1, 2)
-    desk.compute(4)
-    desk.now = 5.0
-    desk.writer.on(ConnectionLost(desk.scheduler_endpoint, "closed"), now=5.0)
-    desk.end(0, outcome=XferOutcome.FAILED)
-    assert desk.link.calls == [HOME]
-    desk.writer.advance(now=5.0 + RETRY)
+    harness.assign(1, 2)
+    harness.compute(4)
+    harness.now = 5.0
+    harness.writer.on(ConnectionLost(harness.scheduler_endpoint, "closed"), now=5.0)
+    harness.end(0, outcome=XferOutcome.FAILED)
+    assert harness.link.calls == [HOME]
+    harness.writer.advance(now=5.0 + RETRY)
 
-    assert desk.link.calls == [HOME, HOME]
-    assert desk.said() == []
-    assert desk.writer._jobs == desk.writer._peers == {}
+    assert harness.link.calls == [HOME, HOME]
+    assert harness.take_sent() == []
+    assert harness.writer._jobs == harness.writer._peers == {}
 
 
-def test_a_scheduler_that_is_back_hears_how_what_still_flies_ends(desk):
+def test_a_scheduler_that_is_back_hears_how_what_still_flies_ends(harness):
     """It says everything again, and waits for an end."""
-    desk.assign(1, 2)
-    desk.compute(4)
-    desk.writer.on(ConnectionLost(desk.scheduler_endpoint, "closed"), now=5.0)
-    desk.writer.on(PeerConnected(desk.scheduler_endpoint, None), now=6.0)
-    desk.arrive()
-    desk.assign(1, 2)
-    desk.hear(StopPush(D, R))
-    desk.end(0)
+    harness.assign(1, 2)
+    harness.compute(4)
+    harness.writer.on(ConnectionLost(harness.scheduler_endpoint, "closed"), now=5.0)
+    harness.writer.on(PeerConnected(harness.scheduler_endpoint, None), now=6.0)
+    harness.arrive()
+    harness.assign(1, 2)
+    harness.hear(StopPush(D, R))
+    harness.end(0)
 
-    assert desk.said() == [WorkerHello(1, b"token"), PushAborted(D, R, "the decode engine is gone")]
+    assert harness.take_sent() == [WorkerHello(1, b"token"), PushAborted(D, R, "the decode engine is gone")]
 
 
-def test_a_prompt_that_outlives_the_loss_of_its_scheduler_is_whole(desk):
+def test_a_prompt_that_outlives_the_loss_of_its_scheduler_is_whole(harness):
     """Pieces are counted from the first: were it forgotten, the second would be taken for the beginning."""
-    desk.compute(4)
-    desk.writer.on(ConnectionLost(desk.scheduler_endpoint, "closed"), now=5.0)
-    desk.writer.on(PeerConnected(desk.scheduler_endpoint, None), now=6.0)
-    desk.arrive()
-    desk.assign(1, 2)
-    desk.compute(5, 6, last=True)
-    desk.end(*range(len(desk.mover.writes)))
+    harness.compute(4)
+    harness.writer.on(ConnectionLost(harness.scheduler_endpoint, "closed"), now=5.0)
+    harness.writer.on(PeerConnected(harness.scheduler_endpoint, None), now=6.0)
+    harness.arrive()
+    harness.assign(1, 2)
+    harness.compute(5, 6, last=True)
+    harness.end(*range(len(harness.mover.writes)))
 
-    assert desk.written() == [([4], [1]), ([5], [2])]
-    assert PushWritten(D, R) in desk.said()
+    assert harness.written() == [([4], [1]), ([5], [2])]
+    assert PushWritten(D, R) in harness.take_sent()

@@ -72,7 +72,7 @@ def an_idle_connection_that_ends_costs_no_request():
     into = world.expect("d-b", "u")
     (guest,) = world.p.push_coordinator._peers
     world.network.hang_up(world.p.link, guest)
-    world.p.link.inbox.append(ConnectionLost(guest, "its engine said nothing"))
+    world.p.link.inbox.append(ConnectionLost(guest, "its engine sent no message"))
     world.prefill("u")
     world.run()
     assert world.d.result("d-b").failure == ""

@@ -142,7 +142,7 @@ def test_a_request_that_comes_when_p_closes_the_idle_connection_gets_its_blocks(
     into = world.expect("d-b", "u")
     (guest,) = world.p.push_coordinator._peers
     world.network.hang_up(world.p.link, guest)
-    world.p.link.inbox.append(ConnectionLost(guest, "its engine said nothing"))
+    world.p.link.inbox.append(ConnectionLost(guest, "its engine sent no message"))
     world.run()
     if first == "decode":
         world.prefill("u")
@@ -233,7 +233,7 @@ def test_a_queue_at_the_prefill_engine_is_not_a_hang(world):
     assert has_landed(world, into)
 
 
-def test_a_dead_prefill_engine_fails_the_request_at_once_and_its_bytes_hit_nobody(world):
+def test_a_dead_prefill_engine_fails_the_request_at_once_and_its_bytes_hit_no_other(world):
     """What it had sent lands while the blocks are still kept."""
     for mover in world.p.movers:
         mover.stuck = True
@@ -337,7 +337,7 @@ def test_a_second_answer_that_comes_late_is_right_or_recomputed_soon(world):
     assert world.d.result("d-b") is not None
 
 
-def test_a_transfer_that_nobody_wanted_leaves_nothing_behind(world):
+def test_an_unclaimed_transfer_leaves_nothing_behind(world):
     """The decode engine gave up first: the lease is over before the workers hear of the last blocks."""
     world.prefill(chunk=2)
     world.expect()

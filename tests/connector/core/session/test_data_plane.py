@@ -79,6 +79,6 @@ def test_backends_that_we_cannot_bind_need_the_operators_word(backends):
 
 @pytest.mark.parametrize("options", [{"chosen": "all"}, {"backends": ("LIBFABRIC",)}, {}])
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1"])
-def test_whoever_has_closed_the_network_otherwise_may_say_so(host, options):
+def test_an_open_data_plane_can_be_allowed(host, options):
     """Then nothing is set: UCX chooses as it always has."""
     assert choose(host, "10.0.0.1", allow_open=True, **options) is None

@@ -103,7 +103,7 @@ def test_a_proof_is_for_one_connection_to_one_host(arrival):
     ],
     ids=lambda said: next(iter(said)),
 )
-def test_a_proof_covers_everything_that_a_guest_says(said):
+def test_a_proof_covers_the_whole_hello(said):
     """Whoever changes a word on the way is refused."""
     hello = changed(guest(OLD).hello(CHALLENGE, CALL), **said)
 
@@ -118,7 +118,7 @@ def test_a_proof_covers_everything_that_a_guest_says(said):
     ],
     ids=["address", "port"],
 )
-def test_a_guest_that_dialled_somebody_else_is_refused(call):
+def test_a_client_that_dialled_another_address_is_refused(call):
     """Somebody who passes bytes on as they are sees the same certificate, but has another address."""
     answer = host(OLD).answer(guest(OLD).hello(CHALLENGE, call), ARRIVAL)
 
@@ -168,7 +168,7 @@ def test_a_host_that_does_not_know_the_secret_is_refused(proof):
         guest(OLD).check(ServerProof(proof), CHALLENGE, hello, CALL.certificate)
 
 
-def test_a_guests_proof_is_not_a_hosts():
+def test_a_clients_proof_is_not_a_servers():
     """A host without the secret cannot send the guest's own proof back."""
     hello = guest(OLD).hello(CHALLENGE, CALL)
 
@@ -190,18 +190,18 @@ def test_another_protocol_is_refused_naming_both():
         guest().hello(Challenge(PROTOCOL + 1, NONCE), CALL)
 
 
-def test_whoever_does_not_greet_is_refused():
+def test_a_first_message_other_than_hello_is_refused():
     """Nothing about blocks is heard before a hello."""
     assert host().answer(DropLeases((RequestId("a"),)), ARRIVAL) == Refusal("the first message must be a hello")
 
 
-def test_a_guest_expects_a_challenge():
+def test_a_client_expects_a_challenge():
     """Something else listens on that port."""
     with pytest.raises(ProtocolViolation, match="expected a challenge, got Drop"):
         guest().hello(DropLeases(()), CALL)
 
 
-def test_a_scheduler_names_its_workers_and_nobody_else_can_be_one():
+def test_only_workers_that_a_scheduler_names_belong_to_its_engine():
     """A lease belongs to an engine: its scheduler renews it, and its workers say that they have read."""
     badges = [badge_of(token) for token in (b"token 0", b"token 1")]
     scheduler = guest(OLD, workers=tuple(map(hash_of, badges))).hello(CHALLENGE, CALL)

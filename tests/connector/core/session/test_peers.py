@@ -104,7 +104,7 @@ def test_a_refused_peer_is_left_alone_until_its_pause_is_over(book):
     assert book.calls() == [ADDRESS]
 
 
-def test_a_peer_that_is_said_to_be_elsewhere_is_tried_there_at_once(book):
+def test_a_peer_with_a_new_address_is_tried_there_at_once(book):
     """One offer with a wrong address must not shut an engine out for those with the right one."""
     elsewhere = Address("10.0.0.2", 5600)
     book.fail(book.ensure_connected(address=elsewhere))

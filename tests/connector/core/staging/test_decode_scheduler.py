@@ -54,7 +54,7 @@ class Link:
         self.closed.append(conn)
 
 
-class Desk:
+class Harness:
     """The control thread of a decode engine with two ranks and room for four blocks, and everybody it talks to."""
 
     def __init__(self, slots=4):
@@ -96,10 +96,10 @@ class Desk:
 
     def copied(self, *, reason=""):
         """Both workers have made the copies they were told."""
-        for conn, message in self.said(CopyIn):
+        for conn, message in self.take_sent(CopyIn):
             self.work(conn, CopyEnded(message.number, reason))
 
-    def said(self, kind):
+    def take_sent(self, kind):
         said = [(conn, message) for conn, message in self.link.sent if isinstance(message, kind)]
         self.link.sent = [each for each in self.link.sent if not isinstance(each[1], kind)]
         return said
@@ -117,171 +117,171 @@ class Desk:
 
 
 @pytest.fixture
-def desk():
-    return Desk()
+def harness():
+    return Harness()
 
 
-def registered(desk):
-    return {message.reader: [each.blocks for each in message.groups] for _, message in desk.said(RegisterPush)}
+def registered(harness):
+    return {message.reader: [each.blocks for each in message.groups] for _, message in harness.take_sent(RegisterPush)}
 
 
-def test_slots_are_lent_and_what_landed_is_copied_before_the_request_is_told(desk):
+def test_slots_are_granted_and_pushed_blocks_copied_before_the_load_ends(harness):
     """P hears of slots, the workers of the blocks that they belong in."""
-    desk.expect()
-    desk.connect()
-    assert registered(desk) == {A: [(1, 2)]}
-    desk.hear(PushDone(A, held=True))
-    assert desk.turn() == []
-    orders = desk.said(CopyIn)
+    harness.expect()
+    harness.connect()
+    assert registered(harness) == {A: [(1, 2)]}
+    harness.hear(PushDone(A, held=True))
+    assert harness.turn() == []
+    orders = harness.take_sent(CopyIn)
     assert [(conn, m.slots, m.blocks) for conn, m in orders] == [(W0, ((1, 2),), ((4, 5),)), (W1, ((1, 2),), ((4, 5),))]
-    desk.work(W0, CopyEnded(orders[0][1].number, ""))
-    assert desk.turn() == []
-    desk.work(W1, CopyEnded(orders[1][1].number, ""))
+    harness.work(W0, CopyEnded(orders[0][1].number, ""))
+    assert harness.turn() == []
+    harness.work(W1, CopyEnded(orders[1][1].number, ""))
 
-    assert desk.turn() == [LoadResult(A, "")]
-    assert desk.is_clean()
+    assert harness.turn() == [LoadResult(A, "")]
+    assert harness.is_clean()
 
 
-def test_who_finds_no_room_waits_in_line(desk):
+def test_who_finds_no_room_waits_in_line(harness):
     """However small; the lease is renewed meanwhile, and no time of the wait counts."""
     for request, blocks in ((A, (1, 2, 3)), (B, (4, 5)), (C, (6,))):
-        desk.expect(request, blocks)
-    desk.connect()
-    assert registered(desk) == {A: [(1, 2, 3)]}
-    assert {message.requests for _, message in desk.said(RenewLeases)} == {(T,)}
-    desk.hear(PushDone(A, held=True))
-    desk.turn()
-    desk.copied()
+        harness.expect(request, blocks)
+    harness.connect()
+    assert registered(harness) == {A: [(1, 2, 3)]}
+    assert {message.requests for _, message in harness.take_sent(RenewLeases)} == {(T,)}
+    harness.hear(PushDone(A, held=True))
+    harness.turn()
+    harness.copied()
 
-    assert desk.turn(seconds=SQUEEZE - 1) == [LoadResult(A, "")]
-    assert registered(desk) == {B: [(1, 2)], C: [(3,)]}
+    assert harness.turn(seconds=SQUEEZE - 1) == [LoadResult(A, "")]
+    assert registered(harness) == {B: [(1, 2)], C: [(3,)]}
 
 
-def test_a_prompt_that_never_fits_fails_at_once(desk):
+def test_a_prompt_that_never_fits_fails_at_once(harness):
     """And P, who holds its blocks for it, hears that nobody wants them."""
-    desk.expect(A, range(1, 6))
-    desk.expect(B, (6,))
+    harness.expect(A, range(1, 6))
+    harness.expect(B, (6,))
 
-    (failed,) = desk.turn()
+    (failed,) = harness.turn()
     assert failed.request == A
     assert not failed.quarantined
     assert "5 slots of KV cache group 0 are wanted; staging_blocks is 4" in failed.failure
-    assert desk.counters.take().counters["loads_failed_staging"] == 1
-    assert len(desk.push_receiver) == 1
+    assert harness.counters.take().counters["loads_failed_staging"] == 1
+    assert len(harness.push_receiver) == 1
 
 
-def test_a_copy_that_fails_fails_the_request(desk):
+def test_a_copy_that_fails_fails_the_request(harness):
     """On either rank; nothing of it lingers: both have answered."""
-    desk.expect()
-    desk.connect()
-    desk.hear(PushDone(A, held=True))
-    desk.copied(reason="cudaErrorIllegalAddress")
+    harness.expect()
+    harness.connect()
+    harness.hear(PushDone(A, held=True))
+    harness.copied(reason="cudaErrorIllegalAddress")
 
-    (failed,) = desk.turn()
+    (failed,) = harness.turn()
     assert failed == LoadResult(A, "it was not copied out of host memory: cudaErrorIllegalAddress")
-    assert desk.is_clean()
+    assert harness.is_clean()
 
 
 @pytest.mark.parametrize("when", ["queued", "waiting", "registered", "copying"])
-def test_an_abort_gives_the_slots_back_when_nobody_writes_into_them(desk, when):
+def test_an_abort_frees_the_slots_when_no_write_is_left(harness, when):
     """The blocks are free at once, unless our own workers are just writing into them."""
     if when == "queued":
-        desk.expect(B, (1, 2, 3))
-    desk.expect()
+        harness.expect(B, (1, 2, 3))
+    harness.expect()
     if when != "waiting":
-        desk.connect()
+        harness.connect()
     if when == "copying":
-        desk.hear(PushDone(A, held=True))
-    desk.push_receiver.stop(A)
+        harness.hear(PushDone(A, held=True))
+    harness.push_receiver.stop(A)
 
-    assert desk.turn() == [LoadResult(A, "the request was aborted", quarantined=when == "copying")]
+    assert harness.turn() == [LoadResult(A, "the request was aborted", quarantined=when == "copying")]
     if when == "registered":
-        assert [message for _, message in desk.said(CancelPushes)] == [CancelPushes((A,))]
-        assert desk.slots.held == 2
-        desk.hear(PushStopped(A, ""))
-        assert desk.turn() == []  # nobody was told that blocks linger
+        assert [message for _, message in harness.take_sent(CancelPushes)] == [CancelPushes((A,))]
+        assert harness.slots.held == 2
+        harness.hear(PushStopped(A, ""))
+        assert harness.turn() == []  # nobody was told that blocks linger
     elif when == "copying":
-        assert desk.slots.held == 2
-        desk.copied()
-        assert desk.turn() == [BlocksReleased(A)]
+        assert harness.slots.held == 2
+        harness.copied()
+        assert harness.turn() == [BlocksReleased(A)]
     if when == "queued":
-        desk.push_receiver.stop(B)
-        desk.hear(PushStopped(B, ""))
-    assert desk.is_clean()
+        harness.push_receiver.stop(B)
+        harness.hear(PushStopped(B, ""))
+    assert harness.is_clean()
 
 
-def test_a_dead_peer_keeps_the_slots_out_of_reach_for_a_while(desk):
+def test_a_dead_peer_keeps_the_slots_out_of_reach_for_a_while(harness):
     """What it had sent may still arrive: in slots, so the request's blocks are free."""
-    desk.expect()
-    desk.connect()
-    desk.happen(ConnectionLost(desk.conn, "closed"))
+    harness.expect()
+    harness.connect()
+    harness.happen(ConnectionLost(harness.conn, "closed"))
 
-    assert desk.turn() == [LoadResult(A, "10.0.0.1:5600 is gone: closed", quarantined=False)]
-    assert desk.slots.held == 2
+    assert harness.turn() == [LoadResult(A, "10.0.0.1:5600 is gone: closed", quarantined=False)]
+    assert harness.slots.held == 2
     every, looks = QUARANTINE
     for _ in range(looks):
-        assert desk.turn(seconds=every) == []
-    assert desk.is_clean()
+        assert harness.turn(seconds=every) == []
+    assert harness.is_clean()
 
 
-def test_a_push_that_keeps_others_waiting_gives_way(desk):
+def test_a_push_that_keeps_others_waiting_gives_way(harness):
     """P may not have begun it, because it holds the prefills that wait here: neither would ever go on."""
-    desk.expect(A, (1, 2, 3))
-    desk.connect()
-    assert desk.turn(seconds=SQUEEZE) == []  # nobody waits
-    desk.expect(B, (4, 5))
-    (failed,) = desk.turn()
+    harness.expect(A, (1, 2, 3))
+    harness.connect()
+    assert harness.turn(seconds=SQUEEZE) == []  # nobody waits
+    harness.expect(B, (4, 5))
+    (failed,) = harness.turn()
     assert failed.request == A
     assert "others wait for its slots" in failed.failure
-    desk.hear(PushStopped(A, ""))
-    desk.turn()
+    harness.hear(PushStopped(A, ""))
+    harness.turn()
 
-    assert registered(desk)[B] == [(1, 2)]
+    assert registered(harness)[B] == [(1, 2)]
 
 
 def test_a_long_prompt_is_copied_in_as_many_orders_as_one_message_may_name():
     """All of them must have ended."""
-    desk = Desk(slots=2 * MAX_PART)
+    harness = Harness(slots=2 * MAX_PART)
     blocks = range(1, MAX_PART + 2)
-    desk.expect(A, blocks)
-    desk.connect()
-    desk.hear(PushDone(A, held=True))
-    orders = desk.said(CopyIn)
+    harness.expect(A, blocks)
+    harness.connect()
+    harness.hear(PushDone(A, held=True))
+    orders = harness.take_sent(CopyIn)
     assert [len(message.blocks[0]) for _, message in orders] == [MAX_PART, MAX_PART, 1, 1]
     for conn, message in orders[:-1]:
-        desk.work(conn, CopyEnded(message.number, ""))
-    assert desk.turn() == []
-    desk.work(orders[-1][0], CopyEnded(orders[-1][1].number, ""))
+        harness.work(conn, CopyEnded(message.number, ""))
+    assert harness.turn() == []
+    harness.work(orders[-1][0], CopyEnded(orders[-1][1].number, ""))
 
-    assert desk.turn() == [LoadResult(A, "")]
+    assert harness.turn() == [LoadResult(A, "")]
 
 
-def test_a_worker_that_comes_back_hears_what_it_owes(desk):
+def test_a_worker_that_comes_back_hears_what_it_owes(harness):
     """Its connection was lost, not its life; what it has answered, it is not asked again."""
-    desk.expect()
-    desk.connect()
-    desk.hear(PushDone(A, held=True))
-    (_, order), (_, same) = desk.said(CopyIn)
+    harness.expect()
+    harness.connect()
+    harness.hear(PushDone(A, held=True))
+    (_, order), (_, same) = harness.take_sent(CopyIn)
     assert order == same
-    desk.work(W0, CopyEnded(order.number, ""))
-    desk.staging_receiver.on(ConnectionLost(W1, "closed"))
-    desk.work(STRANGER, WorkerHello(1, b"guessed", receives_pushes=True))
-    assert desk.link.closed == [STRANGER]
-    assert not desk.staging_receiver.is_worker(STRANGER)
+    harness.work(W0, CopyEnded(order.number, ""))
+    harness.staging_receiver.on(ConnectionLost(W1, "closed"))
+    harness.work(STRANGER, WorkerHello(1, b"guessed", receives_pushes=True))
+    assert harness.link.closed == [STRANGER]
+    assert not harness.staging_receiver.is_worker(STRANGER)
     back = ConnId(104)
-    desk.work(back, WorkerHello(1, TOKENS[1], receives_pushes=True))
-    assert desk.said(CopyIn) == [(back, order)]
-    desk.work(back, CopyEnded(order.number, ""))
-    desk.work(back, CopyEnded(order.number, ""))
+    harness.work(back, WorkerHello(1, TOKENS[1], receives_pushes=True))
+    assert harness.take_sent(CopyIn) == [(back, order)]
+    harness.work(back, CopyEnded(order.number, ""))
+    harness.work(back, CopyEnded(order.number, ""))
 
-    assert desk.turn() == [LoadResult(A, "")]
-    assert desk.counters.take().counters["unknown_transfer_messages"] == 1
+    assert harness.turn() == [LoadResult(A, "")]
+    assert harness.counters.take().counters["unknown_transfer_messages"] == 1
 
 
 def test_blocks_are_not_slots():
     """Ids of both are numbers: a request is told of blocks, P of slots."""
-    desk = Desk()
-    desk.expect(A, (BlockId(9),))
-    desk.connect()
+    harness = Harness()
+    harness.expect(A, (BlockId(9),))
+    harness.connect()
 
-    assert registered(desk) == {A: [(1,)]}
+    assert registered(harness) == {A: [(1,)]}

@@ -259,7 +259,7 @@ def test_what_makes_no_sense_is_refused_with_the_reason(changes, reason):
     assert is_empty(world)
 
 
-def test_nobody_may_read_without_a_lease():
+def test_a_read_needs_a_lease():
     """Never granted, or over."""
     world = StagingWorld()
 
@@ -365,7 +365,7 @@ def test_there_is_an_end_to_what_is_remembered(monkeypatch):
 @pytest.mark.parametrize(
     "message", [Challenge(4, b"x"), WorkerHello(0, b"a guess"), WorkerHello(7, b"token 0")], ids=repr
 )
-def test_who_says_what_nobody_says_is_sent_away(message):
+def test_an_unexpected_message_closes_the_connection(message):
     """And what it had is free."""
     world = StagingWorld()
     (load,) = world.load(world.p.lend(2), size=2)

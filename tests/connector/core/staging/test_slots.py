@@ -84,7 +84,7 @@ def test_what_can_never_fit_is_refused_at_once(wanted, sentence):
     assert len(slots) == 0
 
 
-def test_nobody_asks_twice():
+def test_a_second_request_for_slots_is_a_bug():
     """The second answer would never be looked for."""
     slots = Slots([4])
     slots.ask("a", [1])

@@ -29,12 +29,12 @@ class Link:
     def send(self, conn, message):
         self.sent.append((conn, message))
 
-    def said(self):
+    def take_sent(self):
         sent, self.sent = self.sent, []
         return [message for _, message in sent]
 
 
-class Desk:
+class Harness:
     """A worker with four blocks and two slots, at home."""
 
     def __init__(self, link=None, counters=None):
@@ -57,25 +57,25 @@ class Desk:
 
 
 @pytest.fixture
-def desk():
-    return Desk()
+def harness():
+    return Harness()
 
 
-def test_blocks_are_copied_out_and_in(desk):
+def test_blocks_are_copied_out_and_in(harness):
     """And each is told when it is over."""
-    assert (desk.link.met, desk.link.said()) == ([HOME], [ATTEND])
-    desk.order(CopyOut(7, ((3, 1),), ((1, 2),)))
-    desk.order(CopyIn(8, ((2, 1),), ((2, 3),)))
-    assert len(desk.stager) == 2
-    desk.turn()
+    assert (harness.link.met, harness.link.take_sent()) == ([HOME], [ATTEND])
+    harness.order(CopyOut(7, ((3, 1),), ((1, 2),)))
+    harness.order(CopyIn(8, ((2, 1),), ((2, 3),)))
+    assert len(harness.stager) == 2
+    harness.turn()
 
-    assert desk.network.memories["p"] == [b"null", b"one", b"one", b"three", b"-", b"three", b"one"]
-    assert desk.link.said() == [CopyEnded(7, ""), CopyEnded(8, "")]
-    assert desk.counters.take().counters == {"bytes_staged_out": 128, "bytes_staged_in": 128}
-    assert len(desk.stager) == 0
+    assert harness.network.memories["p"] == [b"null", b"one", b"one", b"three", b"-", b"three", b"one"]
+    assert harness.link.take_sent() == [CopyEnded(7, ""), CopyEnded(8, "")]
+    assert harness.counters.take().counters == {"bytes_staged_out": 128, "bytes_staged_in": 128}
+    assert len(harness.stager) == 0
 
 
-def test_what_was_copied_is_told_before_the_scheduler_hears_of_it():
+def test_a_copy_is_counted_before_the_scheduler_receives_its_end():
     """It takes a step then, and vLLM collects the workers' numbers with a step."""
     told, told_by_then = [], []
 
@@ -84,69 +84,69 @@ def test_what_was_copied_is_told_before_the_scheduler_hears_of_it():
             super().send(conn, message)
             told_by_then.append((message, merge(told).counters))
 
-    desk = Desk(Watched(), ForwardingCounters(told.append))
-    desk.order(CopyOut(7, ((1,),), ((1,),)))
-    desk.turn()
+    harness = Harness(Watched(), ForwardingCounters(told.append))
+    harness.order(CopyOut(7, ((1,),), ((1,),)))
+    harness.turn()
 
     assert told_by_then[-1] == (CopyEnded(7, ""), {"bytes_staged_out": 64})
 
 
-def test_a_copy_that_fails_is_told_with_the_reason(desk):
+def test_a_failed_copy_is_reported_with_the_reason(harness):
     """Not more of it than fits into the message."""
-    desk.link.said()
-    desk.copier.failure = "x" * 10_000
-    desk.order(CopyOut(7, ((1,),), ((1,),)))
-    desk.turn()
+    harness.link.take_sent()
+    harness.copier.failure = "x" * 10_000
+    harness.order(CopyOut(7, ((1,),), ((1,),)))
+    harness.turn()
 
-    assert desk.link.said() == [CopyEnded(7, "x" * 2048)]
-    assert desk.counters.take().counters == {}
+    assert harness.link.take_sent() == [CopyEnded(7, "x" * 2048)]
+    assert harness.counters.take().counters == {}
 
 
-def test_a_copy_that_runs_is_not_started_again(desk):
+def test_a_copy_that_runs_is_not_started_again(harness):
     """Our scheduler asks again when the connection was lost; it hears of the one that runs, once."""
-    desk.copier.stuck = True
-    desk.order(CopyOut(7, ((1,),), ((1,),)))
-    desk.hear(ConnectionLost(CONN, "reset"), PeerConnected(ConnId(2), None))
-    desk.hear(MessageReceived(ConnId(2), CopyOut(7, ((1,),), ((1,),))))
-    desk.copier.stuck = False
-    desk.link.said()
-    desk.turn()
+    harness.copier.stuck = True
+    harness.order(CopyOut(7, ((1,),), ((1,),)))
+    harness.hear(ConnectionLost(CONN, "reset"), PeerConnected(ConnId(2), None))
+    harness.hear(MessageReceived(ConnId(2), CopyOut(7, ((1,),), ((1,),))))
+    harness.copier.stuck = False
+    harness.link.take_sent()
+    harness.turn()
 
-    assert desk.link.sent == [(ConnId(2), CopyEnded(7, ""))]
-    assert desk.counters.take().counters["peers_lost"] == 1
+    assert harness.link.sent == [(ConnId(2), CopyEnded(7, ""))]
+    assert harness.counters.take().counters["peers_lost"] == 1
 
 
-def test_a_copy_that_ended_unheard_is_made_again(desk):
+def test_a_copy_that_ended_unheard_is_made_again(harness):
     """The slots are still kept for it."""
-    desk.order(CopyOut(7, ((1,),), ((1,),)))
-    desk.hear(ConnectionLost(CONN, "reset"))
-    desk.link.said()
-    desk.turn()
-    assert desk.link.said() == []
-    desk.hear(PeerConnected(ConnId(2), None), MessageReceived(ConnId(2), CopyOut(7, ((1,),), ((1,),))))
-    desk.turn()
+    harness.order(CopyOut(7, ((1,),), ((1,),)))
+    harness.hear(ConnectionLost(CONN, "reset"))
+    harness.link.take_sent()
+    harness.turn()
+    assert harness.link.take_sent() == []
+    harness.hear(PeerConnected(ConnId(2), None), MessageReceived(ConnId(2), CopyOut(7, ((1,),), ((1,),))))
+    harness.turn()
 
-    assert desk.link.said() == [ATTEND, CopyEnded(7, "")]
+    assert harness.link.take_sent() == [ATTEND, CopyEnded(7, "")]
 
 
-def test_a_copy_that_ended_while_its_order_came_again_is_not_made_again(desk):
+def test_a_copy_that_ended_while_its_order_came_again_is_not_made_again(harness):
     """The scheduler hears of its end next, and may give the slots to others: nothing must be copied into them then."""
-    desk.copier.stuck = True
-    desk.order(CopyOut(7, ((1,),), ((1,),)))
-    desk.hear(ConnectionLost(CONN, "reset"), PeerConnected(ConnId(2), None))
-    desk.copier.stuck = False
-    desk.turn()
-    desk.hear(MessageReceived(ConnId(2), CopyOut(7, ((1,),), ((1,),))))
+    harness.copier.stuck = True
+    harness.order(CopyOut(7, ((1,),), ((1,),)))
+    harness.hear(ConnectionLost(CONN, "reset"), PeerConnected(ConnId(2), None))
+    harness.copier.stuck = False
+    harness.turn()
+    harness.hear(MessageReceived(ConnId(2), CopyOut(7, ((1,),), ((1,),))))
 
-    assert len(desk.stager) == 0
-    assert desk.link.said()[-1] == CopyEnded(7, "")
+    assert len(harness.stager) == 0
+    assert harness.link.take_sent()[-1] == CopyEnded(7, "")
 
 
-def test_what_a_scheduler_does_not_say_to_this_worker_is_counted(desk):
+def test_what_a_scheduler_does_not_say_to_this_worker_is_counted(harness):
     """And does no harm."""
-    desk.order(HeartbeatReply())
+    harness.order(HeartbeatReply())
 
-    assert desk.counters.take().counters == {"unknown_transfer_messages": 1}
+    assert harness.counters.take().counters == {"unknown_transfer_messages": 1}
 
 
 def test_home_is_called_again_after_a_pause():

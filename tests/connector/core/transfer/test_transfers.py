@@ -40,7 +40,7 @@ class Copier:
         return ended
 
 
-class Desk:
+class Harness:
     def __init__(self):
         self.agent, self.copier, self.counters = Agent(), Copier(), Counters()
         self.transfers = Transfers(self.agent, self.copier, self.counters)
@@ -51,54 +51,54 @@ class Desk:
 
 
 @pytest.fixture
-def desk():
-    return Desk()
+def harness():
+    return Harness()
 
 
 @pytest.mark.parametrize("post", ["read", "write"])
-def test_an_owner_is_active_until_its_last_transfer_has_ended(desk, post):
+def test_an_owner_is_active_until_its_last_transfer_has_ended(harness, post):
     """Its memory must not be given to another before."""
-    getattr(desk.transfers, post)("a", [("p/0", None), ("p/1", None)])
+    getattr(harness.transfers, post)("a", [("p/0", None), ("p/1", None)])
 
-    assert desk.end(2) == [StepEnded("a", "")]
-    assert desk.transfers.is_active("a")
-    assert desk.end(1) == [StepEnded("a", "")]
-    assert not desk.transfers.is_active("a")
-    assert len(desk.transfers) == 0
-    assert [sample.bytes for sample in desk.counters.take().transfers] == [64, 64]
+    assert harness.end(2) == [StepEnded("a", "")]
+    assert harness.transfers.is_active("a")
+    assert harness.end(1) == [StepEnded("a", "")]
+    assert not harness.transfers.is_active("a")
+    assert len(harness.transfers) == 0
+    assert [sample.bytes for sample in harness.counters.take().transfers] == [64, 64]
 
 
-def test_a_cancelled_transfer_ends_when_nixl_says_so(desk):
+def test_a_cancelled_transfer_ends_when_nixl_says_so(harness):
     """Until then its bytes may arrive."""
-    desk.transfers.read("a", [("p/0", None)])
-    desk.transfers.read("b", [("p/0", None)])
-    desk.transfers.cancel("a")
-    desk.transfers.cancel("unknown")
+    harness.transfers.read("a", [("p/0", None)])
+    harness.transfers.read("b", [("p/0", None)])
+    harness.transfers.cancel("a")
+    harness.transfers.cancel("unknown")
 
-    assert desk.agent.cancelled == [1]
-    assert desk.transfers.is_active("a")
-    assert desk.end(1, XferOutcome.FAILED, "cancelled") == [StepEnded("a", "NIXL: cancelled")]
-    assert not desk.transfers.is_active("a")
-    assert desk.transfers.is_active("b")
-    assert desk.counters.take().transfers == []
+    assert harness.agent.cancelled == [1]
+    assert harness.transfers.is_active("a")
+    assert harness.end(1, XferOutcome.FAILED, "cancelled") == [StepEnded("a", "NIXL: cancelled")]
+    assert not harness.transfers.is_active("a")
+    assert harness.transfers.is_active("b")
+    assert harness.counters.take().transfers == []
 
 
-def test_what_was_started_before_a_failure_stays_in_flight(desk):
+def test_what_was_started_before_a_failure_stays_in_flight(harness):
     """The caller must cancel it, and wait for its end."""
     with pytest.raises(TransferError, match="no route"):
-        desk.transfers.write("a", [("p/0", None), ("broken", None)])
+        harness.transfers.write("a", [("p/0", None), ("broken", None)])
 
-    assert desk.transfers.is_active("a")
-    desk.end(1)
-    assert not desk.transfers.is_active("a")
+    assert harness.transfers.is_active("a")
+    harness.end(1)
+    assert not harness.transfers.is_active("a")
 
 
 @pytest.mark.parametrize("reason", ["", "out of memory"])
-def test_a_copy_is_a_step_like_any_other(desk, reason):
+def test_a_copy_is_a_step_like_any_other(harness, reason):
     """It ends after NIXL's transfers of the same poll."""
-    desk.transfers.read("a", [("p/0", None)])
-    desk.transfers.add_copy("a", CopyId(1))
-    desk.copier.ended.append(CopyResult(CopyId(1), reason, 32, 0.1))
+    harness.transfers.read("a", [("p/0", None)])
+    harness.transfers.add_copy("a", CopyId(1))
+    harness.copier.ended.append(CopyResult(CopyId(1), reason, 32, 0.1))
 
-    assert desk.end(1) == [StepEnded("a", ""), StepEnded("a", reason, is_copy=True, copied_bytes=32)]
-    assert not desk.transfers.is_active("a")
+    assert harness.end(1) == [StepEnded("a", ""), StepEnded("a", reason, is_copy=True, copied_bytes=32)]
+    assert not harness.transfers.is_active("a")

@@ -117,7 +117,7 @@ def test_a_lease_ends_when_the_last_rank_has_read():
     assert [released.why.name for released in world.p.lease_manager.take_released()] == ["DONE"]
 
 
-def test_one_rank_there_that_cannot_be_read_fails_the_load_once_and_late_bytes_hit_nobody():
+def test_one_unreadable_rank_fails_the_load_once_and_late_bytes_hit_no_other_request():
     """It lingers until the reads of the other ranks are over."""
     world = UnequalWorld(Model(4), Shape(4), Shape(1))
     mover = world.d.movers[0]

@@ -1,0 +1,196 @@
+"""The requests here whose prompt another engine prefills: their loads, and the quarantine of failed loads' blocks.
+
+Everything here runs on the engine thread, which owns vLLM's block pool.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from xpyd_connector.core.counters import Counters
+from xpyd_connector.core.ids import RequestId
+from xpyd_connector.core.lease.kv_params import REFUSALS, PullParams, PushParams
+from xpyd_connector.core.lease.signatures import Signatures
+from xpyd_connector.core.results import LoadResult
+from xpyd_connector.errors import InvalidKvParams
+from xpyd_connector.settings import Mode
+from xpyd_connector.shell.decode_modes import Clock, DecodeMode, Post, PullDecode, PushDecode
+from xpyd_connector.shell.engine_config import EngineConfig
+from xpyd_connector.shell.metadata import QuarantineMetadata, StepMetadata
+
+logger = init_logger("vllm.xpyd")
+
+
+@dataclass(slots=True)
+class _RemotePrefill:
+    """A request here whose prompt another engine has computed."""
+
+    source: PullParams | PushParams
+    loading: bool = False  # its blocks are allocated and its load has begun; a request is never loaded twice
+    into: Sequence[int] = ()  # the blocks it is loaded into
+
+
+@dataclass(slots=True)
+class _Quarantined:
+    """Blocks of a failed load, pinned until the last rank reports that NIXL no longer writes into them."""
+
+    blocks: list[KVCacheBlock]
+    ranks: int = 0
+
+
+class DecodeRequests:
+    """The decode side of the scheduler. ``wall_clock`` is in seconds since the epoch."""
+
+    def __init__(
+        self,
+        engine_config: EngineConfig,
+        mode: Mode,
+        post: Post,
+        *,
+        pool: Callable[[], BlockPool],
+        counters: Counters,
+        signatures: Signatures,
+        wall_clock: Clock,
+    ) -> None:
+        self._post = post
+        self._pool = pool
+        self._counters = counters
+        self._remote_prefills: dict[RequestId, _RemotePrefill] = {}
+        self._quarantined: dict[RequestId, _Quarantined] = {}
+        self._mode: DecodeMode = PullDecode(engine_config, post, signatures, wall_clock)
+        self._push_decode: PushDecode | None = None  # the same object as _mode, in push
+        if mode is Mode.PUSH:
+            self._mode = self._push_decode = PushDecode(engine_config, post)
+
+    def begin(self, request: Request, params: Mapping[str, Any]) -> None:
+        """Start to renew the lease of a new request. Invalid params cost a local prefill, never a wrong text."""
+        own = RequestId(request.request_id)
+        try:
+            source = self._mode.read(request, params)
+        except InvalidKvParams as exc:
+            self._counters.count(REFUSALS[type(exc)])
+            logger.warning("xpyd: %s computes its own prompt: %s", own, exc)
+            return
+        self._remote_prefills[own] = _RemotePrefill(source)
+        self._post(lambda control, now: control.lease_renewer.start_renewing(own, source, now=now))
+
+    def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
+        """Return how many tokens beyond the ``computed`` ones will be loaded, and whether the load is asynchronous."""
+        remote_prefill = self._remote_prefills.get(RequestId(request.request_id))
+        if remote_prefill is None or remote_prefill.loading:
+            return 0, False
+        missing = request.num_prompt_tokens - 1 - computed  # D computes the last prompt token: it needs its logits
+        return (missing, True) if missing > 0 else (0, False)
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """Order the load of ``external`` tokens into the request's blocks."""
+        own = RequestId(request.request_id)
+        remote_prefill = self._remote_prefills.get(own)
+        if remote_prefill is None or remote_prefill.loading:
+            return
+        if external == 0:
+            self._counters.count("loads_skipped_local")
+            self._release_lease(own)
+            return
+        remote_prefill.loading = True  # it ends in loads_ended()
+        remote_prefill.into = self._mode.start(request, remote_prefill.source, external, blocks.get_block_ids())
+        if self._push_decode is None:  # in push, our registration tells P the same
+            engine = remote_prefill.source.remote_engine_id
+            self._post(lambda control, _: control.lease_renewer.read_started(own, engine))
+
+    def metadata(self, output: SchedulerOutput) -> StepMetadata:
+        """Return this step's metadata for the workers."""
+        return self._mode.metadata(output)
+
+    def loads_ended(self, requests: Iterable[str]) -> None:
+        """VLLM has received the end of these requests' loads from the workers (``finished_recving``)."""
+        for request in requests:
+            own = RequestId(request)
+            if (remote_prefill := self._remote_prefills.pop(own, None)) is not None:
+                self._mode.ended(own, remote_prefill.source)
+
+    def finished(self, request: Request) -> None:
+        """Abort the load of a finished request, or give its lease back if its load has not begun."""
+        own = RequestId(request.request_id)
+        remote_prefill = self._remote_prefills.get(own)
+        if remote_prefill is not None and remote_prefill.loading:
+            self._mode.abort(own)  # its load ends in loads_ended()
+        elif remote_prefill is not None:
+            self._release_lease(own)
+
+    def lease_lost(self, own: RequestId) -> None:
+        """P no longer holds the KV of a request: it computes its own prompt, unless its load has begun.
+
+        The fence decides about a load that has begun; in push, P's answer to our registration does.
+        """
+        remote_prefill = self._remote_prefills.get(own)
+        if remote_prefill is None or remote_prefill.loading:
+            return
+        del self._remote_prefills[own]
+        self._counters.count("loads_skipped_lease_lost")
+        logger.warning("xpyd: %s computes its own prompt: %s has ended its lease", own, remote_prefill.source.address)
+
+    def push_ended(self, result: LoadResult, *, is_live: bool) -> None:
+        """A push has ended; the workers report it to vLLM in the next step."""
+        if self._push_decode is None:
+            raise TypeError("the control thread reports a load, and this engine pulls")
+        if result.failure:
+            level = logger.warning if is_live else logger.debug  # an aborted request no longer needs its KV
+            level("xpyd: the push of %s failed: %s", result.request, result.failure)
+        if result.quarantined:
+            self.update_quarantine(QuarantineMetadata(quarantined=[result.request]))
+        self._push_decode.arrived.append(result)
+
+    def update_quarantine(self, news: QuarantineMetadata) -> None:
+        """Pin blocks that NIXL may still write into, before vLLM frees them; unpin those it no longer writes into."""
+        pool = self._pool()
+        for own in news.quarantined:
+            if own not in self._quarantined:
+                blocks = [pool.blocks[block] for block in self._remote_prefills[own].into]
+                pool.touch(blocks)
+                self._quarantined[own] = _Quarantined(blocks)
+            self._quarantined[own].ranks += 1
+        for own in news.released:
+            quarantined = self._quarantined[own]
+            quarantined.ranks -= 1
+            if not quarantined.ranks:
+                pool.free_blocks(reversed(self._quarantined.pop(own).blocks))
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether the workers must report ended pushes to vLLM in the next step."""
+        return self._push_decode is not None and bool(self._push_decode.arrived)
+
+    @property
+    def awaits_quarantine(self) -> bool:
+        """Whether only a step can end a quarantine: in pull, workers report it with their step's output."""
+        return self._push_decode is None and bool(self._quarantined)
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether an idle step may wait for the control thread.
+
+        In push the control thread reports ended loads. In pull the workers do, with a step, so an engine with loads
+        must step; it may wait between two polls of quarantined blocks.
+        """
+        is_loading = any(remote_prefill.loading for remote_prefill in self._remote_prefills.values())
+        return self.awaits_quarantine and not is_loading if self._push_decode is None else is_loading
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """Current requests and quarantined blocks."""
+        return {
+            "requests_waiting_for_remote_kv": float(len(self._remote_prefills)),
+            "blocks_quarantined": float(sum(len(each.blocks) for each in self._quarantined.values())),
+        }
+
+    def _release_lease(self, own: RequestId) -> None:
+        engine = self._remote_prefills.pop(own).source.remote_engine_id
+        self._post(lambda control, _: control.lease_renewer.release(own, engine))

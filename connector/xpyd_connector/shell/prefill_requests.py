@@ -1,0 +1,203 @@
+"""The requests that this engine prefills for decode engines: their progress, leases and held blocks.
+
+Everything here runs on the engine thread, which owns vLLM's block pool.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from xpyd_connector.core.counters import Counters
+from xpyd_connector.core.ids import BlockId, RequestId
+from xpyd_connector.core.lease.kv_params import PullParams, parse_transfer_id
+from xpyd_connector.core.lease.lease_table import LeaseEvent
+from xpyd_connector.core.lease.signatures import Signatures
+from xpyd_connector.core.push.push_job import ComputedBlocks, TransferOver
+from xpyd_connector.errors import InvalidKvParams
+from xpyd_connector.settings import Granularity, Mode
+from xpyd_connector.shell.block_shortage import BlockShortage
+from xpyd_connector.shell.decode_modes import BlockTables, Clock, Post, digest
+from xpyd_connector.shell.engine_config import EngineConfig
+from xpyd_connector.shell.held_blocks import HeldBlocks
+from xpyd_connector.shell.push_progress import PushProgress
+from xpyd_connector.shell.sliding_windows import NULL, SlidingWindowPins
+
+if TYPE_CHECKING:
+    from xpyd_connector.settings import Settings
+
+logger = init_logger("vllm.xpyd")
+
+
+class PrefillRequests:
+    """The prefill side of the scheduler. ``wall_clock`` is in seconds since the epoch."""
+
+    def __init__(
+        self,
+        engine_config: EngineConfig,
+        settings: "Settings",
+        post: Post,
+        *,
+        pool: Callable[[], BlockPool],
+        counters: Counters,
+        signatures: Signatures,
+        wall_clock: Clock,
+    ) -> None:
+        self._engine_config = engine_config
+        self._settings = settings
+        self._post = post
+        self._pool = pool
+        self._counters = counters
+        self._signatures = signatures
+        self._wall_clock = wall_clock
+        self._held = HeldBlocks()  # by the name that decode engines know
+        self._window_pins = SlidingWindowPins(engine_config.groups, pool)
+        self._shortage: BlockShortage | None = None  # only where leases may be revoked
+        if engine_config.is_producer and settings.revoke_after:
+            self._shortage = BlockShortage(engine_config.groups, threshold=settings.revoke_after)
+        self._push_progress: PushProgress | None = None  # only where KV is pushed
+        if engine_config.is_producer and settings.mode is Mode.PUSH:
+            is_chunked = settings.push_granularity is Granularity.CHUNK
+            self._push_progress = PushProgress(engine_config.groups, is_chunked=is_chunked)
+
+    def begin(self, request: Request, params: Mapping[str, Any]) -> None:
+        """Start the transfer of a new request, in push. A request without a valid transfer id is not handed over."""
+        if self._push_progress is None:
+            return
+        try:
+            name = parse_transfer_id(params, request.request_id)
+        except InvalidKvParams as exc:
+            self._counters.count("transfer_ids_invalid")
+            logger.warning("xpyd: %s is not handed over: %s", request.request_id, exc)
+            return
+        if name in self._push_progress or name in self._held:
+            self._counters.count("transfer_ids_duplicate")
+            logger.warning("xpyd: %s is not handed over: there is a transfer %s already", request.request_id, name)
+            return
+        self._push_progress.begin(request, name, digest(request))
+
+    def considered(self, request: Request, computed: int) -> None:
+        """VLLM considers a waiting request with ``computed`` tokens in the prefix cache."""
+        if self._shortage is not None:
+            self._shortage.considered(request, computed)
+
+    def allocated(self, request: Request) -> None:
+        """VLLM has allocated the blocks of a waiting request."""
+        if self._shortage is not None:
+            self._shortage.allocated(request)
+
+    def step(self, output: SchedulerOutput, live: Mapping[str, Request], *, now: float) -> None:
+        """Revoke leases if a request lacks blocks, and pin sliding windows that vLLM would free too early."""
+        self._revoke(now)
+        self._window_pins.step(output, live)
+
+    def take_computed(self, output: SchedulerOutput) -> list[ComputedBlocks | TransferOver]:
+        """Return the blocks that the workers can push, and the transfers that have ended; nothing in pull."""
+        return [] if self._push_progress is None else self._push_progress.take_computed(output)
+
+    def finished(self, request: Request, blocks: BlockTables) -> dict[str, Any] | None:
+        """Lease the blocks of a finished prefill, and return its kv_transfer_params; None for any other request."""
+        try:
+            return self._hand_over(request, self._window_pins.restore(request.request_id, blocks))
+        finally:
+            self._window_pins.release(request.request_id)
+
+    def lease_ended(self, request: RequestId, why: LeaseEvent) -> None:
+        """Free the blocks of a lease."""
+        blocks = self._held.take(request)
+        self._pool().free_blocks(reversed(blocks))
+        if self._push_progress is not None:
+            self._push_progress.forget(request)
+        level = logger.debug if why in (LeaseEvent.DONE, LeaseEvent.DROPPED) else logger.warning
+        level("xpyd: lease of %s ended: %s (%d blocks)", request, why.name, len(blocks))
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether the next step's metadata must reach the workers, even if the model computes nothing."""
+        return self._push_progress is not None and self._push_progress.has_pending()
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """Current leases and blocks."""
+        return {"leases_held": float(len(self._held)), "blocks_held": float(self._held.blocks)}
+
+    def _revoke(self, now: float) -> None:
+        """Revoke unread leases if a request has waited too long for blocks."""
+        if self._shortage is None or not (lacking := self._shortage.step(self._pool(), now=now)):
+            return
+        if candidates := self._held.candidates(lacking.blocks, lacking.request.priority):
+            logger.warning(
+                "xpyd: %s has lacked %d blocks for %g s: unread leases are revoked",
+                lacking.request.request_id,
+                lacking.blocks,
+                self._settings.revoke_after,
+            )
+            self._post(lambda control, now: control.revoke(candidates, lacking.blocks, now=now))
+
+    def _hand_over(self, request: Request, blocks: BlockTables) -> dict[str, Any] | None:
+        params = request.kv_transfer_params or {}
+        if not params.get("do_remote_decode") or not self._engine_config.is_producer:
+            return None
+        name = RequestId(request.request_id) if self._push_progress is None else self._push_progress.name_of(request)
+        if name is None:
+            return None  # begin() has logged the reason
+        has_kv = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        offer = self._lease(request, name, blocks) if has_kv else None
+        if offer is None and self._push_progress is not None:
+            self._push_progress.abandon(request)
+            self._post(lambda control, now: control.push_coordinator.abandoned(name, now=now))
+        return offer
+
+    def _lease(self, request: Request, name: RequestId, blocks: BlockTables) -> dict[str, Any] | None:
+        """Hold the prompt's blocks, and return the kv_transfer_params of a decode engine.
+
+        The blocks are pinned in the pool. The alternative, to delay vLLM's release of the request, would keep the
+        engine stepping as long as a lease lasts.
+        """
+        prompt = [
+            list(ids[group.blocks_of(0, request.num_prompt_tokens)])
+            for group, ids in zip(self._engine_config.groups, blocks, strict=True)
+        ]
+        pool = self._pool()
+        held = [pool.blocks[block] for ids in prompt for block in ids if block != NULL]
+        if reason := self._exceeded_limit(held):
+            self._counters.count("leases_refused")
+            logger.warning("xpyd: %s is not handed over: %s", request.request_id, reason)
+            return None
+        self._held.add(name, held, request.priority)
+        pool.touch(held)
+        self._post(lambda control, now: control.grant(name, now=now))
+        if self._push_progress is not None:
+            self._push_progress.finish(request, prompt)
+        return self._signatures.sign(self._params(request, name, prompt)).to_params()
+
+    def _exceeded_limit(self, blocks: Sequence[KVCacheBlock]) -> str:
+        """Return the limit that a lease of these blocks would exceed, as a sentence; empty if there is none."""
+        if len(self._held) >= self._settings.max_leases:
+            return f"{len(self._held)} leases are held; max_leases is {self._settings.max_leases}"
+        total = self._pool().num_gpu_blocks - 1  # without the null block
+        would_be, share = self._held.blocks + self._held.new_blocks(blocks), self._settings.max_held_share
+        if len(self._held) and would_be > share * total:  # a single lease may exceed it: a prompt as long as the cache
+            return f"leases would hold {would_be} of {total} blocks; max_held_share is {share:g}"
+        return ""
+
+    def _params(self, request: Request, name: RequestId, blocks: BlockTables) -> PullParams:
+        return PullParams(
+            remote_engine_id=self._engine_config.engine,
+            remote_request_id=RequestId(request.request_id),
+            remote_host=self._engine_config.address.host,
+            remote_port=self._engine_config.address.port,
+            remote_block_ids=tuple(tuple(BlockId(block) for block in ids) for ids in blocks),
+            remote_num_tokens=request.num_computed_tokens,
+            tp_size=self._engine_config.ranks,
+            transfer_mode=self._settings.mode.value,
+            xpyd_prompt=digest(request),
+            transfer_id=name if self._push_progress is not None else None,
+            xpyd_block_sizes=tuple(group.block_size for group in self._engine_config.groups),
+            xpyd_expires_at=ceil(self._wall_clock() + self._settings.kv_lease_duration),
+        )

@@ -23,9 +23,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 REQUESTS = 200
 TOTAL, PREFILL, FIRST, IDLE = 20, 5, 5, 3  # s, the router's timeouts
 LIMITS = {
-    "connect-timeout": 1, "prefill-timeout": PREFILL, "first-token-timeout": FIRST, "idle-timeout": IDLE,
-    "total-timeout": TOTAL, "stream-timeout": TOTAL, "probe-interval": 0.5, "rest": 0.5, "rest-most": 1,
-    "hung-timeout": 2,
+    "connect-timeout": 1, "prefill-timeout": PREFILL, "first-token-timeout": FIRST, "stream-idle-timeout": IDLE,
+    "total-timeout": TOTAL, "stream-timeout": TOTAL, "health-check-interval": 0.5, "ejection-time": 0.5,
+    "max-ejection-time": 1, "unresponsive-timeout": 2,
 }  # fmt: skip
 _routers = itertools.count()
 MODES = ("pull", "push")

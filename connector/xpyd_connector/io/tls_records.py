@@ -10,7 +10,7 @@ import ssl
 import struct
 
 # TLS records before the proof. A handshake takes 14 with the 100 KiB of certificates that OpenSSL
-# allows, a message of MAX_STRANGER bytes 3. A key update is one, of 27 bytes and 25 to 50 us.
+# allows, a message of MAX_UNAUTHENTICATED_FRAME bytes 3. A key update is one, of 27 bytes and 25 to 50 us.
 MAX_UNAUTHENTICATED_RECORDS = 32
 MAX_RECORD = 1 << 14  # bytes that one holds (RFC 8446, 5.1)
 PIECE = 1 << 16  # bytes taken from the socket, or encrypted for it, at a time

@@ -54,8 +54,17 @@ class InMemory(httpx.AsyncBaseTransport):
         ours, theirs = socket.socketpair()
         loop = asyncio.get_running_loop()
         served = partial(config.http_protocol_class, config=config, server_state=self._served, app_state={})
-        await loop.connect_accepted_socket(served, theirs)
-        await loop.create_connection(protocol, sock=ours)
+        try:
+            await loop.connect_accepted_socket(served, theirs)
+        except BaseException:  # the leg is given up meanwhile
+            theirs.close()
+            ours.close()
+            raise
+        try:
+            await loop.create_connection(protocol, sock=ours)
+        except BaseException:
+            ours.close()
+            raise
 
     @asynccontextmanager
     async def running(self, app: FastAPI) -> AsyncGenerator[None]:

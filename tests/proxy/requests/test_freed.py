@@ -40,3 +40,18 @@ async def test_a_request_is_freed_at_once(mode, kind, failing, after, streams):
             engines[failing].inject(None)
 
     assert [one for one in gc.get_objects(generation=0) if isinstance(one, PARTS)] == []
+
+
+@pytest.mark.parametrize("limit_s", [0.001, 0.002, 0.004, 0.006, 0.008, 0.01])
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("mode", KvTransferMode)
+async def test_a_leg_that_is_given_up_as_its_connection_opens_is_freed_at_once(mode, streams, limit_s):
+    """The task that opens the connection keeps the CancelledError, whose traceback leads to the leg."""
+    body = {"prompt": "once upon a time", "max_tokens": 4, "stream": streams}
+    limits = {"prefill_timeout_s": limit_s, "first_token_timeout_s": limit_s, "stream_idle_timeout_s": limit_s}
+    for _ in range(3):
+        async with router(sims(mode=mode.value), Settings(kv_transfer_mode=mode, **limits)) as client:
+            for _ in range(2):
+                await client.post("/v1/completions", json=body)
+
+    assert [one for one in gc.get_objects(generation=0) if isinstance(one, PARTS)] == []

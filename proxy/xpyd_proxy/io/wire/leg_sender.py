@@ -87,6 +87,8 @@ class LegSender:
         except Exception as bug:  # noqa: BLE001 (whatever it is, who waits for the answer must hear of it)
             if call.error is None and not call.complete:
                 call.crashed(bug)
+        finally:
+            call.opening = None  # the task's exception leads to the call: a circle
 
     async def _open_and_start(self, call: ResponseHandler, instance: Instance, head: bytes, body: Pieces) -> None:
         try:

@@ -20,6 +20,7 @@ from xpyd_proxy.api.admin_key import require_any_key
 from xpyd_proxy.api.audit import Audit
 from xpyd_proxy.api.auth import AuthMiddleware
 from xpyd_proxy.api.document import document_routes, new_application
+from xpyd_proxy.api.endpoint_asgi import Endpoints
 from xpyd_proxy.api.endpoint_routes import CLIENT_KEYS, endpoint_routes
 from xpyd_proxy.api.instances import InstanceAdmin, instance_routes
 from xpyd_proxy.api.model_list import ModelCatalog, model_routes
@@ -69,7 +70,6 @@ from xpyd_proxy.io.wire.pool import Dial
 from xpyd_proxy.io.workers.context import WorkerContext
 from xpyd_proxy.io.workers.group import worker_group
 from xpyd_proxy.live import Live, limits_of
-from xpyd_proxy.requests.asgi import Endpoints
 from xpyd_proxy.requests.body_reader import BodyReader
 from xpyd_proxy.requests.gate import Gate
 from xpyd_proxy.requests.intake import Intake

@@ -1,7 +1,7 @@
 """The edge of the endpoints: their requests go from the connection to requests/request.py, and everything else to ASGI.
 
 core/http/framing.py has read the head already, so a request for an endpoint needs no second parser. Behind another
-server FastAPI serves the same endpoints, by requests/asgi.py.
+server FastAPI serves the same endpoints, by api/endpoint_asgi.py.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The routes of everything that engines do for clients: described to FastAPI by signatures, served by requests/asgi.py.
+"""The routes of everything that engines do for clients: signatures describe them, api/endpoint_asgi.py serves them.
 
 A signature says what a path takes; nothing calls it. FastAPI would read a body whole and check it before a handler
 runs, while these bodies are charged piece by piece and go on as they came. Under uvicorn most requests do not come here

@@ -6,9 +6,9 @@ from contextlib import suppress
 import pytest
 
 from support.scripted import DONE, EVENT, Scripted, call, good_decode, never, pulled_prefill, router_of, until
+from xpyd_proxy.api.endpoint_asgi import Endpoints
 from xpyd_proxy.core.admission.lifetime import Step
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST
-from xpyd_proxy.requests.asgi import Endpoints
 
 START = "http.response.start"
 

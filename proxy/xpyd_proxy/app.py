@@ -43,8 +43,7 @@ from xpyd_proxy.core.model import Instance, Role
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
 from xpyd_proxy.core.routing.explain import Explainer
-from xpyd_proxy.core.routing.pairing import PairPolicy, PairSelector, Policy
-from xpyd_proxy.core.routing.pairing import PolicyPerLeg as EachLeg
+from xpyd_proxy.core.routing.pairing import PairPolicy, PairSelector, Policy, PolicyPerLeg
 from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
 from xpyd_proxy.core.routing.policies.power_of_two import PowerOfTwo
 from xpyd_proxy.core.routing.policies.prefix import Prefix
@@ -315,9 +314,6 @@ def policies(turn: int) -> Mapping[PolicyName, Callable[[Callable[[Instance], fl
     }
 
 
-POLICIES: Final = policies(0)
-
-
 def _fleet(settings: Settings, registry: Registry, learned: PushCoordinates, turn: int) -> LiveFleet:
     """``turn``: where policies begin, so that several workers do not all begin with the same engine."""
     load = Loads(registry, time.monotonic).of
@@ -326,7 +322,7 @@ def _fleet(settings: Settings, registry: Registry, learned: PushCoordinates, tur
         # one for both legs together, or they would advance in step
         choice: PairPolicy = RoundRobin(Rotation(turn), Rotation(turn))
     else:
-        choice = EachLeg(*(policies(turn)[name](load) for name in names))
+        choice = PolicyPerLeg(*(policies(turn)[name](load) for name in names))
     return LiveFleet(registry, PairSelector(registry, choice), learned, time.monotonic)
 
 

@@ -15,10 +15,9 @@ MAX_UNAUTHENTICATED = 512  # connections without a valid Hello; the next one evi
 MAX_UNAUTHENTICATED_PER_ADDRESS = 128  # the same for one IP address
 MAX_CLIENTS = 8192  # authenticated connections
 MAX_CLIENTS_PER_ENGINE = 1100  # the same for one engine: its scheduler and 1,024 ranks; reconnects overlap for a moment
-IDLE_TIMEOUT = (
-    3600.0  # s without a message before an engine's connections are closed. The engine then counts us as gone,
-)
-# so this exceeds the 18 minutes in which our writes may still reach its memory (core/push/decode_scheduler.py).
+# s without a message before an engine's connections are closed. The engine then counts us as gone, so this exceeds the
+# 18 minutes in which our writes may still reach its memory (core/push/decode_scheduler.py).
+IDLE_TIMEOUT = 3600.0
 
 
 class UnauthenticatedConnections:

@@ -230,9 +230,7 @@ class SocketLink:
         conn.server_connection = ServerConnection(Address(*reached[:2]), contexts.certificate, os.urandom(NONCE_BYTES))
         conn.hello_by = time.monotonic() + self._timeout
         self._unauthenticated.add(conn)
-        self.send(
-            conn.id, Challenge(PROTOCOL, conn.server_connection.nonce)
-        )  # TlsRecords holds it until TLS is complete
+        self.send(conn.id, Challenge(PROTOCOL, conn.server_connection.nonce))  # held until TLS is complete
         self._read(conn)
 
     def _authenticate(

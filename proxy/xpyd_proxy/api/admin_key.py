@@ -11,7 +11,7 @@ from fastapi.security import APIKeyHeader
 
 from xpyd_proxy.api.audit import Audit, fingerprint
 from xpyd_proxy.core.admission.keys import Keyring, shown_key
-from xpyd_proxy.core.model import Headers
+from xpyd_proxy.core.model import Headers, first_header
 from xpyd_proxy.errors import Unauthorized
 
 _ASKS: Final = {"www-authenticate": "X-Api-Key"}
@@ -76,7 +76,7 @@ def require_any_key(admin_key: str | None, keyring: Keyring, *, by_browsers: boo
 
 def _password(headers: Headers) -> bytes | None:
     """Return the password of Basic; None: there is none."""
-    value = next((value for name, value in headers if name == b"authorization"), b"")
+    value = first_header(headers, b"authorization") or b""
     if value[:6].lower() != b"basic ":
         return None
     try:

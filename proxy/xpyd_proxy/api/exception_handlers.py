@@ -57,9 +57,5 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """Answer for what should not have happened, from outside of the middleware; the server logs the traceback."""
-    return _response_to_a_bug(error, request.scope)
-
-
-def _response_to_a_bug(error: Exception, scope: Scope) -> Response:
     status, body = error_body(error)
-    return Response(body, status, id_headers(scope), media_type="application/json")
+    return Response(body, status, id_headers(request.scope), media_type="application/json")

@@ -5,10 +5,10 @@ from typing import Final
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 
-from xpyd_proxy.core.model import Headers
+from xpyd_proxy.core.model import Headers, first_header
 from xpyd_proxy.requests.intake import PASSED_ON, check_json, check_length, check_size
 
-_HEADERS: Final = "xpyd.headers"  # in a scope: its headers by name
+_PART: Final = 64 * 1024  # bytes
 
 
 def passed_on(scope: Scope) -> Headers:
@@ -24,9 +24,6 @@ def require_json(scope: Scope) -> None:
         UnsupportedMedia: it is declared as something else.
     """
     check_json(_header(scope, b"content-type"))
-
-
-_PART: Final = 64 * 1024  # bytes
 
 
 async def read_body(scope: Scope, receive: Receive, *, limit: int) -> bytes:
@@ -64,8 +61,4 @@ async def _collect(receive: Receive, parts: list[bytes], limit: int) -> bytes:
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
-    found: dict[bytes, bytes] | None = scope.get(_HEADERS)
-    if found is None:
-        headers: Headers = tuple(scope["headers"])
-        found = scope[_HEADERS] = dict(reversed(headers))  # of several with one name the first counts
-    return found.get(name, b"")
+    return first_header(tuple(scope["headers"]), name) or b""

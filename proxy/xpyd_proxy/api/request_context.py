@@ -8,7 +8,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xpyd_proxy.api.endpoint_routes import is_endpoint
-from xpyd_proxy.core.model import Headers, RequestId
+from xpyd_proxy.core.model import RequestId, first_header
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, RequestRecord, client_id
 from xpyd_proxy.requests.service import Spans
@@ -111,5 +111,4 @@ class RequestContextMiddleware:
 
 
 def _client_id(scope: Scope) -> str | None:
-    headers: Headers = tuple(scope.get("headers", ()))
-    return client_id(next((value for name, value in headers if name == b"x-request-id"), b""))
+    return client_id(first_header(tuple(scope.get("headers", ())), b"x-request-id") or b"")

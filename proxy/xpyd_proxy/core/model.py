@@ -20,6 +20,14 @@ TransferId = NewType("TransferId", str)
 Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
 
 
+def first_header(headers: Headers, name: bytes) -> bytes | None:
+    """Return the value of the first header of this name (in lower case, as the headers' are); None: there is none."""
+    for each, value in headers:
+        if each == name:
+            return value
+    return None
+
+
 class Role(FastStrEnum):
     """Which half of a request an engine serves."""
 

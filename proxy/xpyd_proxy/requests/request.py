@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from xpyd_proxy.core.admission.admission import Ticket
-from xpyd_proxy.core.admission.admission import TicketState as TicketState
+from xpyd_proxy.core.admission.admission import Ticket, TicketState
 from xpyd_proxy.core.admission.lifetime import Stage
 from xpyd_proxy.core.model import GenerationRequest, Instance, InstanceId, LegOrder, Role, SingleEngineReason
 from xpyd_proxy.core.protocol import push, request_bodies
@@ -42,7 +41,6 @@ _OK: Final = 200
 _QUEUED, _ADMITTED, _PULL, _PUSH, _SINGLE, _PREFILLED, _NEXT_DECODE, _RETRY, _FIRST_EVENT, _RESUME, _END = RequestEvent
 _RECEIVED: Final = RequestState.RECEIVED
 _STREAMING: Final = RequestState.STREAMING
-_OVER: Final = RequestState.OVER
 _WAITING: Final = TicketState.WAITING
 _AT_ONCE: Final = LegOrder.CONCURRENT
 _SERVING: Final = Stage.SERVING

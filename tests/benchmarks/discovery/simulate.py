@@ -25,7 +25,7 @@ import msgspec
 
 from benchmarks.discovery import report
 from benchmarks.discovery.pods import LIFE, line, pod
-from xpyd_proxy.app import POLICIES
+from xpyd_proxy.app import policies
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.discovery.reconcile import entry_name, entry_of
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
@@ -132,7 +132,7 @@ def choice_of(registry, policy):
     return (
         RoundRobin()
         if policy is PolicyName.ROUND_ROBIN
-        else PolicyPerLeg(POLICIES[policy](load), POLICIES[policy](load))
+        else PolicyPerLeg(policies(0)[policy](load), policies(0)[policy](load))
     )
 
 

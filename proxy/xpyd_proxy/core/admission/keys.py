@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Self
 
-from xpyd_proxy.core.model import Headers, Role
+from xpyd_proxy.core.model import Headers, Role, first_header
 from xpyd_proxy.errors import ConfigError, Unauthorized
 
 ANYBODY: Final = "-"  # the name of every client, where no keys are wanted
@@ -125,7 +125,7 @@ def shown_key(headers: Headers) -> bytes | None:
     for name, value in headers:
         if name == b"authorization" and value[:7].lower() == b"bearer ":
             return value[7:].strip()
-    return next((value for name, value in headers if name == b"x-api-key"), None)
+    return first_header(headers, b"x-api-key")
 
 
 def outbound_key(text: str, source: str) -> str:

@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-from xpyd_proxy.core.model import Headers
+from xpyd_proxy.core.model import Headers, first_header
 from xpyd_proxy.core.raw_json import NULL, Fields
 from xpyd_proxy.errors import BadRequest
 
@@ -26,7 +26,7 @@ def limited(headers: Headers, fields: Fields, least: int) -> tuple[Headers, Fiel
         BadRequest: the body's priority is no whole number. pydantic would make one of a text or a float.
     """
     raw = bytes(fields.get(_FIELD, NULL))
-    said = next((value for name, value in headers if name == _HEADER), None)
+    said = first_header(headers, _HEADER)
     if raw == b"null" and said is None and least <= USUAL:
         return headers, fields, USUAL
     if raw != b"null" and not _IN_BODY.fullmatch(raw):

@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import Final
 
-from xpyd_proxy.core.model import GenerationRequest, Headers, PassthroughRequest, RoutingHints
+from xpyd_proxy.core.model import GenerationRequest, Headers, PassthroughRequest, RoutingHints, first_header
 from xpyd_proxy.core.protocol.disaggregation import PROMPTS
 from xpyd_proxy.core.raw_json import NULL, Fields, maybe
 
@@ -35,4 +35,5 @@ def _known_model(raw: bytes) -> str | None:
 
 
 def _session(headers: Headers) -> str | None:
-    return next((value.decode("latin-1") for name, value in headers if name == b"x-session-id"), None)
+    said = first_header(headers, b"x-session-id")
+    return None if said is None else said.decode("latin-1")

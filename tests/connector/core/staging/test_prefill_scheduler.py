@@ -7,7 +7,7 @@ import pytest
 from support.staging_world import BLOCKS, LEASE, PATIENCE, SLOTS, StagingWorld
 from xpyd_connector.core.ids import BlockId, RequestId
 from xpyd_connector.core.messages import Challenge, DropLeases, ReadDone, RenewLeases, StagePart, WorkerHello
-from xpyd_connector.core.staging import prefill_scheduler as stagings_module
+from xpyd_connector.core.staging import prefill_scheduler
 from xpyd_connector.core.staging.staged_read import TRANSITIONS, PartEvent, PartState, StagedPart
 from xpyd_connector.errors import IllegalTransition
 
@@ -354,7 +354,7 @@ def test_what_is_read_part_by_part_is_not_revoked():
 
 def test_there_is_an_end_to_what_is_remembered(monkeypatch):
     """A decode engine may name as many requests as it likes."""
-    monkeypatch.setattr(stagings_module, "MAX_PARTS", 1)
+    monkeypatch.setattr(prefill_scheduler, "MAX_PARTS", 1)
     world = StagingWorld()
     request = world.p.lend(2)
     stage(world, request, ranks=2)

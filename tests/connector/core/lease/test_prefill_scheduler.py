@@ -3,6 +3,7 @@
 import pytest
 
 from support.engines import HELLO
+from support.recording_link import RecordingLink
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import ConnId, RequestId
 from xpyd_connector.core.lease.lease_table import LeaseEvent, LeaseTable
@@ -23,24 +24,11 @@ A, B, READER = RequestId("a"), RequestId("b"), RequestId("reader")
 D, ELSE, WORKER = ConnId(1), ConnId(2), ConnId(3)
 
 
-class Recorder:
-    """A link that goes nowhere."""
-
-    def __init__(self):
-        self.sent, self.closed = [], []
-
-    def send(self, conn, message):
-        self.sent.append((conn, message))
-
-    def close(self, conn):
-        self.closed.append(conn)
-
-
 class Shop:
     """D has two connections, and has proven it."""
 
     def __init__(self):
-        self.link, self.counters = Recorder(), Counters()
+        self.link, self.counters = RecordingLink(), Counters()
         leases = LeaseTable(
             duration=30.0, extension=20.0, reading=10.0, same_engine=lambda one, other: {one, other} <= {D, WORKER}
         )

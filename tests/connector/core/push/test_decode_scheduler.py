@@ -6,6 +6,7 @@ import pytest
 
 from support.engines import FINGERPRINT, LEASE, lent, rank_info
 from support.push_engines import PATIENCE, WAIT
+from support.recording_link import ConnectingLink
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import Address, ConnId, EngineId, RequestId
 from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
@@ -45,27 +46,11 @@ A, B, T = RequestId("d-a"), RequestId("d-b"), RequestId("t")
 RANKS = [rank_info("d/0", ranks=2), rank_info("d/1", rank=1, ranks=2)]
 
 
-class Link:
-    """Goes nowhere."""
-
-    def __init__(self):
-        self.sent, self.closed, self.conns = [], [], itertools.count(1)
-
-    def connect(self, peer, engine):
-        return ConnId(next(self.conns))
-
-    def send(self, conn, message):
-        self.sent.append((conn, message))
-
-    def close(self, conn):
-        self.closed.append(conn)
-
-
 class Harness:
     """The control thread of a decode engine with two ranks."""
 
     def __init__(self):
-        self.link, self.counters, self.now = Link(), Counters(), 0.0
+        self.link, self.counters, self.now = ConnectingLink(), Counters(), 0.0
         self.peers = PeerTable(self.link, FINGERPRINT, self.counters, retry_after=1.0)
         self.lease_renewer = LeaseRenewer(self.link, self.peers, self.counters, heartbeat_interval=LEASE / 6)
         self.push_receiver = PushReceiver(

@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from support.engines import LEASE, rank_info
+from support.recording_link import RecordingLink
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import BlockId, ConnId, RequestId
 from xpyd_connector.core.lease.lease_table import LeaseTable
@@ -32,7 +33,7 @@ from xpyd_connector.core.messages import (
     WriteStalled,
 )
 from xpyd_connector.core.ports import ConnectionLost, MessageReceived, PeerConnected
-from xpyd_connector.core.push import prefill_scheduler as pushes_module
+from xpyd_connector.core.push import prefill_scheduler
 from xpyd_connector.core.push.prefill_scheduler import TRANSITIONS, PushCoordinator, PushEvent, PushState, _Push
 from xpyd_connector.errors import IllegalTransition
 
@@ -42,24 +43,11 @@ PATIENCE = 100.0
 TOKENS = {0: b"token0", 1: b"token1"}
 
 
-class Link:
-    """Goes nowhere."""
-
-    def __init__(self):
-        self.sent, self.closed = [], []
-
-    def send(self, conn, message):
-        self.sent.append((conn, message))
-
-    def close(self, conn):
-        self.closed.append(conn)
-
-
 class Harness:
     """The control thread of an engine with two ranks, and everybody who talks to it."""
 
     def __init__(self):
-        self.link, self.counters, self.now = Link(), Counters(), 0.0
+        self.link, self.counters, self.now = RecordingLink(), Counters(), 0.0
         self.one_engine = set()  # connections that have proven to be of one engine
         self.leases = LeaseTable(
             duration=LEASE, extension=LEASE * 2 / 3, same_engine=lambda a, b: {a, b} <= self.one_engine
@@ -329,7 +317,7 @@ def test_words_about_transfers_that_never_come_are_forgotten(harness):
 
 def test_early_words_are_limited_to_the_latest(harness, monkeypatch):
     """A decode engine could otherwise fill our memory."""
-    monkeypatch.setattr(pushes_module, "MAX_PUSHES", 3)
+    monkeypatch.setattr(prefill_scheduler, "MAX_PUSHES", 3)
     harness.hear(D, RenewLeases(tuple(RequestId(str(number)) for number in range(9))))
 
     assert list(harness.push_coordinator._early) == ["6", "7", "8"]
@@ -446,7 +434,7 @@ def test_a_registration_that_comes_twice_is_one(harness):
 
 def test_one_engines_registrations_are_limited(harness, monkeypatch):
     """It cannot use up what other engines need."""
-    monkeypatch.setattr(pushes_module, "MAX_PUSHES_PER_PEER", 1)
+    monkeypatch.setattr(prefill_scheduler, "MAX_PUSHES_PER_PEER", 1)
     harness.introduce(ELSE, "e")
     harness.register(reader="1")
     harness.take_sent()
@@ -460,7 +448,7 @@ def test_one_engines_registrations_are_limited(harness, monkeypatch):
 
 def test_registrations_are_limited(harness, monkeypatch):
     """Over all decode engines; one that ended makes room."""
-    monkeypatch.setattr(pushes_module, "MAX_PUSHES", 2)
+    monkeypatch.setattr(prefill_scheduler, "MAX_PUSHES", 2)
     harness.register(reader="1")
     harness.register(reader="2", request="u")
     harness.take_sent()

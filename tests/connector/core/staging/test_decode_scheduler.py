@@ -1,11 +1,10 @@
 """Push into host memory: slots are lent in turn, what landed in them is copied, and they come back whatever happens."""
 
-import itertools
-
 import pytest
 
 from support.engines import FINGERPRINT, LEASE, lent, rank_info
 from support.push_engines import PATIENCE, WAIT
+from support.recording_link import ConnectingLink
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import Address, BlockId, ConnId, EngineId, RequestId
 from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
@@ -38,27 +37,11 @@ TOKENS = {0: b"token 0", 1: b"token 1"}
 SQUEEZE = 30.0
 
 
-class Link:
-    """Goes nowhere."""
-
-    def __init__(self):
-        self.sent, self.closed, self.conns = [], [], itertools.count(1)
-
-    def connect(self, peer, engine):
-        return ConnId(next(self.conns))
-
-    def send(self, conn, message):
-        self.sent.append((conn, message))
-
-    def close(self, conn):
-        self.closed.append(conn)
-
-
 class Harness:
     """The control thread of a decode engine with two ranks and room for four blocks, and everybody it talks to."""
 
     def __init__(self, slots=4):
-        self.link, self.counters, self.now = Link(), Counters(), 0.0
+        self.link, self.counters, self.now = ConnectingLink(), Counters(), 0.0
         self.peers = PeerTable(self.link, FINGERPRINT, self.counters, retry_after=1.0)
         self.lease_renewer = LeaseRenewer(self.link, self.peers, self.counters, heartbeat_interval=LEASE / 6)
         self.slots = Slots([slots])

@@ -1,7 +1,5 @@
 """Loading: the rules that the stories of ``pull/test_pull_pair.py`` do not show."""
 
-import itertools
-
 import pytest
 
 from support.engines import BLOCK_SIZE, BLOCKS, FINGERPRINT, TIMEOUT, World, changed, rank_info
@@ -11,7 +9,7 @@ from xpyd_connector.core.layout.transfer_plan import TokenRange
 from xpyd_connector.core.messages import FenceResult, LeasesLost
 from xpyd_connector.core.ports import CopyResult, MessageReceived
 from xpyd_connector.core.pull.decode_worker import POLL_INTERVAL, QUARANTINE_POLL_INTERVAL, PullReader
-from xpyd_connector.core.pull.load import TRANSITIONS, Load, LoadEvent, LoadOrder, LoadState
+from xpyd_connector.core.pull.load import LoadOrder, LoadState
 from xpyd_connector.core.results import BlocksReleased, LoadResult
 from xpyd_connector.core.session.peers import PeerTable
 from xpyd_connector.core.staging import host_buffer
@@ -38,18 +36,6 @@ def state(world, request="a"):
 
 def counters(world):
     return world.d.worker_tally.take().counters
-
-
-@pytest.mark.parametrize(("before", "event"), list(itertools.product(LoadState, LoadEvent)))
-def test_every_cell_of_the_table(before, event):
-    """What is not in the table is a bug and says so."""
-    load = Load(ANYWHERE, before)
-    if event in TRANSITIONS[before]:
-        load.on(event)
-        assert load.state is TRANSITIONS[before][event]
-    else:
-        with pytest.raises(IllegalTransition, match=f"d-a cannot handle {event.name} while {before.name}"):
-            load.on(event)
 
 
 def test_a_request_is_loaded_once(world):

@@ -1,7 +1,5 @@
 """Lending blocks to P: the rules that the stories of ``push/test_push_pair.py`` do not show."""
 
-import itertools
-
 import pytest
 
 from support.engines import FINGERPRINT, LEASE, lent, rank_info
@@ -29,12 +27,9 @@ from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageRece
 from xpyd_connector.core.push.decode_scheduler import (
     LONG_QUARANTINE,
     QUARANTINE,
-    TRANSITIONS,
     PushOrder,
     PushReceiver,
-    ReceiveEvent,
     ReceiveState,
-    _ExpectedPush,
 )
 from xpyd_connector.core.results import BlocksReleased, LoadResult
 from xpyd_connector.core.session.peers import QUIET, PeerTable
@@ -110,18 +105,6 @@ def harness():
     harness.take_sent()
     harness.counters.take()
     return harness
-
-
-@pytest.mark.parametrize(("before", "event"), list(itertools.product(ReceiveState, ReceiveEvent)))
-def test_every_cell_of_the_table(before, event):
-    """What is not in the table is a bug and says so."""
-    landing = _ExpectedPush(PushOrder(A, T, P, ADDRESS, None, ()), before)
-    if event in TRANSITIONS[before]:
-        landing.on(event)
-        assert landing.state is TRANSITIONS[before][event]
-    else:
-        with pytest.raises(IllegalTransition, match=f"d-a cannot handle {event.name} while {before.name}"):
-            landing.on(event)
 
 
 # ---- registering

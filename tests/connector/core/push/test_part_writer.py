@@ -12,18 +12,14 @@ from xpyd_connector.core.ids import BlockId, CopyId, XferId
 from xpyd_connector.core.layout.transfer_plan import TokenRange, push_route
 from xpyd_connector.core.ports import CopyResult, XferEnded, XferOutcome
 from xpyd_connector.core.push.part_writer import (
-    TRANSITIONS,
     PartWriteEnded,
-    PartWriteEvent,
     PartWriter,
-    PartWriteState,
-    _PartWrite,
 )
 from xpyd_connector.core.staging.host_buffer import HostBuffer
 from xpyd_connector.core.staging.slots import Slots
 from xpyd_connector.core.transfer.remote_memory import RemoteRank
 from xpyd_connector.core.transfer.transfers import POLL_INTERVAL, QUARANTINE_POLL_INTERVAL
-from xpyd_connector.errors import HostBufferTooSmall, IllegalTransition, ProtocolViolation, TransferError
+from xpyd_connector.errors import HostBufferTooSmall, ProtocolViolation, TransferError
 from xpyd_connector.io.in_memory import BLOCK_BYTES
 
 TIMEOUT, SLOTS = 20.0, 4
@@ -110,18 +106,6 @@ def harness():
 @pytest.fixture
 def staged():
     return Harness(staged=True)
-
-
-@pytest.mark.parametrize(("before", "event"), list(itertools.product(PartWriteState, PartWriteEvent)))
-def test_every_cell_of_the_table(before, event):
-    """What is not in the table is a bug and says so."""
-    transfer = _PartWrite(7, (), (), before)
-    if event in TRANSITIONS[before]:
-        transfer.on(event)
-        assert transfer.state is TRANSITIONS[before][event]
-    else:
-        with pytest.raises(IllegalTransition, match=f"write of part 7 cannot handle {event.name} while {before.name}"):
-            transfer.on(event)
 
 
 def test_without_staging_it_is_written_at_once_to_every_rank(harness):

@@ -1,7 +1,5 @@
 """P's scheduler between decode engines and its own workers: who may write, until when, and who hears of it."""
 
-import itertools
-
 import pytest
 
 from support.engines import LEASE, rank_info
@@ -34,8 +32,7 @@ from xpyd_connector.core.messages import (
 )
 from xpyd_connector.core.ports import ConnectionLost, MessageReceived, PeerConnected
 from xpyd_connector.core.push import prefill_scheduler
-from xpyd_connector.core.push.prefill_scheduler import TRANSITIONS, PushCoordinator, PushEvent, PushState, _Push
-from xpyd_connector.errors import IllegalTransition
+from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
 
 W0, W1, D, ELSE = ConnId(1), ConnId(2), ConnId(3), ConnId(4)
 T, R = RequestId("t"), RequestId("d-a")
@@ -108,18 +105,6 @@ def harness():
     harness.introduce()
     harness.take_sent()
     return harness
-
-
-@pytest.mark.parametrize(("before", "event"), list(itertools.product(PushState, PushEvent)))
-def test_every_cell_of_the_table(before, event):
-    """What is not in the table is a bug and says so."""
-    push = _Push(D, RegisterPush(R, T, None, (LentBlocks(0, 4, (BlockId(1),)),)), set(), before)
-    if event in TRANSITIONS[before]:
-        push.on(event)
-        assert push.state is TRANSITIONS[before][event]
-    else:
-        with pytest.raises(IllegalTransition, match=f"d-a cannot handle {event.name} while {before.name}"):
-            push.on(event)
 
 
 # ---- the main path

@@ -30,16 +30,12 @@ from xpyd_connector.core.ports import (
 )
 from xpyd_connector.core.push.prefill_worker import PushWriter
 from xpyd_connector.core.push.push_job import (
-    TRANSITIONS,
     ComputedBlocks,
-    PushJob,
-    PushJobEvent,
-    PushJobState,
     TransferOver,
 )
 from xpyd_connector.core.session.scheduler_link import RETRY
 from xpyd_connector.core.transfer.transfers import POLL_INTERVAL, QUARANTINE_POLL_INTERVAL
-from xpyd_connector.errors import IllegalTransition, TransferError
+from xpyd_connector.errors import TransferError
 from xpyd_connector.io.in_memory import pieces_of
 
 D, ELSE, HOME = ConnId(7), ConnId(8), EngineEndpoint(EngineId("p"), Address("10.0.0.1", 5600))
@@ -149,18 +145,6 @@ def harness():
     harness = Harness()
     harness.arrive()
     return harness
-
-
-@pytest.mark.parametrize(("before", "event"), list(itertools.product(PushJobState, PushJobEvent)))
-def test_every_cell_of_the_table(before, event):
-    """What is not in the table is a bug and says so."""
-    writing = PushJob(D, RegisterPush(R, T, None, lent(0, (1,))), before)
-    if event in TRANSITIONS[before]:
-        writing.on(event)
-        assert writing.state is TRANSITIONS[before][event]
-    else:
-        with pytest.raises(IllegalTransition, match=f"d-a cannot handle {event.name} while {before.name}"):
-            writing.on(event)
 
 
 def test_it_attends_at_its_own_scheduler_and_calls_again_until_it_listens():

@@ -1,7 +1,5 @@
 """Who is met, when again, and what an operator reads about those who were not."""
 
-import itertools
-
 import pytest
 
 from support.engines import FINGERPRINT, changed, rank_info
@@ -11,14 +9,10 @@ from xpyd_connector.core.messages import PROTOCOL, Fingerprint, LeasesLost, Welc
 from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
 from xpyd_connector.core.session.peers import (
     MAX_BACKOFF,
-    TRANSITIONS,
-    Peer,
-    PeerEvent,
     PeerState,
     PeerTable,
     mismatch,
 )
-from xpyd_connector.errors import IllegalTransition
 from xpyd_connector.io.in_memory import InMemoryLink, InMemoryNetwork
 
 P, ADDRESS = EngineId("p0"), Address("10.0.0.1", 5600)
@@ -52,18 +46,6 @@ class Book:
 @pytest.fixture
 def book():
     return Book()
-
-
-@pytest.mark.parametrize(("state", "event"), list(itertools.product(PeerState, PeerEvent)))
-def test_every_cell_of_the_table(state, event):
-    """What is not in the table is a bug and says so."""
-    peer = Peer(P, ADDRESS, ConnId(1), state)
-    if event in TRANSITIONS[state]:
-        peer.on(event)
-        assert peer.state is TRANSITIONS[state][event]
-    else:
-        with pytest.raises(IllegalTransition, match=f"p0 cannot handle {event.name} while {state.name}"):
-            peer.on(event)
 
 
 def test_a_peer_is_met_once_however_many_ask(book):

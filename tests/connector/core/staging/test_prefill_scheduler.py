@@ -1,28 +1,11 @@
 """P's scheduler between decode engines that read staged KV and its own workers: who has slots, and until when."""
 
-import itertools
-
 import pytest
 
 from support.staging_world import BLOCKS, LEASE, PATIENCE, SLOTS, StagingWorld
 from xpyd_connector.core.ids import BlockId, RequestId
 from xpyd_connector.core.messages import Challenge, DropLeases, ReadDone, RenewLeases, StagePart, WorkerHello
 from xpyd_connector.core.staging import prefill_scheduler
-from xpyd_connector.core.staging.staged_read import TRANSITIONS, PartEvent, PartState, StagedPart
-from xpyd_connector.errors import IllegalTransition
-
-
-@pytest.mark.parametrize(("before", "event"), list(itertools.product(PartState, PartEvent)))
-def test_every_cell_of_the_table(before, event):
-    """What is not in it is a bug and raises."""
-    order = StagePart(RequestId("p-a"), RequestId("d-a"), 0, 1, 0, ((),))
-    part = StagedPart(1, order, 0.0, state=before)
-    if event in TRANSITIONS[before]:
-        part.on(event)
-        assert part.state is TRANSITIONS[before][event]
-    else:
-        with pytest.raises(IllegalTransition, match=f"part 0 of p-a cannot handle {event.name} while {before.name}"):
-            part.on(event)
 
 
 def states(world):

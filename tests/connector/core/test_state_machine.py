@@ -1,0 +1,49 @@
+"""What has a life in the core has it as a table: what is not in the table is a bug and says so."""
+
+import pytest
+
+from support.engines import lent
+from xpyd_connector.core.ids import Address, ConnId, EngineId, RequestId
+from xpyd_connector.core.lease import lease_table
+from xpyd_connector.core.messages import RegisterPush, StagePart
+from xpyd_connector.core.pull import load
+from xpyd_connector.core.push import decode_scheduler, part_writer, prefill_scheduler, push_job
+from xpyd_connector.core.session import peers
+from xpyd_connector.core.staging import staged_read
+from xpyd_connector.errors import IllegalTransition
+
+D, P, ADDRESS, T, A = ConnId(7), EngineId("p0"), Address("10.0.0.1", 5600), RequestId("t"), RequestId("d-a")
+REGISTER = RegisterPush(A, T, None, lent(0, (1,)))
+STAGE = StagePart(T, A, 0, 1, 0, ((),))
+LIVES = {  # module: (one that is in a state, what its errors call it)
+    lease_table: (lambda state: lease_table._Lease(0.0, state), "a lease"),
+    load: (lambda state: load.Load(load.LoadOrder(A, T, P, ADDRESS, ()), state), "load of d-a"),
+    peers: (lambda state: peers.Peer(P, ADDRESS, D, state), "peer p0"),
+    prefill_scheduler: (lambda state: prefill_scheduler._Push(D, REGISTER, set(), state), "the push to d-a"),
+    push_job: (lambda state: push_job.PushJob(D, REGISTER, state), "the push to d-a"),
+    decode_scheduler: (
+        lambda state: decode_scheduler._ExpectedPush(decode_scheduler.PushOrder(A, T, P, ADDRESS, None, ()), state),
+        "landing of d-a",
+    ),
+    part_writer: (lambda state: part_writer._PartWrite(7, (), (), state), "write of part 7"),
+    staged_read: (lambda state: staged_read.StagedPart(1, STAGE, 0.0, state=state), "part 0 of t"),
+}
+
+
+def cells():
+    for module in LIVES:
+        events = {type(event) for row in module.TRANSITIONS.values() for event in row}.pop()
+        for before in type(next(iter(module.TRANSITIONS))):
+            yield from (pytest.param(module, before, event, id=f"{before}-{event}") for event in events)
+
+
+@pytest.mark.parametrize(("module", "before", "event"), list(cells()))
+def test_every_cell_of_a_table(module, before, event):
+    make, name = LIVES[module]
+    one, row = make(before), module.TRANSITIONS[before]
+    if event in row:
+        one.on(event)
+        assert one.state is row[event]
+    else:
+        with pytest.raises(IllegalTransition, match=f"{name} cannot handle {event.name} while {before.name}"):
+            one.on(event)

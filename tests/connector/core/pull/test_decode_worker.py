@@ -136,21 +136,6 @@ def test_loads_of_a_hung_peer_whose_time_is_up_together_end_once_each(world):
     assert "does not answer" in world.d.result("d-b").failure
 
 
-def test_blocks_are_not_given_back_while_nixl_may_still_write_into_them(world):
-    """The request fails in time; its blocks are free when NIXL has let go, however late that is."""
-    world.d.mover.stuck = world.d.mover.clinging = True
-    world.load(offered(world))
-    world.run(seconds=TIMEOUT)
-    assert world.d.result("d-a") == LoadResult(RequestId("d-a"), "not loaded within 20 s", quarantined=True)
-    world.run(seconds=100)
-    assert len(world.d.free) == BLOCKS - 3
-    world.d.mover.clinging = False
-    world.run()
-
-    assert len(world.d.free) == BLOCKS
-    assert counters(world)["loads_failed_timeout"] == 1
-
-
 def test_an_engine_that_only_waits_for_a_hung_peer_hardly_looks(world):
     """It may take hours."""
     world.d.mover.stuck = world.d.mover.clinging = True
@@ -158,19 +143,6 @@ def test_an_engine_that_only_waits_for_a_hung_peer_hardly_looks(world):
     world.run(seconds=TIMEOUT)
 
     assert world.d.reader.advance(now=TIMEOUT) == TIMEOUT + QUARANTINE_POLL_INTERVAL
-
-
-def test_a_load_being_given_up_survives_that_its_peer_is_met_again(world):
-    """It must neither be started a second time, which would end the thread, nor end early."""
-    world.d.mover.stuck = world.d.mover.clinging = True
-    world.load(offered(world))
-    world.run(seconds=TIMEOUT)
-    world.d.mover.stuck = False
-    into = world.load(world.p.prefill("p-b", 3, now=world.now), "b")
-    world.run()
-
-    assert state(world) is LoadState.ABORTING
-    assert world.bytes_of(into) == [b"p-b/0", b"p-b/1", b"p-b/2"]
 
 
 def test_a_load_being_given_up_survives_that_its_peer_then_refuses(world):

@@ -1,10 +1,25 @@
 """A prefill and a decode engine together: the stories that decide whether an operator sleeps."""
 
+from inspect import signature
+
 import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
 
-from support.engines import BLOCKS, FINGERPRINT, LEASE, TIMEOUT, World, changed
+from support import pull_mutants as mutants
+from support.engines import BLOCKS, FINGERPRINT, LEASE, LOOP_TIMEOUT, TIMEOUT, World, changed, right
+from support.pair_machine import PairMachine
+from xpyd_connector.core.ids import RequestId
+from xpyd_connector.core.lease.kv_params import PullParams
 from xpyd_connector.core.lease.lease_table import LeaseEvent
+from xpyd_connector.core.pull.load import LoadState
+from xpyd_connector.core.results import LoadResult
+from xpyd_connector.errors import IllegalTransition
 
+SEARCH = settings(
+    max_examples=200, stateful_step_count=40, deadline=None, database=None, derandomize=True,
+    phases=(Phase.generate,), report_multiple_bugs=False,
+)  # fmt: skip
 RIGHT = [b"p-a/0", b"p-a/1", b"p-a/2"]
 
 
@@ -105,7 +120,9 @@ def test_a_decode_engine_that_is_cut_off_is_noticed_at_lease_end(world):
     borrowed(world)
     world.run()
     world.network.cut(world.d.link, is_cut=True)
-    world.run(seconds=LEASE + 1)
+    world.run(seconds=LEASE - 1)
+    assert why(world) == []  # its early renewal cost no time
+    world.run(seconds=2)
 
     assert why(world) == [LeaseEvent.EXPIRED]
 
@@ -278,3 +295,196 @@ def test_counts_tell_the_story(world):
     assert d.counters["renewals_sent"] == p.counters["leases_renewed"] + p.counters.get("unknown_transfer_messages", 0)
     assert worker.counters["loads"] == worker.counters["handshakes"] == 1
     assert sum(sample.bytes for sample in worker.transfers) == 3 * 64
+
+
+def test_a_load_is_read_from_every_rank():
+    """Each keeps some of the heads."""
+    world = World(p={"ranks": 2, "heads": 2}, d={"heads": 2})
+    into = world.load(world.lend())
+    world.run()
+
+    assert world.bytes_of(into) == [right("p-a", number, head) for number in range(3) for head in range(2)]
+
+
+def test_a_load_waits_for_every_rank():
+    """Some of the heads are no answer."""
+    world = World(p={"ranks": 2, "heads": 2}, d={"heads": 2})
+    world.network.cut(world.p.other_links[0], is_cut=True)
+    world.load(world.lend())
+    world.run()
+
+    assert world.d.result("d-a") is None
+
+
+def test_a_lease_that_is_revoked_while_it_is_read_is_noticed(world):
+    """D's word that it reads is lost: P gives the blocks to another, and what D has read must not become an answer."""
+    offer = borrowed(world)
+    world.run()
+    world.d.mover.stuck = True
+    into = world.load(offer)
+    world.d.control.lease_renewer._pending.clear()
+    world.run()
+    world.p.revoke("p-a", now=world.now)
+    world.run()
+    world.d.mover.stuck = False
+    world.run()
+
+    assert world.bytes_of(into) == [b"reused"] * 3
+    assert "lease" in world.d.result("d-a").failure
+
+
+def test_what_is_read_is_not_revoked(world):
+    """The request would fail for it."""
+    offer = borrowed(world)
+    world.d.mover.stuck = True
+    world.load(offer)
+    world.run()
+    world.p.revoke("p-a", now=world.now)
+    world.run()
+    world.d.mover.stuck = False
+    world.run()
+
+    assert world.d.result("d-a").failure == ""
+
+
+def test_what_is_not_said_to_be_read_any_more_is_revoked_in_the_end():
+    """D has vanished in the middle of a read; its lease would last longer."""
+    world = World(p={"timeout": TIMEOUT / 2})
+    offer = borrowed(world)
+    world.d.mover.stuck = True
+    world.load(offer)
+    world.run()
+    world.d.frozen = True
+    world.run(seconds=TIMEOUT / 2)
+    world.p.revoke("p-a", now=world.now)
+    world.run()
+
+    assert why(world) == [LeaseEvent.REVOKED]
+
+
+def test_a_revoked_lease_is_told_at_once(world):
+    """Its request computes its prompt, instead of reading in vain."""
+    lost = []
+    world.d.on_lost = lost.append
+    borrowed(world)
+    world.run()
+    world.p.revoke("p-a", now=world.now)
+    world.run()
+
+    assert lost == ["d-a"]
+    assert len(world.d.control.lease_renewer) == 0
+    assert len(world.p.free) == BLOCKS
+
+
+def test_another_engine_cannot_keep_blocks(world):
+    """Whoever knows a request could fill P."""
+    borrowed(world)
+    world.run()
+    world.d.frozen = True
+    other = world.start("d1", 5701)
+    other.control.lease_renewer.start_renewing(
+        "d-x", PullParams("p0", "p-a", *world.p.address, ((1,),), 4), now=world.now
+    )
+    world.run(seconds=2 * LEASE)
+
+    assert why(world) == [LeaseEvent.EXPIRED]
+
+
+def test_another_engine_cannot_end_a_lease():
+    """Its blocks would be freed under the engine that reads them."""
+    world = World(d={"timeout": 1000.0})
+    offer = borrowed(world)
+    world.run()
+    other = world.start("d1", 5701)
+    other.load("d-x", offer, now=world.now)
+    world.run()
+
+    assert "lease" in other.result("d-x").failure
+    assert world.p.freed == []
+    assert world.p.counters.take().counters["foreign_messages"] == 1
+
+
+def test_an_engine_that_hangs_renews_nothing(world):
+    """Nobody will read what P keeps for it."""
+    borrowed(world)
+    world.run()
+    world.d.turned_at = world.now
+    world.run(seconds=LOOP_TIMEOUT - LEASE)
+    assert world.p.freed == []
+    world.run(seconds=2 * LEASE)
+
+    assert why(world) == [LeaseEvent.EXPIRED]
+    assert world.d.counters.take().counters["renewals_withheld"] > 0
+
+
+def test_blocks_are_not_given_back_while_nixl_may_still_write_into_them(world):
+    """The request fails in time; its blocks are free when NIXL has let go, however late that is."""
+    world.d.mover.stuck = world.d.mover.clinging = True
+    world.load(world.lend())
+    world.run(seconds=TIMEOUT)
+    assert world.d.result("d-a") == LoadResult(RequestId("d-a"), "not loaded within 20 s", quarantined=True)
+    world.run(seconds=100)
+    assert len(world.d.free) == BLOCKS - 3
+    world.d.mover.clinging = False
+    world.run()
+
+    assert len(world.d.free) == BLOCKS
+    assert world.d.worker_tally.take().counters["loads_failed_timeout"] == 1
+
+
+def test_a_load_being_given_up_survives_that_its_peer_is_met_again(world):
+    """It must neither be started a second time, which would end the thread, nor end early."""
+    world.d.mover.stuck = world.d.mover.clinging = True
+    world.load(world.lend())
+    world.run(seconds=TIMEOUT)
+    world.d.mover.stuck = False
+    into = world.load(world.lend("b"), "b")
+    world.run()
+
+    assert world.d.reader._loads["d-a"].state is LoadState.ABORTING
+    assert world.bytes_of(into) == [b"p-b/0", b"p-b/1", b"p-b/2"]
+
+
+PairMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPair = PairMachine.TestCase  # any order of events, on both engines and between them
+
+
+def any_order_of_events():
+    run_state_machine_as_test(PairMachine, settings=SEARCH)
+
+
+MUTANTS = [
+    (mutants.revoke_without_a_word_to_the_fence, test_a_lease_that_is_revoked_while_it_is_read_is_noticed),
+    (mutants.revoke_without_a_word_to_the_fence, any_order_of_events),
+    (mutants.revoke_what_is_read, test_what_is_read_is_not_revoked),
+    (mutants.protect_what_is_read_for_ever, test_what_is_not_said_to_be_read_any_more_is_revoked_in_the_end),
+    (mutants.say_once_what_is_read, test_a_load_that_queues_for_host_memory_keeps_its_lease_from_being_revoked),
+    (mutants.keep_a_revocation_to_yourself, test_a_revoked_lease_is_told_at_once),
+    (mutants.only_count_what_lapsed, test_a_revoked_lease_is_told_at_once),
+    (mutants.let_anybody_renew, test_another_engine_cannot_keep_blocks),
+    (mutants.let_anybody_end, test_another_engine_cannot_end_a_lease),
+    (mutants.renew_for_ever, test_an_engine_that_hangs_renews_nothing),
+    (mutants.drop_the_heartbeat, test_a_request_that_queues_keeps_its_lease),
+    (mutants.shorten_on_renew, test_a_decode_engine_that_is_cut_off_is_noticed_at_lease_end),
+    (mutants.ignore_one_rank, test_a_decode_engine_with_two_ranks_ends_a_lease_only_when_both_have_read),
+    (mutants.forget_peer_lost, test_a_crashed_decode_engine_is_noticed_at_once),
+    (mutants.accept_unfenced_reads, any_order_of_events),
+    (mutants.answer_the_fence_from_memory, any_order_of_events),
+    (mutants.never_expire, any_order_of_events),
+    (mutants.release_twice, any_order_of_events),
+    (mutants.trust_nixl_to_have_let_go, test_blocks_are_not_given_back_while_nixl_may_still_write_into_them),
+    (mutants.start_again_what_is_given_up, test_a_load_being_given_up_survives_that_its_peer_is_met_again),
+    (mutants.read_from_whoever_answers, any_order_of_events),
+    (mutants.keep_what_nobody_wants, any_order_of_events),
+    (mutants.read_from_one_rank_only, test_a_load_is_read_from_every_rank),
+    (mutants.call_a_load_read_when_its_first_read_is, test_a_load_waits_for_every_rank),
+]
+
+
+@pytest.mark.parametrize(("mutate", "story"), MUTANTS, ids=lambda part: part.__name__)
+def test_a_broken_rule_is_noticed(monkeypatch, mutate, story):
+    """Each mutant is one rule of the design turned off; its name says which promise it breaks."""
+    mutate(monkeypatch)
+
+    with pytest.raises((AssertionError, IllegalTransition, KeyError)):
+        story(*([World()] if signature(story).parameters else []))

@@ -1,13 +1,23 @@
 """Engines that push, together: the stories that decide whether an operator sleeps."""
 
-import pytest
+from inspect import signature
 
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from support import push_mutants as mutants
 from support.engines import BLOCKS, LEASE
 from support.push_engines import PATIENCE, STRAYS, WAIT, WRITE, PushWorld
-from support.push_machine import nothing_is_left
+from support.push_machine import PushMachine, nothing_is_left
 from xpyd_connector.core.ports import ConnectionLost
 from xpyd_connector.core.push.decode_scheduler import LONG_QUARANTINE
+from xpyd_connector.errors import IllegalTransition
 
+SEARCH = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, database=None, derandomize=True,
+    phases=(Phase.generate,), report_multiple_bugs=False,
+)  # fmt: skip
 SHAPES = {  # ranks of P and of D, KV heads
     "one rank": (1, 1, 1),
     "two ranks": (2, 2, 2),
@@ -23,6 +33,11 @@ def world(request):
     return PushWorld(ranks=ranks, d_ranks=d_ranks, heads=heads)
 
 
+def hang(world, *, hangs=True, clings=False):
+    for mover in world.p.movers:
+        mover.stuck, mover.clinging = hangs, clings
+
+
 def has_landed(world, into, request="d-a", name="t", first=0):
     right = world.right_bytes(name, range(first, first + len(into)))
     return world.d.result(request) is not None and not world.d.result(request).failure and (
@@ -31,7 +46,9 @@ def has_landed(world, into, request="d-a", name="t", first=0):
 
 
 def failure(world, request="d-a"):
-    return world.d.result(request).failure
+    result = world.d.result(request)
+    assert result is not None, f"{request} still waits"
+    return result.failure
 
 
 def why(world):
@@ -99,12 +116,11 @@ def test_a_preempted_prefill_is_written_anew(world):
     assert has_landed(world, into)
 
 
-def test_a_prefill_that_is_preempted_while_it_is_written_is_right_in_the_end(world):
+def test_a_prefill_that_is_preempted_while_it_is_written_is_right(world):
     """What the first attempt sent is slow, and must not arrive after what the second one sends."""
     into = world.expect()
     world.run()
-    for mover in world.p.movers:
-        mover.stuck = True
+    hang(world)
     world.prefill(chunk=3)
     world.prefill(chunk=0)
     world.run()
@@ -112,7 +128,9 @@ def test_a_prefill_that_is_preempted_while_it_is_written_is_right_in_the_end(wor
     world.prefill()
     world.run()
     for mover in world.p.movers:
-        mover.stuck = False
+        flights = mover._xfers
+        flights.update({number: flights.pop(number) for number in list(flights)[:1]})  # the oldest one arrives last
+    hang(world, hangs=False)
     world.run()
 
     assert has_landed(world, into)
@@ -157,8 +175,7 @@ def test_a_request_that_comes_when_p_closes_the_idle_connection_gets_its_blocks(
 def test_a_request_that_is_aborted_gives_everything_back(world, when):
     """On both engines, at once."""
     if when == "after":
-        for mover in world.p.movers:
-            mover.stuck = True
+        hang(world)
         world.prefill()
     elif when == "during":
         world.prefill(chunk=2)
@@ -179,8 +196,7 @@ def test_a_request_that_is_aborted_gives_everything_back(world, when):
 
 def test_blocks_of_an_aborted_request_wait_for_what_flies(world):
     """NIXL cannot stop a write."""
-    for mover in world.p.movers:
-        mover.stuck = mover.clinging = True
+    hang(world, clings=True)
     world.prefill()
     into = world.expect()
     world.run()
@@ -196,8 +212,7 @@ def test_blocks_of_an_aborted_request_wait_for_what_flies(world):
 
 def test_a_write_that_hangs_fails_the_request_after_the_timeout(world):
     """Its blocks come back when the write has ended."""
-    for mover in world.p.movers:
-        mover.stuck = mover.clinging = True
+    hang(world, clings=True)
     world.prefill()
     into = world.expect()
     world.run(seconds=WRITE)
@@ -235,8 +250,7 @@ def test_a_queue_at_the_prefill_engine_is_not_a_hang(world):
 
 def test_a_dead_prefill_engine_fails_the_request_at_once_and_its_bytes_hit_no_other(world):
     """What it had sent lands while the blocks are still kept."""
-    for mover in world.p.movers:
-        mover.stuck = True
+    hang(world)
     world.prefill()
     into = world.expect()
     world.run()
@@ -255,8 +269,7 @@ def test_a_dead_prefill_engine_fails_the_request_at_once_and_its_bytes_hit_no_ot
 
 def test_a_prefill_engine_that_is_cut_off_may_write_much_later(world):
     """Its blocks are kept for longer than TCP sends again."""
-    for mover in world.p.movers:
-        mover.clinging = True
+    hang(world, hangs=False, clings=True)
     into = world.expect()
     world.run()
     world.cut(world.p, "both")
@@ -276,8 +289,7 @@ def test_a_decode_engine_that_is_cut_off_recomputes(world):
     """P's lease ends meanwhile: what it wrote until then is not to be trusted."""
     into = world.expect()
     world.run()
-    for mover in world.p.movers:
-        mover.stuck = True
+    hang(world)
     world.prefill()
     world.run()
     world.cut(world.d, "control")
@@ -421,3 +433,155 @@ def test_a_worker_that_loses_its_scheduler_for_a_moment_writes_nothing_wrong(wor
     world.run(seconds=LEASE)
 
     assert world.d.result("d-a") is None or failure(world) or has_landed(world, into)
+
+
+def test_what_is_written_is_not_revoked(world):
+    """The request would fail for it."""
+    world.expect()
+    world.run()
+    world.p.movers[0].stuck = True
+    world.prefill()
+    world.run()
+    world.p.revoke("t", now=world.now)
+    world.p.movers[0].stuck = False
+    world.run()
+
+    assert world.d.result("d-a").failure == ""
+
+
+def test_a_request_whose_transfer_is_over_hears_of_it(world):
+    """It computes its own prompt, instead of registering in vain."""
+    lost = []
+    world.d.on_lost = lost.append
+    world.prefill()
+    world.p.revoke("t", now=world.now)
+    world.run()
+    world.start_renewing()
+    world.run()
+
+    assert lost == ["d-a"]
+
+
+def test_a_quiet_connection_is_used_again(world):
+    """An engine that nobody asked for an hour is no other one."""
+    world.expect()
+    world.prefill()
+    world.run()
+    world.run(seconds=3000, step=300)
+    world.expect("d-b", "u")
+    world.prefill("u")
+    world.run()
+
+    assert world.d.result("d-b") is not None
+
+
+def test_a_thawed_engine_takes_in_what_was_sent_before_it_uses_the_blocks(world):
+    """Time passed, and D looked at nothing."""
+    hang(world)
+    world.prefill()
+    world.expect()
+    world.run()
+    world.p.die()
+    world.round()
+    world.now += 3600.0
+    world.run(seconds=2)
+
+    assert world.strays == []
+
+
+def test_an_engine_that_was_suspended_does_not_trust_what_it_wrote(world):
+    """Its lease was over when it went on."""
+    world.expect()
+    world.run()
+    hang(world)
+    world.prefill()
+    world.run()
+    hang(world, hangs=False)
+    world.p.turn(now=world.now)
+    world.now += LEASE
+    world.run()
+
+    assert "lease" in world.d.result("d-a").failure
+
+
+def test_nobody_waits_for_what_is_over(world):
+    """Its prefill will never come."""
+    world.prefill()
+    world.run(seconds=LEASE)
+    world.expect()
+    world.run()
+
+    assert world.d.result("d-a") is not None
+    assert "over" in world.d.result("d-a").failure
+
+
+def test_every_rank_has_to_write():
+    """A part of the KV is no KV."""
+    world = PushWorld(ranks=2)
+    into = world.expect()
+    world.run()
+    world.p.movers[1].stuck = True
+    world.prefill()
+    world.run()
+    world.p.movers[1].stuck = False
+    world.run()
+
+    assert has_landed(world, into)
+
+
+def after_an_hour(world):
+    test_a_request_that_comes_when_p_closes_the_idle_connection_gets_its_blocks(world, "prefill")
+
+
+def an_abort_before_anything_is_computed(world):
+    test_a_request_that_is_aborted_gives_everything_back(world, "before")
+
+
+def two_ranks_read():
+    test_blocks_arrive_whichever_leg_is_first(PushWorld(ranks=1, d_ranks=2), "decode")
+
+
+PushMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPush = PushMachine.TestCase  # any order of events, on both engines and between them
+
+
+def any_order_of_events():
+    run_state_machine_as_test(PushMachine, settings=SEARCH)
+
+
+MUTANTS = [
+    (mutants.register_over_any_connection, after_an_hour),
+    (mutants.wait_for_an_answer_that_was_given, test_a_quiet_connection_is_used_again),
+    (mutants.revoke_what_is_written, test_what_is_written_is_not_revoked),
+    (mutants.say_nothing_of_what_is_over, test_a_request_whose_transfer_is_over_hears_of_it),
+    (mutants.let_anybody_have_a_transfer, any_order_of_events),
+    (mutants.complete_before_the_source_is, test_a_preempted_prefill_is_written_anew),
+    (
+        mutants.do_not_wait_for_the_old_attempts_flights,
+        test_a_prefill_that_is_preempted_while_it_is_written_is_right,
+    ),
+    (mutants.free_without_waiting_for_stopped, test_blocks_of_an_aborted_request_wait_for_what_flies),
+    (mutants.answer_stop_before_the_workers_have, test_blocks_of_an_aborted_request_wait_for_what_flies),
+    (mutants.no_quarantine, test_a_dead_prefill_engine_fails_the_request_at_once_and_its_bytes_hit_no_other),
+    (mutants.take_silence_for_death, test_a_prefill_engine_that_is_cut_off_may_write_much_later),
+    (mutants.count_time_instead_of_looks, test_a_thawed_engine_takes_in_what_was_sent_before_it_uses_the_blocks),
+    (mutants.land_without_asking_for_the_lease, test_an_engine_that_was_suspended_does_not_trust_what_it_wrote),
+    (mutants.forget_what_is_over, test_nobody_waits_for_what_is_over),
+    (mutants.ignore_one_rank, test_every_rank_has_to_write),
+    (mutants.write_whatever_prompt, test_another_prompts_kv_is_refused),
+    (mutants.forget_who_spoke_early, an_abort_before_anything_is_computed),
+    (mutants.trust_a_silent_peer, test_a_prefill_engine_that_hangs_is_noticed_by_its_silence),
+    (mutants.keep_writing_to_who_left, test_a_dead_decode_engine_is_noticed_at_once),
+    (mutants.free_without_waiting_for_stopped, any_order_of_events),
+    (mutants.ignore_one_rank, any_order_of_events),
+    (mutants.write_to_one_rank_only, two_ranks_read),
+]
+
+
+@pytest.mark.parametrize(("mutate", "story"), MUTANTS, ids=lambda part: part.__name__)
+def test_a_broken_rule_is_noticed(monkeypatch, mutate, story):
+    """Each mutant is one rule of the design turned off; its name says which promise it breaks."""
+    mutate(monkeypatch)
+
+    with pytest.raises((AssertionError, IllegalTransition, KeyError)):
+        story(*([PushWorld()] if signature(story).parameters else []))

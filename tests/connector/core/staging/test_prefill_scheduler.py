@@ -1,11 +1,16 @@
 """P's scheduler between decode engines that read staged KV and its own workers: who has slots, and until when."""
 
 import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
 
+from support import staging_mutants as mutants
+from support.staging_machine import StagingMachine
 from support.staging_world import BLOCKS, LEASE, PATIENCE, SLOTS, StagingWorld
 from xpyd_connector.core.ids import BlockId, RequestId
 from xpyd_connector.core.messages import Challenge, DropLeases, ReadDone, RenewLeases, StagePart, WorkerHello
 from xpyd_connector.core.staging import prefill_scheduler
+from xpyd_connector.errors import IllegalTransition
 
 
 def states(world):
@@ -373,3 +378,55 @@ def test_a_done_of_what_was_never_staged_is_the_lenders_business():
 
     assert worker.loads["d-y"].state == "done"
     assert states(world) == ["STAGED"]
+
+
+def test_a_part_is_read_when_every_worker_has_copied_it():
+    """Half of it is no KV."""
+    world = StagingWorld(ranks=2)
+    world.p.copiers[1].stuck = True
+    (load,) = world.load(world.p.lend(2), size=2)
+    world.run()
+    world.go_on()
+    world.p.copiers[1].stuck = False
+    world.run()
+    world.go_on()
+
+    assert (load.state, load.right) == ("done", True)
+
+
+StagingMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestStaging = StagingMachine.TestCase  # any order of events
+
+
+def any_order_of_events():
+    thorough = settings(
+        max_examples=500, stateful_step_count=40, deadline=None, database=None, derandomize=True,
+        phases=[Phase.generate],
+    )  # fmt: skip
+    run_state_machine_as_test(StagingMachine, settings=thorough)
+
+
+MUTANTS = [
+    (mutants.believe_anybody_who_says_that_a_rank_has_read, test_only_a_ranks_own_connection_says_that_it_has_read),
+    (mutants.free_while_copies_run, test_slots_are_free_only_when_the_copy_into_them_has_ended),
+    (mutants.forget_copies_that_run, test_slots_are_free_only_when_the_copy_into_them_has_ended),
+    (mutants.do_not_wait_for_the_slower_worker, test_a_part_is_read_when_every_worker_has_copied_it),
+    (mutants.take_slots_from_all_when_one_is_lost, test_a_rank_that_is_lost_does_not_cost_the_others_what_they_read),
+    (mutants.take_slots_from_the_slower_rank, any_order_of_events),
+    (mutants.forget_copies_that_run, any_order_of_events),
+    (mutants.keep_slots_after_the_lease, any_order_of_events),
+    (mutants.stage_without_a_lease, any_order_of_events),
+    (mutants.do_not_tell_a_worker_that_is_back, any_order_of_events),
+    (mutants.answer_nobody_when_it_ends, any_order_of_events),
+    (mutants.hand_out_slots_twice, any_order_of_events),
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("mutate", "story"), MUTANTS, ids=lambda part: part.__name__)
+def test_a_broken_rule_is_noticed(monkeypatch, mutate, story):
+    """Each mutant is one rule of the design turned off; its name says which promise it breaks."""
+    mutate(monkeypatch)
+
+    with pytest.raises((AssertionError, IllegalTransition, KeyError, ExceptionGroup)):
+        story()

@@ -57,8 +57,40 @@ def right(request, number, head):
     return f"{request}/{number}{f'@{head}' if head else ''}".encode()
 
 
+class Blocks:
+    """What both kinds of engine do with their blocks: ``into`` and ``held`` have those that are not ``free``."""
+
+    lent = ()  # blocks that another engine may write into
+
+    def revoke(self, request, *, now):
+        """Another prompt needs the blocks."""
+        self.control.revoke([RevocableLease(RequestId(request), len(self.held[RequestId(request)]))], 1, now=now)
+
+    def finish(self, request):
+        """The request whose prompt was loaded has its answer: its blocks are free, and others may overwrite them."""
+        self._free(self.into.pop(RequestId(request)))
+
+    def owned(self):
+        """Return the blocks that are not free, by what has them."""
+        return [*self.held.values(), *self.into.values()]
+
+    def result(self, request) -> LoadResult | None:
+        return self.results.get(RequestId(request))
+
+    def _free(self, blocks):
+        for block in blocks:
+            assert block not in self.free, "a block was freed twice"
+            assert block not in self.lent, "a block was freed that P may write into"
+            self._fill(block, b"reused")
+            self.free.append(block)
+
+    def _fill(self, block, data):
+        for memory in self.memories:
+            memory[block * self.pieces : (block + 1) * self.pieces] = [data] * self.pieces
+
+
 @dataclass
-class Engine:
+class Engine(Blocks):
     """One engine process: ``free``, ``held`` (lent) and ``into`` (being loaded, or loaded) share out its blocks."""
 
     network: InMemoryNetwork
@@ -150,10 +182,6 @@ class Engine:
         self.control.lease_renewer.read_started(order.request, order.engine)
         return into
 
-    def revoke(self, request, *, now):
-        """Another prompt needs the blocks."""
-        self.control.revoke([RevocableLease(RequestId(request), len(self.held[RequestId(request)]))], 1, now=now)
-
     def turn(self, *, now):
         """One turn of both threads, then what the engine thread does with the outcome."""
         if not self.alive or self.frozen:
@@ -172,10 +200,6 @@ class Engine:
         for result in self.reader.take_results():
             self._ended(result)
 
-    def finish(self, request):
-        """The request whose prompt was loaded has its answer: its blocks are free, and others may overwrite them."""
-        self._free(self.into.pop(RequestId(request)))
-
     def _ended(self, ended):
         match ended:
             case BlocksReleased(request):
@@ -189,23 +213,13 @@ class Engine:
                 if failure and not quarantined:
                     self.finish(request)
 
-    def _free(self, blocks):
-        for block in blocks:
-            assert block not in self.free, "a block was freed twice"
-            self._fill(block, b"reused")
-            self.free.append(block)
-
-    def _fill(self, block, data):
-        for memory in self.memories:
-            memory[block * self.pieces : (block + 1) * self.pieces] = [data] * self.pieces
+    def bytes_of(self, blocks):
+        return [self.memories[0][block * self.pieces + piece] for block in blocks for piece in range(self.pieces)]
 
     def die(self):
         self.alive = False
         for link in (self.link, self.worker_link, *self.other_links):
             self.network.kill(link)
-
-    def result(self, request) -> LoadResult | None:
-        return self.results.get(RequestId(request))
 
 
 class Turns:
@@ -252,10 +266,6 @@ class World(Turns):
 
     def release(self, offer, request="a"):
         self.d.control.lease_renewer.release(RequestId(f"d-{request}"), offer.remote_engine_id)
-
-    def bytes_of(self, into):
-        pieces = self.d.pieces
-        return [self.d.memories[0][block * pieces + piece] for block in into for piece in range(pieces)]
 
 
 HELLO = Hello(

@@ -23,7 +23,56 @@ def vars_of(lease):
     return lease and (lease.expires_at, lease.state, lease.holder, lease.read_until, dict(lease.ranks_done))
 
 
-class PairMachine(RuleBasedStateMachine):
+class EngineMachine(RuleBasedStateMachine):
+    """What happens to a prefill and a decode engine whoever moves the blocks, and what must hold."""
+
+    @precondition(lambda self: self.loaded)
+    @rule(pick=PICK)
+    def answer(self, pick):
+        """A request has its answer: its blocks are somebody else's next."""
+        if self.can(self.world.d):
+            request = self.pick(self.loaded, pick)
+            del self.loaded[request]
+            self.world.d.finish(request)
+
+    @rule()
+    def round(self):
+        self.world.round()
+
+    @rule(seconds=st.sampled_from([0.5, 4.0, LEASE / 3, LEASE, 3 * LEASE]))
+    def wait(self, seconds):
+        self.world.run(seconds=seconds, step=2.0)
+
+    @rule(seconds=st.sampled_from([LEASE / 2, LEASE, 2 * LEASE]))
+    def stall(self, seconds):
+        """The whole machine is suspended: time passes and nobody has a turn."""
+        self.world.now += seconds
+
+    @invariant()
+    def loaded_blocks_keep_their_bytes(self):
+        """Nothing lands in blocks that belong to a request, late or by mistake."""
+        for request, wanted in self.loaded.items():
+            assert self.world.d.bytes_of(self.world.d.into[request]) == wanted, f"{request} has other bytes"
+
+    @invariant()
+    def every_block_has_one_owner(self):
+        for engine in self.world.engines:
+            owned = [engine.free, *engine.owned()]
+            assert sorted(block for blocks in owned for block in blocks) == list(range(1, BLOCKS + 1))
+
+    def d_starts(self):
+        self.world.d.on_result = self.load_ended
+        self.world.d.on_lost = self.lease_lost
+
+    def can(self, engine):
+        return engine.alive and not engine.frozen
+
+    def pick(self, things, number):
+        things = list(things)
+        return things[number % len(things)]
+
+
+class PairMachine(EngineMachine):
     """One prefill engine at a time, two decode engines, and a wire that lies in wait."""
 
     def __init__(self):
@@ -78,15 +127,6 @@ class PairMachine(RuleBasedStateMachine):
             request = self.pick(self.waiting, pick)
             self.world.release(self.waiting.pop(request), request)
 
-    @precondition(lambda self: self.loaded)
-    @rule(pick=PICK)
-    def answer(self, pick):
-        """A request has its answer: its blocks are somebody else's next."""
-        if self.can(self.world.d):
-            request = self.pick(self.loaded, pick)
-            del self.loaded[request]
-            self.world.d.finish(request)
-
     # ---- P lacks blocks, and strangers
 
     @precondition(lambda self: self.world.p.held)
@@ -110,21 +150,6 @@ class PairMachine(RuleBasedStateMachine):
         before = vars_of(leases._leases[request])
         self.world.p.control.lease_manager._on_message(STRANGER, message, self.world.now)
         assert vars_of(leases._leases.get(request)) == before, "a stranger has changed a lease"
-
-    # ---- time
-
-    @rule()
-    def round(self):
-        self.world.round()
-
-    @rule(seconds=st.sampled_from([0.5, 4.0, LEASE / 3, LEASE, 3 * LEASE]))
-    def wait(self, seconds):
-        self.world.run(seconds=seconds, step=2.0)
-
-    @rule(seconds=st.sampled_from([LEASE / 2, LEASE, 2 * LEASE]))
-    def stall(self, seconds):
-        """The whole machine is suspended: time passes and nobody has a turn."""
-        self.world.now += seconds
 
     # ---- what goes wrong
 
@@ -176,18 +201,6 @@ class PairMachine(RuleBasedStateMachine):
 
     # ---- what must hold
 
-    @invariant()
-    def loaded_blocks_keep_their_bytes(self):
-        """Nothing lands in blocks that belong to a request, late or by mistake."""
-        for request, wanted in self.loaded.items():
-            assert self.world.bytes_of(self.world.d.into[request]) == wanted, f"{request} has other bytes"
-
-    @invariant()
-    def every_block_has_one_owner(self):
-        for engine in self.world.engines:
-            owned = [engine.free, *engine.held.values(), *engine.into.values()]
-            assert sorted(block for blocks in owned for block in blocks) == list(range(1, BLOCKS + 1))
-
     def teardown(self):
         """Everything heals; then nothing may be left over, on either side."""
         if not hasattr(self, "world"):
@@ -211,10 +224,6 @@ class PairMachine(RuleBasedStateMachine):
 
     # ---- helpers
 
-    def d_starts(self):
-        self.world.d.on_result = self.load_ended
-        self.world.d.on_lost = self.lease_lost
-
     def lease_lost(self, request):
         """What the engine thread does: a request that has not begun to load computes its own prompt."""
         self.waiting.pop(request.removeprefix("d-"), None)
@@ -230,12 +239,5 @@ class PairMachine(RuleBasedStateMachine):
         (whole,) = order.token_ranges
         numbers, heads = range(len(whole.remote)), range(self.world.d.heads)
         wanted = [right(order.remote_request, number, head) for number in numbers for head in heads]
-        assert self.world.bytes_of(whole.local) == wanted, "wrong bytes were called right"
+        assert self.world.d.bytes_of(whole.local) == wanted, "wrong bytes were called right"
         self.loaded[result.request] = wanted
-
-    def can(self, engine):
-        return engine.alive and not engine.frozen
-
-    def pick(self, things, number):
-        things = list(things)
-        return things[number % len(things)]

@@ -7,7 +7,7 @@ a write into any other fails at the very copy.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from support.engines import BLOCK_SIZE, BLOCKS, FINGERPRINT, LEASE, Turns, lent, rank_info
+from support.engines import BLOCK_SIZE, BLOCKS, FINGERPRINT, LEASE, Blocks, Turns, lent, rank_info
 from xpyd_connector.core.control import ControlPlane
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import Address, BlockId, EngineEndpoint, EngineId, RequestId
@@ -15,7 +15,7 @@ from xpyd_connector.core.layout.transfer_plan import heads_of
 from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
 from xpyd_connector.core.lease.kv_params import PushParams
 from xpyd_connector.core.lease.lease_table import LeaseEnded, LeaseTable
-from xpyd_connector.core.lease.prefill_scheduler import LeaseManager, RevocableLease
+from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
 from xpyd_connector.core.messages import PROTOCOL, Welcome
 from xpyd_connector.core.push.decode_scheduler import PushOrder, PushReceiver
 from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
@@ -86,7 +86,7 @@ class Prefill:
 
 
 @dataclass
-class PushEngine:
+class PushEngine(Blocks):
     """One engine process that can be P or D. ``free``, ``computing``, ``held`` and ``into`` share out its blocks."""
 
     world: "PushWorld"
@@ -201,15 +201,11 @@ class PushEngine:
         prefill = self.computing[name]
         if not self.compute(name, prefill.blocks):
             return False
-        self.held[name] = prefill.ids
+        self.held[RequestId(name)] = prefill.ids
         del self.computing[name]
         self.control.grant(RequestId(name), now=now)
         self._announce(prefill, last=True)
         return True
-
-    def revoke(self, name, *, now):
-        """Another prompt needs the blocks."""
-        self.control.revoke([RevocableLease(RequestId(name), len(self.held[name]))], 1, now=now)
 
     def _announce(self, prefill, *, last):
         new = [BlockId(block) for block in prefill.ids[prefill.announced :]]
@@ -293,20 +289,8 @@ class PushEngine:
         for block in self.into[request]:
             assert self.lent.pop(block) == request
 
-    def finish(self, request):
-        """The request is over: its blocks are free, and others may overwrite them."""
-        self._free(self.into.pop(RequestId(request)))
-
-    def _free(self, blocks):
-        for block in blocks:
-            assert block not in self.free, "a block was freed twice"
-            assert block not in self.lent, "a block was freed that P may write into"
-            self._fill(block, b"reused")
-            self.free.append(block)
-
-    def _fill(self, block, data):
-        for memory in self.memories:
-            memory[block * self.pieces : (block + 1) * self.pieces] = [data] * self.pieces
+    def owned(self):
+        return [*super().owned(), *(prefill.ids for prefill in self.computing.values())]
 
     def die(self):
         """The process ends. What its workers had on their way may still arrive."""
@@ -319,9 +303,6 @@ class PushEngine:
     def bytes_of(self, blocks):
         places = [block * self.pieces + piece for block in blocks for piece in range(self.pieces)]
         return [[memory[place] for place in places] for memory in self.memories]
-
-    def result(self, request) -> LoadResult | None:
-        return self.results.get(RequestId(request))
 
 
 class Stray:

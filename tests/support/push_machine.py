@@ -6,11 +6,11 @@ every block comes back exactly once.
 """
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
 from support.engines import BLOCK_SIZE, BLOCKS, LEASE, lent
+from support.pair_machine import MOST_TROUBLES, PICK, STRANGER, EngineMachine
 from support.push_engines import WAIT, PushWorld
-from xpyd_connector.core.ids import ConnId
 from xpyd_connector.core.messages import (
     CancelPushes,
     DropLeases,
@@ -23,10 +23,6 @@ from xpyd_connector.core.messages import (
     RenewLeases,
 )
 from xpyd_connector.core.session.peers import MAX_BACKOFF, PeerState
-
-STRANGER = ConnId(-1)
-MOST_TROUBLES = 2  # at a time: with more, nothing happens any more that could go wrong
-PICK = st.integers(0, 1000)
 
 # What TCP does not do to a connection that lives is done here all the same, where the protocol can bear it. It cannot:
 # - losing a RegisterPush, Memory, CancelPushes, PushStopped or PushDone: each is said once, and somebody waits for it;
@@ -44,7 +40,7 @@ TAMPER = {
 }
 
 
-class PushMachine(RuleBasedStateMachine):
+class PushMachine(EngineMachine):
     """One prefill engine at a time, one decode engine, and a wire that lies in wait."""
 
     def __init__(self):
@@ -123,15 +119,6 @@ class PushMachine(RuleBasedStateMachine):
             if not self.world.d.expect(request, name, engine, blocks, now=self.world.now, prompt="another"):
                 self.waiting[request] = name
 
-    @precondition(lambda self: self.loaded)
-    @rule(pick=PICK)
-    def answer(self, pick):
-        """A request has its answer: its blocks are somebody else's next."""
-        if self.can(self.world.d):
-            request = self.pick(self.loaded, pick)
-            del self.loaded[request]
-            self.world.d.finish(request)
-
     # ---- what P's scheduler does
 
     @precondition(lambda self: self.world.p.computing)
@@ -187,22 +174,9 @@ class PushMachine(RuleBasedStateMachine):
     # ---- time
 
     @rule()
-    def round(self):
-        self.world.round()
-
-    @rule()
     def talk(self):
         """Long enough for everything that is said to be answered."""
         self.world.run()
-
-    @rule(seconds=st.sampled_from([0.5, 4.0, LEASE / 3, LEASE, 3 * LEASE]))
-    def wait(self, seconds):
-        self.world.run(seconds=seconds, step=2.0)
-
-    @rule(seconds=st.sampled_from([LEASE / 2, LEASE, 2 * LEASE]))
-    def stall(self, seconds):
-        """The whole machine is suspended: time passes and nobody has a turn."""
-        self.world.now += seconds
 
     # ---- what goes wrong
 
@@ -259,19 +233,6 @@ class PushMachine(RuleBasedStateMachine):
 
     # ---- what must hold
 
-    @invariant()
-    def loaded_blocks_keep_their_bytes(self):
-        """Nothing lands in blocks that belong to a request, late or by mistake."""
-        for request, right in self.loaded.items():
-            assert self.world.d.bytes_of(self.world.d.into[request]) == right, f"{request} has other bytes"
-
-    @invariant()
-    def every_block_has_one_owner(self):
-        for engine in self.world.engines:
-            computing = [prefill.ids for prefill in engine.computing.values()]
-            owned = [engine.free, *computing, *engine.held.values(), *engine.into.values()]
-            assert sorted(block for blocks in owned for block in blocks) == list(range(1, BLOCKS + 1))
-
     def teardown(self):
         """Everything heals; then nothing may be left over, on either side."""
         if not hasattr(self, "world"):
@@ -298,10 +259,6 @@ class PushMachine(RuleBasedStateMachine):
     def next(self):
         self.serial += 1
         return self.serial
-
-    def d_starts(self):
-        self.world.d.on_result = self.load_ended
-        self.world.d.on_lost = self.lease_lost
 
     def lease_lost(self, request):
         """What the engine thread does: a request that has not registered computes its own prompt."""
@@ -336,13 +293,6 @@ class PushMachine(RuleBasedStateMachine):
     def release(self, request):
         engine = self.transfers[self.waiting.pop(request)][0]
         self.world.d.control.lease_renewer.release(request, engine.name)
-
-    def can(self, engine):
-        return engine.alive and not engine.frozen
-
-    def pick(self, things, number):
-        things = list(things)
-        return things[number % len(things)]
 
 
 def nothing_is_left(engine):

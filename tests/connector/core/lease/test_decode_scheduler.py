@@ -124,15 +124,6 @@ def test_one_heartbeat_names_all_requests_of_an_engine(met):
     assert met.sent == [(1, RenewLeases(("p-a", "p-b"))), (2, RenewLeases(("p-c",)))]
 
 
-def test_requests_that_share_a_lease_renew_it_once(met):
-    """Several answers to one prompt."""
-    met.start_renewing("b", remote="p-a")
-    met.take_sent()
-    met.lease_renewer.advance(now=BEAT)
-
-    assert met.sent == [(1, RenewLeases(("p-a",)))]
-
-
 def test_very_many_requests_are_renewed_in_pieces(harness):
     """One frame has a limit."""
     for number in range(MAX_IDS + 1):
@@ -223,15 +214,6 @@ def test_a_lost_engine_is_met_again_at_the_next_heartbeat(met):
 
     assert len(met.met) == 2
     assert met.sent == [(2, RenewLeases(("p-a",)))]
-
-
-def test_a_refused_engine_is_met_again_after_its_pause(harness):
-    """A prefill engine that was busy for a moment keeps the request's blocks for half a minute."""
-    harness.start_renewing("a")
-    harness.lease_renewer.on(ConnectFailed(1, "no route"), now=0.0)
-    harness.lease_renewer.advance(now=BEAT)
-
-    assert len(harness.met) == 2
 
 
 def test_a_lost_lease_is_reported_and_renewed_no_more(met):
@@ -340,31 +322,6 @@ def test_what_is_wanted_again_in_the_same_turn_is_not_given_back(met):
     assert met.take_sent() == [(1, RenewLeases(("p-a",)))]
 
 
-def test_aborts_cost_the_same_however_many_requests_wait(harness):
-    """8,000 aborts took 1.7 s of the thread that shares the engine's interpreter lock: each looked at all others."""
-    for number in range(2000):
-        harness.start_renewing(f"{number}")
-    looks = harness.lease_renewer._leases_by_engine[P].params = Counting(
-        harness.lease_renewer._leases_by_engine[P].params
-    )
-    for number in range(1000):
-        harness.release(f"{number}")
-
-    assert looks.walked == 0
-
-
-class Counting(dict):
-    """A dict that counts the entries it has shown to somebody who looked at all of them."""
-
-    walked = 0
-
-    def values(self):
-        self.walked += len(self)
-        return super().values()
-
-    items = __iter__ = values
-
-
 # ---- an engine whose loop hangs
 
 
@@ -412,15 +369,6 @@ def test_an_engine_that_breaks_the_protocol_is_left(met):
     assert met.closed == [1]
     assert len(met.peers) == 0
     assert len(met.lease_renewer) == 1
-
-
-def test_another_engine_at_the_address_gets_no_renewals(harness):
-    """It restarted: what we want died."""
-    harness.start_renewing("a")
-    harness.lease_renewer.on(PeerConnected(1, Welcome(PROTOCOL, EngineId("p9"), FINGERPRINT, ())), now=0.0)
-
-    assert harness.sent == []
-    assert harness.closed == [1]
 
 
 def test_an_unused_engine_that_refused_is_forgotten(harness):

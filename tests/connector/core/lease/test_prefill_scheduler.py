@@ -62,13 +62,6 @@ def test_a_renewal_of_what_is_gone_is_answered(shop):
     assert shop.counted() == {"leases_renewed": 1, "unknown_transfer_messages": 1}
 
 
-def test_a_renewal_of_what_is_held_is_not_answered(shop):
-    """The common case costs nothing."""
-    shop.hear(RenewLeases((A, B)))
-
-    assert shop.link.sent == []
-
-
 def test_a_read_counts_only_if_the_lease_held_when_it_was_reported(shop):
     """Answered before the blocks are released, and to whoever asked."""
     shop.hear(ReadDone(A, READER, 0, 1))
@@ -234,14 +227,6 @@ def test_another_engines_read_does_not_protect_a_lease(shop):
 
     assert shop.released() == [("a", "REVOKED")]
     assert shop.counted()["foreign_messages"] == 1
-
-
-def test_the_fence_knows_that_a_lease_was_revoked(shop):
-    """What was read of it may be another prompt's by then."""
-    revoke(shop, A)
-    shop.hear(ReadDone(A, READER, 0, 1))
-
-    assert shop.link.sent == [(D, FenceResult(READER, held=False))]
 
 
 def test_very_many_lost_leases_are_reported_in_pieces():

@@ -172,7 +172,7 @@ def test_an_offer_of_blocks_the_peer_does_not_have_fails_alone(world):
 
     assert "block 500" in world.d.result("d-a").failure
     assert world.d.result("d-b").failure == ""
-    assert world.bytes_of(into) == [b"p-b/0", b"p-b/1", b"p-b/2"]
+    assert world.d.bytes_of(into) == [b"p-b/0", b"p-b/1", b"p-b/2"]
     assert [released.why.name for released in world.p.freed] == ["DROPPED", "DONE"]
 
 

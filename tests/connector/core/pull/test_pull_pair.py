@@ -44,7 +44,7 @@ def test_blocks_arrive_and_are_freed_at_once(world):
     into = world.load(borrowed(world))
     world.run()
 
-    assert world.bytes_of(into) == RIGHT
+    assert world.d.bytes_of(into) == RIGHT
     assert world.d.result("d-a").failure == ""
     assert why(world) == [LeaseEvent.DONE]
     assert len(world.p.free) == BLOCKS
@@ -57,7 +57,7 @@ def test_a_request_that_queues_keeps_its_lease(world):
     into = world.load(offer)
     world.run()
 
-    assert world.bytes_of(into) == RIGHT
+    assert world.d.bytes_of(into) == RIGHT
     assert why(world) == [LeaseEvent.DONE]
 
 
@@ -70,7 +70,7 @@ def test_a_load_that_queues_for_host_memory_keeps_its_lease_from_being_revoked(w
     into = world.load(offer)
     world.run()
 
-    assert world.bytes_of(into) == RIGHT
+    assert world.d.bytes_of(into) == RIGHT
     assert why(world) == [LeaseEvent.DONE]
 
 
@@ -138,7 +138,7 @@ def test_a_read_that_outlives_its_lease_does_not_count():
     world.d.frozen = False
     world.run()
 
-    assert world.bytes_of(into) == [b"reused"] * 3
+    assert world.d.bytes_of(into) == [b"reused"] * 3
     assert "lease" in world.d.result("d-a").failure
 
 
@@ -198,7 +198,7 @@ def test_a_refused_engine_is_met_after_the_pause(world):
     world.run()
 
     assert "cannot connect" in world.d.result("d-a").failure
-    assert world.bytes_of(into) == RIGHT
+    assert world.d.bytes_of(into) == RIGHT
 
 
 def test_a_restarted_prefill_engine_is_another_peer(world):
@@ -213,7 +213,7 @@ def test_a_restarted_prefill_engine_is_another_peer(world):
     world.run()
 
     assert world.d.result("d-b").failure == ""
-    assert world.bytes_of(into) == [b"p-b/0", b"p-b/1", b"p-b/2"]
+    assert world.d.bytes_of(into) == [b"p-b/0", b"p-b/1", b"p-b/2"]
     assert len(world.d.worker_peers) == 1
 
 
@@ -246,8 +246,8 @@ def test_two_requests_that_share_one_lease_are_both_right_or_recomputed(world):
     second = world.load(offer, "b")
     world.run()
 
-    assert world.bytes_of(first) == RIGHT
-    assert world.bytes_of(second) == [b"reused"] * 3
+    assert world.d.bytes_of(first) == RIGHT
+    assert world.d.bytes_of(second) == [b"reused"] * 3
     assert world.d.result("d-b").failure
 
 
@@ -277,7 +277,7 @@ def test_broken_connections_lose_leases_but_no_text(world):
     world.run()
 
     assert why(world) == [LeaseEvent.PEER_LOST]
-    assert world.bytes_of(into) != RIGHT
+    assert world.d.bytes_of(into) != RIGHT
     assert world.d.result("d-a").failure
 
 
@@ -303,7 +303,7 @@ def test_a_load_is_read_from_every_rank():
     into = world.load(world.lend())
     world.run()
 
-    assert world.bytes_of(into) == [right("p-a", number, head) for number in range(3) for head in range(2)]
+    assert world.d.bytes_of(into) == [right("p-a", number, head) for number in range(3) for head in range(2)]
 
 
 def test_a_load_waits_for_every_rank():
@@ -329,7 +329,7 @@ def test_a_lease_that_is_revoked_while_it_is_read_is_noticed(world):
     world.d.mover.stuck = False
     world.run()
 
-    assert world.bytes_of(into) == [b"reused"] * 3
+    assert world.d.bytes_of(into) == [b"reused"] * 3
     assert "lease" in world.d.result("d-a").failure
 
 
@@ -442,7 +442,7 @@ def test_a_load_being_given_up_survives_that_its_peer_is_met_again(world):
     world.run()
 
     assert world.d.reader._loads["d-a"].state is LoadState.ABORTING
-    assert world.bytes_of(into) == [b"p-b/0", b"p-b/1", b"p-b/2"]
+    assert world.d.bytes_of(into) == [b"p-b/0", b"p-b/1", b"p-b/2"]
 
 
 PairMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

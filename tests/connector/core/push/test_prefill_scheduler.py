@@ -7,7 +7,7 @@ from support.recording_link import RecordingLink
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import BlockId, ConnId, RequestId
 from xpyd_connector.core.lease.lease_table import LeaseTable
-from xpyd_connector.core.lease.prefill_scheduler import LeaseManager, RevocableLease
+from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
 from xpyd_connector.core.messages import (
     CancelPushes,
     Challenge,
@@ -202,25 +202,6 @@ def test_a_transfer_is_anybodys_again_when_the_engine_that_spoke_of_it_is_gone(h
     assert harness.push_coordinator._owner(T) == ELSE
 
 
-def test_a_transfer_that_is_over_is_reported_as_lost(harness):
-    """Its decode engine, whose request still waits, computes the prompt itself, instead of registering in vain."""
-    harness.grant()
-    harness.lease_manager.revoke([RevocableLease(T, 1)], 1, now=harness.now)
-    harness.turn()
-    harness.take_sent()
-    harness.hear(D, RenewLeases((T,)))
-
-    assert harness.take_sent(D) == [LeasesLost((T,)), HeartbeatReply()]
-
-
-def test_what_is_being_written_is_not_revoked(harness):
-    """The control thread asks before it revokes."""
-    assert not harness.push_coordinator.is_writing(T)
-    harness.register()
-
-    assert harness.push_coordinator.is_writing(T)
-
-
 # ---- early words
 
 
@@ -232,17 +213,6 @@ def test_a_lease_is_claimed_by_an_earlier_registration(harness, word):
     harness.lose(D)
 
     assert harness.ended == [(T, "PEER_LOST")]
-
-
-def test_an_unwanted_prefill_is_freed_as_soon_as_it_is_computed(harness):
-    """The client left while its prompt was computed."""
-    harness.hear(D, RenewLeases((T,)), DropLeases((T,)))
-    harness.lease_manager.grant(T, now=0.0)
-    harness.push_coordinator.granted(T, now=0.0)
-    harness.turn()
-
-    assert harness.ended == [(T, "DROPPED")]
-    assert harness.push_coordinator._early == {}
 
 
 def test_the_latest_word_counts(harness):
@@ -575,18 +545,6 @@ def test_a_connection_that_another_of_the_same_rank_replaced_has_no_say(harness)
     harness.hear(W0, PushWritten(D, R))
 
     assert harness.take_sent(D) == [PushDone(R, held=False)]
-
-
-def test_a_transfer_that_was_handed_over_is_not_waited_for(harness):
-    """One prompt, n answers: the one that registers after the others were served must recompute, not wait."""
-    harness.register()
-    harness.grant()
-    harness.hear(W0, PushWritten(D, R))
-    harness.hear(W1, PushWritten(D, R))
-    harness.take_sent()
-    harness.register(reader="d-b")
-
-    assert [type(message) for message in harness.take_sent(D)] in ([PushStopped], [PushDone])
 
 
 def test_nothing_is_left_when_everybody_has_left(harness):

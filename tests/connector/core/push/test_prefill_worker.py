@@ -241,36 +241,6 @@ def test_a_prompt_that_has_more_blocks_than_are_wanted(harness):
     assert harness.take_sent() == [PushWritten(D, R)]
 
 
-def test_nothing_is_complete_before_its_prefill_is(harness):
-    """All wanted blocks are written, and then the prefill is preempted: its first blocks were another's meanwhile."""
-    harness.assign(1, 2)
-    harness.compute(4, 5)
-    harness.end(0)
-    assert harness.take_sent() == []
-    harness.compute(8, attempt=1)
-    harness.compute(9, 10, attempt=1, last=True)
-    harness.end(1, 2)
-
-    assert harness.written() == [([4, 5], [1, 2]), ([8], [1]), ([9], [2])]
-    assert harness.take_sent() == [PushWritten(D, R)]
-
-
-def test_a_new_attempt_waits_until_the_old_one_is_out_of_the_way(harness):
-    """Two writes into one block may arrive in any order."""
-    harness.assign(1, 2)
-    harness.compute(4)
-    harness.compute(5)
-    harness.compute(8, 9, attempt=1, last=True)
-    harness.end(0)
-    assert len(harness.mover.writes) == 2
-    harness.end(1)
-    assert harness.written()[2:] == [([8, 9], [1, 2])]
-    assert harness.take_sent() == []
-    harness.end(2)
-
-    assert harness.take_sent() == [PushWritten(D, R)]
-
-
 def test_two_preemptions_in_a_row(harness):
     """The attempt in between was never written at all."""
     harness.assign(1)

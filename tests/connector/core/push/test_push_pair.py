@@ -8,9 +8,11 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from support import push_mutants as mutants
 from support.engines import BLOCKS, LEASE
+from support.pair_machine import STRANGER
 from support.push_engines import PATIENCE, STRAYS, WAIT, WRITE, PushWorld
 from support.push_machine import PushMachine, nothing_is_left
-from xpyd_connector.core.ports import ConnectionLost
+from xpyd_connector.core.messages import DropLeases
+from xpyd_connector.core.ports import ConnectionLost, MessageReceived
 from xpyd_connector.core.push.decode_scheduler import LONG_QUARANTINE
 from xpyd_connector.errors import IllegalTransition
 
@@ -529,6 +531,16 @@ def test_every_rank_has_to_write():
     assert has_landed(world, into)
 
 
+def test_what_one_engine_waits_for_no_other_can_refuse(world):
+    """Whoever knows a transfer's name could have its prefill thrown away."""
+    world.start_renewing()
+    world.run()
+    pushes = world.p.push_coordinator
+    pushes.on(MessageReceived(STRANGER, DropLeases(("t",))), now=world.now)
+
+    assert pushes._owner("t") not in (None, STRANGER)
+
+
 def after_an_hour(world):
     test_a_request_that_comes_when_p_closes_the_idle_connection_gets_its_blocks(world, "prefill")
 
@@ -554,7 +566,7 @@ MUTANTS = [
     (mutants.wait_for_an_answer_that_was_given, test_a_quiet_connection_is_used_again),
     (mutants.revoke_what_is_written, test_what_is_written_is_not_revoked),
     (mutants.say_nothing_of_what_is_over, test_a_request_whose_transfer_is_over_hears_of_it),
-    (mutants.let_anybody_have_a_transfer, any_order_of_events),
+    (mutants.let_anybody_have_a_transfer, test_what_one_engine_waits_for_no_other_can_refuse),
     (mutants.complete_before_the_source_is, test_a_preempted_prefill_is_written_anew),
     (
         mutants.do_not_wait_for_the_old_attempts_flights,

@@ -5,13 +5,11 @@ import signal
 import sys
 import time
 
-import httpx
 import pytest
 
 from support import nursery
 from support.cluster import free_ports, wait_until
-from support.proc import pids_of, states, wait_stopped
-from xpyd_proxy.local import guard
+from support.proc import states, wait_stopped
 from xpyd_proxy.local.errors import ChildDied
 from xpyd_proxy.local.processes import Command, open_fleet
 
@@ -41,32 +39,6 @@ def run(fleet, name, statement, **options):
     return start(fleet, name, STATEMENT, "-n1", "-r1", statement, **options)
 
 
-def test_two_serve_and_each_leads_a_session(fleet, tmp_path):
-    """A signal to one, which goes to its group, does not reach the other; nor does what is counted for it."""
-    one, other = (serve(fleet, name, tmp_path) for name in ("one", "other"))
-    fleet.wait_ready([one, other], timeout_s=20)
-
-    assert [pids_of(child.pid) for child in (one, other)] == [[one.pid], [other.pid]]
-    one.signal(signal.SIGKILL)
-    fleet.stop(one)
-    assert (one.exit_code, other.alive) == (-signal.SIGKILL, True)
-    assert httpx.get(other.command.health_url, trust_env=False).status_code == 200
-
-
-def test_a_stopped_one_lives_and_goes_on(fleet, tmp_path):
-    """As tests freeze engines."""
-    child = serve(fleet, "child", tmp_path)
-    fleet.wait_ready([child], timeout_s=20)
-    child.signal(signal.SIGSTOP)
-    wait_stopped(child.pid)
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.get(child.command.health_url, timeout=0.3, trust_env=False)
-    assert child.alive
-    child.signal(signal.SIGCONT)
-
-    assert httpx.get(child.command.health_url, timeout=10, trust_env=False).status_code == 200
-
-
 def test_nothing_of_a_frozen_one_runs_any_more(fleet):
     """SIGSTOP alone leaves threads running for a while: a read that P's thaw let end once ended in a "frozen" D."""
     hum = "while True: pass"
@@ -83,16 +55,6 @@ def test_nothing_of_a_frozen_one_runs_any_more(fleet):
         time.sleep(0.02)
     child.signal(signal.SIGKILL)
     fleet.stop(child, *others)
-
-
-def test_one_that_ends_by_itself_is_told_like_a_program(fleet):
-    """With its exit code and the end of its log."""
-    child = run(fleet, "child", "raise OSError('no such model')")
-    with pytest.raises(ChildDied, match=r"child ended with exit code 1, probably because of OSError: no such model"):
-        fleet.wait_ready([child], timeout_s=20)
-    fleet.stop(child)
-
-    assert child not in fleet.children
 
 
 def test_a_name_that_is_started_again_continues_its_log(fleet):
@@ -132,17 +94,6 @@ def test_what_an_import_may_see_and_where_it_happens_has_a_process_of_its_own(fl
     assert len(bearers(fleet)) == 2
 
 
-def test_what_was_prepared_is_what_is_used(fleet):
-    """Two can import at the same time."""
-    argv = [sys.executable, "-P", "-m", STATEMENT, "pass"]
-    for _ in range(2):
-        nursery.prepare(fleet, Command("child", argv, dict(os.environ), ""), program=STATEMENT)
-    assert len(bearers(fleet)) == 1
-
-    assert run(fleet, "child", "pass").wait(20) == 0
-    assert len(bearers(fleet)) == 1
-
-
 def test_what_was_prepared_for_nobody_ends_at_once(fleet):
     """As it does while it still imports."""
     argv = [sys.executable, "-P", "-m", STATEMENT, "pass"]
@@ -160,20 +111,6 @@ def test_what_cannot_be_imported_is_told(fleet):
     with pytest.raises(ChildDied, match="No module named 'no_such_module'"):
         start(fleet, "child", "no_such_module")
     fleet.stop(*fleet.children)
-
-
-def test_nothing_is_left_of_a_fleet(tmp_path):
-    """All are asked to end at the same time; who bore them tells how they ended."""
-    with open_fleet(tmp_path / "logs", grace_s=5) as fleet:
-        children = [serve(fleet, f"child-{number}", tmp_path) for number in range(2)]
-        fleet.wait_ready(children, timeout_s=20)
-        (bearer,) = bearers(fleet)
-        started = time.monotonic()
-
-    assert time.monotonic() - started < 4  # nobody had to be killed
-    assert [child.exit_code for child in children] == [-signal.SIGTERM] * 2
-    assert bearer.exit_code == 0
-    assert not any(guard.runs(child.pid) for child in (*children, bearer))
 
 
 def test_who_dies_with_the_one_who_bore_it_has_ended(fleet, tmp_path):

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from support.nixl_process import ALL, BIG, BLOCKS, IDLE, TIMEOUT, same
+from support.nixl_process import ALL, BIG, BLOCKS, TIMEOUT, same
 
 pytestmark = pytest.mark.nixl
 MODE = "push"
@@ -43,18 +43,6 @@ def test_what_has_landed_is_there_bit_exact(start):
         assert d.result(f"r{number}").failure == ""
         assert same(p, blocks[first:], d, into[first:])
         assert d.ask("digests", blocks=others) == before
-
-
-def test_threads_sleep_when_nothing_moves(start):
-    """Neither a registration that waits for its prefill nor a lease that waits for its reader costs anything."""
-    p, d = start("p", "d")
-    before = [p.cpu(1), d.cpu(1)]
-    warm(p, d)
-    d.expect("waits", p, [2])
-    p.push("nobody wants it", [3])
-    after = [p.cpu(2), d.cpu(2)]
-
-    assert max(before + after) < IDLE
 
 
 def test_a_second_attempt_overwrites_the_first(start):
@@ -142,41 +130,3 @@ def test_a_writer_that_hangs(start):
     p.push(warm_again, ALL[4:8])
     assert d.result(warm_again).failure == ""
     assert same(p, ALL[4:8], d, ALL[:4])
-
-
-def test_a_reader_killed_in_the_middle(start):
-    """P goes on to serve others."""
-    p, d = start("p", "d", block_bytes=BIG)
-    p.ask("fill", seed=1)
-    warm(p, d)
-    d.expect("a", p, ALL)
-    p.push("a", ALL)
-    time.sleep(0.02)
-    d.kill()
-    (other,) = start("d-other", block_bytes=BIG)
-    other.expect("b", p, ALL)
-    p.push("b", ALL)
-
-    assert other.result("b").failure == ""
-    assert same(p, ALL, other, ALL)
-
-
-def test_a_reader_that_hangs_costs_the_writer_nothing(start):
-    """P gives the stuck write up, tells D when it can, and serves others meanwhile."""
-    p, d, other = start("p", "d", "other", block_bytes=BIG)
-    p.ask("fill", seed=1)
-    warm(p, d)
-    d.expect("a", p, ALL)
-    time.sleep(0.3)  # P has heard of it
-    d.freeze()
-    p.push("a", ALL)
-    other.expect("b", p, ALL)
-    p.push("b", ALL)
-    assert other.result("b").failure == ""
-    time.sleep(TIMEOUT + 0.5)
-    d.thaw()
-    failed = d.result("a")
-    assert failed.quarantined, failed
-    d.released("a")
-
-    assert "did not end within" in failed.failure

@@ -1,6 +1,6 @@
 """An engine's connector without the engine: real NIXL, real sockets and real threads, in a process of its own.
 
-``python -m support.nixl_process NAME PORT DELAY COPIES BLOCK_BYTES MODE`` is driven by one JSON object a line on stdin,
+``python -m support.nixl_process NAME PORT BLOCK_BYTES MODE`` is driven by one JSON object a line on stdin,
 and answers each with one on stdout; loads that end are told as ``{"result": ...}`` in between. :class:`NixlProcess` is
 the other end of it.
 
@@ -26,7 +26,6 @@ BLOCKS, LAYERS = 64, 3
 ALL = list(range(1, BLOCKS + 1))  # block 0 is vLLM's null block: it is never moved
 TOKENS = 16  # of a block
 BIG = 1 << 19  # bytes of a block: all of them take long enough to be interrupted
-IDLE = 0.05  # of a core
 TIMEOUT = 2.0  # s for a transfer
 LEASE = 30.0
 OVER_LOOPBACK = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
@@ -36,10 +35,10 @@ TOKEN = b"a worker of this very engine"
 class NixlProcess:
     """Starts one and talks to it. Usable as a context manager."""
 
-    def __init__(self, name, *, port=0, delay=0.0, copies=1, block_bytes=1 << 15, mode="pull"):
+    def __init__(self, name, *, port=0, block_bytes=1 << 15, mode="pull"):
         tests = Path(__file__).parents[1]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "support.nixl_process", name, *map(str, (port, delay, copies, block_bytes, mode))],
+            [sys.executable, "-m", "support.nixl_process", name, *map(str, (port, block_bytes, mode))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
             env={**os.environ, "PYTHONPATH": str(tests), **OVER_LOOPBACK, "UCX_LOG_LEVEL": "fatal"},
         )  # fmt: skip
@@ -47,7 +46,7 @@ class NixlProcess:
         self._news = threading.Condition()
         self._listener = threading.Thread(target=self._listen)
         self._listener.start()
-        self.hosts = None  # (engine, port) of each copy; known once it is ready
+        self.engine = self.port = None  # known once it is ready
 
     def __enter__(self):
         return self
@@ -60,27 +59,23 @@ class NixlProcess:
 
     def ready(self):
         """Wait until it listens."""
-        self.hosts = [tuple(host) for host in self._answers.get(timeout=50)["hosts"]]
+        self.engine, self.port = self._answers.get(timeout=50)["host"]
         return self
-
-    @property
-    def port(self):
-        return self.hosts[0][1]
 
     def ask(self, do, **fields):
         """Have it do something, and return what it says."""
         self.process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
         return self._answers.get(timeout=20)
 
-    def load(self, request, producer, blocks, into, *, copy=0):
+    def load(self, request, producer, blocks, into):
         """Load blocks that another process lends under the same name."""
-        engine, port = producer.hosts[copy]
-        self.ask("load", request=request, engine=engine, port=port, blocks=list(blocks), into=list(into))
+        at = {"engine": producer.engine, "port": producer.port}
+        self.ask("load", request=request, **at, blocks=list(blocks), into=list(into))
 
     def expect(self, request, writer, into, *, first=0):
         """Push: lend blocks to another process that will write a transfer of the same name into them."""
-        engine, port = writer.hosts[0]
-        self.ask("expect", request=request, engine=engine, port=port, first=first, into=list(into))
+        at = {"engine": writer.engine, "port": writer.port}
+        self.ask("expect", request=request, **at, first=first, into=list(into))
 
     def push(self, request, blocks, *, last=True, attempt=0):
         """Push: these blocks are computed; the last ones make the prompt complete, and leased."""
@@ -111,12 +106,6 @@ class NixlProcess:
         self.process.kill()
         self.process.wait(10)
 
-    def cpu(self, seconds):
-        """Return the share of a core that the whole process uses while nobody asks it anything."""
-        before, start = self.ask("cpu")["cpu"], time.monotonic()
-        time.sleep(seconds)
-        return (self.ask("cpu")["cpu"] - before) / (time.monotonic() - start)
-
     def _listen(self):
         for line in self.process.stdout:
             said = json.loads(line)
@@ -135,9 +124,9 @@ def same(source, blocks, target, into):
 
 
 class Engine:
-    """What the shell builds of the connector, with numpy instead of torch: one rank, and ``copies`` of its listener."""
+    """What the shell builds of the connector, with numpy instead of torch: one rank."""
 
-    def __init__(self, name, port, delay, copies, block_bytes, mode):
+    def __init__(self, name, port, block_bytes, mode):
         import numpy as np
 
         from support.engines import FINGERPRINT
@@ -163,42 +152,35 @@ class Engine:
         def secrets():
             return (b"secret",)
 
-        class SlowHost(HandshakeServer):
-            def answer(self, message, arrival):
-                time.sleep(delay)
-                return super().answer(message, arrival)
-
         def link(engine):
             return SocketLink(HandshakeClient(engine, secrets), Tls(Settings()), Counters(), timeout=5.0, threads=8)
 
         self.memory = np.zeros((LAYERS, BLOCKS + 1, block_bytes), dtype=np.uint8)
         regions = tuple(region_of(layer) for layer in self.memory)
-        self.started, self.hosts, self.agents, self.controls = {}, [], [], []
+        self.started = {}
         self.computed = Counter()  # blocks of each attempt of a prefill
-        for copy in range(copies):
-            engine = EngineId(f"{name}-{copy}")
-            self.agents.append(agent := make_agent(engine, progress_delay_us=1000))
-            metadata = register(agent, "DRAM", 0, [(self.memory.ctypes.data, self.memory.nbytes)])
-            own, counters, listener = RankInfo(0, 1, metadata, "DRAM", 0, regions), Counters(), link(engine)
-            host = SlowHost(Welcome(PROTOCOL, engine, FINGERPRINT, (own,)), secrets, "127.0.0.1")
-            address = listener.listen(Address("127.0.0.1", port), host)
-            peers = PeerTable(listener, FINGERPRINT, counters, retry_after=0.2)
-            lease_manager = LeaseManager(listener, LeaseTable(duration=LEASE, extension=LEASE * 2 / 3), counters)
-            lease_renewer = LeaseRenewer(listener, peers, counters, heartbeat_interval=TIMEOUT / 4)
-            push_coordinator = push_receiver = None
-            if mode == "push":
-                push_coordinator = PushCoordinator(
-                    listener, lease_manager, counters, tokens={0: TOKEN}, registration_timeout=LEASE
-                )
-                push_receiver = PushReceiver(
-                    listener, peers, lease_renewer, counters, (own,), timeout=LEASE, peer_timeout=TIMEOUT - TIMEOUT / 4
-                )
-            control = ControlPlane(
-                lease_manager, lease_renewer, peers, counters,
-                push_coordinator=push_coordinator, push_receiver=push_receiver,
-            )  # fmt: skip
-            self.controls.append(Runner("control", control, listener, self.tell_news))
-            self.hosts.append((engine, address.port))
+        engine = EngineId(name)
+        agent = make_agent(engine, progress_delay_us=1000)
+        metadata = register(agent, "DRAM", 0, [(self.memory.ctypes.data, self.memory.nbytes)])
+        own, counters, listener = RankInfo(0, 1, metadata, "DRAM", 0, regions), Counters(), link(engine)
+        host = HandshakeServer(Welcome(PROTOCOL, engine, FINGERPRINT, (own,)), secrets, "127.0.0.1")
+        address = listener.listen(Address("127.0.0.1", port), host)
+        peers = PeerTable(listener, FINGERPRINT, counters, retry_after=0.2)
+        lease_manager = LeaseManager(listener, LeaseTable(duration=LEASE, extension=LEASE * 2 / 3), counters)
+        lease_renewer = LeaseRenewer(listener, peers, counters, heartbeat_interval=TIMEOUT / 4)
+        push_coordinator = push_receiver = None
+        if mode == "push":
+            push_coordinator = PushCoordinator(
+                listener, lease_manager, counters, tokens={0: TOKEN}, registration_timeout=LEASE
+            )
+            push_receiver = PushReceiver(
+                listener, peers, lease_renewer, counters, (own,), timeout=LEASE, peer_timeout=TIMEOUT - TIMEOUT / 4
+            )
+        control = ControlPlane(
+            lease_manager, lease_renewer, peers, counters,
+            push_coordinator=push_coordinator, push_receiver=push_receiver,
+        )  # fmt: skip
+        self.control = Runner("control", control, listener, self.tell_news)
         worker = link(engine)
         mover = NixlTransferAgent(agent, "DRAM", 0)
         if mode == "push":
@@ -212,16 +194,13 @@ class Engine:
                 timeout=TIMEOUT,
             )
             self.transfer = Runner("transfer", writer, worker, lambda _: None)
-            for runner in (*self.controls, self.transfer):
-                runner.start()
-            say(hosts=self.hosts)
-            return
-        peers = PeerTable(worker, FINGERPRINT, Counters(), retry_after=0.2)
-        reader = PullReader(worker, mover, peers, Counters(), own, timeout=TIMEOUT)
-        self.transfer = Runner("transfer", reader, worker, self.tell_results)
-        for runner in (*self.controls, self.transfer):
-            runner.start()
-        say(hosts=self.hosts)
+        else:
+            peers = PeerTable(worker, FINGERPRINT, Counters(), retry_after=0.2)
+            reader = PullReader(worker, mover, peers, Counters(), own, timeout=TIMEOUT)
+            self.transfer = Runner("transfer", reader, worker, self.tell_results)
+        self.control.start()
+        self.transfer.start()
+        say(host=(engine, address.port))
 
     def tell_results(self, reader):
         self.tell(reader.take_results())
@@ -242,9 +221,8 @@ class Engine:
                     say(result=f"{request} let go", failure="", quarantined=False, seconds=0.0)
 
     def lend(self, requests):
-        for runner in self.controls:
-            for request in requests:
-                runner.post(lambda control, now, request=request: control.lease_manager.grant(request, now=now))
+        for request in requests:
+            self.control.post(lambda control, now, request=request: control.lease_manager.grant(request, now=now))
         return {}
 
     def load(self, request, engine, port, blocks, into):
@@ -268,22 +246,19 @@ class Engine:
         lent = LentBlocks(first * TOKENS, (first + len(into)) * TOKENS, tuple(into))
         booking = PushParams(engine, "127.0.0.1", port, request, request)
         ticket = PushOrder(request, request, engine, Address("127.0.0.1", port), None, (lent,))
-        (runner,) = self.controls
-        runner.post(lambda control, now: control.lease_renewer.start_renewing(request, booking, now=now))
-        runner.post(lambda control, now: control.push_receiver.expect(ticket, now=now))
+        self.control.post(lambda control, now: control.lease_renewer.start_renewing(request, booking, now=now))
+        self.control.post(lambda control, now: control.push_receiver.expect(ticket, now=now))
         return {}
 
     def abort(self, request):
-        (runner,) = self.controls
-        runner.post(lambda control, now: control.push_receiver.stop(request))
+        self.control.post(lambda control, now: control.push_receiver.stop(request))
         return {}
 
     def push(self, request, blocks, last, attempt):
         from xpyd_connector.core.push.push_job import ComputedBlocks
 
         if last:
-            (runner,) = self.controls
-            runner.post(lambda control, now: control.grant(request, now=now))
+            self.control.post(lambda control, now: control.grant(request, now=now))
         self.computed[request, attempt] += len(blocks)
         piece = ComputedBlocks(request, None, attempt, [blocks], self.computed[request, attempt] * TOKENS, last)
         self.transfer.post(lambda writer, now: writer.add_computed(piece, now=now))
@@ -301,17 +276,6 @@ class Engine:
 
     def digests(self, blocks):
         return {"digests": [hashlib.blake2b(self.memory[:, block].tobytes()).hexdigest() for block in blocks]}
-
-    def files(self):
-        return {"files": len(list(Path("/proc/self/fd").iterdir()))}
-
-    def cpu(self):
-        return {"cpu": time.process_time()}
-
-    def threads(self):
-        for runner in (*self.controls, self.transfer):
-            runner.check()
-        return {"threads": [thread.name for thread in threading.enumerate()]}
 
 
 def region_of(layer):
@@ -331,13 +295,13 @@ def say(**said):
         print(json.dumps(said), flush=True, file=_out)
 
 
-def main(name, port, delay, copies, block_bytes, mode):
+def main(name, port, block_bytes, mode):
     global _out
     _out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     # nixl's package asks torch for its CUDA version; without torch it takes what is installed, 5 s of CPU sooner.
     sys.modules["torch"] = None
-    engine = Engine(name, int(port), float(delay), int(copies), int(block_bytes), mode)
+    engine = Engine(name, int(port), int(block_bytes), mode)
     for line in sys.stdin:
         order = json.loads(line)
         say(**getattr(engine, order.pop("do"))(**order))

@@ -163,6 +163,15 @@ class RawClient:
         assert self.receive(net) == WELCOME
 
 
+@contextlib.contextmanager
+def dialled(net, **options):
+    """A server that is not an engine's, and a link that has begun to connect to it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        d = net.link(**options)
+        d.connect(Address(*server.getsockname()), P)
+        yield server, d
+
+
 def serve_tls(server, tls=None, keylog=None):
     """Accept one connection, and complete TLS on it; return the socket."""
     sock, _ = server.accept()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.engines import changed, rank_info
-from support.side_channel import LONG, NO_NONCE, WELCOME, A, Net, P, SlowServer, in_force, serve_tls
+from support.side_channel import LONG, NO_NONCE, WELCOME, A, Net, P, SlowServer, dialled, in_force, serve_tls
 from xpyd_connector.core.ids import Address, EngineId, RequestId
 from xpyd_connector.core.messages import (
     MAX_FRAME,
@@ -175,14 +175,18 @@ def test_a_silent_client_is_closed_in_time(net):
     assert client.receive(net) is None
 
 
-def test_unauthenticated_connections_are_limited(net, monkeypatch):
-    """They cannot use up the descriptors. The oldest goes, so that others still connect."""
-    monkeypatch.setattr(client_connections, "MAX_UNAUTHENTICATED", 3)
+@pytest.mark.parametrize("limit", ["MAX_UNAUTHENTICATED", "MAX_UNAUTHENTICATED_PER_ADDRESS"])
+def test_unauthenticated_connections_are_limited(net, monkeypatch, limit):
+    """They cannot use up the descriptors, nor one address the room of others: the oldest goes, so others connect."""
+    monkeypatch.setattr(client_connections, limit, 3)
     p = net.listener()
     clients = [net.client(p.address) for _ in range(5)]
-    heard = [client.receive(net) for client in clients]
+    evicted = 0
+    while evicted < 2:  # all five are in
+        net.idle(p, 0.01)
+        evicted += p.counters.take().counters.get("connections_evicted", 0)
 
-    assert [type(message) for message in heard] == [type(None)] * 2 + [Challenge] * 3
+    assert [type(client.receive(net)) for client in clients] == [type(None)] * 2 + [Challenge] * 3
 
 
 @pytest.mark.parametrize(
@@ -293,9 +297,7 @@ def refuse_names(resolve):
 
 def test_something_else_on_that_port_fails(net):
     """For example a web server."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        d = net.link()
-        d.connect(Address(*server.getsockname()), P)
+    with dialled(net) as (server, d):
         conn, _ = server.accept()
         with conn:
             conn.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
@@ -307,12 +309,9 @@ def test_something_else_on_that_port_fails(net):
 
 def test_something_else_behind_tls_fails(net):
     """The same, encrypted."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        d = net.link()
-        d.connect(Address(*server.getsockname()), P)
-        with serve_tls(server) as conn:
-            conn.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-            (failed,) = net.events(d)
+    with dialled(net) as (server, d), serve_tls(server) as conn:
+        conn.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        (failed,) = net.events(d)
 
     assert "allowed" in failed.reason
 
@@ -320,22 +319,17 @@ def test_something_else_behind_tls_fails(net):
 @pytest.mark.parametrize("said", [DropLeases((A,)), RenewLeases((A,)), Refusal("full")])
 def test_something_else_than_a_challenge_fails(net, said):
     """An engine of another protocol; a refusal is passed on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        d = net.link()
-        d.connect(Address(*server.getsockname()), P)
-        with serve_tls(server) as conn:
-            conn.sendall(frame(encode(said)))
-            (failed,) = net.events(d)
+    with dialled(net) as (server, d), serve_tls(server) as conn:
+        conn.sendall(frame(encode(said)))
+        (failed,) = net.events(d)
 
     assert "full" in failed.reason or f"answered the handshake with {type(said).__name__}" in failed.reason
 
 
 def test_a_listener_that_never_answers_fails_in_time(net):
     """A stopped engine's kernel still accepts connections."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        d = net.link(timeout=0.2)
-        start = time.monotonic()
-        d.connect(Address(*server.getsockname()), P)
+    start = time.monotonic()
+    with dialled(net, timeout=0.2) as (_, d):
         (failed,) = net.events(d)
 
     assert 0.15 < time.monotonic() - start < 1.5
@@ -345,17 +339,14 @@ def test_a_listener_that_never_answers_fails_in_time(net):
 
 def test_a_listener_that_answers_byte_by_byte_fails_in_time(net):
     """Each byte is in time, but all of them are not: it must not keep the pool from the others."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        d = net.link(timeout=0.3)
-        start = time.monotonic()
-        d.connect(Address(*server.getsockname()), P)
-        with serve_tls(server) as conn:
-            drip = frame(encode(WELCOME))
-            events = []
-            while not events and time.monotonic() - start < LONG:
-                conn.send(drip[:1])
-                drip = drip[1:]
-                events += d.poll(0.05)
+    start = time.monotonic()
+    with dialled(net, timeout=0.3) as (server, d), serve_tls(server) as conn:
+        drip = frame(encode(WELCOME))
+        events = []
+        while not events and time.monotonic() - start < LONG:
+            conn.send(drip[:1])
+            drip = drip[1:]
+            events += d.poll(0.05)
 
     assert time.monotonic() - start < 1.5
     assert "timed out" in events[0].reason
@@ -363,9 +354,7 @@ def test_a_listener_that_answers_byte_by_byte_fails_in_time(net):
 
 def test_a_listener_that_hangs_up_fails(net):
     """It restarts, or has too many clients."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        d = net.link()
-        d.connect(Address(*server.getsockname()), P)
+    with dialled(net) as (server, d):
         server.accept()[0].close()
         (failed,) = net.events(d)
 

@@ -17,10 +17,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from support.key_updates import ASKING, QUIET, key_updates, traffic_secret
-from support.side_channel import LONG, TLS, WELCOME, A, Net, P, in_force, serve_tls
+from support.side_channel import LONG, TLS, WELCOME, A, Net, P, dialled, in_force, serve_tls
 from xpyd_connector.core.addresses import is_elsewhere
 from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import Address, EngineId, RequestId
+from xpyd_connector.core.ids import Address, RequestId
 from xpyd_connector.core.lease.lease_table import LeaseEvent, LeaseTable
 from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
 from xpyd_connector.core.messages import (
@@ -147,27 +147,13 @@ def test_a_client_without_tls_receives_nothing(net):
 # ---- proofs
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [((OLD,), (NEW, OLD)), ((NEW, OLD), (OLD,)), ((NEW, OLD), (OLD, NEW)), ((NEW,), (NEW,)), ((), ())],
-)
-def test_engines_meet_while_secrets_are_exchanged(net, theirs, ours):
-    """One after the other gets the new secret."""
-    d, p = net.link(secret=ours), net.listener(secret=theirs)
-
-    assert net.connect(d, p)
-
-
 def test_a_host_without_the_secret_is_refused_before_it_is_listened_to(net):
     """Its Welcome would have NIXL load its metadata."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        d = net.link()
-        d.connect(Address(*server.getsockname()), P)
-        with serve_tls(server) as conn:
-            conn.sendall(frame(encode(Challenge(PROTOCOL, b"n" * 32))))
-            conn.recv(1 << 16)
-            conn.sendall(frame(encode(ServerProof(b"a guess"))) + frame(encode(WELCOME)))
-            (failed,) = net.events(d)
+    with dialled(net) as (server, d), serve_tls(server) as conn:
+        conn.sendall(frame(encode(Challenge(PROTOCOL, b"n" * 32))))
+        conn.recv(1 << 16)
+        conn.sendall(frame(encode(ServerProof(b"a guess"))) + frame(encode(WELCOME)))
+        (failed,) = net.events(d)
 
     assert "does not prove the shared secret (XPYD_CONNECTOR_SECRET)" in failed.reason
 
@@ -195,42 +181,13 @@ def test_bytes_that_are_passed_on_unread_are_refused_too(net):
     assert "does not listen there" in reason
 
 
-def test_another_engine_than_the_one_expected_is_not_met(net):
-    """It has restarted, or the offer is older than the engine."""
-    d, p = net.link(), net.listener()
-
-    assert "engine p9 does not answer here" in fails(net, d, p.address, EngineId("p9"))
-
-
 def test_a_refusal_cannot_forge_a_line_of_our_log(net):
     """Its text is a client's."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        d = net.link()
-        d.connect(Address(*server.getsockname()), P)
-        with serve_tls(server) as conn:
-            conn.sendall(frame(encode(Refusal("no\nWARNING all is well\x1b[2J"))))
-            (failed,) = net.events(d)
+    with dialled(net) as (server, d), serve_tls(server) as conn:
+        conn.sendall(frame(encode(Refusal("no\nWARNING all is well\x1b[2J"))))
+        (failed,) = net.events(d)
 
     assert failed.reason.isprintable()
-
-
-def test_whose_workers_they_are_is_known(net):
-    """A Done of a worker counts for the leases of its own scheduler only."""
-    p = net.listener()
-    badge = badge_of(b"token")
-    d = net.link(workers=(hash_of(badge),))
-    worker = net.link(role=ProcessRole.WORKER, badge=badge)
-    thief = net.link(role=ProcessRole.WORKER, badge=badge_of(b"a guess"))
-    conns = []
-    for link in (d, worker, thief):
-        link.send(net.connect(link, p), RenewLeases((A,)))
-        conns += [event.conn for event in net.events(p)]
-    own, its, others = conns
-
-    assert p.are_of_one_engine(own, its)
-    assert p.are_of_one_engine(its, its)
-    assert not p.are_of_one_engine(own, others)
-    assert not p.are_of_one_engine(its, others)
 
 
 class Lending:
@@ -447,15 +404,6 @@ def test_a_crowd_at_one_address_does_not_keep_out_another(net, monkeypatch):
     assert p.counters.take().counters["connections_evicted"] >= 14
 
 
-def test_one_address_has_a_share_only(net, monkeypatch):
-    """Also while there is room for others."""
-    monkeypatch.setattr(client_connections, "MAX_UNAUTHENTICATED_PER_ADDRESS", 3)
-    p = net.listener()
-    clients = [net.client(p.address) for _ in range(5)]
-
-    assert [type(client.receive(net)) for client in clients] == [type(None)] * 2 + [Challenge] * 3
-
-
 def test_clients_of_one_engine_are_limited(net, monkeypatch):
     """An engine with the secret cannot use up the descriptors either; it receives a Refusal."""
     monkeypatch.setattr(client_connections, "MAX_CLIENTS_PER_ENGINE", 2)
@@ -630,15 +578,12 @@ def test_half_a_key_update_does_not_have_us_spin(net, tmp_path):
 
 def test_a_host_that_updates_its_key_without_end_is_given_up(net, tmp_path):
     """Pool threads are few, and those who cannot be met otherwise wait for one."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        d = net.link()
-        d.connect(Address(*server.getsockname()), P)
-        with serve_tls(server, keylog=tmp_path / "keys") as host:
-            records = key_updates(traffic_secret(tmp_path / "keys", "SERVER_TRAFFIC_SECRET_0"), MANY)
-            with pouring(host, records):
-                start = time.monotonic()
-                (failed,) = net.events(d)
-                took = time.monotonic() - start
+    with dialled(net) as (server, d), serve_tls(server, keylog=tmp_path / "keys") as host:
+        records = key_updates(traffic_secret(tmp_path / "keys", "SERVER_TRAFFIC_SECRET_0"), MANY)
+        with pouring(host, records):
+            start = time.monotonic()
+            (failed,) = net.events(d)
+            took = time.monotonic() - start
 
     assert "and no proof" in failed.reason
     assert took < SOON

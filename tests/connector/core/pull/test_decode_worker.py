@@ -3,11 +3,12 @@
 import pytest
 
 from support.engines import BLOCK_SIZE, BLOCKS, FINGERPRINT, TIMEOUT, World, changed, rank_info
+from support.recording_agent import RecordingCopier
 from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import Address, ConnId, CopyId, EngineId, RequestId
+from xpyd_connector.core.ids import Address, ConnId, EngineId, RequestId
 from xpyd_connector.core.layout.transfer_plan import TokenRange
 from xpyd_connector.core.messages import FenceResult, LeasesLost
-from xpyd_connector.core.ports import CopyResult, MessageReceived
+from xpyd_connector.core.ports import MessageReceived
 from xpyd_connector.core.pull.decode_worker import POLL_INTERVAL, QUARANTINE_POLL_INTERVAL, PullReader
 from xpyd_connector.core.pull.load import LoadOrder, LoadState
 from xpyd_connector.core.results import BlocksReleased, LoadResult
@@ -249,26 +250,11 @@ def test_a_peer_whose_memory_cannot_be_read_is_refused(world, ranks, sentence):
 # ---- through host memory
 
 
-class Copier:
-    """Notes what is to be copied; a test ends the copies."""
-
-    def __init__(self):
-        self.copies, self.ended = [], []
-
-    def into(self, slots, blocks):
-        self.copies.append(([list(each) for each in slots], [list(each) for each in blocks]))
-        return CopyId(len(self.copies) - 1)
-
-    def poll(self):
-        ended, self.ended = self.ended, []
-        return ended
-
-
 class Harness:
     """A decode worker with host memory for a dozen blocks, three of them for each part, and an engine to read from."""
 
     def __init__(self, slots=12):
-        self.world, self.copier, self.now = World(), Copier(), 0.0
+        self.world, self.copier, self.now = World(), RecordingCopier(), 0.0
         network = self.world.network
         network.memories["d-host"] = [b"slot"] * (BLOCKS + 1)
         self.link, self.mover = InMemoryLink(network, "d-host"), InMemoryTransferAgent(network, "d-host")
@@ -299,7 +285,7 @@ class Harness:
         return self.reader._loads[RequestId(f"d-{request}")].state
 
     def copied(self, *copies, reason=""):
-        self.copier.ended += [CopyResult(CopyId(copy), reason, 64, 0.1) for copy in copies]
+        self.copier.end(*copies, reason=reason)
         return self.turn()
 
 

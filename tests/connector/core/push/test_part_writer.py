@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.engines import BLOCK_SIZE, rank_info
+from support.recording_agent import RecordingAgent, RecordingCopier
 from xpyd_connector.core.counters import Counters, TransferSample
-from xpyd_connector.core.ids import BlockId, CopyId, XferId
+from xpyd_connector.core.ids import BlockId
 from xpyd_connector.core.layout.transfer_plan import TokenRange, push_route
-from xpyd_connector.core.ports import CopyResult, XferEnded, XferOutcome
+from xpyd_connector.core.ports import XferOutcome
 from xpyd_connector.core.push.part_writer import (
     PartWriteEnded,
     PartWriter,
@@ -25,48 +26,11 @@ from xpyd_connector.io.in_memory import BLOCK_BYTES
 TIMEOUT, SLOTS = 20.0, 4
 
 
-class TransferAgent:
-    """Notes what is asked of it, as pieces: there, here, how many. A test ends the writes."""
-
-    def __init__(self):
-        self.writes, self.cancelled, self.ended, self.fails_at = {}, [], [], None
-
-    def write(self, handle, spans):
-        if self.fails_at == handle:
-            raise TransferError(f"no route to {handle}")
-        number = XferId(len(self.writes))
-        self.writes[number] = handle, (spans // BLOCK_BYTES).tolist()
-        return number
-
-    def cancel(self, transfer):
-        self.cancelled.append(transfer)
-
-    def poll(self):
-        ended, self.ended = self.ended, []
-        return ended
-
-
-class Copier:
-    """Notes what is asked of it; a test ends the copies."""
-
-    def __init__(self):
-        self.copies, self.ended = {}, []
-
-    def out(self, blocks, slots):
-        number = CopyId(len(self.copies))
-        self.copies[number] = [list(group) for group in blocks], [list(group) for group in slots]
-        return number
-
-    def poll(self):
-        ended, self.ended = self.ended, []
-        return ended
-
-
 class Harness:
     """One worker's transfers, and everything it touches."""
 
     def __init__(self, *, staged=False, to=("d/0", "d/1")):
-        self.mover, self.copier, self.counters, self.now = TransferAgent(), Copier(), Counters(), 0.0
+        self.mover, self.copier, self.counters, self.now = RecordingAgent(), RecordingCopier(), Counters(), 0.0
         self.slots = Slots((SLOTS,))
         self.part_writer = PartWriter(
             self.mover, self.counters, timeout=TIMEOUT, staging=HostBuffer(self.slots, self.copier) if staged else None
@@ -82,15 +46,19 @@ class Harness:
         )
 
     def copied(self, *numbers, reason=""):
-        self.copier.ended += [CopyResult(CopyId(number), reason, 0 if reason else 64, 0.1) for number in numbers]
+        self.copier.end(*numbers, reason=reason)
         return self.advance()
 
     def ended(self, *numbers, outcome=XferOutcome.DONE, reason=""):
-        self.mover.ended += [XferEnded(XferId(number), outcome, 64, 1, 0.1, reason, 0.01) for number in numbers]
+        self.mover.end(*numbers, outcome=outcome, reason=reason)
         return self.advance()
 
     def advance(self):
         return self.part_writer.advance(now=self.now)
+
+    def writes(self):
+        """Return what was written, as pieces: there, here, how many."""
+        return [(handle, (spans // BLOCK_BYTES).tolist()) for handle, spans in self.mover.posted]
 
     def is_over(self):
         """Whether nothing is left of anything."""
@@ -111,7 +79,7 @@ def staged():
 def test_without_staging_it_is_written_at_once_to_every_rank(harness):
     """And is there when the last one says so."""
     transfer = harness.send(4, 5)
-    assert harness.mover.writes == {0: ("d/0", [[5, 4, 2]]), 1: ("d/1", [[5, 4, 2]])}
+    assert harness.writes() == [("d/0", [[5, 4, 2]]), ("d/1", [[5, 4, 2]])]
     assert harness.ended(1) == []
     assert harness.ended(0) == [PartWriteEnded(transfer, "")]
 
@@ -122,10 +90,10 @@ def test_without_staging_it_is_written_at_once_to_every_rank(harness):
 def test_with_staging_it_is_copied_into_slots_and_written_from_there(staged):
     """The device's blocks are free to be read by others meanwhile; the slots are ours until it is written."""
     transfer = staged.send(4, 5)
-    assert (staged.advance(), staged.copier.copies) == ([], {0: ([[4, 5]], [[1, 2]])})
-    assert staged.mover.writes == {}
+    assert (staged.advance(), staged.copier.copies) == ([], [([[4, 5]], [[1, 2]])])
+    assert staged.mover.posted == []
     assert staged.copied(0) == []
-    assert staged.mover.writes == {0: ("d/0", [[5, 1, 2]]), 1: ("d/1", [[5, 1, 2]])}
+    assert staged.writes() == [("d/0", [[5, 1, 2]]), ("d/1", [[5, 1, 2]])]
     assert staged.ended(0) == []
     assert staged.slots.held == 2
     assert staged.ended(1) == [PartWriteEnded(transfer, "")]
@@ -138,10 +106,10 @@ def test_who_finds_no_room_waits_in_order(staged):
     """And is copied as soon as somebody is done."""
     first, second, third = staged.send(4, 5, 6), staged.send(7, 8), staged.send(9)
     staged.advance()
-    assert staged.copier.copies == {0: ([[4, 5, 6]], [[1, 2, 3]])}
+    assert staged.copier.copies == [([[4, 5, 6]], [[1, 2, 3]])]
     staged.copied(0)
     assert staged.ended(0, 1) == [PartWriteEnded(first, "")]
-    assert list(staged.copier.copies.values())[1:] == [([[7, 8]], [[1, 2]]), ([[9]], [[3]])]
+    assert staged.copier.copies[1:] == [([[7, 8]], [[1, 2]]), ([[9]], [[3]])]
     staged.copied(2, 1)
 
     assert sorted(staged.ended(2, 3, 4, 5)) == [PartWriteEnded(second, ""), PartWriteEnded(third, "")]
@@ -183,7 +151,7 @@ def test_what_cannot_be_sent_raises_and_leaves_nothing(is_staged, blocks, error,
 
 def test_a_first_write_that_cannot_start_raises(harness):
     """Nothing is on its way."""
-    harness.mover.fails_at = "d/0"
+    harness.mover.fails = {"d/0": "no route to d/0"}.get
     with pytest.raises(TransferError, match="no route to d/0"):
         harness.send(4)
 
@@ -192,7 +160,7 @@ def test_a_first_write_that_cannot_start_raises(harness):
 
 def test_a_second_write_that_cannot_start_ends_when_the_first_has(harness):
     """That one can still reach the other side's memory."""
-    harness.mover.fails_at = "d/1"
+    harness.mover.fails = {"d/1": "no route to d/1"}.get
     transfer = harness.send(4)
     assert harness.mover.cancelled == [0]
     assert harness.advance() == []
@@ -207,12 +175,12 @@ def test_a_second_write_that_cannot_start_ends_when_the_first_has(harness):
 @pytest.mark.parametrize("fails_at", ["d/0", "d/1"])
 def test_a_write_that_cannot_start_from_host_memory_gives_its_slots_back(staged, fails_at):
     """After what has started is over."""
-    staged.mover.fails_at = fails_at
+    staged.mover.fails = {fails_at: f"no route to {fails_at}"}.get
     transfer = staged.send(4)
     staged.advance()
     ended = staged.copied(0)
-    assert staged.mover.cancelled == list(staged.mover.writes)
-    ended += staged.ended(*staged.mover.writes, outcome=XferOutcome.FAILED)
+    assert staged.mover.cancelled == list(range(len(staged.mover.posted)))
+    ended += staged.ended(*range(len(staged.mover.posted)), outcome=XferOutcome.FAILED)
     ended += staged.advance()
 
     assert ended == [PartWriteEnded(transfer, f"no route to {fails_at}")]
@@ -246,7 +214,7 @@ def test_a_copy_that_fails_ends_it(staged):
     assert staged.copied(0, reason="out of memory") + staged.advance() == [
         PartWriteEnded(transfer, "it was not copied into host memory: out of memory")
     ]
-    assert staged.mover.writes == {}
+    assert staged.mover.posted == []
     assert staged.is_over()
 
 
@@ -274,7 +242,7 @@ def test_what_is_copied_ends_with_its_copy_when_it_is_cancelled(staged):
     assert (staged.advance(), staged.slots.held) == ([], 1)
 
     assert staged.copied(0) + staged.advance() == [PartWriteEnded(transfer, "nobody wants it")]
-    assert staged.mover.writes == {}
+    assert staged.mover.posted == []
     assert staged.is_over()
 
 
@@ -355,27 +323,25 @@ def test_in_any_order_of_events_every_part_ends_once_and_all_slots_come_back(is_
 def do(harness, what, number, sent, copies, flights):
     """One step; return the numbers of the copies and of the writes that have ended."""
     open_copies, open_flights = (
-        sorted(harness.copier.copies.keys() - copies),
-        sorted(harness.mover.writes.keys() - flights),
+        [number for number in range(len(harness.copier.copies)) if number not in copies],
+        [number for number in range(len(harness.mover.posted)) if number not in flights],
     )
     match what:
         case "send":
             try:
                 sent.append(harness.send(*range(1, 2 + number % SLOTS)))
             except TransferError:
-                assert harness.mover.fails_at == "d/0"
+                assert harness.mover.fails("d/0")
         case "break":
-            harness.mover.fails_at = [None, "d/0", "d/1"][number % 3]
+            broken = [None, "d/0", "d/1"][number % 3]
+            harness.mover.fails = {broken: f"no route to {broken}"}.get
         case "cancel" if sent:
             harness.part_writer.cancel(sent[number % len(sent)], "nobody wants it")
         case "copied" | "not copied" if open_copies:
             copies = copies | {open_copies[number % len(open_copies)]}
-            reason = "out of memory" * (what == "not copied")
-            harness.copier.ended.append(CopyResult(open_copies[number % len(open_copies)], reason, 64, 0.1))
+            harness.copier.end(open_copies[number % len(open_copies)], reason="out of memory" * (what == "not copied"))
         case "moved" | "failed" if open_flights:
             flights = flights | {open_flights[number % len(open_flights)]}
             outcome = XferOutcome.DONE if what == "moved" else XferOutcome.FAILED
-            harness.mover.ended.append(
-                XferEnded(open_flights[number % len(open_flights)], outcome, 64, 1, 0.1, "broken")
-            )
+            harness.mover.end(open_flights[number % len(open_flights)], outcome=outcome, reason="broken")
     return copies, flights

@@ -5,8 +5,9 @@ import itertools
 import pytest
 
 from support.engines import BLOCK_SIZE, lent, rank_info
+from support.recording_agent import RecordingAgent
 from xpyd_connector.core.counters import Counters, ForwardingCounters, merge
-from xpyd_connector.core.ids import Address, ConnId, EngineEndpoint, EngineId, RequestId, XferId
+from xpyd_connector.core.ids import Address, ConnId, EngineEndpoint, EngineId, RequestId
 from xpyd_connector.core.messages import (
     MAX_REASON,
     HeartbeatReply,
@@ -25,7 +26,6 @@ from xpyd_connector.core.ports import (
     ConnectionLost,
     MessageReceived,
     PeerConnected,
-    XferEnded,
     XferOutcome,
 )
 from xpyd_connector.core.push.prefill_worker import PushWriter
@@ -35,7 +35,6 @@ from xpyd_connector.core.push.push_job import (
 )
 from xpyd_connector.core.session.scheduler_link import RETRY
 from xpyd_connector.core.transfer.transfers import POLL_INTERVAL, QUARANTINE_POLL_INTERVAL
-from xpyd_connector.errors import TransferError
 from xpyd_connector.io.in_memory import pieces_of
 
 D, ELSE, HOME = ConnId(7), ConnId(8), EngineEndpoint(EngineId("p"), Address("10.0.0.1", 5600))
@@ -56,42 +55,11 @@ class Link:
         self.sent.append(message)
 
 
-class TransferAgent:
-    """Writes nothing; a test says how each write ends."""
-
-    def __init__(self):
-        self.attached, self.detached, self.writes, self.cancelled, self.ended = [], [], [], [], []
-        self.broken = ""
-
-    def attach(self, peer):
-        if self.broken:
-            raise TransferError(self.broken)
-        self.attached.append(peer.agent.decode())
-        return f"handle of {self.attached[-1]}"
-
-    def detach(self, handle):
-        self.detached.append(handle)
-
-    def write(self, handle, spans):
-        if self.broken:
-            raise TransferError(self.broken)
-        remote, local = zip(*sorted(pieces_of(spans), key=lambda pair: pair[1]), strict=True)
-        self.writes.append((handle, list(remote), list(local)))
-        return XferId(len(self.writes) - 1)
-
-    def cancel(self, transfer):
-        self.cancelled.append(transfer)
-
-    def poll(self):
-        ended, self.ended = self.ended, []
-        return ended
-
-
 class Harness:
     """A writer, and everybody it talks to."""
 
     def __init__(self, link=None, counters=None):
-        self.link, self.mover, self.counters, self.now = link or Link(), TransferAgent(), counters or Counters(), 0.0
+        self.link, self.mover, self.counters, self.now = link or Link(), RecordingAgent(), counters or Counters(), 0.0
         self.writer = PushWriter(
             self.link,
             self.mover,
@@ -125,7 +93,7 @@ class Harness:
         self.writer.add_computed(piece, now=self.now, ready=ready)
 
     def end(self, *flights, outcome=XferOutcome.DONE, reason=""):
-        self.mover.ended += [XferEnded(XferId(flight), outcome, 64, 1, 0.1, reason) for flight in flights]
+        self.mover.end(*flights, outcome=outcome, reason=reason)
         return self.writer.advance(now=self.now)
 
     def take_sent(self):
@@ -134,7 +102,8 @@ class Harness:
 
     def written(self):
         """Blocks of ours -> blocks of theirs, write by write."""
-        return [(local, remote) for _, remote, local in self.mover.writes]
+        pieces = [sorted((local, remote) for remote, local in pieces_of(spans)) for _, spans in self.mover.posted]
+        return [tuple(map(list, zip(*each, strict=True))) for each in pieces]
 
     def counted(self):
         return self.counters.take().counters
@@ -149,7 +118,7 @@ def harness():
 
 def test_it_attends_at_its_own_scheduler_and_calls_again_until_it_listens():
     """The scheduler starts to listen after its workers."""
-    link, mover = Link(), TransferAgent()
+    link, mover = Link(), RecordingAgent()
     writer = PushWriter(
         link,
         mover,
@@ -174,9 +143,9 @@ def test_it_attends_at_its_own_scheduler_and_calls_again_until_it_listens():
 def test_blocks_computed_first_are_written_at_the_assignment(harness):
     """The decode engine was late."""
     harness.compute(4, 5, 6, last=True)
-    assert harness.mover.writes == []
+    assert harness.mover.posted == []
     harness.assign(1, 2, 3)
-    assert harness.mover.writes == [("handle of d", [1, 2, 3], [4, 5, 6])]
+    assert harness.written() == [([4, 5, 6], [1, 2, 3])]
     assert harness.take_sent() == []
     harness.end(0)
 
@@ -263,7 +232,7 @@ def test_several_readers_of_one_transfer(harness):
     harness.assign(7, first=1, peer=ELSE)
     harness.end(0, 1, 2)
 
-    assert harness.mover.writes[2] == ("handle of e", [7], [5])
+    assert (harness.mover.posted[2][0], harness.written()[2]) == ("e", ([5], [7]))
     assert harness.take_sent() == [PushWritten(D, R), PushWritten(D, RequestId("d-b")), PushWritten(ELSE, R)]
 
 
@@ -274,7 +243,7 @@ def test_what_the_device_has_not_finished_is_not_written(harness):
     harness.compute(4, ready=lambda: bool(is_ready))
     harness.compute(5, last=True)
     assert harness.writer.advance(now=1.0) == pytest.approx(1.0 + POLL_INTERVAL)
-    assert harness.mover.writes == []
+    assert harness.mover.posted == []
     is_ready.append(True)
     harness.writer.advance(now=1.0)
     harness.end(0, 1)
@@ -329,7 +298,7 @@ def test_a_block_that_the_decode_engine_does_not_have_is_refused(harness, block)
     harness.assign(block)
     (ceased,) = harness.take_sent()
 
-    assert harness.mover.writes == []
+    assert harness.mover.posted == []
     assert f"block {block}, for tokens 0 to 4 of group 0, is not one of the peer's 13 blocks" in ceased.reason
 
 
@@ -348,7 +317,7 @@ def test_an_unusable_memory_is_reported_for_each_registration(harness):
 
 def test_a_memory_that_nixl_refuses(harness):
     """As before; NIXL's words may be long."""
-    harness.mover.broken = "x" * MAX_REASON * 2
+    harness.mover.fails = lambda handle: "x" * MAX_REASON * 2
     harness.arrive(ELSE, "e")
     harness.compute(4, last=True)
     harness.assign(1, peer=ELSE)
@@ -360,7 +329,7 @@ def test_a_write_that_cannot_start_ceases_the_push(harness):
     """What flies ends first."""
     harness.assign(1, 2)
     harness.compute(4)
-    harness.mover.broken = "no route"
+    harness.mover.fails = lambda handle: "no route"
     harness.compute(5, last=True)
     assert harness.take_sent() == []
     assert harness.mover.cancelled == [0]
@@ -379,7 +348,7 @@ def test_a_write_that_fails_ceases_the_push_when_nothing_flies(harness):
     harness.compute(6, last=True)
     harness.end(1, outcome=XferOutcome.FAILED, reason="cancelled")
 
-    assert len(harness.mover.writes) == 2
+    assert len(harness.mover.posted) == 2
     assert harness.take_sent() == [PushAborted(D, R, "NIXL: no route")]
 
 
@@ -393,7 +362,7 @@ def test_a_cease_is_answered_when_nothing_flies(harness):
     harness.compute(5, last=True)
     harness.end(0)
 
-    assert len(harness.mover.writes) == 1
+    assert len(harness.mover.posted) == 1
     assert harness.take_sent() == [PushAborted(D, R, "")]
 
 
@@ -418,7 +387,7 @@ def test_blocks_that_are_gone_are_not_written_any_more(harness):
     harness.end(0)
     harness.assign(7, reader="d-b")
 
-    assert len(harness.mover.writes) == 1
+    assert len(harness.mover.posted) == 1
     assert harness.take_sent() == [PushAborted(D, R, "the prefill engine does not hold the blocks any more")]
 
 
@@ -452,8 +421,8 @@ def test_a_decode_engine_that_disconnects_receives_nothing_more(harness):
     harness.compute(5, last=True)
     harness.end(0, outcome=XferOutcome.FAILED)
 
-    assert (harness.mover.detached, harness.mover.cancelled) == (["handle of d"], [0])
-    assert len(harness.mover.writes) == 1
+    assert (harness.mover.detached, harness.mover.cancelled) == (["d"], [0])
+    assert len(harness.mover.posted) == 1
     assert harness.take_sent() == []
     assert len(harness.writer) == 1, "the prompt is still there for others"
 
@@ -495,7 +464,7 @@ def test_a_prompt_that_outlives_the_loss_of_its_scheduler_is_whole(harness):
     harness.arrive()
     harness.assign(1, 2)
     harness.compute(5, 6, last=True)
-    harness.end(*range(len(harness.mover.writes)))
+    harness.end(*range(len(harness.mover.posted)))
 
     assert harness.written() == [([4], [1]), ([5], [2])]
     assert PushWritten(D, R) in harness.take_sent()

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from support.engines import BLOCK_SIZE, changed
-from xpyd_connector.core.ids import EngineId, XferId
+from support.recording_agent import RecordingAgent
+from xpyd_connector.core.ids import EngineId
 from xpyd_connector.core.layout.transfer_plan import TokenRange
 from xpyd_connector.core.messages import RankInfo, Region
 from xpyd_connector.core.transfer.remote_memory import RemoteEngines
@@ -13,25 +14,6 @@ from xpyd_connector.errors import IncompatiblePeer, ProtocolViolation, TransferE
 P = EngineId("p0")
 HEADS, WIDTH = 4, 16
 WHOLE = TokenRange(0, 0, BLOCK_SIZE, [1], [2])
-
-
-class TransferAgent:
-    """Notes who is attached; ``broken`` ranks cannot be."""
-
-    def __init__(self, *broken):
-        self.broken, self.attached = broken, []
-
-    def attach(self, peer):
-        if peer.rank in self.broken:
-            raise TransferError(f"NIXL cannot use rank {peer.rank}")
-        self.attached.append(peer.agent.decode())
-        return peer.agent.decode()
-
-    def detach(self, handle):
-        self.attached.remove(handle)
-
-    def read(self, handle, spans):
-        return XferId(0)
 
 
 def rank_of(rank, ranks, name="p", all_heads=HEADS):
@@ -58,7 +40,7 @@ def engine(ranks, **options):
 )
 def test_those_ranks_are_attached_that_keep_what_is_needed(rank, ranks, there, all_heads, needed):
     """And no other: each costs memory and a connection."""
-    mover = TransferAgent()
+    mover = RecordingAgent()
     reach = RemoteEngines(mover, rank_of(rank, ranks, "d", all_heads))
     reach.attach(P, engine(there, all_heads=all_heads))
 
@@ -68,7 +50,7 @@ def test_those_ranks_are_attached_that_keep_what_is_needed(rank, ranks, there, a
 
 def test_what_is_read_from_the_ranks_is_the_whole_together():
     """Each head of each token once."""
-    reach = RemoteEngines(TransferAgent(), rank_of(0, 1, "d"))
+    reach = RemoteEngines(RecordingAgent(), rank_of(0, 1, "d"))
     reach.attach(P, engine(4))
     found = reach[P].spans([WHOLE])
     runs = np.concatenate([spans for _, spans in found])
@@ -81,7 +63,7 @@ def test_what_is_read_from_the_ranks_is_the_whole_together():
 
 def test_a_rank_that_has_nothing_of_a_stretch_is_not_asked():
     """An empty read would be an error to NIXL."""
-    reach = RemoteEngines(TransferAgent(), rank_of(0, 1, "d"))
+    reach = RemoteEngines(RecordingAgent(), rank_of(0, 1, "d"))
     reach.attach(P, engine(2))
 
     assert reach[P].spans([TokenRange(0, 4, 4, [], [])]) == []
@@ -90,7 +72,7 @@ def test_a_rank_that_has_nothing_of_a_stretch_is_not_asked():
 @pytest.mark.parametrize("broken", range(4))
 def test_all_are_attached_or_none(broken):
     """A half-attached engine would be read in part."""
-    mover = TransferAgent(broken)
+    mover = RecordingAgent({f"p/{broken}": f"NIXL cannot use rank {broken}"}.get)
     reach = RemoteEngines(mover, rank_of(0, 1, "d"))
     with pytest.raises(TransferError, match=f"rank {broken}"):
         reach.attach(P, engine(4))
@@ -110,7 +92,7 @@ def test_all_are_attached_or_none(broken):
 )
 def test_an_engine_that_says_too_little_is_refused(ranks, sentence):
     """Before any of it is attached."""
-    mover = TransferAgent()
+    mover = RecordingAgent()
     with pytest.raises(IncompatiblePeer, match=sentence):
         RemoteEngines(mover, rank_of(0, 1, "d")).attach(P, ranks)
 
@@ -119,7 +101,7 @@ def test_an_engine_that_says_too_little_is_refused(ranks, sentence):
 
 def test_ranks_that_do_not_agree_on_how_many_they_are_are_refused():
     """Each by itself could be: but together they would leave heads unread, and nobody would notice."""
-    mover = TransferAgent()
+    mover = RecordingAgent()
     with pytest.raises(IncompatiblePeer, match="ranks of engine p0 say that there are 2 and 4"):
         RemoteEngines(mover, rank_of(0, 1, "d")).attach(P, [rank_of(0, 2), rank_of(1, 4)])
 
@@ -130,14 +112,14 @@ def test_a_rank_that_is_not_needed_here_is_checked_too():
     """Otherwise one rank of ours would refuse an engine and another not."""
     wrong = changed(rank_of(3, 4).regions[0], width=8, token_stride=8)
     with pytest.raises(IncompatiblePeer, match="entries of 8 bytes, ours 16"):
-        RemoteEngines(TransferAgent(), rank_of(0, 2, "d")).attach(
+        RemoteEngines(RecordingAgent(), rank_of(0, 2, "d")).attach(
             P, [*engine(4)[:3], changed(rank_of(3, 4), regions=(wrong,))]
         )
 
 
 def test_an_engine_is_detached_with_all_its_ranks_and_once():
     """Whether it was ever reached or not."""
-    mover = TransferAgent()
+    mover = RecordingAgent()
     reach = RemoteEngines(mover, rank_of(0, 1, "d"))
     reach.attach(P, engine(4))
     reach.detach(P)
@@ -150,7 +132,7 @@ def test_an_engine_is_detached_with_all_its_ranks_and_once():
 
 def test_blocks_that_the_other_engine_does_not_have_are_a_violation():
     """Said for one load; the engine stays reached."""
-    reach = RemoteEngines(TransferAgent(), rank_of(0, 1, "d"))
+    reach = RemoteEngines(RecordingAgent(), rank_of(0, 1, "d"))
     reach.attach(P, engine(1))
     with pytest.raises(ProtocolViolation, match="block 13"):
         reach[P].spans([WHOLE._replace(remote=[13])])

@@ -12,8 +12,6 @@ The pairs take turns and one runs at a time: vLLM's connector burns a core per e
 
 import argparse
 import json
-import os
-import platform
 import signal
 import sys
 import time
@@ -21,11 +19,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks import page
 from benchmarks.connector import measure, report
 from benchmarks.connector.client import Client, prompts
 from benchmarks.connector.models import tiny_model, wide_model
 from benchmarks.connector.pairs import KINDS, LINKED, NIXL_PULL, PULL, PUSH_CHUNK, running
-from support.cluster import ROOT
 from support.netns import lab_available, open_lab
 
 LIMITS = (100, 1000)  # Mbit/s
@@ -51,22 +49,18 @@ def main():
             on_one_host(round_, share, seen, client, prompt)
             on_two_hosts(round_, share, seen, client, prompt, LINKED if not args.quick else (PULL, PUSH_CHUNK))
     done = {name: count for name, count in counts.items() if name in chosen or name == "rounds"}
-    report.write(with_earlier(args.out, {"machine": machine(), "counts": done, **seen}), args.out)
+    report.write(with_earlier(args.out, {"machine": page.machine(), "counts": done, **seen}), args.out)
     print(args.out.with_suffix(".md").read_text())
     print(f"{time.monotonic() - start:.0f} s; written to {args.out.with_suffix('.*')}")
 
 
 def arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = page.parser_of(__doc__, "few requests, and two connectors only in C")
     parser.add_argument(
         "--only", default="ABCD", type=sections, help="sections to measure; the others stay as they are"
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="few requests, and two connectors only in C: does it work?"
-    )
-    parser.add_argument("--out", type=Path, help="the JSON file; .md and .svg are written beside it")
     args = parser.parse_args()
-    args.out = args.out or ROOT / (".xpyd/bench/connector.json" if args.quick else "docs/benchmarks/connector.json")
+    args.out = page.out_of(args, "connector")
     return args
 
 
@@ -114,10 +108,6 @@ def with_earlier(out, seen):
     earlier = json.loads(out.read_text()) if out.exists() else {}
     kept = {name: earlier[name] for name in SECTIONS.values() if name in earlier}
     return kept | seen | {"counts": earlier.get("counts", {}) | seen["counts"]}
-
-
-def machine():
-    return {"cores": os.cpu_count(), "processor": platform.machine().replace("_", "-"), "system": platform.system()}
 
 
 def say(round_, kind, parts):

@@ -1,12 +1,12 @@
 """docs/benchmarks/connector.md from the raw numbers. A section that was never measured is left out."""
 
-import json
 import statistics
-import textwrap
 
-from benchmarks.connector.chart import draw
+from benchmarks import page
+from benchmarks.chart import draw, linear
 from benchmarks.connector.models import KV_BYTES
 from benchmarks.connector.pairs import CHUNK, LEG_LENGTHS, LENGTHS, LINKED, NIXL_PULL, PULL, PUSH_CHUNK
+from benchmarks.page import paragraph, table
 
 SLOW = 100  # Mbit/s: the link at which streaming must pay
 CHUNK_MIB = CHUNK * KV_BYTES / 2**20
@@ -14,24 +14,21 @@ CHUNK_MIB = CHUNK * KV_BYTES / 2**20
 
 def write(seen, out):
     """Write the raw numbers, the page and its picture."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(_rounded(seen), indent=1, sort_keys=True) + "\n")
+    page.write(seen, out, [_head(seen), *(part(seen) for key, part in PARTS.items() if seen.get(key))])
     slow = seen.get("link", {}).get(str(SLOW))
     if slow:
         picture = {name: [_median(slow[name], length, "exposed") for length in LENGTHS] for name in slow}
-        out.with_suffix(".svg").write_text(draw(picture, LENGTHS, f"Exposed transfer time at {SLOW} Mbit/s"))
-    parts = [_head(seen)]
-    parts += [part(seen) for key, part in PARTS.items() if seen.get(key)]
-    out.with_suffix(".md").write_text("\n".join(parts))
+        title = f"Exposed transfer time at {SLOW} Mbit/s"
+        out.with_suffix(".svg").write_text(draw(picture, _heads(), title, linear, "{:.2f}"))
 
 
 def _head(seen):
     machine = seen["machine"]
-    about = _paragraph("""
+    about = paragraph("""
 `make bench-connector` measures everything and writes this page; with `ONLY=C` it measures one section and leaves
 the others as they are; with `QUICK=1` it sends few requests, to see whether all of it works, and writes to
 `.xpyd/bench`. The raw numbers are in `connector.json`.""")
-    setting = _paragraph(f"""
+    setting = paragraph(f"""
 {machine["cores"]} cores, {machine["processor"]}, {machine["system"]}; vLLM 0.32 CPU engines in float32 that compute
 with one thread each and `--max-num-batched-tokens {CHUNK}`; NIXL 1.5.1. The pairs of engines run one at
 a time, in {seen["counts"]["rounds"]} rounds of turns. Requests are sent one after the other, over one HTTP client
@@ -56,43 +53,43 @@ def _decode_leg(seen):
         ["idle pair (everything in both engines' processes, after their traffic)", *idle],
         ["P while one finished request is held", *holding],
     ]
-    about = _paragraph(f"""
+    about = paragraph(f"""
 Requests per row and connector: {seen["counts"]["decode_leg"]}; tiny model, loopback. Milliseconds from sending the
 decode leg, when P has answered, to its first token.""")
-    tables = f"{_table(heads, rows)}\n{_table(['cores', ours, theirs], costs)}"
+    tables = f"{table(heads, rows)}\n{table(['cores', ours, theirs], costs)}"
     return f"## A. Decode leg, pull\n\n{about}\n{tables}"
 
 
 def _whole(seen):
-    about = _paragraph(f"""
+    about = paragraph(f"""
 Requests per cell: {seen["counts"]["whole"]}; tiny model, loopback. Milliseconds from sending the first leg to D's
 first token: median (p95). In pull D's leg is sent when P has answered, in push both at once.""")
     return f"""## B. Whole requests, one host
 
 {about}
-{_table(["connector", *_heads()], _rows(seen["whole"], "first_token"))}
+{table(["connector", *_heads()], _rows(seen["whole"], "first_token"))}
 Of that, the exposed time (see C):
 
-{_table(["connector", *_heads()], _rows(seen["whole"], "exposed"))}"""
+{table(["connector", *_heads()], _rows(seen["whole"], "exposed"))}"""
 
 
 def _link(seen):
-    setting = _paragraph(f"""
+    setting = paragraph(f"""
 Requests per cell: {seen["counts"]["link"]}; each engine in a network namespace of its own, joined by a veth pair that
 `tc` limits, NIXL over TCP (`UCX_TLS=tcp`). The model has random weights and {KV_BYTES // 1024} KiB of KV per token:
 a chunk of {CHUNK} tokens is {CHUNK_MIB:g} MiB, which take {CHUNK * KV_BYTES * 8 / SLOW / 1e6:.2f} s at {SLOW} Mbit/s.
 {_compute(seen)} Streaming can only hide transfer behind computing: where a chunk takes longer to send than to
 compute, chunks queue up, and the last one is not the only one that is exposed.""")
-    exposed = _paragraph("""
+    exposed = paragraph("""
 **Exposed** is the time from P having computed the last token of the prompt to the request being runnable on D, as
 the schedulers of the engines see it: what the transfer adds to a request. Milliseconds, median (p95).""")
     picture = "![Exposed time by prompt length and connector](connector.svg)"
     text = f"## C. Whole requests, a slow link\n\n{setting}\n{exposed}\n{picture}\n"
     for mbit, found in sorted(seen["link"].items(), key=lambda item: int(item[0])):
-        text += f"\n{int(mbit):,} Mbit/s, exposed:\n\n{_table(['connector', *_heads()], _rows(found, 'exposed'))}"
+        text += f"\n{int(mbit):,} Mbit/s, exposed:\n\n{table(['connector', *_heads()], _rows(found, 'exposed'))}"
         text += _times_shorter(found)
         text += f"\n{int(mbit):,} Mbit/s, first leg to first token:\n\n"
-        text += _table(["connector", *_heads()], _rows(found, "first_token"))
+        text += table(["connector", *_heads()], _rows(found, "first_token"))
     return text
 
 
@@ -108,7 +105,7 @@ def _times_shorter(found):
                 for length in LENGTHS
             ]
             rows.append([name, *(f"{ratio:.1f}" for ratio in ratios)])
-    return f"\nThe same, as a multiple of {PUSH_CHUNK.name}:\n\n{_table(['connector', *_heads()], rows)}"
+    return f"\nThe same, as a multiple of {PUSH_CHUNK.name}:\n\n{table(['connector', *_heads()], rows)}"
 
 
 def _compute(seen):
@@ -129,7 +126,7 @@ def _waiting(seen):
 
 {about}
 
-{_table(["connector", "mean", "most"], rows)}"""
+{table(["connector", "mean", "most"], rows)}"""
 
 
 PARTS = {"decode_leg": _decode_leg, "whole": _whole, "link": _link, "waiting": _waiting}
@@ -147,15 +144,6 @@ def _rows(found, key):
     ]
 
 
-def _table(heads, rows):
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
-
-
-def _paragraph(text):
-    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False) + "\n"
-
-
 def _median(found, length, key):
     return statistics.median(found[str(length)][key])
 
@@ -166,12 +154,3 @@ def _p95(values):
 
 def _ms(seconds):
     return f"{1e3 * seconds:.1f}" if seconds < 0.1 else f"{1e3 * seconds:,.0f}"
-
-
-def _rounded(value):
-    """Microseconds are enough."""
-    if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_rounded(each) for each in value]
-    return round(value, 6) if isinstance(value, float) else value

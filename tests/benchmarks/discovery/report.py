@@ -1,7 +1,6 @@
 """Writes what the simulation of a fleet has found: the numbers in JSON, and a page that computes the rest from them."""
 
-import json
-import textwrap
+from benchmarks import page
 
 RELIST_S, PROBE_S, PROBE_REQUESTS, INFLOW_S, REREAD_S = 300, 5, 3, 15, 2  # the router's own rhythms
 ROLLOUT_S = 1800
@@ -10,20 +9,16 @@ CONFIGMAP = 1024 * 1024  # bytes that Kubernetes allows
 
 def write(found, out):
     """Write the JSON file, and the page beside it."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=1) + "\n")
     parts = (head, choosing, keeping, discovering, sending, probing)
-    out.with_suffix(".md").write_text("\n\n".join(part(found) for part in parts) + "\n")
+    page.write(found, out, [part(found) + "\n" for part in parts])
 
 
 def prose(text):
-    """Fill a paragraph."""
-    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
+    return page.paragraph(text).rstrip()
 
 
-def table(title, rows):
-    lines = [title, ["---"] * len(title), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+def table(heads, rows):
+    return page.table(heads, rows).rstrip()
 
 
 def amount(value, unit="B"):

@@ -5,11 +5,9 @@ reconciler of the router run as they are, on engines and pods that are made up. 
 computed from that.
 """
 
-import argparse
 import asyncio
 import gc
 import json
-import os
 import platform
 import random
 import sys
@@ -23,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import msgspec
 
+from benchmarks import page
 from benchmarks.discovery import report
 from benchmarks.discovery.pods import LIFE, line, pod
 from xpyd_proxy.app import policies
@@ -48,7 +47,6 @@ from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.settings import KvTransferMode, PolicyName
 
-ROOT = Path(__file__).parents[3]
 SIZES = (10, 100, 1000)  # engines, half of them of each role
 ROUTERS, ENGINES, RATE = 100, 1000, 10_000.0
 PROMPT = random.Random(1).randbytes(2048).hex().encode()  # 4 KiB of JSON text
@@ -56,16 +54,12 @@ PATH = "/v1/completions"
 
 
 def main():
-    args = arguments()
+    args = page.parser_of(__doc__, "100 engines and short looks").parse_args()
     start = time.monotonic()
     spent_s = 0.02 if args.quick else 0.2
     sizes = SIZES[:2] if args.quick else SIZES
     found = {
-        "machine": {
-            "cores": os.cpu_count(),
-            "processor": platform.machine().replace("_", "-"),
-            "python": platform.python_version(),
-        },
+        "machine": page.machine() | {"python": platform.python_version()},
         "fleet": {"routers": ROUTERS, "engines": sizes[-1], "rate": RATE},
         "choices": {case: choices(sizes, spent_s, case) for case in ("one revision", "two revisions")},
         "request": request_cost(sizes[-1], spent_s),
@@ -74,18 +68,10 @@ def main():
         "discovery": asyncio.run(discovery(sizes[-1])),
         "bytes": wire(sizes[-1]),
     }
-    report.write(found, args.out)
-    print(args.out.with_suffix(".md").read_text())
-    print(f"{time.monotonic() - start:.0f} s; written to {args.out.with_suffix('.*')}")
-
-
-def arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="100 engines and short looks: does it work?")
-    parser.add_argument("--out", type=Path, help="the JSON file; .md is written beside it")
-    args = parser.parse_args()
-    args.out = args.out or ROOT / (".xpyd/bench/fleet.json" if args.quick else "docs/benchmarks/fleet.json")
-    return args
+    out = page.out_of(args, "fleet")
+    report.write(found, out)
+    print(out.with_suffix(".md").read_text())
+    print(f"{time.monotonic() - start:.0f} s; written to {out.with_suffix('.*')}")
 
 
 def micros(call, spent_s, least=5):

@@ -4,10 +4,7 @@
 on a core of its own; engines and the load generator share another.
 """
 
-import argparse
 import json
-import os
-import platform
 import resource
 import signal
 import subprocess
@@ -17,8 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks import page
 from benchmarks.router import report, trial
-from benchmarks.router.contestants import CONTESTANTS, ROOT, Missing, prepare, versions
+from benchmarks.router.contestants import CONTESTANTS, Missing, prepare, versions
 from benchmarks.router.scenarios import IDLE, SCENARIOS
 
 DIRECT = "direct"  # no router: what the load generator sees of an engine
@@ -46,20 +44,18 @@ def main():
 
 
 def arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = page.parser_of(__doc__, "short runs")
     known = [*SCENARIOS, IDLE]
     listed = lambda text: text.replace(",", " ").split()  # noqa: E731
     parser.add_argument("--only", type=listed, default=[], help=f"scenarios, with commas: {','.join(known)}")
     parser.add_argument("--routers", type=listed, default=[*CONTESTANTS], help=",".join(CONTESTANTS))
     parser.add_argument("--rounds", type=int, help=f"turns of every router ({ROUNDS}; quick: {QUICK_ROUNDS})")
-    parser.add_argument("--quick", action="store_true", help="short runs: does it work? Writes to .xpyd/bench")
-    parser.add_argument("--out", type=Path, help="the JSON file; .md and .svg are written beside it")
     args = parser.parse_args()
     for what, given, there in (("scenario", args.only, known), ("router", args.routers, [*CONTESTANTS])):
         if odd := [name for name in given if name not in there]:
             parser.error(f"there is no {what} {odd[0]!r}: choose from {', '.join(there)}")
     args.rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
-    args.out = args.out or ROOT / (".xpyd/bench/router.json" if args.quick else "docs/benchmarks/router.json")
+    args.out = page.out_of(args, "router")
     return args
 
 
@@ -104,7 +100,7 @@ def about(cores, args, missing):
     return {
         "command": " ".join(["tests/benchmarks/router/bench.py", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "system": platform.system()},
+        "machine": page.machine(),
         "apart": cores.router != cores.rest,
         "rounds": args.rounds,
         "missing": missing,

@@ -1,10 +1,9 @@
 """docs/benchmarks/router.md from the raw numbers. What was never measured is left out."""
 
-import json
-import textwrap
-
+from benchmarks import page
+from benchmarks.chart import draw, logarithmic
+from benchmarks.page import paragraph, table
 from benchmarks.router import figures, goals
-from benchmarks.router.chart import draw
 from benchmarks.router.contestants import CONTESTANTS
 from benchmarks.router.figures import DIRECT, OURS, RUST, TOY
 from benchmarks.router.scenarios import IDLE, SCENARIOS
@@ -17,8 +16,6 @@ LATENCIES = ("burst32", "ttft32", "burst256", "ttft256", "stream200", "alone200"
 
 def write(seen, out):
     """Write the raw numbers, the page and its picture."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(_rounded(seen), indent=1, sort_keys=True) + "\n")
     runs = seen["runs"]
     groups = REQUESTS[:5]
     bars = {name: [figures.median(runs, each, name, figures.request_ms) for each in groups] for name in CONTESTANTS}
@@ -27,10 +24,11 @@ def write(seen, out):
         title = "CPU-milliseconds of the router a request (logarithmic)"
         wanted = [value and goals.REQUEST_MOST * value for value in bars.get(RUST, ())]
         label = f"wanted of {OURS}: {goals.REQUEST_MOST} x {RUST}"
-        out.with_suffix(".svg").write_text(draw(bars, groups, title, marks=wanted, label=label))
+        svg = draw(bars, groups, title, logarithmic, "{:.2g}", marks=wanted, label=label)
     picture = f"![{title}]({out.stem}.svg)\n" if bars else ""
-    parts = [_head(seen), picture, *(part(runs) for part in PARTS)]
-    out.with_suffix(".md").write_text("\n".join(part for part in parts if part))
+    page.write(seen, out, [_head(seen), picture, *(part(runs) for part in PARTS)])
+    if bars:
+        out.with_suffix(".svg").write_text(svg)
 
 
 def line(found):
@@ -54,11 +52,11 @@ def _head(seen):
     others = "share another" if facts["apart"] else "share it, for there is only one"
     words = [
         "# The cost of the router\n",
-        _paragraph("""
+        paragraph("""
 `make bench-router` measures everything and writes this page, on an idle machine; `ONLY=short,stream200` measures some
 scenarios and leaves the others as they are, `QUICK=1` makes short runs to see whether all of it works and writes to
 `.xpyd/bench`. The raw numbers are in `router.json`."""),
-        _paragraph(f"""
+        paragraph(f"""
 {machine["cores"]} cores, {machine["processor"].replace("_", "-")}, {machine["system"]}; {facts["date"]}; {versions}.
 `{facts["command"]}`: {rounds}, in each of which every router has its turn in every scenario; numbers are medians,
 ratios are medians of the ratios within rounds. A router is started for each run, alone, and has one core; two prefill
@@ -68,7 +66,7 @@ the blocks of its own prompt. CPU is that of all processes of the router, user a
     ]
     if facts["quick"]:
         names = ", ".join(f"`{name}`" for name in facts["quick"])
-        words.append(_paragraph(f"**Quick runs, too short to go by their numbers:** {names}."))
+        words.append(paragraph(f"**Quick runs, too short to go by their numbers:** {names}."))
     taken = {name for runs in seen["runs"].values() for name in runs}
     words += [f"- **{name}**: {each.about}" for name, each in CONTESTANTS.items() if name in taken]
     words += [f"- {said}" for said in facts["missing"].values()]
@@ -112,7 +110,7 @@ def _rate_table(runs):
             cells.append("" if rate is None else f"{rate:,.0f} ({other:.2f})")
         rows.append([f"`{name}`", *cells])
     heads = ["", *(f"{name} (share of the other core)" for name in CONTESTANTS)]
-    return _table(heads, rows) if rows else ""
+    return table(heads, rows) if rows else ""
 
 
 def _latencies(runs):
@@ -137,7 +135,7 @@ def _latencies(runs):
 decode engine. TTFT: from sending the request to the first byte of its answer (the prompt takes an engine the same time
 with and without a prefill leg). Token: from the instant of a step, which all streams have in common, to
 the token at its client. Between tokens: from one to the next.""",
-        _table(heads, rows) if rows else "",
+        table(heads, rows) if rows else "",
     )
 
 
@@ -152,7 +150,7 @@ def _memory(runs):
         "Memory and sockets",
         """Resident MiB at the end of the load, and at its most; sockets before the load, and after all clients have
 left (in `streams1000` and `hangups` up to 6 s after, which is time enough to close idle connections to engines).""",
-        _table(["", "router", "RSS, MiB", "at most", "sockets before", "after"], rows) if rows else "",
+        table(["", "router", "RSS, MiB", "at most", "sockets before", "after"], rows) if rows else "",
     )
 
 
@@ -172,7 +170,7 @@ def _idle(runs):
         "Idle",
         """Start-up is from starting the process, with its bytecode there, to the first connection it accepts; then it
 has nothing to do.""",
-        _table(["router", "start-up, s", "of the processor, s", "cores", "RSS, MiB"], rows) if rows else "",
+        table(["router", "start-up, s", "of the processor, s", "cores", "RSS, MiB"], rows) if rows else "",
     )
 
 
@@ -194,7 +192,7 @@ def _own(runs):
     return _section(
         "The scenarios, and what measuring costs, µs of CPU a request",
         "Load generator and engines without a router: one leg. None of this is in the numbers above.",
-        _table(heads, rows) if rows else "",
+        table(heads, rows) if rows else "",
     )
 
 
@@ -223,7 +221,7 @@ def _goals(runs):
         "Goals",
         """Ratios are medians of the ratios within rounds, differences of the differences within rounds. A goal that
 needs a router or a scenario which has not been measured is left out.""",
-        _table(["goal", "scenario", "measured", "wanted", "reached"], rows) if rows else "",
+        table(["goal", "scenario", "measured", "wanted", "reached"], rows) if rows else "",
     )
 
 
@@ -245,20 +243,11 @@ def _costs(runs, names, value, form):
                 *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
             ]
         )
-    return _table(["", *CONTESTANTS, f"{OURS} / {RUST}", f"{TOY} / {OURS}"], rows) if rows else ""
+    return table(["", *CONTESTANTS, f"{OURS} / {RUST}", f"{TOY} / {OURS}"], rows) if rows else ""
 
 
-def _section(title, words, table):
-    return f"## {title}\n\n{_paragraph(words)}\n{table}".rstrip() + "\n" if table else ""
-
-
-def _table(heads, rows):
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
-
-
-def _paragraph(text):
-    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False) + "\n"
+def _section(title, words, rows):
+    return f"## {title}\n\n{paragraph(words)}\n{rows}".rstrip() + "\n" if rows else ""
 
 
 def _ms(value):
@@ -267,12 +256,3 @@ def _ms(value):
 
 def _whole(value):
     return "" if value is None else f"{value:,.0f}"
-
-
-def _rounded(value):
-    """Microseconds are enough."""
-    if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_rounded(each) for each in value]
-    return round(value, 6) if isinstance(value, float) else value

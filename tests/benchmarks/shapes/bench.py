@@ -4,10 +4,8 @@
 own; all of them live at once and take turns.
 """
 
-import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -16,35 +14,26 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks import page
 from benchmarks.shapes import report
 from benchmarks.shapes.cases import CASES, LENGTHS
 
 TESTS = Path(__file__).parents[2]
-ROOT = TESTS.parent
 WAYS = {"Shared memory, as NIXL chooses by itself": {}, "TCP over loopback": {"UCX_TLS": "tcp"}}  # environments
 ROUNDS, QUICK_ROUNDS = 7, 1
 
 
 def main():
-    args = arguments()
+    args = page.parser_of(__doc__, "one round of short prompts").parse_args()
     start = time.monotonic()
     lengths, rounds = (LENGTHS[:1], QUICK_ROUNDS) if args.quick else (LENGTHS, ROUNDS)
     with ExitStack() as stack:
         readers = {way: stack.enter_context(running(env)) for way, env in WAYS.items()}
         seen = measured(readers, lengths, rounds)
-    machine = {"cores": os.cpu_count(), "processor": platform.machine().replace("_", "-"), "system": platform.system()}
-    report.write({"machine": machine, "rounds": rounds, **seen}, args.out)
-    print(args.out.with_suffix(".md").read_text())
-    print(f"{time.monotonic() - start:.0f} s; written to {args.out.with_suffix('.*')}")
-
-
-def arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round of short prompts: does it work?")
-    parser.add_argument("--out", type=Path, help="the JSON file; .md is written beside it")
-    args = parser.parse_args()
-    args.out = args.out or ROOT / (".xpyd/bench/shapes.json" if args.quick else "docs/benchmarks/shapes.json")
-    return args
+    out = page.out_of(args, "shapes")
+    report.write({"machine": page.machine(), "rounds": rounds, **seen}, out)
+    print(out.with_suffix(".md").read_text())
+    print(f"{time.monotonic() - start:.0f} s; written to {out.with_suffix('.*')}")
 
 
 def measured(readers, lengths, rounds):

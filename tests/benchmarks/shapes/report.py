@@ -1,9 +1,9 @@
 """docs/benchmarks/shapes.md from the raw numbers."""
 
-import json
 import statistics
-import textwrap
 
+from benchmarks import page
+from benchmarks.page import paragraph, table
 from benchmarks.shapes.cases import HEADS, LAYERS, LENGTHS, TOKEN, WIDTH
 
 HEADINGS = (
@@ -21,9 +21,7 @@ HEADINGS = (
 
 def write(seen, out):
     """Write the raw numbers and the page."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(_rounded(seen), indent=1, sort_keys=True) + "\n")
-    out.with_suffix(".md").write_text("\n".join([_head(seen), *(_section(seen, way) for way in seen["moves"])]))
+    page.write(seen, out, [_head(seen), *(_section(seen, way) for way in seen["moves"])])
 
 
 def _head(seen):
@@ -31,17 +29,17 @@ def _head(seen):
     lengths, sizes = (
         " and ".join(each) for each in zip(*((f"{n:,}", f"{n * TOKEN >> 20} MiB") for n in LENGTHS), strict=True)
     )
-    about = _paragraph("""
+    about = paragraph("""
 `make bench-shapes` measures everything in a few minutes and writes this page; with `QUICK=1` it moves less and less
 often, to see whether all of it works, and writes to `.xpyd/bench`. The raw numbers are in `shapes.json`.""")
-    setting = _paragraph(f"""
+    setting = paragraph(f"""
 {machine["cores"]} cores, {machine["processor"]}, {machine["system"]}; NIXL 1.5.1; two processes on this machine, one
 with the memory that is read and one that reads, planned with `core/layout/transfer_plan.py` and posted with
 `io/nixl.py` as engines do, without vLLM. The model has {LAYERS} layers and {HEADS} KV heads of 128 in bfloat16:
 {TOKEN >> 10} KiB a token, so prompts of {lengths} tokens are {sizes}. Blocks have 16 tokens in the layout LBHNC
 (layer, block, head, token, content) unless said otherwise, and are scattered unless said to be contiguous. Each number
 is the median of {rounds} rounds, in each of which everything is measured once; the last row in every third.""")
-    words = _paragraph(f"""
+    words = paragraph(f"""
 **Planning** turns block lists into runs of bytes; **posting** is NIXL's preparing and starting of the transfer on the
 calling thread, which for shared memory is most of the copying, too. The **whole transfer** is both and the wait until
 the reader knows that all bytes are there, and GB/s is over all of it. With tensor parallelism (TP), one thread posts
@@ -60,7 +58,7 @@ def _section(seen, way):
 def _length(seen, way, length):
     copied = int(length) * TOKEN / statistics.median(seen["copies"][way][length]) / 1e9
     rows = [_row(name, found, copied) for name, found in seen["moves"][way][length].items()]
-    return f"{int(length):,} tokens; memcpy: {copied:.2f} GB/s.\n\n{_table(HEADINGS, rows)}"
+    return f"{int(length):,} tokens; memcpy: {copied:.2f} GB/s.\n\n{table(HEADINGS, rows)}"
 
 
 def _row(name, found, copied):
@@ -78,21 +76,3 @@ def _rate(moves):
 
 def _median(moves, key):
     return statistics.median(move[key] for move in moves)
-
-
-def _table(heads, rows):
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
-
-
-def _rounded(value):
-    """Microseconds are enough."""
-    if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_rounded(each) for each in value]
-    return round(value, 6) if isinstance(value, float) else value
-
-
-def _paragraph(text):
-    return textwrap.fill(" ".join(text.split()), 120, break_on_hyphens=False) + "\n"

@@ -1,5 +1,7 @@
 """The promise: through the router, text and logprobs are those of a single engine, and D computed no prompt."""
 
+from contextlib import ExitStack
+
 import pytest
 
 from support.cluster import Watch, nothing_held, wait_until
@@ -31,12 +33,9 @@ def test_two_pairs(two_pairs, engines, reference_answer):
     """50 prompts over 2P2D: equal, all four engines took part, each D met each P."""
     asked = questions(50, seed=2)
     watches = [Watch(spec) for spec in (engines.p0, engines.p1, engines.d0, engines.d1)]
-    for watch in watches:
-        watch.__enter__()
-    answers, wrong = compare(two_pairs, asked, reference_answer)
-    for watch in watches:
-        watch.__exit__()
-    p0, p1, d0, d1 = watches
+    with ExitStack() as stack:
+        p0, p1, d0, d1 = (stack.enter_context(watch) for watch in watches)
+        answers, wrong = compare(two_pairs, asked, reference_answer)
 
     assert wrong == {}
     assert d0.delta("vllm:xpyd_loads_total") + d1.delta("vllm:xpyd_loads_total") == len(asked)

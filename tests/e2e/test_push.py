@@ -3,6 +3,7 @@
 import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
@@ -57,12 +58,9 @@ def test_two_pairs_through_the_router(pushing, start_router, reference_answer):
     specs = (pushing.chunk, pushing.request, pushing.d0, pushing.d1)
     url = start_router("router-push-2p2d", specs[:2], specs[2:])
     watches = [Watch(spec) for spec in specs]
-    for watch in watches:
-        watch.__enter__()
-    answers, wrong = compare(url, asked, reference_answer)
-    for watch in watches:
-        watch.__exit__()
-    _, _, d0, d1 = watches
+    with ExitStack() as stack:
+        _, _, d0, d1 = (stack.enter_context(watch) for watch in watches)
+        answers, wrong = compare(url, asked, reference_answer)
 
     assert wrong == {}
     assert d0.delta(COMPUTED) + d1.delta(COMPUTED) == len(asked)

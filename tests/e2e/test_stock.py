@@ -6,17 +6,11 @@ import pytest
 
 from support import plain_router
 from support.cluster import Watch, base_url, engine_spec, free_ports, port_flags, run_example, start_engine
-from support.questions import ask, client, differences, questions
+from support.questions import compare, questions
 from xpyd_proxy.local.processes import Command
 from xpyd_proxy.local.recipe import Connector, Role
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-
-
-def wrong_answers(url, asked, reference_answer):
-    with client(url) as api:
-        answers = {question: ask(api, question) for question in asked}
-    return {str(q): found for q, answer in answers.items() if (found := differences(answer, reference_answer(q)))}
 
 
 def test_our_connector_behind_a_router_that_knows_only_the_wire(fleet, engines, reference_answer):
@@ -27,7 +21,7 @@ def test_our_connector_behind_a_router_that_knows_only_the_wire(fleet, engines, 
     fleet.wait_ready([fleet.start(command)], timeout_s=30)
     asked = questions(50, seed=5)
     with Watch(engines.d0) as decode:
-        wrong = wrong_answers(base_url(command), asked, reference_answer)
+        _, wrong = compare(base_url(command), asked, reference_answer)
 
     assert wrong == {}
     assert decode.delta("vllm:xpyd_loads_total") == len(asked)
@@ -60,7 +54,7 @@ def test_our_router_before_vllms_own_connector(stock_pair, start_router, asked, 
     prefill, decode = stock_pair
     url = start_router("router-stock", [prefill], [decode])
     with Watch(decode) as watch:
-        wrong = wrong_answers(url, asked, reference_answer)
+        _, wrong = compare(url, asked, reference_answer)
     loaded, cached, computed = (
         watch.delta(f"vllm:prompt_tokens_by_source_total|{source}")
         for source in ("external_kv_transfer", "local_cache_hit", "local_compute")

@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from support.cluster import Watch, engine_spec, start_engine
-from support.questions import ask, client, differences, questions
+from support.questions import compare, questions
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.recipe import Connector, Role
 
@@ -41,9 +41,8 @@ def test_what_is_pushed_gives_the_text_of_one_engine(pushing_pair, start_router,
     prefill, decode = pushing_pair
     url = start_router(f"router-stock-push-{mode}", [prefill], [decode], args=("--kv-transfer-mode", mode))
     httpx.post(f"{url}/v1/completions", json=BODY, timeout=120, trust_env=False)  # the first one teaches the router
-    with client(url) as api, Watch(prefill) as pushed, Watch(decode) as received:
-        answers = {question: ask(api, question) for question in asked[mode]}
-    wrong = {str(q): found for q, answer in answers.items() if (found := differences(answer, reference_answer(q)))}
+    with Watch(prefill) as pushed, Watch(decode) as received:
+        _, wrong = compare(url, asked[mode], reference_answer)
     taken = httpx.post(f"{url}/v1/completions", json=BODY, timeout=120, trust_env=False).headers["server-timing"]
 
     assert wrong == {}

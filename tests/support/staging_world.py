@@ -4,10 +4,10 @@ P is made of the connector's cores. A decode engine is played: each of its ranks
 at the slots at every moment at which a read could be under way, and asks the fence at the end.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from support.copying import MemoryCopier
-from support.engines import FINGERPRINT
+from support.engines import FINGERPRINT, Turns
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import Address, BlockId, EngineEndpoint, EngineId, RequestId
 from xpyd_connector.core.lease.lease_table import LeaseTable
@@ -16,7 +16,6 @@ from xpyd_connector.core.messages import (
     PROTOCOL,
     DropLeases,
     FenceResult,
-    LeasesLost,
     PartRefused,
     PartStaged,
     RankInfo,
@@ -166,14 +165,37 @@ class Load:
     reason: str = ""
 
 
-class Worker:
+class Caller:
+    """What calls P, and calls again when the connection is lost."""
+
+    def __init__(self, reads_from, name):
+        self.p, self.link = reads_from, InMemoryLink(reads_from.network, name)
+        self.conn, self.is_calling = None, False
+
+    def turn(self):
+        for event in self.link.poll():
+            self.hear(event)
+        if self.conn is None and not self.is_calling:
+            self.link.connect(ADDRESS, EngineId("p"))
+            self.is_calling = True
+
+    def hear(self, event):
+        match event:
+            case PeerConnected(conn, _):
+                self.conn, self.is_calling = conn, False
+            case ConnectFailed():
+                self.is_calling = False
+            case ConnectionLost():
+                self.conn = None
+
+
+class Worker(Caller):
     """One rank of a decode engine."""
 
     def __init__(self, reads_from, name, rank, ranks):
-        self.p, self.rank, self.ranks = reads_from, rank, ranks
-        self.link = InMemoryLink(self.p.network, f"{name}/{rank}")
+        super().__init__(reads_from, f"{name}/{rank}")
+        self.rank, self.ranks = rank, ranks
         self.p.network.aliases[f"{name}/{rank}"] = name  # as its Hello would prove
-        self.conn, self.is_calling = None, False
         self.loads = {}
         self.asked, self.answered = set(), []
 
@@ -182,11 +204,7 @@ class Worker:
         self._ask(load)
 
     def turn(self):
-        for event in self.link.poll():
-            self._hear(event)
-        if self.conn is None and not self.is_calling:
-            self.link.connect(ADDRESS, EngineId("p"))
-            self.is_calling = True
+        super().turn()
         for load in self.loads.values():
             self._look(load)
 
@@ -211,12 +229,9 @@ class Worker:
         self.asked.add((load.reader, load.part))
         self.link.send(self.conn, StagePart(load.request, load.reader, self.rank, self.ranks, load.part, groups))
 
-    def _hear(self, event):
+    def hear(self, event):
+        super().hear(event)
         match event:
-            case PeerConnected(conn, _):
-                self.conn, self.is_calling = conn, False
-            case ConnectFailed():
-                self.is_calling = False
             case ConnectionLost():
                 self._lost()
             case MessageReceived(_, PartStaged(reader, part, slots)):
@@ -253,35 +268,16 @@ class Worker:
         return [load for load in self.loads.values() if load.state in ("asking", "confirming")]
 
 
-@dataclass
-class Decoder:
+class Decoder(Caller):
     """A decode engine: its scheduler renews and drops, its workers read."""
 
-    p: HostBuffer
-    name: str
-    ranks: int
-    conn: object = None
-    workers: list = field(default_factory=list)
-
-    def __post_init__(self):
-        self.link = InMemoryLink(self.p.network, self.name)
-        self.workers = [Worker(self.p, self.name, rank, self.ranks) for rank in range(self.ranks)]
-        self.is_calling = False
+    def __init__(self, p, name, ranks):
+        super().__init__(p, name)
+        self.name, self.ranks = name, ranks
+        self.workers = [Worker(p, name, rank, ranks) for rank in range(ranks)]
 
     def turn(self):
-        for event in self.link.poll():
-            match event:
-                case PeerConnected(conn, _):
-                    self.conn, self.is_calling = conn, False
-                case ConnectFailed():
-                    self.is_calling = False
-                case ConnectionLost():
-                    self.conn = None
-                case MessageReceived(_, LeasesLost()):
-                    pass
-        if self.conn is None and not self.is_calling:
-            self.link.connect(ADDRESS, EngineId("p"))
-            self.is_calling = True
+        super().turn()
         for worker in self.workers:
             worker.turn()
 
@@ -290,7 +286,7 @@ class Decoder:
         self.link.send(self.conn, kind((request,)))
 
 
-class StagingWorld:
+class StagingWorld(Turns):
     """One prefill engine, and decode engines with these numbers of ranks."""
 
     def __init__(self, *, ranks=1, groups=1, decoders=(1,)):
@@ -304,15 +300,6 @@ class StagingWorld:
         self.p.turn(now=self.now)
         for decoder in self.decoders:
             decoder.turn()
-
-    def run(self, seconds=0.0, step=1.0):
-        end = self.now + seconds
-        while True:
-            for _ in range(6):
-                self.round()
-            if self.now >= end:
-                return
-            self.now = min(end, self.now + step)
 
     def load(self, request, *, size, decoder=0, ranks=None):
         """Have a decode engine, or only some of its ranks, load a request in parts of ``size`` blocks a group."""

@@ -12,7 +12,6 @@ from xpyd_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwo
 
 ADDRESS = Address("10.0.0.1", 5600)
 WELCOME = Welcome(PROTOCOL, EngineId("p"), FINGERPRINT, (rank_info("p"),))
-CROSSED = np.array([[BLOCK_BYTES, 0, BLOCK_BYTES], [0, BLOCK_BYTES, BLOCK_BYTES]])  # from address, to address, bytes
 
 
 class Pair:

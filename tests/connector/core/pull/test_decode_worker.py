@@ -19,7 +19,6 @@ from xpyd_connector.errors import IllegalTransition
 from xpyd_connector.io.in_memory import InMemoryLink, InMemoryTransferAgent
 
 RIGHT = [b"p-a/0", b"p-a/1", b"p-a/2"]
-ANYWHERE = LoadOrder(RequestId("d-a"), RequestId("p-a"), EngineId("p0"), ("10.0.0.1", 5600), ())
 
 
 @pytest.fixture

@@ -34,24 +34,27 @@ up: $(STAMPS)/package ## start engines and the router here: PREFILL=1 DECODE=1 E
 ##@ Check
 
 # What starts no engines is shared out to as many processes as there are WORKERS, file by file: fixtures of a module are
-# made once. The checkers and the compiler take what these leave of two cores. Then come the engines' tests alone.
+# made once. The compiler takes what these leave of two cores. The engines' tests wait for leases and timeouts for a
+# third of their time: the checkers, which nothing waits for, take that.
 ALONE  := not (vllm or gpu or thorough)
 SHARED := -p no:cacheprovider -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 .PHONY: test
 test: lint $(STAMPS)/helm ## everything, real engines included: what CI runs; WORKERS=2
 	@failed=0; \
-	$(MAKE) -k -j2 -Otarget test-alone test-beside || failed=1; \
+	$(MAKE) -k -j2 -Otarget test-alone test-compile || failed=1; \
 	$(MAKE) test-compiled || failed=1; \
-	$(MAKE) test-engines || failed=1; \
+	$(MAKE) -k -j2 -Oline test-engines test-types || failed=1; \
 	exit $$failed
 
-.PHONY: test-alone test-beside test-compiled test-engines
+.PHONY: test-alone test-compile test-compiled test-engines test-types
 test-alone: $(STAMPS)/helm
 	$(BIN)/pytest $(SHARED) -m "$(ALONE) and not compiled"
 
-test-beside: $(STAMPS)/dev
+test-compile: $(STAMPS)/dev
 	-nice -n 19 $(BIN)/python -P tests/support/compiled.py
+
+test-types: $(STAMPS)/dev
 	nice -n 19 $(MAKE) -k types imports
 
 test-compiled: $(STAMPS)/dev

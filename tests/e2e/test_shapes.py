@@ -79,11 +79,13 @@ def gang(request, fleet, models, single):
 
 
 # Both modes have the same plan: the ordinary tests have each row in one of them, windows, which a push follows step by
-# step, in both, and staging on both sides in both, too, by the hundred requests below.
+# step, in both, and staging on both sides in both, too, by the hundred requests below. Engines of two ranks each, whose
+# ranks pair up as single ones do, are four processes on two cores.
 THOROUGH = {
     ("tp1-to-tp2", "push"),
     ("tp2-to-tp1", "pull"),
     ("tp2-to-tp2", "pull"),
+    ("tp2-to-tp2", "push"),
     ("block32-to-64", "push"),
     ("block64-to-32", "pull"),
     ("staged-on-p", "pull"),

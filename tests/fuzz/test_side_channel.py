@@ -1,6 +1,6 @@
 """Bytes and messages that no engine sends, at a real side channel: nothing ends its thread, grows, or keeps others out.
 
-``XPYD_FUZZ_SECONDS`` (10) is how long each of the two modes takes, ``XPYD_FUZZ_SEED`` (17) where it begins.
+``XPYD_FUZZ_SECONDS`` (5) is how long each of the two modes takes, ``XPYD_FUZZ_SEED`` (17) where it begins.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from xpyd_connector.io.link import SocketLink
 from xpyd_connector.io.runner import Runner
 from xpyd_connector.io.tls import Tls
 
-SECONDS = float(os.environ.get("XPYD_FUZZ_SECONDS") or "10")
+SECONDS = float(os.environ.get("XPYD_FUZZ_SECONDS") or "5")
 SEED = os.environ.get("XPYD_FUZZ_SEED") or "17"
 SECRET = b"a secret of the fuzzer"
 GROWTH = 16 << 20  # bytes that the process may be larger at the end than after its first seconds

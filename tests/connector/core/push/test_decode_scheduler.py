@@ -2,12 +2,10 @@
 
 import pytest
 
-from support.engines import FINGERPRINT, LEASE, lent, rank_info
+from support.engines import FINGERPRINT, lent, rank_info
+from support.expecting import ADDRESS, RANKS, A, B, ExpectingEngine, P, T
 from support.push_engines import PATIENCE, WAIT
-from support.recording_link import ConnectingLink
-from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import Address, ConnId, EngineId, RequestId
-from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
+from xpyd_connector.core.ids import ConnId, EngineId
 from xpyd_connector.core.lease.kv_params import PushParams
 from xpyd_connector.core.messages import (
     PROTOCOL,
@@ -27,48 +25,16 @@ from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageRece
 from xpyd_connector.core.push.decode_scheduler import (
     LONG_QUARANTINE,
     QUARANTINE,
-    PushOrder,
-    PushReceiver,
     ReceiveState,
 )
 from xpyd_connector.core.results import BlocksReleased, LoadResult
-from xpyd_connector.core.session.peers import QUIET, PeerTable
+from xpyd_connector.core.session.peers import QUIET
 from xpyd_connector.errors import IllegalTransition
 from xpyd_connector.io.client_connections import IDLE_TIMEOUT
 
-P, ADDRESS = EngineId("p0"), Address("10.0.0.1", 5600)
-A, B, T = RequestId("d-a"), RequestId("d-b"), RequestId("t")
-RANKS = [rank_info("d/0", ranks=2), rank_info("d/1", rank=1, ranks=2)]
 
-
-class Harness:
-    """The control thread of a decode engine with two ranks."""
-
-    def __init__(self):
-        self.link, self.counters, self.now = ConnectingLink(), Counters(), 0.0
-        self.peers = PeerTable(self.link, FINGERPRINT, self.counters, retry_after=1.0)
-        self.lease_renewer = LeaseRenewer(self.link, self.peers, self.counters, heartbeat_interval=LEASE / 6)
-        self.push_receiver = PushReceiver(
-            self.link, self.peers, self.lease_renewer, self.counters, RANKS, timeout=WAIT, peer_timeout=PATIENCE
-        )
-
-    def expect(self, request=A, engine=P, blocks=(4, 5)):
-        self.lease_renewer.start_renewing(request, PushParams(engine, *ADDRESS, T, T), now=self.now)
-        ticket = PushOrder(request, T, engine, ADDRESS, "digest", lent(2, blocks))
-        self.push_receiver.expect(ticket, now=self.now)
-
-    @property
-    def conn(self):
-        return next(iter(self.peers._peers.values())).conn
-
-    def happen(self, event):
-        """As Control routes what is not for the landings themselves."""
-        changed = self.lease_renewer.on(event, now=self.now)
-        if changed is not None:
-            self.push_receiver.peer_changed(changed, now=self.now)
-
-    def connect(self, engine=P):
-        self.happen(PeerConnected(self.conn, Welcome(PROTOCOL, engine, FINGERPRINT, (rank_info("p"),))))
+class Harness(ExpectingEngine):
+    """One whose turns a test takes."""
 
     def lose(self, *, silent=False):
         self.happen(ConnectionLost(self.conn, "closed", silent))

@@ -2,16 +2,12 @@
 
 import pytest
 
-from support.engines import FINGERPRINT, LEASE, lent, rank_info
-from support.push_engines import PATIENCE, WAIT
+from support.expecting import A, B, ExpectingEngine, T
 from support.recording_link import ConnectingLink
 from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import Address, BlockId, ConnId, EngineId, RequestId
-from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
-from xpyd_connector.core.lease.kv_params import PushParams
+from xpyd_connector.core.ids import BlockId, ConnId, RequestId
 from xpyd_connector.core.messages import (
     MAX_PART,
-    PROTOCOL,
     CancelPushes,
     CopyEnded,
     CopyIn,
@@ -19,56 +15,30 @@ from xpyd_connector.core.messages import (
     PushStopped,
     RegisterPush,
     RenewLeases,
-    Welcome,
     WorkerHello,
 )
-from xpyd_connector.core.ports import ConnectionLost, MessageReceived, PeerConnected
-from xpyd_connector.core.push.decode_scheduler import QUARANTINE, PushOrder, PushReceiver
+from xpyd_connector.core.ports import ConnectionLost, MessageReceived
+from xpyd_connector.core.push.decode_scheduler import QUARANTINE
 from xpyd_connector.core.results import BlocksReleased, LoadResult
-from xpyd_connector.core.session.peers import PeerTable
 from xpyd_connector.core.session.worker_links import WorkerLinks
 from xpyd_connector.core.staging.decode_scheduler import StagingReceiver
 from xpyd_connector.core.staging.slots import Slots
 
-P, ADDRESS, T = EngineId("p0"), Address("10.0.0.1", 5600), RequestId("t")
-A, B, C = RequestId("d-a"), RequestId("d-b"), RequestId("d-c")
+C = RequestId("d-c")
 W0, W1, STRANGER = ConnId(101), ConnId(102), ConnId(103)
 TOKENS = {0: b"token 0", 1: b"token 1"}
 SQUEEZE = 30.0
 
 
-class Harness:
-    """The control thread of a decode engine with two ranks and room for four blocks, and everybody it talks to."""
+class Harness(ExpectingEngine):
+    """One that has host memory for four blocks, and everybody it talks to."""
 
     def __init__(self, slots=4):
-        self.link, self.counters, self.now = ConnectingLink(), Counters(), 0.0
-        self.peers = PeerTable(self.link, FINGERPRINT, self.counters, retry_after=1.0)
-        self.lease_renewer = LeaseRenewer(self.link, self.peers, self.counters, heartbeat_interval=LEASE / 6)
-        self.slots = Slots([slots])
-        self.staging_receiver = StagingReceiver(self.link, self.counters, WorkerLinks(self.link, TOKENS), self.slots)
-        ranks = [rank_info(f"d/{rank}", rank=rank, ranks=2) for rank in TOKENS]
-        self.push_receiver = PushReceiver(
-            self.link, self.peers, self.lease_renewer, self.counters, ranks,
-            timeout=WAIT, peer_timeout=PATIENCE, contention_timeout=SQUEEZE, staging_receiver=self.staging_receiver,
-        )  # fmt: skip
+        link, counters, self.slots = ConnectingLink(), Counters(), Slots([slots])
+        self.staging_receiver = StagingReceiver(link, counters, WorkerLinks(link, TOKENS), self.slots)
+        super().__init__(link, counters, contention_timeout=SQUEEZE, staging_receiver=self.staging_receiver)
         for rank, conn in enumerate((W0, W1)):
             self.work(conn, WorkerHello(rank, TOKENS[rank], receives_pushes=True))
-
-    def expect(self, request=A, blocks=(4, 5)):
-        self.lease_renewer.start_renewing(request, PushParams(P, *ADDRESS, T, T), now=self.now)
-        self.push_receiver.expect(PushOrder(request, T, P, ADDRESS, "digest", lent(2, blocks)), now=self.now)
-
-    @property
-    def conn(self):
-        return next(iter(self.peers._peers.values())).conn
-
-    def connect(self):
-        self.happen(PeerConnected(self.conn, Welcome(PROTOCOL, P, FINGERPRINT, (rank_info("p"),))))
-
-    def happen(self, event):
-        changed = self.lease_renewer.on(event, now=self.now)
-        if changed is not None:
-            self.push_receiver.peer_changed(changed, now=self.now)
 
     def hear(self, *messages):
         for message in messages:

@@ -195,17 +195,6 @@ def test_requirements_satisfy_the_package(file, extras):
     assert not {"pytest", "hypothesis", "mypy", "ruff", "vllm", "torch", "hatchling"} & set(pins)
 
 
-@pytest.mark.parametrize("file", sorted(IMAGES.glob("requirements-*.txt")), ids=lambda path: path.name)
-def test_every_requirement_has_a_hash_and_no_host(file):
-    """What is fetched is what was locked, from whichever index a builder uses."""
-    text = file.read_text()
-    logical = [line for line in re.sub(r"\\\n", " ", text).splitlines() if line and not line.lstrip().startswith("#")]
-
-    assert logical
-    assert all("--hash=sha256:" in line and "==" in line for line in logical)
-    assert not re.search(r"://|index-url|find-links|@", text)
-
-
 def test_the_connectors_nixl_is_the_one_that_is_tested():
     """And build tools are those of the tests, too."""
     tested = _pins("requirements-engine.txt") | _pins("requirements-dev.txt")
@@ -311,20 +300,14 @@ ROUTER = (IMAGES / "router.Dockerfile").read_text()
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("python:3.12-slim", "python", "has no tag"),
-        ("python:3.12-slim", "python:latest", "one that moves"),
         ("USER 65532:65532", "", "names no USER by number"),
         ("USER 65532:65532", "USER xpyd", "names no USER by number"),
         ("USER 65532:65532", "USER 0", "runs as root"),
-        ('ENTRYPOINT ["xpyd", "serve"]', "ENTRYPOINT xpyd serve", "shell form"),
-        ('CMD ["--host", "0.0.0.0"]', "CMD --host 0.0.0.0", "shell form"),
         ("HEALTHCHECK NONE", "ADD https://example.org/x /x", "COPY does not unpack"),
         ("HEALTHCHECK NONE", "RUN curl -O https://example.org/x", "nothing verifies"),
         ("HEALTHCHECK NONE", "ENV ADMIN_API_KEY=x", "for everybody to read"),
         ("HEALTHCHECK NONE", "ARG HUB_TOKEN", "for everybody to read"),
-        ("HEALTHCHECK NONE", "RUN apt-get install -y gcc", "apt's lists stay"),
         ("HEALTHCHECK NONE", "RUN apt-get install -y gcc", "has a compiler"),
-        (" --require-hashes", "", "without hashes"),
     ],
 )
 def test_a_broken_rule_is_found(old, new, said):

@@ -1,7 +1,6 @@
 """Reads Dockerfiles, and knows the rules that matter for ours."""
 
 import fnmatch
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,24 +39,10 @@ def stages(text):
 
 
 def faults(text):
-    """Return what is wrong with a Dockerfile, one sentence each."""
-    head, *parts = stages(text)
-    args = dict(step.rest.split("=", 1) for step in head if step.word == "ARG")
-    every = [step for part in (head, *parts) for step in part]
-    checks = (_bases(parts, args), _adds(every), _secrets(every), _apt(every), _pip(every), _forms(every))
-    found = [fault for check in checks for fault in check]
-    return found + list(_last(parts[-1]))
-
-
-def _bases(parts, args):
-    names = set()
-    for part in parts:
-        words = part[0].rest.split()
-        image = re.sub(r"\$\{(\w+)\}", lambda match: args.get(match[1], ""), words[0])
-        tag = image.rpartition("/")[2].partition(":")[2].partition("@")[0]
-        if image not in names and ("@sha256:" not in image and tag in ("", "latest")):
-            yield f"the base image {image!r} has no tag, or one that moves"
-        names |= {words[2]} if len(words) == 3 else set()
+    """Return what is wrong with a Dockerfile beside what hadolint knows, one sentence each."""
+    parts = stages(text)
+    every = [step for part in parts for step in part]
+    return [*_adds(every), *_secrets(every), *_last(parts[-1])]
 
 
 def _adds(every):
@@ -74,27 +59,6 @@ def _secrets(every):
             for name in re.findall(r"(\w+)(?==|$)", step.rest):
                 if SECRET.search(name):
                     yield f"{step.word} {name} would stay in the image for everybody to read"
-
-
-def _apt(every):
-    for step in every:
-        if step.word == "RUN" and "apt-get install" in step.rest and "rm -rf /var/lib/apt/lists" not in step.rest:
-            yield "apt's lists stay in the layer"
-
-
-def _pip(every):
-    for step in every:
-        if step.word == "RUN" and "pip install" in step.rest and "--require-hashes" not in step.rest:
-            yield f"pip installs something without hashes: {step.rest}"
-
-
-def _forms(every):
-    for step in every:
-        if step.word in ("ENTRYPOINT", "CMD"):
-            try:
-                json.loads(step.rest)
-            except ValueError:
-                yield f"{step.word} is in shell form: signals would go to the shell"
 
 
 def _last(part):

@@ -145,15 +145,6 @@ def test_very_many_requests_are_given_back_in_pieces(harness):
     assert [len(requests) for requests in drops] == [MAX_IDS, 1]
 
 
-def test_a_released_lease_is_dropped_at_once_and_renewed_no_more(met):
-    """P can use the blocks."""
-    met.release("a")
-
-    assert met.take_sent() == [(1, DropLeases(("p-a",)))]
-    assert met.lease_renewer.advance(now=BEAT) is None
-    assert len(met.lease_renewer) == 0
-
-
 def test_what_another_request_still_wants_is_not_given_back(met):
     """Of two answers to one prompt, one is aborted: the other must not lose its blocks."""
     met.start_renewing("b", remote="p-a")
@@ -338,18 +329,6 @@ def test_an_engine_whose_loop_hangs_renews_nothing(met):
     met.lease_renewer.advance(now=100.0 + 2 * BEAT)
 
     assert (met.sent, met.lease_renewer.is_withholding) == ([(1, RenewLeases(("p-a",)))], False)
-
-
-def test_steps_of_twenty_seconds_lose_no_lease(met):
-    """``tests/chaos/test_long_steps.py`` has engines do that."""
-    met.turned_at = 0.0
-    now = 0.0
-    while now < 300.0:
-        now += BEAT
-        met.turned_at = now // 20 * 20.0
-        met.lease_renewer.advance(now=now)
-
-    assert len(met.sent) == 300 // BEAT
 
 
 def test_a_turn_that_wants_nothing_more_ends_the_withholding(met):

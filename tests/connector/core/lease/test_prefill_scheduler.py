@@ -79,16 +79,6 @@ def test_a_read_reported_when_its_lease_is_due_does_not_count(shop):
     assert shop.released() == [("a", "EXPIRED"), ("b", "EXPIRED")]
 
 
-def test_each_rank_learns_whether_its_own_read_counts(shop):
-    """The lease ends with the last one."""
-    shop.hear(ReadDone(A, READER, 0, 2))
-    assert shop.released() == []
-    shop.hear(ReadDone(A, READER, 1, 2))
-
-    assert shop.link.sent == [(D, FenceResult(READER, held=True))] * 2
-    assert shop.released() == [("a", "DONE")]
-
-
 def test_what_is_dropped_twice_ends_once(shop):
     """In one message, in two, and for a request that was never here."""
     shop.hear(DropLeases((A, A, RequestId("gone"))))
@@ -180,17 +170,6 @@ def test_an_unclaimed_lease_accepts_any_engine(shop):
 
 def revoke(shop, *requests, blocks=1, now=0.0, **options):
     shop.lease_manager.revoke([RevocableLease(request, 1) for request in requests], blocks, now=now, **options)
-
-
-def test_a_holder_learns_at_once_that_its_leases_are_revoked(shop):
-    """In one message; nobody is told of those that nobody has claimed."""
-    shop.lease_manager.grant(RequestId("c"), now=0.0)
-    shop.hear(RenewLeases((A, B)))
-    revoke(shop, A, B, RequestId("c"), blocks=3)
-
-    assert shop.link.sent == [(D, LeasesLost((A, B)))]
-    assert shop.released() == [("a", "REVOKED"), ("b", "REVOKED"), ("c", "REVOKED")]
-    assert shop.counted()["leases_revoked"] == 3
 
 
 def test_no_more_is_revoked_than_is_lacking(shop):

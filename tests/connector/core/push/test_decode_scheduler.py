@@ -146,19 +146,6 @@ def test_p_must_have_spoken_lately_to_hear_of_a_request(quiet):
     assert quiet.take_sent() == [RenewLeases((T,)), RegisterPush(A, T, "digest", lent(2, (4, 5)))]
 
 
-def test_p_is_met_again_for_a_request_it_has_not_heard_of(quiet):
-    """Once, and the request knows nothing of it; its blocks were lent to nobody meanwhile."""
-    quiet.take_sent()
-    quiet.lose()
-    quiet.connect()
-    assert quiet.take_sent()[-1] == RegisterPush(B, T, "digest", lent(2, (4, 5)))
-    assert quiet.take_results() == []
-    assert quiet.counted()["registrations_resent"] == 1
-    quiet.lose()
-
-    assert quiet.take_results() == [LoadResult(B, f"{ADDRESS} is gone: closed", quarantined=True)]
-
-
 def test_a_p_that_is_really_gone_fails_a_request_it_has_not_heard_of(quiet):
     """Nothing lingers."""
     quiet.lose()
@@ -191,34 +178,6 @@ def test_a_connection_counts_as_quiet_long_before_p_closes_it():
 
 
 # ---- the ends that P tells
-
-
-def test_landed_ends_it_well(harness):
-    """And nobody renews any more."""
-    assert harness.hear(PushDone(A, held=True))
-
-    assert harness.take_results() == [LoadResult(A, "")]
-    assert harness.take_results() == []
-    assert len(harness.push_receiver) == len(harness.lease_renewer) == 0
-    assert harness.counted() == {"loads": 1}
-
-
-def test_landed_without_the_lease_is_worth_nothing(harness):
-    """P's blocks were others' while they were read. They are written, so they do not linger."""
-    harness.hear(PushDone(A, held=False))
-    (result,) = harness.take_results()
-
-    assert ("lease was over" in result.failure, result.quarantined) == (True, False)
-    assert harness.counted() == {"reads_discarded": 1, "loads_failed_lease": 1}
-
-
-def test_stopped_ends_it_badly(harness):
-    """With P's reason."""
-    harness.hear(PushStopped(A, "no prompt"))
-
-    assert harness.take_results() == [LoadResult(A, "P stopped: no prompt")]
-    assert len(harness.push_receiver) == len(harness.lease_renewer) == 0
-    assert harness.counted() == {"loads_failed_transfer": 1}
 
 
 @pytest.mark.parametrize("end", [PushStopped(A, "slow"), PushDone(A, held=True), PushDone(A, held=False)], ids=repr)
@@ -261,19 +220,6 @@ def test_other_messages_are_left_to_others(harness):
 
 
 # ---- the ends that D decides
-
-
-def test_an_abort_while_p_may_write_keeps_the_blocks(harness):
-    """Once, and of nothing else."""
-    harness.push_receiver.stop(A)
-    harness.push_receiver.stop(A)
-    harness.push_receiver.stop(B)
-    assert harness.take_results() == [LoadResult(A, "the request was aborted", quarantined=True)]
-    assert harness.take_sent() == [CancelPushes((A,)), DropLeases((T,))]
-    harness.hear(PushStopped(A, ""))
-
-    assert harness.take_results() == [BlocksReleased(A)]
-    assert harness.counted() == {"drops_sent": 1, "loads_aborted": 1}
 
 
 def test_an_abort_before_p_is_met_keeps_nothing():
@@ -367,21 +313,6 @@ def test_the_long_quarantine_outlasts_tcp():
 
     assert interval * looks > 924.6
     assert QUARANTINE[1] > 1
-
-
-@pytest.mark.parametrize(("silent", "looks"), [(False, QUARANTINE), (True, LONG_QUARANTINE)])
-def test_a_quarantine_is_counted_in_looks_not_in_time(harness, silent, looks):
-    """A process that was stopped for an hour has taken in nothing meanwhile."""
-    _, number = looks
-    harness.lose(silent=silent)
-    harness.take_results()
-    for _ in range(number - 1):
-        harness.wait(3600)
-        harness.wait(0)
-        assert harness.take_results() == []
-    harness.wait(3600)
-
-    assert harness.take_results() == [BlocksReleased(A)]
 
 
 @pytest.mark.parametrize("silent", [False, True])

@@ -129,17 +129,6 @@ def test_a_registration_before_or_after_its_prefill_ends_with_the_last_rank(harn
     assert harness.push_coordinator._by_request == {}
 
 
-def test_what_is_written_after_its_lease_does_not_count(harness):
-    """The blocks were others' while they were read."""
-    harness.register()
-    harness.grant()
-    harness.now = LEASE
-    harness.push_coordinator.on(MessageReceived(W0, PushWritten(D, R)), now=LEASE)
-    harness.push_coordinator.on(MessageReceived(W1, PushWritten(D, R)), now=LEASE)
-
-    assert harness.take_sent(D) == [PushDone(R, held=False)]
-
-
 def test_what_is_written_before_any_lease_does_not_count(harness):
     """A worker cannot know of a prefill's end before the engine; if it says so, nothing vouches for the blocks."""
     harness.register()
@@ -223,18 +212,6 @@ def test_the_latest_word_counts(harness):
     assert T in harness.leases
 
 
-@pytest.mark.parametrize("has_registered", [True, False])
-def test_a_decode_engine_that_is_gone_wants_nothing(harness, has_registered):
-    """What it asked for is freed as soon as it is computed."""
-    harness.hear(D, RenewLeases((T,)))
-    if has_registered:
-        harness.register()
-    harness.lose(D)
-    harness.grant()
-
-    assert harness.ended == [(T, "DROPPED")]
-
-
 def test_another_reader_still_wants_what_one_that_is_gone_does_not(harness):
     """Its registration is worth more than the other's silence."""
     harness.one_engine = {D, ELSE}
@@ -308,19 +285,6 @@ def test_a_lease_that_ends_stops_its_readers(harness):
 
 
 # ---- a decode engine that stops
-
-
-def test_stop_is_answered_when_no_rank_writes(harness):
-    """Whether a rank had written everything before, or stops: that decides nothing any more."""
-    harness.register()
-    harness.grant()
-    harness.hear(W0, PushWritten(D, R))
-    harness.take_sent()
-    harness.hear(D, CancelPushes((R,)), CancelPushes((R,)))
-    assert harness.take_sent() == [(W1, StopPush(D, R))]
-    harness.hear(W1, PushWritten(D, R))
-
-    assert harness.take_sent(D) == [PushStopped(R, "the decode engine does not want it")]
 
 
 def test_stop_of_what_is_over_or_unknown_is_answered_at_once(harness):

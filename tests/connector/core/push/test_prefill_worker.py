@@ -140,19 +140,6 @@ def test_it_attends_at_its_own_scheduler_and_calls_again_until_it_listens():
     assert link.sent == [WorkerHello(1, b"token")]
 
 
-def test_blocks_computed_first_are_written_at_the_assignment(harness):
-    """The decode engine was late."""
-    harness.compute(4, 5, 6, last=True)
-    assert harness.mover.posted == []
-    harness.assign(1, 2, 3)
-    assert harness.written() == [([4, 5, 6], [1, 2, 3])]
-    assert harness.take_sent() == []
-    harness.end(0)
-
-    assert harness.take_sent() == [PushWritten(D, R)]
-    assert len(harness.counters.take().transfers) == 1
-
-
 def test_a_write_is_counted_before_the_scheduler_receives_its_end():
     """It takes a step then, perhaps the last one for long, and vLLM collects the workers' numbers with a step."""
     told, told_by_then = [], []
@@ -186,18 +173,6 @@ def test_who_asks_first_gets_it_as_it_is_computed(harness):
     assert harness.written() == [([4], [1]), ([5, 6], [2, 3]), ([7], [9])]
     assert harness.take_sent() == [PushWritten(D, R)]
     assert harness.counted() == {"pushes": 1}
-
-
-def test_a_prefix_that_the_decode_engine_has_is_not_written(harness):
-    """Its registration starts behind it, and what comes before is skipped in whatever chunks it comes."""
-    harness.assign(1, 2, first=2)
-    harness.compute(4)
-    harness.compute(5, 6)
-    harness.compute(7, last=True)
-    harness.end(0, 1)
-
-    assert harness.written() == [([6], [1]), ([7], [2])]
-    assert harness.take_sent() == [PushWritten(D, R)]
 
 
 def test_a_prompt_that_has_more_blocks_than_are_wanted(harness):

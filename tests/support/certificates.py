@@ -15,18 +15,16 @@ class Pair:
 
 
 class Authority:
-    """Signs certificates for 127.0.0.1."""
+    """Signs certificates for 127.0.0.1, if nothing else is said."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
         self.own = self._make(name, "-x509", "-addext", "basicConstraints=critical,CA:TRUE")
 
-    def sign(self, name: str) -> Pair:
+    def sign(self, name: str, host: str = "IP:127.0.0.1") -> Pair:
         """Make a certificate that is good for servers and for clients."""
         extra = ("-x509", "-CA", self.own.cert, "-CAkey", self.own.key)
-        return self._make(
-            name, *extra, "-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=CA:FALSE"
-        )
+        return self._make(name, *extra, "-addext", f"subjectAltName={host}", "-addext", "basicConstraints=CA:FALSE")
 
     def contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         """Return what an engine of this authority serves with, and what trusts it."""

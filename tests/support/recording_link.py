@@ -2,7 +2,7 @@
 
 import itertools
 
-from xpyd_connector.core.ids import ConnId
+from xpyd_connector.core.ids import ConnId, EngineEndpoint
 
 
 class RecordingLink:
@@ -17,13 +17,19 @@ class RecordingLink:
     def close(self, conn):
         self.closed.append(conn)
 
+    def take_sent(self):
+        """Return the messages since the last call."""
+        sent, self.sent = self.sent, []
+        return [message for _, message in sent]
+
 
 class ConnectingLink(RecordingLink):
     """Of one that connects to others, too; connections are numbered from 1."""
 
     def __init__(self):
         super().__init__()
-        self.conns = itertools.count(1)
+        self.conns, self.met = itertools.count(1), []
 
     def connect(self, peer, engine):
+        self.met.append(EngineEndpoint(engine, peer))
         return ConnId(next(self.conns))

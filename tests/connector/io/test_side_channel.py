@@ -7,15 +7,11 @@ import socket
 import ssl
 import threading
 import time
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
+from support.certificates import Authority
 from support.key_updates import ASKING, QUIET, key_updates, traffic_secret
 from support.side_channel import LONG, TLS, WELCOME, A, Net, P, dialled, in_force, serve_tls
 from xpyd_connector.core.addresses import is_elsewhere
@@ -285,54 +281,32 @@ def test_a_secret_file_that_cannot_be_used_stops_the_start(tmp_path, text):
         secrets_in_force(Settings(secret_file=str(path)))
 
 
-class Authority:
-    """Makes certificates."""
+def authority_in(folder):
+    folder.mkdir()
+    return Authority(folder, "ca")
 
-    def __init__(self, folder, name):
-        self.folder, self.name, self.key = folder, name, ec.generate_private_key(ec.SECP256R1())
-        self.certificate = self._sign(name, self.key.public_key(), is_authority=True)
-        self.path = folder / f"{name}.pem"
-        self.path.write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
 
-    def settings(self, name, **options):
-        """Return settings with a certificate for a name, and this authority."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        certificate = self._sign(name, key.public_key(), is_authority=False)
-        path = self.folder / f"{name}-{self.name}.pem"
-        path.write_bytes(
-            certificate.public_bytes(serialization.Encoding.PEM)
-            + key.private_bytes(
-                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-            )
-        )
-        return Settings(tls_cert=str(path), tls_ca=str(self.path), tls_server_name="engines.example", **options)
-
-    def _sign(self, name, key, *, is_authority):
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, self.name)])
-        now = datetime.now(UTC)
-        builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
-        builder = builder.serial_number(x509.random_serial_number())
-        builder = builder.not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(days=1))
-        builder = builder.add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
-        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
-        return builder.sign(self.key, hashes.SHA256())
+def settings_of(authority, name):
+    """Return settings with a certificate for a name, and this authority."""
+    pair = authority.sign(name, f"DNS:{name}")
+    files = {"tls_cert": pair.cert, "tls_key": pair.key, "tls_ca": authority.own.cert}
+    return Settings(**files, tls_server_name="engines.example")
 
 
 def test_engines_with_certificates_of_one_authority_meet(net, tmp_path):
     """Operators who have a certificate authority need no secret."""
     authority = Authority(tmp_path, "ca")
-    d = net.link(secret=b"", settings=authority.settings("engines.example"))
-    p = net.listener(secret=b"", settings=authority.settings("engines.example"))
+    d = net.link(secret=b"", settings=settings_of(authority, "engines.example"))
+    p = net.listener(secret=b"", settings=settings_of(authority, "engines.example"))
 
     assert net.connect(d, p)
 
 
 def test_certificates_of_another_authority_are_refused_on_both_sides(net, tmp_path):
     """Each side checks the other."""
-    ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
-    d = net.link(settings=ours.settings("engines.example"))
-    p = net.listener(settings=theirs.settings("engines.example"))
+    ours, theirs = authority_in(tmp_path / "ours"), authority_in(tmp_path / "theirs")
+    d = net.link(settings=settings_of(ours, "engines.example"))
+    p = net.listener(settings=settings_of(theirs, "engines.example"))
     client = net.link()  # its certificate is nobody's
 
     assert "certificate" in fails(net, d, p.address)
@@ -343,8 +317,8 @@ def test_certificates_of_another_authority_are_refused_on_both_sides(net, tmp_pa
 def test_a_certificate_for_another_name_is_refused(net, tmp_path):
     """Not everything that an authority has signed is an engine."""
     authority = Authority(tmp_path, "ca")
-    d = net.link(settings=authority.settings("engines.example"))
-    p = net.listener(settings=authority.settings("printer.example"))
+    d = net.link(settings=settings_of(authority, "engines.example"))
+    p = net.listener(settings=settings_of(authority, "printer.example"))
 
     assert "is not accepted" in fails(net, d, p.address)
 
@@ -352,8 +326,8 @@ def test_a_certificate_for_another_name_is_refused(net, tmp_path):
 def test_the_longest_certificate_chain_is_within_the_record_limit(net, tmp_path):
     """OpenSSL takes 100 KiB of them; both sides show theirs before they have proven anything."""
     authority = Authority(tmp_path, "ca")
-    settings = authority.settings("engines.example")
-    chain = authority.path.read_bytes()
+    settings = settings_of(authority, "engines.example")
+    chain = Path(authority.own.cert).read_bytes()
     with Path(settings.tls_cert).open("ab") as file:
         file.write(chain * (95 * 1024 // len(ssl.PEM_cert_to_DER_cert(chain.decode()))))
     d, p = net.link(settings=settings), net.listener(settings=settings)
@@ -365,12 +339,12 @@ def test_certificates_are_read_again_when_their_files_change(tmp_path, monkeypat
     """They are renewed every few weeks; engines run for months."""
     monkeypatch.setattr(reloaded, "LOOK_AGAIN", 0.0)
     authority = Authority(tmp_path, "ca")
-    tls = Tls(authority.settings("engines.example"))
+    tls = Tls(settings_of(authority, "engines.example"))
     first = tls.contexts().certificate
     assert tls.contexts().certificate == first
-    authority.settings("engines.example")  # writes the same files anew
+    settings_of(authority, "engines.example")  # writes the same files anew
     second = tls.contexts().certificate
-    (tmp_path / "engines.example-ca.pem").write_text("nonsense")
+    (tmp_path / "engines.example.pem").write_text("nonsense")
 
     assert second != first
     assert tls.contexts().certificate == second
@@ -379,10 +353,10 @@ def test_certificates_are_read_again_when_their_files_change(tmp_path, monkeypat
 @pytest.mark.parametrize("key", ["tls_cert", "tls_ca"])
 def test_certificates_that_cannot_be_used_stop_the_start(tmp_path, key):
     """In one sentence that names the file."""
-    good = Authority(tmp_path, "ca").settings("engines.example")
+    good = settings_of(Authority(tmp_path, "ca"), "engines.example")
     bad = tmp_path / "bad.pem"
     bad.write_text("nonsense")
-    settings = {"tls_cert": good.tls_cert, "tls_ca": good.tls_ca, key: str(bad)}
+    settings = {"tls_cert": good.tls_cert, "tls_key": good.tls_key, "tls_ca": good.tls_ca, key: str(bad)}
 
     with pytest.raises(SettingsError, match=r"bad\.pem"):
         Tls(Settings(**settings))

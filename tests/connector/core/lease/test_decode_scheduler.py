@@ -3,6 +3,7 @@
 import pytest
 
 from support.engines import FINGERPRINT, LEASE, changed
+from support.recording_link import ConnectingLink
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import BlockId, EngineId, RequestId
 from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
@@ -25,11 +26,12 @@ BEAT = LEASE / 6
 P = EngineId("p0")
 
 
-class Harness:
+class Harness(ConnectingLink):
     """A borrower whose link goes nowhere: the test says what happens on it."""
 
     def __init__(self):
-        self.sent, self.met, self.closed, self.counters = [], [], [], Counters()
+        super().__init__()
+        self.counters = Counters()
         self.peers = PeerTable(self, FINGERPRINT, self.counters, retry_after=1.0)
         self.turned_at = float("inf")
         self.lease_renewer = LeaseRenewer(
@@ -40,16 +42,6 @@ class Harness:
             loop_timeout=100.0,
             last_turn=lambda: self.turned_at,
         )
-
-    def connect(self, address, engine):
-        self.met.append(address)
-        return len(self.met)
-
-    def send(self, conn, message):
-        self.sent.append((conn, message))
-
-    def close(self, conn):
-        self.closed.append(conn)
 
     def start_renewing(self, name, engine=P, now=0.0, port=5600, remote=None):
         offer = PullParams(engine, RequestId(remote or f"p-{name}"), "h", port, ((BlockId(0),),), 4)

@@ -1,11 +1,10 @@
 """Writing: what is computed meets who wants it, in every order, and nothing is called written that is not."""
 
-import itertools
-
 import pytest
 
 from support.engines import BLOCK_SIZE, lent, rank_info
 from support.recording_agent import RecordingAgent
+from support.recording_link import ConnectingLink
 from xpyd_connector.core.counters import Counters, ForwardingCounters, merge
 from xpyd_connector.core.ids import Address, ConnId, EngineEndpoint, EngineId, RequestId
 from xpyd_connector.core.messages import (
@@ -41,25 +40,12 @@ D, ELSE, HOME = ConnId(7), ConnId(8), EngineEndpoint(EngineId("p"), Address("10.
 T, R, TIMEOUT = RequestId("t"), RequestId("d-a"), 20.0
 
 
-class Link:
-    """Goes nowhere."""
-
-    def __init__(self):
-        self.calls, self.sent, self.conns = [], [], itertools.count(100)
-
-    def connect(self, peer, engine):
-        self.calls.append(EngineEndpoint(engine, peer))
-        return ConnId(next(self.conns))
-
-    def send(self, conn, message):
-        self.sent.append(message)
-
-
 class Harness:
     """A writer, and everybody it talks to."""
 
     def __init__(self, link=None, counters=None):
-        self.link, self.mover, self.counters, self.now = link or Link(), RecordingAgent(), counters or Counters(), 0.0
+        self.link, self.counters = link or ConnectingLink(), counters or Counters()
+        self.mover, self.now = RecordingAgent(), 0.0
         self.writer = PushWriter(
             self.link,
             self.mover,
@@ -70,7 +56,7 @@ class Harness:
             timeout=TIMEOUT,
         )
         self.writer.advance(now=0.0)
-        self.scheduler_endpoint = ConnId(100)
+        self.scheduler_endpoint = ConnId(1)
         self.computed = {}  # tokens of each attempt
         self.writer.on(PeerConnected(self.scheduler_endpoint, None), now=0.0)
         self.link.sent.clear()
@@ -97,8 +83,7 @@ class Harness:
         return self.writer.advance(now=self.now)
 
     def take_sent(self):
-        said, self.link.sent = self.link.sent, []
-        return said
+        return self.link.take_sent()
 
     def written(self):
         """Blocks of ours -> blocks of theirs, write by write."""
@@ -118,7 +103,7 @@ def harness():
 
 def test_it_attends_at_its_own_scheduler_and_calls_again_until_it_listens():
     """The scheduler starts to listen after its workers."""
-    link, mover = Link(), RecordingAgent()
+    link, mover = ConnectingLink(), RecordingAgent()
     writer = PushWriter(
         link,
         mover,
@@ -130,21 +115,21 @@ def test_it_attends_at_its_own_scheduler_and_calls_again_until_it_listens():
     )
     assert writer.advance(now=0.0) is None
     assert writer.advance(now=9.0) is None
-    assert link.calls == [HOME]
-    writer.on(ConnectFailed(ConnId(100), "refused"), now=10.0)
+    assert link.met == [HOME]
+    writer.on(ConnectFailed(ConnId(1), "refused"), now=10.0)
     assert writer.advance(now=10.0) == pytest.approx(10.0 + RETRY)
     writer.advance(now=10.0 + RETRY)
-    writer.on(PeerConnected(ConnId(101), None), now=10.5)
+    writer.on(PeerConnected(ConnId(2), None), now=10.5)
 
-    assert link.calls == [HOME, HOME]
-    assert link.sent == [WorkerHello(1, b"token")]
+    assert link.met == [HOME, HOME]
+    assert link.take_sent() == [WorkerHello(1, b"token")]
 
 
 def test_a_write_is_counted_before_the_scheduler_receives_its_end():
     """It takes a step then, perhaps the last one for long, and vLLM collects the workers' numbers with a step."""
     told, told_by_then = [], []
 
-    class Watched(Link):
+    class Watched(ConnectingLink):
         def send(self, conn, message):
             super().send(conn, message)
             told_by_then.append((message, merge(told)))
@@ -409,10 +394,10 @@ def test_without_its_scheduler_it_stops_everything_and_calls_again(harness):
     harness.now = 5.0
     harness.writer.on(ConnectionLost(harness.scheduler_endpoint, "closed"), now=5.0)
     harness.end(0, outcome=XferOutcome.FAILED)
-    assert harness.link.calls == [HOME]
+    assert harness.link.met == [HOME]
     harness.writer.advance(now=5.0 + RETRY)
 
-    assert harness.link.calls == [HOME, HOME]
+    assert harness.link.met == [HOME, HOME]
     assert harness.take_sent() == []
     assert harness.writer._jobs == harness.writer._peers == {}
 

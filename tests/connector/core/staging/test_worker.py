@@ -3,6 +3,7 @@
 import pytest
 
 from support.copying import MemoryCopier
+from support.recording_link import ConnectingLink
 from support.staging_world import region
 from xpyd_connector.core.counters import Counters, ForwardingCounters, merge
 from xpyd_connector.core.ids import Address, ConnId, EngineEndpoint, EngineId
@@ -17,28 +18,11 @@ HOME, CONN = EngineEndpoint(EngineId("p"), Address("10.0.0.1", 5600)), ConnId(1)
 ATTEND = WorkerHello(0, b"token")
 
 
-class Link:
-    """Goes nowhere."""
-
-    def __init__(self):
-        self.met, self.sent = [], []
-
-    def connect(self, peer, engine):
-        self.met.append(EngineEndpoint(engine, peer))
-
-    def send(self, conn, message):
-        self.sent.append((conn, message))
-
-    def take_sent(self):
-        sent, self.sent = self.sent, []
-        return [message for _, message in sent]
-
-
 class Harness:
     """A worker with four blocks and two slots, at home."""
 
     def __init__(self, link=None, counters=None):
-        self.network, self.link, self.counters = InMemoryNetwork(), link or Link(), counters or Counters()
+        self.network, self.link, self.counters = InMemoryNetwork(), link or ConnectingLink(), counters or Counters()
         self.network.memories["p"] = [b"null", b"one", b"two", b"three", b"-", b"-", b"-"]
         self.copier = MemoryCopier(self.network, "p", [region(0, 4, 0)], [region(4, 3, 0)])
         self.stager = StagingWorker(self.link, self.copier, self.counters, scheduler_endpoint=HOME, hello=ATTEND)
@@ -79,7 +63,7 @@ def test_a_copy_is_counted_before_the_scheduler_receives_its_end():
     """It takes a step then, and vLLM collects the workers' numbers with a step."""
     told, told_by_then = [], []
 
-    class Watched(Link):
+    class Watched(ConnectingLink):
         def send(self, conn, message):
             super().send(conn, message)
             told_by_then.append((message, merge(told).counters))
@@ -151,7 +135,7 @@ def test_what_a_scheduler_does_not_say_to_this_worker_is_counted(harness):
 
 def test_home_is_called_again_after_a_pause():
     """Our scheduler starts to listen after us."""
-    link = Link()
+    link = ConnectingLink()
     scheduler_endpoint = SchedulerLink(link, HOME, ATTEND)
     assert scheduler_endpoint.advance(now=5.0) is None
     scheduler_endpoint.send(HeartbeatReply())
@@ -171,7 +155,7 @@ def test_home_is_called_again_after_a_pause():
 
 def test_a_crew_knows_its_members_by_their_tokens():
     """Anybody who reaches the port could claim to be one."""
-    link = Link()
+    link = ConnectingLink()
     workers = WorkerLinks(link, {0: b"zero", 1: b"one"})
     assert not workers.add(CONN, WorkerHello(0, b"one"))
     assert not workers.add(CONN, WorkerHello(2, b"zero"))
@@ -185,7 +169,7 @@ def test_a_crew_knows_its_members_by_their_tokens():
 
 def test_a_worker_that_comes_again_takes_its_own_place():
     """What the connection before still says, and its end, mean nothing any more."""
-    workers = WorkerLinks(Link(), {0: b"zero"})
+    workers = WorkerLinks(ConnectingLink(), {0: b"zero"})
     workers.add(CONN, WorkerHello(0, b"zero"))
     workers.add(ConnId(2), WorkerHello(0, b"zero"))
     workers.remove(CONN)

@@ -165,12 +165,6 @@ def test_a_bug_is_not_silent():
             runner.check()
 
 
-def test_a_living_thread_passes_the_check():
-    """Nothing to complain about."""
-    with Started(Log()) as runner:
-        runner.check()
-
-
 def test_stop_ends_the_thread():
     """At once, although it sleeps."""
     started, start = Started(Log()), time.monotonic()

@@ -258,15 +258,6 @@ def test_what_is_written_ends_with_its_writes_when_it_is_cancelled(harness):
     assert harness.is_over()
 
 
-def test_cancelling_what_is_over_is_nothing(harness):
-    """The news may cross."""
-    transfer = harness.send(4)
-    assert harness.ended(0, 1) == [PartWriteEnded(transfer, "")]
-    harness.part_writer.cancel(transfer, "too late")
-
-    assert harness.advance() == []
-
-
 def test_copies_and_writes_have_a_deadline_each_and_waiting_for_room_has_none(staged):
     """Room is made by others, who have deadlines."""
     first, second = staged.send(1, 2, 3), staged.send(4, 5)

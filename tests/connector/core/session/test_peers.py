@@ -48,18 +48,6 @@ def book():
     return Book()
 
 
-def test_a_peer_is_met_once_however_many_ask(book):
-    """A surge of requests for a new engine is one handshake."""
-    for _ in range(5):
-        peer = book.ensure_connected()
-    book.book.on(PeerConnected(peer.conn, WELCOME), now=0.0)
-    again = book.ensure_connected()
-
-    assert book.calls() == [ADDRESS]
-    assert again is peer
-    assert again.state is PeerState.CONNECTED
-
-
 def test_the_pause_doubles_up_to_a_bound(book):
     """A dead engine costs ever less, a slow one is found again within half a minute."""
     pauses, now, peer = [], 0.0, book.ensure_connected()
@@ -129,14 +117,6 @@ def test_a_peer_we_leave_is_forgotten_and_its_connection_closed(book):
     assert peer.state is PeerState.GONE
     assert len(book.book) == 0
     assert book.book.find(peer.conn) is None
-
-
-def test_a_restarted_engine_does_not_pass_for_the_one_before_it(book):
-    """Same address, other engine: the blocks in the offer died."""
-    peer = book.met(welcome=changed(WELCOME, engine=EngineId("p1")))
-
-    assert peer.state is PeerState.REFUSED
-    assert peer.reason == ("engine p1 answers at 10.0.0.1:5600 now, the request was prefilled by p0")
 
 
 def test_another_protocol_is_named_with_both_numbers(book):

@@ -17,56 +17,6 @@ def test_slots_are_handed_out_from_one_on():
     assert (len(slots), slots.groups, slots.held) == (1, 2, 4)
 
 
-def test_who_asks_for_much_is_not_overtaken_by_who_asks_for_little():
-    """Not even by one who needs another group only: long prompts would wait for ever."""
-    slots = Slots([2, 2])
-    slots.ask("first", [1, 0])
-    slots.take_granted()
-    slots.ask("large", [2, 0])
-    slots.ask("small", [0, 1])
-    assert slots.take_granted() == []
-    slots.release("first")
-
-    assert [each.ticket for each in slots.take_granted()] == ["large", "small"]
-
-
-def test_who_leaves_the_line_makes_way():
-    """A load that is given up while it waits."""
-    slots = Slots([2])
-    slots.ask("holder", [1])
-    slots.ask("gives up", [2])
-    slots.ask("next", [1])
-    slots.take_granted()
-    slots.release("gives up")
-
-    assert slots.take_granted() == [SlotsGranted("next", ((2,),))]
-
-
-def test_the_same_slots_can_be_had_again():
-    """And whoever gives back twice, or never had any, does no harm."""
-    slots = Slots([2])
-    slots.ask("a", [2])
-    slots.take_granted()
-    for ticket in ("a", "a", "nobody"):
-        slots.release(ticket)
-    slots.ask("a", [2])
-
-    assert slots.take_granted() == [SlotsGranted("a", ((1, 2),))]
-
-
-def test_neighbours_are_handed_out_together():
-    """Slots that follow each other are read with one descriptor."""
-    slots = Slots([6])
-    for ticket in "abc":
-        slots.ask(ticket, [2])
-    slots.take_granted()
-    for ticket in "cba":
-        slots.release(ticket)
-    slots.ask("d", [6])
-
-    assert slots.take_granted()[0].groups == ((1, 2, 3, 4, 5, 6),)
-
-
 @pytest.mark.parametrize(
     ("wanted", "sentence"),
     [

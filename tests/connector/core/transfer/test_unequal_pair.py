@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,29 +37,6 @@ def pushed(*args, chunks=(), **options):
     assert world.results() == [LoadResult(A, "")]
     world.check()
     return world
-
-
-@pytest.mark.parametrize(("heads", "p", "d"), TP)
-def test_engines_of_any_number_of_ranks(heads, p, d):
-    """More there, more here, and with fewer heads than ranks."""
-    pulled(Model(heads), Shape(p), Shape(d))
-    pushed(Model(heads), Shape(p), Shape(d), chunks=(4, 9, 17))
-
-
-@pytest.mark.parametrize(("p", "d"), [(4, 8), (8, 4), (4, 16), (16, 4), (8, 8)])
-@pytest.mark.parametrize("external", [21, 20, 17, 13, 12, 3, 1])
-def test_blocks_of_unequal_sizes(p, d, external):
-    """Whatever the decode engine has in its own prefix cache: whole blocks of its own, or anything."""
-    pulled(Model(2), Shape(sizes=(p,)), Shape(sizes=(d,)), external=external)
-    pushed(Model(2), Shape(sizes=(p,)), Shape(sizes=(d,)), external=external, chunks=range(1, 22))
-
-
-@pytest.mark.parametrize("prompt", range(2, 40))
-def test_a_sliding_window_beside_full_attention(prompt):
-    """What fell out of the window is not held, and not moved; the other group's blocks are."""
-    model = Model(2, (0, 9))
-    pulled(model, Shape(2, (4, 4)), Shape(1, (4, 4)), prompt=prompt)
-    pushed(model, Shape(1, (4, 8)), Shape(2, (8, 8)), prompt=prompt, chunks=range(3, prompt, 5))
 
 
 SIZES = st.sampled_from([(4, 4), (4, 8), (8, 4), (8, 8), (4, 16), (16, 8)])

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from benchmarks.router import load, words
 from benchmarks.router.contestants import ROOT, environment
 from support import proc
+from support.cluster import free_ports
 
 # Long prompts without a system call and fresh pages for each; for what measures, not for what is measured.
 FRUGAL = {"MALLOC_MMAP_THRESHOLD_": "67108864", "MALLOC_TRIM_THRESHOLD_": "268435456"}
@@ -102,15 +103,6 @@ def stop(child):
             child.wait(_END_S)
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
-
-
-def free_ports(count):
-    """Return ports that nobody listens on."""
-    with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in found:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in found]
 
 
 def get(port, path):

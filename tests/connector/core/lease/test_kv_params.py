@@ -74,31 +74,6 @@ def test_the_address_is_where_the_blocks_are():
     assert str(Address("fd00::1", 5600)) == "[fd00::1]:5600"
 
 
-BROKEN = {
-    "remote_engine_id": (None, 7, "\ud800"),
-    "remote_request_id": (None, 7, "x" * (MAX_ID + 1), "\udfff"),
-    "remote_host": (None, "", "h" * 256, 1, "\ud800"),
-    "remote_port": (None, "5600", 0, -1, 65536, 2**70, 1.5),
-    "remote_block_ids": (None, [], [[]], [1], [["1"]], [[-1]], [[MAX_BLOCKS]], [[2**63]], [[2**70]], "x"),
-    "remote_num_tokens": (None, "30", 1.5, -1, 2**70),
-    "tp_size": (0, 2**70),
-    "xpyd_prompt": (7, "\ud800"),
-    "transfer_id": (7, "\ud800"),
-    "xpyd_expires_at": (-1, 1.5, 2**70),
-    "xpyd_signature": (7, "0" * 129),
-    "transfer_mode": ("push", None),
-}
-
-
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BROKEN.items() for value in values])
-def test_a_malformed_offer_is_refused_in_one_sentence(key, value):
-    """The prompt is computed here then; a number out of range would end the transfer thread instead."""
-    with pytest.raises(InvalidKvParams, match=r"^kv_transfer_params: ") as caught:
-        parse_pull_params(params(**{key: value}))
-
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("key", ["remote_engine_id", "remote_request_id", "remote_host", "remote_port"])
 def test_a_missing_key_is_named(key):
     """So that an operator can tell which router lost it."""
@@ -170,22 +145,47 @@ def test_params_of_an_engine_that_pushes_are_push_params_too():
     assert parse_push_params(json.loads(json.dumps(offer.to_params())), "d-1").remote_request_id == "t"
 
 
-BROKEN_BOOKINGS = {
+BOTH = {
     "remote_engine_id": (None, 7, "\ud800"),
     "remote_host": (None, "", "h" * 256, 1, "\ud800"),
     "remote_port": (None, "5600", 0, -1, 65536, 2**70, 1.5),
+}
+BROKEN = {
+    **BOTH,
+    "remote_request_id": (None, 7, "x" * (MAX_ID + 1), "\udfff"),
+    "remote_block_ids": (None, [], [[]], [1], [["1"]], [[-1]], [[MAX_BLOCKS]], [[2**63]], [[2**70]], "x"),
+    "remote_num_tokens": (None, "30", 1.5, -1, 2**70),
+    "tp_size": (0, 2**70),
+    "xpyd_prompt": (7, "\ud800"),
+    "transfer_id": (7, "\ud800"),
+    "xpyd_expires_at": (-1, 1.5, 2**70),
+    "xpyd_signature": (7, "0" * 129),
+    "transfer_mode": ("push", None),
+}
+BROKEN_BOOKINGS = {
+    **BOTH,
     "transfer_id": ("", 7, "x" * (MAX_ID + 1), "\udfff", ["t"]),
     "transfer_mode": ("pull", None, 1),
 }
 
 
+def parse_booking(given):
+    return parse_push_params(given, "d-1")
+
+
 @pytest.mark.parametrize(
-    ("key", "value"), [(key, value) for key, values in BROKEN_BOOKINGS.items() for value in values]
+    ("parse", "given", "key", "value"),
+    [
+        pytest.param(parse, given, key, value, id=f"{parse.__name__}-{key}-{value!a:.20}")
+        for parse, given, broken in ((parse_pull_params, params(), BROKEN), (parse_booking, BOOKING, BROKEN_BOOKINGS))
+        for key, values in broken.items()
+        for value in values
+    ],
 )
-def test_malformed_push_params_are_refused_in_one_sentence(key, value):
-    """The prompt is computed here then."""
+def test_malformed_params_are_refused_in_one_sentence(parse, given, key, value):
+    """The prompt is computed here then; a number out of range would end the transfer thread instead."""
     with pytest.raises(InvalidKvParams, match=r"^kv_transfer_params: ") as caught:
-        parse_push_params({**BOOKING, key: value}, "d-1")
+        parse({**given, key: value})
 
     assert "\n" not in str(caught.value)
 

@@ -108,8 +108,8 @@ def is_right(response, expected):
 def test_frozen_during_the_read(p, victims, reference, mode):
     """D's read is under way when D freezes; P reuses the blocks; the read ends after the thaw, and is not believed.
 
-    Patient engines find that the lease was lost: vLLM's own connector answers HTTP 200 with the wrong text here
-    (test_stock.py). For the others the timeout is over, too: the read is given up, and what it still brings must not
+    Patient engines find that the lease was lost: that of vLLM 0.32 answers HTTP 200 with the wrong text
+    here. For the others the timeout is over, too: the read is given up, and what it still brings must not
     land in blocks that D has begun to use for itself.
 
     In push a thawed D acknowledges P's last writes on one thread and looks at its own limits on another: P's "the lease

@@ -167,6 +167,7 @@ def test_what_is_aborted_before_a_quiet_p_answers_is_not_registered(quiet):
     quiet.push_receiver.stop(B)
     assert quiet.take_results() == [LoadResult(B, "the request was aborted")]
     quiet.take_sent()
+    quiet.push_receiver.stop(B)  # it is over
     quiet.hear(HeartbeatReply())
 
     assert quiet.take_sent() == []
@@ -317,7 +318,8 @@ def test_the_long_quarantine_outlasts_tcp():
 
 @pytest.mark.parametrize("silent", [False, True])
 def test_blocks_that_p_was_to_let_go_are_kept_as_long(harness, silent):
-    """Its answer will never come."""
+    """Its answer will never come. An abort that comes twice is one."""
+    harness.push_receiver.stop(A)
     harness.push_receiver.stop(A)
     harness.lose(silent=silent)
     assert [type(each) for each in harness.take_results()] == [LoadResult]

@@ -3,23 +3,18 @@
 from inspect import signature
 
 import pytest
-from hypothesis import Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis import settings
 
 from support import pull_mutants as mutants
 from support.engines import BLOCKS, FINGERPRINT, LEASE, LOOP_TIMEOUT, TIMEOUT, World, changed, right
+from support.mutation import NOTICED, each_mutant, search
 from support.pair_machine import PairMachine
 from xpyd_connector.core.ids import RequestId
 from xpyd_connector.core.lease.kv_params import PullParams
 from xpyd_connector.core.lease.lease_table import LeaseEvent
 from xpyd_connector.core.pull.load import LoadState
 from xpyd_connector.core.results import LoadResult
-from xpyd_connector.errors import IllegalTransition
 
-SEARCH = settings(
-    max_examples=200, stateful_step_count=40, deadline=None, database=None, derandomize=True,
-    phases=(Phase.generate,), report_multiple_bugs=False,
-)  # fmt: skip
 RIGHT = [b"p-a/0", b"p-a/1", b"p-a/2"]
 
 
@@ -446,12 +441,8 @@ def test_a_load_being_given_up_survives_that_its_peer_is_met_again(world):
 
 
 PairMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestPair = PairMachine.TestCase  # any order of events, on both engines and between them
-
-
-def any_order_of_events():
-    run_state_machine_as_test(PairMachine, settings=SEARCH)
-
+TestPair = pytest.mark.slow(PairMachine.TestCase)  # any order of events: seconds
+any_order_of_events = search(PairMachine, 200)
 
 MUTANTS = [
     (mutants.revoke_without_a_word_to_the_fence, test_a_lease_that_is_revoked_while_it_is_read_is_noticed),
@@ -481,10 +472,10 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize(("mutate", "story"), MUTANTS, ids=lambda part: part.__name__)
+@each_mutant(MUTANTS)
 def test_a_broken_rule_is_noticed(monkeypatch, mutate, story):
     """Each mutant is one rule of the design turned off; its name says which promise it breaks."""
     mutate(monkeypatch)
 
-    with pytest.raises((AssertionError, IllegalTransition, KeyError)):
+    with pytest.raises(NOTICED):
         story(*([World()] if signature(story).parameters else []))

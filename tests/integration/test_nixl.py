@@ -80,3 +80,19 @@ def test_late_bytes_of_a_hung_peer_reach_quarantined_blocks_only(start):
     d.load("b", p, ALL[:4], ALL[:4])
     assert d.result("b").failure == ""
     assert same(p, ALL[:4], d, ALL[:4])
+
+
+def test_engines_come_and_go_without_leaving_anything_open(start):
+    """A decode engine outlives many prefill engines."""
+    (d,) = start("d")
+    files = []
+    for number in range(3):
+        (p,) = start(f"p{number}")
+        p.ask("lend", requests=[f"r{number}"])
+        d.load(f"r{number}", p, [1], [1])
+        assert d.result(f"r{number}").failure == ""
+        p.kill()
+        time.sleep(0.3)
+        files.append(d.ask("files")["files"])
+
+    assert files[2] == files[0]

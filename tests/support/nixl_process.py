@@ -274,6 +274,9 @@ class Engine:
         self.memory[:, blocks] = value
         return {}
 
+    def files(self):
+        return {"files": len(list(Path("/proc/self/fd").iterdir()))}
+
     def digests(self, blocks):
         return {"digests": [hashlib.blake2b(self.memory[:, block].tobytes()).hexdigest() for block in blocks]}
 

@@ -181,6 +181,29 @@ def test_a_connection_counts_as_quiet_long_before_p_closes_it():
 # ---- the ends that P tells
 
 
+@pytest.mark.parametrize(
+    ("end", "failure", "counters"),
+    [
+        (PushDone(A, held=True), "", {"loads": 1}),
+        (
+            PushDone(A, held=False),
+            "its lease was over before everything was written",
+            {"reads_discarded": 1, "loads_failed_lease": 1},
+        ),
+        (PushStopped(A, "no prompt"), "P stopped: no prompt", {"loads_failed_transfer": 1}),
+    ],
+    ids=repr,
+)
+def test_p_says_how_it_ends(harness, end, failure, counters):
+    """What was written after the lease is worth nothing; nothing lingers, and nobody renews any more."""
+    assert harness.hear(end)
+
+    assert harness.take_results() == [LoadResult(A, failure)]
+    assert harness.take_results() == []
+    assert len(harness.push_receiver) == len(harness.lease_renewer) == 0
+    assert harness.counted() == counters
+
+
 @pytest.mark.parametrize("end", [PushStopped(A, "slow"), PushDone(A, held=True), PushDone(A, held=False)], ids=repr)
 def test_stuck_fails_the_request_at_once_and_frees_its_blocks_later(harness, end):
     """P may write into them until it says otherwise; whatever it says then, the request has failed."""

@@ -34,8 +34,8 @@ up: $(STAMPS)/package ## start engines and the router here: PREFILL=1 DECODE=1 E
 ##@ Check
 
 # What starts no engines is shared out to as many processes as there are WORKERS, file by file: fixtures of a module are
-# made once. The compiler takes what these leave of two cores. The engines' tests wait much of their
-# time for leases and timeouts to end: the checkers, which nothing waits for, take that.
+# made once. The compiler takes what these leave of two cores. The engines' tests wait much of their time for leases and
+# timeouts to end: the checkers, which nothing waits for, take that.
 ALONE  := not (vllm or gpu or thorough)
 SHARED := -p no:cacheprovider -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 

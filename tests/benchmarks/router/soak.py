@@ -17,6 +17,7 @@ from types import SimpleNamespace
 ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT / "tests")]
 
+from benchmarks import page  # noqa: E402 (the path is made above)
 from benchmarks.router import trial  # noqa: E402 (the path is made above)
 from benchmarks.router.contestants import CONTESTANTS  # noqa: E402
 from support import proc  # noqa: E402
@@ -94,40 +95,30 @@ def growth(found):
     return statistics.median(one["rss"] for one in late) - statistics.median(one["rss"] for one in early)
 
 
-def page(found):
+def report(found):
+    """Return the page."""
     mib = 1 / (1 << 20)
-    lines = [
-        "# The router after a long time",
-        "",
-        f"`make soak`, {found['date']}; {found['python']}. One router, two prefill and two decode engines that compute "
-        "nothing; every answer",
-        "was compared byte by byte, and both legs of every request were counted.",
-        "",
-        f"## {found['streams']:,} streams, each {found['seconds']:g} s long, {len(found['rounds'])} times",
-        "",
-        "| round | answers | RSS after it, MiB | sockets after it |",
-        "| --- | --- | --- | --- |",
-        *(
-            f"| {number} | {one['requests']:,} | {one['rss'] * mib:.1f} | {one['sockets']} |"
-            for number, one in enumerate(found["rounds"], 1)
-        ),
-        "",
-        f"## {found['minutes']:g} minutes of everything",
-        "",
-        "Streams and whole answers, completions and chats, prompts of 0.5, 32 and 256 KiB, and clients that leave.",
-        "",
-        "| after, requests | RSS, MiB | sockets | threads |",
-        "| --- | --- | --- | --- |",
-        *(
-            f"| {one['requests']:,} | {one['rss'] * mib:.1f} | {one['sockets']} | {one['threads']} |"
-            for one in found["mixed"][:: max(1, len(found["mixed"]) // 12)]
-        ),
-        "",
-        f"From the second quarter of that time to the last, memory grew by {found['growth'] * mib:.1f} MiB. "
-        f"Faults of any kind: {found['faults'] or 'none'}.",
-        "",
+    rounds = [
+        (number, f"{one['requests']:,}", f"{one['rss'] * mib:.1f}", one["sockets"])
+        for number, one in enumerate(found["rounds"], 1)
     ]
-    return "\n".join(lines)
+    some = found["mixed"][:: max(1, len(found["mixed"]) // 12)]
+    mixed = [(f"{one['requests']:,}", f"{one['rss'] * mib:.1f}", one["sockets"], one["threads"]) for one in some]
+    about = f"""`make soak`, {found["date"]}; {found["python"]}. One router, two prefill and two decode engines that
+compute nothing; every answer was compared byte by byte, and both legs of every request were counted."""
+    grown = f"""From the second quarter of that time to the last, memory grew by {found["growth"] * mib:.1f} MiB.
+Faults of any kind: {found["faults"] or "none"}."""
+    parts = [
+        "# The router after a long time\n",
+        page.paragraph(about),
+        f"## {found['streams']:,} streams, each {found['seconds']:g} s long, {len(found['rounds'])} times\n",
+        page.table(["round", "answers", "RSS after it, MiB", "sockets after it"], rounds),
+        f"## {found['minutes']:g} minutes of everything\n",
+        "Streams and whole answers, completions and chats, prompts of 0.5, 32 and 256 KiB, and clients that leave.\n",
+        page.table(["after, requests", "RSS, MiB", "sockets", "threads"], mixed),
+        page.paragraph(grown),
+    ]
+    return "\n".join(parts)
 
 
 def main():
@@ -145,7 +136,7 @@ def main():
         found["mixed"] = mixed(runner, args.minutes)
         found |= {"growth": growth(found["mixed"]), "faults": runner.faults, "requests": runner.requests}
     args.out.write_text(json.dumps(found, indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(page(found))
+    args.out.with_suffix(".md").write_text(report(found))
     return 1 if runner.faults else 0
 
 

@@ -26,12 +26,10 @@ from support.victims import (
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-# What does not happen in the middle of a transfer is the same in both modes: ``make test`` has it in one. After the
-# read nothing of ours is under way; that the other end's death does not touch D, ``test_prefill_engine.py`` shows.
+# What does not happen in the middle of a transfer is the same in both modes: ``make test`` has it in one.
 THOROUGH = {
     ("test_an_overloaded_decode_engine_loses_no_lease", "push"),
     ("test_frozen_before_the_read", "pull"),
-    ("test_frozen_after_the_read", "pull"),
     ("test_frozen_after_the_read", "push"),
     ("test_a_request_that_never_reaches_decode_is_freed_at_lease_end", "push"),
 }

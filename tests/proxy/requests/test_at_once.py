@@ -1,7 +1,6 @@
 """Both legs at once: who starts, who is dropped, and what the client gets to see of it."""
 
 import asyncio
-import json
 import re
 
 import pytest
@@ -22,7 +21,6 @@ from support.scripted import (
 )
 from xpyd_proxy.core.fleet.push_coordinates import CoordinatesState
 from xpyd_proxy.core.model import Api, EngineResponse, InstanceId, Role
-from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST
 from xpyd_proxy.errors import EngineError, EngineTimeout
 from xpyd_proxy.settings import KvTransferMode
 
@@ -40,51 +38,6 @@ async def acquainted(engines, **options):
     engines.prefill, engines.decode = prefill, decode
     engines.legs.clear()
     return router
-
-
-def meeting():
-    """Two legs that only go on once both have started."""
-    started = {role: asyncio.Event() for role in Role}
-
-    async def prefill(leg):
-        started[Role.PREFILL].set()
-        await started[Role.DECODE].wait()
-        return prefilled(leg)
-
-    async def decode(leg):
-        started[Role.DECODE].set()
-        await started[Role.PREFILL].wait()
-        return 200, [EVENT, DONE]
-
-    return Scripted(prefill, decode)
-
-
-async def test_the_first_request_goes_from_engine_to_engine_and_teaches_the_router():
-    """Where a prefill engine is stands in its answer: nobody configures it, and nobody asks for it twice."""
-    engines = Scripted(good_prefill, good_decode)
-    router = router_of(engines)
-    client = await router.serve()
-
-    assert client.body == EVENT + DONE
-    assert client.record.mode == "push_cold"
-    assert router.learned.state(P0) is CoordinatesState.PUSH
-    prefill, decode = engines.legs
-    told = params_of(decode)
-    assert told.pop("transfer_id") == params_of(prefill)["transfer_id"]
-    assert told == json.loads(prefilled(prefill).body)["kv_transfer_params"]
-
-
-async def test_later_requests_start_both_legs_before_either_has_answered():
-    """That is what push is for: D has its memory ready when P has its first block."""
-    engines = meeting()
-    router = await acquainted(engines)
-    async with asyncio.timeout(5):
-        client = await router.serve()
-
-    assert client.body == EVENT + DONE
-    assert client.record.server_timing() == (
-        'mode;desc="push", prefill;desc="prefill-0";dur=0.0, decode;desc="decode-0";dur=0.0'
-    )
 
 
 @pytest.mark.parametrize(("api", "name"), [(Api.COMPLETIONS, "cmpl-r-0"), (Api.CHAT, "chatcmpl-r")])
@@ -115,23 +68,6 @@ async def test_the_decode_engine_is_told_all_it_needs_and_what_the_prefill_engin
     assert re.fullmatch("xfer-[0-9a-f]{32}", params_of(prefill_leg)["transfer_id"])
     assert request_id(prefill_leg) == request_id(decode_leg) == "r"
     assert prefill_leg.path == decode_leg.path == api
-
-
-async def test_prefill_may_be_long_done_when_decode_answers():
-    """The usual order: the last block has arrived, then the first token is made."""
-    go = asyncio.Event()
-
-    async def decode(_):
-        await go.wait()
-        return 200, [EVENT, DONE]
-
-    engines = Scripted(good_prefill, decode)
-    router = await acquainted(engines)
-    client = router.start()
-    await until(lambda: [leg.instance.role for leg in engines.open] == [Role.DECODE])
-    go.set()
-
-    assert (await client.end()).body == EVENT + DONE
 
 
 async def test_decode_may_answer_first():
@@ -315,29 +251,6 @@ async def test_when_both_legs_fail_the_prefill_is_the_reason():
     assert (await router.serve()).error == ("EngineError", "prefill-0 broke off")
 
 
-async def test_a_prefill_engine_that_has_restarted_is_learned_anew():
-    """D was told to wait for an engine that is gone: it is dropped, and told better."""
-    engine = ["e1"]
-
-    async def prefill(leg):
-        return prefilled(leg, engine=engine[0])
-
-    async def decode(leg):
-        if params_of(leg)["remote_engine_id"] != engine[0]:
-            await never(leg)
-        return 200, [EVENT, DONE]
-
-    engines = Scripted(prefill, decode)
-    router = await acquainted(engines)
-    engine[0] = "e2"
-    clients = [await router.serve(name=name) for name in ("a", "b")]
-
-    assert [str(retry) for retry in clients[0].record.retries] == ["prefill-0 engine_restarted"]
-    assert [client.record.mode for client in clients] == ["push_cold", "push"]
-    assert [params_of(leg)["remote_engine_id"] for leg in engines.of(Role.DECODE)] == ["e1", "e2", "e2"]
-    assert not engines.open
-
-
 async def test_an_engine_that_restarts_as_one_that_does_not_push_is_believed():
     """An operator changes a flag; the router follows."""
 
@@ -402,47 +315,6 @@ async def test_requests_that_come_before_the_first_answer_wait_for_nobody():
     assert {client.record.mode for client in clients} == {"push_cold"}
     assert len(engines.of(Role.PREFILL)) == 20
     assert (await router.serve()).record.mode == "push"
-
-
-@pytest.mark.parametrize("stage", ["before", "between", "during"])
-async def test_a_client_that_hangs_up_ends_both_legs(stage):
-    """At once, wherever they are."""
-
-    async def prefill(leg):
-        return prefilled(leg) if stage == "between" else await never(leg)
-
-    async def decode(leg):
-        return (200, [EVENT, never(leg)]) if stage == "during" else await never(leg)
-
-    engines = Scripted(prefill, decode)
-    router = await acquainted(engines)
-    client = router.start()
-    await until(lambda: len(engines.open) == (1 if stage == "between" else 2) and len(engines.legs) == 2)
-    await asyncio.sleep(0.01)
-    client.hang_up()
-
-    assert client.is_over
-    assert not engines.open
-    assert router.is_idle()
-    assert client.record.status == CLIENT_CLOSED_REQUEST
-    assert client.body == (EVENT if stage == "during" else b"")
-
-
-@pytest.mark.parametrize("role", Role)
-async def test_a_bug_leaves_no_leg_running(role, caplog):
-    """What is nobody's planned failure must not cost an engine its memory."""
-
-    async def bug(_):
-        raise ZeroDivisionError
-
-    engines = Scripted(bug, never) if role is Role.PREFILL else Scripted(never, bug)
-    router = await acquainted(engines)
-    client = await router.serve()
-
-    assert not engines.open
-    assert router.is_idle()
-    assert client.error == ("InternalServerError", "The router failed; its log says why.")
-    assert [record.exc_info[0] for record in caplog.records] == [ZeroDivisionError]
 
 
 async def test_told_to_pull_the_router_never_sends_both_at_once():

@@ -59,14 +59,6 @@ async def test_an_answer_may_be_as_big_as_the_bound():
     assert (len(client.body), client.status) == (64 * MIB, 200)
 
 
-async def test_a_stream_that_never_begins_is_broken():
-    """Comments keep a connection alive; a mebibyte of them and no event is no stream of ours."""
-    engines = Sending(b": x\n" * 16_384, content_type=EVENTS)
-
-    assert (await served(engines)).error == ("EngineError", "decode-0 sent more than 1048576 bytes and no event")
-    assert engines.taken == MIB + 65_536
-
-
 async def test_a_big_first_event_is_taken():
     """The bound is for what comes without an event."""
     event = b"data: " + b"x" * (2 * MIB) + b"\n\n" + EVENT

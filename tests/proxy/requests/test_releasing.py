@@ -132,23 +132,6 @@ async def test_the_engine_that_was_being_connected_to_when_the_client_left_is_as
     assert [leg.instance.id for leg in engines.releases] == ["decode-1"]
 
 
-async def test_a_client_that_leaves_between_the_legs_waits_for_nothing():
-    """Its request ends at once, and the blocks are given back behind it."""
-    notes = Notes()
-
-    engines = Unsent(pulled_prefill, never)
-    engines.refusals = (NO,)
-    router = router_of(engines, told=(notes,))
-    client = router.start()
-    await until(lambda: engines.of(Role.DECODE))
-    client.hang_up()
-
-    assert client.is_over
-    assert not engines.releases
-    await drained(router)
-    assert notes.told == [("prefill-0", True)]
-
-
 @pytest.mark.parametrize("outcome", [(500, [b"{}"]), (400, [NO.body]), (200, [])])
 async def test_a_decode_leg_that_was_sent_settles_it_itself(outcome):
     """A second release would free what the engine may still be reading."""

@@ -32,6 +32,21 @@ def breaking(*after, how=HOW["it breaks off"]):
     return decode
 
 
+def decoding(first, then=list):
+    """Engines of which the first makes this of its stream, and the others that."""
+
+    async def decode(leg):
+        stream = list(events(json.loads(leg.body), name="cmpl-r"))
+        return 200, (first if leg.instance.id == "decode-0" else then)(stream)
+
+    return Scripted(pulled_prefill, decode)
+
+
+def whole():
+    """What a client should have read at the end."""
+    return read(b"".join(events(BODIES[Api.COMPLETIONS], name="cmpl-r")))
+
+
 async def served(engines, api=Api.COMPLETIONS, *, resume_streams=True, **options):
     router = router_of(engines, resume_streams=resume_streams, **options)
     client = await router.serve(call(api, **BODIES[api]))
@@ -106,53 +121,26 @@ async def test_if_nobody_takes_over_the_first_failure_is_told():
     assert (await served(engines, y=2)).error == ("EngineError", "broke off")
 
 
-async def test_a_client_that_leaves_ends_the_leg_that_took_over():
-    """As it would have ended the first."""
-
-    async def decode(leg):
-        status, stream = await script(leg)
-        return status, stream if leg.instance.id == "decode-0" else [*stream[:3], never()]
-
-    script = breaking(3)
-    engines = Scripted(pulled_prefill, decode)
-    router = router_of(engines, resume_streams=True, y=2)
-    client = router.start(call(**BODIES[Api.COMPLETIONS]))
-    await until(lambda: client.body.count(b"data: ") == 6)
-    assert [leg.instance.id for leg in engines.open] == ["decode-1"]
-    client.hang_up()
-
-    assert client.is_over
-    assert not engines.open
-    assert router.is_idle()
-
-
 async def test_an_event_without_its_empty_line_is_closed_before_another_engine_goes_on():
     """Two events in one are none that a client can read."""
-
-    async def decode(leg):
-        stream = list(events(json.loads(leg.body), name="cmpl-r"))
-        if leg.instance.id == "decode-0":
-            return 200, [*stream[:4], stream[4].rstrip(b"\n") + b"\n", EngineError("broke off")]
-        return 200, stream
-
-    client = await served(Scripted(pulled_prefill, decode), y=2)
+    engines = decoding(lambda stream: [*stream[:4], stream[4].rstrip(b"\n") + b"\n", EngineError("broke off")])
+    client = await served(engines, y=2)
 
     assert all(event.count(b"data:") == 1 for event in client.body.split(b"\n\n") if event)
-    assert read(client.body) == read(b"".join(events(BODIES[Api.COMPLETIONS], name="cmpl-r")))
+    assert read(client.body) == whole()
 
 
 async def test_an_end_that_is_added_is_an_event_of_its_own():
     """The stream had its last token, and broke off in the middle of its last event."""
 
-    async def decode(leg):
-        stream = list(events(json.loads(leg.body), name="cmpl-r"))
+    def cut(stream):
         last = next(at for at, event in enumerate(stream) if b'"finish_reason":"' in event.replace(b": ", b":"))
-        return 200, [*stream[:last], stream[last].rstrip(b"\n") + b"\n", EngineError("broke off")]
+        return [*stream[:last], stream[last].rstrip(b"\n") + b"\n", EngineError("broke off")]
 
-    client = await served(Scripted(pulled_prefill, decode))
+    client = await served(decoding(cut))
 
     assert all(event.count(b"data:") == 1 for event in client.body.split(b"\n\n") if event)
-    assert read(client.body) == read(b"".join(events(BODIES[Api.COMPLETIONS], name="cmpl-r")))
+    assert read(client.body) == whole()
 
 
 async def test_what_takes_over_must_be_a_stream():
@@ -174,12 +162,7 @@ async def test_what_takes_over_must_be_a_stream():
 @pytest.mark.parametrize("resume", [True, False])
 async def test_a_stream_that_another_engine_goes_on_with_counts_against_the_first(end, resume):
     """However it has ended, and whether or not a client notices: health and metrics go by it."""
-
-    async def decode(leg):
-        stream = list(events(json.loads(leg.body), name="cmpl-r"))
-        return 200, [*stream[:4], *end] if leg.instance.id == "decode-0" else stream
-
-    router = router_of(Scripted(pulled_prefill, decode), y=2, resume_streams=resume)
+    router = router_of(decoding(lambda stream: [*stream[:4], *end]), y=2, resume_streams=resume)
     await router.serve(call(**BODIES[Api.COMPLETIONS]))
 
     legs = {key: count for key, count in router.telemetry.counters.legs.items() if key[1] == "decode"}
@@ -209,25 +192,15 @@ ERROR_EVENT = b'data: {"error":{"message":"dead","code":500}}\n\n'
 
 async def test_an_event_and_an_error_in_one_piece_both_count():
     """The last token was lost, and the stream ended well: the error behind it was looked at first."""
+    engines = decoding(lambda stream: [*stream[:-3], stream[-3] + ERROR_EVENT, b"data: [DONE]\n\n"])
 
-    async def decode(leg):
-        stream = list(events(json.loads(leg.body), name=f"cmpl-{request_id(leg)}"))
-        return 200, [*stream[:-3], stream[-3] + ERROR_EVENT, b"data: [DONE]\n\n"]
-
-    engines = Scripted(pulled_prefill, decode)
-    client = await served(engines)
-
-    assert read(client.body) == read(b"".join(events(BODIES[Api.COMPLETIONS], name="cmpl-r")))
+    assert read((await served(engines)).body) == whole()
 
 
 async def test_an_event_before_an_error_is_shown_if_nobody_goes_on():
     """Then the error follows it."""
-
-    async def decode(leg):
-        stream = list(events(json.loads(leg.body), name=f"cmpl-{request_id(leg)}"))
-        return 200, [*stream[:3], stream[3] + ERROR_EVENT, b"data: [DONE]\n\n"]
-
-    client = await served(Scripted(pulled_prefill, decode), retries=0)
+    engines = decoding(lambda stream: [*stream[:3], stream[3] + ERROR_EVENT, b"data: [DONE]\n\n"])
+    client = await served(engines, retries=0)
 
     assert client.body.count(b"data: ") == 5
     assert client.error is not None
@@ -235,14 +208,8 @@ async def test_an_event_before_an_error_is_shown_if_nobody_goes_on():
 
 async def test_a_stream_that_broke_off_in_its_first_piece_is_shown_as_it_goes_on():
     """Its beginning was said to be all of it, and the client would have waited for the end of the other engine's."""
-
-    async def decode(leg):
-        stream = list(events(json.loads(leg.body), name=f"cmpl-{request_id(leg)}"))
-        if leg.instance.id == "decode-0":
-            return 200, [stream[0] + stream[1] + ERROR_EVENT]
-        return 200, [*stream[:3], never()]
-
-    engines = Scripted(pulled_prefill, decode, ends_at_once=True)
+    engines = decoding(lambda s: [s[0] + s[1] + ERROR_EVENT], then=lambda s: [*s[:3], never()])
+    engines.ends_at_once = True
     router = router_of(engines, resume_streams=True, y=2)
     asked, written = call(Api.COMPLETIONS, **BODIES[Api.COMPLETIONS]), []
     headers = ((b"host", b"localhost"), (b"content-type", b"application/json"))

@@ -16,8 +16,7 @@ from support.scripted import (
 )
 from xpyd_proxy.core.model import EngineResponse, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
-from xpyd_proxy.core.routing.retry_budget import RetryBudget
-from xpyd_proxy.errors import EngineError, EngineTimeout
+from xpyd_proxy.errors import EngineError
 
 ERROR = b'{"error":{"message":"no room","type":"x","param":null,"code":503}}'
 UNREACHABLE = EngineError("it cannot be reached", reached=False)
@@ -44,43 +43,6 @@ async def served(engines, asked=None, **options):
     assert not engines.open
     assert router.is_idle()
     return client
-
-
-@pytest.mark.parametrize(
-    "outcome",
-    [
-        UNREACHABLE,
-        EngineError("broke off"),
-        EngineTimeout("slow"),
-        EngineResponse(503, "", ERROR),
-        EngineResponse(200, "", b""),
-    ],
-)
-async def test_a_prefill_that_fails_is_done_by_another_engine(outcome):
-    """The client notices nothing but the time."""
-    engines = Scripted(failing(outcome, then=pulled_prefill), good_decode)
-    client = await served(engines, x=2)
-
-    assert client.body == EVENT + DONE
-    first, second = engines.of(Role.PREFILL)
-    assert first.instance.id != second.instance.id
-    assert len(engines.of(Role.DECODE)) == 1
-    assert [retry.leg.instance for retry in client.record.retries] == [first.instance.id]
-
-
-async def test_a_single_engine_gets_another_chance():
-    """A connection that broke off is not the end of an engine."""
-    engines = Scripted(failing(EngineError("broke off"), then=pulled_prefill), good_decode)
-
-    assert (await served(engines)).body == EVENT + DONE
-
-
-async def test_a_single_engine_that_is_too_slow_is_not_asked_again():
-    """It had its five minutes."""
-    engines = Scripted(failing(EngineTimeout("slow"), then=pulled_prefill), good_decode)
-
-    assert (await served(engines)).error == ("EngineTimeoutError", "slow")
-    assert len(engines.legs) == 1
 
 
 @pytest.mark.parametrize("outcome", [EngineError("broke off"), (500, [ERROR]), (503, [ERROR]), (200, [])])
@@ -167,22 +129,3 @@ async def test_a_request_for_one_engine_is_sent_again_too():
     assert client.body == EVENT + DONE
     assert len({leg.instance.id for leg in engines.legs}) == 3
     assert client.record.server_timing().count("retry;") == 2
-
-
-async def test_after_the_first_byte_nothing_is_sent_again():
-    """The client has seen tokens; others could follow."""
-    engines = Scripted(pulled_prefill, failing((200, [EVENT, EngineError("broke off")]), then=good_decode))
-    client = await served(engines, x=2, y=2)
-
-    assert (client.got, client.error) == (EVENT, ("EngineError", "broke off"))
-    assert len(engines.legs) == 2
-
-
-async def test_the_budget_of_the_router_ends_the_tries_of_a_request():
-    """When all engines fail, retries must not multiply what the engines have to bear."""
-    broken = [EngineError(f"failure {number}") for number in range(9)]
-    engines = Scripted(pulled_prefill, failing(*broken, then=good_decode))
-    client = await served(engines, y=4, retries=8, budget=RetryBudget(share=0.0, floor=0.0, most=1.0))
-
-    assert client.error == ("EngineError", "failure 1")
-    assert len(engines.of(Role.DECODE)) == 2

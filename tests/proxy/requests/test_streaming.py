@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.scripted import DONE, EVENT, Scripted, by_now, call, never, pulled_prefill, router_of, until
+from support.scripted import DONE, EVENT, Scripted, by_now, call, never, pulled_prefill, router_of
 from xpyd_proxy.core.routing.request_rules import Timeouts
 from xpyd_proxy.errors import EngineError
 
@@ -54,19 +54,6 @@ def test_the_pieces_do_not_matter(events, ending, at, ends_at_once):
     assert by_events[0] == data + (rest if is_good else b"")
     assert (by_events[1] is None) == is_good
     assert by_events[2] == {("decode-0", "ok" if is_good and ERROR not in events else "bad_response"): 1}
-
-
-async def test_what_comes_is_passed_on_at_once():
-    """No piece waits for the next one."""
-
-    async def decode(_):
-        return 200, [EVENT, EVENT, EVENT, never()]
-
-    client = router_of(Scripted(pulled_prefill, decode)).start()
-    await until(lambda: client.body == EVENT * 3)
-
-    assert client.response.pieces == [EVENT] * 3
-    client.hang_up()
 
 
 @pytest.mark.parametrize(

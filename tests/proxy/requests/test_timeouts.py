@@ -1,7 +1,5 @@
 """Every wait has an end, and each says in its own words what has taken too long."""
 
-import asyncio
-
 import pytest
 
 from support.scripted import (
@@ -70,57 +68,6 @@ async def test_a_prefill_that_does_not_answer_is_done_by_another():
     assert [str(retry) for retry in client.record.retries] == ["prefill-0 timeout"]
 
 
-async def test_a_stream_that_falls_silent_is_closed():
-    """What came before is with the client; the engine's request does not stay open for ever."""
-
-    async def decode(leg):
-        return 200, [EVENT, EVENT, never(leg)]
-
-    client = await read(Scripted(pulled_prefill, decode), patience=Timeouts(idle_s=0.02))
-
-    assert client.got == EVENT * 2
-    assert client.error == ("EngineTimeoutError", "decode-0 sent nothing for 0.02 s")
-
-
-async def test_a_stream_that_goes_on_is_not_silent():
-    """Only the pauses count, not the length."""
-
-    async def piece():
-        await asyncio.sleep(0.02)
-        return EVENT
-
-    async def decode(_):
-        return 200, [EVENT, *(piece() for _ in range(5)), DONE]
-
-    client = await read(Scripted(pulled_prefill, decode), patience=Timeouts(idle_s=0.08, first_token_s=0.08))
-
-    assert client.body == EVENT * 6 + DONE
-
-
-async def test_the_time_that_a_client_takes_is_its_own():
-    """An engine that had to wait is not silent; once it goes on, it has its full time again."""
-
-    async def piece():
-        await asyncio.sleep(0.02)
-        return EVENT
-
-    async def decode(_):
-        return 200, [EVENT, EVENT, piece(), DONE]
-
-    router = router_of(Scripted(pulled_prefill, decode), patience=Timeouts(idle_s=0.06), clock=by_now)
-    client = router.start(call(**STREAM))
-
-    def slow(_):
-        client.response.on_write = lambda _: None
-        client.request.pause()
-        asyncio.get_running_loop().call_later(0.2, client.request.resume)
-
-    client.response.on_write = slow
-    await client.end()
-
-    assert client.body == EVENT * 3 + DONE
-
-
 async def test_an_engine_has_its_full_time_after_the_shortest_pause():
     """Also where the client goes on before the router has looked at the time: then nothing could be heard."""
     now = [0.0]
@@ -141,19 +88,6 @@ async def test_an_engine_has_its_full_time_after_the_shortest_pause():
 
     client.request.look(201.0)
     assert client.error == ("EngineTimeoutError", "decode-0 sent nothing for 100 s")
-
-
-async def test_a_stream_may_have_a_limit_for_all_of_it():
-    """Off by default; it counts from the first leg."""
-
-    async def decode(leg):
-        return 200, [EVENT, EVENT, never(leg)]
-
-    client = await read(Scripted(pulled_prefill, decode), patience=Timeouts(stream_s=0.06))
-
-    assert client.got == EVENT * 2
-    assert client.error == ("RequestTimeoutError", "the stream was not complete within 0.06 s")
-    assert Timeouts().stream_s is None
 
 
 @pytest.mark.parametrize("role", Role)

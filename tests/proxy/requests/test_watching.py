@@ -5,9 +5,7 @@ import asyncio
 import pytest
 
 from support.scripted import EVENT, Noted, Scripted, good_decode, never, pulled_prefill, request_id, router_of, until
-from xpyd_proxy.core.fleet.health import HealthLimits
-from xpyd_proxy.core.fleet.load import ASK_FOR_REPORT, LoadReport
-from xpyd_proxy.core.model import EngineResponse, Role
+from xpyd_proxy.core.model import EngineResponse
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.errors import EngineError, EngineTimeout
 
@@ -125,20 +123,6 @@ async def test_a_decode_that_fails_before_its_first_event_was_never_answered(out
     assert client.record.ttft_s is None
 
 
-async def test_a_stream_that_breaks_off_has_failed_although_it_was_answered():
-    """The client gets an event about it; what is told must say so all the same."""
-
-    async def decode(_):
-        return 200, [EVENT, EngineError("broke off")]
-
-    watched = Watched(pulled_prefill, decode)
-    await watched.served()
-
-    assert watched.told[-2:] == [("answered", "decode-0", "r"), ("ended", "decode-0", "r", Failure.BAD_RESPONSE)]
-    assert watched.legs == {("prefill-0", "ok"): 1, ("decode-0", "bad_response"): 1}
-    assert watched.answers == {"prefill-0": 1, "decode-0": 1}
-
-
 async def test_a_client_that_leaves_is_nobodys_failure():
     """Neither in the middle of a stream, nor while the prefill runs."""
 
@@ -197,38 +181,3 @@ async def test_an_engine_that_says_it_failed_has_failed_although_nobody_reads_on
 
     assert watched.legs == {("prefill-0", "ok"): 1, ("decode-0", "bad_response"): 1}
     assert watched.router.is_idle()
-
-
-async def test_an_engine_whose_legs_fail_gets_no_more_of_them():
-    """What is told of legs reaches the breaker."""
-
-    async def decode(leg):
-        if leg.instance.id == "decode-0":
-            raise EngineError("broke off")
-        return await good_decode(leg)
-
-    watched = Watched(pulled_prefill, decode, retries=3, y=2, breaking=HealthLimits(in_a_row=2))
-    for turn in range(8):
-        client = await watched.router.serve(name=f"r{turn}")
-        assert client.status == 200
-
-    legs = [leg.instance.id for leg in watched.engines.of(Role.DECODE)]
-    assert legs.count("decode-0") == 2
-
-
-async def test_the_load_that_an_engine_reports_is_taken_from_its_answer():
-    """Where prefill engines are asked for it, the header travels with the leg."""
-    report = b'JSON {"named_metrics":{"num_requests_waiting":3,"kv_cache_usage_perc":0.5}}'
-
-    async def prefill(leg):
-        answer = await pulled_prefill(leg)
-        return EngineResponse(answer.status, answer.content_type, answer.body, report)
-
-    watched = Watched(prefill, good_decode)
-    watched.router.requests.reports = True
-    await watched.served()
-    prefill, decode = watched.engines.legs
-
-    assert ASK_FOR_REPORT in prefill.headers
-    assert ASK_FOR_REPORT not in decode.headers
-    assert watched.router.registry.get(prefill.instance.id).load.report == LoadReport(3, 0.5)

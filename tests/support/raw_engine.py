@@ -166,6 +166,18 @@ def raw_engine(script: Script, *, tls: ssl.SSLContext | None = None, host: str =
         raise engine.faults[0]
 
 
+@contextmanager
+def listening_in_vain() -> Generator[str]:
+    """Yield host:port of a socket that takes no connection: its queue is full, and Linux drops what else comes."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
 def _serve(engine: RawEngine, script: Script, sock: socket.socket, tls: ssl.SSLContext | None, number: int) -> None:
     try:
         if tls is not None:

@@ -5,9 +5,8 @@ import asyncio
 import pytest
 from msgspec import Raw
 
-from support.certificates import Authority
 from support.raw_engine import raw_engine
-from support.wiring import LOOPS, Told, answer, leg_to, run, telling
+from support.wiring import Told, answer, leg_to, run, telling
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission.keys import Outbound
 from xpyd_proxy.core.model import Instance, InstanceId, RequestId, Role
@@ -17,22 +16,6 @@ from xpyd_proxy.io.wire.leg_sender import LegSender
 from xpyd_proxy.io.wire.pool import Pool
 from xpyd_proxy.io.wire.whole_response import WholeAnswer
 from xpyd_proxy.settings import Settings
-
-
-@pytest.fixture(params=LOOPS)
-def loop(request):
-    return request.param
-
-
-@pytest.fixture(params=["http", "https"])
-def scheme(request):
-    return request.param
-
-
-@pytest.fixture
-def contexts(scheme, tmp_path):
-    """What an engine serves with, and what trusts it."""
-    return Authority(tmp_path, "ca").contexts() if scheme == "https" else (None, None)
 
 
 @telling

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from support.wiring import Told
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.io.wire.connection import Connection
-from xpyd_proxy.io.wire.response_handler import ResponseHandler
 from xpyd_proxy.io.wire.simple_response import match_simple_response, parse_single_chunk
 
 LINES = st.sampled_from(
@@ -65,31 +65,6 @@ def answers(draw):
     return said + draw(st.sampled_from([b"", b"", b"", b"x", said]))
 
 
-class Told(ResponseHandler):
-    """Keeps what it is told."""
-
-    __slots__ = ("heard",)
-
-    def __init__(self):
-        super().__init__("engine")
-        self.heard = [None, b""]
-
-    def began(self, status, content_type, load):
-        self.heard[0] = (status, content_type, load)
-
-    def arrived(self, piece, *, last=False):
-        self.heard[1] += piece
-
-    def end(self):
-        self.heard.append("end")
-
-    def fail(self, error):
-        self.heard.append("failed")
-
-    def crashed(self, bug):
-        raise bug
-
-
 class Wire(asyncio.Transport):
     """Sends nothing anywhere."""
 
@@ -136,7 +111,9 @@ async def told_of(*conversation):
             break
         for piece in pieces:
             connection.data_received(piece)
-        found.append((call.heard, connection.reusable))
+        head = (call.status, call.content_type, call.load) if call.status else None
+        ends = ["failed" if call.error is not None else "end"] * call.is_over
+        found.append(([head, call.body, *ends], connection.reusable))
         if connection.reusable:
             connection.rest()
     return found

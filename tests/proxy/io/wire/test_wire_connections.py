@@ -1,7 +1,6 @@
 """Connections of the router's own client: when they are opened, closed, used again, and never left behind."""
 
 import asyncio
-import contextlib
 import gc
 import socket
 import threading
@@ -10,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from support.certificates import Authority
-from support.raw_engine import closing, raw_engine
-from support.wiring import CHUNKED, LOOPS, Told, answer, leg_to, run, telling, told, until
+from support.raw_engine import closing, listening_in_vain, raw_engine
+from support.wiring import CHUNKED, Told, answer, leg_to, run, telling, told, until
+from xpyd_proxy.core.address import Address
 from xpyd_proxy.errors import EngineError, EngineTimeout
 from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.io.wire.connect_limiter import OPENING_MOST
@@ -21,27 +20,6 @@ from xpyd_proxy.io.wire.whole_response import WholeAnswer
 from xpyd_proxy.settings import Settings
 
 ROUNDS = 8  # of the event loop: a connection to this machine is open after fewer
-
-
-@pytest.fixture(params=LOOPS)
-def loop(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def serving_tls(tmp_path_factory):
-    """What an engine serves with, and what trusts it."""
-    return Authority(tmp_path_factory.mktemp("authority"), "ca").contexts()
-
-
-@pytest.fixture(params=["http", "https"])
-def scheme(request):
-    return request.param
-
-
-@pytest.fixture
-def contexts(scheme, serving_tls):
-    return serving_tls if scheme == "https" else (None, None)
 
 
 def test_a_connect_that_is_cancelled_leaves_no_connection(loop, scheme, contexts):
@@ -139,26 +117,21 @@ def test_of_many_connections_the_first_is_ready_before_the_last_is_begun(loop):
 
 def test_connections_that_do_not_come_about_hold_up_no_other(loop):
     """An engine whose host drops what is sent to it: requests to another one need not wait until they are given up."""
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf, contextlib.ExitStack() as stack:
-        for _ in range(2):  # a full queue: Linux drops what else comes
-            filler = stack.enter_context(socket.socket())
-            filler.setblocking(False)
-            filler.connect_ex(deaf.getsockname())
 
-        async def main(leg):
-            dead = replace(leg.instance, address=replace(leg.instance.address, port=deaf.getsockname()[1]))
-            async with WireEngines(Settings()) as engines:
-                in_vain = [asyncio.create_task(engines.pool.open(dead)) for _ in range(10 * OPENING_MOST)]
-                await asyncio.sleep(0)
-                async with asyncio.timeout(2):
-                    await engines.pool.open(leg.instance)
-                assert not any(task.done() for task in in_vain)
-                for task in in_vain:
-                    task.cancel()
-                await asyncio.wait(in_vain)
+    async def main(leg, deaf):
+        dead = replace(leg.instance, address=Address.parse(deaf))
+        async with WireEngines(Settings()) as engines:
+            in_vain = [asyncio.create_task(engines.pool.open(dead)) for _ in range(10 * OPENING_MOST)]
+            await asyncio.sleep(0)
+            async with asyncio.timeout(2):
+                await engines.pool.open(leg.instance)
+            assert not any(task.done() for task in in_vain)
+            for task in in_vain:
+                task.cancel()
+            await asyncio.wait(in_vain)
 
-        with raw_engine(lambda _, talk: talk.hung_up()) as engine:
-            run(loop, main(leg_to(engine)))
+    with listening_in_vain() as deaf, raw_engine(lambda _, talk: talk.hung_up()) as engine:
+        run(loop, main(leg_to(engine), deaf))
 
 
 @pytest.mark.parametrize("rounds", range(12))

@@ -5,23 +5,11 @@ import threading
 
 import pytest
 
-from support.certificates import Authority
 from support.raw_engine import closing, raw_engine, replying
-from support.wiring import LOOPS, answer, leg_to, run, telling, told, until
+from support.wiring import answer, leg_to, run, telling, told, until
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.io.wire import WireEngines
 from xpyd_proxy.settings import Settings
-
-
-@pytest.fixture(params=LOOPS)
-def loop(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def serving_tls(tmp_path_factory):
-    """What an engine serves with, and what trusts it."""
-    return Authority(tmp_path_factory.mktemp("authority"), "ca").contexts()
 
 
 @telling

@@ -9,12 +9,11 @@ from functools import partial
 
 import pytest
 import uvicorn
-import uvloop
 from uvicorn.server import ServerState
 
 from support.certificates import Authority
 from support.reciting import Act, reciting, whole
-from support.scenes import answer, metrics_of, post, routing, text
+from support.scenes import answer, metrics_of, post, routing, runner, text
 from xpyd_proxy import server
 from xpyd_proxy.api.clients import Clients
 from xpyd_proxy.api.endpoint_protocol import endpoint_protocol
@@ -34,20 +33,16 @@ PATIENCE_S = 0.6
 
 
 @pytest.fixture
-def run(monkeypatch, tmp_path):
-    """Run a scene in a loop like that of the process; no time is spent on the authorities of the system."""
-    none = tmp_path / "none.pem"
-    none.touch()
-    monkeypatch.setenv("SSL_CERT_FILE", str(none))
-    monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path))
+def run(tmp_path):
+    """Run a scene in a loop like that of the process."""
 
     def run(scene):
         async def limited():
             async with asyncio.timeout(30):
                 return await scene
 
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(limited())
+        with runner(tmp_path) as loop:
+            return loop.run(limited())
 
     return run
 

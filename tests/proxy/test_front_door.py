@@ -23,7 +23,7 @@ import pytest
 from support.certificates import Authority
 from support.raw_http import RawClient
 from support.router_process import RouterProcess
-from support.sim import serving, sims, until
+from support.sim import fleet, until
 
 PATH = "/v1/completions"
 BODY = b'{"prompt": "once upon", "max_tokens": 3}'
@@ -92,12 +92,7 @@ def request(path=PATH, body=None, *, method="POST", version="1.1", lines=(JSON,)
 @contextmanager
 def front(folder, *flags, tls=None, soft=None, hard=None, x=1, y=1, **options):
     """Run one in front of pretended engines."""
-    with ExitStack() as stack:
-        engines = sims(x, y, **options)
-        at = {name: stack.enter_context(serving(sim)) for name, sim in engines.items()}
-        words = [
-            word for name, where in at.items() for word in (f"--{'prefill' if name[0] == 'p' else 'decode'}", where)
-        ]
+    with fleet(x, y, **options) as (engines, _, words), ExitStack() as stack:
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         router = RouterProcess(folder / "router.log", *words, "--health-check-interval", "0", *flags)
         stack.callback(router.kill)
@@ -282,7 +277,7 @@ def test_a_key_that_is_taken_away_while_a_body_comes_is_no_key(tmp_path, kind, p
         client.send(sent[:-10])
         time.sleep(0.2)  # it is let in
         keys.write_text("other:parsley\n")
-        door.process.child.send_signal(signal.SIGHUP)
+        door.process.signal(signal.SIGHUP)
         until(lambda: "the settings were read again" in door.process.said)
         answer = client.send(sent[-10:]).answer()
 
@@ -386,6 +381,13 @@ def test_te_chunked_is_read_on_every_path(door):
     for path in ("/health", "/tokenize", "/nowhere"):
         assert door.status(request(path, method="GET", host=False)) == 400
         assert door.status(chunked(path=path, lines=(JSON, "Transfer-Encoding: gzip, chunked"))) == 400
+
+
+def test_what_the_parser_refuses_behind_its_head_has_one_answer(door):
+    """llhttp says so when uvicorn has the head already: the application answered a connection that was half closed."""
+    assert (
+        door.status(request("/v1/nothing", b"0\r\n\r\n", lines=("Transfer-Encoding: chunked\t",), length=False)) == 400
+    )
 
 
 # Upgrades

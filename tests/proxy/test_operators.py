@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from support.router_process import KEY, RouterProcess, router_processes
-from support.sim import serving, sims
-from xpyd_proxy.testing.engine import FaultKind, Sim, SimulatedFault
+from support.sim import fleet, serving, sims
+from xpyd_proxy.testing.engine import Sim
 
 PATH = "/v1/completions"
 BODY = {"prompt": "once upon a time", "max_tokens": 3}
@@ -45,23 +45,10 @@ class Running:
 
 @contextmanager
 def running(folder, *args, env=None, **options) -> Generator[Running]:
-    engines = sims(**options)
-    with ExitStack() as stack:
-        at = {name: stack.enter_context(serving(sim)) for name, sim in engines.items()}
+    with fleet(**options) as (engines, at, _), ExitStack() as stack:
         known = ["--prefill", at["p0"], "--decode", at["d0"]]
         (router,) = stack.enter_context(router_processes(folder, 1, *known, *args, env=env))
         yield Running(router, engines, at)
-
-
-@pytest.mark.parametrize("forwards", ["false", "true"])
-def test_engines_see_the_key_of_a_client_only_if_the_operator_says_so(tmp_path, forwards):
-    """It is a key of this router: who has it may ask here."""
-    with running(tmp_path, "--forward-client-key", forwards) as fleet:
-        answer = fleet.post(headers=bearer("client-key"))
-
-        shown = {entry.headers.get("authorization") for entry in fleet.legs()}
-    assert answer.status_code == 200
-    assert shown == {"Bearer client-key" if forwards == "true" else None}
 
 
 KEYS = "team-a:sk-a\nteam-b:sk-b\nprometheus:sk-p\n"
@@ -100,19 +87,6 @@ def test_what_one_key_sends_is_not_found_in_the_cache_of_another(tmp_path, keys)
         assert salts(fleet)[8] == of_a
         assert salts(fleet, ("/v1/embeddings",)) == [of_a]
         assert (odd.status_code, odd.json()["error"]["param"]) == (400, "cache_salt")
-
-
-def test_two_routers_of_a_fleet_give_a_key_the_same_salt(tmp_path, keys):
-    """Else a cache would help only those who meet the same router again."""
-    found = []
-    for number in range(2):
-        (folder := tmp_path / str(number)).mkdir()
-        with running(folder, "--api-keys-file", keys, "--cache-salt-per-key", "true") as fleet:
-            assert fleet.post(headers=bearer("sk-a")).status_code == 200
-            found += salts(fleet)
-
-    assert len(set(found)) == 1
-    assert None not in found
 
 
 def serve(*args):
@@ -175,26 +149,6 @@ def test_the_operator_may_open_what_shows_the_fleet(tmp_path, keys):
     with running(tmp_path, "--api-keys-file", keys, "--public-metrics", "true") as fleet:
         assert [fleet.get(path).status_code for path in LOOKS] == [200] * 3
         assert fleet.post().status_code == 401
-
-
-def test_without_keys_they_are_open(tmp_path):
-    """As all else is."""
-    with running(tmp_path) as fleet:
-        assert [fleet.get(path).status_code for path in LOOKS] == [200] * 3
-
-
-def test_failures_do_not_name_a_request(tmp_path):
-    """Who may see the page may not see which requests there are: it shows how an id begins, to find it in the log."""
-    with running(tmp_path) as fleet:
-        for sim in fleet.engines.values():
-            sim.inject(SimulatedFault(FaultKind.DROP))
-        answer = fleet.post()
-        failures = fleet.get("/stats").json()["failures"]
-
-    ours = answer.headers["x-request-id"]
-    assert answer.status_code == 502
-    assert failures
-    assert {one["request"] for one in failures} == {ours[:13] + "..."}
 
 
 def add(fleet, instance, role="decode", **options):
@@ -324,15 +278,6 @@ def test_who_guesses_keys_is_counted_and_does_not_fill_the_log(tmp_path):
     assert tries == {401}
     assert 10 <= len(lines) < 100
     assert 'xpyd_admin_actions_total{action="list",outcome="unauthenticated"} 200.0' in numbers
-
-
-def test_a_router_without_an_admin_key_says_how_to_have_one(tmp_path):
-    """500 looked like a fault."""
-    with running(tmp_path, env={"ADMIN_API_KEY": ""}) as fleet:
-        answers = [add(fleet, "127.0.0.1:1"), fleet.get("/instances"), fleet.get("/instances", headers=KEY)]
-
-    assert {answer.status_code for answer in answers} == {404}
-    assert all("start it with ADMIN_API_KEY in its environment" in answer.json()["detail"] for answer in answers)
 
 
 def test_a_place_that_is_none_is_said_at_the_start(tmp_path):

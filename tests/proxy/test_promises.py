@@ -16,11 +16,11 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
-import uvloop
 
+from support.raw_engine import listening_in_vain
 from support.reciting import Act, End, good, reciting, whole
 from support.router_process import router_processes
-from support.scenes import answer, post, routing, text
+from support.scenes import answer, post, routing, runner, text
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.model import GenerationRequest, Role
@@ -106,12 +106,8 @@ class Stage:
 
 
 @pytest.fixture
-def play(monkeypatch, tmp_path):
+def play(tmp_path):
     """Run a scene in a loop like that of the process; ``play.stage`` is a router in front of engines that recite."""
-    none = tmp_path / "none.pem"  # no time is spent on the authorities of the system
-    none.touch()
-    monkeypatch.setenv("SSL_CERT_FILE", str(none))
-    monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path))
 
     @asynccontextmanager
     async def stage(acts=None, up=ONE_EACH, *, first_decode=(), **settings):
@@ -130,8 +126,8 @@ def play(monkeypatch, tmp_path):
             async with asyncio.timeout(4 * PATIENCE_S):
                 return await scene
 
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(limited())
+        with runner(tmp_path) as loop:
+            return loop.run(limited())
 
     run.stage = stage
     return run
@@ -275,23 +271,6 @@ def test_a_client_that_has_gone_leaves_nothing_to_the_garbage_collector(play, op
     assert play(scene()) == Counter()
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_a_body_over_the_limit_is_refused_however_it_comes(play, at_once):
-    """Also one that is here in one piece with its head, and has been read before anybody could look at its length."""
-
-    async def scene():
-        async with play.stage(max_body_bytes=1000) as stage:
-            reader, writer = await stage.client()
-            head, body = asks(user="u" * 1000).split(b"\r\n\r\n", 1)
-            for piece in [head + b"\r\n\r\n" + body] if at_once else [head + b"\r\n\r\n", body]:
-                writer.write(piece)
-                await asyncio.sleep(0.05)
-            status = (await asyncio.wait_for(answer(reader), PATIENCE_S)).status
-            return status, stage.served("prefill"), (await stage.ask(asks())).status
-
-    assert play(scene()) == (413, 0, 200)
-
-
 def test_a_client_without_a_key_learns_so_before_its_long_body_is_read(play, tmp_path):
     """Nobody who may not come in makes the router hold 16 MiB."""
     keys = tmp_path / "some.keys"
@@ -349,23 +328,6 @@ def test_a_request_that_is_out_of_time_before_its_first_token_is_a_504(play, log
     assert not errors(log)
 
 
-@contextmanager
-def listening_in_vain():
-    """Yield the port of a socket that takes no connection: its queue is full."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(0)
-        waiting = [socket.socket() for _ in range(4)]
-        for one in waiting:
-            one.setblocking(False)
-            one.connect_ex(listener.getsockname())
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            for one in waiting:
-                one.close()
-
-
 def _opening(port):
     """Return how many connections to a port are being opened."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -376,9 +338,10 @@ def _opening(port):
 def test_kv_is_given_back_when_the_connection_to_the_decode_engine_was_being_opened(play, leaves):
     """The decode engine has heard nothing: without a word the prefill engine would hold the blocks for minutes."""
 
-    async def scene(port):
+    async def scene(at):
+        port = int(at.rpartition(":")[2])
         limits = {} if leaves else {"total_timeout_s": 0.5}
-        async with play.stage(first_decode=[f"127.0.0.1:{port}"], **limits) as stage:
+        async with play.stage(first_decode=[at], **limits) as stage:
             before = _opening(port)
             reader, writer = await stage.client()
             writer.write(asks())
@@ -394,8 +357,8 @@ def test_kv_is_given_back_when_the_connection_to_the_decode_engine_was_being_ope
             await until(lambda: stage.cast.releases)
             return stage.served("prefill"), len(stage.cast.releases), status
 
-    with listening_in_vain() as port:
-        assert play(scene(port)) == (1, 1, None if leaves else 504)
+    with listening_in_vain() as at:
+        assert play(scene(at)) == (1, 1, None if leaves else 504)
 
 
 # Our own faults
@@ -543,40 +506,6 @@ def test_a_stream_that_ends_before_its_first_event_leaks_no_connection(play):
     assert play(scene()) == [502] * 5
 
 
-LATE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
-BAD = {
-    "breaks off": Act(((0.0, LATE), (0.003, b"")), End.RESET),
-    "is busy": Act(((0.0, whole(b"{}", status=503)),)),
-    "answers with junk": Act(((0.0, whole(b"junk")),)),
-    "refuses": REFUSED,
-}
-
-
-@pytest.mark.parametrize("kind", [Request, GenerationRequest])
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("fault", ["cannot be reached", *BAD])
-def test_a_leg_that_failed_leaves_no_circle(play, log, kind, role, fault):
-    """What the request was and said would stay until the garbage collector comes by."""
-    up = {"prefill": (True, True), "decode": (True, True)}
-    acts = {role: () if fault not in BAD else (BAD[fault],) * 2}
-    if fault not in BAD:
-        up[role] = (False, True)
-
-    async def scene():
-        async with play.stage(acts, up=up) as stage:
-            got = [(await stage.ask(asks())).status for _ in range(6)]
-            await stage.settled()
-            await until(lambda: not stage.state.connections and len(lines(log)) == 6)
-            return got, alive(kind)
-
-    with no_collector():
-        before = alive(kind)
-        got, after = play(scene())
-
-    assert got[3:] == [200] * 3
-    assert after == before
-
-
 def token(text, number):
     """Return an event from which another engine can go on."""
     choice = {"index": 0, "text": text, "token_ids": [number], "prompt_token_ids": [1, 2]}
@@ -650,53 +579,6 @@ def test_an_unknown_model_is_not_found_even_at_the_last_place_of_a_second(play):
             return [*statuses, (await stage.ask(asks(model="known"))).status]
 
     assert play(scene()) == [404, 503]
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_engine_that_serves_its_trial_is_ready_again(play, role):
-    """The request that tries it goes as any other does."""
-    broken = Act((), End.RESET, unread=True)
-
-    async def scene():
-        async with play.stage(retries=0, circuit_breaker_failures=1, ejection_time_s=0.05) as stage:
-            await stage.ready()
-            stage.cast.acts[role].append(broken)
-            failed = (await stage.ask(asks())).status
-            (member,) = [one for one in stage.members() if one.instance.role == role]
-            assert member.life.state is HealthState.EJECTED
-            await until(lambda: member.life.may_serve(now=stage.router.live.clock()))
-            tried = (await stage.ask(asks())).status
-            await stage.settled()
-            return failed, tried, member.life.state
-
-    assert play(scene()) == (502, 200, HealthState.HEALTHY)
-
-
-def test_what_is_yet_to_be_written_is_written_at_the_end(play, log):
-    """At once: the event loop may end before any timer runs again."""
-    stream = Act(((0.0, BEGUN + chunk(EVENT)), *SILENT.packets))
-
-    async def scene():
-        async with play.stage({"decode": (stream,)}) as stage:
-            (streaming, first), (waiting, second) = await stage.client(), await stage.client()
-            first.write(asks(stream=True))
-            await streaming.readuntil(b"one")
-            stage.cast.acts["prefill"].append(SILENT)
-            second.write(asks())
-            await until(lambda: stage.served("prefill") == 2)
-            assert (await stage.ask(asks())).status == 200
-
-            await stage.router.requests.__aexit__(None, None, None)
-            written = lines(log)
-
-            await stage.settled()
-            return written, await streaming.read(), (await answer(waiting)).status
-
-    written, rest, status = play(scene())
-
-    assert sorted(line["status"] for line in written) == [200, 200, 503]
-    assert b'data: {"error"' in rest
-    assert status == 503
 
 
 def test_a_router_that_ends_writes_a_line_for_each_request(play, tmp_path):

@@ -10,11 +10,11 @@ import re
 from itertools import pairwise
 
 import pytest
-import uvloop
 from hypothesis import HealthCheck, Phase, example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from support import scenes as stage
 from support.reciting import Act, End, prefilled, reciting, whole
 from support.scenes import Scene, Sent, answer, declared, post, routing, text, values_of
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
@@ -22,13 +22,9 @@ from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory):
-    """One event loop for all scenes; no time is spent on reading the authorities of the system for each router."""
-    none = tmp_path_factory.mktemp("tls") / "none.pem"
-    none.touch()
-    with pytest.MonkeyPatch.context() as patch, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        patch.setenv("SSL_CERT_FILE", str(none))
-        patch.setenv("SSL_CERT_DIR", str(none.parent))
-        yield runner
+    """One event loop for all scenes."""
+    with stage.runner(tmp_path_factory.mktemp("tls")) as found:
+        yield found
 
 
 def play(runner, scene):

@@ -4,8 +4,6 @@ import json
 import re
 import signal
 import ssl
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
 
@@ -13,7 +11,8 @@ import httpx
 import pytest
 
 from support.certificates import Authority
-from support.sim import serving, sims, until
+from support.router_process import RouterProcess
+from support.sim import fleet, serving, sims, until
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 from xpyd_proxy.testing.rules import expected_text
 
@@ -21,32 +20,8 @@ PATH = "/v1/completions"
 BODY = {"prompt": "once upon a time", "max_tokens": 5}
 
 
-class Process:
-    """A router process, and what it has written."""
-
-    def __init__(self, log, *args):
-        self.log = log
-        argv = [sys.executable, "-m", "xpyd_proxy.cli", "serve", "--port", "0", *args]
-        with log.open("w") as file:
-            self.child = subprocess.Popen(argv, stderr=file, stdout=file)
-        until(lambda: self.found() or self.child.poll() is not None, seconds=30)
-        assert self.found(), self.said
-        self.url = self.found()[1]
-
-    @property
-    def said(self):
-        return self.log.read_text()
-
-    def found(self):
-        return re.search(r"running on (https?://127.0.0.1:\d+)", self.said)
-
-    def signal(self, number):
-        self.child.send_signal(number)
-
-    def end(self):
-        """End it, and with it its connections to engines, which may take their time to say goodbye over TLS."""
-        self.child.kill()
-        self.child.wait()
+class Process(RouterProcess):
+    """A router process that is asked, and told to read its settings again."""
 
     def reload(self):
         """SIGHUP, and wait for what it says to it."""
@@ -69,19 +44,11 @@ def start(tmp_path):
 
     def starting(*args):
         processes.append(Process(tmp_path / f"router-{len(processes)}.log", *args))
-        return processes[-1]
+        return processes[-1].started()
 
     yield starting
     for process in processes:
-        process.end()
-
-
-@contextmanager
-def pair(**options):
-    """One engine of each role, and the flags that name them."""
-    engines = sims(**options)
-    with serving(engines["p0"]) as p0, serving(engines["d0"]) as d0:
-        yield engines, ("--prefill", p0, "--decode", d0)
+        process.kill()
 
 
 @contextmanager
@@ -105,7 +72,7 @@ def ready(process):
 
 def test_sigterm_flips_readiness_serves_a_grace_refuses_and_lets_streams_finish(start):
     """So a rolling update loses no request: those that come late are served or told, and exit code 0 ends it."""
-    with pair(token_s=0.1) as (_, flags):
+    with fleet(token_s=0.1) as (_, _, flags):
         process = start(*flags, "--drain-grace", "1", "--shutdown-timeout", "20")
         assert ready(process) == 200
         with stream(process, 30) as (lines, first):
@@ -128,7 +95,7 @@ def test_sigterm_flips_readiness_serves_a_grace_refuses_and_lets_streams_finish(
 
 def test_a_router_without_requests_ends_at_once(start):
     """Idle connections do not keep it."""
-    with pair() as (_, flags), httpx.Client() as client:
+    with fleet() as (_, _, flags), httpx.Client() as client:
         process = start(*flags)
         assert client.get(f"{process.url}/health").status_code == 200
         process.signal(signal.SIGINT)
@@ -141,7 +108,7 @@ def test_a_router_without_requests_ends_at_once(start):
 @pytest.mark.parametrize("how", ["a second SIGTERM", "the timeout"])
 def test_what_does_not_finish_is_cut_off(start, how):
     """At once by a second signal, else after the timeout; the stream says so and lacks its [DONE]."""
-    with pair() as (engines, flags):
+    with fleet() as (engines, _, flags):
         engines["d0"].inject(SimulatedFault(FaultKind.STALL, after=2))
         timeout = "1" if how == "the timeout" else "60"
         process = start(*flags, "--drain-grace", "0" if how == "the timeout" else "60", "--shutdown-timeout", timeout)
@@ -162,7 +129,7 @@ def test_what_does_not_finish_is_cut_off(start, how):
 def test_sighup_brings_engines_keys_and_limits_and_takes_them_away(start, tmp_path):
     """Without a restart, and without a failed request."""
     config, keys = tmp_path / "xpyd.toml", tmp_path / "keys"
-    with pair() as (engines, (_, p0, _, d0)), serving(sims(0, 1)["d0"]) as d1:
+    with fleet() as (engines, _, (_, p0, _, d0)), serving(sims(0, 1)["d0"]) as d1:
 
         def write(*decode, more=""):
             listed = ", ".join(f'"{address}"' for address in decode)
@@ -197,7 +164,7 @@ def test_sighup_brings_engines_keys_and_limits_and_takes_them_away(start, tmp_pa
 def test_a_bad_file_is_refused_as_a_whole_and_what_needs_a_restart_is_named(start, tmp_path):
     """One line in the log says why; the router goes on as before."""
     config = tmp_path / "xpyd.toml"
-    with pair() as (_, (_, p0, _, d0)):
+    with fleet() as (_, _, (_, p0, _, d0)):
         good = f'prefill = ["{p0}"]\ndecode = ["{d0}"]\n'
         config.write_text(good)
         process = start("--config", str(config))
@@ -255,7 +222,7 @@ def test_tls_towards_clients_and_towards_engines(start, tmp_path):
         serials.append(_serial(process, knows))
         assert serials[0] != serials[1]
         assert process.post(verify=knows).status_code == 200
-        process.end()
+        process.kill()
 
 
 def test_an_engine_whose_certificate_is_not_known_gets_nothing(start, tmp_path):
@@ -263,7 +230,7 @@ def test_an_engine_whose_certificate_is_not_known_gets_nothing(start, tmp_path):
     with serving(sims()["p0"], **_certificate(Authority(tmp_path, "other"))) as p0:
         process = start("--prefill", f"https://{p0}", "--decode", f"https://{p0}", "--health-check-interval", "0")
         answer = process.post()
-        process.end()
+        process.kill()
 
     assert answer.status_code == 502
     assert answer.json()["error"]["message"] == "prefill-0 cannot be reached"

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from support.router_process import router_processes
-from support.sim import serving, sims
+from support.sim import fleet
 
 BODY = {"model": "sim", "prompt": "a", "max_tokens": 2}
 RAW = json.dumps(BODY).encode()
@@ -20,12 +20,10 @@ JSON = {"content-type": "application/json"}
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory):
     """One router as `xpyd serve` starts it without further ado, one that wants keys, and an engine."""
-    engines = sims()
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("a:k\n")
-    with ExitStack() as stack:
-        prefill, decode = (stack.enter_context(serving(engines[name])) for name in ("p0", "d0"))
-        args = ("--prefill", prefill, "--decode", decode, "--health-check-interval", "0")
+    with fleet() as (engines, _, flags), ExitStack() as stack:
+        args = (*flags, "--health-check-interval", "0")
         (free,) = stack.enter_context(router_processes(tmp_path_factory.mktemp("free"), 1, *args))
         args = (*args, "--api-keys-file", str(keys))
         (closed,) = stack.enter_context(router_processes(tmp_path_factory.mktemp("closed"), 1, *args))

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -16,45 +15,27 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from support.sim import serving, sims, until
+from support.router_process import KEY, RouterProcess
+from support.sim import fleet, serving, sims, until
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 from xpyd_proxy.testing.rules import expected_text
 
 PATH = "/v1/completions"
 BODY = {"prompt": "once upon a time", "max_tokens": 3}
-KEY = {"X-Api-Key": "sesame"}
 pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel does not spread connections"),
 ]
 
 
-class Crew:
+class Crew(RouterProcess):
     """A router process with workers, and what they have written."""
+
+    running = r"running on (https?://\S+) with"
 
     def __init__(self, folder, *args, count=2):
         self.count, self.clients = count, []
-        self.log = folder / f"crew-{time.monotonic_ns()}.log"
-        argv = [sys.executable, "-m", "xpyd_proxy.cli", "serve", "--port", "0", "--workers", str(count), *args]
-        with self.log.open("w") as file:
-            env = {**os.environ, "ADMIN_API_KEY": KEY["X-Api-Key"]}
-            self.child = subprocess.Popen(argv, stderr=file, stdout=file, env=env)
-
-    def started(self):
-        until(lambda: self._url() is not None or self.child.poll() is not None, seconds=60)
-        assert self._url() is not None, self.said
-        return self
-
-    @property
-    def said(self):
-        return self.log.read_text()
-
-    @property
-    def url(self):
-        return self._url()[1]
-
-    def _url(self):
-        return re.search(r"running on (https?://\S+) with", self.said)
+        super().__init__(folder / f"crew-{time.monotonic_ns()}.log", "--workers", str(count), *args)
 
     @property
     def pids(self):
@@ -76,7 +57,7 @@ class Crew:
             client.close()
         for _ in range(2):
             if self.child.poll() is None:
-                self.child.terminate()
+                self.terminate()
                 time.sleep(0.05)
         try:
             self.child.wait(timeout=10)
@@ -89,10 +70,7 @@ class Crew:
 @contextmanager
 def crew_of(folder, *args, x=1, y=2, count=2, **options):
     """A crew before pretended engines; yields it, the engines and where they are."""
-    engines = sims(x, y, **options)
-    with ExitStack() as stack:
-        at = {name: stack.enter_context(serving(sim)) for name, sim in engines.items()}
-        flags = [word for name, where in at.items() for word in (_flag(name), where)]
+    with fleet(x, y, **options) as (engines, at, flags), ExitStack() as stack:
         crew = Crew(folder, *flags, *args, count=count)
         stack.callback(crew.end)
         yield crew.started(), engines, at
@@ -104,10 +82,6 @@ def is_alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def _flag(name):
-    return "--prefill" if name.startswith("p") else "--decode"
 
 
 @pytest.fixture(scope="module")
@@ -365,10 +339,10 @@ def test_a_reload_reaches_all_workers(shared):
     """One SIGHUP to the process that was started."""
     crew, _, _ = shared
     crew.config.write_text("max_rat = 1")
-    crew.child.send_signal(signal.SIGHUP)
+    crew.signal(signal.SIGHUP)
     until(lambda: crew.said.count("max_rat is not a setting") == 2)
     crew.config.write_text("retries = 1")
-    crew.child.send_signal(signal.SIGHUP)
+    crew.signal(signal.SIGHUP)
     until(lambda: len(re.findall(r"the settings were read again\n", crew.said)) == 2)
 
 

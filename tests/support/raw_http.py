@@ -91,6 +91,7 @@ class RawClient:
         assert re.fullmatch(r"HTTP/1\.1 [1-5][0-9][0-9] .*", first), first
         pairs = [line.split(": ", 1) for line in lines]
         headers = {name.lower(): value for name, value in pairs}
+        assert len(headers) == len(pairs), f"a header stands there twice: {head!r}"
         body = b""
         if to_head:
             pass

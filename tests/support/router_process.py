@@ -8,6 +8,7 @@ import sys
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Self
 
 import httpx
 
@@ -19,6 +20,8 @@ KEY = {"X-Api-Key": "sesame"}
 class RouterProcess:
     """One router; ``said`` is its log."""
 
+    running = r"running on (https?://127.0.0.1:\d+)"  # what it says when it listens
+
     def __init__(self, log: Path, *args: str, env: Mapping[str, str] | None = None) -> None:
         self._log = log
         argv = [sys.executable, "-m", "xpyd_proxy.cli", "serve", "--port", "0", *args]
@@ -27,9 +30,9 @@ class RouterProcess:
                 argv, stderr=file, stdout=file, env={**os.environ, "ADMIN_API_KEY": KEY["X-Api-Key"], **(env or {})}
             )
 
-    def started(self) -> "RouterProcess":
+    def started(self) -> Self:
         """Wait until it listens."""
-        until(lambda: self._found() is not None or self.child.poll() is not None, seconds=40)
+        until(lambda: self._found() is not None or self.child.poll() is not None, seconds=60)
         assert self._found() is not None, self.said
         return self
 
@@ -44,10 +47,13 @@ class RouterProcess:
         return found[1]
 
     def _found(self) -> re.Match[str] | None:
-        return re.search(r"running on (https?://127.0.0.1:\d+)", self.said)
+        return re.search(self.running, self.said)
+
+    def signal(self, number: int) -> None:
+        self.child.send_signal(number)
 
     def terminate(self) -> None:
-        self.child.send_signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self.child.kill()

@@ -5,12 +5,15 @@ import json
 import logging
 import os
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Self
 
+import pytest
+import uvloop
 from uvicorn.server import ServerState
 
 from support.reciting import Act, Cast, Heard, reciting
@@ -138,6 +141,17 @@ async def routing(cast: Cast, options: Mapping[str, object]) -> AsyncGenerator[S
             for connection in tuple(state.connections):
                 connection.shutdown()
             await _until(lambda: not state.connections and not state.tasks)
+
+
+@contextmanager
+def runner(folder: Path) -> Generator[asyncio.Runner]:
+    """An event loop like that of the process, for scenes; no time is spent on the authorities of the system."""
+    none = folder / "none.pem"
+    none.touch()
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner(loop_factory=uvloop.new_event_loop) as found:
+        patch.setenv("SSL_CERT_FILE", str(none))
+        patch.setenv("SSL_CERT_DIR", str(folder))
+        yield found
 
 
 async def _until(true: Callable[[], bool]) -> None:

@@ -158,18 +158,26 @@ class Cluster:
 
 
 @contextmanager
-def cluster(x: int = 1, y: int = 1, settings: Settings | None = None, **options: object) -> Generator[Cluster]:
-    """Start x prefill sims, y decode sims and a router."""
+def fleet(x: int = 1, y: int = 1, **options: object) -> Generator[tuple[dict[str, Sim], dict[str, str], list[str]]]:
+    """Serve x prefill and y decode sims; yields them, where each is, and the flags that name them to a router."""
     engines = sims(x, y, **options)
     with ExitStack() as stack:
         at = {name: stack.enter_context(serving(sim)) for name, sim in engines.items()}
+        yield engines, at, [word for name, where in at.items() for word in (f"--{engines[name].role}", where)]
+
+
+@contextmanager
+def cluster(x: int = 1, y: int = 1, settings: Settings | None = None, **options: object) -> Generator[Cluster]:
+    """Start x prefill sims, y decode sims and a router."""
+    with fleet(x, y, **options) as (engines, at, _):
         settings = replace(
             settings or Settings(),
             prefill=tuple(at[name] for name in at if name.startswith("p")),
             decode=tuple(at[name] for name in at if name.startswith("d")),
             allowed_hosts=(settings or Settings()).allowed_hosts or ("*",),  # tests call it by any name
         )
-        yield Cluster(stack.enter_context(serving(create_app(settings))), engines)
+        with serving(create_app(settings)) as address:
+            yield Cluster(address, engines)
 
 
 def until(true: Callable[[], bool], *, seconds: float = 10) -> None:

@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 import json
 import shutil
-import ssl
 
 import pytest
 
 from support.certificates import Authority
 from support.kube_api import Call, KubeApi, Refusal, pod
+from support.service_account import ServiceAccount
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.discovery.kubernetes import Cluster, Expired, KubeError, Kubernetes
 
@@ -19,31 +19,21 @@ MAP = "/api/v1/namespaces/default/configmaps/set"
 
 @pytest.fixture
 def account(tmp_path):
-    """A service account as Kubernetes mounts it, whose API has a certificate of its own authority."""
-    authority = Authority(tmp_path, "cluster")
-    server = authority.sign("server")
-    shutil.copy(authority.own.cert, tmp_path / "ca.crt")
-    (tmp_path / "token").write_text("first\n")
-    (tmp_path / "namespace").write_text("default")
-    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    tls.load_cert_chain(server.cert, server.key)
-    return tmp_path, tls
+    return ServiceAccount(tmp_path)
 
 
-def inside(folder, api, namespace=None):
-    said = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(api.port)}
-    return Cluster.around(namespace, {**said, "XPYD_SERVICE_ACCOUNT": str(folder)})
+def inside(account, api):
+    return Cluster.around(None, account.env(api))
 
 
 async def test_a_pod_finds_its_cluster_and_the_token_may_change(account):
     """Kubernetes renews the token in the file every hour; the old one soon counts no more."""
-    folder, tls = account
-    async with KubeApi(token="first", tls=tls) as api, Kubernetes(inside(folder, api)) as client:
+    async with KubeApi(token="first", tls=account.tls) as api, Kubernetes(inside(account, api)) as client:
         await client.get(PODS, {})
         api.token = "second"
         with pytest.raises(KubeError, match="401"):
             await client.get(PODS, {})
-        (folder / "token").write_text("second\n")
+        account.renew("second")
         await client.get(PODS, {})
 
     assert client.namespace == "default"
@@ -51,10 +41,9 @@ async def test_a_pod_finds_its_cluster_and_the_token_may_change(account):
 
 async def test_an_api_with_a_certificate_of_somebody_else_is_not_spoken_to(account, tmp_path_factory):
     """The token would be his."""
-    folder, tls = account
     other = Authority(tmp_path_factory.mktemp("other"), "other")
-    shutil.copy(other.own.cert, folder / "ca.crt")
-    async with KubeApi(tls=tls) as api, Kubernetes(inside(folder, api)) as client:
+    shutil.copy(other.own.cert, account.folder / "ca.crt")
+    async with KubeApi(tls=account.tls) as api, Kubernetes(inside(account, api)) as client:
         with pytest.raises(KubeError, match="ConnectError"):
             await client.get(PODS, {})
     assert api.calls == []
@@ -63,11 +52,10 @@ async def test_an_api_with_a_certificate_of_somebody_else_is_not_spoken_to(accou
 @pytest.mark.parametrize("missing", ["token", "namespace", "ca.crt"])
 async def test_what_is_missing_of_a_service_account_is_said_at_the_start(account, missing):
     """Naming the file."""
-    folder, tls = account
-    (folder / missing).unlink()
-    async with KubeApi(tls=tls) as api:
+    (account.folder / missing).unlink()
+    async with KubeApi(tls=account.tls) as api:
         with pytest.raises(ConfigError, match=missing):
-            Kubernetes(inside(folder, api))
+            Kubernetes(inside(account, api))
 
 
 def test_outside_of_a_cluster_it_is_said_as_well():
@@ -117,14 +105,13 @@ async def test_an_api_that_is_not_there_is_said():
 
 async def test_kubectl_reads_from_the_fake(account, tmp_path):
     """What the fake says is Kubernetes to the real client, too."""
-    folder, tls = account
-    async with KubeApi(token="secret", tls=tls) as api:
+    async with KubeApi(token="secret", tls=account.tls) as api:
         for number in range(3):
             api.put("pods", f"p{number}", pod(f"10.0.0.{number}", role="decode" if number else "prefill"))
 
         said, err, code = await kubectl(
             tmp_path,
-            *("-s", api.url, "--token=secret", f"--certificate-authority={folder / 'ca.crt'}"),
+            *("-s", api.url, "--token=secret", f"--certificate-authority={account.folder / 'ca.crt'}"),
             *("get", "pods", "-l", "xpyd.io/role=decode", "-o", "name"),
         )
 

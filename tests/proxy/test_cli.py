@@ -47,14 +47,6 @@ def test_every_flag_arrives(monkeypatch):
     )
 
 
-def test_the_admin_key_is_shown_nowhere(monkeypatch):
-    """Not as an argument, which ps would show, and not in a settings object that somebody prints."""
-    monkeypatch.setenv("ADMIN_API_KEY", "sesame")
-
-    assert "sesame" not in repr(settings_of())
-    assert "sesame" not in build_parser(["serve"]).format_help()
-
-
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -99,12 +91,6 @@ def test_a_command_is_needed(capsys):
 
     assert caught.value.code == 2
     assert capsys.readouterr().err == "xpyd: the following arguments are required: COMMAND\n"
-
-
-def test_an_engine_that_is_named_twice_is_a_mistake(capsys):
-    """It would get twice the load."""
-    assert main(["serve", "--decode", "a:1", "http://A:1"]) == 2
-    assert capsys.readouterr().err == "xpyd serve: a:1 is already known as decode-0: name every engine once\n"
 
 
 def test_serve_starts_the_server(monkeypatch):

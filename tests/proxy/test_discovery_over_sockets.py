@@ -87,18 +87,6 @@ async def test_engines_are_found_used_and_left(account, monkeypatch):
         assert at["d0"] not in {row["address"] for row in rows}
 
 
-async def test_a_pod_that_is_not_ready_for_a_moment_keeps_its_record(account, monkeypatch):
-    """It gets nothing meanwhile, and then goes on under its old name."""
-    async with cluster(account, monkeypatch, y=2) as (api, _, at, client):
-        before = await until_rows(client, lambda rows: len(rows) == 3)
-        api.put("pods", "d0", engine_pod(at["d0"], "decode", revision="v1", ready=False))
-        await until_rows(client, lambda rows: any(row["state"] in ("draining", "drained") for row in rows))
-        api.put("pods", "d0", engine_pod(at["d0"], "decode", revision="v1"))
-        after = await until_rows(client, lambda rows: {row["state"] for row in rows} == {"healthy"})
-
-        assert [row["id"] for row in before] == [row["id"] for row in after]
-
-
 async def test_readiness_waits_for_the_first_view(account, monkeypatch):
     """A router that has not read the pods yet would answer 503 to everybody."""
     async with cluster(account, monkeypatch) as (api, _, _, client):
@@ -167,19 +155,6 @@ def _number(text, name):
     return next(float(line.removeprefix(name)) for line in text.splitlines() if line.startswith(name))
 
 
-async def test_a_token_that_is_renewed_is_used(account, monkeypatch):
-    """Otherwise the view would silently grow old after an hour."""
-    async with cluster(account, monkeypatch) as (api, _, _, client):
-        await until_rows(client, lambda rows: len(rows) == 2)
-        api.token = "second"
-        account.renew("second")
-        port = api.port
-        await api.stop()
-        await api.start(port)
-        api.put("pods", "d9", engine_pod("127.0.0.9:8000", "decode"))
-        await until_rows(client, lambda rows: len(rows) == 3, seconds=20)
-
-
 async def test_the_router_asks_the_api_for_nothing_but_what_its_role_grants(account, monkeypatch):
     """The closure of its RBAC: these calls and no others, in its own namespace."""
     settings = replace(OPEN, store="kubernetes:xpyd-instances")
@@ -203,17 +178,3 @@ async def test_the_router_asks_the_api_for_nothing_but_what_its_role_grants(acco
             ("patch", "configmaps", "xpyd-instances"),
         }
         assert {call.namespace for call in api.calls} == {"default"}
-
-
-async def test_engines_of_two_revisions_are_never_paired(account, monkeypatch):
-    """Half of a rolling update: every request stays within one revision."""
-    async with cluster(account, monkeypatch, x=2, y=2) as (api, engines, at, client):
-        for name in ("p1", "d1"):
-            api.delete("pods", name)
-            api.put("pods", f"{name}-new", engine_pod(at[name], engines[name].role, revision="v2"))
-        half = ["v1", "v1", "v2", "v2"]
-        rows = await until_rows(client, lambda rows: sorted(row["revision"] for row in rows) == half)
-        revision = {row["id"]: row["revision"] for row in rows}
-        pairs = {tuple(part.split(";")[1][6:-1] for part in (await ask(client)).split(", ")) for _ in range(12)}
-
-        assert {(revision[p], revision[d]) for p, d in pairs} == {("v1", "v1"), ("v2", "v2")}

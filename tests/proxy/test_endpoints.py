@@ -2,10 +2,9 @@
 
 import json
 
-import httpx
 import pytest
 
-from support.sim import router, sims, until_async
+from support.sim import router, sims
 from xpyd_proxy.core.model import Api
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
 from xpyd_proxy.settings import ClientKvParams, Settings
@@ -201,21 +200,6 @@ async def test_the_engines_own_paths_do_not_exist(method):
     assert not any(sim.log for sim in engines.values())
 
 
-@pytest.mark.parametrize(("rank", "status"), [("1", 200), ("x", 400), ("-1", 400)])
-async def test_a_rank_goes_to_the_decode_engine_or_nowhere(rank, status):
-    """It names a part of one engine; the prefill engine has others."""
-    engines = sims()
-    async with router(engines) as client:
-        response = await client.post(
-            Api.COMPLETIONS, json=BODIES[Api.COMPLETIONS], headers={"X-data-parallel-rank": rank}
-        )
-
-    assert response.status_code == status
-    if status == 200:
-        assert engines["d0"].log[0].headers["x-data-parallel-rank"] == rank
-        assert "x-data-parallel-rank" not in engines["p0"].log[0].headers
-
-
 async def test_without_prefill_engines_one_engine_serves_alone():
     """Slower, and it says so; an operator may prefer a refusal."""
     body = BODIES[Api.COMPLETIONS]
@@ -239,24 +223,6 @@ async def test_short_prompts_may_be_served_by_one_engine():
     assert 'mode;desc="single", reason;desc="short_prompt"' in short.headers["server-timing"]
     assert "mode;" not in long.headers["server-timing"]
     assert len(engines["p0"].log) == 1
-
-
-async def test_blocks_for_a_decode_engine_that_is_not_there_are_given_back():
-    """Another decode engine refuses on purpose, which tells the prefill engine to free them."""
-    sim = sims(0, 1)["d0"]
-
-    async def deaf(request):
-        return await httpx.ASGITransport(sim).handle_async_request(request)
-
-    deaf.takes_legs = False
-    engines = sims(1, 0) | {"d0": deaf, "d1": sims(0, 1)["d0"]}
-    async with router(engines, Settings(retries=0)) as client:
-        response = await client.post(Api.COMPLETIONS, json=BODIES[Api.COMPLETIONS])
-        await until_async(lambda: len(engines["d1"].released) == 1)
-
-    assert response.status_code == 502
-    assert engines["d1"].released[0].startswith(f"cmpl-{response.headers['x-request-id']}-0-")
-    assert not engines["d1"].violations
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])

@@ -54,14 +54,6 @@ def test_a_client_that_hangs_up_stops_the_engines(point):
             assert len(running.engines["d0"].log) == 1
 
 
-def test_a_client_that_hangs_up_while_it_is_sent_to_stops_the_engine():
-    """Also when nobody is waiting for the engine: the stream is running at full speed."""
-    with cluster(token_s=0.001) as running:
-        with running.open("/v1/completions", LONG) as client:
-            assert client.recv(4096).startswith(b"HTTP/1.1 200")
-        until(lambda: running.engines["d0"].log[0].state == "hung up", seconds=5)
-
-
 @pytest.mark.parametrize(("name", "instance"), [("p0", "prefill-0"), ("d0", "decode-0")])
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_that_drops_the_connection_is_a_bad_gateway(name, instance, stream):

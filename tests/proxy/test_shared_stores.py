@@ -201,12 +201,3 @@ async def _both(client, found, wanted, *, seconds=5.0):
     while seen := [view for view in await views(client, found) if {address for _, address, _ in view} != wanted]:
         assert time.monotonic() < deadline, (wanted, seen)
         await asyncio.sleep(0.02)
-
-
-async def test_a_file_keeps_engines_over_a_restart_of_the_router(tmp_path):
-    """On one machine nothing else is needed for it."""
-    with engine_at_many_addresses("decode", 1) as (address,):
-        async with routers(File, tmp_path, count=1) as (_, found, client):
-            assert await order(client, found[0], "add", address) == 200
-        async with routers(File, tmp_path, count=1) as (_, found, client):
-            await equal_after(client, found, [address], seconds=1.0)

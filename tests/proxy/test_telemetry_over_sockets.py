@@ -111,16 +111,6 @@ def test_spans_reach_a_collector_and_engines_join_the_trace():
         assert entry.headers["traceparent"] == f"00-{TRACE}-{by_name[leg].span_id.hex()}-01"
 
 
-def test_without_a_collector_a_trace_is_passed_on_as_it_came():
-    """A router that makes no spans does not break anybody's trace."""
-    headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
-    with cluster() as fleet:
-        httpx.post(f"http://{fleet.router}/v1/completions", json=TEXT, headers=headers)
-
-    for name in ("p0", "d0"):
-        assert fleet.engines[name].log[0].headers["traceparent"] == headers["traceparent"]
-
-
 def test_spans_without_their_library_are_refused_in_one_sentence(monkeypatch):
     """At the start, and not at the first request."""
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)

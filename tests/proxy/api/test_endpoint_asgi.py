@@ -5,12 +5,10 @@ from contextlib import suppress
 
 import pytest
 
-from support.scripted import DONE, EVENT, Scripted, call, good_decode, never, pulled_prefill, router_of, until
+from support.scripted import Scripted, call, good_decode, never, pulled_prefill, router_of, until
 from xpyd_proxy.api.endpoint_asgi import Endpoints
 from xpyd_proxy.core.admission.lifetime import Step
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST
-
-START = "http.response.start"
 
 
 class Connection:
@@ -59,94 +57,6 @@ class Connection:
     def record(self):
         ((record,),) = self.router.ended.values()
         return record
-
-
-async def whole(_):
-    return 200, [b'{"id":', b"1}"], "application/json"
-
-
-async def test_a_whole_answer_is_one_message_behind_its_head():
-    connection = await Connection(Scripted(pulled_prefill, whole)).end()
-
-    assert (connection.sent[0]["type"], connection.status) == (START, 200)
-    assert connection.bodies == [(b'{"id":1}', False)]
-    assert connection.headers[b"content-length"] == b"8"
-    assert connection.headers[b"content-type"] == b"application/json"
-
-
-async def test_each_piece_of_a_stream_is_a_message():
-    connection = await Connection(Scripted(pulled_prefill, good_decode)).end()
-
-    assert connection.bodies == [(EVENT, True), (DONE, True), (b"", False)]
-    assert b"content-length" not in connection.headers
-
-
-async def test_a_body_may_come_in_several_messages():
-    connection = await Connection(Scripted(pulled_prefill, good_decode), b'{"prompt"', b': "hi"}', b"").end()
-
-    assert connection.status == 200
-
-
-async def test_a_head_that_is_refused_needs_no_body():
-    """The server may still have all of it."""
-    engines = Scripted(pulled_prefill, good_decode)
-    connection = await Connection(engines, headers=((b"content-type", b"text/plain"),)).end()
-
-    assert connection.status == 415
-    assert not engines.legs
-
-
-@pytest.mark.parametrize("is_streaming", [True, False])
-async def test_a_client_that_hangs_up_ends_its_legs(is_streaming):
-    """Whether it waits for its answer or has some of it."""
-
-    async def decode(_):
-        return (200, [EVENT, never()]) if is_streaming else await never()
-
-    engines = Scripted(pulled_prefill, decode)
-    connection = Connection(engines)
-    await until(lambda: len(connection.sent) == 2 if is_streaming else len(engines.legs) == 2)
-    connection.hang_up()
-    await connection.end()
-
-    assert not engines.open
-    assert connection.record.status == CLIENT_CLOSED_REQUEST
-    assert connection.bodies == ([(EVENT, True)] if is_streaming else [])
-
-
-async def test_a_client_that_hangs_up_within_its_body_gets_no_answer():
-    engines = Scripted(pulled_prefill, good_decode)
-    connection = Connection(engines, b'{"prompt"', b"")
-    connection._incoming.get_nowait()
-    connection._incoming.get_nowait()
-    connection.hang_up()
-    await connection.end()
-
-    assert not connection.sent
-    assert not engines.legs
-
-
-async def test_a_server_that_cannot_send_holds_up_the_engine():
-    """Or the router would collect the stream in its memory."""
-    event = b"data: " + b"x" * 20_000 + b"\n\n"
-    taken = []
-
-    async def piece(number):
-        taken.append(number)
-        return event
-
-    async def decode(_):
-        return 200, [*[piece(number) for number in range(50)], DONE]
-
-    connection = Connection(Scripted(pulled_prefill, decode))
-    connection.may_send.clear()
-    await until(lambda: len(taken) > 4)
-    await asyncio.sleep(0.01)
-    assert len(taken) < 8
-    connection.may_send.set()
-    await connection.end()
-
-    assert b"".join(body for body, _ in connection.bodies) == event * 50 + DONE
 
 
 async def test_a_request_that_the_server_cuts_off_is_one_that_has_left():

@@ -58,69 +58,12 @@ async def test_the_list_says_what_is_known_of_each():
     assert 0 <= decode["since_s"] < 60
 
 
-@pytest.mark.parametrize("verb", ["remove", "drain", "undrain", "explain"])
-@pytest.mark.parametrize(("headers", "status"), [({}, 401), ({"X-Api-Key": "wrong"}, 401)])
-async def test_all_of_it_needs_the_key(verb, headers, status):
-    """Checked before the body is looked at; clients' keys are others."""
-    async with router(sims(), OPEN) as client:
-        assert (await call(client, verb, {}, headers=headers))[0] == status
-        assert (await client.get("/instances", headers=headers)).status_code == status
-    async with router(sims(), Settings()) as client:
-        status, found = await call(client, verb, {})
-    assert (status, "start it with ADMIN_API_KEY" in found["detail"]) == (404, True)
-
-
-async def test_an_engine_that_is_drained_gets_nothing_and_says_so():
-    """Until it is put back."""
-    engines = sims(1, 2)
-    async with router(engines, OPEN) as client:
-        status, found = await call(client, "drain", {"id": "decode-0"})
-        assert (status, found["instances"][0]["state"]) == (200, "draining")
-        await until_drained(client, "decode-0")
-        for _ in range(4):
-            assert (await complete(client)).status_code == 200
-        assert len(engines["d0"].log) == 0
-        await call(client, "undrain", {"id": "decode-0"})
-        for _ in range(4):
-            await complete(client)
-
-    assert len(engines["d0"].log) == 2
-
-
-async def until_drained(client, name):
-    async with asyncio.timeout(10):
-        while (await rows(client))[name]["state"] != "drained":
-            await asyncio.sleep(0.01)
-
-
-async def test_a_prefill_engine_is_drained_when_it_keeps_nothing():
-    """As its metrics say."""
-    async with router(sims(), OPEN) as client:
-        await complete(client)
-        await call(client, "drain", {"id": "prefill-0"})
-        await until_drained(client, "prefill-0")
-        why = (await rows(client))["prefill-0"]["why"]
-
-    assert why == "has no request left and keeps nothing for decode engines"
-
-
 async def test_an_engine_can_be_named_by_its_address():
     """A script that stops an engine knows where it is, and not what the router calls it."""
     async with router(sims(1, 2), OPEN) as client:
         status, found = await call(client, "drain", {"type": "decode", "instance": "d1:80"})
 
     assert (status, [row["id"] for row in found["instances"]]) == (200, ["decode-1"])
-
-
-async def test_an_engine_that_is_removed_is_gone_and_its_id_is_not_used_again():
-    """It may be added again, as another one."""
-    async with router(sims(1, 2), OPEN) as client:
-        await call(client, "remove", {"id": "decode-1"})
-        assert list(await rows(client)) == ["prefill-0", "decode-0"]
-        added = await client.post("/instances/add", headers=KEY, json={"type": "decode", "instance": "d1:80"})
-        assert added.status_code == 200
-
-        assert list(await rows(client)) == ["prefill-0", "decode-0", "decode-2"]
 
 
 @pytest.mark.parametrize(
@@ -245,22 +188,6 @@ async def test_a_rank_is_a_target_of_its_own():
     assert ranks == ["0", "1", "1"]
     assert "x-data-parallel-rank" not in engines["p0"].log[-1].headers
     assert (wrong.status_code, "no decode instance has this rank" in wrong.text) == (400, True)
-
-
-async def test_two_models_behind_one_router():
-    """Each request goes to its own pair; another model is unknown."""
-    small, large = sims(model="small"), sims(model="large")
-    engines = small | {"p1": large["p0"], "d1": large["d0"]}
-    async with router(engines, Settings(admin_key="sesame", health_check_interval_s=5.0)) as client:
-        await known(client)
-        answers = [await complete(client, model=model) for model in ("small", "large") * 3]
-        unknown = await complete(client, model="huge")
-
-    assert {answer.status_code for answer in answers} == {200}
-    assert [len(engine.log) for engine in engines.values()] == [3, 3, 3, 3]
-    error = unknown.json()["error"]
-    assert (unknown.status_code, error["type"]) == (404, "NotFoundError")
-    assert error["message"] == "the model 'huge' is not served here; there is large, small"
 
 
 async def test_when_no_engine_can_serve_clients_are_told_at_once_and_later_served():

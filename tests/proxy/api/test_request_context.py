@@ -11,7 +11,6 @@ from xpyd_proxy.api.request_context import RequestContextMiddleware, id_headers,
 from xpyd_proxy.core.model import InstanceId, LegOrder, RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.request_record import LegRecord
-from xpyd_proxy.io.logs import FACTS
 from xpyd_proxy.io.request_path.access_log import log_request
 
 
@@ -169,17 +168,6 @@ async def test_who_follows_a_request_learns_how_it_ended(raises, status):
         await follow(scope() | {"headers": [(b"a", b"b")]}, None, Client().send)
 
     assert seen == [("/v1/models", ((b"a", b"b"),), status)]
-
-
-async def test_the_facts_of_a_line_are_there_for_a_log_in_json(caplog):
-    """The same ones, by name; None where the line has a dash."""
-    caplog.set_level(logging.INFO)
-    await tracking(answer)(scope(), None, Client().send)
-
-    (record,) = caplog.records
-    facts = getattr(record, FACTS)
-    assert " ".join(facts) == "request_id path prefill decode status duration_ms ttft_ms prefill_ms queue_ms"
-    assert list(facts.values()) == ["xpyd-1", "/v1/models", None, "decode-0", 204, 500.0, None, None, None]
 
 
 @pytest.mark.parametrize("theirs", [b"mine-1", b"x" * 128, b"~!"])

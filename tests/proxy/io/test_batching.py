@@ -118,18 +118,6 @@ def test_a_line_that_cannot_be_written_out_does_not_stop_the_others(logger, stre
     assert "Logging error" in capsys.readouterr().err
 
 
-def test_json_lines_of_a_batch(logger, stream):
-    """Each is an object of its own."""
-    formatted(JsonFormatter())
-    with lines_together():
-        logger.info("a\nb")
-        logger.info("x", extra={FACTS: {"id": "r"}})
-
-    [one, other] = [json.loads(line) for line in stream.getvalue().splitlines()]
-    assert one["message"] == "a\nb"
-    assert other["id"] == "r"
-
-
 def test_text_lines_of_a_batch_are_those_of_logging(logger, stream):
     """With tracebacks, and the time of each line."""
     formatted(TextFormatter())

@@ -9,8 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from support.helm_metrics import router_exposition
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.admission.limits import AdmissionLimits, Limit
+from xpyd_proxy.core.admission.limits import Limit
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.instance_states import InstanceStates
@@ -81,17 +80,6 @@ def test_states_are_one_of_a_known_list():
     assert seen["xpyd_instance_state", "decode", "decode-0", "ejected"] == 1
     assert seen["xpyd_instance_state", "decode", "decode-0", "starting"] == 0
     assert seen["xpyd_instance_state", "ejected", "prefill", "prefill-0"] == 0
-
-
-def test_the_queue_and_its_refusals_show():
-    """Overload ends in refusals, and somebody must see them."""
-    admission = Admission(AdmissionLimits(concurrency=1, queue=1, wait_s=9.0))
-    for _ in range(4):
-        admission.arrive("key", 0, 10, now=0.0)
-    seen = World(queue=admission).scrape()
-
-    assert (seen["xpyd_requests_waiting",], seen["xpyd_requests_running",]) == (1, 1)
-    assert seen["xpyd_requests_refused_total", "max_queue"] == 2
 
 
 def test_releases_show():

@@ -96,13 +96,6 @@ def test_a_directory_with_other_files_is_refused(tmp_path):
     assert (tmp_path / "thesis.tex").exists()
 
 
-def test_nothing_but_the_model_is_left_behind(tmp_path):
-    """The staging directory goes away, also when the work fails."""
-    ensure_model(tmp_path / "tiny")
-
-    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
-
-
 def test_whoever_comes_second_keeps_the_first_ones_files(tmp_path, monkeypatch):
     """Two test sessions may start at the same time."""
     real_rename = Path.rename

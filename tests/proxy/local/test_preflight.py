@@ -44,18 +44,16 @@ def test_a_taken_port_names_its_user_and_the_way_out(port, user, option):
     ]
 
 
-def test_ports_that_collide_with_each_other_are_told_apart_from_taken_ones():
+@pytest.mark.parametrize(
+    ("port", "says"),
+    [
+        (8100, "port 8100 is wanted by the router and by prefill-0: choose another with --prefill-port"),
+        (70000, "port 70000 for the router is not between 1 and 65535: choose another with --port"),
+    ],
+)
+def test_a_port_that_cannot_be_is_not_called_taken(port, says):
     """Stopping what listens there would not help."""
-    assert complaints(LocalPlan(port=8100)) == [
-        "port 8100 is wanted by the router and by prefill-0: choose another with --prefill-port"
-    ]
-
-
-def test_a_port_out_of_range_is_not_called_taken():
-    """65535 + 1 is a typing error."""
-    assert complaints(LocalPlan(port=70000)) == [
-        "port 70000 for the router is not between 1 and 65535: choose another with --port"
-    ]
+    assert complaints(LocalPlan(port=port)) == [says]
 
 
 def test_too_little_memory_says_how_much_is_needed_and_there():

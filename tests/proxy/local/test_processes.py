@@ -132,16 +132,6 @@ def test_a_child_that_never_serves_is_reported_in_time(fleet):
         fleet.wait_ready([child], timeout_s=0.05)
 
 
-def test_a_signal_is_told_apart_from_an_exit_code(fleet):
-    """Killed for lack of memory looks like this."""
-    child = fleet.start(command(SLEEPER))
-    child.signal(signal.SIGKILL)
-    child.wait(20)
-
-    with pytest.raises(ChildDied, match="child was ended by signal 9"):
-        child.raise_if_dead()
-
-
 @pytest.mark.parametrize(
     "line",
     [

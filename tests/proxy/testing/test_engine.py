@@ -7,9 +7,7 @@ import httpx
 import msgspec
 import pytest
 
-from support.sim import serving, until_async
-from xpyd_proxy.testing import engine as module
-from xpyd_proxy.testing.engine import FaultKind, Sim, SimulatedFault
+from xpyd_proxy.testing.engine import Sim
 from xpyd_proxy.testing.rules import expected_text
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -73,23 +71,6 @@ async def test_the_text_depends_on_the_prompt_and_on_nothing_else():
 
     assert texts[0] == texts[1] == expected_text(BODY)
     assert texts[0] != texts[2]
-
-
-async def test_several_prompts_and_sequences_have_their_choices():
-    """As vLLM numbers them."""
-    reply = await post(Sim("decode"), {"prompt": ["a", "b"], "n": 2})
-
-    assert [choice["index"] for choice in reply.json()["choices"]] == [0, 1, 2, 3]
-    assert reply.json()["usage"]["completion_tokens"] == 64
-
-
-async def test_a_prefilled_request_is_decoded():
-    """The two halves fit when nothing was changed between them."""
-    decode = Sim("decode")
-    reply = await decoded(decode, await prefilled())
-
-    assert reply.status_code == 200
-    assert not decode.violations
 
 
 @pytest.mark.parametrize(
@@ -158,21 +139,6 @@ async def test_what_is_no_request_is_refused(role, raw):
     assert reply.json()["error"]["code"] == 400
 
 
-async def test_an_unknown_model_is_not_found():
-    """By the name it was started with."""
-    assert (await post(Sim("decode", model="m"), BODY | {"model": "m"})).status_code == 200
-    assert (await post(Sim("decode", model="m"), BODY | {"model": "x"})).status_code == 404
-
-
-async def test_the_other_routes_answer_like_an_engine():
-    """Probes, metrics and admin routes rely on them."""
-    async with talking_to(Sim("decode", model="m")) as client:
-        assert (await client.get("/health")).status_code == 200
-        assert (await client.get("/version")).json()["version"]
-        assert (await client.get("/v1/models")).json()["data"][0]["id"] == "m"
-        assert 'vllm:num_requests_running{model_name="m",engine="0"} 0' in (await client.get("/metrics")).text
-
-
 async def test_faults_are_set_and_cleared_from_outside():
     """And hit as many requests as they are told to."""
     sim = Sim("decode")
@@ -190,69 +156,6 @@ async def test_faults_are_set_and_cleared_from_outside():
     assert [entry["state"] for entry in log["requests"]] == ["done"] * 3
     assert json.loads(log["requests"][0]["body"]) == BODY
     assert (await post(sim, BODY)).status_code == 200
-
-
-async def test_a_prefill_engine_can_forget_a_parameter():
-    """As one without a connector, or of another version, would."""
-    sim = Sim("prefill")
-    sim.inject(SimulatedFault(FaultKind.FORGET, names=("remote_host",)))
-
-    assert "remote_host" not in (await post(sim, PREFILL)).json()["kv_transfer_params"]
-
-
-async def test_streams_fail_where_they_are_told_to():
-    """After so many events, with an error in vLLM's way or with nothing at all."""
-    sim = Sim("decode")
-    sim.inject(SimulatedFault(FaultKind.ERROR_EVENT, after=1, status=503))
-    events = (await post(sim, BODY | {"stream": True})).text.split("\n\n")
-    assert (json.loads(events[1].removeprefix("data: "))["error"]["code"], events[2:]) == (503, ["data: [DONE]", ""])
-
-    sim.inject(SimulatedFault(FaultKind.END, after=2))
-    assert len((await post(sim, BODY | {"stream": True})).text.split("\n\n")) == 3
-
-
-@pytest.mark.parametrize("after", [None, 0, 2])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_connections_are_dropped_where_they_are_told_to(after, stream):
-    """For real: the client sees a broken connection, not a polite end."""
-    sim = Sim("decode")
-    sim.inject(SimulatedFault(FaultKind.DROP, after=after))
-    with serving(sim) as at:
-        async with httpx.AsyncClient() as client:
-            with pytest.raises(httpx.RemoteProtocolError):
-                await client.post(f"http://{at}{TEXT}", json=BODY | {"stream": stream})
-
-    assert sim.log[0].state == "done"
-
-
-@pytest.mark.parametrize("kind", ["prefill time", "token time", "stall", "stall in the stream"])
-async def test_whoever_hangs_up_is_noticed(kind):
-    """In every place where the engine takes its time."""
-    sim = Sim("prefill", prefill_s=60) if kind == "prefill time" else Sim("decode", token_s=60)
-    body = PREFILL if kind == "prefill time" else BODY | {"stream": kind == "stall in the stream"}
-    if kind.startswith("stall"):
-        sim.inject(SimulatedFault(FaultKind.STALL, after=0 if body["stream"] else None))
-    with serving(sim) as at:
-        async with httpx.AsyncClient() as client:
-            with pytest.raises(httpx.ReadTimeout):
-                await client.post(f"http://{at}{TEXT}", json=body, headers=ID, timeout=0.2)
-        await until_async(lambda: sim.log[0].state == "hung up")
-
-
-async def test_delays_pass():
-    """A stay of a millisecond ends."""
-    assert (await post(Sim("prefill", prefill_s=0.001), PREFILL)).status_code == 200
-    assert (await post(Sim("decode", token_s=0.001), BODY)).status_code == 200
-
-
-def test_it_runs_from_the_command_line(monkeypatch):
-    """As `xpyd up` starts it."""
-    calls = []
-    monkeypatch.setattr(module.uvicorn, "run", lambda app, **options: calls.append((app, options)))
-    module.main(["--role", "prefill", "--port", "8100", "--model", "m", "--prefill-delay", "0.5"])
-
-    ((app, options),) = calls
-    assert (app.role, options["host"], options["port"]) == ("prefill", "127.0.0.1", 8100)
 
 
 PUSH_ASK = PREFILL | {"kv_transfer_params": ASK | {"transfer_id": "xfer-1"}}

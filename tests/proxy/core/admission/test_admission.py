@@ -41,37 +41,6 @@ def test_which_states_are_final():
     }
 
 
-def test_without_limits_everybody_is_served():
-    """At once."""
-    admission = Admission(AdmissionLimits())
-
-    assert states(*[arrive(admission) for _ in range(50)]) == ["admitted"] * 50
-
-
-def test_a_place_goes_to_the_one_that_came_first():
-    """One at a time, in order."""
-    admission = Admission(ONE)
-    first, second, third, fourth = (arrive(admission) for _ in range(4))
-
-    assert states(first, second, third, fourth) == ["admitted", "waiting", "waiting", "refused"]
-    assert fourth.refusal == Refusal(Limit.QUEUE, 5)
-    admission.leave(first)
-    assert admission.poll() == [second]
-    assert states(first, second, third) == ["left", "admitted", "waiting"]
-
-
-def test_the_more_important_goes_first_and_takes_a_place_in_a_full_queue():
-    """From the one that came last among the least important."""
-    admission = Admission(ONE)
-    served, low, lower, high = arrive(admission), arrive(admission), arrive(admission), arrive(admission, priority=-1)
-
-    assert admission.poll() == [lower]
-    assert states(served, low, lower, high) == ["admitted", "waiting", "refused", "waiting"]
-    admission.leave(served)
-    assert admission.poll() == [high]
-    assert lower.refusal == Refusal(Limit.QUEUE, 5)
-
-
 def test_the_more_important_takes_no_place_that_is_anothers_share():
     """Or one client could send all others away."""
     admission = Admission(AdmissionLimits(concurrency=1, queue=4, wait_s=10.0))
@@ -97,18 +66,6 @@ def test_who_waits_too_long_is_sent_away():
     assert states(served, waiting) == ["admitted", "expired"]
     assert waiting.refusal == Refusal(Limit.CONCURRENCY, 5)
     assert admission.refused == {Limit.CONCURRENCY: 1}
-
-
-def test_a_client_that_does_not_want_to_wait_frees_its_place_at_once():
-    """In the queue, and with it its bytes."""
-    admission = Admission(ONE)
-    arrive(admission)
-    arrive(admission)
-    gone = arrive(admission, size=7)
-    admission.leave(gone)
-
-    assert (admission.waiting, admission.held_bytes) == (1, 2)
-    assert arrive(admission).state is TicketState.WAITING
 
 
 def test_the_limits_of_a_key_are_its_own():
@@ -140,29 +97,6 @@ def test_what_is_refused_costs_nothing():
     assert arrive(admission, size=11).refusal == Refusal(Limit.BYTES, 5)
 
     assert arrive(admission, size=10).refusal is None
-
-
-def test_other_limits_take_effect_at_once():
-    """More places are filled; of a shorter queue the last ones are refused."""
-    admission = Admission(AdmissionLimits(concurrency=1, queue=4, wait_s=1))
-    tickets = [arrive(admission) for _ in range(5)]
-    admission.change(AdmissionLimits(concurrency=2, queue=1, wait_s=1))
-
-    assert states(*tickets) == ["admitted", "admitted", "waiting", "refused", "refused"]
-    assert admission.poll() == [tickets[1], tickets[4], tickets[3]]
-
-
-def test_fewer_places_send_nobody_away():
-    """The next place is free when enough have left."""
-    admission = Admission(AdmissionLimits(concurrency=3, queue=1, wait_s=1))
-    tickets = [arrive(admission) for _ in range(3)]
-    admission.change(AdmissionLimits(concurrency=1, queue=1, wait_s=1))
-    waiting = arrive(admission)
-    for ticket in tickets:
-        assert waiting.state is TicketState.WAITING
-        admission.leave(ticket)
-
-    assert waiting.state is TicketState.ADMITTED
 
 
 def test_keys_that_are_gone_are_forgotten():

@@ -28,15 +28,6 @@ def test_ids_are_stable_and_say_nothing_about_addresses():
     assert tuple(added[1:]) == tuple(registry.known(Role.DECODE))
 
 
-def test_an_id_is_never_used_again():
-    """A line in a log must mean one engine."""
-    registry = Registry()
-    first = registry.add(Role.DECODE, A)
-    registry.remove(first.id, now=0)
-
-    assert registry.add(Role.DECODE, A).id == "decode-1"
-
-
 def test_an_engine_is_added_once_to_a_role():
     """Twice the same would get twice the load; another scheme is still the same port."""
     registry = Registry()

@@ -21,6 +21,13 @@ def fields_of(body):
     return parse(json.dumps(body).encode(), strip_private=False)
 
 
+def broken_off(api, body, after):
+    """Return what has been shown of a stream that broke off after so many events, and what may go on with it."""
+    fields = fields_of(body)
+    replay, stream = Replay(api, fields), list(events(json.loads(encode(traced(fields))), name="x"))
+    return b"".join(replay.feed(one) for one in stream[:after]), replay
+
+
 def run(api, body, breaks, per_event=1):
     """Serve a stream over engines that break off after so many events each; None: it could not go on."""
     fields = fields_of(body)
@@ -75,11 +82,7 @@ def test_an_unbroken_stream_is_that_of_an_engine_that_was_asked_for_no_ids(api):
 def test_what_the_next_engine_is_asked():
     """Prompt and shown tokens as ids, and as many fewer tokens; in a chat the ids win over the messages."""
     for api, body in ((Api.COMPLETIONS, TEXT | {"min_tokens": 4}), (Api.CHAT, CHAT | {"max_completion_tokens": 9})):
-        fields = fields_of(body | {"max_tokens": 9})
-        replay = Replay(api, fields)
-        stream = list(events(json.loads(encode(traced(fields))), name="x"))
-        for one in stream[:5]:
-            replay.feed(one)
+        _, replay = broken_off(api, body | {"max_tokens": 9}, 5)
         asked = json.loads(encode(replay.again()))
 
         ids = asked["prompt"] if api is Api.COMPLETIONS else asked["kv_transfer_params"]["prompt_token_ids"]
@@ -96,20 +99,14 @@ def test_what_the_next_engine_is_asked():
 
 def test_completions_make_sixteen_tokens_if_they_do_not_say():
     """vLLM's default, which would otherwise begin anew."""
-    fields = fields_of(TEXT)
-    replay = Replay(Api.COMPLETIONS, fields)
-    for one in list(events(json.loads(encode(traced(fields))), name="x"))[:3]:
-        replay.feed(one)
+    _, replay = broken_off(Api.COMPLETIONS, TEXT, 3)
 
     assert json.loads(bytes(replay.again()["max_tokens"])) in (13, 14, 15)
 
 
 def test_a_chat_without_a_limit_has_none_afterwards():
     """Its limit is the model's length, which the longer prompt takes its share of."""
-    fields = fields_of(CHAT)
-    replay = Replay(Api.CHAT, fields)
-    for one in list(events(json.loads(encode(traced(fields))), name="x"))[:4]:
-        replay.feed(one)
+    _, replay = broken_off(Api.CHAT, CHAT, 4)
 
     assert "max_tokens" not in replay.again()
 

@@ -164,14 +164,6 @@ def test_a_request_that_has_failed_already_is_nobodys_trial():
     assert names(pairs.pair(usable[0][:1], usable[1][:1], again)) == ("prefill-0", "decode-0")
 
 
-def test_a_copy_takes_nobodys_turn():
-    """Explaining a request changes nothing."""
-    registry, pairs = fleet([EngineCapabilities()] * 2, [EngineCapabilities()] * 2)
-    foreseen = [choose(registry, pairs.copy())[0] for _ in range(3)]
-
-    assert foreseen == choose(registry, pairs) * 3
-
-
 CHANGES = st.one_of(
     st.tuples(
         st.just("learn"),

@@ -10,8 +10,8 @@ from xpyd_proxy.core.fleet.origin import EngineSource, Wanted
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.errors import AddressError, AlreadyKnown, NoInstance, UnknownInstance
-from xpyd_proxy.io.discovery.reconciler import Discovery, Entries, NotManagedHere, Pods, Reconciler, Synced
+from xpyd_proxy.errors import AddressError, AlreadyKnown, UnknownInstance
+from xpyd_proxy.io.discovery.reconciler import Discovery, Entries, NotManagedHere, Pods, Reconciler
 from xpyd_proxy.io.discovery.stores import StoreDown
 from xpyd_proxy.io.discovery.stores.memory import MemoryStore
 
@@ -39,21 +39,6 @@ class World:
     @property
     def there(self):
         return [(m.instance.id, m.instance.address.authority, m.life.state) for m in self.registry.members()]
-
-
-def test_pods_become_instances_with_their_revision_and_leave_with_their_pod():
-    """Each rank is one; ids are never used again."""
-    world = World()
-    world.see(A, B)
-    assert [name for name, *_ in world.there] == ["prefill-0", "decode-0", "decode-1"]
-    assert world.registry.members()[0].facts.revision == "v1"
-    assert world.registry.members()[0].origin.generation == 1
-
-    world.see(B)
-    assert [name for name, *_ in world.there] == ["decode-0", "decode-1"]
-    world.see(A, B)
-    assert [name for name, *_ in world.there] == ["decode-0", "decode-1", "prefill-1"]
-    assert world.registry.members()[-1].origin.generation == 3
 
 
 def test_what_the_settings_name_is_left_alone():
@@ -135,29 +120,3 @@ def test_nonsense_is_left_out_and_said_once(caplog):
         ["left out", " pod x has no container port named http"]
     ]
     assert sum("entry decode.y" in line for line in said) == 1
-
-
-def test_nobody_is_sent_here_before_every_source_was_heard():
-    """An empty view of a source counts: then there is nothing to wait for."""
-    world = World("d:80")
-    fleet = Synced(world.registry, world.discovery)
-    with pytest.raises(NoInstance, match="pods is silent"):
-        fleet.usable(Role.DECODE)
-    world.see()
-
-    assert [one.id for one in fleet.usable(Role.DECODE)] == ["decode-0"]
-    assert fleet.known(Role.DECODE) == fleet.usable(Role.DECODE)
-
-
-def test_freshness_tells_how_old_a_view_is():
-    """For an alert: an API that is silent for minutes."""
-    world = World()
-    world.now = 10
-    world.see(A)
-    world.now = 25
-    world.pods.heard()
-    world.now = 30
-
-    pods, store = world.reconciler.freshness()
-    assert (pods.source, pods.is_synced, pods.age_s, pods.engines) == (EngineSource.PODS, True, 5, 1)
-    assert (store.source, store.is_synced, store.age_s) == (EngineSource.STORE, True, 30)

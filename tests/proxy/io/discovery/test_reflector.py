@@ -276,21 +276,6 @@ async def test_what_comes_late_or_out_of_order_is_not_believed():
         assert [call.verb for call in api.calls] == ["list", "watch"]
 
 
-async def test_the_last_view_stays_while_the_api_is_away():
-    """It is old, and better than none."""
-    async with KubeApi() as api:
-        fill(api)
-        async with reflecting(api) as eye:
-            await agreed(eye, api)
-            port = api.port
-            await api.stop()
-            await asyncio.sleep(0.5)
-            assert len(eye.pods) == 3
-            assert eye.views == 1
-            await api.start(port)
-            await until_async(lambda: eye.views > 1)
-
-
 async def test_an_api_that_refuses_everything_is_not_hammered():
     """Pauses grow, with some chance in them."""
     async with KubeApi() as api:

@@ -186,18 +186,6 @@ async def test_without_an_interval_only_drained_engines_are_asked(registry, engi
     assert draining.life.why == "has no request left and keeps nothing for decode engines"
 
 
-async def test_an_engine_is_drained_when_its_last_request_is_over(registry, engines):
-    """A decode engine keeps nothing for others."""
-    member = add(registry)
-    member.load.enter(RequestId("r"))
-    async with prober(registry, engines, interval_s=0).running():
-        registry.drain(member.instance.id, now=time.monotonic())
-        await asyncio.sleep(0.3)
-        assert member.life.state is HealthState.DRAINING
-        member.load.leave(RequestId("r"))
-        await until_async(lambda: member.life.state is HealthState.DRAINED)
-
-
 async def test_a_prefill_engine_that_cannot_be_asked_is_drained_after_a_while(registry, engines):
     """It has died while it was drained: nobody will ever know what it kept."""
     member = add(registry, Role.PREFILL)

@@ -136,14 +136,3 @@ async def test_a_call_may_settle():
     later.settle()
 
     assert batches.said == ["(", 1, ")"]
-
-
-async def test_calls_have_their_arguments():
-    """Whatever they are."""
-    said = []
-    later = DeferredCalls()
-    later.add(lambda *args: said.append(args))
-    later.add(lambda *args: said.append(args), 1, None)
-    later.settle()
-
-    assert said == [(), (1, None)]

@@ -8,11 +8,9 @@ from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
-from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.core.routing.pairing import PairSelector
 from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
-from xpyd_proxy.core.schemas import Coordinates
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
 
 R = RequestId("r")
@@ -79,16 +77,6 @@ def test_reserved_slots_decide_the_next_choice(fleet, clock):
     assert in_flight(fleet)[2:] == [5, 5]
 
 
-def test_only_the_leg_that_failed_is_blamed(fleet):
-    """The other engine of the pair did nothing wrong."""
-    p, d = fleet.pair(fleet.usable(Role.PREFILL), fleet.usable(Role.DECODE))
-    for instance, failure in ((p, Failure.BAD_RESPONSE), (d, None)):
-        fleet.enter(instance, R)
-        fleet.ended(instance, R, failure)
-
-    assert (state(fleet, p), state(fleet, d)) == (HealthState.EJECTED, HealthState.STARTING)
-
-
 def break_and_rest(fleet, clock):
     d = decode(fleet)
     fleet.enter(d, R)
@@ -136,27 +124,3 @@ def test_legs_of_an_engine_that_was_removed_may_still_end(fleet):
     fleet.ended(d, R, Failure.BAD_RESPONSE)
 
     assert d not in fleet.known(Role.DECODE)
-
-
-def test_who_moves_the_blocks_is_learned_from_answers(fleet, learned):
-    """And shown, and looked at when a decode engine is declared to do otherwise."""
-    p, q = fleet.known(Role.PREFILL)
-    learned.learn(p.id, Coordinates("e", "h", 1, tp_size=1))
-    learned.learn(q.id, None)
-    for instance in (p, q):
-        fleet.answered(instance, R, 0.1)
-    modes = [fleet.registry.member(one.id).facts.mode for one in (p, q)]
-
-    assert modes == [TransferMode.PUSH, TransferMode.PULL]
-
-
-def test_a_report_changes_the_load_while_it_is_fresh(fleet, clock):
-    """Five seconds; nonsense changes nothing."""
-    p = fleet.known(Role.PREFILL)[0]
-    loads = Loads(fleet.registry, clock)
-    fleet.reported(p, b'JSON {"named_metrics": {"num_requests_waiting": 4}}')
-    fleet.reported(p, b"nonsense")
-    assert loads.of(p) == 4
-    clock.now = 6
-
-    assert loads.of(p) == 0

@@ -1,6 +1,5 @@
 """What becomes of the events of requests: counters, histograms, the last five minutes, and a line of the log."""
 
-import logging
 from collections import Counter
 
 import pytest
@@ -98,15 +97,6 @@ def test_a_path_of_a_clients_own_making_is_not_shown():
     assert not seen.counters.routed
 
 
-def test_the_way_of_a_request_is_counted():
-    """Which rule fired shows in the numbers."""
-    found = counted(
-        over(), over(push=LegOrder.CONCURRENT), over(push=LegOrder.SEQUENTIAL), over(single_reason=SingleEngineReason.N)
-    )
-
-    assert found.routed == {("pull", "none"): 1, ("push", "none"): 1, ("push_cold", "none"): 1, ("single", "n"): 1}
-
-
 def test_retries_are_counted_by_the_leg_that_failed_and_why():
     """Clients do not notice them; operators should."""
     failed = (Role.PREFILL, Failure.BAD_RESPONSE), (Role.PREFILL, Failure.TIMEOUT), (Role.DECODE, Failure.HTTP_5XX)
@@ -128,36 +118,6 @@ def test_silent_degradation_is_counted_where_it_can_be_known():
 
     assert found.transfers == {(D.id, "none"): 1, (D.id, "arrived"): 1, (D.id, "unknown"): 2}
     assert found.transfers_missing == {(D.id,): 1}
-
-
-def test_the_times_of_a_request_are_in_histograms():
-    """Its whole time by how it ended, the queue also of those that did not wait, the first token of streams."""
-    found = counted(
-        over(duration_s=2.0, ttft_s=0.3),
-        over(duration_s=4.0, queue_s=1.0),
-        over(503, duration_s=9.0, queue_s=9.0),
-        over(400, duration_s=0.1, queue_s=None),
-    )
-
-    assert {key: (sum(one.counts), one.total) for key, one in found.durations.by_key.items()} == {
-        (PATH, "ok"): (2, 6.0),
-        (PATH, "server_error"): (1, 9.0),
-        (PATH, "client_error"): (1, 0.1),
-    }
-    queue = found.queue_times.by_key[(PATH,)]
-    assert (sum(queue.counts), queue.counts[0], queue.total) == (3, 1, 10.0)
-    assert (sum(found.ttft.by_key[(PATH,)].counts), found.ttft.by_key[(PATH,)].total) == (1, 0.3)
-
-
-def test_a_request_leaves_one_line_in_the_log(caplog):
-    """Made of the same record as the numbers."""
-    caplog.set_level(logging.INFO, "xpyd.access")
-    telemetry().request_over(over(ttft_s=0.25, queue_s=0.125, error="broke off", prefill=LegRecord(P.id, 12.34)))
-
-    assert [record.getMessage() for record in caplog.records] == [
-        "request_id=r path=/v1/completions prefill=prefill-0 decode=decode-0 status=200 duration_ms=1500.0 "
-        "ttft_ms=250.0 prefill_ms=12.3 queue_ms=125.0 error='broke off'"
-    ]
 
 
 ENDS = st.builds(

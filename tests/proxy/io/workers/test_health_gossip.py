@@ -2,14 +2,12 @@
 
 import socket
 import time
-from contextlib import AsyncExitStack
 
 from support.sim import until_async
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.health import HealthLimits, HealthState
 from xpyd_proxy.core.model import InstanceId, RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
-from xpyd_proxy.core.workers.instance_ids import Verb
 from xpyd_proxy.core.workers.worker_health import WorkerHealth
 from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
 from xpyd_proxy.io.workers.context import WorkerContext
@@ -37,23 +35,6 @@ class Worker:
     @property
     def state(self):
         return self.registry.member(D0).life.state
-
-
-async def test_what_happens_in_one_is_known_in_all_within_a_second(tmp_path):
-    """Load, breaks and orders."""
-    workers = zero, one, two = [Worker(tmp_path, number) for number in range(3)]
-    async with AsyncExitStack() as stack:
-        for worker in workers:
-            await stack.enter_async_context(worker.exchange.running())
-        for number, worker in enumerate(workers):
-            worker.load.enter(RequestId(f"{number}"))
-        await until_async(lambda: all(worker.load.in_flight == 3 for worker in workers), seconds=1)
-        one.load.leave(RequestId("1"))
-        two.registry.member(D0).life.failed(RequestId("2"), Failure.BAD_RESPONSE, now=time.monotonic())
-        await until_async(lambda: all(worker.load.in_flight == 2 for worker in workers), seconds=1)
-        await until_async(lambda: all(worker.state is HealthState.EJECTED for worker in workers), seconds=1)
-        zero.ledger.say(Verb.DRAIN, D0)
-        await until_async(lambda: (one.state, two.state) == (HealthState.DRAINING, HealthState.DRAINING), seconds=1)
 
 
 async def test_a_worker_that_comes_late_hears_all_at_once_and_one_that_goes_is_forgotten(tmp_path):

@@ -2,15 +2,12 @@
 
 import threading
 
-import pytest
-
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.health import HealthLimits, HealthState
 from xpyd_proxy.core.fleet.origin import EngineSource, Origin, Wanted
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import InstanceId, Role
 from xpyd_proxy.core.workers.instance_ids import Verb
-from xpyd_proxy.errors import AlreadyKnown
 from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
 from xpyd_proxy.io.workers.id_log import InstanceIdLog
 
@@ -56,33 +53,6 @@ def test_one_does_not_hear_oneself(tmp_path):
     assert mine.news() == []
     assert other.news() == [(Verb.NAME, "decode a"), (Verb.DRAIN, D0)]
     assert other.news() == []
-
-
-def test_workers_have_the_same_ids_whoever_meets_an_engine_first(tmp_path):
-    """Also when they see them come in another order."""
-    zero, one = worker(tmp_path), worker(tmp_path)
-    first = [zero.add(Role.DECODE, address).id for address in (A, B)]
-    second = [one.add(Role.DECODE, address).id for address in (B, A)]
-
-    assert first == second[::-1] == [D0, D1]
-
-
-def test_orders_reach_the_other_worker_and_those_that_start_later(tmp_path):
-    """Drained, in use again, removed: as the one was told that an operator has met."""
-    zero, one = worker(tmp_path, A, B), worker(tmp_path, A, B)
-    ledger = InstanceIdLog(tmp_path / "ledger")
-    for verb, name in ((Verb.DRAIN, D0), (Verb.REMOVE, D1), (Verb.REMOVE, "decode-9")):
-        ledger.say(verb, InstanceId(name))
-    later = worker(tmp_path, A, B)
-    for registry in (zero, one, later):
-        registry.follow(now=1.0)
-        assert registry.member(D0).life.state is HealthState.DRAINING
-        assert registry.get(D1) is None
-
-    ledger.say(Verb.UNDRAIN, D0)
-    for registry in (zero, later):
-        registry.follow(now=2.0)
-        assert registry.member(D0).life.state is HealthState.STARTING
 
 
 def test_an_order_between_the_settings_and_the_first_look_is_not_missed(tmp_path):
@@ -135,12 +105,3 @@ def test_a_worker_that_has_missed_that_an_engine_went_and_came_follows(tmp_path)
     assert (member.instance.id, member.life.state, member.origin) == (D1, HealthState.STARTING, STORED)
     zero.follow(now=1.2)
     assert [member.instance.id for member in zero.members()] == [D1]
-
-
-def test_an_address_that_is_known_is_refused_as_ever(tmp_path):
-    """And the numbers go on."""
-    zero = worker(tmp_path, A)
-    with pytest.raises(AlreadyKnown):
-        zero.add(Role.DECODE, A, origin=STORED)
-
-    assert zero.add(Role.PREFILL, A).id == "prefill-0"

@@ -37,12 +37,3 @@ def test_counts_stay_even_while_requests_come_and_go(ends):
         assert load[chosen.id] == min(load.values())
         load[chosen.id] += 1
         load[ENGINES[end].id] = max(0, load[ENGINES[end].id] - 1)
-
-
-def test_a_copy_leaves_no_trace():
-    """Explaining must not take anybody's turn."""
-    policy = LeastLoaded(lambda _: 0.0)
-    expected = policy.copy().one(ENGINES)
-    policy.copy().one(ENGINES)
-
-    assert policy.one(ENGINES) == expected

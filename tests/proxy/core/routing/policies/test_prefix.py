@@ -84,11 +84,3 @@ def test_short_prompts_are_spread():
     counts = Counter(policy.one(ENGINES, RoutingHints(prompt=b"hello")).id for _ in range(40))
 
     assert set(counts.values()) == {10}
-
-
-def test_a_copy_remembers_for_itself():
-    """Explaining a prompt must not make an engine its home."""
-    policy = Prefix(idle, RoundRobin())
-    policy.copy().one(ENGINES, ask("a"))
-
-    assert not policy._seen

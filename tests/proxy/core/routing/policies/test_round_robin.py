@@ -84,12 +84,3 @@ def test_engines_that_do_not_fit_each_other_never_meet_and_all_others_do():
 
     assert set(pairs) == fits
     assert set(pairs.values()) == {10}
-
-
-def test_a_copy_takes_nobodys_turn():
-    """Explaining a request changes nothing."""
-    policy = RoundRobin()
-    turns(policy, 2, 2, 3)
-    foreseen = [turns(policy.copy(), 2, 2, 1), turns(policy.copy(), 2, 2, 1)]
-
-    assert foreseen == [turns(policy, 2, 2, 1)] * 2

@@ -27,37 +27,30 @@ def told(runs):
     return {(each.what, each.where): each for each in goals.of(runs)}
 
 
-@pytest.mark.parametrize(("ours", "reached"), [(0.10, True), (0.15, True), (0.151, False)])
-def test_the_cost_of_a_request_beside_the_rust_router(ours, reached):
-    runs = {"short": {"xpyd": [run(ours)], "vllm-router": [run(0.2)]}}
-
-    goal = told(runs)["CPU a request, xpyd / vllm-router", "`short`"]
-
-    assert goal.reached == reached
-    assert goal.found == f"{ours / 0.2:.2f}"
-
-
-@pytest.mark.parametrize(("ours", "reached"), [(0.2, True), (0.21, False)])
-def test_the_cost_of_a_request_beside_the_toy(ours, reached):
-    runs = {"chat": {"xpyd": [run(ours)], "toy": [run(4.0)]}}
-
-    assert told(runs)["CPU a request, toy / xpyd", "`chat`"].reached == reached
+COSTS = {
+    "the Rust router": ({"short": {"xpyd": 0.10, "vllm-router": 0.2}}, "xpyd / vllm-router", "short", True),
+    "just cheap enough": ({"short": {"xpyd": 0.15, "vllm-router": 0.2}}, "xpyd / vllm-router", "short", True),
+    "not cheap enough": ({"short": {"xpyd": 0.151, "vllm-router": 0.2}}, "xpyd / vllm-router", "short", False),
+    "the toy": ({"chat": {"xpyd": 0.2, "toy": 4.0}}, "toy / xpyd", "chat", True),
+    "too near to the toy": ({"chat": {"xpyd": 0.21, "toy": 4.0}}, "toy / xpyd", "chat", False),
+    "push": ({"short": {"xpyd": 0.1}, "push": {"xpyd": 0.16}}, "push / pull", "push", True),
+    "dear push": ({"short": {"xpyd": 0.1}, "push": {"xpyd": 0.17}}, "push / pull", "push", False),
+    "a full router": ({"short": {"xpyd": 0.1, "queued": 0.13}}, "queued / xpyd", "short", True),
+    "a dear full router": ({"short": {"xpyd": 0.1, "queued": 0.14}}, "queued / xpyd", "short", False),
+}  # CPU-milliseconds by scenario and router, what is compared, where, and whether the goal is reached
 
 
-@pytest.mark.parametrize(("pushed", "reached"), [(0.16, True), (0.17, False)])
-def test_the_cost_of_push_beside_pull(pushed, reached):
-    """Both are ours, in scenarios of their own."""
-    runs = {"short": {"xpyd": [run(0.1)]}, "push": {"xpyd": [run(pushed)]}}
+@pytest.mark.parametrize(("costs", "what", "where", "reached"), COSTS.values(), ids=COSTS)
+def test_the_cost_of_a_request_beside_another(costs, what, where, reached):
+    runs = {scenario: {name: [run(ms)] for name, ms in each.items()} for scenario, each in costs.items()}
 
-    assert told(runs)["CPU a request, push / pull", "`push`"].reached == reached
+    assert told(runs)[f"CPU a request, {what}", f"`{where}`"].reached == reached
 
 
-@pytest.mark.parametrize(("queued", "reached"), [(0.13, True), (0.14, False)])
-def test_the_cost_of_a_request_that_waits(queued, reached):
-    """A full router must not become a dear one."""
-    runs = {"short": {"xpyd": [run(0.1)], "queued": [run(queued)]}}
+def test_a_cost_is_told_as_a_share():
+    runs = {"short": {"xpyd": [run(0.15)], "vllm-router": [run(0.2)]}}
 
-    assert told(runs)["CPU a request, queued / xpyd", "`short`"].reached == reached
+    assert told(runs)["CPU a request, xpyd / vllm-router", "`short`"].found == "0.75"
 
 
 def test_the_first_token_is_compared_within_rounds():

@@ -13,7 +13,7 @@ from uvicorn.server import ServerState
 
 from support.certificates import Authority
 from support.reciting import Act, reciting, whole
-from support.scenes import answer, metrics_of, post, routing, runner, text
+from support.scenes import answer, metrics_of, post, routing, run, text
 from xpyd_proxy import server
 from xpyd_proxy.api.clients import Clients
 from xpyd_proxy.api.endpoint_protocol import endpoint_protocol
@@ -30,21 +30,6 @@ EVENTS = 40
 FLOOD = Act(((0.0, BEGUN), *[(0.0, b"%x\r\n%b\r\n" % (len(EVENT), EVENT))] * EVENTS, (0.0, DONE)))
 LONG = Act(((0.0, whole(b'{"choices":[{"text":"%b"}]}' % (b"x" * 8_000_000))),))
 PATIENCE_S = 0.6
-
-
-@pytest.fixture
-def run(tmp_path):
-    """Run a scene in a loop like that of the process."""
-
-    def run(scene):
-        async def limited():
-            async with asyncio.timeout(30):
-                return await scene
-
-        with runner(tmp_path) as loop:
-            return loop.run(limited())
-
-    return run
 
 
 @asynccontextmanager
@@ -85,7 +70,7 @@ async def until(true):
 
 @RESUMING
 @pytest.mark.parametrize(("act", "stream"), [(FLOOD, True), (LONG, False)], ids=["stream", "whole"])
-def test_a_client_that_reads_nothing_is_hung_up_on(run, options, act, stream, caplog):
+def test_a_client_that_reads_nothing_is_hung_up_on(options, act, stream, caplog):
     """Its engine, its place and its bytes are free again, and the log says why; nobody else is touched."""
     caplog.set_level(logging.INFO, "xpyd_proxy")
     caplog.set_level(logging.INFO, "xpyd.access")
@@ -107,7 +92,7 @@ def test_a_client_that_reads_nothing_is_hung_up_on(run, options, act, stream, ca
                 await read_on(sock)
             return waited, other, await metrics_of(port)
 
-    waited, other, metrics = run(scene())
+    waited, other, metrics = run(scene(), seconds=30)
 
     assert f"a client (127.0.0.1) has read nothing of its answer for {PATIENCE_S:g} s" in caplog.text
     assert waited >= PATIENCE_S
@@ -118,7 +103,7 @@ def test_a_client_that_reads_nothing_is_hung_up_on(run, options, act, stream, ca
 
 
 @RESUMING
-def test_a_client_that_reads_slowly_gets_everything(run, options):
+def test_a_client_that_reads_slowly_gets_everything(options):
     """As long as it reads something now and then."""
 
     async def scene():
@@ -130,7 +115,7 @@ def test_a_client_that_reads_slowly_gets_everything(run, options):
             rest, is_all = await read_on(sock)
             return begun + rest, is_all
 
-    size, is_all = run(scene())
+    size, is_all = run(scene(), seconds=30)
 
     assert is_all
     assert size > EVENTS * len(EVENT)
@@ -150,7 +135,7 @@ async def flood(scope, receive, send):
         await send({"type": "http.response.body", "body": EVENT, "more_body": True})
 
 
-def test_over_tls_too(run, tmp_path, caplog):
+def test_over_tls_too(tmp_path, caplog):
     """Where the bytes wait in another place."""
     theirs, ours = Authority(tmp_path, "ca").contexts()
 
@@ -171,4 +156,4 @@ def test_over_tls_too(run, tmp_path, caplog):
             writer.transport.abort()
         listener.close()
 
-    run(scene())
+    run(scene(), seconds=30)

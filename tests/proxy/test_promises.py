@@ -20,7 +20,7 @@ import pytest
 from support.raw_engine import listening_in_vain
 from support.reciting import Act, End, good, reciting, whole
 from support.router_process import router_processes
-from support.scenes import answer, post, routing, runner, text
+from support.scenes import answer, post, routing, run, text
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.model import GenerationRequest, Role
@@ -105,32 +105,23 @@ class Stage:
             writer.transport.abort()
 
 
-@pytest.fixture
-def play(tmp_path):
-    """Run a scene in a loop like that of the process; ``play.stage`` is a router in front of engines that recite."""
+@asynccontextmanager
+async def staged(acts=None, up=ONE_EACH, *, first_decode=(), **settings):
+    """A router in front of engines that recite."""
+    acts = {"prefill": (), "decode": ()} | (acts or {})
+    async with reciting(acts, up) as cast:
+        cast.at["decode"][:0] = first_decode
+        async with routing(cast, settings) as served:
+            stage = Stage(cast, served)
+            try:
+                yield stage
+            finally:
+                stage.close()
 
-    @asynccontextmanager
-    async def stage(acts=None, up=ONE_EACH, *, first_decode=(), **settings):
-        acts = {"prefill": (), "decode": ()} | (acts or {})
-        async with reciting(acts, up) as cast:
-            cast.at["decode"][:0] = first_decode
-            async with routing(cast, settings) as served:
-                stage = Stage(cast, served)
-                try:
-                    yield stage
-                finally:
-                    stage.close()
 
-    def run(scene):
-        async def limited():
-            async with asyncio.timeout(4 * PATIENCE_S):
-                return await scene
-
-        with runner(tmp_path) as loop:
-            return loop.run(limited())
-
-    run.stage = stage
-    return run
+def play(scene):
+    """Run a scene in a loop like that of the process."""
+    return run(scene, seconds=4 * PATIENCE_S)
 
 
 @pytest.fixture
@@ -185,14 +176,14 @@ def alive(*kinds):
 
 
 @pytest.mark.parametrize("rest_comes_late", [False, True], ids=["pipelined", "half received"])
-def test_an_answer_under_way_is_not_cut_by_the_keep_alive_timer(play, rest_comes_late):
+def test_an_answer_under_way_is_not_cut_by_the_keep_alive_timer(rest_comes_late):
     """The timer began with an answer before; the request behind another one is no idle connection."""
     after_a_while = Act(((0.05, good("decode", b"")),))
     stream = Act(((0.0, BEGUN), *[(0.05, chunk(EVENT))] * 12, (0.0, DONE)))
 
     async def scene():
         acts = {"decode": (Act(((0.0, good("decode", b"")),)), after_a_while, stream)}
-        async with play.stage(acts, client_keepalive_s=0.5) as stage:
+        async with staged(acts, client_keepalive_s=0.5) as stage:
             reader, writer = await stage.client()
             writer.write(asks())
             await answer(reader)
@@ -210,13 +201,13 @@ def test_an_answer_under_way_is_not_cut_by_the_keep_alive_timer(play, rest_comes
 
 
 @RESUMING
-def test_a_client_that_reads_nothing_does_not_make_the_router_grow(play, options):
+def test_a_client_that_reads_nothing_does_not_make_the_router_grow(options):
     """No more than an answer waits for it, whatever it asks for; when it reads at last it gets all of them."""
     size = 1_000_000
     big = Act(((0.0, whole(b'{"choices":[],"text":"' + b"y" * size + b'"}')),))
 
     async def scene():
-        async with play.stage({"decode": (big,) * 40}, **options) as stage:
+        async with staged({"decode": (big,) * 40}, **options) as stage:
             sock = socket.socket()
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
             sock.setblocking(False)
@@ -247,12 +238,12 @@ def test_a_client_that_reads_nothing_does_not_make_the_router_grow(play, options
 @RESUMING
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("hangs_up", [True, False])
-def test_a_client_that_has_gone_leaves_nothing_to_the_garbage_collector(play, options, stream, hangs_up):
+def test_a_client_that_has_gone_leaves_nothing_to_the_garbage_collector(options, stream, hangs_up):
     """Many clients open a connection for each request, and the collector looks seldom."""
     slow = Act(((0.0, BEGUN + chunk(EVENT)), (0.3, DONE)) if stream else ((0.3, good("decode", b"")),))
 
     async def scene():
-        async with play.stage(**options) as stage:
+        async with staged(**options) as stage:
             await stage.ask(asks(stream=stream))
             await stage.settled()
             with no_collector():
@@ -271,7 +262,7 @@ def test_a_client_that_has_gone_leaves_nothing_to_the_garbage_collector(play, op
     assert play(scene()) == Counter()
 
 
-def test_a_client_without_a_key_learns_so_before_its_long_body_is_read(play, tmp_path):
+def test_a_client_without_a_key_learns_so_before_its_long_body_is_read(tmp_path):
     """Nobody who may not come in makes the router hold 16 MiB."""
     keys = tmp_path / "some.keys"
     keys.write_text("alice:secret-key-0123456789abcdef\n")
@@ -279,7 +270,7 @@ def test_a_client_without_a_key_learns_so_before_its_long_body_is_read(play, tmp
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n%b\r\nContent-Length: 10000000\r\n\r\n" % JSON
 
     async def scene():
-        async with play.stage(api_keys_file=str(keys)) as stage:
+        async with staged(api_keys_file=str(keys)) as stage:
             reader, writer = await stage.client()
             writer.write(head + b"x" * 100_000)  # and no more
             return await asyncio.wait_for(reader.readuntil(b"\r\n"), PATIENCE_S)
@@ -289,11 +280,11 @@ def test_a_client_without_a_key_learns_so_before_its_long_body_is_read(play, tmp
 
 @RESUMING
 @pytest.mark.parametrize("size", [1000, 200_000])
-def test_a_client_that_leaves_is_noticed_however_long_its_body(play, log, options, size):
+def test_a_client_that_leaves_is_noticed_however_long_its_body(log, options, size):
     """Reading is paused for a long body; whoever does not go on with it sees no client go."""
 
     async def scene():
-        async with play.stage({"prefill": (SILENT,)}, **options) as stage:
+        async with staged({"prefill": (SILENT,)}, **options) as stage:
             _, writer = await stage.client()
             writer.write(asks(stream=True, prompt="z" * size))
             await until(lambda: stage.served("prefill") == 1)
@@ -311,11 +302,11 @@ def test_a_client_that_leaves_is_noticed_however_long_its_body(play, log, option
 
 @pytest.mark.parametrize("silent", ["prefill", "decode"])
 @pytest.mark.parametrize(("limit", "stream"), [("total_timeout_s", False), ("stream_timeout_s", True)])
-def test_a_request_that_is_out_of_time_before_its_first_token_is_a_504(play, log, silent, limit, stream):
+def test_a_request_that_is_out_of_time_before_its_first_token_is_a_504(log, silent, limit, stream):
     """Whichever leg it waits for, and whether or not it would be a stream."""
 
     async def scene():
-        async with play.stage({silent: (SILENT,)}, **{limit: 0.15}) as stage:
+        async with staged({silent: (SILENT,)}, **{limit: 0.15}) as stage:
             got = await stage.ask(asks(stream=stream))
             await stage.settled()
             await until(lambda: lines(log))
@@ -335,13 +326,13 @@ def _opening(port):
 
 
 @pytest.mark.parametrize("leaves", [True, False], ids=["client leaves", "time is over"])
-def test_kv_is_given_back_when_the_connection_to_the_decode_engine_was_being_opened(play, leaves):
+def test_kv_is_given_back_when_the_connection_to_the_decode_engine_was_being_opened(leaves):
     """The decode engine has heard nothing: without a word the prefill engine would hold the blocks for minutes."""
 
     async def scene(at):
         port = int(at.rpartition(":")[2])
         limits = {} if leaves else {"total_timeout_s": 0.5}
-        async with play.stage(first_decode=[at], **limits) as stage:
+        async with staged(first_decode=[at], **limits) as stage:
             before = _opening(port)
             reader, writer = await stage.client()
             writer.write(asks())
@@ -391,13 +382,13 @@ def boom_once(patch, broken):
 
 
 @pytest.mark.parametrize("broken", BREAKABLE, ids=lambda name: name.rpartition(".")[2])
-def test_a_fault_of_our_own_is_told_logged_and_costs_nothing_but_the_request(play, log, broken):
+def test_a_fault_of_our_own_is_told_logged_and_costs_nothing_but_the_request(log, broken):
     """No ticket, slot or ride stays behind, and no engine is blamed: the next request is served by the same ones."""
     streams = broken.endswith((".write", "_in"))
     stream = Act(((0.0, BEGUN + chunk(EVENT)), (0.05, chunk(EVENT)), (0.0, DONE)))
 
     async def scene():
-        async with play.stage(circuit_breaker_failures=1, retries=0) as stage:
+        async with staged(circuit_breaker_failures=1, retries=0) as stage:
             await stage.ready()
             stage.cast.acts["decode"] += [stream] if streams else []
             with pytest.MonkeyPatch.context() as patch:
@@ -430,11 +421,11 @@ def test_a_fault_of_our_own_is_told_logged_and_costs_nothing_but_the_request(pla
 
 
 @pytest.mark.parametrize("good", [True, False], ids=["an answer", "a refusal"])
-def test_a_client_that_cannot_be_told_anything_is_hung_up_on(play, log, good):
+def test_a_client_that_cannot_be_told_anything_is_hung_up_on(log, good):
     """The request is over all the same: nothing of it is held, and the log says why it has no answer."""
 
     async def scene():
-        async with play.stage() as stage:
+        async with staged() as stage:
             reader, writer = await stage.client()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(f"{RESPONSE}.begin", boom)
@@ -462,11 +453,11 @@ REFUSED = Act(((0.0, whole(b'{"error":{"message":"no","code":400}}', status=400)
 
 
 @pytest.mark.parametrize("status", [200, 400])
-def test_an_idle_connection_keeps_neither_its_last_request_nor_the_answer(play, log, status):
+def test_an_idle_connection_keeps_neither_its_last_request_nor_the_answer(log, status):
     """A thousand idle clients would hold gigabytes."""
 
     async def scene():
-        async with play.stage() as stage:
+        async with staged() as stage:
             reader, writer = await stage.client(limit=2**16)
             writer.write(asks())
             await answer(reader)
@@ -492,12 +483,12 @@ def test_an_idle_connection_keeps_neither_its_last_request_nor_the_answer(play, 
     assert after == before
 
 
-def test_a_stream_that_ends_before_its_first_event_leaks_no_connection(play):
+def test_a_stream_that_ends_before_its_first_event_leaks_no_connection():
     """It was read to its end, and so the connection is good for the next one."""
     empty = Act(((0.0, whole(b": hi\n\n", kind=b"text/event-stream")),))
 
     async def scene():
-        async with play.stage({"decode": (empty,) * 5}, retries=0, circuit_breaker_failures=100) as stage:
+        async with staged({"decode": (empty,) * 5}, retries=0, circuit_breaker_failures=100) as stage:
             statuses = [(await stage.ask(asks(stream=True))).status for _ in range(5)]
             await stage.settled()
             await until(lambda: stage.connections("decode") <= 1)
@@ -514,16 +505,14 @@ def token(text, number):
 
 @pytest.mark.parametrize("kind", [Request, GenerationRequest])
 @pytest.mark.parametrize("again", [True, False], ids=["goes on", "breaks off again"])
-def test_a_stream_that_was_resumed_leaves_no_circle(play, log, kind, again):
+def test_a_stream_that_was_resumed_leaves_no_circle(log, kind, again):
     """Its first failure leads to it, and it must not keep that."""
     broken = Act(((0.0, BEGUN + token("one", 5)), (0.003, b"")), End.RESET)
     rest = Act(((0.0, BEGUN + token("two", 6) + DONE),)) if again else broken
 
     async def scene():
         acts = {"decode": (broken, rest)}
-        async with play.stage(
-            acts, {"prefill": (True,), "decode": (True, True)}, resume_streams=True, retries=1
-        ) as stage:
+        async with staged(acts, {"prefill": (True,), "decode": (True, True)}, resume_streams=True, retries=1) as stage:
             got = await stage.ask(asks(stream=True, temperature=0))
             await stage.settled()
             await until(lambda: not stage.state.connections and len(lines(log)) == 1)
@@ -542,11 +531,11 @@ def test_a_stream_that_was_resumed_leaves_no_circle(play, log, kind, again):
 # What is counted, and written
 
 
-def test_each_handoff_counts_however_the_decode_engine_answers(play):
+def test_each_handoff_counts_however_the_decode_engine_answers():
     """The gap is over when the decode leg is sent."""
 
     async def scene():
-        async with play.stage({"decode": (REFUSED, REFUSED)}) as stage:
+        async with staged({"decode": (REFUSED, REFUSED)}) as stage:
             statuses = [(await stage.ask(asks())).status for _ in range(3)]
             await stage.settled()
             return statuses, await stage.metric("xpyd_handoff_gap_seconds_count")
@@ -555,11 +544,11 @@ def test_each_handoff_counts_however_the_decode_engine_answers(play):
 
 
 @pytest.mark.parametrize(("act", "stream", "counted"), [(None, True, 1), (None, False, 0), (REFUSED, True, 0)])
-def test_only_a_good_stream_has_a_first_token(play, act, stream, counted):
+def test_only_a_good_stream_has_a_first_token(act, stream, counted):
     """A whole answer and an error come when they come."""
 
     async def scene():
-        async with play.stage({"decode": () if act is None else (act,)}) as stage:
+        async with staged({"decode": () if act is None else (act,)}) as stage:
             status = (await stage.ask(asks(stream=stream))).status
             await stage.settled()
             return status, await stage.metric("xpyd_time_to_first_token_seconds_count")
@@ -567,11 +556,11 @@ def test_only_a_good_stream_has_a_first_token(play, act, stream, counted):
     assert play(scene()) == (200 if act is None else 400, counted)
 
 
-def test_an_unknown_model_is_not_found_even_at_the_last_place_of_a_second(play):
+def test_an_unknown_model_is_not_found_even_at_the_last_place_of_a_second():
     """It is looked at twice, and counts once."""
 
     async def scene():
-        async with play.stage(max_rate=1.0) as stage:
+        async with staged(max_rate=1.0) as stage:
             for member in stage.members():
                 stage.router.live.registry.learn(member.instance.id, EngineCapabilities(models=frozenset({"known"})))
             statuses = [(await stage.ask(asks(model="unheard-of"))).status]
@@ -581,7 +570,7 @@ def test_an_unknown_model_is_not_found_even_at_the_last_place_of_a_second(play):
     assert play(scene()) == [404, 503]
 
 
-def test_a_router_that_ends_writes_a_line_for_each_request(play, tmp_path):
+def test_a_router_that_ends_writes_a_line_for_each_request(tmp_path):
     """For those it cuts off, and for those of its last 20 ms, whose lines were kept for a moment."""
     stream = Act(((0.0, BEGUN + chunk(EVENT)), *SILENT.packets))
 
@@ -622,12 +611,12 @@ def broken_off(after):
 
 @RESUMING
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_drain_that_looks_while_a_request_changes_hands_sees_it(play, options, role):
+def test_a_drain_that_looks_while_a_request_changes_hands_sees_it(options, role):
     """A leg has failed, and the request goes on another way: a router that is to end must not take it for done."""
     seen = []
 
     async def scene():
-        async with play.stage(
+        async with staged(
             {role: (broken_off(0.0),)}, {"prefill": (True, True), "decode": (True, True)}, **options
         ) as stage:
             loop, lifetime, over = asyncio.get_running_loop(), stage.router.lifetime, []

@@ -10,20 +10,20 @@ import re
 from itertools import pairwise
 
 import pytest
+import uvloop
 from hypothesis import HealthCheck, Phase, example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from support import scenes as stage
 from support.reciting import Act, End, prefilled, reciting, whole
 from support.scenes import Scene, Sent, answer, declared, post, routing, text, values_of
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory):
+def runner():
     """One event loop for all scenes."""
-    with stage.runner(tmp_path_factory.mktemp("tls")) as found:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as found:
         yield found
 
 

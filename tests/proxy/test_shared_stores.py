@@ -1,43 +1,23 @@
 """Three router processes and one store: what an operator tells one of them, all of them know."""
 
 import asyncio
-import socket
-import threading
 import time
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager
 
 import httpx
 import pytest
-import uvicorn
 
 from support.kube_api import KubeApi
 from support.redis_server import RedisServer
 from support.router_process import KEY, router_processes, rows_of
 from support.service_account import ServiceAccount
-from support.sim import until
+from support.sim import serving, serving_at
 from xpyd_proxy.testing.engine import Sim
 from xpyd_proxy.testing.rules import expected_text
 
 BODY = {"prompt": "once upon a time", "max_tokens": 4}
 ENGINES = 60
 pytestmark = pytest.mark.timeout(120)
-
-
-@contextmanager
-def engine_at_many_addresses(role, count):
-    """One simulated engine that listens on many ports: as many engines, to a router."""
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    config = uvicorn.Config(Sim(role), log_config=None, ws="none", loop="uvloop", http="httptools", access_log=False)
-    config.timeout_graceful_shutdown = 1
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": listeners})
-    thread.start()
-    try:
-        until(lambda: server.started)
-        yield [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 class File:
@@ -141,7 +121,7 @@ async def order(client, router, verb, address):
 @pytest.mark.parametrize("kind", [File, ConfigMap, Redis])
 async def test_of_90_adds_and_removes_at_the_same_time_all_are_kept(kind, tmp_path, capsys):
     """60 engines are added through three routers and 30 of them removed again through others."""
-    with engine_at_many_addresses("decode", ENGINES) as addresses:
+    with serving_at(ENGINES, Sim("decode")) as addresses:
         async with routers(kind, tmp_path) as (_, found, client):
 
             async def work(number, address):
@@ -172,8 +152,8 @@ async def _removed(client, router, address):
 async def test_an_outage_of_the_store_stops_no_request_and_loses_no_engine(kind, tmp_path):
     """The last view serves; what cannot be kept is refused with 503; afterwards all routers agree again."""
     with (
-        engine_at_many_addresses("decode", 3) as addresses,
-        engine_at_many_addresses("prefill", 1) as (prefill,),
+        serving_at(3, Sim("decode")) as addresses,
+        serving(Sim("prefill")) as prefill,
     ):
         async with routers(kind, tmp_path) as (store, found, client):
             body = {"type": "prefill", "instance": prefill}

@@ -5,14 +5,12 @@ import json
 import logging
 import os
 import re
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-import pytest
 import uvloop
 from uvicorn.server import ServerState
 
@@ -143,15 +141,15 @@ async def routing(cast: Cast, options: Mapping[str, object]) -> AsyncGenerator[S
             await _until(lambda: not state.connections and not state.tasks)
 
 
-@contextmanager
-def runner(folder: Path) -> Generator[asyncio.Runner]:
-    """An event loop like that of the process, for scenes; no time is spent on the authorities of the system."""
-    none = folder / "none.pem"
-    none.touch()
-    with pytest.MonkeyPatch.context() as patch, asyncio.Runner(loop_factory=uvloop.new_event_loop) as found:
-        patch.setenv("SSL_CERT_FILE", str(none))
-        patch.setenv("SSL_CERT_DIR", str(folder))
-        yield found
+async def _limited(scene: Coroutine[Any, Any, Any], seconds: float) -> Any:
+    async with asyncio.timeout(seconds):
+        return await scene
+
+
+def run(scene: Coroutine[Any, Any, Any], *, seconds: float) -> Any:
+    """Run a scene in an event loop like that of the process."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_limited(scene, seconds))
 
 
 async def _until(true: Callable[[], bool]) -> None:

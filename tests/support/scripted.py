@@ -89,6 +89,21 @@ async def never(*_):
     await asyncio.Event().wait()
 
 
+def failing(*outcomes, then):
+    """A side whose first legs end like this, and the others well."""
+    left = list(outcomes)
+
+    async def side(leg):
+        if not left:
+            return await then(leg)
+        outcome = left.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    return side
+
+
 # ---- the engines' side
 
 

@@ -124,16 +124,23 @@ async def router(
 @contextmanager
 def serving(app: ASGIApp, **options: object) -> Generator[str]:
     """Serve an application on a free port of this machine; yields host:port. The options are uvicorn's."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    with serving_at(1, app, **options) as (at,):
+        yield at
+
+
+@contextmanager
+def serving_at(count: int, app: ASGIApp, **options: object) -> Generator[list[str]]:
+    """Serve an application on many ports: a simulated engine is as many engines, to a router."""
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     fixed = {"log_config": None, "ws": "none", "loop": "uvloop", "http": "httptools", "access_log": False}
     config = uvicorn.Config(app, **fixed, **options)
     config.timeout_graceful_shutdown = 1
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread = threading.Thread(target=server.run, kwargs={"sockets": listeners})
     thread.start()
     try:
         until(lambda: server.started)
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        yield [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
     finally:
         server.should_exit = True
         thread.join()

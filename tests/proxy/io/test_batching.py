@@ -69,18 +69,6 @@ def test_a_batch_is_one_write(logger, stream):
     assert stream.flushes == 1
 
 
-def test_lines_stay_in_order_with_those_written_at_once(logger, stream):
-    """Before, in and after a batch."""
-    logger.info("before")
-    assert stream.getvalue() == "before\n"
-    with lines_together():
-        logger.info("in")
-        logger.warning("in too")
-    logger.info("after")
-
-    assert stream.getvalue() == "before\nin\nin too\nafter\n"
-
-
 def test_an_empty_batch_writes_nothing(logger, stream):
     """Not even a flush."""
     with lines_together():

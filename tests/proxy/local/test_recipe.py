@@ -84,15 +84,6 @@ def test_a_pushing_engine_has_its_connectors_way_to_say_so():
     assert theirs["kv_connector_extra_config"] == {"kv_lease_duration": 2}
 
 
-def test_extra_connector_config_reaches_the_connector():
-    """Tests shorten leases and time-outs this way."""
-    config = transfer_config(
-        spec(connector=Connector.XPYD, side_channel_port=5600, extra_connector_config={"kv_lease_duration": 2})
-    )
-
-    assert config["kv_connector_extra_config"] == {"kv_lease_duration": 2}
-
-
 def test_extra_arguments_come_last_because_the_last_one_wins():
     """A test may override anything that the recipe chooses."""
     arguments = argv(spec(extra_args=("--max-model-len", "512")))

@@ -1,7 +1,6 @@
 """Both legs at once: who starts, who is dropped, and what the client gets to see of it."""
 
 import asyncio
-import re
 
 import pytest
 
@@ -9,7 +8,7 @@ from support.scripted import (
     DONE,
     EVENT,
     Scripted,
-    call,
+    failing,
     good_decode,
     good_prefill,
     never,
@@ -20,7 +19,7 @@ from support.scripted import (
     until,
 )
 from xpyd_proxy.core.fleet.push_coordinates import CoordinatesState
-from xpyd_proxy.core.model import Api, EngineResponse, InstanceId, Role
+from xpyd_proxy.core.model import EngineResponse, InstanceId, Role
 from xpyd_proxy.errors import EngineError, EngineTimeout
 from xpyd_proxy.settings import KvTransferMode
 
@@ -38,36 +37,6 @@ async def acquainted(engines, **options):
     engines.prefill, engines.decode = prefill, decode
     engines.legs.clear()
     return router
-
-
-@pytest.mark.parametrize(("api", "name"), [(Api.COMPLETIONS, "cmpl-r-0"), (Api.CHAT, "chatcmpl-r")])
-async def test_the_decode_engine_is_told_all_it_needs_and_what_the_prefill_engine_is_told(api, name):
-    """In-tree engines die of a missing key, and wait for ever when the ids differ."""
-
-    async def prefill(leg):
-        return prefilled(leg, remote_request_id=f"{name}-0123abcd")
-
-    engines = Scripted(prefill, good_decode)
-    router = await acquainted(engines)
-    await router.serve(call(api))
-
-    prefill_leg, decode_leg = engines.of(Role.PREFILL)[0], engines.of(Role.DECODE)[0]
-    assert params_of(decode_leg) == {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": "e1",
-        "remote_host": "10.0.0.1",
-        "remote_port": 5600,
-        "tp_size": 1,
-        "pp_size": 1,
-        "dcp_size": 1,
-        "remote_request_id": name,
-        "transfer_id": params_of(prefill_leg)["transfer_id"],
-        "transfer_mode": "push",
-    }
-    assert re.fullmatch("xfer-[0-9a-f]{32}", params_of(prefill_leg)["transfer_id"])
-    assert request_id(prefill_leg) == request_id(decode_leg) == "r"
-    assert prefill_leg.path == decode_leg.path == api
 
 
 async def test_decode_may_answer_first():
@@ -124,21 +93,13 @@ BAD_PREFILLS = {
 async def test_a_prefill_that_fails_drops_the_decode_leg_and_both_go_elsewhere(bad):
     """Within 100 ms, and under new ids: D may still be waiting for what the old ids name."""
 
-    async def prefill(leg):
-        if leg.instance.id == failing:
-            if isinstance(bad, Exception):
-                raise bad
-            return bad
-        return prefilled(leg)
-
     async def decode(leg):
         if request_id(leg) == "r":
             await never(leg)
         return 200, [EVENT, DONE]
 
-    engines = Scripted(prefill, decode)
-    router = await acquainted(engines, x=2, y=1)
-    failing = InstanceId("prefill-0")  # whose turn it is
+    engines = Scripted(failing(bad, then=good_prefill), decode)
+    router = await acquainted(engines, x=2, y=1)  # and then it is the turn of prefill-0
     start = asyncio.get_running_loop().time()
     client = await router.serve()
 
@@ -150,7 +111,7 @@ async def test_a_prefill_that_fails_drops_the_decode_leg_and_both_go_elsewhere(b
     assert len({params_of(leg)["transfer_id"] for leg in engines.legs}) == 2
     assert [retry.leg.instance for retry in client.record.retries] == ["prefill-0"]
     # Whoever answers there next may be another, unless it has said that it lives and is only busy.
-    assert (router.learned.coordinates(failing) is not None) == (bad is BAD_PREFILLS["503"])
+    assert (router.learned.coordinates(P0) is not None) == (bad is BAD_PREFILLS["503"])
     assert not engines.open
 
 
@@ -172,14 +133,7 @@ async def test_a_decode_that_fails_drops_the_prefill_leg_and_both_go_elsewhere(b
             await never(leg)
         return prefilled(leg)
 
-    async def decode(leg):
-        if request_id(leg) == "r":
-            if isinstance(bad, Exception):
-                raise bad
-            return bad
-        return 200, [EVENT, DONE]
-
-    engines = Scripted(prefill, decode)
+    engines = Scripted(prefill, failing(bad, then=good_decode))
     router = await acquainted(engines, x=1, y=2)
     client = await router.serve()
 
@@ -293,28 +247,6 @@ async def test_several_engines_behind_one_address_are_served_in_turn():
     assert router.learned.state(P0) is CoordinatesState.SEVERAL
     assert all(len(client.record.retries) <= 1 for client in clients)
     assert not any(client.record.retries for client in clients[4:])
-
-
-async def test_requests_that_come_before_the_first_answer_wait_for_nobody():
-    """Each goes in turn and teaches the same; there is no probe that could hang for all of them."""
-    engines = Scripted(good_prefill, good_decode)
-    router = router_of(engines)
-    go = asyncio.Event()
-
-    async def slow(leg):
-        await go.wait()
-        return prefilled(leg)
-
-    engines.prefill = slow
-    clients = [router.start(name=f"r{number}") for number in range(20)]
-    await until(lambda: len(engines.open) == 20)
-    go.set()
-    for client in clients:
-        await client.end()
-
-    assert {client.record.mode for client in clients} == {"push_cold"}
-    assert len(engines.of(Role.PREFILL)) == 20
-    assert (await router.serve()).record.mode == "push"
 
 
 async def test_told_to_pull_the_router_never_sends_both_at_once():

@@ -8,6 +8,7 @@ from support.scripted import (
     Noted,
     Scripted,
     call,
+    failing,
     good_decode,
     params_of,
     pulled_prefill,
@@ -20,21 +21,6 @@ from xpyd_proxy.errors import EngineError
 
 ERROR = b'{"error":{"message":"no room","type":"x","param":null,"code":503}}'
 UNREACHABLE = EngineError("it cannot be reached", reached=False)
-
-
-def failing(*outcomes, then):
-    """A side whose first legs end like this, and the others well."""
-    left = list(outcomes)
-
-    async def side(leg):
-        if not left:
-            return await then(leg)
-        outcome = left.pop(0)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-    return side
 
 
 async def served(engines, asked=None, **options):

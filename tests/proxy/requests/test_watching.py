@@ -4,7 +4,18 @@ import asyncio
 
 import pytest
 
-from support.scripted import EVENT, Noted, Scripted, good_decode, never, pulled_prefill, request_id, router_of, until
+from support.scripted import (
+    EVENT,
+    Noted,
+    Scripted,
+    failing,
+    good_decode,
+    never,
+    pulled_prefill,
+    request_id,
+    router_of,
+    until,
+)
 from xpyd_proxy.core.model import EngineResponse
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.errors import EngineError, EngineTimeout
@@ -77,13 +88,7 @@ async def test_both_legs_of_a_good_request():
 )
 async def test_a_prefill_that_fails_says_how(outcome, failure):
     """Whose fault it is decides who is blamed for it."""
-
-    async def prefill(_):
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-    watched = Watched(prefill, good_decode)
+    watched = Watched(failing(outcome, then=pulled_prefill), good_decode)
     await watched.served()
 
     assert [told for told in watched.told if told[0] != "answered"] == [
@@ -105,13 +110,7 @@ async def test_a_prefill_that_fails_says_how(outcome, failure):
 )
 async def test_a_decode_that_fails_before_its_first_event_was_never_answered(outcome, failure):
     """A time to the first token of a leg that has none would be a lie."""
-
-    async def decode(_):
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-    watched = Watched(pulled_prefill, decode)
+    watched = Watched(pulled_prefill, failing(outcome, then=good_decode))
     client = await watched.served()
 
     assert [told for told in watched.told if told[0] != "answered"][2:] == [
@@ -148,16 +147,7 @@ async def test_a_client_that_leaves_is_nobodys_failure():
 async def test_every_try_is_a_leg_of_its_own():
     """A retry has another id, except where only the decode engine is replaced."""
     down = [EngineError("down", reached=False), (500, [ERROR])]
-
-    async def decode(leg):
-        if down:
-            outcome = down.pop(0)
-            if isinstance(outcome, Exception):
-                raise outcome
-            return outcome
-        return await good_decode(leg)
-
-    watched = Watched(pulled_prefill, decode, retries=2, y=2)
+    watched = Watched(pulled_prefill, failing(*down, then=good_decode), retries=2, y=2)
     await watched.served()
 
     sent = [(leg.instance.id, request_id(leg)) for leg in watched.engines.legs]

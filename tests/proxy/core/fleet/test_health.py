@@ -147,17 +147,6 @@ def test_answers_of_5xx_break_it_by_their_share_only():
     )
 
 
-def test_a_few_requests_that_make_every_engine_fail_break_none_among_others():
-    """A third of all requests is poison, and the engine serves the rest."""
-    one = life()
-    for number in range(60):
-        if number % 3:
-            one.succeeded(RequestId("good"), now=number)
-        else:
-            one.failed(RequestId("poison"), Failure.HTTP_5XX, now=number)
-        assert one.state in (HealthState.STARTING, HealthState.HEALTHY)
-
-
 def test_a_share_of_failures_breaks_it_too():
     """Every second request fails: never three in a row, and still no engine to send anything to."""
     one = life()
@@ -294,15 +283,6 @@ def test_an_engine_that_is_drained_is_heard_of_too(state, answered):
     answered(one)
 
     assert (one.state, one.silent_s(now=4)) == (state, 0)
-
-
-def test_probes_answered_badly_break_it_all_the_same():
-    """It gets nothing new; what it has goes on."""
-    one = at(HealthState.HEALTHY)
-    one.missed("answers /health with status 503", now=1, silent=False)
-    one.missed("answers /health with status 503", now=2, silent=False)
-
-    assert (one.state, one.why) == (HealthState.EJECTED, "answers /health with status 503")
 
 
 def test_an_engine_in_use_again_is_not_silent_for_what_it_missed_before():

@@ -9,9 +9,8 @@ from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.routing.pairing import PairSelector
-from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
-from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
+from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 
 R = RequestId("r")
 
@@ -42,39 +41,12 @@ def fleet(clock, learned):
     return LiveFleet(registry, PairSelector(registry, RoundRobin()), learned, clock)
 
 
-def in_flight(fleet):
-    return [member.load.in_flight for member in fleet.registry.members()]
-
-
 def decode(fleet, place=0):
     return fleet.known(Role.DECODE)[place]
 
 
 def state(fleet, instance):
     return fleet.registry.member(instance.id).life.state
-
-
-def test_a_slot_counts_from_the_choice_to_the_end(fleet):
-    """The decode engine has nothing of the request yet, and later choices must know that it will."""
-    d = decode(fleet)
-    fleet.enter(d, R)
-    assert in_flight(fleet) == [0, 0, 1, 0]
-    fleet.enter(d, R)
-    fleet.ended(d, R, None)
-    assert in_flight(fleet) == [0, 0, 1, 0]
-    fleet.leave(d, R)
-
-    assert in_flight(fleet) == [0, 0, 0, 0]
-
-
-def test_reserved_slots_decide_the_next_choice(fleet, clock):
-    """Ten requests in prefill at the same time are spread over both decode engines."""
-    loads = Loads(fleet.registry, clock)
-    policy = LeastLoaded(loads.of)
-    for number in range(10):
-        fleet.enter(policy.one(fleet.known(Role.DECODE)), RequestId(f"r{number}"))
-
-    assert in_flight(fleet)[2:] == [5, 5]
 
 
 def break_and_rest(fleet, clock):

@@ -265,6 +265,7 @@ def test_load_and_limits_are_those_of_the_router_and_not_of_each_worker(tmp_path
         assert shown["xpyd_legs_in_flight", "decode", busy] == 1
         assert shown["xpyd_requests_running",] == 2
         assert shown["xpyd_requests_refused_total", "max_queue"] == 2
+        assert [client.get("/stats").json()["queue"]["refused"] for client in (zero, one)] == [2, 2]
 
 
 def test_a_worker_that_is_killed_is_replaced_and_the_others_fail_nothing(tmp_path):

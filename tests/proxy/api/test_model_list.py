@@ -99,3 +99,14 @@ async def test_without_one_an_engine_may_serve_another_model():
     engines = Engines(b=listing("m"), x=listing("other"))
 
     assert await models(engines, decode="ab").accepted(candidate("x"), HEADERS) == {"other"}
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_a_key_is_shown_only_to_an_engine_that_wants_one(status):
+    """Who names an address of their own would get to see it."""
+    engines = Engines(x=EngineResponse(status, "application/json", b'{"error":"Unauthorized"}'), y=listing("m"))
+    ours = models(engines)
+
+    assert await ours.accepted(candidate("x"), HEADERS) is None
+    assert await ours.accepted(candidate("y"), HEADERS) == {"m"}
+    assert engines.asked == ["x", "x with a key", "y"]

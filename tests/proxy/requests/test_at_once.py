@@ -256,22 +256,3 @@ async def test_told_to_pull_the_router_never_sends_both_at_once():
     clients = [await router.serve(name=f"{number}") for number in range(3)]
 
     assert {client.record.mode for client in clients} == {"push_cold"}
-
-
-async def test_told_to_push_the_router_does_not_put_up_with_less():
-    """An engine that says nothing is taken to push; one that says it pulls would kill the decode engine."""
-
-    async def silent(leg):
-        return prefilled(leg, transfer_mode=None)
-
-    async def pulls(leg):
-        return prefilled(leg, transfer_mode="pull")
-
-    engines = Scripted(silent, good_decode)
-    router = router_of(engines, mode=KvTransferMode.PUSH, retries=0)
-    assert [(await router.serve(name=name)).record.mode for name in "ab"] == ["push_cold", "push"]
-
-    engines.prefill = pulls
-    client = await router_of(engines, mode=KvTransferMode.PUSH, retries=0).serve()
-    assert client.error[0] == "EngineError"
-    assert client.error[1].startswith("prefill-0 does not push")

@@ -110,28 +110,6 @@ async def test_a_thousand_requests_through_a_narrow_gate_leave_nothing_behind():
     assert all(client.response.is_whole for client in clients if client.record.status == 200)
 
 
-async def test_a_request_that_waits_is_served_in_its_turn():
-    """And one whose client leaves meanwhile is not served at all."""
-    go = asyncio.Event()
-
-    async def prefill(leg):
-        await go.wait()
-        return await pulled_prefill(leg)
-
-    engines = Scripted(prefill, good_decode)
-    router = router_of(engines, limits=AdmissionLimits(concurrency=1, queue=5, wait_s=5), clock=by_now)
-    clients = [router.start(name=name) for name in "abc"]
-    await until(lambda: engines.open)
-    assert router.gate.admission.waiting == 2
-    clients[1].hang_up()
-    assert clients[1].is_over
-    go.set()
-
-    assert [(await client.end()).record.status for client in clients] == [200, 499, 200]
-    assert len(engines.legs) == 4
-    assert router.is_idle()
-
-
 async def test_a_request_that_waits_too_long_is_told():
     """With a time for its next try; nobody has to look at the queue for it but the router's own timer."""
     engines = Scripted(never, good_decode)

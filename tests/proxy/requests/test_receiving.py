@@ -1,10 +1,6 @@
 """A request up to its admission: its head, the pieces of its body, and what is wrong with them."""
 
-import json
-
-import pytest
-
-from support.scripted import DONE, EVENT, Scripted, call, good_decode, good_prefill, pulled_prefill, router_of
+from support.scripted import Scripted, call, good_decode, good_prefill, pulled_prefill, router_of
 from xpyd_proxy.core.admission.limits import AdmissionLimits
 from xpyd_proxy.requests.body_reader import LARGE
 from xpyd_proxy.requests.lifecycle import RequestState
@@ -32,23 +28,6 @@ async def test_a_body_may_come_in_any_pieces():
 
     client.hang_up()
     assert waiting.is_idle()
-
-
-@pytest.mark.parametrize("pieces", [1, 3, 1000])
-async def test_a_long_body_is_served_as_a_short_one(pieces):
-    """It is read in a thread; nobody else waits for it."""
-    asked, before = long_call(), router()
-    client = before.start(sends=False)
-    size = len(asked.body) // pieces + 1
-    for place in range(0, len(asked.body), size):
-        client.request.take(asked.body[place : place + size])
-    client.request.begin()
-    assert client.request.state is RequestState.RECEIVED
-    await client.end()
-
-    assert client.body == EVENT + DONE
-    assert json.loads(before.engines.legs[0].body)["prompt"] == json.loads(asked.body)["prompt"]
-    assert before.is_idle()
 
 
 async def test_a_client_that_leaves_while_its_body_is_read_is_gone_at_once():

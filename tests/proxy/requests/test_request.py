@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from support.scripted import DONE, EVENT, EVENTS, JSON, Scripted, call, router_of, until
+from support.scripted import DONE, EVENT, EVENTS, JSON, Scripted, call, router_of
 from xpyd_proxy.core.model import EngineResponse, Role
 from xpyd_proxy.core.routing.request_rules import Timeouts
 from xpyd_proxy.errors import EngineError, EngineTimeout
@@ -76,20 +76,6 @@ async def test_a_failed_leg_is_timed_too():
 
     assert client.error == ("EngineTimeoutError", "slow")
     assert client.record.server_timing() == 'prefill;desc="prefill-0";dur=250.0'
-
-
-async def test_a_client_that_reads_nothing_from_the_start_is_waited_for():
-    """The engine is held up as soon as its stream has begun."""
-    engines = Timed(parts=[EVENT] * 50 + [DONE])
-    client = router_with(engines).start()
-    client.request.pause()
-    await until(lambda: client.response.begun)
-    await asyncio.sleep(0.01)
-    assert client.body == EVENT
-
-    client.request.resume()
-    await client.end()
-    assert client.body == EVENT * 50 + DONE
 
 
 async def test_a_whole_answer_is_collected_before_it_is_trusted():

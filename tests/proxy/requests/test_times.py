@@ -103,21 +103,6 @@ async def test_the_pause_of_a_stream_that_another_engine_goes_on_with_is_one_of_
     assert count == reads - 1
 
 
-async def test_a_whole_answer_has_a_duration_and_no_tokens(clock):
-    """Nothing is known of when its tokens came."""
-
-    async def decode(_):
-        clock.now += 1.0
-        return 200, [b'{"id":1}'], "application/json"
-
-    router = router_of(Scripted(pulled_prefill, decode), clock=clock)
-    await router.serve()
-
-    assert seen(router, "durations", "ok") == (1, 1.0)
-    assert seen(router, "ttft") is None
-    assert seen(router, "inter_token") is None
-
-
 async def test_the_wait_in_the_queue_is_timed_whatever_comes_of_it(clock):
     """One gets its turn after a second, and one leaves after that; who is refused at once did not wait."""
     held = []

@@ -7,47 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.protocol.sse import LINE_MOST, Beginning, WholeLines, error_status
+from xpyd_proxy.core.protocol.sse import LINE_MOST, Beginning, WholeLines
 from xpyd_proxy.errors import EngineError
 
 STREAM = b': keep-alive\n\ndata: {"a":1}\n\ndata: {"b":"[DONE]"}\n\ndata: [DONE]\n\n'
-
-
-@pytest.mark.parametrize(
-    ("received", "data"),
-    [
-        (b"", None),
-        (b"data: {", None),
-        (b"data: {}", None),
-        (b"data: {}\n", b"{}"),
-        (b"data:{}\r\n", b"{}"),
-        (b": keep-alive\n\n", None),
-        (b": keep-alive\n\nevent: x\ndata: {}\n\ndata: 2\n\n", b"{}"),
-    ],
-)
-def test_the_first_event_is_seen_when_its_line_is_complete(received, data):
-    """Comments come earlier, and say nothing about how the request went."""
-    assert data == Beginning().feed(received)
-
-
-@pytest.mark.parametrize(
-    ("data", "status"),
-    [
-        (b'{"error":{"message":"no","code":503}}', 503),
-        (b'{"error":{"message":"no","code":400}}', 400),
-        (b'{"error":{"message":"no"}}', 500),
-        (b'{"error":{"code":"insufficient"}}', 500),
-        (b'{"error":{"code":200}}', 500),
-        (b'{"error":null,"id":"x"}', None),
-        (b'{"id":"x","choices":[]}', None),
-        (b"[DONE]", None),
-        (b"[]", None),
-        (b"\xff", None),
-    ],
-)
-def test_an_error_event_names_its_status(data, status):
-    """One that names none, or one that is no error, is still a failure and never a 200."""
-    assert status == error_status(data)
 
 
 @given(cuts=st.lists(st.integers(0, len(STREAM))), stop=st.integers(0, len(STREAM)))
@@ -83,17 +46,6 @@ def test_text_that_looks_like_the_end_is_not_the_end():
     lines.feed(b'data: {"text":"\\ndata: [DONE]\n\n')
 
     assert not lines.finish()[1]
-
-
-def test_an_announcement_is_no_event():
-    """/v1/responses says that it has begun before its engine has."""
-    announced = b'event: response.created\ndata: {"type":"response.created"}\n\n'
-    announced += b'event: response.in_progress\ndata: {"type":"response.in_progress"}\n\n'
-
-    assert Beginning().feed(announced) is None
-    assert Beginning().feed(announced + b'event: response.output_text.delta\ndata: {"a":1}') is None
-    assert Beginning().feed(announced + b'event: response.output_text.delta\ndata: {"a":1}\n') == b'{"a":1}'
-    assert Beginning().feed(announced + b'data: {"error":{}}\n\n') == b'{"error":{}}'
 
 
 @pytest.mark.parametrize("name", ["message_stop", "response.completed", "response.failed", "error"])

@@ -101,20 +101,6 @@ def test_what_one_worker_breaks_is_broken_for_all_and_rests_as_long():
     assert zero.life().may_serve(now=15.0)
 
 
-def test_a_trial_that_one_worker_sees_served_heals_it_for_all():
-    """And the worker that has only heard of the break needs no trial of its own."""
-    zero, one = Worker(0), Worker(1)
-    one.breaks(now=10.0)
-    zero.peers.hear(one.says(), now=10.1)
-    assert one.life().may_serve(now=15.0)
-    one.life().claimed(R)
-    one.life().succeeded(R, now=15.2)
-    zero.peers.hear(one.says(), now=15.3)
-
-    assert zero.life().state is HealthState.HEALTHY
-    assert zero.life().may_serve(now=15.3)
-
-
 def test_a_trial_that_fails_doubles_the_rest_once_for_all():
     """Also where both workers try at the same time."""
     zero, one = Worker(0), Worker(1)

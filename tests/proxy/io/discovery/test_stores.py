@@ -147,22 +147,6 @@ async def test_what_one_router_adds_and_drops_the_others_see(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", WORLDS)
-async def test_of_90_changes_at_the_same_time_none_is_lost(name, tmp_path):
-    """Three routers, each adds 20 and drops 10 of its own; a read, a change and a write would lose most of them."""
-    async with world(name, tmp_path) as found, stores(found, 3) as pairs:
-
-        async def work(number, store):
-            for turn in range(10):
-                await store.put(f"{number}-{turn}-a", "x")
-                await store.put(f"{number}-{turn}-b", "x")
-                await store.delete(f"{number}-{turn}-a")
-
-        await asyncio.gather(*(work(number, store) for number, (store, _) in enumerate(pairs)))
-
-        await agreed(pairs, {f"{number}-{turn}-b": "x" for number in range(3) for turn in range(10)})
-
-
-@pytest.mark.parametrize("name", WORLDS)
 async def test_nobody_ever_sees_an_acknowledged_entry_vanish(name, tmp_path):
     """An older view that was on its way must not replace a newer one: an engine would leave and come back."""
     async with world(name, tmp_path) as found, stores(found, 2) as pairs:

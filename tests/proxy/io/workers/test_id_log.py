@@ -2,12 +2,15 @@
 
 import threading
 
+import pytest
+
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.health import HealthLimits, HealthState
 from xpyd_proxy.core.fleet.origin import EngineSource, Origin, Wanted
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import InstanceId, Role
 from xpyd_proxy.core.workers.instance_ids import Verb
+from xpyd_proxy.errors import AlreadyKnown
 from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
 from xpyd_proxy.io.workers.id_log import InstanceIdLog
 
@@ -105,3 +108,12 @@ def test_a_worker_that_has_missed_that_an_engine_went_and_came_follows(tmp_path)
     assert (member.instance.id, member.life.state, member.origin) == (D1, HealthState.STARTING, STORED)
     zero.follow(now=1.2)
     assert [member.instance.id for member in zero.members()] == [D1]
+
+
+def test_an_address_that_is_known_is_refused_as_ever(tmp_path):
+    """And the numbers go on."""
+    zero = worker(tmp_path, A)
+    with pytest.raises(AlreadyKnown):
+        zero.add(Role.DECODE, A, origin=STORED)
+
+    assert zero.add(Role.PREFILL, A).id == "prefill-0"

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.admission.limits import AdmissionLimits
+from xpyd_proxy.core.admission.limits import AdmissionLimits, Limit
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fleet.instance_states import InstanceStates
 from xpyd_proxy.core.fleet.registry import Registry
@@ -42,6 +42,29 @@ class Worker:
 
 
 SERVED = 'xpyd_requests_total{outcome="ok",path="/v1/completions"}'
+REFUSED = f'xpyd_requests_refused_total{{reason="{Limit.QUEUE}"}}'
+
+
+async def test_a_successor_goes_on_counting_where_the_one_before_ended(tmp_path):
+    """A counter that falls would be taken for one that has begun anew; and meanwhile the last numbers stand."""
+    zero, one = Worker(tmp_path, 0), Worker(tmp_path, 1)
+    zero.serves(1)
+    async with zero.reports.running():
+        async with one.reports.running():
+            one.serves(5)
+            one.refuses(3)
+            cpu = (await zero.lines())["process_cpu_seconds_total"]
+        between = await zero.lines()
+        new = Worker(tmp_path, 1, starts=2)
+        new.serves(1)
+        new.refuses(1)
+        async with new.reports.running():
+            after = await zero.lines()
+
+    assert (between[SERVED], between[REFUSED], between["xpyd_workers"]) == ("6.0", "3.0", "1.0")
+    assert (after[SERVED], after[REFUSED], after["xpyd_workers"]) == ("7.0", "4.0", "2.0")
+    assert after['xpyd_worker_starts_total{worker="1"}'] == "2.0"
+    assert float(after["process_cpu_seconds_total"]) >= float(cpu)
 
 
 @pytest.mark.parametrize("how", ["is silent", "talks nonsense"])

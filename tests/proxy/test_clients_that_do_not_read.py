@@ -14,6 +14,7 @@ from uvicorn.server import ServerState
 from support.certificates import Authority
 from support.reciting import Act, reciting, whole
 from support.scenes import answer, metrics_of, post, routing, run, text
+from support.sim import until_async as until
 from xpyd_proxy import server
 from xpyd_proxy.api.clients import Clients
 from xpyd_proxy.api.endpoint_protocol import endpoint_protocol
@@ -61,11 +62,6 @@ async def read_on(sock):
         piece = await asyncio.get_running_loop().sock_recv(sock, 300_000)
         received += len(piece)
     return received, bool(piece)
-
-
-async def until(true):
-    while not true():
-        await asyncio.sleep(0.005)
 
 
 @RESUMING

@@ -21,6 +21,7 @@ from support.raw_engine import listening_in_vain
 from support.reciting import Act, End, good, reciting, whole
 from support.router_process import router_processes
 from support.scenes import answer, post, routing, run, text
+from support.sim import until_async as until
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.model import GenerationRequest, Role
@@ -47,13 +48,6 @@ DONE = chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 def asks(**fields):
     """Return a request as most clients send it."""
     return post(text(**fields), JSON)
-
-
-async def until(true):
-    """Wait for what is to be seen."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not true():
-            await asyncio.sleep(0.002)
 
 
 class Stage:
@@ -430,6 +424,7 @@ def test_a_client_that_cannot_be_told_anything_is_hung_up_on(log, good):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(f"{RESPONSE}.begin", boom)
                 writer.write(asks() if good else post(text(), b"Content-Type: text/plain"))
+                patch.setattr("xpyd_proxy.api.guarded._LINGER_S", 0.2)  # it is told nothing, and could read why
                 received = await asyncio.wait_for(reader.read(), PATIENCE_S)
             await until(lambda: not stage.state.connections)
             held = stage.held()

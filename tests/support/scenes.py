@@ -24,10 +24,6 @@ from xpyd_proxy.settings import Settings
 _JSON = json.JSONDecoder(strict=False)
 _SPACE = " \t\r\n"
 _PATIENCE_S = float(os.environ.get("PATIENCE", "10"))
-_ID = re.compile(r"(?:xpyd|xfer)-[0-9a-z-]+?(?=[^0-9a-z-]|$)")
-_TIMES = {"request_id", "transfer", "duration_ms", "ttft_ms", "prefill_ms", "queue_ms"}  # each time others
-_CHANGING = re.compile(r"dur=[0-9.]+|127\.0\.0\.1:[0-9]+")
-_TIMED = re.compile(r"seconds|releases|process_|python_|_created|_bytes|_info")  # or counted in the background
 
 
 @dataclass(frozen=True)
@@ -42,10 +38,9 @@ class Sent:
 
 @dataclass(frozen=True)
 class Got:
-    """An answer, without what is fresh in each."""
+    """An answer."""
 
     status: int
-    headers: tuple[tuple[str, str], ...]
     body: bytes
     end: str  # kept, closed, or cut: the answer was not complete
 
@@ -56,10 +51,7 @@ class Seen:
 
     got: list[Got] = field(default_factory=list)
     heard: list[Heard] = field(default_factory=list)
-    releases: list[Heard] = field(default_factory=list)
     facts: list[dict[str, object]] = field(default_factory=list)  # the router's lines about them
-    said: list[str] = field(default_factory=list)  # its other lines
-    metrics: dict[str, str] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)  # what the router holds of requests that are over
     bugs: list[str] = field(default_factory=list)
 
@@ -80,12 +72,9 @@ class Scene:
         async with logs, reciting(self.acts, self.up) as cast, routing(cast, self.settings) as served:
             got = await _converse(served, self.requests, at_once=self.at_once)
             await served.settled()
-            metrics = await metrics_of(served.port)
             await served.left()
             held = served.held()
-        # A line comes after the answer: of requests sent at once one may be written before that of the one in front.
-        facts = sorted(logs.facts, key=repr)
-        return Seen(got, cast.heard, sorted(cast.releases), facts, logs.said, metrics, held, logs.bugs)
+        return Seen(got, cast.heard, logs.facts, held, logs.bugs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +153,6 @@ class _Listening(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.facts: list[dict[str, object]] = []
-        self.said: list[str] = []
         self.bugs: list[str] = []
         self._loggers = [logging.getLogger(name) for name in ("xpyd_proxy", "xpyd.access", "uvicorn.error", "asyncio")]
 
@@ -183,15 +171,9 @@ class _Listening(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         facts = getattr(record, FACTS, None)
         if facts is not None:
-            self.facts.append({name: facts[name] for name in facts if name not in _TIMES})
+            self.facts.append(facts)
         elif record.levelno >= logging.ERROR:
             self.bugs.append(logging.Formatter().format(record))
-        elif not record.name.endswith(".prober"):  # it glances at the engines now and then
-            self.said.append(_same(record.getMessage()))
-
-
-def _same(text: str) -> str:
-    return _CHANGING.sub("", _ID.sub("ID", text))
 
 
 # The client
@@ -224,7 +206,7 @@ async def _converse(served: Served, requests: Sequence[Sent], *, at_once: bool) 
                 writer.write_eof()
                 assert await asyncio.wait_for(reader.read(), _PATIENCE_S) == b"", "something follows the last answer"
         except _Over:
-            got.append(Got(0, (), b"", "no answer"))
+            got.append(Got(0, b"", "no answer"))
             left.pop(0)
         finally:
             sending.cancel()
@@ -262,9 +244,7 @@ async def answer(reader: asyncio.StreamReader) -> Got:
         with suppress(ConnectionError):  # it had not read all of the request
             assert await reader.read() == b"", "something follows the answer"
         end = "closed"
-    fields.pop("content-length", None)  # checked against the body just now
-    shown = tuple(sorted((name, _same(value)) for name, value in fields.items()))
-    return Got(int(first.split()[1]), shown, _same(body.decode("latin-1")).encode("latin-1"), end)
+    return Got(int(first.split()[1]), body, end)
 
 
 async def _body(reader: asyncio.StreamReader, fields: Mapping[str, str]) -> tuple[bytes, str]:
@@ -285,13 +265,13 @@ async def _body(reader: asyncio.StreamReader, fields: Mapping[str, str]) -> tupl
 
 
 async def metrics_of(port: int) -> dict[str, str]:
-    """Return what the router has counted, but for times and what is counted in the background."""
+    """Return what the router has counted."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
     writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     got = await answer(reader)
     writer.transport.abort()
     lines = [line for line in got.body.decode().splitlines() if not line.startswith("#")]
-    return dict(line.rsplit(" ", 1) for line in lines if not _TIMED.search(line))
+    return dict(line.rsplit(" ", 1) for line in lines)
 
 
 # Requests

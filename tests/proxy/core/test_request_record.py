@@ -68,17 +68,3 @@ def test_requests_are_told_apart_by_how_they_ended_for_the_client(status, error,
     record.over(status, 1.0)
 
     assert record.outcome == outcome
-
-
-@pytest.mark.parametrize(
-    ("more", "mode"),
-    [
-        ({}, "pull"),
-        ({"push": LegOrder.CONCURRENT}, "push"),
-        ({"push": LegOrder.SEQUENTIAL}, "push_cold"),
-        ({"single_reason": SingleEngineReason.N}, "single"),
-    ],
-)
-def test_the_way_of_the_kv_cache_has_one_of_four_names(more, mode):
-    """They are a label of a metric."""
-    assert RequestRecord(RequestId("r"), **more).mode == mode

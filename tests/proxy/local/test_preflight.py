@@ -56,37 +56,29 @@ def test_a_port_that_cannot_be_is_not_called_taken(port, says):
     assert complaints(LocalPlan(port=port)) == [says]
 
 
-def test_too_little_memory_says_how_much_is_needed_and_there():
-    """Otherwise the kernel kills an engine later, and says nothing."""
-    (line,) = complaints(LocalPlan(prefill=2, decode=2), free_memory=3 * GIB)
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        ({"free_memory": 3 * GIB}, "4 engines need about 5.6 GiB of memory and 3.0 GiB are free"),
+        ({"free_disk": GIB // 10}, ".xpyd needs about 0.25 GiB of disk and 0.10 GiB are free: make room"),
+        (
+            {"missing_modules": frozenset({"vllm"})},
+            "the Python package vllm is not installed: `make up` installs it, `--engine sim` does without",
+        ),
+        ({"missing_programs": frozenset({"lscpu"})}, "install the package util-linux"),
+    ],
+    ids=["memory", "disk", "package", "program"],
+)
+def test_what_is_missing_is_said_with_the_way_out(found, says):
+    """Otherwise the kernel kills an engine later, a log is cut off, or vLLM fails deep in a traceback."""
+    (line,) = complaints(LocalPlan(prefill=2, decode=2), **found)
 
-    assert "4 engines need about 5.6 GiB of memory and 3.0 GiB are free" in line
+    assert says in line
 
 
 def test_unknown_memory_is_no_reason_to_refuse():
     """Not every system says."""
     check(LocalPlan(), dataclasses.replace(GOOD, free_memory=None))
-
-
-def test_a_full_disk_is_noticed():
-    """Before a log file is cut off."""
-    (line,) = complaints(free_disk=GIB // 10)
-
-    assert ".xpyd needs about 0.25 GiB of disk and 0.10 GiB are free: make room" in line
-
-
-def test_a_missing_package_names_the_ways_out():
-    """`pip install xpyd` brings no engine."""
-    assert complaints(missing_modules=frozenset({"vllm"})) == [
-        "the Python package vllm is not installed: `make up` installs it, `--engine sim` does without"
-    ]
-
-
-def test_a_missing_lscpu_names_the_system_package():
-    """vLLM fails without it, deep in a traceback."""
-    (line,) = complaints(missing_programs=frozenset({"lscpu"}))
-
-    assert "install the package util-linux" in line
 
 
 def test_everything_that_is_wrong_is_said_at_once():

@@ -1,11 +1,11 @@
 """What waits for a moment is done in one go, and none of it is lost."""
 
-import asyncio
 import logging
 from contextlib import contextmanager
 
 import pytest
 
+from support.sim import until_async as until
 from xpyd_proxy.io.request_path.deferred import DeferredCalls
 
 MOST = 1024
@@ -22,13 +22,6 @@ class Batches:
         self.said.append("(")
         yield
         self.said.append(")")
-
-
-async def until(true):
-    """Wait for what shall come true."""
-    async with asyncio.timeout(5):
-        while not true():
-            await asyncio.sleep(0.005)
 
 
 async def test_calls_are_made_soon_and_in_order():
@@ -56,19 +49,6 @@ async def test_who_reads_settles_first():
     later.add(batches.said.append, 2)  # has a timer of its own
     await until(lambda: 2 in batches.said)
     assert batches.said == ["(", 1, ")", "(", 2, ")"]
-
-
-async def test_to_settle_nothing_does_nothing():
-    """Also before the first call; what comes afterwards is not lost."""
-    batches = Batches()
-    later = DeferredCalls(batches)
-    later.settle()
-    later.settle()
-    assert batches.said == []
-
-    later.add(batches.said.append, 1)
-    await until(lambda: batches.said)
-    assert batches.said == ["(", 1, ")"]
 
 
 async def test_one_that_fails_does_not_stop_the_others(caplog):

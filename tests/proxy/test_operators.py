@@ -39,9 +39,6 @@ class Running:
     def get(self, path, **options):
         return httpx.get(self.router.url + path, timeout=30, **options)
 
-    def legs(self):
-        return [entry for sim in self.engines.values() for entry in sim.log if entry.path == PATH]
-
 
 @contextmanager
 def running(folder, *args, env=None, **options) -> Generator[Running]:

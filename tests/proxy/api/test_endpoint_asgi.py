@@ -10,29 +10,20 @@ from xpyd_proxy.api.endpoint_asgi import Endpoints
 from xpyd_proxy.core.admission.lifetime import Step
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST
 
+SCOPE = {"path": "/v1/completions", "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")]}
+
 
 class Connection:
-    """What a server does with one request: hands over its body, takes the messages, and may be slow or cut it off."""
+    """What a server does with one request: hands over its body, takes the messages, and may cut it off."""
 
-    def __init__(self, engines, *pieces, headers=((b"content-type", b"application/json"),), **options):
-        self.router = router_of(engines, **options)
-        self.sent = []
-        self.may_send = asyncio.Event()
-        self.may_send.set()
-        self._incoming = asyncio.Queue()
-        pieces = pieces or (call().body,)
-        for place, piece in enumerate(pieces, 1):
-            message = {"type": "http.request", "body": piece, "more_body": place < len(pieces)}
-            self._incoming.put_nowait(message)
-        scope = {"path": "/v1/completions", "headers": [(b"host", b"localhost"), *headers]}
-        self.task = asyncio.create_task(Endpoints(self.router.requests)(scope, self._incoming.get, self._send))
+    def __init__(self, engines):
+        self.router, self.sent = router_of(engines), []
+        incoming = asyncio.Queue()
+        incoming.put_nowait({"type": "http.request", "body": call().body, "more_body": False})
+        self.task = asyncio.create_task(Endpoints(self.router.requests)(SCOPE, incoming.get, self._send))
 
     async def _send(self, message):
-        await self.may_send.wait()
         self.sent.append(message)
-
-    def hang_up(self):
-        self._incoming.put_nowait({"type": "http.disconnect"})
 
     async def end(self):
         async with asyncio.timeout(5):
@@ -104,8 +95,7 @@ async def test_a_body_that_is_not_read_to_its_end_holds_nothing(how):
     async def send(_):
         pass
 
-    scope = {"path": "/v1/completions", "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")]}
-    task = asyncio.create_task(Endpoints(router.requests)(scope, receive, send))
+    task = asyncio.create_task(Endpoints(router.requests)(SCOPE, receive, send))
     await asyncio.sleep(0.02)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

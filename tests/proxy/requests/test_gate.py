@@ -13,7 +13,7 @@ from xpyd_proxy.requests.gate import Gate
 
 
 class Crowd:
-    """Tickets that stay until they are told to leave, or until the gate refuses them."""
+    """Tickets that stay, unless the gate refuses them."""
 
     def __init__(self, **limits):
         self.gate = Gate(AdmissionLimits(**limits), by_now)
@@ -21,19 +21,12 @@ class Crowd:
         self.refused = {}
         self.tickets = {}
 
-    def arrive(self, name, key="a", priority=0):
-        ticket = self.tickets[name] = self.gate.arrive(key, priority, 10)
+    def arrive(self, name):
+        ticket = self.tickets[name] = self.gate.arrive("a", 0, 10)
         if ticket.state is TicketState.WAITING:
             self.gate.watch(ticket, lambda: self._decided(name))
         else:
             self._enter(name)
-
-    def leave(self, name):
-        if self.tickets[name].state is TicketState.WAITING:
-            self.gate.unwatch(self.tickets[name])
-        elif name in self.inside:
-            self.inside.remove(name)
-        self.gate.leave(self.tickets[name])
 
     def _decided(self, name):
         self.gate.unwatch(self.tickets[name])

@@ -632,15 +632,10 @@ def test_the_soft_limit_of_descriptors_is_raised(tmp_path):
 # Bytes
 
 
-class Held:
-    """What the router holds, read from its metrics and its process."""
-
-    def __init__(self, door):
-        self.pid = door.process.child.pid
-
-    @property
-    def rss(self):
-        return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{self.pid}/status").read_text())[1]) * 1024
+def rss(door):
+    """What the router's process holds, in bytes."""
+    status = Path(f"/proc/{door.process.child.pid}/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) * 1024
 
 
 UNFINISHED = {
@@ -660,14 +655,13 @@ def test_bodies_are_charged_while_they_come(tmp_path, shape):
     flags = ("--max-inflight-bytes", "16000000", "--max-body-bytes", "4000000")
     with front(tmp_path, *flags) as door:
         assert door.serves()
-        held = Held(door)
-        before = held.rss
+        before = rss(door)
         with ExitStack() as stack:
             clients = [stack.enter_context(door.open()) for _ in range(30)]
             for client in clients:
                 client.send(UNFINISHED[shape](2_000_000))
             until(lambda: door.metric("xpyd_requests_refused_total", reason="max_inflight_bytes") >= 20, seconds=40)
-            assert held.rss - before < 16_000_000 + 24_000_000  # each of 30 connections has a buffer or two
+            assert rss(door) - before < 16_000_000 + 24_000_000  # each of 30 connections has a buffer or two
             found = [client.answer() for client in clients if readable(client)]
         assert len(found) >= 20
         assert {one.status for one in found} == {503}
@@ -756,7 +750,7 @@ def probed(door):
         probe.took.sort()
 
 
-def flood_with(door, start, piece, held):
+def flood_with(door, start, piece):
     """Send 64 MB, or until the router hangs up; return the most that the router held meanwhile."""
     most = 0
     with door.open() as client:
@@ -767,7 +761,7 @@ def flood_with(door, start, piece, held):
                 client.sock.sendall(piece)
             except (ConnectionError, TimeoutError):
                 break
-            most = max(most, held.rss)
+            most = max(most, rss(door))
     return most
 
 
@@ -779,13 +773,12 @@ def test_a_flood_costs_neither_memory_nor_the_others_their_time(flooded, flood):
     What others do on this machine delays a probe, too: it may take three times what it takes without a flood, and there
     are three tries. A router that stands still does so in each of them.
     """
-    held = Held(flooded)
-    before = held.rss
+    before = rss(flooded)
     for _ in range(3):
         with probed(flooded) as calm:
             time.sleep(0.2)
         with probed(flooded) as took:
-            assert flood_with(flooded, *FLOODS[flood], held) - before < ADMITTED + 16_000_000
+            assert flood_with(flooded, *FLOODS[flood]) - before < ADMITTED + 16_000_000
         bound = max(0.05, 3 * calm[-1])
         if took[len(took) // 2] < 0.05 and took[len(took) * 99 // 100] < bound:
             return

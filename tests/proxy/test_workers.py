@@ -90,17 +90,8 @@ def shared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("crew")
     config = folder / "xpyd.toml"
     config.write_text("")
-    flags = (
-        "--config",
-        str(config),
-        "--health-check-interval",
-        "0",
-        "--circuit-breaker-failures",
-        "3",
-        "--ejection-time",
-        "0.5",
-    )
-    with crew_of(folder, *flags) as (crew, engines, at):
+    flags = "--health-check-interval 0 --circuit-breaker-failures 3 --ejection-time 0.5"
+    with crew_of(folder, "--config", str(config), *flags.split()) as (crew, engines, at):
         crew.config = config
         yield crew, engines, at
 

@@ -100,19 +100,20 @@ def sims(x: int = 1, y: int = 1, **options: object) -> dict[str, Sim]:
     return {f"{role[0]}{i}": Sim(role, **options) for role, n in (("prefill", x), ("decode", y)) for i in range(n)}
 
 
+def _knowing(at: dict[str, str], settings: Settings | None) -> Settings:
+    """Settings that name these engines, where they are; tests call the router by any name."""
+    settings = settings or Settings()
+    prefill, decode = (tuple(at[name] for name in at if name.startswith(role)) for role in "pd")
+    return replace(settings, prefill=prefill, decode=decode, allowed_hosts=settings.allowed_hosts or ("*",))
+
+
 @asynccontextmanager
 async def router(
     engines: dict[str, ASGIApp | Answering], settings: Settings | None = None
 ) -> AsyncGenerator[httpx.AsyncClient]:
     """A client of a router that knows these engines."""
-    settings = replace(
-        settings or Settings(),
-        prefill=tuple(f"{name}:80" for name in engines if name.startswith("p")),
-        decode=tuple(f"{name}:80" for name in engines if name.startswith("d")),
-        allowed_hosts=(settings or Settings()).allowed_hosts or ("*",),  # tests call it by any name
-    )
     network = InMemory(engines)
-    app = create_app(settings, fabric=network.fabric)
+    app = create_app(_knowing({name: f"{name}:80" for name in engines}, settings), fabric=network.fabric)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         network.running(app),
@@ -176,15 +177,8 @@ def fleet(x: int = 1, y: int = 1, **options: object) -> Generator[tuple[dict[str
 @contextmanager
 def cluster(x: int = 1, y: int = 1, settings: Settings | None = None, **options: object) -> Generator[Cluster]:
     """Start x prefill sims, y decode sims and a router."""
-    with fleet(x, y, **options) as (engines, at, _):
-        settings = replace(
-            settings or Settings(),
-            prefill=tuple(at[name] for name in at if name.startswith("p")),
-            decode=tuple(at[name] for name in at if name.startswith("d")),
-            allowed_hosts=(settings or Settings()).allowed_hosts or ("*",),  # tests call it by any name
-        )
-        with serving(create_app(settings)) as address:
-            yield Cluster(address, engines)
+    with fleet(x, y, **options) as (engines, at, _), serving(create_app(_knowing(at, settings))) as address:
+        yield Cluster(address, engines)
 
 
 def until(true: Callable[[], bool], *, seconds: float = 10) -> None:

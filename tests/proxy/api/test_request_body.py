@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from starlette.requests import ClientDisconnect
 
-from xpyd_proxy.api.request_body import passed_on, read_body, require_json
-from xpyd_proxy.errors import BodyTooLarge, UnsupportedMedia
+from xpyd_proxy.api.request_body import passed_on, read_body
+from xpyd_proxy.errors import BodyTooLarge
 
 
 def scope(**headers):
@@ -64,19 +64,6 @@ async def test_a_client_may_hang_up_while_it_sends():
     """There is nobody to answer."""
     with pytest.raises(ClientDisconnect):
         await read_body(scope(), receiving(part(b"a", True), GONE), limit=3)
-
-
-@pytest.mark.parametrize("declared", [None, "application/json", "Application/JSON ; charset=utf-8"])
-def test_json_may_be_declared_or_not(declared):
-    """Some clients say nothing."""
-    require_json(scope(**({"content_type": declared} if declared else {})))
-
-
-@pytest.mark.parametrize("declared", ["text/plain", "application/x-www-form-urlencoded", "application/json5", "\xff"])
-def test_another_type_is_not_guessed_at(declared):
-    """And the answer says what it was."""
-    with pytest.raises(UnsupportedMedia, match="must be application/json, not"):
-        require_json(scope(content_type=declared))
 
 
 def test_repeated_headers_are_all_passed_on():

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.plan import EngineKind, LocalPlan, engine_command, router_command
 from xpyd_proxy.local.recipe import Connector
@@ -72,15 +71,3 @@ def test_every_engine_of_a_plan_has_its_mode(kind):
     plan = LocalPlan(kind=kind, mode=TransferMode.PUSH)
 
     assert all("push" in " ".join(engine_command(plan, spec, {}).argv) for spec in plan.engines())
-
-
-def test_a_simulated_engine_serves_the_same_model_name_at_the_same_place():
-    """The printed command works with either kind."""
-    plan = LocalPlan(kind=EngineKind.SIM)
-
-    command = engine_command(plan, plan.engines()[1], {})
-
-    options = "--role decode --port 8200 --model tiny --mode pull"
-    assert command.argv[3:] == ["xpyd_proxy.testing.engine", *options.split()]
-    assert command.health_url == "http://127.0.0.1:8200/health"
-    assert plan.addresses(Role.DECODE) == ["127.0.0.1:8200"]

@@ -30,21 +30,6 @@ def test_a_good_machine_passes():
 
 
 @pytest.mark.parametrize(
-    ("port", "user", "option"),
-    [
-        (8000, "the router", "--port"),
-        (8100, "prefill-0", "--prefill-port"),
-        (5601, "the side channel of decode-0", "--side-channel-port"),
-    ],
-)
-def test_a_taken_port_names_its_user_and_the_way_out(port, user, option):
-    """One of them is usually an earlier `xpyd up` in another terminal."""
-    assert complaints(taken_ports=frozenset({port})) == [
-        f"port {port} for {user} is taken: stop what listens there, or choose another with {option}"
-    ]
-
-
-@pytest.mark.parametrize(
     ("port", "says"),
     [
         (8100, "port 8100 is wanted by the router and by prefill-0: choose another with --prefill-port"),

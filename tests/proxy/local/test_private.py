@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from xpyd_proxy.local.plan import LocalPlan
-from xpyd_proxy.local.private import make_directory, open_file
+from xpyd_proxy.local.private import make_directory
 from xpyd_proxy.local.processes import Command, open_fleet
 from xpyd_proxy.local.up import make_home
 
@@ -56,14 +56,3 @@ def test_the_folder_of_xpyd_up_is_closed_also_if_it_was_open(tmp_path):
     make_home(LocalPlan(home=home))
 
     assert mode(home) == 0o700
-
-
-@pytest.mark.parametrize(("append", "kept"), [(True, b"old new"), (False, b"new")])
-def test_a_log_goes_on_or_begins_anew(tmp_path, append, kept):
-    """As it was opened; either way it is for its user alone."""
-    path = tmp_path / "x.log"
-    path.write_bytes(b"old ")
-    with open_file(path, append=append) as file:
-        file.write(b"new")
-
-    assert (path.read_bytes(), mode(path)) == (kept, 0o600)

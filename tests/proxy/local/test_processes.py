@@ -165,19 +165,6 @@ def test_the_tail_of_a_huge_log_is_cheap_and_whole(fleet):
     assert child.tail(2) == "line 99998\nline 99999"
 
 
-def test_stopping_ends_the_childs_own_children(fleet, tmp_path):
-    """The engine core is a child of the API server."""
-    child = fleet.start(command(FAMILY, str(tmp_path / "pids")))
-    eventually((tmp_path / "pids").exists)
-    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-
-    fleet.stop(child)
-
-    assert pids[0] == child.pid
-    eventually(lambda: not any(runs(pid) for pid in pids))
-    assert fleet.children == []
-
-
 def test_what_a_dead_child_left_behind_is_ended(fleet, tmp_path):
     """Only the API server was killed: its engine core still holds the memory."""
     child = fleet.start(command(FAMILY, str(tmp_path / "pids")))

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import socket
 import threading
 import time
 from dataclasses import replace
@@ -179,41 +178,6 @@ def test_a_request_that_could_not_be_written_was_not_sent():
 
     with raw_engine(script) as engine:
         run("asyncio", main(leg_to(engine)))
-
-
-def test_a_connection_with_unwritten_bytes_is_not_used_again(loop):
-    """The engine has answered early and reads no more: the next request would wait behind the rest of this one."""
-    ready, done = threading.Event(), threading.Event()
-
-    def script(_, talk):
-        if talk.number > 0:
-            talk.request()
-            talk.send(answer(b"next"))
-            return
-        talk.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        ready.set()
-        talk.sock.recv(100)
-        talk.send(answer(b"", status=413))
-        done.wait(5)
-
-    async def main(leg):
-        async with WireEngines(Settings()) as engines:
-            connection = await engines.pool.open(leg.instance)
-            small = connection._transport.get_extra_info("socket")
-            small.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
-            assert ready.wait(5)
-            engines.pool.put_back(connection)
-            try:
-                assert (await engines.ask(leg, timeout_s=5)).status == 413
-                assert engines.pool.idle == 0
-                assert (await engines.ask(leg_to(engine), timeout_s=1)).body == b"next"
-            finally:
-                done.set()
-
-    with raw_engine(script) as engine:
-        run(loop, main(leg_to(engine, b"x" * 128_000)))
-
-    assert engine.connections == 2
 
 
 async def ask(engines, leg):

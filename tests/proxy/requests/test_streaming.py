@@ -72,13 +72,21 @@ async def test_what_takes_too_long_is_given_up(patience, error, outcome):
     assert legs == {("decode-0", outcome): 1}
 
 
-async def piece():
-    await asyncio.sleep(0.03)
-    return EVENT
-
-
 async def test_the_timer_goes_by_the_last_piece():
     """It was set before the first one, and goes off several times meanwhile."""
-    got, error, _, _ = await served([EVENT, *[piece() for _ in range(6)], DONE], patience=Timeouts(idle_s=0.09))
+    now = [0.0]
 
-    assert (got, error) == (EVENT * 7 + DONE, None)
+    async def piece():
+        now[0] += 60.0
+        client.request.look(now[0])
+        return EVENT
+
+    async def decode(_):
+        return 200, [EVENT, *[piece() for _ in range(6)], DONE]
+
+    engines = Scripted(pulled_prefill, decode)
+    router = router_of(engines, retries=0, patience=Timeouts(idle_s=100.0), clock=lambda: now[0])
+    client = router.start(call(stream=True))
+    await client.end()
+
+    assert (client.got, client.error) == (EVENT * 7 + DONE, None)

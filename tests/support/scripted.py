@@ -268,6 +268,7 @@ class Response:
 
     def __init__(self):
         self.keep_alive = True
+        self.relay = None
         self.status = None
         self.lines = b""
         self.pieces = []  # in one write each

@@ -79,6 +79,7 @@ class _AsgiResponse:
         self.request: Request | None = None
         self.begun = False
         self.keep_alive = True
+        self.relay = None  # the server frames what it gets
         self._streams = False
         self._is_over = False
         self._messages: deque[Message] = deque()

@@ -48,6 +48,14 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
+    def observe_all(self, values: Sequence[float]) -> None:
+        """Count some values."""
+        bounds, counts, total = self.bounds, self.counts, self.total
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+            total += value
+        self.total = total
+
 
 class Histograms:
     """Histograms by key."""

@@ -274,9 +274,10 @@ class Attempt(LegOwner):
 
     def _time_tokens(self, leg: DecodeLeg, now: float) -> None:
         """Have the reads of a stream timed; one that goes on for another has been quiet since that one's last."""
-        leg.inter_token, leg.read_at = self._of.telemetry.inter_token(self._plan.path), now
+        gaps = leg.gaps = self._of.telemetry.gaps(self._plan.path)
+        leg.read_at = now
         if self.record.last_token_at is not None:
-            leg.inter_token.observe(now - self.record.last_token_at)
+            gaps.append(now - self.record.last_token_at)
 
     def prompt_counted(self, leg: DecodeLeg, counted: int, /) -> None:
         """Take in how many tokens of prompt the decode engine has counted."""
@@ -335,9 +336,11 @@ class Attempt(LegOwner):
 
     # ---- streaming
 
-    def stream_to(self, sink: Callable[[bytes], object], leg: DecodeLeg) -> None:
-        """Have ``sink`` take what comes of a stream from now on."""
-        self.is_streaming, leg.sink = True, sink
+    def stream_to(
+        self, leg: DecodeLeg, sink: Callable[[bytes], object], relay: Callable[[bytes], object] | None
+    ) -> None:
+        """Have ``sink`` take what comes of a stream from now on, and ``relay`` the chunks that may pass as they come."""
+        self.is_streaming, leg.sink, leg.relay = True, sink, relay
 
     def pause(self) -> None:
         """Let the engine of a stream wait."""
@@ -380,7 +383,7 @@ class Attempt(LegOwner):
         of, now = self._of, self._of.clock()
         leg.was_sent = leg.is_sent
         leg.is_closed = True
-        if isinstance(leg, DecodeLeg) and leg.inter_token is not None:
+        if isinstance(leg, DecodeLeg) and leg.gaps is not None:
             self.record.last_token_at = leg.read_at
         if leg.record.ms is None:
             _note_time(leg, now)

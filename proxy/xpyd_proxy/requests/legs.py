@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from xpyd_proxy.core.counters import Histogram
 from xpyd_proxy.core.http.bounded_body import ANSWER_MOST
 from xpyd_proxy.core.model import EngineResponse, Instance, PrefillResult
 from xpyd_proxy.core.protocol.engine_errors import JSON, Failure, refusal
@@ -174,12 +173,13 @@ class DecodeLeg(EngineLeg):
         "counted",
         "counts",
         "follows",
+        "gaps",
         "heard",
-        "inter_token",
         "is_last",
         "is_over",
         "lines",
         "read_at",
+        "relay",
         "shown",
         "sink",
     )
@@ -189,7 +189,7 @@ class DecodeLeg(EngineLeg):
     ) -> None:
         super().__init__(owner, instance, sent_at, due)
         self._clock = clock
-        self.inter_token: Histogram | None = None  # takes the times between the reads of a stream, once it has begun
+        self.gaps: list[float] | None = None  # takes the seconds between the reads of a stream, once it has begun
         self.read_at = 0.0  # the latest of them
         self._beginning: Beginning | None = None  # of a stream whose first event is not complete
         self._pieces: list[bytes] = []  # of what is no stream
@@ -198,6 +198,7 @@ class DecodeLeg(EngineLeg):
         self.lines: WholeLines | None = None  # of a stream that has begun well
         self.shown: bytes | None = None  # what the client gets first: the beginning of a stream, or a whole answer
         self.sink: Callable[[bytes], object] | None = None  # takes what comes behind that
+        self.relay: Callable[[bytes], object] | None = None  # the same for a whole chunk, as it came
         self.is_last = False  # the end of the stream has come with its beginning
         self.is_over = False  # all of the answer is here
         self.follows = False  # it was sent behind the answer of a prefill engine
@@ -250,11 +251,29 @@ class DecodeLeg(EngineLeg):
             if self._size > ANSWER_MOST:
                 self.give_up(self._too_long())
 
-    def _pass_on(self, lines: WholeLines, passing: bytes) -> None:
+    def chunk_arrived(self, chunk: bytes, piece: bytes) -> None:
+        """Pass on a token: as it came, where nothing of it has to be held back or taken out."""
+        lines, relay = self.lines, self.relay
+        if lines is None or relay is None:
+            self.arrived(piece)
+            return
+        try:
+            passing = lines.feed(piece)
+        except EngineError as error:
+            self.give_up(error)
+            return
+        if passing is piece:
+            self._note(lines, passing)
+            relay(chunk)
+        elif passing:
+            self._pass_on(lines, passing)
+
+    def _note(self, lines: WholeLines, passing: bytes) -> None:
+        """Take in what passes tells, and when it came."""
         self.heard = True
-        if self.inter_token is not None:
+        if self.gaps is not None:
             now = self._clock()
-            self.inter_token.observe(now - self.read_at)
+            self.gaps.append(now - self.read_at)
             self.read_at = now
         if lines.erred:
             self.failure = Failure.BAD_RESPONSE  # now, for many clients hang up at an error
@@ -262,6 +281,9 @@ class DecodeLeg(EngineLeg):
             counted = prompt_tokens_in(passing)
             if counted is not None:
                 self.owner.prompt_counted(self, counted)
+
+    def _pass_on(self, lines: WholeLines, passing: bytes) -> None:
+        self._note(lines, passing)
         if self.sink is not None:
             self.sink(passing)
         elif self.shown is not None:

@@ -472,7 +472,7 @@ class Request:
         """Write the head with the first event: the head's time is the first token's."""
         shown, replay, response = leg.take_shown(), self._replay, self._response
         is_plain = replay is None and self._record.push is not _AT_ONCE
-        attempt.stream_to(response.write if is_plain else self._pour, leg)
+        attempt.stream_to(leg, response.write if is_plain else self._pour, response.relay if is_plain else None)
         if self._paused:
             attempt.pause()
         if replay is not None:

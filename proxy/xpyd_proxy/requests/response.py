@@ -47,6 +47,11 @@ class ResponseWriter(Protocol):
         """Write the head and the whole body, or the first piece of a stream; ``last``: its end follows at once."""
         ...
 
+    @property
+    def relay(self) -> Callable[[bytes], object] | None:
+        """Writes a chunk of a stream as an engine has framed it, behind the first piece; None: ``write`` must frame it."""
+        ...
+
     def write(self, piece: bytes, /) -> None:
         """Write a piece of a stream."""
         ...
@@ -101,6 +106,11 @@ class HttpResponse:
             self._held = data
         else:
             self._write(data)
+
+    @property
+    def relay(self) -> Callable[[bytes], object] | None:
+        """Write a chunk as it is; None where there are none."""
+        return self._write if self._chunks else None
 
     def write(self, piece: bytes, /) -> None:
         """Write a piece of a stream."""

@@ -140,6 +140,7 @@ class Requests:
         self._timer = None
         now = self.clock()
         try:
+            self.telemetry.count_gaps()
             self.gate.expire()
             for request in self:
                 request.look(now)

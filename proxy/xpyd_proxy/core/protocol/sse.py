@@ -6,7 +6,7 @@ Bytes are looked for with ``find``: ``in`` tries first whether what it gets is a
 import re
 from typing import Final
 
-from xpyd_proxy.core.protocol.response_filter import clean_lines
+from xpyd_proxy.core.protocol.response_filter import clean_lines, may_name_params
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.core.schemas import ErrorEvent
 from xpyd_proxy.errors import EngineError
@@ -15,6 +15,7 @@ _DONE: Final = b"data: [DONE]"
 _ERROR: Final = b'data: {"error":'
 _DATA: Final = b"data:"
 _EVENT: Final = b"event:"
+_RETURN: Final = 13  # a carriage return, which may end a line too
 _BREAK: Final = re.compile(rb"[\r\n]")
 LINE_MOST: Final = 16 * 1024 * 1024  # bytes of a line; the last event of /v1/responses has a whole answer in it
 _END_MOST: Final = 32  # bytes of what has passed that tell a stream's end
@@ -102,19 +103,28 @@ class WholeLines:
         Raises:
             EngineError: a line is too long, or has parameters where they cannot be taken out.
         """
+        if chunk[-1:] == b"\n" and not self._rest:  # nearly always
+            passing = chunk
+        else:
+            passing = self._whole_lines(chunk)
+            if not passing:
+                return b""
+        if may_name_params(passing):
+            passing = clean_lines(self._engine, passing)
+        self._note(passing)
+        return passing
+
+    def _whole_lines(self, chunk: bytes) -> bytes:
+        """Return the lines that are complete, and keep what is behind them."""
         end = chunk.rfind(b"\n") + 1
         rest = chunk[end:]
         if end == 0:
             self._hold(rest)
             return b""
-        passing = chunk[:end]
-        if self._rest:
-            passing = b"".join([*self._rest, passing])
-            self._rest, self._size = [], 0
+        passing = b"".join([*self._rest, chunk[:end]])
+        self._rest, self._size = [], 0
         if rest:
             self._hold(rest)
-        passing = clean_lines(self._engine, passing)
-        self._note(passing)
         return passing
 
     def _hold(self, piece: bytes) -> None:
@@ -133,7 +143,10 @@ class WholeLines:
         return (rest if complete else b""), complete
 
     def _note(self, passing: bytes) -> None:
-        if passing.find(_EVENT) >= 0 and ((at := passing.rfind(b"\n" + _EVENT) + 1) or passing.startswith(_EVENT)):
-            self._name = passing[at + len(_EVENT) :].partition(b"\n")[0].strip()
-        self.erred = self.erred or self._name == b"error" or passing.find(_ERROR) >= 0
+        if passing[:5] == _DATA and passing.find(b"\n") >= len(passing) - 2 and _RETURN not in passing:
+            self.erred = self.erred or passing[: len(_ERROR)] == _ERROR  # one event without a name: a token
+        else:
+            if passing.find(_EVENT) >= 0 and ((at := passing.rfind(b"\n" + _EVENT) + 1) or passing.startswith(_EVENT)):
+                self._name = passing[at + len(_EVENT) :].partition(b"\n")[0].strip()
+            self.erred = self.erred or self._name == b"error" or passing.find(_ERROR) >= 0
         self._last = passing if len(passing) >= _END_MOST else (self._last + passing)[-_END_MOST:]

@@ -81,7 +81,7 @@ class Telemetry:
         self.later = DeferredCalls(lines_together)
         self._engines: dict[InstanceId, _Engine] = {}
         self._kinds: dict[tuple[str, bool, str | None, str | None, str, str, bool], _Kind] = {}
-        self._inter_token: dict[str, Histogram] = {}
+        self._gaps: dict[str, list[float]] = {}  # by path: seconds between two reads of a stream, to be counted
 
     @property
     def counters(self) -> Counters:
@@ -147,12 +147,21 @@ class Telemetry:
         """A decode engine has begun to answer a leg that followed its prefill leg: it should have got KV cache."""
         self.transfers_expected[decode] += 1
 
-    def inter_token(self, path: str) -> Histogram:
-        """Return the histogram that takes the seconds between two reads of a stream of this path."""
-        found = self._inter_token.get(path)
+    def gaps(self, path: str) -> list[float]:
+        """Return what takes the seconds between two reads of a stream of this path; see ``count_gaps``."""
+        label = self._counters.label(path)
+        found = self._gaps.get(label)
         if found is None:
-            found = self._inter_token[path] = self._counters.inter_token.of((self._counters.label(path),))
+            found = self._gaps[label] = []
+            self._counters.inter_token.of((label,))
         return found
+
+    def count_gaps(self) -> None:
+        """Put the times between reads into their histograms: many at once cost a fraction of each at its read."""
+        for label, gaps in self._gaps.items():
+            if gaps:
+                self._counters.inter_token.of((label,)).observe_all(gaps)
+                gaps.clear()
 
     # ---- requests
 
@@ -251,6 +260,7 @@ class Telemetry:
     def _add_up(self) -> None:
         """Put into the counters what was added up beside them."""
         counters = self._counters
+        self.count_gaps()
         for engine in self._engines.values():
             if engine.ok:
                 counters.legs[engine.instance.id, engine.instance.role, _OK] += engine.ok

@@ -9,7 +9,7 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.io.wire.response_handler import ResponseHandler
 from xpyd_proxy.io.wire.response_reader import ResponseReader
-from xpyd_proxy.io.wire.simple_response import CONTENT_TYPE, match_simple_response
+from xpyd_proxy.io.wire.simple_response import CONTENT_TYPE, match_simple_response, parse_single_chunk
 
 
 class Owner(Protocol):
@@ -162,10 +162,16 @@ class Connection:
             return
         self.heard_at = self._clock()
         reader = self._reader
-        body = None if reader.in_response else match_simple_response(data)
-        if body is not None:
-            self._take_whole(reply, body)
-            return
+        if reader.between:
+            piece = parse_single_chunk(data)
+            if piece is not None:
+                self._take_chunk(reply, data, piece)
+                return
+        elif not reader.in_response:
+            body = match_simple_response(data)
+            if body is not None:
+                self._take_whole(reply, body)
+                return
         fault = reader.feed(data)
         try:
             if reader.headed and not self._begun:
@@ -184,6 +190,14 @@ class Connection:
             error = EngineError(f"{reply.engine} answered with something that is not HTTP/1.1: {fault}")
             error.__cause__ = fault
             reply.give_up(error)
+
+    def _take_chunk(self, reply: ResponseHandler, chunk: bytes, piece: bytes) -> None:
+        """Take a chunk that has come alone, as the tokens of a stream do."""
+        self._reader.loose = 0
+        try:
+            reply.chunk_arrived(chunk, piece)
+        except Exception as bug:  # noqa: BLE001 (as above)
+            self._crash(reply, bug)
 
     def _take_whole(self, reply: ResponseHandler, body: bytes) -> None:
         """Take an answer that is here all at once."""

@@ -76,6 +76,10 @@ class ResponseHandler(ABC):
     def arrived(self, piece: bytes, *, last: bool = False) -> None:
         """Some of its body is here; ``last``: no more will come, and ``end`` follows at once."""
 
+    def chunk_arrived(self, chunk: bytes, piece: bytes) -> None:  # noqa: ARG002 (of use to who passes it on)
+        """Some of its body is here, a chunk of its own; ``chunk``: the same as it has come, with its size."""
+        self.arrived(piece)
+
     @abstractmethod
     def end(self) -> None:
         """All of it is here; the connection may be put back."""

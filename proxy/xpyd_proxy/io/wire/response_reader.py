@@ -10,10 +10,11 @@ from typing import Final, NoReturn
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from xpyd_proxy.io.wire.simple_response import parse_single_chunk
+from xpyd_proxy.io.wire.simple_response import match_stream_head, parse_chunks
 
 HEAD_MOST: Final = 64 * 1024  # bytes of a head, and of anything else between two pieces of a body
 _BODYLESS: Final = frozenset({204, 304})
+_END: Final = b"0\r\n\r\n"  # of a body in chunks
 
 
 class UnclearResponse(Exception):
@@ -30,22 +31,49 @@ class ResponseReader:
         self.is_tls = False
         self.in_response = False  # the parser has had some of the response
         self.pieces: list[bytes] = []  # of the body, not yet taken
-        self._loose = 0  # bytes since the last piece of a body
-        self._between = False  # the parser is behind a chunk, with nothing of the next
+        self.loose = 0  # bytes since the last piece of a body
+        self.between = False  # what comes is the first byte of a chunk
         self.forget_head()
 
     def feed(self, data: bytes) -> Exception | None:
         """Read some bytes; return what is wrong with them."""
+        self.loose += len(data)
+        at = 0 if self.in_response else self._read_stream_head(data)
         self.in_response = True
-        self._loose += len(data)
-        if self._between and (piece := parse_single_chunk(data)) is not None:
-            self._loose = 0
-            self.pieces.append(piece)
-            return None
+        if self.between:
+            behind = parse_chunks(data, at, self.pieces)
+            if behind > at:
+                self.loose = 0
+            if behind == len(data):
+                return None
+            if self._head and data[behind:] == _END:
+                self.done = self.keeps = True
+                return None
+            data = data[behind:] if behind else data
+            self._parse_head()
         fault = self._parse(data)
         # What ends so is no half of a size: a whole one would have begun a chunk.
-        self._between = self._between and fault is None and data.endswith(b"\r\n")
+        self.between = self.between and fault is None and data.endswith(b"\r\n")
         return fault
+
+    def _read_stream_head(self, data: bytes) -> int:
+        """Read the head of a usual stream without the parser, which gets it when it is needed; return where it ends."""
+        head = match_stream_head(data)
+        if head is None:
+            return 0
+        end = head.end()
+        self._head, self.content_type = data[:end], head[1] or head[2]
+        self.status, self.headed, self.between, self.loose = 200, True, True, 0
+        return end
+
+    def _parse_head(self) -> None:
+        """Have the parser read the head that it has not had, and so wait for a chunk."""
+        head, self._head = self._head, b""
+        if head:
+            loose, self.loose = self.loose, 0
+            self.headed, self.content_type = False, b""
+            self._parser.feed_data(head)
+            self.loose = loose
 
     def _parse(self, data: bytes) -> Exception | None:
         try:
@@ -56,13 +84,13 @@ class ResponseReader:
             mine = exc.__context__
             fault = mine if isinstance(mine, UnclearResponse) else exc
             return fault.with_traceback(None)  # it leads to our caller, who holds the fault: a circle
-        if self._loose > HEAD_MOST and not self.done:
+        if self.loose > HEAD_MOST and not self.done:
             return UnclearResponse(f"a head of more than {HEAD_MOST} bytes")
         return None
 
     def next_request(self) -> None:
         """Expect the response to another request."""
-        self._loose = 0
+        self.loose = 0
 
     def close(self) -> None:
         """Let go of the parser: the two hold each other, and would wait for the garbage collector."""
@@ -79,7 +107,8 @@ class ResponseReader:
         self._codings: list[bytes] = []
         self._has_length = False
         self._head_size = 0
-        self.headed = self.done = self.keeps = self.until_eof = self._between = False
+        self._head = b""  # what the parser has not had, of a stream in good chunks
+        self.headed = self.done = self.keeps = self.until_eof = self.between = False
 
     def on_message_begin(self) -> None:
         """Refuse a second answer to one request."""
@@ -88,7 +117,7 @@ class ResponseReader:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take what matters from a header, or bound a trailer."""
-        if self._loose > HEAD_MOST:  # what came with it may be body
+        if self.loose > HEAD_MOST:  # what came with it may be body
             self._head_size += len(name) + len(value)
             if self._head_size > HEAD_MOST:
                 self._refuse(f"a head of more than {HEAD_MOST} bytes")
@@ -117,23 +146,23 @@ class ResponseReader:
             return
         if self._codings and (version == "1.0" or [one.lower() for one in self._codings] != [b"chunked"]):
             self._refuse("a transfer coding other than chunked")
-        self.status, self.headed, self._loose = status, True, 0
+        self.status, self.headed, self.loose = status, True, 0
         self.until_eof = not framed and status not in _BODYLESS
         if self.until_eof and self.is_tls:  # whoever sits in between can end the connection
             self._refuse("an answer without a length over TLS, whose end cannot be told from a cut")
 
     def on_body(self, piece: bytes) -> None:
         """Keep a piece until all that came with it is parsed."""
-        self._loose = 0
+        self.loose = 0
         self.pieces.append(piece)
 
     def on_chunk_header(self) -> None:
         """Note that the parser has begun a chunk."""
-        self._between = False
+        self.between = False
 
     def on_chunk_complete(self) -> None:
         """Note that it is behind one."""
-        self._between = True
+        self.between = True
 
     def on_message_complete(self) -> None:
         """Note the end of an answer, or of an interim one, which nobody needs."""

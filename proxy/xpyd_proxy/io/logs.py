@@ -4,7 +4,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -52,9 +52,12 @@ class JsonFormatter(logging.Formatter):
             event["exception"] = self.formatException(record.exc_info)
         return json.dumps(event, default=str)  # a line break in a value is escaped: no value can forge a line
 
-    def line(self, at: float, name: str, event: T, fields: Callable[[T], Mapping[str, object]], _text: object) -> str:
-        """Write an event by its fields; ``at``: seconds since the epoch."""
-        return json.dumps(self._begin(at, "info", name) | dict(fields(event)), default=str)
+    def lines(
+        self, at: float, name: str, events: Sequence[T], fields: Callable[[T], Mapping[str, object]], _text: object
+    ) -> list[str]:
+        """Write events by their fields; ``at``: seconds since the epoch."""
+        begin = self._begin(at, "info", name)
+        return [json.dumps(begin | dict(fields(event)), default=str) for event in events]
 
     def _begin(self, at: float, level: str, name: str) -> dict[str, object]:
         stamp = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
@@ -74,9 +77,12 @@ class TextFormatter(logging.Formatter):
             return super().format(record)
         return f"{self.formatTime(record)} {record.levelname} {record.name} {record.getMessage()}"
 
-    def line(self, at: float, name: str, event: T, _fields: object, text: Callable[[T], str]) -> str:
-        """Write an event as text; ``at``: seconds since the epoch."""
-        return f"{self._times.text(at)} INFO {name} {text(event)}"
+    def lines(
+        self, at: float, name: str, events: Sequence[T], _fields: object, text: Callable[[T], str]
+    ) -> list[str]:
+        """Write events as text; ``at``: seconds since the epoch."""
+        begin = f"{self._times.text(at)} INFO {name} "
+        return [begin + text(event) for event in events]
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802, ARG002 (logging's)
         """Write the time as logging does."""
@@ -93,22 +99,30 @@ def note(
 
     Where the log is as ``configure`` made it, the line is written without a record, which costs more than all the rest.
     """
+    note_all(logger, (event,), fields, text)
+
+
+def note_all(
+    logger: logging.Logger, events: Sequence[T], fields: Callable[[T], Mapping[str, object]], text: Callable[[T], str]
+) -> None:
+    """Log some events, of the same moment, as ``note`` does."""
     handler = _only_handler(logger)
     if handler is not None:
-        handler.write(logger.name, event, fields, text)
+        handler.write(logger.name, events, fields, text)
         return
-    record = logger.makeRecord(
-        logger.name,
-        logging.INFO,
-        __file__,
-        0,
-        _Line(event, text),
-        (),
-        None,
-        func=note.__name__,
-        extra={FACTS: fields(event)},
-    )
-    logger.handle(record)
+    for event in events:
+        record = logger.makeRecord(
+            logger.name,
+            logging.INFO,
+            __file__,
+            0,
+            _Line(event, text),
+            (),
+            None,
+            func=note.__name__,
+            extra={FACTS: fields(event)},
+        )
+        logger.handle(record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,21 +180,23 @@ class BatchingHandler(logging.StreamHandler[TextIO]):
             except Exception:  # noqa: BLE001 (as logging does it)
                 self.handleError(logging.makeLogRecord({"msg": "%d lines of a batch", "args": (len(batch),)}))
 
-    def write(self, name: str, event: T, fields: Callable[[T], Mapping[str, object]], text: Callable[[T], str]) -> None:
-        """Write an event, or keep its line."""
+    def write(
+        self, name: str, events: Sequence[T], fields: Callable[[T], Mapping[str, object]], text: Callable[[T], str]
+    ) -> None:
+        """Write events, or keep their lines."""
         formatter = self.formatter
         assert isinstance(formatter, _OURS)
         now = time.time()  # noqa: TID251 (what a log says is the time of day)
-        line = formatter.line(now, name, event, fields, text) + self.terminator
+        lines = self.terminator.join([*formatter.lines(now, name, events, fields, text), ""])
         with self._own:
             if self._batch is not None:
-                self._batch.append(line)
+                self._batch.append(lines)
                 return
             try:
-                self.stream.write(line)
+                self.stream.write(lines)
                 self.flush()
             except Exception:  # noqa: BLE001 (as logging does it)
-                self.handleError(logging.makeLogRecord({"msg": line}))
+                self.handleError(logging.makeLogRecord({"msg": lines}))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, or keep it."""

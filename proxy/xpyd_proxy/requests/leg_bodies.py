@@ -76,7 +76,14 @@ class LegBodies:
             Moved: it is not the engine that the decode engine was told of.
         """
         found = push.handover(
-            prefill.id, answer.body, call.api, request, self._manner, transfer=transfer, host=prefill.address.host
+            prefill.id,
+            answer.body,
+            call.api,
+            request,
+            self._manner,
+            transfer=transfer,
+            host=prefill.address.host,
+            is_followed=told is None,
         )
         if found.replaced is not None:
             self._replaced(prefill, found.replaced)

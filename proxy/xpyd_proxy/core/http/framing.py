@@ -16,15 +16,14 @@ LINES_MOST: Final = 256  # header lines, or lines of trailers
 _EXTENSIONS_MOST: Final = 64 * 1024  # bytes of all chunk extensions of a body
 _SIZE_LINE_MOST: Final = 4096  # bytes of the line with a chunk's size
 _DIGITS_MOST: Final = 15  # of a length
-_REQUEST: Final = re.compile(rb"([-!#$%&'*+.^_`|~0-9A-Za-z]+) ([!-~]+) HTTP/1\.([01])")
+_REQUEST: Final = re.compile(rb"([-!#$%&'*+.^_`|~0-9A-Za-z]++) ([!-~]++) HTTP/1\.([01])\r\n")
 _NAME: Final = re.compile(rb"[-!#$%&'*+.^_`|~0-9A-Za-z]+")
 _VALUE: Final = re.compile(rb"[\t -~\x80-\xff]*")
 _BARE: Final = re.compile(rb"(?<!\r)\n")  # a line feed on its own
 _SIZE_LINE: Final = re.compile(rb"([0-9a-fA-F]{1,%d})((?:[ \t]*;[\t -~\x80-\xff]*)?)\r\n" % _DIGITS_MOST)
 _SHOWN_MOST: Final = 60  # bytes of what a client has sent that a sentence repeats
-_LINES: Final = re.compile(rb"(?:[-!#$%&'*+.^_`|~0-9A-Za-z]++:[\t -~\x80-\xff]*+\r\n)*+\r\n")
-_HEADER: Final = re.compile(rb"([^:]++):[\t ]*+([^\r]*+)\r\n")  # of lines that are good
-_BLANKS: Final = (0x20, 0x09)
+_HEADER: Final = re.compile(rb"(?<=\r\n)([-!#$%&'*+.^_`|~0-9A-Za-z]++):[\t ]*+([\t -~\x80-\xff]*+)\r\n")  # a good line
+_SPACE: Final = 0x20  # of what a value may have, this and the tab alone are no more than it
 
 
 class RefusalReason(StrEnum):
@@ -102,22 +101,21 @@ def read_head(raw: bytes) -> Head:
         NotServed: it asks for a tunnel.
         BadFraming: it is not one, or readers could disagree about where its body ends or whose it is.
     """
-    lines = raw[:-4].split(b"\r\n")
-    if len(lines) > LINES_MOST + 1:
-        raise HeadTooLarge(
-            f"the head has {len(lines) - 1} header lines, and {LINES_MOST} are the most this router takes"
-        )
-    request = _REQUEST.fullmatch(lines[0])
+    ends = raw.count(b"\r\n")  # of the request line, each header line and the empty one
+    if ends > LINES_MOST + 2:
+        raise HeadTooLarge(f"the head has {ends - 2} header lines, and {LINES_MOST} are the most this router takes")
+    request = _REQUEST.match(raw)
     if request is None:
-        raise BadFraming(f"the request line is {_shown(lines[0])}: write METHOD TARGET HTTP/1.1")
+        line = raw.partition(b"\r\n")[0]
+        raise BadFraming(f"the request line is {_shown(line)}: write METHOD TARGET HTTP/1.1")
     method, target, minor = request.groups()
     if method == b"CONNECT":
         raise NotServed("CONNECT is not served: this router is no tunnel")
-    start = len(lines[0]) + 2
-    if _LINES.fullmatch(raw, start) is None:
-        for line in lines[1:]:
+    found: list[tuple[bytes, bytes]] = _HEADER.findall(raw, request.end())
+    if len(found) != ends - 2:
+        for line in raw[request.end() : -4].split(b"\r\n"):
             read_line(line)  # one of them raises
-    headers, shown = _headers(raw, start)
+    headers, shown = _by_name(found)
     if len(shown) < len(headers):
         _check_single(headers)
     is_old = minor == b"0"
@@ -126,6 +124,7 @@ def read_head(raw: bytes) -> Head:
     length = _length(shown.get(b"content-length"), shown.get(b"transfer-encoding"), is_old=is_old)
     keep_alive = b"connection" not in shown or not _closes(headers)
     if b"upgrade" in shown:
+        lines = raw[:-4].split(b"\r\n")
         raw = b"\r\n".join([line for line in lines if line[:8].lower() != b"upgrade:"]) + b"\r\n\r\n"
         headers = [header for header in headers if header[0] != b"upgrade"]
     expects = b"expect" in shown and shown[b"expect"].lower() == b"100-continue"
@@ -142,18 +141,16 @@ def read_head(raw: bytes) -> Head:
     )
 
 
-def _headers(raw: bytes, start: int) -> tuple[list[tuple[bytes, bytes]], dict[bytes, bytes]]:
-    """Return good header lines as names in lower case and values, and by name: of several with one name the first."""
+def _by_name(found: Sequence[tuple[bytes, bytes]]) -> tuple[list[tuple[bytes, bytes]], dict[bytes, bytes]]:
+    """Return header lines as names in lower case and values, and by name: of several with one name the first."""
     headers = list[tuple[bytes, bytes]]()
     shown = dict[bytes, bytes]()
-    found: list[tuple[bytes, bytes]] = _HEADER.findall(raw, start)
     for written, value in found:
         name = written.lower()
-        if value and value[-1] in _BLANKS:
+        if value and value[-1] <= _SPACE:
             value = value.rstrip(b" \t")
         headers.append((name, value))
-        if name not in shown:
-            shown[name] = value
+        shown.setdefault(name, value)
     return headers, shown
 
 

@@ -15,6 +15,7 @@ from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.core.schemas import UsageReport
 
 _LAST_EVENTS: Final = 4  # the usage stands before [DONE]; comments may come between
+_NAME: Final = b"cached_tokens"
 
 
 class Arrival(FastStrEnum):
@@ -27,6 +28,8 @@ class Arrival(FastStrEnum):
 
 def arrival(end: bytes) -> Arrival:
     """Read a whole answer, or the last events of a streamed one."""
+    if end.find(_NAME) < 0 and end.find(b"\\u") < 0:  # a name may be written in escapes
+        return Arrival.UNKNOWN
     for text in (end, *_events(end)):
         if (cached := _cached(text)) is not None:
             return Arrival.ARRIVED if cached else Arrival.NONE

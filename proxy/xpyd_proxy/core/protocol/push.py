@@ -16,8 +16,8 @@ import msgspec
 from xpyd_proxy.core.model import Api, InstanceId, PrefillResult, RequestId, TransferId
 from xpyd_proxy.core.protocol import request_bodies
 from xpyd_proxy.core.protocol.usage import counted
-from xpyd_proxy.core.raw_json import Fields, NotJson, decode, encode, text
-from xpyd_proxy.core.schemas import Coordinates, DecodeParams, KvParams, TransferNaming
+from xpyd_proxy.core.raw_json import Fields, NotJson, decode, encode, encode_text, text
+from xpyd_proxy.core.schemas import Coordinates, KvParams, TransferNaming
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.settings import KvTransferMode
 
@@ -33,6 +33,9 @@ class TransferMode(StrEnum):
 
 
 _SAID_PUSH: Final = TransferMode.PUSH.value
+_TOLD: Final = (
+    b',"remote_request_id":%b,"transfer_id":%b,"transfer_mode":"push","do_remote_prefill":true,"do_remote_decode":false}'
+)
 _PULL, _PUSH = TransferMode  # looking a member up takes as long as a call
 
 
@@ -68,14 +71,8 @@ def known_as(api: Api, request: RequestId) -> str:
 
 def decode_params(coordinates: Coordinates, api: Api, request: RequestId, transfer: TransferId) -> msgspec.Raw:
     """Return what a decode engine is told before its prefill engine has answered."""
-    found = msgspec.structs.asdict(coordinates)
-    params = DecodeParams(
-        **found,
-        remote_request_id=known_as(api, request),
-        transfer_id=transfer,
-        transfer_mode=TransferMode.PUSH.value,
-    )
-    return msgspec.Raw(msgspec.json.encode(params))
+    names = encode_text(known_as(api, request)), encode_text(transfer)
+    return msgspec.Raw(msgspec.json.encode(coordinates)[:-1] + _TOLD % names)
 
 
 def handover(
@@ -87,10 +84,12 @@ def handover(
     *,
     transfer: TransferId,
     host: str | None = None,
+    is_followed: bool = True,
 ) -> PrefillResult:
     """Read the answer of a prefill engine; ``transfer`` is the name that it was told.
 
     ``host``: where the router reaches it, and so do decode engines if it names a place where none could.
+    ``is_followed``: a decode engine is yet to be told.
 
     Raises:
         EngineError: it is such that a decode engine would not survive it, or would wait for ever.
@@ -111,9 +110,10 @@ def handover(
         return PrefillResult(params, None, counted(given.usage), replaced=named if is_replaced else None)
     if not _is_same(said.remote_request_id, known_as(api, request)):
         raise EngineError(f"{prefill} knows the request by another id than ours: it cannot push to a decode engine")
-    told = msgspec.Raw(encode(decode(params, Fields) | {"transfer_id": text(transfer)}))
+    if is_followed:
+        params = msgspec.Raw(encode(decode(params, Fields) | {"transfer_id": text(transfer)}))
     coordinates = _read(prefill, params, Coordinates)
-    return PrefillResult(told, coordinates, counted(given.usage), transfer, replaced=named if is_replaced else None)
+    return PrefillResult(params, coordinates, counted(given.usage), transfer, replaced=named if is_replaced else None)
 
 
 def is_nowhere(said: str) -> bool:

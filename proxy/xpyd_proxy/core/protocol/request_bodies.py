@@ -37,6 +37,10 @@ _ASK_FOR_PREFILL: Final[Fields] = {"do_remote_decode": TRUE, "do_remote_prefill"
 )
 _ASKING: Final = encode(_ASK_FOR_PREFILL)[:-1] + b',"transfer_id":%b}'
 
+_BRACKET: Final = 91
+_CLOSING: Final = 93
+_SPACE: Final = 32  # white space is no more than it
+
 # Only the router may set these: from a client they name memory that is not the client's, or kill the engine.
 _PRIVATE: Final = ("kv_transfer_params", "ec_transfer_params")
 # They shape the tokens that decode makes, or the way it shows them; prefill shows its one token to nobody.
@@ -197,6 +201,8 @@ def _good(params: msgspec.Raw) -> KvParams | None:
 def _is_empty(value: msgspec.Raw) -> bool:
     """Tell null and the like: an empty list of blocks kills an engine as none does. A port may be 0."""
     text = bytes(value)
+    if len(text) > 1 and text[0] == _BRACKET and text[1] > _SPACE and text[1] != _CLOSING:
+        return False
     if text.startswith(b"[") and text.isascii():
         return text[1:].lstrip(b" \t\n\r").startswith(b"]")  # a long list need not be read
     return decode(text, object) in (None, "", [])

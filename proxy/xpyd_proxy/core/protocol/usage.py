@@ -12,6 +12,7 @@ from xpyd_proxy.core.raw_json import maybe
 from xpyd_proxy.core.schemas import Usage, UsageAnswer
 
 _DATA: Final = b"data:"
+_RETURN: Final = 13  # ends a line, too
 _MARK: Final = b'"usage":{'  # vLLM leaves the field out of the chunks that have none
 
 
@@ -31,13 +32,15 @@ def counted(usage: msgspec.Raw) -> int | None:
 def prompt_tokens_in(events: bytes) -> int | None:
     """Return what whole lines of a stream say about the prompt; None: nothing."""
     at = events.find(_MARK)
-    if at < 0:
-        return None
-    for line in events[events.rfind(b"\n", 0, at) + 1 :].splitlines():
-        if line.startswith(_DATA) and line.find(_MARK) >= 0:
-            found = prompt_tokens(line[len(_DATA) :])
-            if found is not None:
-                return found
+    while at >= 0:
+        start, end = events.rfind(b"\n", 0, at) + 1, events.find(b"\n", at)
+        line = events[start : len(events) if end < 0 else end]
+        for part in (line,) if _RETURN not in line else line.splitlines():
+            if part.startswith(_DATA) and part.find(_MARK) >= 0:
+                found = prompt_tokens(part[len(_DATA) :])
+                if found is not None:
+                    return found
+        at = -1 if end < 0 else events.find(_MARK, end)
     return None
 
 

@@ -52,16 +52,6 @@ class Coordinates(msgspec.Struct, frozen=True):
     dcp_size: _Size = 1
 
 
-class DecodeParams(Coordinates, frozen=True, kw_only=True):
-    """What a decode engine is told."""
-
-    remote_request_id: str
-    transfer_id: str
-    transfer_mode: str
-    do_remote_prefill: bool = True
-    do_remote_decode: bool = False
-
-
 class Usage(msgspec.Struct):
     """In the words of the four APIs; that of messages leaves out of its input what was cached."""
 

@@ -1,18 +1,24 @@
 """The access log: one line for each request, as the logger ``xpyd.access``. Ids and our own words, nothing private."""
 
 import logging
+from collections.abc import Sequence
 from typing import Final
 
 from xpyd_proxy.core.request_record import RequestRecord, tenths
-from xpyd_proxy.io.logs import note
+from xpyd_proxy.io.logs import note_all
 
 LOG: Final = logging.getLogger("xpyd.access")  # by this name people filter
 
 
 def log_request(record: RequestRecord) -> None:
     """Write the line of a request that is over."""
+    log_requests((record,))
+
+
+def log_requests(records: Sequence[RequestRecord]) -> None:
+    """Write the lines of some requests."""
     if LOG.isEnabledFor(logging.INFO):
-        note(LOG, record, fields, text)
+        note_all(LOG, records, fields, text)
 
 
 def fields(record: RequestRecord) -> dict[str, object]:
@@ -50,7 +56,7 @@ def text(record: RequestRecord) -> str:
     )
     if record.is_usual:
         return line
-    return " ".join([line, *[f"{name}={value!r}" for name, value in _unusual(record).items()]])
+    return line + "".join([f" {name}={value!r}" for name, value in _unusual(record).items()])
 
 
 def _ms(ms: float) -> str:
@@ -64,7 +70,7 @@ def _unusual(record: RequestRecord) -> dict[str, object]:
         ("single_reason", record.single_reason and str(record.single_reason)),
         ("mode", record.push and str(record.push)),
         ("transfer", record.transfer),
-        ("retries", ", ".join([str(retry) for retry in record.retries])),
+        ("retries", ", ".join([str(retry) for retry in record.retries]) if record.retries else None),
         ("prefill_error", record.prefill_error),
         ("error", record.error),
     )

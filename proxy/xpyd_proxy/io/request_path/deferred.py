@@ -16,10 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 class DeferredCalls:
-    """Calls that wait to be made, in the order they came; ``around`` is entered for each batch."""
+    """Calls that wait to be made, in the order they came; ``around`` is entered for each batch, ``after`` ends it."""
 
-    def __init__(self, around: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+    def __init__(
+        self, around: Callable[[], AbstractContextManager[object]] = nullcontext, after: Callable[[], object] = int
+    ) -> None:
         self._around = around
+        self._after = after
+        self.is_settling = False
         self._calls: list[tuple[Callable[..., object], tuple[object, ...]]] = []
         self._timer: asyncio.TimerHandle | None = None
 
@@ -40,9 +44,12 @@ class DeferredCalls:
         self._timer.cancel()
         self._timer = None
         calls, self._calls = self._calls, []
+        calls.append((self._after, ()))
+        was_settling, self.is_settling = self.is_settling, True
         with self._around():
             for do, args in calls:
                 try:
                     do(*args)
                 except Exception:
                     logger.exception("%s failed", do)
+        self.is_settling = was_settling

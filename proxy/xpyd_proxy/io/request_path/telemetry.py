@@ -17,7 +17,7 @@ from xpyd_proxy.core.protocol.kv_transfer_check import Arrival, arrival
 from xpyd_proxy.core.recent_stats import RecentStats, RollingSeries
 from xpyd_proxy.core.request_record import RequestOutcome, RequestRecord
 from xpyd_proxy.io.logs import lines_together
-from xpyd_proxy.io.request_path.access_log import log_request
+from xpyd_proxy.io.request_path.access_log import log_requests
 from xpyd_proxy.io.request_path.deferred import DeferredCalls
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,8 @@ class Telemetry:
         self.transfers_expected: Counter[InstanceId] = Counter()  # by decode engine, ever
         self.legs_under_way: Callable[[], Iterable[InstanceId]] = tuple  # the engine of each
         self._clock = clock  # seconds; only differences count
-        self.later = DeferredCalls(lines_together)
+        self.later = DeferredCalls(lines_together, self._log)
+        self._over: list[RequestRecord] = []  # whose lines are to be written
         self._engines: dict[InstanceId, _Engine] = {}
         self._kinds: dict[tuple[str, bool, str | None, str | None, str, str, bool], _Kind] = {}
         self._gaps: dict[str, list[float]] = {}  # by path: seconds between two reads of a stream, to be counted
@@ -187,7 +188,14 @@ class Telemetry:
         if failed:
             aborted = ", and the stream was aborted" if kind.outcome is _STREAM_ABORTED else ""
             self._recent.failed(record.request_id, kind.path, f"answered with {record.status}{aborted}", now=now)
-        log_request(record)
+        self._over.append(record)
+        if not self.later.is_settling:
+            self._log()
+
+    def _log(self) -> None:
+        if self._over:
+            over, self._over = self._over, []
+            log_requests(over)
 
     def _push_over(self, record: RequestRecord) -> None:
         """Count whether the KV cache of a push arrived; its answer may tell."""

@@ -76,11 +76,9 @@ class _EndpointProtocol(GuardedProtocol):
         """Have it served: it is complete. ``body``: all of it, if none was taken before."""
         request, self._is_coming = self._request, False
         if request is not None:
-            if body:
-                request.take(body, is_all=True)
             if self.flow.write_paused:
                 request.pause()  # the client has not read earlier answers
-            request.begin()
+            request.begin(body)
 
     # The connection
 

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from xpyd_proxy.api.clients import Clients
-from xpyd_proxy.core.http.framing import ChunkedBody, Head, RefusalReason, find_end, read_head
+from xpyd_proxy.core.http.framing import HEAD_MOST, ChunkedBody, Head, RefusalReason, find_end, read_head
 from xpyd_proxy.errors import (
     BadFraming,
     ClientError,
@@ -39,6 +39,8 @@ _FAULTS: Final[Mapping[type[ClientError], RefusalReason]] = {
 _LEAST_RATE: Final = 16 * 1024  # bytes of a body for which a client has another second
 _BLANK_MOST: Final = 16  # bytes of empty lines before a request (RFC 9112, 2.2: one line is to be ignored)
 _CHUNKED_MOST: Final = 64 * 1024  # bytes of a chunked body that are read at a time: they may be 9,000 chunks
+_HEAD_END: Final = b"\r\n\r\n"
+_RETURN: Final = 13  # begins an empty line before a request
 _LINGER_S: Final = 5.0  # seconds in which a client that is refused may go on sending, so that it reads why
 _LINGER_MOST_S: Final = 60.0  # the same for one that has not yet read what is before that
 logger = logging.getLogger(__name__)
@@ -201,6 +203,10 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _read_head(self, data: bytes) -> bytes:
         """Read a head if it is complete; return what is behind it."""
+        if self._head is None and data[0] != _RETURN:  # nearly always all of it comes at once
+            end = data.find(_HEAD_END, 0, HEAD_MOST) + len(_HEAD_END)
+            if end >= len(_HEAD_END):
+                return self._begin(read_head(data[:end]), data[end:])
         received: bytes | bytearray = data
         read, start = 0, 0
         if self._head is not None:

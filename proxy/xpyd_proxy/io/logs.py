@@ -77,9 +77,7 @@ class TextFormatter(logging.Formatter):
             return super().format(record)
         return f"{self.formatTime(record)} {record.levelname} {record.name} {record.getMessage()}"
 
-    def lines(
-        self, at: float, name: str, events: Sequence[T], _fields: object, text: Callable[[T], str]
-    ) -> list[str]:
+    def lines(self, at: float, name: str, events: Sequence[T], _fields: object, text: Callable[[T], str]) -> list[str]:
         """Write events as text; ``at``: seconds since the epoch."""
         begin = f"{self._times.text(at)} INFO {name} "
         return [begin + text(event) for event in events]

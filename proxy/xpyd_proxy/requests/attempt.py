@@ -339,7 +339,7 @@ class Attempt(LegOwner):
     def stream_to(
         self, leg: DecodeLeg, sink: Callable[[bytes], object], relay: Callable[[bytes], object] | None
     ) -> None:
-        """Have ``sink`` take what comes of a stream from now on, and ``relay`` the chunks that may pass as they come."""
+        """Have ``sink`` take what comes of a stream from now on, and ``relay`` chunks that may pass as they came."""
         self.is_streaming, leg.sink, leg.relay = True, sink, relay
 
     def pause(self) -> None:
@@ -383,8 +383,9 @@ class Attempt(LegOwner):
         of, now = self._of, self._of.clock()
         leg.was_sent = leg.is_sent
         leg.is_closed = True
-        if isinstance(leg, DecodeLeg) and leg.gaps is not None:
-            self.record.last_token_at = leg.read_at
+        decode = self.decode
+        if decode is leg and decode.gaps is not None:
+            self.record.last_token_at = decode.read_at
         if leg.record.ms is None:
             _note_time(leg, now)
         of.telemetry.later.add(of.telemetry.leg_ended, leg.instance, now - leg.sent_at, leg.failure, self.id, now)

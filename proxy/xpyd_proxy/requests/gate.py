@@ -26,7 +26,8 @@ class Gate:
         ``size``: bytes of its body.
         """
         ticket = self.admission.arrive(key, priority, size, now=self._clock())
-        self._wake()
+        if self.admission.has_news:
+            self._wake()
         return ticket
 
     def watch(self, ticket: Ticket, act: Callable[[], None]) -> None:
@@ -51,7 +52,8 @@ class Gate:
         """Give back a place, or the wait for one."""
         if ticket.refusal is None:
             self.admission.leave(ticket)
-            self._wake()
+            if self.admission.has_news:
+                self._wake()
 
     def expire(self) -> None:
         """Send away those that have waited too long."""

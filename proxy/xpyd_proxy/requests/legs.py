@@ -13,7 +13,7 @@ from xpyd_proxy.core.http.bounded_body import ANSWER_MOST
 from xpyd_proxy.core.model import EngineResponse, Instance, PrefillResult
 from xpyd_proxy.core.protocol.engine_errors import JSON, Failure, refusal
 from xpyd_proxy.core.protocol.response_filter import check_type, is_stream
-from xpyd_proxy.core.protocol.sse import Beginning, WholeLines, error_status
+from xpyd_proxy.core.protocol.sse import Beginning, WholeLines, error_status, first_data
 from xpyd_proxy.core.protocol.usage import prompt_tokens_in
 from xpyd_proxy.core.request_record import LegRecord
 from xpyd_proxy.core.routing.retries import LegFailed
@@ -291,18 +291,21 @@ class DecodeLeg(EngineLeg):
 
     def _begin(self, piece: bytes, *, last: bool) -> None:
         """Wait for the first event: it tells a request that has failed from one that has begun."""
-        beginning = self._beginning
-        if beginning is None:
-            beginning = self._beginning = Beginning()
-        data = beginning.feed(piece)
+        beginning, received = self._beginning, piece
+        data = first_data(piece) if beginning is None else None
         if data is None:
-            if len(beginning.received) > BEGINNING_MOST:
-                self.give_up(EngineError(f"{self.engine} sent more than {BEGINNING_MOST} bytes and no event"))
-        elif (status := error_status(data)) is not None:
+            if beginning is None:
+                beginning = self._beginning = Beginning()
+            data = beginning.feed(piece)
+            if data is None:
+                if len(beginning.received) > BEGINNING_MOST:
+                    self.give_up(EngineError(f"{self.engine} sent more than {BEGINNING_MOST} bytes and no event"))
+                return
+            received = bytes(beginning.received)
+        if (status := error_status(data)) is not None:
             self.drop()
             self.owner.leg_failed(self, refusal(self.engine, status, JSON, data))
         else:
-            received = bytes(beginning.received)
             lines = WholeLines(self.engine)
             try:
                 check_type(self.engine, self.content_type)

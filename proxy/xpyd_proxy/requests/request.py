@@ -180,8 +180,10 @@ class Request:
         except ProxyError as error:
             self._end(self._tell(error))
 
-    def begin(self) -> None:
-        """Serve the request: it is complete."""
+    def begin(self, body: bytes = b"") -> None:
+        """Serve the request: it is complete; ``body``: all of it, if none was taken before."""
+        if body:
+            self.take(body, is_all=True)
         if not self.response_complete:
             self._steps.begin(self._live())
 

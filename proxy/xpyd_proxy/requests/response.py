@@ -49,7 +49,7 @@ class ResponseWriter(Protocol):
 
     @property
     def relay(self) -> Callable[[bytes], object] | None:
-        """Writes a chunk of a stream as an engine has framed it, behind the first piece; None: ``write`` must frame it."""
+        """Writes a chunk of a stream as an engine has framed it, behind the first piece; None: use ``write``."""
         ...
 
     def write(self, piece: bytes, /) -> None:

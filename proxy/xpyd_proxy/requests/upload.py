@@ -15,8 +15,8 @@ class Upload:
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self._held = 0  # bytes of it that are charged
-        self._parts: list[bytes] = []
-        self._tail = bytearray()  # the last pieces
+        self._parts: list[bytes] | None = None  # before the last pieces
+        self._tail: bytes | bytearray = b""  # the last pieces
         self.size = 0  # bytes
 
     def add(self, piece: bytes, *, is_all: bool) -> None:
@@ -27,27 +27,26 @@ class Upload:
         """
         self.size += len(piece)
         if is_all:
-            self._parts = [piece]
+            self._tail = piece
             return
         self._gate.hold(len(piece))
         self._held += len(piece)
+        if not isinstance(self._tail, bytearray):
+            self._tail, self._parts = bytearray(), []
         self._tail += piece
-        if len(self._tail) >= _PART:
+        if len(self._tail) >= _PART and self._parts is not None:
             self._parts.append(bytes(self._tail))
             self._tail.clear()
 
     def whole(self) -> bytes:
         """Return all of it, once."""
-        parts, self._parts = self._parts, []
-        if self._tail:
-            parts.append(bytes(self._tail))
-            self._tail = bytearray()
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        parts, tail = self._parts, bytes(self._tail)
+        self._parts, self._tail = None, b""
+        return b"".join([*parts, tail]) if parts else tail
 
     def free(self) -> None:
         """Give back what is charged, and let go of what is kept."""
         if self._held:
             self._gate.free(self._held)
             self._held = 0
-        if self._parts or self._tail:
-            self._parts, self._tail = [], bytearray()
+        self._parts, self._tail = None, b""

@@ -32,6 +32,7 @@ class TicketState(FastStrEnum):
 
 
 _ARRIVING: Final = TicketState.ARRIVING  # looking a member up takes as long as a call
+_ADMITTED: Final = TicketState.ADMITTED
 
 
 class TicketEvent(FastStrEnum):
@@ -44,6 +45,8 @@ class TicketEvent(FastStrEnum):
     LEAVE = auto()
 
 
+_ADMIT: Final = TicketEvent.ADMIT
+_LEAVE: Final = TicketEvent.LEAVE
 TRANSITIONS: Final[Mapping[TicketState, Mapping[TicketEvent, TicketState]]] = {
     TicketState.ARRIVING: {
         TicketEvent.ADMIT: TicketState.ADMITTED,
@@ -138,13 +141,14 @@ class Admission:
     def leave(self, ticket: Ticket) -> None:
         """Give back the place of a request that is over, or whose client has gone."""
         was = ticket.state
-        ticket.on(TicketEvent.LEAVE)
-        if was is TicketState.ADMITTED:
+        ticket.on(_LEAVE)
+        if was is _ADMITTED:
             self.admitted -= 1
         else:
             self._unqueue(ticket)
         self._release(ticket)
-        self._fill()
+        if self._lanes:
+            self._fill()
 
     def expire(self, *, now: float) -> None:
         """Send away those that have waited too long."""
@@ -184,7 +188,9 @@ class Admission:
             return Refusal(Limit.RATE, ceil(seconds))
         if limits.held_bytes is not None and self.held_bytes + ticket.size > limits.held_bytes:
             return Refusal(Limit.BYTES, _LATER)
-        if not self._has_place() and self.waiting >= limits.queue and self._weakest(ticket) is None:
+        if limits.concurrency is None or self.admitted < limits.concurrency:
+            return None
+        if self.waiting >= limits.queue and self._weakest(ticket) is None:
             return Refusal(Limit.QUEUE, _LATER)
         return None
 
@@ -221,7 +227,7 @@ class Admission:
         self.held_bytes -= ticket.size
 
     def _admit(self, ticket: Ticket) -> None:
-        ticket.on(TicketEvent.ADMIT)
+        ticket.on(_ADMIT)
         self.admitted += 1
 
     def _queue(self, ticket: Ticket) -> None:

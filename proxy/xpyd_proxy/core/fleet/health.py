@@ -100,6 +100,10 @@ TRANSITIONS: Final[Mapping[HealthState, Mapping[HealthEvent, HealthState]]] = {
     },
     HealthState.GONE: {},
 }
+_STARTING: Final = HealthState.STARTING  # looking a member up takes as long as a call
+_HEALTHY: Final = HealthState.HEALTHY
+_EJECTED: Final = HealthState.EJECTED
+_HALF_OPEN: Final = HealthState.HALF_OPEN
 # The others get no requests.
 _JUDGED: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY, HealthState.EJECTED, HealthState.HALF_OPEN})
 
@@ -156,24 +160,24 @@ class EngineHealth:
     @property
     def is_away(self) -> bool:
         """Tell whether it is waited for: a probe finds it sooner than a request."""
-        return self.state is HealthState.EJECTED or (self.state is HealthState.STARTING and self._missed > 0)
+        return self.state is _EJECTED or (self.state is _STARTING and self._missed > 0)
 
     def may_serve(self, *, now: float) -> bool:
         """Tell whether it may get a request; a broken engine that has rested becomes one that is tried."""
-        if self.state is HealthState.EJECTED and now >= self.since + self._rest_s and self._missed < self.limits.probes:
+        if self.state is _EJECTED and now >= self.since + self._rest_s and self._missed < self.limits.probes:
             self._step(HealthEvent.RESTED, "has rested, and gets one request at a time", now)
-        if self.state is HealthState.HALF_OPEN:
+        if self.state is _HALF_OPEN:
             return self._trial is None or (self._trial.request is None and now >= self._trial.until)
-        return self.state is HealthState.HEALTHY or (self.state is HealthState.STARTING and not self.is_away)
+        return self.state is _HEALTHY or (self.state is _STARTING and not self.is_away)
 
     def chosen(self, *, now: float) -> None:
         """It was chosen for a request: if it is to be tried, that is its trial."""
-        if self.state is HealthState.HALF_OPEN:
+        if self.state is _HALF_OPEN:
             self._trial = _Trial(until=now + self.limits.claim_s)
 
     def claimed(self, request: RequestId) -> None:
         """A request is here; the first one that comes while the engine is to be tried is its trial."""
-        if self.state is HealthState.HALF_OPEN and (self._trial is None or self._trial.request is None):
+        if self.state is _HALF_OPEN and (self._trial is None or self._trial.request is None):
             self._trial = _Trial(self.since, request)
 
     def released(self, request: RequestId) -> None:
@@ -197,12 +201,9 @@ class EngineHealth:
         self._window.count(failed=True, now=now)
         if failure is not Failure.HTTP_5XX:
             self._in_a_row += 1
-        if self.state is HealthState.HALF_OPEN and self._is_trial(request):
+        if self.state is _HALF_OPEN and self._is_trial(request):
             self._break(f"the request it was tried with {_SAID[failure]}", now)
-        elif (
-            self.state in (HealthState.STARTING, HealthState.HEALTHY)
-            and (reason := self._verdict(failure, now)) is not None
-        ):
+        elif self.state in (_STARTING, _HEALTHY) and (reason := self._verdict(failure, now)) is not None:
             self._break(reason, now)
 
     def seen(self, *, now: float) -> None:
@@ -214,7 +215,7 @@ class EngineHealth:
         if was_away:
             self._forgive()
             self._step(HealthEvent.BACK, "answers probes again", now)
-        elif self.state is HealthState.STARTING:
+        elif self.state is _STARTING:
             self._step(HealthEvent.PROVEN, "answers probes", now)
 
     def heard(self) -> None:
@@ -229,9 +230,9 @@ class EngineHealth:
             self._silent_since = now
         self._missed += 1
         self.changes.count += 1
-        if self.state is HealthState.STARTING:
+        if self.state is _STARTING:
             self.why = reason
-        elif self.state in (HealthState.HEALTHY, HealthState.HALF_OPEN) and self._missed >= self.limits.probes:
+        elif self.state in (_HEALTHY, _HALF_OPEN) and self._missed >= self.limits.probes:
             self._break(reason, now)
 
     def told(self, verdict: HealthVerdict, *, now: float) -> None:
@@ -242,7 +243,7 @@ class EngineHealth:
             self._rest_s, self._trial = verdict.rest_s, None
             self._step(HealthEvent.TRIPPED, verdict.why, now)
             self.since = verdict.at
-        elif not verdict.is_broken and self.state in (HealthState.EJECTED, HealthState.HALF_OPEN):
+        elif not verdict.is_broken and self.state in (_EJECTED, _HALF_OPEN):
             self._forgive()
             self._step(HealthEvent.BACK, verdict.why, now)
         self.verdict = verdict
@@ -270,9 +271,9 @@ class EngineHealth:
         self._step(HealthEvent.REMOVE, "was removed", now)
 
     def _alive(self, request: RequestId, now: float) -> None:
-        if self.state is HealthState.STARTING:
+        if self.state is _STARTING:
             self._step(HealthEvent.PROVEN, "serves requests", now)
-        elif self.state is HealthState.HALF_OPEN and self._is_trial(request):
+        elif self.state is _HALF_OPEN and self._is_trial(request):
             self._forgive()
             self._step(HealthEvent.PROVEN, "has served its trial", now)
 
@@ -305,7 +306,7 @@ class EngineHealth:
         if self.state is not before:
             self.since, self.why = now, why
             self.changes.count += 1
-            if self.state is HealthState.HEALTHY and before in (HealthState.EJECTED, HealthState.HALF_OPEN):
+            if self.state is _HEALTHY and before in (_EJECTED, _HALF_OPEN):
                 self.verdict = HealthVerdict(now, is_broken=False, why=why)
         elif event is HealthEvent.TRIPPED:
             self.why = why

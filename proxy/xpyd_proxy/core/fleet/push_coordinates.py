@@ -57,6 +57,10 @@ TRANSITIONS: Final[Mapping[CoordinatesState, Mapping[CoordinatesEvent, Coordinat
 }
 
 
+_PULL: Final = CoordinatesState.PULL  # looking a member up takes as long as a call
+_PUSH: Final = CoordinatesState.PUSH
+
+
 @dataclass(slots=True)
 class _Record:
     """One prefill engine."""
@@ -95,11 +99,13 @@ class PushCoordinates:
         """Take in what an answer said; None: the engine does not push."""
         record = self._of(prefill)
         before = record.coordinates
+        if found is None and record.state is _PULL:
+            return  # as before
         event = _event(record, found)
         record.state = TRANSITIONS[record.state][event]
         if before is not None and before != found:
             record.replaced |= {before.remote_engine_id}
-        record.coordinates = found if record.state is CoordinatesState.PUSH else None
+        record.coordinates = found if record.state is _PUSH else None
         if record.coordinates is None:
             self._placed.discard(prefill)
         else:

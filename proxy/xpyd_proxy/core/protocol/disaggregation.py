@@ -34,6 +34,7 @@ _SPLIT_BYTES: Final = 512
 _WORDS: Final[Mapping[bytes, bool | None]] = {b"true": True, b"false": False, b"null": None}
 _LONG: Final = 10  # digits; all shorter numbers are small
 _VALUE_MOST: Final = 256 * 1024  # bytes of a value that is decoded; tools have some thousands
+_BRACKET: Final = 91  # begins a list
 _WHITESPACE: Final = b" \t\n\r"
 
 
@@ -92,7 +93,8 @@ def _is_one_prompt(raw: msgspec.Raw | None) -> bool:
     """Tell one prompt (text, or a list of token ids) from several, without decoding a long list of ids."""
     if raw is None:
         return True  # the engine refuses it, or finds the prompt elsewhere (see prompt_embeds)
-    if bytes(memoryview(raw)[:1]) != b"[":
+    view = memoryview(raw)
+    if not len(view) or view[0] != _BRACKET:
         return True
     text = bytes(raw)
     first = text[1:].lstrip(_WHITESPACE)[:1]

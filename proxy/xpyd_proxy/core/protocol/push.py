@@ -33,8 +33,11 @@ class TransferMode(StrEnum):
 
 
 _SAID_PUSH: Final = TransferMode.PUSH.value
-_TOLD: Final = (
-    b',"remote_request_id":%b,"transfer_id":%b,"transfer_mode":"push","do_remote_prefill":true,"do_remote_decode":false}'
+_TOLD: Final = b"".join(
+    [
+        b',"remote_request_id":%b,"transfer_id":%b,"transfer_mode":"push"',
+        b',"do_remote_prefill":true,"do_remote_decode":false}',
+    ]
 )
 _PULL, _PUSH = TransferMode  # looking a member up takes as long as a call
 

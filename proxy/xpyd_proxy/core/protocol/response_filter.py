@@ -20,6 +20,7 @@ _PASSED: Final = re.compile(
 )
 _JSON: Final = b"application/json"
 _EVENTS: Final = b"text/event-stream"
+_STREAMS: Final = frozenset({_EVENTS, b"text/event-stream; charset=utf-8"})  # as engines write it
 _NAME: Final = "kv_transfer_params"
 _PARAMS: Final = b"kv_transfer_params"
 _NONE: Final = b'"kv_transfer_params":null'
@@ -37,7 +38,7 @@ def media_type(content_type: bytes) -> bytes:
 
 def is_stream(content_type: bytes) -> bool:
     """Tell server-sent events."""
-    return media_type(content_type) == _EVENTS
+    return content_type in _STREAMS or media_type(content_type) == _EVENTS
 
 
 def check_type(engine: str, content_type: bytes) -> None:
@@ -46,7 +47,7 @@ def check_type(engine: str, content_type: bytes) -> None:
     Raises:
         EngineError: it is not one of those that are passed on.
     """
-    if content_type != _JSON and _PASSED.fullmatch(content_type) is None:
+    if content_type != _JSON and content_type not in _STREAMS and _PASSED.fullmatch(content_type) is None:
         said = content_type.decode("latin-1") or "none"
         raise EngineError(f"{engine} answered with the content type {said[:100]!r}, which is not passed on")
 

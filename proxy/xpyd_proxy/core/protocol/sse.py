@@ -15,6 +15,7 @@ _DONE: Final = b"data: [DONE]"
 _ERROR: Final = b'data: {"error":'
 _DATA: Final = b"data:"
 _EVENT: Final = b"event:"
+_BACKSLASH: Final = 92
 _RETURN: Final = 13  # a carriage return, which may end a line too
 _BREAK: Final = re.compile(rb"[\r\n]")
 LINE_MOST: Final = 16 * 1024 * 1024  # bytes of a line; the last event of /v1/responses has a whole answer in it
@@ -27,7 +28,7 @@ _LAST: Final = frozenset({b"message_stop", b"error", b"response.completed", b"re
 
 def error_status(data: bytes) -> int | None:
     """Return the HTTP status an error event asks for (500 if it names none); None for any other event."""
-    if data.find(b'"error"') < 0 and data.find(b"\\u") < 0:  # a name may be written in escapes
+    if data.find(b'"error"') < 0 and (_BACKSLASH not in data or data.find(b"\\u") < 0):  # a name may be in escapes
         return None
     try:
         event = decode(data, ErrorEvent)
@@ -37,6 +38,12 @@ def error_status(data: bytes) -> int | None:
         return None
     code = event.error.code
     return code if isinstance(code, int) and 400 <= code < 600 else 500
+
+
+def first_data(piece: bytes) -> bytes | None:
+    """Return the data of the first event, if a stream begins with all of its line; None: see ``Beginning``."""
+    end = piece.find(b"\n") if piece[: len(_DATA)] == _DATA else -1
+    return None if end < 0 or piece.find(b"\r", 0, end) >= 0 else piece[len(_DATA) : end].strip()
 
 
 class Beginning:
@@ -56,9 +63,6 @@ class Beginning:
     def feed(self, piece: bytes) -> bytes | None:
         """Take what has come; return the data of the first event, or None while its line is not complete."""
         text = self.received
-        if not text and piece.startswith(_DATA) and (end := piece.find(b"\n")) > 0 and piece.find(b"\r", 0, end) < 0:
-            text += piece
-            return piece[len(_DATA) : end].strip()
         text += piece
         while (end := _end_of_line(text, self._searched)) >= 0:
             line = bytes(text[self._at : end])

@@ -6,7 +6,7 @@ to another request's KV cache. So only a decode engine that got nothing of the r
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import auto
 from typing import Final
 
@@ -72,12 +72,14 @@ class LegFailed(Exception):
         return RULES[self.instance.role, self.failure]
 
 
-@dataclass(slots=True)
 class RetryAttempts:
     """How often one request may still be sent again, and which engines it should avoid."""
 
-    left: int
-    avoided: set[InstanceId] = field(default_factory=set[InstanceId])
+    __slots__ = ("avoided", "left")
+
+    def __init__(self, left: int, avoided: set[InstanceId] | None = None) -> None:
+        self.left = left
+        self.avoided = set[InstanceId]() if avoided is None else avoided
 
     def among(self, known: Sequence[Instance]) -> Sequence[Instance]:
         """Return the engines that have not failed this request; all of them if each has."""

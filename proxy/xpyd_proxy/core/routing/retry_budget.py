@@ -21,6 +21,9 @@ class RetryBudget:
 
     def came(self, *, now: float) -> None:
         """A request has come."""
+        if self._tokens >= self.most:
+            self._at = now
+            return
         self._trickle(now)
         self._tokens = min(self.most, self._tokens + self.share)
 

@@ -1,6 +1,7 @@
 """The engines as the relay meets them: reads the clock, and asks and tells the cores."""
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import MODES, EngineCapabilities
@@ -12,6 +13,8 @@ from xpyd_proxy.core.model import ANY, Instance, RequestId, Role, RoutingHints
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.routing.pairing import PairSelector
 from xpyd_proxy.io.request_path.deferred import DeferredCalls
+
+_HALF_OPEN: Final = HealthState.HALF_OPEN  # looking a member up takes as long as a call
 
 
 class Loads:
@@ -119,6 +122,6 @@ class LiveFleet:
     def leave(self, instance: Instance, request: RequestId) -> None:
         """Stop to count it when it has left as often."""
         if (member := self.registry.get(instance.id)) is not None and member.load.leave(request):
-            if member.life.state is HealthState.HALF_OPEN:
+            if member.life.state is _HALF_OPEN:
                 self.later.settle()  # that it has served its trial may be among what waits
             member.life.released(request)

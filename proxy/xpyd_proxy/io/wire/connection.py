@@ -161,54 +161,40 @@ class Connection:
             self._unasked()
             return
         self.heard_at = self._clock()
-        reader = self._reader
-        if reader.between:
-            piece = parse_single_chunk(data)
-            if piece is not None:
-                self._take_chunk(reply, data, piece)
-                return
-        elif not reader.in_response:
-            body = match_simple_response(data)
-            if body is not None:
-                self._take_whole(reply, body)
-                return
-        fault = reader.feed(data)
         try:
-            if reader.headed and not self._begun:
-                self._begun = True
-                reply.began(reader.status, reader.content_type, reader.load)
-            if reader.pieces:
-                pieces, reader.pieces = reader.pieces, []
-                reply.arrived(pieces[0] if len(pieces) == 1 else b"".join(pieces), last=reader.done)
-            if reader.done:
-                self._answered(reply, clean=fault is None)
-                return
+            piece = parse_single_chunk(data) if self._reader.between else None
+            if piece is None:
+                self._read(reply, data)
+            else:
+                self._reader.loose = 0
+                reply.chunk_arrived(data, piece)
         except Exception as bug:  # noqa: BLE001 (whatever it is, it is not the engine's: who is told says what follows)
             self._crash(reply, bug)
-            return
-        if fault is not None:
-            error = EngineError(f"{reply.engine} answered with something that is not HTTP/1.1: {fault}")
-            error.__cause__ = fault
-            reply.give_up(error)
 
-    def _take_chunk(self, reply: ResponseHandler, chunk: bytes, piece: bytes) -> None:
-        """Take a chunk that has come alone, as the tokens of a stream do."""
-        self._reader.loose = 0
-        try:
-            reply.chunk_arrived(chunk, piece)
-        except Exception as bug:  # noqa: BLE001 (as above)
-            self._crash(reply, bug)
-
-    def _take_whole(self, reply: ResponseHandler, body: bytes) -> None:
-        """Take an answer that is here all at once."""
-        self._reader.done = self._reader.keeps = True
-        try:
+    def _read(self, reply: ResponseHandler, data: bytes) -> None:
+        """Take what is no chunk that has come alone."""
+        reader = self._reader
+        body = None if reader.in_response else match_simple_response(data)
+        if body is not None:
+            reader.done = reader.keeps = True
             reply.began(200, CONTENT_TYPE, b"")
             if body:
                 reply.arrived(body, last=True)
             self._answered(reply, clean=True)
-        except Exception as bug:  # noqa: BLE001 (as above)
-            self._crash(reply, bug)
+            return
+        fault = reader.feed(data)
+        if reader.headed and not self._begun:
+            self._begun = True
+            reply.began(reader.status, reader.content_type, reader.load)
+        if reader.pieces:
+            pieces, reader.pieces = reader.pieces, []
+            reply.arrived(pieces[0] if len(pieces) == 1 else b"".join(pieces), last=reader.done)
+        if reader.done:
+            self._answered(reply, clean=fault is None)
+        elif fault is not None:
+            error = EngineError(f"{reply.engine} answered with something that is not HTTP/1.1: {fault}")
+            error.__cause__ = fault
+            reply.give_up(error)
 
     def _crash(self, reply: ResponseHandler, bug: Exception) -> None:
         reply.crashed(bug)

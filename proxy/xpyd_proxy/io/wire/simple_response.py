@@ -2,8 +2,8 @@
 stream of chunks that come one by one.
 
 One pattern reads such a head in a tenth of the time that llhttp and its callbacks take, and chunks take a third of
-theirs. Whatever does not fit to the last byte is left to llhttp, so an answer means the same either way; a test reads the same
-answers both ways.
+theirs. Whatever does not fit to the last byte is left to llhttp, so an answer means the same either way; a test reads
+the same answers both ways.
 """
 
 import re

@@ -121,7 +121,7 @@ class _EndpointProtocol(GuardedProtocol):
             return
         if not keep_alive:
             self.transport.close()
-        if self.has_more or self.flow.read_paused or self.transport.is_closing():
+        if self._left is not None or self.flow.read_paused or self.transport.is_closing():
             self.on_response_complete()
             return
         self.server_state.total_requests += 1

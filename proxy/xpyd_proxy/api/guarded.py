@@ -340,11 +340,6 @@ class GuardedProtocol(HttpToolsProtocol):
         if len(self._left) > HIGH_WATER_LIMIT:
             self._reading.fill()
 
-    @property
-    def has_more(self) -> bool:
-        """Tell whether something waits behind the request that is being answered."""
-        return self._left is not None
-
     def on_response_complete(self) -> None:
         """Go on with what is behind the request."""
         super().on_response_complete()

@@ -25,8 +25,10 @@ def limited(headers: Headers, fields: Fields, least: int) -> tuple[Headers, Fiel
     Raises:
         BadRequest: the body's priority is no whole number. pydantic would make one of a text or a float.
     """
-    raw = bytes(fields.get(_FIELD, NULL))
     said = first_header(headers, _HEADER)
+    if said is None and least <= USUAL and _FIELD not in fields:
+        return headers, fields, USUAL
+    raw = bytes(fields.get(_FIELD, NULL))
     if raw == b"null" and said is None and least <= USUAL:
         return headers, fields, USUAL
     if raw != b"null" and not _IN_BODY.fullmatch(raw):

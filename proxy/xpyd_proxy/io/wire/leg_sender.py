@@ -42,7 +42,7 @@ class LegSender:
         peer = self._pool.peer(instance)
         heads = peer.heads
         headers = self._outbound.headers(instance.role, headers)
-        length = sum([len(piece) for piece in body])
+        length = len(body[0]) if len(body) == 1 else sum([len(piece) for piece in body])
         try:
             if content_type == _JSON:
                 head = heads.post_ours(path, headers, request, length)

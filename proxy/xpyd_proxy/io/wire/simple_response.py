@@ -57,11 +57,11 @@ def parse_chunks(received: bytes, at: int, pieces: list[bytes]) -> int:
     """Add what is in the whole chunks of that size from ``at`` on; return where they end. To be asked as the other."""
     while True:
         end = received.find(b"\r\n", at + 1, at + 5)
-        size = _SIZES.get(received[at:end])
+        size = None if end < 0 else _SIZES.get(received[at:end])
         if size is None:
             return at
         last = end + 2 + size
-        if received[last : last + 2] != b"\r\n":
+        if last + 2 > len(received) or received[last : last + 2] != b"\r\n":
             return at
         pieces.append(received[end + 2 : last])
         at = last + 2

@@ -10,15 +10,15 @@ from xpyd_proxy.api.audit import AuditedAction
 from xpyd_proxy.api.model_list import ModelCatalog
 from xpyd_proxy.api.operator_route import OPERATOR_ERRORS, OPERATORS, SMALL_BODY, OperatorAccess, action_of
 from xpyd_proxy.api.request_body import passed_on
-from xpyd_proxy.api.schemas import ErrorResponse, FleetStatus, Health, InstanceAdded, NewInstance
+from xpyd_proxy.api.schemas import FleetStatus, InstanceAdded, NewInstance
 from xpyd_proxy.core.admission.keys import Keyring
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.errors import AddressError, AlreadyKnown, BadPort, NotAllowed
+from xpyd_proxy.io.discovery.reconciler import Discovery
 from xpyd_proxy.io.discovery.stores import StoreDown
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.io.wire.connection_guard import Guard
-from xpyd_proxy.io.workers.replicated_changes import FleetChanges
 from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -27,25 +27,11 @@ _FAULTS: Final = {"type": "Invalid instance type.", "instance": "Invalid instanc
 _NO_OBJECT: Final = "The body is not a JSON object."
 
 
-def health_routes(fleet: LiveFleet) -> APIRouter:
-    """Build GET /health."""
-    router = APIRouter(tags=["probes"])
-
-    @router.get("/health", responses={503: {"model": ErrorResponse, "description": "No engine of one role"}})
-    async def health() -> Health:
-        """Tell whether there is an engine of each role."""
-        for role in Role:
-            fleet.usable(role)
-        return Health(status="ok")
-
-    return router
-
-
 def admin_routes(
     settings: Settings,
     fleet: LiveFleet,
     models: ModelCatalog,
-    changes: FleetChanges,
+    discovery: Discovery,
     *,
     guard: Guard,
     keyring: Keyring,
@@ -89,7 +75,7 @@ def admin_routes(
         if served is None:
             raise HTTPException(400, "Instance validation failed.")
         try:
-            await changes.add(role, target)
+            await discovery.add(role, target)
         except AlreadyKnown as exc:
             raise HTTPException(400, "Instance already exists.") from exc
         except StoreDown as exc:

@@ -13,6 +13,7 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 
+from xpyd_proxy.api import exception_handlers
 from xpyd_proxy.api.admin_key import is_admin
 from xpyd_proxy.api.endpoint_routes import operation_id
 from xpyd_proxy.api.operator_route import OPERATORS
@@ -28,7 +29,7 @@ _ABOUT: Final = (
 
 def new_application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
     """Build the application that all routes are added to."""
-    return FastAPI(
+    app = FastAPI(
         title="xpyd",
         version=version("xpyd"),
         description=_ABOUT,
@@ -39,6 +40,8 @@ def new_application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[No
         docs_url=None,
         redoc_url=None,
     )
+    exception_handlers.install(app)
+    return app
 
 
 def document_routes(app: FastAPI, admin_key: str | None, browsers: Callable[[Request], None] = anybody) -> APIRouter:

@@ -26,9 +26,8 @@ from xpyd_proxy.errors import (
     UnknownInstance,
     UnknownModel,
 )
-from xpyd_proxy.io.discovery.reconciler import NotManagedHere
+from xpyd_proxy.io.discovery.reconciler import Discovery, NotManagedHere
 from xpyd_proxy.io.discovery.stores import StoreDown
-from xpyd_proxy.io.workers.replicated_changes import FleetChanges
 from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -41,9 +40,9 @@ class InstanceAdmin:
     """What the routes use."""
 
     registry: Registry
-    explainer: Callable[[], Explainer]
+    explainer: Explainer
     clock: Callable[[], float]  # seconds; the one of the registry's times
-    changes: FleetChanges
+    discovery: Discovery
     is_drained: Callable[[InstanceId], bool] = lambda _: True  # for the other workers, too
 
     def rows(self, members: Sequence[Member]) -> InstanceList:
@@ -100,15 +99,15 @@ def instance_routes(settings: Settings, admin: InstanceAdmin, access: OperatorAc
                     await _changed(on, member)
             return admin.rows(members)
 
-    act("remove", admin.changes.remove, "Forget engines at once")
-    act("drain", admin.changes.drain, "Send engines nothing new, and say so when they have nothing left")
-    act("undrain", admin.changes.undrain, "Send engines requests again")
+    act("remove", admin.discovery.remove, "Forget engines at once")
+    act("drain", admin.discovery.drain, "Send engines nothing new, and say so when they have nothing left")
+    act("undrain", admin.discovery.undrain, "Send engines requests again")
 
     @explaining.post("/explain", responses=OPERATOR_ERRORS, response_model=ExplainResponse)
     async def explain(question: ExplainRequest) -> Response:
         """Say which engines a request would go to, and what each would get."""
         try:
-            return _explained(admin.explainer().explain(_call(question)))
+            return _explained(admin.explainer.explain(_call(question)))
         except (BadRequest, UnknownModel, NoInstance) as exc:
             raise HTTPException(400, f"The request would be refused: {exc}") from exc
 

@@ -12,10 +12,10 @@ from xpyd_proxy.api.request_body import passed_on
 from xpyd_proxy.api.schemas import ErrorResponse, ServedModels
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import EngineResponse, Headers, Instance, Role
-from xpyd_proxy.core.ports import Engines
 from xpyd_proxy.core.protocol.response_filter import check_type
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.errors import EngineError, NoInstance
+from xpyd_proxy.io.wire import WireEngines
 
 _WANTS_A_KEY: Final = (401, 403)
 
@@ -37,7 +37,7 @@ class _RawModelList(msgspec.Struct):
 class ModelCatalog:
     """Asks engines for their models. ``model``: what an added one must serve; None: anything."""
 
-    def __init__(self, registry: Registry, engines: Engines, *, model: str | None) -> None:
+    def __init__(self, registry: Registry, engines: WireEngines, *, model: str | None) -> None:
         self._registry = registry
         self._engines = engines
         self._model = model

@@ -29,7 +29,6 @@ from xpyd_proxy.app import policies
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.discovery.reconcile import entry_name, entry_of
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.instance_states import InstanceStates
 from xpyd_proxy.core.fleet.load import LoadReport
 from xpyd_proxy.core.fleet.origin import EngineSource, Key, Wanted
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
@@ -216,7 +215,7 @@ def exposition(count):
     for member in registry.members():
         telemetry.leg_answered(member.instance, 0.1, 1.0)
         telemetry.leg_ended(member.instance, 0.2, None, RequestId("r"), 1.0)
-    metrics = Metrics(telemetry, InstanceStates(registry))
+    metrics = Metrics(telemetry, registry)
     return {
         "ms": micros(lambda: metrics.exposition("text/plain"), 0.1, 3) / 1000,
         "bytes": len(metrics.exposition("text/plain")[0]),

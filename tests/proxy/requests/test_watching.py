@@ -5,11 +5,11 @@ import asyncio
 import pytest
 
 from support.scripted import EVENT, Noted, Scripted, good_decode, never, pulled_prefill, request_id, router_of, until
-from xpyd_proxy.core.fleet.health import HealthLimits
 from xpyd_proxy.core.fleet.load import ASK_FOR_REPORT, LoadReport
 from xpyd_proxy.core.model import EngineResponse, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.errors import EngineError, EngineTimeout
+from xpyd_proxy.settings import Settings
 
 ERROR = b'{"error":{"message":"no","type":"x","param":null,"code":400}}'
 
@@ -207,7 +207,7 @@ async def test_an_engine_whose_legs_fail_gets_no_more_of_them():
             raise EngineError("broke off")
         return await good_decode(leg)
 
-    watched = Watched(pulled_prefill, decode, retries=3, y=2, breaking=HealthLimits(in_a_row=2))
+    watched = Watched(pulled_prefill, decode, retries=3, y=2, breaking=Settings(circuit_breaker_failures=2))
     for turn in range(8):
         client = await watched.router.serve(name=f"r{turn}")
         assert client.status == 200

@@ -20,7 +20,9 @@ from xpyd_proxy.core.fleet.window import Window
 from xpyd_proxy.core.model import RequestId
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.schemas import HealthVerdict
+from xpyd_proxy.settings import Settings
 
+_CLAIM_S: Final = 30.0  # that a trial may take to begin before another request may be the trial
 # What is held against it, said of the request.
 _SAID: Final[Mapping[Failure, str]] = {
     Failure.UNREACHABLE: "did not reach it",
@@ -104,20 +106,6 @@ TRANSITIONS: Final[Mapping[HealthState, Mapping[HealthEvent, HealthState]]] = {
 _JUDGED: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY, HealthState.EJECTED, HealthState.HALF_OPEN})
 
 
-@dataclass(frozen=True, slots=True)
-class HealthLimits:
-    """How much is held against an engine before it counts as broken, and for how long."""
-
-    in_a_row: int = 5  # legs
-    probes: int = 2  # in a row
-    share: float = 0.5  # of the legs of the window
-    window_s: float = 30.0
-    window_least: int = 20  # legs in the window; fewer say nothing
-    rest_s: float = 5.0  # seconds before the first trial; twice as long after each trial that fails
-    rest_most_s: float = 60.0
-    claim_s: float = 30.0  # seconds that a trial may take to begin before another request may be the trial
-
-
 @dataclass(slots=True)
 class ChangeCount:
     """Counts what may change the choice of engines; whoever remembers a choice compares."""
@@ -138,7 +126,7 @@ class EngineHealth:
     """What is known of the health of one engine. Times are seconds of a clock that only rises."""
 
     since: float  # when it came into its state
-    limits: HealthLimits = field(default_factory=HealthLimits)
+    settings: Settings = field(default_factory=Settings)
     state: HealthState = HealthState.STARTING
     why: str = "added"  # what brought it there, in words
     verdict: HealthVerdict | None = None  # the latest one, of this worker or another
@@ -151,7 +139,7 @@ class EngineHealth:
     _window: Window = field(init=False)
 
     def __post_init__(self) -> None:
-        self._window = Window(self.limits.window_s)
+        self._window = Window(self.settings.circuit_breaker_window_s)
 
     @property
     def is_away(self) -> bool:
@@ -160,7 +148,11 @@ class EngineHealth:
 
     def may_serve(self, *, now: float) -> bool:
         """Tell whether it may get a request; a broken engine that has rested becomes one that is tried."""
-        if self.state is HealthState.EJECTED and now >= self.since + self._rest_s and self._missed < self.limits.probes:
+        if (
+            self.state is HealthState.EJECTED
+            and now >= self.since + self._rest_s
+            and self._missed < self.settings.health_check_failures
+        ):
             self._step(HealthEvent.RESTED, "has rested, and gets one request at a time", now)
         if self.state is HealthState.HALF_OPEN:
             return self._trial is None or (self._trial.request is None and now >= self._trial.until)
@@ -169,7 +161,7 @@ class EngineHealth:
     def chosen(self, *, now: float) -> None:
         """It was chosen for a request: if it is to be tried, that is its trial."""
         if self.state is HealthState.HALF_OPEN:
-            self._trial = _Trial(until=now + self.limits.claim_s)
+            self._trial = _Trial(until=now + _CLAIM_S)
 
     def claimed(self, request: RequestId) -> None:
         """A request is here; the first one that comes while the engine is to be tried is its trial."""
@@ -231,7 +223,10 @@ class EngineHealth:
         self.changes.count += 1
         if self.state is HealthState.STARTING:
             self.why = reason
-        elif self.state in (HealthState.HEALTHY, HealthState.HALF_OPEN) and self._missed >= self.limits.probes:
+        elif (
+            self.state in (HealthState.HEALTHY, HealthState.HALF_OPEN)
+            and self._missed >= self.settings.health_check_failures
+        ):
             self._break(reason, now)
 
     def told(self, verdict: HealthVerdict, *, now: float) -> None:
@@ -281,15 +276,19 @@ class EngineHealth:
 
     def _verdict(self, failure: Failure, now: float) -> str | None:
         """Say why it is broken, if it is."""
-        if self._in_a_row >= self.limits.in_a_row:
+        settings = self.settings
+        if self._in_a_row >= settings.circuit_breaker_failures:
             return f"{self._in_a_row} requests in a row failed: the last one {_SAID[failure]}"
         legs, failed = self._window.totals(now=now)
-        if legs >= self.limits.window_least and failed >= self.limits.share * legs:
+        if (
+            legs >= self.settings.circuit_breaker_min_requests
+            and failed >= self.settings.circuit_breaker_failure_ratio * legs
+        ):
             return f"{failed} of {legs} requests failed: the last one {_SAID[failure]}"
         return None
 
     def _break(self, reason: str, now: float) -> None:
-        self._rest_s = min(self._rest_s * 2 or self.limits.rest_s, self.limits.rest_most_s)
+        self._rest_s = min(self._rest_s * 2 or self.settings.ejection_time_s, self.settings.max_ejection_time_s)
         self._trial = None
         self._step(HealthEvent.TRIPPED, reason, now)
         self.since = now  # a broken engine rests from its latest break on

@@ -7,12 +7,13 @@ from typing import Final
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, fit
 from xpyd_proxy.core.fleet.drain import Drain
-from xpyd_proxy.core.fleet.health import ChangeCount, EngineHealth, HealthLimits, HealthState
+from xpyd_proxy.core.fleet.health import ChangeCount, EngineHealth, HealthState
 from xpyd_proxy.core.fleet.load import Load
 from xpyd_proxy.core.fleet.origin import BY_HAND, EngineSource, Origin
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
+from xpyd_proxy.settings import Settings
 
 _RESTLESS: Final = frozenset({HealthState.EJECTED, HealthState.HALF_OPEN})
 
@@ -33,8 +34,8 @@ class Member:
 class Registry:
     """The engines, which come and go while requests are served. Times are seconds of a clock that only rises."""
 
-    def __init__(self, limits: HealthLimits | None = None) -> None:
-        self._limits = limits or HealthLimits()
+    def __init__(self, settings: Settings | None = None) -> None:
+        self._settings = settings or Settings()
         self._members: dict[InstanceId, Member] = {}
         self._at: dict[tuple[Role, str, int], set[InstanceId]] = {}  # the same by role, host and port; none is empty
         self._added: dict[Role, int] = dict.fromkeys(Role, 0)
@@ -59,7 +60,7 @@ class Registry:
         name = InstanceId(f"{role}-{self._added[role]}")
         self._added[role] += 1
         instance = Instance(name, role, address, rank)
-        life = EngineHealth(now, self._limits, changes=self.changes)
+        life = EngineHealth(now, self._settings, changes=self.changes)
         self._members[name] = Member(instance, life, facts=facts or EngineCapabilities(), origin=origin)
         self._at.setdefault(_place(instance), set()).add(name)
         self.changes.count += 1

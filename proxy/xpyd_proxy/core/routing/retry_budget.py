@@ -1,6 +1,9 @@
 """How many retries the engines can bear: a share of the requests, and a few more for quiet times."""
 
 from dataclasses import dataclass, field
+from typing import Final
+
+MOST_RETRIES: Final = 20.0  # so many may come at once after a calm
 
 
 @dataclass(slots=True)
@@ -12,7 +15,7 @@ class RetryBudget:
 
     share: float = 0.2  # retries for each request
     floor: float = 1.0  # retries a second that are granted however few requests there are
-    most: float = 20.0  # tokens it holds: so many retries may come at once after a calm
+    most: float = MOST_RETRIES  # tokens it holds
     _tokens: float = field(init=False)
     _at: float = 0.0
 

@@ -10,7 +10,9 @@ import msgspec
 from xpyd_proxy.core.discovery.pods import Meta, Pod, engine_of
 from xpyd_proxy.core.fleet.origin import EngineSource, Wanted
 from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.raw_json import NotJson, decode
+from xpyd_proxy.core.workers.instance_ids import Verb
 from xpyd_proxy.errors import AddressError, ConfigError
 from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from xpyd_proxy.io.discovery.reconciler import Discovery, Entries, Pods, Reconciler
@@ -22,7 +24,9 @@ from xpyd_proxy.io.discovery.stores.port import Store, StoreObserver
 from xpyd_proxy.settings import Settings
 
 
-def discovery_of(settings: Settings, registry: Registry, clock: Callable[[], float]) -> Discovery:
+def discovery_of(
+    settings: Settings, registry: Registry, clock: Callable[[], float], tell: Callable[[Verb, InstanceId], None]
+) -> Discovery:
     """Build it.
 
     Raises:
@@ -32,7 +36,7 @@ def discovery_of(settings: Settings, registry: Registry, clock: Callable[[], flo
     reconciler = Reconciler(registry, [EngineSource.STORE, *([EngineSource.PODS] if pods else [])], clock)
     store = _store(settings, Entries(reconciler), clock)
     feeds = [_pods(settings, Pods(reconciler), clock)] if pods else []
-    return Discovery(registry, reconciler, store, feeds)
+    return Discovery(registry, reconciler, store, feeds, tell)
 
 
 def _store(settings: Settings, told: StoreObserver, clock: Callable[[], float]) -> Store:

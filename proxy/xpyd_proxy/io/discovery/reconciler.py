@@ -11,9 +11,9 @@ from xpyd_proxy.core.discovery.reconcile import Action, Freshness, Sources, diff
 from xpyd_proxy.core.fleet.origin import EngineSource, Key, Origin, Wanted
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.fleet.target import Target
-from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.core.ports import EngineFleet
-from xpyd_proxy.errors import AddressError, AlreadyKnown, NoInstance
+from xpyd_proxy.core.model import InstanceId, Role
+from xpyd_proxy.core.workers.instance_ids import Verb
+from xpyd_proxy.errors import AddressError, AlreadyKnown
 from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.discovery.stores.port import Store
 
@@ -62,13 +62,10 @@ class Reconciler:
                 current[key] = member.origin
                 members.setdefault(key, []).append(member)
         for action in diff(self.sources.desired(), current):
-            self._do(action, members.get(action.key, ()))
-
-    def _do(self, action: Action, members: Sequence[Member]) -> None:
-        if action.verb == "add":
-            self._add(action)
-        for member in members:
-            self._change(action, member)
+            if action.verb == "add":
+                self._add(action)
+            for member in members.get(action.key, ()):
+                self._change(action, member)
 
     def _add(self, action: Action) -> None:
         wanted = action.origin.wanted
@@ -147,11 +144,13 @@ class Discovery:
         reconciler: Reconciler,
         store: Store,
         feeds: Sequence[Callable[[], AbstractAsyncContextManager[object]]] = (),
+        tell: Callable[[Verb, InstanceId], None] = lambda _verb, _name: None,
     ) -> None:
         self._registry = registry
         self._reconciler = reconciler
         self._store = store
         self._feeds = feeds
+        self._tell = tell  # the other workers of this router what no store carries to them
         self.freshness = reconciler.freshness
 
     @property
@@ -193,21 +192,25 @@ class Discovery:
         member = self._registry.member(name)
         if member.origin.source is EngineSource.PODS:
             raise NotManagedHere(f"{name} is a pod, and would be back at once: drain it, or delete the pod")
-        if self._is_stored(member):
+        if _key(member) in self._reconciler.sources.views[EngineSource.STORE].engines:
             await self._store.delete(entry_name(_key(member)))
         if self._registry.get(name) is member and member.origin.wanted is None:
             self._registry.remove(name, now=self._reconciler.now())
+            if member.origin.source is EngineSource.STATIC:
+                self._tell(Verb.REMOVE, name)
 
     async def drain(self, name: InstanceId) -> None:
         """Send it nothing new: no router of the store does, if it was added there; else this one. Raises as remove."""
         await self._leave(name, leaves=True)
         if self._registry.get(name) is not None:
             self._registry.drain(name, now=self._reconciler.now())
+        self._tell(Verb.DRAIN, name)
 
     async def undrain(self, name: InstanceId) -> None:
         """Send it requests again. Raises as remove, and AlreadyKnown: its address has been added anew."""
         await self._leave(name, leaves=False)
         self._registry.undrain(name, now=self._reconciler.now())
+        self._tell(Verb.UNDRAIN, name)
 
     async def _leave(self, name: InstanceId, *, leaves: bool) -> None:
         member = self._registry.member(name)
@@ -217,9 +220,6 @@ class Discovery:
         if wanted.leaves != leaves:
             await self._store.put(entry_name(wanted.key), entry_of(replace(wanted, leaves=leaves)))
 
-    def _is_stored(self, member: Member) -> bool:
-        return _key(member) in self._reconciler.sources.views[EngineSource.STORE].engines
-
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
@@ -227,28 +227,6 @@ class Discovery:
                 self._reconciler.reconcile()
             except Exception:  # a bug must not end the looking for good
                 logger.exception("the engines could not be compared with what the sources say")
-
-
-class Synced:
-    """A EngineFleet that has no engine to offer before every source has been heard once."""
-
-    def __init__(self, fleet: EngineFleet, discovery: Discovery) -> None:
-        self._fleet = fleet
-        self._discovery = discovery
-
-    def known(self, role: Role, /) -> Sequence[Instance]:
-        """List all engines of a role."""
-        return self._fleet.known(role)
-
-    def usable(self, role: Role, /) -> Sequence[Instance]:
-        """List those that may get a request now; raises NoInstance."""
-        if missing := self._discovery.missing:
-            raise NoInstance(f"the router has not heard yet which instances there are: {', '.join(missing)} is silent")
-        return self._fleet.usable(role)
-
-    def fitting(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
-        """List those decode engines that can read the blocks of a prefill engine."""
-        return self._fleet.fitting(prefill, decode)
 
 
 def _key(member: Member) -> Key:

@@ -9,31 +9,19 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.engine_metrics import Numbers
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.io.background import meanwhile
-from xpyd_proxy.io.probes.checks import ProbeFailed
+from xpyd_proxy.io.probes.checks import HttpChecks, ProbeFailed
+from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
 _TICK_S: Final = 0.1  # seconds between two glances at who is due
 _DRAIN_S: Final = 0.5  # seconds between two looks at an engine that is drained
 _AWAY_S: Final = 1.0  # seconds between two looks at an engine that is broken or not up yet, at most
 _AT_ONCE: Final = 16  # looks at the same time
-
-
-class Checks(Protocol):
-    """Asks one engine. Both raise ProbeFailed."""
-
-    async def look(self, instance: Instance, /) -> EngineCapabilities:
-        """Ask whether it lives, and what it is."""
-        ...
-
-    async def numbers(self, instance: Instance, /) -> Numbers:
-        """Read its metrics."""
-        ...
 
 
 class GiveUp(Protocol):
@@ -46,15 +34,6 @@ class GiveUp(Protocol):
 
 def _nobody(_instance: Instance, /, *, silent_s: float) -> int:  # noqa: ARG001 (as the port has it)
     return 0
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeIntervals:
-    """How often, in seconds."""
-
-    interval_s: float = 5.0  # between two probes of an engine, give or take a quarter; 0: only drained ones are asked
-    hung_s: float = 30.0  # without an answer to any probe, before requests that hear nothing either are given up
-    patience_s: float = 60.0  # for a drained prefill engine whose numbers do not say that it is empty
 
 
 @dataclass(slots=True)
@@ -72,8 +51,8 @@ class Prober:
     def __init__(
         self,
         registry: Registry,
-        checks: Checks,
-        rhythm: ProbeIntervals,
+        checks: HttpChecks,
+        settings: Settings,
         clock: Callable[[], float],
         chance: Callable[[], float],
         *,
@@ -81,7 +60,7 @@ class Prober:
     ) -> None:
         self._registry = registry
         self._checks = checks
-        self._rhythm = rhythm
+        self._settings = settings
         self._clock = clock  # seconds; only differences count
         self._give_up = give_up
         self._chance = chance  # 0 to 1, so that the looks of several routers do not fall together
@@ -99,7 +78,7 @@ class Prober:
         async with asyncio.TaskGroup() as group:
             while True:
                 self._tell()
-                for instance in self._registry.settle(patience_s=self._rhythm.patience_s, now=self._clock()):
+                for instance in self._registry.settle(patience_s=self._settings.drain_idle_time_s, now=self._clock()):
                     if self._registry.get(instance.id) is None:
                         logger.info("%s has nothing left, and is forgotten", instance.id)
                 for member in self._next():
@@ -133,8 +112,10 @@ class Prober:
         """Return how long it is left alone after a look; 0: for ever."""
         if _is_asked_what_it_keeps(member):
             return _DRAIN_S
-        interval_s = self._rhythm.interval_s  # what starts or starts again should not wait for requests long
-        return min(interval_s, _AWAY_S) if member.life.is_away else interval_s
+        interval_s = (
+            self._settings.health_check_interval_s
+        )  # what starts or starts again should not wait for requests long
+        return min(interval_s, _AWAY_S) if member.life.is_away else interval_s  # what starts should not wait long
 
     async def _visit(self, member: Member) -> None:
         turn = self._turns[member.instance.id]
@@ -150,7 +131,7 @@ class Prober:
 
     def _note_silence(self, member: Member) -> None:
         """Have the requests of an engine that hangs go elsewhere: their connections may stay open for ever."""
-        hung_s = self._rhythm.hung_s
+        hung_s = self._settings.unresponsive_timeout_s
         if member.life.silent_s(now=self._clock()) < hung_s:
             return
         if count := self._give_up(member.instance, silent_s=hung_s):

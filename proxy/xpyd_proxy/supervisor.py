@@ -120,32 +120,28 @@ class _Crew:
         while True:
             began = loop.time()
             await self._begin(worker)
-            self._tell_once()
+            if not self._said and all(each is not None and each.is_ready for each in self._workers):
+                self._said = True
+                logger.info("running on %s with %d workers", self._url, len(self._workers))
             code = await self._ended(worker)
             if self._told.is_set():
                 return code
             if loop.time() - began > _PROVEN_S:
                 pause = _FIRST_PAUSE_S
-            logger.warning("worker %d has ended (%s): another one starts in %g s", number, _how(code), pause)
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            logger.warning("worker %d has ended (%s): another one starts in %g s", number, how, pause)
             successor = None
             while successor is None:
-                if await self._is_told_within(pause):
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._told.wait(), pause)
+                if self._told.is_set():
                     return 0
                 pause = min(pause * 2, _PAUSE_MOST_S)
-                successor = await self._respawned(number)
+                try:
+                    successor = await self._spawned(number)
+                except OSError as exc:  # the machine has no room for it now
+                    logger.warning("worker %d cannot be started: %s", number, exc.strerror)
             worker = successor
-
-    async def _is_told_within(self, seconds: float) -> bool:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._told.wait(), seconds)
-        return self._told.is_set()
-
-    async def _respawned(self, number: int) -> _Worker | None:
-        try:
-            return await self._spawned(number)
-        except OSError as exc:  # the machine has no room for it now
-            logger.warning("worker %d cannot be started: %s", number, exc.strerror)
-            return None
 
     async def _spawned(self, number: int) -> _Worker:
         """Start a process, which loads what it needs and waits."""
@@ -182,12 +178,3 @@ class _Crew:
         code = await worker.process.wait()
         worker.line.close()
         return 0 if self._told.is_set() and not worker.is_ready and code < 0 else code
-
-    def _tell_once(self) -> None:
-        if not self._said and all(worker is not None and worker.is_ready for worker in self._workers):
-            self._said = True
-            logger.info("running on %s with %d workers", self._url, len(self._workers))
-
-
-def _how(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

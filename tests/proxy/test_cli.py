@@ -9,7 +9,8 @@ import types
 import pytest
 
 from xpyd_proxy import server
-from xpyd_proxy.cli import build_parser, main, serve_settings
+from xpyd_proxy.cli import build_parser, main
+from xpyd_proxy.options import serve_settings
 from xpyd_proxy.settings import ClientKvParams, KvTransferMode, Settings
 
 

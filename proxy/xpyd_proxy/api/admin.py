@@ -68,8 +68,17 @@ def admin_routes(
         """Send requests to one more engine, which must answer."""
         role, text = new.type, new.instance
         action.target = f"{role} {text}"
-        target = _target(text)
-        await _check_place(guard, target)
+        try:
+            target = Target.parse(text)
+            await guard.places(target.address)  # where it leads, before anything is sent there
+        except BadPort as exc:
+            raise HTTPException(400, "Invalid port number.") from exc
+        except NotAllowed as exc:
+            raise HTTPException(403, f"Instance address not allowed: {exc}.") from exc
+        except AddressError as exc:
+            raise HTTPException(400, "Invalid instance address.") from exc
+        except OSError as exc:
+            raise HTTPException(400, "Instance validation failed.") from exc
         candidate = Instance(InstanceId("candidate"), role, target.address)
         served = await models.accepted(candidate, passed_on(request.scope))
         if served is None:
@@ -86,22 +95,3 @@ def admin_routes(
 
     router.include_router(looking)
     return router
-
-
-async def _check_place(guard: Guard, target: Target) -> None:
-    """Look where the address leads before anything is sent there."""
-    try:
-        await guard.places(target.address)
-    except NotAllowed as exc:
-        raise HTTPException(403, f"Instance address not allowed: {exc}.") from exc
-    except OSError as exc:
-        raise HTTPException(400, "Instance validation failed.") from exc
-
-
-def _target(text: str) -> Target:
-    try:
-        return Target.parse(text)
-    except BadPort as exc:
-        raise HTTPException(400, "Invalid port number.") from exc
-    except AddressError as exc:
-        raise HTTPException(400, "Invalid instance address.") from exc

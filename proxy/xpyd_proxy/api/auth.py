@@ -36,7 +36,8 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            self._check_site(scope)
+            headers: Headers = tuple(scope["headers"])
+            self._sites.check(scope["method"], headers, has_keys=self._keyring.keys is not None)
         except (CrossSite, Misdirected) as error:
             await response_to(error, scope)(scope, receive, _ObservedSend(send, self._lifetime))
             return
@@ -46,7 +47,7 @@ class AuthMiddleware:
         with self._lifetime.serving():
             try:
                 self._lifetime.check()
-                self._keyring.caller(tuple(scope["headers"]))
+                self._keyring.caller(headers)
             except (ClosingDown, Unauthorized) as error:
                 await response_to(error, scope)(scope, receive, _ObservedSend(send, self._lifetime))
                 return
@@ -58,11 +59,6 @@ class AuthMiddleware:
                     raise
                 # The server cuts off what took too long to finish, and cares for nothing that comes after.
                 await answer.cut_off(scope, receive)
-
-    def _check_site(self, scope: Scope) -> None:
-        """Refuse what a page of another web site may have sent."""
-        headers: Headers = tuple(scope["headers"])
-        self._sites.check(scope["method"], headers, has_keys=self._keyring.keys is not None)
 
 
 @dataclass(slots=True)

@@ -76,30 +76,25 @@ def describe(app: FastAPI, *, operators: bool) -> Part:
 
 def _for_clients(document: Part) -> Part:
     """Leave out the routes of operators, and the schemas and keys that nothing else names."""
-    paths = {path: item for path, item in document["paths"].items() if not _is_for_operators(item)}
+    paths: dict[str, Part] = {
+        path: item
+        for path, item in document["paths"].items()
+        if not any(OPERATORS in operation.get("tags", ()) for operation in item.values())
+    }
     components: Part = document.get("components", {})
-    needed: set[str] = set()
-    left = list(_references(paths))
+    needed, left = set[str](), list(_references(paths))
     while left:
         name = left.pop()
         if name not in needed:
             needed.add(name)
             left += _references(components["schemas"][name])
-    keys = {name for _, operation in _operations(paths) for one in operation.get("security", ()) for name in one}
+    operations: list[Part] = [operation for item in paths.values() for operation in item.values()]
+    keys = {name for operation in operations for one in operation.get("security", ()) for name in one}
     kept = {
         "schemas": {name: schema for name, schema in components.get("schemas", {}).items() if name in needed},
         "securitySchemes": {name: one for name, one in components.get("securitySchemes", {}).items() if name in keys},
     }
     return document | {"paths": paths, "components": kept}
-
-
-def _is_for_operators(item: Part) -> bool:
-    return any(OPERATORS in operation.get("tags", ()) for operation in item.values())
-
-
-def _operations(paths: Part) -> Iterator[tuple[str, Part]]:
-    for item in paths.values():
-        yield from cast("Part", item).items()
 
 
 def _references(part: object) -> Iterator[str]:

@@ -24,13 +24,7 @@ class _ModelId(msgspec.Struct):
     id: str
 
 
-class _ModelIds(msgspec.Struct):
-    data: list[_ModelId]
-
-
-class _RawModelList(msgspec.Struct):
-    """The same list, with the models as they came."""
-
+class _ModelList(msgspec.Struct):
     data: list[msgspec.Raw]
 
 
@@ -48,12 +42,19 @@ class ModelCatalog:
         Raises:
             NoInstance: none answers.
         """
-        asked = await asyncio.gather(*(self._ask(instance, headers) for instance in self._known()))
+        known = [*self._registry.known(Role.DECODE), *self._registry.known(Role.PREFILL)]
+        asked = await asyncio.gather(*(self._ask(instance, headers) for instance in known))
         answers = [answer for answer in asked if answer is not None and answer.status < 500]
         if not answers:
             raise NoInstance("no engine answers: the router cannot tell the models they serve")
         lists = [found for answer in answers if (found := _cards(answer)) is not None]
-        return _merged(lists) if lists else answers[0]  # an engine's words: it may want a key, for example
+        if not lists:
+            return answers[0]  # an engine's words: it may want a key, for example
+        cards: dict[str, msgspec.Raw] = {}
+        for name, card in chain.from_iterable(lists):
+            cards.setdefault(name, card)
+        body = msgspec.json.encode({"object": "list", "data": list(cards.values())})
+        return EngineResponse(200, "application/json", body)
 
     async def accepted(self, candidate: Instance, headers: Headers) -> frozenset[str] | None:
         """Return what an engine serves; None: it cannot be reached, serves nothing, or not first the one it must.
@@ -63,13 +64,10 @@ class ModelCatalog:
         answer = await self._ask(candidate, headers, bare=True)
         if answer is not None and answer.status in _WANTS_A_KEY:
             answer = await self._ask(candidate, headers)
-        names = _names(answer)
+        names = [name for name, _ in (None if answer is None else _cards(answer)) or ()]
         if not names or self._model not in (None, names[0]):
             return None
         return frozenset(names)
-
-    def _known(self) -> list[Instance]:
-        return [*self._registry.known(Role.DECODE), *self._registry.known(Role.PREFILL)]
 
     async def _ask(self, instance: Instance, headers: Headers, *, bare: bool = False) -> EngineResponse | None:
         try:
@@ -92,28 +90,10 @@ def model_routes(models: ModelCatalog, keys: Sequence[Any] = ()) -> APIRouter:
     return router
 
 
-def _cards(answer: EngineResponse) -> list[msgspec.Raw] | None:
-    """Return the descriptions in a list; None when it is no such list."""
+def _cards(answer: EngineResponse) -> list[tuple[str, msgspec.Raw]] | None:
+    """Return the ids and the descriptions in a list; None when it is no such list."""
     try:
-        decode(answer.body, _ModelIds)
-        return decode(answer.body, _RawModelList).data if answer.status == 200 else None
+        cards = decode(answer.body, _ModelList).data if answer.status == 200 else None
+        return None if cards is None else [(decode(card, _ModelId).id, card) for card in cards]
     except NotJson:
         return None
-
-
-def _merged(lists: Sequence[Sequence[msgspec.Raw]]) -> EngineResponse:
-    cards: dict[str, msgspec.Raw] = {}
-    for card in chain.from_iterable(lists):
-        cards.setdefault(decode(card, _ModelId).id, card)
-    body = msgspec.json.encode({"object": "list", "data": list(cards.values())})
-    return EngineResponse(200, "application/json", body)
-
-
-def _names(answer: EngineResponse | None) -> Sequence[str]:
-    """Return the ids in a list; none when it is no such list."""
-    if answer is None or answer.status != 200:
-        return ()
-    try:
-        return [model.id for model in decode(answer.body, _ModelIds).data]
-    except NotJson:
-        return ()

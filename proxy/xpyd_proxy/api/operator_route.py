@@ -8,7 +8,6 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import msgspec
 from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -125,13 +124,13 @@ def _parsed(body: bytes) -> Mapping[str, object]:
         NotJson: it is no object.
     """
     check_names(body)
-    return {name: raw if name == _RAW else _value(name, raw) for name, raw in decode(body, Fields).items()}
-
-
-def _value(name: str, raw: msgspec.Raw) -> object:
-    if len(memoryview(raw)) > SMALL_BODY:
-        raise BadRequest(f"{name[:_SHOWN]} has more than {SMALL_BODY} bytes")
-    return decode(raw, object)
+    found: dict[str, object] = {**decode(body, Fields)}
+    for name, raw in decode(body, Fields).items():
+        if name != _RAW:
+            if len(memoryview(raw)) > SMALL_BODY:
+                raise BadRequest(f"{name[:_SHOWN]} has more than {SMALL_BODY} bytes")
+            found[name] = decode(raw, object)
+    return found
 
 
 def _first_fault(error: RequestValidationError) -> tuple[str, str]:

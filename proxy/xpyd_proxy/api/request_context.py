@@ -8,7 +8,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xpyd_proxy.api.endpoint_routes import is_endpoint
-from xpyd_proxy.core.model import RequestId, first_header
+from xpyd_proxy.core.model import Headers, RequestId, first_header
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, RequestRecord, client_id
 from xpyd_proxy.requests.service import Spans
@@ -91,13 +91,13 @@ class RequestContextMiddleware:
         if not is_followed or scope["type"] != "http" or is_endpoint(scope):
             await self._app(scope, receive, send)
             return
-        start, record = self._clock(), RequestRecord(self._new_id(), path, client_id=_client_id(scope))
+        headers: Headers = tuple(scope.get("headers", ()))
+        its_id = client_id(first_header(headers, b"x-request-id") or b"")
+        start, record = self._clock(), RequestRecord(self._new_id(), path, client_id=its_id)
         scope[_KEY] = record
         outgoing = _SendWithHeaders(send, record, self._clock, times=self._times)
         status: int | None = _BUG
-        span = None
-        if self._spans is not None:
-            span = self._spans.request(record, tuple(scope.get("headers", ())))
+        span = None if self._spans is None else self._spans.request(record, headers)
         try:
             await self._app(scope, receive, outgoing)
             status = None
@@ -108,7 +108,3 @@ class RequestContextMiddleware:
             if span is not None:
                 span.end()
             self._request_over(record)
-
-
-def _client_id(scope: Scope) -> str | None:
-    return client_id(first_header(tuple(scope.get("headers", ())), b"x-request-id") or b"")

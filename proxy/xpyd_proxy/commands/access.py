@@ -5,17 +5,16 @@ import os
 import re
 import ssl
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
+
+from xpyd_proxy.core.admission.keys import outbound_key
+from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.io.files import load_chain, read_text
 
 ROUTER_VARIABLE: Final = "XPYD_ROUTER"
 PIN_VARIABLE: Final = "XPYD_ROUTER_PIN"
 KEY_VARIABLE: Final = "ADMIN_API_KEY"
 _PEM: Final = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
-
-
-class NoAccess(Exception):
-    """Nothing was asked; the message says in one sentence what is missing or wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +45,16 @@ def read_access(args: argparse.Namespace) -> Access:
     """Read what the flags and the environment name.
 
     Raises:
-        NoAccess: there is no key, a file is not what it should be, or the flags contradict each other.
+        ConfigError: there is no key, a file is not what it should be, or the flags contradict each other.
     """
     url = (args.router if "://" in args.router else f"http://{args.router}").rstrip("/")
     secure = url.startswith("https://")
-    given = sorted(f"--{name.replace('_', '-')}" for name in _FOR_HTTPS if getattr(args, name) is not None)
+    for_https = ("ca", "pin", "server_name", "client_cert", "client_key")
+    given = sorted(f"--{name.replace('_', '-')}" for name in for_https if getattr(args, name) is not None)
     if given and not secure:
-        raise NoAccess(f"{', '.join(given)}: only a router at https:// has a certificate, and this is {url}")
+        raise ConfigError(f"{', '.join(given)}: only a router at https:// has a certificate, and this is {url}")
     if args.pin and (args.ca or args.server_name):
-        raise NoAccess("--pin trusts one certificate, of any name: leave out --ca and --server-name")
+        raise ConfigError("--pin trusts one certificate, of any name: leave out --ca and --server-name")
     tls = _tls(args) if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     return Access(url, _key(args.key_file), tls, args.server_name)
 
@@ -63,26 +63,17 @@ def _key(path: str | None) -> str:
     if path is None:
         if key := os.environ.get(KEY_VARIABLE, ""):  # never an argument: those are visible in ps
             return key
-        raise NoAccess(f"set {KEY_VARIABLE} in the environment to the key of the router, or name a file: --key-file")
-    key = _text(path).strip()
-    if key and key.isascii() and key.isprintable() and " " not in key:
-        return key
-    raise NoAccess(f"{path} is not a key: write one line of printable characters without spaces")
+        raise ConfigError(f"set {KEY_VARIABLE} in the environment to the key of the router, or name a file: --key-file")
+    return outbound_key(read_text(path), path)
 
 
 def _tls(args: argparse.Namespace) -> ssl.SSLContext:
     pin = args.pin or (None if args.ca or args.server_name else os.environ.get(PIN_VARIABLE))
     context = _pinned(pin) if pin else _authorities(args.ca)
     if (args.client_cert is None) != (args.client_key is None):
-        raise NoAccess("--client-cert and --client-key belong together")
+        raise ConfigError("--client-cert and --client-key belong together")
     if args.client_cert is not None:
-        for path in (args.client_cert, args.client_key):
-            _text(path)
-        try:
-            context.load_cert_chain(args.client_cert, args.client_key, password=lambda: "")  # never ask at a terminal
-        except (OSError, ValueError) as exc:  # ssl.SSLError is an OSError
-            pair = f"{args.client_cert} and {args.client_key}"
-            raise NoAccess(f"{pair} are not a certificate and its private key in PEM, unencrypted") from exc
+        load_chain(context, args.client_cert, args.client_key)
     return context
 
 
@@ -90,7 +81,7 @@ def _authorities(path: str | None) -> ssl.SSLContext:
     if path is None:
         return ssl.create_default_context()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # these and no others
-    _trust(context, _text(path), path)
+    _trust(context, read_text(path), path)
     return context
 
 
@@ -99,7 +90,7 @@ def _pinned(path: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    first = _PEM.search(_text(path))
+    first = _PEM.search(read_text(path))
     _trust(context, first[0] if first else "", path)
     return context
 
@@ -108,16 +99,4 @@ def _trust(context: ssl.SSLContext, pem: str, path: str) -> None:
     try:
         context.load_verify_locations(cadata=pem)
     except (OSError, ValueError) as exc:
-        raise NoAccess(f"{path} has no certificate in PEM") from exc
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as exc:
-        raise NoAccess(f"{path} cannot be read: {exc.strerror}") from exc
-    except UnicodeDecodeError as exc:
-        raise NoAccess(f"{path} is not text") from exc
-
-
-_FOR_HTTPS: Final = ("ca", "pin", "server_name", "client_cert", "client_key")
+        raise ConfigError(f"{path} has no certificate in PEM") from exc

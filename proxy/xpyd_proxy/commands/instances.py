@@ -11,7 +11,8 @@ from typing import Any, Final, TypeAlias, cast
 
 import httpx
 
-from xpyd_proxy.commands.access import Access, NoAccess, add_access_arguments, read_access
+from xpyd_proxy.commands.access import Access, add_access_arguments, read_access
+from xpyd_proxy.errors import ConfigError
 
 Json: TypeAlias = dict[str, Any]
 _COLUMNS: Final = (
@@ -31,12 +32,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=10.0, metavar="S", help="seconds for its answer (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the router's own JSON")
     verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=type(parser))
-    verbs.add_parser("list", help="who is there").set_defaults(verb=_list)
+    listing = verbs.add_parser("list", help="who is there")
+    listing.set_defaults(verb=lambda router, args: _shown(router.ask("/instances"), args))
     add = verbs.add_parser("add", help="send requests to one more engine, which must answer")
     add.add_argument("type", choices=["prefill", "decode"])
     add.add_argument("address", metavar="HOST:PORT", help="also HOST:PORT#dp=N for N data-parallel ranks")
     add.set_defaults(verb=_add)
-    for verb, text in _VERBS.items():
+    changes = {
+        "remove": "forget engines at once; drain them first if they are to be stopped",
+        "drain": "send them nothing new, and say so when they have nothing left",
+        "undrain": "send them requests again",
+    }
+    for verb, text in changes.items():
         one = verbs.add_parser(verb, help=text)
         one.add_argument("id", nargs="+", metavar="ID", help="such as decode-0: see list")
         one.set_defaults(verb=_change, name=verb)
@@ -56,9 +63,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         with _RouterClient(read_access(args), args.timeout) as router:
             sys.stdout.write(verb(router, args))
-    except (CommandFailed, NoAccess) as exc:
+    except (CommandFailed, ConfigError) as exc:
         sys.stderr.write(f"xpyd instances: {exc}\n")
-        return 2 if isinstance(exc, NoAccess) else 1
+        return 2 if isinstance(exc, ConfigError) else 1
     return 0
 
 
@@ -83,7 +90,11 @@ class _RouterClient:
         try:
             response = self._client.request(method, self._url + path, json=body, extensions=self._extensions)
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            raise CommandFailed(self._not_asked(str(exc) or type(exc).__name__)) from exc
+            reason = str(exc) or type(exc).__name__
+            said = f"the router at {self._url} cannot be asked: {reason}"
+            if found := re.search(r"certificate verify failed: (.+?) \(_ssl", reason):
+                said = f"the certificate of {self._url} is not trusted ({found[1]}): see --ca, --pin and --server-name"
+            raise CommandFailed(said) from exc
         try:
             found = response.json()
         except ValueError as exc:
@@ -94,11 +105,6 @@ class _RouterClient:
             raise CommandFailed(f"{self._url} answers something else than a router does")
         return cast("Json", found)
 
-    def _not_asked(self, reason: str) -> str:
-        if found := re.search(r"certificate verify failed: (.+?) \(_ssl", reason):
-            return f"the certificate of {self._url} is not trusted ({found[1]}): see --ca, --pin and --server-name"
-        return f"the router at {self._url} cannot be asked: {reason}"
-
 
 def _said(found: object) -> str:
     """Find the words in an error, which has one of two shapes."""
@@ -108,10 +114,6 @@ def _said(found: object) -> str:
     inner: object = error.get("error")
     said = cast("Json", inner).get("message") if isinstance(inner, dict) else inner
     return str(error.get("detail") or said or "")
-
-
-def _list(router: _RouterClient, args: argparse.Namespace) -> str:
-    return _shown(router.ask("/instances"), args)
 
 
 def _add(router: _RouterClient, args: argparse.Namespace) -> str:
@@ -161,15 +163,13 @@ def _explain(router: _RouterClient, args: argparse.Namespace) -> str:
 def _shown(found: Json, args: argparse.Namespace) -> str:
     if args.json:
         return json.dumps(found) + "\n"
-    table = [_COLUMNS, *(_cells(row) for row in found["instances"])]
+    table: list[tuple[str, ...]] = [_COLUMNS]
+    for row in found["instances"]:
+        values = {**row, "for": _duration(row["since_s"]), "models": ",".join(row["models"] or ())}
+        table.append(tuple("-" if values[name] in (None, "") else str(values[name]) for name in _COLUMNS))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
     return "".join(line.rstrip() + "\n" for line in lines)
-
-
-def _cells(row: Json) -> tuple[str, ...]:
-    values = {**row, "for": _duration(row["since_s"]), "models": ",".join(row["models"] or ())}
-    return tuple("-" if values[name] in (None, "") else str(values[name]) for name in _COLUMNS)
 
 
 def _duration(seconds: float) -> str:
@@ -179,10 +179,3 @@ def _duration(seconds: float) -> str:
     if hours:
         return f"{hours}h{minutes:02}m"
     return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
-
-
-_VERBS: Final = {
-    "remove": "forget engines at once; drain them first if they are to be stopped",
-    "drain": "send them nothing new, and say so when they have nothing left",
-    "undrain": "send them requests again",
-}

@@ -52,7 +52,7 @@ def server_tls(settings: Settings) -> ssl.SSLContext | None:
             raise ConfigError("tls_cert and tls_key belong together, and tls_client_ca needs both")
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    _load_chain(context, cert, key)
+    load_chain(context, cert, key)
     if authorities is not None:
         _load_authorities(context, authorities)
         context.verify_mode = ssl.CERT_REQUIRED
@@ -63,7 +63,7 @@ def renew_chain(context: ssl.SSLContext, settings: Settings) -> None:
     """Serve new connections with what now stands in the same files; raises ConfigError and then changes nothing."""
     if settings.tls_cert is not None and settings.tls_key is not None:
         server_tls(settings)  # a trial, on another context
-        _load_chain(context, settings.tls_cert, settings.tls_key)
+        load_chain(context, settings.tls_cert, settings.tls_key)
 
 
 def engine_tls(settings: Settings) -> ssl.SSLContext:
@@ -76,11 +76,12 @@ def engine_tls(settings: Settings) -> ssl.SSLContext:
     if (settings.engine_cert is None) != (settings.engine_key is None):
         raise ConfigError("engine_cert and engine_key belong together")
     if settings.engine_cert is not None and settings.engine_key is not None:
-        _load_chain(context, settings.engine_cert, settings.engine_key)
+        load_chain(context, settings.engine_cert, settings.engine_key)
     return context
 
 
-def _load_chain(context: ssl.SSLContext, cert: str, key: str) -> None:
+def load_chain(context: ssl.SSLContext, cert: str, key: str) -> None:
+    """Show this certificate; raises ConfigError."""
     read_text(cert)
     read_text(key)
     try:

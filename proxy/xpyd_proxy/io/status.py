@@ -121,9 +121,12 @@ class Status:
         parts = [self.part()] if whole is None else [report.part for report in whole.all]
         in_flight = [self._telemetry.in_flight] if whole is None else [report.legs for report in whole.all]
         failures = sorted((Failed(*failure) for part in parts for failure in part.failures), key=lambda one: one.ago_s)
+        requests, ttft, gaps = (
+            bin_of(part.minute.get(name, _QUIET) for part in parts) for name in ("requests", "ttft", "gaps")
+        )
         return Snapshot(
             uptime_s=self._clock() - self._start,
-            last_minute=_minute(parts),
+            last_minute=Minute(requests.count / _MINUTE_S, requests.failed, ttft.mean, gaps.mean),
             series=_series(parts),
             instances=[_engine(member, parts, in_flight) for member in self._engines.members()],
             queue=self._waiting(whole),
@@ -139,13 +142,6 @@ class Status:
         workers = whole.all
         refused = sum(sum(one.refused.values()) for one in workers)
         return QueueStatus(sum(one.waiting for one in workers), sum(one.admitted for one in workers), refused)
-
-
-def _minute(parts: Sequence[Part]) -> Minute:
-    requests, ttft, gaps = (
-        bin_of(part.minute.get(name, _QUIET) for part in parts) for name in ("requests", "ttft", "gaps")
-    )
-    return Minute(requests.count / _MINUTE_S, requests.failed, ttft.mean, gaps.mean)
 
 
 def _series(parts: Sequence[Part]) -> Series:

@@ -70,7 +70,10 @@ class TracedRequest:
             self._tracer.start_span("handoff", self._context, start_time=self._handed_ns).end()
         attributes = {"xpyd.instance": instance.id, "xpyd.role": instance.role}
         span = self._tracer.start_span(f"{instance.role} leg", self._context, SpanKind.CLIENT, attributes)
-        return TracedLeg(span), _told(headers, span)
+        carrier: dict[str, str] = {}
+        _CONTEXT.inject(carrier, set_span_in_context(span))
+        others = tuple(header for header in headers if header[0] not in _NAMES)
+        return TracedLeg(span), (*others, *((name.encode(), value.encode()) for name, value in carrier.items()))
 
     def handed_over(self) -> None:
         """The prefill engine has answered: the time until the decode leg is sent is the handoff."""
@@ -110,11 +113,3 @@ class TracedLeg:
         if error is not None:
             self._span.set_status(StatusCode.ERROR, str(error))
         self._span.end()
-
-
-def _told(headers: Headers, span: Span) -> Headers:
-    """Name the leg's span to the engine in place of the client's."""
-    carrier: dict[str, str] = {}
-    _CONTEXT.inject(carrier, set_span_in_context(span))
-    others = tuple(header for header in headers if header[0] not in _NAMES)
-    return (*others, *((name.encode(), value.encode()) for name, value in carrier.items()))

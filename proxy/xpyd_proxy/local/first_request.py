@@ -3,10 +3,10 @@
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import httpx
-import msgspec
 
 from xpyd_proxy.local.errors import NoAnswer
 
@@ -17,18 +17,6 @@ QUESTION = (
 TIMEOUT_S = 120.0  # vLLM's own connector was seen to take 31 s for a decode leg on two cores
 METRICS_WAIT_S = 3.0  # engines publish a transfer a moment after it
 BYTES_MOVED = ("vllm:xpyd_bytes_transferred_total", "vllm:nixl_bytes_transferred_sum")
-
-
-class _Message(msgspec.Struct):
-    content: str
-
-
-class _Choice(msgspec.Struct):
-    message: _Message
-
-
-class _Completion(msgspec.Struct):
-    choices: list[_Choice]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +54,17 @@ def ask(router_url: str, mover_urls: Sequence[str], model: str) -> FirstAnswer:
         response = _post(client, f"{router_url}/v1/chat/completions", request_body(model))
         seconds = time.monotonic() - start
         legs = parse_server_timing(response.headers.get("server-timing", ""))
-        moved = None if before is None else _wait_for_more(client, mover_urls, before) - before
-    return FirstAnswer(_read(response), seconds, legs, moved)
+        now, deadline = before, time.monotonic() + METRICS_WAIT_S
+        while before is not None and now == before and time.monotonic() < deadline:
+            time.sleep(0.1)
+            now = _total_bytes(client, mover_urls) or before
+    try:
+        text = response.json()["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise NoAnswer(f"the first request was answered with something else: {response.text[:500]}")
+    return FirstAnswer(text, seconds, legs, None if now is None or before is None else now - before)
 
 
 def parse_server_timing(header: str) -> dict[str, LegTiming]:
@@ -98,28 +95,10 @@ def _post(client: httpx.Client, url: str, body: dict[str, object]) -> httpx.Resp
     return response
 
 
-def _read(response: httpx.Response) -> str:
-    try:
-        return msgspec.json.decode(response.content, type=_Completion).choices[0].message.content
-    except (msgspec.MsgspecError, IndexError) as exc:
-        raise NoAnswer(f"the first request was answered with something else: {response.text[:500]}") from exc
-
-
 def _total_bytes(client: httpx.Client, urls: Sequence[str]) -> int | None:
-    totals = [metric_total(_metrics(client, url)) for url in urls]
-    known = [total for total in totals if total is not None]
+    known = list[int]()
+    for url in urls:
+        with suppress(httpx.TransportError):
+            total = metric_total(client.get(f"{url}/metrics").text)
+            known += [] if total is None else [total]
     return sum(known) if known else None
-
-
-def _metrics(client: httpx.Client, url: str) -> str:
-    try:
-        return client.get(f"{url}/metrics").text
-    except httpx.TransportError:
-        return ""
-
-
-def _wait_for_more(client: httpx.Client, urls: Sequence[str], before: int) -> int:
-    deadline = time.monotonic() + METRICS_WAIT_S
-    while (now := _total_bytes(client, urls) or before) == before and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return now

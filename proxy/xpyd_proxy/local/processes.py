@@ -39,14 +39,6 @@ class Command:
     health_url: str  # answers 200 once the program serves
 
 
-@dataclass(frozen=True, slots=True)
-class StartUpWait:
-    """What a wait is about, for whoever reports progress."""
-
-    names: tuple[str, ...]  # not ready yet
-    seconds: float  # since the wait began
-
-
 class Child:
     """A running (or ended) program."""
 
@@ -142,18 +134,19 @@ class ProcessGroup:
         children: Iterable[Child],
         *,
         timeout_s: float = 180.0,
-        report: Callable[[StartUpWait], None] = lambda _waiting: None,
+        report: Callable[[Sequence[str], float], None] = lambda _names, _seconds: None,
     ) -> None:
         """Return when all of them serve. Raises ChildDied, or NotReady after `timeout_s` seconds.
 
-        Children that are not waited for must live, too. `report` is called between looks.
+        Children that are not waited for must live, too. `report` is called between looks with the names of those that
+        are missing, and the seconds since the wait began.
         """
         missing = list(children)
         start = time.monotonic()
         with httpx.Client(timeout=1.0, trust_env=False) as client:
             while missing := [child for child in missing if not _serves(client, child)]:
                 seconds = time.monotonic() - start
-                report(StartUpWait(tuple(child.name for child in missing), seconds))
+                report([child.name for child in missing], seconds)
                 self.raise_if_dead()
                 if seconds > timeout_s:
                     raise NotReady(missing[0].name, seconds, missing[0].log, missing[0].tail())
@@ -193,20 +186,17 @@ def open_fleet(log_dir: Path, *, grace_s: float = 10.0) -> Generator[ProcessGrou
     they are killed.
     """
     private.make_directory(log_dir)
-    with _temporary() as temp, _guard(temp) as guard_input:
-        fleet = ProcessGroup(log_dir, temp, guard_input, grace_s=grace_s)
+    usual = tempfile.gettempdir()
+    where = usual if len(usual.encode()) <= LONGEST_TEMP else "/tmp"
+    with (
+        tempfile.TemporaryDirectory(prefix="xpyd-", dir=where, ignore_cleanup_errors=True) as temp,
+        _guard(Path(temp)) as guard_input,
+    ):
+        fleet = ProcessGroup(log_dir, Path(temp), guard_input, grace_s=grace_s)
         try:
             yield fleet
         finally:
             fleet.stop(*fleet.children)
-
-
-@contextmanager
-def _temporary() -> Generator[Path]:
-    usual = tempfile.gettempdir()
-    where = usual if len(usual.encode()) <= LONGEST_TEMP else "/tmp"
-    with tempfile.TemporaryDirectory(prefix="xpyd-", dir=where, ignore_cleanup_errors=True) as temp:
-        yield Path(temp)
 
 
 @contextmanager

@@ -82,20 +82,18 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan; return the exit code: 0, or 2 if the numbers cannot be planned with."""
     try:
         aims = Aims(args.itl, args.ttft, args.utilisation, Dispatch(args.prefill_policy))
-        found = plan(_traffic(args), _rates(args), aims)
+        prompt, rate = _prompt(args), args.requests_per_second
+        if rate is None:
+            rate = args.prompt_tokens_per_second / prompt.mean
+        traffic = Traffic(rate, prompt, lengths("output", args.output_tokens, args.output_tokens_p95), args.cached)
+        link = None if args.link_gbit is None else args.link_gbit * _BYTES_PER_GBIT
+        rates = Rates(args.prefill_rate, args.decode_rate, args.kv_capacity, args.kv_bytes_per_token, link)
+        found = plan(traffic, rates, aims)
     except NoPlan as exc:
         sys.stderr.write(f"xpyd plan: {exc}\n")
         return 2
     sys.stdout.write(json.dumps(_as_json(found), indent=2) + "\n" if args.json else _as_text(found, aims))
     return 0
-
-
-def _traffic(args: argparse.Namespace) -> Traffic:
-    prompt = _prompt(args)
-    rate = args.requests_per_second
-    if rate is None:
-        rate = args.prompt_tokens_per_second / prompt.mean
-    return Traffic(rate, prompt, lengths("output", args.output_tokens, args.output_tokens_p95), args.cached)
 
 
 def _prompt(args: argparse.Namespace) -> Spread:
@@ -123,11 +121,6 @@ def _numbers(name: str) -> list[float]:
         raise NoPlan(f"{name} must hold numbers and nothing else: {exc}") from exc
 
 
-def _rates(args: argparse.Namespace) -> Rates:
-    link = None if args.link_gbit is None else args.link_gbit * _BYTES_PER_GBIT
-    return Rates(args.prefill_rate, args.decode_rate, args.kv_capacity, args.kv_bytes_per_token, link)
-
-
 def _as_json(found: CapacityPlan) -> dict[str, object]:
     return {
         "prefill": found.need.prefill,
@@ -137,7 +130,14 @@ def _as_json(found: CapacityPlan) -> dict[str, object]:
         "decode_decided_by": found.need.decode_by,
         "engines_busy": {str(name): work for name, work in found.work.items()},
         **_outlook_json(found.outlook),
-        "traffic": [_swing_json(swing) for swing in found.swings],
+        "traffic": [
+            {
+                "factor": swing.factor,
+                "needs": None if swing.need is None else {"prefill": swing.need.prefill, "decode": swing.need.decode},
+                **_outlook_json(swing.outlook),
+            }
+            for swing in found.swings
+        ],
     }
 
 
@@ -149,19 +149,16 @@ def _outlook_json(found: Outlook) -> dict[str, object]:
     return {"utilisation": utilisation, "ttft_s": ttft, "decode_batch": found.decode_batch}
 
 
-def _swing_json(swing: Swing) -> dict[str, object]:
-    needs = None if swing.need is None else {"prefill": swing.need.prefill, "decode": swing.need.decode}
-    return {"factor": swing.factor, "needs": needs, **_outlook_json(swing.outlook)}
-
-
 def _as_text(found: CapacityPlan, aims: Aims) -> str:
-    need = found.need
+    need, shares = found.need, found.outlook.utilisation
+    use = [(str(name), f"{work:.2f}", f"{shares[name]:.0%}") for name, work in found.work.items()]
+    batch = ("requests on a decode engine", f"{found.outlook.decode_batch:.1f}", "")
     lines = [
         f"{need.prefill} prefill and {need.decode} decode engines, {_ratio(need)}",
         f"prefill is decided by: {need.prefill_by}",
         f"decode is decided by:  {need.decode_by}",
         "",
-        *_table([("resource", "engines busy", "utilisation"), *_use(found)]),
+        *_table([("resource", "engines busy", "utilisation"), *use, batch]),
         "",
         *_table([("time to first token", "mean", "p95"), *_times(found.outlook.ttft, aims)]),
         "",
@@ -173,12 +170,6 @@ def _as_text(found: CapacityPlan, aims: Aims) -> str:
 def _ratio(need: Need) -> str:
     common = gcd(need.prefill, need.decode)
     return f"{need.prefill // common}:{need.decode // common}"
-
-
-def _use(found: CapacityPlan) -> list[Sequence[str]]:
-    shares = found.outlook.utilisation
-    rows: list[Sequence[str]] = [(name, f"{work:.2f}", f"{shares[name]:.0%}") for name, work in found.work.items()]
-    return [*rows, ("requests on a decode engine", f"{found.outlook.decode_batch:.1f}", "")]
 
 
 def _times(ttft: Ttft | None, aims: Aims) -> list[Sequence[str]]:

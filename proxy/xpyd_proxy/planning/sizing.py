@@ -125,11 +125,7 @@ class CapacityPlan:
 
 
 def plan(traffic: Traffic, rates: Rates, aims: Aims) -> CapacityPlan:
-    """Size both pools.
-
-    Raises:
-        NoPlan: the numbers make no sense, or no number of engines meets the targets.
-    """
+    """Size both pools. Raises NoPlan: the numbers make no sense, or no number of engines meets the targets."""
     _check(traffic, rates, aims)
     need = _need(traffic, rates, aims)
     swings = tuple(_swing(factor, need, traffic, rates, aims) for factor in SWINGS)
@@ -163,8 +159,13 @@ def _need(traffic: Traffic, rates: Rates, aims: Aims) -> Need:
     work = _work(traffic, rates, aims)
     x, x_by = _most(work, PREFILL_SIDE, aims)
     y, y_by = _most(work, DECODE_SIDE, aims)
-    if aims.ttft_s is not None:
-        least = _fewest(lambda count: _keeps_ttft(count, traffic, rates, aims), x)
+    if (target := aims.ttft_s) is not None:
+
+        def is_enough(count: int) -> bool:
+            ttft = _ttft(count, traffic, rates, aims)
+            return ttft is not None and ttft.p95 <= target
+
+        least = _fewest(is_enough, x)
         if least > x:
             x, x_by = least, Resource.TTFT
     return Need(x, y, x_by, y_by)
@@ -195,11 +196,6 @@ def _fewest(is_enough: Callable[[int], bool], least: int) -> int:
         middle = (least + most) // 2
         least, most = (least, middle) if is_enough(middle) else (middle + 1, most)
     return most
-
-
-def _keeps_ttft(x: int, traffic: Traffic, rates: Rates, aims: Aims) -> bool:
-    found = _ttft(x, traffic, rates, aims)
-    return found is not None and aims.ttft_s is not None and found.p95 <= aims.ttft_s
 
 
 def _ttft(x: int, traffic: Traffic, rates: Rates, aims: Aims) -> Ttft | None:
@@ -272,11 +268,7 @@ def lengths(what: str, mean: float, p95: float | None) -> Spread:
 
 
 def observed(what: str, values: list[float]) -> Spread:
-    """Return the spread of lengths that were observed.
-
-    Raises:
-        NoPlan: there are none, or one cannot be a length.
-    """
+    """Return the spread of lengths that were observed. Raises NoPlan: there are none, or one cannot be a length."""
     if not values:
         raise NoPlan(f"there are no {what} lengths")
     for value in values:
@@ -287,25 +279,7 @@ def observed(what: str, values: list[float]) -> Spread:
 
 
 def _check(traffic: Traffic, rates: Rates, aims: Aims) -> None:
-    for name, value in _positives(traffic, rates, aims).items():
-        if value is not None:
-            _positive(name, value)
-    if not 0 <= traffic.cached < 1:
-        raise NoPlan(f"the share of cached prompt tokens must be 0 or more and below 1, not {traffic.cached:g}")
-    if not aims.utilisation < 1:
-        raise NoPlan(f"the target utilisation must be below 1, not {aims.utilisation:g}: at 1 queues grow without end")
-    if (rates.link_bytes_per_s is None) != (rates.kv_bytes_per_token is None):
-        raise NoPlan("link bandwidth and KV bytes per token belong together: give both, or neither")
-    longest = traffic.prompt.p95 + traffic.output.p95
-    if longest > rates.kv_capacity_tokens:
-        said = f"a long request (p95) has {longest:,.0f} tokens"
-        raise NoPlan(f"{said}, and a decode engine has room for {rates.kv_capacity_tokens:,.0f}")
-    _check_batch(rates, aims)
-    _check_ttft(traffic, rates, aims)
-
-
-def _positives(traffic: Traffic, rates: Rates, aims: Aims) -> Mapping[str, float | None]:
-    return {
+    positive: Mapping[str, float | None] = {
         "requests a second": traffic.requests_per_s,
         "prompt tokens (mean)": traffic.prompt.mean,
         "output tokens (mean)": traffic.output.mean,
@@ -318,16 +292,23 @@ def _positives(traffic: Traffic, rates: Rates, aims: Aims) -> Mapping[str, float
         "the TTFT target in seconds": aims.ttft_s,
         "the target utilisation": aims.utilisation,
     }
-
-
-def _check_batch(rates: Rates, aims: Aims) -> None:
-    """By Little's law the batch at which the rate was measured is rate * ITL: one request alone makes 1 / ITL."""
+    for name, value in positive.items():
+        if value is not None:
+            _positive(name, value)
+    if not 0 <= traffic.cached < 1:
+        raise NoPlan(f"the share of cached prompt tokens must be 0 or more and below 1, not {traffic.cached:g}")
+    if not aims.utilisation < 1:
+        raise NoPlan(f"the target utilisation must be below 1, not {aims.utilisation:g}: at 1 queues grow without end")
+    if (rates.link_bytes_per_s is None) != (rates.kv_bytes_per_token is None):
+        raise NoPlan("link bandwidth and KV bytes per token belong together: give both, or neither")
+    longest = traffic.prompt.p95 + traffic.output.p95
+    if longest > rates.kv_capacity_tokens:
+        said = f"a long request (p95) has {longest:,.0f} tokens"
+        raise NoPlan(f"{said}, and a decode engine has room for {rates.kv_capacity_tokens:,.0f}")
+    # By Little's law the batch at which the rate was measured is rate * ITL: one request alone makes 1 / ITL.
     if rates.decode_tokens_per_s * aims.itl_s < 1:
         said = f"a decode engine that makes {rates.decode_tokens_per_s:g} tokens a second"
         raise NoPlan(f"{said} does not keep an ITL of {aims.itl_s:g} s, not even for one request")
-
-
-def _check_ttft(traffic: Traffic, rates: Rates, aims: Aims) -> None:
     transfer = _transfer(traffic, rates)
     alone = _service(traffic, rates).p95 + (0 if transfer is None else transfer.p95) + aims.itl_s
     if aims.ttft_s is not None and alone > aims.ttft_s:

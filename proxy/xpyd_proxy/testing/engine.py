@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
-from xpyd_proxy.testing.replies import Replies, error, event
+from xpyd_proxy.testing.replies import MessagesReplies, Replies, ResponsesReplies, error, event
 from xpyd_proxy.testing.rules import (
     Json,
     Violation,
@@ -35,7 +35,6 @@ from xpyd_proxy.testing.rules import (
     prompts_of,
     token_limit,
 )
-from xpyd_proxy.testing.styles import MessagesReplies, ResponsesReplies
 
 AnyReplies: TypeAlias = Replies | ResponsesReplies | MessagesReplies
 
@@ -114,7 +113,17 @@ class Sim:
         self._used: set[bytes] = set()
         self._mode = mode
         self._pushed = pushed
-        self._app = Starlette(routes=self._routes())
+        routes = [
+            Route("/health", _health),
+            Route("/version", _version),
+            Route("/metrics", self._metrics),
+            Route("/v1/models", self._models),
+            *(Route(path, self._generate, methods=["POST"]) for path in _LIMITS),
+            *(Route(path, self._run, methods=["POST"]) for path in ENDPOINTS.keys() - _LIMITS.keys()),
+            Route("/sim/faults", self._set_fault, methods=["POST"]),
+            Route("/sim/log", self._show_log),
+        ]
+        self._app = Starlette(routes=routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, with the connection at hand: ASGI itself has no way to drop one."""
@@ -128,18 +137,6 @@ class Sim:
     def restart(self) -> None:
         """Be another engine from now on, at the same address."""
         self.engine_id = _new_engine_id()
-
-    def _routes(self) -> list[Route]:
-        return [
-            Route("/health", _health),
-            Route("/version", _version),
-            Route("/metrics", self._metrics),
-            Route("/v1/models", self._models),
-            *(Route(path, self._generate, methods=["POST"]) for path in _LIMITS),
-            *(Route(path, self._run, methods=["POST"]) for path in ENDPOINTS.keys() - _LIMITS.keys()),
-            Route("/sim/faults", self._set_fault, methods=["POST"]),
-            Route("/sim/log", self._show_log),
-        ]
 
     async def _metrics(self, _: Request) -> Response:
         running = sum(entry.state == "open" for entry in self.log)

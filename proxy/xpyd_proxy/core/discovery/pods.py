@@ -85,7 +85,8 @@ def engine_of(pod: Pod) -> Wanted | None:
         return None
     if role not in tuple(Role):
         raise _wrong(pod, Mark.ROLE, role, "prefill or decode")
-    leaves = pod.metadata.deletion_timestamp is not None or not _is_ready(pod)
+    is_ready = any(one.type == "Ready" and one.status == "True" for one in pod.status.conditions or ())
+    leaves = pod.metadata.deletion_timestamp is not None or not is_ready
     return Wanted(Role(role), _target(pod, pod.status.ip), pod.metadata.uid, leaves)
 
 
@@ -119,10 +120,6 @@ def _port(pod: Pod) -> str:
 def _mark(pod: Pod, mark: Mark) -> str | None:
     meta = pod.metadata
     return (meta.annotations or {}).get(mark) or (meta.labels or {}).get(mark) or None
-
-
-def _is_ready(pod: Pod) -> bool:
-    return any(one.type == "Ready" and one.status == "True" for one in pod.status.conditions or ())
 
 
 def _wrong(pod: Pod, mark: Mark, value: str, right: str) -> AddressError:

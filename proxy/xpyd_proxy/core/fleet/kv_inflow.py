@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from xpyd_proxy.core.fleet.engine_metrics import is_of
 from xpyd_proxy.core.model import InstanceId
 
 # Its own prefix cache counts as well: what is there need not be sent.
@@ -17,7 +18,6 @@ _RECEIVED: Final = re.compile(
     rb'(?P<labels>[^\n]*source="(?:external_kv_transfer|local_cache_hit)"[^\n]*)\} (?P<value>[0-9.eE+]{1,32})$',
     re.MULTILINE,
 )
-_RANK: Final = re.compile(rb'(?:^|,)engine="([0-9]{1,6})"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +62,11 @@ class KvInflow:
 
 def received(exposition: bytes, rank: int | None = None) -> float | None:
     """Read in an engine's metrics, or those of one of its ranks, how many prompt tokens it did not compute."""
-    values = [_number(line) for line in _RECEIVED.finditer(exposition) if _is_of(line, rank)]
+    values = list[float]()
+    for line in _RECEIVED.finditer(exposition):
+        if is_of(line, rank):
+            try:
+                values.append(float(line["value"]))
+            except ValueError:
+                values.append(0.0)
     return sum(values) if values else None
-
-
-def _is_of(line: re.Match[bytes], rank: int | None) -> bool:
-    engine = _RANK.search(line["labels"])
-    return rank is None or engine is None or int(engine[1]) == rank
-
-
-def _number(line: re.Match[bytes]) -> float:
-    try:
-        return float(line["value"])
-    except ValueError:
-        return 0.0

@@ -86,11 +86,7 @@ class Registry:
         return False
 
     def remove(self, name: InstanceId, *, now: float) -> None:
-        """Forget an engine; its legs go on, and are nobody's.
-
-        Raises:
-            UnknownInstance: there is none of this id.
-        """
+        """Forget an engine; its legs go on, and are nobody's. Raises UnknownInstance: there is none of this id."""
         member = self.member(name)
         member.life.remove(now=now)
         del self._members[name]
@@ -100,21 +96,13 @@ class Registry:
             del self._at[place]
 
     def drain(self, name: InstanceId, *, now: float) -> None:
-        """Send it nothing new.
-
-        Raises:
-            UnknownInstance: there is none of this id.
-        """
+        """Send it nothing new. Raises UnknownInstance: there is none of this id."""
         member = self.member(name)
         member.life.drain(now=now)
         member.drain = member.drain or Drain(now)
 
     def retire(self, name: InstanceId, *, now: float) -> None:
-        """Send it nothing new, and forget it as soon as it has nothing left.
-
-        Raises:
-            UnknownInstance: there is none of this id.
-        """
+        """Send it nothing new, and forget it as soon as it has nothing left; raises UnknownInstance."""
         self.drain(name, now=now)
         self.member(name).retires = True
 
@@ -133,18 +121,20 @@ class Registry:
 
     def settle(self, *, patience_s: float, now: float) -> Sequence[Instance]:
         """Let the engines that are drained now be so, and return them; those that retire are forgotten."""
-        drained = [member for member in self._members.values() if _settled(member, patience_s, now)]
+        drained = list[Instance]()
         for member in self.members():
-            if member.retires and member.life.state is HealthState.DRAINED:
-                self.remove(member.instance.id, now=now)
-        return [member.instance for member in drained]
+            one, life = member.instance, member.life
+            if life.state is HealthState.DRAINING and member.drain is not None:
+                found = member.drain.verdict(one.role, member.load.in_flight, patience_s=patience_s, now=now)
+                if found is not None:
+                    life.empty(found, now=now)
+                    drained.append(one)
+            if member.retires and life.state is HealthState.DRAINED:
+                self.remove(one.id, now=now)
+        return drained
 
     def member(self, name: InstanceId) -> Member:
-        """Return what is known of an engine.
-
-        Raises:
-            UnknownInstance: there is none of this id.
-        """
+        """Return what is known of an engine. Raises UnknownInstance: there is none of this id."""
         if (member := self._members.get(name)) is None:
             raise UnknownInstance(f"there is no instance {name!r}: `xpyd instances list` shows those there are")
         return member
@@ -182,9 +172,10 @@ class Registry:
 
     def fitting(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
         """List those decode engines that can read the blocks of a prefill engine; what is not known fits everything."""
-        return [instance for instance in decode if fit(self._facts(prefill), self._facts(instance))]
+        return [instance for instance in decode if fit(self.facts(prefill), self.facts(instance))]
 
-    def _facts(self, instance: Instance) -> EngineCapabilities:
+    def facts(self, instance: Instance) -> EngineCapabilities:
+        """Return what is known of an engine that decides with whom it can share a request."""
         member = self.get(instance.id)
         return EngineCapabilities() if member is None else member.facts
 
@@ -197,7 +188,8 @@ class Registry:
     def _check_new(self, role: Role, address: Address, rank: int | None) -> None:
         for name in self._at.get((role, address.host, address.port), ()):
             member = self._members[name]
-            if _overlap(member.instance.rank, rank) and not member.retires:
+            overlaps = rank is None or member.instance.rank in (None, rank)
+            if overlaps and not member.retires:
                 raise AlreadyKnown(f"{address.authority} is already known as {name}")
 
     def _of(self, role: Role) -> list[Member]:
@@ -206,20 +198,6 @@ class Registry:
 
 def _place(instance: Instance) -> tuple[Role, str, int]:
     return instance.role, instance.address.host, instance.address.port
-
-
-def _overlap(one: int | None, other: int | None) -> bool:
-    return one is None or other is None or one == other
-
-
-def _settled(member: Member, patience_s: float, now: float) -> bool:
-    if member.life.state is not HealthState.DRAINING or member.drain is None:
-        return False
-    found = member.drain.verdict(member.instance.role, member.load.in_flight, patience_s=patience_s, now=now)
-    if found is None:
-        return False
-    member.life.empty(found, now=now)
-    return True
 
 
 def _state(member: Member) -> str:

@@ -41,11 +41,7 @@ class Explainer:
     rules: Callable[[], RequestRules]
 
     def explain(self, call: GenerationRequest) -> Explanation:
-        """Say what would become of a request now.
-
-        Raises:
-            NoInstance, UnknownModel, BadRequest: it would be refused.
-        """
+        """Say what would become of a request now. Raises NoInstance, UnknownModel, BadRequest: it would be refused."""
         decode, pairing, rules = self.usable(Role.DECODE), self.rehearsal(), self.rules()
         solo = solo_reason(call.api, call.fields, min_split_prompt_bytes=rules.min_split_prompt_bytes)
         if solo is None:

@@ -6,7 +6,7 @@ from typing import Final, Protocol, Self
 
 from xpyd_proxy.core.fleet import compatibility
 from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.registry import Member, Registry
+from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import ANY, Instance, Role, RoutingHints
 from xpyd_proxy.errors import BadRequest, NoInstance, UnknownModel
 
@@ -126,7 +126,11 @@ class PairSelector:
         of = [*prefill, None, *decode, *facts_now]
         seen = self._seen.get((ask.model, ask.rank))
         if seen is None or seen.of != of:
-            seen = self._look(of, *self._narrowed(prefill, decode, ask), ask)
+            left, right = self._narrowed(prefill, decode, ask)
+            if len(self._seen) >= _MOST_SEEN:
+                self._seen.clear()
+            all_fit = all(self._fits(p, d) for p in left for d in right)
+            seen = self._seen[ask.model, ask.rank] = _Seen(of, left, right, all_fit)
         return self.choice.pair(seen.prefill, seen.decode, ask, compatibility.always if seen.all_fit else self._fits)
 
     def one(self, decode: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
@@ -148,34 +152,28 @@ class PairSelector:
         prefill = self._serving(Role.PREFILL, prefill, ask)
         return self._matched(*self._matched(prefill, decode))
 
-    def _look(
-        self, of: Sequence[object], prefill: Sequence[Instance], decode: Sequence[Instance], ask: RoutingHints
-    ) -> _Seen:
-        if len(self._seen) >= _MOST_SEEN:
-            self._seen.clear()
-        all_fit = all(self._fits(p, d) for p in prefill for d in decode)
-        seen = self._seen[ask.model, ask.rank] = _Seen(of, prefill, decode, all_fit)
-        return seen
-
     def _serving(self, role: Role, among: Sequence[Instance], ask: RoutingHints) -> Sequence[Instance]:
-        found = [instance for instance in among if self._facts(instance).serves(ask.model) and _has_rank(instance, ask)]
+        serving = (instance for instance in among if self.registry.facts(instance).serves(ask.model))
+        found = [instance for instance in serving if _has_rank(instance, ask)]
         if found:
             return found
         members = [member for member in self.registry.members() if member.facts.serves(ask.model)]
         if not members:
-            raise UnknownModel(f"the model {ask.model!r} is not served here; there is {self._models()}")
-        if not any(_has_rank(member.instance, ask) for member in members if member.instance.role is role):
-            raise _nothing_serves(role, ask)
-        raise NoInstance(f"no {role} instance that would do can take a request now: {_said(role, members)}")
+            names = {name for member in self.registry.members() for name in member.facts.models or ()}
+            there = ", ".join(sorted(names)) or "none"
+            raise UnknownModel(f"the model {ask.model!r} is not served here; there is {there}")
+        members = [member for member in members if member.instance.role is role]
+        if not any(_has_rank(member.instance, ask) for member in members):
+            if ask.rank is not None and role is Role.DECODE:
+                raise BadRequest(f"X-data-parallel-rank is {ask.rank}, and no decode instance has this rank")
+            raise NoInstance(f"no {role} instance serves the model {ask.model!r}")
+        states = ", ".join(f"{member.instance.id} is {member.life.state}" for member in members)
+        raise NoInstance(f"no {role} instance that would do can take a request now: {states}")
 
     def _matched(
         self, prefill: Sequence[Instance], decode: Sequence[Instance]
     ) -> tuple[Sequence[Instance], Sequence[Instance]]:
-        """Drop the engines that fit none of the other side.
-
-        Raises:
-            NoInstance: none is left.
-        """
+        """Drop the engines that fit none of the other side. Raises NoInstance: none is left."""
         left = [p for p in prefill if any(self._fits(p, d) for d in decode)]
         if not left:
             raise NoInstance(
@@ -201,35 +199,17 @@ class PairSelector:
 
     def _sorted(self, among: Sequence[Instance]) -> tuple[Sequence[Instance], Sequence[Instance]]:
         """Tell those that wait for their trial from those that are well."""
-        trying = [instance for instance in among if self._is_trying(instance)]
+        trying = [
+            instance
+            for instance in among
+            if (member := self.registry.get(instance.id)) is not None and member.life.state is HealthState.HALF_OPEN
+        ]
         return trying, [instance for instance in among if instance not in trying] if trying else among
 
     def _fits(self, prefill: Instance, decode: Instance) -> bool:
-        return compatibility.fit(self._facts(prefill), self._facts(decode))
-
-    def _facts(self, instance: Instance) -> compatibility.EngineCapabilities:
-        member = self.registry.get(instance.id)
-        return compatibility.EngineCapabilities() if member is None else member.facts
-
-    def _is_trying(self, instance: Instance) -> bool:
-        member = self.registry.get(instance.id)
-        return member is not None and member.life.state is HealthState.HALF_OPEN
-
-    def _models(self) -> str:
-        names = {name for member in self.registry.members() for name in member.facts.models or ()}
-        return ", ".join(sorted(names)) or "none"
+        return compatibility.fit(self.registry.facts(prefill), self.registry.facts(decode))
 
 
 def _has_rank(instance: Instance, ask: RoutingHints) -> bool:
     """Look for the rank that a client wants: it means the engine that answers, so prefill engines have them all."""
     return ask.rank is None or instance.rank in (None, ask.rank) or instance.role is Role.PREFILL
-
-
-def _nothing_serves(role: Role, ask: RoutingHints) -> NoInstance | BadRequest:
-    if ask.rank is not None and role is Role.DECODE:
-        return BadRequest(f"X-data-parallel-rank is {ask.rank}, and no decode instance has this rank")
-    return NoInstance(f"no {role} instance serves the model {ask.model!r}")
-
-
-def _said(role: Role, members: Sequence[Member]) -> str:
-    return ", ".join(f"{m.instance.id} is {m.life.state}" for m in members if m.instance.role is role)

@@ -2,8 +2,8 @@
 
 import os
 import random
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 
 import msgspec
 
@@ -17,25 +17,26 @@ from xpyd_proxy.errors import AddressError, ConfigError
 from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from xpyd_proxy.io.discovery.reconciler import Discovery, Entries, Pods, Reconciler
 from xpyd_proxy.io.discovery.reflector import Collection, Reflector
+from xpyd_proxy.io.discovery.stores import Store, StoreObserver
 from xpyd_proxy.io.discovery.stores.configmap import ConfigMapStore
 from xpyd_proxy.io.discovery.stores.file import FileStore
 from xpyd_proxy.io.discovery.stores.memory import MemoryStore
-from xpyd_proxy.io.discovery.stores.port import Store, StoreObserver
 from xpyd_proxy.settings import Settings
 
 
 def discovery_of(
     settings: Settings, registry: Registry, clock: Callable[[], float], tell: Callable[[Verb, InstanceId], None]
 ) -> Discovery:
-    """Build it.
-
-    Raises:
-        ConfigError: this is no pod, or what the store needs is not installed.
-    """
+    """Build it. Raises ConfigError: this is no pod, or what the store needs is not installed."""
     pods = settings.kubernetes_selector is not None
     reconciler = Reconciler(registry, [EngineSource.STORE, *([EngineSource.PODS] if pods else [])], clock)
     store = _store(settings, Entries(reconciler), clock)
-    feeds = [_pods(settings, Pods(reconciler), clock)] if pods else []
+    feeds: list[Callable[[], AbstractAsyncContextManager[None]]] = []
+    if pods:
+        api = Kubernetes(Cluster.around(settings.kubernetes_namespace))
+        selector = {"labelSelector": settings.kubernetes_selector or ""}
+        what = Collection(f"/api/v1/namespaces/{api.namespace}/pods", selector)
+        feeds.append(Reflector(api, what, read_pod, Pods(reconciler), clock=clock, chance=random.random).running)
     return Discovery(registry, reconciler, store, feeds, tell)
 
 
@@ -50,32 +51,11 @@ def _store(settings: Settings, told: StoreObserver, clock: Callable[[], float]) 
             api = Kubernetes(Cluster.around(settings.kubernetes_namespace))
             return ConfigMapStore(api, where, told, clock=clock)
         case _:
-            return _redis(settings.store, told)
-
-
-def _redis(url: str, told: StoreObserver) -> Store:
-    try:
-        from xpyd_proxy.io.discovery.stores.redis import RedisStore  # noqa: PLC0415 (what it imports is an extra)
-    except ImportError as exc:
-        raise ConfigError("the store is Redis, but redis is not installed: pip install 'xpyd[redis]'") from exc
-    return RedisStore(url, told, password=os.environ.get("XPYD_REDIS_PASSWORD"))
-
-
-def _pods(
-    settings: Settings, told: Pods, clock: Callable[[], float]
-) -> Callable[[], AbstractAsyncContextManager[None]]:
-    api = Kubernetes(Cluster.around(settings.kubernetes_namespace))
-    what = Collection(f"/api/v1/namespaces/{api.namespace}/pods", {"labelSelector": settings.kubernetes_selector or ""})
-    reflector = Reflector(api, what, read_pod, told, clock=clock, chance=random.random)
-
-    @asynccontextmanager
-    async def running() -> AsyncGenerator[None]:
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(api)
-            await stack.enter_async_context(reflector.running())
-            yield
-
-    return running
+            try:
+                from xpyd_proxy.io.discovery.stores.redis import RedisStore  # noqa: PLC0415 (its library is an extra)
+            except ImportError as exc:
+                raise ConfigError("the store is Redis, but redis is not installed: pip install 'xpyd[redis]'") from exc
+            return RedisStore(settings.store, told, password=os.environ.get("XPYD_REDIS_PASSWORD"))
 
 
 def read_pod(meta: Meta, raw: msgspec.Raw) -> Wanted | AddressError | None:

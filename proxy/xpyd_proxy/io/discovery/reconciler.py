@@ -15,7 +15,7 @@ from xpyd_proxy.core.model import InstanceId, Role
 from xpyd_proxy.core.workers.instance_ids import Verb
 from xpyd_proxy.errors import AddressError, AlreadyKnown
 from xpyd_proxy.io.background import meanwhile
-from xpyd_proxy.io.discovery.stores.port import Store
+from xpyd_proxy.io.discovery.stores import Store
 
 logger = logging.getLogger(__name__)
 _TICK_S: Final = 1.0  # seconds between two looks without a reason: what retired may have made room
@@ -95,44 +95,41 @@ class Reconciler:
 
 
 class Pods:
-    """Hears what the watch of pods sees: engines, and pods that say something impossible."""
+    """Hears what a source sees: engines, and objects that say something impossible. The source is the watch of pods."""
 
-    def __init__(self, reconciler: Reconciler) -> None:
+    def __init__(self, reconciler: Reconciler, source: EngineSource = EngineSource.PODS) -> None:
         self._reconciler = reconciler
+        self._source = source
         self._said: set[str] = set()
 
     def view(self, objects: Mapping[str, Wanted | AddressError | None], /) -> None:
-        """Take all pods."""
+        """Take all objects."""
         said = {str(one) for one in objects.values() if isinstance(one, AddressError)}
-        _complain(said - self._said)
+        for text in sorted(said - self._said):
+            logger.warning("left out: %s", text)
         self._said = said
-        self._reconciler.view(EngineSource.PODS, (one for one in objects.values() if isinstance(one, Wanted)))
+        self._reconciler.view(self._source, (one for one in objects.values() if isinstance(one, Wanted)))
 
     def heard(self) -> None:
         """Pass it on."""
-        self._reconciler.heard(EngineSource.PODS)
+        self._reconciler.heard(self._source)
 
 
 class Entries:
     """Hears what the store has: texts, which somebody may have edited."""
 
     def __init__(self, reconciler: Reconciler) -> None:
-        self._reconciler = reconciler
+        self._view = Pods(reconciler, EngineSource.STORE)
         self._read: dict[str, Wanted | AddressError] = {}  # by text
-        self._said: set[str] = set()
+        self.heard = self._view.heard
 
     def view(self, entries: Mapping[str, str], /) -> None:
         """Take all entries."""
         self._read = {text: self._read.get(text) or _entry(text) for text in entries.values()}
         found = ((name, self._read[text]) for name, text in entries.items())
-        said = {f"entry {name}: {why}" for name, why in found if isinstance(why, AddressError)}
-        _complain(said - self._said)
-        self._said = said
-        self._reconciler.view(EngineSource.STORE, (one for one in self._read.values() if isinstance(one, Wanted)))
-
-    def heard(self) -> None:
-        """Pass it on."""
-        self._reconciler.heard(EngineSource.STORE)
+        self._view.view(
+            {name: one if isinstance(one, Wanted) else AddressError(f"entry {name}: {one}") for name, one in found}
+        )
 
 
 class Discovery:
@@ -238,8 +235,3 @@ def _entry(text: str) -> Wanted | AddressError:
         return read_entry(text)
     except AddressError as exc:
         return exc
-
-
-def _complain(new: Iterable[str]) -> None:
-    for text in sorted(new):
-        logger.warning("left out: %s", text)

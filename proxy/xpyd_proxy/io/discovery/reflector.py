@@ -113,8 +113,8 @@ class Reflector(Generic[T]):
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Keep the view while the block lasts."""
-        async with meanwhile(self._run()):
+        """Keep the view while the block lasts; at its end the API's connections are closed."""
+        async with self._api, meanwhile(self._run()):
             yield
 
     async def _run(self) -> None:
@@ -124,14 +124,11 @@ class Reflector(Generic[T]):
             after = await self._round(first=failures == 0)
             lived = self._clock() - self._since >= _SHORT_S
             failures = (0 if lived else failures) + (after is not None or not lived)
-            await asyncio.sleep(max(after or 0.0, self._pause(failures)))
-
-    def _pause(self, failures: int) -> float:
-        """Return how many seconds to wait after so many failures in a row."""
-        if failures == 0:
-            return 0.0
-        rhythm = self._rhythm
-        return min(rhythm.pause_s * 2.0 ** min(failures - 1, 30), rhythm.pause_most_s) * (0.5 + self._chance() / 2)
+            pause = 0.0
+            if failures:
+                longer = min(self._rhythm.pause_s * 2.0 ** min(failures - 1, 30), self._rhythm.pause_most_s)
+                pause = longer * (0.5 + self._chance() / 2)
+            await asyncio.sleep(max(after or 0.0, pause))
 
     async def _round(self, *, first: bool) -> float | None:
         """List and watch once; return None, or after a failure how many seconds the API wants to be left alone."""
@@ -203,18 +200,15 @@ class Reflector(Generic[T]):
                 return self._items.pop(uid, None) is not None
             case "ADDED" | "MODIFIED":
                 meta, item = self._item(event.object)
-                if meta.uid in self._gone or self._is_old(meta):
+                known = self._items.get(meta.uid)
+                seen, new = self._listed if known is None else known.version, meta.resource_version
+                is_old = seen.isdigit() and new.isdigit() and int(new) <= int(seen)  # it came twice, or late
+                if meta.uid in self._gone or is_old:
                     return False
                 self._items[meta.uid] = item
                 return True
             case other:
                 raise KubeError(f"the watch of {self._what.path} sends {other!r}, which is no event")
-
-    def _is_old(self, meta: Meta) -> bool:
-        """Tell whether the view is already past this version: it came twice, or late."""
-        known = self._items.get(meta.uid)
-        seen = self._listed if known is None else known.version
-        return seen.isdigit() and meta.resource_version.isdigit() and int(meta.resource_version) <= int(seen)
 
     def _item(self, raw: msgspec.Raw) -> tuple[Meta, _Item[T]]:
         meta = _sound(raw, _Holder).metadata

@@ -32,10 +32,6 @@ class GiveUp(Protocol):
         ...
 
 
-def _nobody(_instance: Instance, /, *, silent_s: float) -> int:  # noqa: ARG001 (as the port has it)
-    return 0
-
-
 @dataclass(slots=True)
 class _Turn:
     """The latest look at an engine."""
@@ -56,7 +52,7 @@ class Prober:
         clock: Callable[[], float],
         chance: Callable[[], float],
         *,
-        give_up: GiveUp = _nobody,
+        give_up: GiveUp = lambda _instance, *, silent_s: 0,  # noqa: ARG005 (as the port has it)
     ) -> None:
         self._registry = registry
         self._checks = checks
@@ -99,14 +95,13 @@ class Prober:
         """Return whom to look at now: everybody who has been left alone for long enough, one look at a time."""
         now, members = self._clock(), self._registry.members()
         self._turns = {member.instance.id: self._turns.get(member.instance.id, _Turn()) for member in members}
-        due = [member for member in members if self._is_due(member, now)]
-        for member in due:
-            self._turns[member.instance.id] = _Turn(now, 0.75 + self._chance() / 2, is_on=True)
+        due = list[Member]()
+        for member in members:
+            turn, pause = self._turns[member.instance.id], self._pause(member)
+            if not turn.is_on and pause > 0 and now >= turn.at + pause * turn.stretch:
+                self._turns[member.instance.id] = _Turn(now, 0.75 + self._chance() / 2, is_on=True)
+                due.append(member)
         return due
-
-    def _is_due(self, member: Member, now: float) -> bool:
-        turn, pause = self._turns[member.instance.id], self._pause(member)
-        return not turn.is_on and pause > 0 and now >= turn.at + pause * turn.stretch
 
     def _pause(self, member: Member) -> float:
         """Return how long it is left alone after a look; 0: for ever."""
@@ -124,20 +119,14 @@ class Prober:
                 await self._look(member)
             except ProbeFailed as sick:
                 member.life.missed(str(sick), now=self._clock(), silent=sick.silent)
-                self._note_silence(member)
+                hung_s = self._settings.unresponsive_timeout_s
+                hangs = member.life.silent_s(now=self._clock()) >= hung_s  # its connections may stay open for ever
+                if hangs and (count := self._give_up(member.instance, silent_s=hung_s)):
+                    said = "%s has answered no probe for %g s: %d requests are given up"
+                    logger.warning(said, member.instance.id, hung_s, count)
             except Exception:  # a bug must not end the probing of all the others
                 logger.exception("the probe of %s failed", member.instance.id)
         turn.is_on = False
-
-    def _note_silence(self, member: Member) -> None:
-        """Have the requests of an engine that hangs go elsewhere: their connections may stay open for ever."""
-        hung_s = self._settings.unresponsive_timeout_s
-        if member.life.silent_s(now=self._clock()) < hung_s:
-            return
-        if count := self._give_up(member.instance, silent_s=hung_s):
-            logger.warning(
-                "%s has answered no probe for %g s: %d requests are given up", member.instance.id, hung_s, count
-            )
 
     async def _look(self, member: Member) -> None:
         name = member.instance.id

@@ -42,7 +42,8 @@ class SharedRegistry(Registry):
         origin: Origin = BY_HAND,
     ) -> Instance:
         """Start to route to an engine, as all workers do; raises AlreadyKnown."""
-        key = _key(role, address.authority, rank, origin)
+        identity = "" if origin.wanted is None else origin.wanted.identity
+        key = key_of(role, address.authority, rank, origin.source, identity)
         self._added[role] = self._ledger.number(key, anew=self._has_begun)
         instance = super().add(role, address, rank=rank, facts=facts, now=now, origin=origin)
         self._named[key] = instance.id
@@ -99,7 +100,3 @@ class SharedRegistry(Registry):
                     logger.warning("%s stays drained: %s", name, exc)
             case _:
                 pass
-
-
-def _key(role: Role, authority: str, rank: int | None, origin: Origin) -> str:
-    return key_of(role, authority, rank, origin.source, "" if origin.wanted is None else origin.wanted.identity)

@@ -22,7 +22,9 @@ def reserved(host: str, port: int) -> Generator[int]:
         raise ConfigError(f"workers above 1 need Linux, and this is {sys.platform}: write workers = 1")
     with ExitStack() as stack:
         for family, where in _addresses(host, port):
-            _refuse_if_taken(family, where)  # with the option on, two routers would share the port in silence
+            _bound(
+                family, where, shared=False
+            ).close()  # fails if it is taken: with the option on, two routers would share the port in silence
         sockets = [stack.enter_context(one) for one in bound(host, port)]
         yield int(sockets[0].getsockname()[1])
 
@@ -37,10 +39,6 @@ def bound(host: str, port: int) -> Sequence[socket.socket]:
             sockets.append(stack.enter_context(_bound(family, where, shared=True)))
         stack.pop_all()
         return sockets
-
-
-def _refuse_if_taken(family: int, where: tuple[str, int]) -> None:
-    _bound(family, where, shared=False).close()
 
 
 def _bound(family: int, where: tuple[str, int], *, shared: bool) -> socket.socket:

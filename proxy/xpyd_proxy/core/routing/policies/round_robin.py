@@ -59,7 +59,10 @@ class RoundRobin:
         /,
     ) -> tuple[Instance, Instance]:
         """Return the next pair. A prefill engine that does not fit all has turns of its own with those it fits."""
-        turn = self._turns.next(self._both(prefill, decode))
+        before = self._last  # most often they are the same sequences as the last time
+        if before is None or before[0] is not prefill or before[1] is not decode:
+            before = self._last = prefill, decode, _names([*prefill, *decode])
+        turn = self._turns.next(before[2])
         x, y = len(prefill), len(decode)
         first = prefill[turn % x]
         fitting = decode if fits is always else [instance for instance in decode if fits(first, instance)]
@@ -68,13 +71,6 @@ class RoundRobin:
         cycles = gcd(x, y)
         shift = turn // (x * y // cycles) % cycles
         return first, decode[(turn + shift) % y]
-
-    def _both(self, prefill: Sequence[Instance], decode: Sequence[Instance]) -> _Set:
-        """Return the names of both sides; most often they are the same sequences as the last time."""
-        before = self._last
-        if before is None or before[0] is not prefill or before[1] is not decode:
-            before = self._last = prefill, decode, _names([*prefill, *decode])
-        return before[2]
 
     def one(self, among: Sequence[Instance], _ask: RoutingHints = ANY, /) -> Instance:
         """Return the next engine; these turns do not disturb those of the pairs."""

@@ -88,8 +88,7 @@ class Router:
     requests: Requests
     lifetime: Lifetime
     live: Live
-    on_stalled: Callable[[], None]  # to be called for each client that is given up because it reads nothing
-    on_refused: Callable[[str], None]  # the same for each connection that is closed before its request is served
+    telemetry: Telemetry
     tls: ssl.SSLContext | None  # what it serves https with; None: http
 
 
@@ -208,9 +207,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     app.router.routes.extend(endpoint_routes(Endpoints(requests), keys=keys))
     app.include_router(document_routes(app, settings.admin_key, browsers))
     live = Live(registry, requests, gate, keyring, outbound, time.monotonic)
-    return Router(
-        app, requests, lifetime, live, telemetry.stalled_client, telemetry.refused_connection, server_tls(settings)
-    )
+    return Router(app, requests, lifetime, live, telemetry, server_tls(settings))
 
 
 def _salts(settings: Settings, keyring: Keyring) -> Salts | None:

@@ -68,11 +68,8 @@ def _serve(args: argparse.Namespace) -> int:
             logs.configure(settings.log_level, settings.log_format)
             return supervisor.run(settings, args.command_line)
         return _serve_here(args, place)
-    except ConfigError as exc:
-        sys.stderr.write(f"xpyd serve: {exc}\n")
-        return 2
-    except AlreadyKnown as exc:
-        sys.stderr.write(f"xpyd serve: {exc}: name every engine once\n")
+    except (ConfigError, AlreadyKnown) as exc:
+        sys.stderr.write(f"xpyd serve: {exc}{': name every engine once' if isinstance(exc, AlreadyKnown) else ''}\n")
         return 2
 
 

@@ -101,12 +101,7 @@ def limits_of(settings: Settings) -> AdmissionLimits:
 
 
 def addresses_of(settings: Settings) -> _Addresses:
-    """Return the addresses of the engines by host:port.
-
-    Raises:
-        AddressError: one of them cannot be one.
-        ConfigError: one occurs twice under one role.
-    """
+    """Return the engines by host:port; raises AddressError, or ConfigError: one occurs twice under one role."""
     found: dict[Role, dict[str, Target]] = {role: {} for role in Role}
     for role, texts in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
         for target in map(Target.parse, texts):

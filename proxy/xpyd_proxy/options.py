@@ -90,11 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def serve_settings(args: argparse.Namespace) -> Settings:
-    """Put the settings together from parsed arguments, the configuration file if there is one, and the environment.
-
-    Raises:
-        ConfigError: the file cannot be read, or says something that is not allowed.
-    """
+    """Put the settings together; raises ConfigError: the file cannot be read, or says what is not allowed."""
     # What every program with OpenTelemetry reads in the environment; a file or an argument says it better.
     endpoint = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     standard: Mapping[str, object] = {"otlp_endpoint": endpoint} if endpoint else {}
@@ -111,11 +107,7 @@ def serve_settings(args: argparse.Namespace) -> Settings:
 
 
 def read_file(path: str) -> Mapping[str, object]:
-    """Read a configuration file: values by the names of the settings.
-
-    Raises:
-        ConfigError: it cannot be read, is not TOML, has an unknown key or a wrong value.
-    """
+    """Read a file: values by the names of settings. Raises ConfigError: it is no TOML, or a key or value is wrong."""
     try:
         found: dict[str, object] = tomllib.loads(read_text(path))
     except tomllib.TOMLDecodeError as exc:
@@ -156,11 +148,7 @@ def needs_restart(old: Settings, new: Settings) -> list[str]:
 
 
 def read(kind: Kind, text: str) -> object:
-    """Return the value that a text stands for.
-
-    Raises:
-        argparse.ArgumentTypeError: it stands for none; the sentence names it and what would be right.
-    """
+    """Return what a text stands for; raises ArgumentTypeError: the sentence names it and what would be right."""
     try:
         value = _value(kind, text)
     except (AddressError, ValueError) as exc:

@@ -55,10 +55,7 @@ def _loop(settings: Settings) -> _Loop:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to us: uvicorn would stop listening at the first one, and end by raising it once more.
-
-    ``line``: on which one of several tells the supervisor that it listens.
-    """
+    """Leaves signals to us: uvicorn would stop listening at the first. ``line``: tells a supervisor that it listens."""
 
     def __init__(self, config: uvicorn.Config, line: int | None) -> None:
         super().__init__(config)
@@ -103,19 +100,19 @@ def run(router: Router, settings: Settings, again: Callable[[], Settings], place
 
 
 def _protocol(router: Router, settings: Settings) -> type[asyncio.Protocol]:
-    admission = router.live.gate.admission
+    admission, telemetry = router.live.gate.admission, router.telemetry
     bounds = Bounds(
         settings.head_timeout_s,
         settings.body_timeout_s,
         _connections(settings.max_connections),
         settings.max_connections_per_address,
     )
-    clients = Clients(bounds, on_refused=router.on_refused, hold=admission.hold, charge=admission.charge)
+    clients = Clients(bounds, on_refused=telemetry.refused_connection, hold=admission.hold, charge=admission.charge)
     return endpoint_protocol(
         router.requests,
         clients,
         write_timeout_s=settings.client_write_timeout_s,
-        on_write_timeout=router.on_stalled,
+        on_write_timeout=telemetry.stalled_client,
     )
 
 

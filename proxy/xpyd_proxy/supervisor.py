@@ -26,11 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(settings: Settings, arguments: Sequence[str]) -> int:
-    """Serve with several processes of the same command line until SIGTERM or SIGINT; return the exit code.
-
-    Raises:
-        ConfigError: the address cannot be listened at, or there is no place for what the workers share.
-    """
+    """Serve with several processes until SIGTERM or SIGINT; return the exit code, or raise ConfigError."""
     with reserved(settings.host, settings.port) as port, _folder() as folder:
         scheme, host = "http" if settings.tls_cert is None else "https", settings.host
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -55,8 +51,6 @@ def _folder() -> Generator[str]:
 
 @dataclass(slots=True)
 class _Worker:
-    """One process."""
-
     process: asyncio.subprocess.Process
     line: socket.socket  # its end of it says when this process has ended
     is_ready: bool = False

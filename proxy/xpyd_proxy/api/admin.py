@@ -55,10 +55,7 @@ def admin_routes(
         """List the engines' addresses."""
         prefill, decode = ([node.address.authority for node in fleet.known(role)] for role in Role)
         return FleetStatus(
-            prefill_node_count=len(prefill),
-            decode_node_count=len(decode),
-            prefill_nodes=prefill,
-            decode_nodes=decode,
+            prefill_node_count=len(prefill), decode_node_count=len(decode), prefill_nodes=prefill, decode_nodes=decode
         )
 
     @router.post("/instances/add", responses=OPERATOR_ERRORS)

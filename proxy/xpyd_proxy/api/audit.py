@@ -54,9 +54,8 @@ class Audit:
         try:
             yield act
         except HTTPException as exc:
-            self._note(
-                request, AuditResult.FAILED if exc.status_code >= 500 else AuditResult.REFUSED, act, str(exc.detail)
-            )
+            result = AuditResult.FAILED if exc.status_code >= 500 else AuditResult.REFUSED
+            self._note(request, result, act, str(exc.detail))
             raise
         except BaseException as exc:
             self._note(request, AuditResult.FAILED, act, type(exc).__name__)

@@ -58,7 +58,8 @@ class AuthMiddleware:
                 if self._lifetime.stage is not Stage.CLOSED:
                     raise
                 # The server cuts off what took too long to finish, and cares for nothing that comes after.
-                await answer.cut_off(scope, receive)
+                if answer.start is None:  # else nothing can be said any more
+                    await response_to(cut_short(), scope)(scope, receive, send)
 
 
 @dataclass(slots=True)
@@ -78,11 +79,6 @@ class _ObservedSend:
             if self.lifetime.stage is not Stage.SERVING:
                 message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
         await self.send(message)
-
-    async def cut_off(self, scope: Scope, receive: Receive) -> None:
-        """Say so, as far as it can still be said."""
-        if self.start is None:
-            await response_to(cut_short(), scope)(scope, receive, self.send)
 
 
 def is_open(path: str) -> bool:

@@ -8,12 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from xpyd_proxy.api.request_context import id_headers, note_fault
-from xpyd_proxy.errors import (
-    ProxyError,
-    Refused,
-    TurnedAway,
-    Unauthorized,
-)
+from xpyd_proxy.errors import ProxyError, Refused, TurnedAway, Unauthorized
 from xpyd_proxy.requests.error_body import error_body, openai_error
 
 _ADMIN_PATHS: Final = frozenset({"/status"})

@@ -19,14 +19,7 @@ from xpyd_proxy.core.model import Api, GenerationRequest, InstanceId, first_head
 from xpyd_proxy.core.protocol.request_bodies import parse
 from xpyd_proxy.core.routing.explain import Explainer
 from xpyd_proxy.core.routing.routing_hints import rank_of
-from xpyd_proxy.errors import (
-    AddressError,
-    AlreadyKnown,
-    BadRequest,
-    NoInstance,
-    UnknownInstance,
-    UnknownModel,
-)
+from xpyd_proxy.errors import AddressError, AlreadyKnown, BadRequest, NoInstance, UnknownInstance, UnknownModel
 from xpyd_proxy.io.discovery.reconciler import Discovery, NotManagedHere
 from xpyd_proxy.io.discovery.stores import StoreDown
 from xpyd_proxy.settings import Settings
@@ -76,12 +69,7 @@ class InstanceAdmin:
         )
 
     def found(self, named: InstanceName) -> Sequence[Member]:
-        """Return the engines that are meant.
-
-        Raises:
-            UnknownInstance: there is none.
-            AddressError: the address is none.
-        """
+        """Return the engines that are meant; raises UnknownInstance, or AddressError: the address is none."""
         if named.id is not None:
             return [self.registry.member(InstanceId(named.id))]
         if named.type is None or named.instance is None:

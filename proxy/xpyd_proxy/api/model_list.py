@@ -37,11 +37,7 @@ class ModelCatalog:
         self._model = model
 
     async def listing(self, headers: Headers) -> EngineResponse:
-        """Return the models of all engines that answer, each once; of two that have one the decode engine describes it.
-
-        Raises:
-            NoInstance: none answers.
-        """
+        """Return all engines' models, each once, as decode engines describe them; raises NoInstance: none answers."""
         known = [*self._registry.known(Role.DECODE), *self._registry.known(Role.PREFILL)]
         asked = await asyncio.gather(*(self._ask(instance, headers) for instance in known))
         answers = [answer for answer in asked if answer is not None and answer.status < 500]

@@ -41,6 +41,10 @@ OPERATOR_ERRORS: Final[dict[int | str, dict[str, Any]]] = {
 }
 
 
+def _worded(field: str, fault: str) -> str:
+    return f"The body is not what this route takes: {field + ': ' if field else ''}{fault}"
+
+
 @dataclass(frozen=True, slots=True)
 class OperatorAccess:
     """Who may call the routes, and what is written about it."""
@@ -49,7 +53,7 @@ class OperatorAccess:
     audit: Audit
 
     def route(
-        self, *, body_most: int, sentence: Callable[[str, str], str] | None = None, any_media: bool = False
+        self, *, body_most: int, sentence: Callable[[str, str], str] = _worded, any_media: bool = False
     ) -> type[APIRoute]:
         """Return the class of routes whose bodies have at most so many bytes.
 
@@ -57,7 +61,6 @@ class OperatorAccess:
         body may be declared as anything.
         """
         authenticate, audit = require_admin_key(self.admin_key, self.audit), self.audit
-        worded = sentence or _worded
 
         class OperatorRoute(APIRoute):
             def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -73,9 +76,12 @@ class OperatorAccess:
                         try:
                             return await serve(_JsonRequest(request, _parsed(body)))
                         except (NotJson, BadRequest) as exc:
-                            raise HTTPException(400, worded("", str(exc))) from exc
+                            raise HTTPException(400, sentence("", str(exc))) from exc
                         except RequestValidationError as exc:
-                            raise HTTPException(400, worded(*_first_fault(exc))) from exc
+                            first = exc.errors()[0]
+                            place = ".".join(map(str, first["loc"][1:]))[:_SHOWN]
+                            shown = "".join(letter if letter.isprintable() else "?" for letter in place)
+                            raise HTTPException(400, sentence(shown, str(first["msg"]))) from exc
 
                 return handler
 
@@ -117,12 +123,7 @@ async def _read(request: Request, most: int, *, any_media: bool) -> bytes:
 
 
 def _parsed(body: bytes) -> Mapping[str, object]:
-    """Read a JSON object; one value stays the bytes that came.
-
-    Raises:
-        BadRequest: it has too many names, or a long value.
-        NotJson: it is no object.
-    """
+    """Read an object, but one value; raises NotJson, or BadRequest: it has too many names, or a long value."""
     check_names(body)
     found: dict[str, object] = {**decode(body, Fields)}
     for name, raw in decode(body, Fields).items():
@@ -131,14 +132,3 @@ def _parsed(body: bytes) -> Mapping[str, object]:
                 raise BadRequest(f"{name[:_SHOWN]} has more than {SMALL_BODY} bytes")
             found[name] = decode(raw, object)
     return found
-
-
-def _first_fault(error: RequestValidationError) -> tuple[str, str]:
-    """Return the first field that is wrong or missing, and what is wrong with it."""
-    first = error.errors()[0]
-    place = ".".join(map(str, first["loc"][1:]))[:_SHOWN]
-    return "".join(letter if letter.isprintable() else "?" for letter in place), str(first["msg"])
-
-
-def _worded(field: str, fault: str) -> str:
-    return f"The body is not what this route takes: {field + ': ' if field else ''}{fault}"

@@ -18,21 +18,12 @@ def passed_on(scope: Scope) -> Headers:
 
 
 def require_json(scope: Scope) -> None:
-    """Accept a body that is declared as JSON, or not declared at all.
-
-    Raises:
-        UnsupportedMedia: it is declared as something else.
-    """
+    """Accept a body that is declared as JSON, or not declared at all; raises UnsupportedMedia."""
     check_json(_header(scope, b"content-type"))
 
 
 async def read_body(scope: Scope, receive: Receive, *, limit: int) -> bytes:
-    """Read the body, never holding more bytes of it than the limit.
-
-    Raises:
-        BodyTooLarge: it is longer, or says so.
-        ClientDisconnect: the client hung up before it was complete.
-    """
+    """Read at most ``limit`` bytes; raises BodyTooLarge, or ClientDisconnect: it hung up before the end."""
     check_length(_header(scope, b"content-length"), limit)
     parts: list[bytes] = []
     try:

@@ -42,11 +42,7 @@ def add_access_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_access(args: argparse.Namespace) -> Access:
-    """Read what the flags and the environment name.
-
-    Raises:
-        ConfigError: there is no key, a file is not what it should be, or the flags contradict each other.
-    """
+    """Read what flags and environment name; raises ConfigError: a key is missing, a file is wrong, or flags clash."""
     url = (args.router if "://" in args.router else f"http://{args.router}").rstrip("/")
     secure = url.startswith("https://")
     for_https = ("ca", "pin", "server_name", "client_cert", "client_key")
@@ -56,47 +52,30 @@ def read_access(args: argparse.Namespace) -> Access:
     if args.pin and (args.ca or args.server_name):
         raise ConfigError("--pin trusts one certificate, of any name: leave out --ca and --server-name")
     tls = _tls(args) if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    return Access(url, _key(args.key_file), tls, args.server_name)
-
-
-def _key(path: str | None) -> str:
-    if path is None:
-        if key := os.environ.get(KEY_VARIABLE, ""):  # never an argument: those are visible in ps
-            return key
+    if args.key_file is not None:
+        key = outbound_key(read_text(args.key_file), args.key_file)
+    elif not (key := os.environ.get(KEY_VARIABLE, "")):  # never an argument: those are visible in ps
         raise ConfigError(f"set {KEY_VARIABLE} in the environment to the key of the router, or name a file: --key-file")
-    return outbound_key(read_text(path), path)
+    return Access(url, key, tls, args.server_name)
 
 
 def _tls(args: argparse.Namespace) -> ssl.SSLContext:
     pin = args.pin or (None if args.ca or args.server_name else os.environ.get(PIN_VARIABLE))
-    context = _pinned(pin) if pin else _authorities(args.ca)
+    if path := pin or args.ca:
+        context, pem = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), read_text(path)  # these authorities and no others
+        if pin:  # the first certificate of a chain itself; whose name it has makes no difference then
+            context.check_hostname = False
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+            first = _PEM.search(pem)
+            pem = first[0] if first else ""
+        try:
+            context.load_verify_locations(cadata=pem)
+        except (OSError, ValueError) as exc:
+            raise ConfigError(f"{path} has no certificate in PEM") from exc
+    else:
+        context = ssl.create_default_context()
     if (args.client_cert is None) != (args.client_key is None):
         raise ConfigError("--client-cert and --client-key belong together")
     if args.client_cert is not None:
         load_chain(context, args.client_cert, args.client_key)
     return context
-
-
-def _authorities(path: str | None) -> ssl.SSLContext:
-    if path is None:
-        return ssl.create_default_context()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # these and no others
-    _trust(context, read_text(path), path)
-    return context
-
-
-def _pinned(path: str) -> ssl.SSLContext:
-    """Trust the first certificate of a chain itself; whose name it has makes no difference then."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    first = _PEM.search(read_text(path))
-    _trust(context, first[0] if first else "", path)
-    return context
-
-
-def _trust(context: ssl.SSLContext, pem: str, path: str) -> None:
-    try:
-        context.load_verify_locations(cadata=pem)
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"{path} has no certificate in PEM") from exc

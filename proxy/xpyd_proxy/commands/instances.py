@@ -32,8 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=10.0, metavar="S", help="seconds for its answer (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the router's own JSON")
     verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=type(parser))
-    listing = verbs.add_parser("list", help="who is there")
-    listing.set_defaults(verb=lambda router, args: _shown(router.ask("/instances"), args))
+    verbs.add_parser("list", help="who is there").set_defaults(verb=_list)
     add = verbs.add_parser("add", help="send requests to one more engine, which must answer")
     add.add_argument("type", choices=["prefill", "decode"])
     add.add_argument("address", metavar="HOST:PORT", help="also HOST:PORT#dp=N for N data-parallel ranks")
@@ -114,6 +113,10 @@ def _said(found: object) -> str:
     inner: object = error.get("error")
     said = cast("Json", inner).get("message") if isinstance(inner, dict) else inner
     return str(error.get("detail") or said or "")
+
+
+def _list(router: _RouterClient, args: argparse.Namespace) -> str:
+    return _shown(router.ask("/instances"), args)
 
 
 def _add(router: _RouterClient, args: argparse.Namespace) -> str:

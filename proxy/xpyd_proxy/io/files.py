@@ -41,11 +41,7 @@ def engine_keys(settings: Settings) -> dict[Role, str]:
 
 
 def server_tls(settings: Settings) -> ssl.SSLContext | None:
-    """Build what the router serves https with; None: it serves http.
-
-    Raises:
-        ConfigError: a file is missing, or is no certificate, or the key is that of another one.
-    """
+    """Build what the router serves https with; None: http. Raises ConfigError: a file is wrong, or two do not fit."""
     cert, key, authorities = settings.tls_cert, settings.tls_key, settings.tls_client_ca
     if cert is None or key is None:
         if (cert, key, authorities) != (None, None, None):

@@ -52,10 +52,7 @@ class Metrics:
         self._sources = sources
 
     def exposition(self, accept: str, whole: Whole | None = None) -> tuple[bytes, str]:
-        """Return all metrics and their content type, in the format that an ``Accept`` header asks for.
-
-        ``whole``: those of all workers, if there are several.
-        """
+        """Return all metrics, those of all workers if there is a ``whole``, and their type, as ``Accept`` asks for."""
         self._telemetry.keep(frozenset(member.instance.id for member in self._engines.members()))
         encode, content_type = choose_encoder(accept)
         registry = CollectorRegistry()

@@ -145,7 +145,11 @@ class Status:
 
 
 def _series(parts: Sequence[Part]) -> Series:
-    requests, ttft, gaps = (_steps(parts, name) for name in ("requests", "ttft", "gaps"))
+    quiet = [_QUIET] * _STEPS
+    requests, ttft, gaps = (
+        [bin_of(bins) for bins in zip(*(part.series.get(name, quiet) for part in parts), strict=True)]
+        for name in ("requests", "ttft", "gaps")
+    )
     return Series(
         _STEP_S,
         [one.count for one in requests],
@@ -155,10 +159,6 @@ def _series(parts: Sequence[Part]) -> Series:
         [one.mean for one in gaps],
         [one.worst for one in gaps],
     )
-
-
-def _steps(parts: Sequence[Part], name: str) -> Sequence[Bin]:
-    return [bin_of(bins) for bins in zip(*(part.series.get(name, [_QUIET] * _STEPS) for part in parts), strict=True)]
 
 
 def _engine(member: Member, parts: Sequence[Part], in_flight: Sequence[Mapping[InstanceId, int]]) -> Engine:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from xpyd_proxy.local.errors import NoAnswer
+from xpyd_proxy.local.errors import LocalError
 
 QUESTION = (
     "A river begins as rain on a hill, the rain finds a stream, and the stream finds a valley. "
@@ -44,7 +44,7 @@ def request_body(model: str, question: str = QUESTION, *, max_tokens: int = 24) 
 
 
 def ask(router_url: str, mover_urls: Sequence[str], model: str) -> FirstAnswer:
-    """Send the request and find out what it caused. Raises NoAnswer in one sentence.
+    """Send the request and find out what it caused. Raises LocalError in one sentence.
 
     ``mover_urls`` are those of the engines that count what they move: decode engines in pull, prefill engines in push.
     """
@@ -63,7 +63,7 @@ def ask(router_url: str, mover_urls: Sequence[str], model: str) -> FirstAnswer:
     except (ValueError, LookupError, TypeError):
         text = None
     if not isinstance(text, str):
-        raise NoAnswer(f"the first request was answered with something else: {response.text[:500]}")
+        raise LocalError(f"the first request was answered with something else: {response.text[:500]}")
     return FirstAnswer(text, seconds, legs, None if now is None or before is None else now - before)
 
 
@@ -87,11 +87,11 @@ def _post(client: httpx.Client, url: str, body: dict[str, object]) -> httpx.Resp
     try:
         response = client.post(url, json=body)
     except httpx.TimeoutException as exc:
-        raise NoAnswer(f"the first request got no answer within {TIMEOUT_S:.0f} s") from exc
+        raise LocalError(f"the first request got no answer within {TIMEOUT_S:.0f} s") from exc
     except httpx.TransportError as exc:
-        raise NoAnswer(f"the first request did not get through to {url}: {exc}") from exc
+        raise LocalError(f"the first request did not get through to {url}: {exc}") from exc
     if not response.is_success:
-        raise NoAnswer(f"the first request was answered with status {response.status_code}: {response.text[:500]}")
+        raise LocalError(f"the first request was answered with status {response.status_code}: {response.text[:500]}")
     return response
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from xpyd_proxy.local import private
-from xpyd_proxy.local.errors import ModelDirectoryTaken
+from xpyd_proxy.local.errors import LocalError
 
 VERSION = 1  # raised whenever the same parameters would give different files
 FINGERPRINT = "xpyd-model.json"  # written last: the parameters that the files were made from
@@ -68,14 +68,14 @@ def ensure_model(directory: Path, model: TinyModel | None = None) -> bool:
     """Write the model unless it is already there; True when files were written.
 
     Another process may do the same at the same time: whoever renames last finds the work done.
-    Raises ModelDirectoryTaken when the directory holds something else.
+    Raises LocalError when the directory holds something else.
     """
     model = model or TinyModel()
     if is_complete(directory, model):
         return False
     if directory.exists() and any(directory.iterdir()) and not (directory / FINGERPRINT).exists():
         message = f"{directory} is neither empty nor a model written by xpyd: choose another directory"
-        raise ModelDirectoryTaken(message)
+        raise LocalError(message)
     private.make_directory(directory.parent)
     staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:

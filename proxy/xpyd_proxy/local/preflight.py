@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from xpyd_proxy.local.errors import PreflightFailed
+from xpyd_proxy.local.errors import LocalError
 from xpyd_proxy.local.plan import EngineKind, LocalPlan
 from xpyd_proxy.local.recipe import HOST, Connector
 
@@ -47,12 +47,12 @@ def look(plan: LocalPlan) -> Machine:
 
 
 def check(plan: LocalPlan, machine: Machine) -> None:
-    """Raise PreflightFailed with everything that is wrong, so that nobody fixes one thing per attempt."""
+    """Raise LocalError with everything that is wrong, so that nobody fixes one thing per attempt."""
     problems = [*_port_problems(plan, machine)]
     if plan.kind is EngineKind.VLLM:
         problems += [*_engine_problems(plan, machine)]
     if problems:
-        raise PreflightFailed("\n".join(problems))
+        raise LocalError("\n".join(problems))
 
 
 def _port_problems(plan: LocalPlan, machine: Machine) -> Iterator[str]:

@@ -250,11 +250,7 @@ def _swing(factor: float, planned: Need, traffic: Traffic, rates: Rates, aims: A
 
 
 def lengths(what: str, mean: float, p95: float | None) -> Spread:
-    """Return the spread of a number of tokens; without a p95, an exponential one.
-
-    Raises:
-        NoPlan: there are no such lengths.
-    """
+    """Return the spread of a number of tokens; without a p95, an exponential one. Raises NoPlan: it cannot be."""
     _positive(f"{what} tokens (mean)", mean)
     if p95 is None:
         return Spread.exponential(mean)

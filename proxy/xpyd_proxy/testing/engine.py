@@ -160,9 +160,7 @@ class Sim:
         return _json({"requests": [asdict(entry) for entry in self.log], "violations": self.violations})
 
     async def _generate(self, request: Request) -> Response:
-        raw = await request.body()
-        entry = LogEntry(request.url.path, dict(request.headers), raw.decode("utf-8", "replace"))
-        self.log.append(entry)
+        raw, entry = await self._logged(request)
         try:
             response = await self._answer(request, raw, entry)
         except ClientDisconnect:
@@ -171,6 +169,12 @@ class Sim:
         if not isinstance(response, StreamingResponse):
             entry.state = "done"
         return response
+
+    async def _logged(self, request: Request) -> tuple[bytes, LogEntry]:
+        raw = await request.body()
+        entry = LogEntry(request.url.path, dict(request.headers), raw.decode("utf-8", "replace"))
+        self.log.append(entry)
+        return raw, entry
 
     async def _answer(self, request: Request, raw: bytes, entry: LogEntry) -> Response:
         fault = self._due()
@@ -217,9 +221,7 @@ class Sim:
 
     async def _run(self, request: Request) -> Response:
         """Do what has no second leg: say what was asked."""
-        raw = await request.body()
-        entry = LogEntry(request.url.path, dict(request.headers), raw.decode("utf-8", "replace"))
-        self.log.append(entry)
+        raw, entry = await self._logged(request)
         if (fault := self._due()) is not None and (failed := await _fail_at_once(request, fault)) is not None:
             return failed
         entry.state = "done"

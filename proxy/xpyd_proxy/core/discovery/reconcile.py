@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal
 
 import msgspec
 
@@ -100,11 +100,8 @@ class Action:
     origin: Origin
 
 
-Current: TypeAlias = Mapping[Key, Origin]  # what the registry has; engines that retire are not in it
-
-
-def diff(desired: Mapping[Key, Origin], current: Current) -> Sequence[Action]:
-    """Say what makes the registry what it should be; to do it twice changes nothing more.
+def diff(desired: Mapping[Key, Origin], current: Mapping[Key, Origin]) -> Sequence[Action]:
+    """Say what makes the registry (``current``: without what retires) what it should be; twice changes nothing more.
 
     Removals come first, so that an address is free for the engine that has taken it. Engines that discovery has not
     brought are left alone, and so is what an operator did to one since.
@@ -170,8 +167,6 @@ def read_entry(text: str) -> Wanted:
     try:
         entry = decode(text.encode(), _StoreEntry)
     except NotJson as exc:
-        raise AddressError(f"it is no engine ({exc}): an entry looks like {_EXAMPLE}") from exc
+        example = '{"role":"decode","target":"http://10.0.0.7:8000"}'
+        raise AddressError(f"it is no engine ({exc}): an entry looks like {example}") from exc
     return Wanted(entry.role, Target.parse(entry.target), leaves=entry.leaves)
-
-
-_EXAMPLE: Final = '{"role":"decode","target":"http://10.0.0.7:8000"}'

@@ -22,8 +22,6 @@ _RECEIVED: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What was known at one time."""
-
     received: float
     promised: int
 

@@ -59,8 +59,6 @@ TRANSITIONS: Final[Mapping[CoordinatesState, Mapping[CoordinatesEvent, Coordinat
 
 @dataclass(slots=True)
 class _Record:
-    """One prefill engine."""
-
     state: CoordinatesState = CoordinatesState.UNKNOWN
     coordinates: Coordinates | None = None  # while PUSH
     replaced: frozenset[str] = frozenset()  # engine ids of before

@@ -51,11 +51,7 @@ class Registry:
         now: float = 0.0,
         origin: Origin = BY_HAND,
     ) -> Instance:
-        """Start to route to an engine, or to one rank of it; its id is new, also if it was here before.
-
-        Raises:
-            AlreadyKnown: the address (and rank) is in the set of this role.
-        """
+        """Start to route to an engine, or one rank of it, under a new id; raises AlreadyKnown for its role."""
         self._check_new(role, address, rank)
         name = InstanceId(f"{role}-{self._added[role]}")
         self._added[role] += 1
@@ -107,12 +103,7 @@ class Registry:
         self.member(name).retires = True
 
     def undrain(self, name: InstanceId, *, now: float) -> None:
-        """Send it requests again.
-
-        Raises:
-            UnknownInstance: there is none of this id.
-            AlreadyKnown: it was to be forgotten, and its address has been added anew.
-        """
+        """Send it requests again; raises UnknownInstance, or AlreadyKnown: it retires, and another is there."""
         member = self.member(name)
         if member.retires:
             self._check_new(member.instance.role, member.instance.address, member.instance.rank)
@@ -152,18 +143,18 @@ class Registry:
         return tuple(member.instance for member in self._of(role))
 
     def usable(self, role: Role, /, *, now: float = 0.0) -> Sequence[Instance]:
-        """List the engines of a role that can take a request.
-
-        Raises:
-            NoInstance: there is none; the message says what has become of those there are.
-        """
+        """List the engines of a role that can take a request; raises NoInstance, with what has become of them."""
         members = self._of(role)
         if found := tuple(member.instance for member in members if member.life.may_serve(now=now)):
             return found
         if not members:
             raise NoInstance(f"the router knows no {role} instance")
-        states = ", ".join(f"{member.instance.id} is {_state(member)}" for member in members)
-        raise NoInstance(f"no {role} instance can take a request: {states}")
+        states = list[str]()
+        for member in members:
+            state = "being tried" if member.life.state is HealthState.HALF_OPEN else member.life.state.value
+            why = f" ({member.life.why})" if member.life.state is HealthState.STARTING else ""
+            states.append(f"{member.instance.id} is {state}{why}")
+        raise NoInstance(f"no {role} instance can take a request: {', '.join(states)}")
 
     @property
     def is_calm(self) -> bool:
@@ -198,10 +189,3 @@ class Registry:
 
 def _place(instance: Instance) -> tuple[Role, str, int]:
     return instance.role, instance.address.host, instance.address.port
-
-
-def _state(member: Member) -> str:
-    life = member.life
-    if life.state is HealthState.HALF_OPEN:
-        return "being tried"
-    return f"{life.state} ({life.why})" if life.state is HealthState.STARTING else life.state.value

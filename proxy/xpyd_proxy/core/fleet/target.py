@@ -35,12 +35,7 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a target.
-
-        Raises:
-            BadPort: the port is a number outside 1..65535.
-            AddressError: anything else is wrong with it.
-        """
+        """Read a target; raises BadPort (a number outside 1..65535), else AddressError."""
         address, mark, options = text.partition("#")
         found = _OPTIONS.fullmatch(options)
         if found is None or (mark and not options) or options.endswith("&"):

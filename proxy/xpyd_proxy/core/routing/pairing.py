@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, Self
+from typing import Final, Protocol, Self, TypeAlias
 
 from xpyd_proxy.core.fleet import compatibility
 from xpyd_proxy.core.fleet.health import HealthState
@@ -10,11 +10,15 @@ from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import ANY, Instance, Role, RoutingHints
 from xpyd_proxy.errors import BadRequest, NoInstance, UnknownModel
 
+Among: TypeAlias = Sequence[Instance]
+Pair: TypeAlias = tuple[Instance, Instance]  # the prefill engine, and the decode engine
+Fits: TypeAlias = Callable[[Instance, Instance], bool]  # whether a prefill and a decode engine can share a request
+
 
 class Policy(Protocol):
     """Chooses the engine of one leg; the sequence is never empty."""
 
-    def one(self, among: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
+    def one(self, among: Among, ask: RoutingHints = ANY, /) -> Instance:
         """Return one of these engines."""
         ...
 
@@ -26,14 +30,7 @@ class Policy(Protocol):
 class PairPolicy(Policy, Protocol):
     """Chooses both engines of a request, or the decode engine alone."""
 
-    def pair(
-        self,
-        prefill: Sequence[Instance],
-        decode: Sequence[Instance],
-        ask: RoutingHints,
-        fits: Callable[[Instance, Instance], bool],
-        /,
-    ) -> tuple[Instance, Instance]:
+    def pair(self, prefill: Among, decode: Among, ask: RoutingHints, fits: Fits, /) -> Pair:
         """Return two engines that fit; every engine of either side fits one of the other side."""
         ...
 
@@ -45,19 +42,12 @@ class PolicyPerLeg:
     prefill: Policy
     decode: Policy
 
-    def pair(
-        self,
-        prefill: Sequence[Instance],
-        decode: Sequence[Instance],
-        ask: RoutingHints,
-        fits: Callable[[Instance, Instance], bool],
-        /,
-    ) -> tuple[Instance, Instance]:
+    def pair(self, prefill: Among, decode: Among, ask: RoutingHints, fits: Fits, /) -> Pair:
         """Return what each of them chooses, the prefill engine first."""
         chosen = self.prefill.one(prefill, ask)
         return chosen, self.decode.one([instance for instance in decode if fits(chosen, instance)], ask)
 
-    def one(self, among: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
+    def one(self, among: Among, ask: RoutingHints = ANY, /) -> Instance:
         """Return what the decode policy chooses."""
         return self.decode.one(among, ask)
 
@@ -74,8 +64,8 @@ class _Seen:
     """What some engines were narrowed down to, which stays true for as long as they and their facts are the same."""
 
     of: Sequence[object]
-    prefill: Sequence[Instance]
-    decode: Sequence[Instance]
+    prefill: Among
+    decode: Among
     all_fit: bool  # each prefill engine fits each decode engine
 
 
@@ -90,11 +80,8 @@ class PairSelector:
     )
     _calm: dict[str | None, tuple[int, _Seen]] = field(default_factory=dict[str | None, tuple[int, _Seen]])
 
-    def calm(self, ask: RoutingHints) -> tuple[Instance, Instance] | None:
-        """Return what ``pair`` would with all usable engines, if it need not look at them: nothing has changed.
-
-        None: only ``pair`` can tell.
-        """
+    def calm(self, ask: RoutingHints) -> Pair | None:
+        """Return what ``pair`` would with all usable engines, if nothing has changed; None: only ``pair`` can tell."""
         version, seen = self._calm.get(ask.model) or (-1, None)
         if seen is None or version != self.registry.changes.count or ask.rank is not None:
             return None
@@ -108,16 +95,8 @@ class PairSelector:
                 self._calm.clear()
             self._calm[ask.model] = self.registry.changes.count, seen
 
-    def pair(
-        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: RoutingHints = ANY, /
-    ) -> tuple[Instance, Instance]:
-        """Return two engines that can share the request.
-
-        Raises:
-            UnknownModel: no engine serves its model.
-            BadRequest: no engine has the rank it asks for.
-            NoInstance: those that would do cannot take a request now, or do not fit together.
-        """
+    def pair(self, prefill: Among, decode: Among, ask: RoutingHints = ANY, /) -> Pair:
+        """Return two engines that can share it; raises UnknownModel, BadRequest (no such rank), or NoInstance."""
         members = [self.registry.get(instance.id) for instance in (*prefill, *decode)]
         if any(member is not None and member.life.state is HealthState.HALF_OPEN for member in members):
             narrowed = self._narrowed(prefill, decode, ask)
@@ -133,7 +112,7 @@ class PairSelector:
             seen = self._seen[ask.model, ask.rank] = _Seen(of, left, right, all_fit)
         return self.choice.pair(seen.prefill, seen.decode, ask, compatibility.always if seen.all_fit else self._fits)
 
-    def one(self, decode: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
+    def one(self, decode: Among, ask: RoutingHints = ANY, /) -> Instance:
         """Return the engine that serves the request, or its decode leg, alone; raises what ``pair`` raises."""
         among = self._serving(decode[0].role, decode, ask)
         trying, well = self._sorted(among)
@@ -145,14 +124,12 @@ class PairSelector:
         """Return one that chooses alike, and whose choices leave no trace here."""
         return PairSelector(self.registry, self.choice.copy())
 
-    def _narrowed(
-        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: RoutingHints
-    ) -> tuple[Sequence[Instance], Sequence[Instance]]:
+    def _narrowed(self, prefill: Among, decode: Among, ask: RoutingHints) -> tuple[Among, Among]:
         decode = self._serving(Role.DECODE, decode, ask)
         prefill = self._serving(Role.PREFILL, prefill, ask)
         return self._matched(*self._matched(prefill, decode))
 
-    def _serving(self, role: Role, among: Sequence[Instance], ask: RoutingHints) -> Sequence[Instance]:
+    def _serving(self, role: Role, among: Among, ask: RoutingHints) -> Among:
         serving = (instance for instance in among if self.registry.facts(instance).serves(ask.model))
         found = [instance for instance in serving if _has_rank(instance, ask)]
         if found:
@@ -170,9 +147,7 @@ class PairSelector:
         states = ", ".join(f"{member.instance.id} is {member.life.state}" for member in members)
         raise NoInstance(f"no {role} instance that would do can take a request now: {states}")
 
-    def _matched(
-        self, prefill: Sequence[Instance], decode: Sequence[Instance]
-    ) -> tuple[Sequence[Instance], Sequence[Instance]]:
+    def _matched(self, prefill: Among, decode: Among) -> tuple[Among, Among]:
         """Drop the engines that fit none of the other side. Raises NoInstance: none is left."""
         left = [p for p in prefill if any(self._fits(p, d) for d in decode)]
         if not left:
@@ -182,9 +157,7 @@ class PairSelector:
             )
         return left, [d for d in decode if any(self._fits(p, d) for p in left)]
 
-    def _with_trial(
-        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: RoutingHints
-    ) -> tuple[Sequence[Instance], Sequence[Instance]]:
+    def _with_trial(self, prefill: Among, decode: Among, ask: RoutingHints) -> tuple[Among, Among]:
         """If an engine waits for its trial, this request is it, with a partner that is well if there is one.
 
         A request that has failed before is on its last chances, and goes to engines that are well if there are any.
@@ -197,7 +170,7 @@ class PairSelector:
             return trying_p[:1], well_d if fits else decode
         return prefill, trying_d[:1] or decode
 
-    def _sorted(self, among: Sequence[Instance]) -> tuple[Sequence[Instance], Sequence[Instance]]:
+    def _sorted(self, among: Among) -> tuple[Among, Among]:
         """Tell those that wait for their trial from those that are well."""
         trying = [
             instance

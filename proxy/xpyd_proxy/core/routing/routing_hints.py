@@ -36,11 +36,7 @@ def _known_model(raw: bytes) -> str | None:
 
 
 def rank_of(said: bytes | None) -> int | None:
-    """Return the data-parallel rank in a client's X-data-parallel-rank, if it has one.
-
-    Raises:
-        BadRequest: it is no whole number.
-    """
+    """Return the rank in a client's X-data-parallel-rank, if it has one; raises BadRequest: it is no whole number."""
     text = (said or b"").strip()
     if not text:
         return None

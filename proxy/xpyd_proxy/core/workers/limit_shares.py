@@ -19,11 +19,7 @@ _AT_LEAST_ONE: Final = (
 
 
 def share_of(settings: Settings, number: int, of: int) -> Settings:
-    """Return the settings for one of several workers.
-
-    Raises:
-        ConfigError: a limit is too small to be shared by so many.
-    """
+    """Return the settings of one worker of several; raises ConfigError: a limit is too small for so many."""
     for name in _AT_LEAST_ONE:
         total: int | None = getattr(settings, name)
         if total is not None and total < of:

@@ -51,8 +51,6 @@ def _entry(member: Member) -> InstanceHealth:
 
 @dataclass(frozen=True, slots=True)
 class _Heard:
-    """What a peer said last."""
-
     at: float
     bulletin: HealthUpdate
 

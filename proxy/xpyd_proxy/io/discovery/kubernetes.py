@@ -46,11 +46,7 @@ class Cluster:
 
     @classmethod
     def around(cls, namespace: str | None = None, environ: Mapping[str, str] = os.environ) -> Self:
-        """Find the cluster that this process is a pod of; ``XPYD_SERVICE_ACCOUNT`` names another folder of its files.
-
-        Raises:
-            ConfigError: it is none, or its service account is not mounted.
-        """
+        """Find this pod's cluster; ``XPYD_SERVICE_ACCOUNT`` names another folder. Raises ConfigError: there is none."""
         folder = environ.get("XPYD_SERVICE_ACCOUNT", ACCOUNT)
         host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:

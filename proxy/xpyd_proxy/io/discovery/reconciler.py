@@ -1,6 +1,5 @@
 """Carries out what the sources say, and lets operators say something themselves."""
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -14,7 +13,7 @@ from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import InstanceId, Role
 from xpyd_proxy.core.workers.instance_ids import Verb
 from xpyd_proxy.errors import AddressError, AlreadyKnown
-from xpyd_proxy.io.background import meanwhile
+from xpyd_proxy.io.background import meanwhile, repeatedly
 from xpyd_proxy.io.discovery.stores import Store
 
 logger = logging.getLogger(__name__)
@@ -158,20 +157,16 @@ class Discovery:
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
         """Follow all sources while the block lasts."""
+        trouble = "the engines could not be compared with what the sources say"
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._store.running())
             for feed in self._feeds:
                 await stack.enter_async_context(feed())
-            await stack.enter_async_context(meanwhile(self._tick()))
+            await stack.enter_async_context(meanwhile(repeatedly(_TICK_S, self._reconcile, logger, trouble)))
             yield
 
     async def add(self, role: Role, target: Target) -> None:
-        """Add an engine, for all routers of the store.
-
-        Raises:
-            AlreadyKnown: it is there.
-            StoreDown: the store has not acknowledged it.
-        """
+        """Add an engine, for all routers of the store; raises AlreadyKnown, or StoreDown: it was not acknowledged."""
         wanted = Wanted(role, target)
         for member in self._registry.members():
             if _key(member) == wanted.key and not member.retires:
@@ -217,13 +212,8 @@ class Discovery:
         if wanted.leaves != leaves:
             await self._store.put(entry_name(wanted.key), entry_of(replace(wanted, leaves=leaves)))
 
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(_TICK_S)
-            try:
-                self._reconciler.reconcile()
-            except Exception:  # a bug must not end the looking for good
-                logger.exception("the engines could not be compared with what the sources say")
+    async def _reconcile(self) -> None:
+        self._reconciler.reconcile()
 
 
 def _key(member: Member) -> Key:

@@ -79,12 +79,6 @@ class _Failure(msgspec.Struct):
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Item(Generic[T]):
-    version: str
-    value: T
-
-
 class Reflector(Generic[T]):
     """One task; run it for as long as the router serves."""
 
@@ -106,7 +100,7 @@ class Reflector(Generic[T]):
         self._clock = clock  # seconds; only differences count
         self._chance = chance  # 0 to 1, so that the rounds of several routers do not fall together
         self._rhythm = rhythm
-        self._items: dict[str, _Item[T]] = {}  # by uid: a name may come back as another object
+        self._items: dict[str, tuple[str, T]] = {}  # version and value by uid: a name may come back as another object
         self._gone: set[str] = set()  # uids deleted since the list; none of them comes back
         self._listed = ""  # the version of the list
         self._since = math.inf  # when it was read
@@ -146,7 +140,7 @@ class Reflector(Generic[T]):
         return None
 
     async def _list(self) -> None:
-        found, query = dict[str, _Item[T]](), {**self._what.query, "limit": str(_PAGE)}
+        found, query = dict[str, tuple[str, T]](), {**self._what.query, "limit": str(_PAGE)}
         while True:
             body = await self._api.get(self._what.path, query)
             await asyncio.sleep(0)  # to put megabytes together took its time
@@ -201,7 +195,7 @@ class Reflector(Generic[T]):
             case "ADDED" | "MODIFIED":
                 meta, item = self._item(event.object)
                 known = self._items.get(meta.uid)
-                seen, new = self._listed if known is None else known.version, meta.resource_version
+                seen, new = self._listed if known is None else known[0], meta.resource_version
                 is_old = seen.isdigit() and new.isdigit() and int(new) <= int(seen)  # it came twice, or late
                 if meta.uid in self._gone or is_old:
                     return False
@@ -210,12 +204,12 @@ class Reflector(Generic[T]):
             case other:
                 raise KubeError(f"the watch of {self._what.path} sends {other!r}, which is no event")
 
-    def _item(self, raw: msgspec.Raw) -> tuple[Meta, _Item[T]]:
+    def _item(self, raw: msgspec.Raw) -> tuple[Meta, tuple[str, T]]:
         meta = _sound(raw, _Holder).metadata
-        return meta, _Item(meta.resource_version, self._read(meta, raw))
+        return meta, (meta.resource_version, self._read(meta, raw))
 
     def _tell(self) -> None:
-        self._told.view({uid: item.value for uid, item in self._items.items()})
+        self._told.view({uid: value for uid, (_, value) in self._items.items()})
 
 
 def _sound(data: bytes | msgspec.Raw, wanted: type[T]) -> T:

@@ -1,6 +1,5 @@
 """Looks into the decode engines' counters again and again: does the KV cache arrive that they are promised?"""
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -8,7 +7,7 @@ from contextlib import asynccontextmanager
 from xpyd_proxy.core.fleet.kv_inflow import KvInflow, received
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import Instance, Role
-from xpyd_proxy.io.background import meanwhile
+from xpyd_proxy.io.background import meanwhile, repeatedly
 from xpyd_proxy.io.probes.checks import ProbeFailed
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 
@@ -36,7 +35,8 @@ class InflowWatch:
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
         """Look while the block lasts."""
-        async with meanwhile(self._run()):
+        trouble = "the counters of the decode engines could not be compared"
+        async with meanwhile(repeatedly(self._every_s, self.look, logger, trouble)):
             yield
 
     async def look(self) -> None:
@@ -47,21 +47,11 @@ class InflowWatch:
         self._inflow.keep(frozenset(decode.id for decode in decodes))
         for decode in decodes:
             promised = self._telemetry.transfers_expected[decode.id]  # before the engine counts: see KvInflow
-            if dry := self._inflow.look(decode.id, await self._received(decode), promised):
+            try:
+                found = received(await self._metrics(decode), decode.rank)
+            except ProbeFailed:
+                found = None  # the prober says so
+            if dry := self._inflow.look(decode.id, found, promised):
                 said = "%s got no KV cache for its last %d legs with a transfer: it computes the prompts"
                 logger.warning(said, decode.id, dry)
                 self._telemetry.transfers_missing(decode.id, dry)
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self._every_s)
-            try:
-                await self.look()
-            except Exception:  # a bug must not end the looking for good
-                logger.exception("the counters of the decode engines could not be compared")
-
-    async def _received(self, decode: Instance) -> float | None:
-        try:
-            return received(await self._metrics(decode), decode.rank)
-        except ProbeFailed:
-            return None  # the prober says so

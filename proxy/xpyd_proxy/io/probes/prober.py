@@ -34,8 +34,6 @@ class GiveUp(Protocol):
 
 @dataclass(slots=True)
 class _Turn:
-    """The latest look at an engine."""
-
     at: float = -math.inf
     stretch: float = 1.0  # of the pause after it
     is_on: bool = False
@@ -52,7 +50,7 @@ class Prober:
         clock: Callable[[], float],
         chance: Callable[[], float],
         *,
-        give_up: GiveUp = lambda _instance, *, silent_s: 0,  # noqa: ARG005 (as the port has it)
+        give_up: GiveUp | None = None,
     ) -> None:
         self._registry = registry
         self._checks = checks
@@ -97,20 +95,15 @@ class Prober:
         self._turns = {member.instance.id: self._turns.get(member.instance.id, _Turn()) for member in members}
         due = list[Member]()
         for member in members:
-            turn, pause = self._turns[member.instance.id], self._pause(member)
+            turn, pause = self._turns[member.instance.id], self._settings.health_check_interval_s
+            if _is_asked_what_it_keeps(member):
+                pause = _DRAIN_S
+            elif member.life.is_away:  # what starts or starts again should not wait for requests long
+                pause = min(pause, _AWAY_S)
             if not turn.is_on and pause > 0 and now >= turn.at + pause * turn.stretch:
                 self._turns[member.instance.id] = _Turn(now, 0.75 + self._chance() / 2, is_on=True)
                 due.append(member)
         return due
-
-    def _pause(self, member: Member) -> float:
-        """Return how long it is left alone after a look; 0: for ever."""
-        if _is_asked_what_it_keeps(member):
-            return _DRAIN_S
-        interval_s = (
-            self._settings.health_check_interval_s
-        )  # what starts or starts again should not wait for requests long
-        return min(interval_s, _AWAY_S) if member.life.is_away else interval_s  # what starts should not wait long
 
     async def _visit(self, member: Member) -> None:
         turn = self._turns[member.instance.id]
@@ -121,7 +114,7 @@ class Prober:
                 member.life.missed(str(sick), now=self._clock(), silent=sick.silent)
                 hung_s = self._settings.unresponsive_timeout_s
                 hangs = member.life.silent_s(now=self._clock()) >= hung_s  # its connections may stay open for ever
-                if hangs and (count := self._give_up(member.instance, silent_s=hung_s)):
+                if hangs and self._give_up and (count := self._give_up(member.instance, silent_s=hung_s)):
                     said = "%s has answered no probe for %g s: %d requests are given up"
                     logger.warning(said, member.instance.id, hung_s, count)
             except Exception:  # a bug must not end the probing of all the others

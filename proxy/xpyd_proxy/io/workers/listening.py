@@ -13,11 +13,7 @@ _SPREADS: Final = sys.platform.startswith("linux")  # elsewhere the option is mi
 
 @contextmanager
 def reserved(host: str, port: int) -> Generator[int]:
-    """Keep a port for workers while the block lasts, and yield its number.
-
-    Raises:
-        ConfigError: somebody listens there already, the address is not ours, or the kernel does not spread.
-    """
+    """Keep a port for workers, and yield its number; raises ConfigError: it is taken, not ours, or cannot be shared."""
     if not _SPREADS:
         raise ConfigError(f"workers above 1 need Linux, and this is {sys.platform}: write workers = 1")
     with ExitStack() as stack:

@@ -1,12 +1,12 @@
 """Take turns, so that every prefill engine works with every decode engine."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 from typing import Final, TypeAlias
 
 from xpyd_proxy.core.fleet.compatibility import always
 from xpyd_proxy.core.model import ANY, Instance, InstanceId, RoutingHints
+from xpyd_proxy.core.routing.pairing import Among, Fits, Pair
 
 _Set: TypeAlias = tuple[InstanceId, ...]
 _MOST_SETS: Final = 256
@@ -48,16 +48,9 @@ class RoundRobin:
     def __init__(self, turns: Rotation | None = None, solo_turns: Rotation | None = None) -> None:
         self._turns = turns or Rotation()
         self._solo_turns = solo_turns or Rotation()
-        self._last: tuple[Sequence[Instance], Sequence[Instance], _Set] | None = None
+        self._last: tuple[Among, Among, _Set] | None = None
 
-    def pair(
-        self,
-        prefill: Sequence[Instance],
-        decode: Sequence[Instance],
-        _ask: RoutingHints = ANY,
-        fits: Callable[[Instance, Instance], bool] = lambda _, __: True,
-        /,
-    ) -> tuple[Instance, Instance]:
+    def pair(self, prefill: Among, decode: Among, _ask: RoutingHints = ANY, fits: Fits = always, /) -> Pair:
         """Return the next pair. A prefill engine that does not fit all has turns of its own with those it fits."""
         before = self._last  # most often they are the same sequences as the last time
         if before is None or before[0] is not prefill or before[1] is not decode:
@@ -72,7 +65,7 @@ class RoundRobin:
         shift = turn // (x * y // cycles) % cycles
         return first, decode[(turn + shift) % y]
 
-    def one(self, among: Sequence[Instance], _ask: RoutingHints = ANY, /) -> Instance:
+    def one(self, among: Among, _ask: RoutingHints = ANY, /) -> Instance:
         """Return the next engine; these turns do not disturb those of the pairs."""
         return among[self._solo_turns.next(_names(among)) % len(among)]
 
@@ -81,5 +74,5 @@ class RoundRobin:
         return RoundRobin(self._turns.copy(), self._solo_turns.copy())
 
 
-def _names(among: Sequence[Instance]) -> _Set:
+def _names(among: Among) -> _Set:
     return tuple([instance.id for instance in among])

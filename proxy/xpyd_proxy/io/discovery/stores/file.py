@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from xpyd_proxy.core.discovery.reconcile import MOST
-from xpyd_proxy.io.background import meanwhile
+from xpyd_proxy.io.background import meanwhile, repeatedly
 from xpyd_proxy.io.discovery.stores import StoreDown, StoreObserver
 
 logger = logging.getLogger(__name__)
@@ -44,16 +44,9 @@ class FileStore:
     async def running(self) -> AsyncGenerator[None]:
         """Read the file, and look again and again whether another process has changed it."""
         await self._glance()
-        async with meanwhile(self._look()):
+        trouble = f"{self._path} could not be looked at"
+        async with meanwhile(repeatedly(self._poll_s, self._glance, logger, trouble)):
             yield
-
-    async def _look(self) -> None:
-        while True:
-            await asyncio.sleep(self._poll_s)
-            try:
-                await self._glance()
-            except Exception:  # a bug must not end the looking for good
-                logger.exception("%s could not be looked at", self._path)
 
     async def _glance(self) -> None:
         async with self._turn:

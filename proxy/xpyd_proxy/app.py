@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import random
 import socket
 import ssl
@@ -15,7 +16,6 @@ import httpx
 from fastapi import FastAPI
 
 from xpyd_proxy.api.admin import admin_routes
-from xpyd_proxy.api.admin_key import require_any_key
 from xpyd_proxy.api.audit import Audit
 from xpyd_proxy.api.auth import AuthMiddleware
 from xpyd_proxy.api.document import document_routes, new_application
@@ -23,7 +23,7 @@ from xpyd_proxy.api.endpoint_asgi import Endpoints
 from xpyd_proxy.api.endpoint_routes import CLIENT_KEYS, endpoint_routes
 from xpyd_proxy.api.instances import InstanceAdmin, instance_routes
 from xpyd_proxy.api.model_list import ModelCatalog, model_routes
-from xpyd_proxy.api.operator_route import OperatorAccess
+from xpyd_proxy.api.operator_route import OperatorAccess, require_any_key
 from xpyd_proxy.api.page import Onlookers, page_routes
 from xpyd_proxy.api.ready import probe_routes
 from xpyd_proxy.api.request_context import RequestContextMiddleware
@@ -31,12 +31,13 @@ from xpyd_proxy.core.admission.cache_salts import Salts
 from xpyd_proxy.core.admission.keys import Keyring, Outbound
 from xpyd_proxy.core.admission.lifetime import Lifetime
 from xpyd_proxy.core.counters import Counters
+from xpyd_proxy.core.discovery.pods import read_pod
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.fleet.target import EngineSource, Target
 from xpyd_proxy.core.http.address_allowlist import AllowList
 from xpyd_proxy.core.http.origins import Sites, check_open
-from xpyd_proxy.core.model import Instance, Role
+from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
 from xpyd_proxy.core.routing.explain import Explainer
@@ -48,8 +49,15 @@ from xpyd_proxy.core.routing.policies.round_robin import Rotation, RoundRobin
 from xpyd_proxy.core.routing.policies.session import Session
 from xpyd_proxy.core.routing.request_rules import rules_of
 from xpyd_proxy.core.routing.retry_budget import MOST_RETRIES, RetryBudget
+from xpyd_proxy.core.workers.instance_ids import Verb
 from xpyd_proxy.errors import ConfigError
-from xpyd_proxy.io.discovery.build import discovery_of
+from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
+from xpyd_proxy.io.discovery.reconciler import Discovery, Entries, Pods, Reconciler
+from xpyd_proxy.io.discovery.reflector import Collection, Reflector
+from xpyd_proxy.io.discovery.stores import Store, StoreObserver
+from xpyd_proxy.io.discovery.stores.configmap import ConfigMapStore
+from xpyd_proxy.io.discovery.stores.file import FileStore
+from xpyd_proxy.io.discovery.stores.memory import MemoryStore
 from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, server_tls
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.probes.checks import HttpChecks
@@ -166,7 +174,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     )
     prober = Prober(registry, checks, settings, time.monotonic, random.random, give_up=engines.give_up)
     inflow = InflowWatch(registry, checks.metrics, telemetry)
-    discovery = discovery_of(crew.stored(settings), registry, time.monotonic, crew.tell)
+    discovery = _discovery(crew.stored(settings), registry, time.monotonic, crew.tell)
     status = Status(telemetry, registry, time.monotonic, queue)
 
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
@@ -273,3 +281,37 @@ def _traces(settings: Settings) -> "Traces | None":
         missing = "spans are asked for (otlp_endpoint), but OpenTelemetry is not installed"
         raise ConfigError(f"{missing}: pip install 'xpyd[tracing]'") from exc
     return Traces.to(settings.otlp_endpoint, _PATHS)
+
+
+def _discovery(
+    settings: Settings, registry: Registry, clock: Callable[[], float], tell: Callable[[Verb, InstanceId], None]
+) -> Discovery:
+    """Build what the settings ask for; raises ConfigError: this is no pod, or what the store needs is not installed."""
+    pods = settings.kubernetes_selector is not None
+    reconciler = Reconciler(registry, [EngineSource.STORE, *([EngineSource.PODS] if pods else [])], clock)
+    store = _store(settings, Entries(reconciler), clock)
+    feeds: list[Callable[[], AbstractAsyncContextManager[None]]] = []
+    if pods:
+        api = Kubernetes(Cluster.around(settings.kubernetes_namespace))
+        selector = {"labelSelector": settings.kubernetes_selector or ""}
+        what = Collection(f"/api/v1/namespaces/{api.namespace}/pods", selector)
+        feeds.append(Reflector(api, what, read_pod, Pods(reconciler), clock=clock, chance=random.random).running)
+    return Discovery(registry, reconciler, store, feeds, tell)
+
+
+def _store(settings: Settings, told: StoreObserver, clock: Callable[[], float]) -> Store:
+    kind, _, where = settings.store.partition(":")
+    match kind:
+        case "memory":
+            return MemoryStore(told)
+        case "file":
+            return FileStore(where, told)
+        case "kubernetes":
+            api = Kubernetes(Cluster.around(settings.kubernetes_namespace))
+            return ConfigMapStore(api, where, told, clock=clock)
+        case _:
+            try:
+                from xpyd_proxy.io.discovery.stores.redis import RedisStore  # noqa: PLC0415 (its library is an extra)
+            except ImportError as exc:
+                raise ConfigError("the store is Redis, but redis is not installed: pip install 'xpyd[redis]'") from exc
+            return RedisStore(settings.store, told, password=os.environ.get("XPYD_REDIS_PASSWORD"))

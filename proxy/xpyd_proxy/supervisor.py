@@ -3,13 +3,12 @@
 import asyncio
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,19 +33,16 @@ def run(settings: Settings, arguments: Sequence[str]) -> int:
         return asyncio.run(crew.run())
 
 
-@contextmanager
-def _folder() -> Generator[str]:
-    """Make what the workers share, for this user alone, and remove it at the end."""
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Make what the workers share, for this user alone; what is left there at the end does no harm."""
     try:
-        folder = tempfile.mkdtemp(prefix="xpyd-")
+        folder = tempfile.TemporaryDirectory(prefix="xpyd-", ignore_cleanup_errors=True)
     except OSError as exc:
         raise ConfigError(f"workers need a temporary folder, and there is none: {exc.strerror}; set TMPDIR") from exc
-    try:
-        if len(folder) > _PATH_MOST:
-            raise ConfigError(f"{folder} is too long for the path of a Unix socket: set TMPDIR to a short one")
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)  # what is left there does no harm
+    if len(folder.name) > _PATH_MOST:
+        folder.cleanup()
+        raise ConfigError(f"{folder.name} is too long for the path of a Unix socket: set TMPDIR to a short one")
+    return folder
 
 
 @dataclass(slots=True)

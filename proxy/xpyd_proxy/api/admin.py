@@ -5,11 +5,18 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Depends, HTTPException, Request
 
-from xpyd_proxy.api.admin_key import OPERATOR_KEY, require_any_key
 from xpyd_proxy.api.audit import AuditedAction
 from xpyd_proxy.api.model_list import ModelCatalog
-from xpyd_proxy.api.operator_route import OPERATOR_ERRORS, OPERATORS, SMALL_BODY, OperatorAccess, action_of
-from xpyd_proxy.api.request_body import passed_on
+from xpyd_proxy.api.operator_route import (
+    OPERATOR_ERRORS,
+    OPERATOR_KEY,
+    OPERATORS,
+    SMALL_BODY,
+    OperatorAccess,
+    action_of,
+    passed_on,
+    require_any_key,
+)
 from xpyd_proxy.api.schemas import FleetStatus, InstanceAdded, NewInstance
 from xpyd_proxy.core.admission.keys import Keyring
 from xpyd_proxy.core.fleet.target import Target

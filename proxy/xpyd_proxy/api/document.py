@@ -14,9 +14,8 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 
 from xpyd_proxy.api import exception_handlers
-from xpyd_proxy.api.admin_key import is_admin
 from xpyd_proxy.api.endpoint_routes import operation_id
-from xpyd_proxy.api.operator_route import OPERATORS
+from xpyd_proxy.api.operator_route import OPERATORS, is_admin
 from xpyd_proxy.api.page import PAGE_HEADERS, anybody, content_policy
 
 Part: TypeAlias = dict[str, Any]  # of the document

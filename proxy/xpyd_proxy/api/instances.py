@@ -8,9 +8,15 @@ from typing import Annotated
 import msgspec
 from fastapi import APIRouter, Depends, HTTPException, Response
 
-from xpyd_proxy.api.admin_key import OPERATOR_KEY
 from xpyd_proxy.api.audit import AuditedAction
-from xpyd_proxy.api.operator_route import OPERATOR_ERRORS, OPERATORS, SMALL_BODY, OperatorAccess, action_of
+from xpyd_proxy.api.operator_route import (
+    OPERATOR_ERRORS,
+    OPERATOR_KEY,
+    OPERATORS,
+    SMALL_BODY,
+    OperatorAccess,
+    action_of,
+)
 from xpyd_proxy.api.schemas import ExplainRequest, ExplainResponse, InstanceList, InstanceName, InstanceRow
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Member, Registry

@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from xpyd_proxy.api.request_body import passed_on
+from xpyd_proxy.api.operator_route import passed_on
 from xpyd_proxy.api.schemas import ErrorResponse, ServedModels
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import EngineResponse, Headers, Instance, Role

@@ -2,17 +2,21 @@
 
 import argparse
 import json
+import os
 import re
+import ssl
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
 
 import httpx
 
-from xpyd_proxy.commands.access import Access, add_access_arguments, read_access
+from xpyd_proxy.core.admission.keys import outbound_key
 from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.io.files import load_chain, read_text
 
 Json: TypeAlias = dict[str, Any]
 _COLUMNS: Final = (
@@ -20,6 +24,10 @@ _COLUMNS: Final = (
     *("source", "revision", "why"),
 )
 _POLL_S: Final = 0.5
+ROUTER_VARIABLE: Final = "XPYD_ROUTER"
+PIN_VARIABLE: Final = "XPYD_ROUTER_PIN"
+KEY_VARIABLE: Final = "ADMIN_API_KEY"
+_PEM: Final = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 
 
 class CommandFailed(Exception):
@@ -28,7 +36,7 @@ class CommandFailed(Exception):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verbs."""
-    add_access_arguments(parser)
+    _add_access_arguments(parser)
     parser.add_argument("--timeout", type=float, default=10.0, metavar="S", help="seconds for its answer (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the router's own JSON")
     verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=type(parser))
@@ -60,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     """Do it; return the exit code: 0 done, 1 not done, 2 it could not be asked for like this."""
     verb: Callable[[_RouterClient, argparse.Namespace], str] = args.verb
     try:
-        with _RouterClient(read_access(args), args.timeout) as router:
+        with _RouterClient(_read_access(args), args.timeout) as router:
             sys.stdout.write(verb(router, args))
     except (CommandFailed, ConfigError) as exc:
         sys.stderr.write(f"xpyd instances: {exc}\n")
@@ -68,10 +76,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Access:
+    """What a client of the admin routes needs."""
+
+    url: str  # of the router, with its scheme and without a slash at the end
+    key: str
+    tls: ssl.SSLContext  # of https alone
+    server_name: str | None  # that the certificate must have; None: that of the URL
+
+
 class _RouterClient:
     """A client of the admin routes. httpx and its exceptions stop here."""
 
-    def __init__(self, access: Access, timeout_s: float) -> None:
+    def __init__(self, access: _Access, timeout_s: float) -> None:
         self._url = access.url
         headers = {b"x-api-key": access.key.encode()}
         self._client = httpx.Client(headers=headers, timeout=timeout_s, trust_env=False, verify=access.tls)
@@ -182,3 +200,57 @@ def _duration(seconds: float) -> str:
     if hours:
         return f"{hours}h{minutes:02}m"
     return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
+
+
+def _add_access_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    router = os.environ.get(ROUTER_VARIABLE) or "http://127.0.0.1:8000"
+    parser.add_argument("--router", default=router, metavar="URL", help=f"the router (${ROUTER_VARIABLE}: %(default)s)")
+    parser.add_argument("--key-file", metavar="FILE", help=f"file with the admin key (default: ${KEY_VARIABLE})")
+    parser.add_argument("--ca", metavar="FILE", help="PEM file with the authorities of an https router, and no others")
+    parser.add_argument(
+        "--pin", metavar="FILE", help=f"PEM file that begins with its very certificate, of any name (${PIN_VARIABLE})"
+    )
+    parser.add_argument("--server-name", metavar="NAME", help="name in its certificate, if it is not that of the URL")
+    parser.add_argument("--client-cert", metavar="FILE", help="PEM file with a certificate to show (--tls-client-ca)")
+    parser.add_argument("--client-key", metavar="FILE", help="PEM file with its private key")
+
+
+def _read_access(args: argparse.Namespace) -> _Access:
+    """Read what flags and environment name; raises ConfigError: a key is missing, a file is wrong, or flags clash."""
+    url = (args.router if "://" in args.router else f"http://{args.router}").rstrip("/")
+    secure = url.startswith("https://")
+    for_https = ("ca", "pin", "server_name", "client_cert", "client_key")
+    given = sorted(f"--{name.replace('_', '-')}" for name in for_https if getattr(args, name) is not None)
+    if given and not secure:
+        raise ConfigError(f"{', '.join(given)}: only a router at https:// has a certificate, and this is {url}")
+    if args.pin and (args.ca or args.server_name):
+        raise ConfigError("--pin trusts one certificate, of any name: leave out --ca and --server-name")
+    tls = _tls(args) if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if args.key_file is not None:
+        key = outbound_key(read_text(args.key_file), args.key_file)
+    elif not (key := os.environ.get(KEY_VARIABLE, "")):  # never an argument: those are visible in ps
+        raise ConfigError(f"set {KEY_VARIABLE} in the environment to the key of the router, or name a file: --key-file")
+    return _Access(url, key, tls, args.server_name)
+
+
+def _tls(args: argparse.Namespace) -> ssl.SSLContext:
+    pin = args.pin or (None if args.ca or args.server_name else os.environ.get(PIN_VARIABLE))
+    if path := pin or args.ca:
+        context, pem = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), read_text(path)  # these authorities and no others
+        if pin:  # the first certificate of a chain itself; whose name it has makes no difference then
+            context.check_hostname = False
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+            first = _PEM.search(pem)
+            pem = first[0] if first else ""
+        try:
+            context.load_verify_locations(cadata=pem)
+        except (OSError, ValueError) as exc:
+            raise ConfigError(f"{path} has no certificate in PEM") from exc
+    else:
+        context = ssl.create_default_context()
+    if (args.client_cert is None) != (args.client_key is None):
+        raise ConfigError("--client-cert and --client-key belong together")
+    if args.client_cert is not None:
+        load_chain(context, args.client_cert, args.client_key)
+    return context

@@ -127,7 +127,12 @@ class _Collector:
         yield from self._transfers()
         yield from self._instances()
         if self._numbers.queue is not None:
-            yield from _queue(*self._numbers.queue)
+            waiting, admitted, refused = self._numbers.queue
+            text = "Requests in the queue of the admission control."
+            yield GaugeMetricFamily("xpyd_requests_waiting", text, value=waiting)
+            yield GaugeMetricFamily("xpyd_requests_running", "Requests that are being served.", value=admitted)
+            text = "Requests that the admission control refused, by the limit."
+            yield _counter("xpyd_requests_refused", text, ("reason",), refused)
         yield from _discovery(self._sources())
 
     def _requests(self) -> Iterator[_Family]:
@@ -206,14 +211,6 @@ def _discovery(sources: Sequence[Freshness]) -> Iterator[_Family]:
         age.add_metric((one.source,), one.age_s)
         engines.add_metric((one.source,), one.engines)
     yield from (synced, age, engines)
-
-
-def _queue(waiting: int, admitted: int, refused: Mapping[Key, int]) -> Iterator[_Family]:
-    yield GaugeMetricFamily("xpyd_requests_waiting", "Requests in the queue of the admission control.", value=waiting)
-    yield GaugeMetricFamily("xpyd_requests_running", "Requests that are being served.", value=admitted)
-    yield _counter(
-        "xpyd_requests_refused", "Requests that the admission control refused, by the limit.", ("reason",), refused
-    )
 
 
 def _counter(name: str, text: str, labels: Sequence[str], counts: Mapping[Key, int]) -> CounterMetricFamily:

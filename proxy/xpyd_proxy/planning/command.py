@@ -10,9 +10,9 @@ from typing import Final, NamedTuple
 
 from xpyd_proxy.planning.queueing import Spread
 from xpyd_proxy.planning.sizing import (
+    WAITS,
     Aims,
     CapacityPlan,
-    Dispatch,
     Need,
     NoPlan,
     Outlook,
@@ -24,6 +24,7 @@ from xpyd_proxy.planning.sizing import (
     observed,
     plan,
 )
+from xpyd_proxy.settings import PolicyName
 
 _BYTES_PER_GBIT: Final = 1e9 / 8
 _MOST_BYTES: Final = 64 * 1024 * 1024  # of a file of lengths
@@ -73,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 flag.name, type=float, metavar=flag.unit, default=flag.default, required=flag.required, help=said
             )
     said = "the router's prefill policy; session and prefix wait longer than these (%(default)s)"
-    parser.add_argument("--prefill-policy", choices=list(map(str, Dispatch)), default="round_robin", help=said)
+    parser.add_argument("--prefill-policy", choices=list(map(str, WAITS)), default="round_robin", help=said)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -81,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan; return the exit code: 0, or 2 if the numbers cannot be planned with."""
     try:
-        aims = Aims(args.itl, args.ttft, args.utilisation, Dispatch(args.prefill_policy))
+        aims = Aims(args.itl, args.ttft, args.utilisation, PolicyName(args.prefill_policy))
         prompt, rate = _prompt(args), args.requests_per_second
         if rate is None:
             rate = args.prompt_tokens_per_second / prompt.mean

@@ -6,12 +6,13 @@ present = arrivals a second * mean time of presence. Waiting times are approxima
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import ceil, isfinite, sqrt
 from typing import Final
 
 from xpyd_proxy.planning.queueing import MOST_SKEWED, Spread, Wait, queues_in_turn, shared_queue
+from xpyd_proxy.settings import PolicyName
 
 MOST_ENGINES: Final = 10_000  # of a role; whoever needs more has mistaken a unit
 SWINGS: Final = (0.75, 1.0, 1.25)  # traffic that a plan is looked at with, as a share of what is planned for
@@ -30,13 +31,6 @@ class Resource(StrEnum):
     DECODE_COMPUTE = "decode compute"
     DECODE_KV = "decode KV capacity"
     DECODE_LINK = "decode link"
-
-
-class Dispatch(StrEnum):
-    """How the router chooses prefill engines (its ``--prefill-policy``)."""
-
-    ROUND_ROBIN = "round_robin"
-    LEAST_LOADED = "least_loaded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +61,7 @@ class Aims:
     itl_s: float  # seconds between two tokens of one answer, at most
     ttft_s: float | None = None  # 95th percentile of the seconds to the first token, at most; None: no target
     utilisation: float = 0.7  # share of any resource that may be busy on the mean
-    dispatch: Dispatch = Dispatch.ROUND_ROBIN
+    dispatch: PolicyName = PolicyName.ROUND_ROBIN  # how the router chooses prefill engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +122,15 @@ def plan(traffic: Traffic, rates: Rates, aims: Aims) -> CapacityPlan:
     """Size both pools. Raises NoPlan: the numbers make no sense, or no number of engines meets the targets."""
     _check(traffic, rates, aims)
     need = _need(traffic, rates, aims)
-    swings = tuple(_swing(factor, need, traffic, rates, aims) for factor in SWINGS)
-    return CapacityPlan(need, _work(traffic, rates, aims), _outlook(need, traffic, rates, aims), swings)
+    swings = list[Swing]()
+    for factor in SWINGS:
+        other = replace(traffic, requests_per_s=traffic.requests_per_s * factor)
+        try:
+            its_need = _need(other, rates, aims)
+        except NoPlan:
+            its_need = None
+        swings.append(Swing(factor, its_need, _outlook(need, other, rates, aims)))
+    return CapacityPlan(need, _work(traffic, rates, aims), _outlook(need, traffic, rates, aims), tuple(swings))
 
 
 def _work(traffic: Traffic, rates: Rates, aims: Aims) -> Mapping[Resource, float]:
@@ -205,7 +206,7 @@ def _ttft(x: int, traffic: Traffic, rates: Rates, aims: Aims) -> Ttft | None:
     Time in queue and time of computing are independent, so beyond their means their p95s add as squares.
     """
     service, transfer = _service(traffic, rates), _transfer(traffic, rates)
-    wait = _WAITS[aims.dispatch](x, traffic.requests_per_s, service)
+    wait = WAITS[aims.dispatch](x, traffic.requests_per_s, service)
     if not isfinite(wait.mean):
         return None
     own = Spread(0, 0, 0) if transfer is None else transfer
@@ -215,9 +216,9 @@ def _ttft(x: int, traffic: Traffic, rates: Rates, aims: Aims) -> Ttft | None:
     return Ttft(wait.mean, service.mean, own.mean, aims.itl_s, mean + beyond)
 
 
-_WAITS: Final[Mapping[Dispatch, Callable[[int, float, Spread], Wait]]] = {
-    Dispatch.ROUND_ROBIN: queues_in_turn,
-    Dispatch.LEAST_LOADED: shared_queue,
+WAITS: Final[Mapping[PolicyName, Callable[[int, float, Spread], Wait]]] = {
+    PolicyName.ROUND_ROBIN: queues_in_turn,
+    PolicyName.LEAST_LOADED: shared_queue,
 }
 
 
@@ -238,15 +239,6 @@ def _outlook(need: Need, traffic: Traffic, rates: Rates, aims: Aims) -> Outlook:
     used = {name: amount / (need.prefill if name in PREFILL_SIDE else need.decode) for name, amount in work.items()}
     batch = traffic.requests_per_s * traffic.output.mean * aims.itl_s / need.decode  # Little's law
     return Outlook(used, _ttft(need.prefill, traffic, rates, aims), batch)
-
-
-def _swing(factor: float, planned: Need, traffic: Traffic, rates: Rates, aims: Aims) -> Swing:
-    other = Traffic(traffic.requests_per_s * factor, traffic.prompt, traffic.output, traffic.cached)
-    try:
-        need = _need(other, rates, aims)
-    except NoPlan:
-        need = None
-    return Swing(factor, need, _outlook(planned, other, rates, aims))
 
 
 def lengths(what: str, mean: float, p95: float | None) -> Spread:

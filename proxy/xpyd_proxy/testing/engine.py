@@ -302,8 +302,14 @@ async def _events(
     try:
         for place, piece in enumerate(replies.events()):
             if fault is not None and place == (fault.after or 0):
-                async for last in _fail_midway(request, fault):
-                    yield last
+                if fault.kind is FaultKind.STALL:
+                    await asyncio.Event().wait()
+                elif fault.kind is FaultKind.DROP:
+                    yield b'data: {"id": "half of an ev'
+                    await _drop(request)
+                elif fault.kind is FaultKind.ERROR_EVENT:
+                    yield event(error(fault.status, "injected"))
+                    yield b"data: [DONE]\n\n"
                 entry.state = "done"
                 return
             yield piece
@@ -314,17 +320,6 @@ async def _events(
     finally:
         if entry.state == "open":
             entry.state = "hung up"
-
-
-async def _fail_midway(request: Request, fault: SimulatedFault) -> AsyncGenerator[bytes]:
-    if fault.kind is FaultKind.STALL:
-        await asyncio.Event().wait()
-    elif fault.kind is FaultKind.DROP:
-        yield b'data: {"id": "half of an ev'
-        await _drop(request)
-    elif fault.kind is FaultKind.ERROR_EVENT:
-        yield event(error(fault.status, "injected"))
-        yield b"data: [DONE]\n\n"
 
 
 def _whole(request: Request, replies: AnyReplies, entry: LogEntry, fault: SimulatedFault | None) -> Response:

@@ -27,19 +27,18 @@ from benchmarks.discovery import report
 from benchmarks.discovery.pods import LIFE, line, pod
 from xpyd_proxy.app import policies
 from xpyd_proxy.core.counters import Counters
+from xpyd_proxy.core.discovery.pods import read_pod
 from xpyd_proxy.core.discovery.reconcile import entry_name, entry_of
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.load import LoadReport
-from xpyd_proxy.core.fleet.origin import EngineSource, Key, Wanted
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.fleet.target import EngineSource, Key, Target, Wanted
 from xpyd_proxy.core.model import RequestId, Role, RoutingHints
 from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
 from xpyd_proxy.core.request_record import LegRecord, RequestRecord
 from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
-from xpyd_proxy.io.discovery.build import read_pod
+from xpyd_proxy.core.schemas import NamedMetrics
 from xpyd_proxy.io.discovery.reconciler import Pods, Reconciler
 from xpyd_proxy.io.discovery.reflector import Collection, Reflector
 from xpyd_proxy.io.metrics import Metrics
@@ -122,7 +121,7 @@ def registry_of(count, case="one revision"):
         for request in range(dice.randrange(8, 13)):
             member.load.enter(RequestId(f"{number}-{request}"))
         if role is Role.PREFILL:
-            member.load.reported(LoadReport(dice.randrange(3), dice.random()), now=now + 1e6)
+            member.load.reported(NamedMetrics(dice.randrange(3), dice.random()), now=now + 1e6)
     return registry
 
 

@@ -5,9 +5,10 @@ import asyncio
 import pytest
 
 from support.scripted import EVENT, Noted, Scripted, good_decode, never, pulled_prefill, request_id, router_of, until
-from xpyd_proxy.core.fleet.load import ASK_FOR_REPORT, LoadReport
+from xpyd_proxy.core.fleet.load import ASK_FOR_REPORT
 from xpyd_proxy.core.model import EngineResponse, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.schemas import NamedMetrics
 from xpyd_proxy.errors import EngineError, EngineTimeout
 from xpyd_proxy.settings import Settings
 
@@ -231,4 +232,4 @@ async def test_the_load_that_an_engine_reports_is_taken_from_its_answer():
 
     assert ASK_FOR_REPORT in prefill.headers
     assert ASK_FOR_REPORT not in decode.headers
-    assert watched.router.registry.get(prefill.instance.id).load.report == LoadReport(3, 0.5)
+    assert watched.router.registry.get(prefill.instance.id).load.report == NamedMetrics(3, 0.5)

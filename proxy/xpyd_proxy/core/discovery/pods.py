@@ -5,9 +5,9 @@ from typing import Final
 
 import msgspec
 
-from xpyd_proxy.core.fleet.origin import Wanted
-from xpyd_proxy.core.fleet.target import REVISION, Target
+from xpyd_proxy.core.fleet.target import REVISION, Target, Wanted
 from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.errors import AddressError
 
 WORKER_INDEX: Final = "leaderworkerset.sigs.k8s.io/worker-index"
@@ -66,6 +66,16 @@ class Pod(msgspec.Struct):
     metadata: Meta
     spec: _Spec = msgspec.field(default_factory=_Spec)
     status: _Status = msgspec.field(default_factory=_Status)
+
+
+def read_pod(meta: Meta, raw: msgspec.Raw) -> Wanted | AddressError | None:
+    """Read a pod; what is wrong with it is a value, too."""
+    try:
+        return engine_of(decode(raw, Pod))
+    except AddressError as exc:
+        return exc
+    except NotJson as exc:
+        return AddressError(f"pod {meta.name} is not what Kubernetes calls a pod: {exc}")
 
 
 def engine_of(pod: Pod) -> Wanted | None:

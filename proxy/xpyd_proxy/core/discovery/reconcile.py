@@ -12,8 +12,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from xpyd_proxy.core.fleet.origin import EngineSource, Key, Origin, Wanted
-from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.fleet.target import EngineSource, Key, Origin, Target, Wanted
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.errors import AddressError

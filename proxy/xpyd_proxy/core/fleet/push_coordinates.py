@@ -93,7 +93,12 @@ class PushCoordinates:
         """Take in what an answer said; None: the engine does not push."""
         record = self._of(prefill)
         before = record.coordinates
-        event = _event(record, found)
+        if found is None:
+            event = CoordinatesEvent.PULLS
+        elif found.remote_engine_id in record.replaced:
+            event = CoordinatesEvent.BACK
+        else:
+            event = CoordinatesEvent.PUSHES if before in (None, found) else CoordinatesEvent.ELSEWHERE
         record.state = TRANSITIONS[record.state][event]
         if before is not None and before != found:
             record.replaced |= {before.remote_engine_id}
@@ -114,11 +119,3 @@ class PushCoordinates:
         if record is None:
             record = self._records[prefill] = _Record()
         return record
-
-
-def _event(record: _Record, found: Coordinates | None) -> CoordinatesEvent:
-    if found is None:
-        return CoordinatesEvent.PULLS
-    if found.remote_engine_id in record.replaced:
-        return CoordinatesEvent.BACK
-    return CoordinatesEvent.PUSHES if record.coordinates in (None, found) else CoordinatesEvent.ELSEWHERE

@@ -6,16 +6,47 @@ from typing import Final
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, fit
-from xpyd_proxy.core.fleet.drain import Drain
 from xpyd_proxy.core.fleet.health import ChangeCount, EngineHealth, HealthState
 from xpyd_proxy.core.fleet.load import Load
-from xpyd_proxy.core.fleet.origin import BY_HAND, EngineSource, Origin
-from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Origin, Target
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
 from xpyd_proxy.settings import Settings
 
+_SURE: Final = 2  # readings in a row: vLLM's numbers are those of its step before
 _RESTLESS: Final = frozenset({HealthState.EJECTED, HealthState.HALF_OPEN})
+
+
+@dataclass(slots=True)
+class Drain:
+    """What is seen of an engine while it is drained: its own requests end first, then what decode engines may read."""
+
+    since: float  # when it got its last request, or was told to drain
+    kept: float | None = None  # as it said last; None: it does not say
+    zeros: int = 0  # readings in a row that said that nothing is kept
+
+    def reading(self, kept: float | None) -> None:
+        """Take in what it said of the blocks it keeps."""
+        self.kept = kept
+        self.zeros = self.zeros + 1 if kept == 0 else 0
+
+    def verdict(self, role: Role, in_flight: int, *, patience_s: float, now: float) -> str | None:
+        """Say why it is empty; None: it is not.
+
+        A prefill engine that does not say what it keeps, or seems to keep it for ever, is believed to be empty after
+        ``patience_s`` seconds without a request: by then its leases have run out.
+        """
+        if in_flight:
+            self.since, self.zeros = now, 0
+            return None
+        if role is Role.DECODE:
+            return "has no request left"
+        if self.zeros >= _SURE:
+            return "has no request left and keeps nothing for decode engines"
+        if now < self.since + patience_s:
+            return None
+        said = "does not say what it keeps" if self.kept is None else f"still shows {self.kept:g} of what it keeps"
+        return f"has had no request for {patience_s:g} s, but {said}"
 
 
 @dataclass(slots=True)

@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Final
 
 from xpyd_proxy.core.discovery.reconcile import Action, Freshness, Sources, diff, entry_name, entry_of, read_entry
-from xpyd_proxy.core.fleet.origin import EngineSource, Key, Origin, Wanted
 from xpyd_proxy.core.fleet.registry import Member, Registry
-from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.fleet.target import EngineSource, Key, Origin, Target, Wanted
 from xpyd_proxy.core.model import InstanceId, Role
 from xpyd_proxy.core.workers.instance_ids import Verb
 from xpyd_proxy.errors import AddressError, AlreadyKnown

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, TypeVar
 
 import msgspec
 
@@ -16,25 +16,13 @@ from xpyd_proxy.core.discovery.reconcile import MOST
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.discovery.kubernetes import Expired, KubeError, Kubernetes
+from xpyd_proxy.io.discovery.stores import Observer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-S_contra = TypeVar("S_contra", contravariant=True)
 _PAGE: Final = 200  # objects asked for at once
 _AT_A_TIME: Final = 10  # objects that are read before others may run: half a millisecond
 _SHORT_S: Final = 1.0  # a round that is over sooner counts as failed
-
-
-class ReflectorObserver(Protocol[S_contra]):
-    """Hears what there is."""
-
-    def view(self, objects: Mapping[str, S_contra], /) -> None:
-        """Take all objects there are, by uid."""
-        ...
-
-    def heard(self) -> None:
-        """Note that the API has said something, and the view of before is still so."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +75,7 @@ class Reflector(Generic[T]):
         api: Kubernetes,
         what: Collection,
         read: Callable[[Meta, msgspec.Raw], T],
-        told: ReflectorObserver[T],
+        told: Observer[T],
         *,
         clock: Callable[[], float],
         chance: Callable[[], float],

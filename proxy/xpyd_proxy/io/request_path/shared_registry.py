@@ -5,8 +5,8 @@ from typing import Final
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.origin import BY_HAND, EngineSource, Origin
 from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Origin
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.workers.instance_ids import Verb, key_of
 from xpyd_proxy.errors import AlreadyKnown

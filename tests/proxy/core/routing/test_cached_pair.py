@@ -11,7 +11,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.load import LoadReport
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import InstanceId, RequestId, Role, RoutingHints
@@ -23,7 +22,7 @@ from xpyd_proxy.core.routing.policies.power_of_two import PowerOfTwo
 from xpyd_proxy.core.routing.policies.prefix import Prefix
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
 from xpyd_proxy.core.routing.policies.session import Session
-from xpyd_proxy.core.schemas import Coordinates, HealthVerdict
+from xpyd_proxy.core.schemas import Coordinates, HealthVerdict, NamedMetrics
 from xpyd_proxy.errors import ProxyError
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from xpyd_proxy.settings import Settings
@@ -250,7 +249,7 @@ class Calm(RuleBasedStateMachine):
 
     @rule(place=SOME, waiting=st.integers(0, 4))
     def report(self, place, waiting):
-        self.have(place, lambda side, member: member.load.reported(LoadReport(float(waiting), 0.5), now=side.now))
+        self.have(place, lambda side, member: member.load.reported(NamedMetrics(float(waiting), 0.5), now=side.now))
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 2.0, 5.0, 40.0]))
     def wait(self, seconds):

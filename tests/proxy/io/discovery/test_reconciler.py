@@ -6,9 +6,8 @@ import pytest
 
 from xpyd_proxy.core.discovery.reconcile import MOST, entry_name, entry_of
 from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.origin import EngineSource, Wanted
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.fleet.target import EngineSource, Target, Wanted
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import AddressError, AlreadyKnown, UnknownInstance
 from xpyd_proxy.io.discovery.reconciler import Discovery, Entries, NotManagedHere, Pods, Reconciler

@@ -6,8 +6,7 @@ import pytest
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.origin import EngineSource, Origin, Wanted
-from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.fleet.target import EngineSource, Origin, Target, Wanted
 from xpyd_proxy.core.model import InstanceId, Role
 from xpyd_proxy.core.workers.instance_ids import Verb
 from xpyd_proxy.errors import AlreadyKnown

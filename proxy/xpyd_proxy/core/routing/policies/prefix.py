@@ -35,7 +35,11 @@ class Prefix:
         """Return the engine with the longest match that has room; equals and newcomers go by the other policy."""
         blocks = list(_chain(ask.prompt))
         most = min(map(self._load, among)) + SLACK
-        matches = {instance.id: self._match(instance, blocks) for instance in among if self._load(instance) <= most}
+        matches = dict[InstanceId, int]()
+        for instance in among:
+            if self._load(instance) <= most:
+                unseen = (count for count, block in enumerate(blocks) if (instance.id, block) not in self._seen)
+                matches[instance.id] = next(unseen, len(blocks))
         longest = max(matches.values())
         best = [instance for instance in among if matches.get(instance.id) == longest]
         chosen = best[0] if len(best) == 1 else self._otherwise.one(best, ask)
@@ -49,12 +53,6 @@ class Prefix:
     def copy(self) -> "Prefix":
         """Return one that chooses alike, and whose choices leave no trace here."""
         return Prefix(self._load, self._otherwise.copy(), most=self._most, seen=self._seen.copy())
-
-    def _match(self, instance: Instance, blocks: Sequence[bytes]) -> int:
-        for count, block in enumerate(blocks):
-            if (instance.id, block) not in self._seen:
-                return count
-        return len(blocks)
 
 
 def _chain(prompt: bytes) -> Iterator[bytes]:

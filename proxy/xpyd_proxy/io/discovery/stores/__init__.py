@@ -2,23 +2,28 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Protocol, TypeAlias, TypeVar
+
+S_contra = TypeVar("S_contra", contravariant=True)
 
 
 class StoreDown(Exception):
     """The store did not acknowledge a change: it may or may not have been made. The message says why."""
 
 
-class StoreObserver(Protocol):
-    """Hears what a store has."""
+class Observer(Protocol[S_contra]):
+    """Hears what there is: texts in a store, objects of the Kubernetes API."""
 
-    def view(self, entries: Mapping[str, str], /) -> None:
-        """Take all entries, by name."""
+    def view(self, objects: Mapping[str, S_contra], /) -> None:
+        """Take all there are, by name or uid."""
         ...
 
     def heard(self) -> None:
-        """Note that the store answers, and the view of before is still so."""
+        """Note that the source answers, and the view of before is still so."""
         ...
+
+
+StoreObserver: TypeAlias = Observer[str]
 
 
 class Store(Protocol):

@@ -8,7 +8,6 @@ import ssl
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
 
@@ -68,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     """Do it; return the exit code: 0 done, 1 not done, 2 it could not be asked for like this."""
     verb: Callable[[_RouterClient, argparse.Namespace], str] = args.verb
     try:
-        with _RouterClient(_read_access(args), args.timeout) as router:
+        with _RouterClient(args) as router:
             sys.stdout.write(verb(router, args))
     except (CommandFailed, ConfigError) as exc:
         sys.stderr.write(f"xpyd instances: {exc}\n")
@@ -76,24 +75,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Access:
-    """What a client of the admin routes needs."""
-
-    url: str  # of the router, with its scheme and without a slash at the end
-    key: str
-    tls: ssl.SSLContext  # of https alone
-    server_name: str | None  # that the certificate must have; None: that of the URL
-
-
 class _RouterClient:
     """A client of the admin routes. httpx and its exceptions stop here."""
 
-    def __init__(self, access: _Access, timeout_s: float) -> None:
-        self._url = access.url
-        headers = {b"x-api-key": access.key.encode()}
-        self._client = httpx.Client(headers=headers, timeout=timeout_s, trust_env=False, verify=access.tls)
-        self._extensions = {} if access.server_name is None else {"sni_hostname": access.server_name}
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Read what flags and environment name; raises ConfigError: no key, a wrong file, or flags that clash."""
+        self._url, key, tls = _read_access(args)
+        headers = {b"x-api-key": key.encode()}
+        self._client = httpx.Client(headers=headers, timeout=args.timeout, trust_env=False, verify=tls)
+        self._extensions = {} if args.server_name is None else {"sni_hostname": args.server_name}
 
     def __enter__(self) -> "_RouterClient":
         return self
@@ -216,8 +206,8 @@ def _add_access_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--client-key", metavar="FILE", help="PEM file with its private key")
 
 
-def _read_access(args: argparse.Namespace) -> _Access:
-    """Read what flags and environment name; raises ConfigError: a key is missing, a file is wrong, or flags clash."""
+def _read_access(args: argparse.Namespace) -> tuple[str, str, ssl.SSLContext]:
+    """Return the router's URL without a slash at its end, the key, and what its certificate is checked with."""
     url = (args.router if "://" in args.router else f"http://{args.router}").rstrip("/")
     secure = url.startswith("https://")
     for_https = ("ca", "pin", "server_name", "client_cert", "client_key")
@@ -231,7 +221,7 @@ def _read_access(args: argparse.Namespace) -> _Access:
         key = outbound_key(read_text(args.key_file), args.key_file)
     elif not (key := os.environ.get(KEY_VARIABLE, "")):  # never an argument: those are visible in ps
         raise ConfigError(f"set {KEY_VARIABLE} in the environment to the key of the router, or name a file: --key-file")
-    return _Access(url, key, tls, args.server_name)
+    return url, key, tls
 
 
 def _tls(args: argparse.Namespace) -> ssl.SSLContext:

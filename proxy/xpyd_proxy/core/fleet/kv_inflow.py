@@ -5,19 +5,9 @@ tokens came from: one that was sent legs with a transfer, and whose count of tok
 nothing.
 """
 
-import re
 from dataclasses import dataclass
-from typing import Final
 
-from xpyd_proxy.core.fleet.engine_metrics import is_of
 from xpyd_proxy.core.model import InstanceId
-
-# Its own prefix cache counts as well: what is there need not be sent.
-_RECEIVED: Final = re.compile(
-    rb"^vllm:prompt_tokens_by_source_total\{"
-    rb'(?P<labels>[^\n]*source="(?:external_kv_transfer|local_cache_hit)"[^\n]*)\} (?P<value>[0-9.eE+]{1,32})$',
-    re.MULTILINE,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +46,3 @@ class KvInflow:
         """Forget the instances that are no longer known."""
         for gone in self._looks.keys() - instances:
             del self._looks[gone]
-
-
-def received(exposition: bytes, rank: int | None = None) -> float | None:
-    """Read in an engine's metrics, or those of one of its ranks, how many prompt tokens it did not compute."""
-    values = list[float]()
-    for line in _RECEIVED.finditer(exposition):
-        if is_of(line, rank):
-            try:
-                values.append(float(line["value"]))
-            except ValueError:
-                values.append(0.0)
-    return sum(values) if values else None

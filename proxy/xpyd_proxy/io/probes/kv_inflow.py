@@ -4,7 +4,8 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from xpyd_proxy.core.fleet.kv_inflow import KvInflow, received
+from xpyd_proxy.core.fleet.engine_metrics import received
+from xpyd_proxy.core.fleet.kv_inflow import KvInflow
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import Instance, Role
 from xpyd_proxy.io.background import meanwhile, repeatedly

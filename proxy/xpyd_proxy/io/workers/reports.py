@@ -12,7 +12,7 @@ import msgspec
 
 from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.workers.reports import EMPTY, Part, Whole, WorkerReport, absorb, counts_of
-from xpyd_proxy.io.background import meanwhile
+from xpyd_proxy.io.background import meanwhile, repeatedly
 from xpyd_proxy.io.metrics import processes
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.workers.context import WorkerContext
@@ -45,11 +45,11 @@ class WorkerReports:
         path.unlink(missing_ok=True)  # of a worker of this number that was killed
         server = await asyncio.start_unix_server(self._answer, path)
         try:
-            async with meanwhile(self._save_again_and_again()):
+            async with meanwhile(repeatedly(_SAVE_S, self._save, logger, "the counts could not be saved")):
                 yield
         finally:
             server.close()
-            self._save()
+            await self._save()
 
     async def whole(self) -> Whole:
         """Ask all; one that does not answer in time counts as it was up to a second ago."""
@@ -108,12 +108,7 @@ class WorkerReports:
             unread=self._unread,
         )
 
-    async def _save_again_and_again(self) -> None:
-        while True:
-            await asyncio.sleep(_SAVE_S)
-            self._save()
-
-    def _save(self) -> None:
+    async def _save(self) -> None:
         counts = msgspec.msgpack.encode(counts_of(self._telemetry.counters))
         if counts == self._kept:
             return

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from xpyd_proxy.local import private
 from xpyd_proxy.local.errors import LocalError
+from xpyd_proxy.local.processes import make_directory
 
 VERSION = 1  # raised whenever the same parameters would give different files
 FINGERPRINT = "xpyd-model.json"  # written last: the parameters that the files were made from
@@ -76,7 +76,7 @@ def ensure_model(directory: Path, model: TinyModel | None = None) -> bool:
     if directory.exists() and any(directory.iterdir()) and not (directory / FINGERPRINT).exists():
         message = f"{directory} is neither empty nor a model written by xpyd: choose another directory"
         raise LocalError(message)
-    private.make_directory(directory.parent)
+    make_directory(directory.parent)
     staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         _write(staging, model)

@@ -5,6 +5,7 @@ there, and removes neither.
 """
 
 import itertools
+import os
 import re
 import shutil
 import signal
@@ -20,11 +21,12 @@ from typing import IO
 
 import httpx
 
-from xpyd_proxy.local import guard, private
+from xpyd_proxy.local import guard
 from xpyd_proxy.local.errors import ChildDied, NotReady
 
 POLL_S = 0.1
 TAIL_BYTES = 65536
+DIRECTORY, FILE = 0o700, 0o600  # for this user alone: logs have prompts and addresses in them
 # The path of a Unix socket has at most 107 bytes (103 on macOS), of which vLLM's own name takes 37, ours 20.
 LONGEST_TEMP = 45  # bytes
 
@@ -114,7 +116,7 @@ class ProcessGroup:
         """Start a program; a name that is started again continues its log. Raises OSError when it cannot be run."""
         log, temp = self._log_dir / f"{command.name}.log", self._temp / str(next(self._numbers))
         temp.mkdir()
-        with private.open_file(log, append=log in self._logs) as file:
+        with open_file(log, append=log in self._logs) as file:
             process = subprocess.Popen(
                 command.argv,
                 env={**command.environment, "TMPDIR": str(temp)},
@@ -185,7 +187,7 @@ def open_fleet(log_dir: Path, *, grace_s: float = 10.0) -> Generator[ProcessGrou
     Logs go to `log_dir`, which is created; only this user can read them. Children get `grace_s` seconds to end before
     they are killed.
     """
-    private.make_directory(log_dir)
+    make_directory(log_dir)
     usual = tempfile.gettempdir()
     where = usual if len(usual.encode()) <= LONGEST_TEMP else "/tmp"
     with (
@@ -214,3 +216,17 @@ def _serves(client: httpx.Client, child: Child) -> bool:
         return client.get(child.command.health_url).is_success
     except httpx.TransportError:
         return False
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it that are missing, for this user alone; one that is there stays as it is."""
+    for missing in reversed([one for one in (path, *path.parents) if not one.exists()]):
+        missing.mkdir(mode=DIRECTORY, exist_ok=True)
+
+
+def open_file(path: Path, *, append: bool) -> IO[bytes]:
+    """Open a file to write to, for this user alone also if it was there before."""
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else os.O_TRUNC)
+    file = os.fdopen(os.open(path, flags, FILE), "ab" if append else "wb")
+    os.fchmod(file.fileno(), FILE)
+    return file

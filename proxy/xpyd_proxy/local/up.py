@@ -14,11 +14,11 @@ from types import FrameType
 
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local import first_request, preflight, private
+from xpyd_proxy.local import first_request, preflight
 from xpyd_proxy.local.errors import ChildDied, LocalError, NotReady
 from xpyd_proxy.local.first_request import FirstAnswer
 from xpyd_proxy.local.plan import MODEL_NAME, EngineKind, LocalPlan, engine_command, router_command
-from xpyd_proxy.local.processes import ProcessGroup, open_fleet
+from xpyd_proxy.local.processes import DIRECTORY, ProcessGroup, make_directory, open_fleet
 from xpyd_proxy.local.recipe import Connector, with_secret
 from xpyd_proxy.local.screen import Screen
 
@@ -107,8 +107,8 @@ def _up(plan: LocalPlan, screen: Screen, *, once: bool) -> int:
 
 def make_home(plan: LocalPlan) -> None:
     """Make the folder of logs, caches and the model, for this user alone."""
-    private.make_directory(plan.home)
-    plan.home.chmod(private.DIRECTORY)
+    make_directory(plan.home)
+    plan.home.chmod(DIRECTORY)
 
 
 def _make_model(plan: LocalPlan, screen: Screen) -> None:

@@ -8,22 +8,9 @@ from math import gcd, isfinite
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from xpyd_proxy.planning import sizing
 from xpyd_proxy.planning.queueing import Spread
-from xpyd_proxy.planning.sizing import (
-    WAITS,
-    Aims,
-    CapacityPlan,
-    Need,
-    NoPlan,
-    Outlook,
-    Rates,
-    Swing,
-    Traffic,
-    Ttft,
-    lengths,
-    observed,
-    plan,
-)
+from xpyd_proxy.planning.sizing import NoPlan
 from xpyd_proxy.settings import PolicyName
 
 _BYTES_PER_GBIT: Final = 1e9 / 8
@@ -74,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 flag.name, type=float, metavar=flag.unit, default=flag.default, required=flag.required, help=said
             )
     said = "the router's prefill policy; session and prefix wait longer than these (%(default)s)"
-    parser.add_argument("--prefill-policy", choices=list(map(str, WAITS)), default="round_robin", help=said)
+    parser.add_argument("--prefill-policy", choices=list(map(str, sizing.WAITS)), default="round_robin", help=said)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -82,14 +69,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan; return the exit code: 0, or 2 if the numbers cannot be planned with."""
     try:
-        aims = Aims(args.itl, args.ttft, args.utilisation, PolicyName(args.prefill_policy))
+        aims = sizing.Aims(args.itl, args.ttft, args.utilisation, PolicyName(args.prefill_policy))
         prompt, rate = _prompt(args), args.requests_per_second
         if rate is None:
             rate = args.prompt_tokens_per_second / prompt.mean
-        traffic = Traffic(rate, prompt, lengths("output", args.output_tokens, args.output_tokens_p95), args.cached)
+        output = sizing.lengths("output", args.output_tokens, args.output_tokens_p95)
+        traffic = sizing.Traffic(rate, prompt, output, args.cached)
         link = None if args.link_gbit is None else args.link_gbit * _BYTES_PER_GBIT
-        rates = Rates(args.prefill_rate, args.decode_rate, args.kv_capacity, args.kv_bytes_per_token, link)
-        found = plan(traffic, rates, aims)
+        rates = sizing.Rates(args.prefill_rate, args.decode_rate, args.kv_capacity, args.kv_bytes_per_token, link)
+        found = sizing.plan(traffic, rates, aims)
     except NoPlan as exc:
         sys.stderr.write(f"xpyd plan: {exc}\n")
         return 2
@@ -101,10 +89,10 @@ def _prompt(args: argparse.Namespace) -> Spread:
     if (args.prompt_lengths is None) == (args.prompt_tokens is None):
         raise NoPlan("give either --prompt-tokens or --prompt-lengths")
     if args.prompt_lengths is None:
-        return lengths("prompt", args.prompt_tokens, args.prompt_tokens_p95)
+        return sizing.lengths("prompt", args.prompt_tokens, args.prompt_tokens_p95)
     if args.prompt_tokens_p95 is not None:
         raise NoPlan("--prompt-tokens-p95 belongs to --prompt-tokens: lengths have a p95 of their own")
-    return observed("prompt", _numbers(args.prompt_lengths))
+    return sizing.observed("prompt", _numbers(args.prompt_lengths))
 
 
 def _numbers(name: str) -> list[float]:
@@ -122,7 +110,7 @@ def _numbers(name: str) -> list[float]:
         raise NoPlan(f"{name} must hold numbers and nothing else: {exc}") from exc
 
 
-def _as_json(found: CapacityPlan) -> dict[str, object]:
+def _as_json(found: sizing.CapacityPlan) -> dict[str, object]:
     return {
         "prefill": found.need.prefill,
         "decode": found.need.decode,
@@ -142,7 +130,7 @@ def _as_json(found: CapacityPlan) -> dict[str, object]:
     }
 
 
-def _outlook_json(found: Outlook) -> dict[str, object]:
+def _outlook_json(found: sizing.Outlook) -> dict[str, object]:
     one = found.ttft
     parts = ("queue", "prefill", "transfer", "first_step", "mean", "p95")
     ttft = None if one is None else {name: getattr(one, name) for name in parts}
@@ -150,7 +138,7 @@ def _outlook_json(found: Outlook) -> dict[str, object]:
     return {"utilisation": utilisation, "ttft_s": ttft, "decode_batch": found.decode_batch}
 
 
-def _as_text(found: CapacityPlan, aims: Aims) -> str:
+def _as_text(found: sizing.CapacityPlan, aims: sizing.Aims) -> str:
     need, shares = found.need, found.outlook.utilisation
     use = [(str(name), f"{work:.2f}", f"{shares[name]:.0%}") for name, work in found.work.items()]
     batch = ("requests on a decode engine", f"{found.outlook.decode_batch:.1f}", "")
@@ -168,12 +156,12 @@ def _as_text(found: CapacityPlan, aims: Aims) -> str:
     return "".join(line.rstrip() + "\n" for line in lines)
 
 
-def _ratio(need: Need) -> str:
+def _ratio(need: sizing.Need) -> str:
     common = gcd(need.prefill, need.decode)
     return f"{need.prefill // common}:{need.decode // common}"
 
 
-def _times(ttft: Ttft | None, aims: Aims) -> list[Sequence[str]]:
+def _times(ttft: sizing.Ttft | None, aims: sizing.Aims) -> list[Sequence[str]]:
     if ttft is None:  # cannot be: a plan keeps every utilisation below 1
         return [("endless", "", "")]
     parts: list[tuple[str, float]] = [("queue", ttft.queue), ("prefill", ttft.prefill), ("transfer", ttft.transfer)]
@@ -183,7 +171,7 @@ def _times(ttft: Ttft | None, aims: Aims) -> list[Sequence[str]]:
     return [*rows, ("first decode step", _seconds(ttft.first_step), ""), last]
 
 
-def _swung(swing: Swing) -> Sequence[str]:
+def _swung(swing: sizing.Swing) -> Sequence[str]:
     name, share = max(swing.outlook.utilisation.items(), key=lambda item: item[1])
     needs = "no number will do" if swing.need is None else f"{swing.need.prefill} + {swing.need.decode}"
     ttft = "grows without end" if swing.outlook.ttft is None else _seconds(swing.outlook.ttft.p95)

@@ -23,18 +23,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
+from xpyd_proxy.testing import rules
 from xpyd_proxy.testing.replies import MessagesReplies, Replies, ResponsesReplies, error, event
-from xpyd_proxy.testing.rules import (
-    Json,
-    Violation,
-    check_decode_leg,
-    check_prefill_leg,
-    check_push_leg,
-    identity,
-    make_params,
-    prompts_of,
-    token_limit,
-)
+from xpyd_proxy.testing.rules import Json
 
 AnyReplies: TypeAlias = Replies | ResponsesReplies | MessagesReplies
 
@@ -182,12 +173,12 @@ class Sim:
             return failed
         try:
             body: Json = json.loads(raw)
-            if token_limit(body) > _TOO_MANY:
+            if rules.token_limit(body) > _TOO_MANY:
                 return self._refuse(body)
             self._check(raw, body, request)
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
             return _json(error(400, f"not a request: {exc!r}"), 400)
-        except Violation as exc:
+        except rules.Violation as exc:
             self.violations.append(str(exc))
             return _json(error(400, str(exc)), 400)
         if body.get("model", self._model) != self._model:
@@ -199,7 +190,7 @@ class Sim:
         if body.get("stream"):
             events = _events(request, replies, entry, fault, self._token_s)
             return StreamingResponse(events, media_type="text/event-stream")
-        await _pause(request, self._token_s * token_limit(body))
+        await _pause(request, self._token_s * rules.token_limit(body))
         return _whole(request, replies, entry, fault)
 
     def _replies(self, request: Request, body: Json) -> AnyReplies:
@@ -230,10 +221,11 @@ class Sim:
     async def _prefill(self, request: Request, replies: AnyReplies, fault: SimulatedFault | None) -> Response:
         await _pause(request, self._prefill_s)
         forget = fault.names if fault is not None else ()
-        params = make_params(replies.body, replies.request_id, name=self.engine_id, mode=self._mode, forget=forget)
+        body, name = replies.body, self.engine_id
+        params = rules.make_params(body, replies.request_id, name=name, mode=self._mode, forget=forget)
         if self._pushed is not None:
             transfer = replies.body["kv_transfer_params"]["transfer_id"]
-            self._pushed[self.engine_id, transfer] = identity(replies.body)
+            self._pushed[self.engine_id, transfer] = rules.identity(replies.body)
         return _json(replies.whole() | {"kv_transfer_params": params})
 
     async def _receive(self, request: Request, body: Json) -> None:
@@ -244,25 +236,25 @@ class Sim:
         key = params["remote_engine_id"], params["transfer_id"]
         while key not in self._pushed:
             await _pause(request, 0.001)
-        if self._pushed.pop(key) != identity(body):
+        if self._pushed.pop(key) != rules.identity(body):
             self.violations.append("the KV cache that was pushed belongs to another request")
 
     def _check(self, raw: bytes, body: Json, request: Request) -> None:
-        if not prompts_of(body) or token_limit(body) < 0:
+        if not rules.prompts_of(body) or rules.token_limit(body) < 0:
             raise ValueError("no prompt, or no tokens")
         if self.role == "prefill":
-            check_prefill_leg(body, pushes=self._mode == "push", limits=_LIMITS[request.url.path])
+            rules.check_prefill_leg(body, pushes=self._mode == "push", limits=_LIMITS[request.url.path])
         elif body.get("kv_transfer_params") is not None:
             self._check_decode(raw, body, _request_id(request))
 
     def _check_decode(self, raw: bytes, body: Json, request_id: str) -> None:
         params = bytes(msgspec.json.decode(raw, type=dict[str, msgspec.Raw])["kv_transfer_params"])
         if body["kv_transfer_params"].get("transfer_mode") == "push":
-            check_push_leg(body, request_id)
+            rules.check_push_leg(body, request_id)
         else:
-            check_decode_leg(msgspec.Raw(params), body, request_id)
+            rules.check_decode_leg(msgspec.Raw(params), body, request_id)
         if params in self._used:
-            raise Violation("the kv_transfer_params were used twice")
+            raise rules.Violation("the kv_transfer_params were used twice")
         self._used.add(params)
 
     def _due(self) -> SimulatedFault | None:

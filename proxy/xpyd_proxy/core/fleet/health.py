@@ -56,49 +56,30 @@ class HealthEvent(StrEnum):
     REMOVE = auto()
 
 
-_LEAVING: Final = {HealthEvent.DRAIN: HealthState.DRAINING, HealthEvent.REMOVE: HealthState.GONE}
+_JUDGED_BY: Final = {
+    HealthEvent.PROVEN: HealthState.HEALTHY,
+    HealthEvent.BACK: HealthState.HEALTHY,
+    HealthEvent.TRIPPED: HealthState.EJECTED,
+    HealthEvent.DRAIN: HealthState.DRAINING,
+    HealthEvent.REMOVE: HealthState.GONE,
+}
+_LEAVES_BY: Final = {
+    HealthEvent.EMPTY: HealthState.DRAINED,
+    HealthEvent.UNDRAIN: HealthState.STARTING,
+    HealthEvent.REMOVE: HealthState.GONE,
+}
 TRANSITIONS: Final[Mapping[HealthState, Mapping[HealthEvent, HealthState]]] = {
-    HealthState.STARTING: {
-        **_LEAVING,
-        HealthEvent.PROVEN: HealthState.HEALTHY,
-        HealthEvent.BACK: HealthState.HEALTHY,
-        HealthEvent.TRIPPED: HealthState.EJECTED,
-        HealthEvent.UNDRAIN: HealthState.STARTING,
-    },
-    HealthState.HEALTHY: {
-        **_LEAVING,
-        HealthEvent.PROVEN: HealthState.HEALTHY,
-        HealthEvent.BACK: HealthState.HEALTHY,
-        HealthEvent.TRIPPED: HealthState.EJECTED,
-        HealthEvent.UNDRAIN: HealthState.HEALTHY,
-    },
+    HealthState.STARTING: {**_JUDGED_BY, HealthEvent.UNDRAIN: HealthState.STARTING},
+    HealthState.HEALTHY: {**_JUDGED_BY, HealthEvent.UNDRAIN: HealthState.HEALTHY},
     HealthState.EJECTED: {
-        **_LEAVING,
+        **_JUDGED_BY,  # BACK: it was restarted
         HealthEvent.PROVEN: HealthState.EJECTED,  # an answer to a request of before, or a probe that never failed
-        HealthEvent.BACK: HealthState.HEALTHY,  # it was restarted
-        HealthEvent.TRIPPED: HealthState.EJECTED,
         HealthEvent.RESTED: HealthState.HALF_OPEN,
         HealthEvent.UNDRAIN: HealthState.EJECTED,
     },
-    HealthState.HALF_OPEN: {
-        **_LEAVING,
-        HealthEvent.PROVEN: HealthState.HEALTHY,
-        HealthEvent.BACK: HealthState.HEALTHY,
-        HealthEvent.TRIPPED: HealthState.EJECTED,
-        HealthEvent.UNDRAIN: HealthState.HALF_OPEN,
-    },
-    HealthState.DRAINING: {
-        HealthEvent.DRAIN: HealthState.DRAINING,
-        HealthEvent.EMPTY: HealthState.DRAINED,
-        HealthEvent.UNDRAIN: HealthState.STARTING,
-        HealthEvent.REMOVE: HealthState.GONE,
-    },
-    HealthState.DRAINED: {
-        HealthEvent.DRAIN: HealthState.DRAINED,
-        HealthEvent.EMPTY: HealthState.DRAINED,
-        HealthEvent.UNDRAIN: HealthState.STARTING,
-        HealthEvent.REMOVE: HealthState.GONE,
-    },
+    HealthState.HALF_OPEN: {**_JUDGED_BY, HealthEvent.UNDRAIN: HealthState.HALF_OPEN},
+    HealthState.DRAINING: {**_LEAVES_BY, HealthEvent.DRAIN: HealthState.DRAINING},
+    HealthState.DRAINED: {**_LEAVES_BY, HealthEvent.DRAIN: HealthState.DRAINED},
     HealthState.GONE: {},
 }
 # The others get no requests.

@@ -28,26 +28,17 @@ class CoordinatesEvent(StrEnum):
     FAILED = auto()
 
 
+_LEARNS: Final = {
+    CoordinatesEvent.PULLS: CoordinatesState.PULL,
+    CoordinatesEvent.PUSHES: CoordinatesState.PUSH,
+    CoordinatesEvent.BACK: CoordinatesState.SEVERAL,
+    CoordinatesEvent.FAILED: CoordinatesState.UNKNOWN,
+}
 TRANSITIONS: Final[Mapping[CoordinatesState, Mapping[CoordinatesEvent, CoordinatesState]]] = {
-    CoordinatesState.UNKNOWN: {
-        CoordinatesEvent.PULLS: CoordinatesState.PULL,
-        CoordinatesEvent.PUSHES: CoordinatesState.PUSH,
-        CoordinatesEvent.BACK: CoordinatesState.SEVERAL,
-        CoordinatesEvent.FAILED: CoordinatesState.UNKNOWN,
-    },
-    CoordinatesState.PULL: {
-        CoordinatesEvent.PULLS: CoordinatesState.PULL,
-        CoordinatesEvent.PUSHES: CoordinatesState.PUSH,
-        CoordinatesEvent.BACK: CoordinatesState.SEVERAL,
-        CoordinatesEvent.FAILED: CoordinatesState.UNKNOWN,
-    },
-    CoordinatesState.PUSH: {
-        CoordinatesEvent.PULLS: CoordinatesState.PULL,
-        CoordinatesEvent.PUSHES: CoordinatesState.PUSH,
-        CoordinatesEvent.ELSEWHERE: CoordinatesState.UNKNOWN,  # the request that noticed is sent again, prefill first
-        CoordinatesEvent.BACK: CoordinatesState.SEVERAL,
-        CoordinatesEvent.FAILED: CoordinatesState.UNKNOWN,
-    },
+    CoordinatesState.UNKNOWN: _LEARNS,
+    CoordinatesState.PULL: _LEARNS,
+    # The request that noticed is sent again, prefill first.
+    CoordinatesState.PUSH: {**_LEARNS, CoordinatesEvent.ELSEWHERE: CoordinatesState.UNKNOWN},
     CoordinatesState.SEVERAL: {
         CoordinatesEvent.PULLS: CoordinatesState.SEVERAL,
         CoordinatesEvent.PUSHES: CoordinatesState.SEVERAL,

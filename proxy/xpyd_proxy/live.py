@@ -33,10 +33,6 @@ class Live:
     outbound: Outbound
     clock: Callable[[], float]  # seconds; only differences count
 
-    def change(self, old: Settings, new: Settings) -> None:
-        """Go from one choice to another; raises what ``prepared`` raises, and then nothing has changed."""
-        self.prepared(old, new)()
-
     def prepared(self, old: Settings, new: Settings) -> Callable[[], None]:
         """Check a change, and return what makes it: nothing can be wrong with it any more.
 

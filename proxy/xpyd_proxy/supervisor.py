@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.workers.context import END, HURRY, READY, VARIABLE, WorkerContext
 from xpyd_proxy.io.workers.listening import reserved
@@ -145,7 +147,7 @@ class _Crew:
             )
             process = await asyncio.create_subprocess_exec(
                 *self._command,
-                env={**os.environ, VARIABLE: place.text()},
+                env={**os.environ, VARIABLE: msgspec.json.encode(place).decode()},
                 pass_fds=(theirs.fileno(),),
                 process_group=0,  # a terminal's Ctrl-C reaches this process, which passes it on once
             )

@@ -99,12 +99,8 @@ def _facts(
     request: Request, action: str, result: AuditResult, target: str | None, why: str | None
 ) -> dict[str, object]:
     client = request.client
-    found: dict[str, object] = {
-        "action": action,
-        "outcome": result.value,
-        "key": getattr(request.state, "admin", None) or "-",
-        "client": "-" if client is None else client.host,
-    }
+    key, host = getattr(request.state, "admin", None) or "-", "-" if client is None else client.host
+    found: dict[str, object] = {"action": action, "outcome": result.value, "key": key, "client": host}
     found |= {} if target is None else {"target": target[:_TEXT_MOST]}
     return found | ({} if why is None else {"why": why[:_TEXT_MOST]})
 

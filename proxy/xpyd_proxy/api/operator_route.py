@@ -47,14 +47,12 @@ _STATUSES: Final[dict[int | str, str]] = {
 OPERATOR_ERRORS: Final[dict[int | str, dict[str, Any]]] = {
     status: {"model": OperatorError, "description": text} for status, text in _STATUSES.items()
 }
-
 _ASKS: Final = {"www-authenticate": "X-Api-Key"}
 _MISSING: Final = "This is for operators: send the router's admin key as X-Api-Key."
 _UNCONFIGURED: Final = (
     "This router has no admin key, so nobody may do this: start it with ADMIN_API_KEY in its environment."
 )
-
-# For the document; the routes that want the key look at it before FastAPI reads a body .
+# For the document; the routes that want the key look at it before FastAPI reads a body.
 OPERATOR_KEY: Final[Any] = Security(
     APIKeyHeader(name="X-Api-Key", scheme_name="operator", description="The operator's key", auto_error=False)
 )
@@ -158,8 +156,9 @@ async def _read(request: Request, most: int, *, any_media: bool) -> bytes:
 def _parsed(body: bytes) -> Mapping[str, object]:
     """Read an object, but one value; raises NotJson, or BadRequest: it has too many names, or a long value."""
     check_names(body)
-    found: dict[str, object] = {**decode(body, Fields)}
-    for name, raw in decode(body, Fields).items():
+    fields = decode(body, Fields)
+    found: dict[str, object] = {**fields}
+    for name, raw in fields.items():
         if name != _RAW:
             if len(memoryview(raw)) > SMALL_BODY:
                 raise BadRequest(f"{name[:_SHOWN]} has more than {SMALL_BODY} bytes")

@@ -48,7 +48,7 @@ from xpyd_proxy.core.routing.policies.prefix import Prefix
 from xpyd_proxy.core.routing.policies.round_robin import Rotation, RoundRobin
 from xpyd_proxy.core.routing.policies.session import Session
 from xpyd_proxy.core.routing.request_rules import rules_of
-from xpyd_proxy.core.routing.retry_budget import MOST_RETRIES, RetryBudget
+from xpyd_proxy.core.routing.retries import MOST_RETRIES, RetryBudget
 from xpyd_proxy.core.workers.instance_ids import Verb
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
@@ -182,7 +182,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         return examiner, engines, releaser, checks, *looking, *crew.running(), requests
 
     explainer = Explainer(fleet.rehearsal, fleet.usable, learned, lambda: requests.rules)
-    access = OperatorAccess(settings.admin_key, Audit(telemetry.admin_action, time.monotonic))
+    access = OperatorAccess(settings.admin_key, Audit(telemetry.admin_action, time.monotonic), settings.max_body_bytes)
     keys = CLIENT_KEYS if keyring.keys is not None else ()
     browsers = require_any_key(settings.admin_key, keyring, by_browsers=True)
     onlookers = Onlookers(require_any_key(settings.admin_key, keyring), browsers, keys)
@@ -194,10 +194,8 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
             Onlookers() if settings.public_metrics else onlookers,
         ),
         probe_routes(fleet, discovery, lifetime, lambda: requests.rules.needed),
-        admin_routes(settings, fleet, models, discovery, guard=guard, keyring=keyring, access=access),
-        instance_routes(
-            settings, InstanceAdmin(registry, explainer, time.monotonic, discovery, crew.is_drained), access
-        ),
+        admin_routes(fleet, models, discovery, guard=guard, keyring=keyring, access=access),
+        instance_routes(InstanceAdmin(registry, explainer, time.monotonic, discovery, crew.is_drained), access),
         model_routes(models, keys),
     )
     app = new_application(_lifespan(registry, running, traces))

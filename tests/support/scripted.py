@@ -25,7 +25,7 @@ from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
 from xpyd_proxy.core.routing.pairing import PairSelector
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
 from xpyd_proxy.core.routing.request_rules import RequestRules
-from xpyd_proxy.core.routing.retry_budget import RetryBudget
+from xpyd_proxy.core.routing.retries import RetryBudget
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.io.request_path.ids import new_transfer
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet

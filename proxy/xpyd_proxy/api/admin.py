@@ -11,7 +11,6 @@ from xpyd_proxy.api.operator_route import (
     OPERATOR_ERRORS,
     OPERATOR_KEY,
     OPERATORS,
-    SMALL_BODY,
     OperatorAccess,
     action_of,
     passed_on,
@@ -26,7 +25,6 @@ from xpyd_proxy.io.discovery.reconciler import Discovery
 from xpyd_proxy.io.discovery.stores import StoreDown
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.io.wire.connection_guard import Guard
-from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
 # In the demo's words, for scripts compare them.
@@ -35,7 +33,6 @@ _NO_OBJECT: Final = "The body is not a JSON object."
 
 
 def admin_routes(
-    settings: Settings,
     fleet: LiveFleet,
     models: ModelCatalog,
     discovery: Discovery,
@@ -45,15 +42,12 @@ def admin_routes(
     access: OperatorAccess,
 ) -> APIRouter:
     """Build the routes of the demo."""
-    onlookers = Depends(require_any_key(settings.admin_key, keyring))
-    most = min(SMALL_BODY, settings.max_body_bytes)
+    onlookers = Depends(require_any_key(access.admin_key, keyring))
     router = APIRouter(
         tags=[OPERATORS],
         dependencies=[OPERATOR_KEY],
         # The demo does not look at the content type: curl -d sends a form's.
-        route_class=access.route(
-            body_most=most, sentence=lambda field, _: _FAULTS.get(field, _NO_OBJECT), any_media=True
-        ),
+        route_class=access.route(sentence=lambda field, _: _FAULTS.get(field, _NO_OBJECT), any_media=True),
     )
     looking = APIRouter(tags=[OPERATORS], dependencies=[OPERATOR_KEY, onlookers])
 

@@ -9,14 +9,7 @@ import msgspec
 from fastapi import APIRouter, Depends, HTTPException, Response
 
 from xpyd_proxy.api.audit import AuditedAction
-from xpyd_proxy.api.operator_route import (
-    OPERATOR_ERRORS,
-    OPERATOR_KEY,
-    OPERATORS,
-    SMALL_BODY,
-    OperatorAccess,
-    action_of,
-)
+from xpyd_proxy.api.operator_route import OPERATOR_ERRORS, OPERATOR_KEY, OPERATORS, OperatorAccess, action_of
 from xpyd_proxy.api.schemas import ExplainRequest, ExplainResponse, InstanceList, InstanceName, InstanceRow
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Member, Registry
@@ -28,7 +21,6 @@ from xpyd_proxy.core.routing.routing_hints import rank_of
 from xpyd_proxy.errors import AddressError, AlreadyKnown, BadRequest, NoInstance, UnknownInstance, UnknownModel
 from xpyd_proxy.io.discovery.reconciler import Discovery, NotManagedHere
 from xpyd_proxy.io.discovery.stores import StoreDown
-from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
 _Action = Annotated[AuditedAction, Depends(action_of)]
@@ -91,12 +83,10 @@ class InstanceAdmin:
         return found
 
 
-def instance_routes(settings: Settings, admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
+def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
     """Build the routes; all of them want the operator's key."""
-    small = access.route(body_most=min(SMALL_BODY, settings.max_body_bytes))
-    large = access.route(body_most=settings.max_body_bytes)
-    router = APIRouter(prefix="/instances", tags=[OPERATORS], dependencies=[OPERATOR_KEY], route_class=small)
-    explaining = APIRouter(route_class=large)
+    router = APIRouter(prefix="/instances", tags=[OPERATORS], dependencies=[OPERATOR_KEY], route_class=access.route())
+    explaining = APIRouter(route_class=access.route(is_large=True))
 
     @router.get("", responses=OPERATOR_ERRORS)
     async def list_all() -> InstanceList:

@@ -68,6 +68,7 @@ class OperatorAccess:
 
     admin_key: str | None
     audit: Audit
+    max_body_bytes: int
 
     def authenticate(self, request: Request) -> None:
         """Let only those pass who show the key; keys are compared in constant time."""
@@ -84,14 +85,15 @@ class OperatorAccess:
         request.state.admin = fingerprint(self.admin_key)
 
     def route(
-        self, *, body_most: int, sentence: Callable[[str, str], str] = _worded, any_media: bool = False
+        self, *, is_large: bool = False, sentence: Callable[[str, str], str] = _worded, any_media: bool = False
     ) -> type[APIRoute]:
-        """Return the class of routes whose bodies have at most so many bytes.
+        """Return the class of routes whose bodies are the name of an engine, or as large as a client's (``is_large``).
 
         ``sentence`` words a body that is wrong, from the field (empty: the whole body) and the fault. ``any_media``: a
         body may be declared as anything.
         """
         authenticate, audit = self.authenticate, self.audit
+        body_most = self.max_body_bytes if is_large else min(SMALL_BODY, self.max_body_bytes)
 
         class OperatorRoute(APIRoute):
             def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -51,7 +51,16 @@ def ask(router_url: str, mover_urls: Sequence[str], model: str) -> FirstAnswer:
     with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
         before = _total_bytes(client, mover_urls)
         start = time.monotonic()
-        response = _post(client, f"{router_url}/v1/chat/completions", request_body(model))
+        url = f"{router_url}/v1/chat/completions"
+        try:
+            response = client.post(url, json=request_body(model))
+        except httpx.TimeoutException as exc:
+            raise LocalError(f"the first request got no answer within {TIMEOUT_S:.0f} s") from exc
+        except httpx.TransportError as exc:
+            raise LocalError(f"the first request did not get through to {url}: {exc}") from exc
+        if not response.is_success:
+            said = f"status {response.status_code}: {response.text[:500]}"
+            raise LocalError(f"the first request was answered with {said}")
         seconds = time.monotonic() - start
         legs = parse_server_timing(response.headers.get("server-timing", ""))
         now, deadline = before, time.monotonic() + METRICS_WAIT_S
@@ -81,18 +90,6 @@ def metric_total(exposition: str, names: Sequence[str] = BYTES_MOVED) -> int | N
     pattern = re.compile(rf"^(?:{'|'.join(map(re.escape, names))})(?:{{[^}}]*}})? (\S+)", re.MULTILINE)
     values = [float(value) for value in pattern.findall(exposition)]
     return int(sum(values)) if values else None
-
-
-def _post(client: httpx.Client, url: str, body: dict[str, object]) -> httpx.Response:
-    try:
-        response = client.post(url, json=body)
-    except httpx.TimeoutException as exc:
-        raise LocalError(f"the first request got no answer within {TIMEOUT_S:.0f} s") from exc
-    except httpx.TransportError as exc:
-        raise LocalError(f"the first request did not get through to {url}: {exc}") from exc
-    if not response.is_success:
-        raise LocalError(f"the first request was answered with status {response.status_code}: {response.text[:500]}")
-    return response
 
 
 def _total_bytes(client: httpx.Client, urls: Sequence[str]) -> int | None:

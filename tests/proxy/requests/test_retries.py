@@ -16,7 +16,7 @@ from support.scripted import (
 )
 from xpyd_proxy.core.model import EngineResponse, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
-from xpyd_proxy.core.routing.retry_budget import RetryBudget
+from xpyd_proxy.core.routing.retries import RetryBudget
 from xpyd_proxy.errors import EngineError, EngineTimeout
 
 ERROR = b'{"error":{"message":"no room","type":"x","param":null,"code":503}}'

@@ -6,8 +6,10 @@ declarations of the router and of the connector, so the chart refuses what they 
 """
 
 import dataclasses
+import functools
 import itertools
 import json
+import operator
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -34,7 +36,9 @@ KINDS = {bool: "boolean", str: "string", tuple: ["array", "object"]}  # a settin
 
 def readme(text: str, values: str) -> str:
     """Return a README with the table of these values in it."""
-    rows = [f"| `{key}` | `{_shown(default)}` | {said} |" for key, default, said in _rows(values)]
+    rows = [
+        f"| `{key}` | `{json.dumps(default, ensure_ascii=False)}` | {said} |" for key, default, said in _rows(values)
+    ]
     return _between(text, VALUES_TABLE, ["| value | default | |", "|---|---|---|", *rows])
 
 
@@ -77,12 +81,7 @@ def _rows(text: str) -> Iterator[tuple[str, object, str]]:
             if comment:
                 yield ".".join(path), _at(values, path), comment.replace("|", "\\|")
             comment = ""
-    yield from _others(values)
-
-
-def _others(values: dict[str, Any]) -> Iterator[tuple[str, object, str]]:
-    """Yield what decode has otherwise than prefill."""
-    for key in _paths(values["prefill"], "prefill"):
+    for key in _paths(values["prefill"], "prefill"):  # what decode has otherwise
         other = key.replace("prefill", "decode", 1)
         if (default := _at(values, other.split("."))) != _at(values, key.split(".")):
             yield other, default, f"as `{key}`"
@@ -97,14 +96,7 @@ def _paths(values: dict[str, Any], path: str) -> Iterator[str]:
 
 
 def _at(values: dict[str, Any], path: list[str]) -> object:
-    found: Any = values
-    for key in path:
-        found = found[key]
-    return found
-
-
-def _shown(default: object) -> str:
-    return json.dumps(default, ensure_ascii=False)
+    return functools.reduce(operator.getitem, path, cast("Any", values))
 
 
 def schema(text: str) -> str:

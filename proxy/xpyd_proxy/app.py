@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import random
 import socket
 import ssl
@@ -14,9 +15,7 @@ from typing import TYPE_CHECKING, Final
 import httpx
 from fastapi import FastAPI
 
-from xpyd_proxy.api import exception_handlers
-from xpyd_proxy.api.admin import admin_routes, health_routes
-from xpyd_proxy.api.admin_key import require_any_key
+from xpyd_proxy.api.admin import admin_routes
 from xpyd_proxy.api.audit import Audit
 from xpyd_proxy.api.auth import AuthMiddleware
 from xpyd_proxy.api.document import document_routes, new_application
@@ -24,22 +23,21 @@ from xpyd_proxy.api.endpoint_asgi import Endpoints
 from xpyd_proxy.api.endpoint_routes import CLIENT_KEYS, endpoint_routes
 from xpyd_proxy.api.instances import InstanceAdmin, instance_routes
 from xpyd_proxy.api.model_list import ModelCatalog, model_routes
-from xpyd_proxy.api.operator_route import OperatorAccess
+from xpyd_proxy.api.operator_route import OperatorAccess, require_any_key
 from xpyd_proxy.api.page import Onlookers, page_routes
-from xpyd_proxy.api.ready import ready_routes
+from xpyd_proxy.api.ready import probe_routes
 from xpyd_proxy.api.request_context import RequestContextMiddleware
 from xpyd_proxy.core.admission.cache_salts import Salts
 from xpyd_proxy.core.admission.keys import Keyring, Outbound
 from xpyd_proxy.core.admission.lifetime import Lifetime
 from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.fleet.health import HealthLimits
-from xpyd_proxy.core.fleet.instance_states import InstanceStates
+from xpyd_proxy.core.discovery.pods import read_pod
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.fleet.target import EngineSource, Target
 from xpyd_proxy.core.http.address_allowlist import AllowList
 from xpyd_proxy.core.http.origins import Sites, check_open
-from xpyd_proxy.core.model import Instance, Role
+from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
 from xpyd_proxy.core.routing.explain import Explainer
@@ -50,15 +48,21 @@ from xpyd_proxy.core.routing.policies.prefix import Prefix
 from xpyd_proxy.core.routing.policies.round_robin import Rotation, RoundRobin
 from xpyd_proxy.core.routing.policies.session import Session
 from xpyd_proxy.core.routing.request_rules import rules_of
-from xpyd_proxy.core.routing.retry_budget import RetryBudget
+from xpyd_proxy.core.routing.retries import MOST_RETRIES, RetryBudget
+from xpyd_proxy.core.workers.instance_ids import Verb
 from xpyd_proxy.errors import ConfigError
-from xpyd_proxy.io.discovery.build import discovery_of
-from xpyd_proxy.io.discovery.reconciler import Synced
+from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
+from xpyd_proxy.io.discovery.reconciler import Discovery, Entries, Pods, Reconciler
+from xpyd_proxy.io.discovery.reflector import Collection, Reflector
+from xpyd_proxy.io.discovery.stores import Store, StoreObserver
+from xpyd_proxy.io.discovery.stores.configmap import ConfigMapStore
+from xpyd_proxy.io.discovery.stores.file import FileStore
+from xpyd_proxy.io.discovery.stores.memory import MemoryStore
 from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, server_tls
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.probes.checks import HttpChecks
 from xpyd_proxy.io.probes.kv_inflow import InflowWatch
-from xpyd_proxy.io.probes.prober import ProbeIntervals, Prober
+from xpyd_proxy.io.probes.prober import Prober
 from xpyd_proxy.io.request_path.ids import new_id, new_transfer
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from xpyd_proxy.io.request_path.telemetry import Telemetry
@@ -92,8 +96,7 @@ class Router:
     requests: Requests
     lifetime: Lifetime
     live: Live
-    on_stalled: Callable[[], None]  # to be called for each client that is given up because it reads nothing
-    on_refused: Callable[[str], None]  # the same for each connection that is closed before its request is served
+    telemetry: Telemetry
     tls: ssl.SSLContext | None  # what it serves https with; None: http
 
 
@@ -119,20 +122,24 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         ConfigError: a file cannot be read, settings contradict each other, the router would be open to others, or
             spans are asked for and their library is missing.
     """
-    sites, crew = _sites(settings), worker_group(place, _limits(settings), time.monotonic)
-    registry = _filled(crew.registry, settings)
+    check_open(settings)
+    sites, crew = Sites(settings, socket.gethostname()), worker_group(place, settings, time.monotonic)
+    registry = crew.registry
+    for role, addresses in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
+        for address in addresses:
+            registry.add_target(role, Target.parse(address), now=time.monotonic())
     learned = PushCoordinates(at_once=TRANSFER_POLICIES[settings.kv_transfer_mode].at_once)
     fleet = _fleet(settings, registry, learned, crew.number)
     outbound, tls = Outbound(engine_keys(settings), forwards=settings.forward_client_key), engine_tls(settings)
     transport, dial = (None, None) if fabric is None else (fabric.transport, fabric.dial)
-    guard = _guard(settings, registry, transport)
+    resolve = resolved if transport is None else None  # with the transport of a test it connects nowhere
+    guard = Guard(AllowList.parse(settings.allowed_instances), registry.is_given, resolve)
     engines = WireEngines(settings, outbound=outbound, tls=tls, guard=guard, dial=dial)
     gate, lifetime = Gate(limits_of(settings), time.monotonic), Lifetime()
     keyring, examiner = Keyring(client_keys(settings), settings.min_priority), BodyReader()
     salts, models = _salts(settings, keyring), ModelCatalog(registry, engines, model=settings.required_model)
-    telemetry, census, queue = Telemetry(Counters(_PATHS), time.monotonic), InstanceStates(registry), gate.admission
-    traces = _traces(settings)
-    releaser = Releaser(engines, told=(telemetry,))
+    telemetry, queue = Telemetry(Counters(_PATHS), time.monotonic), gate.admission
+    traces, releaser = _traces(settings), Releaser(engines, told=(telemetry,))
     requests = Requests(
         intake=Intake(settings, lifetime, keyring, sites, salts),
         rules=rules_of(settings),
@@ -141,7 +148,9 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         handovers=LegBodies(learned, TRANSFER_POLICIES[settings.kv_transfer_mode], telemetry.replaced_host),
         engines=engines.teller,
         releaser=releaser,
-        budget=_budget(settings, crew.of),
+        budget=RetryBudget(
+            settings.retry_budget_ratio, settings.retry_budget_min_rate, most=max(1.0, MOST_RETRIES / crew.of)
+        ),
         gate=gate,
         lifetime=lifetime,
         examiner=examiner,
@@ -156,32 +165,37 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     )
     fleet.later = telemetry.later
     telemetry.legs_under_way = requests.engines_of_legs
-    checks = _checks(settings, outbound, transport, tls, guard)
-    rhythm = ProbeIntervals(
-        settings.health_check_interval_s, settings.unresponsive_timeout_s, settings.drain_idle_time_s
+    checks = HttpChecks(
+        timeout_s=settings.health_check_timeout_s,
+        headers=lambda role: outbound.headers(role, ()),
+        verify=tls,
+        transport=transport,
+        guard=guard,
     )
-    prober = Prober(registry, checks, rhythm, time.monotonic, random.random, give_up=engines.give_up)
+    prober = Prober(registry, checks, settings, time.monotonic, random.random, give_up=engines.give_up)
     inflow = InflowWatch(registry, checks.metrics, telemetry)
-    discovery = discovery_of(crew.stored(settings), registry, time.monotonic)
-    metrics, status = (
-        Metrics(telemetry, census, queue, discovery.freshness),
-        Status(telemetry, census, time.monotonic, queue),
-    )
-    everybody = crew.everybody(telemetry, queue, status.part)
+    discovery = _discovery(crew.stored(settings), registry, time.monotonic, crew.tell)
+    status = Status(telemetry, registry, time.monotonic, queue)
 
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
-        parts = examiner, engines, releaser, checks, discovery.running(), prober.running(), inflow.running()
-        return *parts, *crew.running(), requests
+        looking = discovery.running(), prober.running(), inflow.running()
+        return examiner, engines, releaser, checks, *looking, *crew.running(), requests
 
-    admin = InstanceAdmin(registry, _explainer(requests), time.monotonic, crew.changes(discovery), crew.is_drained)
-    access = OperatorAccess(settings.admin_key, Audit(telemetry.admin_action, time.monotonic))
+    explainer = Explainer(fleet.rehearsal, fleet.usable, learned, lambda: requests.rules)
+    access = OperatorAccess(settings.admin_key, Audit(telemetry.admin_action, time.monotonic), settings.max_body_bytes)
     keys = CLIENT_KEYS if keyring.keys is not None else ()
+    browsers = require_any_key(settings.admin_key, keyring, by_browsers=True)
+    onlookers = Onlookers(require_any_key(settings.admin_key, keyring), browsers, keys)
     routes = (
-        page_routes(status, metrics, everybody, _onlookers(settings, keyring)),
-        health_routes(fleet),
-        ready_routes(Synced(fleet, discovery), lifetime, lambda: requests.rules.needed),
-        admin_routes(settings, fleet, models, admin.changes, guard=guard, keyring=keyring, access=access),
-        instance_routes(settings, admin, access),
+        page_routes(
+            status,
+            Metrics(telemetry, registry, queue, discovery.freshness),
+            crew.everybody(telemetry, queue, status.part),
+            Onlookers() if settings.public_metrics else onlookers,
+        ),
+        probe_routes(fleet, discovery, lifetime, lambda: requests.rules.needed),
+        admin_routes(fleet, models, discovery, guard=guard, keyring=keyring, access=access),
+        instance_routes(InstanceAdmin(registry, explainer, time.monotonic, discovery, crew.is_drained), access),
         model_routes(models, keys),
     )
     app = new_application(_lifespan(registry, running, traces))
@@ -194,33 +208,12 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         request_over=telemetry.request_over,
         times=settings.server_timing,
     )
-    exception_handlers.install(app)
     for each in routes:
         app.include_router(each)
     app.router.routes.extend(endpoint_routes(Endpoints(requests), keys=keys))
-    browsers = require_any_key(settings.admin_key, keyring, by_browsers=True)
     app.include_router(document_routes(app, settings.admin_key, browsers))
     live = Live(registry, requests, gate, keyring, outbound, time.monotonic)
-    return Router(
-        app, requests, lifetime, live, telemetry.stalled_client, telemetry.refused_connection, server_tls(settings)
-    )
-
-
-def _onlookers(settings: Settings, keyring: Keyring) -> Onlookers:
-    """Say who may see the metrics and the status page."""
-    if settings.public_metrics:
-        return Onlookers()
-    return Onlookers(
-        require_any_key(settings.admin_key, keyring),
-        require_any_key(settings.admin_key, keyring, by_browsers=True),
-        CLIENT_KEYS if keyring.keys is not None else (),
-    )
-
-
-def _guard(settings: Settings, registry: Registry, transport: httpx.AsyncBaseTransport | None) -> Guard:
-    """Say where the router may connect to; with the transport of a test it connects nowhere."""
-    resolve = resolved if transport is None else None
-    return Guard(AllowList.parse(settings.allowed_instances), registry.is_given, resolve)
+    return Router(app, requests, lifetime, live, telemetry, server_tls(settings))
 
 
 def _salts(settings: Settings, keyring: Keyring) -> Salts | None:
@@ -230,27 +223,6 @@ def _salts(settings: Settings, keyring: Keyring) -> Salts | None:
     if settings.api_keys_file is None:
         raise ConfigError("cache_salt_per_key needs api_keys_file: without keys all clients are one")
     return Salts(keyring, settings.cache_salt_secret)
-
-
-def _sites(settings: Settings) -> Sites:
-    check_open(settings)
-    return Sites(settings, socket.gethostname())
-
-
-def _checks(
-    settings: Settings,
-    outbound: Outbound,
-    transport: httpx.AsyncBaseTransport | None,
-    tls: ssl.SSLContext,
-    guard: Guard,
-) -> HttpChecks:
-    return HttpChecks(
-        timeout_s=settings.health_check_timeout_s,
-        headers=lambda role: outbound.headers(role, ()),
-        verify=tls,
-        transport=transport,
-        guard=guard,
-    )
 
 
 def _lifespan(
@@ -273,34 +245,6 @@ def _lifespan(
                 await asyncio.to_thread(traces.close)
 
     return lifespan
-
-
-def _limits(settings: Settings) -> HealthLimits:
-    return HealthLimits(
-        in_a_row=settings.circuit_breaker_failures,
-        probes=settings.health_check_failures,
-        share=settings.circuit_breaker_failure_ratio,
-        window_s=settings.circuit_breaker_window_s,
-        window_least=settings.circuit_breaker_min_requests,
-        rest_s=settings.ejection_time_s,
-        rest_most_s=settings.max_ejection_time_s,
-    )
-
-
-def _filled(registry: Registry, settings: Settings) -> Registry:
-    """Add the engines that the settings name."""
-    for role, addresses in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
-        for address in addresses:
-            registry.add_target(role, Target.parse(address), now=time.monotonic())
-    return registry
-
-
-def _budget(settings: Settings, workers: int) -> RetryBudget:
-    """Return a worker's part of the retries; its rate is a share already."""
-    budget = RetryBudget(settings.retry_budget_ratio, settings.retry_budget_min_rate)
-    return RetryBudget(
-        settings.retry_budget_ratio, settings.retry_budget_min_rate, most=max(1.0, budget.most / workers)
-    )
 
 
 def policies(turn: int) -> Mapping[PolicyName, Callable[[Callable[[Instance], float]], Policy]]:
@@ -326,16 +270,6 @@ def _fleet(settings: Settings, registry: Registry, learned: PushCoordinates, tur
     return LiveFleet(registry, PairSelector(registry, choice), learned, time.monotonic)
 
 
-def _explainer(requests: Requests) -> Callable[[], Explainer]:
-    def explainer() -> Explainer:
-        rules, fleet = requests.rules, requests.fleet
-        return Explainer(
-            fleet.rehearsal(), fleet.usable, requests.learned, rules.min_split_prompt_bytes, rules.decode_only_fallback
-        )
-
-    return explainer
-
-
 def _traces(settings: Settings) -> "Traces | None":
     if settings.otlp_endpoint is None:
         return None
@@ -345,3 +279,37 @@ def _traces(settings: Settings) -> "Traces | None":
         missing = "spans are asked for (otlp_endpoint), but OpenTelemetry is not installed"
         raise ConfigError(f"{missing}: pip install 'xpyd[tracing]'") from exc
     return Traces.to(settings.otlp_endpoint, _PATHS)
+
+
+def _discovery(
+    settings: Settings, registry: Registry, clock: Callable[[], float], tell: Callable[[Verb, InstanceId], None]
+) -> Discovery:
+    """Build what the settings ask for; raises ConfigError: this is no pod, or what the store needs is not installed."""
+    pods = settings.kubernetes_selector is not None
+    reconciler = Reconciler(registry, [EngineSource.STORE, *([EngineSource.PODS] if pods else [])], clock)
+    store = _store(settings, Entries(reconciler), clock)
+    feeds: list[Callable[[], AbstractAsyncContextManager[None]]] = []
+    if pods:
+        api = Kubernetes(Cluster.around(settings.kubernetes_namespace))
+        selector = {"labelSelector": settings.kubernetes_selector or ""}
+        what = Collection(f"/api/v1/namespaces/{api.namespace}/pods", selector)
+        feeds.append(Reflector(api, what, read_pod, Pods(reconciler), clock=clock, chance=random.random).running)
+    return Discovery(registry, reconciler, store, feeds, tell)
+
+
+def _store(settings: Settings, told: StoreObserver, clock: Callable[[], float]) -> Store:
+    kind, _, where = settings.store.partition(":")
+    match kind:
+        case "memory":
+            return MemoryStore(told)
+        case "file":
+            return FileStore(where, told)
+        case "kubernetes":
+            api = Kubernetes(Cluster.around(settings.kubernetes_namespace))
+            return ConfigMapStore(api, where, told, clock=clock)
+        case _:
+            try:
+                from xpyd_proxy.io.discovery.stores.redis import RedisStore  # noqa: PLC0415 (its library is an extra)
+            except ImportError as exc:
+                raise ConfigError("the store is Redis, but redis is not installed: pip install 'xpyd[redis]'") from exc
+            return RedisStore(settings.store, told, password=os.environ.get("XPYD_REDIS_PASSWORD"))

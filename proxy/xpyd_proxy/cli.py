@@ -6,13 +6,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from xpyd_proxy import config, supervisor
+from xpyd_proxy import supervisor
 from xpyd_proxy.commands import instances
 from xpyd_proxy.core.http.origins import check_open
 from xpyd_proxy.core.workers.limit_shares import share_of
 from xpyd_proxy.errors import AlreadyKnown, ConfigError
 from xpyd_proxy.io import logs
 from xpyd_proxy.io.workers.context import WorkerContext, own_place
+from xpyd_proxy.options import add_arguments, serve_settings
 from xpyd_proxy.settings import Settings
 
 
@@ -26,8 +27,10 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if "_ARGCOMPLETE" in os.environ:
-        _complete(os.environ["COMP_LINE"].split()[1:])
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could follow, and has the extra that its hook comes with
+        import argcomplete  # noqa: PLC0415
+
+        argcomplete.autocomplete(build_parser(os.environ["COMP_LINE"].split()[1:]))
     args = build_parser(arguments).parse_args(arguments)
     args.command_line = arguments
     run: Callable[[argparse.Namespace], int] = args.run
@@ -39,34 +42,20 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(prog="xpyd", description="A prefill/decode router for vLLM.", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     serve = commands.add_parser("serve", help="run the router in front of running engines", allow_abbrev=False)
-    config.add_arguments(serve)
+    add_arguments(serve)
     serve.set_defaults(run=_serve)
     up = commands.add_parser("up", help="start engines and the router on this machine", allow_abbrev=False)
     instances.add_arguments(commands.add_parser("instances", help="the engines of a running router"))
     plan = commands.add_parser("plan", help="how many prefill and decode engines a traffic needs")
     if arguments[:1] == ["up"]:
-        _add_up_arguments(up)
+        from xpyd_proxy.local.up import add_arguments as add_up_arguments  # noqa: PLC0415
+
+        add_up_arguments(up)
     if arguments[:1] == ["plan"]:
-        _add_plan_arguments(plan)
+        from xpyd_proxy.planning.command import add_arguments as add_plan_arguments  # noqa: PLC0415
+
+        add_plan_arguments(plan)
     return parser
-
-
-def _complete(arguments: Sequence[str]) -> None:
-    """Tell a shell what could follow these, and end."""
-    import argcomplete  # noqa: PLC0415 (an extra: the shell's hook comes with it)
-
-    argcomplete.autocomplete(build_parser(arguments))
-
-
-def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    from xpyd_proxy.planning import command  # noqa: PLC0415
-
-    command.add_arguments(parser)
-
-
-def serve_settings(args: argparse.Namespace) -> Settings:
-    """Turn parsed ``serve`` arguments, the configuration file and the environment into settings; raises ConfigError."""
-    return config.settings(args)
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -79,11 +68,8 @@ def _serve(args: argparse.Namespace) -> int:
             logs.configure(settings.log_level, settings.log_format)
             return supervisor.run(settings, args.command_line)
         return _serve_here(args, place)
-    except ConfigError as exc:
-        sys.stderr.write(f"xpyd serve: {exc}\n")
-        return 2
-    except AlreadyKnown as exc:
-        sys.stderr.write(f"xpyd serve: {exc}: name every engine once\n")
+    except (ConfigError, AlreadyKnown) as exc:
+        sys.stderr.write(f"xpyd serve: {exc}{': name every engine once' if isinstance(exc, AlreadyKnown) else ''}\n")
         return 2
 
 
@@ -102,13 +88,6 @@ def _serve_here(args: argparse.Namespace, place: WorkerContext | None) -> int:
     router = build(settings, place=place)
     logs.configure(settings.log_level, settings.log_format)
     return server.run(router, settings, again=again, place=place)
-
-
-def _add_up_arguments(parser: argparse.ArgumentParser) -> None:
-    from xpyd_proxy.local import up  # noqa: PLC0415 (it brings libraries that a router does not need)
-
-    up.add_arguments(parser)
-    parser.set_defaults(run=up.run)
 
 
 if __name__ == "__main__":  # pragma: no cover

@@ -4,46 +4,44 @@
     * :exc:`ClientError` -- the client
         * :exc:`BadRequest` -- the body is not something we can split or pass on
             * :exc:`BadFraming` -- what came is no request, or readers could disagree about where it ends
-        * :exc:`HeadTooLarge` -- the head, or the trailers, are longer than we accept
-        * :exc:`UriTooLong` -- the request line is
+        * :exc:`HeadTooLarge` -- the head, or the trailers, have more bytes or lines than we accept
+        * :exc:`UriTooLong` -- the request line has more bytes than we accept
         * :exc:`NotServed` -- the method is one that no path here has
         * :exc:`TooSlow` -- the request was not complete in time
         * :exc:`BodyTooLarge` -- the body is longer than we accept
         * :exc:`UnsupportedMedia` -- the body is not declared as JSON
         * :exc:`Misdirected` -- the router has no such name
-        * :exc:`CrossSite` -- a browser, on behalf of another web site
-        * :exc:`UnknownModel` -- no engine serves the model that is asked for
+        * :exc:`CrossSite` -- a browser, on behalf of another web site, to a router that wants no keys
+        * :exc:`UnknownModel` -- no engine serves the model that is asked for; the message names those that are served
     * :exc:`Refused` -- the client, says an engine, in words that reach the client unchanged
     * :exc:`Unauthorized` -- the client: it has no key, or a wrong one
     * :exc:`TurnedAway` -- there is more to do than may be done at once
         * :exc:`KeyOverLimit` -- the client: its key sends more than it may
         * :exc:`RouterFull` -- nobody: all clients together send more than the router takes
         * :exc:`TooManyConnections` -- nobody, or the client: it, or all together, have too many connections
-        * :exc:`ClosingDown` -- nobody: the router is about to end
+        * :exc:`ClosingDown` -- nobody: the router takes no new requests, and ends when those it has are finished
     * :exc:`OutOfTime` -- nobody: the request as a whole has taken longer than the operator wants
     * :exc:`NoInstance` -- nobody: there is no engine to send the request to (yet)
     * :exc:`EngineError` -- an engine: unreachable, broken, or not making sense
-        * :exc:`EngineTimeout` -- an engine: too slow
+        * :exc:`EngineTimeout` -- an engine: it did not answer in time
         * :exc:`EngineFault` -- an engine: it lives, and failed this request
         * :exc:`EngineBusy` -- an engine: it has no room now
         * :exc:`Moved` -- a prefill engine: it is not the one that the decode engine was told of
     * :exc:`AddressError` -- the operator: no engine can have this address
-        * :exc:`BadPort` -- the operator: the port is a number, but not a TCP port
-        * :exc:`NotAllowed` -- the operator: no engine may be added there
-    * :exc:`AlreadyKnown` -- the operator: the engine is there already
-    * :exc:`UnknownInstance` -- the operator: there is no engine of this name
-    * :exc:`ConfigError` -- the operator: a file says something that cannot be
+        * :exc:`BadPort` -- the operator: the port is a number, but outside 1..65535
+        * :exc:`NotAllowed` -- the operator: no engine may be added there, by ``allowed_instances``
+    * :exc:`AlreadyKnown` -- the operator: an engine with this role and address is there already
+    * :exc:`UnknownInstance` -- the operator: no engine has this id (any more)
+    * :exc:`ConfigError` -- the operator: a file cannot be read, or says what cannot be; the message names the place
 
 Messages name instances by id and never by address, because clients read them.
 """
 
 
-class ProxyError(Exception):
-    """Base class of every error the router raises."""
+class ProxyError(Exception): ...
 
 
-class ClientError(ProxyError):
-    """The client sent something it should not send."""
+class ClientError(ProxyError): ...
 
 
 class BadRequest(ClientError):
@@ -54,44 +52,34 @@ class BadRequest(ClientError):
         self.param = param
 
 
-class BadFraming(BadRequest):
-    """The bytes are no request that everybody would understand in the same way."""
+class BadFraming(BadRequest): ...
 
 
-class HeadTooLarge(ClientError):
-    """The head, or the trailers, have more bytes or lines than the router accepts."""
+class HeadTooLarge(ClientError): ...
 
 
-class UriTooLong(ClientError):
-    """The request line has more bytes than the router accepts."""
+class UriTooLong(ClientError): ...
 
 
-class NotServed(ClientError):
-    """The method is none that a router has a use for."""
+class NotServed(ClientError): ...
 
 
-class TooSlow(ClientError):
-    """The request was not complete in the time that it had."""
+class TooSlow(ClientError): ...
 
 
-class BodyTooLarge(ClientError):
-    """The body has more bytes than the router accepts."""
+class BodyTooLarge(ClientError): ...
 
 
-class UnsupportedMedia(ClientError):
-    """The body is declared as something other than JSON."""
+class UnsupportedMedia(ClientError): ...
 
 
-class Misdirected(ClientError):
-    """The Host of a request is a name that this router does not have."""
+class Misdirected(ClientError): ...
 
 
-class CrossSite(ClientError):
-    """A page of another web site has sent a request to a router that wants no keys."""
+class CrossSite(ClientError): ...
 
 
-class UnknownModel(ClientError):
-    """No engine serves this model; the message names those that are served."""
+class UnknownModel(ClientError): ...
 
 
 class Refused(ProxyError):
@@ -120,28 +108,22 @@ class TurnedAway(ProxyError):
         self.retry_after_s = retry_after_s
 
 
-class KeyOverLimit(TurnedAway):
-    """The client's key is over one of its limits."""
+class KeyOverLimit(TurnedAway): ...
 
 
-class RouterFull(TurnedAway):
-    """The router is over one of its limits, whoever asks."""
+class RouterFull(TurnedAway): ...
 
 
-class TooManyConnections(TurnedAway):
-    """The router has as many connections as it may, of all clients or of this one."""
+class TooManyConnections(TurnedAway): ...
 
 
-class ClosingDown(TurnedAway):
-    """The router takes no new requests: it ends when those it has are finished."""
+class ClosingDown(TurnedAway): ...
 
 
-class OutOfTime(ProxyError):
-    """The request was not done in the time that a request may take; no single engine is to blame."""
+class OutOfTime(ProxyError): ...
 
 
-class NoInstance(ProxyError):
-    """No engine of the needed role is known."""
+class NoInstance(ProxyError): ...
 
 
 class EngineError(ProxyError):
@@ -155,41 +137,31 @@ class EngineError(ProxyError):
         self.reached = reached
 
 
-class EngineTimeout(EngineError):
-    """An engine did not answer in time."""
+class EngineTimeout(EngineError): ...
 
 
-class EngineFault(EngineError):
-    """An engine has answered with an error status: it, or the request, is at fault."""
+class EngineFault(EngineError): ...
 
 
-class EngineBusy(EngineError):
-    """An engine takes no more requests for now."""
+class EngineBusy(EngineError): ...
 
 
-class Moved(EngineError):
-    """A prefill engine has restarted (or is several) since its coordinates were learned."""
+class Moved(EngineError): ...
 
 
-class AddressError(ProxyError):
-    """The text is not the address of an engine."""
+class AddressError(ProxyError): ...
 
 
-class BadPort(AddressError):
-    """The port is a number, but outside 1..65535."""
+class BadPort(AddressError): ...
 
 
-class NotAllowed(AddressError):
-    """No engine may be added there: it is not in ``allowed_instances``."""
+class NotAllowed(AddressError): ...
 
 
-class AlreadyKnown(ProxyError):
-    """An engine with this role and address is already in the set."""
+class AlreadyKnown(ProxyError): ...
 
 
-class UnknownInstance(ProxyError):
-    """No engine has this id (any more)."""
+class UnknownInstance(ProxyError): ...
 
 
-class ConfigError(ProxyError):
-    """A file of the operator cannot be read, or says something that cannot be; the message names the place."""
+class ConfigError(ProxyError): ...

@@ -10,7 +10,7 @@ from xpyd_proxy.core.admission.limits import AdmissionLimits
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.http.origins import check_open
-from xpyd_proxy.core.model import Instance, Role
+from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.routing.request_rules import rules_of
 from xpyd_proxy.errors import AlreadyKnown, ConfigError
 from xpyd_proxy.io.files import client_keys, engine_keys
@@ -32,10 +32,6 @@ class Live:
     keyring: Keyring
     outbound: Outbound
     clock: Callable[[], float]  # seconds; only differences count
-
-    def change(self, old: Settings, new: Settings) -> None:
-        """Go from one choice to another; raises what ``prepared`` raises, and then nothing has changed."""
-        self.prepared(old, new)()
 
     def prepared(self, old: Settings, new: Settings) -> Callable[[], None]:
         """Check a change, and return what makes it: nothing can be wrong with it any more.
@@ -62,37 +58,26 @@ class Live:
 
     def _exchange(self, before: _Addresses, after: _Addresses) -> None:
         for role in Role:
-            gone, new_ones = before[role].items() - after[role].items(), after[role].items() - before[role].items()
-            self._remove(role, {authority for authority, _ in gone})
-            self._add(role, [target for authority, target in after[role].items() if (authority, target) in new_ones])
-
-    def _add(self, role: Role, targets: list[Target]) -> None:
-        for target in targets:
-            try:
-                added = self.registry.add_target(role, target, now=self.clock())
-            except AlreadyKnown as exc:  # by hand, before, or as a pod
-                logger.info("%s", exc)
-                self.registry.claim(role, target.address.authority)
-            else:
-                for instance in added:
-                    logger.info("%s is at %s", instance.id, target.address.url)
-
-    def _remove(self, role: Role, authorities: set[str]) -> None:
-        for instance in self.registry.known(role):
-            if instance.address.authority in authorities:
-                self._retire(instance)
-
-    def _retire(self, instance: Instance) -> None:
-        self.registry.retire(instance.id, now=self.clock())
-        logger.info("%s is no longer listed: it is drained, and then forgotten", instance.id)
+            gone = {authority for authority, _ in before[role].items() - after[role].items()}
+            for instance in self.registry.known(role):
+                if instance.address.authority in gone:
+                    self.registry.retire(instance.id, now=self.clock())
+                    logger.info("%s is no longer listed: it is drained, and then forgotten", instance.id)
+            for authority, target in after[role].items():
+                if before[role].get(authority) == target:
+                    continue
+                try:
+                    added = self.registry.add_target(role, target, now=self.clock())
+                except AlreadyKnown as exc:  # by hand, before, or as a pod
+                    logger.info("%s", exc)
+                    self.registry.claim(role, authority)
+                else:
+                    for instance in added:
+                        logger.info("%s is at %s", instance.id, target.address.url)
 
 
 def limits_of(settings: Settings) -> AdmissionLimits:
-    """Say how much is let in.
-
-    Raises:
-        ConfigError: two settings contradict each other.
-    """
+    """Say how much is let in. Raises ConfigError: two settings contradict each other."""
     if settings.max_inflight_bytes < settings.max_body_bytes:
         raise ConfigError(
             f"max_inflight_bytes is {settings.max_inflight_bytes}, and one body may have {settings.max_body_bytes} "
@@ -112,12 +97,7 @@ def limits_of(settings: Settings) -> AdmissionLimits:
 
 
 def addresses_of(settings: Settings) -> _Addresses:
-    """Return the addresses of the engines by host:port.
-
-    Raises:
-        AddressError: one of them cannot be one.
-        ConfigError: one occurs twice under one role.
-    """
+    """Return the engines by host:port; raises AddressError, or ConfigError: one occurs twice under one role."""
     found: dict[Role, dict[str, Target]] = {role: {} for role in Role}
     for role, texts in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
         for target in map(Target.parse, texts):

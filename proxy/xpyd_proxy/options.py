@@ -1,22 +1,33 @@
-"""The settings with all that is declared of them, and how one value is read that somebody has written."""
+"""The settings as people write them: flags, a configuration file and the environment. The later ones win."""
 
+import argparse
+import difflib
+import itertools
+import os
 import re
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import partial
 from typing import Any, Final, cast, get_args
 from urllib.parse import urlsplit
 
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.http.address_allowlist import AllowList
-from xpyd_proxy.errors import AddressError
-from xpyd_proxy.settings import Kind, Option, Settings
+from xpyd_proxy.errors import AddressError, ConfigError
+from xpyd_proxy.io.files import read_text
+from xpyd_proxy.settings import FIRST, Kind, Option, Settings
 
-_NAME: Final = Kind("", "NAME")
-_SWITCH: Final = Kind("a switch: write true or false", "{true,false}", bool, choices=("true", "false"))
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]+")
 _NUMBER: Final = re.compile(r"[-+.0-9eE]{1,40}")
 _SIZES: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"))
+_WORDS: Final[Mapping[type, str]] = {
+    str: "a string, in quotes",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +63,100 @@ class Setting:
         return f"{number} {self.kind.unit}".rstrip()
 
 
-def read(kind: Kind, text: str) -> object:
-    """Return the value that a text stands for.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare a flag for every option. What is not given stays out of the namespace: the file may say it."""
+    parser.formatter_class = partial(argparse.HelpFormatter, max_help_position=36)
+    parser.usage = "xpyd serve --prefill URL... --decode URL... [--config FILE] [OPTION VALUE]..."
+    parser.epilog = "From the environment: " + "; ".join(
+        f"{one.option.environment} ({one.option.help})" for one in SECRETS.values()
+    )
+    for group, options in itertools.groupby(OPTIONS.values(), lambda one: one.option.group):
+        part = parser.add_argument_group(group.title)
+        for one in options:
+            more: dict[str, Any] = {"nargs": "+", "action": "extend"} if one.is_list else {}
+            action = part.add_argument(
+                one.flag,
+                dest=one.name,
+                type=partial(read, one.kind),
+                default=argparse.SUPPRESS,
+                metavar=one.kind.metavar,
+                help=f"{one.option.help} (default: {one.default_text})",
+                **more,
+            )
+            if choices := one.kind.choices:
+                action.completer = lambda choices=choices, **_: choices  # type: ignore[attr-defined]
+        if group is FIRST:
+            part.add_argument("--config", metavar="FILE", help="TOML, with these names as keys (connect_timeout_s = 5)")
 
-    Raises:
-        ValueError: it stands for none; the sentence names it and what would be right.
-    """
-    value = _value(kind, text)
-    if value is not None:
-        return value
-    raise ValueError(f"{text!r} is not {kind.right}" if kind.right else "it is empty: leave it out or write a value")
+
+def serve_settings(args: argparse.Namespace) -> Settings:
+    """Put the settings together; raises ConfigError: the file cannot be read, or says what is not allowed."""
+    # What every program with OpenTelemetry reads in the environment; a file or an argument says it better.
+    endpoint = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    standard: Mapping[str, object] = {"otlp_endpoint": endpoint} if endpoint else {}
+    found: Mapping[str, object] = {} if args.config is None else read_file(args.config)
+    given: Mapping[str, object] = {name: value for name, value in vars(args).items() if name in OPTIONS}
+    chosen: dict[str, Any] = {**standard, **found, **given}
+    for name, value in chosen.items():
+        if OPTIONS[name].is_list:
+            chosen[name] = tuple(value)
+    for name, one in SECRETS.items():  # never arguments: ps would show those
+        if secret := os.environ.get(one.option.environment):
+            chosen[name] = secret
+    return Settings(**chosen)
+
+
+def read_file(path: str) -> Mapping[str, object]:
+    """Read a file: values by the names of settings. Raises ConfigError: it is no TOML, or a key or value is wrong."""
+    try:
+        found: dict[str, object] = tomllib.loads(read_text(path))
+    except tomllib.TOMLDecodeError as exc:
+        raise ConfigError(f"{path} is not TOML: {exc}") from exc
+    return {name: _line(path, name, value) for name, value in found.items()}
+
+
+def _line(path: str, name: str, value: object) -> object:
+    """Check one line of the file."""
+    if name in SECRETS:
+        variable = SECRETS[name].option.environment
+        raise ConfigError(f"{path}: {name} is not a setting of the file: put it into the environment as {variable}")
+    if name not in OPTIONS:
+        close = difflib.get_close_matches(name.replace("-", "_"), OPTIONS, n=1, cutoff=0.5)
+        raise ConfigError(f"{path}: {name} is not a setting{f': did you mean {close[0]}?' if close else ''}")
+    if not OPTIONS[name].is_list:
+        return _one(path, name, value)
+    if not isinstance(value, list):
+        raise ConfigError(f"{path}: {name} is {value!r}: write a list")
+    return [_one(path, name, one) for one in cast("list[object]", value)]
+
+
+def _one(path: str, name: str, value: object) -> object:
+    kind = OPTIONS[name].kind
+    written = kind.value_type if kind.value_type in _WORDS else str  # an enum is a string
+    if type(value) is not written and (written, type(value)) != (float, int):
+        raise ConfigError(f"{path}: {name} is {value!r}: write {_WORDS[written]}")
+    try:
+        return read(kind, str(value).lower() if isinstance(value, bool) else str(value))
+    except argparse.ArgumentTypeError as exc:
+        raise ConfigError(f"{path}: {name}: {exc}") from exc
+
+
+def needs_restart(old: Settings, new: Settings) -> list[str]:
+    """Name the settings that differ and take effect only when the router is started."""
+    fixed = [name for name, one in OPTIONS.items() if not one.option.live]
+    return [name for name in fixed if getattr(old, name) != getattr(new, name)]
+
+
+def read(kind: Kind, text: str) -> object:
+    """Return what a text stands for; raises ArgumentTypeError: the sentence names it and what would be right."""
+    try:
+        value = _value(kind, text)
+    except (AddressError, ValueError) as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+    if value is None:
+        said = f"{text!r} is not {kind.right}" if kind.right else "it is empty: leave it out or write a value"
+        raise argparse.ArgumentTypeError(said)
+    return value
 
 
 def _value(kind: Kind, text: str) -> object | None:
@@ -76,11 +171,8 @@ def _value(kind: Kind, text: str) -> object | None:
     return number if kind.least <= number <= kind.most and (kind.above is None or number > kind.above) else None
 
 
-def _address(text: str) -> str:
-    try:
-        Target.parse(text)
-    except AddressError as exc:
-        raise ValueError(str(exc)) from exc
+def _engine(text: str) -> str:
+    Target.parse(text)
     return text
 
 
@@ -94,10 +186,6 @@ def _host(text: str) -> str | None:
     return bare if text == "*" or _HOST_NAME.fullmatch(bare) else None
 
 
-def _url(text: str) -> str | None:
-    return text if text.startswith(("http://", "https://")) else None
-
-
 def _store(text: str) -> str | None:
     kind, _, where = text.partition(":")
     if urlsplit(text).password is not None:
@@ -106,10 +194,10 @@ def _store(text: str) -> str | None:
 
 
 _CHECKS: Final[Mapping[str, Callable[[str], str | None]]] = {
-    "ENGINE": _address,
+    "ENGINE": _engine,
     "NETWORK": _network,
     "HOST": _host,
-    "URL": _url,
+    "URL": lambda text: text if text.startswith(("http://", "https://")) else None,
     "STORE": _store,
 }
 
@@ -123,7 +211,9 @@ def _kind(annotation: Any) -> Kind:  # noqa: ANN401 (types of types have no type
         *others, last = annotation
         right = f"a choice: write {', '.join(others)} or {last}"
         return Kind(right, "{" + ",".join(annotation) + "}", annotation, choices=tuple(annotation))
-    return _SWITCH if annotation is bool else _NAME
+    if annotation is bool:
+        return Kind("a switch: write true or false", "{true,false}", bool, choices=("true", "false"))
+    return Kind("", "NAME")
 
 
 DECLARED: Final = [Setting(f.name, f.default, _kind(f.type), f.metadata["option"]) for f in fields(Settings)]

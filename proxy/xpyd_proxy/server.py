@@ -19,13 +19,13 @@ import uvloop
 from xpyd_proxy.api.clients import Bounds, Clients
 from xpyd_proxy.api.endpoint_protocol import endpoint_protocol
 from xpyd_proxy.app import Router
-from xpyd_proxy.config import needs_restart
 from xpyd_proxy.core.admission.lifetime import Step
 from xpyd_proxy.errors import AddressError, ConfigError
 from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.files import renew_chain
 from xpyd_proxy.io.workers.context import END, HURRY, READY, WorkerContext, heard
 from xpyd_proxy.io.workers.listening import bound
+from xpyd_proxy.options import needs_restart
 from xpyd_proxy.requests import request
 from xpyd_proxy.settings import Settings
 
@@ -55,26 +55,23 @@ def _loop(settings: Settings) -> _Loop:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to us: uvicorn would stop listening at the first one, and end by raising it once more."""
+    """Leaves signals to us: uvicorn would stop listening at the first. ``line``: tells a supervisor that it listens."""
+
+    def __init__(self, config: uvicorn.Config, line: int | None) -> None:
+        super().__init__(config)
+        self._line = line
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         """Capture none."""
         yield
 
-
-class _WorkerServer(_Server):
-    """One of several: tells the supervisor when it listens."""
-
-    def __init__(self, config: uvicorn.Config, line: int) -> None:
-        super().__init__(config)
-        self._line = line
-
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
         await super().startup(sockets)
-        with contextlib.suppress(OSError):  # a supervisor that has gone is noticed elsewhere
-            os.write(self._line, READY)
+        if self._line is not None:
+            with contextlib.suppress(OSError):  # a supervisor that has gone is noticed elsewhere
+                os.write(self._line, READY)
 
 
 def run(router: Router, settings: Settings, again: Callable[[], Settings], place: WorkerContext | None = None) -> int:
@@ -88,7 +85,11 @@ def run(router: Router, settings: Settings, again: Callable[[], Settings], place
     """
     raise_descriptors()
     sockets = None if place is None else bound(settings.host, place.port)
-    _spare_the_collector()
+    # The garbage collector looks at what is made from now on, and seldom: what waits to be told of the requests of one
+    # moment (io/request_path/deferred.py) is more than it takes to call it, and soon gone without it.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_YOUNG_MOST, *gc.get_threshold()[1:])
     process = _Process(_server(router, settings, place), router, settings, again, sockets=sockets)
     with (
         contextlib.nullcontext() if place is None else place.kept(),
@@ -98,26 +99,20 @@ def run(router: Router, settings: Settings, again: Callable[[], Settings], place
     return 0
 
 
-def _spare_the_collector() -> None:
-    """Have the garbage collector look at what is made from now on, and seldom: what waits to be told of the requests of
-    one moment (io/request_path/deferred.py) is more than it takes to call it, and soon gone without it.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_YOUNG_MOST, *gc.get_threshold()[1:])
-
-
 def _protocol(router: Router, settings: Settings) -> type[asyncio.Protocol]:
-    write_timeout_s, admission = settings.client_write_timeout_s, router.live.gate.admission
+    admission, telemetry = router.live.gate.admission, router.telemetry
     bounds = Bounds(
         settings.head_timeout_s,
         settings.body_timeout_s,
         _connections(settings.max_connections),
         settings.max_connections_per_address,
     )
-    clients = Clients(bounds, on_refused=router.on_refused, hold=admission.hold, charge=admission.charge)
+    clients = Clients(bounds, on_refused=telemetry.refused_connection, hold=admission.hold, charge=admission.charge)
     return endpoint_protocol(
-        router.requests, clients, write_timeout_s=write_timeout_s, on_write_timeout=router.on_stalled
+        router.requests,
+        clients,
+        write_timeout_s=settings.client_write_timeout_s,
+        on_write_timeout=telemetry.stalled_client,
     )
 
 
@@ -127,12 +122,8 @@ def _connections(wanted: int) -> int:
     most = max(1, (descriptors - _OWN_DESCRIPTORS) // 2)
     if descriptors == resource.RLIM_INFINITY or wanted <= most:
         return wanted
-    logger.warning(
-        "max_connections is %d, and %d descriptors are enough for %d: more are refused (raise ulimit -n)",
-        wanted,
-        descriptors,
-        most,
-    )
+    said = "max_connections is %d, and %d descriptors are enough for %d: more are refused (raise ulimit -n)"
+    logger.warning(said, wanted, descriptors, most)
     return most
 
 
@@ -160,7 +151,7 @@ def _server(router: Router, settings: Settings, place: WorkerContext | None) -> 
         timeout_graceful_shutdown=1,  # by then we have waited; this is for connections to close
         ssl_context_factory=None if tls is None else lambda _config, _default: tls,
     )
-    return _Server(config) if place is None else _WorkerServer(config, place.line)
+    return _Server(config, None if place is None else place.line)
 
 
 class _Process:

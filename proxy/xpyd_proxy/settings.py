@@ -1,8 +1,8 @@
 """Everything a user of the router can choose, each declared once: type, default, kind, meaning, chart value, SIGHUP.
 
 The name of a field is the key in the configuration file; with hyphens and without ``_s`` it is the flag. ``options.py``
-and ``config.py`` read the declarations for the command line, the file and SIGHUP, ``helm/generate.py`` for the chart's
-schema and docs/options.md.
+reads the declarations for the command line, the file and SIGHUP, ``helm/generate.py`` for the chart's schema and
+docs/options.md.
 """
 
 from dataclasses import dataclass, field

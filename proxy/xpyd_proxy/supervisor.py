@@ -3,15 +3,16 @@
 import asyncio
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.workers.context import END, HURRY, READY, VARIABLE, WorkerContext
@@ -26,11 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(settings: Settings, arguments: Sequence[str]) -> int:
-    """Serve with several processes of the same command line until SIGTERM or SIGINT; return the exit code.
-
-    Raises:
-        ConfigError: the address cannot be listened at, or there is no place for what the workers share.
-    """
+    """Serve with several processes until SIGTERM or SIGINT; return the exit code, or raise ConfigError."""
     with reserved(settings.host, settings.port) as port, _folder() as folder:
         scheme, host = "http" if settings.tls_cert is None else "https", settings.host
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -38,25 +35,20 @@ def run(settings: Settings, arguments: Sequence[str]) -> int:
         return asyncio.run(crew.run())
 
 
-@contextmanager
-def _folder() -> Generator[str]:
-    """Make what the workers share, for this user alone, and remove it at the end."""
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Make what the workers share, for this user alone; what is left there at the end does no harm."""
     try:
-        folder = tempfile.mkdtemp(prefix="xpyd-")
+        folder = tempfile.TemporaryDirectory(prefix="xpyd-", ignore_cleanup_errors=True)
     except OSError as exc:
         raise ConfigError(f"workers need a temporary folder, and there is none: {exc.strerror}; set TMPDIR") from exc
-    try:
-        if len(folder) > _PATH_MOST:
-            raise ConfigError(f"{folder} is too long for the path of a Unix socket: set TMPDIR to a short one")
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)  # what is left there does no harm
+    if len(folder.name) > _PATH_MOST:
+        folder.cleanup()
+        raise ConfigError(f"{folder.name} is too long for the path of a Unix socket: set TMPDIR to a short one")
+    return folder
 
 
 @dataclass(slots=True)
 class _Worker:
-    """One process."""
-
     process: asyncio.subprocess.Process
     line: socket.socket  # its end of it says when this process has ended
     is_ready: bool = False
@@ -120,32 +112,28 @@ class _Crew:
         while True:
             began = loop.time()
             await self._begin(worker)
-            self._tell_once()
+            if not self._said and all(each is not None and each.is_ready for each in self._workers):
+                self._said = True
+                logger.info("running on %s with %d workers", self._url, len(self._workers))
             code = await self._ended(worker)
             if self._told.is_set():
                 return code
             if loop.time() - began > _PROVEN_S:
                 pause = _FIRST_PAUSE_S
-            logger.warning("worker %d has ended (%s): another one starts in %g s", number, _how(code), pause)
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            logger.warning("worker %d has ended (%s): another one starts in %g s", number, how, pause)
             successor = None
             while successor is None:
-                if await self._is_told_within(pause):
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._told.wait(), pause)
+                if self._told.is_set():
                     return 0
                 pause = min(pause * 2, _PAUSE_MOST_S)
-                successor = await self._respawned(number)
+                try:
+                    successor = await self._spawned(number)
+                except OSError as exc:  # the machine has no room for it now
+                    logger.warning("worker %d cannot be started: %s", number, exc.strerror)
             worker = successor
-
-    async def _is_told_within(self, seconds: float) -> bool:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._told.wait(), seconds)
-        return self._told.is_set()
-
-    async def _respawned(self, number: int) -> _Worker | None:
-        try:
-            return await self._spawned(number)
-        except OSError as exc:  # the machine has no room for it now
-            logger.warning("worker %d cannot be started: %s", number, exc.strerror)
-            return None
 
     async def _spawned(self, number: int) -> _Worker:
         """Start a process, which loads what it needs and waits."""
@@ -159,7 +147,7 @@ class _Crew:
             )
             process = await asyncio.create_subprocess_exec(
                 *self._command,
-                env={**os.environ, VARIABLE: place.text()},
+                env={**os.environ, VARIABLE: msgspec.json.encode(place).decode()},
                 pass_fds=(theirs.fileno(),),
                 process_group=0,  # a terminal's Ctrl-C reaches this process, which passes it on once
             )
@@ -182,12 +170,3 @@ class _Crew:
         code = await worker.process.wait()
         worker.line.close()
         return 0 if self._told.is_set() and not worker.is_ready and code < 0 else code
-
-    def _tell_once(self) -> None:
-        if not self._said and all(worker is not None and worker.is_ready for worker in self._workers):
-            self._said = True
-            logger.info("running on %s with %d workers", self._url, len(self._workers))
-
-
-def _how(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -11,9 +11,10 @@ from support.helm_chart import CASES, CI, HELMS, ROOT, Chart, default
 from support.helm_checks import CHECKS
 from support.helm_objects import COMPONENT, container, env, flag, ident, kind, pods, pool, router, templates
 from support.helm_schemas import VERSIONS, wrong
-from xpyd_proxy.cli import build_parser, serve_settings
+from xpyd_proxy.cli import build_parser
 from xpyd_proxy.core.http.address_allowlist import STANDARD, AllowList
 from xpyd_proxy.core.http.origins import check_open
+from xpyd_proxy.options import serve_settings
 
 
 @pytest.mark.parametrize("helm", HELMS)

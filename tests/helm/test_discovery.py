@@ -15,9 +15,10 @@ from support.helm_objects import COMPONENT, WORKER_INDEX, container, kind, pods,
 from support.kube_api import KubeApi
 from support.sim import InMemory
 from xpyd_proxy.app import create_app
-from xpyd_proxy.cli import build_parser, serve_settings
+from xpyd_proxy.cli import build_parser
 from xpyd_proxy.core.discovery.pods import Pod, engine_of
 from xpyd_proxy.core.model import Role
+from xpyd_proxy.options import serve_settings
 from xpyd_proxy.testing.engine import Sim
 
 KEY = {"X-Api-Key": "sesame"}

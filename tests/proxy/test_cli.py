@@ -9,7 +9,8 @@ import types
 import pytest
 
 from xpyd_proxy import server
-from xpyd_proxy.cli import build_parser, main, serve_settings
+from xpyd_proxy.cli import build_parser, main
+from xpyd_proxy.options import serve_settings
 from xpyd_proxy.settings import ClientKvParams, KvTransferMode, Settings
 
 
@@ -102,8 +103,12 @@ def test_serve_starts_the_server(monkeypatch):
 def test_up_is_loaded_only_when_it_is_asked_for(monkeypatch):
     """It brings libraries that a router does not need."""
     module = types.ModuleType("xpyd_proxy.local.up")
-    module.add_arguments = lambda parser: parser.add_argument("--engine")
-    module.run = lambda args: 7 if args.engine == "sim" else 1
+
+    def add_arguments(parser):
+        parser.add_argument("--engine")
+        parser.set_defaults(run=lambda args: 7 if args.engine == "sim" else 1)
+
+    module.add_arguments = add_arguments
 
     assert main_with(monkeypatch, None, ["serve", "--decode", "a:1", "b:1", "--port", "x"]) == 2
     assert main_with(monkeypatch, module, ["up", "--engine", "sim"]) == 7

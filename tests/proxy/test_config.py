@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 
-from xpyd_proxy.cli import build_parser, main, serve_settings
-from xpyd_proxy.config import needs_restart, read_file
+from xpyd_proxy.cli import build_parser, main
 from xpyd_proxy.errors import ConfigError
-from xpyd_proxy.options import DECLARED, OPTIONS, SECRETS, read
+from xpyd_proxy.options import DECLARED, OPTIONS, SECRETS, needs_restart, read, read_file, serve_settings
 from xpyd_proxy.settings import KvTransferMode, LogLevel, Settings
 
 

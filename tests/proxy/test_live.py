@@ -26,7 +26,7 @@ def test_engines_come_and_go_and_those_added_by_hand_stay():
     """The settings speak only of their own."""
     router = build(OLD)
     router.live.registry.add(Role.DECODE, Address.parse("hand:1"), now=0.0)
-    router.live.change(OLD, replace(OLD, prefill=("p1:1", "p2:1"), decode=("hand:1",)))
+    router.live.prepared(OLD, replace(OLD, prefill=("p1:1", "p2:1"), decode=("hand:1",)))()
 
     assert usable(router) == ["p1:1", "p2:1", "hand:1"]
 
@@ -36,7 +36,7 @@ def test_an_engine_that_is_no_longer_listed_finishes_what_it_has():
     router = build(OLD)
     (engine,) = router.live.registry.known(Role.DECODE)
     router.live.registry.member(engine.id).load.enter(RequestId("r"))
-    router.live.change(OLD, replace(OLD, decode=("d1:1",)))
+    router.live.prepared(OLD, replace(OLD, decode=("d1:1",)))()
     router.live.registry.settle(patience_s=60, now=1e9)
     assert [known(router), usable(router)] == [["p0:1", "p1:1", "d0:1", "d1:1"], ["p0:1", "p1:1", "d1:1"]]
     router.live.registry.member(engine.id).load.leave(RequestId("r"))
@@ -48,7 +48,7 @@ def test_an_engine_that_is_no_longer_listed_finishes_what_it_has():
 def test_an_engine_that_is_listed_otherwise_is_another_one():
     """For example with two data-parallel ranks."""
     router = build(OLD)
-    router.live.change(OLD, replace(OLD, decode=("d0:1#dp=2",)))
+    router.live.prepared(OLD, replace(OLD, decode=("d0:1#dp=2",)))()
 
     assert [i.rank for i in router.live.registry.usable(Role.DECODE)] == [0, 1]
 
@@ -68,7 +68,7 @@ def test_all_of_it_or_nothing(wrong, error):
     """A half-changed router is one nobody has tested."""
     router = build(OLD)
     with pytest.raises(error):
-        router.live.change(OLD, replace(OLD, max_queue=7, **({"decode": ("d1:1",)} | wrong)))
+        router.live.prepared(OLD, replace(OLD, max_queue=7, **({"decode": ("d1:1",)} | wrong)))()
 
     assert known(router) == ["p0:1", "p1:1", "d0:1"]
     assert router.live.gate.admission.limits.queue == OLD.max_queue
@@ -77,7 +77,7 @@ def test_all_of_it_or_nothing(wrong, error):
 def test_limits_and_rules_are_the_new_ones():
     """For requests that come from now on."""
     router = build(OLD)
-    router.live.change(OLD, replace(OLD, max_queue=7, retries=5))
+    router.live.prepared(OLD, replace(OLD, max_queue=7, retries=5))()
 
     assert router.live.gate.admission.limits.queue == 7
     assert router.live.requests.rules.retries == 5

@@ -1,5 +1,7 @@
 """How operators name the store and the pods."""
 
+from argparse import ArgumentTypeError
+
 import pytest
 
 from xpyd_proxy.cli import main
@@ -22,13 +24,13 @@ def test_a_store_is_named_in_one_word(text):
 @pytest.mark.parametrize("text", ["", "etcd://h", "file:", "kubernetes", "Memory"])
 def test_any_other_is_refused_with_what_would_be_right(text):
     """Before anything is served."""
-    with pytest.raises(ValueError, match=r"write memory, file:PATH, kubernetes:CONFIGMAP or redis://"):
+    with pytest.raises(ArgumentTypeError, match=r"write memory, file:PATH, kubernetes:CONFIGMAP or redis://"):
         store(text)
 
 
 def test_a_password_in_an_argument_is_refused_and_not_repeated():
     """Everybody on the machine can see arguments."""
-    with pytest.raises(ValueError, match="XPYD_REDIS_PASSWORD") as info:
+    with pytest.raises(ArgumentTypeError, match="XPYD_REDIS_PASSWORD") as info:
         store("redis://:hunter2@h:6379/0")
     assert "hunter2" not in str(info.value)
 

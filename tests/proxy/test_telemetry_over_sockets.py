@@ -13,9 +13,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from support.sim import cluster
 from xpyd_proxy.app import create_app
-from xpyd_proxy.cli import build_parser, serve_settings
+from xpyd_proxy.cli import build_parser
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.logs import JsonFormatter
+from xpyd_proxy.options import serve_settings
 from xpyd_proxy.settings import LogFormat, Settings
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 

@@ -13,9 +13,8 @@ from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.admission.limits import AdmissionLimits
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.discovery.reconcile import Freshness
-from xpyd_proxy.core.fleet.instance_states import InstanceStates
-from xpyd_proxy.core.fleet.origin import EngineSource
 from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.fleet.target import EngineSource
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.workers.reports import EMPTY, Whole, WorkerReport, counts_of
 from xpyd_proxy.io.metrics import Metrics
@@ -62,7 +61,7 @@ def router_exposition(workers):
     queue.arrive("-", 0, 1, now=0.0)
     metrics = Metrics(
         Telemetry(counters, lambda: 0.0),
-        InstanceStates(registry),
+        registry,
         queue,
         lambda: [Freshness(EngineSource.PODS, True, 0.0, 1, 2)],
     )

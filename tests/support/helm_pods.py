@@ -20,9 +20,10 @@ from support.helm_objects import (
     templates,
 )  # fmt: skip
 from xpyd_connector.settings import read_settings
-from xpyd_proxy.cli import build_parser, serve_settings
+from xpyd_proxy.cli import build_parser
 from xpyd_proxy.core.http.origins import check_open
 from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.options import serve_settings
 
 MARGIN_S = 10  # seconds that must be left when everything took as long as it may
 

@@ -8,9 +8,9 @@ import random
 import sys
 import time
 
-from xpyd_proxy.core.fleet.origin import EngineSource
+from xpyd_proxy.core.discovery.pods import read_pod
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.io.discovery.build import read_pod
+from xpyd_proxy.core.fleet.target import EngineSource
 from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from xpyd_proxy.io.discovery.reconciler import Pods, Reconciler
 from xpyd_proxy.io.discovery.reflector import Collection, Reflector, WatchTimes

@@ -16,7 +16,6 @@ from xpyd_proxy.core.admission.keys import Keyring
 from xpyd_proxy.core.admission.lifetime import Lifetime
 from xpyd_proxy.core.admission.limits import AdmissionLimits
 from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.fleet.health import HealthLimits
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.http.origins import Sites
@@ -26,7 +25,7 @@ from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
 from xpyd_proxy.core.routing.pairing import PairSelector
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
 from xpyd_proxy.core.routing.request_rules import RequestRules
-from xpyd_proxy.core.routing.retry_budget import RetryBudget
+from xpyd_proxy.core.routing.retries import RetryBudget
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.io.request_path.ids import new_transfer
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
@@ -42,7 +41,9 @@ from xpyd_proxy.settings import KvTransferMode, Settings
 
 EVENT, DONE = b'data: {"id":"x"}\n\n', b"data: [DONE]\n\n"
 EVENTS, JSON = "text/event-stream", "application/json"
-NEVER_BROKEN = HealthLimits(in_a_row=10**9, window_least=10**9)  # however often the engines of a test fail
+NEVER_BROKEN = Settings(
+    circuit_breaker_failures=10**9, circuit_breaker_min_requests=10**9
+)  # however often the engines of a test fail
 
 
 def request_id(leg):

@@ -5,21 +5,26 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Depends, HTTPException, Request
 
-from xpyd_proxy.api.admin_key import OPERATOR_KEY, require_any_key
 from xpyd_proxy.api.audit import AuditedAction
 from xpyd_proxy.api.model_list import ModelCatalog
-from xpyd_proxy.api.operator_route import OPERATOR_ERRORS, OPERATORS, SMALL_BODY, OperatorAccess, action_of
-from xpyd_proxy.api.request_body import passed_on
-from xpyd_proxy.api.schemas import ErrorResponse, FleetStatus, Health, InstanceAdded, NewInstance
+from xpyd_proxy.api.operator_route import (
+    OPERATOR_ERRORS,
+    OPERATOR_KEY,
+    OPERATORS,
+    OperatorAccess,
+    action_of,
+    passed_on,
+    require_any_key,
+)
+from xpyd_proxy.api.schemas import FleetStatus, InstanceAdded, NewInstance
 from xpyd_proxy.core.admission.keys import Keyring
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.errors import AddressError, AlreadyKnown, BadPort, NotAllowed
+from xpyd_proxy.io.discovery.reconciler import Discovery
 from xpyd_proxy.io.discovery.stores import StoreDown
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.io.wire.connection_guard import Guard
-from xpyd_proxy.io.workers.replicated_changes import FleetChanges
-from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
 # In the demo's words, for scripts compare them.
@@ -27,40 +32,22 @@ _FAULTS: Final = {"type": "Invalid instance type.", "instance": "Invalid instanc
 _NO_OBJECT: Final = "The body is not a JSON object."
 
 
-def health_routes(fleet: LiveFleet) -> APIRouter:
-    """Build GET /health."""
-    router = APIRouter(tags=["probes"])
-
-    @router.get("/health", responses={503: {"model": ErrorResponse, "description": "No engine of one role"}})
-    async def health() -> Health:
-        """Tell whether there is an engine of each role."""
-        for role in Role:
-            fleet.usable(role)
-        return Health(status="ok")
-
-    return router
-
-
 def admin_routes(
-    settings: Settings,
     fleet: LiveFleet,
     models: ModelCatalog,
-    changes: FleetChanges,
+    discovery: Discovery,
     *,
     guard: Guard,
     keyring: Keyring,
     access: OperatorAccess,
 ) -> APIRouter:
     """Build the routes of the demo."""
-    onlookers = Depends(require_any_key(settings.admin_key, keyring))
-    most = min(SMALL_BODY, settings.max_body_bytes)
+    onlookers = Depends(require_any_key(access.admin_key, keyring))
     router = APIRouter(
         tags=[OPERATORS],
         dependencies=[OPERATOR_KEY],
         # The demo does not look at the content type: curl -d sends a form's.
-        route_class=access.route(
-            body_most=most, sentence=lambda field, _: _FAULTS.get(field, _NO_OBJECT), any_media=True
-        ),
+        route_class=access.route(sentence=lambda field, _: _FAULTS.get(field, _NO_OBJECT), any_media=True),
     )
     looking = APIRouter(tags=[OPERATORS], dependencies=[OPERATOR_KEY, onlookers])
 
@@ -69,10 +56,7 @@ def admin_routes(
         """List the engines' addresses."""
         prefill, decode = ([node.address.authority for node in fleet.known(role)] for role in Role)
         return FleetStatus(
-            prefill_node_count=len(prefill),
-            decode_node_count=len(decode),
-            prefill_nodes=prefill,
-            decode_nodes=decode,
+            prefill_node_count=len(prefill), decode_node_count=len(decode), prefill_nodes=prefill, decode_nodes=decode
         )
 
     @router.post("/instances/add", responses=OPERATOR_ERRORS)
@@ -82,14 +66,23 @@ def admin_routes(
         """Send requests to one more engine, which must answer."""
         role, text = new.type, new.instance
         action.target = f"{role} {text}"
-        target = _target(text)
-        await _check_place(guard, target)
+        try:
+            target = Target.parse(text)
+            await guard.places(target.address)  # where it leads, before anything is sent there
+        except BadPort as exc:
+            raise HTTPException(400, "Invalid port number.") from exc
+        except NotAllowed as exc:
+            raise HTTPException(403, f"Instance address not allowed: {exc}.") from exc
+        except AddressError as exc:
+            raise HTTPException(400, "Invalid instance address.") from exc
+        except OSError as exc:
+            raise HTTPException(400, "Instance validation failed.") from exc
         candidate = Instance(InstanceId("candidate"), role, target.address)
         served = await models.accepted(candidate, passed_on(request.scope))
         if served is None:
             raise HTTPException(400, "Instance validation failed.")
         try:
-            await changes.add(role, target)
+            await discovery.add(role, target)
         except AlreadyKnown as exc:
             raise HTTPException(400, "Instance already exists.") from exc
         except StoreDown as exc:
@@ -100,22 +93,3 @@ def admin_routes(
 
     router.include_router(looking)
     return router
-
-
-async def _check_place(guard: Guard, target: Target) -> None:
-    """Look where the address leads before anything is sent there."""
-    try:
-        await guard.places(target.address)
-    except NotAllowed as exc:
-        raise HTTPException(403, f"Instance address not allowed: {exc}.") from exc
-    except OSError as exc:
-        raise HTTPException(400, "Instance validation failed.") from exc
-
-
-def _target(text: str) -> Target:
-    try:
-        return Target.parse(text)
-    except BadPort as exc:
-        raise HTTPException(400, "Invalid port number.") from exc
-    except AddressError as exc:
-        raise HTTPException(400, "Invalid instance address.") from exc

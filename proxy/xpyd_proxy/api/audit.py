@@ -54,9 +54,8 @@ class Audit:
         try:
             yield act
         except HTTPException as exc:
-            self._note(
-                request, AuditResult.FAILED if exc.status_code >= 500 else AuditResult.REFUSED, act, str(exc.detail)
-            )
+            result = AuditResult.FAILED if exc.status_code >= 500 else AuditResult.REFUSED
+            self._note(request, result, act, str(exc.detail))
             raise
         except BaseException as exc:
             self._note(request, AuditResult.FAILED, act, type(exc).__name__)
@@ -100,12 +99,8 @@ def _facts(
     request: Request, action: str, result: AuditResult, target: str | None, why: str | None
 ) -> dict[str, object]:
     client = request.client
-    found: dict[str, object] = {
-        "action": action,
-        "outcome": result.value,
-        "key": getattr(request.state, "admin", None) or "-",
-        "client": "-" if client is None else client.host,
-    }
+    key, host = getattr(request.state, "admin", None) or "-", "-" if client is None else client.host
+    found: dict[str, object] = {"action": action, "outcome": result.value, "key": key, "client": host}
     found |= {} if target is None else {"target": target[:_TEXT_MOST]}
     return found | ({} if why is None else {"why": why[:_TEXT_MOST]})
 

@@ -36,7 +36,8 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            self._check_site(scope)
+            headers: Headers = tuple(scope["headers"])
+            self._sites.check(scope["method"], headers, has_keys=self._keyring.keys is not None)
         except (CrossSite, Misdirected) as error:
             await response_to(error, scope)(scope, receive, _ObservedSend(send, self._lifetime))
             return
@@ -46,7 +47,7 @@ class AuthMiddleware:
         with self._lifetime.serving():
             try:
                 self._lifetime.check()
-                self._keyring.caller(tuple(scope["headers"]))
+                self._keyring.caller(headers)
             except (ClosingDown, Unauthorized) as error:
                 await response_to(error, scope)(scope, receive, _ObservedSend(send, self._lifetime))
                 return
@@ -57,12 +58,8 @@ class AuthMiddleware:
                 if self._lifetime.stage is not Stage.CLOSED:
                     raise
                 # The server cuts off what took too long to finish, and cares for nothing that comes after.
-                await answer.cut_off(scope, receive)
-
-    def _check_site(self, scope: Scope) -> None:
-        """Refuse what a page of another web site may have sent."""
-        headers: Headers = tuple(scope["headers"])
-        self._sites.check(scope["method"], headers, has_keys=self._keyring.keys is not None)
+                if answer.start is None:  # else nothing can be said any more
+                    await response_to(cut_short(), scope)(scope, receive, send)
 
 
 @dataclass(slots=True)
@@ -82,11 +79,6 @@ class _ObservedSend:
             if self.lifetime.stage is not Stage.SERVING:
                 message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
         await self.send(message)
-
-    async def cut_off(self, scope: Scope, receive: Receive) -> None:
-        """Say so, as far as it can still be said."""
-        if self.start is None:
-            await response_to(cut_short(), scope)(scope, receive, self.send)
 
 
 def is_open(path: str) -> bool:

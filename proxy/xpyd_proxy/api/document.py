@@ -13,9 +13,9 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 
-from xpyd_proxy.api.admin_key import is_admin
+from xpyd_proxy.api import exception_handlers
 from xpyd_proxy.api.endpoint_routes import operation_id
-from xpyd_proxy.api.operator_route import OPERATORS
+from xpyd_proxy.api.operator_route import OPERATORS, is_admin
 from xpyd_proxy.api.page import PAGE_HEADERS, anybody, content_policy
 
 Part: TypeAlias = dict[str, Any]  # of the document
@@ -28,7 +28,7 @@ _ABOUT: Final = (
 
 def new_application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
     """Build the application that all routes are added to."""
-    return FastAPI(
+    app = FastAPI(
         title="xpyd",
         version=version("xpyd"),
         description=_ABOUT,
@@ -39,6 +39,8 @@ def new_application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[No
         docs_url=None,
         redoc_url=None,
     )
+    exception_handlers.install(app)
+    return app
 
 
 def document_routes(app: FastAPI, admin_key: str | None, browsers: Callable[[Request], None] = anybody) -> APIRouter:
@@ -73,30 +75,25 @@ def describe(app: FastAPI, *, operators: bool) -> Part:
 
 def _for_clients(document: Part) -> Part:
     """Leave out the routes of operators, and the schemas and keys that nothing else names."""
-    paths = {path: item for path, item in document["paths"].items() if not _is_for_operators(item)}
+    paths: dict[str, Part] = {
+        path: item
+        for path, item in document["paths"].items()
+        if not any(OPERATORS in operation.get("tags", ()) for operation in item.values())
+    }
     components: Part = document.get("components", {})
-    needed: set[str] = set()
-    left = list(_references(paths))
+    needed, left = set[str](), list(_references(paths))
     while left:
         name = left.pop()
         if name not in needed:
             needed.add(name)
             left += _references(components["schemas"][name])
-    keys = {name for _, operation in _operations(paths) for one in operation.get("security", ()) for name in one}
+    operations: list[Part] = [operation for item in paths.values() for operation in item.values()]
+    keys = {name for operation in operations for one in operation.get("security", ()) for name in one}
     kept = {
         "schemas": {name: schema for name, schema in components.get("schemas", {}).items() if name in needed},
         "securitySchemes": {name: one for name, one in components.get("securitySchemes", {}).items() if name in keys},
     }
     return document | {"paths": paths, "components": kept}
-
-
-def _is_for_operators(item: Part) -> bool:
-    return any(OPERATORS in operation.get("tags", ()) for operation in item.values())
-
-
-def _operations(paths: Part) -> Iterator[tuple[str, Part]]:
-    for item in paths.values():
-        yield from cast("Part", item).items()
 
 
 def _references(part: object) -> Iterator[str]:

@@ -1,24 +1,13 @@
 """Errors of the routes that FastAPI serves."""
 
-from typing import Final
-
 from fastapi import FastAPI, Request, Response
 from fastapi.exception_handlers import http_exception_handler
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from xpyd_proxy.api.request_context import id_headers, note_fault
-from xpyd_proxy.errors import (
-    ProxyError,
-    Refused,
-    TurnedAway,
-    Unauthorized,
-)
+from xpyd_proxy.errors import ProxyError, Refused, TurnedAway, Unauthorized
 from xpyd_proxy.requests.error_body import error_body, openai_error
-
-_ADMIN_PATHS: Final = frozenset({"/status"})
-
-_HTTP_TYPES: Final = {404: "NotFoundError", 405: "MethodNotAllowedError"}
 
 
 def install(app: FastAPI) -> None:
@@ -48,9 +37,9 @@ async def _on_proxy_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """Answer for a path or a method that does not exist; the admin routes speak FastAPI's own format."""
     assert isinstance(error, HTTPException)
-    if request.url.path in _ADMIN_PATHS or request.url.path.startswith("/instances"):
+    if request.url.path == "/status" or request.url.path.startswith("/instances"):
         return await http_exception_handler(request, error)
-    kind = _HTTP_TYPES.get(error.status_code, "BadRequestError")
+    kind = {404: "NotFoundError", 405: "MethodNotAllowedError"}.get(error.status_code, "BadRequestError")
     body = openai_error(error.status_code, kind, f"{request.method} {request.url.path}: {error.detail}")
     return Response(body, error.status_code, error.headers, media_type="application/json")
 

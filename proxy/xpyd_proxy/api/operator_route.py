@@ -4,26 +4,33 @@ FastAPI reads a body of any size before it looks at dependencies. Here an unknow
 one no more than the route takes. Each call ends in a line of the audit log.
 """
 
+import base64
+import binascii
+import hmac
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import msgspec
-from fastapi import HTTPException, Request, Response
+from fastapi import HTTPException, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from fastapi.security import APIKeyHeader
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope
 
-from xpyd_proxy.api.admin_key import require_admin_key
-from xpyd_proxy.api.audit import Audit, AuditedAction
-from xpyd_proxy.api.request_body import read_body, require_json
+from xpyd_proxy.api.audit import Audit, AuditedAction, fingerprint
 from xpyd_proxy.api.schemas import OperatorError
+from xpyd_proxy.core.admission.keys import Keyring, shown_key
 from xpyd_proxy.core.http.json_bounds import check_names
+from xpyd_proxy.core.model import Headers, first_header
 from xpyd_proxy.core.raw_json import Fields, NotJson, decode
-from xpyd_proxy.errors import BadRequest, BodyTooLarge, UnsupportedMedia
+from xpyd_proxy.errors import BadRequest, BodyTooLarge, Unauthorized, UnsupportedMedia
+from xpyd_proxy.requests.intake import PASSED_ON, check_json, check_length, check_size
 
 OPERATORS: Final = "operators"  # the tag of routes that are shown to who has the operator's key
 SMALL_BODY: Final = 64 * 1024  # bytes: the name of an engine
 _RAW: Final = "body"  # of a request to explain: it is repeated as it came
+_PART: Final = 64 * 1024  # bytes
 _SHOWN: Final = 100  # characters of what a caller has written
 _JSON: Final = (b"content-type", b"application/json")
 _STATUSES: Final[dict[int | str, str]] = {
@@ -40,6 +47,19 @@ _STATUSES: Final[dict[int | str, str]] = {
 OPERATOR_ERRORS: Final[dict[int | str, dict[str, Any]]] = {
     status: {"model": OperatorError, "description": text} for status, text in _STATUSES.items()
 }
+_ASKS: Final = {"www-authenticate": "X-Api-Key"}
+_MISSING: Final = "This is for operators: send the router's admin key as X-Api-Key."
+_UNCONFIGURED: Final = (
+    "This router has no admin key, so nobody may do this: start it with ADMIN_API_KEY in its environment."
+)
+# For the document; the routes that want the key look at it before FastAPI reads a body.
+OPERATOR_KEY: Final[Any] = Security(
+    APIKeyHeader(name="X-Api-Key", scheme_name="operator", description="The operator's key", auto_error=False)
+)
+
+
+def _worded(field: str, fault: str) -> str:
+    return f"The body is not what this route takes: {field + ': ' if field else ''}{fault}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +68,32 @@ class OperatorAccess:
 
     admin_key: str | None
     audit: Audit
+    max_body_bytes: int
+
+    def authenticate(self, request: Request) -> None:
+        """Let only those pass who show the key; keys are compared in constant time."""
+        shown = request.headers.get("x-api-key")
+        if not self.admin_key:
+            self.audit.refused(request, "the router has no admin key")
+            raise HTTPException(404, _UNCONFIGURED)
+        if shown is None:
+            self.audit.refused(request, "no X-Api-Key")
+            raise HTTPException(401, _MISSING, _ASKS)
+        if not _is_it(shown.encode("latin-1"), self.admin_key):
+            self.audit.refused(request, "a wrong X-Api-Key")
+            raise HTTPException(401, "Forbidden: Invalid API Key.", _ASKS)  # vLLM's demo says so, with 403
+        request.state.admin = fingerprint(self.admin_key)
 
     def route(
-        self, *, body_most: int, sentence: Callable[[str, str], str] | None = None, any_media: bool = False
+        self, *, is_large: bool = False, sentence: Callable[[str, str], str] = _worded, any_media: bool = False
     ) -> type[APIRoute]:
-        """Return the class of routes whose bodies have at most so many bytes.
+        """Return the class of routes whose bodies are the name of an engine, or as large as a client's (``is_large``).
 
         ``sentence`` words a body that is wrong, from the field (empty: the whole body) and the fault. ``any_media``: a
         body may be declared as anything.
         """
-        authenticate, audit = require_admin_key(self.admin_key, self.audit), self.audit
-        worded = sentence or _worded
+        authenticate, audit = self.authenticate, self.audit
+        body_most = self.max_body_bytes if is_large else min(SMALL_BODY, self.max_body_bytes)
 
         class OperatorRoute(APIRoute):
             def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -74,9 +109,12 @@ class OperatorAccess:
                         try:
                             return await serve(_JsonRequest(request, _parsed(body)))
                         except (NotJson, BadRequest) as exc:
-                            raise HTTPException(400, worded("", str(exc))) from exc
+                            raise HTTPException(400, sentence("", str(exc))) from exc
                         except RequestValidationError as exc:
-                            raise HTTPException(400, worded(*_first_fault(exc))) from exc
+                            first = exc.errors()[0]
+                            place = ".".join(map(str, first["loc"][1:]))[:_SHOWN]
+                            shown = "".join(letter if letter.isprintable() else "?" for letter in place)
+                            raise HTTPException(400, sentence(shown, str(first["msg"]))) from exc
 
                 return handler
 
@@ -118,28 +156,100 @@ async def _read(request: Request, most: int, *, any_media: bool) -> bytes:
 
 
 def _parsed(body: bytes) -> Mapping[str, object]:
-    """Read a JSON object; one value stays the bytes that came.
-
-    Raises:
-        BadRequest: it has too many names, or a long value.
-        NotJson: it is no object.
-    """
+    """Read an object, but one value; raises NotJson, or BadRequest: it has too many names, or a long value."""
     check_names(body)
-    return {name: raw if name == _RAW else _value(name, raw) for name, raw in decode(body, Fields).items()}
+    fields = decode(body, Fields)
+    found: dict[str, object] = {**fields}
+    for name, raw in fields.items():
+        if name != _RAW:
+            if len(memoryview(raw)) > SMALL_BODY:
+                raise BadRequest(f"{name[:_SHOWN]} has more than {SMALL_BODY} bytes")
+            found[name] = decode(raw, object)
+    return found
 
 
-def _value(name: str, raw: msgspec.Raw) -> object:
-    if len(memoryview(raw)) > SMALL_BODY:
-        raise BadRequest(f"{name[:_SHOWN]} has more than {SMALL_BODY} bytes")
-    return decode(raw, object)
+def is_admin(request: Request, admin_key: str | None) -> bool:
+    """Tell whether a request shows the operator's key."""
+    return bool(admin_key) and _is_it(request.headers.get("x-api-key", "").encode("latin-1"), admin_key or "")
 
 
-def _first_fault(error: RequestValidationError) -> tuple[str, str]:
-    """Return the first field that is wrong or missing, and what is wrong with it."""
-    first = error.errors()[0]
-    place = ".".join(map(str, first["loc"][1:]))[:_SHOWN]
-    return "".join(letter if letter.isprintable() else "?" for letter in place), str(first["msg"])
+def require_any_key(admin_key: str | None, keyring: Keyring, *, by_browsers: bool = False) -> Callable[[Request], None]:
+    """Return a dependency for what shows the fleet: where clients need a key, one of theirs or the operator's.
+
+    ``by_browsers``: also as the password of Basic (RFC 7617), for which browsers ask; the name plays no part.
+    """
+    asks = 'Basic realm="xpyd", Bearer' if by_browsers else "Bearer"
+
+    def authenticate(request: Request) -> None:
+        if keyring.keys is None:
+            return
+        headers = tuple(request.scope["headers"])
+        shown = shown_key(headers)
+        if shown is None and by_browsers:
+            shown = _password(headers)
+        if shown is None:
+            sentence = "this shows the fleet: send an API key of this router, or its admin key as X-Api-Key"
+            raise Unauthorized(sentence, asks=asks)
+        if keyring.keys.owner(shown) is None and not (admin_key and _is_it(shown, admin_key)):
+            raise Unauthorized("the API key is not one that this router knows", asks=asks)
+
+    return authenticate
 
 
-def _worded(field: str, fault: str) -> str:
-    return f"The body is not what this route takes: {field + ': ' if field else ''}{fault}"
+def _password(headers: Headers) -> bytes | None:
+    """Return the password of Basic; None: there is none."""
+    value = first_header(headers, b"authorization") or b""
+    if value[:6].lower() != b"basic ":
+        return None
+    try:
+        return base64.b64decode(value[6:].strip(), validate=True).partition(b":")[2]
+    except binascii.Error:
+        return None
+
+
+def _is_it(shown: bytes, key: str) -> bool:
+    return hmac.compare_digest(shown, key.encode())
+
+
+def passed_on(scope: Scope) -> Headers:
+    """Return the headers that go to the engines, as they came."""
+    headers: Headers = tuple(scope["headers"])  # ASGI: names are in lower case
+    return tuple((name, value) for name, value in headers if name in PASSED_ON)
+
+
+def require_json(scope: Scope) -> None:
+    """Accept a body that is declared as JSON, or not declared at all; raises UnsupportedMedia."""
+    check_json(_header(scope, b"content-type"))
+
+
+async def read_body(scope: Scope, receive: Receive, *, limit: int) -> bytes:
+    """Read at most ``limit`` bytes; raises BodyTooLarge, or ClientDisconnect: it hung up before the end."""
+    check_length(_header(scope, b"content-length"), limit)
+    parts: list[bytes] = []
+    try:
+        return await _collect(receive, parts, limit)
+    except BaseException:
+        parts.clear()  # the error's traceback keeps the frame, and so the bytes, until the garbage collector comes by
+        raise
+
+
+async def _collect(receive: Receive, parts: list[bytes], limit: int) -> bytes:
+    """Read a body into parts of some size: one that grows piece by piece is moved again and again, and leaves holes."""
+    size, last = 0, bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body: bytes = message.get("body", b"")
+        size += len(body)
+        check_size(size, limit)
+        if not message.get("more_body", False):
+            return b"".join((*parts, last, body)) if parts or last else body
+        last += body
+        if len(last) >= _PART:
+            parts.append(bytes(last))
+            last.clear()
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    return first_header(tuple(scope["headers"]), name) or b""

@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -72,7 +72,8 @@ def page_routes(
 
 def content_policy(html: str) -> str:
     """Allow a page nothing but its own style, its own script, the icon in it, and requests to where it came from."""
-    sources: Mapping[str, str] = {kind: _hash(text) for kind, text in _INLINE.findall(html)}
+    digests = {kind: hashlib.sha256(text.encode()).digest() for kind, text in _INLINE.findall(html)}
+    sources = {kind: f"'sha256-{base64.b64encode(digest).decode()}'" for kind, digest in digests.items()}
     return "; ".join(
         (
             "default-src 'none'",
@@ -85,7 +86,3 @@ def content_policy(html: str) -> str:
             "frame-ancestors 'none'",
         )
     )
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

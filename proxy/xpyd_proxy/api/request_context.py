@@ -8,14 +8,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xpyd_proxy.api.endpoint_routes import is_endpoint
-from xpyd_proxy.core.model import RequestId, first_header
+from xpyd_proxy.core.model import Headers, RequestId, first_header
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, RequestRecord, client_id
 from xpyd_proxy.requests.service import Spans
 
 _BUG: Final = 500
 _KEY: Final = "xpyd.record"
-NO_SNIFFING: Final = (b"x-content-type-options", b"nosniff")  # a browser takes an answer for what its type says
 
 
 def record_of(scope: Scope) -> RequestRecord:
@@ -41,26 +40,18 @@ class _SendWithHeaders:
 
     send: Send
     record: RequestRecord
-    clock: Callable[[], float]
     status: int | None = field(default=None)
     times: bool = True
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), *self._headers()]
+            headers = [(name.encode(), value.encode()) for name, value in self.record.id_headers().items()]
+            headers.append((b"x-content-type-options", b"nosniff"))  # a browser takes an answer for what its type says
+            if self.times and (timing := self.record.server_timing()):
+                headers.append((b"server-timing", timing.encode()))
+            message["headers"] = [*message.get("headers", ()), *headers]
         await self.send(message)
-
-    def over(self, status: int | None, start: float) -> None:
-        """Note what became of the request; ``status``: what to say of one that got no answer."""
-        self.record.over(status or self.status or _BUG, self.clock() - start)
-
-    def _headers(self) -> list[tuple[bytes, bytes]]:
-        headers = [(name.encode(), value.encode()) for name, value in self.record.id_headers().items()]
-        headers.append(NO_SNIFFING)
-        if self.times and (timing := self.record.server_timing()):
-            headers.append((b"server-timing", timing.encode()))
-        return headers
 
 
 class RequestContextMiddleware:
@@ -91,24 +82,20 @@ class RequestContextMiddleware:
         if not is_followed or scope["type"] != "http" or is_endpoint(scope):
             await self._app(scope, receive, send)
             return
-        start, record = self._clock(), RequestRecord(self._new_id(), path, client_id=_client_id(scope))
+        headers: Headers = tuple(scope.get("headers", ()))
+        its_id = client_id(first_header(headers, b"x-request-id") or b"")
+        start, record = self._clock(), RequestRecord(self._new_id(), path, client_id=its_id)
         scope[_KEY] = record
-        outgoing = _SendWithHeaders(send, record, self._clock, times=self._times)
+        outgoing = _SendWithHeaders(send, record, times=self._times)
         status: int | None = _BUG
-        span = None
-        if self._spans is not None:
-            span = self._spans.request(record, tuple(scope.get("headers", ())))
+        span = None if self._spans is None else self._spans.request(record, headers)
         try:
             await self._app(scope, receive, outgoing)
             status = None
         except ClientDisconnect:  # there is nobody left to answer
             status = CLIENT_CLOSED_REQUEST
         finally:
-            outgoing.over(status, start)
+            record.over(status or outgoing.status or _BUG, self._clock() - start)
             if span is not None:
                 span.end()
             self._request_over(record)
-
-
-def _client_id(scope: Scope) -> str | None:
-    return client_id(first_header(tuple(scope.get("headers", ())), b"x-request-id") or b"")

@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import os
 import re
+import ssl
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +13,9 @@ from typing import Any, Final, TypeAlias, cast
 
 import httpx
 
-from xpyd_proxy.commands.access import Access, NoAccess, add_access_arguments, read_access
+from xpyd_proxy.core.admission.keys import outbound_key
+from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.io.files import load_chain, read_text
 
 Json: TypeAlias = dict[str, Any]
 _COLUMNS: Final = (
@@ -19,6 +23,10 @@ _COLUMNS: Final = (
     *("source", "revision", "why"),
 )
 _POLL_S: Final = 0.5
+ROUTER_VARIABLE: Final = "XPYD_ROUTER"
+PIN_VARIABLE: Final = "XPYD_ROUTER_PIN"
+KEY_VARIABLE: Final = "ADMIN_API_KEY"
+_PEM: Final = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 
 
 class CommandFailed(Exception):
@@ -27,7 +35,7 @@ class CommandFailed(Exception):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verbs."""
-    add_access_arguments(parser)
+    _add_access_arguments(parser)
     parser.add_argument("--timeout", type=float, default=10.0, metavar="S", help="seconds for its answer (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the router's own JSON")
     verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=type(parser))
@@ -36,7 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add.add_argument("type", choices=["prefill", "decode"])
     add.add_argument("address", metavar="HOST:PORT", help="also HOST:PORT#dp=N for N data-parallel ranks")
     add.set_defaults(verb=_add)
-    for verb, text in _VERBS.items():
+    changes = {
+        "remove": "forget engines at once; drain them first if they are to be stopped",
+        "drain": "send them nothing new, and say so when they have nothing left",
+        "undrain": "send them requests again",
+    }
+    for verb, text in changes.items():
         one = verbs.add_parser(verb, help=text)
         one.add_argument("id", nargs="+", metavar="ID", help="such as decode-0: see list")
         one.set_defaults(verb=_change, name=verb)
@@ -54,22 +67,23 @@ def run(args: argparse.Namespace) -> int:
     """Do it; return the exit code: 0 done, 1 not done, 2 it could not be asked for like this."""
     verb: Callable[[_RouterClient, argparse.Namespace], str] = args.verb
     try:
-        with _RouterClient(read_access(args), args.timeout) as router:
+        with _RouterClient(args) as router:
             sys.stdout.write(verb(router, args))
-    except (CommandFailed, NoAccess) as exc:
+    except (CommandFailed, ConfigError) as exc:
         sys.stderr.write(f"xpyd instances: {exc}\n")
-        return 2 if isinstance(exc, NoAccess) else 1
+        return 2 if isinstance(exc, ConfigError) else 1
     return 0
 
 
 class _RouterClient:
     """A client of the admin routes. httpx and its exceptions stop here."""
 
-    def __init__(self, access: Access, timeout_s: float) -> None:
-        self._url = access.url
-        headers = {b"x-api-key": access.key.encode()}
-        self._client = httpx.Client(headers=headers, timeout=timeout_s, trust_env=False, verify=access.tls)
-        self._extensions = {} if access.server_name is None else {"sni_hostname": access.server_name}
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Read what flags and environment name; raises ConfigError: no key, a wrong file, or flags that clash."""
+        self._url, key, tls = _read_access(args)
+        headers = {b"x-api-key": key.encode()}
+        self._client = httpx.Client(headers=headers, timeout=args.timeout, trust_env=False, verify=tls)
+        self._extensions = {} if args.server_name is None else {"sni_hostname": args.server_name}
 
     def __enter__(self) -> "_RouterClient":
         return self
@@ -83,7 +97,11 @@ class _RouterClient:
         try:
             response = self._client.request(method, self._url + path, json=body, extensions=self._extensions)
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            raise CommandFailed(self._not_asked(str(exc) or type(exc).__name__)) from exc
+            reason = str(exc) or type(exc).__name__
+            said = f"the router at {self._url} cannot be asked: {reason}"
+            if found := re.search(r"certificate verify failed: (.+?) \(_ssl", reason):
+                said = f"the certificate of {self._url} is not trusted ({found[1]}): see --ca, --pin and --server-name"
+            raise CommandFailed(said) from exc
         try:
             found = response.json()
         except ValueError as exc:
@@ -93,11 +111,6 @@ class _RouterClient:
         if not isinstance(found, dict):
             raise CommandFailed(f"{self._url} answers something else than a router does")
         return cast("Json", found)
-
-    def _not_asked(self, reason: str) -> str:
-        if found := re.search(r"certificate verify failed: (.+?) \(_ssl", reason):
-            return f"the certificate of {self._url} is not trusted ({found[1]}): see --ca, --pin and --server-name"
-        return f"the router at {self._url} cannot be asked: {reason}"
 
 
 def _said(found: object) -> str:
@@ -161,15 +174,13 @@ def _explain(router: _RouterClient, args: argparse.Namespace) -> str:
 def _shown(found: Json, args: argparse.Namespace) -> str:
     if args.json:
         return json.dumps(found) + "\n"
-    table = [_COLUMNS, *(_cells(row) for row in found["instances"])]
+    table: list[tuple[str, ...]] = [_COLUMNS]
+    for row in found["instances"]:
+        values = {**row, "for": _duration(row["since_s"]), "models": ",".join(row["models"] or ())}
+        table.append(tuple("-" if values[name] in (None, "") else str(values[name]) for name in _COLUMNS))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
     return "".join(line.rstrip() + "\n" for line in lines)
-
-
-def _cells(row: Json) -> tuple[str, ...]:
-    values = {**row, "for": _duration(row["since_s"]), "models": ",".join(row["models"] or ())}
-    return tuple("-" if values[name] in (None, "") else str(values[name]) for name in _COLUMNS)
 
 
 def _duration(seconds: float) -> str:
@@ -181,8 +192,55 @@ def _duration(seconds: float) -> str:
     return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
 
 
-_VERBS: Final = {
-    "remove": "forget engines at once; drain them first if they are to be stopped",
-    "drain": "send them nothing new, and say so when they have nothing left",
-    "undrain": "send them requests again",
-}
+def _add_access_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    router = os.environ.get(ROUTER_VARIABLE) or "http://127.0.0.1:8000"
+    parser.add_argument("--router", default=router, metavar="URL", help=f"the router (${ROUTER_VARIABLE}: %(default)s)")
+    parser.add_argument("--key-file", metavar="FILE", help=f"file with the admin key (default: ${KEY_VARIABLE})")
+    parser.add_argument("--ca", metavar="FILE", help="PEM file with the authorities of an https router, and no others")
+    parser.add_argument(
+        "--pin", metavar="FILE", help=f"PEM file that begins with its very certificate, of any name (${PIN_VARIABLE})"
+    )
+    parser.add_argument("--server-name", metavar="NAME", help="name in its certificate, if it is not that of the URL")
+    parser.add_argument("--client-cert", metavar="FILE", help="PEM file with a certificate to show (--tls-client-ca)")
+    parser.add_argument("--client-key", metavar="FILE", help="PEM file with its private key")
+
+
+def _read_access(args: argparse.Namespace) -> tuple[str, str, ssl.SSLContext]:
+    """Return the router's URL without a slash at its end, the key, and what its certificate is checked with."""
+    url = (args.router if "://" in args.router else f"http://{args.router}").rstrip("/")
+    secure = url.startswith("https://")
+    for_https = ("ca", "pin", "server_name", "client_cert", "client_key")
+    given = sorted(f"--{name.replace('_', '-')}" for name in for_https if getattr(args, name) is not None)
+    if given and not secure:
+        raise ConfigError(f"{', '.join(given)}: only a router at https:// has a certificate, and this is {url}")
+    if args.pin and (args.ca or args.server_name):
+        raise ConfigError("--pin trusts one certificate, of any name: leave out --ca and --server-name")
+    tls = _tls(args) if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if args.key_file is not None:
+        key = outbound_key(read_text(args.key_file), args.key_file)
+    elif not (key := os.environ.get(KEY_VARIABLE, "")):  # never an argument: those are visible in ps
+        raise ConfigError(f"set {KEY_VARIABLE} in the environment to the key of the router, or name a file: --key-file")
+    return url, key, tls
+
+
+def _tls(args: argparse.Namespace) -> ssl.SSLContext:
+    pin = args.pin or (None if args.ca or args.server_name else os.environ.get(PIN_VARIABLE))
+    if path := pin or args.ca:
+        context, pem = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), read_text(path)  # these authorities and no others
+        if pin:  # the first certificate of a chain itself; whose name it has makes no difference then
+            context.check_hostname = False
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+            first = _PEM.search(pem)
+            pem = first[0] if first else ""
+        try:
+            context.load_verify_locations(cadata=pem)
+        except (OSError, ValueError) as exc:
+            raise ConfigError(f"{path} has no certificate in PEM") from exc
+    else:
+        context = ssl.create_default_context()
+    if (args.client_cert is None) != (args.client_key is None):
+        raise ConfigError("--client-cert and --client-key belong together")
+    if args.client_cert is not None:
+        load_chain(context, args.client_cert, args.client_key)
+    return context

@@ -37,12 +37,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read an address.
-
-        Raises:
-            BadPort: the port is a number outside 1..65535.
-            AddressError: anything else is wrong with it.
-        """
+        """Read an address; raises BadPort (a number outside 1..65535), else AddressError."""
         shape = _SHAPE.fullmatch(text)
         if shape is None:
             raise AddressError(f"{text!r} is not the address of an engine: write {EXPECTED}")

@@ -111,12 +111,10 @@ class Counters:
 
     def keep(self, instances: frozenset[InstanceId]) -> None:
         """Drop the series of removed instances: a fleet that changes must not grow the counters."""
-        _forget(self.legs, instances)
-        _forget(self.releases, instances)
-        _forget(self.transfers, instances)
-        _forget(self.transfers_missing, instances)
+        by_instance = self.legs, self.releases, self.transfers, self.transfers_missing, self.unreachable_hosts
+        for counter in by_instance:
+            _forget(counter, instances)
         _forget(self.mismatches, instances, names=2)
-        _forget(self.unreachable_hosts, instances)
         _forget(self.prefill_times.by_key, instances)
         _forget(self.decode_ttft.by_key, instances)
 

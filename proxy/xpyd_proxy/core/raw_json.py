@@ -24,12 +24,7 @@ class OtherJson(NotJson):
 
 
 def decode(data: bytes | msgspec.Raw, wanted: type[T]) -> T:
-    """Decode JSON into a type.
-
-    Raises:
-        OtherJson: it is (or contains) something of another type.
-        NotJson: it is no JSON, or nested beyond all reason.
-    """
+    """Decode JSON into a type; raises OtherJson (another type), or NotJson: it is none, or nested beyond reason."""
     decoder = _DECODERS.get(wanted)
     if decoder is None:
         decoder = _DECODERS[wanted] = msgspec.json.Decoder(wanted)

@@ -15,8 +15,6 @@ _NEVER: Final = -1
 
 @dataclass(slots=True)
 class _Second:
-    """What was counted in one second."""
-
     stamp: int = _NEVER
     count: int = 0
     failed: int = 0
@@ -71,6 +69,10 @@ class RollingSeries:
         return Bin(count, sum(second.failed for second in found), mean, worst)
 
 
+def _by_instance() -> defaultdict[InstanceId, RollingSeries]:
+    return defaultdict(RollingSeries)
+
+
 @dataclass(slots=True)
 class RecentStats:
     """The rings of one router. Durations are seconds."""
@@ -78,15 +80,9 @@ class RecentStats:
     requests: RollingSeries = field(default_factory=RollingSeries)  # seconds a request took
     ttft: RollingSeries = field(default_factory=RollingSeries)  # seconds until a stream began
     gaps: RollingSeries = field(default_factory=RollingSeries)  # seconds between a prefill answer and its decode leg
-    legs: defaultdict[InstanceId, RollingSeries] = field(
-        default_factory=lambda: defaultdict(RollingSeries)
-    )  # seconds a leg took
-    answers: defaultdict[InstanceId, RollingSeries] = field(
-        default_factory=lambda: defaultdict(RollingSeries)
-    )  # until its answer
-    failures: deque[FailureEvent] = field(
-        default_factory=lambda: deque[FailureEvent](maxlen=_FAILURES)
-    )  # the latest first
+    legs: defaultdict[InstanceId, RollingSeries] = field(default_factory=_by_instance)  # seconds a leg took
+    answers: defaultdict[InstanceId, RollingSeries] = field(default_factory=_by_instance)  # until its answer
+    failures: deque[FailureEvent] = field(default_factory=lambda: deque(maxlen=_FAILURES))  # the latest first
 
     def failed(self, request: RequestId, where: str, reason: str, *, now: float) -> None:
         """Remember a failure; the oldest one is forgotten."""

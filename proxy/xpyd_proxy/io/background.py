@@ -1,7 +1,8 @@
 """Work that goes on beside a block, and is over when the block is."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 
@@ -14,3 +15,13 @@ async def meanwhile(work: Awaitable[object]) -> AsyncGenerator[asyncio.Future[ob
     finally:
         task.cancel()
         await asyncio.wait((task,))
+
+
+async def repeatedly(every_s: float, act: Callable[[], Awaitable[None]], log: logging.Logger, trouble: str) -> None:
+    """Do something again and again, so many seconds apart; a bug in it is logged, and must not end that for good."""
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            await act()
+        except Exception:
+            log.exception(trouble)

@@ -41,18 +41,14 @@ def engine_keys(settings: Settings) -> dict[Role, str]:
 
 
 def server_tls(settings: Settings) -> ssl.SSLContext | None:
-    """Build what the router serves https with; None: it serves http.
-
-    Raises:
-        ConfigError: a file is missing, or is no certificate, or the key is that of another one.
-    """
+    """Build what the router serves https with; None: http. Raises ConfigError: a file is wrong, or two do not fit."""
     cert, key, authorities = settings.tls_cert, settings.tls_key, settings.tls_client_ca
     if cert is None or key is None:
         if (cert, key, authorities) != (None, None, None):
             raise ConfigError("tls_cert and tls_key belong together, and tls_client_ca needs both")
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    _load_chain(context, cert, key)
+    load_chain(context, cert, key)
     if authorities is not None:
         _load_authorities(context, authorities)
         context.verify_mode = ssl.CERT_REQUIRED
@@ -63,7 +59,7 @@ def renew_chain(context: ssl.SSLContext, settings: Settings) -> None:
     """Serve new connections with what now stands in the same files; raises ConfigError and then changes nothing."""
     if settings.tls_cert is not None and settings.tls_key is not None:
         server_tls(settings)  # a trial, on another context
-        _load_chain(context, settings.tls_cert, settings.tls_key)
+        load_chain(context, settings.tls_cert, settings.tls_key)
 
 
 def engine_tls(settings: Settings) -> ssl.SSLContext:
@@ -76,11 +72,12 @@ def engine_tls(settings: Settings) -> ssl.SSLContext:
     if (settings.engine_cert is None) != (settings.engine_key is None):
         raise ConfigError("engine_cert and engine_key belong together")
     if settings.engine_cert is not None and settings.engine_key is not None:
-        _load_chain(context, settings.engine_cert, settings.engine_key)
+        load_chain(context, settings.engine_cert, settings.engine_key)
     return context
 
 
-def _load_chain(context: ssl.SSLContext, cert: str, key: str) -> None:
+def load_chain(context: ssl.SSLContext, cert: str, key: str) -> None:
+    """Show this certificate; raises ConfigError."""
     read_text(cert)
     read_text(key)
     try:

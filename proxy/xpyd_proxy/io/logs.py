@@ -18,28 +18,6 @@ _TIME: Final = "%Y-%m-%d %H:%M:%S"  # logging's
 FACTS: Final = "facts"  # logger.info(line, extra={FACTS: {...}}): what the line says, by name
 
 
-class Timestamps:
-    """Writes the time of day as logging does: anew once a millisecond, and most of it once a second."""
-
-    __slots__ = ("_at", "_begin", "_second", "_text")
-
-    def __init__(self) -> None:
-        self._at: int = -1  # milliseconds since the epoch
-        self._second: int = -1  # the same in seconds
-        self._begin = self._text = ""
-
-    def text(self, at: float) -> str:
-        """Write a time, in seconds since the epoch."""
-        now = int(at * 1000)
-        if now != self._at:
-            second = now // 1000
-            if second != self._second:
-                self._begin = time.strftime(_TIME, time.localtime(second))
-                self._second = second
-            self._at, self._text = now, f"{self._begin},{now % 1000:03d}"
-        return self._text
-
-
 class JsonFormatter(logging.Formatter):
     """One object a line: ``time`` (UTC), ``level``, ``logger``, and the facts of the event or its message."""
 
@@ -65,11 +43,13 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Lines for people."""
+    """Lines for people. The time of day is written anew once a millisecond, and most of it once a second."""
 
     def __init__(self) -> None:
         super().__init__(_TEXT)
-        self._times = Timestamps()
+        self._at: int = -1  # milliseconds since the epoch
+        self._second: int = -1  # the same in seconds
+        self._date = self._time = ""
 
     def format(self, record: logging.LogRecord) -> str:
         """Write a record as logging does; what comes with a traceback is left to it."""
@@ -79,12 +59,22 @@ class TextFormatter(logging.Formatter):
 
     def lines(self, at: float, name: str, events: Sequence[T], _fields: object, text: Callable[[T], str]) -> list[str]:
         """Write events as text; ``at``: seconds since the epoch."""
-        begin = f"{self._times.text(at)} INFO {name} "
+        begin = f"{self._stamp(at)} INFO {name} "
         return [begin + text(event) for event in events]
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802, ARG002 (logging's)
         """Write the time as logging does."""
-        return self._times.text(record.created)
+        return self._stamp(record.created)
+
+    def _stamp(self, at: float) -> str:
+        now = int(at * 1000)
+        if now != self._at:
+            second = now // 1000
+            if second != self._second:
+                self._date = time.strftime(_TIME, time.localtime(second))
+                self._second = second
+            self._at, self._time = now, f"{self._date},{now % 1000:03d}"
+        return self._time
 
 
 _OURS: Final = JsonFormatter, TextFormatter

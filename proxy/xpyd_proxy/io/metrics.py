@@ -4,7 +4,7 @@ Requests and legs add to plain numbers (core/counters.py); they become metrics o
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, TypeAlias
@@ -13,11 +13,12 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 
-from xpyd_proxy.core.admission.limits import Limit
+from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.counters import Counters, Histogram, Key
 from xpyd_proxy.core.discovery.reconcile import Freshness
+from xpyd_proxy.core.fleet.health import HealthState
+from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import InstanceId
-from xpyd_proxy.core.ports import InstanceStateReader, Queue
 from xpyd_proxy.core.workers.reports import Whole, together
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 
@@ -41,56 +42,43 @@ class Metrics:
     def __init__(
         self,
         telemetry: Telemetry,
-        census: InstanceStateReader,
-        queue: Queue | None = None,
+        engines: Registry,
+        queue: Admission | None = None,
         sources: Callable[[], Sequence[Freshness]] = tuple,
     ) -> None:
         self._telemetry = telemetry
-        self._census = census
+        self._engines = engines
         self._queue = queue
         self._sources = sources
 
     def exposition(self, accept: str, whole: Whole | None = None) -> tuple[bytes, str]:
-        """Return all metrics and their content type, in the format that an ``Accept`` header asks for.
-
-        ``whole``: those of all workers, if there are several.
-        """
-        self._telemetry.keep(frozenset(standing.instance.id for standing in self._census.standings()))
+        """Return all metrics, those of all workers if there is a ``whole``, and their type, as ``Accept`` asks for."""
+        self._telemetry.keep(frozenset(member.instance.id for member in self._engines.members()))
         encode, content_type = choose_encoder(accept)
         registry = CollectorRegistry()
-        numbers = self._own() if whole is None else _sum(self._telemetry.counters, whole)
-        registry.register(_Collector(numbers, self._census, self._sources))
+        registry.register(_Collector(self._numbers(whole), self._engines, self._sources))
         if whole is None:
             ProcessCollector(registry=registry)
         else:
             registry.register(_Workers(whole))
         return encode(registry), content_type
 
-    def _own(self) -> _Numbers:
-        queue = self._queue
-        counts = None if queue is None else (queue.waiting, queue.admitted, _refused([_words(queue.refused)]))
-        return _Numbers(self._telemetry.counters, [self._telemetry.in_flight], counts)
-
-
-def _sum(counters: Counters, whole: Whole) -> _Numbers:
-    workers = whole.all
-    waiting, admitted = sum(one.waiting for one in workers), sum(one.admitted for one in workers)
-    return _Numbers(
-        together(counters, [one.counts for one in whole.others]),
-        [one.legs for one in workers],
-        (waiting, admitted, _refused([one.refused for one in workers])),
-    )
-
-
-def _words(refused: Mapping[Limit, int]) -> Mapping[str, int]:
-    return {limit.value: count for limit, count in refused.items()}
-
-
-def _refused(refused: Iterable[Mapping[str, int]]) -> Mapping[Key, int]:
-    found = Counter[Key]()
-    for one in refused:
-        found.update({(limit,): count for limit, count in one.items()})
-    return found
+    def _numbers(self, whole: Whole | None) -> _Numbers:
+        counters, queue = self._telemetry.counters, self._queue
+        if whole is None:
+            refused: dict[Key, int] = (
+                {} if queue is None else {(limit.value,): count for limit, count in queue.refused.items()}
+            )
+            counts = None if queue is None else (queue.waiting, queue.admitted, refused)
+            return _Numbers(counters, [self._telemetry.in_flight], counts)
+        workers, refused_by_all = whole.all, Counter[Key]()
+        for one in workers:
+            refused_by_all.update({(limit,): count for limit, count in one.refused.items()})
+        return _Numbers(
+            together(counters, [one.counts for one in whole.others]),
+            [one.legs for one in workers],
+            (sum(one.waiting for one in workers), sum(one.admitted for one in workers), refused_by_all),
+        )
 
 
 def processes() -> Mapping[str, float]:
@@ -127,11 +115,9 @@ class _Workers:
 class _Collector:
     """Makes metrics out of the numbers, in the order in which an operator reads them."""
 
-    def __init__(
-        self, numbers: _Numbers, census: InstanceStateReader, sources: Callable[[], Sequence[Freshness]]
-    ) -> None:
+    def __init__(self, numbers: _Numbers, engines: Registry, sources: Callable[[], Sequence[Freshness]]) -> None:
         self._numbers = numbers
-        self._census = census
+        self._engines = engines
         self._sources = sources
 
     def collect(self) -> Iterator[_Family]:
@@ -141,7 +127,12 @@ class _Collector:
         yield from self._transfers()
         yield from self._instances()
         if self._numbers.queue is not None:
-            yield from _queue(*self._numbers.queue)
+            waiting, admitted, refused = self._numbers.queue
+            text = "Requests in the queue of the admission control."
+            yield GaugeMetricFamily("xpyd_requests_waiting", text, value=waiting)
+            yield GaugeMetricFamily("xpyd_requests_running", "Requests that are being served.", value=admitted)
+            text = "Requests that the admission control refused, by the limit."
+            yield _counter("xpyd_requests_refused", text, ("reason",), refused)
         yield from _discovery(self._sources())
 
     def _requests(self) -> Iterator[_Family]:
@@ -200,11 +191,11 @@ class _Collector:
             labels=("instance", "role", "state"),
         )
         legs = GaugeMetricFamily("xpyd_legs_in_flight", "Legs an engine has now.", labels=("instance", "role"))
-        for standing in self._census.standings():
-            names = (standing.instance.id, standing.instance.role)
-            legs.add_metric(names, sum(one.get(standing.instance.id, 0) for one in self._numbers.in_flight))
-            for word in self._census.states():
-                state.add_metric((*names, word), word == standing.state)
+        for member in self._engines.members():
+            names = (member.instance.id, member.instance.role)
+            legs.add_metric(names, sum(one.get(member.instance.id, 0) for one in self._numbers.in_flight))
+            for word in HealthState:
+                state.add_metric((*names, word), word is member.life.state)
         yield from (state, legs)
 
 
@@ -222,14 +213,6 @@ def _discovery(sources: Sequence[Freshness]) -> Iterator[_Family]:
     yield from (synced, age, engines)
 
 
-def _queue(waiting: int, admitted: int, refused: Mapping[Key, int]) -> Iterator[_Family]:
-    yield GaugeMetricFamily("xpyd_requests_waiting", "Requests in the queue of the admission control.", value=waiting)
-    yield GaugeMetricFamily("xpyd_requests_running", "Requests that are being served.", value=admitted)
-    yield _counter(
-        "xpyd_requests_refused", "Requests that the admission control refused, by the limit.", ("reason",), refused
-    )
-
-
 def _counter(name: str, text: str, labels: Sequence[str], counts: Mapping[Key, int]) -> CounterMetricFamily:
     family = CounterMetricFamily(name, text, labels=labels)
     for key, count in counts.items():
@@ -242,11 +225,6 @@ def _histogram(
 ) -> HistogramMetricFamily:
     family = HistogramMetricFamily(name, text, labels=labels)
     for key, histogram in histograms.items():
-        family.add_metric(key, list(_buckets(histogram)), histogram.total)
+        bounds = [*map(str, histogram.bounds), "+Inf"]  # of each how many values are at or below it
+        family.add_metric(key, list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.total)
     return family
-
-
-def _buckets(histogram: Histogram) -> Iterable[tuple[str, int]]:
-    """Return how many values each bound has at or below it, as Prometheus counts."""
-    bounds = [*map(str, histogram.bounds), "+Inf"]
-    return zip(bounds, accumulate(histogram.counts), strict=True)

@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from xpyd_proxy.core.admission.admission import Admission
+from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import InstanceId
-from xpyd_proxy.core.ports import InstanceStateReader, InstanceStatus, Queue
-from xpyd_proxy.core.recent_stats import SPAN_S, RollingSeries
+from xpyd_proxy.core.recent_stats import SPAN_S
 from xpyd_proxy.core.schemas import Bin
 from xpyd_proxy.core.workers.reports import Part, Whole, bin_of
 from xpyd_proxy.io.request_path.telemetry import Telemetry
@@ -93,10 +94,10 @@ class Status:
     """Puts the numbers together when somebody asks for them."""
 
     def __init__(
-        self, telemetry: Telemetry, census: InstanceStateReader, clock: Callable[[], float], queue: Queue | None = None
+        self, telemetry: Telemetry, engines: Registry, clock: Callable[[], float], queue: Admission | None = None
     ) -> None:
         self._telemetry = telemetry
-        self._census = census
+        self._engines = engines
         self._clock = clock  # the one of ``telemetry``
         self._queue = queue
         self._start = clock()
@@ -104,14 +105,14 @@ class Status:
     def part(self) -> Part:
         """Return what this process has seen, for whoever adds it up."""
         now, recent = self._clock(), self._telemetry.recent
-        self._keep()
+        self._telemetry.keep(frozenset(member.instance.id for member in self._engines.members()))
         rings = {"requests": recent.requests, "ttft": recent.ttft, "gaps": recent.gaps}
         return Part(
             minute={name: ring.last(_MINUTE_S, now=now) for name, ring in rings.items()},
             series={name: ring.bins(now=now, step_s=_STEP_S) for name, ring in rings.items()},
-            legs={name: _last(recent.legs, name, _MINUTE_S, now) for name in recent.legs},
-            span={name: _last(recent.legs, name, SPAN_S, now) for name in recent.legs},
-            answers={name: _last(recent.answers, name, SPAN_S, now) for name in recent.answers},
+            legs={name: ring.last(_MINUTE_S, now=now) for name, ring in recent.legs.items()},
+            span={name: ring.last(SPAN_S, now=now) for name, ring in recent.legs.items()},
+            answers={name: ring.last(SPAN_S, now=now) for name, ring in recent.answers.items()},
             failures=[(now - one.at, _short(one.request), one.where, one.reason) for one in recent.failures],
         )
 
@@ -120,30 +121,35 @@ class Status:
         parts = [self.part()] if whole is None else [report.part for report in whole.all]
         in_flight = [self._telemetry.in_flight] if whole is None else [report.legs for report in whole.all]
         failures = sorted((Failed(*failure) for part in parts for failure in part.failures), key=lambda one: one.ago_s)
+        requests, ttft, gaps = (
+            bin_of(part.minute.get(name, _QUIET) for part in parts) for name in ("requests", "ttft", "gaps")
+        )
         return Snapshot(
             uptime_s=self._clock() - self._start,
-            last_minute=_minute(parts),
+            last_minute=Minute(requests.count / _MINUTE_S, requests.failed, ttft.mean, gaps.mean),
             series=_series(parts),
-            instances=[_engine(standing, parts, in_flight) for standing in self._census.standings()],
-            queue=_waiting(self._queue, whole),
+            instances=[_engine(member, parts, in_flight) for member in self._engines.members()],
+            queue=self._waiting(whole),
             failures=failures[:_FAILURES],
             worker=0 if whole is None else whole.own.worker,
             workers=1 if whole is None else whole.serving,
         )
 
-    def _keep(self) -> None:
-        self._telemetry.keep(frozenset(standing.instance.id for standing in self._census.standings()))
-
-
-def _minute(parts: Sequence[Part]) -> Minute:
-    requests, ttft, gaps = (
-        bin_of(part.minute.get(name, _QUIET) for part in parts) for name in ("requests", "ttft", "gaps")
-    )
-    return Minute(requests.count / _MINUTE_S, requests.failed, ttft.mean, gaps.mean)
+    def _waiting(self, whole: Whole | None) -> QueueStatus | None:
+        queue = self._queue
+        if whole is None:
+            return None if queue is None else QueueStatus(queue.waiting, queue.admitted, sum(queue.refused.values()))
+        workers = whole.all
+        refused = sum(sum(one.refused.values()) for one in workers)
+        return QueueStatus(sum(one.waiting for one in workers), sum(one.admitted for one in workers), refused)
 
 
 def _series(parts: Sequence[Part]) -> Series:
-    requests, ttft, gaps = (_steps(parts, name) for name in ("requests", "ttft", "gaps"))
+    quiet = [_QUIET] * _STEPS
+    requests, ttft, gaps = (
+        [bin_of(bins) for bins in zip(*(part.series.get(name, quiet) for part in parts), strict=True)]
+        for name in ("requests", "ttft", "gaps")
+    )
     return Series(
         _STEP_S,
         [one.count for one in requests],
@@ -155,17 +161,13 @@ def _series(parts: Sequence[Part]) -> Series:
     )
 
 
-def _steps(parts: Sequence[Part], name: str) -> Sequence[Bin]:
-    return [bin_of(bins) for bins in zip(*(part.series.get(name, [_QUIET] * _STEPS) for part in parts), strict=True)]
-
-
-def _engine(standing: InstanceStatus, parts: Sequence[Part], in_flight: Sequence[Mapping[InstanceId, int]]) -> Engine:
-    instance = standing.instance
+def _engine(member: Member, parts: Sequence[Part], in_flight: Sequence[Mapping[InstanceId, int]]) -> Engine:
+    instance = member.instance
     return Engine(
         id=instance.id,
         role=instance.role,
-        state=standing.state,
-        why=standing.why,
+        state=member.life.state,
+        why=member.life.why,
         in_flight=sum(legs.get(instance.id, 0) for legs in in_flight),
         legs_per_s=bin_of(part.legs.get(instance.id, _QUIET) for part in parts).count / _MINUTE_S,
         failed=bin_of(part.span.get(instance.id, _QUIET) for part in parts).failed,
@@ -176,15 +178,3 @@ def _engine(standing: InstanceStatus, parts: Sequence[Part], in_flight: Sequence
 def _short(request: str) -> str:
     """Return the beginning of an id: enough to find it in the log, and not the name of a request."""
     return request if len(request) <= _ID_SHOWN else request[:_ID_SHOWN] + "..."
-
-
-def _last(rings: Mapping[InstanceId, RollingSeries], instance: InstanceId, seconds: int, now: float) -> Bin:
-    return rings[instance].last(seconds, now=now)
-
-
-def _waiting(queue: Queue | None, whole: Whole | None) -> QueueStatus | None:
-    if whole is not None:
-        all_ = whole.all
-        refused = sum(sum(one.refused.values()) for one in all_)
-        return QueueStatus(sum(one.waiting for one in all_), sum(one.admitted for one in all_), refused)
-    return None if queue is None else QueueStatus(queue.waiting, queue.admitted, sum(queue.refused.values()))

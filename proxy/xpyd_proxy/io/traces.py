@@ -7,7 +7,7 @@ from typing import Final
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -19,11 +19,6 @@ _CONTEXT: Final = TraceContextTextMapPropagator()  # W3C: traceparent, tracestat
 _NAMES: Final = frozenset(name.encode() for name in _CONTEXT.fields)
 _ELSEWHERE: Final = frozenset({"path", "status", "mode", "retries"})  # fields of the log that spans name otherwise
 _BAD: Final = 400  # statuses from here on are errors
-
-
-def exporter(endpoint: str) -> SpanExporter:
-    """Send spans to a collector by OTLP over HTTP; ``endpoint`` is its base URL, http://host:4318 for example."""
-    return OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
 
 
 class Traces:
@@ -38,8 +33,9 @@ class Traces:
 
     @classmethod
     def to(cls, endpoint: str, paths: frozenset[str]) -> "Traces":
-        """Send the spans to a collector, in batches and from a thread: no request waits for it."""
-        return cls(paths, BatchSpanProcessor(exporter(endpoint)))
+        """Send the spans by OTLP over HTTP to a collector at this base URL, in batches and from a thread."""
+        exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
+        return cls(paths, BatchSpanProcessor(exporter))
 
     def close(self) -> None:
         """Send what is left; may take seconds."""
@@ -70,7 +66,10 @@ class TracedRequest:
             self._tracer.start_span("handoff", self._context, start_time=self._handed_ns).end()
         attributes = {"xpyd.instance": instance.id, "xpyd.role": instance.role}
         span = self._tracer.start_span(f"{instance.role} leg", self._context, SpanKind.CLIENT, attributes)
-        return TracedLeg(span), _told(headers, span)
+        carrier: dict[str, str] = {}
+        _CONTEXT.inject(carrier, set_span_in_context(span))
+        others = tuple(header for header in headers if header[0] not in _NAMES)
+        return TracedLeg(span), (*others, *((name.encode(), value.encode()) for name, value in carrier.items()))
 
     def handed_over(self) -> None:
         """The prefill engine has answered: the time until the decode leg is sent is the handoff."""
@@ -110,11 +109,3 @@ class TracedLeg:
         if error is not None:
             self._span.set_status(StatusCode.ERROR, str(error))
         self._span.end()
-
-
-def _told(headers: Headers, span: Span) -> Headers:
-    """Name the leg's span to the engine in place of the client's."""
-    carrier: dict[str, str] = {}
-    _CONTEXT.inject(carrier, set_span_in_context(span))
-    others = tuple(header for header in headers if header[0] not in _NAMES)
-    return (*others, *((name.encode(), value.encode()) for name, value in carrier.items()))

@@ -3,12 +3,12 @@
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import httpx
-import msgspec
 
-from xpyd_proxy.local.errors import NoAnswer
+from xpyd_proxy.local.errors import LocalError
 
 QUESTION = (
     "A river begins as rain on a hill, the rain finds a stream, and the stream finds a valley. "
@@ -17,18 +17,6 @@ QUESTION = (
 TIMEOUT_S = 120.0  # vLLM's own connector was seen to take 31 s for a decode leg on two cores
 METRICS_WAIT_S = 3.0  # engines publish a transfer a moment after it
 BYTES_MOVED = ("vllm:xpyd_bytes_transferred_total", "vllm:nixl_bytes_transferred_sum")
-
-
-class _Message(msgspec.Struct):
-    content: str
-
-
-class _Choice(msgspec.Struct):
-    message: _Message
-
-
-class _Completion(msgspec.Struct):
-    choices: list[_Choice]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +44,36 @@ def request_body(model: str, question: str = QUESTION, *, max_tokens: int = 24) 
 
 
 def ask(router_url: str, mover_urls: Sequence[str], model: str) -> FirstAnswer:
-    """Send the request and find out what it caused. Raises NoAnswer in one sentence.
+    """Send the request and find out what it caused. Raises LocalError in one sentence.
 
     ``mover_urls`` are those of the engines that count what they move: decode engines in pull, prefill engines in push.
     """
     with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
         before = _total_bytes(client, mover_urls)
         start = time.monotonic()
-        response = _post(client, f"{router_url}/v1/chat/completions", request_body(model))
+        url = f"{router_url}/v1/chat/completions"
+        try:
+            response = client.post(url, json=request_body(model))
+        except httpx.TimeoutException as exc:
+            raise LocalError(f"the first request got no answer within {TIMEOUT_S:.0f} s") from exc
+        except httpx.TransportError as exc:
+            raise LocalError(f"the first request did not get through to {url}: {exc}") from exc
+        if not response.is_success:
+            said = f"status {response.status_code}: {response.text[:500]}"
+            raise LocalError(f"the first request was answered with {said}")
         seconds = time.monotonic() - start
         legs = parse_server_timing(response.headers.get("server-timing", ""))
-        moved = None if before is None else _wait_for_more(client, mover_urls, before) - before
-    return FirstAnswer(_read(response), seconds, legs, moved)
+        now, deadline = before, time.monotonic() + METRICS_WAIT_S
+        while before is not None and now == before and time.monotonic() < deadline:
+            time.sleep(0.1)
+            now = _total_bytes(client, mover_urls) or before
+    try:
+        text = response.json()["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise LocalError(f"the first request was answered with something else: {response.text[:500]}")
+    return FirstAnswer(text, seconds, legs, None if now is None or before is None else now - before)
 
 
 def parse_server_timing(header: str) -> dict[str, LegTiming]:
@@ -86,40 +92,10 @@ def metric_total(exposition: str, names: Sequence[str] = BYTES_MOVED) -> int | N
     return int(sum(values)) if values else None
 
 
-def _post(client: httpx.Client, url: str, body: dict[str, object]) -> httpx.Response:
-    try:
-        response = client.post(url, json=body)
-    except httpx.TimeoutException as exc:
-        raise NoAnswer(f"the first request got no answer within {TIMEOUT_S:.0f} s") from exc
-    except httpx.TransportError as exc:
-        raise NoAnswer(f"the first request did not get through to {url}: {exc}") from exc
-    if not response.is_success:
-        raise NoAnswer(f"the first request was answered with status {response.status_code}: {response.text[:500]}")
-    return response
-
-
-def _read(response: httpx.Response) -> str:
-    try:
-        return msgspec.json.decode(response.content, type=_Completion).choices[0].message.content
-    except (msgspec.MsgspecError, IndexError) as exc:
-        raise NoAnswer(f"the first request was answered with something else: {response.text[:500]}") from exc
-
-
 def _total_bytes(client: httpx.Client, urls: Sequence[str]) -> int | None:
-    totals = [metric_total(_metrics(client, url)) for url in urls]
-    known = [total for total in totals if total is not None]
+    known = list[int]()
+    for url in urls:
+        with suppress(httpx.TransportError):
+            total = metric_total(client.get(f"{url}/metrics").text)
+            known += [] if total is None else [total]
     return sum(known) if known else None
-
-
-def _metrics(client: httpx.Client, url: str) -> str:
-    try:
-        return client.get(f"{url}/metrics").text
-    except httpx.TransportError:
-        return ""
-
-
-def _wait_for_more(client: httpx.Client, urls: Sequence[str], before: int) -> int:
-    deadline = time.monotonic() + METRICS_WAIT_S
-    while (now := _total_bytes(client, urls) or before) == before and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return now

@@ -31,11 +31,7 @@ def listen(lines: Iterable[str]) -> set[int]:
     """Follow the parent's book-keeping to its end; return the groups that are still running."""
     groups: set[int] = set()
     for line in lines:
-        action, group = line[0], int(line[1:])
-        if action == "+":
-            groups.add(group)
-        else:
-            groups.discard(group)
+        (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
     return groups
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from xpyd_proxy.local import private
-from xpyd_proxy.local.errors import ModelDirectoryTaken
+from xpyd_proxy.local.errors import LocalError
+from xpyd_proxy.local.processes import make_directory
 
 VERSION = 1  # raised whenever the same parameters would give different files
 FINGERPRINT = "xpyd-model.json"  # written last: the parameters that the files were made from
@@ -68,19 +68,25 @@ def ensure_model(directory: Path, model: TinyModel | None = None) -> bool:
     """Write the model unless it is already there; True when files were written.
 
     Another process may do the same at the same time: whoever renames last finds the work done.
-    Raises ModelDirectoryTaken when the directory holds something else.
+    Raises LocalError when the directory holds something else.
     """
     model = model or TinyModel()
     if is_complete(directory, model):
         return False
     if directory.exists() and any(directory.iterdir()) and not (directory / FINGERPRINT).exists():
         message = f"{directory} is neither empty nor a model written by xpyd: choose another directory"
-        raise ModelDirectoryTaken(message)
-    private.make_directory(directory.parent)
+        raise LocalError(message)
+    make_directory(directory.parent)
     staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         _write(staging, model)
-        _publish(staging, directory, model)
+        staging.chmod(0o755)  # mkdtemp makes it private
+        try:
+            staging.rename(directory)
+        except OSError:  # an older model is there, or somebody was faster
+            if not is_complete(directory, model):
+                shutil.rmtree(directory)
+                staging.rename(directory)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return True
@@ -93,17 +99,6 @@ def is_complete(directory: Path, model: TinyModel) -> bool:
     except (OSError, ValueError):
         return False
     return bool(found == _fingerprint(model))
-
-
-def _publish(staging: Path, directory: Path, model: TinyModel) -> None:
-    staging.chmod(0o755)  # mkdtemp makes it private
-    try:
-        staging.rename(directory)
-    except OSError:  # an older model is there, or somebody was faster
-        if is_complete(directory, model):
-            return
-        shutil.rmtree(directory)
-        staging.rename(directory)
 
 
 def _write(directory: Path, model: TinyModel) -> None:
@@ -183,33 +178,29 @@ def _speakable(tokenizer: Tokenizer) -> NDArray[np.bool_]:
 
 def _weights(model: TinyModel, speakable: NDArray[np.bool_]) -> dict[str, NDArray[np.float32]]:
     """Random weights, scaled so that attention is sharp: one wrong block far back changes the text."""
-    draw = _Draw(np.random.default_rng(model.seed))
+    random = np.random.default_rng(model.seed)
+
+    def matrix(rows: int, columns: int, *, gain: float) -> NDArray[np.float32]:
+        """Draw normal values; `gain` is relative to the scale that keeps the length of a vector."""
+        return random.standard_normal((rows, columns), dtype=np.float32) * np.float32(gain / math.sqrt(columns))
+
     kv = HIDDEN * KV_HEADS // HEADS
-    weights = {"model.embed_tokens.weight": draw.matrix(VOCABULARY, HIDDEN, gain=math.sqrt(HIDDEN))}
+    weights = {"model.embed_tokens.weight": matrix(VOCABULARY, HIDDEN, gain=math.sqrt(HIDDEN))}
     for layer in range(model.layers):
         p = f"model.layers.{layer}."
         weights[p + "input_layernorm.weight"] = np.ones(HIDDEN, np.float32)
-        weights[p + "self_attn.q_proj.weight"] = draw.matrix(HIDDEN, HIDDEN, gain=QUERY_KEY_GAIN)
-        weights[p + "self_attn.k_proj.weight"] = draw.matrix(kv, HIDDEN, gain=QUERY_KEY_GAIN)
-        weights[p + "self_attn.v_proj.weight"] = draw.matrix(kv, HIDDEN, gain=VALUE_GAIN)
-        weights[p + "self_attn.o_proj.weight"] = draw.matrix(HIDDEN, HIDDEN, gain=VALUE_GAIN)
+        weights[p + "self_attn.q_proj.weight"] = matrix(HIDDEN, HIDDEN, gain=QUERY_KEY_GAIN)
+        weights[p + "self_attn.k_proj.weight"] = matrix(kv, HIDDEN, gain=QUERY_KEY_GAIN)
+        weights[p + "self_attn.v_proj.weight"] = matrix(kv, HIDDEN, gain=VALUE_GAIN)
+        weights[p + "self_attn.o_proj.weight"] = matrix(HIDDEN, HIDDEN, gain=VALUE_GAIN)
         weights[p + "post_attention_layernorm.weight"] = np.ones(HIDDEN, np.float32)
-        weights[p + "mlp.gate_proj.weight"] = draw.matrix(FEED_FORWARD, HIDDEN, gain=FEED_FORWARD_GAIN)
-        weights[p + "mlp.up_proj.weight"] = draw.matrix(FEED_FORWARD, HIDDEN, gain=FEED_FORWARD_GAIN)
-        weights[p + "mlp.down_proj.weight"] = draw.matrix(HIDDEN, FEED_FORWARD, gain=FEED_FORWARD_GAIN)
+        weights[p + "mlp.gate_proj.weight"] = matrix(FEED_FORWARD, HIDDEN, gain=FEED_FORWARD_GAIN)
+        weights[p + "mlp.up_proj.weight"] = matrix(FEED_FORWARD, HIDDEN, gain=FEED_FORWARD_GAIN)
+        weights[p + "mlp.down_proj.weight"] = matrix(HIDDEN, FEED_FORWARD, gain=FEED_FORWARD_GAIN)
     weights["model.norm.weight"] = np.ones(HIDDEN, np.float32)
-    head = draw.matrix(VOCABULARY, HIDDEN, gain=HEAD_GAIN)
+    head = matrix(VOCABULARY, HIDDEN, gain=HEAD_GAIN)
     weights["lm_head.weight"] = np.where(speakable[:, np.newaxis], head, np.float32(0))
     return weights
-
-
-@dataclass(frozen=True, slots=True)
-class _Draw:
-    random: np.random.Generator
-
-    def matrix(self, rows: int, columns: int, *, gain: float) -> NDArray[np.float32]:
-        """Normal values; `gain` is relative to the scale that keeps the length of a vector."""
-        return self.random.standard_normal((rows, columns), dtype=np.float32) * np.float32(gain / math.sqrt(columns))
 
 
 def _write_safetensors(path: Path, tensors: dict[str, NDArray[np.float32]]) -> None:
@@ -218,17 +209,12 @@ def _write_safetensors(path: Path, tensors: dict[str, NDArray[np.float32]]) -> N
     chunks: list[bytes] = []
     offset = 0
     for name, tensor in tensors.items():
-        chunk = _bfloat16(tensor)
+        bits = tensor.view(np.uint32)
+        rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))  # to nearest even, like torch
+        chunk = (rounded >> np.uint32(16)).astype("<u2").tobytes()
         header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [offset, offset + len(chunk)]}
         chunks.append(chunk)
         offset += len(chunk)
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     path.write_bytes(b"".join([len(encoded).to_bytes(8, "little"), encoded, *chunks]))
-
-
-def _bfloat16(tensor: NDArray[np.float32]) -> bytes:
-    """Round to nearest even, like torch."""
-    bits = tensor.view(np.uint32)
-    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return (rounded >> np.uint32(16)).astype("<u2").tobytes()

@@ -4,10 +4,11 @@ import importlib.util
 import shutil
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from xpyd_proxy.local.errors import PreflightFailed
+from xpyd_proxy.local.errors import LocalError
 from xpyd_proxy.local.plan import EngineKind, LocalPlan
 from xpyd_proxy.local.recipe import HOST, Connector
 
@@ -46,17 +47,12 @@ def look(plan: LocalPlan) -> Machine:
 
 
 def check(plan: LocalPlan, machine: Machine) -> None:
-    """Raise PreflightFailed with everything that is wrong, so that nobody fixes one thing per attempt."""
+    """Raise LocalError with everything that is wrong, so that nobody fixes one thing per attempt."""
     problems = [*_port_problems(plan, machine)]
     if plan.kind is EngineKind.VLLM:
         problems += [*_engine_problems(plan, machine)]
     if problems:
-        raise PreflightFailed("\n".join(problems))
-
-
-def memory_needed(plan: LocalPlan) -> int:
-    """Return how many bytes the engines of a plan take."""
-    return (plan.prefill + plan.decode) * ENGINE_MEMORY
+        raise LocalError("\n".join(problems))
 
 
 def _port_problems(plan: LocalPlan, machine: Machine) -> Iterator[str]:
@@ -76,9 +72,9 @@ def _engine_problems(plan: LocalPlan, machine: Machine) -> Iterator[str]:
         yield f"the Python package {name} is not installed: `make up` installs it, `--engine sim` does without"
     for name in sorted(machine.missing_programs):
         yield f"the program {name} is not installed, and vLLM asks it about the CPU: install the package util-linux"
-    needed = memory_needed(plan)
+    engines = plan.prefill + plan.decode
+    needed = engines * ENGINE_MEMORY
     if machine.free_memory is not None and machine.free_memory < needed:
-        engines = plan.prefill + plan.decode
         yield (
             f"{engines} engines need about {needed / GIB:.1f} GiB of memory and {machine.free_memory / GIB:.1f} GiB "
             "are free: close something, start fewer engines, or use `--engine sim`"
@@ -104,21 +100,12 @@ def _is_free(port: int) -> bool:
 
 def free_memory(root: Path = Path("/")) -> int | None:
     """Return how many bytes this machine, or the container we are in, can still give; None where it does not say."""
-    limits = [found for found in (_available(root / "proc/meminfo"), _container(root / "sys/fs/cgroup")) if found]
-    return min(limits, default=None)
-
-
-def _available(meminfo: Path) -> int | None:
-    try:
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-
-
-def _container(cgroup: Path) -> int | None:
-    try:
+    known = list[int]()
+    with suppress(OSError, KeyError, ValueError):
+        fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+        known.append(int(fields["MemAvailable"].split()[0]) * 1024)
+    with suppress(OSError, ValueError):  # no cgroup v2, or its limit is the word "max"
+        cgroup = root / "sys/fs/cgroup"
         limit = int((cgroup / "memory.max").read_text())
-        return max(1, limit - int((cgroup / "memory.current").read_text()))
-    except (OSError, ValueError):  # no cgroup v2, or its limit is the word "max"
-        return None
+        known.append(max(1, limit - int((cgroup / "memory.current").read_text())))
+    return min(filter(None, known), default=None)

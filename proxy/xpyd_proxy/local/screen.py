@@ -3,9 +3,8 @@
 import shutil
 import sys
 import textwrap
+from collections.abc import Sequence
 from typing import TextIO
-
-from xpyd_proxy.local.processes import StartUpWait
 
 PIPE_EVERY_S = 5.0
 PIPE_WIDTH = 110  # columns
@@ -24,8 +23,8 @@ class Screen:
 
     def line(self, text: str = "") -> None:
         """Write a whole line."""
-        self._close()
-        self._write(f"{text}\n")
+        self._write("\n" * self._open + f"{text}\n")
+        self._open = False
 
     def step(self, label: str, text: str) -> None:
         """Write a labelled text; all labels form a column, and so do all texts."""
@@ -33,13 +32,13 @@ class Screen:
         for number, row in enumerate(rows or [""]):
             self.line(f"  {label if number == 0 else '':<{MARGIN - 2}}{row}")
 
-    def waiting(self, waiting: StartUpWait) -> None:
+    def waiting(self, names: Sequence[str], seconds: float) -> None:
         """Show what is waited for: at once on a terminal, now and then in a pipe."""
-        text = f"  {'wait':<{MARGIN - 2}}{waiting.seconds:3.0f} s for {', '.join(waiting.names)}"
+        text = f"  {'wait':<{MARGIN - 2}}{seconds:3.0f} s for {', '.join(names)}"
         if self._live:
             self._write(f"\r\x1b[K{text[: self._width - 1]}")  # a wrapped line could not be rewritten
             self._open = True
-        elif waiting.seconds >= self._next_s:
+        elif seconds >= self._next_s:
             self._write(f"{text}\n")
             self._next_s += PIPE_EVERY_S
 
@@ -49,11 +48,6 @@ class Screen:
             self._write("\r\x1b[K")
         self._open = False
         self._next_s = PIPE_EVERY_S
-
-    def _close(self) -> None:
-        if self._open:
-            self._write("\n")
-        self._open = False
 
     def _write(self, text: str) -> None:
         self._out.write(text)

@@ -14,11 +14,11 @@ from types import FrameType
 
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local import first_request, preflight, private
+from xpyd_proxy.local import first_request, preflight
 from xpyd_proxy.local.errors import ChildDied, LocalError, NotReady
-from xpyd_proxy.local.first_request import FirstAnswer, LegTiming
+from xpyd_proxy.local.first_request import FirstAnswer
 from xpyd_proxy.local.plan import MODEL_NAME, EngineKind, LocalPlan, engine_command, router_command
-from xpyd_proxy.local.processes import ProcessGroup, open_fleet
+from xpyd_proxy.local.processes import DIRECTORY, ProcessGroup, make_directory, open_fleet
 from xpyd_proxy.local.recipe import Connector, with_secret
 from xpyd_proxy.local.screen import Screen
 
@@ -42,25 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--prefill", type=_count, default=_DEFAULT.prefill, metavar="N", help="prefill engines (%(default)s)")
     add("--decode", type=_count, default=_DEFAULT.decode, metavar="N", help="decode engines (%(default)s)")
-    add(
-        "--engine",
-        choices=[kind.value for kind in EngineKind],
-        default=_DEFAULT.kind.value,
-        help="real or simulated ones (%(default)s)",
-    )
-    add(
-        "--connector",
-        choices=[kind.value for kind in Connector],
-        default=_DEFAULT.connector.value,
-        help="ours or vLLM's (%(default)s)",
-    )
-    add(
-        "--kv-transfer-mode",
-        dest="mode",
-        choices=[mode.value for mode in TransferMode],
-        default=_DEFAULT.mode.value,
-        help="decode engines pull the KV cache, or prefill engines push it (%(default)s)",
-    )
+    engines, connectors, modes = (list(map(str, kinds)) for kinds in (EngineKind, Connector, TransferMode))
+    add("--engine", choices=engines, default=str(_DEFAULT.kind), help="real or simulated ones (%(default)s)")
+    add("--connector", choices=connectors, default=str(_DEFAULT.connector), help="ours or vLLM's (%(default)s)")
+    said = "decode engines pull the KV cache, or prefill engines push it (%(default)s)"
+    add("--kv-transfer-mode", dest="mode", choices=modes, default=str(_DEFAULT.mode), help=said)
     for flag, default, owner in (
         ("--port", _DEFAULT.port, "the router"),
         ("--prefill-port", _DEFAULT.prefill_port, "the first prefill engine"),
@@ -70,21 +56,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(flag, type=int, default=default, metavar="PORT", help=f"of {owner} (%(default)s)")
     add("--model", type=Path, metavar="DIR", help=f"the tiny model is made there if absent ({_DEFAULT.model})")
     add("--once", action="store_true", help="stop after the first request")
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Do it; return the exit code: 0 when the answer arrived and Ctrl-C or `--once` ended it."""
+    as_given = ("prefill", "decode", "port", "prefill_port", "decode_port", "side_channel_port")
     plan = LocalPlan(
-        prefill=args.prefill,
-        decode=args.decode,
         kind=EngineKind(args.engine),
         connector=Connector(args.connector),
         mode=TransferMode(args.mode),
-        port=args.port,
-        prefill_port=args.prefill_port,
-        decode_port=args.decode_port,
-        side_channel_port=args.side_channel_port,
         model=args.model or _DEFAULT.model,
+        **{name: getattr(args, name) for name in as_given},
     )
     screen = Screen()
     try:
@@ -99,7 +82,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _up(plan: LocalPlan, screen: Screen, *, once: bool) -> int:
-    screen.line(_title(plan))
+    engines, moving = f"{plan.prefill} prefill and {plan.decode} decode", MOVING[plan.mode]
+    if plan.kind is EngineKind.SIM:
+        screen.line(f"xpyd: {engines}, simulated engines (no model, no KV cache), as if {moving}")
+    else:
+        screen.line(f"xpyd: {engines}, vLLM engines with the connector {plan.connector.value}; {moving}")
     preflight.check(plan, preflight.look(plan))
     make_home(plan)
     if plan.kind is EngineKind.VLLM:
@@ -107,7 +94,9 @@ def _up(plan: LocalPlan, screen: Screen, *, once: bool) -> int:
     with open_fleet(plan.log_dir, grace_s=GRACE_S) as fleet:
         try:
             _start(plan, fleet, screen)
-            _show(first_request.ask(plan.router_url, _movers(plan), MODEL_NAME), plan, screen)
+            mover = Role.PREFILL if plan.mode is TransferMode.PUSH else Role.DECODE  # it knows how much it moves
+            movers = [f"http://{address}" for address in plan.addresses(mover)]
+            _show(first_request.ask(plan.router_url, movers, MODEL_NAME), plan, screen)
             if not once:
                 _stay(plan, fleet, screen)
         finally:
@@ -118,22 +107,8 @@ def _up(plan: LocalPlan, screen: Screen, *, once: bool) -> int:
 
 def make_home(plan: LocalPlan) -> None:
     """Make the folder of logs, caches and the model, for this user alone."""
-    private.make_directory(plan.home)
-    plan.home.chmod(private.DIRECTORY)
-
-
-def _title(plan: LocalPlan) -> str:
-    engines = f"{plan.prefill} prefill and {plan.decode} decode"
-    moving = MOVING[plan.mode]
-    if plan.kind is EngineKind.SIM:
-        return f"xpyd: {engines}, simulated engines (no model, no KV cache), as if {moving}"
-    return f"xpyd: {engines}, vLLM engines with the connector {plan.connector.value}; {moving}"
-
-
-def _movers(plan: LocalPlan) -> list[str]:
-    """Return the URLs of the engines that move the KV cache, and so know how much of it."""
-    role = Role.PREFILL if plan.mode is TransferMode.PUSH else Role.DECODE
-    return [f"http://{address}" for address in plan.addresses(role)]
+    make_directory(plan.home)
+    plan.home.chmod(DIRECTORY)
 
 
 def _make_model(plan: LocalPlan, screen: Screen) -> None:
@@ -168,23 +143,14 @@ def _show(answer: FirstAnswer, plan: LocalPlan, screen: Screen) -> None:
         screen.step("", "(random weights: the words mean nothing, but they depend on every word of the question)")
     if "mode" in answer.legs:
         screen.step("mode", answer.legs["mode"].engine)
-    for leg in ("prefill", "decode"):
-        screen.step(leg, _leg(answer.legs.get(leg)))
+    for name in ("prefill", "decode"):
+        leg = answer.legs.get(name)
+        time_s = "" if leg is None or leg.ms is None else f" in {leg.ms:.1f} ms"
+        screen.step(name, "unknown: the router did not say" if leg is None else leg.engine + time_s)
     screen.step("in all", f"{answer.seconds * 1000:.1f} ms")
-    screen.step("KV moved", _moved(answer))
+    unknown = "unknown: the engines have no metric for it"
+    screen.step("KV moved", unknown if answer.bytes_moved is None else f"{answer.bytes_moved:,} bytes")
     screen.line()
-
-
-def _leg(leg: LegTiming | None) -> str:
-    if leg is None:
-        return "unknown: the router did not say"
-    return leg.engine if leg.ms is None else f"{leg.engine} in {leg.ms:.1f} ms"
-
-
-def _moved(answer: FirstAnswer) -> str:
-    if answer.bytes_moved is None:
-        return "unknown: the engines have no metric for it"
-    return f"{answer.bytes_moved:,} bytes"
 
 
 def _stay(plan: LocalPlan, fleet: ProcessGroup, screen: Screen) -> None:

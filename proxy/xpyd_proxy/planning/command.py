@@ -8,22 +8,10 @@ from math import gcd, isfinite
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from xpyd_proxy.planning import sizing
 from xpyd_proxy.planning.queueing import Spread
-from xpyd_proxy.planning.sizing import (
-    Aims,
-    CapacityPlan,
-    Dispatch,
-    Need,
-    NoPlan,
-    Outlook,
-    Rates,
-    Swing,
-    Traffic,
-    Ttft,
-    lengths,
-    observed,
-    plan,
-)
+from xpyd_proxy.planning.sizing import NoPlan
+from xpyd_proxy.settings import PolicyName
 
 _BYTES_PER_GBIT: Final = 1e9 / 8
 _MOST_BYTES: Final = 64 * 1024 * 1024  # of a file of lengths
@@ -73,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 flag.name, type=float, metavar=flag.unit, default=flag.default, required=flag.required, help=said
             )
     said = "the router's prefill policy; session and prefix wait longer than these (%(default)s)"
-    parser.add_argument("--prefill-policy", choices=list(map(str, Dispatch)), default="round_robin", help=said)
+    parser.add_argument("--prefill-policy", choices=list(map(str, sizing.WAITS)), default="round_robin", help=said)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -81,8 +69,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan; return the exit code: 0, or 2 if the numbers cannot be planned with."""
     try:
-        aims = Aims(args.itl, args.ttft, args.utilisation, Dispatch(args.prefill_policy))
-        found = plan(_traffic(args), _rates(args), aims)
+        aims = sizing.Aims(args.itl, args.ttft, args.utilisation, PolicyName(args.prefill_policy))
+        prompt, rate = _prompt(args), args.requests_per_second
+        if rate is None:
+            rate = args.prompt_tokens_per_second / prompt.mean
+        output = sizing.lengths("output", args.output_tokens, args.output_tokens_p95)
+        traffic = sizing.Traffic(rate, prompt, output, args.cached)
+        link = None if args.link_gbit is None else args.link_gbit * _BYTES_PER_GBIT
+        rates = sizing.Rates(args.prefill_rate, args.decode_rate, args.kv_capacity, args.kv_bytes_per_token, link)
+        found = sizing.plan(traffic, rates, aims)
     except NoPlan as exc:
         sys.stderr.write(f"xpyd plan: {exc}\n")
         return 2
@@ -90,22 +85,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _traffic(args: argparse.Namespace) -> Traffic:
-    prompt = _prompt(args)
-    rate = args.requests_per_second
-    if rate is None:
-        rate = args.prompt_tokens_per_second / prompt.mean
-    return Traffic(rate, prompt, lengths("output", args.output_tokens, args.output_tokens_p95), args.cached)
-
-
 def _prompt(args: argparse.Namespace) -> Spread:
     if (args.prompt_lengths is None) == (args.prompt_tokens is None):
         raise NoPlan("give either --prompt-tokens or --prompt-lengths")
     if args.prompt_lengths is None:
-        return lengths("prompt", args.prompt_tokens, args.prompt_tokens_p95)
+        return sizing.lengths("prompt", args.prompt_tokens, args.prompt_tokens_p95)
     if args.prompt_tokens_p95 is not None:
         raise NoPlan("--prompt-tokens-p95 belongs to --prompt-tokens: lengths have a p95 of their own")
-    return observed("prompt", _numbers(args.prompt_lengths))
+    return sizing.observed("prompt", _numbers(args.prompt_lengths))
 
 
 def _numbers(name: str) -> list[float]:
@@ -123,12 +110,7 @@ def _numbers(name: str) -> list[float]:
         raise NoPlan(f"{name} must hold numbers and nothing else: {exc}") from exc
 
 
-def _rates(args: argparse.Namespace) -> Rates:
-    link = None if args.link_gbit is None else args.link_gbit * _BYTES_PER_GBIT
-    return Rates(args.prefill_rate, args.decode_rate, args.kv_capacity, args.kv_bytes_per_token, link)
-
-
-def _as_json(found: CapacityPlan) -> dict[str, object]:
+def _as_json(found: sizing.CapacityPlan) -> dict[str, object]:
     return {
         "prefill": found.need.prefill,
         "decode": found.need.decode,
@@ -137,11 +119,18 @@ def _as_json(found: CapacityPlan) -> dict[str, object]:
         "decode_decided_by": found.need.decode_by,
         "engines_busy": {str(name): work for name, work in found.work.items()},
         **_outlook_json(found.outlook),
-        "traffic": [_swing_json(swing) for swing in found.swings],
+        "traffic": [
+            {
+                "factor": swing.factor,
+                "needs": None if swing.need is None else {"prefill": swing.need.prefill, "decode": swing.need.decode},
+                **_outlook_json(swing.outlook),
+            }
+            for swing in found.swings
+        ],
     }
 
 
-def _outlook_json(found: Outlook) -> dict[str, object]:
+def _outlook_json(found: sizing.Outlook) -> dict[str, object]:
     one = found.ttft
     parts = ("queue", "prefill", "transfer", "first_step", "mean", "p95")
     ttft = None if one is None else {name: getattr(one, name) for name in parts}
@@ -149,19 +138,16 @@ def _outlook_json(found: Outlook) -> dict[str, object]:
     return {"utilisation": utilisation, "ttft_s": ttft, "decode_batch": found.decode_batch}
 
 
-def _swing_json(swing: Swing) -> dict[str, object]:
-    needs = None if swing.need is None else {"prefill": swing.need.prefill, "decode": swing.need.decode}
-    return {"factor": swing.factor, "needs": needs, **_outlook_json(swing.outlook)}
-
-
-def _as_text(found: CapacityPlan, aims: Aims) -> str:
-    need = found.need
+def _as_text(found: sizing.CapacityPlan, aims: sizing.Aims) -> str:
+    need, shares = found.need, found.outlook.utilisation
+    use = [(str(name), f"{work:.2f}", f"{shares[name]:.0%}") for name, work in found.work.items()]
+    batch = ("requests on a decode engine", f"{found.outlook.decode_batch:.1f}", "")
     lines = [
         f"{need.prefill} prefill and {need.decode} decode engines, {_ratio(need)}",
         f"prefill is decided by: {need.prefill_by}",
         f"decode is decided by:  {need.decode_by}",
         "",
-        *_table([("resource", "engines busy", "utilisation"), *_use(found)]),
+        *_table([("resource", "engines busy", "utilisation"), *use, batch]),
         "",
         *_table([("time to first token", "mean", "p95"), *_times(found.outlook.ttft, aims)]),
         "",
@@ -170,18 +156,12 @@ def _as_text(found: CapacityPlan, aims: Aims) -> str:
     return "".join(line.rstrip() + "\n" for line in lines)
 
 
-def _ratio(need: Need) -> str:
+def _ratio(need: sizing.Need) -> str:
     common = gcd(need.prefill, need.decode)
     return f"{need.prefill // common}:{need.decode // common}"
 
 
-def _use(found: CapacityPlan) -> list[Sequence[str]]:
-    shares = found.outlook.utilisation
-    rows: list[Sequence[str]] = [(name, f"{work:.2f}", f"{shares[name]:.0%}") for name, work in found.work.items()]
-    return [*rows, ("requests on a decode engine", f"{found.outlook.decode_batch:.1f}", "")]
-
-
-def _times(ttft: Ttft | None, aims: Aims) -> list[Sequence[str]]:
+def _times(ttft: sizing.Ttft | None, aims: sizing.Aims) -> list[Sequence[str]]:
     if ttft is None:  # cannot be: a plan keeps every utilisation below 1
         return [("endless", "", "")]
     parts: list[tuple[str, float]] = [("queue", ttft.queue), ("prefill", ttft.prefill), ("transfer", ttft.transfer)]
@@ -191,7 +171,7 @@ def _times(ttft: Ttft | None, aims: Aims) -> list[Sequence[str]]:
     return [*rows, ("first decode step", _seconds(ttft.first_step), ""), last]
 
 
-def _swung(swing: Swing) -> Sequence[str]:
+def _swung(swing: sizing.Swing) -> Sequence[str]:
     name, share = max(swing.outlook.utilisation.items(), key=lambda item: item[1])
     needs = "no number will do" if swing.need is None else f"{swing.need.prefill} + {swing.need.decode}"
     ttft = "grows without end" if swing.outlook.ttft is None else _seconds(swing.outlook.ttft.p95)

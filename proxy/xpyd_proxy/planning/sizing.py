@@ -6,12 +6,13 @@ present = arrivals a second * mean time of presence. Waiting times are approxima
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import ceil, isfinite, sqrt
 from typing import Final
 
 from xpyd_proxy.planning.queueing import MOST_SKEWED, Spread, Wait, queues_in_turn, shared_queue
+from xpyd_proxy.settings import PolicyName
 
 MOST_ENGINES: Final = 10_000  # of a role; whoever needs more has mistaken a unit
 SWINGS: Final = (0.75, 1.0, 1.25)  # traffic that a plan is looked at with, as a share of what is planned for
@@ -30,13 +31,6 @@ class Resource(StrEnum):
     DECODE_COMPUTE = "decode compute"
     DECODE_KV = "decode KV capacity"
     DECODE_LINK = "decode link"
-
-
-class Dispatch(StrEnum):
-    """How the router chooses prefill engines (its ``--prefill-policy``)."""
-
-    ROUND_ROBIN = "round_robin"
-    LEAST_LOADED = "least_loaded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +61,7 @@ class Aims:
     itl_s: float  # seconds between two tokens of one answer, at most
     ttft_s: float | None = None  # 95th percentile of the seconds to the first token, at most; None: no target
     utilisation: float = 0.7  # share of any resource that may be busy on the mean
-    dispatch: Dispatch = Dispatch.ROUND_ROBIN
+    dispatch: PolicyName = PolicyName.ROUND_ROBIN  # how the router chooses prefill engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +119,18 @@ class CapacityPlan:
 
 
 def plan(traffic: Traffic, rates: Rates, aims: Aims) -> CapacityPlan:
-    """Size both pools.
-
-    Raises:
-        NoPlan: the numbers make no sense, or no number of engines meets the targets.
-    """
+    """Size both pools. Raises NoPlan: the numbers make no sense, or no number of engines meets the targets."""
     _check(traffic, rates, aims)
     need = _need(traffic, rates, aims)
-    swings = tuple(_swing(factor, need, traffic, rates, aims) for factor in SWINGS)
-    return CapacityPlan(need, _work(traffic, rates, aims), _outlook(need, traffic, rates, aims), swings)
+    swings = list[Swing]()
+    for factor in SWINGS:
+        other = replace(traffic, requests_per_s=traffic.requests_per_s * factor)
+        try:
+            its_need = _need(other, rates, aims)
+        except NoPlan:
+            its_need = None
+        swings.append(Swing(factor, its_need, _outlook(need, other, rates, aims)))
+    return CapacityPlan(need, _work(traffic, rates, aims), _outlook(need, traffic, rates, aims), tuple(swings))
 
 
 def _work(traffic: Traffic, rates: Rates, aims: Aims) -> Mapping[Resource, float]:
@@ -163,8 +160,13 @@ def _need(traffic: Traffic, rates: Rates, aims: Aims) -> Need:
     work = _work(traffic, rates, aims)
     x, x_by = _most(work, PREFILL_SIDE, aims)
     y, y_by = _most(work, DECODE_SIDE, aims)
-    if aims.ttft_s is not None:
-        least = _fewest(lambda count: _keeps_ttft(count, traffic, rates, aims), x)
+    if (target := aims.ttft_s) is not None:
+
+        def is_enough(count: int) -> bool:
+            ttft = _ttft(count, traffic, rates, aims)
+            return ttft is not None and ttft.p95 <= target
+
+        least = _fewest(is_enough, x)
         if least > x:
             x, x_by = least, Resource.TTFT
     return Need(x, y, x_by, y_by)
@@ -197,11 +199,6 @@ def _fewest(is_enough: Callable[[int], bool], least: int) -> int:
     return most
 
 
-def _keeps_ttft(x: int, traffic: Traffic, rates: Rates, aims: Aims) -> bool:
-    found = _ttft(x, traffic, rates, aims)
-    return found is not None and aims.ttft_s is not None and found.p95 <= aims.ttft_s
-
-
 def _ttft(x: int, traffic: Traffic, rates: Rates, aims: Aims) -> Ttft | None:
     """Return the time to the first token in pull, where nothing overlaps; None: the queue grows without end.
 
@@ -209,7 +206,7 @@ def _ttft(x: int, traffic: Traffic, rates: Rates, aims: Aims) -> Ttft | None:
     Time in queue and time of computing are independent, so beyond their means their p95s add as squares.
     """
     service, transfer = _service(traffic, rates), _transfer(traffic, rates)
-    wait = _WAITS[aims.dispatch](x, traffic.requests_per_s, service)
+    wait = WAITS[aims.dispatch](x, traffic.requests_per_s, service)
     if not isfinite(wait.mean):
         return None
     own = Spread(0, 0, 0) if transfer is None else transfer
@@ -219,9 +216,9 @@ def _ttft(x: int, traffic: Traffic, rates: Rates, aims: Aims) -> Ttft | None:
     return Ttft(wait.mean, service.mean, own.mean, aims.itl_s, mean + beyond)
 
 
-_WAITS: Final[Mapping[Dispatch, Callable[[int, float, Spread], Wait]]] = {
-    Dispatch.ROUND_ROBIN: queues_in_turn,
-    Dispatch.LEAST_LOADED: shared_queue,
+WAITS: Final[Mapping[PolicyName, Callable[[int, float, Spread], Wait]]] = {
+    PolicyName.ROUND_ROBIN: queues_in_turn,
+    PolicyName.LEAST_LOADED: shared_queue,
 }
 
 
@@ -244,21 +241,8 @@ def _outlook(need: Need, traffic: Traffic, rates: Rates, aims: Aims) -> Outlook:
     return Outlook(used, _ttft(need.prefill, traffic, rates, aims), batch)
 
 
-def _swing(factor: float, planned: Need, traffic: Traffic, rates: Rates, aims: Aims) -> Swing:
-    other = Traffic(traffic.requests_per_s * factor, traffic.prompt, traffic.output, traffic.cached)
-    try:
-        need = _need(other, rates, aims)
-    except NoPlan:
-        need = None
-    return Swing(factor, need, _outlook(planned, other, rates, aims))
-
-
 def lengths(what: str, mean: float, p95: float | None) -> Spread:
-    """Return the spread of a number of tokens; without a p95, an exponential one.
-
-    Raises:
-        NoPlan: there are no such lengths.
-    """
+    """Return the spread of a number of tokens; without a p95, an exponential one. Raises NoPlan: it cannot be."""
     _positive(f"{what} tokens (mean)", mean)
     if p95 is None:
         return Spread.exponential(mean)
@@ -272,11 +256,7 @@ def lengths(what: str, mean: float, p95: float | None) -> Spread:
 
 
 def observed(what: str, values: list[float]) -> Spread:
-    """Return the spread of lengths that were observed.
-
-    Raises:
-        NoPlan: there are none, or one cannot be a length.
-    """
+    """Return the spread of lengths that were observed. Raises NoPlan: there are none, or one cannot be a length."""
     if not values:
         raise NoPlan(f"there are no {what} lengths")
     for value in values:
@@ -287,25 +267,7 @@ def observed(what: str, values: list[float]) -> Spread:
 
 
 def _check(traffic: Traffic, rates: Rates, aims: Aims) -> None:
-    for name, value in _positives(traffic, rates, aims).items():
-        if value is not None:
-            _positive(name, value)
-    if not 0 <= traffic.cached < 1:
-        raise NoPlan(f"the share of cached prompt tokens must be 0 or more and below 1, not {traffic.cached:g}")
-    if not aims.utilisation < 1:
-        raise NoPlan(f"the target utilisation must be below 1, not {aims.utilisation:g}: at 1 queues grow without end")
-    if (rates.link_bytes_per_s is None) != (rates.kv_bytes_per_token is None):
-        raise NoPlan("link bandwidth and KV bytes per token belong together: give both, or neither")
-    longest = traffic.prompt.p95 + traffic.output.p95
-    if longest > rates.kv_capacity_tokens:
-        said = f"a long request (p95) has {longest:,.0f} tokens"
-        raise NoPlan(f"{said}, and a decode engine has room for {rates.kv_capacity_tokens:,.0f}")
-    _check_batch(rates, aims)
-    _check_ttft(traffic, rates, aims)
-
-
-def _positives(traffic: Traffic, rates: Rates, aims: Aims) -> Mapping[str, float | None]:
-    return {
+    positive: Mapping[str, float | None] = {
         "requests a second": traffic.requests_per_s,
         "prompt tokens (mean)": traffic.prompt.mean,
         "output tokens (mean)": traffic.output.mean,
@@ -318,16 +280,23 @@ def _positives(traffic: Traffic, rates: Rates, aims: Aims) -> Mapping[str, float
         "the TTFT target in seconds": aims.ttft_s,
         "the target utilisation": aims.utilisation,
     }
-
-
-def _check_batch(rates: Rates, aims: Aims) -> None:
-    """By Little's law the batch at which the rate was measured is rate * ITL: one request alone makes 1 / ITL."""
+    for name, value in positive.items():
+        if value is not None:
+            _positive(name, value)
+    if not 0 <= traffic.cached < 1:
+        raise NoPlan(f"the share of cached prompt tokens must be 0 or more and below 1, not {traffic.cached:g}")
+    if not aims.utilisation < 1:
+        raise NoPlan(f"the target utilisation must be below 1, not {aims.utilisation:g}: at 1 queues grow without end")
+    if (rates.link_bytes_per_s is None) != (rates.kv_bytes_per_token is None):
+        raise NoPlan("link bandwidth and KV bytes per token belong together: give both, or neither")
+    longest = traffic.prompt.p95 + traffic.output.p95
+    if longest > rates.kv_capacity_tokens:
+        said = f"a long request (p95) has {longest:,.0f} tokens"
+        raise NoPlan(f"{said}, and a decode engine has room for {rates.kv_capacity_tokens:,.0f}")
+    # By Little's law the batch at which the rate was measured is rate * ITL: one request alone makes 1 / ITL.
     if rates.decode_tokens_per_s * aims.itl_s < 1:
         said = f"a decode engine that makes {rates.decode_tokens_per_s:g} tokens a second"
         raise NoPlan(f"{said} does not keep an ITL of {aims.itl_s:g} s, not even for one request")
-
-
-def _check_ttft(traffic: Traffic, rates: Rates, aims: Aims) -> None:
     transfer = _transfer(traffic, rates)
     alone = _service(traffic, rates).p95 + (0 if transfer is None else transfer.p95) + aims.itl_s
     if aims.ttft_s is not None and alone > aims.ttft_s:

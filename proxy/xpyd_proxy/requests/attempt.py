@@ -384,7 +384,7 @@ class Attempt(LegOwner):
         leg.was_sent = leg.is_sent
         leg.is_closed = True
         decode = self.decode
-        if decode is leg and decode.gaps is not None:
+        if decode is not None and decode is leg and decode.gaps is not None:
             self.record.last_token_at = decode.read_at
         if leg.record.ms is None:
             _note_time(leg, now)

@@ -18,8 +18,8 @@ from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, UNCACHED, EndpointKind
 from xpyd_proxy.core.protocol.request_bodies import check_wanted_now, parse
 from xpyd_proxy.core.protocol.response_filter import media_type
 from xpyd_proxy.core.raw_json import Fields, Pieces, encode
-from xpyd_proxy.core.routing.routing_hints import ask_of_call, ask_of_errand, model_of
-from xpyd_proxy.errors import BadRequest, BodyTooLarge, UnsupportedMedia
+from xpyd_proxy.core.routing.routing_hints import ask_of_call, ask_of_errand, model_of, rank_of
+from xpyd_proxy.errors import BodyTooLarge, UnsupportedMedia
 from xpyd_proxy.settings import ClientKvParams, Settings
 
 JSON_TYPE: Final = b"application/json"
@@ -134,7 +134,7 @@ class Intake:
         passed_on, asked, priority = limited(passed_on, fields, self.keyring.least_of(caller))
         if self.salts is not None and path not in UNCACHED and path not in _FORMS:
             asked = self.salts.salted(asked, caller)
-        rank = _rank(shown.get(b"x-data-parallel-rank"))
+        rank = rank_of(shown.get(b"x-data-parallel-rank"))
         if api is not None:
             call = GenerationRequest(api, asked, passed_on, rank)
             return RequestPlan(path, passed_on, ask_of_call(call), priority, call=call)
@@ -181,17 +181,3 @@ def check_size(size: int, most: int) -> None:
     """Accept so many bytes of a body that may have ``most``; raises BodyTooLarge."""
     if size > most:
         raise BodyTooLarge(f"the body has more than {most} bytes, the most this router takes")
-
-
-def _rank(said: bytes | None) -> int | None:
-    """Return the data-parallel rank that the client asks for, if it does.
-
-    Raises:
-        BadRequest: it is no whole number.
-    """
-    text = b"" if said is None else said.strip()
-    if not text:
-        return None
-    if text.isdigit() and len(text) < 10:
-        return int(text)
-    raise BadRequest(f"X-data-parallel-rank must be a whole number from 0 on, not {text.decode('latin-1')!r}")

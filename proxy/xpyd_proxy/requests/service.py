@@ -11,7 +11,7 @@ from xpyd_proxy.core.model import Headers, Instance, InstanceId, RequestId, Tran
 from xpyd_proxy.core.raw_json import Pieces
 from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.routing.request_rules import RequestRules
-from xpyd_proxy.core.routing.retry_budget import RetryBudget
+from xpyd_proxy.core.routing.retries import RetryBudget
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.wire.response_handler import ResponseHandler

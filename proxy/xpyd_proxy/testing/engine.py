@@ -23,19 +23,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
-from xpyd_proxy.testing.replies import Replies, error, event
-from xpyd_proxy.testing.rules import (
-    Json,
-    Violation,
-    check_decode_leg,
-    check_prefill_leg,
-    check_push_leg,
-    identity,
-    make_params,
-    prompts_of,
-    token_limit,
-)
-from xpyd_proxy.testing.styles import MessagesReplies, ResponsesReplies
+from xpyd_proxy.testing import rules
+from xpyd_proxy.testing.replies import MessagesReplies, Replies, ResponsesReplies, error, event
+from xpyd_proxy.testing.rules import Json
 
 AnyReplies: TypeAlias = Replies | ResponsesReplies | MessagesReplies
 
@@ -114,7 +104,17 @@ class Sim:
         self._used: set[bytes] = set()
         self._mode = mode
         self._pushed = pushed
-        self._app = Starlette(routes=self._routes())
+        routes = [
+            Route("/health", _health),
+            Route("/version", _version),
+            Route("/metrics", self._metrics),
+            Route("/v1/models", self._models),
+            *(Route(path, self._generate, methods=["POST"]) for path in _LIMITS),
+            *(Route(path, self._run, methods=["POST"]) for path in ENDPOINTS.keys() - _LIMITS.keys()),
+            Route("/sim/faults", self._set_fault, methods=["POST"]),
+            Route("/sim/log", self._show_log),
+        ]
+        self._app = Starlette(routes=routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, with the connection at hand: ASGI itself has no way to drop one."""
@@ -128,18 +128,6 @@ class Sim:
     def restart(self) -> None:
         """Be another engine from now on, at the same address."""
         self.engine_id = _new_engine_id()
-
-    def _routes(self) -> list[Route]:
-        return [
-            Route("/health", _health),
-            Route("/version", _version),
-            Route("/metrics", self._metrics),
-            Route("/v1/models", self._models),
-            *(Route(path, self._generate, methods=["POST"]) for path in _LIMITS),
-            *(Route(path, self._run, methods=["POST"]) for path in ENDPOINTS.keys() - _LIMITS.keys()),
-            Route("/sim/faults", self._set_fault, methods=["POST"]),
-            Route("/sim/log", self._show_log),
-        ]
 
     async def _metrics(self, _: Request) -> Response:
         running = sum(entry.state == "open" for entry in self.log)
@@ -163,9 +151,7 @@ class Sim:
         return _json({"requests": [asdict(entry) for entry in self.log], "violations": self.violations})
 
     async def _generate(self, request: Request) -> Response:
-        raw = await request.body()
-        entry = LogEntry(request.url.path, dict(request.headers), raw.decode("utf-8", "replace"))
-        self.log.append(entry)
+        raw, entry = await self._logged(request)
         try:
             response = await self._answer(request, raw, entry)
         except ClientDisconnect:
@@ -175,18 +161,24 @@ class Sim:
             entry.state = "done"
         return response
 
+    async def _logged(self, request: Request) -> tuple[bytes, LogEntry]:
+        raw = await request.body()
+        entry = LogEntry(request.url.path, dict(request.headers), raw.decode("utf-8", "replace"))
+        self.log.append(entry)
+        return raw, entry
+
     async def _answer(self, request: Request, raw: bytes, entry: LogEntry) -> Response:
         fault = self._due()
         if fault is not None and (failed := await _fail_at_once(request, fault)) is not None:
             return failed
         try:
             body: Json = json.loads(raw)
-            if token_limit(body) > _TOO_MANY:
+            if rules.token_limit(body) > _TOO_MANY:
                 return self._refuse(body)
             self._check(raw, body, request)
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
             return _json(error(400, f"not a request: {exc!r}"), 400)
-        except Violation as exc:
+        except rules.Violation as exc:
             self.violations.append(str(exc))
             return _json(error(400, str(exc)), 400)
         if body.get("model", self._model) != self._model:
@@ -198,7 +190,7 @@ class Sim:
         if body.get("stream"):
             events = _events(request, replies, entry, fault, self._token_s)
             return StreamingResponse(events, media_type="text/event-stream")
-        await _pause(request, self._token_s * token_limit(body))
+        await _pause(request, self._token_s * rules.token_limit(body))
         return _whole(request, replies, entry, fault)
 
     def _replies(self, request: Request, body: Json) -> AnyReplies:
@@ -220,9 +212,7 @@ class Sim:
 
     async def _run(self, request: Request) -> Response:
         """Do what has no second leg: say what was asked."""
-        raw = await request.body()
-        entry = LogEntry(request.url.path, dict(request.headers), raw.decode("utf-8", "replace"))
-        self.log.append(entry)
+        raw, entry = await self._logged(request)
         if (fault := self._due()) is not None and (failed := await _fail_at_once(request, fault)) is not None:
             return failed
         entry.state = "done"
@@ -231,10 +221,11 @@ class Sim:
     async def _prefill(self, request: Request, replies: AnyReplies, fault: SimulatedFault | None) -> Response:
         await _pause(request, self._prefill_s)
         forget = fault.names if fault is not None else ()
-        params = make_params(replies.body, replies.request_id, name=self.engine_id, mode=self._mode, forget=forget)
+        body, name = replies.body, self.engine_id
+        params = rules.make_params(body, replies.request_id, name=name, mode=self._mode, forget=forget)
         if self._pushed is not None:
             transfer = replies.body["kv_transfer_params"]["transfer_id"]
-            self._pushed[self.engine_id, transfer] = identity(replies.body)
+            self._pushed[self.engine_id, transfer] = rules.identity(replies.body)
         return _json(replies.whole() | {"kv_transfer_params": params})
 
     async def _receive(self, request: Request, body: Json) -> None:
@@ -245,25 +236,25 @@ class Sim:
         key = params["remote_engine_id"], params["transfer_id"]
         while key not in self._pushed:
             await _pause(request, 0.001)
-        if self._pushed.pop(key) != identity(body):
+        if self._pushed.pop(key) != rules.identity(body):
             self.violations.append("the KV cache that was pushed belongs to another request")
 
     def _check(self, raw: bytes, body: Json, request: Request) -> None:
-        if not prompts_of(body) or token_limit(body) < 0:
+        if not rules.prompts_of(body) or rules.token_limit(body) < 0:
             raise ValueError("no prompt, or no tokens")
         if self.role == "prefill":
-            check_prefill_leg(body, pushes=self._mode == "push", limits=_LIMITS[request.url.path])
+            rules.check_prefill_leg(body, pushes=self._mode == "push", limits=_LIMITS[request.url.path])
         elif body.get("kv_transfer_params") is not None:
             self._check_decode(raw, body, _request_id(request))
 
     def _check_decode(self, raw: bytes, body: Json, request_id: str) -> None:
         params = bytes(msgspec.json.decode(raw, type=dict[str, msgspec.Raw])["kv_transfer_params"])
         if body["kv_transfer_params"].get("transfer_mode") == "push":
-            check_push_leg(body, request_id)
+            rules.check_push_leg(body, request_id)
         else:
-            check_decode_leg(msgspec.Raw(params), body, request_id)
+            rules.check_decode_leg(msgspec.Raw(params), body, request_id)
         if params in self._used:
-            raise Violation("the kv_transfer_params were used twice")
+            raise rules.Violation("the kv_transfer_params were used twice")
         self._used.add(params)
 
     def _due(self) -> SimulatedFault | None:
@@ -303,8 +294,14 @@ async def _events(
     try:
         for place, piece in enumerate(replies.events()):
             if fault is not None and place == (fault.after or 0):
-                async for last in _fail_midway(request, fault):
-                    yield last
+                if fault.kind is FaultKind.STALL:
+                    await asyncio.Event().wait()
+                elif fault.kind is FaultKind.DROP:
+                    yield b'data: {"id": "half of an ev'
+                    await _drop(request)
+                elif fault.kind is FaultKind.ERROR_EVENT:
+                    yield event(error(fault.status, "injected"))
+                    yield b"data: [DONE]\n\n"
                 entry.state = "done"
                 return
             yield piece
@@ -315,17 +312,6 @@ async def _events(
     finally:
         if entry.state == "open":
             entry.state = "hung up"
-
-
-async def _fail_midway(request: Request, fault: SimulatedFault) -> AsyncGenerator[bytes]:
-    if fault.kind is FaultKind.STALL:
-        await asyncio.Event().wait()
-    elif fault.kind is FaultKind.DROP:
-        yield b'data: {"id": "half of an ev'
-        await _drop(request)
-    elif fault.kind is FaultKind.ERROR_EVENT:
-        yield event(error(fault.status, "injected"))
-        yield b"data: [DONE]\n\n"
 
 
 def _whole(request: Request, replies: AnyReplies, entry: LogEntry, fault: SimulatedFault | None) -> Response:

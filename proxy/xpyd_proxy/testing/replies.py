@@ -1,4 +1,4 @@
-"""The answers of a pretended engine, in vLLM's shapes."""
+"""The answers of a pretended engine, in vLLM's shapes; those to /v1/responses and /v1/messages for one prompt."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +22,12 @@ class Replies:
 
     def whole(self) -> Json:
         """Return the answer in one piece."""
-        choices = [self._choice(index, "".join(words)) for index, words in enumerate(self._texts())]
+        choices = list[Json]()
+        for index, words in enumerate(self._texts()):
+            text = "".join(words)
+            said = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+            ends = {"logprobs": None, "finish_reason": "length", "stop_reason": None}
+            choices.append({"index": index, **said, **ends})
         kind = "chat.completion" if self.is_chat else "text_completion"
         tells: Json = {"prompt_token_ids": [1, 2, 3]} if self.is_chat and self.body.get("return_token_ids") else {}
         return self._head(kind) | {"choices": choices, "usage": self._usage()} | tells
@@ -35,7 +40,9 @@ class Replies:
                 yield self._event({"index": index, "delta": {"role": "assistant", "content": ""}})
         for place in range(token_limit(self.body)):
             for index, words in enumerate(texts):
-                yield self._event(self._piece(index, words[place], is_last=place + 1 == len(words)))
+                said = {"delta": {"content": words[place]}} if self.is_chat else {"text": words[place]}
+                finish = "length" if place + 1 == len(words) else None
+                yield self._event({"index": index, **said, "logprobs": None, "finish_reason": finish})
         options: Json = self.body.get("stream_options") or {}
         if options.get("include_usage"):
             yield event(self._head(self._chunk_kind()) | {"choices": [], "usage": self._usage()})
@@ -43,14 +50,6 @@ class Replies:
     def _texts(self) -> list[list[str]]:
         prompts = [prompt for prompt in prompts_of(self.body) for _ in range(self.body.get("n") or 1)]
         return [tokens(prompt, token_limit(self.body)) for prompt in prompts]
-
-    def _choice(self, index: int, text: str) -> Json:
-        said = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
-        return {"index": index, **said, "logprobs": None, "finish_reason": "length", "stop_reason": None}
-
-    def _piece(self, index: int, word: str, *, is_last: bool) -> Json:
-        said = {"delta": {"content": word}} if self.is_chat else {"text": word}
-        return {"index": index, **said, "logprobs": None, "finish_reason": "length" if is_last else None}
 
     def _event(self, choice: Json) -> bytes:
         return event(self._head(self._chunk_kind()) | {"choices": [choice]})
@@ -77,3 +76,81 @@ def error(status: int, message: str) -> Json:
     kinds = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailableError"}
     kind = kinds.get(status, "InternalServerError")
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesReplies:
+    """Named events, the whole answer in the last of them, no [DONE]."""
+
+    body: Json
+    request_id: str
+    model: str
+    created: int  # seconds since the epoch
+
+    end = b""
+
+    def whole(self) -> Json:
+        """Return the answer in one piece."""
+        text = "".join(_words(self.body))
+        said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+        return self._response("completed") | {"output": [said], "usage": self._usage()}
+
+    def events(self) -> Iterator[bytes]:
+        """Return the answer as server-sent events; the first two say nothing about the engine."""
+        for word in ("created", "in_progress"):
+            yield named(f"response.{word}", {"response": self._response("in_progress")})
+        for word in _words(self.body):
+            yield named("response.output_text.delta", {"delta": word})
+        yield named("response.completed", {"response": self.whole()})
+
+    def _response(self, status: str) -> Json:
+        name = self.body.get("request_id", self.request_id)
+        return {"id": name, "object": "response", "status": status, "model": self.model, "created_at": self.created}
+
+    def _usage(self) -> Json:
+        asked, made = prompt_tokens(self.body), token_limit(self.body)
+        return {"input_tokens": asked, "output_tokens": made, "total_tokens": asked + made}
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesReplies:
+    """Named events, message_stop as the last."""
+
+    body: Json
+    request_id: str
+    model: str
+    created: int  # seconds since the epoch
+
+    end = b""
+
+    def whole(self) -> Json:
+        """Return the answer in one piece."""
+        text = "".join(_words(self.body))
+        ends: Json = {"stop_reason": "max_tokens", "usage": self._usage()}
+        return self._message() | {"content": [{"type": "text", "text": text}]} | ends
+
+    def events(self) -> Iterator[bytes]:
+        """Return the answer as server-sent events."""
+        yield named("message_start", {"message": self._message() | {"content": []}})
+        yield named("content_block_start", {"index": 0, "content_block": {"type": "text", "text": ""}})
+        for word in _words(self.body):
+            yield named("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": word}})
+        yield named("content_block_stop", {"index": 0})
+        yield named("message_delta", {"delta": {"stop_reason": "max_tokens"}, "usage": self._usage()})
+        yield named("message_stop", {})
+
+    def _message(self) -> Json:
+        return {"id": f"chatcmpl-{self.request_id}", "type": "message", "role": "assistant", "model": self.model}
+
+    def _usage(self) -> Json:
+        asked, made = prompt_tokens(self.body), token_limit(self.body)
+        return {"input_tokens": asked - 1, "cache_read_input_tokens": 1, "output_tokens": made}
+
+
+def named(name: str, data: Json) -> bytes:
+    """Return one server-sent event that has a name."""
+    return f"event: {name}\ndata: ".encode() + msgspec.json.encode({"type": name} | data) + b"\n\n"
+
+
+def _words(body: Json) -> list[str]:
+    return tokens(prompts_of(body)[0], token_limit(body))

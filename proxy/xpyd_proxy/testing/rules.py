@@ -23,17 +23,8 @@ _TOKENS: Final = re.compile(r',"prompt_token_ids":\[[0-9, ]*\]}$')
 _SYLLABLES: Final = ("am", "be", "cor", "da", "el", "fi", "gro", "hu", "in", "jo", "ka", "lu", "mo", "ni", "or", "pri")
 # A router may change these on the prefill leg; in everything else the two legs must agree.
 _OF_ONE_LEG: Final = frozenset(
-    {
-        "max_tokens",
-        "max_completion_tokens",
-        "max_output_tokens",
-        "min_tokens",
-        "stream",
-        "stream_options",
-        "n",
-        "best_of",
-    }
-    | {"store", "return_token_ids"}
+    {"max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "stream", "stream_options", "n"}
+    | {"best_of", "store", "return_token_ids"}
     | {"use_beam_search", "logprobs", "top_logprobs", "logprob_token_ids", "prompt_logprobs", "kv_transfer_params"}
 )
 

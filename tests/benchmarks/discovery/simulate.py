@@ -26,20 +26,18 @@ from benchmarks.discovery import report
 from benchmarks.discovery.pods import LIFE, line, pod
 from xpyd_proxy.app import policies
 from xpyd_proxy.core.counters import Counters
+from xpyd_proxy.core.discovery.pods import read_pod
 from xpyd_proxy.core.discovery.reconcile import entry_name, entry_of
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.instance_states import InstanceStates
-from xpyd_proxy.core.fleet.load import LoadReport
-from xpyd_proxy.core.fleet.origin import EngineSource, Key, Wanted
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.fleet.target import EngineSource, Key, Target, Wanted
 from xpyd_proxy.core.model import RequestId, Role, RoutingHints
 from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
 from xpyd_proxy.core.request_record import LegRecord, RequestRecord
 from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
-from xpyd_proxy.io.discovery.build import read_pod
+from xpyd_proxy.core.schemas import NamedMetrics
 from xpyd_proxy.io.discovery.reconciler import Pods, Reconciler
 from xpyd_proxy.io.discovery.reflector import Collection, Reflector
 from xpyd_proxy.io.metrics import Metrics
@@ -109,7 +107,7 @@ def registry_of(count, case="one revision"):
         for request in range(dice.randrange(8, 13)):
             member.load.enter(RequestId(f"{number}-{request}"))
         if role is Role.PREFILL:
-            member.load.reported(LoadReport(dice.randrange(3), dice.random()), now=now + 1e6)
+            member.load.reported(NamedMetrics(dice.randrange(3), dice.random()), now=now + 1e6)
     return registry
 
 
@@ -202,7 +200,7 @@ def exposition(count):
     for member in registry.members():
         telemetry.leg_answered(member.instance, 0.1, 1.0)
         telemetry.leg_ended(member.instance, 0.2, None, RequestId("r"), 1.0)
-    metrics = Metrics(telemetry, InstanceStates(registry))
+    metrics = Metrics(telemetry, registry)
     return {
         "ms": micros(lambda: metrics.exposition("text/plain"), 0.1, 3) / 1000,
         "bytes": len(metrics.exposition("text/plain")[0]),

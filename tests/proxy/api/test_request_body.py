@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from starlette.requests import ClientDisconnect
 
-from xpyd_proxy.api.request_body import passed_on, read_body
+from xpyd_proxy.api.operator_route import passed_on, read_body
 from xpyd_proxy.errors import BodyTooLarge
 
 

@@ -232,9 +232,9 @@ def test_the_key_may_stand_in_a_file(running, monkeypatch, capsys, tmp_path):
     ("flags", "said"),
     [
         (["--key-file", "/no/such/file"], "/no/such/file cannot be read: No such file or directory"),
-        (["--key-file", "{folder}/two"], "{folder}/two is not a key: write one line"),
-        (["--key-file", "{folder}/empty"], "{folder}/empty is not a key: write one line"),
-        (["--key-file", "{folder}/bytes"], "{folder}/bytes is not text"),
+        (["--key-file", "{folder}/two"], "{folder}/two is not an API key: write one line"),
+        (["--key-file", "{folder}/empty"], "{folder}/empty is not an API key: write one line"),
+        (["--key-file", "{folder}/bytes"], "{folder}/bytes is not UTF-8 text"),
         (["--router", "https://r", "--ca", "{folder}/two"], "{folder}/two has no certificate in PEM"),
         (["--router", "https://r", "--pin", "{folder}/two"], "{folder}/two has no certificate in PEM"),
         (["--router", "https://r", "--client-cert", "x"], "--client-cert and --client-key belong together"),

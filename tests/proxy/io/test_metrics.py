@@ -12,7 +12,6 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission.limits import Limit
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.instance_states import InstanceStates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.http.framing import RefusalReason
 from xpyd_proxy.core.model import Api, InstanceId, LegOrder, RequestId, Role, SingleEngineReason
@@ -32,7 +31,7 @@ class World:
         self.prefill = [self.registry.add(Role.PREFILL, Address("http", "h", port)) for port in range(1, x + 1)]
         self.decode = [self.registry.add(Role.DECODE, Address("http", "h", port)) for port in range(1, y + 1)]
         self.telemetry = Telemetry(Counters(frozenset(Api)), lambda: self.now)
-        self.metrics = Metrics(self.telemetry, InstanceStates(self.registry), queue)
+        self.metrics = Metrics(self.telemetry, self.registry, queue)
 
     def scrape(self, accept=""):
         return {

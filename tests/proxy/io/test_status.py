@@ -8,7 +8,6 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.admission.limits import AdmissionLimits
 from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.fleet.instance_states import InstanceStates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
@@ -24,7 +23,7 @@ def test_the_page_gets_numbers_and_ids_and_no_address():
     d = registry.add(Role.DECODE, Address("http", "secret-host", 8200))
     telemetry = Telemetry(Counters(frozenset({"/v1/completions"})), lambda: now[0])
     queue = Admission(AdmissionLimits(concurrency=1, queue=3, wait_s=9.0))
-    status = Status(telemetry, InstanceStates(registry), lambda: now[0], queue)
+    status = Status(telemetry, registry, lambda: now[0], queue)
     for _ in range(2):
         queue.arrive("k", 0, 1, now=now[0])
     now[0] += 2
@@ -59,7 +58,7 @@ def test_the_page_gets_numbers_and_ids_and_no_address():
 def test_a_router_that_has_seen_nothing_says_so():
     """Nulls, where there is nothing to take a mean of."""
     registry = Registry()
-    status = Status(Telemetry(Counters(frozenset()), lambda: 7.0), InstanceStates(registry), lambda: 7.0)
+    status = Status(Telemetry(Counters(frozenset()), lambda: 7.0), registry, lambda: 7.0)
 
     said = msgspec.to_builtins(status.now())
     assert said["instances"] == said["failures"] == []

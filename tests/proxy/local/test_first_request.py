@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from xpyd_proxy.local import first_request
-from xpyd_proxy.local.errors import NoAnswer
+from xpyd_proxy.local.errors import LocalError
 from xpyd_proxy.local.first_request import LegTiming, ask, metric_total, parse_server_timing
 
 ANSWER = {"choices": [{"message": {"role": "assistant", "content": "to the sea"}}]}
@@ -91,7 +91,7 @@ def test_a_request_that_fails_is_one_sentence(played, error, sentence):
     """Not a traceback of an HTTP library."""
     played(error=error)
 
-    with pytest.raises(NoAnswer, match=sentence):
+    with pytest.raises(LocalError, match=sentence):
         answer()
 
 
@@ -99,7 +99,7 @@ def test_an_error_status_shows_what_the_router_said(played):
     """It knows the reason."""
     played(status=503, answer={"error": {"message": "no decode engine"}})
 
-    with pytest.raises(NoAnswer, match=r"status 503: .*no decode engine"):
+    with pytest.raises(LocalError, match=r"status 503: .*no decode engine"):
         answer()
 
 
@@ -108,7 +108,7 @@ def test_an_answer_that_is_none_is_shown(played, body):
     """Whoever is at that port, it is not a chat model."""
     played(answer=body)
 
-    with pytest.raises(NoAnswer, match="answered with something else"):
+    with pytest.raises(LocalError, match="answered with something else"):
         answer()
 
 

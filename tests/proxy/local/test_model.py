@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from xpyd_proxy.local.errors import ModelDirectoryTaken
+from xpyd_proxy.local.errors import LocalError
 from xpyd_proxy.local.model import FINGERPRINT, HEADS, HIDDEN, VERSION, VOCABULARY, TinyModel, ensure_model, is_complete
 
 
@@ -91,7 +91,7 @@ def test_a_directory_with_other_files_is_refused(tmp_path):
     """`--model ~` must not cost anybody their home directory."""
     (tmp_path / "thesis.tex").write_text("years of work")
 
-    with pytest.raises(ModelDirectoryTaken, match="choose another directory"):
+    with pytest.raises(LocalError, match="choose another directory"):
         ensure_model(tmp_path)
     assert (tmp_path / "thesis.tex").exists()
 

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from xpyd_proxy.local.errors import PreflightFailed
+from xpyd_proxy.local.errors import LocalError
 from xpyd_proxy.local.plan import EngineKind, LocalPlan
 from xpyd_proxy.local.preflight import GIB, Machine, check, free_memory, look
 
@@ -19,7 +19,7 @@ GOOD = Machine(
 
 
 def complaints(plan=None, **found):
-    with pytest.raises(PreflightFailed) as caught:
+    with pytest.raises(LocalError) as caught:
         check(plan or LocalPlan(), dataclasses.replace(GOOD, **found))
     return str(caught.value).splitlines()
 

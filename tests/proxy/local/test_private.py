@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from xpyd_proxy.local.plan import LocalPlan
-from xpyd_proxy.local.private import make_directory
-from xpyd_proxy.local.processes import Command, open_fleet
+from xpyd_proxy.local.processes import Command, make_directory, open_fleet
 from xpyd_proxy.local.up import make_home
 
 

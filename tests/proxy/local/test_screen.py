@@ -2,7 +2,6 @@
 
 import io
 
-from xpyd_proxy.local.processes import StartUpWait
 from xpyd_proxy.local.screen import Screen
 
 
@@ -13,7 +12,7 @@ class Terminal(io.StringIO):
 
 def waits(screen, *seconds, names=("decode-0",)):
     for second in seconds:
-        screen.waiting(StartUpWait(names, second))
+        screen.waiting(names, second)
 
 
 def test_a_pipe_gets_a_line_every_five_seconds():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xpyd_proxy.planning.queueing import Spread
-from xpyd_proxy.planning.sizing import Aims, Dispatch, NoPlan, Rates, Resource, Traffic, lengths, observed, plan
+from xpyd_proxy.planning.sizing import WAITS, Aims, NoPlan, Rates, Resource, Traffic, lengths, observed, plan
 
 TRAFFIC = Traffic(20.0, Spread.lognormal(3000, 8000), Spread.lognormal(250, 700))
 RATES = Rates(24_000.0, 2_600.0, 420_000.0, 131_072.0, 12.5e9)
@@ -95,7 +95,7 @@ def test_a_cache_saves_prefill_and_nothing_else():
 
 def test_the_least_loaded_engine_makes_for_a_shorter_queue_than_turns():
     """The reason to choose that policy for prompts of unequal lengths."""
-    turns, shared = (plan(TRAFFIC, RATES, replace(AIMS, dispatch=dispatch)) for dispatch in Dispatch)
+    turns, shared = (plan(TRAFFIC, RATES, replace(AIMS, dispatch=dispatch)) for dispatch in WAITS)
 
     assert shared.outlook.ttft.queue < turns.outlook.ttft.queue
 
@@ -164,7 +164,7 @@ def test_lengths_that_cannot_be_are_refused(arguments, said):
     skew=st.floats(1.0, 3.8),
     output=st.floats(1, 5_000),
     utilisation=st.floats(0.05, 0.99),
-    dispatch=st.sampled_from(Dispatch),
+    dispatch=st.sampled_from(list(WAITS)),
 )
 def test_every_plan_keeps_its_targets_with_the_fewest_engines(rate, prompt, skew, output, utilisation, dispatch):
     """Whatever the numbers: no resource above the target, and one engine less of a role would break it."""

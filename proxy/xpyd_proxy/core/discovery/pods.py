@@ -5,9 +5,9 @@ from typing import Final
 
 import msgspec
 
-from xpyd_proxy.core.fleet.origin import Wanted
-from xpyd_proxy.core.fleet.target import REVISION, Target
+from xpyd_proxy.core.fleet.target import REVISION, Target, Wanted
 from xpyd_proxy.core.model import Role
+from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.errors import AddressError
 
 WORKER_INDEX: Final = "leaderworkerset.sigs.k8s.io/worker-index"
@@ -68,6 +68,16 @@ class Pod(msgspec.Struct):
     status: _Status = msgspec.field(default_factory=_Status)
 
 
+def read_pod(meta: Meta, raw: msgspec.Raw) -> Wanted | AddressError | None:
+    """Read a pod; what is wrong with it is a value, too."""
+    try:
+        return engine_of(decode(raw, Pod))
+    except AddressError as exc:
+        return exc
+    except NotJson as exc:
+        return AddressError(f"pod {meta.name} is not what Kubernetes calls a pod: {exc}")
+
+
 def engine_of(pod: Pod) -> Wanted | None:
     """Return the engine; None: it has none (yet, or any more), or is a worker of another pod's engine.
 
@@ -85,7 +95,8 @@ def engine_of(pod: Pod) -> Wanted | None:
         return None
     if role not in tuple(Role):
         raise _wrong(pod, Mark.ROLE, role, "prefill or decode")
-    leaves = pod.metadata.deletion_timestamp is not None or not _is_ready(pod)
+    is_ready = any(one.type == "Ready" and one.status == "True" for one in pod.status.conditions or ())
+    leaves = pod.metadata.deletion_timestamp is not None or not is_ready
     return Wanted(Role(role), _target(pod, pod.status.ip), pod.metadata.uid, leaves)
 
 
@@ -119,10 +130,6 @@ def _port(pod: Pod) -> str:
 def _mark(pod: Pod, mark: Mark) -> str | None:
     meta = pod.metadata
     return (meta.annotations or {}).get(mark) or (meta.labels or {}).get(mark) or None
-
-
-def _is_ready(pod: Pod) -> bool:
-    return any(one.type == "Ready" and one.status == "True" for one in pod.status.conditions or ())
 
 
 def _wrong(pod: Pod, mark: Mark, value: str, right: str) -> AddressError:

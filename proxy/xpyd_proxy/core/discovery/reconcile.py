@@ -8,12 +8,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal
 
 import msgspec
 
-from xpyd_proxy.core.fleet.origin import EngineSource, Key, Origin, Wanted
-from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.fleet.target import EngineSource, Key, Origin, Target, Wanted
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.errors import AddressError
@@ -43,7 +42,7 @@ class Freshness:
 
     source: EngineSource
     is_synced: bool
-    age_s: float
+    age_s: float  # for which nobody has known whether its view is still so
     generation: int
     engines: int
 
@@ -57,7 +56,8 @@ class Sources:
     def replace(self, source: EngineSource, engines: Iterable[Wanted], *, now: float) -> bool:
         """Take in all that a source says; return whether that is something new."""
         old = self.views[source]
-        found = {one.key: one for one in sorted(engines, key=_stays)[-MOST:]}
+        # Of two engines at one address the one that stays counts, else the one that was named last.
+        found = {one.key: one for one in sorted(engines, key=lambda one: not one.leaves)[-MOST:]}
         changed = found != old.engines or not old.is_synced
         self.views[source] = View(found if changed else old.engines, old.generation + changed, now)
         return changed
@@ -66,14 +66,10 @@ class Sources:
         """Note that what a source said last is still so."""
         self.views[source] = replace(self.views[source], heard=now)
 
-    def age(self, source: EngineSource, *, now: float) -> float:
-        """Return for how many seconds nobody has known whether the view is still so."""
-        return max(0.0, now - self.views[source].heard)
-
-    def freshness(self, *, now: float) -> Sequence["Freshness"]:
+    def freshness(self, *, now: float) -> Sequence[Freshness]:
         """Say of each source how well it is known."""
         return [
-            Freshness(name, view.is_synced, self.age(name, now=now), view.generation, len(view.engines))
+            Freshness(name, view.is_synced, max(0.0, now - view.heard), view.generation, len(view.engines))
             for name, view in self.views.items()
         ]
 
@@ -103,11 +99,8 @@ class Action:
     origin: Origin
 
 
-Current: TypeAlias = Mapping[Key, Origin]  # what the registry has; engines that retire are not in it
-
-
-def diff(desired: Mapping[Key, Origin], current: Current) -> Sequence[Action]:
-    """Say what makes the registry what it should be; to do it twice changes nothing more.
+def diff(desired: Mapping[Key, Origin], current: Mapping[Key, Origin]) -> Sequence[Action]:
+    """Say what makes the registry (``current``: without what retires) what it should be; twice changes nothing more.
 
     Removals come first, so that an address is free for the engine that has taken it. Engines that discovery has not
     brought are left alone, and so is what an operator did to one since.
@@ -120,7 +113,9 @@ def diff(desired: Mapping[Key, Origin], current: Current) -> Sequence[Action]:
     for key, origin in desired.items():
         present = None if key in removed else current.get(key)
         if (verb := _verb(origin, present)) is not None:
-            rest.append(Action(verb, key, _aged(origin, present)))
+            if present is not None and present.source is origin.source:  # it is of the generation in which it came
+                origin = replace(origin, generation=present.generation)
+            rest.append(Action(verb, key, origin))
     return [*gone, *rest]
 
 
@@ -146,18 +141,6 @@ def _verb(origin: Origin, present: Origin | None) -> Literal["add", "drain", "un
     return None if is_known else "adopt"
 
 
-def _aged(origin: Origin, present: Origin | None) -> Origin:
-    """Keep the generation in which the engine came, as long as the same source wants it."""
-    if present is not None and present.source is origin.source:
-        return replace(origin, generation=present.generation)
-    return origin
-
-
-def _stays(one: Wanted) -> bool:
-    """Sort the engines that stay to the end: of two at one address they count, else the one that was named last."""
-    return not one.leaves
-
-
 class _StoreEntry(msgspec.Struct, omit_defaults=True):
     """An engine in the store; unknown fields are another version's."""
 
@@ -179,16 +162,10 @@ def entry_of(wanted: Wanted) -> str:
 
 
 def read_entry(text: str) -> Wanted:
-    """Read an engine from the store.
-
-    Raises:
-        AddressError: it is none.
-    """
+    """Read an engine from the store. Raises AddressError: it is none."""
     try:
         entry = decode(text.encode(), _StoreEntry)
     except NotJson as exc:
-        raise AddressError(f"it is no engine ({exc}): an entry looks like {_EXAMPLE}") from exc
+        example = '{"role":"decode","target":"http://10.0.0.7:8000"}'
+        raise AddressError(f"it is no engine ({exc}): an entry looks like {example}") from exc
     return Wanted(entry.role, Target.parse(entry.target), leaves=entry.leaves)
-
-
-_EXAMPLE: Final = '{"role":"decode","target":"http://10.0.0.7:8000"}'

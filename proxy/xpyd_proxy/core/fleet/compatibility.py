@@ -46,18 +46,9 @@ class EngineCapabilities:
 
 def fit(prefill: EngineCapabilities, decode: EngineCapabilities) -> bool:
     """Tell whether two engines can share a request; that both serve its model is looked at elsewhere."""
-    return (
-        _agree(prefill.version, decode.version)
-        and _agree(prefill.connector, decode.connector)
-        and _agree(prefill.mode, decode.mode)
-        and _agree(prefill.revision, decode.revision)
-        and _agree(prefill.protocol, decode.protocol)
-        and _agree(prefill.fingerprint, decode.fingerprint)
-    )
-
-
-def _agree(one: str | None, other: str | None) -> bool:
-    return one is None or other is None or one == other
+    one = prefill.version, prefill.connector, prefill.mode, prefill.revision, prefill.protocol, prefill.fingerprint
+    other = decode.version, decode.connector, decode.mode, decode.revision, decode.protocol, decode.fingerprint
+    return all(a is None or b is None or a == b for a, b in zip(one, other, strict=True))
 
 
 def always(_prefill: object, _decode: object) -> bool:

@@ -1,7 +1,6 @@
-"""What the router reads in an engine's /metrics: whose connector it has, and what it keeps for decode engines."""
+"""What the router reads in an engine's /metrics: whose connector it has, what it keeps, and what it got."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,6 +11,12 @@ _LINE: Final = re.compile(
 _INFO: Final = re.compile(rb"^vllm:xpyd_connector_info\{(?P<labels>[^\n]*)\} 1(?:\.0)?$", re.MULTILINE)
 _LABEL: Final = re.compile(rb'(?:^|,)(protocol|fingerprint|mode)="([0-9A-Za-z]{1,64})"')
 _CONNECTOR: Final = re.compile(rb"^vllm:(xpyd|nixl)_", re.MULTILINE)
+# Its own prefix cache counts as well: what is there need not be sent.
+_RECEIVED: Final = re.compile(
+    rb"^vllm:prompt_tokens_by_source_total\{"
+    rb'(?P<labels>[^\n]*source="(?:external_kv_transfer|local_cache_hit)"[^\n]*)\} (?P<value>[0-9.eE+]{1,32})$',
+    re.MULTILINE,
+)
 _RANK: Final = re.compile(rb'(?:^|,)engine="([0-9]{1,6})"')
 
 
@@ -36,12 +41,15 @@ def read(text: bytes, rank: int | None = None) -> Numbers:
     """Read the Prometheus text of an engine, or of one of its data-parallel ranks."""
     found: dict[bytes, list[float]] = {b"xpyd_leases_held": [], b"kv_cache_usage_perc": []}
     for line in _LINE.finditer(text):
-        engine = _RANK.search(line["labels"] or b"")
-        if rank is None or engine is None or int(engine[1]) == rank:
-            found[line["name"]].append(_number(line["value"]))
+        if _is_of(line, rank):
+            try:
+                found[line["name"]].append(float(line["value"]))
+            except ValueError:  # it counts as something that is kept
+                found[line["name"]].append(1.0)
     connector = _CONNECTOR.search(text)
     leases, usage = found.values()
-    info = _info(text, rank)
+    ours = next((line["labels"] for line in _INFO.finditer(text) if _is_of(line, rank)), b"")
+    info = {name.decode(): value.decode() for name, value in _LABEL.findall(ours)}
     return Numbers(
         connector=connector[1].decode() if connector else None,
         leases=sum(leases) if leases else None,
@@ -52,18 +60,19 @@ def read(text: bytes, rank: int | None = None) -> Numbers:
     )
 
 
-def _info(text: bytes, rank: int | None) -> Mapping[str, str]:
-    """Read the labels of our connector's info; the ranks of an engine have the same."""
-    for line in _INFO.finditer(text):
-        engine = _RANK.search(line["labels"])
-        if rank is None or engine is None or int(engine[1]) == rank:
-            return {name.decode(): value.decode() for name, value in _LABEL.findall(line["labels"])}
-    return {}
+def _is_of(line: re.Match[bytes], rank: int | None) -> bool:
+    """Tell whether a line is one of a data-parallel rank's, or of no certain rank; None: of any."""
+    engine = _RANK.search(line["labels"] or b"")
+    return rank is None or engine is None or int(engine[1]) == rank
 
 
-def _number(text: bytes) -> float:
-    """Read a number; one that is none counts as something that is kept."""
-    try:
-        return float(text)
-    except ValueError:
-        return 1.0
+def received(exposition: bytes, rank: int | None = None) -> float | None:
+    """Read in an engine's metrics, or those of one of its ranks, how many prompt tokens it did not compute."""
+    values = list[float]()
+    for line in _RECEIVED.finditer(exposition):
+        if _is_of(line, rank):
+            try:
+                values.append(float(line["value"]))
+            except ValueError:
+                values.append(0.0)
+    return sum(values) if values else None

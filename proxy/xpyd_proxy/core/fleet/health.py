@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import Final
 
-from xpyd_proxy.core.fleet.window import Window
 from xpyd_proxy.core.model import RequestId
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.schemas import HealthVerdict
+from xpyd_proxy.settings import Settings
 
+_CLAIM_S: Final = 30.0  # that a trial may take to begin before another request may be the trial
 # What is held against it, said of the request.
 _SAID: Final[Mapping[Failure, str]] = {
     Failure.UNREACHABLE: "did not reach it",
@@ -55,49 +56,30 @@ class HealthEvent(StrEnum):
     REMOVE = auto()
 
 
-_LEAVING: Final = {HealthEvent.DRAIN: HealthState.DRAINING, HealthEvent.REMOVE: HealthState.GONE}
+_JUDGED_BY: Final = {
+    HealthEvent.PROVEN: HealthState.HEALTHY,
+    HealthEvent.BACK: HealthState.HEALTHY,
+    HealthEvent.TRIPPED: HealthState.EJECTED,
+    HealthEvent.DRAIN: HealthState.DRAINING,
+    HealthEvent.REMOVE: HealthState.GONE,
+}
+_LEAVES_BY: Final = {
+    HealthEvent.EMPTY: HealthState.DRAINED,
+    HealthEvent.UNDRAIN: HealthState.STARTING,
+    HealthEvent.REMOVE: HealthState.GONE,
+}
 TRANSITIONS: Final[Mapping[HealthState, Mapping[HealthEvent, HealthState]]] = {
-    HealthState.STARTING: {
-        **_LEAVING,
-        HealthEvent.PROVEN: HealthState.HEALTHY,
-        HealthEvent.BACK: HealthState.HEALTHY,
-        HealthEvent.TRIPPED: HealthState.EJECTED,
-        HealthEvent.UNDRAIN: HealthState.STARTING,
-    },
-    HealthState.HEALTHY: {
-        **_LEAVING,
-        HealthEvent.PROVEN: HealthState.HEALTHY,
-        HealthEvent.BACK: HealthState.HEALTHY,
-        HealthEvent.TRIPPED: HealthState.EJECTED,
-        HealthEvent.UNDRAIN: HealthState.HEALTHY,
-    },
+    HealthState.STARTING: {**_JUDGED_BY, HealthEvent.UNDRAIN: HealthState.STARTING},
+    HealthState.HEALTHY: {**_JUDGED_BY, HealthEvent.UNDRAIN: HealthState.HEALTHY},
     HealthState.EJECTED: {
-        **_LEAVING,
+        **_JUDGED_BY,  # BACK: it was restarted
         HealthEvent.PROVEN: HealthState.EJECTED,  # an answer to a request of before, or a probe that never failed
-        HealthEvent.BACK: HealthState.HEALTHY,  # it was restarted
-        HealthEvent.TRIPPED: HealthState.EJECTED,
         HealthEvent.RESTED: HealthState.HALF_OPEN,
         HealthEvent.UNDRAIN: HealthState.EJECTED,
     },
-    HealthState.HALF_OPEN: {
-        **_LEAVING,
-        HealthEvent.PROVEN: HealthState.HEALTHY,
-        HealthEvent.BACK: HealthState.HEALTHY,
-        HealthEvent.TRIPPED: HealthState.EJECTED,
-        HealthEvent.UNDRAIN: HealthState.HALF_OPEN,
-    },
-    HealthState.DRAINING: {
-        HealthEvent.DRAIN: HealthState.DRAINING,
-        HealthEvent.EMPTY: HealthState.DRAINED,
-        HealthEvent.UNDRAIN: HealthState.STARTING,
-        HealthEvent.REMOVE: HealthState.GONE,
-    },
-    HealthState.DRAINED: {
-        HealthEvent.DRAIN: HealthState.DRAINED,
-        HealthEvent.EMPTY: HealthState.DRAINED,
-        HealthEvent.UNDRAIN: HealthState.STARTING,
-        HealthEvent.REMOVE: HealthState.GONE,
-    },
+    HealthState.HALF_OPEN: {**_JUDGED_BY, HealthEvent.UNDRAIN: HealthState.HALF_OPEN},
+    HealthState.DRAINING: {**_LEAVES_BY, HealthEvent.DRAIN: HealthState.DRAINING},
+    HealthState.DRAINED: {**_LEAVES_BY, HealthEvent.DRAIN: HealthState.DRAINED},
     HealthState.GONE: {},
 }
 _STARTING: Final = HealthState.STARTING  # looking a member up takes as long as a call
@@ -108,25 +90,49 @@ _HALF_OPEN: Final = HealthState.HALF_OPEN
 _JUDGED: Final = frozenset({HealthState.STARTING, HealthState.HEALTHY, HealthState.EJECTED, HealthState.HALF_OPEN})
 
 
-@dataclass(frozen=True, slots=True)
-class HealthLimits:
-    """How much is held against an engine before it counts as broken, and for how long."""
-
-    in_a_row: int = 5  # legs
-    probes: int = 2  # in a row
-    share: float = 0.5  # of the legs of the window
-    window_s: float = 30.0
-    window_least: int = 20  # legs in the window; fewer say nothing
-    rest_s: float = 5.0  # seconds before the first trial; twice as long after each trial that fails
-    rest_most_s: float = 60.0
-    claim_s: float = 30.0  # seconds that a trial may take to begin before another request may be the trial
-
-
 @dataclass(slots=True)
 class ChangeCount:
     """Counts what may change the choice of engines; whoever remembers a choice compares."""
 
     count: int = 0
+
+
+@dataclass(slots=True)
+class _Counts:
+    legs: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True)
+class Window:
+    """Counts over the last ``seconds``, or up to half of it less: two halves, of which the older one is dropped."""
+
+    seconds: float
+    _begun: float = 0.0
+    _older: _Counts = field(default_factory=_Counts)
+    _newer: _Counts = field(default_factory=_Counts)
+
+    def count(self, *, failed: bool, now: float) -> None:
+        """Take in how one leg ended."""
+        self._turn(now)
+        self._newer.legs += 1
+        self._newer.failed += failed
+
+    def totals(self, *, now: float) -> tuple[int, int]:
+        """Return how many legs ended, and how many of them failed."""
+        self._turn(now)
+        return self._older.legs + self._newer.legs, self._older.failed + self._newer.failed
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        self._older, self._newer = _Counts(), _Counts()
+
+    def _turn(self, now: float) -> None:
+        half = self.seconds / 2
+        steps = (now - self._begun) // half
+        if steps >= 1:
+            self._older, self._newer = self._newer if steps == 1 else _Counts(), _Counts()
+            self._begun += steps * half
 
 
 @dataclass(slots=True)
@@ -142,7 +148,7 @@ class EngineHealth:
     """What is known of the health of one engine. Times are seconds of a clock that only rises."""
 
     since: float  # when it came into its state
-    limits: HealthLimits = field(default_factory=HealthLimits)
+    settings: Settings = field(default_factory=Settings)
     state: HealthState = HealthState.STARTING
     why: str = "added"  # what brought it there, in words
     verdict: HealthVerdict | None = None  # the latest one, of this worker or another
@@ -155,7 +161,7 @@ class EngineHealth:
     _window: Window = field(init=False)
 
     def __post_init__(self) -> None:
-        self._window = Window(self.limits.window_s)
+        self._window = Window(self.settings.circuit_breaker_window_s)
 
     @property
     def is_away(self) -> bool:
@@ -164,7 +170,11 @@ class EngineHealth:
 
     def may_serve(self, *, now: float) -> bool:
         """Tell whether it may get a request; a broken engine that has rested becomes one that is tried."""
-        if self.state is _EJECTED and now >= self.since + self._rest_s and self._missed < self.limits.probes:
+        if (
+            self.state is _EJECTED
+            and now >= self.since + self._rest_s
+            and self._missed < self.settings.health_check_failures
+        ):
             self._step(HealthEvent.RESTED, "has rested, and gets one request at a time", now)
         if self.state is _HALF_OPEN:
             return self._trial is None or (self._trial.request is None and now >= self._trial.until)
@@ -173,7 +183,7 @@ class EngineHealth:
     def chosen(self, *, now: float) -> None:
         """It was chosen for a request: if it is to be tried, that is its trial."""
         if self.state is _HALF_OPEN:
-            self._trial = _Trial(until=now + self.limits.claim_s)
+            self._trial = _Trial(until=now + _CLAIM_S)
 
     def claimed(self, request: RequestId) -> None:
         """A request is here; the first one that comes while the engine is to be tried is its trial."""
@@ -232,7 +242,7 @@ class EngineHealth:
         self.changes.count += 1
         if self.state is _STARTING:
             self.why = reason
-        elif self.state in (_HEALTHY, _HALF_OPEN) and self._missed >= self.limits.probes:
+        elif self.state in (_HEALTHY, _HALF_OPEN) and self._missed >= self.settings.health_check_failures:
             self._break(reason, now)
 
     def told(self, verdict: HealthVerdict, *, now: float) -> None:
@@ -282,15 +292,19 @@ class EngineHealth:
 
     def _verdict(self, failure: Failure, now: float) -> str | None:
         """Say why it is broken, if it is."""
-        if self._in_a_row >= self.limits.in_a_row:
+        settings = self.settings
+        if self._in_a_row >= settings.circuit_breaker_failures:
             return f"{self._in_a_row} requests in a row failed: the last one {_SAID[failure]}"
         legs, failed = self._window.totals(now=now)
-        if legs >= self.limits.window_least and failed >= self.limits.share * legs:
+        if (
+            legs >= self.settings.circuit_breaker_min_requests
+            and failed >= self.settings.circuit_breaker_failure_ratio * legs
+        ):
             return f"{failed} of {legs} requests failed: the last one {_SAID[failure]}"
         return None
 
     def _break(self, reason: str, now: float) -> None:
-        self._rest_s = min(self._rest_s * 2 or self.limits.rest_s, self.limits.rest_most_s)
+        self._rest_s = min(self._rest_s * 2 or self.settings.ejection_time_s, self.settings.max_ejection_time_s)
         self._trial = None
         self._step(HealthEvent.TRIPPED, reason, now)
         self.since = now  # a broken engine rests from its latest break on

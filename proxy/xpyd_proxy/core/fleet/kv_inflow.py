@@ -5,25 +5,13 @@ tokens came from: one that was sent legs with a transfer, and whose count of tok
 nothing.
 """
 
-import re
 from dataclasses import dataclass
-from typing import Final
 
 from xpyd_proxy.core.model import InstanceId
-
-# Its own prefix cache counts as well: what is there need not be sent.
-_RECEIVED: Final = re.compile(
-    rb"^vllm:prompt_tokens_by_source_total\{"
-    rb'(?P<labels>[^\n]*source="(?:external_kv_transfer|local_cache_hit)"[^\n]*)\} (?P<value>[0-9.eE+]{1,32})$',
-    re.MULTILINE,
-)
-_RANK: Final = re.compile(rb'(?:^|,)engine="([0-9]{1,6})"')
 
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What was known at one time."""
-
     received: float
     promised: int
 
@@ -58,21 +46,3 @@ class KvInflow:
         """Forget the instances that are no longer known."""
         for gone in self._looks.keys() - instances:
             del self._looks[gone]
-
-
-def received(exposition: bytes, rank: int | None = None) -> float | None:
-    """Read in an engine's metrics, or those of one of its ranks, how many prompt tokens it did not compute."""
-    values = [_number(line) for line in _RECEIVED.finditer(exposition) if _is_of(line, rank)]
-    return sum(values) if values else None
-
-
-def _is_of(line: re.Match[bytes], rank: int | None) -> bool:
-    engine = _RANK.search(line["labels"])
-    return rank is None or engine is None or int(engine[1]) == rank
-
-
-def _number(line: re.Match[bytes]) -> float:
-    try:
-        return float(line["value"])
-    except ValueError:
-        return 0.0

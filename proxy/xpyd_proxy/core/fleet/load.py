@@ -7,20 +7,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from xpyd_proxy.core.model import RequestId
-from xpyd_proxy.core.raw_json import NotJson, decode
-from xpyd_proxy.core.schemas import OrcaReport
+from xpyd_proxy.core.raw_json import maybe
+from xpyd_proxy.core.schemas import NamedMetrics, OrcaReport
 
 ASK_FOR_REPORT: Final = (b"endpoint-load-metrics-format", b"JSON")
 _PREFIX: Final = b"JSON "
 _MOST_BYTES: Final = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """What an engine said of itself."""
-
-    waiting: float  # requests in its queue, whoever sent them
-    kv_usage: float  # share of its KV cache that is in use, 0 to 1
 
 
 @dataclass(slots=True)
@@ -28,7 +20,7 @@ class Load:
     """The load of one engine. Times are seconds of a clock that only rises."""
 
     fresh_s: float = 5.0  # for so long a report counts
-    report: LoadReport | None = None
+    report: NamedMetrics | None = None
     elsewhere: int = 0  # requests it has from the router's other workers
     _reported: float = 0.0
     _requests: dict[RequestId, int] = field(default_factory=dict[RequestId, int])
@@ -56,7 +48,7 @@ class Load:
         self._requests.pop(request, None)
         return True
 
-    def reported(self, report: LoadReport, *, now: float) -> None:
+    def reported(self, report: NamedMetrics, *, now: float) -> None:
         """Take in what the engine said."""
         self.report, self._reported = report, now
 
@@ -68,15 +60,12 @@ class Load:
         """
         if self.report is None or now > self._reported + self.fresh_s:
             return float(self.in_flight)
-        return self.in_flight + self.report.waiting + min(self.report.kv_usage, 0.999)
+        return self.in_flight + self.report.num_requests_waiting + min(self.report.kv_cache_usage_perc, 0.999)
 
 
-def read_report(header: bytes) -> LoadReport | None:
+def read_report(header: bytes) -> NamedMetrics | None:
     """Read the value of an ``endpoint-load-metrics`` header; None if it is not one that we understand."""
     if len(header) > _MOST_BYTES or not header.startswith(_PREFIX):
         return None
-    try:
-        found = decode(header[len(_PREFIX) :], OrcaReport).named_metrics
-    except NotJson:
-        return None
-    return LoadReport(found.num_requests_waiting, found.kv_cache_usage_perc)
+    report = maybe(header[len(_PREFIX) :], OrcaReport)
+    return None if report is None else report.named_metrics

@@ -28,26 +28,17 @@ class CoordinatesEvent(StrEnum):
     FAILED = auto()
 
 
+_LEARNS: Final = {
+    CoordinatesEvent.PULLS: CoordinatesState.PULL,
+    CoordinatesEvent.PUSHES: CoordinatesState.PUSH,
+    CoordinatesEvent.BACK: CoordinatesState.SEVERAL,
+    CoordinatesEvent.FAILED: CoordinatesState.UNKNOWN,
+}
 TRANSITIONS: Final[Mapping[CoordinatesState, Mapping[CoordinatesEvent, CoordinatesState]]] = {
-    CoordinatesState.UNKNOWN: {
-        CoordinatesEvent.PULLS: CoordinatesState.PULL,
-        CoordinatesEvent.PUSHES: CoordinatesState.PUSH,
-        CoordinatesEvent.BACK: CoordinatesState.SEVERAL,
-        CoordinatesEvent.FAILED: CoordinatesState.UNKNOWN,
-    },
-    CoordinatesState.PULL: {
-        CoordinatesEvent.PULLS: CoordinatesState.PULL,
-        CoordinatesEvent.PUSHES: CoordinatesState.PUSH,
-        CoordinatesEvent.BACK: CoordinatesState.SEVERAL,
-        CoordinatesEvent.FAILED: CoordinatesState.UNKNOWN,
-    },
-    CoordinatesState.PUSH: {
-        CoordinatesEvent.PULLS: CoordinatesState.PULL,
-        CoordinatesEvent.PUSHES: CoordinatesState.PUSH,
-        CoordinatesEvent.ELSEWHERE: CoordinatesState.UNKNOWN,  # the request that noticed is sent again, prefill first
-        CoordinatesEvent.BACK: CoordinatesState.SEVERAL,
-        CoordinatesEvent.FAILED: CoordinatesState.UNKNOWN,
-    },
+    CoordinatesState.UNKNOWN: _LEARNS,
+    CoordinatesState.PULL: _LEARNS,
+    # The request that noticed is sent again, prefill first.
+    CoordinatesState.PUSH: {**_LEARNS, CoordinatesEvent.ELSEWHERE: CoordinatesState.UNKNOWN},
     CoordinatesState.SEVERAL: {
         CoordinatesEvent.PULLS: CoordinatesState.SEVERAL,
         CoordinatesEvent.PUSHES: CoordinatesState.SEVERAL,
@@ -63,8 +54,6 @@ _PUSH: Final = CoordinatesState.PUSH
 
 @dataclass(slots=True)
 class _Record:
-    """One prefill engine."""
-
     state: CoordinatesState = CoordinatesState.UNKNOWN
     coordinates: Coordinates | None = None  # while PUSH
     replaced: frozenset[str] = frozenset()  # engine ids of before
@@ -101,7 +90,12 @@ class PushCoordinates:
         before = record.coordinates
         if found is None and record.state is _PULL:
             return  # as before
-        event = _event(record, found)
+        if found is None:
+            event = CoordinatesEvent.PULLS
+        elif found.remote_engine_id in record.replaced:
+            event = CoordinatesEvent.BACK
+        else:
+            event = CoordinatesEvent.PUSHES if before in (None, found) else CoordinatesEvent.ELSEWHERE
         record.state = TRANSITIONS[record.state][event]
         if before is not None and before != found:
             record.replaced |= {before.remote_engine_id}
@@ -122,11 +116,3 @@ class PushCoordinates:
         if record is None:
             record = self._records[prefill] = _Record()
         return record
-
-
-def _event(record: _Record, found: Coordinates | None) -> CoordinatesEvent:
-    if found is None:
-        return CoordinatesEvent.PULLS
-    if found.remote_engine_id in record.replaced:
-        return CoordinatesEvent.BACK
-    return CoordinatesEvent.PUSHES if record.coordinates in (None, found) else CoordinatesEvent.ELSEWHERE

@@ -6,15 +6,47 @@ from typing import Final
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, fit
-from xpyd_proxy.core.fleet.drain import Drain
-from xpyd_proxy.core.fleet.health import ChangeCount, EngineHealth, HealthLimits, HealthState
+from xpyd_proxy.core.fleet.health import ChangeCount, EngineHealth, HealthState
 from xpyd_proxy.core.fleet.load import Load
-from xpyd_proxy.core.fleet.origin import BY_HAND, EngineSource, Origin
-from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Origin, Target
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
+from xpyd_proxy.settings import Settings
 
+_SURE: Final = 2  # readings in a row: vLLM's numbers are those of its step before
 _RESTLESS: Final = frozenset({HealthState.EJECTED, HealthState.HALF_OPEN})
+
+
+@dataclass(slots=True)
+class Drain:
+    """What is seen of an engine while it is drained: its own requests end first, then what decode engines may read."""
+
+    since: float  # when it got its last request, or was told to drain
+    kept: float | None = None  # as it said last; None: it does not say
+    zeros: int = 0  # readings in a row that said that nothing is kept
+
+    def reading(self, kept: float | None) -> None:
+        """Take in what it said of the blocks it keeps."""
+        self.kept = kept
+        self.zeros = self.zeros + 1 if kept == 0 else 0
+
+    def verdict(self, role: Role, in_flight: int, *, patience_s: float, now: float) -> str | None:
+        """Say why it is empty; None: it is not.
+
+        A prefill engine that does not say what it keeps, or seems to keep it for ever, is believed to be empty after
+        ``patience_s`` seconds without a request: by then its leases have run out.
+        """
+        if in_flight:
+            self.since, self.zeros = now, 0
+            return None
+        if role is Role.DECODE:
+            return "has no request left"
+        if self.zeros >= _SURE:
+            return "has no request left and keeps nothing for decode engines"
+        if now < self.since + patience_s:
+            return None
+        said = "does not say what it keeps" if self.kept is None else f"still shows {self.kept:g} of what it keeps"
+        return f"has had no request for {patience_s:g} s, but {said}"
 
 
 @dataclass(slots=True)
@@ -33,8 +65,8 @@ class Member:
 class Registry:
     """The engines, which come and go while requests are served. Times are seconds of a clock that only rises."""
 
-    def __init__(self, limits: HealthLimits | None = None) -> None:
-        self._limits = limits or HealthLimits()
+    def __init__(self, settings: Settings | None = None) -> None:
+        self._settings = settings or Settings()
         self._members: dict[InstanceId, Member] = {}
         self._at: dict[tuple[Role, str, int], set[InstanceId]] = {}  # the same by role, host and port; none is empty
         self._added: dict[Role, int] = dict.fromkeys(Role, 0)
@@ -50,16 +82,12 @@ class Registry:
         now: float = 0.0,
         origin: Origin = BY_HAND,
     ) -> Instance:
-        """Start to route to an engine, or to one rank of it; its id is new, also if it was here before.
-
-        Raises:
-            AlreadyKnown: the address (and rank) is in the set of this role.
-        """
+        """Start to route to an engine, or one rank of it, under a new id; raises AlreadyKnown for its role."""
         self._check_new(role, address, rank)
         name = InstanceId(f"{role}-{self._added[role]}")
         self._added[role] += 1
         instance = Instance(name, role, address, rank)
-        life = EngineHealth(now, self._limits, changes=self.changes)
+        life = EngineHealth(now, self._settings, changes=self.changes)
         self._members[name] = Member(instance, life, facts=facts or EngineCapabilities(), origin=origin)
         self._at.setdefault(_place(instance), set()).add(name)
         self.changes.count += 1
@@ -85,11 +113,7 @@ class Registry:
         return False
 
     def remove(self, name: InstanceId, *, now: float) -> None:
-        """Forget an engine; its legs go on, and are nobody's.
-
-        Raises:
-            UnknownInstance: there is none of this id.
-        """
+        """Forget an engine; its legs go on, and are nobody's. Raises UnknownInstance: there is none of this id."""
         member = self.member(name)
         member.life.remove(now=now)
         del self._members[name]
@@ -99,31 +123,18 @@ class Registry:
             del self._at[place]
 
     def drain(self, name: InstanceId, *, now: float) -> None:
-        """Send it nothing new.
-
-        Raises:
-            UnknownInstance: there is none of this id.
-        """
+        """Send it nothing new. Raises UnknownInstance: there is none of this id."""
         member = self.member(name)
         member.life.drain(now=now)
         member.drain = member.drain or Drain(now)
 
     def retire(self, name: InstanceId, *, now: float) -> None:
-        """Send it nothing new, and forget it as soon as it has nothing left.
-
-        Raises:
-            UnknownInstance: there is none of this id.
-        """
+        """Send it nothing new, and forget it as soon as it has nothing left; raises UnknownInstance."""
         self.drain(name, now=now)
         self.member(name).retires = True
 
     def undrain(self, name: InstanceId, *, now: float) -> None:
-        """Send it requests again.
-
-        Raises:
-            UnknownInstance: there is none of this id.
-            AlreadyKnown: it was to be forgotten, and its address has been added anew.
-        """
+        """Send it requests again; raises UnknownInstance, or AlreadyKnown: it retires, and another is there."""
         member = self.member(name)
         if member.retires:
             self._check_new(member.instance.role, member.instance.address, member.instance.rank)
@@ -132,18 +143,20 @@ class Registry:
 
     def settle(self, *, patience_s: float, now: float) -> Sequence[Instance]:
         """Let the engines that are drained now be so, and return them; those that retire are forgotten."""
-        drained = [member for member in self._members.values() if _settled(member, patience_s, now)]
+        drained = list[Instance]()
         for member in self.members():
-            if member.retires and member.life.state is HealthState.DRAINED:
-                self.remove(member.instance.id, now=now)
-        return [member.instance for member in drained]
+            one, life = member.instance, member.life
+            if life.state is HealthState.DRAINING and member.drain is not None:
+                found = member.drain.verdict(one.role, member.load.in_flight, patience_s=patience_s, now=now)
+                if found is not None:
+                    life.empty(found, now=now)
+                    drained.append(one)
+            if member.retires and life.state is HealthState.DRAINED:
+                self.remove(one.id, now=now)
+        return drained
 
     def member(self, name: InstanceId) -> Member:
-        """Return what is known of an engine.
-
-        Raises:
-            UnknownInstance: there is none of this id.
-        """
+        """Return what is known of an engine. Raises UnknownInstance: there is none of this id."""
         if (member := self._members.get(name)) is None:
             raise UnknownInstance(f"there is no instance {name!r}: `xpyd instances list` shows those there are")
         return member
@@ -161,18 +174,18 @@ class Registry:
         return tuple(member.instance for member in self._of(role))
 
     def usable(self, role: Role, /, *, now: float = 0.0) -> Sequence[Instance]:
-        """List the engines of a role that can take a request.
-
-        Raises:
-            NoInstance: there is none; the message says what has become of those there are.
-        """
+        """List the engines of a role that can take a request; raises NoInstance, with what has become of them."""
         members = self._of(role)
         if found := tuple(member.instance for member in members if member.life.may_serve(now=now)):
             return found
         if not members:
             raise NoInstance(f"the router knows no {role} instance")
-        states = ", ".join(f"{member.instance.id} is {_state(member)}" for member in members)
-        raise NoInstance(f"no {role} instance can take a request: {states}")
+        states = list[str]()
+        for member in members:
+            state = "being tried" if member.life.state is HealthState.HALF_OPEN else member.life.state.value
+            why = f" ({member.life.why})" if member.life.state is HealthState.STARTING else ""
+            states.append(f"{member.instance.id} is {state}{why}")
+        raise NoInstance(f"no {role} instance can take a request: {', '.join(states)}")
 
     @property
     def is_calm(self) -> bool:
@@ -181,9 +194,10 @@ class Registry:
 
     def fitting(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
         """List those decode engines that can read the blocks of a prefill engine; what is not known fits everything."""
-        return [instance for instance in decode if fit(self._facts(prefill), self._facts(instance))]
+        return [instance for instance in decode if fit(self.facts(prefill), self.facts(instance))]
 
-    def _facts(self, instance: Instance) -> EngineCapabilities:
+    def facts(self, instance: Instance) -> EngineCapabilities:
+        """Return what is known of an engine that decides with whom it can share a request."""
         member = self.get(instance.id)
         return EngineCapabilities() if member is None else member.facts
 
@@ -196,7 +210,8 @@ class Registry:
     def _check_new(self, role: Role, address: Address, rank: int | None) -> None:
         for name in self._at.get((role, address.host, address.port), ()):
             member = self._members[name]
-            if _overlap(member.instance.rank, rank) and not member.retires:
+            overlaps = rank is None or member.instance.rank in (None, rank)
+            if overlaps and not member.retires:
                 raise AlreadyKnown(f"{address.authority} is already known as {name}")
 
     def _of(self, role: Role) -> list[Member]:
@@ -205,24 +220,3 @@ class Registry:
 
 def _place(instance: Instance) -> tuple[Role, str, int]:
     return instance.role, instance.address.host, instance.address.port
-
-
-def _overlap(one: int | None, other: int | None) -> bool:
-    return one is None or other is None or one == other
-
-
-def _settled(member: Member, patience_s: float, now: float) -> bool:
-    if member.life.state is not HealthState.DRAINING or member.drain is None:
-        return False
-    found = member.drain.verdict(member.instance.role, member.load.in_flight, patience_s=patience_s, now=now)
-    if found is None:
-        return False
-    member.life.empty(found, now=now)
-    return True
-
-
-def _state(member: Member) -> str:
-    life = member.life
-    if life.state is HealthState.HALF_OPEN:
-        return "being tried"
-    return f"{life.state} ({life.why})" if life.state is HealthState.STARTING else life.state.value

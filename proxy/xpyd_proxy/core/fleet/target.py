@@ -1,10 +1,12 @@
-"""Which engine an operator means: its address, and after ``#`` what it is beyond that."""
+"""Which engine is meant: its address, after ``#`` what it is beyond that, and who names it."""
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum, auto
 from typing import Final, Self
 
 from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.errors import AddressError
 
@@ -35,12 +37,7 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a target.
-
-        Raises:
-            BadPort: the port is a number outside 1..65535.
-            AddressError: anything else is wrong with it.
-        """
+        """Read a target; raises BadPort (a number outside 1..65535), else AddressError."""
         address, mark, options = text.partition("#")
         found = _OPTIONS.fullmatch(options)
         if found is None or (mark and not options) or options.endswith("&"):
@@ -51,3 +48,46 @@ class Target:
         ranks = tuple(range(int(found["dp"]))) if found["dp"] else (None,)
         mode = TransferMode(found["mode"]) if found["mode"] else None
         return cls(Address.parse(address), ranks, mode, found["revision"])
+
+
+class EngineSource(StrEnum):
+    """Who says that there is an engine; of several that say so, the first one is named."""
+
+    STATIC = auto()  # command line, configuration file
+    PODS = auto()
+    STORE = auto()  # /instances/add, on any router of the same store
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Key:
+    """What makes two engines the same."""
+
+    role: Role
+    authority: str  # host:port
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One engine that a source names."""
+
+    role: Role
+    target: Target
+    identity: str = ""  # changes when another engine takes the address (a pod's uid); empty: not known
+    leaves: bool = False  # it gets nothing new, and what it has goes on
+
+    @property
+    def key(self) -> Key:
+        """Where it is."""
+        return Key(self.role, self.target.address.authority)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Why an engine is in the registry."""
+
+    source: EngineSource = EngineSource.STATIC
+    generation: int = 0  # the source's, when it first said this of the engine
+    wanted: Wanted | None = None  # as it was carried out last; None: discovery has nothing to do with it
+
+
+BY_HAND: Final = Origin()

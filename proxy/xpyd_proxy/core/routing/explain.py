@@ -8,10 +8,11 @@ import msgspec
 
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.model import GenerationRequest, Instance, LegOrder, RequestId, Role, SingleEngineReason, TransferId
-from xpyd_proxy.core.ports import Pairing
 from xpyd_proxy.core.protocol import push, request_bodies
 from xpyd_proxy.core.protocol.disaggregation import solo_reason
 from xpyd_proxy.core.raw_json import encode, text
+from xpyd_proxy.core.routing.pairing import PairSelector
+from xpyd_proxy.core.routing.request_rules import RequestRules
 from xpyd_proxy.core.routing.routing_hints import ask_of_call
 from xpyd_proxy.errors import NoInstance
 
@@ -32,33 +33,27 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Explainer:
-    """Says what the relay would do. Its pairing is a copy, so that asking changes nothing."""
+    """Says what the relay would do. What it rehearses with is a copy, so that asking changes nothing."""
 
-    pairing: Pairing
+    rehearsal: Callable[[], PairSelector]
     usable: Callable[[Role], Sequence[Instance]]  # raises NoInstance
     learned: PushCoordinates
-    min_split_prompt_bytes: int = 0
-    decode_only_fallback: bool = True
+    rules: Callable[[], RequestRules]
 
     def explain(self, call: GenerationRequest) -> Explanation:
-        """Say what would become of a request now.
-
-        Raises:
-            NoInstance, UnknownModel, BadRequest: it would be refused.
-        """
-        decode = self.usable(Role.DECODE)
-        solo = solo_reason(call.api, call.fields, min_split_prompt_bytes=self.min_split_prompt_bytes)
+        """Say what would become of a request now. Raises NoInstance, UnknownModel, BadRequest: it would be refused."""
+        decode, pairing, rules = self.usable(Role.DECODE), self.rehearsal(), self.rules()
+        solo = solo_reason(call.api, call.fields, min_split_prompt_bytes=rules.min_split_prompt_bytes)
         if solo is None:
             try:
-                return self._split(call, self.usable(Role.PREFILL), decode)
+                return self._split(call, *pairing.pair(self.usable(Role.PREFILL), decode, ask_of_call(call)))
             except NoInstance:
-                if not self.decode_only_fallback:
+                if not rules.decode_only_fallback:
                     raise
-        chosen = self.pairing.one(decode, ask_of_call(call))
+        chosen = pairing.one(decode, ask_of_call(call))
         return Explanation(f"single: {solo or SingleEngineReason.NO_PREFILL}", None, chosen, None, encode(call.fields))
 
-    def _split(self, call: GenerationRequest, among: Sequence[Instance], decode: Sequence[Instance]) -> Explanation:
-        prefill, chosen = self.pairing.pair(among, decode, ask_of_call(call))
+    def _split(self, call: GenerationRequest, prefill: Instance, decode: Instance) -> Explanation:
         fields = request_bodies.named(call.api, call.fields, _REQUEST)
         told = self.learned.coordinates(prefill.id)
         if told is None:
@@ -68,7 +63,7 @@ class Explainer:
         return Explanation(
             "prefill first, then decode" if told is None else f"both legs at once ({LegOrder.CONCURRENT})",
             prefill,
-            chosen,
+            decode,
             request_bodies.prefill_body(call.api, fields, _TRANSFER),
             request_bodies.decode_body(fields, msgspec.Raw(params)),
         )

@@ -2,19 +2,23 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, Self
+from typing import Final, Protocol, Self, TypeAlias
 
 from xpyd_proxy.core.fleet import compatibility
 from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.registry import Member, Registry
+from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import ANY, Instance, Role, RoutingHints
 from xpyd_proxy.errors import BadRequest, NoInstance, UnknownModel
+
+Among: TypeAlias = Sequence[Instance]
+Pair: TypeAlias = tuple[Instance, Instance]  # the prefill engine, and the decode engine
+Fits: TypeAlias = Callable[[Instance, Instance], bool]  # whether a prefill and a decode engine can share a request
 
 
 class Policy(Protocol):
     """Chooses the engine of one leg; the sequence is never empty."""
 
-    def one(self, among: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
+    def one(self, among: Among, ask: RoutingHints = ANY, /) -> Instance:
         """Return one of these engines."""
         ...
 
@@ -26,14 +30,7 @@ class Policy(Protocol):
 class PairPolicy(Policy, Protocol):
     """Chooses both engines of a request, or the decode engine alone."""
 
-    def pair(
-        self,
-        prefill: Sequence[Instance],
-        decode: Sequence[Instance],
-        ask: RoutingHints,
-        fits: Callable[[Instance, Instance], bool],
-        /,
-    ) -> tuple[Instance, Instance]:
+    def pair(self, prefill: Among, decode: Among, ask: RoutingHints, fits: Fits, /) -> Pair:
         """Return two engines that fit; every engine of either side fits one of the other side."""
         ...
 
@@ -45,19 +42,12 @@ class PolicyPerLeg:
     prefill: Policy
     decode: Policy
 
-    def pair(
-        self,
-        prefill: Sequence[Instance],
-        decode: Sequence[Instance],
-        ask: RoutingHints,
-        fits: Callable[[Instance, Instance], bool],
-        /,
-    ) -> tuple[Instance, Instance]:
+    def pair(self, prefill: Among, decode: Among, ask: RoutingHints, fits: Fits, /) -> Pair:
         """Return what each of them chooses, the prefill engine first."""
         chosen = self.prefill.one(prefill, ask)
         return chosen, self.decode.one([instance for instance in decode if fits(chosen, instance)], ask)
 
-    def one(self, among: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
+    def one(self, among: Among, ask: RoutingHints = ANY, /) -> Instance:
         """Return what the decode policy chooses."""
         return self.decode.one(among, ask)
 
@@ -74,8 +64,8 @@ class _Seen:
     """What some engines were narrowed down to, which stays true for as long as they and their facts are the same."""
 
     of: Sequence[object]
-    prefill: Sequence[Instance]
-    decode: Sequence[Instance]
+    prefill: Among
+    decode: Among
     all_fit: bool  # each prefill engine fits each decode engine
 
 
@@ -90,11 +80,8 @@ class PairSelector:
     )
     _calm: dict[str | None, tuple[int, _Seen]] = field(default_factory=dict[str | None, tuple[int, _Seen]])
 
-    def calm(self, ask: RoutingHints) -> tuple[Instance, Instance] | None:
-        """Return what ``pair`` would with all usable engines, if it need not look at them: nothing has changed.
-
-        None: only ``pair`` can tell.
-        """
+    def calm(self, ask: RoutingHints) -> Pair | None:
+        """Return what ``pair`` would with all usable engines, if nothing has changed; None: only ``pair`` can tell."""
         version, seen = self._calm.get(ask.model) or (-1, None)
         if seen is None or version != self.registry.changes.count or ask.rank is not None:
             return None
@@ -108,16 +95,8 @@ class PairSelector:
                 self._calm.clear()
             self._calm[ask.model] = self.registry.changes.count, seen
 
-    def pair(
-        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: RoutingHints = ANY, /
-    ) -> tuple[Instance, Instance]:
-        """Return two engines that can share the request.
-
-        Raises:
-            UnknownModel: no engine serves its model.
-            BadRequest: no engine has the rank it asks for.
-            NoInstance: those that would do cannot take a request now, or do not fit together.
-        """
+    def pair(self, prefill: Among, decode: Among, ask: RoutingHints = ANY, /) -> Pair:
+        """Return two engines that can share it; raises UnknownModel, BadRequest (no such rank), or NoInstance."""
         members = [self.registry.get(instance.id) for instance in (*prefill, *decode)]
         if any(member is not None and member.life.state is HealthState.HALF_OPEN for member in members):
             narrowed = self._narrowed(prefill, decode, ask)
@@ -126,10 +105,14 @@ class PairSelector:
         of = [*prefill, None, *decode, *facts_now]
         seen = self._seen.get((ask.model, ask.rank))
         if seen is None or seen.of != of:
-            seen = self._look(of, *self._narrowed(prefill, decode, ask), ask)
+            left, right = self._narrowed(prefill, decode, ask)
+            if len(self._seen) >= _MOST_SEEN:
+                self._seen.clear()
+            all_fit = all(self._fits(p, d) for p in left for d in right)
+            seen = self._seen[ask.model, ask.rank] = _Seen(of, left, right, all_fit)
         return self.choice.pair(seen.prefill, seen.decode, ask, compatibility.always if seen.all_fit else self._fits)
 
-    def one(self, decode: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
+    def one(self, decode: Among, ask: RoutingHints = ANY, /) -> Instance:
         """Return the engine that serves the request, or its decode leg, alone; raises what ``pair`` raises."""
         among = self._serving(decode[0].role, decode, ask)
         trying, well = self._sorted(among)
@@ -141,41 +124,31 @@ class PairSelector:
         """Return one that chooses alike, and whose choices leave no trace here."""
         return PairSelector(self.registry, self.choice.copy())
 
-    def _narrowed(
-        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: RoutingHints
-    ) -> tuple[Sequence[Instance], Sequence[Instance]]:
+    def _narrowed(self, prefill: Among, decode: Among, ask: RoutingHints) -> tuple[Among, Among]:
         decode = self._serving(Role.DECODE, decode, ask)
         prefill = self._serving(Role.PREFILL, prefill, ask)
         return self._matched(*self._matched(prefill, decode))
 
-    def _look(
-        self, of: Sequence[object], prefill: Sequence[Instance], decode: Sequence[Instance], ask: RoutingHints
-    ) -> _Seen:
-        if len(self._seen) >= _MOST_SEEN:
-            self._seen.clear()
-        all_fit = all(self._fits(p, d) for p in prefill for d in decode)
-        seen = self._seen[ask.model, ask.rank] = _Seen(of, prefill, decode, all_fit)
-        return seen
-
-    def _serving(self, role: Role, among: Sequence[Instance], ask: RoutingHints) -> Sequence[Instance]:
-        found = [instance for instance in among if self._facts(instance).serves(ask.model) and _has_rank(instance, ask)]
+    def _serving(self, role: Role, among: Among, ask: RoutingHints) -> Among:
+        serving = (instance for instance in among if self.registry.facts(instance).serves(ask.model))
+        found = [instance for instance in serving if _has_rank(instance, ask)]
         if found:
             return found
         members = [member for member in self.registry.members() if member.facts.serves(ask.model)]
         if not members:
-            raise UnknownModel(f"the model {ask.model!r} is not served here; there is {self._models()}")
-        if not any(_has_rank(member.instance, ask) for member in members if member.instance.role is role):
-            raise _nothing_serves(role, ask)
-        raise NoInstance(f"no {role} instance that would do can take a request now: {_said(role, members)}")
+            names = {name for member in self.registry.members() for name in member.facts.models or ()}
+            there = ", ".join(sorted(names)) or "none"
+            raise UnknownModel(f"the model {ask.model!r} is not served here; there is {there}")
+        members = [member for member in members if member.instance.role is role]
+        if not any(_has_rank(member.instance, ask) for member in members):
+            if ask.rank is not None and role is Role.DECODE:
+                raise BadRequest(f"X-data-parallel-rank is {ask.rank}, and no decode instance has this rank")
+            raise NoInstance(f"no {role} instance serves the model {ask.model!r}")
+        states = ", ".join(f"{member.instance.id} is {member.life.state}" for member in members)
+        raise NoInstance(f"no {role} instance that would do can take a request now: {states}")
 
-    def _matched(
-        self, prefill: Sequence[Instance], decode: Sequence[Instance]
-    ) -> tuple[Sequence[Instance], Sequence[Instance]]:
-        """Drop the engines that fit none of the other side.
-
-        Raises:
-            NoInstance: none is left.
-        """
+    def _matched(self, prefill: Among, decode: Among) -> tuple[Among, Among]:
+        """Drop the engines that fit none of the other side. Raises NoInstance: none is left."""
         left = [p for p in prefill if any(self._fits(p, d) for d in decode)]
         if not left:
             raise NoInstance(
@@ -184,9 +157,7 @@ class PairSelector:
             )
         return left, [d for d in decode if any(self._fits(p, d) for p in left)]
 
-    def _with_trial(
-        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: RoutingHints
-    ) -> tuple[Sequence[Instance], Sequence[Instance]]:
+    def _with_trial(self, prefill: Among, decode: Among, ask: RoutingHints) -> tuple[Among, Among]:
         """If an engine waits for its trial, this request is it, with a partner that is well if there is one.
 
         A request that has failed before is on its last chances, and goes to engines that are well if there are any.
@@ -199,37 +170,19 @@ class PairSelector:
             return trying_p[:1], well_d if fits else decode
         return prefill, trying_d[:1] or decode
 
-    def _sorted(self, among: Sequence[Instance]) -> tuple[Sequence[Instance], Sequence[Instance]]:
+    def _sorted(self, among: Among) -> tuple[Among, Among]:
         """Tell those that wait for their trial from those that are well."""
-        trying = [instance for instance in among if self._is_trying(instance)]
+        trying = [
+            instance
+            for instance in among
+            if (member := self.registry.get(instance.id)) is not None and member.life.state is HealthState.HALF_OPEN
+        ]
         return trying, [instance for instance in among if instance not in trying] if trying else among
 
     def _fits(self, prefill: Instance, decode: Instance) -> bool:
-        return compatibility.fit(self._facts(prefill), self._facts(decode))
-
-    def _facts(self, instance: Instance) -> compatibility.EngineCapabilities:
-        member = self.registry.get(instance.id)
-        return compatibility.EngineCapabilities() if member is None else member.facts
-
-    def _is_trying(self, instance: Instance) -> bool:
-        member = self.registry.get(instance.id)
-        return member is not None and member.life.state is HealthState.HALF_OPEN
-
-    def _models(self) -> str:
-        names = {name for member in self.registry.members() for name in member.facts.models or ()}
-        return ", ".join(sorted(names)) or "none"
+        return compatibility.fit(self.registry.facts(prefill), self.registry.facts(decode))
 
 
 def _has_rank(instance: Instance, ask: RoutingHints) -> bool:
     """Look for the rank that a client wants: it means the engine that answers, so prefill engines have them all."""
     return ask.rank is None or instance.rank in (None, ask.rank) or instance.role is Role.PREFILL
-
-
-def _nothing_serves(role: Role, ask: RoutingHints) -> NoInstance | BadRequest:
-    if ask.rank is not None and role is Role.DECODE:
-        return BadRequest(f"X-data-parallel-rank is {ask.rank}, and no decode instance has this rank")
-    return NoInstance(f"no {role} instance serves the model {ask.model!r}")
-
-
-def _said(role: Role, members: Sequence[Member]) -> str:
-    return ", ".join(f"{m.instance.id} is {m.life.state}" for m in members if m.instance.role is role)

@@ -1,4 +1,4 @@
-"""Which failures of a leg are worth another try, and where.
+"""Which failures of a leg are worth another try, where, and how many retries the engines can bear.
 
 Nothing has been shown to the client yet. What counts is whether the KV parameters are still good: a decode engine that
 has answered with an error may have told the prefill engine to free the blocks, and the same parameters would then lead
@@ -6,7 +6,7 @@ to another request's KV cache. So only a decode engine that got nothing of the r
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import auto
 from typing import Final
 
@@ -14,6 +14,8 @@ from xpyd_proxy.core.fast_enum import FastStrEnum
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure, failure_of
 from xpyd_proxy.errors import EngineError, Refused
+
+MOST_RETRIES: Final = 20.0  # so many may come at once after a calm
 
 
 class RetryScope(FastStrEnum):
@@ -102,3 +104,40 @@ class RetryAttempts:
 
     def _unspoiled(self, known: Sequence[Instance]) -> Sequence[Instance]:
         return [instance for instance in known if instance.id not in self.avoided]
+
+
+@dataclass(slots=True)
+class RetryBudget:
+    """A bucket of tokens: requests fill it, time fills it a little, every retry takes one out.
+
+    When all engines fail, retries multiply the load by at most 1 + ``share``, and not by the retries of each request.
+    """
+
+    share: float = 0.2  # retries for each request
+    floor: float = 1.0  # retries a second that are granted however few requests there are
+    most: float = MOST_RETRIES  # tokens it holds
+    _tokens: float = field(init=False)
+    _at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._tokens = self.most
+
+    def came(self, *, now: float) -> None:
+        """A request has come."""
+        if self._tokens >= self.most:
+            self._at = now
+            return
+        self._trickle(now)
+        self._tokens = min(self.most, self._tokens + self.share)
+
+    def grants(self, *, now: float) -> bool:
+        """Tell whether there may be one more retry, and count it."""
+        self._trickle(now)
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
+
+    def _trickle(self, now: float) -> None:
+        passed, self._at = max(now - self._at, 0.0), now
+        self._tokens = min(self.most, self._tokens + passed * self.floor)

@@ -6,6 +6,7 @@ from typing import Final
 from xpyd_proxy.core.model import GenerationRequest, Headers, PassthroughRequest, RoutingHints, first_header
 from xpyd_proxy.core.protocol.disaggregation import PROMPTS
 from xpyd_proxy.core.raw_json import NULL, Fields, maybe
+from xpyd_proxy.errors import BadRequest
 
 _PREFIX: Final = 16 * 1024  # bytes of a prompt that are shown
 _MODELS_MOST: Final = 256
@@ -32,6 +33,16 @@ def model_of(fields: Fields) -> str | None:
 @lru_cache(maxsize=_MODELS_MOST)  # the same few, in nearly all requests
 def _known_model(raw: bytes) -> str | None:
     return maybe(raw, str)
+
+
+def rank_of(said: bytes | None) -> int | None:
+    """Return the rank in a client's X-data-parallel-rank, if it has one; raises BadRequest: it is no whole number."""
+    text = (said or b"").strip()
+    if not text:
+        return None
+    if text.isdigit() and len(text) < 10:
+        return int(text)
+    raise BadRequest(f"X-data-parallel-rank must be a whole number from 0 on, not {text.decode('latin-1')!r}")
 
 
 def _session(headers: Headers) -> str | None:

@@ -113,8 +113,8 @@ class ErrorBody(msgspec.Struct):
 class NamedMetrics(msgspec.Struct):
     """The two numbers of its load that vLLM 0.32 sends; other ones are not read."""
 
-    num_requests_waiting: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
-    kv_cache_usage_perc: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    num_requests_waiting: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0  # in its queue, whoever sent them
+    kv_cache_usage_perc: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0  # share in use
 
 
 class OrcaReport(msgspec.Struct):

@@ -27,8 +27,6 @@ Line: TypeAlias = tuple[Verb, str]  # NAME: the key of an engine; else its id
 
 @dataclass(slots=True)
 class _NamedEngine:
-    """One engine."""
-
     key: str
     number: int
     order: Verb | None = None  # DRAIN or REMOVE
@@ -51,7 +49,13 @@ class InstanceIds:
         """Take in a line; what it says of an engine that is closed is too late."""
         verb, text = line
         if verb is Verb.NAME:
-            self._name(text)
+            role = text.partition(" ")[0]
+            number = self._counts[role]
+            if (before := self._keys.get(text)) is not None:
+                del self._entries[before]
+            self._keys[text] = InstanceId(f"{role}-{number}")
+            self._entries[self._keys[text]] = _NamedEngine(text, number)
+            self._counts[role] += 1
         elif (entry := self._entries.get(name := InstanceId(text))) is None:
             return
         elif verb is Verb.CLOSE:
@@ -73,12 +77,3 @@ class InstanceIds:
         """Tell whether an operator has taken out what the settings name there."""
         name = self._keys.get(key)
         return name is not None and self._entries[name].order is Verb.REMOVE
-
-    def _name(self, key: str) -> None:
-        role = key.partition(" ")[0]
-        name = InstanceId(f"{role}-{self._counts[role]}")
-        if (before := self._keys.get(key)) is not None:
-            del self._entries[before]
-        self._entries[name] = _NamedEngine(key, self._counts[role])
-        self._keys[key] = name
-        self._counts[role] += 1

@@ -5,7 +5,7 @@ worker that gets more than its part of the connections is at its share while ano
 """
 
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.settings import Settings
@@ -19,11 +19,7 @@ _AT_LEAST_ONE: Final = (
 
 
 def share_of(settings: Settings, number: int, of: int) -> Settings:
-    """Return the settings for one of several workers.
-
-    Raises:
-        ConfigError: a limit is too small to be shared by so many.
-    """
+    """Return the settings of one worker of several; raises ConfigError: a limit is too small for so many."""
     for name in _AT_LEAST_ONE:
         total: int | None = getattr(settings, name)
         if total is not None and total < of:
@@ -33,26 +29,11 @@ def share_of(settings: Settings, number: int, of: int) -> Settings:
             f"max_inflight_bytes is {settings.max_inflight_bytes} for {of} workers, and one body may have "
             f"{settings.max_body_bytes} (max_body_bytes): write at least {of * settings.max_body_bytes}"
         )
-    return replace(
-        settings,
-        max_concurrency=_whole(settings.max_concurrency, number, of),
-        max_queue=_whole(settings.max_queue, number, of),
-        max_inflight_bytes=settings.max_inflight_bytes // of,
-        max_rate=None if settings.max_rate is None else settings.max_rate / of,
-        max_key_concurrency=(
-            None if settings.max_key_concurrency is None else _whole(settings.max_key_concurrency, number, of)
-        ),
-        max_connections=_whole(settings.max_connections, number, of),
-        max_connections_per_address=(
-            None
-            if settings.max_connections_per_address is None
-            else _whole(settings.max_connections_per_address, number, of)
-        ),
-        max_key_rate=None if settings.max_key_rate is None else settings.max_key_rate / of,
-        retry_budget_min_rate=settings.retry_budget_min_rate / of,
-    )
-
-
-def _whole(total: int, number: int, of: int) -> int:
-    """The first ones get what is left over."""
-    return total // of + (number < total % of)
+    shares: dict[str, Any] = {"max_inflight_bytes": settings.max_inflight_bytes // of}
+    for name in (*_AT_LEAST_ONE, "max_queue"):
+        total = getattr(settings, name)
+        shares[name] = None if total is None else total // of + (number < total % of)  # the first get what is left over
+    for name in ("max_rate", "max_key_rate", "retry_budget_min_rate"):
+        rate: float | None = getattr(settings, name)
+        shares[name] = None if rate is None else rate / of
+    return replace(settings, **shares)

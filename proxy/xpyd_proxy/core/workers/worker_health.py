@@ -51,8 +51,6 @@ def _entry(member: Member) -> InstanceHealth:
 
 @dataclass(frozen=True, slots=True)
 class _Heard:
-    """What a peer said last."""
-
     at: float
     bulletin: HealthUpdate
 
@@ -64,11 +62,6 @@ class WorkerHealth:
         self._registry = registry
         self._patience_s = patience_s  # seconds without a word after which a peer counts no more
         self._heard: dict[int, _Heard] = {}
-
-    @property
-    def heard(self) -> Sequence[int]:
-        """List those that are heard."""
-        return sorted(self._heard)
 
     def hear(self, bulletin: HealthUpdate, *, now: float) -> bool:
         """Take in a bulletin; tell whether it is the first one of a peer."""

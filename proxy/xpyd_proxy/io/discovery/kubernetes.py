@@ -3,12 +3,12 @@
 import asyncio
 import os
 import ssl
-from collections.abc import AsyncGenerator, Awaitable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Final, Self, TypeVar
+from typing import Final, Self
 
 import anyio
 import httpx
@@ -17,7 +17,6 @@ from xpyd_proxy.core.http.bounded_body import whole
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.files import read_text
 
-T = TypeVar("T")
 ACCOUNT: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
 _MOST_BYTES: Final = 64 * 1024 * 1024  # of one answer, and of one event: 200 pods have some megabytes
 _SAID: Final = 300  # characters of an answer that an error repeats
@@ -47,11 +46,7 @@ class Cluster:
 
     @classmethod
     def around(cls, namespace: str | None = None, environ: Mapping[str, str] = os.environ) -> Self:
-        """Find the cluster that this process is a pod of; ``XPYD_SERVICE_ACCOUNT`` names another folder of its files.
-
-        Raises:
-            ConfigError: it is none, or its service account is not mounted.
-        """
+        """Find this pod's cluster; ``XPYD_SERVICE_ACCOUNT`` names another folder. Raises ConfigError: there is none."""
         folder = environ.get("XPYD_SERVICE_ACCOUNT", ACCOUNT)
         host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
@@ -112,10 +107,13 @@ class Kubernetes:
             headers=self._headers(),
             timeout=httpx.Timeout(self._timeout_s, read=silence_s),
         )
-        response = await _tried(self._client.send(request, stream=True), path)
+        with _telling(path):
+            response = await self._client.send(request, stream=True)
         try:
             if response.status_code != HTTPStatus.OK:
-                raise _refusal(path, response, await _tried(response.aread(), path))
+                with _telling(path):
+                    body = await response.aread()
+                raise _refusal(path, response, body)
             async with aclosing(_lines(response, path)) as lines:
                 async for some in lines:
                     yield some
@@ -130,9 +128,12 @@ class Kubernetes:
         )
         try:
             async with asyncio.timeout(self._timeout_s):
-                response = await _tried(self._client.send(request, stream=True), path)
+                with _telling(path):
+                    response = await self._client.send(request, stream=True)
                 try:
-                    body = await _whole(response, path)
+                    with _telling(path):
+                        too_long = KubeError(f"{path} is answered without end")
+                        body = await whole(response.aiter_bytes(), _MOST_BYTES, too_long)
                 finally:
                     await response.aclose()
         except TimeoutError as exc:
@@ -151,39 +152,28 @@ class Kubernetes:
         return {"authorization": f"Bearer {token}"}
 
 
-async def _tried(asked: Awaitable[T], path: str) -> T:
+@contextmanager
+def _telling(path: str) -> Generator[None]:
+    """Raise what httpx raises as KubeError."""
     try:
-        return await asked
+        yield
+    except httpx.TimeoutException as exc:
+        raise KubeError(f"{path}: nothing came in time ({type(exc).__name__})") from exc
     except httpx.HTTPError as exc:
-        raise _broken(path, exc) from exc
-
-
-async def _whole(response: httpx.Response, path: str) -> bytes:
-    try:
-        return await whole(response.aiter_bytes(), _MOST_BYTES, KubeError(f"{path} is answered without end"))
-    except httpx.HTTPError as exc:
-        raise _broken(path, exc) from exc
+        raise KubeError(f"{path}: {type(exc).__name__} {exc}".rstrip()) from exc
 
 
 async def _lines(response: httpx.Response, path: str) -> AsyncGenerator[list[bytes]]:
     rest = b""
-    try:
+    with _telling(path):
         async for part in response.aiter_bytes():
             *lines, rest = (rest + part).split(b"\n")
             if found := [line for line in lines if line]:
                 yield found
             if len(rest) > _MOST_BYTES:
                 raise KubeError(f"{path} sends an event without end")
-    except httpx.HTTPError as exc:
-        raise _broken(path, exc) from exc
     if rest:
         raise KubeError(f"{path} broke off in the middle of an event")
-
-
-def _broken(path: str, exc: httpx.HTTPError) -> KubeError:
-    if isinstance(exc, httpx.TimeoutException):
-        return KubeError(f"{path}: nothing came in time ({type(exc).__name__})")
-    return KubeError(f"{path}: {type(exc).__name__} {exc}".rstrip())
 
 
 def _refusal(path: str, response: httpx.Response, body: bytes) -> KubeError:

@@ -1,6 +1,5 @@
 """Carries out what the sources say, and lets operators say something themselves."""
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -8,14 +7,13 @@ from dataclasses import replace
 from typing import Final
 
 from xpyd_proxy.core.discovery.reconcile import Action, Freshness, Sources, diff, entry_name, entry_of, read_entry
-from xpyd_proxy.core.fleet.origin import EngineSource, Key, Origin, Wanted
 from xpyd_proxy.core.fleet.registry import Member, Registry
-from xpyd_proxy.core.fleet.target import Target
-from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.core.ports import EngineFleet
-from xpyd_proxy.errors import AddressError, AlreadyKnown, NoInstance
-from xpyd_proxy.io.background import meanwhile
-from xpyd_proxy.io.discovery.stores.port import Store
+from xpyd_proxy.core.fleet.target import EngineSource, Key, Origin, Target, Wanted
+from xpyd_proxy.core.model import InstanceId, Role
+from xpyd_proxy.core.workers.instance_ids import Verb
+from xpyd_proxy.errors import AddressError, AlreadyKnown
+from xpyd_proxy.io.background import meanwhile, repeatedly
+from xpyd_proxy.io.discovery.stores import Store
 
 logger = logging.getLogger(__name__)
 _TICK_S: Final = 1.0  # seconds between two looks without a reason: what retired may have made room
@@ -62,13 +60,10 @@ class Reconciler:
                 current[key] = member.origin
                 members.setdefault(key, []).append(member)
         for action in diff(self.sources.desired(), current):
-            self._do(action, members.get(action.key, ()))
-
-    def _do(self, action: Action, members: Sequence[Member]) -> None:
-        if action.verb == "add":
-            self._add(action)
-        for member in members:
-            self._change(action, member)
+            if action.verb == "add":
+                self._add(action)
+            for member in members.get(action.key, ()):
+                self._change(action, member)
 
     def _add(self, action: Action) -> None:
         wanted = action.origin.wanted
@@ -98,44 +93,41 @@ class Reconciler:
 
 
 class Pods:
-    """Hears what the watch of pods sees: engines, and pods that say something impossible."""
+    """Hears what a source sees: engines, and objects that say something impossible. The source is the watch of pods."""
 
-    def __init__(self, reconciler: Reconciler) -> None:
+    def __init__(self, reconciler: Reconciler, source: EngineSource = EngineSource.PODS) -> None:
         self._reconciler = reconciler
+        self._source = source
         self._said: set[str] = set()
 
     def view(self, objects: Mapping[str, Wanted | AddressError | None], /) -> None:
-        """Take all pods."""
+        """Take all objects."""
         said = {str(one) for one in objects.values() if isinstance(one, AddressError)}
-        _complain(said - self._said)
+        for text in sorted(said - self._said):
+            logger.warning("left out: %s", text)
         self._said = said
-        self._reconciler.view(EngineSource.PODS, (one for one in objects.values() if isinstance(one, Wanted)))
+        self._reconciler.view(self._source, (one for one in objects.values() if isinstance(one, Wanted)))
 
     def heard(self) -> None:
         """Pass it on."""
-        self._reconciler.heard(EngineSource.PODS)
+        self._reconciler.heard(self._source)
 
 
 class Entries:
     """Hears what the store has: texts, which somebody may have edited."""
 
     def __init__(self, reconciler: Reconciler) -> None:
-        self._reconciler = reconciler
+        self._view = Pods(reconciler, EngineSource.STORE)
         self._read: dict[str, Wanted | AddressError] = {}  # by text
-        self._said: set[str] = set()
+        self.heard = self._view.heard
 
     def view(self, entries: Mapping[str, str], /) -> None:
         """Take all entries."""
         self._read = {text: self._read.get(text) or _entry(text) for text in entries.values()}
         found = ((name, self._read[text]) for name, text in entries.items())
-        said = {f"entry {name}: {why}" for name, why in found if isinstance(why, AddressError)}
-        _complain(said - self._said)
-        self._said = said
-        self._reconciler.view(EngineSource.STORE, (one for one in self._read.values() if isinstance(one, Wanted)))
-
-    def heard(self) -> None:
-        """Pass it on."""
-        self._reconciler.heard(EngineSource.STORE)
+        self._view.view(
+            {name: one if isinstance(one, Wanted) else AddressError(f"entry {name}: {one}") for name, one in found}
+        )
 
 
 class Discovery:
@@ -147,11 +139,13 @@ class Discovery:
         reconciler: Reconciler,
         store: Store,
         feeds: Sequence[Callable[[], AbstractAsyncContextManager[object]]] = (),
+        tell: Callable[[Verb, InstanceId], None] = lambda _verb, _name: None,
     ) -> None:
         self._registry = registry
         self._reconciler = reconciler
         self._store = store
         self._feeds = feeds
+        self._tell = tell  # the other workers of this router what no store carries to them
         self.freshness = reconciler.freshness
 
     @property
@@ -162,20 +156,16 @@ class Discovery:
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
         """Follow all sources while the block lasts."""
+        trouble = "the engines could not be compared with what the sources say"
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._store.running())
             for feed in self._feeds:
                 await stack.enter_async_context(feed())
-            await stack.enter_async_context(meanwhile(self._tick()))
+            await stack.enter_async_context(meanwhile(repeatedly(_TICK_S, self._reconcile, logger, trouble)))
             yield
 
     async def add(self, role: Role, target: Target) -> None:
-        """Add an engine, for all routers of the store.
-
-        Raises:
-            AlreadyKnown: it is there.
-            StoreDown: the store has not acknowledged it.
-        """
+        """Add an engine, for all routers of the store; raises AlreadyKnown, or StoreDown: it was not acknowledged."""
         wanted = Wanted(role, target)
         for member in self._registry.members():
             if _key(member) == wanted.key and not member.retires:
@@ -193,21 +183,25 @@ class Discovery:
         member = self._registry.member(name)
         if member.origin.source is EngineSource.PODS:
             raise NotManagedHere(f"{name} is a pod, and would be back at once: drain it, or delete the pod")
-        if self._is_stored(member):
+        if _key(member) in self._reconciler.sources.views[EngineSource.STORE].engines:
             await self._store.delete(entry_name(_key(member)))
         if self._registry.get(name) is member and member.origin.wanted is None:
             self._registry.remove(name, now=self._reconciler.now())
+            if member.origin.source is EngineSource.STATIC:
+                self._tell(Verb.REMOVE, name)
 
     async def drain(self, name: InstanceId) -> None:
         """Send it nothing new: no router of the store does, if it was added there; else this one. Raises as remove."""
         await self._leave(name, leaves=True)
         if self._registry.get(name) is not None:
             self._registry.drain(name, now=self._reconciler.now())
+        self._tell(Verb.DRAIN, name)
 
     async def undrain(self, name: InstanceId) -> None:
         """Send it requests again. Raises as remove, and AlreadyKnown: its address has been added anew."""
         await self._leave(name, leaves=False)
         self._registry.undrain(name, now=self._reconciler.now())
+        self._tell(Verb.UNDRAIN, name)
 
     async def _leave(self, name: InstanceId, *, leaves: bool) -> None:
         member = self._registry.member(name)
@@ -217,38 +211,8 @@ class Discovery:
         if wanted.leaves != leaves:
             await self._store.put(entry_name(wanted.key), entry_of(replace(wanted, leaves=leaves)))
 
-    def _is_stored(self, member: Member) -> bool:
-        return _key(member) in self._reconciler.sources.views[EngineSource.STORE].engines
-
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(_TICK_S)
-            try:
-                self._reconciler.reconcile()
-            except Exception:  # a bug must not end the looking for good
-                logger.exception("the engines could not be compared with what the sources say")
-
-
-class Synced:
-    """A EngineFleet that has no engine to offer before every source has been heard once."""
-
-    def __init__(self, fleet: EngineFleet, discovery: Discovery) -> None:
-        self._fleet = fleet
-        self._discovery = discovery
-
-    def known(self, role: Role, /) -> Sequence[Instance]:
-        """List all engines of a role."""
-        return self._fleet.known(role)
-
-    def usable(self, role: Role, /) -> Sequence[Instance]:
-        """List those that may get a request now; raises NoInstance."""
-        if missing := self._discovery.missing:
-            raise NoInstance(f"the router has not heard yet which instances there are: {', '.join(missing)} is silent")
-        return self._fleet.usable(role)
-
-    def fitting(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
-        """List those decode engines that can read the blocks of a prefill engine."""
-        return self._fleet.fitting(prefill, decode)
+    async def _reconcile(self) -> None:
+        self._reconciler.reconcile()
 
 
 def _key(member: Member) -> Key:
@@ -260,8 +224,3 @@ def _entry(text: str) -> Wanted | AddressError:
         return read_entry(text)
     except AddressError as exc:
         return exc
-
-
-def _complain(new: Iterable[str]) -> None:
-    for text in sorted(new):
-        logger.warning("left out: %s", text)

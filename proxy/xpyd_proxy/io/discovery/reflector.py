@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, TypeVar
 
 import msgspec
 
@@ -16,25 +16,13 @@ from xpyd_proxy.core.discovery.reconcile import MOST
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.io.background import meanwhile
 from xpyd_proxy.io.discovery.kubernetes import Expired, KubeError, Kubernetes
+from xpyd_proxy.io.discovery.stores import Observer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-S_contra = TypeVar("S_contra", contravariant=True)
 _PAGE: Final = 200  # objects asked for at once
 _AT_A_TIME: Final = 10  # objects that are read before others may run: half a millisecond
 _SHORT_S: Final = 1.0  # a round that is over sooner counts as failed
-
-
-class ReflectorObserver(Protocol[S_contra]):
-    """Hears what there is."""
-
-    def view(self, objects: Mapping[str, S_contra], /) -> None:
-        """Take all objects there are, by uid."""
-        ...
-
-    def heard(self) -> None:
-        """Note that the API has said something, and the view of before is still so."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +67,6 @@ class _Failure(msgspec.Struct):
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Item(Generic[T]):
-    version: str
-    value: T
-
-
 class Reflector(Generic[T]):
     """One task; run it for as long as the router serves."""
 
@@ -93,7 +75,7 @@ class Reflector(Generic[T]):
         api: Kubernetes,
         what: Collection,
         read: Callable[[Meta, msgspec.Raw], T],
-        told: ReflectorObserver[T],
+        told: Observer[T],
         *,
         clock: Callable[[], float],
         chance: Callable[[], float],
@@ -106,15 +88,15 @@ class Reflector(Generic[T]):
         self._clock = clock  # seconds; only differences count
         self._chance = chance  # 0 to 1, so that the rounds of several routers do not fall together
         self._rhythm = rhythm
-        self._items: dict[str, _Item[T]] = {}  # by uid: a name may come back as another object
+        self._items: dict[str, tuple[str, T]] = {}  # version and value by uid: a name may come back as another object
         self._gone: set[str] = set()  # uids deleted since the list; none of them comes back
         self._listed = ""  # the version of the list
         self._since = math.inf  # when it was read
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Keep the view while the block lasts."""
-        async with meanwhile(self._run()):
+        """Keep the view while the block lasts; at its end the API's connections are closed."""
+        async with self._api, meanwhile(self._run()):
             yield
 
     async def _run(self) -> None:
@@ -124,14 +106,11 @@ class Reflector(Generic[T]):
             after = await self._round(first=failures == 0)
             lived = self._clock() - self._since >= _SHORT_S
             failures = (0 if lived else failures) + (after is not None or not lived)
-            await asyncio.sleep(max(after or 0.0, self._pause(failures)))
-
-    def _pause(self, failures: int) -> float:
-        """Return how many seconds to wait after so many failures in a row."""
-        if failures == 0:
-            return 0.0
-        rhythm = self._rhythm
-        return min(rhythm.pause_s * 2.0 ** min(failures - 1, 30), rhythm.pause_most_s) * (0.5 + self._chance() / 2)
+            pause = 0.0
+            if failures:
+                longer = min(self._rhythm.pause_s * 2.0 ** min(failures - 1, 30), self._rhythm.pause_most_s)
+                pause = longer * (0.5 + self._chance() / 2)
+            await asyncio.sleep(max(after or 0.0, pause))
 
     async def _round(self, *, first: bool) -> float | None:
         """List and watch once; return None, or after a failure how many seconds the API wants to be left alone."""
@@ -149,7 +128,7 @@ class Reflector(Generic[T]):
         return None
 
     async def _list(self) -> None:
-        found, query = dict[str, _Item[T]](), {**self._what.query, "limit": str(_PAGE)}
+        found, query = dict[str, tuple[str, T]](), {**self._what.query, "limit": str(_PAGE)}
         while True:
             body = await self._api.get(self._what.path, query)
             await asyncio.sleep(0)  # to put megabytes together took its time
@@ -203,25 +182,22 @@ class Reflector(Generic[T]):
                 return self._items.pop(uid, None) is not None
             case "ADDED" | "MODIFIED":
                 meta, item = self._item(event.object)
-                if meta.uid in self._gone or self._is_old(meta):
+                known = self._items.get(meta.uid)
+                seen, new = self._listed if known is None else known[0], meta.resource_version
+                is_old = seen.isdigit() and new.isdigit() and int(new) <= int(seen)  # it came twice, or late
+                if meta.uid in self._gone or is_old:
                     return False
                 self._items[meta.uid] = item
                 return True
             case other:
                 raise KubeError(f"the watch of {self._what.path} sends {other!r}, which is no event")
 
-    def _is_old(self, meta: Meta) -> bool:
-        """Tell whether the view is already past this version: it came twice, or late."""
-        known = self._items.get(meta.uid)
-        seen = self._listed if known is None else known.version
-        return seen.isdigit() and meta.resource_version.isdigit() and int(meta.resource_version) <= int(seen)
-
-    def _item(self, raw: msgspec.Raw) -> tuple[Meta, _Item[T]]:
+    def _item(self, raw: msgspec.Raw) -> tuple[Meta, tuple[str, T]]:
         meta = _sound(raw, _Holder).metadata
-        return meta, _Item(meta.resource_version, self._read(meta, raw))
+        return meta, (meta.resource_version, self._read(meta, raw))
 
     def _tell(self) -> None:
-        self._told.view({uid: item.value for uid, item in self._items.items()})
+        self._told.view({uid: value for uid, (_, value) in self._items.items()})
 
 
 def _sound(data: bytes | msgspec.Raw, wanted: type[T]) -> T:

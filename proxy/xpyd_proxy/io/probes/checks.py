@@ -3,11 +3,13 @@
 import asyncio
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, Self, TypeVar
 
 import httpx
 import msgspec
 
+from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet import engine_metrics
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.engine_metrics import Numbers
@@ -15,7 +17,6 @@ from xpyd_proxy.core.http.bounded_body import whole
 from xpyd_proxy.core.model import Headers, Instance, Role
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.errors import NotAllowed
-from xpyd_proxy.io.probes.guarded_transport import GuardedTransport
 from xpyd_proxy.io.wire.connection_guard import Guard
 
 T = TypeVar("T")
@@ -23,6 +24,7 @@ _ONE_LOOK_S: Final = 0.5  # seconds a connection is kept: for the next question 
 # What gets through httpx when a connection is reset as it opens: anyio asks a uvloop transport for a socket that it no
 # longer has. Seen once in a dozen resets.
 _RESET_AT_ONCE: Final = (ConnectionError, AttributeError)
+_PORTS: Final = {"http": 80, "https": 443}
 _MOST_BYTES: Final = 8 * 1024 * 1024  # of one answer; /metrics of a busy engine has some hundred kB
 
 
@@ -64,7 +66,9 @@ class HttpChecks:
     ) -> None:
         limits = httpx.Limits(keepalive_expiry=_ONE_LOOK_S)
         if transport is None and guard is not None:
-            transport = GuardedTransport(httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False), guard)
+            transport = _GuardedTransport(
+                httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False), guard
+            )
         self._timeout_s = timeout_s
         self._headers = headers  # the key of the pool, if it wants one
         self._client = httpx.AsyncClient(
@@ -83,11 +87,7 @@ class HttpChecks:
         await self._client.aclose()
 
     async def look(self, instance: Instance) -> EngineCapabilities:
-        """Ask whether it lives, then what it is.
-
-        Raises:
-            ProbeFailed: it does not live.
-        """
+        """Ask whether it lives, then what it is. Raises ProbeFailed: it does not live."""
         status, _ = await self._get(instance, "/health")
         if status != 200:
             raise ProbeInvalid(f"answers /health with status {status}")
@@ -99,20 +99,11 @@ class HttpChecks:
         return EngineCapabilities(models, _read(body, _Version).version if status == 200 else None)
 
     async def numbers(self, instance: Instance) -> Numbers:
-        """Read its metrics; without any, all is unknown.
-
-        Raises:
-            ProbeFailed: it does not answer.
-        """
-        status, body = await self._get(instance, "/metrics")
-        return engine_metrics.read(body, instance.rank) if status == 200 else Numbers()
+        """Read its metrics; without any, all is unknown. Raises ProbeFailed: it does not answer."""
+        return engine_metrics.read(await self.metrics(instance), instance.rank)
 
     async def metrics(self, instance: Instance) -> bytes:
-        """Return its metrics as it writes them; nothing, if it has none.
-
-        Raises:
-            ProbeFailed: it does not answer.
-        """
+        """Return its metrics as it writes them; nothing, if it has none. Raises ProbeFailed: it does not answer."""
         status, body = await self._get(instance, "/metrics")
         return body if status == 200 else b""
 
@@ -120,7 +111,9 @@ class HttpChecks:
         url, headers = instance.address.url + path, list(self._headers(instance.role))
         try:
             async with asyncio.timeout(self._timeout_s), self._client.stream("GET", url, headers=headers) as response:
-                if _is_coded(response):
+                # A body that would have to be unpacked: 300 KB of gzip can be as many MB (RFC 9110, 8.4).
+                coding = str(response.headers.get("content-encoding", "")).strip().lower()
+                if coding not in ("", "identity"):
                     raise ProbeInvalid(f"answers {path} with a content coding, and none was asked for")
                 too_long = ProbeInvalid(f"answers {path} without end")
                 return response.status_code, await whole(response.aiter_bytes(), _MOST_BYTES, too_long)
@@ -141,6 +134,30 @@ def _read(body: bytes, wanted: type[T]) -> T:
         raise ProbeInvalid(f"answers something else than vLLM does: {exc}") from exc
 
 
-def _is_coded(response: httpx.Response) -> bool:
-    """Tell whether a body would have to be unpacked: 300 KB of gzip can be as many MB (RFC 9110, 8.4)."""
-    return str(response.headers.get("content-encoding", "")).strip().lower() not in ("", "identity")
+class _GuardedTransport(httpx.AsyncBaseTransport):
+    """A transport of httpx that connects where the guard of added engines says."""
+
+    def __init__(self, transport: httpx.AsyncBaseTransport, guard: Guard) -> None:
+        self._transport = transport
+        self._guard = guard
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request to the address that was looked at; certificates are checked for the name."""
+        url = request.url
+        try:
+            places = await self._guard.places(Address(url.scheme, url.host, url.port or _PORTS[url.scheme]))
+        except (NotAllowed, OSError) as exc:
+            raise httpx.ConnectError(str(exc), request=request) from exc
+        if not places:
+            return await self._transport.handle_async_request(request)
+        request.extensions = {**request.extensions, "sni_hostname": url.host}
+        for place in places[:-1]:
+            request.url = url.copy_with(host=place)
+            with suppress(httpx.ConnectError, httpx.ConnectTimeout):  # nothing has been sent: the next may take it
+                return await self._transport.handle_async_request(request)
+        request.url = url.copy_with(host=places[-1])
+        return await self._transport.handle_async_request(request)
+
+    async def aclose(self) -> None:
+        """Close it."""
+        await self._transport.aclose()

@@ -1,14 +1,14 @@
 """Looks into the decode engines' counters again and again: does the KV cache arrive that they are promised?"""
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from xpyd_proxy.core.fleet.kv_inflow import KvInflow, received
-from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.core.ports import EngineFleet
-from xpyd_proxy.io.background import meanwhile
+from xpyd_proxy.core.fleet.engine_metrics import received
+from xpyd_proxy.core.fleet.kv_inflow import KvInflow
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.model import Instance, Role
+from xpyd_proxy.io.background import meanwhile, repeatedly
 from xpyd_proxy.io.probes.checks import ProbeFailed
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 
@@ -21,13 +21,13 @@ class InflowWatch:
 
     def __init__(
         self,
-        fleet: EngineFleet,
+        registry: Registry,
         metrics: Callable[[Instance], Awaitable[bytes]],
         telemetry: Telemetry,
         *,
         every_s: float = EVERY_S,
     ) -> None:
-        self._fleet = fleet
+        self._registry = registry
         self._metrics = metrics  # raises ProbeFailed
         self._telemetry = telemetry
         self._every_s = every_s
@@ -36,34 +36,23 @@ class InflowWatch:
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
         """Look while the block lasts."""
-        async with meanwhile(self._run()):
+        trouble = "the counters of the decode engines could not be compared"
+        async with meanwhile(repeatedly(self._every_s, self.look, logger, trouble)):
             yield
 
     async def look(self) -> None:
         """Look at every decode engine once, one after the other."""
-        decodes = self._fleet.known(Role.DECODE)
-        known = (*decodes, *self._fleet.known(Role.PREFILL))
+        decodes = self._registry.known(Role.DECODE)
+        known = (*decodes, *self._registry.known(Role.PREFILL))
         self._telemetry.keep(frozenset(instance.id for instance in known))  # also if nobody ever looks at the numbers
         self._inflow.keep(frozenset(decode.id for decode in decodes))
         for decode in decodes:
             promised = self._telemetry.transfers_expected[decode.id]  # before the engine counts: see KvInflow
-            if dry := self._inflow.look(decode.id, await self._received(decode), promised):
-                self._report(decode.id, dry)
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self._every_s)
             try:
-                await self.look()
-            except Exception:  # a bug must not end the looking for good
-                logger.exception("the counters of the decode engines could not be compared")
-
-    async def _received(self, decode: Instance) -> float | None:
-        try:
-            return received(await self._metrics(decode), decode.rank)
-        except ProbeFailed:
-            return None  # the prober says so
-
-    def _report(self, decode: InstanceId, dry: int) -> None:
-        logger.warning("%s got no KV cache for its last %d legs with a transfer: it computes the prompts", decode, dry)
-        self._telemetry.transfers_missing(decode, dry)
+                found = received(await self._metrics(decode), decode.rank)
+            except ProbeFailed:
+                found = None  # the prober says so
+            if dry := self._inflow.look(decode.id, found, promised):
+                said = "%s got no KV cache for its last %d legs with a transfer: it computes the prompts"
+                logger.warning(said, decode.id, dry)
+                self._telemetry.transfers_missing(decode.id, dry)

@@ -9,31 +9,19 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.engine_metrics import Numbers
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.io.background import meanwhile
-from xpyd_proxy.io.probes.checks import ProbeFailed
+from xpyd_proxy.io.probes.checks import HttpChecks, ProbeFailed
+from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
 _TICK_S: Final = 0.1  # seconds between two glances at who is due
 _DRAIN_S: Final = 0.5  # seconds between two looks at an engine that is drained
 _AWAY_S: Final = 1.0  # seconds between two looks at an engine that is broken or not up yet, at most
 _AT_ONCE: Final = 16  # looks at the same time
-
-
-class Checks(Protocol):
-    """Asks one engine. Both raise ProbeFailed."""
-
-    async def look(self, instance: Instance, /) -> EngineCapabilities:
-        """Ask whether it lives, and what it is."""
-        ...
-
-    async def numbers(self, instance: Instance, /) -> Numbers:
-        """Read its metrics."""
-        ...
 
 
 class GiveUp(Protocol):
@@ -44,23 +32,8 @@ class GiveUp(Protocol):
         ...
 
 
-def _nobody(_instance: Instance, /, *, silent_s: float) -> int:  # noqa: ARG001 (as the port has it)
-    return 0
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeIntervals:
-    """How often, in seconds."""
-
-    interval_s: float = 5.0  # between two probes of an engine, give or take a quarter; 0: only drained ones are asked
-    hung_s: float = 30.0  # without an answer to any probe, before requests that hear nothing either are given up
-    patience_s: float = 60.0  # for a drained prefill engine whose numbers do not say that it is empty
-
-
 @dataclass(slots=True)
 class _Turn:
-    """The latest look at an engine."""
-
     at: float = -math.inf
     stretch: float = 1.0  # of the pause after it
     is_on: bool = False
@@ -72,16 +45,16 @@ class Prober:
     def __init__(
         self,
         registry: Registry,
-        checks: Checks,
-        rhythm: ProbeIntervals,
+        checks: HttpChecks,
+        settings: Settings,
         clock: Callable[[], float],
         chance: Callable[[], float],
         *,
-        give_up: GiveUp = _nobody,
+        give_up: GiveUp | None = None,
     ) -> None:
         self._registry = registry
         self._checks = checks
-        self._rhythm = rhythm
+        self._settings = settings
         self._clock = clock  # seconds; only differences count
         self._give_up = give_up
         self._chance = chance  # 0 to 1, so that the looks of several routers do not fall together
@@ -99,7 +72,7 @@ class Prober:
         async with asyncio.TaskGroup() as group:
             while True:
                 self._tell()
-                for instance in self._registry.settle(patience_s=self._rhythm.patience_s, now=self._clock()):
+                for instance in self._registry.settle(patience_s=self._settings.drain_idle_time_s, now=self._clock()):
                     if self._registry.get(instance.id) is None:
                         logger.info("%s has nothing left, and is forgotten", instance.id)
                 for member in self._next():
@@ -120,21 +93,17 @@ class Prober:
         """Return whom to look at now: everybody who has been left alone for long enough, one look at a time."""
         now, members = self._clock(), self._registry.members()
         self._turns = {member.instance.id: self._turns.get(member.instance.id, _Turn()) for member in members}
-        due = [member for member in members if self._is_due(member, now)]
-        for member in due:
-            self._turns[member.instance.id] = _Turn(now, 0.75 + self._chance() / 2, is_on=True)
+        due = list[Member]()
+        for member in members:
+            turn, pause = self._turns[member.instance.id], self._settings.health_check_interval_s
+            if _is_asked_what_it_keeps(member):
+                pause = _DRAIN_S
+            elif member.life.is_away:  # what starts or starts again should not wait for requests long
+                pause = min(pause, _AWAY_S)
+            if not turn.is_on and pause > 0 and now >= turn.at + pause * turn.stretch:
+                self._turns[member.instance.id] = _Turn(now, 0.75 + self._chance() / 2, is_on=True)
+                due.append(member)
         return due
-
-    def _is_due(self, member: Member, now: float) -> bool:
-        turn, pause = self._turns[member.instance.id], self._pause(member)
-        return not turn.is_on and pause > 0 and now >= turn.at + pause * turn.stretch
-
-    def _pause(self, member: Member) -> float:
-        """Return how long it is left alone after a look; 0: for ever."""
-        if _is_asked_what_it_keeps(member):
-            return _DRAIN_S
-        interval_s = self._rhythm.interval_s  # what starts or starts again should not wait for requests long
-        return min(interval_s, _AWAY_S) if member.life.is_away else interval_s
 
     async def _visit(self, member: Member) -> None:
         turn = self._turns[member.instance.id]
@@ -143,20 +112,14 @@ class Prober:
                 await self._look(member)
             except ProbeFailed as sick:
                 member.life.missed(str(sick), now=self._clock(), silent=sick.silent)
-                self._note_silence(member)
+                hung_s = self._settings.unresponsive_timeout_s
+                hangs = member.life.silent_s(now=self._clock()) >= hung_s  # its connections may stay open for ever
+                if hangs and self._give_up and (count := self._give_up(member.instance, silent_s=hung_s)):
+                    said = "%s has answered no probe for %g s: %d requests are given up"
+                    logger.warning(said, member.instance.id, hung_s, count)
             except Exception:  # a bug must not end the probing of all the others
                 logger.exception("the probe of %s failed", member.instance.id)
         turn.is_on = False
-
-    def _note_silence(self, member: Member) -> None:
-        """Have the requests of an engine that hangs go elsewhere: their connections may stay open for ever."""
-        hung_s = self._rhythm.hung_s
-        if member.life.silent_s(now=self._clock()) < hung_s:
-            return
-        if count := self._give_up(member.instance, silent_s=hung_s):
-            logger.warning(
-                "%s has answered no probe for %g s: %d requests are given up", member.instance.id, hung_s, count
-            )
 
     async def _look(self, member: Member) -> None:
         name = member.instance.id

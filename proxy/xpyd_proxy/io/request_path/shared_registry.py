@@ -1,48 +1,27 @@
 """A registry whose engines have the same ids in all workers, and do what an operator has told any of them."""
 
 import logging
-from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.health import HealthLimits
-from xpyd_proxy.core.fleet.origin import BY_HAND, EngineSource, Origin
 from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Origin
 from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.core.workers.instance_ids import InstanceIds, Line, Verb, key_of
+from xpyd_proxy.core.workers.instance_ids import Verb, key_of
 from xpyd_proxy.errors import AlreadyKnown
+from xpyd_proxy.io.request_path.id_log import InstanceIdLog
+from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
 _LEAVES: Final = {Verb.DRAIN: "drained", Verb.UNDRAIN: "in use again", Verb.REMOVE: "removed"}
 
 
-class IdLog(Protocol):
-    """The log of ids and orders that the workers share (io/workers/id_log.py)."""
-
-    @property
-    def roster(self) -> InstanceIds:
-        """The ids and orders as far as they have been read."""
-        ...
-
-    def number(self, key: str, *, anew: bool) -> int:
-        """Return the number of an engine in all workers; ``anew``: one that was removed by hand gets another."""
-        ...
-
-    def say(self, verb: Verb, name: InstanceId) -> None:
-        """Write an order."""
-        ...
-
-    def news(self) -> Sequence[Line]:
-        """Return what other workers have written since the last call."""
-        ...
-
-
 class SharedRegistry(Registry):
     """Asks the ledger for every id."""
 
-    def __init__(self, limits: HealthLimits, ledger: IdLog) -> None:
-        super().__init__(limits)
+    def __init__(self, settings: Settings, ledger: InstanceIdLog) -> None:
+        super().__init__(settings)
         self._ledger = ledger
         self._has_begun = False
         self._named: dict[str, InstanceId] = {}  # by key
@@ -63,7 +42,8 @@ class SharedRegistry(Registry):
         origin: Origin = BY_HAND,
     ) -> Instance:
         """Start to route to an engine, as all workers do; raises AlreadyKnown."""
-        key = _key(role, address.authority, rank, origin)
+        identity = "" if origin.wanted is None else origin.wanted.identity
+        key = key_of(role, address.authority, rank, origin.source, identity)
         self._added[role] = self._ledger.number(key, anew=self._has_begun)
         instance = super().add(role, address, rank=rank, facts=facts, now=now, origin=origin)
         self._named[key] = instance.id
@@ -120,7 +100,3 @@ class SharedRegistry(Registry):
                     logger.warning("%s stays drained: %s", name, exc)
             case _:
                 pass
-
-
-def _key(role: Role, authority: str, rank: int | None, origin: Origin) -> str:
-    return key_of(role, authority, rank, origin.source, "" if origin.wanted is None else origin.wanted.identity)

@@ -33,10 +33,6 @@ class WorkerContext(msgspec.Struct, frozen=True):
         """Return the folder."""
         return Path(self.folder)
 
-    def text(self) -> str:
-        """Write it, for VARIABLE."""
-        return msgspec.json.encode(self).decode()
-
     def may_begin(self) -> bool:
         """Wait for the word of the supervisor; False: it has none any more."""
         select.select([self.line], [], [])

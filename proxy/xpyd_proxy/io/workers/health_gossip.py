@@ -68,22 +68,17 @@ class HealthGossip:
         if bulletin == self._sent and now < self._sent_at + _ANYWAY_S:
             return
         data = msgspec.msgpack.encode(bulletin)
-        reached = [self._has_reached(sock, peer, data) for peer in self._place.peers()]
-        self._sent, self._sent_at = bulletin if all(reached) else None, now
-        if all(reached):
-            self._trouble = ""
-
-    def _has_reached(self, sock: socket.socket, peer: int, data: bytes) -> bool:
-        try:
-            sock.sendto(data, str(self._path(peer)))
-        except (FileNotFoundError, ConnectionRefusedError):
-            self._peers.forget(peer)  # it has ended; its successor will say so when it is there
-        except OSError as exc:  # it has not read the last ones yet; or there are too many engines for the kernel
-            if str(exc) != self._trouble:
-                logger.warning("worker %d could not be told (%s): it hears the next one", peer, exc)
-            self._trouble = str(exc)
-            return False
-        return True
+        trouble = ""
+        for peer in self._place.peers():
+            try:
+                sock.sendto(data, str(self._path(peer)))
+            except (FileNotFoundError, ConnectionRefusedError):
+                self._peers.forget(peer)  # it has ended; its successor will say so when it is there
+            except OSError as exc:  # it has not read the last ones yet; or there are too many engines for the kernel
+                trouble = str(exc)
+                if trouble != self._trouble:
+                    logger.warning("worker %d could not be told (%s): it hears the next one", peer, exc)
+        self._sent, self._sent_at, self._trouble = None if trouble else bulletin, now, trouble
 
     def _take(self, sock: socket.socket) -> None:
         while True:

@@ -13,16 +13,14 @@ _SPREADS: Final = sys.platform.startswith("linux")  # elsewhere the option is mi
 
 @contextmanager
 def reserved(host: str, port: int) -> Generator[int]:
-    """Keep a port for workers while the block lasts, and yield its number.
-
-    Raises:
-        ConfigError: somebody listens there already, the address is not ours, or the kernel does not spread.
-    """
+    """Keep a port for workers, and yield its number; raises ConfigError: it is taken, not ours, or cannot be shared."""
     if not _SPREADS:
         raise ConfigError(f"workers above 1 need Linux, and this is {sys.platform}: write workers = 1")
     with ExitStack() as stack:
         for family, where in _addresses(host, port):
-            _refuse_if_taken(family, where)  # with the option on, two routers would share the port in silence
+            _bound(
+                family, where, shared=False
+            ).close()  # fails if it is taken: with the option on, two routers would share the port in silence
         sockets = [stack.enter_context(one) for one in bound(host, port)]
         yield int(sockets[0].getsockname()[1])
 
@@ -37,10 +35,6 @@ def bound(host: str, port: int) -> Sequence[socket.socket]:
             sockets.append(stack.enter_context(_bound(family, where, shared=True)))
         stack.pop_all()
         return sockets
-
-
-def _refuse_if_taken(family: int, where: tuple[str, int]) -> None:
-    _bound(family, where, shared=False).close()
 
 
 def _bound(family: int, where: tuple[str, int], *, shared: bool) -> socket.socket:

@@ -3,17 +3,16 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from xpyd_proxy.core.admission.limits import Limit
-from xpyd_proxy.core.ports import Queue
+from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.workers.reports import EMPTY, Part, Whole, WorkerReport, absorb, counts_of
-from xpyd_proxy.io.background import meanwhile
+from xpyd_proxy.io.background import meanwhile, repeatedly
 from xpyd_proxy.io.metrics import processes
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.workers.context import WorkerContext
@@ -28,7 +27,7 @@ _CPU: Final = "process_cpu_seconds_total"
 class WorkerReports:
     """One worker's side of it: a Unix socket on which whoever connects gets the report."""
 
-    def __init__(self, place: WorkerContext, telemetry: Telemetry, queue: Queue, part: Callable[[], Part]) -> None:
+    def __init__(self, place: WorkerContext, telemetry: Telemetry, queue: Admission, part: Callable[[], Part]) -> None:
         self._place = place
         self._telemetry = telemetry
         self._queue = queue
@@ -46,11 +45,11 @@ class WorkerReports:
         path.unlink(missing_ok=True)  # of a worker of this number that was killed
         server = await asyncio.start_unix_server(self._answer, path)
         try:
-            async with meanwhile(self._save_again_and_again()):
+            async with meanwhile(repeatedly(_SAVE_S, self._save, logger, "the counts could not be saved")):
                 yield
         finally:
             server.close()
-            self._save()
+            await self._save()
 
     async def whole(self) -> Whole:
         """Ask all; one that does not answer in time counts as it was up to a second ago."""
@@ -90,7 +89,12 @@ class WorkerReports:
         writer.close()
 
     def _report(self, part: Part) -> WorkerReport:
-        queue, before = self._queue, self._before
+        queue, before, process = self._queue, self._before, dict(processes())
+        refused = Counter({limit.value: count for limit, count in queue.refused.items()})
+        if before is not None:  # counters go on where those of the worker before have ended
+            refused.update(before.refused)
+            if _CPU in process:
+                process[_CPU] += before.process.get(_CPU, 0.0)
         return WorkerReport(
             worker=self._place.number,
             starts=self._place.starts,
@@ -99,17 +103,12 @@ class WorkerReports:
             legs=self._telemetry.in_flight,
             waiting=queue.waiting,
             admitted=queue.admitted,
-            refused=_refused(queue.refused, {} if before is None else before.refused),
-            process=_process(before),
+            refused=refused,
+            process=process,
             unread=self._unread,
         )
 
-    async def _save_again_and_again(self) -> None:
-        while True:
-            await asyncio.sleep(_SAVE_S)
-            self._save()
-
-    def _save(self) -> None:
+    async def _save(self) -> None:
         counts = msgspec.msgpack.encode(counts_of(self._telemetry.counters))
         if counts == self._kept:
             return
@@ -134,17 +133,3 @@ class WorkerReports:
 
     def _path(self, worker: int, what: str) -> Path:
         return self._place.path / f"{worker}.{what}"
-
-
-def _refused(now: Mapping[Limit, int], before: Mapping[str, int]) -> Mapping[str, int]:
-    found = Counter(before)
-    found.update({limit.value: count for limit, count in now.items()})
-    return found
-
-
-def _process(before: WorkerReport | None) -> Mapping[str, float]:
-    """Return the numbers of the process; processor time is a counter, and goes on where the one before has ended."""
-    found = dict(processes())
-    if before is not None and _CPU in found:
-        found[_CPU] += before.process.get(_CPU, 0.0)
-    return found

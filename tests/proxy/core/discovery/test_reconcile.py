@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.discovery.reconcile import MOST, Action, Sources, diff, entry_name, entry_of, read_entry
-from xpyd_proxy.core.fleet.origin import BY_HAND, EngineSource, Key, Origin, Wanted
-from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Key, Origin, Target, Wanted
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.errors import AddressError
@@ -135,7 +134,7 @@ def test_a_view_holds_until_the_source_says_something_else():
 
     assert list(sources.missing) == [EngineSource.STORE]
     assert sources.desired().keys() == {A.key}
-    assert (sources.age(EngineSource.PODS, now=100), sources.age(EngineSource.STORE, now=100)) == (60, 90)
+    assert [one.age_s for one in sources.freshness(now=100)] == [60, 90]
     assert sources.views[EngineSource.PODS].generation == 1
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.fleet.drain import Drain
+from xpyd_proxy.core.fleet.registry import Drain
 from xpyd_proxy.core.model import Role
 
 

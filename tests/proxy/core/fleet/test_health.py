@@ -7,12 +7,19 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from xpyd_proxy.core.fleet.health import TRANSITIONS, EngineHealth, HealthEvent, HealthLimits, HealthState
+from xpyd_proxy.core.fleet.health import TRANSITIONS, EngineHealth, HealthEvent, HealthState
 from xpyd_proxy.core.model import RequestId
 from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.settings import Settings
 
-LIMITS = HealthLimits(
-    in_a_row=3, probes=2, share=0.5, window_s=10, window_least=8, rest_s=5, rest_most_s=15, claim_s=30
+LIMITS = Settings(
+    circuit_breaker_failures=3,
+    health_check_failures=2,
+    circuit_breaker_failure_ratio=0.5,
+    circuit_breaker_window_s=10,
+    circuit_breaker_min_requests=8,
+    ejection_time_s=5,
+    max_ejection_time_s=15,
 )
 AT_FAULT = (Failure.UNREACHABLE, Failure.BAD_RESPONSE, Failure.TIMEOUT)
 NOT_AT_FAULT = tuple(failure for failure in Failure if failure not in (*AT_FAULT, Failure.HTTP_5XX))
@@ -400,8 +407,8 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def always_comes_back_in_the_end(self):
         """Nobody waits for ever for a broken engine without a request on trial, unless its probes fail."""
-        if self.life.state is HealthState.EJECTED and self.missed < LIMITS.probes:
-            assert self.life.since + LIMITS.rest_most_s >= self.now or self.life.may_serve(now=self.now)
+        if self.life.state is HealthState.EJECTED and self.missed < LIMITS.health_check_failures:
+            assert self.life.since + LIMITS.max_ejection_time_s >= self.now or self.life.may_serve(now=self.now)
 
 
 Machine.TestCase.settings = hypothesis_settings(max_examples=40, stateful_step_count=30, deadline=None)

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.fleet.kv_inflow import KvInflow, received
+from xpyd_proxy.core.fleet.engine_metrics import received
+from xpyd_proxy.core.fleet.kv_inflow import KvInflow
 from xpyd_proxy.core.model import InstanceId
 
 D = InstanceId("decode-0")

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.fleet.load import Load, LoadReport, read_report
+from xpyd_proxy.core.fleet.load import Load, read_report
 from xpyd_proxy.core.model import RequestId
+from xpyd_proxy.core.schemas import NamedMetrics
 
 A, B = RequestId("a"), RequestId("b")
 
@@ -36,7 +37,7 @@ def test_a_report_counts_while_it_is_fresh():
     """It includes the requests of other routers, which we cannot see otherwise."""
     load = Load(fresh_s=5)
     load.enter(A)
-    load.reported(LoadReport(waiting=3, kv_usage=0.5), now=10)
+    load.reported(NamedMetrics(num_requests_waiting=3, kv_cache_usage_perc=0.5), now=10)
 
     assert [load.score(now=now) for now in (10, 15, 15.1)] == [4.5, 4.5, 1]
 
@@ -45,8 +46,8 @@ def test_vllms_header_is_read():
     """As vLLM 0.32 writes it."""
     header = b'JSON {"named_metrics": {"kv_cache_usage_perc": 0.25, "num_requests_waiting": 2.0}}'
 
-    assert read_report(header) == LoadReport(waiting=2, kv_usage=0.25)
-    assert read_report(b'JSON {"named_metrics": {}}') == LoadReport(0, 0)
+    assert read_report(header) == NamedMetrics(num_requests_waiting=2, kv_cache_usage_perc=0.25)
+    assert read_report(b'JSON {"named_metrics": {}}') == NamedMetrics(0, 0)
 
 
 @pytest.mark.parametrize(

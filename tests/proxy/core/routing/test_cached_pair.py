@@ -10,8 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
-from xpyd_proxy.core.fleet.health import HealthLimits, HealthState
-from xpyd_proxy.core.fleet.load import LoadReport
+from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import InstanceId, RequestId, Role, RoutingHints
@@ -23,11 +22,18 @@ from xpyd_proxy.core.routing.policies.power_of_two import PowerOfTwo
 from xpyd_proxy.core.routing.policies.prefix import Prefix
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
 from xpyd_proxy.core.routing.policies.session import Session
-from xpyd_proxy.core.schemas import Coordinates, HealthVerdict
+from xpyd_proxy.core.schemas import Coordinates, HealthVerdict, NamedMetrics
 from xpyd_proxy.errors import ProxyError
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
+from xpyd_proxy.settings import Settings
 
-LIMITS = HealthLimits(in_a_row=2, probes=2, window_least=4, rest_s=2.0, rest_most_s=8.0, claim_s=3.0)
+LIMITS = Settings(
+    circuit_breaker_failures=2,
+    health_check_failures=2,
+    circuit_breaker_min_requests=4,
+    ejection_time_s=2.0,
+    max_ejection_time_s=8.0,
+)
 POLICIES = {
     "round robin": lambda _: RoundRobin(),
     "least loaded": lambda load: PolicyPerLeg(LeastLoaded(load), LeastLoaded(load)),
@@ -229,7 +235,7 @@ class Calm(RuleBasedStateMachine):
     @rule(place=SOME, failure=st.sampled_from([Failure.BAD_RESPONSE, Failure.HTTP_5XX, Failure.TIMEOUT]))
     def trip(self, place, failure):
         """As many legs fail as it takes."""
-        for number in range(LIMITS.window_least):
+        for number in range(LIMITS.circuit_breaker_min_requests):
             request = RequestId(f"f{number}")
             self.have(place, lambda side, member, r=request: side.fleet.ended(member.instance, r, failure))
 
@@ -243,7 +249,7 @@ class Calm(RuleBasedStateMachine):
 
     @rule(place=SOME, waiting=st.integers(0, 4))
     def report(self, place, waiting):
-        self.have(place, lambda side, member: member.load.reported(LoadReport(float(waiting), 0.5), now=side.now))
+        self.have(place, lambda side, member: member.load.reported(NamedMetrics(float(waiting), 0.5), now=side.now))
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 2.0, 5.0, 40.0]))
     def wait(self, seconds):
@@ -293,10 +299,10 @@ def test_a_fleet_is_not_calm_while_one_rests_or_is_tried(state):
     side = fleet()
     assert side.registry.is_calm
     member = side.registry.members()[0]
-    for _ in range(LIMITS.in_a_row):
+    for _ in range(LIMITS.circuit_breaker_failures):
         member.life.failed(RequestId("r"), Failure.BAD_RESPONSE, now=0.0)
     if state is HealthState.HALF_OPEN:
-        side.registry.usable(Role.PREFILL, now=LIMITS.rest_s)
+        side.registry.usable(Role.PREFILL, now=LIMITS.ejection_time_s)
 
     assert member.life.state is state
     assert not side.registry.is_calm

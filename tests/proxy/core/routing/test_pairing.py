@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, fit
-from xpyd_proxy.core.fleet.health import HealthLimits, HealthState
+from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import RequestId, Role, RoutingHints
 from xpyd_proxy.core.protocol.engine_errors import Failure
@@ -16,8 +16,11 @@ from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
 from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
 from xpyd_proxy.errors import BadRequest, NoInstance, UnknownModel
+from xpyd_proxy.settings import Settings
 
 ports = itertools.count(1)
+
+BRITTLE = Settings(circuit_breaker_failures=1, ejection_time_s=5)
 
 
 def fleet(prefill, decode, *, limits=None):
@@ -136,7 +139,9 @@ def test_a_rank_that_a_client_names_is_that_of_the_engine_that_answers():
 def test_the_request_that_finds_an_engine_rested_is_its_trial():
     """Whatever the policy; its partner is one that is well, and no other request is put at risk."""
     registry, pairs = fleet(
-        [EngineCapabilities()] * 2, [EngineCapabilities()] * 2, limits=HealthLimits(in_a_row=1, rest_s=5)
+        [EngineCapabilities()] * 2,
+        [EngineCapabilities()] * 2,
+        limits=BRITTLE,
     )
     for role in Role:
         registry.member(registry.known(role)[1].id).life.failed(RequestId("r"), Failure.BAD_RESPONSE, now=0)
@@ -151,7 +156,9 @@ def test_the_request_that_finds_an_engine_rested_is_its_trial():
 def test_a_request_that_has_failed_already_is_nobodys_trial():
     """It is on its last chances; only if nobody is well it goes to who is to be tried."""
     registry, pairs = fleet(
-        [EngineCapabilities()] * 2, [EngineCapabilities()] * 2, limits=HealthLimits(in_a_row=1, rest_s=5)
+        [EngineCapabilities()] * 2,
+        [EngineCapabilities()] * 2,
+        limits=BRITTLE,
     )
     for role in Role:
         registry.member(registry.known(role)[0].id).life.failed(RequestId("r"), Failure.BAD_RESPONSE, now=0)

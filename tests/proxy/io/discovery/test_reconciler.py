@@ -6,12 +6,11 @@ import pytest
 
 from xpyd_proxy.core.discovery.reconcile import MOST, entry_name, entry_of
 from xpyd_proxy.core.fleet.health import HealthState
-from xpyd_proxy.core.fleet.origin import EngineSource, Wanted
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.fleet.target import EngineSource, Target, Wanted
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.errors import AddressError, AlreadyKnown, NoInstance, UnknownInstance
-from xpyd_proxy.io.discovery.reconciler import Discovery, Entries, NotManagedHere, Pods, Reconciler, Synced
+from xpyd_proxy.errors import AddressError, AlreadyKnown, UnknownInstance
+from xpyd_proxy.io.discovery.reconciler import Discovery, Entries, NotManagedHere, Pods, Reconciler
 from xpyd_proxy.io.discovery.stores import StoreDown
 from xpyd_proxy.io.discovery.stores.memory import MemoryStore
 
@@ -120,15 +119,3 @@ def test_nonsense_is_left_out_and_said_once(caplog):
         ["left out", " pod x has no container port named http"]
     ]
     assert sum("entry decode.y" in line for line in said) == 1
-
-
-def test_nobody_is_sent_here_before_every_source_was_heard():
-    """An empty view of a source counts: then there is nothing to wait for."""
-    world = World("d:80")
-    fleet = Synced(world.registry, world.discovery)
-    with pytest.raises(NoInstance, match="pods is silent"):
-        fleet.usable(Role.DECODE)
-    world.see()
-
-    assert [one.id for one in fleet.usable(Role.DECODE)] == ["decode-0"]
-    assert fleet.known(Role.DECODE) == fleet.usable(Role.DECODE)

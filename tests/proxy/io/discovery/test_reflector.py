@@ -13,9 +13,9 @@ import pytest
 from support import relist
 from support.kube_api import KubeApi, Refusal, pod
 from support.sim import until_async
-from xpyd_proxy.core.fleet.origin import EngineSource
+from xpyd_proxy.core.discovery.pods import read_pod
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.io.discovery.build import read_pod
+from xpyd_proxy.core.fleet.target import EngineSource
 from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
 from xpyd_proxy.io.discovery.reconciler import Pods, Reconciler
 from xpyd_proxy.io.discovery.reflector import Collection, Reflector, WatchTimes

@@ -15,7 +15,8 @@ from xpyd_proxy.core.model import RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.io.probes.checks import ProbeFailed, ProbeInvalid
-from xpyd_proxy.io.probes.prober import ProbeIntervals, Prober
+from xpyd_proxy.io.probes.prober import Prober
+from xpyd_proxy.settings import Settings
 
 
 class Engines:
@@ -54,7 +55,7 @@ def engines():
 
 def prober(registry, engines, give_up=None, **rhythm):
     more = {} if give_up is None else {"give_up": give_up}
-    return Prober(registry, engines, ProbeIntervals(**rhythm), time.monotonic, lambda: 0.5, **more)
+    return Prober(registry, engines, Settings(**rhythm), time.monotonic, lambda: 0.5, **more)
 
 
 def add(registry, role=Role.DECODE, port=1):
@@ -64,7 +65,7 @@ def add(registry, role=Role.DECODE, port=1):
 async def test_an_engine_is_looked_at_at_once_and_again(registry, engines):
     """It joins with the first look; what it is, and its connector, is known from then on."""
     member = add(registry)
-    async with prober(registry, engines, interval_s=0.1).running():
+    async with prober(registry, engines, health_check_interval_s=0.1).running():
         await until_async(lambda: engines.looks >= 2)
 
     assert member.life.state is HealthState.HEALTHY
@@ -77,7 +78,7 @@ async def test_an_engine_is_looked_at_at_once_and_again(registry, engines):
 async def test_an_engine_that_falls_ill_breaks_and_comes_back(registry, engines):
     """Without a single request; what it is now is read anew."""
     member = add(registry)
-    async with prober(registry, engines, interval_s=0.05).running():
+    async with prober(registry, engines, health_check_interval_s=0.05).running():
         await until_async(lambda: member.life.state is HealthState.HEALTHY)
         engines.sick = ProbeFailed("cannot be reached")
         await until_async(lambda: member.life.state is HealthState.EJECTED)
@@ -97,7 +98,7 @@ async def test_requests_at_an_engine_that_answers_no_probe_for_long_are_given_up
         given_up.append((instance.id, silent_s, member.life.silent_s(now=time.monotonic()) >= 0.2))
         return 3
 
-    async with prober(registry, engines, give_up, interval_s=0.05, hung_s=0.2).running():
+    async with prober(registry, engines, give_up, health_check_interval_s=0.05, unresponsive_timeout_s=0.2).running():
         await until_async(lambda: member.life.state is HealthState.HEALTHY)
         await asyncio.sleep(0.3)
         assert given_up == []
@@ -116,7 +117,7 @@ async def test_requests_at_an_engine_that_answers_probes_badly_are_not_given_up(
         given_up.append(time.monotonic())
         return 1
 
-    async with prober(registry, engines, give_up, interval_s=0.05, hung_s=0.2).running():
+    async with prober(registry, engines, give_up, health_check_interval_s=0.05, unresponsive_timeout_s=0.2).running():
         await until_async(lambda: member.life.state is HealthState.HEALTHY)
         engines.sick = ProbeInvalid("answers /health with status 503")
         await until_async(lambda: member.life.state is HealthState.EJECTED)
@@ -145,7 +146,7 @@ async def test_requests_at_a_drained_engine_that_answers_now_and_then_are_not_gi
 
     engines.numbers = numbers
     registry.drain(member.instance.id, now=time.monotonic())
-    async with prober(registry, engines, give_up, hung_s=0.3).running():
+    async with prober(registry, engines, give_up, unresponsive_timeout_s=0.3).running():
         await until_async(lambda: len(asked) >= 3)
         await asyncio.sleep(0.05)
 
@@ -156,7 +157,7 @@ async def test_a_bug_in_one_look_does_not_end_the_probing(registry, engines, cap
     """It is logged, and the other engines are looked at."""
     add(registry)
     engines.sick = KeyError("a bug")
-    async with prober(registry, engines, interval_s=0.05).running():
+    async with prober(registry, engines, health_check_interval_s=0.05).running():
         await until_async(lambda: engines.looks >= 3)
 
     assert "the probe of decode-0 failed" in caplog.text
@@ -166,7 +167,7 @@ async def test_many_engines_are_not_all_asked_at_once(registry, engines):
     """A router in front of hundreds must not open hundreds of connections in one moment."""
     for port in range(60):
         add(registry, port=port + 1)
-    async with prober(registry, engines, interval_s=5).running():
+    async with prober(registry, engines, health_check_interval_s=5).running():
         await until_async(lambda: engines.looks == 60)
 
     assert engines.most_at_once <= 16
@@ -177,7 +178,7 @@ async def test_without_an_interval_only_drained_engines_are_asked(registry, engi
     add(registry)
     draining = add(registry, Role.PREFILL)
     registry.drain(draining.instance.id, now=time.monotonic())
-    async with prober(registry, engines, interval_s=0).running():
+    async with prober(registry, engines, health_check_interval_s=0).running():
         await until_async(lambda: engines.readings >= 1)
         assert (engines.looks, draining.life.state) == (0, HealthState.DRAINING)
         engines.shown = Numbers("xpyd", leases=0)
@@ -195,7 +196,7 @@ async def test_a_prefill_engine_that_cannot_be_asked_is_drained_after_a_while(re
 
     engines.numbers = numbers
     registry.drain(member.instance.id, now=time.monotonic())
-    async with prober(registry, engines, patience_s=0.3).running():
+    async with prober(registry, engines, drain_idle_time_s=0.3).running():
         await until_async(lambda: member.life.state is HealthState.DRAINED)
 
     assert "does not say what it keeps" in member.life.why
@@ -212,7 +213,7 @@ async def test_an_engine_that_hangs_is_looked_at_once_at_a_time(registry, engine
         await never.wait()
 
     engines.look = look
-    async with prober(registry, engines, interval_s=0.05).running():
+    async with prober(registry, engines, health_check_interval_s=0.05).running():
         await asyncio.sleep(0.5)
 
     assert engines.most == 1
@@ -226,7 +227,7 @@ async def test_an_engine_that_hides_its_metrics_lives(registry, engines):
         raise ProbeFailed("does not answer /metrics within 5 s")
 
     engines.numbers = numbers
-    async with prober(registry, engines, interval_s=0.1).running():
+    async with prober(registry, engines, health_check_interval_s=0.1).running():
         await until_async(lambda: engines.looks >= 2)
 
     assert (member.life.state, member.facts.connector) == (HealthState.HEALTHY, None)
@@ -237,7 +238,7 @@ async def test_the_log_tells_what_becomes_of_an_engine_whoever_finds_out(registr
     caplog.set_level("INFO", "xpyd_proxy")
     member = add(registry)
     engines.sick = ProbeFailed("cannot be reached")
-    async with prober(registry, engines, interval_s=0.05).running():
+    async with prober(registry, engines, health_check_interval_s=0.05).running():
         await until_async(lambda: "decode-0 is starting: cannot be reached" in caplog.text)
         engines.sick = None
         await until_async(lambda: "decode-0 is healthy: answers probes again" in caplog.text)
@@ -255,7 +256,7 @@ async def test_an_engine_that_retires_is_forgotten_when_it_has_nothing_left(regi
     """Nobody has to ask for it."""
     caplog.set_level("INFO", "xpyd_proxy")
     member = add(registry)
-    async with prober(registry, engines, interval_s=0).running():
+    async with prober(registry, engines, health_check_interval_s=0).running():
         registry.retire(member.instance.id, now=time.monotonic())
         await until_async(lambda: not registry.members())
 

@@ -3,7 +3,7 @@
 import pytest
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.health import HealthLimits, HealthState
+from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import RequestId, Role
@@ -11,6 +11,7 @@ from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.routing.pairing import PairSelector
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
+from xpyd_proxy.settings import Settings
 
 R = RequestId("r")
 
@@ -34,7 +35,7 @@ def learned():
 
 @pytest.fixture
 def fleet(clock, learned):
-    registry = Registry(HealthLimits(in_a_row=1, rest_s=5))
+    registry = Registry(Settings(circuit_breaker_failures=1, ejection_time_s=5))
     for role in Role:
         for port in (1, 2):
             registry.add(role, Address("http", "h", port))

@@ -5,14 +5,15 @@ import time
 
 from support.sim import until_async
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.health import HealthLimits, HealthState
+from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.model import InstanceId, RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.workers.worker_health import WorkerHealth
+from xpyd_proxy.io.request_path.id_log import InstanceIdLog
 from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
 from xpyd_proxy.io.workers.context import WorkerContext
 from xpyd_proxy.io.workers.health_gossip import HealthGossip
-from xpyd_proxy.io.workers.id_log import InstanceIdLog
+from xpyd_proxy.settings import Settings
 
 D0 = InstanceId("decode-0")
 
@@ -22,7 +23,7 @@ class Worker:
 
     def __init__(self, folder, number):
         self.ledger = InstanceIdLog(folder / "ledger")
-        self.registry = SharedRegistry(HealthLimits(in_a_row=1), self.ledger)
+        self.registry = SharedRegistry(Settings(circuit_breaker_failures=1), self.ledger)
         self.registry.add(Role.DECODE, Address("http", "h", 1))
         self.peers = WorkerHealth(self.registry, patience_s=3.0)
         place = WorkerContext(number, 3, str(folder), port=0, line=0, starts=1)

@@ -5,14 +5,14 @@ import threading
 import pytest
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.health import HealthLimits, HealthState
-from xpyd_proxy.core.fleet.origin import EngineSource, Origin, Wanted
-from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.fleet.health import HealthState
+from xpyd_proxy.core.fleet.target import EngineSource, Origin, Target, Wanted
 from xpyd_proxy.core.model import InstanceId, Role
 from xpyd_proxy.core.workers.instance_ids import Verb
 from xpyd_proxy.errors import AlreadyKnown
+from xpyd_proxy.io.request_path.id_log import InstanceIdLog
 from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
-from xpyd_proxy.io.workers.id_log import InstanceIdLog
+from xpyd_proxy.settings import Settings
 
 D0, D1 = InstanceId("decode-0"), InstanceId("decode-1")
 A, B = Address("http", "a", 1), Address("http", "b", 1)
@@ -21,7 +21,7 @@ STORED = Origin(EngineSource.STORE, 1, Wanted(Role.DECODE, Target.parse("a:1")))
 
 def worker(folder, *addresses):
     """A worker that has begun with these engines."""
-    registry = SharedRegistry(HealthLimits(), InstanceIdLog(folder / "ledger"))
+    registry = SharedRegistry(Settings(), InstanceIdLog(folder / "ledger"))
     for address in addresses:
         registry.add(Role.DECODE, address)
     registry.begin(now=0.0)
@@ -60,7 +60,7 @@ def test_one_does_not_hear_oneself(tmp_path):
 
 def test_an_order_between_the_settings_and_the_first_look_is_not_missed(tmp_path):
     """A worker is built before it runs."""
-    late = SharedRegistry(HealthLimits(), InstanceIdLog(tmp_path / "ledger"))
+    late = SharedRegistry(Settings(), InstanceIdLog(tmp_path / "ledger"))
     ledger = InstanceIdLog(tmp_path / "ledger")
     for address in (A, B):
         late.add(Role.DECODE, address)

@@ -8,7 +8,6 @@ import pytest
 from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.admission.limits import AdmissionLimits, Limit
 from xpyd_proxy.core.counters import Counters
-from xpyd_proxy.core.fleet.instance_states import InstanceStates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.request_path.telemetry import Telemetry
@@ -23,8 +22,8 @@ class Worker:
     def __init__(self, folder, number, starts=1):
         self.telemetry = Telemetry(Counters(frozenset()), lambda: 1.0)
         self.queue = Admission(AdmissionLimits(concurrency=1, queue=0))
-        self.status = Status(self.telemetry, InstanceStates(Registry()), lambda: 1.0, self.queue)
-        self.metrics = Metrics(self.telemetry, InstanceStates(Registry()), self.queue)
+        self.status = Status(self.telemetry, Registry(), lambda: 1.0, self.queue)
+        self.metrics = Metrics(self.telemetry, Registry(), self.queue)
         place = WorkerContext(number, 2, str(folder), port=0, line=0, starts=starts)
         self.reports = WorkerReports(place, self.telemetry, self.queue, self.status.part)
 

@@ -1,12 +1,12 @@
 """Take turns, so that every prefill engine works with every decode engine."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 from typing import Final, TypeAlias
 
 from xpyd_proxy.core.fleet.compatibility import always
 from xpyd_proxy.core.model import ANY, Instance, InstanceId, RoutingHints
+from xpyd_proxy.core.routing.pairing import Among, Fits, Pair
 
 _Set: TypeAlias = tuple[InstanceId, ...]
 _MOST_SETS: Final = 256
@@ -48,18 +48,14 @@ class RoundRobin:
     def __init__(self, turns: Rotation | None = None, solo_turns: Rotation | None = None) -> None:
         self._turns = turns or Rotation()
         self._solo_turns = solo_turns or Rotation()
-        self._last: tuple[Sequence[Instance], Sequence[Instance], _Set] | None = None
+        self._last: tuple[Among, Among, _Set] | None = None
 
-    def pair(
-        self,
-        prefill: Sequence[Instance],
-        decode: Sequence[Instance],
-        _ask: RoutingHints = ANY,
-        fits: Callable[[Instance, Instance], bool] = lambda _, __: True,
-        /,
-    ) -> tuple[Instance, Instance]:
+    def pair(self, prefill: Among, decode: Among, _ask: RoutingHints = ANY, fits: Fits = always, /) -> Pair:
         """Return the next pair. A prefill engine that does not fit all has turns of its own with those it fits."""
-        turn = self._turns.next(self._both(prefill, decode))
+        before = self._last  # most often they are the same sequences as the last time
+        if before is None or before[0] is not prefill or before[1] is not decode:
+            before = self._last = prefill, decode, _names([*prefill, *decode])
+        turn = self._turns.next(before[2])
         x, y = len(prefill), len(decode)
         first = prefill[turn % x]
         fitting = decode if fits is always else [instance for instance in decode if fits(first, instance)]
@@ -69,14 +65,7 @@ class RoundRobin:
         shift = turn // (x * y // cycles) % cycles
         return first, decode[(turn + shift) % y]
 
-    def _both(self, prefill: Sequence[Instance], decode: Sequence[Instance]) -> _Set:
-        """Return the names of both sides; most often they are the same sequences as the last time."""
-        before = self._last
-        if before is None or before[0] is not prefill or before[1] is not decode:
-            before = self._last = prefill, decode, _names([*prefill, *decode])
-        return before[2]
-
-    def one(self, among: Sequence[Instance], _ask: RoutingHints = ANY, /) -> Instance:
+    def one(self, among: Among, _ask: RoutingHints = ANY, /) -> Instance:
         """Return the next engine; these turns do not disturb those of the pairs."""
         return among[self._solo_turns.next(_names(among)) % len(among)]
 
@@ -85,5 +74,5 @@ class RoundRobin:
         return RoundRobin(self._turns.copy(), self._solo_turns.copy())
 
 
-def _names(among: Sequence[Instance]) -> _Set:
+def _names(among: Among) -> _Set:
     return tuple([instance.id for instance in among])

@@ -2,21 +2,9 @@
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Protocol, Self
 
 from xpyd_proxy.core.model import ANY, Instance, RoutingHints
-
-
-class SessionFallback(Protocol):
-    """The choice for requests without a session."""
-
-    def one(self, among: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
-        """Return an engine."""
-        ...
-
-    def copy(self) -> Self:
-        """Return one that chooses alike, and whose choices leave no trace here."""
-        ...
+from xpyd_proxy.core.routing.pairing import Policy
 
 
 class Session:
@@ -26,7 +14,7 @@ class Session:
     own sessions move; when one comes, sessions move only to it.
     """
 
-    def __init__(self, otherwise: SessionFallback) -> None:
+    def __init__(self, otherwise: Policy) -> None:
         self._otherwise = otherwise
 
     def one(self, among: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:

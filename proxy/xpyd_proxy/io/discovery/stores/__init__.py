@@ -1,5 +1,45 @@
 """Where engines that were added by hand are kept: in this process, in a file, or where other routers see them, too."""
 
-from xpyd_proxy.io.discovery.stores.port import Store, StoreDown
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol, TypeAlias, TypeVar
 
-__all__ = ["Store", "StoreDown"]
+S_contra = TypeVar("S_contra", contravariant=True)
+
+
+class StoreDown(Exception):
+    """The store did not acknowledge a change: it may or may not have been made. The message says why."""
+
+
+class Observer(Protocol[S_contra]):
+    """Hears what there is: texts in a store, objects of the Kubernetes API."""
+
+    def view(self, objects: Mapping[str, S_contra], /) -> None:
+        """Take all there are, by name or uid."""
+        ...
+
+    def heard(self) -> None:
+        """Note that the source answers, and the view of before is still so."""
+        ...
+
+
+StoreObserver: TypeAlias = Observer[str]
+
+
+class Store(Protocol):
+    """Keeps texts by name. A change that is acknowledged is in every later view, also in those of other routers.
+
+    What a store has said last stays until it says something else; when it cannot be reached, it says nothing.
+    """
+
+    async def put(self, name: str, text: str, /) -> None:
+        """Keep an entry. When this returns, it is kept and the listener has been told; raises StoreDown."""
+        ...
+
+    async def delete(self, name: str, /) -> None:
+        """Drop an entry, if it is there; the same promise."""
+        ...
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Tell of changes, whoever makes them, while the block lasts."""
+        ...

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Final
 
 import msgspec
@@ -13,7 +13,7 @@ from xpyd_proxy.core.discovery.pods import Meta
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.io.discovery.kubernetes import KubeError, Kubernetes
 from xpyd_proxy.io.discovery.reflector import Collection, Reflector, WatchTimes
-from xpyd_proxy.io.discovery.stores.port import StoreDown, StoreObserver
+from xpyd_proxy.io.discovery.stores import StoreDown, StoreObserver
 
 logger = logging.getLogger(__name__)
 _TRIES: Final = 5
@@ -56,13 +56,9 @@ class ConfigMapStore:
         """Drop an entry; raises StoreDown."""
         await self._patch({name: None})
 
-    @asynccontextmanager
-    async def running(self) -> AsyncGenerator[None]:
+    def running(self) -> AbstractAsyncContextManager[None]:
         """Watch the ConfigMap."""
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._api)
-            await stack.enter_async_context(self._reflector.running())
-            yield
+        return self._reflector.running()
 
     def view(self, objects: Mapping[str, _Map | None], /) -> None:
         """Take what the watch has seen: this one object, if it is there."""
@@ -85,22 +81,18 @@ class ConfigMapStore:
             try:
                 found = decode(await self._api.merge_patch(self._path, body), _Map)
             except (KubeError, NotJson) as exc:
-                if number == _TRIES or not _is_passing(exc):
+                # A patch of one key can be made twice, where another try may succeed.
+                status = exc.status if isinstance(exc, KubeError) else 0
+                is_passing = status is None or status in (401, 409, 429) or status >= 500
+                if number == _TRIES or not is_passing:
                     raise StoreDown(f"the ConfigMap {self._name} was not changed: {exc}") from exc
                 await asyncio.sleep(pause * (0.5 + random.random() / 2))
                 pause *= 2
             else:
-                return self._changed(found)
-        return None
-
-    def _changed(self, found: _Map) -> None:
-        """Take what the answer to a change says, unless something later has been seen: versions rise for all objects.
-
-        An older view would stay: the watch says nothing more of what it has said.
-        """
-        _, version, _ = self._latest
-        if _number(found) >= version:
-            self._take(found)
+                # Versions rise for all objects. An older view would stay: the watch does not repeat what it has said.
+                if _number(found) >= self._latest[1]:
+                    self._take(found)
+                return
 
     def _take(self, found: _Map) -> None:
         self._latest = (found.metadata.uid, _number(found), self._clock())
@@ -119,8 +111,3 @@ def _number(found: _Map) -> int:
     """Return the version as a number: they rise. 0: it is none."""
     text = found.metadata.resource_version
     return int(text) if text.isascii() and text.isdigit() else 0
-
-
-def _is_passing(exc: Exception) -> bool:
-    """Tell whether another try may succeed: a patch of one key can be made twice."""
-    return isinstance(exc, KubeError) and (exc.status is None or exc.status in (401, 409, 429) or exc.status >= 500)

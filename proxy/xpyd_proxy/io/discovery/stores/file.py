@@ -5,16 +5,16 @@ import fcntl
 import logging
 import os
 import tempfile
-from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final, TypeAlias
 
 import msgspec
 
 from xpyd_proxy.core.discovery.reconcile import MOST
-from xpyd_proxy.io.background import meanwhile
-from xpyd_proxy.io.discovery.stores.port import StoreDown, StoreObserver
+from xpyd_proxy.io.background import meanwhile, repeatedly
+from xpyd_proxy.io.discovery.stores import StoreDown, StoreObserver
 
 logger = logging.getLogger(__name__)
 _MOST_BYTES: Final = 16 * 1024 * 1024
@@ -44,16 +44,9 @@ class FileStore:
     async def running(self) -> AsyncGenerator[None]:
         """Read the file, and look again and again whether another process has changed it."""
         await self._glance()
-        async with meanwhile(self._look()):
+        trouble = f"{self._path} could not be looked at"
+        async with meanwhile(repeatedly(self._poll_s, self._glance, logger, trouble)):
             yield
-
-    async def _look(self) -> None:
-        while True:
-            await asyncio.sleep(self._poll_s)
-            try:
-                await self._glance()
-            except Exception:  # a bug must not end the looking for good
-                logger.exception("%s could not be looked at", self._path)
 
     async def _glance(self) -> None:
         async with self._turn:
@@ -89,7 +82,8 @@ class FileStore:
     def _rewritten(self, change: Callable[[dict[str, str]], object]) -> tuple[dict[str, str], _Stamp]:
         """Change the file, and return what is in it then."""
         try:
-            with self._locked():
+            with Path(f"{self._path}.lock").open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
                 entries = self._read()
                 change(entries)
                 data = msgspec.json.format(msgspec.json.encode(entries), indent=1)
@@ -99,12 +93,6 @@ class FileStore:
                 return entries, self._stamp()
         except OSError as exc:
             raise StoreDown(f"{self._path} cannot be written: {exc.strerror}") from exc
-
-    @contextmanager
-    def _locked(self) -> Generator[None]:
-        with Path(f"{self._path}.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
 
     def _replace(self, data: bytes) -> None:
         handle, name = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 from xpyd_proxy.core.discovery.reconcile import MOST
 from xpyd_proxy.io.background import meanwhile
-from xpyd_proxy.io.discovery.stores.port import StoreDown, StoreObserver
+from xpyd_proxy.io.discovery.stores import StoreDown, StoreObserver
 
 
 class MemoryStore:

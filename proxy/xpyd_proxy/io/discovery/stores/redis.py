@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from xpyd_proxy.core.discovery.reconcile import MOST
-from xpyd_proxy.io.discovery.stores.port import StoreDown, StoreObserver
+from xpyd_proxy.io.discovery.stores import StoreDown, StoreObserver
 
 logger = logging.getLogger(__name__)
 _KEYS: Final = ("{xpyd}:instances", "{xpyd}:epoch", "{xpyd}:version")  # in braces: one slot of a Redis Cluster
@@ -111,11 +111,7 @@ class RedisStore:
         if known and (epoch != known or (anew and version < latest)):
             logger.warning("Redis has lost what it knew: %d engines are put back", len(self._kept))
             epoch, version, entries = await self._do("restore", *chain.from_iterable(self._kept.items()))
-            self._seen = (epoch, -1)
-        self._take(epoch, version, entries)
-
-    def _take(self, epoch: str, version: int, entries: Mapping[str, str]) -> None:
-        known, latest = self._seen
+            self._seen = known, latest = (epoch, -1)
         if epoch == known and version < latest:
             return  # an answer that was overtaken by a later one
         if (epoch, version) == self._seen:

@@ -10,7 +10,7 @@ import pytest
 
 from support.cluster import engine_spec, start_engine
 from support.legs import decode, prefill, text_of
-from support.models import WINDOW, one_head_model, state_space_model, windowed_model
+from support.models import WINDOW, one_head_model, windowed_model
 from support.questions import Question, ask, client
 from support.shapes import (
     BYTES,
@@ -28,7 +28,6 @@ from support.shapes import (
     wrong_answers,
 )
 from xpyd_proxy.core.protocol.push import TransferMode
-from xpyd_proxy.local.errors import ChildDied
 from xpyd_proxy.local.recipe import Connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -167,19 +166,3 @@ def test_an_engine_of_another_dtype_is_refused_in_one_sentence(gang, fleet, mode
 def test_equal_with_replicated_heads(row, gang, single):
     """Ranks that keep the same head share the work, or one of them has none."""
     check_equal(row, gang, single)
-
-
-def test_a_model_with_state_space_layers_is_refused_at_start(fleet, tmp_path):
-    """Their state is not a list of blocks of tokens; the engine ends, and the reason is one sentence."""
-    model = state_space_model(tmp_path / "mamba")
-    spec = engine_spec("mamba", model, connector=Connector.XPYD, extra_args=("--load-format", "dummy"))
-    child = start_engine(fleet, spec)
-    try:
-        with pytest.raises(ChildDied) as raised:
-            fleet.wait_ready([child], timeout_s=300)
-    finally:
-        fleet.stop(child)  # nobody else is told that a child of the fleet has died
-    log = child.log.read_text(errors="replace")
-
-    assert raised.value.name == "mamba"
-    assert re.search(r"^xpyd_connector\.errors\.UnsupportedCache: .*state-space layers.*$", log, re.MULTILINE)

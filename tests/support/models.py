@@ -1,7 +1,6 @@
-"""Tiny models of other shapes, made from the tiny Llama: few KV heads, a sliding window, and one without attention."""
+"""Tiny models of other shapes, made from the tiny Llama: few KV heads, and a sliding window."""
 
 import json
-import shutil
 
 from xpyd_proxy.local.model import KV_HEADS, ensure_model
 
@@ -10,14 +9,6 @@ WINDOW = 96  # tokens that a layer with a sliding window looks back, its own inc
 # Seen with 60 random prompts of 150 to 1200 tokens: any 32 tokens replaced by others changed the 16 greedy tokens. A
 # single token missing at the edge of the window moved one of 16 logprobs by 0.0003 to 1.4 in 12 prompts of 12.
 LAYER_TYPES = ("sliding_attention", "full_attention") * 2
-
-MAMBA = {
-    "architectures": ["MambaForCausalLM"], "model_type": "mamba", "dtype": "float32", "vocab_size": 512,
-    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "state_size": 16, "conv_kernel": 4,
-    "expand": 2, "time_step_rank": 16, "use_bias": False, "use_conv_bias": True, "hidden_act": "silu",
-    "layer_norm_epsilon": 1e-5, "residual_in_fp32": True, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 3,
-}  # fmt: skip
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 def windowed_model(directory):
@@ -29,17 +20,6 @@ def one_head_model(directory):
     """Write the tiny model with the first of its KV heads only, which both ranks of two then keep."""
     _changed(directory, num_key_value_heads=1)
     _keep_first_head(directory / "model.safetensors")
-    return directory
-
-
-def state_space_model(directory):
-    """Write the configuration of a Mamba, for an engine that makes up weights (``--load-format dummy``)."""
-    base = directory.with_name(f"{directory.name}-tokenizer")
-    ensure_model(base)
-    directory.mkdir()
-    for name in TOKENIZER:
-        shutil.copy(base / name, directory / name)
-    (directory / "config.json").write_text(json.dumps(MAMBA))
     return directory
 
 

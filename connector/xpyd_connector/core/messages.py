@@ -93,7 +93,8 @@ class Region(msgspec.Struct, frozen=True):
 
     An entry is what is kept of one token and one head: K and V side by side, or one of them, as a kernel likes it. A
     row is what the kernel calls a block: vLLM's block ``b`` is the rows from ``b * rows`` on. Layouts differ in the
-    strides, which are bytes. Of a row that is ``opaque``, the kernel alone knows which byte belongs to whom.
+    strides, which are bytes. Of a row that is ``opaque``, the kernel alone knows which byte belongs to whom. A
+    ``state`` is one entry of a block, however many tokens it covers.
     """
 
     base: Annotated[int, Meta(ge=0)]  # address of row 0, head 0, token 0
@@ -110,6 +111,7 @@ class Region(msgspec.Struct, frozen=True):
     parts: Annotated[int, Meta(ge=1, le=MAX_PARTS)] = 1
     part_stride: Annotated[int, Meta(ge=0)] = 0
     opaque: bool = False
+    state: bool = False
 
     @property
     def block_size(self) -> int:

@@ -57,4 +57,4 @@ class BlockShortage:
 
     def _blocks(self, request: Request, computed: int) -> int:
         """Return how many blocks the uncached tokens of a request need, over all KV cache groups."""
-        return sum(-(-request.num_tokens // group.block_size) - computed // group.block_size for group in self._groups)
+        return sum(group.new_blocks(request.num_tokens, computed) for group in self._groups)

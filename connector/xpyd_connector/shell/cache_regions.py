@@ -35,13 +35,46 @@ def describe_caches(
     :exc:`~xpyd_connector.errors.UnsupportedCache` for a layer of another shape.
     """
     names = sorted(caches, key=_natural)
-    whole = [
-        _mark_opaque(_region(name, caches[name], engine_config, blocks), engine_config, kernel_layout) for name in names
-    ]
+    whole = [_described(name, caches[name], engine_config, blocks, kernel_layout) for name in names]
     if kernel_layout is not KernelLayout.TRANSPOSED or any(region.opaque for region in whole):
         return tuple(whole)
     items = [caches[name].element_size() for name in names]
-    return tuple(half for region, item in zip(whole, items, strict=True) for half in _halves(region, item))
+    return tuple(
+        part
+        for region, item in zip(whole, items, strict=True)
+        for part in ((region,) if region.state else _halves(region, item))
+    )
+
+
+def _described(
+    name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks: int, kernel_layout: KernelLayout
+) -> Region:
+    if engine_config.groups[engine_config.layers[name]].state:
+        return _state(name, cache, engine_config, blocks)
+    return _mark_opaque(_region(name, cache, engine_config, blocks), engine_config, kernel_layout)
+
+
+def _state(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks: int) -> Region:
+    """Return the region of a layer that keeps a state: all of its tensors side by side, one row per block."""
+    if cache.shape[:3] != (blocks, 1, 1) or cache.stride(3) != 1:
+        raise UnsupportedCache(
+            f"layer {name} keeps its states with shape {tuple(cache.shape)} and strides {cache.stride()}; expected is "
+            f"one row in one piece for each of the {blocks} blocks"
+        )
+    item = cache.element_size()
+    return Region(
+        base=cache.data_ptr(),
+        count=blocks,
+        heads=1,
+        tokens=1,
+        width=cache.shape[3] * item,
+        row_stride=cache.stride(0) * item,
+        head_stride=0,
+        token_stride=0,
+        group=engine_config.layers[name],
+        all_heads=engine_config.ranks,  # each rank has its own part
+        state=True,
+    )
 
 
 def _halves(region: Region, item: int) -> tuple[Region, Region]:

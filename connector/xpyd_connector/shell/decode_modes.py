@@ -8,6 +8,7 @@ from vllm.v1.request import Request
 
 from xpyd_connector.core.control import ControlPlane
 from xpyd_connector.core.ids import BlockId, RequestId
+from xpyd_connector.core.layout.cache_groups import moved_tokens
 from xpyd_connector.core.layout.transfer_plan import TokenRange
 from xpyd_connector.core.lease.kv_params import (
     PullParams,
@@ -75,7 +76,8 @@ class PullDecode:
             return source  # vLLM rejected the request: this stand-in only releases P's blocks (v1/engine/async_llm.py)
         _check(self._engine_config, request)
         self._check_blocks(source, request.num_prompt_tokens)
-        self._check_prompt(source, digest(request), is_proven=is_proven)
+        tokens = moved_tokens(self._engine_config.groups, request.num_prompt_tokens)
+        self._check_prompt(source, digest(request, tokens), is_proven=is_proven)
         return source
 
     def _check_prompt(self, source: PullParams, own: str | None, *, is_proven: bool) -> None:
@@ -100,11 +102,18 @@ class PullDecode:
             raise InvalidKvParams(f"{source.remote_num_tokens} tokens are offered, {prompt - 1} are needed")
         for number, group in enumerate(groups):
             start, stop = group.missing_tokens(prompt, prompt - 1)
-            held = source.remote_block_ids[number][start // sizes[number] : -(-stop // sizes[number])]
-            if 0 in held or len(held) * sizes[number] < stop - start // sizes[number] * sizes[number]:
+            held = self._offered(source, number, start, stop)
+            if group.state:
+                _check_state(held, source.remote_num_tokens, stop)
+            elif 0 in held or len(held) * sizes[number] < stop - start // sizes[number] * sizes[number]:
                 raise InvalidKvParams(
                     f"tokens {start} to {stop} are needed of KV cache group {number}, and not all are offered"
                 )
+
+    def _offered(self, source: PullParams, number: int, start: int, stop: int) -> Sequence[BlockId]:
+        """Return P's blocks of these tokens. Of a state there is one, whatever P's block size."""
+        blocks, size = source.remote_block_ids[number], self._sizes(source)[number]
+        return blocks if self._engine_config.groups[number].state else blocks[start // size : -(-stop // size)]
 
     def _sizes(self, source: PullParams) -> Sequence[int]:
         """Return P's block size for each group; by default ours."""
@@ -117,10 +126,10 @@ class PullDecode:
         if not isinstance(source, PullParams):
             raise TypeError(f"a pull cannot load from {type(source).__name__}")
         token_ranges: list[TokenRange] = []
-        for number, (group, size) in enumerate(zip(self._engine_config.groups, self._sizes(source), strict=True)):
+        for number, group in enumerate(self._engine_config.groups):
             start, stop = group.missing_tokens(request.num_prompt_tokens, external)
             if start < stop:
-                remote = source.remote_block_ids[number][start // size : -(-stop // size)]
+                remote = self._offered(source, number, start, stop)
                 into = [BlockId(block) for block in local[number][group.blocks_of(start, stop)]]
                 token_ranges.append(TokenRange(number, start, stop, remote, into))
         own = RequestId(request.request_id)
@@ -167,7 +176,8 @@ class PushDecode:
             start, stop = group.missing_tokens(request.num_prompt_tokens, external)
             into = blocks[group.blocks_of(start, stop)] if start < stop else ()
             groups.append(LentBlocks(start, stop, tuple(BlockId(block) for block in into)))
-        own, engine, prompt = RequestId(request.request_id), source.remote_engine_id, digest(request)
+        own, engine = RequestId(request.request_id), source.remote_engine_id
+        prompt = digest(request, moved_tokens(self._engine_config.groups, request.num_prompt_tokens))
         order = PushOrder(own, source.remote_request_id, engine, source.address, prompt, tuple(groups))
         self._post(lambda control, now: control.push_receiver.expect(order, now=now))
         return [block for lent in groups for block in lent.blocks]
@@ -185,6 +195,17 @@ class PushDecode:
         return StepMetadata(arrived=arrived, idle=output.total_num_scheduled_tokens == 0)
 
 
+def _check_state(blocks: Sequence[BlockId], covered: int, computed: int) -> None:
+    """Raise unless one block with the state after exactly ``computed`` tokens is offered; after none, none is needed.
+
+    vLLM computes the next token from it, so a state that covers that token already would take it in twice.
+    """
+    if computed and covered != computed:
+        raise InvalidKvParams(f"a state after {covered} tokens is offered, one after {computed} is needed")
+    if computed and (len(blocks) != 1 or 0 in blocks):
+        raise InvalidKvParams(f"{len(blocks)} blocks are offered of a state, which is in one")
+
+
 def _check(engine_config: EngineConfig, request: Request) -> None:
     if len(request.request_id) > MAX_ID:
         raise InvalidKvParams(f"the request's own id has {len(request.request_id)} characters, {MAX_ID} are allowed")
@@ -192,11 +213,11 @@ def _check(engine_config: EngineConfig, request: Request) -> None:
         raise InvalidKvParams("this engine's kv_role is kv_producer, it cannot load KV")
 
 
-def digest(request: Request) -> str | None:
-    """Return a digest of all inputs of a prompt's KV; None if the prompt has no token ids (embeddings)."""
+def digest(request: Request, prompt_tokens: int) -> str | None:
+    """Return a digest of all inputs of the KV of so many tokens; None if they have no ids (embeddings)."""
     features = [feature.identifier for feature in request.mm_features]
     if request.lora_request is not None:
         features.append(f"lora:{request.lora_request.lora_name}")
     prompt = request.prompt_token_ids
-    tokens = prompt[: request.num_prompt_tokens] if prompt is not None else None
+    tokens = prompt[:prompt_tokens] if prompt is not None else None
     return digest_prompt(tokens, features, request.cache_salt)

@@ -25,7 +25,15 @@ from xpyd_connector.errors import UnsupportedCache
 from xpyd_connector.settings import Granularity, Mode, Settings, read_settings
 from xpyd_connector.shell.devices import check_copies, check_events
 
-SUPPORTED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SlidingWindowMLASpec, ChunkedLocalAttentionSpec)
+SUPPORTED = (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    SlidingWindowMLASpec,
+    ChunkedLocalAttentionSpec,
+    MambaSpec,
+)
+MAX_STATE_TENSORS = 2  # further ones mean something only with what the worker knows beside the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +86,10 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
     parallel = config.parallel_config
     for group in cache.kv_cache_groups:
         for spec in _specs(group.kv_cache_spec):
-            if isinstance(spec, MambaSpec):
+            if isinstance(spec, MambaSpec) and len(spec.shapes) > MAX_STATE_TENSORS:
                 raise UnsupportedCache(
-                    f"layer {group.layer_names[0]} keeps a state instead of KV ({type(spec).__name__}); "
-                    "models with state-space layers cannot be served in two phases by this connector"
+                    f"layer {group.layer_names[0]} keeps a state of {len(spec.shapes)} tensors; a convolution's and a "
+                    "recurrent one are supported, without the inputs that ReplaySSM or RecoverSSM keep beside them"
                 )
             if type(spec) not in SUPPORTED or not group.enable_kv_transfer or group.host_resident:
                 kinds = ", ".join(kind.__name__ for kind in SUPPORTED)
@@ -117,7 +125,15 @@ def _specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
 
 def _group(spec: KVCacheSpec) -> CacheGroup:
     one = _specs(spec)[0]
+    if isinstance(one, MambaSpec):
+        return CacheGroup(spec.block_size, state=_state(one))
     retained = getattr(one, "extra_retained_tokens", 0)
     window = one.sliding_window + retained if isinstance(one, SlidingWindowSpec) else 0
     chunk = one.attention_chunk_size if isinstance(one, ChunkedLocalAttentionSpec) else 0
     return CacheGroup(spec.block_size, window, chunk)
+
+
+def _state(spec: MambaSpec) -> str:
+    """Return the kind of a state, and the shape and dtype of each of its tensors on one rank."""
+    tensors = (f"{tuple(shape)} {dtype}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+    return f"{spec.mamba_type.name} state of {' and '.join(tensors)}"

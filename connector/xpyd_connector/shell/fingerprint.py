@@ -90,6 +90,8 @@ def _draft_model(config: VllmConfig) -> str:
 
 
 def _kind(group: CacheGroup) -> str:
+    if group.state:
+        return group.state
     if group.window:
         return f"sliding window of {group.window}"
     return f"chunks of {group.chunk}" if group.chunk else "full"

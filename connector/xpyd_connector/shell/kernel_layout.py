@@ -15,8 +15,8 @@ ENTRIES = frozenset({"FLASH_ATTN", "FLASH_ATTN_DIFFKV", "TRITON_ATTN", "FLASHINF
 
 
 def kernel_layout_of(config: VllmConfig, groups: Sequence[CacheGroup]) -> KernelLayout:
-    """Return the layout of this worker's kernels. Call it when the layers exist."""
-    backends = {backend.get_name() for backend in get_current_attn_backends(config)}
+    """Return the layout of this worker's attention kernels. Call it when the layers exist."""
+    backends = {backend.get_name() for backend in get_current_attn_backends(config) if not backend.is_ssm()}
     if config.model_config.use_mla or (backends and backends <= ENTRIES):
         return KernelLayout.ENTRIES  # MLA keeps one latent vector per token
     return _of_cpu(config, groups) if backends == {"CPU_ATTN"} else KernelLayout.OPAQUE
@@ -31,5 +31,6 @@ def _of_cpu(config: VllmConfig, groups: Sequence[CacheGroup]) -> KernelLayout:
     sets = {
         cpu_attn._get_attn_isa(model.dtype, group.block_size, model.get_head_size(), str(cache.cache_dtype))  # noqa: SLF001
         for group in groups
+        if not group.state
     }
     return KernelLayout.TRANSPOSED if sets == {"vec"} and str(cache.cache_dtype) == "auto" else KernelLayout.OPAQUE

@@ -27,6 +27,7 @@ from xpyd_connector.shell.engine_config import EngineConfig
 from xpyd_connector.shell.held_blocks import HeldBlocks
 from xpyd_connector.shell.push_progress import PushProgress
 from xpyd_connector.shell.sliding_windows import NULL, SlidingWindowPins
+from xpyd_connector.shell.truncated_prompts import can_move, truncate
 
 if TYPE_CHECKING:
     from xpyd_connector.settings import Settings
@@ -66,7 +67,14 @@ class PrefillRequests:
             self._push_progress = PushProgress(engine_config.groups, is_chunked=is_chunked)
 
     def begin(self, request: Request, params: Mapping[str, Any]) -> None:
-        """Start the transfer of a new request, in push. A request without a valid transfer id is not handed over."""
+        """Truncate a new request if need be, and start its transfer, in push.
+
+        A request without a valid transfer id is not handed over.
+        """
+        groups = self._engine_config.groups
+        if not self._engine_config.is_producer or not can_move(request, groups):
+            return  # _hand_over() says why
+        truncate(request, groups)
         if self._push_progress is None:
             return
         try:
@@ -79,7 +87,7 @@ class PrefillRequests:
             self._counters.count("transfer_ids_duplicate")
             logger.warning("xpyd: %s is not handed over: there is a transfer %s already", request.request_id, name)
             return
-        self._push_progress.begin(request, name, digest(request))
+        self._push_progress.begin(request, name, digest(request, request.num_prompt_tokens))
 
     def considered(self, request: Request, computed: int) -> None:
         """VLLM considers a waiting request with ``computed`` tokens in the prefix cache."""
@@ -143,6 +151,9 @@ class PrefillRequests:
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_decode") or not self._engine_config.is_producer:
             return None
+        if not can_move(request, self._engine_config.groups):
+            logger.warning("xpyd: %s is not handed over: it has computed its last token", request.request_id)
+            return None
         name = RequestId(request.request_id) if self._push_progress is None else self._push_progress.name_of(request)
         if name is None:
             return None  # begin() has logged the reason
@@ -159,8 +170,9 @@ class PrefillRequests:
         The blocks are pinned in the pool. The alternative, to delay vLLM's release of the request, would keep the
         engine stepping as long as a lease lasts.
         """
+        tokens = request.num_prompt_tokens
         prompt = [
-            list(ids[group.blocks_of(0, request.num_prompt_tokens)])
+            list(ids[group.blocks_of(tokens - 1 if group.state else 0, tokens)])
             for group, ids in zip(self._engine_config.groups, blocks, strict=True)
         ]
         pool = self._pool()
@@ -196,8 +208,8 @@ class PrefillRequests:
             remote_num_tokens=request.num_computed_tokens,
             tp_size=self._engine_config.ranks,
             transfer_mode=self._settings.mode.value,
-            xpyd_prompt=digest(request),
+            xpyd_prompt=digest(request, request.num_prompt_tokens),
             transfer_id=name if self._push_progress is not None else None,
-            xpyd_block_sizes=tuple(group.block_size for group in self._engine_config.groups),
+            xpyd_block_sizes=tuple(1 if group.state else group.block_size for group in self._engine_config.groups),
             xpyd_expires_at=ceil(self._wall_clock() + self._settings.kv_lease_duration),
         )

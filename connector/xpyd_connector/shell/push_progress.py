@@ -87,8 +87,9 @@ class PushProgress:
             progress = self._prefills[own]
             computed = min(progress.request.num_computed_tokens, progress.request.num_prompt_tokens)
             table = state.resolve_block_ids(own)
-            complete = [
-                blocks[: computed // group.block_size] for blocks, group in zip(table, self._groups, strict=True)
+            complete = [  # a state is complete at the end of the prompt only
+                () if group.state else blocks[: computed // group.block_size]
+                for blocks, group in zip(table, self._groups, strict=True)
             ]
             piece = self._computed_blocks(progress, complete, computed, last=False)
             if any(piece.groups):

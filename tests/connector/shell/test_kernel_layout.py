@@ -23,7 +23,7 @@ class Layer(AttentionLayerBase):
     """One of a model, as vLLM finds it."""
 
     def __init__(self, backend):
-        self.backend = SimpleNamespace(get_name=lambda: backend, full_cls_name=lambda: backend)
+        self.backend = SimpleNamespace(get_name=lambda: backend, full_cls_name=lambda: backend, is_ssm=lambda: False)
 
     def get_attn_backend(self):
         return self.backend

@@ -1,9 +1,11 @@
 """Which tokens of a prompt a KV cache group keeps, and which of them a decode engine lacks: pure arithmetic.
 
 vLLM puts layers that need the same tokens into one group with block tables of its own: those that look at everything,
-those that look back over a sliding window, those that look at their chunk only (``vllm/v1/kv_cache_interface.py``).
+those that look back over a sliding window, those that look at their chunk only, and those that keep a state, which is
+kept in the block of the last token that it covers (``vllm/v1/kv_cache_interface.py``).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -14,6 +16,7 @@ class CacheGroup:
     block_size: int
     window: int = 0  # a token sees itself and the ``window - 1`` before it
     chunk: int = 0  # a token sees those of its own chunk before it
+    state: str = ""  # what a state consists of, for layers that keep one instead of KV
 
     @property
     def frees_early(self) -> bool:
@@ -25,6 +28,8 @@ class CacheGroup:
 
         As vLLM's ``get_num_skipped_tokens`` (``vllm/v1/core/single_type_kv_cache_manager.py``).
         """
+        if self.state:
+            return max(0, computed - 1)
         if self.window:
             return max(0, computed - self.window + 1)
         return computed // self.chunk * self.chunk if self.chunk else 0
@@ -41,3 +46,16 @@ class CacheGroup:
     def blocks_of(self, start: int, stop: int) -> slice:
         """Return which of a request's blocks the tokens from ``start`` to ``stop`` are in."""
         return slice(start // self.block_size, -(-stop // self.block_size))
+
+    def new_blocks(self, tokens: int, computed: int) -> int:
+        """Return how many blocks a request of so many ``tokens`` needs beside those of its ``computed`` ones."""
+        return 1 if self.state else -(-tokens // self.block_size) - computed // self.block_size
+
+
+def moved_tokens(groups: Iterable[CacheGroup], prompt_tokens: int) -> int:
+    """Return up to which token a prompt's KV is made for another engine.
+
+    A decode engine computes the last prompt token itself. KV of that token does no harm; a state that has taken it in
+    cannot be stepped back, so with one the prefill engine leaves the token out. A prompt of one token is not moved.
+    """
+    return max(1, prompt_tokens - 1) if any(group.state for group in groups) else prompt_tokens

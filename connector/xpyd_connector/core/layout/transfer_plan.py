@@ -116,6 +116,7 @@ def check_shapes(ours: RankInfo, theirs: RankInfo) -> None:
 
 def _faults(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> Iterator[str]:
     """Yield the reasons against a transfer between two regions. Each test relies on those before it."""
+    yield from _state_faults(ours, our, theirs, their)
     for text, here, there in (
         ("entries in {} parts", our.parts, their.parts),
         ("entries of {} bytes", our.width, their.width),
@@ -141,6 +142,14 @@ def _faults(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> Ite
     smallest = _smallest_run(ours, our, theirs, their)
     if smallest < SMALLEST_RUN:
         yield f"KV would move in runs of {smallest} bytes; the least is {SMALLEST_RUN}: use the same KV cache layout"
+
+
+def _state_faults(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> Iterator[str]:
+    """Yield the reasons against a transfer that hold for a state only: its ranks have parts of the kernel's choice."""
+    if our.state != their.state:
+        yield f"it keeps {'a state' if their.state else 'KV'}, ours {'a state' if our.state else 'KV'}"
+    if our.state and ours.ranks != theirs.ranks:
+        yield f"it keeps a state on {theirs.ranks} tensor-parallel ranks, ours on {ours.ranks}; they must be equal"
 
 
 def _differences(ours: RankInfo, our: Region, theirs: RankInfo, their: Region) -> Iterator[str]:

@@ -3,7 +3,8 @@
 The engine reports computed blocks step by step. The scheduler process reports registrations over a connection of its
 own, so neither waits for an engine step. Whichever comes first waits here for the other.
 
-Only complete blocks are written; a later step completes the others. A preempted prefill starts again as another
+Only complete blocks are written; a later step completes the others. A state, which every step changes, is written with
+the last part. A preempted prefill starts again as another
 ``attempt``, which overwrites what the first one wrote, after its writes have ended.
 """
 
@@ -66,6 +67,7 @@ class PushWriter:
         self._transfer_agent = transfer_agent
         self._counters = counters
         self._own = own
+        self._states = {region.group for region in own.regions if region.state}  # the groups that keep one
         self._scheduler = SchedulerLink(link, scheduler_endpoint, WorkerHello(own.rank, token))
         self._timeout = timeout
         self._part_writer = PartWriter(transfer_agent, counters, timeout=timeout, staging=staging)
@@ -202,10 +204,12 @@ class PushWriter:
 
     def _writable(self, job: PushJob, source: PromptBlocks) -> int:
         """Return up to which token the blocks, ours and the decode engine's, are complete: nothing is written twice."""
+        wanted = max(lent.stop for lent in job.order.groups)
         if source.complete:
-            return max(lent.stop for lent in job.order.groups)
+            return wanted
         step = lcm(*self._block_sizes(job))
-        return source.tokens // step * step
+        computed = min(source.tokens, wanted - 1) if self._states else source.tokens  # a state belongs to the last part
+        return computed // step * step
 
     def _block_sizes(self, job: PushJob) -> list[int]:
         theirs = self._peers[job.peer].rank
@@ -224,6 +228,8 @@ class PushWriter:
             return f"it registers {len(order.groups)} KV cache groups, there are {len(source.groups)}"
         if source.complete and source.tokens < wanted:
             return f"transfer {order.request} has {source.tokens} tokens, {wanted} are wanted"
+        if self._states and source.complete and source.tokens != wanted:
+            return f"transfer {order.request} has a state after {source.tokens} tokens, one after {wanted} is wanted"
         return ""
 
     def _post(self, job: PushJob, source: PromptBlocks, until: int, now: float) -> None:
@@ -234,7 +240,9 @@ class PushWriter:
             return  # other ranks of ours keep the same heads
         sizes, theirs = block_sizes(self._own), block_sizes(peer.rank)
         token_ranges = [
-            _stretch(group, lent, (sent, until), source.groups[group], (sizes[group], theirs[group]))
+            _state(group, lent, until, source.groups[group])
+            if group in self._states
+            else _stretch(group, lent, (sent, until), source.groups[group], (sizes[group], theirs[group]))
             for group, lent in enumerate(job.order.groups)
         ]
         try:
@@ -298,3 +306,8 @@ def _stretch(
     first = lent.start // theirs
     remote = lent.blocks[start // theirs - first : -(-stop // theirs) - first]
     return TokenRange(group, start, stop, remote, blocks[start // ours : -(-stop // ours)])
+
+
+def _state(group: int, lent: LentBlocks, until: int, blocks: Sequence[BlockId]) -> TokenRange:
+    """Return the state of a group with the last part of a push, and nothing with any other part."""
+    return TokenRange(group, min(lent.start, until), min(lent.stop, until), lent.blocks, blocks)

@@ -23,7 +23,9 @@ class Layer(AttentionLayerBase):
     """One of a model, as vLLM finds it."""
 
     def __init__(self, backend):
-        self.backend = SimpleNamespace(get_name=lambda: backend, full_cls_name=lambda: backend, is_ssm=lambda: False)
+        self.backend = SimpleNamespace(
+            get_name=lambda: backend, full_cls_name=lambda: backend, is_ssm=lambda: "MAMBA" in backend
+        )
 
     def get_attn_backend(self):
         return self.backend
@@ -41,7 +43,7 @@ def interior(*backends, use_mla=False, dtype=torch.bfloat16, block_sizes=(32,), 
             cache_config=SimpleNamespace(cache_dtype=cache_dtype),
             model_config=SimpleNamespace(dtype=dtype, use_mla=use_mla, get_head_size=lambda: head_size),
         ),
-        [CacheGroup(size) for size in block_sizes],
+        [*(CacheGroup(size) for size in block_sizes), CacheGroup(2048, state="of Mamba")],
     )
 
 
@@ -122,3 +124,11 @@ def test_a_worker_without_attention_layers_is_not_cut(monkeypatch):
     monkeypatch.setattr("xpyd_connector.shell.kernel_layout.get_current_attn_backends", lambda _: [])
 
     assert interior() is KernelLayout.OPAQUE
+
+
+def test_layers_that_keep_a_state_have_no_say(take):
+    """Neither their backend, which vLLM lists beside the attention layers', nor the size of their blocks."""
+    asked = take("vec")
+
+    assert interior("CPU_ATTN", "MAMBA2_ATTN") is KernelLayout.TRANSPOSED
+    assert len(asked) == 1

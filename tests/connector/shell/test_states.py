@@ -99,12 +99,16 @@ def test_p_computes_all_but_the_last_token():
     assert prompt == PROMPT  # the API server's, in an engine of one process
 
 
-def test_p_computes_a_prompt_given_as_embeddings_but_for_the_last_one():
-    """They have no token ids."""
-    asked = Request("p-a", None, SamplingParams(max_tokens=1), None, prompt_embeds=torch.arange(20.0).reshape(10, 2))
+@pytest.mark.parametrize("ids", [None, PROMPT], ids=["alone", "among tokens"])
+def test_p_computes_a_prompt_given_as_embeddings_but_for_the_last_one(ids):
+    """Alone they have no token ids; among tokens a mask says which is which."""
+    embeds, mask = torch.arange(20.0).reshape(10, 2), None if ids is None else [True] * 10
+    sampling = SamplingParams(max_tokens=1)
+    asked = Request("p-a", ids, sampling, None, prompt_embeds=embeds, prompt_is_token_ids=mask)
     Prefills().begin(asked)
 
     assert (asked.num_prompt_tokens, asked.num_tokens, len(asked.prompt_embeds)) == (9, 9, 9)
+    assert mask is None or len(asked.prompt_is_token_ids) == 9
 
 
 @pytest.mark.parametrize(

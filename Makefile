@@ -61,7 +61,7 @@ test-compiled: $(STAMPS)/dev
 	$(BIN)/pytest $(SHARED) -m compiled --dist worksteal tests/images
 
 test-engines: $(STAMPS)/helm
-	$(BIN)/pytest --durations=20 -m "vllm and not (gpu or thorough)" tests/chaos tests/e2e
+	$(BIN)/pytest --durations=20 -m "vllm and not (gpu or thorough)" tests/chaos tests/e2e tests/models
 
 .PHONY: test-thorough
 test-thorough: $(STAMPS)/dev ## more of the same: every fault in every phase, in both modes, on real engines; 40 minutes

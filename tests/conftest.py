@@ -11,7 +11,7 @@ from support import router_kind
 settings.register_profile("xpyd", deadline=None)  # a busy machine is not a failure
 settings.load_profile("xpyd")
 
-WITH_ENGINES = [Path(__file__).parent / folder for folder in ("chaos", "e2e")]  # where ``make test-engines`` looks
+WITH_ENGINES = [Path(__file__).parent / folder for folder in ("chaos", "e2e", "models")]  # as ``make test-engines``
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

@@ -43,7 +43,7 @@ def coordinates(p, d):
 _transfers = itertools.count(1)
 
 
-def push(p, d, question, where, *, prefill_after=0.0, decode_after=0.0):
+def push(p, d, question, where, *, prefill_after=0.0, decode_after=0.0, tokens=TOKENS):
     """Ask a question over both legs at once, either later by some seconds; returns the answer and D's seconds."""
     transfer = {"transfer_id": f"{os.getpid()}-{next(_transfers)}"}
     lends, borrows = OPEN | transfer, {"do_remote_prefill": True, "do_remote_decode": False, **transfer, **where}
@@ -56,7 +56,7 @@ def push(p, d, question, where, *, prefill_after=0.0, decode_after=0.0):
 
     with ThreadPoolExecutor(2) as pool:
         prefilled = pool.submit(leg, p, prefill_after, lends, tokens=1)
-        answered = pool.submit(leg, d, decode_after, borrows)
+        answered = pool.submit(leg, d, decode_after, borrows, tokens=tokens)
         prefilled.result()
         return answered.result()
 

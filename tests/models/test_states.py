@@ -24,7 +24,7 @@ TABLE = ROOT / "docs/models.md"
 
 def is_thorough(test, params):
     """Tell what is only for ``make test-thorough``: all architectures but one, and long tests of that one."""
-    return params["trio"] != QUICK or test.startswith("test_fifty")
+    return params.get("trio", QUICK) != QUICK or test.startswith(("test_fifty", "test_through_host"))
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +107,25 @@ def test_fifty_prompts(trio, mode):
     assert moved.farthest <= TOLERANCE
     assert moved.failed == {}
     assert moved.bytes > 0
+
+
+@pytest.fixture(scope="module")
+def staged(fleet, tmp_path_factory):
+    """Engines whose cache NIXL does not reach: their host memory has room for few of a long prompt's blocks."""
+    model = make(ARCHITECTURES[QUICK], tmp_path_factory.mktemp("model") / "staged")
+    trio = Trio(fleet, ARCHITECTURES[QUICK], model, config={"host_staging": True, "staging_blocks": 16})
+    yield trio
+    trio.stop()
+
+
+@modes
+def test_through_host_memory(staged, mode):
+    """A state is copied whole, in one slot."""
+    moved = staged.compare(mode, random_questions((2, 33, 257, 500, 501), seed=f"staged {mode}"), at_once=2)
+
+    assert moved.farthest <= TOLERANCE
+    assert moved.failed == {}
+    assert moved.loads == 5
 
 
 def write_table(architecture, mode, moved, tokens):

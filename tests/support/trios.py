@@ -37,12 +37,13 @@ class Moved:
 class Trio:
     """A single engine without a connector, and a pair of engines for each mode."""
 
-    def __init__(self, fleet, architecture, model, *, options=()):
+    def __init__(self, fleet, architecture, model, *, config=None):
         self.architecture = architecture
+        self._config = config or {}  # of the connector
         step = architecture.step or SMALL_STEPS
         args = ("--dtype", architecture.dtype, "--max-num-batched-tokens", str(step))
         args += () if architecture.caches else ("--no-enable-prefix-caching",)
-        self._options = {"extra_args": (*args, *options), "kv_cache_mib": 64}
+        self._options = {"extra_args": args, "kv_cache_mib": 64}
         self._fleet = fleet
         self.single = engine_spec(f"{architecture.name}-single", model, **self._options)
         specs = {mode: [self._spec(model, mode, side) for side in "pd"] for mode in TransferMode}
@@ -56,7 +57,8 @@ class Trio:
 
     def _spec(self, model, mode, side):
         name = f"{self.architecture.name}-{mode.value}-{side}"
-        return engine_spec(name, model, connector=Connector.XPYD, mode=mode, **self._options)
+        common = {"connector": Connector.XPYD, "mode": mode, "extra_connector_config": self._config}
+        return engine_spec(name, model, **common, **self._options)
 
     def alone(self, question):
         """Ask the single engine."""

@@ -27,7 +27,6 @@ class Architecture:
     ``step``: in vLLM 0.32's CPU build, decoding a token of some models gives other numbers than computing it with the
     prompt, in one engine by itself (0.1 and more in a logprob). A single engine that computes so many tokens a step
     decodes the last token of a prompt of ``n * step + 1`` tokens, as a decode engine does: such prompts are comparable.
-    ``caches``: whether one engine by itself survives prefix caching.
     """
 
     name: str
@@ -35,7 +34,6 @@ class Architecture:
     config: dict = field(default_factory=dict)
     dtype: str = "float32"
     step: int = 0
-    caches: bool = False
 
 
 ARCHITECTURES = {

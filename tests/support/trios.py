@@ -41,8 +41,8 @@ class Trio:
         self.architecture = architecture
         self._config = config or {}  # of the connector
         step = architecture.step or SMALL_STEPS
-        args = ("--dtype", architecture.dtype, "--max-num-batched-tokens", str(step))
-        args += () if architecture.caches else ("--no-enable-prefix-caching",)
+        # With prefix caching, a single CPU engine of vLLM 0.32 dies (Mamba 2), or computes other chunks than a P.
+        args = ("--dtype", architecture.dtype, "--max-num-batched-tokens", str(step), "--no-enable-prefix-caching")
         self._options = {"extra_args": args, "kv_cache_mib": 64}
         self._fleet = fleet
         self.single = engine_spec(f"{architecture.name}-single", model, **self._options)

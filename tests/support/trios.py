@@ -41,7 +41,7 @@ class Trio:
         self.architecture = architecture
         self._config = config or {}  # of the connector
         step = architecture.step or SMALL_STEPS
-        # With prefix caching, a single CPU engine of vLLM 0.32 dies (Mamba 2), or computes other chunks than a P.
+        # With prefix caching, a single CPU engine of vLLM 0.32 dies (Mamba 2), or computes other steps than a P.
         args = ("--dtype", architecture.dtype, "--max-num-batched-tokens", str(step), "--no-enable-prefix-caching")
         self._options = {"extra_args": args, "kv_cache_mib": 64}
         self._fleet = fleet

@@ -1,8 +1,8 @@
 """A vLLM KV connector that moves prefill KV blocks to decode engines over NIXL.
 
-vLLM loads it with ``kv_connector_module_path="xpyd_connector"`` and
-``kv_connector="XpydConnector"``. Importing the package itself loads neither vLLM
-nor torch, so that everything below :mod:`xpyd_connector.shell` is testable anywhere.
+vLLM loads it with ``kv_connector="XpydConnector"``: :mod:`xpyd_connector.shell.plugin` registers that name. With
+``kv_connector_module_path="xpyd_connector"`` it does without the entry point. Importing the package itself loads
+neither vLLM nor torch, so that everything below :mod:`xpyd_connector.shell` is testable anywhere.
 """
 
 from typing import TYPE_CHECKING

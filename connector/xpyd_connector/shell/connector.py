@@ -24,6 +24,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from xpyd_connector.core.counters import StatsReport
+from xpyd_connector.errors import UnsupportedCache
 from xpyd_connector.settings import remarks
 from xpyd_connector.shell.engine_config import read_engine_config
 from xpyd_connector.shell.engine_waker import find_engine_waker
@@ -31,6 +32,7 @@ from xpyd_connector.shell.fingerprint import fingerprint, info_labels
 from xpyd_connector.shell.kernel_layout import kernel_layout_of
 from xpyd_connector.shell.metadata import QuarantineMetadata, RankHandshake, StepMetadata
 from xpyd_connector.shell.network import check_side_channel
+from xpyd_connector.shell.plugin import register
 from xpyd_connector.shell.scheduler import XpydConnectorScheduler
 from xpyd_connector.shell.vllm_stats import XpydPromMetrics, XpydStats
 from xpyd_connector.shell.worker import XpydConnectorWorker
@@ -102,7 +104,14 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Start the control thread: the workers have registered their memory."""
-        self._scheduler.start({rank: md for rank, md in metadata.items() if isinstance(md, RankHandshake)})
+        ours = {rank: md for rank, md in metadata.items() if isinstance(md, RankHandshake)}
+        if not ours:
+            raise UnsupportedCache(
+                "another connector describes this engine's memory to peers; MultiConnector passes on what its first "
+                "connector with such a description says, so only one of NixlConnector, XpydConnector and the like "
+                "can be in it"
+            )
+        self._scheduler.start(ours)
 
     def on_new_request(self, request: Request) -> None:
         """Start to renew the request's lease."""
@@ -192,3 +201,6 @@ class XpydConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> QuarantineMetadata | None:
         """Report quarantined blocks to the scheduler; vLLM calls this after :meth:`get_transfer_results`."""
         return self._worker.take_quarantined()
+
+
+register()

@@ -1,0 +1,149 @@
+"""What vLLM's MultiConnector wants of the connectors in it, and what ours takes it to do."""
+
+import ast
+import inspect
+import textwrap
+import warnings
+from importlib.metadata import entry_points
+
+import pytest
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+    from vllm.engine.arg_utils import EngineArgs
+
+    from xpyd_connector.shell import plugin
+    from xpyd_connector.shell.connector import XpydConnector
+    from xpyd_connector.shell.vllm_stats import XpydStats
+
+from xpyd_connector.core.counters import StatsReport
+from xpyd_connector.errors import UnsupportedCache
+from xpyd_proxy.local.model import ensure_model
+
+pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
+OURS = {"kv_connector": "XpydConnector", "kv_role": "kv_both"}
+EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+BY_PATH = {**OURS, "kv_connector_module_path": "xpyd_connector"}
+STATS = StatsReport(counters={"loads": 3})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    ensure_model(path)
+    return path
+
+
+def transfer(*connectors):
+    return KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": list(connectors)},
+    )
+
+
+def test_the_name_is_enough():
+    """The entry point is installed; vLLM may call it more than once in a process."""
+    (entry,) = entry_points(group="vllm.general_plugins", name="xpyd")
+    register = entry.load()
+    register()
+    register()
+
+    assert register is plugin.register
+    assert KVConnectorFactory.get_connector_class(KVTransferConfig(**OURS)) is XpydConnector
+
+
+def test_with_a_module_path_the_name_is_known_too():
+    """An API server rebuilds a child's stats by its class's name alone; without it, it died at the first request."""
+    assert KVConnectorFactory.get_connector_class(KVTransferConfig(**BY_PATH)) is XpydConnector
+    assert KVConnectorFactory.get_connector_class_by_name(XpydConnector.__name__) is XpydConnector
+
+
+def test_our_numbers_pass_through_it():
+    """From one process to another as plain data, under the class's name."""
+    there = MultiConnector.build_kv_connector_stats({"XpydConnector": XpydStats.of(STATS).to_dict()})
+    both = there.aggregate(MultiConnector.build_kv_connector_stats({"XpydConnector": XpydStats.of(STATS)}))
+
+    assert both.reduce() == {"XpydConnector": {"loads": 6}}
+
+
+@pytest.mark.parametrize("connectors", [(OURS, EXAMPLE), (EXAMPLE, BY_PATH)])
+def test_our_metrics_and_our_layout_in_any_order(model, connectors):
+    """With the labels of our own configuration, not of MultiConnector's."""
+    before = set(REGISTRY._collector_to_names)
+    config = EngineArgs(
+        model=str(model), kv_transfer_config=transfer(*connectors), enforce_eager=True, max_model_len=128
+    ).create_engine_config()
+    types = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+    try:
+        metrics = MultiConnector.build_prom_metrics(config, types, ["model_name"], {0: ["m"]})
+        metrics.observe({"XpydConnector": XpydStats.of(STATS).to_dict()})
+
+        assert REGISTRY.get_sample_value("vllm:xpyd_loads_total", {"model_name": "m"}) == 3
+        assert MultiConnector.get_required_kvcache_layout(config) == "LBHNC"
+    finally:
+        for collector in set(REGISTRY._collector_to_names) - before:
+            REGISTRY.unregister(collector)
+
+
+def test_everything_that_it_asks_of_a_connector_is_there():
+    """What it passes on by name, vLLM's base class or ours answers."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(MultiConnector)))
+    names = {"c", "connector", "connector_cls"}
+    asked = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names
+    } - {"__class__", "__name__"}
+
+    assert {"bind_connector_metadata", "get_handshake_metadata", "build_kv_connector_stats"} <= asked
+    assert [name for name in sorted(asked) if not hasattr(XpydConnector, name)] == []
+
+
+class Child:
+    """Stands where a connector would be, and says how many tokens it has."""
+
+    def __init__(self, tokens):
+        self.tokens, self.given = tokens, None
+
+    def get_num_new_matched_tokens(self, request, computed):
+        return self.tokens, self.tokens > 0
+
+    def update_state_after_alloc(self, request, blocks, external):
+        self.given = external
+
+
+def multi(*children):
+    made = MultiConnector.__new__(MultiConnector)
+    made._connectors, made._requests_to_connector = list(children), {}
+    return made
+
+
+def test_one_connector_loads_and_the_others_hear_of_none():
+    """The first that has any; 0 is when ours gives the lease back, so that P does not wait for a reader."""
+
+    class Request:
+        request_id = "r"
+
+    first, second, third = Child(0), Child(40), Child(60)
+    connector = multi(first, second, third)
+
+    assert connector.get_num_new_matched_tokens(Request, 0) == (40, True)
+    connector.update_state_after_alloc(Request, None, 40)
+    assert (first.given, second.given, third.given) == (0, 40, 0)
+
+
+def test_one_connector_describes_this_engine_to_others():
+    """The first; who gets another's description must say so instead of dying of an empty one."""
+
+    class Theirs(KVConnectorHandshakeMetadata):
+        pass
+
+    ours = XpydConnector.__new__(XpydConnector)
+    with pytest.raises(UnsupportedCache, match="only one of NixlConnector, XpydConnector"):
+        multi(ours).set_xfer_handshake_metadata({0: Theirs()})

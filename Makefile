@@ -13,6 +13,7 @@ MODE      ?= pull
 PORT      ?= 8000
 ONCE      ?=
 TRY       ?=
+VERSIONS  ?=
 SECONDS   ?= 60
 SEED      ?= 17
 WORKERS   ?= 2
@@ -86,6 +87,11 @@ coverage: $(STAMPS)/helm ## which lines and branches the tests without engines r
 .PHONY: test-bounds
 test-bounds: $(STAMPS)/dev ## the edge with the oldest and newest libraries it allows: docs/versions.md, 10 minutes; TRY=uvicorn==0.60.0
 	$(BIN)/python -P tests/support/bounds.py $(if $(TRY),--try $(TRY))
+
+.PHONY: test-versions
+test-versions: $(STAMPS)/dev ## earlier versions of vLLM, each in an environment of its own: docs/versions.md, 15 minutes each; VERSIONS="0.31"
+	$(BIN)/python -P tests/support/try_versions.py try $(VERSIONS)
+	$(BIN)/pytest tests/contract/test_versions.py tests/e2e/test_versions.py
 
 .PHONY: test-helm
 test-helm: $(STAMPS)/helm ## the chart, with helm 3 and helm 4
@@ -205,6 +211,7 @@ lock: $(VENV)/bin/python ## write requirements-*.txt anew from requirements-*.in
 	$(LOCK) --override requirements-overrides.txt requirements-engine.in -o requirements-engine.txt
 	$(LOCK) requirements-dev.in -o requirements-dev.txt
 	$(LOCK) -c requirements-engine.txt $(addprefix --no-emit-package=,$(HERE)) requirements-torch.txt -o requirements-cuda.txt
+	$(BIN)/python -P tests/support/try_versions.py lock
 	echo 'vllm-router==0.1.17' | $(LOCK) -c requirements-engine.txt - -o tests/benchmarks/router/requirements-peer.txt
 
 # What PyTorch needs and requirements-engine.txt has: without CUDA's libraries it would be all.

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.vllm_signatures import ROOT
 from xpyd_proxy.core.model import Api, InstanceId, RequestId, TransferId
 from xpyd_proxy.core.protocol.disaggregation import solo_reason
 from xpyd_proxy.core.protocol.request_bodies import decode_body, kv_params, named, parse, prefill_body
@@ -81,11 +82,13 @@ BODIES = {
     "repetition_penalty": {"repetition_penalty": 1.5},
     "request_id": {"request_id": "the client's"},
     "response_format": {"response_format": {"type": "json_object"}},
+    "return_assistant_tokens_mask": {"return_assistant_tokens_mask": True},  # up to vLLM 0.30
     "return_mm_kwargs": {"return_mm_kwargs": True},
     "return_prompt_text": {"return_prompt_text": True},
     "return_token_ids": {"return_token_ids": True},
     "return_token_offsets": {"return_token_offsets": True},
     "return_tokens_as_token_ids": {"return_tokens_as_token_ids": True},
+    "return_weight_versions": {"return_weight_versions": True},  # from vLLM 0.33
     "routed_experts_prompt_start": {"routed_experts_prompt_start": 1},
     "seed": {"seed": 2**63 - 1},
     "session_id": {"session_id": "s"},
@@ -127,6 +130,9 @@ OTHERWISE = {
         "previous_response_id": {"previous_response_id": "resp_1"},
         "prompt": {"prompt": None},
         "prompt_cache_key": {"prompt_cache_key": "k"},
+        "prompt_cache_options": {"prompt_cache_options": {}},  # this and those below with it: from vLLM 0.33
+        "prompt_cache_retention": {"prompt_cache_retention": "24h"},
+        "safety_identifier": {"safety_identifier": "u"},
         "reasoning": {"reasoning": {"effort": "low"}},
         "service_tier": {"service_tier": "auto"},
         "store": {"store": True},
@@ -227,6 +233,13 @@ def test_every_field_has_been_considered(models, api):
     fields = set(models[api].model_fields)
 
     assert not fields - set(bodies_of(api)) - REFUSED
+
+
+@pytest.mark.parametrize("recording", sorted((ROOT / "tests/versions").glob("*.json")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("api", Api)
+def test_every_field_of_any_known_version_has_been_considered(recording, api):
+    """As their sources have them (``tests/contract/test_versions.py``)."""
+    assert set(json.loads(recording.read_text())["bodies"][api]) <= {*bodies_of(api), *REFUSED}
 
 
 @pytest.mark.parametrize("api", Api)

@@ -19,7 +19,6 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -35,29 +34,20 @@ from xpyd_connector.shell.network import check_side_channel
 from xpyd_connector.shell.plugin import register
 from xpyd_connector.shell.scheduler import XpydConnectorScheduler
 from xpyd_connector.shell.vllm_stats import XpydPromMetrics, XpydStats
+from xpyd_connector.shell.vllm_versions import LaterHooks
 from xpyd_connector.shell.worker import XpydConnectorWorker
 
 logger = init_logger("vllm.xpyd")
 
 
-class XpydConnector(KVConnectorBase_V1, SupportsHMA):
+class XpydConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
     """Pull: the decode engine reads a finished prefill's blocks over NIXL. Push: the prefill engine writes them."""
-
-    _cache_hit_source = CacheHitSource.P2P
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """Request the order layers, blocks, heads, tokens, content, as vLLM's NixlConnector does; MLA has no heads."""
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
-
-    @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 -- vLLM's signature
-        """Return False: an engine that wakes up has its cache at other addresses than NIXL has registered.
-
-        vLLM calls this from 0.33 on (``kv_connector/v1/base.py``; its default is True). In 0.32 we refuse at start.
-        """
-        return False
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -4,7 +4,6 @@ import hashlib
 from typing import Any
 
 import msgspec
-from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 
@@ -12,6 +11,7 @@ from xpyd_connector.core.layout.cache_groups import CacheGroup
 from xpyd_connector.core.messages import PROTOCOL, Fingerprint
 from xpyd_connector.settings import Mode, Settings, read_settings
 from xpyd_connector.shell.engine_config import EngineConfig
+from xpyd_connector.shell.vllm_versions import VLLM_VERSION
 
 NONE = "none"
 
@@ -40,7 +40,7 @@ def info_labels(config: VllmConfig) -> dict[str, str]:
 def _from_config(config: VllmConfig, mode: Mode) -> Fingerprint:
     model = config.model_config
     return Fingerprint(
-        vllm=vllm_version,
+        vllm=VLLM_VERSION,
         model=model.model,
         dtype=str(model.dtype),
         cache_dtype=str(config.cache_config.cache_dtype),

@@ -1,0 +1,103 @@
+"""Every version of vLLM that is known here has what we use, by recordings of their sources: none is installed."""
+
+import ast
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from support.vllm_signatures import ROOT, SHELL, recorded
+
+RECORDINGS = {file.stem: file for file in sorted((ROOT / "tests/versions").glob("*.json"))}
+INSTALLED = Path(find_spec("vllm").origin).parent
+VERSIONS_FILE = SHELL / "vllm_versions.py"
+AGAIN = "python -P tests/support/try_versions.py record [WHEEL]"
+
+
+@pytest.fixture(params=RECORDINGS)
+def known(request):
+    return json.loads(RECORDINGS[request.param].read_text())
+
+
+def functions_of(file, name):
+    """Return the methods of a class of ours with their parameters, from its source."""
+    (found,) = (node for node in ast.parse(file.read_text()).body if getattr(node, "name", "") == name)
+    return {each.name: [arg.arg for arg in each.args.args] for each in found.body if isinstance(each, ast.FunctionDef)}
+
+
+OURS = functions_of(SHELL / "connector.py", "XpydConnector")
+LATER = functions_of(VERSIONS_FILE, "LaterHooks")
+
+
+def test_the_recording_is_that_of_the_installed_version():
+    """A recording that nobody can make again proves nothing."""
+    version = re.search(r"version = '(\d+\.\d+)", (INSTALLED / "_version.py").read_text())[1]
+
+    assert version in RECORDINGS, f"vLLM {version} is not known here: {AGAIN}"
+    assert recorded(INSTALLED) == json.loads(RECORDINGS[version].read_text()), f"sources have changed: {AGAIN}"
+
+
+def test_all_names_are_there(known):
+    """But for those whose import may fail, all of them in one file."""
+    tree = ast.parse(VERSIONS_FILE.read_text())
+    optional = {
+        f"{node.module}:{each.name}"
+        for attempt in ast.walk(tree)
+        if isinstance(attempt, ast.Try)
+        for node in attempt.body
+        if isinstance(node, ast.ImportFrom)
+        for each in node.names
+    }
+
+    assert set(known["missing_names"]) <= optional
+    assert known["missing_members"] == []
+
+
+def test_every_hook_of_ours_is_one_of_vllms_with_the_same_parameters(known):
+    """vLLM would never call one that it has renamed, in silence; what only some versions call is in one file."""
+    ours = {name: args for name, args in OURS.items() if name != "__init__"}
+
+    assert {name: known["hooks"].get(name) for name in ours} == ours
+    assert all(known["hooks"].get(name, args) == args for name, args in LATER.items())
+    assert set(known["abstract"]) <= set(ours)
+
+
+def test_the_hooks_come_in_the_order_that_we_count_on(known):
+    """Metadata before the forward, loads after it, results before a worker's metadata, news before blocks are freed."""
+    assert known["other_orders"] == []
+
+
+def test_what_multi_connector_asks_of_us_is_there(known):
+    """From us, or from vLLM's own base class."""
+    asked = set(known["asked_by_multi_connector"]) - {"__class__", "__name__"}
+
+    assert "build_kv_connector_stats" in asked
+    assert asked <= {*known["hooks"], *OURS, *LATER}
+
+
+def test_a_later_hook_is_one_of_some_version():
+    """What no version calls any more is to be deleted."""
+    called = {name for file in RECORDINGS.values() for name in json.loads(file.read_text())["hooks"]}
+
+    assert set(LATER) <= called
+
+
+def test_a_reader_of_sources_sees_what_is_gone(tmp_path):
+    """A recording without teeth would pass with any version."""
+    package = tmp_path / "vllm"
+    for file in INSTALLED.rglob("*.py"):
+        if file.stem in {"base", "block_pool", "kv_connector_model_runner_mixin", "multi_connector", "__init__"}:
+            copy = package / file.relative_to(INSTALLED)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            text = file.read_text().replace("def touch(", "def hold(").replace("wait_for_save", "wait_for_all")
+            copy.write_text(re.sub(r"(bind_connector_metadata)\(", r"\1_later(", text))
+    found = recorded(package)
+
+    assert "vllm.v1.core.block_pool:BlockPool.touch" in found["missing_members"]
+    assert "vllm.v1.core.block_pool:BlockPool.free_blocks" not in found["missing_members"]
+    assert "vllm.v1.request:Request" in found["missing_names"]
+    assert "wait_for_save" not in found["hooks"]
+    assert "wait_for_all" in found["abstract"]
+    assert any("KVConnectorModelRunnerMixin" in where for where in found["other_orders"])

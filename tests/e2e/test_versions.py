@@ -1,0 +1,46 @@
+"""Engines of two versions of vLLM never exchange KV: what a block means may have changed between them."""
+
+import dataclasses
+import os
+import re
+
+import httpx
+import pytest
+
+from support.cluster import Watch, engine_spec, start_engine
+from support.legs import decode, prefill, prompt_of, text_of
+from support.questions import Question
+from support.try_versions import KEPT, earlier
+from xpyd_proxy.local.recipe import Connector, Role, engine
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize("version", earlier())
+def test_a_prefill_engine_of_another_version_is_refused(fleet, model, engines, reference_answer, version):
+    """D computes the prompt itself, the refusal names both versions, and no router pairs the two."""
+    python = KEPT / version / "bin/python"
+    if not python.exists():
+        pytest.skip(f"there is no environment of vLLM {version}: make test-versions")
+    p = engine_spec(f"p-{version}", model, role=Role.PREFILL, connector=Connector.XPYD)
+    d = engine_spec(f"d-beside-{version}", model, role=Role.DECODE, connector=Connector.XPYD)
+    command = engine(p, os.environ)
+    other = fleet.start(dataclasses.replace(command, argv=[str(python), *command.argv[1:]]))
+    ours = start_engine(fleet, d)
+    fleet.wait_ready([other, ours], timeout_s=300)
+    prompt = prompt_of(7)
+    with Watch(d) as watch:
+        text = text_of(decode(d, prompt, prefill(p, prompt)))
+    log, labels = ours.log.read_text(), [engine_label(spec) for spec in (p, d)]
+    fleet.stop(other, ours)
+
+    assert text == reference_answer(Question("ids", stream=False, prompt=tuple(prompt))).text
+    assert watch.delta("vllm:xpyd_loads_failed_handshake_total") == 1
+    assert re.search(rf"WARNING.*its vllm is '{version}\.\d+', ours is '[\d.]+'; they must be equal", log)
+    assert labels[0] != labels[1]
+
+
+def engine_label(spec):
+    """Return the fingerprint that a router compares."""
+    page = httpx.get(f"{spec.base_url}/metrics", trust_env=False).text
+    return re.search(r'vllm:xpyd_connector_info\{.*fingerprint="(\w+)"', page)[1]

@@ -18,24 +18,25 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 @pytest.mark.parametrize("version", earlier())
 def test_a_prefill_engine_of_another_version_is_refused(fleet, model, engines, reference_answer, version):
-    """D computes the prompt itself, the refusal names both versions, and no router pairs the two."""
+    """D computes its prompts, even with the policy "fail"; the reason names both versions; no router pairs them."""
     python = KEPT / version / "bin/python"
     if not python.exists():
         pytest.skip(f"there is no environment of vLLM {version}: make test-versions")
     p = engine_spec(f"p-{version}", model, role=Role.PREFILL, connector=Connector.XPYD)
-    d = engine_spec(f"d-beside-{version}", model, role=Role.DECODE, connector=Connector.XPYD)
+    d = engine_spec(f"d-beside-{version}", model, role=Role.DECODE, connector=Connector.XPYD, failure_policy="fail")
     command = engine(p, os.environ)
     other = fleet.start(dataclasses.replace(command, argv=[str(python), *command.argv[1:]]))
     ours = start_engine(fleet, d)
     fleet.wait_ready([other, ours], timeout_s=300)
-    prompt = prompt_of(7)
+    prompts = [prompt_of(7), prompt_of(8)]
     with Watch(d) as watch:
-        text = text_of(decode(d, prompt, prefill(p, prompt)))
+        texts = [text_of(decode(d, prompt, prefill(p, prompt))) for prompt in prompts]
     log, labels = ours.log.read_text(), [engine_label(spec) for spec in (p, d)]
     fleet.stop(other, ours)
 
-    assert text == reference_answer(Question("ids", stream=False, prompt=tuple(prompt))).text
-    assert watch.delta("vllm:xpyd_loads_failed_handshake_total") == 1
+    assert texts == [reference_answer(Question("ids", stream=False, prompt=tuple(prompt))).text for prompt in prompts]
+    assert watch.delta("vllm:xpyd_loads_skipped_incompatible_total") == 2
+    assert watch.delta("vllm:external_prefix_cache_hits_total") == 0
     assert re.search(rf"WARNING.*its vllm is '{version}\.\d+', ours is '[\d.]+'; they must be equal", log)
     assert labels[0] != labels[1]
 

@@ -107,7 +107,8 @@ def main():
     results = [("oldest", tried("oldest", oldest(requirements()))), ("newest", tried("newest", requirements()))]
     if not all(passed for _, (_, _, passed) in results):
         return 1
-    RESULT.write_text(written(results))
+    _, heading, others = RESULT.read_text().partition("\n## vLLM\n")
+    RESULT.write_text(written(results) + heading + others)
     return 0
 
 

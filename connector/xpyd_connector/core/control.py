@@ -11,7 +11,7 @@ from xpyd_connector.core.messages import WorkerHello
 from xpyd_connector.core.ports import LinkEvent, MessageReceived
 from xpyd_connector.core.push.decode_scheduler import PushReceiver
 from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
-from xpyd_connector.core.results import BlocksReleased, LeaseLost, LoadResult
+from xpyd_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadResult
 from xpyd_connector.core.session.peers import PeerTable
 from xpyd_connector.core.staging.decode_scheduler import StagingReceiver
 from xpyd_connector.core.staging.prefill_scheduler import StagingCoordinator
@@ -104,15 +104,18 @@ class ControlPlane:
             dues.append(self._push_receiver.advance(now=now))
         return min((due for due in dues if due is not None), default=None)
 
-    def take_results(self, *, now: float) -> list[LeaseEnded | LoadResult | BlocksReleased | LeaseLost]:
-        """Return what has ended: leases of this engine and of others, and loads in push."""
+    def take_results(
+        self, *, now: float
+    ) -> list[LeaseEnded | LoadResult | BlocksReleased | LeaseLost | HandshakeEnded]:
+        """Return what has ended: leases of this engine and of others, handshakes, and loads in push."""
         released = self.lease_manager.take_released()
         if self._push_coordinator is not None:
             self._push_coordinator.released(released, now=now)
         if self._staging_coordinator is not None:
             self._staging_coordinator.released(released)
         results = self._push_receiver.take_results() if self._push_receiver is not None else ()
-        return [*released, *self.lease_renewer.take_lost(), *results]
+        renewer = self.lease_renewer
+        return [*released, *renewer.take_handshakes(), *renewer.take_lost(), *results]
 
     def _on_ours(self, event: LinkEvent, now: float) -> None:
         if self._push_receiver is None:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from xpyd_connector.core.ids import RequestId
+from xpyd_connector.core.ids import EngineId, RequestId
 
 
 class LoadResult(NamedTuple):
@@ -20,6 +20,14 @@ class BlocksReleased(NamedTuple):
     """Nothing can write into the blocks of a failed load any more."""
 
     request: RequestId
+
+
+class HandshakeEnded(NamedTuple):
+    """P has been met or not. After an ``objection`` it never can be: no load of its KV must begin."""
+
+    engine: EngineId
+    objection: str = ""
+    is_reached: bool = True  # False: it may be reached later
 
 
 class LeaseLost(NamedTuple):

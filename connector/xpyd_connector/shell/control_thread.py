@@ -16,7 +16,7 @@ from xpyd_connector.core.lease.prefill_scheduler import LeaseManager
 from xpyd_connector.core.messages import PROTOCOL, Fingerprint, Welcome
 from xpyd_connector.core.push.decode_scheduler import PushReceiver
 from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
-from xpyd_connector.core.results import BlocksReleased, LeaseLost, LoadResult
+from xpyd_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadResult
 from xpyd_connector.core.session.handshake import HandshakeServer, ProcessRole, Secrets, badge_of, hash_of
 from xpyd_connector.core.session.peers import PeerTable
 from xpyd_connector.core.session.worker_links import WorkerLinks
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.xpyd")
 
-ControlResult: TypeAlias = LeaseEnded | LoadResult | BlocksReleased | LeaseLost
+ControlResult: TypeAlias = LeaseEnded | LoadResult | BlocksReleased | LeaseLost | HandshakeEnded
 Handshakes: TypeAlias = Mapping[int, RankHandshake]  # by tensor-parallel rank
 
 
@@ -148,7 +148,9 @@ def _build_control_plane(
     *,
     last_turn: Callable[[], float],
 ) -> ControlPlane:
-    peers = PeerTable(link, _fingerprint(handshakes), counters, retry_after=settings.retry_after)
+    # In push the prefill engine plans the copies, and stops a push that cannot be.
+    reads_into = [each.landing for each in _ordered(handshakes)] if settings.mode is Mode.PULL else []
+    peers = PeerTable(link, _fingerprint(handshakes), counters, retry_after=settings.retry_after, ranks=reads_into)
     leases = LeaseTable(
         duration=settings.kv_lease_duration,
         extension=settings.lease_extension,

@@ -15,10 +15,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import RequestId
+from xpyd_connector.core.ids import EngineId, RequestId
 from xpyd_connector.core.lease.kv_params import REFUSALS, PullParams, PushParams
 from xpyd_connector.core.lease.signatures import Signatures
-from xpyd_connector.core.results import LoadResult
+from xpyd_connector.core.results import HandshakeEnded, LoadResult
 from xpyd_connector.errors import InvalidKvParams
 from xpyd_connector.settings import Mode
 from xpyd_connector.shell.decode_modes import Clock, DecodeMode, Post, PullDecode, PushDecode
@@ -27,12 +27,15 @@ from xpyd_connector.shell.metadata import QuarantineMetadata, StepMetadata
 
 logger = init_logger("vllm.xpyd")
 
+MAX_KNOWN = 4096  # engines, each of which restarts under another id; after that they are met as new ones
+
 
 @dataclass(slots=True)
 class _RemotePrefill:
     """A request here whose prompt another engine has computed."""
 
     source: PullParams | PushParams
+    is_met: bool  # False: a handshake may show that its engine's KV cannot be loaded
     loading: bool = False  # its blocks are allocated and its load has begun; a request is never loaded twice
     into: Sequence[int] = ()  # the blocks it is loaded into
 
@@ -63,6 +66,7 @@ class DecodeRequests:
         self._pool = pool
         self._counters = counters
         self._remote_prefills: dict[RequestId, _RemotePrefill] = {}
+        self._objections: dict[EngineId, str] = {}  # of each engine that was reached; "" if its KV can be loaded
         self._quarantined: dict[RequestId, _Quarantined] = {}
         self._mode: DecodeMode = PullDecode(engine_config, post, signatures, wall_clock)
         self._push_decode: PushDecode | None = None  # the same object as _mode, in push
@@ -78,16 +82,50 @@ class DecodeRequests:
             self._counters.count(REFUSALS[type(exc)])
             logger.warning("xpyd: %s computes its own prompt: %s", own, exc)
             return
-        self._remote_prefills[own] = _RemotePrefill(source)
+        engine = source.remote_engine_id
+        objection = self._objections.get(engine)
+        if objection:
+            self._skip_incompatible(own, source, objection)
+            return
+        is_met = objection is not None
+        self._remote_prefills[own] = _RemotePrefill(source, is_met)
         self._post(lambda control, now: control.lease_renewer.start_renewing(own, source, now=now))
+        if not is_met:
+            self._post(lambda control, _: control.lease_renewer.report_handshake(engine))
 
-    def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
-        """Return how many tokens beyond the ``computed`` ones will be loaded, and whether the load is asynchronous."""
+    def handshake_ended(self, ended: HandshakeEnded) -> None:
+        """Let the requests of an engine begin their loads, or compute their own prompts if it is incompatible.
+
+        With ``kv_load_failure_policy: fail`` each load of such an engine would end its request with an error.
+        """
+        if ended.is_reached:
+            if len(self._objections) >= MAX_KNOWN:
+                self._objections.clear()
+            self._objections[ended.engine] = ended.objection
+        for own, remote_prefill in list(self._remote_prefills.items()):
+            if remote_prefill.is_met or remote_prefill.source.remote_engine_id != ended.engine:
+                continue
+            remote_prefill.is_met = True
+            if ended.objection:
+                self._release_lease(own)
+                self._skip_incompatible(own, remote_prefill.source, ended.objection)
+
+    def _skip_incompatible(self, own: RequestId, source: PullParams | PushParams, objection: str) -> None:
+        self._counters.count("loads_skipped_incompatible")
+        logger.warning("xpyd: %s computes its own prompt: %s was not met: %s", own, source.address, objection)
+
+    def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """Return how many tokens beyond the ``computed`` ones will be loaded, and whether the load is asynchronous.
+
+        None while the first handshake with that engine lasts.
+        """
         remote_prefill = self._remote_prefills.get(RequestId(request.request_id))
         if remote_prefill is None or remote_prefill.loading:
             return 0, False
         missing = request.num_prompt_tokens - 1 - computed  # D computes the last prompt token: it needs its logits
-        return (missing, True) if missing > 0 else (0, False)
+        if missing <= 0:
+            return 0, False
+        return (missing, True) if remote_prefill.is_met else (None, False)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Order the load of ``external`` tokens into the request's blocks."""
@@ -178,10 +216,13 @@ class DecodeRequests:
         """Whether an idle step may wait for the control thread.
 
         In push the control thread reports ended loads. In pull the workers do, with a step, so an engine with loads
-        must step; it may wait between two polls of quarantined blocks.
+        must step; it may wait for a handshake, and between two polls of quarantined blocks.
         """
         is_loading = any(remote_prefill.loading for remote_prefill in self._remote_prefills.values())
-        return self.awaits_quarantine and not is_loading if self._push_decode is None else is_loading
+        is_meeting = any(not remote_prefill.is_met for remote_prefill in self._remote_prefills.values())
+        if self._push_decode is None:
+            return (self.awaits_quarantine or is_meeting) and not is_loading
+        return is_loading or is_meeting
 
     @property
     def gauges(self) -> dict[str, float]:

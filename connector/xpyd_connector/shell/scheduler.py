@@ -16,7 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 from xpyd_connector.core.counters import Counters, StatsReport, merge
 from xpyd_connector.core.lease.lease_table import LeaseEnded
 from xpyd_connector.core.lease.signatures import Signatures
-from xpyd_connector.core.results import BlocksReleased, LeaseLost, LoadResult
+from xpyd_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadResult
 from xpyd_connector.io.secrets import secrets_in_force
 from xpyd_connector.shell.control_thread import ControlThread, Handshakes
 from xpyd_connector.shell.decode_modes import BlockTables, Clock
@@ -100,8 +100,11 @@ class XpydConnectorScheduler:
         elif params.get("do_remote_decode"):
             self._prefills.begin(request, params)
 
-    def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
-        """Return how many tokens beyond the ``computed`` ones will be loaded, and whether the load is asynchronous."""
+    def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """Return how many tokens beyond the ``computed`` ones will be loaded, and whether the load is asynchronous.
+
+        None: that is not known yet, and vLLM asks again in its next step.
+        """
         self._prefills.considered(request, computed)
         return self._decodes.matched_tokens(request, computed)
 
@@ -158,6 +161,8 @@ class XpydConnectorScheduler:
                     self._decodes.push_ended(result, is_live=result.request in self._live)
                 case BlocksReleased(request):
                     self._decodes.update_quarantine(QuarantineMetadata(released=[request]))
+                case HandshakeEnded():
+                    self._decodes.handshake_ended(result)
                 case LeaseLost(request):
                     self._decodes.lease_lost(request)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 LOADS = "vllm:xpyd_loads_total"
-FAILED = "vllm:xpyd_(loads_failed_[a-z]+|loads_skipped_local|kv_params_[a-z_]+)_total"
+FAILED = "vllm:xpyd_(loads_failed_[a-z]+|loads_skipped_(incompatible|local)|kv_params_[a-z_]+)_total"
 LINE = re.compile(r"^(vllm:xpyd_\w+)(?:\{.*\})? ([0-9.eE+-]+)$", re.MULTILINE)
 LEG = re.compile(r'(\w+);desc="([^"]*)"(?:;dur=([0-9.]+))?')
 PEM = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)

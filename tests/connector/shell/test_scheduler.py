@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from support.cluster import wait_until
 from support.engines import FINGERPRINT, rank_info
 
 with warnings.catch_warnings():
@@ -30,7 +31,7 @@ from xpyd_connector.core.lease.kv_params import PullParams, digest_prompt, parse
 from xpyd_connector.core.lease.lease_table import LeaseEnded, LeaseEvent
 from xpyd_connector.core.lease.signatures import Signatures
 from xpyd_connector.core.messages import MAX_ID, LentBlocks
-from xpyd_connector.core.results import BlocksReleased, LeaseLost, LoadResult
+from xpyd_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadResult
 from xpyd_connector.settings import Granularity, Mode, Settings
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
@@ -58,7 +59,8 @@ class Engine:
         settings = Settings(handshake_timeout=0.1, **choices)
         self.side = XpydConnectorScheduler(engine_config, settings, EngineWaker(None), clock, lambda: self.now)
         self.side.bind_block_pool(self.pool)
-        self.side.start({0: RankHandshake(rank_info("here"), FINGERPRINT, b"token")})
+        self.side.start({0: RankHandshake(rank_info("here"), rank_info("here"), FINGERPRINT, b"token")})
+        self.side._decodes.handshake_ended(HandshakeEnded(EngineId("p0")))  # it was met by an earlier request
 
     def request(
         self, params=None, *, name="d-a", prompt=PROMPT, status=RequestStatus.FINISHED_LENGTH_CAPPED, priority=0
@@ -69,8 +71,8 @@ class Engine:
             abort_immediately=False, num_tokens=len(prompt), priority=priority,
         )  # fmt: skip
 
-    def arrive(self, **changes):
-        request = self.request({**offer().to_params(), **changes})
+    def arrive(self, *, name="d-a", **changes):
+        request = self.request({**offer().to_params(), **changes}, name=name)
         self.side.on_new_request(request)
         return request
 
@@ -125,6 +127,50 @@ def test_an_engine_that_can_only_take_kv_from_this_machine_says_so_at_start(borr
         log.setLevel(level)
 
     assert [name for name, line in lines if "engines of this machine only" in line] == ["INFO"] * times
+
+
+def test_a_new_prefill_engine_is_met_before_its_kv_is_asked_for(engine):
+    """Blocks that are allocated for a load that cannot be end in an error, where the policy says so."""
+    request = engine.arrive(remote_engine_id="p1")
+    short = engine.request({**offer().to_params(), "remote_engine_id": "p1"}, name="d-b", prompt=PROMPT[:1])
+    engine.side.on_new_request(short)
+
+    assert engine.side.matched_tokens(request, 0) == (None, False)
+    assert engine.side.matched_tokens(request, 9) == engine.side.matched_tokens(short, 0) == (0, False)
+    engine.side._decodes.handshake_ended(HandshakeEnded(EngineId("p1")))
+    assert engine.side.matched_tokens(request, 0) == (9, True)
+    assert engine.side.matched_tokens(engine.arrive(remote_engine_id="p1", name="d-c"), 0) == (9, True)
+
+
+def test_an_incompatible_prefill_engine_costs_a_local_prefill(engine):
+    """Now and for each later request: it stays as it is while it runs. Others are loaded from."""
+    first = engine.arrive(remote_engine_id="p1")
+    engine.side._decodes.handshake_ended(HandshakeEnded(EngineId("p1"), "its layers are 4, ours are 8"))
+    later = engine.arrive(remote_engine_id="p1", name="d-b")
+
+    assert engine.side.matched_tokens(first, 0) == engine.side.matched_tokens(later, 0) == (0, False)
+    assert engine.side.stats().data["counters"]["loads_skipped_incompatible"] == 2
+    assert engine.side.matched_tokens(engine.arrive(name="d-c"), 0) == (9, True)
+
+
+def test_an_engine_that_cannot_be_reached_is_asked_all_the_same(engine):
+    """The load says what is wrong, and the policy decides; the next request waits for a handshake again."""
+    request = engine.arrive(remote_engine_id="p1")
+    engine.side._decodes.handshake_ended(HandshakeEnded(EngineId("p1"), is_reached=False))
+
+    assert engine.side.matched_tokens(request, 0) == (9, True)
+    assert engine.side.matched_tokens(engine.arrive(remote_engine_id="p1", name="d-b"), 0) == (None, False)
+
+
+def test_the_control_thread_reports_a_handshake(engine):
+    """Here that of an engine which nobody can reach: the request does not wait for ever."""
+    request = engine.arrive(remote_engine_id="p1")
+
+    def is_known():
+        engine.side.handle_results()
+        return engine.side.matched_tokens(request, 0) == (9, True)
+
+    wait_until(is_known, seconds=30, what="the handshake ends")
 
 
 def test_a_request_with_an_offer_is_loaded(engine):

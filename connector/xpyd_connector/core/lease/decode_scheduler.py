@@ -14,7 +14,7 @@ from xpyd_connector.core.ids import ConnId, EngineId, RequestId
 from xpyd_connector.core.lease.kv_params import PullParams, PushParams
 from xpyd_connector.core.messages import MAX_IDS, DropLeases, HeartbeatReply, LeasesLost, ReadsStarted, RenewLeases
 from xpyd_connector.core.ports import ConnectionLost, Link, LinkEvent, MessageReceived
-from xpyd_connector.core.results import LeaseLost
+from xpyd_connector.core.results import HandshakeEnded, LeaseLost
 from xpyd_connector.core.session.peers import Peer, PeerState, PeerTable
 
 RequestSet = dict[RequestId, None]  # a set that keeps its order
@@ -83,6 +83,8 @@ class LeaseRenewer:
         self._pending: dict[EngineId, None] = {}  # engines that get a message in this turn
         self._next_beat: float | None = None  # absent while there is nothing to renew
         self._lost: list[LeaseLost] = []
+        self._awaited: set[EngineId] = set()  # engines whose handshake is to be reported
+        self._handshakes: list[HandshakeEnded] = []
         self.is_withholding = False  # renews nothing, because the engine's loop hangs
 
     def __len__(self) -> int:
@@ -96,6 +98,11 @@ class LeaseRenewer:
             self._renew(peer, (params.remote_request_id,), now)
         if self._next_beat is None:
             self._next_beat = now + self._interval
+
+    def report_handshake(self, engine: EngineId) -> None:
+        """Report the end of an engine's handshake, which :meth:`start_renewing` has begun, also if it has ended."""
+        self._awaited.add(engine)
+        self._report(self._peers.get(engine))
 
     def stop_renewing(self, request: RequestId, engine: EngineId) -> None:
         """Stop renewing: the worker has ended its read and P knows."""
@@ -124,6 +131,11 @@ class LeaseRenewer:
             leases.loading[request] = None
             leases.to_read[params.remote_request_id] = None
             self._pending[engine] = None
+
+    def take_handshakes(self) -> list[HandshakeEnded]:
+        """Return the handshakes to be reported that have ended since the last call."""
+        ended, self._handshakes = self._handshakes, []
+        return ended
 
     def take_lost(self) -> list[LeaseLost]:
         """Return the requests whose leases were lost since the last call."""
@@ -211,7 +223,16 @@ class LeaseRenewer:
         if peer is not None and leases is not None:
             self._prune(peer.engine, leases)
 
+    def _report(self, peer: Peer | None) -> None:
+        if peer is None or peer.engine not in self._awaited or peer.state is PeerState.CONNECTING:
+            return
+        self._awaited.discard(peer.engine)
+        is_met = peer.state is PeerState.CONNECTED
+        objection = peer.reason if peer.is_incompatible else ""
+        self._handshakes.append(HandshakeEnded(peer.engine, objection, is_reached=is_met or peer.is_incompatible))
+
     def _on_peer_changed(self, peer: Peer | None, now: float) -> None:
+        self._report(peer)
         leases = self._leases_by_engine.get(peer.engine) if peer is not None else None
         if peer is None or leases is None:
             return

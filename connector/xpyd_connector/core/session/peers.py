@@ -3,7 +3,7 @@
 A peer is identified by its engine id: an engine that restarts at the same address is another peer.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from math import inf
@@ -11,9 +11,11 @@ from typing import Final
 
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import Address, ConnId, EngineId
-from xpyd_connector.core.messages import PROTOCOL, Fingerprint, Welcome
+from xpyd_connector.core.layout.transfer_plan import check_shapes
+from xpyd_connector.core.messages import PROTOCOL, Fingerprint, RankInfo, Welcome
 from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, Link, LinkEvent, PeerConnected
 from xpyd_connector.core.state_machine import transition
+from xpyd_connector.errors import IncompatiblePeer
 
 QUIET = 1800.0  # s without a word of a peer after which it may be closing the connection: half of its IDLE_TIMEOUT
 MAX_BACKOFF = 30.0  # s between two attempts to meet a peer that refuses
@@ -58,6 +60,7 @@ class Peer:
     state: PeerState = PeerState.CONNECTING
     welcome: Welcome | None = None  # absent until it is met
     reason: str = ""  # why it was refused, or is gone
+    is_incompatible: bool = False  # it was reached, and refused for what does not change while it runs
     failures: int = 0
     retry_at: float = 0.0
     last_heard_at: float = -inf  # when it last answered
@@ -74,11 +77,23 @@ class Peer:
 
 
 class PeerTable:
-    """Connects to peers on demand, once however many requests wait, and again after a pause if they refuse."""
+    """Connects to peers on demand, once however many requests wait, and again after a pause if they refuse.
 
-    def __init__(self, link: Link, own: Fingerprint, counters: Counters, *, retry_after: float) -> None:
+    With ``ranks``, what this engine reads into, it refuses peers of other shapes, too.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        own: Fingerprint,
+        counters: Counters,
+        *,
+        retry_after: float,
+        ranks: Sequence[RankInfo] = (),
+    ) -> None:
         self._link = link
         self._own = own
+        self._ranks = ranks
         self._counters = counters
         self._retry_after = retry_after
         self._peers: dict[EngineId, Peer] = {}
@@ -98,6 +113,7 @@ class PeerTable:
         elif peer.state is PeerState.REFUSED and (now >= peer.retry_at or address != peer.address):
             peer.on(PeerEvent.RETRIED)
             del self._refused[engine]
+            peer.is_incompatible = False
             peer.address, peer.conn = address, self._link.connect(address, engine)
             self._by_conn[peer.conn] = peer
         return peer
@@ -116,6 +132,7 @@ class PeerTable:
         match event:
             case PeerConnected(conn, welcome) if peer is not None:
                 if reason := self._objection(peer, welcome):
+                    peer.is_incompatible = True
                     self._link.close(conn)
                     self.refuse(peer, reason, now=now)
                 else:
@@ -173,7 +190,16 @@ class PeerTable:
             return f"it speaks protocol {welcome.protocol}, we speak {PROTOCOL}"
         if welcome.engine != peer.engine:
             return f"engine {welcome.engine} answers at {peer.address} now, the request was prefilled by {peer.engine}"
-        return mismatch(self._own, welcome.fingerprint)
+        return mismatch(self._own, welcome.fingerprint) or self._difference(welcome)
+
+    def _difference(self, welcome: Welcome) -> str | None:
+        try:
+            for ours in self._ranks:
+                for theirs in welcome.ranks:
+                    check_shapes(ours, theirs)
+        except IncompatiblePeer as exc:
+            return str(exc)
+        return None
 
 
 def mismatch(ours: Fingerprint, theirs: Fingerprint) -> str | None:

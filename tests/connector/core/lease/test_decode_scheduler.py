@@ -19,7 +19,7 @@ from xpyd_connector.core.messages import (
     Welcome,
 )
 from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
-from xpyd_connector.core.results import LeaseLost
+from xpyd_connector.core.results import HandshakeEnded, LeaseLost
 from xpyd_connector.core.session.peers import MAX_BACKOFF, PeerTable
 
 BEAT = LEASE / 6
@@ -357,3 +357,35 @@ def test_an_engine_that_is_only_to_hear_of_drops_gets_no_heartbeat(harness):
 
     assert [message for _, message in harness.sent if isinstance(message, DropLeases)] == [DropLeases(("p-a",))]
     assert harness.lease_renewer.advance(now=2 * BEAT) is None
+
+
+def test_a_handshake_is_reported_once_to_who_asked(harness):
+    """When it ends; at once if it has ended; not at all without a question."""
+    harness.start_renewing("a")
+    harness.lease_renewer.report_handshake(P)
+    assert harness.lease_renewer.take_handshakes() == []
+    harness.welcome()
+    assert harness.lease_renewer.take_handshakes() == [HandshakeEnded(P)]
+    harness.start_renewing("b")
+    assert harness.lease_renewer.take_handshakes() == []
+    harness.lease_renewer.report_handshake(P)
+
+    assert harness.lease_renewer.take_handshakes() == [HandshakeEnded(P)]
+
+
+def test_a_handshake_that_fails_says_whether_it_can_ever_succeed(harness):
+    """A load from an engine that differs must not begin; one that was not reached may be later."""
+    harness.start_renewing("a")
+    harness.lease_renewer.report_handshake(P)
+    harness.lease_renewer.on(ConnectFailed(harness.peers.get(P).conn, "no route"), now=0.0)
+    other = EngineId("p1")
+    harness.start_renewing("b", engine=other)
+    harness.lease_renewer.report_handshake(other)
+    differs = Welcome(PROTOCOL, other, changed(FINGERPRINT, vllm="0.31.0"), ())
+    harness.lease_renewer.on(PeerConnected(harness.peers.get(other).conn, differs), now=0.0)
+
+    objection = "its vllm is '0.31.0', ours is '0.32.0'; they must be equal"
+    assert harness.lease_renewer.take_handshakes() == [
+        HandshakeEnded(P, is_reached=False),
+        HandshakeEnded(other, objection),
+    ]

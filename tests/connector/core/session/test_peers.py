@@ -126,6 +126,29 @@ def test_another_protocol_is_named_with_both_numbers(book):
     assert peer.reason == f"it speaks protocol {PROTOCOL + 1}, we speak {PROTOCOL}"
 
 
+def test_only_what_was_reached_is_incompatible(book):
+    """An engine that cannot be reached may be another time; one that differs stays as it is."""
+    peer = book.met(welcome=changed(WELCOME, fingerprint=changed(FINGERPRINT, vllm="0.31.0")))
+    assert (peer.state, peer.is_incompatible) == (PeerState.REFUSED, True)
+    book.ensure_connected(now=2.0)
+    book.fail(peer, now=2.0)
+
+    assert (peer.state, peer.is_incompatible) == (PeerState.REFUSED, False)
+    assert book.book.get(P).reason == "no route"
+
+
+def test_a_peer_of_another_shape_is_refused_where_its_kv_would_be_read():
+    """Every rank of it that does not fit one of ours; a scheduler knows before blocks are allocated."""
+    narrow, wide = rank_info("d"), rank_info("p0", width=2)
+    book = Book()
+    book.book = PeerTable(InMemoryLink(book.network, "d"), FINGERPRINT, Counters(), retry_after=1.0, ranks=(narrow,))
+    peer = book.met(welcome=changed(WELCOME, ranks=(rank_info("p0"), wide)))
+
+    assert (peer.state, peer.is_incompatible) == (PeerState.REFUSED, True)
+    assert "they must be equal" in peer.reason
+    assert book.met(welcome=WELCOME, now=60.0).state is PeerState.CONNECTED
+
+
 @pytest.mark.parametrize("name", Fingerprint.__struct_fields__)
 def test_a_mismatch_names_both_values(name):
     """An operator must see what to change on which engine."""

@@ -126,6 +126,16 @@ class Sources:
     def _is_package(self, module):
         return self._package.joinpath(*module.split(".")[1:], "__init__.py").is_file()
 
+    def names(self, module):
+        """Return the names that a module has, its submodules too."""
+        tree, folder = self.tree(module), self._package.joinpath(*module.split(".")[1:])
+        found = {file.stem for file in folder.iterdir()} if folder.is_dir() else set()
+        for node in _outer(tree.body if tree is not None else ()):
+            found |= _defined(node)
+            if isinstance(node, ast.ImportFrom):
+                found |= {each.asname or each.name for each in node.names}
+        return found
+
     def members(self, where):
         """Return the members of a class (or a module, with no class): parameters of functions, None of others."""
         module, _, name = where.partition(":")
@@ -200,16 +210,18 @@ def imported():
 
 
 def recorded(package):
-    """Return what a version has: missing names, hooks with their parameters, what must be implemented, members, ..."""
+    """Return what a version has: names, members, hooks with their parameters, what must be implemented, ..."""
     sources = Sources(package)
+    modules = sorted({where.partition(":")[0] for where in imported()})
     hooks = {name: args for base in BASES for name, args in sources.members(f"{HOOKS}:{base}").items() if args}
     members = {where: sources.members(where) for where in MEMBERS}
     children = {"c", "connector", "connector_cls"}
     return {
-        "missing_names": [where for where in imported() if sources.find(*where.split(":")) is None],
-        "missing_members": [
-            f"{where}.{name}" for where, names in MEMBERS.items() for name in names if name not in members[where]
-        ],
+        "names": {
+            module: " ".join(sorted(name for name in sources.names(module) if sources.find(module, name) is not None))
+            for module in modules
+        },
+        "members": {where: " ".join(sorted(members[where])) for where in MEMBERS},
         "other_orders": [where for where, steps in ORDERS.items() if not _come_in_order(sources.text(where), steps)],
         "hooks": dict(sorted(hooks.items())),
         "abstract": sorted(

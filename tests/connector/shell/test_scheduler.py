@@ -49,17 +49,18 @@ def free_port():
 class Engine:
     """vLLM's scheduler, as far as the connector notices it."""
 
-    def __init__(self, *, groups=ONE, clock=WALL_CLOCK, is_consumer=True, **choices):
+    def __init__(self, *, groups=ONE, clock=WALL_CLOCK, is_consumer=True, name="here", width=16, **choices):
         self.pool = BlockPool(BLOCKS, enable_caching=False, hash_block_size=SIZE)
         engine_config = EngineConfig(
-            EngineId("here"), Address("127.0.0.1", free_port()), groups, {"l.0": 0}, BLOCKS, all_heads=1, ranks=1,
+            EngineId(name), Address("127.0.0.1", free_port()), groups, {"l.0": 0}, BLOCKS, all_heads=1, ranks=1,
             is_producer=True, is_consumer=is_consumer,
         )  # fmt: skip
         self.now = 1000.0
         settings = Settings(handshake_timeout=0.1, **choices)
         self.side = XpydConnectorScheduler(engine_config, settings, EngineWaker(None), clock, lambda: self.now)
         self.side.bind_block_pool(self.pool)
-        self.side.start({0: RankHandshake(rank_info("here"), rank_info("here"), FINGERPRINT, b"token")})
+        self.port, memory = engine_config.address.port, rank_info(name, width=width)
+        self.side.start({0: RankHandshake(memory, memory, FINGERPRINT, b"token")})
         self.side._decodes.handshake_ended(HandshakeEnded(EngineId("p0")))  # it was met by an earlier request
 
     def request(
@@ -171,6 +172,22 @@ def test_the_control_thread_reports_a_handshake(engine):
         return engine.side.matched_tokens(request, 0) == (9, True)
 
     wait_until(is_known, seconds=30, what="the handshake ends")
+
+
+@pytest.mark.parametrize(("width", "skipped"), [(16, 0), (32, 1)])
+def test_the_handshake_of_two_engines_decides(engine, width, skipped):
+    """Over a real connection, by the shapes alone: versions and models are equal (and P holds no such lease)."""
+    p = Engine(name="p1", width=width)
+    request = engine.arrive(remote_engine_id="p1", remote_port=p.port)
+
+    def is_known():
+        engine.side.handle_results()
+        return engine.side.matched_tokens(request, 0) != (None, False)
+
+    wait_until(is_known, seconds=30, what="the handshake ends")
+    p.side.stop()
+
+    assert engine.side.stats().data["counters"].get("loads_skipped_incompatible", 0) == skipped
 
 
 def test_a_request_with_an_offer_is_loaded(engine):

@@ -111,10 +111,6 @@ class XpydConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
         """Return how many tokens will be loaded, and whether asynchronously."""
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
-    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """Return all groups: vLLM must not zero their blocks, as it would race with the load (models with a state)."""
-        return tuple(range(len(self._engine_config.groups)))
-
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Order the load."""
         self._scheduler.after_alloc(request, blocks, num_external_tokens)

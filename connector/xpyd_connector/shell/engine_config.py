@@ -23,6 +23,7 @@ from xpyd_connector.core.layout.buffer_device import is_staged, with_platform
 from xpyd_connector.core.layout.cache_groups import CacheGroup
 from xpyd_connector.errors import UnsupportedCache
 from xpyd_connector.settings import Granularity, Mode, Settings, read_settings
+from xpyd_connector.shell import vllm_versions
 from xpyd_connector.shell.devices import check_copies, check_events
 
 SUPPORTED = (
@@ -86,6 +87,11 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
     parallel = config.parallel_config
     for group in cache.kv_cache_groups:
         for spec in _specs(group.kv_cache_spec):
+            if isinstance(spec, MambaSpec) and not vllm_versions.ASKS_WHAT_IS_LOADED:
+                raise UnsupportedCache(
+                    f"layer {group.layer_names[0]} keeps a state, and vLLM {vllm_versions.VLLM_VERSION} zeroes the "
+                    "blocks that a load fills: models with a state need vLLM 0.32 or later"
+                )
             if isinstance(spec, MambaSpec) and len(spec.shapes) > MAX_STATE_TENSORS:
                 raise UnsupportedCache(
                     f"layer {group.layer_names[0]} keeps a state of {len(spec.shapes)} tensors; a convolution's and a "

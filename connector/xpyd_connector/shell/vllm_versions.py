@@ -3,6 +3,8 @@
 from typing import Any
 
 from vllm import __version__ as vllm_version
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -12,6 +14,8 @@ else:
     CACHE_HIT_SOURCE = CacheHitSource.P2P
 
 VLLM_VERSION: str = vllm_version
+# From 0.32 on vLLM asks which new blocks a load fills; before, it zeroes those of models with a state all the same.
+ASKS_WHAT_IS_LOADED: bool = hasattr(KVConnectorBase_V1, "get_loaded_kv_cache_group_ids")
 
 
 class LaterHooks:
@@ -26,3 +30,9 @@ class LaterHooks:
         vLLM calls this from 0.33 on (``kv_connector/v1/base.py``; its default is True). Before, we refuse at start.
         """
         return False
+
+    _kv_cache_config: KVCacheConfig  # KVConnectorBase_V1 keeps it
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """Return all groups: vLLM must not zero their blocks, as it would race with the load (models with a state)."""
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))

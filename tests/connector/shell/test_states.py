@@ -15,6 +15,7 @@ with warnings.catch_warnings():
     from vllm.v1.request import Request, RequestStatus
 
     from xpyd_connector.shell import engine_config as config_module
+    from xpyd_connector.shell import vllm_versions
     from xpyd_connector.shell.cache_regions import KernelLayout, describe_caches
     from xpyd_connector.shell.connector import XpydConnector
     from xpyd_connector.shell.decode_modes import PullDecode, PushDecode
@@ -296,17 +297,25 @@ def test_engines_with_unlike_states_never_meet(change):
     assert _kind(config_module._group(spec(block_size=2048))) == _kind(config_module._group(spec()))
 
 
-def test_a_state_with_more_than_two_tensors_is_refused_at_start():
-    """Where a ring of inputs begins, only the worker knows that wrote it."""
+@pytest.mark.parametrize(
+    ("spares_loads", "says"),
+    [
+        (True, r"layer l\.0 keeps a state of 3 tensors"),  # where a ring of inputs begins, only its writer knows
+        (False, r"layer l\.0 keeps a state, and vLLM .* zeroes the blocks .* need vLLM 0\.32 or later"),
+    ],
+)
+def test_a_state_that_cannot_be_moved_is_refused_at_start(monkeypatch, spares_loads, says):
+    """Of a kind, or by a version of vLLM, that would give wrong text."""
+    monkeypatch.setattr(vllm_versions, "ASKS_WHAT_IS_LOADED", spares_loads)
     ring = spec(shapes=((3, 8), (2, 4, 4), (2, 16)), dtypes=(torch.float32,) * 3)
     group = SimpleNamespace(kv_cache_spec=ring, layer_names=["l.0"], enable_kv_transfer=True, host_resident=False)
-    with pytest.raises(UnsupportedCache, match=r"layer l\.0 keeps a state of 3 tensors"):
+    with pytest.raises(UnsupportedCache, match=says):
         config_module._check_supported(SimpleNamespace(parallel_config=None), SimpleNamespace(kv_cache_groups=[group]))
 
 
 def test_vllm_zeroes_no_block_that_is_loaded():
     """It zeroes new blocks of models with a state, in the step in which the load begins."""
     connector = object.__new__(XpydConnector)
-    connector._engine_config = engine()
+    connector._kv_cache_config = SimpleNamespace(kv_cache_groups=["attention", "state"])
 
     assert connector.get_loaded_kv_cache_group_ids(request()) == (0, 1)

@@ -57,7 +57,7 @@ EXCEPTIONS = {
     ("tests/support/compiled.py", '"--no-deps", "--no-index"'): "this directory, as a wheel",
     ("hatch_build.py", "pip wheel .``"): "a sentence",
     ("proxy/xpyd_proxy/app.py", "pip install 'xpyd[tracing]'"): "a sentence for the operator",
-    ("proxy/xpyd_proxy/io/discovery/build.py", "pip install 'xpyd[redis]'"): "a sentence for the operator",
+    ("proxy/xpyd_proxy/app.py", "pip install 'xpyd[redis]'"): "a sentence for the operator",
 }
 
 

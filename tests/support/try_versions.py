@@ -48,8 +48,10 @@ def environment(version):
     if stamp.exists() and stamp.read_text() == lock.read_text():
         return python
     venv.create(folder, clear=True, symlinks=True)
-    pip = [sys.executable, "-m", "pip", "-qq", "--disable-pip-version-check", "install", "--no-deps"]
-    subprocess.run([*pip, "--require-hashes", "--target", packages, "-r", lock], check=True, cwd=ROOT)
+    pip = [sys.executable, "-m", "pip", "-qq", "--disable-pip-version-check"]
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--require-hashes", "--target", packages, "-r", lock], check=True, cwd=ROOT
+    )
     (packages / "base.pth").write_text(f"import site; site.addsitedir({str(BASE / PACKAGES)!r})\n")
     stamp.write_text(lock.read_text())
     return python

@@ -216,6 +216,12 @@ class Api:
         self.pages = pages
         self.lines = asyncio.Queue()
 
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
     async def get(self, _path, query):
         number = int(query.get("continue", "0"))
         await asyncio.sleep(0)

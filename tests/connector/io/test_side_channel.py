@@ -551,8 +551,11 @@ def test_half_a_key_update_does_not_have_us_spin(net, tmp_path):
 
 
 def test_a_host_that_updates_its_key_without_end_is_given_up(net, tmp_path):
-    """Pool threads are few, and those who cannot be met otherwise wait for one."""
-    with dialled(net) as (server, d), serve_tls(server, keylog=tmp_path / "keys") as host:
+    """Pool threads are few, and those who cannot be met otherwise wait for one.
+
+    To make so many records takes this process a second, and a busy machine more than the usual limit of a handshake.
+    """
+    with dialled(net, timeout=LONG) as (server, d), serve_tls(server, keylog=tmp_path / "keys") as host:
         records = key_updates(traffic_secret(tmp_path / "keys", "SERVER_TRAFFIC_SECRET_0"), MANY)
         with pouring(host, records):
             start = time.monotonic()

@@ -89,10 +89,10 @@ def test_ready_means_that_it_serves(fleet):
     seen = []
     child = fleet.start(command(SERVER, str(port), port=port))
 
-    fleet.wait_ready([child], timeout_s=20, report=seen.append)
+    fleet.wait_ready([child], timeout_s=20, report=lambda names, _: seen.append(names))
 
     assert child.alive
-    assert all(waiting.names == ("child",) for waiting in seen)
+    assert all(names == ["child"] for names in seen)
 
 
 def test_output_goes_to_the_log(fleet, tmp_path):

@@ -92,6 +92,11 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
                     f"layer {group.layer_names[0]} keeps a state, and vLLM {vllm_versions.VLLM_VERSION} zeroes the "
                     "blocks that a load fills: models with a state need vLLM 0.32 or later"
                 )
+            if isinstance(spec, MambaSpec) and config.cache_config.enable_prefix_caching:
+                raise UnsupportedCache(
+                    f"layer {group.layer_names[0]} keeps a state and enable_prefix_caching is on, with which texts "
+                    "were not shown to be those of a single engine: start with --no-enable-prefix-caching"
+                )
             if isinstance(spec, MambaSpec) and len(spec.shapes) > MAX_STATE_TENSORS:
                 raise UnsupportedCache(
                     f"layer {group.layer_names[0]} keeps a state of {len(spec.shapes)} tensors; a convolution's and a "

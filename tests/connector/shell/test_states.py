@@ -298,19 +298,25 @@ def test_engines_with_unlike_states_never_meet(change):
 
 
 @pytest.mark.parametrize(
-    ("spares_loads", "says"),
+    ("spares_loads", "caches", "says"),
     [
-        (True, r"layer l\.0 keeps a state of 3 tensors"),  # where a ring of inputs begins, only its writer knows
-        (False, r"layer l\.0 keeps a state, and vLLM .* zeroes the blocks .* need vLLM 0\.32 or later"),
+        (True, False, r"layer l\.0 keeps a state of 3 tensors"),  # where a ring of inputs begins, only its writer knows
+        (
+            True,
+            True,
+            r"layer l\.0 keeps a state and enable_prefix_caching is on.*start with --no-enable-prefix-caching",
+        ),
+        (False, False, r"layer l\.0 keeps a state, and vLLM .* zeroes the blocks .* need vLLM 0\.32 or later"),
     ],
 )
-def test_a_state_that_cannot_be_moved_is_refused_at_start(monkeypatch, spares_loads, says):
+def test_a_state_that_cannot_be_moved_is_refused_at_start(monkeypatch, spares_loads, caches, says):
     """Of a kind, or by a version of vLLM, that would give wrong text."""
     monkeypatch.setattr(vllm_versions, "ASKS_WHAT_IS_LOADED", spares_loads)
     ring = spec(shapes=((3, 8), (2, 4, 4), (2, 16)), dtypes=(torch.float32,) * 3)
     group = SimpleNamespace(kv_cache_spec=ring, layer_names=["l.0"], enable_kv_transfer=True, host_resident=False)
+    config = SimpleNamespace(parallel_config=None, cache_config=SimpleNamespace(enable_prefix_caching=caches))
     with pytest.raises(UnsupportedCache, match=says):
-        config_module._check_supported(SimpleNamespace(parallel_config=None), SimpleNamespace(kv_cache_groups=[group]))
+        config_module._check_supported(config, SimpleNamespace(kv_cache_groups=[group]))
 
 
 def test_vllm_zeroes_no_block_that_is_loaded():

@@ -32,6 +32,11 @@ def beside_example(spec, folder, *, ours_first, by_path):
     return dataclasses.replace(spec, extra_args=(*spec.extra_args, "--kv-transfer-config", json.dumps(config)))
 
 
+def is_thorough(test, params):
+    """Tell what is only for ``make test-thorough``: which connector loads, MultiConnector decides in one way."""
+    return params["pair"] is TransferMode.PUSH
+
+
 @pytest.fixture(scope="module", params=TransferMode, ids=lambda mode: mode.value)
 def pair(request, fleet, model, reference, tmp_path_factory):
     """Ours is first on P in pull and first on D in push. One of four goes without the entry point, by its path."""

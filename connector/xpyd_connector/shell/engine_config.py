@@ -87,21 +87,8 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
     parallel = config.parallel_config
     for group in cache.kv_cache_groups:
         for spec in _specs(group.kv_cache_spec):
-            if isinstance(spec, MambaSpec) and not vllm_versions.ASKS_WHAT_IS_LOADED:
-                raise UnsupportedCache(
-                    f"layer {group.layer_names[0]} keeps a state, and vLLM {vllm_versions.VLLM_VERSION} zeroes the "
-                    "blocks that a load fills: models with a state need vLLM 0.32 or later"
-                )
-            if isinstance(spec, MambaSpec) and config.cache_config.enable_prefix_caching:
-                raise UnsupportedCache(
-                    f"layer {group.layer_names[0]} keeps a state and enable_prefix_caching is on, with which texts "
-                    "were not shown to be those of a single engine: start with --no-enable-prefix-caching"
-                )
-            if isinstance(spec, MambaSpec) and len(spec.shapes) > MAX_STATE_TENSORS:
-                raise UnsupportedCache(
-                    f"layer {group.layer_names[0]} keeps a state of {len(spec.shapes)} tensors; a convolution's and a "
-                    "recurrent one are supported, without the inputs that ReplaySSM or RecoverSSM keep beside them"
-                )
+            if isinstance(spec, MambaSpec):
+                _check_state(f"layer {group.layer_names[0]}", spec, config)
             if type(spec) not in SUPPORTED or not group.enable_kv_transfer or group.host_resident:
                 kinds = ", ".join(kind.__name__ for kind in SUPPORTED)
                 raise UnsupportedCache(
@@ -116,6 +103,25 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
     if parallel.decode_context_parallel_size != 1:
         raise UnsupportedCache(
             f"decode_context_parallel_size is {parallel.decode_context_parallel_size}; only 1 is supported"
+        )
+
+
+def _check_state(layer: str, spec: MambaSpec, config: VllmConfig) -> None:
+    """Raise if the state of a layer cannot be moved, or if moving it was not shown to be right."""
+    if not vllm_versions.ASKS_WHAT_IS_LOADED:
+        raise UnsupportedCache(
+            f"{layer} keeps a state, and vLLM {vllm_versions.VLLM_VERSION} zeroes the blocks that a load fills: "
+            "models with a state need vLLM 0.32 or later"
+        )
+    if config.cache_config.enable_prefix_caching:
+        raise UnsupportedCache(
+            f"{layer} keeps a state and enable_prefix_caching is on, with which texts were not shown to be those of a "
+            "single engine: start with --no-enable-prefix-caching"
+        )
+    if len(spec.shapes) > MAX_STATE_TENSORS:
+        raise UnsupportedCache(
+            f"{layer} keeps a state of {len(spec.shapes)} tensors; a convolution's and a recurrent one are supported, "
+            "without the inputs that ReplaySSM or RecoverSSM keep beside them"
         )
 
 

@@ -21,6 +21,7 @@ ASKS_WHAT_IS_LOADED: bool = hasattr(KVConnectorBase_V1, "get_loaded_kv_cache_gro
 class LaterHooks:
     """Members of a connector that only some versions ask for; the others ignore them."""
 
+    _kv_cache_config: KVCacheConfig  # KVConnectorBase_V1 keeps it
     _cache_hit_source = CACHE_HIT_SOURCE  # 0.32: the label of our loads in vllm:prompt_tokens_by_source
 
     @classmethod
@@ -30,8 +31,6 @@ class LaterHooks:
         vLLM calls this from 0.33 on (``kv_connector/v1/base.py``; its default is True). Before, we refuse at start.
         """
         return False
-
-    _kv_cache_config: KVCacheConfig  # KVConnectorBase_V1 keeps it
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """Return all groups: vLLM must not zero their blocks, as it would race with the load (models with a state)."""

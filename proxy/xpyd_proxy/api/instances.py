@@ -110,10 +110,8 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
             raise HTTPException(400, f"{question.path} has no two legs to explain: write one of {', '.join(Api)}")
         headers = tuple((name.lower().encode(), value.encode()) for name, value in question.headers.items())
         try:
-            fields, rank = (
-                parse(bytes(question.body), strip_private=False),
-                rank_of(first_header(headers, b"x-data-parallel-rank")),
-            )
+            fields = parse(bytes(question.body), strip_private=False)
+            rank = rank_of(first_header(headers, b"x-data-parallel-rank"))
             found = admin.explainer.explain(GenerationRequest(Api(question.path), fields, headers, rank=rank))
         except (BadRequest, UnknownModel, NoInstance) as exc:
             raise HTTPException(400, f"The request would be refused: {exc}") from exc

@@ -4,8 +4,8 @@ The engine reports computed blocks step by step. The scheduler process reports r
 own, so neither waits for an engine step. Whichever comes first waits here for the other.
 
 Only complete blocks are written; a later step completes the others. A state, which every step changes, is written with
-the last part. A preempted prefill starts again as another
-``attempt``, which overwrites what the first one wrote, after its writes have ended.
+the last part. A preempted prefill starts again as another ``attempt``, which overwrites what the first one wrote, after
+its writes have ended.
 """
 
 from collections import deque

@@ -49,6 +49,7 @@ from xpyd_proxy.core.routing.policies.round_robin import Rotation, RoundRobin
 from xpyd_proxy.core.routing.policies.session import Session
 from xpyd_proxy.core.routing.request_rules import rules_of
 from xpyd_proxy.core.routing.retries import MOST_RETRIES, RetryBudget
+from xpyd_proxy.core.routing.session_ids import SessionIds
 from xpyd_proxy.core.workers.instance_ids import Verb
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.discovery.kubernetes import Cluster, Kubernetes
@@ -141,7 +142,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     telemetry, queue = Telemetry(Counters(_PATHS), time.monotonic), gate.admission
     traces, releaser = _traces(settings), Releaser(engines, told=(telemetry,))
     requests = Requests(
-        intake=Intake(settings, lifetime, keyring, sites, salts),
+        intake=Intake(settings, lifetime, keyring, sites, salts, _sessions(settings)),
         rules=rules_of(settings),
         fleet=fleet,
         learned=learned,
@@ -181,7 +182,9 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         looking = discovery.running(), prober.running(), inflow.running()
         return examiner, engines, releaser, checks, *looking, *crew.running(), requests
 
-    explainer = Explainer(fleet.rehearsal, fleet.usable, learned, lambda: requests.rules)
+    explainer = Explainer(
+        fleet.rehearsal, fleet.usable, learned, lambda: requests.rules, SessionIds(settings.session_names)
+    )
     access = OperatorAccess(settings.admin_key, Audit(telemetry.admin_action, time.monotonic), settings.max_body_bytes)
     keys = CLIENT_KEYS if keyring.keys is not None else ()
     browsers = require_any_key(settings.admin_key, keyring, by_browsers=True)
@@ -245,6 +248,12 @@ def _lifespan(
                 await asyncio.to_thread(traces.close)
 
     return lifespan
+
+
+def _sessions(settings: Settings) -> SessionIds | None:
+    """Return where sessions' ids are; None: no policy asks for them, so no request is searched."""
+    by_session = PolicyName.SESSION in (settings.prefill_policy, settings.decode_policy)
+    return SessionIds(settings.session_names) if by_session else None
 
 
 def policies(turn: int) -> Mapping[PolicyName, Callable[[Callable[[Instance], float]], Policy]]:

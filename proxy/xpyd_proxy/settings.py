@@ -50,7 +50,7 @@ class PolicyName(StrEnum):
     ROUND_ROBIN = "round_robin"  # in turn; if both legs are, every prefill engine meets every decode engine
     LEAST_LOADED = "least_loaded"
     POWER_OF_TWO = "power_of_two"  # the less loaded of two that chance picks
-    SESSION = "session"  # the same engine for one X-Session-ID; without it, the least loaded
+    SESSION = "session"  # the same engine for all requests of a session; without one, the least loaded
     PREFIX = "prefix"  # the engine that has seen the longest beginning of the prompt, unless it is overloaded
 
 
@@ -103,6 +103,9 @@ Network = Annotated[str, Kind("", "NETWORK")]
 Host = Annotated[str, Kind("the name of a host: write it without scheme and port, or * for all", "HOST")]
 Url = Annotated[str, Kind("a URL: write http://host:port or https://host:port", "URL")]
 Store = Annotated[str, Kind("a store: write memory, file:PATH, kubernetes:CONFIGMAP or redis://host:port/0", "STORE")]
+SessionName = Annotated[
+    str, Kind("a name: write a header, or body:FIELD or body:FIELD.FIELD for a field of the body", "HEADER")
+]
 Port = Annotated[int, Kind("a port: write a number from 0 to 65535", "PORT", int, 0, most=65535)]
 Bytes = Annotated[int, Kind("a size: write a whole number of bytes, 1 or more", "BYTES", int, 1, unit="B")]
 SomeBytes = Annotated[int, Kind("a size: write a whole number of bytes, 0 or more", "BYTES", int, 0, unit="B")]
@@ -163,6 +166,8 @@ class Settings:
     min_split_prompt_bytes: SomeBytes = ENGINES.option(0,
         "a prompt whose JSON is shorter is served by one engine", live=True)
     reuse_prompt_tokens: bool = ENGINES.option(False, "only the prefill engine renders and tokenizes a chat", live=True)
+    session_names: tuple[SessionName, ...] = ENGINES.option((),
+        "headers, or body:FIELD, that name a session, before the known ones", unset="the known ones alone")
     load_reports: bool = ENGINES.option(True, "ask prefill engines how busy they are, if their policy needs it")
     drain_idle_time_s: Seconds = ENGINES.option(60.0,
         "time without a request after which a draining prefill engine has no leases")

@@ -10,7 +10,7 @@ import pytest
 from support.sim import router, sims
 from xpyd_proxy.app import create_app
 from xpyd_proxy.errors import AddressError, AlreadyKnown
-from xpyd_proxy.settings import Settings
+from xpyd_proxy.settings import PolicyName, Settings
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 from xpyd_proxy.testing.rules import expected_text
 
@@ -94,6 +94,24 @@ async def test_engines_see_only_what_they_should_of_a_clients_headers():
         assert not (kept.keys() - {"user-agent"}) & headers.keys()
         assert headers["user-agent"] == "xpyd"
         assert headers["accept-encoding"] == "identity"
+
+
+@pytest.mark.parametrize("named", [{"x-claude-code-session-id": "s"}, {"x-task": "s"}, {"prompt_cache_key": "s"}])
+async def test_a_session_stays_on_its_engines(named):
+    """Whatever its client calls it; explain says the same, and other sessions go elsewhere."""
+    engines, headers = sims(4, 4), {name: value for name, value in named.items() if "-" in name}
+    body = TEXT[1] | {name: value for name, value in named.items() if "-" not in name}
+    chosen = {"prefill_policy": PolicyName.SESSION, "decode_policy": PolicyName.SESSION, "session_names": ("X-Task",)}
+    async with router(engines, Settings(admin_key="a", **chosen)) as client:
+        answers = [await client.post(TEXT[0], json=body, headers=headers) for _ in range(8)]
+        others = [await client.post(TEXT[0], json=TEXT[1] | {"user": f"u{number}"}) for number in range(20)]
+        question = {"path": TEXT[0], "body": body, "headers": headers}
+        said = await client.post("/instances/explain", json=question, headers={"x-api-key": "a"})
+
+    pairs = [tuple(part.partition(";dur")[0] for part in each.headers["server-timing"].split(", ")) for each in answers]
+    assert len(set(pairs)) == 1
+    assert [said.json()[leg] in pairs[0][number] for number, leg in enumerate(("prefill", "decode"))] == [True, True]
+    assert len({each.headers["server-timing"].partition(";dur")[0] for each in others}) > 1
 
 
 async def test_what_cannot_be_split_is_served_by_one_engine():

@@ -164,7 +164,10 @@ class ForwardedHeaders(BaseModel):
     """The headers that mean something to the router."""
 
     x_request_id: str | None = Field(None, description="the client's name of the request; answer and log repeat it")
-    x_session_id: str | None = Field(None, description="requests with the same one go to the same engine (session)")
+    x_session_id: str | None = Field(
+        None,
+        description="requests with the same one go to the same engine (session); docs/routing.md lists other names",
+    )
     x_data_parallel_rank: int | None = Field(None, ge=0, description="the rank of the engine that decodes")
     x_vllm_priority: int | None = Field(
         None, description="requests with a lower one come first where some have to wait"

@@ -89,7 +89,7 @@ class RoutingHints:
     """What the choice of engines may depend on: as much of a request as matters for it. It does not change."""
 
     model: str | None  # the model it names
-    session: str | None  # the client's X-Session-ID
+    session: str | None  # the id of the conversation it belongs to, if a policy asks for it
     prompt: bytes  # the beginning of the prompt (or messages) as JSON text, as it came; empty: not looked at
     tokens: int | None  # length of the prompt; None: unknown
     rank: int | None  # the client's X-data-parallel-rank: the rank of the engine that decodes

@@ -19,6 +19,7 @@ from xpyd_proxy.core.protocol.request_bodies import check_wanted_now, parse
 from xpyd_proxy.core.protocol.response_filter import media_type
 from xpyd_proxy.core.raw_json import Fields, Pieces, encode
 from xpyd_proxy.core.routing.routing_hints import ask_of_call, ask_of_errand, model_of, rank_of
+from xpyd_proxy.core.routing.session_ids import SessionIds
 from xpyd_proxy.errors import BodyTooLarge, UnsupportedMedia
 from xpyd_proxy.settings import ClientKvParams, Settings
 
@@ -95,6 +96,7 @@ class Intake:
     keyring: Keyring
     sites: Sites
     salts: Salts | None = None
+    sessions: SessionIds | None = None  # None: no policy asks for them
 
     def check(self, head: RequestHead) -> str:
         """Judge a head; return the name of the client's key.
@@ -134,10 +136,11 @@ class Intake:
         passed_on, asked, priority = limited(passed_on, fields, self.keyring.least_of(caller))
         if self.salts is not None and path not in UNCACHED and path not in _FORMS:
             asked = self.salts.salted(asked, caller)
+        session = None if self.sessions is None else self.sessions.of(shown, fields)
         rank = rank_of(shown.get(b"x-data-parallel-rank"))
         if api is not None:
             call = GenerationRequest(api, asked, passed_on, rank)
-            return RequestPlan(path, passed_on, ask_of_call(call), priority, call=call)
+            return RequestPlan(path, passed_on, ask_of_call(call, session), priority, call=call)
         if path in _FORMS:  # its values are not read: its model plays no part in the choice of engine
             declared = content_type(boundary_of(shown.get(b"content-type", b"")))
             errand = PassthroughRequest(path, body, passed_on, declared, rank=rank)
@@ -145,7 +148,7 @@ class Intake:
             strips = self.settings.client_kv_params is _STRIP
             clean = encode(asked) if strips or asked is not fields else body
             errand = PassthroughRequest(path, clean, passed_on, model=model_of(fields), rank=rank)
-        ask = ask_of_errand(errand)
+        ask = ask_of_errand(errand, session)
         return RequestPlan(path, passed_on, ask, priority, body=[errand.body], content_type=errand.content_type)
 
 

@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import Final
 
-from xpyd_proxy.core.model import GenerationRequest, Headers, PassthroughRequest, RoutingHints, first_header
+from xpyd_proxy.core.model import GenerationRequest, PassthroughRequest, RoutingHints
 from xpyd_proxy.core.protocol.disaggregation import PROMPTS
 from xpyd_proxy.core.raw_json import NULL, Fields, maybe
 from xpyd_proxy.errors import BadRequest
@@ -13,15 +13,15 @@ _MODELS_MOST: Final = 256
 _MODEL_BYTES: Final = 256  # of a name that is remembered
 
 
-def ask_of_call(call: GenerationRequest) -> RoutingHints:
+def ask_of_call(call: GenerationRequest, session: str | None = None) -> RoutingHints:
     """Describe a request that has a prompt."""
     prompt = memoryview(call.fields.get(PROMPTS[call.api], b""))[:_PREFIX]
-    return RoutingHints(model_of(call.fields), _session(call.headers), bytes(prompt), None, call.rank)
+    return RoutingHints(model_of(call.fields), session, bytes(prompt), None, call.rank)
 
 
-def ask_of_errand(errand: PassthroughRequest) -> RoutingHints:
+def ask_of_errand(errand: PassthroughRequest, session: str | None = None) -> RoutingHints:
     """Describe a request that is passed through."""
-    return RoutingHints(errand.model, _session(errand.headers), rank=errand.rank)
+    return RoutingHints(errand.model, session, rank=errand.rank)
 
 
 def model_of(fields: Fields) -> str | None:
@@ -43,8 +43,3 @@ def rank_of(said: bytes | None) -> int | None:
     if text.isdigit() and len(text) < 10:
         return int(text)
     raise BadRequest(f"X-data-parallel-rank must be a whole number from 0 on, not {text.decode('latin-1')!r}")
-
-
-def _session(headers: Headers) -> str | None:
-    said = first_header(headers, b"x-session-id")
-    return None if said is None else said.decode("latin-1")

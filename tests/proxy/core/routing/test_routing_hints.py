@@ -22,7 +22,7 @@ def test_model_session_rank_and_the_beginning_of_the_prompt(api):
     """The prompt as it came: a policy compares beginnings, and must not need a parser."""
     raw = b'{"model":"m","%s" : [ "a",  "b" ]}' % PROMPTS[api].encode()
 
-    assert ask_of_call(call_of(api, raw, 3)) == RoutingHints("m", "s", b'[ "a",  "b" ]', None, 3)
+    assert ask_of_call(call_of(api, raw, 3), "s") == RoutingHints("m", "s", b'[ "a",  "b" ]', None, 3)
 
 
 def test_a_long_prompt_is_cut():
@@ -42,7 +42,7 @@ def test_what_is_no_name_names_no_model(model):
 
 def test_what_is_passed_through_has_a_model_and_a_session():
     """An embedding must go to the engine that has its model."""
-    assert ask_of_errand(PassthroughRequest("/v1/embeddings", b"{}", HEADERS, model="m", rank=1)) == RoutingHints(
+    assert ask_of_errand(PassthroughRequest("/v1/embeddings", b"{}", HEADERS, model="m", rank=1), "s") == RoutingHints(
         "m", "s", rank=1
     )
 

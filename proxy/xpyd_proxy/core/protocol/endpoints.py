@@ -30,17 +30,27 @@ _JSON: Final = (
     "/v1/rerank",
     "/v2/rerank",
     "/generative_scoring",
+    "/v1/systemone",
+    "/v1/chat/completions/batch",
+)
+# No prompt is computed: they turn requests into tokens and back (vllm/entrypoints/scale_out/render and derender).
+_NO_PROMPT: Final = (
     "/tokenize",
     "/detokenize",
     "/v1/messages/count_tokens",
-    "/v1/chat/completions/batch",
+    "/v1/completions/render",
+    "/v1/chat/completions/render",
+    "/v1/responses/render",
+    "/v1/messages/render",
+    "/v1/completions/derender",
+    "/v1/chat/completions/derender",
 )
 _FORM: Final = ("/v1/audio/transcriptions", "/v1/audio/translations")
 
-UNCACHED: Final = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})  # no prompt is computed
+UNCACHED: Final = frozenset(_NO_PROMPT)
 
 ENDPOINTS: Final[Mapping[str, EndpointKind]] = {
     **{api.value: EndpointKind.SPLIT for api in Api},
-    **dict.fromkeys(_JSON, EndpointKind.JSON),
+    **dict.fromkeys((*_JSON, *_NO_PROMPT), EndpointKind.JSON),
     **dict.fromkeys(_FORM, EndpointKind.FORM),
 }

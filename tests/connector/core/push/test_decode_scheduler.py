@@ -3,7 +3,7 @@
 import pytest
 
 from support.engines import FINGERPRINT, lent, rank_info
-from support.expecting import ADDRESS, RANKS, A, B, ExpectingEngine, P, T
+from support.expecting import ADDRESS, A, B, ExpectingEngine, P, T
 from support.push_engines import PATIENCE, WAIT
 from xpyd_connector.core.ids import ConnId, EngineId
 from xpyd_connector.core.lease.kv_params import PushParams
@@ -16,7 +16,6 @@ from xpyd_connector.core.messages import (
     PushDone,
     PushStalled,
     PushStopped,
-    RankMemory,
     RegisterPush,
     RenewLeases,
     Welcome,
@@ -76,18 +75,6 @@ def harness():
 # ---- registering
 
 
-def test_p_hears_of_every_rank_before_it_hears_of_a_request():
-    """It refuses registrations of an engine whose memory it does not know."""
-    harness = Harness()
-    harness.expect()
-    assert harness.take_sent() == []
-    harness.connect()
-
-    assert harness.take_sent() == [
-        RenewLeases((T,)), RankMemory(RANKS[0]), RankMemory(RANKS[1]), RegisterPush(A, T, "digest", lent(2, (4, 5))),
-    ]  # fmt: skip
-
-
 def test_an_engine_that_is_known_hears_of_the_next_request_at_once(harness):
     """And its ranks' memory is not told twice."""
     harness.expect(B, blocks=(7,))
@@ -132,26 +119,6 @@ def quiet():
     harness.now += QUIET
     harness.expect(B)
     return harness
-
-
-def test_p_must_have_spoken_lately_to_hear_of_a_request(quiet):
-    """If the connection ends first, P has certainly not begun to write, and the request goes another way."""
-    assert quiet.take_sent() == [RenewLeases((T,))]
-    quiet.hear(HeartbeatReply())
-    quiet.happen(MessageReceived(quiet.conn, HeartbeatReply()))
-    assert quiet.take_sent() == [RegisterPush(B, T, "digest", lent(2, (4, 5)))]
-    quiet.hear(HeartbeatReply())
-    quiet.expect(A)
-
-    assert quiet.take_sent() == [RenewLeases((T,)), RegisterPush(A, T, "digest", lent(2, (4, 5)))]
-
-
-def test_a_p_that_is_really_gone_fails_a_request_it_has_not_heard_of(quiet):
-    """Nothing lingers."""
-    quiet.lose()
-    quiet.happen(ConnectFailed(quiet.conn, "no route"))
-
-    assert quiet.take_results() == [LoadResult(B, f"{ADDRESS} was not met: no route")]
 
 
 def test_a_quiet_p_that_does_not_answer_fails_a_request_it_has_not_heard_of(quiet):
@@ -237,54 +204,7 @@ def test_messages_of_other_connections_change_nothing(harness, message):
     assert harness.counted()["unknown_transfer_messages"] == 3
 
 
-def test_other_messages_are_left_to_others(harness):
-    """A heartbeat's answer, or a breach of the protocol."""
-    assert not harness.hear(HeartbeatReply())
-    assert not harness.hear(FenceResult(A, held=True))
-
-
 # ---- the ends that D decides
-
-
-def test_an_abort_before_p_is_met_keeps_nothing():
-    """And P hears that nobody wants the transfer, once it is met."""
-    harness = Harness()
-    harness.expect()
-    harness.push_receiver.stop(A)
-    assert harness.take_results() == [LoadResult(A, "the request was aborted")]
-    harness.connect()
-
-    assert harness.take_sent() == [DropLeases((T,)), RankMemory(RANKS[0]), RankMemory(RANKS[1])]
-    assert len(harness.push_receiver) == len(harness.lease_renewer) == 0
-
-
-def test_another_reader_keeps_the_transfer_wanted(harness):
-    """One prompt, n answers: the first one's end does not end the other's lease."""
-    harness.expect(B)
-    harness.take_sent()
-    harness.push_receiver.stop(A)
-
-    assert harness.take_sent() == [CancelPushes((A,))]
-
-
-def test_nothing_is_waited_for_longer_than_the_timeout(harness):
-    """From the moment the blocks were lent."""
-    harness.happen(MessageReceived(harness.conn, HeartbeatReply()))
-    assert harness.wait(WAIT - 1) == WAIT
-    assert harness.take_results() == []
-    harness.wait(1)
-
-    assert harness.take_results() == [LoadResult(A, "nothing was written within 100 s", quarantined=True)]
-
-
-def test_a_connection_that_takes_too_long_fails_without_quarantine():
-    """Nothing was lent yet."""
-    harness = Harness()
-    harness.expect()
-    harness.wait(WAIT)
-
-    assert harness.take_results() == [LoadResult(A, "nothing was written within 100 s")]
-    assert len(harness.lease_renewer) == 0
 
 
 def test_a_heartbeat_that_is_not_answered_tells_that_p_hangs(harness):
@@ -315,43 +235,12 @@ def test_an_answer_makes_up_for_the_silence(harness):
 # ---- P is gone
 
 
-@pytest.mark.parametrize(("silent", "looks"), [(False, QUARANTINE), (True, LONG_QUARANTINE)])
-def test_blocks_are_kept_for_a_while_after_p_is_gone(harness, silent, looks):
-    """What it had sent may still be on its way; a P that only fell silent may send it again, much later."""
-    interval, number = looks
-    harness.lose(silent=silent)
-    assert harness.take_results() == [LoadResult(A, f"{ADDRESS} is gone: closed", quarantined=True)]
-    assert len(harness.lease_renewer) == 0
-    for _ in range(number - 1):
-        assert harness.wait(interval) == pytest.approx(harness.now + interval)
-    assert harness.take_results() == []
-    harness.wait(interval)
-
-    assert harness.take_results() == [BlocksReleased(A)]
-    assert harness.counted() == {"peers_lost": 1, "loads_failed_peer": 1}
-
-
 def test_the_long_quarantine_outlasts_tcp():
     """Linux sends again for 924.6 s; the short one is for what is in our own sockets."""
     interval, looks = LONG_QUARANTINE
 
     assert interval * looks > 924.6
     assert QUARANTINE[1] > 1
-
-
-@pytest.mark.parametrize("silent", [False, True])
-def test_blocks_that_p_was_to_let_go_are_kept_as_long(harness, silent):
-    """Its answer will never come. An abort that comes twice is one."""
-    harness.push_receiver.stop(A)
-    harness.push_receiver.stop(A)
-    harness.lose(silent=silent)
-    assert [type(each) for each in harness.take_results()] == [LoadResult]
-    assert harness.state() is ReceiveState.QUARANTINED
-    interval, number = LONG_QUARANTINE if silent else QUARANTINE
-    for _ in range(number):
-        harness.wait(interval)
-
-    assert harness.take_results() == [BlocksReleased(A)]
 
 
 def test_a_p_that_is_back_has_no_say_about_what_was_before(harness):
@@ -379,12 +268,3 @@ def test_a_p_that_breaks_the_protocol_may_live(harness):
     assert harness.link.closed == [conn]
     assert harness.take_results()[0].quarantined
     assert harness.push_receiver._pushes[A].checks == LONG_QUARANTINE[1]
-
-
-def test_only_the_landings_of_that_engine_are_lost(harness):
-    """Others go on."""
-    harness.expect(B, engine=EngineId("p1"))
-    harness.lose()
-
-    assert [result.request for result in harness.take_results()] == [A]
-    assert harness.state(B) is ReceiveState.WAITING

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from support.engines import BLOCK_SIZE, rank_info
 from support.recording_agent import RecordingAgent, RecordingCopier
-from xpyd_connector.core.counters import Counters, TransferSample
+from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import BlockId
 from xpyd_connector.core.layout.transfer_plan import TokenRange, push_route
 from xpyd_connector.core.ports import XferOutcome
@@ -74,17 +74,6 @@ def harness():
 @pytest.fixture
 def staged():
     return Harness(staged=True)
-
-
-def test_without_staging_it_is_written_at_once_to_every_rank(harness):
-    """And is there when the last one says so."""
-    transfer = harness.send(4, 5)
-    assert harness.writes() == [("d/0", [[5, 4, 2]]), ("d/1", [[5, 4, 2]])]
-    assert harness.ended(1) == []
-    assert harness.ended(0) == [PartWriteEnded(transfer, "")]
-
-    assert harness.counters.take().transfers == [TransferSample(0.1, 64, 1, 0.01)] * 2
-    assert harness.is_over()
 
 
 def test_with_staging_it_is_copied_into_slots_and_written_from_there(staged):
@@ -158,20 +147,6 @@ def test_a_first_write_that_cannot_start_raises(harness):
     assert harness.is_over()
 
 
-def test_a_second_write_that_cannot_start_ends_when_the_first_has(harness):
-    """That one can still reach the other side's memory."""
-    harness.mover.fails = {"d/1": "no route to d/1"}.get
-    transfer = harness.send(4)
-    assert harness.mover.cancelled == [0]
-    assert harness.advance() == []
-    assert harness.part_writer.overdue(now=1e9) == []
-
-    assert harness.ended(0, outcome=XferOutcome.FAILED, reason="cancelled") == [
-        PartWriteEnded(transfer, "no route to d/1")
-    ]
-    assert harness.is_over()
-
-
 @pytest.mark.parametrize("fails_at", ["d/0", "d/1"])
 def test_a_write_that_cannot_start_from_host_memory_gives_its_slots_back(staged, fails_at):
     """After what has started is over."""
@@ -206,18 +181,6 @@ def test_one_write_of_several_that_fails_ends_it_once_when_all_are_over(is_stage
     assert harness.is_over()
 
 
-def test_a_copy_that_fails_ends_it(staged):
-    """Nothing was written."""
-    transfer = staged.send(4)
-    staged.advance()
-
-    assert staged.copied(0, reason="out of memory") + staged.advance() == [
-        PartWriteEnded(transfer, "it was not copied into host memory: out of memory")
-    ]
-    assert staged.mover.posted == []
-    assert staged.is_over()
-
-
 def test_what_waits_for_room_leaves_the_line_when_it_is_cancelled(staged):
     """Those behind it go on."""
     first, second, third = staged.send(1, 2, 3), staged.send(4, 5), staged.send(6)
@@ -231,31 +194,6 @@ def test_what_waits_for_room_leaves_the_line_when_it_is_cancelled(staged):
 
     assert sorted(staged.ended(0, 1, 2, 3)) == [PartWriteEnded(first, ""), PartWriteEnded(third, "")]
     assert staged.is_over()
-
-
-def test_what_is_copied_ends_with_its_copy_when_it_is_cancelled(staged):
-    """Its slots are written into until then; nothing is sent any more."""
-    transfer = staged.send(4)
-    staged.advance()
-    staged.part_writer.cancel(transfer, "nobody wants it")
-    staged.part_writer.cancel(transfer, "twice")
-    assert (staged.advance(), staged.slots.held) == ([], 1)
-
-    assert staged.copied(0) + staged.advance() == [PartWriteEnded(transfer, "nobody wants it")]
-    assert staged.mover.posted == []
-    assert staged.is_over()
-
-
-def test_what_is_written_ends_with_its_writes_when_it_is_cancelled(harness):
-    """However long they take."""
-    transfer = harness.send(4)
-    harness.part_writer.cancel(transfer, "nobody wants it")
-    harness.part_writer.cancel(transfer, "twice")
-    assert harness.mover.cancelled == [0, 1]
-    assert harness.ended(0, outcome=XferOutcome.FAILED, reason="cancelled") == []
-
-    assert harness.ended(1) == [PartWriteEnded(transfer, "nobody wants it")]
-    assert harness.is_over()
 
 
 def test_copies_and_writes_have_a_deadline_each_and_waiting_for_room_has_none(staged):

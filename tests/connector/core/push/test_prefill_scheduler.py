@@ -19,7 +19,6 @@ from xpyd_connector.core.messages import (
     PeerMemory,
     PushAborted,
     PushDone,
-    PushStalled,
     PushStopped,
     PushWritten,
     RankMemory,
@@ -28,9 +27,8 @@ from xpyd_connector.core.messages import (
     StartPush,
     StopPush,
     WorkerHello,
-    WriteStalled,
 )
-from xpyd_connector.core.ports import ConnectionLost, MessageReceived, PeerConnected
+from xpyd_connector.core.ports import ConnectionLost, MessageReceived
 from xpyd_connector.core.push import prefill_scheduler
 from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
 
@@ -110,25 +108,6 @@ def harness():
 # ---- the main path
 
 
-@pytest.mark.parametrize("is_early", [True, False])
-def test_a_registration_before_or_after_its_prefill_ends_with_the_last_rank(harness, is_early):
-    """Only then the bytes are complete; and the lease ends with it."""
-    if not is_early:
-        harness.grant()
-    order = harness.register()
-    assert harness.take_sent() == [(W0, StartPush(D, order)), (W1, StartPush(D, order))]
-    if is_early:
-        harness.grant()
-    harness.hear(W1, PushWritten(D, R))
-    harness.hear(W1, PushWritten(D, R))
-    assert harness.take_sent() == []
-    harness.hear(W0, PushWritten(D, R))
-
-    assert harness.take_sent(D) == [PushDone(R, held=True)]
-    assert harness.ended == [(T, "DONE")]
-    assert harness.push_coordinator._by_request == {}
-
-
 def test_what_is_written_before_any_lease_does_not_count(harness):
     """A worker cannot know of a prefill's end before the engine; if it says so, nothing vouches for the blocks."""
     harness.register()
@@ -136,24 +115,6 @@ def test_what_is_written_before_any_lease_does_not_count(harness):
     harness.hear(W1, PushWritten(D, R))
 
     assert harness.take_sent(D) == [PushDone(R, held=False)]
-
-
-def test_several_readers_of_one_transfer_end_its_lease_with_the_last_of_them(harness):
-    """One prompt, n answers, over one connection of a decode engine or over two."""
-    harness.one_engine = {D, ELSE}
-    harness.introduce(ELSE, "e")
-    harness.register()
-    harness.register(ELSE)
-    harness.register(reader="d-b")
-    harness.grant()
-    harness.take_sent()
-    for conn, reader in ((D, R), (ELSE, R), (D, RequestId("d-b"))):
-        assert T in harness.leases
-        harness.hear(W0, PushWritten(conn, reader))
-        harness.hear(W1, PushWritten(conn, reader))
-
-    assert [conn for conn, _ in harness.take_sent(D, ELSE)] == [D, ELSE, D]
-    assert T not in harness.leases
 
 
 # ---- whose transfer it is
@@ -224,15 +185,6 @@ def test_another_reader_still_wants_what_one_that_is_gone_does_not(harness):
     assert T in harness.leases
 
 
-def test_a_heartbeat_is_always_answered(harness):
-    """Whether leases run or not: a decode engine that waits learns that we live. Nothing lapses in push."""
-    harness.grant()
-    harness.hear(D, RenewLeases((T, RequestId("u"))))
-
-    assert harness.take_sent() == [(D, HeartbeatReply())]
-    assert LeasesLost not in map(type, harness.take_sent())
-
-
 def test_words_about_transfers_that_never_come_are_forgotten(harness):
     """Routers fail between the legs."""
     harness.hear(D, RenewLeases((T,)))
@@ -255,44 +207,7 @@ def test_early_words_are_limited_to_the_latest(harness, monkeypatch):
     assert list(harness.push_coordinator._early) == ["6", "7", "8"]
 
 
-# ---- the end of a prefill without its KV
-
-
-def test_an_abandoned_prefill_stops_its_readers(harness):
-    """When the workers have, and not before."""
-    harness.register()
-    harness.take_sent()
-    harness.push_coordinator.abandoned(T, now=0.0)
-    assert harness.take_sent(W0) == [StopPush(D, R)]
-    harness.hear(W0, PushAborted(D, R, "x"))
-    assert harness.take_sent() == []
-    harness.hear(W1, PushAborted(D, R, "y"))
-
-    assert harness.take_sent(D) == [PushStopped(R, "the prefill ended without handing its KV over")]
-
-
-def test_a_lease_that_ends_stops_its_readers(harness):
-    """With the reason; whatever was still written meanwhile is thrown away."""
-    harness.register()
-    harness.grant()
-    harness.take_sent()
-    harness.now = LEASE
-    harness.turn()
-    harness.hear(W0, PushWritten(D, R))
-    harness.hear(W1, PushAborted(D, R, "forgotten"))
-
-    assert harness.take_sent(D) == [PushStopped(R, "its lease is over (expired)", lease_lost=True)]
-
-
 # ---- a decode engine that stops
-
-
-def test_stop_of_what_is_over_or_unknown_is_answered_at_once(harness):
-    """The decode engine keeps its blocks out of reach until it hears."""
-    harness.hear(D, CancelPushes((R,)))
-    harness.hear(ConnId(99), CancelPushes((R,)))
-
-    assert harness.take_sent() == [(D, PushStopped(R, "")), (ConnId(99), PushStopped(R, ""))]
 
 
 def test_others_pushes_cannot_be_stopped(harness):
@@ -303,19 +218,6 @@ def test_others_pushes_cannot_be_stopped(harness):
     harness.hear(ELSE, CancelPushes((R,)))
 
     assert harness.take_sent() == [(ELSE, PushStopped(R, ""))]
-
-
-def test_a_decode_engine_that_disconnects_is_forgotten_and_the_workers_learn_it(harness):
-    """What they say of it afterwards is late."""
-    harness.register()
-    harness.take_sent()
-    harness.lose(D)
-    assert harness.take_sent() == [(W0, PeerGone(D)), (W1, PeerGone(D))]
-    harness.hear(W0, PushWritten(D, R), PushAborted(D, R, ""))
-    harness.hear(W1, WriteStalled(D, R, ""))
-
-    assert harness.take_sent() == []
-    assert harness.push_coordinator._peers == harness.push_coordinator._by_request == {}
 
 
 # ---- what is refused
@@ -383,7 +285,15 @@ def test_registrations_are_limited(harness, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "message", [PushDone(R, held=True), Challenge(4, b""), PushWritten(D, R), StopPush(D, R), LeasesLost(())]
+    "message",
+    [
+        PushDone(R, held=True),
+        Challenge(4, b""),
+        PushWritten(D, R),
+        StopPush(D, R),
+        LeasesLost(()),
+        WorkerHello(0, b"guess"),
+    ],
 )
 def test_what_no_decode_engine_says_ends_its_connection(harness, message):
     """Only a worker that has attended may say that something is written."""
@@ -410,39 +320,7 @@ def test_a_worker_hello_needs_the_token_of_its_rank(harness, attend):
     assert [conn for conn, _ in harness.take_sent()] == [W0, W1]
 
 
-def test_a_decode_engine_that_tries_to_attend_is_gone_with_everything(harness):
-    """Its connection is closed, so nothing else will ever tell that it left: whoever wrote to it would go on."""
-    harness.register()
-    harness.grant()
-    harness.take_sent()
-    harness.hear(D, WorkerHello(0, b"guess"))
-
-    assert harness.link.closed == [D]
-    assert harness.push_coordinator._peers == harness.push_coordinator._by_request == {}
-    assert harness.ended == [(T, "PEER_LOST")]
-
-
-def test_news_of_connections_that_we_opened_are_not_for_us(harness):
-    """They are the borrower's."""
-    harness.push_coordinator.on(PeerConnected(D, None), now=0.0)
-
-    assert harness.take_sent() == []
-
-
 # ---- workers
-
-
-def test_a_write_that_hangs_is_reported_at_once_and_stops_the_others(harness):
-    """The request need not wait; its blocks must, until every rank has let go."""
-    harness.register()
-    harness.take_sent()
-    harness.hear(W0, WriteStalled(D, R, "slow"))
-    assert harness.take_sent() == [(D, PushStalled(R, "slow")), (W0, StopPush(D, R)), (W1, StopPush(D, R))]
-    harness.hear(W1, PushAborted(D, R, ""))
-    assert harness.take_sent() == []
-    harness.hear(W0, PushAborted(D, R, "slow"))
-
-    assert harness.take_sent() == [(D, PushStopped(R, "slow"))]
 
 
 def test_one_rank_that_fails_stops_the_others(harness):
@@ -454,18 +332,6 @@ def test_one_rank_that_fails_stops_the_others(harness):
     harness.hear(W1, PushAborted(D, R, ""))
 
     assert harness.take_sent() == [(D, PushStopped(R, "NIXL: no route"))]
-
-
-def test_workers_that_connect_later_receive_all_earlier_messages():
-    """Decode engines may be faster than our own workers."""
-    harness = Harness()
-    harness.introduce()
-    order = harness.register()
-    assert harness.take_sent() == []
-    harness.attend()
-
-    known = [PeerMemory(D, rank_info(f"d/{rank}", rank=rank, ranks=2)) for rank in TOKENS]
-    assert harness.take_sent() == [(worker, each) for worker in (W0, W1) for each in (*known, StartPush(D, order))]
 
 
 def test_a_rank_that_never_attended_need_not_stop():

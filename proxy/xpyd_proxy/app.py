@@ -176,7 +176,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     prober = Prober(registry, checks, settings, time.monotonic, random.random, give_up=engines.give_up)
     inflow = InflowWatch(registry, checks.metrics, telemetry)
     discovery = _discovery(crew.stored(settings), registry, time.monotonic, crew.tell)
-    status = Status(telemetry, registry, time.monotonic, queue)
+    status = Status(telemetry, registry, time.monotonic)
 
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
         looking = discovery.running(), prober.running(), inflow.running()
@@ -192,7 +192,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     routes = (
         page_routes(
             status,
-            Metrics(telemetry, registry, queue, discovery.freshness),
+            Metrics(telemetry, registry, discovery.freshness),
             crew.everybody(telemetry, queue, status.part),
             Onlookers() if settings.public_metrics else onlookers,
         ),

@@ -16,9 +16,10 @@ from xpyd_proxy.core.discovery.reconcile import Freshness
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import EngineSource
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.workers.reports import EMPTY, Whole, WorkerReport, counts_of
+from xpyd_proxy.core.workers.reports import Whole
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.request_path.telemetry import Telemetry
+from xpyd_proxy.io.workers.reports import report_of
 
 # What Prometheus and its operator add: targets, and (podTargetLabels) the pod's own labels.
 TARGET = {"namespace", "pod", "job", "instance", "container", "endpoint", "service", "le"}
@@ -32,10 +33,10 @@ SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_s
 
 def router_metrics():
     """Scrape a router's metrics, each with something in it: {name: its labels}."""
-    return _labels(router_exposition(2)) | _labels(router_exposition(1))
+    return _labels(router_exposition())
 
 
-def router_exposition(workers):
+def router_exposition():
     """Return the text of a scrape of a router, with something in each metric."""
     registry = Registry()
     counters = Counters(frozenset({"/v1/completions"}))
@@ -57,16 +58,10 @@ def router_exposition(workers):
     counters.admin["add", "ok"] += 1
     counters.unreachable_hosts[(prefill.id,)] += 1
     counters.connections_refused[("malformed",)] += 1
-    queue = Admission(AdmissionLimits(concurrency=0))
+    queue, telemetry = Admission(AdmissionLimits(concurrency=0)), Telemetry(counters, lambda: 0.0)
     queue.arrive("-", 0, 1, now=0.0)
-    metrics = Metrics(
-        Telemetry(counters, lambda: 0.0),
-        registry,
-        queue,
-        lambda: [Freshness(EngineSource.PODS, True, 0.0, 1, 2)],
-    )
-    one = WorkerReport(0, 1, counts_of(counters), EMPTY, {}, 0, 0, {}, {})
-    return metrics.exposition("", Whole(one, [], 1) if workers > 1 else None)[0].decode()
+    metrics = Metrics(telemetry, registry, lambda: [Freshness(EngineSource.PODS, True, 0.0, 1, 2)])
+    return metrics.exposition("", Whole(report_of(telemetry, queue), (), 1))[0].decode()
 
 
 def _labels(exposition):

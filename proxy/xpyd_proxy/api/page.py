@@ -15,7 +15,6 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 from xpyd_proxy.core.workers.reports import Whole
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.status import Snapshot, Status
-from xpyd_proxy.io.workers.group import no_other_workers
 
 _INLINE: Final = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 PAGE_HEADERS: Final = {
@@ -42,10 +41,10 @@ class Onlookers:
 def page_routes(
     status: Status,
     metrics: Metrics,
-    everybody: Callable[[], Awaitable[Whole | None]] = no_other_workers,
+    everybody: Callable[[], Awaitable[Whole]],
     onlookers: Onlookers = Onlookers(),
 ) -> APIRouter:
-    """Build the routes; the page is read once, here. ``everybody``: asks all workers, if there are several."""
+    """Build the routes; the page is read once, here. ``everybody``: asks all workers."""
     router = APIRouter(tags=["status"], dependencies=onlookers.keys)
     html = Path(__file__).with_name("status.html").read_text(encoding="utf-8")
     headers = PAGE_HEADERS | {"content-security-policy": content_policy(html)}

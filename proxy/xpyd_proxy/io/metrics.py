@@ -5,7 +5,6 @@ Requests and legs add to plain numbers (core/counters.py); they become metrics o
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, TypeAlias
 
@@ -13,27 +12,16 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 
-from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.counters import Counters, Histogram, Key
 from xpyd_proxy.core.discovery.reconcile import Freshness
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.workers.reports import Whole, together
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 
 _Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 _LEAST: Final = frozenset({"process_start_time_seconds", "process_max_fds"})  # of all workers; the others are added up
 _CPU: Final = "process_cpu_seconds_total"
-
-
-@dataclass(frozen=True, slots=True)
-class _Numbers:
-    """What is shown: of this process, or of all workers."""
-
-    counters: Counters
-    in_flight: Sequence[Mapping[InstanceId, int]]
-    queue: tuple[int, int, Mapping[Key, int]] | None  # waiting, admitted, refused
 
 
 class Metrics:
@@ -43,42 +31,20 @@ class Metrics:
         self,
         telemetry: Telemetry,
         engines: Registry,
-        queue: Admission | None = None,
         sources: Callable[[], Sequence[Freshness]] = tuple,
     ) -> None:
         self._telemetry = telemetry
         self._engines = engines
-        self._queue = queue
         self._sources = sources
 
-    def exposition(self, accept: str, whole: Whole | None = None) -> tuple[bytes, str]:
-        """Return all metrics, those of all workers if there is a ``whole``, and their type, as ``Accept`` asks for."""
+    def exposition(self, accept: str, whole: Whole) -> tuple[bytes, str]:
+        """Return all metrics, which are those of all workers, and their type, as ``Accept`` asks for."""
         self._telemetry.keep(frozenset(member.instance.id for member in self._engines.members()))
+        counters = together(self._telemetry.counters, [one.counts for one in whole.others])
         encode, content_type = choose_encoder(accept)
         registry = CollectorRegistry()
-        registry.register(_Collector(self._numbers(whole), self._engines, self._sources))
-        if whole is None:
-            ProcessCollector(registry=registry)
-        else:
-            registry.register(_Workers(whole))
+        registry.register(_Collector(counters, self._engines, self._sources(), whole))
         return encode(registry), content_type
-
-    def _numbers(self, whole: Whole | None) -> _Numbers:
-        counters, queue = self._telemetry.counters, self._queue
-        if whole is None:
-            refused: dict[Key, int] = (
-                {} if queue is None else {(limit.value,): count for limit, count in queue.refused.items()}
-            )
-            counts = None if queue is None else (queue.waiting, queue.admitted, refused)
-            return _Numbers(counters, [self._telemetry.in_flight], counts)
-        workers, refused_by_all = whole.all, Counter[Key]()
-        for one in workers:
-            refused_by_all.update({(limit,): count for limit, count in one.refused.items()})
-        return _Numbers(
-            together(counters, [one.counts for one in whole.others]),
-            [one.legs for one in workers],
-            (sum(one.waiting for one in workers), sum(one.admitted for one in workers), refused_by_all),
-        )
 
 
 def processes() -> Mapping[str, float]:
@@ -87,38 +53,14 @@ def processes() -> Mapping[str, float]:
     return {sample.name: sample.value for family in families for sample in family.samples}
 
 
-class _Workers:
-    """What there is to say of the workers themselves."""
-
-    def __init__(self, whole: Whole) -> None:
-        self._whole = whole
-
-    def collect(self) -> Iterator[_Family]:
-        """Read it."""
-        workers = self._whole.all
-        yield GaugeMetricFamily(
-            "xpyd_workers", "Workers that answer, the one asked included.", value=self._whole.serving
-        )
-        starts: dict[Key, int] = {(str(one.worker),): one.starts for one in workers}
-        yield _counter("xpyd_worker_starts", "Workers that were started, by number.", ("worker",), starts)
-        text = "Reports of other workers that could not be read: their numbers are those of up to a second before."
-        yield CounterMetricFamily("xpyd_worker_scrape_failures", text, value=sum(one.unread for one in workers))
-        for name in self._whole.own.process:
-            values = [one.process[name] for one in workers if name in one.process]
-            value, text = (min if name in _LEAST else sum)(values), "Of all workers."
-            if name == _CPU:
-                yield CounterMetricFamily(name, text, value=value)
-            else:
-                yield GaugeMetricFamily(name, text, value=value)
-
-
 class _Collector:
     """Makes metrics out of the numbers, in the order in which an operator reads them."""
 
-    def __init__(self, numbers: _Numbers, engines: Registry, sources: Callable[[], Sequence[Freshness]]) -> None:
-        self._numbers = numbers
+    def __init__(self, counters: Counters, engines: Registry, sources: Sequence[Freshness], whole: Whole) -> None:
+        self._counters = counters
         self._engines = engines
         self._sources = sources
+        self._whole = whole
 
     def collect(self) -> Iterator[_Family]:
         """Read everything once."""
@@ -126,17 +68,12 @@ class _Collector:
         yield from self._legs()
         yield from self._transfers()
         yield from self._instances()
-        if self._numbers.queue is not None:
-            waiting, admitted, refused = self._numbers.queue
-            text = "Requests in the queue of the admission control."
-            yield GaugeMetricFamily("xpyd_requests_waiting", text, value=waiting)
-            yield GaugeMetricFamily("xpyd_requests_running", "Requests that are being served.", value=admitted)
-            text = "Requests that the admission control refused, by the limit."
-            yield _counter("xpyd_requests_refused", text, ("reason",), refused)
-        yield from _discovery(self._sources())
+        yield from self._queue()
+        yield from _discovery(self._sources)
+        yield from self._workers()
 
     def _requests(self) -> Iterator[_Family]:
-        seen = self._numbers.counters
+        seen = self._counters
         text = "Requests that are over, by path and by how they ended for the client."
         yield _counter("xpyd_requests", text, ("path", "outcome"), seen.requests)
         text = "Requests that were sent to an engine, by the way of the KV cache; single: no transfer, for this reason."
@@ -159,7 +96,7 @@ class _Collector:
         yield _counter("xpyd_retries", text, ("role", "reason"), seen.retries)
 
     def _legs(self) -> Iterator[_Family]:
-        seen = self._numbers.counters
+        seen = self._counters
         text = "Legs that are over, by engine and by how they ended; ok: also those that were not needed any more."
         yield _counter("xpyd_legs", text, ("instance", "role", "outcome"), seen.legs)
         text = "Seconds from sending a prefill leg to the whole answer."
@@ -170,7 +107,7 @@ class _Collector:
         yield _histogram("xpyd_decode_ttft_seconds", text, ("instance",), seen.decode_ttft.by_key)
 
     def _transfers(self) -> Iterator[_Family]:
-        seen = self._numbers.counters
+        seen = self._counters
         text = "Seconds between a prefill engine's answer and the sending of the decode leg."
         yield _histogram("xpyd_handoff_gap_seconds", text, (), {(): seen.handoff})
         text = "Attempts to have a prefill engine free blocks that no engine will read."
@@ -193,10 +130,34 @@ class _Collector:
         legs = GaugeMetricFamily("xpyd_legs_in_flight", "Legs an engine has now.", labels=("instance", "role"))
         for member in self._engines.members():
             names = (member.instance.id, member.instance.role)
-            legs.add_metric(names, sum(one.get(member.instance.id, 0) for one in self._numbers.in_flight))
+            legs.add_metric(names, sum(one.legs.get(member.instance.id, 0) for one in self._whole.all))
             for word in HealthState:
                 state.add_metric((*names, word), word is member.life.state)
         yield from (state, legs)
+
+    def _queue(self) -> Iterator[_Family]:
+        workers, refused = self._whole.all, Counter[Key]()
+        for one in workers:
+            refused.update({(limit,): count for limit, count in one.refused.items()})
+        text = "Requests in the queue of the admission control."
+        yield GaugeMetricFamily("xpyd_requests_waiting", text, value=sum(one.waiting for one in workers))
+        text = "Requests that are being served."
+        yield GaugeMetricFamily("xpyd_requests_running", text, value=sum(one.admitted for one in workers))
+        text = "Requests that the admission control refused, by the limit."
+        yield _counter("xpyd_requests_refused", text, ("reason",), refused)
+
+    def _workers(self) -> Iterator[_Family]:
+        workers = self._whole.all
+        text = "Workers that answer, the one asked included."
+        yield GaugeMetricFamily("xpyd_workers", text, value=self._whole.serving)
+        starts: dict[Key, int] = {(str(one.worker),): one.starts for one in workers}
+        yield _counter("xpyd_worker_starts", "Workers that were started, by number.", ("worker",), starts)
+        text = "Reports of other workers that could not be read: their numbers are those of up to a second before."
+        yield CounterMetricFamily("xpyd_worker_scrape_failures", text, value=sum(one.unread for one in workers))
+        for name in self._whole.own.process:
+            values = [one.process[name] for one in workers if name in one.process]
+            kind = CounterMetricFamily if name == _CPU else GaugeMetricFamily
+            yield kind(name, "Of all workers.", value=(min if name in _LEAST else sum)(values))
 
 
 def _discovery(sources: Sequence[Freshness]) -> Iterator[_Family]:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.recent_stats import SPAN_S
@@ -84,22 +83,19 @@ class Snapshot:
     last_minute: Minute
     series: Series
     instances: list[Engine]
-    queue: QueueStatus | None
+    queue: QueueStatus
     failures: list[Failed]
-    worker: int = 0  # which process has answered; the numbers are those of all
-    workers: int = 1  # how many there are that answer
+    worker: int  # which process has answered; the numbers are those of all
+    workers: int  # how many there are that answer
 
 
 class Status:
     """Puts the numbers together when somebody asks for them."""
 
-    def __init__(
-        self, telemetry: Telemetry, engines: Registry, clock: Callable[[], float], queue: Admission | None = None
-    ) -> None:
+    def __init__(self, telemetry: Telemetry, engines: Registry, clock: Callable[[], float]) -> None:
         self._telemetry = telemetry
         self._engines = engines
         self._clock = clock  # the one of ``telemetry``
-        self._queue = queue
         self._start = clock()
 
     def part(self) -> Part:
@@ -116,10 +112,10 @@ class Status:
             failures=[(now - one.at, _short(one.request), one.where, one.reason) for one in recent.failures],
         )
 
-    def now(self, whole: Whole | None = None) -> Snapshot:
-        """Return what is known now; ``whole``: by all workers, if there are several."""
-        parts = [self.part()] if whole is None else [report.part for report in whole.all]
-        in_flight = [self._telemetry.in_flight] if whole is None else [report.legs for report in whole.all]
+    def now(self, whole: Whole) -> Snapshot:
+        """Return what is known now, by all workers."""
+        workers = whole.all
+        parts, in_flight = [self.part(), *(one.part for one in whole.others)], [one.legs for one in workers]
         failures = sorted((Failed(*failure) for part in parts for failure in part.failures), key=lambda one: one.ago_s)
         requests, ttft, gaps = (
             bin_of(part.minute.get(name, _QUIET) for part in parts) for name in ("requests", "ttft", "gaps")
@@ -129,19 +125,15 @@ class Status:
             last_minute=Minute(requests.count / _MINUTE_S, requests.failed, ttft.mean, gaps.mean),
             series=_series(parts),
             instances=[_engine(member, parts, in_flight) for member in self._engines.members()],
-            queue=self._waiting(whole),
+            queue=QueueStatus(
+                sum(one.waiting for one in workers),
+                sum(one.admitted for one in workers),
+                sum(sum(one.refused.values()) for one in workers),
+            ),
             failures=failures[:_FAILURES],
-            worker=0 if whole is None else whole.own.worker,
-            workers=1 if whole is None else whole.serving,
+            worker=whole.own.worker,
+            workers=whole.serving,
         )
-
-    def _waiting(self, whole: Whole | None) -> QueueStatus | None:
-        queue = self._queue
-        if whole is None:
-            return None if queue is None else QueueStatus(queue.waiting, queue.admitted, sum(queue.refused.values()))
-        workers = whole.all
-        refused = sum(sum(one.refused.values()) for one in workers)
-        return QueueStatus(sum(one.waiting for one in workers), sum(one.admitted for one in workers), refused)
 
 
 def _series(parts: Sequence[Part]) -> Series:

@@ -25,6 +25,8 @@ from benchmarks import page
 from benchmarks.discovery import report
 from benchmarks.discovery.pods import LIFE, line, pod
 from xpyd_proxy.app import policies
+from xpyd_proxy.core.admission.admission import Admission
+from xpyd_proxy.core.admission.limits import AdmissionLimits
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.discovery.pods import read_pod
 from xpyd_proxy.core.discovery.reconcile import entry_name, entry_of
@@ -38,11 +40,13 @@ from xpyd_proxy.core.request_record import LegRecord, RequestRecord
 from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
 from xpyd_proxy.core.schemas import NamedMetrics
+from xpyd_proxy.core.workers.reports import Whole
 from xpyd_proxy.io.discovery.reconciler import Pods, Reconciler
 from xpyd_proxy.io.discovery.reflector import Collection, Reflector
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from xpyd_proxy.io.request_path.telemetry import Telemetry
+from xpyd_proxy.io.workers.reports import report_of
 from xpyd_proxy.settings import KvTransferMode, PolicyName
 
 SIZES = (10, 100, 1000)  # engines, half of them of each role
@@ -200,11 +204,12 @@ def exposition(count):
     for member in registry.members():
         telemetry.leg_answered(member.instance, 0.1, 1.0)
         telemetry.leg_ended(member.instance, 0.2, None, RequestId("r"), 1.0)
-    metrics = Metrics(telemetry, registry)
-    return {
-        "ms": micros(lambda: metrics.exposition("text/plain"), 0.1, 3) / 1000,
-        "bytes": len(metrics.exposition("text/plain")[0]),
-    }
+    metrics, queue = Metrics(telemetry, registry), Admission(AdmissionLimits())
+
+    def scrape():
+        return metrics.exposition("text/plain", Whole(report_of(telemetry, queue), (), 1))
+
+    return {"ms": micros(scrape, 0.1, 3) / 1000, "bytes": len(scrape()[0])}
 
 
 class Api:

@@ -4,12 +4,12 @@ import random
 import re
 from collections import Counter
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.helm_metrics import router_exposition
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.admission.limits import Limit
+from xpyd_proxy.core.admission.admission import Admission
+from xpyd_proxy.core.admission.limits import AdmissionLimits, Limit
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
@@ -18,8 +18,10 @@ from xpyd_proxy.core.model import Api, InstanceId, LegOrder, RequestId, Role, Si
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.protocol.kv_transfer_check import Arrival
 from xpyd_proxy.core.request_record import LegRecord, RequestOutcome, RequestRecord
+from xpyd_proxy.core.workers.reports import Whole
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.request_path.telemetry import Telemetry
+from xpyd_proxy.io.workers.reports import report_of
 
 
 class World:
@@ -31,12 +33,16 @@ class World:
         self.prefill = [self.registry.add(Role.PREFILL, Address("http", "h", port)) for port in range(1, x + 1)]
         self.decode = [self.registry.add(Role.DECODE, Address("http", "h", port)) for port in range(1, y + 1)]
         self.telemetry = Telemetry(Counters(frozenset(Api)), lambda: self.now)
-        self.metrics = Metrics(self.telemetry, self.registry, queue)
+        self.queue = queue or Admission(AdmissionLimits())
+        self.metrics = Metrics(self.telemetry, self.registry)
 
-    def scrape(self, accept=""):
+    def exposition(self, accept=""):
+        return self.metrics.exposition(accept, Whole(report_of(self.telemetry, self.queue), (), 1))
+
+    def scrape(self):
         return {
             (sample.name, *sorted(sample.labels.values())): sample.value
-            for family in text_string_to_metric_families(self.metrics.exposition(accept)[0].decode())
+            for family in text_string_to_metric_families(self.exposition()[0].decode())
             for sample in family.samples
             if sample.name.startswith("xpyd_")
         }
@@ -113,8 +119,8 @@ def test_an_instance_that_was_removed_is_not_in_the_next_scrape():
 def test_both_formats_of_prometheus_are_spoken():
     """The scraper chooses."""
     world = World()
-    text, kind = world.metrics.exposition("text/plain")
-    openmetrics, other_kind = world.metrics.exposition("application/openmetrics-text; version=1.0.0")
+    text, kind = world.exposition("text/plain")
+    openmetrics, other_kind = world.exposition("application/openmetrics-text; version=1.0.0")
 
     assert kind.startswith("text/plain; version=")
     assert other_kind.startswith("application/openmetrics-text")
@@ -151,11 +157,10 @@ def test_ten_thousand_odd_requests_do_not_add_a_single_label():
     assert names["xpyd_requests_total"] == (len(Api) + 1) * 5
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_names_and_labels_follow_the_conventions_of_prometheus(workers):
+def test_names_and_labels_follow_the_conventions_of_prometheus():
     """Counters end in _total, times in _seconds; label values are words that PromQL and people can write."""
     kinds = set()
-    for family in text_string_to_metric_families(router_exposition(workers)):
+    for family in text_string_to_metric_families(router_exposition()):
         kinds.add(family.type)
         assert re.fullmatch(r"(xpyd|process)_[a-z_]+[a-z]", family.name)
         assert family.documentation.endswith(".")

@@ -12,8 +12,10 @@ from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import RequestId, Role
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.request_record import RequestRecord
+from xpyd_proxy.core.workers.reports import Whole
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.status import Status
+from xpyd_proxy.io.workers.reports import report_of
 
 
 def test_the_page_gets_numbers_and_ids_and_no_address():
@@ -23,7 +25,7 @@ def test_the_page_gets_numbers_and_ids_and_no_address():
     d = registry.add(Role.DECODE, Address("http", "secret-host", 8200))
     telemetry = Telemetry(Counters(frozenset({"/v1/completions"})), lambda: now[0])
     queue = Admission(AdmissionLimits(concurrency=1, queue=3, wait_s=9.0))
-    status = Status(telemetry, registry, lambda: now[0], queue)
+    status = Status(telemetry, registry, lambda: now[0])
     for _ in range(2):
         queue.arrive("k", 0, 1, now=now[0])
     now[0] += 2
@@ -37,7 +39,7 @@ def test_the_page_gets_numbers_and_ids_and_no_address():
     record.over(200, 2.5)
     telemetry.request_over(record)
     now[0] += 3
-    text = msgspec.json.encode(status.now()).decode()
+    text = msgspec.json.encode(status.now(Whole(report_of(telemetry, queue), (), 1))).decode()
 
     said = json.loads(text)
     assert said["uptime_s"] == 5
@@ -57,11 +59,11 @@ def test_the_page_gets_numbers_and_ids_and_no_address():
 
 def test_a_router_that_has_seen_nothing_says_so():
     """Nulls, where there is nothing to take a mean of."""
-    registry = Registry()
-    status = Status(Telemetry(Counters(frozenset()), lambda: 7.0), registry, lambda: 7.0)
+    telemetry = Telemetry(Counters(frozenset()), lambda: 7.0)
+    status = Status(telemetry, Registry(), lambda: 7.0)
 
-    said = msgspec.to_builtins(status.now())
+    said = msgspec.to_builtins(status.now(Whole(report_of(telemetry, Admission(AdmissionLimits())), (), 1)))
     assert said["instances"] == said["failures"] == []
-    assert said["queue"] is None
+    assert said["queue"] == {"waiting": 0, "admitted": 0, "refused": 0}
     assert said["last_minute"] == {"requests_per_s": 0.0, "failed": 0, "ttft_s": None, "gap_s": None}
     assert set(said["series"]["ttft_mean_s"]) == {None}

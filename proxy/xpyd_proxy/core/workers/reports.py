@@ -50,7 +50,7 @@ class WorkerReport(msgspec.Struct, frozen=True):
 class Whole(msgspec.Struct, frozen=True):
     """All workers of a router: who was asked, and the others as far as they can be read."""
 
-    own: WorkerReport
+    own: WorkerReport  # its part is empty: who reads it has that
     others: Sequence[WorkerReport]
     serving: int  # how many of all answer
 

@@ -16,7 +16,7 @@ from xpyd_proxy.io.request_path.shared_registry import SharedRegistry
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.workers.context import WorkerContext
 from xpyd_proxy.io.workers.health_gossip import HealthGossip
-from xpyd_proxy.io.workers.reports import WorkerReports
+from xpyd_proxy.io.workers.reports import WorkerReports, report_of
 from xpyd_proxy.settings import Settings
 
 
@@ -39,19 +39,18 @@ class SingleWorker:
         return True
 
     def everybody(
-        self, _telemetry: Telemetry, _queue: Admission, _part: Callable[[], Part], /
-    ) -> Callable[[], Awaitable[Whole | None]]:
+        self, telemetry: Telemetry, queue: Admission, _part: Callable[[], Part], /
+    ) -> Callable[[], Awaitable[Whole]]:
         """Ask nobody: this one's numbers are all there are."""
-        return no_other_workers
+
+        async def whole() -> Whole:
+            return Whole(report_of(telemetry, queue), (), 1)
+
+        return whole
 
     def running(self) -> Sequence[AbstractAsyncContextManager[object]]:
         """Nothing."""
         return ()
-
-
-async def no_other_workers() -> Whole | None:
-    """There are no other workers."""
-    return None
 
 
 class GroupedWorker:
@@ -75,7 +74,7 @@ class GroupedWorker:
 
     def everybody(
         self, telemetry: Telemetry, queue: Admission, part: Callable[[], Part], /
-    ) -> Callable[[], Awaitable[Whole | None]]:
+    ) -> Callable[[], Awaitable[Whole]]:
         """Return what asks the others; from now on they can ask this one."""
         reports = WorkerReports(self._place, telemetry, queue, part)
         self._running.append(reports.running)

@@ -24,6 +24,24 @@ _MOST_BYTES: Final = 16 * 1024 * 1024
 _CPU: Final = "process_cpu_seconds_total"
 
 
+def report_of(
+    telemetry: Telemetry, queue: Admission, part: Part = EMPTY, *, worker: int = 0, starts: int = 1, unread: int = 0
+) -> WorkerReport:
+    """Write what this process has counted since it began."""
+    return WorkerReport(
+        worker=worker,
+        starts=starts,
+        counts=counts_of(telemetry.counters),
+        part=part,
+        legs=telemetry.in_flight,
+        waiting=queue.waiting,
+        admitted=queue.admitted,
+        refused={limit.value: count for limit, count in queue.refused.items()},
+        process=processes(),
+        unread=unread,
+    )
+
+
 class WorkerReports:
     """One worker's side of it: a Unix socket on which whoever connects gets the report."""
 
@@ -56,7 +74,7 @@ class WorkerReports:
         found = await asyncio.gather(*(self._read(peer) for peer in self._place.peers()))
         others = [report for report, _ in found if report is not None]
         serving = 1 + sum(answers for _, answers in found)
-        return Whole(self._report(self._part()), others, serving)
+        return Whole(self._report(), others, serving)
 
     async def _read(self, peer: int) -> tuple[WorkerReport | None, bool]:
         """Return a peer's report, and whether the peer itself has given it."""
@@ -88,31 +106,25 @@ class WorkerReports:
             await writer.drain()
         writer.close()
 
-    def _report(self, part: Part) -> WorkerReport:
-        queue, before, process = self._queue, self._before, dict(processes())
-        refused = Counter({limit.value: count for limit, count in queue.refused.items()})
-        if before is not None:  # counters go on where those of the worker before have ended
-            refused.update(before.refused)
-            if _CPU in process:
-                process[_CPU] += before.process.get(_CPU, 0.0)
-        return WorkerReport(
-            worker=self._place.number,
-            starts=self._place.starts,
-            counts=counts_of(self._telemetry.counters),
-            part=part,
-            legs=self._telemetry.in_flight,
-            waiting=queue.waiting,
-            admitted=queue.admitted,
-            refused=refused,
-            process=process,
-            unread=self._unread,
+    def _report(self, part: Part = EMPTY) -> WorkerReport:
+        place, before = self._place, self._before
+        report = report_of(
+            self._telemetry, self._queue, part, worker=place.number, starts=place.starts, unread=self._unread
         )
+        if before is None:
+            return report
+        # Counters go on where those of the worker before have ended.
+        refused, process = Counter(report.refused), dict(report.process)
+        refused.update(before.refused)
+        if _CPU in process:
+            process[_CPU] += before.process.get(_CPU, 0.0)
+        return msgspec.structs.replace(report, refused=refused, process=process)
 
     async def _save(self) -> None:
         counts = msgspec.msgpack.encode(counts_of(self._telemetry.counters))
         if counts == self._kept:
             return
-        report, self._kept = self._report(EMPTY), counts
+        report, self._kept = self._report(), counts
         data = msgspec.msgpack.encode(msgspec.structs.replace(report, legs={}, waiting=0, admitted=0))
         path = self._path(self._place.number, "counts")
         try:

@@ -22,8 +22,8 @@ class Worker:
     def __init__(self, folder, number, starts=1):
         self.telemetry = Telemetry(Counters(frozenset()), lambda: 1.0)
         self.queue = Admission(AdmissionLimits(concurrency=1, queue=0))
-        self.status = Status(self.telemetry, Registry(), lambda: 1.0, self.queue)
-        self.metrics = Metrics(self.telemetry, Registry(), self.queue)
+        self.status = Status(self.telemetry, Registry(), lambda: 1.0)
+        self.metrics = Metrics(self.telemetry, Registry())
         place = WorkerContext(number, 2, str(folder), port=0, line=0, starts=starts)
         self.reports = WorkerReports(place, self.telemetry, self.queue, self.status.part)
 

@@ -25,6 +25,7 @@ class ConnectFailed(NamedTuple):
 
     conn: ConnId
     reason: str
+    is_incompatible: bool = False  # the peer was reached, and one of us refused the other
 
 
 class MessageReceived(NamedTuple):

@@ -23,11 +23,12 @@ class BlocksReleased(NamedTuple):
 
 
 class HandshakeEnded(NamedTuple):
-    """P has been met or not. After an ``objection`` it never can be: no load of its KV must begin."""
+    """P has been met, or answers and has an ``objection`` (or we have), or does not answer (``failure``)."""
 
     engine: EngineId
     objection: str = ""
-    is_reached: bool = True  # False: it may be reached later
+    failure: str = ""
+    is_final: bool = True  # False: another attempt may end otherwise
 
 
 class LeaseLost(NamedTuple):

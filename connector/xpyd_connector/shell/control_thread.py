@@ -148,9 +148,8 @@ def _build_control_plane(
     *,
     last_turn: Callable[[], float],
 ) -> ControlPlane:
-    # In push the prefill engine plans the copies, and stops a push that cannot be.
-    reads_into = [each.landing for each in _ordered(handshakes)] if settings.mode is Mode.PULL else []
-    peers = PeerTable(link, _fingerprint(handshakes), counters, retry_after=settings.retry_after, ranks=reads_into)
+    landing = [each.landing for each in _ordered(handshakes)]
+    peers = PeerTable(link, _fingerprint(handshakes), counters, retry_after=settings.retry_after, ranks=landing)
     leases = LeaseTable(
         duration=settings.kv_lease_duration,
         extension=settings.lease_extension,

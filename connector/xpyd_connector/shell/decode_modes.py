@@ -35,6 +35,8 @@ BlockTables: TypeAlias = Sequence[Sequence[int]]  # the block ids of a request, 
 class DecodeMode(Protocol):
     """One way to load KV. Everything runs on the engine thread."""
 
+    arrived: list[LoadResult]  # loads that ended since the last step, for the workers to report to vLLM
+
     def read(self, request: Request, params: Mapping[str, Any]) -> PullParams | PushParams:
         """Parse the kv_transfer_params; raises :exc:`~xpyd_connector.errors.InvalidKvParams`."""
         ...
@@ -67,6 +69,7 @@ class PullDecode:
         self._signatures = signatures
         self._clock = clock
         self._orders: list[LoadOrder] = []
+        self.arrived: list[LoadResult] = []
 
     def read(self, request: Request, params: Mapping[str, Any]) -> PullParams:
         """Parse the params, and check that their blocks hold the KV of this prompt."""
@@ -147,9 +150,10 @@ class PullDecode:
         self._post(lambda control, _: control.lease_renewer.stop_renewing(own, engine))
 
     def metadata(self, output: SchedulerOutput) -> StepMetadata:
-        """Return the orders since the last step."""
+        """Return the orders since the last step, and the loads that have failed before they began."""
         orders, self._orders = self._orders, []
-        return StepMetadata(orders, idle=output.total_num_scheduled_tokens == 0)
+        arrived, self.arrived = self.arrived, []
+        return StepMetadata(orders, idle=output.total_num_scheduled_tokens == 0, arrived=arrived)
 
 
 class PushDecode:
@@ -158,7 +162,7 @@ class PushDecode:
     def __init__(self, engine_config: EngineConfig, post: Post) -> None:
         self._engine_config = engine_config
         self._post = post
-        self.arrived: list[LoadResult] = []  # since the last step
+        self.arrived: list[LoadResult] = []
 
     def read(self, request: Request, params: Mapping[str, Any]) -> PushParams:
         """Parse the address of the prefill engine. That engine compares the prompts' digests."""

@@ -36,6 +36,7 @@ class _RemotePrefill:
 
     source: PullParams | PushParams
     is_met: bool  # False: a handshake may show that its engine's KV cannot be loaded
+    failure: str = ""  # of that handshake
     loading: bool = False  # its blocks are allocated and its load has begun; a request is never loaded twice
     into: Sequence[int] = ()  # the blocks it is loaded into
 
@@ -84,35 +85,36 @@ class DecodeRequests:
             return
         engine = source.remote_engine_id
         objection = self._objections.get(engine)
-        if objection:
-            self._skip_incompatible(own, source, objection)
-            return
         is_met = objection is not None
         self._remote_prefills[own] = _RemotePrefill(source, is_met)
         self._post(lambda control, now: control.lease_renewer.start_renewing(own, source, now=now))
-        if not is_met:
+        if objection:
+            self._skip_incompatible(own, objection)
+        elif not is_met:
             self._post(lambda control, _: control.lease_renewer.report_handshake(engine))
 
     def handshake_ended(self, ended: HandshakeEnded) -> None:
         """Let the requests of an engine begin their loads, or compute their own prompts if it is incompatible.
 
-        With ``kv_load_failure_policy: fail`` each load of such an engine would end its request with an error.
+        With ``kv_load_failure_policy: fail`` each load of such an engine would end its request with an error. The loads
+        of an engine that does not answer end so: the workers do not wait for it again.
         """
-        if ended.is_reached:
+        if ended.is_final:
             if len(self._objections) >= MAX_KNOWN:
                 self._objections.clear()
             self._objections[ended.engine] = ended.objection
         for own, remote_prefill in list(self._remote_prefills.items()):
             if remote_prefill.is_met or remote_prefill.source.remote_engine_id != ended.engine:
                 continue
-            remote_prefill.is_met = True
+            remote_prefill.is_met, remote_prefill.failure = True, ended.failure
             if ended.objection:
-                self._release_lease(own)
-                self._skip_incompatible(own, remote_prefill.source, ended.objection)
+                self._skip_incompatible(own, ended.objection)
 
-    def _skip_incompatible(self, own: RequestId, source: PullParams | PushParams, objection: str) -> None:
+    def _skip_incompatible(self, own: RequestId, objection: str) -> None:
+        address = self._remote_prefills[own].source.address
+        self._release_lease(own)
         self._counters.count("loads_skipped_incompatible")
-        logger.warning("xpyd: %s computes its own prompt: %s was not met: %s", own, source.address, objection)
+        logger.warning("xpyd: %s computes its own prompt: %s was not met: %s", own, address, objection)
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the ``computed`` ones will be loaded, and whether the load is asynchronous.
@@ -138,6 +140,12 @@ class DecodeRequests:
             self._release_lease(own)
             return
         remote_prefill.loading = True  # it ends in loads_ended()
+        if remote_prefill.failure:
+            self._counters.count("loads_failed_handshake")
+            failure = f"{remote_prefill.source.address} was not met: {remote_prefill.failure}"
+            logger.warning("xpyd: the load of %s failed: %s", own, failure)
+            self._mode.arrived.append(LoadResult(own, failure))
+            return
         remote_prefill.into = self._mode.start(request, remote_prefill.source, external, blocks.get_block_ids())
         if self._push_decode is None:  # in push, our registration tells P the same
             engine = remote_prefill.source.remote_engine_id

@@ -154,12 +154,26 @@ def test_an_incompatible_prefill_engine_costs_a_local_prefill(engine):
     assert engine.side.matched_tokens(engine.arrive(name="d-c"), 0) == (9, True)
 
 
-def test_an_engine_that_cannot_be_reached_is_asked_all_the_same(engine):
-    """The load says what is wrong, and the policy decides; the next request waits for a handshake again."""
+def test_an_engine_that_refuses_us_costs_a_local_prefill_and_is_met_again(engine):
+    """Secrets change while it runs, and what it refuses now it may take later."""
     request = engine.arrive(remote_engine_id="p1")
-    engine.side._decodes.handshake_ended(HandshakeEnded(EngineId("p1"), is_reached=False))
+    engine.side._decodes.handshake_ended(HandshakeEnded(EngineId("p1"), "it refused", is_final=False))
 
+    assert engine.side.matched_tokens(request, 0) == (0, False)
+    assert engine.side.matched_tokens(engine.arrive(remote_engine_id="p1", name="d-b"), 0) == (None, False)
+
+
+def test_the_load_from_an_engine_that_does_not_answer_has_failed(engine):
+    """The policy decides about it. No worker waits for another handshake, which would take as long once more."""
+    request = engine.arrive(remote_engine_id="p1")
+    engine.side._decodes.handshake_ended(HandshakeEnded(EngineId("p1"), failure="timed out", is_final=False))
     assert engine.side.matched_tokens(request, 0) == (9, True)
+    engine.allocate(request, 9)
+    metadata = engine.side.step(IDLE)
+
+    assert [(result.request, "timed out" in result.failure) for result in metadata.arrived] == [("d-a", True)]
+    assert metadata.orders == []
+    assert engine.side.stats().data["counters"]["loads_failed_handshake"] == 1
     assert engine.side.matched_tokens(engine.arrive(remote_engine_id="p1", name="d-b"), 0) == (None, False)
 
 

@@ -8,6 +8,7 @@ while: this engine would not read the blocks.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
+from typing import Final
 
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import ConnId, EngineId, RequestId
@@ -18,6 +19,7 @@ from xpyd_connector.core.results import HandshakeEnded, LeaseLost
 from xpyd_connector.core.session.peers import Peer, PeerState, PeerTable
 
 RequestSet = dict[RequestId, None]  # a set that keeps its order
+_LISTENS: Final = (PeerState.CONNECTED, PeerState.INCOMPATIBLE)  # P takes leases back in either state
 
 
 @dataclass(slots=True)
@@ -191,7 +193,7 @@ class LeaseRenewer:
             leases, peer = self._leases_by_engine.get(engine), self._peers.get(engine)
             if leases is None or (peer is not None and peer.state is PeerState.CONNECTING):
                 continue
-            if peer is not None and peer.state is PeerState.CONNECTED:
+            if peer is not None and peer.state in _LISTENS:
                 self._say(peer, leases)
             self._clear_pending(engine, leases)
 
@@ -227,9 +229,13 @@ class LeaseRenewer:
         if peer is None or peer.engine not in self._awaited or peer.state is PeerState.CONNECTING:
             return
         self._awaited.discard(peer.engine)
-        is_met = peer.state is PeerState.CONNECTED
-        objection = peer.reason if peer.is_incompatible else ""
-        self._handshakes.append(HandshakeEnded(peer.engine, objection, is_reached=is_met or peer.is_incompatible))
+        if peer.state is PeerState.CONNECTED:
+            ended = HandshakeEnded(peer.engine)
+        elif peer.is_incompatible:
+            ended = HandshakeEnded(peer.engine, objection=peer.reason, is_final=peer.is_final)
+        else:
+            ended = HandshakeEnded(peer.engine, failure=peer.reason, is_final=False)
+        self._handshakes.append(ended)
 
     def _on_peer_changed(self, peer: Peer | None, now: float) -> None:
         self._report(peer)
@@ -239,6 +245,7 @@ class LeaseRenewer:
         if peer.state is PeerState.CONNECTED:
             self._renew(peer, leases.by_remote, now)
             leases.to_read.update(leases.read)  # P may not have heard it over the connection before
+        if peer.state in _LISTENS:
             self._say(peer, leases)
         self._clear_pending(peer.engine, leases)
 

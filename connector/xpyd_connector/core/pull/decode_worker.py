@@ -101,7 +101,7 @@ class PullReader:
         peer = self._peers.ensure_connected(load.order.engine, load.order.address, now=now)
         if peer.state is PeerState.CONNECTED:
             self._begin(load, now)
-        elif peer.state is PeerState.REFUSED:
+        elif peer.is_refused:
             self._fail(load, "loads_failed_handshake", f"{peer.address} was not met: {peer.reason}")
 
     def on(self, event: LinkEvent, *, now: float) -> None:
@@ -157,7 +157,7 @@ class PullReader:
         if peer.state is PeerState.CONNECTED:
             for load in waiting:
                 self._begin(load, now)
-        elif peer.state is PeerState.REFUSED:
+        elif peer.is_refused:
             for load in waiting:
                 self._fail(load, "loads_failed_handshake", f"{peer.address} was not met: {peer.reason}")
         elif peer.state is PeerState.GONE:

@@ -204,7 +204,7 @@ class PushReceiver:
             )
         elif peer.state is PeerState.CONNECTED:
             self._register(push, peer)
-        elif peer.state is PeerState.REFUSED:
+        elif peer.is_refused:
             self._fail(push, "loads_failed_handshake", f"{peer.address} was not met: {peer.reason}")
 
     def stop(self, request: RequestId) -> None:
@@ -246,7 +246,7 @@ class PushReceiver:
                 continue
             if peer.state is PeerState.CONNECTED and push.state is ReceiveState.WAITING:
                 self._register(push, peer)
-            elif peer.state is PeerState.REFUSED and push.state is ReceiveState.WAITING:
+            elif peer.is_refused and push.state is ReceiveState.WAITING:
                 self._fail(push, "loads_failed_handshake", f"{peer.address} was not met: {peer.reason}")
             elif peer.state is PeerState.GONE:
                 self._on_peer_lost(push, peer, now)

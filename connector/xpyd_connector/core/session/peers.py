@@ -26,6 +26,7 @@ class PeerState(Enum):
 
     CONNECTING = auto()
     CONNECTED = auto()
+    INCOMPATIBLE = auto()  # connected, only to give leases back: its KV is not loaded as long as it runs
     REFUSED = auto()  # kept only to remember when to try again
     GONE = auto()
 
@@ -34,7 +35,8 @@ class PeerEvent(Enum):
     """What can happen to a peer."""
 
     CONNECTED = auto()
-    REFUSED = auto()  # unreachable, incompatible, or another engine by now
+    DIFFERS = auto()  # its fingerprint or its shapes
+    REFUSED = auto()  # unreachable, or another engine by now
     RETRIED = auto()
     DISCONNECTED = auto()  # its connection closed, or we forgot it
 
@@ -42,8 +44,10 @@ class PeerEvent(Enum):
 TRANSITIONS: Final[Mapping[PeerState, Mapping[PeerEvent, PeerState]]] = {
     PeerState.CONNECTING: {
         PeerEvent.CONNECTED: PeerState.CONNECTED,
+        PeerEvent.DIFFERS: PeerState.INCOMPATIBLE,
         PeerEvent.REFUSED: PeerState.REFUSED,
     },
+    PeerState.INCOMPATIBLE: {PeerEvent.DISCONNECTED: PeerState.GONE},
     PeerState.CONNECTED: {PeerEvent.REFUSED: PeerState.REFUSED, PeerEvent.DISCONNECTED: PeerState.GONE},
     PeerState.REFUSED: {PeerEvent.RETRIED: PeerState.CONNECTING, PeerEvent.DISCONNECTED: PeerState.GONE},
     PeerState.GONE: {},
@@ -60,7 +64,8 @@ class Peer:
     state: PeerState = PeerState.CONNECTING
     welcome: Welcome | None = None  # absent until it is met
     reason: str = ""  # why it was refused, or is gone
-    is_incompatible: bool = False  # it was reached, and refused for what does not change while it runs
+    is_incompatible: bool = False  # it answers, and that is the reason
+    is_final: bool = False  # a reason that does not change while it runs
     failures: int = 0
     retry_at: float = 0.0
     last_heard_at: float = -inf  # when it last answered
@@ -70,6 +75,11 @@ class Peer:
     def on(self, event: PeerEvent) -> None:
         """Move to the next state, or raise if the event makes no sense now."""
         self.state = transition(TRANSITIONS, self.state, event, f"peer {self.engine}")
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether no KV of it can be loaded now."""
+        return self.state in (PeerState.REFUSED, PeerState.INCOMPATIBLE)
 
     def is_idle(self, *, now: float) -> bool:
         """Whether P may be closing this connection: a message sent over it may be lost."""
@@ -113,7 +123,7 @@ class PeerTable:
         elif peer.state is PeerState.REFUSED and (now >= peer.retry_at or address != peer.address):
             peer.on(PeerEvent.RETRIED)
             del self._refused[engine]
-            peer.is_incompatible = False
+            peer.is_incompatible = peer.is_final = False
             peer.address, peer.conn = address, self._link.connect(address, engine)
             self._by_conn[peer.conn] = peer
         return peer
@@ -131,15 +141,20 @@ class PeerTable:
         peer = self.find(event.conn)
         match event:
             case PeerConnected(conn, welcome) if peer is not None:
-                if reason := self._objection(peer, welcome):
-                    peer.is_incompatible = True
+                if reason := self._imposture(peer, welcome):
                     self._link.close(conn)
+                    peer.is_incompatible = peer.is_final = True
                     self.refuse(peer, reason, now=now)
+                elif reason := mismatch(self._own, welcome.fingerprint) or self._difference(welcome):
+                    peer.on(PeerEvent.DIFFERS)
+                    peer.reason, peer.is_incompatible, peer.is_final = reason, True, True
+                    self._counters.count("handshakes_failed")
                 else:
                     peer.on(PeerEvent.CONNECTED)
                     peer.welcome, peer.last_heard_at = welcome, now
                     self._counters.count("handshakes")
-            case ConnectFailed(_, reason) if peer is not None:
+            case ConnectFailed(_, reason, is_incompatible) if peer is not None:
+                peer.is_incompatible = is_incompatible
                 self.refuse(peer, reason, now=now)
             case ConnectionLost(_, reason, is_silent) if peer is not None:
                 self._forget(peer)
@@ -185,12 +200,12 @@ class PeerTable:
         self._by_conn.pop(peer.conn, None)
         self._refused.pop(peer.engine, None)
 
-    def _objection(self, peer: Peer, welcome: Welcome) -> str | None:
+    def _imposture(self, peer: Peer, welcome: Welcome) -> str | None:
         if welcome.protocol != PROTOCOL:
             return f"it speaks protocol {welcome.protocol}, we speak {PROTOCOL}"
         if welcome.engine != peer.engine:
             return f"engine {welcome.engine} answers at {peer.address} now, the request was prefilled by {peer.engine}"
-        return mismatch(self._own, welcome.fingerprint) or self._difference(welcome)
+        return None
 
     def _difference(self, welcome: Welcome) -> str | None:
         try:

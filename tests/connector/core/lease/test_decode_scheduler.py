@@ -340,7 +340,7 @@ def test_an_engine_that_breaks_the_protocol_is_left(met):
 def test_an_unused_engine_that_refused_is_forgotten(harness):
     """Engines come and go for ever."""
     harness.start_renewing("a")
-    harness.lease_renewer.on(PeerConnected(1, Welcome(PROTOCOL, P, changed(FINGERPRINT, dtype="x"), ())), now=0.0)
+    harness.lease_renewer.on(ConnectFailed(1, "no route"), now=0.0)
     harness.lease_renewer.stop_renewing(RequestId("d-a"), P)
     harness.lease_renewer.advance(now=MAX_BACKOFF + 2)
 
@@ -386,6 +386,32 @@ def test_a_handshake_that_fails_says_whether_it_can_ever_succeed(harness):
 
     objection = "its vllm is '0.31.0', ours is '0.32.0'; they must be equal"
     assert harness.lease_renewer.take_handshakes() == [
-        HandshakeEnded(P, is_reached=False),
+        HandshakeEnded(P, failure="no route", is_final=False),
         HandshakeEnded(other, objection),
     ]
+
+
+def test_an_engine_that_refuses_us_is_asked_again_later(harness):
+    """Another protocol, or another secret until both sides have changed theirs: its KV is not loaded now."""
+    harness.start_renewing("a")
+    harness.lease_renewer.report_handshake(P)
+    harness.lease_renewer.on(
+        ConnectFailed(harness.peers.get(P).conn, "it refused: no proof", is_incompatible=True), now=0.0
+    )
+
+    assert harness.lease_renewer.take_handshakes() == [HandshakeEnded(P, "it refused: no proof", is_final=False)]
+
+
+def test_leases_of_an_engine_that_differs_are_given_back_at_once(harness):
+    """Now and later: P would keep the blocks to the lease's end. They are not renewed meanwhile."""
+    harness.start_renewing("a")
+    conn = harness.peers.get(P).conn
+    differs = Welcome(PROTOCOL, P, changed(FINGERPRINT, vllm="0.31.0"), ())
+    harness.lease_renewer.on(PeerConnected(conn, differs), now=0.0)
+    harness.lease_renewer.release(RequestId("d-a"), P)
+    harness.lease_renewer.advance(now=BEAT)
+    harness.start_renewing("b")
+    harness.lease_renewer.release(RequestId("d-b"), P)
+    harness.lease_renewer.advance(now=2 * BEAT)
+
+    assert harness.sent == [(conn, DropLeases(("p-a",))), (conn, DropLeases(("p-b",)))]

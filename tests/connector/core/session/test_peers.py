@@ -126,15 +126,30 @@ def test_another_protocol_is_named_with_both_numbers(book):
     assert peer.reason == f"it speaks protocol {PROTOCOL + 1}, we speak {PROTOCOL}"
 
 
-def test_only_what_was_reached_is_incompatible(book):
-    """An engine that cannot be reached may be another time; one that differs stays as it is."""
+def test_an_engine_that_differs_stays_connected_and_is_not_met_again(book):
+    """Its leases are given back over that connection; if it is lost, a request may meet it again."""
     peer = book.met(welcome=changed(WELCOME, fingerprint=changed(FINGERPRINT, vllm="0.31.0")))
-    assert (peer.state, peer.is_incompatible) == (PeerState.REFUSED, True)
+    book.calls()
+    assert book.ensure_connected(now=60.0) is peer
+    assert (peer.state, peer.is_refused, book.calls()) == (PeerState.INCOMPATIBLE, True, [])
+    book.book.on(ConnectionLost(peer.conn, "connection reset"), now=60.0)
+
+    assert peer.state is PeerState.GONE
+    assert book.met(now=60.0).state is PeerState.CONNECTED
+
+
+@pytest.mark.parametrize(
+    "welcome", [changed(WELCOME, protocol=PROTOCOL + 1), changed(WELCOME, engine=EngineId("p1"))], ids=str
+)
+def test_another_engine_is_left_and_asked_again_later(book, welcome):
+    """No lease of ours is there."""
+    peer = book.met(welcome=welcome)
+    assert (peer.state, peer.is_incompatible, peer.is_final) == (PeerState.REFUSED, True, True)
+    assert book.book.find(peer.conn) is None
     book.ensure_connected(now=2.0)
     book.fail(peer, now=2.0)
 
-    assert (peer.state, peer.is_incompatible) == (PeerState.REFUSED, False)
-    assert book.book.get(P).reason == "no route"
+    assert (peer.is_incompatible, peer.is_final, peer.reason) == (False, False, "no route")
 
 
 def test_a_peer_of_another_shape_is_refused_where_its_kv_would_be_read():
@@ -144,9 +159,8 @@ def test_a_peer_of_another_shape_is_refused_where_its_kv_would_be_read():
     book.book = PeerTable(InMemoryLink(book.network, "d"), FINGERPRINT, Counters(), retry_after=1.0, ranks=(narrow,))
     peer = book.met(welcome=changed(WELCOME, ranks=(rank_info("p0"), wide)))
 
-    assert (peer.state, peer.is_incompatible) == (PeerState.REFUSED, True)
+    assert peer.state is PeerState.INCOMPATIBLE
     assert "they must be equal" in peer.reason
-    assert book.met(welcome=WELCOME, now=60.0).state is PeerState.CONNECTED
 
 
 @pytest.mark.parametrize("name", Fingerprint.__struct_fields__)

@@ -14,11 +14,10 @@ from xpyd_connector.core.messages import (
     DropLeases,
     FenceResult,
     LeasesLost,
-    ReadsStarted,
     RenewLeases,
     Welcome,
 )
-from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
+from xpyd_connector.core.ports import ConnectFailed, MessageReceived, PeerConnected
 from xpyd_connector.core.results import HandshakeEnded, LeaseLost
 from xpyd_connector.core.session.peers import MAX_BACKOFF, PeerTable
 
@@ -87,13 +86,6 @@ def test_a_lease_is_claimed_as_soon_as_its_engine_is_met(harness):
     assert harness.sent == [(1, RenewLeases(("p-a",)))]
 
 
-def test_a_lease_is_claimed_on_arrival_if_its_engine_is_known(met):
-    """However long the request then queues."""
-    met.start_renewing("b", now=1.0)
-
-    assert met.sent == [(1, RenewLeases(("p-b",)))]
-
-
 def test_leases_are_renewed_six_times_as_often_as_they_end(met):
     """Counted from the arrival of the first request."""
     beats, now = [], 0.0
@@ -103,17 +95,6 @@ def test_leases_are_renewed_six_times_as_often_as_they_end(met):
         now = due
 
     assert beats == [pytest.approx(BEAT * number) for number in range(1, 6)]
-
-
-def test_one_heartbeat_names_all_requests_of_an_engine(met):
-    """Not one message each, and one per engine."""
-    met.start_renewing("b")
-    met.start_renewing("c", EngineId("p1"), port=5601)
-    met.welcome(EngineId("p1"))
-    met.take_sent()
-    met.lease_renewer.advance(now=BEAT)
-
-    assert met.sent == [(1, RenewLeases(("p-a", "p-b"))), (2, RenewLeases(("p-c",)))]
 
 
 def test_very_many_requests_are_renewed_in_pieces(harness):
@@ -157,43 +138,6 @@ def test_a_finished_read_is_renewed_no_more_and_not_dropped(met):
     assert len(met.lease_renewer) == 0
 
 
-def test_giving_back_what_is_not_wanted_changes_nothing(met):
-    """Settled before, or never asked for."""
-    met.release("b")
-    met.release("b", EngineId("p9"))
-    met.lease_renewer.stop_renewing(RequestId("d-b"), EngineId("p9"))
-
-    assert met.sent == []
-    assert met.counters.take().counters.get("drops_sent") is None
-
-
-@pytest.mark.parametrize("is_first", [True, False], ids=["given back", "refused"])
-def test_what_is_given_back_to_an_engine_that_refuses_is_forgotten(harness, is_first):
-    """Nobody can be told; its lease ends by itself, and our tables with it, whichever came first."""
-    harness.start_renewing("a")
-    if is_first:
-        harness.release("a")
-    harness.lease_renewer.on(ConnectFailed(1, "no route"), now=0.0)
-    if not is_first:
-        harness.release("a")
-
-    assert harness.sent == []
-    assert harness.lease_renewer.advance(now=1e6) is None
-    assert harness.lease_renewer._leases_by_engine == {}
-    assert len(harness.peers) == 0
-
-
-def test_a_lost_engine_is_met_again_at_the_next_heartbeat(met):
-    """As long as a request wants it."""
-    met.lease_renewer.on(ConnectionLost(1, "reset"), now=1.0)
-    assert len(met.met) == 1
-    met.lease_renewer.advance(now=BEAT)
-    met.welcome(now=BEAT)
-
-    assert len(met.met) == 2
-    assert met.sent == [(2, RenewLeases(("p-a",)))]
-
-
 def test_a_lost_lease_is_reported_and_renewed_no_more(met):
     """To every request that wanted it: those that have not begun to read compute their own prompts."""
     met.start_renewing("b", remote="p-a")
@@ -214,52 +158,6 @@ def test_an_engine_cannot_say_that_anothers_leases_lapsed(met):
     assert met.lease_renewer.take_lost() == [LeaseLost("d-b")]
 
 
-def test_reads_are_reported_with_the_turn(met):
-    """P revokes other leases first."""
-    met.start_renewing("b")
-    met.take_sent()
-    for name in ("a", "b", "gone"):
-        met.lease_renewer.read_started(RequestId(f"d-{name}"), P)
-    met.lease_renewer.read_started(RequestId("d-a"), EngineId("p9"))
-
-    assert met.take_sent() == [(1, ReadsStarted(("p-a", "p-b")))]
-    assert met.take_sent() == []
-
-
-def test_each_heartbeat_reports_loads_that_go_on(met):
-    """P believes it for a while only: a load may queue for host memory, or read, for longer."""
-    met.start_renewing("b", remote="p-a")
-    met.start_renewing("c")
-    met.lease_renewer.read_started(RequestId("d-a"), P)
-    met.take_sent()
-    beats = []
-    for number in (1, 2):
-        met.lease_renewer.advance(now=number * BEAT)
-        beats.append(met.take_sent())
-
-    assert beats == [[(1, RenewLeases(("p-a", "p-c"))), (1, ReadsStarted(("p-a",)))]] * 2
-
-
-@pytest.mark.parametrize("end", ["settled", "given back", "leases_lost", "wanted again"])
-def test_a_load_that_is_over_is_reported_no_more(met, end):
-    """P may need the blocks, even if another answer to the same prompt still waits for them."""
-    met.start_renewing("b", remote="p-a")
-    met.lease_renewer.read_started(RequestId("d-a"), P)
-    match end:
-        case "settled":
-            met.lease_renewer.stop_renewing(RequestId("d-a"), P)
-        case "given back":
-            met.release("a")
-        case "leases_lost":
-            met.hear(LeasesLost(("p-a",)))
-        case "wanted again":
-            met.start_renewing("a")
-    met.take_sent()
-    met.lease_renewer.advance(now=BEAT)
-
-    assert not any(isinstance(message, ReadsStarted) for _, message in met.sent)
-
-
 def test_an_engine_whose_loop_hangs_does_not_say_that_it_reads(met):
     """As it does not renew: nothing here looks at the end of the load."""
     met.lease_renewer.read_started(RequestId("d-a"), P)
@@ -268,17 +166,6 @@ def test_an_engine_whose_loop_hangs_does_not_say_that_it_reads(met):
     met.lease_renewer.advance(now=200.0)
 
     assert met.sent == []
-
-
-def test_a_new_connection_reports_loads_that_go_on(met):
-    """The word may have been lost with the one before."""
-    met.lease_renewer.read_started(RequestId("d-a"), P)
-    met.take_sent()
-    met.lease_renewer.on(ConnectionLost(1, "reset"), now=1.0)
-    met.lease_renewer.advance(now=BEAT)
-    met.welcome(now=BEAT)
-
-    assert met.sent == [(2, RenewLeases(("p-a",))), (2, ReadsStarted(("p-a",)))]
 
 
 def test_the_drops_of_one_turn_are_one_message(met):
@@ -292,30 +179,7 @@ def test_the_drops_of_one_turn_are_one_message(met):
     assert met.take_sent() == [(1, DropLeases(tuple(f"p-{number}" for number in range(50))))]
 
 
-def test_what_is_wanted_again_in_the_same_turn_is_not_given_back(met):
-    """Another answer to the same prompt arrives when the first is aborted."""
-    met.release("a")
-    met.start_renewing("b", remote="p-a")
-
-    assert met.take_sent() == [(1, RenewLeases(("p-a",)))]
-
-
 # ---- an engine whose loop hangs
-
-
-def test_an_engine_whose_loop_hangs_renews_nothing(met):
-    """Nothing here will read what P keeps; when the loop turns again, what P still holds is renewed again."""
-    met.turned_at = 0.0
-    met.lease_renewer.advance(now=99.9)
-    assert [type(message) for _, message in met.sent] == [RenewLeases]
-    met.sent.clear()
-    met.lease_renewer.advance(now=100.0 + BEAT)
-    assert (met.sent, met.lease_renewer.is_withholding) == ([], True)
-    assert met.counters.take().counters["renewals_withheld"] == 1
-    met.turned_at = 110.0
-    met.lease_renewer.advance(now=100.0 + 2 * BEAT)
-
-    assert (met.sent, met.lease_renewer.is_withholding) == ([(1, RenewLeases(("p-a",)))], False)
 
 
 def test_a_turn_that_wants_nothing_more_ends_the_withholding(met):
@@ -345,18 +209,6 @@ def test_an_unused_engine_that_refused_is_forgotten(harness):
     harness.lease_renewer.advance(now=MAX_BACKOFF + 2)
 
     assert len(harness.peers) == 0
-
-
-def test_an_engine_that_is_only_to_hear_of_drops_gets_no_heartbeat(harness):
-    """While it is still being met."""
-    harness.start_renewing("a")
-    harness.release("a")
-    harness.lease_renewer.advance(now=BEAT)
-    assert harness.sent == []
-    harness.welcome()
-
-    assert [message for _, message in harness.sent if isinstance(message, DropLeases)] == [DropLeases(("p-a",))]
-    assert harness.lease_renewer.advance(now=2 * BEAT) is None
 
 
 def test_a_handshake_is_reported_once_to_who_asked(harness):

@@ -57,28 +57,6 @@ def test_a_late_renewal_does_not_revive(book, late):
     assert book.expire(now=late) == [LeaseEnded(A, LeaseEvent.EXPIRED)]
 
 
-def test_no_lease_is_stranded_behind_a_longer_one(book):
-    """Renewals move deadlines around, so that the oldest grant may be the last to end."""
-    book.grant(A, now=0.0)
-    book.grant(B, now=1.0)
-    book.renew(A, D, now=25.0)
-
-    assert book.next_expiry() == 31.0
-    assert book.expire(now=31.0) == [LeaseEnded(B, LeaseEvent.EXPIRED)]
-    assert A in book
-
-
-def test_a_lease_belongs_to_the_connection_that_renewed_it_first(book):
-    """Whoever knows a request's name must not be able to keep its blocks, or to have them end with its connection."""
-    book.grant(A, now=0.0)
-    book.renew(A, D, now=0.0)
-
-    assert not book.renew(A, ELSE, now=15.0)
-    assert book.next_expiry() == 30.0
-    assert book.lose(ELSE) == []
-    assert book.lose(D) == [LeaseEnded(A, LeaseEvent.PEER_LOST)]
-
-
 def test_an_engine_that_connects_again_keeps_its_leases():
     """It has proven to be the same, and the old connection is not noticed to be gone yet."""
     book = LeaseTable(duration=30.0, extension=20.0, same_engine=lambda one, other: {one, other} == {D, ELSE})
@@ -97,16 +75,6 @@ def test_without_proven_engines_any_connection_may_say_that_a_lease_is_over(book
     book.renew(A, D, now=0.0)
 
     assert book.may_end(A, ELSE)
-
-
-def test_the_last_rank_ends_the_lease(book):
-    """Whatever the order, and however often one of them says so."""
-    book.grant(A, now=0.0)
-
-    assert book.done(A, READER, 1, 2) is None
-    assert book.done(A, READER, 1, 2) is None
-    assert book.done(A, READER, 0, 2) == LeaseEnded(A, LeaseEvent.DONE)
-    assert A not in book
 
 
 def test_ranks_of_two_readers_do_not_add_up(book):

@@ -18,7 +18,7 @@ from xpyd_connector.core.messages import (
     ReadsStarted,
     RenewLeases,
 )
-from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived
+from xpyd_connector.core.ports import MessageReceived
 
 A, B, READER = RequestId("a"), RequestId("b"), RequestId("reader")
 D, ELSE, WORKER = ConnId(1), ConnId(2), ConnId(3)
@@ -40,9 +40,6 @@ class Shop:
     def released(self):
         return [(request, why.name) for request, why in self.lease_manager.take_released()]
 
-    def counted(self):
-        return self.counters.take().counters
-
 
 @pytest.fixture
 def shop():
@@ -53,39 +50,12 @@ def shop():
     return shop
 
 
-def test_a_renewal_of_what_is_gone_is_answered(shop):
-    """And only that is named."""
-    gone = RequestId("gone")
-    shop.hear(RenewLeases((A, gone)))
-
-    assert shop.link.sent == [(D, LeasesLost((gone,)))]
-    assert shop.counted() == {"leases_renewed": 1, "unknown_transfer_messages": 1}
-
-
-def test_a_read_counts_only_if_the_lease_held_when_it_was_reported(shop):
-    """Answered before the blocks are released, and to whoever asked."""
-    shop.hear(ReadDone(A, READER, 0, 1))
-    shop.hear(ReadDone(A, READER, 0, 1), conn=ELSE)
-
-    assert shop.link.sent == [(D, FenceResult(READER, held=True)), (ELSE, FenceResult(READER, held=False))]
-    assert shop.released() == [("a", "DONE")]
-
-
 def test_a_read_reported_when_its_lease_is_due_does_not_count(shop):
     """Even if nobody has looked at the clock since: the blocks are as good as given away."""
     shop.hear(ReadDone(A, READER, 0, 1), now=30.0)
 
     assert shop.link.sent == [(D, FenceResult(READER, held=False))]
     assert shop.released() == [("a", "EXPIRED"), ("b", "EXPIRED")]
-
-
-def test_what_is_dropped_twice_ends_once(shop):
-    """In one message, in two, and for a request that was never here."""
-    shop.hear(DropLeases((A, A, RequestId("gone"))))
-    shop.hear(DropLeases((A,)))
-
-    assert shop.released() == [("a", "DROPPED")]
-    assert shop.counted() == {"leases_dropped": 1, "unknown_transfer_messages": 2}
 
 
 @pytest.mark.parametrize("message", [HELLO, Challenge(4, b""), FenceResult(READER, held=True), LeasesLost((A,))])
@@ -96,23 +66,6 @@ def test_a_message_of_the_wrong_role_closes_the_connection(shop, message):
 
     assert shop.link.closed == [D]
     assert shop.released() == [("a", "PEER_LOST")]
-
-
-def test_a_lost_connection_frees_what_was_claimed_over_it(shop):
-    """At once, and each lease once."""
-    shop.hear(RenewLeases((A, B)))
-    shop.lease_manager.on(ConnectionLost(D, "gone"), now=0.0)
-    shop.lease_manager.on(ConnectionLost(D, "gone"), now=0.0)
-
-    assert shop.released() == [("a", "PEER_LOST"), ("b", "PEER_LOST")]
-    assert shop.counted() == {"leases_renewed": 2, "leases_peer_lost": 2}
-
-
-def test_news_of_connections_we_opened_are_not_the_lenders(shop):
-    """They change nothing."""
-    shop.lease_manager.on(ConnectFailed(D, "no route"), now=0.0)
-
-    assert shop.released() == shop.link.sent == shop.link.closed == []
 
 
 def test_the_thread_sleeps_until_the_first_lease_ends(shop):
@@ -126,28 +79,6 @@ def test_the_thread_sleeps_until_the_first_lease_ends(shop):
 
 
 # ---- whose lease it is
-
-
-def test_a_renewal_of_anothers_lease_is_answered_like_an_unknown_one(shop):
-    """And does not tell which of the two it is."""
-    shop.hear(RenewLeases((A,)))
-    shop.hear(RenewLeases((A, B)), conn=ELSE)
-
-    assert shop.link.sent == [(ELSE, LeasesLost((A,)))]
-    assert shop.counted() == {"leases_renewed": 2, "foreign_messages": 1}
-
-
-def test_a_read_of_anothers_lease_does_not_count_and_ends_nothing(shop):
-    """Whoever knows a request's name could have its blocks freed under the engine that reads them."""
-    shop.hear(RenewLeases((A,)))
-    shop.hear(ReadDone(A, READER, 0, 1), conn=ELSE)
-    shop.hear(DropLeases((A,)), conn=ELSE)
-    assert shop.released() == []
-    shop.hear(ReadDone(A, READER, 0, 1), conn=WORKER)
-
-    assert shop.link.sent == [(ELSE, FenceResult(READER, held=False)), (WORKER, FenceResult(READER, held=True))]
-    assert shop.released() == [("a", "DONE")]
-    assert shop.counted()["foreign_messages"] == 2
 
 
 def test_a_worker_may_drop_what_its_scheduler_holds(shop):
@@ -189,23 +120,6 @@ def test_what_is_read_is_not_revoked_for_a_while(shop, word):
     revoke(shop, A, now=10.0)
 
     assert shop.released() == [("a", "REVOKED")]
-
-
-def test_what_another_part_is_busy_with_is_not_revoked(shop):
-    """It is written to somebody, or staged for somebody."""
-    revoke(shop, A, B, is_busy=lambda request: request == A)
-
-    assert shop.released() == [("b", "REVOKED")]
-
-
-def test_another_engines_read_does_not_protect_a_lease(shop):
-    """Nor one that is over."""
-    shop.hear(RenewLeases((A,)))
-    shop.hear(ReadsStarted((A, RequestId("gone"))), conn=ELSE)
-    revoke(shop, A)
-
-    assert shop.released() == [("a", "REVOKED")]
-    assert shop.counted()["foreign_messages"] == 1
 
 
 def test_very_many_lost_leases_are_reported_in_pieces():

@@ -288,29 +288,6 @@ def test_any_two_tensor_parallel_sizes_that_share_out_the_heads_can_meet(ranks, 
         check_world(world(ranks_there, ranks, ranks_there, shared, shapes, shapes_there), pull=pull)
 
 
-@pytest.mark.parametrize("pull", [True, False])
-@pytest.mark.parametrize("theirs", LAYOUTS)
-@pytest.mark.parametrize("ours", LAYOUTS)
-def test_any_layout_is_permuted_into_any_other(ours, theirs, pull):
-    """Head-major to token-major and back, layers inside or outside of blocks."""
-    groups = [Group(3, 4, 16, 5, 29)]
-
-    check_world(world(1, 2, 1, groups, [Shape(theirs, 2, 4)], [Shape(ours, 1, 4)]), pull=pull)
-
-
-@pytest.mark.parametrize("pull", [True, False])
-@pytest.mark.parametrize(("ranks", "ranks_there"), [(1, 1), (2, 1), (1, 2)])
-@pytest.mark.parametrize(
-    ("cut", "cut_there"), [((1, 8), (1, 16)), ((1, 16), (1, 8)), ((2, 8), (1, 8)), ((1, 24), (3, 8))]
-)
-def test_dimensions_kept_one_after_the_other_go_into_longer_or_shorter_rows(cut, cut_there, ranks, ranks_there, pull):
-    """K on a CPU: each dimension's numbers, of 2 bytes, are side by side for just the tokens of a row."""
-    groups = [Group(2, 4, 2, 5, 61, parts=6)]
-    shapes, shapes_there = [Shape("LBHPNC", *cut)], [Shape("LBHPNC", *cut_there)]
-
-    check_world(world(3, ranks, ranks_there, groups, shapes, shapes_there), pull=pull)
-
-
 def shaped(layout, *, layers=3, tokens=16, blocks=9, rank=0, ranks=1, width=32, parts=1, **changed):
     """Return a rank of 4 KV heads, as numpy would stride it."""
     group = Group(layers, 4, width, 0, 0, parts)
@@ -318,54 +295,6 @@ def shaped(layout, *, layers=3, tokens=16, blocks=9, rank=0, ranks=1, width=32, 
     return msgspec.structs.replace(
         info, regions=tuple(msgspec.structs.replace(region, **changed) for region in info.regions)
     )
-
-
-@pytest.mark.parametrize(
-    ("layout", "runs"), [("LBHNC", 3), ("LBNHC", 3), ("LHBNC", 12), ("BLHNC", 1), ("BLNHC", 1), ("BHLNC", 1)]
-)
-def test_contiguous_blocks_and_adjacent_layers_are_one_run(layout, runs):
-    """Few, large descriptors: between twins, as few as the layout allows."""
-    spans = pull_route(shaped(layout), shaped(layout)).spans([TokenRange(0, 0, 64, [2, 3, 4, 5], [5, 6, 7, 8])])
-
-    assert len(spans) == runs
-    assert spans[:, 2].sum() == 3 * 4 * 64 * 32
-
-
-@pytest.mark.parametrize(("layout", "runs"), [("LBHPNC", 3), ("BLHPNC", 1), ("PLBHNC", 12), ("LBHNPC", 3)])
-def test_parts_of_entries_of_twins_move_together(layout, runs):
-    """Where they are side by side, they make no descriptor more."""
-    info = shaped(layout, width=8, parts=4)
-    spans = pull_route(info, info).spans([TokenRange(0, 0, 64, [2, 3, 4, 5], [2, 3, 4, 5])])
-
-    assert len(spans) == runs
-    assert spans[:, 2].sum() == 3 * 4 * 64 * 32
-
-
-def test_each_dimension_of_each_head_is_a_run_between_rows_of_different_lengths():
-    """What K transposed costs: one descriptor for each, as long as the shorter row."""
-    spans = pull_route(
-        shaped("LBHPNC", tokens=32, width=2, parts=8, layers=1), shaped("LBHPNC", tokens=16, width=2, parts=8, layers=1)
-    ).spans([TokenRange(0, 0, 32, [3, 4], [3])])
-
-    assert (spans[:, 2] == 16 * 2).all()
-    assert len(spans) == 2 * 4 * 8
-
-
-def test_scattered_blocks_of_twins_are_one_run_for_each_layer_and_block():
-    """Heads and tokens of a block stay together."""
-    spans = pull_route(shaped("LBHNC"), shaped("LBHNC")).spans([TokenRange(0, 0, 64, [2, 4, 6, 8], [8, 6, 4, 2])])
-
-    assert (spans[:, 2] == 4 * 16 * 32).all()
-    assert len(spans) == 3 * 4
-
-
-def test_runs_of_two_groups_in_one_memory_are_merged():
-    """Groups share vLLM's pool: their blocks may be neighbours."""
-    info = shaped("LBHNC", layers=1)
-    both = msgspec.structs.replace(info, regions=(info.regions[0], msgspec.structs.replace(info.regions[0], group=1)))
-    spans = pull_route(both, both).spans([TokenRange(1, 32, 48, [3], [7]), TokenRange(0, 0, 32, [1, 2], [5, 6])])
-
-    assert spans.shape == (1, 3)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4), st.booleans()), max_size=20), st.randoms())
@@ -394,13 +323,6 @@ def test_nothing_missing_is_nothing_to_move():
     assert route.spans([]).shape == (0, 3)
     assert route.spans([TokenRange(0, 16, 16, [], [])]).shape == (0, 3)
     assert route.spans([]).dtype == np.int64
-
-
-def test_ranks_that_share_no_head_have_nothing_to_move():
-    """A rank may hold no more than its share of connections."""
-    route = pull_route(shaped("LBHNC", rank=1, ranks=2), shaped("LBHNC", rank=0, ranks=4))
-
-    assert route.spans([TokenRange(0, 0, 16, [1], [1])]).shape == (0, 3)
 
 
 @pytest.mark.parametrize(
@@ -611,8 +533,3 @@ def test_layouts_that_would_move_a_few_bytes_each_are_refused():
 def narrow(layout):
     shapes = [Shape(layout, 1, 16)]
     return Rank(np.random.default_rng(0), 0, 0, 1, [Group(1, 4, 8, 0, 0)], shapes, 4).info
-
-
-def test_different_numbers_of_blocks_ranks_and_layouts_are_welcome():
-    """What issue 5 is about."""
-    check_shapes(shaped("LBHNC"), shaped("BLNHC", blocks=40, tokens=64, rank=3, ranks=8))

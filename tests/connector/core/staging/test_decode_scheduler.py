@@ -5,7 +5,7 @@ import pytest
 from support.expecting import A, B, ExpectingEngine, T
 from support.recording_link import ConnectingLink
 from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import BlockId, ConnId, RequestId
+from xpyd_connector.core.ids import ConnId, RequestId
 from xpyd_connector.core.messages import (
     MAX_PART,
     CancelPushes,
@@ -229,12 +229,3 @@ def test_a_worker_that_comes_back_hears_what_it_owes(harness):
 
     assert harness.turn() == [LoadResult(A, "")]
     assert harness.counters.take().counters["unknown_transfer_messages"] == 1
-
-
-def test_blocks_are_not_slots():
-    """Ids of both are numbers: a request is told of blocks, P of slots."""
-    harness = Harness()
-    harness.expect(A, (BlockId(9),))
-    harness.connect()
-
-    assert registered(harness) == {A: [(1,)]}

@@ -46,21 +46,6 @@ def test_a_request_is_read_part_by_part(ranks, readers, groups):
     assert world.p.worker_tally.take().counters == {"bytes_staged_out": 5 * groups * ranks * 64}
 
 
-def test_a_part_waits_for_every_rank_before_it_takes_slots():
-    """Else slots would be held for a rank that waits for room of its own, which others hold who wait for these."""
-    world = StagingWorld(decoders=[2])
-    request = world.p.lend(2)
-    world.load(request, size=2, ranks=[0])
-    world.run()
-    assert states(world) == ["GATHERING"]
-    assert world.p.slots.held == 0
-    world.serial -= 1  # the other rank of the same request
-    world.load(request, size=2, ranks=[1])
-    world.run()
-
-    assert states(world) == ["STAGED"]
-
-
 def test_a_rank_that_never_asks_fails_the_others_in_time():
     """It has failed alone: they would wait as long as the lease is renewed."""
     world = StagingWorld(decoders=[2])
@@ -72,21 +57,6 @@ def test_a_rank_that_never_asks_fails_the_others_in_time():
 
     assert (load.state, load.reason) == ("failed", "only 1 of 2 ranks asked for it in time")
     assert request in world.p.held
-
-
-def test_the_faster_rank_does_not_take_slots_from_the_slower():
-    """They read the same part from the same slots, at different times."""
-    world = StagingWorld(decoders=[2])
-    fast, slow = world.load(world.p.lend(4), size=2)
-    world.run()
-    world.decoders[0].workers[0].go_on(fast)
-    world.run()
-    assert states(world) == ["GATHERING", "STAGED"]
-    world.decoders[0].workers[1].go_on(slow)
-    world.run()
-
-    assert states(world) == ["STAGED"]
-    assert slow.right
 
 
 def test_requests_wait_for_room_first_come_first_served():
@@ -151,23 +121,6 @@ def test_slots_are_free_only_when_the_copy_into_them_has_ended():
     world.run()
 
     assert (states(world), other.right) == (["STAGED"], True)
-
-
-def test_a_worker_that_was_away_copies_what_it_missed():
-    """Whether it had not heard of it or was not heard: the slots are kept until it has said that it is done."""
-    world = StagingWorld(ranks=2)
-    world.p.lose_worker(1)
-    world.p.copiers[0].stuck = True
-    (load,) = world.load(world.p.lend(2), size=2)
-    world.round()
-    world.p.lose_worker(0)
-    world.run()
-    assert states(world) == ["COPYING"]
-    world.p.copiers[0].stuck = False
-    world.run(1.0)
-    world.go_on()
-
-    assert (load.state, load.right) == ("done", True)
 
 
 def test_what_cannot_be_copied_is_not_staged():
@@ -244,13 +197,6 @@ def test_what_makes_no_sense_is_refused_with_the_reason(changes, reason):
 
     assert reason in stage(world, world.p.lend(2), **changes)
     assert is_empty(world)
-
-
-def test_a_read_needs_a_lease():
-    """Never granted, or over."""
-    world = StagingWorld()
-
-    assert "no lease is held for request nobody" in stage(world, RequestId("nobody"))
 
 
 @pytest.mark.parametrize(
@@ -362,21 +308,6 @@ def test_an_unexpected_message_closes_the_connection(message):
     world.run()
 
     assert (load.state, world.p.slots.held) == ("failed", 0)
-
-
-def test_a_done_of_what_was_never_staged_is_the_lenders_business():
-    """And takes nothing from anybody."""
-    world = StagingWorld()
-    request = world.p.lend(2)
-    world.load(request, size=2)
-    world.run()
-    worker = world.decoders[0].workers[0]
-    worker.loads["d-y"] = type(next(iter(worker.loads.values())))(request, RequestId("d-y"), [], state="confirming")
-    worker.link.send(worker.conn, ReadDone(request, RequestId("d-y"), 0, 2))
-    world.run()
-
-    assert worker.loads["d-y"].state == "done"
-    assert states(world) == ["STAGED"]
 
 
 def test_a_part_is_read_when_every_worker_has_copied_it():

@@ -209,7 +209,6 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         clock=time.monotonic,
         spans=traces,
         request_over=telemetry.request_over,
-        times=settings.server_timing,
     )
     for each in routes:
         app.include_router(each)

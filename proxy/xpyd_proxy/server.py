@@ -39,19 +39,15 @@ logger = logging.getLogger(__name__)
 class _Loop(uvloop.Loop):
     """uvloop's, which has no other place for the time that a TLS handshake may take."""
 
-    handshake_s = 60.0
+    def __init__(self, handshake_s: float) -> None:
+        super().__init__()
+        self._handshake_s = handshake_s
 
     async def create_server(self, *args: Any, **kwargs: Any) -> asyncio.Server:  # noqa: ANN401 (asyncio's signature)
         """Listen; a client that does not get on with its handshake is closed like one that sends no head."""
         if kwargs.get("ssl") is not None:
-            kwargs.setdefault("ssl_handshake_timeout", self.handshake_s)
+            kwargs.setdefault("ssl_handshake_timeout", self._handshake_s)
         return cast("asyncio.Server", await super().create_server(*args, **kwargs))
-
-
-def _loop(settings: Settings) -> _Loop:
-    loop = _Loop()
-    loop.handshake_s = settings.head_timeout_s
-    return loop
 
 
 class _Server(uvicorn.Server):
@@ -93,7 +89,7 @@ def run(router: Router, settings: Settings, again: Callable[[], Settings], place
     process = _Process(_server(router, settings, place), router, settings, again, sockets=sockets)
     with (
         contextlib.nullcontext() if place is None else place.kept(),
-        asyncio.Runner(loop_factory=partial(_loop, settings)) as runner,
+        asyncio.Runner(loop_factory=partial(_Loop, settings.head_timeout_s)) as runner,
     ):
         runner.run(process.run(None if place is None else place.line))
     return 0

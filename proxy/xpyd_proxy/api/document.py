@@ -3,11 +3,11 @@
 FastAPI's own /docs loads Swagger UI from a CDN: a cluster may have no way there, and operators type the router's key.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final, TypeAlias, cast
+from typing import Final
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -17,8 +17,6 @@ from xpyd_proxy.api import exception_handlers
 from xpyd_proxy.api.endpoint_routes import operation_id
 from xpyd_proxy.api.operator_route import OPERATORS, is_admin
 from xpyd_proxy.api.page import PAGE_HEADERS, anybody, content_policy
-
-Part: TypeAlias = dict[str, Any]  # of the document
 
 _ABOUT: Final = (
     "A router for vLLM engines that prefill and engines that decode. Bodies go to the engines as they are: fields that "
@@ -61,49 +59,9 @@ def document_routes(app: FastAPI, admin_key: str | None, browsers: Callable[[Req
     async def openapi(request: Request) -> Response:
         operators = is_admin(request, admin_key)
         if operators not in made:
-            made[operators] = msgspec.json.encode(describe(app, operators=operators))
+            routes = [one for one in app.routes if operators or OPERATORS not in getattr(one, "tags", ())]
+            document = get_openapi(title=app.title, version=app.version, description=app.description, routes=routes)
+            made[operators] = msgspec.json.encode(document)
         return Response(made[operators], headers={"cache-control": "no-store"}, media_type="application/json")
 
     return router
-
-
-def describe(app: FastAPI, *, operators: bool) -> Part:
-    """Return the document; ``operators``: with the routes that are for them."""
-    found = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    return found if operators else _for_clients(found)
-
-
-def _for_clients(document: Part) -> Part:
-    """Leave out the routes of operators, and the schemas and keys that nothing else names."""
-    paths: dict[str, Part] = {
-        path: item
-        for path, item in document["paths"].items()
-        if not any(OPERATORS in operation.get("tags", ()) for operation in item.values())
-    }
-    components: Part = document.get("components", {})
-    needed, left = set[str](), list(_references(paths))
-    while left:
-        name = left.pop()
-        if name not in needed:
-            needed.add(name)
-            left += _references(components["schemas"][name])
-    operations: list[Part] = [operation for item in paths.values() for operation in item.values()]
-    keys = {name for operation in operations for one in operation.get("security", ()) for name in one}
-    kept = {
-        "schemas": {name: schema for name, schema in components.get("schemas", {}).items() if name in needed},
-        "securitySchemes": {name: one for name, one in components.get("securitySchemes", {}).items() if name in keys},
-    }
-    return document | {"paths": paths, "components": kept}
-
-
-def _references(part: object) -> Iterator[str]:
-    """Yield the name of each schema that is referred to."""
-    if isinstance(part, dict):
-        for name, value in cast("Part", part).items():
-            if name == "$ref":
-                yield str(value).rpartition("/")[2]
-            else:
-                yield from _references(value)
-    elif isinstance(part, list):
-        for value in cast("list[object]", part):
-            yield from _references(value)

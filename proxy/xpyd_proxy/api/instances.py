@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import msgspec
@@ -55,15 +55,9 @@ class InstanceAdmin:
             since_s=round(now - life.since, 3),
             in_flight=member.load.in_flight,
             load=round(member.load.score(now=now), 3),
-            models=None if facts.models is None else sorted(facts.models),
-            version=facts.version,
-            connector=facts.connector,
-            mode=facts.mode,
-            revision=facts.revision,
-            protocol=facts.protocol,
-            fingerprint=facts.fingerprint,
             source=member.origin.source,
             generation=member.origin.generation,
+            **{**asdict(facts), "models": None if facts.models is None else sorted(facts.models)},
         )
 
     def found(self, named: InstanceName) -> Sequence[Member]:

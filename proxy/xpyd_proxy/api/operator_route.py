@@ -15,22 +15,21 @@ from fastapi import HTTPException, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader
-from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope
+from starlette.types import Scope
 
 from xpyd_proxy.api.audit import Audit, AuditedAction, fingerprint
 from xpyd_proxy.api.schemas import OperatorError
 from xpyd_proxy.core.admission.keys import Keyring, shown_key
+from xpyd_proxy.core.http.bounded_body import whole
 from xpyd_proxy.core.http.json_bounds import check_names
 from xpyd_proxy.core.model import Headers, first_header
 from xpyd_proxy.core.raw_json import Fields, NotJson, decode
 from xpyd_proxy.errors import BadRequest, BodyTooLarge, Unauthorized, UnsupportedMedia
-from xpyd_proxy.requests.intake import PASSED_ON, check_json, check_length, check_size
+from xpyd_proxy.requests.intake import PASSED_ON, check_json, check_length
 
 OPERATORS: Final = "operators"  # the tag of routes that are shown to who has the operator's key
 SMALL_BODY: Final = 64 * 1024  # bytes: the name of an engine
 _RAW: Final = "body"  # of a request to explain: it is repeated as it came
-_PART: Final = 64 * 1024  # bytes
 _SHOWN: Final = 100  # characters of what a caller has written
 _JSON: Final = (b"content-type", b"application/json")
 _STATUSES: Final[dict[int | str, str]] = {
@@ -147,8 +146,8 @@ def action_of(request: Request) -> AuditedAction:
 async def _read(request: Request, most: int, *, any_media: bool) -> bytes:
     try:
         if not any_media:
-            require_json(request.scope)
-        return await read_body(request.scope, request.receive, limit=most)
+            check_json(request.headers.get("content-type", "").encode("latin-1"))
+        return await read_body(request, limit=most)
     except UnsupportedMedia as exc:
         raise HTTPException(415, str(exc)) from exc
     except BodyTooLarge as exc:
@@ -217,39 +216,8 @@ def passed_on(scope: Scope) -> Headers:
     return tuple((name, value) for name, value in headers if name in PASSED_ON)
 
 
-def require_json(scope: Scope) -> None:
-    """Accept a body that is declared as JSON, or not declared at all; raises UnsupportedMedia."""
-    check_json(_header(scope, b"content-type"))
-
-
-async def read_body(scope: Scope, receive: Receive, *, limit: int) -> bytes:
+async def read_body(request: Request, *, limit: int) -> bytes:
     """Read at most ``limit`` bytes; raises BodyTooLarge, or ClientDisconnect: it hung up before the end."""
-    check_length(_header(scope, b"content-length"), limit)
-    parts: list[bytes] = []
-    try:
-        return await _collect(receive, parts, limit)
-    except BaseException:
-        parts.clear()  # the error's traceback keeps the frame, and so the bytes, until the garbage collector comes by
-        raise
-
-
-async def _collect(receive: Receive, parts: list[bytes], limit: int) -> bytes:
-    """Read a body into parts of some size: one that grows piece by piece is moved again and again, and leaves holes."""
-    size, last = 0, bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        body: bytes = message.get("body", b"")
-        size += len(body)
-        check_size(size, limit)
-        if not message.get("more_body", False):
-            return b"".join((*parts, last, body)) if parts or last else body
-        last += body
-        if len(last) >= _PART:
-            parts.append(bytes(last))
-            last.clear()
-
-
-def _header(scope: Scope, name: bytes) -> bytes:
-    return first_header(tuple(scope["headers"]), name) or b""
+    check_length(request.headers.get("content-length", "").encode("latin-1"), limit)
+    too_long = BodyTooLarge(f"the body has more than {limit} bytes, the most this router takes")
+    return await whole(request.stream(), limit, too_long)

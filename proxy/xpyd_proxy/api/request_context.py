@@ -1,7 +1,7 @@
-"""What every /v1 request gets, whatever becomes of it: an id, its route in the headers, one line in the log."""
+"""What every /v1 request that no engine is chosen for gets, whatever becomes of it: an id, and one line in the log."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from starlette.requests import ClientDisconnect
@@ -40,16 +40,13 @@ class _SendWithHeaders:
 
     send: Send
     record: RequestRecord
-    status: int | None = field(default=None)
-    times: bool = True
+    status: int | None = None
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [(name.encode(), value.encode()) for name, value in self.record.id_headers().items()]
             headers.append((b"x-content-type-options", b"nosniff"))  # a browser takes an answer for what its type says
-            if self.times and (timing := self.record.server_timing()):
-                headers.append((b"server-timing", timing.encode()))
             message["headers"] = [*message.get("headers", ()), *headers]
         await self.send(message)
 
@@ -65,11 +62,8 @@ class RequestContextMiddleware:
         clock: Callable[[], float],
         spans: Spans | None = None,
         request_over: Callable[[RequestRecord], None],
-        times: bool = True,
     ) -> None:
-        """``times``: whether answers have Server-Timing."""
         self._app = app
-        self._times = times
         self._new_id = new_id
         self._clock = clock
         self._spans = spans
@@ -86,7 +80,7 @@ class RequestContextMiddleware:
         its_id = client_id(first_header(headers, b"x-request-id") or b"")
         start, record = self._clock(), RequestRecord(self._new_id(), path, client_id=its_id)
         scope[_KEY] = record
-        outgoing = _SendWithHeaders(send, record, times=self._times)
+        outgoing = _SendWithHeaders(send, record)
         status: int | None = _BUG
         span = None if self._spans is None else self._spans.request(record, headers)
         try:

@@ -4,9 +4,10 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import gcd, isfinite
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from xpyd_proxy.planning import sizing
 from xpyd_proxy.planning.queueing import Spread
@@ -17,35 +18,6 @@ _BYTES_PER_GBIT: Final = 1e9 / 8
 _MOST_BYTES: Final = 64 * 1024 * 1024  # of a file of lengths
 
 
-class _Flag(NamedTuple):
-    name: str
-    unit: str
-    help: str
-    default: float | None = None
-    required: bool = False
-
-
-_TRAFFIC: Final = (
-    _Flag("--prompt-tokens", "N", "tokens of a prompt, on the mean"),
-    _Flag("--prompt-tokens-p95", "N", "their 95th percentile (without it: 3 times the mean, exponential)"),
-    _Flag("--output-tokens", "N", "tokens of an answer, on the mean", required=True),
-    _Flag("--output-tokens-p95", "N", "their 95th percentile (without it: 3 times the mean, exponential)"),
-    _Flag("--cached", "SHARE", "share of the prompt tokens that prefill engines have in their prefix caches", 0.0),
-)
-_RATES: Final = (
-    _Flag("--prefill-rate", "TOKENS/S", "prompt tokens a second of a busy prefill engine", required=True),
-    _Flag("--decode-rate", "TOKENS/S", "tokens a second of a decode engine, at the ITL target", required=True),
-    _Flag("--kv-capacity", "TOKENS", "tokens that the KV cache of a decode engine has room for", required=True),
-    _Flag("--kv-bytes-per-token", "BYTES", "bytes of KV cache of one token, all layers and ranks together"),
-    _Flag("--link-gbit", "GBIT/S", "bandwidth of one engine for KV transfers; without it links are not looked at"),
-)
-_AIMS: Final = (
-    _Flag("--itl", "S", "seconds between two tokens of an answer, at most", required=True),
-    _Flag("--ttft", "S", "seconds to the first token, 95th percentile, at most; without it there is no target"),
-    _Flag("--utilisation", "SHARE", "share of a resource that may be busy on the mean", 0.7),
-)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     traffic = parser.add_argument_group("what clients ask for")
@@ -53,13 +25,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arrivals.add_argument("--requests-per-second", type=float, metavar="R", help="requests a second")
     arrivals.add_argument("--prompt-tokens-per-second", type=float, metavar="N", help="or prompt tokens a second")
     traffic.add_argument("--prompt-lengths", metavar="FILE", help="lengths of prompts instead, numbers in a text file")
-    groups = (traffic, _TRAFFIC), (parser.add_argument_group("what one engine does, measured"), _RATES)
-    for group, flags in (*groups, (parser.add_argument_group("what is wanted"), _AIMS)):
-        for flag in flags:
-            said = flag.help if flag.default is None else f"{flag.help} (%(default)s)"
-            group.add_argument(
-                flag.name, type=float, metavar=flag.unit, default=flag.default, required=flag.required, help=said
-            )
+    add = partial(traffic.add_argument, type=float)
+    spread = "their 95th percentile (without it: 3 times the mean, exponential)"
+    add("--prompt-tokens", metavar="N", help="tokens of a prompt, on the mean")
+    add("--prompt-tokens-p95", metavar="N", help=spread)
+    add("--output-tokens", metavar="N", required=True, help="tokens of an answer, on the mean")
+    add("--output-tokens-p95", metavar="N", help=spread)
+    said = "share of the prompt tokens that prefill engines have in their prefix caches (%(default)s)"
+    add("--cached", metavar="SHARE", default=0.0, help=said)
+    add = partial(parser.add_argument_group("what one engine does, measured").add_argument, type=float)
+    said = "prompt tokens a second of a busy prefill engine"
+    add("--prefill-rate", metavar="TOKENS/S", required=True, help=said)
+    said = "tokens a second of a decode engine, at the ITL target"
+    add("--decode-rate", metavar="TOKENS/S", required=True, help=said)
+    said = "tokens that the KV cache of a decode engine has room for"
+    add("--kv-capacity", metavar="TOKENS", required=True, help=said)
+    add("--kv-bytes-per-token", metavar="BYTES", help="bytes of KV cache of one token, all layers and ranks together")
+    said = "bandwidth of one engine for KV transfers; without it links are not looked at"
+    add("--link-gbit", metavar="GBIT/S", help=said)
+    add = partial(parser.add_argument_group("what is wanted").add_argument, type=float)
+    add("--itl", metavar="S", required=True, help="seconds between two tokens of an answer, at most")
+    said = "seconds to the first token, 95th percentile, at most; without it there is no target"
+    add("--ttft", metavar="S", help=said)
+    said = "share of a resource that may be busy on the mean (%(default)s)"
+    add("--utilisation", metavar="SHARE", default=0.7, help=said)
     said = "the router's prefill policy; session and prefix wait longer than these (%(default)s)"
     parser.add_argument("--prefill-policy", choices=list(map(str, sizing.WAITS)), default="round_robin", help=said)
     parser.add_argument("--json", action="store_true", help="print JSON")

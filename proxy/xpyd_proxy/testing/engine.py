@@ -201,7 +201,7 @@ class Sim:
             case "/v1/messages":
                 return MessagesReplies(body, name, self._model, created)
             case path:
-                return Replies(body, path.startswith("/v1/chat/"), name, self._model, created)
+                return Replies(body, name, self._model, created, path.startswith("/v1/chat/"))
 
     def _refuse(self, body: Json) -> Response:
         """There is no room for so many tokens: tell the prefill engine that its blocks will not be read."""

@@ -9,14 +9,25 @@ from xpyd_proxy.testing.rules import Json, prompt_tokens, prompts_of, token_limi
 
 
 @dataclass(frozen=True, slots=True)
-class Replies:
-    """Both forms of the answer to one request."""
+class _Answered:
+    """What is answered, and what an answer says of it."""
 
     body: Json
-    is_chat: bool
     request_id: str
     model: str
     created: int  # seconds since the epoch
+
+    @property
+    def words(self) -> list[str]:
+        """The text, where there is one prompt."""
+        return tokens(prompts_of(self.body)[0], token_limit(self.body))
+
+
+@dataclass(frozen=True, slots=True)
+class Replies(_Answered):
+    """Both forms of the answer to one request."""
+
+    is_chat: bool
 
     end = b"data: [DONE]\n\n"
 
@@ -79,19 +90,14 @@ def error(status: int, message: str) -> Json:
 
 
 @dataclass(frozen=True, slots=True)
-class ResponsesReplies:
+class ResponsesReplies(_Answered):
     """Named events, the whole answer in the last of them, no [DONE]."""
-
-    body: Json
-    request_id: str
-    model: str
-    created: int  # seconds since the epoch
 
     end = b""
 
     def whole(self) -> Json:
         """Return the answer in one piece."""
-        text = "".join(_words(self.body))
+        text = "".join(self.words)
         said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
         return self._response("completed") | {"output": [said], "usage": self._usage()}
 
@@ -99,7 +105,7 @@ class ResponsesReplies:
         """Return the answer as server-sent events; the first two say nothing about the engine."""
         for word in ("created", "in_progress"):
             yield named(f"response.{word}", {"response": self._response("in_progress")})
-        for word in _words(self.body):
+        for word in self.words:
             yield named("response.output_text.delta", {"delta": word})
         yield named("response.completed", {"response": self.whole()})
 
@@ -113,19 +119,14 @@ class ResponsesReplies:
 
 
 @dataclass(frozen=True, slots=True)
-class MessagesReplies:
+class MessagesReplies(_Answered):
     """Named events, message_stop as the last."""
-
-    body: Json
-    request_id: str
-    model: str
-    created: int  # seconds since the epoch
 
     end = b""
 
     def whole(self) -> Json:
         """Return the answer in one piece."""
-        text = "".join(_words(self.body))
+        text = "".join(self.words)
         ends: Json = {"stop_reason": "max_tokens", "usage": self._usage()}
         return self._message() | {"content": [{"type": "text", "text": text}]} | ends
 
@@ -133,7 +134,7 @@ class MessagesReplies:
         """Return the answer as server-sent events."""
         yield named("message_start", {"message": self._message() | {"content": []}})
         yield named("content_block_start", {"index": 0, "content_block": {"type": "text", "text": ""}})
-        for word in _words(self.body):
+        for word in self.words:
             yield named("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": word}})
         yield named("content_block_stop", {"index": 0})
         yield named("message_delta", {"delta": {"stop_reason": "max_tokens"}, "usage": self._usage()})
@@ -150,7 +151,3 @@ class MessagesReplies:
 def named(name: str, data: Json) -> bytes:
     """Return one server-sent event that has a name."""
     return f"event: {name}\ndata: ".encode() + msgspec.json.encode({"type": name} | data) + b"\n\n"
-
-
-def _words(body: Json) -> list[str]:
-    return tokens(prompts_of(body)[0], token_limit(body))

@@ -3,15 +3,15 @@
 import asyncio
 
 import pytest
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 
 from xpyd_proxy.api.operator_route import passed_on, read_body
 from xpyd_proxy.errors import BodyTooLarge
 
 
-def scope(**headers):
+def request(receive, **headers):
     pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    return {"type": "http", "headers": pairs}
+    return Request({"type": "http", "headers": pairs}, receive)
 
 
 def receiving(*messages):
@@ -38,14 +38,14 @@ async def test_a_body_is_put_together():
     """It comes in as many parts as the network likes."""
     receive = receiving(part(b"ab", True), part(b"", True), {"type": "http.request", "body": b"c"})
 
-    assert await read_body(scope(), receive, limit=3) == b"abc"
+    assert await read_body(request(receive), limit=3) == b"abc"
 
 
 async def test_a_body_that_says_it_is_too_long_is_not_read():
     """Also not asked for: a client that waits for 100-continue never sends it."""
     receive = receiving(part(b"abcd", False))
     with pytest.raises(BodyTooLarge, match="4 bytes, and 3 is the most"):
-        await read_body(scope(content_length="4"), receive, limit=3)
+        await read_body(request(receive, content_length="4"), limit=3)
 
     assert receive.left
 
@@ -55,7 +55,7 @@ async def test_a_body_that_turns_out_too_long_is_counted_while_it_is_read(header
     """Nothing beyond the limit is kept, however much there is to come."""
     receive = receiving(part(b"ab", True), part(b"cd", True), part(b"ef", False))
     with pytest.raises(BodyTooLarge, match="more than 3 bytes"):
-        await read_body(scope(**headers), receive, limit=3)
+        await read_body(request(receive, **headers), limit=3)
 
     assert len(receive.left) == 1
 
@@ -63,7 +63,7 @@ async def test_a_body_that_turns_out_too_long_is_counted_while_it_is_read(header
 async def test_a_client_may_hang_up_while_it_sends():
     """There is nobody to answer."""
     with pytest.raises(ClientDisconnect):
-        await read_body(scope(), receiving(part(b"a", True), GONE), limit=3)
+        await read_body(request(receiving(part(b"a", True), GONE)), limit=3)
 
 
 def test_repeated_headers_are_all_passed_on():

@@ -4,7 +4,7 @@ import asyncio
 import os
 import ssl
 from collections.abc import AsyncGenerator, Generator, Mapping
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -100,42 +100,34 @@ class Kubernetes:
 
     async def watch(self, path: str, query: Mapping[str, str], *, silence_s: float) -> AsyncGenerator[list[bytes]]:
         """Yield the lines of an answer as they come, several at a time; KubeError also if nothing comes for so long."""
-        request = self._client.build_request(
-            "GET",
-            path,
-            params=dict(query),
-            headers=self._headers(),
-            timeout=httpx.Timeout(self._timeout_s, read=silence_s),
-        )
+        timeout, rest = httpx.Timeout(self._timeout_s, read=silence_s), b""
         with _telling(path):
-            response = await self._client.send(request, stream=True)
-        try:
-            if response.status_code != HTTPStatus.OK:
-                with _telling(path):
-                    body = await response.aread()
-                raise _refusal(path, response, body)
-            async with aclosing(_lines(response, path)) as lines:
-                async for some in lines:
-                    yield some
-        finally:
-            await response.aclose()
+            async with self._client.stream(
+                "GET", path, params=dict(query), headers=self._headers(), timeout=timeout
+            ) as response:
+                if response.status_code != HTTPStatus.OK:
+                    raise _refusal(path, response, await response.aread())
+                async for part in response.aiter_bytes():
+                    *lines, rest = (rest + part).split(b"\n")
+                    if found := [line for line in lines if line]:
+                        yield found
+                    if len(rest) > _MOST_BYTES:
+                        raise KubeError(f"{path} sends an event without end")
+        if rest:
+            raise KubeError(f"{path} broke off in the middle of an event")
 
     async def _asked(
         self, method: str, path: str, query: Mapping[str, str], *, content: bytes = b"", headers: Mapping[str, str] = {}
     ) -> bytes:
-        request = self._client.build_request(
-            method, path, params=dict(query), content=content, headers={**self._headers(), **headers}
-        )
+        headers = {**self._headers(), **headers}
         try:
-            async with asyncio.timeout(self._timeout_s):
-                with _telling(path):
-                    response = await self._client.send(request, stream=True)
-                try:
-                    with _telling(path):
-                        too_long = KubeError(f"{path} is answered without end")
-                        body = await whole(response.aiter_bytes(), _MOST_BYTES, too_long)
-                finally:
-                    await response.aclose()
+            with _telling(path):
+                async with (
+                    asyncio.timeout(self._timeout_s),
+                    self._client.stream(method, path, params=dict(query), content=content, headers=headers) as response,
+                ):
+                    too_long = KubeError(f"{path} is answered without end")
+                    body = await whole(response.aiter_bytes(), _MOST_BYTES, too_long)
         except TimeoutError as exc:
             raise KubeError(f"{path} is not answered within {self._timeout_s:g} s") from exc
         if response.status_code != HTTPStatus.OK:
@@ -161,19 +153,6 @@ def _telling(path: str) -> Generator[None]:
         raise KubeError(f"{path}: nothing came in time ({type(exc).__name__})") from exc
     except httpx.HTTPError as exc:
         raise KubeError(f"{path}: {type(exc).__name__} {exc}".rstrip()) from exc
-
-
-async def _lines(response: httpx.Response, path: str) -> AsyncGenerator[list[bytes]]:
-    rest = b""
-    with _telling(path):
-        async for part in response.aiter_bytes():
-            *lines, rest = (rest + part).split(b"\n")
-            if found := [line for line in lines if line]:
-                yield found
-            if len(rest) > _MOST_BYTES:
-                raise KubeError(f"{path} sends an event without end")
-    if rest:
-        raise KubeError(f"{path} broke off in the middle of an event")
 
 
 def _refusal(path: str, response: httpx.Response, body: bytes) -> KubeError:

@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from types import NoneType
 from typing import NamedTuple, cast
 
 from xpyd_connector.errors import SettingsError
@@ -53,9 +54,8 @@ class Settings:
     retry_after: float = 1.0  # s before a prefill engine that could not be met is tried again; doubles up to 30
     progress_delay_us: int = 1000  # us between polls of NIXL's progress thread; 0 burns a core per engine
     idle_wait: float = 0.005  # s a step with nothing to compute waits for a transfer; 0 turns at full speed
-    host_staging: bool | None = (
-        None  # KV goes through host memory; None: if kv_buffer_device is "cpu" and the device is not
-    )
+    # KV goes through host memory; None: if kv_buffer_device is "cpu" and the device is not
+    host_staging: bool | None = None
     staging_blocks: int = 0  # blocks of each KV cache group and rank that fit into that memory; 0: two longest prompts
     max_leases: int = 65536  # requests whose blocks may be held at once; beyond it prefills are not handed over
     max_held_share: float = 0.9  # of the cache's blocks that leases may hold; beyond it prefills are not handed over
@@ -129,9 +129,8 @@ INSTEAD_OF_VARIABLES: Mapping[str, str] = {
     "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": "kv_lease_duration in kv_connector_extra_config says how long blocks are kept "
     "that no decode engine asks for",
 }
-ALWAYS: Mapping[str, str] = {
-    "enforce_handshake_compat": "KV of an engine that differs is a wrong text with status 200"
-}  # what its operators may switch off and ours may not -> why
+# What its operators may switch off and ours may not -> why.
+ALWAYS: Mapping[str, str] = {"enforce_handshake_compat": "KV of an engine that differs is a wrong text with status 200"}
 
 
 def remarks(extra_config: Mapping[str, object], environment: Mapping[str, str]) -> list[str]:
@@ -199,12 +198,6 @@ def _in_our_names(extra_config: Mapping[str, object]) -> dict[str, object]:
 CHOICES: Mapping[str, type[StrEnum]] = {"mode": Mode, "push_granularity": Granularity}
 
 
-def _switch(key: str, value: object) -> bool | None:
-    if value is None or isinstance(value, bool):
-        return value
-    raise SettingsError(f"kv_connector_extra_config[{key!r}] is {value!r}; it must be true, false or null")
-
-
 def _choice(key: str, value: object) -> StrEnum:
     try:
         return CHOICES[key](str(value))
@@ -213,16 +206,19 @@ def _choice(key: str, value: object) -> StrEnum:
         raise SettingsError(f"kv_connector_extra_config[{key!r}] is {value!r}; it must be {known}") from None
 
 
-def _yes_or_no(key: str, value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise SettingsError(f"kv_connector_extra_config[{key!r}] is {value!r}; it must be true or false")
+_SWITCH, _TEXT = ((bool,), "true or false"), ((str,), "a text")
+KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "host_staging": ((bool, NoneType), "true, false or null"),
+    **dict.fromkeys(("allow_open_data_plane", "allow_open_side_channel"), _SWITCH),
+    **dict.fromkeys(("tls_cert", "tls_key", "tls_ca", "tls_server_name"), _TEXT),
+}
 
 
-def _text(key: str, value: object) -> str:
-    if isinstance(value, str):
+def _of_kind(key: str, value: object) -> object:
+    types, words = KINDS[key]
+    if isinstance(value, types):
         return value
-    raise SettingsError(f"kv_connector_extra_config[{key!r}] is {value!r}; it must be a text")
+    raise SettingsError(f"kv_connector_extra_config[{key!r}] is {value!r}; it must be {words}")
 
 
 def _backends(key: str, value: object) -> tuple[Backend, ...]:
@@ -255,10 +251,8 @@ def _parameters(key: str, name: object, value: object) -> Mapping[str, str]:
 
 READERS: Mapping[str, Callable[[str, object], object]] = {
     **dict.fromkeys(CHOICES, _choice),
-    "host_staging": _switch,
+    **dict.fromkeys(KINDS, _of_kind),
     "backends": _backends,
-    **dict.fromkeys(("allow_open_data_plane", "allow_open_side_channel"), _yes_or_no),
-    **dict.fromkeys(("tls_cert", "tls_key", "tls_ca", "tls_server_name"), _text),
 }
 
 

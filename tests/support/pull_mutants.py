@@ -48,7 +48,11 @@ def answer_the_fence_from_memory(patch):
 
     patch.setattr(LeaseTable, "grant", remember)
     patch.setattr(LeaseTable, "__contains__", lambda self, request: request in known)
-    patch.setattr(LeaseTable, "done", lambda self, request, *_: self._leases.get(request) and self.drop(request))
+    patch.setattr(
+        LeaseTable,
+        "done",
+        lambda self, request, *_: self._leases.get(request) and self.end(request, LeaseEvent.DROPPED),
+    )
 
 
 def ignore_one_rank(patch):
@@ -134,11 +138,14 @@ def call_a_load_read_when_its_first_read_is(patch):
 def revoke_without_a_word_to_the_fence(patch):
     """P gives the blocks away, and keeps the lease."""
 
-    def revoke(self, request):
+    def end(self, request, why):
+        if why is not LeaseEvent.REVOKED:
+            return whole(self, request, why)
         self._leases[request].expires_at = float("inf")
-        return LeaseEnded(request, LeaseEvent.REVOKED)
+        return LeaseEnded(request, why)
 
-    patch.setattr(LeaseTable, "revoke", revoke)
+    whole = LeaseTable.end
+    patch.setattr(LeaseTable, "end", end)
 
 
 def revoke_what_is_read(patch):

@@ -7,7 +7,6 @@ from xpyd_connector.core.ids import RequestId
 from xpyd_connector.core.lease.decode_scheduler import LeaseRenewer
 from xpyd_connector.core.lease.lease_table import LeaseEnded
 from xpyd_connector.core.lease.prefill_scheduler import LeaseManager, RevocableLease
-from xpyd_connector.core.messages import WorkerHello
 from xpyd_connector.core.ports import LinkEvent, MessageReceived
 from xpyd_connector.core.push.decode_scheduler import PushReceiver
 from xpyd_connector.core.push.prefill_scheduler import PushCoordinator
@@ -76,7 +75,7 @@ class ControlPlane:
         """Handle an event."""
         if self._peers.find(event.conn) is not None:
             self._on_ours(event, now)
-        elif self._staging_receiver is not None and self._unpacks(event):
+        elif self._staging_receiver is not None and self._staging_receiver.is_from_worker(event):
             self._staging_receiver.on(event)
         elif self._push_coordinator is not None:
             self._push_coordinator.on(event, now=now)
@@ -84,14 +83,6 @@ class ControlPlane:
             self._staging_coordinator.on(event, now=now)
         else:
             self.lease_manager.on(event, now=now)
-
-    def _unpacks(self, event: LinkEvent) -> bool:
-        is_hello = (
-            isinstance(event, MessageReceived)
-            and isinstance(event.message, WorkerHello)
-            and event.message.receives_pushes
-        )
-        return self._staging_receiver is not None and (is_hello or self._staging_receiver.is_worker(event.conn))
 
     def advance(self, *, now: float) -> float | None:
         """Do what is due; return when to be called again at the latest, None for never."""

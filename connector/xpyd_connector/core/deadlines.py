@@ -39,7 +39,8 @@ class Deadlines(Generic[KeyT]):
         was = self._due.get(key)
         self._due[key] = at
         if was is None or at < was:
-            self._push(at, key)
+            heapq.heappush(self._heap, (at, next(self._numbers), key))
+            self._compact()
 
     def discard(self, key: KeyT) -> None:
         """Forget the deadline of a key, if it has one."""
@@ -71,10 +72,6 @@ class Deadlines(Generic[KeyT]):
                 heapq.heappop(self._heap)
             else:
                 heapq.heapreplace(self._heap, (due, next(self._numbers), key))
-
-    def _push(self, at: float, key: KeyT) -> None:
-        heapq.heappush(self._heap, (at, next(self._numbers), key))
-        self._compact()
 
     def _compact(self) -> None:
         """Drop stale entries when they are twice as many as the true ones: the heap stays as small as its keys."""

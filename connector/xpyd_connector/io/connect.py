@@ -123,9 +123,8 @@ def _authenticate(
 
 def _unexpected(peer: Address, answer: Message) -> IncompatiblePeer | ProtocolViolation:
     if isinstance(answer, Refusal):
-        reason = "".join(
-            char if char.isprintable() else "?" for char in answer.reason
-        )  # a peer must not inject control characters into our log
+        # A peer must not inject control characters into our log.
+        reason = "".join(char if char.isprintable() else "?" for char in answer.reason)
         return IncompatiblePeer(f"{peer} refused: {reason}")
     return ProtocolViolation(f"{peer} answered the handshake with {type(answer).__name__}")
 

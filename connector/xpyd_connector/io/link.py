@@ -333,9 +333,6 @@ class SocketLink:
         if conn.closing and not conn.tls.unsent:
             self._drop(conn)
             return
-        self._watch(conn)
-
-    def _watch(self, conn: Connection) -> None:
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if conn.tls.wants_write else 0)
         if self._selector.get_key(conn.tls.sock).events != wanted:
             self._selector.modify(conn.tls.sock, wanted, conn)

@@ -110,18 +110,14 @@ class NixlTransferAgent:
                 remote.leaving = False
                 return name
         try:
-            name = self._add(peer.agent)
+            check_metadata(peer.agent)
+            name = self._agent.add_remote_agent(peer.agent)
         except NIXL_ERRORS as exc:
             raise TransferError(f"NIXL cannot use the peer's metadata: {exc}") from exc
-        self._remotes[name] = _Remote(peer)
-        return name
-
-    def _add(self, metadata: bytes) -> str:
-        check_metadata(metadata)
-        name = self._agent.add_remote_agent(metadata)
         name = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
         if name in self._remotes:
             raise TransferError(f"NIXL agent {name} is attached already, to another engine or with other memory")
+        self._remotes[name] = _Remote(peer)
         return name
 
     def detach(self, handle: str) -> None:

@@ -229,8 +229,8 @@ def test_a_connection_is_known_until_its_end_is_taken_in(net):
     """Then its Hello is forgotten: engines come and go for ever."""
     p = Lending(net)
     holder, other = (
-        p.lease_manager.holder(A),
-        next(conn for conn in p.link._clients._hellos if conn != p.lease_manager.holder(A)),
+        p.lease_manager.leases.holder(A),
+        next(conn for conn in p.link._clients._hellos if conn != p.lease_manager.leases.holder(A)),
     )
     p.d.close(p.own)
     time.sleep(0.1)

@@ -8,7 +8,7 @@ while: this engine would not read the blocks.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
-from typing import Final
+from typing import Final, TypeAlias
 
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import ConnId, EngineId, RequestId
@@ -19,6 +19,7 @@ from xpyd_connector.core.results import HandshakeEnded, LeaseLost
 from xpyd_connector.core.session.peers import Peer, PeerState, PeerTable
 
 RequestSet = dict[RequestId, None]  # a set that keeps its order
+Params: TypeAlias = PullParams | PushParams
 _LISTENS: Final = (PeerState.CONNECTED, PeerState.INCOMPATIBLE)  # P takes leases back in either state
 
 
@@ -26,9 +27,7 @@ _LISTENS: Final = (PeerState.CONNECTED, PeerState.INCOMPATIBLE)  # P takes lease
 class _EngineLeases:
     """The leases we need of one engine, and P's ids of those to drop and of those being read."""
 
-    params: dict[RequestId, PullParams | PushParams] = field(
-        default_factory=dict[RequestId, PullParams | PushParams]
-    )  # by our own id
+    params: dict[RequestId, Params] = field(default_factory=dict[RequestId, Params])  # by our own id
     by_remote: dict[RequestId, RequestSet] = field(default_factory=dict[RequestId, RequestSet])  # P's id -> ours
     loading: RequestSet = field(default_factory=RequestSet)  # our ids of those whose load is queued or running
     to_drop: RequestSet = field(default_factory=RequestSet)
@@ -39,14 +38,14 @@ class _EngineLeases:
         """P's ids of the requests being loaded."""
         return {self.params[request].remote_request_id: None for request in self.loading}
 
-    def add(self, request: RequestId, params: PullParams | PushParams) -> None:
+    def add(self, request: RequestId, params: Params) -> None:
         """Add a request."""
         self.remove(request)
         self.params[request] = params
         self.by_remote.setdefault(params.remote_request_id, {})[request] = None
         self.to_drop.pop(params.remote_request_id, None)
 
-    def remove(self, request: RequestId) -> PullParams | PushParams | None:
+    def remove(self, request: RequestId) -> Params | None:
         """Remove a request and return its parameters."""
         self.loading.pop(request, None)
         params = self.params.pop(request, None)
@@ -92,7 +91,7 @@ class LeaseRenewer:
     def __len__(self) -> int:
         return sum(len(leases.params) for leases in self._leases_by_engine.values())
 
-    def start_renewing(self, request: RequestId, params: PullParams | PushParams, *, now: float) -> None:
+    def start_renewing(self, request: RequestId, params: Params, *, now: float) -> None:
         """Start renewing the lease of a request that has arrived here."""
         self._leases_by_engine.setdefault(params.remote_engine_id, _EngineLeases()).add(request, params)
         peer = self._peers.ensure_connected(params.remote_engine_id, params.address, now=now)
@@ -108,7 +107,9 @@ class LeaseRenewer:
 
     def stop_renewing(self, request: RequestId, engine: EngineId) -> None:
         """Stop renewing: the worker has ended its read and P knows."""
-        self._forget(request, engine)
+        if (leases := self._leases_by_engine.get(engine)) is not None:
+            leases.remove(request)
+            self._prune(engine, leases)
 
     def release(self, request: RequestId, engine: EngineId) -> None:
         """Stop renewing, and drop the lease with all others that are dropped in this turn.
@@ -257,11 +258,6 @@ class LeaseRenewer:
         if sent and peer.unanswered_since is None:
             peer.unanswered_since = now
         self._counters.count("renewals_sent", sent)
-
-    def _forget(self, request: RequestId, engine: EngineId) -> None:
-        if (leases := self._leases_by_engine.get(engine)) is not None:
-            leases.remove(request)
-            self._prune(engine, leases)
 
     def _prune(self, engine: EngineId, leases: _EngineLeases) -> None:
         if not leases.params and not leases.to_drop:

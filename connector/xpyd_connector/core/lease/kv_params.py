@@ -39,9 +39,8 @@ class PullParams(msgspec.Struct, frozen=True):
     remote_request_id: RequestName
     remote_host: Annotated[str, Meta(min_length=1, max_length=255)]
     remote_port: int
-    remote_block_ids: tuple[
-        tuple[Annotated[BlockId, Meta(ge=0, lt=MAX_BLOCKS)], ...], ...
-    ]  # one tuple per KV cache group, from the prompt's first token on; 0: not held (out of a sliding window)
+    # One tuple per KV cache group, from the prompt's first token on; 0: not held (out of a sliding window).
+    remote_block_ids: tuple[tuple[Annotated[BlockId, Meta(ge=0, lt=MAX_BLOCKS)], ...], ...]
     remote_num_tokens: Annotated[int, Meta(ge=0, le=MAX_PROMPT)]
     tp_size: Size = 1
     dcp_size: Size = 1

@@ -163,33 +163,22 @@ class LeaseTable:
         if reader not in by_reader and len(by_reader) >= MAX_IDS:
             return None  # no prompt has so many readers; the lease ends another way
         by_reader.setdefault(reader, set()).add(rank)
-        return self._end(request, LeaseEvent.DONE) if len(by_reader[reader]) >= ranks else None
-
-    def finish(self, request: RequestId) -> LeaseEnded:
-        """End a lease because everything was written to everybody who asked for it."""
-        return self._end(request, LeaseEvent.DONE)
-
-    def drop(self, request: RequestId) -> LeaseEnded:
-        """End a lease because the decode engine does not want the blocks."""
-        return self._end(request, LeaseEvent.DROPPED)
-
-    def revoke(self, request: RequestId) -> LeaseEnded:
-        """End a lease because the engine needs the blocks itself."""
-        return self._end(request, LeaseEvent.REVOKED)
+        return self.end(request, LeaseEvent.DONE) if len(by_reader[reader]) >= ranks else None
 
     def lose(self, holder: ConnId) -> list[LeaseEnded]:
         """End every lease claimed over a connection that closed."""
-        return [self._end(request, LeaseEvent.PEER_LOST) for request in list(self._by_holder.get(holder, ()))]
+        return [self.end(request, LeaseEvent.PEER_LOST) for request in list(self._by_holder.get(holder, ()))]
 
     def expire(self, *, now: float) -> list[LeaseEnded]:
         """End the leases that were not renewed in time."""
-        return [self._end(request, LeaseEvent.EXPIRED) for request in self._deadlines.take_due(now=now)]
+        return [self.end(request, LeaseEvent.EXPIRED) for request in self._deadlines.take_due(now=now)]
 
     def next_expiry(self) -> float | None:
         """Return when the first lease expires unless renewed; None when there is none."""
         return self._deadlines.next()
 
-    def _end(self, request: RequestId, why: LeaseEvent) -> LeaseEnded:
+    def end(self, request: RequestId, why: LeaseEvent) -> LeaseEnded:
+        """End a lease."""
         lease = self._leases.pop(request)
         lease.on(why)
         self._unhold(request, lease)

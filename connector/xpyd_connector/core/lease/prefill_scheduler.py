@@ -39,13 +39,13 @@ class LeaseManager:
 
     def __init__(self, link: Link, leases: LeaseTable, counters: Counters) -> None:
         self._link = link
-        self._leases = leases
+        self.leases = leases
         self._counters = counters
         self._released: list[LeaseEnded] = []
 
     def grant(self, request: RequestId, *, now: float) -> None:
         """Lease the blocks of a finished request."""
-        self._leases.grant(request, now=now)
+        self.leases.grant(request, now=now)
         self._counters.count("leases_granted")
 
     def on(self, event: LinkEvent, *, now: float) -> None:
@@ -61,36 +61,24 @@ class LeaseManager:
 
     def advance(self, *, now: float) -> float | None:
         """End what is due; return when to be called again at the latest."""
-        self._release(self._leases.expire(now=now))
-        return self._leases.next_expiry()
+        self._release(self.leases.expire(now=now))
+        return self.leases.next_expiry()
 
     def holds(self, request: RequestId) -> bool:
         """Whether a lease is running."""
-        return request in self._leases
+        return request in self.leases
 
     def renew(self, conn: ConnId, requests: Iterable[RequestId], *, now: float) -> list[RequestId]:
         """Apply a heartbeat; return those that have no lease."""
         names = list(requests)
-        lost = [request for request in names if not self._leases.renew(request, conn, now=now)]
+        lost = [request for request in names if not self.leases.renew(request, conn, now=now)]
         self._counters.count("leases_renewed", len(names) - len(lost))
-        self._counters.count("foreign_messages", sum(request in self._leases for request in lost))
+        self._counters.count("foreign_messages", sum(request in self.leases for request in lost))
         return lost
-
-    def holder(self, request: RequestId) -> ConnId | None:
-        """Return the connection that renews a lease; None if it is unclaimed or over."""
-        return self._leases.holder(request)
-
-    def is_same(self, holder: ConnId, conn: ConnId) -> bool:
-        """Whether a connection may speak for another one."""
-        return self._leases.is_same(holder, conn)
-
-    def may_end(self, request: RequestId, conn: ConnId) -> bool:
-        """Whether a connection is of the engine that holds a lease, as far as that can be known."""
-        return self._leases.may_end(request, conn)
 
     def refuses(self, request: RequestId, conn: ConnId) -> bool:
         """Whether a lease is another engine's than the one behind a connection; counted."""
-        is_foreign = not self.may_end(request, conn)
+        is_foreign = not self.leases.may_end(request, conn)
         self._counters.count("foreign_messages", int(is_foreign))
         return is_foreign
 
@@ -101,18 +89,18 @@ class LeaseManager:
         """
         unknown: list[RequestId] = []
         for request in dict.fromkeys(requests):
-            if request not in self._leases:
+            if request not in self.leases:
                 unknown.append(request)
             elif conn is None or not self.refuses(request, conn):
-                self._release([self._leases.drop(request)])
+                self._release([self.leases.end(request, LeaseEvent.DROPPED)])
         return unknown
 
     def read(self, conn: ConnId, request: RequestId, *, now: float) -> None:
         """Keep a lease from being revoked for a while, because the engine behind ``conn`` reads its blocks."""
-        if request not in self._leases:
+        if request not in self.leases:
             self._counters.count("unknown_transfer_messages")
         elif not self.refuses(request, conn):
-            self._leases.read(request, now=now)
+            self.leases.read(request, now=now)
 
     def revoke(
         self,
@@ -131,23 +119,23 @@ class LeaseManager:
         for request, gain in candidates:
             if blocks <= 0:
                 break
-            if request not in self._leases or self._leases.is_read(request, now=now) or is_busy(request):
+            if request not in self.leases or self.leases.is_read(request, now=now) or is_busy(request):
                 continue
-            if (holder := self._leases.holder(request)) is not None:
+            if (holder := self.leases.holder(request)) is not None:
                 lost.setdefault(holder, []).append(request)
-            self._release([self._leases.revoke(request)])
+            self._release([self.leases.end(request, LeaseEvent.REVOKED)])
             blocks -= gain
         for holder, requests in lost.items():
             self.send_leases_lost(holder, requests)
 
     def finish(self, request: RequestId) -> None:
         """End a lease because everything was written to everybody who asked."""
-        if request in self._leases:
-            self._release([self._leases.finish(request)])
+        if request in self.leases:
+            self._release([self.leases.end(request, LeaseEvent.DONE)])
 
     def on_connection_lost(self, conn: ConnId) -> None:
         """End every lease claimed over a connection that closed."""
-        self._release(self._leases.lose(conn))
+        self._release(self.leases.lose(conn))
 
     def take_released(self) -> list[LeaseEnded]:
         """Return the leases that ended since the last call, in order."""
@@ -158,7 +146,7 @@ class LeaseManager:
         match message:
             case RenewLeases(requests):
                 lost = self.renew(conn, requests, now=now)
-                self._counters.count("unknown_transfer_messages", sum(request not in self._leases for request in lost))
+                self._counters.count("unknown_transfer_messages", sum(request not in self.leases for request in lost))
                 self.send_leases_lost(conn, lost)
             case ReadsStarted(requests):
                 for request in requests:
@@ -177,7 +165,7 @@ class LeaseManager:
             self._link.send(conn, LeasesLost(tuple(lost[start : start + MAX_IDS])))
 
     def _on_read_done(self, conn: ConnId, done: ReadDone, now: float) -> None:
-        if done.request not in self._leases:
+        if done.request not in self.leases:
             self._counters.count("unknown_transfer_messages")
             self._link.send(conn, FenceResult(done.reader, held=False))
             return
@@ -185,10 +173,10 @@ class LeaseManager:
             self._link.send(conn, FenceResult(done.reader, held=False))
             return
         self._link.send(conn, FenceResult(done.reader, held=True))
-        if released := self._leases.done(done.request, done.reader, done.rank, done.ranks):
+        if released := self.leases.done(done.request, done.reader, done.rank, done.ranks):
             self._release([released])
         else:
-            self._leases.read(done.request, now=now)  # its other ranks do
+            self.leases.read(done.request, now=now)  # its other ranks do
 
     def _release(self, released: list[LeaseEnded]) -> None:
         for lease in released:

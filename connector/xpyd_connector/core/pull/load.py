@@ -85,9 +85,7 @@ class Load:
     order: LoadOrder
     state: LoadState = LoadState.WAITING
     deadline: float = inf  # of the step that is under way
-    parts: deque[list[TokenRange]] = field(
-        default_factory=deque[list[TokenRange]]
-    )  # what is left to read, once P is met
+    parts: deque[list[TokenRange]] = field(default_factory=deque[list[TokenRange]])  # left to read, once P is met
     number: int = 0  # of the part that is under way
     slots: GroupSlots = ()  # of our staging buffer
 

@@ -151,9 +151,8 @@ class PushReceiver:
         self._ranks = ranks
         self._timeout = timeout  # s from registering to the KV being there
         self._peer_timeout = peer_timeout  # s that P may leave a heartbeat unanswered
-        self._contention_timeout = (
-            contention_timeout  # s that a push may keep others waiting for its slots: they may be what it waits for
-        )
+        # s that a push may keep others waiting for its slots: they may be what it waits for
+        self._contention_timeout = contention_timeout
         self._staging_receiver = staging_receiver  # absent unless our cache is out of NIXL's reach
         self._pushes: dict[RequestId, _ExpectedPush] = {}
         self._by_engine: dict[EngineId, dict[RequestId, None]] = {}  # dicts, because they keep their order
@@ -199,9 +198,8 @@ class PushReceiver:
         order = push.order
         peer = self._peers.ensure_connected(order.engine, order.address, now=now)
         if peer.state is PeerState.CONNECTED and peer.is_idle(now=now):
-            self._awaiting_reply.setdefault(order.engine, {})[order.request] = (
-                None  # the lease renewer has sent a heartbeat
-            )
+            # The lease renewer has sent a heartbeat.
+            self._awaiting_reply.setdefault(order.engine, {})[order.request] = None
         elif peer.state is PeerState.CONNECTED:
             self._register(push, peer)
         elif peer.is_refused:
@@ -306,10 +304,7 @@ class PushReceiver:
         push.on(ReceiveEvent.REGISTERED)
         order = push.order
         self._counters.count("registrations_sent")
-        self._link.send(
-            peer.conn,
-            RegisterPush(order.request, order.remote_request, order.prompt, tuple(push.lent)),
-        )
+        self._link.send(peer.conn, RegisterPush(order.request, order.remote_request, order.prompt, tuple(push.lent)))
 
     def _found(self, conn: ConnId, reader: RequestId) -> _ExpectedPush | None:
         """Return the push that P answers; None if it is over or another peer's."""

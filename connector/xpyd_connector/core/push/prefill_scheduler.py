@@ -44,9 +44,8 @@ from xpyd_connector.core.state_machine import transition
 
 T = TypeVar("T")
 
-MAX_PUSHES = (
-    65536  # registrations, and transfers heard of before their prefill: beyond it they are refused, or forgotten
-)
+# Registrations, and transfers heard of before their prefill: beyond it they are refused, or forgotten.
+MAX_PUSHES = 65536
 MAX_PUSHES_PER_PEER = MAX_PUSHES // 4  # of one connection, so that one engine does not use up what others need
 
 
@@ -165,9 +164,7 @@ class PushCoordinator:
         # These two are emptied from the front, which takes a plain dict longer the more it has lost.
         self._early: OrderedDict[RequestId, _EarlyInterest] = OrderedDict()  # the longest unheard of first
         self._early_by_conn: dict[ConnId, dict[RequestId, None]] = {}
-        self._over: OrderedDict[RequestId, float] = (
-            OrderedDict()
-        )  # names of transfers that are over -> remembered until
+        self._over: OrderedDict[RequestId, float] = OrderedDict()  # transfers that are over -> remembered until
 
     def __len__(self) -> int:
         return len(self._by_request) + len(self._early) + len(self._peers) + len(self._over)
@@ -267,7 +264,7 @@ class PushCoordinator:
 
     def _owner(self, request: RequestId) -> ConnId | None:
         """Return who has spoken of a transfer first, and is still there."""
-        if (holder := self._lease_manager.holder(request)) is not None:
+        if (holder := self._lease_manager.leases.holder(request)) is not None:
             return holder
         if pushes := self._by_request.get(request):
             return next(iter(pushes)).peer
@@ -277,7 +274,7 @@ class PushCoordinator:
     def _is_foreign(self, request: RequestId, conn: ConnId) -> bool:
         """Whether a transfer is another engine's; counted."""
         owner = self._owner(request)
-        is_foreign = owner is not None and not self._lease_manager.is_same(owner, conn)
+        is_foreign = owner is not None and not self._lease_manager.leases.is_same(owner, conn)
         self._counters.count("foreign_messages", int(is_foreign))
         return is_foreign
 

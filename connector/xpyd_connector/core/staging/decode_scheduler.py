@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import BlockId, ConnId, PartId, RequestId
+from xpyd_connector.core.ids import BlockId, PartId, RequestId
 from xpyd_connector.core.messages import MAX_PART, CopyEnded, CopyIn, WorkerHello
 from xpyd_connector.core.ports import ConnectionLost, Link, LinkEvent, MessageReceived
 from xpyd_connector.core.session.worker_links import WorkerLinks
@@ -68,9 +68,13 @@ class StagingReceiver:
             case _:
                 pass
 
-    def is_worker(self, conn: ConnId) -> bool:
-        """Whether one of our workers is at the other end."""
-        return self._workers.rank_of(conn) is not None
+    def is_from_worker(self, event: LinkEvent) -> bool:
+        """Whether one of our workers is at the other end, or says that it is and copies pushed KV."""
+        match event:
+            case MessageReceived(_, WorkerHello(receives_pushes=True)):
+                return True
+            case _:
+                return self._workers.rank_of(event.conn) is not None
 
     def _resend_copies(self, rank: int) -> None:
         for copies in self._pending_copies.values():

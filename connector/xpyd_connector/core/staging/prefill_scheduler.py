@@ -146,7 +146,7 @@ class StagingCoordinator:
         if read is None:
             return
         its = read.ranks.get(rank)
-        if its == conn or (its is None and self._lease_manager.may_end(key.request, conn)):
+        if its == conn or (its is None and self._lease_manager.leases.may_end(key.request, conn)):
             self._drop_rank(key, rank, f"its rank {rank} has read everything")
         else:
             self._counters.count("foreign_messages")

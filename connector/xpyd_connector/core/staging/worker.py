@@ -32,10 +32,9 @@ class StagingWorker:
             case MessageReceived(_, message):
                 self._on_message(message)
             case _ if self._scheduler.on(event, now=now):
-                self._reported.clear()  # the reports may be lost
-                self._counters.count(
-                    "peers_lost"
-                )  # copies that run are reported over the next connection, which asks for them again
+                # The reports may be lost; copies that run are reported over the next connection, which asks for them.
+                self._reported.clear()
+                self._counters.count("peers_lost")
             case _:
                 pass
 
@@ -54,7 +53,10 @@ class StagingWorker:
 
     def _on_message(self, message: Message) -> None:
         match message:
-            case CopyOut(number) | CopyIn(number) if self._is_running(number) or number in self._reported:
+            case CopyOut(number) | CopyIn(number) if number in {
+                *self._reported,
+                *(order.number for order in self._running.values()),
+            }:
                 # Our scheduler is back: it hears of the one that runs, or will have heard of the one that ended. Copied
                 # again, bytes would move into slots that have another owner by then.
                 self._counters.count("unknown_transfer_messages")
@@ -64,6 +66,3 @@ class StagingWorker:
                 self._running[self._copier.into(slots, blocks)] = message
             case _:
                 self._counters.count("unknown_transfer_messages")
-
-    def _is_running(self, number: PartId) -> bool:
-        return any(order.number == number for order in self._running.values())

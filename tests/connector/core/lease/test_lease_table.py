@@ -125,11 +125,11 @@ def test_every_lease_ends_exactly_once(steps):
                 is_ours = args[0] in book and book.holder(args[0]) in (None, args[1])
                 assert book.renew(*args, now=now) == is_ours
             case "revoke" if args[0] in book:
-                released.append(book.revoke(args[0]))
+                released.append(book.end(args[0], LeaseEvent.REVOKED))
             case "done" if args[0] in book and (end := book.done(args[0], READER, args[1], 2)):
                 released.append(end)
             case "drop" if args[0] in book:
-                released.append(book.drop(args[0]))
+                released.append(book.end(args[0], LeaseEvent.DROPPED))
             case "lose":
                 released += book.lose(args[0])
             case "wait":

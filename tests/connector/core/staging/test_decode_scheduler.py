@@ -220,7 +220,7 @@ def test_a_worker_that_comes_back_hears_what_it_owes(harness):
     harness.staging_receiver.on(ConnectionLost(W1, "closed"))
     harness.work(STRANGER, WorkerHello(1, b"guessed", receives_pushes=True))
     assert harness.link.closed == [STRANGER]
-    assert not harness.staging_receiver.is_worker(STRANGER)
+    assert not harness.staging_receiver.is_from_worker(ConnectionLost(STRANGER, ""))
     back = ConnId(104)
     harness.work(back, WorkerHello(1, TOKENS[1], receives_pushes=True))
     assert harness.take_sent(CopyIn) == [(back, order)]

@@ -110,7 +110,7 @@ def _peer_changed_without_states(self, peer, now):
 
 def read_from_whoever_answers(patch):
     """Take a restarted engine for the one before it."""
-    patch.setattr(PeerTable, "_objection", lambda self, peer, welcome: None)
+    patch.setattr(PeerTable, "_imposture", lambda self, peer, welcome: None)
 
 
 def keep_what_nobody_wants(patch):

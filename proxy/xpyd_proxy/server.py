@@ -31,6 +31,7 @@ from xpyd_proxy.settings import Settings
 
 _YOUNG_MOST: Final = 5_000  # objects made, less those that have gone, before the garbage collector looks at them
 _TICK_S: Final = 0.05  # seconds between two looks at what is still in flight
+_DATE_S: Final = 1.0  # seconds between two Date headers
 _OWN_DESCRIPTORS: Final = 64  # files, listeners, probes and connections to other workers
 _IS_COMPILED: Final = not str(request.__file__).endswith(".py")  # see docs/performance.md
 logger = logging.getLogger(__name__)
@@ -56,11 +57,23 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, line: int | None) -> None:
         super().__init__(config)
         self._line = line
+        self._ending = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         """Capture none."""
         yield
+
+    async def main_loop(self) -> None:
+        """Make the Date header anew once a second; uvicorn wakes ten times for it, to see whether it shall end."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), _DATE_S)
+
+    def end(self) -> None:
+        """Stop listening, and serve to the end what has begun."""
+        self.should_exit = True
+        self._ending.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
@@ -238,7 +251,7 @@ class _Process:
         if lifetime.in_flight:
             logger.warning("%d requests are cut off", lifetime.in_flight)
             self._server.config.timeout_graceful_shutdown = 0
-        self._server.should_exit = True
+        self._server.end()
 
     async def _idle(self, seconds: float) -> None:
         """Wait until nothing is in flight, at most so long."""

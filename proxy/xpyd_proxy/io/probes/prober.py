@@ -18,7 +18,11 @@ from xpyd_proxy.io.probes.checks import HttpChecks, ProbeFailed
 from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
-_TICK_S: Final = 0.1  # seconds between two glances at who is due
+_TICK_MOST_S: Final = (
+    0.25  # seconds between two glances at who is due: each wakes a process that may have nothing to do
+)
+_TICK_LEAST_S: Final = 0.1
+_TICKS: Final = 20  # glances in the time between two probes
 _DRAIN_S: Final = 0.5  # seconds between two looks at an engine that is drained
 _AWAY_S: Final = 1.0  # seconds between two looks at an engine that is broken or not up yet, at most
 _AT_ONCE: Final = 16  # looks at the same time
@@ -69,6 +73,7 @@ class Prober:
             yield
 
     async def _run(self) -> None:
+        tick_s = max(_TICK_LEAST_S, min(_TICK_MOST_S, self._settings.health_check_interval_s / _TICKS))
         async with asyncio.TaskGroup() as group:
             while True:
                 self._tell()
@@ -77,7 +82,7 @@ class Prober:
                         logger.info("%s has nothing left, and is forgotten", instance.id)
                 for member in self._next():
                     group.create_task(self._visit(member))
-                await asyncio.sleep(_TICK_S)
+                await asyncio.sleep(tick_s)
 
     def _tell(self) -> None:
         """Log what has become of engines since the last glance, whether a probe, a request or an operator did it."""

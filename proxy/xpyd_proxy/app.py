@@ -109,11 +109,6 @@ class Fabric:
     dial: Dial
 
 
-def create_app(settings: Settings, *, fabric: Fabric | None = None) -> FastAPI:
-    """Build the router, as an ASGI application; raises what ``build`` raises."""
-    return build(settings, fabric=fabric).app
-
-
 def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerContext | None = None) -> Router:
     """Build the router, or one of several workers of it. Tests pass a fabric.
 

@@ -14,7 +14,7 @@ from support.certificates import Authority
 from support.helm_chart import CHART, Chart, default
 from support.helm_objects import COMPONENT, container, kind
 from support.sim import serving, until
-from xpyd_proxy.app import create_app
+from xpyd_proxy.app import build
 from xpyd_proxy.settings import Settings
 from xpyd_proxy.testing.engine import Sim
 
@@ -66,7 +66,7 @@ def routed(engines, settings=None, *, prefill=True, **tls):
     settings = replace(
         settings or Settings(), prefill=engines[:1] if prefill else (), decode=engines[1:2], health_check_interval_s=0.0
     )
-    with serving(create_app(settings), **tls) as router:
+    with serving(build(settings).app, **tls) as router:
         yield router, engines[1]
 
 
@@ -147,7 +147,7 @@ def test_who_is_not_there_is_named(release, tested):
     """A router that does not answer, one without engines, and engines behind a closed door."""
     closed = tested((release[0], "127.0.0.1:1"))
     nobody = tested(("127.0.0.1:1", release[1]))
-    with serving(create_app(Settings(health_check_interval_s=0.0))) as empty:
+    with serving(build(Settings(health_check_interval_s=0.0)).app) as empty:
         unready = tested((empty, release[1]))
 
     assert closed[0] == unready[0] == nobody[0] == 1

@@ -14,7 +14,7 @@ from support.helm_chart import CASES, default
 from support.helm_objects import COMPONENT, WORKER_INDEX, container, kind, pods, router, templates
 from support.kube_api import KubeApi
 from support.sim import InMemory
-from xpyd_proxy.app import create_app
+from xpyd_proxy.app import build
 from xpyd_proxy.cli import build_parser
 from xpyd_proxy.core.discovery.pods import Pod, engine_of
 from xpyd_proxy.core.model import Role
@@ -93,7 +93,7 @@ async def test_a_router_of_the_chart_finds_the_engines_of_the_chart_with_the_cal
             api.put(
                 "pods", f"pod-{number}", {"metadata": dict(meta), "spec": spec, "status": READY | {"podIP": ip}}, "ns"
             )
-        app = create_app(serve_settings(build_parser(args).parse_args(args)), fabric=InMemory(engines).fabric)
+        app = build(serve_settings(build_parser(args).parse_args(args)), fabric=InMemory(engines).fabric).app
         client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router", headers=KEY)
         async with app.router.lifespan_context(app), client:
             await _ready(client)

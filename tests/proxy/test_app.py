@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from support.sim import router, sims
-from xpyd_proxy.app import create_app
+from xpyd_proxy.app import build
 from xpyd_proxy.errors import AddressError, AlreadyKnown
 from xpyd_proxy.settings import PolicyName, Settings
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
@@ -346,4 +346,4 @@ async def test_every_request_leaves_one_line(caplog):
 def test_bad_addresses_stop_the_router_before_it_starts(addresses, error):
     """A program that builds its own settings gets the same checks as the command line."""
     with pytest.raises(error):
-        create_app(Settings(prefill=addresses))
+        build(Settings(prefill=addresses))

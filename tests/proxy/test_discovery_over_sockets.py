@@ -11,7 +11,7 @@ from support.kube_api import KubeApi, pod
 from support.router_process import KEY, rows_of
 from support.service_account import ServiceAccount
 from support.sim import serving, sims
-from xpyd_proxy.app import create_app
+from xpyd_proxy.app import build
 from xpyd_proxy.settings import Settings
 from xpyd_proxy.testing.rules import expected_text
 
@@ -43,7 +43,7 @@ async def cluster(account, monkeypatch, settings=OPEN, x=1, y=1):
             at = {name: stack.enter_context(serving(engine)) for name, engine in engines.items()}
             for name, address in at.items():
                 api.put("pods", name, engine_pod(address, engines[name].role, revision="v1"))
-            url = "http://" + await asyncio.to_thread(stack.enter_context, serving(create_app(settings)))
+            url = "http://" + await asyncio.to_thread(stack.enter_context, serving(build(settings).app))
             limits = httpx.Limits(max_keepalive_connections=0)
             async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False, limits=limits) as client:
                 yield api, engines, at, client
@@ -107,7 +107,7 @@ async def test_readiness_waits_for_the_first_view(account, monkeypatch):
 
 def _another():
     stack = ExitStack()
-    return "http://" + stack.enter_context(serving(create_app(OPEN))), stack.close
+    return "http://" + stack.enter_context(serving(build(OPEN).app)), stack.close
 
 
 async def test_a_pod_is_not_removed_by_hand_and_what_was_added_by_hand_is(account, monkeypatch):

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from support.sim import cluster, serving, until
-from xpyd_proxy.app import create_app
+from xpyd_proxy.app import build
 from xpyd_proxy.settings import Settings
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
 from xpyd_proxy.testing.rules import expected_text
@@ -71,7 +71,7 @@ def test_an_engine_that_is_not_there_is_a_bad_gateway():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         nowhere = f"127.0.0.1:{free.getsockname()[1]}"
-    with serving(create_app(Settings(prefill=(nowhere,), decode=(nowhere,), health_check_interval_s=0))) as at:
+    with serving(build(Settings(prefill=(nowhere,), decode=(nowhere,), health_check_interval_s=0)).app) as at:
         response = httpx.post(f"http://{at}/v1/completions", json=BODY)
 
     assert response.status_code == 502

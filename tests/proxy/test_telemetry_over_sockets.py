@@ -12,7 +12,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from support.sim import cluster
-from xpyd_proxy.app import create_app
+from xpyd_proxy.app import build
 from xpyd_proxy.cli import build_parser
 from xpyd_proxy.errors import ConfigError
 from xpyd_proxy.io.logs import JsonFormatter
@@ -118,7 +118,7 @@ def test_spans_without_their_library_are_refused_in_one_sentence(monkeypatch):
     monkeypatch.delitem(sys.modules, "xpyd_proxy.io.traces", raising=False)
 
     with pytest.raises(ConfigError, match=r"OpenTelemetry is not installed: pip install 'xpyd\[tracing\]'"):
-        create_app(Settings(otlp_endpoint="http://collector:4318"))
+        build(Settings(otlp_endpoint="http://collector:4318"))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from xpyd_proxy.app import Fabric, create_app
+from xpyd_proxy.app import Fabric, build
 from xpyd_proxy.settings import Settings
 from xpyd_proxy.testing.engine import Sim
 
@@ -113,7 +113,7 @@ async def router(
 ) -> AsyncGenerator[httpx.AsyncClient]:
     """A client of a router that knows these engines."""
     network = InMemory(engines)
-    app = create_app(_knowing({name: f"{name}:80" for name in engines}, settings), fabric=network.fabric)
+    app = build(_knowing({name: f"{name}:80" for name in engines}, settings), fabric=network.fabric).app
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         network.running(app),
@@ -177,7 +177,7 @@ def fleet(x: int = 1, y: int = 1, **options: object) -> Generator[tuple[dict[str
 @contextmanager
 def cluster(x: int = 1, y: int = 1, settings: Settings | None = None, **options: object) -> Generator[Cluster]:
     """Start x prefill sims, y decode sims and a router."""
-    with fleet(x, y, **options) as (engines, at, _), serving(create_app(_knowing(at, settings))) as address:
+    with fleet(x, y, **options) as (engines, at, _), serving(build(_knowing(at, settings)).app) as address:
         yield Cluster(address, engines)
 
 

@@ -41,7 +41,8 @@ class InstanceAdmin:
         return InstanceList(instances=[self._row(member, self.clock()) for member in members])
 
     def _row(self, member: Member, now: float) -> InstanceRow:
-        instance, life, facts = member.instance, member.life, member.facts
+        instance, life, facts = member.instance, member.life, asdict(member.facts)
+        facts["models"] = None if member.facts.models is None else sorted(member.facts.models)
         state, why = life.state, life.why
         if state is HealthState.DRAINED and not self.is_drained(instance.id):
             state, why = HealthState.DRAINING, "another worker has requests there"
@@ -57,7 +58,7 @@ class InstanceAdmin:
             load=round(member.load.score(now=now), 3),
             source=member.origin.source,
             generation=member.origin.generation,
-            **{**asdict(facts), "models": None if facts.models is None else sorted(facts.models)},
+            **facts,
         )
 
     def found(self, named: InstanceName) -> Sequence[Member]:

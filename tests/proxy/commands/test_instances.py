@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse
 
 from support.certificates import Authority
 from support.sim import cluster, serving, sims
-from xpyd_proxy.app import create_app
+from xpyd_proxy.app import build
 from xpyd_proxy.cli import main
 from xpyd_proxy.settings import Settings
 
@@ -157,7 +157,7 @@ def secure(pairs):
 
 
 def _router():
-    return create_app(Settings(admin_key="sesame", health_check_interval_s=0.0, decode=("127.0.0.1:9",)))
+    return build(Settings(admin_key="sesame", health_check_interval_s=0.0, decode=("127.0.0.1:9",))).app
 
 
 @pytest.fixture

@@ -155,27 +155,16 @@ def test_it_runs_until_it_is_told_to_stop(tmp_path, number):
     assert nobody_listens(out)
 
 
-def test_an_engine_that_dies_later_ends_everything_with_its_reason(tmp_path):
-    """A router in front of nothing is of no use, and the reason is in a log that is named."""
+@pytest.mark.parametrize(("role", "when"), [("decode", "Ctrl-C stops everything"), ("prefill", "start     router")])
+def test_an_engine_that_dies_ends_everything_with_its_reason(tmp_path, role, when):
+    """Its log is named. During the start it is not waited for as long as a slow engine is, five minutes."""
     with up(tmp_path, "--engine", "sim") as process:
-        out = read_until(process, "Ctrl-C stops everything")
-        os.kill(child_of(process, "role decode"), signal.SIGKILL)
+        out = read_until(process, when)
+        os.kill(child_of(process, f"role {role}"), signal.SIGKILL)
         _, err = process.communicate()
 
     assert process.returncode == 1
-    assert "xpyd up: decode-0 was ended by signal 9; its log is .xpyd/logs/decode-0.log" in err
-    assert nobody_listens(out)
-
-
-def test_an_engine_that_dies_during_the_start_is_not_waited_for(tmp_path):
-    """An engine that cannot start ends everything at once, not after the five minutes that a slow one gets."""
-    with up(tmp_path, "--engine", "sim") as process:
-        out = read_until(process, "start     router")
-        os.kill(child_of(process, "role prefill"), signal.SIGKILL)
-        _, err = process.communicate()
-
-    assert process.returncode == 1
-    assert "xpyd up: prefill-0 was ended by signal 9; its log is .xpyd/logs/prefill-0.log" in err
+    assert f"xpyd up: {role}-0 was ended by signal 9; its log is .xpyd/logs/{role}-0.log" in err
     assert nobody_listens(out)
 
 

@@ -230,23 +230,13 @@ def test_only_chats_of_texts_and_only_two_apis():
     assert not can_resume(Api.MESSAGES, fields_of(CHAT))
 
 
-def test_engines_that_do_not_agree_at_the_end_have_not_finished_anything():
+@pytest.mark.parametrize("text", ["x", "a"], ids=["another text", "less text"])
+def test_engines_that_do_not_agree_at_the_end_have_not_finished_anything(text):
     """The last event of the second engine must not make a good end of a text that is neither one's nor the other's."""
     replay = Replay(Api.COMPLETIONS, fields_of(TEXT))
     replay.feed(said([1, 2], "ab", prompt_token_ids=[5]))
     assert replay.again() is not None
-    replay.feed(said([1], "x", finish_reason="stop"))
-
-    assert replay.broken
-    assert replay.ending() is None
-
-
-def test_an_engine_that_makes_less_than_the_client_has_does_not_agree():
-    """The client has two letters; the engine that goes on ends after one."""
-    replay = Replay(Api.COMPLETIONS, fields_of(TEXT))
-    replay.feed(said([1, 2], "ab", prompt_token_ids=[5]))
-    assert replay.again() is not None
-    replay.feed(said([1], "a", finish_reason="stop"))
+    replay.feed(said([1], text, finish_reason="stop"))
 
     assert replay.broken
     assert replay.ending() is None

@@ -9,7 +9,7 @@ from xpyd_connector.core.ids import Address, ConnId, EngineId, RequestId
 from xpyd_connector.core.layout.transfer_plan import TokenRange
 from xpyd_connector.core.messages import FenceResult, LeasesLost
 from xpyd_connector.core.ports import MessageReceived
-from xpyd_connector.core.pull.decode_worker import POLL_INTERVAL, QUARANTINE_POLL_INTERVAL, PullReader
+from xpyd_connector.core.pull.decode_worker import POLL_INTERVAL, PullReader
 from xpyd_connector.core.pull.load import LoadOrder, LoadState
 from xpyd_connector.core.results import BlocksReleased, LoadResult
 from xpyd_connector.core.session.peers import PeerTable
@@ -93,20 +93,6 @@ def test_one_deadline_is_for_the_whole_load(world):
     assert "not loaded within 20 s" in world.d.result("d-a").failure
 
 
-def test_a_question_that_is_never_answered_ends_in_time(world):
-    """The bytes are here, but nobody says that they count: they do not, and the silent peer is left."""
-    offer = offered(world)
-    world.load(offer)
-    world.round()
-    world.round()
-    assert state(world) is LoadState.CONFIRMING
-    world.network.cut(world.d.worker_link, is_cut=True)
-    world.run(seconds=TIMEOUT)
-
-    assert "not loaded" in world.d.result("d-a").failure
-    assert len(world.d.worker_peers) == 0
-
-
 def test_a_hung_peer_takes_its_other_loads_along_and_they_say_so(world):
     """They would only wait for the same silence; the sentence must not claim that it hung up."""
     first, second = offered(world), world.p.prefill("p-b", 1, now=0.0)
@@ -136,33 +122,6 @@ def test_loads_of_a_hung_peer_whose_time_is_up_together_end_once_each(world):
     assert "does not answer" in world.d.result("d-b").failure
 
 
-def test_an_engine_that_only_waits_for_a_hung_peer_hardly_looks(world):
-    """It may take hours."""
-    world.d.mover.stuck = world.d.mover.clinging = True
-    world.load(offered(world))
-    world.run(seconds=TIMEOUT)
-
-    assert world.d.reader.advance(now=TIMEOUT) == TIMEOUT + QUARANTINE_POLL_INTERVAL
-
-
-def test_a_load_being_given_up_survives_that_its_peer_then_refuses(world):
-    """Its blocks are free when NIXL has let go of them, not when the peer is gone."""
-    world.d.mover.stuck = world.d.mover.clinging = True
-    offer = offered(world)
-    world.load(offer)
-    world.run(seconds=TIMEOUT)
-    world.network._listeners.clear()
-    world.load(changed(offer, remote_block_ids=((0,),)), "b")
-    world.run()
-
-    assert "was not met" in world.d.result("d-b").failure
-    assert len(world.d.free) == BLOCKS - 3
-    world.d.mover.clinging = False
-    world.run()
-
-    assert len(world.d.free) == BLOCKS
-
-
 def test_an_offer_of_blocks_the_peer_does_not_have_fails_alone(world):
     """A router's mistake costs one load, not the connection and not the thread."""
     offer = offered(world)
@@ -174,18 +133,6 @@ def test_an_offer_of_blocks_the_peer_does_not_have_fails_alone(world):
     assert world.d.result("d-b").failure == ""
     assert world.d.bytes_of(into) == [b"p-b/0", b"p-b/1", b"p-b/2"]
     assert [released.why.name for released in world.p.freed] == ["DROPPED", "DONE"]
-
-
-def test_a_read_that_nixl_fails_gives_the_blocks_back(world):
-    """P need not wait for the end of the lease."""
-    world.d.mover.stuck = True
-    world.load(offered(world))
-    world.run()
-    world.d.mover.detach("p0")
-    world.run()
-
-    assert "NIXL: peer gone" in world.d.result("d-a").failure
-    assert [released.why.name for released in world.p.freed] == ["DROPPED"]
 
 
 def test_a_verdict_of_another_peer_does_not_count(world):
@@ -202,17 +149,6 @@ def test_a_verdict_of_another_peer_does_not_count(world):
         world.d.reader.on(MessageReceived(conn, FenceResult(RequestId("d-a"), held=True)), now=0.0)
 
     assert state(world) is LoadState.CONFIRMING
-
-
-def test_a_verdict_on_nothing_is_ignored(world):
-    """Said twice, or about a load that timed out meanwhile."""
-    world.load(offered(world))
-    world.run()
-    peer = world.d.worker_peers.get(EngineId("p0"))
-    world.d.reader.on(MessageReceived(peer.conn, FenceResult(RequestId("d-a"), held=False)), now=0.0)
-
-    assert world.d.result("d-a").failure == ""
-    assert world.d.reader.take_results() == []
 
 
 def test_a_peer_that_breaks_the_protocol_is_dropped_with_its_loads(world):

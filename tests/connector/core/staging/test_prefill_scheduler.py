@@ -123,6 +123,23 @@ def test_slots_are_free_only_when_the_copy_into_them_has_ended():
     assert (states(world), other.right) == (["STAGED"], True)
 
 
+def test_a_worker_that_was_away_copies_what_it_missed():
+    """Whether it had not heard of it or was not heard: the slots are kept until it has said that it is done."""
+    world = StagingWorld(ranks=2)
+    world.p.lose_worker(1)
+    world.p.copiers[0].stuck = True
+    (load,) = world.load(world.p.lend(2), size=2)
+    world.round()
+    world.p.lose_worker(0)
+    world.run()
+    assert states(world) == ["COPYING"]
+    world.p.copiers[0].stuck = False
+    world.run(1.0)
+    world.go_on()
+
+    assert (load.state, load.right) == ("done", True)
+
+
 def test_what_cannot_be_copied_is_not_staged():
     """The decode engine hears why, and the slots come back when the other ranks have ended."""
     world = StagingWorld(ranks=2)

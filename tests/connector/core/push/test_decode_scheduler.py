@@ -2,9 +2,8 @@
 
 import pytest
 
-from support.engines import FINGERPRINT, lent, rank_info
-from support.expecting import ADDRESS, A, B, ExpectingEngine, P, T
-from support.push_engines import PATIENCE, WAIT
+from support.engines import FINGERPRINT, rank_info
+from support.expecting import ADDRESS, A, B, ExpectingEngine, T
 from xpyd_connector.core.ids import ConnId, EngineId
 from xpyd_connector.core.lease.kv_params import PushParams
 from xpyd_connector.core.messages import (
@@ -16,8 +15,6 @@ from xpyd_connector.core.messages import (
     PushDone,
     PushStalled,
     PushStopped,
-    RegisterPush,
-    RenewLeases,
     Welcome,
 )
 from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
@@ -75,13 +72,6 @@ def harness():
 # ---- registering
 
 
-def test_an_engine_that_is_known_hears_of_the_next_request_at_once(harness):
-    """And its ranks' memory is not told twice."""
-    harness.expect(B, blocks=(7,))
-
-    assert harness.take_sent() == [RenewLeases((T,)), RegisterPush(B, T, "digest", lent(2, (7,)))]
-
-
 def test_a_request_is_registered_once(harness):
     """Two pushes into the same blocks would overtake each other."""
     with pytest.raises(IllegalTransition, match="d-a is registered twice"):
@@ -119,14 +109,6 @@ def quiet():
     harness.now += QUIET
     harness.expect(B)
     return harness
-
-
-def test_a_quiet_p_that_does_not_answer_fails_a_request_it_has_not_heard_of(quiet):
-    """As soon as one that has; nothing lingers."""
-    quiet.wait(PATIENCE)
-
-    assert quiet.take_results() == [LoadResult(B, f"{ADDRESS} does not answer")]
-    assert len(quiet.push_receiver) == 0
 
 
 def test_what_is_aborted_before_a_quiet_p_answers_is_not_registered(quiet):
@@ -205,31 +187,6 @@ def test_messages_of_other_connections_change_nothing(harness, message):
 
 
 # ---- the ends that D decides
-
-
-def test_a_heartbeat_that_is_not_answered_tells_that_p_hangs(harness):
-    """Long before the timeout, which covers P's queue; new requests to the same engine do not wait at all."""
-    assert harness.wait(PATIENCE - 1) == PATIENCE
-    assert harness.take_results() == []
-    harness.wait(1)
-    harness.expect(B)
-    harness.wait(0)
-
-    assert harness.take_results() == [
-        LoadResult(request, f"{ADDRESS} does not answer", quarantined=True) for request in (A, B)
-    ]
-
-
-def test_an_answer_makes_up_for_the_silence(harness):
-    """The next question starts anew."""
-    harness.wait(PATIENCE - 1)
-    harness.happen(MessageReceived(harness.conn, HeartbeatReply()))
-    assert harness.peers.get(P).unanswered_since is None
-    assert harness.wait(1) == WAIT
-    harness.lease_renewer.advance(now=harness.now)
-
-    assert harness.peers.get(P).unanswered_since == harness.now
-    assert harness.take_results() == []
 
 
 # ---- P is gone

@@ -105,19 +105,6 @@ def test_who_finds_no_room_waits_in_order(staged):
     assert staged.is_over()
 
 
-@pytest.mark.parametrize("is_staged", [False, True])
-def test_a_transfer_to_no_rank_is_over_at_once(is_staged):
-    """The ranks on the other side take these heads from another of ours."""
-    harness = Harness(staged=is_staged, to=())
-    transfer = harness.send(4)
-    ended = harness.advance()
-    if is_staged:
-        ended += harness.copied(0)
-
-    assert ended == [PartWriteEnded(transfer, "")]
-    assert harness.is_over()
-
-
 @pytest.mark.parametrize(
     ("is_staged", "blocks", "error", "sentence"),
     [
@@ -136,15 +123,6 @@ def test_what_cannot_be_sent_raises_and_leaves_nothing(is_staged, blocks, error,
     assert harness.advance() == []
     assert harness.is_over()
     assert len(harness.part_writer) == 0
-
-
-def test_a_first_write_that_cannot_start_raises(harness):
-    """Nothing is on its way."""
-    harness.mover.fails = {"d/0": "no route to d/0"}.get
-    with pytest.raises(TransferError, match="no route to d/0"):
-        harness.send(4)
-
-    assert harness.is_over()
 
 
 @pytest.mark.parametrize("fails_at", ["d/0", "d/1"])

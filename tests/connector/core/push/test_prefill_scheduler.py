@@ -142,27 +142,7 @@ def test_a_transfer_is_the_engines_that_spoke_of_it_first(harness, claim):
     assert harness.counted()["foreign_messages"] == 3
 
 
-def test_a_transfer_is_anybodys_again_when_the_engine_that_spoke_of_it_is_gone(harness):
-    """A router tries again with another decode engine."""
-    harness.introduce(ELSE, "e")
-    harness.hear(D, RenewLeases((T,)))
-    harness.lose(D)
-    harness.register(ELSE, "e-a")
-
-    assert harness.push_coordinator._owner(T) == ELSE
-
-
 # ---- early words
-
-
-@pytest.mark.parametrize("word", ["renew", "register"])
-def test_a_lease_is_claimed_by_an_earlier_registration(harness, word):
-    """So that it ends with that engine's connection, not only at lease end."""
-    harness.hear(D, RenewLeases((T,))) if word == "renew" else harness.register()
-    harness.grant()
-    harness.lose(D)
-
-    assert harness.ended == [(T, "PEER_LOST")]
 
 
 def test_the_latest_word_counts(harness):
@@ -321,17 +301,6 @@ def test_a_worker_hello_needs_the_token_of_its_rank(harness, attend):
 
 
 # ---- workers
-
-
-def test_one_rank_that_fails_stops_the_others(harness):
-    """A part of the KV is worth nothing; the first reason is told."""
-    harness.register()
-    harness.take_sent()
-    harness.hear(W0, PushAborted(D, R, "NIXL: no route"))
-    assert harness.take_sent() == [(W1, StopPush(D, R))]
-    harness.hear(W1, PushAborted(D, R, ""))
-
-    assert harness.take_sent() == [(D, PushStopped(R, "NIXL: no route"))]
 
 
 def test_a_rank_that_never_attended_need_not_stop():

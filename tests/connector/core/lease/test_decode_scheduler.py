@@ -138,6 +138,22 @@ def test_a_finished_read_is_renewed_no_more_and_not_dropped(met):
     assert len(met.lease_renewer) == 0
 
 
+@pytest.mark.parametrize("is_first", [True, False], ids=["given back", "refused"])
+def test_what_is_given_back_to_an_engine_that_refuses_is_forgotten(harness, is_first):
+    """Nobody can be told; its lease ends by itself, and our tables with it, whichever came first."""
+    harness.start_renewing("a")
+    if is_first:
+        harness.release("a")
+    harness.lease_renewer.on(ConnectFailed(1, "no route"), now=0.0)
+    if not is_first:
+        harness.release("a")
+
+    assert harness.sent == []
+    assert harness.lease_renewer.advance(now=1e6) is None
+    assert harness.lease_renewer._leases_by_engine == {}
+    assert len(harness.peers) == 0
+
+
 def test_a_lost_lease_is_reported_and_renewed_no_more(met):
     """To every request that wanted it: those that have not begun to read compute their own prompts."""
     met.start_renewing("b", remote="p-a")

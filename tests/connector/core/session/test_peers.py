@@ -4,9 +4,9 @@ import pytest
 
 from support.engines import FINGERPRINT, changed, rank_info
 from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import Address, ConnId, EngineId
-from xpyd_connector.core.messages import PROTOCOL, Fingerprint, LeasesLost, Welcome
-from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, MessageReceived, PeerConnected
+from xpyd_connector.core.ids import Address, EngineId
+from xpyd_connector.core.messages import PROTOCOL, Fingerprint, Welcome
+from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, PeerConnected
 from xpyd_connector.core.session.peers import (
     MAX_BACKOFF,
     PeerState,
@@ -61,19 +61,6 @@ def test_the_pause_doubles_up_to_a_bound(book):
     assert set(pauses[6:]) == {MAX_BACKOFF}
 
 
-def test_a_refused_peer_is_left_alone_until_its_pause_is_over(book):
-    """Requests fail at once meanwhile, instead of waiting for another timeout each."""
-    peer = book.ensure_connected()
-    book.fail(peer)
-    book.calls()
-    assert book.ensure_connected(0.99).state is PeerState.REFUSED
-    assert book.calls() == []
-    book.ensure_connected(1.0)
-
-    assert peer.state is PeerState.CONNECTING
-    assert book.calls() == [ADDRESS]
-
-
 def test_a_peer_with_a_new_address_is_tried_there_at_once(book):
     """One offer with a wrong address must not shut an engine out for those with the right one."""
     elsewhere = Address("10.0.0.2", 5600)
@@ -82,41 +69,6 @@ def test_a_peer_with_a_new_address_is_tried_there_at_once(book):
     book.ensure_connected(0.1)
 
     assert book.calls() == [ADDRESS]
-
-
-def test_a_peer_whose_memory_cannot_be_used_is_paused_ever_longer_too(book):
-    """It can be met, so only the failures in a row tell that it is hopeless."""
-    pauses, now = [], 0.0
-    for _ in range(3):
-        peer = book.met(now)
-        book.book.refuse(peer, "its cache differs", now=now)
-        pauses.append(peer.retry_at - now)
-        now = peer.retry_at
-
-    assert pauses == [1, 2, 4]
-
-
-def test_a_lost_peer_is_forgotten_and_met_anew(book):
-    """Its metadata died with the connection."""
-    peer = book.met()
-    changed_peer = book.book.on(ConnectionLost(peer.conn, "connection reset"), now=1.0)
-    assert changed_peer is peer
-    assert (peer.state, peer.reason) == (PeerState.GONE, "connection reset")
-    assert len(book.book) == 0
-    again = book.ensure_connected(1.0)
-
-    assert again is not peer
-    assert again.state is PeerState.CONNECTING
-
-
-def test_a_peer_we_leave_is_forgotten_and_its_connection_closed(book):
-    """Nothing more is heard of it."""
-    peer = book.met()
-    book.book.disconnect(peer, "it does not answer")
-
-    assert peer.state is PeerState.GONE
-    assert len(book.book) == 0
-    assert book.book.find(peer.conn) is None
 
 
 def test_another_protocol_is_named_with_both_numbers(book):
@@ -186,35 +138,3 @@ def test_refused_peers_are_forgotten(book):
     book.book.forget_refused([], now=MAX_BACKOFF + 1.0)
 
     assert len(book.book) == 0
-
-
-def test_a_peer_that_is_met_is_not_forgotten(book):
-    """Only those that refused are."""
-    book.met()
-    book.book.forget_refused([], now=1e9)
-
-    assert len(book.book) == 1
-
-
-def test_events_of_unknown_connections_change_nothing(book):
-    """Late news of a connection we have closed."""
-    peer = book.met()
-    stranger = ConnId(peer.conn + 1000)
-
-    for event in (
-        PeerConnected(stranger, WELCOME),
-        ConnectFailed(stranger, ""),
-        ConnectionLost(stranger, ""),
-        MessageReceived(peer.conn, LeasesLost(())),
-    ):
-        assert book.book.on(event, now=0.0) is None
-    assert peer.state is PeerState.CONNECTED
-
-
-def test_a_refused_peer_is_not_found_by_its_old_connection(book):
-    """Otherwise news of that connection would reach the next attempt."""
-    peer = book.ensure_connected()
-    book.fail(peer)
-
-    assert book.book.find(peer.conn) is None
-    assert book.book.get(P) is peer

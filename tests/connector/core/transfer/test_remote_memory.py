@@ -1,6 +1,5 @@
 """Which ranks of another engine are attached: all that are needed, or none."""
 
-import numpy as np
 import pytest
 
 from support.engines import BLOCK_SIZE, changed
@@ -9,11 +8,10 @@ from xpyd_connector.core.ids import EngineId
 from xpyd_connector.core.layout.transfer_plan import TokenRange
 from xpyd_connector.core.messages import RankInfo, Region
 from xpyd_connector.core.transfer.remote_memory import RemoteEngines
-from xpyd_connector.errors import IncompatiblePeer, ProtocolViolation, TransferError
+from xpyd_connector.errors import IncompatiblePeer, TransferError
 
 P = EngineId("p0")
 HEADS, WIDTH = 4, 16
-WHOLE = TokenRange(0, 0, BLOCK_SIZE, [1], [2])
 
 
 def rank_of(rank, ranks, name="p", all_heads=HEADS):
@@ -25,40 +23,6 @@ def rank_of(rank, ranks, name="p", all_heads=HEADS):
 
 def engine(ranks, **options):
     return [rank_of(rank, ranks, **options) for rank in range(ranks)]
-
-
-@pytest.mark.parametrize(
-    ("rank", "ranks", "there", "all_heads", "needed"),
-    [
-        (0, 1, 4, 4, ["p/0", "p/1", "p/2", "p/3"]),
-        (1, 2, 4, 4, ["p/2", "p/3"]),
-        (1, 2, 1, 4, ["p/0"]),
-        (3, 4, 2, 4, ["p/1"]),
-        (0, 1, 4, 2, ["p/0", "p/2"]),  # heads that several ranks keep are taken from one of them
-        (1, 2, 2, 1, ["p/1"]),
-    ],
-)
-def test_those_ranks_are_attached_that_keep_what_is_needed(rank, ranks, there, all_heads, needed):
-    """And no other: each costs memory and a connection."""
-    mover = RecordingAgent()
-    reach = RemoteEngines(mover, rank_of(rank, ranks, "d", all_heads))
-    reach.attach(P, engine(there, all_heads=all_heads))
-
-    assert mover.attached == [remote_rank.handle for remote_rank in reach[P].remote_ranks] == needed
-    assert list(reach) == [P]
-
-
-def test_what_is_read_from_the_ranks_is_the_whole_together():
-    """Each head of each token once."""
-    reach = RemoteEngines(RecordingAgent(), rank_of(0, 1, "d"))
-    reach.attach(P, engine(4))
-    found = reach[P].spans([WHOLE])
-    runs = np.concatenate([spans for _, spans in found])
-    into = sorted((here, size) for _, here, size in runs.tolist())
-
-    assert [handle for handle, _ in found] == ["p/0", "p/1", "p/2", "p/3"]
-    block = HEADS * BLOCK_SIZE * WIDTH
-    assert into == [(2 * block + head * block // HEADS, block // HEADS) for head in range(HEADS)]
 
 
 def test_a_rank_that_has_nothing_of_a_stretch_is_not_asked():
@@ -128,13 +92,3 @@ def test_an_engine_is_detached_with_all_its_ranks_and_once():
 
     assert mover.attached == []
     assert list(reach) == []
-
-
-def test_blocks_that_the_other_engine_does_not_have_are_a_violation():
-    """Said for one load; the engine stays reached."""
-    reach = RemoteEngines(RecordingAgent(), rank_of(0, 1, "d"))
-    reach.attach(P, engine(1))
-    with pytest.raises(ProtocolViolation, match="block 13"):
-        reach[P].spans([WHOLE._replace(remote=[13])])
-
-    assert list(reach) == [P]

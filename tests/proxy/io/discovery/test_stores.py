@@ -67,12 +67,6 @@ class KubeWorld:
     async def stop(self):
         await self.api.stop()
 
-    async def down(self):
-        await self.api.stop()
-
-    async def up(self):
-        await self.api.start(self.api.port)
-
     def store(self, ear):
         client = Kubernetes(Cluster(self.api.url, "default"), timeout_s=2)
         return ConfigMapStore(client, "set", ear, clock=time.monotonic, rhythm=FAST)
@@ -100,7 +94,6 @@ class RedisWorld:
 
 
 WORLDS = {"file": FileWorld, "kubernetes": KubeWorld, "redis": RedisWorld}
-SHARED = ["kubernetes", "redis"]
 
 
 @asynccontextmanager
@@ -130,23 +123,6 @@ async def agreed(pairs, entries, *, seconds=1.0):
 
 
 @pytest.mark.parametrize("name", WORLDS)
-async def test_what_one_router_adds_and_drops_the_others_see(name, tmp_path):
-    """Within a second; and itself as soon as it is acknowledged."""
-    async with world(name, tmp_path) as found, stores(found, 3) as pairs:
-        (store, ear), (other, _), _ = pairs
-        await store.put("a", "1")
-        assert ear.entries == {"a": "1"}
-        await agreed(pairs, {"a": "1"})
-        await other.put("a", "2")
-        await other.put("b", "3")
-        await agreed(pairs, {"a": "2", "b": "3"})
-        await store.delete("a")
-        await store.delete("never there")
-        assert ear.entries == {"b": "3"}
-        await agreed(pairs, {"b": "3"})
-
-
-@pytest.mark.parametrize("name", WORLDS)
 async def test_nobody_ever_sees_an_acknowledged_entry_vanish(name, tmp_path):
     """An older view that was on its way must not replace a newer one: an engine would leave and come back."""
     async with world(name, tmp_path) as found, stores(found, 2) as pairs:
@@ -154,37 +130,11 @@ async def test_nobody_ever_sees_an_acknowledged_entry_vanish(name, tmp_path):
         for turn in range(20):
             await asyncio.gather(store.put(f"a{turn}", ""), other.put(f"b{turn}", ""))
             assert f"a{turn}" in ear.entries
+        await store.delete("never there")
         await agreed(pairs, {f"{letter}{turn}": "" for letter in "ab" for turn in range(20)})
 
     mine = [{key for key in seen if key.startswith("a")} for seen in ear.history]
     assert all(before <= after for before, after in itertools.pairwise(mine))
-
-
-@pytest.mark.parametrize("name", SHARED)
-async def test_an_outage_takes_nothing_away_and_afterwards_it_goes_on(name, tmp_path):
-    """The last view stays, changes are refused and not lost in silence, and what comes after is seen again."""
-    async with world(name, tmp_path) as found, stores(found, 2) as pairs:
-        (store, ear), (other, far) = pairs
-        await store.put("a", "1")
-        await agreed(pairs, {"a": "1"})
-        await found.down()
-        with pytest.raises(StoreDown):
-            await store.put("b", "2")
-        await asyncio.sleep(0.3)
-        assert ear.entries == far.entries == {"a": "1"}
-        await found.up()
-        await until_async(lambda: ear.hearings or ear.entries, seconds=10)
-        await _until_put(other, "c", "3")
-        await agreed(pairs, {"a": "1", "c": "3"}, seconds=10)
-
-
-async def _until_put(store, name, text):
-    for _ in range(50):
-        try:
-            return await store.put(name, text)
-        except StoreDown:
-            await asyncio.sleep(0.1)
-    raise AssertionError("the store did not come back")
 
 
 async def test_a_redis_that_comes_back_empty_gets_back_what_the_routers_know(tmp_path):

@@ -54,18 +54,6 @@ def test_a_client_that_hangs_up_stops_the_engines(point):
             assert len(running.engines["d0"].log) == 1
 
 
-@pytest.mark.parametrize(("name", "instance"), [("p0", "prefill-0"), ("d0", "decode-0")])
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_drops_the_connection_is_a_bad_gateway(name, instance, stream):
-    """Before anything was shown to the client, a status can say it."""
-    with cluster() as running:
-        running.engines[name].inject(SimulatedFault(FaultKind.DROP))
-        response = post(running, BODY | {"stream": stream})
-
-    assert response.status_code == 502
-    assert response.json()["error"]["message"] == f"{instance} broke off before its answer was complete"
-
-
 def test_an_engine_that_is_not_there_is_a_bad_gateway():
     """The sentence names the instance and not its address."""
     with socket.socket() as free:

@@ -146,4 +146,4 @@ def test_one_connector_describes_this_engine_to_others():
 
     ours = XpydConnector.__new__(XpydConnector)
     with pytest.raises(UnsupportedCache, match="only one of NixlConnector, XpydConnector"):
-        multi(ours).set_xfer_handshake_metadata({0: Theirs()})
+        multi(ours).set_xfer_handshake_metadata_pp_aware({(0, 0): Theirs()})

@@ -24,7 +24,7 @@ from xpyd_connector.io.in_memory import BLOCK_BYTES, InMemoryLink, InMemoryNetwo
 
 FINGERPRINT = Fingerprint(
     vllm="0.32.0", model="m", dtype="bf16", cache_dtype="auto", layers=1, kv_heads=1, head_size=8, groups="full",
-    pipeline_parallel=1, attention="CPU_ATTN",
+    attention="CPU_ATTN",
 )  # fmt: skip
 BLOCKS = 12  # beside block 0, which nobody uses
 BLOCK_SIZE = 4  # tokens

@@ -1,6 +1,6 @@
 """An engine's connector without the engine: real NIXL, real sockets and real threads, in a process of its own.
 
-``python -m support.nixl_process NAME PORT BLOCK_BYTES MODE`` is driven by one JSON object a line on stdin,
+``python -m support.nixl_process NAME PORT BLOCK_BYTES MODE STAGES RANKS`` is driven by one JSON object a line on stdin,
 and answers each with one on stdout; loads that end are told as ``{"result": ...}`` in between. :class:`NixlProcess` is
 the other end of it.
 
@@ -22,7 +22,7 @@ from types import SimpleNamespace
 
 from support.proc import wait_stopped
 
-BLOCKS, LAYERS = 64, 3
+BLOCKS, LAYERS, HEADS = 64, 3, 2
 ALL = list(range(1, BLOCKS + 1))  # block 0 is vLLM's null block: it is never moved
 TOKENS = 16  # of a block
 BIG = 1 << 19  # bytes of a block: all of them take long enough to be interrupted
@@ -35,10 +35,11 @@ TOKEN = b"a worker of this very engine"
 class NixlProcess:
     """Starts one and talks to it. Usable as a context manager."""
 
-    def __init__(self, name, *, port=0, block_bytes=1 << 15, mode="pull"):
+    def __init__(self, name, *, port=0, block_bytes=1 << 15, mode="pull", stages=(LAYERS,), ranks=1):
+        shape = ",".join(map(str, stages)), ranks
         tests = Path(__file__).parents[1]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "support.nixl_process", name, *map(str, (port, block_bytes, mode))],
+            [sys.executable, "-m", "support.nixl_process", name, *map(str, (port, block_bytes, mode, *shape))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
             env={**os.environ, "PYTHONPATH": str(tests), **OVER_LOOPBACK, "UCX_LOG_LEVEL": "fatal"},
         )  # fmt: skip
@@ -124,9 +125,12 @@ def same(source, blocks, target, into):
 
 
 class Engine:
-    """What the shell builds of the connector, with numpy instead of torch: one rank."""
+    """What the shell builds of the connector, with numpy instead of torch: all workers in one process.
 
-    def __init__(self, name, port, block_bytes, mode):
+    ``stages``: layers of each pipeline stage; ``ranks``: of each stage.
+    """
+
+    def __init__(self, name, port, block_bytes, mode, stages, ranks):
         import numpy as np
 
         from support.engines import FINGERPRINT
@@ -155,55 +159,76 @@ class Engine:
         def link(engine):
             return SocketLink(HandshakeClient(engine, secrets), Tls(Settings()), Counters(), timeout=5.0, threads=8)
 
-        self.memory = np.zeros((LAYERS, BLOCKS + 1, block_bytes), dtype=np.uint8)
-        regions = tuple(region_of(layer) for layer in self.memory)
+        # Of each worker: layers, blocks, bytes of its heads.
+        self.memories = [
+            np.zeros((layers, BLOCKS + 1, block_bytes // ranks), dtype=np.uint8)
+            for layers in stages for _ in range(ranks)
+        ]  # fmt: skip
+        self.ranks, self.waiting = ranks, {}  # request -> results of the workers that have ended their load
         self.started = {}
         self.computed = Counter()  # blocks of each attempt of a prefill
         engine = EngineId(name)
-        agent = make_agent(engine, progress_delay_us=1000)
-        metadata = register(agent, "DRAM", 0, [(self.memory.ctypes.data, self.memory.nbytes)])
-        own, counters, listener = RankInfo(0, 1, metadata, "DRAM", 0, regions), Counters(), link(engine)
-        host = HandshakeServer(Welcome(PROTOCOL, engine, FINGERPRINT, (own,)), secrets, "127.0.0.1")
+        agents, infos = [], []
+        for worker, memory in enumerate(self.memories):
+            stage, rank = divmod(worker, ranks)
+            agents.append(make_agent(f"{engine}/{worker}", progress_delay_us=1000))
+            metadata = register(agents[-1], "DRAM", 0, [(memory.ctypes.data, memory.nbytes)])
+            regions = tuple(region_of(layer, sum(stages[:stage]) + i, ranks) for i, layer in enumerate(memory))
+            infos.append(
+                RankInfo(rank, ranks, metadata, "DRAM", 0, regions, stage=stage, stages=len(stages))
+            )  # fmt: skip
+        tokens = {info.worker: TOKEN + bytes([info.worker]) for info in infos}
+        counters, listener = Counters(), link(engine)
+        host = HandshakeServer(Welcome(PROTOCOL, engine, FINGERPRINT, tuple(infos)), secrets, "127.0.0.1")
         address = listener.listen(Address("127.0.0.1", port), host)
-        peers = PeerTable(listener, FINGERPRINT, counters, retry_after=0.2)
+        peers = PeerTable(listener, FINGERPRINT, counters, retry_after=0.2, ranks=infos)
         lease_manager = LeaseManager(listener, LeaseTable(duration=LEASE, extension=LEASE * 2 / 3), counters)
         lease_renewer = LeaseRenewer(listener, peers, counters, heartbeat_interval=TIMEOUT / 4)
         push_coordinator = push_receiver = None
         if mode == "push":
             push_coordinator = PushCoordinator(
-                listener, lease_manager, counters, tokens={0: TOKEN}, registration_timeout=LEASE
+                listener, lease_manager, counters, tokens=tokens, registration_timeout=LEASE
             )
             push_receiver = PushReceiver(
-                listener, peers, lease_renewer, counters, (own,), timeout=LEASE, peer_timeout=TIMEOUT - TIMEOUT / 4
+                listener, peers, lease_renewer, counters, infos, timeout=LEASE, peer_timeout=TIMEOUT - TIMEOUT / 4
             )
         control = ControlPlane(
             lease_manager, lease_renewer, peers, counters,
             push_coordinator=push_coordinator, push_receiver=push_receiver,
         )  # fmt: skip
         self.control = Runner("control", control, listener, self.tell_news)
-        worker = link(engine)
-        mover = NixlTransferAgent(agent, "DRAM", 0)
-        if mode == "push":
-            writer = PushWriter(
-                worker,
-                mover,
-                Counters(),
-                own,
-                scheduler_endpoint=EngineEndpoint(engine, address),
-                token=TOKEN,
-                timeout=TIMEOUT,
-            )
-            self.transfer = Runner("transfer", writer, worker, lambda _: None)
-        else:
-            peers = PeerTable(worker, FINGERPRINT, Counters(), retry_after=0.2)
-            reader = PullReader(worker, mover, peers, Counters(), own, timeout=TIMEOUT)
-            self.transfer = Runner("transfer", reader, worker, self.tell_results)
+        self.transfers = []
+        for agent, own in zip(agents, infos, strict=True):
+            worker, mover = link(engine), NixlTransferAgent(agent, "DRAM", 0)
+            if mode == "push":
+                core = PushWriter(
+                    worker, mover, Counters(), own,
+                    scheduler_endpoint=EngineEndpoint(engine, address), token=tokens[own.worker], timeout=TIMEOUT,
+                )  # fmt: skip
+            else:
+                peers = PeerTable(worker, FINGERPRINT, Counters(), retry_after=0.2)
+                core = PullReader(worker, mover, peers, Counters(), own, timeout=TIMEOUT)
+            told = self.tell_results if mode == "pull" else lambda _: None
+            self.transfers.append(Runner("transfer", core, worker, told))
         self.control.start()
-        self.transfer.start()
+        for transfer in self.transfers:
+            transfer.start()
         say(host=(engine, address.port))
 
     def tell_results(self, reader):
-        self.tell(reader.take_results())
+        """On the thread of a worker: tell what has ended on all of them, as vLLM does."""
+        from xpyd_connector.core.results import LoadResult
+
+        for ended in reader.take_results():
+            if isinstance(ended, LoadResult):
+                with _speaking:
+                    results = self.waiting.setdefault(ended.request, [])
+                    results.append(ended)
+                    failed = next((each for each in results if each.failure), ended)
+                if len(results) == len(self.memories):
+                    self.tell([failed])
+            else:
+                self.tell([ended])
 
     def tell_news(self, control):
         control.counters.take()
@@ -233,7 +258,8 @@ class Engine:
         self.started[request] = time.monotonic()
         whole = TokenRange(0, 0, len(blocks) * TOKENS, blocks, into)
         order = LoadOrder(request, request, engine, Address("127.0.0.1", port), (whole,))
-        self.transfer.post(lambda reader, now: reader.load(order, now=now))
+        for transfer in self.transfers:
+            transfer.post(lambda reader, now: reader.load(order, now=now))
         return {}
 
     def expect(self, request, engine, port, first, into):
@@ -261,32 +287,46 @@ class Engine:
             self.control.post(lambda control, now: control.grant(request, now=now))
         self.computed[request, attempt] += len(blocks)
         piece = ComputedBlocks(request, None, attempt, [blocks], self.computed[request, attempt] * TOKENS, last)
-        self.transfer.post(lambda writer, now: writer.add_computed(piece, now=now))
+        for transfer in self.transfers:
+            transfer.post(lambda writer, now: writer.add_computed(piece, now=now))
         return {}
 
     def fill(self, seed):
         import numpy as np
 
-        self.memory[:] = np.random.default_rng(seed).integers(0, 256, self.memory.shape, dtype=np.uint8)
+        for worker, memory in enumerate(self.memories):
+            memory[:] = np.random.default_rng((seed, worker)).integers(0, 256, memory.shape, dtype=np.uint8)
         return {}
 
     def paint(self, blocks, value):
-        self.memory[:, blocks] = value
+        for memory in self.memories:
+            memory[:, blocks] = value
         return {}
 
     def files(self):
         return {"files": len(list(Path("/proc/self/fd").iterdir()))}
 
     def digests(self, blocks):
-        return {"digests": [hashlib.blake2b(self.memory[:, block].tobytes()).hexdigest() for block in blocks]}
+        return {"digests": [hashlib.blake2b(self._block(block)).hexdigest() for block in blocks]}
+
+    def _block(self, block):
+        """Return a block of all workers, layer by layer, and in each layer head by head."""
+        stages = [self.memories[first : first + self.ranks] for first in range(0, len(self.memories), self.ranks)]
+        return b"".join(
+            memory[layer, block].tobytes() for stage in stages for layer in range(len(stage[0])) for memory in stage
+        )
 
 
-def region_of(layer):
-    """One head, K and V of a token side by side, block after block."""
+def region_of(layer, number, ranks):
+    """Head after head; of each, K and V of a token side by side."""
     from xpyd_connector.core.messages import Region
 
-    count, size = layer.shape
-    return Region(layer.ctypes.data, count, 1, TOKENS, size // TOKENS, size, size, size // TOKENS)
+    (count, size), heads = layer.shape, HEADS // ranks
+    head = size // heads
+    return Region(
+        layer.ctypes.data, count, heads, TOKENS, head // TOKENS, size, head, head // TOKENS,
+        all_heads=HEADS, layer=f"layers.{number}",
+    )  # fmt: skip
 
 
 _speaking = threading.Lock()
@@ -298,13 +338,13 @@ def say(**said):
         print(json.dumps(said), flush=True, file=_out)
 
 
-def main(name, port, block_bytes, mode):
+def main(name, port, block_bytes, mode, stages, ranks):
     global _out
     _out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     # nixl's package asks torch for its CUDA version; without torch it takes what is installed, 5 s of CPU sooner.
     sys.modules["torch"] = None
-    engine = Engine(name, int(port), int(block_bytes), mode)
+    engine = Engine(name, int(port), int(block_bytes), mode, [*map(int, stages.split(","))], int(ranks))
     for line in sys.stdin:
         order = json.loads(line)
         say(**getattr(engine, order.pop("do"))(**order))

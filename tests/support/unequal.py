@@ -37,13 +37,24 @@ class Shape(NamedTuple):
 
     ranks: int = 1
     sizes: tuple = (UNIT,)  # tokens of a block of each KV cache group
+    stages: tuple = ()  # layers of each pipeline stage; nothing: all are in one
+
+    @property
+    def workers(self):
+        return self.ranks * max(1, len(self.stages))
 
 
 class Model(NamedTuple):
-    """What both engines agree on: KV heads of a layer, and how far the layers of each group look back (0: always)."""
+    """What both engines agree on: KV heads of a layer, how far the layers of each group look back (0: always)."""
 
     heads: int = 1
     windows: tuple = (0,)
+    depth: int = 1  # layers of each group
+
+    @property
+    def layers(self):
+        """Return (group, number) of each layer, in order: those of the groups take turns."""
+        return [(group, number) for number in range(self.depth) for group in range(len(self.windows))]
 
 
 class Engine:
@@ -52,16 +63,18 @@ class Engine:
     def __init__(self, network, name, model, shape, blocks):
         self.network, self.name, self.model, self.shape, self.blocks = network, name, model, shape, blocks
         self.groups = [CacheGroup(size, w) for size, w in zip(shape.sizes, model.windows, strict=True)]
-        self.infos = [self._info(rank) for rank in range(shape.ranks)]
+        layers = iter(model.layers)
+        self.layers = [[next(layers) for _ in range(count)] for count in shape.stages or (len(model.layers),)]
+        self.infos = [self._info(stage, rank) for stage in range(len(self.layers)) for rank in range(shape.ranks)]
         for info in self.infos:
-            pieces = sum(self.pieces_of_block(group) for group in range(len(self.groups))) * blocks
+            pieces = sum(self.pieces_of_block(group) for group, _ in self.layers[info.stage]) * blocks
             network.memories[info.agent.decode()] = [b"before"] * pieces
         self.link, self.counters = InMemoryLink(network, name, engine=name), Counters()
         network.memories[name] = []
-        self.peers = PeerTable(self.link, FINGERPRINT, self.counters, retry_after=1.0)
+        self.peers = PeerTable(self.link, FINGERPRINT, self.counters, retry_after=1.0, ranks=self.infos)
         self.lease_manager = LeaseManager(self.link, LeaseTable(duration=LEASE, extension=LEASE * 2 / 3), self.counters)
         self.lease_renewer = LeaseRenewer(self.link, self.peers, self.counters, heartbeat_interval=LEASE / 6)
-        tokens = {info.rank: info.agent for info in self.infos}
+        tokens = {info.worker: info.agent for info in self.infos}
         self.push_coordinator = PushCoordinator(
             self.link, self.lease_manager, self.counters, tokens=tokens, registration_timeout=100.0
         )
@@ -80,14 +93,15 @@ class Engine:
     def pieces_of_block(self, group):
         return self.heads * self.shape.sizes[group] // UNIT
 
-    def first_piece(self, group):
-        return sum(self.pieces_of_block(before) for before in range(group)) * self.blocks
+    def first_piece(self, stage, layer):
+        before = self.layers[stage][: self.layers[stage].index(layer)]
+        return sum(self.pieces_of_block(group) for group, _ in before) * self.blocks
 
-    def _info(self, rank):
+    def _info(self, stage, rank):
         entry = BLOCK_BYTES // UNIT
         regions = tuple(
             Region(
-                base=self.first_piece(group) * BLOCK_BYTES,
+                base=self.first_piece(stage, (group, number)) * BLOCK_BYTES,
                 count=self.blocks,
                 heads=self.heads,
                 tokens=size,
@@ -97,35 +111,40 @@ class Engine:
                 token_stride=entry,
                 group=group,
                 all_heads=self.model.heads,
+                layer=f"{number}.{group}",
             )
-            for group, size in enumerate(self.shape.sizes)
+            for group, number in self.layers[stage]
+            for size in [self.shape.sizes[group]]
         )
-        return RankInfo(rank, self.shape.ranks, f"{self.name}/{rank}".encode(), "DRAM", 0, regions)
+        agent = f"{self.name}/{stage * self.shape.ranks + rank}".encode()
+        return RankInfo(rank, self.shape.ranks, agent, "DRAM", 0, regions, stage=stage, stages=len(self.layers))
 
-    def piece(self, group, block, head, token):
+    def piece(self, stage, layer, block, head, token):
         """Return the number of a piece, in the memory of a rank whose head number ``head`` that is."""
+        group = layer[0]
         size = self.shape.sizes[group]
         within = head * size // UNIT + token % size // UNIT
-        return self.first_piece(group) + block * self.pieces_of_block(group) + within
+        return self.first_piece(stage, layer) + block * self.pieces_of_block(group) + within
 
     def tables(self, tokens, after=0):
         """Allocate blocks for so many tokens in every group, scattered and none twice."""
         free = iter(range(self.blocks - 1, after, -1))
         return [[BlockId(next(free)) for _ in range(-(-tokens // size))] for size in self.shape.sizes]
 
-    def memory(self, rank):
-        return self.network.memories[f"{self.name}/{rank}"]
+    def memory(self, worker):
+        return self.network.memories[f"{self.name}/{worker}"]
 
     def heads_on(self, rank):
         return range(*heads_of(self.model.heads, self.shape.ranks, rank))
 
-    def places(self, rank, group, table, start, stop):
-        """Return (name, piece) of everything a rank keeps of the tokens from ``start`` to ``stop``."""
+    def places(self, info, group, table, start, stop):
+        """Return (name, piece) of everything a worker keeps of the tokens from ``start`` to ``stop`` of a group."""
         size = self.shape.sizes[group]
-        for token in range(start // UNIT * UNIT, stop, UNIT):
-            for number, head in enumerate(self.heads_on(rank)):
-                name = f"{group}: head {head} of tokens from {token}".encode()
-                yield name, self.piece(group, table[token // size], number, token)
+        for layer in self.layers[info.stage]:
+            for token in range(start // UNIT * UNIT, stop, UNIT) if layer[0] == group else ():
+                for number, head in enumerate(self.heads_on(info.rank)):
+                    name = f"{layer}: head {head} of tokens from {token}".encode()
+                    yield name, self.piece(info.stage, layer, table[token // size], number, token)
 
     def turn(self, *, now):
         for link, core in self.cores:
@@ -145,10 +164,10 @@ class UnequalWorld(Turns):
         self.prompt, self.external = prompt, prompt - 1 if external is None else external
         self.source, self.target = self.p.tables(prompt), self.d.tables(prompt, after=9)
         self.loaded = []  # what each rank of D says, in pull; what D says, in push
-        for rank in range(self.p.shape.ranks):
+        for info in self.p.infos:
             for group, table in enumerate(self.source):
-                for name, piece in self.p.places(rank, group, table, 0, len(table) * self.p.shape.sizes[group]):
-                    self.p.memory(rank)[piece] = name
+                for name, piece in self.p.places(info, group, table, 0, len(table) * self.p.shape.sizes[group]):
+                    self.p.memory(info.worker)[piece] = name
         for group, table in zip(self.p.groups, self.source, strict=True):
             gone = group.first_needed(prompt - 1) // group.block_size
             table[:gone] = [BlockId(0)] * gone  # what fell out of the window is another's now
@@ -173,7 +192,7 @@ class UnequalWorld(Turns):
             reader.load(LoadOrder(A, T, P, HOME[P], self.token_ranges()), now=self.now)
 
     def _reader(self, info, mover):
-        link, counters = InMemoryLink(self.network, f"{D}/{info.rank}", engine=D), Counters()
+        link, counters = InMemoryLink(self.network, f"{D}/{info.worker}", engine=D), Counters()
         peers = PeerTable(link, FINGERPRINT, counters, retry_after=1.0)
         reader = PullReader(link, mover, peers, counters, info, timeout=TIMEOUT)
         self.d.cores.append((link, reader))
@@ -200,7 +219,7 @@ class UnequalWorld(Turns):
         p.cores = [(p.link, control)]
         self.writers = []
         for info, mover in zip(p.infos, p.movers, strict=True):
-            link = InMemoryLink(self.network, f"{P}/{info.rank}", engine=P)
+            link = InMemoryLink(self.network, f"{P}/{info.worker}", engine=P)
             self.writers.append(
                 PushWriter(
                     link,
@@ -249,14 +268,14 @@ class UnequalWorld(Turns):
 
     def check(self):
         """Check every piece of the decode engine's memory: what was lacking is there, and nothing else is touched."""
-        for rank in range(self.d.shape.ranks):
-            wanted = [b"before"] * len(self.d.memory(rank))
+        for info in self.d.infos:
+            found = self.d.memory(info.worker)
+            wanted = [b"before"] * len(found)
             for group, (start, stop) in enumerate(self.missing_tokens()):
                 unit = min(self.p.shape.sizes[group], self.d.shape.sizes[group])
                 if start < stop:  # whole rows of the side with the smaller ones move
                     rows = start // unit * unit, -(-stop // unit) * unit
-                    for name, piece in self.d.places(rank, group, self.target[group], *rows):
+                    for name, piece in self.d.places(info, group, self.target[group], *rows):
                         wanted[piece] = name
-            found = self.d.memory(rank)
             wrong = [(piece, f, w) for piece, (f, w) in enumerate(zip(found, wanted, strict=True)) if f != w]
             assert wrong == [], "(piece, what is there, what should be)"

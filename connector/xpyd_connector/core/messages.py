@@ -41,7 +41,7 @@ from msgspec import Meta
 from xpyd_connector.core.ids import BlockId, ConnId, EngineId, PartId, RequestId
 from xpyd_connector.errors import ProtocolViolation
 
-PROTOCOL = 5  # raised with every change that an older engine would misunderstand
+PROTOCOL = 6  # raised with every change that an older engine would misunderstand
 MAX_FRAME = 1 << 20  # bytes of one message between engines that have proven themselves
 MAX_GREETING = 64 << 20  # bytes of a Welcome: NIXL metadata of every rank, some KiB to some MiB each
 MAX_UNAUTHENTICATED_FRAME = 32768  # bytes of one message before the proof: a Hello that names MAX_RANKS workers fits
@@ -49,7 +49,8 @@ MAX_IDS = 1024  # requests that one message names
 HASH_BYTES = 16  # of a worker's badge, as its scheduler names it
 MAX_ID = 255  # characters of a request id: MAX_IDS of the longest fit into MAX_FRAME, whatever the script
 MAX_BLOCKS = 1 << 22  # blocks of one cache or of one request: 4 M blocks of 16 tokens
-MAX_RANKS = 1024  # tensor-parallel ranks of one engine
+MAX_RANKS = 1024  # workers of one engine: tensor-parallel ranks of all pipeline stages
+MAX_LAYER = 255  # characters of a layer's name
 MAX_GROUPS = 64  # KV cache groups of one engine
 MAX_PART = 1024  # blocks of each KV cache group in one staged part: the largest CopyOut fits into MAX_FRAME
 MAX_HEADS = 1 << 16  # KV heads of one layer
@@ -68,7 +69,7 @@ MemoryKind: TypeAlias = Literal["DRAM", "VRAM"]  # NIXL's names
 class Fingerprint(msgspec.Struct, frozen=True):
     """What must be equal on both engines for their KV to mean the same.
 
-    What may differ (tensor parallelism, block sizes, layouts) stands in each rank's :class:`RankInfo`.
+    What may differ (tensor and pipeline parallelism, block sizes, layouts) stands in each rank's :class:`RankInfo`.
     """
 
     vllm: str
@@ -79,7 +80,6 @@ class Fingerprint(msgspec.Struct, frozen=True):
     kv_heads: int
     head_size: int
     groups: str  # what kinds of KV cache groups there are, in order
-    pipeline_parallel: int
     attention: str
     mode: str = "pull"
     revision: str = "none"  # commit of the model's weights; two with equal shapes have other KV
@@ -112,6 +112,7 @@ class Region(msgspec.Struct, frozen=True):
     part_stride: Annotated[int, Meta(ge=0)] = 0
     opaque: bool = False
     state: bool = False
+    layer: Annotated[str, Meta(max_length=MAX_LAYER)] = ""  # vLLM's name; K and V may be two regions of one layer
 
     @property
     def block_size(self) -> int:
@@ -134,6 +135,18 @@ class RankInfo(msgspec.Struct, frozen=True):
     device: Annotated[int, Meta(ge=0, lt=1 << 16)]
     regions: Annotated[tuple[Region, ...], Meta(min_length=1)]
     staged: bool = False  # the regions are slots of a staging buffer, not the blocks of the cache
+    stage: Annotated[int, Meta(ge=0, lt=MAX_RANKS)] = 0  # of the pipeline; the regions are those of its layers
+    stages: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1  # pipeline parallel size
+
+    @property
+    def worker(self) -> int:
+        """Number of the worker among those of its engine."""
+        return self.stage * self.ranks + self.rank
+
+    @property
+    def workers(self) -> int:
+        """How many workers the engine has."""
+        return self.stages * self.ranks
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
@@ -203,7 +216,7 @@ class ReadsStarted(msgspec.Struct, frozen=True, tag="reads_started"):
 
 
 class ReadDone(msgspec.Struct, frozen=True, tag="read_done"):
-    """One of D's ``ranks`` ranks has read what it needs of a request; ``reader`` is D's own id of it."""
+    """Worker ``rank`` of D's ``ranks`` workers has read what it needs of a request; ``reader`` is D's own id of it."""
 
     request: RequestName
     reader: RequestName

@@ -63,6 +63,7 @@ def _state(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks: 
         )
     item = cache.element_size()
     return Region(
+        layer=name,
         base=cache.data_ptr(),
         count=blocks,
         heads=1,
@@ -125,6 +126,7 @@ def _region(name: str, cache: torch.Tensor, engine_config: EngineConfig, blocks:
             f"layer {name} keeps {rows * tokens} entries a block for {block_size} tokens; one for each is supported"
         )
     return Region(
+        layer=name,
         base=cache.data_ptr(),
         count=count,
         heads=heads,

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -25,7 +25,7 @@ from vllm.v1.request import Request
 from xpyd_connector.core.counters import StatsReport
 from xpyd_connector.errors import UnsupportedCache
 from xpyd_connector.settings import remarks
-from xpyd_connector.shell.engine_config import read_engine_config
+from xpyd_connector.shell.engine_config import WorkerRank, read_engine_config
 from xpyd_connector.shell.engine_waker import find_engine_waker
 from xpyd_connector.shell.fingerprint import fingerprint, info_labels
 from xpyd_connector.shell.kernel_layout import kernel_layout_of
@@ -61,7 +61,8 @@ class XpydConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
             self._scheduler = XpydConnectorScheduler(engine_config, settings, find_engine_waker())
             self._sides.append(self._scheduler)
         else:
-            self._worker = XpydConnectorWorker(engine_config, settings, get_tensor_model_parallel_rank())
+            rank = WorkerRank(get_tensor_model_parallel_rank(), get_pp_group().rank_in_group)
+            self._worker = XpydConnectorWorker(engine_config, settings, rank)
             self._sides.append(self._worker)
 
     def shutdown(self) -> None:
@@ -92,9 +93,11 @@ class XpydConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
         """Keep the pool in which leased blocks are pinned."""
         self._scheduler.bind_block_pool(gpu_block_pool)
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
         """Start the control thread: the workers have registered their memory."""
-        ours = {rank: md for rank, md in metadata.items() if isinstance(md, RankHandshake)}
+        ours = {md.rank.worker: md for md in metadata.values() if isinstance(md, RankHandshake)}
         if not ours:
             raise UnsupportedCache(
                 "another connector describes this engine's memory to peers; MultiConnector passes on what its first "

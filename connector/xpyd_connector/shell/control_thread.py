@@ -23,6 +23,7 @@ from xpyd_connector.core.session.worker_links import WorkerLinks
 from xpyd_connector.core.staging.decode_scheduler import StagingReceiver
 from xpyd_connector.core.staging.prefill_scheduler import StagingCoordinator
 from xpyd_connector.core.staging.slots import Slots
+from xpyd_connector.errors import UnsupportedCache
 from xpyd_connector.io.link import SocketLink
 from xpyd_connector.io.runner import Command, Runner
 from xpyd_connector.settings import Mode
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.xpyd")
 
 ControlResult: TypeAlias = LeaseEnded | LoadResult | BlocksReleased | LeaseLost | HandshakeEnded
-Handshakes: TypeAlias = Mapping[int, RankHandshake]  # by tensor-parallel rank
+Handshakes: TypeAlias = Mapping[int, RankHandshake]  # by worker
 
 
 class ControlThread:
@@ -131,8 +132,12 @@ class ControlThread:
 
 
 def _fingerprint(handshakes: Handshakes) -> Fingerprint:
-    """Return the fingerprint of any rank: they are equal."""
-    return next(iter(handshakes.values())).fingerprint
+    """Return the fingerprint of all workers; raises ``UnsupportedCache`` if they differ."""
+    found = {handshake.fingerprint for handshake in handshakes.values()}
+    if len(found) > 1:
+        attention = " and ".join(sorted(each.attention for each in found))
+        raise UnsupportedCache(f"pipeline stages with different attention backends ({attention}) are not supported")
+    return found.pop()
 
 
 def _ordered(handshakes: Handshakes) -> list[RankHandshake]:

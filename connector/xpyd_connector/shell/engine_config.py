@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
@@ -52,6 +53,14 @@ class EngineConfig:
     is_consumer: bool  # by kv_role: it loads KV
     staging_blocks: int = 0  # slots for each KV cache group in host memory; 0: no staging
     steps_independently: bool = True  # False: data-parallel ranks step together
+    stages: int = 1  # pipeline-parallel size
+
+
+class WorkerRank(NamedTuple):
+    """Which worker of an engine this is."""
+
+    tensor: int
+    stage: int = 0  # of the pipeline
 
 
 def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[EngineConfig, Settings]:
@@ -79,27 +88,34 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
         staging_blocks=_staging_blocks(config, cache, settings),
         # Data-parallel ranks of a mixture of experts step together: a rank that waits for KV would delay all others.
         steps_independently=config.parallel_config.data_parallel_size == 1,
+        stages=config.parallel_config.pipeline_parallel_size,
     )
+    _check_stages(engine_config)
     return engine_config, settings
+
+
+def _check_stages(engine_config: EngineConfig) -> None:
+    if engine_config.stages == 1:
+        return
+    if engine_config.staging_blocks or any(group.state for group in engine_config.groups):
+        kind = "host staging" if engine_config.staging_blocks else "a model that keeps a state"
+        raise UnsupportedCache(f"pipeline_parallel_size is {engine_config.stages}; with {kind} only 1 is supported")
 
 
 def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
     parallel = config.parallel_config
     for group in cache.kv_cache_groups:
         for spec in _specs(group.kv_cache_spec):
+            layer = f"layer {group.layer_names[0]}" if group.layer_names else "a layer of another pipeline stage"
             if isinstance(spec, MambaSpec):
-                _check_state(f"layer {group.layer_names[0]}", spec, config)
+                _check_state(layer, spec, config)
             if type(spec) not in SUPPORTED or not group.enable_kv_transfer or group.host_resident:
                 kinds = ", ".join(kind.__name__ for kind in SUPPORTED)
-                raise UnsupportedCache(
-                    f"layer {group.layer_names[0]} has a KV cache of kind {type(spec).__name__}; supported are {kinds}"
-                )
+                raise UnsupportedCache(f"{layer} has a KV cache of kind {type(spec).__name__}; supported are {kinds}")
     if config.model_config.enable_sleep_mode:
         raise UnsupportedCache(
             "enable_sleep_mode is on; memory that other engines reach must stay where it is, so engines cannot sleep"
         )
-    if parallel.pipeline_parallel_size != 1:
-        raise UnsupportedCache(f"pipeline_parallel_size is {parallel.pipeline_parallel_size}; only 1 is supported")
     if parallel.decode_context_parallel_size != 1:
         raise UnsupportedCache(
             f"decode_context_parallel_size is {parallel.decode_context_parallel_size}; only 1 is supported"

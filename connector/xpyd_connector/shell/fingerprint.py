@@ -48,7 +48,6 @@ def _from_config(config: VllmConfig, mode: Mode) -> Fingerprint:
         kv_heads=model.get_total_num_kv_heads(),
         head_size=model.get_head_size(),
         groups="",
-        pipeline_parallel=config.parallel_config.pipeline_parallel_size,
         attention="",
         mode=mode.value,
         revision=_revision(model),

@@ -207,6 +207,7 @@ class PrefillRequests:
             remote_block_ids=tuple(tuple(BlockId(block) for block in ids) for ids in blocks),
             remote_num_tokens=request.num_computed_tokens,
             tp_size=self._engine_config.ranks,
+            pp_size=self._engine_config.stages,
             transfer_mode=self._settings.mode.value,
             xpyd_prompt=digest(request, request.num_prompt_tokens),
             transfer_id=name if self._push_progress is not None else None,

@@ -7,7 +7,7 @@ from typing import Any
 from xpyd_connector.core.messages import MemoryKind, RankInfo, Region
 from xpyd_connector.io.nixl import register
 from xpyd_connector.shell.cache_regions import KernelLayout, describe_caches, place_of, spans_of
-from xpyd_connector.shell.engine_config import EngineConfig
+from xpyd_connector.shell.engine_config import EngineConfig, WorkerRank
 from xpyd_connector.shell.host_staging import (
     CopyRows,
     StagingBuffer,
@@ -30,7 +30,7 @@ class RegisteredMemory:
     """Registers memory with NIXL, once. Each role has its own buffer, because other threads grant its slots."""
 
     def __init__(
-        self, agent: Any, engine_config: EngineConfig, rank: int, caches: Tensors, kernel_layout: KernelLayout
+        self, agent: Any, engine_config: EngineConfig, rank: WorkerRank, caches: Tensors, kernel_layout: KernelLayout
     ) -> None:
         self._engine_config = engine_config
         self._rank = rank
@@ -78,7 +78,17 @@ class RegisteredMemory:
         engine_config = self._engine_config
         staged = buffer is not None
         regions = self._describe(caches, engine_config.blocks) if buffer is None else buffer.regions(self._describe)
-        info = RankInfo(self._rank, engine_config.ranks, self._metadata, self.kind, self.number, regions, staged)
+        info = RankInfo(
+            self._rank.tensor,
+            engine_config.ranks,
+            self._metadata,
+            self.kind,
+            self.number,
+            regions,
+            staged,
+            stage=self._rank.stage,
+            stages=engine_config.stages,
+        )
         return RoleMemory(info, buffer)
 
     def _describe(self, tensors: Tensors, blocks: int) -> tuple[Region, ...]:

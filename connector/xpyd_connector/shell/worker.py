@@ -33,7 +33,7 @@ from xpyd_connector.io.runner import Command, Runner
 from xpyd_connector.settings import Mode
 from xpyd_connector.shell.cache_regions import KernelLayout
 from xpyd_connector.shell.devices import Ready, computed
-from xpyd_connector.shell.engine_config import EngineConfig
+from xpyd_connector.shell.engine_config import EngineConfig, WorkerRank
 from xpyd_connector.shell.host_staging import CopyRows, StagingBuffer, ThreadCopier
 from xpyd_connector.shell.metadata import QuarantineMetadata, RankHandshake, StepMetadata
 from xpyd_connector.shell.network import bind_data_plane, open_link
@@ -52,7 +52,7 @@ TOKEN_BYTES = 32
 class XpydConnectorWorker:
     """vLLM's worker hooks."""
 
-    def __init__(self, engine_config: EngineConfig, settings: "Settings", rank: int) -> None:
+    def __init__(self, engine_config: EngineConfig, settings: "Settings", rank: WorkerRank) -> None:
         self._engine_config = engine_config
         self._settings = settings
         self._rank = rank
@@ -83,8 +83,8 @@ class XpydConnectorWorker:
         producer, consumer = memory.producer, memory.consumer
         self._handshake = RankHandshake(producer.info, consumer.info, fingerprint, os.urandom(TOKEN_BYTES))
         logger.info(
-            "xpyd: rank %d registered %d layers of %d blocks, %.3f GB of %s%s",
-            self._rank, len(caches), producer.info.regions[0].blocks, memory.gigabytes, memory.kind,
+            "xpyd: rank %d of stage %d registered %d layers of %d blocks, %.3f GB of %s%s",
+            *self._rank, len(caches), producer.info.regions[0].blocks, memory.gigabytes, memory.kind,
             " (staging)" if self._engine_config.staging_blocks else "",
         )  # fmt: skip
         mover = NixlTransferAgent(agent, memory.kind, memory.number)
@@ -94,9 +94,11 @@ class XpydConnectorWorker:
         elif not pulls and self._engine_config.is_producer:
             self._start_writer(mover, producer, self._handshake.token)
         if pulls and self._engine_config.is_producer and producer.buffer is not None:
-            self._start_stager(producer.buffer, WorkerHello(self._rank, self._handshake.token))
+            self._start_stager(producer.buffer, WorkerHello(producer.info.worker, self._handshake.token))
         elif not pulls and self._engine_config.is_consumer and consumer.buffer is not None:
-            self._start_stager(consumer.buffer, WorkerHello(self._rank, self._handshake.token, receives_pushes=True))
+            self._start_stager(
+                consumer.buffer, WorkerHello(consumer.info.worker, self._handshake.token, receives_pushes=True)
+            )
 
     def use_copy_operation(self, copy_rows: CopyRows) -> None:
         """Copy between device and host with vLLM's operation for this platform."""

@@ -96,8 +96,7 @@ class Reader:
     def pairs(self, case):
         for rank in range(case.ours.ranks):
             our = case.ours.info(self.memory.base, rank)
-            for peer in needed_ranks(our, case.theirs.ranks):
-                their = case.theirs.info(self.base, peer)
+            for their in needed_ranks(our, [case.theirs.info(self.base, peer) for peer in range(case.theirs.ranks)]):
                 check_shapes(our, their)
                 yield our, their
 

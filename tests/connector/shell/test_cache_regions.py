@@ -75,8 +75,9 @@ def test_a_contiguous_cache_is_one_run_of_blocks():
     (region,) = describe({"l.0": layer})
 
     assert region == Region(
-        layer.data_ptr(), BLOCKS, HEADS, TOKENS, WIDTH, HEADS * TOKENS * WIDTH, TOKENS * WIDTH, WIDTH, all_heads=HEADS
-    )
+        layer.data_ptr(), BLOCKS, HEADS, TOKENS, WIDTH, HEADS * TOKENS * WIDTH, TOKENS * WIDTH, WIDTH, all_heads=HEADS,
+        layer="l.0",
+    )  # fmt: skip
     assert (region.blocks, region.block_size) == (BLOCKS, TOKENS)
 
 

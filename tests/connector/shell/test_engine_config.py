@@ -1,5 +1,6 @@
 """What an engine is refused for at its start: it would fail under load, or answer from the wrong KV."""
 
+import dataclasses
 import warnings
 from types import SimpleNamespace
 
@@ -11,8 +12,10 @@ with warnings.catch_warnings():
     from vllm.platforms import current_platform
 
     from xpyd_connector.shell.devices import check_copies, check_events, computed
-    from xpyd_connector.shell.engine_config import _check_supported
+    from xpyd_connector.shell.engine_config import EngineConfig, _check_stages, _check_supported
 
+from xpyd_connector.core.ids import Address, EngineId
+from xpyd_connector.core.layout.cache_groups import CacheGroup
 from xpyd_connector.errors import UnsupportedCache
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
@@ -22,6 +25,22 @@ COPIES = SimpleNamespace(insert_blocks_to_device=print, swap_out_blocks_to_host=
 def config(*, sleep=False, pipeline=1):
     parallel = SimpleNamespace(pipeline_parallel_size=pipeline, decode_context_parallel_size=1)
     return SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(enable_sleep_mode=sleep))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [({"staging_blocks": 8}, "host staging"), ({"groups": (CacheGroup(4, state="x"),)}, "a model that keeps a state")],
+)
+def test_pipeline_stages_have_limits(changes, kind):
+    """Each stage stages, and keeps states, for itself: no test shows that these parts fit together."""
+    plain = EngineConfig(
+        EngineId("p"), Address("127.0.0.1", 1), (CacheGroup(4),), {}, 9, all_heads=1, ranks=1,
+        is_producer=True, is_consumer=True, stages=2,
+    )  # fmt: skip
+    _check_stages(plain)
+    _check_stages(dataclasses.replace(plain, stages=1, **changes))
+    with pytest.raises(UnsupportedCache, match=f"pipeline_parallel_size is 2; with {kind} only 1 is supported"):
+        _check_stages(dataclasses.replace(plain, **changes))
 
 
 def test_an_engine_that_may_sleep_is_refused():

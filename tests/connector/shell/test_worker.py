@@ -9,7 +9,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
     import torch
 
-    from xpyd_connector.shell.engine_config import EngineConfig
+    from xpyd_connector.shell.engine_config import EngineConfig, WorkerRank
     from xpyd_connector.shell.metadata import QuarantineMetadata, StepMetadata
     from xpyd_connector.shell.worker import XpydConnectorWorker
 
@@ -47,7 +47,7 @@ def worker():
     engine_config = EngineConfig(
         EngineId("d"), ADDRESS, groups, {"l.0": 0}, 10, all_heads=1, ranks=1, is_producer=True, is_consumer=True
     )
-    worker = XpydConnectorWorker(engine_config, Settings(), 0)
+    worker = XpydConnectorWorker(engine_config, Settings(), WorkerRank(0))
     worker._runner = Thread()  # registering a cache would start the real one, and NIXL
     return worker
 

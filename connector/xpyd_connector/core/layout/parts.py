@@ -1,9 +1,9 @@
 """How a load is cut into parts where host memory is too small for all of it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from xpyd_connector.core.ids import BlockId
-from xpyd_connector.core.layout.transfer_plan import TokenRange
+from xpyd_connector.core.layout.transfer_plan import TokenRange, shared_regions
 from xpyd_connector.core.messages import MAX_PART, RankInfo, Region
 
 SHARE = 4  # a part takes at most one such share of a staging buffer: several loads are under way at the same time
@@ -12,7 +12,7 @@ SHARE = 4  # a part takes at most one such share of a staging buffer: several lo
 def steps(ours: RankInfo, theirs: RankInfo) -> dict[int, int]:
     """Return how many tokens of each KV cache group fit into one part; groups without a limit are left out."""
     found: dict[int, int] = {}
-    for our, their in zip(ours.regions, theirs.regions, strict=True):
+    for our, their in shared_regions(ours, theirs):
         whole = max(our.block_size, their.block_size)
         for region, info in ((our, ours), (their, theirs)):
             if info.staged:
@@ -35,9 +35,15 @@ def share_of(region: Region) -> int:
     return min(MAX_PART, max(1, (region.blocks - 1) // SHARE))
 
 
-def block_sizes(rank: RankInfo) -> dict[int, int]:
-    """Return the tokens of one block of each KV cache group."""
-    return {region.group: region.block_size for region in rank.regions}
+def block_sizes(*ranks: RankInfo) -> dict[int, int]:
+    """Return the tokens of one block of each KV cache group that one of an engine's ranks has layers of."""
+    return {region.group: region.block_size for rank in ranks for region in rank.regions}
+
+
+def of_rank(token_ranges: Iterable[TokenRange], rank: RankInfo) -> list[TokenRange]:
+    """Return the token ranges of the KV cache groups that a rank has layers of: a pipeline stage may lack some."""
+    groups = {region.group for region in rank.regions}
+    return [each for each in token_ranges if each.group in groups]
 
 
 def cut(token_ranges: Sequence[TokenRange], ours: RankInfo, theirs: RankInfo) -> list[list[TokenRange]]:
@@ -46,16 +52,16 @@ def cut(token_ranges: Sequence[TokenRange], ours: RankInfo, theirs: RankInfo) ->
     Parts begin and end with whole blocks on both sides, but for the first and the last.
     """
     limits, here, there = steps(ours, theirs), block_sizes(ours), block_sizes(theirs)
-    pieces = [list(_pieces(each, limits.get(each.group), here[each.group], there[each.group])) for each in token_ranges]
+    pieces = [
+        list(_pieces(each, limits[each.group], here[each.group], there[each.group])) if each.group in limits else [each]
+        for each in token_ranges
+    ]
     return [
         [group[number] for group in pieces if number < len(group)] for number in range(max(map(len, pieces), default=0))
     ]
 
 
-def _pieces(whole: TokenRange, step: int | None, here: int, there: int) -> Iterator[TokenRange]:
-    if step is None:
-        yield whole
-        return
+def _pieces(whole: TokenRange, step: int, here: int, there: int) -> Iterator[TokenRange]:
     start = whole.start
     while start < whole.stop:
         stop = min(whole.stop, (start // step + 1) * step)

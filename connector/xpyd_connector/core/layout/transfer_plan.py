@@ -1,8 +1,9 @@
 """Plans the byte runs of a transfer between two engines that keep the same KV in different shapes.
 
-Engines may differ in tensor parallelism, block size and layout. A plan is one table of runs: remote address, local
-address, bytes. Runs that are adjacent on both sides are merged, across blocks and layers. Block 0, vLLM's null block
-(``v1/core/block_pool.py``), is never transferred, so no run reaches from one layer's tensor into the tensor behind it.
+Engines may differ in tensor and pipeline parallelism, block size and layout. A plan is one table of runs: remote
+address, local address, bytes. Runs that are adjacent on both sides are merged, across blocks and layers. Block 0,
+vLLM's null block (``v1/core/block_pool.py``), is never transferred, so no run reaches from one layer's tensor into the
+tensor behind it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -77,26 +78,55 @@ def head_sources(all_heads: int, ranks: int, ranks_here: int, rank_here: int) ->
     return tuple(HeadSource(begin // each, begin, end) for begin, end in pairwise(cuts))
 
 
-def needed_ranks(ours: RankInfo, ranks_there: int) -> tuple[int, ...]:
-    """Return the ranks of a prefill engine of ``ranks_there`` ranks that our rank, of a decode engine, reads from."""
-    layers = {region.all_heads for region in ours.regions}
-    found = {owner.rank for heads in layers for owner in head_sources(heads, ranks_there, ours.ranks, ours.rank)}
-    return tuple(sorted(found))
+def provides(source: RankInfo, target: RankInfo) -> bool:
+    """Return whether a prefill engine's rank has KV that a decode engine's rank gets from it.
 
-
-def served_ranks(ours: RankInfo, ranks_there: int) -> tuple[int, ...]:
-    """Return the ranks of a decode engine of ``ranks_there`` ranks that need KV from our rank, of a prefill engine.
-
-    The result is empty if other ranks of ours with the same heads serve all of them.
+    Not if they are stages without a layer in common, or if other ranks with the same heads serve the target.
     """
-    layers = {region.all_heads for region in ours.regions}
+    return any(
+        owner.rank == source.rank
+        for heads in {region.all_heads for region, _ in shared_regions(source, target)}
+        for owner in head_sources(heads, source.ranks, target.ranks, target.rank)
+    )
 
-    def serves(rank: int) -> bool:
-        return any(
-            owner.rank == ours.rank for heads in layers for owner in head_sources(heads, ours.ranks, ranks_there, rank)
-        )
 
-    return tuple(rank for rank in range(ranks_there) if serves(rank))
+def needed_ranks(ours: RankInfo, theirs: Sequence[RankInfo]) -> tuple[RankInfo, ...]:
+    """Return the ranks of a prefill engine that our rank, of a decode engine, reads from.
+
+    Raises :exc:`~xpyd_connector.errors.IncompatiblePeer` if they do not have all of our layers and heads.
+    """
+    known = {(layer, info.rank): info for info in theirs for layer in _by_layer(info)}
+    found: dict[int, RankInfo] = {}
+    for layer, heads in sorted({(region.layer, region.all_heads) for region in ours.regions}):
+        for owner in head_sources(heads, theirs[0].ranks, ours.ranks, ours.rank):
+            if (info := known.get((layer, owner.rank))) is None:
+                raise IncompatiblePeer(
+                    f"it says nothing of {layer or 'the layers'} on its rank {owner.rank}, which is needed here"
+                )
+            found[info.worker] = info
+    return tuple(found[worker] for worker in sorted(found))
+
+
+def shared_regions(ours: RankInfo, theirs: RankInfo) -> list[tuple[Region, Region]]:
+    """Return the regions of the layers that both ranks have, in our order: ranks of two pipelines share a part."""
+    there = _by_layer(theirs)
+    return [pair for layer, here in _by_layer(ours).items() for pair in zip(here, there.get(layer, ()), strict=False)]
+
+
+def _by_layer(info: RankInfo) -> dict[str, list[Region]]:
+    found: dict[str, list[Region]] = {}
+    for region in info.regions:
+        found.setdefault(region.layer, []).append(region)
+    return found
+
+
+def check_layers(ours: Sequence[RankInfo], theirs: Sequence[RankInfo]) -> None:
+    """Raise :exc:`~xpyd_connector.errors.IncompatiblePeer` unless both engines have the same layers in all stages."""
+    here, there = ({region.layer for info in infos for region in info.regions} for infos in (ours, theirs))
+    if here != there:
+        odd = min(here ^ there)
+        having, lacking = ("we have", "it lacks") if odd in here else ("it has", "we lack")
+        raise IncompatiblePeer(f"{having} the layer {odd}, which {lacking}")
 
 
 def check_shapes(ours: RankInfo, theirs: RankInfo) -> None:
@@ -104,11 +134,16 @@ def check_shapes(ours: RankInfo, theirs: RankInfo) -> None:
 
     Check every pair of ranks before a :class:`Route` is built for it.
     """
-    if len(ours.regions) != len(theirs.regions):
-        raise IncompatiblePeer(
-            f"its cache has {len(theirs.regions)} regions, ours has {len(ours.regions)}; they must be equal"
-        )
-    for number, (our, their) in enumerate(zip(ours.regions, theirs.regions, strict=True)):
+    if (ours.staged or theirs.staged) and max(ours.stages, theirs.stages) > 1:
+        raise IncompatiblePeer("an engine with pipeline stages exchanges no KV with one that has host staging")
+    there = _by_layer(theirs)
+    for layer, regions in _by_layer(ours).items():
+        if layer in there and len(regions) != len(there[layer]):
+            raise IncompatiblePeer(
+                f"its cache has {len(there[layer])} regions of {layer or 'all layers'}, ours has {len(regions)}; they "
+                "must be equal"
+            )
+    for number, (our, their) in enumerate(shared_regions(ours, theirs)):
         fault = next(_faults(ours, our, theirs, their), None)
         if fault is not None:
             raise IncompatiblePeer(f"region {number}: {fault}")
@@ -252,10 +287,11 @@ class _SameLayout(NamedTuple):
 class Route:
     """The transfer between one of our ranks and one of the peer's. Built once per pair of ranks."""
 
-    def __init__(self, ours: RankInfo, theirs: RankInfo, heads: Sequence[tuple[int, int]]) -> None:
-        """Transfer heads ``first`` to ``last`` (excluded) of each region, after :func:`check_shapes`."""
+    def __init__(self, ours: RankInfo, theirs: RankInfo, *, source: RankInfo, target: RankInfo) -> None:
+        """Transfer what ``target`` gets from ``source``, which are these two, after :func:`check_shapes`."""
         alike: dict[tuple[int, _BlockGeometry, _BlockGeometry, int], list[tuple[int, int, int]]] = {}
-        for our, their, (first, last) in zip(ours.regions, theirs.regions, heads, strict=True):
+        for our, their in shared_regions(ours, theirs):
+            first, last = _shared_heads(our, source, target)
             if first < last:
                 key = (our.group, _geometry("the peer's", their), _geometry("our", our), last - first)
                 base = (_head_address(theirs, their, first), _head_address(ours, our, first), 0)
@@ -289,12 +325,12 @@ class Route:
 
 def pull_route(ours: RankInfo, theirs: RankInfo) -> Route:
     """Return the route from a prefill engine's rank to our rank, of a decode engine; it may be empty."""
-    return Route(ours, theirs, [_shared_heads(region, theirs, ours) for region in ours.regions])
+    return Route(ours, theirs, source=theirs, target=ours)
 
 
 def push_route(ours: RankInfo, theirs: RankInfo) -> Route:
     """Return the route from our rank, of a prefill engine, to a decode engine's rank; it may be empty."""
-    return Route(ours, theirs, [_shared_heads(region, ours, theirs) for region in ours.regions])
+    return Route(ours, theirs, source=ours, target=theirs)
 
 
 def merge(runs: Spans) -> Spans:

@@ -15,7 +15,7 @@ from math import inf
 
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import BlockId, ConnId, RequestId
-from xpyd_connector.core.layout.parts import cut, most_blocks
+from xpyd_connector.core.layout.parts import cut, most_blocks, of_rank
 from xpyd_connector.core.layout.transfer_plan import TokenRange
 from xpyd_connector.core.messages import DropLeases, FenceResult, PartRefused, PartStaged, RankInfo, ReadDone, StagePart
 from xpyd_connector.core.ports import ConnectionLost, Link, LinkEvent, MessageReceived, TransferAgent
@@ -176,7 +176,8 @@ class PullReader:
     # ---- one part
 
     def _begin(self, load: Load, now: float) -> None:
-        load.parts = deque(cut(load.order.token_ranges, self._own, self._remote_engines[load.order.engine].theirs))
+        token_ranges = of_rank(load.order.token_ranges, self._own)
+        load.parts = deque(cut(token_ranges, self._own, self._remote_engines[load.order.engine].theirs))
         self._read_next_part(load, now)
 
     def _read_next_part(self, load: Load, now: float) -> None:
@@ -185,7 +186,7 @@ class PullReader:
         if not load.parts:
             load.on(LoadEvent.READ)
             self._extend(load, now)
-            self._send(load, ReadDone(order.remote_request, order.request, own.rank, own.ranks))
+            self._send(load, ReadDone(order.remote_request, order.request, own.worker, own.workers))
             return
         if not theirs.staged:
             self._read(load, load.parts[0], now)

@@ -104,7 +104,7 @@ class _EarlyInterest:
 class _DecodePeer:
     """A decode engine: the memory of its ranks, and its registrations."""
 
-    ranks: dict[int, RankInfo] = field(default_factory=dict[int, RankInfo])
+    ranks: dict[int, RankInfo] = field(default_factory=dict[int, RankInfo])  # by worker
     pushes: dict[RequestId, _Push] = field(default_factory=dict[RequestId, _Push])
     lent: Counter[int] = field(default_factory=Counter[int])  # blocks of all pushes, by KV cache group
     capacity: dict[int, int] = field(default_factory=dict[int, int])  # blocks that there are, by KV cache group
@@ -112,7 +112,7 @@ class _DecodePeer:
     @property
     def is_known(self) -> bool:
         """Whether it has told us the memory of all of its ranks."""
-        return bool(self.ranks) and len(self.ranks) == next(iter(self.ranks.values())).ranks
+        return bool(self.ranks) and len(self.ranks) == next(iter(self.ranks.values())).workers
 
     def can_lend(self, order: RegisterPush) -> bool:
         """Whether it can lend these blocks, too: it cannot lend a block twice."""
@@ -124,7 +124,12 @@ class _DecodePeer:
     def add_rank(self, rank: RankInfo) -> bool:
         """Take the memory of a rank in; false if it cannot be, or is known and differs."""
         known = next(iter(self.ranks.values()), rank)
-        if rank.rank >= rank.ranks or rank.ranks != known.ranks or self.ranks.setdefault(rank.rank, rank) != rank:
+        if (
+            rank.rank >= rank.ranks
+            or rank.stage >= rank.stages
+            or (rank.ranks, rank.stages) != (known.ranks, known.stages)
+            or self.ranks.setdefault(rank.worker, rank) != rank
+        ):
             return False
         self.capacity.update({region.group: region.blocks for region in rank.regions})
         return True

@@ -15,7 +15,7 @@ from math import lcm
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import BlockId, ConnId, EngineEndpoint, RequestId
 from xpyd_connector.core.layout.parts import block_sizes, cut
-from xpyd_connector.core.layout.transfer_plan import TokenRange, check_shapes, push_route, served_ranks
+from xpyd_connector.core.layout.transfer_plan import TokenRange, check_shapes, provides, push_route, shared_regions
 from xpyd_connector.core.messages import (
     MAX_REASON,
     LentBlocks,
@@ -68,7 +68,7 @@ class PushWriter:
         self._counters = counters
         self._own = own
         self._states = {region.group for region in own.regions if region.state}  # the groups that keep one
-        self._scheduler = SchedulerLink(link, scheduler_endpoint, WorkerHello(own.rank, token))
+        self._scheduler = SchedulerLink(link, scheduler_endpoint, WorkerHello(own.worker, token))
         self._timeout = timeout
         self._part_writer = PartWriter(transfer_agent, counters, timeout=timeout, staging=staging)
         self._sources: dict[RequestId, PromptBlocks] = {}
@@ -136,11 +136,14 @@ class PushWriter:
                 self._counters.count("unknown_transfer_messages")
 
     def _attach(self, peer: DecodeTarget, theirs: RankInfo) -> None:
-        peer.rank = theirs
         try:
             check_shapes(self._own, theirs)
-            if theirs.rank not in peer.remote_ranks and theirs.rank in served_ranks(self._own, theirs.ranks):
-                peer.remote_ranks[theirs.rank] = RemoteRank(
+            if theirs.worker in peer.remote_ranks or not shared_regions(self._own, theirs):
+                return
+            peer.rank = theirs
+            peer.block_sizes |= block_sizes(theirs)
+            if provides(self._own, theirs):
+                peer.remote_ranks[theirs.worker] = RemoteRank(
                     self._transfer_agent.attach(theirs), push_route(self._own, theirs)
                 )
         except ConnectorError as exc:
@@ -207,14 +210,9 @@ class PushWriter:
         wanted = max(lent.stop for lent in job.order.groups)
         if source.complete:
             return wanted
-        step = lcm(*self._block_sizes(job))
+        step = lcm(*block_sizes(self._own).values(), *self._peers[job.peer].block_sizes.values())
         computed = min(source.tokens, wanted - 1) if self._states else source.tokens  # a state belongs to the last part
         return computed // step * step
-
-    def _block_sizes(self, job: PushJob) -> list[int]:
-        theirs = self._peers[job.peer].rank
-        ranks = (self._own,) if theirs is None else (self._own, theirs)
-        return [size for rank in ranks for size in block_sizes(rank).values()]
 
     def _objection(self, job: PushJob, source: PromptBlocks) -> str:
         order, wanted = job.order, max(lent.stop for lent in job.order.groups)
@@ -238,12 +236,13 @@ class PushWriter:
         job.sent = until
         if peer.rank is None or not peer.remote_ranks:
             return  # other ranks of ours keep the same heads
-        sizes, theirs = block_sizes(self._own), block_sizes(peer.rank)
+        sizes, theirs = block_sizes(self._own), peer.block_sizes
         token_ranges = [
             _state(group, lent, until, source.groups[group])
             if group in self._states
             else _stretch(group, lent, (sent, until), source.groups[group], (sizes[group], theirs[group]))
             for group, lent in enumerate(job.order.groups)
+            if group in sizes and group in theirs  # a pipeline stage may have no layer of a group
         ]
         try:
             for part in cut([each for each in token_ranges if each.start < each.stop], self._own, peer.rank):

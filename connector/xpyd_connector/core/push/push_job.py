@@ -102,5 +102,6 @@ class DecodeTarget:
     remote_ranks: dict[int, RemoteRank] = field(
         default_factory=dict[int, RemoteRank]
     )  # its ranks that take something of ours
-    rank: RankInfo | None = None  # one of its ranks: in what is not an address, all are alike
+    rank: RankInfo | None = None  # one of its ranks that have layers of ours
+    block_sizes: dict[int, int] = field(default_factory=dict[int, int])  # tokens, by KV cache group, of these ranks
     objection: str = ""  # why its memory cannot be used

@@ -11,7 +11,7 @@ from typing import Final
 
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import Address, ConnId, EngineId
-from xpyd_connector.core.layout.transfer_plan import check_shapes
+from xpyd_connector.core.layout.transfer_plan import check_layers, check_shapes
 from xpyd_connector.core.messages import PROTOCOL, Fingerprint, RankInfo, Welcome
 from xpyd_connector.core.ports import ConnectFailed, ConnectionLost, Link, LinkEvent, PeerConnected
 from xpyd_connector.core.state_machine import transition
@@ -209,6 +209,8 @@ class PeerTable:
 
     def _difference(self, welcome: Welcome) -> str | None:
         try:
+            if self._ranks:
+                check_layers(self._ranks, welcome.ranks)
             for ours in self._ranks:
                 for theirs in welcome.ranks:
                     check_shapes(ours, theirs)

@@ -66,17 +66,12 @@ class RemoteEngines:
             for remote_rank in reached.remote_ranks:
                 self._transfer_agent.detach(remote_rank.handle)
 
-    def _needed(self, engine: EngineId, ranks: Sequence[RankInfo]) -> list[RankInfo]:
-        known = {info.rank: info for info in ranks}
-        if not known:
+    def _needed(self, engine: EngineId, ranks: Sequence[RankInfo]) -> Sequence[RankInfo]:
+        if not ranks:
             raise IncompatiblePeer(f"engine {engine} has no ranks")
-        if len(sizes := sorted({info.ranks for info in known.values()})) > 1:
-            raise IncompatiblePeer(f"ranks of engine {engine} say that there are {sizes[0]} and {sizes[1]} of them")
-        for theirs in known.values():
+        if len(sizes := sorted({(info.stages, info.ranks) for info in ranks})) > 1:
+            one, other = (stages * size for stages, size in sizes[:2])
+            raise IncompatiblePeer(f"ranks of engine {engine} say that there are {one} and {other} of them")
+        for theirs in ranks:
             check_shapes(self._own, theirs)
-        wanted = needed_ranks(self._own, sizes[0])
-        if missing := [rank for rank in wanted if rank not in known]:
-            raise IncompatiblePeer(
-                f"engine {engine} says nothing of its rank {missing[0]}, whose heads are needed here"
-            )
-        return [known[rank] for rank in wanted]
+        return needed_ranks(self._own, ranks)

@@ -16,9 +16,9 @@ from xpyd_connector.core.layout.transfer_plan import (
     heads_of,
     merge,
     needed_ranks,
+    provides,
     pull_route,
     push_route,
-    served_ranks,
 )
 from xpyd_connector.core.messages import RankInfo, Region
 from xpyd_connector.errors import IncompatiblePeer, ProtocolViolation
@@ -230,9 +230,9 @@ def check_world(world, *, pull):
 
 def check_reached(world, reached):
     """Check that engines know beforehand whom they meet: with every group moved, just those that moved something."""
-    sources, targets = len(world.sources), len(world.targets)
-    needed = {(s, target.info.rank) for target in world.targets for s in needed_ranks(target.info, sources)}
-    served = {(source.info.rank, t) for source in world.sources for t in served_ranks(source.info, targets)}
+    sources, targets = ([side.info for side in sides] for sides in (world.sources, world.targets))
+    needed = {(source.rank, target.rank) for target in targets for source in needed_ranks(target, sources)}
+    served = {(source.rank, target.rank) for source in sources for target in targets if provides(source, target)}
     assert needed == served
     assert reached <= needed
     if all(group.start < group.stop for group in world.groups):
@@ -519,7 +519,7 @@ def test_memory_may_end_at_the_highest_address():
 
 def test_a_differing_number_of_regions_is_refused_with_both_numbers():
     """Otherwise a layer would stay unread."""
-    with pytest.raises(IncompatiblePeer, match="its cache has 2 regions, ours has 3; they must be equal"):
+    with pytest.raises(IncompatiblePeer, match="its cache has 2 regions of all layers, ours has 3; they must be equal"):
         check_shapes(shaped("LBHNC"), shaped("LBHNC", layers=2))
 
 

@@ -50,8 +50,8 @@ def test_all_are_attached_or_none(broken):
     ("ranks", "sentence"),
     [
         ([], "engine p0 has no ranks"),
-        (engine(4)[:3], "engine p0 says nothing of its rank 3, whose heads are needed here"),
-        ([*engine(4)[:3], changed(rank_of(3, 4), regions=())], "0 regions, ours has 1"),
+        (engine(4)[:3], "it says nothing of the layers on its rank 3, which is needed here"),
+        ([*engine(4)[:3], changed(rank_of(3, 4), regions=())], "it says nothing of the layers on its rank 3"),
     ],
 )
 def test_an_engine_that_says_too_little_is_refused(ranks, sentence):

@@ -2,12 +2,19 @@
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.unequal import A, Model, Shape, UnequalWorld
+from support import unequal_mutants as mutants
+from support.mutation import NOTICED, each_mutant
+from support.unequal import HOME, A, Model, P, Shape, T, UnequalWorld
+from xpyd_connector.core.control import ControlPlane
+from xpyd_connector.core.layout.transfer_plan import check_layers, needed_ranks
+from xpyd_connector.core.lease.kv_params import PushParams
 from xpyd_connector.core.messages import PushWritten
 from xpyd_connector.core.results import LoadResult
+from xpyd_connector.errors import ConnectorError, IncompatiblePeer
 
 TP = [
     (heads, p, d)
@@ -20,7 +27,7 @@ def pulled(*args, **options):
     world = UnequalWorld(*args, **options)
     world.pull()
     world.run()
-    assert world.results() == [LoadResult(A, "")] * world.d.shape.ranks
+    assert world.results() == [LoadResult(A, "")] * world.d.shape.workers
     world.check()
     return world
 
@@ -43,13 +50,24 @@ SIZES = st.sampled_from([(4, 4), (4, 8), (8, 4), (8, 8), (4, 16), (16, 8)])
 
 
 @st.composite
+def stages(draw, layers):
+    """Cut so many layers into pipeline stages."""
+    cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=3))) if layers > 1 else []
+    return tuple(stop - start for start, stop in itertools.pairwise([0, *cuts, layers]))
+
+
+@st.composite
 def worlds(draw):
     """A model, two engines for it, and a prompt."""
     heads, p, d = draw(st.sampled_from(TP))
     groups = draw(st.lists(st.tuples(SIZES, st.sampled_from([0, 0, 2, 5, 9, 30])), min_size=1, max_size=3))
-    model = Model(heads, tuple(window for _, window in groups))
+    model = Model(heads, tuple(window for _, window in groups), depth=draw(st.integers(1, 3)))
     prompt = draw(st.integers(2, 60))
-    shapes = Shape(p, tuple(size for (size, _), _ in groups)), Shape(d, tuple(size for (_, size), _ in groups))
+    cuts = draw(stages(len(model.layers))), draw(stages(len(model.layers)))
+    shapes = (
+        Shape(p, tuple(size for (size, _), _ in groups), cuts[0]),
+        Shape(d, tuple(size for (_, size), _ in groups), cuts[1]),
+    )
     external = draw(st.integers(1, prompt - 1))
     return {"model": model, "p": shapes[0], "d": shapes[1], "prompt": prompt, "external": external}
 
@@ -65,9 +83,103 @@ def test_any_two_engines_push(options, chunks):
     """And wherever a step ends: nothing is written before it is complete, and nothing twice."""
     world = pushed(**options, chunks=sorted(chunk for chunk in chunks if chunk < options["prompt"]))
     moved = sum(sample.bytes for sample in world.p.counters.take().transfers)
-    there = sum(piece != b"before" for rank in range(world.d.shape.ranks) for piece in world.d.memory(rank))
+    there = sum(piece != b"before" for info in world.d.infos for piece in world.d.memory(info.worker))
 
     assert moved == there * 64
+
+
+@pytest.mark.parametrize("tp", [(1, 1), (1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize(("p", "d"), [((3, 3), ()), ((), (1, 5)), ((4, 2), (1, 2, 3)), ((1, 2, 3), (3, 3))], ids=str)
+@pytest.mark.parametrize("move", [pulled, pushed])
+def test_pipeline_stages_that_are_cut_differently(move, p, d, tp):
+    """Each worker reads or writes the layers that it shares with a worker of the other engine. One group is apart."""
+    model = Model(2, (0, 5), depth=3)
+    world = move(model, Shape(tp[0], (4, 8), p), Shape(tp[1], (8, 4), d), prompt=37)
+    (ended,) = world.p.lease_manager.take_released()
+
+    assert ended.why.name == "DONE"
+
+
+def test_a_lease_of_stages_ends_when_the_last_stage_has_read():
+    """Two stages of two ranks are four readers, also if ranks of different stages have the same number."""
+    world = UnequalWorld(Model(2, depth=2), Shape(2, stages=(1, 1)), Shape(2, stages=(1, 1)))
+    world.d.movers[3].stuck = True
+    world.pull()
+    world.run()
+    assert world.results() == [LoadResult(A, "")] * 3
+    assert world.p.lease_manager.take_released() == []
+    world.d.movers[3].stuck = False
+    world.run()
+
+    assert world.results() == [LoadResult(A, "")]
+    assert len(world.p.lease_manager.take_released()) == 1
+
+
+def test_layers_that_one_engine_lacks_are_named():
+    """D's plan is the union over the stages of P: what is missing there would stay unread."""
+    ours, theirs = (UnequalWorld(Model(depth=depth)).p.infos for depth in (2, 3))
+    check_layers(ours, UnequalWorld(Model(depth=2), Shape(stages=(1, 1))).p.infos)
+    with pytest.raises(IncompatiblePeer, match=r"it has the layer 2\.0, which we lack"):
+        check_layers(ours, theirs)
+    with pytest.raises(IncompatiblePeer, match=r"we have the layer 2\.0, which it lacks"):
+        check_layers(theirs, ours)
+    with pytest.raises(IncompatiblePeer, match=r"it says nothing of 2\.0 on its rank 0"):
+        needed_ranks(theirs[0], ours)
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_engines_of_other_shapes_are_known_before_a_load(mode):
+    """In both modes; P's blocks are free as soon as D knows it."""
+    world = UnequalWorld(p=Shape(sizes=(8,)), d=Shape(sizes=(12,)))
+    p, d, coordinator = world.p, world.d, {}
+    if mode == "push":
+        coordinator["push_coordinator"] = p.push_coordinator
+    control = ControlPlane(p.lease_manager, p.lease_renewer, p.peers, p.counters, **coordinator)
+    p.cores = [(p.link, control)]
+    d.cores = [(d.link, ControlPlane(d.lease_manager, d.lease_renewer, d.peers, d.counters))]
+    control.grant(T, now=0.0)
+    d.lease_renewer.start_renewing(A, PushParams(P, *HOME[P], T, T), now=0.0)
+    d.lease_renewer.report_handshake(P)
+    world.run()
+    (ended,) = d.lease_renewer.take_handshakes()
+    d.lease_renewer.release(A, P)
+    world.run()
+    released = p.lease_manager.take_released()
+
+    assert ended.objection == "region 0: its blocks have 8 tokens, ours 12; one must be a multiple of the other"
+    assert [lease.why.name for lease in released] == ["DROPPED"]
+
+
+def two_stages_are_read():
+    test_pipeline_stages_that_are_cut_differently(pulled, (3, 3), (), (1, 2))
+
+
+def two_stages_are_written():
+    test_pipeline_stages_that_are_cut_differently(pushed, (4, 2), (1, 2, 3), (1, 1))
+
+
+def other_shapes():
+    test_engines_of_other_shapes_are_known_before_a_load("push")
+
+
+MUTANTS = [
+    (mutants.read_from_one_stage, two_stages_are_read),
+    (mutants.take_ranks_for_workers, test_a_lease_of_stages_ends_when_the_last_stage_has_read),
+    (mutants.take_ranks_for_workers, two_stages_are_written),
+    (mutants.pair_layers_by_their_place, two_stages_are_read),
+    (mutants.pair_layers_by_their_place, two_stages_are_written),
+    (mutants.write_to_one_stage, two_stages_are_written),
+    (mutants.compare_no_shapes, other_shapes),
+    (mutants.keep_leases_of_engines_that_differ, other_shapes),
+]
+
+
+@each_mutant(MUTANTS)
+def test_a_broken_rule_is_noticed(mutate, story, monkeypatch):
+    """Each rule turned off makes its story fail."""
+    mutate(monkeypatch)
+    with pytest.raises((*NOTICED, ConnectorError)):
+        story()
 
 
 def test_block_sizes_that_have_only_a_multiple_in_common():

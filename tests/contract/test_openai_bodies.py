@@ -349,7 +349,7 @@ def json_values():
 
 
 @pytest.mark.parametrize("api", Api)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_the_decode_leg_is_what_the_client_wrote_to_the_byte(models, api, data):
     """Every field of vLLM's model, and unknown ones, with any value, in any order; only the parameters are added.

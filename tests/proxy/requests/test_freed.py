@@ -18,7 +18,7 @@ QUICK = {"prefill_timeout_s": 0.2, "first_token_timeout_s": 0.2, "stream_idle_ti
 
 @pytest.fixture(autouse=True)
 def collector_at_rest():
-    gc.collect()  # what lives now is old, and what is made from now on is young
+    gc.collect(0)  # what lives now is older, and what is made from now on is young
     gc.disable()
     yield
     gc.enable()

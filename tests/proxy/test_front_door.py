@@ -649,6 +649,7 @@ UNFINISHED = {
 }
 
 
+@pytest.mark.slow  # 60 MB to a router of its own
 @pytest.mark.parametrize("shape", UNFINISHED)
 def test_bodies_are_charged_while_they_come(tmp_path, shape):
     """Forty that are not complete hold no more than max_inflight_bytes; and all of it is given back."""

@@ -444,6 +444,7 @@ QUICK = {"deadline": None, "report_multiple_bugs": False, "phases": [Phase.expli
 CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 
 
+@pytest.mark.slow  # 150 scenes, of a tenth of a second each
 @pytest.mark.timeout(300)
 @given(scene=scenes())
 @example(scene=Scene((ordinary(), ordinary(stream=True)), {"prefill": (), "decode": ()}, BOTH))

@@ -118,6 +118,7 @@ async def order(client, router, verb, address):
     return (await client.post(f"{router.url}/instances/{verb}", headers=KEY, json=body)).status_code
 
 
+@pytest.mark.slow  # 90 changes through three routers, on each kind of store
 @pytest.mark.parametrize("kind", [File, ConfigMap, Redis])
 async def test_of_90_adds_and_removes_at_the_same_time_all_are_kept(kind, tmp_path, capsys):
     """60 engines are added through three routers and 30 of them removed again through others."""
@@ -148,6 +149,7 @@ async def _removed(client, router, address):
     return code
 
 
+@pytest.mark.slow  # the outage lasts some seconds
 @pytest.mark.parametrize("kind", [ConfigMap, Redis])
 async def test_an_outage_of_the_store_stops_no_request_and_loses_no_engine(kind, tmp_path):
     """The last view serves; what cannot be kept is refused with 503; afterwards all routers agree again."""

@@ -428,6 +428,7 @@ class Flood:
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
 
+@pytest.mark.slow  # 64 MiB
 @pytest.mark.parametrize("way", WAYS)
 def test_a_slow_client_holds_up_its_engine(way):
     """The router keeps little of 64 MiB for a client that does not read; then all of it arrives."""
@@ -445,6 +446,7 @@ def test_a_slow_client_holds_up_its_engine(way):
         assert len(body) == Flood.EVENTS * len(Flood.EVENT) + len("data: [DONE]\n\n")
 
 
+@pytest.mark.slow  # the same
 @pytest.mark.parametrize("way", WAYS)
 def test_a_slow_client_is_not_held_against_its_engine(way):
     """An engine that may not send is not silent: its stream goes on when the client reads again."""
@@ -469,6 +471,7 @@ def test_a_client_that_leaves_is_noticed_though_it_has_asked_for_more():
         until(lambda: served.router.lifetime.in_flight == 0)
 
 
+@pytest.mark.slow  # the same
 def test_a_slow_client_is_waited_for_though_it_has_asked_for_more():
     """The stream in front goes on when it reads again, and then the next request has its turn."""
     flood = Flood()

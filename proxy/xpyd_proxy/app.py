@@ -36,7 +36,7 @@ from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import EngineSource, Target
 from xpyd_proxy.core.http.address_allowlist import AllowList
-from xpyd_proxy.core.http.origins import Sites, check_open
+from xpyd_proxy.core.http.origins import Sites
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
@@ -47,7 +47,6 @@ from xpyd_proxy.core.routing.policies.power_of_two import PowerOfTwo
 from xpyd_proxy.core.routing.policies.prefix import Prefix
 from xpyd_proxy.core.routing.policies.round_robin import Rotation, RoundRobin
 from xpyd_proxy.core.routing.policies.session import Session
-from xpyd_proxy.core.routing.request_rules import rules_of
 from xpyd_proxy.core.routing.retries import MOST_RETRIES, RetryBudget
 from xpyd_proxy.core.routing.session_ids import SessionIds
 from xpyd_proxy.core.workers.instance_ids import Verb
@@ -73,7 +72,7 @@ from xpyd_proxy.io.wire.connection_guard import Guard, resolved
 from xpyd_proxy.io.wire.pool import Dial
 from xpyd_proxy.io.workers.context import WorkerContext
 from xpyd_proxy.io.workers.group import worker_group
-from xpyd_proxy.live import Live, limits_of
+from xpyd_proxy.live import Live, check
 from xpyd_proxy.requests.body_reader import BodyReader
 from xpyd_proxy.requests.gate import Gate
 from xpyd_proxy.requests.intake import Intake
@@ -118,7 +117,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         ConfigError: a file cannot be read, settings contradict each other, the router would be open to others, or
             spans are asked for and their library is missing.
     """
-    check_open(settings)
+    check(settings)
     sites, crew = Sites(settings, socket.gethostname()), worker_group(place, settings, time.monotonic)
     registry = crew.registry
     for role, addresses in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
@@ -131,14 +130,13 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     resolve = resolved if transport is None else None  # with the transport of a test it connects nowhere
     guard = Guard(AllowList.parse(settings.allowed_instances), registry.is_given, resolve)
     engines = WireEngines(settings, outbound=outbound, tls=tls, guard=guard, dial=dial)
-    gate, lifetime = Gate(limits_of(settings), time.monotonic), Lifetime()
+    gate, lifetime = Gate(settings, time.monotonic), Lifetime()
     keyring, examiner = Keyring(client_keys(settings), settings.min_priority), BodyReader()
     salts, models = _salts(settings, keyring), ModelCatalog(registry, engines, model=settings.required_model)
     telemetry, queue = Telemetry(Counters(_PATHS), time.monotonic), gate.admission
     traces, releaser = _traces(settings), Releaser(engines, told=(telemetry,))
     requests = Requests(
         intake=Intake(settings, lifetime, keyring, sites, salts, _sessions(settings)),
-        rules=rules_of(settings),
         fleet=fleet,
         learned=learned,
         handovers=LegBodies(learned, TRANSFER_POLICIES[settings.kv_transfer_mode], telemetry.replaced_host),
@@ -178,7 +176,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         return examiner, engines, releaser, checks, *looking, *crew.running(), requests
 
     explainer = Explainer(
-        fleet.rehearsal, fleet.usable, learned, lambda: requests.rules, SessionIds(settings.session_names)
+        fleet.rehearsal, fleet.usable, learned, lambda: requests.settings, SessionIds(settings.session_names)
     )
     access = OperatorAccess(settings.admin_key, Audit(telemetry.admin_action, time.monotonic), settings.max_body_bytes)
     keys = CLIENT_KEYS if keyring.keys is not None else ()
@@ -191,7 +189,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
             crew.everybody(telemetry, queue, status.part),
             Onlookers() if settings.public_metrics else onlookers,
         ),
-        probe_routes(fleet, discovery, lifetime, lambda: requests.rules.needed),
+        probe_routes(fleet, discovery, lifetime, lambda: requests.settings),
         admin_routes(fleet, models, discovery, guard=guard, keyring=keyring, access=access),
         instance_routes(InstanceAdmin(registry, explainer, time.monotonic, discovery, crew.is_drained), access),
         model_routes(models, keys),

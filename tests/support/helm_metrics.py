@@ -10,7 +10,6 @@ from support.helm_chart import ROOT
 from xpyd_connector.core.counters import COUNTERS, GAUGES
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.admission.limits import AdmissionLimits
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.discovery.reconcile import Freshness
 from xpyd_proxy.core.fleet.registry import Registry
@@ -20,6 +19,7 @@ from xpyd_proxy.core.workers.reports import Whole
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.workers.reports import report_of
+from xpyd_proxy.settings import Settings
 
 # What Prometheus and its operator add: targets, and (podTargetLabels) the pod's own labels.
 TARGET = {"namespace", "pod", "job", "instance", "container", "endpoint", "service", "le"}
@@ -58,7 +58,7 @@ def router_exposition():
     counters.admin["add", "ok"] += 1
     counters.unreachable_hosts[(prefill.id,)] += 1
     counters.connections_refused[("malformed",)] += 1
-    queue, telemetry = Admission(AdmissionLimits(concurrency=0)), Telemetry(counters, lambda: 0.0)
+    queue, telemetry = Admission(Settings(max_concurrency=0, max_queue=0)), Telemetry(counters, lambda: 0.0)
     queue.arrive("-", 0, 1, now=0.0)
     metrics = Metrics(telemetry, registry, lambda: [Freshness(EngineSource.PODS, True, 0.0, 1, 2)])
     return metrics.exposition("", Whole(report_of(telemetry, queue), (), 1))[0].decode()

@@ -9,12 +9,11 @@ import inspect
 import itertools
 import json
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission.keys import Keyring
 from xpyd_proxy.core.admission.lifetime import Lifetime
-from xpyd_proxy.core.admission.limits import AdmissionLimits
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
@@ -24,7 +23,6 @@ from xpyd_proxy.core.protocol.engine_errors import failure_of
 from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
 from xpyd_proxy.core.routing.pairing import PairSelector
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
-from xpyd_proxy.core.routing.request_rules import RequestRules
 from xpyd_proxy.core.routing.retries import RetryBudget
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.io.request_path.ids import new_transfer
@@ -453,12 +451,16 @@ def router_of(
     breaking=NEVER_BROKEN,
     **rules,
 ):
-    """A router; ``rules`` as those of core/routing/request_rules.py."""
+    """A router; ``rules``: more of the settings."""
     registry = Registry(breaking)
     for role, count in ((Role.PREFILL, x), (Role.DECODE, y)):
         for port in range(1, count + 1):
             registry.add(role, Address("http", "h", port))
-    manner, settings, lifetime = TRANSFER_POLICIES[mode], settings or Settings(), Lifetime()
+    manner, settings, lifetime = (
+        TRANSFER_POLICIES[mode],
+        replace(settings or Settings(), retries=retries, **rules),
+        Lifetime(),
+    )
     learned, telemetry = (
         PushCoordinates(at_once=manner.at_once),
         Telemetry(Counters(frozenset({*map(str, Api)})), clock),
@@ -473,14 +475,13 @@ def router_of(
 
     requests = Requests(
         intake=Intake(settings, lifetime, Keyring(), Sites(settings)),
-        rules=RequestRules(retries=retries, **rules),
         fleet=fleet,
         learned=learned,
         handovers=LegBodies(learned, manner),
         engines=engines,
         releaser=Releaser(engines, (telemetry, *told)),
         budget=budget or RetryBudget(most=1000.0),
-        gate=Gate(limits or AdmissionLimits(), clock),
+        gate=Gate(limits or Settings(), clock),
         lifetime=lifetime,
         examiner=BodyReader(),
         telemetry=telemetry,

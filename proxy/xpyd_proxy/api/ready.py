@@ -1,6 +1,6 @@
 """Routes for probes: whether the router has engines, and whether requests should be sent here."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from fastapi import APIRouter
 
@@ -10,15 +10,16 @@ from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import ClosingDown, NoInstance
 from xpyd_proxy.io.discovery.reconciler import Discovery
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
+from xpyd_proxy.settings import Settings
 
 
 def probe_routes(
-    fleet: LiveFleet, discovery: Discovery, lifetime: Lifetime, needed: Callable[[], Sequence[Role]]
+    fleet: LiveFleet, discovery: Discovery, lifetime: Lifetime, settings: Callable[[], Settings]
 ) -> APIRouter:
     """Build GET /health, and GET /ready for the load balancer in front of the router.
 
-    /ready is 200 when every source of engines was heard and there is an engine of each role that is ``needed`` now,
-    else 503; and 503 from SIGTERM on.
+    /ready is 200 when every source of engines was heard and there is an engine of each role that is needed by
+    the settings of now, else 503; and 503 from SIGTERM on.
     """
     router = APIRouter(tags=["probes"])
 
@@ -36,7 +37,7 @@ def probe_routes(
             raise ClosingDown("the router is about to end", retry_after_s=1)
         if missing := discovery.missing:
             raise NoInstance(f"the router has not heard yet which instances there are: {', '.join(missing)} is silent")
-        for role in needed():
+        for role in (Role.DECODE,) if settings().decode_only_fallback else Role:
             fleet.usable(role)
         return Health(status="ready")
 

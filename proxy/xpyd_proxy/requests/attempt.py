@@ -22,9 +22,9 @@ from xpyd_proxy.requests.intake import RequestPlan
 from xpyd_proxy.requests.leg_bodies import prefill_body
 from xpyd_proxy.requests.legs import DecodeLeg, EngineLeg, LegOwner, PrefillLeg
 from xpyd_proxy.requests.stepper import Stepper
+from xpyd_proxy.settings import Settings
 
 if TYPE_CHECKING:
-    from xpyd_proxy.core.routing.request_rules import RequestRules
     from xpyd_proxy.requests.service import Requests, RequestSpan
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Attempt(LegOwner):
     __slots__ = (
         "_of",
         "_plan",
-        "_rules",
+        "_settings",
         "_slot",
         "_span",
         "_steps",
@@ -58,7 +58,7 @@ class Attempt(LegOwner):
         self,
         of: "Requests",
         plan: RequestPlan,
-        rules: "RequestRules",
+        settings: Settings,
         record: RequestRecord,
         chances: RetryAttempts,
         *,
@@ -67,7 +67,7 @@ class Attempt(LegOwner):
     ) -> None:
         self._of = of
         self._plan = plan
-        self._rules = rules
+        self._settings = settings
         self._steps = steps
         self._span = span
         self._slot: Instance | None = None  # a decode engine whose slot is held until its leg is sent
@@ -99,7 +99,7 @@ class Attempt(LegOwner):
         of = self._of
         body = prefill_body(call, self.id, self.transfer, reuses=reuses)
         now = of.clock()
-        leg = PrefillLeg(self, prefill, now, now + self._rules.patience.prefill_s)
+        leg = PrefillLeg(self, prefill, now, now + self._settings.prefill_timeout_s)
         self.prefill, self.record.prefill = leg, leg.record
         self._send(leg, body, asks_for_report=of.reports)
         return leg
@@ -107,7 +107,7 @@ class Attempt(LegOwner):
     def send_decode(self, decode: Instance, body: Pieces) -> DecodeLeg:
         """Send a decode leg."""
         of, now, prefill = self._of, self._of.clock(), self.prefill
-        seconds = self._rules.patience.first_token_s if self._plan.streams else None
+        seconds = self._settings.first_token_timeout_s if self._plan.streams else None
         leg = DecodeLeg(self, decode, now, None if seconds is None else now + seconds, of.clock)
         leg.counts = self.record.single_reason is None
         self.decode, self.record.decode = leg, leg.record
@@ -170,7 +170,7 @@ class Attempt(LegOwner):
         decodes = self.usable(Role.DECODE)
         if self.prefill is None:
             return decodes
-        if lent_by is not None and of.clock() >= lent_by.handed_over_at + self._rules.patience.handoff_s:
+        if lent_by is not None and of.clock() >= lent_by.handed_over_at + self._settings.handoff_timeout_s:
             return ()
         fitting = of.fleet.fitting(self.prefill.instance, decodes)
         fresh = [instance for instance in fitting if instance.id not in self.chances.avoided | {failed.id}]
@@ -223,7 +223,7 @@ class Attempt(LegOwner):
             of.fleet.reported(leg.instance, answer.load)
         if call is None:
             return  # it has no prefill leg
-        reuses = self._rules.reuse_prompt_tokens and self.told is None
+        reuses = self._settings.reuse_prompt_tokens and self.told is None
         try:
             check_prefill(leg.instance.id, answer)
             handover = of.handovers.take(
@@ -357,22 +357,22 @@ class Attempt(LegOwner):
 
     def look(self, now: float, *, paused: bool) -> None:
         """See whether a leg has taken too long; ``paused``: the engine of the stream has to wait."""
-        decode, patience = self.decode, self._rules.patience
+        decode = self.decode
         if self.is_streaming and decode is not None and (decode.heard or paused):
             decode.heard = False
-            decode.due = None if patience.idle_s is None else now + patience.idle_s
+            decode.due = now + self._settings.stream_idle_timeout_s
         for leg in (self.prefill, decode):
             if leg is not None and not leg.is_closed and leg.due is not None and now >= leg.due:
                 # one that waits for a connection has sent nothing
                 self.leg_failed(leg, EngineTimeout(self._late(leg), reached=leg.source is not None))
 
     def _late(self, leg: EngineLeg) -> str:
-        patience = self._rules.patience
+        settings = self._settings
         if leg is self.prefill:
-            return f"{leg.engine} did not answer within {patience.prefill_s:g} s"
+            return f"{leg.engine} did not answer within {settings.prefill_timeout_s:g} s"
         if self.is_streaming:
-            return f"{leg.engine} sent nothing for {patience.idle_s:g} s"
-        return f"{leg.engine} sent no token within {patience.first_token_s:g} s"
+            return f"{leg.engine} sent nothing for {settings.stream_idle_timeout_s:g} s"
+        return f"{leg.engine} sent no token within {settings.first_token_timeout_s:g} s"
 
     # ---- the end
 

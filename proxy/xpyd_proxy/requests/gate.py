@@ -3,19 +3,17 @@
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Final
 
 from xpyd_proxy.core.admission.admission import Admission, Ticket
-from xpyd_proxy.core.admission.limits import AdmissionLimits, Limit, Refusal
+from xpyd_proxy.core.admission.limits import Limit, Refusal
 from xpyd_proxy.errors import KeyOverLimit, RouterFull
-
-_NONE: Final = AdmissionLimits()
+from xpyd_proxy.settings import Settings
 
 
 class Gate:
     """One for the router, on its one event loop."""
 
-    def __init__(self, limits: AdmissionLimits = _NONE, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limits: Settings, clock: Callable[[], float] = time.monotonic) -> None:
         self.admission = Admission(limits)  # its counts are for whoever watches
         self._clock = clock
         self._watching: dict[Ticket, Callable[[], None]] = {}  # of those that wait
@@ -74,7 +72,7 @@ class Gate:
         """Give back bytes that were held."""
         self.admission.charge(-size)
 
-    def change(self, limits: AdmissionLimits) -> None:
+    def change(self, limits: Settings) -> None:
         """Go by other limits from now on."""
         self.admission.change(limits)
         self._wake()
@@ -88,14 +86,14 @@ class Gate:
             loop.call_soon(self._watching[ticket])  # not from here: each may end at once, and wake the next one
 
 
-def _refused(refusal: Refusal, key: str, limits: AdmissionLimits) -> KeyOverLimit | RouterFull:
+def _refused(refusal: Refusal, key: str, limits: Settings) -> KeyOverLimit | RouterFull:
     sentences = {
-        Limit.KEY_RATE: f"the key {key} sends more than {limits.key_rate} requests a second",
-        Limit.KEY_CONCURRENCY: f"the key {key} has {limits.key_concurrency} requests at work already",
-        Limit.RATE: f"the router takes {limits.rate} requests a second, and this one is over it",
+        Limit.KEY_RATE: f"the key {key} sends more than {limits.max_key_rate} requests a second",
+        Limit.KEY_CONCURRENCY: f"the key {key} has {limits.max_key_concurrency} requests at work already",
+        Limit.RATE: f"the router takes {limits.max_rate} requests a second, and this one is over it",
         Limit.BYTES: "the router holds as many bytes of requests as it may",
         Limit.QUEUE: "the router has as many requests waiting as it may",
-        Limit.CONCURRENCY: f"the router had no place for this request within {limits.wait_s:g} s",
+        Limit.CONCURRENCY: f"the router had no place for this request within {limits.max_queue_wait_s:g} s",
     }
     kind = KeyOverLimit if refusal.limit.is_the_keys else RouterFull
     return kind(f"{sentences[refusal.limit]} ({refusal.limit})", retry_after_s=refusal.retry_after_s)

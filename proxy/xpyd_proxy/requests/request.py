@@ -20,7 +20,6 @@ from xpyd_proxy.core.protocol.engine_errors import Failure, failure_of
 from xpyd_proxy.core.protocol.replay import Replay, can_resume, traced
 from xpyd_proxy.core.raw_json import Pieces, encode
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, RequestRecord, client_id
-from xpyd_proxy.core.routing.request_rules import RequestRules
 from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts, RetryScope
 from xpyd_proxy.core.schemas import Coordinates
 from xpyd_proxy.errors import EngineError, NoInstance, OutOfTime, ProxyError, Refused, TurnedAway, Unauthorized
@@ -88,7 +87,7 @@ class Request:
         "_record",
         "_replay",
         "_response",
-        "_rules",
+        "_settings",
         "_span",
         "_start",
         "_steps",
@@ -122,7 +121,7 @@ class Request:
         self._steps = Stepper()
         self._ticket: Ticket | None = None
         self._plan: RequestPlan | None = None  # since it was read
-        self._rules: RequestRules = of.rules
+        self._settings = of.settings  # those that were in force when it was admitted
         self._ends_at: float | None = None  # when all of it has taken too long
         self._attempt: Attempt | None = None  # since it was routed
         self._replay: Replay | None = None  # of a stream that another engine could go on with
@@ -221,7 +220,7 @@ class Request:
             self._attempt.look(now, paused=self._paused)
 
     def _out_of_time(self) -> OutOfTime:
-        seconds = self._rules.patience.total_s(streams=self._planned.streams)
+        seconds = self._total_s(self._planned)
         if self.state is _STREAMING:
             return OutOfTime(f"the stream was not complete within {seconds:g} s")
         return OutOfTime(f"the request was not done within {seconds:g} s")
@@ -237,11 +236,11 @@ class Request:
             if ticket.state is _WAITING:
                 await self._wait_for_turn(ticket)
             self._admit(plan, ticket)
-            call, rules = plan.call, self._rules
-            if call is not None and rules.resume_streams and _may_resume(call):
+            call, settings = plan.call, self._settings
+            if call is not None and settings.resume_streams and _may_resume(call):
                 await self._answer_and_resume(call)
             else:
-                await self._answer(call, RetryAttempts(rules.retries))
+                await self._answer(call, RetryAttempts(settings.retries))
         except Exception as error:  # noqa: BLE001 (each is told to the client, and what is a bug is logged)
             status = self._tell(error)
         try:
@@ -256,10 +255,14 @@ class Request:
         self._on(_ADMITTED)
         if self._record.queue_s is None:
             self._record.queue_s = 0.0
-        self._rules, now = of.rules, of.clock()
+        self._settings, now = of.settings, of.clock()
         of.budget.came(now=now)
-        seconds = self._rules.patience.total_s(streams=plan.streams)
+        seconds = self._total_s(plan)
         self._ends_at = None if seconds is None else now + seconds
+
+    def _total_s(self, plan: RequestPlan) -> float | None:
+        """Return how long it may take; None: for ever."""
+        return self._settings.stream_timeout_s if plan.streams else self._settings.total_timeout_s
 
     def _on(self, event: RequestEvent) -> None:
         """Take a step of the table; one that is not in it is a bug, and raises."""
@@ -320,7 +323,7 @@ class Request:
         failed: LegFailed | None = None
         while True:
             attempt = self._attempt = Attempt(
-                self._of, self._planned, self._rules, self._record, chances, steps=self._steps, span=self._span
+                self._of, self._planned, self._settings, self._record, chances, steps=self._steps, span=self._span
             )
             try:
                 route = self._route(attempt, call, alone)
@@ -357,7 +360,7 @@ class Request:
             record.single_reason, alone = SingleEngineReason.ONE_LEG, self._planned.body
         elif alone is None:
             record.single_reason = solo_reason(
-                call.api, call.fields, min_split_prompt_bytes=self._rules.min_split_prompt_bytes
+                call.api, call.fields, min_split_prompt_bytes=self._settings.min_split_prompt_bytes
             )
             pair = None if record.single_reason else self._pair(attempt.chances)
             if pair is not None:
@@ -374,7 +377,7 @@ class Request:
             decodes = chances.among(fleet.usable(Role.DECODE))
             return fleet.pair(chances.among(fleet.usable(Role.PREFILL)), decodes, ask.once_more())
         except NoInstance:
-            if not self._rules.decode_only_fallback:
+            if not self._settings.decode_only_fallback:
                 raise
             fleet.usable(Role.DECODE)  # raises NoInstance, if that is why
         self._record.single_reason = SingleEngineReason.NO_PREFILL
@@ -391,7 +394,7 @@ class Request:
         attempt.hold_slot(route.decode)
         if route.told is None:
             self._on(_PULL)
-            return attempt.send_prefill(call, prefill, reuses=self._rules.reuse_prompt_tokens)
+            return attempt.send_prefill(call, prefill, reuses=self._settings.reuse_prompt_tokens)
         record = self._record
         record.push, record.transfer, attempt.told = _AT_ONCE, attempt.transfer, route.told
         params = push.decode_params(route.told, call.api, attempt.id, attempt.transfer)
@@ -526,7 +529,7 @@ class Request:
         """Show a stream that another decode engine goes on with when its own breaks off."""
         replay = self._replay = Replay(call.api, call.fields)
         asked = GenerationRequest(call.api, traced(call.fields), call.headers, call.rank)
-        chances, left = RetryAttempts(self._rules.retries), self._rules.retries
+        chances, left = RetryAttempts(self._settings.retries), self._settings.retries
         alone: Pieces | None = None
         broken: EngineError | None = None  # why the stream broke off that is to be resumed
         while True:
@@ -551,7 +554,7 @@ class Request:
             left -= 1
             failed = self._record.decode
             self._record.set_aside(Role.DECODE, Failure.BAD_RESPONSE)
-            chances = RetryAttempts(self._rules.retries, set() if failed is None else {failed.instance})
+            chances = RetryAttempts(self._settings.retries, set() if failed is None else {failed.instance})
             alone = [encode(fields)]
             self._on(_RESUME)
 

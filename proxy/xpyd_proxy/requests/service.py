@@ -10,7 +10,6 @@ from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.model import Headers, Instance, InstanceId, RequestId, TransferId
 from xpyd_proxy.core.raw_json import Pieces
 from xpyd_proxy.core.request_record import RequestRecord
-from xpyd_proxy.core.routing.request_rules import RequestRules
 from xpyd_proxy.core.routing.retries import RetryBudget
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
 from xpyd_proxy.io.request_path.telemetry import Telemetry
@@ -82,7 +81,6 @@ class Requests:
     """Built once, in app.py. Use it as a context manager: at the end what is still under way is cut off."""
 
     intake: Intake
-    rules: RequestRules  # may be replaced at any time: requests that are admitted later go by the new ones
     fleet: LiveFleet
     learned: PushCoordinates
     handovers: LegBodies
@@ -93,7 +91,7 @@ class Requests:
     lifetime: Lifetime
     examiner: BodyReader
     telemetry: Telemetry
-    settings: Settings
+    settings: Settings  # may be replaced at any time: requests that are admitted later go by the new ones
     clock: Callable[[], float]  # seconds; only differences count
     new_id: Callable[[], RequestId]
     new_transfer: Callable[[], TransferId]
@@ -149,14 +147,14 @@ class Requests:
                 self._timer = asyncio.get_running_loop().call_later(self._tick_s(), self._look_round)
 
     def _tick_s(self) -> float:
-        patience, wait_s = self.rules.patience, self.gate.admission.limits.wait_s
+        settings = self.settings
         given = (
-            patience.prefill_s,
-            patience.first_token_s,
-            patience.idle_s,
-            patience.whole_s,
-            patience.stream_s,
-            wait_s,
+            settings.prefill_timeout_s,
+            settings.first_token_timeout_s,
+            settings.stream_idle_timeout_s,
+            settings.total_timeout_s,
+            settings.stream_timeout_s,
+            self.gate.admission.limits.max_queue_wait_s,
         )
         shortest = min([seconds for seconds in given if seconds is not None])
         return min(_TICK_MOST, max(_TICK_LEAST, shortest / _TICKS))

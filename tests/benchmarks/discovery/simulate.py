@@ -26,7 +26,6 @@ from benchmarks.discovery import report
 from benchmarks.discovery.pods import LIFE, line, pod
 from xpyd_proxy.app import policies
 from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.admission.limits import AdmissionLimits
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.discovery.pods import read_pod
 from xpyd_proxy.core.discovery.reconcile import entry_name, entry_of
@@ -47,7 +46,7 @@ from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.workers.reports import report_of
-from xpyd_proxy.settings import KvTransferMode, PolicyName
+from xpyd_proxy.settings import KvTransferMode, PolicyName, Settings
 
 SIZES = (10, 100, 1000)  # engines, half of them of each role
 ROUTERS, ENGINES, RATE = 100, 1000, 10_000.0
@@ -204,7 +203,7 @@ def exposition(count):
     for member in registry.members():
         telemetry.leg_answered(member.instance, 0.1, 1.0)
         telemetry.leg_ended(member.instance, 0.2, None, RequestId("r"), 1.0)
-    metrics, queue = Metrics(telemetry, registry), Admission(AdmissionLimits())
+    metrics, queue = Metrics(telemetry, registry), Admission(Settings())
 
     def scrape():
         return metrics.exposition("text/plain", Whole(report_of(telemetry, queue), (), 1))

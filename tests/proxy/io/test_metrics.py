@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.helm_metrics import router_exposition
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.admission.limits import AdmissionLimits, Limit
+from xpyd_proxy.core.admission.limits import Limit
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
@@ -22,6 +22,7 @@ from xpyd_proxy.core.workers.reports import Whole
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.workers.reports import report_of
+from xpyd_proxy.settings import Settings
 
 
 class World:
@@ -33,7 +34,7 @@ class World:
         self.prefill = [self.registry.add(Role.PREFILL, Address("http", "h", port)) for port in range(1, x + 1)]
         self.decode = [self.registry.add(Role.DECODE, Address("http", "h", port)) for port in range(1, y + 1)]
         self.telemetry = Telemetry(Counters(frozenset(Api)), lambda: self.now)
-        self.queue = queue or Admission(AdmissionLimits())
+        self.queue = queue or Admission(Settings())
         self.metrics = Metrics(self.telemetry, self.registry)
 
     def exposition(self, accept=""):

@@ -6,7 +6,6 @@ import msgspec
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.admission.limits import AdmissionLimits
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import RequestId, Role
@@ -16,6 +15,7 @@ from xpyd_proxy.core.workers.reports import Whole
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.status import Status
 from xpyd_proxy.io.workers.reports import report_of
+from xpyd_proxy.settings import Settings
 
 
 def test_the_page_gets_numbers_and_ids_and_no_address():
@@ -24,7 +24,7 @@ def test_the_page_gets_numbers_and_ids_and_no_address():
     p = registry.add(Role.PREFILL, Address("http", "10.1.2.3", 8100))
     d = registry.add(Role.DECODE, Address("http", "secret-host", 8200))
     telemetry = Telemetry(Counters(frozenset({"/v1/completions"})), lambda: now[0])
-    queue = Admission(AdmissionLimits(concurrency=1, queue=3, wait_s=9.0))
+    queue = Admission(Settings(max_concurrency=1, max_queue=3, max_queue_wait_s=9.0))
     status = Status(telemetry, registry, lambda: now[0])
     for _ in range(2):
         queue.arrive("k", 0, 1, now=now[0])
@@ -62,7 +62,7 @@ def test_a_router_that_has_seen_nothing_says_so():
     telemetry = Telemetry(Counters(frozenset()), lambda: 7.0)
     status = Status(telemetry, Registry(), lambda: 7.0)
 
-    said = msgspec.to_builtins(status.now(Whole(report_of(telemetry, Admission(AdmissionLimits())), (), 1)))
+    said = msgspec.to_builtins(status.now(Whole(report_of(telemetry, Admission(Settings())), (), 1)))
     assert said["instances"] == said["failures"] == []
     assert said["queue"] == {"waiting": 0, "admitted": 0, "refused": 0}
     assert said["last_minute"] == {"requests_per_s": 0.0, "failed": 0, "ttft_s": None, "gap_s": None}

@@ -7,16 +7,16 @@ import pytest
 
 from support.scripted import Scripted, by_now, call, good_decode, never, pulled_prefill, router_of, until
 from xpyd_proxy.core.admission.admission import TicketState
-from xpyd_proxy.core.admission.limits import AdmissionLimits
 from xpyd_proxy.errors import KeyOverLimit, RouterFull
 from xpyd_proxy.requests.gate import Gate
+from xpyd_proxy.settings import Settings
 
 
 class Crowd:
     """Tickets that stay, unless the gate refuses them."""
 
     def __init__(self, **limits):
-        self.gate = Gate(AdmissionLimits(**limits), by_now)
+        self.gate = Gate(Settings(**limits), by_now)
         self.inside = []
         self.refused = {}
         self.tickets = {}
@@ -43,11 +43,19 @@ class Crowd:
 @pytest.mark.parametrize(
     ("limits", "error", "says"),
     [
-        ({"key_concurrency": 1}, KeyOverLimit, "the key a has 1 requests at work already (max_key_concurrency)"),
-        ({"key_rate": 1}, KeyOverLimit, "the key a sends more than 1 requests a second (max_key_rate)"),
-        ({"rate": 1}, RouterFull, "the router takes 1 requests a second, and this one is over it (max_rate)"),
-        ({"held_bytes": 10}, RouterFull, "the router holds as many bytes of requests as it may (max_inflight_bytes)"),
-        ({"concurrency": 1}, RouterFull, "the router has as many requests waiting as it may (max_queue)"),
+        ({"max_key_concurrency": 1}, KeyOverLimit, "the key a has 1 requests at work already (max_key_concurrency)"),
+        ({"max_key_rate": 1}, KeyOverLimit, "the key a sends more than 1 requests a second (max_key_rate)"),
+        ({"max_rate": 1}, RouterFull, "the router takes 1 requests a second, and this one is over it (max_rate)"),
+        (
+            {"max_inflight_bytes": 10},
+            RouterFull,
+            "the router holds as many bytes of requests as it may (max_inflight_bytes)",
+        ),
+        (
+            {"max_concurrency": 1, "max_queue": 0},
+            RouterFull,
+            "the router has as many requests waiting as it may (max_queue)",
+        ),
     ],
 )
 async def test_a_refusal_says_which_limit_it_was(limits, error, says):
@@ -64,17 +72,17 @@ async def test_a_refusal_says_which_limit_it_was(limits, error, says):
 
 async def test_more_places_are_filled_at_once():
     """When the limits change while requests wait."""
-    crowd = Crowd(concurrency=1, queue=5, wait_s=5)
+    crowd = Crowd(max_concurrency=1, max_queue=5, max_queue_wait_s=5)
     for number in range(3):
         crowd.arrive(number)
     assert crowd.gate.admission.waiting == 2
-    crowd.gate.change(AdmissionLimits(concurrency=3, queue=5, wait_s=5))
+    crowd.gate.change(Settings(max_concurrency=3, max_queue=5, max_queue_wait_s=5))
     await until(lambda: crowd.inside == [0, 1, 2])
 
 
 async def test_a_thousand_requests_through_a_narrow_gate_leave_nothing_behind():
     """Whatever becomes of each: served, left while it waits or while it is served, refused, expired."""
-    limits = AdmissionLimits(concurrency=7, queue=500, wait_s=0.2, key_concurrency=900)
+    limits = Settings(max_concurrency=7, max_queue=500, max_queue_wait_s=0.2, max_key_concurrency=900)
 
     async def prefill(leg):
         await asyncio.sleep(random.random() * 0.002)
@@ -106,7 +114,7 @@ async def test_a_thousand_requests_through_a_narrow_gate_leave_nothing_behind():
 async def test_a_request_that_waits_too_long_is_told():
     """With a time for its next try; nobody has to look at the queue for it but the router's own timer."""
     engines = Scripted(never, good_decode)
-    router = router_of(engines, limits=AdmissionLimits(concurrency=1, queue=5, wait_s=0.02), clock=by_now)
+    router = router_of(engines, limits=Settings(max_concurrency=1, max_queue=5, max_queue_wait_s=0.02), clock=by_now)
     first, second = router.start(name="a"), router.start(name="b")
     await second.end()
 

@@ -6,9 +6,9 @@ import pytest
 
 from support.greedy import events
 from support.scripted import JSON, Scripted, call, good_decode, prefilled, router_of
-from xpyd_proxy.core.admission.limits import AdmissionLimits
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.requests.lifecycle import TRANSITIONS, RequestEvent, RequestState
+from xpyd_proxy.settings import Settings
 
 
 def test_every_state_has_a_row():
@@ -130,7 +130,9 @@ async def test_a_request_that_finds_no_place_waits():
         await go.wait()
         return await walk.prefill(leg)
 
-    router = router_of(Scripted(prefill, walk.decode), limits=AdmissionLimits(concurrency=1, queue=1, wait_s=5.0))
+    router = router_of(
+        Scripted(prefill, walk.decode), limits=Settings(max_concurrency=1, max_queue=1, max_queue_wait_s=5.0)
+    )
     first = router.start(name="a")
     walk.client = router.start(name="b")
     walk.look()

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from support.greedy import events, read
 from support.scripted import DONE, EVENT, JSON, Noted, Scripted, call, prefilled, request_id, router_of
-from xpyd_proxy.core.admission.limits import AdmissionLimits
 from xpyd_proxy.core.model import EngineResponse, Role
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST
-from xpyd_proxy.core.routing.request_rules import Timeouts
 from xpyd_proxy.errors import EngineError, EngineTimeout
 from xpyd_proxy.requests.lifecycle import RequestState
+from xpyd_proxy.settings import Settings
 
 ERROR = b'{"error":{"message":"no","type":"x","param":null,"code":400}}'
 RETRIES = 2
@@ -136,8 +135,12 @@ class World:
             *engines_of,
             retries=RETRIES,
             spans=notes,
-            limits=AdmissionLimits(concurrency=places, queue=2, wait_s=1.0),
-            patience=Timeouts(prefill_s=1.0, first_token_s=1.0, idle_s=1.0, whole_s=2.0, stream_s=20.0),
+            limits=Settings(max_concurrency=places, max_queue=2, max_queue_wait_s=1.0),
+            prefill_timeout_s=1.0,
+            first_token_timeout_s=1.0,
+            stream_idle_timeout_s=1.0,
+            total_timeout_s=2.0,
+            stream_timeout_s=20.0,
             clock=lambda: now[0],
         )
         return cls(scripts, engines, notes, router, now, [])

@@ -1,9 +1,9 @@
 """A request up to its admission: its head, the pieces of its body, and what is wrong with them."""
 
 from support.scripted import Scripted, call, good_decode, good_prefill, pulled_prefill, router_of
-from xpyd_proxy.core.admission.limits import AdmissionLimits
 from xpyd_proxy.requests.body_reader import LARGE
 from xpyd_proxy.requests.lifecycle import RequestState
+from xpyd_proxy.settings import Settings
 
 
 def router(**options):
@@ -17,7 +17,7 @@ def long_call():
 
 async def test_a_body_may_come_in_any_pieces():
     """It is charged while it comes, and once it is here as part of its request."""
-    waiting = router(limits=AdmissionLimits(concurrency=0, queue=1, wait_s=5.0))
+    waiting = router(limits=Settings(max_concurrency=0, max_queue=1, max_queue_wait_s=5.0))
     client, body = waiting.start(sends=False), call().body
     for place in range(len(body)):
         client.request.take(body[place : place + 1])

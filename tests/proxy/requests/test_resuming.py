@@ -7,7 +7,6 @@ import pytest
 from support.greedy import events, read
 from support.scripted import Scripted, call, never, pulled_prefill, request_id, router_of, until
 from xpyd_proxy.core.model import Api, Role
-from xpyd_proxy.core.routing.request_rules import Timeouts
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.requests.request import Request
 from xpyd_proxy.requests.response import HttpResponse
@@ -178,8 +177,8 @@ async def test_another_engine_does_not_make_a_stream_live_longer():
         return [*stream[:4], EngineError("broke off")]
 
     engines = decoding(late, then=lambda stream: [*stream[:3], never()])
-    patience = Timeouts(stream_s=200.0, idle_s=500.0)
-    router = router_of(engines, resume_streams=True, y=2, patience=patience, clock=lambda: now[0])
+    patience = {"stream_timeout_s": 200.0, "stream_idle_timeout_s": 500.0}
+    router = router_of(engines, resume_streams=True, y=2, **patience, clock=lambda: now[0])
     client = router.start(call(**BODIES[Api.COMPLETIONS]))
     await until(lambda: client.body.count(b"data: ") == 7)
     client.request.look(199.9)

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.scripted import DONE, EVENT, Scripted, by_now, call, never, pulled_prefill, router_of
-from xpyd_proxy.core.routing.request_rules import Timeouts
 from xpyd_proxy.errors import EngineError
 
 ERROR = b'data: {"error": {"message": "no", "code": 500}}\n\n'
@@ -22,7 +21,7 @@ async def served(parts, *, ends_at_once=False, patience=None):
         return 200, list(parts)
 
     engines = Scripted(pulled_prefill, decode, ends_at_once=ends_at_once)
-    router = router_of(engines, retries=0, patience=patience or Timeouts(), clock=by_now)
+    router = router_of(engines, retries=0, **(patience or {}), clock=by_now)
     client = await router.serve(call(stream=True))
     assert not engines.open
     assert router.is_idle()
@@ -59,8 +58,8 @@ def test_the_pieces_do_not_matter(events, ending, at, ends_at_once):
 @pytest.mark.parametrize(
     ("patience", "error", "outcome"),
     [
-        (Timeouts(idle_s=0.03), ("EngineTimeoutError", "decode-0 sent nothing for 0.03 s"), "timeout"),
-        (Timeouts(stream_s=0.05), ("RequestTimeoutError", "the stream was not complete within 0.05 s"), "ok"),
+        ({"stream_idle_timeout_s": 0.03}, ("EngineTimeoutError", "decode-0 sent nothing for 0.03 s"), "timeout"),
+        ({"stream_timeout_s": 0.05}, ("RequestTimeoutError", "the stream was not complete within 0.05 s"), "ok"),
     ],
     ids=["silent", "too long"],
 )
@@ -85,7 +84,7 @@ async def test_the_timer_goes_by_the_last_piece():
         return 200, [EVENT, *[piece() for _ in range(6)], DONE]
 
     engines = Scripted(pulled_prefill, decode)
-    router = router_of(engines, retries=0, patience=Timeouts(idle_s=100.0), clock=lambda: now[0])
+    router = router_of(engines, retries=0, stream_idle_timeout_s=100.0, clock=lambda: now[0])
     client = router.start(call(stream=True))
     await client.end()
 

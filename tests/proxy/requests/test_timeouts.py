@@ -16,14 +16,13 @@ from support.scripted import (
     until,
 )
 from xpyd_proxy.core.model import Role
-from xpyd_proxy.core.routing.request_rules import Timeouts
 from xpyd_proxy.errors import EngineError
 
 STREAM = {"stream": True}
 
 
-async def read(engines, *, patience, **options):
-    router = router_of(engines, patience=patience, clock=by_now, **options)
+async def read(engines, **options):
+    router = router_of(engines, clock=by_now, **options)
     client = await router.serve(call(**STREAM))
     assert not engines.open
     assert router.is_idle()
@@ -40,7 +39,7 @@ async def test_a_stream_that_does_not_begin_is_given_up_and_done_by_another(sile
         return await good_decode(leg)
 
     engines = Scripted(pulled_prefill, decode)
-    client = await read(engines, patience=Timeouts(first_token_s=0.02), y=2)
+    client = await read(engines, first_token_timeout_s=0.02, y=2)
 
     assert client.body == EVENT + DONE
     assert len(engines.of(Role.PREFILL)) == 2
@@ -49,7 +48,7 @@ async def test_a_stream_that_does_not_begin_is_given_up_and_done_by_another(sile
 async def test_the_only_engine_that_does_not_begin_is_the_clients_error():
     """It had its time; asking it again would double the wait."""
     engines = Scripted(pulled_prefill, never)
-    client = await read(engines, patience=Timeouts(first_token_s=0.02))
+    client = await read(engines, first_token_timeout_s=0.02)
 
     assert client.error == ("EngineTimeoutError", "decode-0 sent no token within 0.02 s")
     assert len(engines.of(Role.DECODE)) == 1
@@ -62,7 +61,7 @@ async def test_a_prefill_that_does_not_answer_is_done_by_another():
         return await never() if leg.instance.id == "prefill-0" else await pulled_prefill(leg)
 
     engines = Scripted(prefill, good_decode)
-    client = await read(engines, patience=Timeouts(prefill_s=0.02), x=2)
+    client = await read(engines, prefill_timeout_s=0.02, x=2)
 
     assert client.body == EVENT + DONE
     assert [str(retry) for retry in client.record.retries] == ["prefill-0 timeout"]
@@ -75,7 +74,7 @@ async def test_an_engine_has_its_full_time_after_the_shortest_pause():
     async def decode(_):
         return 200, [EVENT, never()]
 
-    router = router_of(Scripted(pulled_prefill, decode), patience=Timeouts(idle_s=100.0), clock=lambda: now[0])
+    router = router_of(Scripted(pulled_prefill, decode), stream_idle_timeout_s=100.0, clock=lambda: now[0])
     client = router.start(call(**STREAM))
     await until(lambda: client.response.begun)
     client.request.look(0.0)
@@ -102,8 +101,8 @@ async def test_a_whole_answer_has_one_limit_for_all_its_tries(role):
         raise EngineError("broke off")
 
     engines = Scripted(breaking if role is Role.PREFILL else pulled_prefill, breaking)
-    patience = Timeouts(whole_s=50.0, first_token_s=1.0)
-    router = router_of(engines, patience=patience, retries=9, spans=notes, clock=lambda: now[0])
+    patience = {"total_timeout_s": 50.0, "first_token_timeout_s": 1.0}
+    router = router_of(engines, **patience, retries=9, spans=notes, clock=lambda: now[0])
     client = router.start()
     await until(lambda: len(engines.of(role)) == 3 and engines.open)
     client.request.look(49.9)
@@ -126,7 +125,7 @@ async def test_a_decode_engine_that_does_not_accept_a_connection_got_nothing():
 
     engines = Scripted(pulled_prefill, decode)
     engines.connects = lambda leg: leg.instance.id != "decode-0"
-    router = router_of(engines, y=2, patience=Timeouts(first_token_s=0.05), clock=by_now)
+    router = router_of(engines, y=2, first_token_timeout_s=0.05, clock=by_now)
     client = await router.serve(call(stream=True))
 
     assert client.status == 200

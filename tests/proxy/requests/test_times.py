@@ -7,10 +7,10 @@ import pytest
 
 from support.greedy import events
 from support.scripted import DONE, EVENT, Scripted, call, pulled_prefill, router_of, until
-from xpyd_proxy.core.admission.limits import AdmissionLimits
 from xpyd_proxy.core.model import Api
 from xpyd_proxy.errors import EngineError
 from xpyd_proxy.io.logs import FACTS
+from xpyd_proxy.settings import Settings
 
 PATH = Api.COMPLETIONS.value
 
@@ -115,7 +115,7 @@ async def test_the_wait_in_the_queue_is_timed_whatever_comes_of_it(clock):
         return 200, [EVENT, DONE]
 
     router = router_of(
-        Scripted(prefill, decode), clock=clock, limits=AdmissionLimits(concurrency=1, queue=2, wait_s=60)
+        Scripted(prefill, decode), clock=clock, limits=Settings(max_concurrency=1, max_queue=2, max_queue_wait_s=60)
     )
     first, second, third, refused = [router.start(name=name) for name in "abcd"]
     await until(lambda: refused.is_over)

@@ -7,14 +7,15 @@ the queue; so overload ends in refusals and never in a longer queue.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import auto
 from math import ceil
 from typing import Final
 
-from xpyd_proxy.core.admission.limits import AdmissionLimits, Limit, Refusal, TokenBucket
+from xpyd_proxy.core.admission.limits import Limit, Refusal, TokenBucket
 from xpyd_proxy.core.fast_enum import FastStrEnum
+from xpyd_proxy.settings import Settings
 
 _SOON: Final = 1  # seconds; a place of one's own is free as soon as one's own request has ended
 _LATER: Final = 5  # seconds; nobody knows when a crowd has passed
@@ -96,7 +97,7 @@ class _Account:
 class Admission:
     """Hands out places. Whatever a call does to other tickets than its own comes back, once, from ``poll``."""
 
-    def __init__(self, limits: AdmissionLimits) -> None:
+    def __init__(self, limits: Settings) -> None:
         self.limits = limits
         self.admitted = 0
         self.waiting = 0
@@ -109,7 +110,7 @@ class Admission:
 
     def arrive(self, key: str, priority: int, size: int, *, now: float) -> Ticket:
         """Admit a request, have it wait, or refuse it: its state says which."""
-        ticket = Ticket(key, priority, size, now + self.limits.wait_s)
+        ticket = Ticket(key, priority, size, now + self.limits.max_queue_wait_s)
         account = self._account(key, now=now)
         if (refusal := self._at_the_door(ticket, account, now=now)) is not None:
             self._turn_away(ticket, TicketEvent.REFUSE, refusal)
@@ -123,8 +124,7 @@ class Admission:
 
     def hold(self, size: int) -> bool:
         """Charge bytes of a body that is not complete, and so has no ticket; False: there are not as many left."""
-        limit = self.limits.held_bytes
-        if limit is not None and self.held_bytes + size > limit:
+        if self.held_bytes + size > self.limits.max_inflight_bytes:
             return False
         self.held_bytes += size
         return True
@@ -152,17 +152,17 @@ class Admission:
 
     def expire(self, *, now: float) -> None:
         """Send away those that have waited too long."""
-        for ticket in [ticket for ticket in self._queued() if now >= ticket.due]:
+        for ticket in [ticket for lane in self._lanes.values() for ticket in lane if now >= ticket.due]:
             self._unqueue(ticket)
             self._release(ticket)
             self._turn_away(ticket, TicketEvent.EXPIRE, Refusal(Limit.CONCURRENCY, _LATER))
             self._changed.append(ticket)
 
-    def change(self, limits: AdmissionLimits) -> None:
+    def change(self, limits: Settings) -> None:
         """Go by other limits from now on; nobody who was admitted is sent away."""
         self.limits = limits
         self._fill()
-        while self.waiting > limits.queue:
+        while self.waiting > limits.max_queue:
             self._displace(next(reversed(self._lanes[max(self._lanes)])))
 
     @property
@@ -180,22 +180,22 @@ class Admission:
     def _at_the_door(self, ticket: Ticket, account: _Account, *, now: float) -> Refusal | None:
         """Check the limits of the key first: it is their owner who can do something about it."""
         limits = self.limits
-        if limits.key_rate is not None and (seconds := account.bucket.wait(limits.key_rate, now=now)):
+        if limits.max_key_rate is not None and (seconds := account.bucket.wait(limits.max_key_rate, now=now)):
             return Refusal(Limit.KEY_RATE, ceil(seconds))
-        if limits.key_concurrency is not None and account.held >= limits.key_concurrency:
+        if limits.max_key_concurrency is not None and account.held >= limits.max_key_concurrency:
             return Refusal(Limit.KEY_CONCURRENCY, _SOON)
-        if limits.rate is not None and (seconds := self._bucket.wait(limits.rate, now=now)):
+        if limits.max_rate is not None and (seconds := self._bucket.wait(limits.max_rate, now=now)):
             return Refusal(Limit.RATE, ceil(seconds))
-        if limits.held_bytes is not None and self.held_bytes + ticket.size > limits.held_bytes:
+        if self.held_bytes + ticket.size > limits.max_inflight_bytes:
             return Refusal(Limit.BYTES, _LATER)
-        if limits.concurrency is None or self.admitted < limits.concurrency:
+        if self._has_place():
             return None
-        if self.waiting >= limits.queue and self._weakest(ticket) is None:
+        if self.waiting >= limits.max_queue and self._weakest(ticket) is None:
             return Refusal(Limit.QUEUE, _LATER)
         return None
 
     def _has_place(self) -> bool:
-        return self.limits.concurrency is None or self.admitted < self.limits.concurrency
+        return self.admitted < self.limits.max_concurrency
 
     def _weakest(self, ticket: Ticket) -> Ticket | None:
         """Return the one that gives way to a ticket: the last of the least important among those that have to.
@@ -204,7 +204,7 @@ class Admission:
         """
         waiting = {key: account.waiting for key, account in self._accounts.items() if account.waiting}
         keys = len(waiting.keys() | {ticket.key})
-        yielding = {key for key, count in waiting.items() if key == ticket.key or count * keys > self.limits.queue}
+        yielding = {key for key, count in waiting.items() if key == ticket.key or count * keys > self.limits.max_queue}
         if yielding:
             for priority in sorted(self._lanes, reverse=True):
                 if priority <= ticket.priority:
@@ -217,10 +217,10 @@ class Admission:
     def _charge(self, ticket: Ticket, account: _Account, *, now: float) -> None:
         account.held += 1
         self.held_bytes += ticket.size
-        if self.limits.key_rate is not None:
-            account.bucket.take(self.limits.key_rate, now=now)
-        if self.limits.rate is not None:
-            self._bucket.take(self.limits.rate, now=now)
+        if self.limits.max_key_rate is not None:
+            account.bucket.take(self.limits.max_key_rate, now=now)
+        if self.limits.max_rate is not None:
+            self._bucket.take(self.limits.max_rate, now=now)
 
     def _release(self, ticket: Ticket) -> None:
         self._accounts[ticket.key].held -= 1
@@ -231,7 +231,7 @@ class Admission:
         self.admitted += 1
 
     def _queue(self, ticket: Ticket) -> None:
-        if self.waiting >= self.limits.queue and (weakest := self._weakest(ticket)) is not None:
+        if self.waiting >= self.limits.max_queue and (weakest := self._weakest(ticket)) is not None:
             self._displace(weakest)
         ticket.on(TicketEvent.WAIT)
         self._lanes.setdefault(ticket.priority, {})[ticket] = None
@@ -265,10 +265,6 @@ class Admission:
         ticket.on(event)
         ticket.refusal = refusal
         self.refused[refusal.limit] += 1
-
-    def _queued(self) -> Iterator[Ticket]:
-        for lane in self._lanes.values():
-            yield from lane
 
     def _account(self, key: str, *, now: float) -> _Account:
         """Return a key's account. Before there is a new one, those that say nothing any more are dropped."""

@@ -1,4 +1,4 @@
-"""How much is let in: the limits, what a refusal says, and the bucket that measures a rate."""
+"""What a request may be over, what a refusal says, and the bucket that measures a rate."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,19 +21,6 @@ class Limit(StrEnum):
     def is_the_keys(self) -> bool:
         """Tell a key's own limit, which its owner can respect, from those of the whole router."""
         return self in (Limit.KEY_CONCURRENCY, Limit.KEY_RATE)
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionLimits:
-    """The numbers; None: no limit. A key is over its own limits at once, and nobody else has to wait for it."""
-
-    concurrency: int | None = None  # requests that are served at the same time
-    queue: int = 0  # requests that wait for that
-    wait_s: float = 0.0  # seconds that a request waits at most
-    held_bytes: int | None = None  # of the bodies of all requests, served and waiting
-    rate: float | None = None  # requests a second, in bursts of up to a second's worth
-    key_concurrency: int | None = None  # requests of one key, served and waiting
-    key_rate: float | None = None  # requests a second of one key
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from xpyd_proxy.core.protocol import push, request_bodies
 from xpyd_proxy.core.protocol.disaggregation import solo_reason
 from xpyd_proxy.core.raw_json import encode, text
 from xpyd_proxy.core.routing.pairing import PairSelector
-from xpyd_proxy.core.routing.request_rules import RequestRules
 from xpyd_proxy.core.routing.routing_hints import ask_of_call
 from xpyd_proxy.core.routing.session_ids import SessionIds
 from xpyd_proxy.errors import NoInstance
+from xpyd_proxy.settings import Settings
 
 _REQUEST: Final = RequestId("xpyd-explained")  # a real request has another id
 _TRANSFER: Final = TransferId("xfer-explained")  # and another one here
@@ -39,19 +39,19 @@ class Explainer:
     rehearsal: Callable[[], PairSelector]
     usable: Callable[[Role], Sequence[Instance]]  # raises NoInstance
     learned: PushCoordinates
-    rules: Callable[[], RequestRules]
+    settings: Callable[[], Settings]
     sessions: SessionIds
 
     def explain(self, call: GenerationRequest) -> Explanation:
         """Say what would become of a request now. Raises NoInstance, UnknownModel, BadRequest: it would be refused."""
-        decode, pairing, rules = self.usable(Role.DECODE), self.rehearsal(), self.rules()
+        decode, pairing, settings = self.usable(Role.DECODE), self.rehearsal(), self.settings()
         ask = ask_of_call(call, self.sessions.of(dict(reversed(call.headers)), call.fields))
-        solo = solo_reason(call.api, call.fields, min_split_prompt_bytes=rules.min_split_prompt_bytes)
+        solo = solo_reason(call.api, call.fields, min_split_prompt_bytes=settings.min_split_prompt_bytes)
         if solo is None:
             try:
                 return self._split(call, *pairing.pair(self.usable(Role.PREFILL), decode, ask))
             except NoInstance:
-                if not rules.decode_only_fallback:
+                if not settings.decode_only_fallback:
                     raise
         chosen = pairing.one(decode, ask)
         return Explanation(f"single: {solo or SingleEngineReason.NO_PREFILL}", None, chosen, None, encode(call.fields))

@@ -1,15 +1,17 @@
 """Who is served, who waits, who is refused."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from xpyd_proxy.core.admission.admission import TRANSITIONS, Admission, Ticket, TicketEvent, TicketState
-from xpyd_proxy.core.admission.limits import AdmissionLimits, Limit, Refusal
+from xpyd_proxy.core.admission.limits import Limit, Refusal
+from xpyd_proxy.settings import Settings
 
-ONE = AdmissionLimits(concurrency=1, queue=2, wait_s=10.0)
+ONE = Settings(max_concurrency=1, max_queue=2, max_queue_wait_s=10.0)
 
 
 def arrive(admission, key="a", priority=0, size=1, now=0.0):
@@ -43,7 +45,7 @@ def test_which_states_are_final():
 
 def test_the_more_important_takes_no_place_that_is_anothers_share():
     """Or one client could send all others away."""
-    admission = Admission(AdmissionLimits(concurrency=1, queue=4, wait_s=10.0))
+    admission = Admission(Settings(max_concurrency=1, max_queue=4, max_queue_wait_s=10.0))
     arrive(admission, "b")
     alice = [arrive(admission, "a") for _ in range(4)]
     mallory = [arrive(admission, "m", priority=-9) for _ in range(3)]
@@ -70,7 +72,9 @@ def test_who_waits_too_long_is_sent_away():
 
 def test_the_limits_of_a_key_are_its_own():
     """Over them it is refused at once, and nobody else notices."""
-    admission = Admission(AdmissionLimits(concurrency=2, queue=9, wait_s=1, key_concurrency=2, key_rate=3))
+    admission = Admission(
+        Settings(max_concurrency=2, max_queue=9, max_queue_wait_s=1, max_key_concurrency=2, max_key_rate=3)
+    )
     mine = [arrive(admission, "a") for _ in range(3)]
     assert mine[2].refusal == Refusal(Limit.KEY_CONCURRENCY, 1)
     assert arrive(admission, "b").state is TicketState.WAITING
@@ -84,7 +88,7 @@ def test_the_limits_of_a_key_are_its_own():
 
 def test_the_rate_of_all_together():
     """A refusal says when it is worth another try."""
-    admission = Admission(AdmissionLimits(rate=0.5))
+    admission = Admission(Settings(max_rate=0.5))
     arrive(admission)
 
     assert arrive(admission, "b").refusal == Refusal(Limit.RATE, 2)
@@ -93,7 +97,7 @@ def test_the_rate_of_all_together():
 
 def test_what_is_refused_costs_nothing():
     """Neither tokens, nor bytes, nor places."""
-    admission = Admission(AdmissionLimits(rate=1, key_rate=1, held_bytes=10))
+    admission = Admission(Settings(max_rate=1, max_key_rate=1, max_inflight_bytes=10))
     assert arrive(admission, size=11).refusal == Refusal(Limit.BYTES, 5)
 
     assert arrive(admission, size=10).refusal is None
@@ -101,7 +105,7 @@ def test_what_is_refused_costs_nothing():
 
 def test_keys_that_are_gone_are_forgotten():
     """As soon as what is known of them says nothing any more."""
-    admission = Admission(AdmissionLimits(key_rate=1))
+    admission = Admission(Settings(max_key_rate=1))
     for number in range(100):
         admission.leave(arrive(admission, f"key-{number}", now=float(number * 2)))
 
@@ -112,13 +116,13 @@ class AgainstAModel(RuleBasedStateMachine):
     """The model is a list of all that wait, sorted anew each time."""
 
     @initialize(
-        concurrency=st.sampled_from([None, 1, 2]),
-        queue=st.integers(0, 4),
-        key_concurrency=st.sampled_from([None, 1, 3]),
-        held_bytes=st.sampled_from([None, 12]),
+        max_concurrency=st.sampled_from([4096, 1, 2]),
+        max_queue=st.integers(0, 4),
+        max_key_concurrency=st.sampled_from([None, 1, 3]),
+        max_inflight_bytes=st.sampled_from([1 << 30, 12]),
     )
     def start(self, **numbers):
-        self.limits = AdmissionLimits(wait_s=5.0, **numbers)
+        self.limits = Settings(max_queue_wait_s=5.0, **numbers)
         self.admission = Admission(self.limits)
         self.now = 0.0
         self.inside, self.queue, self.tickets = [], [], []
@@ -131,7 +135,7 @@ class AgainstAModel(RuleBasedStateMachine):
 
     def admit_next(self):
         admitted = []
-        while self.queue and (self.limits.concurrency is None or len(self.inside) < self.limits.concurrency):
+        while self.queue and len(self.inside) < self.limits.max_concurrency:
             self.queue.sort(key=lambda ticket: ticket.priority)  # stable: the order of arrival remains
             self.inside.append(self.queue.pop(0))
             admitted.append(self.inside[-1])
@@ -141,21 +145,21 @@ class AgainstAModel(RuleBasedStateMachine):
     def arrive(self, key, priority, size):
         held = [*self.inside, *self.queue]
         limits = self.limits
-        full = limits.concurrency is not None and len(self.inside) >= limits.concurrency
+        full = len(self.inside) >= limits.max_concurrency
         keys = {key, *(ticket.key for ticket in self.queue)}
         counts = {one: sum(ticket.key == one for ticket in self.queue) for one in keys}
-        yielding = [one for one in self.queue if one.key == key or counts[one.key] > limits.queue / len(keys)]
+        yielding = [one for one in self.queue if one.key == key or counts[one.key] > limits.max_queue / len(keys)]
         worst = max((ticket.priority for ticket in yielding), default=None)
         ticket = self.admission.arrive(key, priority, size, now=self.now)
         self.tickets.append(ticket)
-        if limits.key_concurrency is not None and sum(one.key == key for one in held) >= limits.key_concurrency:
+        if limits.max_key_concurrency is not None and sum(one.key == key for one in held) >= limits.max_key_concurrency:
             assert ticket.refusal.limit is Limit.KEY_CONCURRENCY
-        elif limits.held_bytes is not None and sum(one.size for one in held) + size > limits.held_bytes:
+        elif sum(one.size for one in held) + size > limits.max_inflight_bytes:
             assert ticket.refusal.limit is Limit.BYTES
         elif not full:
             assert ticket.state is TicketState.ADMITTED
             self.inside.append(ticket)
-        elif len(self.queue) < limits.queue:
+        elif len(self.queue) < limits.max_queue:
             assert ticket.state is TicketState.WAITING
             self.queue.append(ticket)
         elif worst is None or priority >= worst:
@@ -192,11 +196,9 @@ class AgainstAModel(RuleBasedStateMachine):
         assert {ticket.state for ticket in late} <= {TicketState.EXPIRED}
         self.settle(late)
 
-    @rule(concurrency=st.sampled_from([None, 1, 2]), queue=st.integers(0, 4))
+    @rule(concurrency=st.sampled_from([4096, 1, 2]), queue=st.integers(0, 4))
     def change(self, concurrency, queue):
-        self.limits = AdmissionLimits(
-            concurrency, queue, 5.0, self.limits.held_bytes, key_concurrency=self.limits.key_concurrency
-        )
+        self.limits = replace(self.limits, max_concurrency=concurrency, max_queue=queue)
         self.admission.change(self.limits)
         changed = self.admit_next()
         self.queue.sort(key=lambda ticket: ticket.priority)
@@ -212,7 +214,7 @@ class AgainstAModel(RuleBasedStateMachine):
         assert {ticket.state for ticket in self.inside} <= {TicketState.ADMITTED}
         assert {ticket.state for ticket in self.queue} <= {TicketState.WAITING}
         assert self.admission.admitted == len(self.inside)
-        assert self.admission.waiting == len(self.queue) <= self.limits.queue
+        assert self.admission.waiting == len(self.queue) <= self.limits.max_queue
         assert self.admission.held_bytes == sum(ticket.size for ticket in held)
         refused = [ticket for ticket in self.tickets if ticket.state in (TicketState.REFUSED, TicketState.EXPIRED)]
         assert sum(self.admission.refused.values()) == len(refused)

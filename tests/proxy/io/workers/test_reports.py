@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from xpyd_proxy.core.admission.admission import Admission
-from xpyd_proxy.core.admission.limits import AdmissionLimits, Limit
+from xpyd_proxy.core.admission.limits import Limit
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.io.metrics import Metrics
@@ -14,6 +14,7 @@ from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.status import Status
 from xpyd_proxy.io.workers.context import WorkerContext
 from xpyd_proxy.io.workers.reports import WorkerReports
+from xpyd_proxy.settings import Settings
 
 
 class Worker:
@@ -21,7 +22,7 @@ class Worker:
 
     def __init__(self, folder, number, starts=1):
         self.telemetry = Telemetry(Counters(frozenset()), lambda: 1.0)
-        self.queue = Admission(AdmissionLimits(concurrency=1, queue=0))
+        self.queue = Admission(Settings(max_concurrency=1, max_queue=0))
         self.status = Status(self.telemetry, Registry(), lambda: 1.0)
         self.metrics = Metrics(self.telemetry, Registry())
         place = WorkerContext(number, 2, str(folder), port=0, line=0, starts=starts)

@@ -126,6 +126,10 @@ class OutOfTime(ProxyError): ...
 class NoInstance(ProxyError): ...
 
 
+class NoMatchingInstance(NoInstance):
+    """There are prefill and decode engines, and no two of them can share a request."""
+
+
 class EngineError(ProxyError):
     """An engine cannot be reached, failed, or answered with something we do not understand.
 

@@ -17,14 +17,15 @@ class TransferSample(msgspec.Struct, frozen=True):
 
 
 class StatsReport(msgspec.Struct):
-    """Counters and transfers since the last report, and the current gauges."""
+    """Counters and transfers since the last report, the current gauges, and engines that were found to differ."""
 
     counters: dict[str, int] = {}
     gauges: dict[str, float] = {}
     transfers: list[TransferSample] = []
+    incompatible: list[str] = []  # ids
 
     def __bool__(self) -> bool:
-        return bool(self.counters or self.gauges or self.transfers)
+        return bool(self.counters or self.gauges or self.transfers or self.incompatible)
 
 
 @dataclass(slots=True)
@@ -141,5 +142,6 @@ def merge(reports: Sequence[StatsReport]) -> StatsReport:
         counters.update(report.counters)
         merged.gauges.update(report.gauges)
         merged.transfers = [*merged.transfers, *report.transfers]
+        merged.incompatible = [*merged.incompatible, *report.incompatible]
     merged.counters = dict(counters)
     return merged

@@ -84,7 +84,8 @@ class XpydConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
         cls, vllm_config: VllmConfig, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> XpydPromMetrics:
         """Register our Prometheus metrics."""
-        info = info_labels(vllm_config)
+        # By this id peers know the engine; data-parallel ranks add "_dp" and their number (``vllm/v1/engine/core.py``).
+        info = info_labels(vllm_config) | {"engine_id": str(vllm_config.kv_transfer_config.engine_id)}
         return XpydPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, info)
 
     # ---- scheduler

@@ -67,6 +67,7 @@ class DecodeRequests:
         self._pool = pool
         self._counters = counters
         self._remote_prefills: dict[RequestId, _RemotePrefill] = {}
+        self._new_objections: list[EngineId] = []  # those since they were last taken
         self._objections: dict[EngineId, str] = {}  # of each engine that was reached; "" if its KV can be loaded
         self._quarantined: dict[RequestId, _Quarantined] = {}
         self._mode: DecodeMode = PullDecode(engine_config, post, signatures, wall_clock)
@@ -102,6 +103,8 @@ class DecodeRequests:
         if ended.is_final:
             if len(self._objections) >= MAX_KNOWN:
                 self._objections.clear()
+            if ended.objection and not self._objections.get(ended.engine):
+                self._new_objections.append(ended.engine)
             self._objections[ended.engine] = ended.objection
         for own, remote_prefill in list(self._remote_prefills.items()):
             if remote_prefill.is_met or remote_prefill.source.remote_engine_id != ended.engine:
@@ -109,6 +112,11 @@ class DecodeRequests:
             remote_prefill.is_met, remote_prefill.failure = True, ended.failure
             if ended.objection:
                 self._skip_incompatible(own, ended.objection)
+
+    def take_incompatible(self) -> list[str]:
+        """Return the engines that were found to differ since the last call."""
+        found, self._new_objections = self._new_objections, []
+        return [str(engine) for engine in found]
 
     def _skip_incompatible(self, own: RequestId, objection: str) -> None:
         address = self._remote_prefills[own].source.address

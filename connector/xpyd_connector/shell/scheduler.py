@@ -177,7 +177,9 @@ class XpydConnectorScheduler:
     def stats(self) -> XpydStats | None:
         """Return the numbers since the last call; gauges only if they have changed."""
         gauges = {**self._prefills.gauges, **self._decodes.gauges}
-        changed = StatsReport(gauges=gauges if gauges != self._gauges else {})
+        changed = StatsReport(
+            gauges=gauges if gauges != self._gauges else {}, incompatible=self._decodes.take_incompatible()
+        )
         self._gauges = gauges
         report = merge([self._control.take_report(), self._counters.take(), changed])
         return XpydStats.of(report) if report else None

@@ -13,7 +13,8 @@ from xpyd_connector.core.counters import COUNTERS, GAUGES, StatsReport, merge
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
-INFO = "Labels that a router compares before it pairs two engines: unequal labels mean incompatible KV."
+INFO = "Labels that a router compares before it pairs two engines, and the id by which peers know this one."
+INCOMPATIBLE = "A prefill engine that differs, by its engine_id: this engine computes its prompts itself."
 
 
 def _report(data: dict[str, Any]) -> StatsReport:
@@ -84,6 +85,9 @@ class XpydPromMetrics(KVConnectorPromMetrics):
             buckets=SECONDS,
         )
 
+        self._incompatible = self._gauge_cls(
+            "vllm:xpyd_incompatible_peer", INCOMPATIBLE, [*self._labelnames, "peer"], multiprocess_mode="mostrecent"
+        )
         labels = [*self._labelnames, *info]
         known = {engine: [*each, *info.values()] for engine, each in self.per_engine_labelvalues.items()}
         gauge = self._gauge_cls("vllm:xpyd_connector_info", INFO, labels, multiprocess_mode="mostrecent")
@@ -97,6 +101,8 @@ class XpydPromMetrics(KVConnectorPromMetrics):
             self._counters[name][engine_idx].inc(value)
         for name, gauge in report.gauges.items():
             self._gauges[name][engine_idx].set(gauge)
+        for peer in report.incompatible:
+            self._incompatible.labels(*self.per_engine_labelvalues[engine_idx], peer).set(1)
         for sample in report.transfers:
             self._counters["bytes_transferred"][engine_idx].inc(sample.bytes)
             self._counters["descriptors"][engine_idx].inc(sample.descriptors)

@@ -65,6 +65,7 @@ class SingleEngineReason(FastStrEnum):
     SHORT = "short_prompt"
     ONE_LEG = "one_leg"  # a call that generates no text
     NO_PREFILL = "no_prefill_engine"
+    NO_MATCH = "no_matching_prefill_engine"  # there are some, and their KV cache is of no use to a decode engine
 
 
 class LegOrder(FastStrEnum):

@@ -22,7 +22,16 @@ from xpyd_proxy.core.raw_json import Pieces, encode
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, RequestRecord, client_id
 from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts, RetryScope
 from xpyd_proxy.core.schemas import Coordinates
-from xpyd_proxy.errors import EngineError, NoInstance, OutOfTime, ProxyError, Refused, TurnedAway, Unauthorized
+from xpyd_proxy.errors import (
+    EngineError,
+    NoInstance,
+    NoMatchingInstance,
+    OutOfTime,
+    ProxyError,
+    Refused,
+    TurnedAway,
+    Unauthorized,
+)
 from xpyd_proxy.requests.attempt import Attempt
 from xpyd_proxy.requests.body_reader import LARGE
 from xpyd_proxy.requests.error_body import error_body
@@ -376,11 +385,15 @@ class Request:
                 return fleet.any_pair(ask)
             decodes = chances.among(fleet.usable(Role.DECODE))
             return fleet.pair(chances.among(fleet.usable(Role.PREFILL)), decodes, ask.once_more())
+        except NoMatchingInstance:
+            if not self._settings.decode_only_fallback:
+                raise
+            self._record.single_reason = SingleEngineReason.NO_MATCH
         except NoInstance:
             if not self._settings.decode_only_fallback:
                 raise
             fleet.usable(Role.DECODE)  # raises NoInstance, if that is why
-        self._record.single_reason = SingleEngineReason.NO_PREFILL
+            self._record.single_reason = SingleEngineReason.NO_PREFILL
         return None
 
     # ---- PREFILLING, BOTH, DECODING

@@ -150,7 +150,11 @@ def test_an_incompatible_prefill_engine_costs_a_local_prefill(engine):
     later = engine.arrive(remote_engine_id="p1", name="d-b")
 
     assert engine.side.matched_tokens(first, 0) == engine.side.matched_tokens(later, 0) == (0, False)
-    assert engine.side.stats().data["counters"]["loads_skipped_incompatible"] == 2
+    stats = engine.side.stats()
+    assert stats.data["counters"]["loads_skipped_incompatible"] == 2
+    assert stats.data["incompatible"] == ["p1"]
+    engine.side._decodes.handshake_ended(HandshakeEnded(EngineId("p1"), "its layers are 4, ours are 8"))
+    assert engine.side.stats() is None
     assert engine.side.matched_tokens(engine.arrive(name="d-c"), 0) == (9, True)
 
 

@@ -90,6 +90,14 @@ def test_who_may_be_paired_with_whom_is_known_from_the_start(metrics):
         assert REGISTRY.get_sample_value("vllm:xpyd_connector_info", labels) == 1
 
 
+def test_engines_that_differ_are_shown_by_their_ids(metrics):
+    """A router keeps them apart."""
+    metrics.observe(XpydStats.of(StatsReport(incompatible=["p1"])).data, 1)
+    labels = {"model_name": "m", "engine": "1", "peer": "p1"}
+
+    assert REGISTRY.get_sample_value("vllm:xpyd_incompatible_peer", labels) == 1
+
+
 def test_everything_that_can_be_reported_is_registered(metrics):
     """A name that is missing would fail at the first event, in the API server."""
     metrics.observe(XpydStats.of(StatsReport(dict.fromkeys(COUNTERS, 1), dict.fromkeys(GAUGES, 1.0))).data)

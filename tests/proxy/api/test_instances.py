@@ -134,6 +134,21 @@ async def test_explain_names_the_rule_of_a_request_that_is_not_split():
     assert without["rule"] == "single: no_prefill_engine"
 
 
+async def test_engines_that_cannot_share_a_request_are_named():
+    """That there is a prefill engine, and why it is of no use, is another thing to mend than that there is none."""
+    async with router(sims(), OPEN) as client:
+        for role, name in (("prefill", "p0"), ("decode", "d0")):
+            await call(client, "remove", {"id": f"{role}-0"})
+            await call(client, "add", {"type": role, "instance": f"{name}:80#revision={name}"})
+        _, said = await explain(client)
+        answer = await complete(client)
+
+    why = "no prefill instance fits a decode instance: decode-1 with prefill-1: the revision is p0 there and d0 here"
+    assert said["rule"] == f"single: no_matching_prefill_engine ({why})"
+    assert answer.status_code == 200
+    assert 'reason;desc="no_matching_prefill_engine"' in answer.headers["server-timing"]
+
+
 @pytest.mark.parametrize("policy", PolicyName)
 async def test_explaining_changes_nothing(policy):
     """Ten times the same answer, and then the request goes there."""

@@ -26,6 +26,8 @@ class EngineCapabilities:
     revision: str | None = None  # of its deployment, as its pod or its operator says
     protocol: str | None = None  # of our connector's side channel; others refuse each other
     fingerprint: str | None = None  # of model, cache and vLLM, as our connector sees them; others refuse each other
+    engine_id: str | None = None  # prefill: by which decode engines know it
+    incompatible: frozenset[str] | None = None  # decode: engine ids of those it has met and cannot load from
 
     def serves(self, model: str | None) -> bool:
         """Tell whether a request for a model may go there; None: the request names none."""
@@ -41,6 +43,8 @@ class EngineCapabilities:
             found.revision or self.revision,
             found.protocol or self.protocol,
             found.fingerprint or self.fingerprint,
+            found.engine_id or self.engine_id,
+            self.incompatible if found.incompatible is None else found.incompatible,
         )
 
 
@@ -48,7 +52,28 @@ def fit(prefill: EngineCapabilities, decode: EngineCapabilities) -> bool:
     """Tell whether two engines can share a request; that both serve its model is looked at elsewhere."""
     one = prefill.version, prefill.connector, prefill.mode, prefill.revision, prefill.protocol, prefill.fingerprint
     other = decode.version, decode.connector, decode.mode, decode.revision, decode.protocol, decode.fingerprint
-    return all(a is None or b is None or a == b for a, b in zip(one, other, strict=True))
+    return prefill.engine_id not in (decode.incompatible or ()) and all(
+        a is None or b is None or a == b for a, b in zip(one, other, strict=True)
+    )
+
+
+_COMPARED: Final = {
+    "version": "vLLM's version",
+    "connector": "the connector",
+    "mode": "the mode",
+    "revision": "the revision",
+    "protocol": "the connector's protocol",
+    "fingerprint": "the connector's fingerprint",
+}
+
+
+def difference(prefill: EngineCapabilities, decode: EngineCapabilities) -> str:
+    """Say why two engines do not fit."""
+    for field, name in _COMPARED.items():
+        one, other = getattr(prefill, field), getattr(decode, field)
+        if one is not None and other is not None and one != other:
+            return f"{name} is {one} there and {other} here"
+    return "it has refused that one's KV cache, and its log says why"
 
 
 def always(_prefill: object, _decode: object) -> bool:

@@ -9,7 +9,9 @@ _LINE: Final = re.compile(
     re.MULTILINE,
 )
 _INFO: Final = re.compile(rb"^vllm:xpyd_connector_info\{(?P<labels>[^\n]*)\} 1(?:\.0)?$", re.MULTILINE)
-_LABEL: Final = re.compile(rb'(?:^|,)(protocol|fingerprint|mode)="([0-9A-Za-z]{1,64})"')
+_LABEL: Final = re.compile(rb'(?:^|,)(protocol|fingerprint|mode|engine_id)="([0-9A-Za-z_.:-]{1,128})"')
+_REFUSED: Final = re.compile(rb"^vllm:xpyd_incompatible_peer\{(?P<labels>[^\n]*)\} 1(?:\.0)?$", re.MULTILINE)
+_PEER: Final = re.compile(rb'(?:^|,)peer="([0-9A-Za-z_.:-]{1,128}?)(?:_dp[0-9]{1,6})?"')
 _CONNECTOR: Final = re.compile(rb"^vllm:(xpyd|nixl)_", re.MULTILINE)
 # Its own prefix cache counts as well: what is there need not be sent.
 _RECEIVED: Final = re.compile(
@@ -27,9 +29,10 @@ class Numbers:
     connector: str | None = None  # xpyd or nixl
     leases: float | None = None  # requests whose blocks our connector keeps
     kv_usage: float | None = None  # share of its KV cache in use; blocks that are only cached are not
-    protocol: str | None = None  # these three as our connector says (vllm:xpyd_connector_info)
+    protocol: str | None = None  # these four as our connector says (vllm:xpyd_connector_info)
     fingerprint: str | None = None
     mode: str | None = None
+    engine_id: str | None = None  # by which other engines know it; of all data-parallel ranks
 
     @property
     def kept(self) -> float | None:
@@ -57,7 +60,14 @@ def read(text: bytes, rank: int | None = None) -> Numbers:
         protocol=info.get("protocol"),
         fingerprint=info.get("fingerprint"),
         mode=info.get("mode"),
+        engine_id=info.get("engine_id"),
     )
+
+
+def incompatible_peers(text: bytes, rank: int | None = None) -> frozenset[str]:
+    """Read which prefill engines a decode engine has met and cannot load from, by their engine ids."""
+    lines = (line["labels"] for line in _REFUSED.finditer(text) if _is_of(line, rank))
+    return frozenset(peer[1].decode() for labels in lines if (peer := _PEER.search(labels)))
 
 
 def _is_of(line: re.Match[bytes], rank: int | None) -> bool:

@@ -14,7 +14,7 @@ from xpyd_proxy.core.raw_json import encode, text
 from xpyd_proxy.core.routing.pairing import PairSelector
 from xpyd_proxy.core.routing.routing_hints import ask_of_call
 from xpyd_proxy.core.routing.session_ids import SessionIds
-from xpyd_proxy.errors import NoInstance
+from xpyd_proxy.errors import NoInstance, NoMatchingInstance
 from xpyd_proxy.settings import Settings
 
 _REQUEST: Final = RequestId("xpyd-explained")  # a real request has another id
@@ -46,15 +46,20 @@ class Explainer:
         """Say what would become of a request now. Raises NoInstance, UnknownModel, BadRequest: it would be refused."""
         decode, pairing, settings = self.usable(Role.DECODE), self.rehearsal(), self.settings()
         ask = ask_of_call(call, self.sessions.of(dict(reversed(call.headers)), call.fields))
-        solo = solo_reason(call.api, call.fields, min_split_prompt_bytes=settings.min_split_prompt_bytes)
-        if solo is None:
+        why: str | None = solo_reason(call.api, call.fields, min_split_prompt_bytes=settings.min_split_prompt_bytes)
+        if why is None:
             try:
                 return self._split(call, *pairing.pair(self.usable(Role.PREFILL), decode, ask))
+            except NoMatchingInstance as exc:
+                if not settings.decode_only_fallback:
+                    raise
+                why = f"{SingleEngineReason.NO_MATCH} ({exc})"
             except NoInstance:
                 if not settings.decode_only_fallback:
                     raise
+                why = SingleEngineReason.NO_PREFILL
         chosen = pairing.one(decode, ask)
-        return Explanation(f"single: {solo or SingleEngineReason.NO_PREFILL}", None, chosen, None, encode(call.fields))
+        return Explanation(f"single: {why}", None, chosen, None, encode(call.fields))
 
     def _split(self, call: GenerationRequest, prefill: Instance, decode: Instance) -> Explanation:
         fields = request_bodies.named(call.api, call.fields, _REQUEST)

@@ -8,7 +8,7 @@ from xpyd_proxy.core.fleet import compatibility
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import ANY, Instance, Role, RoutingHints
-from xpyd_proxy.errors import BadRequest, NoInstance, UnknownModel
+from xpyd_proxy.errors import BadRequest, NoInstance, NoMatchingInstance, UnknownModel
 
 Among: TypeAlias = Sequence[Instance]
 Pair: TypeAlias = tuple[Instance, Instance]  # the prefill engine, and the decode engine
@@ -56,6 +56,7 @@ class PolicyPerLeg:
         return PolicyPerLeg(self.prefill.copy(), self.decode.copy())
 
 
+_MOST_NAMED: Final = 4  # pairs in one message
 _MOST_SEEN: Final = 64  # clients can think of models without end
 
 
@@ -151,11 +152,17 @@ class PairSelector:
         """Drop the engines that fit none of the other side. Raises NoInstance: none is left."""
         left = [p for p in prefill if any(self._fits(p, d) for d in decode)]
         if not left:
-            raise NoInstance(
-                "no prefill instance fits a decode instance: vLLM's version, connector, mode or revision differ, or "
-                "the connector's protocol or fingerprint"
+            raise NoMatchingInstance(
+                f"no prefill instance fits a decode instance: {self._differences(prefill, decode)}"
             )
         return left, [d for d in decode if any(self._fits(p, d) for p in left)]
+
+    def _differences(self, prefill: Among, decode: Among) -> str:
+        """Name the first pairs that do not fit, and why."""
+        facts = self.registry.facts
+        pairs = [(p, d) for d in decode for p in prefill]
+        named = [f"{d.id} with {p.id}: {compatibility.difference(facts(p), facts(d))}" for p, d in pairs[:_MOST_NAMED]]
+        return "; ".join([*named, f"and {len(pairs) - len(named)} more"] if len(pairs) > len(named) else named)
 
     def _with_trial(self, prefill: Among, decode: Among, ask: RoutingHints) -> tuple[Among, Among]:
         """If an engine waits for its trial, this request is it, with a partner that is well if there is one.

@@ -1,10 +1,11 @@
-"""Looks into the decode engines' counters again and again: does the KV cache arrive that they are promised?"""
+"""Looks into the decode engines' counters again and again: does KV arrive as promised, and whose do they refuse?"""
 
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from xpyd_proxy.core.fleet.engine_metrics import received
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
+from xpyd_proxy.core.fleet.engine_metrics import incompatible_peers, read, received
 from xpyd_proxy.core.fleet.kv_inflow import KvInflow
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import Instance, Role
@@ -46,13 +47,27 @@ class InflowWatch:
         known = (*decodes, *self._registry.known(Role.PREFILL))
         self._telemetry.keep(frozenset(instance.id for instance in known))  # also if nobody ever looks at the numbers
         self._inflow.keep(frozenset(decode.id for decode in decodes))
+        refused: frozenset[str] = frozenset()
         for decode in decodes:
             promised = self._telemetry.transfers_expected[decode.id]  # before the engine counts: see KvInflow
-            try:
-                found = received(await self._metrics(decode), decode.rank)
-            except ProbeFailed:
-                found = None  # the prober says so
+            exposition = await self._read(decode)
+            found = received(exposition, decode.rank)
+            if exposition:
+                incompatible = incompatible_peers(exposition, decode.rank)
+                self._registry.learn(decode.id, EngineCapabilities(incompatible=incompatible))
+                refused |= incompatible
             if dry := self._inflow.look(decode.id, found, promised):
                 said = "%s got no KV cache for its last %d legs with a transfer: it computes the prompts"
                 logger.warning(said, decode.id, dry)
                 self._telemetry.transfers_missing(decode.id, dry)
+        for prefill in self._registry.known(Role.PREFILL):
+            if self._registry.facts(prefill).engine_id in refused:  # it may have been restarted, under another id
+                shown = read(await self._read(prefill), prefill.rank)
+                self._registry.learn(prefill.id, EngineCapabilities(engine_id=shown.engine_id))
+
+    async def _read(self, instance: Instance) -> bytes:
+        """Return an engine's metrics; nothing, if it does not answer: the prober says so."""
+        try:
+            return await self._metrics(instance)
+        except ProbeFailed:
+            return b""

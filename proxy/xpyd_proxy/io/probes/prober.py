@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, difference, fit
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import Instance, InstanceId, Role
@@ -64,6 +64,8 @@ class Prober:
         self._chance = chance  # 0 to 1, so that the looks of several routers do not fall together
         self._turns: dict[InstanceId, _Turn] = {}
         self._told: dict[InstanceId, tuple[HealthState, str]] = {}
+        self._compared = -1  # changes of the registry when pairs of engines were last compared
+        self._differences: dict[tuple[InstanceId, InstanceId], str] = {}
         self._places = asyncio.Semaphore(_AT_ONCE)
 
     @asynccontextmanager
@@ -93,6 +95,23 @@ class Prober:
                 level = logging.WARNING if life.state is HealthState.EJECTED else logging.INFO
                 logger.log(level, "%s is %s: %s", member.instance.id, life.state, life.why)
         self._told = {member.instance.id: (member.life.state, member.life.why) for member in members}
+        if self._compared != self._registry.changes.count:
+            self._compared = self._registry.changes.count
+            self._tell_differences(members)
+
+    def _tell_differences(self, members: Sequence[Member]) -> None:
+        """Log, once, each two engines that cannot share requests."""
+        decodes = [member for member in members if member.instance.role is Role.DECODE]
+        found = {
+            (decode.instance.id, member.instance.id): difference(member.facts, decode.facts)
+            for decode in decodes
+            for member in members
+            if member.instance.role is Role.PREFILL and not fit(member.facts, decode.facts)
+        }
+        for (decode_id, prefill_id), why in found.items():
+            if self._differences.get((decode_id, prefill_id)) != why:
+                logger.warning("%s shares no request with %s: %s", decode_id, prefill_id, why)
+        self._differences = found
 
     def _next(self) -> Sequence[Member]:
         """Return whom to look at now: everybody who has been left alone for long enough, one look at a time."""
@@ -142,7 +161,11 @@ class Prober:
                 shown = await self._checks.numbers(member.instance)
                 mode = TransferMode(shown.mode) if shown.mode in tuple(TransferMode) else None
                 facts = EngineCapabilities(
-                    connector=shown.connector, mode=mode, protocol=shown.protocol, fingerprint=shown.fingerprint
+                    connector=shown.connector,
+                    mode=mode,
+                    protocol=shown.protocol,
+                    fingerprint=shown.fingerprint,
+                    engine_id=shown.engine_id,
                 )
                 self._registry.learn(name, facts)
         member.life.seen(now=self._clock())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from xpyd_proxy.core.fleet.compatibility import MODES, EngineCapabilities, fit
+from xpyd_proxy.core.fleet.compatibility import MODES, EngineCapabilities, difference, fit
 from xpyd_proxy.core.fleet.push_coordinates import CoordinatesState
 from xpyd_proxy.core.protocol.push import TransferMode
 
@@ -26,6 +26,26 @@ def test_what_is_known_of_both_must_agree(one, other, fits):
     """vLLM refuses the handshake between versions, and connectors do not understand each other's params."""
     assert fit(one, other) is fits
     assert fit(other, one) is fits
+
+
+def test_a_decode_engine_shares_nothing_with_one_that_it_has_refused():
+    """Their labels may be equal: the handshake compares more."""
+    decode = EngineCapabilities(incompatible=frozenset({"a"}))
+
+    assert not fit(EngineCapabilities(engine_id="a"), decode)
+    assert fit(EngineCapabilities(engine_id="b"), decode)
+    assert fit(EngineCapabilities(), decode)
+    assert fit(EngineCapabilities(engine_id="a"), decode.updated(EngineCapabilities(incompatible=frozenset())))
+    assert not fit(EngineCapabilities(engine_id="a"), decode.updated(EngineCapabilities()))
+
+
+def test_what_differs_is_named_with_both_values():
+    """An operator must see what to change, and where."""
+    one = EngineCapabilities(version="0.32", fingerprint="a")
+
+    assert difference(one, EngineCapabilities(version="0.33")) == "vLLM's version is 0.32 there and 0.33 here"
+    assert difference(one, EngineCapabilities(fingerprint="b")) == "the connector's fingerprint is a there and b here"
+    assert "its log says why" in difference(one, EngineCapabilities())
 
 
 def test_news_replace_what_they_speak_of_and_nothing_else():

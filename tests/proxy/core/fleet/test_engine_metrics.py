@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_proxy.core.fleet.engine_metrics import Numbers, read
+from xpyd_proxy.core.fleet.engine_metrics import Numbers, incompatible_peers, read
 
 OURS = b"""# HELP vllm:xpyd_leases_held Requests whose blocks are kept.
 # TYPE vllm:xpyd_leases_held gauge
@@ -49,6 +49,18 @@ def test_our_connector_says_whom_it_understands():
         "xpyd", protocol="4", fingerprint="0123456789abcdef"
     )
     assert read(b'vllm:xpyd_connector_info{protocol="4"} 0\n').protocol is None
+
+
+def test_engines_that_differ_are_known_by_their_ids():
+    """Data-parallel ranks have one each, behind the engine's own."""
+    info = b'vllm:xpyd_connector_info{engine="0",engine_id="1b-2c",fingerprint="0",mode="pull",protocol="4"} 1.0\n'
+    line = b'vllm:xpyd_incompatible_peer{engine="%d",model_name="m",peer="%b"} 1.0\n'
+    text = info + line % (0, b"1b-2c_dp1") + line % (0, b"3d") + line % (1, b"4e")
+
+    assert read(text).engine_id == "1b-2c"
+    assert incompatible_peers(text) == {"1b-2c", "3d", "4e"}
+    assert incompatible_peers(text, 1) == {"4e"}
+    assert incompatible_peers(info) == frozenset()
 
 
 @given(st.binary(max_size=300))

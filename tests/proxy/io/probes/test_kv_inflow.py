@@ -6,6 +6,7 @@ import logging
 from support.sim import until_async
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.counters import Counters
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import RequestId, Role
 from xpyd_proxy.io.probes.checks import ProbeFailed
@@ -23,13 +24,16 @@ class World:
         self.wet = registry.add(Role.DECODE, Address("http", "h", 3))
         self.telemetry = Telemetry(Counters(frozenset()), lambda: 1.0)
         self.tokens = {self.dry.id: 0, self.wet.id: 0}
-        self.sick = False
+        self.sick, self.refused, self.engine_id = False, (), b"p"
         self.watch = InflowWatch(registry, self.metrics, self.telemetry, every_s=0.001)
 
     async def metrics(self, instance):
         if self.sick:
             raise ProbeFailed("cannot be reached")
-        text = 'vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} %d\n'
+        if instance.role is Role.PREFILL:
+            return b'vllm:xpyd_connector_info{engine_id="%b"} 1.0\n' % self.engine_id
+        text = "".join(f'vllm:xpyd_incompatible_peer{{peer="{peer}"}} 1.0\n' for peer in self.refused)
+        text += 'vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} %d\n'
         return (text % self.tokens[instance.id]).encode()
 
     def serve(self, name):
@@ -54,6 +58,26 @@ async def test_an_engine_that_gets_nothing_is_found_and_the_others_are_not(caplo
         ("decode-0", "no KV cache arrived for 1 legs")
     ] * 2
     assert "decode-0 got no KV cache for its last 1 legs" in caplog.text
+
+
+async def test_engines_that_refuse_each_other_are_kept_apart_until_one_is_another():
+    """Each request would cost the prefill engine its work, and the decode engine a local prefill."""
+    world = World()
+    world.registry.learn(world.p.id, EngineCapabilities(engine_id="p"))
+
+    async def fits():
+        await world.watch.look()
+        return bool(world.registry.fitting(world.p, (world.dry,)))
+
+    assert await fits()
+    world.refused = ("p",)
+    assert not await fits()
+    world.engine_id = b"q"  # it was restarted, with other options
+    assert await fits()
+    world.refused = ("p", "q")
+    assert not await fits()
+    world.refused = ()  # the decode engine was
+    assert await fits()
 
 
 async def test_an_engine_that_cannot_be_asked_is_not_accused():

@@ -75,6 +75,18 @@ async def test_an_engine_is_looked_at_at_once_and_again(registry, engines):
     assert engines.readings == 1
 
 
+async def test_engines_that_differ_are_told_once(registry, engines, caplog):
+    """In the log, with what differs; not with each request, and not with each probe."""
+    decode, prefill = add(registry), add(registry, Role.PREFILL, 2)
+    registry.learn(decode.instance.id, EngineCapabilities(revision="a"))
+    registry.learn(prefill.instance.id, EngineCapabilities(revision="b"))
+    async with prober(registry, engines, health_check_interval_s=0.05).running():
+        await until_async(lambda: engines.looks >= 8)
+
+    lines = [record.message for record in caplog.records if "shares no request" in record.message]
+    assert lines == ["decode-0 shares no request with prefill-0: the revision is b there and a here"]
+
+
 async def test_an_engine_that_falls_ill_breaks_and_comes_back(registry, engines):
     """Without a single request; what it is now is read anew."""
     member = add(registry)

@@ -13,6 +13,7 @@ from xpyd_connector.core.counters import COUNTERS, GAUGES, StatsReport, merge
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
+PEERS_MOST = 64  # refused engines that are shown: each restarts under another id
 INFO = "Labels that a router compares before it pairs two engines, and the id by which peers know this one."
 INCOMPATIBLE = "A prefill engine that differs, by its engine_id: this engine computes its prompts itself."
 
@@ -88,6 +89,7 @@ class XpydPromMetrics(KVConnectorPromMetrics):
         self._incompatible = self._gauge_cls(
             "vllm:xpyd_incompatible_peer", INCOMPATIBLE, [*self._labelnames, "peer"], multiprocess_mode="mostrecent"
         )
+        self._refused: dict[tuple[str, ...], None] = {}
         labels = [*self._labelnames, *info]
         known = {engine: [*each, *info.values()] for engine, each in self.per_engine_labelvalues.items()}
         gauge = self._gauge_cls("vllm:xpyd_connector_info", INFO, labels, multiprocess_mode="mostrecent")
@@ -102,12 +104,21 @@ class XpydPromMetrics(KVConnectorPromMetrics):
         for name, gauge in report.gauges.items():
             self._gauges[name][engine_idx].set(gauge)
         for peer in report.incompatible:
-            self._incompatible.labels(*self.per_engine_labelvalues[engine_idx], peer).set(1)
+            self._show_refused(*self.per_engine_labelvalues[engine_idx], peer)
         for sample in report.transfers:
             self._counters["bytes_transferred"][engine_idx].inc(sample.bytes)
             self._counters["descriptors"][engine_idx].inc(sample.descriptors)
             self._counters["posting_seconds"][engine_idx].inc(sample.posting)
             self._seconds[engine_idx].observe(sample.seconds)
+
+    def _show_refused(self, *labels: str) -> None:
+        """Show one more engine, and no longer the first of too many. Ray's gauges cannot forget one."""
+        self._refused[labels] = None
+        self._incompatible.labels(*labels).set(1)
+        if len(self._refused) > PEERS_MOST and isinstance(self._incompatible, Gauge):
+            first = next(iter(self._refused))
+            del self._refused[first]
+            self._incompatible.remove(*first)
 
     def _make(self, kind: Any, name: str, text: str, **options: Any) -> Any:
         cls = {Counter: self._counter_cls, Gauge: self._gauge_cls, Histogram: self._histogram_cls}[kind]

@@ -9,7 +9,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
-    from xpyd_connector.shell.vllm_stats import XpydPromMetrics, XpydStats
+    from xpyd_connector.shell.vllm_stats import PEERS_MOST, XpydPromMetrics, XpydStats
 
 from xpyd_connector.core.counters import COUNTERS, GAUGES, StatsReport, TransferSample
 
@@ -96,6 +96,10 @@ def test_engines_that_differ_are_shown_by_their_ids(metrics):
     labels = {"model_name": "m", "engine": "1", "peer": "p1"}
 
     assert REGISTRY.get_sample_value("vllm:xpyd_incompatible_peer", labels) == 1
+    later = [f"p{number}" for number in range(2, PEERS_MOST + 2)]
+    metrics.observe(XpydStats.of(StatsReport(incompatible=later)).data, 1)
+    assert REGISTRY.get_sample_value("vllm:xpyd_incompatible_peer", labels) is None
+    assert REGISTRY.get_sample_value("vllm:xpyd_incompatible_peer", labels | {"peer": later[0]}) == 1
 
 
 def test_everything_that_can_be_reported_is_registered(metrics):

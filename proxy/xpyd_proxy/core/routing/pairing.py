@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, product
 from typing import Final, Protocol, Self, TypeAlias
 
 from xpyd_proxy.core.fleet import compatibility
@@ -160,9 +161,10 @@ class PairSelector:
     def _differences(self, prefill: Among, decode: Among) -> str:
         """Name the first pairs that do not fit, and why."""
         facts = self.registry.facts
-        pairs = [(p, d) for d in decode for p in prefill]
-        named = [f"{d.id} with {p.id}: {compatibility.difference(facts(p), facts(d))}" for p, d in pairs[:_MOST_NAMED]]
-        return "; ".join([*named, f"and {len(pairs) - len(named)} more"] if len(pairs) > len(named) else named)
+        pairs = islice(product(decode, prefill), _MOST_NAMED)
+        named = [f"{d.id} with {p.id}: {compatibility.difference(facts(p), facts(d))}" for d, p in pairs]
+        more = len(decode) * len(prefill) - len(named)
+        return "; ".join([*named, f"and {more} more"] if more else named)
 
     def _with_trial(self, prefill: Among, decode: Among, ask: RoutingHints) -> tuple[Among, Among]:
         """If an engine waits for its trial, this request is it, with a partner that is well if there is one.

@@ -1,12 +1,15 @@
 """Real engines and the real router for end-to-end tests: how they are started, asked and looked into."""
 
 import dataclasses
+import fcntl
 import functools
+import itertools
 import os
 import random
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -29,18 +32,18 @@ OVER_TCP = {"UCX_TLS": "tcp"}
 SECRET = "what all engines of the tests share"
 
 
-# Below the ports that Linux gives to outgoing connections: an engine binds its port half a minute after it is chosen.
-PORTS = range(10_000, 32_000)
+# Below the ports that Linux gives to outgoing connections: an engine binds its port seconds after it is chosen.
+PORTS, LANE = range(10_000, 32_000), 1_000  # a lane is one process's
 
 
 def free_ports(count):
-    """Return ports that nobody listens on now, and that nobody gets by chance."""
+    """Return ports that nobody listens on now, and that nobody gets by chance: not even the next caller."""
     sockets = []
     try:
         while len(sockets) < count:
             sock = socket.socket()
             try:
-                sock.bind(("127.0.0.1", random.choice(PORTS)))
+                sock.bind(("127.0.0.1", next(_own_ports())))
             except OSError:
                 sock.close()
             else:
@@ -49,6 +52,20 @@ def free_ports(count):
     finally:
         for sock in sockets:
             sock.close()
+
+
+@functools.cache
+def _own_ports():
+    """Return the ports of this process, in an order of its own: its lock keeps those of others from choosing them."""
+    for first in PORTS[::LANE]:
+        lane = os.open(f"{tempfile.gettempdir()}/xpyd-ports-{os.getuid()}-{first}", os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(lane, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
+        except BlockingIOError:
+            os.close(lane)
+        else:
+            return itertools.cycle(random.sample(range(first, first + LANE), LANE))
+    return itertools.cycle(random.sample(PORTS, len(PORTS)))
 
 
 def engine_spec(name, model, **options):
@@ -100,7 +117,7 @@ def metrics(spec):
 
 @functools.cache
 def _http():
-    """One client for all: a new one takes 30 ms of CPU, and tests look 20 times a second. No connection is kept."""
+    """One client for all: a new one takes 30 ms of CPU, and tests look ten times a second. No connection is kept."""
     return httpx.Client(trust_env=False, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
 
 
@@ -126,7 +143,7 @@ def wait_until(condition, *, seconds, what):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"{what}: not within {seconds} s"
-        time.sleep(0.05)
+        time.sleep(0.1)
 
 
 def nothing_held(spec):

@@ -1,8 +1,8 @@
 """Engines that have PyTorch and vLLM when they are born: forks of ``support.nursery_process``, which imported them.
 
-Importing them takes 9 CPU seconds, which no start needs any more. There is one such process for each environment that
-an import may see, and for each host of a lab; it ends with the fleet whose engines it bears. ``xpyd up`` and the
-examples start engines as vLLM does.
+Importing them, and what they import later, takes 12 CPU seconds that no start needs any more. There is one such process
+for each environment that an import may see, and for each host of a lab; it ends with the fleet whose engines it bears.
+``xpyd up`` and the examples start engines as vLLM does.
 """
 
 import json
@@ -24,7 +24,7 @@ IMPORT_S, POLL_S = 120, 0.02
 # What a module may read when it is imported; of those, what is an engine's own is read when it starts. What vLLM sets
 # when it is imported (TORCHINDUCTOR_..., LD_LIBRARY_PATH) it sets there as well as in a test that imports it.
 SEEN_BY_IMPORTS = ("VLLM_", "TORCH_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "HF_", "XDG_", "PYTHON")
-OWN = ("VLLM_NIXL_SIDE_CHANNEL_", "PYTHONPATH")
+OWN = ("VLLM_NIXL_SIDE_CHANNEL_", "VLLM_PLUGINS", "PYTHONPATH")
 _nurseries = weakref.WeakKeyDictionary()  # fleet -> (prefix, environment) -> nursery
 
 

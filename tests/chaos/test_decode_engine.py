@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 
 from support.cluster import nothing_held, wait_until
-from support.legs import decode, plain, prefill, prompt_of, text_of
+from support.legs import SLOW_TOKENS, decode, plain, prefill, prompt_of, text_of
 from support.victims import (
     BORROWING,
     EXPIRED,
@@ -133,9 +133,9 @@ def test_frozen_during_the_read(p, victims, reference, mode):
 
 def test_frozen_after_the_read(p, victims, reference):
     """What D has read is D's: frozen while it answers, it goes on where it was."""
-    tokens = 1000
+    tokens = 60  # three seconds of slow steps
     decoders = list(victims.hasty.values())
-    prompts = [prompt_of(340 + number, 300) for number in range(len(decoders))]
+    prompts = [prompt_of(340 + number, 300 + SLOW_TOKENS) for number in range(len(decoders))]
     failures = [{why: d.now(lost(why)) for why in ("lease", "timeout", "peer", "transfer")} for d in decoders]
     with ThreadPoolExecutor(len(decoders)) as pool:
         answers = [

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from support.cluster import wait_until
-from support.legs import decode, plain, prefill, prompt_of, text_of
+from support.legs import SLOW_TOKENS, decode, plain, prefill, prompt_of, text_of
 from support.victims import HELD, LINGERING, LOADS, TIMEOUT, USAGE, check, reading, serves_on
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -118,8 +118,9 @@ def test_killed_during_the_transfer(p, decoders, reference):
 
 def test_hung_and_killed_after_the_transfer(p, decoders, reference):
     """What D has is D's: an answer under way does not notice that P hangs, nor that it dies."""
-    prompts = [prompt_of(95), prompt_of(96)]
-    with asking(p, decoders, prompts, tokens=1200) as ask:
+    tokens = 60  # three seconds of slow steps
+    prompts = [prompt_of(number, 200 + SLOW_TOKENS) for number in (95, 96)]
+    with asking(p, decoders, prompts, tokens=tokens) as ask:
         answers = ask()
         wait_until(lambda: p.now(HELD) == 0, seconds=5, what="P was told that all is read")
         p.freeze()
@@ -128,4 +129,4 @@ def test_hung_and_killed_after_the_transfer(p, decoders, reference):
         p.kill()
         texts = [text_of(answer.result()[0]) for answer in answers]
 
-    assert texts == [plain(reference, prompt, tokens=1200) for prompt in prompts]
+    assert texts == [plain(reference, prompt, tokens=tokens) for prompt in prompts]

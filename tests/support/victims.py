@@ -218,8 +218,8 @@ def queue_of(count, p, d, *, first, busy=False):
 
 
 def hold_seat(d, seconds, *, busy=False):
-    """Run an answer of about so many seconds, or more; a busy one computes all the time."""
-    length, tokens = (8, 400) if busy else (SLOW_TOKENS, 1 / SLOW_SECONDS)
+    """Run an answer of so many seconds, and some more; a busy one computes all the time."""
+    length, tokens = (8, 400) if busy else (SLOW_TOKENS, 1.4 / SLOW_SECONDS)
     with contextlib.suppress(httpx.TransportError):
         decode(d.spec, prompt_of(999, length), None, tokens=int(seconds * tokens))
 

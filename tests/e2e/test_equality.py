@@ -30,8 +30,8 @@ def test_one_pair(one_pair, engines, reference_answer):
 
 
 def test_two_pairs(two_pairs, engines, reference_answer):
-    """50 prompts over 2P2D: equal, all four engines took part, each D met each P."""
-    asked = questions(50, seed=2)
+    """30 prompts over 2P2D: equal, all four engines took part, each D met each P."""
+    asked = questions(30, seed=2)
     watches = [Watch(spec) for spec in (engines.p0, engines.p1, engines.d0, engines.d1)]
     with ExitStack() as stack:
         p0, p1, d0, d1 = (stack.enter_context(watch) for watch in watches)

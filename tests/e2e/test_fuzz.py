@@ -17,7 +17,7 @@ from support.questions import Question, ask, client, differences
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-AT_ONCE, ROUNDS = 20, (15, 100)
+AT_ONCE, ROUNDS = 20, (10, 100)
 PATIENCE = 20  # s; a client that waits for longer hangs up, which must not hurt either
 GROWTH = 12 << 20  # bytes of the router, from the middle to the end: what it keeps for the largest bodies in flight
 
@@ -70,7 +70,7 @@ def is_fine(reply):
 
 
 def is_thorough(test, params):
-    """Tell what is only for ``make test-thorough``: 2,000 bodies in place of 300."""
+    """Tell what is only for ``make test-thorough``: 2,000 bodies in place of 200."""
     return params["rounds"] != ROUNDS[0]
 
 

@@ -54,7 +54,7 @@ def test_fifty_prompts_through_the_router(pushing, start_router, reference_answe
 
 def test_two_pairs_through_the_router(pushing, start_router, reference_answer):
     """2P2D: equal, and every decode engine was written to by every prefill engine."""
-    asked = questions(50, seed=12)
+    asked = questions(30, seed=12)
     specs = (pushing.chunk, pushing.request, pushing.d0, pushing.d1)
     url = start_router("router-push-2p2d", specs[:2], specs[2:])
     watches = [Watch(spec) for spec in specs]

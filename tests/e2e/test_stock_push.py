@@ -18,7 +18,7 @@ BODY = {"model": "tiny", "prompt": "where does the river end", "max_tokens": 2}
 @pytest.fixture(scope="module")
 def asked(reference_answer):
     """Questions for each mode; the right answers are known before there are engines that leave no core for others."""
-    asked = {mode: questions(20, seed=seed) for mode, seed in (("auto", 11), ("pull", 12))}
+    asked = {mode: questions(10, seed=seed) for mode, seed in (("auto", 11), ("pull", 12))}
     for question in (*asked["auto"], *asked["pull"]):
         reference_answer(question)
     return asked

@@ -16,7 +16,7 @@ TRY       ?=
 VERSIONS  ?=
 SECONDS   ?= 60
 SEED      ?= 17
-WORKERS   ?= 2
+WORKERS   ?= 3
 
 PIP   := $(BIN)/python -m pip -qq --disable-pip-version-check install
 FAST  := not (nixl or vllm or gpu or thorough or slow or compiled)
@@ -35,20 +35,20 @@ up: $(STAMPS)/package ## start engines and the router here: PREFILL=1 DECODE=1 E
 ##@ Check
 
 # What starts no engines is shared out to as many processes as there are WORKERS, file by file: fixtures of a module are
-# made once. The compiler takes what these leave of two cores. The engines' tests wait much of their time for leases and
-# timeouts to end: the checkers, which nothing waits for, take that.
-ALONE  := not (vllm or gpu or thorough)
-SHARED := -p no:cacheprovider -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
+# made once. They wait a third of their time; the compiler takes what they leave of two cores. Then engines fail in one
+# process, which waits for leases and timeouts to end, and serve in the other. What waits for nothing takes the rest.
+ALONE   := not (vllm or gpu or thorough)
+REAL    := -p no:cacheprovider --durations=20 -m "vllm and not (gpu or thorough)"
+SHARED  := -p no:cacheprovider -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 .PHONY: test
-test: lint $(STAMPS)/helm ## everything, real engines included: what CI runs; WORKERS=2
+test: lint $(STAMPS)/helm ## everything, real engines included: what CI runs; WORKERS=3
 	@failed=0; \
 	$(MAKE) -k -j2 -Otarget test-alone test-compile || failed=1; \
-	$(MAKE) test-compiled || failed=1; \
-	$(MAKE) -k -j2 -Oline test-engines test-types || failed=1; \
+	$(MAKE) -k -j4 -Oline test-chaos test-e2e test-compiled test-types || failed=1; \
 	exit $$failed
 
-.PHONY: test-alone test-compile test-compiled test-engines test-types
+.PHONY: test-alone test-compile test-compiled test-chaos test-e2e test-types
 test-alone: $(STAMPS)/helm
 	$(BIN)/pytest $(SHARED) -m "$(ALONE) and not compiled"
 
@@ -59,10 +59,13 @@ test-types: $(STAMPS)/dev
 	nice -n 19 $(MAKE) -k types imports
 
 test-compiled: $(STAMPS)/dev
-	$(BIN)/pytest $(SHARED) -m compiled --dist worksteal tests/images
+	nice -n 5 $(BIN)/pytest $(SHARED) -m compiled --dist worksteal tests/images
 
-test-engines: $(STAMPS)/helm
-	$(BIN)/pytest --durations=20 -m "vllm and not (gpu or thorough)" tests/chaos tests/e2e tests/models
+test-chaos: $(STAMPS)/helm
+	$(BIN)/pytest $(REAL) tests/chaos
+
+test-e2e: $(STAMPS)/helm
+	$(BIN)/pytest $(REAL) tests/e2e tests/models
 
 .PHONY: test-thorough
 test-thorough: $(STAMPS)/dev ## more of the same: every fault in every phase, in both modes, on real engines; 40 minutes
@@ -73,7 +76,7 @@ fuzz: $(STAMPS)/dev ## random bytes against the router's port and the side chann
 	XPYD_FUZZ_SECONDS=$(SECONDS) XPYD_FUZZ_SEED=$(SEED) $(BIN)/pytest -s tests/fuzz
 
 .PHONY: test-fast
-test-fast: lint $(STAMPS)/helm ## what needs neither engines nor NIXL, without what is slow; WORKERS=2
+test-fast: lint $(STAMPS)/helm ## what needs neither engines nor NIXL, without what is slow; WORKERS=3
 	$(BIN)/pytest $(SHARED) -m "$(FAST)"
 
 .PHONY: coverage

@@ -11,7 +11,8 @@ from support import router_kind
 settings.register_profile("xpyd", deadline=None)  # a busy machine is not a failure
 settings.load_profile("xpyd")
 
-WITH_ENGINES = [Path(__file__).parent / folder for folder in ("chaos", "e2e", "models")]  # as ``make test-engines``
+# As ``make test-chaos test-e2e``.
+WITH_ENGINES = [Path(__file__).parent / folder for folder in ("chaos", "e2e", "models")]
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

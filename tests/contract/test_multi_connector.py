@@ -5,9 +5,12 @@ import inspect
 import textwrap
 import warnings
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+from support.engines import FINGERPRINT, changed, rank_info
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
@@ -19,6 +22,7 @@ with warnings.catch_warnings():
 
     from xpyd_connector.shell import plugin
     from xpyd_connector.shell.connector import XpydConnector
+    from xpyd_connector.shell.metadata import RankHandshake
     from xpyd_connector.shell.vllm_stats import XpydStats
 
 from xpyd_connector.core.counters import StatsReport
@@ -147,3 +151,18 @@ def test_one_connector_describes_this_engine_to_others():
     ours = XpydConnector.__new__(XpydConnector)
     with pytest.raises(UnsupportedCache, match="only one of NixlConnector, XpydConnector"):
         multi(ours).set_xfer_handshake_metadata_pp_aware({(0, 0): Theirs()})
+
+
+def test_workers_of_all_pipeline_stages_are_known():
+    """VLLM names them by stage and tensor-parallel rank."""
+    started, ours = [], XpydConnector.__new__(XpydConnector)
+    ours._scheduler = SimpleNamespace(start=started.append)
+    places = [(stage, rank) for stage in range(2) for rank in range(2)]
+    handshakes = {
+        (stage, rank): RankHandshake(info, info, FINGERPRINT)
+        for stage, rank in places
+        for info in [changed(rank_info("p", rank=rank, ranks=2), stage=stage, stages=2)]
+    }
+    multi(ours).set_xfer_handshake_metadata_pp_aware(handshakes)
+
+    assert started == [{2 * stage + rank: handshakes[stage, rank] for stage, rank in places}]

@@ -68,13 +68,14 @@ def test_an_adapter_loaded_while_serving_on_one_side_only(fleet, model, start_ro
     folder = write_adapter(tmp_path / "adapter")
     options = {
         "connector": Connector.XPYD,
-        "extra_args": ("--enable-lora", "--max-lora-rank", "8"),
+        # Without a prefix cache, so that the last answers are of prompts that D computes itself.
+        "extra_args": ("--enable-lora", "--max-lora-rank", "8", "--no-enable-prefix-caching"),
         "extra_env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
     }
     p, d = (engine_spec(f"lora-{role.value}", model, role=role, **options) for role in (Role.PREFILL, Role.DECODE))
     children = [start_engine(fleet, spec) for spec in (p, d)]
     fleet.wait_ready(children, timeout_s=300)
-    url = start_router("router-lora", [p], [d], env={"HEALTH_CHECK_INTERVAL": "0.2"})
+    url = start_router("router-lora", [p], [d], args=("--health-check-interval", "0.2"))
 
     def change(spec, what):
         body = {"lora_name": ADAPTER, "lora_path": str(folder)}

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from support.cluster import wait_until
-from support.engines import FINGERPRINT, rank_info
+from support.engines import FINGERPRINT, changed, rank_info
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
@@ -17,6 +17,7 @@ with warnings.catch_warnings():
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import RequestStatus
 
+    from xpyd_connector.shell.control_thread import _fingerprint
     from xpyd_connector.shell.engine_config import EngineConfig
     from xpyd_connector.shell.engine_waker import EngineWaker
     from xpyd_connector.shell.held_blocks import HeldBlocks
@@ -32,6 +33,7 @@ from xpyd_connector.core.lease.lease_table import LeaseEnded, LeaseEvent
 from xpyd_connector.core.lease.signatures import Signatures
 from xpyd_connector.core.messages import MAX_ID, LentBlocks
 from xpyd_connector.core.results import BlocksReleased, HandshakeEnded, LeaseLost, LoadResult
+from xpyd_connector.errors import UnsupportedCache
 from xpyd_connector.settings import Granularity, Mode, Settings
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
@@ -179,6 +181,19 @@ def test_the_load_from_an_engine_that_does_not_answer_has_failed(engine):
     assert metadata.orders == []
     assert engine.side.stats().data["counters"]["loads_failed_handshake"] == 1
     assert engine.side.matched_tokens(engine.arrive(remote_engine_id="p1", name="d-b"), 0) == (None, False)
+
+
+def test_pipeline_stages_with_other_attention_backends_are_refused():
+    """Each worker knows its own stage only: peers would be told the backends of one of them."""
+    memory = rank_info("p")
+    stages = {
+        stage: RankHandshake(memory, memory, changed(FINGERPRINT, attention=name)) for stage, name in enumerate("AAB")
+    }
+    with pytest.raises(UnsupportedCache, match=r"different attention backends \(A and B\)"):
+        _fingerprint(stages)
+    del stages[2]
+
+    assert _fingerprint(stages).attention == "A"
 
 
 def test_the_control_thread_reports_a_handshake(engine):

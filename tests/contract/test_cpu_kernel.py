@@ -14,6 +14,7 @@ with warnings.catch_warnings():
     from vllm.v1.attention.backends import cpu_attn
 
     from xpyd_connector.shell import kernel_layout as interiors
+    from xpyd_connector.shell import vllm_versions
     from xpyd_connector.shell.cache_regions import KernelLayout, describe_caches
     from xpyd_connector.shell.engine_config import EngineConfig
 
@@ -117,3 +118,25 @@ def test_the_kernel_has_the_layout_that_it_was_looked_at_in():
     """Another one would come with an order of its own within a head's part of a row."""
     assert [layout.name for layout in cpu_attn.CPUAttentionBackend.supported_kv_cache_layouts()] == ["LBHNC"]
     assert cpu_attn.CPUAttentionBackend.get_name() == "CPU_ATTN"
+
+
+def test_keys_of_three_dimensions_are_rotated_by_their_step():
+    """Their heads are taken for tokens, so a key depends on how many tokens it is computed with.
+
+    LFM2 passes such keys: its engines in tests/models rotate without this kernel. When this fails, they need not.
+    """
+    if not vllm_versions.ASKS_WHAT_IS_LOADED:
+        pytest.skip("models with a state are refused in this version")
+    keys, positions, cache = torch.randn(6, 2, 32), torch.arange(10, 16), torch.randn(64, 32)
+
+    def rotated(at, flat):
+        found = keys[at].clone()
+        found = found.flatten(1) if flat else found
+        _custom_ops.rotary_embedding(positions[at], found.clone(), found, 32, cache, True)
+        return found.reshape(-1)
+
+    def depends_on_the_step(flat):
+        alone = torch.cat([rotated(slice(each, each + 1), flat) for each in range(6)])
+        return not torch.equal(alone, rotated(slice(None), flat))
+
+    assert [depends_on_the_step(flat) for flat in (True, False)] == [False, True]

@@ -111,6 +111,14 @@ class XpydConnector(LaterHooks, KVConnectorBase_V1, SupportsHMA):
         """Start to renew the request's lease."""
         self._scheduler.on_new_request(request)
 
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Whether D's own cache may have KV of more tokens than it has a state after.
+
+        A load brings the state whatever is cached. It brings nothing before the cached tokens, which a window may need.
+        """
+        return not any(group.frees_early for group in self._engine_config.groups)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens will be loaded, and whether asynchronously."""
         return self._scheduler.matched_tokens(request, num_computed_tokens)

@@ -108,7 +108,7 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
         for spec in _specs(group.kv_cache_spec):
             layer = f"layer {group.layer_names[0]}" if group.layer_names else "a layer of another pipeline stage"
             if isinstance(spec, MambaSpec):
-                _check_state(layer, spec, config)
+                _check_state(layer, spec)
             if type(spec) not in SUPPORTED or not group.enable_kv_transfer or group.host_resident:
                 kinds = ", ".join(kind.__name__ for kind in SUPPORTED)
                 raise UnsupportedCache(f"{layer} has a KV cache of kind {type(spec).__name__}; supported are {kinds}")
@@ -122,17 +122,17 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
         )
 
 
-def _check_state(layer: str, spec: MambaSpec, config: VllmConfig) -> None:
+def _check_state(layer: str, spec: MambaSpec) -> None:
     """Raise if the state of a layer cannot be moved, or if moving it was not shown to be right."""
     if not vllm_versions.ASKS_WHAT_IS_LOADED:
         raise UnsupportedCache(
             f"{layer} keeps a state, and vLLM {vllm_versions.VLLM_VERSION} zeroes the blocks that a load fills: "
             "models with a state need vLLM 0.32 or later"
         )
-    if config.cache_config.enable_prefix_caching:
+    if spec.mamba_cache_mode == "all":
         raise UnsupportedCache(
-            f"{layer} keeps a state and enable_prefix_caching is on, with which texts were not shown to be those of a "
-            "single engine: start with --no-enable-prefix-caching"
+            f"{layer} keeps a state and mamba_cache_mode is all, with which no text was compared: start with "
+            "--mamba-cache-mode align"
         )
     if len(spec.shapes) > MAX_STATE_TENSORS:
         raise UnsupportedCache(

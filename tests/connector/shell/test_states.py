@@ -24,6 +24,8 @@ with warnings.catch_warnings():
     from xpyd_connector.shell.prefill_requests import PrefillRequests
     from xpyd_connector.shell.push_progress import PushProgress
 
+from support import state_mutants as mutants
+from support.mutation import NOTICED
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import Address, EngineId
 from xpyd_connector.core.layout.cache_groups import CacheGroup
@@ -298,23 +300,23 @@ def test_engines_with_unlike_states_never_meet(change):
 
 
 @pytest.mark.parametrize(
-    ("spares_loads", "caches", "says"),
+    ("spares_loads", "mode", "says"),
     [
-        (True, False, r"layer l\.0 keeps a state of 3 tensors"),  # where a ring of inputs begins, only its writer knows
         (
             True,
-            True,
-            r"layer l\.0 keeps a state and enable_prefix_caching is on.*start with --no-enable-prefix-caching",
-        ),
-        (False, False, r"layer l\.0 keeps a state, and vLLM .* zeroes the blocks .* need vLLM 0\.32 or later"),
+            "align",
+            r"layer l\.0 keeps a state of 3 tensors",
+        ),  # where a ring of inputs begins, only its writer knows
+        (True, "all", r"layer l\.0 keeps a state and mamba_cache_mode is all.*start with --mamba-cache-mode align"),
+        (False, "none", r"layer l\.0 keeps a state, and vLLM .* zeroes the blocks .* need vLLM 0\.32 or later"),
     ],
 )
-def test_a_state_that_cannot_be_moved_is_refused_at_start(monkeypatch, spares_loads, caches, says):
+def test_a_state_that_cannot_be_moved_is_refused_at_start(monkeypatch, spares_loads, mode, says):
     """Of a kind, or by a version of vLLM, that would give wrong text."""
     monkeypatch.setattr(vllm_versions, "ASKS_WHAT_IS_LOADED", spares_loads)
-    ring = spec(shapes=((3, 8), (2, 4, 4), (2, 16)), dtypes=(torch.float32,) * 3)
+    ring = spec(shapes=((3, 8), (2, 4, 4), (2, 16)), dtypes=(torch.float32,) * 3, mamba_cache_mode=mode)
     group = SimpleNamespace(kv_cache_spec=ring, layer_names=["l.0"], enable_kv_transfer=True, host_resident=False)
-    config = SimpleNamespace(parallel_config=None, cache_config=SimpleNamespace(enable_prefix_caching=caches))
+    config = SimpleNamespace(parallel_config=None)
     with pytest.raises(UnsupportedCache, match=says):
         config_module._check_supported(config, SimpleNamespace(kv_cache_groups=[group]))
 
@@ -325,3 +327,46 @@ def test_vllm_zeroes_no_block_that_is_loaded():
     connector._kv_cache_config = SimpleNamespace(kv_cache_groups=["attention", "state"])
 
     assert connector.get_loaded_kv_cache_group_ids(request()) == (0, 1)
+
+
+@pytest.mark.parametrize(("more", "expected"), [((), True), ((CacheGroup(SIZE, window=8),), False)])
+def test_d_may_hit_kv_without_its_state(more, expected):
+    """Each load brings a state. What a window lacks before the hit, no load would bring."""
+    connector = object.__new__(XpydConnector)
+    connector._engine_config = engine((*ALIGNED, *more))
+
+    assert connector.supports_divergent_local_hybrid_hits is expected
+
+
+MUTANTS = [
+    (mutants.hit_kv_before_a_window, test_d_may_hit_kv_without_its_state, (CacheGroup(SIZE, window=8),), False),
+    (mutants.compute_the_last_token_on_p, test_p_computes_all_but_the_last_token),
+    (mutants.digest_the_last_token, test_d_reads_all_of_a_state_whatever_its_own_cache_has),
+    (mutants.hand_over_what_has_its_last_token, test_a_request_for_its_prompts_logprobs_is_not_handed_over, Mode.PULL),
+    (mutants.take_any_state, test_any_other_state_costs_a_local_prefill, {"remote_num_tokens": 12}),
+    (mutants.take_the_block_of_the_first_token, test_p_lends_the_block_of_the_last_state, ALIGNED, [4, 5, 6]),
+    (mutants.take_all_blocks, test_p_lends_the_block_of_the_last_state, ALIGNED, [4, 5, 6]),
+    (mutants.take_all_blocks, test_in_push_d_lends_one_block_for_the_state),
+    (mutants.take_the_state_at_a_hit, test_d_reads_all_of_a_state_whatever_its_own_cache_has),
+    (mutants.announce_a_state_before_the_end, test_in_push_a_state_is_announced_at_the_end_of_the_prompt_only),
+    (mutants.let_vllm_zero_what_is_loaded, test_vllm_zeroes_no_block_that_is_loaded),
+    (mutants.let_unlike_states_meet, test_engines_with_unlike_states_never_meet, {"shapes": ((8, 3), (2, 4, 4))}),
+]
+
+
+@pytest.mark.parametrize(("mutate", "story", "args"), [(mutate, story, args) for mutate, story, *args in MUTANTS])
+def test_a_broken_rule_is_noticed(monkeypatch, mutate, story, args):
+    """Each mutant is one rule turned off; its name says which."""
+    mutate(monkeypatch)
+
+    with pytest.raises((*NOTICED, InvalidKvParams, ValueError, pytest.fail.Exception)):
+        story(*args)
+
+
+@pytest.mark.parametrize(("spares_loads", "mode"), [(True, "align"), (True, "all"), (False, "none")])
+def test_a_refusal_that_is_forgotten_is_noticed(monkeypatch, spares_loads, mode):
+    """Of each kind."""
+    mutants.refuse_no_state(monkeypatch)
+
+    with pytest.raises((AttributeError, pytest.fail.Exception)):
+        test_a_state_that_cannot_be_moved_is_refused_at_start(monkeypatch, spares_loads, mode, "layer")

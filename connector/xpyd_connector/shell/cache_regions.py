@@ -25,6 +25,21 @@ class KernelLayout(Enum):
     OPAQUE = auto()  # unknown: only equal engines can exchange such blocks
 
 
+def own_caches(caches: Mapping[str, torch.Tensor], layers: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """Return the caches of ``layers``, those of the KV cache groups that vLLM made the connector with.
+
+    vLLM passes more: layers that use the cache of another one, as Gemma 3n's last ones do, join the groups later
+    (``maybe_add_kv_sharing_layers_to_kv_cache_groups`` in ``vllm/v1/worker/gpu_model_runner.py``). Raises
+    :exc:`~xpyd_connector.errors.UnsupportedCache` for any other layer: its KV would not be moved.
+    """
+    own = {name: cache for name, cache in caches.items() if name in layers}
+    moved = {cache.data_ptr() for cache in own.values()}
+    for name, cache in caches.items():
+        if cache.data_ptr() not in moved:
+            raise UnsupportedCache(f"layer {name} is in no KV cache group, and its cache is of no layer that is")
+    return own
+
+
 def describe_caches(
     caches: Mapping[str, torch.Tensor], engine_config: EngineConfig, blocks: int, kernel_layout: KernelLayout
 ) -> tuple[Region, ...]:

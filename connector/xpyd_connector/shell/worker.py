@@ -31,7 +31,7 @@ from xpyd_connector.io.link import SocketLink
 from xpyd_connector.io.nixl import NixlTransferAgent, make_agent
 from xpyd_connector.io.runner import Command, Runner
 from xpyd_connector.settings import Mode
-from xpyd_connector.shell.cache_regions import KernelLayout
+from xpyd_connector.shell.cache_regions import KernelLayout, own_caches
 from xpyd_connector.shell.devices import Ready, computed
 from xpyd_connector.shell.engine_config import EngineConfig, WorkerRank
 from xpyd_connector.shell.host_staging import CopyRows, StagingBuffer, ThreadCopier
@@ -72,6 +72,7 @@ class XpydConnectorWorker:
         self, caches: Mapping[str, torch.Tensor], fingerprint: Fingerprint, kernel_layout: KernelLayout
     ) -> None:
         """Register the KV cache, or a staging buffer, with NIXL, and start the threads of this engine's role."""
+        caches = own_caches(caches, self._engine_config.layers)
         bind_data_plane(self._settings, self._engine_config.address)
         agent = make_agent(
             str(uuid.uuid4()),

@@ -9,7 +9,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's and vLLM's own, at their import
     import torch
 
-    from xpyd_connector.shell.cache_regions import KernelLayout, describe_caches, place_of, spans_of
+    from xpyd_connector.shell.cache_regions import KernelLayout, describe_caches, own_caches, place_of, spans_of
     from xpyd_connector.shell.engine_config import EngineConfig
 
 from xpyd_connector.core.ids import Address, EngineId
@@ -67,6 +67,22 @@ def test_every_entry_is_where_its_strides_say(layout):
     for region, layer in zip(regions, layers, strict=True):
         for row, head, token in torch.cartesian_prod(*map(torch.arange, (BLOCKS, HEADS, TOKENS))).tolist():
             assert entry(region, row, head, token) == layer[row, head, token].numpy().tobytes()
+
+
+def test_a_layer_that_uses_anothers_cache_is_moved_with_that():
+    """Gemma 3n's last layers are in no group when the connector is made, and vLLM passes them later."""
+    first, second = laid_out("LBHNC", layers=2)
+    caches = {"l.0": first, "l.1": second, "l.2": first, "l.3": second}
+
+    assert own_caches(caches, {"l.0": 0, "l.1": 0}) == {"l.0": first, "l.1": second}
+
+
+def test_a_layer_that_nobody_knows_is_refused():
+    """Its KV would not be moved."""
+    first, second = laid_out("LBHNC", layers=2)
+
+    with pytest.raises(UnsupportedCache, match=r"layer l\.1 is in no KV cache group"):
+        own_caches({"l.0": first, "l.1": second}, {"l.0": 0})
 
 
 def test_a_contiguous_cache_is_one_run_of_blocks():

@@ -31,13 +31,6 @@ class AuditResult(StrEnum):
 
 
 @dataclass(slots=True)
-class AuditedAction:
-    """One action while it is carried out; ``target`` is filled in as soon as it is known."""
-
-    target: str | None = None
-
-
-@dataclass(slots=True)
 class Audit:
     """Writes the lines. ``count`` gets the action and what became of it."""
 
@@ -48,19 +41,21 @@ class Audit:
     _dropped: int = field(default=0, init=False)
 
     @contextmanager
-    def act(self, request: Request) -> Generator[AuditedAction]:
-        """Write the line of an action at its end; an HTTPException is an answer that is no success."""
-        act = AuditedAction()
+    def act(self, request: Request) -> Generator[None]:
+        """Write the line of an action at its end; an HTTPException is an answer that is no success.
+
+        A route puts what it acts on into ``request.state.target``, as soon as it is known.
+        """
         try:
-            yield act
+            yield
         except HTTPException as exc:
             result = AuditResult.FAILED if exc.status_code >= 500 else AuditResult.REFUSED
-            self._note(request, result, act, str(exc.detail))
+            self._note(request, result, str(exc.detail))
             raise
         except BaseException as exc:
-            self._note(request, AuditResult.FAILED, act, type(exc).__name__)
+            self._note(request, AuditResult.FAILED, type(exc).__name__)
             raise
-        self._note(request, AuditResult.OK, act)
+        self._note(request, AuditResult.OK)
 
     def refused(self, request: Request, why: str) -> None:
         """Write the line of a caller without the admin key, and bound how many of them there are."""
@@ -72,16 +67,16 @@ class Audit:
             self._dropped += 1
             return
         self._lines += 1
-        found = _facts(request, action, AuditResult.UNAUTHENTICATED, None, why)
+        found = _facts(request, action, AuditResult.UNAUTHENTICATED, why)
         if self._dropped:
             found["unlogged_before"], self._dropped = self._dropped, 0
         note(LOG, found, dict, _text)
 
-    def _note(self, request: Request, result: AuditResult, act: AuditedAction, why: str | None = None) -> None:
+    def _note(self, request: Request, result: AuditResult, why: str | None = None) -> None:
         action = _action(request)
         self.count(action, result)
         if action not in _READS:
-            note(LOG, _facts(request, action, result, act.target, why), dict, _text)
+            note(LOG, _facts(request, action, result, why), dict, _text)
 
 
 def fingerprint(key: str) -> str:
@@ -95,10 +90,8 @@ def _action(request: Request) -> str:
     return last if last in _ACTIONS else "list"
 
 
-def _facts(
-    request: Request, action: str, result: AuditResult, target: str | None, why: str | None
-) -> dict[str, object]:
-    client = request.client
+def _facts(request: Request, action: str, result: AuditResult, why: str | None) -> dict[str, object]:
+    client, target = request.client, getattr(request.state, "target", None)
     key, host = getattr(request.state, "admin", None) or "-", "-" if client is None else client.host
     found: dict[str, object] = {"action": action, "outcome": result.value, "key": key, "client": host}
     found |= {} if target is None else {"target": target[:_TEXT_MOST]}

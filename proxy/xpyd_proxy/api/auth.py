@@ -35,23 +35,20 @@ class AuthMiddleware:
         if scope["type"] != "http" or is_endpoint(scope):
             await self._app(scope, receive, send)
             return
+        headers: Headers = tuple(scope["headers"])
+        for_all, answer = is_open(scope["path"]), _ObservedSend(send, self._lifetime)
         try:
-            headers: Headers = tuple(scope["headers"])
             self._sites.check(scope["method"], headers, has_keys=self._keyring.keys is not None)
-        except (CrossSite, Misdirected) as error:
-            await response_to(error, scope)(scope, receive, _ObservedSend(send, self._lifetime))
+            if not for_all:
+                self._lifetime.check()
+                self._keyring.caller(headers)
+        except (ClosingDown, CrossSite, Misdirected, Unauthorized) as error:
+            await response_to(error, scope)(scope, receive, answer)
             return
-        if is_open(scope["path"]):
+        if for_all:
             await self._app(scope, receive, send)
             return
         with self._lifetime.serving():
-            try:
-                self._lifetime.check()
-                self._keyring.caller(headers)
-            except (ClosingDown, Unauthorized) as error:
-                await response_to(error, scope)(scope, receive, _ObservedSend(send, self._lifetime))
-                return
-            answer = _ObservedSend(send, self._lifetime)
             try:
                 await self._app(scope, receive, answer)
             except asyncio.CancelledError:

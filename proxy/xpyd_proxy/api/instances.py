@@ -3,13 +3,11 @@
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter, Depends, HTTPException, Response
+from fastapi import APIRouter, HTTPException, Request, Response
 
-from xpyd_proxy.api.audit import AuditedAction
-from xpyd_proxy.api.operator_route import OPERATOR_ERRORS, OPERATOR_KEY, OPERATORS, OperatorAccess, action_of
+from xpyd_proxy.api.operator_route import OPERATOR_ERRORS, OPERATOR_KEY, OPERATORS, OperatorAccess
 from xpyd_proxy.api.schemas import ExplainRequest, ExplainResponse, InstanceList, InstanceName, InstanceRow
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Member, Registry
@@ -23,7 +21,6 @@ from xpyd_proxy.io.discovery.reconciler import Discovery, NotManagedHere
 from xpyd_proxy.io.discovery.stores import StoreDown
 
 logger = logging.getLogger(__name__)
-_Action = Annotated[AuditedAction, Depends(action_of)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +87,8 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
 
     def act(verb: str, on: Callable[[InstanceId], Awaitable[None]], summary: str) -> None:
         @router.post(f"/{verb}", responses=OPERATOR_ERRORS, summary=summary)
-        async def change(named: InstanceName, action: _Action) -> InstanceList:
-            action.target = named.id or f"{named.type} {named.instance}"
+        async def change(request: Request, named: InstanceName) -> InstanceList:
+            request.state.target = named.id or f"{named.type} {named.instance}"
             return admin.rows(await _carried_out(admin, named, on))
 
     act("remove", admin.discovery.remove, "Forget engines at once")

@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader
 from starlette.types import Scope
 
-from xpyd_proxy.api.audit import Audit, AuditedAction, fingerprint
+from xpyd_proxy.api.audit import Audit, fingerprint
 from xpyd_proxy.api.schemas import OperatorError
 from xpyd_proxy.core.admission.keys import Keyring, shown_key
 from xpyd_proxy.core.http.bounded_body import whole
@@ -100,8 +100,7 @@ class OperatorAccess:
 
                 async def handler(request: Request) -> Response:
                     authenticate(request)
-                    with audit.act(request) as action:
-                        request.state.action = action
+                    with audit.act(request):
                         if not takes_body:
                             return await serve(request)
                         body = await _read(request, body_most, any_media=any_media)
@@ -135,12 +134,6 @@ class _JsonRequest(Request):
     async def json(self) -> Any:  # noqa: ANN401 (as in Starlette)
         """Return the fields."""
         return self._fields
-
-
-def action_of(request: Request) -> AuditedAction:
-    """Return what the audit log will say of a request."""
-    action: AuditedAction = request.state.action
-    return action
 
 
 async def _read(request: Request, most: int, *, any_media: bool) -> bytes:

@@ -10,7 +10,7 @@ import pytest
 from support import nursery
 from support.cluster import free_ports, wait_until
 from support.proc import states, wait_stopped
-from xpyd_proxy.local.errors import ChildDied
+from xpyd_proxy.local.errors import ChildFailed
 from xpyd_proxy.local.processes import Command, open_fleet
 
 SERVER, STATEMENT = "http.server", "timeit"  # of the standard library: what serves, what runs a statement
@@ -108,7 +108,7 @@ def test_what_was_prepared_for_nobody_ends_at_once(fleet):
 
 def test_what_cannot_be_imported_is_told(fleet):
     """Not after two minutes."""
-    with pytest.raises(ChildDied, match="No module named 'no_such_module'"):
+    with pytest.raises(ChildFailed, match="No module named 'no_such_module'"):
         start(fleet, "child", "no_such_module")
     fleet.stop(*fleet.children)
 

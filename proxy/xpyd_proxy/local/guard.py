@@ -73,9 +73,7 @@ def send(group: int, *signals: signal.Signals) -> bool:
     try:
         for number in signals or (0,):
             os.killpg(group, number)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # macOS says this of a group that holds only zombies
+    except (ProcessLookupError, PermissionError):  # macOS says the latter of a group that holds only zombies
         return False
     return True
 

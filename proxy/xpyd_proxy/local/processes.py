@@ -22,7 +22,7 @@ from typing import IO
 import httpx
 
 from xpyd_proxy.local import guard
-from xpyd_proxy.local.errors import ChildDied, NotReady
+from xpyd_proxy.local.errors import ChildFailed
 
 POLL_S = 0.1
 TAIL_BYTES = 65536
@@ -86,10 +86,12 @@ class Child:
             return file.read().decode(errors="replace")
 
     def raise_if_dead(self) -> None:
-        """Raise ChildDied, with the end of the log, unless it runs."""
+        """Raise ChildFailed, with the end of the log, unless it runs."""
         code = self.exit_code
-        if code is not None:
-            raise ChildDied(self.name, code, self.log, self.tail(), self.cause())
+        if code is not None:  # a signal, if it is negative
+            ending = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            because = f", probably because of {cause}" if (cause := self.cause()) else ""
+            raise ChildFailed(f"{self.name} {ending}{because}", self.log, self.tail())
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the program and to everything it started."""
@@ -138,7 +140,7 @@ class ProcessGroup:
         timeout_s: float = 180.0,
         report: Callable[[Sequence[str], float], None] = lambda _names, _seconds: None,
     ) -> None:
-        """Return when all of them serve. Raises ChildDied, or NotReady after `timeout_s` seconds.
+        """Return when all of them serve. Raises ChildFailed, after `timeout_s` seconds at the latest.
 
         Children that are not waited for must live, too. `report` is called between looks with the names of those that
         are missing, and the seconds since the wait began.
@@ -151,11 +153,12 @@ class ProcessGroup:
                 report([child.name for child in missing], seconds)
                 self.raise_if_dead()
                 if seconds > timeout_s:
-                    raise NotReady(missing[0].name, seconds, missing[0].log, missing[0].tail())
+                    first = missing[0]
+                    raise ChildFailed(f"{first.name} is not ready after {seconds:.0f} s", first.log, first.tail())
                 time.sleep(POLL_S)
 
     def raise_if_dead(self) -> None:
-        """Raise ChildDied when a child has ended by itself."""
+        """Raise ChildFailed when a child has ended by itself."""
         for child in self.children:
             child.raise_if_dead()
 

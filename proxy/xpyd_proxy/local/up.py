@@ -15,7 +15,7 @@ from types import FrameType
 from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local import first_request, preflight
-from xpyd_proxy.local.errors import ChildDied, LocalError, NotReady
+from xpyd_proxy.local.errors import ChildFailed, LocalError
 from xpyd_proxy.local.first_request import FirstAnswer
 from xpyd_proxy.local.plan import MODEL_NAME, EngineKind, LocalPlan, engine_command, router_command
 from xpyd_proxy.local.processes import DIRECTORY, ProcessGroup, make_directory, open_fleet
@@ -169,7 +169,7 @@ def _stay(plan: LocalPlan, fleet: ProcessGroup, screen: Screen) -> None:
 
 
 def _explain(error: LocalError, screen: Screen) -> None:
-    if isinstance(error, (ChildDied, NotReady)):
+    if isinstance(error, ChildFailed):
         screen.line()
         screen.line(f"The end of {error.log}:")
         for line in error.tail.splitlines():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from xpyd_proxy.local.errors import ChildDied, NotReady
+from xpyd_proxy.local.errors import ChildFailed
 from xpyd_proxy.local.processes import Command, open_fleet
 
 SLEEPER = "import time; time.sleep(60)"
@@ -108,7 +108,7 @@ def test_a_child_that_dies_ends_the_wait_at_once(fleet):
     """Nobody waits three minutes for a process that is gone; the reason is in the error."""
     child = fleet.start(command("import sys; sys.exit('no such model')"))
 
-    with pytest.raises(ChildDied, match="child ended with exit code 1") as caught:
+    with pytest.raises(ChildFailed, match="child ended with exit code 1") as caught:
         fleet.wait_ready([child], timeout_s=20)
     assert caught.value.tail == "no such model"
     assert caught.value.log == child.log
@@ -120,7 +120,7 @@ def test_any_childs_death_ends_the_wait(fleet):
     dead.wait(20)
     waiting = fleet.start(command(SLEEPER, name="slow"))
 
-    with pytest.raises(ChildDied, match="dead ended with exit code 0"):
+    with pytest.raises(ChildFailed, match="dead ended with exit code 0"):
         fleet.wait_ready([waiting], timeout_s=20)
 
 
@@ -128,7 +128,7 @@ def test_a_child_that_never_serves_is_reported_in_time(fleet):
     """The time-out names the child and its log."""
     child = fleet.start(command(SLEEPER))
 
-    with pytest.raises(NotReady, match=r"child is not ready after 0 s; its log is .*child\.log"):
+    with pytest.raises(ChildFailed, match=r"child is not ready after 0 s; its log is .*child\.log"):
         fleet.wait_ready([child], timeout_s=0.05)
 
 
@@ -145,7 +145,7 @@ def test_the_first_exception_is_the_cause(fleet, line):
     child.wait(20)
 
     assert child.cause() == "ValueError: no such model"
-    with pytest.raises(ChildDied, match="child ended with exit code 1, probably because of ValueError: no such model;"):
+    with pytest.raises(ChildFailed, match="exit code 1, probably because of ValueError: no such model;"):
         child.raise_if_dead()
 
 

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from xpyd_proxy.local.errors import ChildDied
+from xpyd_proxy.local.errors import ChildFailed
 from xpyd_proxy.local.model import FINGERPRINT
 from xpyd_proxy.local.plan import LocalPlan
 from xpyd_proxy.local.screen import Screen
@@ -172,7 +172,8 @@ def test_a_failure_shows_the_end_of_the_log_and_one_sentence(tmp_path, capsys):
     """In this order: the sentence is the last thing on the screen."""
     tail = "loading\nOSError: no such model"
 
-    _explain(ChildDied("decode-0", 1, tmp_path / "decode-0.log", tail, "OSError: no such model"), Screen())
+    said = "decode-0 ended with exit code 1, probably because of OSError: no such model"
+    _explain(ChildFailed(said, tmp_path / "decode-0.log", tail), Screen())
 
     out, err = capsys.readouterr()
     assert out.splitlines()[-3:] == ["  | loading", "  | OSError: no such model", ""]

@@ -28,28 +28,24 @@ class Reconciler:
 
     def __init__(self, registry: Registry, sources: Iterable[EngineSource], clock: Callable[[], float]) -> None:
         self._registry = registry
-        self._clock = clock  # seconds; the one of the registry's times
+        self.clock = clock  # seconds; the one of the registry's times
         self.sources = Sources(sources, now=clock())
 
     def view(self, source: EngineSource, engines: Iterable[Wanted]) -> None:
         """Take in all that a source says."""
         is_first = not self.sources.views[source].is_synced
-        if self.sources.replace(source, engines, now=self._clock()):
+        if self.sources.replace(source, engines, now=self.clock()):
             if is_first and source is EngineSource.PODS:
                 logger.info("there are %d engines among the pods", len(self.sources.views[source].engines))
             self.reconcile()
 
     def heard(self, source: EngineSource) -> None:
         """Note that what a source said last is still so."""
-        self.sources.heard(source, now=self._clock())
-
-    def now(self) -> float:
-        """Return the time of the registry."""
-        return self._clock()
+        self.sources.heard(source, now=self.clock())
 
     def freshness(self) -> Sequence[Freshness]:
         """Say of each source how well it is known."""
-        return self.sources.freshness(now=self._clock())
+        return self.sources.freshness(now=self.clock())
 
     def reconcile(self) -> None:
         """Compare, and carry out the difference."""
@@ -70,7 +66,7 @@ class Reconciler:
         if wanted is None:
             return
         try:
-            added = self._registry.add_target(wanted.role, wanted.target, now=self._clock(), origin=action.origin)
+            added = self._registry.add_target(wanted.role, wanted.target, now=self.clock(), origin=action.origin)
         except AlreadyKnown as exc:
             logger.warning("%s", exc)
         else:
@@ -78,7 +74,7 @@ class Reconciler:
                 logger.info("%s is at %s (%s)", instance.id, wanted.target.address.url, action.origin.source)
 
     def _change(self, action: Action, member: Member) -> None:
-        name, now = member.instance.id, self._clock()
+        name, now = member.instance.id, self.clock()
         match action.verb:
             case "remove":
                 self._registry.remove(name, now=now)
@@ -186,7 +182,7 @@ class Discovery:
         if _key(member) in self._reconciler.sources.views[EngineSource.STORE].engines:
             await self._store.delete(entry_name(_key(member)))
         if self._registry.get(name) is member and member.origin.wanted is None:
-            self._registry.remove(name, now=self._reconciler.now())
+            self._registry.remove(name, now=self._reconciler.clock())
             if member.origin.source is EngineSource.STATIC:
                 self._tell(Verb.REMOVE, name)
 
@@ -194,13 +190,13 @@ class Discovery:
         """Send it nothing new: no router of the store does, if it was added there; else this one. Raises as remove."""
         await self._leave(name, leaves=True)
         if self._registry.get(name) is not None:
-            self._registry.drain(name, now=self._reconciler.now())
+            self._registry.drain(name, now=self._reconciler.clock())
         self._tell(Verb.DRAIN, name)
 
     async def undrain(self, name: InstanceId) -> None:
         """Send it requests again. Raises as remove, and AlreadyKnown: its address has been added anew."""
         await self._leave(name, leaves=False)
-        self._registry.undrain(name, now=self._reconciler.now())
+        self._registry.undrain(name, now=self._reconciler.clock())
         self._tell(Verb.UNDRAIN, name)
 
     async def _leave(self, name: InstanceId, *, leaves: bool) -> None:

@@ -82,20 +82,6 @@ def test_one_deadline_is_for_the_whole_load(world):
     assert "not loaded within 20 s" in world.d.result("d-a").failure
 
 
-def test_a_hung_peer_takes_its_other_loads_along_and_they_say_so(world):
-    """They would only wait for the same silence; the sentence must not claim that it hung up."""
-    first, second = offered(world), world.p.prefill("p-b", 1, now=0.0)
-    world.d.mover.stuck = True
-    world.load(first)
-    world.run(seconds=5)
-    world.load(second, "b")
-    world.run(seconds=TIMEOUT - 5)
-
-    assert "not loaded within" in world.d.result("d-a").failure
-    assert world.d.result("d-b").failure == "10.0.0.1:5600 is gone: it does not answer"
-    assert counters(world)["loads_failed_peer"] == 1
-
-
 def test_loads_of_a_hung_peer_whose_time_is_up_together_end_once_each(world):
     """The first one takes the second one along with the peer; ending it again would end the thread."""
     first, second = offered(world), world.p.prefill("p-b", 1, now=0.0)

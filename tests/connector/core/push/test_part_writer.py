@@ -91,20 +91,6 @@ def test_with_staging_it_is_copied_into_slots_and_written_from_there(staged):
     assert staged.is_over()
 
 
-def test_who_finds_no_room_waits_in_order(staged):
-    """And is copied as soon as somebody is done."""
-    first, second, third = staged.send(4, 5, 6), staged.send(7, 8), staged.send(9)
-    staged.advance()
-    assert staged.copier.copies == [([[4, 5, 6]], [[1, 2, 3]])]
-    staged.copied(0)
-    assert staged.ended(0, 1) == [PartWriteEnded(first, "")]
-    assert staged.copier.copies[1:] == [([[7, 8]], [[1, 2]]), ([[9]], [[3]])]
-    staged.copied(2, 1)
-
-    assert sorted(staged.ended(2, 3, 4, 5)) == [PartWriteEnded(second, ""), PartWriteEnded(third, "")]
-    assert staged.is_over()
-
-
 @pytest.mark.parametrize(
     ("is_staged", "blocks", "error", "sentence"),
     [

@@ -9,8 +9,6 @@ from xpyd_connector.core.counters import Counters, ForwardingCounters, merge
 from xpyd_connector.core.ids import Address, ConnId, EngineEndpoint, EngineId, RequestId
 from xpyd_connector.core.messages import (
     MAX_REASON,
-    HeartbeatReply,
-    PeerGone,
     PeerMemory,
     PushAborted,
     PushWritten,
@@ -211,19 +209,6 @@ def test_a_block_that_the_decode_engine_does_not_have_is_refused(harness, block)
     assert f"block {block}, for tokens 0 to 4 of group 0, is not one of the peer's 13 blocks" in ceased.reason
 
 
-def test_an_unusable_memory_is_reported_for_each_registration(harness):
-    """The engine stays up, and so does the reason."""
-    harness.hear(PeerMemory(ELSE, rank_info("e", rank=1, ranks=2, width=8)))
-    harness.compute(4, last=True)
-    harness.assign(1, peer=ELSE)
-    (ceased,) = harness.take_sent()
-    harness.hear(PeerGone(ELSE))
-
-    assert (ceased.peer, "has entries of 8 bytes, ours 16" in ceased.reason) == (ELSE, True)
-    assert harness.mover.detached == []
-    assert harness.counted() == {"handshakes_failed": 1, "pushes_aborted": 1}
-
-
 def test_a_memory_that_nixl_refuses(harness):
     """As before; NIXL's words may be long."""
     harness.mover.fails = lambda handle: "x" * MAX_REASON * 2
@@ -232,19 +217,6 @@ def test_a_memory_that_nixl_refuses(harness):
     harness.assign(1, peer=ELSE)
 
     assert harness.take_sent() == [PushAborted(ELSE, R, "x" * MAX_REASON)]
-
-
-def test_a_write_that_cannot_start_ceases_the_push(harness):
-    """What flies ends first."""
-    harness.assign(1, 2)
-    harness.compute(4)
-    harness.mover.fails = lambda handle: "no route"
-    harness.compute(5, last=True)
-    assert harness.take_sent() == []
-    assert harness.mover.cancelled == [0]
-    harness.end(0)
-
-    assert harness.take_sent() == [PushAborted(D, R, "no route")]
 
 
 def test_a_write_that_fails_ceases_the_push_when_nothing_flies(harness):
@@ -259,18 +231,6 @@ def test_a_write_that_fails_ceases_the_push_when_nothing_flies(harness):
 
     assert len(harness.mover.posted) == 2
     assert harness.take_sent() == [PushAborted(D, R, "NIXL: no route")]
-
-
-def test_a_cease_before_anything_was_written_is_answered_at_once(harness):
-    """And of what is over, or was never known, nobody waits for an answer."""
-    harness.assign(1)
-    harness.hear(StopPush(D, R))
-    assert harness.take_sent() == [PushAborted(D, R, "")]
-    harness.hear(StopPush(D, R), StopPush(D, RequestId("?")), PeerGone(ELSE), HeartbeatReply())
-    harness.assign(1, peer=ELSE)
-
-    assert harness.take_sent() == []
-    assert harness.counted()["unknown_transfer_messages"] == 5
 
 
 def test_a_scheduler_that_is_back_hears_how_what_still_flies_ends(harness):

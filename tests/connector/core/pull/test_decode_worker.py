@@ -2,14 +2,22 @@
 
 import pytest
 
-from support.engines import BLOCK_SIZE, BLOCKS, FINGERPRINT, TIMEOUT, World, changed, rank_info
+from support.engines import BLOCK_SIZE, BLOCKS, FINGERPRINT, TIMEOUT, World, changed, rank_info, right
 from support.recording_agent import RecordingCopier
 from xpyd_connector.core.counters import Counters
-from xpyd_connector.core.ids import Address, ConnId, EngineId, RequestId
+from xpyd_connector.core.ids import Address, BlockId, ConnId, EngineId, RequestId
 from xpyd_connector.core.layout.transfer_plan import TokenRange
-from xpyd_connector.core.messages import FenceResult, LeasesLost
+from xpyd_connector.core.messages import (
+    DropLeases,
+    FenceResult,
+    LeasesLost,
+    PartRefused,
+    PartStaged,
+    ReadDone,
+    StagePart,
+)
 from xpyd_connector.core.ports import MessageReceived
-from xpyd_connector.core.pull.decode_worker import POLL_INTERVAL, PullReader
+from xpyd_connector.core.pull.decode_worker import POLL_INTERVAL, STAGING_TIMEOUT_FACTOR, PullReader
 from xpyd_connector.core.pull.load import LoadOrder, LoadState
 from xpyd_connector.core.results import BlocksReleased, LoadResult
 from xpyd_connector.core.session.peers import PeerTable
@@ -149,6 +157,98 @@ def test_a_peer_that_breaks_the_protocol_is_dropped_with_its_loads(world):
 
     assert world.d.result("d-a").failure == "10.0.0.1:5600 is gone: it broke the protocol"
     assert len(world.d.worker_peers) == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sentence"),
+    [((), "has no ranks"), (("other",), "no memory of other"), (("p0", 32), "has entries of 32 bytes, ours 16")],
+)
+def test_a_peer_whose_memory_cannot_be_read_is_refused(world, ranks, sentence):
+    """Its loads fail with the reason, and the handle of a half-attached peer is not used."""
+    link, welcome = world.network._listeners[world.p.address]
+    info = [changed(welcome.ranks[0], agent=ranks[0].encode())] if ranks else []
+    if len(ranks) > 1:
+        info = [changed(info[0], regions=(changed(info[0].regions[0], width=ranks[1]),))]
+    world.network.listen(world.p.address, link, changed(welcome, ranks=tuple(info)))
+    world.load(offered(world))
+    world.run()
+
+    assert sentence in world.d.result("d-a").failure
+    assert counters(world) == {"handshakes": 1, "handshakes_failed": 1, "loads_failed_handshake": 1}
+
+
+# ---- from an engine that stages: P copies each part into its host memory first
+
+
+class StagingEngine:
+    """One that lends, and stages when the test says so: it hears what a reader asks, and the test answers."""
+
+    def __init__(self, blocks):
+        self.world = World()
+        self.offer, network = self.world.lend(blocks=blocks), self.world.network
+        _, welcome = network._listeners[self.world.p.address]
+        self._link = InMemoryLink(network, "p0")
+        network.listen(
+            self.world.p.address, self._link, changed(welcome, ranks=(changed(welcome.ranks[0], staged=True),))
+        )
+        self.into = self.world.load(self.offer)
+
+    def hear(self):
+        """Return what the reader has said since the last call."""
+        self.world.run()
+        heard = [event for event in self._link.poll() if isinstance(event, MessageReceived)]
+        for event in heard:
+            self._conn = event.conn
+        return [event.message for event in heard]
+
+    def answer(self, message):
+        self._link.send(self._conn, message)
+        self.world.run()
+
+    def stage(self, blocks):
+        """Move blocks into slots, and return these; the blocks are somebody else's from now on."""
+        slots, memory = tuple(map(BlockId, range(9, 9 + len(blocks)))), self.world.p.memories[0]
+        for slot, block in zip(slots, blocks, strict=True):
+            memory[slot], memory[block] = memory[block], b"another's"
+        return slots
+
+
+def test_parts_that_p_stages_are_read_from_its_slots_one_after_the_other():
+    """All that a device that NIXL cannot read keeps is read so."""
+    p = StagingEngine(blocks=5)
+    (blocks,) = p.offer.remote_block_ids
+    for number, part in enumerate((blocks[:3], blocks[3:])):  # a quarter of P's 12 slots at a time
+        assert p.hear() == [StagePart("p-a", "d-a", 0, 1, number, (part,))]
+        p.answer(PartStaged("d-a", number, (p.stage(part),)))
+    assert p.hear() == [ReadDone("p-a", "d-a", 0, 1)]
+    p.answer(FenceResult("d-a", held=True))
+
+    assert p.world.d.result("d-a").failure == ""
+    assert p.world.d.bytes_of(p.into) == [right("p-a", number, 0) for number in range(5)]
+
+
+def test_a_part_that_p_does_not_stage_fails_the_load():
+    """With P's reason, and P may free its blocks."""
+    p = StagingEngine(blocks=2)
+    p.hear()
+    p.answer(PartRefused("d-a", 0, "no such block"))
+
+    assert p.hear() == [DropLeases(("p-a",))]
+    assert p.world.d.result("d-a").failure == "it was not staged: no such block"
+    assert counters(p.world)["loads_failed_staging"] == 1
+
+
+def test_p_has_more_time_to_stage_a_part_than_to_be_read():
+    """It stages for others first. What it says of another part answers nothing."""
+    p = StagingEngine(blocks=2)
+    p.hear()
+    p.answer(PartStaged("d-a", 1, ((BlockId(9), BlockId(10)),)))
+    p.answer(PartRefused("d-a", 1, "another part"))
+    p.world.run(seconds=STAGING_TIMEOUT_FACTOR * TIMEOUT - 1)
+    assert state(p.world) is LoadState.ASKING
+    p.world.run(seconds=1)
+
+    assert "not loaded within" in p.world.d.result("d-a").failure
 
 
 # ---- through host memory

@@ -4,6 +4,7 @@ import pytest
 
 from support.engines import FINGERPRINT, rank_info
 from support.expecting import ADDRESS, A, B, ExpectingEngine, T
+from support.push_engines import WAIT
 from xpyd_connector.core.ids import ConnId, EngineId
 from xpyd_connector.core.lease.kv_params import PushParams
 from xpyd_connector.core.messages import (
@@ -187,6 +188,16 @@ def test_messages_of_other_connections_change_nothing(harness, message):
 
 
 # ---- the ends that D decides
+
+
+def test_nothing_is_waited_for_longer_than_the_timeout(harness):
+    """From the moment the blocks were lent."""
+    harness.happen(MessageReceived(harness.conn, HeartbeatReply()))
+    assert harness.wait(WAIT - 1) == WAIT
+    assert harness.take_results() == []
+    harness.wait(1)
+
+    assert harness.take_results() == [LoadResult(A, "nothing was written within 100 s", quarantined=True)]
 
 
 # ---- P is gone

@@ -4,7 +4,10 @@ import pytest
 
 from support.engines import LEASE, World
 from support.push_engines import PushWorld, right_bytes
+from support.staging_world import StagingWorld
+from xpyd_connector.core.control import ControlPlane
 from xpyd_connector.core.ids import ConnId, RequestId
+from xpyd_connector.core.lease.lease_table import LeaseEnded, LeaseEvent
 from xpyd_connector.core.messages import RenewLeases
 from xpyd_connector.core.ports import MessageReceived
 
@@ -62,6 +65,26 @@ def test_an_engine_that_pulls_has_no_core_of_push(world, part):
     """A bug of ours, not a wrong text."""
     with pytest.raises(RuntimeError, match="push"):
         getattr(world.p.control, part)
+
+
+def test_what_is_staged_ends_with_its_lease(world):
+    """Its slots are another request's then."""
+    staging = StagingWorld()
+    p, request = staging.p, staging.p.lend(2)
+    staging.load(request, size=2)
+    staging.run()
+    control = ControlPlane(
+        p.lease_manager,
+        world.d.control.lease_renewer,
+        world.d.peers,
+        p.counters,
+        staging_coordinator=p.staging_coordinator,
+    )
+    assert p.slots.held == 2
+    control.advance(now=LEASE)
+
+    assert control.take_results(now=LEASE) == [LeaseEnded(request, LeaseEvent.EXPIRED)]
+    assert p.slots.held == 0
 
 
 def test_two_engines_can_push_to_each_other():

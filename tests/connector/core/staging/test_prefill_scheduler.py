@@ -290,6 +290,18 @@ def test_a_part_of_anothers_lease_is_not_staged():
     assert is_empty(world)
 
 
+def test_what_is_read_part_by_part_is_not_revoked():
+    """The control thread asks before it revokes."""
+    world = StagingWorld()
+    load = world.load(world.p.lend(2), size=2)[0]
+    assert not world.p.staging_coordinator.is_reading(load.request)
+    world.run()
+    assert world.p.staging_coordinator.is_reading(load.request)
+    world.go_on()
+
+    assert not world.p.staging_coordinator.is_reading(load.request)
+
+
 def test_there_is_an_end_to_what_is_remembered(monkeypatch):
     """A decode engine may name as many requests as it likes."""
     monkeypatch.setattr(prefill_scheduler, "MAX_PARTS", 1)

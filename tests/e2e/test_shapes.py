@@ -10,7 +10,7 @@ import pytest
 
 from support.cluster import engine_spec, start_engine
 from support.legs import decode, prefill, text_of
-from support.models import WINDOW, one_head_model, windowed_model
+from support.models import one_head_model
 from support.questions import Question, ask, client
 from support.shapes import (
     BYTES,
@@ -34,9 +34,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 # Around the blocks of 32 and 64 tokens, and the steps of 256.
 LENGTHS = (2, 32, 33, 64, 65, 66, 97, 257, 700, 1500)
-# D's window begins with the last token of a block, which a P that has computed the last token, too, does not need any
-# more. What one missing token changes may be little, so there are several of each length.
-EDGES = tuple(WINDOW - 1 + 32 * blocks for blocks in (1, 2, 3, 13, 29)) * 3
 MODES = [mode.value for mode in TransferMode]
 # Both modes have the same plan. Replicated heads, whose two engines take half a minute to start, are moved in one.
 REPLICATED = [row for row in ROWS if row.startswith("shared-head")]
@@ -47,7 +44,7 @@ EXTRA = 1  # token that :func:`watched` has each engine compute at the end
 def models(model, tmp_path_factory):
     """Where the models of :data:`SHAPES` are."""
     made = tmp_path_factory.mktemp("models")
-    return {"tiny": model, "window": windowed_model(made / "window"), "one-head": one_head_model(made / "one-head")}
+    return {"tiny": model, "one-head": one_head_model(made / "one-head")}
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +74,8 @@ def gang(request, fleet, models, single):
     gang.stop()
 
 
-# Both modes have the same plan: the ordinary tests have each row in one of them, windows, which a push follows step by
-# step, in both, and staging on both sides in both, too, by the hundred requests below. Engines of two ranks each, whose
+# Both modes have the same plan: the ordinary tests have each row in one of them, and staging on both sides in both, by
+# the hundred requests below. Engines of two ranks each, whose
 # ranks pair up as single ones do, are four processes on two cores.
 THOROUGH = {
     ("tp1-to-tp2", "push"),
@@ -91,7 +88,6 @@ THOROUGH = {
     ("staged-on-d", "push"),
     ("staged-on-both", "push"),
     ("shared-head-tp2-to-tp1", "pull"),
-    ("window", "push"),
 }
 
 
@@ -109,7 +105,7 @@ def test_equal(row, gang, single):
 
 def check_equal(row, gang, single):
     pair, (p, d) = gang.pair(row), (SHAPES[name] for name in ROWS[row])
-    asked = random_questions((*LENGTHS, *(EDGES if p.model == "window" else ())), seed=f"{row} {gang.mode}")
+    asked = random_questions(LENGTHS, seed=f"{row} {gang.mode}")
     again = [Question("ids", stream=False, prompt=asked[i].prompt[:290] + asked[2].prompt) for i in (8, 9)]
     rnd = random.Random(f"more {row} {gang.mode}")
     more = random_questions([rnd.randrange(8, 600) for _ in range(6)], seed=f"{row} {gang.mode} at once")
@@ -122,7 +118,7 @@ def check_equal(row, gang, single):
     assert decoded.delta(COMPUTED) == len(prompts) + EXTRA
     assert decoded.delta(LOADED) + decoded.delta(CACHED) == sum(len(prompt) - 1 for prompt in prompts)
     sent = prefilled.delta(BYTES) + decoded.delta(BYTES)
-    assert 0 < sent <= most_bytes(p, prompts)
+    assert 0 < sent <= most_bytes(prompts)
     for staged, copied in ((p.staged, prefilled.delta(STAGED_OUT)), (d.staged, decoded.delta(STAGED_IN))):
         assert copied >= sent if staged else copied == 0
 

@@ -8,9 +8,9 @@ import os
 import pytest
 
 from support.architectures import ARCHITECTURES, make, size_of
-from support.cluster import ROOT
 from support.questions import Question
 from support.shapes import random_questions
+from support.tables import write_cell
 from support.trios import TOLERANCE, Trio, distance
 from xpyd_proxy.core.protocol.push import TransferMode
 
@@ -18,8 +18,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 QUICK = "granitemoehybrid"  # the one that make test runs
 LENGTHS = (1, 2, 3, 31, 32, 33, 64, 65, 96, 97, 128, 129, 255, 256, 257, 258, 300, 400, 512, 513, 700, 1023, 1500, 1900)
-BEGIN, END = "<!-- written by tests/models/test_states.py -->", "<!-- end -->"
-TABLE = ROOT / "docs/models.md"
 
 
 def is_thorough(test, params):
@@ -129,15 +127,8 @@ def test_through_host_memory(staged, mode):
 
 
 def write_table(architecture, mode, moved, tokens):
-    """Write what was seen into a cell of the page's table; all other cells stay."""
-    before, _, rest = TABLE.read_text().partition(BEGIN)
-    known, _, after = rest.partition(END)
-    rows = {cells[1]: cells for cells in (line.split("|") for line in known.splitlines()) if len(cells) > 1}
-    title = f" {architecture.title} "
+    """Write what was seen into a cell of the page's table."""
     equal = f"within {moved.farthest:.0e}" if moved.farthest else "equal"
-    cell = f" {equal}; {moved.loads:.0f} loads of {tokens:,} tokens, {moved.bytes:,.0f} bytes "
-    rows.setdefault(title, ["", title, " - ", " - ", ""])[2 + list(TransferMode).index(mode)] = cell
-    head = ["| architecture | pull | push |", "|---|---|---|"]
-    order = (f" {each.title} " for each in ARCHITECTURES.values())
-    table = ["|".join(rows[name]) for name in order if name in rows]
-    TABLE.write_text("\n".join([before + BEGIN, "", *head, *table, "", END + after]))
+    cell = f"{equal}; {moved.loads:.0f} loads of {tokens:,} tokens, {moved.bytes:,.0f} bytes"
+    rows = [each.title for each in ARCHITECTURES.values()]
+    write_cell("tests/models/test_states.py", rows, list(TransferMode), architecture.title, mode, cell)

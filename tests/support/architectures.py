@@ -27,6 +27,10 @@ class Architecture:
     ``step``: in vLLM 0.32's CPU build, decoding a token of some models gives other numbers than computing it with the
     prompt, in one engine by itself (0.1 and more in a logprob). A single engine that computes so many tokens a step
     decodes the last token of a prompt of ``n * step + 1`` tokens, as a decode engine does: such prompts are comparable.
+
+    ``scales``: weights of one dimension, and how large embeddings are, by a part of their names. ``blocks``: of a
+    cache that is too small for eight long answers. ``full``, ``near``: how many layers keep all tokens, and how many a
+    window of them; ``token_bytes``: what one keeps of a token.
     """
 
     name: str
@@ -34,6 +38,18 @@ class Architecture:
     config: dict = field(default_factory=dict)
     dtype: str = "float32"
     step: int = 0
+    scales: dict = field(default_factory=dict)
+    args: tuple[str, ...] = ()  # of every engine
+    blocks: int | None = None
+    caches: bool = True  # prefixes, where an engine is told to
+    full: int = 0
+    near: int = 0
+    token_bytes: int = 0
+    kind: str = "AutoModelForCausalLM"
+    label: str = ""
+
+    def __post_init__(self):
+        object.__setattr__(self, "label", self.label or self.name)
 
 
 ARCHITECTURES = {
@@ -187,10 +203,10 @@ def make(architecture, directory):
     values = COMMON | architecture.config
     config = transformers.AutoConfig.for_model(architecture.name, **values)
     torch.manual_seed(19)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = getattr(transformers, architecture.kind).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            _scale(torch, name, weight)
+            _scale(torch, name, weight, architecture.scales)
     model.to(getattr(torch, architecture.dtype)).save_pretrained(directory)
     shutil.rmtree(directory / "generation_config.json", ignore_errors=True)
     for name in TOKENIZER:
@@ -198,7 +214,7 @@ def make(architecture, directory):
     return directory
 
 
-def _scale(torch, name, weight):
+def _scale(torch, name, weight, scales):
     """Draw a matrix anew so that its output is as large as its input; let states forget within thousands of tokens."""
     last = name.split(".")[-1]
     if last == "A_log":
@@ -208,7 +224,9 @@ def _scale(torch, name, weight):
     elif "conv" in name and weight.dim() == 3:
         weight.normal_(0, 1 / math.sqrt(weight.shape[-1]))
     elif "embed" in name:
-        weight.normal_(0, 1)
+        weight.normal_(0, scales.get("embed", 1))
+    elif weight.dim() == 1 and any(part in name for part in scales):
+        weight.fill_(next(value for part, value in scales.items() if part in name))
     elif weight.dim() >= 2:
         gain = next((gain for part, gain in GAINS.items() if part in name), 1.0)
         weight.normal_(0, gain / math.sqrt(weight.shape[-1]))

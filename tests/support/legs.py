@@ -43,8 +43,11 @@ def coordinates(p, d):
 _transfers = itertools.count(1)
 
 
-def push(p, d, question, where, *, prefill_after=0.0, decode_after=0.0, tokens=TOKENS):
-    """Ask a question over both legs at once, either later by some seconds; returns the answer and D's seconds."""
+def push(p, d, question, where, *, prefill_after=0.0, decode_after=0.0, tokens=TOKENS, **fields):
+    """Ask a question over both legs at once, either later by some seconds; returns the answer and D's seconds.
+
+    D is told more in ``fields``.
+    """
     transfer = {"transfer_id": f"{os.getpid()}-{next(_transfers)}"}
     lends, borrows = OPEN | transfer, {"do_remote_prefill": True, "do_remote_decode": False, **transfer, **where}
 
@@ -56,7 +59,7 @@ def push(p, d, question, where, *, prefill_after=0.0, decode_after=0.0, tokens=T
 
     with ThreadPoolExecutor(2) as pool:
         prefilled = pool.submit(leg, p, prefill_after, lends, tokens=1)
-        answered = pool.submit(leg, d, decode_after, borrows, tokens=tokens)
+        answered = pool.submit(leg, d, decode_after, borrows, tokens=tokens, **fields)
         prefilled.result()
         return answered.result()
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 from support.cluster import Watch, engine_spec, metrics, nothing_held, start_engine, wait_until
 from support.legs import coordinates, plain, prefill, push
-from support.models import WINDOW
 from support.questions import Question, ask, client, differences
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.recipe import Connector
 
 TWO_RANKS = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
-# Steps of 256 tokens: a prompt is computed, and pushed, in several, and a window moves on between them.
+# Steps of 256 tokens: a prompt is computed, and pushed, in several.
 SMALL_STEPS = ("--max-num-batched-tokens", "256")
 CACHE_BLOCKS = 1024  # of an engine of one rank, 32 tokens a block and 128 MiB
 STAGED = {"host_staging": True, "staging_blocks": CACHE_BLOCKS // 10}
@@ -48,8 +47,6 @@ SHAPES = {
     "large": Shape(block_size=64),
     "staged": Shape(staged=True),
     "staged-too": Shape(staged=True),
-    "window": Shape(model="window"),
-    "window-too": Shape(model="window"),
     "shared": Shape(model="one-head"),
     "shared-twin": Shape(model="one-head", args=TWO_RANKS),
 }
@@ -59,7 +56,6 @@ ROWS = {
     "tp1-to-tp2": ("plain", "twin"),
     "tp2-to-tp1": ("twin", "plain"),
     "tp2-to-tp2": ("twin", "twin-too"),
-    "window": ("window", "window-too"),
     "block32-to-64": ("plain", "large"),
     "block64-to-32": ("large", "plain"),
     "staged-on-p": ("staged", "plain"),
@@ -79,13 +75,13 @@ class Pair:
     mode: TransferMode
     where: dict | None
 
-    def ask(self, question):
-        """Have a question answered by both engines."""
+    def ask(self, question, **options):
+        """Have a question answered by both engines; D is told more in ``options``."""
         if self.where is not None:
-            return push(self.p, self.d, question, self.where)[0]
+            return push(self.p, self.d, question, self.where, **options)[0]
         params = prefill(self.p, list(question.prompt))
         with client(self.d.base_url) as api:
-            return ask(api, question, kv_transfer_params=params)
+            return ask(api, question, kv_transfer_params=params, **options)
 
 
 class Gang:
@@ -167,15 +163,12 @@ def watched(pair):
             plain(spec, [1], tokens=1)
 
 
-def most_bytes(shape, prompts):
-    """Return what may be sent for prompts: blocks of 64 tokens, and of groups with a window only what that covers.
+def most_bytes(prompts):
+    """Return what may be sent for prompts: blocks of 64 tokens.
 
-    In float32, a token takes 1 KiB a layer: K and V of 4 heads of 32. With two ranks that share a head, both take it.
+    In float32, a token takes 4 KiB: K and V of 4 heads of 32 on 4 layers. Two ranks that share a head both take it.
     """
-    tokens = [-(-len(prompt) // 64) * 64 for prompt in prompts]
-    if shape.model == "window":  # 2 layers of each kind
-        return sum(2048 * count + 2048 * min(count, WINDOW + 32) for count in tokens)
-    return sum(4096 * count for count in tokens)
+    return sum(4096 * -(-len(prompt) // 64) * 64 for prompt in prompts)
 
 
 def random_questions(lengths, *, seed):

@@ -1,18 +1,26 @@
 """One model on a single engine and on pairs that pull and push: asked the same, compared, and counted."""
 
+import dataclasses
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import httpx
+import openai
+
 from support.cluster import Watch, engine_spec, metrics, nothing_held, start_engine, wait_until
 from support.legs import plain
-from support.questions import ask, client
-from support.shapes import BYTES, Pair, meet
+from support.questions import TOKENS, ask, client
+from support.shapes import BYTES, CACHED, Pair, meet
 from xpyd_proxy.core.protocol.push import TransferMode
+from xpyd_proxy.local.errors import LocalError
 from xpyd_proxy.local.recipe import Connector
 
 TOLERANCE = 1e-3  # of a logprob
 DIFFERENT = 10.0  # stands for another text: no logprob is so far from another
 SMALL_STEPS = 256  # tokens: longer prompts are computed, and pushed, in several steps
+PREEMPTIONS, HITS = "vllm:num_preemptions_total", "vllm:prefix_cache_hits_total"
+IDS = {"return_tokens_as_token_ids": True, "ignore_eos": True}  # two tokens may have the same text
 LOADS, SKIPPED = "vllm:xpyd_loads_total", "vllm:xpyd_loads_skipped_local_total"
 
 
@@ -31,22 +39,26 @@ class Moved:
     bytes: float
     loads: float
     skipped: float  # full hits of D's own cache
+    reused: tuple[float, float]  # prompt tokens that P and D had in their own caches
+    preempted: float  # on either side
     failed: dict  # counters of failed loads and refused offers that moved
 
 
 class Trio:
     """A single engine without a connector, and a pair of engines for each mode."""
 
-    def __init__(self, fleet, architecture, model, *, config=None):
+    def __init__(self, fleet, architecture, model, *, config=None, caching=False, blocks=None, modes=TransferMode):
         self.architecture = architecture
         self._config = config or {}  # of the connector
         step = architecture.step or SMALL_STEPS
         # With prefix caching, a single CPU engine of vLLM 0.32 dies (Mamba 2), or computes other steps than a P.
-        args = ("--dtype", architecture.dtype, "--max-num-batched-tokens", str(step), "--no-enable-prefix-caching")
-        self._options = {"extra_args": args, "kv_cache_mib": 64}
-        self._fleet = fleet
-        self.single = engine_spec(f"{architecture.name}-single", model, **self._options)
-        specs = {mode: [self._spec(model, mode, side) for side in "pd"] for mode in TransferMode}
+        cache = "--enable-prefix-caching" if caching else "--no-enable-prefix-caching"
+        args = ("--dtype", architecture.dtype, "--max-num-batched-tokens", str(step), cache)
+        self._options = {"extra_args": (*args, *architecture.args), "kv_cache_mib": 64}
+        self._blocks = blocks  # of D: a P with so few could not lend eight prompts
+        self._fleet, self._model = fleet, model
+        self.single = engine_spec(f"{architecture.label}-single", model, **self._options)
+        specs = {mode: [self._spec(mode, side) for side in "pd"] for mode in modes}
         everyone = [self.single, *(spec for pair in specs.values() for spec in pair)]
         self._children = [start_engine(fleet, spec) for spec in everyone]
         fleet.wait_ready(self._children, timeout_s=300)
@@ -55,23 +67,26 @@ class Trio:
             for mode, (p, d) in specs.items()
         }
 
-    def _spec(self, model, mode, side):
-        name = f"{self.architecture.name}-{mode.value}-{side}"
-        common = {"connector": Connector.XPYD, "mode": mode, "extra_connector_config": self._config}
-        return engine_spec(name, model, **common, **self._options)
+    def _spec(self, mode, side, connector=Connector.XPYD):
+        name = f"{self.architecture.label}-{connector.value}-{mode.value}-{side}"
+        config = self._config if connector is Connector.XPYD else {}
+        common = {"connector": connector, "mode": mode, "extra_connector_config": config}
+        spec = engine_spec(name, self._model, **common, **self._options)
+        few = ("--num-gpu-blocks-override", str(self._blocks)) if self._blocks and side == "d" else ()
+        return dataclasses.replace(spec, extra_args=(*spec.extra_args, *few))
 
-    def alone(self, question):
+    def alone(self, question, *, tokens=TOKENS):
         """Ask the single engine."""
         with client(self.single.base_url) as api:
-            return ask(api, question)
+            return ask(api, question, tokens=tokens, **IDS)
 
-    def compare(self, mode, asked, *, at_once=1):
+    def compare(self, mode, asked, *, at_once=1, tokens=TOKENS):
         """Ask a pair and the single engine, and return what was moved once nothing is held."""
         pair = self.pairs[mode]
-        theirs = list(map(self.alone, asked))
         with Watch(pair.p) as prefilled, Watch(pair.d) as decoded:
-            with ThreadPoolExecutor(at_once) as pool:
-                ours = list(pool.map(pair.ask, asked))
+            with ThreadPoolExecutor(1) as single, ThreadPoolExecutor(at_once) as pool:
+                theirs = single.map(lambda question: self.alone(question, tokens=tokens), asked)
+                ours = list(pool.map(lambda question: pair.ask(question, tokens=tokens, **IDS), asked))
             for spec in (pair.p, pair.d):
                 wait_until(lambda spec=spec: nothing_held(spec), seconds=5, what=f"{spec.name} holds nothing")
                 plain(spec, [1], tokens=1)  # vLLM collects the numbers of a worker with a step
@@ -80,8 +95,31 @@ class Trio:
             prefilled.delta(BYTES) if mode is TransferMode.PUSH else decoded.delta(BYTES),
             decoded.delta(LOADS),
             decoded.delta(SKIPPED),
+            (prefilled.delta(HITS), decoded.delta(CACHED)),
+            prefilled.delta(PREEMPTIONS) + decoded.delta(PREEMPTIONS),
             {name: decoded.delta(name) for name in metrics(pair.d) if _is_failure(name) and decoded.delta(name)},
         )
+
+    def beside(self, asked, *, seconds=40):
+        """Return how vLLM's own connector does, in a few words: questions and their answers, for so many seconds."""
+        p, d = (self._spec(TransferMode.PULL, side, Connector.NIXL) for side in "pd")
+        children = [start_engine(self._fleet, spec) for spec in (p, d)]
+        pair, found = Pair(p, d, TransferMode.PULL, None), []
+        try:
+            self._fleet.wait_ready(children, timeout_s=120)
+            end = time.monotonic() + seconds
+            for question, answer in asked:
+                if time.monotonic() > end:
+                    break
+                found.append(distance(pair.ask(question, **IDS), answer))
+        except LocalError as error:
+            return f"does not start: {str(error).splitlines()[0]}"
+        except (openai.OpenAIError, httpx.HTTPError, KeyError) as error:
+            return f"fails after {len(found)} prompts: {str(error).splitlines()[0]}"
+        finally:
+            self._fleet.stop(*(child for child in children if child in self._fleet.children))
+        right = sum(each <= TOLERANCE for each in found)
+        return f"{right} of {len(found)} equal"
 
     def stop(self):
         """End all engines."""

@@ -1,12 +1,16 @@
-"""A model with a state under faults: the fences that protect KV protect the state, too. Never a wrong text."""
+"""Models with a state and with windows under faults: what protects KV protects those, too. Never a wrong text."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from support import nursery
 from support.architectures import ARCHITECTURES, make
-from support.cluster import engine_spec, nothing_held, start_engine, wait_until
+from support.attention import ATTENTION
+from support.cluster import OVER_TCP, engine_spec, nothing_held, start_engine, wait_until
 from support.legs import OPEN, decode, decode_body, plain, prefill, prompt_of, push, text_of
+from support.netns import lab_available, open_lab
 from support.questions import Question, ask, client, differences
 from support.shapes import meet
 from support.victims import LEASE, LINGERING, PATIENT, Victim, hang_up, lost
@@ -15,34 +19,56 @@ from xpyd_proxy.local.recipe import Connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.thorough]  # minutes
 PREEMPTIONS = "vllm:num_preemptions_total"
-BLOCKS = 40  # of a cache that is too small for eight requests; each takes one for each of its three states
-UNCACHED = "--no-enable-prefix-caching"
+# A cache that is too small for eight requests.
+OPTIONS = {
+    "granitemoehybrid": ("--no-enable-prefix-caching", "--num-gpu-blocks-override", "40"),
+    "gpt_oss": ("--num-gpu-blocks-override", "120"),
+}
+MODELS = {label: (ARCHITECTURES | ATTENTION)[label] for label in OPTIONS}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make(ARCHITECTURES["granitemoehybrid"], tmp_path_factory.mktemp("model") / "granite")
+def made(tmp_path_factory):
+    """Where the models are."""
+    return {label: make(MODELS[label], tmp_path_factory.mktemp("model") / label) for label in MODELS}
 
 
 @pytest.fixture(scope="module")
-def reference(fleet, model):
-    spec = engine_spec("state-reference", model, extra_args=(UNCACHED,))
-    fleet.wait_ready([start_engine(fleet, spec)], timeout_s=300)
-    return spec
+def reference(fleet, made, pair):
+    """An engine without a connector, of the model that the pair has."""
+    *_, label = pair
+    spec = engine_spec(f"{label}-reference", made[label], extra_args=OPTIONS[label])
+    child = start_engine(fleet, spec)
+    fleet.wait_ready([child], timeout_s=300)
+    yield spec
+    fleet.stop(child)
 
 
 @pytest.fixture(scope="module")
-def pair(request, fleet, model, reference):
+def lab(fleet):
+    """Two hosts with a network between them that can be cut, or None where that cannot be had."""
+    if lab_available():
+        yield None
+        return
+    with open_lab() as lab:
+        yield lab
+        for host in (lab.p, lab.d):
+            nursery.close(fleet, host.prefix)
+
+
+@pytest.fixture(scope="module")
+def pair(request, fleet, made, lab):
     """P and D; what is read from a stopped P comes when it runs again."""
-    mode = request.param
+    label, mode = request.param
     config = {"kv_lease_duration": LEASE, "transfer_timeout": PATIENT, "registration_timeout": PATIENT}
     config |= {"handshake_timeout": 2, "retry_after": 0.1}
+    args = ("--max-num-batched-tokens", "256", *OPTIONS[label])
+    places = {"p": lab.p.options, "d": lab.d.options} if lab else {side: {"extra_env": OVER_TCP} for side in "pd"}
     p, d = (
         Victim(
             engine_spec(
-                f"state-{mode.value}-{side}", model, connector=Connector.XPYD, mode=mode, extra_connector_config=config,
-                extra_args=(UNCACHED, "--num-gpu-blocks-override", str(BLOCKS), "--max-num-batched-tokens", "256"),
-                extra_env={"UCX_TLS": "tcp"},
+                f"{label}-{mode.value}-{side}", made[label], connector=Connector.XPYD, mode=mode,
+                extra_connector_config=config, extra_args=args, **places[side],
             ),
             fleet,
         )
@@ -51,17 +77,22 @@ def pair(request, fleet, model, reference):
     for victim in (p, d):
         victim.start()
     fleet.wait_ready([victim.child for victim in (p, d)], timeout_s=300)
-    yield p, d, mode
+    yield p, d, mode, label
     fleet.stop(*(victim.child for victim in (p, d) if victim.child in fleet.children))
 
 
-both = pytest.mark.parametrize("pair", TransferMode, indirect=True, scope="module")
-pull = pytest.mark.parametrize("pair", [TransferMode.PULL], indirect=True, scope="module")
+def parametrize(*modes):
+    """All models, in these modes."""
+    pairs = [(label, mode) for label in MODELS for mode in modes]
+    return pytest.mark.parametrize("pair", pairs, indirect=True, scope="module", ids="-".join)
+
+
+both, pull = parametrize(*TransferMode), parametrize(TransferMode.PULL)
 
 
 def asked(pair, prompt):
     """Return what both engines answer."""
-    p, d, mode = pair
+    p, d, mode, _ = pair
     question = Question("ids", stream=False, prompt=tuple(prompt))
     if mode is TransferMode.PUSH:
         return push(p.spec, d.spec, question, meet(p.spec, d.spec, 1))[0]
@@ -83,7 +114,7 @@ def at_rest(*victims):
 @both
 def test_preempted(pair, reference):
     """A cache that is too small for eight at once: preempted requests compute their states again."""
-    p, d, mode = pair
+    p, d, mode, _ = pair
     where = meet(p.spec, d.spec, 1) if mode is TransferMode.PUSH else None
     prompts = [prompt_of(number, 300 + 40 * number) for number in range(8)]
     before = d.now(PREEMPTIONS) + p.now(PREEMPTIONS)
@@ -109,7 +140,7 @@ def test_preempted(pair, reference):
 @pull
 def test_frozen_in_the_middle_of_a_read(pair, reference):
     """D sleeps for longer than the lease, and P uses every block for other prompts: the read is discarded."""
-    p, d, _ = pair
+    p, d, *_ = pair
     prompt = prompt_of(50, 900)
     assert differences(asked(pair, prompt_of(49, 60)), answer(reference, prompt_of(49, 60))) == []  # they have met
     params, failed = prefill(p.spec, prompt), d.now(lost("lease"))
@@ -132,10 +163,44 @@ def test_frozen_in_the_middle_of_a_read(pair, reference):
     at_rest(p, d)
 
 
+@pull
+def test_cut_in_the_middle_of_a_read(lab, pair, reference):
+    """D's lease is over before the rest can come, and P uses the blocks: the read is discarded, now or later."""
+    if lab is None:
+        pytest.skip(f"no network lab: {lab_available()}")
+    p, d, *_ = pair
+    prompt = prompt_of(95, 900)
+    assert differences(asked(pair, prompt_of(94, 60)), answer(reference, prompt_of(94, 60))) == []  # they have met
+    params, failed = prefill(p.spec, prompt), d.now(lost("lease"))
+    lab.limit(1)  # 1 MB takes 9 s
+    with ThreadPoolExecutor(1) as pool:
+        response = pool.submit(decode, d.spec, prompt, params)
+        wait_until(lambda: d.now("vllm:xpyd_requests_waiting_for_remote_kv") == 1, seconds=5, what="D reads")
+        time.sleep(0.5)
+        lab.cut()
+        text = text_of(response.result())
+    for number in range(3):
+        plain(p.spec, prompt_of(96 + number, 1900), tokens=1)
+    lab.heal()
+    lab.limit(None)
+
+    assert text == plain(reference, prompt)
+    assert d.now(lost("lease")) == failed + 1
+    wait_until(lambda: stepped(d, LINGERING) == 0, seconds=30, what="no block lingers")
+    assert differences(asked(pair, prompt_of(99)), answer(reference, prompt_of(99))) == []
+    at_rest(p, d)
+
+
+def stepped(victim, name):
+    """Return a metric after a step of an engine, with which vLLM collects it."""
+    plain(victim.spec, prompt_of(93, 20), tokens=1)
+    return victim.now(name)
+
+
 @both
 def test_aborted(pair, reference):
     """The client leaves while P is stopped: no block is used for anything else before P has let go of it."""
-    p, d, mode = pair
+    p, d, mode, _ = pair
     prompt = prompt_of(70, 900)
     if mode is TransferMode.PUSH:
         transfer = {"transfer_id": "aborted"}
@@ -153,7 +218,7 @@ def test_aborted(pair, reference):
 @pull
 def test_killed_before_the_read(pair, reference):
     """D computes the prompt by itself; the next prefill engine at that address has other states."""
-    p, d, _ = pair
+    p, d, *_ = pair
     prompt = prompt_of(90, 400)
     params = prefill(p.spec, prompt)
     p.kill()

@@ -81,7 +81,8 @@ def test_equal(trio):
     assert moved.loads + moved.skipped == len(prompts)
     assert moved.bytes > 0
     assert (moved.reused[0] > 0) == trio.architecture.caches
-    assert (moved.reused[1] > 0) == (trio.architecture.caches and not trio.architecture.near)  # vLLM keeps no windows
+    if trio.architecture.caches and not trio.architecture.near:  # of a loaded window D keeps little
+        assert moved.reused[1] > 0
     if WRITING:
         tokens = sum(len(prompt) - 1 for prompt in prompts)
         equal = f"within {moved.farthest:.0e}" if moved.farthest else "equal"

@@ -8,6 +8,7 @@ import os
 import pytest
 
 from support.architectures import ARCHITECTURES, make, size_of
+from support.legs import plain
 from support.questions import Question
 from support.shapes import random_questions
 from support.tables import write_cell
@@ -16,13 +17,15 @@ from xpyd_proxy.core.protocol.push import TransferMode
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-QUICK = "granitemoehybrid"  # the one that make test runs
+# What make test runs: one architecture without prefix caching and one with it.
+QUICK, QUICK_CACHING = "granitemoehybrid", "lfm2"
 LENGTHS = (1, 2, 3, 31, 32, 33, 64, 65, 96, 97, 128, 129, 255, 256, 257, 258, 300, 400, 512, 513, 700, 1023, 1500, 1900)
 
 
 def is_thorough(test, params):
-    """Tell what is only for ``make test-thorough``: all architectures but one, and long tests of that one."""
-    return params.get("trio", QUICK) != QUICK or test.startswith(("test_fifty", "test_through_host"))
+    """Tell what is only for ``make test-thorough``: all architectures but two, and long tests of those."""
+    is_quick = params.get("trio", QUICK) == QUICK and params.get("caching", QUICK_CACHING) == QUICK_CACHING
+    return not is_quick or test.startswith(("test_fifty", "test_through_host"))
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,7 @@ modes = pytest.mark.parametrize("mode", TransferMode)
 
 def lengths_of(trio, lengths=LENGTHS):
     """Return lengths that compare exactly."""
-    step = trio.architecture.step
+    step = trio.step
     return tuple(dict.fromkeys(length // step * step + 1 for length in lengths)) if step else lengths
 
 
@@ -90,7 +93,7 @@ def test_eight_at_once(trio, mode):
     asked = random_questions(lengths_of(trio, range(90, 890, 100)), seed=f"at once {mode}")
     moved = trio.compare(mode, asked, at_once=8)
 
-    assert moved.farthest <= TOLERANCE or trio.architecture.step
+    assert moved.farthest <= TOLERANCE or trio.step
     assert moved.failed == {}
     assert moved.loads == len(asked)
 
@@ -98,12 +101,65 @@ def test_eight_at_once(trio, mode):
 @architectures
 @modes
 def test_fifty_prompts(trio, mode):
-    """Random lengths, streamed every other time."""
+    """Random lengths, streamed every other time, eight at once where that compares exactly."""
     lengths = [1 + (number * number * 37) % 1800 for number in range(50)]
-    moved = trio.compare(mode, random_questions(lengths_of(trio, lengths), seed=f"fifty {mode}"))
+    asked = random_questions(lengths_of(trio, lengths), seed=f"fifty {mode}")
+    moved = trio.compare(mode, asked, at_once=1 if trio.step else 8)
 
     assert moved.farthest <= TOLERANCE
     assert moved.failed == {}
+    assert moved.bytes > 0
+
+
+@pytest.fixture(scope="module")
+def caching(request, fleet, tmp_path_factory):
+    """Engines that cache prefixes, with a cache that is too small for eight long answers."""
+    architecture = ARCHITECTURES[request.param]
+    model = make(architecture, tmp_path_factory.mktemp("model") / f"{architecture.name}-caching")
+    trio = Trio(fleet, architecture, model, caching=True, blocks=140)
+    yield trio
+    trio.stop()
+
+
+with_prefixes = pytest.mark.parametrize(
+    "caching", [name for name, each in ARCHITECTURES.items() if each.block is not None], indirect=True, scope="module"
+)
+
+
+@with_prefixes
+@modes
+def test_prefix_hits(caching, mode):
+    """On P, on D and in the single engine: the state that is loaded belongs to the whole prompt, not to a hit."""
+    first, second, third, fourth, long, fresh = random_questions(
+        lengths_of(caching, [33, 500, 700, 960, 1500, 330]), seed=f"hits {mode}"
+    )
+    part = Question("ids", stream=True, prompt=long.prompt[: lengths_of(caching, [1000])[0]])
+    tail = second.prompt[: lengths_of(caching, [400])[0] - 1]
+    mixed = Question("ids", stream=False, prompt=(*long.prompt[:960], *tail, 7))
+    asked = [first, second, second, third, third, fourth, long, long, part, mixed]
+    for question in (third, long):
+        plain(caching.pairs[mode].d, list(question.prompt[:640]), tokens=1)
+    moved = caching.compare(mode, asked)
+    _, repeated = (caching.compare(mode, [fresh]) for _ in range(2))
+
+    assert max(moved.farthest, repeated.farthest) <= TOLERANCE
+    assert moved.failed == repeated.failed == {}
+    assert moved.loads + moved.skipped == len(asked)
+    assert min(moved.reused) > 0
+    assert repeated.reused[1] == 320  # D keeps the KV that it has loaded, though it has no state there
+
+
+@pytest.mark.parametrize("caching", [QUICK_CACHING], indirect=True, scope="module")
+@modes
+def test_preempted_among_hits(caching, mode):
+    """Eight at once, some thrown out and computed anew, from the state at a hit or from the beginning."""
+    asked = random_questions(range(300, 620, 40), seed=f"preempted {mode}")
+    asked += [Question("ids", stream=False, prompt=question.prompt[:200] + (7,) * 100) for question in asked]
+    moved = caching.compare(mode, asked, at_once=8, tokens=100)
+
+    assert moved.farthest <= TOLERANCE
+    assert moved.failed == {}
+    assert moved.preempted > 0
     assert moved.bytes > 0
 
 

@@ -27,6 +27,8 @@ class Architecture:
     ``step``: in vLLM 0.32's CPU build, decoding a token of some models gives other numbers than computing it with the
     prompt, in one engine by itself (0.1 and more in a logprob). A single engine that computes so many tokens a step
     decodes the last token of a prompt of ``n * step + 1`` tokens, as a decode engine does: such prompts are comparable.
+    ``block``: the same where prefixes are cached, whose steps end at blocks of so many tokens. None: a single engine
+    dies there.
 
     ``scales``: weights of one dimension, and how large embeddings are, by a part of their names. ``blocks``: of a
     cache that is too small for eight long answers. ``full``, ``near``: how many layers keep all tokens, and how many a
@@ -38,6 +40,7 @@ class Architecture:
     config: dict = field(default_factory=dict)
     dtype: str = "float32"
     step: int = 0
+    block: int | None = None
     scales: dict = field(default_factory=dict)
     args: tuple[str, ...] = ()  # of every engine
     blocks: int | None = None
@@ -89,7 +92,10 @@ ARCHITECTURES = {
                 "block_auto_adjust_ff_dim": False,
                 "block_ff_dim": 256,
             },
-            step=64,
+            block=0,
+            # This model passes queries in three dimensions. The CPU's rotary kernel takes their heads for tokens there,
+            # so that a key depends on how many tokens are computed with it; PyTorch's does not.
+            args=("--compilation-config", '{"custom_ops": ["all", "-rotary_embedding"]}'),
         ),
         Architecture(
             "mamba2",
@@ -128,6 +134,7 @@ ARCHITECTURES = {
             },
             dtype="bfloat16",
             step=64,
+            block=160,
         ),
         Architecture(
             "falcon_h1",

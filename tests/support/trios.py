@@ -50,10 +50,9 @@ class Trio:
     def __init__(self, fleet, architecture, model, *, config=None, caching=False, blocks=None, modes=TransferMode):
         self.architecture = architecture
         self._config = config or {}  # of the connector
-        step = architecture.step or SMALL_STEPS
-        # With prefix caching, a single CPU engine of vLLM 0.32 dies (Mamba 2), or computes other steps than a P.
+        self.step = architecture.block if caching else architecture.step  # 0: prompts of any length compare exactly
         cache = "--enable-prefix-caching" if caching else "--no-enable-prefix-caching"
-        args = ("--dtype", architecture.dtype, "--max-num-batched-tokens", str(step), cache)
+        args = ("--dtype", architecture.dtype, "--max-num-batched-tokens", str(self.step or SMALL_STEPS), cache)
         self._options = {"extra_args": (*args, *architecture.args), "kv_cache_mib": 64}
         self._blocks = blocks  # of D: a P with so few could not lend eight prompts
         self._fleet, self._model = fleet, model

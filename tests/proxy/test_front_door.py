@@ -494,8 +494,9 @@ def test_a_request_that_does_not_come_to_its_end_is_given_up(hasty, before):
     """In a sentence that says how long it had; and nothing is left of it."""
     start = time.monotonic()
     with ExitStack() as stack:
-        clients = {name: stack.enter_context(hasty.open()) for name in LATE}
-        for name, client in clients.items():
+        clients = {}
+        for name in LATE:
+            client = clients[name] = stack.enter_context(hasty.open())  # one that waits for its turn would be late, too
             if SERVED[before]:
                 assert client.send(SERVED[before]).answer().status == 200
             client.send(LATE[name])

@@ -28,6 +28,7 @@ RAISED = {
     errors.CrossSite("s"): (403, "PermissionDeniedError"),
     errors.EngineBusy("b"): (503, "ServiceUnavailableError"),
     errors.NoInstance("i"): (503, "ServiceUnavailableError"),
+    errors.NoMatchingInstance("m"): (503, "ServiceUnavailableError"),
     errors.EngineError("e"): (502, "EngineError"),
     errors.EngineFault("f"): (502, "EngineError"),
     errors.Moved("prefill-0 is another"): (502, "EngineError"),

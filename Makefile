@@ -45,7 +45,8 @@ SHARED  := -p no:cacheprovider -n $(WORKERS) --dist loadfile --no-loadscope-reor
 test: lint $(STAMPS)/helm ## everything, real engines included: what CI runs; WORKERS=3
 	@failed=0; \
 	$(MAKE) -k -j2 -Otarget test-alone test-compile || failed=1; \
-	$(MAKE) -k -j4 -Oline test-chaos test-e2e test-compiled test-types || failed=1; \
+	$(MAKE) test-compiled || failed=1; \
+	$(MAKE) -k -j3 -Oline test-chaos test-e2e test-types || failed=1; \
 	exit $$failed
 
 .PHONY: test-alone test-compile test-compiled test-chaos test-e2e test-types
@@ -59,7 +60,7 @@ test-types: $(STAMPS)/dev
 	nice -n 19 $(MAKE) -k types imports
 
 test-compiled: $(STAMPS)/dev
-	nice -n 5 $(BIN)/pytest $(SHARED) -m compiled --dist worksteal tests/images
+	$(BIN)/pytest $(SHARED) -m compiled --dist worksteal tests/images
 
 test-chaos: $(STAMPS)/helm
 	$(BIN)/pytest $(REAL) tests/chaos

@@ -159,8 +159,8 @@ def _stay(plan: LocalPlan, fleet: ProcessGroup, screen: Screen) -> None:
     screen.line("Try it from another terminal:")
     screen.line(f"  curl -s {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}")
     screen.line()
-    screen.line("Running. Ctrl-C stops everything.")
     try:
+        screen.line("Running. Ctrl-C stops everything.")  # a signal may follow at once
         while True:
             fleet.raise_if_dead()
             time.sleep(LOOK_EVERY_S)

@@ -67,6 +67,7 @@ class PushWriter:
         self._transfer_agent = transfer_agent
         self._counters = counters
         self._own = own
+        self._block_sizes = block_sizes(own)
         self._states = {region.group for region in own.regions if region.state}  # the groups that keep one
         self._scheduler = SchedulerLink(link, scheduler_endpoint, WorkerHello(own.worker, token))
         self._timeout = timeout
@@ -210,7 +211,7 @@ class PushWriter:
         wanted = max(lent.stop for lent in job.order.groups)
         if source.complete:
             return wanted
-        step = lcm(*block_sizes(self._own).values(), *self._peers[job.peer].block_sizes.values())
+        step = lcm(*self._block_sizes.values(), *self._peers[job.peer].block_sizes.values())
         computed = min(source.tokens, wanted - 1) if self._states else source.tokens  # a state belongs to the last part
         return computed // step * step
 
@@ -236,7 +237,7 @@ class PushWriter:
         job.sent = until
         if peer.rank is None or not peer.remote_ranks:
             return  # other ranks of ours keep the same heads
-        sizes, theirs = block_sizes(self._own), peer.block_sizes
+        sizes, theirs = self._block_sizes, peer.block_sizes
         token_ranges = [
             _state(group, lent, until, source.groups[group])
             if group in self._states

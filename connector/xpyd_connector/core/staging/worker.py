@@ -53,10 +53,7 @@ class StagingWorker:
 
     def _on_message(self, message: Message) -> None:
         match message:
-            case CopyOut(number) | CopyIn(number) if number in {
-                *self._reported,
-                *(order.number for order in self._running.values()),
-            }:
+            case CopyOut(number) | CopyIn(number) if number in self._reported or self._is_running(number):
                 # Our scheduler is back: it hears of the one that runs, or will have heard of the one that ended. Copied
                 # again, bytes would move into slots that have another owner by then.
                 self._counters.count("unknown_transfer_messages")
@@ -66,3 +63,6 @@ class StagingWorker:
                 self._running[self._copier.into(slots, blocks)] = message
             case _:
                 self._counters.count("unknown_transfer_messages")
+
+    def _is_running(self, number: PartId) -> bool:
+        return any(order.number == number for order in self._running.values())

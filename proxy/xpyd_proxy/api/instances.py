@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
@@ -38,8 +38,7 @@ class InstanceAdmin:
         return InstanceList(instances=[self._row(member, self.clock()) for member in members])
 
     def _row(self, member: Member, now: float) -> InstanceRow:
-        instance, life, facts = member.instance, member.life, asdict(member.facts)
-        facts["models"] = None if member.facts.models is None else sorted(member.facts.models)
+        instance, life, facts = member.instance, member.life, member.facts
         state, why = life.state, life.why
         if state is HealthState.DRAINED and not self.is_drained(instance.id):
             state, why = HealthState.DRAINING, "another worker has requests there"
@@ -53,9 +52,15 @@ class InstanceAdmin:
             since_s=round(now - life.since, 3),
             in_flight=member.load.in_flight,
             load=round(member.load.score(now=now), 3),
+            models=None if facts.models is None else sorted(facts.models),
+            version=facts.version,
+            connector=facts.connector,
+            mode=facts.mode,
+            revision=facts.revision,
+            protocol=facts.protocol,
+            fingerprint=facts.fingerprint,
             source=member.origin.source,
             generation=member.origin.generation,
-            **facts,
         )
 
     def found(self, named: InstanceName) -> Sequence[Member]:

@@ -1,8 +1,9 @@
 """What is known of an engine that decides with whom it can share a request."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from operator import attrgetter
+from typing import Final, TypeAlias
 
 from xpyd_proxy.core.fleet import push_coordinates
 from xpyd_proxy.core.protocol.push import TransferMode
@@ -48,14 +49,7 @@ class EngineCapabilities:
         )
 
 
-def fit(prefill: EngineCapabilities, decode: EngineCapabilities) -> bool:
-    """Tell whether two engines can share a request; that both serve its model is looked at elsewhere."""
-    one = prefill.version, prefill.connector, prefill.mode, prefill.revision, prefill.protocol, prefill.fingerprint
-    other = decode.version, decode.connector, decode.mode, decode.revision, decode.protocol, decode.fingerprint
-    return prefill.engine_id not in (decode.incompatible or ()) and all(
-        a is None or b is None or a == b for a, b in zip(one, other, strict=True)
-    )
-
+Compared: TypeAlias = tuple[str | None, ...]  # facts that are equal, or unknown, where two engines fit
 
 _COMPARED: Final = {
     "version": "vLLM's version",
@@ -65,12 +59,19 @@ _COMPARED: Final = {
     "protocol": "the connector's protocol",
     "fingerprint": "the connector's fingerprint",
 }
+compared: Final[Callable[[EngineCapabilities], Compared]] = attrgetter(*_COMPARED)
+
+
+def fit(prefill: EngineCapabilities, decode: EngineCapabilities) -> bool:
+    """Tell whether two engines can share a request; that both serve its model is looked at elsewhere."""
+    return prefill.engine_id not in (decode.incompatible or ()) and all(
+        a is None or b is None or a == b for a, b in zip(compared(prefill), compared(decode), strict=True)
+    )
 
 
 def difference(prefill: EngineCapabilities, decode: EngineCapabilities) -> str:
     """Say why two engines do not fit."""
-    for field, name in _COMPARED.items():
-        one, other = getattr(prefill, field), getattr(decode, field)
+    for name, one, other in zip(_COMPARED.values(), compared(prefill), compared(decode), strict=True):
         if one is not None and other is not None and one != other:
             return f"{name} is {one} there and {other} here"
     return "it has refused that one's KV cache, and its log says why"

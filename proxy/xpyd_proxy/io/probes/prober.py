@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, difference, fit
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, compared, difference, fit
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import Instance, InstanceId, Role
@@ -18,9 +18,8 @@ from xpyd_proxy.io.probes.checks import HttpChecks, ProbeFailed
 from xpyd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
-_TICK_MOST_S: Final = (
-    0.25  # seconds between two glances at who is due: each wakes a process that may have nothing to do
-)
+# Seconds between two glances at who is due: each wakes a process that may have nothing to do.
+_TICK_MOST_S: Final = 0.25
 _TICK_LEAST_S: Final = 0.1
 _TICKS: Final = 20  # glances in the time between two probes
 _DRAIN_S: Final = 0.5  # seconds between two looks at an engine that is drained
@@ -100,13 +99,25 @@ class Prober:
             self._tell_differences(members)
 
     def _tell_differences(self, members: Sequence[Member]) -> None:
-        """Log, once, each two engines that cannot share requests."""
-        decodes = [member for member in members if member.instance.role is Role.DECODE]
+        """Log, once, each two engines that cannot share requests; of engines that are alike, the first.
+
+        A rollout of hundreds of engines has tens of thousands of such pairs, of two kinds.
+        """
+        refused = frozenset[str]().union(*(member.facts.incompatible or () for member in members))
+        prefills: dict[object, Member] = {}
+        decodes: dict[object, Member] = {}
+        for member in members:
+            facts = member.facts
+            if member.instance.role is Role.PREFILL:
+                own = facts.engine_id if facts.engine_id in refused else None
+                prefills.setdefault((compared(facts), own), member)
+            else:
+                decodes.setdefault((compared(facts), facts.incompatible), member)
         found = {
-            (decode.instance.id, member.instance.id): difference(member.facts, decode.facts)
-            for decode in decodes
-            for member in members
-            if member.instance.role is Role.PREFILL and not fit(member.facts, decode.facts)
+            (decode.instance.id, prefill.instance.id): difference(prefill.facts, decode.facts)
+            for decode in decodes.values()
+            for prefill in prefills.values()
+            if not fit(prefill.facts, decode.facts)
         }
         for (decode_id, prefill_id), why in found.items():
             if self._differences.get((decode_id, prefill_id)) != why:

@@ -87,6 +87,26 @@ async def test_engines_that_differ_are_told_once(registry, engines, caplog):
     assert lines == ["decode-0 shares no request with prefill-0: the revision is b there and a here"]
 
 
+async def test_engines_that_are_alike_are_told_of_together(registry, engines, caplog):
+    """A rollout of two pools of 20 has 400 pairs of two kinds; an engine whose KV was refused is one of its own."""
+    for number in range(20):
+        for role, revision in ((Role.DECODE, "a"), (Role.PREFILL, "b")):
+            registry.learn(add(registry, role, number + 1).instance.id, EngineCapabilities(revision=revision))
+    for number, engine_id in enumerate(("e1", "e2"), start=30):
+        prefill = add(registry, Role.PREFILL, number)
+        registry.learn(prefill.instance.id, EngineCapabilities(revision="a", engine_id=engine_id))
+    registry.learn(registry.known(Role.DECODE)[3].id, EngineCapabilities(incompatible=frozenset({"e2"})))
+    async with prober(registry, engines, health_check_interval_s=0.05).running():
+        await until_async(lambda: engines.looks >= 40)
+
+    lines = {record.message for record in caplog.records if "shares no request" in record.message}
+    assert lines == {
+        "decode-0 shares no request with prefill-0: the revision is b there and a here",
+        "decode-3 shares no request with prefill-0: the revision is b there and a here",
+        "decode-3 shares no request with prefill-21: it has refused that one's KV cache, and its log says why",
+    }
+
+
 async def test_an_engine_that_falls_ill_breaks_and_comes_back(registry, engines):
     """Without a single request; what it is now is read anew."""
     member = add(registry)

@@ -35,7 +35,8 @@ def test_an_offer_survives_the_router(offer, ascii_only):
     written = json.dumps(offer.to_params(), ensure_ascii=ascii_only)
     answer = f'{{"id":"x","kv_transfer_params":{written},"usage":{{}}}}'.encode()
     client = parse(b'{"model":"m","prompt":"hi"}', strip_private=False)
-    body = decode_body(client, kv_params(InstanceId("p"), answer).params)
+    params, *_ = kv_params(InstanceId("p"), answer)
+    body = decode_body(client, params)
 
     assert written.encode() in body
     arrived = parse_pull_params(json.loads(body)["kv_transfer_params"])

@@ -27,6 +27,7 @@ BASE = {
     Api.CHAT: {"messages": USER},
     Api.RESPONSES: {"input": "hi"},
     Api.MESSAGES: {"messages": USER, "model": "m", "max_tokens": 2000},
+    Api.GENERATE: {"token_ids": [1, 2], "sampling_params": {"max_tokens": 9, "temperature": 0.5}},
 }
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 PARAMS = {
@@ -153,6 +154,20 @@ OTHERWISE = {
         "tool_choice": {"tool_choice": {"type": "auto"}},
         "tools": {"tools": [{"name": "f", "input_schema": {"type": "object"}}]},
     },
+    Api.GENERATE: {
+        "assistant_tokens_mask": {"assistant_tokens_mask": [0, 1]},  # up to vLLM 0.30
+        "content_parts": {"content_parts": [{"type": "image_url", "url": "data:,"}]},
+        "features": {
+            "features": {"mm_hashes": {"image": ["h"]}, "mm_placeholders": {"image": [{"offset": 0, "length": 1}]}}
+        },
+        "output_mode": {"output_mode": "text"},
+        "parse_context": {"parse_context": None},  # from vLLM 0.33
+        "reasoning_ended": {"reasoning_ended": True},
+        "reasoning_parser_kwargs": {"reasoning_parser_kwargs": {"chat_template_kwargs": {"a": 1}}},
+        "sampling_params": {"sampling_params": {"logprobs": 2, "min_tokens": 3, "seed": 1}},
+        "token_ids": {"token_ids": [3]},
+        "token_offsets": {"token_offsets": [[0, 1], [1, 2]]},
+    },
 }
 SOLO = {
     "previous_response_id",
@@ -179,6 +194,7 @@ OF_ONE_LEG = {
     "top_logprobs",
     "logprob_token_ids",
     "request_id",  # drawn at random by the model when it is not given
+    "sampling_params",  # of its own test
 }
 ODD = [None, True, False, -1, 0, 1, 2, 1.5, 2.0, "", "1", "x", [], [1], ["x"], {}, {"a": 1}, {"include_usage": "x"}]
 
@@ -192,11 +208,13 @@ def models():
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
         from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+        from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
     return {
         Api.COMPLETIONS: CompletionRequest,
         Api.CHAT: ChatCompletionRequest,
         Api.RESPONSES: ResponsesRequest,
         Api.MESSAGES: AnthropicMessagesRequest,
+        Api.GENERATE: GenerateRequest,
     }
 
 
@@ -259,18 +277,27 @@ def test_prefill_reads_what_the_client_wrote_and_makes_one_token(models, api):
                 assert getattr(prefill, field) == getattr(client, field), (name, field)
 
 
+def said_by(request):
+    """Return what a request says; the sampling parameters of GENERATE are beside its other fields."""
+    said = request.model_dump()
+    sampling = said.pop("sampling_params", None)
+    return said if sampling is None else said | sampling
+
+
 def assert_asks_for_one_token(api, prefill):
-    said = prefill.model_dump()
+    said = said_by(prefill)
     limits = {
-        Api.COMPLETIONS: ("max_tokens", "min_tokens", "n"),
-        Api.CHAT: ("max_tokens", "max_completion_tokens", "min_tokens", "n"),
+        Api.COMPLETIONS: ("max_tokens", "min_tokens"),
+        Api.CHAT: ("max_tokens", "max_completion_tokens", "min_tokens"),
         Api.RESPONSES: ("max_output_tokens",),
         Api.MESSAGES: ("max_tokens",),
+        Api.GENERATE: ("max_tokens", "min_tokens"),
     }
     assert {said[name] for name in limits[api]} == {1}
+    assert said.get("n", 1) in (1, None)
     assert said["stream"] is False
     assert said.get("stream_options") is None
-    assert not said.get("logprobs")
+    assert api is Api.GENERATE or not said.get("logprobs")
     assert not said.get("store")
 
 
@@ -280,7 +307,7 @@ def test_decode_reads_all_of_what_the_client_wrote(models, api):
     answer = json.dumps({"kv_transfer_params": PARAMS}).encode()
     for name in bodies_of(api).keys() & models[api].model_fields.keys():
         raw = json.dumps(body_with(api, name)).encode()
-        made = decode_body(parse(raw, strip_private=False), kv_params(InstanceId("prefill-0"), answer).params)
+        made = decode_body(parse(raw, strip_private=False), kv_params(InstanceId("prefill-0"), answer)[0])
         client, decode = read(models[api], raw), read(models[api], made)
 
         assert decode.kv_transfer_params == PARAMS, name
@@ -290,8 +317,14 @@ def test_decode_reads_all_of_what_the_client_wrote(models, api):
 
 def odd_bodies(model, api, value):
     """Yield (field, body, parsed) of every body in which one field of the model is odd and that the router reads."""
-    for name in model.model_fields:
-        raw = json.dumps(BASE[api] | {name: value}).encode()
+    odd = [(name, {name: value}) for name in model.model_fields]
+    if api is Api.GENERATE:
+        from vllm import SamplingParams
+
+        sampling = BASE[api]["sampling_params"]
+        odd += [(name, {"sampling_params": sampling | {name: value}}) for name in SamplingParams.__struct_fields__]
+    for name, changed in odd:
+        raw = json.dumps(BASE[api] | changed).encode()
         with contextlib.suppress(BadRequest):
             yield name, raw, parse(raw, strip_private=False)
 
@@ -316,11 +349,12 @@ def test_no_odd_spelling_slips_through(models, api, value):
         client = read(models[api], raw)
         if client is None or solo_reason(api, fields) is not None:
             continue
-        said = client.model_dump()
+        said = said_by(client)
         assert (said.get("n") or 1, bool(said.get("use_beam_search")), bool(said.get("echo"))) == (1, False, False), (
             name
         )
         assert said.get("prompt_logprobs") is None
+        assert said.get("prompt_logprob_token_ids") is None
         assert said.get("truncate_prompt_tokens") is None
         assert said.get("truncation", "disabled") == "disabled"
         assert said.get("previous_response_id") is None
@@ -360,7 +394,7 @@ def test_the_decode_leg_is_what_the_client_wrote_to_the_byte(models, api, data):
     wanted = data.draw(st.dictionaries(names, json_values(), max_size=12))
     raw = "{" + " , ".join(f"{json.dumps(name)}: {value}" for name, value in wanted.items()) + "}"
 
-    params = kv_params(InstanceId("prefill-0"), json.dumps({"kv_transfer_params": PARAMS}).encode()).params
+    params = kv_params(InstanceId("prefill-0"), json.dumps({"kv_transfer_params": PARAMS}).encode())[0]
     fields = parse(raw.encode("utf-8", "surrogatepass"), strip_private=False)
     made = decode(decode_body(named(api, fields, RequestId("r")), params), Fields)
 

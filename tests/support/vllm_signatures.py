@@ -68,6 +68,7 @@ BODIES = {
     "/v1/completions": "vllm.entrypoints.openai.completion.protocol:CompletionRequest",
     "/v1/chat/completions": "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest",
     "/v1/responses": "vllm.entrypoints.openai.responses.protocol:ResponsesRequest",
+    "/inference/v1/generate": "vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateRequest",
     "/v1/messages": "vllm.entrypoints.anthropic.protocol:AnthropicMessagesRequest",
 }
 

@@ -119,6 +119,7 @@ COUNTERS = {
     "bytes_staged_in": "Bytes of KV copied from host memory into the device.",
     "loads_aborted": "Push: requests aborted before their KV was there.",
     "loads_skipped_incompatible": "Requests that computed their own prompt because their prefill engine differs.",
+    "loads_shared": "Requests that wait for the load of another answer to the same prompt (n > 1).",
     "loads_skipped_local": "Transfers not needed: the prompt was in the local prefix cache, or is one token.",
     "kv_params_invalid": "Requests whose kv_transfer_params could not be used.",
     "kv_params_other_prompt": "Requests whose kv_transfer_params belong to another prompt.",

@@ -79,8 +79,9 @@ class PullDecode:
             return source  # vLLM rejected the request: this stand-in only releases P's blocks (v1/engine/async_llm.py)
         _check(self._engine_config, request)
         self._check_blocks(source, request.num_prompt_tokens)
-        tokens = moved_tokens(self._engine_config.groups, request.num_prompt_tokens)
-        self._check_prompt(source, digest(request, tokens), is_proven=is_proven)
+        # Our prompt may be longer: by its last token, behind a state, and by the token that P has made of it
+        # (shell/first_token.py). What P has not computed is computed here.
+        self._check_prompt(source, digest(request, source.remote_num_tokens), is_proven=is_proven)
         return source
 
     def _check_prompt(self, source: PullParams, own: str | None, *, is_proven: bool) -> None:

@@ -5,14 +5,14 @@ Everything here runs on the engine thread, which owns vLLM's block pool.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from xpyd_connector.core.counters import Counters
 from xpyd_connector.core.ids import EngineId, RequestId
@@ -28,6 +28,9 @@ from xpyd_connector.shell.metadata import QuarantineMetadata, StepMetadata
 logger = init_logger("vllm.xpyd")
 
 MAX_KNOWN = 4096  # engines, each of which restarts under another id; after that they are met as new ones
+MAX_SHARED = 4096  # prompts whose later answers are known to need no load of their own
+
+Prompt: TypeAlias = tuple[EngineId, RequestId]  # the prefill engine, and its name of the request
 
 
 @dataclass(slots=True)
@@ -67,6 +70,8 @@ class DecodeRequests:
         self._pool = pool
         self._counters = counters
         self._remote_prefills: dict[RequestId, _RemotePrefill] = {}
+        self._loaders: dict[Prompt, Request | None] = {}  # who loads a prompt, or has loaded it (None)
+        self._prompts: dict[RequestId, Prompt] = {}  # of the requests that are here
         self._new_objections: list[EngineId] = []  # those since they were last taken
         self._objections: dict[EngineId, str] = {}  # of each engine that was reached; "" if its KV can be loaded
         self._quarantined: dict[RequestId, _Quarantined] = {}
@@ -84,6 +89,8 @@ class DecodeRequests:
             self._counters.count(REFUSALS[type(exc)])
             logger.warning("xpyd: %s computes its own prompt: %s", own, exc)
             return
+        if self._shares(request, source):
+            return
         engine = source.remote_engine_id
         objection = self._objections.get(engine)
         is_met = objection is not None
@@ -93,6 +100,34 @@ class DecodeRequests:
             self._skip_incompatible(own, objection)
         elif not is_met:
             self._post(lambda control, _: control.lease_renewer.report_handshake(engine))
+
+    def _shares(self, request: Request, source: PullParams | PushParams) -> bool:
+        """Tell whether another request here loads the same prompt: of n answers, one reads P's blocks.
+
+        vLLM makes n requests of one (``vllm/v1/engine/parallel_sampling.py``), each with the same params. P's lease
+        ends with the first read, and the others find what it has loaded in the prefix cache.
+        """
+        own, prompt = RequestId(request.request_id), (source.remote_engine_id, source.remote_request_id)
+        self._prompts[own] = prompt
+        if prompt in self._loaders:
+            self._counters.count("loads_shared")
+            return True
+        if len(self._loaders) >= MAX_SHARED:
+            self._loaders.pop(next(iter(self._loaders)))
+        self._loaders[prompt] = request
+        return False
+
+    def _awaits_other(self, own: RequestId) -> bool:
+        """Tell whether another request still loads this one's prompt.
+
+        vLLM enters the blocks into its prefix cache when it takes the loader up again.
+        """
+        prompt = self._prompts.get(own)
+        loader = None if prompt is None else self._loaders.get(prompt)
+        return loader is not None and (
+            RequestId(loader.request_id) in self._remote_prefills
+            or loader.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        )
 
     def handshake_ended(self, ended: HandshakeEnded) -> None:
         """Let the requests of an engine begin their loads, or compute their own prompts if it is incompatible.
@@ -127,10 +162,13 @@ class DecodeRequests:
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the ``computed`` ones will be loaded, and whether the load is asynchronous.
 
-        None while the first handshake with that engine lasts.
+        None while the first handshake with that engine lasts, or another answer to the same prompt loads it.
         """
-        remote_prefill = self._remote_prefills.get(RequestId(request.request_id))
-        if remote_prefill is None or remote_prefill.loading:
+        own = RequestId(request.request_id)
+        remote_prefill = self._remote_prefills.get(own)
+        if remote_prefill is None:
+            return (None, False) if self._awaits_other(own) else (0, False)
+        if remote_prefill.loading:
             return 0, False
         missing = request.num_prompt_tokens - 1 - computed  # D computes the last prompt token: it needs its logits
         if missing <= 0:
@@ -178,6 +216,9 @@ class DecodeRequests:
             self._mode.abort(own)  # its load ends in loads_ended()
         elif remote_prefill is not None:
             self._release_lease(own)
+        prompt = self._prompts.pop(own, None)
+        if prompt is not None and self._loaders.get(prompt) is request:
+            self._loaders[prompt] = None
 
     def lease_lost(self, own: RequestId) -> None:
         """P no longer holds the KV of a request: it computes its own prompt, unless its load has begun.
@@ -188,6 +229,7 @@ class DecodeRequests:
         if remote_prefill is None or remote_prefill.loading:
             return
         del self._remote_prefills[own]
+        self._loads_nothing(own)
         self._counters.count("loads_skipped_lease_lost")
         logger.warning("xpyd: %s computes its own prompt: %s has ended its lease", own, remote_prefill.source.address)
 
@@ -248,6 +290,14 @@ class DecodeRequests:
             "blocks_quarantined": float(sum(len(each.blocks) for each in self._quarantined.values())),
         }
 
+    def _loads_nothing(self, own: RequestId) -> None:
+        """A request that was to load its prompt does not: no other waits for it."""
+        prompt = self._prompts.get(own)
+        loader = None if prompt is None else self._loaders.get(prompt)
+        if prompt is not None and loader is not None and loader.request_id == own:
+            del self._loaders[prompt]
+
     def _release_lease(self, own: RequestId) -> None:
+        self._loads_nothing(own)
         engine = self._remote_prefills.pop(own).source.remote_engine_id
         self._post(lambda control, _: control.lease_renewer.release(own, engine))

@@ -2,8 +2,8 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
@@ -26,6 +26,7 @@ from xpyd_connector.errors import UnsupportedCache
 from xpyd_connector.settings import Granularity, Mode, Settings, read_settings
 from xpyd_connector.shell import vllm_versions
 from xpyd_connector.shell.devices import check_copies, check_events
+from xpyd_connector.shell.first_token import first_token
 
 SUPPORTED = (
     FullAttentionSpec,
@@ -54,6 +55,7 @@ class EngineConfig:
     staging_blocks: int = 0  # slots for each KV cache group in host memory; 0: no staging
     steps_independently: bool = True  # False: data-parallel ranks step together
     stages: int = 1  # pipeline-parallel size
+    first_token: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what routers are told of it, in pull
 
 
 class WorkerRank(NamedTuple):
@@ -75,10 +77,11 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
     if transfer.is_kv_producer and settings.mode is Mode.PUSH and settings.push_granularity is Granularity.CHUNK:
         check_events(current_platform.device_type)
     model = config.model_config
+    groups = tuple(_group(group.kv_cache_spec) for group in cache.kv_cache_groups)
     engine_config = EngineConfig(
         engine=EngineId(transfer.engine_id),
         address=Address(settings.host, settings.port + config.parallel_config.data_parallel_index),
-        groups=tuple(_group(group.kv_cache_spec) for group in cache.kv_cache_groups),
+        groups=groups,
         layers={name: number for number, group in enumerate(cache.kv_cache_groups) for name in group.layer_names},
         blocks=cache.num_blocks,
         all_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
@@ -89,6 +92,7 @@ def read_engine_config(config: VllmConfig, cache: KVCacheConfig) -> tuple[Engine
         # Data-parallel ranks of a mixture of experts step together: a rank that waits for KV would delay all others.
         steps_independently=config.parallel_config.data_parallel_size == 1,
         stages=config.parallel_config.pipeline_parallel_size,
+        first_token=first_token(config, groups) if settings.mode is Mode.PULL else {},
     )
     _check_stages(engine_config)
     return engine_config, settings
@@ -115,6 +119,11 @@ def _check_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
     if config.model_config.enable_sleep_mode:
         raise UnsupportedCache(
             "enable_sleep_mode is on; memory that other engines reach must stay where it is, so engines cannot sleep"
+        )
+    if vllm_versions.returns_routed_experts(config):
+        raise UnsupportedCache(
+            "enable_return_routed_experts is on; which experts computed a prompt is known where it was computed and "
+            "does not move with its KV, so engines with a KV connector cannot return it"
         )
     if parallel.decode_context_parallel_size != 1:
         raise UnsupportedCache(

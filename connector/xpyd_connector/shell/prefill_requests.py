@@ -186,7 +186,8 @@ class PrefillRequests:
         self._post(lambda control, now: control.grant(name, now=now))
         if self._push_progress is not None:
             self._push_progress.finish(request, prompt)
-        return self._signatures.sign(self._params(request, name, prompt)).to_params()
+        offer = self._signatures.sign(self._params(request, name, prompt)).to_params()
+        return {**offer, **self._engine_config.first_token}
 
     def _exceeded_limit(self, blocks: Sequence[KVCacheBlock]) -> str:
         """Return the limit that a lease of these blocks would exceed, as a sentence; empty if there is none."""

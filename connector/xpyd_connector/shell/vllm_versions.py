@@ -3,6 +3,7 @@
 from typing import Any
 
 from vllm import __version__ as vllm_version
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -16,6 +17,16 @@ else:
 VLLM_VERSION: str = vllm_version
 # From 0.32 on vLLM asks which new blocks a load fills; before, it zeroes those of models with a state all the same.
 ASKS_WHAT_IS_LOADED: bool = hasattr(KVConnectorBase_V1, "get_loaded_kv_cache_group_ids")
+
+
+def returns_routed_experts(config: VllmConfig) -> bool:
+    """Tell whether answers name the experts of each token: of a prompt that was loaded, those of some other.
+
+    vLLM refuses this for its own P/D connectors (``vllm/config/vllm.py``, ``_verify_aux_output_compatibility``). The
+    switch is the model's up to 0.30 and has a configuration of its own from 0.31 on.
+    """
+    switches: Any = getattr(config, "aux_output_config", config.model_config)
+    return bool(switches.enable_return_routed_experts)
 
 
 class LaterHooks:

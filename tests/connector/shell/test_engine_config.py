@@ -22,9 +22,11 @@ pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a
 COPIES = SimpleNamespace(insert_blocks_to_device=print, swap_out_blocks_to_host=print)
 
 
-def config(*, sleep=False, pipeline=1):
-    parallel = SimpleNamespace(pipeline_parallel_size=pipeline, decode_context_parallel_size=1)
-    return SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(enable_sleep_mode=sleep))
+def config(*, sleep=False, experts=False):
+    parallel = SimpleNamespace(decode_context_parallel_size=1)
+    switches = SimpleNamespace(enable_return_routed_experts=experts)
+    model = SimpleNamespace(enable_sleep_mode=sleep)
+    return SimpleNamespace(parallel_config=parallel, model_config=model, aux_output_config=switches)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,17 @@ def test_an_engine_that_may_sleep_is_refused():
     _check_supported(config(), SimpleNamespace(kv_cache_groups=[]))
     with pytest.raises(UnsupportedCache, match="enable_sleep_mode is on"):
         _check_supported(config(sleep=True), SimpleNamespace(kv_cache_groups=[]))
+
+
+def test_an_engine_that_returns_routed_experts_is_refused():
+    """Where a version has the switch; D would return those of other prompts for what it has loaded."""
+    with pytest.raises(UnsupportedCache, match="enable_return_routed_experts is on"):
+        _check_supported(config(experts=True), SimpleNamespace(kv_cache_groups=[]))
+    earlier = config()
+    del earlier.aux_output_config
+    earlier.model_config.enable_return_routed_experts = True
+    with pytest.raises(UnsupportedCache, match="enable_return_routed_experts is on"):
+        _check_supported(earlier, SimpleNamespace(kv_cache_groups=[]))
 
 
 @pytest.mark.parametrize("device", ["cuda", "xpu", "cpu"])

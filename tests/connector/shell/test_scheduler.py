@@ -51,14 +51,16 @@ def free_port():
 class Engine:
     """vLLM's scheduler, as far as the connector notices it."""
 
-    def __init__(self, *, groups=ONE, clock=WALL_CLOCK, is_consumer=True, name="here", width=16, **choices):
+    def __init__(
+        self, *, groups=ONE, clock=WALL_CLOCK, is_consumer=True, name="here", width=16, first_token=None, **choices
+    ):
         self.pool = BlockPool(BLOCKS, enable_caching=False, hash_block_size=SIZE)
         engine_config = EngineConfig(
             EngineId(name), Address("127.0.0.1", free_port()), groups, {"l.0": 0}, BLOCKS, all_heads=1, ranks=1,
-            is_producer=True, is_consumer=is_consumer,
+            is_producer=True, is_consumer=is_consumer, first_token=first_token or {},
         )  # fmt: skip
         self.now = 1000.0
-        settings = Settings(handshake_timeout=0.1, **choices)
+        settings = Settings(**{"handshake_timeout": 0.1} | choices)
         self.side = XpydConnectorScheduler(engine_config, settings, EngineWaker(None), clock, lambda: self.now)
         self.side.bind_block_pool(self.pool)
         self.port, memory = engine_config.address.port, rank_info(name, width=width)
@@ -142,7 +144,8 @@ def test_a_new_prefill_engine_is_met_before_its_kv_is_asked_for(engine):
     assert engine.side.matched_tokens(request, 9) == engine.side.matched_tokens(short, 0) == (0, False)
     engine.side._decodes.handshake_ended(HandshakeEnded(EngineId("p1")))
     assert engine.side.matched_tokens(request, 0) == (9, True)
-    assert engine.side.matched_tokens(engine.arrive(remote_engine_id="p1", name="d-c"), 0) == (9, True)
+    later = engine.arrive(remote_engine_id="p1", remote_request_id="p-c", name="d-c")
+    assert engine.side.matched_tokens(later, 0) == (9, True)
 
 
 def test_an_incompatible_prefill_engine_costs_a_local_prefill(engine):
@@ -208,9 +211,9 @@ def test_the_control_thread_reports_a_handshake(engine):
 
 
 @pytest.mark.parametrize(("width", "skipped"), [(16, 0), (32, 1)])
-def test_the_handshake_of_two_engines_decides(engine, width, skipped):
+def test_the_handshake_of_two_engines_decides(width, skipped):
     """Over a real connection, by the shapes alone: versions and models are equal (and P holds no such lease)."""
-    p = Engine(name="p1", width=width)
+    engine, p = Engine(handshake_timeout=30.0), Engine(name="p1", width=width)
     request = engine.arrive(remote_engine_id="p1", remote_port=p.port)
 
     def is_known():
@@ -219,6 +222,7 @@ def test_the_handshake_of_two_engines_decides(engine, width, skipped):
 
     wait_until(is_known, seconds=30, what="the handshake ends")
     p.side.stop()
+    engine.side.stop()
 
     assert engine.side.stats().data["counters"].get("loads_skipped_incompatible", 0) == skipped
 
@@ -243,6 +247,78 @@ def test_what_is_cached_here_is_not_loaded(engine):
 
     assert engine.orders() == []
     assert engine.side.matched_tokens(request, 8) == (0, False)
+
+
+def test_the_answers_of_one_prompt_share_a_load(engine):
+    """One reads P's blocks; the others wait, and find them in the cache here: P's lease ends with the first read."""
+    first, second = engine.arrive(name="d-a"), engine.arrive(name="d-b")
+    assert engine.side.matched_tokens(second, 0) == (None, False)  # also if it is asked before the first
+    assert engine.side.matched_tokens(first, 0) == (9, True)
+    engine.allocate(first, 9)
+    first.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert engine.side.matched_tokens(second, 0) == (None, False)
+    assert len(engine.orders()) == 1
+
+    engine.ended("d-a")
+    assert engine.side.matched_tokens(second, 0) == (None, False)  # vLLM has yet to enter the blocks into its cache
+    first.status = RequestStatus.RUNNING
+    assert engine.side.matched_tokens(second, 8) == (0, False)
+    engine.allocate(second, 0)
+    late = engine.arrive(name="d-c")
+    assert engine.side.matched_tokens(late, 8) == (0, False)
+    for request in (first, second, late):
+        engine.side.finished(request, ([],))
+    assert engine.side.matched_tokens(engine.arrive(name="d-d"), 8) == (0, False)
+    assert engine.orders() == []
+    assert counters(engine)["loads_shared"] == 3
+
+
+@pytest.mark.parametrize("end", ["aborted", "lease lost", "incompatible"])
+def test_an_answer_does_not_wait_for_one_that_loads_nothing(engine, end):
+    """It computes the prompt itself."""
+    first, second = engine.arrive(name="d-a"), engine.arrive(name="d-b")
+    if end == "aborted":
+        first.status = RequestStatus.FINISHED_ABORTED
+        engine.side.finished(first, ([],))
+    elif end == "lease lost":
+        engine.side._decodes.lease_lost(RequestId("d-a"))
+    else:
+        engine.side._decodes._skip_incompatible(RequestId("d-a"), "another model")
+
+    assert engine.side.matched_tokens(second, 0) == (0, False)
+    assert engine.orders() == []
+
+
+@pytest.mark.parametrize("lent", [8, 10], ids=["whole blocks", "a part of a block"])
+@pytest.mark.parametrize("group", [CacheGroup(SIZE), CacheGroup(SIZE, window=6), CacheGroup(SIZE, chunk=8)], ids=repr)
+def test_a_prompt_with_the_token_that_p_has_made_is_loaded_up_to_it(group, lent):
+    """A router has shown that token, and has D go on behind it: all that P has computed is read, and no block more."""
+    engine, prompt, held = Engine(groups=(group,)), list(range(lent + 1)), -(-lent // SIZE)
+    params = offer(
+        remote_block_ids=(tuple(range(7, 7 + held)),),
+        remote_num_tokens=lent,
+        xpyd_prompt=digest_prompt(prompt[:lent], [], None),
+    ).to_params()
+    request = engine.request(params, prompt=prompt)
+    engine.side.on_new_request(request)
+    assert engine.side.matched_tokens(request, 0) == (lent, True)
+    blocks = [block.block_id for block in engine.allocate(request, lent)]
+    orders, start = engine.orders(), min(lent, group.first_needed(lent))
+    engine.side.stop()
+
+    part = slice(start // SIZE, held)
+    wanted = [TokenRange(0, start, lent, tuple(range(7, 7 + held))[part], blocks[part])] if start < lent else []
+    assert [each for order in orders for each in order.token_ranges] == wanted
+    assert "kv_params_other_prompt" not in engine.side.stats().data["counters"]
+
+
+@pytest.mark.parametrize("prompt", [[*range(10), 10, 11], [*range(9), 10, 11]], ids=["two tokens more", "another"])
+def test_a_prompt_that_is_longer_in_another_way_is_computed_here(engine, prompt):
+    """P has made one token, and nothing is known of what would follow."""
+    request = engine.request(offer().to_params(), prompt=prompt)
+    engine.side.on_new_request(request)
+
+    assert engine.side.matched_tokens(request, 0) == (0, False)
 
 
 BAD = [
@@ -338,6 +414,19 @@ def test_a_finished_prefill_is_lent(engine):
 
     assert parse_pull_params(params).remote_block_ids == (tuple(block.block_id for block in blocks[:3]),)
     assert engine.free() == BLOCKS - 1 - 3
+
+
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED])
+def test_routers_are_told_of_the_token_beside_the_offer(status):
+    """It is for routers: no decode engine acts on it, and no signature covers it."""
+    says = {"xpyd_first_token": {"apis": ["completions"], "max_model_len": 64}}
+    engine = Engine(first_token=says)
+    request = engine.request({"do_remote_decode": True}, name="p-a", status=status)
+    blocks = engine.pool.get_new_blocks(3)
+    params = engine.side.finished(request, ([block.block_id for block in blocks],))
+    engine.side.stop()
+
+    assert params == parse_pull_params(params).to_params() | says
 
 
 @pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])

@@ -116,11 +116,13 @@ class LeaseTable:
     def renew(self, request: RequestId, holder: ConnId, *, now: float) -> bool:
         """Apply a heartbeat; false if there is no such lease, or if it is another's.
 
-        It can only lengthen a lease, never shorten one. An engine that has connected again takes over what it held.
+        It can only lengthen a lease, never shorten one. An engine that has connected again takes over what it held. A
+        lease that is due, but not expired yet, is kept: its blocks are still held, and that we look so late at a
+        heartbeat that came in time (a starved thread, a stopped process) is no fault of the decode engine.
         """
         lease = self._leases.get(request)
-        if lease is None or lease.expires_at <= now:
-            return False  # one that is due is expired by the next expire(): a late renewal must not revive it
+        if lease is None:
+            return False
         if lease.holder is not None and not self.is_same(lease.holder, holder):
             return False
         lease.on(LeaseEvent.RENEWED)

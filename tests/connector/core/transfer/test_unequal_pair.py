@@ -102,17 +102,7 @@ def test_pipeline_stages_that_are_cut_differently(move, p, d, tp):
 
 def test_a_lease_of_stages_ends_when_the_last_stage_has_read():
     """Two stages of two ranks are four readers, also if ranks of different stages have the same number."""
-    world = UnequalWorld(Model(2, depth=2), Shape(2, stages=(1, 1)), Shape(2, stages=(1, 1)))
-    world.d.movers[3].stuck = True
-    world.pull()
-    world.run()
-    assert world.results() == [LoadResult(A, "")] * 3
-    assert world.p.lease_manager.take_released() == []
-    world.d.movers[3].stuck = False
-    world.run()
-
-    assert world.results() == [LoadResult(A, "")]
-    assert len(world.p.lease_manager.take_released()) == 1
+    ends_when_the_fourth_has_read(UnequalWorld(Model(2, depth=2), Shape(2, stages=(1, 1)), Shape(2, stages=(1, 1))))
 
 
 def test_layers_that_one_engine_lacks_are_named():
@@ -192,7 +182,11 @@ def test_block_sizes_that_have_only_a_multiple_in_common():
 
 def test_a_lease_ends_when_the_last_rank_has_read():
     """However many ranks it was read from."""
-    world = UnequalWorld(Model(4), Shape(2), Shape(4))
+    ends_when_the_fourth_has_read(UnequalWorld(Model(4), Shape(2), Shape(4)))
+
+
+def ends_when_the_fourth_has_read(world):
+    """Of four workers of D."""
     world.d.movers[3].stuck = True
     world.pull()
     world.run()

@@ -1,0 +1,34 @@
+"""What a prefill engine tells routers about the token that it makes: whether a client may see it.
+
+A router that shows it has a decode engine go on behind it, with a prompt that is longer by this token. That is right
+where the token and the limits are those that one engine would have had, which only this engine knows.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from vllm.config import VllmConfig
+
+from xpyd_connector.core.layout.cache_groups import CacheGroup
+
+PARAM: Final = "xpyd_first_token"  # of the kv_transfer_params; routers read it, decode engines do not
+_COMPLETIONS: Final = "completions"
+_CHAT: Final = "chat"
+_HARMONY: Final = "gpt_oss"  # vLLM parses its answers without being told to (entrypoints/openai/chat_completion)
+# Defaults of an engine that look back at the tokens made so far: behind the token they would begin anew.
+_LOOK_BACK: Final = frozenset({"max_tokens", "presence_penalty", "frequency_penalty"})
+
+
+def first_token(config: VllmConfig, groups: Iterable[CacheGroup]) -> Mapping[str, Any]:
+    """Return the params that say for which APIs the token may be shown; empty if for none.
+
+    A model with a state makes its token of a prompt without the last token. A reasoning parser may call the token of a
+    chat something else in a stream than in a whole answer.
+    """
+    model = config.model_config
+    looks_back = model.logits_processors or _LOOK_BACK & model.get_diff_sampling_param().keys()
+    if looks_back or any(group.state for group in groups):
+        return {}
+    parses = config.structured_outputs_config.reasoning_parser or model.hf_config.model_type == _HARMONY
+    apis = [_COMPLETIONS] if parses else [_COMPLETIONS, _CHAT]
+    return {PARAM: {"apis": apis, "max_model_len": model.max_model_len}}

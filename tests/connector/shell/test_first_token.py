@@ -1,0 +1,80 @@
+"""What a prefill engine says of the token that it makes: shown where it should not be, it is a wrong text."""
+
+import dataclasses
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's and vLLM's own, at their import
+    from vllm.config import ModelConfig, StructuredOutputsConfig
+
+    from xpyd_connector.shell.first_token import first_token
+
+from xpyd_connector.core.layout.cache_groups import CacheGroup
+
+pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
+PLAIN = (CacheGroup(4), CacheGroup(4, window=8))
+
+
+def model_with(defaults, *, kind="llama", processors=None):
+    """Return what vLLM knows of a model whose generation config has these defaults."""
+    model = SimpleNamespace(
+        max_model_len=2048,
+        hf_config=SimpleNamespace(model_type=kind),
+        logits_processors=processors,
+        generation_config="vllm",
+        override_generation_config=defaults,
+    )
+    model.get_diff_sampling_param = lambda: ModelConfig.get_diff_sampling_param(model)
+    return model
+
+
+def said(*, groups=PLAIN, reasoning="", kind="llama", processors=None, **defaults):
+    """What an engine says whose generation config has these defaults."""
+    model = model_with(defaults, kind=kind, processors=processors)
+    parsers = StructuredOutputsConfig(reasoning_parser=reasoning)
+    return first_token(SimpleNamespace(model_config=model, structured_outputs_config=parsers), groups)
+
+
+def test_the_token_of_a_plain_model_may_be_shown():
+    """With the length that its continuation must fit into."""
+    says = {"xpyd_first_token": {"apis": ["completions", "chat"], "max_model_len": 2048}}
+    assert said() == says
+    assert said(temperature=0.7, top_p=0.9, repetition_penalty=1.1) == says  # these look at all tokens alike
+
+
+@pytest.mark.parametrize("parser", [{"reasoning": "qwen3"}, {"kind": "gpt_oss"}])
+def test_the_token_of_a_chat_that_may_reason_is_not_shown(parser):
+    """That of a completion is: nobody parses it."""
+    assert said(**parser)["xpyd_first_token"]["apis"] == ["completions"]
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"groups": (*PLAIN, CacheGroup(4, state="MAMBA2"))},
+        {"max_new_tokens": 50},
+        {"processors": ["my.Processor"]},
+    ],
+    ids=repr,
+)
+def test_what_would_begin_anew_behind_the_token_is_not_continued(engine):
+    """The answer would not be that of one engine."""
+    assert said(**engine) == {}
+
+
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
+def test_a_penalty_for_all_that_vllm_heeds_would_begin_anew(penalty):
+    """VLLM before 0.32 takes none from the generation config: what it ignores hinders nothing."""
+    heeded = model_with({penalty: 0.5}).get_diff_sampling_param()
+
+    assert (said(**{penalty: 0.5}) == {}) == (penalty in heeded)
+
+
+def test_vllm_has_what_is_read():
+    """A name that it drops would let a token be shown that is none of the answer."""
+    assert {"logits_processors", "generation_config", "override_generation_config", "max_model_len"} <= {
+        each.name for each in dataclasses.fields(ModelConfig)
+    }

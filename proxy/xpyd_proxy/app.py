@@ -7,7 +7,7 @@ import random
 import socket
 import ssl
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -37,16 +37,10 @@ from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import EngineSource, Target
 from xpyd_proxy.core.http.address_allowlist import AllowList
 from xpyd_proxy.core.http.origins import Sites
-from xpyd_proxy.core.model import Instance, InstanceId, Role
+from xpyd_proxy.core.model import InstanceId, Role
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
 from xpyd_proxy.core.routing.explain import Explainer
-from xpyd_proxy.core.routing.pairing import PairPolicy, PairSelector, Policy, PolicyPerLeg
-from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
-from xpyd_proxy.core.routing.policies.power_of_two import PowerOfTwo
-from xpyd_proxy.core.routing.policies.prefix import Prefix
-from xpyd_proxy.core.routing.policies.round_robin import Rotation, RoundRobin
-from xpyd_proxy.core.routing.policies.session import Session
 from xpyd_proxy.core.routing.retries import MOST_RETRIES, RetryBudget
 from xpyd_proxy.core.routing.session_ids import SessionIds
 from xpyd_proxy.core.workers.instance_ids import Verb
@@ -64,7 +58,7 @@ from xpyd_proxy.io.probes.checks import HttpChecks
 from xpyd_proxy.io.probes.kv_inflow import InflowWatch
 from xpyd_proxy.io.probes.prober import Prober
 from xpyd_proxy.io.request_path.ids import new_id, new_transfer
-from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
+from xpyd_proxy.io.request_path.policies import fleet_of
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.status import Status
 from xpyd_proxy.io.wire import WireEngines
@@ -124,7 +118,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         for address in addresses:
             registry.add_target(role, Target.parse(address), now=time.monotonic())
     learned = PushCoordinates(at_once=TRANSFER_POLICIES[settings.kv_transfer_mode].at_once)
-    fleet = _fleet(settings, registry, learned, crew.number)
+    fleet = fleet_of(settings, registry, learned, time.monotonic, random.randrange, turn=crew.number)
     outbound, tls = Outbound(engine_keys(settings), forwards=settings.forward_client_key), engine_tls(settings)
     transport, dial = (None, None) if fabric is None else (fabric.transport, fabric.dial)
     resolve = resolved if transport is None else None  # with the transport of a test it connects nowhere
@@ -176,7 +170,13 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         return examiner, engines, releaser, checks, *looking, *crew.running(), requests
 
     explainer = Explainer(
-        fleet.rehearsal, fleet.usable, learned, lambda: requests.settings, SessionIds(settings.session_names)
+        fleet.rehearsal,
+        fleet.usable,
+        learned,
+        lambda: requests.settings,
+        SessionIds(settings.session_names),
+        fleet.shares_loads,
+        fleet.caches,
     )
     access = OperatorAccess(settings.admin_key, Audit(telemetry.admin_action, time.monotonic), settings.max_body_bytes)
     keys = CLIENT_KEYS if keyring.keys is not None else ()
@@ -246,29 +246,6 @@ def _sessions(settings: Settings) -> SessionIds | None:
     """Return where sessions' ids are; None: no policy asks for them, so no request is searched."""
     by_session = PolicyName.SESSION in (settings.prefill_policy, settings.decode_policy)
     return SessionIds(settings.session_names) if by_session else None
-
-
-def policies(turn: int) -> Mapping[PolicyName, Callable[[Callable[[Instance], float]], Policy]]:
-    """Say what each policy is made of: the load of an engine, and the turn to begin with."""
-    return {
-        PolicyName.ROUND_ROBIN: lambda _: RoundRobin(Rotation(turn), Rotation(turn)),
-        PolicyName.LEAST_LOADED: lambda load: LeastLoaded(load, turn),
-        PolicyName.POWER_OF_TWO: lambda load: PowerOfTwo(load, random.randrange),
-        PolicyName.SESSION: lambda load: Session(LeastLoaded(load, turn)),
-        PolicyName.PREFIX: lambda load: Prefix(load, LeastLoaded(load, turn)),
-    }
-
-
-def _fleet(settings: Settings, registry: Registry, learned: PushCoordinates, turn: int) -> LiveFleet:
-    """``turn``: where policies begin, so that several workers do not all begin with the same engine."""
-    load = Loads(registry, time.monotonic).of
-    names = settings.prefill_policy, settings.decode_policy
-    if set(names) == {PolicyName.ROUND_ROBIN}:
-        # one for both legs together, or they would advance in step
-        choice: PairPolicy = RoundRobin(Rotation(turn), Rotation(turn))
-    else:
-        choice = PolicyPerLeg(*(policies(turn)[name](load) for name in names))
-    return LiveFleet(registry, PairSelector(registry, choice), learned, time.monotonic)
 
 
 def _traces(settings: Settings) -> "Traces | None":

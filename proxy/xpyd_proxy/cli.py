@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """Declare the subcommands; what ``up`` and ``plan`` need is not loaded for ``serve``."""
+    """Declare the subcommands; what ``up``, ``plan`` and ``replay`` need is not loaded for ``serve``."""
     parser = _Parser(prog="xpyd", description="A prefill/decode router for vLLM.", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     serve = commands.add_parser("serve", help="run the router in front of running engines", allow_abbrev=False)
@@ -47,6 +47,7 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     up = commands.add_parser("up", help="start engines and the router on this machine", allow_abbrev=False)
     instances.add_arguments(commands.add_parser("instances", help="the engines of a running router"))
     plan = commands.add_parser("plan", help="how many prefill and decode engines a traffic needs")
+    replay = commands.add_parser("replay", help="compare policies on a trace, with simulated engines")
     if arguments[:1] == ["up"]:
         from xpyd_proxy.local.up import add_arguments as add_up_arguments  # noqa: PLC0415
 
@@ -55,6 +56,10 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         from xpyd_proxy.planning.command import add_arguments as add_plan_arguments  # noqa: PLC0415
 
         add_plan_arguments(plan)
+    if arguments[:1] == ["replay"]:
+        from xpyd_proxy.planning.replay.command import add_arguments as add_replay_arguments  # noqa: PLC0415
+
+        add_replay_arguments(replay)
     return parser
 
 

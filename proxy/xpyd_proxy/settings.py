@@ -28,6 +28,13 @@ class KvTransferMode(StrEnum):
     PUSH = "push"  # every prefill engine pushes; one that says it does not is an error
 
 
+class FirstTokenFrom(StrEnum):
+    """Which engine makes the first token that the client of a stream gets."""
+
+    DECODE = "decode"  # always the decode engine
+    PREFILL = "prefill"  # where the decode engine can go on behind it exactly; else the decode engine
+
+
 class LogLevel(StrEnum):
     """The least severe records that the log shows."""
 
@@ -163,9 +170,13 @@ class Settings:
         "where added engines are kept (file:PATH, kubernetes:CONFIGMAP, redis://...)", chart="router.store.type")
     decode_only_fallback: bool = ENGINES.option(True,
         "decode engines serve alone while there is no prefill engine", live=True)
-    min_split_prompt_bytes: SomeBytes = ENGINES.option(0,
-        "a prompt whose JSON is shorter is served by one engine", live=True)
+    min_split_new_bytes: SomeBytes = ENGINES.option(0,
+        "a prompt of whose JSON the decode engine lacks fewer bytes is served by it alone", live=True)
+    prefix_lifetime_s: Seconds = ENGINES.option(1800.0,
+        "time without use after which the prefix policy forgets what an engine has cached")
     reuse_prompt_tokens: bool = ENGINES.option(False, "only the prefill engine renders and tokenizes a chat", live=True)
+    first_token_from: FirstTokenFrom = ENGINES.option(FirstTokenFrom.DECODE,
+        "prefill: clients of streams get the prefill engine's token at once, where the rest is exact", live=True)
     session_names: tuple[SessionName, ...] = ENGINES.option((),
         "headers, or body:FIELD, that name a session, before the known ones", unset="the known ones alone")
     load_reports: bool = ENGINES.option(True, "ask prefill engines how busy they are, if their policy needs it")

@@ -9,13 +9,14 @@ from xpyd_proxy.core.model import Api
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
 from xpyd_proxy.settings import ClientKvParams, Settings
 from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
-from xpyd_proxy.testing.rules import expected_text
+from xpyd_proxy.testing.rules import expected_text, prompt_ids, token_ids
 
 BODIES = {
     Api.COMPLETIONS: {"prompt": "once upon a time", "max_tokens": 5},
     Api.CHAT: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5},
     Api.RESPONSES: {"input": "once upon a time", "max_output_tokens": 5},
     Api.MESSAGES: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "model": "sim"},
+    Api.GENERATE: {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 5, "temperature": 0.0}},
 }
 ALONE = sorted(path for path, kind in ENDPOINTS.items() if kind is EndpointKind.JSON)
 # Of vLLM 0.32: they load code, change weights, stop or read the engine, or pass on to any of the others.
@@ -24,7 +25,7 @@ OF_THE_ENGINE = [
     *("/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused", "/collective_rpc", "/scale_elastic_ep"),
     *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/release_kv_cache_memory", "/start_profile"),
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/update_weights", "/init_weight_transfer_engine"),
-    *("/abort_requests", "/inference/v1/generate", "/inference/v1/abort_requests", "/fault_tolerance/apply"),
+    *("/abort_requests", "/inference/v1/abort_requests", "/fault_tolerance/apply"),
     *("/v1/responses/resp_1", "/v1/responses/resp_1/cancel", "/v1/completions/../sleep", "/v1//sleep"),
 ]
 
@@ -38,6 +39,8 @@ def text_of(api, response):
             return body["content"][0]["text"]
         case Api.CHAT:
             return body["choices"][0]["message"]["content"]
+        case Api.GENERATE:
+            return body["choices"][0]["token_ids"]
     return body["choices"][0]["text"]
 
 
@@ -53,6 +56,8 @@ def streamed_text(api, response):
             return "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
         case Api.CHAT:
             return "".join(event["choices"][0]["delta"]["content"] for event in events)
+        case Api.GENERATE:
+            return [token for event in events for token in event["choices"][0]["token_ids"]]
     return "".join(event["choices"][0]["text"] for event in events)
 
 
@@ -69,7 +74,7 @@ async def test_every_api_that_generates_has_two_legs(api, mode):
         wholes = [await client.post(api, json=BODIES[api]) for _ in range(2)]
         streams = [await client.post(api, json=BODIES[api] | {"stream": True}) for _ in range(2)]
 
-    expected = expected_text(BODIES[api])
+    expected = token_ids([5, 6, 7], 5) if api is Api.GENERATE else expected_text(BODIES[api])
     assert [text_of(api, response) for response in wholes] == [expected] * 2
     assert [streamed_text(api, response) for response in streams] == [expected] * 2
     assert [len(sim.log) for sim in engines.values()] == [4, 4]
@@ -216,7 +221,7 @@ async def test_without_prefill_engines_one_engine_serves_alone():
 async def test_short_prompts_may_be_served_by_one_engine():
     """Computing them again costs less than moving them."""
     engines = sims()
-    async with router(engines, Settings(min_split_prompt_bytes=100)) as client:
+    async with router(engines, Settings(min_split_new_bytes=100)) as client:
         short = await client.post(Api.COMPLETIONS, json={"prompt": "hi"})
         long = await client.post(Api.COMPLETIONS, json={"prompt": "hi" * 60})
 
@@ -237,7 +242,7 @@ async def test_a_chat_may_be_tokenized_once(mode):
     assert text_of(Api.COMPLETIONS, text) == expected_text(BODIES[Api.COMPLETIONS])
     params = [json.loads(entry.body)["kv_transfer_params"] for entry in engines["d0"].log]
     assert ["prompt_token_ids" in one for one in params] == [True, False]
-    assert params[0]["prompt_token_ids"] == [1, 2, 3]
+    assert params[0]["prompt_token_ids"] == prompt_ids(BODIES[Api.CHAT]["messages"])
     assert "return_token_ids" not in json.loads(engines["d0"].log[0].body)
     assert not violations(engines)
 

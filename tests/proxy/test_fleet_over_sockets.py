@@ -88,6 +88,18 @@ async def test_one_of_two_engines_fails_every_request_and_all_are_answered(sick,
         assert running.engines["d1"].violations == []
 
 
+@pytest.mark.parametrize("settings", POLICIES, ids=lambda one: one.decode_policy.value)
+async def test_an_engine_that_fails_at_once_is_ejected_before_the_budget_of_retries_is_spent(settings):
+    """It has fewer requests than the others, so policies that look at the load send it more than its share."""
+    with cluster(2, 2, settings) as running:
+        running.engines["d0"].inject(SimulatedFault(FaultKind.STATUS, status=500))
+        async with client_of(running) as client:
+            wrong = await ask_many(client, 200)
+
+        assert wrong == []
+        assert len(running.engines["d0"].log) <= settings.circuit_breaker_failures + 16  # and what was under way
+
+
 @pytest.mark.parametrize("status", [429, 503])
 async def test_an_engine_that_has_no_room_is_not_broken(status):
     """Another one serves what it turns away, and it gets its share as soon as it has room."""

@@ -422,7 +422,7 @@ def scenes(draw):
         st.sampled_from(
             [{}] * 6
             + [{"resume_streams": True}, {"retries": 0}, {"reuse_prompt_tokens": True}, {"client_kv_params": "strip"}]
-            + [{"min_split_prompt_bytes": 100}, {"decode_only_fallback": False}, {"max_body_bytes": 60}]
+            + [{"min_split_new_bytes": 100}, {"decode_only_fallback": False}, {"max_body_bytes": 60}]
         )
     )
     # A router that closes a connection with more requests in it resets it, and the answer may get lost.

@@ -14,6 +14,7 @@ BASE = {
     Api.CHAT: {"model": "tiny", "messages": USER, "max_tokens": 3},
     Api.RESPONSES: {"model": "tiny", "input": "a quiet river", "max_output_tokens": 3, "store": False},
     Api.MESSAGES: {"model": "tiny", "messages": USER, "max_tokens": 3},
+    Api.GENERATE: {"model": "tiny", "token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 3}},
 }
 # Values that some field takes.
 GOOD = [
@@ -21,6 +22,7 @@ GOOD = [
     [TOOL], [[1, 2, 3], [4, 5]], [{"role": "user", "content": [{"type": "text", "text": "t"}]}],
     {"include_usage": True}, {"type": "json_object"}, {"1": 0.5}, {"choice": ["a", "b"]}, {"regex": "[ab]"},
     {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}, {"enable_thinking": True},
+    {"max_tokens": 3, "logprobs": 2, "n": 2}, {"max_tokens": 4, "stop_token_ids": [1]},
 ]  # fmt: skip
 # Values that hardly any does.
 BAD = [
@@ -29,6 +31,7 @@ BAD = [
     "x\ny", ["\x00"], [""] * 30, {"type": "no such thing"}, {"do_remote_prefill": True}, {"role": "user"},
     [{"role": "nobody", "content": 1}], {"regex": "(((("}, {"grammar": "root ::= root"}, {"json": "{"},
     {"structural_tag": "x"}, {"choice": []},
+    {"extra_args": {"kv_transfer_params": {"do_remote_prefill": True}}},
 ]  # fmt: skip
 UNKNOWN = ["kv_transfer_params", "ec_transfer_params", "no_such_field", "__proto__", "model", "n", "best_of", "input"]
 # Values that would only keep the engines busy: a test of 2,000 bodies has no time for them.
@@ -44,12 +47,14 @@ def fields():
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
         from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+        from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 
     return {
         Api.COMPLETIONS: sorted(CompletionRequest.model_fields),
         Api.CHAT: sorted(ChatCompletionRequest.model_fields),
         Api.RESPONSES: sorted(ResponsesRequest.model_fields),
         Api.MESSAGES: sorted(AnthropicMessagesRequest.model_fields),
+        Api.GENERATE: sorted(GenerateRequest.model_fields),
     }
 
 

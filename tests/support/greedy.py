@@ -11,9 +11,36 @@ VOCABULARY = 40
 HALF = 7  # every token that is a multiple of it has no text of its own: the next one shows both
 
 
-def next_token(tokens):
-    """Return the token that follows."""
-    return (sum((place + 1) * token for place, token in enumerate(tokens)) * 31 + len(tokens)) % VOCABULARY
+def next_token(tokens, banned=()):
+    """Return the token that follows; if it is banned, the next one that is not."""
+    token = (sum((place + 1) * token for place, token in enumerate(tokens)) * 31 + len(tokens)) % VOCABULARY
+    while token in banned:
+        token = (token + 1) % VOCABULARY
+    return token
+
+
+def stops_of(body, made):
+    """Return the tokens that end an answer behind so many, and those that must not follow yet."""
+    stops = body.get("stop_token_ids") or []
+    return stops, stops if made < (body.get("min_tokens") or 0) else []
+
+
+def first_answer(body, *, name):
+    """Return what a prefill engine answers that is asked for one token."""
+    prompt = ids_of(body)
+    stops, banned = stops_of(body, 0)
+    token = next_token(prompt, banned)
+    is_end, ids = token in stops, {"token_ids": [token] if body.get("return_token_ids") else None}
+    text = f" {token}" if token % HALF and not is_end else ""
+    choice = {"index": 0, "logprobs": None, "finish_reason": "stop" if is_end else "length"} | ids
+    choice |= {"stop_reason": token if is_end else None}
+    told = _ids(body, prompt)
+    if "messages" in body:
+        choice |= {"message": {"role": "assistant", "content": text, "refusal": None, "tool_calls": []}}
+    else:
+        choice, told = choice | {"text": text} | told, {}
+    answer = {"id": name, "object": "whole", "created": 6, "model": "m", "choices": [choice]} | told
+    return answer | {"usage": usage_of(prompt, 1) | {"prompt_tokens_details": None}}
 
 
 def ids_of(body):
@@ -43,19 +70,25 @@ def events(body, *, name, per_event=1):
             head | _ids(body, prompt) | {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
         )
         is_first = False
-    limit = limit_of(body)
-    while made < limit:
+    limit, is_over = limit_of(body), False
+    while not is_over:
         ids, text = [], ""
         for _ in range(min(per_event, limit - made)):
-            token = next_token(tokens)
+            stops, banned = stops_of(body, made)
+            token = next_token(tokens, banned)
             tokens.append(token)
             ids.append(token)
             made += 1
-            pending += f" {token}"
-            if token % HALF or made == limit:
+            is_end = token in stops
+            is_over = is_end or made == limit
+            pending += "" if is_end else f" {token}"
+            if token % HALF or is_over:
                 text, pending = text + pending, ""
-        finish = "length" if made == limit else None
+            if is_end:
+                break
+        finish = ("stop" if is_end else "length") if is_over else None
         choice = {"index": 0, "logprobs": None, "finish_reason": finish}
+        choice |= {"stop_reason": token} if is_end else {}
         choice |= {"token_ids": ids if body.get("return_token_ids") else None}
         choice |= {"text": text} if api is Api.COMPLETIONS else {"delta": {"content": text}}
         if is_first:

@@ -48,6 +48,7 @@ def router_exposition():
     counters.releases[prefill.id, "freed"] += 1
     counters.transfers[decode.id, "arrived"] += 1
     counters.transfers_missing[(decode.id,)] += 1
+    counters.cache_misses[(decode.id,)] += 1
     counters.mismatches[prefill.id, decode.id] += 1
     counters.durations.observe(("/v1/completions", "ok"), 0.1)
     for times in (counters.ttft, counters.inter_token, counters.queue_times):

@@ -22,6 +22,7 @@ from xpyd_proxy.api.schemas import (
     ForwardedHeaders,
     MessagesRequest,
     ResponsesRequest,
+    TokensRequest,
 )
 from xpyd_proxy.core.model import Api
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS, EndpointKind
@@ -77,6 +78,10 @@ async def _messages(body: MessagesRequest, headers: _Headers) -> None:
     """Answer, in the Messages API."""
 
 
+async def _generate(body: TokensRequest, headers: _Headers) -> None:
+    """Go on with token ids, in vLLM's own API."""
+
+
 async def _json(body: EngineRequest, headers: _Headers) -> None:
     """One decode engine does it; the body goes there as it is."""
 
@@ -90,6 +95,7 @@ _GENERATING: Final[Mapping[str, Callable[..., Awaitable[None]]]] = {
     Api.CHAT: _chat_completions,
     Api.RESPONSES: _responses,
     Api.MESSAGES: _messages,
+    Api.GENERATE: _generate,
 }
 
 

@@ -109,7 +109,8 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
         try:
             fields = parse(bytes(question.body), strip_private=False)
             rank = rank_of(first_header(headers, b"x-data-parallel-rank"))
-            found = admin.explainer.explain(GenerationRequest(Api(question.path), fields, headers, rank=rank))
+            call = GenerationRequest(Api(question.path), fields, headers, rank=rank)
+            found = admin.explainer.explain(call)
         except (BadRequest, UnknownModel, NoInstance) as exc:
             raise HTTPException(400, f"The request would be refused: {exc}") from exc
         answer = {
@@ -118,6 +119,7 @@ def instance_routes(admin: InstanceAdmin, access: OperatorAccess) -> APIRouter:
             "decode": found.decode.id,
             "prefill_body": None if found.prefill_body is None else msgspec.Raw(found.prefill_body),
             "decode_body": msgspec.Raw(found.decode_body),
+            **admin.explainer.terms(call),
         }  # the bodies in it are the bytes that engines would get
         return Response(msgspec.json.encode(answer), media_type="application/json")
 

@@ -116,6 +116,9 @@ class ExplainResponse(BaseModel):
     decode: str
     prefill_body: JsonObject | None
     decode_body: JsonObject
+    prompt_bytes: int
+    cached_bytes: dict[str, int] = Field(description="Bytes of the prompt that each engine has, as far as is known")
+    min_split_new_bytes: int
 
 
 # What everybody gets
@@ -219,6 +222,14 @@ class ChatCompletionRequest(_OpenAIRequest):
     """A chat."""
 
     messages: list[JsonObject]
+
+
+class TokensRequest(GenerateRequest):
+    """Token ids to go on with: the answer has token ids, too."""
+
+    token_ids: list[int]
+    sampling_params: JsonObject
+    stream_options: JsonObject | None = None
 
 
 class ResponsesRequest(GenerateRequest):

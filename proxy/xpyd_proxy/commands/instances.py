@@ -166,6 +166,8 @@ def _explain(router: _RouterClient, args: argparse.Namespace) -> str:
     if args.json:
         return json.dumps(found) + "\n"
     lines = [f"rule:     {found['rule']}", f"prefill:  {found['prefill'] or '-'}", f"decode:   {found['decode']}"]
+    lines.append(f"prompt:   {found['prompt_bytes']} B; alone if D lacks less than {found['min_split_new_bytes']} B")
+    lines += [f"cached:   {size} B at {name}" for name, size in found["cached_bytes"].items()]
     bodies = [(leg, found[f"{leg}_body"]) for leg in ("prefill", "decode")]
     lines += [f"{leg} body:\n{json.dumps(body, indent=2, ensure_ascii=False)}" for leg, body in bodies if body]
     return "\n".join(lines) + "\n"

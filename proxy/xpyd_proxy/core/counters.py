@@ -87,6 +87,7 @@ class Counters:
     releases: Counter[Key] = field(default_factory=Counter)  # prefill instance, result
     transfers: Counter[Key] = field(default_factory=Counter)  # decode instance, Arrival
     transfers_missing: Counter[Key] = field(default_factory=Counter)  # decode instance
+    cache_misses: Counter[Key] = field(default_factory=Counter)  # decode instance
     mismatches: Counter[Key] = field(default_factory=Counter)  # prefill instance, decode instance
     admin: Counter[Key] = field(default_factory=Counter)  # action, outcome
     unreachable_hosts: Counter[Key] = field(default_factory=Counter)  # prefill engine: replaced in its answers
@@ -111,8 +112,8 @@ class Counters:
 
     def keep(self, instances: frozenset[InstanceId]) -> None:
         """Drop the series of removed instances: a fleet that changes must not grow the counters."""
-        by_instance = self.legs, self.releases, self.transfers, self.transfers_missing, self.unreachable_hosts
-        for counter in by_instance:
+        of_transfers = self.releases, self.transfers, self.transfers_missing, self.unreachable_hosts
+        for counter in (self.legs, *of_transfers, self.cache_misses):
             _forget(counter, instances)
         _forget(self.mismatches, instances, names=2)
         _forget(self.prefill_times.by_key, instances)

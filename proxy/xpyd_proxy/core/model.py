@@ -4,13 +4,15 @@ Those that every request makes have an ``__init__`` of their own: that of a data
 is compiled (see docs/performance.md).
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final, NewType, TypeAlias
 
 import msgspec
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fast_enum import FastStrEnum
+from xpyd_proxy.core.prompt_blocks import PromptBlocks
 from xpyd_proxy.core.raw_json import TRUE, Fields
 from xpyd_proxy.core.schemas import Coordinates
 
@@ -18,6 +20,7 @@ InstanceId = NewType("InstanceId", str)
 RequestId = NewType("RequestId", str)
 TransferId = NewType("TransferId", str)
 Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
+_NO_CONTEXT: Final[Mapping[str, msgspec.Raw]] = {}
 
 
 def first_header(headers: Headers, name: bytes) -> bytes | None:
@@ -42,6 +45,7 @@ class Api(FastStrEnum):
     CHAT = "/v1/chat/completions"
     RESPONSES = "/v1/responses"
     MESSAGES = "/v1/messages"
+    GENERATE = "/inference/v1/generate"
 
 
 _PATHS: Final = {api: api.value for api in Api}  # an enum's ``value`` is a Python function
@@ -63,6 +67,7 @@ class SingleEngineReason(FastStrEnum):
     TOOLS = "built_in_tools"  # the engine generates several times, and would read the same blocks each time
     UNUSUAL = "unusual_value"
     SHORT = "short_prompt"
+    CACHED = "cached_prompt"  # the decode engine has nearly all of it
     ONE_LEG = "one_leg"  # a call that generates no text
     NO_PREFILL = "no_prefill_engine"
     NO_MATCH = "no_matching_prefill_engine"  # there are some, and their KV cache is of no use to a decode engine
@@ -91,20 +96,23 @@ class RoutingHints:
 
     model: str | None  # the model it names
     session: str | None  # the id of the conversation it belongs to, if a policy asks for it
-    prompt: bytes  # the beginning of the prompt (or messages) as JSON text, as it came; empty: not looked at
+    prompt: bytes | memoryview  # the prompt (or messages) as JSON text, as it came; empty: not looked at
     tokens: int | None  # length of the prompt; None: unknown
     rank: int | None  # the client's X-data-parallel-rank: the rank of the engine that decodes
     again: bool  # it has failed before, at another engine
+    context: Mapping[str, msgspec.Raw] = field(compare=False, repr=False)  # the other fields of the request
+    _blocks: PromptBlocks | None = field(compare=False, repr=False)  # since a policy has asked for them
 
     def __init__(
         self,
         model: str | None = None,
         session: str | None = None,
-        prompt: bytes = b"",
+        prompt: bytes | memoryview = b"",
         tokens: int | None = None,
         rank: int | None = None,
         *,
         again: bool = False,
+        context: Mapping[str, msgspec.Raw] = _NO_CONTEXT,
     ) -> None:
         self.model = model
         self.session = session
@@ -112,10 +120,24 @@ class RoutingHints:
         self.tokens = tokens
         self.rank = rank
         self.again = again
+        self.context = context
+        self._blocks = None
+
+    @property
+    def blocks(self) -> PromptBlocks:
+        """The blocks of the prompt."""
+        blocks = self._blocks
+        if blocks is None:
+            blocks = self._blocks = PromptBlocks(self.prompt, self.context)
+        return blocks
 
     def once_more(self) -> "RoutingHints":
         """Return the same for a request that has failed before."""
-        return RoutingHints(self.model, self.session, self.prompt, self.tokens, self.rank, again=True)
+        hints = RoutingHints(
+            self.model, self.session, self.prompt, self.tokens, self.rank, again=True, context=self.context
+        )
+        hints._blocks = self._blocks
+        return hints
 
 
 ANY: Final = RoutingHints()  # no wish at all

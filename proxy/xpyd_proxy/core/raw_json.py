@@ -41,10 +41,14 @@ def decode(data: bytes | msgspec.Raw, wanted: type[T]) -> T:
 
 def maybe(data: bytes | msgspec.Raw, wanted: type[T]) -> T | None:
     """Decode JSON into a type, or return None: it is null, or of another type, or no JSON."""
+    decoder = _DECODERS.get(wanted)
+    if decoder is None:
+        decoder = _DECODERS[wanted] = msgspec.json.Decoder(wanted)
     try:
-        return decode(data, wanted)
-    except NotJson:
+        found: T = decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+    return found
 
 
 def encode(fields: Fields) -> bytes:

@@ -1,7 +1,7 @@
 """What happened in the last five minutes, second by second, in a fixed amount of memory: the status page draws it."""
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -38,18 +38,17 @@ class RollingSeries:
     def __init__(self) -> None:
         self._seconds = [_Second() for _ in range(SPAN_S)]
 
-    def add(self, value: float, *, now: float, failed: bool = False) -> None:
-        """Count one event, and its value."""
+    def add_all(self, values: Sequence[float], *, now: float, failed: bool = False) -> None:
+        """Count some events, and their values."""
         stamp = int(now)
         place = stamp % SPAN_S
         second = self._seconds[place]
         if second.stamp != stamp:
             second = self._seconds[place] = _Second(stamp)
-        second.count += 1
-        second.failed += failed
-        second.total += value
-        if value > second.worst:  # noqa: PLR1730 (max() would cost as much as all the rest)
-            second.worst = value
+        second.count += len(values)
+        second.failed += len(values) * failed
+        second.total += sum(values)
+        second.worst = max(second.worst, *values)
 
     def bins(self, *, now: float, step_s: int) -> tuple[Bin, ...]:
         """Return the last five minutes in steps of so many whole seconds, the oldest first."""

@@ -57,18 +57,19 @@ class RequestRecord:
 
     __slots__ = (
         "answered",
-        "before_last",
+        "cached",
         "client_id",
         "decode",
         "duration_s",
+        "end",
         "error",
-        "last",
         "last_token_at",
         "path",
         "prefill",
         "prefill_error",
         "push",
         "queue_s",
+        "relayed",
         "request_id",
         "retries",
         "single_reason",
@@ -106,8 +107,9 @@ class RequestRecord:
         self.answered = False  # all of it is with the client; what still happens is tidying up
         self.error = error  # what went wrong, for the log
         self.prefill_error: str | None = None  # what went wrong with the prefill leg after the answer had begun
-        self.before_last = b""  # the last but one piece of the answer's body
-        self.last = b""
+        self.cached: tuple[int, int] | None = None  # bytes of the prompt that the decode engine had, and of all of it
+        self.relayed = 0  # bytes of the answer, if they are counted
+        self.end = b"", b""  # the last two pieces of the answer's body, if they matter
 
     def over(self, status: int, duration_s: float) -> None:
         """Note how it ended."""
@@ -155,14 +157,14 @@ class RequestRecord:
         return RequestId(f"{self.request_id}-r{len(self.retries)}") if self.retries else self.request_id
 
     def wrote(self, piece: bytes) -> None:
-        """Remember the end of the answer, for core/protocol/kv_transfer_check.py."""
-        self.before_last, self.last = self.last, piece
+        """Remember the end of the answer, for core/protocol/kv_transfer_check.py, and how long it is."""
+        self.relayed += len(piece)
+        self.end = self.end[1], piece
 
     def take_end(self) -> bytes:
         """Return the end of the answer, once."""
-        end = self.before_last + self.last
-        self.before_last = self.last = b""
-        return end
+        end, self.end = self.end, (b"", b"")
+        return b"".join(end)
 
     def set_aside(self, role: Role, reason: Failure) -> None:
         """Put the leg that failed among the retries: it goes out once more."""
@@ -172,15 +174,17 @@ class RequestRecord:
 
     def start_over(self) -> None:
         """Forget the rest of a try that failed."""
-        self.push = self.transfer = self.prefill = self.decode = None
+        self.push = self.transfer = self.prefill = self.decode = self.cached = None
 
     def server_timing(self) -> str:
         """Return the value of the Server-Timing header; durations are milliseconds."""
-        entries = [_entry("retry", str(retry), retry.leg.ms) for retry in self.retries]
+        entries = [_entry("retry", str(retry), retry.leg.ms) for retry in self.retries] if self.retries else []
         if self.single_reason is not None:
             entries.append(f'mode;desc="single", reason;desc="{self.single_reason}"')
         elif self.push is not None:
             entries.append(_entry("mode", self.push, None))
+        if self.cached is not None:
+            entries.append(_entry("cached", "{} of {} bytes".format(*self.cached), None))
         for name, leg in (("prefill", self.prefill), ("decode", self.decode)):
             if leg is not None:
                 entries.append(_entry(name, leg.instance, leg.ms))
@@ -192,13 +196,12 @@ def client_id(header: bytes) -> str | None:
     return header.decode("ascii") if _CLIENT_ID.fullmatch(header) else None
 
 
-def tenths(ms: float) -> int:
-    """Return a time in tenths of a millisecond: writing an integer takes a fraction of writing a float."""
-    return int(ms * 10 + 0.5)
+def written_ms(ms: float) -> str:
+    """Write milliseconds with one decimal place."""
+    return "%.1f" % ms  # noqa: UP031 (compiled, an f-string with a format costs half as much again)
 
 
 def _entry(name: str, description: str, ms: float | None) -> str:
     if ms is None:
         return f'{name};desc="{description}"'
-    dur = tenths(ms)
-    return f'{name};desc="{description}";dur={dur // 10}.{dur % 10}'
+    return f'{name};desc="{description}";dur={written_ms(ms)}'

@@ -118,6 +118,8 @@ class _Collector:
         yield _counter("xpyd_kv_transfers", text, ("instance", "result"), seen.transfers)
         text = "Decode legs that certainly got no KV cache, by their answers or by the engine's own counters."
         yield _counter("xpyd_kv_transfers_missing", text, ("instance",), seen.transfers_missing)
+        text = "Prompts that a decode engine computed alone, because most of them had been in its cache before."
+        yield _counter("xpyd_prompt_cache_misses", text, ("instance",), seen.cache_misses)
         text = "Requests of which the two engines made different prompts: their answers are not to be trusted."
         yield _counter("xpyd_prompt_mismatches", text, ("prefill", "decode"), seen.mismatches)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from xpyd_proxy.core.fleet.load import ASK_FOR_REPORT
-from xpyd_proxy.core.model import EngineResponse, GenerationRequest, Headers, Instance, InstanceId, LegRequest, Role
+from xpyd_proxy.core.model import GenerationRequest, Headers, Instance, InstanceId, LegRequest, Role, SingleEngineReason
 from xpyd_proxy.core.protocol.engine_errors import Failure, check_prefill, refused_decode
 from xpyd_proxy.core.protocol.request_bodies import RELEASE_PATH, release_body
 from xpyd_proxy.core.protocol.response_filter import check_type, clean_answer
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from xpyd_proxy.requests.service import Requests, RequestSpan
 
 logger = logging.getLogger(__name__)
+_OK: Final = 200
 _DECODE: Final = Role.DECODE  # looking a member up takes as long as a call
 _RANK: Final = b"x-data-parallel-rank"
 _RELEASES_MOST: Final = 16  # decode engines of which one is asked to free blocks
@@ -40,9 +41,11 @@ class Attempt(LegOwner):
         "_of",
         "_plan",
         "_settings",
+        "_shows",
         "_slot",
         "_span",
         "_steps",
+        "body",
         "chances",
         "counted",
         "decode",
@@ -64,10 +67,13 @@ class Attempt(LegOwner):
         *,
         steps: Stepper,
         span: "RequestSpan | None",
+        shows: bool = False,
     ) -> None:
+        """``shows``: the client may see the token of a prefill engine whose blocks are read."""
         self._of = of
         self._plan = plan
         self._settings = settings
+        self._shows = shows
         self._steps = steps
         self._span = span
         self._slot: Instance | None = None  # a decode engine whose slot is held until its leg is sent
@@ -75,6 +81,7 @@ class Attempt(LegOwner):
         self.chances = chances
         self.id = record.attempt_id
         self.transfer = of.new_transfer()
+        self.body: Pieces = []  # of the decode leg
         self.prefill: PrefillLeg | None = None
         self.decode: DecodeLeg | None = None
         self.told: Coordinates | None = None  # what the decode engine was told of the prefill engine in advance
@@ -96,16 +103,18 @@ class Attempt(LegOwner):
 
     def send_prefill(self, call: GenerationRequest, prefill: Instance, *, reuses: bool) -> PrefillLeg:
         """Send the prefill leg; ``reuses``: its answer shall tell the tokens of the prompt."""
-        of = self._of
-        body = prefill_body(call, self.id, self.transfer, reuses=reuses)
+        of, settings = self._of, self._settings
+        shows = self._shows and of.handovers.may_show(call, prefill.id)
+        body = prefill_body(call, self.id, self.transfer, reuses=reuses, shows=shows)
         now = of.clock()
-        leg = PrefillLeg(self, prefill, now, now + self._settings.prefill_timeout_s)
+        leg = PrefillLeg(self, prefill, now, now + settings.prefill_timeout_s)
+        leg.shows = shows
         self.prefill, self.record.prefill = leg, leg.record
         self._send(leg, body, asks_for_report=of.reports)
         return leg
 
-    def send_decode(self, decode: Instance, body: Pieces) -> DecodeLeg:
-        """Send a decode leg."""
+    def send_decode(self, decode: Instance) -> DecodeLeg:
+        """Send a decode leg; the slot that is held at its engine becomes its own."""
         of, now, prefill = self._of, self._of.clock(), self.prefill
         seconds = self._settings.first_token_timeout_s if self._plan.streams else None
         leg = DecodeLeg(self, decode, now, None if seconds is None else now + seconds, of.clock)
@@ -113,25 +122,28 @@ class Attempt(LegOwner):
         self.decode, self.record.decode = leg, leg.record
         if prefill is not None and prefill.handover is not None and not prefill.is_followed:
             leg.follows = prefill.is_followed = True
-            of.telemetry.later.add(of.telemetry.handed_over, now - prefill.handed_over_at, now)
-        self._send(leg, body)
-        if self._slot is not None:
-            self._leave_slot()  # the leg has entered it
+            of.telemetry.handed_over(now - prefill.handed_over_at)
+        self._send(leg, self.body)
         return leg
 
     def _send(self, leg: EngineLeg, body: Pieces, *, asks_for_report: bool = False) -> None:
         """Send a leg; one that cannot be sent has failed."""
-        of, plan = self._of, self._plan
-        headers = self._ranked(plan.headers, leg.instance)
+        of, plan, instance = self._of, self._plan, leg.instance
+        headers = plan.headers
+        if instance.rank is not None or plan.ask.rank is not None:
+            headers = self._ranked(headers, instance)
         if asks_for_report:
             headers = (*headers, ASK_FOR_REPORT)
         if self._span is not None:
-            leg.span, headers = self._span.leg(leg.instance, headers)
-        of.fleet.enter(leg.instance, self.id)
+            leg.span, headers = self._span.leg(instance, headers)
+        if self._slot is instance:
+            self._slot = None
+        else:
+            of.fleet.enter(instance, self.id)
         try:
             of.engines.tell(
                 leg,
-                leg.instance,
+                instance,
                 plan.path,
                 headers=headers,
                 request=self.id,
@@ -155,6 +167,16 @@ class Attempt(LegOwner):
             return self._of.fleet.usable(role)
         except NoInstance:
             return ()
+
+    def small_reason(self) -> SingleEngineReason | None:
+        """Say why so little of the prompt is new to a decode engine that it serves it alone; None: it does not."""
+        least, ask, fleet = self._settings.min_split_new_bytes, self._plan.ask, self._of.fleet
+        if not least:
+            return None
+        reason, cached = fleet.small(self.chances.among(fleet.usable(_DECODE)), ask, least)
+        if fleet.remembers and reason is not SingleEngineReason.SHORT:
+            self.record.cached = cached, ask.blocks.size
+        return reason
 
     def one(self, among: Sequence[Instance]) -> Instance:
         """Choose a decode engine."""
@@ -180,7 +202,6 @@ class Attempt(LegOwner):
         """Tell whether a leg may be sent again, with so many engines of its role, and count it."""
         return self.chances.take(failed, others) and self._of.budget.grants(now=self._of.clock())
 
-    @property
     def failed(self) -> LegFailed | None:
         """Return why nothing will be shown, while nothing is: that a push has failed may be why the other leg will."""
         prefill, decode = self.prefill, self.decode
@@ -190,7 +211,8 @@ class Attempt(LegOwner):
 
     def note_read(self, lent_by: PrefillLeg) -> None:
         """Note whether a decode engine may have come for the blocks of a prefill: then the two settle it."""
-        if self.decode is not None and self.decode.may_be_read:
+        decode = self.decode
+        if decode is not None and (decode.complete or decode.may_be_read):
             lent_by.is_read = True
 
     def settle(self, lent_by: PrefillLeg) -> None:
@@ -215,30 +237,35 @@ class Attempt(LegOwner):
 
     # ---- what the legs tell (LegOwner)
 
-    def prefill_answered(self, leg: PrefillLeg, answer: EngineResponse, /) -> None:
+    def prefill_answered(self, leg: PrefillLeg, body: bytes, /) -> None:
         """Take the handover out of the prefill engine's answer."""
         of, came, call = self._of, self._of.clock(), self._plan.call
         of.engines.done(leg)
-        if of.reports and answer.load:
-            of.fleet.reported(leg.instance, answer.load)
+        if of.reports and leg.load:
+            of.fleet.reported(leg.instance, leg.load)
         if call is None:
             return  # it has no prefill leg
-        reuses = self._settings.reuse_prompt_tokens and self.told is None
+        reuses = self._settings.reuse_prompt_tokens and self.told is None and not leg.shows
         try:
-            check_prefill(leg.instance.id, answer)
+            if leg.status != _OK:
+                check_prefill(leg.instance.id, leg.response(body))
             handover = of.handovers.take(
-                call, self.id, self.transfer, leg.instance, told=self.told, answer=answer, reuses=reuses
+                call, self.id, self.transfer, leg.instance, told=self.told, answer=body, reuses=reuses
             )
         except (EngineError, Refused) as error:
             self.leg_failed(leg, error)
             return
-        of.telemetry.later.add(of.proved, leg.instance, self.id, _note_time(leg, came), came)
+        if self._shows:
+            leg.first = of.handovers.first_token(call, leg.instance.id, handover, body, shows=leg.shows)
+        leg.answered_s = _note_time(leg, came)
+        self._blame(leg.instance)
         leg.handed_over_at, leg.handover = came, handover
         if self._span is not None and self.decode is None:
             self._span.handed_over()
         self.close(leg)
         self.counted = handover.counted
-        self._compare()
+        if self.decode is not None:
+            self._compare()
         self._steps.wake()
 
     def stream_begun(self, leg: DecodeLeg, counted: int | None, /) -> None:
@@ -247,30 +274,37 @@ class Attempt(LegOwner):
         if not leg.is_last:  # else its end follows at once, and all is written in one go
             self._steps.wake()
 
-    def decode_answered(self, leg: DecodeLeg, answer: EngineResponse, /) -> None:
+    def decode_answered(self, leg: DecodeLeg, body: bytes, /) -> None:
         """Judge an answer that is no stream."""
         self._of.engines.done(leg)
-        if answer.status != 200:
-            self.leg_failed(leg, refused_decode(leg.instance.id, answer))
+        if leg.status != _OK:
+            self.leg_failed(leg, refused_decode(leg.instance.id, leg.response(body)))
             return
         try:
             check_type(leg.engine, leg.content_type)
-            leg.shown = clean_answer(leg.engine, leg.content_type, answer.body)
+            leg.shown = clean_answer(leg.engine, leg.content_type, body)
         except EngineError as error:
             self.leg_failed(leg, error)
             return
-        self._answered_well(leg, prompt_tokens(answer.body) if leg.counts else None)
+        self._answered_well(leg, prompt_tokens(body) if leg.counts else None)
         self._steps.wake()
 
     def _answered_well(self, leg: DecodeLeg, counted: int | None) -> None:
         of, now = self._of, self._of.clock()
         if leg.follows:
             of.telemetry.transfer_expected(leg.instance.id)
-        of.telemetry.later.add(of.proved, leg.instance, self.id, _note_time(leg, now), now)
-        if leg.streams:
+        leg.answered_s = _note_time(leg, now)
+        self._blame(leg.instance)
+        if leg.lines is not None:
             self._time_tokens(leg, now)
+            of.telemetry.later.add(of.proved, leg.instance, self.id, leg.answered_s, now)  # its end may be far off
+            leg.answered_s = None
         if counted is not None:
             self.prompt_counted(leg, counted)
+
+    def _blame(self, witness: Instance) -> None:
+        for guilty in self.chances.guilty(witness):
+            self._of.fleet.blamed(guilty)
 
     def _time_tokens(self, leg: DecodeLeg, now: float) -> None:
         """Have the reads of a stream timed; one that goes on for another has been quiet since that one's last."""
@@ -321,6 +355,7 @@ class Attempt(LegOwner):
         """
         if failed.failure not in (Failure.REFUSED, Failure.BUSY, Failure.ENGINE_RESTARTED):
             self._of.learned.forget(failed.instance.id)
+            self._of.handovers.forget(failed.instance.id)
 
     def _compare(self) -> None:
         """Complain when the legs had different prompts. The answer may be on its way: the log and the counters tell."""
@@ -335,6 +370,12 @@ class Attempt(LegOwner):
         self._of.telemetry.differed(prefill.instance, decode.instance)
 
     # ---- streaming
+
+    def token_shown(self) -> None:
+        """The client has the prefill engine's token: the decode engine gets it as the last one of its prompt."""
+        self.record.last_token_at = self._of.clock()
+        if self.counted is not None:
+            self.counted += 1
 
     def stream_to(
         self, leg: DecodeLeg, sink: Callable[[bytes], object], relay: Callable[[bytes], object] | None
@@ -381,14 +422,23 @@ class Attempt(LegOwner):
         if leg.is_closed:
             return
         of, now = self._of, self._of.clock()
-        leg.was_sent = leg.is_sent
+        leg.was_sent = leg.complete or leg.is_sent
         leg.is_closed = True
         decode = self.decode
-        if decode is not None and decode is leg and decode.gaps is not None:
-            self.record.last_token_at = decode.read_at
+        if decode is not None and decode is leg:
+            if decode.gaps is not None:
+                self.record.last_token_at = decode.read_at
+            if of.fleet.remembers and leg.status == _OK and leg.fault is None and self._plan.call is not None:
+                kept = of.fleet.remember(leg.instance, self._plan.ask, self.record)
+                if not kept:
+                    of.telemetry.cache_missed(leg.instance.id)
         if leg.record.ms is None:
             _note_time(leg, now)
-        of.telemetry.later.add(of.telemetry.leg_ended, leg.instance, now - leg.sent_at, leg.failure, self.id, now)
+        seconds = now - leg.sent_at
+        if leg.failure is None and leg.answered_s is not None:
+            of.telemetry.later.add(of.proved_and_over, leg.instance, self.id, leg.answered_s, seconds, now)
+        else:
+            of.telemetry.later.add(of.telemetry.leg_ended, leg.instance, seconds, leg.failure, self.id, now)
         of.fleet.ended(leg.instance, self.id, leg.failure)
         if leg.span is not None:
             leg.span.end(None if leg.fault is None else leg.fault.error)

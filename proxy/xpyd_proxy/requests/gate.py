@@ -24,7 +24,7 @@ class Gate:
         ``size``: bytes of its body.
         """
         ticket = self.admission.arrive(key, priority, size, now=self._clock())
-        if self.admission.has_news:
+        if self.admission.news:
             self._wake()
         return ticket
 
@@ -50,7 +50,7 @@ class Gate:
         """Give back a place, or the wait for one."""
         if ticket.refusal is None:
             self.admission.leave(ticket)
-            if self.admission.has_news:
+            if self.admission.news:
                 self._wake()
 
     def expire(self) -> None:
@@ -79,7 +79,7 @@ class Gate:
 
     def _wake(self) -> None:
         """Tell those that waited what has become of them."""
-        if not self.admission.has_news:
+        if not self.admission.news:
             return
         loop = asyncio.get_running_loop()
         for ticket in self.admission.poll():

@@ -26,6 +26,7 @@ from xpyd_proxy.settings import ClientKvParams, Settings
 JSON_TYPE: Final = b"application/json"
 # X-Request-Id is missing on purpose: engines match the halves of a request by it, so it must be ours and unique.
 PASSED_ON: Final = frozenset({b"authorization", b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority"})
+_WITHOUT_KEY: Final = PASSED_ON - {b"authorization"}
 _FORM_TYPE: Final = b"multipart/form-data"
 _FROM_BROWSERS: Final = frozenset({b"origin", b"sec-fetch-site"})
 _NOTHING: Final[Mapping[bytes, bytes]] = {}
@@ -132,7 +133,8 @@ class Intake:
         api = _APIS.get(path)
         if api is not None:
             check_wanted_now(api, fields)
-        passed_on = () if PASSED_ON.isdisjoint(shown) else tuple([each for each in headers if each[0] in PASSED_ON])
+        wanted = PASSED_ON if self.settings.forward_client_key else _WITHOUT_KEY
+        passed_on = () if wanted.isdisjoint(shown) else tuple([each for each in headers if each[0] in wanted])
         passed_on, asked, priority = limited(passed_on, fields, self.keyring.least_of(caller))
         if self.salts is not None and path not in UNCACHED and path not in _FORMS:
             asked = self.salts.salted(asked, caller)

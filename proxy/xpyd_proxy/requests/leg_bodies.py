@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.model import (
-    EngineResponse,
     GenerationRequest,
     Instance,
+    InstanceId,
     LegOrder,
     PrefillResult,
     RequestId,
@@ -15,27 +15,45 @@ from xpyd_proxy.core.model import (
 )
 from xpyd_proxy.core.protocol import push, request_bodies
 from xpyd_proxy.core.protocol.disaggregation import PROMPTS
+from xpyd_proxy.core.protocol.first_token import FirstToken, asked_for_token, first_token, may_show, offered
 from xpyd_proxy.core.protocol.push import TransferPolicy
 from xpyd_proxy.core.raw_json import Pieces, encode_in_pieces
 from xpyd_proxy.core.request_record import RequestRecord
-from xpyd_proxy.core.schemas import Coordinates
+from xpyd_proxy.core.schemas import Coordinates, FirstTokenOffer
 from xpyd_proxy.errors import Moved
 
 
-def prefill_body(call: GenerationRequest, request: RequestId, transfer: TransferId, *, reuses: bool) -> Pieces:
-    """Return the body of a prefill leg; ``reuses``: its answer shall tell the tokens of the prompt."""
+def prefill_body(
+    call: GenerationRequest, request: RequestId, transfer: TransferId, *, reuses: bool, shows: bool = False
+) -> Pieces:
+    """Return the body of a prefill leg.
+
+    ``reuses``: its answer shall tell the tokens of the prompt; ``shows``: the client may see the token that it makes.
+    """
     fields = request_bodies.named(call.api, call.fields, request)
     if reuses:
         fields = request_bodies.telling_tokens(call.api, fields)
     asked = request_bodies.prefill_fields(call.api, fields, transfer)
+    if shows:
+        asked.update(asked_for_token(call.fields))
     return encode_in_pieces(asked, PROMPTS[call.api])
 
 
-def decode_body(call: GenerationRequest, record: RequestRecord, request: RequestId, handover: PrefillResult) -> Pieces:
-    """Return the body of a decode leg that follows its prefill leg."""
+def decode_body(
+    call: GenerationRequest,
+    record: RequestRecord,
+    request: RequestId,
+    handover: PrefillResult,
+    first: FirstToken | None = None,
+) -> Pieces:
+    """Return the body of a decode leg that follows its prefill leg, and goes on behind the token that was shown."""
     record.push = LegOrder.SEQUENTIAL if handover.coordinates else None
     record.transfer = handover.transfer
-    asked = request_bodies.decode_fields(request_bodies.named(call.api, call.fields, request), handover.params)
+    fields = request_bodies.named(call.api, call.fields, request)
+    if first is None:
+        asked = request_bodies.decode_fields(fields, handover.params)
+    else:
+        asked = first.decode_fields(fields, handover.params)
     return encode_in_pieces(asked, PROMPTS[call.api])
 
 
@@ -46,7 +64,7 @@ def ignore_replaced_host(_prefill: Instance, _said: str) -> None:
 class LegBodies:
     """Takes from prefill engines' answers what they are good for, and learns where the engines are."""
 
-    __slots__ = ("_learned", "_manner", "_replaced")
+    __slots__ = ("_learned", "_manner", "_offers", "_replaced")
 
     def __init__(
         self,
@@ -56,6 +74,7 @@ class LegBodies:
     ) -> None:
         self._learned = learned
         self._manner = manner
+        self._offers: dict[InstanceId, FirstTokenOffer] = {}  # of engines whose token may be shown
         self._replaced = replaced  # is told of each answer that named an unreachable host
 
     def take(
@@ -66,7 +85,7 @@ class LegBodies:
         prefill: Instance,
         *,
         told: Coordinates | None,
-        answer: EngineResponse,
+        answer: bytes,
         reuses: bool,
     ) -> PrefillResult:
         """Read an answer; ``told``: what the decode engine has been told of the prefill engine already.
@@ -77,7 +96,7 @@ class LegBodies:
         """
         found = push.handover(
             prefill.id,
-            answer.body,
+            answer,
             call.api,
             request,
             self._manner,
@@ -88,8 +107,27 @@ class LegBodies:
         if found.replaced is not None:
             self._replaced(prefill, found.replaced)
         if reuses:
-            found = replace(found, params=request_bodies.with_tokens(found.params, answer.body))
+            found = replace(found, params=request_bodies.with_tokens(found.params, answer))
         self._learned.learn(prefill.id, found.coordinates)
         if told is not None and told != found.coordinates:
             raise Moved(f"{prefill.id} is not the engine that the decode engine was told of")
         return found
+
+    def may_show(self, call: GenerationRequest, prefill: InstanceId) -> bool:
+        """Tell whether the client may see the token of a prefill engine, as far as its earlier answers say."""
+        return may_show(call.api, call.fields, self._offers.get(prefill))
+
+    def first_token(
+        self, call: GenerationRequest, prefill: InstanceId, handover: PrefillResult, answer: bytes, *, shows: bool
+    ) -> FirstToken | None:
+        """Return the token that the client gets; ``shows``: the engine was asked for it. Remember what is offered."""
+        offer = None if handover.coordinates is not None else offered(handover.params)
+        if offer is None:
+            self.forget(prefill)
+            return None
+        self._offers[prefill] = offer
+        return first_token(call.api, call.fields, offer, answer) if shows else None
+
+    def forget(self, prefill: InstanceId) -> None:
+        """It has failed: what answers next under this address may offer nothing."""
+        self._offers.pop(prefill, None)

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 from xpyd_proxy.core.http.bounded_body import ANSWER_MOST
 from xpyd_proxy.core.model import EngineResponse, Instance, PrefillResult
 from xpyd_proxy.core.protocol.engine_errors import JSON, Failure, refusal
+from xpyd_proxy.core.protocol.first_token import FirstToken
 from xpyd_proxy.core.protocol.response_filter import check_type, is_stream
 from xpyd_proxy.core.protocol.sse import Beginning, WholeLines, error_status, first_data
 from xpyd_proxy.core.protocol.usage import prompt_tokens_in
@@ -20,6 +21,7 @@ from xpyd_proxy.core.routing.retries import LegFailed
 from xpyd_proxy.errors import EngineError, Refused
 from xpyd_proxy.io.wire.response_handler import ResponseHandler
 
+_OK: Final = 200
 BEGINNING_MOST: Final = 1024 * 1024  # bytes of a stream up to the end of its first event
 
 
@@ -41,7 +43,7 @@ class LegOwner(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def prefill_answered(self, leg: "PrefillLeg", answer: EngineResponse, /) -> None:
+    def prefill_answered(self, leg: "PrefillLeg", body: bytes, /) -> None:
         """The whole response of the prefill engine is here."""
 
     @abstractmethod
@@ -57,7 +59,7 @@ class LegOwner(ABC):
         """All of the stream is here."""
 
     @abstractmethod
-    def decode_answered(self, leg: "DecodeLeg", answer: EngineResponse, /) -> None:
+    def decode_answered(self, leg: "DecodeLeg", body: bytes, /) -> None:
         """The whole response of a decode engine is here, and it is no stream."""
 
     @abstractmethod
@@ -73,6 +75,7 @@ class EngineLeg(ResponseHandler):
     """What both legs have in common. Times are seconds of the request's clock."""
 
     __slots__ = (
+        "answered_s",
         "content_type",
         "due",
         "failure",
@@ -88,7 +91,7 @@ class EngineLeg(ResponseHandler):
     )
 
     def __init__(self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None) -> None:
-        super().__init__(instance.id)
+        ResponseHandler.__init__(self, instance.id)
         self.owner = owner
         self.instance = instance
         self.sent_at = sent_at
@@ -96,11 +99,29 @@ class EngineLeg(ResponseHandler):
         self.record = LegRecord(instance.id)
         self.fault: LegFailed | None = None  # why nothing more will come of it
         self.failure: Failure | None = None  # how it is counted
+        self.answered_s: float | None = None  # seconds until its good answer, if that is counted with its end
         self.is_closed = False  # it is counted, and nothing more comes of it
         self.was_sent = False  # the engine had all of the request when it was closed
         self.span: LegSpan | None = None
         self.status = 0
         self.content_type = b""
+
+    def arrived_whole(self, content_type: bytes, body: bytes) -> None:
+        """All of an answer of status 200, which is no stream, has come at once."""
+        if self.error is not None:
+            return
+        self.status, self.content_type, self.complete = _OK, content_type, True
+        if self.span is not None:
+            self.span.answered(_OK)
+        self.answered(body)
+
+    @abstractmethod
+    def answered(self, body: bytes) -> None:
+        """It is complete, and no stream."""
+
+    def response(self, body: bytes) -> EngineResponse:
+        """Return all of its answer."""
+        return EngineResponse(self.status, self.content_type.decode("latin-1"), body)
 
     @property
     def may_be_read(self) -> bool:
@@ -127,24 +148,26 @@ class EngineLeg(ResponseHandler):
 class PrefillLeg(EngineLeg):
     """The leg that computes the prompt."""
 
-    __slots__ = ("_load", "_pieces", "_size", "handed_over_at", "handover", "is_followed", "is_read")
+    __slots__ = ("_pieces", "_size", "first", "handed_over_at", "handover", "is_followed", "is_read", "load", "shows")
 
     def __init__(self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None) -> None:
-        super().__init__(owner, instance, sent_at, due)
+        EngineLeg.__init__(self, owner, instance, sent_at, due)
         self._pieces: list[bytes] = []
         self._size = 0
-        self._load = b""
+        self.load = b""  # its endpoint-load-metrics header: how busy the engine is; empty: it does not say
         self.handover: PrefillResult | None = None  # what its answer is good for, once that is here
         self.handed_over_at = 0.0
         self.is_followed = False  # a decode leg was sent behind its answer
         self.is_read = False  # a decode engine has come, or may have come, for its blocks
+        self.shows = False  # it was asked for a token that the client may see
+        self.first: FirstToken | None = None  # the token that the client gets from it
 
     def began(self, status: int, content_type: bytes, load: bytes) -> None:
         """Its head is here."""
         self.status, self.content_type = status, content_type
         if self.span is not None:
             self.span.answered(status)
-        self._load = load
+        self.load = load
 
     def arrived(self, piece: bytes, *, last: bool = False) -> None:  # noqa: ARG002 (the end is told)
         """Keep what comes."""
@@ -155,10 +178,12 @@ class PrefillLeg(EngineLeg):
 
     def end(self) -> None:
         """All of it is here."""
-        body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-        self._pieces = []
-        answer = EngineResponse(self.status, self.content_type.decode("latin-1"), body, self._load)
-        self.owner.prefill_answered(self, answer)
+        body, self._pieces = b"".join(self._pieces), []
+        self.answered(body)
+
+    def answered(self, body: bytes) -> None:
+        """It is complete."""
+        self.owner.prefill_answered(self, body)
 
 
 class DecodeLeg(EngineLeg):
@@ -187,7 +212,7 @@ class DecodeLeg(EngineLeg):
     def __init__(
         self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None, clock: Callable[[], float]
     ) -> None:
-        super().__init__(owner, instance, sent_at, due)
+        EngineLeg.__init__(self, owner, instance, sent_at, due)
         self._clock = clock
         self.gaps: list[float] | None = None  # takes the seconds between the reads of a stream, once it has begun
         self.read_at = 0.0  # the latest of them
@@ -206,12 +231,6 @@ class DecodeLeg(EngineLeg):
         self.counts = True  # it may still say how many tokens the prompt has
         self.counted: int | None = None  # what it has said
 
-    @property
-    def streams(self) -> bool:
-        """Tell whether a stream has begun well."""
-        return self.lines is not None
-
-    @property
     def has_begun(self) -> bool:
         """Tell whether it has begun well; what is complete with its beginning is waited for."""
         return self.shown is not None and (self.is_over or not self.is_last)
@@ -325,6 +344,10 @@ class DecodeLeg(EngineLeg):
         if self.lines is not None or self._is_stream:
             self.owner.stream_ended(self)
             return
-        body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-        self._pieces = []
-        self.owner.decode_answered(self, EngineResponse(self.status, self.content_type.decode("latin-1"), body))
+        body, self._pieces = b"".join(self._pieces), []
+        self.answered(body)
+
+    def answered(self, body: bytes) -> None:
+        """It is complete, and no stream."""
+        self.is_over = True
+        self.owner.decode_answered(self, body)

@@ -20,6 +20,7 @@ class RequestState(FastStrEnum):
     PREFILLING = auto()  # pull: the prefill leg is under way
     BOTH = auto()  # push: both legs are, and nothing is shown
     DECODING = auto()  # the decode leg alone is, and nothing is shown
+    CONTINUING = auto()  # the prefill engine's token is shown; the decode leg is under way, and nothing of it is shown
     STREAMING = auto()  # a stream has begun to be shown
     OVER = auto()
 
@@ -33,6 +34,7 @@ class RequestEvent(FastStrEnum):
     PUSH = auto()  # both legs are sent
     SINGLE = auto()  # one engine serves it alone
     PREFILLED = auto()  # pull: the prefill engine has answered, and the decode leg is sent
+    FIRST_TOKEN = auto()  # pull: the same, and the prefill engine's token is shown
     NEXT_DECODE = auto()  # another decode engine gets the same leg: the first got nothing of it
     RETRY = auto()  # a leg has failed: both are sent again under a new id
     FIRST_EVENT = auto()  # of a stream
@@ -56,6 +58,7 @@ TRANSITIONS: Final[Mapping[RequestState, Mapping[RequestEvent, RequestState]]] =
     },
     _STATE.PREFILLING: {
         _EVENT.PREFILLED: _STATE.DECODING,
+        _EVENT.FIRST_TOKEN: _STATE.CONTINUING,
         _EVENT.RETRY: _STATE.ROUTING,
         _EVENT.END: _STATE.OVER,
     },
@@ -69,6 +72,12 @@ TRANSITIONS: Final[Mapping[RequestState, Mapping[RequestEvent, RequestState]]] =
         _EVENT.NEXT_DECODE: _STATE.DECODING,
         _EVENT.FIRST_EVENT: _STATE.STREAMING,
         _EVENT.RETRY: _STATE.ROUTING,
+        _EVENT.END: _STATE.OVER,
+    },
+    _STATE.CONTINUING: {
+        _EVENT.NEXT_DECODE: _STATE.CONTINUING,
+        _EVENT.FIRST_EVENT: _STATE.STREAMING,
+        _EVENT.RESUME: _STATE.ROUTING,
         _EVENT.END: _STATE.OVER,
     },
     _STATE.STREAMING: {_EVENT.RESUME: _STATE.ROUTING, _EVENT.END: _STATE.OVER},

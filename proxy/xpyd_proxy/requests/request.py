@@ -15,15 +15,18 @@ from xpyd_proxy.core.admission.admission import Ticket, TicketState
 from xpyd_proxy.core.admission.lifetime import Stage
 from xpyd_proxy.core.model import GenerationRequest, Instance, InstanceId, LegOrder, Role, SingleEngineReason
 from xpyd_proxy.core.protocol import push, request_bodies
-from xpyd_proxy.core.protocol.disaggregation import solo_reason
-from xpyd_proxy.core.protocol.engine_errors import Failure, failure_of
-from xpyd_proxy.core.protocol.replay import Replay, can_resume, traced
+from xpyd_proxy.core.protocol.continuation import Continuation
+from xpyd_proxy.core.protocol.disaggregation import may_share, solo_reason
+from xpyd_proxy.core.protocol.engine_errors import BUSY, Failure, failure_of
+from xpyd_proxy.core.protocol.first_token import STREAM, FirstToken, Spliced
+from xpyd_proxy.core.protocol.replay import Replay, behind, can_resume, traced
 from xpyd_proxy.core.raw_json import Pieces, encode
 from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, RequestRecord, client_id
 from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts, RetryScope
-from xpyd_proxy.core.schemas import Coordinates
 from xpyd_proxy.errors import (
+    EngineBusy,
     EngineError,
+    EngineFault,
     NoInstance,
     NoMatchingInstance,
     OutOfTime,
@@ -43,12 +46,17 @@ from xpyd_proxy.requests.response import ResponseWriter, head_lines, last_event
 from xpyd_proxy.requests.service import Requests, RequestSpan
 from xpyd_proxy.requests.stepper import Stepper
 from xpyd_proxy.requests.upload import Upload
+from xpyd_proxy.settings import FirstTokenFrom
 
 _OK: Final = 200
+_SEVERAL: Final = SingleEngineReason.N
 # Looking a member up takes as long as a call.
-_QUEUED, _ADMITTED, _PULL, _PUSH, _SINGLE, _PREFILLED, _NEXT_DECODE, _RETRY, _FIRST_EVENT, _RESUME, _END = RequestEvent
+_QUEUED, _ADMITTED, _PULL, _PUSH, _SINGLE, _PREFILLED, _FIRST_TOKEN, _NEXT_DECODE, *_REST = RequestEvent
+_RETRY, _FIRST_EVENT, _RESUME, _END = _REST
 _RECEIVED: Final = RequestState.RECEIVED
 _STREAMING: Final = RequestState.STREAMING
+_CONTINUING: Final = RequestState.CONTINUING
+_FROM_PREFILL: Final = FirstTokenFrom.PREFILL
 _WAITING: Final = TicketState.WAITING
 _AT_ONCE: Final = LegOrder.CONCURRENT
 _SERVING: Final = Stage.SERVING
@@ -61,33 +69,12 @@ class ClientGone(Exception):
     """The client has closed its connection."""
 
 
-class Route:
-    """Where one try goes."""
-
-    __slots__ = ("body", "call", "decode", "lent_by", "prefill", "told")
-
-    def __init__(
-        self,
-        call: GenerationRequest | None,
-        prefill: Instance | None,
-        decode: Instance,
-        *,
-        told: Coordinates | None = None,
-        body: Pieces | None = None,
-    ) -> None:
-        self.call = call
-        self.prefill = prefill  # None: the decode engine serves it alone
-        self.decode = decode
-        self.told = told  # where the prefill engine is, if it pushes: then both legs go out at once
-        self.body: Pieces = [] if body is None else body  # of the decode leg
-        self.lent_by: PrefillLeg | None = None  # the leg whose blocks the decode engine is told to read
-
-
 class Request:
     """One request. To uvicorn's protocol it is the cycle of its connection."""
 
     __slots__ = (
         "_attempt",
+        "_body",
         "_ends_at",
         "_head",
         "_of",
@@ -101,7 +88,6 @@ class Request:
         "_start",
         "_steps",
         "_ticket",
-        "_upload",
         "disconnected",
         "response_complete",
         "state",
@@ -126,14 +112,14 @@ class Request:
         self._span: RequestSpan | None = None
         if of.spans is not None:
             self._span = of.spans.request(self._record, tuple(headers))
-        self._upload = Upload(of.gate)
+        self._body: bytes | Upload = b""  # as far as it has come, and is not read
         self._steps = Stepper()
         self._ticket: Ticket | None = None
         self._plan: RequestPlan | None = None  # since it was read
         self._settings = of.settings  # those that were in force when it was admitted
         self._ends_at: float | None = None  # when all of it has taken too long
         self._attempt: Attempt | None = None  # since it was routed
-        self._replay: Replay | None = None  # of a stream that another engine could go on with
+        self._replay: Continuation | None = None  # of a stream that another engine goes on with, or could
         self._paused = False  # the client is slow
         self.disconnected = self.response_complete = False
 
@@ -183,8 +169,13 @@ class Request:
         if self.response_complete:
             return  # it was refused
         try:
-            check_size(self._upload.size + len(piece), self._of.settings.max_body_bytes)
-            self._upload.add(piece, is_all=is_all)
+            check_size(len(self._body) + len(piece), self._of.settings.max_body_bytes)
+            if is_all:
+                self._body = piece  # it is charged where it is admitted, in a moment
+                return
+            if isinstance(self._body, bytes):
+                self._body = Upload(self._of.gate)
+            self._body.add(piece)
         except ProxyError as error:
             self._end(self._tell(error))
 
@@ -230,7 +221,7 @@ class Request:
 
     def _out_of_time(self) -> OutOfTime:
         seconds = self._total_s(self._planned)
-        if self.state is _STREAMING:
+        if self._response.begun:
             return OutOfTime(f"the stream was not complete within {seconds:g} s")
         return OutOfTime(f"the request was not done within {seconds:g} s")
 
@@ -240,13 +231,15 @@ class Request:
         """Serve the request to its end, whatever that is; nothing is raised."""
         status = _OK
         try:
-            plan = self._plan = await self._read_long() if self._upload.size > LARGE else self._read()
-            ticket = self._ask_for_place(plan)
+            size = len(self._body)
+            plan = self._plan = await self._read_long() if size > LARGE else self._read()
+            ticket = self._ask_for_place(plan, size)
             if ticket.state is _WAITING:
                 await self._wait_for_turn(ticket)
             self._admit(plan, ticket)
             call, settings = plan.call, self._settings
-            if call is not None and settings.resume_streams and _may_resume(call):
+            continues = settings.resume_streams or settings.first_token_from is _FROM_PREFILL
+            if call is not None and continues and _may_resume(call):
                 await self._answer_and_resume(call)
             else:
                 await self._answer(call, RetryAttempts(settings.retries))
@@ -285,25 +278,38 @@ class Request:
 
     # ---- RECEIVED and WAITING
 
+    def _take_body(self) -> bytes:
+        """Return all of the body, once; what is charged for it stays charged."""
+        body = self._body
+        if isinstance(body, bytes):
+            self._body = b""
+            return body
+        return body.whole()
+
+    def _free_body(self) -> None:
+        body, self._body = self._body, b""
+        if not isinstance(body, bytes):
+            body.free()
+
     def _read(self) -> RequestPlan:
         """Return what the engines are asked."""
-        intake, head, body = self._of.intake, self._head, self._upload.whole()
+        intake, head, body = self._of.intake, self._head, self._take_body()
         return intake.plan(head, body, intake.read(head, body))
 
     async def _read_long(self) -> RequestPlan:
         """Read a long body in a thread, so that other requests do not wait for it."""
-        intake, head, body = self._of.intake, self._head, self._upload.whole()
+        intake, head, body = self._of.intake, self._head, self._take_body()
         future = self._of.examiner.submit(partial(intake.read, head, body))
         future.add_done_callback(lambda _: self._steps.wake())
         while not future.done():
             await self._steps
         return intake.plan(head, body, future.result())
 
-    def _ask_for_place(self, plan: RequestPlan) -> Ticket:
-        """Return the ticket of the request: admitted, waiting or refused."""
-        gate, upload = self._of.gate, self._upload
-        upload.free()  # its bytes are charged with the ticket from now on
-        ticket = self._ticket = gate.arrive(self._head.caller, plan.priority, upload.size)
+    def _ask_for_place(self, plan: RequestPlan, size: int) -> Ticket:
+        """Return the ticket of a request whose body has so many bytes: admitted, waiting or refused."""
+        if self._body:
+            self._free_body()  # its bytes are charged with the ticket from now on
+        ticket = self._ticket = self._of.gate.arrive(self._head.caller, plan.priority, size)
         self._head.forget()  # the connection keeps us until its next request
         return ticket
 
@@ -322,9 +328,16 @@ class Request:
     # ---- ROUTING, and what follows from failures
 
     async def _answer(
-        self, call: GenerationRequest | None, chances: RetryAttempts, alone: Pieces | None = None
+        self,
+        call: GenerationRequest | None,
+        chances: RetryAttempts,
+        alone: Pieces | None = None,
+        *,
+        shows: bool = False,
     ) -> None:
         """Try until an engine has given the whole answer; ``alone``: what one decode engine is asked by itself.
+
+        ``shows``: the client may see the token of the prefill engine.
 
         Raises:
             ProxyError: what the client is told.
@@ -332,17 +345,25 @@ class Request:
         failed: LegFailed | None = None
         while True:
             attempt = self._attempt = Attempt(
-                self._of, self._planned, self._settings, self._record, chances, steps=self._steps, span=self._span
+                self._of,
+                self._planned,
+                self._settings,
+                self._record,
+                chances,
+                steps=self._steps,
+                span=self._span,
+                shows=shows,
             )
             try:
-                route = self._route(attempt, call, alone)
-                prefilling = self._set_off(attempt, route)
-                if prefilling is not None:
-                    while prefilling.handover is None:
-                        prefilling.raise_failure()
+                prefill, decode = self._route(attempt, call, alone)
+                lent_by = self._set_off(attempt, call, prefill, decode)
+                if lent_by is not None:
+                    while lent_by.handover is None:
+                        lent_by.raise_failure()
                         await self._steps
-                    self._hand_over(attempt, route, prefilling)
-                await self._decode(attempt, route)
+                    if self._hand_over(attempt, call, lent_by):
+                        return
+                await self._decode(attempt, decode, lent_by)
                 return
             except LegFailed as now_failed:
                 failed = now_failed.with_traceback(None)  # it leads here: a circle
@@ -356,26 +377,31 @@ class Request:
         """Return if the request may be sent again, else raise what the client is told."""
         attempt = self._close_attempt()
         role = failed.instance.role
-        if attempt is None or not attempt.may_repeat(failed, attempt.usable(role)):
+        if self.state is _CONTINUING or attempt is None or not attempt.may_repeat(failed, attempt.usable(role)):
             raise failed.error
         self._record.set_aside(role, failed.failure)
         self._record.start_over()
         self._on(_RETRY)
 
-    def _route(self, attempt: Attempt, call: GenerationRequest | None, alone: Pieces | None) -> Route:
-        """Choose the engines, and the way of the KV cache."""
+    def _route(
+        self, attempt: Attempt, call: GenerationRequest | None, alone: Pieces | None
+    ) -> tuple[Instance | None, Instance]:
+        """Choose the prefill engine and the decode engine; None: the latter serves it alone."""
         of, record = self._of, self._record
         if call is None:
             record.single_reason, alone = SingleEngineReason.ONE_LEG, self._planned.body
         elif alone is None:
-            record.single_reason = solo_reason(
-                call.api, call.fields, min_split_prompt_bytes=self._settings.min_split_prompt_bytes
-            )
+            record.single_reason = solo_reason(call.api, call.fields)
+            if record.single_reason is _SEVERAL and may_share(call.api, call.fields) and of.fleet.shares_loads():
+                record.single_reason = None
+            if record.single_reason is None:
+                record.single_reason = attempt.small_reason()
             pair = None if record.single_reason else self._pair(attempt.chances)
             if pair is not None:
-                return Route(call, pair[0], pair[1], told=of.learned.coordinates(pair[0].id))
+                return pair
             alone = [encode(call.fields)]
-        return Route(call, None, attempt.one(of.fleet.usable(Role.DECODE)), body=alone)
+        attempt.body = alone
+        return None, attempt.one(of.fleet.usable(Role.DECODE))
 
     def _pair(self, chances: RetryAttempts) -> tuple[Instance, Instance] | None:
         """Choose two engines; None: there is no prefill engine, and a decode engine may do it alone."""
@@ -398,53 +424,74 @@ class Request:
 
     # ---- PREFILLING, BOTH, DECODING
 
-    def _set_off(self, attempt: Attempt, route: Route) -> PrefillLeg | None:
+    def _set_off(
+        self, attempt: Attempt, call: GenerationRequest | None, prefill: Instance | None, decode: Instance
+    ) -> PrefillLeg | None:
         """Send what can be sent before an engine has answered; return the leg whose answer the decode leg needs."""
-        call, prefill = route.call, route.prefill
         if call is None or prefill is None:
             self._on(_SINGLE)
             return None
-        attempt.hold_slot(route.decode)
-        if route.told is None:
+        attempt.hold_slot(decode)
+        told = self._of.learned.coordinates(prefill.id)
+        if told is None:
             self._on(_PULL)
             return attempt.send_prefill(call, prefill, reuses=self._settings.reuse_prompt_tokens)
         record = self._record
-        record.push, record.transfer, attempt.told = _AT_ONCE, attempt.transfer, route.told
-        params = push.decode_params(route.told, call.api, attempt.id, attempt.transfer)
-        route.body = [request_bodies.decode_body(request_bodies.named(call.api, call.fields, attempt.id), params)]
+        record.push, record.transfer, attempt.told = _AT_ONCE, attempt.transfer, told
+        params = push.decode_params(told, call.api, attempt.id, attempt.transfer)
+        attempt.body = [request_bodies.decode_body(request_bodies.named(call.api, call.fields, attempt.id), params)]
         self._on(_PUSH)
         attempt.send_prefill(call, prefill, reuses=False)
         return None
 
-    def _hand_over(self, attempt: Attempt, route: Route, leg: PrefillLeg) -> None:
-        """Tell the decode engine what the prefill engine has answered."""
-        if route.call is not None and leg.handover is not None:
-            route.body = decode_body(route.call, self._record, attempt.id, leg.handover)
-            route.lent_by = leg
-        self._on(_PREFILLED)
+    def _hand_over(self, attempt: Attempt, call: GenerationRequest | None, leg: PrefillLeg) -> bool:
+        """Tell the decode engine what the prefill engine has answered, unless that is the whole answer: then True."""
+        first = leg.first
+        self._on(_PREFILLED if first is None else _FIRST_TOKEN)
+        if first is not None:
+            self._show_token(attempt, first)
+            if first.is_all:
+                attempt.settle(leg)
+                return True
+        if call is not None and leg.handover is not None:
+            attempt.body = decode_body(call, self._record, attempt.id, leg.handover, first)
+        return False
 
-    async def _decode(self, attempt: Attempt, route: Route) -> None:
+    def _show_token(self, attempt: Attempt, first: FirstToken) -> None:
+        """Begin a stream with the prefill engine's token."""
+        record, response = self._record, self._response
+        record.ttft_s = self._of.clock() - self._start
+        response.begin(_OK, self._lines(STREAM), first.events(), streams=True, last=first.is_all)
+        attempt.token_shown()
+        if first.is_all:
+            record.answered = True
+            response.end()
+        else:
+            self._replay = behind(first) if self._settings.resume_streams else Spliced(first)
+
+    async def _decode(self, attempt: Attempt, decode: Instance, lent_by: PrefillLeg | None) -> None:
         """Get the answer from a decode engine, or from another one if this one got nothing of the request.
+
+        ``lent_by``: the leg whose blocks the decode engine is told to read.
 
         Raises:
             LegFailed: none has begun to answer.
             EngineError: a stream broke off, or is not complete.
         """
-        lent_by = route.lent_by
-        leg = attempt.send_decode(route.decode, route.body)
+        leg = attempt.send_decode(decode)
         try:
-            while not leg.has_begun:
-                failed = attempt.failed
+            while not leg.has_begun():
+                failed = attempt.failed()
                 if failed is None:
                     await self._steps
                 else:
-                    route.decode = self._next_decode(attempt, failed, lent_by)
+                    decode = self._next_decode(attempt, failed, lent_by)
                     self._on(_NEXT_DECODE)
-                    leg = attempt.send_decode(route.decode, route.body)
+                    leg = attempt.send_decode(decode)
         finally:
             if lent_by is not None:
                 attempt.settle(lent_by)
-        if leg.streams:
+        if leg.lines is not None:
             await self._stream(attempt, leg)
         else:
             self._show_whole(attempt, leg)
@@ -489,7 +536,7 @@ class Request:
     def _show_beginning(self, attempt: Attempt, leg: DecodeLeg) -> None:
         """Write the head with the first event: the head's time is the first token's."""
         shown, replay, response = leg.take_shown(), self._replay, self._response
-        is_plain = replay is None and self._record.push is not _AT_ONCE
+        is_plain = replay is None and not self._looks_at_end
         attempt.stream_to(leg, response.write if is_plain else self._pour, response.relay if is_plain else None)
         if self._paused:
             attempt.pause()
@@ -521,16 +568,21 @@ class Request:
 
     def _show_whole(self, attempt: Attempt, leg: DecodeLeg) -> None:
         shown = leg.take_shown()
+        self._note_said(shown)
         attempt.close(leg)
         if self._response.begun:
             raise EngineError(f"{leg.engine} answered with something that is no stream")  # it cannot be the rest of one
-        self._note_said(shown)
         self._record.answered = True
         self._response.begin(_OK, self._lines(leg.content_type), shown, streams=False)
 
     def _note_said(self, piece: bytes) -> None:
-        if self._record.push is _AT_ONCE and piece:
+        if piece and self._looks_at_end:
             self._record.wrote(piece)
+
+    @property
+    def _looks_at_end(self) -> bool:
+        """Tell whether the size and the end of the answer matter: whether blocks have arrived, or will be found."""
+        return self._record.push is _AT_ONCE or self._of.fleet.remembers
 
     def _lines(self, content_type: bytes) -> bytes:
         of = self._of
@@ -539,24 +591,33 @@ class Request:
         return head_lines(self._record, content_type, shows_times=of.settings.server_timing)
 
     async def _answer_and_resume(self, call: GenerationRequest) -> None:
-        """Show a stream that another decode engine goes on with when its own breaks off."""
-        replay = self._replay = Replay(call.api, call.fields)
-        asked = GenerationRequest(call.api, traced(call.fields), call.headers, call.rank)
-        chances, left = RetryAttempts(self._settings.retries), self._settings.retries
+        """Show a stream that a decode engine goes on with behind the first token, or when its own breaks off."""
+        settings, asked = self._settings, call
+        if settings.resume_streams:
+            self._replay = Replay(call.api, call.fields)
+            asked = GenerationRequest(call.api, traced(call.fields), call.headers, call.rank)
+        chances, left = RetryAttempts(settings.retries), settings.retries
         alone: Pieces | None = None
         broken: EngineError | None = None  # why the stream broke off that is to be resumed
         while True:
             try:
-                await self._answer(asked, chances, alone)
+                await self._answer(asked, chances, alone, shows=settings.first_token_from is _FROM_PREFILL)
                 return
             except ProxyError as error:
-                if self.state is _STREAMING and isinstance(error, EngineError):
+                is_shown = self.state is _STREAMING or self.state is _CONTINUING
+                if is_shown and isinstance(error, EngineError):
                     broken = error.with_traceback(None)  # it leads here: a circle
-                elif broken is None or self.state is _STREAMING:
+                elif is_shown and isinstance(error, Refused):
+                    broken = self._refused_rest(error)
+                elif broken is None or is_shown:
                     raise
                 else:
                     raise broken from None
+            failure = failure_of(broken) if self.state is _CONTINUING else Failure.BAD_RESPONSE
             self._close_attempt()
+            replay = self._replay
+            if replay is None:
+                raise broken
             if (ending := replay.ending()) is not None:
                 self._record.answered = True
                 self._response.end(replay.gap() + ending)
@@ -566,10 +627,18 @@ class Request:
                 raise broken
             left -= 1
             failed = self._record.decode
-            self._record.set_aside(Role.DECODE, Failure.BAD_RESPONSE)
-            chances = RetryAttempts(self._settings.retries, set() if failed is None else {failed.instance})
+            self._record.set_aside(Role.DECODE, failure)
+            chances = RetryAttempts(settings.retries, set() if failed is None else {failed.instance})
             alone = [encode(fields)]
             self._on(_RESUME)
+
+    def _refused_rest(self, refused: Refused) -> EngineError:
+        """Return why the stream broke off that an engine was to go on with; raise what another one would say, too."""
+        leg = self._record.decode
+        why = f"{'' if leg is None else leg.instance} refused to go on with status {refused.status}"
+        if failure_of(refused) is Failure.REFUSED:
+            raise EngineError(why) from None
+        return EngineBusy(why) if refused.status in BUSY else EngineFault(why)
 
     # ---- OVER
 
@@ -633,7 +702,8 @@ class Request:
             ticket, self._ticket = self._ticket, None
             if ticket is not None:
                 of.gate.leave(ticket)
-            self._upload.free()
+            if self._body:
+                self._free_body()
             of.telemetry.later.add(of.request_over, record)
             if self._span is not None:
                 self._span.end()

@@ -161,6 +161,13 @@ class Requests:
 
     # Told afterwards, for many requests at a time (io/request_path/deferred.py)
 
+    def proved_and_over(
+        self, instance: Instance, request: RequestId, answered_s: float, seconds: float, at: float
+    ) -> None:
+        """A leg is over whose engine has given a good answer so long after it was asked."""
+        self.fleet.answered(instance, request, answered_s)
+        self.telemetry.leg_over(instance, answered_s, seconds, at)
+
     def proved(self, instance: Instance, request: RequestId, seconds: float, at: float) -> None:
         """An engine has given a good answer, or its beginning."""
         self.fleet.answered(instance, request, seconds)

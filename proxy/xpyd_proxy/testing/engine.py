@@ -24,10 +24,10 @@ from starlette.types import Receive, Scope, Send
 
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.testing import rules
-from xpyd_proxy.testing.replies import MessagesReplies, Replies, ResponsesReplies, error, event
+from xpyd_proxy.testing.replies import MessagesReplies, Replies, ResponsesReplies, TokensReplies, error, event
 from xpyd_proxy.testing.rules import Json
 
-AnyReplies: TypeAlias = Replies | ResponsesReplies | MessagesReplies
+AnyReplies: TypeAlias = Replies | ResponsesReplies | MessagesReplies | TokensReplies
 
 _TRANSPORT: Final = "xpyd.sim.transport"
 _TOO_MANY: Final = 10**9  # tokens that no engine has room for
@@ -37,6 +37,7 @@ _LIMITS: Final = {
     "/v1/chat/completions": ("max_tokens", "max_completion_tokens", "min_tokens"),
     "/v1/responses": ("max_output_tokens",),
     "/v1/messages": ("max_tokens",),
+    "/inference/v1/generate": ("max_tokens", "min_tokens"),
 }
 
 
@@ -74,7 +75,7 @@ class LogEntry:
 
 
 class Sim:
-    """One engine, as an ASGI application. Delays are seconds.
+    """One engine, as an ASGI application. Delays are seconds. ``offers``: clients may see a prefill engine's token.
 
     In push mode ``pushed`` plays the network between the engines: what the prefill sims have written, by the engine and
     the transfer. Decode sims that share it wait for that. Without it (in other processes) they believe what they are
@@ -89,6 +90,7 @@ class Sim:
         prefill_s: float = 0.0,
         token_s: float = 0.0,
         mode: str = "pull",
+        offers: bool = False,
         pushed: dict[tuple[str, str], str] | None = None,
     ) -> None:
         self.role = role
@@ -103,6 +105,7 @@ class Sim:
         self._hits = 0
         self._used: set[bytes] = set()
         self._mode = mode
+        self._offers = offers
         self._pushed = pushed
         routes = [
             Route("/health", _health),
@@ -172,7 +175,7 @@ class Sim:
         if fault is not None and (failed := await _fail_at_once(request, fault)) is not None:
             return failed
         try:
-            body: Json = json.loads(raw)
+            body, made = rules.continued(json.loads(raw))
             if rules.token_limit(body) > _TOO_MANY:
                 return self._refuse(body)
             self._check(raw, body, request)
@@ -183,7 +186,7 @@ class Sim:
             return _json(error(400, str(exc)), 400)
         if body.get("model", self._model) != self._model:
             return _json(error(404, f"The model `{body['model']}` does not exist."), 404)
-        replies = self._replies(request, body)
+        replies = self._replies(request, body, made)
         if self.role == "prefill":
             return await self._prefill(request, replies, fault)
         await self._receive(request, body)
@@ -193,15 +196,17 @@ class Sim:
         await _pause(request, self._token_s * rules.token_limit(body))
         return _whole(request, replies, entry, fault)
 
-    def _replies(self, request: Request, body: Json) -> AnyReplies:
+    def _replies(self, request: Request, body: Json, made: int) -> AnyReplies:
         name, created = _request_id(request), int(time.time())  # noqa: TID251 (an epoch)
         match request.url.path:
             case "/v1/responses":
                 return ResponsesReplies(body, name, self._model, created)
             case "/v1/messages":
                 return MessagesReplies(body, name, self._model, created)
+            case "/inference/v1/generate":
+                return TokensReplies(body, name, self._model, created)
             case path:
-                return Replies(body, name, self._model, created, path.startswith("/v1/chat/"))
+                return Replies(body, name, self._model, created, path.startswith("/v1/chat/"), made)
 
     def _refuse(self, body: Json) -> Response:
         """There is no room for so many tokens: tell the prefill engine that its blocks will not be read."""
@@ -222,7 +227,9 @@ class Sim:
         await _pause(request, self._prefill_s)
         forget = fault.names if fault is not None else ()
         body, name = replies.body, self.engine_id
-        params = rules.make_params(body, replies.request_id, name=name, mode=self._mode, forget=forget)
+        params = rules.make_params(
+            body, replies.request_id, name=name, mode=self._mode, offers=self._offers, forget=forget
+        )
         if self._pushed is not None:
             transfer = replies.body["kv_transfer_params"]["transfer_id"]
             self._pushed[self.engine_id, transfer] = rules.identity(replies.body)
@@ -244,7 +251,7 @@ class Sim:
             raise ValueError("no prompt, or no tokens")
         if self.role == "prefill":
             rules.check_prefill_leg(body, pushes=self._mode == "push", limits=_LIMITS[request.url.path])
-        elif body.get("kv_transfer_params") is not None:
+        elif body.get("kv_transfer_params") is not None and [*body["kv_transfer_params"]] != ["prompt_token_ids"]:
             self._check_decode(raw, body, _request_id(request))
 
     def _check_decode(self, raw: bytes, body: Json, request_id: str) -> None:

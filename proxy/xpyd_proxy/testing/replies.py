@@ -5,7 +5,16 @@ from dataclasses import dataclass
 
 import msgspec
 
-from xpyd_proxy.testing.rules import Json, prompt_tokens, prompts_of, token_limit, tokens
+from xpyd_proxy.testing.rules import (
+    Json,
+    prompt_ids,
+    prompt_tokens,
+    prompts_of,
+    token_ids,
+    token_limit,
+    tokens,
+    word_id,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +37,7 @@ class Replies(_Answered):
     """Both forms of the answer to one request."""
 
     is_chat: bool
+    made: int = 0  # words at the end of the prompt
 
     end = b"data: [DONE]\n\n"
 
@@ -40,8 +50,12 @@ class Replies(_Answered):
             ends = {"logprobs": None, "finish_reason": "length", "stop_reason": None}
             choices.append({"index": index, **said, **ends})
         kind = "chat.completion" if self.is_chat else "text_completion"
-        tells: Json = {"prompt_token_ids": [1, 2, 3]} if self.is_chat and self.body.get("return_token_ids") else {}
-        return self._head(kind) | {"choices": choices, "usage": self._usage()} | tells
+        answer = self._head(kind) | {"choices": choices, "usage": self._usage()}
+        if self.body.get("return_token_ids"):
+            prompt = prompts_of(self.body)[0]
+            choices[0]["token_ids"] = [word_id(prompt, self.made + place) for place in range(token_limit(self.body))]
+            (answer if self.is_chat else choices[0])["prompt_token_ids"] = prompt_ids(prompt)
+        return answer
 
     def events(self) -> Iterator[bytes]:
         """Return the answer as server-sent events, up to but without the [DONE]."""
@@ -60,7 +74,7 @@ class Replies(_Answered):
 
     def _texts(self) -> list[list[str]]:
         prompts = [prompt for prompt in prompts_of(self.body) for _ in range(self.body.get("n") or 1)]
-        return [tokens(prompt, token_limit(self.body)) for prompt in prompts]
+        return [tokens(prompt, self.made + token_limit(self.body))[self.made :] for prompt in prompts]
 
     def _event(self, choice: Json) -> bytes:
         return event(self._head(self._chunk_kind()) | {"choices": [choice]})
@@ -73,7 +87,7 @@ class Replies(_Answered):
         return {"id": f"{prefix}-{self.request_id}", "object": kind, "created": self.created, "model": self.model}
 
     def _usage(self) -> Json:
-        asked, made = prompt_tokens(self.body), sum(map(len, self._texts()))
+        asked, made = prompt_tokens(self.body) + self.made, sum(map(len, self._texts()))
         return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
 
 
@@ -146,6 +160,42 @@ class MessagesReplies(_Answered):
     def _usage(self) -> Json:
         asked, made = prompt_tokens(self.body), token_limit(self.body)
         return {"input_tokens": asked - 1, "cache_read_input_tokens": 1, "output_tokens": made}
+
+
+@dataclass(frozen=True, slots=True)
+class TokensReplies(_Answered):
+    """Token ids in place of texts."""
+
+    end = b"data: [DONE]\n\n"
+
+    def whole(self) -> Json:
+        """Return the answer in one piece."""
+        head: Json = {"request_id": self._id, "output_mode": "tokens", "model": self.model, "created": self.created}
+        return head | {"choices": [self._choice(self._ids, is_last=True)], "usage": self._usage()}
+
+    def events(self) -> Iterator[bytes]:
+        """Return the answer as server-sent events, up to but without the [DONE]."""
+        for place, token in enumerate(self._ids, start=1):
+            choice = self._choice([token], is_last=place == len(self._ids))
+            yield event({"request_id": self._id, "output_mode": "tokens", "choices": [choice]})
+        options: Json = self.body.get("stream_options") or {}
+        if options.get("include_usage"):
+            yield event({"request_id": self._id, "output_mode": "tokens", "choices": [], "usage": self._usage()})
+
+    @property
+    def _ids(self) -> list[int]:
+        return token_ids(prompts_of(self.body)[0], token_limit(self.body))
+
+    @property
+    def _id(self) -> str:
+        return f"generate-tokens-{self.request_id}"
+
+    def _choice(self, ids: list[int], *, is_last: bool) -> Json:
+        return {"index": 0, "token_ids": ids, "finish_reason": "length" if is_last else None, "logprobs": None}
+
+    def _usage(self) -> Json:
+        asked, made = prompt_tokens(self.body), token_limit(self.body)
+        return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
 
 
 def named(name: str, data: Json) -> bytes:

@@ -20,6 +20,8 @@ SECRET: Final = b"simulated engines of one test share this"
 _UNSIGNED: Final = "0" * 64
 _SIGNATURE: Final = re.compile(r'"signature": "([0-9a-f]{64})"')
 _TOKENS: Final = re.compile(r',"prompt_token_ids":\[[0-9, ]*\]}$')
+_PROMPT: Final = 10_000  # the id before those of a prompt; below are its bytes
+_WORD: Final = 20_000  # and the words from here on
 _SYLLABLES: Final = ("am", "be", "cor", "da", "el", "fi", "gro", "hu", "in", "jo", "ka", "lu", "mo", "ni", "or", "pri")
 # A router may change these on the prefill leg; in everything else the two legs must agree.
 _OF_ONE_LEG: Final = frozenset(
@@ -45,14 +47,35 @@ def expected_text(body: Json) -> str:
 
 def tokens(prompt: object, count: int) -> list[str]:
     """Return so many words, each decided by the prompt and its place."""
+    return [f" {_SYLLABLES[token // 16]}{_SYLLABLES[token % 16]}" for token in token_ids(prompt, count)]
+
+
+def token_ids(prompt: object, count: int) -> list[int]:
+    """Return the ids of these words."""
     seed = _canonical(prompt)
     digests = (hashlib.sha256(b"%d %s" % (place, seed)).digest() for place in range(count))
-    return [f" {_SYLLABLES[digest[0] % 16]}{_SYLLABLES[digest[1] % 16]}" for digest in digests]
+    return [digest[0] % 16 * 16 + digest[1] % 16 for digest in digests]
+
+
+def prompt_ids(prompt: object) -> list[int]:
+    """Return a prompt as tokens, from which it can be read again."""
+    return [_PROMPT, *_canonical(prompt)]
+
+
+def continued(body: Json) -> tuple[Json, int]:
+    """Return a request as its client has sent it, and how many of its words are made: its prompt may end in them."""
+    told: Json = body.get("kv_transfer_params") or {}
+    ids: object = told.get("prompt_token_ids") or body.get("prompt")
+    if not isinstance(ids, list) or not ids or cast("list[object]", ids)[0] != _PROMPT:
+        return body, 0
+    given = cast("list[int]", ids)[1:]
+    text = bytes(each for each in given if each < _WORD)
+    return (body | {"prompt": json.loads(text)} if "prompt" in body else body), len(given) - len(text)
 
 
 def prompts_of(body: Json) -> list[object]:
     """Return the prompts of a request: its messages, a text, one list of token ids, or several of these."""
-    for name in ("messages", "input"):
+    for name in ("messages", "input", "token_ids"):
         if name in body:
             return [body[name]]
     prompt = body["prompt"]
@@ -64,7 +87,8 @@ def prompts_of(body: Json) -> list[object]:
 
 def token_limit(body: Json) -> int:
     """Return how many tokens a request asks for; 16 when it does not say."""
-    limits = [body.get(name) for name in ("max_completion_tokens", "max_output_tokens", "max_tokens")]
+    asked = body.get("sampling_params", body)
+    limits = [asked.get(name) for name in ("max_completion_tokens", "max_output_tokens", "max_tokens")]
     return next((int(limit) for limit in limits if limit is not None), 16)
 
 
@@ -73,12 +97,19 @@ def prompt_tokens(body: Json) -> int:
     return sum(len(_canonical(prompt)) // 4 + 1 for prompt in prompts_of(body))
 
 
+def word_id(prompt: object, place: int) -> int:
+    """Return a word as a token."""
+    return _WORD + token_ids(prompt, place + 1)[place]
+
+
 def check_prefill_leg(body: Json, *, pushes: bool = False, limits: Sequence[str] = ("max_tokens",)) -> None:
     """Raise Violation unless a body asks for nothing but the KV cache of its prompt; ``limits`` must all be there."""
     params: Json = body.get("kv_transfer_params") or {}
     if params.get("do_remote_decode") is not True or params.get("do_remote_prefill") is not False:
         raise Violation("a prefill leg must ask for do_remote_decode")
-    if {body.get(name) for name in limits} != {1} or token_limit(body) != 1:
+    asked = body.get("sampling_params", body)
+    may_end = asked.get("return_token_ids") and asked.get("min_tokens") == 0  # its token is the client's
+    if {asked.get(name) for name in limits} - ({0} if may_end else set()) != {1} or token_limit(body) != 1:
         raise Violation("a prefill leg must ask for exactly one token")
     if body.get("stream") is not False or body.get("stream_options") is not None:
         raise Violation("a prefill leg must not be streamed")
@@ -89,9 +120,15 @@ def check_prefill_leg(body: Json, *, pushes: bool = False, limits: Sequence[str]
 
 
 def make_params(
-    body: Json, request_id: str, *, name: str, mode: str = "pull", forget: Sequence[str] = ()
+    body: Json,
+    request_id: str,
+    *,
+    name: str,
+    mode: str = "pull",
+    offers: bool = False,
+    forget: Sequence[str] = (),
 ) -> msgspec.Raw:
-    """Return the signed parameters of a prefilled request, as JSON text."""
+    """Return the signed parameters of a prefilled request, as JSON text; ``offers``: a client may see its token."""
     blocks = list(range(1, prompt_tokens(body) // 16 + 2))
     params: Json = {
         "do_remote_prefill": True,
@@ -110,6 +147,8 @@ def make_params(
         "remote_prefill_cached_tokens": 0,
         "of_a_later_version": {"escaped": "\u00e9", "request": identity(body), "signature": _UNSIGNED},
     }
+    if offers:
+        params["xpyd_first_token"] = {"apis": ["completions", "chat"], "max_model_len": _WORD}
     text = json.dumps({key: value for key, value in params.items() if key not in forget})
     return msgspec.Raw(text.replace(_UNSIGNED, _sign(text)).encode())
 
@@ -144,6 +183,8 @@ def check_push_leg(body: Json, request_id: str) -> None:
 
 def shared_id(body: Json, request_id: str) -> str:
     """Return the name that both engines give to a request."""
+    if "token_ids" in body:
+        return f"generate-tokens-{request_id}"
     if "input" in body:
         return f"{body['request_id']}_0"
     return f"chatcmpl-{request_id}" if "messages" in body else f"cmpl-{request_id}-0"
@@ -151,7 +192,12 @@ def shared_id(body: Json, request_id: str) -> str:
 
 def identity(body: Json) -> str:
     """Return what the two legs of a request have in common, and no other request has."""
-    return _digest(_canonical({key: value for key, value in body.items() if key not in _OF_ONE_LEG}))
+    return _digest(_canonical(_of_both_legs(body)))
+
+
+def _of_both_legs(body: Json) -> Json:
+    shared = {key: value for key, value in body.items() if key not in _OF_ONE_LEG}
+    return shared | {key: _of_both_legs(shared[key]) for key in ("sampling_params",) if key in shared}
 
 
 def _canonical(value: object) -> bytes:

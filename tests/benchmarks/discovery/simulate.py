@@ -24,7 +24,6 @@ import msgspec
 from benchmarks import page
 from benchmarks.discovery import report
 from benchmarks.discovery.pods import LIFE, line, pod
-from xpyd_proxy.app import policies
 from xpyd_proxy.core.admission.admission import Admission
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.discovery.pods import read_pod
@@ -38,12 +37,14 @@ from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
 from xpyd_proxy.core.request_record import LegRecord, RequestRecord
 from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
+from xpyd_proxy.core.routing.prompt_memory import PromptMemory
 from xpyd_proxy.core.schemas import NamedMetrics
 from xpyd_proxy.core.workers.reports import Whole
 from xpyd_proxy.io.discovery.reconciler import Pods, Reconciler
 from xpyd_proxy.io.discovery.reflector import Collection, Reflector
 from xpyd_proxy.io.metrics import Metrics
-from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
+from xpyd_proxy.io.request_path.live_fleet import Caches, LiveFleet, Loads
+from xpyd_proxy.io.request_path.policies import policies
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.workers.reports import report_of
 from xpyd_proxy.settings import KvTransferMode, PolicyName, Settings
@@ -115,12 +116,10 @@ def registry_of(count, case="one revision"):
 
 
 def choice_of(registry, policy):
-    load = Loads(registry, time.monotonic).of
-    return (
-        RoundRobin()
-        if policy is PolicyName.ROUND_ROBIN
-        else PolicyPerLeg(policies(0)[policy](load), policies(0)[policy](load))
-    )
+    load, caches = Loads(registry, time.monotonic).of, Caches(PromptMemory(1800.0), registry, time.monotonic)
+    by_name = policies(0, random.randrange, caches)
+    is_default = policy is PolicyName.ROUND_ROBIN
+    return RoundRobin() if is_default else PolicyPerLeg(by_name[policy](load), by_name[policy](load))
 
 
 def fleet_of(registry, choice):

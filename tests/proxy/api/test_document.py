@@ -22,6 +22,7 @@ from xpyd_proxy.api.schemas import (
     OperatorError,
     ResponsesRequest,
     ServedModels,
+    TokensRequest,
 )
 from xpyd_proxy.app import build
 from xpyd_proxy.core.model import Api
@@ -191,6 +192,7 @@ BODIES = {
     Api.CHAT: ChatCompletionRequest,
     Api.RESPONSES: ResponsesRequest,
     Api.MESSAGES: MessagesRequest,
+    Api.GENERATE: TokensRequest,
 }
 
 

@@ -14,9 +14,9 @@ QUIET = Bin(0, 0, None, None)
 def test_a_ring_adds_up_what_happened_in_each_step():
     """Oldest first, the current second included."""
     ring = RollingSeries()
-    ring.add(1.0, now=1000.2)
-    ring.add(3.0, failed=True, now=1000.9)
-    ring.add(5.0, now=1007.0)
+    ring.add_all([1.0], now=1000.2)
+    ring.add_all([3.0], failed=True, now=1000.9)
+    ring.add_all([5.0], now=1007.0)
 
     bins = ring.bins(now=1007.5, step_s=5)
     assert len(bins) == SPAN_S // 5
@@ -28,7 +28,7 @@ def test_the_last_seconds_are_one_bin():
     """What the numbers beside the lines say."""
     ring = RollingSeries()
     for now in (10.0, 70.5, 100.0):
-        ring.add(now, now=now)
+        ring.add_all([now], now=now)
 
     assert ring.last(60, now=100.9) == Bin(2, 0, pytest.approx(85.25), 100.0)
     assert ring.last(60, now=500.0) == QUIET
@@ -43,7 +43,7 @@ def test_a_ring_says_what_a_long_memory_would_say(steps, later):
     ring, now, events = RollingSeries(), 0.0, []
     for wait, value, failed in steps:
         now += wait
-        ring.add(value, failed=failed, now=now)
+        ring.add_all([value], failed=failed, now=now)
         events.append((int(now), value, failed))
     now += later
 
@@ -68,8 +68,8 @@ def test_instances_that_are_gone_are_forgotten():
     """In a fleet that breathes there is no end of them."""
     recent = RecentStats()
     for name in ("decode-0", "decode-1"):
-        recent.legs[InstanceId(name)].add(0.0, now=1.0)
-        recent.answers[InstanceId(name)].add(0.0, now=1.0)
+        recent.legs[InstanceId(name)].add_all([0.0], now=1.0)
+        recent.answers[InstanceId(name)].add_all([0.0], now=1.0)
     recent.keep(frozenset({InstanceId("decode-1"), InstanceId("decode-2")}))
 
     assert list(recent.legs) == list(recent.answers) == ["decode-1"]

@@ -199,6 +199,8 @@ def plain_value(raw):
 def plain_reason(api, fields):
     """Each field of the table, one after the other; every value is decoded."""
     values = {name: plain_value(raw) for name, raw in fields.items()}
+    if api is Api.GENERATE and isinstance(values.get("sampling_params"), dict):
+        values |= {f"sampling_params.{name}": value for name, value in values["sampling_params"].items()}
     table = disaggregation._PLAIN[api]
     odd = {reason for name, (is_plain, reason) in table.items() if name in values and not is_plain(values[name])}
     for _, reason in table.values():

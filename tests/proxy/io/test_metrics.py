@@ -58,7 +58,7 @@ def test_a_leg_shows_while_it_is_open_and_counts_when_it_is_over():
     open_legs = world.scrape()
     world.telemetry.legs_under_way = list
     world.telemetry.leg_ended(p, 0.2, None, r, 0.2)
-    world.telemetry.handed_over(0.003, 0.203)
+    world.telemetry.handed_over(0.003)
     world.telemetry.leg_ended(d, 0.0, Failure.BAD_RESPONSE, r, 0.203)
     over = world.scrape()
 

@@ -31,7 +31,7 @@ def test_the_page_gets_numbers_and_ids_and_no_address():
     now[0] += 2
     telemetry.leg_answered(p, 2.0, now[0])
     telemetry.leg_ended(p, 2.0, None, RequestId("r"), now[0])
-    telemetry.handed_over(0.0, now[0])
+    telemetry.handed_over(0.0)
     telemetry.leg_ended(d, 0.0, Failure.UNREACHABLE, RequestId("r"), now[0])
     telemetry.legs_under_way = lambda: [d.id]
     record = RequestRecord(RequestId("r"), "/v1/completions")

@@ -12,17 +12,17 @@ from xpyd_proxy.settings import Settings
 FORM = "/v1/audio/transcriptions"
 
 
-def intake():
-    return Intake(Settings(), Lifetime(), Keyring(), Sites(Settings()))
+def intake(**options):
+    return Intake(Settings(**options), Lifetime(), Keyring(), Sites(Settings()))
 
 
 def head(path="/v1/completions", **headers):
     return RequestHead(path, [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()])
 
 
-def planned(asked):
+def planned(asked, **options):
     body = b'{"prompt": "a"}'
-    made = intake()
+    made = intake(**options)
     return made.plan(asked, body, made.read(asked, body))
 
 
@@ -40,15 +40,16 @@ def test_a_rank_is_a_number(text):
         planned(head(x_data_parallel_rank=text))
 
 
-def test_engines_see_only_some_headers():
+@pytest.mark.parametrize("forwards", [True, False])
+def test_engines_see_only_some_headers(forwards):
     """All of one name, in their order: it is for the engine to judge them."""
     asked = head(authorization="k", cookie="c", x_session_id="s")
     asked.headers.insert(0, (b"tracestate", b"a=1"))
     asked.headers.append((b"tracestate", b"b=2"))
 
-    assert planned(RequestHead(asked.path, asked.headers)).headers == (
+    assert planned(RequestHead(asked.path, asked.headers), forward_client_key=forwards).headers == (
         (b"tracestate", b"a=1"),
-        (b"authorization", b"k"),
+        *[(b"authorization", b"k")] * forwards,
         (b"x-session-id", b"s"),
         (b"tracestate", b"b=2"),
     )

@@ -106,16 +106,22 @@ class Admission:
         self._lanes: dict[int, dict[Ticket, None]] = {}  # by priority, in order of arrival; none is empty
         self._accounts: dict[str, _Account] = {}
         self._bucket = TokenBucket()
-        self._changed: list[Ticket] = []
+        self.news: list[Ticket] = []  # what ``poll`` would return
 
     def arrive(self, key: str, priority: int, size: int, *, now: float) -> Ticket:
         """Admit a request, have it wait, or refuse it: its state says which."""
-        ticket = Ticket(key, priority, size, now + self.limits.max_queue_wait_s)
-        account = self._account(key, now=now)
+        limits = self.limits
+        ticket = Ticket(key, priority, size, now + limits.max_queue_wait_s)
+        account = self._accounts.get(key) or self._new_account(key, now=now)
         if (refusal := self._at_the_door(ticket, account, now=now)) is not None:
             self._turn_away(ticket, TicketEvent.REFUSE, refusal)
             return ticket
-        self._charge(ticket, account, now=now)
+        account.held += 1
+        self.held_bytes += size
+        if limits.max_key_rate is not None:
+            account.bucket.take(limits.max_key_rate, now=now)
+        if limits.max_rate is not None:
+            self._bucket.take(limits.max_rate, now=now)
         if self._has_place():
             self._admit(ticket)
         else:
@@ -156,7 +162,7 @@ class Admission:
             self._unqueue(ticket)
             self._release(ticket)
             self._turn_away(ticket, TicketEvent.EXPIRE, Refusal(Limit.CONCURRENCY, _LATER))
-            self._changed.append(ticket)
+            self.news.append(ticket)
 
     def change(self, limits: Settings) -> None:
         """Go by other limits from now on; nobody who was admitted is sent away."""
@@ -165,16 +171,11 @@ class Admission:
         while self.waiting > limits.max_queue:
             self._displace(next(reversed(self._lanes[max(self._lanes)])))
 
-    @property
-    def has_news(self) -> bool:
-        """Tell whether ``poll`` would return a ticket."""
-        return bool(self._changed)
-
     def poll(self) -> Sequence[Ticket]:
         """Return the tickets that were admitted, refused or expired while they waited, in that order."""
-        if not self._changed:
+        if not self.news:
             return []
-        changed, self._changed = self._changed, []
+        changed, self.news = self.news, []
         return changed
 
     def _at_the_door(self, ticket: Ticket, account: _Account, *, now: float) -> Refusal | None:
@@ -214,14 +215,6 @@ class Admission:
                         return other
         return None
 
-    def _charge(self, ticket: Ticket, account: _Account, *, now: float) -> None:
-        account.held += 1
-        self.held_bytes += ticket.size
-        if self.limits.max_key_rate is not None:
-            account.bucket.take(self.limits.max_key_rate, now=now)
-        if self.limits.max_rate is not None:
-            self._bucket.take(self.limits.max_rate, now=now)
-
     def _release(self, ticket: Ticket) -> None:
         self._accounts[ticket.key].held -= 1
         self.held_bytes -= ticket.size
@@ -251,7 +244,7 @@ class Admission:
         self._unqueue(ticket)
         self._release(ticket)
         self._turn_away(ticket, TicketEvent.REFUSE, Refusal(Limit.QUEUE, _LATER))
-        self._changed.append(ticket)
+        self.news.append(ticket)
 
     def _fill(self) -> None:
         """Hand the free places to those that wait."""
@@ -259,19 +252,17 @@ class Admission:
             ticket = next(iter(self._lanes[min(self._lanes)]))
             self._unqueue(ticket)
             self._admit(ticket)
-            self._changed.append(ticket)
+            self.news.append(ticket)
 
     def _turn_away(self, ticket: Ticket, event: TicketEvent, refusal: Refusal) -> None:
         ticket.on(event)
         ticket.refusal = refusal
         self.refused[refusal.limit] += 1
 
-    def _account(self, key: str, *, now: float) -> _Account:
-        """Return a key's account. Before there is a new one, those that say nothing any more are dropped."""
-        account = self._accounts.get(key)
-        if account is None:
-            idle = [name for name, known in self._accounts.items() if not known.held and known.bucket.is_full(now=now)]
-            for name in idle:
-                del self._accounts[name]
-            account = self._accounts[key] = _Account()
+    def _new_account(self, key: str, *, now: float) -> _Account:
+        """Return an account for a key that has none. Before that, those that say nothing any more are dropped."""
+        idle = [name for name, known in self._accounts.items() if not known.held and known.bucket.is_full(now=now)]
+        for name in idle:
+            del self._accounts[name]
+        account = self._accounts[key] = _Account()
         return account

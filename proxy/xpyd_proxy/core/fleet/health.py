@@ -4,8 +4,9 @@ Evidence comes from requests (``succeeded``, ``failed``) and from probes (``seen
 engine is good until proven otherwise; one that misses its first probe is not up yet, and gets requests once it answers.
 A broken one rests, longer after every break, and then gets one request: its trial; while it misses probes it gets none.
 Only what the engine is to blame for counts: a refused request (4xx), or one it is too busy for, says that it lives.
-An answer of 5xx counts for the share of failures, but not for those in a row: there are requests that make any engine
-fail, and a client that sends a few of them must not take one engine after the other away from everybody else.
+An answer of 5xx counts for the share of failures, but not at once for those in a row: there are requests that make any
+engine fail, and a client that sends a few of them must not take one engine after the other away from everybody else. It
+counts as soon as another engine has answered the same request well (``blamed``).
 
 Several workers of one router tell each other when one of them breaks an engine, or finds it well again: the latest such
 word counts for all of them. What it is based on (failures in a row, probes) is each worker's own.
@@ -22,6 +23,7 @@ from xpyd_proxy.core.schemas import HealthVerdict
 from xpyd_proxy.settings import Settings
 
 _CLAIM_S: Final = 30.0  # that a trial may take to begin before another request may be the trial
+_LOSES_CACHE: Final = frozenset({Failure.UNREACHABLE, Failure.ENGINE_RESTARTED})  # it was, or will be, another process
 # What is held against it, said of the request.
 _SAID: Final[Mapping[Failure, str]] = {
     Failure.UNREACHABLE: "did not reach it",
@@ -114,9 +116,11 @@ class Window:
 
     def count(self, *, failed: bool, now: float) -> None:
         """Take in how one leg ended."""
-        self._turn(now)
-        self._newer.legs += 1
-        self._newer.failed += failed
+        if now - self._begun >= self.seconds / 2:
+            self._turn(now)
+        newer = self._newer
+        newer.legs += 1
+        newer.failed += failed
 
     def totals(self, *, now: float) -> tuple[int, int]:
         """Return how many legs ended, and how many of them failed."""
@@ -153,6 +157,7 @@ class EngineHealth:
     why: str = "added"  # what brought it there, in words
     verdict: HealthVerdict | None = None  # the latest one, of this worker or another
     changes: ChangeCount = field(default_factory=ChangeCount)
+    cache_since: float = field(init=False)  # from when on it may have in its prefix cache what it was sent
     _in_a_row: int = 0
     _missed: int = 0
     _silent_since: float | None = None  # when the first probe was missed of those since it answered one, if badly
@@ -162,6 +167,7 @@ class EngineHealth:
 
     def __post_init__(self) -> None:
         self._window = Window(self.settings.circuit_breaker_window_s)
+        self.cache_since = self.since
 
     @property
     def is_away(self) -> bool:
@@ -199,10 +205,13 @@ class EngineHealth:
         """It has answered a request."""
         self._window.count(failed=False, now=now)
         self._in_a_row = 0
-        self._alive(request, now)
+        if self.state is not _HEALTHY:
+            self._alive(request, now)
 
     def failed(self, request: RequestId, failure: Failure, *, now: float) -> None:
         """A leg failed. What is not held against it (4xx, busy) shows that it is alive, and counts nothing."""
+        if failure in _LOSES_CACHE:
+            self.cache_since = now
         if self.state not in _JUDGED:
             return
         if failure not in _SAID:
@@ -214,6 +223,14 @@ class EngineHealth:
         if self.state is _HALF_OPEN and self._is_trial(request):
             self._break(f"the request it was tried with {_SAID[failure]}", now)
         elif self.state in (_STARTING, _HEALTHY) and (reason := self._verdict(failure, now)) is not None:
+            self._break(reason, now)
+
+    def blamed(self, *, now: float) -> None:
+        """What it answered with 5xx was a good request: another engine has answered it."""
+        if self.state not in (_STARTING, _HEALTHY):
+            return
+        self._in_a_row += 1
+        if (reason := self._verdict(Failure.HTTP_5XX, now)) is not None:
             self._break(reason, now)
 
     def seen(self, *, now: float) -> None:
@@ -317,6 +334,8 @@ class EngineHealth:
 
     def _step(self, event: HealthEvent, why: str, now: float) -> None:
         before, self.state = self.state, TRANSITIONS[self.state][event]
+        if event is HealthEvent.TRIPPED or before is _EJECTED:
+            self.cache_since = now  # it may come back as another process
         if self.state is not before:
             self.since, self.why = now, why
             self.changes.count += 1

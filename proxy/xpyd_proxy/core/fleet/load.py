@@ -41,12 +41,10 @@ class Load:
 
     def leave(self, request: RequestId) -> bool:
         """Stop to count it when it has left as often as it entered; tell whether it has."""
-        left = self._requests.get(request, 0) - 1
-        if left > 0:
+        left = self._requests.pop(request, 1) - 1
+        if left:
             self._requests[request] = left
-            return False
-        self._requests.pop(request, None)
-        return True
+        return not left
 
     def reported(self, report: NamedMetrics, *, now: float) -> None:
         """Take in what the engine said."""

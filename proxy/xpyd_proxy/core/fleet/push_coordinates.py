@@ -78,7 +78,7 @@ class PushCoordinates:
 
     def coordinates(self, prefill: InstanceId) -> Coordinates | None:
         """Return where a prefill engine is; None: only its next answer can tell."""
-        return self._of(prefill).coordinates if self._at_once else None
+        return self._of(prefill).coordinates if self._at_once and prefill in self._placed else None
 
     def state(self, prefill: InstanceId) -> CoordinatesState:
         """Return what is known about a prefill engine."""

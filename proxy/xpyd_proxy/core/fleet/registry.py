@@ -68,6 +68,7 @@ class Registry:
     def __init__(self, settings: Settings | None = None) -> None:
         self._settings = settings or Settings()
         self._members: dict[InstanceId, Member] = {}
+        self.get: Final = self._members.get  # what is known of an engine; None if it was removed meanwhile
         self._at: dict[tuple[Role, str, int], set[InstanceId]] = {}  # the same by role, host and port; none is empty
         self._added: dict[Role, int] = dict.fromkeys(Role, 0)
         self.changes = ChangeCount()
@@ -160,10 +161,6 @@ class Registry:
         if (member := self._members.get(name)) is None:
             raise UnknownInstance(f"there is no instance {name!r}: `xpyd instances list` shows those there are")
         return member
-
-    def get(self, name: InstanceId) -> Member | None:
-        """Return what is known of an engine; None if it was removed meanwhile."""
-        return self._members.get(name)
 
     def members(self) -> Sequence[Member]:
         """List all engines, in the order they were added."""

@@ -22,8 +22,10 @@ _VALUE: Final = re.compile(rb"[\t -~\x80-\xff]*")
 _BARE: Final = re.compile(rb"(?<!\r)\n")  # a line feed on its own
 _SIZE_LINE: Final = re.compile(rb"([0-9a-fA-F]{1,%d})((?:[ \t]*;[\t -~\x80-\xff]*)?)\r\n" % _DIGITS_MOST)
 _SHOWN_MOST: Final = 60  # bytes of what a client has sent that a sentence repeats
-_HEADER: Final = re.compile(rb"(?<=\r\n)([-!#$%&'*+.^_`|~0-9A-Za-z]++):[\t ]*+([\t -~\x80-\xff]*+)\r\n")  # a good line
-_SPACE: Final = 0x20  # of what a value may have, this and the tab alone are no more than it
+# A good line: its name, and its value without the white space around it.
+_HEADER: Final = re.compile(
+    rb"(?<=\r\n)([-!#$%&'*+.^_`|~0-9A-Za-z]++):[\t ]*+((?:[\t ]*+[!-~\x80-\xff]++)*+)[\t ]*+\r\n"
+)
 
 
 class RefusalReason(StrEnum):
@@ -115,7 +117,8 @@ def read_head(raw: bytes) -> Head:
     if len(found) != ends - 2:
         for line in raw[request.end() : -4].split(b"\r\n"):
             read_line(line)  # one of them raises
-    headers, shown = _by_name(found)
+    headers = [(name.lower(), value) for name, value in found]
+    shown = dict(reversed(headers))
     if len(shown) < len(headers):
         _check_single(headers)
     is_old = minor == b"0"
@@ -139,19 +142,6 @@ def read_head(raw: bytes) -> Head:
         keep_alive=keep_alive,
         expects=expects,
     )
-
-
-def _by_name(found: Sequence[tuple[bytes, bytes]]) -> tuple[list[tuple[bytes, bytes]], dict[bytes, bytes]]:
-    """Return header lines as names in lower case and values, and by name: of several with one name the first."""
-    headers = list[tuple[bytes, bytes]]()
-    shown = dict[bytes, bytes]()
-    for written, value in found:
-        name = written.lower()
-        if value and value[-1] <= _SPACE:
-            value = value.rstrip(b" \t")
-        headers.append((name, value))
-        shown.setdefault(name, value)
-    return headers, shown
 
 
 def _closes(headers: Sequence[tuple[bytes, bytes]]) -> bool:

@@ -15,6 +15,7 @@ import msgspec
 
 from xpyd_proxy.core.http.json_bounds import count_items
 from xpyd_proxy.core.model import Api, SingleEngineReason
+from xpyd_proxy.core.protocol.request_bodies import SAMPLING
 from xpyd_proxy.core.raw_json import Fields, NotJson, decode, encode
 
 _Json = object
@@ -25,6 +26,7 @@ PROMPTS: Final[Mapping[Api, str]] = {
     Api.CHAT: "messages",
     Api.RESPONSES: "input",
     Api.MESSAGES: "messages",
+    Api.GENERATE: "token_ids",
 }
 # The fields that are looked at, as they came, where they were found to be plain: clients ask for few combinations, and
 # looking costs more than all other choices.
@@ -38,11 +40,8 @@ _BRACKET: Final = 91  # begins a list
 _WHITESPACE: Final = b" \t\n\r"
 
 
-def solo_reason(api: Api, fields: Fields, *, min_split_prompt_bytes: int = 0) -> SingleEngineReason | None:
-    """Return why one engine must serve the request alone, or None when it can be split.
-
-    ``min_split_prompt_bytes``: a prompt that is shorter, in characters of its JSON, is not worth a transfer.
-    """
+def solo_reason(api: Api, fields: Fields) -> SingleEngineReason | None:
+    """Return why one engine must serve the request alone, or None when it can be split."""
     if api is Api.COMPLETIONS and not _is_one_prompt(fields.get("prompt")):
         return SingleEngineReason.PROMPTS
     looked_at, split = _LOOKED_AT[api], _SPLIT[api]
@@ -56,25 +55,35 @@ def solo_reason(api: Api, fields: Fields, *, min_split_prompt_bytes: int = 0) ->
             if len(split) >= _SPLIT_MOST:
                 split.clear()
             split.add(written)
-    return (
-        SingleEngineReason.SHORT
-        if min_split_prompt_bytes and prompt_chars(api, fields) < min_split_prompt_bytes
-        else None
-    )
+    return None
 
 
-def _odd_reason(api: Api, asked: Fields) -> SingleEngineReason | None:
+def may_share(api: Api, fields: Fields) -> bool:
+    """Tell whether a request for n answers could be split, if decode engines can share a load among them."""
+    asked = {name: raw for name, raw in fields.items() if name in _LOOKED_AT[api]}
+    return _odd_reason(api, asked, shares=True) is None
+
+
+def _odd_reason(api: Api, asked: Fields, *, shares: bool = False) -> SingleEngineReason | None:
     plain = _PLAIN[api]
-    values = {name: _value(bytes(raw)) for name, raw in asked.items()}
+    values: _Values = {name: _value(bytes(raw)) for name, raw in asked.items()}
+    if api is Api.GENERATE:
+        values = _with_sampling(values)
     odd = [plain[name][1] for name, value in values.items() if name in plain and not plain[name][0](value)]
+    if shares and odd.count(SingleEngineReason.N) == 1 and _is_int(values.get(_N[api]), least=2):
+        odd.remove(SingleEngineReason.N)
     if odd:
         return next(reason for _, reason in plain.values() if reason in odd)  # of several the first in the table
     return None if _FIT[api](values) else SingleEngineReason.UNUSUAL
 
 
-def prompt_chars(api: Api, fields: Fields) -> int:
-    """Return how long a prompt is: the bytes of its JSON, as it came."""
-    return len(memoryview(fields.get(PROMPTS[api], b"")))
+def _with_sampling(values: _Values) -> _Values:
+    """Show the sampling parameters among the others, by names with a dot."""
+    sampling = values.get(SAMPLING)
+    if not isinstance(sampling, dict):
+        return values
+    inner = cast("dict[str, _Json]", sampling)
+    return {**values, **{f"{SAMPLING}.{name}": value for name, value in inner.items()}}
 
 
 def _value(text: bytes) -> _Json:
@@ -185,6 +194,14 @@ def _stream_options_fit(values: _Values) -> bool:
     return not values.get("stream_options") or values.get("stream") is True
 
 
+def _sampling_fits(values: _Values) -> bool:
+    """They are required, and of two limits the lower one must be below the higher."""
+    least, most = values.get(f"{SAMPLING}.min_tokens", 0), values.get(f"{SAMPLING}.max_tokens")
+    if not isinstance(values.get(SAMPLING), dict) or not _stream_options_fit(values):
+        return False
+    return most is None or (type(least) is int and type(most) is int and least <= most)
+
+
 def _responses_fit(_: _Values) -> bool:
     return True
 
@@ -235,18 +252,32 @@ _PLAIN: Final[Mapping[Api, _Plain]] = {
         "max_tokens": (_limit, SingleEngineReason.FEW_TOKENS),
         "stream": (_switch, SingleEngineReason.UNUSUAL),
     },
+    Api.GENERATE: {
+        f"{SAMPLING}.n": (_one, SingleEngineReason.N),
+        f"{SAMPLING}.prompt_logprobs": (_none, SingleEngineReason.PROMPT_LOGPROBS),
+        f"{SAMPLING}.prompt_logprob_token_ids": (_none, SingleEngineReason.PROMPT_LOGPROBS),
+        f"{SAMPLING}.max_tokens": (_two_or_more, SingleEngineReason.FEW_TOKENS),
+        f"{SAMPLING}.min_tokens": (_natural, SingleEngineReason.UNUSUAL),
+        "stream": (_switch, SingleEngineReason.UNUSUAL),
+        "stream_options": (_switches, SingleEngineReason.UNUSUAL),
+    },
 }
+_N: Final = dict.fromkeys(Api, "n") | {Api.GENERATE: f"{SAMPLING}.n"}
 # What else is looked at, and what must be right about several values together.
 _BESIDE: Final[Mapping[Api, tuple[str, ...]]] = {
     Api.COMPLETIONS: ("logprobs",),
     Api.CHAT: ("logprobs",),
     Api.RESPONSES: (),
     Api.MESSAGES: ("thinking",),
+    Api.GENERATE: (),
 }
-_LOOKED_AT: Final[Mapping[Api, frozenset[str]]] = {api: frozenset((*_PLAIN[api], *_BESIDE[api])) for api in Api}
+_LOOKED_AT: Final[Mapping[Api, frozenset[str]]] = {
+    api: frozenset(name.partition(".")[0] for name in (*_PLAIN[api], *_BESIDE[api])) for api in Api
+}
 _FIT: Final[Mapping[Api, Callable[[_Values], bool]]] = {
     Api.COMPLETIONS: _completions_fit,
     Api.CHAT: _chat_fits,
     Api.RESPONSES: _responses_fit,
     Api.MESSAGES: _messages_fit,
+    Api.GENERATE: _sampling_fits,
 }

@@ -28,23 +28,34 @@ class Arrival(FastStrEnum):
 
 def arrival(end: bytes) -> Arrival:
     """Read a whole answer, or the last events of a streamed one."""
-    if end.find(_NAME) < 0 and end.find(b"\\u") < 0:  # a name may be written in escapes
+    found = _found(end)
+    if found is None:
         return Arrival.UNKNOWN
+    return Arrival.ARRIVED if found[0] else Arrival.NONE
+
+
+def cached_share(end: bytes) -> float | None:
+    """Return which share of its prompt an engine had in its cache, as the end of its answer says; None: it does not."""
+    found = _found(end)
+    return None if found is None or not found[1] else found[0] / found[1]
+
+
+def _found(end: bytes) -> tuple[int, int | None] | None:
+    """Return the tokens that were cached, and those of the prompt."""
+    if end.find(_NAME) < 0 and end.find(b"\\u") < 0:  # a name may be written in escapes
+        return None
     for text in (end, *_events(end)):
-        if (cached := _cached(text)) is not None:
-            return Arrival.ARRIVED if cached else Arrival.NONE
-    return Arrival.UNKNOWN
+        try:
+            usage = decode(text, UsageReport).usage
+        except NotJson:
+            continue
+        details = None if usage is None else usage.prompt_tokens_details
+        if usage is not None and details is not None and details.cached_tokens is not None:
+            return details.cached_tokens, usage.prompt_tokens
+    return None
 
 
 def _events(end: bytes) -> list[bytes]:
     """Return the data of the last events, the last one first."""
     data = [line[5:].strip() for line in end.splitlines() if line.startswith(b"data:")]
     return data[: -_LAST_EVENTS - 1 : -1]
-
-
-def _cached(text: bytes) -> int | None:
-    try:
-        usage = decode(text, UsageReport).usage
-    except NotJson:
-        return None
-    return usage.prompt_tokens_details.cached_tokens if usage and usage.prompt_tokens_details else None

@@ -64,6 +64,7 @@ _NAMES: Final[Mapping[Api, str]] = {
     Api.CHAT: "chatcmpl-{}",
     Api.RESPONSES: "resp_{}_0",  # from the body's request_id
     Api.MESSAGES: "chatcmpl-{}",
+    Api.GENERATE: "generate-tokens-{}",
 }
 
 
@@ -97,9 +98,8 @@ def handover(
     Raises:
         EngineError: it is such that a decode engine would not survive it, or would wait for ever.
     """
-    given = request_bodies.kv_params(prefill, answer)
-    params = given.params
-    said = given.naming or _read(prefill, params, TransferNaming)
+    params, naming, usage = request_bodies.kv_params(prefill, answer)
+    said = naming or _read(prefill, params, TransferNaming)
     named = said.remote_host if isinstance(said, KvParams) else _host_in(params)
     is_replaced = host is not None and is_nowhere(named)
     if is_replaced:
@@ -110,13 +110,13 @@ def handover(
             f"{prefill} does not push its KV cache, and this router was started with --kv-transfer-mode push"
         )
     if mode is _PULL:
-        return PrefillResult(params, None, counted(given.usage), replaced=named if is_replaced else None)
+        return PrefillResult(params, None, counted(usage), replaced=named if is_replaced else None)
     if not _is_same(said.remote_request_id, known_as(api, request)):
         raise EngineError(f"{prefill} knows the request by another id than ours: it cannot push to a decode engine")
     if is_followed:
         params = msgspec.Raw(encode(decode(params, Fields) | {"transfer_id": text(transfer)}))
     coordinates = _read(prefill, params, Coordinates)
-    return PrefillResult(params, coordinates, counted(given.usage), transfer, replaced=named if is_replaced else None)
+    return PrefillResult(params, coordinates, counted(usage), transfer, replaced=named if is_replaced else None)
 
 
 def is_nowhere(said: str) -> bool:

@@ -19,6 +19,8 @@ from typing import Final
 import msgspec
 
 from xpyd_proxy.core.model import Api
+from xpyd_proxy.core.protocol.continuation import limits_behind, prompt_of, raw
+from xpyd_proxy.core.protocol.first_token import FirstToken
 from xpyd_proxy.core.raw_json import NULL, TRUE, Fields, encode, maybe
 
 # Whatever their value: they do not depend on where a request begins.
@@ -45,8 +47,6 @@ _FREE_OF: Final[Mapping[Api, frozenset[str]]] = {
     | {"chat_template", "chat_template_kwargs", "documents"},
 }
 _ZERO: Final = (b"0", b"0.0")
-_DEFAULT_LIMIT: Final = 16  # of completions that do not say
-_LIMITS: Final = ("max_tokens", "max_completion_tokens")
 _MESSAGES_MOST: Final = 1024 * 1024  # bytes that are decoded to look at them
 _DATA: Final = b"data:"
 _DONE: Final = b"data: [DONE]\n\n"
@@ -71,7 +71,7 @@ def traced(fields: Fields) -> Fields:
 
 @dataclass(slots=True)
 class Replay:
-    """One stream, as the client sees it, whichever engines make it."""
+    """Implements Continuation for a stream that has broken off anywhere."""
 
     api: Api
     fields: Fields  # the client's
@@ -103,19 +103,16 @@ class Replay:
 
     def again(self) -> Fields | None:
         """The engine has broken off: return what another one is asked; None: nobody can go on."""
-        left = self._limits()
+        left = limits_behind(self.api, self.fields, len(self._shown))
         again = self._text + self._again
-        if not self._prompt or self._spoilt or self._finished or any(limit < 1 for limit in left.values()):
+        if left is None or not self._prompt or self._spoilt or self._finished:
             return None
         if again and not self._is_greedy():
             return None
         self._ahead.clear()
         self._text, self._again = "", again
         self._before, self._resumed, self.broken = len(self._shown), True, False
-        limits = {name: _raw(limit) for name, limit in left.items()}
-        if least := maybe(self.fields.get("min_tokens", NULL), int):
-            limits["min_tokens"] = _raw(max(0, least - self._before))
-        return traced(self.fields) | limits | self._replayed()
+        return traced(self.fields) | left | prompt_of(self.api, raw([*self._prompt, *self._shown]))
 
     def ending(self) -> bytes | None:
         """Return the rest of a stream whose last token was there when it broke off; None: it was not."""
@@ -127,21 +124,8 @@ class Replay:
         chunk = self._head | {"choices": msgspec.Raw(b"[]"), "usage": self._usage({}, len(self._shown + self._ahead))}
         return b"data: " + encode(chunk) + b"\n\n" + _DONE
 
-    def _replayed(self) -> Fields:
-        tokens = _raw([*self._prompt, *self._shown])
-        if self.api is Api.COMPLETIONS:
-            return {"prompt": tokens}
-        return {"kv_transfer_params": msgspec.Raw(encode({"prompt_token_ids": tokens}))}  # they win over the messages
-
     def _is_greedy(self) -> bool:
         return bytes(self.fields.get("temperature", NULL)) in _ZERO
-
-    def _limits(self) -> dict[str, int]:
-        """Return how many tokens may still be made, by the names that the client has used."""
-        said = {name: limit for name in _LIMITS if (limit := maybe(self.fields.get(name, NULL), int)) is not None}
-        if self.api is Api.COMPLETIONS and "max_tokens" not in self.fields:
-            said["max_tokens"] = _DEFAULT_LIMIT
-        return {name: limit - len(self._shown) for name, limit in said.items()}
 
     def _line(self, line: bytes) -> bytes:
         if self.broken:
@@ -216,14 +200,22 @@ class Replay:
             return msgspec.Raw(encode(said))
         asked = len(self._prompt)
         counts = {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
-        return msgspec.Raw(encode(said | {name: _raw(count) for name, count in counts.items()}))
+        return msgspec.Raw(encode(said | {name: raw(count) for name, count in counts.items()}))
+
+
+def behind(first: FirstToken) -> Replay:
+    """Return what follows the token of a prefill engine, which the client has."""
+    prompt = maybe(first.prompt, list[int]) or []
+    return Replay(
+        first.api, first.fields, _prompt=prompt, _shown=[first.token], _before=1, _head=first.head, _resumed=True
+    )
 
 
 def _set_text(choice: Fields, delta: Fields, text: str) -> None:
     if "text" in choice:
-        choice["text"] = _raw(text)
+        choice["text"] = raw(text)
     else:
-        choice["delta"] = msgspec.Raw(encode(delta | {"content": _raw(text)}))
+        choice["delta"] = msgspec.Raw(encode(delta | {"content": raw(text)}))
 
 
 def _is_neutral(name: str, value: msgspec.Raw, fields: Fields) -> bool:
@@ -243,7 +235,3 @@ def _is_text_only(messages: msgspec.Raw) -> bool:
         return False
     said = maybe(messages, list[dict[str, str | None]])
     return said is not None and all(message.keys() <= {"role", "content", "name"} for message in said)
-
-
-def _raw(value: object) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(value))

@@ -41,6 +41,9 @@ _BRACKET: Final = 91
 _CLOSING: Final = 93
 _SPACE: Final = 32  # white space is no more than it
 
+SAMPLING: Final = "sampling_params"  # of GENERATE: an object with what other calls have beside the prompt
+_EXTRA: Final = "extra_args"
+
 # Only the router may set these: from a client they name memory that is not the client's, or kill the engine.
 _PRIVATE: Final = ("kv_transfer_params", "ec_transfer_params")
 # They shape the tokens that decode makes, or the way it shows them; prefill shows its one token to nobody.
@@ -52,6 +55,7 @@ _ONLY_FOR_DECODE: Final[Mapping[Api, frozenset[str]]] = {
     Api.CHAT: _OPENAI,
     Api.RESPONSES: frozenset(),
     Api.MESSAGES: frozenset(),
+    Api.GENERATE: frozenset({"stream_options"}),
 }
 # An end-of-sequence as first token would end a request another way than by length; not every API can rule it out.
 _ONE_TOKEN: Final[Mapping[Api, Fields]] = {
@@ -59,7 +63,9 @@ _ONE_TOKEN: Final[Mapping[Api, Fields]] = {
     Api.CHAT: dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), _ONE),
     Api.RESPONSES: {"max_output_tokens": _ONE, "store": FALSE},  # nobody will ask the prefill engine for its answer
     Api.MESSAGES: {"max_tokens": _ONE},
+    Api.GENERATE: {},  # its limits are among the sampling parameters
 }
+_SAMPLED_ONCE: Final[Fields] = dict.fromkeys(("max_tokens", "min_tokens"), _ONE)
 # Without one of these vLLM 0.32 dies on an assertion or a KeyError, and with it every request it serves.
 _NEEDED: Final = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids")
 
@@ -83,7 +89,9 @@ def parse(body: bytes, *, strip_private: bool) -> Fields:
     fields = _public(fields, strip_private=strip_private, inside="")
     # vLLM merges vllm_xargs into the place where it looks for the KV parameters.
     if (extra := fields.get("vllm_xargs")) is not None:
-        fields["vllm_xargs"] = _public_extra(extra, strip_private=strip_private)
+        fields["vllm_xargs"] = _public_extra(extra, strip_private=strip_private, inside="vllm_xargs")
+    if (sampling := fields.get(SAMPLING)) is not None:
+        fields[SAMPLING] = _public_sampling(sampling, strip_private=strip_private)
     return fields
 
 
@@ -112,10 +120,17 @@ def prefill_fields(api: Api, fields: Fields, transfer: TransferId) -> Fields:
 
     The name of the transfer goes along in any case: whether the engine pushes is known from its answer.
     """
-    kept = {name: value for name, value in fields.items() if name not in _ONLY_FOR_DECODE[api]}
+    kept, left_out = fields.copy(), _ONLY_FOR_DECODE[api]
+    if not left_out.isdisjoint(kept):
+        kept = {name: value for name, value in fields.items() if name not in left_out}
     if kept.get("n", NULL) != NULL:
         kept["n"] = _ONE
     kept.update(_ONE_TOKEN[api])
+    if api is Api.GENERATE:
+        sampling = (maybe(kept.get(SAMPLING, NULL), Fields) or {}) | _SAMPLED_ONCE
+        if sampling.get("n", NULL) != NULL:
+            sampling["n"] = _ONE
+        kept[SAMPLING] = msgspec.Raw(encode(sampling))
     kept["stream"] = FALSE  # a streamed answer carries no kv_transfer_params
     kept["kv_transfer_params"] = msgspec.Raw(_ASKING % encode_text(transfer))
     return kept
@@ -159,19 +174,10 @@ def release_body(fields: Fields, kv_params: msgspec.Raw) -> bytes:
     return encode({name: fields[name] for name in ("model",) if name in fields} | asked)
 
 
-class Given:
-    """What a prefill engine's answer gives."""
-
-    __slots__ = ("naming", "params", "usage")
-
-    def __init__(self, params: msgspec.Raw, naming: TransferNaming | None, usage: msgspec.Raw) -> None:
-        self.params = params  # the KV parameters, unread but checked
-        self.naming = naming  # from those; None: not read yet
-        self.usage = usage
-
-
-def kv_params(prefill: InstanceId, answer: bytes) -> Given:
+def kv_params(prefill: InstanceId, answer: bytes) -> tuple[msgspec.Raw, TransferNaming | None, msgspec.Raw]:
     """Take the KV parameters out of a prefill engine's answer.
+
+    Return them, unread but checked; what they name, if that was read; and the answer's ``usage``.
 
     Raises:
         EngineError: they are missing, or such that a decode engine would not survive them.
@@ -180,7 +186,7 @@ def kv_params(prefill: InstanceId, answer: bytes) -> Given:
         said = decode(answer, PrefillAnswer)
         found = said.kv_transfer_params
         if (good := _good(found)) is not None:
-            return Given(found, good, said.usage)
+            return found, good, said.usage
         params = decode(found, Fields)
         missing = [name for name in _NEEDED if _is_empty(params.get(name, NULL))]
     except NotJson as exc:
@@ -189,7 +195,7 @@ def kv_params(prefill: InstanceId, answer: bytes) -> Given:
         raise EngineError(f"{prefill} kept no KV cache for this request: do_remote_prefill is not true")
     if missing:
         raise EngineError(f"{prefill} left out of its kv_transfer_params: {', '.join(missing)}")
-    return Given(found, None, said.usage)
+    return found, None, said.usage
 
 
 def _good(params: msgspec.Raw) -> KvParams | None:
@@ -217,13 +223,22 @@ def _public(fields: Fields, *, strip_private: bool, inside: str) -> Fields:
     return fields
 
 
-def _public_extra(extra: msgspec.Raw, *, strip_private: bool) -> msgspec.Raw:
+def _public_sampling(raw: msgspec.Raw, *, strip_private: bool) -> msgspec.Raw:
+    """Sampling parameters of vLLM's own have such a place, too: ``extra_args`` in vllm/sampling_params.py."""
+    sampling = maybe(raw, Fields)
+    if sampling is None or (extra := sampling.get(_EXTRA)) is None:
+        return raw
+    public = _public_extra(extra, strip_private=strip_private, inside=f"{SAMPLING}.{_EXTRA}")
+    return msgspec.Raw(encode(sampling | {_EXTRA: public}))
+
+
+def _public_extra(extra: msgspec.Raw, *, strip_private: bool, inside: str) -> msgspec.Raw:
     try:
         fields = decode(extra, Fields)
     except OtherJson:
         return extra  # not an object: null, or something the engine refuses
     except NotJson as exc:
-        raise BadRequest(f"vllm_xargs is not JSON: {exc}", param="vllm_xargs") from exc
+        raise BadRequest(f"{inside} is not JSON: {exc}", param=inside) from exc
     if not fields.keys() & set(_PRIVATE):
         return extra
-    return msgspec.Raw(encode(_public(fields, strip_private=strip_private, inside="vllm_xargs.")))
+    return msgspec.Raw(encode(_public(fields, strip_private=strip_private, inside=f"{inside}.")))

@@ -17,6 +17,7 @@ _DATA: Final = b"data:"
 _EVENT: Final = b"event:"
 _BACKSLASH: Final = 92
 _RETURN: Final = 13  # a carriage return, which may end a line too
+_NEWLINE: Final = 10
 _BREAK: Final = re.compile(rb"[\r\n]")
 LINE_MOST: Final = 16 * 1024 * 1024  # bytes of a line; the last event of /v1/responses has a whole answer in it
 _END_MOST: Final = 32  # bytes of what has passed that tell a stream's end
@@ -147,7 +148,7 @@ class WholeLines:
         return (rest if complete else b""), complete
 
     def _note(self, passing: bytes) -> None:
-        if passing[:5] == _DATA and passing.find(b"\n") >= len(passing) - 2 and _RETURN not in passing:
+        if passing[:5] == _DATA and _NEWLINE not in passing[:-2] and _RETURN not in passing:
             self.erred = self.erred or passing[: len(_ERROR)] == _ERROR  # one event without a name: a token
         else:
             if passing.find(_EVENT) >= 0 and ((at := passing.rfind(b"\n" + _EVENT) + 1) or passing.startswith(_EVENT)):

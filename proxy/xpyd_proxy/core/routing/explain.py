@@ -1,15 +1,25 @@
 """What would become of a request now: the engines, the rule that sends it there, and what each of them would get."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
-from xpyd_proxy.core.model import GenerationRequest, Instance, LegOrder, RequestId, Role, SingleEngineReason, TransferId
+from xpyd_proxy.core.model import (
+    GenerationRequest,
+    Instance,
+    InstanceId,
+    LegOrder,
+    RequestId,
+    Role,
+    RoutingHints,
+    SingleEngineReason,
+    TransferId,
+)
 from xpyd_proxy.core.protocol import push, request_bodies
-from xpyd_proxy.core.protocol.disaggregation import solo_reason
+from xpyd_proxy.core.protocol.disaggregation import may_share, solo_reason
 from xpyd_proxy.core.raw_json import encode, text
 from xpyd_proxy.core.routing.pairing import PairSelector
 from xpyd_proxy.core.routing.routing_hints import ask_of_call
@@ -17,6 +27,7 @@ from xpyd_proxy.core.routing.session_ids import SessionIds
 from xpyd_proxy.errors import NoInstance, NoMatchingInstance
 from xpyd_proxy.settings import Settings
 
+Terms: TypeAlias = Mapping[str, int | Mapping[InstanceId, int]]  # bytes by name; what is cached, by engine
 _REQUEST: Final = RequestId("xpyd-explained")  # a real request has another id
 _TRANSFER: Final = TransferId("xfer-explained")  # and another one here
 
@@ -32,6 +43,14 @@ class Explanation:
     decode_body: bytes  # while the prefill engine has not answered, with words in place of its kv_transfer_params
 
 
+class KnownCaches(Protocol):
+    """What engines have in their caches, as far as is known."""
+
+    def by_engine(self, ask: RoutingHints, /) -> Mapping[InstanceId, int]:
+        """Return how many bytes of the prompt each engine has, of those that have some."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Explainer:
     """Says what the relay would do. What it rehearses with is a copy, so that asking changes nothing."""
@@ -41,12 +60,18 @@ class Explainer:
     learned: PushCoordinates
     settings: Callable[[], Settings]
     sessions: SessionIds
+    shares_loads: Callable[[], bool]  # decode engines load a prompt once for several answers
+    caches: KnownCaches | None = None  # None: no policy asks for them
 
     def explain(self, call: GenerationRequest) -> Explanation:
         """Say what would become of a request now. Raises NoInstance, UnknownModel, BadRequest: it would be refused."""
         decode, pairing, settings = self.usable(Role.DECODE), self.rehearsal(), self.settings()
         ask = ask_of_call(call, self.sessions.of(dict(reversed(call.headers)), call.fields))
-        why: str | None = solo_reason(call.api, call.fields, min_split_prompt_bytes=settings.min_split_prompt_bytes)
+        why: str | None = solo_reason(call.api, call.fields)
+        if why == SingleEngineReason.N and may_share(call.api, call.fields) and self.shares_loads():
+            why = None
+        if why is None:
+            why, _ = pairing.small(decode, ask, settings.min_split_new_bytes)
         if why is None:
             try:
                 return self._split(call, *pairing.pair(self.usable(Role.PREFILL), decode, ask))
@@ -60,6 +85,12 @@ class Explainer:
                 why = SingleEngineReason.NO_PREFILL
         chosen = pairing.one(decode, ask)
         return Explanation(f"single: {why}", None, chosen, None, encode(call.fields))
+
+    def terms(self, call: GenerationRequest) -> Terms:
+        """Return the numbers that decide whether the request is split."""
+        least, ask = self.settings().min_split_new_bytes, ask_of_call(call)
+        cached = dict[InstanceId, int]() if self.caches is None else self.caches.by_engine(ask)
+        return {"prompt_bytes": len(ask.prompt), "cached_bytes": cached, "min_split_new_bytes": least}
 
     def _split(self, call: GenerationRequest, prefill: Instance, decode: Instance) -> Explanation:
         fields = request_bodies.named(call.api, call.fields, _REQUEST)

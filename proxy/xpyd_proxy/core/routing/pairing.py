@@ -8,7 +8,7 @@ from typing import Final, Protocol, Self, TypeAlias
 from xpyd_proxy.core.fleet import compatibility
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import ANY, Instance, Role, RoutingHints
+from xpyd_proxy.core.model import ANY, Instance, Role, RoutingHints, SingleEngineReason
 from xpyd_proxy.errors import BadRequest, NoInstance, NoMatchingInstance, UnknownModel
 
 Among: TypeAlias = Sequence[Instance]
@@ -42,9 +42,13 @@ class PolicyPerLeg:
 
     prefill: Policy
     decode: Policy
+    decode_first: bool = False  # the other engine is chosen among those that fit this one
 
     def pair(self, prefill: Among, decode: Among, ask: RoutingHints, fits: Fits, /) -> Pair:
-        """Return what each of them chooses, the prefill engine first."""
+        """Return what each of them chooses."""
+        if self.decode_first:
+            first = self.decode.one(decode, ask)
+            return self.prefill.one([instance for instance in prefill if fits(instance, first)], ask), first
         chosen = self.prefill.one(prefill, ask)
         return chosen, self.decode.one([instance for instance in decode if fits(chosen, instance)], ask)
 
@@ -54,7 +58,7 @@ class PolicyPerLeg:
 
     def copy(self) -> "PolicyPerLeg":
         """Return one that chooses alike, and whose choices leave no trace here."""
-        return PolicyPerLeg(self.prefill.copy(), self.decode.copy())
+        return PolicyPerLeg(self.prefill.copy(), self.decode.copy(), self.decode_first)
 
 
 _MOST_NAMED: Final = 4  # pairs in one message
@@ -77,6 +81,7 @@ class PairSelector:
 
     registry: Registry
     choice: PairPolicy
+    decode_cache: Callable[[Among, RoutingHints], int] | None = None  # None: the decode policy remembers nothing
     _seen: dict[tuple[str | None, int | None], _Seen] = field(
         default_factory=dict[tuple[str | None, int | None], _Seen]
     )
@@ -116,15 +121,28 @@ class PairSelector:
 
     def one(self, decode: Among, ask: RoutingHints = ANY, /) -> Instance:
         """Return the engine that serves the request, or its decode leg, alone; raises what ``pair`` raises."""
-        among = self._serving(decode[0].role, decode, ask)
-        trying, well = self._sorted(among)
-        if trying and not (ask.again and well):
-            return trying[0]
-        return self.choice.one(well, ask)
+        return self.choice.one(self._alone(decode, ask), ask)
+
+    def small(self, decode: Among, ask: RoutingHints, least: int) -> tuple[SingleEngineReason | None, int]:
+        """Say why the engine that ``one`` would return serves a prompt alone, and how many bytes of it that engine has.
+
+        It does if it lacks fewer than ``least`` bytes. Raises what ``pair`` raises.
+        """
+        if len(ask.prompt) < least:
+            return SingleEngineReason.SHORT, 0
+        if not least or self.decode_cache is None:
+            return None, 0
+        cached = self.decode_cache(self._alone(decode, ask), ask)
+        return (SingleEngineReason.CACHED if ask.blocks.size - cached < least else None), cached
 
     def copy(self) -> "PairSelector":
         """Return one that chooses alike, and whose choices leave no trace here."""
-        return PairSelector(self.registry, self.choice.copy())
+        return PairSelector(self.registry, self.choice.copy(), self.decode_cache)
+
+    def _alone(self, decode: Among, ask: RoutingHints) -> Among:
+        """List the engines of which one may serve the request alone; one that waits for its trial gets it."""
+        trying, well = self._sorted(self._serving(decode[0].role, decode, ask))
+        return trying[:1] if trying and not (ask.again and well) else well
 
     def _narrowed(self, prefill: Among, decode: Among, ask: RoutingHints) -> tuple[Among, Among]:
         decode = self._serving(Role.DECODE, decode, ask)

@@ -77,11 +77,12 @@ class LegFailed(Exception):
 class RetryAttempts:
     """How often one request may still be sent again, and which engines it should avoid."""
 
-    __slots__ = ("avoided", "left")
+    __slots__ = ("accused", "avoided", "left")
 
     def __init__(self, left: int, avoided: set[InstanceId] | None = None) -> None:
         self.left = left
-        self.avoided = set[InstanceId]() if avoided is None else avoided
+        self.accused: list[Instance] = []  # answered with 5xx: its fault, or that of the request
+        self.avoided: set[InstanceId] = set() if avoided is None else avoided
 
     def among(self, known: Sequence[Instance]) -> Sequence[Instance]:
         """Return the engines that have not failed this request; all of them if each has."""
@@ -96,11 +97,21 @@ class RetryAttempts:
         rule = failed.rule
         if rule.where is not RetryTarget.ANY:
             self.avoided.add(failed.instance.id)
+        if failed.failure is Failure.HTTP_5XX:
+            self.accused.append(failed.instance)
         lost = rule.where is RetryTarget.ELSEWHERE and not self._unspoiled(known)
         if rule.again is RetryScope.NOTHING or lost or self.left <= 0:
             return False
         self.left -= 1
         return True
+
+    def guilty(self, witness: Instance) -> Sequence[Instance]:
+        """Return the engines of its role that failed where ``witness`` answers well: the request was good."""
+        if not self.accused:
+            return ()
+        guilty = [one for one in self.accused if one.role is witness.role and one.id != witness.id]
+        self.accused = [one for one in self.accused if one.role is not witness.role]
+        return guilty
 
     def _unspoiled(self, known: Sequence[Instance]) -> Sequence[Instance]:
         return [instance for instance in known if instance.id not in self.avoided]

@@ -3,20 +3,23 @@
 from functools import lru_cache
 from typing import Final
 
+import msgspec
+
 from xpyd_proxy.core.model import GenerationRequest, PassthroughRequest, RoutingHints
 from xpyd_proxy.core.protocol.disaggregation import PROMPTS
 from xpyd_proxy.core.raw_json import NULL, Fields, maybe
 from xpyd_proxy.errors import BadRequest
 
-_PREFIX: Final = 16 * 1024  # bytes of a prompt that are shown
+_NO_PROMPT: Final = msgspec.Raw(b"")
 _MODELS_MOST: Final = 256
 _MODEL_BYTES: Final = 256  # of a name that is remembered
 
 
 def ask_of_call(call: GenerationRequest, session: str | None = None) -> RoutingHints:
     """Describe a request that has a prompt."""
-    prompt = memoryview(call.fields.get(PROMPTS[call.api], b""))[:_PREFIX]
-    return RoutingHints(model_of(call.fields), session, bytes(prompt), None, call.rank)
+    fields = call.fields
+    prompt = memoryview(fields.get(PROMPTS[call.api], _NO_PROMPT))
+    return RoutingHints(model_of(fields), session, prompt, None, call.rank, context=fields)
 
 
 def ask_of_errand(errand: PassthroughRequest, session: str | None = None) -> RoutingHints:

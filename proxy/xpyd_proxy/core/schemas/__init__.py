@@ -41,6 +41,42 @@ class KvParams(TransferNaming, kw_only=True):
     remote_block_ids: msgspec.Raw
 
 
+class FirstTokenOffer(msgspec.Struct, frozen=True):
+    """What a prefill engine says of its token (connector/xpyd_connector/shell/first_token.py)."""
+
+    apis: tuple[str, ...]  # for which a client may see it
+    max_model_len: Annotated[int, msgspec.Meta(ge=1)]  # tokens of a prompt and its answer together
+
+
+class FirstTokenParams(msgspec.Struct):
+    """The part of the parameters that is for routers alone."""
+
+    xpyd_first_token: FirstTokenOffer | None = None
+
+
+class FirstTokenChoice(msgspec.Struct):
+    """The choice of an answer that has one token."""
+
+    text: str | None = None
+    message: dict[str, msgspec.Raw] | None = None
+    finish_reason: str | None = None
+    stop_reason: msgspec.Raw = NULL
+    token_ids: tuple[int, ...] = ()
+    prompt_token_ids: msgspec.Raw = NULL
+
+
+class FirstTokenAnswer(msgspec.Struct):
+    """A prefill engine's answer, as a client may come to see it."""
+
+    id: msgspec.Raw
+    created: msgspec.Raw
+    model: msgspec.Raw
+    choices: tuple[FirstTokenChoice, ...]
+    usage: dict[str, msgspec.Raw]
+    prompt_token_ids: msgspec.Raw = NULL
+    system_fingerprint: msgspec.Raw = NULL
+
+
 class Coordinates(msgspec.Struct, frozen=True):
     """Where a decode engine finds the prefill engine; vLLM dies of some of these if they are missing or odd."""
 
@@ -83,6 +119,7 @@ class PromptTokensDetails(msgspec.Struct):
 class DetailedUsage(msgspec.Struct):
     """The usage of an engine with ``--enable-prompt-tokens-details``."""
 
+    prompt_tokens: int | None = None
     prompt_tokens_details: PromptTokensDetails | None = None
 
 

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from xpyd_proxy.core.request_record import RequestRecord, tenths
+from xpyd_proxy.core.request_record import RequestRecord, written_ms
 from xpyd_proxy.io.logs import note_all
 
 LOG: Final = logging.getLogger("xpyd.access")  # by this name people filter
@@ -50,18 +50,14 @@ def text(record: RequestRecord) -> str:
     line = (
         f"request_id={record.request_id} path={path} prefill={'-' if prefill is None else prefill.instance} "
         f"decode={'-' if decode is None else decode.instance} status={record.status} "
-        f"duration_ms={_ms(record.duration_s * 1000)} ttft_ms={'-' if ttft_s is None else _ms(ttft_s * 1000)} "
-        f"prefill_ms={'-' if prefill_ms is None else _ms(prefill_ms)} "
-        f"queue_ms={'-' if queue_s is None else _ms(queue_s * 1000)}"
+        f"duration_ms={written_ms(record.duration_s * 1000)} "
+        f"ttft_ms={'-' if ttft_s is None else written_ms(ttft_s * 1000)} "
+        f"prefill_ms={'-' if prefill_ms is None else written_ms(prefill_ms)} "
+        f"queue_ms={'-' if queue_s is None else written_ms(queue_s * 1000)}"
     )
     if record.is_usual:
         return line
     return line + "".join([f" {name}={value!r}" for name, value in _unusual(record).items()])
-
-
-def _ms(ms: float) -> str:
-    found = tenths(ms)
-    return f"{found // 10}.{found % 10}"
 
 
 def _unusual(record: RequestRecord) -> dict[str, object]:

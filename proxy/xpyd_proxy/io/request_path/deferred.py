@@ -29,12 +29,11 @@ class DeferredCalls:
 
     def add(self, do: Callable[..., object], *args: object) -> None:
         """Have this called soon."""
+        calls = self._calls
+        calls.append((do, args))
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_PAUSE_S, self.settle)
-            self._calls.append((do, args))
-            return
-        self._calls.append((do, args))
-        if len(self._calls) >= _MOST:
+        elif len(calls) >= _MOST:
             self.settle()
 
     def settle(self) -> None:

@@ -1,6 +1,6 @@
 """The engines as the relay meets them: reads the clock, and asks and tells the cores."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from xpyd_proxy.core.address import Address
@@ -9,11 +9,17 @@ from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.load import read_report
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import ANY, Instance, RequestId, Role, RoutingHints
+from xpyd_proxy.core.model import ANY, Instance, InstanceId, RequestId, Role, RoutingHints, SingleEngineReason
 from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.protocol.kv_transfer_check import cached_share
+from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.routing.pairing import PairSelector
+from xpyd_proxy.core.routing.prompt_memory import PromptMemory
 from xpyd_proxy.io.request_path.deferred import DeferredCalls
 
+_PREFILL: Final = Role.PREFILL
+_OURS: Final = "xpyd"  # an engine's metrics show which connector it has
+_FAR: Final = 0.5  # of what was expected in a cache: with less the engine has evicted it; blocks are whole ones
 _HALF_OPEN: Final = HealthState.HALF_OPEN  # looking a member up takes as long as a call
 
 
@@ -30,13 +36,59 @@ class Loads:
         return 0.0 if member is None else member.load.score(now=self._clock())
 
 
+class Caches:
+    """What engines have in their prefix caches, for policies and the relay."""
+
+    def __init__(self, memory: PromptMemory, registry: Registry, clock: Callable[[], float]) -> None:
+        self._memory = memory
+        self._registry = registry
+        self._clock = clock  # seconds; the one of the fleet
+
+    def matched(self, instance: Instance, ask: RoutingHints, /, *, is_there: bool = False) -> int:
+        """Return how many bytes of the prompt an engine has; ``is_there``: what is on its way does not count."""
+        member = self._registry.get(instance.id)
+        if member is None:
+            return 0
+        since, now = member.life.cache_since, self._clock()
+        return self._memory.matched(instance.id, ask.blocks, since=since, now=now, is_there=is_there)
+
+    def by_engine(self, ask: RoutingHints, /) -> Mapping[InstanceId, int]:
+        """Return how many bytes of the prompt each engine has, of those that have some."""
+        known = [instance for role in Role for instance in self._registry.known(role)]
+        cached = {one.id: self.matched(one, ask, is_there=one.role is Role.DECODE) for one in known}
+        return {name: size for name, size in cached.items() if size}
+
+    def sent(self, instance: Instance, ask: RoutingHints, /) -> None:
+        """The request goes to an engine."""
+        if (member := self._registry.get(instance.id)) is not None:
+            self._memory.sent(instance.id, ask.blocks, since=member.life.cache_since, now=self._clock())
+
+    def answered(self, instance: Instance, ask: RoutingHints, answer: int) -> None:
+        """A decode engine has answered with so many bytes."""
+        if self._registry.get(instance.id) is not None:
+            self._memory.answered(instance.id, ask.blocks, answer, now=self._clock())
+
+    def forget(self, instance: Instance, ask: RoutingHints, share: float) -> None:
+        """An engine has no more than this share of the prompt."""
+        self._memory.forget(instance.id, ask.blocks, int(share * ask.blocks.size))
+
+
 class LiveFleet:
     """A Fleet, a Pairing, Slots and a Watcher. What it is told of engines that were removed is dropped."""
 
     def __init__(
-        self, registry: Registry, pairs: PairSelector, learned: PushCoordinates, clock: Callable[[], float]
+        self,
+        registry: Registry,
+        pairs: PairSelector,
+        learned: PushCoordinates,
+        clock: Callable[[], float],
+        caches: Caches | None = None,
+        *,
+        remembers: bool = False,
     ) -> None:
         self.registry = registry
+        self.caches = caches  # None: no policy asks for them
+        self.remembers = remembers  # the policy of decode engines asks for them
         self._pairs = pairs
         self._learned = learned  # what prefill engines say in their answers
         self._clock = clock  # seconds; only differences count
@@ -59,6 +111,13 @@ class LiveFleet:
     def fitting(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
         """List those decode engines that can read the blocks of a prefill engine, as far as it is known."""
         return self.registry.fitting(prefill, decode)
+
+    def shares_loads(self, /) -> bool:
+        """Tell whether n answers to one prompt cost any decode engine one load: with our connector, as metrics show.
+
+        Others read the blocks n times, and the prefill engine frees them after the first.
+        """
+        return all(self.registry.facts(decode).connector == _OURS for decode in self.known(Role.DECODE))
 
     def pair(
         self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: RoutingHints = ANY, /
@@ -84,6 +143,25 @@ class LiveFleet:
         self._chosen(chosen)
         return chosen
 
+    def small(
+        self, decode: Sequence[Instance], ask: RoutingHints, least: int, /
+    ) -> tuple[SingleEngineReason | None, int]:
+        """Say why one engine serves a small prompt alone, and how many bytes of it that one has (PairSelector)."""
+        return self._pairs.small(decode, ask, least)
+
+    def remember(self, decode: Instance, ask: RoutingHints, record: RequestRecord) -> bool:
+        """A decode engine has answered, and keeps prompt and answer; False: it has not kept what it was sent for."""
+        caches = self.caches
+        if caches is None:
+            return True
+        if record.single_reason is SingleEngineReason.CACHED and record.cached is not None:
+            share, (cached, size) = cached_share(b"".join(record.end)), record.cached
+            if share is not None and share * size < _FAR * cached:
+                caches.forget(decode, ask, share)
+                return False
+        caches.answered(decode, ask, record.relayed)
+        return True
+
     def rehearsal(self) -> PairSelector:
         """Return what would choose now, to be asked without consequences."""
         return self._pairs.copy()
@@ -92,7 +170,7 @@ class LiveFleet:
         """It has a good answer."""
         if (member := self.registry.get(instance.id)) is not None:
             member.life.succeeded(request, now=self._clock())
-            mode = MODES.get(self._learned.state(instance.id))
+            mode = MODES.get(self._learned.state(instance.id)) if instance.role is _PREFILL else None
             if mode is not None and mode is not member.facts.mode:
                 self.registry.learn(instance.id, EngineCapabilities(mode=mode))
 
@@ -102,6 +180,12 @@ class LiveFleet:
             self.later.settle()  # what went well before
             member.life.failed(request, failure, now=self._clock())
         self.leave(instance, request)
+
+    def blamed(self, instance: Instance) -> None:
+        """Another engine has answered well what this one answered with 5xx."""
+        if (member := self.registry.get(instance.id)) is not None:
+            self.later.settle()  # what went well before
+            member.life.blamed(now=self._clock())
 
     def reported(self, instance: Instance, header: bytes) -> None:
         """An engine has said how busy it is (``endpoint-load-metrics``)."""
@@ -117,7 +201,8 @@ class LiveFleet:
         """Count a request at an engine; it may enter several times, and counts once."""
         if (member := self.registry.get(instance.id)) is not None:
             member.load.enter(request)
-            member.life.claimed(request)
+            if member.life.state is _HALF_OPEN:
+                member.life.claimed(request)
 
     def leave(self, instance: Instance, request: RequestId) -> None:
         """Stop to count it when it has left as often."""

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from xpyd_proxy.core.counters import Counters, Histogram
+from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.model import Instance, InstanceId, LegOrder, RequestId
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.protocol.kv_transfer_check import Arrival, arrival
-from xpyd_proxy.core.recent_stats import RecentStats, RollingSeries
+from xpyd_proxy.core.recent_stats import RecentStats
 from xpyd_proxy.core.request_record import RequestOutcome, RequestRecord
 from xpyd_proxy.io.logs import lines_together
 from xpyd_proxy.io.request_path.access_log import log_requests
@@ -39,34 +39,78 @@ _FAILED: Final[Mapping[Failure, str]] = {
 
 
 class _Engine:
-    """The numbers of one engine; good legs are added up here until somebody reads the counters."""
+    """The times of one engine's good legs, in seconds, until they are added up."""
 
-    __slots__ = ("answer_times", "answers", "instance", "legs", "ok")
+    __slots__ = ("answered", "at", "instance", "over")
 
-    def __init__(self, instance: Instance, recent: RecentStats) -> None:
+    def __init__(self, instance: Instance) -> None:
         self.instance = instance
-        self.ok = 0  # legs
-        self.legs = recent.legs[instance.id]
-        self.answer_times: Histogram | None = None  # since it answered
-        self.answers: RollingSeries | None = None
+        self.answered: list[float] = []  # until the answer
+        self.over: list[float] = []  # until the end
+        self.at = 0.0  # the time of the latest of both
+
+    def add_up(self, counters: Counters, recent: RecentStats) -> None:
+        """Put them where they are read."""
+        name = self.instance.id
+        if self.answered:
+            counters.answer_times(self.instance).observe_all(self.answered)
+            recent.answers[name].add_all(self.answered, now=self.at)
+            self.answered.clear()
+        if self.over:
+            counters.legs[name, self.instance.role, _OK] += len(self.over)
+            recent.legs[name].add_all(self.over, now=self.at)
+            self.over.clear()
 
 
 class _Kind:
-    """The numbers of the requests that are alike in all labels; they are added up here until somebody reads."""
+    """The numbers of the requests that are alike in all labels, until they are added up. Times are seconds."""
 
-    __slots__ = ("count", "decode", "duration", "has_transfer", "mode", "outcome", "path", "reason", "unqueued")
+    __slots__ = (
+        "decode",
+        "durations",
+        "has_transfer",
+        "is_failed",
+        "mode",
+        "outcome",
+        "path",
+        "reason",
+        "ttft",
+        "unqueued",
+    )
 
-    def __init__(self, path: str, record: RequestRecord, duration: Histogram) -> None:
+    def __init__(self, path: str, record: RequestRecord) -> None:
         self.path = path
         self.outcome = record.outcome
+        self.is_failed = self.outcome is _SERVER_ERROR or self.outcome is _STREAM_ABORTED
         self.mode = record.mode
         self.reason: str = record.single_reason or "none"
         self.decode = None if record.decode is None else record.decode.instance
         # A push whose legs went out at once may tell in its answer whether the KV cache arrived.
         self.has_transfer = record.prefill is not None and record.status == 200 and record.push is not _AT_ONCE
-        self.duration = duration
-        self.count = 0
-        self.unqueued = 0  # of them: admitted at once
+        self.durations: list[float] = []
+        self.ttft: list[float] = []
+        self.unqueued = 0  # requests that were admitted at once
+
+    def add_up(self, counters: Counters, recent: RecentStats, *, now: float) -> None:
+        """Put them where they are read."""
+        count = len(self.durations)
+        if not count:
+            return
+        counters.requests[self.path, self.outcome] += count
+        counters.durations.of((self.path, self.outcome)).observe_all(self.durations)
+        recent.requests.add_all(self.durations, now=now, failed=self.is_failed)
+        if self.decode is not None:
+            counters.routed[self.mode, self.reason] += count
+            if self.has_transfer:
+                counters.transfers[self.decode, _UNKNOWN] += count
+        if self.unqueued:
+            counters.queue_times.of((self.path,)).counts[0] += self.unqueued
+        if self.ttft:
+            counters.ttft.of((self.path,)).observe_all(self.ttft)
+            recent.ttft.add_all(self.ttft, now=now)
+            self.ttft.clear()
+        self.durations.clear()
+        self.unqueued = 0
 
 
 class Telemetry:
@@ -78,10 +122,11 @@ class Telemetry:
         self.transfers_expected: Counter[InstanceId] = Counter()  # by decode engine, ever
         self.legs_under_way: Callable[[], Iterable[InstanceId]] = tuple  # the engine of each
         self._clock = clock  # seconds; only differences count
-        self.later = DeferredCalls(lines_together, self._log)
+        self.later = DeferredCalls(lines_together, self._finish)
         self._over: list[RequestRecord] = []  # whose lines are to be written
         self._engines: dict[InstanceId, _Engine] = {}
-        self._kinds: dict[tuple[str, bool, str | None, str | None, str, str, bool], _Kind] = {}
+        self._kinds: dict[tuple[str, bool, str | None, str | None, str | None, str, bool], _Kind] = {}
+        self._handoffs: list[float] = []  # seconds between a prefill answer and its decode leg, to be counted
         self._gaps: dict[str, list[float]] = {}  # by path: seconds between two reads of a stream, to be counted
 
     @property
@@ -95,6 +140,7 @@ class Telemetry:
     def recent(self) -> RecentStats:
         """The last five minutes, with all that has happened."""
         self.later.settle()
+        self._add_up()
         return self._recent
 
     @property
@@ -117,32 +163,34 @@ class Telemetry:
     def leg_answered(self, instance: Instance, seconds: float, at: float) -> None:
         """An engine gave a good answer, or the first event of one, so long after it was asked."""
         engine = self._engine(instance)
-        answer_times, answers = engine.answer_times, engine.answers
-        if answer_times is None or answers is None:
-            answer_times = engine.answer_times = self._counters.answer_times(instance)
-            answers = engine.answers = self._recent.answers[instance.id]
-        answer_times.observe(seconds)
-        answers.add(seconds, now=at)
+        engine.answered.append(seconds)
+        engine.at = at
+
+    def leg_over(self, instance: Instance, answered_s: float, seconds: float, at: float) -> None:
+        """A leg is over whose engine gave a good answer so long after it was asked."""
+        engine = self._engine(instance)
+        engine.answered.append(answered_s)
+        engine.over.append(seconds)
+        engine.at = at
 
     def leg_ended(
         self, instance: Instance, seconds: float, failure: Failure | None, request: RequestId, at: float
     ) -> None:
         """A leg is over."""
-        engine = self._engine(instance)
         if failure is None:
-            engine.ok += 1
-            engine.legs.add(seconds, now=at)
+            engine = self._engine(instance)
+            engine.over.append(seconds)
+            engine.at = at
             return
         self._counters.legs[instance.id, instance.role, failure] += 1
         failed = failure is not Failure.REFUSED  # a client's mistake is none of the engine's
-        engine.legs.add(seconds, failed=failed, now=at)
+        self._recent.legs[instance.id].add_all([seconds], failed=failed, now=at)
         if failed:
             self._recent.failed(request, instance.id, f"a leg {_FAILED[failure]}", now=at)
 
-    def handed_over(self, seconds: float, at: float) -> None:
+    def handed_over(self, seconds: float) -> None:
         """The decode leg of a request was sent so long after its prefill leg was answered."""
-        self._counters.handoff.observe(seconds)
-        self._recent.gaps.add(seconds, now=at)
+        self._handoffs.append(seconds)
 
     def transfer_expected(self, decode: InstanceId) -> None:
         """A decode engine has begun to answer a leg that followed its prefill leg: it should have got KV cache."""
@@ -168,29 +216,30 @@ class Telemetry:
 
     def request_over(self, record: RequestRecord) -> None:
         """A request is over."""
-        kind, now = self._kind(record), self._clock()
-        kind.count += 1
-        kind.duration.observe(record.duration_s)
-        if record.queue_s is not None:
-            if record.queue_s:
-                self._counters.queue_times.observe((kind.path,), record.queue_s)
-            else:
-                kind.unqueued += 1
+        kind = self._kind(record)
+        kind.durations.append(record.duration_s)
+        if record.queue_s == 0:
+            kind.unqueued += 1
+        elif record.queue_s is not None:
+            self._counters.queue_times.observe((kind.path,), record.queue_s)
         if record.ttft_s is not None:
-            self._counters.ttft.observe((kind.path,), record.ttft_s)
-            self._recent.ttft.add(record.ttft_s, now=now)
+            kind.ttft.append(record.ttft_s)
         if record.push is _AT_ONCE:
             self._push_over(record)
         for retry in record.retries:
             self._counters.retries[retry.role, retry.reason] += 1
-        failed = kind.outcome is _SERVER_ERROR or kind.outcome is _STREAM_ABORTED
-        self._recent.requests.add(record.duration_s, failed=failed, now=now)
-        if failed:
+        if kind.is_failed:
             aborted = ", and the stream was aborted" if kind.outcome is _STREAM_ABORTED else ""
-            self._recent.failed(record.request_id, kind.path, f"answered with {record.status}{aborted}", now=now)
+            reason = f"answered with {record.status}{aborted}"
+            self._recent.failed(record.request_id, kind.path, reason, now=self._clock())
         self._over.append(record)
         if not self.later.is_settling:
             self._log()
+
+    def _finish(self) -> None:
+        """End a batch of events."""
+        self._add_up()
+        self._log()
 
     def _log(self) -> None:
         if self._over:
@@ -211,10 +260,10 @@ class Telemetry:
         decode = None if record.decode is None else record.decode.instance
         path = self._counters.label(record.path)
         is_200, outcome = record.status == 200, record.outcome
-        key = path, is_200, record.single_reason, decode, record.mode, outcome, record.prefill is None
+        key = path, is_200, record.single_reason, decode, record.push, outcome, record.prefill is None
         found = self._kinds.get(key)
         if found is None:
-            found = self._kinds[key] = _Kind(path, record, self._counters.durations.of((path, outcome)))
+            found = self._kinds[key] = _Kind(path, record)
         return found
 
     # ---- other events
@@ -226,6 +275,10 @@ class Telemetry:
     def differed(self, prefill: InstanceId, decode: InstanceId, /) -> None:
         """The two engines of a request made different prompts of it."""
         self._counters.mismatches[prefill, decode] += 1
+
+    def cache_missed(self, decode: InstanceId, /) -> None:
+        """A decode engine that was to have most of a prompt in its cache had far less."""
+        self._counters.cache_misses[(decode,)] += 1
 
     def transfers_missing(self, decode: InstanceId, legs: int) -> None:
         """By its own counters a decode engine got no KV cache for so many legs."""
@@ -262,25 +315,18 @@ class Telemetry:
     def _engine(self, instance: Instance) -> _Engine:
         found = self._engines.get(instance.id)
         if found is None:
-            found = self._engines[instance.id] = _Engine(instance, self._recent)
+            found = self._engines[instance.id] = _Engine(instance)
         return found
 
     def _add_up(self) -> None:
-        """Put into the counters what was added up beside them."""
-        counters = self._counters
+        """Put what has happened into the counters and the recent stats: many events at once cost a fraction of each."""
+        counters, recent, now = self._counters, self._recent, self._clock()
         self.count_gaps()
         for engine in self._engines.values():
-            if engine.ok:
-                counters.legs[engine.instance.id, engine.instance.role, _OK] += engine.ok
-                engine.ok = 0
+            engine.add_up(counters, recent)
         for kind in self._kinds.values():
-            if not kind.count:
-                continue
-            counters.requests[kind.path, kind.outcome] += kind.count
-            if kind.decode is not None:
-                counters.routed[kind.mode, kind.reason] += kind.count
-                if kind.has_transfer:
-                    counters.transfers[kind.decode, _UNKNOWN] += kind.count
-            if kind.unqueued:
-                counters.queue_times.of((kind.path,)).counts[0] += kind.unqueued
-            kind.count = kind.unqueued = 0
+            kind.add_up(counters, recent, now=now)
+        if self._handoffs:
+            counters.handoff.observe_all(self._handoffs)
+            recent.gaps.add_all(self._handoffs, now=now)
+            self._handoffs.clear()

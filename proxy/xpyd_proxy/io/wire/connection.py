@@ -7,6 +7,7 @@ from typing import Protocol, cast
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.errors import EngineError
+from xpyd_proxy.io.wire.request_head import Heads
 from xpyd_proxy.io.wire.response_handler import ResponseHandler
 from xpyd_proxy.io.wire.response_reader import ResponseReader
 from xpyd_proxy.io.wire.simple_response import CONTENT_TYPE, match_simple_response, parse_single_chunk
@@ -28,6 +29,18 @@ class Owner(Protocol):
         ...
 
 
+class Peer:
+    """What is kept of one address: connections, the one used last at the end, and the beginnings of requests."""
+
+    __slots__ = ("address", "heads", "idle", "is_forgotten")
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.idle: list[Connection] = []
+        self.heads = Heads(address)
+        self.is_forgotten = False  # nothing waited there: the next request to it gets another one of these
+
+
 class Connection:
     """Sends one request at a time, and gives what comes back to its ResponseHandler. It is an asyncio.Protocol.
 
@@ -36,11 +49,10 @@ class Connection:
 
     _transport: asyncio.Transport  # nobody gets the connection before it has one
 
-    def __init__(self, address: Address, owner: Owner) -> None:
-        self.address = address
-        self.idle_since = 0.0  # on the loop's clock, as its owner says
-        self.heard_at = 0.0  # on the same clock: when a request was sent, some of its answer came, or reading went on
-        self._clock = asyncio.get_running_loop().time
+    def __init__(self, peer: Peer, owner: Owner) -> None:
+        self.peer = peer  # what it leads to
+        self.clock = asyncio.get_running_loop().time
+        self.heard_at = self.clock()  # when it began, a request was sent, some of an answer came, or reading went on
         self._owner = owner
         self._poll = select.poll()
         self._reader = ResponseReader()
@@ -60,18 +72,11 @@ class Connection:
         return self._reply is None
 
     @property
-    def reusable(self) -> bool:
-        """Tell whether another request may be sent."""
-        done = self._reply is None or self._reply.complete
-        return self._usable and done and not self._transport.get_write_buffer_size()
-
-    @property
     def held_up(self) -> bool:
         """Tell whether the engine has to wait for us."""
         return self._held_up
 
-    @property
-    def silent(self) -> bool:
+    def is_silent(self) -> bool:
         """Tell whether nothing waits to be read, not even the engine's end of the connection."""
         return not self._poll.poll(0)
 
@@ -84,7 +89,7 @@ class Connection:
         if transport.is_closing():
             return False
         self._reply, call.source = call, self
-        self.heard_at = self._clock()
+        self.heard_at = self.clock()
         first = body[0]
         if len(body) == 1 and isinstance(first, bytes):
             transport.write(head + first)
@@ -98,12 +103,16 @@ class Connection:
         """Tell whether the engine has all of the request, or will have it in a moment."""
         return not (self._paused or self._unwritten)
 
-    def rest(self) -> None:
-        """Let go of the request; another may follow."""
+    def rest(self) -> bool:
+        """Let go of a request that is answered; False: no other may follow."""
+        done = self._reply is None or self._reply.complete
+        if not (self._usable and done) or self._transport.get_write_buffer_size():
+            return False
         self._reply = None
-        self._reader.next_request()
+        self._reader.loose = 0
         if self._held_up:
             self.resume_reading()
+        return True
 
     def pause_reading(self) -> None:
         """Let the engine wait."""
@@ -116,7 +125,7 @@ class Connection:
     def resume_reading(self) -> None:
         """Go on."""
         if self._held_up:
-            self.heard_at = self._clock()  # nothing could be heard before
+            self.heard_at = self.clock()  # nothing could be heard before
         self._held_up = False
         if not self._transport.is_closing():
             self._transport.resume_reading()
@@ -160,7 +169,7 @@ class Connection:
         if reply is None or reply.complete:
             self._unasked()
             return
-        self.heard_at = self._clock()
+        self.heard_at = self.clock()
         try:
             piece = parse_single_chunk(data) if self._reader.between else None
             if piece is None:
@@ -176,11 +185,8 @@ class Connection:
         reader = self._reader
         body = None if reader.in_response else match_simple_response(data)
         if body is not None:
-            reader.done = reader.keeps = True
-            reply.began(200, CONTENT_TYPE, b"")
-            if body:
-                reply.arrived(body, last=True)
-            self._answered(reply, clean=True)
+            self._usable = self._usable and not (reader.is_tls and self._held_up)  # of which the reader knows nothing
+            reply.arrived_whole(CONTENT_TYPE, body)
             return
         fault = reader.feed(data)
         if reader.headed and not self._begun:

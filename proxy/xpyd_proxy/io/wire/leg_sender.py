@@ -7,8 +7,8 @@ from xpyd_proxy.core.admission.keys import Outbound
 from xpyd_proxy.core.model import Headers, Instance, LegRequest, RequestId
 from xpyd_proxy.core.raw_json import Pieces
 from xpyd_proxy.errors import EngineError
-from xpyd_proxy.io.wire.connection import Connection
-from xpyd_proxy.io.wire.pool import Peer, Pool
+from xpyd_proxy.io.wire.connection import Connection, Peer
+from xpyd_proxy.io.wire.pool import Pool
 from xpyd_proxy.io.wire.request_head import Unsendable
 from xpyd_proxy.io.wire.response_handler import ResponseHandler
 

@@ -7,28 +7,17 @@ from contextlib import suppress
 from typing import Final, TypeAlias, cast
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.model import Instance, InstanceId
+from xpyd_proxy.core.model import Instance
 from xpyd_proxy.errors import EngineError, EngineTimeout, NotAllowed
 from xpyd_proxy.io.wire.connect_limiter import ConnectLimiter
-from xpyd_proxy.io.wire.connection import Connection
+from xpyd_proxy.io.wire.connection import Connection, Peer
 from xpyd_proxy.io.wire.connection_guard import Guard
-from xpyd_proxy.io.wire.request_head import Heads
 
 IDLE_MOST: Final = 2048  # connections that wait, to all engines together
 _ROUNDS: Final = 8  # looks at them in the time that one may wait
 # Opens a connection to a host and a port for a protocol; raises OSError.
 Dial: TypeAlias = Callable[[Callable[[], asyncio.Protocol], str, int], Awaitable[object]]
 _CLOSING_S: Final = 5.0  # seconds for the event loop to close what is open; it takes a round or two
-
-
-class Peer:
-    """What is kept of one address: connections, the one used last at the end, and the beginnings of requests."""
-
-    __slots__ = ("heads", "idle")
-
-    def __init__(self, address: Address) -> None:
-        self.idle: list[Connection] = []
-        self.heads = Heads(address)
 
 
 class Pool:
@@ -50,10 +39,9 @@ class Pool:
         self._tls = tls
         self._guard = guard
         self._peers: dict[Address, Peer] = {}
-        self._by_id: dict[InstanceId, Peer] = {}  # the same, under names whose hashes are known
+        self._by_id: dict[str, Peer] = {}  # by the engine that was there last; hashing an address takes longer
         self._open: set[Connection] = set()
         self._idle = 0  # in all peers
-        self._loop: asyncio.AbstractEventLoop | None = None  # the one it works in
         self._round: asyncio.TimerHandle | None = None
         self._turns = ConnectLimiter()  # to open one
         self._closing: asyncio.Event | None = None  # set when nothing is open any more
@@ -69,21 +57,21 @@ class Pool:
         return len(self._peers)
 
     def peer(self, instance: Instance) -> Peer:
-        """Return what is kept of an instance's address; an id never gets another address."""
+        """Return what is kept of an instance's address.
+
+        Its id may have been at another one: all engines that join are candidates first.
+        """
         peer = self._by_id.get(instance.id)
-        if peer is None:
+        if peer is None or peer.address is not instance.address:
             peer = self._by_id[instance.id] = self._peer(instance.address)
         return peer
 
     def waiting_at(self, peer: Peer) -> Connection | None:
         """Return the connection that was used last and is still good, if there is one."""
-        if not peer.idle:
-            return None
-        oldest = self._now() - self._keepalive_s
         while peer.idle:
             connection = peer.idle.pop()
             self._idle -= 1
-            if connection.idle_since > oldest and connection.silent:
+            if connection.clock() - connection.heard_at < self._keepalive_s and connection.is_silent():
                 return connection
             connection.abort()  # it waited too long, or the engine has closed it and the event loop does not know yet
         return None
@@ -113,12 +101,12 @@ class Pool:
 
     def put_back(self, connection: Connection) -> None:
         """Keep a connection for the next request, or close it at once: unless its answer is complete, say."""
-        if not connection.reusable or self._closing is not None or self._idle >= IDLE_MOST or self._keepalive_s <= 0:
+        if self._closing is not None or self._idle >= IDLE_MOST or self._keepalive_s <= 0 or not connection.rest():
             connection.abort()
             return
-        connection.rest()
-        connection.idle_since = self._now()
-        self._peer(connection.address).idle.append(connection)
+        if connection.peer.is_forgotten:
+            connection.peer = self._peer(connection.peer.address)
+        connection.peer.idle.append(connection)
         self._idle += 1
 
     def give_up(self, instance: Instance, *, silent_s: float) -> int:
@@ -128,7 +116,7 @@ class Pool:
         """
         since = asyncio.get_running_loop().time() - silent_s
         error = f"{instance.id} hangs: it has answered nothing, and no probe, for {silent_s:g} s"
-        listening = [one for one in self._open if one.address == instance.address and not one.held_up]
+        listening = [one for one in self._open if one.peer.address == instance.address and not one.held_up]
         return sum([one.give_up(EngineTimeout(error)) for one in listening if one.heard_at <= since])
 
     async def close(self) -> None:
@@ -144,12 +132,6 @@ class Pool:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), _CLOSING_S)
 
-    def _now(self) -> float:
-        loop = self._loop
-        if loop is None:  # asking for it costs a system call each time
-            loop = self._loop = asyncio.get_running_loop()
-        return loop.time()
-
     # What its connections tell
 
     def opened(self, connection: Connection, /) -> None:
@@ -160,10 +142,9 @@ class Pool:
 
     def ended(self, connection: Connection, /) -> None:
         """Take it out of those that wait."""
-        peer = self._peers.get(connection.address)
-        if peer is not None and connection.idle:
+        if connection.idle:
             with suppress(ValueError):  # it has just been taken out
-                peer.idle.remove(connection)
+                connection.peer.idle.remove(connection)
                 self._idle -= 1
 
     def closed(self, connection: Connection, /) -> None:
@@ -184,7 +165,7 @@ class Pool:
         made: list[Connection] = []
 
         def protocol() -> asyncio.Protocol:
-            made.append(Connection(address, self))
+            made.append(Connection(self._peer(address), self))
             return cast("asyncio.Protocol", made[-1])
 
         tls = self._context() if address.scheme == "https" else None
@@ -223,10 +204,11 @@ class Pool:
         self._round = None
         oldest = asyncio.get_running_loop().time() - self._keepalive_s * (_ROUNDS - 1) / _ROUNDS
         for address, peer in tuple(self._peers.items()):
-            while peer.idle and peer.idle[0].idle_since <= oldest:
+            while peer.idle and peer.idle[0].heard_at <= oldest:
                 peer.idle[0].abort()  # which takes it out of the list
             if not peer.idle:
                 del self._peers[address]
+                peer.is_forgotten = True
                 self._by_id.clear()  # a few are looked up again
         if self._peers:
             self._again()

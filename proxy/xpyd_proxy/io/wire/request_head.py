@@ -43,7 +43,7 @@ class Heads:
     def post_ours(self, path: str, headers: Headers, request: str, length: int) -> bytes:
         """Return the head of a POST of JSON with an id that the router has made; raises Unsendable."""
         lines = self._lines(headers) if headers else b""
-        beginning = self._beginning("POST", path)
+        beginning = self._beginnings.get(("POST", path)) or self._beginning("POST", path)
         said = f"x-request-id: {request}\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
         return beginning + lines + said.encode("ascii")
 

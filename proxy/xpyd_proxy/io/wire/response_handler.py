@@ -80,6 +80,13 @@ class ResponseHandler(ABC):
         """Some of its body is here, a chunk of its own; ``chunk``: the same as it has come, with its size."""
         self.arrived(piece)
 
+    def arrived_whole(self, content_type: bytes, body: bytes) -> None:
+        """All of an answer of status 200 has come at once."""
+        self.began(200, content_type, b"")
+        if body:
+            self.arrived(body, last=True)
+        self.ended()
+
     @abstractmethod
     def end(self) -> None:
         """All of it is here; the connection may be put back."""

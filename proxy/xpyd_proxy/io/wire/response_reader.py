@@ -31,7 +31,7 @@ class ResponseReader:
         self.is_tls = False
         self.in_response = False  # the parser has had some of the response
         self.pieces: list[bytes] = []  # of the body, not yet taken
-        self.loose = 0  # bytes since the last piece of a body
+        self.loose = 0  # bytes since the last piece of a body, or since the last request
         self.between = False  # what comes is the first byte of a chunk
         self.forget_head()
 
@@ -87,10 +87,6 @@ class ResponseReader:
         if self.loose > HEAD_MOST and not self.done:
             return UnclearResponse(f"a head of more than {HEAD_MOST} bytes")
         return None
-
-    def next_request(self) -> None:
-        """Expect the response to another request."""
-        self.loose = 0
 
     def close(self) -> None:
         """Let go of the parser: the two hold each other, and would wait for the garbage collector."""

@@ -154,6 +154,26 @@ def test_answers_of_5xx_break_it_by_their_share_only():
     )
 
 
+def test_answers_of_5xx_to_requests_that_others_serve_break_it_by_their_number():
+    """The request was good: so many in a row, and a success in between starts the count again."""
+    one = life()
+    for _ in range(2):
+        one.failed(RequestId("good"), Failure.HTTP_5XX, now=0)
+        one.blamed(now=1)
+    one.succeeded(RequestId("good"), now=2)
+    for _ in range(3):
+        assert one.may_serve(now=3)
+        one.failed(RequestId("good"), Failure.HTTP_5XX, now=3)
+        one.blamed(now=3)
+
+    assert (one.state, one.why) == (
+        HealthState.EJECTED,
+        "3 requests in a row failed: the last one was answered with an error",
+    )
+    one.blamed(now=4)
+    assert one.since == 3
+
+
 def test_a_share_of_failures_breaks_it_too():
     """Every second request fails: never three in a row, and still no engine to send anything to."""
     one = life()
@@ -318,6 +338,25 @@ def test_why_it_is_broken_is_a_sentence(failure, said):
     one.failed(RequestId("trial"), failure, now=5)
 
     assert one.why == f"the request it was tried with {said}"
+
+
+def test_the_cache_of_an_engine_that_was_away_is_another_one():
+    """It may have been restarted; what merely fails requests keeps its cache."""
+    one = life(now=1.0)
+    assert one.cache_since == 1.0
+    fail(one, 1, now=2.0, failure=Failure.HTTP_5XX)
+    fail(one, 1, now=3.0, failure=Failure.TIMEOUT)
+    assert one.cache_since == 1.0
+    fail(one, 1, now=4.0, failure=Failure.UNREACHABLE)
+    assert one.cache_since == 4.0
+    fail(one, 1, now=5.0, failure=Failure.ENGINE_RESTARTED)
+    assert one.cache_since == 5.0
+
+    for _ in range(LIMITS.health_check_failures):
+        one.missed("why", now=6.0)
+    assert (one.state, one.cache_since) == (HealthState.EJECTED, 6.0)
+    one.seen(now=9.0)
+    assert (one.state, one.cache_since) == (HealthState.HEALTHY, 9.0)
 
 
 def test_good_probes_do_not_heal_what_requests_broke():

@@ -7,12 +7,12 @@ import pytest
 
 from xpyd_proxy.core.model import Api, SingleEngineReason
 from xpyd_proxy.core.protocol import disaggregation
-from xpyd_proxy.core.protocol.disaggregation import prompt_chars, solo_reason
+from xpyd_proxy.core.protocol.disaggregation import may_share, solo_reason
 from xpyd_proxy.core.protocol.request_bodies import parse
 
 BOTH = (Api.COMPLETIONS, Api.CHAT)
 TEXT, CHAT = (Api.COMPLETIONS,), (Api.CHAT,)
-RESPONSES, MESSAGES = (Api.RESPONSES,), (Api.MESSAGES,)
+RESPONSES, MESSAGES, GENERATE = (Api.RESPONSES,), (Api.MESSAGES,), (Api.GENERATE,)
 EVERY = tuple(Api)
 FUNCTION = {"type": "function", "name": "f"}
 
@@ -22,6 +22,7 @@ PLAIN = {
     Api.CHAT: {"messages": []},
     Api.RESPONSES: {"input": "hi"},
     Api.MESSAGES: {"messages": [], "max_tokens": 9},
+    Api.GENERATE: {"token_ids": [1], "sampling_params": {}},
 }
 
 
@@ -50,6 +51,21 @@ def reason(api, **fields):
         (EVERY, "stream", ["yes", 1], SingleEngineReason.UNUSUAL),
         (MESSAGES, "max_tokens", [1, 0, None, "9", True, 2.0], SingleEngineReason.FEW_TOKENS),
         (MESSAGES, "thinking", [{"budget_tokens": 9}, {"budget_tokens": "3"}, "on", 1], SingleEngineReason.UNUSUAL),
+        (GENERATE, "sampling_params", [{"n": 2}, {"n": "1"}, {"n": True}], SingleEngineReason.N),
+        (GENERATE, "sampling_params", [{"max_tokens": 1}, {"max_tokens": "9"}], SingleEngineReason.FEW_TOKENS),
+        (
+            GENERATE,
+            "sampling_params",
+            [{"prompt_logprobs": 0}, {"prompt_logprob_token_ids": [[1]]}],
+            SingleEngineReason.PROMPT_LOGPROBS,
+        ),
+        (
+            GENERATE,
+            "sampling_params",
+            [None, "x", [], {"min_tokens": -1}, {"min_tokens": 9, "max_tokens": 8}],
+            SingleEngineReason.UNUSUAL,
+        ),
+        (GENERATE, "stream_options", [{"include_usage": True}], SingleEngineReason.UNUSUAL),
         (RESPONSES, "max_output_tokens", [1, 0, "9", 2.5], SingleEngineReason.FEW_TOKENS),
         (RESPONSES, "previous_response_id", ["resp_1", "", 0], SingleEngineReason.STORED),
         (
@@ -92,6 +108,8 @@ def test_what_would_be_wrong_in_two_halves_is_served_whole(apis, name, values, e
         (MESSAGES, "max_tokens", [2, 10**30]),
         (MESSAGES, "thinking", [None, {"type": "disabled"}, {"type": "enabled", "budget_tokens": 8}]),
         (MESSAGES, "n", [5]),
+        (GENERATE, "sampling_params", [{"max_tokens": None}, {"n": 1, "logprobs": 5}, {"min_tokens": 2, "seed": 3}]),
+        (GENERATE, "sampling_params.n", [2]),
         (RESPONSES, "max_output_tokens", [2, None]),
         (RESPONSES, "previous_response_id", [None]),
         (RESPONSES, "tools", [[], [FUNCTION]]),
@@ -152,29 +170,36 @@ def test_messages_need_a_limit():
     assert solo_reason(Api.MESSAGES, parse(b'{"messages":[]}', strip_private=False)) is SingleEngineReason.UNUSUAL
 
 
-@pytest.mark.parametrize("api", Api)
-def test_a_short_prompt_is_not_worth_a_transfer(api):
-    """If the operator says so; what is wrong for other reasons says so first."""
-    fields = parse(json.dumps(PLAIN[api]).encode(), strip_private=False)
-    length = prompt_chars(api, fields)
-
-    assert length == (4 if api in (Api.COMPLETIONS, Api.RESPONSES) else 2)
-    assert solo_reason(api, fields, min_split_prompt_bytes=length) is None
-    assert solo_reason(api, fields, min_split_prompt_bytes=length + 1) is SingleEngineReason.SHORT
-    assert (
-        solo_reason(Api.CHAT, parse(b'{"n":2}', strip_private=False), min_split_prompt_bytes=9) is SingleEngineReason.N
-    )
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"n": 2}, True),
+        ({"n": 200}, True),
+        *(({"n": n}, False) for n in (0, "2", True, 2.0)),
+        ({"n": 2, "echo": True}, False),
+        ({"n": 2, "max_tokens": 1}, False),
+        ({"n": 2, "min_tokens": "x"}, False),
+    ],
+)
+def test_several_answers_to_one_prompt_may_share_it(fields, expected):
+    """If nothing else keeps the request from being split."""
+    for api in BOTH:
+        assert may_share(api, parse(json.dumps(PLAIN[api] | fields).encode(), strip_private=False)) is expected
+    sampled = {"token_ids": [1], "sampling_params": fields}
+    if "echo" not in fields:
+        assert may_share(Api.GENERATE, parse(json.dumps(sampled).encode(), strip_private=False)) is expected
 
 
 @pytest.mark.parametrize("api", Api)
 def test_what_was_plain_once_is_looked_at_again_where_it_differs(api):
     """The same fields are found plain from memory; other values, another order or another call are not."""
-    limit = {Api.RESPONSES: "max_output_tokens"}.get(api, "max_tokens")
+    name = {Api.RESPONSES: "max_output_tokens"}.get(api, "max_tokens")
+    eight, one = ({"sampling_params": {name: n}} if api is Api.GENERATE else {name: n} for n in (8, 1))
     for _ in range(2):
-        assert reason(api, **{limit: 8, "stream": True}) is None
-        assert reason(api, **{"stream": True, limit: 8}) is None
-        assert reason(api, **{limit: 1, "stream": True}) is SingleEngineReason.FEW_TOKENS
-        assert reason(api, **{limit: 8, "stream": "yes"}) is SingleEngineReason.UNUSUAL
+        assert reason(api, **eight, stream=True) is None
+        assert reason(api, stream=True, **eight) is None
+        assert reason(api, **one, stream=True) is SingleEngineReason.FEW_TOKENS
+        assert reason(api, **eight, stream="yes") is SingleEngineReason.UNUSUAL
 
 
 def test_what_is_remembered_is_bounded():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from xpyd_proxy.core.protocol.kv_transfer_check import Arrival, arrival
+from xpyd_proxy.core.protocol.kv_transfer_check import Arrival, arrival, cached_share
 
 
 def usage(cached):
@@ -47,3 +47,22 @@ def test_the_end_of_a_stream_tells(cached, says):
 def test_what_does_not_tell_is_unknown(end):
     """Tokens that look like a usage are only text, and broken events break nothing."""
     assert arrival(end) is Arrival.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("usage", "share"),
+    [
+        ('{"prompt_tokens":200,"prompt_tokens_details":{"cached_tokens":50}}', 0.25),
+        ('{"prompt_tokens":200,"prompt_tokens_details":{"cached_tokens":0}}', 0.0),
+        ('{"prompt_tokens":0,"prompt_tokens_details":{"cached_tokens":0}}', None),
+        ('{"prompt_tokens_details":{"cached_tokens":5}}', None),
+        ('{"prompt_tokens":200,"prompt_tokens_details":null}', None),
+        ('{"prompt_tokens":200}', None),
+    ],
+)
+def test_an_engine_may_say_how_much_of_a_prompt_it_had(usage, share):
+    """In a whole answer, and in the last event of a stream."""
+    whole = f'{{"choices":[],"usage":{usage}}}'
+
+    assert cached_share(whole.encode()) == share
+    assert cached_share(f"data: {whole}\n\ndata: [DONE]\n\n".encode()) == share

@@ -145,7 +145,7 @@ def write(pairs):
 def test_decode_gets_the_clients_values_byte_for_byte(pairs):
     """Big integers, floats beyond range, escapes and unknown fields included; names keep their order."""
     text = b'{"kv_transfer_params":' + json.dumps(PARAMS).encode() + b"}"
-    made = decode_body(parse(write(pairs), strip_private=False), kv_params(P, text).params)
+    made = decode_body(parse(write(pairs), strip_private=False), kv_params(P, text)[0])
     fields = msgspec.json.decode(made, type=dict[str, msgspec.Raw])
 
     carried = fields.pop("kv_transfer_params")
@@ -189,7 +189,11 @@ def test_a_body_that_is_no_object_is_the_clients_mistake(body, says):
 @pytest.mark.parametrize("value", [{"do_remote_prefill": True}, {}, 7, "x"])
 def test_clients_may_not_send_transfer_parameters(name, value):
     """They name other requests' memory, and {"do_remote_prefill": true} alone kills a vLLM 0.32 engine."""
-    for body, where in (({name: value}, name), ({"vllm_xargs": {name: value}}, f"vllm_xargs.{name}")):
+    for body, where in (
+        ({name: value}, name),
+        ({"vllm_xargs": {name: value}}, f"vllm_xargs.{name}"),
+        ({"sampling_params": {"extra_args": {name: value}}}, f"sampling_params.extra_args.{name}"),
+    ):
         with pytest.raises(BadRequest, match=f"{where} is set by the router") as caught:
             parse(json.dumps({"prompt": "hi"} | body).encode(), strip_private=False)
         assert caught.value.param == where
@@ -201,6 +205,8 @@ def test_an_escaped_name_is_the_same_name():
         parse(rb'{"prompt":"hi","kv_\u0074ransfer_params":{}}', strip_private=False)
     with pytest.raises(BadRequest, match="kv_transfer_params"):
         parse(rb'{"prompt":"hi","vllm_xargs":{"kv_\u0074ransfer_params":1}}', strip_private=False)
+    with pytest.raises(BadRequest, match="kv_transfer_params"):
+        parse(rb'{"sampling_params":{"extra_\u0061rgs":{"kv_\u0074ransfer_params":1}}}', strip_private=False)
 
 
 def test_null_says_nothing_and_is_dropped():
@@ -215,6 +221,13 @@ def test_they_can_be_stripped_instead():
     body = b'{"prompt":"hi","kv_transfer_params":{"a":1},"vllm_xargs":{"ec_transfer_params":1,"b":0.10}}'
 
     assert encode(parse(body, strip_private=True)) == b'{"prompt":"hi","vllm_xargs":{"b":0.10}}'
+
+
+def test_of_two_extra_arguments_the_one_that_was_looked_at_goes_on():
+    """Or an engine could read the other one."""
+    body = b'{"sampling_params":{"extra_args":{"kv_transfer_params":1},"seed" : 1e1,"extra_args":{"a":1}}}'
+
+    assert encode(parse(body, strip_private=False)) == b'{"sampling_params":{"extra_args":{"a":1},"seed":1e1}}'
 
 
 @pytest.mark.parametrize("extra", [b'{"a" : 1}', b"[1]", b'"x"'])
@@ -267,6 +280,18 @@ def test_an_answer_without_parameters_is_the_engines_fault(body):
         kv_params(P, body)
 
 
+def test_prefill_of_token_ids_keeps_the_sampling_parameters():
+    """But for the limits, which are among them: logprobs and the like are checked by the prefill engine."""
+    body = {"token_ids": [1], "sampling_params": {"seed": 7, "logprobs": 2, "min_tokens": 4, "max_tokens": 9}}
+    more = {"stream": True, "stream_options": {}}
+    fields = parse(json.dumps(body | more).encode(), strip_private=False)
+    made = json.loads(prefill_body(Api.GENERATE, fields, TransferId("x")))
+
+    assert made.pop("kv_transfer_params")["do_remote_decode"] is True
+    once = {"seed": 7, "logprobs": 2, "min_tokens": 1, "max_tokens": 1}
+    assert made == {"token_ids": [1], "sampling_params": once, "stream": False}
+
+
 @pytest.mark.parametrize(
     ("api", "one"),
     [
@@ -289,7 +314,7 @@ def test_only_responses_are_named_in_the_body():
     fields = parse(b'{"request_id":"mine","input":"a"}', strip_private=False)
 
     assert encode(named(Api.RESPONSES, fields, RequestId("r"))) == b'{"request_id":"resp_r","input":"a"}'
-    for api in (Api.COMPLETIONS, Api.CHAT, Api.MESSAGES):
+    for api in set(Api) - {Api.RESPONSES}:
         assert named(api, fields, RequestId("r")) == fields
 
 

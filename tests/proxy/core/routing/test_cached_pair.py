@@ -13,7 +13,7 @@ from xpyd_proxy.core.fleet.compatibility import EngineCapabilities
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import InstanceId, RequestId, Role, RoutingHints
+from xpyd_proxy.core.model import InstanceId, RequestId, Role, RoutingHints, SingleEngineReason
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
@@ -22,9 +22,10 @@ from xpyd_proxy.core.routing.policies.power_of_two import PowerOfTwo
 from xpyd_proxy.core.routing.policies.prefix import Prefix
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
 from xpyd_proxy.core.routing.policies.session import Session
+from xpyd_proxy.core.routing.prompt_memory import PromptMemory
 from xpyd_proxy.core.schemas import Coordinates, HealthVerdict, NamedMetrics
 from xpyd_proxy.errors import ProxyError
-from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
+from xpyd_proxy.io.request_path.live_fleet import Caches, LiveFleet, Loads
 from xpyd_proxy.settings import Settings
 
 LIMITS = Settings(
@@ -34,14 +35,22 @@ LIMITS = Settings(
     ejection_time_s=2.0,
     max_ejection_time_s=8.0,
 )
+
+
+def _prefix(load, caches):
+    return PolicyPerLeg(
+        Prefix(load, LeastLoaded(load), caches), Prefix(load, LeastLoaded(load), caches), decode_first=True
+    )
+
+
 POLICIES = {
-    "round robin": lambda _: RoundRobin(),
-    "least loaded": lambda load: PolicyPerLeg(LeastLoaded(load), LeastLoaded(load)),
-    "two choices": lambda load: PolicyPerLeg(
+    "prefix": _prefix,
+    "round robin": lambda *_: RoundRobin(),
+    "least loaded": lambda load, _: PolicyPerLeg(LeastLoaded(load), LeastLoaded(load)),
+    "two choices": lambda load, _: PolicyPerLeg(
         PowerOfTwo(load, random.Random(1).randrange), PowerOfTwo(load, _second_dice())
     ),
-    "prefix": lambda load: PolicyPerLeg(Prefix(load, LeastLoaded(load)), LeastLoaded(load)),
-    "session": lambda load: PolicyPerLeg(LeastLoaded(load), Session(LeastLoaded(load))),
+    "session": lambda load, _: PolicyPerLeg(LeastLoaded(load), Session(LeastLoaded(load))),
 }
 SOME = st.integers(0, 7)  # an engine, by its place
 A_ROLE = st.sampled_from(Role)
@@ -77,7 +86,9 @@ class Side:
         self.registry = Registry(LIMITS)
         self.learned = PushCoordinates(at_once=True)
         load = Loads(self.registry, self.clock).of
-        self.pairs = PairSelector(self.registry, policy(load))
+        self.caches = Caches(PromptMemory(60.0, most=30), self.registry, self.clock)
+        choice = policy(load, self.caches)
+        self.pairs = PairSelector(self.registry, choice, choice.decode.cached if policy is _prefix else None)
         self.fleet = LiveFleet(self.registry, self.pairs, self.learned, self.clock)
 
     def clock(self):
@@ -146,6 +157,23 @@ class Calm(RuleBasedStateMachine):
         chosen = outcome(self.quick.fleet.any_pair, ask)
         assert chosen == outcome(self.slow.slowly, ask)
         return chosen
+
+    @rule(ask=ASKS, least=st.sampled_from([0, 100, 400, 5000]), answered=st.booleans())
+    def choose_one(self, ask, least, answered):
+        """A decode engine serves it alone; one that is said to have nearly all of the prompt is the one chosen."""
+        self.each(lambda side: outcome(self.one, side, ask, least, answered))
+
+    def one(self, side, ask, least, answered):
+        decodes = side.fleet.usable(Role.DECODE)
+        reason, cached = side.fleet.small(decodes, ask, least)
+        chosen = side.fleet.one(decodes, ask)
+        assert chosen in decodes
+        has = side.caches.matched(chosen, ask, is_there=True)
+        assert has >= cached
+        if answered:
+            side.caches.answered(chosen, ask, 100)
+        assert reason is not SingleEngineReason.CACHED or ask.blocks.size - cached < least
+        return [chosen]
 
     def send(self, side, name, request):
         side.fleet.enter(side.registry.member(name).instance, request)

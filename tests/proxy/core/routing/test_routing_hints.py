@@ -5,12 +5,12 @@ import json
 import pytest
 
 from xpyd_proxy.core.model import Api, GenerationRequest, PassthroughRequest, RoutingHints
+from xpyd_proxy.core.protocol.disaggregation import PROMPTS
 from xpyd_proxy.core.protocol.request_bodies import parse
 from xpyd_proxy.core.routing import routing_hints
 from xpyd_proxy.core.routing.routing_hints import ask_of_call, ask_of_errand
 
 HEADERS = ((b"authorization", b"k"), (b"x-session-id", b"s"))
-PROMPTS = {Api.COMPLETIONS: "prompt", Api.CHAT: "messages", Api.RESPONSES: "input", Api.MESSAGES: "messages"}
 
 
 def call_of(api, raw, rank=None, headers=HEADERS):
@@ -25,11 +25,15 @@ def test_model_session_rank_and_the_beginning_of_the_prompt(api):
     assert ask_of_call(call_of(api, raw, 3), "s") == RoutingHints("m", "s", b'[ "a",  "b" ]', None, 3)
 
 
-def test_a_long_prompt_is_cut():
-    """No policy looks at megabytes."""
+def test_a_long_prompt_is_neither_copied_nor_compared():
+    """Unless a policy asks for its blocks: then they are found once, also for a request that is sent again."""
     raw = json.dumps({"prompt": "x" * 100_000}).encode()
+    asked = ask_of_call(call_of(Api.COMPLETIONS, raw))
+    assert isinstance(asked.prompt, memoryview)
+    assert asked._blocks is None
 
-    assert ask_of_call(call_of(Api.COMPLETIONS, raw)).prompt == b'"' + b"x" * (16 * 1024 - 1)
+    assert asked.blocks.size == 100_001  # without the last quote
+    assert asked.once_more().blocks is asked.blocks
 
 
 @pytest.mark.parametrize("model", [b"null", b"7", b'["m"]'])

@@ -60,8 +60,8 @@ def test_bins_are_added_as_if_one_ring_had_seen_all():
     one, other, both = RollingSeries(), RollingSeries(), RollingSeries()
     for ring, values in ((one, (1.0, 2.0)), (other, (6.0,))):
         for value in values:
-            ring.add(value, failed=value == 6.0, now=10.0)
-            both.add(value, failed=value == 6.0, now=10.0)
+            ring.add_all([value], failed=value == 6.0, now=10.0)
+            both.add_all([value], failed=value == 6.0, now=10.0)
 
     assert bin_of([one.last(60, now=10.0), other.last(60, now=10.0)]) == both.last(60, now=10.0)
     assert bin_of([Bin(0, 0, None, None)] * 2) == Bin(0, 0, None, None)

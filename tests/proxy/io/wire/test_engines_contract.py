@@ -362,7 +362,8 @@ def test_an_idle_connection_is_dropped_before_vllm_drops_it():
     assert Settings().engine_keepalive_s < 5
 
 
-def test_idle_connections_and_what_belongs_to_them_go_in_time(client):
+@pytest.mark.parametrize("thinks_s", [0.0, 0.1])  # longer than its address is remembered while nothing waits there
+def test_idle_connections_and_what_belongs_to_them_go_in_time(client, thinks_s):
     """Before the engine closes them; and of an engine that is gone nothing stays."""
 
     async def main(leg):
@@ -376,6 +377,7 @@ def test_idle_connections_and_what_belongs_to_them_go_in_time(client):
 
     def script(engine, talk):
         talk.request()
+        time.sleep(thinks_s)
         talk.send(reply())
         start = time.monotonic()
         engine.hung.append(talk.hung_up())

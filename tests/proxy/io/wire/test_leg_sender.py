@@ -51,6 +51,27 @@ def test_the_pieces_of_a_body_arrive_as_one(loop, scheme, contexts, size):
     assert {request.value(b"content-length") for request in engine.requests} == {b"%d" % len(whole)}
 
 
+def test_a_connection_is_used_again_for_its_own_address_alone(loop):
+    """Engines that join at the same time have one id, as candidates: what went to one came to another."""
+
+    def script(engine, talk):
+        while True:
+            engine.requests.append(talk.request())
+            talk.send(answer())
+
+    async def main(legs):
+        async with WireEngines(Settings()) as engines:
+            await asyncio.gather(*[engines.ask(leg, timeout_s=5) for leg in legs])
+            for leg in (*legs, *legs):
+                await engines.ask(leg, timeout_s=5)
+
+    with raw_engine(script) as one, raw_engine(script) as other:
+        run(loop, main([leg_to(engine, engine.at.encode()) for engine in (one, other)]))
+
+    for engine in (one, other):
+        assert [request.body for request in engine.requests] == [engine.at.encode()] * 3
+
+
 async def test_a_connection_that_cannot_be_opened_for_another_reason_is_told_too():
     """A leg without a time limit would wait for ever."""
 

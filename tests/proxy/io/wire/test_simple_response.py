@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from support.wiring import Told
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.io.wire.connection import Connection
+from xpyd_proxy.io.wire.connection import Connection, Peer
 from xpyd_proxy.io.wire.simple_response import match_simple_response, parse_single_chunk
 
 LINES = st.sampled_from(
@@ -102,20 +102,19 @@ class Nobody:
 
 async def told_of(*conversation):
     """Return what is told of each answer, given in pieces, and whether the connection may be used again."""
-    connection = Connection(Address("http", "h", 80), Nobody())
+    connection = Connection(Peer(Address("http", "h", 80)), Nobody())
     connection.connection_made(Wire())
-    found = []
+    found, rests = [], True
     for pieces in conversation:
         call = Told()
-        if not connection.reusable or not connection.start(call, b"POST / HTTP/1.1\r\n\r\n", [b""]):
+        if not rests or not connection.start(call, b"POST / HTTP/1.1\r\n\r\n", [b""]):
             break
         for piece in pieces:
             connection.data_received(piece)
         head = (call.status, call.content_type, call.load) if call.status else None
         ends = ["failed" if call.error is not None else "end"] * call.is_over
-        found.append(([head, call.body, *ends], connection.reusable))
-        if connection.reusable:
-            connection.rest()
+        rests = connection.rest()
+        found.append(([head, call.body, *ends], rests))
     return found
 
 

@@ -1,63 +1,65 @@
-"""The engine that has seen the longest beginning of the prompt, while it is not overloaded."""
+"""The engine that has the longest beginning of the prompt, while it is not overloaded."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from hashlib import blake2b
-from typing import Final, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
-from xpyd_proxy.core.model import ANY, Instance, InstanceId, RoutingHints
+from xpyd_proxy.core.model import ANY, Instance, RoutingHints
 from xpyd_proxy.core.routing.pairing import Policy
 
-Seen: TypeAlias = OrderedDict[tuple[InstanceId, bytes], None]
-BLOCK: Final = 256  # bytes of the prompt's JSON
-MOST_BLOCKS: Final = 256  # of a prompt; what it says later hardly makes two prompts of one beginning different
-MOST_ENTRIES: Final = 100_000  # of all prompts and engines: about 20 MB
+LEAST: Final = 256  # bytes: a shorter match counts if it is half of the prompt
 SLACK: Final = 4.0  # how much more load than the least loaded engine an engine may have and still be preferred
 
 
+class PromptCaches(Protocol):
+    """What engines have in their caches, now, as far as is known (core/routing/prompt_memory.py)."""
+
+    def matched(self, instance: Instance, ask: RoutingHints, /, *, is_there: bool = False) -> int:
+        """Return how many bytes of the prompt an engine has; ``is_there``: what is on its way does not count."""
+        ...
+
+    def sent(self, instance: Instance, ask: RoutingHints, /) -> None:
+        """The request goes to an engine."""
+        ...
+
+
 class Prefix:
-    """Remembers which engine was chosen for which blocks, as a prefix cache would; the oldest are forgotten."""
+    """Prefers the longest match; equals and newcomers go by the other policy."""
 
     def __init__(
-        self,
-        load: Callable[[Instance], float],
-        otherwise: Policy,
-        *,
-        most: int = MOST_ENTRIES,
-        seen: Seen | None = None,
+        self, load: Callable[[Instance], float], otherwise: Policy, caches: PromptCaches, *, notes: bool = True
     ) -> None:
         self._load = load
         self._otherwise = otherwise
-        self._most = most
-        self._seen: Seen = OrderedDict() if seen is None else seen
+        self._caches = caches
+        self._notes = notes
 
     def one(self, among: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
-        """Return the engine with the longest match that has room; equals and newcomers go by the other policy."""
-        blocks = list(_chain(ask.prompt))
-        most = min(map(self._load, among)) + SLACK
-        matches = dict[InstanceId, int]()
-        for instance in among:
-            if self._load(instance) <= most:
-                unseen = (count for count, block in enumerate(blocks) if (instance.id, block) not in self._seen)
-                matches[instance.id] = next(unseen, len(blocks))
-        longest = max(matches.values())
-        best = [instance for instance in among if matches.get(instance.id) == longest]
+        """Return the engine with the longest match that has room."""
+        best = self._best(among, ask)
         chosen = best[0] if len(best) == 1 else self._otherwise.one(best, ask)
-        for block in reversed(blocks):  # the beginning is forgotten last: without it the rest is of no use
-            self._seen[chosen.id, block] = None
-            self._seen.move_to_end((chosen.id, block))
-        while len(self._seen) > self._most:
-            self._seen.popitem(last=False)
+        if self._notes and ask.prompt:
+            self._caches.sent(chosen, ask)
         return chosen
+
+    def cached(self, among: Sequence[Instance], ask: RoutingHints) -> int:
+        """Return how many bytes of the prompt the engine has that would be chosen, whichever of equals it is."""
+        return min([self._caches.matched(instance, ask, is_there=True) for instance in self._best(among, ask)])
 
     def copy(self) -> "Prefix":
         """Return one that chooses alike, and whose choices leave no trace here."""
-        return Prefix(self._load, self._otherwise.copy(), most=self._most, seen=self._seen.copy())
+        return Prefix(self._load, self._otherwise.copy(), self._caches, notes=False)
 
-
-def _chain(prompt: bytes) -> Iterator[bytes]:
-    """Name each whole block by all that came before it, too."""
-    name = b""
-    for start in range(0, min(len(prompt) // BLOCK, MOST_BLOCKS) * BLOCK, BLOCK):
-        name = blake2b(prompt[start : start + BLOCK], key=name, digest_size=12).digest()
-        yield name
+    def _best(self, among: Sequence[Instance], ask: RoutingHints) -> Sequence[Instance]:
+        if len(among) == 1 or not ask.prompt:
+            return among
+        loads = [self._load(instance) for instance in among]
+        most = min(loads) + SLACK
+        matches = [
+            self._caches.matched(instance, ask) if load <= most else -1
+            for instance, load in zip(among, loads, strict=True)
+        ]
+        longest = max(matches)
+        if longest < LEAST and longest * 2 < len(ask.prompt):
+            longest = 0
+            matches = [min(match, 0) for match in matches]
+        return [instance for instance, match in zip(among, matches, strict=True) if match == longest]

@@ -1,5 +1,6 @@
 """Prompts go where their beginning is."""
 
+import json
 from collections import Counter
 
 from hypothesis import given, settings
@@ -7,11 +8,26 @@ from hypothesis import strategies as st
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.model import Instance, InstanceId, Role, RoutingHints
+from xpyd_proxy.core.prompt_blocks import BLOCK
 from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
-from xpyd_proxy.core.routing.policies.prefix import BLOCK, SLACK, Prefix
+from xpyd_proxy.core.routing.policies.prefix import LEAST, SLACK, Prefix
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
+from xpyd_proxy.core.routing.prompt_memory import PromptMemory
 
 ENGINES = [Instance(InstanceId(f"p{i}"), Role.PREFILL, Address("http", "h", i + 1)) for i in range(4)]
+
+
+class Known:
+    """Caches of engines that never restart, at one time."""
+
+    def __init__(self, most=1000):
+        self.memory = PromptMemory(1.0, most=most)
+
+    def matched(self, instance, asked, *, is_there=False):
+        return self.memory.matched(instance.id, asked.blocks, since=0.0, now=0.0, is_there=is_there)
+
+    def sent(self, instance, asked):
+        self.memory.sent(instance.id, asked.blocks, since=0.0, now=0.0)
 
 
 def ask(*letters):
@@ -23,9 +39,13 @@ def idle(_):
     return 0.0
 
 
+def prefix(load=idle, otherwise=None, **known):
+    return Prefix(load, otherwise or LeastLoaded(load), Known(**known))
+
+
 def test_a_prompt_goes_to_the_longest_common_beginning():
     """The engine that has more of it cached computes less."""
-    policy = Prefix(idle, RoundRobin())
+    policy = prefix(otherwise=RoundRobin())
     first, second = policy.one(ENGINES, ask(*"abc")), policy.one(ENGINES, ask(*"xyz"))
     assert first != second
     assert policy.one(ENGINES, ask(*"abcd")) == first
@@ -36,7 +56,7 @@ def test_a_prompt_goes_to_the_longest_common_beginning():
 
 def test_a_block_is_known_by_all_that_came_before_it():
     """A cache is of no use in the middle of a prompt."""
-    policy = Prefix(idle, RoundRobin())
+    policy = prefix(otherwise=RoundRobin())
     policy.one(ENGINES, ask(*"abc"))
     others = [policy.copy().one(ENGINES, ask(*"xbc")), policy.copy().one(ENGINES, ask(*"yyyabc"))]
 
@@ -46,7 +66,7 @@ def test_a_block_is_known_by_all_that_came_before_it():
 def test_an_engine_that_is_too_busy_is_passed_over():
     """Or one popular beginning would make one engine do everything."""
     load = dict.fromkeys([one.id for one in ENGINES], 0.0)
-    policy = Prefix(lambda one: load[one.id], LeastLoaded(lambda one: load[one.id]))
+    policy = prefix(lambda one: load[one.id])
     home = policy.one(ENGINES, ask("a"))
     load[home.id] = SLACK
     assert policy.one(ENGINES, ask("a")) == home
@@ -59,7 +79,7 @@ def test_an_engine_that_is_too_busy_is_passed_over():
 def test_the_load_stays_within_its_limit(steps):
     """Whatever the prompts: nobody who is chosen is more than the slack above the least loaded."""
     load = dict.fromkeys([one.id for one in ENGINES], 0)
-    policy = Prefix(lambda one: load[one.id], LeastLoaded(lambda one: load[one.id]))
+    policy = prefix(lambda one: load[one.id])
     for letters, ended in steps:
         least = min(load.values())
         chosen = policy.one(ENGINES, ask(*letters))
@@ -70,17 +90,49 @@ def test_the_load_stays_within_its_limit(steps):
 
 def test_memory_is_bounded_and_the_beginning_is_forgotten_last():
     """Without its beginning the rest of a prompt is of no use."""
-    policy = Prefix(idle, RoundRobin(), most=10)
+    policy = prefix(otherwise=RoundRobin(), most=10)
     home = policy.one(ENGINES, ask(*"abcdefgh"))
     policy.one(ENGINES, ask(*"uvwxyz"))
 
-    assert len(policy._seen) == 10
+    assert len(policy._caches.memory) == 10
     assert policy.one(ENGINES, ask(*"abcd")) == home
 
 
-def test_short_prompts_are_spread():
-    """They have no block to be known by."""
-    policy = Prefix(idle, LeastLoaded(idle))
-    counts = Counter(policy.one(ENGINES, RoutingHints(prompt=b"hello")).id for _ in range(40))
+def chat(*texts):
+    """The messages of a chat, with answers in between."""
+    messages = [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(texts)]
+    return RoutingHints(prompt=json.dumps(messages).encode())
 
-    assert set(counts.values()) == {10}
+
+def test_a_few_words_in_common_do_not_gather_prompts():
+    """A short system prompt is no reason to send everybody to one engine; half of a short prompt is."""
+    policy = prefix()
+    others = [policy.one(ENGINES, chat("system", "", f"question {number} " * 10)).id for number in range(40)]
+    assert set(Counter(others).values()) == {10}
+
+    question = chat("a first question")
+    first = policy.one(ENGINES, question)
+    policy._caches.memory.answered(first.id, question.blocks, 300, now=0.0)
+    assert len(question.prompt) < LEAST
+    assert {policy.one(ENGINES, chat("a first question", "yes", "why?")) for _ in range(8)} == {first}
+
+
+def test_what_leaves_no_trace_chooses_alike():
+    """An operator asks where a request would go, and that changes nothing."""
+    policy = prefix(otherwise=RoundRobin())
+    home = policy.one(ENGINES, ask(*"abc"))
+    known = len(policy._caches.memory)
+
+    assert policy.copy().one(ENGINES, ask(*"abcd")) == home
+    assert policy.copy().one(ENGINES, ask(*"xyz")) == policy.copy().one(ENGINES, ask(*"xyz"))
+    assert len(policy._caches.memory) == known
+
+
+def test_only_what_has_been_answered_counts_as_cached():
+    """Eight equal prompts at once must not all be computed by one decode engine, for the KV cache that is to come."""
+    policy = prefix()
+    home, prompt = policy.one(ENGINES, ask(*"abc")), ask(*"abc")
+    assert policy.cached(ENGINES, prompt) == 0
+
+    policy._caches.memory.answered(home.id, prompt.blocks, 10, now=0.0)
+    assert policy.cached(ENGINES, prompt) == 3 * BLOCK

@@ -1,0 +1,75 @@
+"""A stream that goes on behind tokens which the client has already: what an engine is asked for the rest."""
+
+from collections.abc import Mapping
+from typing import Final, Protocol
+
+import msgspec
+
+from xpyd_proxy.core.model import Api
+from xpyd_proxy.core.raw_json import NULL, Fields, encode, maybe
+
+_DEFAULT_LIMIT: Final = 16  # of completions that do not say
+_LIMITS: Final = ("max_tokens", "max_completion_tokens")
+
+
+class Continuation(Protocol):
+    """One stream, as the client sees it, whichever engines make it."""
+
+    broken: bool  # the engine has said that it failed; what came before may be shown
+
+    def feed(self, lines: bytes) -> bytes:
+        """Take whole lines of an engine's stream; return what the client gets in their place."""
+        ...
+
+    def gap(self) -> bytes:
+        """Return what must come before the next event, when the one before was cut off behind a line of it."""
+        ...
+
+    def again(self) -> Fields | None:
+        """The engine has broken off: return what another one is asked; None: nobody can go on."""
+        ...
+
+    def ending(self) -> bytes | None:
+        """Return the rest of a stream whose last token was there when it broke off; None: it was not."""
+        ...
+
+
+def limits(api: Api, fields: Fields) -> Mapping[str, int]:
+    """Return how many tokens a client wants at most, by the names that it has used."""
+    said = {name: limit for name in _LIMITS if (limit := maybe(fields.get(name, NULL), int)) is not None}
+    if api is Api.COMPLETIONS and "max_tokens" not in fields:
+        said["max_tokens"] = _DEFAULT_LIMIT
+    return said
+
+
+def least(fields: Fields) -> int:
+    """Return how many tokens a client wants at least."""
+    return maybe(fields.get("min_tokens", NULL), int) or 0
+
+
+def limits_behind(api: Api, fields: Fields, made: int) -> Fields | None:
+    """Return the limits behind so many tokens; None: there is no room for another."""
+    said = limits(api, fields)
+    if any(limit <= made for limit in said.values()):
+        return None
+    behind = {name: raw(limit - made) for name, limit in said.items()}
+    if wanted := least(fields):
+        behind["min_tokens"] = raw(max(0, wanted - made))
+    return behind
+
+
+def prompt_of(api: Api, tokens: msgspec.Raw) -> Fields:
+    """Return the fields that make tokens the prompt of a request."""
+    if api is Api.COMPLETIONS:
+        return {"prompt": tokens}
+    return {"kv_transfer_params": raw_fields({"prompt_token_ids": tokens})}  # they win over the messages
+
+
+def raw(value: object) -> msgspec.Raw:
+    """Write a value."""
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
+def raw_fields(fields: Fields) -> msgspec.Raw:
+    """Write an object inside another."""
+    return msgspec.Raw(encode(fields))

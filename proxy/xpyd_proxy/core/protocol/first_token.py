@@ -1,0 +1,235 @@
+"""The prefill engine's token, shown to the client when that engine answers; the decode engine goes on behind it.
+
+A continuation is exact under the rules of core/protocol/replay.py. Beyond them the token must be what one engine would
+have streamed first. So prefill engines say in their answers for which APIs it may be shown, and how long a prompt and
+its answer may be; until they have, and wherever something is odd, the decode engine makes the token again.
+
+The decode engine's stream passes as bytes: only its first event, and those with a usage, are parsed.
+"""
+
+from typing import Final
+
+import msgspec
+
+from xpyd_proxy.core.model import Api
+from xpyd_proxy.core.protocol.continuation import least, limits, limits_behind, prompt_of, raw, raw_fields
+from xpyd_proxy.core.raw_json import FALSE, NULL, TRUE, Fields, encode, maybe
+from xpyd_proxy.core.schemas import FirstTokenAnswer, FirstTokenChoice, FirstTokenOffer, FirstTokenParams
+
+STREAM: Final = b"text/event-stream; charset=utf-8"
+_NAMES: Final = {Api.COMPLETIONS: "completions", Api.CHAT: "chat"}  # in an engine's offer
+_CHUNKS: Final = {Api.COMPLETIONS: raw("text_completion"), Api.CHAT: raw("chat.completion.chunk")}
+_HALF: Final = "\N{REPLACEMENT CHARACTER}"  # the token is a part of a character
+_MARKS: Final = frozenset("<[{|")  # they begin tool calls and the like, which a parser must see from their beginning on
+_EMPTY: Final = (b"null", b"[]", b"{}")
+_DATA: Final = b"data:"
+_DONE: Final = b"data: [DONE]\n\n"
+_USAGE: Final = b'"usage":{'  # vLLM leaves the field out, or writes null, where there is none
+
+
+def may_show(api: Api, fields: Fields, offer: FirstTokenOffer | None) -> bool:
+    """Tell whether a prefill engine may be asked for the first token of a request that can be resumed."""
+    if offer is None or _NAMES.get(api) not in offer.apis:
+        return False
+    options = maybe(fields.get("stream_options", NULL), Fields) or {}
+    if options.get("continuous_usage_stats", FALSE) == TRUE or fields.get("skip_special_tokens", TRUE) == FALSE:
+        return False
+    wanted = least(fields)
+    return all(wanted <= limit for limit in limits(api, fields).values())  # else the decode engine refuses it
+
+
+def asked_for_token(fields: Fields) -> Fields:
+    """Return what a prefill engine is asked beside its usual leg: its token must be the model's own.
+
+    It may be an end, unless the client rules that out; a token that cannot be the end is no answer.
+    """
+    return {"return_token_ids": TRUE, "min_tokens": raw(min(1, least(fields)))}
+
+
+def offered(params: msgspec.Raw) -> FirstTokenOffer | None:
+    """Return what a prefill engine's parameters say of its tokens; None: they are not to be shown."""
+    found = maybe(params, FirstTokenParams)
+    return None if found is None else found.xpyd_first_token
+
+
+class FirstToken:
+    """The first token of an answer, which may be all of it. It does not change."""
+
+    __slots__ = ("_choice", "_fingerprint", "_text", "_usage", "api", "fields", "head", "is_all", "prompt", "token")
+
+    def __init__(self, api: Api, fields: Fields, said: FirstTokenAnswer, text: str, prompt: msgspec.Raw) -> None:
+        (choice,) = said.choices
+        self.api = api
+        self.fields = fields  # the client's
+        self._choice = choice
+        self._fingerprint: Fields = {}
+        if said.system_fingerprint != NULL:
+            self._fingerprint["system_fingerprint"] = said.system_fingerprint
+        self._text = text
+        self._usage = {name: value for name, value in said.usage.items() if value != NULL}
+        self.head: Fields = {"id": said.id, "object": _CHUNKS[api], "created": said.created, "model": said.model}
+        self.prompt = prompt  # its tokens
+        self.token = choice.token_ids[0]
+        self.is_all = choice.finish_reason == "stop"
+
+    def events(self) -> bytes:
+        """Return the beginning of the client's stream, or all of it, as vLLM would have sent it."""
+        shown = b""
+        if self.api is Api.CHAT:
+            message = self._choice.message or {}
+            begun = {"role": message.get("role", raw("assistant")), "content": raw("")}
+            role: dict[str, object] = {"delta": begun, "logprobs": None, "finish_reason": None}
+            shown = self._event(role, {"prompt_token_ids": NULL, "prompt_text": NULL})
+        if not self.is_all:
+            return shown + self._event(self._content(None), {})
+        options = maybe(self.fields.get("stream_options", NULL), Fields) or {}
+        if options.get("include_usage") != TRUE:
+            return shown + self._event(self._content("stop"), self._fingerprint) + _DONE
+        usage: Fields = {"choices": raw([]), "usage": raw_fields(self._usage)}
+        counted = _DATA + b" " + encode(self.head | usage | self._fingerprint) + b"\n\n"
+        return shown + self._event(self._content("stop"), {}) + counted + _DONE
+
+    def _content(self, finish: str | None) -> dict[str, object]:
+        if self.api is Api.COMPLETIONS:
+            ends: dict[str, object] = {"finish_reason": finish, "stop_reason": self._choice.stop_reason}
+            return {"text": self._text, "logprobs": None} | ends | {"prompt_token_ids": None, "token_ids": None}
+        said: dict[str, object] = {"delta": {"content": self._text}, "logprobs": None, "finish_reason": finish}
+        return said | ({"stop_reason": self._choice.stop_reason} if finish else {}) | {"token_ids": None}
+
+    def _event(self, choice: dict[str, object], more: Fields) -> bytes:
+        choices: Fields = {"choices": raw([{"index": 0} | choice])}
+        return _DATA + b" " + encode(self.head | choices | more) + b"\n\n"
+
+    def decode_fields(self, fields: Fields, params: msgspec.Raw) -> Fields:
+        """Return what a decode engine is asked that reads the blocks; ``fields`` are those for a whole answer."""
+        behind = limits_behind(self.api, fields, 1)
+        if behind is None:
+            raise RuntimeError("there is no second token")  # such a request is not split
+        if self.api is Api.COMPLETIONS:
+            return fields | behind | {"prompt": self._tokens(), "kv_transfer_params": params}
+        told = bytes(params).rstrip()[:-1] + b',"prompt_token_ids":' + bytes(self._tokens()) + b"}"
+        return fields | behind | {"kv_transfer_params": msgspec.Raw(told)}
+
+    def alone_fields(self) -> Fields:
+        """Return what a decode engine is asked that computes the prompt itself."""
+        return self.fields | (limits_behind(self.api, self.fields, 1) or {}) | prompt_of(self.api, self._tokens())
+
+    def _tokens(self) -> msgspec.Raw:
+        """Return the prompt and the token; they may be many, and are not read."""
+        return msgspec.Raw(bytes(self.prompt).rstrip()[:-1] + b",%d]" % self.token)
+
+
+def first_token(api: Api, fields: Fields, offer: FirstTokenOffer, answer: bytes) -> FirstToken | None:
+    """Return the token of a prefill engine's answer; None: it cannot be shown."""
+    said = maybe(answer, FirstTokenAnswer)
+    if said is None or len(said.choices) != 1:
+        return None
+    (choice,) = said.choices
+    prompt = choice.prompt_token_ids if api is Api.COMPLETIONS else said.prompt_token_ids
+    text = choice.text if api is Api.COMPLETIONS else _content(choice)
+    if text is None or _HALF in text or len(choice.token_ids) != 1 or not bytes(prompt).startswith(b"["):
+        return None
+    if api is Api.CHAT and not _MARKS.isdisjoint(text):
+        return None
+    if choice.finish_reason != "stop" and (choice.finish_reason != "length" or not text):
+        return None
+    asked = maybe(said.usage.get("prompt_tokens", NULL), int)
+    if asked is None or asked + 1 >= offer.max_model_len:
+        return None
+    return FirstToken(api, fields, said, text, prompt)
+
+
+def _content(choice: FirstTokenChoice) -> str | None:
+    """Return the text of a message that has nothing else."""
+    message = choice.message or {}
+    if any(bytes(value) not in _EMPTY for name, value in message.items() if name not in ("role", "content")):
+        return None
+    return maybe(message.get("content", NULL), str)
+
+
+class Spliced:
+    """Implements Continuation for a stream that begins with a prefill engine's token."""
+
+    __slots__ = ("_ends_event", "_first", "_is_read", "_passes", "_renamed", "broken")
+
+    def __init__(self, first: FirstToken) -> None:
+        self.broken = False
+        self._first = first
+        self._is_read = False  # the client has some of what the decode engine has made
+        self._passes = False  # what comes may pass as bytes
+        self._renamed: list[tuple[bytes, bytes]] = []  # what the decode engine calls the answer, and what we do
+        self._ends_event = False  # the end of an event that was left out is to come
+
+    def feed(self, lines: bytes) -> bytes:
+        """Take whole lines of the decode engine's stream; return what the client gets in their place."""
+        if not self._passes or self._ends_event or lines.find(_USAGE) >= 0:
+            return b"".join([self._line(line) for line in lines.splitlines(keepends=True)])
+        self._is_read = True
+        for theirs, ours in self._renamed:
+            lines = lines.replace(theirs, ours)  # in a text the quotes would be escaped
+        return lines
+
+    def gap(self) -> bytes:
+        """Return nothing: no engine takes over once some of another one's is shown."""
+        return b""
+
+    def again(self) -> Fields | None:
+        """Return what another engine is asked, if the client has nothing but the first token."""
+        if self._is_read:
+            return None
+        self._passes = self._ends_event = False
+        return self._first.alone_fields()
+
+    def ending(self) -> bytes | None:
+        """Return None: the end is the decode engine's."""
+        return None
+
+    def _line(self, line: bytes) -> bytes:
+        if self._ends_event and not line.strip():
+            self._ends_event = False
+            return b""
+        chunk = maybe(line[len(_DATA) :], Fields) if line.startswith(_DATA) else None
+        if chunk is None or "error" in chunk:
+            return line
+        if not self._passes:
+            self._learn(chunk, line)
+            if _is_role(chunk):
+                self._ends_event = True
+                return b""
+        self._is_read = True
+        chunk |= {name: self._first.head[name] for name in ("id", "created") if name in chunk}
+        if said := maybe(chunk.get("usage", NULL), Fields):
+            chunk["usage"] = _whole_usage(said)
+        return _DATA + b" " + encode(chunk) + b"\n"
+
+    def _learn(self, chunk: Fields, line: bytes) -> None:
+        """See how the decode engine writes what all of its events have in common."""
+        self._renamed.clear()
+        self._passes = True
+        for name in ("id", "created"):
+            theirs = b'"%b":%b,' % (name.encode(), bytes(chunk.get(name, NULL)))
+            ours = b'"%b":%b,' % (name.encode(), bytes(self._first.head[name]))
+            self._passes = self._passes and line.find(theirs) >= 0
+            if theirs != ours:
+                self._renamed.append((theirs, ours))
+
+
+def _is_role(chunk: Fields) -> bool:
+    """Tell the event that only says who speaks."""
+    choices = maybe(chunk.get("choices", NULL), list[Fields]) or []
+    deltas = [maybe(choice.get("delta", NULL), Fields) or {} for choice in choices]
+    return bool(deltas) and all("role" in delta and not maybe(delta.get("content", NULL), str) for delta in deltas)
+
+
+def _whole_usage(said: Fields) -> msgspec.Raw:
+    """Count as one engine would have: the first token is none of the prompt's.
+
+    A decode engine reads all but the last token of a prompt. Where the token was shown that is all of the client's.
+    """
+    asked = (maybe(said.get("prompt_tokens", NULL), int) or 1) - 1
+    made = (maybe(said.get("completion_tokens", NULL), int) or 0) + 1
+    counts: Fields = {"prompt_tokens": raw(asked), "completion_tokens": raw(made), "total_tokens": raw(asked + made)}
+    details = maybe(said.get("prompt_tokens_details", NULL), Fields)
+    if details is not None and (cached := maybe(details.get("cached_tokens", NULL), int)) is not None:
+        counts["prompt_tokens_details"] = raw_fields(details | {"cached_tokens": raw(min(cached, max(asked - 1, 0)))})
+    return raw_fields(said | counts)

@@ -1,0 +1,99 @@
+"""Which engine has which prompts in its cache, as far as the router knows from what it has sent and what came back.
+
+Engines do not say what they evict, so all of it is a guess with a lifetime: it decides where a request goes, and never
+what is right. The blocks of a prompt are remembered from its end to its beginning, so an engine that has one has all
+those before it: the longest match is found by halves.
+"""
+
+from collections import OrderedDict
+from typing import Final, TypeAlias
+
+from xpyd_proxy.core.model import InstanceId
+from xpyd_proxy.core.prompt_blocks import PromptBlocks
+
+ENTRIES_MOST: Final = 100_000  # of all prompts and engines: about 30 MB
+_Key: TypeAlias = tuple[InstanceId, int]
+
+
+class _Entry:
+    """What is remembered of some blocks; those that were sent together share it. It does not change."""
+
+    __slots__ = ("answer", "at", "is_there")
+
+    def __init__(self, at: float, *, is_there: bool, answer: int = 0) -> None:
+        self.at = at  # when a prompt with it was sent there last
+        self.is_there = is_there  # an answer has shown it; else it is on its way
+        self.answer = answer  # bytes of the answer to the prompt that ends with it; 0: none does
+
+
+class PromptMemory:
+    """The blocks by engine; the oldest are forgotten first. Times are seconds of a clock that only rises.
+
+    ``since``: from when on the engine's cache is the one it has now; what was sent before is lost.
+    """
+
+    def __init__(self, lifetime_s: float, *, most: int = ENTRIES_MOST) -> None:
+        self._lifetime_s = lifetime_s  # without use
+        self._most = most
+        self._entries: OrderedDict[_Key, _Entry] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def sent(self, engine: InstanceId, blocks: PromptBlocks, *, since: float, now: float) -> None:
+        """A prompt is sent to an engine, which will have it in its cache."""
+        new, there = _Entry(now, is_there=False), _Entry(now, is_there=True)
+        entries, oldest = self._entries, max(since, now - self._lifetime_s)
+        for name in reversed(blocks.names):
+            key = engine, name
+            old = entries.pop(key, None)
+            if old is None or not old.is_there or old.at < oldest:
+                entries[key] = new
+            else:
+                entries[key] = _Entry(now, is_there=True, answer=old.answer) if old.answer else there
+        self._shrink(now)
+
+    def answered(self, engine: InstanceId, blocks: PromptBlocks, answer: int, *, now: float) -> None:
+        """An engine has decoded a prompt, and answered with so many bytes: both are in its cache."""
+        there = _Entry(now, is_there=True)
+        for name in reversed(blocks.names):
+            old = self._entries.pop((engine, name), None)
+            kept = 0 if old is None else old.answer
+            self._entries[engine, name] = _Entry(now, is_there=True, answer=kept) if kept else there
+        if blocks.names:
+            self._entries[engine, blocks.names[-1]] = _Entry(now, is_there=True, answer=answer)
+        self._shrink(now)
+
+    def matched(
+        self, engine: InstanceId, blocks: PromptBlocks, *, since: float, now: float, is_there: bool = False
+    ) -> int:
+        """Return how many bytes of a prompt an engine has; ``is_there``: what is on its way does not count."""
+        entries, names = self._entries, blocks.names
+        oldest = max(since, now - self._lifetime_s)
+        found: _Entry | None = None
+        low, high = 0, len(names)  # it has the first ``low`` blocks, and not that with the index ``high``
+        while low < high:
+            middle = (low + high) // 2
+            entry = entries.get((engine, names[middle]))
+            if entry is None or entry.at < oldest or (is_there and not entry.is_there):
+                high = middle
+            else:
+                low, found = middle + 1, entry
+        if found is None:
+            return 0
+        end = blocks.ends[low - 1]
+        return end + min(found.answer, blocks.generated(low - 1)) if found.answer else end
+
+    def forget(self, engine: InstanceId, blocks: PromptBlocks, cached: int) -> None:
+        """An engine has no more than the first ``cached`` bytes of a prompt."""
+        for name, end in zip(blocks.names, blocks.ends, strict=True):
+            if end > cached:
+                self._entries.pop((engine, name), None)
+
+    def _shrink(self, now: float) -> None:
+        entries, oldest = self._entries, now - self._lifetime_s
+        while entries:
+            key, entry = next(iter(entries.items()))
+            if len(entries) <= self._most and entry.at >= oldest:
+                break
+            del entries[key]

@@ -1,0 +1,159 @@
+"""``xpyd replay``: what each policy would make of a trace; docs/replay.md tells what is simulated."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from math import inf, isfinite
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from xpyd_proxy.planning.replay import chart
+from xpyd_proxy.planning.replay.engine import EngineModel
+from xpyd_proxy.planning.replay.routers import CHOICES
+from xpyd_proxy.planning.replay.simulation import SimulatedFleet, replay
+from xpyd_proxy.planning.replay.summary import Summary, Targets, summarise
+from xpyd_proxy.planning.replay.trace_files import Arrivals, read_trace
+from xpyd_proxy.planning.replay.traces import Conversations, NoReplay, Trace
+
+_MOST_ENGINES: Final = 1000  # of a role
+_MOST_TURNS: Final = 1_000_000
+_DEFAULT_POLICIES: Final = ("round_robin", "prefix")
+_HEAD: Final = (
+    *("", "TTFT p50", "p95", "p99", "later p50", "ITL p50", "p99"),
+    *("hits P", "D", "computed/new", "good", "uneven P", "D"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    said = "Mooncake's JSON lines; prompt_tokens,output_tokens as CSV or JSON lines; or vLLM's multi-turn conversations"
+    parser.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help=said)
+    said = f"one of {', '.join(CHOICES)}, or one for each leg as session/prefix; repeat it to compare (%(default)s)"
+    parser.add_argument("--policy", action="append", metavar="POLICY", help=said)
+    add = partial(parser.add_argument_group("traffic").add_argument, type=_positive)
+    add("--sessions", type=_count, metavar="N", help="generate so many conversations instead of reading a file")
+    add("--turns", type=_count, default=8, metavar="N", help="of a generated conversation (%(default)s)")
+    add("--system-tokens", type=_count, default=1000, metavar="N", help="that all generated ones share (%(default)s)")
+    add("--prompt-tokens", default=500, metavar="N", help="that a turn adds, on the mean (%(default)s)")
+    add("--output-tokens", default=200, metavar="N", help="of an answer, on the mean (%(default)s)")
+    said = "conversations, or requests of a file of lengths, that begin in a second (%(default)s)"
+    add("--rate", default=2.0, metavar="R", help=said)
+    add("--think", default=5.0, metavar="S", help="seconds from an answer to the next turn, on the mean (%(default)s)")
+    add("--speed", default=1.0, metavar="X", help="how many times faster timestamps pass (%(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="of all that is left to chance (%(default)s)")
+    option = parser.add_argument_group("engines").add_argument
+    option("--prefill", type=_engines, default=4, metavar="N", help="prefill engines (%(default)s)")
+    option("--decode", type=_engines, default=4, metavar="N", help="decode engines (%(default)s)")
+    option("--engine", type=Path, metavar="FILE", help="what one engine does, as JSON (docs/replay.md)")
+    option("--decode-engine", type=Path, metavar="FILE", help="the same of a decode engine, if it is another")
+    said = "tokens of a block, except with Mooncake's traces (%(default)s)"
+    option("--block-size", type=_count, default=16, metavar="N", help=said)
+    option = parser.add_argument_group("output").add_argument
+    said = "seconds to the first token that a request served well takes, at most"
+    option("--ttft", type=_positive, default=inf, metavar="S", help=said)
+    said = "seconds between two tokens, on the mean of a request served well, at most"
+    option("--itl", type=_positive, default=inf, metavar="S", help=said)
+    option("--json", action="store_true", help="print JSON")
+    option("--plot", type=Path, metavar="FILE", help="write a picture, as SVG")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a row for each policy; return the exit code: 0, or 2 if that cannot be replayed."""
+    try:
+        trace = _trace(args)
+        decode_model = None if args.decode_engine is None else _engine_model(args.decode_engine)
+        fleet = SimulatedFleet(args.prefill, args.decode, _engine_model(args.engine), decode_model)
+        policies: Sequence[str] = args.policy or _DEFAULT_POLICIES
+        targets = Targets(args.ttft, args.itl)
+        rows = [summarise(replay(trace, policy, fleet, seed=args.seed), targets) for policy in policies]
+        title = f"{len(trace.turns):,} requests on {args.prefill} prefill and {args.decode} decode engines"
+        if args.plot is not None:
+            _write(args.plot, chart.draw(rows, title))
+    except NoReplay as exc:
+        sys.stderr.write(f"xpyd replay: {exc}\n")
+        return 2
+    as_json = json.dumps([asdict(row) for row in rows], indent=2) + "\n"
+    sys.stdout.write(as_json if args.json else _as_text(rows, title))
+    return 0
+
+
+def _trace(args: argparse.Namespace) -> Trace:
+    if (args.trace is None) == (args.sessions is None):
+        raise NoReplay("give either a trace or --sessions")
+    if args.trace is not None:
+        return read_trace(args.trace, Arrivals(args.rate, args.think, args.block_size, args.speed, args.seed))
+    if args.sessions * args.turns > _MOST_TURNS:
+        raise NoReplay(f"{args.sessions:,} sessions of {args.turns:,} turns are more than {_MOST_TURNS:,} requests")
+    lengths = args.system_tokens, args.prompt_tokens, args.output_tokens
+    return Conversations(args.sessions, args.turns, args.rate, args.think, *lengths).generate(
+        args.block_size, args.seed
+    )
+
+
+def _engine_model(path: Path | None) -> EngineModel:
+    if path is None:
+        return EngineModel()
+    try:
+        return msgspec.json.decode(path.read_bytes()[:65536], type=EngineModel)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        raise NoReplay(f"{path} does not describe an engine: {getattr(exc, 'strerror', None) or exc}") from exc
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as exc:
+        raise NoReplay(f"{path} cannot be written: {exc.strerror}") from exc
+
+
+def _as_text(rows: Sequence[Summary], title: str) -> str:
+    cells = [_HEAD, *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    pad: Sequence[Callable[[str, int], str]] = [str.ljust, *[str.rjust] * (len(widths) - 1)]
+    lines = ["  ".join(fill(cell, w) for fill, cell, w in zip(pad, row, widths, strict=True)) for row in cells]
+    return "\n".join([f"{title}, {rows[0].seconds:,.0f} s", "", *lines, ""])
+
+
+def _cells(row: Summary) -> tuple[str, ...]:
+    return (
+        row.policy,
+        *map(_ms, (row.ttft_p50, row.ttft_p95, row.ttft_p99, row.later_ttft_p50, row.itl_p50, row.itl_p99)),
+        *("-" if share is None else f"{share:.0%}" for share in (row.prefill_hits, row.decode_hits)),
+        f"{row.computed_per_new:.2f}",
+        f"{row.good:.1%}",
+        *("-" if more is None else f"{more:.2f}" for more in (row.prefill_unevenness, row.decode_unevenness)),
+    )
+
+
+def _ms(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    if seconds < 10:
+        return f"{seconds * 1e3:.{1 if seconds < 0.1 else 0}f} ms"
+    return f"{seconds:.0f} s"
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if isfinite(value) and 0 < value <= 1e9:
+        return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+
+
+def _count(text: str, most: int = _MOST_TURNS) -> int:
+    if text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {most:,}")
+
+
+def _engines(text: str) -> int:
+    return _count(text, _MOST_ENGINES)

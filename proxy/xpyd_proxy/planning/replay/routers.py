@@ -1,0 +1,135 @@
+"""Who gets a request: the router's own policies on its own fleet, and a model of vllm-router's for comparison."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from random import Random
+from typing import Final, TypeAlias
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.model import ANY, Api, Instance, InstanceId, RequestId, Role, RoutingHints
+from xpyd_proxy.core.request_record import RequestRecord
+from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
+from xpyd_proxy.core.schemas import NamedMetrics
+from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
+from xpyd_proxy.io.request_path.policies import fleet_of
+from xpyd_proxy.planning.replay.traces import BYTES_PER_TOKEN, NoReplay, Trace
+from xpyd_proxy.settings import PolicyName, Settings
+
+Load: TypeAlias = Callable[[Instance], float]
+_USAGE: Final = b'{"usage":{"prompt_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}}'  # of an answer
+VLLM_ROUTER: Final = "vllm-router"
+CHOICES: Final = (*map(str, PolicyName), VLLM_ROUTER)
+
+
+class VllmRouter:
+    """vllm-router's default policy, ``cache_aware``, as src/policies/cache_aware.rs of vllm-project/router has it.
+
+    The engine that was sent the longest beginning of this text, if that is more than 0.3 of the text; else, or if the
+    loads differ by more than 64 requests and by half, the one with the fewest requests. Not modelled: its session keys
+    and that its tree forgets (beyond 2**26 characters).
+    """
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._sent = OrderedDict[bytes, InstanceId]()  # who was sent a block last, named by all text before it, too
+
+    def one(self, among: Sequence[Instance], ask: RoutingHints = ANY, /) -> Instance:
+        """Return one of these engines."""
+        loads = [self._load(instance) for instance in among]
+        chosen = among[loads.index(min(loads))]
+        blocks = _chain(bytes(ask.prompt))
+        matched = next((count for count, block in enumerate(blocks) if block not in self._sent), len(blocks))
+        uneven = max(loads) - min(loads) > 64 and max(loads) > 1.5 * min(loads)
+        if blocks and matched / len(blocks) > 0.3 and not uneven:
+            best = self._sent[blocks[matched - 1]]
+            chosen = next(instance for instance in among if instance.id == best)
+        self._sent.update(dict.fromkeys(blocks, chosen.id))
+        return chosen
+
+    def copy(self) -> "VllmRouter":
+        """Return itself: a replay rehearses nothing."""
+        return self
+
+
+def _chain(text: bytes, size: int = 512) -> Sequence[bytes]:
+    names, name = list[bytes](), b""
+    for start in range(0, len(text), size):
+        name = blake2b(text[start : start + size], key=name, digest_size=12).digest()
+        names.append(name)
+    return names
+
+
+class ReplayRouter:
+    """Chooses engines for the turns of a trace, and keeps count of what they have, as the router does."""
+
+    def __init__(
+        self, choice: str, engines: tuple[int, int], trace: Trace, clock: Callable[[], float], seed: int
+    ) -> None:
+        """``choice``: a policy, or one for each leg (``prefix/session``), and perhaps ``:2048``, so many new bytes
+        below which a decode engine serves alone. Raises NoReplay: there is no such policy.
+
+        ``engines``: how many prefill and decode engines.
+        """
+        names, colon, least = choice.partition(":")
+        if colon and not (least.isascii() and least.isdigit() and len(least) < 10):
+            raise NoReplay(f"{least!r} in the policy {choice!r} is not a number of bytes (--min-split-new-bytes)")
+        self.fleet, self._least = _fleet(names, clock, Random(seed).randrange), int(least or 0)
+        for role, number in zip((Role.PREFILL, Role.DECODE), engines, strict=True):
+            for engine in range(number):
+                self.fleet.registry.add(role, Address("http", f"{role}-{engine}", 8000))
+        self._trace, self._clock = trace, clock
+        self._asked = dict[int, tuple[RoutingHints, RequestRecord]]()
+
+    def choose(self, number: int) -> tuple[Instance | None, Instance]:
+        """Return the engines of a turn's legs; no prefill engine: the decode engine serves it alone.
+
+        This is the one place that decides between one engine and two.
+        """
+        fleet, request = self.fleet, RequestId(str(number))
+        ask = RoutingHints(session=self._trace.turns[number].session, prompt=self._trace.text(number))
+        reason, cached = fleet.small(fleet.usable(Role.DECODE), ask, self._least)
+        record = RequestRecord(request, Api.CHAT.value, single_reason=reason)
+        record.cached = cached, ask.blocks.size
+        self._asked[number] = ask, record
+        prefill, decode = fleet.any_pair(ask) if reason is None else (None, fleet.one(fleet.usable(Role.DECODE), ask))
+        fleet.enter(decode, request)  # before the prefill leg, as requests/attempt.py
+        if prefill is not None:
+            fleet.enter(prefill, request)
+        return prefill, decode
+
+    def prefilled(self, prefill: Instance, number: int, waiting: int, kv_use: float) -> None:
+        """A prefill engine has answered, and reports its load with the answer."""
+        self.fleet.registry.member(prefill.id).load.reported(NamedMetrics(waiting, kv_use), now=self._clock())
+        self._left(prefill, number)
+
+    def answered(self, decode: Instance, number: int, cached_tokens: int) -> None:
+        """The last token of an answer has come, and with it how much of the prompt was cached."""
+        turn, (ask, record) = self._trace.turns[number], self._asked.pop(number)
+        record.wrote(_USAGE % (turn.prompt_tokens, cached_tokens))
+        record.relayed += turn.output_tokens * BYTES_PER_TOKEN
+        self.fleet.remember(decode, ask, record)
+        self._left(decode, number)
+
+    def _left(self, instance: Instance, number: int) -> None:
+        self.fleet.answered(instance, RequestId(str(number)), 0.0)
+        self.fleet.leave(instance, RequestId(str(number)))
+
+
+def _fleet(choice: str, clock: Callable[[], float], dice: Callable[[int], int]) -> LiveFleet:
+    """Return an empty fleet with its policies."""
+    names = choice.split("/") if "/" in choice else [choice, choice]
+    if len(names) != 2 or not set(names) <= set(CHOICES):
+        raise NoReplay(f"there is no policy {choice!r}: name one, or one/other, of {', '.join(CHOICES)}")
+    learned = PushCoordinates(at_once=True)
+    if VLLM_ROUTER not in names:
+        settings = Settings(prefill_policy=PolicyName(names[0]), decode_policy=PolicyName(names[1]))
+        return fleet_of(settings, Registry(settings), learned, clock, dice)
+    if names[0] != names[1]:
+        raise NoReplay(f"{VLLM_ROUTER} chooses both engines, so it has no partner")
+    registry = Registry(Settings())
+    load = Loads(registry, clock).of
+    pairs = PairSelector(registry, PolicyPerLeg(VllmRouter(load), VllmRouter(load)))
+    return LiveFleet(registry, pairs, learned, clock)

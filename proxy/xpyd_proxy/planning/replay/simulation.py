@@ -1,0 +1,132 @@
+"""A trace, a router and engines, in virtual time: what every request of the trace waits for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from xpyd_proxy.core.model import Instance, Role
+from xpyd_proxy.planning.replay.engine import EngineLog, EngineModel, EventLoop, VirtualEngine, VirtualLeg
+from xpyd_proxy.planning.replay.routers import ReplayRouter
+from xpyd_proxy.planning.replay.traces import NoReplay, Trace, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedFleet:
+    """The engines; those of a role are alike, and any decode engine can serve alone."""
+
+    prefill: int
+    decode: int
+    model: EngineModel = field(default_factory=EngineModel)
+    decode_model: EngineModel | None = None  # None: the same
+
+
+@dataclass(slots=True)
+class Served:
+    """What became of one turn. Times are seconds of the replay."""
+
+    turn: Turn
+    came: float
+    new_tokens: int  # of the prompt that no prompt and no answer had before
+    first: float = 0.0  # when its first token came
+    ended: float = 0.0  # when its last one did
+    legs: list[tuple[Role, VirtualLeg]] = field(default_factory=list[tuple[Role, VirtualLeg]])
+
+    @property
+    def ttft_s(self) -> float:
+        """Return the time to the first token."""
+        return self.first - self.came
+
+    @property
+    def itl_s(self) -> float:
+        """Return the mean time between two of its tokens."""
+        return (self.ended - self.first) / max(1, self.turn.output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What became of a trace."""
+
+    policy: str
+    served: Sequence[Served]
+    engines: Sequence[tuple[Role, EngineLog]]
+
+
+def replay(trace: Trace, policy: str, fleet: SimulatedFleet, *, seed: int) -> Replayed:
+    """Serve a trace. Raises NoReplay: there is no such policy, or a turn is larger than an engine."""
+    return _Replay(trace, policy, fleet, seed).run()
+
+
+class _Replay:
+    def __init__(self, trace: Trace, policy: str, fleet: SimulatedFleet, seed: int) -> None:
+        self._trace, self._policy = trace, policy
+        models = {Role.PREFILL: fleet.model, Role.DECODE: fleet.decode_model or fleet.model}
+        self._loop = EventLoop()
+        self._router = ReplayRouter(policy, (fleet.prefill, fleet.decode), trace, lambda: self._loop.now, seed)
+        instances = (*self._router.fleet.known(Role.PREFILL), *self._router.fleet.known(Role.DECODE))
+        self._engines = {one.id: VirtualEngine(models[one.role], trace.block_tokens, self._loop) for one in instances}
+        self._roles = {one.id: one.role for one in instances}
+        self._served = list[Served]()
+        self._known = set[int]()  # blocks of all prompts and answers so far
+        self._next = dict[int, list[int]]()  # turn -> the turns that wait for it
+
+    def run(self) -> Replayed:
+        for number, turn in enumerate(self._trace.turns):
+            if not all(engine.fits(turn.prompt_tokens, turn.output_tokens) for engine in self._engines.values()):
+                size = turn.prompt_tokens + turn.output_tokens
+                raise NoReplay(f"request {number} has {size:,} tokens, and an engine has room for fewer (kv_tokens)")
+            if turn.goes_on is not None and turn.waits:
+                self._next.setdefault(turn.goes_on, []).append(number)
+            else:
+                self._loop.after(turn.at_s, partial(self._come, number))
+        self._loop.run()
+        logs = [(self._roles[name], engine.log) for name, engine in self._engines.items()]
+        return Replayed(self._policy, self._served, logs)
+
+    def _come(self, number: int) -> None:
+        turn = self._trace.turns[number]
+        one = Served(turn, self._loop.now, self._new_tokens(turn))
+        self._served.append(one)
+        prefill, decode = self._router.choose(number)
+        if prefill is None:
+            self._decode(number, one, decode, None)
+            return
+        leg = VirtualLeg(self._trace.full_blocks(turn), turn.prompt_tokens, 1, kept=True)
+        leg.ended = partial(self._prefilled, number, one, prefill, decode, leg)
+        self._send(one, prefill, leg)
+
+    def _prefilled(self, number: int, one: Served, prefill: Instance, decode: Instance, leg: VirtualLeg) -> None:
+        engine = self._engines[prefill.id]
+        self._router.prefilled(prefill, number, len(engine.waiting), engine.kv_use)
+        self._decode(number, one, decode, (engine, leg))
+
+    def _decode(
+        self, number: int, one: Served, decode: Instance, source: tuple[VirtualEngine, VirtualLeg] | None
+    ) -> None:
+        blocks, answer = self._trace.full_blocks(one.turn), self._trace.answer_blocks(one.turn)
+        leg = VirtualLeg(blocks, one.turn.prompt_tokens, one.turn.output_tokens, answer, source)
+        leg.first = partial(self._first, one)
+        leg.ended = partial(self._ended, number, one, decode, leg)
+        self._send(one, decode, leg)
+
+    def _send(self, one: Served, instance: Instance, leg: VirtualLeg) -> None:
+        one.legs.append((instance.role, leg))
+        engine = self._engines[instance.id]
+        self._loop.after(engine.model.leg_s, partial(engine.add, leg))
+
+    def _first(self, one: Served) -> None:
+        one.first = self._loop.now
+
+    def _ended(self, number: int, one: Served, decode: Instance, leg: VirtualLeg) -> None:
+        one.ended = self._loop.now
+        self._known.update(self._trace.answer_blocks(one.turn))
+        self._router.answered(decode, number, leg.cached_tokens)
+        for waiting in self._next.get(number, ()):
+            self._loop.after(self._trace.turns[waiting].at_s, partial(self._come, waiting))
+
+    def _new_tokens(self, turn: Turn) -> int:
+        blocks = self._trace.full_blocks(turn)
+        known = next((count for count, name in enumerate(blocks) if name not in self._known), len(blocks))
+        self._known.update(blocks)
+        return turn.prompt_tokens - min(known, (turn.prompt_tokens - 1) // self._trace.block_tokens) * (
+            self._trace.block_tokens
+        )

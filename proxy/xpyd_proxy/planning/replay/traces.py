@@ -1,0 +1,119 @@
+"""What clients ask for, turn by turn, and a generator of conversations for those who have no trace."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+BYTES_PER_TOKEN: Final = 4  # of the text that stands for a prompt before the router: about that of English
+
+
+class NoReplay(Exception):
+    """This trace cannot be replayed with these engines; the message says why, in one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request. ``blocks`` names the blocks of its prompt and answer; equal names mean equal KV, prefix included."""
+
+    session: str
+    blocks: Sequence[int]
+    prompt_tokens: int
+    output_tokens: int
+    at_s: float  # when it comes; of one that waits: how long after the end of the turn before it
+    goes_on: int | None = None  # the number of the turn before it in its conversation
+    waits: bool = False  # for the end of that turn
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """All turns, those that go on with one after it."""
+
+    block_tokens: int  # tokens of a block
+    turns: Sequence[Turn]
+
+    def full_blocks(self, turn: Turn) -> Sequence[int]:
+        """Return the blocks that the prompt fills: only those can be found in a prefix cache."""
+        return turn.blocks[: turn.prompt_tokens // self.block_tokens]
+
+    def answer_blocks(self, turn: Turn) -> Sequence[int]:
+        """Return the blocks that the answer fills."""
+        first, end = turn.prompt_tokens, turn.prompt_tokens + turn.output_tokens
+        return turn.blocks[first // self.block_tokens : end // self.block_tokens]
+
+    def text(self, number: int) -> bytes:
+        """Return the messages of a turn as JSON: equal as far as the blocks are."""
+        turn = self.turns[number]
+        size = self.block_tokens * BYTES_PER_TOKEN
+        names = turn.blocks[: -(-turn.prompt_tokens // self.block_tokens)]
+        tokens = b"".join([(b"%016x" % name * -(-size // 16))[:size] for name in names])
+        messages, first = list[bytes](), 0
+        for end in self._message_ends(number):
+            role = b"assistant" if len(messages) % 2 else b"user"
+            content = tokens[first * BYTES_PER_TOKEN : end * BYTES_PER_TOKEN]
+            messages.append(b'{"role":"%s","content":"%s"}' % (role, content))
+            first = end
+        return b"[" + b",".join(messages) + b"]"
+
+    def _message_ends(self, number: int) -> Sequence[int]:
+        """Return where the prompt's messages end, in tokens."""
+        ends = [self.turns[number].prompt_tokens]
+        while (before := self.turns[number].goes_on) is not None:
+            number, turn = before, self.turns[before]
+            ends += turn.prompt_tokens + turn.output_tokens, turn.prompt_tokens
+        return ends[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    """What generated conversations are like. Lengths and times are exponentially distributed around their means."""
+
+    sessions: int
+    turns: int
+    per_s: float  # conversations that begin in a second (Poisson)
+    think_s: float  # from the end of an answer to the next turn
+    system_tokens: int  # at the beginning of each conversation, the same in all of them
+    prompt_tokens: float  # that a turn adds
+    output_tokens: float
+
+    def generate(self, block_tokens: int, seed: int) -> Trace:
+        """Return the same trace for the same seed."""
+        chance, names = Random(seed), BlockNames(self.system_tokens // block_tokens)
+        shared, turns, begins = list(range(self.system_tokens // block_tokens)), list[Turn](), 0.0
+        for session in range(self.sessions):
+            begins += chance.expovariate(self.per_s)
+            lengths, total = list[tuple[int, int]](), self.system_tokens
+            for _ in range(self.turns):
+                prompt = total + 1 + int(chance.expovariate(1 / self.prompt_tokens))
+                output = 1 + int(chance.expovariate(1 / self.output_tokens))
+                lengths.append((prompt, output))
+                total = prompt + output
+            own = names.take(-(-total // block_tokens) - len(shared))
+            blocks = [*shared, *own]
+            for number, (prompt, output) in enumerate(lengths):
+                at_s = chance.expovariate(1 / self.think_s) if number and self.think_s else 0.0
+                goes_on = len(turns) - 1 if number else None
+                at_s = at_s if number else begins
+                turns.append(Turn(f"s{session}", blocks, prompt, output, at_s, goes_on, waits=number > 0))
+        return Trace(block_tokens, turns)
+
+
+@dataclass(slots=True)
+class BlockNames:
+    """Gives out names that no block has yet."""
+
+    first: int
+
+    def take(self, count: int) -> range:
+        """Return so many names."""
+        taken = range(self.first, self.first + count)
+        self.first += count
+        return taken
+
+
+def poisson(per_s: float, seed: int) -> Iterator[float]:
+    """Yield times of independent arrivals."""
+    chance, now = Random(seed), 0.0
+    while True:
+        now += chance.expovariate(per_s)
+        yield now

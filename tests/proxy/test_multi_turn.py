@@ -1,0 +1,207 @@
+"""Chats of several turns: a decode engine that has a conversation serves the next turn alone."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from support.sim import router, sims
+from xpyd_proxy.core.model import Api
+from xpyd_proxy.settings import PolicyName, Settings
+from xpyd_proxy.testing.engine import FaultKind, SimulatedFault
+from xpyd_proxy.testing.rules import expected_text
+
+STICKY = Settings(
+    prefill_policy=PolicyName.PREFIX,
+    decode_policy=PolicyName.PREFIX,
+    min_split_new_bytes=400,
+    admin_key="sesame",
+    health_check_interval_s=0.0,
+)
+LONG = "a long first question with a document in it, " * 20
+KEY = {"x-api-key": "sesame"}
+
+
+class Chat:
+    """One conversation, and how each of its turns was served."""
+
+    def __init__(self, client, text=LONG, *, streams=False):
+        self.client, self.streams = client, streams
+        self.messages, self.timings = [], []
+        self.next = text
+
+    async def turn(self, text=None):
+        """Say something, and keep the answer; return Server-Timing."""
+        self.messages.append({"role": "user", "content": text or self.next})
+        body = {"model": "sim", "messages": self.messages, "max_tokens": 8, "stream": self.streams}
+        answer = await self.client.post(Api.CHAT, json=body)
+        assert answer.status_code == 200, answer.text
+        assert _text(answer, streams=self.streams) == expected_text(body)
+        self.messages.append({"role": "assistant", "content": expected_text(body)})
+        self.timings.append(answer.headers["server-timing"])
+        self.next = f"and turn {len(self.messages)}?"
+        return self.timings[-1]
+
+
+def _text(answer, *, streams):
+    if not streams:
+        return answer.json()["choices"][0]["message"]["content"]
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    return "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+
+
+def is_alone(timing):
+    return 'reason;desc="cached_prompt"' in timing
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("streams", [False, True])
+async def test_later_turns_of_a_chat_are_served_by_its_decode_engine(mode, streams):
+    """Their new part is short, and the prefill engine would compute the answers a second time."""
+    engines = sims(mode=mode)
+    async with router(engines, STICKY) as client:
+        chat = Chat(client, streams=streams)
+        for _ in range(5):
+            await chat.turn()
+
+    assert [is_alone(timing) for timing in chat.timings] == [False, True, True, True, True]
+    assert len(engines["p0"].log) == 1
+    size = len(json.dumps(chat.messages[:-1], separators=(",", ":"), ensure_ascii=False))
+    assert f"of {size - 1} bytes" in chat.timings[-1]
+    assert not engines["d0"].violations
+
+
+async def test_a_long_new_part_is_split_again():
+    """With the engine that has the rest."""
+    engines = sims(2, 3)
+    async with router(engines, STICKY) as client:
+        chat = Chat(client)
+        timings = [await chat.turn(), await chat.turn(LONG), await chat.turn(LONG), await chat.turn()]
+
+    assert [is_alone(timing) for timing in timings] == [False, False, False, True]
+    assert sum(bool(engines[name].log) for name in ("p0", "p1")) == 1
+    assert sum(bool(engines[name].log) for name in ("d0", "d1", "d2")) == 1
+
+
+async def test_chats_side_by_side_stay_where_they_are():
+    """Each with one decode engine, and spread over all of them."""
+    engines = sims(2, 2)
+    async with router(engines, STICKY) as client:
+        chats = [Chat(client, f"{number} {LONG}", streams=bool(number % 2)) for number in range(8)]
+        for _ in range(4):
+            await asyncio.gather(*(chat.turn() for chat in chats))
+
+    assert [[is_alone(timing) for timing in chat.timings] for chat in chats] == [[False, True, True, True]] * 8
+    legs = [len(engines[name].log) for name in engines]
+    assert legs == [4, 4, 16, 16]
+
+
+@pytest.mark.parametrize(
+    ("changes", "alone"),
+    [({"min_split_new_bytes": 0}, [False] * 3), ({"decode_policy": PolicyName.LEAST_LOADED}, [False] * 3)],
+)
+async def test_without_the_setting_or_the_memory_all_of_a_long_prompt_is_split(changes, alone):
+    """As ever."""
+    settings = {name: getattr(STICKY, name) for name in ("prefill_policy", "decode_policy", "min_split_new_bytes")}
+    async with router(sims(), Settings(**settings | changes)) as client:
+        chat = Chat(client)
+        for _ in alone:
+            await chat.turn()
+
+    assert [is_alone(timing) for timing in chat.timings] == alone
+
+
+async def test_equal_prompts_at_once_are_all_split():
+    """None of them is in a cache before one of them is answered."""
+    engines = sims(1, 1, prefill_s=0.05)
+    async with router(engines, STICKY) as client:
+        chats = [Chat(client) for _ in range(6)]
+        timings = await asyncio.gather(*(chat.turn() for chat in chats))
+
+    assert not any(map(is_alone, timings))
+
+
+async def test_a_decode_engine_that_was_gone_is_believed_to_have_nothing():
+    """It was restarted: the prompt goes over a prefill engine again, and then it has it."""
+    engines = sims()
+    async with router(engines, STICKY) as client:
+        chat = Chat(client)
+        await chat.turn()
+        engines["d0"].inject(SimulatedFault(FaultKind.DROP))  # the connection that is open
+        gone = engines.pop("d0")
+        failed = await client.post(Api.CHAT, json={"model": "sim", "messages": chat.messages})
+        gone.inject(None)
+        engines["d0"] = gone
+        timings = [await chat.turn(), await chat.turn()]
+
+    assert failed.status_code == 502
+    assert [is_alone(timing) for timing in timings] == [False, True]
+
+
+async def test_what_was_long_ago_is_forgotten():
+    """The engine may have evicted it."""
+    async with router(sims(), Settings(**_given(STICKY), prefix_lifetime_s=0.05)) as client:
+        chat = Chat(client)
+        await chat.turn()
+        await asyncio.sleep(0.06)
+        assert not is_alone(await chat.turn())
+
+
+def _given(settings):
+    names = ("prefill_policy", "decode_policy", "min_split_new_bytes", "admin_key", "health_check_interval_s")
+    return {name: getattr(settings, name) for name in names}
+
+
+def forgetful(cached):
+    """A decode engine that tells how many of 1000 tokens it had in its cache."""
+
+    async def answer(request):
+        usage = {"prompt_tokens": 1000, "prompt_tokens_details": {"cached_tokens": cached()}}
+        message = {"role": "assistant", "content": "yes"}
+        said = json.dumps({"choices": [{"index": 0, "message": message}], "usage": usage}).encode()
+        return httpx.Response(200, headers={"content-type": "application/json"}, stream=httpx.ByteStream(said))
+
+    return answer
+
+
+@pytest.mark.parametrize(("cached", "alone"), [(900, [True, True]), (100, [True, False])])
+async def test_an_engine_that_has_evicted_a_conversation_says_so(cached, alone):
+    """The next turn goes over a prefill engine, and an operator sees how often the guess was wrong."""
+    engines = sims(1, 0) | {"d0": forgetful(lambda: cached)}
+    asked, timings = [{"role": "user", "content": LONG}], []
+    async with router(engines, STICKY) as client:
+        for turn in range(3):
+            answer = await client.post(Api.CHAT, json={"model": "sim", "messages": asked})
+            timings.append(answer.headers["server-timing"])
+            asked += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": f"turn {turn}"}]
+        metrics = (await client.get("/metrics")).text
+
+    assert [is_alone(timing) for timing in timings[1:]] == alone
+    missed = 'xpyd_prompt_cache_misses_total{instance="decode-0"} 1.0' in metrics
+    assert missed == (not all(alone))
+
+
+async def test_explain_shows_what_is_cached_and_leaves_no_trace():
+    """The terms of the choice, by engine; asking twice brings the same."""
+    async with router(sims(2, 2), STICKY) as client:
+        chat = Chat(client)
+        await chat.turn()
+        new = {"role": "user", "content": "and?"}
+        question = {"path": Api.CHAT.value, "body": {"model": "sim", "messages": [*chat.messages, new]}}
+        answers = [await client.post("/instances/explain", json=question, headers=KEY) for _ in range(2)]
+        other = {
+            "path": Api.CHAT.value,
+            "body": {"model": "sim", "messages": [{"role": "user", "content": f"x {LONG}"}]},
+        }
+        unknown = [(await client.post("/instances/explain", json=other, headers=KEY)).json() for _ in range(2)]
+
+    found = answers[0].json()
+    assert found == answers[1].json()
+    assert found["rule"] == "single: cached_prompt"
+    (prefill,) = set(found["cached_bytes"]) - {found["decode"]}
+    assert found["prompt_bytes"] - 400 < found["cached_bytes"][found["decode"]] < found["prompt_bytes"]
+    assert found["cached_bytes"][prefill] < found["cached_bytes"][found["decode"]]  # without the answer
+    assert found["min_split_new_bytes"] == 400
+    assert [said["cached_bytes"] for said in unknown] == [{}, {}]
+    assert unknown[0]["rule"] == "prefill first, then decode"

@@ -220,10 +220,10 @@ def test_it_trusts_the_routers_own_certificate_and_no_other(engines, tested, tmp
 
 
 def test_its_prompt_is_one_that_the_router_splits(engines, tested):
-    """A prompt shorter than min_split_prompt_bytes goes to one engine alone, by the operator's own rule."""
-    with routed(engines, Settings(min_split_prompt_bytes=3000)) as addresses:
+    """A prompt shorter than min_split_new_bytes goes to one engine alone, by the operator's own rule."""
+    with routed(engines, Settings(min_split_new_bytes=3000)) as addresses:
         short = tested(addresses)
-        long = tested(addresses, {"router": {"settings": {"min_split_prompt_bytes": 3000}}})
+        long = tested(addresses, {"router": {"settings": {"min_split_new_bytes": 3000}}})
 
     assert (short[0], long[0]) == (1, 0)
     assert "(short_prompt)" in short[1]

@@ -2,8 +2,7 @@
 
 import pytest
 
-from support import nursery
-from support.netns import lab_available, open_lab
+from support.netns import lab_available, lab_of
 from support.victims import make_victims
 
 
@@ -16,13 +15,8 @@ def mode(request):
 @pytest.fixture(scope="package")
 def lab(fleet):
     """Two hosts with a network between them that can be cut, or None where that cannot be had."""
-    if lab_available():
-        yield None
-        return
-    with open_lab() as lab:
+    with lab_of(fleet) as lab:
         yield lab
-        for host in (lab.p, lab.d):
-            nursery.close(fleet, host.prefix)
 
 
 @pytest.fixture(scope="package")

@@ -51,7 +51,7 @@ def test_an_overloaded_decode_engine_loses_no_lease(p, d, reference):
 
     assert waited > 3 * LEASE
     assert texts == [plain(reference, prompt) for prompt in prompts]
-    assert p.now(EXPIRED) == expired
+    assert p.now(EXPIRED) == expired, f"P: {p.child.tail(60)}\nD: {d.child.tail(60)}"
     assert d.now(LOADS) == loads + 20
     wait_until(lambda: nothing_held(p.spec), seconds=1, what="P holds nothing")
 

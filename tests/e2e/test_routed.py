@@ -31,6 +31,9 @@ BODIES = {
     "/v1/messages": {
         "model": "tiny", "messages": [{"role": "user", "content": WORDS}], "max_tokens": 16, "temperature": 0,
     },
+    "/inference/v1/generate": {
+        "model": "tiny", "token_ids": [*range(20, 420)], "sampling_params": {"max_tokens": 16, "temperature": 0},
+    },
 }  # fmt: skip
 
 
@@ -38,6 +41,8 @@ def said(path, answer):
     """Return the text of an answer, of either API."""
     assert answer.status_code == 200, answer.text
     data = answer.json()
+    if path == "/inference/v1/generate":
+        return [choice["token_ids"] for choice in data["choices"]], data["usage"]["completion_tokens"]
     if path == "/v1/messages":
         return [part["text"] for part in data["content"]], data["usage"]["output_tokens"]
     parts = [part for item in data["output"] for part in item.get("content") or ()]
@@ -62,16 +67,54 @@ def test_the_younger_apis_stream(one_pair, engines, path):
         """Return the names of the events, each once in a row (how many tokens share one is chance), and the text."""
         lines = post(url, path, {**BODIES[path], "stream": True}).text.splitlines()
         names = [line for line in lines if line.startswith("event: ")]
-        datas = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+        datas = [json.loads(line[6:]) for line in lines if line.startswith("data: ") and line != "data: [DONE]"]
+        ids = [token for data in datas for choice in data.get("choices", ()) for token in choice["token_ids"]]
         deltas = [data["delta"] for data in datas if "delta" in data]
         text = "".join(delta if isinstance(delta, str) else delta.get("text", "") for delta in deltas)
-        return [name for name, _ in itertools.groupby(names)], text
+        return [name for name, _ in itertools.groupby(names)], text, ids
 
     with Watch(engines.d0) as decode:
         ours = stream(one_pair)
 
     assert ours == stream(engines.reference.base_url)
     assert decode.delta(LOADS) == 1
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_several_answers_cost_one_prefill_and_one_load(mode, one_pair, engines, pushing, start_router):
+    """Each is the one that a single engine gives for its seed, streamed or not; and nothing is held afterwards."""
+    p, d = (engines.p0, engines.d0) if mode == "pull" else (pushing.chunk, pushing.d0)
+    url = one_pair if mode == "pull" else start_router("router-several", [p], [d])
+    asked = [
+        {"model": "tiny", "prompt": f"{number} {WORDS}", "max_tokens": 12, "temperature": 0.9, "seed": 5, "n": 4}
+        for number in range(6)
+    ]
+
+    def answers(url, body, *, stream):
+        if not stream:
+            return [choice["text"] for choice in post(url, "/v1/completions", body).json()["choices"]]
+        texts = [""] * 4
+        for line in post(url, "/v1/completions", {**body, "stream": True}).text.splitlines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    texts[choice["index"]] += choice["text"]
+        return texts
+
+    def is_split():
+        return "prefill;" in post(url, "/v1/completions", {**asked[0], "max_tokens": 2}).headers["server-timing"]
+
+    wait_until(is_split, seconds=30, what="the router knows from their metrics that the engines share loads")
+    with Watch(p) as prefill, Watch(d) as decode:
+        ours = [answers(url, body, stream=number % 2 == 1) for number, body in enumerate(asked, start=1) if number > 1]
+
+    assert ours == [answers(engines.reference.base_url, body, stream=False) for body in asked[1:]]
+    assert all(len(set(texts)) > 1 for texts in ours)  # they are different answers
+    assert (decode.delta(LOADS), decode.delta("vllm:xpyd_loads_shared_total")) == (5, 15)
+    assert prefill.delta("vllm:generation_tokens_total") == 5
+    computed = decode.delta("vllm:prompt_tokens_by_source_total|local_compute")
+    assert computed <= 5 * (1 + 3 * 32)  # the last token, and for the others what is no whole block
+    for spec in (p, d):
+        wait_until(lambda spec=spec: nothing_held(spec), seconds=10, what=f"{spec.name} holds nothing")
 
 
 @pytest.mark.parametrize("policy", ["least_loaded", "power_of_two", "session", "prefix"])

@@ -1,6 +1,7 @@
 """A model that sees images, asked through the router: what stands for their pixels is moved as any other token's KV."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import pytest
 
@@ -11,7 +12,14 @@ from support.trios import TOLERANCE, Trio, distance
 from xpyd_proxy.core.protocol.push import TransferMode
 
 # Six engines start. The ordinary tests have the digest of a prompt, which images are part of.
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.thorough]
+# vLLM 0.32's module of LLaVA imports transformers' image processor of Pixtral, and that imports torchvision, whose
+# build for the CPU's PyTorch only PyTorch's own index has.
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.thorough,
+    pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's LLaVA needs torchvision"),
+]
 ASKED = (
     seen("what is this", 1),
     seen("what is this", 2),  # of the same size: it must not be taken for the first one

@@ -12,7 +12,7 @@ from support.legs import plain
 from support.questions import Question
 from support.shapes import random_questions
 from support.tables import write_cell
-from support.trios import TOLERANCE, Trio, distance
+from support.trios import TOLERANCE, Trio
 from xpyd_proxy.core.protocol.push import TransferMode
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -53,13 +53,8 @@ def lengths_of(trio, lengths=LENGTHS):
 def test_the_text_depends_on_every_part_of_the_prompt(trio):
     """Else a lost block, or a state of other tokens, would not show."""
     (question,) = random_questions(lengths_of(trio, [700]), seed="depends")
-    answer = trio.alone(question)
 
-    for start in range(0, len(question.prompt) - 31, 96):
-        prompt = list(question.prompt)
-        prompt[start : start + 32] = [(7 * token + 13) % 480 + 10 for token in prompt[start : start + 32]]
-        other = trio.alone(Question("ids", stream=False, prompt=tuple(prompt)))
-        assert distance(answer, other) > 5 * TOLERANCE, f"tokens {start} to {start + 32} make no difference"
+    trio.assert_depends_on_every_part(question)
 
 
 @architectures

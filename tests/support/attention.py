@@ -151,14 +151,14 @@ ATTENTION = {
             "deepseek_v2",
             "DeepSeek-V2 (MLA, MoE)",
             LATENT | {"q_lora_rank": None, "topk_method": "greedy"},
-            blocks=192,
+            blocks=144,  # of 16 tokens
             **MLA,
         ),
         _attention(
             "deepseek_v3",
             "DeepSeek-V3 (MLA, MoE)",
             LATENT | {"q_lora_rank": 64, "topk_method": "noaux_tc"},
-            blocks=192,
+            blocks=144,  # of 16 tokens
             **MLA,
         ),
     )

@@ -75,7 +75,7 @@ def engine_spec(name, model, **options):
         name, port, model, served_name=MODEL_NAME, side_channel_port=side_port, cache_dir=ROOT / ".xpyd/cache"
     )
     options["extra_env"] = {"XPYD_CONNECTOR_SECRET": SECRET, **options.get("extra_env", {})}
-    options["extra_args"] = (*EXACT, *options.get("extra_args", ()))
+    options["extra_args"] = (*EXACT, "--enable-scale-out", *options.get("extra_args", ()))
     return dataclasses.replace(spec, **options)
 
 

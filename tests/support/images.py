@@ -40,8 +40,12 @@ LLAVA = Architecture(
 def make_llava(directory):
     """Write the model with its processor, and return its directory."""
     import transformers
+    from safetensors.torch import load_file, save_file
 
-    make(LLAVA, directory)
+    weights = make(LLAVA, directory) / "model.safetensors"
+    # As real checkpoints name them, and vLLM; transformers 5 writes another name.
+    renamed = {name.replace("tower.", "tower.vision_model."): each for name, each in load_file(weights).items()}
+    save_file(renamed, weights, metadata={"format": "pt"})
     size = {"height": SIDE, "width": SIDE}
     images = transformers.CLIPImageProcessor(size=size, crop_size=size)
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)

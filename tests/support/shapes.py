@@ -1,6 +1,7 @@
 """Engines of unequal shapes that play prefill and decode in turn, and the answers of single engines to compare with."""
 
 import contextlib
+import functools
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -77,11 +78,18 @@ class Pair:
 
     def ask(self, question, **options):
         """Have a question answered by both engines; D is told more in ``options``."""
+        return self.begin(question)(**options)
+
+    def begin(self, question):
+        """Have P do what it does before D is asked, and return what asks D; in push, that asks both at once."""
         if self.where is not None:
-            return push(self.p, self.d, question, self.where, **options)[0]
+            return lambda **options: push(self.p, self.d, question, self.where, **options)[0]
         params = prefill(self.p, list(question.prompt))
+        return functools.partial(self._decode, question, kv_transfer_params=params)
+
+    def _decode(self, question, **options):
         with client(self.d.base_url) as api:
-            return ask(api, question, kv_transfer_params=params, **options)
+            return ask(api, question, **options)
 
 
 class Gang:

@@ -19,7 +19,8 @@ def compute_the_last_token_on_p(patch):
 
 
 def digest_the_last_token(patch):
-    patch.setattr(f"{SHELL}.decode_modes.moved_tokens", lambda groups, prompt_tokens: prompt_tokens)
+    real = importlib.import_module(f"{SHELL}.decode_modes").digest
+    patch.setattr(f"{SHELL}.decode_modes.digest", lambda request, tokens: real(request, request.num_prompt_tokens))
 
 
 def hand_over_what_has_its_last_token(patch):

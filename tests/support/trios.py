@@ -10,7 +10,7 @@ import openai
 
 from support.cluster import Watch, engine_spec, metrics, nothing_held, start_engine, wait_until
 from support.legs import plain
-from support.questions import TOKENS, ask, client
+from support.questions import TOKENS, Question, ask, client
 from support.shapes import BYTES, CACHED, Pair, meet
 from xpyd_proxy.core.protocol.push import TransferMode
 from xpyd_proxy.local.errors import LocalError
@@ -79,13 +79,28 @@ class Trio:
         with client(self.single.base_url) as api:
             return ask(api, question, tokens=tokens, **IDS)
 
+    def assert_depends_on_every_part(self, question):
+        """Assert that the single engine's answer is another one if 32 tokens anywhere in the prompt are."""
+        answer = self.alone(question)
+        for start in range(0, len(question.prompt) - 31, 96):
+            prompt = list(question.prompt)
+            prompt[start : start + 32] = [(7 * token + 13) % 480 + 10 for token in prompt[start : start + 32]]
+            other = self.alone(Question("ids", stream=False, prompt=tuple(prompt)))
+            assert distance(answer, other) > 5 * TOLERANCE, f"tokens {start} to {start + 32} make no difference"
+
     def compare(self, mode, asked, *, at_once=1, tokens=TOKENS):
-        """Ask a pair and the single engine, and return what was moved once nothing is held."""
+        """Ask a pair and the single engine, and return what was moved once nothing is held.
+
+        D is asked so many at once, all of which P has begun before: else the first would be over before the last came.
+        """
         pair = self.pairs[mode]
         with Watch(pair.p) as prefilled, Watch(pair.d) as decoded:
-            with ThreadPoolExecutor(1) as single, ThreadPoolExecutor(at_once) as pool:
-                theirs = single.map(lambda question: self.alone(question, tokens=tokens), asked)
-                ours = list(pool.map(lambda question: pair.ask(question, tokens=tokens, **IDS), asked))
+            ours = []
+            with ThreadPoolExecutor(at_once) as pool:
+                theirs = list(pool.map(lambda question: self.alone(question, tokens=tokens), asked))
+                for first in range(0, len(asked), at_once):
+                    begun = list(pool.map(pair.begin, asked[first : first + at_once]))
+                    ours += pool.map(lambda decode: decode(tokens=tokens, **IDS), begun)
             for spec in (pair.p, pair.d):
                 wait_until(lambda spec=spec: nothing_held(spec), seconds=5, what=f"{spec.name} holds nothing")
                 plain(spec, [1], tokens=1)  # vLLM collects the numbers of a worker with a step
@@ -103,22 +118,23 @@ class Trio:
         """Return how vLLM's own connector does, in a few words: questions and their answers, for so many seconds."""
         p, d = (self._spec(TransferMode.PULL, side, Connector.NIXL) for side in "pd")
         children = [start_engine(self._fleet, spec) for spec in (p, d)]
-        pair, found = Pair(p, d, TransferMode.PULL, None), []
+        pair, found = Pair(p, d, TransferMode.PULL, None), {}  # length -> distance
         try:
             self._fleet.wait_ready(children, timeout_s=120)
             end = time.monotonic() + seconds
             for question, answer in asked:
                 if time.monotonic() > end:
                     break
-                found.append(distance(pair.ask(question, **IDS), answer))
+                found[len(question.prompt)] = distance(pair.ask(question, **IDS), answer)
         except LocalError as error:
             return f"does not start: {str(error).splitlines()[0]}"
         except (openai.OpenAIError, httpx.HTTPError, KeyError) as error:
             return f"fails after {len(found)} prompts: {str(error).splitlines()[0]}"
         finally:
             self._fleet.stop(*(child for child in children if child in self._fleet.children))
-        right = sum(each <= TOLERANCE for each in found)
-        return f"{right} of {len(found)} equal"
+        wrong = sorted(length for length, each in found.items() if each > TOLERANCE)
+        which = f"; not {', '.join(map(str, wrong))} tokens" if wrong else ""
+        return f"{len(found) - len(wrong)} of {len(found)} equal{which}"
 
     def stop(self):
         """End all engines."""

@@ -60,7 +60,8 @@ class Engine:
             is_producer=True, is_consumer=is_consumer, first_token=first_token or {},
         )  # fmt: skip
         self.now = 1000.0
-        settings = Settings(**{"handshake_timeout": 0.1} | choices)
+        # Nobody is there to be met: only a test that waits for the end of a handshake has it end.
+        settings = Settings(**{"handshake_timeout": 600.0} | choices)
         self.side = XpydConnectorScheduler(engine_config, settings, EngineWaker(None), clock, lambda: self.now)
         self.side.bind_block_pool(self.pool)
         self.port, memory = engine_config.address.port, rank_info(name, width=width)
@@ -199,8 +200,9 @@ def test_pipeline_stages_with_other_attention_backends_are_refused():
     assert _fingerprint(stages).attention == "A"
 
 
-def test_the_control_thread_reports_a_handshake(engine):
+def test_the_control_thread_reports_a_handshake():
     """Here that of an engine which nobody can reach: the request does not wait for ever."""
+    engine = Engine(handshake_timeout=0.1)
     request = engine.arrive(remote_engine_id="p1")
 
     def is_known():
@@ -208,6 +210,7 @@ def test_the_control_thread_reports_a_handshake(engine):
         return engine.side.matched_tokens(request, 0) == (9, True)
 
     wait_until(is_known, seconds=30, what="the handshake ends")
+    engine.side.stop()
 
 
 @pytest.mark.parametrize(("width", "skipped"), [(16, 0), (32, 1)])
@@ -221,6 +224,7 @@ def test_the_handshake_of_two_engines_decides(width, skipped):
         return engine.side.matched_tokens(request, 0) != (None, False)
 
     wait_until(is_known, seconds=30, what="the handshake ends")
+    engine.side.stop()
     p.side.stop()
     engine.side.stop()
 

@@ -12,7 +12,7 @@ with warnings.catch_warnings():
     from vllm.platforms import current_platform
 
     from xpyd_connector.shell.devices import check_copies, check_events, computed
-    from xpyd_connector.shell.engine_config import EngineConfig, _check_stages, _check_supported
+    from xpyd_connector.shell.engine_config import EngineConfig, _check_stages, _check_supported, read_engine_config
 
 from xpyd_connector.core.ids import Address, EngineId
 from xpyd_connector.core.layout.cache_groups import CacheGroup
@@ -92,3 +92,28 @@ def test_a_host_copies_and_computes_by_itself():
     check_copies("cpu", SimpleNamespace())
 
     assert computed(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("mla", "ranks", "number", "expected"), [(False, 1, 0, (4, True, 7000)), (True, 2, 1, (1, False, 7001))]
+)
+def test_what_vllm_says_of_an_engine(monkeypatch, mla, ranks, number, expected):
+    """MLA's vectors are alike on all ranks, each data-parallel rank listens for itself, and none may delay others."""
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "7000")
+    made = config()
+    made.kv_transfer_config = SimpleNamespace(
+        engine_id="p", kv_connector_extra_config={}, is_kv_producer=True, is_kv_consumer=True,
+        kv_buffer_device=current_platform.device_type,
+    )  # fmt: skip
+    made.parallel_config = SimpleNamespace(
+        data_parallel_index=number, data_parallel_size=ranks, tensor_parallel_size=2, pipeline_parallel_size=1,
+        decode_context_parallel_size=1,
+    )  # fmt: skip
+    made.model_config = SimpleNamespace(
+        use_mla=mla, get_total_num_kv_heads=lambda: 4, enable_sleep_mode=False, max_model_len=64,
+        logits_processors=None, get_diff_sampling_param=dict, hf_config=SimpleNamespace(model_type="llama"),
+    )  # fmt: skip
+    made.structured_outputs_config = SimpleNamespace(reasoning_parser="")
+    found, _ = read_engine_config(made, SimpleNamespace(kv_cache_groups=[], num_blocks=9))
+
+    assert (found.all_heads, found.steps_independently, found.address.port) == expected

@@ -7,11 +7,13 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
-    from xpyd_connector.shell.fingerprint import _from_config, info_labels
+    from xpyd_connector.shell.fingerprint import _from_config, fingerprint, info_labels
+    from xpyd_connector.shell.vllm_versions import VLLM_VERSION
 
+from xpyd_connector.core.layout.cache_groups import CacheGroup
 from xpyd_connector.core.messages import PROTOCOL
 from xpyd_connector.core.session.peers import mismatch
-from xpyd_connector.settings import Mode
+from xpyd_connector.settings import Mode, Settings
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 
@@ -151,3 +153,28 @@ def test_draft_models_with_other_kv_differ(one, other):
 def test_what_leaves_the_kv_alone_may_differ(one, other):
     """12 of 12 answers were right with n-grams on one side only."""
     assert differ(config(speculative=one), config(speculative=other)) == (False, None)
+
+
+def test_two_versions_of_vllm_differ(monkeypatch):
+    """What is a block to one may be something else to the other."""
+    ours = _from_config(config(), Mode.PULL)
+    labels = info_labels(config())
+    monkeypatch.setattr("xpyd_connector.shell.fingerprint.VLLM_VERSION", "0.0.1")
+    theirs = _from_config(config(), Mode.PULL)
+
+    assert labels != info_labels(config())
+    assert mismatch(ours, theirs) == f"its vllm is '0.0.1', ours is {VLLM_VERSION!r}; they must be equal"
+
+
+@pytest.mark.parametrize(
+    "other", [CacheGroup(32, window=8), CacheGroup(32, chunk=8), CacheGroup(32, state="MAMBA2 state")], ids=repr
+)
+def test_groups_of_another_kind_differ(monkeypatch, other):
+    """Blocks of another size may meet, layers that keep something else may not."""
+    monkeypatch.setattr("xpyd_connector.shell.fingerprint.get_current_attn_backends", lambda _: [])
+
+    def of(group):
+        return fingerprint(config(), Settings(), SimpleNamespace(groups=(group,)))
+
+    assert mismatch(of(CacheGroup(32)), of(CacheGroup(16))) is None
+    assert "they must be equal" in mismatch(of(CacheGroup(32)), of(other))

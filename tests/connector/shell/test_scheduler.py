@@ -291,6 +291,20 @@ def test_an_answer_does_not_wait_for_one_that_loads_nothing(engine, end):
 
     assert engine.side.matched_tokens(second, 0) == (0, False)
     assert engine.orders() == []
+    assert engine.side.matched_tokens(engine.arrive(name="d-c"), 0) == (9, True)  # asked later, it may load
+
+
+@pytest.mark.parametrize("changes", [{"mm_features": ["an image"]}, {"lora": "an adapter"}, {"cache_salt": "salt"}])
+def test_the_same_tokens_with_other_inputs_are_another_prompt(engine, changes):
+    """Their KV is another one: it is not loaded, and the prompt is computed here."""
+    request = engine.request(offer().to_params())
+    request.mm_features = [SimpleNamespace(identifier=each) for each in changes.get("mm_features", ())]
+    request.lora_request = SimpleNamespace(lora_name=changes["lora"]) if "lora" in changes else None
+    request.cache_salt = changes.get("cache_salt")
+    engine.side.on_new_request(request)
+
+    assert engine.side.matched_tokens(request, 0) == (0, False)
+    assert counters(engine)["kv_params_other_prompt"] == 1
 
 
 @pytest.mark.parametrize("lent", [8, 10], ids=["whole blocks", "a part of a block"])

@@ -1,0 +1,221 @@
+"""The entry point ``vllm.endpoint_plugins``: ``GET /v1/xpyd/kv_events``, the engine's KV events (docs/kv-events.md).
+
+It runs in each API server process, and loads only if ``VLLM_PLUGINS`` names it (``vllm/plugins/__init__.py``). vLLM's
+own middleware asks for the API key, because the path begins with /v1 (``serve/middleware/authenticate.py``).
+"""
+
+import asyncio
+import ipaddress
+import os
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.datastructures import State
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+from vllm.logger import init_logger
+
+from xpyd_connector.core.kv_events.event_hub import MAX_READERS, KVEventHub
+from xpyd_connector.core.kv_events.reader_queue import SIGN_OF_LIFE, ReaderQueue
+from xpyd_connector.io.kv_event_source import KVEventSource, follow
+
+PATH = "/v1/xpyd/kv_events"
+MEDIA_TYPE = "application/x-xpyd-kv-events"
+LOOK_EVERY_S = 5.0  # which ranks there are: elastic expert parallelism adds and removes them
+LIFE_EVERY_S = 1.0  # signs of life; as often a connection looks whether the server ends
+STALL_S = 30.0  # a reader that takes nothing for so long is cut off
+MAX_CHUNK = 256 << 10  # bytes that are sent together, but for a longer frame
+_NO_EVENTS = (
+    "This engine publishes no KV events: start it with --kv-events-config "
+    '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "ipc:///run/xpyd/inproc.ipc", '
+    '"replay_endpoint": "ipc:///run/xpyd/inproc-replay.ipc"}\', in a directory of mode 0700'
+)
+_NO_KEY = (
+    "KV events contain prompts: this engine serves them with an API key (--api-key or VLLM_API_KEY), or where it "
+    "listens on loopback only (--host 127.0.0.1)"
+)
+_TOO_MANY = f"{MAX_READERS} connections read this engine's KV events, and there may not be more"
+
+logger = init_logger("vllm.xpyd")
+
+
+class KVEventsPlugin:
+    """vLLM's ``EndpointPlugin`` (``vllm/plugins/endpoint_plugins/interface.py``)."""
+
+    name = "xpyd_kv_events"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the route."""
+        app.add_api_route(PATH, serve_kv_events, methods=["GET"], response_model=None)
+
+    async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
+        """Begin to follow the events, whether or not there is a reader: later some of them may be gone."""
+        sources: Callable[[], Mapping[int, Any]] | None = getattr(engine_client, "get_kv_event_sources", None)
+        service = KVEventService(sources or dict, is_closed=_is_closed(args))
+        service.start()
+        state.xpyd_kv_events = service
+
+
+async def serve_kv_events(request: Request) -> Response:
+    """Stream the engine's KV events; 404 where there are none, 403 without an API key, 503 for too many readers."""
+    service: KVEventService = request.app.state.xpyd_kv_events
+    if not service.has_events:
+        return _error(404, "NotFoundError", _NO_EVENTS)
+    if not service.is_closed:
+        return _error(403, "PermissionDeniedError", _NO_KEY)
+    woken = asyncio.Event()
+    queue = service.hub.join(woken.set)
+    if queue is None:
+        return _error(503, "ServiceUnavailableError", _TOO_MANY)
+    logger.info("KV events: a reader came; readers=%d", service.hub.readers)
+    server = getattr(request.app.state, "server", None)  # uvicorn's; launchers/launcher.py sets it
+    return KVEventStream(service.hub, queue, woken, lambda: bool(getattr(server, "should_exit", False)))
+
+
+def _error(status: int, kind: str, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
+
+
+class KVEventService:
+    """Follows the events of every rank, in one task each."""
+
+    def __init__(self, sources: Callable[[], Mapping[int, Any]], *, is_closed: bool) -> None:
+        self.hub = KVEventHub()
+        self.is_closed = is_closed  # only those who may read prompts reach the route
+        self._sources = sources
+        self._followed: dict[int, tuple[KVEventSource, asyncio.Task[None]]] = {}
+        self._warned: set[str] = set()
+
+    @property
+    def has_events(self) -> bool:
+        """Whether a rank publishes events."""
+        return bool(self._followed)
+
+    def start(self) -> None:
+        """Follow the ranks that there are, and look for others from now on, until the event loop ends."""
+        self._follow_ranks()
+        self._looking = asyncio.create_task(self._look(), name="xpyd-kv-events")
+
+    async def stop(self) -> None:
+        """Follow nothing any more."""
+        tasks = [self._looking, *(task for _, task in self._followed.values())]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            self._follow_ranks()
+
+    def _follow_ranks(self) -> None:
+        found = {
+            rank: KVEventSource(config.endpoint, config.replay_endpoint, config.topic)
+            for rank, config in self._sources().items()
+            if config.publisher == "zmq"
+        }
+        for rank, (source, task) in list(self._followed.items()):
+            if task.done():
+                self._log_end(rank, task)
+            if task.done() or found.get(rank) != source:
+                task.cancel()
+                del self._followed[rank]
+                self.hub.remove_rank(rank)
+        for rank in found.keys() - self._followed.keys():
+            self._follow(rank, found[rank])
+
+    def _follow(self, rank: int, source: KVEventSource) -> None:
+        for endpoint in source.exposures:
+            self._warn(
+                f"KV events contain prompts, and {endpoint} is open to others without a key: use an ipc:// endpoint in "
+                "a directory of mode 0700 (--kv-events-config)"
+            )
+        self.hub.add_rank(rank)
+        following = follow(source, partial(self._publish, rank), partial(self._forget, rank))
+        self._followed[rank] = source, asyncio.create_task(following, name=f"xpyd-kv-events-{rank}")
+
+    def _publish(self, rank: int, payload: bytes) -> None:
+        before = self.hub.counts.overflows, self.hub.counts.refused_batches
+        self.hub.publish(rank, payload)
+        if (self.hub.counts.overflows, self.hub.counts.refused_batches) != before:
+            self._warn(f"KV events of rank {rank}: too many blocks, or a batch of another form; all are forgotten")
+
+    def _forget(self, rank: int) -> None:
+        self.hub.forget(rank)
+        logger.warning("KV events were lost, and what was known is forgotten; rank=%d", rank)
+
+    def _log_end(self, rank: int, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        self._warn(f"KV events of rank {rank} are no more followed; another try every {LOOK_EVERY_S:.0f} s: {error}")
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned and len(self._warned) < 1000:
+            self._warned.add(text)
+            logger.warning("%s", text)
+
+
+class KVEventStream(Response):
+    """A body without end, as long as the reader keeps up and the server serves."""
+
+    media_type = MEDIA_TYPE
+
+    def __init__(self, hub: KVEventHub, queue: ReaderQueue, woken: asyncio.Event, ending: Callable[[], bool]) -> None:
+        super().__init__(headers={"cache-control": "no-store"})
+        del self.headers["content-length"]
+        self._hub, self._queue, self._woken, self._ending = hub, queue, woken, ending
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until one side ends."""
+        hang_up = asyncio.create_task(self._close_after(receive))
+        try:
+            start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            await asyncio.wait_for(send(start), STALL_S)
+            while not self._queue.closed and not self._ending():
+                await asyncio.wait_for(send(self._body(await self._chunk())), STALL_S)
+            await asyncio.wait_for(send({"type": "http.response.body", "body": b"", "more_body": False}), STALL_S)
+        except (TimeoutError, OSError):  # the server closes a connection whose response has no end
+            logger.info("KV events: a reader took nothing for %.0f s, or is gone", STALL_S)
+        finally:
+            self._hub.leave(self._queue)
+            self._queue.close()
+            hang_up.cancel()
+
+    async def _close_after(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._queue.close()
+
+    async def _chunk(self) -> bytes:
+        self._woken.clear()
+        if data := self._take():
+            return data
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._woken.wait(), LIFE_EVERY_S)
+        return self._take() or SIGN_OF_LIFE
+
+    def _take(self) -> bytes:
+        frames: list[bytes] = []
+        size = 0
+        while size < MAX_CHUNK and (frame := self._queue.take()) is not None:
+            frames.append(frame)
+            size += len(frame)
+        return b"".join(frames)
+
+    @staticmethod
+    def _body(data: bytes) -> dict[str, Any]:
+        return {"type": "http.response.body", "body": data, "more_body": True}
+
+
+def _is_closed(args: Namespace) -> bool:
+    """Tell whether vLLM asks for an API key (``serve/middleware/register.py``), or only this machine reaches it."""
+    if any(args.api_key or [os.environ.get("VLLM_API_KEY")]) or getattr(args, "uds", None):
+        return True
+    try:
+        return args.host == "localhost" or ipaddress.ip_address(args.host or "").is_loopback
+    except ValueError:
+        return False

@@ -105,10 +105,10 @@ class _Follower:
                 await self._replay(self._sequence.begin_replay())
                 silence = LOOK_EVERY_S
                 continue
-            match await self._live.recv_multipart():
-                case [_, number, payload] if len(number) == 8:
-                    self._sequence.live(int.from_bytes(number, "big"), payload)
-                    await self._pass_on()
+            frames = await self._live.recv_multipart()
+            if len(frames) == 3 and len(frames[1]) == 8:
+                self._sequence.live(int.from_bytes(frames[1], "big"), frames[2])
+                await self._pass_on()
             while (start := self._sequence.missing()) is not None:
                 await self._replay(start)
 
@@ -121,7 +121,7 @@ class _Follower:
                 dealer.set(zmq.RCVHWM, 0)  # ROUTER drops what does not fit
                 dealer.set(zmq.MAXMSGSIZE, MAX_MESSAGE)
                 dealer.connect(reachable(self._source.replay_endpoint))
-                await dealer.send_multipart([b"", start.to_bytes(8, "big")])
+                await dealer.send_multipart([b"", start.to_bytes(8, "big")])  # pyright: ignore[reportUnknownMemberType]
                 while await dealer.poll(int(REPLAY_SILENCE_S * 1000)):
                     *_, number, payload = [b"", b"", *await dealer.recv_multipart()]
                     if number == _END or len(number) != 8:

@@ -173,11 +173,10 @@ class KVEventStream(Response):
         """Send until one side ends."""
         hang_up = asyncio.create_task(self._close_after(receive))
         try:
-            start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-            await asyncio.wait_for(send(start), STALL_S)
+            await _in_time(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             while not self._queue.closed and not self._ending():
-                await asyncio.wait_for(send(self._body(await self._chunk())), STALL_S)
-            await asyncio.wait_for(send({"type": "http.response.body", "body": b"", "more_body": False}), STALL_S)
+                await _in_time(send, self._body(await self._chunk()))
+            await _in_time(send, self._body(b"") | {"more_body": False})
         except (TimeoutError, OSError):  # the server closes a connection whose response has no end
             logger.info("KV events: a reader took nothing for %.0f s, or is gone", STALL_S)
         finally:
@@ -195,7 +194,8 @@ class KVEventStream(Response):
         if data := self._take():
             return data
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._woken.wait(), LIFE_EVERY_S)
+            async with asyncio.timeout(LIFE_EVERY_S):
+                await self._woken.wait()
         return self._take() or SIGN_OF_LIFE
 
     def _take(self) -> bytes:
@@ -209,6 +209,15 @@ class KVEventStream(Response):
     @staticmethod
     def _body(data: bytes) -> dict[str, Any]:
         return {"type": "http.response.body", "body": data, "more_body": True}
+
+
+async def _in_time(send: Send, message: dict[str, Any]) -> None:
+    """Send; raises ``TimeoutError`` for a reader that takes nothing.
+
+    Python 3.11's ``wait_for`` forgets that its task is cancelled if what it waits for has just ended.
+    """
+    async with asyncio.timeout(STALL_S):
+        await send(message)
 
 
 def _is_closed(args: Namespace) -> bool:

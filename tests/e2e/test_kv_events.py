@@ -1,0 +1,156 @@
+"""An engine's KV events over its own HTTP server, on a real engine: what a reader knows is what is cached."""
+
+import json
+import tempfile
+import threading
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+
+from support.cluster import MODEL_NAME, engine_spec, start_engine, wait_until
+from support.kv_events import StreamReader, decoded
+from support.shapes import random_questions
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+PATH = "/v1/xpyd/kv_events"
+KEY = "only-for-this-test"
+BLOCKS, SIZE = 40, 32
+HEADERS = {"authorization": f"Bearer {KEY}"}
+
+
+@dataclass
+class Follower:
+    """A reader on a thread of its own."""
+
+    url: str
+    reader: StreamReader = field(default_factory=StreamReader)
+    status: int = 0
+
+    def __post_init__(self):
+        self._closing = False
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self):
+        with httpx.stream("GET", self.url, headers=HEADERS, timeout=10) as answer:
+            self.status = answer.status_code
+            for data in answer.iter_raw() if self.status == 200 else ():
+                self.reader.feed(data)
+                if self._closing:
+                    return
+
+    def close(self):
+        """Leave; there is a sign of life each second."""
+        self._closing = True
+        self._thread.join(10)
+
+    def wait(self):
+        """Wait until the state was told to its end, and for as long as batches come."""
+        seen = [-1, -1]
+
+        def is_quiet():
+            seen[:] = seen[1], len(self.reader.batches)
+            return self.reader.complete and seen[0] == seen[1]
+
+        wait_until(is_quiet, seconds=20, what="the reader knows all")
+
+    def hit(self, prompt):
+        """Return how many tokens of a prompt are cached, as its blocks say; vLLM computes the last one again."""
+        blocks = {}  # (parent, tokens) -> hash
+        for batch in self.reader.batches:
+            for event in decoded(batch).events:
+                parent = getattr(event, "parent_block_hash", None)
+                for number, name in enumerate(event.block_hashes if hasattr(event, "token_ids") else ()):
+                    blocks[parent, tuple(event.token_ids[number * SIZE : (number + 1) * SIZE])] = name
+                    parent = name
+        known, parent, tokens = {name for name, _ in self.reader.names()}, None, 0
+        while tokens + SIZE < len(prompt):
+            parent = blocks.get((parent, tuple(prompt[tokens : tokens + SIZE])))
+            if parent not in known:
+                break
+            tokens += SIZE
+        return tokens
+
+
+@pytest.fixture(scope="module")
+def engine(fleet, model):
+    """One engine with a small cache, whose events only this user can follow; it has no connector."""
+    with tempfile.TemporaryDirectory(prefix="xpyd-") as folder:  # only this user may enter it
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"ipc://{folder}/inproc.ipc",
+            "replay_endpoint": f"ipc://{folder}/inproc-replay.ipc",
+        }
+        small = ("--enable-prefix-caching", "--num-gpu-blocks-override", str(BLOCKS), "--enable-prompt-tokens-details")
+        spec = engine_spec(
+            "events", model, block_size=SIZE, max_model_len=1024,
+            extra_args=(*small, "--kv-events-config", json.dumps(events)),
+            extra_env={"VLLM_API_KEY": KEY, "VLLM_PLUGINS": "xpyd,xpyd_kv_events"},
+        )  # fmt: skip
+        child = start_engine(fleet, spec)
+        fleet.wait_ready([child], timeout_s=300)
+        yield spec
+        fleet.stop(child)
+
+
+def cached(spec, prompt):
+    """Ask for two tokens, and return how many of the prompt's were cached."""
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(f"{spec.base_url}/v1/completions", json=body, headers=HEADERS, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return (answer.json()["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+
+
+def test_what_a_reader_knows_is_what_is_cached(engine):
+    """While blocks are stored and evicted: each prompt hits what the blocks say, whenever the reader came."""
+    prompts = [list(question.prompt) for question in random_questions([40 + 23 * n for n in range(12)], seed="events")]
+    prompts += [prompts[5][:70] + prompts[2][:60], prompts[11][:200]]
+    with closing(Follower(engine.base_url + PATH)) as early:
+        early.wait()
+        found = []
+        for prompt in prompts * 2:
+            early.wait()
+            found.append((early.hit(prompt), cached(engine, prompt)))
+        early.wait()
+        with closing(Follower(engine.base_url + PATH)) as late:
+            late.wait()
+
+            assert late.reader.names() == early.reader.names()
+            assert late.hit(prompts[-1]) == early.hit(prompts[-1]) > 0
+    removed = [e for batch in early.reader.batches for e in decoded(batch).events if type(e).__name__ == "BlockRemoved"]
+
+    assert [said for said, _ in found] == [hit for _, hit in found]
+    assert removed  # the cache is a third of the prompts
+    assert sum(hit for _, hit in found) > 0
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer another"}], ids=["no key", "another key"])
+def test_nobody_reads_without_the_key(engine, headers):
+    """Events contain the prompts of others."""
+    assert httpx.get(engine.base_url + PATH, headers=headers, timeout=10).status_code == 401
+
+
+def test_readers_have_a_limit(engine):
+    """One more is told so; when one has left, another may come."""
+    followers = [Follower(engine.base_url + PATH) for _ in range(64)]
+    try:
+        wait_until(lambda: all(each.reader.complete for each in followers), seconds=20, what="all are served")
+        refused = httpx.get(engine.base_url + PATH, headers=HEADERS, timeout=10)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["message"].startswith("64 connections read this engine's KV events")
+    finally:
+        for follower in followers:
+            follower._closing = True
+        for follower in followers:
+            follower.close()
+
+    def is_served():
+        with closing(Follower(engine.base_url + PATH)) as again:
+            wait_until(lambda: again.reader.complete or again.status == 503, seconds=20, what="an answer")
+            return bool(again.reader.complete)
+
+    wait_until(is_served, seconds=20, what="a reader is served again")

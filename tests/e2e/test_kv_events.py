@@ -13,7 +13,8 @@ from support.cluster import MODEL_NAME, engine_spec, start_engine, wait_until
 from support.kv_events import StreamReader, decoded
 from support.shapes import random_questions
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+# Thorough: a reader is taken to know all when nothing came for a moment, which a busy machine may stretch.
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough, pytest.mark.timeout(300)]
 
 PATH = "/v1/xpyd/kv_events"
 KEY = "only-for-this-test"

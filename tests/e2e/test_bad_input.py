@@ -6,11 +6,12 @@ import httpx
 import openai
 import pytest
 
-from support.cluster import nothing_held, wait_until
+from support.cluster import Watch, nothing_held, wait_until
 from support.questions import Question, ask, client, differences
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
+LOADED = "vllm:prompt_tokens_by_source_total|external_kv_transfer"
 PATHS = ("/v1/completions", "/v1/chat/completions")
 GOOD = {
     "/v1/completions": {"model": "tiny", "prompt": "a quiet river", "max_tokens": 4},
@@ -111,14 +112,21 @@ def test_requests_that_cannot_be_split_are_right(one_pair, engines, name, extra)
 
 
 def test_a_mixed_up_offer_never_becomes_a_wrong_answer(engines, reference_answer):
-    """A router that gives one request another one's KV params: D notices and computes the prompt itself."""
-    first, second = ([(step * i) % 450 + 20 for i in range(70)] for step in (7, 11))
-    one_token = {"model": "tiny", "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
-    params = post(engines.p0.base_url, "/v1/completions", {**one_token, "prompt": first}).json()["kv_transfer_params"]
-    body = {"model": "tiny", "prompt": second, "max_tokens": 16, "temperature": 0, "kv_transfer_params": params}
-    answer = post(engines.d0.base_url, "/v1/completions", body).json()
+    """A router that gives one request another one's KV params: D notices and computes the prompt itself.
 
-    assert answer["choices"][0]["text"] == reference_answer(Question("ids", stream=False, prompt=tuple(second))).text
+    The blocks stay for the request that they were computed for, which may yet come.
+    """
+    mine, other = ([(step * i) % 450 + 20 for i in range(70)] for step in (7, 11))
+    one_token = {"model": "tiny", "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    params = post(engines.p0.base_url, "/v1/completions", {**one_token, "prompt": mine}).json()["kv_transfer_params"]
+    with Watch(engines.d0) as decode:
+        for prompt in (other, mine):
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, "kv_transfer_params": params}
+            text = post(engines.d0.base_url, "/v1/completions", body).json()["choices"][0]["text"]
+            assert text == reference_answer(Question("ids", stream=False, prompt=tuple(prompt))).text
+
+    assert decode.delta(LOADED) == len(mine) - 1
+    wait_until(lambda: nothing_held(engines.p0), seconds=1, what="P holds nothing")
 
 
 @pytest.mark.parametrize(

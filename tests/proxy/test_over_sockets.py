@@ -56,11 +56,11 @@ def test_a_client_that_hangs_up_stops_the_engines(point):
 
 def test_an_engine_that_is_not_there_is_a_bad_gateway():
     """The sentence names the instance and not its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        nowhere = f"127.0.0.1:{free.getsockname()[1]}"
-    with serving(build(Settings(prefill=(nowhere,), decode=(nowhere,), health_check_interval_s=0)).app) as at:
-        response = httpx.post(f"http://{at}/v1/completions", json=BODY)
+    with socket.socket() as silent:  # bound and not listening: refuses, and no other server can get its port
+        silent.bind(("127.0.0.1", 0))
+        nowhere = f"127.0.0.1:{silent.getsockname()[1]}"
+        with serving(build(Settings(prefill=(nowhere,), decode=(nowhere,), health_check_interval_s=0)).app) as at:
+            response = httpx.post(f"http://{at}/v1/completions", json=BODY)
 
     assert response.status_code == 502
     assert response.headers["server-timing"].count('retry;desc="prefill-0 unreachable"') == 2

@@ -218,10 +218,14 @@ def queue_of(count, p, d, *, first, busy=False):
 
 
 def hold_seat(d, seconds, *, busy=False):
-    """Run an answer of so many seconds, and some more; a busy one computes all the time."""
-    length, tokens = (8, 400) if busy else (SLOW_TOKENS, 1.4 / SLOW_SECONDS)
-    with contextlib.suppress(httpx.TransportError):
-        decode(d.spec, prompt_of(999, length), None, tokens=int(seconds * tokens))
+    """Run an answer of so many seconds, and some more; a busy one computes all the time, however fast D is."""
+    seconds *= 1.4
+    with contextlib.suppress(httpx.TransportError, ConnectionError):
+        if busy:  # answers one after the other, more than there is time for, until the client leaves
+            endless = {"prompt": prompt_of(999, 8), "n": 32, "temperature": 1, "max_tokens": 4000, "ignore_eos": True}
+            hang_up(d.spec, endless, seconds)
+        else:
+            decode(d.spec, prompt_of(999, SLOW_TOKENS), None, tokens=int(seconds / SLOW_SECONDS))
 
 
 @contextlib.contextmanager

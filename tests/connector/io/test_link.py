@@ -263,12 +263,12 @@ def test_a_welcome_larger_than_what_a_peer_may_leave_unread_arrives(net):
 
 def test_a_port_without_a_listener_fails(net):
     """With the address in the sentence."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = Address(*free.getsockname())
-    d = net.link()
-    conn = d.connect(address, P)
-    (failed,) = net.events(d)
+    with socket.socket() as silent:  # bound and not listening: refuses, and no other test can get its port
+        silent.bind(("127.0.0.1", 0))
+        address = Address(*silent.getsockname())
+        d = net.link()
+        conn = d.connect(address, P)
+        (failed,) = net.events(d)
 
     assert failed.conn == conn
     assert failed.reason.startswith(f"cannot connect to {address}: ")

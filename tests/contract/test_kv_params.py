@@ -2,14 +2,17 @@
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from xpyd_connector.core.lease.kv_params import PullParams, parse_pull_params
 from xpyd_connector.core.lease.signatures import Signatures
+from xpyd_connector.core.lease.transfer_names import abandoned_transfer, transfer_of
 from xpyd_connector.core.messages import MAX_BLOCKS, MAX_ID, MAX_PROMPT
-from xpyd_proxy.core.model import InstanceId
-from xpyd_proxy.core.protocol.request_bodies import decode_body, kv_params, parse
+from xpyd_proxy.core.model import Api, InstanceId
+from xpyd_proxy.core.protocol.request_bodies import abandon_body, decode_body, kv_params, parse, prefill_body
+from xpyd_proxy.io.request_path.ids import new_transfer
 
 SIGNATURES = Signatures(lambda: (b"secret",))
 BLOCKS = st.integers(0, MAX_BLOCKS - 1)
@@ -42,3 +45,17 @@ def test_an_offer_survives_the_router(offer, ascii_only):
     arrived = parse_pull_params(json.loads(body)["kv_transfer_params"])
     assert arrived == offer
     assert SIGNATURES.check(arrived, now=0.0)
+
+
+@pytest.mark.parametrize("api", [Api.COMPLETIONS, Api.CHAT, Api.RESPONSES, Api.MESSAGES])
+def test_what_the_router_abandons_is_what_it_has_had_computed(api):
+    """The connector knows the prefill by the name that the router gives up later."""
+    client, transfer = parse(b'{"model":"m","prompt":"hi"}', strip_private=False), new_transfer()
+    asked, given_up = (
+        json.loads(body)["kv_transfer_params"]
+        for body in (prefill_body(api, client, transfer), abandon_body(client, transfer))
+    )
+
+    assert transfer_of(asked) == abandoned_transfer(given_up) == transfer
+    assert not given_up["do_remote_decode"]
+    assert not given_up["do_remote_prefill"]

@@ -63,6 +63,10 @@ class ControlPlane:
         if self._push_coordinator is not None:
             self._push_coordinator.granted(request, now=now)
 
+    def abandon(self, request: RequestId) -> None:
+        """End a lease whose blocks nobody will come for."""
+        self.lease_manager.drop((request,))
+
     def revoke(self, candidates: Sequence[RevocableLease], blocks: int, *, now: float) -> None:
         """Revoke unread leases in the given order until so many blocks are free."""
         self.lease_manager.revoke(candidates, blocks, now=now, is_busy=self._is_busy)

@@ -95,6 +95,7 @@ COUNTERS = {
     "pushes": "Push: requests whose KV was written completely, counted on each rank.",
     "pushes_aborted": "Push: requests whose KV was not written completely, counted on each rank.",
     "pushes_refused": "Push: registrations refused because too many were open.",
+    "transfers_abandoned": "Prefills whose client left before the router had their answer: their blocks are freed.",
     "transfer_ids_duplicate": "Push: prefills not handed over because another has the same transfer id.",
     "transfer_ids_invalid": "Push: prefills not handed over because their transfer id could not be used.",
     "reads_discarded": "Reads and pushes that ended after their lease: their bytes were discarded.",

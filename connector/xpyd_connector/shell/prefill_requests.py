@@ -18,6 +18,7 @@ from xpyd_connector.core.ids import BlockId, RequestId
 from xpyd_connector.core.lease.kv_params import PullParams, parse_transfer_id
 from xpyd_connector.core.lease.lease_table import LeaseEvent
 from xpyd_connector.core.lease.signatures import Signatures
+from xpyd_connector.core.lease.transfer_names import TransferNames, abandoned_transfer, transfer_of
 from xpyd_connector.core.push.push_job import ComputedBlocks, TransferOver
 from xpyd_connector.errors import InvalidKvParams
 from xpyd_connector.settings import Granularity, Mode
@@ -57,6 +58,7 @@ class PrefillRequests:
         self._signatures = signatures
         self._wall_clock = wall_clock
         self._held = HeldBlocks()  # by the name that decode engines know
+        self._transfers = TransferNames()
         self._window_pins = SlidingWindowPins(engine_config.groups, pool)
         self._shortage: BlockShortage | None = None  # only where leases may be revoked
         if engine_config.is_producer and settings.revoke_after:
@@ -89,6 +91,20 @@ class PrefillRequests:
             return
         self._push_progress.begin(request, name, digest(request, request.num_prompt_tokens))
 
+    def abandon(self, request: Request, params: Mapping[str, Any]) -> None:
+        """Free what another request has computed, if this one says that nobody will come for it."""
+        try:
+            transfer = abandoned_transfer(params)
+        except InvalidKvParams as exc:
+            self._counters.count("transfer_ids_invalid")
+            logger.warning("xpyd: %s abandons nothing: %s", request.request_id, exc)
+            return
+        if transfer is None or not self._engine_config.is_producer:
+            return
+        self._counters.count("transfers_abandoned")
+        if (lease := self._transfers.abandon(transfer)) is not None:
+            self._post(lambda control, _: control.abandon(lease))
+
     def considered(self, request: Request, computed: int) -> None:
         """VLLM considers a waiting request with ``computed`` tokens in the prefix cache."""
         if self._shortage is not None:
@@ -118,6 +134,7 @@ class PrefillRequests:
     def lease_ended(self, request: RequestId, why: LeaseEvent) -> None:
         """Free the blocks of a lease."""
         blocks = self._held.take(request)
+        self._transfers.ended(request)
         self._pool().free_blocks(reversed(blocks))
         if self._push_progress is not None:
             self._push_progress.forget(request)
@@ -170,6 +187,9 @@ class PrefillRequests:
         The blocks are pinned in the pool. The alternative, to delay vLLM's release of the request, would keep the
         engine stepping as long as a lease lasts.
         """
+        transfer = transfer_of(request.kv_transfer_params or {})
+        if transfer is not None and self._transfers.take_abandoned(transfer):
+            return None
         tokens = request.num_prompt_tokens
         prompt = [
             list(ids[group.blocks_of(tokens - 1 if group.state else 0, tokens)])
@@ -182,6 +202,8 @@ class PrefillRequests:
             logger.warning("xpyd: %s is not handed over: %s", request.request_id, reason)
             return None
         self._held.add(name, held, request.priority)
+        if transfer is not None:
+            self._transfers.lend(transfer, name)
         pool.touch(held)
         self._post(lambda control, now: control.grant(name, now=now))
         if self._push_progress is not None:

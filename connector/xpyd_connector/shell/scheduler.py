@@ -99,6 +99,8 @@ class XpydConnectorScheduler:
             self._decodes.begin(request, params)
         elif params.get("do_remote_decode"):
             self._prefills.begin(request, params)
+        elif params:
+            self._prefills.abandon(request, params)
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the ``computed`` ones will be loaded, and whether the load is asynchronous.

@@ -548,13 +548,55 @@ def test_prompts_without_token_ids_have_nothing_to_compare(proving):
 # ---- leases that end early, and are not granted
 
 
-def lend(engine, name, blocks, **options):
+def lend(engine, name, blocks, transfer=None, **options):
     """Finish a prefill of so many blocks; vLLM frees its own hold on them. Returns the offer, or None."""
-    request = engine.request({"do_remote_decode": True}, name=name, prompt=list(range(SIZE * blocks)), **options)
+    params = {"do_remote_decode": True, "transfer_id": transfer}
+    request = engine.request(params, name=name, prompt=list(range(SIZE * blocks)), **options)
     held = engine.pool.get_new_blocks(blocks)
     offer = engine.side.finished(request, ([block.block_id for block in held],))
     engine.pool.free_blocks(reversed(held))
     return offer
+
+
+def abandon(engine, transfer):
+    """A request says that nobody will come for another one's blocks."""
+    params = {"do_remote_decode": False, "do_remote_prefill": False, "abandoned_transfer_id": transfer}
+    request = engine.request(params, name="says-so", prompt=[0])
+    engine.side.on_new_request(request)
+    settle(engine)
+    assert engine.side.finished(request, ([],)) is None
+
+
+def test_blocks_that_nobody_will_come_for_are_freed_at_once(engine):
+    """The client left when P had finished, and the router had not heard of it."""
+    assert lend(engine, "a", 5, transfer="xfer-a")
+    assert lend(engine, "b", 5, transfer="xfer-b")
+    abandon(engine, "xfer-a")
+
+    assert engine.free() == 14
+    seen = counters(engine)
+    assert (seen["transfers_abandoned"], seen["leases_dropped"]) == (1, 1)
+    assert list(engine.side._prefills._held._held) == ["b"]
+
+
+def test_a_prefill_that_was_abandoned_before_its_end_leases_nothing(engine):
+    """The router's word may overtake the end of the request."""
+    abandon(engine, "xfer-a")
+    assert lend(engine, "a", 5, transfer="xfer-a") is None
+    settle(engine)
+
+    assert engine.free() == 19
+    assert "leases_granted" not in counters(engine)
+    assert lend(engine, "b", 5, transfer="xfer-b")
+
+
+@pytest.mark.parametrize("transfer", [5, "x" * 100_000, "xfer-of nobody"])
+def test_a_transfer_that_is_not_there_is_abandoned_in_vain(engine, transfer):
+    """Whatever a request says: no lease ends that it does not name."""
+    assert lend(engine, "a", 5, transfer="xfer-a")
+    abandon(engine, transfer)
+
+    assert engine.free() == 14
 
 
 def lack(engine, *, blocks, seconds, priority=0, step=0.5):

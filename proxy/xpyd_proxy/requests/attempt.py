@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from xpyd_proxy.core.fleet.load import ASK_FOR_REPORT
 from xpyd_proxy.core.model import GenerationRequest, Headers, Instance, InstanceId, LegRequest, Role, SingleEngineReason
 from xpyd_proxy.core.protocol.engine_errors import Failure, check_prefill, refused_decode
-from xpyd_proxy.core.protocol.request_bodies import RELEASE_PATH, release_body
+from xpyd_proxy.core.protocol.request_bodies import RELEASE_PATH, abandon_body, release_body
 from xpyd_proxy.core.protocol.response_filter import check_type, clean_answer
 from xpyd_proxy.core.protocol.usage import prompt_tokens
 from xpyd_proxy.core.raw_json import Pieces
@@ -231,9 +231,18 @@ class Attempt(LegOwner):
         tried = None if decode is None else decode.instance  # it may be why the leg was not sent: it is asked last
         fitting = self.chances.first(of.fleet.fitting(prefill, self.usable(Role.DECODE)))
         decodes = sorted(fitting, key=lambda instance: instance.id == tried)[:_RELEASES_MOST]
+        of.releaser.release(prefill, [self._about_blocks(decode, body) for decode in decodes])
+
+    def _abandon(self, leg: EngineLeg) -> None:
+        """Free what a prefill that was dropped may have leased by now; a decode leg would settle that itself."""
+        call = self._plan.call
+        if call is not None and leg.was_sent and not leg.complete and self.decode is None:
+            body = abandon_body(call.fields, self.transfer)
+            self._of.releaser.abandon(leg.instance, self._about_blocks(leg.instance, body))
+
+    def _about_blocks(self, engine: Instance, body: bytes) -> LegRequest:
         headers = (*self._plan.headers, (b"x-request-id", self.id.encode()))
-        legs = [LegRequest(decode, RELEASE_PATH, body, self._ranked(headers, decode)) for decode in decodes]
-        of.releaser.release(prefill, legs)
+        return LegRequest(engine, RELEASE_PATH, body, self._ranked(headers, engine))
 
     # ---- what the legs tell (LegOwner)
 
@@ -450,6 +459,8 @@ class Attempt(LegOwner):
         for leg in (self.decode, self.prefill):
             if leg is not None and not leg.is_closed:
                 self.close(leg)
+                if leg is self.prefill:
+                    self._abandon(leg)
         if self._slot is not None:
             self._leave_slot()
         self.prefill = self.decode = None  # they hold us

@@ -1,4 +1,4 @@
-"""Gives blocks back that a prefill engine keeps for a decode leg that was never sent."""
+"""Gives blocks back that a prefill engine keeps, or is about to keep, for a decode leg that is never sent."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -12,6 +12,7 @@ from xpyd_proxy.errors import EngineError
 _MOST: Final = 64  # at the same time; more than that is a router that has lost all its decode engines
 _TRIES: Final = 3  # engines that are asked; one that cannot be reached tells nobody
 _TIMEOUT_S: Final = 5.0  # an engine says no within milliseconds
+_OK: Final = 200
 _REFUSED: Final = 400
 
 
@@ -39,16 +40,23 @@ class Releaser:
 
     def release(self, prefill: Instance, legs: Sequence[LegRequest]) -> None:
         """Have one of these legs refused; returns at once."""
-        if not self._background.start(partial(self._release, prefill, legs[:_TRIES])):
+        self._start(prefill, legs[:_TRIES], _REFUSED)
+
+    def abandon(self, prefill: Instance, leg: LegRequest) -> None:
+        """Have this leg served; returns at once."""
+        self._start(prefill, (leg,), _OK)
+
+    def _start(self, prefill: Instance, legs: Sequence[LegRequest], good: int) -> None:
+        if not self._background.start(partial(self._release, prefill, legs, good)):
             self._tell(prefill, freed=False)
 
-    async def _release(self, prefill: Instance, legs: Sequence[LegRequest]) -> None:
+    async def _release(self, prefill: Instance, legs: Sequence[LegRequest], good: int) -> None:
         for leg in legs:
             try:
                 answer = await self._engines.ask(leg, timeout_s=_TIMEOUT_S)
             except EngineError:
                 continue
-            if answer.status == _REFUSED:
+            if answer.status == good:
                 self._tell(prefill, freed=True)
                 return
         self._tell(prefill, freed=False)

@@ -98,6 +98,7 @@ class Sim:
         self.log: list[LogEntry] = []
         self.violations: list[str] = []
         self.released: list[str] = []  # requests whose blocks the prefill engine was told to free
+        self.abandoned: list[str] = []  # transfers that nobody will come for
         self._model = model
         self._prefill_s = prefill_s
         self._token_s = token_s
@@ -178,7 +179,8 @@ class Sim:
             body, made = rules.continued(json.loads(raw))
             if rules.token_limit(body) > _TOO_MANY:
                 return self._refuse(body)
-            self._check(raw, body, request)
+            if not (transfer := rules.abandoned(body)):
+                self._check(raw, body, request)
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
             return _json(error(400, f"not a request: {exc!r}"), 400)
         except rules.Violation as exc:
@@ -188,7 +190,7 @@ class Sim:
             return _json(error(404, f"The model `{body['model']}` does not exist."), 404)
         replies = self._replies(request, body, made)
         if self.role == "prefill":
-            return await self._prefill(request, replies, fault)
+            return await self._prefill(request, replies, fault, abandoned=transfer)
         await self._receive(request, body)
         if body.get("stream"):
             events = _events(request, replies, entry, fault, self._token_s)
@@ -223,7 +225,12 @@ class Sim:
         entry.state = "done"
         return _json({"object": "list", "path": request.url.path, "bytes": len(raw)})
 
-    async def _prefill(self, request: Request, replies: AnyReplies, fault: SimulatedFault | None) -> Response:
+    async def _prefill(
+        self, request: Request, replies: AnyReplies, fault: SimulatedFault | None, *, abandoned: str | None
+    ) -> Response:
+        if abandoned:
+            self.abandoned.append(abandoned)
+            return _json(replies.whole())
         await _pause(request, self._prefill_s)
         forget = fault.names if fault is not None else ()
         body, name = replies.body, self.engine_id

@@ -119,6 +119,12 @@ def check_prefill_leg(body: Json, *, pushes: bool = False, limits: Sequence[str]
         raise Violation("a prefill leg must name its transfer")
 
 
+def abandoned(body: Json) -> str | None:
+    """Return the transfer that a request says is abandoned; None if it says nothing of the kind."""
+    params: Json = body.get("kv_transfer_params") or {}
+    return params.get("abandoned_transfer_id")
+
+
 def make_params(
     body: Json,
     request_id: str,

@@ -167,6 +167,74 @@ async def test_a_good_request_gives_nothing_back():
     assert not engines.releases
 
 
+class Abandoned(Scripted):
+    """Prefill engines take note of what is abandoned."""
+
+    def __init__(self, prefill, decode, **options):
+        super().__init__(prefill, decode, **options)
+        self.abandoned = []
+
+    async def ask(self, leg, *, timeout_s):
+        assert (leg.instance.role, leg.path) == (Role.PREFILL, "/v1/completions")
+        self.abandoned.append(leg)
+        return EngineResponse(200, "application/json", b"{}")
+
+
+async def left(engines, *, role=Role.PREFILL, **options):
+    """Serve a request whose client leaves when an engine of a role has it, and wait for what is released behind it."""
+    router = router_of(engines, **options)
+    client = router.start(call(model="m"))
+    await until(lambda: engines.of(role))
+    client.hang_up()
+    await drained(router)
+    return engines.abandoned
+
+
+async def test_a_prefill_whose_client_left_is_abandoned():
+    """It may have finished at that moment: then its blocks are leased, and only its name is known here."""
+    notes, engines = Notes(), Abandoned(never, never)
+    (leg,) = await left(engines, told=(notes,))
+
+    (prefill,) = engines.of(Role.PREFILL)
+    assert leg.instance.id == "prefill-0"
+    assert request_id(leg) == request_id(prefill)
+    assert json.loads(leg.body) == {
+        "model": "m",
+        "prompt": [0],
+        "max_tokens": 1,
+        "stream": False,
+        "kv_transfer_params": {
+            "do_remote_decode": False,
+            "do_remote_prefill": False,
+            "abandoned_transfer_id": params_of(prefill)["transfer_id"],
+        },
+    }
+    assert notes.told == [("prefill-0", True)]
+
+
+async def test_a_prefill_that_was_never_sent_is_not_abandoned():
+    """The engine knows nothing of it."""
+    assert await left(Abandoned(never, never, connects=False)) == []
+
+
+async def test_a_prefill_whose_answer_is_there_is_not_abandoned():
+    """What it has leased is known: the decode engine settles it."""
+    assert await left(Abandoned(pulled_prefill, never), role=Role.DECODE) == []
+
+
+async def test_a_transfer_that_a_decode_engine_knows_is_not_abandoned():
+    """In push both have their leg at once: the decode engine's end tells the prefill engine."""
+    router = router_of(engines := Abandoned(good_prefill, good_decode), mode="push")
+    await router.serve(call(model="m"))
+    engines.prefill = engines.decode = never
+    client = router.start(call(model="m"))
+    await until(lambda: len(engines.of(Role.DECODE)) == 2)
+    client.hang_up()
+    await drained(router)
+
+    assert engines.abandoned == []
+
+
 async def test_what_cannot_be_given_back_is_counted():
     """No decode engine answers, or none is left, or too many are at it: the lease frees the blocks."""
     notes = Notes()

@@ -37,6 +37,7 @@ _ASK_FOR_PREFILL: Final[Fields] = {"do_remote_decode": TRUE, "do_remote_prefill"
 )
 _ASKING: Final = encode(_ASK_FOR_PREFILL)[:-1] + b',"transfer_id":%b}'
 
+_ABANDONING: Final = b'{"do_remote_decode":false,"do_remote_prefill":false,"abandoned_transfer_id":%b}'
 _BRACKET: Final = 91
 _CLOSING: Final = 93
 _SPACE: Final = 32  # white space is no more than it
@@ -170,7 +171,20 @@ def release_body(fields: Fields, kv_params: msgspec.Raw) -> bytes:
 
     A prefill engine keeps its blocks for a whole lease when nobody comes for them, and listens to other engines only.
     """
-    asked: Fields = {"prompt": _ANY_PROMPT, "max_tokens": _TOO_MANY, "stream": FALSE, "kv_transfer_params": kv_params}
+    return _about_blocks(fields, _TOO_MANY, kv_params)
+
+
+def abandon_body(fields: Fields, transfer: TransferId) -> bytes:
+    """Tell a prefill engine that nobody will come for the blocks of a transfer whose answer was not waited for.
+
+    It may have finished at that moment, and vLLM does not tell a connector of the abort of a finished request. The
+    request is one token that any engine can compute; a connector that does not know the parameter ignores it.
+    """
+    return _about_blocks(fields, _ONE, msgspec.Raw(_ABANDONING % text(transfer)))
+
+
+def _about_blocks(fields: Fields, tokens: msgspec.Raw, kv_params: msgspec.Raw) -> bytes:
+    asked: Fields = {"prompt": _ANY_PROMPT, "max_tokens": tokens, "stream": FALSE, "kv_transfer_params": kv_params}
     return encode({name: fields[name] for name in ("model",) if name in fields} | asked)
 
 

@@ -251,6 +251,30 @@ MUTANTS = {
         "            if own not in live:",
         f"{UNIT}/test_sliding_windows.py::test_a_preempted_attempt_gives_its_pins_back",
     ),
+    "the connector's module registers its name": Mutant(
+        f"{SHELL}/connector.py",
+        "\n\nregister()\n",
+        "\n",
+        f"{UNIT}/test_plugin.py",
+    ),
+    "a name may be registered twice": Mutant(
+        f"{SHELL}/plugin.py",
+        "    with suppress(ValueError):",
+        "    with suppress(KeyError):",
+        f"{UNIT}/test_plugin.py",
+    ),
+    "an abandoned transfer's lease ends": Mutant(
+        f"{CORE}/control.py",
+        "        self.lease_manager.drop((request,))",
+        "        pass",
+        f"{UNIT}/test_scheduler.py::test_blocks_that_nobody_will_come_for_are_freed_at_once",
+    ),
+    "a prefill that was abandoned leases nothing": Mutant(
+        f"{SHELL}/prefill_requests.py",
+        "if transfer is not None and self._transfers.take_abandoned(transfer):",
+        "if False:",
+        f"{UNIT}/test_scheduler.py::test_a_prefill_that_was_abandoned_before_its_end_leases_nothing",
+    ),
     "a chunk begins at its own first token": Mutant(
         f"{CORE}/layout/cache_groups.py",
         "computed // self.chunk * self.chunk if self.chunk else 0",

@@ -1,7 +1,7 @@
 """`xpyd up` as a user sees it, with simulated engines: real processes, a real router, real signals."""
 
+import itertools
 import os
-import random
 import re
 import signal
 import socket
@@ -14,6 +14,7 @@ import httpx
 import psutil
 import pytest
 
+from support.cluster import ROOM, free_ports
 from xpyd_proxy.local.errors import ChildFailed
 from xpyd_proxy.local.model import FINGERPRINT
 from xpyd_proxy.local.plan import LocalPlan
@@ -21,28 +22,6 @@ from xpyd_proxy.local.screen import Screen
 from xpyd_proxy.local.up import _explain, _make_model
 
 pytestmark = pytest.mark.timeout(120)  # a busy machine starts four interpreters slowly
-
-
-def free_ports(count):
-    """Return ports with three free ones behind each, for more engines of a kind.
-
-    The system must not hand them out meanwhile: it takes those of outgoing connections from 32768 on.
-    """
-    found = []
-    while len(found) < count:
-        first = random.randrange(20000, 32000, 4)
-        if first not in found and all(map(is_free, range(first, first + 4))):
-            found.append(first)
-    return found
-
-
-def is_free(port):
-    with socket.socket() as taken:
-        try:
-            taken.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 @contextmanager
@@ -221,3 +200,13 @@ def test_a_missing_model_is_made(tmp_path):
     _make_model(LocalPlan(model=tmp_path / "tiny"), Screen())
 
     assert (tmp_path / "tiny" / FINGERPRINT).exists()
+
+
+def test_the_ports_that_follow_a_tests_port_belong_to_that_test():
+    """The side channel of a second engine has the port after the first one's: another test's engine must not be there.
+
+    So it happened: `xpyd up` refused to start, because a test's engine of the same session listened there.
+    """
+    ports = sorted(free_ports(100))
+
+    assert all(after - before >= ROOM for before, after in itertools.pairwise(ports))

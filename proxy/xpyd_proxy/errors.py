@@ -26,6 +26,7 @@
         * :exc:`EngineTimeout` -- an engine: it did not answer in time
         * :exc:`EngineFault` -- an engine: it lives, and failed this request
         * :exc:`EngineBusy` -- an engine: it has no room now
+        * :exc:`BadKvEvents` -- an engine: what it says of its cache cannot be read, or has gaps
         * :exc:`Moved` -- a prefill engine: it is not the one that the decode engine was told of
     * :exc:`AddressError` -- the operator: no engine can have this address
         * :exc:`BadPort` -- the operator: the port is a number, but outside 1..65535
@@ -148,6 +149,9 @@ class EngineFault(EngineError): ...
 
 
 class EngineBusy(EngineError): ...
+
+
+class BadKvEvents(EngineError): ...
 
 
 class Moved(EngineError): ...

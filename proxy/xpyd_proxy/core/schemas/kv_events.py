@@ -1,0 +1,62 @@
+"""The KV events of an engine, as vLLM 0.32 writes them in msgpack (vllm/distributed/kv_events.py).
+
+Types are strict, and fields that are not named here are left out: later versions add some.
+"""
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+BlockHash: TypeAlias = bytes | int  # an int with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES
+_TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+_BlockSize: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**20)]  # tokens
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+_Group: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=63)]
+
+
+class BlockStored(msgspec.Struct, tag="BlockStored", gc=False):
+    """Blocks of one KV cache group that follow each other are in the cache from now on."""
+
+    block_hashes: list[BlockHash]
+    token_ids: list[_TokenId]
+    block_size: _BlockSize
+    parent_block_hash: BlockHash | None = None  # of the block before the first; None: a prompt begins here
+    lora_name: str | None = None
+    # One for each block, untagged and in vLLM's order: the name of the LoRA adapter, (id, offset) of images and the
+    # like, the salt, and digests of embeddings (``to_event_extra_keys`` in vllm/v1/core/kv_cache_utils.py).
+    extra_keys: list[tuple[msgspec.Raw, ...] | None] | None = None
+    medium: str | None = None
+    group_idx: _Group | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: _Count | None = None
+    locality: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag="BlockRemoved", gc=False):
+    """Blocks are gone, each once: a block may be in the cache several times."""
+
+    block_hashes: list[BlockHash]
+    medium: str | None = None
+    group_idx: _Group | None = None
+    locality: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", gc=False):
+    """The cache of a rank is empty."""
+
+
+KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KvEventKind(msgspec.Struct):
+    """The part of any event that names it."""
+
+    type: str
+
+
+class KvEventBatch(msgspec.Struct, array_like=True):
+    """What one rank has published at once; the events are not read yet."""
+
+    ts: float
+    events: list[msgspec.Raw]
+    data_parallel_rank: Annotated[int, msgspec.Meta(ge=0, le=4095)] | None = None

@@ -1,0 +1,110 @@
+"""The blocks of a prompt of token ids, each named by all that comes before its end, as engines' caches compare them.
+
+vLLM hashes a block with its parent's hash, its token ids and its extra keys (``hash_block_tokens`` in
+vllm/v1/core/kv_cache_utils.py). Its first hash is random or configured, and the function is chosen by the operator, so
+its hashes are its own. The keys here are made of the same contents in the same way, for events and for prompts alike.
+"""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Final
+
+import msgspec
+
+from xpyd_proxy.core.raw_json import NULL, maybe
+
+ROOT: Final = bytes(16)  # the parent of a first block
+ITEM: Final = 4  # bytes of a token id
+PROMPT_MOST: Final = 1 << 23  # bytes of JSON; a longer prompt is not looked at
+_SIZE: Final = 16  # bytes of a key
+_EXTRAS: Final = b"xpyd extra keys"
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_BRACKET: Final = 91
+_DIGITS: Final = frozenset(b"0123456789")
+_SPACES: Final = b" \t\r\n"
+# With one of these the engine's tokens are others, or more than tokens decides what is in a block.
+_OTHER_CONTENT: Final = ("truncate_prompt_tokens", "prompt_embeds", "features", "suffix")
+
+
+def packed(ids: Sequence[int]) -> bytes:
+    """Return token ids as bytes, ITEM each; raises OverflowError: one is no token id."""
+    return array("I", ids).tobytes()
+
+
+def extras_of(lora: str | None, keys: Sequence[msgspec.Raw]) -> bytes:
+    """Return the extra keys of a block as bytes: empty, if it has none.
+
+    ``keys``: in msgpack, as vLLM's events have them: those of an adapter begin with its name, which an event has twice.
+    """
+    found = b"".join([bytes(key) for key in keys])
+    if lora is None:
+        return found
+    name = _ENCODER.encode(lora)
+    return b"\xc0" + (found if found.startswith(name) else name + found)  # the nil tells a name from a salt
+
+
+def key_of(parent: bytes, tokens: bytes, extras: bytes) -> bytes:
+    """Return the key of a block."""
+    if not extras:
+        return blake2b(parent + tokens, digest_size=_SIZE).digest()
+    length = len(tokens).to_bytes(_SIZE, "big")
+    return blake2b(parent + length + tokens + extras, digest_size=_SIZE, person=_EXTRAS).digest()
+
+
+class TokenPrompt:
+    """A prompt of token ids. Keys are made as they are asked for: a prompt that no engine knows costs one."""
+
+    __slots__ = ("_keys", "_salts", "_tokens", "count")
+
+    def __init__(self, ids: Sequence[int], salt: str | None = None) -> None:
+        """``salt``: its ``cache_salt``. Raises OverflowError: one of the ids is no token id."""
+        self.count = len(ids)
+        self._tokens = packed(ids)
+        self._salts = (msgspec.Raw(_ENCODER.encode(salt)),) if salt else ()
+        self._keys: dict[tuple[int, str | None], list[bytes]] = {}  # by block size and adapter
+
+    def keys(self, size: int, lora: str | None) -> list[bytes]:
+        """Return the keys that are made, of the first blocks of this size; ``more`` makes the next."""
+        found = self._keys.get((size, lora))
+        if found is None:
+            found = self._keys[size, lora] = []
+        return found
+
+    def more(self, keys: list[bytes], size: int, lora: str | None) -> bytes:
+        """Make and return the next key; ``keys``: what ``keys`` has returned. The block must be full."""
+        place, step = len(keys), size * ITEM
+        tokens = self._tokens[place * step : (place + 1) * step]
+        if lora is None and (place or not self._salts):
+            extras = b""
+        else:
+            name = () if lora is None else (msgspec.Raw(_ENCODER.encode(lora)),)
+            extras = extras_of(lora, name if place else (*name, *self._salts))
+        key = key_of(keys[-1] if place else ROOT, tokens, extras)
+        keys.append(key)
+        return key
+
+
+def token_prompt(prompt: bytes | memoryview, context: Mapping[str, msgspec.Raw]) -> TokenPrompt | None:
+    """Read a prompt's JSON; None: it is not one list of token ids, or its blocks depend on more than these."""
+    if len(prompt) > PROMPT_MOST or not _begins_with_digit(bytes(prompt[:64])):
+        return None
+    if any(context.get(name, NULL) != NULL for name in _OTHER_CONTENT):
+        return None
+    ids, said = maybe(bytes(prompt), list[int]), context.get("cache_salt", NULL)
+    salt = None if said == NULL else maybe(said, str)
+    if ids is None or (salt is None and said != NULL):
+        return None
+    try:
+        return TokenPrompt(ids, salt)
+    except (OverflowError, TypeError):
+        return None
+
+
+def _begins_with_digit(start: bytes) -> bool:
+    """Tell a list of numbers from lists of other things, and from texts."""
+    start = start.lstrip(_SPACES)
+    if not start or start[0] != _BRACKET:
+        return False
+    inside = start[1:].lstrip(_SPACES)
+    return bool(inside) and inside[0] in _DIGITS

@@ -32,6 +32,7 @@ from xpyd_proxy.core.admission.keys import Keyring, Outbound
 from xpyd_proxy.core.admission.lifetime import Lifetime
 from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.discovery.pods import read_pod
+from xpyd_proxy.core.fleet.cache_index import CacheIndex
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import EngineSource, Target
@@ -55,6 +56,7 @@ from xpyd_proxy.io.discovery.stores.memory import MemoryStore
 from xpyd_proxy.io.files import client_keys, engine_keys, engine_tls, server_tls
 from xpyd_proxy.io.metrics import Metrics
 from xpyd_proxy.io.probes.checks import HttpChecks
+from xpyd_proxy.io.probes.kv_events import KvEventFollower
 from xpyd_proxy.io.probes.kv_inflow import InflowWatch
 from xpyd_proxy.io.probes.prober import Prober
 from xpyd_proxy.io.request_path.ids import new_id, new_transfer
@@ -73,7 +75,7 @@ from xpyd_proxy.requests.intake import Intake
 from xpyd_proxy.requests.leg_bodies import LegBodies
 from xpyd_proxy.requests.release import Releaser
 from xpyd_proxy.requests.service import Requests
-from xpyd_proxy.settings import PolicyName, Settings
+from xpyd_proxy.settings import KvEvents, PolicyName, Settings
 
 if TYPE_CHECKING:
     from xpyd_proxy.io.traces import Traces
@@ -118,7 +120,8 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         for address in addresses:
             registry.add_target(role, Target.parse(address), now=time.monotonic())
     learned = PushCoordinates(at_once=TRANSFER_POLICIES[settings.kv_transfer_mode].at_once)
-    fleet = fleet_of(settings, registry, learned, time.monotonic, random.randrange, turn=crew.number)
+    index = None if settings.kv_events is KvEvents.OFF else CacheIndex()
+    fleet = fleet_of(settings, registry, learned, time.monotonic, random.randrange, turn=crew.number, index=index)
     outbound, tls = Outbound(engine_keys(settings), forwards=settings.forward_client_key), engine_tls(settings)
     transport, dial = (None, None) if fabric is None else (fabric.transport, fabric.dial)
     resolve = resolved if transport is None else None  # with the transport of a test it connects nowhere
@@ -151,8 +154,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         reports=settings.load_reports and settings.prefill_policy is not PolicyName.ROUND_ROBIN,
         spans=traces,
     )
-    fleet.later = telemetry.later
-    telemetry.legs_under_way = requests.engines_of_legs
+    fleet.later, telemetry.legs_under_way = telemetry.later, requests.engines_of_legs
     checks = HttpChecks(
         timeout_s=settings.health_check_timeout_s,
         headers=lambda role: outbound.headers(role, ()),
@@ -161,12 +163,12 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         guard=guard,
     )
     prober = Prober(registry, checks, settings, time.monotonic, random.random, give_up=engines.give_up)
-    inflow = InflowWatch(registry, checks.metrics, telemetry)
+    inflow, followers = InflowWatch(registry, checks.metrics, telemetry), _followers(registry, checks, index, telemetry)
     discovery = _discovery(crew.stored(settings), registry, time.monotonic, crew.tell)
     status = Status(telemetry, registry, time.monotonic)
 
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
-        looking = discovery.running(), prober.running(), inflow.running()
+        looking = discovery.running(), prober.running(), inflow.running(), *[each.running() for each in followers]
         return examiner, engines, releaser, checks, *looking, *crew.running(), requests
 
     explainer = Explainer(
@@ -209,6 +211,15 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     app.include_router(document_routes(app, settings.admin_key, browsers))
     live = Live(registry, requests, gate, keyring, outbound, time.monotonic)
     return Router(app, requests, lifetime, live, telemetry, server_tls(settings))
+
+
+def _followers(
+    registry: Registry, checks: HttpChecks, index: CacheIndex | None, telemetry: Telemetry
+) -> Sequence[KvEventFollower]:
+    """Return what asks engines what they have cached; none, if no policy goes by it."""
+    if index is None:
+        return ()
+    return (KvEventFollower(registry, checks, index, telemetry.counters, random.random),)
 
 
 def _salts(settings: Settings, keyring: Keyring) -> Salts | None:

@@ -14,7 +14,7 @@ from xpyd_proxy.errors import AlreadyKnown, ConfigError
 from xpyd_proxy.io.files import client_keys, engine_keys
 from xpyd_proxy.requests.gate import Gate
 from xpyd_proxy.requests.service import Requests
-from xpyd_proxy.settings import Settings
+from xpyd_proxy.settings import KvEvents, PolicyName, Settings
 
 logger = logging.getLogger(__name__)
 _Addresses: TypeAlias = Mapping[Role, Mapping[str, Target]]
@@ -84,6 +84,11 @@ def check(settings: Settings) -> None:
         )
     if settings.api_keys_file is None and (settings.max_key_concurrency or settings.max_key_rate):
         raise ConfigError("max_key_concurrency and max_key_rate need api_keys_file: without keys all clients are one")
+    if settings.kv_events is KvEvents.AUTO and PolicyName.PREFIX not in (
+        settings.prefill_policy,
+        settings.decode_policy,
+    ):
+        raise ConfigError("kv_events is auto, and no policy asks for it: write prefill_policy or decode_policy prefix")
 
 
 def addresses_of(settings: Settings) -> _Addresses:

@@ -35,6 +35,13 @@ class FirstTokenFrom(StrEnum):
     PREFILL = "prefill"  # where the decode engine can go on behind it exactly; else the decode engine
 
 
+class KvEvents(StrEnum):
+    """Whether the router asks engines what they have cached."""
+
+    OFF = "off"
+    AUTO = "auto"  # each engine that tells it; of the others the router knows what it has sent
+
+
 class LogLevel(StrEnum):
     """The least severe records that the log shows."""
 
@@ -174,6 +181,8 @@ class Settings:
         "a prompt of whose JSON the decode engine lacks fewer bytes is served by it alone", live=True)
     prefix_lifetime_s: Seconds = ENGINES.option(1800.0,
         "time without use after which the prefix policy forgets what an engine has cached")
+    kv_events: KvEvents = ENGINES.option(KvEvents.OFF,
+        "auto: the prefix policy goes by what engines tell of their caches, where they do")
     reuse_prompt_tokens: bool = ENGINES.option(False, "only the prefill engine renders and tokenizes a chat", live=True)
     first_token_from: FirstTokenFrom = ENGINES.option(FirstTokenFrom.DECODE,
         "prefill: clients of streams get the prefill engine's token at once, where the rest is exact", live=True)

@@ -118,6 +118,9 @@ class ExplainResponse(BaseModel):
     decode_body: JsonObject
     prompt_bytes: int
     cached_bytes: dict[str, int] = Field(description="Bytes of the prompt that each engine has, as far as is known")
+    cached_tokens: dict[str, int] = Field(
+        description="Tokens of the prompt that each engine has by its own KV events, of those that tell (kv_events)"
+    )
     min_split_new_bytes: int
 
 

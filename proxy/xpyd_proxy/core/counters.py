@@ -92,6 +92,11 @@ class Counters:
     admin: Counter[Key] = field(default_factory=Counter)  # action, outcome
     unreachable_hosts: Counter[Key] = field(default_factory=Counter)  # prefill engine: replaced in its answers
     write_timeouts: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))  # connections of clients
+    kv_events: Counter[Key] = field(default_factory=Counter)  # instance, what was told of its cache
+    kv_event_disconnects: Counter[Key] = field(default_factory=Counter)  # instance, EndReason
+    kv_index_drops: Counter[Key] = field(default_factory=Counter)  # instance
+    kv_event_connections: Counter[Key] = field(default_factory=Counter)  # instance, FollowState: workers, now
+    kv_index_blocks: Counter[Key] = field(default_factory=Counter)  # instance: blocks of all workers' indexes, now
     connections_refused: Counter[Key] = field(default_factory=Counter)  # RefusalReason of core/http/framing.py
     durations: Histograms = field(default_factory=lambda: Histograms(REQUEST_LATENCY))  # path, RequestOutcome
     queue_times: Histograms = field(default_factory=lambda: Histograms(REQUEST_LATENCY))  # path
@@ -113,7 +118,9 @@ class Counters:
     def keep(self, instances: frozenset[InstanceId]) -> None:
         """Drop the series of removed instances: a fleet that changes must not grow the counters."""
         of_transfers = self.releases, self.transfers, self.transfers_missing, self.unreachable_hosts
-        for counter in (self.legs, *of_transfers, self.cache_misses):
+        of_caches = self.kv_events, self.kv_event_disconnects, self.kv_index_drops
+        now = self.kv_event_connections, self.kv_index_blocks
+        for counter in (self.legs, *of_transfers, self.cache_misses, *of_caches, *now):
             _forget(counter, instances)
         _forget(self.mismatches, instances, names=2)
         _forget(self.prefill_times.by_key, instances)

@@ -15,6 +15,7 @@ from xpyd_proxy.core.fast_enum import FastStrEnum
 from xpyd_proxy.core.prompt_blocks import PromptBlocks
 from xpyd_proxy.core.raw_json import TRUE, Fields
 from xpyd_proxy.core.schemas import Coordinates
+from xpyd_proxy.core.token_blocks import TokenPrompt, token_prompt
 
 InstanceId = NewType("InstanceId", str)
 RequestId = NewType("RequestId", str)
@@ -102,6 +103,7 @@ class RoutingHints:
     again: bool  # it has failed before, at another engine
     context: Mapping[str, msgspec.Raw] = field(compare=False, repr=False)  # the other fields of the request
     _blocks: PromptBlocks | None = field(compare=False, repr=False)  # since a policy has asked for them
+    _ids: tuple[TokenPrompt | None] | None = field(compare=False, repr=False)  # likewise
 
     def __init__(
         self,
@@ -122,6 +124,7 @@ class RoutingHints:
         self.again = again
         self.context = context
         self._blocks = None
+        self._ids = None
 
     @property
     def blocks(self) -> PromptBlocks:
@@ -131,12 +134,21 @@ class RoutingHints:
             blocks = self._blocks = PromptBlocks(self.prompt, self.context)
         return blocks
 
+    @property
+    def token_prompt(self) -> TokenPrompt | None:
+        """The prompt, if it is one of token ids."""
+        ids = self._ids
+        if ids is None:
+            ids = self._ids = (token_prompt(self.prompt, self.context),)
+        return ids[0]
+
     def once_more(self) -> "RoutingHints":
         """Return the same for a request that has failed before."""
         hints = RoutingHints(
             self.model, self.session, self.prompt, self.tokens, self.rank, again=True, context=self.context
         )
         hints._blocks = self._blocks
+        hints._ids = self._ids
         return hints
 
 

@@ -67,6 +67,7 @@ class _Collector:
         yield from self._requests()
         yield from self._legs()
         yield from self._transfers()
+        yield from self._caches()
         yield from self._instances()
         yield from self._queue()
         yield from _discovery(self._sources)
@@ -122,6 +123,19 @@ class _Collector:
         yield _counter("xpyd_prompt_cache_misses", text, ("instance",), seen.cache_misses)
         text = "Requests of which the two engines made different prompts: their answers are not to be trusted."
         yield _counter("xpyd_prompt_mismatches", text, ("prefill", "decode"), seen.mismatches)
+
+    def _caches(self) -> Iterator[_Family]:
+        seen = self._counters
+        text = "What engines have told of their caches: blocks stored and removed, resets, and what was not understood."
+        yield _counter("xpyd_kv_events", text, ("instance", "event"), seen.kv_events)
+        text = "Connections for KV events that ended or could not be opened, by reason."
+        yield _counter("xpyd_kv_event_disconnects", text, ("instance", "reason"), seen.kv_event_disconnects)
+        text = "Times that all was forgotten of an engine because it has more blocks than the router remembers."
+        yield _counter("xpyd_kv_index_drops", text, ("instance",), seen.kv_index_drops)
+        text = "Workers by what has become of their connection for the KV events of an engine."
+        yield _gauge("xpyd_kv_event_connections", text, ("instance", "state"), seen.kv_event_connections)
+        text = "Blocks that are remembered of an engine's cache, of all workers together."
+        yield _gauge("xpyd_kv_index_blocks", text, ("instance",), seen.kv_index_blocks)
 
     def _instances(self) -> Iterator[_Family]:
         state = GaugeMetricFamily(
@@ -180,6 +194,13 @@ def _counter(name: str, text: str, labels: Sequence[str], counts: Mapping[Key, i
     family = CounterMetricFamily(name, text, labels=labels)
     for key, count in counts.items():
         family.add_metric(key, count)
+    return family
+
+
+def _gauge(name: str, text: str, labels: Sequence[str], values: Mapping[Key, int]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for key, value in values.items():
+        family.add_metric(key, value)
     return family
 
 

@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.testing import rules
+from xpyd_proxy.testing.prefix_cache import PrefixCache
 from xpyd_proxy.testing.replies import MessagesReplies, Replies, ResponsesReplies, TokensReplies, error, event
 from xpyd_proxy.testing.rules import Json
 
@@ -72,6 +73,7 @@ class LogEntry:
     headers: dict[str, str]
     body: str
     state: str = "open"
+    cached: int | None = None  # tokens of its prompt that were in the engine's cache, if it has one
 
 
 class Sim:
@@ -79,7 +81,7 @@ class Sim:
 
     In push mode ``pushed`` plays the network between the engines: what the prefill sims have written, by the engine and
     the transfer. Decode sims that share it wait for that. Without it (in other processes) they believe what they are
-    told, and answer at once.
+    told, and answer at once. With a ``cache`` it tells routers what it has in it.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Sim:
         mode: str = "pull",
         offers: bool = False,
         pushed: dict[tuple[str, str], str] | None = None,
+        cache_blocks: int = 0,
     ) -> None:
         self.role = role
         self.engine_id = _new_engine_id()
@@ -108,11 +111,13 @@ class Sim:
         self._mode = mode
         self._offers = offers
         self._pushed = pushed
+        self.cache = PrefixCache(cache_blocks) if cache_blocks else None
         routes = [
             Route("/health", _health),
             Route("/version", _version),
             Route("/metrics", self._metrics),
             Route("/v1/models", self._models),
+            Route("/v1/xpyd/kv_events", self._kv_events),
             *(Route(path, self._generate, methods=["POST"]) for path in _LIMITS),
             *(Route(path, self._run, methods=["POST"]) for path in ENDPOINTS.keys() - _LIMITS.keys()),
             Route("/sim/faults", self._set_fault, methods=["POST"]),
@@ -132,6 +137,8 @@ class Sim:
     def restart(self) -> None:
         """Be another engine from now on, at the same address."""
         self.engine_id = _new_engine_id()
+        if self.cache is not None:
+            self.cache.clear()
 
     async def _metrics(self, _: Request) -> Response:
         running = sum(entry.state == "open" for entry in self.log)
@@ -143,6 +150,11 @@ class Sim:
     async def _models(self, _: Request) -> Response:
         card = {"id": self._model, "object": "model", "created": 0, "owned_by": "vllm", "max_model_len": 2048}
         return _json({"object": "list", "data": [card]})
+
+    async def _kv_events(self, _: Request) -> Response:
+        if self.cache is None:
+            return _json(error(404, "this engine publishes no KV events"), 404)
+        return StreamingResponse(self.cache.frames(), media_type="application/x-xpyd-kv-events")
 
     async def _set_fault(self, request: Request) -> Response:
         try:
@@ -189,6 +201,7 @@ class Sim:
         if body.get("model", self._model) != self._model:
             return _json(error(404, f"The model `{body['model']}` does not exist."), 404)
         replies = self._replies(request, body, made)
+        self._use_cache(body, made, entry)
         if self.role == "prefill":
             return await self._prefill(request, replies, fault, abandoned=transfer)
         await self._receive(request, body)
@@ -197,6 +210,13 @@ class Sim:
             return StreamingResponse(events, media_type="text/event-stream")
         await _pause(request, self._token_s * rules.token_limit(body))
         return _whole(request, replies, entry, fault)
+
+    def _use_cache(self, body: Json, made: int, entry: LogEntry) -> None:
+        if self.cache is None or not (ids := rules.ids_of(body, made)):
+            return
+        entry.cached = self.cache.use(ids, body.get("cache_salt"))
+        if self.role == "decode":
+            self.cache.use([*ids, *rules.made_ids(body, made)], body.get("cache_salt"))
 
     def _replies(self, request: Request, body: Json, made: int) -> AnyReplies:
         name, created = _request_id(request), int(time.time())  # noqa: TID251 (an epoch)
@@ -382,8 +402,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--mode", choices=["pull", "push"], default="pull")
     parser.add_argument("--prefill-delay", type=float, default=0.0, metavar="S", help="seconds a prompt takes")
     parser.add_argument("--token-delay", type=float, default=0.0, metavar="S", help="seconds a token takes")
+    parser.add_argument("--cache-blocks", type=int, default=0, metavar="N", help="of a prefix cache that is told of")
     args = parser.parse_args(argv)
-    sim = Sim(args.role, model=args.model, prefill_s=args.prefill_delay, token_s=args.token_delay, mode=args.mode)
+    sim = Sim(
+        args.role,
+        model=args.model,
+        prefill_s=args.prefill_delay,
+        token_s=args.token_delay,
+        mode=args.mode,
+        cache_blocks=args.cache_blocks,
+    )
     uvicorn.run(sim, host=args.host, port=args.port, log_level="warning", timeout_keep_alive=5)
 
 

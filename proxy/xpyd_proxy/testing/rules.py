@@ -102,6 +102,20 @@ def word_id(prompt: object, place: int) -> int:
     return _WORD + token_ids(prompt, place + 1)[place]
 
 
+def ids_of(body: Json, made: int) -> list[int]:
+    """Return the first prompt of a request as an engine's cache knows it, with the words that are made."""
+    prompt = prompts_of(body)[0]
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        return cast("list[int]", prompt)
+    return [*prompt_ids(prompt), *(word_id(prompt, place) for place in range(made))]
+
+
+def made_ids(body: Json, made: int) -> list[int]:
+    """Return the tokens that an engine makes for the first prompt, behind those that are made."""
+    prompt = prompts_of(body)[0]
+    return [word_id(prompt, made + place) for place in range(token_limit(body))]
+
+
 def check_prefill_leg(body: Json, *, pushes: bool = False, limits: Sequence[str] = ("max_tokens",)) -> None:
     """Raise Violation unless a body asks for nothing but the KV cache of its prompt; ``limits`` must all be there."""
     params: Json = body.get("kv_transfer_params") or {}

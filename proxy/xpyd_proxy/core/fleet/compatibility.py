@@ -29,6 +29,7 @@ class EngineCapabilities:
     fingerprint: str | None = None  # of model, cache and vLLM, as our connector sees them; others refuse each other
     engine_id: str | None = None  # prefill: by which decode engines know it
     incompatible: frozenset[str] | None = None  # decode: engine ids of those it has met and cannot load from
+    adapters: frozenset[str] | None = None  # those of the models that are LoRA adapters
 
     def serves(self, model: str | None) -> bool:
         """Tell whether a request for a model may go there; None: the request names none."""
@@ -46,6 +47,7 @@ class EngineCapabilities:
             found.fingerprint or self.fingerprint,
             found.engine_id or self.engine_id,
             self.incompatible if found.incompatible is None else found.incompatible,
+            self.adapters if found.adapters is None else found.adapters,
         )
 
 

@@ -27,7 +27,7 @@ from xpyd_proxy.core.routing.session_ids import SessionIds
 from xpyd_proxy.errors import NoInstance, NoMatchingInstance
 from xpyd_proxy.settings import Settings
 
-Terms: TypeAlias = Mapping[str, int | Mapping[InstanceId, int]]  # bytes by name; what is cached, by engine
+Terms: TypeAlias = Mapping[str, int | Mapping[InstanceId, int]]  # by name; what is cached, by engine
 _REQUEST: Final = RequestId("xpyd-explained")  # a real request has another id
 _TRANSFER: Final = TransferId("xfer-explained")  # and another one here
 
@@ -48,6 +48,10 @@ class KnownCaches(Protocol):
 
     def by_engine(self, ask: RoutingHints, /) -> Mapping[InstanceId, int]:
         """Return how many bytes of the prompt each engine has, of those that have some."""
+        ...
+
+    def tokens_by_engine(self, ask: RoutingHints, /) -> Mapping[InstanceId, int]:
+        """Return how many tokens of the prompt each engine has by its own events, of those that tell."""
         ...
 
 
@@ -89,8 +93,13 @@ class Explainer:
     def terms(self, call: GenerationRequest) -> Terms:
         """Return the numbers that decide whether the request is split."""
         least, ask = self.settings().min_split_new_bytes, ask_of_call(call)
-        cached = dict[InstanceId, int]() if self.caches is None else self.caches.by_engine(ask)
-        return {"prompt_bytes": len(ask.prompt), "cached_bytes": cached, "min_split_new_bytes": least}
+        nothing: Mapping[InstanceId, int] = {}
+        return {
+            "prompt_bytes": len(ask.prompt),
+            "cached_bytes": nothing if self.caches is None else self.caches.by_engine(ask),
+            "cached_tokens": nothing if self.caches is None else self.caches.tokens_by_engine(ask),
+            "min_split_new_bytes": least,
+        }
 
     def _split(self, call: GenerationRequest, prefill: Instance, decode: Instance) -> Explanation:
         fields = request_bodies.named(call.api, call.fields, _REQUEST)

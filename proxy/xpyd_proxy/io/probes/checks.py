@@ -2,9 +2,9 @@
 
 import asyncio
 import ssl
-from collections.abc import Callable
-from contextlib import aclosing, suppress
-from typing import Final, Self, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from typing import Final, Self, TypeAlias, TypeVar
 
 import httpx
 import msgspec
@@ -20,6 +20,7 @@ from xpyd_proxy.errors import NotAllowed
 from xpyd_proxy.io.wire.connection_guard import Guard
 
 T = TypeVar("T")
+NextBytes: TypeAlias = Callable[[float], Awaitable[bytes]]  # within so many seconds
 _ONE_LOOK_S: Final = 0.5  # seconds a connection is kept: for the next question of a look, not for the next look
 # What gets through httpx when a connection is reset as it opens: anyio asks a uvloop transport for a socket that it no
 # longer has. Seen once in a dozen resets.
@@ -43,6 +44,7 @@ class ProbeInvalid(ProbeFailed):
 
 class _ModelCard(msgspec.Struct):
     id: str
+    parent: str | None = None  # of a LoRA adapter: the model it belongs to
 
 
 class _ModelCards(msgspec.Struct):
@@ -88,9 +90,12 @@ class HttpChecks:
         status, body = await self._get(instance, "/v1/models")
         if status >= 500:
             raise ProbeInvalid(f"answers /v1/models with status {status}")
-        models = frozenset(card.id for card in _read(body, _ModelCards).data) if status == 200 else None
+        cards = _read(body, _ModelCards).data if status == 200 else None
+        models = None if cards is None else frozenset(card.id for card in cards)
+        adapters = None if cards is None else frozenset(card.id for card in cards if card.parent is not None)
         status, body = await self._get(instance, "/version")
-        return EngineCapabilities(models, _read(body, _Version).version if status == 200 else None)
+        version = _read(body, _Version).version if status == 200 else None
+        return EngineCapabilities(models, version, adapters=adapters)
 
     async def numbers(self, instance: Instance) -> Numbers:
         """Read its metrics; without any, all is unknown. Raises ProbeFailed: it does not answer."""
@@ -101,27 +106,60 @@ class HttpChecks:
         status, body = await self._get(instance, "/metrics")
         return body if status == 200 else b""
 
+    @asynccontextmanager
+    async def open(self, instance: Instance, path: str) -> AsyncGenerator[tuple[int, NextBytes]]:
+        """Ask for an answer without end; yields its status, and what reads on: nothing when it is over after all.
+
+        Raises ProbeFailed, as reading does, which takes the seconds that it may wait.
+        """
+        with _failures(path, self._timeout_s):
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._transport.handle_async_request(self._request(instance, path))
+        async with aclosing(response):
+            _check_coding(response, path)
+            pieces = response.aiter_raw()
+
+            async def read(patience_s: float) -> bytes:
+                with _failures(path, patience_s):
+                    async with asyncio.timeout(patience_s):
+                        return await anext(pieces, b"")
+
+            yield response.status_code, read
+
     async def _get(self, instance: Instance, path: str) -> tuple[int, bytes]:
-        request = httpx.Request("GET", instance.address.url + path, headers=[*_HEADERS, *self._headers(instance.role)])
-        try:
+        with _failures(path, self._timeout_s):
             async with (
                 asyncio.timeout(self._timeout_s),
-                aclosing(await self._transport.handle_async_request(request)) as response,
+                aclosing(await self._transport.handle_async_request(self._request(instance, path))) as response,
             ):
-                # A body that would have to be unpacked: 300 KB of gzip can be as many MB (RFC 9110, 8.4).
-                coding = str(response.headers.get("content-encoding", "")).strip().lower()
-                if coding not in ("", "identity"):
-                    raise ProbeInvalid(f"answers {path} with a content coding, and none was asked for")
+                _check_coding(response, path)
                 too_long = ProbeInvalid(f"answers {path} without end")
                 return response.status_code, await whole(response.aiter_bytes(), _MOST_BYTES, too_long)
-        except (TimeoutError, httpx.TimeoutException) as exc:
-            raise ProbeFailed(f"does not answer {path} within {self._timeout_s:g} s") from exc
-        except httpx.ConnectError as exc:
-            if isinstance(exc.__cause__, NotAllowed):
-                raise ProbeFailed("is not where engines may be added (allowed_instances)") from exc
-            raise ProbeFailed("cannot be reached") from exc
-        except (httpx.HTTPError, *_RESET_AT_ONCE) as exc:
-            raise ProbeFailed(f"breaks off when asked for {path}") from exc
+
+    def _request(self, instance: Instance, path: str) -> httpx.Request:
+        return httpx.Request("GET", instance.address.url + path, headers=[*_HEADERS, *self._headers(instance.role)])
+
+
+def _check_coding(response: httpx.Response, path: str) -> None:
+    """Refuse a body that would have to be unpacked: 300 KB of gzip can be as many MB (RFC 9110, 8.4)."""
+    coding = str(response.headers.get("content-encoding", "")).strip().lower()
+    if coding not in ("", "identity"):
+        raise ProbeInvalid(f"answers {path} with a content coding, and none was asked for")
+
+
+@contextmanager
+def _failures(path: str, patience_s: float) -> Generator[None]:
+    """Say ProbeFailed where the libraries say what has failed."""
+    try:
+        yield
+    except (TimeoutError, httpx.TimeoutException) as exc:
+        raise ProbeFailed(f"does not answer {path} within {patience_s:g} s") from exc
+    except httpx.ConnectError as exc:
+        if isinstance(exc.__cause__, NotAllowed):
+            raise ProbeFailed("is not where engines may be added (allowed_instances)") from exc
+        raise ProbeFailed("cannot be reached") from exc
+    except (httpx.HTTPError, *_RESET_AT_ONCE) as exc:
+        raise ProbeFailed(f"breaks off when asked for {path}") from exc
 
 
 def _read(body: bytes, wanted: type[T]) -> T:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.fleet.cache_index import CacheIndex
 from xpyd_proxy.core.fleet.compatibility import MODES, EngineCapabilities
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.load import read_report
@@ -20,6 +21,7 @@ from xpyd_proxy.io.request_path.deferred import DeferredCalls
 _PREFILL: Final = Role.PREFILL
 _OURS: Final = "xpyd"  # an engine's metrics show which connector it has
 _FAR: Final = 0.5  # of what was expected in a cache: with less the engine has evicted it; blocks are whole ones
+_ON_ITS_WAY_S: Final = 5.0  # for so long a prompt that was sent counts before the engine's events tell of it
 _HALF_OPEN: Final = HealthState.HALF_OPEN  # looking a member up takes as long as a call
 
 
@@ -39,8 +41,15 @@ class Loads:
 class Caches:
     """What engines have in their prefix caches, for policies and the relay."""
 
-    def __init__(self, memory: PromptMemory, registry: Registry, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        memory: PromptMemory,
+        registry: Registry,
+        clock: Callable[[], float],
+        index: CacheIndex | None = None,
+    ) -> None:
         self._memory = memory
+        self._index = index  # None: no engine is asked what it has
         self._registry = registry
         self._clock = clock  # seconds; the one of the fleet
 
@@ -50,7 +59,34 @@ class Caches:
         if member is None:
             return 0
         since, now = member.life.cache_since, self._clock()
+        if self._index is not None:
+            told = self._told(instance, ask)
+            if told is not None:
+                if is_there:
+                    return told
+                since = max(since, now - _ON_ITS_WAY_S)
+                return max(told, self._memory.matched(instance.id, ask.blocks, since=since, now=now))
         return self._memory.matched(instance.id, ask.blocks, since=since, now=now, is_there=is_there)
+
+    def tokens(self, instance: Instance, ask: RoutingHints) -> int | None:
+        """Return how many tokens of the prompt an engine has by its own events; None: it or they are not known."""
+        if self._index is None:
+            return None
+        prompt, adapters = ask.token_prompt, self._registry.facts(instance).adapters
+        if prompt is None or adapters is None:  # until its first probe
+            return None
+        return self._index.cached(instance.id, prompt, ask.model if ask.model in adapters else None)
+
+    def tokens_by_engine(self, ask: RoutingHints, /) -> Mapping[InstanceId, int]:
+        """Return the same by engine, of those of which it is known."""
+        known = [instance for role in Role for instance in self._registry.known(role)]
+        told = {one.id: self.tokens(one, ask) for one in known}
+        return {name: count for name, count in told.items() if count is not None}
+
+    def _told(self, instance: Instance, ask: RoutingHints) -> int | None:
+        """Return the same in bytes of the prompt."""
+        tokens, prompt = self.tokens(instance, ask), ask.token_prompt
+        return None if tokens is None or prompt is None else len(ask.prompt) * tokens // prompt.count
 
     def by_engine(self, ask: RoutingHints, /) -> Mapping[InstanceId, int]:
         """Return how many bytes of the prompt each engine has, of those that have some."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
+from xpyd_proxy.core.fleet.cache_index import CacheIndex
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import Instance
@@ -40,17 +41,19 @@ def fleet_of(
     dice: Dice,
     *,
     turn: int = 0,
+    index: CacheIndex | None = None,
 ) -> LiveFleet:
     """Return the engines under the policies of the settings.
 
-    ``turn``: where policies begin, so that several workers do not all begin with the same engine.
+    ``turn``: where policies begin, so that several workers do not all begin with the same engine; ``index``: what
+    engines tell of their caches.
     """
     load, names = Loads(registry, clock).of, (settings.prefill_policy, settings.decode_policy)
     if set(names) == {PolicyName.ROUND_ROBIN}:
         # one for both legs together, or they would advance in step
         choice: PairPolicy = RoundRobin(Rotation(turn), Rotation(turn))
         return LiveFleet(registry, PairSelector(registry, choice), learned, clock)
-    caches = Caches(PromptMemory(settings.prefix_lifetime_s), registry, clock)
+    caches = Caches(PromptMemory(settings.prefix_lifetime_s), registry, clock, index)
     prefill, decode = (policies(turn, dice, caches)[name](load) for name in names)
     if settings.decode_policy is not PolicyName.PREFIX:
         pairs = PairSelector(registry, PolicyPerLeg(prefill, decode))

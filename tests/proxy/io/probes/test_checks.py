@@ -16,7 +16,7 @@ from xpyd_proxy.testing.engine import Sim
 D = Instance(InstanceId("decode-0"), Role.DECODE, Address("http", "secret.example", 80))
 GOOD = {
     "/health": (200, ""),
-    "/v1/models": (200, '{"data": [{"id": "m"}, {"id": "lora"}]}'),
+    "/v1/models": (200, '{"data": [{"id": "m"}, {"id": "lora", "parent": "m"}]}'),
     "/version": (200, '{"version": "0.32.0"}'),
 }
 
@@ -38,13 +38,15 @@ def checks(answers, **options):
 async def test_an_engine_that_lives_says_what_it_is():
     """Its models with their adapters, and its version."""
     async with checks(GOOD) as look:
-        assert await look.look(D) == EngineCapabilities(frozenset({"m", "lora"}), "0.32.0")
+        assert await look.look(D) == EngineCapabilities(
+            frozenset({"m", "lora"}), "0.32.0", adapters=frozenset({"lora"})
+        )
 
 
 async def test_a_simulated_engine_lives():
     """The shapes are vLLM's."""
     async with HttpChecks(timeout_s=1, transport=httpx.ASGITransport(Sim("decode", model="m"))) as look:
-        assert await look.look(D) == EngineCapabilities(frozenset({"m"}), "0.32.0")
+        assert await look.look(D) == EngineCapabilities(frozenset({"m"}), "0.32.0", adapters=frozenset())
         assert await look.numbers(D) == Numbers(kv_usage=0)
 
 
@@ -52,7 +54,7 @@ async def test_a_simulated_engine_lives():
     ("changes", "facts"),
     [
         ({"/v1/models": (401, '{"error": "Unauthorized"}')}, EngineCapabilities(version="0.32.0")),
-        ({"/version": (404, "")}, EngineCapabilities(frozenset({"m", "lora"}))),
+        ({"/version": (404, "")}, EngineCapabilities(frozenset({"m", "lora"}), adapters=frozenset({"lora"}))),
     ],
 )
 async def test_what_it_does_not_tell_is_unknown_and_no_illness(changes, facts):

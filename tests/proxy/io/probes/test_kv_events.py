@@ -1,0 +1,180 @@
+"""Following the KV events of engines: what is known ends with the connection, and comes anew with the next."""
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from support.sim import serving, until_async
+from xpyd_proxy.core.counters import Counters
+from xpyd_proxy.core.fleet.cache_index import CacheIndex
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.fleet.target import Target
+from xpyd_proxy.core.model import InstanceId, Role
+from xpyd_proxy.core.protocol.kv_event_stream import FRAME_MOST
+from xpyd_proxy.core.token_blocks import TokenPrompt
+from xpyd_proxy.io.probes.checks import HttpChecks
+from xpyd_proxy.io.probes.kv_events import KvEventFollower
+from xpyd_proxy.testing.engine import Sim
+
+D0, D1 = InstanceId("decode-0"), InstanceId("decode-1")
+IDS = list(range(100))
+PROMPT = TokenPrompt(IDS)
+
+
+@asynccontextmanager
+async def following(*targets, index=None, transport=None, **pauses):
+    registry, counters = Registry(), Counters(frozenset())
+    for target in targets:
+        registry.add_target(Role.DECODE, Target.parse(target), now=0.0)
+    checks = HttpChecks(timeout_s=5, headers=lambda role: ((b"authorization", b"Bearer key"),), transport=transport)
+    pauses = {"pause_s": 0.01, "refused_s": 0.05} | pauses
+    index = CacheIndex() if index is None else index
+    follower = KvEventFollower(registry, checks, index, counters, lambda: 0.5, **pauses)
+    async with checks, follower.running():
+        yield follower
+
+
+def streamed(status, content, *headers):
+    return httpx.Response(status, headers=headers, stream=httpx.ByteStream(content))
+
+
+def has(follower, count, name=D0):
+    return lambda: follower.index.cached(name, PROMPT, None) == count
+
+
+def knows_nothing(follower):
+    return lambda: follower.index.cached(D0, PROMPT, None) is None
+
+
+async def test_what_an_engine_has_is_known_at_once_and_as_it_changes():
+    """The state comes first, whoever has sent the prompts before."""
+    engine = Sim("decode", cache_blocks=8)
+    engine.cache.use(IDS[:64])
+    with serving(engine) as at:
+        async with following(at) as follower:
+            await until_async(has(follower, 64))
+            engine.cache.use(IDS)
+            await until_async(has(follower, 96))
+            engine.cache.use(list(range(500, 580)))  # five of eight blocks: the ends of the old prompt go first
+            await until_async(has(follower, 48))
+            engine.cache.clear()
+            await until_async(has(follower, 0))
+
+            assert engine.cache.has(IDS) == 0
+            assert follower.counters.kv_index_blocks[(D0,)] <= 8
+        assert follower.index.cached(D0, PROMPT, None) is None
+        assert len(follower.index) == 0
+        await until_async(lambda: not engine.cache.readers)
+
+
+async def test_ranks_of_one_address_share_a_connection():
+    """Each asks for what its rank has: the others say nothing of it."""
+    engine = Sim("decode", cache_blocks=8)
+    engine.cache.use(IDS[:64])
+    with serving(engine) as at:
+        async with following(f"{at}#dp=2") as follower:
+            await until_async(has(follower, 64))
+
+            assert follower.index.cached(D1, PROMPT, None) is None
+            assert len(engine.cache.readers) == 1
+
+
+async def test_an_engine_that_goes_is_forgotten_at_once_and_followed_again_when_it_is_back():
+    """What it has then may be anything."""
+    engine = Sim("decode", cache_blocks=8)
+    engine.cache.use(IDS)
+    with serving(engine) as at:
+        async with following(at) as follower:
+            await until_async(has(follower, 96))
+            engine.cache.readers[0].append(b"\xc1")  # no msgpack
+            await until_async(lambda: follower.counters.kv_event_disconnects[D0, "invalid"] == 1)
+            await until_async(has(follower, 96))
+            instance = follower.registry.known(Role.DECODE)[0]
+            follower.registry.remove(instance.id, now=0.0)
+            await until_async(knows_nothing(follower))
+            await until_async(lambda: not engine.cache.readers)
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+async def test_an_engine_without_events_is_asked_again_much_later(status, caplog):
+    """The reason is shown, once."""
+    asked = []
+
+    async def answer(request):
+        asked.append(request)
+        return streamed(status, b'{"error": {"message": "KV events are off"}}')
+
+    async with following("h:1", transport=httpx.MockTransport(answer), refused_s=0.2) as follower:
+        await until_async(lambda: len(asked) == 2)
+        counters, now = follower.counters, time.monotonic()
+        await until_async(lambda: counters.kv_event_connections[D0, "refused"] == 1)
+
+    assert counters.kv_event_disconnects[D0, "refused"] == 2
+    assert time.monotonic() - now < 5
+    assert asked[0].url.path == "/v1/xpyd/kv_events"
+    assert asked[0].headers["authorization"] == "Bearer key"
+    assert caplog.text.count("KV events are off") == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ((503, b"65 connections"), "busy"),
+        ((200, b""), "ended"),
+        ((200, bytes(8)), "ended"),
+        ((200, b"\xff" * 20), "invalid"),
+        ((200, (FRAME_MOST + 1).to_bytes(4, "big")), "invalid"),
+        ((200, b"x", ("content-encoding", "gzip")), "unreachable"),
+        (httpx.ConnectError("nobody"), "unreachable"),
+    ],
+    ids=["busy", "empty", "signs of life", "no frames", "long frame", "packed", "nobody"],
+)
+async def test_what_is_no_stream_of_events_is_tried_again_and_counted(answer, reason):
+    """With a pause that grows; nothing is known of that engine meanwhile."""
+
+    async def reply(_):
+        if isinstance(answer, Exception):
+            raise answer
+        return streamed(*answer)
+
+    async with following("h:1", transport=httpx.MockTransport(reply)) as follower:
+        await until_async(lambda: follower.counters.kv_event_disconnects[D0, reason] >= 3)
+        assert follower.index.cached(D0, PROMPT, None) is None
+
+
+async def test_an_engine_that_falls_silent_is_left():
+    """It may hang, with its connection open for ever."""
+    engine = Sim("decode", cache_blocks=8)
+    with serving(engine) as at:
+        async with following(at, silent_s=0.1) as follower:
+            await until_async(lambda: follower.counters.kv_event_disconnects[D0, "silent"] >= 2)
+
+
+async def test_an_engine_with_too_much_is_left_alone():
+    """To follow it would cost, and be of no use."""
+    engine = Sim("decode", cache_blocks=8)
+    engine.cache.use(IDS)
+    with serving(engine) as at:
+        async with following(at, index=CacheIndex(engine_most=3), refused_s=60) as follower:
+            await until_async(lambda: follower.counters.kv_event_connections[D0, "over_limit"] == 1)
+
+            assert follower.counters.kv_index_drops[(D0,)] == 1
+            assert follower.index.cached(D0, PROMPT, None) is None
+            await until_async(lambda: not engine.cache.readers)
+
+
+async def test_a_large_state_does_not_hold_up_the_event_loop():
+    """20,000 blocks come while a request waits for its turn: it gets one again and again."""
+    engine = Sim("decode", cache_blocks=20_000)
+    engine.cache.use(list(range(320_000)))
+    with serving(engine) as at:
+        async with following(at) as follower:
+            turns = 0
+            while len(follower.index) < 20_000:
+                turns += 1
+                await asyncio.sleep(0)
+
+    assert turns > 60  # of 256 blocks, and of what is read at once

@@ -1,0 +1,141 @@
+"""Requests go where their prompt is cached, as engines tell it: whoever sent it there, and not where it was evicted."""
+
+import contextlib
+
+import httpx
+import pytest
+
+from support.sim import cluster, fleet, serving, until
+from xpyd_proxy.app import build
+from xpyd_proxy.core.model import Api
+from xpyd_proxy.settings import KvEvents, PolicyName, Settings
+
+IDS = list(range(100, 500))
+KEY = {"x-api-key": "sesame"}
+FOLLOWING = Settings(
+    prefill_policy=PolicyName.PREFIX,
+    decode_policy=PolicyName.PREFIX,
+    min_split_new_bytes=400,
+    kv_events=KvEvents.AUTO,
+    admin_key="sesame",
+    health_check_interval_s=0.2,
+    allowed_hosts=("*",),
+)
+
+
+def body(ids=IDS, **more):
+    return {"model": "sim", "prompt": ids, "max_tokens": 4, **more}
+
+
+def ask(router, ids=IDS, **more):
+    answer = httpx.post(f"http://{router}{Api.COMPLETIONS}", json=body(ids, **more))
+    assert answer.status_code == 200, answer.text
+    return answer.headers["server-timing"]
+
+
+def explained(router, ids=IDS, **more):
+    question = {"path": Api.COMPLETIONS, "body": body(ids, **more)}
+    answer = httpx.post(f"http://{router}/instances/explain", json=question, headers=KEY)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def knows(router, tokens, ids=IDS, **more):
+    """Wait for what the engines are known to have, by their names."""
+    until(lambda: explained(router, ids, **more)["cached_tokens"] == tokens)
+
+
+NOTHING = {"prefill-0": 0, "prefill-1": 0, "decode-0": 0, "decode-1": 0}
+
+
+def test_a_prompt_goes_where_another_router_has_sent_it():
+    """Routers share no state: each is told by the engines."""
+    with cluster(2, 2, FOLLOWING, cache_blocks=100) as found:
+        knows(found.router, NOTHING)
+        found.engines["p1"].cache.use(IDS)
+        knows(found.router, NOTHING | {"prefill-1": 384})
+        for _ in range(3):
+            ask(found.router)
+            found.engines["d0"].cache.clear()
+            found.engines["d1"].cache.clear()
+            knows(found.router, NOTHING | {"prefill-1": 384})
+
+    assert (len(found.engines["p0"].log), len(found.engines["p1"].log)) == (0, 3)
+    assert [entry.cached for entry in found.engines["p1"].log] == [384] * 3
+
+
+@pytest.mark.parametrize("api", [Api.COMPLETIONS, Api.GENERATE])
+def test_a_decode_engine_that_has_a_prompt_serves_it_alone(api):
+    """And one that has evicted it does not, however short ago it was there."""
+    with cluster(1, 2, FOLLOWING, cache_blocks=40) as found:
+        nothing = {name: 0 for name in NOTHING if name != "prefill-1"}
+        knows(found.router, nothing)
+        found.engines["d1"].cache.use(IDS)
+        knows(found.router, nothing | {"decode-1": 384})
+        first = _post(found.router, api)
+        found.engines["d1"].cache.use(range(1000, 1640))  # all of its cache
+        knows(found.router, nothing)
+        second = _post(found.router, api)
+
+    assert ('reason;desc="cached_prompt"' in first, 'reason;desc="cached_prompt"' in second) == (True, False)
+    assert len(found.engines["p0"].log) == 1
+
+
+def _post(router, api):
+    asked = (
+        body() if api is Api.COMPLETIONS else {"model": "sim", "token_ids": IDS, "sampling_params": {"max_tokens": 4}}
+    )
+    answer = httpx.post(f"http://{router}{api}", json=asked)
+    assert answer.status_code == 200, answer.text
+    return answer.headers["server-timing"]
+
+
+def test_salts_keep_prompts_apart():
+    """A prompt with another salt is new everywhere."""
+    with cluster(1, 1, FOLLOWING, cache_blocks=100) as found:
+        found.engines["d0"].cache.use(IDS, "mine")
+        knows(found.router, {"prefill-0": 0, "decode-0": 384}, cache_salt="mine")
+
+        assert explained(found.router)["cached_tokens"] == {"prefill-0": 0, "decode-0": 0}
+        assert explained(found.router, cache_salt="yours")["cached_tokens"]["decode-0"] == 0
+
+
+def test_an_engine_without_events_is_known_by_what_it_was_sent():
+    """As without the setting; the others are asked."""
+    with contextlib.ExitStack() as stack:
+        engines, at, _ = stack.enter_context(fleet(1, 1, cache_blocks=100))
+        engines["d0"].cache, told = None, engines["d0"].cache
+        settings = {name: getattr(FOLLOWING, name) for name in FOLLOWING.__dataclass_fields__}
+        settings |= {"prefill": (at["p0"],), "decode": (at["d0"],)}
+        router = stack.enter_context(serving(build(Settings(**settings)).app))
+        knows(router, {"prefill-0": 0})
+        timings = [ask(router), ask(router)]
+        until(lambda: shown(router) >= SHOWN)
+
+    assert ['reason;desc="cached_prompt"' in timing for timing in timings] == [False, True]
+    assert told.has(IDS) == 0
+
+
+SHOWN = {
+    'xpyd_kv_event_connections{instance="decode-0",state="refused"} 1.0',
+    'xpyd_kv_event_connections{instance="prefill-0",state="following"} 1.0',
+    'xpyd_kv_event_disconnects_total{instance="decode-0",reason="refused"} 1.0',
+    'xpyd_kv_index_blocks{instance="prefill-0"} 25.0',
+    'xpyd_kv_events_total{event="stored",instance="prefill-0"} 25.0',
+}
+
+
+def shown(router):
+    return set(httpx.get(f"http://{router}/metrics").text.splitlines())
+
+
+def test_a_restarted_engine_is_known_to_have_nothing():
+    """Before the memory of what was sent would have noticed."""
+    with cluster(1, 1, FOLLOWING, cache_blocks=100) as found:
+        knows(found.router, {"prefill-0": 0, "decode-0": 0})
+        ask(found.router)
+        knows(found.router, {"prefill-0": 384, "decode-0": 384})
+        found.engines["d0"].restart()
+        knows(found.router, {"prefill-0": 384, "decode-0": 0})
+
+        assert 'reason;desc="cached_prompt"' not in ask(found.router)

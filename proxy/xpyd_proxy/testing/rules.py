@@ -105,9 +105,11 @@ def word_id(prompt: object, place: int) -> int:
 def ids_of(body: Json, made: int) -> list[int]:
     """Return the first prompt of a request as an engine's cache knows it, with the words that are made."""
     prompt = prompts_of(body)[0]
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-        return cast("list[int]", prompt)
-    return [*prompt_ids(prompt), *(word_id(prompt, place) for place in range(made))]
+    given = cast("list[object]", prompt) if isinstance(prompt, list) else []
+    if given and all(isinstance(each, int) for each in given):
+        return cast("list[int]", given)
+    whole: object = prompts_of(body)[0]
+    return [*prompt_ids(whole), *(word_id(whole, place) for place in range(made))]
 
 
 def made_ids(body: Json, made: int) -> list[int]:

@@ -1,0 +1,112 @@
+"""What following KV events costs the router: CPU microseconds for each block told of, and for each prompt looked up.
+
+``python -P tests/benchmarks/router/kv_events.py``: a table, of the modules that are imported (plain or compiled).
+"""
+
+import gc
+import random
+import statistics
+import time
+import tracemalloc
+
+import msgspec
+
+from xpyd_proxy.core.fleet import cache_index
+from xpyd_proxy.core.fleet.cache_index import CacheIndex
+from xpyd_proxy.core.model import InstanceId
+from xpyd_proxy.core.protocol.kv_event_stream import KvEventStream, read_batch
+from xpyd_proxy.core.token_blocks import TokenPrompt, token_prompt
+
+D0, SIZE, TOKENS, PROMPTS, ROUNDS = InstanceId("decode-0"), 16, 8192, 100, 5
+
+
+def stored(ids, dice):
+    blocks = [dice.randbytes(32) for _ in range(len(ids) // SIZE)]
+    return {
+        "type": "BlockStored", "block_hashes": blocks, "parent_block_hash": None, "token_ids": ids, "block_size": SIZE,
+        "lora_id": None, "medium": "GPU", "lora_name": None, "extra_keys": [None] * len(blocks), "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
+    }  # fmt: skip
+
+
+def removals(event):
+    return [
+        {"type": "BlockRemoved", "block_hashes": [name], "medium": "GPU", "group_idx": 0}
+        for name in event["block_hashes"]
+    ]
+
+
+def frames(batches):
+    payloads = [msgspec.msgpack.encode([0.0, batch, 0]) for batch in batches]
+    return [
+        (len(payload) + 8).to_bytes(4, "big") + number.to_bytes(8, "big") + payload
+        for number, payload in enumerate(payloads)
+    ]
+
+
+def apply(index, stream, data):
+    """Return the CPU seconds of all, and of the longest step."""
+    longest, began = 0.0, time.process_time()
+    for piece in data:
+        last = time.process_time()
+        for payload in stream.feed(piece):
+            for _ in index.apply(D0, read_batch(payload)):
+                longest, last = max(longest, time.process_time() - last), time.process_time()
+        longest = max(longest, time.process_time() - last)
+    return time.process_time() - began, longest
+
+
+def timed(act, times=1):
+    """Return the CPU microseconds of one call."""
+    began = time.process_time()
+    for _ in range(times):
+        act()
+    return (time.process_time() - began) / times * 1e6
+
+
+def round_of(dice):
+    prompts = [[dice.randrange(150_000) for _ in range(TOKENS)] for _ in range(PROMPTS)]
+    events, index, seen = [stored(ids, dice) for ids in prompts], CacheIndex(), {}
+    index.open(D0, {D0: None})
+    state = frames([[], *[[event] for event in events], *[removals(event) for event in events]])
+    cut, stream, blocks = PROMPTS + 1, KvEventStream(), PROMPTS * TOKENS // SIZE
+    gc.collect()
+    seconds, longest = apply(index, stream, state[:cut])
+    seen["µs for a block stored"], seen["ms of the longest step"] = seconds / blocks * 1e6, longest * 1e3
+    text = str(prompts[0]).encode()
+    seen[f"µs to read a prompt of {TOKENS} ids"] = timed(lambda: token_prompt(text, {}), 20)
+    seen["µs to look it up where all is cached"] = timed(lambda: index.cached(D0, TokenPrompt(prompts[1]), None), 20)
+    known = TokenPrompt(prompts[2])
+    index.cached(D0, known, None)
+    seen["µs at each further engine"] = timed(lambda: index.cached(D0, known, None), 200)
+    packed = TokenPrompt([1] * TOKENS)
+    seen["µs to look it up where nothing is"] = timed(lambda: index.cached(D0, packed, None), 200)
+    seen["µs for a block removed"] = apply(index, stream, state[cut:])[0] / blocks * 1e6
+    return seen
+
+
+def memory(dice):
+    """Return the bytes that a block takes."""
+    ids = [dice.randrange(150_000) for _ in range(160_000)]
+    (data,) = frames([[stored(ids, dice)]])
+    tracemalloc.start()
+    index = CacheIndex()
+    index.open(D0, {D0: None})
+    apply(index, KvEventStream(), [data])
+    gc.collect()
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return used / len(index)
+
+
+def main():
+    rounds = [round_of(random.Random(seed)) for seed in range(ROUNDS)]
+    kind = "plain" if cache_index.__file__.endswith(".py") else "compiled"
+    print(f"| {kind}, blocks of {SIZE} tokens, median of {ROUNDS} rounds | |\n|---|---|")
+    for name in rounds[0]:
+        print(f"| {name} | {statistics.median(seen[name] for seen in rounds):.2f} |")
+    print(f"| bytes for a block | {memory(random.Random(0)):.0f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -110,6 +110,7 @@ def test_what_is_declared_to_take_effect_is_what_a_reload_reads():
     at_its_end = {"log_level", "drain_grace_s", "shutdown_timeout_s"}
     looked_at = {
         "host",
+        "kv_events",
         "allow_unauthenticated",
         "tls_client_ca",
         "max_body_bytes",

@@ -113,8 +113,11 @@ def _batch(events: Sequence[Json]) -> bytes:
 
 def _parents_first(held: OrderedDict[bytes, Json]) -> list[Json]:
     """Order stored blocks so that each comes behind the one before it, if that is there."""
-    found, left = dict[bytes, Json](), dict(held)
-    while left:
-        ready = [name for name, stored in left.items() if stored["parent_block_hash"] not in left]
-        found.update((name, left.pop(name)) for name in ready)
+    found = dict[bytes, Json]()
+    for name in held:
+        chain, each = list[bytes](), name
+        while each in held and each not in found:
+            chain.append(each)
+            each = held[each]["parent_block_hash"]
+        found.update((each, held[each]) for each in reversed(chain))
     return list(found.values())

@@ -1,5 +1,6 @@
 """An engine's KV events over its own HTTP server, on a real engine: what a reader knows is what is cached."""
 
+import itertools
 import json
 import tempfile
 import threading
@@ -13,12 +14,12 @@ from support.cluster import MODEL_NAME, engine_spec, start_engine, wait_until
 from support.kv_events import StreamReader, decoded
 from support.shapes import random_questions
 
-# Thorough: a reader is taken to know all when nothing came for a moment, which a busy machine may stretch.
-pytestmark = [pytest.mark.vllm, pytest.mark.thorough, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 PATH = "/v1/xpyd/kv_events"
 KEY = "only-for-this-test"
 BLOCKS, SIZE = 40, 32
+_markers = itertools.count(1)
 HEADERS = {"authorization": f"Bearer {KEY}"}
 
 
@@ -48,15 +49,9 @@ class Follower:
         self._closing = True
         self._thread.join(10)
 
-    def wait(self):
-        """Wait until the state was told to its end, and for as long as batches come."""
-        seen = [-1, -1]
-
-        def is_quiet():
-            seen[:] = seen[1], len(self.reader.batches)
-            return self.reader.complete and seen[0] == seen[1]
-
-        wait_until(is_quiet, seconds=20, what="the reader knows all")
+    def wait(self, marker):
+        """Wait until the blocks of the last prompt are known: those of all before it are, then."""
+        wait_until(lambda: self.reader.complete and self.hit(marker) == SIZE, seconds=20, what="the reader knows all")
 
     def hit(self, prompt):
         """Return how many tokens of a prompt are cached, as its blocks say; vLLM computes the last one again."""
@@ -98,27 +93,45 @@ def engine(fleet, model):
         fleet.stop(child)
 
 
+@pytest.fixture
+def mark(engine):
+    """Have the engine cache a block that no other prompt has, and return its prompt."""
+
+    def ask():
+        number = next(_markers)
+        prompt = [20 + (number * place + place * place) % 470 for place in range(1, SIZE + 2)]
+        assert cached(engine, prompt) == 0
+        return prompt
+
+    return ask
+
+
 def cached(spec, prompt):
-    """Ask for two tokens, and return how many of the prompt's were cached."""
-    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    """Ask for one token, and return how many of the prompt's were cached."""
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{spec.base_url}/v1/completions", json=body, headers=HEADERS, timeout=60)
     assert answer.status_code == 200, answer.text
     return (answer.json()["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
 
 
-def test_what_a_reader_knows_is_what_is_cached(engine):
+def prompts_of(seed):
+    """Return three times as many blocks as the cache has, of prompts that begin alike, too."""
+    prompts = [list(question.prompt) for question in random_questions([40 + 23 * n for n in range(12)], seed=seed)]
+    return [*prompts, prompts[5][:70] + prompts[2][:60], prompts[11][:200]] * 2
+
+
+def test_what_a_reader_knows_is_what_is_cached(engine, mark):
     """While blocks are stored and evicted: each prompt hits what the blocks say, whenever the reader came."""
-    prompts = [list(question.prompt) for question in random_questions([40 + 23 * n for n in range(12)], seed="events")]
-    prompts += [prompts[5][:70] + prompts[2][:60], prompts[11][:200]]
+    prompts = prompts_of("events")
     with closing(Follower(engine.base_url + PATH)) as early:
-        early.wait()
         found = []
-        for prompt in prompts * 2:
-            early.wait()
+        for prompt in prompts:
+            early.wait(mark())
             found.append((early.hit(prompt), cached(engine, prompt)))
-        early.wait()
+        last = mark()
+        early.wait(last)
         with closing(Follower(engine.base_url + PATH)) as late:
-            late.wait()
+            late.wait(last)
 
             assert late.reader.names() == early.reader.names()
             assert late.hit(prompts[-1]) == early.hit(prompts[-1]) > 0
@@ -155,3 +168,32 @@ def test_readers_have_a_limit(engine):
             return bool(again.reader.complete)
 
     wait_until(is_served, seconds=20, what="a reader is served again")
+
+
+def test_what_the_router_knows_is_what_is_cached(engine, start_router, mark):
+    """Its index of the engine's blocks says what each prompt will hit, and that is what vLLM counts.
+
+    It is the last test here: the router goes on reading.
+    """
+    keys = {"ADMIN_API_KEY": KEY, "XPYD_PREFILL_API_KEY": KEY, "XPYD_DECODE_API_KEY": KEY}
+    args = ("--kv-events", "auto", "--prefill-policy", "prefix")
+    url = start_router("router-events", [engine], [engine], args=args, env=keys)
+
+    def told(prompt):
+        body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 1}
+        question = {"path": "/v1/completions", "body": body}
+        answer = httpx.post(f"{url}/instances/explain", json=question, headers={"x-api-key": KEY}, timeout=10)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["cached_tokens"]
+
+    def wait(marker):
+        everywhere = {"prefill-0": SIZE, "decode-0": SIZE}
+        wait_until(lambda: told(marker) == everywhere, seconds=20, what="the router knows all")
+
+    found = []
+    for prompt in prompts_of("router"):
+        wait(mark())
+        found.append((told(prompt), cached(engine, prompt)))
+
+    assert [said for said, _ in found] == [{"prefill-0": hit, "decode-0": hit} for _, hit in found]
+    assert sum(hit for _, hit in found) > 0

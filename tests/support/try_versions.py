@@ -31,7 +31,7 @@ ENGINES = (
     "tests/e2e/test_equality.py",
     "tests/e2e/test_push.py",
     "tests/e2e/test_multi_connector.py",
-    "tests/chaos/test_prefill_engine.py",
+    "tests/chaos",
 )
 _ENTRY = re.compile(r"^(?=[\w.-]+==)", re.MULTILINE)
 

@@ -95,7 +95,7 @@ def test_an_error_keeps_its_shape_in_the_official_client(one_pair):
 @pytest.mark.parametrize(
     ("name", "extra"),
     [
-        ("two prompts", {"prompt": ["a quiet river", "seven silver letters in the harbor"]}),
+        ("two prompts", {"prompt": ["a quiet river", "seven silver letters in the harbor"], "echo": True}),
         ("two answers", {"n": 2, "temperature": 0.7, "seed": 7}),
         ("echo", {"echo": True}),
         ("prompt logprobs", {"prompt_logprobs": 1}),
@@ -103,7 +103,7 @@ def test_an_error_keeps_its_shape_in_the_official_client(one_pair):
     ],
 )
 def test_requests_that_cannot_be_split_are_right(one_pair, engines, name, extra):
-    """Over pull, two prompts would both be answered from the first one's KV: they are served by one engine."""
+    """One engine serves them: an echo, for example, needs the logits of the prompt, which no KV cache has."""
     body = {**with_fields("/v1/completions", temperature=0, seed=0, logprobs=1), **extra}
     ours, reference = (post(url, "/v1/completions", body).json() for url in (one_pair, engines.reference.base_url))
 

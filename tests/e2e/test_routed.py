@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 WORDS = "copper garden seven letter " * 20
 LOADS = "vllm:xpyd_loads_total"
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 def post(url, path, body, **headers):
@@ -113,6 +114,52 @@ def test_several_answers_cost_one_prefill_and_one_load(mode, one_pair, engines, 
     assert prefill.delta("vllm:generation_tokens_total") == 5
     computed = decode.delta("vllm:prompt_tokens_by_source_total|local_compute")
     assert computed <= 5 * (1 + 3 * 32)  # the last token, and for the others what is no whole block
+    for spec in (p, d):
+        wait_until(lambda spec=spec: nothing_held(spec), seconds=10, what=f"{spec.name} holds nothing")
+
+
+@pytest.mark.parametrize("kind", ["texts", "ids"])
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_each_of_several_prompts_goes_over_two_legs(mode, kind, one_pair, engines, pushing, start_router):
+    """The choices and the usage are those of one engine, streamed or not; D has loaded each of the prompts."""
+    p, d = (engines.p0, engines.d0) if mode == "pull" else (pushing.chunk, pushing.d0)
+    url = one_pair if mode == "pull" else start_router(f"router-prompts-{kind}", [p], [d])
+    mark = 40 + 200 * (mode == "push")  # no prompt is in a cache
+    ids = [[*range(mark + place, mark + place + 90 + 31 * place)] for place in range(6)]
+    words = [f"{mode} {place} {WORDS * (1 + place % 3)}" for place in range(6)]
+    asked = {"model": "tiny", "prompt": words if kind == "texts" else ids, "max_tokens": 12, "temperature": 0}
+    asked |= {"logprobs": 2, "ignore_eos": True, "cache_salt": f"prompts {mode} {kind}"}
+
+    def whole(url):
+        answer = post(url, "/v1/completions", asked).json()
+        said = {c["index"]: (c["text"], c["logprobs"]["tokens"], c["finish_reason"]) for c in answer["choices"]}
+        return said, {name: answer["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+
+    def streamed(url):
+        texts, tokens, ends, usage = {}, {}, {}, {}
+        lines = post(url, "/v1/completions", asked | STREAMED).text.splitlines()
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+        for line in lines:
+            event = json.loads(line[6:]) if line.startswith("data: {") else {"choices": []}
+            for c in event["choices"]:
+                texts[c["index"]] = texts.get(c["index"], "") + c["text"]
+                tokens[c["index"]] = tokens.get(c["index"], []) + c["logprobs"]["tokens"]
+                ends[c["index"]] = c["finish_reason"]
+            usage = event.get("usage") or usage
+        return {index: (texts[index], tokens[index], ends[index]) for index in texts}, {
+            name: usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")
+        }
+
+    with Watch(d) as decode:
+        ours = whole(url)
+        asked["cache_salt"] += " streamed"
+        shown = streamed(url)
+
+    expected = whole(engines.reference.base_url)
+    assert ours == expected
+    assert shown == expected
+    assert len(expected[0]) == 6
+    assert decode.delta(LOADS) == 12
     for spec in (p, d):
         wait_until(lambda spec=spec: nothing_held(spec), seconds=10, what=f"{spec.name} holds nothing")
 

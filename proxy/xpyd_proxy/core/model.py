@@ -75,10 +75,11 @@ class SingleEngineReason(FastStrEnum):
 
 
 class LegOrder(FastStrEnum):
-    """In which order the legs of a request went out whose prefill engine pushes."""
+    """In which order the legs of a request went out, where that was not one after the other to read the KV cache."""
 
-    CONCURRENT = "push"
-    SEQUENTIAL = "push_cold"  # as long as the router does not know where to find the prefill engine
+    CONCURRENT = "push"  # the prefill engine pushes
+    SEQUENTIAL = "push_cold"  # it pushes, and the router does not know yet where to find it
+    EACH_PROMPT = "each_prompt"  # the request has several prompts, and each of them legs of its own
 
 
 @dataclass(frozen=True, slots=True)

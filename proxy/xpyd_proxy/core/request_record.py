@@ -127,7 +127,7 @@ class RequestRecord:
 
     @property
     def mode(self) -> str:
-        """Name the way of the KV cache: pull, push, push_cold or single."""
+        """Name the way of the KV cache: pull, push, push_cold, single or each_prompt."""
         if self.single_reason is not None:
             return SINGLE
         return PULL if self.push is None else self.push
@@ -189,6 +189,12 @@ class RequestRecord:
             if leg is not None:
                 entries.append(_entry(name, leg.instance, leg.ms))
         return ", ".join(entries)
+
+
+class PromptRecord(RequestRecord):
+    """The record of one of several prompts: another request has them, and is counted in their place."""
+
+    __slots__ = ()
 
 
 def client_id(header: bytes) -> str | None:

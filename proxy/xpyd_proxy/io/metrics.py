@@ -77,7 +77,7 @@ class _Collector:
         seen = self._counters
         text = "Requests that are over, by path and by how they ended for the client."
         yield _counter("xpyd_requests", text, ("path", "outcome"), seen.requests)
-        text = "Requests that were sent to an engine, by the way of the KV cache; single: no transfer, for this reason."
+        text = "Requests, or each of their prompts, by the way of the KV cache; single: no transfer, for this reason."
         yield _counter("xpyd_requests_routed", text, ("mode", "reason"), seen.routed)
         text = "Seconds from a request's head to the end of its answer."
         yield _histogram("xpyd_request_duration_seconds", text, ("path", "outcome"), seen.durations.by_key)

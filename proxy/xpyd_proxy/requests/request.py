@@ -11,17 +11,28 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
 
+import msgspec
+
 from xpyd_proxy.core.admission.admission import Ticket, TicketState
 from xpyd_proxy.core.admission.lifetime import Stage
-from xpyd_proxy.core.model import GenerationRequest, Instance, InstanceId, LegOrder, Role, SingleEngineReason
+from xpyd_proxy.core.model import (
+    GenerationRequest,
+    Instance,
+    InstanceId,
+    LegOrder,
+    RequestId,
+    Role,
+    SingleEngineReason,
+)
 from xpyd_proxy.core.protocol import push, request_bodies
 from xpyd_proxy.core.protocol.continuation import Continuation
 from xpyd_proxy.core.protocol.disaggregation import may_share, solo_reason
 from xpyd_proxy.core.protocol.engine_errors import BUSY, Failure, failure_of
 from xpyd_proxy.core.protocol.first_token import STREAM, FirstToken, Spliced
+from xpyd_proxy.core.protocol.prompt_arrays import choices_of, one_of, prompts_of
 from xpyd_proxy.core.protocol.replay import Replay, behind, can_resume, traced
 from xpyd_proxy.core.raw_json import Pieces, encode
-from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, RequestRecord, client_id
+from xpyd_proxy.core.request_record import CLIENT_CLOSED_REQUEST, PromptRecord, RequestRecord, client_id
 from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts, RetryScope
 from xpyd_proxy.errors import (
     EngineBusy,
@@ -42,6 +53,7 @@ from xpyd_proxy.requests.intake import JSON_TYPE, RequestHead, RequestPlan, chec
 from xpyd_proxy.requests.leg_bodies import decode_body
 from xpyd_proxy.requests.legs import DecodeLeg, PrefillLeg
 from xpyd_proxy.requests.lifecycle import TRANSITIONS, RequestEvent, RequestState
+from xpyd_proxy.requests.prompt_array import PromptArray, PromptRequest, told_in_stream
 from xpyd_proxy.requests.response import ResponseWriter, head_lines, last_event
 from xpyd_proxy.requests.service import Requests, RequestSpan
 from xpyd_proxy.requests.stepper import Stepper
@@ -73,6 +85,7 @@ class Request:
     """One request. To uvicorn's protocol it is the cycle of its connection."""
 
     __slots__ = (
+        "_array",
         "_attempt",
         "_body",
         "_ends_at",
@@ -89,6 +102,7 @@ class Request:
         "_steps",
         "_ticket",
         "disconnected",
+        "failure",
         "response_complete",
         "state",
     )
@@ -100,25 +114,35 @@ class Request:
         path: str,
         headers: Sequence[tuple[bytes, bytes]],
         shown: Mapping[bytes, bytes] | None = None,
+        *,
+        own_id: RequestId | None = None,
+        plan: RequestPlan | None = None,
     ) -> None:
-        """``headers`` and ``shown`` as in RequestHead."""
+        """``headers`` and ``shown`` as in RequestHead; ``own_id`` and ``plan``: of a part of a request."""
         head = self._head = RequestHead(path, headers, shown)
         name = head.shown.get(b"x-request-id")
         self.state = _RECEIVED
         self._of = of
         self._response = response
         self._start = of.clock()
-        self._record = RequestRecord(of.new_id(), path, client_id=None if name is None else client_id(name))
+        own_id = of.new_id() if own_id is None else own_id
+        known_as = None if name is None else client_id(name)
+        if plan is None:
+            self._record = RequestRecord(own_id, path, client_id=known_as)
+        else:
+            self._record = PromptRecord(own_id, path, client_id=known_as)
         self._span: RequestSpan | None = None
         if of.spans is not None:
             self._span = of.spans.request(self._record, tuple(headers))
         self._body: bytes | Upload = b""  # as far as it has come, and is not read
         self._steps = Stepper()
         self._ticket: Ticket | None = None
-        self._plan: RequestPlan | None = None  # since it was read
+        self._plan: RequestPlan | None = plan  # since it was read
         self._settings = of.settings  # those that were in force when it was admitted
         self._ends_at: float | None = None  # when all of it has taken too long
         self._attempt: Attempt | None = None  # since it was routed
+        self._array: PromptArray | None = None  # while its prompts are asked one by one
+        self.failure: Exception | None = None  # what the client was told went wrong
         self._replay: Continuation | None = None  # of a stream that another engine goes on with, or could
         self._paused = False  # the client is slow
         self.disconnected = self.response_complete = False
@@ -191,12 +215,16 @@ class Request:
         self._paused = True
         if self._attempt is not None:
             self._attempt.pause()
+        elif self._array is not None:
+            self._array.pause()
 
     def resume(self) -> None:
         """Go on."""
         self._paused = False
         if self._attempt is not None:
             self._attempt.resume()
+        elif self._array is not None:
+            self._array.resume()
 
     def interrupt(self, error: Exception) -> None:
         """End the request with this, at the next point at which it waits."""
@@ -210,6 +238,8 @@ class Request:
     @property
     def engines(self) -> Sequence[InstanceId]:
         """List the engines of the legs that are under way."""
+        if self._array is not None:
+            return self._array.engines
         return () if self._attempt is None else self._attempt.engines
 
     def look(self, now: float) -> None:
@@ -218,6 +248,8 @@ class Request:
             self.interrupt(self._out_of_time())
         elif self._attempt is not None:
             self._attempt.look(now, paused=self._paused)
+        elif self._array is not None:
+            self._array.look(now)
 
     def _out_of_time(self) -> OutOfTime:
         seconds = self._total_s(self._planned)
@@ -231,15 +263,22 @@ class Request:
         """Serve the request to its end, whatever that is; nothing is raised."""
         status = _OK
         try:
-            size = len(self._body)
-            plan = self._plan = await self._read_long() if size > LARGE else self._read()
-            ticket = self._ask_for_place(plan, size)
-            if ticket.state is _WAITING:
-                await self._wait_for_turn(ticket)
-            self._admit(plan, ticket)
+            plan = self._plan
+            if plan is None:
+                size = len(self._body)
+                plan = self._plan = await self._read_long() if size > LARGE else self._read()
+                ticket = self._ask_for_place(plan, size)
+                if ticket.state is _WAITING:
+                    await self._wait_for_turn(ticket)
+                self._admit(plan, ticket)
+            else:
+                self._join()
             call, settings = plan.call, self._settings
             continues = settings.resume_streams or settings.first_token_from is _FROM_PREFILL
-            if call is not None and continues and _may_resume(call):
+            prompts = () if call is None else prompts_of(call.api, call.fields)
+            if call is not None and prompts and self._may_divide(call, prompts[0]):
+                await self._answer_each(call, prompts)
+            elif call is not None and continues and _may_resume(call):
                 await self._answer_and_resume(call)
             else:
                 await self._answer(call, RetryAttempts(settings.retries))
@@ -261,6 +300,11 @@ class Request:
         of.budget.came(now=now)
         seconds = self._total_s(plan)
         self._ends_at = None if seconds is None else now + seconds
+
+    def _join(self) -> None:
+        """Begin as a part of a request that is admitted, whose time is also that of its parts."""
+        self._on(_ADMITTED)
+        self._of.budget.came(now=self._of.clock())
 
     def _total_s(self, plan: RequestPlan) -> float | None:
         """Return how long it may take; None: for ever."""
@@ -632,6 +676,78 @@ class Request:
             alone = [encode(fields)]
             self._on(_RESUME)
 
+    # ---- several prompts
+
+    def _may_divide(self, call: GenerationRequest, prompt: msgspec.Raw) -> bool:
+        """Tell whether the request for one of the prompts would be split between two engines."""
+        fields = one_of(call.fields, prompt)
+        reason = solo_reason(call.api, fields)
+        if reason is not None:
+            shares = reason is _SEVERAL and may_share(call.api, fields) and self._of.fleet.shares_loads()
+            if not shares:
+                return False
+        try:
+            return bool(self._of.fleet.usable(Role.PREFILL))
+        except NoInstance:
+            return False
+
+    async def _answer_each(self, call: GenerationRequest, prompts: Sequence[msgspec.Raw]) -> None:
+        """Ask for each of the prompts by itself, and give the client one answer.
+
+        Raises:
+            ProxyError: what the client is told.
+        """
+        self._record.push = LegOrder.EACH_PROMPT
+        name = f"cmpl-{self._record.request_id}"
+        n = choices_of(call.fields)
+        array = self._array = PromptArray(
+            self._planned, call, prompts, name=name, n=n, new=self._part, wake=self._steps.wake
+        )
+        if self._paused:
+            array.pause()
+        try:
+            while True:
+                array.begin_more()
+                if piece := array.take():
+                    self._show_more(piece)
+                if array.is_over:
+                    break
+                await self._steps
+        except Refused as refused:
+            raise told_in_stream(refused) if self._response.begun else refused from None
+        finally:
+            self._array = None
+            array.drop(ClientGone())
+        self._show_all(array)
+
+    def _part(self, response: ResponseWriter, plan: RequestPlan, place: int) -> PromptRequest:
+        """Return a request of its own for the prompt at a place."""
+        own_id = RequestId(f"{self._record.request_id}-p{place}")
+        part = Request(self._of, response, plan.path, plan.headers, own_id=own_id, plan=plan)
+        part._record.client_id = self._record.client_id
+        return part
+
+    def _show_more(self, piece: bytes) -> None:
+        """Write some of the stream of all prompts."""
+        if self._response.begun:
+            self._response.write(piece)
+            return
+        self._record.ttft_s = self._of.clock() - self._start
+        self._response.begin(_OK, self._lines(STREAM), piece, streams=True)
+
+    def _show_all(self, array: PromptArray) -> None:
+        """Write what is left of the answer to all prompts; raises EngineError: there is none."""
+        if not self._planned.streams:
+            whole = array.whole()
+            self._record.answered = True
+            self._response.begin(_OK, self._lines(JSON_TYPE), whole, streams=False)
+            return
+        end = array.end()
+        if not self._response.begun:  # no prompt has got a token
+            self._response.begin(_OK, self._lines(STREAM), b"", streams=True, last=True)
+        self._record.answered = True
+        self._response.end(end)
+
     def _refused_rest(self, refused: Refused) -> EngineError:
         """Return why the stream broke off that an engine was to go on with; raise what another one would say, too."""
         leg = self._record.decode
@@ -662,6 +778,7 @@ class Request:
         error.with_traceback(None)  # it leads to frames that hold the request, and the error: a circle
         error.__context__ = None  # and so does this
         record.error = str(error)
+        self.failure = error
         if response.begun:
             response.keep_alive = response.keep_alive and not isinstance(error, TurnedAway)
             event = last_event(self._head.path, error)

@@ -1,7 +1,7 @@
 """What would become of a request now: the engines, the rule that sends it there, and what each of them would get."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol, TypeAlias
 
 import msgspec
@@ -20,6 +20,7 @@ from xpyd_proxy.core.model import (
 )
 from xpyd_proxy.core.protocol import push, request_bodies
 from xpyd_proxy.core.protocol.disaggregation import may_share, solo_reason
+from xpyd_proxy.core.protocol.prompt_arrays import one_of, prompts_of
 from xpyd_proxy.core.raw_json import encode, text
 from xpyd_proxy.core.routing.pairing import PairSelector
 from xpyd_proxy.core.routing.routing_hints import ask_of_call
@@ -69,6 +70,8 @@ class Explainer:
 
     def explain(self, call: GenerationRequest) -> Explanation:
         """Say what would become of a request now. Raises NoInstance, UnknownModel, BadRequest: it would be refused."""
+        if prompts := prompts_of(call.api, call.fields):
+            return self._explain_first(call, prompts)
         decode, pairing, settings = self.usable(Role.DECODE), self.rehearsal(), self.settings()
         ask = ask_of_call(call, self.sessions.of(dict(reversed(call.headers)), call.fields))
         why: str | None = solo_reason(call.api, call.fields)
@@ -89,6 +92,14 @@ class Explainer:
                 why = SingleEngineReason.NO_PREFILL
         chosen = pairing.one(decode, ask)
         return Explanation(f"single: {why}", None, chosen, None, encode(call.fields))
+
+    def _explain_first(self, call: GenerationRequest, prompts: Sequence[msgspec.Raw]) -> Explanation:
+        """Say what would become of several prompts: each goes its own way if the first one would be split."""
+        one = GenerationRequest(call.api, one_of(call.fields, prompts[0]), call.headers, call.rank)
+        found = self.explain(one)
+        if found.prefill is not None:
+            return replace(found, rule=f"each of {len(prompts)} prompts by itself, the first: {found.rule}")
+        return replace(found, rule=f"single: {SingleEngineReason.PROMPTS}", decode_body=encode(call.fields))
 
     def terms(self, call: GenerationRequest) -> Terms:
         """Return the numbers that decide whether the request is split."""

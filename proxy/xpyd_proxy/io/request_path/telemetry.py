@@ -15,7 +15,7 @@ from xpyd_proxy.core.model import Instance, InstanceId, LegOrder, RequestId
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.protocol.kv_transfer_check import Arrival, arrival
 from xpyd_proxy.core.recent_stats import RecentStats
-from xpyd_proxy.core.request_record import RequestOutcome, RequestRecord
+from xpyd_proxy.core.request_record import PromptRecord, RequestOutcome, RequestRecord
 from xpyd_proxy.io.logs import lines_together
 from xpyd_proxy.io.request_path.access_log import log_requests
 from xpyd_proxy.io.request_path.deferred import DeferredCalls
@@ -70,6 +70,7 @@ class _Kind:
         "durations",
         "has_transfer",
         "is_failed",
+        "is_part",
         "mode",
         "outcome",
         "path",
@@ -81,7 +82,8 @@ class _Kind:
     def __init__(self, path: str, record: RequestRecord) -> None:
         self.path = path
         self.outcome = record.outcome
-        self.is_failed = self.outcome is _SERVER_ERROR or self.outcome is _STREAM_ABORTED
+        self.is_part = isinstance(record, PromptRecord)
+        self.is_failed = not self.is_part and (self.outcome is _SERVER_ERROR or self.outcome is _STREAM_ABORTED)
         self.mode = record.mode
         self.reason: str = record.single_reason or "none"
         self.decode = None if record.decode is None else record.decode.instance
@@ -96,19 +98,20 @@ class _Kind:
         count = len(self.durations)
         if not count:
             return
-        counters.requests[self.path, self.outcome] += count
-        counters.durations.of((self.path, self.outcome)).observe_all(self.durations)
-        recent.requests.add_all(self.durations, now=now, failed=self.is_failed)
         if self.decode is not None:
             counters.routed[self.mode, self.reason] += count
             if self.has_transfer:
                 counters.transfers[self.decode, _UNKNOWN] += count
-        if self.unqueued:
-            counters.queue_times.of((self.path,)).counts[0] += self.unqueued
-        if self.ttft:
-            counters.ttft.of((self.path,)).observe_all(self.ttft)
-            recent.ttft.add_all(self.ttft, now=now)
-            self.ttft.clear()
+        if not self.is_part:
+            counters.requests[self.path, self.outcome] += count
+            counters.durations.of((self.path, self.outcome)).observe_all(self.durations)
+            recent.requests.add_all(self.durations, now=now, failed=self.is_failed)
+            if self.unqueued:
+                counters.queue_times.of((self.path,)).counts[0] += self.unqueued
+            if self.ttft:
+                counters.ttft.of((self.path,)).observe_all(self.ttft)
+                recent.ttft.add_all(self.ttft, now=now)
+        self.ttft.clear()
         self.durations.clear()
         self.unqueued = 0
 
@@ -125,7 +128,7 @@ class Telemetry:
         self.later = DeferredCalls(lines_together, self._finish)
         self._over: list[RequestRecord] = []  # whose lines are to be written
         self._engines: dict[InstanceId, _Engine] = {}
-        self._kinds: dict[tuple[str, bool, str | None, str | None, str | None, str, bool], _Kind] = {}
+        self._kinds: dict[tuple[str, bool, str | None, str | None, str | None, str, bool, bool], _Kind] = {}
         self._handoffs: list[float] = []  # seconds between a prefill answer and its decode leg, to be counted
         self._gaps: dict[str, list[float]] = {}  # by path: seconds between two reads of a stream, to be counted
 
@@ -260,7 +263,8 @@ class Telemetry:
         decode = None if record.decode is None else record.decode.instance
         path = self._counters.label(record.path)
         is_200, outcome = record.status == 200, record.outcome
-        key = path, is_200, record.single_reason, decode, record.push, outcome, record.prefill is None
+        is_part, has_prefill = isinstance(record, PromptRecord), record.prefill is not None
+        key = path, is_200, record.single_reason, decode, record.push, outcome, has_prefill, is_part
         found = self._kinds.get(key)
         if found is None:
             found = self._kinds[key] = _Kind(path, record)

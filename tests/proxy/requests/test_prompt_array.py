@@ -1,0 +1,309 @@
+"""A request with several prompts: a request of its own for each, and one answer."""
+
+import asyncio
+import json
+
+import pytest
+
+from support.scripted import (
+    DONE,
+    JSON,
+    Scripted,
+    call,
+    never,
+    prefilled,
+    pulled_prefill,
+    request_id,
+    router_of,
+    until,
+)
+from xpyd_proxy.core.model import EngineResponse, Role
+from xpyd_proxy.errors import EngineError
+from xpyd_proxy.requests.prompt_array import AT_ONCE
+
+PROMPTS = ["zero", "one", "two"]
+
+
+def asked(leg):
+    return json.loads(leg.body)
+
+
+def answer(leg):
+    """What an engine answers: the prompt itself."""
+    prompt = asked(leg)["prompt"]
+    choices = [{"index": 0, "text": f"<{prompt}>"}]
+    usage = {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5}
+    return EngineResponse(200, JSON, json.dumps({"id": "x", "choices": choices, "usage": usage}).encode())
+
+
+def events(leg):
+    prompt = asked(leg)["prompt"]
+    said = [{"choices": [{"index": 0, "text": part}]} for part in ("<", str(prompt), ">")]
+    usage = {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}}
+    return [b"data: %b\n\n" % json.dumps({"id": "x"} | each).encode() for each in (*said, usage)] + [DONE]
+
+
+async def decode(leg):
+    return (200, events(leg)) if asked(leg).get("stream") else answer(leg)
+
+
+async def pushed_prefill(leg):
+    return prefilled(leg)
+
+
+def of_stream(body):
+    """Return the texts by index, and what the last event says."""
+    texts, last = {}, None
+    lines = body.decode().splitlines()
+    assert lines[-2:] == ["data: [DONE]", ""]
+    for line in lines:
+        if line.startswith("data: {"):
+            last = json.loads(line[6:])
+            for choice in last["choices"]:
+                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return texts, last
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prefill", [pulled_prefill, pushed_prefill], ids=["pull", "push"])
+async def test_each_goes_over_two_legs(prefill, stream):
+    """The engines of a role take turns; choices and usage are those of all prompts, and requests have their own ids."""
+    engines = Scripted(prefill, decode)
+    router = router_of(engines, x=2, y=2)
+    client = await router.serve(call(prompt=PROMPTS, stream=stream, max_tokens=9))
+
+    if stream:
+        texts, last = of_stream(client.body)
+    else:
+        last = json.loads(client.body)
+        texts = {choice["index"]: choice["text"] for choice in last["choices"]}
+    assert texts == {0: "<zero>", 1: "<one>", 2: "<two>"}
+    assert last["id"] == "cmpl-r"
+    assert last["usage"]["prompt_tokens"] == 12
+    for role in Role:
+        assert {asked(leg)["prompt"] for leg in engines.of(role)} == set(PROMPTS)
+        assert {request_id(leg) for leg in engines.of(role)} == {"r-p0", "r-p1", "r-p2"}
+        assert len({leg.instance.id for leg in engines.of(role)}) == 2
+    assert all(asked(leg)["kv_transfer_params"] for leg in engines.of(Role.DECODE))
+    assert b'mode;desc="each_prompt"' in client.response.lines
+    assert client.record.answered
+    assert not engines.open
+    assert router.is_idle()
+    counters = router.telemetry.counters
+    assert sum(counters.requests.values()) == 1  # for the client it is one
+    assert sum(counters.routed.values()) == 3
+
+
+async def test_some_at_a_time():
+    """The rest follow as parts end."""
+    gate, most = asyncio.Event(), 0
+
+    async def slow(leg):
+        nonlocal most
+        most = max(most, len({request_id(leg) for leg in engines.open}))
+        await gate.wait()
+        return answer(leg)
+
+    engines = Scripted(pulled_prefill, slow)
+    router = router_of(engines)
+    client = router.start(call(prompt=[f"p{place}" for place in range(AT_ONCE + 20)]))
+    await until(lambda: len(engines.of(Role.DECODE)) == AT_ONCE)
+    assert len(engines.of(Role.PREFILL)) == AT_ONCE
+    gate.set()
+    await client.end()
+
+    texts = [choice["text"] for choice in json.loads(client.body)["choices"]]
+    assert texts == [f"<p{place}>" for place in range(AT_ONCE + 20)]
+    assert most == AT_ONCE
+    assert router.is_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_refusal_is_that_of_all(stream):
+    """In the engine's own words, and the others are dropped."""
+    refusal = b'{"error":{"message":"too long","type":"BadRequestError","code":400}}'
+
+    async def prefill(leg):
+        if asked(leg)["prompt"] != "one":
+            await never()
+        return EngineResponse(400, JSON, refusal)
+
+    engines = Scripted(prefill, decode)
+    router = router_of(engines)
+    client = await router.serve(call(prompt=PROMPTS, stream=stream))
+
+    assert (client.status, client.body) == (400, refusal)
+    assert not engines.open
+    assert router.is_idle()
+    assert not engines.of(Role.DECODE)
+
+
+@pytest.mark.parametrize(
+    ("late", "error"),
+    [
+        (EngineResponse(400, JSON, b'{"error":{"message":"too long"}}'), ("BadRequestError", "too long")),
+        (EngineResponse(500, JSON, b'{"error":{"message":"it broke"}}'), ("EngineError", "it broke")),
+    ],
+    ids=["refused", "failed"],
+)
+async def test_what_fails_behind_the_first_token_is_an_error_event(late, error):
+    """The status is sent; the stream ends without a [DONE]."""
+    shown = asyncio.Event()
+
+    async def prefill(leg):
+        if asked(leg)["prompt"] == "one":
+            await shown.wait()
+            return late
+        return await pulled_prefill(leg)
+
+    async def slow(leg):
+        return 200, [events(leg)[0], never()]
+
+    engines = Scripted(prefill, slow)
+    router = router_of(engines, retries=0)
+    client = router.start(call(prompt=PROMPTS, stream=True))
+    client.response.on_write = lambda _: shown.set()
+    await client.end()
+
+    kind, words = client.error
+    assert error[1] in words or late.status == 500
+    assert kind == error[0]
+    assert DONE not in client.body
+    assert not engines.open
+    assert router.is_idle()
+
+
+async def test_a_stream_that_breaks_off_ends_all():
+    """With the error that a single one would have ended with."""
+    begun = []
+
+    async def breaking(leg):
+        first, *_ = events(leg)
+        begun.append(leg)
+        if asked(leg)["prompt"] == "two":
+            return 200, [first, EngineError("it broke off")]
+        return 200, [first, never()]
+
+    engines = Scripted(pulled_prefill, breaking)
+    router = router_of(engines, retries=0)
+    client = await router.serve(call(prompt=PROMPTS, stream=True))
+
+    assert client.error == ("EngineError", "it broke off")
+    assert len(begun) == 3
+    assert not engines.open
+    assert router.is_idle()
+
+
+async def test_a_part_is_tried_again_by_itself():
+    """The others go on."""
+    failed = []
+
+    async def prefill(leg):
+        if asked(leg)["prompt"] == "one" and not failed:
+            failed.append(leg)
+            raise EngineError("it broke off")
+        return await pulled_prefill(leg)
+
+    engines = Scripted(prefill, decode)
+    router = router_of(engines, x=2)
+    client = await router.serve(call(prompt=PROMPTS))
+
+    assert client.status == 200
+    assert sorted(request_id(leg) for leg in engines.of(Role.PREFILL)) == ["r-p0", "r-p1", "r-p1-r1", "r-p2"]
+    assert router.is_idle()
+
+
+async def test_a_client_that_leaves_ends_all_parts():
+    """At once, whatever they wait for."""
+
+    async def waiting(_):
+        await never()
+
+    engines = Scripted(waiting, decode)
+    router = router_of(engines)
+    client = router.start(call(prompt=PROMPTS))
+    await until(lambda: len(engines.open) == 3)
+    client.hang_up()
+    await client.end()
+
+    assert client.record.status == 499
+    assert not engines.open
+    assert router.is_idle()
+
+
+async def test_a_slow_client_has_all_engines_wait():
+    """Also those that are asked later."""
+    engines = Scripted(pulled_prefill, decode)
+    router = router_of(engines)
+    client = router.start(call(prompt=PROMPTS, stream=True))
+    client.request.pause()
+    await until(lambda: len(engines.of(Role.DECODE)) == 3)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    paused = len(client.response.pieces)
+    client.request.resume()
+    await client.end()
+
+    assert paused <= 3  # what was read with the heads
+    assert of_stream(client.body)[0] == {0: "<zero>", 1: "<one>", 2: "<two>"}
+    assert router.is_idle()
+
+
+async def test_its_time_is_that_of_all():
+    """One limit for the whole request, and those for legs as ever."""
+    now = [0.0]
+
+    async def waiting(_):
+        await never()
+
+    engines = Scripted(waiting, decode)
+    router = router_of(engines, retries=0, clock=lambda: now[0], prefill_timeout_s=30.0, total_timeout_s=100.0)
+    client = router.start(call(prompt=PROMPTS))
+    await until(lambda: len(engines.open) == 3)
+    now[0] = 31.0
+    client.request.look(now[0])
+    await client.end()
+
+    assert client.error[0] == "EngineTimeoutError"
+    assert not engines.open
+    assert router.is_idle()
+
+
+@pytest.mark.parametrize("fields", [{"max_tokens": 1}, {"echo": True}, {"prompt": ["a", [1]]}])
+async def test_what_cannot_be_split_stays_whole(fields):
+    """One decode engine gets all prompts, as the client wrote them."""
+    engines = Scripted(pulled_prefill, _whole)
+    router = router_of(engines)
+    await router.serve(call(**({"prompt": PROMPTS} | fields)))
+
+    assert [leg.instance.role for leg in engines.legs] == [Role.DECODE]
+    assert asked(engines.legs[0])["prompt"] == fields.get("prompt", PROMPTS)
+    assert router.is_idle()
+
+
+async def _whole(_):
+    return EngineResponse(200, JSON, b'{"choices":[]}')
+
+
+async def test_without_a_prefill_engine_it_stays_whole():
+    """One engine batches all of them."""
+    engines = Scripted(pulled_prefill, _whole)
+    router = router_of(engines, x=0)
+    client = await router.serve(call(prompt=PROMPTS))
+
+    assert client.status == 200
+    assert len(engines.legs) == 1
+
+
+async def test_answers_that_are_no_completions():
+    """What cannot be put together is an error, never half an answer."""
+    engines = Scripted(pulled_prefill, _other)
+    router = router_of(engines)
+    client = await router.serve(call(prompt=PROMPTS))
+
+    assert client.status == 502
+    assert router.is_idle()
+
+
+async def _other(_):
+    return EngineResponse(200, JSON, b'{"object":"list"}')

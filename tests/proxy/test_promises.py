@@ -354,7 +354,7 @@ class Boom(Exception):
 
 
 REQUEST, RESPONSE = "xpyd_proxy.requests.request", "xpyd_proxy.requests.response.HttpResponse"
-BREAKABLE = [f"{REQUEST}.decode_body"]
+BREAKABLE = ["xpyd_proxy.requests.dispatch.decode_body"]
 BREAKABLE += [f"xpyd_proxy.requests.{name}" for name in ("attempt.prefill_body", "attempt.prompt_tokens")]
 BREAKABLE += ["xpyd_proxy.requests.legs.prompt_tokens_in"]
 BREAKABLE += ["xpyd_proxy.requests.leg_bodies.LegBodies.take", f"{RESPONSE}.begin", f"{RESPONSE}.write"]

@@ -5,7 +5,7 @@ A request that is sent again gets another attempt, with another id for both engi
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from xpyd_proxy.core.fleet.load import ASK_FOR_REPORT
 from xpyd_proxy.core.model import GenerationRequest, Headers, Instance, InstanceId, LegRequest, Role, SingleEngineReason
@@ -14,18 +14,14 @@ from xpyd_proxy.core.protocol.request_bodies import RELEASE_PATH, abandon_body, 
 from xpyd_proxy.core.protocol.response_filter import check_type, clean_answer
 from xpyd_proxy.core.protocol.usage import prompt_tokens
 from xpyd_proxy.core.raw_json import Pieces
-from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts
 from xpyd_proxy.core.schemas import Coordinates
 from xpyd_proxy.errors import EngineError, EngineTimeout, NoInstance, Refused
 from xpyd_proxy.requests.intake import RequestPlan
 from xpyd_proxy.requests.leg_bodies import prefill_body
 from xpyd_proxy.requests.legs import DecodeLeg, EngineLeg, LegOwner, PrefillLeg
-from xpyd_proxy.requests.stepper import Stepper
+from xpyd_proxy.requests.life import RequestLife
 from xpyd_proxy.settings import Settings
-
-if TYPE_CHECKING:
-    from xpyd_proxy.requests.service import Requests, RequestSpan
 
 logger = logging.getLogger(__name__)
 _OK: Final = 200
@@ -35,7 +31,7 @@ _RELEASES_MOST: Final = 16  # decode engines of which one is asked to free block
 
 
 class Attempt(LegOwner):
-    """One try. It is the LegOwner of its legs; ``steps`` is woken when one of them has news."""
+    """One try. It is the LegOwner of its legs; the life's coroutine is woken when one of them has news."""
 
     __slots__ = (
         "_of",
@@ -59,23 +55,21 @@ class Attempt(LegOwner):
 
     def __init__(
         self,
-        of: "Requests",
+        life: RequestLife,
         plan: RequestPlan,
         settings: Settings,
-        record: RequestRecord,
         chances: RetryAttempts,
         *,
-        steps: Stepper,
-        span: "RequestSpan | None",
         shows: bool = False,
     ) -> None:
         """``shows``: the client may see the token of a prefill engine whose blocks are read."""
+        of, record = life.of, life.record
         self._of = of
         self._plan = plan
         self._settings = settings
         self._shows = shows
-        self._steps = steps
-        self._span = span
+        self._steps = life.steps
+        self._span = life.span
         self._slot: Instance | None = None  # a decode engine whose slot is held until its leg is sent
         self.record = record
         self.chances = chances

@@ -180,9 +180,3 @@ def check_length(declared: bytes, most: int) -> None:
     """Accept the Content-Length of a body that may have so many bytes; raises BodyTooLarge."""
     if declared.isdigit() and int(declared) > most:
         raise BodyTooLarge(f"the body has {int(declared)} bytes, and {most} is the most this router takes")
-
-
-def check_size(size: int, most: int) -> None:
-    """Accept so many bytes of a body that may have ``most``; raises BodyTooLarge."""
-    if size > most:
-        raise BodyTooLarge(f"the body has more than {most} bytes, the most this router takes")

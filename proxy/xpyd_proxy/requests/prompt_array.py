@@ -10,11 +10,15 @@ from typing import Final, Protocol, TypeAlias
 import msgspec
 
 from xpyd_proxy.core.http.bounded_body import ANSWER_MOST
-from xpyd_proxy.core.model import GenerationRequest, InstanceId
-from xpyd_proxy.core.protocol.prompt_arrays import MergedAnswer, MergedStream, one_of, words_of
+from xpyd_proxy.core.model import GenerationRequest, InstanceId, LegOrder, Role, SingleEngineReason
+from xpyd_proxy.core.protocol.disaggregation import may_share, solo_reason
+from xpyd_proxy.core.protocol.prompt_arrays import MergedAnswer, MergedStream, choices_of, one_of, words_of
 from xpyd_proxy.core.routing.routing_hints import ask_of_call
-from xpyd_proxy.errors import BadRequest, EngineError, ProxyError, Refused
-from xpyd_proxy.requests.intake import RequestPlan
+from xpyd_proxy.errors import BadRequest, EngineError, NoInstance, ProxyError, Refused
+from xpyd_proxy.io.request_path.live_fleet import LiveFleet
+from xpyd_proxy.requests.client_response import ClientGone, ClientResponse
+from xpyd_proxy.requests.intake import JSON_TYPE, RequestPlan
+from xpyd_proxy.requests.life import RequestLife
 from xpyd_proxy.requests.response import ResponseWriter
 
 AT_ONCE: Final = 64  # parts of one array that are under way: it shall not fill the queues of all engines
@@ -32,7 +36,7 @@ class PromptRequest(Protocol):
 
     @property
     def failure(self) -> Exception | None:
-        """What its client was to be told went wrong, once it is over; None: nothing did."""
+        """Return the error that its client was to get, once it is over; None: there was none."""
         ...
 
     def begin(self) -> None:
@@ -59,102 +63,127 @@ class PromptRequest(Protocol):
 NewRequest: TypeAlias = Callable[[ResponseWriter, RequestPlan, int], PromptRequest]  # for the prompt at a place
 
 
+def may_divide(fleet: LiveFleet, call: GenerationRequest, prompt: msgspec.Raw) -> bool:
+    """Tell whether the request for one of the prompts would be split between two engines."""
+    fields = one_of(call.fields, prompt)
+    reason = solo_reason(call.api, fields)
+    if reason is not None:
+        shares = reason is SingleEngineReason.N and may_share(call.api, fields) and fleet.shares_loads()
+        if not shares:
+            return False
+    try:
+        return bool(fleet.usable(Role.PREFILL))
+    except NoInstance:
+        return False
+
+
 class PromptArray:
-    """The parts of one request, and what has come of them; ``wake`` is called when there is news."""
+    """The parts of one request, and what has come of them."""
 
     __slots__ = (
         "_begun",
         "_call",
-        "_fault",
+        "_client",
+        "_failure",
         "_left",
         "_new",
         "_parts",
-        "_paused",
         "_pieces",
         "_plan",
         "_prompts",
         "_size",
+        "_steps",
         "_stream",
-        "_wake",
         "_whole",
     )
 
     def __init__(
         self,
+        life: RequestLife,
+        client: ClientResponse,
         plan: RequestPlan,
         call: GenerationRequest,
         prompts: Sequence[msgspec.Raw],
         *,
-        name: str,
-        n: int,
         new: NewRequest,
-        wake: Callable[[], None],
     ) -> None:
-        """``name``: the id of the answer; ``n``: the choices of each prompt."""
+        """``new``: makes the request for one prompt."""
+        name, n = f"cmpl-{life.record.request_id}", choices_of(call.fields)  # the answer's id; choices of each prompt
+        life.record.push = LegOrder.EACH_PROMPT
+        self._steps = life.steps  # woken when there is news
+        self._client = client
         self._plan = plan
         self._call = call
         self._prompts = prompts
         self._new = new
-        self._wake = wake
         self._parts: dict[int, PromptRequest] = {}  # by place: those under way
         self._begun = 0  # parts that were begun
         self._left = len(prompts)  # parts that have no whole answer
-        self._paused = False
-        self._fault: Exception | None = None
+        self._failure: Exception | None = None  # of the first part that has failed
         self._size = 0  # bytes of the answers that are no streams
-        self._pieces: list[bytes] = []  # of the stream, not shown yet
+        self._pieces: list[bytes] = []  # of the stream, not written yet
         self._whole = MergedAnswer(name, n)
         self._stream = MergedStream(name, n)
 
     # ---- for the request that has the prompts
 
-    @property
-    def is_over(self) -> bool:
-        """Tell whether each part has its whole answer."""
-        return not self._left
+    async def answer(self) -> None:
+        """Serve each of the prompts by itself, and give the client one answer.
+
+        Raises:
+            ProxyError: the error for the client.
+        """
+        try:
+            while True:
+                self._begin_more()
+                if self._pieces:
+                    pieces, self._pieces = self._pieces, []
+                    self._client.write_events(b"".join(pieces))
+                if not self._left:
+                    break
+                await self._steps
+        except Refused as refused:
+            raise error_in_stream(refused) if self._client.writer.begun else refused from None
+        finally:
+            self._drop()
+        if self._plan.streams:
+            self._client.end_events(self._stream.end())
+        else:
+            self._client.write_whole(JSON_TYPE, self._whole.whole())
+
+    def _begin_more(self) -> None:
+        """Begin as many parts as may be under way; raises what one of them has failed with."""
+        while self._failure is None and self._begun < len(self._prompts) and len(self._parts) < AT_ONCE:
+            place, plan, call = self._begun, self._plan, self._call
+            fields = one_of(call.fields, self._prompts[place])
+            own = GenerationRequest(call.api, fields, call.headers, call.rank)
+            own_plan = RequestPlan(plan.path, plan.headers, ask_of_call(own, plan.ask.session), plan.priority, call=own)
+            self._begun += 1
+            part = self._parts[place] = self._new(_PartWriter(self, place), own_plan, place)
+            if self._client.is_paused:
+                part.pause()
+            part.begin()
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+
+    def _drop(self) -> None:
+        """End the parts that are under way."""
+        parts, self._parts = tuple(self._parts.values()), {}
+        for part in parts:
+            part.interrupt(ClientGone())
 
     @property
     def engines(self) -> Sequence[InstanceId]:
         """List the engines of the legs that are under way."""
         return [engine for part in self._parts.values() for engine in part.engines]
 
-    def begin_more(self) -> None:
-        """Begin as many parts as may be under way; raises what one of them has failed with."""
-        while self._fault is None and self._begun < len(self._prompts) and len(self._parts) < AT_ONCE:
-            place, plan, call = self._begun, self._plan, self._call
-            fields = one_of(call.fields, self._prompts[place])
-            own = GenerationRequest(call.api, fields, call.headers, call.rank)
-            asked = RequestPlan(plan.path, plan.headers, ask_of_call(own, plan.ask.session), plan.priority, call=own)
-            self._begun += 1
-            part = self._parts[place] = self._new(_PartWriter(self, place), asked, place)
-            if self._paused:
-                part.pause()
-            part.begin()
-        if self._fault is not None:
-            raise self._fault.with_traceback(None)
-
-    def take(self) -> bytes:
-        """Return what of the stream the client has not got."""
-        pieces, self._pieces = self._pieces, []
-        return b"".join(pieces)
-
-    def whole(self) -> bytes:
-        """Return the whole answer; raises EngineError: there is none to be made of what the engines say."""
-        return self._whole.whole()
-
-    def end(self) -> bytes:
-        """Return the end of the stream."""
-        return self._stream.end()
-
     def pause(self) -> None:
         """Have the engines wait: the client is slow."""
-        self._paused = True
         for part in self._parts.values():
             part.pause()
 
     def resume(self) -> None:
         """Go on."""
-        self._paused = False
         for part in self._parts.values():
             part.resume()
 
@@ -162,12 +191,6 @@ class PromptArray:
         """See whether some leg has taken too long."""
         for part in tuple(self._parts.values()):
             part.look(now)
-
-    def drop(self, error: Exception) -> None:
-        """End what is under way."""
-        parts, self._parts = tuple(self._parts.values()), {}
-        for part in parts:
-            part.interrupt(error)
 
     # ---- for the parts
 
@@ -183,7 +206,7 @@ class PromptArray:
 
     def streamed(self, place: int, lines: bytes) -> None:
         """Some lines of the stream for the prompt at a place are here."""
-        if self._fault is not None or place not in self._parts:
+        if self._failure is not None or place not in self._parts:
             return
         if not self._plan.streams:
             self._fail(EngineError("an engine answered with a stream that was not asked for"))
@@ -196,7 +219,7 @@ class PromptArray:
                 if not piece:
                     return
                 self._pieces.append(piece)
-        self._wake()  # last: what goes on from here may end the part
+        self._steps.wake()  # last: what goes on from here may end the part
 
     def part_over(self, place: int, rest: bytes) -> None:
         """A part is over; ``rest``: the last lines of its stream."""
@@ -209,11 +232,11 @@ class PromptArray:
             self.streamed(place, rest)
         self._parts.pop(place, None)
         self._left -= 1
-        self._wake()
+        self._steps.wake()
 
     def _fail(self, error: Exception) -> None:
-        if self._fault is None:
-            self._fault = error
+        if self._failure is None:
+            self._failure = error
 
 
 class _PartWriter:
@@ -254,7 +277,7 @@ class _PartWriter:
         self._array.part_over(self._place, self._rest)
 
 
-def told_in_stream(refused: Refused) -> ProxyError:
-    """Return what a client is told of a refusal whose status comes too late: the stream has begun."""
+def error_in_stream(refused: Refused) -> ProxyError:
+    """Return the error for a refusal whose status comes too late: the stream has begun."""
     words = words_of(refused.body) or str(refused)
     return BadRequest(words) if refused.status in _CLIENTS_FAULT else EngineError(words)

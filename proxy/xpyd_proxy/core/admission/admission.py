@@ -122,7 +122,7 @@ class Admission:
             account.bucket.take(limits.max_key_rate, now=now)
         if limits.max_rate is not None:
             self._bucket.take(limits.max_rate, now=now)
-        if self._has_place():
+        if self.admitted < limits.max_concurrency:
             self._admit(ticket)
         else:
             self._queue(ticket)
@@ -189,14 +189,11 @@ class Admission:
             return Refusal(Limit.RATE, ceil(seconds))
         if self.held_bytes + ticket.size > limits.max_inflight_bytes:
             return Refusal(Limit.BYTES, _LATER)
-        if self._has_place():
+        if self.admitted < limits.max_concurrency:
             return None
         if self.waiting >= limits.max_queue and self._weakest(ticket) is None:
             return Refusal(Limit.QUEUE, _LATER)
         return None
-
-    def _has_place(self) -> bool:
-        return self.admitted < self.limits.max_concurrency
 
     def _weakest(self, ticket: Ticket) -> Ticket | None:
         """Return the one that gives way to a ticket: the last of the least important among those that have to.
@@ -248,7 +245,7 @@ class Admission:
 
     def _fill(self) -> None:
         """Hand the free places to those that wait."""
-        while self._lanes and self._has_place():
+        while self._lanes and self.admitted < self.limits.max_concurrency:
             ticket = next(iter(self._lanes[min(self._lanes)]))
             self._unqueue(ticket)
             self._admit(ticket)

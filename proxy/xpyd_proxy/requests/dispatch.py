@@ -1,0 +1,255 @@
+"""Sends one request to its engines: chooses them, sends the legs in order, and repeats what may be repeated.
+
+requests/attempt.py is one try. What the client gets of it is up to requests/client_response.py.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from xpyd_proxy.core.model import GenerationRequest, Instance, InstanceId, LegOrder, Role, SingleEngineReason
+from xpyd_proxy.core.protocol import push, request_bodies
+from xpyd_proxy.core.protocol.disaggregation import may_share, solo_reason
+from xpyd_proxy.core.raw_json import Pieces, encode
+from xpyd_proxy.core.routing.retries import LegFailed, RetryAttempts, RetryScope
+from xpyd_proxy.errors import NoInstance, NoMatchingInstance
+from xpyd_proxy.requests.attempt import Attempt
+from xpyd_proxy.requests.client_response import ClientResponse
+from xpyd_proxy.requests.intake import RequestPlan
+from xpyd_proxy.requests.leg_bodies import decode_body
+from xpyd_proxy.requests.legs import DecodeLeg, PrefillLeg
+from xpyd_proxy.requests.life import RequestLife
+from xpyd_proxy.requests.lifecycle import RequestEvent, RequestState
+from xpyd_proxy.settings import Settings
+
+# Looking a member up takes as long as a call.
+_PULL, _PUSH, _SINGLE, _RETRY = RequestEvent.PULL, RequestEvent.PUSH, RequestEvent.SINGLE, RequestEvent.RETRY
+_PREFILLED, _FIRST_TOKEN = RequestEvent.PREFILLED, RequestEvent.FIRST_TOKEN
+_NEXT_DECODE, _FIRST_EVENT = RequestEvent.NEXT_DECODE, RequestEvent.FIRST_EVENT
+_CONTINUING: Final = RequestState.CONTINUING
+_DECODE: Final = Role.DECODE
+_SEVERAL: Final = SingleEngineReason.N
+_CONCURRENT: Final = LegOrder.CONCURRENT
+
+
+class Dispatch:
+    """What one request has at its engines."""
+
+    __slots__ = ("_attempt", "_client", "_life", "_plan", "settings")
+
+    def __init__(self, life: RequestLife, plan: RequestPlan, settings: Settings, client: ClientResponse) -> None:
+        """``settings``: those that were in force when the request was admitted."""
+        self._life = life
+        self._plan = plan
+        self._client = client
+        self._attempt: Attempt | None = None  # since engines were chosen
+        self.settings = settings
+
+    # ---- for those who look after all requests
+
+    @property
+    def engines(self) -> Sequence[InstanceId]:
+        """List the engines of the legs that are under way."""
+        return () if self._attempt is None else self._attempt.engines
+
+    def pause(self) -> None:
+        """Have the engine wait."""
+        if self._attempt is not None:
+            self._attempt.pause()
+
+    def resume(self) -> None:
+        """Let the engine go on."""
+        if self._attempt is not None:
+            self._attempt.resume()
+
+    def look(self, now: float) -> None:
+        """See whether a leg has taken too long; a client that reads slowly is not held against the engine."""
+        if self._attempt is not None:
+            self._attempt.look(now, paused=self._client.is_paused)
+
+    def close_attempt(self) -> Attempt | None:
+        """Drop what is under way; return the attempt."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.close_all()
+        return attempt
+
+    # ---- tries
+
+    async def answer(
+        self,
+        call: GenerationRequest | None,
+        retries: RetryAttempts,
+        single_body: Pieces | None = None,
+        *,
+        shows_token: bool = False,
+    ) -> None:
+        """Try until an engine has given the whole answer.
+
+        ``single_body``: the body for one decode engine that serves the request alone; ``shows_token``: the client may
+        see the token of the prefill engine.
+
+        Raises:
+            ProxyError: the error for the client.
+        """
+        failed: LegFailed | None = None
+        life = self._life
+        while True:
+            attempt = self._attempt = Attempt(life, self._plan, self.settings, retries, shows=shows_token)
+            try:
+                prefill, decode = self._choose(attempt, call, single_body)
+                lent_by = self._send_first(attempt, call, prefill, decode)
+                if lent_by is not None:
+                    while lent_by.handover is None:
+                        lent_by.raise_failure()
+                        await life.steps
+                    if self._hand_over(attempt, call, lent_by):
+                        return
+                await self._decode(attempt, decode, lent_by)
+                return
+            except LegFailed as latest:
+                failed = latest.with_traceback(None)  # it leads here: a circle
+            except NoInstance:
+                if failed is None:
+                    raise
+                raise failed.error from None
+            self._start_over(failed)
+
+    def _start_over(self, failed: LegFailed) -> None:
+        """Return if the request may be sent again, else raise the error for the client."""
+        life, attempt, role = self._life, self.close_attempt(), failed.instance.role
+        if life.state is _CONTINUING or attempt is None or not attempt.may_repeat(failed, attempt.usable(role)):
+            raise failed.error
+        life.record.set_aside(role, failed.failure)
+        life.record.start_over()
+        life.on(_RETRY)
+
+    # ---- ROUTING
+
+    def _choose(
+        self, attempt: Attempt, call: GenerationRequest | None, single_body: Pieces | None
+    ) -> tuple[Instance | None, Instance]:
+        """Choose the prefill engine and the decode engine; None: the latter serves the request alone."""
+        fleet, record = self._life.of.fleet, self._life.record
+        if call is None:
+            record.single_reason, single_body = SingleEngineReason.ONE_LEG, self._plan.body
+        elif single_body is None:
+            reason = solo_reason(call.api, call.fields)
+            if reason is _SEVERAL and may_share(call.api, call.fields) and fleet.shares_loads():
+                reason = None
+            record.single_reason = attempt.small_reason() if reason is None else reason
+            pair = self._choose_pair(attempt.chances) if record.single_reason is None else None
+            if pair is not None:
+                return pair
+            single_body = [encode(call.fields)]
+        attempt.body = single_body
+        return None, attempt.one(fleet.usable(_DECODE))
+
+    def _choose_pair(self, retries: RetryAttempts) -> tuple[Instance, Instance] | None:
+        """Choose two engines; None: there is no prefill engine, and a decode engine may serve the request alone."""
+        fleet, hints = self._life.of.fleet, self._plan.ask
+        try:
+            if not retries.avoided:
+                return fleet.any_pair(hints)
+            decodes = retries.among(fleet.usable(_DECODE))
+            return fleet.pair(retries.among(fleet.usable(Role.PREFILL)), decodes, hints.once_more())
+        except NoMatchingInstance:
+            if not self.settings.decode_only_fallback:
+                raise
+            self._life.record.single_reason = SingleEngineReason.NO_MATCH
+        except NoInstance:
+            if not self.settings.decode_only_fallback:
+                raise
+            fleet.usable(_DECODE)  # raises NoInstance, if that is why
+            self._life.record.single_reason = SingleEngineReason.NO_PREFILL
+        return None
+
+    # ---- PREFILLING, BOTH, DECODING
+
+    def _send_first(
+        self, attempt: Attempt, call: GenerationRequest | None, prefill: Instance | None, decode: Instance
+    ) -> PrefillLeg | None:
+        """Send what can be sent before an engine has answered; return the leg whose answer the decode leg needs."""
+        life = self._life
+        if call is None or prefill is None:
+            life.on(_SINGLE)
+            return None
+        attempt.hold_slot(decode)
+        coordinates = life.of.learned.coordinates(prefill.id)
+        if coordinates is None:
+            life.on(_PULL)
+            return attempt.send_prefill(call, prefill, reuses=self.settings.reuse_prompt_tokens)
+        record = life.record
+        record.push, record.transfer, attempt.told = _CONCURRENT, attempt.transfer, coordinates
+        params = push.decode_params(coordinates, call.api, attempt.id, attempt.transfer)
+        attempt.body = [request_bodies.decode_body(request_bodies.named(call.api, call.fields, attempt.id), params)]
+        life.on(_PUSH)
+        attempt.send_prefill(call, prefill, reuses=False)
+        return None
+
+    def _hand_over(self, attempt: Attempt, call: GenerationRequest | None, leg: PrefillLeg) -> bool:
+        """Make the decode leg's body of the prefill engine's answer; True: that answer is all the client gets."""
+        first, life = leg.first, self._life
+        if first is None:
+            life.on(_PREFILLED)
+        else:
+            life.on(_FIRST_TOKEN)
+            self._client.begin_with_token(attempt, first, can_resume=self.settings.resume_streams)
+            if first.is_all:
+                attempt.settle(leg)
+                return True
+        if call is not None and leg.handover is not None:
+            attempt.body = decode_body(call, life.record, attempt.id, leg.handover, first)
+        return False
+
+    async def _decode(self, attempt: Attempt, decode: Instance, lent_by: PrefillLeg | None) -> None:
+        """Get the answer from a decode engine, or from another one if this one got nothing of the request.
+
+        ``lent_by``: the leg whose blocks the decode engine reads.
+
+        Raises:
+            LegFailed: none has begun to answer.
+            EngineError: a stream broke off, or is not complete.
+        """
+        leg, life = attempt.send_decode(decode), self._life
+        try:
+            while not leg.has_begun():
+                failed = attempt.failed()
+                if failed is None:
+                    await life.steps
+                else:
+                    decode = self._next_decode(attempt, failed, lent_by)
+                    life.on(_NEXT_DECODE)
+                    leg = attempt.send_decode(decode)
+        finally:
+            if lent_by is not None:
+                attempt.settle(lent_by)
+        if leg.lines is not None:
+            await self._stream(attempt, leg)
+        else:
+            self._client.write_leg(attempt, leg)
+
+    def _next_decode(self, attempt: Attempt, failed: LegFailed, lent_by: PrefillLeg | None) -> Instance:
+        """Choose another engine for a decode leg; raises LegFailed if none may have it."""
+        if failed.rule.again is not RetryScope.DECODE:
+            raise failed
+        if lent_by is not None:
+            attempt.note_read(lent_by)
+        others = attempt.others(failed.instance, lent_by)
+        if not others or not attempt.may_repeat(failed, others):
+            raise failed
+        self._life.record.set_aside(_DECODE, failed.failure)
+        failed.with_traceback(None)  # it leads to frames that hold the leg, which holds it: a circle
+        return attempt.one(others)
+
+    # ---- STREAMING
+
+    async def _stream(self, attempt: Attempt, leg: DecodeLeg) -> None:
+        """Stream an answer to its end; raises EngineError: it broke off, or is not complete."""
+        life, client = self._life, self._client
+        life.on(_FIRST_EVENT)
+        client.begin_stream(attempt, leg)
+        while not leg.is_over:
+            client.check_stream(leg)
+            await life.steps
+        client.check_stream(leg)
+        client.end_stream(attempt, leg)

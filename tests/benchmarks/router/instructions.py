@@ -1,0 +1,247 @@
+"""How many instructions a request takes in the router, in memory: other load on the machine changes nothing.
+
+``python -m benchmarks.router.instructions short nonstream`` counts 200 requests of each scenario after a warm-up, under
+valgrind; ``--compiled`` those of the compiled router. There is no socket: clients and engines are lists of bytes, which
+are prepared before anything is counted, and both legs' connections stay open. The log is on, and goes nowhere.
+
+``--calls`` counts the Python calls of one request instead (no valgrind needed).
+"""
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import ctypes
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.router import words
+
+_WARM, _COUNTED, _BATCH = 200, 200, 50  # requests; of a batch the deferred work is done together
+_TURNS = 100  # of the event loop, in which a connection is open
+_ID = re.compile(rb"x-request-id: ([!-~]+)")
+_PLACE = b"#" * len("xpyd-f0a85788dfc24912f1860abd708ead6f")  # of the router's id in an engine's answer
+_JSON = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\ncontent-type: application/json\r\n\r\n%b"
+_SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+_KINDS = {
+    "short": {},
+    "nonstream": {"stream": False},
+    "chat": {"chat": True},
+    "prompt32k": {"size": 32 << 10},
+    "push": {"push": True},
+}
+_MARKS = r"""
+#include <valgrind/callgrind.h>
+void start(void) { CALLGRIND_START_INSTRUMENTATION; CALLGRIND_ZERO_STATS; }
+void stop(void) { CALLGRIND_DUMP_STATS; CALLGRIND_STOP_INSTRUMENTATION; }
+"""
+
+
+class Wire:
+    """A transport that keeps what is written; what it calls is C, so that it counts for next to nothing."""
+
+    def __init__(self, sock=None):
+        self.written = []
+        self.write, self.is_closing, self.get_write_buffer_size = self.written.append, bool, int
+        self.extra = {"socket": sock, "peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)}
+        self.get_extra_info = self.extra.get
+        self.pause_reading = self.resume_reading = self.close = self.abort = lambda: None
+        self.set_write_buffer_limits = lambda **_: None
+        self.can_write_eof = bool
+
+    def writelines(self, pieces):
+        self.write(b"".join(pieces))
+
+
+class Rig:
+    """A router between clients and engines that are not there."""
+
+    def __init__(self, *, stream=True, chat=False, size=512, push=False):
+        from xpyd_proxy import server
+        from xpyd_proxy.app import Fabric, build
+        from xpyd_proxy.settings import Settings
+
+        self.stream, self.chat, self.size, self.push = stream, chat, size, push
+        self.engines = {"p": [], "d": []}  # connections, and what was written to them
+        self.socks = []
+        settings = replace(Settings(), prefill=("http://p0:1", "http://p1:1"), decode=("http://d0:1", "http://d1:1"))
+        self.router = build(settings, fabric=Fabric(None, self.dial))
+        self.protocol = server._protocol(self.router, settings)
+        self.state = None
+        self.client = None
+
+    async def dial(self, protocol, host, _port):
+        ours, theirs = socket.socketpair()
+        self.socks += [ours, theirs]
+        connection, wire = protocol(), Wire(ours)
+        self.engines[host[0]].append((connection, wire.written))
+        connection.connection_made(wire)
+
+    def connect(self):
+        import uvicorn
+        from uvicorn.server import ServerState
+
+        config = uvicorn.Config(self.router.app, log_config=None, ws="none")
+        config.load()
+        self.state = self.state or ServerState()
+        self.state.default_headers = [(b"date", b"Tue, 24 Nov 2026 22:00:00 GMT")]
+        protocol, wire = self.protocol(config=config, server_state=self.state, app_state={}), Wire()
+        protocol.connection_made(wire)
+        return protocol, wire
+
+    def bytes_of(self, number):
+        """Return the bytes of one request: the client's, the prefill engine's answer, the decode engine's."""
+        chat, size = self.chat, self.size
+        asked = b"".join(
+            words.request(number, host=b"127.0.0.1:8000", size=size, tokens=2, chat=chat, stream=self.stream)
+        )
+        kv = words.kv_params(number, size, b"cmpl-%b-0" % _PLACE, b"engine", push=self.push)
+        prefilled = words.whole(number, 1, chat=chat, size=size, kv=kv)
+        if not self.stream:
+            decoded = words.whole(number, 2, chat=chat, size=size)
+            return asked, _JSON % (len(prefilled), prefilled), _JSON % (len(decoded), decoded)
+        stream = words.stream(number, 2, chat=chat, usage=True, size=size)
+        chunks = [stream.first, *stream.tokens, stream.end]
+        body = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks if chunk)
+        return asked, _JSON % (len(prefilled), prefilled), _SSE + body + b"0\r\n\r\n"
+
+    async def serve(self, each):
+        """Serve one request, which is to be answered at once unless connections have to be opened."""
+        asked, prefilled, decoded = each
+        protocol, wire = self.client
+        protocol.data_received(asked)
+        for answer, role in ((prefilled, "p"), (decoded, "d")):
+            for connection, written in self.engines[role]:  # noqa: B007 (it is used below)
+                if written:
+                    break
+            else:
+                connection, written = await self._connected(role)
+            if self.push and role == "p":  # it names the request, and the router looks at that
+                own = _ID.search(written[0])[1]
+                answer = answer.replace(_PLACE, own.ljust(len(_PLACE), b"0"))
+            written.clear()
+            connection.data_received(answer)
+        if not wire.written:
+            raise RuntimeError("there is no answer")
+        if not wire.written[0].startswith(b"HTTP/1.1 200 "):
+            raise RuntimeError(wire.written[0])
+        wire.written.clear()
+
+    async def _connected(self, role):
+        """Wait for the first leg of an engine."""
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
+            for connection, written in self.engines[role]:
+                if written:
+                    return connection, written
+        raise RuntimeError(f"no leg has come to {role}: {self.client[1].written}")
+
+    async def serve_all(self, every):
+        for place, each in enumerate(every, 1):
+            await self.serve(each)
+            if not place % _BATCH:
+                self.router.telemetry.later.settle()
+
+
+async def _count(name, marks, *, calls):
+    rig = Rig(**_KINDS[name])
+    for context in (rig.router.requests,):
+        await context.__aenter__()
+    rig.client = rig.connect()
+    every = [rig.bytes_of(number) for number in range(1, _WARM + _COUNTED + 1)]
+    await rig.serve_all(every[:_WARM])
+    if calls:
+        return _calls(rig, every[_WARM:])
+    marks.start()
+    await rig.serve_all(every[_WARM:])
+    marks.stop()
+    return None
+
+
+def _calls(rig, every):
+    found = collections.Counter()
+
+    def note(frame, event, _):
+        if event == "call":
+            code = frame.f_code
+            found[f"{Path(code.co_filename).parent.name}/{Path(code.co_filename).name}:{code.co_qualname}"] += 1
+
+    async def all_of_them():
+        sys.setprofile(note)
+        try:
+            await rig.serve_all(every)
+        finally:
+            sys.setprofile(None)
+
+    coro = all_of_them()
+    with contextlib.suppress(StopIteration):
+        coro.send(None)
+    return found
+
+
+def _inner(names, *, calls):
+    import gc
+
+    import uvloop
+
+    from xpyd_proxy.io import logs
+    from xpyd_proxy.requests import request
+    from xpyd_proxy.settings import LogFormat
+
+    logs.configure("info", LogFormat.TEXT)
+    gc.freeze()
+    gc.set_threshold(5_000, 10, 10)
+    marks = None if calls else ctypes.CDLL(os.environ["XPYD_BENCH_MARKS"])
+    for name in names:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            found = runner.run(_count(name, marks, calls=calls))
+        if calls:
+            total = sum(found.values()) / _COUNTED
+            print(f"{name}: {total:.1f} calls a request ({request.__file__})")
+            for what, times in found.most_common():
+                if times >= _COUNTED // 4:
+                    print(f"  {times / _COUNTED:6.2f} {what}")
+    os._exit(0)  # nothing is closed: nobody is there
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=["short", "nonstream"], choices=_KINDS)
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--calls", action="store_true")
+    parser.add_argument("--keep", help="keep callgrind's profiles under this name")
+    parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.inner or given.calls:
+        _inner(given.names, calls=given.calls)
+    from support.compiled import compiled
+
+    env = os.environ | {"PYTHONHASHSEED": "0"}
+    if given.compiled:
+        env["PYTHONPATH"] = os.pathsep.join([str(compiled()), env.get("PYTHONPATH", "")])
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "marks.c"), Path(folder, "marks.so")
+        source.write_text(_MARKS)
+        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source], check=True)
+        env["XPYD_BENCH_MARKS"] = str(library)
+        out = given.keep or str(Path(folder, "profile"))
+        argv = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}"]
+        argv += [sys.executable, "-m", "benchmarks.router.instructions", "--inner", *given.names]
+        done = subprocess.run(argv, env=env, stderr=subprocess.PIPE, text=True, check=False)
+        for place, name in enumerate(given.names, 1):
+            try:
+                told = Path(f"{out}.{place}").read_text()
+            except FileNotFoundError:
+                sys.exit(done.stderr[-3000:])
+            total = int(re.search(r"^(?:totals|summary): (\d+)", told, re.MULTILINE)[1])
+            print(f"{name}: {total / _COUNTED:,.0f} instructions a request")
+
+
+if __name__ == "__main__":
+    main()

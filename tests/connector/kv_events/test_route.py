@@ -1,6 +1,7 @@
 """Who is served, over HTTP, with what vLLM's own publisher says."""
 
 import asyncio
+import logging.handlers
 import os
 import tempfile
 import warnings
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
+import msgspec
 import pytest
 from fastapi import FastAPI
 
@@ -208,6 +210,27 @@ async def test_an_engine_that_tells_no_groups_is_followed_all_the_same():
         return "groups"
 
     assert [await ask_for_groups(ask) for ask in (None, fail, other)] == [(), (), ()]
+
+
+@pytest.mark.parametrize("token", [987_654_321, 987_654_321_000, "987654321"], ids=["id", "too large", "text"])
+async def test_no_log_has_a_token(publisher, token):
+    """Who reads logs may not read prompts, also not of a batch that cannot be understood."""
+    handler = logging.handlers.BufferingHandler(10_000)
+    logging.getLogger("vllm").addHandler(handler)
+    bad = msgspec.msgpack.encode([0.0, [msgspec.to_builtins(stored([b"a"])) | {"token_ids": [token] * 4}], 0])
+    _, service = await serving({0: publisher.get_publisher_config()}, BEHIND_A_KEY)
+    try:
+        service._publish(0, bad)
+        service._publish(0, bad[:-4])
+        service._forget(0)
+    finally:
+        await service.stop()
+        logging.getLogger("vllm").removeHandler(handler)
+    lines = [record.getMessage() for record in handler.buffer]
+
+    assert service.hub.counts.forgotten >= 2
+    assert any("batch of another form" in line for line in lines)
+    assert [line for line in lines if "987" in line] == []
 
 
 async def test_what_happens_is_counted_in_the_engine_s_metrics(publisher):

@@ -96,6 +96,8 @@ class Up:
         wait_until(has_all, seconds=seconds, what=lines)
 
 
+# Its engines are no forks of the nursery: a minute and more on two busy cores. The parts have tests of their own.
+@pytest.mark.thorough
 def test_up_with_kv_events_knows_what_its_engines_have_cached(model, tmp_path):
     """With one flag: the router follows both engines and says how much of a prompt each has, and vLLM agrees."""
     body = {"model": "tiny", "prompt": [20 + n * n % 470 for n in range(100)], "max_tokens": 4, "temperature": 0}

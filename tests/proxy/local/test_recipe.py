@@ -85,7 +85,7 @@ def test_a_pushing_engine_has_its_connectors_way_to_say_so():
 
 
 def test_an_engine_tells_of_its_cache_over_sockets_of_its_own():
-    """Engines share the directory, and ranks the path without `inproc`: vLLM adds a rank's number only to one with it."""
+    """Engines share the directory; and without `inproc` in the path ranks would share a socket, as vLLM has it."""
     telling = spec(kv_events=Path("run"), port=8101)
     config = json.loads(option(argv(telling), "--kv-events-config"))
 

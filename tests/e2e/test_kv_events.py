@@ -3,16 +3,17 @@
 import itertools
 import json
 import tempfile
-import threading
 from contextlib import closing
-from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import pytest
 
 from support.cluster import MODEL_NAME, engine_spec, start_engine, wait_until
-from support.kv_events import StreamReader, decoded
+from support.kv_event_follower import Follower
+from support.kv_events import decoded
 from support.shapes import random_questions
+from xpyd_proxy.local.recipe import kv_events_config
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -23,64 +24,11 @@ _markers = itertools.count(1)
 HEADERS = {"authorization": f"Bearer {KEY}"}
 
 
-@dataclass
-class Follower:
-    """A reader on a thread of its own."""
-
-    url: str
-    reader: StreamReader = field(default_factory=StreamReader)
-    status: int = 0
-
-    def __post_init__(self):
-        self._closing = False
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def _read(self):
-        with httpx.stream("GET", self.url, headers=HEADERS, timeout=10) as answer:
-            self.status = answer.status_code
-            for data in answer.iter_raw() if self.status == 200 else ():
-                self.reader.feed(data)
-                if self._closing:
-                    return
-
-    def close(self):
-        """Leave; there is a sign of life each second."""
-        self._closing = True
-        self._thread.join(10)
-
-    def wait(self, marker):
-        """Wait until the blocks of the last prompt are known: those of all before it are, then."""
-        wait_until(lambda: self.reader.complete and self.hit(marker) == SIZE, seconds=20, what="the reader knows all")
-
-    def hit(self, prompt):
-        """Return how many tokens of a prompt are cached, as its blocks say; vLLM computes the last one again."""
-        blocks = {}  # (parent, tokens) -> hash
-        for batch in self.reader.batches:
-            for event in decoded(batch).events:
-                parent = getattr(event, "parent_block_hash", None)
-                for number, name in enumerate(event.block_hashes if hasattr(event, "token_ids") else ()):
-                    blocks[parent, tuple(event.token_ids[number * SIZE : (number + 1) * SIZE])] = name
-                    parent = name
-        known, parent, tokens = {name for name, _ in self.reader.names()}, None, 0
-        while tokens + SIZE < len(prompt):
-            parent = blocks.get((parent, tuple(prompt[tokens : tokens + SIZE])))
-            if parent not in known:
-                break
-            tokens += SIZE
-        return tokens
-
-
 @pytest.fixture(scope="module")
 def engine(fleet, model):
     """One engine with a small cache, whose events only this user can follow; it has no connector."""
     with tempfile.TemporaryDirectory(prefix="xpyd-") as folder:  # only this user may enter it
-        events = {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": f"ipc://{folder}/inproc.ipc",
-            "replay_endpoint": f"ipc://{folder}/inproc-replay.ipc",
-        }
+        events = kv_events_config(Path(folder), "events")
         small = ("--enable-prefix-caching", "--num-gpu-blocks-override", str(BLOCKS), "--enable-prompt-tokens-details")
         spec = engine_spec(
             "events", model, block_size=SIZE, max_model_len=1024,
@@ -123,14 +71,14 @@ def prompts_of(seed):
 def test_what_a_reader_knows_is_what_is_cached(engine, mark):
     """While blocks are stored and evicted: each prompt hits what the blocks say, whenever the reader came."""
     prompts = prompts_of("events")
-    with closing(Follower(engine.base_url + PATH)) as early:
+    with closing(Follower(engine.base_url + PATH, HEADERS, SIZE)) as early:
         found = []
         for prompt in prompts:
             early.wait(mark())
             found.append((early.hit(prompt), cached(engine, prompt)))
         last = mark()
         early.wait(last)
-        with closing(Follower(engine.base_url + PATH)) as late:
+        with closing(Follower(engine.base_url + PATH, HEADERS, SIZE)) as late:
             late.wait(last)
 
             assert late.reader.names() == early.reader.names()
@@ -150,7 +98,7 @@ def test_nobody_reads_without_the_key(engine, headers):
 
 def test_readers_have_a_limit(engine):
     """One more is told so; when one has left, another may come."""
-    followers = [Follower(engine.base_url + PATH) for _ in range(64)]
+    followers = [Follower(engine.base_url + PATH, HEADERS, SIZE) for _ in range(64)]
     try:
         wait_until(lambda: all(each.reader.complete for each in followers), seconds=20, what="all are served")
         refused = httpx.get(engine.base_url + PATH, headers=HEADERS, timeout=10)
@@ -163,7 +111,7 @@ def test_readers_have_a_limit(engine):
             follower.close()
 
     def is_served():
-        with closing(Follower(engine.base_url + PATH)) as again:
+        with closing(Follower(engine.base_url + PATH, HEADERS, SIZE)) as again:
             wait_until(lambda: again.reader.complete or again.status == 503, seconds=20, what="an answer")
             return bool(again.reader.complete)
 

@@ -2,16 +2,19 @@
 
 import contextlib
 import ipaddress
+import json
+import os
 import re
 import subprocess
 import sys
 import time
 from types import SimpleNamespace
 
+import httpx
 import psutil
 import pytest
 
-from support.cluster import ROOT, free_ports
+from support.cluster import ROOT, free_ports, wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -45,6 +48,74 @@ def test_up_answers_a_request_over_real_engines(model, tmp_path):
     assert re.search(r"prefill +prefill-0 in [0-9.]+ ms", done.stdout)
     assert re.search(r"decode +decode-0 in [0-9.]+ ms", done.stdout)
     assert re.search(r"KV moved +[1-9][0-9.,]* ", done.stdout)
+
+
+class Up:
+    """``xpyd up --kv-events`` with its default of one engine of each role, and what it and its router say."""
+
+    def __init__(self, model, folder):
+        self.ports = free_ports(4)
+        flags = ("--port", "--prefill-port", "--decode-port", "--side-channel-port")
+        chosen = [text for flag, port in zip(flags, self.ports, strict=True) for text in (flag, str(port))]
+        self.url, self._output = f"http://127.0.0.1:{self.ports[0]}", folder / "output"
+        self._environment = {**os.environ, "ADMIN_API_KEY": "only-for-this-test", "PYTHONUNBUFFERED": "1"}
+        argv = [sys.executable, "-m", "xpyd_proxy.cli", "up", "--kv-events", *chosen, "--model", str(model)]
+        with self._output.open("w") as output:
+            self._process = subprocess.Popen(
+                argv, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=self._environment
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self._process.terminate()
+        self._process.wait(60)
+
+    def output(self):
+        return self._output.read_text()
+
+    def metrics(self):
+        return httpx.get(f"{self.url}/metrics", timeout=10).text
+
+    def explain(self, body):
+        argv = [sys.executable, "-m", "xpyd_proxy.cli", "instances", "--router", self.url, "explain", "-"]
+        done = subprocess.run(
+            argv, input=json.dumps(body), env=self._environment, capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    def wait(self, says, *lines, seconds):
+        """Wait until what ``says()`` returns has all lines."""
+
+        def has_all():
+            assert self._process.poll() is None, self.output()
+            text = says()
+            return all(line in text for line in lines)
+
+        wait_until(has_all, seconds=seconds, what=lines)
+
+
+# Its engines are no forks of the nursery: a minute and more on two busy cores. The parts have tests of their own.
+@pytest.mark.thorough
+def test_up_with_kv_events_knows_what_its_engines_have_cached(model, tmp_path):
+    """With one flag: the router follows both engines and says how much of a prompt each has, and vLLM agrees."""
+    body = {"model": "tiny", "prompt": [20 + n * n % 470 for n in range(100)], "max_tokens": 4, "temperature": 0}
+    following = [f'_connections{{instance="{name}-0",state="following"}} 1' for name in ("prefill", "decode")]
+    with Up(model, tmp_path) as up:
+        up.wait(up.output, "Ctrl-C stops everything", seconds=300)
+        up.wait(
+            up.metrics, *following, seconds=60
+        )  # the router asks an engine that was not there every 37.5 s at least
+        before = up.explain(body)
+        answer = httpx.post(f"{up.url}/v1/completions", json=body, timeout=60)
+        known = ["cached:   96 tokens at prefill-0", "cached:   96 tokens at decode-0"]
+        up.wait(lambda: up.explain(body), *known, seconds=20)
+        hits = [httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60) for port in up.ports[1:3]]
+
+    assert "cached:   0 tokens at prefill-0" in before
+    assert answer.status_code == 200, answer.text
+    assert [hit.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for hit in hits] == [96, 96]
 
 
 def listening(pid):

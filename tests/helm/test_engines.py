@@ -76,6 +76,8 @@ def test_vllm_reads_the_arguments_of_every_pod_as_they_are_meant():
     two = found[list(pods).index("2p4d-decode-0")]
     assert (two["served"], two["tp"], two["dp"]) == (["qwen"], 2, 2)
     assert found[list(pods).index("2p4d-prefill-0")]["events"] == "tcp://*:5557"
+    private = found[list(pods).index("hostnetwork-rdma-decode-0")]
+    assert private["events"] == "ipc:///run/xpyd/kv-events/inproc.ipc"
     worker = found[list(pods).index("tp8-multinode-decode-1")]
     assert (worker["tp"], worker["nodes"], worker["rank"], worker["leader"]) == (8, 2, 1, "leader.ns")
     assert worker["extra"] == {"kv_lease_duration": 30, "mode": "push"}

@@ -1,8 +1,11 @@
 """What keeps strangers from engines: their secret, their network, their user. See SECURITY.md."""
 
 import base64
+import itertools
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -148,6 +151,45 @@ def test_kv_events_are_for_those_who_are_named():
     assert [port["name"] for port in container(templates(pool(objects, "decode"))[0])["ports"]][-2:] == [
         "kv-events-0", "kv-events-1",
     ]  # fmt: skip
+
+
+def test_one_value_has_routers_follow_the_engines_behind_their_key():
+    """No port is opened, and the sockets are in a directory that only the engine's user may enter."""
+    keyed = {"apiKey": {"secretName": "engines"}}
+    values = {"kvEvents": {"enabled": True}, "prefill": keyed, "decode": keyed}
+    objects = Chart().objects(values)
+    serve = container(templates(router(objects))[0])["args"]
+    flags = dict(itertools.pairwise(serve))
+
+    assert (flags["--kv-events"], flags["--prefill-policy"], flags["--decode-policy"]) == ("auto", "prefix", "prefix")
+    for role in ("prefill", "decode"):
+        template = templates(pool(objects, role))[0]
+        engine, (made,) = container(template), template["spec"]["initContainers"]
+        config = json.loads(engine["args"][engine["args"].index("--kv-events-config") + 1])
+        folder = made["command"][-1]
+
+        assert env(template)["VLLM_PLUGINS"]["value"] == "xpyd,xpyd_kv_events"
+        assert "VLLM_API_KEY" in env(template)
+        assert made["command"][:-1] == ["mkdir", "-p", "-m", "0700"]
+        assert {Path(config[name]).parent for name in ("endpoint", "replay_endpoint")} == {Path(f"ipc:/{folder}")}
+        assert all("inproc" in config[name] for name in ("endpoint", "replay_endpoint"))  # of each rank
+        assert (made["image"], made["securityContext"]) == (engine["image"], engine["securityContext"])
+        mount = {"name": "run", "mountPath": str(Path(folder).parent)}
+        assert mount in made["volumeMounts"]
+        assert mount in engine["volumeMounts"]
+        assert [port["name"] for port in engine["ports"] if "events" in port["name"]] == []
+
+
+def test_settings_of_the_router_go_before_those_of_kv_events():
+    """Who wants the events on one side only says so."""
+    keyed = {"apiKey": {"secretName": "engines"}}
+    values = {"kvEvents": {"enabled": True}, "prefill": keyed, "decode": keyed}
+    objects = Chart().objects(values | {"router": {"settings": {"decode_policy": "power_of_two"}}})
+    serve = container(templates(router(objects))[0])["args"]
+
+    assert serve[serve.index("--decode-policy") + 1] == "power_of_two"
+    assert serve[serve.index("--prefill-policy") + 1] == "prefix"
+    assert "--kv-events" not in container(templates(router(default()))[0])["args"]
 
 
 def test_an_open_data_plane_is_accepted_in_words():

@@ -35,6 +35,7 @@ BAD = [
     ("connector.acceptOpenDataPlane", "yes"),
     ("prefill.runAsRoot", "no"),
     ("prefill.rdma.transports", "rc tcp"),
+    ("kvEvents.enabled", "auto"),
     ("prefill.kvEvents.from", [{"cidr": "10.0.0.0/8"}]),
     ("router.replicas", 0),
     ("router.replicas", "2"),
@@ -137,6 +138,8 @@ def test_a_value_that_cannot_be_is_refused_by_name(path, value, helm):
 LOCKED = {"networkPolicy": {"egress": {"enabled": True}}}
 ACCEPTED = {"connector": {"acceptOpenDataPlane": True}}
 OUTSIDE = {"enabled": True, "routerTo": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}
+KEYED = {"apiKey": {"secretName": "engines"}}
+TELLING = {"kvEvents": {"enabled": True}, "prefill": KEYED, "decode": KEYED}
 CONTRADICTIONS = [
     ({"router": {"store": {"type": "memory"}}}, "one router's own"),
     ({"router": {"store": {"type": "redis"}}}, "redis://HOST:PORT"),
@@ -170,6 +173,14 @@ CONTRADICTIONS = [
     (
         {"prefill": {"kvEvents": {"enabled": True}}, "networkPolicy": {"enabled": False}} | ACCEPTED,
         "prefill.kvEvents.enabled is true: vLLM publishes without a key",
+    ),
+    ({"kvEvents": {"enabled": True}}, "name a secret in prefill.apiKey.secretName"),
+    ({"kvEvents": {"enabled": True}, "prefill": {"enabled": False}}, "name a secret in decode.apiKey.secretName"),
+    (TELLING | {"prefill": {**KEYED, "kvEvents": {"enabled": True}}}, "are both true"),
+    (TELLING | {"decode": {**KEYED, "extraEnv": [{"name": "VLLM_PLUGINS", "value": "xpyd"}]}}, "xpyd_kv_events, too"),
+    (
+        TELLING | {"router": {"settings": {"prefill_policy": "session", "decode_policy": "power_of_two"}}},
+        "other policies than prefix on both sides",
     ),
     ({"prefill": {"autoscaling": {"min": 9}}}, "above max"),
     ({"cache": {"type": "claimTemplate"}}, "only a StatefulSet"),

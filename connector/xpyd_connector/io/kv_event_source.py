@@ -6,6 +6,7 @@ it still has from there on, and ends with number -1.
 """
 
 import asyncio
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,24 +37,31 @@ class KVEventSource:
 
     @property
     def exposures(self) -> tuple[str, ...]:
-        """Return the endpoints at which others than this user may listen, for neither ZMQ nor vLLM asks for a key."""
-        return tuple(each for each in (self.endpoint, self.replay_endpoint) if each and _is_exposed(each))
+        """Return the endpoints that the network may reach, for neither ZMQ nor vLLM asks for a key."""
+        return tuple(each for each in self._endpoints if not each.startswith(("ipc://", "inproc://")))
+
+    @property
+    def open_directories(self) -> tuple[str, ...]:
+        """Return the ipc:// endpoints that others on this machine may reach, or replace by their own."""
+        return tuple(each for each in self._endpoints if each.startswith("ipc://") and not _is_private(each[6:]))
+
+    @property
+    def _endpoints(self) -> tuple[str, ...]:
+        return tuple(each for each in (self.endpoint, self.replay_endpoint) if each)
 
 
-def _is_exposed(endpoint: str) -> bool:
-    transport, _, address = endpoint.partition("://")
-    if transport != "ipc":
-        return transport != "inproc"
-    path = Path(address).absolute()
-    # An abstract name ("@...") has no directory. Who may not enter one of the directories does not reach the socket.
-    return address.startswith("@") or all(_may_enter(folder) for folder in path.parents)
+def _is_private(address: str) -> bool:
+    """Tell whether only this user, and root, may enter a directory on the way to a socket."""
+    # An abstract name ("@...") has no directory. Links are followed: what they name may have another way in.
+    return not address.startswith("@") and any(map(_is_own, Path(address).resolve().parents))
 
 
-def _may_enter(folder: Path) -> bool:
+def _is_own(folder: Path) -> bool:
     try:
-        return bool(folder.stat().st_mode & 0o011)
+        found = folder.stat()
     except OSError:
-        return True
+        return False
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
 def reachable(endpoint: str) -> str:

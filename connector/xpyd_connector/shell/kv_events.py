@@ -10,7 +10,6 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -21,11 +20,10 @@ from vllm.logger import init_logger
 
 from xpyd_connector.core.kv_events.event_hub import MAX_READERS, KVEventHub
 from xpyd_connector.core.kv_events.reader_queue import SIGN_OF_LIFE, ReaderQueue
-from xpyd_connector.io.kv_event_source import KVEventSource, follow
+from xpyd_connector.shell.kv_event_service import KVEventService, ask_for_groups
 
 PATH = "/v1/xpyd/kv_events"
 MEDIA_TYPE = "application/x-xpyd-kv-events"
-LOOK_EVERY_S = 5.0  # which ranks there are: elastic expert parallelism adds and removes them
 LIFE_EVERY_S = 1.0  # signs of life; as often a connection looks whether the server ends
 STALL_S = 30.0  # a reader that takes nothing for so long is cut off
 MAX_CHUNK = 256 << 10  # bytes that are sent together, but for a longer frame
@@ -54,9 +52,15 @@ class KVEventsPlugin:
         app.add_api_route(PATH, serve_kv_events, methods=["GET"], response_model=None)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
-        """Begin to follow the events, whether or not there is a reader: later some of them may be gone."""
+        """Begin to follow the events, whether or not there is a reader: later some of them may be gone.
+
+        Raises :exc:`~xpyd_connector.errors.SettingsError`, and the engine does not start, if others may reach an ipc://
+        endpoint.
+        """
         sources: Callable[[], Mapping[int, Any]] | None = getattr(engine_client, "get_kv_event_sources", None)
-        service = KVEventService(sources or dict, is_closed=_is_closed(args))
+        ask = getattr(getattr(engine_client, "engine_core", None), "call_utility_async", None)
+        groups = await ask_for_groups(ask if sources is not None and sources() else None)
+        service = KVEventService(sources or dict, is_closed=_is_closed(args), groups=groups)
         service.start()
         state.xpyd_kv_events = service
 
@@ -79,84 +83,6 @@ async def serve_kv_events(request: Request) -> Response:
 
 def _error(status: int, kind: str, message: str) -> JSONResponse:
     return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
-
-
-class KVEventService:
-    """Follows the events of every rank, in one task each."""
-
-    def __init__(self, sources: Callable[[], Mapping[int, Any]], *, is_closed: bool) -> None:
-        self.hub = KVEventHub()
-        self.is_closed = is_closed  # only those who may read prompts reach the route
-        self._sources = sources
-        self._followed: dict[int, tuple[KVEventSource, asyncio.Task[None]]] = {}
-        self._warned: set[str] = set()
-
-    @property
-    def has_events(self) -> bool:
-        """Whether a rank publishes events."""
-        return bool(self._followed)
-
-    def start(self) -> None:
-        """Follow the ranks that there are, and look for others from now on, until the event loop ends."""
-        self._follow_ranks()
-        self._looking = asyncio.create_task(self._look(), name="xpyd-kv-events")
-
-    async def stop(self) -> None:
-        """Follow nothing any more."""
-        tasks = [self._looking, *(task for _, task in self._followed.values())]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _look(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            self._follow_ranks()
-
-    def _follow_ranks(self) -> None:
-        found = {
-            rank: KVEventSource(config.endpoint, config.replay_endpoint, config.topic)
-            for rank, config in self._sources().items()
-            if config.publisher == "zmq"
-        }
-        for rank, (source, task) in list(self._followed.items()):
-            if task.done():
-                self._log_end(rank, task)
-            if task.done() or found.get(rank) != source:
-                task.cancel()
-                del self._followed[rank]
-                self.hub.remove_rank(rank)
-        for rank in found.keys() - self._followed.keys():
-            self._follow(rank, found[rank])
-
-    def _follow(self, rank: int, source: KVEventSource) -> None:
-        for endpoint in source.exposures:
-            self._warn(
-                f"KV events contain prompts, and {endpoint} is open to others without a key: use an ipc:// endpoint in "
-                "a directory of mode 0700 (--kv-events-config)"
-            )
-        self.hub.add_rank(rank)
-        following = follow(source, partial(self._publish, rank), partial(self._forget, rank))
-        self._followed[rank] = source, asyncio.create_task(following, name=f"xpyd-kv-events-{rank}")
-
-    def _publish(self, rank: int, payload: bytes) -> None:
-        before = self.hub.counts.overflows, self.hub.counts.refused_batches
-        self.hub.publish(rank, payload)
-        if (self.hub.counts.overflows, self.hub.counts.refused_batches) != before:
-            self._warn(f"KV events of rank {rank}: too many blocks, or a batch of another form; all are forgotten")
-
-    def _forget(self, rank: int) -> None:
-        self.hub.forget(rank)
-        logger.warning("KV events were lost, and what was known is forgotten; rank=%d", rank)
-
-    def _log_end(self, rank: int, task: asyncio.Task[None]) -> None:
-        error = None if task.cancelled() else task.exception()
-        self._warn(f"KV events of rank {rank} are no more followed; another try every {LOOK_EVERY_S:.0f} s: {error}")
-
-    def _warn(self, text: str) -> None:
-        if text not in self._warned and len(self._warned) < 1000:
-            self._warned.add(text)
-            logger.warning("%s", text)
 
 
 class KVEventStream(Response):

@@ -43,6 +43,10 @@
 {{- if and (not $v.router.discovery.enabled) (not $v.router.discovery.prefill) (not $v.router.discovery.decode) -}}
 {{- fail "router.discovery.enabled is false, and router.discovery.prefill and decode are empty: the router would know no engine" -}}
 {{- end -}}
+{{- $settings := include "xpyd.router.settings" . | fromYaml -}}
+{{- if and $v.kvEvents.enabled (ne $settings.prefill_policy "prefix") (ne $settings.decode_policy "prefix") -}}
+{{- fail "kvEvents.enabled is true, but router.settings has other policies than prefix on both sides: leave out prefill_policy or decode_policy" -}}
+{{- end -}}
 {{- $c := $v.connector -}}
 {{- if not (or (include "xpyd.connector.secret" .) (get $c.extraConfig "allow_open_side_channel")) -}}
 {{- fail "connector.secret.name is empty and connector.secret.create is false: engines refuse a side channel without a secret, so write one of the two, or connector.extraConfig.allow_open_side_channel: true" -}}
@@ -57,6 +61,22 @@
 {{- end -}}
 {{- if and $p.enabled $p.kvEvents.enabled (or $p.hostNetwork (not $v.networkPolicy.enabled)) -}}
 {{- fail (printf "%s.kvEvents.enabled is true: vLLM publishes without a key, so it wants networkPolicy.enabled: true and %s.hostNetwork: false" $role $role) -}}
+{{- end -}}
+{{- if and $v.kvEvents.enabled $p.enabled -}}
+{{- if not $p.apiKey.secretName -}}
+{{- fail (printf "kvEvents.enabled is true: KV events contain prompts, and an engine shows them only to clients with its key, so name a secret in %s.apiKey.secretName" $role) -}}
+{{- end -}}
+{{- if $p.kvEvents.enabled -}}
+{{- fail (printf "kvEvents.enabled and %s.kvEvents.enabled are both true: an engine publishes over a socket of its own or over a port, so write one of the two" $role) -}}
+{{- end -}}
+{{- range $p.extraEnv -}}
+{{- if eq .name "VLLM_PLUGINS" -}}
+{{- $plugins := splitList "," (.value | default "") -}}
+{{- if not (and (has "xpyd" $plugins) (has "xpyd_kv_events" $plugins)) -}}
+{{- fail (printf "%s.extraEnv sets VLLM_PLUGINS: vLLM loads only plugins that are named there, so with kvEvents.enabled name xpyd and xpyd_kv_events, too" $role) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- if $v.disaggregatedSet.enabled -}}
 {{- if or (not $p.enabled) (ne $p.kind "LeaderWorkerSet") -}}

@@ -55,7 +55,11 @@
 - /health,/metrics
 - --shutdown-timeout
 - {{ include "xpyd.argument" $p.drain.shutdownSeconds | quote }}
-{{- if $p.kvEvents.enabled }}
+{{- if $v.kvEvents.enabled }}
+- --enable-prefix-caching
+- --kv-events-config
+- {{ dict "enable_kv_cache_events" true "publisher" "zmq" "endpoint" "ipc:///run/xpyd/kv-events/inproc.ipc" "replay_endpoint" "ipc:///run/xpyd/kv-events/inproc-replay.ipc" | toJson | quote }}
+{{- else if $p.kvEvents.enabled }}
 - --kv-events-config
 - {{ dict "enable_kv_cache_events" true "publisher" "zmq" "endpoint" (printf "tcp://*:%d" (int $p.kvEvents.port)) | toJson | quote }}
 {{- end }}
@@ -115,6 +119,10 @@
 {{- if include "xpyd.connector.secret" .root }}
 - name: XPYD_CONNECTOR_SECRET_FILE # a file is read again when it changes, and no other process of the node sees it
   value: /etc/xpyd/connector/secret
+{{- end }}
+{{- if $v.kvEvents.enabled }}
+- name: VLLM_PLUGINS # the plugin that serves KV events is loaded only if it is named, and then only those named are
+  value: xpyd,xpyd_kv_events
 {{- end }}
 {{- with $p.apiKey }}
 {{- if .secretName }}
@@ -268,6 +276,20 @@ spec:
   topologySpreadConstraints:
     {{- include "xpyd.spread" (dict "constraints" $p.topologySpread "selector" (include "xpyd.selector" (dict "root" .root "component" .role) | fromYaml)) | nindent 4 }}
   {{- end }}
+  {{- if $v.kvEvents.enabled }}
+  initContainers:
+    - name: kv-events # an emptyDir is open to all users; the engine refuses sockets that others may reach
+      image: {{ include "xpyd.image" (dict "root" .root "image" $p.image) }}
+      imagePullPolicy: {{ $p.image.pullPolicy }}
+      command: [mkdir, -p, -m, "0700", /run/xpyd/kv-events]
+      resources:
+        requests: {cpu: 10m, memory: 16Mi, ephemeral-storage: 1Mi}
+        limits: {memory: 64Mi, ephemeral-storage: 16Mi}
+      securityContext:
+        {{- toYaml $p.securityContext | nindent 8 }}
+      volumeMounts:
+        - {name: run, mountPath: /run/xpyd}
+  {{- end }}
   containers:
     - name: engine
       image: {{ include "xpyd.image" (dict "root" .root "image" $p.image) }}
@@ -326,6 +348,9 @@ spec:
         - {name: shm, mountPath: /dev/shm}
         - {name: tmp, mountPath: /tmp}
         - {name: scripts, mountPath: /opt/xpyd, readOnly: true}
+        {{- if $v.kvEvents.enabled }}
+        - {name: run, mountPath: /run/xpyd}
+        {{- end }}
         {{- if include "xpyd.connector.secret" .root }}
         - {name: connector, mountPath: /etc/xpyd/connector, readOnly: true}
         {{- end }}
@@ -345,6 +370,9 @@ spec:
     - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ $p.shmSize }}}}
     - {name: tmp, emptyDir: {sizeLimit: {{ $p.tmpSize }}}}
     - {name: scripts, configMap: {name: {{ $name }}-scripts}}
+    {{- if $v.kvEvents.enabled }}
+    - {name: run, emptyDir: {medium: Memory, sizeLimit: 1Mi}}
+    {{- end }}
     {{- with include "xpyd.connector.secret" .root }}
     - {name: connector, secret: {secretName: {{ . | quote }}, items: [{key: {{ $v.connector.secret.key | quote }}, path: secret}]}}
     {{- end }}

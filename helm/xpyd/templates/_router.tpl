@@ -66,10 +66,16 @@
 - --tls-client-ca
 - /etc/xpyd/client-ca/ca.crt
 {{- end }}
-{{- range $name, $value := $v.settings }}
+{{- range $name, $value := include "xpyd.router.settings" . | fromYaml }}
 - --{{ $name | trimSuffix "_s" | replace "_" "-" }}
 - {{ include "xpyd.argument" $value | quote }}
 {{- end }}
+{{- end -}}
+
+{{/* Settings of the router, by name: with kvEvents.enabled those that make use of it, unless router.settings has others. */}}
+{{- define "xpyd.router.settings" -}}
+{{- $events := dict "kv_events" "auto" "prefill_policy" "prefix" "decode_policy" "prefix" -}}
+{{- merge (dict) .Values.router.settings (ternary $events dict .Values.kvEvents.enabled) | toYaml -}}
 {{- end -}}
 
 {{/* Names that clients may call routers by: needed where neither keys nor TLS keep web pages of other names away. */}}

@@ -33,6 +33,7 @@ class LocalPlan:
     prefill_port: int = 8100  # of the first prefill engine
     decode_port: int = 8200  # of the first decode engine
     side_channel_port: int = 5600  # of the first prefill engine; decode engines follow
+    kv_events: bool = False  # the router knows from the engines what they have cached
     home: Path = Path(".xpyd")  # logs, caches and the tiny model
     model: Path = Path(".xpyd/models/tiny")
 
@@ -45,6 +46,11 @@ class LocalPlan:
     def log_dir(self) -> Path:
         """Where every process has a log file."""
         return self.home / "logs"
+
+    @property
+    def kv_events_dir(self) -> Path:
+        """Where engines that tell of their caches have their sockets."""
+        return self.home / "kv-events"
 
     def engines(self) -> tuple[EngineSpec, ...]:
         """Return all engines, prefill first; their names are those that the router gives them."""
@@ -61,6 +67,7 @@ class LocalPlan:
                 mode=self.mode,
                 side_channel_port=self.side_channel_port + number,
                 cache_dir=self.home / "cache",
+                kv_events=self.kv_events_dir if self.kv_events else None,
             )
             for number, (role, index, port) in enumerate(places)
         )
@@ -92,4 +99,6 @@ def router_command(plan: LocalPlan, inherited: Mapping[str, str]) -> Command:
     """Return how to start the router in front of all engines of the plan."""
     argv = [*PYTHON_MODULE, "xpyd_proxy.cli", "serve", "--host", HOST, "--port", str(plan.port)]
     argv += ["--prefill", *plan.addresses(Role.PREFILL), "--decode", *plan.addresses(Role.DECODE)]
+    if plan.kv_events:
+        argv += ["--kv-events", "auto", "--prefill-policy", "prefix", "--decode-policy", "prefix"]
     return Command("router", argv, inherited, f"{plan.router_url}/health")

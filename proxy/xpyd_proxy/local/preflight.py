@@ -51,6 +51,8 @@ def check(plan: LocalPlan, machine: Machine) -> None:
     problems = [*_port_problems(plan, machine)]
     if plan.kind is EngineKind.VLLM:
         problems += [*_engine_problems(plan, machine)]
+    elif plan.kv_events:
+        problems.append("simulated engines have no cache to tell of: leave out --kv-events, or write --engine vllm")
     if problems:
         raise LocalError("\n".join(problems))
 

@@ -15,6 +15,8 @@ from xpyd_proxy.local.processes import Command
 
 HOST = "127.0.0.1"
 SECRET_VARIABLES = ("XPYD_CONNECTOR_SECRET", "XPYD_CONNECTOR_SECRET_FILE")  # what our connector proves itself with
+# A plugin of endpoints is loaded only if it is named, and then only plugins that are named are.
+KV_EVENT_PLUGINS = ("xpyd", "xpyd_kv_events")
 PYTHON_MODULE = (sys.executable, "-P", "-m")  # -P: a directory called vllm, say a checkout, is not the package
 
 
@@ -49,6 +51,7 @@ class EngineSpec:
     max_model_len: int = 2048  # tokens
     block_size: int = 32  # tokens; attention on CPUs needs a multiple of 32
     kv_cache_mib: int = 128  # 65,536 tokens of the tiny model
+    kv_events: Path | None = None  # directory of this user alone, for the sockets: the engine serves its KV events
     failure_policy: str = "recompute"  # or "fail": what a decode engine does when KV cannot be loaded
     extra_args: tuple[str, ...] = ()  # appended, so that they win
     extra_connector_config: Mapping[str, object] = field(default_factory=dict[str, object])
@@ -97,7 +100,8 @@ def with_secret(inherited: Mapping[str, str]) -> dict[str, str]:
 def shell_line(spec: EngineSpec) -> str:
     """Return what one would type to start such an engine with any build of vLLM, the side channel included."""
     side = [f"VLLM_NIXL_SIDE_CHANNEL_PORT={spec.side_channel_port}"] if spec.side_channel_port else []
-    return " ".join([*side, shlex.join(["vllm", "serve", str(spec.model), *options(spec)])])
+    plugins = [f"VLLM_PLUGINS={','.join(KV_EVENT_PLUGINS)}"] if spec.kv_events else []
+    return " ".join([*plugins, *side, shlex.join(["vllm", "serve", str(spec.model), *options(spec)])])
 
 
 def options(spec: EngineSpec) -> list[str]:
@@ -111,6 +115,9 @@ def options(spec: EngineSpec) -> list[str]:
     options += ["--disable-access-log-for-endpoints", "/health,/metrics"]
     if spec.connector:
         options += ["--kv-transfer-config", json.dumps(transfer_config(spec))]
+    if spec.kv_events:
+        events = kv_events_config(spec.kv_events, str(spec.port))
+        options += ["--enable-prefix-caching", "--kv-events-config", json.dumps(events)]
     return [*options, *spec.extra_args]
 
 
@@ -128,6 +135,20 @@ def transfer_config(spec: EngineSpec) -> dict[str, object]:
         "kv_connector_module_path": "xpyd_connector",
         "kv_role": roles[spec.role],
         **common,
+    }
+
+
+def kv_events_config(directory: Path, name: str) -> dict[str, object]:
+    """Return the `--kv-events-config` of an engine whose sockets are in a directory; the name is its own there.
+
+    The path of a socket has 107 characters at most, so a relative directory is better. It contains `inproc`, or the
+    data parallel ranks of the engine would share one (`offset_endpoint_port` in `vllm/distributed/kv_events.py`).
+    """
+    return {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"ipc://{directory}/{name}-inproc.ipc",
+        "replay_endpoint": f"ipc://{directory}/{name}-inproc-replay.ipc",
     }
 
 
@@ -157,6 +178,8 @@ def environment(spec: EngineSpec, inherited: Mapping[str, str]) -> dict[str, str
             # Over TCP whoever reaches UCX's port reads and writes the engine's memory. Our connector sees to this by
             # itself; vLLM's own lets UCX listen on every interface.
             own["UCX_NET_DEVICES"] = inherited.get("UCX_NET_DEVICES", "lo")
+    if spec.kv_events:
+        own["VLLM_PLUGINS"] = ",".join([*filter(None, [inherited.get("VLLM_PLUGINS")]), *KV_EVENT_PLUGINS])
     # A variable that somebody set for another engine would win over the arguments, and over TMPDIR.
     others = {"VLLM_CPU_KVCACHE_SPACE", "VLLM_CACHE_ROOT", "VLLM_RPC_BASE_PATH"}
     kept = {key: value for key, value in inherited.items() if key not in others}

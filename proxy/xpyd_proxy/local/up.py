@@ -55,13 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         add(flag, type=int, default=default, metavar="PORT", help=f"of {owner} (%(default)s)")
     add("--model", type=Path, metavar="DIR", help=f"the tiny model is made there if absent ({_DEFAULT.model})")
+    said = "the router knows from the engines what they have cached (docs/kv-events-router.md)"
+    add("--kv-events", action="store_true", help=said)
     add("--once", action="store_true", help="stop after the first request")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Do it; return the exit code: 0 when the answer arrived and Ctrl-C or `--once` ended it."""
-    as_given = ("prefill", "decode", "port", "prefill_port", "decode_port", "side_channel_port")
+    as_given = ("prefill", "decode", "port", "prefill_port", "decode_port", "side_channel_port", "kv_events")
     plan = LocalPlan(
         kind=EngineKind(args.engine),
         connector=Connector(args.connector),
@@ -106,9 +108,10 @@ def _up(plan: LocalPlan, screen: Screen, *, once: bool) -> int:
 
 
 def make_home(plan: LocalPlan) -> None:
-    """Make the folder of logs, caches and the model, for this user alone."""
-    make_directory(plan.home)
-    plan.home.chmod(DIRECTORY)
+    """Make the folder of logs, caches, sockets and the model, for this user alone."""
+    for folder in (plan.home, plan.kv_events_dir) if plan.kv_events else (plan.home,):
+        make_directory(folder)
+        folder.chmod(DIRECTORY)
 
 
 def _make_model(plan: LocalPlan, screen: Screen) -> None:

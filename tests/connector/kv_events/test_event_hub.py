@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from support.kv_events import EVENTS, StreamReader, batch, blocks_of, cleared, decoded, removed, stored
 from xpyd_connector.core.kv_events.event_hub import MAX_READERS, KVEventHub
+from xpyd_connector.core.kv_events.group_announcements import read_group_metadata
 from xpyd_connector.core.kv_events.reader_queue import MAX_BATCH, MAX_BEHIND_BATCHES, SIGN_OF_LIFE
+from xpyd_connector.errors import ProtocolViolation
 
 
 class Joined:
@@ -51,7 +53,7 @@ def test_first_comes_the_state_then_its_end_then_what_follows():
 
     assert types(joined.read()) == [
         (0, ["AllBlocksCleared"]),
-        (1, ["AllBlocksCleared"]),
+        (1, ["AllBlocksCleared", "BlockStored"]),  # the group, without blocks
         (1, ["BlockStored"]),
         (0, []),
         (1, []),
@@ -92,6 +94,81 @@ def test_a_reader_knows_what_the_events_say_whenever_it_comes(data):
 
 def _as_events(names):
     return [stored([name], medium=place[0], group=place[1]) for name, place in names]
+
+
+def announced(batch):
+    """Return (group, kind, block size, window) of the events without blocks; vLLM's own classes read them."""
+    return [
+        (event.group_idx, event.kv_cache_spec_kind, event.block_size, event.kv_cache_spec_sliding_window)
+        for event in decoded(batch).events
+        if type(event).__name__ == "BlockStored" and event.block_hashes == event.token_ids == []
+    ]
+
+
+GROUPS = read_group_metadata([
+    {"group_idx": 1, "kind": "sliding_window", "block_size": 32, "sliding_window": 64},
+    {"group_idx": 0, "kind": "full_attention", "block_size": 16, "sliding_window": None},
+])  # fmt: skip
+BOTH = [(0, "full_attention", 16, None), (1, "sliding_window", 32, 64)]
+
+
+def test_groups_are_announced_before_blocks():
+    """A group without a block would be unknown to a reader, and a hit would look too long."""
+    hub = KVEventHub()
+    hub.add_rank(0, GROUPS)
+    hub.publish(0, batch(stored([b"a"])))
+    first, second = Joined(hub).read().batches[:2]
+
+    assert types(Joined(hub).read())[0] == (0, ["AllBlocksCleared", "BlockStored", "BlockStored"])
+    assert announced(first) == BOTH
+    assert announced(second) == []
+
+
+def test_a_group_is_announced_when_its_blocks_are_gone():
+    """What vLLM does not say, its events have said: also after a clear, a gap, and to the readers that are there."""
+    hub = hub_of()
+    windowed = stored([b"a"], group=3, size=8)
+    windowed.kv_cache_spec_kind, windowed.kv_cache_spec_sliding_window = "sliding_window", 24
+    hub.publish(0, batch(windowed, stored([b"a"]), stored([b"t"], medium="CPU", group=5), removed([b"a"], group=3)))
+    hub.publish(0, batch(cleared()))
+    early = Joined(hub)
+    early.read()
+    hub.forget(0)
+
+    known = [(0, "full_attention", 4, None), (3, "sliding_window", 8, 24)]
+    assert announced(early.read().batches[-1]) == announced(Joined(hub).read().batches[0]) == known
+
+
+def test_parts_of_blocks_say_nothing_about_their_group():
+    hub = hub_of()
+    hub.publish(0, batch(stored([b"p"], size=2), stored([b"a"], size=4), stored([b"q"], size=2)))
+
+    assert announced(Joined(hub).read().batches[0]) == [(0, "full_attention", 4, None)]
+
+
+def test_groups_that_may_never_have_blocks_are_not_announced():
+    """vLLM lists groups that it leaves out of prefix caching, and does not say which: readers would wait for ever."""
+    names = ["unknown", "sliding_window_mla", "sliding_window", "mamba"]
+    metadata = [{"group_idx": n, "kind": kind, "block_size": 4, "new": 1} for n, kind in enumerate(names)]
+
+    assert [event.kv_cache_spec_kind for event in read_group_metadata(metadata)] == ["mamba"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [None, {}, [1], [{"kind": "mamba"}], [{"group_idx": 64, "kind": "mamba", "block_size": 4}], [{}] * 65],
+)
+def test_metadata_of_another_form_is_refused(answer):
+    with pytest.raises(ProtocolViolation):
+        read_group_metadata(answer)
+
+
+def test_groups_have_a_bound():
+    """Numbers of a broken engine take no memory."""
+    hub = hub_of()
+    hub.publish(0, batch(*(stored([b"%d" % n], group=n) for n in range(100))))
+
+    assert [group for group, *_ in announced(Joined(hub).read().batches[0])] == list(range(64))
 
 
 def test_a_batch_is_passed_on_as_it_was_published():

@@ -1,28 +1,51 @@
 """Who is served, over HTTP, with what vLLM's own publisher says."""
 
 import asyncio
+import logging.handlers
+import os
+import tempfile
 import warnings
 from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
+import msgspec
 import pytest
 from fastapi import FastAPI
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at their import
+    import torch
     from vllm.config.kv_events import KVEventsConfig
     from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
+    from xpyd_connector.shell.kv_event_service import ask_for_groups
     from xpyd_connector.shell.kv_events import KVEventsPlugin, _is_closed
 
-from support.kv_events import StreamReader, stored
+from prometheus_client import generate_latest
+
+from support.kv_events import StreamReader, batch, decoded, follow_frames, stored
+from xpyd_connector.core.kv_events.event_hub import MAX_READERS
+from xpyd_connector.errors import SettingsError
 from xpyd_connector.io.kv_event_source import KVEventSource
 
 pytestmark = pytest.mark.timeout(240)  # importing vLLM takes half a minute on a busy machine
 PATH = "/v1/xpyd/kv_events"
 BEHIND_A_KEY = {"api_key": ["k"], "host": None}
+SPEC = SlidingWindowSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=48)
 OPEN = {"api_key": None, "host": None}
+
+
+@pytest.fixture
+def folder():
+    """Return a directory that others may enter: those of pytest are all in a private one."""
+    with tempfile.TemporaryDirectory(prefix="xpyd-", dir="/tmp") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
 
 
 @pytest.fixture
@@ -34,11 +57,13 @@ def publisher(tmp_path):
     publisher.shutdown()
 
 
-async def serving(sources, args):
+async def serving(sources, args, ask=None):
     """Return an app with the plugin's route, and what follows the events."""
     app, plugin = FastAPI(), KVEventsPlugin()
     plugin.attach_router(app)
-    await plugin.init_state(SimpleNamespace(get_kv_event_sources=lambda: sources), app.state, Namespace(**args))
+    core = SimpleNamespace(call_utility_async=ask)
+    client = SimpleNamespace(get_kv_event_sources=lambda: sources, engine_core=core)
+    await plugin.init_state(client, app.state, Namespace(**args))
     return app, app.state.xpyd_kv_events
 
 
@@ -115,10 +140,119 @@ def test_who_has_no_key_is_served_on_this_machine_only(monkeypatch, args, closed
 
 
 def test_endpoints_that_others_reach_are_named(tmp_path):
-    """ZMQ asks for no key; a directory may be closed."""
+    """ZMQ asks for no key; only a directory can be closed."""
     tmp_path.chmod(0o700)
     private, public = f"ipc://{tmp_path}/x", "tcp://*:5557"
 
     assert KVEventSource(private, "inproc://x").exposures == ()
     assert KVEventSource(private, public).exposures == (public,)
-    assert KVEventSource("ipc://@abstract").exposures == ("ipc://@abstract",)
+
+
+def test_a_directory_is_private_by_its_rights_and_its_owner(folder):
+    """Also below it, and not by a link that leads elsewhere; who owns a directory may enter it at any time."""
+    closed, opened = folder / "closed", folder / "open"
+    closed.mkdir(mode=0o700)
+    opened.mkdir()
+    opened.chmod(0o750)
+    (closed / "below").mkdir(mode=0o755)
+    (closed / "link").symlink_to(opened)
+    if os.geteuid() == 0:
+        (folder / "foreign").mkdir(mode=0o700)
+        os.chown(folder / "foreign", 12345, 12345)
+    found = KVEventSource(f"ipc://{closed}/x", f"ipc://{closed}/below/x").open_directories
+    foreign = [f"{folder}/foreign/x"] if (folder / "foreign").exists() else []
+    others = [*foreign, f"{opened}/x", f"{closed}/link/x", f"{folder}/absent/x", "@abstract", "/x"]
+
+    assert found == ()
+    assert [each for each in others if not KVEventSource(f"ipc://{each}").open_directories] == []
+
+
+async def test_an_engine_whose_events_others_may_read_does_not_start(folder):
+    """A warning would be read after prompts were."""
+    with pytest.raises(SettingsError, match="mode 0700"):
+        await serving({0: KVEventsConfig(publisher="zmq", endpoint=f"ipc://{folder}/x")}, BEHIND_A_KEY)
+
+
+async def test_the_state_begins_with_the_groups_that_the_engine_has(publisher):
+    """EngineCore says them to whom it calls external event consumers."""
+    engine = SimpleNamespace(
+        scheduler=SimpleNamespace(
+            kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=SPEC)]),
+            kv_cache_manager=SimpleNamespace(
+                coordinator=SimpleNamespace(single_type_managers=[SimpleNamespace(block_size=32)])
+            ),
+        )
+    )
+
+    async def ask(method):
+        return getattr(EngineCore, method)(engine)
+
+    _, service = await serving({0: publisher.get_publisher_config()}, BEHIND_A_KEY, ask)
+    try:
+        queue = service.hub.join(lambda: None)
+        reader = follow_frames(queue.take())
+    finally:
+        await service.stop()
+    _, announced = decoded(reader.batches[0]).events
+
+    assert (announced.block_hashes, announced.token_ids, announced.medium) == ([], [], "GPU")
+    assert (announced.group_idx, announced.kv_cache_spec_kind, announced.block_size) == (0, "sliding_window", 32)
+    assert announced.kv_cache_spec_sliding_window == 48
+
+
+async def test_an_engine_that_tells_no_groups_is_followed_all_the_same():
+    """Whatever happens in its core."""
+
+    async def fail(_):
+        raise Exception("Call to get_kv_cache_group_metadata method failed")  # as core_client.py has it
+
+    async def other(_):
+        return "groups"
+
+    assert [await ask_for_groups(ask) for ask in (None, fail, other)] == [(), (), ()]
+
+
+@pytest.mark.parametrize("token", [987_654_321, 987_654_321_000, "987654321"], ids=["id", "too large", "text"])
+async def test_no_log_has_a_token(publisher, token):
+    """Who reads logs may not read prompts, also not of a batch that cannot be understood."""
+    handler = logging.handlers.BufferingHandler(10_000)
+    logging.getLogger("vllm").addHandler(handler)
+    bad = msgspec.msgpack.encode([0.0, [msgspec.to_builtins(stored([b"a"])) | {"token_ids": [token] * 4}], 0])
+    _, service = await serving({0: publisher.get_publisher_config()}, BEHIND_A_KEY)
+    try:
+        service._publish(0, bad)
+        service._publish(0, bad[:-4])
+        service._forget(0)
+    finally:
+        await service.stop()
+        logging.getLogger("vllm").removeHandler(handler)
+    lines = [record.getMessage() for record in handler.buffer]
+
+    assert service.hub.counts.forgotten >= 2
+    assert any("batch of another form" in line for line in lines)
+    assert [line for line in lines if "987" in line] == []
+
+
+async def test_what_happens_is_counted_in_the_engine_s_metrics(publisher):
+    """Blocks by rank, readers, and what was lost; a scrape has what is true now, and the end of a service ends it."""
+    _, service = await serving({0: publisher.get_publisher_config()}, BEHIND_A_KEY)
+    try:
+        service.hub.publish(0, batch(stored([b"a", b"b"])))
+        service.hub.publish(0, b"no batch")
+        service.hub.publish(0, batch(stored([b"c"])))
+        queues = [service.hub.join(lambda: None) for _ in range(MAX_READERS + 2)]
+        for queue in queues[2:MAX_READERS]:
+            service.hub.leave(queue)
+        unregister_vllm_metrics()  # as vLLM does when it scales
+        text = generate_latest().decode()
+    finally:
+        await service.stop()
+
+    expected = {
+        "batches_total": 3, "forgotten_total": 1, "refused_batches_total": 1, "overflows_total": 0,
+        "unknown_total": 0, "slow_readers_total": 0, "refused_readers_total": 2, "readers": 2,
+        'blocks{engine="0"}': 1,
+    }  # fmt: skip
+    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("vllm:xpyd_kv_events_"))
+    assert {name: float(found[f"vllm:xpyd_kv_events_{name}"]) for name in expected} == expected
+    assert "vllm:xpyd_kv_events_" not in generate_latest().decode()

@@ -55,6 +55,16 @@ def test_the_router_is_told_all_engines():
     assert command.health_url == "http://127.0.0.1:9000/health"
 
 
+def test_one_flag_switches_both_halves_of_kv_events():
+    """The engines tell, and the router's policies go by it; the paths of sockets are short wherever one works."""
+    plan = LocalPlan(kv_events=True)
+    argv = " ".join(router_command(plan, {}).argv)
+
+    assert "--kv-events auto --prefill-policy prefix --decode-policy prefix" in argv
+    assert {spec.kv_events for spec in plan.engines()} == {Path(".xpyd/kv-events")}
+    assert "--kv-events" not in router_command(LocalPlan(), {}).argv
+
+
 def test_a_vllm_engine_is_started_by_the_recipe():
     """With the connector and the model of the plan."""
     plan = LocalPlan(connector=Connector.NIXL, model=Path("/models/mine"))

@@ -113,3 +113,12 @@ def test_a_container_may_have_less_than_its_host(tmp_path, limit, expected):
 def test_memory_is_unknown_where_the_system_does_not_say(tmp_path):
     """Such as on other systems than Linux."""
     assert free_memory(tmp_path) is None
+
+
+def test_simulated_engines_have_no_kv_events():
+    """They would be refused one by one, later, and in the log."""
+    plan = LocalPlan(kind=EngineKind.SIM, kv_events=True)
+
+    assert complaints(plan) == [
+        "simulated engines have no cache to tell of: leave out --kv-events, or write --engine vllm"
+    ]

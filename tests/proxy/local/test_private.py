@@ -52,6 +52,7 @@ def test_a_folder_that_is_there_stays_as_it_is(tmp_path):
 def test_the_folder_of_xpyd_up_is_closed_also_if_it_was_open(tmp_path):
     """Earlier versions and other tools of a checkout make it with the umask's mode."""
     (home := tmp_path / ".xpyd").mkdir(mode=0o755)
-    make_home(LocalPlan(home=home))
+    (home / "kv-events").mkdir(mode=0o755)
+    make_home(LocalPlan(home=home, kv_events=True))
 
-    assert mode(home) == 0o700
+    assert mode(home) == mode(home / "kv-events") == 0o700

@@ -84,6 +84,28 @@ def test_a_pushing_engine_has_its_connectors_way_to_say_so():
     assert theirs["kv_connector_extra_config"] == {"kv_lease_duration": 2}
 
 
+def test_an_engine_tells_of_its_cache_over_sockets_of_its_own():
+    """Engines share the directory; and without `inproc` in the path ranks would share a socket, as vLLM has it."""
+    telling = spec(kv_events=Path("run"), port=8101)
+    config = json.loads(option(argv(telling), "--kv-events-config"))
+
+    assert config == {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": "ipc://run/8101-inproc.ipc",
+        "replay_endpoint": "ipc://run/8101-inproc-replay.ipc",
+    }
+    assert environment(telling, {})["VLLM_PLUGINS"] == "xpyd,xpyd_kv_events"
+    assert environment(telling, {"VLLM_PLUGINS": "mine"})["VLLM_PLUGINS"] == "mine,xpyd,xpyd_kv_events"
+    assert shell_line(telling).startswith("VLLM_PLUGINS=xpyd,xpyd_kv_events vllm serve ")
+
+
+def test_other_engines_load_the_plugins_that_they_would():
+    """The variable also keeps plugins from being loaded."""
+    assert "VLLM_PLUGINS" not in environment(spec(), {})
+    assert "--kv-events-config" not in argv(spec())
+
+
 def test_extra_arguments_come_last_because_the_last_one_wins():
     """A test may override anything that the recipe chooses."""
     arguments = argv(spec(extra_args=("--max-model-len", "512")))

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from math import lcm
 from typing import Final, TypeAlias
 
+from xpyd_proxy.core.known_prompts import HeldBeginning
 from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.protocol.kv_event_stream import read_event
 from xpyd_proxy.core.schemas.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KvEventBatch
@@ -48,7 +49,7 @@ class IndexCounts:
 class _GroupBlocks:
     """One KV cache group of a rank."""
 
-    __slots__ = ("hash_of", "held", "is_full", "key_of", "needed", "size")
+    __slots__ = ("child_of", "hash_of", "held", "is_full", "key_of", "needed", "size")
 
     def __init__(self, size: int, *, is_full: bool, needed: int) -> None:
         self.size = size  # tokens of a block
@@ -57,10 +58,20 @@ class _GroupBlocks:
         self.held: dict[BlockHash, int] = {}  # how often
         self.key_of: dict[BlockHash, bytes] = {}  # of a full group
         self.hash_of: dict[bytes, BlockHash] = {}
+        self.child_of: dict[bytes, bytes] = {}  # the block behind one that was stored last; it may be gone
 
     def clear(self) -> None:
         """Forget all blocks."""
-        self.held, self.key_of, self.hash_of = {}, {}, {}
+        self.held, self.key_of, self.hash_of, self.child_of = {}, {}, {}, {}
+
+    def behind(self, key: bytes) -> int:
+        """Return how many blocks follow one, each the latest behind the one before it."""
+        child_of, hash_of, count = self.child_of, self.hash_of, 0
+        child = child_of.get(key)
+        while child is not None and child in hash_of:
+            count += 1
+            child = child_of.get(child)
+        return count
 
     def remove(self, block: BlockHash) -> int:
         """Take a block away once; return how many fewer there are to hold."""
@@ -74,6 +85,7 @@ class _GroupBlocks:
         key = self.key_of.pop(block, None)
         if key is not None and self.hash_of.get(key) == block:
             del self.hash_of[key]
+            self.child_of.pop(key, None)
         return 1
 
 
@@ -103,6 +115,36 @@ class _RankCache:
         while end and not all(_has_tail(group, end, hashes) for group in tails):
             end -= step
         return end
+
+    def beginning(self, prompt: TokenPrompt, count: int, lora: str | None) -> HeldBeginning | None:
+        """Return what there is of the first ``count`` ids of a prompt, in groups with full attention.
+
+        What those with a window or a state need is at the end of a hit, which may lie behind them. None: so few ids
+        fill no block, or there is no such group.
+        """
+        fulls = [group for group in self.groups.values() if group.is_full]
+        if not fulls:
+            return None if self.groups else HeldBeginning(0, 0, is_whole=False)  # nothing was ever stored
+        least: HeldBeginning | None = None
+        for group in fulls:
+            size, wanted = group.size, count // group.size
+            if not wanted:
+                return None
+            found = _held(group, prompt, wanted, lora)
+            is_whole = found == wanted
+            behind = group.behind(prompt.keys(size, lora)[wanted - 1]) if is_whole else 0
+            held = HeldBeginning(found * size, behind * size, is_whole=is_whole)
+            least = held if least is None else _less(least, held)
+        return least
+
+
+def _held(group: _GroupBlocks, prompt: TokenPrompt, most: int, lora: str | None) -> int:
+    """Return how many blocks a full group has from the beginning on, of ``most``."""
+    size, hash_of, place = group.size, group.hash_of, 0
+    keys = prompt.keys(size, lora)
+    while place < most and (keys[place] if place < len(keys) else prompt.more(keys, size, lora)) in hash_of:
+        place += 1
+    return place
 
 
 def _walk(group: _GroupBlocks, prompt: TokenPrompt, lora: str | None, hashes: dict[int, BlockHash]) -> int:
@@ -276,7 +318,7 @@ class CacheIndex:
             engine.counts.unknown_parents += len(hashes)
             return
         tokens = packed(event.token_ids[start * size : (start + len(hashes)) * size])
-        held, step = group.held, size * ITEM
+        held, step, child_of = group.held, size * ITEM, group.child_of
         for place, block in enumerate(hashes):
             key = group.key_of.get(block)
             if key is None:
@@ -285,6 +327,8 @@ class CacheIndex:
                 key = group.key_of[block] = key_of(parent, tokens[place * step : (place + 1) * step], text)
             group.hash_of[key] = block  # of two with equal contents (an adapter was replaced) the newer one is hit
             held[block] = held.get(block, 0) + 1
+            if parent != ROOT:
+                child_of[parent] = key
             parent = key
         engine.counts.stored += len(hashes)
 
@@ -363,6 +407,28 @@ class CacheIndex:
             least = found if least is None else min(least, found)
         return least
 
+    def beginning(
+        self, instance: InstanceId, prompt: TokenPrompt, count: int, lora: str | None
+    ) -> HeldBeginning | None:
+        """Return what an instance has of the first ``count`` ids of a prompt; None: it is not known.
+
+        They may be the beginning of a longer prompt. ``lora`` and several ranks are as in ``cached``.
+        """
+        of = self._of.get(instance)
+        if of is None:
+            return None
+        engine, number = of
+        ranks = engine.ranks
+        found: HeldBeginning | None = None
+        for rank in ranks.values() if number is None else [ranks[number]] if number in ranks else []:
+            if not rank.is_whole or rank.is_unclear:
+                return None
+            held = rank.beginning(prompt, count, lora)
+            if held is None:
+                return None
+            found = held if found is None else _less(found, held)
+        return found
+
     def cached_tokens(self, prompt: TokenPrompt, lora: str | None = None) -> CachedTokens:
         """Return how many tokens of a prompt each rank of each engine has, of those that are known."""
         return {
@@ -371,6 +437,12 @@ class CacheIndex:
             for number, rank in engine.ranks.items()
             if rank.is_whole and not rank.is_unclear
         }
+
+
+def _less(one: HeldBeginning, other: HeldBeginning) -> HeldBeginning:
+    """Return what both have."""
+    is_whole = one.is_whole and other.is_whole
+    return HeldBeginning(min(one.tokens, other.tokens), min(one.beyond, other.beyond), is_whole=is_whole)
 
 
 def _is_here(medium: str | None, locality: str | None) -> bool:

@@ -28,7 +28,7 @@ _COMPACT: Final = b'},{"'
 _NOTHING: Final = msgspec.Raw(b"")
 # Values that say who wrote a message; in a text their quotes would have backslashes.
 _GENERATED: Final = (b'"assistant"', b'"function_call"', b'"reasoning"')
-# Names of images and the like in a message, and what ends them; in a text the quote would have a backslash before it.
+# Names of images and the like in a message; in a text the quotes would have backslashes before them.
 _MEDIA: Final = tuple(
     b'"%b"' % name.encode()
     for name in (
@@ -36,7 +36,6 @@ _MEDIA: Final = tuple(
         *("video_url", "video_embeds", "prompt_embeds"),
     )
 )  # MM_PARSER_MAP in vllm/renderers/chat_utils.py
-_MEDIA_ENDS: Final = (b'_url"', b'_image"', b'_audio"', b'_embeds"', b'_pil"')  # of these names: few to look for
 _GIVEN: Final = (b'"user"', b'"tool"', b'"system"', b'"developer"', b'"function_call_output"')
 
 
@@ -61,9 +60,12 @@ class PromptBlocks:
     def has_media(self) -> bool:
         """Tell whether there may be an image or the like in a message, or there is more than is compared."""
         text = self._text
-        if text[:1] != b"[" or not any(text.find(end) >= 0 for end in _MEDIA_ENDS):
-            return text[:1] == b"[" and not self.is_compared
-        return not self.is_compared or any(text.find(name) >= 0 for name in _MEDIA)
+        if text[:1] != b"[":
+            return False
+        if not self.is_compared:
+            return True
+        has_lists = text.find(b'":[') >= 0 or text.find(b'": [') >= 0  # without them all messages are plain texts
+        return has_lists and any(text.find(name) >= 0 for name in _MEDIA)
 
     def generated(self, block: int) -> int:
         """Return how many bytes of messages that an engine has written follow a block (0: the first one)."""

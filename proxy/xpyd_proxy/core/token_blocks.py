@@ -58,9 +58,9 @@ class TokenPrompt:
     __slots__ = ("count", "made", "salts", "tokens")
 
     def __init__(self, ids: Sequence[int], salt: str | None = None) -> None:
-        """``salt``: its ``cache_salt``. Raises OverflowError: one of the ids is no token id."""
-        self.count = len(ids)
-        self.tokens = packed(ids)
+        """``ids``: may be packed; ``salt``: its ``cache_salt``. Raises OverflowError: one of the ids is no token id."""
+        self.tokens = ids if isinstance(ids, bytes) else packed(ids)
+        self.count = len(self.tokens) // ITEM
         self.salts = (msgspec.Raw(_ENCODER.encode(salt)),) if salt else ()
         self.made: dict[tuple[int, str | None], list[bytes]] = {}  # by block size and adapter
 
@@ -122,7 +122,10 @@ def is_plain(context: Mapping[str, msgspec.Raw]) -> bool:
 
 
 def prompt_of(ids: Sequence[int], context: Mapping[str, msgspec.Raw]) -> TokenPrompt | None:
-    """Return the prompt of a request that has these fields; None: an id is no token id, or the salt no text."""
+    """Return the prompt of a request that has these fields; None: an id is no token id, or the salt no text.
+
+    ``ids``: may be packed.
+    """
     said = context.get("cache_salt", NULL)
     salt = None if said == NULL else maybe(said, str)
     if salt is None and said != NULL:

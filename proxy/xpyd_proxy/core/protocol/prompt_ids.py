@@ -3,17 +3,19 @@
 /v1/responses and /v1/messages of vLLM 0.32 have no such field, and prompts of ids need none.
 """
 
+from collections.abc import Iterator
 from typing import Final
 
 from xpyd_proxy.core.model import Api, GenerationRequest, RoutingHints
 from xpyd_proxy.core.raw_json import NULL, TRUE, Fields, maybe
 from xpyd_proxy.core.schemas import PromptIdsAnswer
-from xpyd_proxy.core.token_blocks import TokenPrompt, is_plain, prompt_of
+from xpyd_proxy.core.token_blocks import is_plain, packed
+from xpyd_proxy.errors import EngineError
 
-IDS_MOST: Final = 1 << 20  # bytes of their JSON: 150,000 ids, which are read in 4 ms
+IDS_MOST: Final = 1 << 21  # bytes of their JSON: 300,000 ids
+PIECE: Final = 1 << 15  # bytes of their JSON that are read at once: 5,000 ids, 0.2 ms
 _FOR: Final = (Api.CHAT, Api.COMPLETIONS)
 _UNEVEN: Final = ("tools", "documents")  # some templates write them before the last message
-_BRACKET: Final = 91
 
 
 def may_tell_ids(call: GenerationRequest, ask: RoutingHints) -> bool:
@@ -34,17 +36,32 @@ def is_even(ask: RoutingHints) -> bool:
     return ask.prompt[:1] != b"[" or all(ask.context.get(name, NULL) == NULL for name in _UNEVEN)
 
 
-def told_ids(answer: bytes, ask: RoutingHints) -> TokenPrompt | str:
-    """Return the prompt that an engine has computed, or the word by which it is counted that there is none."""
+def ids_in(answer: bytes) -> bytes:
+    """Return the JSON of the ids in an answer; empty: it has none."""
     said = maybe(answer, PromptIdsAnswer)
     ids = NULL if said is None else said.prompt_token_ids
     if said is not None and ids == NULL and len(said.choices) == 1:
         ids = said.choices[0].prompt_token_ids
-    view = memoryview(ids)
-    if len(view) > IDS_MOST:
-        return "too_long"
-    if view[0] != _BRACKET:
-        return "not_told"
-    found = maybe(ids, list[int])
-    prompt = None if not found else prompt_of(found, ask.context)
-    return "not_told" if prompt is None else prompt
+    return bytes(ids).strip() if ids != NULL else b""
+
+
+def packed_ids(ids: bytes) -> Iterator[bytes]:
+    """Read the JSON of a list of ids, piece by piece.
+
+    Raises:
+        EngineError: it is something else.
+    """
+    at, end = 1, len(ids) - 1
+    if ids[:1] != b"[" or ids[end:] != b"]":
+        raise EngineError("the ids of a prompt are no list")
+    while at < end:
+        cut = ids.find(b",", at + PIECE, end)
+        cut = end if cut < 0 else cut
+        found = maybe(b"[%b]" % ids[at:cut], list[int])
+        if found is None:
+            raise EngineError("the ids of a prompt are no numbers")
+        try:
+            yield packed(found)
+        except (OverflowError, TypeError) as exc:
+            raise EngineError("the ids of a prompt are no token ids") from exc
+        at = cut + 1

@@ -12,7 +12,6 @@ from xpyd_proxy.core.fleet.cache_index import CacheIndex
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.known_prompts import HeldBeginning, KnownPrefix, KnownPrompts
 from xpyd_proxy.core.model import Instance, InstanceId, Role, RoutingHints
-from xpyd_proxy.core.protocol.prompt_ids import is_even, told_ids
 from xpyd_proxy.core.routing.prompt_memory import PromptMemory
 
 _ON_ITS_WAY_S: Final = 5.0  # for so long a prompt that was sent counts before the engine's events tell of it
@@ -43,22 +42,6 @@ class Caches:
         self._known = known  # the tokens of texts; None: likewise
         self._registry = registry
         self._clock = clock  # seconds; the one of the fleet
-
-    @property
-    def learns(self) -> bool:
-        """Tell whether the tokens of texts are of use."""
-        return self._known is not None
-
-    def learn(self, ask: RoutingHints, answer: bytes) -> None:
-        """A prefill engine has answered that was asked for the tokens of the prompt."""
-        known = self._known
-        if known is None:
-            return
-        prompt = told_ids(answer, ask)
-        if isinstance(prompt, str):
-            known.counts[prompt] += 1
-        else:
-            known.learn(ask.blocks, prompt, is_even=is_even(ask), now=self._clock())
 
     def matched(self, instance: Instance, ask: RoutingHints, /, *, is_there: bool = False) -> int:
         """Return how many bytes of the prompt an engine has; ``is_there``: what is on its way does not count."""

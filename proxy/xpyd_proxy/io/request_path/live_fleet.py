@@ -25,6 +25,7 @@ from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.routing.pairing import PairSelector
 from xpyd_proxy.io.request_path.caches import Caches
 from xpyd_proxy.io.request_path.deferred import DeferredCalls
+from xpyd_proxy.io.request_path.prompt_learner import PromptLearner
 
 _PREFILL: Final = Role.PREFILL
 _OURS: Final = "xpyd"  # an engine's metrics show which connector it has
@@ -57,11 +58,12 @@ class LiveFleet:
         caches: Caches | None = None,
         *,
         remembers: bool = False,
+        learner: PromptLearner | None = None,
     ) -> None:
         self.registry = registry
         self.caches = caches  # None: no policy asks for them
         self.remembers = remembers  # the policy of decode engines asks for them
-        self.learns = caches is not None and caches.learns  # prefill engines are asked for the tokens of texts
+        self.learner = learner  # None: nobody asks for the tokens of texts
         self._pairs = pairs
         self._learned = learned  # what prefill engines say in their answers
         self._clock = clock  # seconds; only differences count
@@ -137,12 +139,12 @@ class LiveFleet:
 
     def asks_for_ids(self, call: GenerationRequest, ask: RoutingHints) -> bool:
         """Tell whether a prefill engine shall tell the tokens of a prompt."""
-        return self.learns and may_tell_ids(call, ask)
+        return self.learner is not None and may_tell_ids(call, ask)
 
     def learn(self, ask: RoutingHints, answer: bytes) -> None:
-        """A prefill engine has told the tokens of a prompt, or should have."""
-        if self.caches is not None:
-            self.caches.learn(ask, answer)
+        """A prefill engine has answered that was asked for the tokens of the prompt."""
+        if self.learner is not None:
+            self.learner.learn(ask, answer)
 
     def rehearsal(self) -> PairSelector:
         """Return what would choose now, to be asked without consequences."""

@@ -17,6 +17,7 @@ from xpyd_proxy.core.routing.policies.session import Session
 from xpyd_proxy.core.routing.prompt_memory import PromptMemory
 from xpyd_proxy.io.request_path.caches import Caches
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
+from xpyd_proxy.io.request_path.prompt_learner import PromptLearner
 from xpyd_proxy.settings import PolicyName, Settings
 
 Dice: TypeAlias = Callable[[int], int]  # dice(n): 0 to n-1
@@ -57,10 +58,11 @@ def fleet_of(
         choice: PairPolicy = RoundRobin(Rotation(turn), Rotation(turn))
         return LiveFleet(registry, PairSelector(registry, choice), learned, clock)
     caches = Caches(PromptMemory(settings.prefix_lifetime_s), registry, clock, index, known)
+    learner = None if known is None else PromptLearner(known, clock)
     prefill, decode = (policies(turn, dice, caches)[name](load) for name in names)
     if settings.decode_policy is not PolicyName.PREFIX:
         pairs = PairSelector(registry, PolicyPerLeg(prefill, decode))
-        return LiveFleet(registry, pairs, learned, clock, caches)
+        return LiveFleet(registry, pairs, learned, clock, caches, learner=learner)
     prefix = Prefix(load, LeastLoaded(load, turn), caches)
     pairs = PairSelector(registry, PolicyPerLeg(prefill, prefix, decode_first=True), prefix.cached)
-    return LiveFleet(registry, pairs, learned, clock, caches, remembers=True)
+    return LiveFleet(registry, pairs, learned, clock, caches, remembers=True, learner=learner)

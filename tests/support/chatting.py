@@ -28,7 +28,9 @@ SETTINGS = Settings(
 
 
 def token_ids(text):
-    """Return a text's tokens: pieces of words, some of one character."""
+    """Return a text's tokens: pieces of words, some of one character; an image has ten."""
+    if not isinstance(text, str):
+        return [9] * 10
     pieces = [word[at : at + 4] for word in text.split(" ") for at in range(0, len(word), 4)]
     return [1000 + hash_of(piece) for piece in pieces]
 

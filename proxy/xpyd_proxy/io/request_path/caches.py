@@ -15,7 +15,8 @@ from xpyd_proxy.core.model import Instance, InstanceId, Role, RoutingHints
 from xpyd_proxy.core.routing.prompt_memory import PromptMemory
 
 _ON_ITS_WAY_S: Final = 5.0  # for so long a prompt that was sent counts before the engine's events tell of it
-_TOKEN_BYTES: Final = 4.0  # of a prompt's JSON: a token has hardly more, where no template adds some
+_TOKEN_BYTES: Final = 4.0  # bytes of a prompt's JSON that a token is taken to have, at least
+_SLACK: Final = 1.25  # what follows a prompt may have so many times its bytes for each token
 
 
 class CacheSource(FastStrEnum):
@@ -132,7 +133,8 @@ class Caches:
             return known.size * tokens // known.count, CacheSource.EVENTS
         sent = self._memory.matched(instance.id, ask.blocks, since=since, now=now, is_there=is_there)
         if not known.has_media:
-            sent = min(sent, known.size + int(held.beyond * max(_TOKEN_BYTES, known.byte_share)))
+            behind = held.beyond + known.count - held.tokens
+            sent = min(sent, known.size + int(behind * max(_TOKEN_BYTES, _SLACK * known.byte_share)))
         return max(known.size, sent), CacheSource.EVENTS_AND_SENT
 
     def by_engine(self, ask: RoutingHints, /) -> Mapping[InstanceId, int]:

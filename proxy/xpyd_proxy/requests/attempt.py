@@ -105,7 +105,7 @@ class Attempt(LegOwner):
         """Send the prefill leg; ``reuses``: its answer shall tell the tokens of the prompt."""
         of, settings = self._of, self._settings
         shows = self._shows and of.handovers.may_show(call, prefill.id)
-        learns = of.fleet.asks_for_ids(call, self._plan.ask)
+        learns = of.fleet.learner is not None and of.fleet.asks_for_ids(call, self._plan.ask)
         body = prefill_body(call, self.id, self.transfer, reuses=reuses, shows=shows, learns=learns)
         now = of.clock()
         leg = PrefillLeg(self, prefill, now, now + settings.prefill_timeout_s)

@@ -14,7 +14,11 @@ from xpyd_proxy.core.known_prompts import KnownPrompts
 from xpyd_proxy.core.model import Api, GenerationRequest, Role
 from xpyd_proxy.core.protocol.kv_event_stream import read_batch
 from xpyd_proxy.core.raw_json import Fields, decode
+from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
+from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
+from xpyd_proxy.core.routing.policies.prefix import Prefix
 from xpyd_proxy.core.routing.routing_hints import ask_of_call
+from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from xpyd_proxy.io.request_path.policies import fleet_of
 from xpyd_proxy.settings import PolicyName, Settings
 from xpyd_proxy.testing.prefix_cache import PrefixCache
@@ -47,6 +51,20 @@ def chat_ids(messages, *, thinks=False):
     return [*ids, 2, 5, *([7, 8] if thinks else [])]
 
 
+class Omniscient:
+    """Knows every cache."""
+
+    def __init__(self, world):
+        self.world = world
+
+    def matched(self, instance, ask, *, is_there=False):
+        body = {name: json.loads(bytes(value)) for name, value in ask.context.items()}
+        return len(ask.prompt) * self.world.truth(instance.id, body) // len(self.world.ids(body))
+
+    def sent(self, instance, ask):
+        """It sees what becomes of it."""
+
+
 @dataclass
 class World:
     """Two prefill and two decode engines, and a router that follows their events, or knows all."""
@@ -73,11 +91,20 @@ class World:
                 self.index.open(one, {one: None})
                 self.caches[one].clear()
                 self._apply(one, b"\x93\xcb" + bytes(8) + b"\x90\x00")
-        self.fleet = fleet_of(
-            SETTINGS, registry, PushCoordinates(at_once=True), lambda: self.now, random.Random(1).randrange,
-            index=self.index, known=self.known,
-        )  # fmt: skip
+        learned, dice = PushCoordinates(at_once=True), random.Random(1).randrange
+        if not self.omniscient:
+            self.fleet = fleet_of(
+                SETTINGS, registry, learned, self._time, dice, index=self.index, known=self.known
+            )  # fmt: skip
+        else:
+            load = Loads(registry, self._time).of
+            prefill, decode = (Prefix(load, LeastLoaded(load), Omniscient(self)) for _ in Role)
+            pairs = PairSelector(registry, PolicyPerLeg(prefill, decode, decode_first=True), decode.cached)
+            self.fleet = LiveFleet(registry, pairs, learned, self._time)
         self.told()
+
+    def _time(self):
+        return self.now
 
     def _apply(self, name, payload):
         for _ in self.index.apply(name, read_batch(payload)):
@@ -113,9 +140,7 @@ class World:
         """Serve a request as the relay does; return whether one decode engine did it alone."""
         self.now += 10
         call, ask = self.request(body)
-        ids, salt, caches = self.ids(body), body.get("cache_salt"), self.fleet.caches
-        if self.omniscient:
-            caches.matched = lambda one, _, **more: len(ask.prompt) * self.truth(one.id, body) // len(ids)
+        ids, salt = self.ids(body), body.get("cache_salt")
         decodes = self.fleet.usable(Role.DECODE)
         reason, _ = self.fleet.small(decodes, ask, LEAST)
         self.asked += len(ids)
@@ -132,7 +157,8 @@ class World:
                 self.fleet.learn(ask, self.prefilled(body))
         self.caches[decode_engine.id].use(ids, salt)
         self.caches[decode_engine.id].use([*ids, *token_ids(answer)], salt)
-        caches.answered(decode_engine, ask, len(json.dumps(answer)))
+        if self.fleet.caches is not None:
+            self.fleet.caches.answered(decode_engine, ask, len(json.dumps(answer)))
         return prefill is None
 
     def prefilled(self, body):

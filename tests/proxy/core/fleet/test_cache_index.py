@@ -275,6 +275,17 @@ def test_of_a_known_beginning_whole_blocks_are_looked_up_and_those_behind_are_co
     assert beginning(index, PROMPT, 5, D1) is None
 
 
+def test_the_beginning_for_an_adapter_is_that_of_its_blocks():
+    """And with a salt that of its salted ones."""
+    index = following()
+    send(index, stored(PROMPT, lora_name="fr", extra_keys=[("fr", "s"), ("fr",), ("fr",), ("fr",)]))
+    salted = TokenPrompt(PROMPT, "s")
+
+    assert index.beginning(D0, salted, 4, "fr").tokens == 4
+    assert index.beginning(D0, salted, 4, None).tokens == 0
+    assert index.beginning(D0, TokenPrompt(PROMPT), 4, "fr").tokens == 0
+
+
 def test_the_latest_of_several_continuations_counts():
     """A client may ask the same again; the earlier answer is of no use."""
     index = following()

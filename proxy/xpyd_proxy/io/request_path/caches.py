@@ -27,6 +27,12 @@ class CacheSource(FastStrEnum):
     SENT = "sent"  # by what was sent alone
 
 
+# Looking a member up takes as long as a call.
+_EVENTS: Final = CacheSource.EVENTS
+_BOTH: Final = CacheSource.EVENTS_AND_SENT
+_SENT: Final = CacheSource.SENT
+
+
 class Caches:
     """What engines have in their prefix caches, for policies and the relay."""
 
@@ -46,22 +52,29 @@ class Caches:
 
     def matched(self, instance: Instance, ask: RoutingHints, /, *, is_there: bool = False) -> int:
         """Return how many bytes of the prompt an engine has; ``is_there``: what is on its way does not count."""
-        return self._found(instance, ask, is_there=is_there)[0]
-
-    def _found(self, instance: Instance, ask: RoutingHints, *, is_there: bool) -> tuple[int, CacheSource]:
+        if self._index is not None:
+            return self._found(instance, ask, is_there=is_there)[0]
         member = self._registry.get(instance.id)
         if member is None:
-            return 0, CacheSource.SENT
+            return 0
+        since, now = member.life.cache_since, self._clock()
+        return self._memory.matched(instance.id, ask.blocks, since=since, now=now, is_there=is_there)
+
+    def _found(self, instance: Instance, ask: RoutingHints, *, is_there: bool) -> tuple[int, CacheSource]:
+        """Return the same, and how it is known."""
+        member = self._registry.get(instance.id)
+        if member is None:
+            return 0, _SENT
         since, now = member.life.cache_since, self._clock()
         if self._index is not None:
-            told, source = self._told(instance, ask, since=since, now=now, is_there=is_there)
-            if told is not None:
+            size, source = self._by_events(instance, ask, since=since, now=now, is_there=is_there)
+            if size is not None:
                 if is_there:
-                    return told, source
+                    return size, source
                 since = max(since, now - _ON_ITS_WAY_S)
-                return max(told, self._memory.matched(instance.id, ask.blocks, since=since, now=now)), source
+                return max(size, self._memory.matched(instance.id, ask.blocks, since=since, now=now)), source
         sent = self._memory.matched(instance.id, ask.blocks, since=since, now=now, is_there=is_there)
-        return sent, CacheSource.SENT
+        return sent, _SENT
 
     def tokens(self, instance: Instance, ask: RoutingHints) -> int | None:
         """Return how many tokens of the prompt an engine has by its own events; None: it or they are not known.
@@ -87,8 +100,8 @@ class Caches:
     def tokens_by_engine(self, ask: RoutingHints, /) -> Mapping[InstanceId, int]:
         """Return the same by engine, of those of which it is known."""
         known = [instance for role in Role for instance in self._registry.known(role)]
-        told = {one.id: self.tokens(one, ask) for one in known}
-        return {name: count for name, count in told.items() if count is not None}
+        counts = {one.id: self.tokens(one, ask) for one in known}
+        return {name: count for name, count in counts.items() if count is not None}
 
     def sources_by_engine(self, ask: RoutingHints, /) -> Mapping[InstanceId, CacheSource]:
         """Return how it is known what each engine has."""
@@ -107,7 +120,7 @@ class Caches:
             known.held[instance.id] = self._index.beginning(instance.id, known.tokens, known.count, adapter)
         return known.held[instance.id]
 
-    def _told(
+    def _by_events(
         self, instance: Instance, ask: RoutingHints, *, since: float, now: float, is_there: bool
     ) -> tuple[int | None, CacheSource]:
         """Return how many bytes of the prompt an engine has by its events; None: by what was sent alone.
@@ -117,25 +130,25 @@ class Caches:
         """
         tokens = self.tokens(instance, ask)
         if tokens is None:
-            return None, CacheSource.SENT
+            return None, _SENT
         prompt = ask.token_prompt
         if prompt is not None:
-            return len(ask.prompt) * tokens // prompt.count, CacheSource.EVENTS
+            return len(ask.prompt) * tokens // prompt.count, _EVENTS
         known = self._prefix(ask)
         if known is None:
-            return None, CacheSource.SENT
+            return None, _SENT
         if known.is_all:
-            return known.size * tokens // known.tokens.count, CacheSource.EVENTS
+            return known.size * tokens // known.tokens.count, _EVENTS
         held = known.held.get(instance.id)
         if held is None:
-            return None, CacheSource.SENT
+            return None, _SENT
         if not held.is_whole:
-            return known.size * tokens // known.count, CacheSource.EVENTS
+            return known.size * tokens // known.count, _EVENTS
         sent = self._memory.matched(instance.id, ask.blocks, since=since, now=now, is_there=is_there)
         if not known.has_media:
             behind = held.beyond + known.count - held.tokens
             sent = min(sent, known.size + int(behind * max(_TOKEN_BYTES, _SLACK * known.byte_share)))
-        return max(known.size, sent), CacheSource.EVENTS_AND_SENT
+        return max(known.size, sent), _BOTH
 
     def by_engine(self, ask: RoutingHints, /) -> Mapping[InstanceId, int]:
         """Return how many bytes of the prompt each engine has, of those that have some."""

@@ -25,7 +25,7 @@ class PromptLearner:
         """A prefill engine has answered that was asked for the ids of the prompt."""
         ids, counts = ids_in(answer), self._known.counts
         if not ids:
-            counts["not_told"] += 1
+            counts["missing"] += 1
         elif len(ids) <= PIECE:
             self._learn(ask, self._next(packed_ids(ids)))
         elif len(ids) > IDS_MOST or self._readings >= READINGS_MOST:
@@ -54,6 +54,6 @@ class PromptLearner:
     def _learn(self, ask: RoutingHints, ids: bytes | None) -> None:
         prompt = prompt_of(ids, ask.context) if ids else None
         if prompt is None:
-            self._known.counts["not_told"] += 1
+            self._known.counts["missing"] += 1
         else:
             self._known.learn(ask.blocks, prompt, is_even=is_even(ask), now=self._clock())

@@ -40,7 +40,7 @@ def test_answers_without_ids_are_counted():
     for said in (b"{}", b"not json", answer([]), answer(["1"]), answer([-1]), answer([1 << 32])):
         learning.learn(ask(), said)
 
-    assert (len(known), dict(known.counts)) == (0, {"not_told": 6})
+    assert (len(known), dict(known.counts)) == (0, {"missing": 6})
 
 
 async def test_a_long_list_is_read_between_other_work():
@@ -82,4 +82,4 @@ async def test_a_long_list_that_ends_in_nonsense_makes_room_for_the_next():
         while learning._readings:
             await asyncio.sleep(0)
 
-    assert dict(known.counts) == {"not_told": READINGS_MOST + 1}
+    assert dict(known.counts) == {"missing": READINGS_MOST + 1}

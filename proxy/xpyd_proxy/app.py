@@ -38,6 +38,7 @@ from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.fleet.target import EngineSource, Target
 from xpyd_proxy.core.http.address_allowlist import AllowList
 from xpyd_proxy.core.http.origins import Sites
+from xpyd_proxy.core.known_prompts import KnownPrompts
 from xpyd_proxy.core.model import InstanceId, Role
 from xpyd_proxy.core.protocol.endpoints import ENDPOINTS
 from xpyd_proxy.core.protocol.push import TRANSFER_POLICIES
@@ -120,8 +121,10 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         for address in addresses:
             registry.add_target(role, Target.parse(address), now=time.monotonic())
     learned = PushCoordinates(at_once=TRANSFER_POLICIES[settings.kv_transfer_mode].at_once)
-    index = None if settings.kv_events is KvEvents.OFF else CacheIndex()
-    fleet = fleet_of(settings, registry, learned, time.monotonic, random.randrange, turn=crew.number, index=index)
+    index, known = _cache_knowledge(settings)
+    fleet = fleet_of(
+        settings, registry, learned, time.monotonic, random.randrange, turn=crew.number, index=index, known=known
+    )
     outbound, tls = Outbound(engine_keys(settings), forwards=settings.forward_client_key), engine_tls(settings)
     transport, dial = (None, None) if fabric is None else (fabric.transport, fabric.dial)
     resolve = resolved if transport is None else None  # with the transport of a test it connects nowhere
@@ -163,7 +166,10 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         guard=guard,
     )
     prober = Prober(registry, checks, settings, time.monotonic, random.random, give_up=engines.give_up)
-    inflow, followers = InflowWatch(registry, checks.metrics, telemetry), _followers(registry, checks, index, telemetry)
+    inflow, followers = (
+        InflowWatch(registry, checks.metrics, telemetry),
+        _followers(registry, checks, index, known, telemetry),
+    )
     discovery = _discovery(crew.stored(settings), registry, time.monotonic, crew.tell)
     status = Status(telemetry, registry, time.monotonic)
 
@@ -213,13 +219,24 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     return Router(app, requests, lifetime, live, telemetry, server_tls(settings))
 
 
+def _cache_knowledge(settings: Settings) -> tuple[CacheIndex | None, KnownPrompts | None]:
+    """Return what engines tell of their caches, and the tokens of texts to look them up there; None: no policy asks."""
+    if settings.kv_events is KvEvents.OFF:
+        return None, None
+    return CacheIndex(), KnownPrompts(settings.prefix_lifetime_s)
+
+
 def _followers(
-    registry: Registry, checks: HttpChecks, index: CacheIndex | None, telemetry: Telemetry
+    registry: Registry,
+    checks: HttpChecks,
+    index: CacheIndex | None,
+    known: KnownPrompts | None,
+    telemetry: Telemetry,
 ) -> Sequence[KvEventFollower]:
     """Return what asks engines what they have cached; none, if no policy goes by it."""
     if index is None:
         return ()
-    return (KvEventFollower(registry, checks, index, telemetry.counters, random.random),)
+    return (KvEventFollower(registry, checks, index, telemetry.counters, random.random, known=known),)
 
 
 def _salts(settings: Settings, keyring: Keyring) -> Salts | None:

@@ -357,3 +357,37 @@ def test_what_is_wrong_is_said_once(tmp_path):
             assert crew.child.wait(timeout=60) == 2
             assert wrong[flags] in crew.said
             assert crew.said.count("\n") == 1
+
+
+def test_each_worker_follows_the_caches_of_engines_and_learns_the_tokens_of_its_own_prompts(tmp_path):
+    """With --kv-events auto. Of ids each knows what the other has sent, of texts once it has sent them, too."""
+    policies = "--prefill-policy prefix --decode-policy prefix --kv-events auto --min-split-new-bytes 400"
+    ids = {"model": "sim", "prompt": list(range(100, 500)), "max_tokens": 3}
+    chat = {"model": "sim", "messages": [{"role": "user", "content": "a long question, " * 60}], "max_tokens": 3}
+    with crew_of(tmp_path, *policies.split(), x=1, y=1, cache_blocks=300) as (crew, engines, _):
+        zero, one = crew.worker(0), crew.worker(1)
+        for worker in (zero, one):
+            until(lambda worker=worker: _cached(worker, PATH, ids) == [0, 0])
+        assert zero.post(PATH, json=ids).status_code == 200
+        for worker in (zero, one):
+            until(lambda worker=worker: _cached(worker, PATH, ids) == [384, 384])
+        assert zero.post(CHAT, json=chat).status_code == 200
+        until(lambda: len(_cached(zero, CHAT, chat)) == 2 and min(_cached(zero, CHAT, chat)) > 900)
+        assert _cached(one, CHAT, chat) == []
+        assert one.post(CHAT, json=chat).status_code == 200
+        until(lambda: _cached(one, CHAT, chat) == _cached(zero, CHAT, chat))
+        engines["d0"].cache.clear()
+        for worker in (zero, one):
+            until(lambda worker=worker: min(_cached(worker, CHAT, chat)) == 0)
+        until(lambda: metrics(zero).get(("xpyd_known_prompts_total", "learned")) == 2)
+        until(lambda: metrics(zero).get(("xpyd_kv_event_connections", "decode-0", "following")) == 2)
+
+
+CHAT = "/v1/chat/completions"
+
+
+def _cached(worker, path, body):
+    """Return the tokens that engines are known to have."""
+    answer = worker.post("/instances/explain", headers=KEY, json={"path": path, "body": body})
+    assert answer.status_code == 200, answer.text
+    return [*answer.json()["cached_tokens"].values()]

@@ -119,7 +119,12 @@ class ExplainResponse(BaseModel):
     prompt_bytes: int
     cached_bytes: dict[str, int] = Field(description="Bytes of the prompt that each engine has, as far as is known")
     cached_tokens: dict[str, int] = Field(
-        description="Tokens of the prompt that each engine has by its own KV events, of those that tell (kv_events)"
+        description="Tokens of the prompt that each engine has by its own KV events, of those that tell (kv_events); "
+        "of a text or a chat those of the beginning whose tokens are known"
+    )
+    cached_known_by: dict[str, str] = Field(
+        description="How it is known what each engine has: events, events_and_sent (of the beginning, and the rest by "
+        "what was sent to it), sent"
     )
     min_split_new_bytes: int
 

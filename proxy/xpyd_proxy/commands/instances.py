@@ -167,7 +167,11 @@ def _explain(router: _RouterClient, args: argparse.Namespace) -> str:
         return json.dumps(found) + "\n"
     lines = [f"rule:     {found['rule']}", f"prefill:  {found['prefill'] or '-'}", f"decode:   {found['decode']}"]
     lines.append(f"prompt:   {found['prompt_bytes']} B; alone if D lacks less than {found['min_split_new_bytes']} B")
-    lines += [f"cached:   {size} B at {name}" for name, size in found["cached_bytes"].items()]
+    by = found.get("cached_known_by", {})
+    lines += [
+        f"cached:   {size} B at {name}{f', known by {by[name]}' if name in by else ''}"
+        for name, size in found["cached_bytes"].items()
+    ]
     lines += [f"cached:   {count} tokens at {name}" for name, count in found.get("cached_tokens", {}).items()]
     bodies = [(leg, found[f"{leg}_body"]) for leg in ("prefill", "decode")]
     lines += [f"{leg} body:\n{json.dumps(body, indent=2, ensure_ascii=False)}" for leg, body in bodies if body]

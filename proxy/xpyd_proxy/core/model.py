@@ -12,6 +12,7 @@ import msgspec
 
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fast_enum import FastStrEnum
+from xpyd_proxy.core.known_prompts import KnownPrefix, KnownPrompts
 from xpyd_proxy.core.prompt_blocks import PromptBlocks
 from xpyd_proxy.core.raw_json import TRUE, Fields
 from xpyd_proxy.core.schemas import Coordinates
@@ -105,6 +106,7 @@ class RoutingHints:
     context: Mapping[str, msgspec.Raw] = field(compare=False, repr=False)  # the other fields of the request
     _blocks: PromptBlocks | None = field(compare=False, repr=False)  # since a policy has asked for them
     _ids: tuple[TokenPrompt | None] | None = field(compare=False, repr=False)  # likewise
+    _known: tuple[KnownPrefix | None] | None = field(compare=False, repr=False)  # likewise
 
     def __init__(
         self,
@@ -126,6 +128,7 @@ class RoutingHints:
         self.context = context
         self._blocks = None
         self._ids = None
+        self._known = None
 
     @property
     def blocks(self) -> PromptBlocks:
@@ -142,6 +145,13 @@ class RoutingHints:
         if ids is None:
             ids = self._ids = (token_prompt(self.prompt, self.context),)
         return ids[0]
+
+    def known_prefix(self, prompts: KnownPrompts, *, now: float) -> KnownPrefix | None:
+        """Return what is known of the tokens of a text or a chat, as it was when this was asked first."""
+        known = self._known
+        if known is None:
+            known = self._known = (None if self.token_prompt is not None else prompts.find(self.blocks, now=now),)
+        return known[0]
 
     def once_more(self) -> "RoutingHints":
         """Return the same for a request that has failed before."""

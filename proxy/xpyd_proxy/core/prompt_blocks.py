@@ -28,6 +28,14 @@ _COMPACT: Final = b'},{"'
 _NOTHING: Final = msgspec.Raw(b"")
 # Values that say who wrote a message; in a text their quotes would have backslashes.
 _GENERATED: Final = (b'"assistant"', b'"function_call"', b'"reasoning"')
+# Names of images and the like in a message; in a text the quotes would have backslashes before them.
+_MEDIA: Final = tuple(
+    b'"%b"' % name.encode()
+    for name in (
+        *("image_url", "input_image", "image_embeds", "image_pil", "audio_url", "input_audio", "audio_embeds"),
+        *("video_url", "video_embeds", "prompt_embeds"),
+    )
+)  # MM_PARSER_MAP in vllm/renderers/chat_utils.py
 _GIVEN: Final = (b'"user"', b'"tool"', b'"system"', b'"developer"', b'"function_call_output"')
 
 
@@ -42,6 +50,22 @@ class PromptBlocks:
         self.size = max(len(text), len(prompt) if len(prompt) > BYTES_MOST else 0)  # without what closes the array
         self.ends = _ends(text)  # of the blocks, in bytes; the last one is the size, unless the prompt is too long
         self.names = _names(text, self.ends, context)
+
+    @property
+    def is_compared(self) -> bool:
+        """Tell whether the blocks are all of the prompt."""
+        return bool(self.ends) and self.ends[-1] == self.size
+
+    @property
+    def has_media(self) -> bool:
+        """Tell whether there may be an image or the like in a message, or there is more than is compared."""
+        text = self._text
+        if text[:1] != b"[":
+            return False
+        if not self.is_compared:
+            return True
+        has_lists = text.find(b'":[') >= 0 or text.find(b'": [') >= 0  # without them all messages are plain texts
+        return has_lists and any(text.find(name) >= 0 for name in _MEDIA)
 
     def generated(self, block: int) -> int:
         """Return how many bytes of messages that an engine has written follow a block (0: the first one)."""

@@ -55,31 +55,52 @@ def key_of(parent: bytes, tokens: bytes, extras: bytes) -> bytes:
 class TokenPrompt:
     """A prompt of token ids. Keys are made as they are asked for: a prompt that no engine knows costs one."""
 
-    __slots__ = ("_keys", "_salts", "_tokens", "count")
+    __slots__ = ("count", "made", "salts", "tokens")
 
     def __init__(self, ids: Sequence[int], salt: str | None = None) -> None:
-        """``salt``: its ``cache_salt``. Raises OverflowError: one of the ids is no token id."""
-        self.count = len(ids)
-        self._tokens = packed(ids)
-        self._salts = (msgspec.Raw(_ENCODER.encode(salt)),) if salt else ()
-        self._keys: dict[tuple[int, str | None], list[bytes]] = {}  # by block size and adapter
+        """``ids``: may be packed; ``salt``: its ``cache_salt``. Raises OverflowError: one of the ids is no token id."""
+        self.tokens = ids if isinstance(ids, bytes) else packed(ids)
+        self.count = len(self.tokens) // ITEM
+        self.salts = (msgspec.Raw(_ENCODER.encode(salt)),) if salt else ()
+        self.made: dict[tuple[int, str | None], list[bytes]] = {}  # by block size and adapter
+
+    def common(self, other: "TokenPrompt") -> int:
+        """Return how many token ids both begin with."""
+        mine, theirs = self.tokens, other.tokens
+        low, high = 0, min(self.count, other.count)
+        if mine[: high * ITEM] == theirs[: high * ITEM]:
+            return high
+        while low + 1 < high:  # they have the first ``low`` in common, and not the first ``high``
+            middle = (low + high) // 2
+            if mine[low * ITEM : middle * ITEM] == theirs[low * ITEM : middle * ITEM]:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def take_keys(self, other: "TokenPrompt", count: int) -> None:
+        """Take over the keys of another prompt's blocks, as far as both begin with the same ``count`` ids."""
+        if self.salts != other.salts:
+            return
+        for (size, lora), keys in other.made.items():
+            self.made[size, lora] = keys[: count // size]
 
     def keys(self, size: int, lora: str | None) -> list[bytes]:
         """Return the keys that are made, of the first blocks of this size; ``more`` makes the next."""
-        found = self._keys.get((size, lora))
+        found = self.made.get((size, lora))
         if found is None:
-            found = self._keys[size, lora] = []
+            found = self.made[size, lora] = []
         return found
 
     def more(self, keys: list[bytes], size: int, lora: str | None) -> bytes:
         """Make and return the next key; ``keys``: what ``keys`` has returned. The block must be full."""
         place, step = len(keys), size * ITEM
-        tokens = self._tokens[place * step : (place + 1) * step]
-        if lora is None and (place or not self._salts):
+        tokens = self.tokens[place * step : (place + 1) * step]
+        if lora is None and (place or not self.salts):
             extras = b""
         else:
             name = () if lora is None else (msgspec.Raw(_ENCODER.encode(lora)),)
-            extras = extras_of(lora, name if place else (*name, *self._salts))
+            extras = extras_of(lora, name if place else (*name, *self.salts))
         key = key_of(keys[-1] if place else ROOT, tokens, extras)
         keys.append(key)
         return key
@@ -89,11 +110,25 @@ def token_prompt(prompt: bytes | memoryview, context: Mapping[str, msgspec.Raw])
     """Read a prompt's JSON; None: it is not one list of token ids, or its blocks depend on more than these."""
     if len(prompt) > PROMPT_MOST or not _begins_with_digit(bytes(prompt[:64])):
         return None
-    if any(context.get(name, NULL) != NULL for name in _OTHER_CONTENT):
+    if not is_plain(context):
         return None
-    ids, said = maybe(bytes(prompt), list[int]), context.get("cache_salt", NULL)
+    ids = maybe(bytes(prompt), list[int])
+    return None if ids is None else prompt_of(ids, context)
+
+
+def is_plain(context: Mapping[str, msgspec.Raw]) -> bool:
+    """Tell whether the blocks of a request's prompt depend on no more than its token ids, salt and adapter."""
+    return all(context.get(name, NULL) == NULL for name in _OTHER_CONTENT)
+
+
+def prompt_of(ids: Sequence[int], context: Mapping[str, msgspec.Raw]) -> TokenPrompt | None:
+    """Return the prompt of a request that has these fields; None: an id is no token id, or the salt no text.
+
+    ``ids``: may be packed.
+    """
+    said = context.get("cache_salt", NULL)
     salt = None if said == NULL else maybe(said, str)
-    if ids is None or (salt is None and said != NULL):
+    if salt is None and said != NULL:
         return None
     try:
         return TokenPrompt(ids, salt)

@@ -136,6 +136,10 @@ class _Collector:
         yield _gauge("xpyd_kv_event_connections", text, ("instance", "state"), seen.kv_event_connections)
         text = "Blocks that are remembered of an engine's cache, of all workers together."
         yield _gauge("xpyd_kv_index_blocks", text, ("instance",), seen.kv_index_blocks)
+        text = "Texts and chats whose token ids prefill engines were asked for, by what became of the ids."
+        yield _counter("xpyd_known_prompts", text, ("event",), seen.known_prompts)
+        text = "Memory of the token ids of texts and chats, of all workers together, about."
+        yield _gauge("xpyd_known_prompt_bytes", text, (), seen.known_prompt_bytes)
 
     def _instances(self) -> Iterator[_Family]:
         state = GaugeMetricFamily(

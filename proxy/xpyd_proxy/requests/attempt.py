@@ -99,10 +99,11 @@ class Attempt(LegOwner):
         """Send the prefill leg; ``reuses``: its answer shall tell the tokens of the prompt."""
         of, settings = self._of, self._settings
         shows = self._shows and of.handovers.may_show(call, prefill.id)
-        body = prefill_body(call, self.id, self.transfer, reuses=reuses, shows=shows)
+        learns = of.fleet.learner is not None and of.fleet.asks_for_ids(call, self._plan.ask)
+        body = prefill_body(call, self.id, self.transfer, reuses=reuses, shows=shows, learns=learns)
         now = of.clock()
         leg = PrefillLeg(self, prefill, now, now + settings.prefill_timeout_s)
-        leg.shows = shows
+        leg.shows, leg.learns = shows, learns
         self.prefill, self.record.prefill = leg, leg.record
         self._send(leg, body, asks_for_report=of.reports)
         return leg
@@ -270,6 +271,8 @@ class Attempt(LegOwner):
         if self.decode is not None:
             self._compare()
         self._steps.wake()
+        if leg.learns:  # last: the decode leg does not wait for it
+            of.fleet.learn(self._plan.ask, body)
 
     def stream_begun(self, leg: DecodeLeg, counted: int | None, /) -> None:
         """Note that a stream has begun well."""

@@ -16,6 +16,7 @@ from xpyd_proxy.core.model import (
 from xpyd_proxy.core.protocol import push, request_bodies
 from xpyd_proxy.core.protocol.disaggregation import PROMPTS
 from xpyd_proxy.core.protocol.first_token import FirstToken, asked_for_token, first_token, may_show, offered
+from xpyd_proxy.core.protocol.prompt_ids import asking_for_ids
 from xpyd_proxy.core.protocol.push import TransferPolicy
 from xpyd_proxy.core.raw_json import Pieces, encode_in_pieces
 from xpyd_proxy.core.request_record import RequestRecord
@@ -24,15 +25,24 @@ from xpyd_proxy.errors import Moved
 
 
 def prefill_body(
-    call: GenerationRequest, request: RequestId, transfer: TransferId, *, reuses: bool, shows: bool = False
+    call: GenerationRequest,
+    request: RequestId,
+    transfer: TransferId,
+    *,
+    reuses: bool,
+    shows: bool = False,
+    learns: bool = False,
 ) -> Pieces:
     """Return the body of a prefill leg.
 
     ``reuses``: its answer shall tell the tokens of the prompt; ``shows``: the client may see the token that it makes.
+    ``learns``: as ``reuses``, for the choice of engines.
     """
     fields = request_bodies.named(call.api, call.fields, request)
     if reuses:
         fields = request_bodies.telling_tokens(call.api, fields)
+    if learns:
+        fields = asking_for_ids(fields)
     asked = request_bodies.prefill_fields(call.api, fields, transfer)
     if shows:
         asked.update(asked_for_token(call.fields))

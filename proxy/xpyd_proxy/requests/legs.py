@@ -148,7 +148,10 @@ class EngineLeg(ResponseHandler):
 class PrefillLeg(EngineLeg):
     """The leg that computes the prompt."""
 
-    __slots__ = ("_pieces", "_size", "first", "handed_over_at", "handover", "is_followed", "is_read", "load", "shows")
+    __slots__ = (
+        *("_pieces", "_size", "first", "handed_over_at", "handover", "is_followed", "is_read", "learns", "load"),
+        "shows",
+    )
 
     def __init__(self, owner: LegOwner, instance: Instance, sent_at: float, due: float | None) -> None:
         EngineLeg.__init__(self, owner, instance, sent_at, due)
@@ -159,6 +162,7 @@ class PrefillLeg(EngineLeg):
         self.handed_over_at = 0.0
         self.is_followed = False  # a decode leg was sent behind its answer
         self.is_read = False  # a decode engine has come, or may have come, for its blocks
+        self.learns = False  # it was asked for the tokens of the prompt, for later prompts
         self.shows = False  # it was asked for a token that the client may see
         self.first: FirstToken | None = None  # the token that the client gets from it
 

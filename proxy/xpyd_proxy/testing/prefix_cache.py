@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import threading
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Sequence
 from typing import Final
@@ -48,10 +49,14 @@ class PrefixCache:
 
     def has(self, ids: Sequence[int], salt: str | None = None) -> int:
         """Return how many tokens of a prompt are there, and need not be computed."""
+        hit, parent = 0, None
         with self._lock:
-            blocks = list(self._blocks(ids, salt))[: (len(ids) - 1) // self._size]
-            hit = next((place for place, name in enumerate(blocks) if name not in self._held), len(blocks))
-            return hit * self._size
+            while hit < (len(ids) - 1) // self._size:
+                parent = self._name(ids, hit * self._size, parent, salt)
+                if parent not in self._held:
+                    break
+                hit += 1
+        return hit * self._size
 
     async def frames(self) -> AsyncGenerator[bytes]:
         """Say what there is, and from then on what changes."""
@@ -80,12 +85,18 @@ class PrefixCache:
             for waiting in self.readers:
                 waiting.append(_batch(events))
 
+    def _name(self, ids: Sequence[int], start: int, parent: bytes | None, salt: str | None) -> bytes:
+        """Return the hash of the block that begins there."""
+        tokens = array("I", ids[start : start + self._size]).tobytes()
+        keys = b"" if start or salt is None else salt.encode()
+        return hashlib.sha256(b"%b|%b|%b" % (parent or b"", tokens, keys)).digest()
+
     def _blocks(self, ids: Sequence[int], salt: str | None) -> dict[bytes, Json]:
         """Return the full blocks of a prompt by their hashes, as events tell of them."""
         found, parent = dict[bytes, Json](), None
         for start in range(0, len(ids) // self._size * self._size, self._size):
             tokens, keys = list(ids[start : start + self._size]), None if start or salt is None else (salt,)
-            name = hashlib.sha256(repr((parent, tokens, keys)).encode()).digest()
+            name = self._name(ids, start, parent, salt)
             found[name] = {
                 "type": "BlockStored",
                 "block_hashes": [name],

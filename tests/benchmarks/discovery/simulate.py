@@ -43,7 +43,8 @@ from xpyd_proxy.core.workers.reports import Whole
 from xpyd_proxy.io.discovery.reconciler import Pods, Reconciler
 from xpyd_proxy.io.discovery.reflector import Collection, Reflector
 from xpyd_proxy.io.metrics import Metrics
-from xpyd_proxy.io.request_path.live_fleet import Caches, LiveFleet, Loads
+from xpyd_proxy.io.request_path.caches import Caches
+from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from xpyd_proxy.io.request_path.policies import policies
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 from xpyd_proxy.io.workers.reports import report_of

@@ -3,6 +3,7 @@
 ``python -P tests/benchmarks/router/kv_events.py``: a table, of the modules that are imported (plain or compiled).
 """
 
+import asyncio
 import gc
 import random
 import statistics
@@ -13,9 +14,11 @@ import msgspec
 
 from xpyd_proxy.core.fleet import cache_index
 from xpyd_proxy.core.fleet.cache_index import CacheIndex
-from xpyd_proxy.core.model import InstanceId
+from xpyd_proxy.core.known_prompts import KnownPrompts
+from xpyd_proxy.core.model import InstanceId, RoutingHints
 from xpyd_proxy.core.protocol.kv_event_stream import KvEventStream, read_batch
 from xpyd_proxy.core.token_blocks import TokenPrompt, token_prompt
+from xpyd_proxy.io.request_path.prompt_learner import PromptLearner
 
 D0, SIZE, TOKENS, PROMPTS, ROUNDS = InstanceId("decode-0"), 16, 8192, 100, 5
 
@@ -85,6 +88,33 @@ def round_of(dice):
     return seen
 
 
+async def reading(count, dice):
+    """Return what an answer with so many ids costs the event loop, and what is made of them the next turn of a chat."""
+    ids = [dice.randrange(150_000) for _ in range(count)]
+    chat = [{"role": "user", "content": "word " * (count * 4 // 5)}]
+    later = [*chat, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "go on"}]
+    ask, next_ask = (RoutingHints(prompt=msgspec.json.encode(each)) for each in (chat, later))
+    answer, next_answer = (msgspec.json.encode({"prompt_token_ids": each}) for each in (ids, ids + ids[:50]))
+    known, seen = KnownPrompts(1e9), {}
+    learner = PromptLearner(known, time.monotonic)
+    assert ask.blocks.size < next_ask.blocks.size
+    began = last = time.process_time()
+    learner.learn(ask, answer)
+    longest = time.process_time() - last
+    while not known.counts:
+        last = time.process_time()
+        await asyncio.sleep(0)
+        longest = max(longest, time.process_time() - last)
+    seen[f"ms to learn {count} ids"] = (time.process_time() - began) * 1e3
+    seen[f"ms of it in the longest turn, {count} ids"] = longest * 1e3
+    seen[f"µs to find them for the next turn, {count} ids"] = timed(lambda: known.find(next_ask.blocks, now=0), 20)
+    learner.learn(next_ask, next_answer)
+    while known.counts["learned"] < 2:
+        await asyncio.sleep(0)
+    assert known.counts["continued"] == 1
+    return seen
+
+
 def memory(dice):
     """Return the bytes that a block takes."""
     ids = [dice.randrange(150_000) for _ in range(160_000)]
@@ -101,6 +131,10 @@ def memory(dice):
 
 def main():
     rounds = [round_of(random.Random(seed)) for seed in range(ROUNDS)]
+    for seed, seen in enumerate(rounds):
+        for count in (TOKENS, 100_000):
+            gc.collect()
+            seen.update(asyncio.run(reading(count, random.Random(seed))))
     kind = "plain" if cache_index.__file__.endswith(".py") else "compiled"
     print(f"| {kind}, blocks of {SIZE} tokens, median of {ROUNDS} rounds | |\n|---|---|")
     for name in rounds[0]:

@@ -4,16 +4,14 @@ A block counts as often as it was stored, and is gone when it was removed as oft
 requests apart, and tells of each. What is not certain counts as absent: a block whose parent is not known, groups of an
 unknown kind, and a rank whose state has not come whole.
 
-A model has one KV cache group or several. A hit must be whole in every group with full attention. A group with a
-sliding window, or with states, has a block for few of the places, and needs the last ones before the hit: vLLM hashes
-the same beginning of a prompt alike in all groups, so a block of theirs is found by the hash of the full group's block
-that ends there.
+An event without blocks announces its group: an engine's plugin begins a rank's state with one for each.
 """
 
 from collections.abc import Iterator, Mapping
-from math import lcm
 from typing import Final, TypeAlias
 
+from xpyd_proxy.core.fleet.rank_cache import GroupBlocks, RankCache, less_of
+from xpyd_proxy.core.known_prompts import HeldBeginning
 from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.protocol.kv_event_stream import read_event
 from xpyd_proxy.core.schemas.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KvEventBatch
@@ -45,92 +43,6 @@ class IndexCounts:
         self.unknown_parents = 0  # blocks
 
 
-class _GroupBlocks:
-    """One KV cache group of a rank."""
-
-    __slots__ = ("hash_of", "held", "is_full", "key_of", "needed", "size")
-
-    def __init__(self, size: int, *, is_full: bool, needed: int) -> None:
-        self.size = size  # tokens of a block
-        self.is_full = is_full
-        self.needed = needed  # blocks before the end of a hit, if it is not full
-        self.held: dict[BlockHash, int] = {}  # how often
-        self.key_of: dict[BlockHash, bytes] = {}  # of a full group
-        self.hash_of: dict[bytes, BlockHash] = {}
-
-    def clear(self) -> None:
-        """Forget all blocks."""
-        self.held, self.key_of, self.hash_of = {}, {}, {}
-
-    def remove(self, block: BlockHash) -> int:
-        """Take a block away once; return how many fewer there are to hold."""
-        count = self.held.get(block, 0)
-        if count > 1:
-            self.held[block] = count - 1
-            return 0
-        if not count:
-            return 0
-        del self.held[block]
-        key = self.key_of.pop(block, None)
-        if key is not None and self.hash_of.get(key) == block:
-            del self.hash_of[key]
-        return 1
-
-
-class _RankCache:
-    """The cache of one data-parallel rank."""
-
-    __slots__ = ("groups", "is_unclear", "is_whole")
-
-    def __init__(self) -> None:
-        self.is_whole = False  # the state has come to its end
-        self.is_unclear = False  # there is a group of which nothing is known
-        self.groups: dict[int, _GroupBlocks] = {}
-
-    def cached(self, prompt: TokenPrompt, lora: str | None) -> int:
-        """Return how many tokens of a prompt need not be computed: vLLM computes at least the last one."""
-        fulls = [group for group in self.groups.values() if group.is_full]
-        if not fulls:
-            return 0
-        hashes, most = dict[int, BlockHash](), prompt.count
-        for group in fulls:
-            most = min(most, _walk(group, prompt, lora, hashes))
-        if len(self.groups) == 1:
-            return most
-        step = lcm(*(group.size for group in self.groups.values()))
-        tails = [group for group in self.groups.values() if not group.is_full]
-        end = most // step * step
-        while end and not all(_has_tail(group, end, hashes) for group in tails):
-            end -= step
-        return end
-
-
-def _walk(group: _GroupBlocks, prompt: TokenPrompt, lora: str | None, hashes: dict[int, BlockHash]) -> int:
-    """Return the tokens of the blocks that a full group has from the beginning on; note their hashes by their ends."""
-    size, hash_of, place = group.size, group.hash_of, 0
-    keys = prompt.keys(size, lora)
-    most = (prompt.count - 1) // size
-    while place < most:
-        found = hash_of.get(keys[place] if place < len(keys) else prompt.more(keys, size, lora))
-        if found is None:
-            break
-        place += 1
-        hashes[place * size] = found
-    return place * size
-
-
-def _has_tail(group: _GroupBlocks, end: int, hashes: dict[int, BlockHash]) -> bool:
-    """Tell whether a group has what it needs before the end of a hit; a place that cannot be named counts as absent."""
-    for _ in range(group.needed):
-        if end <= 0:
-            break
-        block = hashes.get(end)
-        if block is None or block not in group.held:
-            return False
-        end -= group.size
-    return True
-
-
 class _EngineCaches:
     """The caches of one engine while its events are followed."""
 
@@ -138,7 +50,7 @@ class _EngineCaches:
 
     def __init__(self, members: Mapping[InstanceId, int | None]) -> None:
         self.members = members  # the instances it is, and their ranks
-        self.ranks: dict[int, _RankCache] = {}
+        self.ranks: dict[int, RankCache] = {}
         self.blocks = 0  # of all ranks and groups
         self.counts = IndexCounts()
         self.is_dropped = False  # it has more blocks than are remembered
@@ -225,17 +137,17 @@ class CacheIndex:
                 done = 0
                 yield found.blocks
 
-    def _rank(self, engine: _EngineCaches, number: int) -> _RankCache | None:
+    def _rank(self, engine: _EngineCaches, number: int) -> RankCache | None:
         """Return what is known of a rank; None: the engine has too many."""
         rank = engine.ranks.get(number)
         if rank is None:
             if len(engine.ranks) >= RANKS_MOST:
                 self._drop(engine)
                 return None
-            rank = engine.ranks[number] = _RankCache()
+            rank = engine.ranks[number] = RankCache()
         return rank
 
-    def _changed(self, engine: _EngineCaches, rank: _RankCache, event: BlockRemoved | AllBlocksCleared | None) -> int:
+    def _changed(self, engine: _EngineCaches, rank: RankCache, event: BlockRemoved | AllBlocksCleared | None) -> int:
         """Take in an event that stores nothing; return how many blocks it names."""
         if isinstance(event, BlockRemoved) and _is_here(event.medium, event.locality):
             self._remove(engine, rank, event)
@@ -246,14 +158,14 @@ class CacheIndex:
             engine.counts.ignored += 1
         return 0
 
-    def _stored(self, engine: _EngineCaches, rank: _RankCache, event: BlockStored, start: int) -> None:
+    def _stored(self, engine: _EngineCaches, rank: RankCache, event: BlockStored, start: int) -> None:
         """Take in a part of an event: the blocks from ``start`` on."""
         if not _is_here(event.medium, event.locality):
             engine.counts.ignored += not start
         elif not self._is_full(engine) and (group := self._group(engine, rank, event)) is not None:
             self._store(engine, group, event, start)
 
-    def _store(self, engine: _EngineCaches, group: _GroupBlocks, event: BlockStored, start: int) -> None:
+    def _store(self, engine: _EngineCaches, group: GroupBlocks, event: BlockStored, start: int) -> None:
         hashes = event.block_hashes[start : start + _STEP]
         added = -len(group.held)
         if not group.is_full:
@@ -267,7 +179,7 @@ class CacheIndex:
         self._blocks += added
 
     def _store_full(
-        self, engine: _EngineCaches, group: _GroupBlocks, event: BlockStored, start: int, hashes: list[BlockHash]
+        self, engine: _EngineCaches, group: GroupBlocks, event: BlockStored, start: int, hashes: list[BlockHash]
     ) -> None:
         size, extras, lora = event.block_size, event.extra_keys, event.lora_name
         before = event.block_hashes[start - 1] if start else event.parent_block_hash
@@ -276,7 +188,7 @@ class CacheIndex:
             engine.counts.unknown_parents += len(hashes)
             return
         tokens = packed(event.token_ids[start * size : (start + len(hashes)) * size])
-        held, step = group.held, size * ITEM
+        held, step, child_of = group.held, size * ITEM, group.child_of
         for place, block in enumerate(hashes):
             key = group.key_of.get(block)
             if key is None:
@@ -285,10 +197,12 @@ class CacheIndex:
                 key = group.key_of[block] = key_of(parent, tokens[place * step : (place + 1) * step], text)
             group.hash_of[key] = block  # of two with equal contents (an adapter was replaced) the newer one is hit
             held[block] = held.get(block, 0) + 1
+            if parent != ROOT:
+                child_of[parent] = key
             parent = key
         engine.counts.stored += len(hashes)
 
-    def _group(self, engine: _EngineCaches, rank: _RankCache, event: BlockStored) -> _GroupBlocks | None:
+    def _group(self, engine: _EngineCaches, rank: RankCache, event: BlockStored) -> GroupBlocks | None:
         """Return the group of an event; None: what is stored there says nothing, or cannot be understood."""
         kind, number, size = event.kv_cache_spec_kind, event.group_idx or 0, event.block_size
         if kind in _NO_PREFIX:
@@ -303,7 +217,7 @@ class CacheIndex:
             needed = 1 if kind == _STATE else max(1, -(-(window - 1) // size))
             if group is not None:
                 self._lose(engine, group)
-            group = rank.groups[number] = _GroupBlocks(size, is_full=is_full, needed=needed)
+            group = rank.groups[number] = GroupBlocks(size, is_full=is_full, needed=needed)
         is_odd = is_full and len(event.token_ids) != size * len(event.block_hashes)
         is_odd = is_odd or (event.extra_keys is not None and len(event.extra_keys) != len(event.block_hashes))
         if is_odd or size != group.size:
@@ -311,7 +225,7 @@ class CacheIndex:
             return None
         return group
 
-    def _remove(self, engine: _EngineCaches, rank: _RankCache, event: BlockRemoved) -> None:
+    def _remove(self, engine: _EngineCaches, rank: RankCache, event: BlockRemoved) -> None:
         group, gone = rank.groups.get(event.group_idx or 0), 0
         if group is not None:
             for block in event.block_hashes:
@@ -320,13 +234,13 @@ class CacheIndex:
         engine.blocks -= gone
         self._blocks -= gone
 
-    def _clear(self, engine: _EngineCaches, rank: _RankCache) -> None:
+    def _clear(self, engine: _EngineCaches, rank: RankCache) -> None:
         for group in rank.groups.values():  # what groups there are stays known: an engine's are always the same
             self._lose(engine, group)
             group.clear()
         engine.counts.cleared += 1
 
-    def _lose(self, engine: _EngineCaches, group: _GroupBlocks) -> None:
+    def _lose(self, engine: _EngineCaches, group: GroupBlocks) -> None:
         engine.blocks -= len(group.held)
         self._blocks -= len(group.held)
 
@@ -362,6 +276,28 @@ class CacheIndex:
             found = rank.cached(prompt, lora)
             least = found if least is None else min(least, found)
         return least
+
+    def beginning(
+        self, instance: InstanceId, prompt: TokenPrompt, count: int, lora: str | None
+    ) -> HeldBeginning | None:
+        """Return what an instance has of the first ``count`` ids of a prompt; None: it is not known.
+
+        They may be the beginning of a longer prompt. ``lora`` and several ranks are as in ``cached``.
+        """
+        of = self._of.get(instance)
+        if of is None:
+            return None
+        engine, number = of
+        ranks = engine.ranks
+        found: HeldBeginning | None = None
+        for rank in ranks.values() if number is None else [ranks[number]] if number in ranks else []:
+            if not rank.is_whole or rank.is_unclear:
+                return None
+            held = rank.beginning(prompt, count, lora)
+            if held is None:
+                return None
+            found = held if found is None else less_of(found, held)
+        return found
 
     def cached_tokens(self, prompt: TokenPrompt, lora: str | None = None) -> CachedTokens:
         """Return how many tokens of a prompt each rank of each engine has, of those that are known."""

@@ -28,7 +28,7 @@ from xpyd_proxy.core.routing.session_ids import SessionIds
 from xpyd_proxy.errors import NoInstance, NoMatchingInstance
 from xpyd_proxy.settings import Settings
 
-Terms: TypeAlias = Mapping[str, int | Mapping[InstanceId, int]]  # by name; what is cached, by engine
+Terms: TypeAlias = Mapping[str, int | Mapping[InstanceId, int] | Mapping[InstanceId, str]]  # by name; caches by engine
 _REQUEST: Final = RequestId("xpyd-explained")  # a real request has another id
 _TRANSFER: Final = TransferId("xfer-explained")  # and another one here
 
@@ -53,6 +53,10 @@ class KnownCaches(Protocol):
 
     def tokens_by_engine(self, ask: RoutingHints, /) -> Mapping[InstanceId, int]:
         """Return how many tokens of the prompt each engine has by its own events, of those that tell."""
+        ...
+
+    def sources_by_engine(self, ask: RoutingHints, /) -> Mapping[InstanceId, str]:
+        """Return how it is known what each engine has."""
         ...
 
 
@@ -105,10 +109,12 @@ class Explainer:
         """Return the numbers that decide whether the request is split."""
         least, ask = self.settings().min_split_new_bytes, ask_of_call(call)
         nothing: Mapping[InstanceId, int] = {}
+        unknown: Mapping[InstanceId, str] = {}
         return {
             "prompt_bytes": len(ask.prompt),
             "cached_bytes": nothing if self.caches is None else self.caches.by_engine(ask),
             "cached_tokens": nothing if self.caches is None else self.caches.tokens_by_engine(ask),
+            "cached_known_by": unknown if self.caches is None else self.caches.sources_by_engine(ask),
             "min_split_new_bytes": least,
         }
 

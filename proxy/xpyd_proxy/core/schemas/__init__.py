@@ -24,6 +24,19 @@ class PrefillAnswer(msgspec.Struct):
     usage: msgspec.Raw = NULL
 
 
+class PromptIdsChoice(msgspec.Struct):
+    """A choice of /v1/completions has the ids of its own prompt."""
+
+    prompt_token_ids: msgspec.Raw = NULL
+
+
+class PromptIdsAnswer(msgspec.Struct):
+    """The token ids of a prompt, where one of the two APIs that tell them has them."""
+
+    prompt_token_ids: msgspec.Raw = NULL
+    choices: tuple[PromptIdsChoice, ...] = ()
+
+
 class TransferNaming(msgspec.Struct):
     """How a prefill engine knows a request, and whether it pushes."""
 

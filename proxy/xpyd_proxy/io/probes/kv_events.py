@@ -12,6 +12,7 @@ from xpyd_proxy.core.counters import Counters
 from xpyd_proxy.core.fast_enum import FastStrEnum
 from xpyd_proxy.core.fleet.cache_index import CacheIndex
 from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.known_prompts import KnownPrompts
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.protocol.kv_event_stream import PATH, KvEventStream, read_batch
 from xpyd_proxy.errors import BadKvEvents
@@ -72,6 +73,7 @@ class KvEventFollower:
     pause_s: float = _PAUSE_S
     refused_s: float = _REFUSED_S
     silent_s: float = SILENT_S
+    known: KnownPrompts | None = None  # whose counts are shown with those of the index
     _followed: dict[InstanceId, _Following] = field(default_factory=dict[InstanceId, _Following])
 
     @asynccontextmanager
@@ -120,6 +122,10 @@ class KvEventFollower:
         for name, one in self._followed.items():
             self.counters.kv_event_connections[name, one.state] = 1
             self.counters.kv_index_blocks[(name,)] = self.index.blocks(name)
+        if self.known is not None:
+            self.counters.known_prompt_bytes[()] = self.known.bytes
+            for word, count in self.known.counts.items():
+                self.counters.known_prompts[(word,)] = count
 
     async def _follow(self, name: InstanceId, instance: Instance) -> None:
         """Connect again and again."""

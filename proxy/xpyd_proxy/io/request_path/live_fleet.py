@@ -1,27 +1,35 @@
 """The engines as the relay meets them: reads the clock, and asks and tells the cores."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from xpyd_proxy.core.address import Address
-from xpyd_proxy.core.fleet.cache_index import CacheIndex
 from xpyd_proxy.core.fleet.compatibility import MODES, EngineCapabilities
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.load import read_report
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
-from xpyd_proxy.core.model import ANY, Instance, InstanceId, RequestId, Role, RoutingHints, SingleEngineReason
+from xpyd_proxy.core.model import (
+    ANY,
+    GenerationRequest,
+    Instance,
+    RequestId,
+    Role,
+    RoutingHints,
+    SingleEngineReason,
+)
 from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.protocol.kv_transfer_check import cached_share
+from xpyd_proxy.core.protocol.prompt_ids import may_tell_ids
 from xpyd_proxy.core.request_record import RequestRecord
 from xpyd_proxy.core.routing.pairing import PairSelector
-from xpyd_proxy.core.routing.prompt_memory import PromptMemory
+from xpyd_proxy.io.request_path.caches import Caches
 from xpyd_proxy.io.request_path.deferred import DeferredCalls
+from xpyd_proxy.io.request_path.prompt_learner import PromptLearner
 
 _PREFILL: Final = Role.PREFILL
 _OURS: Final = "xpyd"  # an engine's metrics show which connector it has
 _FAR: Final = 0.5  # of what was expected in a cache: with less the engine has evicted it; blocks are whole ones
-_ON_ITS_WAY_S: Final = 5.0  # for so long a prompt that was sent counts before the engine's events tell of it
 _HALF_OPEN: Final = HealthState.HALF_OPEN  # looking a member up takes as long as a call
 
 
@@ -38,77 +46,6 @@ class Loads:
         return 0.0 if member is None else member.load.score(now=self._clock())
 
 
-class Caches:
-    """What engines have in their prefix caches, for policies and the relay."""
-
-    def __init__(
-        self,
-        memory: PromptMemory,
-        registry: Registry,
-        clock: Callable[[], float],
-        index: CacheIndex | None = None,
-    ) -> None:
-        self._memory = memory
-        self._index = index  # None: no engine is asked what it has
-        self._registry = registry
-        self._clock = clock  # seconds; the one of the fleet
-
-    def matched(self, instance: Instance, ask: RoutingHints, /, *, is_there: bool = False) -> int:
-        """Return how many bytes of the prompt an engine has; ``is_there``: what is on its way does not count."""
-        member = self._registry.get(instance.id)
-        if member is None:
-            return 0
-        since, now = member.life.cache_since, self._clock()
-        if self._index is not None:
-            told = self._told(instance, ask)
-            if told is not None:
-                if is_there:
-                    return told
-                since = max(since, now - _ON_ITS_WAY_S)
-                return max(told, self._memory.matched(instance.id, ask.blocks, since=since, now=now))
-        return self._memory.matched(instance.id, ask.blocks, since=since, now=now, is_there=is_there)
-
-    def tokens(self, instance: Instance, ask: RoutingHints) -> int | None:
-        """Return how many tokens of the prompt an engine has by its own events; None: it or they are not known."""
-        if self._index is None:
-            return None
-        prompt, adapters = ask.token_prompt, self._registry.facts(instance).adapters
-        if prompt is None or adapters is None:  # until its first probe
-            return None
-        return self._index.cached(instance.id, prompt, ask.model if ask.model in adapters else None)
-
-    def tokens_by_engine(self, ask: RoutingHints, /) -> Mapping[InstanceId, int]:
-        """Return the same by engine, of those of which it is known."""
-        known = [instance for role in Role for instance in self._registry.known(role)]
-        told = {one.id: self.tokens(one, ask) for one in known}
-        return {name: count for name, count in told.items() if count is not None}
-
-    def _told(self, instance: Instance, ask: RoutingHints) -> int | None:
-        """Return the same in bytes of the prompt."""
-        tokens, prompt = self.tokens(instance, ask), ask.token_prompt
-        return None if tokens is None or prompt is None else len(ask.prompt) * tokens // prompt.count
-
-    def by_engine(self, ask: RoutingHints, /) -> Mapping[InstanceId, int]:
-        """Return how many bytes of the prompt each engine has, of those that have some."""
-        known = [instance for role in Role for instance in self._registry.known(role)]
-        cached = {one.id: self.matched(one, ask, is_there=one.role is Role.DECODE) for one in known}
-        return {name: size for name, size in cached.items() if size}
-
-    def sent(self, instance: Instance, ask: RoutingHints, /) -> None:
-        """The request goes to an engine."""
-        if (member := self._registry.get(instance.id)) is not None:
-            self._memory.sent(instance.id, ask.blocks, since=member.life.cache_since, now=self._clock())
-
-    def answered(self, instance: Instance, ask: RoutingHints, answer: int) -> None:
-        """A decode engine has answered with so many bytes."""
-        if self._registry.get(instance.id) is not None:
-            self._memory.answered(instance.id, ask.blocks, answer, now=self._clock())
-
-    def forget(self, instance: Instance, ask: RoutingHints, share: float) -> None:
-        """An engine has no more than this share of the prompt."""
-        self._memory.forget(instance.id, ask.blocks, int(share * ask.blocks.size))
-
-
 class LiveFleet:
     """A Fleet, a Pairing, Slots and a Watcher. What it is told of engines that were removed is dropped."""
 
@@ -121,10 +58,12 @@ class LiveFleet:
         caches: Caches | None = None,
         *,
         remembers: bool = False,
+        learner: PromptLearner | None = None,
     ) -> None:
         self.registry = registry
         self.caches = caches  # None: no policy asks for them
         self.remembers = remembers  # the policy of decode engines asks for them
+        self.learner = learner  # None: nobody asks for the tokens of texts
         self._pairs = pairs
         self._learned = learned  # what prefill engines say in their answers
         self._clock = clock  # seconds; only differences count
@@ -197,6 +136,15 @@ class LiveFleet:
                 return False
         caches.answered(decode, ask, record.relayed)
         return True
+
+    def asks_for_ids(self, call: GenerationRequest, ask: RoutingHints) -> bool:
+        """Tell whether a prefill engine shall tell the tokens of a prompt."""
+        return self.learner is not None and may_tell_ids(call, ask)
+
+    def learn(self, ask: RoutingHints, answer: bytes) -> None:
+        """A prefill engine has answered that was asked for the tokens of the prompt."""
+        if self.learner is not None:
+            self.learner.learn(ask, answer)
 
     def rehearsal(self) -> PairSelector:
         """Return what would choose now, to be asked without consequences."""

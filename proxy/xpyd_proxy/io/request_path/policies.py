@@ -6,6 +6,7 @@ from typing import TypeAlias
 from xpyd_proxy.core.fleet.cache_index import CacheIndex
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.known_prompts import KnownPrompts
 from xpyd_proxy.core.model import Instance
 from xpyd_proxy.core.routing.pairing import PairPolicy, PairSelector, Policy, PolicyPerLeg
 from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
@@ -14,7 +15,9 @@ from xpyd_proxy.core.routing.policies.prefix import Prefix, PromptCaches
 from xpyd_proxy.core.routing.policies.round_robin import Rotation, RoundRobin
 from xpyd_proxy.core.routing.policies.session import Session
 from xpyd_proxy.core.routing.prompt_memory import PromptMemory
-from xpyd_proxy.io.request_path.live_fleet import Caches, LiveFleet, Loads
+from xpyd_proxy.io.request_path.caches import Caches
+from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
+from xpyd_proxy.io.request_path.prompt_learner import PromptLearner
 from xpyd_proxy.settings import PolicyName, Settings
 
 Dice: TypeAlias = Callable[[int], int]  # dice(n): 0 to n-1
@@ -42,22 +45,24 @@ def fleet_of(
     *,
     turn: int = 0,
     index: CacheIndex | None = None,
+    known: KnownPrompts | None = None,
 ) -> LiveFleet:
     """Return the engines under the policies of the settings.
 
     ``turn``: where policies begin, so that several workers do not all begin with the same engine; ``index``: what
-    engines tell of their caches.
+    engines tell of their caches; ``known``: the tokens of texts, to look them up there.
     """
     load, names = Loads(registry, clock).of, (settings.prefill_policy, settings.decode_policy)
     if set(names) == {PolicyName.ROUND_ROBIN}:
         # one for both legs together, or they would advance in step
         choice: PairPolicy = RoundRobin(Rotation(turn), Rotation(turn))
         return LiveFleet(registry, PairSelector(registry, choice), learned, clock)
-    caches = Caches(PromptMemory(settings.prefix_lifetime_s), registry, clock, index)
+    caches = Caches(PromptMemory(settings.prefix_lifetime_s), registry, clock, index, known)
+    learner = None if known is None else PromptLearner(known, clock)
     prefill, decode = (policies(turn, dice, caches)[name](load) for name in names)
     if settings.decode_policy is not PolicyName.PREFIX:
         pairs = PairSelector(registry, PolicyPerLeg(prefill, decode))
-        return LiveFleet(registry, pairs, learned, clock, caches)
+        return LiveFleet(registry, pairs, learned, clock, caches, learner=learner)
     prefix = Prefix(load, LeastLoaded(load, turn), caches)
     pairs = PairSelector(registry, PolicyPerLeg(prefill, prefix, decode_first=True), prefix.cached)
-    return LiveFleet(registry, pairs, learned, clock, caches, remembers=True)
+    return LiveFleet(registry, pairs, learned, clock, caches, remembers=True, learner=learner)

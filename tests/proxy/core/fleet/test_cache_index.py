@@ -215,6 +215,96 @@ def test_a_hit_ends_where_a_window_or_a_state_does(kind):
     assert cached(index, [*PROMPT, 9]) == 0
 
 
+def announced(group, kind, size=SIZE, window=None):
+    """What a rank's state begins with: the event of a group that stores nothing."""
+    nothing = {"block_hashes": [], "parent_block_hash": None, "token_ids": []}
+    return stored([], group=group, kind=kind, size=size) | nothing | {"kv_cache_spec_sliding_window": window}
+
+
+@pytest.mark.parametrize(("kind", "window"), [(WINDOW, 4), (STATE, None)])
+def test_a_group_that_is_announced_counts_before_its_first_block(kind, window):
+    """Or a hit would be too long until then."""
+    index = following()
+    send(index, CLEARED, announced(0, FULL), announced(1, kind, window=window))
+    send(index, stored(PROMPT))
+    assert (cached(index, [*PROMPT, 9]), len(index)) == (0, 4)
+    send(index, stored(PROMPT, group=1, kind=kind, kv_cache_spec_sliding_window=window))
+    assert cached(index, [*PROMPT, 9]) == 8
+    send(index, CLEARED)
+    send(index, stored(PROMPT))
+    assert cached(index, [*PROMPT, 9]) == 0  # it is still known
+
+
+def test_a_group_of_an_unknown_kind_is_known_when_it_is_announced():
+    """The router keeps to what it has sent from the beginning; groups that no prefix needs do not matter."""
+    index = following()
+    send(index, announced(0, FULL), announced(1, "encoder_only_attention"), stored(PROMPT))
+    assert cached(index, PROMPT) == 6
+    send(index, announced(2, "chunked_local_attention"))
+    assert cached(index, PROMPT) is None
+
+
+def test_an_announced_size_is_that_of_whole_blocks():
+    """Parts of them that are told of do not count, and nothing counts as stored."""
+    index = following()
+    send(index, announced(0, FULL, size=4), stored(PROMPT))
+    assert (cached(index, [*PROMPT, 9]), index.take_counts(D0).stored) == (0, 0)
+    send(index, stored(PROMPT, size=4))
+    assert cached(index, [*PROMPT, 9]) == 8
+
+
+def beginning(index, ids, count, name=D0):
+    held = index.beginning(name, TokenPrompt(ids), count, None)
+    return held and (held.tokens, held.beyond, held.is_whole)
+
+
+def test_of_a_known_beginning_whole_blocks_are_looked_up_and_those_behind_are_counted():
+    """What follows may be of this prompt: it is an upper bound."""
+    index = following()
+    assert beginning(index, PROMPT, 4) == (0, 0, False)
+    send(index, stored(PROMPT))
+
+    assert beginning(index, PROMPT, 1) is None  # less than a block says nothing
+    assert beginning(index, PROMPT, 5) == (4, 4, True)
+    assert beginning(index, PROMPT, 8) == (8, 0, True)
+    assert beginning(index, [1, 2, 9, 9, 9], 5) == (2, 0, False)
+    send(index, removed(names(PROMPT)[3]))
+    assert beginning(index, PROMPT, 5) == (4, 2, True)
+    send(index, removed(names(PROMPT)[1]))
+    assert beginning(index, PROMPT, 5) == (2, 0, False)
+    assert beginning(index, PROMPT, 5, D1) is None
+
+
+def test_the_beginning_for_an_adapter_is_that_of_its_blocks():
+    """And with a salt that of its salted ones."""
+    index = following()
+    send(index, stored(PROMPT, lora_name="fr", extra_keys=[("fr", "s"), ("fr",), ("fr",), ("fr",)]))
+    salted = TokenPrompt(PROMPT, "s")
+
+    assert index.beginning(D0, salted, 4, "fr").tokens == 4
+    assert index.beginning(D0, salted, 4, None).tokens == 0
+    assert index.beginning(D0, TokenPrompt(PROMPT), 4, "fr").tokens == 0
+
+
+def test_the_latest_of_several_continuations_counts():
+    """A client may ask the same again; the earlier answer is of no use."""
+    index = following()
+    send(index, stored(PROMPT), stored([*PROMPT[:4], 9, 9], start=2))
+
+    assert beginning(index, PROMPT, 4) == (4, 2, True)
+
+
+def test_ranks_and_groups_have_the_beginning_that_all_have():
+    """An instance of several ranks chooses among them itself; a window's blocks are needed behind the beginning."""
+    index = following(ranks=(0, 1))
+    send(index, stored(PROMPT), stored(PROMPT, group=1, kind=WINDOW, kv_cache_spec_sliding_window=4), rank=0)
+    assert beginning(index, PROMPT, 8) == (0, 0, False)
+    send(index, stored(PROMPT[:6]), rank=1)
+    assert beginning(index, PROMPT, 4) == (4, 2, True)
+    send(index, announced(2, "chunked_local_attention"), rank=1)
+    assert beginning(index, PROMPT, 4) is None
+
+
 def test_of_groups_of_an_unknown_kind_nothing_is_said():
     """The router keeps to what it has sent; groups that no prefix needs do not matter."""
     index = following()
@@ -330,6 +420,10 @@ class Engine(RuleBasedStateMachine):
             ids = [self.dice.randrange(2) for _ in range(13)]
             known = cached(self.index, ids)
             assert known is None or known <= self.hit(ids)
+            held = self.index.beginning(D0, TokenPrompt(ids), 8, None)
+            assert held is None or held.tokens <= self.hit(ids)
+            assert held is None or held.is_whole == (held.tokens == 8)
+            assert held is None or held.tokens + held.beyond <= max((len(one) for one in self.held), default=0)
 
     @invariant()
     def memory_is_bounded(self):

@@ -25,7 +25,8 @@ from xpyd_proxy.core.routing.policies.session import Session
 from xpyd_proxy.core.routing.prompt_memory import PromptMemory
 from xpyd_proxy.core.schemas import Coordinates, HealthVerdict, NamedMetrics
 from xpyd_proxy.errors import ProxyError
-from xpyd_proxy.io.request_path.live_fleet import Caches, LiveFleet, Loads
+from xpyd_proxy.io.request_path.caches import Caches
+from xpyd_proxy.io.request_path.live_fleet import LiveFleet, Loads
 from xpyd_proxy.settings import Settings
 
 LIMITS = Settings(

@@ -441,20 +441,27 @@ class Request:
             if record.single_reason is None:
                 record.single_reason = attempt.small_reason()
             pair = None if record.single_reason else self._pair(attempt.chances)
-            if pair is not None:
+            if pair is not None and pair[0] is not None:
                 return pair
-            alone = [encode(call.fields)]
+            attempt.body = alone = [encode(call.fields)]
+            if pair is not None:
+                record.single_reason = SingleEngineReason.NO_MATCH
+                return pair
         attempt.body = alone
         return None, attempt.one(of.fleet.usable(Role.DECODE))
 
-    def _pair(self, chances: RetryAttempts) -> tuple[Instance, Instance] | None:
-        """Choose two engines; None: there is no prefill engine, and a decode engine may do it alone."""
-        fleet, ask = self._of.fleet, self._planned.ask
+    def _pair(self, chances: RetryAttempts) -> tuple[Instance | None, Instance] | None:
+        """Choose two engines, or a decode engine whose turn it is alone.
+
+        None: there is no prefill engine, and any decode engine may do it alone.
+        """
+        fleet, ask, may_be_alone = self._of.fleet, self._planned.ask, self._settings.decode_only_fallback
         try:
             if not chances.avoided:
-                return fleet.any_pair(ask)
+                return fleet.any_pair(ask, may_be_alone=may_be_alone)
             decodes = chances.among(fleet.usable(Role.DECODE))
-            return fleet.pair(chances.among(fleet.usable(Role.PREFILL)), decodes, ask.once_more())
+            prefills = chances.among(fleet.usable(Role.PREFILL))
+            return fleet.pair(prefills, decodes, ask.once_more(), may_be_alone=may_be_alone)
         except NoMatchingInstance:
             if not self._settings.decode_only_fallback:
                 raise

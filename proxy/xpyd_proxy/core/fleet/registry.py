@@ -1,5 +1,6 @@
 """Which engines exist, and what is known of each: one record, which dies in one line."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -14,7 +15,6 @@ from xpyd_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
 from xpyd_proxy.settings import Settings
 
 _SURE: Final = 2  # readings in a row: vLLM's numbers are those of its step before
-_RESTLESS: Final = frozenset({HealthState.EJECTED, HealthState.HALF_OPEN})
 
 
 @dataclass(slots=True)
@@ -185,9 +185,9 @@ class Registry:
         raise NoInstance(f"no {role} instance can take a request: {', '.join(states)}")
 
     @property
-    def is_calm(self) -> bool:
-        """Tell whether no engine changes by the mere passing of time, or by being chosen: none rests or is tried."""
-        return not any(member.life.state in _RESTLESS for member in self._members.values())
+    def calm_until(self) -> float:
+        """When the passing of time, or a choice, may change which engines serve; infinity: only an event does."""
+        return min([member.life.calm_until for member in self._members.values()], default=math.inf)
 
     def fitting(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
         """List those decode engines that can read the blocks of a prefill engine; what is not known fits everything."""

@@ -165,7 +165,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     prober = Prober(registry, checks, settings, time.monotonic, random.random, give_up=engines.give_up)
     inflow, followers = InflowWatch(registry, checks.metrics, telemetry), _followers(registry, checks, index, telemetry)
     discovery = _discovery(crew.stored(settings), registry, time.monotonic, crew.tell)
-    status = Status(telemetry, registry, time.monotonic)
+    status = Status(telemetry, registry, time.monotonic, lambda: requests.settings.decode_only_fallback)
 
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
         looking = discovery.running(), prober.running(), inflow.running(), *[each.running() for each in followers]

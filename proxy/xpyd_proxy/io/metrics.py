@@ -16,6 +16,7 @@ from xpyd_proxy.core.counters import Counters, Histogram, Key
 from xpyd_proxy.core.discovery.reconcile import Freshness
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.routing.fleet_groups import unpaired
 from xpyd_proxy.core.workers.reports import Whole, together
 from xpyd_proxy.io.request_path.telemetry import Telemetry
 
@@ -149,7 +150,11 @@ class _Collector:
             legs.add_metric(names, sum(one.legs.get(member.instance.id, 0) for one in self._whole.all))
             for word in HealthState:
                 state.add_metric((*names, word), word is member.life.state)
-        yield from (state, legs)
+        text = "Engines that may serve, and fit no engine of the other role though there are some."
+        alone = GaugeMetricFamily("xpyd_unpaired_instances", text, labels=("role",))
+        for role, count in unpaired(self._engines).items():
+            alone.add_metric((role,), count)
+        yield from (state, legs, alone)
 
     def _queue(self) -> Iterator[_Family]:
         workers, refused = self._whole.all, Counter[Key]()

@@ -445,7 +445,7 @@ class Request:
                 return pair
             attempt.body = alone = [encode(call.fields)]
             if pair is not None:
-                record.single_reason = SingleEngineReason.NO_MATCH
+                record.single_reason = SingleEngineReason.FEW_MATCH
                 return pair
         attempt.body = alone
         return None, attempt.one(of.fleet.usable(Role.DECODE))

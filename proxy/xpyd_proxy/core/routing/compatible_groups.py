@@ -14,6 +14,7 @@ from xpyd_proxy.core.model import Instance
 
 Facts: TypeAlias = Callable[[Instance], EngineCapabilities]
 _MOST_GROUPS: Final = 64  # of engines that all fit each other; those beyond share one, in which each pair is looked at
+NO_PREFILL: Final = "no prefill engine fits"  # the name of a group
 _UNKNOWN: Final = "unknown facts"
 
 
@@ -52,7 +53,7 @@ class Grouping:
 
 
 @dataclass(slots=True)
-class _Kind:
+class _EngineKind:
     """Engines of one role with equal facts."""
 
     facts: EngineCapabilities  # of the first of them
@@ -64,14 +65,14 @@ def group_engines(prefill: Sequence[Instance], decode: Sequence[Instance], facts
     decodes = _decode_kinds(decode, facts)
     prefills = _prefill_kinds(prefill, facts, [kind.facts.incompatible for kind in decodes])
     comparisons = len(decodes) * len(prefills)
-    partners = dict[tuple[int, ...], list[_Kind]]()  # kinds of decode engines by the kinds of prefill engines they fit
+    partners = dict[tuple[int, ...], list[_EngineKind]]()  # kinds of decode engines by the kinds of prefill engines they fit
     for kind in decodes:
         fitting = tuple([i for i, other in enumerate(prefills) if fit(other.facts, kind.facts)])
         partners.setdefault(fitting, []).append(kind)
     counts = _counts(partners, prefills)
     groups = [
         CompatibleGroup(
-            min([_words(kind.facts) for kind in kinds]),
+            min([_words(kind.facts) for kind in kinds]) if fitting else NO_PREFILL,
             _joined([prefills[i] for i in fitting], prefill),
             _joined(kinds, decode),
             counts[fitting],
@@ -83,39 +84,39 @@ def group_engines(prefill: Sequence[Instance], decode: Sequence[Instance], facts
     return Grouping(_named_apart(_bounded(groups)), unpaired, comparisons)
 
 
-def _decode_kinds(decode: Sequence[Instance], facts: Facts) -> Sequence[_Kind]:
-    kinds = dict[tuple[Compared, frozenset[str] | None], _Kind]()
+def _decode_kinds(decode: Sequence[Instance], facts: Facts) -> Sequence[_EngineKind]:
+    kinds = dict[tuple[Compared, frozenset[str] | None], _EngineKind]()
     for instance in decode:
         known = facts(instance)
         key = compared(known), known.incompatible or None
         kind = kinds.get(key)
         if kind is None:
-            kind = kinds[key] = _Kind(known)
+            kind = kinds[key] = _EngineKind(known)
         kind.engines.append(instance)
     return list(kinds.values())
 
 
 def _prefill_kinds(
     prefill: Sequence[Instance], facts: Facts, refused: Sequence[frozenset[str] | None]
-) -> Sequence[_Kind]:
+) -> Sequence[_EngineKind]:
     """Tell prefill engines apart by their facts, and by which kinds of decode engines have refused them."""
     refusing = dict[str, list[int]]()
     for number, names in enumerate(refused):
         for name in names or ():
             refusing.setdefault(name, []).append(number)
-    kinds = dict[tuple[Compared, tuple[int, ...]], _Kind]()
+    kinds = dict[tuple[Compared, tuple[int, ...]], _EngineKind]()
     for instance in prefill:
         known = facts(instance)
         by = refusing.get(known.engine_id, ()) if refusing and known.engine_id is not None else ()
         key = compared(known), tuple(by)
         kind = kinds.get(key)
         if kind is None:
-            kind = kinds[key] = _Kind(known)
+            kind = kinds[key] = _EngineKind(known)
         kind.engines.append(instance)
     return list(kinds.values())
 
 
-def _counts(partners: dict[tuple[int, ...], list[_Kind]], prefills: Sequence[_Kind]) -> dict[tuple[int, ...], float]:
+def _counts(partners: dict[tuple[int, ...], list[_EngineKind]], prefills: Sequence[_EngineKind]) -> dict[tuple[int, ...], float]:
     """Divide each kind of prefill engines among the groups that it fits, in proportion to their decode engines."""
     sizes = {fitting: sum([len(kind.engines) for kind in kinds]) for fitting, kinds in partners.items()}
     wanted = [0] * len(prefills)
@@ -150,7 +151,7 @@ def _named_apart(groups: Sequence[CompatibleGroup]) -> Sequence[CompatibleGroup]
     return found
 
 
-def _joined(kinds: Sequence[_Kind], everyone: Sequence[Instance]) -> Sequence[Instance]:
+def _joined(kinds: Sequence[_EngineKind], everyone: Sequence[Instance]) -> Sequence[Instance]:
     """List the engines of some kinds, in the order of all of their role."""
     if len(kinds) == 1:
         return kinds[0].engines

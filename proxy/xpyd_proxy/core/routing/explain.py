@@ -85,8 +85,7 @@ class Explainer:
                 prefill, chosen = pairing.pair(self.usable(Role.PREFILL), decode, ask, may_be_alone=may_be_alone)
                 if prefill is not None:
                     return self._split(call, prefill, chosen)
-                why = f"{SingleEngineReason.NO_MATCH} (too few engines of the other role fit this one)"
-                return Explanation(f"single: {why}", None, chosen, None, encode(call.fields))
+                return Explanation(f"single: {SingleEngineReason.FEW_MATCH}", None, chosen, None, encode(call.fields))
             except NoMatchingInstance as exc:
                 if not settings.decode_only_fallback:
                     raise

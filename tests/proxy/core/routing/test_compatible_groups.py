@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, fit
 from xpyd_proxy.core.model import Instance, InstanceId, Role
-from xpyd_proxy.core.routing.compatible_groups import group_engines
+from xpyd_proxy.core.routing.compatible_groups import NO_PREFILL, group_engines
 from xpyd_proxy.core.routing.group_weights import BOUND, GroupTurns, shares_of
 
 
@@ -110,7 +110,7 @@ def test_revisions_get_the_lesser_of_their_shares():
 
 def test_decode_engines_without_partners_serve_alone():
     """4P/16D, after the prefill engines: all four are new, and so are four of the decode engines."""
-    assert shares({"b": 4}, {"a": 12, "b": 4}) == ({"b": 0.25 * BOUND}, {"a": 1 - 0.25 * BOUND})
+    assert shares({"b": 4}, {"a": 12, "b": 4}) == ({"b": 0.25 * BOUND}, {NO_PREFILL: 1 - 0.25 * BOUND})
 
 
 def test_what_few_prefill_engines_cannot_take_is_served_alone():

@@ -176,6 +176,11 @@ class EngineHealth:
         return self.state is _EJECTED or (self.state is _STARTING and self._missed > 0)
 
     @property
+    def misses(self) -> int:
+        """How many probes it has missed in a row."""
+        return self._missed
+
+    @property
     def calm_until(self) -> float:
         """When the passing of time, or a choice, may change whether it serves; infinity: only an event does."""
         if self.state is _HALF_OPEN:

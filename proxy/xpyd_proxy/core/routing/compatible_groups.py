@@ -65,7 +65,9 @@ def group_engines(prefill: Sequence[Instance], decode: Sequence[Instance], facts
     decodes = _decode_kinds(decode, facts)
     prefills = _prefill_kinds(prefill, facts, [kind.facts.incompatible for kind in decodes])
     comparisons = len(decodes) * len(prefills)
-    partners = dict[tuple[int, ...], list[_EngineKind]]()  # kinds of decode engines by the kinds of prefill engines they fit
+    partners = dict[
+        tuple[int, ...], list[_EngineKind]
+    ]()  # kinds of decode engines by the kinds of prefill engines they fit
     for kind in decodes:
         fitting = tuple([i for i, other in enumerate(prefills) if fit(other.facts, kind.facts)])
         partners.setdefault(fitting, []).append(kind)
@@ -116,7 +118,9 @@ def _prefill_kinds(
     return list(kinds.values())
 
 
-def _counts(partners: dict[tuple[int, ...], list[_EngineKind]], prefills: Sequence[_EngineKind]) -> dict[tuple[int, ...], float]:
+def _counts(
+    partners: dict[tuple[int, ...], list[_EngineKind]], prefills: Sequence[_EngineKind]
+) -> dict[tuple[int, ...], float]:
     """Divide each kind of prefill engines among the groups that it fits, in proportion to their decode engines."""
     sizes = {fitting: sum([len(kind.engines) for kind in kinds]) for fitting, kinds in partners.items()}
     wanted = [0] * len(prefills)

@@ -191,7 +191,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
             crew.everybody(telemetry, queue, status.part),
             Onlookers() if settings.public_metrics else onlookers,
         ),
-        probe_routes(fleet, discovery, lifetime, lambda: requests.settings),
+        probe_routes(fleet, discovery, lifetime),
         admin_routes(fleet, models, discovery, guard=guard, keyring=keyring, access=access),
         instance_routes(InstanceAdmin(registry, explainer, time.monotonic, discovery, crew.is_drained), access),
         model_routes(models, keys),

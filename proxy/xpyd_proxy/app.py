@@ -282,7 +282,9 @@ def _discovery(
         api = Kubernetes(Cluster.around(settings.kubernetes_namespace))
         selector = {"labelSelector": settings.kubernetes_selector or ""}
         what = Collection(f"/api/v1/namespaces/{api.namespace}/pods", selector)
-        feeds.append(Reflector(api, what, read_pod, Pods(reconciler), clock=clock, chance=random.random).running)
+        seen = Pods(reconciler)
+        watch = Reflector(api, what, read_pod, seen, clock=clock, chance=random.random, changed=seen.changed)
+        feeds.append(watch.running)
     return Discovery(registry, reconciler, store, feeds, tell)
 
 

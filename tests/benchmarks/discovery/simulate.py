@@ -258,13 +258,15 @@ def role_of(number):
 async def following(api, registry):
     """Run the reflector and the reconciler over it."""
     reconciler = Reconciler(registry, [EngineSource.PODS], time.monotonic)
+    pods = Pods(reconciler)
     reflector = Reflector(
         api,
         Collection("/api/v1/namespaces/llm/pods"),
         read_pod,
-        Pods(reconciler),
+        pods,
         clock=time.monotonic,
         chance=lambda: 0.5,
+        changed=pods.changed,
     )
     async with reflector.running():
         yield reconciler

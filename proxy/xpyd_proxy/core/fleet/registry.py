@@ -1,7 +1,7 @@
 """Which engines exist, and what is known of each: one record, which dies in one line."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -9,7 +9,7 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, fit
 from xpyd_proxy.core.fleet.health import ChangeCount, EngineHealth, HealthState
 from xpyd_proxy.core.fleet.load import Load
-from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Origin, Target
+from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Key, Origin, Target
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
 from xpyd_proxy.settings import Settings
@@ -165,6 +165,16 @@ class Registry:
     def members(self) -> Sequence[Member]:
         """List all engines, in the order they were added."""
         return tuple(self._members.values())
+
+    def members_at(self, places: Iterable[Key]) -> Sequence[Member]:
+        """List the engines of some places, also those that retire."""
+        wanted = [(key, Address.parse(key.authority)) for key in places]
+        return [
+            self._members[name]
+            for key, address in wanted
+            for name in sorted(self._at.get((key.role, address.host, address.port), ()))
+            if self._members[name].instance.address.authority == key.authority
+        ]
 
     def known(self, role: Role, /) -> Sequence[Instance]:
         """List the engines of a role, also those that must not get a request now, in the order they were added."""

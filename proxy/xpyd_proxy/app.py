@@ -59,6 +59,7 @@ from xpyd_proxy.io.probes.checks import HttpChecks
 from xpyd_proxy.io.probes.kv_events import KvEventFollower
 from xpyd_proxy.io.probes.kv_inflow import InflowWatch
 from xpyd_proxy.io.probes.prober import Prober
+from xpyd_proxy.io.reloads import FileReloads
 from xpyd_proxy.io.request_path.ids import new_id, new_transfer
 from xpyd_proxy.io.request_path.policies import fleet_of
 from xpyd_proxy.io.request_path.telemetry import Telemetry
@@ -166,10 +167,11 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     inflow, followers = InflowWatch(registry, checks.metrics, telemetry), _followers(registry, checks, index, telemetry)
     discovery = _discovery(crew.stored(settings), registry, time.monotonic, crew.tell)
     status = Status(telemetry, registry, time.monotonic, lambda: requests.settings.decode_only_fallback)
+    reloads = FileReloads(lambda: requests.settings, server_tls(settings), tls, keyring, outbound, telemetry.counters)
 
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
         looking = discovery.running(), prober.running(), inflow.running(), *[each.running() for each in followers]
-        return examiner, engines, releaser, checks, *looking, *crew.running(), requests
+        return examiner, engines, releaser, checks, *looking, reloads.running(), *crew.running(), requests
 
     explainer = Explainer(
         fleet.rehearsal,
@@ -181,8 +183,10 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         fleet.caches,
     )
     access = OperatorAccess(settings.admin_key, Audit(telemetry.admin_action, time.monotonic), settings.max_body_bytes)
-    keys = CLIENT_KEYS if keyring.keys is not None else ()
-    browsers = require_any_key(settings.admin_key, keyring, by_browsers=True)
+    keys, browsers = (
+        CLIENT_KEYS if keyring.keys is not None else (),
+        require_any_key(settings.admin_key, keyring, by_browsers=True),
+    )
     onlookers = Onlookers(require_any_key(settings.admin_key, keyring), browsers, keys)
     routes = (
         page_routes(
@@ -210,7 +214,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     app.router.routes.extend(endpoint_routes(Endpoints(requests), keys=keys))
     app.include_router(document_routes(app, settings.admin_key, browsers))
     live = Live(registry, requests, gate, keyring, outbound, time.monotonic)
-    return Router(app, requests, lifetime, live, telemetry, server_tls(settings))
+    return Router(app, requests, lifetime, live, telemetry, reloads.server_tls)
 
 
 def _followers(

@@ -92,6 +92,8 @@ class _Collector:
         yield _counter("xpyd_client_write_timeouts", text, (), seen.write_timeouts)
         text = "What was asked of the admin API, and what became of it."
         yield _counter("xpyd_admin_actions", text, ("action", "outcome"), seen.admin)
+        text = "Files of certificates or keys that changed and were read again, by result; failed: the old ones stay."
+        yield _counter("xpyd_file_reloads", text, ("result",), seen.file_reloads)
         text = "Connections of clients that were closed before their request was served, by reason."
         yield _counter("xpyd_connections_refused", text, ("reason",), seen.connections_refused)
         text = "Legs that failed and were sent again, by the role of the engine and the reason."

@@ -261,7 +261,18 @@ def exposition(count):
     def scrape():
         return metrics.exposition("text/plain", Whole(report_of(telemetry, queue), (), 1))
 
-    return {"ms": micros(scrape, 0.1, 3) / 1000, "bytes": len(scrape()[0])}
+    def longest():
+        pieces, _ = metrics.pieces("text/plain", Whole(report_of(telemetry, queue), (), 1))
+        seen = []
+        while True:
+            before = time.thread_time()
+            if next(pieces, None) is None:
+                return max(seen) * 1000
+            seen.append(time.thread_time() - before)
+
+    whole = {"ms": micros(scrape, 0.1, 3) / 1000, "bytes": len(scrape()[0])}
+    settle()
+    return whole | {"piece_ms": min(longest() for _ in range(3))}
 
 
 class Api:

@@ -60,6 +60,7 @@ from xpyd_proxy.io.probes.checks import HttpChecks
 from xpyd_proxy.io.probes.kv_events import KvEventFollower
 from xpyd_proxy.io.probes.kv_inflow import InflowWatch
 from xpyd_proxy.io.probes.prober import Prober
+from xpyd_proxy.io.reloads import FileReloads
 from xpyd_proxy.io.request_path.ids import new_id, new_transfer
 from xpyd_proxy.io.request_path.policies import fleet_of
 from xpyd_proxy.io.request_path.telemetry import Telemetry
@@ -171,11 +172,12 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         _followers(registry, checks, index, known, telemetry),
     )
     discovery = _discovery(crew.stored(settings), registry, time.monotonic, crew.tell)
-    status = Status(telemetry, registry, time.monotonic)
+    status = Status(telemetry, registry, time.monotonic, lambda: requests.settings.decode_only_fallback)
+    reloads = FileReloads(lambda: requests.settings, server_tls(settings), tls, keyring, outbound, telemetry.counters)
 
     def running() -> Sequence[AbstractAsyncContextManager[object]]:
         looking = discovery.running(), prober.running(), inflow.running(), *[each.running() for each in followers]
-        return examiner, engines, releaser, checks, *looking, *crew.running(), requests
+        return examiner, engines, releaser, checks, *looking, reloads.running(), *crew.running(), requests
 
     explainer = Explainer(
         fleet.rehearsal,
@@ -187,8 +189,10 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         fleet.caches,
     )
     access = OperatorAccess(settings.admin_key, Audit(telemetry.admin_action, time.monotonic), settings.max_body_bytes)
-    keys = CLIENT_KEYS if keyring.keys is not None else ()
-    browsers = require_any_key(settings.admin_key, keyring, by_browsers=True)
+    keys, browsers = (
+        CLIENT_KEYS if keyring.keys is not None else (),
+        require_any_key(settings.admin_key, keyring, by_browsers=True),
+    )
     onlookers = Onlookers(require_any_key(settings.admin_key, keyring), browsers, keys)
     routes = (
         page_routes(
@@ -197,7 +201,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
             crew.everybody(telemetry, queue, status.part),
             Onlookers() if settings.public_metrics else onlookers,
         ),
-        probe_routes(fleet, discovery, lifetime, lambda: requests.settings),
+        probe_routes(fleet, discovery, lifetime),
         admin_routes(fleet, models, discovery, guard=guard, keyring=keyring, access=access),
         instance_routes(InstanceAdmin(registry, explainer, time.monotonic, discovery, crew.is_drained), access),
         model_routes(models, keys),
@@ -216,7 +220,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
     app.router.routes.extend(endpoint_routes(Endpoints(requests), keys=keys))
     app.include_router(document_routes(app, settings.admin_key, browsers))
     live = Live(registry, requests, gate, keyring, outbound, time.monotonic)
-    return Router(app, requests, lifetime, live, telemetry, server_tls(settings))
+    return Router(app, requests, lifetime, live, telemetry, reloads.server_tls)
 
 
 def _cache_knowledge(settings: Settings) -> tuple[CacheIndex | None, KnownPrompts | None]:
@@ -299,7 +303,9 @@ def _discovery(
         api = Kubernetes(Cluster.around(settings.kubernetes_namespace))
         selector = {"labelSelector": settings.kubernetes_selector or ""}
         what = Collection(f"/api/v1/namespaces/{api.namespace}/pods", selector)
-        feeds.append(Reflector(api, what, read_pod, Pods(reconciler), clock=clock, chance=random.random).running)
+        seen = Pods(reconciler)
+        watch = Reflector(api, what, read_pod, seen, clock=clock, chance=random.random, changed=seen.changed)
+        feeds.append(watch.running)
     return Discovery(registry, reconciler, store, feeds, tell)
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Final, cast, get_args
 from urllib.parse import urlsplit
 
+from xpyd_proxy.core.discovery.store_url import split_prefix
 from xpyd_proxy.core.fleet.target import Target
 from xpyd_proxy.core.http.address_allowlist import AllowList
 from xpyd_proxy.errors import AddressError, ConfigError
@@ -191,6 +192,8 @@ def _store(text: str) -> str | None:
     kind, _, where = text.partition(":")
     if urlsplit(text).password is not None:
         raise ValueError("a store's URL is shown by ps: put its password into the environment as XPYD_REDIS_PASSWORD")
+    if kind in ("redis", "rediss", "unix"):
+        split_prefix(text)  # raises ValueError
     return text if text == "memory" or (where and kind in ("file", "kubernetes", "redis", "rediss", "unix")) else None
 
 

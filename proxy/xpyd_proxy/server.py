@@ -22,7 +22,7 @@ from xpyd_proxy.app import Router
 from xpyd_proxy.core.admission.lifetime import Step
 from xpyd_proxy.errors import AddressError, ConfigError
 from xpyd_proxy.io.background import meanwhile
-from xpyd_proxy.io.files import renew_chain
+from xpyd_proxy.io.files import renew_server_tls
 from xpyd_proxy.io.workers.context import END, HURRY, READY, WorkerContext, heard
 from xpyd_proxy.io.workers.listening import bound
 from xpyd_proxy.options import needs_restart
@@ -230,7 +230,7 @@ class _Process:
             new = replace(read, **{name: getattr(old, name) for name in fixed})
             change = self._live.prepared(old, new)
             if self._tls is not None:
-                renew_chain(self._tls, old)
+                renew_server_tls(self._tls, old)
         except (ConfigError, AddressError) as exc:
             logger.warning("the settings stay as they were: %s", exc)
             return

@@ -131,6 +131,7 @@ def test_a_router_without_kubernetes_rights_has_none():
 
     assert kind(objects, "Role", "RoleBinding") == []
     assert CHECKS["rbac"](objects) == CHECKS["router_args"](objects) == []
+    assert "redis://redis:6379/0?prefix=ns/r" in templates(router(objects))[0]["spec"]["containers"][0]["args"]
     assert templates(router(objects))[0]["spec"]["automountServiceAccountToken"] is False
     assert not [o for o in kind(objects, "ConfigMap") if o["metadata"]["name"].endswith("-instances")]
 

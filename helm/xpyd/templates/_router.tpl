@@ -28,7 +28,7 @@
 {{- if eq $v.store.type "kubernetes" }}
 - kubernetes:{{ include "xpyd.fullname" . }}-instances
 {{- else if eq $v.store.type "redis" }}
-- {{ $v.store.redisUrl | quote }}
+- {{ printf "%s%sprefix=%s" $v.store.redisUrl (ternary "&" "?" (contains "?" $v.store.redisUrl)) ($v.store.prefix | default (printf "%s/%s" .Release.Namespace .Release.Name)) | quote }}
 {{- else }}
 - memory
 {{- end }}

@@ -1,5 +1,6 @@
 """What people and machines look at: the status page, the numbers behind it, and the metrics. Ids, never addresses."""
 
+import asyncio
 import base64
 import hashlib
 import re
@@ -63,8 +64,12 @@ def page_routes(
     @router.get("/metrics", dependencies=[Depends(onlookers.scrapers)], response_class=PlainTextResponse)
     async def exposition(request: Request) -> Response:
         """Give the metrics, for Prometheus."""
-        body, content_type = metrics.exposition(request.headers.get("accept", ""), await everybody())
-        return Response(body, headers={"content-type": content_type})
+        pieces, content_type = metrics.pieces(request.headers.get("accept", ""), await everybody())
+        body = bytearray()
+        for piece in pieces:
+            body += piece
+            await asyncio.sleep(0)  # requests go on meanwhile
+        return Response(bytes(body), headers={"content-type": content_type})
 
     return router
 

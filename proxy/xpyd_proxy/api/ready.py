@@ -1,7 +1,5 @@
 """Routes for probes: whether the router has engines, and whether requests should be sent here."""
 
-from collections.abc import Callable
-
 from fastapi import APIRouter
 
 from xpyd_proxy.api.schemas import ErrorResponse, Health
@@ -10,16 +8,14 @@ from xpyd_proxy.core.model import Role
 from xpyd_proxy.errors import ClosingDown, NoInstance
 from xpyd_proxy.io.discovery.reconciler import Discovery
 from xpyd_proxy.io.request_path.live_fleet import LiveFleet
-from xpyd_proxy.settings import Settings
 
 
-def probe_routes(
-    fleet: LiveFleet, discovery: Discovery, lifetime: Lifetime, settings: Callable[[], Settings]
-) -> APIRouter:
+def probe_routes(fleet: LiveFleet, discovery: Discovery, lifetime: Lifetime) -> APIRouter:
     """Build GET /health, and GET /ready for the load balancer in front of the router.
 
-    /ready is 200 when every source of engines was heard and there is an engine of each role that is needed by
-    the settings of now, else 503; and 503 from SIGTERM on.
+    /ready is 200 from when every source of engines was heard until SIGTERM, else 503. It does not depend on engines:
+    all routers lose those at once, and with the routers out of their Service clients would get refused connections
+    in place of a 503 that says why.
     """
     router = APIRouter(tags=["probes"])
 
@@ -32,13 +28,11 @@ def probe_routes(
 
     @router.get("/ready", responses={503: {"model": ErrorResponse, "description": "Send requests elsewhere"}})
     async def ready() -> Health:
-        """Tell whether requests should be sent here."""
+        """Tell whether requests should be sent here: it knows its engines, and is not about to end."""
         if lifetime.stage is not Stage.SERVING:
             raise ClosingDown("the router is about to end", retry_after_s=1)
         if missing := discovery.missing:
             raise NoInstance(f"the router has not heard yet which instances there are: {', '.join(missing)} is silent")
-        for role in (Role.DECODE,) if settings().decode_only_fallback else Role:
-            fleet.usable(role)
         return Health(status="ready")
 
     return router

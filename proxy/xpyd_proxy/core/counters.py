@@ -90,6 +90,8 @@ class Counters:
     cache_misses: Counter[Key] = field(default_factory=Counter)  # decode instance
     mismatches: Counter[Key] = field(default_factory=Counter)  # prefill instance, decode instance
     admin: Counter[Key] = field(default_factory=Counter)  # action, outcome
+    # by result, of files that have changed
+    file_reloads: Counter[Key] = field(default_factory=lambda: Counter[Key]({("ok",): 0, ("failed",): 0}))
     unreachable_hosts: Counter[Key] = field(default_factory=Counter)  # prefill engine: replaced in its answers
     write_timeouts: Counter[Key] = field(default_factory=lambda: Counter[Key]({(): 0}))  # connections of clients
     kv_events: Counter[Key] = field(default_factory=Counter)  # instance, what was told of its cache

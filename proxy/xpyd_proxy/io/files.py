@@ -55,11 +55,25 @@ def server_tls(settings: Settings) -> ssl.SSLContext | None:
     return context
 
 
-def renew_chain(context: ssl.SSLContext, settings: Settings) -> None:
-    """Serve new connections with what now stands in the same files; raises ConfigError and then changes nothing."""
+def renew_server_tls(context: ssl.SSLContext, settings: Settings) -> None:
+    """Serve new connections with what now stands in the same files; raises ConfigError and then changes nothing.
+
+    Authorities of clients that are new are trusted; those that were taken out, until the router is started again.
+    """
     if settings.tls_cert is not None and settings.tls_key is not None:
         server_tls(settings)  # a trial, on another context
         load_chain(context, settings.tls_cert, settings.tls_key)
+        if settings.tls_client_ca is not None:
+            _load_authorities(context, settings.tls_client_ca)
+
+
+def renew_engine_tls(context: ssl.SSLContext, settings: Settings) -> None:
+    """Open new connections to engines with what now stands in the same files; the rest as ``renew_server_tls``."""
+    engine_tls(settings)  # a trial, on another context
+    if settings.engine_ca is not None:
+        _load_authorities(context, settings.engine_ca)
+    if settings.engine_cert is not None and settings.engine_key is not None:
+        load_chain(context, settings.engine_cert, settings.engine_key)
 
 
 def engine_tls(settings: Settings) -> ssl.SSLContext:

@@ -7,6 +7,7 @@ from typing import Final
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import InstanceId
 from xpyd_proxy.core.recent_stats import SPAN_S
+from xpyd_proxy.core.routing.fleet_groups import EngineGroup, fleet_groups
 from xpyd_proxy.core.schemas import Bin
 from xpyd_proxy.core.workers.reports import Part, Whole, bin_of
 from xpyd_proxy.io.request_path.telemetry import Telemetry
@@ -83,6 +84,7 @@ class Snapshot:
     last_minute: Minute
     series: Series
     instances: list[Engine]
+    groups: Sequence[EngineGroup]  # of engines that fit each other; empty: all of them do
     queue: QueueStatus
     failures: list[Failed]
     worker: int  # which process has answered; the numbers are those of all
@@ -92,10 +94,17 @@ class Snapshot:
 class Status:
     """Puts the numbers together when somebody asks for them."""
 
-    def __init__(self, telemetry: Telemetry, engines: Registry, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        engines: Registry,
+        clock: Callable[[], float],
+        may_be_alone: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._telemetry = telemetry
         self._engines = engines
         self._clock = clock  # the one of ``telemetry``
+        self._may_be_alone = may_be_alone  # decode engines may serve alone, by the settings of now
         self._start = clock()
 
     def part(self) -> Part:
@@ -125,6 +134,7 @@ class Status:
             last_minute=Minute(requests.count / _MINUTE_S, requests.failed, ttft.mean, gaps.mean),
             series=_series(parts),
             instances=[_engine(member, parts, in_flight) for member in self._engines.members()],
+            groups=fleet_groups(self._engines, may_be_alone=self._may_be_alone()),
             queue=QueueStatus(
                 sum(one.waiting for one in workers),
                 sum(one.admitted for one in workers),

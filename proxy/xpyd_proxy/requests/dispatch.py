@@ -138,20 +138,27 @@ class Dispatch:
                 reason = None
             record.single_reason = attempt.small_reason() if reason is None else reason
             pair = self._choose_pair(attempt.chances) if record.single_reason is None else None
-            if pair is not None:
+            if pair is not None and pair[0] is not None:
                 return pair
-            single_body = [encode(call.fields)]
+            attempt.body = single_body = [encode(call.fields)]
+            if pair is not None:
+                record.single_reason = SingleEngineReason.FEW_MATCH
+                return pair
         attempt.body = single_body
         return None, attempt.one(fleet.usable(_DECODE))
 
-    def _choose_pair(self, retries: RetryAttempts) -> tuple[Instance, Instance] | None:
-        """Choose two engines; None: there is no prefill engine, and a decode engine may serve the request alone."""
-        fleet, hints = self._life.of.fleet, self._plan.ask
+    def _choose_pair(self, retries: RetryAttempts) -> tuple[Instance | None, Instance] | None:
+        """Choose two engines, or a decode engine whose turn it is alone.
+
+        None: there is no prefill engine, and any decode engine may serve the request alone.
+        """
+        fleet, hints, may_be_alone = self._life.of.fleet, self._plan.ask, self.settings.decode_only_fallback
         try:
             if not retries.avoided:
-                return fleet.any_pair(hints)
+                return fleet.any_pair(hints, may_be_alone=may_be_alone)
             decodes = retries.among(fleet.usable(_DECODE))
-            return fleet.pair(retries.among(fleet.usable(Role.PREFILL)), decodes, hints.once_more())
+            prefills = retries.among(fleet.usable(Role.PREFILL))
+            return fleet.pair(prefills, decodes, hints.once_more(), may_be_alone=may_be_alone)
         except NoMatchingInstance:
             if not self.settings.decode_only_fallback:
                 raise

@@ -52,6 +52,7 @@ from xpyd_proxy.settings import KvTransferMode, PolicyName, Settings
 
 SIZES = (10, 100, 1000)  # engines, half of them of each role
 ROUTERS, ENGINES, RATE = 100, 1000, 10_000.0
+LARGE = 2000  # engines of one router: what one change costs
 PROMPT = random.Random(1).randbytes(2048).hex().encode()  # 4 KiB of JSON text
 PATH = "/v1/completions"
 
@@ -69,6 +70,8 @@ def main():
         "members": {str(n): members(n) for n in sizes},
         "metrics": {str(n): exposition(n) for n in sizes},
         "discovery": asyncio.run(discovery(sizes[-1])),
+        "change": change_of(LARGE if not args.quick else sizes[-1]),
+        "beside": asyncio.run(beside_requests(LARGE if not args.quick else sizes[-1])),
         "bytes": wire(sizes[-1]),
     }
     out = page.out_of(args, "fleet")
@@ -180,6 +183,57 @@ def request_cost(count, spent_s):
     return {"tables": micros(serve, spent_s)}
 
 
+def change_of(count):
+    """Time the first choice after an engine has changed, which compares engines anew."""
+    found = {}
+    for case in ("one revision", "two revisions"):
+        registry = registry_of(count, case)
+        fleet, name, turn = fleet_of(registry, RoundRobin()), registry.known(Role.DECODE)[3].id, iter(range(10**9))
+
+        def change(registry=registry, fleet=fleet, name=name, turn=turn):
+            (registry.drain if next(turn) % 2 else registry.undrain)(name, now=0.0)
+            fleet.any_pair(RoutingHints("m"))
+
+        found[case] = micros(change, 0.1) / 1000
+    return {"engines": count, "ms": found}
+
+
+async def beside_requests(count, requests_s=200, events_s=20, lasts_s=5.0):
+    """Measure how long others wait for the loop while requests choose engines and pods come and go: wall time."""
+    api, registry = Api(pages_of(pod(number, role=role_of(number)) for number in range(count))), Registry()
+    fleet, waits, ends = fleet_of(registry, RoundRobin()), [], time.monotonic() + lasts_s
+
+    async def every(pause_s, call):
+        while time.monotonic() < ends:
+            call()
+            await asyncio.sleep(pause_s)
+
+    async def look():  # as a GET /ready waits for its turn
+        while time.monotonic() < ends:
+            before = time.perf_counter()
+            await asyncio.sleep(0)
+            waits.append((time.perf_counter() - before) * 1000)
+            await asyncio.sleep(0.002)
+
+    async with following(api, registry):
+        await until(lambda: len(registry.members()) == count)
+        lines, ask = iter(rollout(count // 10)), RoutingHints("m")
+        settle()
+        await asyncio.gather(
+            every(1 / requests_s, lambda: fleet.any_pair(ask)),
+            every(1 / events_s, lambda: api.lines.put_nowait([next(lines)])),
+            look(),
+        )
+    waits.sort()
+    return {
+        "engines": count,
+        "requests_s": requests_s,
+        "events_s": events_s,
+        "p99": waits[len(waits) * 99 // 100],
+        "most": waits[-1],
+    }
+
+
 def members(count):
     """Time adding and removing an engine, and weigh it."""
     gc.collect()
@@ -208,7 +262,18 @@ def exposition(count):
     def scrape():
         return metrics.exposition("text/plain", Whole(report_of(telemetry, queue), (), 1))
 
-    return {"ms": micros(scrape, 0.1, 3) / 1000, "bytes": len(scrape()[0])}
+    def longest():
+        pieces, _ = metrics.pieces("text/plain", Whole(report_of(telemetry, queue), (), 1))
+        seen = []
+        while True:
+            before = time.thread_time()
+            if next(pieces, None) is None:
+                return max(seen) * 1000
+            seen.append(time.thread_time() - before)
+
+    whole = {"ms": micros(scrape, 0.1, 3) / 1000, "bytes": len(scrape()[0])}
+    settle()
+    return whole | {"piece_ms": min(longest() for _ in range(3))}
 
 
 class Api:
@@ -259,13 +324,15 @@ def role_of(number):
 async def following(api, registry):
     """Run the reflector and the reconciler over it."""
     reconciler = Reconciler(registry, [EngineSource.PODS], time.monotonic)
+    pods = Pods(reconciler)
     reflector = Reflector(
         api,
         Collection("/api/v1/namespaces/llm/pods"),
         read_pod,
-        Pods(reconciler),
+        pods,
         clock=time.monotonic,
         chance=lambda: 0.5,
+        changed=pods.changed,
     )
     async with reflector.running():
         yield reconciler

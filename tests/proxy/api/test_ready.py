@@ -1,4 +1,4 @@
-"""GET /ready says whether a request would be served."""
+"""GET /ready says whether requests should be sent to this router, and GET /health whether it has engines."""
 
 import pytest
 
@@ -6,14 +6,15 @@ from support.sim import router, sims
 from xpyd_proxy.settings import Settings
 
 
-@pytest.mark.parametrize(("x", "y", "alone", "status"), [(0, 1, True, 200), (0, 1, False, 503), (1, 0, True, 503)])
-async def test_what_is_needed_for_it(x, y, alone, status):
-    """Decode engines serve without prefill engines, unless the operator does not want that: a load balancer that took
-    the router out would turn slow answers into none."""
+@pytest.mark.parametrize(("x", "y", "alone", "served"), [(0, 1, True, 200), (0, 1, False, 503), (1, 0, True, 503)])
+async def test_a_router_without_engines_stays_in_its_service(x, y, alone, served):
+    """All routers lose their engines together: without routers clients get refused connections in place of a 503, and
+    a load balancer needs its own time to take them back."""
     settings = Settings(decode_only_fallback=alone)
     async with router(sims(x, y), settings) as client:
         ready = await client.get("/ready")
+        health = await client.get("/health")
         answer = await client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2})
 
-    assert ready.status_code == status
-    assert (answer.status_code == 200) == (status == 200)
+    assert (ready.status_code, health.status_code) == (200, 503)
+    assert answer.status_code == served

@@ -17,7 +17,7 @@ from xpyd_proxy.core.model import Role
 from xpyd_proxy.core.raw_json import NotJson, decode
 from xpyd_proxy.errors import AddressError
 
-MOST: Final = 10_000  # engines of one source; what is beyond is left out, and said
+MOST: Final = 50_000  # engines of one source; what is beyond is left out, and said
 _PLAIN: Final = re.compile(r"[A-Za-z0-9.-]")
 _NAME_MOST: Final = 200  # characters of an entry's name; Kubernetes takes 253
 
@@ -62,6 +62,24 @@ class Sources:
         self.views[source] = View(found if changed else old.engines, old.generation + changed, now)
         return changed
 
+    def change(self, source: EngineSource, engines: Mapping[Key, Wanted | None], *, now: float) -> Sequence[Key]:
+        """Take in what a source says of some places (None: no engine is there any more); return those that differ.
+
+        What is beyond the bound is left out until the next view of all.
+        """
+        old = self.views[source]
+        found, changed = dict(old.engines), list[Key]()
+        for key, wanted in engines.items():
+            if wanted == found.get(key) or (key not in found and len(found) >= MOST):
+                continue
+            changed.append(key)
+            if wanted is None:
+                del found[key]
+            else:
+                found[key] = wanted
+        self.views[source] = View(found if changed else old.engines, old.generation + bool(changed), now)
+        return changed
+
     def heard(self, source: EngineSource, *, now: float) -> None:
         """Note that what a source said last is still so."""
         self.views[source] = replace(self.views[source], heard=now)
@@ -80,9 +98,15 @@ class Sources:
 
     def desired(self) -> Mapping[Key, Origin]:
         """Return the union. An engine leaves if any source says that it does."""
+        return self.desired_at(dict.fromkeys(key for view in self.views.values() for key in view.engines))
+
+    def desired_at(self, keys: Iterable[Key]) -> Mapping[Key, Origin]:
+        """Return the same for some places."""
         found: dict[Key, Origin] = {}
         for source, view in self.views.items():
-            for key, wanted in view.engines.items():
+            for key in keys:
+                if (wanted := view.engines.get(key)) is None:
+                    continue
                 if (first := found.get(key)) is None:
                     found[key] = Origin(source, view.generation, wanted)
                 elif wanted.leaves and first.wanted is not None:

@@ -12,6 +12,7 @@ Several workers of one router tell each other when one of them breaks an engine,
 word counts for all of them. What it is based on (failures in a row, probes) is each worker's own.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
@@ -174,6 +175,20 @@ class EngineHealth:
         """Tell whether it is waited for: a probe finds it sooner than a request."""
         return self.state is _EJECTED or (self.state is _STARTING and self._missed > 0)
 
+    @property
+    def misses(self) -> int:
+        """How many probes it has missed in a row."""
+        return self._missed
+
+    @property
+    def calm_until(self) -> float:
+        """When the passing of time, or a choice, may change whether it serves; infinity: only an event does."""
+        if self.state is _HALF_OPEN:
+            return -math.inf
+        if self.state is _EJECTED and self._missed < self.settings.health_check_failures:
+            return self.since + self._rest_s
+        return math.inf
+
     def may_serve(self, *, now: float) -> bool:
         """Tell whether it may get a request; a broken engine that has rested becomes one that is tried."""
         if (
@@ -256,7 +271,8 @@ class EngineHealth:
         elif self._silent_since is None:
             self._silent_since = now
         self._missed += 1
-        self.changes.count += 1
+        if self._missed in (1, self.settings.health_check_failures):  # where ``may_serve`` changes
+            self.changes.count += 1
         if self.state is _STARTING:
             self.why = reason
         elif self.state in (_HEALTHY, _HALF_OPEN) and self._missed >= self.settings.health_check_failures:
@@ -343,3 +359,4 @@ class EngineHealth:
                 self.verdict = HealthVerdict(now, is_broken=False, why=why)
         elif event is HealthEvent.TRIPPED:
             self.why = why
+            self.changes.count += 1  # it rests for another time

@@ -1,6 +1,7 @@
 """Which engines exist, and what is known of each: one record, which dies in one line."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -8,13 +9,12 @@ from xpyd_proxy.core.address import Address
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, fit
 from xpyd_proxy.core.fleet.health import ChangeCount, EngineHealth, HealthState
 from xpyd_proxy.core.fleet.load import Load
-from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Origin, Target
+from xpyd_proxy.core.fleet.target import BY_HAND, EngineSource, Key, Origin, Target
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.errors import AlreadyKnown, NoInstance, UnknownInstance
 from xpyd_proxy.settings import Settings
 
 _SURE: Final = 2  # readings in a row: vLLM's numbers are those of its step before
-_RESTLESS: Final = frozenset({HealthState.EJECTED, HealthState.HALF_OPEN})
 
 
 @dataclass(slots=True)
@@ -166,6 +166,16 @@ class Registry:
         """List all engines, in the order they were added."""
         return tuple(self._members.values())
 
+    def members_at(self, places: Iterable[Key]) -> Sequence[Member]:
+        """List the engines of some places, also those that retire."""
+        wanted = [(key, Address.parse(key.authority)) for key in places]
+        return [
+            self._members[name]
+            for key, address in wanted
+            for name in sorted(self._at.get((key.role, address.host, address.port), ()))
+            if self._members[name].instance.address.authority == key.authority
+        ]
+
     def known(self, role: Role, /) -> Sequence[Instance]:
         """List the engines of a role, also those that must not get a request now, in the order they were added."""
         return tuple(member.instance for member in self._of(role))
@@ -185,9 +195,9 @@ class Registry:
         raise NoInstance(f"no {role} instance can take a request: {', '.join(states)}")
 
     @property
-    def is_calm(self) -> bool:
-        """Tell whether no engine changes by the mere passing of time, or by being chosen: none rests or is tried."""
-        return not any(member.life.state in _RESTLESS for member in self._members.values())
+    def calm_until(self) -> float:
+        """When the passing of time, or a choice, may change which engines serve; infinity: only an event does."""
+        return min([member.life.calm_until for member in self._members.values()], default=math.inf)
 
     def fitting(self, prefill: Instance, decode: Sequence[Instance], /) -> Sequence[Instance]:
         """List those decode engines that can read the blocks of a prefill engine; what is not known fits everything."""

@@ -85,7 +85,11 @@ class Explainer:
             why, _ = pairing.small(decode, ask, settings.min_split_new_bytes)
         if why is None:
             try:
-                return self._split(call, *pairing.pair(self.usable(Role.PREFILL), decode, ask))
+                may_be_alone = settings.decode_only_fallback
+                prefill, chosen = pairing.pair(self.usable(Role.PREFILL), decode, ask, may_be_alone=may_be_alone)
+                if prefill is not None:
+                    return self._split(call, prefill, chosen)
+                return Explanation(f"single: {SingleEngineReason.FEW_MATCH}", None, chosen, None, encode(call.fields))
             except NoMatchingInstance as exc:
                 if not settings.decode_only_fallback:
                     raise

@@ -9,10 +9,13 @@ from xpyd_proxy.core.fleet import compatibility
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import ANY, Instance, Role, RoutingHints, SingleEngineReason
+from xpyd_proxy.core.routing.compatible_groups import Grouping, group_engines
+from xpyd_proxy.core.routing.group_weights import GroupTurns, Shares, shares_of
 from xpyd_proxy.errors import BadRequest, NoInstance, NoMatchingInstance, UnknownModel
 
 Among: TypeAlias = Sequence[Instance]
 Pair: TypeAlias = tuple[Instance, Instance]  # the prefill engine, and the decode engine
+Chosen: TypeAlias = tuple[Instance | None, Instance]  # likewise; None: the decode engine serves the request alone
 Fits: TypeAlias = Callable[[Instance, Instance], bool]  # whether a prefill and a decode engine can share a request
 
 
@@ -73,51 +76,64 @@ class _Seen:
     prefill: Among
     decode: Among
     all_fit: bool  # each prefill engine fits each decode engine
+    shares: Shares | None  # None: there is one group, and nothing to divide
+    shares_alone: Shares | None  # the same where decode engines may serve alone
 
 
 @dataclass(frozen=True, slots=True)
 class PairSelector:
-    """Narrows the engines down to those that serve the model and fit together, and lets a choice choose."""
+    """Narrows the engines down to those that serve the model and fit together, and lets a choice choose.
+
+    With several groups of compatible engines, as during a rollout, the group is chosen first (group_weights).
+    """
 
     registry: Registry
     choice: PairPolicy
     decode_cache: Callable[[Among, RoutingHints], int] | None = None  # None: the decode policy remembers nothing
+    cache_holders: Callable[[Among, RoutingHints], Among] | None = None  # decode engines that its cache prefers, if any
+    turns: GroupTurns = field(default_factory=GroupTurns)
     _seen: dict[tuple[str | None, int | None], _Seen] = field(
         default_factory=dict[tuple[str | None, int | None], _Seen]
     )
-    _calm: dict[str | None, tuple[int, _Seen]] = field(default_factory=dict[str | None, tuple[int, _Seen]])
+    # By model: the changes counted so far, when time may change the choice, and what was seen.
+    _calm: dict[str | None, tuple[int, float, _Seen]] = field(
+        default_factory=dict[str | None, tuple[int, float, _Seen]]
+    )
 
-    def calm(self, ask: RoutingHints) -> Pair | None:
+    def calm(self, ask: RoutingHints, *, now: float = 0.0, may_be_alone: bool = False) -> Chosen | None:
         """Return what ``pair`` would with all usable engines, if nothing has changed; None: only ``pair`` can tell."""
-        version, seen = self._calm.get(ask.model) or (-1, None)
-        if seen is None or version != self.registry.changes.count or ask.rank is not None:
+        remembered = self._calm.get(ask.model)
+        if remembered is None or ask.rank is not None:
             return None
-        return self.choice.pair(seen.prefill, seen.decode, ask, compatibility.always if seen.all_fit else self._fits)
+        version, until, seen = remembered
+        if version != self.registry.changes.count or now >= until:
+            return None
+        return self._choose(seen, ask, may_be_alone=may_be_alone)
 
     def remember(self, ask: RoutingHints) -> None:
-        """Remember what ``pair`` has just found among all usable engines, if time alone does not change it."""
+        """Remember what ``pair`` has just found among all usable engines, until time alone changes it."""
         seen = self._seen.get((ask.model, ask.rank))
-        if seen is not None and ask.rank is None and self.registry.is_calm:
+        if seen is not None and ask.rank is None:
             if len(self._calm) >= _MOST_SEEN:
                 self._calm.clear()
-            self._calm[ask.model] = self.registry.changes.count, seen
+            self._calm[ask.model] = self.registry.changes.count, self.registry.calm_until, seen
 
-    def pair(self, prefill: Among, decode: Among, ask: RoutingHints = ANY, /) -> Pair:
-        """Return two engines that can share it; raises UnknownModel, BadRequest (no such rank), or NoInstance."""
+    def pair(self, prefill: Among, decode: Among, ask: RoutingHints = ANY, /, *, may_be_alone: bool = False) -> Chosen:
+        """Return two engines that can share it, or one where that is fairer (``may_be_alone``).
+
+        Raises UnknownModel, BadRequest (no such rank), or NoInstance.
+        """
         members = [self.registry.get(instance.id) for instance in (*prefill, *decode)]
         if any(member is not None and member.life.state is HealthState.HALF_OPEN for member in members):
-            narrowed = self._narrowed(prefill, decode, ask)
-            return self.choice.pair(*self._matched(*self._with_trial(*narrowed, ask)), ask, self._fits)
+            return self._pair_on_trial(prefill, decode, ask, may_be_alone=may_be_alone)
         facts_now = [None if member is None else member.facts for member in members]
         of = [*prefill, None, *decode, *facts_now]
         seen = self._seen.get((ask.model, ask.rank))
         if seen is None or seen.of != of:
-            left, right = self._narrowed(prefill, decode, ask)
             if len(self._seen) >= _MOST_SEEN:
                 self._seen.clear()
-            all_fit = all(self._fits(p, d) for p in left for d in right)
-            seen = self._seen[ask.model, ask.rank] = _Seen(of, left, right, all_fit)
-        return self.choice.pair(seen.prefill, seen.decode, ask, compatibility.always if seen.all_fit else self._fits)
+            seen = self._seen[ask.model, ask.rank] = self._look(of, *self._serving_both(prefill, decode, ask))
+        return self._choose(seen, ask, may_be_alone=may_be_alone)
 
     def one(self, decode: Among, ask: RoutingHints = ANY, /) -> Instance:
         """Return the engine that serves the request, or its decode leg, alone; raises what ``pair`` raises."""
@@ -137,17 +153,59 @@ class PairSelector:
 
     def copy(self) -> "PairSelector":
         """Return one that chooses alike, and whose choices leave no trace here."""
-        return PairSelector(self.registry, self.choice.copy(), self.decode_cache)
+        return PairSelector(self.registry, self.choice.copy(), self.decode_cache, self.cache_holders, self.turns.copy())
 
     def _alone(self, decode: Among, ask: RoutingHints) -> Among:
         """List the engines of which one may serve the request alone; one that waits for its trial gets it."""
         trying, well = self._sorted(self._serving(decode[0].role, decode, ask))
         return trying[:1] if trying and not (ask.again and well) else well
 
-    def _narrowed(self, prefill: Among, decode: Among, ask: RoutingHints) -> tuple[Among, Among]:
+    def _choose(self, seen: _Seen, ask: RoutingHints, *, may_be_alone: bool) -> Chosen:
+        """Choose a group, if there are several, and then its engines."""
+        shares = seen.shares_alone if may_be_alone else seen.shares
+        if shares is None:
+            fits = compatibility.always if seen.all_fit else self._fits
+            return self.choice.pair(seen.prefill, seen.decode, ask, fits)
+        share = None
+        if ask.session is not None:
+            share = self.turns.of_session(shares, ask.session)
+        elif self.cache_holders is not None and ask.prompt:
+            among = [instance for each in shares.groups for instance in each.decode]
+            share = self.turns.cached(shares, [instance.id for instance in self.cache_holders(among, ask)])
+        if share is None:
+            share = self.turns.next(shares)
+        group = share.group
+        if share.alone:
+            return None, self.choice.one(group.decode, ask)
+        return self.choice.pair(group.prefill, group.decode, ask, compatibility.always if group.all_fit else self._fits)
+
+    def _look(self, of: Sequence[object], prefill: Among, decode: Among) -> _Seen:
+        """Sort engines that serve the model into groups. Raises NoMatchingInstance: no two of them fit."""
+        grouping = self._grouped(prefill, decode)
+        pairs = grouping.pairs
+        prefill, decode = _paired(grouping, prefill, decode)
+        shares = shares_of(grouping, may_be_alone=False)
+        alone = shares_of(grouping, may_be_alone=True)
+        return _Seen(
+            of,
+            prefill,
+            decode,
+            len(pairs) == 1 and pairs[0].all_fit,
+            shares if len(shares.all) > 1 else None,
+            alone if len(alone.all) > 1 else None,
+        )
+
+    def _grouped(self, prefill: Among, decode: Among) -> Grouping:
+        grouping = group_engines(prefill, decode, self.registry.facts)
+        if not grouping.pairs:
+            raise NoMatchingInstance(
+                f"no prefill instance fits a decode instance: {self._differences(prefill, decode)}"
+            )
+        return grouping
+
+    def _serving_both(self, prefill: Among, decode: Among, ask: RoutingHints) -> tuple[Among, Among]:
         decode = self._serving(Role.DECODE, decode, ask)
-        prefill = self._serving(Role.PREFILL, prefill, ask)
-        return self._matched(*self._matched(prefill, decode))
+        return self._serving(Role.PREFILL, prefill, ask), decode
 
     def _serving(self, role: Role, among: Among, ask: RoutingHints) -> Among:
         serving = (instance for instance in among if self.registry.facts(instance).serves(ask.model))
@@ -167,15 +225,6 @@ class PairSelector:
         states = ", ".join(f"{member.instance.id} is {member.life.state}" for member in members)
         raise NoInstance(f"no {role} instance that would do can take a request now: {states}")
 
-    def _matched(self, prefill: Among, decode: Among) -> tuple[Among, Among]:
-        """Drop the engines that fit none of the other side. Raises NoInstance: none is left."""
-        left = [p for p in prefill if any(self._fits(p, d) for d in decode)]
-        if not left:
-            raise NoMatchingInstance(
-                f"no prefill instance fits a decode instance: {self._differences(prefill, decode)}"
-            )
-        return left, [d for d in decode if any(self._fits(p, d) for p in left)]
-
     def _differences(self, prefill: Among, decode: Among) -> str:
         """Name the first pairs that do not fit, and why."""
         facts = self.registry.facts
@@ -184,18 +233,24 @@ class PairSelector:
         more = len(decode) * len(prefill) - len(named)
         return "; ".join([*named, f"and {more} more"] if more else named)
 
-    def _with_trial(self, prefill: Among, decode: Among, ask: RoutingHints) -> tuple[Among, Among]:
+    def _pair_on_trial(self, prefill: Among, decode: Among, ask: RoutingHints, *, may_be_alone: bool) -> Chosen:
         """If an engine waits for its trial, this request is it, with a partner that is well if there is one.
 
         A request that has failed before is on its last chances, and goes to engines that are well if there are any.
         """
+        serving = self._serving_both(prefill, decode, ask)
+        prefill, decode = _paired(self._grouped(*serving), *serving)
         (trying_p, well_p), (trying_d, well_d) = self._sorted(prefill), self._sorted(decode)
-        if ask.again and any(self._fits(p, d) for p in well_p for d in well_d):
-            return well_p, well_d
+        if ask.again and well_p and well_d and group_engines(well_p, well_d, self.registry.facts).pairs:
+            return self._choose(self._look((), well_p, well_d), ask, may_be_alone=may_be_alone)
         if trying_p:
-            fits = any(self._fits(trying_p[0], d) for d in well_d)
-            return trying_p[:1], well_d if fits else decode
-        return prefill, trying_d[:1] or decode
+            prefill = trying_p[:1]
+            fitting = [d for d in well_d if self._fits(prefill[0], d)]
+            decode = fitting or [d for d in decode if self._fits(prefill[0], d)]
+        elif trying_d:
+            decode = trying_d[:1]
+            prefill = [p for p in prefill if self._fits(p, decode[0])]
+        return self.choice.pair(prefill, decode, ask, compatibility.always)
 
     def _sorted(self, among: Among) -> tuple[Among, Among]:
         """Tell those that wait for their trial from those that are well."""
@@ -208,6 +263,14 @@ class PairSelector:
 
     def _fits(self, prefill: Instance, decode: Instance) -> bool:
         return compatibility.fit(self.registry.facts(prefill), self.registry.facts(decode))
+
+
+def _paired(grouping: Grouping, prefill: Among, decode: Among) -> tuple[Among, Among]:
+    """Drop the engines that fit none of the other side; the others stay in their order."""
+    lonely = {instance.id for instance in (*grouping.unpaired_prefill, *grouping.unpaired_decode)}
+    if not lonely:
+        return prefill, decode
+    return [p for p in prefill if p.id not in lonely], [d for d in decode if d.id not in lonely]
 
 
 def _has_rank(instance: Instance, ask: RoutingHints) -> bool:

@@ -30,6 +30,7 @@ class Reconciler:
         self._registry = registry
         self.clock = clock  # seconds; the one of the registry's times
         self.sources = Sources(sources, now=clock())
+        self._compared = -1, -1  # changes of the registry, and of the views, when all was compared last
 
     def view(self, source: EngineSource, engines: Iterable[Wanted]) -> None:
         """Take in all that a source says."""
@@ -38,6 +39,12 @@ class Reconciler:
             if is_first and source is EngineSource.PODS:
                 logger.info("there are %d engines among the pods", len(self.sources.views[source].engines))
             self.reconcile()
+
+    def change(self, source: EngineSource, engines: Mapping[Key, Wanted | None]) -> None:
+        """Take in what a source says of some places; the others are not looked at. None: no engine is there."""
+        changed = self.sources.change(source, engines, now=self.clock())
+        if changed:
+            self._carry_out(self.sources.desired_at(changed), self._registry.members_at(changed))
 
     def heard(self, source: EngineSource) -> None:
         """Note that what a source said last is still so."""
@@ -48,14 +55,26 @@ class Reconciler:
         return self.sources.freshness(now=self.clock())
 
     def reconcile(self) -> None:
-        """Compare, and carry out the difference."""
+        """Compare everything, and carry out the difference."""
+        self._carry_out(self.sources.desired(), self._registry.members())
+        self._compared = self._changes()
+
+    def reconcile_again(self) -> None:
+        """Compare everything if anything has changed since: an engine that has retired may have made room."""
+        if self._compared != self._changes():
+            self.reconcile()
+
+    def _changes(self) -> tuple[int, int]:
+        return self._registry.changes.count, sum(view.generation for view in self.sources.views.values())
+
+    def _carry_out(self, desired: Mapping[Key, Origin], present: Sequence[Member]) -> None:
         current, members = dict[Key, Origin](), dict[Key, list[Member]]()
-        for member in self._registry.members():
+        for member in present:
             if not member.retires:
                 key = _key(member)
                 current[key] = member.origin
                 members.setdefault(key, []).append(member)
-        for action in diff(self.sources.desired(), current):
+        for action in diff(desired, current):
             if action.verb == "add":
                 self._add(action)
             for member in members.get(action.key, ()):
@@ -95,18 +114,51 @@ class Pods:
         self._reconciler = reconciler
         self._source = source
         self._said: set[str] = set()
+        self._objects: dict[str, Wanted | AddressError | None] = {}
+        self._named: dict[Key, dict[str, Wanted]] = {}  # engines by place, and then by object: two may claim one
 
     def view(self, objects: Mapping[str, Wanted | AddressError | None], /) -> None:
         """Take all objects."""
         said = {str(one) for one in objects.values() if isinstance(one, AddressError)}
         for text in sorted(said - self._said):
             logger.warning("left out: %s", text)
-        self._said = said
+        self._said, self._objects, self._named = said, dict(objects), {}
+        for name, one in objects.items():
+            if isinstance(one, Wanted):
+                self._named.setdefault(one.key, {})[name] = one
         self._reconciler.view(self._source, (one for one in objects.values() if isinstance(one, Wanted)))
+
+    def changed(self, objects: Mapping[str, Wanted | AddressError | None], /) -> None:
+        """Take some objects that have changed; None: it is gone, or no engine. The others are as they were."""
+        keys = dict[Key, None]()
+        for name, new in objects.items():
+            old = self._objects.pop(name, None)
+            if isinstance(old, Wanted):
+                keys[old.key] = None
+                self._named[old.key].pop(name, None)
+            elif isinstance(old, AddressError):
+                self._said.discard(str(old))
+            if new is not None:
+                self._objects[name] = new
+            if isinstance(new, Wanted):
+                keys[new.key] = None
+                self._named.setdefault(new.key, {})[name] = new
+            elif isinstance(new, AddressError) and str(new) not in self._said:
+                self._said.add(str(new))
+                logger.warning("left out: %s", new)
+        self._reconciler.change(self._source, {key: self._at(key) for key in keys})
 
     def heard(self) -> None:
         """Pass it on."""
         self._reconciler.heard(self._source)
+
+    def _at(self, key: Key) -> Wanted | None:
+        """Return the engine of a place: of two, the one that stays counts, else the one that was named last."""
+        named = self._named.get(key)
+        if not named:
+            self._named.pop(key, None)
+            return None
+        return sorted(named.values(), key=lambda one: not one.leaves)[-1]
 
 
 class Entries:
@@ -208,7 +260,7 @@ class Discovery:
             await self._store.put(entry_name(wanted.key), entry_of(replace(wanted, leaves=leaves)))
 
     async def _reconcile(self) -> None:
-        self._reconciler.reconcile()
+        self._reconciler.reconcile_again()
 
 
 def _key(member: Member) -> Key:

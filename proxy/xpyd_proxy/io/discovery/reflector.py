@@ -80,11 +80,13 @@ class Reflector(Generic[T]):
         clock: Callable[[], float],
         chance: Callable[[], float],
         rhythm: WatchTimes = WatchTimes(),
+        changed: Callable[[Mapping[str, T | None]], None] | None = None,
     ) -> None:
         self._api = api
         self._what = what
         self._read = read  # raises nothing: an object that makes no sense is a value, too
         self._told = told
+        self._changed = changed  # takes the objects of some events, None for one that is gone; None: ``told`` takes all
         self._clock = clock  # seconds; only differences count
         self._chance = chance  # 0 to 1, so that the rounds of several routers do not fall together
         self._rhythm = rhythm
@@ -162,16 +164,22 @@ class Reflector(Generic[T]):
         try:
             async with asyncio.timeout(seconds + 1), aclosing(watching) as events:  # also if it knows no timeoutSeconds
                 async for lines in events:
-                    changed = [self._apply(_sound(line, _Event)) for line in lines]
-                    (self._tell if any(changed) else self._told.heard)()
+                    applied = [self._apply(_sound(line, _Event)) for line in lines]
+                    changed = {uid: self._items.get(uid) for uid in applied if uid is not None}
+                    if not changed:
+                        self._told.heard()
+                    elif self._changed is None:
+                        self._tell()
+                    else:
+                        self._changed({uid: None if item is None else item[1] for uid, item in changed.items()})
         except TimeoutError:
             return
 
-    def _apply(self, event: _Event) -> bool:
-        """Take one event in; return whether it changes the view."""
+    def _apply(self, event: _Event) -> str | None:
+        """Take one event in; return the uid of the object that it changes, if any."""
         match event.type:
             case "BOOKMARK":
-                return False
+                return None
             case "ERROR":
                 failure = _sound(event.object, _Failure)
                 kind = Expired if failure.code == HTTPStatus.GONE else KubeError
@@ -179,16 +187,16 @@ class Reflector(Generic[T]):
             case "DELETED":
                 uid = _sound(event.object, _Holder).metadata.uid
                 self._gone.add(uid)
-                return self._items.pop(uid, None) is not None
+                return None if self._items.pop(uid, None) is None else uid
             case "ADDED" | "MODIFIED":
                 meta, item = self._item(event.object)
                 known = self._items.get(meta.uid)
                 seen, new = self._listed if known is None else known[0], meta.resource_version
                 is_old = seen.isdigit() and new.isdigit() and int(new) <= int(seen)  # it came twice, or late
                 if meta.uid in self._gone or is_old:
-                    return False
+                    return None
                 self._items[meta.uid] = item
-                return True
+                return meta.uid
             case other:
                 raise KubeError(f"the watch of {self._what.path} sends {other!r}, which is no event")
 

@@ -66,7 +66,13 @@ class InflowWatch:
                 self._registry.learn(prefill.id, EngineCapabilities(engine_id=shown.engine_id))
 
     async def _read(self, instance: Instance) -> bytes:
-        """Return an engine's metrics; nothing, if it does not answer: the prober says so."""
+        """Return an engine's metrics; nothing, if it does not answer: the prober says so.
+
+        One that has missed its last probe is not asked: it could hold up the reading of all others until a timeout.
+        """
+        member = self._registry.get(instance.id)
+        if member is not None and member.life.misses:
+            return b""
         try:
             return await self._metrics(instance)
         except ProbeFailed:

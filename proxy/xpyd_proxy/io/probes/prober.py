@@ -2,14 +2,13 @@
 
 import asyncio
 import logging
-import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, compared, difference, fit
 from xpyd_proxy.core.fleet.health import HealthState
+from xpyd_proxy.core.fleet.probe_schedule import ProbeSchedule, keeps_blocks
 from xpyd_proxy.core.fleet.registry import Member, Registry
 from xpyd_proxy.core.model import Instance, InstanceId, Role
 from xpyd_proxy.core.protocol.push import TransferMode
@@ -22,9 +21,6 @@ logger = logging.getLogger(__name__)
 _TICK_MOST_S: Final = 0.25
 _TICK_LEAST_S: Final = 0.1
 _TICKS: Final = 20  # glances in the time between two probes
-_DRAIN_S: Final = 0.5  # seconds between two looks at an engine that is drained
-_AWAY_S: Final = 1.0  # seconds between two looks at an engine that is broken or not up yet, at most
-_AT_ONCE: Final = 16  # looks at the same time
 
 
 class GiveUp(Protocol):
@@ -33,13 +29,6 @@ class GiveUp(Protocol):
     def __call__(self, instance: Instance, /, *, silent_s: float) -> int:
         """Those that have heard nothing from it for so many seconds; return how many there were."""
         ...
-
-
-@dataclass(slots=True)
-class _Turn:
-    at: float = -math.inf
-    stretch: float = 1.0  # of the pause after it
-    is_on: bool = False
 
 
 class Prober:
@@ -60,12 +49,10 @@ class Prober:
         self._settings = settings
         self._clock = clock  # seconds; only differences count
         self._give_up = give_up
-        self._chance = chance  # 0 to 1, so that the looks of several routers do not fall together
-        self._turns: dict[InstanceId, _Turn] = {}
+        self._schedule = ProbeSchedule(settings.health_check_interval_s, chance)
         self._told: dict[InstanceId, tuple[HealthState, str]] = {}
         self._compared = -1  # changes of the registry when pairs of engines were last compared
         self._differences: dict[tuple[InstanceId, InstanceId], str] = {}
-        self._places = asyncio.Semaphore(_AT_ONCE)
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -81,8 +68,8 @@ class Prober:
                 for instance in self._registry.settle(patience_s=self._settings.drain_idle_time_s, now=self._clock()):
                     if self._registry.get(instance.id) is None:
                         logger.info("%s has nothing left, and is forgotten", instance.id)
-                for member in self._next():
-                    group.create_task(self._visit(member))
+                for member in self._schedule.next(self._registry.members(), now=self._clock()):
+                    group.create_task(self._visit(member, group))
                 await asyncio.sleep(tick_s)
 
     def _tell(self) -> None:
@@ -124,41 +111,27 @@ class Prober:
                 logger.warning("%s shares no request with %s: %s", decode_id, prefill_id, why)
         self._differences = found
 
-    def _next(self) -> Sequence[Member]:
-        """Return whom to look at now: everybody who has been left alone for long enough, one look at a time."""
-        now, members = self._clock(), self._registry.members()
-        self._turns = {member.instance.id: self._turns.get(member.instance.id, _Turn()) for member in members}
-        due = list[Member]()
-        for member in members:
-            turn, pause = self._turns[member.instance.id], self._settings.health_check_interval_s
-            if _is_asked_what_it_keeps(member):
-                pause = _DRAIN_S
-            elif member.life.is_away:  # what starts or starts again should not wait for requests long
-                pause = min(pause, _AWAY_S)
-            if not turn.is_on and pause > 0 and now >= turn.at + pause * turn.stretch:
-                self._turns[member.instance.id] = _Turn(now, 0.75 + self._chance() / 2, is_on=True)
-                due.append(member)
-        return due
-
-    async def _visit(self, member: Member) -> None:
-        turn = self._turns[member.instance.id]
-        async with self._places:
-            try:
-                await self._look(member)
-            except ProbeFailed as sick:
-                member.life.missed(str(sick), now=self._clock(), silent=sick.silent)
-                hung_s = self._settings.unresponsive_timeout_s
-                hangs = member.life.silent_s(now=self._clock()) >= hung_s  # its connections may stay open for ever
-                if hangs and self._give_up and (count := self._give_up(member.instance, silent_s=hung_s)):
-                    said = "%s has answered no probe for %g s: %d requests are given up"
-                    logger.warning(said, member.instance.id, hung_s, count)
-            except Exception:  # a bug must not end the probing of all the others
-                logger.exception("the probe of %s failed", member.instance.id)
-        turn.is_on = False
+    async def _visit(self, member: Member, group: asyncio.TaskGroup) -> None:
+        failed = True
+        try:
+            await self._look(member)
+            failed = False
+        except ProbeFailed as sick:
+            member.life.missed(str(sick), now=self._clock(), silent=sick.silent)
+            hung_s = self._settings.unresponsive_timeout_s
+            hangs = member.life.silent_s(now=self._clock()) >= hung_s  # its connections may stay open for ever
+            if hangs and self._give_up and (count := self._give_up(member.instance, silent_s=hung_s)):
+                said = "%s has answered no probe for %g s: %d requests are given up"
+                logger.warning(said, member.instance.id, hung_s, count)
+        except Exception:  # a bug must not end the probing of all the others
+            logger.exception("the probe of %s failed", member.instance.id)
+        self._schedule.ended(member.instance.id, failed=failed, now=self._clock())
+        for other in self._schedule.begin(now=self._clock()):
+            group.create_task(self._visit(other, group))
 
     async def _look(self, member: Member) -> None:
         name = member.instance.id
-        if _is_asked_what_it_keeps(member) and member.drain is not None:
+        if keeps_blocks(member) and member.drain is not None:
             member.drain.reading((await self._checks.numbers(member.instance)).kept)
             member.life.heard()
             return
@@ -180,7 +153,3 @@ class Prober:
                 )
                 self._registry.learn(name, facts)
         member.life.seen(now=self._clock())
-
-
-def _is_asked_what_it_keeps(member: Member) -> bool:
-    return member.life.state is HealthState.DRAINING and member.instance.role is Role.PREFILL

@@ -22,7 +22,7 @@ from xpyd_proxy.core.protocol.engine_errors import Failure
 from xpyd_proxy.core.protocol.kv_transfer_check import cached_share
 from xpyd_proxy.core.protocol.prompt_ids import may_tell_ids
 from xpyd_proxy.core.request_record import RequestRecord
-from xpyd_proxy.core.routing.pairing import PairSelector
+from xpyd_proxy.core.routing.pairing import Chosen, PairSelector
 from xpyd_proxy.io.request_path.caches import Caches
 from xpyd_proxy.io.request_path.deferred import DeferredCalls
 from xpyd_proxy.io.request_path.prompt_learner import PromptLearner
@@ -95,20 +95,27 @@ class LiveFleet:
         return all(self.registry.facts(decode).connector == _OURS for decode in self.known(Role.DECODE))
 
     def pair(
-        self, prefill: Sequence[Instance], decode: Sequence[Instance], ask: RoutingHints = ANY, /
-    ) -> tuple[Instance, Instance]:
-        """Choose two engines; the choice counts."""
-        pair = self._pairs.pair(prefill, decode, ask)
+        self,
+        prefill: Sequence[Instance],
+        decode: Sequence[Instance],
+        ask: RoutingHints = ANY,
+        /,
+        *,
+        may_be_alone: bool = False,
+    ) -> Chosen:
+        """Choose two engines, or one where that is fairer and allowed (PairSelector); the choice counts."""
+        pair = self._pairs.pair(prefill, decode, ask, may_be_alone=may_be_alone)
         for instance in pair:
-            self._chosen(instance)
+            if instance is not None:
+                self._chosen(instance)
         return pair
 
-    def any_pair(self, ask: RoutingHints = ANY, /) -> tuple[Instance, Instance]:
-        """Choose two engines among all that are usable; the choice counts. Raises as ``usable`` and ``pair`` do."""
-        pair = self._pairs.calm(ask)
+    def any_pair(self, ask: RoutingHints = ANY, /, *, may_be_alone: bool = False) -> Chosen:
+        """Choose among all engines that are usable, as ``pair`` does. Raises as ``usable`` and ``pair`` do."""
+        pair = self._pairs.calm(ask, now=self._clock(), may_be_alone=may_be_alone)
         if pair is None:
             decodes = self.usable(Role.DECODE)
-            pair = self.pair(self.usable(Role.PREFILL), decodes, ask)
+            pair = self.pair(self.usable(Role.PREFILL), decodes, ask, may_be_alone=may_be_alone)
             self._pairs.remember(ask)
         return pair
 

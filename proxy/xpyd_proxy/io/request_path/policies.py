@@ -64,5 +64,6 @@ def fleet_of(
         pairs = PairSelector(registry, PolicyPerLeg(prefill, decode))
         return LiveFleet(registry, pairs, learned, clock, caches, learner=learner)
     prefix = Prefix(load, LeastLoaded(load, turn), caches)
-    pairs = PairSelector(registry, PolicyPerLeg(prefill, prefix, decode_first=True), prefix.cached)
+    choice = PolicyPerLeg(prefill, prefix, decode_first=True)
+    pairs = PairSelector(registry, choice, prefix.cached, prefix.holders)
     return LiveFleet(registry, pairs, learned, clock, caches, remembers=True, learner=learner)

@@ -1,9 +1,9 @@
 """The quick choice of two engines is the one that a look at all engines would have brought."""
 
 import itertools
+import math
 import random
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -322,19 +322,36 @@ def test_no_look_is_needed_until_something_changes():
     assert side.pairs.calm(RoutingHints()) is not None
 
 
-@pytest.mark.parametrize("state", [HealthState.EJECTED, HealthState.HALF_OPEN])
-def test_a_fleet_is_not_calm_while_one_rests_or_is_tried(state):
-    """Time alone, or a choice, changes it."""
+def test_a_choice_is_remembered_until_time_changes_it():
+    """An engine that rests will be tried; until then the choice stands. One that is tried changes with each request."""
     side = fleet()
-    assert side.registry.is_calm
-    member = side.registry.members()[0]
+    assert side.registry.calm_until == math.inf
+    life = side.registry.members()[0].life
     for _ in range(LIMITS.circuit_breaker_failures):
-        member.life.failed(RequestId("r"), Failure.BAD_RESPONSE, now=0.0)
-    if state is HealthState.HALF_OPEN:
-        side.registry.usable(Role.PREFILL, now=LIMITS.ejection_time_s)
+        life.failed(RequestId("r"), Failure.BAD_RESPONSE, now=0.0)
+    side.fleet.any_pair()
 
-    assert member.life.state is state
-    assert not side.registry.is_calm
+    assert life.state is HealthState.EJECTED
+    assert side.registry.calm_until == LIMITS.ejection_time_s
+    assert side.pairs.calm(RoutingHints(), now=LIMITS.ejection_time_s - 0.1) is not None
+    assert side.pairs.calm(RoutingHints(), now=LIMITS.ejection_time_s) is None
+    side.registry.usable(Role.PREFILL, now=LIMITS.ejection_time_s)
+    assert life.state is HealthState.HALF_OPEN
+    assert side.registry.calm_until == -math.inf
+
+
+def test_an_engine_that_stays_away_does_not_make_each_request_look_at_all_engines():
+    """Hundreds may be gone with their zone for hours."""
+    side = fleet()
+    life = side.registry.members()[0].life
+    life.seen(now=0.0)
+    for _ in range(LIMITS.health_check_failures):
+        life.missed("cannot be reached", now=0.0)
+    side.fleet.any_pair()
+
+    life.missed("cannot be reached", now=90.0)
+    assert life.state is HealthState.EJECTED
+    assert side.pairs.calm(RoutingHints(), now=99.0) is not None
 
 
 def test_what_is_remembered_is_bounded():

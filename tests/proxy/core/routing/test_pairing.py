@@ -12,6 +12,7 @@ from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
 from xpyd_proxy.core.model import RequestId, Role, RoutingHints
 from xpyd_proxy.core.protocol.engine_errors import Failure
+from xpyd_proxy.core.routing.group_weights import GroupTurns
 from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
 from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
 from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
@@ -195,6 +196,7 @@ def test_what_is_remembered_changes_no_choice(steps):
     """Whatever is learned, drained or brought back between two requests, as if everything were looked at anew."""
     registry, pairs = fleet([serving("a"), serving("a", "b")], [serving("a"), serving("a", "b"), EngineCapabilities()])
     everyone, anew = [member.instance.id for member in registry.members()], pairs.choice.copy()
+    turns = GroupTurns()
     for (what, which, facts), model in steps:
         if what == "learn":
             registry.learn(everyone[which], facts)
@@ -205,7 +207,7 @@ def test_what_is_remembered_changes_no_choice(steps):
         except NoInstance:
             continue
         for _ in range(2):
-            expected = attempt(PairSelector(registry, anew), usable, RoutingHints(model=model))
+            expected = attempt(PairSelector(registry, anew, turns=turns), usable, RoutingHints(model=model))
             assert attempt(pairs, usable, RoutingHints(model=model)) == expected
 
 

@@ -87,10 +87,10 @@ class RedisWorld:
     down = stop
     up = start
 
-    def store(self, ear):
+    def store(self, ear, query=""):
         from xpyd_proxy.io.discovery.stores.redis import RedisStore
 
-        return RedisStore(self.server.url, ear, reread_s=0.5)
+        return RedisStore(self.server.url + query, ear, reread_s=0.5)
 
 
 WORLDS = {"file": FileWorld, "kubernetes": KubeWorld, "redis": RedisWorld}
@@ -135,6 +135,22 @@ async def test_nobody_ever_sees_an_acknowledged_entry_vanish(name, tmp_path):
 
     mine = [{key for key in seen if key.startswith("a")} for seen in ear.history]
     assert all(before <= after for before, after in itertools.pairwise(mine))
+
+
+async def test_two_releases_in_one_redis_have_engines_of_their_own(tmp_path):
+    """A Redis Cluster has no second database, and an engine of one model must not get requests for another."""
+    async with world("redis", tmp_path) as found, AsyncExitStack() as stack:
+        ears = [Ear() for _ in range(4)]
+        queries = ("?prefix=llm/a", "?prefix=llm/a", "?prefix=llm/b", "")
+        made = [found.store(ear, query) for ear, query in zip(ears, queries, strict=True)]
+        for store in made:
+            await stack.enter_async_context(store.running())
+        await made[0].put("x", "1")
+        await made[2].put("y", "2")
+        await made[3].put("z", "3")
+        await until_async(lambda: ears[1].entries == {"x": "1"})
+
+        assert [ear.entries for ear in ears] == [{"x": "1"}, {"x": "1"}, {"y": "2"}, {"z": "3"}]
 
 
 async def test_a_redis_that_comes_back_empty_gets_back_what_the_routers_know(tmp_path):

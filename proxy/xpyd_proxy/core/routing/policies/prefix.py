@@ -45,6 +45,12 @@ class Prefix:
         """Return how many bytes of the prompt the engine has that would be chosen, whichever of equals it is."""
         return min([self._caches.matched(instance, ask, is_there=True) for instance in self._best(among, ask)])
 
+    def holders(self, among: Sequence[Instance], ask: RoutingHints) -> Sequence[Instance]:
+        """List the engines that would be chosen for what they have in their cache; none, if that decides nothing."""
+        best = self._best(among, ask)
+        has_some = bool(ask.prompt) and self._caches.matched(best[0], ask) > 0
+        return best if has_some and (len(best) < len(among) or len(among) == 1) else ()
+
     def copy(self) -> "Prefix":
         """Return one that chooses alike, and whose choices leave no trace here."""
         return Prefix(self._load, self._otherwise.copy(), self._caches, notes=False)

@@ -16,16 +16,16 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from xpyd_proxy.core.discovery.reconcile import MOST
+from xpyd_proxy.core.discovery.store_url import split_prefix
 from xpyd_proxy.io.discovery.stores import StoreDown, StoreObserver
 
 logger = logging.getLogger(__name__)
-_KEYS: Final = ("{xpyd}:instances", "{xpyd}:epoch", "{xpyd}:version")  # in braces: one slot of a Redis Cluster
-_CHANGED: Final = "{xpyd}:changed"
+_KEYS: Final = ("instances", "epoch", "version")
 _TIMEOUT_S: Final = 3.0
-# ARGV: a new epoch, in case there is none; what to do; then name, text, name, text ... of the entries it concerns.
+# ARGV: a new epoch, in case there is none; what to do; the channel; then name, text, name, text ... of the entries.
 _SCRIPT: Final = f"""
 redis.call('SET', KEYS[2], ARGV[1], 'NX')
-for i = 3, #ARGV, 2 do
+for i = 4, #ARGV, 2 do
   if ARGV[2] == 'delete' then redis.call('HDEL', KEYS[1], ARGV[i]) end
   if ARGV[2] == 'restore' then redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) end
   if ARGV[2] == 'put' then
@@ -37,7 +37,7 @@ for i = 3, #ARGV, 2 do
 end
 if ARGV[2] ~= 'read' then
   redis.call('INCR', KEYS[3])
-  redis.call('PUBLISH', '{_CHANGED}', '')
+  redis.call('PUBLISH', ARGV[3], '')
 end
 return {{redis.call('GET', KEYS[2]), redis.call('GET', KEYS[3]) or '0', redis.call('HGETALL', KEYS[1])}}
 """
@@ -57,11 +57,17 @@ class _Client(Protocol):
 
 
 class RedisStore:
-    """``redis://[user@]host:port/db``, ``rediss://`` for TLS, ``unix://PATH``."""
+    """``redis://[user@]host:port/db``, ``rediss://`` for TLS, ``unix://PATH``.
+
+    ``?prefix=NAME`` keeps the engines apart from those of routers with another prefix.
+    """
 
     def __init__(self, url: str, told: StoreObserver, *, password: str | None = None, reread_s: float = 2.0) -> None:
         limits = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S}
         make = cast("Callable[..., _Client]", Redis.from_url)  # pyright: ignore[reportUnknownMemberType]
+        url, prefix = split_prefix(url)
+        tag = "{xpyd:" + prefix + "}" if prefix else "{xpyd}"  # in braces: one slot of a Redis Cluster
+        self._keys, self._channel = [f"{tag}:{name}" for name in _KEYS], f"{tag}:changed"
         self._redis = make(url, decode_responses=True, password=password, **limits)
         self._told = told
         self._reread_s = reread_s
@@ -98,7 +104,8 @@ class RedisStore:
 
     async def _do(self, verb: str, *entries: str) -> tuple[str, int, Mapping[str, str]]:
         """Run the script; return epoch, version and all entries."""
-        epoch, version, flat = await self._redis.eval(_SCRIPT, 3, *_KEYS, secrets.token_hex(8), verb, *entries)
+        given = (secrets.token_hex(8), verb, self._channel, *entries)
+        epoch, version, flat = await self._redis.eval(_SCRIPT, len(self._keys), *self._keys, *given)
         texts = [str(text) for text in cast("Sequence[object]", flat)]
         return str(epoch), int(str(version)), dict(zip(texts[::2], texts[1::2], strict=True))
 
@@ -134,7 +141,7 @@ class RedisStore:
 
     async def _listen(self) -> None:
         async with self._redis.pubsub(ignore_subscribe_messages=True) as listening:
-            await listening.subscribe(_CHANGED)
+            await listening.subscribe(self._channel)
             await self._settle(*await self._do("read"), anew=True)
             while not self._ends:
                 self._trouble = ""

@@ -1,0 +1,133 @@
+"""Which engines are probed next: in time, however many are gone, and at a rate that fits the fleet.
+
+An engine that is gone can hold a probe until its timeout. So engines that have missed a probe have places of their own,
+and those that were slow to fail are asked less and less often. The most overdue engine comes first.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from xpyd_proxy.core.fleet.health import HealthState
+from xpyd_proxy.core.fleet.registry import Member
+from xpyd_proxy.core.model import InstanceId, Role
+
+_DRAIN_S: Final = 0.5  # seconds between two probes of an engine that is drained
+_AWAY_S: Final = 1.0  # seconds between two probes of an engine that is broken or not up yet, at least
+_AWAY_MOST_S: Final = 15.0  # and at most
+_AWAY_RATE: Final = 20  # probes a second of engines that are away, about
+_SLOW_S: Final = 1.0  # a probe that fails after so long costs a place: the engine is asked less often
+_SOONEST: Final = 0.75  # of the interval; with the jitter, for routers must not probe in step, it is never exceeded
+_JITTER: Final = 0.15
+_LEAST_PLACES: Final = 16  # of each kind
+_MOST_PLACES: Final = 512
+_LIVING_SHARE: Final = 6  # engines for each place: a sixth of a fleet can go at once, and the others are still probed
+_AWAY_SHARE: Final = 8
+_LEAST_RATE: Final = 64.0  # probes begun in a second
+_SPARE_RATE: Final = 1.5  # times what the interval takes
+
+
+def keeps_blocks(member: Member) -> bool:
+    """Tell whether an engine is asked what it keeps for decode engines, and not whether it lives."""
+    return member.life.state is HealthState.DRAINING and member.instance.role is Role.PREFILL
+
+
+@dataclass(slots=True)
+class _ProbeTurn:
+    begun: float = -math.inf
+    is_waiting: bool = False  # for a place
+    stretch: float = 1.0
+    slow_failures: int = 0  # in a row
+
+
+class ProbeSchedule:
+    """The turns of all engines. Times are seconds of a clock that only rises."""
+
+    def __init__(self, interval_s: float, chance: Callable[[], float]) -> None:
+        self._interval_s = interval_s  # 0: only engines that are drained are probed
+        self._chance = chance  # 0 to 1
+        self._turns = dict[InstanceId, _ProbeTurn]()
+        self._waiting = {True: deque[Member](), False: deque[Member]()}  # by whether they are away
+        self._active = dict[InstanceId, bool]()  # likewise: those that are probed now, and hold a place
+        self._begun = 0.0  # probes of this moment and a little before; time takes from it
+        self._at = -math.inf
+
+    def next(self, members: Sequence[Member], *, now: float) -> Sequence[Member]:
+        """Return the engines to probe now, and count their probes as begun; ``ended`` ends them.
+
+        Those that find no place wait, the most overdue first, for ``begin``.
+        """
+        self._turns = {member.instance.id: self._turns.get(member.instance.id) or _ProbeTurn() for member in members}
+        away_s = min(_AWAY_MOST_S, max(_AWAY_S, sum([_is_missing(member) for member in members]) / _AWAY_RATE))
+        due = list[tuple[float, int, Member]]()
+        for number, member in enumerate(members):
+            name = member.instance.id
+            turn, pause = self._turns[name], self._pause(member, away_s)
+            if pause is not None and now >= turn.begun + pause and not turn.is_waiting and name not in self._active:
+                due.append((turn.begun + pause, number, member))
+        due.sort(key=lambda one: one[:2])
+        for _, _, member in due:
+            self._turns[member.instance.id].is_waiting = True
+            self._waiting[_is_missing(member)].append(member)
+        return self.begin(now=now)
+
+    def begin(self, *, now: float) -> Sequence[Member]:
+        """Return as many of those that wait as there are places for, and no more in a short time than is needed."""
+        count = len(self._turns)
+        rate = max(_LEAST_RATE, _SPARE_RATE * count / self._interval_s if self._interval_s > 0 else 0.0)
+        self._begun = max(0.0, self._begun - rate * (now - self._at))
+        self._at = now
+        active = sum(self._active.values())
+        places = {True: _places(count, _AWAY_SHARE) - active}
+        places[False] = _places(count, _LIVING_SHARE) - (len(self._active) - active)
+        found = list[Member]()
+        for is_away, waiting in self._waiting.items():
+            while waiting and places[is_away] > 0 and self._begun < rate:
+                member = waiting.popleft()
+                name = member.instance.id
+                if name not in self._turns:  # it was forgotten while it waited
+                    continue
+                turn = self._turns[name]
+                turn.begun, turn.is_waiting = now, False
+                turn.stretch = _SOONEST + _JITTER * self._chance()
+                self._active[name] = is_away
+                self._begun += 1
+                places[is_away] -= 1
+                found.append(member)
+        return found
+
+    def ended(self, name: InstanceId, *, failed: bool, now: float) -> None:
+        """Note that a probe is over: there is a place for another one."""
+        self._active.pop(name, None)
+        turn = self._turns.get(name)
+        if turn is not None:
+            is_slow = failed and now - turn.begun >= _SLOW_S
+            turn.slow_failures = turn.slow_failures + 1 if is_slow else 0
+
+    def _pause(self, member: Member, away_s: float) -> float | None:
+        """Return the seconds from the beginning of one probe to the next; None: it is not probed.
+
+        ``away_s``: the same for engines that are away, which keeps their probes at a bounded rate.
+        """
+        turn = self._turns[member.instance.id]
+        back_off = min(_AWAY_MOST_S, _AWAY_S * 2.0 ** min(turn.slow_failures - 1, 10)) if turn.slow_failures else 0.0
+        if keeps_blocks(member):
+            return max(_DRAIN_S, back_off)
+        if self._interval_s <= 0:
+            return None
+        if not _is_missing(member):
+            return self._interval_s * turn.stretch
+        least = min(self._interval_s, _AWAY_S)
+        if not member.life.is_away:  # the second miss decides, so it is asked again soon
+            return 0.0 if turn.slow_failures else least
+        return max(least if away_s <= _AWAY_S else away_s, back_off)
+
+
+def _is_missing(member: Member) -> bool:
+    return member.life.is_away or member.life.misses > 0
+
+
+def _places(count: int, share: int) -> int:
+    return min(_MOST_PLACES, max(_LEAST_PLACES, math.ceil(count / share)))

@@ -1,0 +1,177 @@
+"""Which engines can share requests: they form groups by the facts that are known of them, most often one per revision.
+
+Two engines with equal facts fit the same engines of the other role. So kinds of engines are compared and not engines:
+the work grows with the number of engines plus the comparisons of a few kinds (two of each role during a rollout).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, TypeAlias
+
+from xpyd_proxy.core.fleet.compatibility import Compared, EngineCapabilities, compared, fit
+from xpyd_proxy.core.model import Instance
+
+Facts: TypeAlias = Callable[[Instance], EngineCapabilities]
+_MOST_GROUPS: Final = 64  # of engines that all fit each other; those beyond share one, in which each pair is looked at
+NO_PREFILL: Final = "no prefill engine fits"  # the name of a group
+_UNKNOWN: Final = "unknown facts"
+
+
+@dataclass(frozen=True, slots=True)
+class CompatibleGroup:
+    """Decode engines that fit the same prefill engines, and these. Without any, a decode engine can only serve alone.
+
+    ``prefill_count`` counts a prefill engine that belongs to several groups in parts, so that all groups together count
+    each engine once.
+    """
+
+    name: str  # what is known of the decode engines, in words; routers beside each other use the same
+    prefill: Sequence[Instance]
+    decode: Sequence[Instance]
+    prefill_count: float
+    all_fit: bool = True  # each prefill engine fits each decode engine
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """All engines, by whom they fit. No decode engine is in two groups."""
+
+    groups: Sequence[CompatibleGroup]
+    unpaired_prefill: Sequence[Instance]  # they fit no decode engine
+    comparisons: int  # of two kinds of engines
+
+    @property
+    def pairs(self) -> Sequence[CompatibleGroup]:
+        """List the groups that have engines of both roles."""
+        return [group for group in self.groups if group.prefill]
+
+    @property
+    def unpaired_decode(self) -> Sequence[Instance]:
+        """List the decode engines that fit no prefill engine."""
+        return [instance for group in self.groups if not group.prefill for instance in group.decode]
+
+
+@dataclass(slots=True)
+class _EngineKind:
+    """Engines of one role with equal facts."""
+
+    facts: EngineCapabilities  # of the first of them
+    engines: list[Instance] = field(default_factory=list[Instance])
+
+
+def group_engines(prefill: Sequence[Instance], decode: Sequence[Instance], facts: Facts) -> Grouping:
+    """Sort engines into groups, in the order of the decode engines."""
+    decodes = _decode_kinds(decode, facts)
+    prefills = _prefill_kinds(prefill, facts, [kind.facts.incompatible for kind in decodes])
+    comparisons = len(decodes) * len(prefills)
+    partners = dict[
+        tuple[int, ...], list[_EngineKind]
+    ]()  # kinds of decode engines by the kinds of prefill engines they fit
+    for kind in decodes:
+        fitting = tuple([i for i, other in enumerate(prefills) if fit(other.facts, kind.facts)])
+        partners.setdefault(fitting, []).append(kind)
+    counts = _counts(partners, prefills)
+    groups = [
+        CompatibleGroup(
+            min([_words(kind.facts) for kind in kinds]) if fitting else NO_PREFILL,
+            _joined([prefills[i] for i in fitting], prefill),
+            _joined(kinds, decode),
+            counts[fitting],
+        )
+        for fitting, kinds in partners.items()
+    ]
+    paired = {i for fitting in partners for i in fitting}
+    unpaired = _joined([kind for i, kind in enumerate(prefills) if i not in paired], prefill)
+    return Grouping(_named_apart(_bounded(groups)), unpaired, comparisons)
+
+
+def _decode_kinds(decode: Sequence[Instance], facts: Facts) -> Sequence[_EngineKind]:
+    kinds = dict[tuple[Compared, frozenset[str] | None], _EngineKind]()
+    for instance in decode:
+        known = facts(instance)
+        key = compared(known), known.incompatible or None
+        kind = kinds.get(key)
+        if kind is None:
+            kind = kinds[key] = _EngineKind(known)
+        kind.engines.append(instance)
+    return list(kinds.values())
+
+
+def _prefill_kinds(
+    prefill: Sequence[Instance], facts: Facts, refused: Sequence[frozenset[str] | None]
+) -> Sequence[_EngineKind]:
+    """Tell prefill engines apart by their facts, and by which kinds of decode engines have refused them."""
+    refusing = dict[str, list[int]]()
+    for number, names in enumerate(refused):
+        for name in names or ():
+            refusing.setdefault(name, []).append(number)
+    kinds = dict[tuple[Compared, tuple[int, ...]], _EngineKind]()
+    for instance in prefill:
+        known = facts(instance)
+        by = refusing.get(known.engine_id, ()) if refusing and known.engine_id is not None else ()
+        key = compared(known), tuple(by)
+        kind = kinds.get(key)
+        if kind is None:
+            kind = kinds[key] = _EngineKind(known)
+        kind.engines.append(instance)
+    return list(kinds.values())
+
+
+def _counts(
+    partners: dict[tuple[int, ...], list[_EngineKind]], prefills: Sequence[_EngineKind]
+) -> dict[tuple[int, ...], float]:
+    """Divide each kind of prefill engines among the groups that it fits, in proportion to their decode engines."""
+    sizes = {fitting: sum([len(kind.engines) for kind in kinds]) for fitting, kinds in partners.items()}
+    wanted = [0] * len(prefills)
+    for fitting, size in sizes.items():
+        for i in fitting:
+            wanted[i] += size
+    return {
+        fitting: sum([len(prefills[i].engines) * size / wanted[i] for i in fitting]) for fitting, size in sizes.items()
+    }
+
+
+def _bounded(groups: Sequence[CompatibleGroup]) -> Sequence[CompatibleGroup]:
+    """Merge the smallest groups if there are too many: the lists of all groups together must not grow as x times y."""
+    if len(groups) <= _MOST_GROUPS:
+        return groups
+    by_size = sorted(groups, key=lambda group: (bool(group.prefill), -len(group.decode)))
+    kept, rest = by_size[: _MOST_GROUPS - 1], by_size[_MOST_GROUPS - 1 :]
+    prefill = {instance.id: instance for group in rest for instance in group.prefill}
+    decode = [instance for group in rest for instance in group.decode]
+    count = sum([group.prefill_count for group in rest])
+    return [*kept, CompatibleGroup(rest[0].name, list(prefill.values()), decode, count, all_fit=False)]
+
+
+def _named_apart(groups: Sequence[CompatibleGroup]) -> Sequence[CompatibleGroup]:
+    """Number the groups whose names are the same: they differ in which engines have refused each other."""
+    seen = Counter[str]()
+    found = list[CompatibleGroup]()
+    for group in groups:
+        seen[group.name] += 1
+        number = seen[group.name]
+        found.append(group if number == 1 else replace(group, name=f"{group.name} ({number})"))
+    return found
+
+
+def _joined(kinds: Sequence[_EngineKind], everyone: Sequence[Instance]) -> Sequence[Instance]:
+    """List the engines of some kinds, in the order of all of their role."""
+    if len(kinds) == 1:
+        return kinds[0].engines
+    names = {instance.id for kind in kinds for instance in kind.engines}
+    return [instance for instance in everyone if instance.id in names]
+
+
+def _words(facts: EngineCapabilities) -> str:
+    """Name what is known of an engine; the revision first, for it is what operators know."""
+    version, connector, mode, revision, protocol, fingerprint = compared(facts)
+    named = (
+        ("revision", revision),
+        ("version", version),
+        ("connector", connector),
+        ("mode", mode),
+        ("protocol", protocol),
+        ("fingerprint", fingerprint),
+    )
+    return ", ".join([f"{name} {value}" for name, value in named if value is not None]) or _UNKNOWN

@@ -1,0 +1,129 @@
+"""How much of the traffic each group of compatible engines gets, so that no engine gets much more than its fair share.
+
+A request needs an engine of each role out of one group. With p and d engines of the roles, a group with p_g and d_g of
+them can take min(p_g / p, d_g / d) of all requests before one of its engines gets more than the mean. While a rollout
+replaces one role faster than the other, these shares do not add up to 1. Then every group gets up to ``BOUND`` times
+its share, and what is left goes to decode engines that serve alone, if they may.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import accumulate
+from math import log
+from typing import Final
+
+from xpyd_proxy.core.model import InstanceId
+from xpyd_proxy.core.routing.compatible_groups import CompatibleGroup, Grouping
+
+BOUND: Final = 1.4  # times its fair share that an engine gets before decode engines serve alone
+_BURST: Final = 4.0  # requests that caches may send to a group beyond its bound
+_GOLDEN: Final = 0.6180339887498949  # its multiples, modulo 1, are spread evenly over any number of turns in a row
+_HASHES: Final = float(1 << 64)
+_LEAST: Final = 1e-9
+_MOST_CREDITS: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShare:
+    """A part of the traffic: requests of two engines of a group, or of one of its decode engines alone."""
+
+    group: CompatibleGroup
+    alone: bool
+    weight: float  # all weights together are 1
+    limit: float  # of the traffic that the group's engines may get where a cache decides
+
+
+class Shares:
+    """The traffic of a whole fleet, or of one model; it is not empty."""
+
+    def __init__(self, shares: Sequence[GroupShare]) -> None:
+        self.all = shares
+        self.upto = list(accumulate([share.weight for share in shares]))  # the sums of the weights so far
+        self.groups = list({share.group.name: share.group for share in shares}.values())
+        self.by_decode = dict[InstanceId, GroupShare]()  # the first share of a decode engine's group
+        for share in reversed(shares):
+            self.by_decode.update(dict.fromkeys([instance.id for instance in share.group.decode], share))
+
+
+def shares_of(grouping: Grouping, *, may_be_alone: bool) -> Shares:
+    """Divide the traffic; there must be a group with engines of both roles.
+
+    A single engine without a partner is not counted in its role: it is the first or the last one of a rollout, and
+    without this rule a fleet of one prefill and one decode engine would leave prefill work to its decode engine.
+    """
+    pairs = grouping.pairs
+    prefills = sum([group.prefill_count for group in pairs]) + _beyond_one(len(grouping.unpaired_prefill))
+    decodes = sum([len(group.decode) for group in pairs]) + _beyond_one(len(grouping.unpaired_decode))
+    capacity = [min(group.prefill_count / prefills, len(group.decode) / decodes) for group in pairs]
+    stretch = 1 / sum(capacity)
+    if may_be_alone:
+        stretch = min(stretch, BOUND)
+    found = [
+        GroupShare(group, alone=False, weight=least * stretch, limit=least * max(BOUND, stretch))
+        for group, least in zip(pairs, capacity, strict=True)
+    ]
+    left = 1 - sum(capacity) * stretch
+    if left <= _LEAST:
+        return Shares(found)
+    used = {share.group.name: share.weight for share in found}
+    rooms = [max(0.0, len(group.decode) / decodes - used.get(group.name, 0.0)) for group in grouping.groups]
+    alone = [
+        GroupShare(group, alone=True, weight=left * room / sum(rooms), limit=BOUND * room)
+        for group, room in zip(grouping.groups, rooms, strict=True)
+        if room > _LEAST
+    ]
+    return Shares([*found, *alone])
+
+
+def _beyond_one(count: int) -> int:
+    return 0 if count == 1 else count
+
+
+class GroupTurns:
+    """Chooses a share of the traffic for each request; over any many requests in a row each gets its weight."""
+
+    def __init__(self, turn: int = 0, credit: Mapping[str, float] | None = None) -> None:
+        self._turn = turn
+        self._credit = dict(credit or {})  # by group: requests that its engines may still get because of a cache
+
+    def next(self, shares: Shares) -> GroupShare:
+        """Return the share whose turn it is."""
+        self._turn += 1
+        at = bisect_right(shares.upto, self._turn * _GOLDEN % 1.0)
+        chosen = shares.all[min(at, len(shares.all) - 1)]
+        self._count(shares, chosen)
+        return chosen
+
+    def cached(self, shares: Shares, holders: Sequence[InstanceId]) -> GroupShare | None:
+        """Return the share of the first of these engines whose group has not reached its limit; None: there is none."""
+        for name in holders:
+            share = shares.by_decode.get(name)
+            if share is not None and self._credit.get(share.group.name, _BURST) >= 1:
+                self._count(shares, share)
+                return share
+        return None
+
+    def of_session(self, shares: Shares, session: str) -> GroupShare:
+        """Return the share of a session: by weighted rendezvous, so that few sessions move when weights change."""
+        return max(shares.all, key=lambda share: _bid(share, session))
+
+    def copy(self) -> "GroupTurns":
+        """Return one that chooses alike, and whose choices leave no trace here."""
+        return GroupTurns(self._turn, self._credit)
+
+    def _count(self, shares: Shares, chosen: GroupShare) -> None:
+        """Let each group have more by its limit, and the chosen one have one request less."""
+        if len(self._credit) > _MOST_CREDITS:
+            self._credit.clear()
+        for name, limit in {share.group.name: share.limit for share in reversed(shares.all)}.items():
+            self._credit[name] = min(_BURST, self._credit.get(name, _BURST) + limit)
+        self._credit[chosen.group.name] -= 1
+
+
+def _bid(share: GroupShare, session: str) -> float:
+    """Bid for a session: the highest bid wins with a probability in proportion to the weight (rendezvous hashing)."""
+    key = blake2b(f"{share.group.name}#{share.alone}".encode(), digest_size=16).digest()
+    drawn = int.from_bytes(blake2b(session.encode(), key=key, digest_size=8).digest())
+    return share.weight / -log((drawn + 0.5) / _HASHES)

@@ -1,0 +1,97 @@
+"""Certificates and keys in files are read again when the files change, as cert-manager and Kubernetes renew them."""
+
+import asyncio
+import logging
+import ssl
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from xpyd_proxy.core.admission.keys import Keyring, Outbound
+from xpyd_proxy.core.counters import Counters
+from xpyd_proxy.errors import ConfigError
+from xpyd_proxy.io.background import meanwhile, repeatedly
+from xpyd_proxy.io.files import client_keys, engine_keys, renew_engine_tls, renew_server_tls
+from xpyd_proxy.settings import Settings
+
+logger = logging.getLogger(__name__)
+_EVERY_S: Final = 5.0  # seconds between two looks at the files; the kubelet renews mounted ones once a minute
+_Stamp: TypeAlias = tuple[int, int, int] | None  # None: the file cannot be seen
+_SERVER: Final = ("tls_cert", "tls_key", "tls_client_ca")
+_ENGINES: Final = ("engine_ca", "engine_cert", "engine_key")
+_KEYS: Final = ("api_keys_file", "prefill_api_key_file", "decode_api_key_file")
+
+
+@dataclass(slots=True)
+class FileReloads:
+    """One task; run it for as long as the router serves. What a failed reload would replace stays in use."""
+
+    settings: Callable[[], Settings]  # those of now
+    server_tls: ssl.SSLContext | None
+    engine_tls: ssl.SSLContext
+    keyring: Keyring
+    outbound: Outbound
+    counters: Counters
+    _seen: Mapping[str, tuple[str, _Stamp]] = field(default_factory=dict[str, tuple[str, _Stamp]])  # by setting
+
+    def __post_init__(self) -> None:
+        self._seen = stamps_of(self.settings())
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Look while the block lasts."""
+        async with meanwhile(repeatedly(_EVERY_S, self.look, logger, "the files of certificates could not be seen")):
+            yield
+
+    async def look(self) -> None:
+        """Read again what has changed since the last look; a file system that hangs does not stop the router."""
+        settings = self.settings()
+        now = await asyncio.to_thread(stamps_of, settings)
+        before, self._seen = self._seen, now
+        names = [name for name, (path, stamp) in now.items() if _is_replaced(before.get(name), path, stamp)]
+        for group, renew in ((_SERVER, self._renew_server), (_ENGINES, self._renew_engines), (_KEYS, self._renew_keys)):
+            if concerned := [name for name in names if name in group]:
+                self._reload(concerned, renew, settings)
+
+    def _reload(self, names: list[str], renew: Callable[[Settings], None], settings: Settings) -> None:
+        try:
+            renew(settings)
+        except ConfigError as exc:
+            self.counters.file_reloads["failed",] += 1
+            logger.warning("%s changed and cannot be used, so what was read before stays: %s", ", ".join(names), exc)
+            return
+        self.counters.file_reloads["ok",] += 1
+        logger.info("%s changed and was read again", ", ".join(names))
+
+    def _renew_server(self, settings: Settings) -> None:
+        if self.server_tls is not None:
+            renew_server_tls(self.server_tls, settings)
+
+    def _renew_engines(self, settings: Settings) -> None:
+        renew_engine_tls(self.engine_tls, settings)
+
+    def _renew_keys(self, settings: Settings) -> None:
+        known, shown = client_keys(settings), engine_keys(settings)
+        self.keyring.keys = known
+        self.outbound.change(shown)
+
+
+def stamps_of(settings: Settings) -> Mapping[str, tuple[str, _Stamp]]:
+    """Return of each file that settings name what changes when it is replaced, also behind a symbolic link."""
+    paths: dict[str, str | None] = {name: getattr(settings, name) for name in (*_SERVER, *_ENGINES, *_KEYS)}
+    return {name: (path, _stamp(path)) for name, path in paths.items() if path is not None}
+
+
+def _is_replaced(before: tuple[str, _Stamp] | None, path: str, stamp: _Stamp) -> bool:
+    """Tell whether the same file has changed; another file was read when its setting changed (SIGHUP)."""
+    return before is not None and before[0] == path and before[1] != stamp
+
+
+def _stamp(path: str) -> _Stamp:
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size

@@ -1,0 +1,130 @@
+"""Who is probed when, in virtual time: no engine waits for those that are gone."""
+
+import heapq
+import itertools
+import random
+
+import pytest
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.fleet.health import HealthState
+from xpyd_proxy.core.fleet.probe_schedule import ProbeSchedule
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.model import Role
+from xpyd_proxy.settings import Settings
+
+TICK_S, TIMEOUT_S, INTERVAL_S = 0.25, 5.0, 5.0
+
+
+class Fleet:
+    """Engines that answer after a while, or hold a probe until its timeout; the clock moves by ticks."""
+
+    def __init__(self, count, answer_s=0.05):
+        self.registry = Registry(Settings(health_check_failures=2))
+        for n in range(count):
+            self.registry.add(Role.DECODE, Address("http", f"h{n}", 80), now=0.0)
+        self.members = self.registry.members()
+        self.schedule = ProbeSchedule(INTERVAL_S, random.Random(1).random)
+        self.answer_s = answer_s
+        self.gone, self.refuses = set(), set()
+        self.now, self.most_on = 0.0, 0
+        self.open = []
+        self.looks = {member.instance.id: [] for member in self.members}
+        self.found = {}  # when an engine that is gone was ejected
+
+    def run(self, seconds):
+        until = self.now + seconds
+        while self.now < until:
+            while self.open and self.open[0][0] <= self.now:
+                at, name = heapq.heappop(self.open)
+                self._end(name, at)
+                self._begin(self.schedule.begin(now=at), at)
+            self._begin(self.schedule.next(self.members, now=self.now), self.now)
+            self.now += TICK_S
+
+    def _begin(self, members, now):
+        for member in members:
+            name = member.instance.id
+            self.looks[name].append(now)
+            takes = 0.001 if name in self.refuses else TIMEOUT_S if name in self.gone else self.answer_s
+            heapq.heappush(self.open, (now + takes, name))
+        self.most_on = max(self.most_on, len(self.open))
+
+    def _end(self, name, at):
+        life = self.registry.member(name).life
+        failed = name in self.gone
+        if failed:
+            life.missed("does not answer", now=at)
+        else:
+            life.seen(now=at)
+        self.schedule.ended(name, failed=failed, now=at)
+        if life.state is HealthState.EJECTED:
+            self.found.setdefault(name, at)
+
+    def longest_gap(self, name, since):
+        times = [since, *(at for at in self.looks[name] if at >= since), self.now]
+        return max(b - a for a, b in itertools.pairwise(times))
+
+
+@pytest.mark.parametrize("answer_s", [0.05, 0.3])
+def test_a_lost_zone_is_found_and_the_others_are_still_probed(answer_s):
+    """200 of 2,000 engines answer nothing any more: with 16 places for all, no living engine was probed for 22 s."""
+    fleet = Fleet(2000, answer_s)
+    fleet.run(12)
+    fleet.gone = {member.instance.id for member in fleet.members[:200]}
+    lost = fleet.now
+    fleet.run(60)
+
+    assert len(fleet.found) == 200
+    assert max(fleet.found.values()) - lost <= 15 + 2 * TICK_S
+    living = [name for name in fleet.looks if name not in fleet.gone]
+    assert max(fleet.longest_gap(name, lost) for name in living) <= INTERVAL_S + 2 * TICK_S
+    assert fleet.most_on <= 2000 / 6 + 2000 / 8 + 1
+
+
+def test_engines_that_stay_away_are_asked_less_often():
+    """1 s, and up to 15 s; one that comes back is found within that time."""
+    fleet = Fleet(20)
+    fleet.run(6)
+    gone = fleet.members[0].instance.id
+    fleet.gone = {gone}
+    fleet.run(120)
+    late = [b - a for a, b in itertools.pairwise(fleet.looks[gone][-4:])]
+    fleet.gone, back = set(), fleet.now
+    fleet.run(20)
+
+    assert late == pytest.approx([15.0] * 3, abs=TICK_S)
+    assert fleet.registry.member(gone).life.state is HealthState.HEALTHY
+    assert min(at for at in fleet.looks[gone] if at >= back) - back <= 15 + TICK_S
+
+
+def test_an_engine_that_refuses_is_asked_every_second():
+    """It starts, and refuses connections at once: that costs nothing, and it is wanted as soon as it is up."""
+    fleet = Fleet(20)
+    name = fleet.members[0].instance.id
+    fleet.gone = fleet.refuses = {name}
+    fleet.run(30)
+
+    assert len(fleet.looks[name]) == pytest.approx(30, abs=3)
+
+
+def test_many_engines_that_are_away_are_asked_at_a_bounded_rate():
+    """A pool of 300 that loads a model refuses for minutes."""
+    fleet = Fleet(400)
+    fleet.gone = fleet.refuses = {member.instance.id for member in fleet.members[:300]}
+    fleet.run(30)
+    before = sum(len(fleet.looks[name]) for name in fleet.gone)
+    fleet.run(30)
+
+    assert (sum(len(fleet.looks[name]) for name in fleet.gone) - before) / 30 <= 25
+
+
+def test_a_fleet_is_not_probed_in_one_moment():
+    """At the start all engines are due."""
+    fleet = Fleet(2000)
+    fleet.run(TICK_S)
+    first = fleet.most_on
+    fleet.run(INTERVAL_S)
+
+    assert first <= 600
+    assert all(fleet.looks.values())

@@ -1,0 +1,201 @@
+"""Rolling updates of pools of unequal sizes, whose pods take unequally long to start: no engine gets far too much."""
+
+import itertools
+from collections import Counter, deque
+
+import pytest
+
+from xpyd_proxy.core.address import Address
+from xpyd_proxy.core.fleet.compatibility import EngineCapabilities, fit
+from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
+from xpyd_proxy.core.fleet.registry import Registry
+from xpyd_proxy.core.model import RequestId, Role, RoutingHints
+from xpyd_proxy.core.routing.pairing import PairSelector, PolicyPerLeg
+from xpyd_proxy.core.routing.policies.least_loaded import LeastLoaded
+from xpyd_proxy.core.routing.policies.prefix import Prefix
+from xpyd_proxy.core.routing.policies.round_robin import RoundRobin
+from xpyd_proxy.core.routing.policies.session import Session
+from xpyd_proxy.core.routing.prompt_memory import PromptMemory
+from xpyd_proxy.io.request_path.live_fleet import Caches, LiveFleet, Loads
+
+POOLS = [(4, 16), (16, 4)]
+STARTUPS = [(1.0, 1.0), (1.0, 4.0), (4.0, 1.0)]  # how long a pod of each role takes
+FACTS = {name: EngineCapabilities(version="1", revision=name) for name in ("v1", "v2")}
+IN_FLIGHT = 40  # requests at a time
+SESSIONS = 4000
+
+
+def events(count, startup):
+    """List when a pod of a pool comes and when one goes, by a Deployment that surges by one."""
+    return [
+        (at, what) for n in range(count) for at, what in ((startup * (n + 1), "come"), (startup * (n + 1) + 0.1, "go"))
+    ]
+
+
+class Rollout:
+    """A fleet on its way from v1 to v2."""
+
+    def __init__(self, policy, sizes, startups):
+        self.policy = policy
+        self.registry = Registry()
+        load = Loads(self.registry, lambda: 0.0).of
+        self.caches = Caches(PromptMemory(1e9), self.registry, lambda: 0.0)
+        prefix = Prefix(load, LeastLoaded(load), self.caches)
+        self.choice = {
+            "round_robin": RoundRobin(),
+            "least_loaded": PolicyPerLeg(LeastLoaded(load), LeastLoaded(load)),
+            "session": PolicyPerLeg(LeastLoaded(load), Session(LeastLoaded(load))),
+            "prefix": PolicyPerLeg(LeastLoaded(load), prefix, decode_first=True),
+        }[policy]
+        holders = prefix.holders if policy == "prefix" else None
+        self.pairs = PairSelector(self.registry, self.choice, cache_holders=holders)
+        self.fleet = LiveFleet(self.registry, self.pairs, PushCoordinates(at_once=True), lambda: 0.0)
+        self.sizes, self.ports, self.requests = sizes, itertools.count(1), itertools.count()
+        self.old = {role: [self._add(role, "v1") for _ in range(n)] for role, n in zip(Role, sizes, strict=True)}
+        self.events = sorted(
+            (at, what, role)
+            for role, n, startup in zip(Role, sizes, startups, strict=True)
+            for at, what in events(n, startup)
+        )
+        self.open = deque()
+
+    def steps(self):
+        """Let one pod come or go after the other."""
+        yield
+        for _, what, role in self.events:
+            if what == "come":
+                self._add(role, "v2")
+            else:
+                self.registry.remove(self.old[role].pop(0).id, now=0.0)
+            yield
+
+    def ask(self):
+        """Say what the next request is like: one of many conversations."""
+        number = next(self.requests) % SESSIONS
+        session = f"session {number}" if self.policy == "session" else None  # else no policy asks for it
+        return RoutingHints("m", session, b"%d " % number + b"x" * 400)
+
+    def serve(self, chosen):
+        """Have the engines serve a request; the oldest one ends."""
+        request = RequestId(str(next(self.requests)))
+        engines = [instance for instance in chosen if instance is not None]
+        self.open.append((engines, request))
+        for instance in engines:
+            self.fleet.enter(instance, request)
+        if len(self.open) > IN_FLIGHT:
+            engines, request = self.open.popleft()
+            for instance in engines:
+                self.fleet.leave(instance, request)
+
+    def _add(self, role, revision):
+        return self.registry.add(role, Address("http", "h", next(self.ports)), facts=FACTS[revision], now=0.0)
+
+
+def worst(counts, rollout, *, mean=False):
+    """Return how many times its fair share the busiest engine got; ``mean``: the engines of a revision on the mean."""
+    found = []
+    requests = max(sum(counts[one.id] for one in rollout.fleet.usable(role)) for role in Role)
+    for role in Role:
+        engines = rollout.fleet.usable(role)
+        fair = requests / len(engines)
+        shares = [[one] for one in engines]
+        if mean:
+            shares = [[one for one in engines if rollout.registry.facts(one) == facts] for facts in FACTS.values()]
+        found += [sum(counts[one.id] for one in share) / len(share) / fair for share in shares if share]
+    return max(found)
+
+
+def run(rollout, choose, requests, *, mean=False):
+    """Return the worst factor of each step, and how many requests of all were served alone."""
+    found, alone = [], 0
+    for _ in rollout.steps():
+        counts, choose_now = Counter(), choose(rollout)
+        for _ in range(requests):
+            chosen = choose_now(rollout.ask())
+            rollout.serve(chosen)
+            engines = [instance for instance in chosen if instance is not None]
+            counts.update(instance.id for instance in engines)
+            alone += len(engines) == 1
+            assert len({rollout.registry.facts(instance).revision for instance in engines}) == 1  # no mixed pair
+        found.append(worst(counts, rollout, mean=mean))
+    return found, alone / requests / len(found)
+
+
+def by_weight(rollout, *, may_be_alone=True):
+    """Choose as the router does."""
+    return lambda ask: rollout.fleet.any_pair(ask, may_be_alone=may_be_alone)
+
+
+def by_prefill(rollout):
+    """Choose the prefill engine first, whichever revision it is of; the decode engine among those that fit it."""
+    facts = rollout.registry.facts
+    sides = [rollout.fleet.usable(role) for role in Role]
+
+    def fits(p, d):
+        return fit(facts(p), facts(d))
+
+    prefill = [p for p in sides[0] if any(fits(p, d) for d in sides[1])]
+    decode = [d for d in sides[1] if any(fits(p, d) for p in prefill)]
+    return lambda ask: rollout.choice.pair(prefill, decode, ask, fits)
+
+
+def named(value):
+    return "to".join(f"{one:g}" for one in value)
+
+
+@pytest.mark.parametrize("sizes", POOLS, ids=named)
+@pytest.mark.parametrize("startups", STARTUPS, ids=named)
+@pytest.mark.parametrize(("policy", "requests"), [("round_robin", 400), ("least_loaded", 1600)])
+def test_no_engine_gets_far_more_than_its_share(policy, requests, sizes, startups):
+    """Without this, 12 of 16 old decode engines idle, and the 4 new ones get 4 times as much."""
+    found, alone = run(Rollout(policy, sizes, startups), by_weight, requests)
+
+    assert max(found) <= 1.5
+    assert alone < 0.5
+
+
+@pytest.mark.parametrize("sizes", POOLS, ids=named)
+@pytest.mark.parametrize(("policy", "requests"), [("session", 1500), ("prefix", 600)])
+def test_caches_and_sessions_do_not_overload_a_revision(policy, requests, sizes):
+    """Within a revision the policy decides, and its own bounds hold: hashes are uneven, and a cache has slack."""
+    found, _ = run(Rollout(policy, sizes, STARTUPS[0]), by_weight, requests, mean=True)
+
+    assert max(found) <= 1.6
+
+
+@pytest.mark.parametrize("sizes", POOLS, ids=named)
+def test_the_prefill_engine_first_is_what_overloads(sizes):
+    """The control: the same rollout, and the prefill engine chosen before the revision, as the router once did."""
+    found, _ = run(Rollout("round_robin", sizes, STARTUPS[0]), by_prefill, 200)
+
+    assert max(found) >= 3.5
+
+
+def test_sessions_move_only_as_the_weights_do():
+    """Half of the fleet is new: half of the sessions stay where they were, and none moves between old engines."""
+    rollout = Rollout("session", (4, 4), STARTUPS[0])
+    steps = rollout.steps()
+    next(steps)
+    asks = [RoutingHints("m", f"session {number}") for number in range(400)]
+    before = [rollout.fleet.any_pair(ask)[1] for ask in asks]
+    for role in Role:
+        for _ in range(4):
+            rollout._add(role, "v2")
+    after = [rollout.fleet.any_pair(ask)[1] for ask in asks]
+
+    moved = [new for old, new in zip(before, after, strict=True) if old is not new]
+    assert 150 < len(moved) < 250
+    assert {rollout.registry.facts(instance).revision for instance in moved} == {"v2"}
+
+
+def test_a_cached_prompt_stays_at_its_revision():
+    """A rollout does not empty the caches of the engines that are still there."""
+    rollout = Rollout("prefix", (2, 2), STARTUPS[0])
+    steps = rollout.steps()
+    next(steps)
+    ask = RoutingHints("m", prompt=b"y" * 4000)
+    _, first = rollout.fleet.any_pair(ask)
+    for role in Role:
+        rollout._add(role, "v2")
+
+    assert {rollout.fleet.any_pair(ask)[1].id for _ in range(4)} == {first.id}

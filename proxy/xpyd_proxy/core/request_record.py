@@ -8,6 +8,7 @@ import re
 from enum import auto
 from typing import Final
 
+from xpyd_proxy.core.expected_time import ExpectedTime
 from xpyd_proxy.core.fast_enum import FastStrEnum
 from xpyd_proxy.core.model import InstanceId, LegOrder, RequestId, Role, SingleEngineReason, TransferId
 from xpyd_proxy.core.protocol.engine_errors import Failure
@@ -63,6 +64,7 @@ class RequestRecord:
         "duration_s",
         "end",
         "error",
+        "expected",
         "last_token_at",
         "path",
         "prefill",
@@ -108,6 +110,7 @@ class RequestRecord:
         self.error = error  # what went wrong, for the log
         self.prefill_error: str | None = None  # what went wrong with the prefill leg after the answer had begun
         self.cached: tuple[int, int] | None = None  # bytes of the prompt that the decode engine had, and of all of it
+        self.expected: ExpectedTime | None = None  # what its engines were chosen by; None: no policy asks for it
         self.relayed = 0  # bytes of the answer, if they are counted
         self.end = b"", b""  # the last two pieces of the answer's body, if they matter
 
@@ -174,7 +177,7 @@ class RequestRecord:
 
     def start_over(self) -> None:
         """Forget the rest of a try that failed."""
-        self.push = self.transfer = self.prefill = self.decode = self.cached = None
+        self.push = self.transfer = self.prefill = self.decode = self.cached = self.expected = None
 
     def server_timing(self) -> str:
         """Return the value of the Server-Timing header; durations are milliseconds."""
@@ -185,6 +188,8 @@ class RequestRecord:
             entries.append(_entry("mode", self.push, None))
         if self.cached is not None:
             entries.append(_entry("cached", "{} of {} bytes".format(*self.cached), None))
+        if self.expected is not None:
+            entries.append(_entry("expected", str(self.expected), self.expected.ttft_s * 1e3))
         for name, leg in (("prefill", self.prefill), ("decode", self.decode)):
             if leg is not None:
                 entries.append(_entry(name, leg.instance, leg.ms))

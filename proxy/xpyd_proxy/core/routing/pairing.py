@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import islice, product
 from typing import Final, Protocol, Self, TypeAlias
 
+from xpyd_proxy.core.expected_time import ExpectedTime
 from xpyd_proxy.core.fleet import compatibility
 from xpyd_proxy.core.fleet.health import HealthState
 from xpyd_proxy.core.fleet.registry import Registry
@@ -33,6 +34,20 @@ class PairPolicy(Policy, Protocol):
 
     def pair(self, prefill: Among, decode: Among, ask: RoutingHints, fits: Fits, /) -> Pair:
         """Return two engines that fit; every engine of either side fits one of the other side."""
+        ...
+
+
+class WeighingPolicy(PairPolicy, Protocol):
+    """A choice that knows what each engine would take for a request, and so whether it is worth two of them."""
+
+    latest: ExpectedTime | None  # what is expected of the latest choice
+
+    def cached(self, among: Among, ask: RoutingHints, /) -> int:
+        """Return how many bytes of the prompt the decode engine has that ``one`` returns next for this request."""
+        ...
+
+    def alone(self, prefill: Among, decode: Among, ask: RoutingHints, /) -> bool:
+        """Tell whether the decode engine that ``one`` returns next is expected to be faster than any pair."""
         ...
 
 
@@ -82,6 +97,7 @@ class PairSelector:
     registry: Registry
     choice: PairPolicy
     decode_cache: Callable[[Among, RoutingHints], int] | None = None  # None: the decode policy remembers nothing
+    weighing: WeighingPolicy | None = None  # the choice, if it also decides whether a decode engine serves alone
     _seen: dict[tuple[str | None, int | None], _Seen] = field(
         default_factory=dict[tuple[str | None, int | None], _Seen]
     )
@@ -130,13 +146,21 @@ class PairSelector:
         """
         if len(ask.prompt) < least:
             return SingleEngineReason.SHORT, 0
-        if not least or self.decode_cache is None:
+        cache = self.decode_cache if self.weighing is None else self.weighing.cached
+        if not least or cache is None:
             return None, 0
-        cached = self.decode_cache(self._alone(decode, ask), ask)
+        cached = cache(self._alone(decode, ask), ask)
         return (SingleEngineReason.CACHED if ask.blocks.size - cached < least else None), cached
+
+    def is_faster_alone(self, prefill: Among, decode: Among, ask: RoutingHints) -> bool:
+        """Tell whether the engine that ``one`` returns next serves a prompt faster than any pair; raises as ``pair``."""
+        return self.weighing is not None and self.weighing.alone(*self._narrowed(prefill, decode, ask), ask)
 
     def copy(self) -> "PairSelector":
         """Return one that chooses alike, and whose choices leave no trace here."""
+        if self.weighing is not None:
+            weighing = self.weighing.copy()
+            return PairSelector(self.registry, weighing, weighing=weighing)
         return PairSelector(self.registry, self.choice.copy(), self.decode_cache)
 
     def _alone(self, decode: Among, ask: RoutingHints) -> Among:

@@ -154,9 +154,7 @@ def build(settings: Settings, *, fabric: Fabric | None = None, place: WorkerCont
         reports=settings.load_reports and settings.prefill_policy != PolicyName.ROUND_ROBIN,
         spans=traces,
     )
-    if fleet.costs is not None:
-        telemetry.stepped = fleet.costs.stepped
-    fleet.later, telemetry.legs_under_way = telemetry.later, requests.engines_of_legs
+    fleet.later, telemetry.legs_under_way, telemetry.stepped = telemetry.later, requests.engines_of_legs, fleet.stepped
     checks = HttpChecks(
         timeout_s=settings.health_check_timeout_s,
         headers=lambda role: outbound.headers(role, ()),

@@ -82,13 +82,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 type=partial(read, one.kind),
                 default=argparse.SUPPRESS,
                 metavar=one.kind.metavar,
-                help=f"{one.option.help} (default: {one.default_text})",
+                help=f"{one.option.help}{_open_choices(one.kind)} (default: {one.default_text})",
                 **more,
             )
             if choices := one.kind.choices:
                 action.completer = lambda choices=choices, **_: choices  # type: ignore[attr-defined]
         if group is FIRST:
             part.add_argument("--config", metavar="FILE", help="TOML, with these names as keys (connect_timeout_s = 5)")
+
+
+def _open_choices(kind: Kind) -> str:
+    """Name the choices where there may be more; others are the metavar."""
+    return f": {', '.join(kind.choices)}, or one that is installed" if kind.is_open else ""
 
 
 def serve_settings(args: argparse.Namespace) -> Settings:

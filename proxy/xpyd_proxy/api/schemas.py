@@ -122,6 +122,9 @@ class ExplainResponse(BaseModel):
         description="Tokens of the prompt that each engine has by its own KV events, of those that tell (kv_events)"
     )
     min_split_new_bytes: int
+    expected_ms: dict[str, float] | None = Field(
+        description="Milliseconds that the request is expected to wait for its first token, by term (expected_ttft)"
+    )
 
 
 # What everybody gets

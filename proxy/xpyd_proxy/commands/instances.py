@@ -169,6 +169,8 @@ def _explain(router: _RouterClient, args: argparse.Namespace) -> str:
     lines.append(f"prompt:   {found['prompt_bytes']} B; alone if D lacks less than {found['min_split_new_bytes']} B")
     lines += [f"cached:   {size} B at {name}" for name, size in found["cached_bytes"].items()]
     lines += [f"cached:   {count} tokens at {name}" for name, count in found.get("cached_tokens", {}).items()]
+    if expected := found.get("expected_ms"):
+        lines.append("expected: " + ", ".join(f"{name} {value:g} ms" for name, value in expected.items()))
     bodies = [(leg, found[f"{leg}_body"]) for leg in ("prefill", "decode")]
     lines += [f"{leg} body:\n{json.dumps(body, indent=2, ensure_ascii=False)}" for leg, body in bodies if body]
     return "\n".join(lines) + "\n"

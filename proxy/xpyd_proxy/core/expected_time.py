@@ -4,12 +4,22 @@
 class ExpectedTime:
     """What a request waits for, as it was expected when its engines were chosen. It does not change.
 
-    Times are seconds. ``slow_s`` is no part of the time to first token: it weighs how slowly the decode engine's running
-    answers go on, and with them this one.
+    Times are seconds. ``burden_s`` is no part of the time to first token: it stands for what others wait for because of
+    this request, and for how slowly its own answer will go on.
     """
 
     __slots__ = (
-        *("decode_hit", "decode_s", "pause_s", "prefill_hit", "prefill_s", "queue_s", "slow_s", "tokens", "transfer_s"),
+        *(
+            "decode_hit",
+            "decode_s",
+            "pause_s",
+            "prefill_hit",
+            "prefill_s",
+            "queue_s",
+            "burden_s",
+            "tokens",
+            "transfer_s",
+        ),
     )
 
     def __init__(
@@ -21,7 +31,7 @@ class ExpectedTime:
         transfer_s: float = 0.0,
         decode_s: float = 0.0,
         pause_s: float = 0.0,
-        slow_s: float = 0.0,
+        burden_s: float = 0.0,
         prefill_hit: int = 0,
         decode_hit: int = 0,
     ) -> None:
@@ -31,7 +41,7 @@ class ExpectedTime:
         self.transfer_s = transfer_s  # of the tokens that the decode engine lacks; 0: it computes the prompt itself
         self.decode_s = decode_s  # of one step of the decode engine
         self.pause_s = pause_s  # of the decode engine's streams, while it computes the prompt; no part of the time
-        self.slow_s = slow_s
+        self.burden_s = burden_s
         self.prefill_hit = prefill_hit  # tokens that the prefill engine has
         self.decode_hit = decode_hit  # tokens that the decode engine has
 
@@ -43,7 +53,19 @@ class ExpectedTime:
     @property
     def cost_s(self) -> float:
         """What choices are compared by."""
-        return self.ttft_s + self.slow_s
+        return self.ttft_s + self.burden_s
+
+    @property
+    def milliseconds(self) -> dict[str, float]:
+        """The terms by name, and their sum."""
+        seconds = {
+            "queue": self.queue_s,
+            "prefill": self.prefill_s,
+            "transfer": self.transfer_s,
+            "decode": self.decode_s,
+            "ttft": self.ttft_s,
+        }
+        return {name: round(each * 1e3, 1) for name, each in seconds.items()}
 
     def followed_by(self, decode: "ExpectedTime") -> "ExpectedTime":
         """Return the terms of a pair: this is the prefill engine's part, the other one the decode engine's."""
@@ -53,7 +75,7 @@ class ExpectedTime:
             prefill_s=self.prefill_s,
             transfer_s=decode.transfer_s,
             decode_s=decode.decode_s,
-            slow_s=decode.slow_s,
+            burden_s=self.burden_s + decode.burden_s,
             prefill_hit=self.prefill_hit,
             decode_hit=decode.decode_hit,
         )

@@ -9,9 +9,12 @@ from xpyd_proxy.core.model import RequestId
 
 _KEPT: Final = 0.97  # of the weight of what was measured before, with each measurement
 _HALF_LIFE_S: Final = 60.0  # an engine that gets nothing is believed to be like the others again
-_RECENT_S: Final = 30.0
+_RECENT_S: Final = 30.0  # half-life of what was sent lately
+_PER_S: Final = 0.6931 / _RECENT_S  # of that, what was sent in a second
 _FAR: Final = 4.0  # a measurement counts as at most so many times what was expected, and at least that part of it
 _SURE: Final = 3.0  # measurements from which on one is called far off
+_SMALL: Final = 200.0  # tokens, or streams, that take about as long as a step without any
+_PRIOR: Final = 0.1  # measurements that the prior stands for, at either end
 _LEAST_S: Final = 1e-4  # shortest time that is told from none
 _DONE_MOST: Final = 0.9  # of a queue that can have been worked off without an answer
 _FLAT: Final = 1e-9  # seconds for a token, at least
@@ -32,7 +35,7 @@ class Line:
 
 
 class LineFit:
-    """The line through what was measured: least squares of relative errors, so that no long prompt outweighs the rest.
+    """The line through what was measured: least squares of errors for a token, so no long prompt outweighs the rest.
 
     Earlier measurements fade. One that is far off counts as less far, so that one outlier cannot turn the line, and a
     lasting change does within a few.
@@ -53,7 +56,7 @@ class LineFit:
         if self.count >= _SURE:
             seconds = min(max(seconds, expected / _FAR), expected * _FAR)
         kept = _KEPT * self._fading(now)
-        weight = 1.0 / (expected * expected)
+        weight = 1.0 / ((_SMALL + number) * (_SMALL + number))
         self.count = self.count * kept + 1.0
         self._at = now
         self._sum = self._sum * kept + weight
@@ -69,7 +72,7 @@ class LineFit:
         if own is None:
             return prior
         share = self.count * self._fading(now)
-        share = share / (share + 1.0)
+        share = share / (share + 0.5)
         return Line(
             share * own.base_s + (1.0 - share) * prior.base_s, share * own.slope_s + (1.0 - share) * prior.slope_s
         )
@@ -79,8 +82,8 @@ class LineFit:
         return fading
 
     def _solved(self, prior: Line) -> Line:
-        """Solve for the line; the prior counts as half a measurement at zero, and half of one at twice the mean."""
-        weight = 0.5 * self._sum / self.count
+        """Solve for the line; the prior counts as a part of a measurement at zero, and of one at twice the mean."""
+        weight = _PRIOR * self._sum / self.count
         far = 2.0 * self._sum_x / self._sum
         total, sum_x = self._sum + 2.0 * weight, self._sum_x + weight * far
         sum_y = self._sum_y + weight * (prior.base_s + prior.at(far))
@@ -183,6 +186,10 @@ class EngineSpeed:
         """Return the tokens of the legs that it was sent lately, which fade: of equals, the one with fewer is next."""
         faded: float = self._recent * 0.5 ** (max(0.0, now - self._recent_at) / _RECENT_S)
         return faded
+
+    def busy(self, token_s: float, now: float) -> float:
+        """Return the share of its time in which it has computed prompts lately, at this pace; 1 at most."""
+        return min(1.0, self.recent(now) * token_s * _PER_S)
 
     def reserve(self, request: RequestId) -> None:
         """Count a request that it will get once its prompt is computed elsewhere."""

@@ -20,7 +20,7 @@ class _Counted:
 
 
 class TokenCounts:
-    """Tokens and bytes of the prompts of each model; prompts of token ids by themselves, for they are longer in bytes."""
+    """Tokens and bytes of the prompts of each model; prompts of token ids by themselves: they are longer."""
 
     def __init__(self) -> None:
         self._counted: dict[tuple[str | None, bool], _Counted] = {}

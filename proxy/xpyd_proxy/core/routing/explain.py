@@ -6,6 +6,7 @@ from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
+from xpyd_proxy.core.expected_time import ExpectedTime
 from xpyd_proxy.core.fleet.push_coordinates import PushCoordinates
 from xpyd_proxy.core.model import (
     GenerationRequest,
@@ -42,6 +43,7 @@ class Explanation:
     decode: Instance
     prefill_body: bytes | None
     decode_body: bytes  # while the prefill engine has not answered, with words in place of its kv_transfer_params
+    expected: ExpectedTime | None = None  # what its engines were chosen by; None: no policy asks for it
 
 
 class KnownCaches(Protocol):
@@ -81,7 +83,11 @@ class Explainer:
             why, _ = pairing.small(decode, ask, settings.min_split_new_bytes)
         if why is None:
             try:
-                return self._split(call, *pairing.pair(self.usable(Role.PREFILL), decode, ask))
+                prefill = self.usable(Role.PREFILL)
+                if not pairing.is_faster_alone(prefill, decode, ask):
+                    found = self._split(call, *pairing.pair(prefill, decode, ask))
+                    return replace(found, expected=pairing.expected)
+                why = SingleEngineReason.FASTER
             except NoMatchingInstance as exc:
                 if not settings.decode_only_fallback:
                     raise
@@ -91,7 +97,7 @@ class Explainer:
                     raise
                 why = SingleEngineReason.NO_PREFILL
         chosen = pairing.one(decode, ask)
-        return Explanation(f"single: {why}", None, chosen, None, encode(call.fields))
+        return Explanation(f"single: {why}", None, chosen, None, encode(call.fields), pairing.expected)
 
     def _explain_first(self, call: GenerationRequest, prompts: Sequence[msgspec.Raw]) -> Explanation:
         """Say what would become of several prompts: each goes its own way if the first one would be split."""

@@ -153,8 +153,13 @@ class PairSelector:
         return (SingleEngineReason.CACHED if ask.blocks.size - cached < least else None), cached
 
     def is_faster_alone(self, prefill: Among, decode: Among, ask: RoutingHints) -> bool:
-        """Tell whether the engine that ``one`` returns next serves a prompt faster than any pair; raises as ``pair``."""
+        """Tell whether the engine that ``one`` returns next is faster than any pair; raises what ``pair`` raises."""
         return self.weighing is not None and self.weighing.alone(*self._narrowed(prefill, decode, ask), ask)
+
+    @property
+    def expected(self) -> ExpectedTime | None:
+        """What is expected of the latest choice; None: the policies do not ask for it."""
+        return None if self.weighing is None else self.weighing.latest
 
     def copy(self) -> "PairSelector":
         """Return one that chooses alike, and whose choices leave no trace here."""

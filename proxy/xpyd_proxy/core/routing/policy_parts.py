@@ -10,8 +10,8 @@ from xpyd_proxy.core.model import Instance, RoutingHints
 class PromptMatches(Protocol):
     """What engines have in their caches, now, as far as is known."""
 
-    def matched(self, instance: Instance, ask: RoutingHints, /) -> int:
-        """Return how many bytes of the prompt an engine has."""
+    def matched(self, instance: Instance, ask: RoutingHints, /, *, is_there: bool = False) -> int:
+        """Return how many bytes of the prompt an engine has; ``is_there``: what is on its way does not count."""
         ...
 
     def sent(self, instance: Instance, ask: RoutingHints, /) -> None:

@@ -59,7 +59,7 @@ class EngineCosts:
             tokens=tokens,
             transfer_s=line.at(speed.loading.left(line.slope_s, now) + tokens - hit),
             decode_s=step_s,
-            slow_s=step_s * self._weight,
+            burden_s=step_s * self._weight,
             decode_hit=hit,
         )
 
@@ -75,7 +75,7 @@ class EngineCosts:
             queue_s=found.queue_s,
             prefill_s=found.prefill_s,
             pause_s=step_s + found.pause_s,
-            slow_s=step_s * self._weight,
+            burden_s=found.burden_s + step_s * self._weight,
             decode_hit=found.prefill_hit,
         )
 
@@ -107,19 +107,24 @@ class EngineCosts:
         latest, self._expected = self._expected, None
         return None if latest is None or latest[0] is not ask else latest[1]
 
-    def _computing(self, member: Member | None, instance: Instance, ask: RoutingHints, *, is_there: bool) -> ExpectedTime:
+    def _computing(
+        self, member: Member | None, instance: Instance, ask: RoutingHints, *, is_there: bool
+    ) -> ExpectedTime:
         tokens, hit = self._counts(instance, ask, is_there=is_there)
         if member is None:
             return ExpectedTime(tokens=tokens, prefill_hit=hit)
         speed, now = member.speed, self._clock()
         line = speed.prefill.among(self._likely(instance.role).prefill, now)
         ahead = speed.computing.left(line.slope_s, now) + _elsewhere(member, now) * speed.tokens_mean
-        new = max(1, tokens - hit)
+        # Requests behind this one wait for what it has computed, the busier the engine. Without that, conversations
+        # leave the engine that has them for the first shorter queue, and at high load all compute more than is new.
+        new, busy = max(1, tokens - hit), speed.busy(line.slope_s, now)
         return ExpectedTime(
             tokens=tokens,
             queue_s=ahead * line.slope_s,
             prefill_s=line.at(new),
             pause_s=(ahead + new) * line.slope_s,
+            burden_s=new * line.slope_s * busy * busy,
             prefill_hit=hit,
         )
 

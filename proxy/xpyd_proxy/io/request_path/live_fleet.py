@@ -137,6 +137,11 @@ class LiveFleet:
         self._clock = clock  # seconds; only differences count
         self.later = DeferredCalls()  # what went well and has yet to be told here
 
+    @property
+    def stepped(self) -> Callable[[InstanceId, list[float]], None] | None:
+        """What learns from the seconds between tokens; None: no policy asks for them."""
+        return None if self.costs is None else self.costs.stepped
+
     def known(self, role: Role, /) -> Sequence[Instance]:
         """List all engines of a role."""
         return self.registry.known(role)

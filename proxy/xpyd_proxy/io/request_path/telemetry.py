@@ -158,8 +158,8 @@ class Telemetry:
         self._add_up()
         self._engines.clear()
         self._kinds.clear()
-        for gone in [key for key in self._gaps if key[1] is not None and key[1] not in instances]:
-            del self._gaps[gone]  # what a stream there still adds is nobody's
+        for key in [key for key in self._gaps if key[1] is not None and key[1] not in instances]:
+            del self._gaps[key]  # what a stream there still adds is nobody's
         self._counters.keep(instances)
         self._recent.keep(instances)
         for gone in self.transfers_expected.keys() - instances:

@@ -71,7 +71,7 @@ class ReplayRouter:
     def __init__(
         self, choice: str, engines: tuple[int, int], trace: Trace, clock: Callable[[], float], seed: int
     ) -> None:
-        """``choice``: a policy, or one for each leg (``prefix/session``), and perhaps when a decode engine serves alone.
+        """``choice``: a policy, or one for each leg (``prefix/session``), and perhaps when an engine serves alone.
 
         That is ``:2048``, so many new bytes, or ``:20ms``, the longest pause in its streams. Raises NoReplay: there is
         no such policy. ``engines``: how many prefill and decode engines.

@@ -14,7 +14,7 @@ _PER_S: Final = 0.6931 / _RECENT_S  # of that, what was sent in a second
 _FAR: Final = 4.0  # a measurement counts as at most so many times what was expected, and at least that part of it
 _SURE: Final = 3.0  # measurements from which on one is called far off
 _SMALL: Final = 200.0  # tokens, or streams, that take about as long as a step without any
-_PRIOR: Final = 0.1  # measurements that the prior stands for, at either end
+_PRIOR: Final = 0.2  # measurements that the prior stands for, at either end
 _LEAST_S: Final = 1e-4  # shortest time that is told from none
 _DONE_MOST: Final = 0.9  # of a queue that can have been worked off without an answer
 _FLAT: Final = 1e-9  # seconds for a token, at least
@@ -82,7 +82,13 @@ class LineFit:
         return fading
 
     def _solved(self, prior: Line) -> Line:
-        """Solve for the line; the prior counts as a part of a measurement at zero, and of one at twice the mean."""
+        """Solve for the line.
+
+        The prior, drawn out so far that it meets what was measured, counts as a part of a measurement at zero, and of
+        one at twice the mean: what was measured tells how fast an engine is before it tells base and slope apart.
+        """
+        stretched = self._sum_y / max(prior.base_s * self._sum + prior.slope_s * self._sum_x, _FLAT * self._sum)
+        prior = Line(stretched * prior.base_s, stretched * prior.slope_s)
         weight = _PRIOR * self._sum / self.count
         far = 2.0 * self._sum_x / self._sum
         total, sum_x = self._sum + 2.0 * weight, self._sum_x + weight * far
@@ -198,7 +204,8 @@ class EngineSpeed:
     def send(self, request: RequestId, tokens: int, priors: Priors, now: float, *, computes: bool) -> None:
         """A leg is sent, for which it computes so many tokens, or gets them from another engine."""
         self.entered.add(request)
-        queue = self.computing if computes else self.loading
+        queue, other = (self.computing, self.loading) if computes else (self.loading, self.computing)
+        other.leave(request, now)
         line = self.prefill.among(priors.prefill, now) if computes else self.transfer.among(priors.transfer, now)
         self._legs[request] = _Leg(tokens, now, queue.left(line.slope_s, now), computes=computes)
         queue.enter(request, tokens, now)
@@ -213,7 +220,8 @@ class EngineSpeed:
         leg = self._legs.pop(request, None)
         if leg is None:
             return
-        (self.computing if leg.computes else self.loading).leave(request, now)
+        self.computing.leave(request, now)
+        self.loading.leave(request, now)
         seconds, tokens = now - leg.sent_at, leg.ahead + leg.tokens
         if leg.computes:
             self.prefill.add(tokens, seconds, priors.prefill, now)
@@ -225,9 +233,9 @@ class EngineSpeed:
         """A request is over here, however."""
         self.entered.discard(request)
         self.running.discard(request)
-        if self._legs.pop(request, None) is not None:
-            self.computing.leave(request, now)
-            self.loading.leave(request, now)
+        self._legs.pop(request, None)
+        self.computing.leave(request, now)
+        self.loading.leave(request, now)
 
     def stepped(self, gap_s: float, priors: Priors, now: float) -> None:
         """Its streams got their tokens so many seconds apart, on the mean of the last moment."""

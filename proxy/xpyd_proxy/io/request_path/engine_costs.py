@@ -15,7 +15,7 @@ from xpyd_proxy.core.model import Instance, InstanceId, RequestId, Role, Routing
 from xpyd_proxy.io.request_path.live_fleet import Caches
 
 _PRIORS_S: Final = 1.0  # seconds for which what is likely of an engine is not computed again
-_SURE: Final = 2.0  # measurements from which on an engine tells something about the others
+_SURE: Final = 1.0  # measurements from which on an engine tells something about the others
 _DECODE: Final = Role.DECODE  # looking a member up takes as long as a call
 
 

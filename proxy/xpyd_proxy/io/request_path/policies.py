@@ -24,7 +24,7 @@ from xpyd_proxy.settings import PolicyName, Settings
 Dice: TypeAlias = Callable[[int], int]  # dice(n): 0 to n-1
 
 
-ITL_WEIGHT: Final = 8.0  # tokens for which the time between tokens counts beside the time to first token
+ITL_WEIGHT: Final = 4.0  # tokens for which the time between tokens counts beside the time to first token
 _OWN: Final[Mapping[str, Callable[[PolicyParts], Policy]]] = {
     PolicyName.ROUND_ROBIN: lambda parts: RoundRobin(Rotation(parts.turn), Rotation(parts.turn)),
     PolicyName.LEAST_LOADED: lambda parts: LeastLoaded(parts.load, parts.turn),

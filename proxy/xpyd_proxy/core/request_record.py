@@ -32,11 +32,12 @@ class RequestOutcome(FastStrEnum):
 class LegRecord:
     """One leg at one engine; ``ms`` stays None until its answer begins or it fails."""
 
-    __slots__ = ("instance", "ms")
+    __slots__ = ("expected", "instance", "ms")
 
     def __init__(self, instance: InstanceId, ms: float | None = None) -> None:
         self.instance = instance
         self.ms = ms
+        self.expected: ExpectedTime | None = None  # of a decode leg: what its engines were chosen by, if by that
 
 
 class Retry:
@@ -64,7 +65,6 @@ class RequestRecord:
         "duration_s",
         "end",
         "error",
-        "expected",
         "last_token_at",
         "path",
         "prefill",
@@ -110,7 +110,6 @@ class RequestRecord:
         self.error = error  # what went wrong, for the log
         self.prefill_error: str | None = None  # what went wrong with the prefill leg after the answer had begun
         self.cached: tuple[int, int] | None = None  # bytes of the prompt that the decode engine had, and of all of it
-        self.expected: ExpectedTime | None = None  # what its engines were chosen by; None: no policy asks for it
         self.relayed = 0  # bytes of the answer, if they are counted
         self.end = b"", b""  # the last two pieces of the answer's body, if they matter
 
@@ -177,7 +176,7 @@ class RequestRecord:
 
     def start_over(self) -> None:
         """Forget the rest of a try that failed."""
-        self.push = self.transfer = self.prefill = self.decode = self.cached = self.expected = None
+        self.push = self.transfer = self.prefill = self.decode = self.cached = None
 
     def server_timing(self) -> str:
         """Return the value of the Server-Timing header; durations are milliseconds."""
@@ -188,8 +187,9 @@ class RequestRecord:
             entries.append(_entry("mode", self.push, None))
         if self.cached is not None:
             entries.append(_entry("cached", "{} of {} bytes".format(*self.cached), None))
-        if self.expected is not None:
-            entries.append(_entry("expected", str(self.expected), self.expected.ttft_s * 1e3))
+        expected = None if self.decode is None else self.decode.expected
+        if expected is not None:
+            entries.append(_entry("expected", str(expected), expected.ttft_s * 1e3))
         for name, leg in (("prefill", self.prefill), ("decode", self.decode)):
             if leg is not None:
                 entries.append(_entry(name, leg.instance, leg.ms))

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from xpyd_proxy.core.expected_time import ExpectedTime
 from xpyd_proxy.core.fleet.load import ASK_FOR_REPORT
 from xpyd_proxy.core.model import GenerationRequest, Headers, Instance, InstanceId, LegRequest, Role, SingleEngineReason
 from xpyd_proxy.core.protocol.engine_errors import Failure, check_prefill, refused_decode
@@ -40,6 +41,7 @@ class Attempt(LegOwner):
     """One try. It is the LegOwner of its legs; ``steps`` is woken when one of them has news."""
 
     __slots__ = (
+        "_expected",
         "_of",
         "_plan",
         "_settings",
@@ -78,6 +80,7 @@ class Attempt(LegOwner):
         self._shows = shows
         self._steps = steps
         self._span = span
+        self._expected: ExpectedTime | None = None  # what its engines were chosen by, until the decode leg is sent
         self._slot: Instance | None = None  # a decode engine whose slot is held until its leg is sent
         self.record = record
         self.chances = chances
@@ -105,7 +108,7 @@ class Attempt(LegOwner):
         self._slot = decode
         if fleet.costs is not None:
             fleet.costs.reserved(decode, self.id)
-            self.record.expected = fleet.costs.take_expected(self._plan.ask)
+            self._expected = fleet.costs.take_expected(self._plan.ask)
 
     def send_prefill(self, call: GenerationRequest, prefill: Instance, *, reuses: bool) -> PrefillLeg:
         """Send the prefill leg; ``reuses``: its answer shall tell the tokens of the prompt."""
@@ -126,6 +129,7 @@ class Attempt(LegOwner):
         leg = DecodeLeg(self, decode, now, None if seconds is None else now + seconds, of.clock)
         leg.counts = self.record.single_reason is None
         self.decode, self.record.decode = leg, leg.record
+        leg.record.expected, self._expected = self._expected, None
         if prefill is not None and prefill.handover is not None and not prefill.is_followed:
             leg.follows = prefill.is_followed = True
             of.telemetry.handed_over(now - prefill.handed_over_at)
@@ -195,7 +199,7 @@ class Attempt(LegOwner):
         decodes = self.chances.among(fleet.usable(_DECODE))
         reason, cached = fleet.small(decodes, ask, least)
         if fleet.costs is not None and reason is None and fleet.is_faster_alone(decodes, ask):
-            reason, self.record.expected = _FASTER, fleet.costs.take_expected(ask)
+            reason, self._expected = _FASTER, fleet.costs.take_expected(ask)
         if fleet.remembers and reason is not SingleEngineReason.SHORT:
             self.record.cached = cached, ask.blocks.size
         return reason

@@ -38,6 +38,24 @@ class Bench:
         self.costs.answered(engine, request, ask, counted)
         self.registry.member(engine.id).speed.leave(request, self.now)
 
+    def play(self, kind, instance, request, size, passed):
+        """Have something happen to a request at an engine."""
+        match kind:
+            case "reserved":
+                self.costs.reserved(instance, request)
+            case "answered":
+                self.costs.answered(instance, request, ask(size), size or None)
+            case "left":
+                if (member := self.registry.get(instance.id)) is not None:
+                    member.speed.leave(request, self.now)
+            case "removed":
+                if self.registry.get(instance.id) is not None:
+                    self.registry.remove(instance.id, now=self.now)
+            case "stepped":
+                self.costs.stepped(instance.id, [passed])
+            case _:
+                self.costs.sent(instance, request, ask(size), computes=kind == "sent", is_timed=kind != "untimed")
+
 
 def ask(size, text=b"x"):
     return RoutingHints("m", prompt=b'"%b"' % (text * size))
@@ -50,7 +68,9 @@ def test_what_waits_counts_in_tokens():
     for number in range(20):
         bench.send(bench.q, ask(40, b"%d" % (number % 10)))
 
-    assert bench.costs.prefill(bench.p, ask(40, b"y")).queue_s > 100 * bench.costs.prefill(bench.q, ask(40, b"y")).queue_s
+    assert (
+        bench.costs.prefill(bench.p, ask(40, b"y")).queue_s > 100 * bench.costs.prefill(bench.q, ask(40, b"y")).queue_s
+    )
 
 
 def test_what_an_engine_has_is_not_computed_again():
@@ -143,23 +163,8 @@ def test_after_any_sequence_nothing_is_queued_and_every_cost_is_a_number(events)
     engines = [bench.p, bench.q, bench.d, bench.e]
     for kind, engine, request, size, passed in events:
         bench.now += passed
-        instance, name = engines[engine], RequestId(f"r{request}")
-        match kind:
-            case "reserved":
-                bench.costs.reserved(instance, name)
-            case "answered":
-                bench.costs.answered(instance, name, ask(size), size or None)
-            case "left":
-                if (member := bench.registry.get(instance.id)) is not None:
-                    member.speed.leave(name, bench.now)
-            case "removed":
-                if len(bench.registry.members()) > 1 and bench.registry.get(instance.id) is not None:
-                    bench.registry.remove(instance.id, now=bench.now)
-            case "stepped":
-                bench.costs.stepped(instance.id, [passed])
-            case _:
-                is_timed = kind != "untimed"
-                bench.costs.sent(instance, name, ask(size), computes=kind == "sent", is_timed=is_timed)
+        instance = engines[engine]
+        bench.play(kind, instance, RequestId(f"r{request}"), size, passed)
         for cost in (bench.costs.prefill, bench.costs.decode, bench.costs.alone):
             assert 0 <= cost(instance, ask(size)).cost_s < 1e9
     for member in bench.registry.members():

@@ -93,6 +93,10 @@ class EngineCosts:
         """Return how many bytes of the prompt a decode engine has."""
         return self._caches.matched(instance, ask, is_there=True)
 
+    def matched(self, instance: Instance, ask: RoutingHints) -> int:
+        """Return how many bytes of the prompt an engine has, or will soon."""
+        return self._caches.matched(instance, ask) if ask.prompt else 0
+
     def recent(self, instance: Instance) -> float:
         """Return the tokens of the legs that an engine was sent lately."""
         member = self._registry.get(instance.id)

@@ -9,7 +9,8 @@ from xpyd_proxy.core.routing.pairing import Among, Fits, Pair
 
 NEAR: Final = 0.05  # choices that cost at most this part more than the best one are as good: chance picks one
 _AS_MANY: Final = 0.9  # so much of the longest match is as good
-MOST: Final = 8  # of a role that are paired with each other; all are looked at by themselves
+MOST: Final = 8  # of a role that are paired with each other
+LOOKED_AT: Final = 64  # of a role whose cost is computed
 
 
 class Costs(Protocol):
@@ -38,6 +39,10 @@ class Costs(Protocol):
 
     def cached(self, instance: Instance, ask: RoutingHints, /) -> int:
         """Return how many bytes of the prompt a decode engine has."""
+        ...
+
+    def matched(self, instance: Instance, ask: RoutingHints, /) -> int:
+        """Return how many bytes of the prompt an engine has, or will soon."""
         ...
 
     def recent(self, instance: Instance, /) -> float:
@@ -76,12 +81,12 @@ class ExpectedTtft:
     def pair(self, prefill: Among, decode: Among, ask: RoutingHints, fits: Fits, /) -> Pair:
         """Return the two engines that cost least, or nearly so."""
         self._alone = None
-        left = _sorted([_Priced(each, self._costs.prefill(each, ask)) for each in prefill])
-        right = _sorted([_Priced(each, self._costs.decode(each, ask)) for each in decode])
+        left = _sorted([_Priced(each, self._costs.prefill(each, ask)) for each in self._few(prefill, ask)])
+        right = _sorted([_Priced(each, self._costs.decode(each, ask)) for each in self._few(decode, ask)])
         pairs = [(p, d) for p in left[:MOST] for d in right[:MOST] if fits(p.instance, d.instance)]
-        if not pairs:  # every engine fits one of the other side
-            pairs = [(left[0], d) for d in right if fits(left[0].instance, d.instance)]
-            pairs += [(p, right[0]) for p in left if fits(p.instance, right[0].instance)]
+        if not pairs:  # every prefill engine fits some decode engine
+            fitting = [each for each in decode if fits(left[0].instance, each)][:LOOKED_AT]
+            pairs = [(left[0], _Priced(each, self._costs.decode(each, ask))) for each in fitting]
         least = min([p.cost_s + d.cost_s for p, d in pairs])
         near = [(p, d) for p, d in pairs if p.cost_s + d.cost_s <= least * (1.0 + NEAR)]
         best_p, best_d = near[0] if len(near) == 1 else self._less_used(near)
@@ -104,8 +109,8 @@ class ExpectedTtft:
         best = self._best_alone(decode, ask)
         if not self._costs.spares(best.expected):
             return False
-        parts = min([self._costs.prefill(each, ask).cost_s for each in prefill])
-        if best.cost_s > parts + min([self._costs.decode(each, ask).cost_s for each in decode]):
+        parts = min([self._costs.prefill(each, ask).cost_s for each in self._few(prefill, ask)])
+        if best.cost_s > parts + min([self._costs.decode(each, ask).cost_s for each in self._few(decode, ask)]):
             return False
         self._alone = ask, best.instance
         self._tell(ask, best.expected)
@@ -121,8 +126,17 @@ class ExpectedTtft:
         """Return one that chooses alike, and whose choices leave no trace here."""
         return ExpectedTtft(self._costs, self._dice, notes=False)
 
+    def _few(self, among: Among, ask: RoutingHints) -> Among:
+        """Return those that have most of the prompt, and others that chance picks: all, unless they are too many."""
+        if len(among) <= LOOKED_AT:
+            return among
+        matches = sorted([(-self._costs.matched(each, ask), place) for place, each in enumerate(among)])
+        places = {place for _, place in matches[:MOST]}
+        places.update([self._dice(len(among)) for _ in range(LOOKED_AT - MOST)])
+        return [among[place] for place in sorted(places)]
+
     def _best_alone(self, among: Among, ask: RoutingHints) -> _Priced:
-        priced = [_Priced(each, self._costs.alone(each, ask)) for each in among]
+        priced = [_Priced(each, self._costs.alone(each, ask)) for each in self._few(among, ask)]
         least = min([each.cost_s for each in priced])
         near = [each for each in priced if each.cost_s <= least * (1.0 + NEAR)]
         return near[0] if len(near) == 1 else self._less_used([(each,) for each in near])[0]

@@ -29,7 +29,7 @@ class Costs:
     def __init__(self, costs, *, alone=None, may_pause=True):
         self.costs, self.by_alone, self.may_pause = costs, alone, may_pause
         self.may_be_alone = alone is not None
-        self.chosen, self.used = [], Counter()
+        self.chosen, self.used, self.matches = [], Counter(), {}
 
     def prefill(self, instance, _ask):
         return ExpectedTime(tokens=4, queue_s=self.costs[instance.id])
@@ -45,6 +45,9 @@ class Costs:
 
     def cached(self, instance, _ask):
         return int(instance.id[-1]) * 100
+
+    def matched(self, instance, _ask):
+        return self.matches.get(instance.id, 0)
 
     def recent(self, instance):
         return self.used[instance.id]
@@ -86,7 +89,20 @@ def test_the_two_fit_and_few_pairs_are_looked_at(seconds, unfit):
     prefill, decode = policy(Costs(costs)).pair(left, right, ASK, fits)
 
     assert left.index(prefill) == right.index(decode) or (left.index(prefill), right.index(decode)) not in unfit
-    assert len(looked) <= 64 + 40
+    assert len(looked) <= 64 + 20
+
+
+@given(st.integers(0, 499))
+def test_of_many_engines_a_few_are_looked_at_and_always_the_one_that_has_the_prompt(place):
+    """The work for a request must not grow with the fleet."""
+    left, right = engines(Role.PREFILL, 500), engines(Role.DECODE, 500)
+    costs = Costs({one.id: 1.0 for one in [*left, *right]} | {left[place].id: 0.1})
+    costs.matches, looked = {left[place].id: 5000}, []
+    costs.prefill = lambda one, _ask: looked.append(one) or ExpectedTime(tokens=4, queue_s=costs.costs[one.id])
+    prefill, _ = policy(costs).pair(left, right, ASK, always)
+
+    assert prefill == left[place]
+    assert len(looked) <= 64
 
 
 def test_equals_share_what_comes_and_several_routers_do_not_choose_alike():

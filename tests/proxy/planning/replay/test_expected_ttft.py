@@ -46,13 +46,13 @@ def test_later_turns_wait_far_less_than_in_turn_and_streams_go_on_as_before():
 
 @pytest.mark.parametrize("policy", ["round_robin", "power_of_two", "prefix", "session"])
 def test_no_other_policy_is_better_by_more_than_chance(policy):
-    """In the middle and in the tail, quiet and busy: 3 % are what another seed changes."""
+    """In the middle and in the tail, quiet and busy: 5 % are what another seed changes."""
     for load in (chats, busy):
         ours, other = load("expected_ttft"), load(policy)
 
-        assert ours.ttft_p50 < 1.03 * other.ttft_p50
-        assert ours.ttft_p95 < 1.03 * other.ttft_p95
-        assert ours.ttft_p99 < 1.03 * other.ttft_p99
+        assert ours.ttft_p50 < 1.05 * other.ttft_p50
+        assert ours.ttft_p95 < 1.05 * other.ttft_p95
+        assert ours.ttft_p99 < 1.05 * other.ttft_p99
 
 
 def test_no_engine_gets_most_of_a_rush():

@@ -8,7 +8,6 @@ from xpyd_proxy.core.model import ANY, Instance, RoutingHints
 from xpyd_proxy.core.routing.pairing import Among, Fits, Pair
 
 NEAR: Final = 0.05  # choices that cost at most this part more than the best one are as good: chance picks one
-_AS_MANY: Final = 0.9  # so much of the longest match is as good
 MOST: Final = 8  # of a role that are paired with each other
 LOOKED_AT: Final = 64  # of a role whose cost is computed
 
@@ -139,17 +138,13 @@ class ExpectedTtft:
         priced = [_Priced(each, self._costs.alone(each, ask)) for each in self._few(among, ask)]
         least = min([each.cost_s for each in priced])
         near = [each for each in priced if each.cost_s <= least * (1.0 + NEAR)]
+        most = max([each.expected.decode_hit for each in near])
+        if most * 2 > near[0].expected.tokens:  # it has the conversation, which is what being alone is for
+            near = [each for each in near if each.expected.decode_hit == most]
         return near[0] if len(near) == 1 else self._less_used([(each,) for each in near])[0]
 
     def _less_used(self, near: Sequence[_T]) -> _T:
-        """Return one of those that have most of the prompt: of two that chance picks, that which was used less.
-
-        Conversations stay where they are also where that hardly saves time, and several routers do not choose alike.
-        """
-        most = max([_hits(each) for each in near]) * _AS_MANY
-        near = [each for each in near if _hits(each) >= most]
-        if len(near) == 1:
-            return near[0]
+        """Return one of two that chance picks, so that several routers do not all choose the same."""
         first = self._dice(len(near))
         second = (first + 1 + self._dice(len(near) - 1)) % len(near)
         one, other = near[first], near[second]
@@ -162,11 +157,6 @@ class ExpectedTtft:
         self.latest = expected
         if self._notes:
             self._costs.chose(ask, expected)
-
-
-def _hits(engines: Sequence[_Priced]) -> int:
-    """Return the tokens that they have; of a decode engine that serves alone those are its ``decode_hit``."""
-    return sum([each.expected.prefill_hit + each.expected.decode_hit for each in engines])
 
 
 def _cost(priced: _Priced) -> float:
